@@ -1,5 +1,6 @@
-//! The operator's arguments. Nothing else in it reads the environment, but the client for its access to
-//! the API server.
+//! Parses the command line.
+//!
+//! No other module reads the environment, except the client for its access to the API server.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -9,7 +10,7 @@ use clap::{ArgAction, Parser};
 
 use crate::placement::PlacementOptions;
 
-/// The operator's arguments.
+/// The command line.
 #[derive(Debug, Clone, Parser)]
 #[command(
     name = "bursar-operator",
@@ -17,22 +18,23 @@ use crate::placement::PlacementOptions;
     about = "Keeps each namespace's GPU memory budget in force"
 )]
 pub struct Args {
-    /// Where /metrics is served
+    /// Address that serves /metrics
     #[arg(long, value_name = "ADDRESS", default_value = "[::]:9401")]
     pub listen: SocketAddr,
-    /// Where /healthz and /readyz are served
+    /// Address that serves /healthz and /readyz
     #[arg(long, value_name = "ADDRESS", default_value = "[::]:9403")]
     pub probes: SocketAddr,
-    /// What one token stands for: 1Gi, 512Mi or 256Mi, the same as the agents'
+    /// Memory of one device id: 1Gi, 512Mi or 256Mi, the same as for the agents
     #[arg(long, value_name = "SIZE", default_value = "1Gi")]
     pub quantum: Quantum,
-    /// Whether a pod that waits for a GPU may be evicted, to be scheduled on a node that has room
+    /// Whether a pod that waits for a GPU may be evicted so that it is scheduled on a node with
+    /// room
     #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     pub move_waiters: bool,
-    /// For how many seconds a disruption budget keeps a pod that has to go for one of higher priority
+    /// Seconds for which a PodDisruptionBudget may block the eviction of a pod of lower priority
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(..=120))]
     pub disruption_grace: u64,
-    /// Which log lines are written, as tracing filter directives
+    /// Log filter, as tracing directives
     #[arg(
         long,
         value_name = "FILTER",
@@ -40,13 +42,13 @@ pub struct Args {
         default_value = "info"
     )]
     pub log: String,
-    /// How log lines are written
+    /// Log format
     #[arg(long, value_enum, default_value_t = LogFormat::Json)]
     pub log_format: LogFormat,
 }
 
 impl Args {
-    /// What they say of placement.
+    /// The options for placement.
     pub fn placement_options(&self) -> PlacementOptions {
         PlacementOptions {
             quantum: self.quantum,
@@ -56,12 +58,12 @@ impl Args {
     }
 }
 
-/// How log lines are written.
+/// The format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LogFormat {
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
-    /// For people.
+    /// Plain text.
     Text,
 }
 

@@ -1,6 +1,5 @@
-//! Formats an error with its sources.
+//! Formats an error with its sources in one line.
 
-/// An error with its sources, in one line.
 pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

@@ -1,9 +1,9 @@
 //! Keeps each namespace's `GpuMemoryBudget` in force, and helps pods to GPU memory.
 //!
 //! ```text
-//!   watches --> cluster (index) --> budget: reconcile ----> api --> ResourceQuotas, statuses, evictions
-//!                     |---------> placement: controller --> api --> labels, reservations, evictions
-//!                     +---------> nodes ------------------> api --> orders to agents, namespace labels
+//!   watches --> cluster --+--> budget -----> api --> ResourceQuotas, statuses, evictions
+//!               (index)   |--> placement --> api --> labels, reservations, evictions
+//!                         +--> nodes ------> api --> orders to agents, namespace labels
 //! ```
 //!
 //! | module | job |

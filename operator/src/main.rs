@@ -1,4 +1,4 @@
-//! The operator.
+//! Runs the operator.
 
 use std::process::ExitCode;
 
@@ -56,7 +56,7 @@ fn log(args: &Args) -> anyhow::Result<()> {
     })?;
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        // Whoever reads a container's log wants no colours, whatever features other crates turn on.
+        // Log collectors want no colours, whatever features other crates enable.
         .with_ansi(false)
         .with_writer(std::io::stderr);
     match args.log_format {

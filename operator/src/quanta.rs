@@ -1,24 +1,24 @@
-//! An amount of memory in whole quanta.
+//! Counts memory in whole quanta.
 
 use bursar_crds::budget::Counted;
 use bursar_crds::quantity::QuantityError;
 use bursar_crds::{Amount, Quantum};
 
-/// Whole quanta: what a resource limit is written in. Between 0 and [`Quanta::MAX`].
+/// A number of quanta, the unit of resource limits. Between 0 and [`Quanta::MAX`].
 ///
-/// Sums stop at the maximum, for a pod may ask for any number and its status must still be written.
+/// Sums saturate, because a pod may request any number and the status must still be written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Quanta(i64);
 
 impl Quanta {
-    /// None.
+    /// Zero quanta.
     pub const ZERO: Self = Self(0);
 
-    /// The most that is counted: with the largest quantum it is the last amount below 8Ei, the end of
-    /// Kubernetes' own arithmetic.
+    /// The maximum: with the largest quantum it is the last amount below 8Ei, the limit of
+    /// Kubernetes' arithmetic.
     pub const MAX: Self = Self((1 << 33) - 1);
 
-    /// `count` quanta, or [`Quanta::MAX`] where it is more.
+    /// `count` quanta, saturated at [`Quanta::MAX`].
     pub fn new(count: u64) -> Self {
         i64::try_from(count).map_or(Self::MAX, |count| Self(count).min(Self::MAX))
     }
@@ -28,27 +28,27 @@ impl Quanta {
         Ok(Self(quantum.floor(amount.bytes()?)).min(Self::MAX))
     }
 
-    /// How many.
+    /// The number of quanta.
     pub fn count(self) -> i64 {
         self.0
     }
 
-    /// Both together.
+    /// The sum, saturated at [`Quanta::MAX`].
     pub fn plus(self, other: Self) -> Self {
         Self(self.0 + other.0).min(Self::MAX)
     }
 
-    /// What is left without `other`, zero at least.
+    /// The difference, saturated at zero.
     pub fn minus(self, other: Self) -> Self {
         Self(self.0 - other.0).max(Self::ZERO)
     }
 
-    /// In bytes.
+    /// The amount in bytes.
     pub fn bytes(self, quantum: Quantum) -> u64 {
         self.0.unsigned_abs() * quantum.bytes()
     }
 
-    /// As the API counts it.
+    /// The amount as the API represents it.
     pub fn counted(self, quantum: Quantum) -> Counted {
         Counted {
             quanta: self.0,
@@ -56,7 +56,7 @@ impl Quanta {
         }
     }
 
-    /// As people write it, such as `16Gi`.
+    /// The amount as people write it, such as `16Gi`.
     pub fn text(self, quantum: Quantum) -> String {
         Amount::from_bytes(self.bytes(quantum)).0.0
     }

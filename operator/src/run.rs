@@ -1,4 +1,4 @@
-//! The operator's tasks and their end.
+//! Starts the operator's tasks and joins them.
 
 use bursar_http::Listeners;
 use futures::stream::poll_fn;
@@ -22,19 +22,19 @@ use crate::placement::{self, PlacementOptions};
 use crate::serve::metrics::Metrics;
 use crate::serve::probes::Sources;
 
-/// Tells the time of day, for records that people read. Decisions count time by the monotonic clock.
+/// Reads the wall clock for timestamps that people read. Decisions use the monotonic clock.
 pub type Clock = fn() -> Timestamp;
 
-/// Budgets named and not yet taken up; more wait with the watches.
+/// Budgets queued for the reconciler. When the queue is full, the watches wait.
 const QUEUE_LENGTH: usize = 256;
 
-/// Why the operator ended without being told to.
+/// Why the operator ended without a request to stop.
 #[derive(Debug, thiserror::Error)]
 pub enum OperatorError {
-    /// A task came to its end.
+    /// A task returned early.
     #[error("{task} ended unasked")]
     TaskEnded {
-        /// Which.
+        /// The name of the task.
         task: &'static str,
     },
     /// A task panicked.
@@ -42,8 +42,7 @@ pub enum OperatorError {
     Panicked(#[source] tokio::task::JoinError),
 }
 
-/// Runs until `shutdown`; then ends when the writes that were begun are done. Ends early with the first
-/// task that does.
+/// Runs until `shutdown`, and finishes the writes that have begun. Returns early when a task does.
 pub async fn run(
     client: Client,
     listeners: Listeners,
@@ -123,7 +122,7 @@ pub async fn run(
     result
 }
 
-/// A task's end: fine where it was asked for.
+/// The result of a finished task: an error unless the shutdown was requested.
 fn task_result(
     ended: Result<&'static str, tokio::task::JoinError>,
     asked: bool,

@@ -1,4 +1,4 @@
-//! The whole operator before an API server in memory.
+//! Runs the whole operator against an API server in memory.
 
 #[path = "operator/clocks.rs"]
 mod clocks;
@@ -44,19 +44,19 @@ struct Running {
 }
 
 impl Running {
-    /// Over the objects that `fill` makes.
+    /// Starts an operator over the objects that `fill` creates.
     async fn start(fill: impl FnOnce(&Api)) -> Self {
         let api = Api::start();
         fill(&api);
         Self::over(api).await
     }
 
-    /// Over an API server that is there.
+    /// Starts an operator over an existing API server.
     async fn over(api: Api) -> Self {
         Self::by_clock(api, Timestamp::now).await
     }
 
-    /// The same, on a machine with this clock.
+    /// Starts an operator on a machine with this clock.
     async fn by_clock(api: Api, clock: Clock) -> Self {
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
         let listeners = Listeners::bind(any, any).await.expect("free ports");
@@ -83,7 +83,7 @@ impl Running {
         }
     }
 
-    /// Waits until it has listed everything.
+    /// Waits until the operator has listed everything.
     async fn until_listed(&self) {
         while !self.get("/readyz").await.starts_with("HTTP/1.1 200") {
             sleep(Duration::from_millis(20)).await;
@@ -144,14 +144,14 @@ impl Running {
         .await
     }
 
-    /// Kills it; the API server is left.
+    /// Kills the operator and returns the API server.
     async fn kill(self) -> Api {
         self.task.abort();
         drop(self.task.await);
         self.api
     }
 
-    /// Stops it, and says how long that took.
+    /// Stops the operator. Returns how long that took.
     async fn stop(self) -> Duration {
         let start = Instant::now();
         self.shutdown.cancel();
@@ -191,7 +191,7 @@ fn gpu_node(name: &str, quanta: i32) -> Value {
     })
 }
 
-/// A node whose kubelet has an agent, or lost it.
+/// A node whose kubelet has an agent or has lost it.
 fn node(name: &str, has_agent: bool) -> Value {
     let quanta = if has_agent { "32" } else { "0" };
     json!({

@@ -1,4 +1,4 @@
-//! What is told of a budget when it changes: a log line, and an Event for each condition that turned.
+//! Publishes Events and log lines for changed conditions and for evictions.
 
 use std::time::Duration;
 
@@ -13,13 +13,14 @@ use tracing::{debug, info};
 
 use crate::budget::PodEviction;
 
-/// How long an Event may take: it is worth no wait.
+/// How long the publication of an Event may take.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest note that the API server takes (`events.k8s.io/v1`).
+/// The longest note that the API server accepts (`events.k8s.io/v1`).
 const MAX_NOTE_LENGTH: usize = 1024;
 
-/// The conditions of `now` that hold otherwise than before, each with whether it is good news. `Ready` sums
-/// the others up, and that a new budget is not in force yet is no news.
+/// The conditions that changed, each with whether the change is good.
+///
+/// `Ready` only summarizes the others. A new budget that is not in force yet is no change.
 fn changed_conditions<'a>(
     before: Option<&GpuMemoryBudgetStatus>,
     now: &'a GpuMemoryBudgetStatus,
@@ -48,7 +49,7 @@ fn changed_conditions<'a>(
     news.collect()
 }
 
-/// Tells what became of `budget`.
+/// Publishes the changed conditions of `budget`.
 pub(crate) async fn publish_transitions(
     client: &Client,
     budget: &GpuMemoryBudget,
@@ -82,7 +83,7 @@ pub(crate) async fn publish_transitions(
     }
 }
 
-/// A pod is ended for its budget.
+/// Publishes the eviction of a pod for its budget.
 pub(crate) async fn publish_eviction(client: &Client, namespace: &str, leaver: &PodEviction) {
     let PodEviction {
         pod,
@@ -120,7 +121,8 @@ async fn publish(
         secondary: None,
     };
     let reporter = Reporter::from(OPERATOR_MANAGER);
-    // A new one each: it takes a second Event with the same reason for the first one again, and drops its note.
+    // A new recorder each time: a used one takes a second Event with the same reason for the first
+    // and drops its note.
     let recorder = Recorder::new(client.clone(), reporter);
     if !matches!(
         timeout(TIMEOUT, recorder.publish(&event, about)).await,

@@ -1,4 +1,4 @@
-//! Whether a Job lets its pods be disrupted.
+//! Reads whether a Job ignores the disruption of its pods.
 
 use k8s_openapi::api::batch::v1::Job;
 use kube::{Api, Client, ResourceExt as _};
@@ -6,11 +6,10 @@ use kube::{Api, Client, ResourceExt as _};
 use crate::api::read::{ReadError, with_timeout};
 use crate::cluster::pod_request::JobRef;
 
-/// Whether `job` does not take an evicted pod for a failed one. Of a Job that is gone nothing can fail any more. What is
-/// asked never changes: the policy of a Job is immutable.
+/// Whether `job` does not count an evicted pod as a failure. A deleted Job cannot fail. The answer
+/// never changes, because a Job's policy is immutable.
 ///
-/// # Errors
-/// None of them says anything of the Job.
+/// # Errors An error says nothing about the Job.
 pub async fn ignores_disruption(
     client: &Client,
     namespace: &str,
@@ -35,7 +34,7 @@ fn policy_ignores_disruption(job: &Job) -> bool {
             let mut conditions = conditions.filter(|on| on.type_ == "DisruptionTarget");
             conditions.any(|on| on.status == "True")
         });
-    // A rule on exit codes that comes before it may match a program that ends badly when it is told to.
+    // An earlier rule on exit codes may match a program that exits with an error on SIGTERM.
     let exits_first = policy
         .and_then(|policy| policy.rules.first())
         .is_some_and(|rule| rule.on_exit_codes.is_some());

@@ -1,4 +1,4 @@
-//! Calls the API server: reads, writes, Events, and the client for them.
+//! Calls the API server: reads, writes and Events.
 
 pub mod client;
 pub(crate) mod events;

@@ -1,4 +1,4 @@
-//! What is asked of the API server itself, and not of a watch: it has so long to answer, and no longer.
+//! Reads from the API server with a timeout, past the watches.
 
 use std::time::Duration;
 
@@ -9,32 +9,31 @@ use tokio::time::timeout;
 
 use crate::cluster::pod_request::{PodRequest, SlimPod};
 
-/// How long the API server may take to answer.
+/// How long one read may take.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Nobody knows: it says nothing of what was asked about.
+/// A failed read. It says nothing about the object.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    /// The API server or the way to it.
+    /// The API server answered with an error, or could not be reached.
     #[error("cannot look at {what}")]
     Request {
-        /// What was asked about.
+        /// The object.
         what: String,
-        /// What was said.
+        /// The cause.
         source: Box<kube::Error>,
     },
-    /// No answer in time.
+    /// The API server did not answer in time.
     #[error("no answer within {} s about {what}", TIMEOUT.as_secs())]
     TimedOut {
-        /// What was asked about.
+        /// The object.
         what: String,
     },
 }
 
-/// The answer to a question about `what`.
+/// Awaits a read of `what`.
 ///
-/// # Errors
-/// When there is none, or none in time.
+/// # Errors When the API server answers with an error, or not in time.
 pub async fn with_timeout<T>(
     what: &str,
     answer: impl Future<Output = kube::Result<T>>,
@@ -49,15 +48,14 @@ pub async fn with_timeout<T>(
     }
 }
 
-/// So many pods at a time.
+/// How many pods one page of a list holds.
 const PAGE_SIZE: u32 = 500;
-/// Those that have ended may be many, and ask for nothing any more.
+/// Ended pods may be many and request nothing.
 const NOT_TERMINATED: &str = "status.phase!=Succeeded,status.phase!=Failed";
 
-/// The pods of `namespace` that ask for something, by name, as they are now.
+/// Lists the pods of `namespace` that request GPU memory, by name.
 ///
-/// # Errors
-/// None of them says anything of the pods.
+/// # Errors An error says nothing about the pods.
 pub async fn list_requesting_pods(
     client: &Client,
     namespace: &str,

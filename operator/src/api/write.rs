@@ -1,4 +1,4 @@
-//! The operator's API calls that change something, each bounded in time and counted.
+//! Sends the operator's writes, each with a timeout and counted.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -19,41 +19,42 @@ use tokio::time::timeout;
 use crate::cluster::own_writes::{WriteSender, send_response};
 use crate::serve::metrics::{Metrics, WriteKind};
 
-/// How long one write may take. Less than the time that a pod gets to stop.
+/// How long one write may take. It is less than a pod's termination grace.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Who owns `spec.contextPolicies` and `spec.restarts`: other orders in the same object are other applies.
+/// The field manager of `spec.contextPolicies` and `spec.restarts`. Each list has a manager of its
+/// own.
 const CONTEXT_POLICIES_MANAGER: &str = "bursar-operator-contexts";
 
-/// A write that failed. All are worth another try later.
+/// A failed write. Callers retry all of them later.
 #[derive(Debug, thiserror::Error)]
 pub enum WriteError {
-    /// The API server does not let the operator do it.
+    /// The API server denied access.
     #[error("may not write {what}: give the operator's service account the chart's ClusterRole")]
     Forbidden {
-        /// What.
+        /// The object.
         what: String,
-        /// What the API server said.
+        /// The API server's answer.
         source: Box<kube::Error>,
     },
-    /// Anything else that the API server or the way to it says.
+    /// The API server answered with another error, or could not be reached.
     #[error("cannot write {what}")]
     Failed {
-        /// What.
+        /// The object.
         what: String,
-        /// Why.
+        /// The cause.
         source: Box<kube::Error>,
     },
-    /// No answer in time.
+    /// The API server did not answer in time.
     #[error("no answer within {} s to the write of {what}", TIMEOUT.as_secs())]
     TimedOut {
-        /// What.
+        /// The object.
         what: String,
     },
 }
 
 impl WriteError {
-    /// What was to be written.
+    /// The object of the write.
     pub fn target(&self) -> &str {
         match self {
             Self::Forbidden { what, .. } | Self::Failed { what, .. } | Self::TimedOut { what } => {
@@ -63,16 +64,16 @@ impl WriteError {
     }
 }
 
-/// How a pod's eviction went.
+/// The result of an eviction request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EvictionResult {
-    /// It ends, or is gone.
+    /// The pod terminates or is gone.
     Accepted,
-    /// A disruption budget keeps it.
+    /// A PodDisruptionBudget refused the eviction.
     BlockedByPdb,
 }
 
-/// Changes things. Cheap to clone.
+/// Writes to the API server. Cheap to clone.
 #[derive(Clone)]
 pub struct ApiWriter {
     client: Client,
@@ -81,7 +82,7 @@ pub struct ApiWriter {
 }
 
 impl ApiWriter {
-    /// A writer with the rights of `client`, which tells what it `responses`.
+    /// A writer with the rights of `client` that sends each response to `responses`.
     pub fn new(client: Client, metrics: Metrics, responses: WriteSender) -> Self {
         Self {
             client,
@@ -90,17 +91,17 @@ impl ApiWriter {
         }
     }
 
-    /// Who is told what was written.
+    /// The channel for responses.
     pub(crate) fn responses(&self) -> &WriteSender {
         &self.responses
     }
 
-    /// The client that it writes with.
+    /// The client for reads with the same rights.
     pub fn client(&self) -> &Client {
         &self.client
     }
 
-    /// Applies `status`; `None` where the budget is gone.
+    /// Applies `status`. Returns `None` when the budget is gone.
     pub async fn apply_status(
         &self,
         budget: &GpuMemoryBudget,
@@ -111,7 +112,7 @@ impl ApiWriter {
         let body = json!({
             "apiVersion": GpuMemoryBudget::api_version(&()),
             "kind": GpuMemoryBudget::kind(&()),
-            // The UID: a budget that was made anew under the same name is another one.
+            // The UID protects a recreated budget of the same name.
             "metadata": { "name": name, "uid": budget.uid() },
             "status": status,
         });
@@ -122,7 +123,7 @@ impl ApiWriter {
         Ok(written.map(|budget| budget.status.unwrap_or_default()))
     }
 
-    /// Applies a quota, or merges it with what is there.
+    /// Applies or merges a quota.
     pub async fn apply_quota(
         &self,
         namespace: &str,
@@ -143,7 +144,7 @@ impl ApiWriter {
         .await
     }
 
-    /// Deletes the quota of this UID and no other.
+    /// Deletes the quota with this UID.
     pub async fn delete_quota(
         &self,
         namespace: &str,
@@ -157,7 +158,7 @@ impl ApiWriter {
         self.request(WriteKind::Quota, what, write).await.map(drop)
     }
 
-    /// Sets the budget label of a namespace, or takes it off.
+    /// Sets or removes the budget label of a namespace.
     pub async fn label_namespace(
         &self,
         namespace: &str,
@@ -165,7 +166,7 @@ impl ApiWriter {
     ) -> Result<(), WriteError> {
         let api = Api::<Namespace>::all(self.client.clone());
         let what = format!("the label of Namespace {namespace}");
-        // No apply: that would leave a label in place which somebody else responses too.
+        // A merge patch, because an apply would keep a label that another manager wrote too.
         let patch = json!({ "metadata": { "labels": { BUDGET_LABEL: value } } });
         let (params, patch) = (merge_params(), Patch::Merge(patch));
         let write = api.patch_metadata(namespace, &params, &patch);
@@ -176,8 +177,8 @@ impl ApiWriter {
         .await
     }
 
-    /// Orders what a node's agent does about poisoned contexts, and which it restarts now. Fails where the
-    /// object is gone or was made anew.
+    /// Applies a node's context policies and restart requests. Fails when the object is gone or was
+    /// recreated.
     pub async fn apply_context_policies(
         &self,
         node: &str,
@@ -189,7 +190,7 @@ impl ApiWriter {
         let body = json!({
             "apiVersion": GpuNode::api_version(&()),
             "kind": GpuNode::kind(&()),
-            // An apply without a UID would make the object.
+            // Without a UID the apply would create the object.
             "metadata": { "name": node, "uid": uid },
             "spec": { "contextPolicies": orders, "restarts": restarts },
         });
@@ -204,7 +205,7 @@ impl ApiWriter {
         .await
     }
 
-    /// Evicts the pod of this UID and no other. `by_force`: whatever its disruption budgets say.
+    /// Evicts the pod with this UID. With `by_force` deletes it, past its PodDisruptionBudgets.
     pub async fn evict(
         &self,
         namespace: &str,
@@ -221,7 +222,7 @@ impl ApiWriter {
                 .await
                 .map(drop)
         } else {
-            // The client's own `evict` sends the options under a name that the API server does not know.
+            // kube's own `evict` sends the options under a name that the API server does not know.
             let eviction = Eviction {
                 metadata: ObjectMeta {
                     name: Some(name.to_owned()),
@@ -246,7 +247,8 @@ impl ApiWriter {
                 .map(drop)
         };
         match result {
-            // A conflict (409) says that another pod has the name by now, which is soon seen, or nothing of the pod.
+            // A conflict (409) means that another pod has the name, which the watch shows soon, or
+            // nothing about the pod.
             Err(WriteError::Failed { source, .. }) if is_blocked_by_pdb(&source) => {
                 Ok(EvictionResult::BlockedByPdb)
             }
@@ -254,7 +256,7 @@ impl ApiWriter {
         }
     }
 
-    /// `None` where what is written to is gone.
+    /// Sends a write. Returns `None` when the object is gone.
     async fn request<T>(
         &self,
         kind: WriteKind,
@@ -282,12 +284,12 @@ impl ApiWriter {
     }
 }
 
-/// Server-side apply, over whoever changed the same fields.
+/// Server-side apply that takes over fields of other managers.
 fn apply_params() -> PatchParams {
     PatchParams::apply(OPERATOR_MANAGER).force()
 }
 
-/// A merge, in the operator's name.
+/// A merge patch with the operator's field manager.
 fn merge_params() -> PatchParams {
     PatchParams {
         field_manager: Some(OPERATOR_MANAGER.to_owned()),
@@ -295,7 +297,7 @@ fn merge_params() -> PatchParams {
     }
 }
 
-/// Deletes what has this UID.
+/// Deletes only the object with this UID.
 fn with_uid(uid: &str) -> DeleteParams {
     DeleteParams {
         preconditions: Some(Preconditions {
@@ -313,8 +315,8 @@ fn status_code(error: &kube::Error) -> u16 {
     }
 }
 
-/// Whether the pod's disruption budgets refused its eviction. What else answers 429 is about the request (the API
-/// server's own flow control); a pod under two disruption budgets is refused by an error of the server
+/// Whether PodDisruptionBudgets refused the eviction. Any other 429 comes from the API server's
+/// flow control. For a pod under two PodDisruptionBudgets the API server answers 500
 /// (`pkg/registry/core/pod/storage/eviction.go`).
 fn is_blocked_by_pdb(error: &kube::Error) -> bool {
     let kube::Error::Api(status) = error else {

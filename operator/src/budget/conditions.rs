@@ -1,4 +1,4 @@
-//! What is said of a budget: its conditions.
+//! Computes the conditions of a budget. Pure.
 
 use std::collections::BTreeMap;
 
@@ -41,7 +41,7 @@ pub(super) fn conditions(
     vec![ready, accepted, covered, exceeded, enforced]
 }
 
-/// The first thing amiss, in the words of the condition that tells it.
+/// `Ready` repeats the first condition that is not as wanted.
 fn ready(wanted: &[(&Statement, bool)]) -> Statement {
     let amiss = wanted.iter().find(|(said, good)| said.holds != Some(*good));
     match amiss {
@@ -106,7 +106,7 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
             ),
         );
     }
-    // No sums: each change of one node would be a write of every budget's status.
+    // The message holds no sums, or each change of one node would rewrite every budget's status.
     if guaranteed <= allocatable {
         let fit = format!("cohort {name}: what is guaranteed fits into what its nodes offer");
         return say(true, names::GUARANTEES_FIT, fit);
@@ -121,7 +121,7 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
     )
 }
 
-/// The nodes whose memory does not count, by reason, each with one of them and with what helps.
+/// The excluded nodes by reason, with one example and the remedy for each reason.
 fn excluded_nodes(cohort: &Cohort, quantum: Quantum) -> String {
     let mut reasons: BTreeMap<&ExclusionReason, Vec<&str>> = BTreeMap::new();
     for (node, why) in &cohort.excluded {

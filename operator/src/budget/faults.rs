@@ -1,14 +1,15 @@
-//! What becomes of the namespace's pods for faults: pure.
+//! Decides which pods to evict for GPU faults. Pure.
 //!
 //! ```text
-//!   context: the agent acts ------------------------------> closed with its image
-//!            left it, policy now InPlace, Restart ---------> ordered to be restarted (GpuNode.spec.restarts)
-//!            left it, policy Evict; or beyond the maximum -> on record in the status --> evicted --> closed with the pod
-//!   GPU:     its memory is lost, for PATIENCE -------------> in the same way
+//!   context: the agent restarts it -----------------------------> closed with the process image
+//!            left open, policy now InPlace or Restart ----------> GpuNode.spec.restarts
+//!            left open, policy Evict; or over the restart limit -> status.evictions --> evicted
+//!   GPU:     memory lost for GPU_FAULT_GRACE -------------------> status.evictions --> evicted
 //! ```
 //!
-//! Patience counts from when this operator first saw the fault, by its own monotonic clock.
-//! Who goes is on record before anybody asks for it: the reason is never lost, and the record says whom to evict.
+//! An eviction is recorded in the budget's status before it is requested, so that its reason and
+//! target survive a crash. The grace starts when this operator first sees the fault, by its own
+//! monotonic clock.
 
 use std::time::Duration;
 
@@ -22,29 +23,30 @@ use super::plan::PodEviction;
 use super::{AffectedPod, BudgetInputs};
 use crate::cluster::pod_request::JobRef;
 
-/// How long a GPU may be gone before pods go for it: a driver that is loaded anew is back by then.
+/// How long a GPU may be missing before its pods are evicted. A reloaded driver is back by then.
 pub(super) const GPU_FAULT_GRACE: Duration = Duration::from_secs(30);
 
-/// The longest message of an eviction.
+/// The longest message of a recorded eviction.
 const MAX_MESSAGE_LENGTH: usize = 512;
 
-/// What the operator has to do about a fault.
+/// The operator's answer to a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remedy {
-    /// Order the agent to restart the context.
+    /// The operator asks the agent to restart the container's process.
     Restart,
-    /// Evict the pod, for this reason.
+    /// The operator evicts the pod, for this reason.
     Evict(&'static str),
 }
 
-/// What has to be done about `fault`, by the policy as it is now; none where the agent acts, or nothing is to be done.
+/// The remedy for `fault` under today's policy. `None` when the agent acts by itself or no action
+/// is due.
 pub fn remedy(fault: &Fault, policy: &ContextPolicy) -> Option<Remedy> {
     use FaultAction as Agent;
     let wanted = policy.action;
     match (fault.kind, fault.action?) {
         // An action of a later version may be milder than an eviction.
         (_, _) if matches!(wanted, ContextAction::Report | ContextAction::Unknown) => None,
-        // What a later version has its agent do is not known here.
+        // This version does not know what an agent of a later version does.
         (_, Agent::Unknown) => None,
         (FaultKind::Gpu, _) => Some(Remedy::Evict("GpuFault")),
         (FaultKind::Context, Agent::BeyondMaximum) => Some(Remedy::Evict("TooManyRestarts")),
@@ -56,18 +58,18 @@ pub fn remedy(fault: &Fault, policy: &ContextPolicy) -> Option<Remedy> {
     }
 }
 
-/// Who has to go now.
+/// The evictions that are due now.
 #[derive(Debug, Default)]
 pub(super) struct DueEvictions<'a> {
-    /// Each with why.
+    /// Each affected pod with the reason.
     pub(super) evictions: Vec<(&'a AffectedPod, &'static str)>,
-    /// The Jobs that have to be looked at first.
+    /// The Jobs that the operator must read before it decides.
     pub(super) unread_jobs: Vec<&'a JobRef>,
-    /// When it is no longer too early for others.
+    /// The time until the next GPU fault's grace ends.
     pub(super) retry_after: Option<Duration>,
 }
 
-/// Those of the namespace's pods who have to go for a fault.
+/// The pods of the namespace that have to be evicted for a fault.
 pub(super) fn due_evictions<'a>(
     budget: &GpuMemoryBudget,
     inputs: &'a BudgetInputs,
@@ -83,14 +85,14 @@ pub(super) fn due_evictions<'a>(
         };
         let of_gpu = affected.fault.kind == FaultKind::Gpu;
         let early = GPU_FAULT_GRACE.saturating_sub(affected.observed_for);
-        // An operator before this one had the patience for what is on record.
+        // For a recorded eviction an earlier operator has already waited for the grace.
         let had = find_record(current_records(budget), affected).is_some();
         if of_gpu && !early.is_zero() && !had {
             due.retry_after = Some(due.retry_after.map_or(early, |again| again.min(early)));
             continue;
         }
-        // A GPU's fault is not the pod's own. It goes where another one takes its place, unless its namespace has
-        // everybody evicted, and never where its Job would fail by that.
+        // The pod did not cause a GPU fault. The operator evicts it when a controller recreates it
+        // or the policy says Evict, and never when its Job would fail.
         let goes = match &affected.request.job {
             Some(job) if of_gpu => inputs
                 .jobs_ignoring_disruption
@@ -110,8 +112,10 @@ pub(super) fn due_evictions<'a>(
     due
 }
 
-/// The evictions that the status should name. Those that are still to be done keep their place, so that at most as
-/// many pods are asked at a time as there is room for.
+/// The evictions that the status should list.
+///
+/// Pending evictions keep their entries. The status therefore bounds how many evictions are in
+/// progress.
 pub(super) fn recorded_evictions(
     budget: &GpuMemoryBudget,
     inputs: &BudgetInputs,
@@ -147,7 +151,7 @@ pub(super) fn recorded_evictions(
     kept
 }
 
-/// Those on record who still have to go.
+/// The recorded evictions that are still due.
 pub(super) fn pending_evictions(
     budget: &GpuMemoryBudget,
     due: &DueEvictions<'_>,
@@ -205,7 +209,7 @@ fn new_record(
         pod_uid: request.uid.clone(),
         reason: reason.to_owned(),
         message,
-        // The API keeps whole seconds.
+        // The API stores whole seconds.
         time: Time(Timestamp::from_second(now.0.as_second()).unwrap_or(now.0)),
     }
 }

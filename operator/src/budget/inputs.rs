@@ -1,4 +1,4 @@
-//! What a budget's status is computed from.
+//! Defines the inputs for a budget's status.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,18 +13,18 @@ use crate::cluster::on_node::OnNode;
 use crate::cluster::pod_request::{PodRequest, PriorityKind};
 use crate::quanta::Quanta;
 
-/// What the pods of one namespace ask for together.
+/// The requests of all pods of one namespace.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RequestedUsage {
-    /// How many pods ask.
+    /// The number of requesting pods.
     pub pods: i64,
-    /// How many of them borrow.
+    /// The number of borrowed pods among them.
     pub borrowed_pods: i64,
-    /// Device memory of the guaranteed ones.
+    /// Device memory of the guaranteed pods.
     pub guaranteed: Quanta,
-    /// Device memory of those that borrow.
+    /// Device memory of the borrowed pods.
     pub borrowed: Quanta,
-    /// Managed memory of all.
+    /// Managed memory of all pods.
     pub managed: Quanta,
 }
 
@@ -57,35 +57,35 @@ impl<'a> FromIterator<&'a PodRequest> for RequestedUsage {
     }
 }
 
-/// A pod of the namespace and a fault that it suffers from.
+/// A pod of the namespace and a fault that affects it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AffectedPod {
     /// The pod's name.
     pub pod: String,
-    /// What it asks for, and who it is. It is on the node that tells of the fault.
+    /// The pod's request. The pod is on the node that reports the fault.
     pub request: OnNode<PodRequest>,
-    /// The fault: of a context of its, or of a GPU that it has memory of.
+    /// A fault of the pod's own context, or of a GPU on which the pod has memory.
     pub fault: Fault,
-    /// For how long this operator has seen the fault. The node's clock, by which the fault is dated, decides nothing.
+    /// How long this operator has seen the fault. The node's timestamp decides nothing.
     pub observed_for: Duration,
 }
 
-/// What the agents say of the namespace's pods, on all nodes together.
+/// What the agents of all nodes report of the namespace's pods.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReportedUsage {
-    /// Device memory that they have.
+    /// Device memory in use.
     pub observed: Quanta,
-    /// Allocations that were denied.
+    /// Denied allocations.
     pub denials: i64,
-    /// Process images that were poisoned.
+    /// Poisoned process images.
     pub poisoned: i64,
-    /// Restarts for that.
+    /// Restarts of poisoned processes.
     pub restarts: i64,
 }
 
 impl<'a> FromIterator<(&'a NamespaceUse, bool)> for ReportedUsage {
-    /// Of each node what it says, and whether a pod of the namespace is there: without one nothing
-    /// is used.
+    /// Sums the nodes' reports, each with whether a pod of the namespace is on that node. Usage on
+    /// a node without such a pod does not count.
     fn from_iter<I: IntoIterator<Item = (&'a NamespaceUse, bool)>>(uses: I) -> Self {
         let mut sum = Self::default();
         for (one, is_there) in uses {
@@ -106,52 +106,52 @@ impl<'a> FromIterator<(&'a NamespaceUse, bool)> for ReportedUsage {
     }
 }
 
-/// The budgets and nodes that share.
+/// The totals of a cohort's budgets and nodes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cohort {
-    /// What they guarantee together.
+    /// What the budgets guarantee together.
     pub guaranteed: Quanta,
-    /// How many nodes offer memory.
+    /// The number of nodes that offer memory.
     pub nodes: usize,
-    /// What they offer together.
+    /// What the nodes offer together.
     pub allocatable: Quanta,
-    /// The nodes whose memory is left out, and why.
+    /// The nodes whose memory does not count, and why.
     pub excluded: Vec<(String, ExclusionReason)>,
-    /// A node with a value of another version, and its field. Its memory counts.
+    /// A node with an unknown value, and the field. Its memory counts.
     pub unknown_field: Option<(String, &'static str)>,
 }
 
-/// What a budget's status is computed from.
+/// The inputs for a budget's plan and status.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BudgetInputs {
-    /// The size of one quantum, of the whole cluster.
+    /// The quantum of the cluster.
     pub quantum: Quantum,
-    /// What its namespace's pods ask for.
+    /// The sum of the pods' requests.
     pub requested: RequestedUsage,
-    /// The pods that it is the sum of, by name.
+    /// The requesting pods by name.
     pub pods: Vec<(String, PodRequest)>,
-    /// Those of them that suffer from a fault.
+    /// The pods that faults affect.
     pub affected_pods: Vec<AffectedPod>,
-    /// The Jobs that were looked at, by UID: whether they let their pods be disrupted.
+    /// Whether each Job read so far ignores the disruption of its pods, by UID.
     pub jobs_ignoring_disruption: BTreeMap<String, bool>,
-    /// What the agents say.
+    /// What the agents report.
     pub reported: ReportedUsage,
-    /// For how long disruption budgets have kept pods that were to end, by UID.
+    /// How long PodDisruptionBudgets have refused the eviction of pods, by UID.
     pub refused_for: BTreeMap<String, Duration>,
-    /// For how long this operator has seen the budget's status say that it is exceeded.
+    /// How long this operator has seen the status say that the budget is exceeded.
     pub exceeded_for: Duration,
-    /// Its cohort.
+    /// The budget's cohort.
     pub cohort: Cohort,
-    /// Its quota of guaranteed pods, as the API server has it.
+    /// The observed quota of guaranteed pods.
     pub guaranteed_quota: Option<ObservedQuota>,
-    /// Its quota of all pods.
+    /// The observed quota of all pods.
     pub limit_quota: Option<ObservedQuota>,
-    /// Its namespace is labelled as one with a budget in force.
+    /// The namespace has the label of a budget in force.
     pub is_labelled: bool,
 }
 
 impl BudgetInputs {
-    /// One of the budget's quotas, as the API server has it.
+    /// One of the observed quotas.
     pub fn quota(&self, kind: QuotaKind) -> Option<&ObservedQuota> {
         match kind {
             QuotaKind::Guaranteed => self.guaranteed_quota.as_ref(),
@@ -159,7 +159,7 @@ impl BudgetInputs {
         }
     }
 
-    /// When the later of the two quotas came into force, by the API server's clock, which dates pods too.
+    /// When the later quota came into force, by the API server's clock, which also dates pods.
     pub fn quotas_synced_at(&self) -> Option<Time> {
         let [one, other] = QuotaKind::ALL.map(|kind| self.quota(kind)?.status_updated.clone());
         Some(one?.max(other?))

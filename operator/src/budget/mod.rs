@@ -1,4 +1,4 @@
-//! From a budget and the facts to what is to be done and said: pure.
+//! Reconciles one budget: its quotas, conditions and evictions.
 
 mod conditions;
 mod faults;

@@ -1,9 +1,8 @@
-//! Which pods a quota let in by mistake.
+//! Selects the pods that a late quota admitted beyond the budget.
 //!
-//! A quota counts late, so that under a storm of creates and deletes more pods are admitted than fit. Those
-//! are told from pods that were there before the budget's amounts came into force: a budget that was made smaller, or
-//! made over running pods, takes nothing from anybody. A quota that is changed by hand, or gone for a while, lets pods
-//! in by mistake too.
+//! The quota controller counts late. Under many creates and deletes the API server admits more pods
+//! than fit. The same happens while a quota is edited by hand or missing. Pods from before the
+//! amounts came into force are not selected: a new or lowered budget evicts no running pod.
 
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
@@ -12,16 +11,17 @@ use super::plan::PodEviction;
 use crate::cluster::pod_request::{JobRef, PodRequest, PriorityKind};
 use crate::quanta::Quanta;
 
-/// The reason of their Events.
+/// The reason of the Events.
 pub(super) const EXCEEDED: &str = "GpuMemoryBudgetExceeded";
 
-/// Pods created this long after the budget's amounts came into force were admitted by it. Both times are the API
-/// server's, rounded to seconds; where there are several, their clocks are at most so far apart.
+/// A pod created this long after the amounts came into force was admitted under them. The API
+/// server rounds both times to seconds, and the clocks of several API servers differ by less.
 const CREATION_MARGIN: SignedDuration = SignedDuration::from_secs(5);
 
-/// The pods to end so that the rest fits `terms`, in force since `since`: borrowed before guaranteed, the
-/// newest first, none that is not needed. Pods of Jobs that would fail by it are passed over, for
-/// they end anyway; but no borrowers.
+/// The pods to evict so that the rest fits `parsed`, in force since `since`.
+///
+/// Borrowed pods come before guaranteed pods and newer pods before older ones. No pod is selected
+/// in vain. Guaranteed pods of a Job that would fail are skipped, because they end by themselves.
 pub fn excess_pods(
     parsed: &ParsedSpec,
     pods: &[(String, PodRequest)],
@@ -45,7 +45,7 @@ pub fn excess_pods(
             ended.push((name, request, why));
         }
     }
-    // A small one that came later is not needed where a larger one had to go as well.
+    // A small pod selected earlier is not needed when a larger pod was selected as well.
     ended.retain(|(_, request, _)| {
         let needed = !over.fits(request);
         if !needed {
@@ -62,7 +62,7 @@ pub fn excess_pods(
     evictions.collect()
 }
 
-/// What is asked for beyond each bound, by signed counts: below zero there is room.
+/// The excess over each bound. Negative values are room.
 struct Overage {
     guaranteed: i64,
     total: i64,
@@ -81,7 +81,7 @@ impl Overage {
         over
     }
 
-    /// The bound that ending `demand` would ease.
+    /// The exceeded bound that the eviction of this pod would ease.
     fn exceeded_bound(&self, request: &PodRequest) -> Option<&'static str> {
         let guaranteed = request.kind == PriorityKind::Guaranteed;
         let asks = |amount: Quanta| amount != Quanta::ZERO;
@@ -112,7 +112,7 @@ impl Overage {
         self.managed += sign * request.managed.count();
     }
 
-    /// Whether nothing that `demand` adds to goes beyond its bound with it.
+    /// Whether the pod fits every bound that its request adds to.
     fn fits(&self, request: &PodRequest) -> bool {
         let fits = |over: i64, amount: Quanta| amount == Quanta::ZERO || over + amount.count() <= 0;
         let guaranteed =

@@ -1,15 +1,16 @@
-//! From a budget and the facts to what is to be done: pure.
+//! Plans the writes for one budget. Pure.
 //!
 //! ```text
-//!   namespace labelled once both quotas are in force --> status --> quotas as the spec says --> surplus pods ended
-//!     --> pods ended for faults that are on record in the status
+//!   label the namespace once both quotas are in force --> status --> quotas --> evict excess pods
+//!     --> evict pods whose fault eviction is recorded in the status
 //! ```
 //!
-//! The status says first that the quotas of a new spec are not in force yet: nobody is ended by how long the ones
-//! before were. And what fails after it keeps nobody from reading what is so.
+//! The status comes before the quotas: it first says that the quotas of a new spec are not in
+//! force, so that no pod is evicted by the age of the former ones. A failed later step does not
+//! block the status.
 //!
-//! Each step is planned from what is there, never from what an earlier step will have done, so a crash after
-//! any of them is repaired by planning again; with nothing left to do the plan is empty.
+//! Each step follows from the observed state and never from an earlier step. After a crash at any
+//! step the next plan repairs the rest. A plan with nothing to do is empty.
 
 use std::time::Duration;
 
@@ -26,43 +27,43 @@ use super::status::desired_status;
 use super::status::true_condition;
 use crate::cluster::pod_request::{JobRef, PodRequest};
 
-/// Pods are ended that go beyond the budget for this long: a delete that is on its way may settle it.
+/// How long a budget has to be exceeded before pods are evicted. A pending delete may end it.
 const OVERAGE_GRACE: Duration = Duration::from_secs(5);
 
-/// How soon it is looked again after a look at a Job.
+/// The delay of the next reconcile after a Job was read.
 const JOB_READ_REQUEUE: Duration = Duration::from_millis(100);
 
-/// How long disruption budgets keep a pod that has to go, from their first refusal.
+/// How long PodDisruptionBudgets may refuse an eviction, from their first refusal.
 const DISRUPTION_GRACE: Duration = Duration::from_secs(60);
 
-/// A pod that has to go.
+/// A pod to evict.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PodEviction {
-    /// Its name.
+    /// The pod's name.
     pub pod: String,
-    /// Its UID.
+    /// The pod's UID.
     pub uid: String,
     /// The reason of the Event.
     pub reason: &'static str,
-    /// Why, for people.
+    /// The note of the Event.
     pub message: String,
 }
 
-/// One write, or one look.
+/// One write or one read.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
-    /// Make a quota what it should be.
+    /// Apply a quota.
     ApplyQuota(QuotaKind, QuotaSpec),
     /// Label the namespace as one whose budget is in force.
     LabelNamespace,
-    /// End a pod.
+    /// Evict a pod.
     Evict {
-        /// Which, and why.
+        /// The pod and the reason.
         pod: PodEviction,
-        /// Past its disruption budget: that had its time.
+        /// Delete the pod, because the grace of its PodDisruptionBudgets is over.
         by_force: bool,
     },
-    /// Find out whether a Job lets its pods be disrupted.
+    /// Read whether a Job ignores the disruption of its pods.
     ReadJob(JobRef),
     /// Apply the status.
     ApplyStatus(Box<GpuMemoryBudgetStatus>),
@@ -74,21 +75,21 @@ impl Step {
     }
 }
 
-/// What is to be done, in this order.
+/// The steps for one budget, in order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
-    /// The writes.
+    /// The steps.
     pub steps: Vec<Step>,
-    /// When to look again even if nothing changes.
+    /// When to reconcile again although nothing changes.
     pub requeue_after: Option<Duration>,
 }
 
-/// What is to be done about `budget`.
+/// Plans the steps for `budget`.
 pub fn plan(budget: &GpuMemoryBudget, inputs: &BudgetInputs, now: &Time) -> Plan {
     let mut plan = Plan::default();
     let parsed = ParsedSpec::of(&budget.spec, inputs.quantum);
     let (mut quotas, mut in_force) = (Vec::new(), parsed.is_ok());
-    // The quotas of a spec that cannot be read stay what they were.
+    // An invalid spec leaves the quotas as they are.
     if let Ok(parsed) = &parsed {
         for kind in QuotaKind::ALL {
             let wanted = QuotaSpec::desired(kind, budget, parsed, inputs.quantum);
@@ -124,12 +125,12 @@ pub fn plan(budget: &GpuMemoryBudget, inputs: &BudgetInputs, now: &Time) -> Plan
 }
 
 impl Plan {
-    /// Whether it ends pods that a quota let in by mistake.
+    /// Whether the plan evicts excess pods.
     pub fn evicts_excess(&self) -> bool {
         self.steps.iter().any(Step::is_excess_eviction)
     }
 
-    /// Ends those of them only whom `other` ends too.
+    /// Keeps only those evictions of excess pods that `other` has too.
     pub fn retain_excess_in(&mut self, other: &Self) {
         self.steps
             .retain(|step| !step.is_excess_eviction() || other.steps.contains(step));
@@ -137,8 +138,8 @@ impl Plan {
 
     fn evict(&mut self, pod: PodEviction, inputs: &BudgetInputs) {
         let refused = inputs.refused_for.get(&pod.uid);
-        // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy
-        // says. What a borrower has agreed to is to give back what it has too much of.
+        // A Job counts a deleted pod, unlike an evicted pod, as a failure whatever its policy says.
+        // A borrowed pod has consented to lose excess memory.
         let is_excess = pod.reason == EXCEEDED;
         let stays = |request: &PodRequest| match is_excess {
             true => request.job_if_guaranteed().is_some(),
@@ -196,7 +197,7 @@ fn plan_excess_evictions(
     });
     let unknown: Vec<_> = jobs.collect();
     if !unknown.is_empty() {
-        // Who goes depends on what they say.
+        // The selection depends on the Jobs' policies.
         unknown
             .into_iter()
             .for_each(|job| plan.read_job(job.clone()));
@@ -207,7 +208,7 @@ fn plan_excess_evictions(
     }
 }
 
-/// Whether the budget, as its spec is now, is exceeded by its status.
+/// Whether the status says that the budget of today's spec is exceeded.
 pub fn is_exceeded(budget: &GpuMemoryBudget) -> bool {
     let status = budget.status.as_ref();
     let exceeded = status.and_then(|status| true_condition(status, names::EXCEEDED));

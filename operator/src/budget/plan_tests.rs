@@ -1,4 +1,4 @@
-//! The plan against a cluster as values: quotas that are taken up late, pods that slip in, crashes.
+//! Tests the plan against a simulated namespace: late quotas, excess pods, crashes.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -28,7 +28,7 @@ struct Skew {
     node: i64,
 }
 
-/// Clocks that are an hour apart, each of them ahead or behind, and clocks that agree.
+/// Clocks that agree, and clocks that are an hour ahead or behind.
 fn skews() -> impl Strategy<Value = Skew> {
     let off = || prop::sample::select([-3_600, 0, 3_600].as_slice());
     (off(), off()).prop_map(|(operator, node)| Skew { operator, node })
@@ -43,15 +43,15 @@ struct Namespace {
     /// The API server's clock.
     second: i64,
     skew: Skew,
-    /// The faults that pods suffer from, each with when the operator first saw it.
+    /// The faults by pod, each with the time at which the operator first saw it.
     faults: Vec<(String, Fault, i64)>,
     /// Since when the status has said that the budget is exceeded.
     exceeded: Option<i64>,
-    /// What was asked about Jobs so far.
+    /// The policies of the Jobs read so far.
     jobs: BTreeMap<String, bool>,
-    /// For how long disruption budgets have kept pods.
+    /// How long PodDisruptionBudgets have refused evictions.
     refused: BTreeMap<String, Duration>,
-    /// How often each pod's end was asked for.
+    /// How many evictions were requested for each pod.
     evicted: BTreeMap<String, usize>,
 }
 
@@ -174,7 +174,7 @@ impl Namespace {
         }
     }
 
-    /// What others do meanwhile: the controller manager copies, kubelets end pods.
+    /// The controller manager copies quotas, and kubelets end pods.
     fn others(&mut self, copies: bool) {
         self.second += 1;
         self.pods.retain(|_, request| !request.terminating);
@@ -189,14 +189,14 @@ impl Namespace {
         }
     }
 
-    /// The budget is made smaller.
+    /// Lowers the budget.
     fn shrink(&mut self, limit: u64) {
         self.budget.spec.device_memory.guaranteed = format!("{limit}Gi").as_str().into();
         self.budget.spec.device_memory.limit = None;
         self.budget.metadata.generation = Some(2);
     }
 
-    /// Plans and does until nothing is left to do.
+    /// Plans and applies until the plan is empty.
     fn settle(&mut self) {
         for _ in 0..200 {
             self.others(true);
@@ -278,7 +278,7 @@ fn lowered_budget_evicts_no_admitted_pod_after_missed_status() {
         matches!(first, Some(Step::ApplyStatus(_))),
         "before the quotas: {first:?}"
     );
-    // As if it had been lost.
+    // The status write was lost.
     let quotas = namespace.plan().steps.into_iter();
     let quotas: Vec<_> = quotas
         .filter(|step| matches!(step, Step::ApplyQuota(..)))
@@ -478,7 +478,7 @@ fn fault(id: &str, kind: FaultKind, action: FaultAction, second: i64) -> Fault {
 }
 
 impl Namespace {
-    /// In force, with one pod for each name.
+    /// A budget in force, with one pod for each name.
     fn running(action: ContextAction, pods: &[&str]) -> Self {
         let mut namespace = Self::new(100, 100);
         namespace.budget.spec.context_policy.action = action;
@@ -641,7 +641,7 @@ fn records_of_recovered_pods_make_room_for_new_ones() {
             .into_iter()
             .for_each(|step| namespace.take(step));
         assert_eq!(namespace.on_record()[0].0, pod);
-        // Its agent restarted it alone.
+        // The agent restarted the process by itself.
         namespace.faults.clear();
         namespace.settle();
     }
@@ -668,7 +668,7 @@ fn blocked_pod_is_deleted_after_grace_unless_of_a_job() {
                 })
                 .collect::<Vec<_>>()
         };
-        // The record may be old when somebody asks first: the operator was away, or the policy was another one.
+        // The record may be old when an operator first requests the eviction.
         namespace.second += 10_000;
         assert_eq!(by_force(namespace.plan()), [false], "nobody has asked");
         for (second, by_now) in [(59, false), (60, forced)] {
@@ -737,8 +737,8 @@ fn requests(pods: &[(bool, u64, i64)]) -> Vec<(String, PodRequest)> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(100_000))]
 
-    /// What is left fits, nothing was taken that could stay, and no borrower stays for whom an owner went
-    /// by the limit.
+    /// The rest fits, no selected pod could stay, and no borrower stays for which the limit evicts
+    /// a guaranteed pod.
     #[test]
     fn excess_pods_are_a_minimal_set(
         pods in pods(), guaranteed in 0u64..30, beyond in 0u64..20,
@@ -762,7 +762,7 @@ proptest! {
         }
     }
 
-    /// Whoever was there before the budget came into force stays.
+    /// A pod from before the budget came into force stays.
     #[test]
     fn pod_from_before_enforcement_is_never_excess(pods in pods(), limit in 0u64..20, since in 0i64..60) {
         let parsed = Namespace::new(0, limit).parsed();
@@ -778,8 +778,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(20_000))]
 
-    /// The operator crashes after any prefix of any of its plans, the controller manager sleeps, pods come, a quota goes:
-    /// in the end the budget is in force, what was admitted beyond it is gone, and each went once.
+    /// After crashes at any step, late quota controllers, new pods and a deleted quota, the budget
+    /// is in force. All excess pods are gone, and each was evicted once.
     #[test]
     fn plan_converges_after_a_crash_at_any_step(
         pods in pods(), guaranteed in 0u64..30, beyond in 0u64..20,
@@ -817,8 +817,8 @@ proptest! {
         prop_assert_eq!(namespace.plan(), Plan::default());
     }
 
-    /// Faults come, the operator crashes after any prefix of any of its plans: in the end all who had to go are gone,
-    /// each was asked once, and why is on record as far as there is room.
+    /// After faults and crashes at any step all due pods are gone. Each was evicted once, with its
+    /// reason on record while there is room.
     #[test]
     fn fault_eviction_happens_once_after_a_crash_at_any_step(
         faults in prop::collection::vec((0usize..12, any::<bool>()), 1..12),
@@ -851,8 +851,7 @@ proptest! {
         prop_assert_eq!(namespace.plan(), Plan::default());
     }
 
-    /// The operator crashes after any prefix of any of its plans while the budget is made smaller than what it
-    /// admitted: nobody goes for it.
+    /// A lowered budget evicts no admitted pod, whatever step a crash interrupts.
     #[test]
     fn lowered_budget_evicts_nobody_after_a_crash(
         pods in pods(), limit in 0u64..30,

@@ -1,7 +1,7 @@
-//! The two ResourceQuotas by which a budget caps its namespace.
+//! Defines the two ResourceQuotas that cap a namespace.
 //!
-//! One counts the pods that do not borrow, the other all; both hold what is asked for (`requests.`), for
-//! that is what the scheduler gives. They change only with the budget's spec.
+//! One quota counts the pods that do not borrow, the other all pods. Both bound requests
+//! (`requests.`), which the scheduler counts. They change only with the budget's spec.
 
 use std::collections::BTreeMap;
 
@@ -20,17 +20,17 @@ use serde_json::{Value, json};
 use super::ParsedSpec;
 use crate::quanta::Quanta;
 
-/// Which of the two. Their names are what a refused pod's creator reads.
+/// The kind of a quota. A user whose pod is refused reads the quota's name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum QuotaKind {
-    /// Of the pods that do not borrow.
+    /// The quota of pods that do not borrow.
     Guaranteed,
-    /// Of all pods.
+    /// The quota of all pods.
     Limit,
 }
 
 impl QuotaKind {
-    /// Both, in the order in which they are written.
+    /// Both kinds, in the order of their writes.
     pub const ALL: [Self; 2] = [Self::Limit, Self::Guaranteed];
 
     /// The quota's name.
@@ -41,7 +41,7 @@ impl QuotaKind {
         }
     }
 
-    /// The value of its label.
+    /// The value of the quota's label.
     const fn label(self) -> &'static str {
         match self {
             Self::Guaranteed => "guaranteed",
@@ -50,45 +50,47 @@ impl QuotaKind {
     }
 }
 
-/// Which pods a quota counts.
+/// The pods that a quota counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
-    /// Those that do not borrow.
+    /// Pods that do not borrow.
     NotBorrowed,
-    /// All.
+    /// All pods.
     All,
-    /// Others: somebody changed it.
+    /// A scope that another writer set.
     Foreign,
 }
 
-/// What a quota says, as far as it is the operator's.
+/// The part of a quota that the operator owns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QuotaSpec {
-    /// Which pods it counts.
+    /// The pods that the quota counts.
     pub scope: Scope,
-    /// The most that they may ask for together, by resource (`requests.bursar.dev/...`).
+    /// The bound on their requests, by resource (`requests.bursar.dev/...`).
     pub hard: BTreeMap<String, Quanta>,
-    /// The UID of the budget that it ends with.
+    /// The UID of the budget that owns the quota.
     pub owner: String,
-    /// A pod that does not fit becomes a borrower: what the mutating policy looks at.
+    /// A pod that does not fit becomes a borrowed pod. The mutating admission policy reads this
+    /// label.
     pub overflows: bool,
 }
 
 /// A quota as the API server has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ObservedQuota {
-    /// Its UID.
+    /// The quota's UID.
     pub uid: String,
-    /// What it says.
+    /// The operator's part of the spec.
     pub spec: QuotaSpec,
-    /// What admission goes by: the controller manager's copy of it.
+    /// The bounds that admission uses: the controller manager's copy of the spec.
     pub status_hard: BTreeMap<String, Quanta>,
-    /// When that copy was last written, by the API server's clock; absent where the API server does not say.
+    /// When the controller manager last wrote the copy, by the API server's clock. Absent when the
+    /// object does not say.
     pub status_updated: Option<Time>,
 }
 
 impl QuotaSpec {
-    /// The quota that a budget with these terms should have.
+    /// The quota that the budget should have.
     pub fn desired(
         kind: QuotaKind,
         budget: &GpuMemoryBudget,
@@ -114,8 +116,8 @@ impl QuotaSpec {
         }
     }
 
-    /// What makes a quota this, whatever is `there`. An apply would leave in place what others added; a merge takes it
-    /// off.
+    /// The patch from `there` to this quota. A merge removes foreign entries, which an apply would
+    /// keep.
     pub fn patch(
         &self,
         kind: QuotaKind,
@@ -137,13 +139,13 @@ impl QuotaSpec {
         Patch::Merge(object)
     }
 
-    /// Whether `there` has to be deleted and made anew: `scopes` cannot be changed, and after a change of `scopeSelector`
-    /// the controller manager does not count anew for minutes.
+    /// Whether `there` has to be deleted and created again. `scopes` is immutable, and after a
+    /// change of `scopeSelector` the controller manager recounts only minutes later.
     pub fn needs_replacement(&self, there: &ObservedQuota) -> bool {
         there.spec.scope != self.scope
     }
 
-    /// Everything that it says.
+    /// The whole quota object.
     fn object(&self, kind: QuotaKind, namespace: &str, budget: &GpuMemoryBudget) -> Value {
         let hard = self.hard.iter();
         let hard: BTreeMap<_, _> = hard
@@ -173,7 +175,7 @@ impl QuotaSpec {
 }
 
 impl ObservedQuota {
-    /// What is kept of `quota`.
+    /// The fields that the operator uses of `quota`.
     pub fn of(quota: &ResourceQuota) -> Self {
         let spec = quota.spec.clone().unwrap_or_default();
         let status = quota.status.as_ref();
@@ -200,7 +202,7 @@ impl ObservedQuota {
         }
     }
 
-    /// Whether admission goes by `cap`.
+    /// Whether admission uses `desired`.
     pub fn enforces(&self, desired: &QuotaSpec) -> bool {
         self.spec == *desired && self.status_hard == desired.hard
     }
@@ -210,7 +212,7 @@ fn request_name(resource: &str) -> String {
     format!("requests.{resource}")
 }
 
-/// The caps on our resources; others that somebody added beside them are not the operator's.
+/// The bounds on Bursar's resources. Other bounds belong to other writers.
 fn own_resources(hard: Option<&BTreeMap<String, Quantity>>) -> BTreeMap<String, Quanta> {
     let prefix = request_name(PREFIX);
     hard.into_iter()
@@ -240,7 +242,7 @@ fn scope(spec: &ResourceQuotaSpec) -> Scope {
     }
 }
 
-/// The value of a namespace's label, where it is the operator's.
+/// Whether a namespace's label has the operator's value.
 pub fn is_enforced(value: &str) -> bool {
     value == ENFORCED
 }

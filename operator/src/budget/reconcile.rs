@@ -1,10 +1,10 @@
-//! Does what a budget's plan says, and tells what changed.
+//! Reconciles one budget: plans its steps and applies them.
 //!
 //! ```text
-//!   a budget to look at --> plan (pure) --> empty: nothing
-//!                                       \--> ends surplus pods: all are listed, and who goes by a plan of that list too goes
-//!                                       \--> its steps, one after another --> ok
-//!                                                                         \--> one failed: again after 1, 2, 4 ... 30 s
+//!   budget --> plan (pure) --> empty: no write
+//!                          \--> excess pods: re-list, plan again, evict only pods in both plans
+//!                          \--> steps, one after another --> ok
+//!                                                       \--> failed: retry after 1, 2, 4 ... 30 s
 //! ```
 
 use std::collections::BTreeMap;
@@ -36,13 +36,13 @@ use crate::serve::metrics::{Metrics, ReconcileOutcome};
 use super::state::BudgetState;
 use crate::api::events::{publish_eviction, publish_transitions};
 
-/// How many budgets are worked on at a time.
+/// How many budgets are reconciled at a time.
 const CONCURRENCY: u16 = 8;
 
-/// A budget is looked at this often even if no watch says a thing.
+/// The longest time between two reconciles of a budget.
 const RESYNC_PERIOD: Duration = Duration::from_hours(1);
 
-/// Keeps budgets as they are declared.
+/// Reconciles budgets.
 pub struct Reconciler {
     writer: ApiWriter,
     index: watch::Receiver<ClusterIndex>,
@@ -52,7 +52,7 @@ pub struct Reconciler {
 }
 
 impl Reconciler {
-    /// A reconciler by what `world` says.
+    /// A reconciler over `index`.
     pub fn new(
         writer: ApiWriter,
         index: watch::Receiver<ClusterIndex>,
@@ -68,7 +68,7 @@ impl Reconciler {
         }
     }
 
-    /// Looks at each budget of `work`, until `work` ends and what was begun is done.
+    /// Reconciles each budget of `work` until `work` ends, and finishes what has begun.
     pub async fn run(
         self,
         budgets: Store<GpuMemoryBudget>,
@@ -84,7 +84,7 @@ impl Reconciler {
         };
         applier(look, retry, Arc::new(self), budgets, work, config)
             .for_each(|result| {
-                // A budget that is gone needs nothing; a failed write has been told of already.
+                // A deleted budget needs nothing, and a failed write is logged already.
                 if let Err(ControllerError::RunnerError(failure)) = result {
                     error!(error = %error_chain(&failure), "the budgets are not watched any more");
                 }
@@ -134,8 +134,8 @@ impl Reconciler {
         Ok(Action::requeue(plan.requeue_after.unwrap_or(RESYNC_PERIOD)))
     }
 
-    /// The facts with the pods that the namespace has now: a watch may have been silent for minutes. Where nobody says
-    /// which, there are none to go beyond the budget.
+    /// The inputs with the namespace's pods as the API server has them now, because a watch may
+    /// have been silent for minutes. After a failed read there are no pods, and so no excess.
     async fn refresh_pods(&self, namespace: &str, mut inputs: BudgetInputs) -> BudgetInputs {
         let pods =
             read::list_requesting_pods(self.writer.client(), namespace, inputs.quantum).await;
@@ -146,7 +146,7 @@ impl Reconciler {
         inputs
     }
 
-    /// One step: `budget` is as the watch told, `current` has the status that was written last.
+    /// Applies one step. `budget` comes from the watch; `current` has the last written status.
     async fn apply_step(
         &self,
         key: &Key,
@@ -175,7 +175,7 @@ impl Reconciler {
                     Ok(ignores_disruption) => {
                         self.with_state(key, |state| state.record_job(job, ignores_disruption))
                     }
-                    // It is asked again with the next look.
+                    // The next reconcile reads the Job again.
                     Err(error) => debug!(error = %error_chain(&error), "trying on"),
                 }
                 Ok(())
@@ -198,7 +198,7 @@ impl Reconciler {
                     Ok(EvictionResult::BlockedByPdb) => {
                         self.with_state(key, |state| state.record_refusal(&pod.uid, now));
                     }
-                    // It is asked again with the next look, for which neither the others nor the status wait.
+                    // The next reconcile evicts the pod again. Other steps do not wait for it.
                     Err(error) if news => warn!(error = %error_chain(&error), "trying on"),
                     Err(_) => {}
                 }
@@ -215,7 +215,7 @@ impl Reconciler {
         }
     }
 
-    /// The budget with the status that was written last, where the watch has not brought it yet.
+    /// The budget with the last written status, if the watch has not delivered it yet.
     fn with_last_status(&self, key: &Key, budget: &GpuMemoryBudget) -> GpuMemoryBudget {
         let mut newest = budget.clone();
         let list = self.index.borrow().budget_lists();
@@ -227,7 +227,7 @@ impl Reconciler {
         newest
     }
 
-    /// Keeps what was written, and forgets the budgets that are gone.
+    /// Stores the written status, and drops the state of deleted budgets.
     fn record_status(&self, key: &Key, budget: &GpuMemoryBudget, status: GpuMemoryBudgetStatus) {
         let mut memories = self.lock_states();
         let index = self.index.borrow();
@@ -265,7 +265,7 @@ impl Reconciler {
     }
 
     fn lock_states(&self) -> MutexGuard<'_, BTreeMap<Key, BudgetState>> {
-        // A panic while it was held left a whole map behind: each change of it is one step.
+        // Each change of the map is one step, so a panic leaves it whole.
         self.states.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

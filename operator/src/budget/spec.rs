@@ -1,7 +1,7 @@
-//! Reads a budget's spec, in quanta.
+//! Parses a budget's spec into quanta.
 //!
-//! The API server's own rules (CEL in the CRD) refuse most of what is refused here. What they cannot see
-//! is the quantum: an amount that is not a multiple of it is taken as the whole quanta in it, and said.
+//! The CEL rules of the CRD refuse most invalid specs. They do not know the quantum: an amount
+//! between two multiples is rounded down, and the condition says so.
 
 use bursar_crds::budget::Overflow;
 use bursar_crds::quantity::QuantityError;
@@ -9,48 +9,48 @@ use bursar_crds::{Amount, GpuMemoryBudgetSpec, Quantum};
 
 use crate::quanta::Quanta;
 
-/// Why a spec cannot be acted on.
+/// Why a spec is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidSpec {
-    /// An amount is no amount of memory.
+    /// A field holds no amount of memory.
     #[error("spec.{field}: {source}")]
     InvalidAmount {
-        /// Its path below `spec`.
+        /// The path of the field below `spec`.
         field: String,
-        /// What is wrong with it.
+        /// The parse error.
         source: QuantityError,
     },
-    /// One amount is more than another one that bounds it.
+    /// An amount exceeds its bound.
     #[error("spec.{field} is {amount}, more than {bound} ({most}): lower it, or raise {bound}")]
     AboveBound {
-        /// The path of the greater one below `spec`.
+        /// The path of the amount below `spec`.
         field: &'static str,
-        /// How much it is.
+        /// The amount.
         amount: String,
         /// The path of the bound.
         bound: &'static str,
-        /// How much that is.
+        /// The bound.
         most: String,
     },
 }
 
-/// What a budget grants.
+/// The parsed spec of a budget.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParsedSpec {
-    /// Device memory that guaranteed pods may ask for together.
+    /// Device memory that guaranteed pods may request together.
     pub guaranteed: Quanta,
-    /// Device memory that all pods may ask for together. Never less than `guaranteed`.
+    /// Device memory that all pods may request together. Never less than `guaranteed`.
     pub limit: Quanta,
-    /// Managed memory that all pods may ask for together.
+    /// Managed memory that all pods may request together.
     pub managed: Quanta,
-    /// A pod that no longer fits the guarantee becomes a borrower.
+    /// A pod beyond the guarantee becomes a borrowed pod.
     pub overflows: bool,
-    /// What counts for less than is written, for people.
+    /// The amounts that were rounded down, as text for the condition.
     pub rounded: Vec<String>,
 }
 
 impl ParsedSpec {
-    /// The terms of `spec` in whole quanta.
+    /// Parses `spec`.
     pub fn of(spec: &GpuMemoryBudgetSpec, quantum: Quantum) -> Result<Self, InvalidSpec> {
         let mut reader = Parser {
             quantum,
@@ -90,8 +90,8 @@ impl ParsedSpec {
     }
 }
 
-/// The overrides of `spec` that cannot be read, from before the API server refused them. They are no terms: what the
-/// namespace is granted holds without them.
+/// The overrides that hold no amount, from before the API server refused them. They invalidate no
+/// other field.
 pub(super) fn invalid_overrides(spec: &GpuMemoryBudgetSpec) -> impl Iterator<Item = InvalidSpec> {
     let overrides = spec.overrides.iter().enumerate();
     overrides.filter_map(|(index, lowered)| {

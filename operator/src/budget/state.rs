@@ -1,4 +1,4 @@
-//! What is remembered of a budget between two looks at it.
+//! Keeps the state of a budget between two reconciles.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -9,52 +9,53 @@ use tokio::time::Instant;
 use super::AffectedPod;
 use crate::cluster::pod_request::{JobRef, PodRequest};
 
-/// The first wait after a failure, doubled from then on, and the longest.
+/// The bounds of the back-off, which doubles with each failure.
 const MIN_BACKOFF: Duration = Duration::from_secs(1);
 const MAX_BACKOFF: Duration = Duration::from_secs(30);
 
-/// A pod that was ended is left to the API server for this long.
+/// How long a requested eviction is not repeated.
 const EVICTION_TTL: Duration = Duration::from_secs(30);
 
-/// A disruption budget's refusal is forgotten when the pod has not been asked to end for this long.
+/// A refusal is forgotten when the eviction has not been requested again for this long.
 const REFUSAL_TTL: Duration = Duration::from_secs(60);
 
-/// What is remembered of one budget.
+/// The state of one budget.
 #[derive(Debug, Default)]
 pub(super) struct BudgetState {
-    /// The write that failed last, and how often it did in a row.
+    /// The last failed write, and how often it failed in a row.
     failed_write: Option<String>,
     repeated_failures: u32,
-    /// How many looks failed in a row.
+    /// The number of failed reconciles in a row.
     failures: u32,
-    /// No write before, whatever changes.
+    /// The end of the back-off.
     not_before: Option<Instant>,
-    /// The last write: the list of budgets and the version that it was made over, and the status that came of it.
+    /// The last written status, with the list number and the resource version that it replaced.
     last_status: Option<(u64, String, GpuMemoryBudgetStatus)>,
-    /// The UIDs of pods whose end was asked for, and when.
+    /// When the eviction of each pod was requested, by UID.
     evicted: BTreeMap<String, Instant>,
-    /// The Jobs that were looked at, by UID: whether they let their pods be disrupted.
+    /// Whether each Job read so far ignores the disruption of its pods, by UID.
     jobs: BTreeMap<String, bool>,
-    /// The UIDs of pods that a disruption budget keeps: since when, and when it said so last.
+    /// The first and the last refusal of each pod's eviction, by UID.
     refused: BTreeMap<String, (Instant, Instant)>,
-    /// The last eviction failed.
+    /// Whether the last eviction failed.
     last_eviction_failed: bool,
-    /// Since when each fault has been seen, by its name and the UID of the pod that suffers from it.
+    /// When each fault was first seen, by the fault's id and the pod's UID.
     faults_since: BTreeMap<(String, String), Instant>,
     /// Since when the status has said that the budget is exceeded.
     exceeded_since: Option<Instant>,
 }
 
 impl BudgetState {
-    /// How long a budget whose last write failed has to wait still.
+    /// The rest of the back-off after a failed write.
     pub(super) fn backoff_remaining(&self, now: Instant) -> Option<Duration> {
         let wait = self.not_before?.checked_duration_since(now);
         wait.filter(|wait| !wait.is_zero())
     }
 
-    /// The status that was written last, where `budget` is still the version that it was written over.
-    /// A look goes by it then, so that a watch that is late brings no change twice. After a new list, which may be the
-    /// one after a restore of etcd, the same version may be of another object.
+    /// The last written status, if `budget` is still the version that it replaced.
+    ///
+    /// A reconcile uses it, so that a late watch causes no second write. It does not survive a new
+    /// list: after a restore of etcd the same version may belong to another object.
     pub(super) fn last_written_status(
         &self,
         budget: &GpuMemoryBudget,
@@ -65,19 +66,20 @@ impl BudgetState {
         is_same.then_some(status)
     }
 
-    /// Whether the end of the pod `uid` was asked for lately, so that a watch that is late ends none twice.
+    /// Whether the pod's eviction was requested recently, so that a late watch causes no second
+    /// one.
     pub(super) fn was_evicted(&mut self, uid: &str, now: Instant) -> bool {
         self.evicted
             .retain(|_, at| now.saturating_duration_since(*at) < EVICTION_TTL);
         self.evicted.contains_key(uid)
     }
 
-    /// The end of the pod `uid` was asked for.
+    /// Records the request for a pod's eviction.
     pub(super) fn record_eviction(&mut self, uid: &str, now: Instant) {
         self.evicted.insert(uid.to_owned(), now);
     }
 
-    /// What is known of the Jobs of `pods`; others are forgotten.
+    /// The policies of the Jobs of `pods`. All others are dropped.
     pub(super) fn known_jobs(&mut self, pods: &[(String, PodRequest)]) -> BTreeMap<String, bool> {
         let jobs: BTreeSet<_> = pods
             .iter()
@@ -88,18 +90,18 @@ impl BudgetState {
         self.jobs.clone()
     }
 
-    /// A Job was looked at.
+    /// Records whether a Job ignores disruption.
     pub(super) fn record_job(&mut self, job: JobRef, ignores_disruption: bool) {
         self.jobs.insert(job.uid, ignores_disruption);
     }
 
-    /// A disruption budget keeps the pod `uid`.
+    /// Records that PodDisruptionBudgets refused a pod's eviction.
     pub(super) fn record_refusal(&mut self, uid: &str, now: Instant) {
         let refused = self.refused.entry(uid.to_owned()).or_insert((now, now));
         refused.1 = now;
     }
 
-    /// For how long disruption budgets have kept pods, by UID.
+    /// How long PodDisruptionBudgets have refused evictions, by UID.
     pub(super) fn refused_for(&mut self, now: Instant) -> BTreeMap<String, Duration> {
         self.refused
             .retain(|_, (_, last)| now.saturating_duration_since(*last) < REFUSAL_TTL);
@@ -109,7 +111,7 @@ impl BudgetState {
             .collect()
     }
 
-    /// Says of each fault for how long it has been seen; others are forgotten.
+    /// Sets how long each fault has been seen, and drops faults that are gone.
     pub(super) fn update_fault_ages(&mut self, affected_pods: &mut [AffectedPod], now: Instant) {
         let before = std::mem::take(&mut self.faults_since);
         for one in affected_pods {
@@ -120,19 +122,19 @@ impl BudgetState {
         }
     }
 
-    /// For how long the status has said that the budget is exceeded, where it says so.
+    /// How long the status has said that the budget is exceeded.
     pub(super) fn exceeded_for(&mut self, is_exceeded: bool, now: Instant) -> Duration {
         self.exceeded_since = is_exceeded.then(|| self.exceeded_since.unwrap_or(now));
         let since = self.exceeded_since.unwrap_or(now);
         now.saturating_duration_since(since)
     }
 
-    /// An eviction was answered, or failed. Says whether that is news.
+    /// Records whether an eviction succeeded. Returns whether that differs from the last one.
     pub(super) fn eviction_outcome_changed(&mut self, well: bool) -> bool {
         std::mem::replace(&mut self.last_eviction_failed, !well) == well
     }
 
-    /// `status` was written over `budget`.
+    /// Records that `status` replaced the status of `budget`.
     pub(super) fn record_status(
         &mut self,
         budget: &GpuMemoryBudget,
@@ -143,8 +145,10 @@ impl BudgetState {
         self.last_status = over.map(|over| (list, over, status));
     }
 
-    /// A look failed with the write of `what`. Says whether it is the first of a row, and how long to wait: longer
-    /// with each time that it is the same write. Where it is another one, the last one has come to something.
+    /// Records a failed write. Returns whether it is the first of a row, and the back-off.
+    ///
+    /// The back-off grows only while the same write fails. Another failing write shows that the
+    /// former one succeeded.
     pub(super) fn record_failure(&mut self, what: &str, now: Instant) -> (bool, Duration) {
         if self.failed_write.as_deref() != Some(what) {
             self.failed_write = Some(what.to_owned());
@@ -157,7 +161,7 @@ impl BudgetState {
         (self.failures == 1, wait)
     }
 
-    /// A look did not fail. Says how many before it did.
+    /// Records a success. Returns how many reconciles failed before it.
     pub(super) fn record_success(&mut self) -> u32 {
         self.not_before = None;
         self.failed_write = None;

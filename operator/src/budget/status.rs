@@ -1,4 +1,4 @@
-//! The status of a budget.
+//! Computes the status of a budget. Pure.
 
 use bursar_crds::budget::{ContextsStatus, DeviceMemoryStatus, ManagedMemoryStatus};
 use bursar_crds::conditions::{budget as names, merge};
@@ -10,8 +10,8 @@ use super::{BudgetInputs, ReportedUsage, RequestedUsage};
 use super::{ParsedSpec, faults};
 use crate::quanta::Quanta;
 
-/// The status that `budget` should have. Equal to the one that it has while nothing changed: only a
-/// condition that changes its status takes the time `now`.
+/// The status that `budget` should have. Without a change it equals the present status: only a
+/// condition whose status changes takes the time `now`.
 pub(super) fn desired_status(
     budget: &GpuMemoryBudget,
     inputs: &BudgetInputs,
@@ -88,7 +88,7 @@ pub(super) fn desired_status(
     }
 }
 
-/// The condition of a status that has this type, if it is True.
+/// The condition of this type, if it is True.
 pub(super) fn true_condition<'a>(
     status: &'a GpuMemoryBudgetStatus,
     type_: &str,

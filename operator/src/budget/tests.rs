@@ -27,7 +27,7 @@ fn budget(spec: Value) -> GpuMemoryBudget {
     .unwrap()
 }
 
-/// One budget of 16 with room for 24, on a node of 32 with nothing running.
+/// A budget of 16 with room for 24, on a node of 32 without pods.
 fn plain() -> GpuMemoryBudget {
     budget(json!({ "deviceMemory": { "guaranteed": "16Gi", "limit": "24Gi" } }))
 }
@@ -55,7 +55,7 @@ fn idle() -> BudgetInputs {
     }
 }
 
-/// With both quotas of `budget` in force.
+/// The inputs with both quotas of `budget` in force.
 fn in_force(budget: &GpuMemoryBudget, inputs: BudgetInputs) -> BudgetInputs {
     let parsed = ParsedSpec::of(&budget.spec, inputs.quantum).unwrap();
     let quota = |kind| {
@@ -353,7 +353,7 @@ fn amount_between_quanta_rounds_down_and_says_so() {
     );
 }
 
-/// A change of facts that keeps every condition's status, or not.
+/// Inputs that may or may not change a condition's status.
 fn inputs() -> impl Strategy<Value = BudgetInputs> {
     let usage = (0i64..5, 0u64..40, 0u64..40, 0u64..40);
     let cohort = (0u64..40, 0usize..3, 0u64..40);
@@ -429,7 +429,8 @@ proptest! {
         prop_assert_eq!(holds(names::READY, "True"), good);
     }
 
-    /// The CRD's schema takes 19 digits at most; a status that it refuses would never be written.
+    /// The CRD's schema takes 19 digits at most. The API server would refuse a longer number with
+    /// the whole status.
     #[test]
     fn status_is_valid_for_any_requests(
         spec in spec(), guaranteed in any::<u64>(), borrowed in any::<u64>(), managed in any::<u64>(),

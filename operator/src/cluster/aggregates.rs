@@ -1,4 +1,6 @@
-//! What budgets and nodes come to together, kept up with each change: a look at one budget reads no others.
+//! Aggregates over budgets and nodes, updated incrementally.
+//!
+//! A reconcile of one budget therefore reads no other budget.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,19 +9,18 @@ use crate::budget::Cohort;
 use crate::cluster::pod_request::PodRequest;
 use crate::quanta::Quanta;
 
-/// It.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Aggregates {
     cohorts: BTreeMap<String, CohortTotals>,
-    /// The nodes that say something of a namespace.
+    /// The nodes that report on each namespace.
     saying: BTreeMap<String, BTreeSet<Key>>,
-    /// The nodes with a GPU at fault: that may concern any namespace.
+    /// The nodes with a GPU fault. Such a fault may affect any namespace.
     nodes_with_gpu_faults: BTreeSet<Key>,
-    /// How many pods of each namespace are on each node.
+    /// The number of pods by node and namespace.
     placed: BTreeMap<String, BTreeMap<String, usize>>,
 }
 
-/// A cohort. Sums are exact: what is taken off again must be what was added.
+/// Totals of one cohort. They are exact, so that subtraction restores the earlier value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct CohortTotals {
     budgets: usize,
@@ -30,7 +31,7 @@ struct CohortTotals {
     unknown_fields: BTreeMap<String, &'static str>,
 }
 
-/// A node with GPUs, as a cohort counts it.
+/// A node with GPUs as a member of its cohort.
 #[derive(Clone, Copy)]
 pub(super) struct CohortMember<'a> {
     pub(super) gpus: &'a GpuNodeSummary,
@@ -39,7 +40,7 @@ pub(super) struct CohortMember<'a> {
 }
 
 impl CohortMember<'_> {
-    /// What counts of its memory, or why nothing does; absent where it has none.
+    /// The quanta that count, or why none do. `None` when the node has no memory to give.
     fn contribution(&self) -> Option<Result<u128, ExclusionReason>> {
         Some(match self.gpus.capacity.as_ref()? {
             Capacity::Excluded(why) => Err(why.clone()),
@@ -50,7 +51,7 @@ impl CohortMember<'_> {
 }
 
 impl Aggregates {
-    /// A budget was `before` and is now. Whether that concerns others.
+    /// Replaces a budget. Returns whether other budgets are affected.
     pub(super) fn update_budget(
         &mut self,
         before: Option<&BudgetSummary>,
@@ -76,7 +77,7 @@ impl Aggregates {
         true
     }
 
-    /// A node was `before` and is now.
+    /// Replaces a node.
     pub(super) fn update_node(
         &mut self,
         key: &Key,
@@ -135,7 +136,7 @@ impl Aggregates {
         }
     }
 
-    /// A pod of a namespace was `before` and is now.
+    /// Replaces a pod of a namespace.
     pub(super) fn update_pod(
         &mut self,
         namespace: &str,
@@ -172,7 +173,7 @@ impl Aggregates {
         }
     }
 
-    /// A cohort.
+    /// The aggregate of one cohort.
     pub(super) fn cohort(&self, name: &str) -> Cohort {
         let Some(sum) = self.cohorts.get(name) else {
             return Cohort::default();
@@ -190,30 +191,28 @@ impl Aggregates {
         }
     }
 
-    /// All cohorts.
     pub(super) fn cohorts(&self) -> impl Iterator<Item = (&str, Cohort)> {
         let names = self.cohorts.keys().map(String::as_str);
         names.map(|name| (name, self.cohort(name)))
     }
 
-    /// The namespaces that have pods on a node, in order.
+    /// The namespaces that have pods on a node, sorted.
     pub(super) fn namespaces_on(&self, node: &str) -> impl Iterator<Item = &str> {
         let here = self.placed.get(node).into_iter().flatten();
         here.map(|(namespace, _)| namespace.as_str())
     }
 
-    /// Whether a namespace has pods on a node.
     pub(super) fn has_pods_on(&self, node: &str, namespace: &str) -> bool {
         let here = self.placed.get(node);
         here.is_some_and(|here| here.contains_key(namespace))
     }
 
-    /// The nodes that say something of a namespace.
+    /// The nodes that report on a namespace.
     pub(super) fn nodes_reporting(&self, namespace: &str) -> impl Iterator<Item = &Key> {
         self.saying.get(namespace).into_iter().flatten()
     }
 
-    /// Those on which its pods may suffer from a fault, in order.
+    /// The nodes whose faults may affect pods of a namespace, sorted.
     pub(super) fn nodes_affecting(&self, namespace: &str) -> BTreeSet<&Key> {
         self.nodes_reporting(namespace)
             .chain(&self.nodes_with_gpu_faults)
@@ -221,7 +220,6 @@ impl Aggregates {
     }
 }
 
-/// The namespaces of which a node says something.
 fn namespaces_reported(gpus: &GpuNodeSummary) -> impl Iterator<Item = &str> {
     let uses = gpus.namespaces.iter().map(|one| one.namespace.as_str());
     let faults = gpus.faults.iter();

@@ -1,21 +1,21 @@
-//! The objects of one kind as a watch tells them, slimmed to what is used.
+//! Caches the objects of one kind, reduced to the fields that the operator uses.
 
 use std::collections::BTreeMap;
 
 use kube::ResourceExt;
 use kube::runtime::watcher::Event;
 
-/// What an object is called. The namespace is empty where its kind has none.
+/// The name of an object. The namespace is empty for cluster-scoped kinds.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
-    /// Its namespace.
+    /// The object's namespace.
     pub namespace: String,
-    /// Its name in it.
+    /// The object's name.
     pub name: String,
 }
 
 impl Key {
-    /// The key of an object whose kind has no namespace.
+    /// The key of a cluster-scoped object.
     pub fn cluster_scoped(name: &str) -> Self {
         Self {
             namespace: String::new(),
@@ -32,10 +32,10 @@ impl Key {
     }
 }
 
-/// An object of a watch: its key, and what is kept of it. `None`: it is of no interest.
+/// The key of an object and its projection. `None` when the operator has no use for the object.
 pub type CacheEntry<V> = (Key, Option<V>);
 
-/// `event` with each object slimmed by `slim`.
+/// Maps each object of `event` to its projection.
 pub fn project<K: ResourceExt, V>(
     event: Event<K>,
     slim: impl Fn(&K) -> Option<V>,
@@ -50,7 +50,7 @@ pub fn project<K: ResourceExt, V>(
     }
 }
 
-/// The objects of one kind. While they are listed anew, the old list stays in force.
+/// The objects of one kind. The old list counts until a new list is complete.
 #[derive(Debug)]
 pub struct Cache<V> {
     objects: BTreeMap<Key, V>,
@@ -69,7 +69,7 @@ impl<V> Default for Cache<V> {
 }
 
 impl<V: PartialEq> Cache<V> {
-    /// Takes in one event and says whose value it changed, and from what.
+    /// Applies one event. Returns each changed key with its former value.
     pub fn apply(&mut self, event: Event<CacheEntry<V>>) -> Vec<CacheEntry<V>> {
         match event {
             Event::Init => self.incoming.clear(),
@@ -110,22 +110,22 @@ impl<V: PartialEq> Cache<V> {
         vec![(key, was)]
     }
 
-    /// Whether all objects have been heard of once.
+    /// Whether one list has been complete.
     pub fn is_listed(&self) -> bool {
         self.listed
     }
 
-    /// Every object.
+    /// All objects.
     pub fn iter(&self) -> impl Iterator<Item = (&Key, &V)> {
         self.objects.iter()
     }
 
-    /// One object.
+    /// The object with this key.
     pub fn get(&self, key: &Key) -> Option<&V> {
         self.objects.get(key)
     }
 
-    /// The objects in one namespace.
+    /// The objects of one namespace.
     pub fn in_namespace<'a>(
         &'a self,
         namespace: &'a str,

@@ -1,4 +1,4 @@
-//! What the operator knows of the cluster: a pure index over what its watches tell.
+//! Indexes the cluster from watch events. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -23,51 +23,52 @@ use crate::nodes::ssa_diff::needs_apply;
 use crate::placement::{PlacementEvent, PlacementIndex};
 use crate::quanta::Quanta;
 
-/// What is watched, as probes, logs and metrics call it.
+/// The watched kinds, as probes, logs and metrics name them.
 pub mod kinds {
-    /// What namespaces may use.
+    /// Budgets: what namespaces may use.
     pub const BUDGETS: &str = "GpuMemoryBudgets";
-    /// What asks.
+    /// Pods: what they request.
     pub const PODS: &str = "Pods";
-    /// What there is.
+    /// GpuNodes: GPUs and their use.
     pub const GPU_NODES: &str = "GpuNodes";
-    /// Which cohort it belongs to.
+    /// Nodes: cohort label, allocatable resources, readiness.
     pub const NODES: &str = "Nodes";
-    /// What refuses pods.
+    /// Quotas: how admission refuses pods.
     pub const QUOTAS: &str = "ResourceQuotas";
-    /// Which namespaces are labelled.
+    /// Namespaces with a budget label.
     pub const NAMESPACES: &str = "Namespaces";
-    /// All of them.
+    /// All kinds.
     pub const ALL: [&str; 6] = [BUDGETS, PODS, GPU_NODES, NODES, QUOTAS, NAMESPACES];
 }
 
-/// So many namespaces' orders about poisoned contexts are on every node, 250 bytes each with who manages what of it; of
-/// more a node has those that it needs, for each of its agent's writes is one of the whole object.
+/// Up to this many context policies are written to every node, at 250 bytes each with managed
+/// fields. Beyond it a node gets those of its own pods' namespaces, because each agent write sends
+/// the whole object.
 const MAX_ON_EVERY_NODE: usize = 32;
 
-/// What a node is ordered about poisoned contexts: by namespace, and of single ones.
+/// The orders for one node: context policies by namespace, and restart requests.
 pub type NodeOrders = (Arc<Vec<ContextOrder>>, Vec<RestartOrder>);
 
 /// One event of one watch.
 #[derive(Debug)]
 pub enum WatchEvent {
-    /// Of the budgets.
+    /// An event of a budget.
     Budget(Event<CacheEntry<BudgetSummary>>),
-    /// Of the pods.
+    /// An event of a pod.
     Pod(Event<CacheEntry<PodRequest>>),
-    /// Of the nodes' GPUs.
+    /// An event of a GpuNode.
     GpuNode(Event<CacheEntry<GpuNodeSummary>>),
-    /// Of the nodes.
+    /// An event of a Node.
     Node(Event<CacheEntry<NodeSummary>>),
-    /// Of the operator's quotas.
+    /// An event of one of the operator's ResourceQuotas.
     Quota(Event<CacheEntry<ObservedQuota>>),
-    /// Of the namespaces that are labelled as having a budget.
+    /// An event of a namespace with a budget label.
     Namespace(Event<CacheEntry<String>>),
-    /// What placement is told of the same.
+    /// An event for the placement index.
     Placement(PlacementEvent),
-    /// Of the objects of a kind that cannot be read, each with why.
+    /// An event of an unreadable object, with the reason.
     Unreadable(&'static str, Event<CacheEntry<String>>),
-    /// The operator's monotonic clock has come so far.
+    /// The operator's monotonic clock advanced to this time.
     Clock(Instant),
 }
 
@@ -79,12 +80,12 @@ pub struct Affected {
 }
 
 impl Affected {
-    /// Whether there are none.
+    /// Whether no budget is affected.
     pub fn is_empty(&self) -> bool {
         !self.all && self.namespaces.is_empty()
     }
 
-    /// Adds those of `other`.
+    /// Adds the budgets of `other`.
     pub fn add(&mut self, other: Self) {
         let Self { all, namespaces } = other;
         self.all |= all;
@@ -92,7 +93,7 @@ impl Affected {
     }
 }
 
-/// Everything that is known.
+/// The indexed state of the cluster.
 #[derive(Debug)]
 pub struct ClusterIndex {
     quantum: Quantum,
@@ -110,7 +111,7 @@ pub struct ClusterIndex {
 }
 
 impl ClusterIndex {
-    /// Nothing is known yet.
+    /// An empty index.
     pub fn new(quantum: Quantum) -> Self {
         Self {
             quantum,
@@ -128,7 +129,7 @@ impl ClusterIndex {
         }
     }
 
-    /// Takes in one event and says which budgets it may concern.
+    /// Applies one event. Returns the budgets that it may affect.
     pub fn apply(&mut self, change: WatchEvent) -> Affected {
         match change {
             WatchEvent::Budget(event) => {
@@ -182,7 +183,8 @@ impl ClusterIndex {
         }
     }
 
-    /// What a node offers concerns every budget; what is said of a namespace there, that one's.
+    /// A changed capacity affects every budget. A report on a namespace affects the budget of that
+    /// namespace.
     fn apply_gpu_node(&mut self, event: Event<CacheEntry<GpuNodeSummary>>) -> Affected {
         let mut affected = Affected::default();
         for (key, before) in self.gpu_nodes.apply(event) {
@@ -198,7 +200,7 @@ impl ClusterIndex {
         affected
     }
 
-    /// A node's cohort concerns every budget.
+    /// A node's cohort affects every budget.
     fn apply_node(&mut self, event: Event<CacheEntry<NodeSummary>>) -> Affected {
         let mut affected = Affected::default();
         for (key, before) in self.nodes.apply(event) {
@@ -209,7 +211,7 @@ impl ClusterIndex {
         affected
     }
 
-    /// The memory of nodes that are dead by now counts no more, which concerns every budget.
+    /// Nodes that count as dead from now on leave their cohorts, which affects every budget.
     fn advance_clock(&mut self, now: Instant) -> Affected {
         let died = self.liveness.advance_clock(now);
         for key in &died {
@@ -231,7 +233,7 @@ impl ClusterIndex {
         }
     }
 
-    /// Counts a node as it is now in place of what it was. Says whether it has come back to life.
+    /// Replaces a node in the aggregates. Returns whether a dead node is alive again.
     fn update_node(
         &mut self,
         key: &Key,
@@ -248,7 +250,7 @@ impl ClusterIndex {
         };
         let before = member(gpus, node, was_dead);
         let (gpus, node) = (self.gpu_nodes.get(key), self.nodes.get(key));
-        // A node without GPUs is not missed.
+        // A node without GPUs cannot be missed.
         let lives = gpus.is_none() || node.is_some_and(|node| node.is_alive);
         self.liveness.observe(key, lives);
         let is_dead = self.liveness.is_dead(key);
@@ -257,24 +259,24 @@ impl ClusterIndex {
         was_dead && !is_dead
     }
 
-    /// Whether something changes with time alone.
+    /// Whether time alone will change something.
     pub fn has_deadlines(&self) -> bool {
         self.liveness.has_deadlines()
     }
 
-    /// The objects that cannot be read, by kind.
+    /// The unreadable objects by kind.
     pub fn unreadable(&self) -> impl Iterator<Item = (&'static str, &Key)> {
         let kinds = self.unreadable.iter();
         kinds.flat_map(|(kind, all)| all.iter().map(|(key, _)| (*kind, key)))
     }
 
-    /// Whether an object of this kind is known as one that cannot be read.
+    /// Whether an object is indexed as unreadable.
     pub fn is_unreadable(&self, kind: &str, key: &Key) -> bool {
         let of_kind = self.unreadable.get(kind);
         of_kind.is_some_and(|all| all.get(key).is_some())
     }
 
-    /// How many nodes' memory counts in no cohort, by reason.
+    /// How many nodes are excluded from their cohort, by reason.
     pub fn excluded_nodes(&self) -> BTreeMap<&'static str, i64> {
         let mut counts = BTreeMap::new();
         for (_, cohort) in self.aggregates.cohorts() {
@@ -285,12 +287,12 @@ impl ClusterIndex {
         counts
     }
 
-    /// What placement knows.
+    /// The index for placement.
     pub fn placement(&self) -> &PlacementIndex {
         &self.placement_index
     }
 
-    /// The kinds that have not been listed yet. A status is computed only when there are none.
+    /// The kinds without a complete list. The operator computes a status only when there are none.
     pub fn unlisted_kinds(&self) -> Vec<&'static str> {
         let all = [
             (kinds::BUDGETS, self.budgets.is_listed()),
@@ -304,7 +306,7 @@ impl ClusterIndex {
         missing.map(|(kind, _)| kind).collect()
     }
 
-    /// The budgets that `dirty` means, as far as they exist.
+    /// The existing budgets among `affected`.
     pub fn affected_budgets(&self, affected: &Affected) -> Vec<Key> {
         let concerned = |key: &&Key| affected.all || affected.namespaces.contains(&key.namespace);
         self.budgets
@@ -315,17 +317,17 @@ impl ClusterIndex {
             .collect()
     }
 
-    /// How often the budgets were listed.
+    /// How many lists of budgets have completed.
     pub fn budget_lists(&self) -> u64 {
         self.budget_lists
     }
 
-    /// Whether there is a budget called `key`.
+    /// Whether the budget exists.
     pub fn has_budget(&self, key: &Key) -> bool {
         self.budgets.get(key).is_some()
     }
 
-    /// What the status of the budget of `namespace` is computed from, with the budget in `cohort`.
+    /// The inputs for the status of the budget in `namespace`, which belongs to `cohort`.
     pub fn budget_inputs(&self, namespace: &str, cohort: &str) -> BudgetInputs {
         let pods = || self.pods.in_namespace(namespace);
         let label = self.labels.get(&Key::cluster_scoped(namespace));
@@ -355,7 +357,7 @@ impl ClusterIndex {
         self.quotas.get(&key).cloned()
     }
 
-    /// The namespaces that are labelled as having a budget and have none. None is named before all is known.
+    /// The namespaces with a budget label and no budget. Empty until all kinds are listed.
     pub fn namespaces_without_budget(&self) -> Vec<String> {
         if !self.unlisted_kinds().is_empty() {
             return Vec::new();
@@ -372,8 +374,7 @@ impl ClusterIndex {
             .collect()
     }
 
-    /// What is to be done about poisoned contexts, by namespace; of namespaces where it is what an agent does unasked
-    /// there is nothing.
+    /// The context policies by namespace, without those that equal the agents' default.
     fn context_policies(&self) -> Vec<ContextOrder> {
         let summaries = self.budgets.iter();
         let summaries =
@@ -397,8 +398,10 @@ impl ClusterIndex {
         written.retain(|node, _| names.contains(node.as_str()));
     }
 
-    /// The nodes that lack something of what is to be ordered there about poisoned contexts, or still have what was
-    /// `written` to them and is wrong by now, with their objects' UIDs and what is to be ordered.
+    /// The nodes whose context policies or restart requests have to be written: name, UID and
+    /// orders.
+    ///
+    /// `written` holds what the operator applied last to each node.
     pub fn outdated_node_orders(
         &self,
         written: &BTreeMap<String, NodeOrders>,
@@ -414,7 +417,8 @@ impl ClusterIndex {
                 .get(&key.name)
                 .map(|(contexts, restarts)| (contexts.as_ref(), restarts))
                 .unzip();
-            // What is right stays until something else is written, though no pod needs it: the next one may.
+            // A correct policy stays until another write, although no pod needs it: the next pod
+            // may.
             let idle = |one: &ContextOrder| {
                 !orders.contains(one) && policy_of(&all, &one.namespace) == Some(one)
             };
@@ -428,8 +432,7 @@ impl ClusterIndex {
         nodes.collect()
     }
 
-    /// Those of `all` orders that a node gets: as long as they are few all of them, otherwise those of the namespaces
-    /// that have pods there.
+    /// The policies for one node: all while they are few, else those of its pods' namespaces.
     fn context_policies_for(
         &self,
         node: &str,
@@ -443,7 +446,7 @@ impl ClusterIndex {
         Arc::new(here.take(MAX_CONTEXTS).cloned().collect())
     }
 
-    /// The contexts on a node that were left poisoned and are to be restarted by what the budgets say now.
+    /// The restart requests for faults that the agent left open and that today's policy restarts.
     fn restart_requests(&self, node: &GpuNodeSummary) -> Vec<RestartOrder> {
         let due = node.faults.iter().filter_map(|OpenFault { fault, .. }| {
             let container = fault.container.as_ref()?;
@@ -465,7 +468,7 @@ impl ClusterIndex {
             .unwrap_or_default()
     }
 
-    /// The pods of a namespace that suffer from faults.
+    /// The pods of a namespace that a fault affects.
     fn affected_pods(&self, namespace: &str) -> Vec<AffectedPod> {
         let mut affected_pods = Vec::new();
         let nodes = self.aggregates.nodes_affecting(namespace).into_iter();
@@ -495,7 +498,7 @@ impl ClusterIndex {
         affected_pods
     }
 
-    /// What nodes say of a namespace, each with whether a pod of it is there.
+    /// What nodes report of a namespace, each with whether a pod of the namespace is on the node.
     fn reported_usage(&self, namespace: &str) -> impl Iterator<Item = (&NamespaceUse, bool)> {
         let nodes = self.aggregates.nodes_reporting(namespace);
         let uses = nodes.flat_map(move |key| {
@@ -506,7 +509,7 @@ impl ClusterIndex {
         uses.filter(move |(one, _)| one.namespace == namespace)
     }
 
-    /// Each cohort's guarantees and memory, in bytes.
+    /// The guaranteed and the allocatable bytes of each cohort.
     pub fn cohorts(&self) -> impl Iterator<Item = (&str, u64, u64)> {
         let bytes = |amount: Quanta| amount.bytes(self.quantum);
         let cohorts = self.aggregates.cohorts();
@@ -524,7 +527,7 @@ impl ClusterIndex {
     }
 }
 
-/// The order of a namespace, among orders that are sorted by it.
+/// The policy of a namespace among `orders`, which are sorted by namespace.
 fn policy_of<'a>(orders: &'a [ContextOrder], namespace: &str) -> Option<&'a ContextOrder> {
     let at = orders.binary_search_by(|one| one.namespace.as_str().cmp(namespace));
     at.ok().map(|at| &orders[at])
@@ -535,7 +538,7 @@ fn cohort_of(node: Option<&NodeSummary>) -> &str {
     label.unwrap_or(DEFAULT_COHORT)
 }
 
-/// The namespaces that a node's change concerns; none where it may concern all.
+/// The namespaces that a changed GpuNode affects. `None` when it may affect all.
 fn affected_namespaces<'a>(
     before: Option<&'a GpuNodeSummary>,
     now: Option<&'a GpuNodeSummary>,

@@ -1,9 +1,9 @@
-//! Which nodes have been without life for so long that their memory does not count: pure.
+//! Decides which nodes have been down for so long that their memory does not count. Pure.
 //!
 //! ```text
-//!   lives --dies--> suspected --GRACE by the operator's monotonic clock--> dead
-//!     ^                |                                                    |
-//!     +----------------+--------------------- lives again ------------------+
+//!   alive --not Ready, or no agent--> suspected --DEAD_AFTER by the monotonic clock--> dead
+//!     ^                                   |                                             |
+//!     +-----------------------------------+------------- alive again -------------------+
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,20 +13,20 @@ use tokio::time::Instant;
 
 use super::Key;
 
-/// How long a node may be without life: an agent that is upgraded is back by then, and nobody's
-/// `Covered` changes.
+/// How long a node may be down before it counts as dead. An upgrade of the agent takes less, so
+/// that it changes no budget's `Covered` condition.
 pub(super) const DEAD_AFTER: Duration = Duration::from_secs(60);
 
-/// The nodes with GPUs that do not live.
+/// The nodes with GPUs that are down.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct NodeLiveness {
-    /// Those that may come back, each with when the clock was first told after that.
+    /// Nodes that may recover, each with the first clock reading after they went down.
     suspected: BTreeMap<Key, Option<Instant>>,
     dead: BTreeSet<Key>,
 }
 
 impl NodeLiveness {
-    /// A node lives now, or does not.
+    /// Records whether a node is alive now.
     pub(super) fn observe(&mut self, node: &Key, lives: bool) {
         if lives {
             self.suspected.remove(node);
@@ -36,7 +36,7 @@ impl NodeLiveness {
         }
     }
 
-    /// It is `now`. Says which nodes are dead since.
+    /// Advances the clock. Returns the nodes that have just become dead.
     pub(super) fn advance_clock(&mut self, now: Instant) -> Vec<Key> {
         let mut died = Vec::new();
         self.suspected.retain(|node, since| {
@@ -51,12 +51,11 @@ impl NodeLiveness {
         died
     }
 
-    /// Whether time matters to any node.
+    /// Whether any node awaits its deadline.
     pub(super) fn has_deadlines(&self) -> bool {
         !self.suspected.is_empty()
     }
 
-    /// Whether a node is dead.
     pub(super) fn is_dead(&self, node: &Key) -> bool {
         self.dead.contains(node)
     }

@@ -1,13 +1,13 @@
-//! Turns what a node says of pods into those of them that are on it.
+//! Accepts a node's report on a pod only when that pod is on the node.
 //!
-//! Who has one node writes its `GpuNode` at will: what stands there decides about pods of that node
-//! and no others.
+//! An attacker with root on one node can write its `GpuNode` at will. Its content may decide about
+//! pods of that node only.
 
 use std::ops::Deref;
 
-/// A pod, as far as it is known where it is.
+/// An object that may be on a node: a pod.
 pub trait Placed {
-    /// The node that it is on.
+    /// The pod's node.
     fn node(&self) -> Option<&str>;
 }
 
@@ -17,17 +17,17 @@ impl<P: Placed> Placed for &P {
     }
 }
 
-/// A pod on the node that speaks of it. [`there`] alone makes it.
+/// A pod on the node that reports it. Only [`on_node`] constructs it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OnNode<P>(P);
 
-/// `pod`, where it is on the `node` that speaks of it.
+/// Returns `pod` if it is on the `node` that reports it.
 pub fn on_node<P: Placed>(node: &str, pod: P) -> Option<OnNode<P>> {
     (pod.node() == Some(node)).then_some(OnNode(pod))
 }
 
 impl<P: Clone> OnNode<&P> {
-    /// The same pod, owned.
+    /// Clones the pod.
     pub fn cloned(self) -> OnNode<P> {
         OnNode(self.0.clone())
     }

@@ -1,9 +1,11 @@
-//! What the operator wrote is known to it before a watch tells: nothing is written twice because a watch is late.
+//! Merges the operator's own write responses into the watch streams (read your writes).
+//!
+//! A late watch then causes no second write.
 //!
 //! ```text
-//!   an answer to a write --\
-//!                           +--> what is newer than all before, of each object --> the world
-//!   a watch ---------------/
+//!   write responses --\
+//!                      +--> VersionGate: newer than all before, per object --> ClusterIndex
+//!   watch ------------/
 //! ```
 
 use std::collections::BTreeMap;
@@ -24,19 +26,19 @@ use crate::placement::node::SlimNode;
 
 macro_rules! kinds {
     ($($kind:ident: $object:ty, $what:literal;)*) => {
-        /// Takes objects as the API server answered writes of them. Cheap to clone.
+        /// Sends objects as the API server returned them from writes. Cheap to clone.
         #[derive(Clone, Debug)]
         pub struct WriteSender {
             $(#[doc = $what] pub $kind: UnboundedSender<WriteResponse<$object>>,)*
         }
 
-        /// The other end of [`WriteSender`].
+        /// The receiving end of [`WriteSender`].
         #[derive(Debug)]
         pub struct WriteReceiver {
             $(#[doc = $what] pub $kind: UnboundedReceiver<WriteResponse<$object>>,)*
         }
 
-        /// A way from who writes to who observes. What is written is bounded by the rate of writes.
+        /// Creates the channels. They are unbounded, because the rate of writes bounds them.
         pub fn channel() -> (WriteSender, WriteReceiver) {
             $(let $kind = unbounded_channel();)*
             (WriteSender { $($kind: $kind.0,)* }, WriteReceiver { $($kind: $kind.1,)* })
@@ -52,23 +54,23 @@ kinds! {
     namespaces: PartialObjectMeta<Namespace>, "Namespaces.";
 }
 
-/// What the API server answered a write.
+/// The API server's response to a write.
 #[derive(Debug)]
 pub struct WriteResponse<K> {
-    /// The object as it is since.
+    /// The object after the write.
     object: K,
-    /// When the write was begun.
+    /// When the operator started the write.
     started: Instant,
 }
 
-/// Does a write, and tells what came of it; none where its object is gone.
+/// Awaits a write and sends its response, unless the object is gone.
 pub(crate) async fn send_response<K, E>(
     who: &UnboundedSender<WriteResponse<K>>,
     write: impl Future<Output = Result<Option<K>, E>>,
 ) -> Result<(), E> {
     let begun = Instant::now();
     if let Some(object) = write.await? {
-        // Nobody listens when the operator ends.
+        // The receiver is closed only while the operator stops.
         drop(who.send(WriteResponse {
             object,
             started: begun,
@@ -77,7 +79,7 @@ pub(crate) async fn send_response<K, E>(
     Ok(())
 }
 
-/// The events of `watch`, and what was `written` before it tells, made into what the watch tells.
+/// Merges `written` responses into the events of `watch`.
 pub(crate) fn merge_with_watch<K, W>(
     watch: impl Stream<Item = Event<K>> + Send,
     mut written: UnboundedReceiver<WriteResponse<W>>,
@@ -109,15 +111,15 @@ enum Source<K, W> {
     Write(WriteResponse<W>),
 }
 
-/// Lets through what is newer. Versions of one kind are numbers that grow with each write (KEP-5504); one that is none
-/// is nothing to go by, so that the watch alone counts.
+/// Passes objects that are newer than all before. Resource versions of one kind are increasing
+/// numbers (KEP-5504). A version that is no number never passes, so that only the watch counts.
 #[derive(Debug, Default)]
 struct VersionGate {
-    /// When all were listed; the watch goes on from there. None while a list is on its way.
+    /// When the last list completed. `None` during a list.
     listed: Option<Instant>,
-    /// The newest version that the watch told of any of them: what is older it has told too.
+    /// The newest version that the watch has delivered for any object.
     newest_watched: u64,
-    /// The objects of which a version is known that the watch has not told.
+    /// The objects whose newest version came from a response and not yet from the watch.
     unconfirmed: BTreeMap<Key, u64>,
 }
 
@@ -128,7 +130,7 @@ impl VersionGate {
             self.listed = matches!(event, Event::InitDone).then(Instant::now);
             self.unconfirmed.clear();
             if matches!(event, Event::Init) {
-                // The versions of an etcd that was restored are lower.
+                // After a restore of etcd the versions are lower.
                 self.newest_watched = 0;
             }
             return Some(event);
@@ -143,8 +145,8 @@ impl VersionGate {
         Some(event)
     }
 
-    /// What was begun before the last list was there may be older than that list, which knows no version of what is gone:
-    /// it is left to the watch.
+    /// A response from before the last list may be older than the list, which has no version of
+    /// deleted objects. Such a response is dropped, and the watch delivers the object.
     fn from_write<K: ResourceExt>(&mut self, answer: WriteResponse<K>) -> Option<Event<K>> {
         let WriteResponse {
             object,
@@ -172,14 +174,14 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::json;
 
-    /// A quota of this version.
+    /// A quota with this version.
     fn quota(name: &str, version: u64) -> ResourceQuota {
         let metadata =
             json!({ "name": name, "namespace": "n", "resourceVersion": version.to_string() });
         serde_json::from_value(json!({ "metadata": metadata })).unwrap()
     }
 
-    /// The answer to a write that is begun now.
+    /// The response to a write that starts now.
     fn now<K>(object: K) -> WriteResponse<K> {
         WriteResponse {
             object,
@@ -256,8 +258,8 @@ mod tests {
     }
 
     proptest! {
-        /// However late the watch is, and in whichever order answers come: no object ever goes back, and in the end each
-        /// is as it was last.
+        /// For any delay of the watch and any order of responses, no object goes back in time and
+        /// each ends in its last state.
         #[test]
         fn no_object_goes_back_and_the_last_event_wins(
             objects in prop::collection::vec((0_usize..3, any::<bool>(), any::<bool>()), 1..40),
@@ -265,7 +267,8 @@ mod tests {
         ) {
             const NAMES: [&str; 3] = ["a", "b", "c"];
             let mut gate = listed();
-            // What happens: the event, and when its answer comes; none where another one wrote.
+            // Each entry holds an event and the time of its delivery, by the watch or as a
+            // response.
             let mut queue = Vec::new();
             for (at, ((name, deleted, ours), late)) in objects.iter().zip(late).enumerate() {
                 let event = (at, NAMES[*name], *deleted);

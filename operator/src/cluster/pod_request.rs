@@ -1,4 +1,4 @@
-//! What a pod asks for.
+//! Parses a pod and its request for GPU memory.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use serde::de::IgnoredAny;
 use crate::cluster::on_node::Placed;
 use crate::quanta::Quanta;
 
-/// The fields of a Pod that are read here. The rest of it is not even kept while it is parsed.
+/// The fields of a Pod that the operator reads. The parser skips all others.
 #[derive(Resource, Deserialize, Clone, Debug, Default)]
 #[resource(inherit = Pod)]
 #[expect(missing_docs, reason = "the names are the Pod's own")]
@@ -29,7 +29,7 @@ pub struct SlimPod {
     pub status: PodStatus,
 }
 
-/// Of `spec`.
+/// `spec`.
 #[derive(Deserialize, Clone, Debug, Default)]
 #[serde(rename_all = "camelCase", default)]
 #[expect(missing_docs, reason = "the names are the Pod's own")]
@@ -51,7 +51,7 @@ pub struct PodSpec {
     pub scheduler_name: Option<String>,
 }
 
-/// Of `spec.affinity`.
+/// `spec.affinity`.
 #[derive(Deserialize, Clone, Debug, Default)]
 #[serde(rename_all = "camelCase", default)]
 #[expect(missing_docs, reason = "the names are the Pod's own")]
@@ -61,19 +61,19 @@ pub struct Affinity {
     pub pod_anti_affinity: Required<Vec<IgnoredAny>>,
 }
 
-/// The node affinity that must hold.
+/// The required node affinity.
 pub type NodeAffinity = Required<Option<NodeSelector>>;
 
-/// What must hold of an affinity; what is only preferred is not kept.
+/// The required part of an affinity. The preferred part is not parsed.
 #[derive(Deserialize, Clone, Debug, Default)]
 #[serde(default)]
 pub struct Required<T: Default> {
-    /// It.
+    /// The required terms.
     #[serde(rename = "requiredDuringSchedulingIgnoredDuringExecution")]
     pub required: T,
 }
 
-/// Of a topology spread constraint.
+/// A topology spread constraint.
 #[derive(Deserialize, Clone, Debug, Default)]
 #[serde(rename_all = "camelCase", default)]
 #[expect(missing_docs, reason = "the names are the Pod's own")]
@@ -81,7 +81,7 @@ pub struct TopologySpread {
     pub when_unsatisfiable: String,
 }
 
-/// Of a volume: whether it may bind the pod to a node.
+/// A volume, as far as it may bind the pod to a node.
 #[derive(Deserialize, Clone, Debug, Default)]
 #[serde(rename_all = "camelCase", default)]
 #[expect(missing_docs, reason = "the names are the Pod's own")]
@@ -90,7 +90,7 @@ pub struct Volume {
     pub ephemeral: Option<IgnoredAny>,
 }
 
-/// Of `status`.
+/// `status`.
 #[derive(Deserialize, Clone, Debug, Default)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are the Pod's own")]
@@ -101,7 +101,7 @@ pub struct PodStatus {
     pub conditions: Vec<PodCondition>,
 }
 
-/// Of a container.
+/// A container.
 #[derive(Deserialize, Clone, Debug, Default)]
 #[serde(rename_all = "camelCase", default)]
 #[expect(missing_docs, reason = "the names are the Pod's own")]
@@ -112,7 +112,7 @@ pub struct Container {
     pub ports: Vec<Port>,
 }
 
-/// Of a container's port.
+/// A container's port.
 #[derive(Deserialize, Clone, Debug, Default)]
 #[serde(rename_all = "camelCase", default)]
 #[expect(missing_docs, reason = "the names are the Pod's own")]
@@ -120,7 +120,7 @@ pub struct Port {
     pub host_port: Option<i32>,
 }
 
-/// Of a container's resources, or a pod's. The API server fills `requests` in from `limits`.
+/// Resources of a container or a pod. The API server defaults `requests` from `limits`.
 #[derive(Deserialize, Clone, Debug, Default)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are the Pod's own")]
@@ -128,40 +128,40 @@ pub struct Resources {
     pub requests: BTreeMap<String, Quantity>,
 }
 
-/// What made a pod.
+/// A reference to the Job that controls a pod.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct JobRef {
-    /// Its name.
+    /// The Job's name.
     pub name: String,
-    /// Its UID.
+    /// The Job's UID.
     pub uid: String,
 }
 
-/// A pod's class, given at birth by its PriorityClass.
+/// The kind of a pod's claim on memory, which its PriorityClass determines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PriorityKind {
-    /// It has what it asks for within the namespace's guarantee.
+    /// The pod's request counts against the namespace's guarantee.
     Guaranteed,
-    /// It runs on what is idle and makes room when that is asked for.
+    /// The pod uses idle memory and is preempted when its owner needs it.
     Borrowed,
 }
 
-/// What one pod asks for. Never nothing.
+/// The GPU memory request of one pod. It is never zero.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PodRequest {
     /// The pod's UID.
     pub uid: String,
-    /// When the API server made it.
+    /// When the API server created the pod.
     pub created: Timestamp,
-    /// The node that it is on.
+    /// The pod's node.
     pub node: Option<String>,
-    /// Its end was asked for already.
+    /// The pod has a deletion timestamp.
     pub terminating: bool,
-    /// The Job that it belongs to, which may take its deletion for a failure.
+    /// The Job that controls the pod. The Job may count a deletion as a failure.
     pub job: Option<JobRef>,
-    /// Something makes another one when it goes, and may put it elsewhere.
+    /// A controller recreates the pod after its deletion, possibly on another node.
     pub is_recreated: bool,
-    /// Its class.
+    /// Guaranteed or borrowed.
     pub kind: PriorityKind,
     /// Device memory.
     pub device: Quanta,
@@ -170,9 +170,11 @@ pub struct PodRequest {
 }
 
 impl PodRequest {
-    /// What `pod` asks for in the resources that count in `quantum`. `None` where it asks for nothing,
-    /// or has ended: what a pod held is its namespace's again when its phase says so, and that of a
-    /// deleted pod when it is gone.
+    /// Parses the request of `pod` for the resources that count in `quantum`.
+    ///
+    /// Returns `None` for a pod without a request and for one that has ended. A pod's request
+    /// returns to its namespace with its final phase. That of a deleted pod returns when the object
+    /// is gone.
     pub fn of(pod: &SlimPod, quantum: Quantum) -> Option<Self> {
         if has_ended(pod) {
             return None;
@@ -215,8 +217,8 @@ impl PodRequest {
         asks.then_some(request)
     }
 
-    /// The Job that is asked before the pod goes for others. A borrower has agreed to that by its
-    /// class.
+    /// The Job that the operator must read before it evicts the pod. A borrowed pod has none,
+    /// because its PriorityClass consents to the eviction.
     pub fn job_if_guaranteed(&self) -> Option<&JobRef> {
         self.job
             .as_ref()
@@ -230,14 +232,15 @@ impl Placed for PodRequest {
     }
 }
 
-/// Whether a pod takes nothing any more.
+/// Whether the pod has reached its final phase.
 pub fn has_ended(pod: &SlimPod) -> bool {
     matches!(pod.status.phase.as_deref(), Some("Succeeded" | "Failed"))
 }
 
-/// How much the scheduler and quotas count for a pod of what each container asks for by `of`
-/// (`k8s.io/component-helpers/resource/helpers.go`, `AggregateContainerRequests`): its containers and
-/// sidecars together, or the most that one init container needs beside the sidecars before it.
+/// Aggregates a container quantity to the pod's, as the scheduler and quotas do: its containers and
+/// sidecars together, or the largest init container with the sidecars before it.
+///
+/// Source: `k8s.io/component-helpers/resource/helpers.go`, `AggregateContainerRequests`.
 pub fn aggregate_requests<T: Copy + Default + Ord>(
     spec: &PodSpec,
     of: impl Fn(&Container) -> T,
@@ -255,13 +258,13 @@ pub fn aggregate_requests<T: Copy + Default + Ord>(
     starting.max(running)
 }
 
-/// How much of `resource` one container asks for.
+/// One container's request for `resource`.
 pub fn gpu_request(container: &Container, resource: &str) -> Quanta {
     let asked = container.resources.requests.get(resource);
     asked.map_or(Quanta::ZERO, parse_count)
 }
 
-/// A count out of a pod. The API server admits whole numbers only, of any size.
+/// Parses a resource count. The API server admits whole numbers of any size.
 fn parse_count(count: &Quantity) -> Quanta {
     match parse_bytes(&count.0) {
         Ok(count) => Quanta::new(count),
@@ -342,7 +345,7 @@ mod tests {
         assert_eq!(parse_count(&Quantity("1k".to_owned())), Quanta::new(1000));
     }
 
-    /// `AggregateContainerRequests` word for word, over one resource.
+    /// A transcript of `AggregateContainerRequests` for one resource.
     fn upstream(init: &[(u64, bool)], app: &[u64]) -> u64 {
         let mut reqs: u64 = app.iter().sum();
         let (mut restartable, mut most) = (0, 0);

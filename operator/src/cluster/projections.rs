@@ -1,4 +1,4 @@
-//! What is kept of each object.
+//! Reduces budgets, GpuNodes and Nodes to the fields that the index needs.
 
 use std::collections::BTreeSet;
 
@@ -13,21 +13,21 @@ use crate::cluster::unknown_values::unknown_in_node;
 use crate::placement::node::SlimNode;
 use crate::quanta::Quanta;
 
-/// What other budgets need to know of a budget.
+/// The fields of a budget that other budgets and nodes need.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BudgetSummary {
-    /// Its cohort.
+    /// The budget's cohort.
     pub cohort: String,
-    /// What it guarantees; nothing while its spec cannot be read.
+    /// The guaranteed amount; zero while the spec is invalid.
     pub guaranteed: Quanta,
-    /// What is done about poisoned contexts of its pods.
+    /// The policy for poisoned contexts of the namespace's pods.
     pub context_policy: ContextPolicy,
-    /// The version of the object, so that a status changed by another hand is noticed.
+    /// The resource version, so that the operator notices a foreign status edit.
     pub resource_version: Option<String>,
 }
 
 impl BudgetSummary {
-    /// The claim of `budget`.
+    /// The summary of `budget`.
     pub fn of(budget: &GpuMemoryBudget, quantum: Quantum) -> Self {
         let parsed = ParsedSpec::of(&budget.spec, quantum);
         Self {
@@ -39,7 +39,8 @@ impl BudgetSummary {
     }
 }
 
-/// What agents are ordered for a policy. One of another version cannot be written, and without an order they restart.
+/// The policy that agents can execute. An unknown action cannot be written, and without a policy
+/// agents would restart containers.
 fn known_policy(policy: &ContextPolicy) -> ContextPolicy {
     let action = match policy.action {
         ContextAction::Unknown => ContextAction::Report,
@@ -51,38 +52,38 @@ fn known_policy(policy: &ContextPolicy) -> ContextPolicy {
     }
 }
 
-/// A fault that is open on a node.
+/// An open fault on a node.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OpenFault {
-    /// It.
+    /// The fault as the agent reports it.
     pub fault: Fault,
-    /// Where a GPU is at fault: the UIDs of the pods that have memory of it.
+    /// For a GPU fault: the UIDs of the pods that have memory on that GPU.
     pub pods: Vec<String>,
 }
 
-/// What is known of a node's GPUs.
+/// The fields of a GpuNode that the index needs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GpuNodeSummary {
-    /// What it offers; none while it has no memory to give.
+    /// The node's capacity. `None` while the node has no memory to give.
     pub capacity: Option<Capacity>,
-    /// A field of the object that has a value of another version.
+    /// A field of the object whose value this version does not know.
     pub unknown_field: Option<&'static str>,
-    /// The object's UID: one that was made anew under the same name has nothing ordered.
+    /// The object's UID. A recreated GpuNode has no orders.
     pub uid: String,
-    /// What is ordered about poisoned contexts there, by namespace.
+    /// The context policies in the node's spec, sorted by namespace.
     pub context_policies: Vec<ContextOrder>,
-    /// Which poisoned contexts are ordered to be restarted there.
+    /// The restart requests in the node's spec.
     pub restarts: Vec<RestartOrder>,
-    /// The faults that are open.
+    /// The open faults.
     pub faults: Vec<OpenFault>,
-    /// What the pods of each namespace use there.
+    /// The usage that the agent reports for each namespace.
     pub namespaces: Vec<NamespaceUse>,
-    /// The type and the status of each condition.
+    /// The type and status of each condition.
     pub conditions: Vec<(String, String)>,
 }
 
 impl GpuNodeSummary {
-    /// The GPUs of `node`.
+    /// The summary of `node`.
     pub fn of(node: &GpuNode, quantum: Quantum) -> Self {
         let status = node.status.as_ref();
         let conditions = status.into_iter().flat_map(|status| &status.conditions);
@@ -104,7 +105,7 @@ impl GpuNodeSummary {
         }
     }
 
-    /// What is known of an object that cannot be read: that the node is there.
+    /// The summary of a GpuNode that cannot be parsed.
     pub fn unreadable() -> Self {
         Self {
             capacity: Some(Capacity::Excluded(ExclusionReason::Unreadable)),
@@ -112,12 +113,12 @@ impl GpuNodeSummary {
         }
     }
 
-    /// Whether the object can be read, and so be written to.
+    /// Whether the object can be parsed, and therefore be written to.
     pub fn is_readable(&self) -> bool {
         self.capacity != Some(Capacity::Excluded(ExclusionReason::Unreadable))
     }
 
-    /// The namespaces of which something is said here; none where it may concern all.
+    /// The namespaces that the node reports on. `None` when a fault may affect all.
     pub fn affected_namespaces(&self) -> Option<BTreeSet<&str>> {
         let faults = self.faults.iter();
         let faults = faults.map(|open| Some(open.fault.container.as_ref()?.namespace.as_str()));
@@ -149,28 +150,28 @@ impl OpenFault {
     }
 }
 
-/// What a node offers to pods.
+/// The capacity that a node offers to pods.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Capacity {
-    /// Device memory that the kubelet is told of.
+    /// Device memory that the kubelet advertises.
     Counted(Quanta),
-    /// Nothing that a cohort counts.
+    /// Capacity that counts in no cohort.
     Excluded(ExclusionReason),
 }
 
 /// Why a node's memory does not count in its cohort.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ExclusionReason {
-    /// The node counts in a quantum of this size, so that its resource has another name.
+    /// The node uses another quantum of this size, so that its resource has another name.
     OtherQuantum(String),
-    /// The `GpuNode` cannot be read.
+    /// The `GpuNode` cannot be parsed.
     Unreadable,
-    /// The node is not Ready, or its kubelet has no agent, and that lasts.
+    /// The node has not been Ready, or its kubelet had no agent, for too long.
     Dead,
 }
 
 impl ExclusionReason {
-    /// The reason, as metrics call it.
+    /// The reason as a metric label.
     pub const fn reason(&self) -> &'static str {
         match self {
             Self::OtherQuantum(_) => "OtherQuantum",
@@ -181,7 +182,7 @@ impl ExclusionReason {
 }
 
 impl Capacity {
-    /// The offer of `node`; `None` while it has no memory to give.
+    /// The capacity of `node`. `None` while the node has no memory to give.
     pub fn of(node: &GpuNode, quantum: Quantum) -> Option<Self> {
         let status = node.status.as_ref()?;
         let allocatable = u64::try_from(status.device_memory.allocatable).unwrap_or(0);
@@ -202,18 +203,20 @@ impl Capacity {
     }
 }
 
-/// What is known of a node itself.
+/// The fields of a Node that the index needs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeSummary {
-    /// The cohort that the node's label puts it into; absent without the label.
+    /// The cohort from the node's label.
     pub cohort: Option<String>,
-    /// The node is Ready, and its kubelet offers device memory. The kubelet takes the offer back when the agent's stream
-    /// ends, and the node lifecycle controller takes `Ready` back when the kubelet is silent.
+    /// The node is Ready and its kubelet offers device memory.
+    ///
+    /// The kubelet withdraws the offer when the agent's stream ends. The node lifecycle controller
+    /// withdraws `Ready` when the kubelet is silent.
     pub is_alive: bool,
 }
 
 impl NodeSummary {
-    /// What is known of `node`.
+    /// The summary of `node`.
     pub fn of(node: &SlimNode, quantum: Quantum) -> Self {
         Self {
             cohort: node.labels().get(COHORT_LABEL).cloned(),
@@ -222,7 +225,7 @@ impl NodeSummary {
     }
 }
 
-/// What a namespace's label says of its budget; `None` without the label.
+/// The value of the namespace's budget label.
 pub fn budget_label(namespace: &impl ResourceExt) -> Option<String> {
     namespace.labels().get(BUDGET_LABEL).cloned()
 }

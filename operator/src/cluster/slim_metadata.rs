@@ -1,4 +1,4 @@
-//! An object's metadata without `managedFields`, which is most of it once it is parsed.
+//! Parses object metadata without `managedFields`, which are most of it in memory.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,8 @@ struct SlimMetadata {
     owner_references: Option<Vec<OwnerReference>>,
 }
 
-/// For `deserialize_with`. The rest is not even kept while it is parsed: a list has hundreds of objects in one answer.
+/// For `deserialize_with`. The parser skips the other fields, because one list response holds
+/// hundreds of objects.
 pub(crate) fn metadata<'de, D: Deserializer<'de>>(from: D) -> Result<ObjectMeta, D::Error> {
     let slim = SlimMetadata::deserialize(from)?;
     Ok(ObjectMeta {

@@ -1,16 +1,16 @@
-//! Names the values of another version in an object of ours: pure.
+//! Finds fields whose values belong to another version of the API. Pure.
 //!
-//! Such a value is read as `Unknown`. Nobody is evicted or restarted for it, and everything else in
-//! the object counts.
+//! Such a value is parsed as `Unknown`. The operator evicts and restarts no pod for it, and uses
+//! the rest of the object.
 
 use bursar_crds::budget::{ContextAction, Overflow};
 use bursar_crds::gpu_node::{FaultAction, FaultKind, GpuState, HealthStatus, QuotaState};
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 
-/// What helps where a value or an object is of another version.
+/// The remedy for values and objects of another version.
 pub const REMEDY: &str = "give the operator, the agents and the CRDs one version";
 
-/// The first field of a budget whose value is of another version.
+/// The first field of a budget with an unknown value.
 pub fn unknown_in_budget(budget: &GpuMemoryBudget) -> Option<&'static str> {
     let spec = &budget.spec;
     let fields = [
@@ -23,7 +23,7 @@ pub fn unknown_in_budget(budget: &GpuMemoryBudget) -> Option<&'static str> {
     first_unknown(fields)
 }
 
-/// The same of a `GpuNode`.
+/// The first field of a `GpuNode` with an unknown value.
 pub fn unknown_in_node(node: &GpuNode) -> Option<&'static str> {
     let policies = &node.spec.context_policies;
     let status = node.status.as_ref();

@@ -1,8 +1,9 @@
-//! When each watch last made progress: what liveness goes by.
+//! Records the progress of each watch for the liveness probe.
 //!
-//! A watch that is quiet is ended by the API server after a while and taken up again, and one that died in silence is
-//! given up by the client after little longer. So every watch makes progress now and then, whatever the cluster and the
-//! API server do; where one does not, something within this process hangs, and only a new process helps.
+//! The API server ends a quiet watch after a while and the client resumes it. The client abandons a
+//! silent connection a little later. Every watch therefore makes progress regularly, whatever the
+//! API server does. A watch without progress means that this process hangs, and only a restart
+//! helps.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,10 +17,10 @@ use tower::service_fn;
 use crate::cluster::kinds;
 use crate::cluster::watches::READ_TIMEOUT;
 
-/// The longest that a watch takes from one sign of life to the next, twice.
+/// Twice the longest time between two signs of progress of a watch.
 pub const STALLED_AFTER: Duration = READ_TIMEOUT.saturating_mul(2);
 
-/// The paths below which each kind is listed and watched.
+/// The URL path suffix of each kind's lists and watches.
 const PATHS: [(&str, &str); 6] = [
     ("/gpumemorybudgets", kinds::BUDGETS),
     ("/pods", kinds::PODS),
@@ -29,12 +30,12 @@ const PATHS: [(&str, &str); 6] = [
     ("/namespaces", kinds::NAMESPACES),
 ];
 
-/// The last progress of each watch. Clones are the same one.
+/// The time of each watch's last progress. Clones share it.
 #[derive(Clone, Debug)]
 pub struct WatchLiveness(Arc<Mutex<BTreeMap<&'static str, Instant>>>);
 
 impl Default for WatchLiveness {
-    /// All of them begin now.
+    /// Counts all watches as alive from now on.
     fn default() -> Self {
         let now = Instant::now();
         let all = kinds::ALL.map(|kind| (kind, now));
@@ -43,17 +44,17 @@ impl Default for WatchLiveness {
 }
 
 impl WatchLiveness {
-    /// The watch of `kind` said something, failed or was taken up.
+    /// Records that the watch of `kind` delivered an event, failed or was resumed.
     pub fn record_progress(&self, kind: &'static str) {
         self.record_progress_at(kind, Instant::now());
     }
 
-    /// How long ago that was, of each kind.
+    /// The time since the last progress, by kind.
     pub fn ages(&self) -> Vec<(&'static str, Duration)> {
         self.ages_at(Instant::now())
     }
 
-    /// The watches that hang.
+    /// The watches without progress for too long.
     pub fn stalled(&self) -> Vec<&'static str> {
         self.stalled_at(Instant::now())
     }
@@ -77,8 +78,8 @@ impl WatchLiveness {
         hanging.map(|(kind, _)| kind).collect()
     }
 
-    /// A client whose answers to lists and watches are signs of life, of whatever they tell: a quiet watch that is
-    /// taken up again says nothing else.
+    /// Wraps `client` so that each response to a list or watch counts as progress. A quiet watch
+    /// that is resumed shows no other sign.
     pub fn instrument_client(&self, client: Client) -> Client {
         let (liveness, namespace) = (self.clone(), client.default_namespace().to_owned());
         let service = service_fn(move |request: http::Request<Body>| {

@@ -1,10 +1,10 @@
-//! Turns watches into changes of the world, and those into budgets to look at.
+//! Watches the cluster, updates the index and queues affected budgets.
 //!
 //! ```text
-//!   six watches, own writes --> world.apply --> dirty, gathered for a while --> one look at each budget concerned
+//!   six watches, own writes --> ClusterIndex --> affected --DEBOUNCE--> one reconcile per budget
 //! ```
 //!
-//! Gathering bounds the writes: however fast pods come and go, a budget is looked at once per period.
+//! The debounce bounds the rate of writes: each budget is reconciled once per period at most.
 
 use std::convert::identity;
 use std::fmt::Debug;
@@ -47,31 +47,30 @@ use crate::placement::pod::PodFacts;
 use crate::placement::snapshot::quota_overrides;
 use crate::serve::metrics::Metrics;
 
-/// How long a watch lasts before the API server ends it and it is taken up again, in seconds. A
-/// connection that died in silence is noticed then.
+/// The lifetime of a watch in seconds. The API server ends it then, and the client resumes it.
 const WATCH_SECONDS: u32 = 200;
 
-/// How long the API server may be silent within an answer: a watch's time, and some. A watch that died in
-/// silence is begun anew after it.
+/// How long the API server may be silent within a response: a watch's lifetime and a margin. The
+/// client restarts a watch after it.
 pub const READ_TIMEOUT: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
 
-/// The first and the longest pause before a watch that failed is taken up again; chance adds as much at most. An API
-/// server that is back is found within 10 s.
+/// The bounds of the back-off after a failed watch; jitter may double it. The operator finds an API
+/// server that is back within 10 s.
 const MIN_BACKOFF: Duration = Duration::from_millis(500);
 const MAX_BACKOFF: Duration = Duration::from_secs(5);
 
-/// How many objects of our own kinds a list tells in one answer: they are parsed whole, and most of one is
-/// its `managedFields`.
+/// How many budgets or GpuNodes one page of a list holds. They are parsed whole, and most of each
+/// object is its `managedFields`.
 const PAGE_SIZE: u32 = 50;
 
-/// How often time is told to the world while it waits for it.
+/// How often the index gets the time while it has deadlines.
 const CLOCK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// How long changes are gathered.
+/// How long affected budgets are collected before they are queued.
 pub const DEBOUNCE: Duration = Duration::from_millis(500);
 
-/// All objects of a kind. A history that goes back is seen by each watch on its own: its connection ends with the API
-/// server that is restored.
+/// Watches all objects of a kind. Each watch detects a restored etcd by itself, because its
+/// connection ends with the restored API server.
 fn watch_kind<K>(
     api: Api<K>,
     config: watcher::Config,
@@ -83,8 +82,10 @@ where
     bursar_watch::watch(api, config, pauses, History::default())
 }
 
-/// What the API server tells of budgets, pods, GPU nodes, nodes, quotas and namespaces, for as long as it is listened to. The
-/// budgets are kept in `budgets` as well. What was `written` is known before its watch tells. A watch that fails is taken up again, with back-off.
+/// Watches budgets, pods, GpuNodes, Nodes, quotas and namespaces.
+///
+/// Also keeps the store `budgets`, and merges `written` responses ahead of their watch events. A
+/// failed watch is resumed with back-off.
 pub fn watch_all(
     client: &Client,
     quantum: Quantum,
@@ -129,7 +130,8 @@ pub fn watch_all(
                 .flat_map(move |event| {
                     let load = project(event.clone(), |pod| PodRequests::parse(pod, quantum));
                     let facts = project(event.clone(), |pod| PodFacts::of(pod, quantum));
-                    // Who is bound is on its node before it counts there: it is not to count twice.
+                    // The pod event comes before the usage event, so that a newly bound pod never
+                    // counts twice.
                     let facts = stream::iter([WatchEvent::Placement(PlacementEvent::Pod(facts))]);
                     facts.chain(fan_out(
                         PlacementEvent::Requests(load),
@@ -203,13 +205,13 @@ pub fn watch_all(
     select_all(watches).boxed()
 }
 
-/// An object of ours, where it can be read. Objects of other versions are in the cluster while one is rolled out or back:
-/// one of them must not keep all others from being listed. Kubernetes' own kinds are what the API server makes them.
+/// The object, if this version can parse it. During a rollout the cluster holds objects of other
+/// versions, and one of them must not fail the whole list.
 fn readable<K>(object: &DeserializeGuard<K>) -> Option<&K> {
     object.0.as_ref().ok()
 }
 
-/// Why an object cannot be read, or which field of it has a value of another version.
+/// Why an object cannot be parsed, or which of its fields has an unknown value.
 fn unreadable_reason<K>(
     object: &DeserializeGuard<K>,
     unknown: fn(&K) -> Option<&'static str>,
@@ -229,7 +231,7 @@ fn unreadable_event<K: Resource<DynamicType = ()> + Clone>(
     WatchEvent::Unreadable(kind, project(event.clone(), why))
 }
 
-/// The event for the store of budgets, which has those that can be read.
+/// The event for the store of budgets, which holds only those that can be parsed.
 fn store_event(
     event: watcher::Event<DeserializeGuard<GpuMemoryBudget>>,
     store: &Store<GpuMemoryBudget>,
@@ -254,12 +256,12 @@ fn store_event(
     }
 }
 
-/// One event for the two who are told of it. Budgets come last: all is known when they are asked for.
+/// Sends one event to placement first and to the budgets last, so that a reconcile sees both.
 fn fan_out(told: PlacementEvent, change: WatchEvent) -> impl Stream<Item = WatchEvent> + Send {
     stream::iter([WatchEvent::Placement(told), change])
 }
 
-/// The events of one watch. Its errors are counted, and the first of a row is logged.
+/// Counts the errors of a watch, and logs the first of a row.
 fn instrumented<T, S>(
     kind: &'static str,
     metrics: &Metrics,
@@ -310,8 +312,9 @@ fn hint(error: &watcher::Error) -> &'static str {
     }
 }
 
-/// Keeps `world` at what `changes` tell, and names the budgets to look at in `work`, once all kinds have
-/// been listed. Ends with `shutdown`, `changes` or the reader of `work`.
+/// Applies `changes` to the index and queues affected budgets in `work` once all kinds are listed.
+///
+/// Ends with `shutdown`, with `changes`, or when the receiver of `work` is gone.
 pub async fn update_index(
     mut changes: impl Stream<Item = WatchEvent> + Unpin,
     index: watch::Sender<ClusterIndex>,
@@ -356,7 +359,7 @@ pub async fn update_index(
     }
 }
 
-/// Logs an object that cannot be read, once.
+/// Logs an unreadable object once.
 fn warn_if_unreadable(index: &ClusterIndex, change: &WatchEvent) {
     use watcher::Event::{Apply, InitApply};
     if let WatchEvent::Unreadable(kind, Apply((key, Some(error))) | InitApply((key, Some(error)))) =

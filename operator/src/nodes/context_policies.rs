@@ -1,14 +1,14 @@
-//! Tells the agents what is done about poisoned contexts: ahead by namespace, and afterwards where that changed.
+//! Writes context policies, and the restarts that a changed policy requires, to the agents.
 //!
 //! ```text
-//!   budgets' contextPolicy, pods by node --> world --> GpuNode.spec.contextPolicies, where it is another
-//!             faults that were left as they are, with a policy now that restarts --> GpuNode.spec.restarts
+//!   budgets' contextPolicy, pods by node --> index --> GpuNode.spec.contextPolicies
+//!            open faults that the policy now restarts --> GpuNode.spec.restarts
 //! ```
 //!
-//! While few namespaces have an order, every node gets all of them: a pod's first fault must find the order there, and
-//! asking when it happens would take longer than the restart. Of many a node gets those of the namespaces that have pods
-//! there. Such a pod is bound seconds before it can fault; where the order comes later all the same, for no operator
-//! runs or much is written, its container is restarted.
+//! While few namespaces have a policy, every node gets all of them. A pod's first fault must find
+//! its policy on the node, because a request at that time would take longer than the restart. When
+//! there are many, a node gets those of its pods' namespaces. A pod is bound seconds before it can
+//! fault. If the policy arrives later than the fault, the agent restarts the container.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -23,25 +23,26 @@ use crate::api::write::ApiWriter;
 use crate::cluster::ClusterIndex;
 use crate::error::error_chain;
 
-/// How often it is looked, and so how soon a write that failed is made again.
+/// The interval between two comparisons, and so the delay before a failed write is retried.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// From one write to the next: some twenty a second are all that the API server should have of it.
+/// The pause between two writes: at most twenty per second reach the API server.
 const WRITE_PACE: Duration = Duration::from_millis(50);
 
-/// So many writes from one look to the next: what has become urgent waits for no more.
+/// How many writes follow one comparison, which bounds the delay of an urgent write.
 const MAX_WRITES: usize = 20;
 
-/// Keeps the nodes' orders at what the budgets say, until `shutdown`.
+/// Keeps the nodes' context policies and restart requests up to date until `shutdown`.
 pub async fn run(
     writer: ApiWriter,
     mut index: watch::Receiver<ClusterIndex>,
     shutdown: CancellationToken,
 ) {
     let mut failing = false;
-    // What each node was given last. What else is there others wrote, and an apply leaves it.
+    // What the operator last applied to each node. Server-side apply leaves other entries alone.
     let mut written = BTreeMap::new();
-    // The node that was written to last. It goes on from there: nodes that fail hold up no others.
+    // The node of the last write. The next round starts after it, so that failing nodes block no
+    // others.
     let mut last = String::new();
     let mut left = true;
     let mut pause = INTERVAL;
@@ -81,14 +82,15 @@ pub async fn run(
                 }
                 Err(error) => {
                     failed = true;
-                    // It may have arrived: whose what is there is, is open then.
+                    // A failed write may still have been applied, so the owner of the current
+                    // entries is unknown.
                     written.remove(&node);
                     if !failing {
                         warn!(error = %error_chain(&error), "trying on");
                     }
                 }
             }
-            // What was begun is finished; nothing more is.
+            // A shutdown ends the round after the current write.
             if shutdown
                 .run_until_cancelled(sleep(WRITE_PACE))
                 .await
@@ -99,7 +101,7 @@ pub async fn run(
         }
         failing = failed;
         if left && !failed {
-            // The writes are slow enough by themselves.
+            // The pace of the writes is pause enough.
             pause = Duration::ZERO;
         }
         left |= failed;

@@ -1,4 +1,5 @@
-//! Orders to the agents in `GpuNode.spec`, and the budget label of namespaces.
+//! Writes orders to the agents in `GpuNode.spec`, and removes the label of namespaces without a
+//! budget.
 
 pub mod context_policies;
 pub mod namespace_label;

@@ -1,4 +1,6 @@
-//! Takes the label off namespaces whose budget is gone. Their quotas go with it, by owner reference.
+//! Removes the label of namespaces whose budget is gone.
+//!
+//! Kubernetes deletes their quotas by owner reference.
 
 use std::time::Duration;
 
@@ -11,7 +13,7 @@ use crate::api::write::ApiWriter;
 use crate::cluster::ClusterIndex;
 use crate::error::error_chain;
 
-/// How often it is looked, and so how soon a write that failed is made again.
+/// The interval between two checks, and so the delay before a failed write is retried.
 const INTERVAL: Duration = Duration::from_secs(2);
 
 /// Runs until `shutdown`.

@@ -1,14 +1,14 @@
-//! Whether what is ordered in a `GpuNode.spec` has to be written: pure.
+//! Decides whether a list in `GpuNode.spec` has to be applied. Pure.
 
-/// Whether a list of `GpuNode.spec` has to be written: it lacks something, or has something that we wrote and
-/// that is not wanted any more. What others wrote into it is theirs.
+/// Whether `there` lacks a wanted entry, or has an entry that the operator applied and that is no
+/// longer wanted. Entries of other field managers stay.
 pub(crate) fn needs_apply<T: PartialEq>(
     there: &[T],
     wanted: &[T],
     written: Option<&Vec<T>>,
 ) -> bool {
     let lacks = wanted.iter().any(|one| !there.contains(one));
-    // Of what was there before this operator started, whose it is shows when it is written without it.
+    // Before the first apply all entries count as the operator's. The apply shows which are.
     let of_ours = |one: &&T| written.is_none_or(|written| written.contains(*one));
     let stale = there
         .iter()

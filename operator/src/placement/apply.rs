@@ -1,4 +1,4 @@
-//! Carries out one step of a plan.
+//! Applies one step of a placement plan.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ use crate::cluster::pod_request::SlimPod;
 use crate::error::error_chain;
 use crate::run::Clock;
 
-/// Field managers, one for each list or map that is written whole: what one applies takes nothing from the others.
+/// The field managers. Each list or map that is applied whole has a manager of its own.
 const LABELS_MANAGER: &str = "bursar-operator-labels";
 const RESERVATIONS_MANAGER: &str = "bursar-operator-reservations";
 const QUOTAS_MANAGER: &str = "bursar-operator-quotas";
@@ -34,36 +34,36 @@ const RELOCATIONS_MANAGER: &str = "bursar-operator-moves";
 /// How long one request may take.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A step that was not carried out. The next plan has it again, if it is still of use.
+/// A step that failed. The next plan repeats it if it is still useful.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ApplyError {
-    /// The API server or the way to it.
+    /// The API server answered with an error, or could not be reached.
     #[error("cannot {what} {name}")]
     Request {
-        /// What was to be done.
+        /// The action.
         what: &'static str,
-        /// To what.
+        /// The object.
         name: String,
-        /// What was said.
+        /// The cause.
         source: Box<kube::Error>,
     },
-    /// An eviction.
+    /// An eviction failed.
     #[error(transparent)]
     Write(#[from] WriteError),
-    /// A look at a Job.
+    /// A Job could not be read.
     #[error(transparent)]
     Job(#[from] ReadError),
-    /// No answer in time.
+    /// The API server did not answer in time.
     #[error("no answer within {} s: {what} {name}", TIMEOUT.as_secs())]
     TimedOut {
-        /// What was to be done.
+        /// The action.
         what: &'static str,
-        /// To what.
+        /// The object.
         name: String,
     },
 }
 
-/// Makes requests.
+/// Applies steps through the API server.
 pub(super) struct Executor {
     client: Client,
     writer: ApiWriter,
@@ -88,7 +88,7 @@ impl Executor {
         }
     }
 
-    /// Does `step`, and notes what became of it.
+    /// Applies `step` and records the result in `history`.
     pub(super) async fn apply(
         &self,
         step: Step,
@@ -118,7 +118,8 @@ impl Executor {
                     "spec": { "reservations": reservations },
                 });
                 let what = "reserve a GPU of";
-                // A write that fails may have arrived: whose what is there is, is open then.
+                // A failed write may still have been applied, so the owner of the current entries
+                // is unknown.
                 history.reservations.remove(&node.name);
                 self.server_side_apply(RESERVATIONS_MANAGER, what, &node, body)
                     .await?;
@@ -150,7 +151,8 @@ impl Executor {
                     self.nominate(&waiter, &version, &node).await?;
                 }
                 for victim in victims {
-                    // An eviction may take seconds, in which another operator chooses otherwise.
+                    // An eviction may take seconds, in which another operator may choose another
+                    // GPU.
                     if self.revalidate(&waiter, &node, &gpu).await?.is_none() {
                         debug!(waiter = waiter.key.name, "waits no more, or elsewhere");
                         return Ok(());
@@ -167,8 +169,8 @@ impl Executor {
                 to,
                 room,
             } => {
-                // Who has begun would lose that. Its status may tell so late: the kubelet writes it between two rounds
-                // of starts, and waits for a GPU in one.
+                // A relocation would destroy the work of a started pod. The pod's status may be
+                // late, because the kubelet updates it only between two container starts.
                 let waits = self.revalidate_pod(&pod, &from.name).await?;
                 let waits = waits.zip(self.gpu_node(&from.name).await?);
                 if waits.is_none_or(|((facts, _), there)| {
@@ -178,7 +180,8 @@ impl Executor {
                     return Ok(());
                 }
                 if history.is_first_eviction(&pod.uid) {
-                    // Before the eviction: whoever comes after a crash may count one too many, never one too few.
+                    // The record comes before the eviction. After a crash it may count one
+                    // relocation too many, never one too few.
                     let moves = history.relocations_with(&from.name, &owner, now, (self.clock)());
                     let told: Vec<_> = moves.iter().map(|(moved, _)| moved).collect();
                     let body = json!({ "spec": { "moves": told } });
@@ -204,7 +207,7 @@ impl Executor {
         }
     }
 
-    /// No apply: that would leave a label in place which somebody else wrote too.
+    /// A merge patch, because an apply would keep a label that another manager wrote too.
     async fn label_node(&self, node: &NodeRef, labels: &NodeLabels) -> Result<(), ApplyError> {
         let api = Api::<SlimNode>::all(self.client.clone());
         let patch = Patch::Merge(json!({ "metadata": { "uid": node.uid, "labels": labels } }));
@@ -217,7 +220,7 @@ impl Executor {
         send_response(&self.writer.responses().nodes, write).await
     }
 
-    /// A server-side apply of `body` to a `GpuNode` that must be there and be the same one.
+    /// Applies `body` to an existing `GpuNode` with this UID.
     async fn server_side_apply(
         &self,
         manager: &str,
@@ -228,7 +231,7 @@ impl Executor {
         body["apiVersion"] = json!(GpuNode::api_version(&()));
         body["kind"] = json!(GpuNode::kind(&()));
         body["metadata"]["name"] = json!(node.name);
-        // An apply makes what is missing, unless it says which one it means.
+        // Without a UID the apply would create the object.
         body["metadata"]["uid"] = json!(node.uid);
         let api = Api::<GpuNode>::all(self.client.clone());
         let params = PatchParams::apply(manager).force();
@@ -238,7 +241,7 @@ impl Executor {
         send_response(&self.writer.responses().gpu_nodes, write).await
     }
 
-    /// The waiter, if it is as the plan thought by the API server's own word, and the version of it that says so.
+    /// Reads the pod again. Returns its facts and resource version if the plan still holds for it.
     async fn revalidate_pod(
         &self,
         waiter: &PodRef,
@@ -260,7 +263,8 @@ impl Executor {
         Ok(facts.zip(found.metadata.resource_version))
     }
 
-    /// The same, and whether the GPU is reserved and held for the waiter: another operator may have chosen another one.
+    /// Reads node and pod again. Returns the pod's version if the GPU is still reserved for it,
+    /// because another operator may have chosen another GPU.
     async fn revalidate(
         &self,
         waiter: &PodRef,
@@ -288,7 +292,8 @@ impl Executor {
         with_timeout("read GpuNode", node, nodes.get_opt(node)).await
     }
 
-    /// Tells the scheduler to keep the node's room for the pod, unless somebody has changed the pod since this version.
+    /// Sets the pod's nominated node, so that the scheduler keeps the room. Fails when the pod has
+    /// changed since `version`.
     async fn nominate(&self, pod: &PodRef, version: &str, node: &str) -> Result<(), ApplyError> {
         info!(
             namespace = pod.key.namespace,
@@ -306,7 +311,7 @@ impl Executor {
         send_response(&self.writer.responses().pods, write).await
     }
 
-    /// Ends one pod for another.
+    /// Evicts one pod for another.
     async fn evict_victim(
         &self,
         victim: &Victim,
@@ -338,7 +343,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Evicts a pod, and notes what became of it.
+    /// Evicts a pod and records the result.
     async fn evict(
         &self,
         pod: &PodRef,
@@ -360,7 +365,7 @@ impl Executor {
         Ok(evicted?)
     }
 
-    /// An Event on a pod. Nothing depends on it.
+    /// Publishes an Event on a pod. A failure has no consequences.
     async fn publish_event(&self, pod: &PodRef, reason: &str, note: String) {
         let about = ObjectReference {
             api_version: Some("v1".to_owned()),

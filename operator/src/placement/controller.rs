@@ -1,4 +1,4 @@
-//! The task that plans and acts, for as long as the operator lives.
+//! Plans and applies placement steps until shutdown.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -17,10 +17,11 @@ use crate::error::error_chain;
 use crate::run::Clock;
 use crate::serve::metrics::Metrics;
 
-/// How often it is planned: what happens meanwhile is gathered, and what waits for time is seen.
+/// The interval between two plans. It also drives steps that wait for time.
 const INTERVAL: Duration = Duration::from_millis(500);
 
-/// Plans from `world` once all of it has been listed, and acts, until `shutdown` and what was begun is done.
+/// Plans once all kinds are listed, and applies the steps, until `shutdown`. Finishes the step that
+/// has begun.
 pub async fn run(
     writer: ApiWriter,
     index: watch::Receiver<ClusterIndex>,
@@ -34,9 +35,9 @@ pub async fn run(
     let mut history = History::default();
     let mut every = interval(INTERVAL);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    // Of each kind of step the first failure of a row is logged.
+    // The kinds of steps whose last attempt failed. Only the first failure of a row is logged.
     let mut failing = BTreeSet::new();
-    // How often the landscape had changed when there was nothing to be done, and nothing that waits for time.
+    // The change count of the index at the last empty plan without deadlines.
     let mut at_rest = None;
     loop {
         tokio::select! {

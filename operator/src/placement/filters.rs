@@ -1,4 +1,4 @@
-//! Whether a pod may be on a node: the part of the scheduler's filters that decides it from the node alone.
+//! Filters nodes for a pod by the scheduler's rules that depend on the node alone. Pure.
 //!
 //! Sources: `k8s.io/component-helpers/scheduling/corev1/{helpers.go,nodeaffinity/nodeaffinity.go}`.
 
@@ -11,8 +11,8 @@ use k8s_openapi::api::core::v1::{
 use super::node::NodeFacts;
 use super::pod::Constraints;
 
-/// Whether the node called `name` takes pods, and one that wants so among them. Never true where the pod may be
-/// bound to nodes by something that is not read here.
+/// Whether the node is schedulable and satisfies the pod's constraints. False when the pod has
+/// constraints that the operator does not evaluate.
 pub(super) fn passes_filters(constraints: &Constraints, name: &str, node: &NodeFacts) -> bool {
     let Constraints {
         selector,
@@ -39,7 +39,7 @@ pub(super) fn passes_filters(constraints: &Constraints, name: &str, node: &NodeF
             })
 }
 
-/// Terms are alternatives; one that says nothing selects nothing.
+/// Terms are alternatives. An empty term matches nothing.
 fn matches_selector(
     selector: &NodeSelector,
     name: &str,
@@ -92,7 +92,7 @@ fn tolerates(toleration: &Toleration, taint: &Taint) -> bool {
             toleration.value.as_deref().unwrap_or_default()
                 == taint.value.as_deref().unwrap_or_default()
         }
-        // An empty key with it tolerates everything.
+        // With an empty key the toleration matches every taint.
         "Exists" => true,
         _ => false,
     }

@@ -1,7 +1,7 @@
-//! What was tried, and when: what the cluster itself does not show.
+//! Remembers the planner's attempts, which the cluster does not show.
 //!
-//! Losing it costs a repeated request, and no second victim: who has to go is chosen from what the cluster shows, but
-//! for the seconds in which the memory of one that went is proven free.
+//! A loss costs repeated requests and no second victim. Victims follow from the cluster's state,
+//! except in the seconds in which a victim's memory is proven free.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,113 +15,116 @@ use super::pod::{Owner, Placement, PodFacts};
 use super::snapshot::Snapshot;
 use crate::quanta::Quanta;
 
-/// Time since the operator started.
+/// The time since the operator started.
 pub type Uptime = Duration;
 
-/// What a node's labels should say; those without a value go.
+/// The desired labels of a node. A label without a value is removed.
 pub(super) type NodeLabels = BTreeMap<String, Option<String>>;
 
-/// How long a reservation may take to come to something, and how long its waiter is left alone after the first that
-/// did not. With each more that is doubled, up to [`ALONE_AT_MOST`].
+/// How long a reservation may take. Its pod then gets no reservation for as long, doubled with each
+/// further failure up to [`MAX_RESERVATION_BACKOFF`].
 pub(super) const RESERVATION_TIMEOUT: Duration = Duration::from_secs(300);
 const MAX_RESERVATION_BACKOFF: Duration = Duration::from_secs(3600);
-/// How long a GPU may take to have free what a pod had that is gone; what is held for longer, somebody else has.
+/// How long the memory of a pod that is gone may take to become free. Memory that is held for
+/// longer has another holder.
 const FREEING_TIME: Duration = Duration::from_secs(5);
-/// How long a watch may take to show that a pod is ending.
+/// How long a watch may take to show that a pod is terminating.
 const WATCH_LAG: Duration = Duration::from_secs(10);
-/// How long who is ending is expected to go: twice the grace that pods have by default. Who was asked for a waiter is
-/// expected to for as long as that one's reservation lasts, so that nobody goes for it a second time.
+/// How long a terminating pod may take: twice the default grace period. A victim may take as long
+/// as the reservation that it was evicted for, so that no second victim is chosen.
 const TERMINATION_TIME: Duration = Duration::from_secs(60);
-/// When a request that was refused, or failed, is made again.
+/// The delay before a refused or failed eviction is requested again.
 const EVICTION_RETRY: Duration = Duration::from_secs(5);
-/// A refusal is forgotten when nobody has asked the pod to go for this long: whom it was for waits no more.
+/// A refusal is forgotten when no eviction has been requested for this long. The pod that needed
+/// the room waits no longer.
 const REFUSAL_TTL: Duration = Duration::from_secs(20);
-/// How often pods of one owner are moved, and after which quiet it is forgotten.
+/// How often pods of one owner are relocated, and when the count is forgotten.
 const MAX_RELOCATIONS: u32 = 3;
 const RELOCATIONS_TTL: Duration = Duration::from_secs(3600);
-/// The pod that comes for one that was moved begins to wait within this time, if it has to.
+/// The replacement of a relocated pod begins to wait within this time, if at all.
 const REPLACEMENT_WINDOW: Duration = Duration::from_secs(120);
-/// The first wait after a move of an owner's pod; doubled with each.
+/// The first pause after a relocation; it doubles with each.
 const RELOCATION_BACKOFF: Duration = Duration::from_secs(10);
-/// How long the room that a pod was moved for counts as taken.
+/// How long the room for a relocated pod counts as taken.
 const ASSUMED_FOR: Duration = Duration::from_secs(30);
-/// Node writes in a second, and at once after a quiet time.
+/// Label writes per second, and the burst after a pause.
 const LABEL_RATE: f64 = 20.0;
 
-/// A pod that is to leave its GPU.
+/// A pod whose memory is about to become free.
 #[derive(Clone, Debug)]
 struct Termination {
-    /// It has ended already, and its node alone still has it.
+    /// The pod object is gone, and only the node still reports the pod.
     ended: bool,
     since: Uptime,
-    /// The GPU is held for somebody: for whom this one may have been asked, by an operator before this one too.
+    /// The GPU is reserved. This or an earlier operator may have evicted the pod for that
+    /// reservation.
     gpu_reserved: bool,
 }
 
-/// What is on record of one owner's moves from a node, and when this operator first saw that. The record's own time is
-/// of the clock of the operator that wrote it, and decides nothing.
+/// The recorded relocations of one owner from a node, with the uptime at which this operator first
+/// saw them. The record's own timestamp decides nothing, because another operator's clock wrote it.
 pub(super) type RelocationRecord = (Moved, Uptime);
 
-/// What was tried.
+/// The attempts of this operator.
 #[derive(Clone, Debug, Default)]
 pub struct History {
-    /// Who has been seen to wait.
+    /// The pending pods.
     pending: BTreeMap<String, PendingSince>,
-    /// Since when each reservation has been seen, by node, GPU and waiter.
+    /// When each reservation was first seen, by node, GPU and pod.
     reserved_since: BTreeMap<(String, String, String), Uptime>,
-    /// The waiters whose reservations came to nothing.
+    /// The pods whose reservations failed.
     reservation_backoffs: BTreeMap<String, ReservationBackoff>,
-    /// Who had how much of GPUs where somebody waits, and when it was seen last; by node, GPU and
+    /// The memory of pods on contested GPUs, and when it was last seen. By node and GPU, then by
     /// pod.
     holders: BTreeMap<(String, String), BTreeMap<String, (Quanta, Uptime)>>,
-    /// Who is to leave its GPU.
+    /// The terminating pods.
     terminations: BTreeMap<String, Termination>,
-    /// What became of asking pods to go.
+    /// The last eviction attempt of each pod.
     evictions: BTreeMap<String, EvictionAttempt>,
-    /// How often pods of an owner were moved.
+    /// The relocations of each owner's pods.
     relocations: BTreeMap<String, OwnerRelocations>,
-    /// What is on record of that with each node's `GpuNode`, or was last written there.
+    /// The relocations recorded in each node's `GpuNode`, as read or last written.
     recorded_relocations: BTreeMap<String, Vec<RelocationRecord>>,
-    /// Room on nodes that pods were moved for.
+    /// Room on nodes that relocated pods are expected to take.
     assumed: Vec<(String, Quanta, Uptime)>,
-    /// The Jobs that were looked at, by UID: whether they let their pods be disrupted.
+    /// Whether each Job read so far ignores the disruption of its pods, by UID.
     pub(super) jobs: BTreeMap<String, bool>,
-    /// What was last written to each node's `GpuNode`.
+    /// The last applied reservations of each node.
     pub(super) reservations: BTreeMap<String, Vec<Reservation>>,
-    /// The same of quotas.
+    /// The last applied quota overrides of each node.
     pub(super) quotas: BTreeMap<String, Vec<QuotaOrder>>,
-    /// Since when a node's labels have not said what is so.
+    /// Since when a node's labels have been out of date.
     pub(super) outdated_labels: BTreeMap<String, Uptime>,
-    /// The labels that such a node was given, and when.
+    /// The labels last written to such a node, and when.
     pub(super) written_labels: BTreeMap<String, (NodeLabels, Uptime)>,
-    /// Node writes that were saved up, and until when.
+    /// The tokens for label writes, and when they were last refilled.
     label_tokens: (f64, Uptime),
 }
 
-/// What became of asking one pod to go.
+/// The last attempt to evict a pod.
 #[derive(Clone, Copy, Debug)]
 struct EvictionAttempt {
     last: Uptime,
-    /// Since when a disruption budget has refused it.
+    /// Since when PodDisruptionBudgets have refused it.
     refused: Option<Uptime>,
-    /// The API server took it.
+    /// The API server accepted it.
     accepted: bool,
 }
 
-/// The reservations of one waiter that came to nothing.
+/// The failed reservations of one pod.
 #[derive(Clone, Debug, Default)]
 struct ReservationBackoff {
-    /// How many, by GPU.
+    /// The number of failures by GPU.
     failures: BTreeMap<String, u32>,
-    /// No GPU is reserved for it before then.
+    /// The end of the back-off.
     until: Uptime,
 }
 
-/// How a pod waits.
+/// Since when a pod has been pending.
 #[derive(Clone, Copy, Debug)]
 struct PendingSince {
     since: Uptime,
-    /// When help for it was looked for last.
+    /// When the planner last considered the pod.
     last_considered: Option<Uptime>,
 }
 
@@ -129,14 +132,14 @@ struct PendingSince {
 struct OwnerRelocations {
     count: u32,
     last: Uptime,
-    /// The node that had room when the last one was moved.
+    /// The node with room at the last relocation.
     target: Option<String>,
-    /// The nodes that had room, and that the next pod was not put on: the scheduler knows why.
+    /// Nodes with room that the scheduler did not choose for the replacement.
     failed_targets: BTreeSet<String>,
 }
 
 impl ReservationBackoff {
-    /// One of these was of `gpu`, once: it is seen for a while after it was given up.
+    /// Counts a failed reservation once. It stays visible for a while after its removal.
     fn record_failure(&mut self, gpu: &str, now: Uptime) {
         if self.until > now {
             return;
@@ -149,7 +152,7 @@ impl ReservationBackoff {
 }
 
 impl History {
-    /// Looks at who waits, and forgets who does not any more.
+    /// Updates the history from a snapshot, and drops what is gone.
     pub(super) fn observe(&mut self, snapshot: &Snapshot<'_>, now: Uptime) {
         self.restore(snapshot, now);
         let on_nodes = snapshot.gpu_nodes.values().flat_map(|gpus| &gpus.pending);
@@ -218,7 +221,8 @@ impl History {
         self.quotas.retain(|node, _| known(node));
     }
 
-    /// A pod begins to wait. If one of its owner was moved just before, it was not put where there was room for that one.
+    /// A pod begins to wait. When a pod of its owner was relocated just before, the scheduler did
+    /// not use the room.
     fn observe_replacement(&mut self, pod: Option<&PodFacts>, now: Uptime) {
         let moved = pod
             .and_then(|pod| Some((pod, self.relocations.get_mut(pod.owner.relocatable_uid()?)?)));
@@ -230,15 +234,15 @@ impl History {
         }
     }
 
-    /// Whether nothing is to be done later that was not to be done when it was planned last, while nothing changes.
+    /// Whether the same plan would result later while nothing changes.
     pub(super) fn is_idle(&self) -> bool {
         self.pending.is_empty() && self.reserved_since.is_empty() && self.outdated_labels.is_empty()
     }
 
-    /// Takes in what an operator before put on record of moves.
+    /// Restores the relocations that an earlier operator recorded.
     fn restore(&mut self, snapshot: &Snapshot<'_>, now: Uptime) {
         for (node, gpus) in &snapshot.gpu_nodes {
-            // What was written last here is newer than what a watch tells late.
+            // The entries that this operator wrote are newer than those of a late watch.
             let recorded = self.recorded_relocations.entry((*node).to_owned());
             recorded.or_insert_with(|| {
                 gpus.relocations
@@ -269,12 +273,13 @@ impl History {
         }
     }
 
-    /// Whether nobody has asked this pod to go before.
+    /// Whether this operator has not tried to evict the pod before.
     pub(super) fn is_first_eviction(&self, pod: &str) -> bool {
         !self.evictions.contains_key(pod)
     }
 
-    /// The record of a node with one move more of `owner`'s pods, at this time of day; what is forgotten is left out.
+    /// The node's record with one more relocation of the owner's pods. Expired entries are left
+    /// out.
     pub(super) fn relocations_with(
         &self,
         node: &str,
@@ -303,7 +308,7 @@ impl History {
         others
     }
 
-    /// So much is on record of a node's moves by now.
+    /// Stores the record of a node's relocations.
     pub(super) fn set_relocations(&mut self, node: String, moves: Vec<RelocationRecord>) {
         self.recorded_relocations.insert(node, moves);
     }
@@ -352,7 +357,7 @@ impl History {
             .collect();
     }
 
-    /// Whether a pod that is to leave its GPU has taken so long that nobody waits for that any more.
+    /// Whether a terminating pod has taken so long that the planner no longer expects its memory.
     pub(super) fn termination_overdue(&self, pod: &str, now: Uptime) -> bool {
         let Some(Termination {
             since,
@@ -371,7 +376,7 @@ impl History {
         now.saturating_sub(*since) >= expected
     }
 
-    /// What of a GPU pods had that went a moment ago, and is not free yet.
+    /// Memory of pods that ended a moment ago, which is not free yet.
     pub(super) fn recently_freed(&self, node: &str, gpu: &Gpu) -> Quanta {
         let had = self.holders.get(&(node.to_owned(), gpu.uuid.clone()));
         let had = had.into_iter().flatten();
@@ -381,18 +386,18 @@ impl History {
         gone.min(gpu.capacity.minus(gpu.free).minus(bound))
     }
 
-    /// For how long a pod has been waiting.
+    /// How long a pod has been pending.
     pub(super) fn waited(&self, pod: &str, now: Uptime) -> Duration {
         let wait = self.pending.get(pod);
         wait.map_or(Duration::ZERO, |wait| now.saturating_sub(wait.since))
     }
 
-    /// When help for a pod was looked for last.
+    /// When the planner last considered a pod.
     pub(super) fn last_considered(&self, pod: &str) -> Option<Uptime> {
         self.pending.get(pod)?.last_considered
     }
 
-    /// Help for these pods was looked for.
+    /// Records that the planner considered these pods.
     pub(super) fn record_considered(&mut self, pods: Vec<String>, now: Uptime) {
         for pod in pods {
             if let Some(wait) = self.pending.get_mut(&pod) {
@@ -401,33 +406,33 @@ impl History {
         }
     }
 
-    /// Whether no GPU is to be reserved for a pod for now.
+    /// Whether a pod gets no reservation for now.
     pub(super) fn in_backoff(&self, pod: &str, now: Uptime) -> bool {
         self.reservation_backoffs
             .get(pod)
             .is_some_and(|vain| vain.until > now)
     }
 
-    /// How often a GPU was reserved for a pod and that came to nothing.
+    /// How many reservations of a GPU failed for a pod.
     pub(super) fn failed_reservations(&self, pod: &str, gpu: &str) -> u32 {
         let vain = self.reservation_backoffs.get(pod);
         vain.and_then(|vain| vain.failures.get(gpu).copied())
             .unwrap_or(0)
     }
 
-    /// The API server took it that this pod has to go, and the watch may not show it yet.
+    /// Whether the API server has accepted the eviction and the watch may not show it yet.
     pub(super) fn eviction_accepted(&self, pod: &str, now: Uptime) -> bool {
         let asked = self.evictions.get(pod);
         asked.is_some_and(|asked| asked.accepted && now.saturating_sub(asked.last) < WATCH_LAG)
     }
 
-    /// Whether a pod may be asked to go now.
+    /// Whether the eviction of a pod may be requested now.
     pub(super) fn may_evict(&self, pod: &str, now: Uptime) -> bool {
         let asked = self.evictions.get(pod);
         asked.is_none_or(|asked| now.saturating_sub(asked.last) >= EVICTION_RETRY)
     }
 
-    /// For how long a disruption budget has kept a pod that is being asked to go.
+    /// How long PodDisruptionBudgets have refused the eviction of a pod.
     pub(super) fn refused_for(&self, pod: &str, now: Uptime) -> Option<Duration> {
         let asked = self.evictions.get(pod)?;
         let forgotten = now.saturating_sub(asked.last) >= REFUSAL_TTL;
@@ -435,13 +440,13 @@ impl History {
         Some(now.saturating_sub(since))
     }
 
-    /// Whether a disruption budget kept a pod when it was last asked to go.
+    /// Whether PodDisruptionBudgets refused the last eviction of a pod.
     pub(super) fn was_refused(&self, pod: &str) -> bool {
         let asked = self.evictions.get(pod);
         asked.is_some_and(|asked| asked.refused.is_some())
     }
 
-    /// A pod was asked to go.
+    /// Records an eviction attempt.
     pub(super) fn record_eviction(&mut self, pod: &str, answer: EvictionOutcome, now: Uptime) {
         let refused = self.refused_for(pod, now);
         let refused = refused.map(|lasted| now.saturating_sub(lasted));
@@ -457,7 +462,7 @@ impl History {
         self.evictions.insert(pod.to_owned(), asked);
     }
 
-    /// When a pod of this owner may be moved again; none after too many.
+    /// When a pod of this owner may be relocated next. `None` after too many relocations.
     pub(super) fn next_relocation(&self, owner: &str) -> Option<Uptime> {
         let Some(moves) = self.relocations.get(owner) else {
             return Some(Uptime::ZERO);
@@ -466,13 +471,13 @@ impl History {
         (moves.count < MAX_RELOCATIONS).then_some(moves.last + pause)
     }
 
-    /// Whether a pod of this owner was moved for room on `node` in vain.
+    /// Whether an earlier relocation of the owner's pods to `node` failed.
     pub(super) fn relocation_failed(&self, owner: &str, node: &str) -> bool {
         let moves = self.relocations.get(owner);
         moves.is_some_and(|moves| moves.failed_targets.contains(node))
     }
 
-    /// A pod of this owner was moved, for room on `node`.
+    /// Records the relocation of a pod of this owner to `node`.
     pub(super) fn record_relocation(&mut self, owner: &str, node: &str, room: Quanta, now: Uptime) {
         let moves = self.relocations.entry(owner.to_owned()).or_default();
         moves.count += 1;
@@ -482,40 +487,40 @@ impl History {
             .push((node.to_owned(), room, now + ASSUMED_FOR));
     }
 
-    /// Room on a node that pods are on their way to.
+    /// Room on a node that relocated pods are about to take.
     pub(super) fn assumed_room(&self, node: &str) -> Quanta {
         let there = self.assumed.iter().filter(|(name, ..)| name == node);
         there.map(|(_, room, _)| *room).sum()
     }
 
-    /// How many node writes may be made now.
+    /// How many label writes the rate allows now.
     pub(super) fn available_label_writes(&mut self, now: Uptime) -> usize {
         let (saved, at) = self.label_tokens;
         let passed = now.saturating_sub(at).as_secs_f64();
         let saved = (saved + passed * LABEL_RATE).min(LABEL_RATE);
         self.label_tokens = (saved, now);
-        // Never negative, and small.
+        // The value is small and never negative.
         saved as usize
     }
 
-    /// A node was written.
+    /// Takes one token for a label write.
     pub(super) fn record_label_write(&mut self) {
         self.label_tokens.0 -= 1.0;
     }
 }
 
-/// What the API server said when a pod was asked to go.
+/// The result of an eviction request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum EvictionOutcome {
-    /// It goes, or is gone.
+    /// The pod terminates or is gone.
     Accepted,
-    /// A disruption budget keeps it.
+    /// A PodDisruptionBudget refused the eviction.
     BlockedByPdb,
-    /// Something else.
+    /// The request failed otherwise.
     Failed,
 }
 
-/// Whether a record of moves that this operator first saw then still counts.
+/// Whether a recorded relocation first seen at `seen` still counts.
 fn is_fresh(seen: Uptime, now: Uptime) -> bool {
     now.saturating_sub(seen) < RELOCATIONS_TTL
 }

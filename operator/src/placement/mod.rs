@@ -1,24 +1,24 @@
-//! Helps pods to a GPU where the scheduler, which sees node totals only, cannot.
+//! Helps pending pods to a GPU. The scheduler cannot, because it sees node totals only.
 //!
 //! ```text
-//!   the watches --> Landscape (pure index) --> plan (pure) --> steps --> act: one write each --> Memory
-//!                                               ^                                               |
-//!                                               +--- what was tried, and when ------------------+
+//!   watches --> PlacementIndex --> plan (pure) --> steps --> apply: one write each --> History
+//!                                    ^                                                  |
+//!                                    +--------------- attempts and times ---------------+
 //! ```
 //!
 //! | module | job |
 //! |---|---|
-//! | [`pod`], [`node`] | what is kept of pods, nodes and their GPUs |
-//! | [`load`] | what pods take of nodes beside GPU memory |
-//! | `matching` | whether a pod may be on a node |
-//! | [`landscape`] | all of it, indexed |
-//! | [`plan`] | from that to steps: node labels, moves, reservations and evictions, quotas |
-//! | [`memory`] | what was tried, which the cluster does not show |
-//! | `act` | carries a step out |
-//! | [`run`](mod@run) | the task |
+//! | [`pod`], [`node`] | reduce pods, nodes and GPUs to what the planner needs |
+//! | [`node_usage`] | sums what pods request of nodes beside GPU memory |
+//! | `filters` | checks a node against a pod's constraints |
+//! | [`snapshot`] | indexes all of it for one plan |
+//! | [`plan`] | plans labels, relocations, reservations, preemption, quota overrides |
+//! | [`history`] | remembers attempts, which the cluster does not show |
+//! | `apply` | applies one step |
+//! | [`controller`] | runs plans and steps |
 //!
-//! Everything that must not be forgotten is in the cluster: who is held a GPU is in `GpuNode.spec`, who has to go
-//! carries a deletion time. An operator that starts anew finds the same plan.
+//! The cluster itself holds what must survive: reservations are in `GpuNode.spec`, victims have a
+//! deletion timestamp. A restarted operator makes the same plan.
 
 mod apply;
 pub mod controller;

@@ -1,4 +1,4 @@
-//! What placement needs to know of a node.
+//! Reduces Nodes and GpuNodes to what the planner needs.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -19,7 +19,7 @@ use crate::cluster::Key;
 use crate::cluster::on_node::on_node;
 use crate::quanta::Quanta;
 
-/// The fields of a Node that are read here. The rest of it is not even kept while it is parsed.
+/// The fields of a Node that the operator reads. The parser skips all others.
 #[derive(Resource, Deserialize, Clone, Debug, Default)]
 #[resource(inherit = Node)]
 #[expect(missing_docs, reason = "the names are the Node's own")]
@@ -32,7 +32,7 @@ pub struct SlimNode {
     pub status: NodeStatus,
 }
 
-/// Of `spec`.
+/// `spec`.
 #[derive(Deserialize, Clone, Debug, Default)]
 #[serde(rename_all = "camelCase", default)]
 #[expect(missing_docs, reason = "the names are the Node's own")]
@@ -41,7 +41,7 @@ pub struct NodeSpec {
     pub unschedulable: bool,
 }
 
-/// Of `status`.
+/// `status`.
 #[derive(Deserialize, Clone, Debug, Default)]
 #[serde(rename_all = "camelCase", default)]
 #[expect(missing_docs, reason = "the names are the Node's own")]
@@ -50,20 +50,20 @@ pub struct NodeStatus {
     pub conditions: Vec<NodeCondition>,
 }
 
-/// A node, as the scheduler sees it.
+/// A node as the scheduler sees it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NodeFacts {
-    /// Its UID.
+    /// The node's UID.
     pub uid: String,
-    /// Its labels.
+    /// The node's labels.
     pub labels: BTreeMap<String, String>,
-    /// Its taints.
+    /// The node's taints.
     pub taints: Vec<Taint>,
-    /// It is Ready, and takes new pods.
+    /// The node is Ready and not cordoned.
     pub schedulable: bool,
-    /// The device memory that its pods may ask for in all.
+    /// The allocatable device memory.
     pub allocatable: Quanta,
-    /// The same of every resource, in thousandths.
+    /// All allocatable resources, in thousandths.
     pub allocatable_milli: BTreeMap<String, u64>,
 }
 
@@ -74,7 +74,7 @@ impl SlimNode {
         conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True")
     }
 
-    /// The device memory that the kubelet lets pods ask for in all.
+    /// The device memory that the kubelet advertises as allocatable.
     pub fn allocatable(&self, quantum: Quantum) -> Quanta {
         let allocatable = self.status.allocatable.get(quantum.device_memory());
         let allocatable = allocatable.and_then(|count| parse_bytes(&count.0).ok());
@@ -101,14 +101,14 @@ impl NodeFacts {
     }
 }
 
-/// A node's GPUs as it says, and what is ordered of its agent.
+/// A node's GPUs as the agent reports them, and the orders for the agent.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GpuFacts {
     /// The `GpuNode`'s UID.
     pub uid: String,
-    /// The GPUs.
+    /// The node's GPUs.
     pub gpus: Vec<Gpu>,
-    /// Who waits there for room on a GPU, the longest waiting first.
+    /// The containers that wait there for room on a GPU, the longest waiting first.
     pub pending: Vec<PendingContainer>,
     /// `spec.reservations`.
     pub reservations: Vec<Reservation>,
@@ -121,31 +121,31 @@ pub struct GpuFacts {
 /// One GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Gpu {
-    /// Its UUID.
+    /// The GPU's UUID.
     pub uuid: String,
-    /// What pods can be given; zero while it does not work.
+    /// The memory for pods; zero while the GPU is unhealthy.
     pub capacity: Quanta,
-    /// What nothing is bound to.
+    /// The memory that is bound to no pod.
     pub free: Quanta,
-    /// The most that a newcomer can be given.
+    /// The largest amount that a new pod can get.
     pub largest_free: Quanta,
-    /// The pod that the agent holds it for.
+    /// The UID of the pod that the agent keeps the GPU for.
     pub reserved_for: Option<String>,
-    /// Who has memory of it.
+    /// The pods with memory on the GPU, by UID.
     pub pods: BTreeMap<String, Quanta>,
 }
 
 /// A container that waits on its node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingContainer {
-    /// Its pod's UID.
+    /// The UID of its pod.
     pub pod: String,
-    /// What it waits for.
+    /// The amount that it waits for.
     pub quanta: Quanta,
 }
 
 impl GpuFacts {
-    /// The facts of `node`, with those who count in another quantum left out.
+    /// The facts of `node`. GPUs and containers are left out when the node uses another quantum.
     pub fn of(node: &GpuNode, quantum: Quantum) -> Self {
         let status = node.status.clone().unwrap_or_default();
         let size = status.quantum.as_ref().map(bursar_crds::Amount::bytes);
@@ -168,8 +168,8 @@ impl GpuFacts {
         }
     }
 
-    /// Whether a container of a pod may have memory here already: of a GPU, those who have least are cut off from a
-    /// long list.
+    /// Whether a container of the pod may already have memory on this node. A full list omits the
+    /// pods with the least memory.
     pub(super) fn has_possibly_started(&self, pod: &PodFacts) -> bool {
         let one_of_several = pod.containers.len() > 1;
         self.gpus.iter().any(|gpu| {
@@ -178,13 +178,14 @@ impl GpuFacts {
     }
 }
 
-/// What a node says of its GPUs, less what it says of pods on other nodes. [`Local::of`] alone
-/// makes it, so no plan sees the rest. Of a pod that nobody knows any more its node alone can tell,
-/// so that one stays.
+/// A node's report without pods that are on other nodes. Only [`VerifiedGpus::of`] constructs it,
+/// so that no plan sees the rest.
+///
+/// A pod without an object stays, because only its node can report it.
 pub(super) struct VerifiedGpus<'a>(Cow<'a, GpuFacts>);
 
 impl<'a> VerifiedGpus<'a> {
-    /// What `node` said, among all `pods` by UID.
+    /// The report of `node`, checked against all `pods` by UID.
     pub(super) fn of(
         node: &str,
         said: &'a GpuFacts,

@@ -1,4 +1,4 @@
-//! What pods take of their nodes beside GPU memory, counted as the scheduler counts it.
+//! Sums the pods' requests by node, beside GPU memory, as the scheduler counts them.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,22 +9,22 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
 use crate::cluster::pod_request::{Container, SlimPod, aggregate_requests, has_ended};
 
-/// The names that nearly every pod has: no copy of them is kept.
+/// Names that nearly every pod uses. They are not copied.
 const COMMON: [&str; 3] = ["cpu", "memory", PODS];
-/// Of how many pods a node takes each one is one.
+/// Each pod counts as one of the node's allocatable pods.
 const PODS: &str = "pods";
 
-/// What a pod that has not ended takes of its node.
+/// The requests of a pod that has not ended.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PodRequests {
-    /// The node that it is on; none before it has one.
+    /// The pod's node, once it is bound.
     pub node: Option<String>,
-    /// How much of which resource, in thousandths. There may be 100,000 of these.
+    /// The request for each resource, in thousandths. A cluster may have 100,000 of these lists.
     pub milli: Box<[(Cow<'static, str>, u64)]>,
 }
 
 impl PodRequests {
-    /// The load of `pod`; none where it has ended. What a resize in place leaves to be done is not read.
+    /// The requests of `pod`. `None` when it has ended. A pending in-place resize is ignored.
     pub fn parse(pod: &SlimPod, quantum: Quantum) -> Option<Self> {
         if has_ended(pod) {
             return None;
@@ -43,7 +43,7 @@ impl PodRequests {
         let asks = beside.map(|name| {
             let of = |all: &BTreeMap<String, Quantity>| all.get(name).map(to_milli);
             let container = |one: &Container| of(&one.resources.requests).unwrap_or(0);
-            // What the pod asks for as a whole counts in place of what its containers do.
+            // A pod-level request replaces the containers' requests.
             let whole = of(&spec.resources.requests);
             let amount =
                 whole.unwrap_or_else(|| aggregate_requests(spec, container, u64::saturating_add));
@@ -57,19 +57,19 @@ impl PodRequests {
         })
     }
 
-    /// How much of `resource`, in thousandths.
+    /// The request for `resource`, in thousandths.
     pub fn milli_of(&self, resource: &str) -> u64 {
         let asks = self.milli.iter().find(|(name, _)| name == resource);
         asks.map_or(0, |(_, amount)| *amount)
     }
 }
 
-/// What all pods of each node take in all.
+/// The requested resources of each node.
 #[derive(Debug, Default)]
 pub struct NodeRequested(BTreeMap<String, BTreeMap<Cow<'static, str>, u128>>);
 
 impl NodeRequested {
-    /// One pod takes `now` what it takes, instead of what it did: nothing before it came, and after it went.
+    /// Replaces one pod's requests.
     pub fn update(&mut self, was: Option<&PodRequests>, now: Option<&PodRequests>) {
         for (load, comes) in [(now, true), (was, false)] {
             let Some((node, load)) = load.and_then(|load| Some((load.node.as_ref()?, load))) else {
@@ -88,7 +88,7 @@ impl NodeRequested {
         }
     }
 
-    /// How much of `resource` of `node`, in thousandths.
+    /// The requested amount of a node's `resource`, in thousandths.
     pub fn milli_of(&self, node: &str, resource: &str) -> u128 {
         let sums = self.0.get(node);
         sums.and_then(|sums| sums.get(resource).copied())
@@ -101,7 +101,8 @@ fn interned(resource: &str) -> Cow<'static, str> {
     common.map_or_else(|| Cow::Owned(resource.to_owned()), Cow::Borrowed)
 }
 
-/// An amount in thousandths: processors are counted in these. What no arithmetic holds is the most that there is.
+/// The quantity in thousandths, the unit of CPU requests. An amount too large for the arithmetic is
+/// the maximum.
 pub fn to_milli(quantity: &Quantity) -> u64 {
     match parse_thousandths(&quantity.0) {
         Ok(amount) => amount,

@@ -1,4 +1,4 @@
-//! What placement needs to know of a pod.
+//! Reduces a pod to what the planner needs.
 
 use std::collections::BTreeMap;
 
@@ -10,78 +10,79 @@ use crate::cluster::on_node::Placed;
 use crate::cluster::pod_request::{self, PodRequest, PriorityKind, SlimPod, gpu_request};
 use crate::quanta::Quanta;
 
-/// Over how many GPUs a container wants to be spread; what the agent reads too.
+/// The number of GPUs that a container's memory is spread over. The agent reads it too.
 const GPUS_ANNOTATION: &str = "bursar.dev/gpus";
-/// The annotation of a static pod's mirror, which no deletion ends. Its value is the static pod's own UID
-/// (`pkg/kubelet/pod/mirror_client.go`, `pkg/kubelet/config/common.go`).
+/// The annotation of a static pod's mirror pod, which cannot be deleted through the API. Its value
+/// is the static pod's own UID (`pkg/kubelet/pod/mirror_client.go`,
+/// `pkg/kubelet/config/common.go`).
 const MIRROR_ANNOTATION: &str = "kubernetes.io/config.mirror";
 
 /// The scheduler of pods that name none.
 const SCHEDULER: &str = "default-scheduler";
 
-/// A pod that asks for device memory and has not ended.
+/// A pod that requests device memory and has not ended.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PodFacts {
-    /// Its UID, as its node knows it: the API server has a static pod's mirror under another one.
+    /// The UID that the node uses. The API server has another one for a static pod's mirror pod.
     pub uid: String,
-    /// Its class.
+    /// Guaranteed or borrowed.
     pub kind: PriorityKind,
-    /// What it asks for in all.
+    /// The pod's whole request.
     pub request: Quanta,
-    /// Its containers and sidecars that ask, each with how much.
+    /// The requesting containers and sidecars, with their requests.
     pub containers: Vec<(String, Quanta)>,
-    /// Its priority, as admission set it.
+    /// The priority that admission set.
     pub priority: i32,
-    /// Whether others may have to go for it (`preemptionPolicy`).
+    /// Whether the pod may preempt others (`preemptionPolicy`).
     pub preempts: bool,
-    /// Where it is.
+    /// The pod's node, or the scheduler's verdict.
     pub placement: Placement,
-    /// Its end was asked for.
+    /// The pod has a deletion timestamp.
     pub terminating: bool,
-    /// No container of it but init containers has started.
+    /// The pod's phase is Pending: only init containers may have started.
     pub pending: bool,
     /// Each container wants one GPU.
     pub one_gpu: bool,
-    /// What makes another one when it goes.
+    /// The controller that recreates the pod.
     pub owner: Owner,
-    /// Which nodes it may be on.
+    /// The pod's constraints on nodes.
     pub constraints: Constraints,
 }
 
 /// Where a pod is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// On this node.
+    /// The pod is bound to this node.
     Node(String),
-    /// The scheduler has no node for it.
+    /// The scheduler has not bound the pod.
     Unscheduled {
-        /// It said so then; none before its first try.
+        /// When the scheduler found no node. `None` before its first attempt.
         unschedulable_since: Option<Timestamp>,
-        /// The node on which the scheduler keeps room for it.
+        /// The nominated node, on which the scheduler keeps room.
         nominated: Option<String>,
     },
 }
 
-/// What makes another pod when one goes.
+/// What recreates a pod after its deletion.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Owner {
-    /// Nothing.
+    /// Nothing recreates the pod.
     Unowned,
-    /// The node itself: a static pod.
+    /// The node itself: the pod is static.
     Node,
     /// A DaemonSet, on the same node.
     DaemonSet,
-    /// A Job, which may take the deletion for a failure.
+    /// A Job, which may count the deletion as a failure.
     Job(pod_request::JobRef),
     /// Another controller.
     Other {
-        /// Its UID.
+        /// The controller's UID.
         uid: String,
     },
 }
 
 impl Owner {
-    /// Its UID, where another pod that it makes may be on another node.
+    /// The controller's UID, if the replacement may be on another node.
     pub(super) fn relocatable_uid(&self) -> Option<&str> {
         match self {
             Self::Job(pod_request::JobRef { uid, .. }) | Self::Other { uid } => Some(uid),
@@ -90,22 +91,22 @@ impl Owner {
     }
 }
 
-/// Which nodes a pod may be on, as far as it is read here.
+/// A pod's constraints on nodes, as far as the operator evaluates them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Constraints {
     /// `nodeSelector`.
     pub selector: BTreeMap<String, String>,
-    /// The node affinity that must hold.
+    /// The required node affinity.
     pub affinity: Option<NodeSelector>,
-    /// What it tolerates.
+    /// The pod's tolerations.
     pub tolerations: Vec<Toleration>,
-    /// Something else may bind it to nodes, which nobody here can tell: volumes, devices, other pods, ports of nodes,
-    /// another scheduler.
+    /// The pod has constraints that the operator does not evaluate: volumes, devices, other pods,
+    /// host ports or another scheduler.
     pub unsupported: bool,
 }
 
 impl PodFacts {
-    /// The facts of `pod`; none where it asks for no device memory, or has ended.
+    /// The facts of `pod`. `None` when it requests no device memory or has ended.
     pub fn of(pod: &SlimPod, quantum: Quantum) -> Option<Self> {
         let request = PodRequest::of(pod, quantum)?;
         if request.device == Quanta::ZERO {
@@ -172,7 +173,7 @@ impl PodFacts {
         })
     }
 
-    /// The node that it is on.
+    /// The node that the pod is bound to.
     pub fn node(&self) -> Option<&str> {
         match &self.placement {
             Placement::Node(node) => Some(node),
@@ -204,7 +205,7 @@ fn owner(pod: &SlimPod, mirror: bool) -> Owner {
         _ if mirror => Owner::Node,
         None => Owner::Unowned,
         Some(owner) => match owner.kind.as_str() {
-            // Who creates a pod writes this reference at will: nothing makes another such pod.
+            // Any creator of a pod can set this reference, and nothing recreates such a pod.
             "Node" => Owner::Unowned,
             "DaemonSet" => Owner::DaemonSet,
             "Job" => Owner::Job(pod_request::JobRef {

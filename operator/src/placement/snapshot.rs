@@ -1,4 +1,4 @@
-//! Pods, nodes, their GPUs and the overrides of budgets, indexed.
+//! Indexes pods, nodes, GPUs and budget overrides, and takes a snapshot for each plan.
 
 use std::collections::BTreeMap;
 
@@ -14,22 +14,22 @@ use crate::quanta::Quanta;
 /// One event of one watch.
 #[derive(Debug)]
 pub enum PlacementEvent {
-    /// Of the pods that ask for device memory.
+    /// An event of a pod that requests device memory.
     Pod(Event<CacheEntry<PodFacts>>),
-    /// Of all pods.
+    /// An event of any pod.
     Requests(Event<CacheEntry<PodRequests>>),
-    /// Of the nodes.
+    /// An event of a Node.
     Node(Event<CacheEntry<NodeFacts>>),
-    /// Of the nodes' GPUs.
+    /// An event of a GpuNode.
     GpuNode(Event<CacheEntry<GpuFacts>>),
-    /// Of the budgets that lower pods' quotas.
+    /// An event of a budget with quota overrides.
     Overrides(Event<CacheEntry<QuotaOverrides>>),
 }
 
-/// The pods, by name, whose quotas a budget lowers.
+/// The overridden quotas by pod name.
 pub type QuotaOverrides = BTreeMap<String, Amount>;
 
-/// What `budget` lowers; none where it lowers nothing.
+/// The quota overrides of `budget`. `None` when there are none.
 pub fn quota_overrides(budget: &GpuMemoryBudget) -> Option<QuotaOverrides> {
     let specified = budget.spec.overrides.iter();
     let overrides: QuotaOverrides = specified
@@ -38,7 +38,7 @@ pub fn quota_overrides(budget: &GpuMemoryBudget) -> Option<QuotaOverrides> {
     (!overrides.is_empty()).then_some(overrides)
 }
 
-/// Everything that placement knows.
+/// The index for placement.
 #[derive(Debug, Default)]
 pub struct PlacementIndex {
     pods: Cache<PodFacts>,
@@ -51,7 +51,7 @@ pub struct PlacementIndex {
 }
 
 impl PlacementIndex {
-    /// Takes in one event.
+    /// Applies one event.
     pub fn apply(&mut self, event: PlacementEvent) {
         self.changes += match event {
             PlacementEvent::Pod(event) => self.pods.apply(event).len(),
@@ -60,7 +60,8 @@ impl PlacementIndex {
                     self.node_requested
                         .update(was.as_ref(), self.requests.get(&pod));
                 }
-                // They matter while somebody waits, and then it is planned anyway.
+                // Requests matter only while a pod is pending, and then every interval plans
+                // anyway.
                 0
             }
             PlacementEvent::Node(event) => self.nodes.apply(event).len(),
@@ -69,12 +70,12 @@ impl PlacementIndex {
         };
     }
 
-    /// How often it has changed: where that is the same, so is all of it.
+    /// The number of changes so far.
     pub(super) fn changes(&self) -> usize {
         self.changes
     }
 
-    /// It as plans look at it.
+    /// The snapshot for one plan.
     pub(super) fn snapshot(&self) -> Snapshot<'_> {
         let mut asked: BTreeMap<&str, Quanta> = BTreeMap::new();
         for (_, pod) in self.pods.iter() {
@@ -84,8 +85,8 @@ impl PlacementIndex {
             }
         }
         let mut pods = BTreeMap::new();
-        // A static pod's mirror goes by a UID that its annotation says: it stands in for no other
-        // pod.
+        // A mirror pod's UID comes from an annotation that any creator can set. It must not replace
+        // a real pod.
         let (mirrors, others): (Vec<_>, Vec<_>) = self
             .pods
             .iter()
@@ -113,35 +114,35 @@ impl PlacementIndex {
     }
 }
 
-/// The landscape by what plans look things up by.
+/// A view of the index for one plan.
 pub(super) struct Snapshot<'a> {
-    /// Pods by UID.
+    /// The pods by UID.
     pub(super) pods: BTreeMap<&'a str, (&'a Key, &'a PodFacts)>,
-    /// Nodes by name.
+    /// The Nodes by name.
     pub(super) nodes: BTreeMap<&'a str, &'a NodeFacts>,
-    /// Nodes' GPUs, by the node's name.
+    /// The verified GPU reports by node name.
     pub(super) gpu_nodes: BTreeMap<&'a str, VerifiedGpus<'a>>,
-    /// What budgets lower.
+    /// The quota overrides of budgets.
     pub(super) overrides: Vec<(&'a Key, &'a QuotaOverrides)>,
-    /// What the pods on a node ask for in all.
+    /// The device memory that the pods on each node request.
     requested: BTreeMap<&'a str, Quanta>,
     requests: &'a Cache<PodRequests>,
     node_requested: &'a NodeRequested,
 }
 
 impl<'a> Snapshot<'a> {
-    /// A pod by its UID.
+    /// The pod with this UID.
     pub(super) fn pod(&self, uid: &str) -> Option<&'a PodFacts> {
         self.pods.get(uid).map(|(_, pod)| *pod)
     }
 
-    /// A GPU.
     pub(super) fn gpu(&self, node: &str, uuid: &str) -> Option<&Gpu> {
         let gpus = &self.gpu_nodes.get(node)?.gpus;
         gpus.iter().find(|gpu| gpu.uuid == uuid)
     }
 
-    /// What of a node's memory no pod on it asks for: what the scheduler can still give.
+    /// The allocatable device memory of a node that no pod requests, which the scheduler can still
+    /// give.
     pub(super) fn unrequested(&self, node: &str) -> Quanta {
         let all = self
             .nodes
@@ -150,13 +151,13 @@ impl<'a> Snapshot<'a> {
         all.minus(self.requested.get(node).copied().unwrap_or_default())
     }
 
-    /// What a pod takes of its node.
+    /// The pod's requests beside GPU memory.
     pub(super) fn requests_of(&self, pod: &Key) -> Option<&'a PodRequests> {
         self.requests.get(pod)
     }
 
-    /// Whether a node has what a pod asks for beside device memory, and for those who come `beside` it. Nobody is
-    /// thought away: to make others go for that is the scheduler's own part.
+    /// Whether the node has room for the pod's other resources, beside the pods in `beside`. It
+    /// assumes no victims, because preemption for other resources is the scheduler's task.
     pub(super) fn fits(&self, node: &str, pod: &Key, beside: &[&Key]) -> bool {
         let (Some(facts), Some(load)) = (self.nodes.get(node), self.requests.get(pod)) else {
             return false;

@@ -1,6 +1,6 @@
-//! What the operator measures, in the OpenMetrics text format.
+//! Exports the operator's metrics in the OpenMetrics text format.
 //!
-//! Names, labels and units stand in `docs/metrics.md`; a test holds the two against each other.
+//! `docs/metrics.md` documents names, labels and units; a test compares both.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -73,16 +73,16 @@ struct CohortLabels {
     amount: &'static str,
 }
 
-/// How a look at a budget ended.
+/// How a successful reconcile of a budget ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReconcileOutcome {
-    /// Everything is as it should be.
+    /// The budget needed no write.
     Unchanged,
-    /// Something was written.
+    /// The operator wrote something.
     Written,
 }
 
-/// What is written.
+/// What a write concerns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteKind {
     /// A budget's status.
@@ -117,10 +117,10 @@ impl WriteKind {
     }
 }
 
-/// So many objects that cannot be read are named.
+/// How many unreadable objects get a series.
 const MAX_UNREADABLE: usize = 64;
 
-/// The operator's metrics. Cheap to clone; every clone counts into the same numbers.
+/// The operator's metrics. Cheap to clone; clones share the counters.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     registry: Arc<Registry>,
@@ -131,11 +131,11 @@ pub struct Metrics {
     steps: Family<StepLabels, Counter>,
 }
 
-/// From 50 us, a look that changes nothing, to 10 s, the longest write.
+/// From 50 us, a reconcile without a write, to 10 s, the longest write.
 const BUCKETS: [f64; 9] = [0.000_05, 0.000_25, 0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0];
 
 impl Metrics {
-    /// All at zero; what is said of budgets, nodes and watches is read when it is asked for.
+    /// Registers all metrics. Those on budgets, nodes and watches are computed at each scrape.
     pub fn new(
         budgets: Store<GpuMemoryBudget>,
         index: watch::Receiver<ClusterIndex>,
@@ -145,7 +145,7 @@ impl Metrics {
         let look_seconds = Histogram::new(BUCKETS);
         let writes = Family::<WriteLabels, Counter>::default();
         let watch_failures = Family::<KindLabels, Counter>::default();
-        // A counter that is there from the start can be told from one that is missing.
+        // A counter that exists from the start differs from a missing one.
         for result in ["unchanged", "written", "error"] {
             drop(looks.get_or_create(&ResultLabels { result }));
         }
@@ -206,14 +206,14 @@ impl Metrics {
         }
     }
 
-    /// The numbers as they stand, in the OpenMetrics text format.
+    /// The metrics in the OpenMetrics text format.
     pub fn encode(&self) -> String {
         let mut text = String::new();
         encode(&mut text, &self.registry).expect("a String takes any text");
         text
     }
 
-    /// A budget was looked at.
+    /// Records a successful reconcile.
     pub fn record_reconcile(&self, outcome: ReconcileOutcome, took: Duration) {
         let result = match outcome {
             ReconcileOutcome::Unchanged => "unchanged",
@@ -225,7 +225,7 @@ impl Metrics {
         self.reconcile_seconds.observe(took.as_secs_f64());
     }
 
-    /// A look at a budget ended with an error.
+    /// Records a failed reconcile.
     pub fn record_reconcile_failure(&self) {
         let result = "error";
         self.reconciles
@@ -233,7 +233,7 @@ impl Metrics {
             .inc();
     }
 
-    /// Something was written, or not.
+    /// Records a write.
     pub fn record_write(&self, what: WriteKind, ok: bool) {
         let (what, result) = (what.as_str(), if ok { "ok" } else { "error" });
         self.writes
@@ -241,13 +241,13 @@ impl Metrics {
             .inc();
     }
 
-    /// A step of placement was carried out, or failed.
+    /// Records a placement step.
     pub fn record_placement_step(&self, step: &'static str, done: bool) {
         let result = if done { "done" } else { "error" };
         self.steps.get_or_create(&StepLabels { step, result }).inc();
     }
 
-    /// A watch of `kind` failed.
+    /// Records a failure of the watch of `kind`.
     pub fn record_watch_failure(&self, kind: &'static str) {
         self.watch_failures
             .get_or_create(&KindLabels { kind })
@@ -255,7 +255,7 @@ impl Metrics {
     }
 }
 
-/// The budgets' own statuses as metrics: nothing to keep up, and nothing to forget.
+/// Exports the budgets' statuses at each scrape.
 #[derive(Debug)]
 struct BudgetCollector(Store<GpuMemoryBudget>);
 
@@ -321,7 +321,7 @@ impl Collector for BudgetCollector {
     }
 }
 
-/// What the watches tell of nodes, and how they are.
+/// Exports the index's figures and the age of each watch at each scrape.
 #[derive(Debug)]
 struct ClusterCollector {
     index: watch::Receiver<ClusterIndex>,
@@ -360,7 +360,7 @@ impl Collector for ClusterCollector {
             MetricType::Gauge,
         )?;
         let index = self.index.borrow();
-        // Before all are listed the sums are parts.
+        // The sums are partial until all kinds are listed.
         let known = index.unlisted_kinds().is_empty();
         for (cohort, guaranteed, allocatable) in index.cohorts().filter(|_| known) {
             for (amount, bytes) in [("guaranteed", guaranteed), ("allocatable", allocatable)] {

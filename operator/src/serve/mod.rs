@@ -1,4 +1,4 @@
-//! Answers probes and scrapes of metrics.
+//! Serves probes and metrics.
 
 pub mod metrics;
 pub mod probes;

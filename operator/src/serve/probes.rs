@@ -1,4 +1,4 @@
-//! Tells `/metrics`, `/healthz` and `/readyz` what the operator knows.
+//! Answers `/metrics`, `/healthz` and `/readyz`.
 
 use bursar_http::Verdict;
 use tokio::sync::watch;
@@ -7,14 +7,14 @@ use crate::cluster::ClusterIndex;
 use crate::cluster::watch_liveness::WatchLiveness;
 use crate::serve::metrics::Metrics;
 
-/// Where the answers come from.
+/// The state behind the answers.
 #[derive(Clone, Debug)]
 pub struct Sources {
-    /// `/metrics`.
+    /// For `/metrics`.
     pub metrics: Metrics,
-    /// `/healthz`: every watch goes on.
+    /// For `/healthz`: every watch makes progress.
     pub liveness: WatchLiveness,
-    /// `/readyz`: everything has been listed once, so what is published is the truth.
+    /// For `/readyz`: all kinds have been listed, so that published figures are complete.
     pub index: watch::Receiver<ClusterIndex>,
 }
 
@@ -23,7 +23,7 @@ impl bursar_http::Sources for Sources {
         self.metrics.encode()
     }
 
-    /// A task that ends ends the process; one that hangs shows here.
+    /// A task that ends also ends the process. A stalled task shows here.
     fn health(&self) -> Verdict {
         verdict(&self.liveness.stalled(), "no progress of the watch of")
     }
@@ -33,7 +33,7 @@ impl bursar_http::Sources for Sources {
     }
 }
 
-/// Well without any of `kinds`.
+/// Healthy when `kinds` is empty.
 fn verdict(kinds: &[&str], what: &str) -> Verdict {
     match kinds {
         [] => Verdict::Well,
@@ -74,7 +74,7 @@ mod tests {
 
         liveness.record_progress(kinds::PODS);
         assert_eq!(sources.health(), Verdict::Well);
-        // Alive and not yet ready are two things.
+        // Liveness and readiness are independent.
         let unready = sources.readiness();
         assert!(
             matches!(&unready, Verdict::Unwell(why) if why.starts_with("not listed yet: ")),

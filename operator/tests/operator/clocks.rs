@@ -1,5 +1,4 @@
-//! The operator on a machine whose clock is an hour off the API server's, and nodes with such
-//! clocks.
+//! Tests clocks that are an hour apart: the API server's, the operator's and the nodes'.
 
 use std::time::Duration;
 
@@ -12,9 +11,9 @@ use tokio::time::{Instant, sleep};
 use super::{BUDGETS, Running, budget, condition, pod, small};
 use bursar_sim_api::Api;
 
-/// How far apart the clocks are.
+/// The difference of the clocks.
 const HOUR: SignedDuration = SignedDuration::from_hours(1);
-/// Everything happens within this time: 5 s or 30 s are meant.
+/// A wide bound: the graces are 5 s and 30 s.
 const END: Duration = Duration::from_secs(90);
 
 /// A time as the API server writes it.
@@ -22,7 +21,7 @@ fn written(time: Timestamp) -> Value {
     json!(time.strftime("%Y-%m-%dT%H:%M:%SZ").to_string())
 }
 
-/// A pod that the API server made so many seconds ago; a negative number is in the future.
+/// A pod created that many seconds ago. A negative number is in the future.
 fn made(name: &str, quanta: u64, seconds_ago: i64) -> Value {
     let mut pod = pod(name, quanta);
     let created = Timestamp::now() - SignedDuration::from_secs(seconds_ago);
@@ -39,7 +38,7 @@ async fn until_gone(api: &Api, pod: &str) {
     }
 }
 
-/// A budget is made over a pod that runs, and a second pod comes in past its quota.
+/// Creates a budget over a running pod. A second pod passes the late quota.
 async fn over_a_running_pod(clock: Clock) {
     let api = Api::start();
     small(&api);
@@ -68,7 +67,7 @@ async fn pod_from_before_its_budget_stays_by_any_operators_clock() {
     join_all(clocks.map(over_a_running_pod)).await;
 }
 
-/// How long a pod stays whose GPU is lost, on a node whose clock is off by this.
+/// How long a pod stays on a lost GPU when its node's clock is off by this.
 async fn stays_on_a_lost_gpu(off: SignedDuration) -> Duration {
     let running = Running::start(|api| {
         small(api);

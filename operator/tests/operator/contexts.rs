@@ -1,4 +1,4 @@
-//! Faults that the agents leave to the operator: evictions and ordered restarts, whatever happens to any write on the way.
+//! Tests faults that agents leave to the operator, with any write failing.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use tokio::time::{Instant, sleep};
 use super::{BUDGETS, Running, budget, condition, gpu_node, pod, small};
 use bursar_sim_api::{Api, Fate};
 
-/// The clean end is reached within this time; a write that is not answered takes 5 s of it.
+/// A wide bound: an unanswered write takes 5 s.
 const END: Duration = Duration::from_secs(30);
 
-/// What the agent of the node says: the pod `p`, uid `p`, has poisoned its context.
+/// The agent's report that pod `p` has poisoned its context.
 fn fault(action: &str) -> Value {
     json!([{ "id": "aa-3", "kind": "Context", "gpu": "GPU-0", "gpuGeneration": 1, "cudaError": 700, "action": action,
         "time": "2026-01-01T00:00:00Z",
@@ -32,7 +32,7 @@ fn status(api: &Api) -> Value {
     api.status(BUDGETS, "team", "default")
 }
 
-/// The agent's part: the fault is open for as long as the pod is there.
+/// Simulates the agent: the fault is open while the pod exists.
 fn live(api: &Api) {
     if api.get("pods", "team", "p").is_null() {
         set_faults(api, json!([]));
@@ -47,7 +47,8 @@ fn is_done(api: &Api) -> bool {
         && condition(&status, "Ready")["status"] == "True"
 }
 
-/// Runs the operator to the end, killed at the doomed write where it is to be; the writes that it took.
+/// Runs the operator until the pod is evicted, and kills it at the given write. Returns the number
+/// of writes.
 async fn to_the_end(doom: Option<(usize, Fate, bool)>) -> usize {
     let mut running = Running::start(small).await;
     running.until_ready().await;
@@ -213,7 +214,7 @@ async fn reported_usage_is_summed_over_nodes_and_peak_stays() {
     };
     running.api.put("gpunodes", gpu_node("m", 8));
     say("n", 3, 5);
-    // What is used where the namespace has no pod is not believed.
+    // A report on a namespace without a pod on the node does not count.
     say("m", 4, 6);
     let seen_of_n = |status: &Value| {
         status["denials"] == 11 && status["deviceMemory"]["observed"]["quanta"] == 3

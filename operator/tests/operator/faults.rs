@@ -1,4 +1,4 @@
-//! The operator before an API server that fails it, dies on it, or is late.
+//! Tests an API server that fails writes, operators that crash, and late watches.
 
 use std::time::Duration;
 
@@ -9,11 +9,11 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::{BUDGETS, Running, budget, condition, pod, small};
 
-/// The state that is reached in the end is the same whatever happened on the way.
+/// A wide bound on the time until the final state.
 const END: Duration = Duration::from_secs(30);
 
 const HARD: &str = "requests.bursar.dev/gpu-memory-gib";
-/// What no quota of ours caps.
+/// A resource that no quota of the operator caps.
 const OTHER: &str = "requests.bursar.dev/gpu-memory-512mib";
 const OVERFLOW: &str = "bursar.dev/overflow";
 
@@ -43,14 +43,14 @@ fn spec(guaranteed: &str, limit: &str, generation: u64) -> Value {
     budget
 }
 
-/// Changes of what is wanted, each with how the cluster looks when it is done.
+/// A change of the cluster, and how its final state is recognized.
 struct Transition {
     name: &'static str,
     change: fn(&Api),
     done: fn(&Api) -> bool,
 }
 
-/// The budget with its status, as it is stored.
+/// Stores the budget with its present status.
 fn put_budget(api: &Api, mut wanted: Value) {
     wanted["status"] = api.status(BUDGETS, "team", "default");
     api.put(BUDGETS, wanted);
@@ -183,7 +183,7 @@ const TRANSITIONS: [Transition; 14] = [
         name: "the budget goes",
         change: |api| {
             api.delete(BUDGETS, "team", "default");
-            // By their owner references.
+            // The garbage collector deletes them by owner reference.
             api.delete("resourcequotas", "team", "gpu-memory-budget-guaranteed");
             api.delete("resourcequotas", "team", "gpu-memory-budget-limit");
         },
@@ -205,7 +205,7 @@ async fn until(what: &str, api: &Api, done: impl Fn(&Api) -> bool) {
     );
 }
 
-/// Waits until nothing is written any more.
+/// Waits until the operator writes nothing more.
 async fn until_quiet(api: &Api) {
     let start = Instant::now();
     let mut before = api.writes().len();
@@ -224,9 +224,8 @@ async fn until_quiet(api: &Api) {
     }
 }
 
-/// Every transition with its write of number `doomed` ending by `fate`; the operator is killed then, if
-/// `killed`. Nothing is written in the end. Says how
-/// many of the writes were met.
+/// Runs every transition while write number `doomed` meets `fate`. With `killed` the operator
+/// crashes then. Returns how many such writes occurred.
 async fn tour(doomed: usize, fate: Fate, killed: bool) -> usize {
     let mut running = Running::start(small).await;
     let mut met = 0;
@@ -304,7 +303,7 @@ async fn budget_is_in_force_only_after_quota_status_is_synced() {
     running.stop().await;
 }
 
-/// A pod that the quota let in a minute after the budget came into force.
+/// A pod that a late quota admitted a minute after the budget came into force.
 fn slipped_in(name: &str, quanta: u64) -> Value {
     let mut pod = pod(name, quanta);
     pod["metadata"]["creationTimestamp"] = json!("2099-01-01T00:00:00Z");
@@ -331,7 +330,7 @@ async fn excess_pod_is_evicted_once_with_an_event() {
     let evictions = writes.iter().filter(|write| write.ends_with("/eviction"));
     assert_eq!(evictions.count(), 1);
     assert!(!running.api.get("pods", "team", "p").is_null());
-    // Told after the status that says so.
+    // The Event follows the status.
     let told = [
         "QuotasInForce",
         "OverLimit",
@@ -372,7 +371,7 @@ async fn failed_eviction_does_not_block_the_status() {
     running.api.refuse("/late/eviction", refused, usize::MAX);
     running.api.put("pods", slipped_in("late", 14));
     until("it is told", &running.api, exceeded).await;
-    // An eviction has failed by then, and is tried again.
+    // One eviction has failed by then and is retried.
     sleep(Duration::from_millis(6500)).await;
     let before = running.api.status(BUDGETS, "team", "default");
     let before = before["deviceMemory"]["requested"]["quanta"].as_i64();
@@ -414,7 +413,7 @@ async fn late_watch_causes_no_second_write() {
     let mut raised = spec("20Gi", "32Gi", 2);
     raised["spec"]["contextPolicy"] = json!({ "action": "InPlace" });
     put_budget(&running.api, raised);
-    // Each is a reason to look again.
+    // Each change triggers a reconcile.
     for name in ["q", "r", "s"] {
         running.api.put("pods", pod(name, 1));
         sleep(Duration::from_millis(1100)).await;

@@ -1,4 +1,4 @@
-//! Nodes that die, and live again.
+//! Tests nodes that go down and recover.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use tokio::time::{Instant, sleep};
 
 use super::{BUDGETS, Running, budget, condition, gpu_node, node, small};
 
-/// A minute is meant.
+/// A wide bound: the grace is a minute.
 const END: Duration = Duration::from_secs(120);
 
 #[tokio::test(start_paused = true)]
@@ -19,7 +19,7 @@ async fn node_without_an_agent_leaves_its_cohort_and_comes_back() {
     })
     .await;
     running.until_ready().await;
-    // The agent of `m` ends, and what it said last stays.
+    // The agent of `m` ends, and its last report stays.
     running.api.put("nodes", node("m", false));
     let covered = || {
         let status = running.api.status(BUDGETS, "team", "default");

@@ -1,4 +1,4 @@
-//! etcd that is put back to a backup.
+//! Tests a restore of etcd from a backup.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use tokio::time::{Instant, sleep};
 
 use super::{BUDGETS, Running, budget, pod, small};
 
-/// The operator follows again within this time.
+/// The bound on the time until the operator follows again.
 const PROMISED: Duration = Duration::from_secs(30);
 
 fn amended(running: &Running, guaranteed: &str, generation: u64) -> Value {
@@ -36,7 +36,7 @@ async fn until_guaranteed(running: &Running, quanta: &str) {
 async fn operator_follows_again_after_a_restore_of_etcd() {
     let running = Running::start(small).await;
     running.until_ready().await;
-    // Its watches have been taken up again, and have seen no event of theirs.
+    // The watches have been resumed and have delivered no event of these objects.
     sleep(Duration::from_secs(300)).await;
     let backup = running.api.backup();
     running.api.put(BUDGETS, amended(&running, "24Gi", 2));
@@ -47,7 +47,7 @@ async fn operator_follows_again_after_a_restore_of_etcd() {
     running.until_requested(5).await;
     running.api.restore(&backup);
     let restored = Instant::now();
-    // The same generation, and by chance the same versions: other objects all the same.
+    // The generation and the version are the same as before, but the object differs.
     running.api.put(BUDGETS, amended(&running, "20Gi", 2));
     until_guaranteed(&running, "20").await;
     running.until_requested(4).await;

@@ -1,4 +1,4 @@
-//! Objects that another version wrote.
+//! Tests objects that another version wrote.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use tokio::time::sleep;
 
 use super::{BUDGETS, Running, budget, condition, gpu_node, pod, small};
 
-/// How the operator's metrics name an object that cannot be read.
+/// The metric of an unreadable object.
 fn unreadable(kind: &str, namespace: &str, name: &str) -> String {
     format!(
         r#"bursar_operator_unreadable{{kind="{kind}",namespace="{namespace}",name="{name}"}} 1"#
@@ -27,7 +27,7 @@ async fn unreadable_objects_stop_nothing_but_themselves() {
         let mut odd = budget("other", "4Gi");
         odd["spec"]["deviceMemory"] = json!("much");
         api.put(BUDGETS, odd);
-        // Its namespace is one whose budget was in force.
+        // The namespace's budget was in force.
         let labels = json!({ "bursar.dev/budget": "enforced" });
         let namespace = json!({ "apiVersion": "v1", "kind": "Namespace",
             "metadata": { "name": "other", "labels": labels } });
@@ -47,7 +47,7 @@ async fn unreadable_objects_stop_nothing_but_themselves() {
         metrics.contains(&node) && metrics.contains(&odd),
         "{metrics}"
     );
-    // While it runs one becomes unreadable, and the first two can be read again.
+    // One object becomes unreadable, and the first two become readable.
     running.api.put("gpunodes", gpu_node("odd", 8));
     running.api.put(BUDGETS, budget("other", "4Gi"));
     let mut team = budget("team", "16Gi");
@@ -87,10 +87,10 @@ const OF_NODES: [&str; 6] = [
     "/status/faults/0/kind",
     "/status/faults/0/action",
 ];
-/// Those of a budget.
+/// The enum fields of a budget.
 const OF_BUDGETS: [&str; 2] = ["/spec/overflow", "/spec/contextPolicy/action"];
 
-/// A node with each enum field set. By its word the pod `p` of `team` has to go.
+/// A node with each enum field set. Its report makes pod `p` of `team` due for eviction.
 fn full(name: &str) -> Value {
     let mut node = gpu_node(name, 8);
     let policy =
@@ -112,8 +112,8 @@ fn set_later(object: &mut Value, field: &str) {
     *object.pointer_mut(field).expect("it is set") = json!("Later");
 }
 
-/// Runs an operator over `small` and one object with a later value, until `team` is ready.
-/// Everything else goes on: a pod is counted, and a budget amended.
+/// Runs an operator over `small` and one object with a later value, until `team` is ready. A new
+/// pod is counted and an amended budget applied.
 async fn goes_on(field: &str, put: impl FnOnce(&Api)) -> Running {
     let running = Running::start(|api| {
         small(api);
@@ -140,7 +140,7 @@ async fn in_a_node(field: &'static str) {
     set_later(&mut node, field);
     let running = goes_on(field, |api| api.put("gpunodes", node)).await;
     let status = running.until_ready().await;
-    // An order is the operator's own, and is put right.
+    // The operator's own order is corrected.
     if !field.starts_with("/spec/") {
         let covered = condition(&status, "Covered")["message"].to_string();
         let told = "GpuNode odd has a value of another version";
@@ -181,7 +181,7 @@ async fn in_a_budget(field: &'static str) {
     running.stop().await;
 }
 
-/// Whether the pod on a lost GPU is there a minute later, with such a fault under such a policy.
+/// Whether the pod on a lost GPU exists a minute later, with this fault and this policy.
 async fn stays(fault_action: &str, policy: &str) -> bool {
     let running = Running::start(|api| {
         small(api);

@@ -1,4 +1,4 @@
-//! A pod that waits on its node gets a GPU from borrowers, whatever happens to any write on the way.
+//! Tests that a waiting pod gets a GPU from borrowers, with any write failing.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep};
 use super::Running;
 use bursar_sim_api::{Api, Fate};
 
-/// The clean end is reached within this time; a write that is not answered takes 5 s of it.
+/// A wide bound: an unanswered write takes 5 s.
 const END: Duration = Duration::from_secs(30);
 
 fn pod(name: &str, gib: u32, borrows: bool, runs: bool) -> Value {
@@ -26,7 +26,7 @@ fn pod(name: &str, gib: u32, borrows: bool, runs: bool) -> Value {
     })
 }
 
-/// The agent's part: what is bound by the pods that there are, who waits, what is held.
+/// Simulates the agent: bound pods, waiting containers and acknowledged reservations.
 fn report(api: &Api) {
     let there = |name: &&str| !api.get("pods", "team", name).is_null();
     let [large, small] = [("large", 10), ("small", 4)].map(|(name, gib)| {
@@ -96,7 +96,7 @@ fn is_done(api: &Api) -> bool {
         && labels["bursar.dev/largest-gpu-gib"] == "16"
 }
 
-/// Runs the operator to the end; the writes that it took.
+/// Runs the operator until the pod is bound. Returns the number of writes.
 async fn to_the_end(doom: Option<(usize, Fate)>) -> usize {
     let running = Running::start(|api| {
         fill(api);
@@ -115,12 +115,12 @@ async fn to_the_end(doom: Option<(usize, Fate)>) -> usize {
         );
         sleep(Duration::from_millis(100)).await;
     }
-    // Only the large one went: the small one alone would not have been enough, and both were not needed.
+    // Only the large borrower was evicted. The small one would not suffice, and both are too many.
     assert!(
         !running.api.get("pods", "team", "small").is_null(),
         "{doom:?}"
     );
-    // Evictions that were asked for again found nobody.
+    // Repeated evictions found the pods gone.
     let writes = running.api.writes().len();
     sleep(Duration::from_millis(2500)).await;
     assert_eq!(running.api.writes().len(), writes, "{doom:?}: it goes on");
@@ -139,7 +139,7 @@ async fn waiter_gets_its_gpu_after_any_failed_write() {
         Fate::Garbled,
     ];
     let dooms = (1..=writes).flat_map(|number| fates.map(|fate| (number, fate)));
-    // A few at a time: the other tests' operators have their bounds too.
+    // Only a few at a time, because the other tests' operators have time bounds too.
     let ends = stream::iter(dooms).map(|doom| to_the_end(Some(doom)));
     ends.buffer_unordered(5).collect::<Vec<_>>().await;
 }
@@ -201,7 +201,7 @@ async fn waiter_that_has_started_is_not_relocated() {
     running.stop().await;
 }
 
-/// An agent of two GPUs of 16: who has how much of which. A waiter is bound to the GPU that is held for it, if `binds`.
+/// Simulates an agent with two GPUs of 16. With `binds` a waiter is bound to its reserved GPU.
 fn report_two(api: &Api, pods: &[(&str, usize, u32)], binds: bool) {
     let there = |name: &str| !api.get("pods", "team", name).is_null();
     let mut node = api.get("gpunodes", "", "n");
@@ -257,7 +257,8 @@ async fn two_operators_preempt_on_one_gpu_for_one_waiter() {
     sleep(Duration::from_secs(1)).await;
     let second = Running::over(api.another_way()).await;
     second.until_listed().await;
-    // The second one would have one borrower go from the first GPU. By now there are two, and one on the other GPU.
+    // The second operator would evict one borrower from the first GPU, which by now has two. The
+    // other GPU has one.
     for kind in ["gpunodes", "pods"] {
         second.api.mute(kind, true);
     }

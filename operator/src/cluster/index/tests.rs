@@ -117,7 +117,7 @@ fn orders_written_to_a_node_are_forgotten_when_it_is_gone() {
     assert_eq!(written.keys().collect::<Vec<_>>(), ["stays"]);
 }
 
-/// A claim of whose pods poisoned contexts are only reported.
+/// A budget whose policy only reports poisoned contexts.
 fn reports() -> BudgetSummary {
     let contexts = ContextPolicy {
         action: bursar_crds::budget::ContextAction::Report,
@@ -130,7 +130,7 @@ fn reports() -> BudgetSummary {
     }
 }
 
-/// The namespaces whose orders the node `n` is to be given; none while it has what it needs. It is given them.
+/// Writes the policies that node `n` lacks. Returns their namespaces, or `None`.
 fn given(
     index: &mut ClusterIndex,
     written: &mut BTreeMap<String, NodeOrders>,
@@ -202,7 +202,7 @@ fn node_gets_all_policies_when_few_else_those_of_its_pods() {
     );
 }
 
-/// A node that lives, with or without a label.
+/// A node that is alive, with or without a cohort label.
 fn host(cohort: Option<&str>) -> NodeSummary {
     NodeSummary {
         cohort: cohort.map(str::to_owned),
@@ -250,7 +250,7 @@ fn concerned(index: &ClusterIndex, affected: &Affected) -> Vec<String> {
     keys.into_iter().map(|key| key.namespace).collect()
 }
 
-/// What a node says of a namespace's pods.
+/// A node's report on a namespace's pods.
 fn told_of(node: &str, namespace: &str, observed: i32) -> WatchEvent {
     let object: GpuNode = serde_json::from_value(json!({
         "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": node }, "spec": {},
@@ -311,7 +311,7 @@ fn gpu_fault_affects_its_pods_and_context_fault_its_own() {
     let pair = |pod: &str, fault: &str| (pod.to_owned(), fault.to_owned());
     assert_eq!(suffers(&index, "a"), [pair("p", "g"), pair("q", "c")]);
     assert_eq!(suffers(&index, "b"), [pair("p", "g")]);
-    // Without another policy a context is restarted: to one number above that of the fault.
+    // Without a policy a context is restarted, to the generation after the fault's.
     let due = &index.outdated_node_orders(&BTreeMap::new())[0].2.1;
     assert_eq!((due[0].fault.as_str(), due[0].process_generation), ("c", 5));
     let policy = ContextPolicy {
@@ -460,7 +460,7 @@ fn node_with_another_quantum_is_excluded_and_named() {
     assert_eq!(cohort.nodes, 0);
 }
 
-/// A node that does not live.
+/// A node that is down.
 fn dead(node: &str) -> WatchEvent {
     let host = NodeSummary {
         is_alive: false,
@@ -493,7 +493,7 @@ fn dead_node_leaves_its_cohort_and_returns_when_it_lives() {
     assert_eq!((cohort.nodes, cohort.allocatable), (1, Quanta::new(16)));
     assert_eq!(cohort.excluded, [("n".to_owned(), ExclusionReason::Dead)]);
     assert_eq!(index.excluded_nodes(), BTreeMap::from([("Dead", 1)]));
-    // What its agent said last, and says no more, changes nothing.
+    // The agent's last report changes nothing.
     index.apply(node("n", 64));
     assert_eq!(offered(&index), Quanta::new(16));
     let lives = index.apply(label("n", "default"));
@@ -555,7 +555,7 @@ fn unreadable_objects_are_named_and_no_budget_counts_as_gone() {
         WatchEvent::Namespace(Event::InitDone),
         WatchEvent::Namespace(Event::Apply((key("", "a"), enforced))),
     ]);
-    // The list that names them is followed by what was read of it.
+    // After the list of unreadable objects comes the list of their projections.
     index.apply(WatchEvent::GpuNode(Event::Init));
     index.apply(WatchEvent::GpuNode(Event::InitApply((
         key("", "n"),
@@ -581,7 +581,7 @@ fn unreadable_objects_are_named_and_no_budget_counts_as_gone() {
     assert_eq!(index.namespaces_without_budget(), ["a"]);
 }
 
-/// The tally of what is there, made anew.
+/// The aggregates, counted from scratch.
 fn tallied(index: &ClusterIndex) -> Aggregates {
     let mut tally = Aggregates::default();
     for (_, summary) in index.budgets.iter() {
@@ -601,7 +601,7 @@ fn tallied(index: &ClusterIndex) -> Aggregates {
     tally
 }
 
-/// A node that tells of a namespace's use, of a poisoned context of another one, and of a fault of a GPU.
+/// A node that reports usage of one namespace, a poisoned context of another and a GPU fault.
 fn eventful(offer: u64, uses: u8, fault: u8, gpu_fault: bool) -> GpuNodeSummary {
     let object: GpuNode = serde_json::from_value(json!({
         "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n" }, "spec": {},
@@ -623,7 +623,7 @@ fn eventful(offer: u64, uses: u8, fault: u8, gpu_fault: bool) -> GpuNodeSummary 
 }
 
 proptest! {
-    /// Whatever came before, and also where everything is listed anew.
+    /// For any earlier events, and also after a new list.
     #[test]
     fn aggregates_equal_a_full_recount(
         steps in prop::collection::vec((0u8..11, 0u8..3, 0u8..3, 0u64..4), 1..60),
@@ -654,8 +654,8 @@ proptest! {
                 index.apply(change);
             }
             prop_assert_eq!(&index.aggregates, &tallied(&index));
-            // Nobody suffers, or is told of, by a node that is not looked at, or by one without
-            // pods of the namespace.
+            // Only nodes that are consulted affect or report a namespace, and only while its pods
+            // are on them.
             for at in 0..9u8 {
                 let (namespace, on) = ((at / 3).to_string(), (at % 3).to_string());
                 index.apply(placed(&namespace, "p", &on));
@@ -677,7 +677,8 @@ proptest! {
         }
     }
 
-    /// The pods of three namespaces on `good`, on `evil` and on none; what `evil` says is random.
+    /// The pods of three namespaces are on `good`, on `evil` or unscheduled. The report of `evil`
+    /// is random.
     #[test]
     fn node_report_affects_only_pods_on_that_node(
         pods in prop::collection::btree_map((0u8..3, 0u8..4), 0u8..3, 1..10),
@@ -721,7 +722,7 @@ proptest! {
         }
     }
 
-    /// Pods are not kept up but counted, so what is counted is what there is: each quantum once.
+    /// Each quantum of a request counts once.
     #[test]
     fn pod_counts_once_in_its_namespace_and_class(
         pods in prop::collection::btree_map((0u8..4, 0u8..8), (any::<bool>(), 1u64..100), 0..24),
@@ -743,7 +744,7 @@ proptest! {
         }
     }
 
-    /// A budget whose facts changed is never left out of the dirty ones.
+    /// A budget whose inputs changed is always among the affected budgets.
     #[test]
     fn changed_inputs_always_mark_the_budget_affected(
         steps in prop::collection::vec((0u8..8, 0u8..3, 0u8..3, 0u64..4), 1..60),

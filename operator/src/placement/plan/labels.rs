@@ -1,7 +1,7 @@
-//! The labels that steer pods: what a node's GPUs could give to one pod now.
+//! Plans node labels, which say what one GPU of a node could give to a pod now.
 //!
-//! They are exact once nothing changes, and rough while much does: a change that takes a value into another bucket is
-//! written at once, another one when it has lasted.
+//! While much changes, labels are approximate: a value that enters another bucket is written at
+//! once, a smaller change only after it has lasted. Without changes labels are exact.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -16,10 +16,10 @@ use crate::placement::node::{Gpu, GpuFacts};
 use crate::placement::snapshot::Snapshot;
 use crate::quanta::Quanta;
 
-/// How long a small change lasts before it is written.
+/// How long a small change has to last before it is written.
 const STABLE_FOR: Duration = Duration::from_secs(10);
 
-/// The nodes whose labels are to be written now, the most wrong first, as many as the rate allows.
+/// The nodes to label now, the most wrong first, within the rate.
 pub(super) fn plan(
     snapshot: &Snapshot<'_>,
     history: &mut History,
@@ -48,7 +48,7 @@ pub(super) fn plan(
         let rough = wanted
             .iter()
             .any(|(label, value)| bucket(there(label)) != bucket(value.as_ref()));
-        // The watch is behind, or somebody else wants it otherwise and would have it back at once.
+        // The watch is late, or another writer keeps restoring its own value.
         let given = history.written_labels.get(*name);
         let given = given
             .is_some_and(|(labels, at)| *labels == wanted && now.saturating_sub(*at) < STABLE_FOR);
@@ -88,7 +88,7 @@ fn label_values(snapshot: &Snapshot<'_>, gpus: &GpuFacts) -> [String; 3] {
     values.map(|value| value.count().to_string())
 }
 
-/// What of a GPU would come back from borrowers. Of one that is held, nothing: it is on its way to somebody.
+/// The memory that borrowers would return. None on a reserved GPU, because another pod gets it.
 fn reclaimable(snapshot: &Snapshot<'_>, gpu: &Gpu) -> Quanta {
     if gpu.reserved_for.is_some() {
         return Quanta::ZERO;
@@ -101,7 +101,8 @@ fn reclaimable(snapshot: &Snapshot<'_>, gpu: &Gpu) -> Quanta {
     pods.map(|(_, quanta)| *quanta).sum()
 }
 
-/// Values in one bucket differ by a quarter at most; small ones have one each, and so has what is no number.
+/// The bucket of a value. Values in one bucket differ by a quarter at most; small values and
+/// non-numbers have buckets of their own.
 fn bucket(value: Option<&String>) -> Option<u64> {
     let value: u64 = value?.parse().ok()?;
     if value < 8 {

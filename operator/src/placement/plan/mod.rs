@@ -1,16 +1,17 @@
-//! From the landscape and what was tried to what is to be done: pure.
+//! Plans the next placement steps from a snapshot and the history. Pure.
 //!
 //! ```text
-//!   a pod waits on its node ----+-- may go, another node has room ------------------> Move
-//!   the scheduler refuses one --+
-//!         |                  otherwise: pods of lower priority on one GPU would make room
+//!   a pod waits on its node --------+-- relocatable, another node has room ------> Relocate
+//!   the scheduler finds no node ----+
+//!         |                  else: victims of lower priority on one GPU would make room
 //!         v                                    |
-//!    nothing to be done                        v
-//!                     Reserve --agent answers heldFor--> MakeRoom (nominate, evict) --bound or gone--> Reserve without it
+//!      no step                                 v
+//!                 Reserve --agent sets heldFor--> Preempt: nominate, evict
+//!                                                    --pod bound or gone--> Reserve without it
 //! ```
 //!
-//! A step is the whole of one write, or of one waiter's evictions, so a plan may end after any of them: the next one
-//! is made from what is so then.
+//! Each step is one write, or the evictions for one pod. A plan may stop after any step, because
+//! the next plan starts from the observed state.
 
 mod labels;
 mod pending;
@@ -28,79 +29,80 @@ use crate::cluster::Key;
 use crate::cluster::pod_request;
 use crate::quanta::Quanta;
 
-/// What the admin decides.
+/// The administrator's options for placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlacementOptions {
-    /// The size of one quantum: it names the labels.
+    /// The quantum, which is part of the labels' names.
     pub quantum: Quantum,
-    /// Whether waiting pods may be evicted to be scheduled on another node.
+    /// Whether pending pods may be evicted to be scheduled on another node.
     pub move_waiters: bool,
-    /// How long a disruption budget keeps a pod that has to go for one of higher priority.
+    /// How long a PodDisruptionBudget may refuse the eviction of a victim.
     pub disruption_grace: Duration,
 }
 
-/// One thing to do.
+/// One step of a plan.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Step {
     /// Write a node's labels.
     Label {
-        /// The node.
+        /// The Node.
         node: NodeRef,
-        /// What they should say; those without a value go.
+        /// The desired labels. A label without a value is removed.
         labels: NodeLabels,
     },
-    /// Write all reservations of a node.
+    /// Apply all reservations of a node.
     Reserve {
         /// The `GpuNode`.
         node: NodeRef,
-        /// Those that it is written over, and no others: two operators are not to choose one GPU each for one waiter.
+        /// The reservations that are replaced. If the object has others, another operator has
+        /// written, and the step is dropped.
         over: Vec<Reservation>,
-        /// They.
+        /// The new reservations.
         reservations: Vec<Reservation>,
     },
-    /// Write all quotas that are ordered of a node.
+    /// Apply all quota overrides of a node.
     OverrideQuotas {
         /// The `GpuNode`.
         node: NodeRef,
-        /// They.
+        /// The new quota overrides.
         quotas: Vec<QuotaOrder>,
     },
-    /// End pods on a GPU that is held, for the one that it is held for.
+    /// Evict victims on a GPU that is reserved for a pod.
     Preempt {
-        /// Whom for.
+        /// The pod with the reservation.
         waiter: PodRef,
-        /// The node.
+        /// The node's name.
         node: String,
-        /// The GPU.
+        /// The GPU's UUID.
         gpu: String,
-        /// Tell the scheduler to keep the node's room for the waiter.
+        /// Whether to nominate the node first, so that the scheduler keeps the room.
         nominate: bool,
-        /// Who goes.
+        /// The victims.
         victims: Vec<Victim>,
     },
-    /// Evict a pod that waits, so that it is scheduled elsewhere.
+    /// Evict a waiting pod so that it is scheduled on another node.
     Relocate {
         /// The pod.
         pod: PodRef,
-        /// What makes another one.
+        /// The UID of the controller that recreates the pod.
         owner: String,
-        /// The `GpuNode` that it leaves.
+        /// The `GpuNode` that the pod leaves.
         from: NodeRef,
-        /// The node that has room.
+        /// The node with room.
         to: String,
-        /// How much it needs there.
+        /// The room that the pod needs.
         room: Quanta,
     },
-    /// Find out whether a Job lets its pods be disrupted.
+    /// Read whether a Job ignores the disruption of its pods.
     ReadJob {
-        /// Its namespace.
+        /// The Job's namespace.
         namespace: String,
-        /// It.
+        /// The Job.
         job: pod_request::JobRef,
     },
 }
 
-/// What steps are called in metrics and logs.
+/// The names of the steps in metrics and logs.
 pub const STEPS: [&str; 6] = [
     "label",
     "reserve",
@@ -111,7 +113,7 @@ pub const STEPS: [&str; 6] = [
 ];
 
 impl Step {
-    /// As metrics and logs call it.
+    /// The step's name in metrics and logs.
     pub(super) fn name(&self) -> &'static str {
         let [label, reserve, lower, make_room, moved, look] = STEPS;
         match self {
@@ -125,29 +127,29 @@ impl Step {
     }
 }
 
-/// An object without a namespace, never another one of the same name.
+/// A cluster-scoped object, identified by its UID too.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct NodeRef {
     pub(super) name: String,
     pub(super) uid: String,
 }
 
-/// A pod, never another one of the same name.
+/// A pod, identified by its UID too.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct PodRef {
     pub(super) key: Key,
     pub(super) uid: String,
 }
 
-/// A pod that has to go.
+/// A pod to evict for another pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Victim {
     pub(super) pod: PodRef,
-    /// Its disruption budget has had its time: it is deleted.
+    /// Delete the victim, because the grace of its PodDisruptionBudget is over.
     pub(super) force: bool,
 }
 
-/// What is to be done now, by the operator's monotonic clock. Nothing where all is as it should be.
+/// The steps to take now, by the operator's monotonic clock. Empty when nothing is to do.
 pub(super) fn plan(
     placement_index: &PlacementIndex,
     history: &mut History,
@@ -162,7 +164,7 @@ pub(super) fn plan(
     steps
 }
 
-/// The `GpuNode` of a node, to be written.
+/// The reference to a node's `GpuNode`.
 fn gpu_node_ref(snapshot: &Snapshot<'_>, node: &str) -> NodeRef {
     let gpus = snapshot.gpu_nodes.get(node);
     NodeRef {

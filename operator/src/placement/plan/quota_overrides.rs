@@ -1,4 +1,4 @@
-//! What budgets lower, as orders to the agents.
+//! Plans the quota overrides of budgets as orders to the agents.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use crate::placement::history::History;
 use crate::placement::pod::PodFacts;
 use crate::placement::snapshot::Snapshot;
 
-/// The nodes whose orders differ from what budgets say.
+/// The nodes whose overrides differ from the budgets'.
 pub(super) fn plan(snapshot: &Snapshot<'_>, history: &History) -> Vec<Step> {
     let mut wanted = desired(snapshot);
     let mut steps = Vec::new();
@@ -25,7 +25,7 @@ pub(super) fn plan(snapshot: &Snapshot<'_>, history: &History) -> Vec<Step> {
     steps
 }
 
-/// The orders for each node, in one order.
+/// The sorted overrides of each node.
 fn desired(snapshot: &Snapshot<'_>) -> BTreeMap<String, Vec<QuotaOrder>> {
     let mut wanted: BTreeMap<String, Vec<QuotaOrder>> = BTreeMap::new();
     if snapshot.overrides.is_empty() {
@@ -54,7 +54,7 @@ fn desired(snapshot: &Snapshot<'_>) -> BTreeMap<String, Vec<QuotaOrder>> {
     wanted
 }
 
-/// One for each of its containers and GPUs, for the amount is of each GPU.
+/// One override for each container and GPU of the pod, because the amount is per GPU.
 fn pod_overrides(
     snapshot: &Snapshot<'_>,
     pod: &PodFacts,
@@ -70,7 +70,7 @@ fn pod_overrides(
     let theirs = theirs.filter(|gpu| gpu.pods.contains_key(&pod.uid) || gpu.pods.len() >= MAX_PODS);
     let mut accounts: Vec<&str> = theirs.map(|gpu| gpu.uuid.as_str()).collect();
     if accounts.len() < 2 {
-        // Which GPU it is makes no difference, and need not be known.
+        // With one GPU the account `device` suffices.
         accounts = vec![DEVICE];
     }
     let order = |container: &str, account: &str| QuotaOrder {

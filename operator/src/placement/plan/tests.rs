@@ -1,5 +1,5 @@
-//! A small cluster that plans are carried out on: GPUs, pods, an agent that binds by reservation and priority, a
-//! scheduler that counts tokens and keeps them for whom it nominated.
+//! Simulates a small cluster that applies plans: GPUs, pods, an agent that binds by reservation and
+//! priority, and a scheduler that counts quanta and honours nominations.
 
 mod guarantees;
 mod node_reports;
@@ -26,10 +26,11 @@ use crate::placement::node::{Gpu, GpuFacts, NodeFacts, PendingContainer};
 use crate::placement::node_usage::PodRequests;
 use crate::placement::pod::{Constraints, Owner, Placement, PodFacts};
 
-/// How many random clusters each promise is shown on. Of a fifth somebody has to go at least, or it would say little.
+/// How many random clusters each property is checked on. In at least a fifth of them a pod has to
+/// be evicted.
 const CASES: u32 = 100_000;
 
-/// How many of `full` cases a property is tried with: all in the long tier of `cargo verify`.
+/// How many of `full` cases a property is checked on: all in the long tier of `cargo verify`.
 fn cases(full: u32) -> u32 {
     match std::env::var_os("BURSAR_LONG") {
         Some(_) => full,
@@ -42,43 +43,43 @@ const RULES: PlacementOptions = PlacementOptions {
     move_waiters: true,
     disruption_grace: Duration::from_secs(60),
 };
-/// The time of day when the operator's shows `now`.
+/// The wall clock at the operator's uptime `now`.
 fn wall(now: Uptime) -> Timestamp {
     Timestamp::UNIX_EPOCH + now
 }
 
 const GUARANTEED: i32 = 0;
 const HIGH: i32 = 10;
-/// Less than the others, and no borrower.
+/// A lower priority than the others, but not borrowed.
 const LOW: i32 = -5;
 const BORROWED: i32 = -10;
 
-/// One pod of the model.
+/// A pod of the simulated cluster.
 #[derive(Clone, Debug, PartialEq)]
 struct Life {
     asks: u64,
-    /// Processors.
+    /// The CPU request.
     cpu: u64,
     priority: i32,
     owner: Owner,
     node: Option<String>,
     nominated: Option<String>,
-    /// The GPU that it is bound to.
+    /// The GPU that the pod is bound to.
     gpu: Option<String>,
-    /// The GPU that a first container of it is bound to, and what of all that it asks for that one has.
+    /// The GPU of the pod's first container, and that container's part of the request.
     first: Option<(String, u64)>,
-    /// The nodes that it may be on, by their label; any without it.
+    /// The cohort label of the nodes that the pod may use. Any node without it.
     cohort: Option<String>,
     ending: bool,
 }
 
 impl Life {
-    /// What it asks for beside its first container.
+    /// The request beside the first container's.
     fn rest(&self) -> u64 {
         self.asks - self.first.as_ref().map_or(0, |(_, quanta)| *quanta)
     }
 
-    /// What it has of a GPU.
+    /// The pod's memory on a GPU.
     fn on(&self, gpu: &str) -> u64 {
         let first = self.first.iter().filter(|(on, _)| on == gpu);
         let first: u64 = first.map(|(_, quanta)| *quanta).sum();
@@ -90,56 +91,58 @@ impl Life {
             }
     }
 
-    /// Whether it goes for nobody: a Job's, whose policy takes that for a failure, and no borrower.
+    /// Whether the pod is never evicted: it is guaranteed and its Job counts an eviction as a
+    /// failure.
     fn sticks(&self) -> bool {
         let keeps = matches!(&self.owner, Owner::Job(job) if job.uid.len() % 2 == 1);
         keeps && self.priority != BORROWED
     }
 }
 
-/// Who went for one waiter.
+/// The victims of one pod.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Round {
-    /// From these GPUs.
+    /// The GPUs that the victims were on.
     gpus: BTreeSet<String>,
-    /// What the waiter lacked on the first of them when the first went.
+    /// What the pod lacked on the first GPU at the first eviction.
     lacked: u64,
-    /// What each had.
+    /// The memory of each victim.
     gone: Vec<u64>,
 }
 
-/// The model.
+/// A simulated cluster.
 #[derive(Clone, Debug, Default)]
 struct Cluster {
-    /// Nodes, their GPUs and what each has.
+    /// The capacity of each node's GPUs.
     nodes: BTreeMap<String, BTreeMap<String, u64>>,
     pods: BTreeMap<String, Life>,
     reservations: BTreeMap<String, Vec<Reservation>>,
-    /// What the agents have answered.
+    /// The reservations that the agents have acknowledged.
     held: BTreeMap<String, Reservation>,
     labels: BTreeMap<String, BTreeMap<String, String>>,
-    /// What pods that are gone left on GPUs, and is not proven free.
+    /// Memory of ended pods that is not proven free, by GPU.
     left: BTreeMap<String, u64>,
     quotas: BTreeMap<String, Vec<QuotaOrder>>,
     moves: BTreeMap<String, Vec<Moved>>,
     lowered: BTreeMap<String, String>,
-    /// Whom a disruption budget keeps.
+    /// The pods whose eviction a PodDisruptionBudget refuses.
     kept: Vec<String>,
-    /// Who was asked to go, each time.
+    /// The pods of all accepted evictions.
     evicted: Vec<String>,
-    /// Who went, by the waiter that it was for and its node.
+    /// The victims by preemptor and node.
     rounds: BTreeMap<(String, String), Round>,
     moved: Vec<String>,
     writes: usize,
-    /// Whoever is evicted comes again, as what is moved does.
+    /// Every evicted pod is recreated, like a relocated pod.
     all_return: bool,
-    /// The scheduler preempts borrowers where a node lacks quanta.
+    /// The scheduler preempts borrowers on a node that lacks quanta.
     preempts: bool,
-    /// The nodes that lack something else, so that the scheduler puts no owner there.
+    /// Nodes on which the scheduler places no guaranteed pod, for a reason that the operator does
+    /// not see.
     shut: Vec<String>,
-    /// The processors of nodes that have few.
+    /// The CPUs of nodes that have few.
     processors: BTreeMap<String, u64>,
-    /// Who does not end although that was asked for.
+    /// Pods that never terminate.
     slow: Vec<String>,
 }
 
@@ -174,7 +177,7 @@ impl Cluster {
         self
     }
 
-    /// The same pod, of which a first container is bound on a GPU already.
+    /// Binds a first container of the pod to a GPU.
     fn first(mut self, uid: &str, gpu: &str, quanta: u64) -> Self {
         self.pods.get_mut(uid).unwrap().first = Some((gpu.to_owned(), quanta));
         self
@@ -196,7 +199,7 @@ impl Cluster {
         self.nodes[node][gpu].saturating_sub(used + left)
     }
 
-    /// What of a GPU is kept for the pod that it is held for; what that has there is included in the reservation.
+    /// The free memory that is reserved for a pod. The reservation includes what the pod has.
     fn kept(&self, gpu: &str) -> u64 {
         let Some(held) = self.held.get(gpu) else {
             return 0;
@@ -411,14 +414,14 @@ impl Cluster {
                 self.pods.get_mut(&pod.uid).unwrap().ending = true;
             }
             Step::ReadJob { job, .. } => {
-                // Those with an even number of letters let go.
+                // Jobs with an even number of letters ignore disruption.
                 let lets = job.uid.len() % 2 == 0;
                 history.jobs.insert(job.uid, lets);
             }
         }
     }
 
-    /// The API server's own word of a waiter.
+    /// Whether the API server shows the pod as waiting for this node.
     fn waits(&self, uid: &str, node: &str) -> bool {
         let pod = self.pods.get(uid);
         pod.is_some_and(|pod| {
@@ -428,7 +431,7 @@ impl Cluster {
         })
     }
 
-    /// A pod is evicted for a waiter. Who is gone, or ends already, does not go again.
+    /// Evicts a pod for another. A pod that is terminating or gone is not evicted again.
     fn end(&mut self, uid: &str, waiter: &str, node: &str, gpu: &str) {
         let free = self.free(node, gpu);
         let needs = self.pods[waiter].rest();
@@ -449,9 +452,10 @@ impl Cluster {
         }
     }
 
-    /// A second passes: who is ending ends, agents answer and bind, the scheduler places.
+    /// Advances by a second: pods terminate, agents acknowledge and bind, the scheduler places
+    /// pods.
     fn live(&mut self) {
-        // What is moved comes again, under another name.
+        // A relocated pod is recreated under another name.
         let again: Vec<(String, Life)> = self
             .pods
             .iter()
@@ -478,7 +482,7 @@ impl Cluster {
             .flatten()
             .map(|held| (held.gpu.clone(), held.clone()))
             .collect();
-        // Borrowers first: the scheduler may be unlucky, and only a nomination keeps them off.
+        // Borrowers come first: an unlucky order, in which only a nomination protects the room.
         let mut queue: Vec<String> = self.pods.keys().cloned().collect();
         queue.sort_by_key(|uid| self.pods[uid].priority);
         for uid in &queue {
@@ -512,7 +516,7 @@ impl Cluster {
                 self.preempt(uid, &short);
             }
         }
-        // The agents: who is held a GPU, then by priority.
+        // The agents bind the pod of a reservation first, and then by priority.
         queue.sort_by_key(|uid| std::cmp::Reverse(self.pods[uid].priority));
         for uid in &queue {
             let pod = self.pods[uid].clone();
@@ -529,7 +533,7 @@ impl Cluster {
         }
     }
 
-    /// Whether a pod may be on a node, as far as that is told by labels and by what only the scheduler knows.
+    /// Whether the pod may be on a node, by labels and by what only the scheduler knows.
     fn takes(&self, node: &str, pod: &Life) -> bool {
         if self.shut.iter().any(|shut| shut == node) && pod.priority != BORROWED {
             return false;
@@ -554,7 +558,8 @@ impl Cluster {
         there.filter(|(_, pod)| pod.priority == BORROWED)
     }
 
-    /// The scheduler's own: borrowers end on the node where the fewest have the quanta that it is `short` of.
+    /// The scheduler's preemption: borrowers terminate on the node where the fewest have the
+    /// `short` quanta.
     fn preempt(&mut self, uid: &str, short: &[u64]) {
         let nominated = self.pods[uid].nominated.as_ref();
         if nominated.is_some_and(|node| self.borrowers(node).any(|(_, pod)| pod.ending)) {
@@ -583,7 +588,7 @@ impl Cluster {
         }
     }
 
-    /// Seconds of planning and living; ends early once nothing is planned any more for a while.
+    /// Plans and advances for `seconds`. Ends early once no plan has had a step for a while.
     fn run(&mut self, history: &mut History, from: u64, seconds: u64) {
         for second in from..from + seconds {
             let now = Duration::from_secs(second);
@@ -599,11 +604,11 @@ impl Cluster {
     }
 }
 
-/// In seconds.
+/// The longest pause in seconds.
 const LONGEST_PAUSE: u64 = 16;
 
-/// An operator that looks at its cluster, which changes by nothing else: anew only where it did, and ever more rarely
-/// while nothing happens. That is what makes 100,000 clusters cheap.
+/// An operator over a cluster that nothing else changes. It plans after changes, and ever more
+/// rarely without them, which makes 100,000 clusters cheap.
 #[derive(Default)]
 struct Watching {
     history: History,
@@ -612,7 +617,7 @@ struct Watching {
 }
 
 impl Watching {
-    /// The first `most` steps of one plan, and what comes of them. Says whether anything does.
+    /// Applies the first `most` steps of one plan. Returns whether anything happened.
     fn act(&mut self, live: &mut Cluster, second: u64, most: usize) -> bool {
         let now = Duration::from_secs(second);
         let anew = self.view.is_none();
@@ -634,7 +639,7 @@ impl Watching {
         happened
     }
 
-    /// How many seconds later it looks again, by whether anything happened.
+    /// The seconds until the next plan, by whether anything happened.
     fn pause(&mut self, happened: bool) -> u64 {
         self.pause = if happened {
             1
@@ -652,7 +657,7 @@ fn key(namespace: &str, name: &str) -> Key {
     }
 }
 
-/// One with an even number of letters lets its pods go.
+/// A Job. With an even number of letters it ignores disruption.
 fn job(uid: &str) -> Owner {
     Owner::Job(pod_request::JobRef {
         name: "j".to_owned(),
@@ -660,7 +665,7 @@ fn job(uid: &str) -> Owner {
     })
 }
 
-/// Such as a ReplicaSet.
+/// Another controller, such as a ReplicaSet.
 fn other(uid: &str) -> Owner {
     Owner::Other {
         uid: uid.to_owned(),

@@ -1,21 +1,21 @@
-//! Who has to go from one GPU, so that one pod fits there.
+//! Selects a minimal set of victims on one GPU.
 
 use crate::quanta::Quanta;
 
-/// A pod that may have to go.
+/// A pod that may be evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Candidate<'a> {
     pub(super) uid: &'a str,
     pub(super) priority: i32,
-    /// What it has of the GPU.
+    /// The candidate's memory on the GPU.
     pub(super) quanta: Quanta,
 }
 
-/// The fewest of `candidates` that together have what is lacking, in the order in which they go; none where all of them
-/// have not.
+/// The fewest `candidates` that together free `lacking`, in eviction order. `None` when all of them
+/// do not suffice.
 ///
-/// Of several choices one whose most important pod matters least, and then one that frees little more than is
-/// needed. Who chooses again after the first of them went, among pods that matter alike, comes to the rest of them.
+/// Among equal counts the highest priority of the victims is minimal, and then the excess is small.
+/// After some victims are gone, the selection among equal priorities yields the rest of them.
 pub(super) fn minimal_victims<'a>(
     candidates: &[Candidate<'a>],
     lacking: Quanta,
@@ -36,7 +36,7 @@ pub(super) fn minimal_victims<'a>(
         .unwrap_or_default();
     let (chosen, others) = humble.split_at(count);
     let mut chosen = chosen.to_vec();
-    // The last of the chosen may be larger than it needs to be.
+    // The last victim may be larger than necessary.
     if let Some(last) = chosen.pop() {
         let still = lacking.minus(chosen.iter().map(|one| one.quanta).sum());
         let smallest = others.iter().rev().find(|one| one.quanta >= still);
@@ -45,7 +45,7 @@ pub(super) fn minimal_victims<'a>(
     Some(chosen)
 }
 
-/// How many of the first it takes.
+/// How many of the largest candidates suffice.
 fn count_covering(largest_first: &[Candidate<'_>], lacking: Quanta) -> Option<usize> {
     let mut sum = Quanta::ZERO;
     if lacking == Quanta::ZERO {
@@ -100,7 +100,7 @@ mod tests {
     }
 
     proptest! {
-        /// Another operator may have asked some of them to go.
+        /// Another operator may have evicted some of the victims.
         #[test]
         fn choice_is_stable_after_some_victims_are_gone(
             sizes in prop::collection::vec(1_u64..8, 1..8), lacking in 1_u64..30, went in 0_usize..8,
@@ -117,7 +117,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(100_000))]
-        /// Against every choice that there is.
+        /// Compares with every possible choice.
         #[test]
         fn victims_are_minimal_by_count_then_priority(
             of in prop::collection::vec((1_u64..20, -2_i32..3), 0..7),
@@ -138,7 +138,7 @@ mod tests {
             if let Some(found) = found {
                 let sum: Quanta = found.iter().map(|one| one.quanta).sum();
                 prop_assert!(sum >= Quanta::new(lacking));
-                // Nobody goes for nothing.
+                // No victim is superfluous.
                 for one in &found {
                     prop_assert!(sum.minus(one.quanta) < Quanta::new(lacking));
                 }

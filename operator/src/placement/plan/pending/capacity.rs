@@ -1,4 +1,4 @@
-//! Checks whether a node has what a pod asks for.
+//! Checks whether a node can hold a pod once its victims are gone.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,8 @@ use crate::placement::pod::PodFacts;
 use crate::quanta::Quanta;
 
 impl<'a> Planner<'a> {
-    /// The node has the pod's memory free, on one GPU and among its tokens, and all else that it asks for.
+    /// Whether the node has room now: on one GPU, in its allocatable quanta and in all other
+    /// resources.
     pub(super) fn has_room(&self, node: &str, pending: &PendingPod<'_>) -> bool {
         let pod = pending.pod;
         let planned = self.relocations.iter().filter(|(_, to, _)| *to == node);
@@ -24,8 +25,10 @@ impl<'a> Planner<'a> {
             && self.snapshot.fits(node, pending.key, &[])
     }
 
-    /// The scheduler could put the waiter on the node if those went who go for it, beside those that are `taken` care
-    /// of there and those that it keeps room for: pods that are nominated to the same node keep each other off.
+    /// Whether the node's quanta suffice for the pod once its victims are gone.
+    ///
+    /// Room for the reservations in `taken` and for other nominated pods is deducted. The scheduler
+    /// does the same, so that pods nominated to one node may block each other.
     pub(super) fn quanta_fit(
         &mut self,
         node: &str,
@@ -36,7 +39,7 @@ impl<'a> Planner<'a> {
         let Some(waiter) = waiter.filter(|pod| pod.node().is_none()) else {
             return true;
         };
-        // Who goes from several GPUs makes room in the node's quanta once.
+        // A victim with memory on several GPUs frees the node's quanta once.
         let mut counted = BTreeSet::new();
         let mut theirs = Quanta::ZERO;
         for reservation in taken {
@@ -64,7 +67,7 @@ impl<'a> Planner<'a> {
                     .iter()
                     .find(|reservation| reservation.waiter == pod.uid)
                 {
-                    // Somebody goes here for this one too, and its turn comes later.
+                    // Victims make room for this pod too, in a later step.
                     Some(later) => self.net_request(node, later, &mut counted),
                     None => pod.request,
                 },
@@ -74,8 +77,8 @@ impl<'a> Planner<'a> {
         self.snapshot.unrequested(node).plus(coming) >= needs.plus(theirs)
     }
 
-    /// The same of all else that the waiter asks for, without anybody gone: where others would have to go for that, the
-    /// scheduler asks them itself.
+    /// Whether the node's other resources suffice for the pod. It assumes no victims, because
+    /// preemption for other resources is the scheduler's task.
     pub(super) fn other_resources_fit(
         &self,
         node: &str,
@@ -92,7 +95,7 @@ impl<'a> Planner<'a> {
         let nominated = nominated.filter(|pod| pod.priority >= waiter.priority);
         let others = nominated.map(|pod| pod.uid.as_str());
         let others = others.chain(taken.iter().map(|reservation| reservation.waiter.as_str()));
-        // Who is both counts once.
+        // A pod in both groups counts once.
         let others: BTreeSet<&str> = others.filter(|uid| *uid != waiter.uid).collect();
         let others = others.iter().filter_map(|uid| self.snapshot.pods.get(uid));
         let others = others.filter(|(_, pod)| pod.node().is_none());
@@ -100,8 +103,8 @@ impl<'a> Planner<'a> {
         self.snapshot.fits(node, key, &others)
     }
 
-    /// What a waiter takes of what nobody on the node asks for, beside what those ask for who go for it and were not
-    /// `counted` before. Who is on the node has its share.
+    /// The quanta that a pod needs beyond what its victims free. Victims in `counted` are not
+    /// counted again. A pod on the node needs none.
     pub(super) fn net_request(
         &mut self,
         node: &str,

@@ -1,4 +1,4 @@
-//! Pods that wait for a GPU: moved to another node, or given room by pods of lower priority.
+//! Plans for pending pods: relocation to another node, or a reservation and preemption.
 
 mod capacity;
 mod preempt;
@@ -19,38 +19,39 @@ use crate::placement::pod::{Owner, Placement, PodFacts};
 use crate::placement::snapshot::Snapshot;
 use crate::quanta::Quanta;
 
-/// How long a pod has waited on its node before anybody goes for it: who is ending anyway may be enough.
+/// How long a pod waits on its node before it preempts. Pods that are terminating anyway may
+/// suffice.
 const PREEMPTION_DELAY: Duration = Duration::from_secs(2);
-/// How long the scheduler has had no node for a pod before anybody goes for it: its own preemption comes first.
+/// How long a pod is unschedulable before it preempts. The scheduler's own preemption comes first.
 const UNSCHEDULABLE_DELAY: Duration = Duration::from_secs(10);
-/// How many waiters are helped, and pods asked to go for one, in one plan.
+/// How many pods one plan helps, and how many victims one step evicts.
 const MAX_STEPS: usize = 20;
-/// How many waiters are looked at in one plan. It has to be made in less than the time between two.
+/// How many pending pods one plan considers, so that it fits into the interval.
 const MAX_CONSIDERED: usize = 100;
 
-/// What a Job that was not looked at yet is taken for.
+/// The assumed policy of a Job that has not been read.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum JobAssumption {
-    /// One that keeps its pods: nobody goes on a guess.
+    /// The Job would fail: no pod is evicted on a guess.
     FailsOnDisruption,
-    /// One that lets them go: nothing that is under way is given up on a guess either.
+    /// The Job ignores disruption: no reservation is dropped on a guess.
     IgnoresDisruption,
 }
 
 /// The reservations of each node.
 type ReservationsByNode = BTreeMap<String, Vec<Reservation>>;
 
-/// A pod that waits for room on one GPU.
+/// A pod that needs room on one GPU.
 #[derive(Clone, Copy)]
 struct PendingPod<'a> {
     key: &'a Key,
     pod: &'a PodFacts,
     quanta: Quanta,
-    /// The node that it is on; none where the scheduler has none.
+    /// The pod's node, if it is bound.
     node: Option<&'a str>,
 }
 
-/// The steps for everybody who waits.
+/// Plans the steps for all pending pods.
 pub(super) fn plan(
     snapshot: &Snapshot<'_>,
     history: &mut History,
@@ -103,19 +104,19 @@ struct Planner<'a> {
     history: &'a History,
     options: &'a PlacementOptions,
     now: Uptime,
-    /// Who waits for one GPU, by UID.
+    /// The pending pods by UID.
     pending: BTreeMap<&'a str, PendingPod<'a>>,
-    /// What those ask for who are going, by node.
+    /// The quanta of terminating pods, by node.
     terminating: BTreeMap<&'a str, Quanta>,
-    /// The pods for whom the scheduler keeps room, by node.
+    /// The nominated pods by node.
     nominated: BTreeMap<&'a str, Vec<&'a PodFacts>>,
-    /// The moves of this plan: the owner, the node that has room, and how much of that is taken by it.
+    /// The relocations of this plan: owner, target node and room.
     relocations: Vec<(&'a str, &'a str, Quanta)>,
-    /// The waiters that were looked at.
+    /// The pods that this plan considered.
     considered: Vec<String>,
-    /// Those without a node for whom no GPU has room, whoever goes: others like them need no look at all nodes.
+    /// Unscheduled pods that no victims could help. Similar pods need no search.
     unsatisfiable: Vec<PendingPod<'a>>,
-    /// Looks at the Jobs whose answer would matter.
+    /// Reads of the Jobs whose policies matter.
     jobs: BTreeMap<String, Step>,
 }
 
@@ -129,7 +130,8 @@ impl<'a> Planner<'a> {
             }
             self.considered.push(pending.pod.uid.clone());
             if let Some((owner, at, to)) = self.find_relocation(&pending) {
-                // Before it is time nobody goes for it either: it loses nothing by going, and they do.
+                // A pod that may relocate soon does not preempt: it loses nothing, and its victims
+                // would.
                 if self.may_relocate_now(&pending, owner) {
                     self.relocations.push((owner, to, pending.pod.request));
                     helped += 1;
@@ -155,7 +157,7 @@ impl<'a> Planner<'a> {
         steps
     }
 
-    /// Who waits for one GPU.
+    /// The pods that need room on one GPU, by UID.
     fn pending_pods(&self) -> BTreeMap<&'a str, PendingPod<'a>> {
         let snapshot = self.snapshot;
         let on_nodes = snapshot.gpu_nodes.iter().flat_map(|(node, gpus)| {
@@ -170,7 +172,7 @@ impl<'a> Planner<'a> {
             })
         });
         let unplaced = snapshot.pods.values().filter_map(|(key, pod)| {
-            // What a pod with several containers needs of one GPU is seen when they start.
+            // A pod with several containers shows its need on one GPU only when they start.
             let [(_, quanta)] = pod.containers.as_slice() else {
                 return None;
             };
@@ -195,7 +197,7 @@ impl<'a> Planner<'a> {
         };
         let mut pending_pods = BTreeMap::new();
         for pending in on_nodes.chain(unplaced).filter(waits) {
-            // Of several containers that wait the one that has waited longest is first.
+            // Among several waiting containers of a pod the longest waiting comes first.
             pending_pods
                 .entry(pending.pod.uid.as_str())
                 .or_insert(pending);
@@ -203,8 +205,8 @@ impl<'a> Planner<'a> {
         pending_pods
     }
 
-    /// Who has waited for long enough and has no reservation, the most important first, and then the longest waiting.
-    /// Of too many those whose turn it is: whose last look is the longest ago.
+    /// The pods that have waited for their delay and have no reservation, by priority and then by
+    /// waiting time. When there are too many, the ones considered longest ago have their turn.
     fn without_reservation(&self, reserved: &ReservationsByNode) -> Vec<PendingPod<'a>> {
         let helped = reserved.values().flatten();
         let helped: BTreeSet<&str> = helped
@@ -246,7 +248,8 @@ impl<'a> Planner<'a> {
         pod.terminating || self.history.eviction_accepted(uid, self.now)
     }
 
-    /// Whether nothing is lost with the pod but its own work: a Job may take a deleted pod for a failed one.
+    /// Whether an eviction costs nothing but the pod's own work. A Job may count a deleted pod as a
+    /// failure.
     fn ignores_disruption(&mut self, key: &Key, pod: &PodFacts, unseen: JobAssumption) -> bool {
         let Owner::Job(job) = &pod.owner else {
             return true;
@@ -263,7 +266,8 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// The waiter's reservation of a GPU. What is bound for it there already is included: so the agent counts.
+/// The reservation of a GPU for a pod. It includes what the pod already has there, as the agent
+/// counts.
 fn reservation_for(pending: &PendingPod<'_>, gpu: &Gpu) -> Option<Reservation> {
     let has = gpu.pods.get(&pending.pod.uid).copied().unwrap_or_default();
     Some(Reservation {

@@ -14,7 +14,8 @@ use crate::quanta::Quanta;
 use bursar_crds::gpu_node::Reservation;
 
 impl<'a> Planner<'a> {
-    /// A GPU to reserve for the waiter: where that has not come to nothing, or most seldom, and then where the fewest go.
+    /// The GPU to reserve for a pod: with the fewest failed reservations, then with the fewest
+    /// victims.
     pub(super) fn find_reservation(
         &mut self,
         pending: &PendingPod<'a>,
@@ -57,7 +58,7 @@ impl<'a> Planner<'a> {
                     continue;
                 };
                 if room.is_empty() && pending.node.is_some() {
-                    // Who is leaving anyway will do.
+                    // The memory of terminating pods suffices.
                     return None;
                 }
                 let reservation = reservation_for(pending, gpu)?;
@@ -80,8 +81,8 @@ impl<'a> Planner<'a> {
         best.map(|((.., node, _), reservation)| (node.to_owned(), reservation))
     }
 
-    /// The nodes that a pod without one may be on; none where it is for the scheduler to do: it keeps room for the
-    /// pod, or some node has room.
+    /// The nodes that an unscheduled pod may use. `None` when the scheduler will place the pod: it
+    /// is nominated, or a node has room.
     pub(super) fn candidate_nodes(&self, pending: &PendingPod<'a>) -> Option<Vec<&'a str>> {
         let Placement::Unscheduled {
             nominated: None, ..
@@ -96,7 +97,8 @@ impl<'a> Planner<'a> {
         (!some).then_some(may)
     }
 
-    /// Who has to go from a GPU for the waiter, besides those who leave soon; none where that would not help.
+    /// The victims on a GPU for a pod, beside terminating pods. `None` when no victims would
+    /// suffice.
     pub(super) fn victims_on(
         &mut self,
         node: &str,
@@ -109,7 +111,7 @@ impl<'a> Planner<'a> {
         }
         let (mut coming, mut candidates) = (self.history.recently_freed(node, gpu), Vec::new());
         for (uid, quanta) in &gpu.pods {
-            // Who has ended is there until the agent sees that.
+            // An ended pod holds its memory until the agent notices the end.
             let there = self.snapshot.pods.get_key_value(uid.as_str());
             let lives = there.filter(|(uid, (_, pod))| !self.is_ending(uid, pod));
             let Some((uid, (key, pod))) = lives else {
@@ -133,7 +135,7 @@ impl<'a> Planner<'a> {
         minimal_victims(&candidates, pending.quanta.minus(gpu.free).minus(coming))
     }
 
-    /// Who goes from a GPU that the agent holds.
+    /// The step that evicts the victims on a GPU that the agent keeps for the pod.
     pub(super) fn preempt(&mut self, node: &str, reservation: &Reservation) -> Option<Step> {
         let pending = *self.pending.get(reservation.waiter.as_str())?;
         let gpu = self.snapshot.gpu(node, &reservation.gpu)?;
@@ -163,10 +165,10 @@ impl<'a> Planner<'a> {
     pub(super) fn victim(&self, one: &Candidate<'_>) -> Option<Victim> {
         let (key, facts) = self.snapshot.pods.get(one.uid)?;
         let refused = self.history.refused_for(one.uid, self.now);
-        // The reservation must live to see the end of it.
+        // The reservation must outlast the grace.
         let grace = self.options.disruption_grace.min(RESERVATION_TIMEOUT / 2);
-        // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy
-        // says. A borrower has agreed to that by its class.
+        // A Job counts a deleted pod, unlike an evicted pod, as a failure whatever its policy says.
+        // A borrowed pod has consented to the deletion.
         let stays = matches!(facts.owner, Owner::Job(_)) && facts.kind == PriorityKind::Guaranteed;
         Some(Victim {
             pod: pod_ref(key, facts),

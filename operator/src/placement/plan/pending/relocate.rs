@@ -5,11 +5,11 @@ use std::time::Duration;
 use super::{JobAssumption, PendingPod, Planner};
 use crate::placement::filters::passes_filters;
 
-/// How long before the waiter itself is moved.
+/// How long a pod waits before its relocation.
 const RELOCATION_DELAY: Duration = Duration::from_secs(8);
 
 impl<'a> Planner<'a> {
-    /// Whether a waiter that is to be moved goes now, and not later.
+    /// Whether a relocatable pod is due for its relocation.
     pub(super) fn may_relocate_now(&self, pending: &PendingPod<'_>, owner: &str) -> bool {
         let next = self.history.next_relocation(owner);
         let another = self.relocations.iter().any(|(other, ..)| *other == owner);
@@ -19,8 +19,8 @@ impl<'a> Planner<'a> {
             && !another
     }
 
-    /// Another node for the waiter, where it may go there by the rules, now or soon, and there is room now: its owner, the
-    /// node that it is on, and the other one.
+    /// Another node with room for a relocatable pod, now or soon: the owner, the pod's node and the
+    /// other node.
     pub(super) fn find_relocation(
         &mut self,
         pending: &PendingPod<'a>,

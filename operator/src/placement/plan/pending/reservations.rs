@@ -1,4 +1,4 @@
-//! Keeps the reservations that are still of use, and writes those that differ.
+//! Keeps useful reservations and writes those that differ.
 
 use std::collections::BTreeSet;
 
@@ -10,12 +10,12 @@ use crate::placement::plan::{Step, gpu_node_ref};
 use crate::placement::pod::Placement;
 
 impl<'a> Planner<'a> {
-    /// The reservations that there are, without those that came to their end: one for each waiter, for nobody goes
-    /// from two nodes for the same one.
+    /// The reservations that are still useful, one for each pod, so that no pod has victims on two
+    /// nodes.
     pub(super) fn useful_reservations(&mut self) -> ReservationsByNode {
         let mut reservation = Vec::new();
         for (node, gpus) in &self.snapshot.gpu_nodes {
-            // What was written last a watch may tell late.
+            // A watch may deliver the last write late.
             let written = self.history.reservations.get(*node).into_iter().flatten();
             let late = written.filter(|reservation| !gpus.reservations.contains(reservation));
             let told = gpus
@@ -49,13 +49,13 @@ impl<'a> Planner<'a> {
             if !gpus.contains(&(node, &reservation.gpu))
                 && !waiters.contains(&reservation.waiter)
                 && self.quanta_fit(node, reservation, taken)
-                // Seen to before it was nominated: others that come by now make room for themselves.
+                // The nomination followed this check. Pods that come now make room for themselves.
                 && (is_nominated(&reservation.waiter, node)
                     || self.other_resources_fit(node, &reservation.waiter, taken))
             {
                 gpus.insert((node, &reservation.gpu));
                 waiters.insert(&reservation.waiter);
-                // Another container of the waiter may have got memory there since.
+                // Another container of the pod may have got memory there since.
                 let again = self
                     .pending
                     .get(reservation.waiter.as_str())
@@ -67,7 +67,7 @@ impl<'a> Planner<'a> {
         kept
     }
 
-    /// Its waiter is still to be bound, and would be if those went who may.
+    /// Whether the pod still waits for this GPU and permitted victims would suffice.
     pub(super) fn is_useful(&mut self, node: &str, reservation: &Reservation) -> bool {
         let (Some(pod), Some(gpu)) = (
             self.snapshot.pod(&reservation.waiter),
@@ -77,7 +77,7 @@ impl<'a> Planner<'a> {
         };
         let elsewhere = match &pod.placement {
             Placement::Node(at) => at != node,
-            // Another operator, or the scheduler itself, has room made there.
+            // Another operator or the scheduler has chosen another node.
             Placement::Unscheduled { nominated, .. } => {
                 nominated.as_ref().is_some_and(|at| at != node)
             }
@@ -90,12 +90,13 @@ impl<'a> Planner<'a> {
             Some(pending) => self
                 .victims_on(node, gpu, &pending, JobAssumption::IgnoresDisruption)
                 .is_some(),
-            // Bound; or scheduled and not started, or between two looks of the scheduler.
+            // The pod is bound, or it is scheduled and not started, or between two scheduling
+            // attempts.
             None => !gpu.pods.contains_key(&reservation.waiter),
         }
     }
 
-    /// The writes of reservations that differ.
+    /// The writes of the reservations that differ.
     pub(super) fn reservation_writes(&self, reserved: &ReservationsByNode) -> Vec<Step> {
         let mut steps = Vec::new();
         for (node, gpus) in &self.snapshot.gpu_nodes {

@@ -1,4 +1,5 @@
-//! What cohorts are promised, over random budgets, nodes and pods: both plans act on one cluster.
+//! Checks the guarantees of cohorts over random budgets, nodes and pods. Both planners act on one
+//! cluster.
 
 use std::cell::Cell;
 
@@ -14,33 +15,34 @@ use crate::cluster::{
     BudgetSummary, Capacity, ClusterIndex, GpuNodeSummary, NodeSummary, WatchEvent,
 };
 
-/// Until when pods come, and how long nothing may happen until it is at rest: an owner's second pause, and a look after it.
+/// The last second at which pods are created, and the time without an event after which the cluster
+/// is at rest.
 const COMING_END: u64 = 22;
 const REST: u64 = 21 + LONGEST_PAUSE;
 
-/// What makes a pod stay, or go.
+/// What blocks or permits a pod's eviction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     Plain,
-    /// A disruption budget keeps it.
+    /// A PodDisruptionBudget refuses the eviction.
     Kept,
-    /// A Job's, that lets it go or does not.
+    /// The pod belongs to a Job, which ignores disruption or does not.
     OfJob(bool),
 }
 
-/// One pod that somebody creates.
+/// A pod that a user creates.
 #[derive(Clone, Debug)]
 struct Coming {
     at: u64,
     team: usize,
     asks: u64,
     priority: i32,
-    /// Its quotas count it too late.
+    /// The quota counts the pod too late.
     slips: bool,
     kind: Kind,
 }
 
-/// Small ones that borrow, and larger ones that come later and own.
+/// Small borrowers, and larger guaranteed pods that are created later.
 fn coming() -> impl Strategy<Value = Coming> {
     let borrows = (10..14_u64, 2_u64..8, Just(BORROWED));
     let owns = (
@@ -68,23 +70,23 @@ struct Teams {
     live: Cluster,
     operator: Watching,
     cohorts: usize,
-    /// Their guarantees, and their limits.
+    /// The guarantee and the limit of each namespace.
     bounds: Vec<(u64, u64)>,
     budgets: Vec<GpuMemoryBudget>,
-    /// When each budget is to be looked at again.
+    /// When each budget is reconciled next.
     due: Vec<Option<u64>>,
     index: ClusterIndex,
-    /// Since when pods are there, and whether they were ending when the world was told of them.
+    /// When each pod was created, and whether the index saw it terminating.
     told: BTreeMap<String, (u64, bool)>,
-    /// Since when disruption budgets have kept pods that were let in by mistake.
+    /// Since when PodDisruptionBudgets have refused the eviction of excess pods.
     refused: BTreeMap<String, u64>,
     /// Since when each budget's status has said that it is exceeded.
     exceeded: Vec<Option<u64>>,
-    /// The Jobs that were looked at.
+    /// The Jobs read so far.
     jobs: BTreeMap<String, bool>,
-    /// Who went for a budget that was exceeded.
+    /// The pods evicted for an exceeded budget.
     repaired: BTreeSet<String>,
-    /// The namespaces in which a quota let in too much.
+    /// The namespaces in which a late quota admitted too much.
     slipped: BTreeSet<usize>,
 }
 
@@ -96,7 +98,7 @@ fn cohort(number: usize) -> String {
     format!("c{number}")
 }
 
-/// Whose a pod is.
+/// The namespace of a pod.
 fn team(uid: &str) -> usize {
     usize::from(uid.as_bytes()[1] - b'0')
 }
@@ -172,7 +174,7 @@ impl Teams {
         }
     }
 
-    /// What a namespace's pods ask for: the guaranteed ones, and all.
+    /// The requests of a namespace's guaranteed pods, and of all its pods.
     fn asked(&self, of: usize) -> (u64, u64) {
         let pods = self.live.pods.iter().filter(|(uid, _)| team(uid) == of);
         pods.fold((0, 0), |(guaranteed, all), (_, pod)| {
@@ -180,7 +182,7 @@ impl Teams {
         })
     }
 
-    /// A pod is made. Its quotas refuse it, or count too late.
+    /// Creates a pod. Its quotas refuse it or count it too late.
     fn create(&mut self, number: usize, pod: &Coming) {
         let of = pod.team % self.bounds.len();
         let ((guaranteed, all), (guarantee, limit)) = (self.asked(of), self.bounds[of]);
@@ -206,7 +208,7 @@ impl Teams {
         self.operator.view = None;
     }
 
-    /// The budgets' world is told of the pods. Says whose changed.
+    /// Updates the budgets' index. Returns the changed namespaces.
     fn tell(&mut self, second: u64) -> BTreeSet<usize> {
         let mut changed = BTreeSet::new();
         for (uid, pod) in &self.live.pods {
@@ -251,7 +253,7 @@ impl Teams {
         changed
     }
 
-    /// One look at each budget that there is reason to look at. Says whether anything was done.
+    /// Reconciles each due budget once. Returns whether anything was done.
     fn look(&mut self, second: u64) -> bool {
         let changed = self.tell(second);
         let mut done = false;
@@ -265,7 +267,7 @@ impl Teams {
         done
     }
 
-    /// One look at a budget. Says in how many seconds it is looked at again: in the next where something was done.
+    /// Reconciles one budget. Returns the seconds until the next time: one after a step.
     fn look_at(&mut self, of: usize, second: u64) -> Option<u64> {
         let namespace = name(of);
         let budget = &mut self.budgets[of];
@@ -326,7 +328,7 @@ impl Teams {
         if done { Some(1) } else { again }
     }
 
-    /// Who was not to be there comes again in vain.
+    /// An excess pod is created again and refused.
     fn refuse(&mut self) {
         let repaired = &self.repaired;
         let count = self.live.pods.len();
@@ -339,7 +341,7 @@ impl Teams {
         }
     }
 
-    /// Pods come, both plans are carried out, until nothing happens any more.
+    /// Creates the pods and applies both plans until nothing happens any more.
     fn run(&mut self, pods: &[Coming]) -> Result<(), TestCaseError> {
         let (mut second, mut last) = (0, 0);
         let waits = |due: &[Option<u64>]| due.iter().any(Option::is_some);
@@ -367,12 +369,12 @@ impl Teams {
         condition.unwrap().status == "True"
     }
 
-    /// The numbers of the budgets of a cohort.
+    /// The indices of a cohort's budgets.
     fn of_cohort(&self, cohort: usize) -> impl Iterator<Item = usize> {
         (0..self.bounds.len()).filter(move |of| of % self.cohorts == cohort)
     }
 
-    /// Whether no owner of a cohort matters more than another.
+    /// Whether all guaranteed pods of a cohort have the same priority.
     fn all_matter_alike(&self, pods: &[Coming], cohort: usize) -> bool {
         let mut there = pods
             .iter()
@@ -380,8 +382,8 @@ impl Teams {
         there.all(|pod| pod.priority != HIGH)
     }
 
-    /// The guaranteed pods that wait although a GPU would have room for them if all borrowers went who may: of their
-    /// node; of any where they have none, if its quanta suffice.
+    /// The guaranteed pods that wait although a GPU would have room without evictable borrowers: on
+    /// their node, or on any node whose quanta suffice.
     fn left_waiting(&self) -> Vec<&String> {
         let cluster = &self.live;
         let stay = || {
@@ -402,7 +404,7 @@ impl Teams {
                 .sum();
             let mut gpus = cluster.nodes[node].iter();
             let all: u64 = cluster.nodes[node].values().sum();
-            // The guarantees of a cohort that is covered fit into its nodes together.
+            // The guarantees of a covered cohort fit into its nodes together.
             (pod.node.is_some()
                 || one_node_covered(team(uid) % self.cohorts)
                 || asked + pod.asks <= all)
@@ -440,8 +442,8 @@ fn cohorts_get_their_guarantees() {
         high.for_each(|pod| pod.priority = GUARANTEED);
         let mut teams = Teams::new(cohorts, &nodes, &budgets);
         teams.run(&pods)?;
-        // Lending evicts each once, for one waiter that is bound then, and no more than that lacks. An owner that matters
-        // more may come between.
+        // Lending evicts each pod once, for one waiter that is then bound, and no more than that
+        // waiter lacks. A waiter of higher priority may intervene.
         let live = &teams.live;
         prop_assert_eq!(live.evicted.iter().collect::<BTreeSet<_>>().len(), live.evicted.len());
         for ((waiter, _), round) in &live.rounds {
@@ -454,8 +456,8 @@ fn cohorts_get_their_guarantees() {
             prop_assert!(live.bound(waiter) || teams.repaired.contains(waiter), "{} waits: {:?}", waiter, live);
         }
         for (of, (guaranteed, limit)) in teams.bounds.iter().enumerate() {
-            // What is guaranteed is not exceeded but by who slipped in, and not for long; nobody else goes for that, and
-            // no Job fails by it.
+            // Only a late quota exceeds a guarantee, and not for long. No other pod is evicted for
+            // it, and no Job fails by it.
             let slipped = teams.slipped.contains(&of);
             let mut sticks = live.pods.iter().filter(|(uid, pod)| team(uid) == of && pod.sticks());
             if !slipped || sticks.next().is_none() {
@@ -470,7 +472,7 @@ fn cohorts_get_their_guarantees() {
         for uid in &teams.repaired {
             prop_assert!(teams.slipped.contains(&team(uid)), "{}", uid);
         }
-        // Whose guarantee is covered, and who would have room without borrowers, is bound.
+        // Each pod within a covered guarantee that would have room without borrowers is bound.
         let waiting = teams.left_waiting();
         prop_assert!(waiting.is_empty(), "{:?} wait: {:?}", waiting, live);
         lent.set(lent.get() + u32::from(!live.evicted.is_empty()));

@@ -1,13 +1,14 @@
-//! Nodes whose root writes what it likes into their `GpuNode`.
+//! Tests nodes whose root user writes arbitrary reports into the `GpuNode`.
 
 use super::*;
 
-/// What a node says of one GPU: of which pods, of how much, free or not, and for whom it is held.
+/// A report on one GPU: its pods with their memory, the free memory, and the pod that it is
+/// reserved for.
 type Lie = (usize, Vec<(usize, u64)>, u64, Option<usize>);
-/// The same of all its GPUs, and who waits there for how much.
+/// A report on all GPUs, and the waiting containers with their requests.
 type Lies = (Vec<Lie>, Vec<(usize, u64)>);
 
-/// `good` is quiet: its pods have what they ask for. On `evil` one pod waits and one borrows.
+/// On `good` each pod has its memory. On `evil` one pod waits and one borrows.
 fn cluster() -> Cluster {
     Cluster::default()
         .node("good", &[16, 16])
@@ -20,8 +21,7 @@ fn cluster() -> Cluster {
         .pod("e2", 8, HIGH, Some(("evil", None)))
 }
 
-/// The cluster as it shows itself, with what `evil` says in the place of its truth. What is
-/// reserved there it answers.
+/// The cluster's index with the report of `evil`, which acknowledges its reservations.
 fn shown(cluster: &Cluster, lies: &Lies) -> PlacementIndex {
     let uids = ["g1", "g2", "g3", "g4", "e1", "e2", "gone", "never"];
     let gpus = ["good-0", "good-1", "evil-0", "made-up"];
@@ -58,7 +58,7 @@ fn shown(cluster: &Cluster, lies: &Lies) -> PlacementIndex {
     placement_index
 }
 
-/// The pods that a step ends or moves.
+/// The pods that a step evicts or relocates.
 fn named(step: &Step) -> Vec<&str> {
     match step {
         Step::Preempt { victims, .. } => victims
@@ -70,16 +70,16 @@ fn named(step: &Step) -> Vec<&str> {
     }
 }
 
-/// The pods that any step names while `evil` says one thing after another.
+/// The pods that any step names during a sequence of reports of `evil`.
 fn all_named(says: &[Lies]) -> BTreeSet<String> {
     let (mut live, mut history, mut all) = (cluster(), History::default(), BTreeSet::new());
     for (at, lies) in says.iter().enumerate() {
-        // Long enough for each patience.
+        // Longer than each delay.
         for second in 0..6 {
             let now = Duration::from_secs(6 * at as u64 + second);
             for step in plan(&shown(&live, lies), &mut history, &RULES, now) {
                 all.extend(named(&step).into_iter().map(str::to_owned));
-                // Nobody ends: each plan sees all pods.
+                // No pod terminates: each plan sees all pods.
                 if matches!(step, Step::Reserve { .. }) {
                     live.act(step, &mut history, now);
                 }
@@ -91,7 +91,7 @@ fn all_named(says: &[Lies]) -> BTreeSet<String> {
 
 #[test]
 fn node_report_selects_no_victim_on_another_node() {
-    // A pod on it waits, and borrowers of the other node are said to be in the way.
+    // A pod on it waits, and the report names borrowers of the other node as obstacles.
     let gpu = (2, vec![(0, 8), (1, 8)], 0, None);
     let says = (vec![gpu], vec![(5, 8)]);
     assert_eq!(all_named(&[says]), BTreeSet::new());

@@ -1,4 +1,4 @@
-//! Labels, quotas, and what others have written.
+//! Tests labels, quota overrides and entries of other writers.
 
 use bursar_crds::Amount;
 use bursar_crds::gpu_node::MAX_PODS;
@@ -33,7 +33,7 @@ fn foreign_reservation_and_quota_are_not_overwritten_forever() {
     let mut history = History::default();
     let mut writes = 0;
     for second in 0..100 {
-        // Whoever wrote it owns it: our write without it takes nothing away.
+        // Another manager owns the entry, so the operator's apply does not remove it.
         cluster
             .reservations
             .insert("a".to_owned(), vec![foreign.clone()]);
@@ -60,7 +60,7 @@ fn labels_show_free_reclaimable_and_total_of_one_gpu() {
     assert_eq!(label(&cluster, "free"), "6");
     assert_eq!(label(&cluster, "reclaimable"), "16");
     assert_eq!(label(&cluster, "gpu"), "16");
-    // A small change is written when it has lasted, a large one at once.
+    // A small change is written after it has lasted, a large one at once.
     cluster = cluster.pod("g2", 16, GUARANTEED, None);
     cluster.pods.remove("g2");
     cluster.pods.get_mut("g").unwrap().asks = 5;

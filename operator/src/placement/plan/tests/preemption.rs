@@ -1,4 +1,4 @@
-//! GPUs that are reserved for waiters, and who goes from them.
+//! Tests reservations of GPUs and the choice of victims.
 
 use super::*;
 
@@ -161,7 +161,7 @@ fn failed_reservation_is_dropped_for_its_backoff() {
         .pod("b", 10, BORROWED, Some(("a", Some(0))))
         .pod("owner", 8, GUARANTEED, Some(("a", None)));
     let mut history = History::default();
-    // No agent answers.
+    // No agent acknowledges the reservation.
     for second in 0..400 {
         let now = Duration::from_secs(second);
         for step in plan(&cluster.placement_index(), &mut history, &RULES, now) {
@@ -197,12 +197,12 @@ fn failed_preemptions_back_off_exponentially() {
         .node("a", &[16])
         .pod("b", 16, BORROWED, Some(("a", Some(0))))
         .pod("owner", 16, GUARANTEED, None);
-    // Whoever goes comes again, and nobody here knows why the scheduler wants no owner there.
+    // Each victim is recreated, and the operator cannot see why the scheduler avoids the node.
     cluster.all_return = true;
     cluster.preempts = true;
     cluster.shut = vec!["a".to_owned()];
     cluster.run(&mut History::default(), 0, 20_000);
-    // After 10 s and 300 s each, and pauses of 300, 600, 1,200, 2,400 and 3,600 s.
+    // After 10 s and 300 s each, and back-offs of 300, 600, 1,200, 2,400 and 3,600 s.
     assert_eq!(cluster.evicted.len(), 8);
 }
 
@@ -214,7 +214,7 @@ fn nobody_is_preempted_while_another_resource_lacks() {
         .cpu("b", 2)
         .pod("owner", 16, GUARANTEED, None)
         .cpu("owner", 7);
-    // If the borrower went there would be enough of it too: that is for the scheduler to see.
+    // Without the borrower there would be enough CPU too, which only the scheduler decides.
     cluster.processors.insert("a".to_owned(), 8);
     let mut history = History::default();
     cluster.run(&mut history, 0, 1_500);
@@ -256,7 +256,7 @@ fn smaller_pod_is_helped_after_an_unsatisfiable_one() {
 
 #[test]
 fn overdue_termination_does_not_block_another_gpu() {
-    // One is ending; the other one's node alone still has it.
+    // One pod is terminating. The other pod has no object any more, and only its node reports it.
     for known in [true, false] {
         let mut cluster = Cluster::default()
             .node("a", &[16, 16])
@@ -304,11 +304,11 @@ fn no_second_victim_while_the_first_terminates() {
     quick.run(&mut remembered, 250, 10);
     assert_eq!(quick.evicted, ["b"]);
     assert!(quick.bound("owner"));
-    // Nor by an operator that starts anew.
+    // A restarted operator plans no step either.
     let mut anew = cluster.clone();
     anew.run(&mut History::default(), 250, 250);
     assert_eq!(anew.evicted, ["b"]);
-    // It does not take all of it.
+    // The victim's memory is only partly free.
     cluster.run(&mut history, 250, 400);
     assert_eq!(cluster.evicted, ["b", "b1", "b2"]);
     assert!(cluster.bound("owner"));
@@ -340,7 +340,7 @@ fn no_second_victim_while_memory_is_proven_free() {
     quick.run(&mut remembered, second + 4, 10);
     assert_eq!(quick.evicted.len(), 1);
     assert!(quick.bound("owner"));
-    // What somebody else holds of it does not come back.
+    // Memory of another holder does not become free.
     cluster.run(&mut history, second, 10);
     assert_eq!(cluster.evicted.len(), 2);
     assert!(cluster.bound("owner"));
@@ -354,7 +354,7 @@ fn pod_with_two_reservations_keeps_one() {
         .pod("a1", 16, BORROWED, Some(("a", Some(0))))
         .pod("b1", 16, BORROWED, Some(("b", Some(0))))
         .pod("owner", 16, GUARANTEED, None);
-    // Two operators chose for it.
+    // Two operators chose different GPUs for it.
     for node in ["a", "b"] {
         let held = reservation(&format!("{node}-0"), "owner", 16);
         cluster
@@ -399,7 +399,7 @@ fn unconfirmed_reservation_is_not_repeated_on_another_node() {
             .into_iter()
             .for_each(|step| real.act(step, &mut history, now));
     }
-    // The pods' watch is ahead of the nodes': the other one would be chosen now.
+    // The watch of pods is ahead of that of GpuNodes: now the other GPU would be chosen.
     let mut blind = cluster.pod("b1", 1, BORROWED, Some(("b", Some(0))));
     blind.pods.remove("b2");
     let steps = plan(
@@ -436,7 +436,7 @@ fn pod_with_memory_on_a_gpu_gets_the_rest_there() {
         .first("owner", "a-0", 4);
     let mut history = History::default();
     cluster.run(&mut history, 0, 3);
-    // As the agent counts: what is bound for the pod there already is included.
+    // The reservation includes what is already bound for the pod, as the agent counts.
     assert_eq!(cluster.reservations["a"], [reservation("a-0", "owner", 12)]);
     cluster.run(&mut history, 3, 10);
     assert_eq!(cluster.evicted, ["b"]);
@@ -457,7 +457,7 @@ fn reservation_includes_what_the_pod_has_since() {
     let mut history = History::default();
     cluster.run(&mut history, 0, 6);
     assert_eq!(cluster.reservations["a"], [reservation("a-0", "owner", 12)]);
-    // It asks for 15 in all, and another container of it came first.
+    // The pod requests 15 in all, and another of its containers came first.
     cluster = cluster
         .pod("owner", 15, GUARANTEED, Some(("a", None)))
         .first("owner", "a-0", 3);
@@ -476,7 +476,7 @@ fn victim_on_two_gpus_counts_once_in_the_nodes_quanta() {
         .pod("owner1", 8, GUARANTEED, None)
         .pod("owner2", 12, GUARANTEED, None);
     cluster.run(&mut History::default(), 0, 60);
-    // When it is gone the node has quanta for the first owner, and none for the second.
+    // Without it the node has quanta for the first pod and none for the second.
     assert_eq!(cluster.evicted, ["x"]);
     assert!(cluster.bound("owner1") && !cluster.bound("owner2"));
 }
@@ -502,7 +502,7 @@ fn large_cluster_is_planned_within_the_interval() {
     for waiter in 0..20 {
         cluster = cluster.pod(&format!("w{waiter}"), 16, GUARANTEED, None);
     }
-    // Each of them is looked at on every GPU, in vain: nobody matters less.
+    // Each waiter is considered on every GPU without a victim of lower priority.
     for waiter in 0..5_000 {
         cluster = cluster.pod(&format!("vain{waiter}"), 16, BORROWED - 1, None);
     }

@@ -1,11 +1,12 @@
-//! What holds of every plan, over random clusters and whatever befalls the operators.
+//! Checks properties of every plan, over random clusters and random failures of operators.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
 
 use super::*;
 
-/// Nodes of up to three GPUs, full of borrowers and some others, and owners who wait there or nowhere.
+/// Nodes of up to three GPUs with borrowers and other pods, and guaranteed pods that wait on a node
+/// or are unscheduled.
 fn layouts() -> impl Strategy<Value = Cluster> {
     let node = prop::collection::vec(
         (
@@ -53,7 +54,7 @@ fn layouts() -> impl Strategy<Value = Cluster> {
     })
 }
 
-/// Who of the waiters could be bound to some GPU of its node if all borrowers there went who may.
+/// The waiting pods that a GPU of their node could hold without its evictable borrowers.
 fn hopeful(cluster: &Cluster) -> Vec<String> {
     let waiting = cluster
         .pods
@@ -71,7 +72,7 @@ fn hopeful(cluster: &Cluster) -> Vec<String> {
     waiting.filter(fits).map(|(uid, _)| uid.clone()).collect()
 }
 
-/// The evictions of a step one by one: an operator may be killed between them.
+/// The evictions of a step one by one, because an operator may crash between them.
 fn singly(step: Step) -> Vec<Step> {
     let Step::Preempt {
         waiter,
@@ -99,12 +100,12 @@ fn singly(step: Step) -> Vec<Step> {
 #[derive(Default)]
 struct Acting {
     history: History,
-    /// The newest of the views that its watches have shown it.
+    /// The index of the newest view that the operator's watches have delivered.
     seen: usize,
 }
 
-/// What operators do, told by random bits: how far behind the watches of a single one are, who is killed after how many
-/// steps, whose turn it is of two.
+/// Runs operators by random bits, which choose the lag of a watch, the step of a crash, and the
+/// next of two operators.
 fn operate(live: &mut Cluster, two: bool, bits: &[u32]) {
     let mut operators = [Acting::default(), Acting::default()];
     let (mut views, mut clock) = (Vec::new(), 0);
@@ -146,8 +147,8 @@ fn operate(live: &mut Cluster, two: bool, bits: &[u32]) {
     }
 }
 
-/// Whatever befalls the operators: for each waiter only borrowers go, from one GPU of its node, none of them for nothing,
-/// whoever else waits for memory.
+/// For each waiter only borrowers are evicted, from one GPU of its node and none in vain, whatever
+/// befalls the operators.
 fn who_goes_goes_for_what_one_waiter_lacks(
     mut live: Cluster,
     thieves: Vec<u64>,
@@ -179,11 +180,11 @@ fn who_goes_goes_for_what_one_waiter_lacks(
     Ok(())
 }
 
-// Together over 100,000 layouts in the long tier.
+// 100,000 layouts together in the long tier.
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(20_000)))]
-    /// A round is what one plan says, the end of those who go by it, and one look of the scheduler and the agents each.
-    /// Nothing may put off the waiter then: neither borrowers, who come again at once, nor owners, whenever they come.
+    /// A round is one plan, the termination of its victims, and one pass of scheduler and agents.
+    /// Neither recreated borrowers nor new guaranteed pods may delay the waiter then.
     #[test]
     fn preemptor_gets_its_gpu_and_had_no_alternative(
         cluster in layouts(),
@@ -233,11 +234,13 @@ proptest! {
     }
 }
 
-/// Some of the pods are a Job's, that lets them go or does not; others are kept by disruption budgets.
+/// Marks pods as a Job's, which ignores disruption or does not, or as protected by a
+/// PodDisruptionBudget.
 fn marked(cluster: &Cluster, marks: &[(prop::sample::Index, u8)]) -> Cluster {
     let uids: Vec<&String> = cluster.pods.keys().collect();
     let mut marked = cluster.clone();
-    // A Job's pod that is kept as well is asked for ever: the first mark counts.
+    // The operator would ask for ever about a Job's pod that is also protected, so the first mark
+    // counts.
     for (at, mark) in marks.iter().rev() {
         let at = at.index(uids.len());
         marked.kept.retain(|uid| uid != uids[at]);
@@ -256,7 +259,7 @@ fn marks() -> impl Strategy<Value = Vec<(prop::sample::Index, u8)>> {
     prop::collection::vec((any::<prop::sample::Index>(), 0_u8..3), 0..4)
 }
 
-/// Carried out whole, cut short anywhere, or by an operator that starts anew each time.
+/// Plans are applied whole, cut at any step, or by an operator that restarts each time.
 #[test]
 fn plan_settles_evicting_only_borrowers_and_none_twice() {
     let (cases, lent) = (cases(CASES), Cell::new(0));
@@ -266,7 +269,7 @@ fn plan_settles_evicting_only_borrowers_and_none_twice() {
         let (mut operator, mut second) = (Watching::default(), 0);
         for cut in cuts {
             let happened = operator.act(&mut live, second, cut.unwrap_or(usize::MAX));
-            // An operator that was killed after so many steps remembers nothing.
+            // An operator that crashed after some steps has no history.
             if cut.is_some() {
                 operator.history = History::default();
             }
@@ -279,7 +282,8 @@ fn plan_settles_evicting_only_borrowers_and_none_twice() {
                 second += operator.pause(happened);
             }
         };
-        // Three moves and their pauses take some 100 s, and who starts anew counts from none.
+        // Three relocations and their pauses take some 100 s, and a restarted operator starts a new
+        // count.
         run(&mut live, 180);
         for uid in &live.evicted {
             prop_assert_eq!(live.evicted.iter().filter(|other| *other == uid).count(), 1, "{} twice", uid);
@@ -297,7 +301,7 @@ fn plan_settles_evicting_only_borrowers_and_none_twice() {
     assert!(lent.get() >= cases / 5, "{} of {cases}", lent.get());
 }
 
-/// The same facts again, with and without what is remembered: nobody else has to go.
+/// The same state again, with and without history: no other pod is evicted.
 #[test]
 fn replayed_plan_evicts_nobody_else() {
     let (cases, lent) = (cases(CASES), Cell::new(0));
@@ -313,7 +317,8 @@ fn replayed_plan_evicts_nobody_else() {
                 live.act(step, &mut operator.history, now);
             }
             if happened {
-                // The watch shows nothing of it yet, and memory does; or all of it, to an operator that remembers nothing.
+                // The watch shows nothing yet and the history does, or the watch shows all to an
+                // operator without history.
                 let replayed = plan(&blind, &mut operator.history, &RULES, now);
                 let anew = plan(&live.placement_index(), &mut History::default(), &RULES, now);
                 for step in replayed.into_iter().chain(anew) {
@@ -331,7 +336,7 @@ fn replayed_plan_evicts_nobody_else() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(100_000) / 40))]
-    /// What is not planned while nothing changes would have come to nothing.
+    /// A plan that is skipped while nothing changes would have been empty.
     #[test]
     fn idle_plan_stays_empty_as_time_passes(cluster in layouts(), seconds in 0_u64..240) {
         let mut live = cluster;

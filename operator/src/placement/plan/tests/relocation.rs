@@ -1,8 +1,8 @@
-//! Waiters that go to another node.
+//! Tests the relocation of waiting pods.
 
 use super::*;
 
-/// The same, with a pod of 10 of the owner `o` that waits on the node `a`.
+/// Adds a pod of 10 of the owner `o`, which waits on node `a`.
 fn with_one_of_o(cluster: Cluster, uid: &str) -> Cluster {
     let waits = cluster.pod(uid, 10, GUARANTEED, Some(("a", None)));
     waits.owned(uid, other("o"))
@@ -196,7 +196,8 @@ fn restarted_operator_keeps_the_relocation_limit() {
         }
         let mut count = 0;
         for round in 0..8 {
-            // It always comes to rest where it has to wait, and there is always room elsewhere.
+            // The replacement always lands where it has to wait, and there is always room
+            // elsewhere.
             cluster.pods.clear();
             cluster = cluster.pod("10", 10, GUARANTEED, Some(("a", Some(0)))).pod(
                 "8",

@@ -1,8 +1,8 @@
-//! Whole worlds with one node that writes what it likes into its `GpuNode`: no step of the operator
-//! names a pod of another node.
+//! Checks with one untrusted node that no step names a pod of another node, whatever that node
+//! reports.
 //!
-//! The objects are as the API server has them, and go the way that the watches take: through the
-//! world and the plan of each budget, and through the landscape and the plan of placement.
+//! The objects are as the API server has them. They pass through the index and through both
+//! planners.
 
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use serde_json::{Value, json};
@@ -23,7 +23,7 @@ const PODS: [(&str, &str, &str, u64, bool, bool); 7] = [
     ("b2", "b", "evil", 4, false, false),
     ("b3", "b", "evil", 8, false, true),
 ];
-/// UIDs that a lie may use: those of all pods, and of none.
+/// UIDs for reports: those of all pods, and of none.
 const UIDS: [&str; 9] = ["a1", "a2", "b1", "c1", "a3", "b2", "b3", "gone", ""];
 const NAMESPACES: [&str; 4] = ["a", "b", "c", "none"];
 const GPUS: [&str; 4] = ["evil-0", "good-0", "good-1", "made-up"];
@@ -43,7 +43,7 @@ fn pick(from: &'static [&'static str]) -> impl Strategy<Value = &'static str> {
     prop::sample::select(from)
 }
 
-/// What `evil` says of one GPU.
+/// A report of `evil` on one GPU.
 fn gpu() -> impl Strategy<Value = Value> {
     let pods = prop::collection::vec((pick(&UIDS), 0_i32..20), 0..6);
     let held = prop::option::of(pick(&UIDS));
@@ -60,7 +60,7 @@ fn gpu() -> impl Strategy<Value = Value> {
     )
 }
 
-/// What it says of one fault.
+/// A report of `evil` on one fault.
 fn fault() -> impl Strategy<Value = Value> {
     let container = prop::option::of((pick(&UIDS), pick(&NAMESPACES), pick(&UIDS)));
     let kind = pick(&KINDS);
@@ -75,7 +75,7 @@ fn fault() -> impl Strategy<Value = Value> {
     )
 }
 
-/// All that it says.
+/// A whole status of `evil`.
 fn status() -> impl Strategy<Value = Value> {
     let waiting = prop::collection::vec((pick(&UIDS), -1_i32..20), 0..4);
     let uses = prop::collection::vec((pick(&NAMESPACES), 0_i32..1000), 0..4);
@@ -105,14 +105,14 @@ fn read<T: serde::de::DeserializeOwned>(object: Value) -> T {
     serde_json::from_value(object).unwrap()
 }
 
-/// An operator as values, and what is in the API server.
+/// An operator and the state of the API server.
 struct Operator {
     index: ClusterIndex,
     history: History,
     budgets: Vec<GpuMemoryBudget>,
-    /// The reservations of each node, with what its agent says.
+    /// The reservations of each node, with its agent's report.
     nodes: BTreeMap<&'static str, (Vec<Reservation>, Value)>,
-    /// The pods that a step named, each with the node that it is on.
+    /// The pods that a step named, each with its node.
     named: BTreeSet<String>,
 }
 
@@ -187,7 +187,8 @@ impl Operator {
         drop(self.index.apply(change));
     }
 
-    /// A node says this. The agent of `evil` answers each reservation, or whatever it likes better.
+    /// Sets a node's report. The agent of `evil` acknowledges each reservation or reports something
+    /// else.
     fn says(&mut self, node: &'static str, status: Value) {
         let (reservations, last) = self.nodes.entry(node).or_default();
         *last = status;
@@ -203,12 +204,12 @@ impl Operator {
         self.told(WatchEvent::GpuNode(Event::Apply((at(), Some(gpus)))));
     }
 
-    /// What both plans do at this time.
+    /// Applies both plans at this time.
     fn acts(&mut self, now: Uptime) {
         for budget in &mut self.budgets {
             let namespace = budget.metadata.namespace.clone().unwrap_or_default();
             let mut facts = self.index.budget_inputs(&namespace, "default");
-            // As if it had lasted.
+            // The fault counts as old.
             for affected in &mut facts.affected_pods {
                 affected.observed_for = Duration::from_secs(3600);
             }
@@ -247,7 +248,7 @@ impl Operator {
             }
         }
         for (node, _, (_, restarts)) in self.index.outdated_node_orders(&BTreeMap::new()) {
-            // It is ordered of the node that asks for it, which has no other's containers.
+            // The order goes to the node that asks for it, which has no other node's containers.
             assert!(
                 node == "evil" || restarts.is_empty(),
                 "{node}: {restarts:?}"
@@ -256,7 +257,7 @@ impl Operator {
     }
 }
 
-/// The pods that any step named while `evil` said one thing after another.
+/// The pods that any step named during a sequence of reports of `evil`.
 fn named(says: Vec<Value>, policies: &[&str]) -> BTreeSet<String> {
     let mut operator = Operator::new(policies);
     for (at, status) in says.into_iter().enumerate() {
@@ -264,7 +265,7 @@ fn named(says: Vec<Value>, policies: &[&str]) -> BTreeSet<String> {
         for second in 0..12 {
             operator.acts(Duration::from_secs(12 * at as u64 + second));
         }
-        // Of namespaces without a pod there nothing is used, whatever it says.
+        // A report on a namespace without a pod on the node counts for nothing.
         let of_c = operator
             .index
             .budget_inputs("c", "default")
