@@ -14,20 +14,20 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::warn;
 
-/// How many connections are served at a time. The next one ends the oldest: who holds seats must
-/// not keep probes out.
+/// The number of concurrent connections. A further one closes the oldest, so that idle clients
+/// cannot lock probes out.
 const SEATS: usize = 32;
-/// How long a client may take for the headers of a request, and be idle between two.
+/// How long a client may take for a request's headers, and be idle between two requests.
 const HEADERS_WITHIN: Duration = Duration::from_secs(5);
-/// The longest headers, and what is read at a time.
+/// The bound on headers, and the size of one read.
 const BUFFER: usize = 16 << 10;
-/// How many headers a request may have.
+/// The maximum number of headers in a request.
 const HEADERS: usize = 32;
-/// How long a connection lasts, whatever is asked on it.
+/// The lifetime of a connection.
 const LIFETIME: Duration = Duration::from_secs(30);
-/// How long an answer that has begun may take after that, and after the server was told to stop.
+/// How long a response in progress may take beyond the lifetime or the shutdown.
 const GRACE: Duration = Duration::from_secs(2);
-/// The pause after a connection that could not be accepted: descriptors come back as others close.
+/// The pause after a failed accept. Descriptors become free as connections close.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves `routes` until `shutdown`.
@@ -52,7 +52,7 @@ pub(crate) async fn serve(listener: TcpListener, routes: Router, shutdown: &Canc
             && let Some(oldest) = seats.pop_front()
         {
             oldest.abort();
-            // Its descriptor is closed before the next one is used.
+            // Its descriptor is closed before the next connection is accepted.
             let _ = oldest.await;
         }
         let conversation = converse(stream, routes.clone(), shutdown.clone());
@@ -64,7 +64,7 @@ pub(crate) async fn serve(listener: TcpListener, routes: Router, shutdown: &Canc
     }
 }
 
-/// Answers one client. A failure is the client's own: it hung up, was too slow or sent no HTTP.
+/// Serves one client. A failure is the client's: it hung up, was too slow or sent no HTTP.
 async fn converse(stream: TcpStream, routes: Router, shutdown: CancellationToken) {
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())

@@ -18,53 +18,53 @@ use tokio::net::TcpListener;
 use tokio::sync::Mutex;
 use tokio_util::sync::CancellationToken;
 
-/// No metrics that are served are older.
+/// The age limit of served metrics.
 const OLDEST: Duration = Duration::from_secs(1);
-/// Encoded metrics serve for so many times as long as encoding them took: a flood costs 5 % of a
+/// Encoded metrics are served for so many times their encoding time, so that a flood costs 5 % of a
 /// core.
 const SHARE: u32 = 20;
 
-/// What a probe is answered.
+/// The answer to a probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// 200.
+    /// Status 200.
     Well,
-    /// 503, with the reason for people.
+    /// Status 503, with the reason.
     Unwell(String),
 }
 
-/// Where the answers come from.
+/// The state behind the answers.
 pub trait Sources: Send + Sync + 'static {
     /// The metrics, in the text format of OpenMetrics 1.0.
     fn metrics(&self) -> String;
-    /// `/healthz`: the process works; where it does not, the kubelet restarts it.
+    /// `/healthz`: whether the process works. The kubelet restarts the container otherwise.
     fn health(&self) -> Verdict;
-    /// `/readyz`: the process can do its work now.
+    /// `/readyz`: whether the process can do its work now.
     fn readiness(&self) -> Verdict;
 }
 
-/// An address that cannot be listened on.
+/// A failure to listen on an address.
 #[derive(Debug, thiserror::Error)]
 #[error("failed to listen on {address}: {source}; choose another address")]
 pub struct ListenError {
     /// The address.
     pub address: SocketAddr,
-    /// What the system said.
+    /// The cause.
     pub source: std::io::Error,
 }
 
 /// The listeners of one process.
 #[derive(Debug)]
 pub struct Listeners {
-    /// Of `/metrics`.
+    /// The listener of `/metrics`.
     pub metrics: TcpListener,
-    /// Of `/healthz` and `/readyz`.
+    /// The listener of `/healthz` and `/readyz`.
     pub probes: TcpListener,
 }
 
 impl Listeners {
-    /// Listens at both addresses; at `[::]` for IPv4 too, and for IPv4 alone where the kernel has
-    /// nothing else.
+    /// Listens on both addresses. `[::]` includes IPv4, and means IPv4 alone when the kernel has no
+    /// IPv6.
     pub async fn bind(metrics: SocketAddr, probes: SocketAddr) -> Result<Self, ListenError> {
         Ok(Self {
             metrics: listen(metrics).await?,
@@ -102,21 +102,21 @@ pub async fn serve(listeners: Listeners, sources: impl Sources, shutdown: Cancel
     );
 }
 
-/// The metrics as they were encoded last.
+/// The last encoded metrics.
 struct Page<S> {
     sources: Arc<S>,
     last: Mutex<Option<Encoded>>,
 }
 
-/// Metrics, encoded.
+/// Encoded metrics.
 struct Encoded {
     text: Bytes,
-    /// When they are too old.
+    /// When the metrics become too old.
     until: Instant,
 }
 
 impl<S: Sources> Page<S> {
-    /// One request encodes; those that come meanwhile wait and get the same text.
+    /// One request encodes. Concurrent requests wait and get the same text.
     async fn text(&self) -> Bytes {
         let mut last = self.last.lock().await;
         let begun = Instant::now();

@@ -1,4 +1,4 @@
-//! Hostile clients: connections that never finish, headers without end, requests without a pause.
+//! Tests hostile clients: unfinished connections, endless headers, requests without a pause.
 
 #![expect(
     clippy::unwrap_used,
@@ -20,10 +20,10 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 const MIB: u64 = 1 << 20;
-/// How many probes are looked at together.
+/// How many probes make one round.
 const ROUND: usize = 200;
 
-/// Counts what it encodes, and takes its time for it.
+/// Counts how often metrics are encoded, which takes a while.
 #[derive(Clone, Default)]
 struct Fixture {
     encoded: Arc<AtomicUsize>,
@@ -72,7 +72,7 @@ impl Server {
         }
     }
 
-    /// Ends it; fails where that takes long.
+    /// Stops the server. Fails when that takes long.
     async fn stop(mut self) {
         self.shutdown.cancel();
         let ended = timeout(Duration::from_secs(10), &mut self.task).await;
@@ -105,7 +105,7 @@ fn resident() -> u64 {
     kib.parse::<u64>().unwrap() * 1024
 }
 
-/// As many descriptors as this process may have, less some for all else.
+/// The descriptor limit of this process, less a reserve.
 fn descriptors() -> usize {
     let maximum = getrlimit(Resource::Nofile).maximum;
     let limit = Rlimit {
@@ -123,7 +123,7 @@ async fn is_closed(stream: &mut TcpStream) -> bool {
     timeout(Duration::from_millis(1), read).await.is_ok()
 }
 
-/// How long each probe takes until `end`, one after another, each on a connection of its own.
+/// Sends probes one after another until `end`, each on a new connection. Returns their durations.
 async fn probes(address: SocketAddr, end: CancellationToken) -> Vec<Duration> {
     let mut took = Vec::new();
     while took.len() < ROUND || !end.is_cancelled() {
@@ -136,7 +136,7 @@ async fn probes(address: SocketAddr, end: CancellationToken) -> Vec<Duration> {
     took
 }
 
-/// The 99th percentile of the best round: other programs of the machine slow some of them.
+/// The 99th percentile of the best round, because other programs of the machine slow some rounds.
 fn p99(probes: &[Duration]) -> Duration {
     let rounds = probes.chunks_exact(ROUND).map(|round| {
         let mut round = round.to_vec();
@@ -153,12 +153,12 @@ async fn unfinished_headers_hold_little_and_are_closed() {
     assert!(ask(server.metrics, "/metrics").await.is_ok());
     let (before, end) = (resident(), CancellationToken::new());
     let measured = tokio::spawn(probes(server.probes, end.clone()));
-    // Below the largest header that is read, so that only the time ends it.
+    // Below the header limit, so that only the timeout ends the request.
     let unfinished = format!("GET /metrics HTTP/1.1\r\nA: {}", "a".repeat(12 << 10));
     let mut streams = Vec::with_capacity(count);
     for _ in 0..count {
         let mut stream = TcpStream::connect(server.metrics).await.unwrap();
-        // It may be closed already.
+        // The server may have closed the connection already.
         let _ = stream.write_all(unfinished.as_bytes()).await;
         streams.push(stream);
     }
@@ -233,7 +233,7 @@ async fn metrics_are_encoded_once_for_all_who_ask() {
     let most = 2 + begun.elapsed().as_secs() as usize;
     let encoded = sources.encoded.load(Ordering::SeqCst);
     assert!(encoded <= most, "encoded {encoded} times for 64 requests");
-    // None is older than a second.
+    // Metrics are at most one second old.
     tokio::time::sleep(Duration::from_millis(1_100)).await;
     let answer = ask(server.metrics, "/metrics").await.unwrap();
     assert!(

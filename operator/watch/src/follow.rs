@@ -1,4 +1,4 @@
-//! Lists, watches and tries again.
+//! Lists and watches the objects of one kind, with retries.
 
 use std::collections::VecDeque;
 use std::fmt::Debug;
@@ -16,21 +16,21 @@ use tracing::debug;
 use crate::history::{History, is_below};
 use crate::pauses::Pauses;
 
-/// A watch lists anew after so many seconds, whatever it was told.
+/// The watch lists again after so many seconds in any case.
 const RELIST: std::ops::Range<u64> = 600..1800;
 
-/// How long one watch lasts where the caller does not say. It is the default of kube's `watcher`.
+/// The lifetime of one watch in seconds, unless the caller sets it: the default of kube's
+/// `watcher`.
 const LIFETIME: u32 = 290;
 
-/// How much longer than its time a watch may be silent before its connection counts as dead.
+/// How long a watch may be silent beyond its lifetime before its connection counts as dead.
 const MARGIN: Duration = Duration::from_secs(5);
 
-/// A watch that ends sooner, and has told nothing, counts as a failure. client-go has the same
-/// bound.
+/// A shorter watch without an event counts as a failure. client-go has the same bound.
 const SHORT: Duration = Duration::from_secs(1);
 
-/// What the API server tells of the objects of `api` that `config` selects, as kube's `watcher`
-/// tells it. After each failure the watch waits as `pauses` say and goes on.
+/// Watches the objects of `api` that `config` selects, with the events of kube's `watcher`. After a
+/// failure the watch pauses as `pauses` say.
 pub fn watch<K>(
     api: Api<K>,
     config: Config,
@@ -60,7 +60,7 @@ struct Follower<K> {
     config: Config,
     pauses: Pauses,
     history: History,
-    /// Until when the next attempt waits.
+    /// The end of the pause before the next attempt.
     paused: Option<Instant>,
     /// When the next list is due.
     relist: Instant,
@@ -70,10 +70,10 @@ struct Follower<K> {
 enum State<K> {
     Unlisted,
     Listing(VecDeque<K>, Page),
-    /// All was listed, or a watch ended, at this revision.
+    /// A list or a watch ended at this revision.
     Listed {
         revision: String,
-        /// Whether the API server has just named the revision.
+        /// Whether the API server has just returned the revision as the newest.
         is_newest: bool,
     },
     Watching(Watching<K>),
@@ -82,7 +82,7 @@ enum State<K> {
 enum Page {
     First,
     Next(String),
-    /// There are no more; the list is of this revision.
+    /// The last page, with the revision of the list.
     Last(String),
 }
 
@@ -93,7 +93,7 @@ struct Watching<K> {
     events: BoxStream<'static, kube::Result<WatchEvent<K>>>,
 }
 
-/// A step's new state, and what the caller is told.
+/// The next state, and an event for the caller.
 type Step<K> = (State<K>, Option<Result<Event<K>>>);
 
 impl<K> Follower<K>
@@ -176,7 +176,7 @@ where
 
     async fn resume(&mut self, revision: String, is_newest: bool) -> Step<K> {
         if !is_newest {
-            // The smallest list that there is.
+            // The smallest possible list.
             let params = ListParams {
                 limit: Some(1),
                 ..self.selected()
@@ -245,7 +245,7 @@ where
                 };
                 return (state, Some(Err(Error::WatchError(status.boxed()))));
             }
-            // An event that cannot be read is passed over; a broken connection ends the events.
+            // An unreadable event is skipped. A broken connection ends the stream.
             Some(Err(error)) => {
                 let error = Error::WatchFailed(error);
                 return (State::Watching(watching), Some(Err(error)));
@@ -256,7 +256,7 @@ where
         };
         if is_below(&revision, &watching.revision) {
             self.history.began_anew(&watching.revision, &revision);
-            // Without a pause an API server that repeats itself would be asked for list after list.
+            // Without a pause an API server that repeats itself would cause list after list.
             self.pause();
             return (State::Unlisted, None);
         }
@@ -267,7 +267,7 @@ where
         (State::Watching(watching), event.map(Ok))
     }
 
-    /// A watch has ended, or its connection is dead.
+    /// Handles the end of a watch or of its connection.
     fn ended(&mut self, watching: Watching<K>) -> State<K> {
         let lasted = watching.began.elapsed();
         debug!(?lasted, url = self.api.resource_url(), "watch ended");

@@ -1,4 +1,4 @@
-//! What a watch knows of the API server's history.
+//! Tracks the API server's history as one watch sees it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,8 +7,8 @@ use kube::{Resource, ResourceExt as _};
 use tokio::sync::Notify;
 use tracing::warn;
 
-/// The newest `resourceVersion` that one watch has seen, and whether it has to list anew. Clones
-/// are the same.
+/// The newest `resourceVersion` that a watch has seen, and a request for a new list. Clones share
+/// both.
 #[derive(Clone, Debug, Default)]
 pub struct History(Arc<Shared>);
 
@@ -19,8 +19,8 @@ struct Shared {
     list: Notify,
 }
 
-/// Whether revision `now` is below `before`. Revisions compare as decimal numbers (KEP-5504);
-/// others compare not at all.
+/// Whether revision `now` is below `before`. Revisions are decimal numbers (KEP-5504). Others do
+/// not compare.
 pub fn is_below(now: &str, before: &str) -> bool {
     number(now)
         .zip(number(before))
@@ -32,25 +32,22 @@ fn number(revision: &str) -> Option<u64> {
 }
 
 impl History {
-    /// Makes the watch list anew as soon as it can.
+    /// Makes the watch list again as soon as possible.
     pub fn list_anew(&self) {
         self.0.list.notify_one();
     }
 
-    /// How often the API server's history was seen to have begun anew.
+    /// How often the watch has seen the history go back.
     pub fn restarts(&self) -> u64 {
         self.0.restarts.load(Ordering::Relaxed)
     }
 
-    /// Writes an object that the watch tells of. The watch lists anew where the answer shows a
-    /// restored etcd: a write that changes something has a revision above all that were seen before
-    /// it.
+    /// Writes a watched object, and requests a new list when the response shows a restored etcd.
     ///
-    /// `before` is the revision at which the caller knows the object: a write that changes nothing
-    /// is answered with it.
+    /// A write that changes something has a revision above all earlier ones. A write that changes
+    /// nothing returns `before`, the revision at which the caller knows the object.
     ///
-    /// # Errors
-    /// Those of the write.
+    /// # Errors The errors of the write.
     pub async fn write<K: Resource>(
         &self,
         before: Option<&str>,
@@ -66,14 +63,14 @@ impl History {
         Ok(written)
     }
 
-    /// The watch was told of this revision.
+    /// Records a revision from the watch.
     pub(crate) fn saw(&self, revision: &str) {
         if let Some(revision) = number(revision) {
             self.0.newest.fetch_max(revision, Ordering::Relaxed);
         }
     }
 
-    /// A list has this revision. The history that it belongs to is the one that counts.
+    /// Records the revision of a list, whose history counts from now on.
     pub(crate) fn listed(&self, revision: &str) {
         let Some(listed) = number(revision) else {
             return;
@@ -85,12 +82,12 @@ impl History {
         self.0.newest.store(listed, Ordering::Relaxed);
     }
 
-    /// Until somebody asks for a list.
+    /// Waits for a request for a new list.
     pub(crate) async fn asked(&self) {
         self.0.list.notified().await;
     }
 
-    /// A revision was told that is below one that was seen. The next list is the measure.
+    /// Records that a revision is below an earlier one. The next list defines the new history.
     pub(crate) fn began_anew(&self, seen: &str, now: &str) {
         self.0.newest.store(0, Ordering::Relaxed);
         self.0.restarts.fetch_add(1, Ordering::Relaxed);

@@ -1,9 +1,9 @@
-//! How long a watch waits before it tries again.
+//! Computes the pauses between attempts of a watch.
 
 use std::time::Duration;
 
-/// Pauses that double from the first to the longest. Chance adds up to as much to each, which
-/// spreads the clients of a large cluster over time.
+/// Pauses that double up to a bound. Jitter adds up to as much, which spreads the clients of a
+/// large cluster over time.
 #[derive(Clone, Debug)]
 pub struct Pauses {
     first: Duration,
@@ -12,7 +12,7 @@ pub struct Pauses {
 }
 
 impl Pauses {
-    /// Pauses from `first` to `longest`, without what chance adds.
+    /// Pauses from `first` to `longest`, before jitter.
     pub fn new(first: Duration, longest: Duration) -> Self {
         Self {
             first,

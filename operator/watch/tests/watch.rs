@@ -1,4 +1,4 @@
-//! A watch over a simulated API server, in virtual time.
+//! Tests a watch against a simulated API server in virtual time.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -22,14 +22,14 @@ fn put(api: &Api, name: &str, value: usize) {
     api.put(KIND, object);
 }
 
-/// The lists that a watch tells, each with the names in it, and the names that it tells afterwards.
+/// The lists of a watch, each with its names, and the names of later events.
 #[derive(Debug, PartialEq)]
 enum Told {
     List(Vec<String>),
     Change(String),
 }
 
-/// Follows all objects until the test ends.
+/// Watches all objects until the test ends.
 fn follow(client: Client, history: &History) -> mpsc::UnboundedReceiver<Told> {
     let (sender, receiver) = mpsc::unbounded_channel();
     let config = Config::default().timeout(200);
@@ -108,7 +108,7 @@ async fn watch_resumes_where_it_was_after_each_end() {
     let history = History::default();
     let mut told = follow(api.client(), &history);
     assert_eq!(next(&mut told, LONGEST).await, list(&["a"]));
-    // It has ended by its time twice then.
+    // By then its lifetime has ended the watch twice.
     sleep(Duration::from_secs(500)).await;
     put(&api, "a", 1);
     assert_eq!(next(&mut told, LONGEST).await, Told::Change("a".into()));
@@ -150,7 +150,7 @@ async fn clients_back_off_while_their_lists_fail() {
     let before = lists(&api).len();
     sleep(Duration::from_secs(60)).await;
     let lists_of_each = (lists(&api).len() - before) as f64 / CLIENTS as f64;
-    // From 10 to 20 s apart.
+    // The lists are 10 to 20 s apart.
     assert!(
         (3.0..6.5).contains(&lists_of_each),
         "{lists_of_each} a minute"
@@ -181,7 +181,7 @@ async fn clients_back_off_while_their_watches_end_at_once() {
     sleep(Duration::from_secs(60)).await;
     let before = api.requests().len();
     sleep(Duration::from_secs(60)).await;
-    // Each attempt asks for the newest revision and opens a watch.
+    // Each attempt reads the newest revision and opens a watch.
     let requests = api.requests().len() - before;
     assert!(requests <= 2 * 7, "{requests} requests in a minute");
     put(&api, "a", 0);
