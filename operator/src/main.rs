@@ -19,7 +19,7 @@ fn main() -> ExitCode {
     match run(&args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            error!(error = format!("{failure:#}"), "ended");
+            error!(error = format!("{failure:#}"), "exiting with an error");
             eprintln!("bursar-operator: {failure:#}");
             ExitCode::FAILURE
         }
@@ -33,9 +33,9 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     stop_on_signals(shutdown.clone())?;
     let listeners = Listeners::bind(args.listen, args.probes)
         .await
-        .context("--listen, --probes")?;
+        .context("failed to listen; see --listen and --probes")?;
     let client = client().await.context(
-        "no way to the API server: run in a pod with a service account, or set KUBECONFIG",
+        "failed to configure the API client: run in a pod with a service account, or set KUBECONFIG",
     )?;
     Ok(run::run(
         client,

@@ -32,7 +32,7 @@ const QUEUE_LENGTH: usize = 256;
 #[derive(Debug, thiserror::Error)]
 pub enum OperatorError {
     /// A task returned early.
-    #[error("{task} ended unasked")]
+    #[error("task {task} ended without a request to stop")]
     TaskEnded {
         /// The name of the task.
         task: &'static str,
@@ -81,29 +81,29 @@ pub async fn run(
         let shutdown = shutdown.clone();
         async move {
             bursar_http::serve(listeners, sources, shutdown).await;
-            "the web server"
+            "http-server"
         }
     });
     tasks.spawn({
         let shutdown = shutdown.clone();
         async move {
             update_index(changes, index_sender, work_sender, DEBOUNCE, shutdown).await;
-            "the watch"
+            "watches"
         }
     });
     tasks.spawn(async move {
         reconciler
             .run(budgets, poll_fn(move |context| work.poll_recv(context)))
             .await;
-        "the reconciler"
+        "budget-reconciler"
     });
     tasks.spawn(async move {
         node_orders.await;
-        "the orders to nodes"
+        "node-orders"
     });
     tasks.spawn(async move {
         namespace_labels.await;
-        "the release of namespaces"
+        "namespace-labels"
     });
     tasks.spawn(async move {
         placement.await;

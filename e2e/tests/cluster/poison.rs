@@ -98,7 +98,7 @@ async fn beyond_the_maximum(stage: &mut Stage) -> Result<(), Failed> {
         stage.pods.until_logged("beyond", SOON, faulting).await?;
         operator::kill(&client).await?;
         evicted(stage, "beyond").await?;
-        let why = "had been restarted for that 1 times";
+        let why = "after 1 restarts within";
         told::until_event(stage, "beyond", POISONED, why).await?;
         operator::scale(&client, 0).await?;
         stage.pods.create(&plan(stage, "unseen", 9)).await?;

@@ -39,7 +39,7 @@ pub(crate) async fn serve(listener: TcpListener, routes: Router, shutdown: &Canc
             Ok((stream, _)) => stream,
             Err(error) => {
                 if accepts {
-                    warn!(%error, "accept");
+                    warn!(%error, "failed to accept a connection");
                 }
                 accepts = false;
                 sleep(PAUSE).await;

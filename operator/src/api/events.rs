@@ -65,7 +65,7 @@ pub(crate) async fn publish_transitions(
             ..
         } = condition;
         let namespace = budget.metadata.namespace.as_deref().unwrap_or_default();
-        info!(namespace, condition = type_, status, reason, "budget");
+        info!(namespace, condition = type_, status, reason, "budget condition changed");
         let kind = if good {
             EventType::Normal
         } else {
@@ -91,7 +91,7 @@ pub(crate) async fn publish_eviction(client: &Client, namespace: &str, leaver: &
         reason,
         message: why,
     } = leaver;
-    info!(namespace, pod, uid, reason, why, "evicted");
+    info!(namespace, pod, uid, reason, why, "evicted pod");
     let about = ObjectReference {
         api_version: Some("v1".to_owned()),
         kind: Some("Pod".to_owned()),
@@ -128,7 +128,7 @@ async fn publish(
         timeout(TIMEOUT, recorder.publish(&event, about)).await,
         Ok(Ok(()))
     ) {
-        debug!(reason, "event not sent");
+        debug!(reason, "failed to publish an Event");
     }
 }
 

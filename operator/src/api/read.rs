@@ -16,7 +16,7 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
     /// The API server answered with an error, or could not be reached.
-    #[error("cannot look at {what}")]
+    #[error("failed to read {what}")]
     Request {
         /// The object.
         what: String,
@@ -24,7 +24,7 @@ pub enum ReadError {
         source: Box<kube::Error>,
     },
     /// The API server did not answer in time.
-    #[error("no answer within {} s about {what}", TIMEOUT.as_secs())]
+    #[error("failed to read {what}: no answer within {} s", TIMEOUT.as_secs())]
     TimedOut {
         /// The object.
         what: String,

@@ -30,7 +30,7 @@ const CONTEXT_POLICIES_MANAGER: &str = "bursar-operator-contexts";
 #[derive(Debug, thiserror::Error)]
 pub enum WriteError {
     /// The API server denied access.
-    #[error("may not write {what}: give the operator's service account the chart's ClusterRole")]
+    #[error("failed to write {what}: access denied; give the operator's service account the chart's ClusterRole")]
     Forbidden {
         /// The object.
         what: String,
@@ -38,7 +38,7 @@ pub enum WriteError {
         source: Box<kube::Error>,
     },
     /// The API server answered with another error, or could not be reached.
-    #[error("cannot write {what}")]
+    #[error("failed to write {what}")]
     Failed {
         /// The object.
         what: String,
@@ -46,7 +46,7 @@ pub enum WriteError {
         source: Box<kube::Error>,
     },
     /// The API server did not answer in time.
-    #[error("no answer within {} s to the write of {what}", TIMEOUT.as_secs())]
+    #[error("failed to write {what}: no answer within {} s", TIMEOUT.as_secs())]
     TimedOut {
         /// The object.
         what: String,

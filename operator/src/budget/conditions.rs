@@ -68,18 +68,18 @@ fn accepted(
     let unreadable = invalid_overrides(&budget.spec).map(|why| why.to_string());
     let unreadable: Vec<_> = unreadable.collect();
     if !unreadable.is_empty() {
-        return invalid(format!("{}; the rest holds", unreadable.join(", ")));
+        return invalid(format!("{}; the rest applies", unreadable.join(", ")));
     }
     if let Some(field) = unknown_in_budget(budget) {
         return invalid(format!(
-            "{field} has a value of another version: {REMEDY}; the rest holds"
+            "{field} has a value of another version: {REMEDY}; the rest applies"
         ));
     }
     let message = if parsed.rounded.is_empty() {
-        "the spec is understood".to_owned()
+        "the spec is valid".to_owned()
     } else {
         let rounded = parsed.rounded.join(", ");
-        format!("the spec is understood; {rounded}, for memory is counted in quanta of {quantum}")
+        format!("the spec is valid; {rounded}, because memory is counted in quanta of {quantum}")
     };
     Statement::new(names::ACCEPTED, true, names::AS_DECLARED, message)
 }
@@ -108,15 +108,15 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
     }
     // The message holds no sums, or each change of one node would rewrite every budget's status.
     if guaranteed <= allocatable {
-        let fit = format!("cohort {name}: what is guaranteed fits into what its nodes offer");
+        let fit = format!("cohort {name}: the guarantees fit into the memory of its nodes");
         return say(true, names::GUARANTEES_FIT, fit);
     }
     say(
         false,
         names::OVERCOMMITTED,
         format!(
-            "cohort {name}: more is guaranteed than its nodes offer (both sums: metric bursar_cohort_memory_bytes): \
-             lower guarantees, or add GPUs"
+            "cohort {name}: the guarantees exceed the memory of its nodes (both sums: metric \
+             bursar_cohort_memory_bytes): lower guarantees, or add GPUs"
         ),
     )
 }
@@ -131,14 +131,14 @@ fn excluded_nodes(cohort: &Cohort, quantum: Quantum) -> String {
         let (nodes, node) = (plural(nodes.len(), "node"), nodes[0]);
         match why {
             ExclusionReason::OtherQuantum(size) => format!(
-                "; {nodes} left out, for {node} counts in {size} and the cluster in {quantum}: \
+                "; {nodes} excluded, because {node} uses quantum {size} and the cluster {quantum}: \
                  give the operator and every agent one quantum"
             ),
             ExclusionReason::Unreadable => {
-                format!("; {nodes} left out, for GpuNode {node} cannot be read: {REMEDY}")
+                format!("; {nodes} excluded, because GpuNode {node} cannot be parsed: {REMEDY}")
             }
             ExclusionReason::Dead => format!(
-                "; {nodes} left out, for node {node} is not Ready, or its kubelet has no agent: \
+                "; {nodes} excluded, because node {node} is not Ready or its kubelet has no agent: \
                  see `kubectl describe node {node}` and the agent's pod there"
             ),
         }
@@ -191,7 +191,7 @@ fn exceeded(parsed: &ParsedSpec, usage: &RequestedUsage, quantum: Quantum) -> St
             names::EXCEEDED,
             false,
             names::WITHIN_BUDGET,
-            "pods ask for no more than is allowed",
+            "the pods' requests are within the budget",
         );
     };
     let told: Vec<_> = over
@@ -209,7 +209,7 @@ fn exceeded_bound(
     quantum: Quantum,
 ) -> String {
     let (asked, most) = (asked.text(quantum), most.text(quantum));
-    format!("{who} ask for {asked}, {most} is allowed: {remedy}")
+    format!("{who} request {asked}, more than {most}: {remedy}")
 }
 
 fn enforced(budget: &GpuMemoryBudget, parsed: &ParsedSpec, inputs: &BudgetInputs) -> Statement {
@@ -223,12 +223,12 @@ fn enforced(budget: &GpuMemoryBudget, parsed: &ParsedSpec, inputs: &BudgetInputs
             Some(quota) if quota.enforces(&wanted) => {}
             Some(quota) if quota.spec == wanted => {
                 return pending(format!(
-                    "ResourceQuota {name} is written and not in force yet: that is up to the controller manager"
+                    "ResourceQuota {name} is written but not in force yet: the controller manager has not copied it to the status"
                 ));
             }
             Some(_) => {
                 return pending(format!(
-                    "ResourceQuota {name} is not as this spec has it, for the spec or the quota was changed: it is put right"
+                    "ResourceQuota {name} differs from the spec, because one of them was changed: the operator updates it"
                 ));
             }
             None => return pending(format!("ResourceQuota {name} is not written yet")),
@@ -238,7 +238,7 @@ fn enforced(budget: &GpuMemoryBudget, parsed: &ParsedSpec, inputs: &BudgetInputs
         names::ENFORCED,
         true,
         names::QUOTAS_IN_FORCE,
-        "pods that do not fit are refused when they are created",
+        "the API server refuses pods that do not fit",
     )
 }
 
@@ -247,7 +247,7 @@ fn unknown(type_: &'static str) -> Statement {
         type_,
         holds: None,
         reason: names::INVALID_SPEC,
-        message: "not looked at until the spec is valid".to_owned(),
+        message: "unknown until the spec is valid".to_owned(),
     }
 }
 

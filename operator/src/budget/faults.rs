@@ -223,7 +223,7 @@ fn eviction_message(fault: &Fault, policy: &ContextPolicy) -> String {
     };
     match (&fault.container, fault.action) {
         (Some(container), Some(FaultAction::BeyondMaximum)) => format!(
-            "{cause} poisoned the context of container {} on {gpu}, which had been restarted for that {} times within {} s",
+            "{cause} poisoned the context of container {} on {gpu} after {} restarts within {} s",
             container.container, policy.max_restarts, policy.window_seconds
         ),
         (Some(container), _) => format!(
@@ -231,11 +231,11 @@ fn eviction_message(fault: &Fault, policy: &ContextPolicy) -> String {
             container.container
         ),
         (None, Some(FaultAction::ResetGpu)) => {
-            format!("{cause} of {gpu}: only a reset of the GPU cures it")
+            format!("{cause} on {gpu}: only a reset of the GPU recovers it")
         }
         (None, Some(FaultAction::RestartNode)) => {
-            format!("{cause} of {gpu}: only a restart of the machine cures it")
+            format!("{cause} on {gpu}: only a restart of the node recovers it")
         }
-        (None, _) => format!("{gpu} does not answer"),
+        (None, _) => format!("{gpu} does not respond"),
     }
 }

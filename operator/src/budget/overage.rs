@@ -86,11 +86,11 @@ impl Overage {
         let guaranteed = request.kind == PriorityKind::Guaranteed;
         let asks = |amount: Quanta| amount != Quanta::ZERO;
         if self.guaranteed > 0 && guaranteed && asks(request.device) {
-            Some("it was admitted beyond the namespace's guarantee")
+            Some("the pod was admitted beyond the namespace's guarantee")
         } else if self.total > 0 && asks(request.device) {
-            Some("it was admitted beyond the namespace's limit")
+            Some("the pod was admitted beyond the namespace's limit")
         } else if self.managed > 0 && asks(request.managed) {
-            Some("it was admitted beyond the namespace's limit of managed memory")
+            Some("the pod was admitted beyond the namespace's limit of managed memory")
         } else {
             None
         }

@@ -86,7 +86,7 @@ impl Reconciler {
             .for_each(|result| {
                 // A deleted budget needs nothing, and a failed write is logged already.
                 if let Err(ControllerError::RunnerError(failure)) = result {
-                    error!(error = %error_chain(&failure), "the budgets are not watched any more");
+                    error!(error = %error_chain(&failure), "budget reconciler stopped");
                 }
                 ready(())
             })
@@ -140,7 +140,7 @@ impl Reconciler {
         let pods =
             read::list_requesting_pods(self.writer.client(), namespace, inputs.quantum).await;
         inputs.pods = pods.unwrap_or_else(|error| {
-            warn!(error = %error_chain(&error), "trying on");
+            warn!(error = %error_chain(&error), "failed to list pods; evicting no excess pods");
             Vec::new()
         });
         inputs
@@ -176,7 +176,7 @@ impl Reconciler {
                         self.with_state(key, |state| state.record_job(job, ignores_disruption))
                     }
                     // The next reconcile reads the Job again.
-                    Err(error) => debug!(error = %error_chain(&error), "trying on"),
+                    Err(error) => debug!(error = %error_chain(&error), "failed to read a Job; retrying"),
                 }
                 Ok(())
             }
@@ -199,7 +199,7 @@ impl Reconciler {
                         self.with_state(key, |state| state.record_refusal(&pod.uid, now));
                     }
                     // The next reconcile evicts the pod again. Other steps do not wait for it.
-                    Err(error) if news => warn!(error = %error_chain(&error), "trying on"),
+                    Err(error) if news => warn!(error = %error_chain(&error), "failed to evict a pod; retrying"),
                     Err(_) => {}
                 }
                 Ok(())
@@ -245,7 +245,7 @@ impl Reconciler {
             .get_mut(key)
             .map_or(0, BudgetState::record_success);
         if failures > 0 {
-            info!(namespace = key.namespace, failures, "written again");
+            info!(namespace = key.namespace, failures, "budget reconciled again");
         }
     }
 
@@ -259,7 +259,7 @@ impl Reconciler {
         let state = memories.entry(Key::of(budget)).or_default();
         let (first, wait) = state.record_failure(error.target(), Instant::now());
         if first {
-            warn!(error = %error_chain(error), "trying on");
+            warn!(error = %error_chain(error), "failed to reconcile a budget; retrying");
         }
         wait
     }

@@ -159,7 +159,7 @@ fn budget_is_not_enforced_before_quota_status_is_synced() {
     quota.spec.scope = Scope::Foreign;
     let message = said_of(&inputs);
     assert!(
-        message.contains("the quota was changed: it is put right"),
+        message.contains("one of them was changed: the operator updates it"),
         "{message}"
     );
     inputs = in_force(&plain(), inputs);
@@ -195,9 +195,9 @@ fn exceeded_names_the_gravest_reason_and_lists_all() {
     let worst = desired_status(&plain(), &using(20, 8, 1), &at(1));
     let message = &condition(&worst, names::EXCEEDED).message;
     for part in [
-        "28Gi, 24Gi is allowed",
-        "20Gi, 16Gi is allowed",
-        "1Gi, 0 is allowed",
+        "28Gi, more than 24Gi",
+        "20Gi, more than 16Gi",
+        "1Gi, more than 0",
     ] {
         assert!(message.contains(part), "{message}");
     }
@@ -224,8 +224,8 @@ fn overcommitted_message_names_remedy_and_metric() {
     );
     assert_eq!(
         condition(&status, names::COVERED).message,
-        "cohort default: more is guaranteed than its nodes offer (both sums: metric bursar_cohort_memory_bytes): \
-         lower guarantees, or add GPUs"
+        "cohort default: the guarantees exceed the memory of its nodes (both sums: metric \
+         bursar_cohort_memory_bytes): lower guarantees, or add GPUs"
     );
 }
 
@@ -255,7 +255,7 @@ fn cohort_without_nodes_says_how_a_node_joins() {
     let message = &condition(&status, names::COVERED).message;
     assert!(message.contains("bursar.dev/cohort=lab"), "{message}");
     assert!(
-        message.contains("1 node left out, for n1 counts in 512Mi"),
+        message.contains("1 node excluded, because n1 uses quantum 512Mi"),
         "{message}"
     );
 }
@@ -272,8 +272,8 @@ fn excluded_nodes_are_named_by_reason() {
     let status = desired_status(&plain(), &inputs, &at(1));
     let message = &condition(&status, names::COVERED).message;
     for told in [
-        "2 nodes left out, for node a is not Ready, or its kubelet has no agent",
-        "1 node left out, for GpuNode b cannot be read",
+        "2 nodes excluded, because node a is not Ready or its kubelet has no agent",
+        "1 node excluded, because GpuNode b cannot be parsed",
     ] {
         assert!(message.contains(told), "{message}");
     }
@@ -334,7 +334,7 @@ fn invalid_override_is_named_and_affects_nothing_else() {
     }
     assert_eq!(
         condition(&status, names::ACCEPTED).message,
-        "spec.overrides[1].deviceMemory: `0.5` is not a whole number of bytes; the rest holds"
+        "spec.overrides[1].deviceMemory: `0.5` is not a whole number of bytes; the rest applies"
     );
     assert_eq!(status.device_memory.limit.quanta, 24);
     let summary = crate::cluster::BudgetSummary::of(&odd, Quantum::Gib1);

@@ -279,7 +279,7 @@ where
         let event = match item {
             Ok(event) => {
                 if failures > 0 && !matches!(event, watcher::Event::Init) {
-                    info!(kind, failures, "watched again");
+                    info!(kind, failures, "watch recovered");
                     failures = 0;
                 }
                 Some(event)
@@ -288,7 +288,7 @@ where
                 metrics.record_watch_failure(kind);
                 failures = failures.saturating_add(1);
                 if failures == 1 {
-                    warn!(kind, error = %error_chain(&error), remedy = hint(&error), "cannot watch; trying on");
+                    warn!(kind, error = %error_chain(&error), remedy = hint(&error), "watch failed; retrying");
                 }
                 None
             }
@@ -308,7 +308,7 @@ fn hint(error: &watcher::Error) -> &'static str {
     match code {
         401 | 403 => "give the operator's service account the chart's ClusterRole",
         404 => "install the chart's CRDs (crds.install)",
-        _ => "none if it passes; else see whether the API server answers",
+        _ => "check that the API server is reachable",
     }
 }
 

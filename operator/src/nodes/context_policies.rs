@@ -70,12 +70,12 @@ pub async fn run(
             {
                 Ok(()) => {
                     let namespaces = orders.len();
-                    info!(node, namespaces, ?restarts, "context policies");
+                    info!(node, namespaces, ?restarts, "applied context policies");
                     if namespaces == MAX_CONTEXTS {
                         warn!(
                             node,
                             namespaces,
-                            "no room for more context policies: others are as by default"
+                            "context policies truncated; other namespaces have the default"
                         );
                     }
                     written.insert(node, (orders, restarts));
@@ -86,7 +86,7 @@ pub async fn run(
                     // entries is unknown.
                     written.remove(&node);
                     if !failing {
-                        warn!(error = %error_chain(&error), "trying on");
+                        warn!(error = %error_chain(&error), "failed to apply context policies; retrying");
                     }
                 }
             }

@@ -37,7 +37,7 @@ pub async fn run(
             if let Err(error) = writer.label_namespace(&namespace, None).await {
                 failed = true;
                 if !failing {
-                    warn!(error = %error_chain(&error), "trying on");
+                    warn!(error = %error_chain(&error), "failed to remove a namespace label; retrying");
                 }
             }
         }

@@ -38,7 +38,7 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ApplyError {
     /// The API server answered with an error, or could not be reached.
-    #[error("cannot {what} {name}")]
+    #[error("failed to {what} {name}")]
     Request {
         /// The action.
         what: &'static str,
@@ -54,7 +54,7 @@ pub(super) enum ApplyError {
     #[error(transparent)]
     Job(#[from] ReadError),
     /// The API server did not answer in time.
-    #[error("no answer within {} s: {what} {name}", TIMEOUT.as_secs())]
+    #[error("failed to {what} {name}: no answer within {} s", TIMEOUT.as_secs())]
     TimedOut {
         /// The action.
         what: &'static str,
@@ -97,7 +97,7 @@ impl Executor {
     ) -> Result<(), ApplyError> {
         match step {
             Step::Label { node, labels } => {
-                info!(node = node.name, ?labels, "node labels");
+                info!(node = node.name, ?labels, "updating node labels");
                 history.record_label_write();
                 self.label_node(&node, &labels).await?;
                 history.written_labels.insert(node.name, (labels, now));
@@ -110,29 +110,29 @@ impl Executor {
             } => {
                 let there = self.gpu_node(&node.name).await?;
                 let Some(there) = there.filter(|there| there.spec.reservations == over) else {
-                    debug!(node = node.name, "reserved otherwise by now");
+                    debug!(node = node.name, "reservations have changed; skipping the step");
                     return Ok(());
                 };
                 let body = json!({
                     "metadata": { "resourceVersion": there.metadata.resource_version },
                     "spec": { "reservations": reservations },
                 });
-                let what = "reserve a GPU of";
+                let what = "apply reservations to";
                 // A failed write may still have been applied, so the owner of the current entries
                 // is unknown.
                 history.reservations.remove(&node.name);
                 self.server_side_apply(RESERVATIONS_MANAGER, what, &node, body)
                     .await?;
-                info!(node = node.name, ?reservations, "reservations");
+                info!(node = node.name, ?reservations, "applied reservations");
                 history.reservations.insert(node.name, reservations);
                 Ok(())
             }
             Step::OverrideQuotas { node, quotas } => {
                 let body = json!({ "spec": { "quotas": quotas } });
                 history.quotas.remove(&node.name);
-                self.server_side_apply(QUOTAS_MANAGER, "order quotas of", &node, body)
+                self.server_side_apply(QUOTAS_MANAGER, "apply quota overrides to", &node, body)
                     .await?;
-                info!(node = node.name, orders = quotas.len(), "quotas");
+                info!(node = node.name, orders = quotas.len(), "applied quota overrides");
                 history.quotas.insert(node.name, quotas);
                 Ok(())
             }
@@ -145,7 +145,7 @@ impl Executor {
             } => {
                 if nominate {
                     let Some(version) = self.revalidate(&waiter, &node, &gpu).await? else {
-                        debug!(waiter = waiter.key.name, "waits no more, or elsewhere");
+                        debug!(waiter = waiter.key.name, "pod needs this GPU no longer; skipping the step");
                         return Ok(());
                     };
                     self.nominate(&waiter, &version, &node).await?;
@@ -154,7 +154,7 @@ impl Executor {
                     // An eviction may take seconds, in which another operator may choose another
                     // GPU.
                     if self.revalidate(&waiter, &node, &gpu).await?.is_none() {
-                        debug!(waiter = waiter.key.name, "waits no more, or elsewhere");
+                        debug!(waiter = waiter.key.name, "pod needs this GPU no longer; skipping the step");
                         return Ok(());
                     }
                     self.evict_victim(&victim, &waiter, &gpu, history, now)
@@ -176,7 +176,7 @@ impl Executor {
                 if waits.is_none_or(|((facts, _), there)| {
                     GpuFacts::of(&there, self.options.quantum).has_possibly_started(&facts)
                 }) {
-                    debug!(waiter = pod.key.name, "waits no more");
+                    debug!(waiter = pod.key.name, "pod waits no longer; skipping the step");
                     return Ok(());
                 }
                 if history.is_first_eviction(&pod.uid) {
@@ -185,15 +185,15 @@ impl Executor {
                     let moves = history.relocations_with(&from.name, &owner, now, (self.clock)());
                     let told: Vec<_> = moves.iter().map(|(moved, _)| moved).collect();
                     let body = json!({ "spec": { "moves": told } });
-                    self.server_side_apply(RELOCATIONS_MANAGER, "count a move from", &from, body)
+                    self.server_side_apply(RELOCATIONS_MANAGER, "record a relocation on", &from, body)
                         .await?;
                     history.set_relocations(from.name, moves);
                 }
                 if self.evict(&pod, false, history, now).await? == EvictionResult::Accepted {
                     let Key { namespace, name } = &pod.key;
-                    info!(namespace, pod = name, to, "waiter moved");
+                    info!(namespace, pod = name, to, "relocated pod");
                     history.record_relocation(&owner, &to, room, now);
-                    let note = format!("waits for a GPU here, and node {to} has room");
+                    let note = format!("waits for a GPU on this node, and node {to} has room");
                     self.publish_event(&pod, "GpuMemoryWaiterMoved", note).await;
                 }
                 Ok(())
@@ -299,7 +299,7 @@ impl Executor {
             namespace = pod.key.namespace,
             pod = pod.key.name,
             node,
-            "nominated"
+            "nominating node"
         );
         let pods = Api::<SlimPod>::namespaced(self.client.clone(), &pod.key.namespace);
         let patch = Patch::Merge(json!({
@@ -332,10 +332,10 @@ impl Executor {
                 waiter = waiter.key.name,
                 gpu,
                 overdue,
-                "evicted"
+                "preempted pod"
             );
             let note = format!(
-                "made room on {gpu} for {}/{}, of higher priority",
+                "preempted on {gpu} by {}/{}, which has a higher priority",
                 waiter.key.namespace, waiter.key.name
             );
             self.publish_event(pod, "GpuMemoryReclaimed", note).await;
@@ -360,7 +360,7 @@ impl Executor {
         };
         history.record_eviction(&pod.uid, answer, now);
         if answer == EvictionOutcome::BlockedByPdb {
-            info!(namespace, pod = name, "a disruption budget keeps it");
+            info!(namespace, pod = name, "PodDisruptionBudget refused the eviction");
         }
         Ok(evicted?)
     }
@@ -384,7 +384,7 @@ impl Executor {
         };
         let said = timeout(TIMEOUT, self.recorder.publish(&event, &about)).await;
         if let Ok(Err(error)) = said {
-            warn!(error = %error_chain(&error), reason, "event not sent");
+            warn!(error = %error_chain(&error), reason, "failed to publish an Event");
         }
     }
 }

@@ -67,7 +67,7 @@ pub async fn run(
             metrics.record_placement_step(name, result.is_ok());
             if let Err(error) = result {
                 if failing.insert(name) {
-                    warn!(step = name, error = %error_chain(&error), "trying on");
+                    warn!(step = name, error = %error_chain(&error), "failed to apply a placement step; retrying");
                 }
                 failed.insert(name);
             }

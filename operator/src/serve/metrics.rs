@@ -160,17 +160,17 @@ impl Metrics {
         let mut registry = Registry::default();
         registry.register(
             "bursar_operator_build",
-            "The operator's version",
+            "Version of the operator",
             Info::new([("version", env!("CARGO_PKG_VERSION"))]),
         );
         registry.register(
             "bursar_operator_reconciles",
-            "Looks at a budget",
+            "Reconciles of a budget",
             looks.clone(),
         );
         registry.register(
             "bursar_operator_reconcile_seconds",
-            "Time of a look at a budget that did not fail, its writes included",
+            "Duration of a successful reconcile of a budget, with its writes",
             look_seconds.clone(),
         );
         registry.register(
@@ -180,7 +180,7 @@ impl Metrics {
         );
         registry.register(
             "bursar_operator_watch_failures",
-            "Watches that broke off or could not be begun",
+            "Failures of watches",
             watch_failures.clone(),
         );
         let steps = Family::<StepLabels, Counter>::default();
@@ -191,7 +191,7 @@ impl Metrics {
         }
         registry.register(
             "bursar_operator_placement_steps",
-            "Steps of placement: labels, reservations, evictions, moves, quotas",
+            "Placement steps: labels, reservations, preemptions, relocations, quota overrides",
             steps.clone(),
         );
         registry.register_collector(Box::new(BudgetCollector(budgets)));
@@ -355,7 +355,7 @@ impl Collector for ClusterCollector {
         }
         let mut family = encoder.encode_descriptor(
             "bursar_cohort_memory_bytes",
-            "Device memory of a cohort: what its budgets guarantee, and what its nodes offer",
+            "Device memory of a cohort: guaranteed by its budgets, allocatable on its nodes",
             None,
             MetricType::Gauge,
         )?;
@@ -384,7 +384,7 @@ impl Collector for ClusterCollector {
         }
         let mut family = encoder.encode_descriptor(
             "bursar_operator_unreadable",
-            "1 for each object that cannot be read, or has a value of another version",
+            "1 for each object that cannot be parsed or has an unknown value",
             None,
             MetricType::Gauge,
         )?;

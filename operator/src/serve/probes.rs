@@ -25,7 +25,7 @@ impl bursar_http::Sources for Sources {
 
     /// A task that ends also ends the process. A stalled task shows here.
     fn health(&self) -> Verdict {
-        verdict(&self.liveness.stalled(), "no progress of the watch of")
+        verdict(&self.liveness.stalled(), "no progress of watches:")
     }
 
     fn readiness(&self) -> Verdict {
@@ -69,7 +69,7 @@ mod tests {
         let long_ago = Instant::now().checked_sub(STALLED_AFTER + Duration::from_secs(1));
         let long_ago = long_ago.expect("the clock goes as far back");
         liveness.record_progress_at(kinds::PODS, long_ago);
-        let hangs = Verdict::Unwell("no progress of the watch of Pods".to_owned());
+        let hangs = Verdict::Unwell("no progress of watches: Pods".to_owned());
         assert_eq!(sources.health(), hangs);
 
         liveness.record_progress(kinds::PODS);

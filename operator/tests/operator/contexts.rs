@@ -79,7 +79,7 @@ async fn to_the_end(doom: Option<(usize, Fate, bool)>) -> usize {
     assert_eq!(eviction["podUid"], "p");
     let why = eviction["message"].as_str().expect("a text");
     assert!(
-        why.contains("CUDA error 700") && why.contains("5 times"),
+        why.contains("CUDA error 700") && why.contains("after 5 restarts"),
         "{why}"
     );
     running.stop().await;

@@ -36,7 +36,10 @@ async fn unreadable_objects_stop_nothing_but_themselves() {
     .await;
     let status = running.until_ready().await;
     let told = condition(&status, "Covered")["message"].to_string();
-    assert!(told.contains("for GpuNode odd cannot be read"), "{told}");
+    assert!(
+        told.contains("because GpuNode odd cannot be parsed"),
+        "{told}"
+    );
     assert!(running.get("/readyz").await.starts_with("HTTP/1.1 200"));
     let metrics = running.get("/metrics").await;
     let (node, odd) = (
@@ -173,7 +176,7 @@ async fn in_a_budget(field: &'static str) {
     assert_eq!(
         condition(&status, "Enforced")["status"],
         "True",
-        "the rest holds"
+        "the rest applies"
     );
     let metrics = running.get("/metrics").await;
     let named = unreadable("GpuMemoryBudgets", "other", "default");

@@ -93,7 +93,7 @@ impl History {
         self.0.restarts.fetch_add(1, Ordering::Relaxed);
         warn!(
             seen,
-            now, "resourceVersion went back, as after a restore of etcd; listing anew"
+            now, "resourceVersion went back, as after a restore of etcd; listing again"
         );
     }
 }
