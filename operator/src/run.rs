@@ -112,9 +112,9 @@ pub async fn run(
     info!(%quantum, version = env!("CARGO_PKG_VERSION"), "started");
 
     let first = tasks.join_next().await;
-    let asked = shutdown.is_cancelled();
+    let requested = shutdown.is_cancelled();
     shutdown.cancel();
-    let mut result = first.map_or(Ok(()), |ended| task_result(ended, asked));
+    let mut result = first.map_or(Ok(()), |ended| task_result(ended, requested));
     while let Some(ended) = tasks.join_next().await {
         result = result.and(task_result(ended, true));
     }
@@ -125,10 +125,10 @@ pub async fn run(
 /// The result of a finished task: an error unless the shutdown was requested.
 fn task_result(
     ended: Result<&'static str, tokio::task::JoinError>,
-    asked: bool,
+    requested: bool,
 ) -> Result<(), OperatorError> {
     match ended.map_err(OperatorError::Panicked)? {
-        _ if asked => Ok(()),
+        _ if requested => Ok(()),
         task => Err(OperatorError::TaskEnded { task }),
     }
 }

@@ -25,28 +25,28 @@ fn changed_conditions<'a>(
     before: Option<&GpuMemoryBudgetStatus>,
     now: &'a GpuMemoryBudgetStatus,
 ) -> Vec<(&'a Condition, bool)> {
-    let was = |type_: &str| {
+    let status_before = |type_: &str| {
         let conditions = before.iter().flat_map(|status| &status.conditions);
         conditions
             .into_iter()
             .find(|condition| condition.type_ == type_)
             .map(|condition| condition.status.as_str())
     };
-    let news = now.conditions.iter().filter_map(|condition| {
+    let changes = now.conditions.iter().filter_map(|condition| {
         let good_when = if condition.type_ == names::EXCEEDED {
             "False"
         } else {
             "True"
         };
-        let good = condition.status == good_when;
-        let told = match was(&condition.type_) {
+        let is_good = condition.status == good_when;
+        let changed = match status_before(&condition.type_) {
             _ if condition.type_ == names::READY => false,
             Some(status) => status != condition.status,
-            None => !good && condition.type_ != names::ENFORCED && condition.status != "Unknown",
+            None => !is_good && condition.type_ != names::ENFORCED && condition.status != "Unknown",
         };
-        told.then_some((condition, good))
+        changed.then_some((condition, is_good))
     });
-    news.collect()
+    changes.collect()
 }
 
 /// Publishes the changed conditions of `budget`.
@@ -56,7 +56,7 @@ pub(crate) async fn publish_transitions(
     before: Option<&GpuMemoryBudgetStatus>,
     now: &GpuMemoryBudgetStatus,
 ) {
-    for (condition, good) in changed_conditions(before, now) {
+    for (condition, is_good) in changed_conditions(before, now) {
         let Condition {
             type_,
             status,
@@ -65,8 +65,14 @@ pub(crate) async fn publish_transitions(
             ..
         } = condition;
         let namespace = budget.metadata.namespace.as_deref().unwrap_or_default();
-        info!(namespace, condition = type_, status, reason, "budget condition changed");
-        let kind = if good {
+        info!(
+            namespace,
+            condition = type_,
+            status,
+            reason,
+            "budget condition changed"
+        );
+        let kind = if is_good {
             EventType::Normal
         } else {
             EventType::Warning
@@ -89,9 +95,9 @@ pub(crate) async fn publish_eviction(client: &Client, namespace: &str, leaver: &
         pod,
         uid,
         reason,
-        message: why,
+        message: note,
     } = leaver;
-    info!(namespace, pod, uid, reason, why, "evicted pod");
+    info!(namespace, pod, uid, reason, note, "evicted pod");
     let about = ObjectReference {
         api_version: Some("v1".to_owned()),
         kind: Some("Pod".to_owned()),
@@ -100,7 +106,7 @@ pub(crate) async fn publish_eviction(client: &Client, namespace: &str, leaver: &
         uid: Some(uid.clone()),
         ..ObjectReference::default()
     };
-    publish(client, &about, EventType::Warning, "Evict", reason, why).await;
+    publish(client, &about, EventType::Warning, "Evict", reason, note).await;
 }
 
 async fn publish(
@@ -148,13 +154,13 @@ mod tests {
         serde_json::from_value(json!({ "conditions": conditions })).unwrap()
     }
 
-    fn told(before: Option<&[(&str, &str)]>, now: &[(&str, &str)]) -> Vec<(String, bool)> {
+    fn changed(before: Option<&[(&str, &str)]>, now: &[(&str, &str)]) -> Vec<(String, bool)> {
         let before = before.map(status);
         let now = status(now);
         let turned = changed_conditions(before.as_ref(), &now);
         turned
             .into_iter()
-            .map(|(condition, good)| (condition.type_.clone(), good))
+            .map(|(condition, is_good)| (condition.type_.clone(), is_good))
             .collect()
     }
 
@@ -170,9 +176,15 @@ mod tests {
             ("Exceeded", "True"),
             ("Enforced", "True"),
         ];
-        assert_eq!(told(Some(&quiet), &loud), [("Exceeded".to_owned(), false)]);
-        assert_eq!(told(Some(&loud), &quiet), [("Exceeded".to_owned(), true)]);
-        assert_eq!(told(Some(&loud), &loud), []);
+        assert_eq!(
+            changed(Some(&quiet), &loud),
+            [("Exceeded".to_owned(), false)]
+        );
+        assert_eq!(
+            changed(Some(&loud), &quiet),
+            [("Exceeded".to_owned(), true)]
+        );
+        assert_eq!(changed(Some(&loud), &loud), []);
     }
 
     #[test]
@@ -184,6 +196,6 @@ mod tests {
             ("Exceeded", "False"),
             ("Enforced", "False"),
         ];
-        assert_eq!(told(None, &new), [("Covered".to_owned(), false)]);
+        assert_eq!(changed(None, &new), [("Covered".to_owned(), false)]);
     }
 }

@@ -30,7 +30,9 @@ const CONTEXT_POLICIES_MANAGER: &str = "bursar-operator-contexts";
 #[derive(Debug, thiserror::Error)]
 pub enum WriteError {
     /// The API server denied access.
-    #[error("failed to write {what}: access denied; give the operator's service account the chart's ClusterRole")]
+    #[error(
+        "failed to write {what}: access denied; give the operator's service account the chart's ClusterRole"
+    )]
     Forbidden {
         /// The object.
         what: String,

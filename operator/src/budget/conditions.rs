@@ -42,10 +42,14 @@ pub(super) fn conditions(
 }
 
 /// `Ready` repeats the first condition that is not as wanted.
-fn ready(wanted: &[(&Statement, bool)]) -> Statement {
-    let amiss = wanted.iter().find(|(said, good)| said.holds != Some(*good));
-    match amiss {
-        Some((said, _)) => Statement::new(names::READY, false, said.reason, &said.message),
+fn ready(desired: &[(&Statement, bool)]) -> Statement {
+    let failing = desired
+        .iter()
+        .find(|(condition, expected)| condition.holds != Some(*expected));
+    match failing {
+        Some((condition, _)) => {
+            Statement::new(names::READY, false, condition.reason, &condition.message)
+        }
         None => Statement::new(
             names::READY,
             true,
@@ -60,12 +64,12 @@ fn accepted(
     parsed: &Result<ParsedSpec, InvalidSpec>,
     quantum: Quantum,
 ) -> Statement {
-    let invalid = |why| Statement::new(names::ACCEPTED, false, names::INVALID_SPEC, why);
+    let invalid = |reason| Statement::new(names::ACCEPTED, false, names::INVALID_SPEC, reason);
     let parsed = match parsed {
         Ok(parsed) => parsed,
-        Err(why) => return invalid(why.to_string()),
+        Err(reason) => return invalid(reason.to_string()),
     };
-    let unreadable = invalid_overrides(&budget.spec).map(|why| why.to_string());
+    let unreadable = invalid_overrides(&budget.spec).map(|reason| reason.to_string());
     let unreadable: Vec<_> = unreadable.collect();
     if !unreadable.is_empty() {
         return invalid(format!("{}; the rest applies", unreadable.join(", ")));
@@ -92,12 +96,12 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
         excluded: _,
         unknown_field: _,
     } = cohort;
-    let left_out = excluded_nodes(cohort, quantum);
-    let say = |holds, reason, message: String| {
-        Statement::new(names::COVERED, holds, reason, message + &left_out)
+    let excluded = excluded_nodes(cohort, quantum);
+    let statement = |holds, reason, message: String| {
+        Statement::new(names::COVERED, holds, reason, message + &excluded)
     };
     if *nodes == 0 {
-        return say(
+        return statement(
             false,
             names::NO_NODES,
             format!(
@@ -109,9 +113,9 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
     // The message holds no sums, or each change of one node would rewrite every budget's status.
     if guaranteed <= allocatable {
         let fit = format!("cohort {name}: the guarantees fit into the memory of its nodes");
-        return say(true, names::GUARANTEES_FIT, fit);
+        return statement(true, names::GUARANTEES_FIT, fit);
     }
-    say(
+    statement(
         false,
         names::OVERCOMMITTED,
         format!(
@@ -124,12 +128,12 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
 /// The excluded nodes by reason, with one example and the remedy for each reason.
 fn excluded_nodes(cohort: &Cohort, quantum: Quantum) -> String {
     let mut reasons: BTreeMap<&ExclusionReason, Vec<&str>> = BTreeMap::new();
-    for (node, why) in &cohort.excluded {
-        reasons.entry(why).or_default().push(node);
+    for (node, reason) in &cohort.excluded {
+        reasons.entry(reason).or_default().push(node);
     }
-    let told = reasons.into_iter().map(|(why, nodes)| {
+    let messages = reasons.into_iter().map(|(reason, nodes)| {
         let (nodes, node) = (plural(nodes.len(), "node"), nodes[0]);
-        match why {
+        match reason {
             ExclusionReason::OtherQuantum(size) => format!(
                 "; {nodes} excluded, because {node} uses quantum {size} and the cluster {quantum}: \
                  give the operator and every agent one quantum"
@@ -146,7 +150,7 @@ fn excluded_nodes(cohort: &Cohort, quantum: Quantum) -> String {
     let unknown = cohort.unknown_field.iter().map(|(node, field)| {
         format!("; GpuNode {node} has a value of another version in {field}: {REMEDY}")
     });
-    told.chain(unknown).collect()
+    messages.chain(unknown).collect()
 }
 
 fn node_remedy(cohort: &str) -> String {
@@ -184,7 +188,7 @@ fn exceeded(parsed: &ParsedSpec, usage: &RequestedUsage, quantum: Quantum) -> St
     ];
     let over: Vec<_> = bounds
         .into_iter()
-        .filter(|(asked, most, ..)| asked > most)
+        .filter(|(requested, most, ..)| requested > most)
         .collect();
     let Some((_, _, reason, ..)) = over.first() else {
         return Statement::new(
@@ -194,34 +198,36 @@ fn exceeded(parsed: &ParsedSpec, usage: &RequestedUsage, quantum: Quantum) -> St
             "the pods' requests are within the budget",
         );
     };
-    let told: Vec<_> = over
+    let messages: Vec<_> = over
         .iter()
-        .map(|(asked, most, _, who, remedy)| exceeded_bound(who, *asked, *most, remedy, quantum))
+        .map(|(requested, most, _, subject, remedy)| {
+            exceeded_bound(subject, *requested, *most, remedy, quantum)
+        })
         .collect();
-    Statement::new(names::EXCEEDED, true, reason, told.join("; "))
+    Statement::new(names::EXCEEDED, true, reason, messages.join("; "))
 }
 
 fn exceeded_bound(
-    who: &str,
-    asked: Quanta,
+    subject: &str,
+    requested: Quanta,
     most: Quanta,
     remedy: &str,
     quantum: Quantum,
 ) -> String {
-    let (asked, most) = (asked.text(quantum), most.text(quantum));
-    format!("{who} request {asked}, more than {most}: {remedy}")
+    let (requested, most) = (requested.text(quantum), most.text(quantum));
+    format!("{subject} request {requested}, more than {most}: {remedy}")
 }
 
 fn enforced(budget: &GpuMemoryBudget, parsed: &ParsedSpec, inputs: &BudgetInputs) -> Statement {
     let pending = |message| Statement::new(names::ENFORCED, false, names::QUOTA_PENDING, message);
     for kind in QuotaKind::ALL {
-        let (name, wanted) = (
+        let (name, desired) = (
             kind.name(),
             QuotaSpec::desired(kind, budget, parsed, inputs.quantum),
         );
         match inputs.quota(kind) {
-            Some(quota) if quota.enforces(&wanted) => {}
-            Some(quota) if quota.spec == wanted => {
+            Some(quota) if quota.enforces(&desired) => {}
+            Some(quota) if quota.spec == desired => {
                 return pending(format!(
                     "ResourceQuota {name} is written but not in force yet: the controller manager has not copied it to the status"
                 ));

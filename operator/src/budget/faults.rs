@@ -83,18 +83,21 @@ pub(super) fn due_evictions<'a>(
         let Some(Remedy::Evict(reason)) = remedy(&affected.fault, policy) else {
             continue;
         };
-        let of_gpu = affected.fault.kind == FaultKind::Gpu;
-        let early = GPU_FAULT_GRACE.saturating_sub(affected.observed_for);
+        let is_gpu_fault = affected.fault.kind == FaultKind::Gpu;
+        let remaining_grace = GPU_FAULT_GRACE.saturating_sub(affected.observed_for);
         // For a recorded eviction an earlier operator has already waited for the grace.
-        let had = find_record(current_records(budget), affected).is_some();
-        if of_gpu && !early.is_zero() && !had {
-            due.retry_after = Some(due.retry_after.map_or(early, |again| again.min(early)));
+        let is_recorded = find_record(current_records(budget), affected).is_some();
+        if is_gpu_fault && !remaining_grace.is_zero() && !is_recorded {
+            due.retry_after = Some(
+                due.retry_after
+                    .map_or(remaining_grace, |again| again.min(remaining_grace)),
+            );
             continue;
         }
         // The pod did not cause a GPU fault. The operator evicts it when a controller recreates it
         // or the policy says Evict, and never when its Job would fail.
-        let goes = match &affected.request.job {
-            Some(job) if of_gpu => inputs
+        let evict = match &affected.request.job {
+            Some(job) if is_gpu_fault => inputs
                 .jobs_ignoring_disruption
                 .get(&job.uid)
                 .copied()
@@ -102,10 +105,12 @@ pub(super) fn due_evictions<'a>(
                     due.unread_jobs.push(job);
                     false
                 }),
-            _ if of_gpu => affected.request.is_recreated || policy.action == ContextAction::Evict,
+            _ if is_gpu_fault => {
+                affected.request.is_recreated || policy.action == ContextAction::Evict
+            }
             _ => true,
         };
-        if goes {
+        if evict {
             due.evictions.push((affected, reason));
         }
     }
@@ -138,17 +143,17 @@ pub(super) fn recorded_evictions(
         .collect();
     wanted.extend_from_slice(before);
     let mut over = wanted.len().saturating_sub(MAX_EVICTIONS);
-    let mut kept: Vec<_> = wanted
+    let mut remaining: Vec<_> = wanted
         .into_iter()
         .rev()
         .filter(|one| {
-            let goes = over > 0 && !is_due(&one);
-            over -= usize::from(goes);
-            !goes
+            let remove = over > 0 && !is_due(&one);
+            over -= usize::from(remove);
+            !remove
         })
         .collect();
-    kept.reverse();
-    kept
+    remaining.reverse();
+    remaining
 }
 
 /// The recorded evictions that are still due.

@@ -141,11 +141,14 @@ impl Plan {
         // A Job counts a deleted pod, unlike an evicted pod, as a failure whatever its policy says.
         // A borrowed pod has consented to lose excess memory.
         let is_excess = pod.reason == EXCEEDED;
-        let stays = |request: &PodRequest| match is_excess {
+        let is_protected = |request: &PodRequest| match is_excess {
             true => request.job_if_guaranteed().is_some(),
             false => request.job.is_some(),
         };
-        let mut staying = inputs.pods.iter().filter(|(_, request)| stays(request));
+        let mut staying = inputs
+            .pods
+            .iter()
+            .filter(|(_, request)| is_protected(request));
         let by_force = refused.is_some_and(|lasted| *lasted >= DISRUPTION_GRACE)
             && !staying.any(|(_, request)| request.uid == pod.uid);
         self.steps.push(Step::Evict { pod, by_force });
@@ -153,9 +156,9 @@ impl Plan {
     }
 
     fn read_job(&mut self, job: JobRef) {
-        let look = Step::ReadJob(job);
-        if !self.steps.contains(&look) {
-            self.steps.push(look);
+        let step = Step::ReadJob(job);
+        if !self.steps.contains(&step) {
+            self.steps.push(step);
         }
         self.requeue_within(Some(JOB_READ_REQUEUE));
     }
@@ -190,10 +193,10 @@ fn plan_excess_evictions(
         return;
     }
     let jobs = inputs.pods.iter().filter_map(|(_, request)| {
-        let goes = possible.iter().any(|pod| pod.uid == request.uid);
+        let is_candidate = possible.iter().any(|pod| pod.uid == request.uid);
         request
             .job_if_guaranteed()
-            .filter(|job| goes && known(job).is_none())
+            .filter(|job| is_candidate && known(job).is_none())
     });
     let unknown: Vec<_> = jobs.collect();
     if !unknown.is_empty() {
@@ -212,5 +215,5 @@ fn plan_excess_evictions(
 pub fn is_exceeded(budget: &GpuMemoryBudget) -> bool {
     let status = budget.status.as_ref();
     let exceeded = status.and_then(|status| true_condition(status, names::EXCEEDED));
-    exceeded.is_some_and(|told| told.observed_generation == budget.metadata.generation)
+    exceeded.is_some_and(|condition| condition.observed_generation == budget.metadata.generation)
 }

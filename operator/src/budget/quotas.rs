@@ -123,16 +123,16 @@ impl QuotaSpec {
         kind: QuotaKind,
         namespace: &str,
         budget: &GpuMemoryBudget,
-        there: Option<&ObservedQuota>,
+        current: Option<&ObservedQuota>,
     ) -> Patch<Value> {
         let mut object = self.object(kind, namespace, budget);
-        let Some(there) = there.filter(|there| !self.needs_replacement(there)) else {
+        let Some(current) = current.filter(|current| !self.needs_replacement(current)) else {
             return Patch::Apply(object);
         };
         if !self.overflows {
             object["metadata"]["labels"][OVERFLOW_LABEL] = Value::Null;
         }
-        let others = there.spec.hard.keys();
+        let others = current.spec.hard.keys();
         for added in others.filter(|resource| !self.hard.contains_key(*resource)) {
             object["spec"]["hard"][added] = Value::Null;
         }
@@ -141,8 +141,8 @@ impl QuotaSpec {
 
     /// Whether `there` has to be deleted and created again. `scopes` is immutable, and after a
     /// change of `scopeSelector` the controller manager recounts only minutes later.
-    pub fn needs_replacement(&self, there: &ObservedQuota) -> bool {
-        there.spec.scope != self.scope
+    pub fn needs_replacement(&self, current: &ObservedQuota) -> bool {
+        current.spec.scope != self.scope
     }
 
     /// The whole quota object.
@@ -266,16 +266,16 @@ mod tests {
             let budget = budget(overflow);
             let parsed = ParsedSpec::of(&budget.spec, Quantum::Gib1).unwrap();
             for kind in QuotaKind::ALL {
-                let wanted = QuotaSpec::desired(kind, &budget, &parsed, Quantum::Gib1);
-                let mut object = wanted.object(kind, "team", &budget);
+                let desired = QuotaSpec::desired(kind, &budget, &parsed, Quantum::Gib1);
+                let mut object = desired.object(kind, "team", &budget);
                 object["status"] = json!({ "hard": object["spec"]["hard"] });
                 let text = object.to_string().replace("\"1000\"", "\"1k\"");
                 let quota = ObservedQuota::of(&serde_json::from_str(&text).unwrap());
-                assert_eq!(quota.spec, wanted);
-                assert!(quota.enforces(&wanted));
+                assert_eq!(quota.spec, desired);
+                assert!(quota.enforces(&desired));
                 object["status"] = json!(null);
                 let fresh = ObservedQuota::of(&serde_json::from_value(object).unwrap());
-                assert!(!fresh.enforces(&wanted));
+                assert!(!fresh.enforces(&desired));
             }
         }
     }
@@ -284,18 +284,18 @@ mod tests {
     fn foreign_entries_are_removed_and_foreign_scopes_replaced() {
         let budget = budget("Refuse");
         let parsed = ParsedSpec::of(&budget.spec, Quantum::Gib1).unwrap();
-        let wanted = QuotaSpec::desired(QuotaKind::Limit, &budget, &parsed, Quantum::Gib1);
-        let patch = |there: Option<&ObservedQuota>| match wanted.patch(
+        let desired = QuotaSpec::desired(QuotaKind::Limit, &budget, &parsed, Quantum::Gib1);
+        let patch = |current: Option<&ObservedQuota>| match desired.patch(
             QuotaKind::Limit,
             "team",
             &budget,
-            there,
+            current,
         ) {
             Patch::Merge(object) => Some(object),
             _ => None,
         };
         let changed = |change: fn(&mut Value)| {
-            let mut object = wanted.object(QuotaKind::Limit, "team", &budget);
+            let mut object = desired.object(QuotaKind::Limit, "team", &budget);
             change(&mut object);
             ObservedQuota::of(&serde_json::from_value(object).unwrap())
         };
@@ -305,7 +305,7 @@ mod tests {
             object["metadata"]["labels"][OVERFLOW_LABEL] = json!("Borrow");
             object["spec"]["hard"][OTHER] = json!("1");
         })));
-        let mut nothing = wanted.object(QuotaKind::Limit, "team", &budget);
+        let mut nothing = desired.object(QuotaKind::Limit, "team", &budget);
         nothing["metadata"]["labels"][OVERFLOW_LABEL] = json!(null);
         nothing["spec"]["hard"][OTHER] = json!(null);
         assert_eq!(merged, Some(nothing));
@@ -316,7 +316,7 @@ mod tests {
                 object["spec"]["scopeSelector"] = json!({ "matchExpressions": [terminating] });
             }),
         ] {
-            assert!(wanted.needs_replacement(&scoped));
+            assert!(desired.needs_replacement(&scoped));
             assert_eq!(patch(Some(&scoped)), None, "it is gone by then");
         }
     }
@@ -342,14 +342,14 @@ mod tests {
     fn foreign_edit_is_detected_and_foreign_resources_ignored() {
         let budget = budget("Refuse");
         let parsed = ParsedSpec::of(&budget.spec, Quantum::Gib1).unwrap();
-        let wanted = QuotaSpec::desired(QuotaKind::Guaranteed, &budget, &parsed, Quantum::Gib1);
-        let object = wanted.object(QuotaKind::Guaranteed, "team", &budget);
+        let desired = QuotaSpec::desired(QuotaKind::Guaranteed, &budget, &parsed, Quantum::Gib1);
+        let object = desired.object(QuotaKind::Guaranteed, "team", &budget);
         let seen = |object: &Value| {
             ObservedQuota::of(&serde_json::from_value(object.clone()).unwrap()).spec
         };
         let mut beside = object.clone();
         beside["spec"]["hard"]["pods"] = json!("4");
-        assert_eq!(seen(&beside), wanted);
+        assert_eq!(seen(&beside), desired);
         let mut raised = object.clone();
         raised["spec"]["hard"]["requests.bursar.dev/gpu-memory-gib"] = json!("9k");
         let mut unscoped = object.clone();
@@ -359,7 +359,7 @@ mod tests {
         let mut orphan = object;
         orphan["metadata"]["ownerReferences"] = json!([]);
         for changed in [raised, unscoped, wider, orphan] {
-            assert_ne!(seen(&changed), wanted, "{changed}");
+            assert_ne!(seen(&changed), desired, "{changed}");
         }
     }
 }

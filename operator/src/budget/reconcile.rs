@@ -76,13 +76,13 @@ impl Reconciler {
     ) {
         let work = work.map(Ok::<_, Infallible>);
         let config = Config::default().concurrency(CONCURRENCY);
-        let look = |budget, reconciler: Arc<Self>| {
+        let reconcile = |budget, reconciler: Arc<Self>| {
             Box::pin(async move { reconciler.reconcile(budget).await })
         };
         let retry = |budget: Arc<GpuMemoryBudget>, error: &WriteError, reconciler: Arc<Self>| {
             Action::requeue(reconciler.failed(&budget, error))
         };
-        applier(look, retry, Arc::new(self), budgets, work, config)
+        applier(reconcile, retry, Arc::new(self), budgets, work, config)
             .for_each(|result| {
                 // A deleted budget needs nothing, and a failed write is logged already.
                 if let Err(ControllerError::RunnerError(failure)) = result {
@@ -158,13 +158,14 @@ impl Reconciler {
         let Key { namespace, .. } = key;
         match step {
             Step::ApplyQuota(kind, desired) => {
-                let (name, there) = (kind.name(), inputs.quota(kind));
-                if let Some(wrong) = there.filter(|there| desired.needs_replacement(there)) {
+                let (name, observed) = (kind.name(), inputs.quota(kind));
+                if let Some(wrong) = observed.filter(|observed| desired.needs_replacement(observed))
+                {
                     self.writer
                         .delete_quota(namespace, name, &wrong.uid)
                         .await?;
                 }
-                let patch = desired.patch(kind, namespace, budget, there);
+                let patch = desired.patch(kind, namespace, budget, observed);
                 self.writer.apply_quota(namespace, name, &patch).await
             }
             Step::LabelNamespace => self.writer.label_namespace(namespace, Some(ENFORCED)).await,
@@ -176,7 +177,9 @@ impl Reconciler {
                         self.with_state(key, |state| state.record_job(job, ignores_disruption))
                     }
                     // The next reconcile reads the Job again.
-                    Err(error) => debug!(error = %error_chain(&error), "failed to read a Job; retrying"),
+                    Err(error) => {
+                        debug!(error = %error_chain(&error), "failed to read a Job; retrying")
+                    }
                 }
                 Ok(())
             }
@@ -187,7 +190,7 @@ impl Reconciler {
                 }
                 let evict = self.writer.evict(namespace, &pod.pod, &pod.uid, by_force);
                 let evicted = evict.await;
-                let news =
+                let changed =
                     self.with_state(key, |state| state.eviction_outcome_changed(evicted.is_ok()));
                 match evicted {
                     Ok(EvictionResult::Accepted) => {
@@ -199,13 +202,15 @@ impl Reconciler {
                         self.with_state(key, |state| state.record_refusal(&pod.uid, now));
                     }
                     // The next reconcile evicts the pod again. Other steps do not wait for it.
-                    Err(error) if news => warn!(error = %error_chain(&error), "failed to evict a pod; retrying"),
+                    Err(error) if changed => {
+                        warn!(error = %error_chain(&error), "failed to evict a pod; retrying")
+                    }
                     Err(_) => {}
                 }
                 Ok(())
             }
-            Step::ApplyStatus(wanted) => {
-                if let Some(written) = self.writer.apply_status(budget, &wanted).await? {
+            Step::ApplyStatus(desired) => {
+                if let Some(written) = self.writer.apply_status(budget, &desired).await? {
                     let before = current.status.as_ref();
                     self.record_status(key, budget, written.clone());
                     publish_transitions(self.writer.client(), budget, before, &written).await;
@@ -245,7 +250,10 @@ impl Reconciler {
             .get_mut(key)
             .map_or(0, BudgetState::record_success);
         if failures > 0 {
-            info!(namespace = key.namespace, failures, "budget reconciled again");
+            info!(
+                namespace = key.namespace,
+                failures, "budget reconciled again"
+            );
         }
     }
 

@@ -130,8 +130,8 @@ impl BudgetState {
     }
 
     /// Records whether an eviction succeeded. Returns whether that differs from the last one.
-    pub(super) fn eviction_outcome_changed(&mut self, well: bool) -> bool {
-        std::mem::replace(&mut self.last_eviction_failed, !well) == well
+    pub(super) fn eviction_outcome_changed(&mut self, succeeded: bool) -> bool {
+        std::mem::replace(&mut self.last_eviction_failed, !succeeded) == succeeded
     }
 
     /// Records that `status` replaced the status of `budget`.

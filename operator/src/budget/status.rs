@@ -18,7 +18,7 @@ pub(super) fn desired_status(
     now: &Time,
 ) -> GpuMemoryBudgetStatus {
     let parsed = ParsedSpec::of(&budget.spec, inputs.quantum);
-    let said = conditions(budget, &parsed, inputs);
+    let statements = conditions(budget, &parsed, inputs);
     let generation = budget.metadata.generation;
     let counted = |quanta: Quanta| quanta.counted(inputs.quantum);
     let allowed = |of: fn(&ParsedSpec) -> Quanta| counted(parsed.as_ref().map_or(Quanta::ZERO, of));
@@ -33,9 +33,9 @@ pub(super) fn desired_status(
             && status.device_memory.limit == limit
             && status.managed_memory.limit == managed_limit
     });
-    let in_force = said
+    let in_force = statements
         .iter()
-        .any(|said| said.type_ == names::ENFORCED && said.holds == Some(true));
+        .any(|statements| statements.type_ == names::ENFORCED && statements.holds == Some(true));
     let enforced_since = same_terms
         .and_then(|status| status.enforced_since.clone())
         .or_else(|| inputs.quotas_synced_at().filter(|_| in_force));
@@ -81,7 +81,7 @@ pub(super) fn desired_status(
         evictions: faults::recorded_evictions(budget, inputs, now),
         conditions: merge(
             before.map_or(&[], |status| &status.conditions),
-            &said,
+            &statements,
             generation,
             now,
         ),
@@ -94,5 +94,5 @@ pub(super) fn true_condition<'a>(
     type_: &str,
 ) -> Option<&'a Condition> {
     let mut conditions = status.conditions.iter();
-    conditions.find(|told| told.type_ == type_ && told.status == "True")
+    conditions.find(|condition| condition.type_ == type_ && condition.status == "True")
 }

@@ -263,11 +263,11 @@ fn cohort_without_nodes_says_how_a_node_joins() {
 #[test]
 fn excluded_nodes_are_named_by_reason() {
     let mut inputs = idle();
-    let left_out = |node: &str, why| (node.to_owned(), why);
+    let excluded = |node: &str, why| (node.to_owned(), why);
     inputs.cohort.excluded = vec![
-        left_out("a", ExclusionReason::Dead),
-        left_out("b", ExclusionReason::Unreadable),
-        left_out("c", ExclusionReason::Dead),
+        excluded("a", ExclusionReason::Dead),
+        excluded("b", ExclusionReason::Unreadable),
+        excluded("c", ExclusionReason::Dead),
     ];
     let status = desired_status(&plain(), &inputs, &at(1));
     let message = &condition(&status, names::COVERED).message;

@@ -13,11 +13,11 @@ use crate::quanta::Quanta;
 pub(super) struct Aggregates {
     cohorts: BTreeMap<String, CohortTotals>,
     /// The nodes that report on each namespace.
-    saying: BTreeMap<String, BTreeSet<Key>>,
+    reporters: BTreeMap<String, BTreeSet<Key>>,
     /// The nodes with a GPU fault. Such a fault may affect any namespace.
     nodes_with_gpu_faults: BTreeSet<Key>,
     /// The number of pods by node and namespace.
-    placed: BTreeMap<String, BTreeMap<String, usize>>,
+    pods_by_node: BTreeMap<String, BTreeMap<String, usize>>,
 }
 
 /// Totals of one cohort. They are exact, so that subtraction restores the earlier value.
@@ -43,7 +43,7 @@ impl CohortMember<'_> {
     /// The quanta that count, or why none do. `None` when the node has no memory to give.
     fn contribution(&self) -> Option<Result<u128, ExclusionReason>> {
         Some(match self.gpus.capacity.as_ref()? {
-            Capacity::Excluded(why) => Err(why.clone()),
+            Capacity::Excluded(reason) => Err(reason.clone()),
             Capacity::Counted(_) if self.is_dead => Err(ExclusionReason::Dead),
             Capacity::Counted(quanta) => Ok(as_u128(*quanta)),
         })
@@ -101,10 +101,10 @@ impl Aggregates {
                 });
             }
             for namespace in namespaces_reported(member.gpus) {
-                if let Some(nodes) = self.saying.get_mut(namespace) {
+                if let Some(nodes) = self.reporters.get_mut(namespace) {
                     nodes.remove(key);
                     if nodes.is_empty() {
-                        self.saying.remove(namespace);
+                        self.reporters.remove(namespace);
                     }
                 }
             }
@@ -118,7 +118,7 @@ impl Aggregates {
                         sum.nodes += 1;
                         sum.allocatable += quanta;
                     }
-                    Some(Err(why)) => drop(sum.excluded.insert(key.name.clone(), why)),
+                    Some(Err(reason)) => drop(sum.excluded.insert(key.name.clone(), reason)),
                 }
             });
             if let Some(field) = member.gpus.unknown_field {
@@ -127,7 +127,7 @@ impl Aggregates {
                 });
             }
             for namespace in namespaces_reported(member.gpus) {
-                let nodes = self.saying.entry(namespace.to_owned()).or_default();
+                let nodes = self.reporters.entry(namespace.to_owned()).or_default();
                 nodes.insert(key.clone());
             }
             if member.gpus.faults.iter().any(|open| !open.pods.is_empty()) {
@@ -149,19 +149,19 @@ impl Aggregates {
             return;
         }
         if let Some(node) = before
-            && let Some(here) = self.placed.get_mut(&node)
+            && let Some(namespaces) = self.pods_by_node.get_mut(&node)
         {
-            if let Some(pods) = here.get_mut(namespace) {
+            if let Some(pods) = namespaces.get_mut(namespace) {
                 *pods -= 1;
             }
-            here.retain(|_, pods| *pods > 0);
-            if here.is_empty() {
-                self.placed.remove(&node);
+            namespaces.retain(|_, pods| *pods > 0);
+            if namespaces.is_empty() {
+                self.pods_by_node.remove(&node);
             }
         }
         if let Some(node) = now {
-            let here = self.placed.entry(node).or_default();
-            *here.entry(namespace.to_owned()).or_default() += 1;
+            let namespaces = self.pods_by_node.entry(node).or_default();
+            *namespaces.entry(namespace.to_owned()).or_default() += 1;
         }
     }
 
@@ -198,18 +198,18 @@ impl Aggregates {
 
     /// The namespaces that have pods on a node, sorted.
     pub(super) fn namespaces_on(&self, node: &str) -> impl Iterator<Item = &str> {
-        let here = self.placed.get(node).into_iter().flatten();
-        here.map(|(namespace, _)| namespace.as_str())
+        let namespaces = self.pods_by_node.get(node).into_iter().flatten();
+        namespaces.map(|(namespace, _)| namespace.as_str())
     }
 
     pub(super) fn has_pods_on(&self, node: &str, namespace: &str) -> bool {
-        let here = self.placed.get(node);
-        here.is_some_and(|here| here.contains_key(namespace))
+        let namespaces = self.pods_by_node.get(node);
+        namespaces.is_some_and(|namespaces| namespaces.contains_key(namespace))
     }
 
     /// The nodes that report on a namespace.
     pub(super) fn nodes_reporting(&self, namespace: &str) -> impl Iterator<Item = &Key> {
-        self.saying.get(namespace).into_iter().flatten()
+        self.reporters.get(namespace).into_iter().flatten()
     }
 
     /// The nodes whose faults may affect pods of a namespace, sorted.

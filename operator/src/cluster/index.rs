@@ -213,8 +213,8 @@ impl ClusterIndex {
 
     /// Nodes that count as dead from now on leave their cohorts, which affects every budget.
     fn advance_clock(&mut self, now: Instant) -> Affected {
-        let died = self.liveness.advance_clock(now);
-        for key in &died {
+        let newly_dead = self.liveness.advance_clock(now);
+        for key in &newly_dead {
             let cohort = cohort_of(self.nodes.get(key));
             let member = |is_dead| {
                 let gpus = self.gpu_nodes.get(key)?;
@@ -228,7 +228,7 @@ impl ClusterIndex {
                 .update_node(key, member(false), member(true));
         }
         Affected {
-            all: !died.is_empty(),
+            all: !newly_dead.is_empty(),
             namespaces: BTreeSet::new(),
         }
     }
@@ -251,8 +251,8 @@ impl ClusterIndex {
         let before = member(gpus, node, was_dead);
         let (gpus, node) = (self.gpu_nodes.get(key), self.nodes.get(key));
         // A node without GPUs cannot be missed.
-        let lives = gpus.is_none() || node.is_some_and(|node| node.is_alive);
-        self.liveness.observe(key, lives);
+        let is_alive = gpus.is_none() || node.is_some_and(|node| node.is_alive);
+        self.liveness.observe(key, is_alive);
         let is_dead = self.liveness.is_dead(key);
         self.aggregates
             .update_node(key, before, member(gpus, node, is_dead));
@@ -280,8 +280,8 @@ impl ClusterIndex {
     pub fn excluded_nodes(&self) -> BTreeMap<&'static str, i64> {
         let mut counts = BTreeMap::new();
         for (_, cohort) in self.aggregates.cohorts() {
-            for (_, why) in cohort.excluded {
-                *counts.entry(why.reason()).or_default() += 1;
+            for (_, reason) in cohort.excluded {
+                *counts.entry(reason.reason()).or_default() += 1;
             }
         }
         counts
@@ -388,7 +388,7 @@ impl ClusterIndex {
         orders.collect()
     }
 
-    /// Drops the orders that were `written` to nodes that are gone: autoscalers never reuse a name.
+    /// Drops the orders `written` to deleted nodes, because autoscalers never reuse a node's name.
     pub fn forget_deleted_nodes(&self, written: &mut BTreeMap<String, NodeOrders>) {
         let names: BTreeSet<&str> = self
             .gpu_nodes
@@ -441,9 +441,9 @@ impl ClusterIndex {
         if all.len() <= MAX_ON_EVERY_NODE {
             return all.clone();
         }
-        let here = self.aggregates.namespaces_on(node);
-        let here = here.filter_map(|namespace| policy_of(all, namespace));
-        Arc::new(here.take(MAX_CONTEXTS).cloned().collect())
+        let namespaces = self.aggregates.namespaces_on(node);
+        let namespaces = namespaces.filter_map(|namespace| policy_of(all, namespace));
+        Arc::new(namespaces.take(MAX_CONTEXTS).cloned().collect())
     }
 
     /// The restart requests for faults that the agent left open and that today's policy restarts.
@@ -484,9 +484,9 @@ impl ClusterIndex {
             if uids.is_empty() {
                 continue;
             }
-            let suffers = self.pods.in_namespace(namespace);
-            let suffers = suffers.filter(|(_, request)| uids.contains(&request.uid));
-            affected_pods.extend(suffers.filter_map(|(key, request)| {
+            let pods_affected = self.pods.in_namespace(namespace);
+            let pods_affected = pods_affected.filter(|(_, request)| uids.contains(&request.uid));
+            affected_pods.extend(pods_affected.filter_map(|(key, request)| {
                 Some(AffectedPod {
                     pod: key.name.clone(),
                     request: on_node(node, request)?.cloned(),

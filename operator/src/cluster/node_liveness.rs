@@ -27,8 +27,8 @@ pub(super) struct NodeLiveness {
 
 impl NodeLiveness {
     /// Records whether a node is alive now.
-    pub(super) fn observe(&mut self, node: &Key, lives: bool) {
-        if lives {
+    pub(super) fn observe(&mut self, node: &Key, is_alive: bool) {
+        if is_alive {
             self.suspected.remove(node);
             self.dead.remove(node);
         } else if !self.dead.contains(node) {
@@ -38,17 +38,17 @@ impl NodeLiveness {
 
     /// Advances the clock. Returns the nodes that have just become dead.
     pub(super) fn advance_clock(&mut self, now: Instant) -> Vec<Key> {
-        let mut died = Vec::new();
+        let mut newly_dead = Vec::new();
         self.suspected.retain(|node, since| {
             let since = *since.get_or_insert(now);
-            let stays = now.saturating_duration_since(since) < DEAD_AFTER;
-            if !stays {
-                died.push(node.clone());
+            let is_within_grace = now.saturating_duration_since(since) < DEAD_AFTER;
+            if !is_within_grace {
+                newly_dead.push(node.clone());
             }
-            stays
+            is_within_grace
         });
-        self.dead.extend(died.iter().cloned());
-        died
+        self.dead.extend(newly_dead.iter().cloned());
+        newly_dead
     }
 
     /// Whether any node awaits its deadline.

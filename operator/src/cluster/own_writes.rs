@@ -65,16 +65,13 @@ pub struct WriteResponse<K> {
 
 /// Awaits a write and sends its response, unless the object is gone.
 pub(crate) async fn send_response<K, E>(
-    who: &UnboundedSender<WriteResponse<K>>,
+    sender: &UnboundedSender<WriteResponse<K>>,
     write: impl Future<Output = Result<Option<K>, E>>,
 ) -> Result<(), E> {
-    let begun = Instant::now();
+    let started = Instant::now();
     if let Some(object) = write.await? {
         // The receiver is closed only while the operator stops.
-        drop(who.send(WriteResponse {
-            object,
-            started: begun,
-        }));
+        drop(sender.send(WriteResponse { object, started }));
     }
     Ok(())
 }
@@ -92,16 +89,15 @@ where
     let mut gate = VersionGate::default();
     let watched = watch.map(Source::Watch);
     let written = poll_fn(move |context| written.poll_recv(context)).map(Source::Write);
-    select(watched, written).filter_map(move |heard| {
-        ready(match heard {
-            Source::Watch(event) => gate.from_watch(event),
-            Source::Write(WriteResponse {
-                object,
-                started: begun,
-            }) => gate.from_write(WriteResponse {
-                object: as_watched(object),
-                started: begun,
-            }),
+    select(watched, written).filter_map(move |item| {
+        ready(match item {
+            Source::Watch(event) => gate.admit_event(event),
+            Source::Write(WriteResponse { object, started }) => {
+                gate.admit_response(WriteResponse {
+                    object: as_watched(object),
+                    started,
+                })
+            }
         })
     })
 }
@@ -124,7 +120,7 @@ struct VersionGate {
 }
 
 impl VersionGate {
-    fn from_watch<K: ResourceExt>(&mut self, event: Event<K>) -> Option<Event<K>> {
+    fn admit_event<K: ResourceExt>(&mut self, event: Event<K>) -> Option<Event<K>> {
         let (Event::InitApply(object) | Event::Apply(object) | Event::Delete(object)) = &event
         else {
             self.listed = matches!(event, Event::InitDone).then(Instant::now);
@@ -137,8 +133,11 @@ impl VersionGate {
         };
         let (key, version) = (Key::of(object), version(object));
         self.newest_watched = self.newest_watched.max(version.unwrap_or(0));
-        let ahead = self.unconfirmed.get(&key).copied();
-        if version.zip(ahead).is_some_and(|(told, ahead)| told < ahead) {
+        let unconfirmed = self.unconfirmed.get(&key).copied();
+        if version
+            .zip(unconfirmed)
+            .is_some_and(|(watched, unconfirmed)| watched < unconfirmed)
+        {
             return None;
         }
         self.unconfirmed.remove(&key);
@@ -147,16 +146,13 @@ impl VersionGate {
 
     /// A response from before the last list may be older than the list, which has no version of
     /// deleted objects. Such a response is dropped, and the watch delivers the object.
-    fn from_write<K: ResourceExt>(&mut self, answer: WriteResponse<K>) -> Option<Event<K>> {
-        let WriteResponse {
-            object,
-            started: begun,
-        } = answer;
+    fn admit_response<K: ResourceExt>(&mut self, response: WriteResponse<K>) -> Option<Event<K>> {
+        let WriteResponse { object, started } = response;
         let since = self.listed?;
-        let version = version(&object).filter(|_| begun >= since)?;
+        let version = version(&object).filter(|_| started >= since)?;
         let key = Key::of(&object);
-        let ahead = self.unconfirmed.get(&key).copied().unwrap_or(0);
-        if version <= ahead.max(self.newest_watched) {
+        let unconfirmed = self.unconfirmed.get(&key).copied().unwrap_or(0);
+        if version <= unconfirmed.max(self.newest_watched) {
             return None;
         }
         self.unconfirmed.insert(key, version);
@@ -191,70 +187,73 @@ mod tests {
 
     fn listed() -> VersionGate {
         let mut gate = VersionGate::default();
-        gate.from_watch(Event::<ResourceQuota>::Init);
-        gate.from_watch(Event::InitApply(quota("a", 5)));
-        gate.from_watch(Event::<ResourceQuota>::InitDone);
+        gate.admit_event(Event::<ResourceQuota>::Init);
+        gate.admit_event(Event::InitApply(quota("a", 5)));
+        gate.admit_event(Event::<ResourceQuota>::InitDone);
         gate
     }
 
     #[test]
     fn own_write_counts_until_the_watch_catches_up() {
         let mut gate = listed();
-        assert!(gate.from_write(now(quota("a", 9))).is_some());
+        assert!(gate.admit_response(now(quota("a", 9))).is_some());
         assert!(
-            gate.from_watch(Event::Apply(quota("a", 7))).is_none(),
+            gate.admit_event(Event::Apply(quota("a", 7))).is_none(),
             "older"
         );
         assert!(
-            gate.from_watch(Event::Apply(quota("b", 8))).is_some(),
+            gate.admit_event(Event::Apply(quota("b", 8))).is_some(),
             "another"
         );
-        assert!(gate.from_watch(Event::Apply(quota("a", 9))).is_some());
-        assert!(gate.from_watch(Event::Apply(quota("a", 10))).is_some());
+        assert!(gate.admit_event(Event::Apply(quota("a", 9))).is_some());
+        assert!(gate.admit_event(Event::Apply(quota("a", 10))).is_some());
     }
 
     #[test]
     fn response_older_than_the_watch_is_dropped() {
         let mut gate = listed();
-        assert!(gate.from_watch(Event::Delete(quota("a", 8))).is_some());
-        assert!(gate.from_write(now(quota("a", 7))).is_none(), "it is gone");
+        assert!(gate.admit_event(Event::Delete(quota("a", 8))).is_some());
         assert!(
-            gate.from_write(now(quota("a", 9))).is_some(),
+            gate.admit_response(now(quota("a", 7))).is_none(),
+            "it is gone"
+        );
+        assert!(
+            gate.admit_response(now(quota("a", 9))).is_some(),
             "it is made anew"
         );
-        assert!(gate.from_write(now(quota("a", 9))).is_none());
+        assert!(gate.admit_response(now(quota("a", 9))).is_none());
     }
 
     #[test]
     fn list_replaces_own_writes_and_drops_responses_meanwhile() {
         let mut gate = listed();
-        assert!(gate.from_write(now(quota("a", 9))).is_some());
-        gate.from_watch(Event::<ResourceQuota>::Init);
-        assert!(gate.from_write(now(quota("a", 10))).is_none());
-        assert!(gate.from_watch(Event::InitApply(quota("a", 8))).is_some());
-        gate.from_watch(Event::<ResourceQuota>::InitDone);
-        assert!(gate.from_watch(Event::Apply(quota("a", 9))).is_some());
+        assert!(gate.admit_response(now(quota("a", 9))).is_some());
+        gate.admit_event(Event::<ResourceQuota>::Init);
+        assert!(gate.admit_response(now(quota("a", 10))).is_none());
+        assert!(gate.admit_event(Event::InitApply(quota("a", 8))).is_some());
+        gate.admit_event(Event::<ResourceQuota>::InitDone);
+        assert!(gate.admit_event(Event::Apply(quota("a", 9))).is_some());
     }
 
     #[test]
     fn response_from_before_a_list_does_not_revive_an_object() {
         let mut gate = listed();
         let late = now(quota("gone", 50));
-        gate.from_watch(Event::<ResourceQuota>::Init);
-        gate.from_watch(Event::InitApply(quota("a", 5)));
-        gate.from_watch(Event::<ResourceQuota>::InitDone);
-        assert!(gate.from_write(late).is_none());
-        assert!(gate.from_write(now(quota("new", 51))).is_some());
+        gate.admit_event(Event::<ResourceQuota>::Init);
+        gate.admit_event(Event::InitApply(quota("a", 5)));
+        gate.admit_event(Event::<ResourceQuota>::InitDone);
+        assert!(gate.admit_response(late).is_none());
+        assert!(gate.admit_response(now(quota("new", 51))).is_some());
     }
 
     #[test]
     fn response_counts_after_a_list_of_lower_versions() {
         let mut gate = listed();
-        assert!(gate.from_watch(Event::Apply(quota("a", 500))).is_some());
-        gate.from_watch(Event::<ResourceQuota>::Init);
-        assert!(gate.from_watch(Event::InitApply(quota("a", 4))).is_some());
-        gate.from_watch(Event::<ResourceQuota>::InitDone);
-        assert!(gate.from_write(now(quota("a", 90))).is_some());
+        assert!(gate.admit_event(Event::Apply(quota("a", 500))).is_some());
+        gate.admit_event(Event::<ResourceQuota>::Init);
+        assert!(gate.admit_event(Event::InitApply(quota("a", 4))).is_some());
+        gate.admit_event(Event::<ResourceQuota>::InitDone);
+        assert!(gate.admit_response(now(quota("a", 90))).is_some());
     }
 
     proptest! {
@@ -279,18 +278,18 @@ mod tests {
             }
             queue.sort_by_key(|(when, ..)| *when);
             let (mut known, mut last) = (BTreeMap::new(), BTreeMap::new());
-            for (_, (at, name, deleted), answer) in queue {
+            for (_, (at, name, deleted), response) in queue {
                 let object = quota(name, at as u64 + 10);
-                let passed = match (answer, deleted) {
-                    (true, _) => gate.from_write(now(object)),
-                    (false, true) => gate.from_watch(Event::Delete(object)),
-                    (false, false) => gate.from_watch(Event::Apply(object)),
+                let passed = match (response, deleted) {
+                    (true, _) => gate.admit_response(now(object)),
+                    (false, true) => gate.admit_event(Event::Delete(object)),
+                    (false, false) => gate.admit_event(Event::Apply(object)),
                 };
                 if passed.is_some() {
                     let before = known.insert(name, (at, deleted));
                     prop_assert!(before.is_none_or(|(before, _)| before <= at), "{} goes back", name);
                 }
-                if !answer {
+                if !response {
                     last.insert(name, (at, deleted));
                 }
             }

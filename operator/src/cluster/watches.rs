@@ -128,13 +128,13 @@ pub fn watch_all(
             let watch = instrumented(kinds::PODS, metrics, liveness(), watch);
             merge_with_watch(watch, written.pods, identity)
                 .flat_map(move |event| {
-                    let load = project(event.clone(), |pod| PodRequests::parse(pod, quantum));
+                    let requests = project(event.clone(), |pod| PodRequests::parse(pod, quantum));
                     let facts = project(event.clone(), |pod| PodFacts::of(pod, quantum));
                     // The pod event comes before the usage event, so that a newly bound pod never
                     // counts twice.
                     let facts = stream::iter([WatchEvent::Placement(PlacementEvent::Pod(facts))]);
                     facts.chain(fan_out(
-                        PlacementEvent::Requests(load),
+                        PlacementEvent::Requests(requests),
                         WatchEvent::Pod(project(event, |pod| PodRequest::of(pod, quantum))),
                     ))
                 })
@@ -218,7 +218,7 @@ fn unreadable_reason<K>(
 ) -> Option<String> {
     match &object.0 {
         Ok(object) => unknown(object).map(|field| format!("unknown value of {field}")),
-        Err(why) => Some(why.error.clone()),
+        Err(reason) => Some(reason.error.clone()),
     }
 }
 
@@ -227,8 +227,8 @@ fn unreadable_event<K: Resource<DynamicType = ()> + Clone>(
     event: &watcher::Event<DeserializeGuard<K>>,
     unknown: fn(&K) -> Option<&'static str>,
 ) -> WatchEvent {
-    let why = |object: &DeserializeGuard<K>| unreadable_reason(object, unknown);
-    WatchEvent::Unreadable(kind, project(event.clone(), why))
+    let reason = |object: &DeserializeGuard<K>| unreadable_reason(object, unknown);
+    WatchEvent::Unreadable(kind, project(event.clone(), reason))
 }
 
 /// The event for the store of budgets, which holds only those that can be parsed.
@@ -257,8 +257,11 @@ fn store_event(
 }
 
 /// Sends one event to placement first and to the budgets last, so that a reconcile sees both.
-fn fan_out(told: PlacementEvent, change: WatchEvent) -> impl Stream<Item = WatchEvent> + Send {
-    stream::iter([WatchEvent::Placement(told), change])
+fn fan_out(
+    placement_event: PlacementEvent,
+    event: WatchEvent,
+) -> impl Stream<Item = WatchEvent> + Send {
+    stream::iter([WatchEvent::Placement(placement_event), event])
 }
 
 /// Counts the errors of a watch, and logs the first of a row.
@@ -329,10 +332,10 @@ pub async fn update_index(
     loop {
         tokio::select! {
             () = shutdown.cancelled() => return,
-            change = changes.next() => {
-                let Some(change) = change else { return };
-                warn_if_unreadable(&index.borrow(), &change);
-                index.send_modify(|index| affected.add(index.apply(change)));
+            event = changes.next() => {
+                let Some(event) = event else { return };
+                warn_if_unreadable(&index.borrow(), &event);
+                index.send_modify(|index| affected.add(index.apply(event)));
             }
             now = clock.tick(), if index.borrow().has_deadlines() => {
                 index.send_if_modified(|index| {
@@ -360,10 +363,10 @@ pub async fn update_index(
 }
 
 /// Logs an unreadable object once.
-fn warn_if_unreadable(index: &ClusterIndex, change: &WatchEvent) {
+fn warn_if_unreadable(index: &ClusterIndex, event: &WatchEvent) {
     use watcher::Event::{Apply, InitApply};
     if let WatchEvent::Unreadable(kind, Apply((key, Some(error))) | InitApply((key, Some(error)))) =
-        change
+        event
         && !index.is_unreadable(kind, key)
     {
         let Key { namespace, name } = key;

@@ -40,15 +40,15 @@ pub async fn run(
 ) {
     let mut failing = false;
     // What the operator last applied to each node. Server-side apply leaves other entries alone.
-    let mut written = BTreeMap::new();
+    let mut applied = BTreeMap::new();
     // The node of the last write. The next round starts after it, so that failing nodes block no
     // others.
     let mut last = String::new();
-    let mut left = true;
+    let mut has_more = true;
     let mut pause = INTERVAL;
     while shutdown.run_until_cancelled(sleep(pause)).await.is_some() {
         pause = INTERVAL;
-        if !left && !index.has_changed().unwrap_or(false) {
+        if !has_more && !index.has_changed().unwrap_or(false) {
             continue;
         }
         let mut nodes = {
@@ -56,12 +56,12 @@ pub async fn run(
             if !index.unlisted_kinds().is_empty() {
                 continue;
             }
-            index.forget_deleted_nodes(&mut written);
-            index.outdated_node_orders(&written)
+            index.forget_deleted_nodes(&mut applied);
+            index.outdated_node_orders(&applied)
         };
         nodes.sort_by_key(|(node, _, (_, restarts))| (restarts.is_empty(), *node <= last));
         let mut failed = false;
-        left = nodes.len() > MAX_WRITES;
+        has_more = nodes.len() > MAX_WRITES;
         for (node, uid, (orders, restarts)) in nodes.into_iter().take(MAX_WRITES) {
             last.clone_from(&node);
             match writer
@@ -78,13 +78,13 @@ pub async fn run(
                             "context policies truncated; other namespaces have the default"
                         );
                     }
-                    written.insert(node, (orders, restarts));
+                    applied.insert(node, (orders, restarts));
                 }
                 Err(error) => {
                     failed = true;
                     // A failed write may still have been applied, so the owner of the current
                     // entries is unknown.
-                    written.remove(&node);
+                    applied.remove(&node);
                     if !failing {
                         warn!(error = %error_chain(&error), "failed to apply context policies; retrying");
                     }
@@ -100,10 +100,10 @@ pub async fn run(
             }
         }
         failing = failed;
-        if left && !failed {
+        if has_more && !failed {
             // The pace of the writes is pause enough.
             pause = Duration::ZERO;
         }
-        left |= failed;
+        has_more |= failed;
     }
 }

@@ -3,17 +3,17 @@
 /// Whether `there` lacks a wanted entry, or has an entry that the operator applied and that is no
 /// longer wanted. Entries of other field managers stay.
 pub(crate) fn needs_apply<T: PartialEq>(
-    there: &[T],
-    wanted: &[T],
-    written: Option<&Vec<T>>,
+    current: &[T],
+    desired: &[T],
+    applied: Option<&Vec<T>>,
 ) -> bool {
-    let lacks = wanted.iter().any(|one| !there.contains(one));
+    let lacks = desired.iter().any(|one| !current.contains(one));
     // Before the first apply all entries count as the operator's. The apply shows which are.
-    let of_ours = |one: &&T| written.is_none_or(|written| written.contains(*one));
-    let stale = there
+    let of_ours = |one: &&T| applied.is_none_or(|applied| applied.contains(*one));
+    let stale = current
         .iter()
         .filter(of_ours)
-        .any(|one| !wanted.contains(one));
+        .any(|one| !desired.contains(one));
     lacks || stale
 }
 

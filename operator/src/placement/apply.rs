@@ -108,13 +108,17 @@ impl Executor {
                 over,
                 reservations,
             } => {
-                let there = self.gpu_node(&node.name).await?;
-                let Some(there) = there.filter(|there| there.spec.reservations == over) else {
-                    debug!(node = node.name, "reservations have changed; skipping the step");
+                let current = self.gpu_node(&node.name).await?;
+                let Some(current) = current.filter(|current| current.spec.reservations == over)
+                else {
+                    debug!(
+                        node = node.name,
+                        "reservations have changed; skipping the step"
+                    );
                     return Ok(());
                 };
                 let body = json!({
-                    "metadata": { "resourceVersion": there.metadata.resource_version },
+                    "metadata": { "resourceVersion": current.metadata.resource_version },
                     "spec": { "reservations": reservations },
                 });
                 let what = "apply reservations to";
@@ -132,7 +136,11 @@ impl Executor {
                 history.quotas.remove(&node.name);
                 self.server_side_apply(QUOTAS_MANAGER, "apply quota overrides to", &node, body)
                     .await?;
-                info!(node = node.name, orders = quotas.len(), "applied quota overrides");
+                info!(
+                    node = node.name,
+                    orders = quotas.len(),
+                    "applied quota overrides"
+                );
                 history.quotas.insert(node.name, quotas);
                 Ok(())
             }
@@ -145,7 +153,10 @@ impl Executor {
             } => {
                 if nominate {
                     let Some(version) = self.revalidate(&waiter, &node, &gpu).await? else {
-                        debug!(waiter = waiter.key.name, "pod needs this GPU no longer; skipping the step");
+                        debug!(
+                            waiter = waiter.key.name,
+                            "pod needs this GPU no longer; skipping the step"
+                        );
                         return Ok(());
                     };
                     self.nominate(&waiter, &version, &node).await?;
@@ -154,7 +165,10 @@ impl Executor {
                     // An eviction may take seconds, in which another operator may choose another
                     // GPU.
                     if self.revalidate(&waiter, &node, &gpu).await?.is_none() {
-                        debug!(waiter = waiter.key.name, "pod needs this GPU no longer; skipping the step");
+                        debug!(
+                            waiter = waiter.key.name,
+                            "pod needs this GPU no longer; skipping the step"
+                        );
                         return Ok(());
                     }
                     self.evict_victim(&victim, &waiter, &gpu, history, now)
@@ -171,23 +185,32 @@ impl Executor {
             } => {
                 // A relocation would destroy the work of a started pod. The pod's status may be
                 // late, because the kubelet updates it only between two container starts.
-                let waits = self.revalidate_pod(&pod, &from.name).await?;
-                let waits = waits.zip(self.gpu_node(&from.name).await?);
-                if waits.is_none_or(|((facts, _), there)| {
-                    GpuFacts::of(&there, self.options.quantum).has_possibly_started(&facts)
+                let waiting = self.revalidate_pod(&pod, &from.name).await?;
+                let waiting = waiting.zip(self.gpu_node(&from.name).await?);
+                if waiting.is_none_or(|((facts, _), current)| {
+                    GpuFacts::of(&current, self.options.quantum).has_possibly_started(&facts)
                 }) {
-                    debug!(waiter = pod.key.name, "pod waits no longer; skipping the step");
+                    debug!(
+                        waiter = pod.key.name,
+                        "pod waits no longer; skipping the step"
+                    );
                     return Ok(());
                 }
                 if history.is_first_eviction(&pod.uid) {
                     // The record comes before the eviction. After a crash it may count one
                     // relocation too many, never one too few.
-                    let moves = history.relocations_with(&from.name, &owner, now, (self.clock)());
-                    let told: Vec<_> = moves.iter().map(|(moved, _)| moved).collect();
-                    let body = json!({ "spec": { "moves": told } });
-                    self.server_side_apply(RELOCATIONS_MANAGER, "record a relocation on", &from, body)
-                        .await?;
-                    history.set_relocations(from.name, moves);
+                    let relocations =
+                        history.relocations_with(&from.name, &owner, now, (self.clock)());
+                    let records: Vec<_> = relocations.iter().map(|(moved, _)| moved).collect();
+                    let body = json!({ "spec": { "moves": records } });
+                    self.server_side_apply(
+                        RELOCATIONS_MANAGER,
+                        "record a relocation on",
+                        &from,
+                        body,
+                    )
+                    .await?;
+                    history.set_relocations(from.name, relocations);
                 }
                 if self.evict(&pod, false, history, now).await? == EvictionResult::Accepted {
                     let Key { namespace, name } = &pod.key;
@@ -252,13 +275,13 @@ impl Executor {
             with_timeout("read pod", &waiter.key.name, pods.get_opt(&waiter.key.name)).await?;
         let Some(found) = found else { return Ok(None) };
         let facts = PodFacts::of(&found, self.options.quantum).filter(|pod| {
-            let here = match &pod.placement {
+            let is_on_node = match &pod.placement {
                 Placement::Node(at) => at == node,
                 Placement::Unscheduled { nominated, .. } => {
                     nominated.as_ref().is_none_or(|at| at == node)
                 }
             };
-            here && pod.uid == waiter.uid && pod.pending && !pod.terminating
+            is_on_node && pod.uid == waiter.uid && pod.pending && !pod.terminating
         });
         Ok(facts.zip(found.metadata.resource_version))
     }
@@ -271,14 +294,14 @@ impl Executor {
         node: &str,
         gpu: &str,
     ) -> Result<Option<String>, ApplyError> {
-        let Some(there) = self.gpu_node(node).await? else {
+        let Some(current) = self.gpu_node(node).await? else {
             return Ok(None);
         };
-        let mut reserved = there.spec.reservations.iter();
-        let mut gpus = there.status.iter().flat_map(|status| &status.gpus);
-        let held = reserved.any(|held| held.gpu == gpu && held.waiter == waiter.uid)
+        let mut reserved = current.spec.reservations.iter();
+        let mut gpus = current.status.iter().flat_map(|status| &status.gpus);
+        let is_reserved = reserved.any(|one| one.gpu == gpu && one.waiter == waiter.uid)
             && gpus.any(|one| one.uuid == gpu && one.held_for.as_ref() == Some(&waiter.uid));
-        match held {
+        match is_reserved {
             true => Ok(self
                 .revalidate_pod(waiter, node)
                 .await?
@@ -353,14 +376,18 @@ impl Executor {
     ) -> Result<EvictionResult, ApplyError> {
         let Key { namespace, name } = &pod.key;
         let evicted = self.writer.evict(namespace, name, &pod.uid, overdue).await;
-        let answer = match &evicted {
+        let outcome = match &evicted {
             Ok(EvictionResult::Accepted) => EvictionOutcome::Accepted,
             Ok(EvictionResult::BlockedByPdb) => EvictionOutcome::BlockedByPdb,
             Err(_) => EvictionOutcome::Failed,
         };
-        history.record_eviction(&pod.uid, answer, now);
-        if answer == EvictionOutcome::BlockedByPdb {
-            info!(namespace, pod = name, "PodDisruptionBudget refused the eviction");
+        history.record_eviction(&pod.uid, outcome, now);
+        if outcome == EvictionOutcome::BlockedByPdb {
+            info!(
+                namespace,
+                pod = name,
+                "PodDisruptionBudget refused the eviction"
+            );
         }
         Ok(evicted?)
     }
@@ -382,8 +409,8 @@ impl Executor {
             action: reason.to_owned(),
             secondary: None,
         };
-        let said = timeout(TIMEOUT, self.recorder.publish(&event, &about)).await;
-        if let Ok(Err(error)) = said {
+        let published = timeout(TIMEOUT, self.recorder.publish(&event, &about)).await;
+        if let Ok(Err(error)) = published {
             warn!(error = %error_chain(&error), reason, "failed to publish an Event");
         }
     }
@@ -396,7 +423,7 @@ async fn with_timeout<T>(
 ) -> Result<T, ApplyError> {
     let name = || name.to_owned();
     match timeout(TIMEOUT, request).await {
-        Ok(answer) => answer.map_err(|source| ApplyError::Request {
+        Ok(outcome) => outcome.map_err(|source| ApplyError::Request {
             what,
             name: name(),
             source: Box::new(source),

@@ -54,23 +54,27 @@ fn matches_selector(
 fn matches_term(term: &NodeSelectorTerm, name: &str, labels: &BTreeMap<String, String>) -> bool {
     let expressions = term.match_expressions.as_deref().unwrap_or_default();
     let fields = term.match_fields.as_deref().unwrap_or_default();
-    let says = !expressions.is_empty() || !fields.is_empty();
-    says && expressions
-        .iter()
-        .all(|wanted| matches_requirement(wanted, labels.get(&wanted.key).map(String::as_str)))
-        && fields
-            .iter()
-            .all(|wanted| wanted.key == "metadata.name" && matches_requirement(wanted, Some(name)))
+    let has_terms = !expressions.is_empty() || !fields.is_empty();
+    has_terms
+        && expressions.iter().all(|requirement| {
+            matches_requirement(
+                requirement,
+                labels.get(&requirement.key).map(String::as_str),
+            )
+        })
+        && fields.iter().all(|requirement| {
+            requirement.key == "metadata.name" && matches_requirement(requirement, Some(name))
+        })
 }
 
-fn matches_requirement(wanted: &NodeSelectorRequirement, value: Option<&str>) -> bool {
-    let values = wanted.values.as_deref().unwrap_or_default();
+fn matches_requirement(requirement: &NodeSelectorRequirement, value: Option<&str>) -> bool {
+    let values = requirement.values.as_deref().unwrap_or_default();
     let listed = || value.is_some_and(|value| values.iter().any(|one| one == value));
     let compared = || {
         let [bound] = values else { return None };
         Some((value?.parse::<i64>().ok()?, bound.parse::<i64>().ok()?))
     };
-    match wanted.operator.as_str() {
+    match requirement.operator.as_str() {
         "In" => listed(),
         "NotIn" => !listed(),
         "Exists" => value.is_some(),

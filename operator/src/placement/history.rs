@@ -181,8 +181,13 @@ impl History {
             self.pending.insert(pod.to_owned(), wait);
         }
         let reservations = snapshot.gpu_nodes.iter().flat_map(|(node, gpus)| {
-            let name =
-                |held: &Reservation| ((*node).to_owned(), held.gpu.clone(), held.waiter.clone());
+            let name = |reserved: &Reservation| {
+                (
+                    (*node).to_owned(),
+                    reserved.gpu.clone(),
+                    reserved.waiter.clone(),
+                )
+            };
             gpus.reservations.iter().map(name)
         });
         self.reserved_since = reservations
@@ -206,7 +211,7 @@ impl History {
         self.evictions
             .retain(|pod, _| snapshot.pods.contains_key(pod.as_str()));
         self.relocations
-            .retain(|_, moves| now.saturating_sub(moves.last) < RELOCATIONS_TTL);
+            .retain(|_, relocations| now.saturating_sub(relocations.last) < RELOCATIONS_TTL);
         self.assumed.retain(|(_, _, until)| *until > now);
         let owners = snapshot.pods.values().map(|(_, pod)| &pod.owner);
         let jobs: BTreeSet<&String> = owners
@@ -224,13 +229,13 @@ impl History {
     /// A pod begins to wait. When a pod of its owner was relocated just before, the scheduler did
     /// not use the room.
     fn observe_replacement(&mut self, pod: Option<&PodFacts>, now: Uptime) {
-        let moved = pod
+        let relocation = pod
             .and_then(|pod| Some((pod, self.relocations.get_mut(pod.owner.relocatable_uid()?)?)));
-        if let Some((pod, moves)) = moved
-            && now.saturating_sub(moves.last) < REPLACEMENT_WINDOW
-            && let Some(to) = moves.target.take_if(|to| pod.node() != Some(to))
+        if let Some((pod, relocations)) = relocation
+            && now.saturating_sub(relocations.last) < REPLACEMENT_WINDOW
+            && let Some(to) = relocations.target.take_if(|to| pod.node() != Some(to))
         {
-            moves.failed_targets.insert(to);
+            relocations.failed_targets.insert(to);
         }
     }
 
@@ -254,21 +259,21 @@ impl History {
         let known = |node: &String| snapshot.gpu_nodes.contains_key(node.as_str());
         self.recorded_relocations.retain(|node, _| known(node));
         let mut sums: BTreeMap<&str, (u32, Uptime)> = BTreeMap::new();
-        for (moved, seen) in self.recorded_relocations.values().flatten() {
+        for (relocation, seen) in self.recorded_relocations.values().flatten() {
             if is_fresh(*seen, now) {
-                let (count, last) = sums.entry(&moved.owner).or_default();
-                *count += moved.count.unsigned_abs();
+                let (count, last) = sums.entry(&relocation.owner).or_default();
+                *count += relocation.count.unsigned_abs();
                 *last = (*last).max(*seen);
             }
         }
         for (owner, (count, last)) in sums {
             if !self.relocations.contains_key(owner) {
-                let moves = OwnerRelocations {
+                let relocations = OwnerRelocations {
                     count,
                     last,
                     ..OwnerRelocations::default()
                 };
-                self.relocations.insert(owner.to_owned(), moves);
+                self.relocations.insert(owner.to_owned(), relocations);
             }
         }
     }
@@ -285,32 +290,32 @@ impl History {
         node: &str,
         owner: &str,
         now: Uptime,
-        wall: Timestamp,
+        timestamp: Timestamp,
     ) -> Vec<RelocationRecord> {
         let recorded = self.recorded_relocations.get(node).into_iter().flatten();
         let (mut of_owner, mut others) = (0, Vec::new());
-        for (moved, seen) in recorded.filter(|(_, seen)| is_fresh(*seen, now)) {
-            if moved.owner == owner {
-                of_owner = moved.count;
+        for (relocation, seen) in recorded.filter(|(_, seen)| is_fresh(*seen, now)) {
+            if relocation.owner == owner {
+                of_owner = relocation.count;
             } else {
-                others.push((moved.clone(), *seen));
+                others.push((relocation.clone(), *seen));
             }
         }
         others.sort_by_key(|(_, seen)| *seen);
         let over = (others.len() + 1).saturating_sub(MAX_MOVES);
         others.drain(..over);
-        let moved = Moved {
+        let relocation = Moved {
             owner: owner.to_owned(),
             count: of_owner.saturating_add(1),
-            last: Time(wall),
+            last: Time(timestamp),
         };
-        others.push((moved, now));
+        others.push((relocation, now));
         others
     }
 
     /// Stores the record of a node's relocations.
-    pub(super) fn set_relocations(&mut self, node: String, moves: Vec<RelocationRecord>) {
-        self.recorded_relocations.insert(node, moves);
+    pub(super) fn set_relocations(&mut self, node: String, relocations: Vec<RelocationRecord>) {
+        self.recorded_relocations.insert(node, relocations);
     }
 
     fn observe_holders(&mut self, snapshot: &Snapshot<'_>, now: Uptime) {
@@ -322,13 +327,13 @@ impl History {
             concerned.flat_map(|(node, gpus)| gpus.gpus.iter().map(move |gpu| (node, gpu)))
         {
             let key = ((*node).to_owned(), gpu.uuid.clone());
-            let had = self.holders.entry(key).or_default();
+            let holders = self.holders.entry(key).or_default();
             let pods = gpu.pods.iter();
-            had.extend(pods.map(|(pod, quanta)| (pod.clone(), (*quanta, now))));
+            holders.extend(pods.map(|(pod, quanta)| (pod.clone(), (*quanta, now))));
         }
-        self.holders.retain(|_, had| {
-            had.retain(|_, (_, seen)| now.saturating_sub(*seen) < FREEING_TIME);
-            !had.is_empty()
+        self.holders.retain(|_, holders| {
+            holders.retain(|_, (_, seen)| now.saturating_sub(*seen) < FREEING_TIME);
+            !holders.is_empty()
         });
     }
 
@@ -337,22 +342,22 @@ impl History {
         let gpus = snapshot.gpu_nodes.values().flat_map(|gpus| &gpus.gpus);
         let have = gpus.flat_map(|gpu| gpu.pods.keys().map(String::as_str));
         let ended = have.filter(|uid| !snapshot.pods.contains_key(uid));
-        let leaving = ending.map(|(uid, _)| (*uid, false));
-        let leaving = leaving.chain(ended.map(|uid| (uid, true)));
-        let held = snapshot.gpu_nodes.values().flat_map(|gpus| &gpus.gpus);
-        let held = held.filter(|gpu| gpu.reserved_for.is_some());
-        let held: BTreeSet<&str> = held
+        let terminating = ending.map(|(uid, _)| (*uid, false));
+        let terminating = terminating.chain(ended.map(|uid| (uid, true)));
+        let reserved = snapshot.gpu_nodes.values().flat_map(|gpus| &gpus.gpus);
+        let reserved = reserved.filter(|gpu| gpu.reserved_for.is_some());
+        let reserved: BTreeSet<&str> = reserved
             .flat_map(|gpu| gpu.pods.keys().map(String::as_str))
             .collect();
-        self.terminations = leaving
+        self.terminations = terminating
             .map(|(uid, ended)| {
                 let before = self.terminations.get(uid).filter(|was| was.ended == ended);
-                let leaving = Termination {
+                let terminating = Termination {
                     ended,
                     since: before.map_or(now, |was| was.since),
-                    gpu_reserved: held.contains(uid),
+                    gpu_reserved: reserved.contains(uid),
                 };
-                (uid.to_owned(), leaving)
+                (uid.to_owned(), terminating)
             })
             .collect();
     }
@@ -361,14 +366,17 @@ impl History {
     pub(super) fn termination_overdue(&self, pod: &str, now: Uptime) -> bool {
         let Some(Termination {
             since,
-            gpu_reserved: held,
+            gpu_reserved: reserved,
             ..
         }) = self.terminations.get(pod)
         else {
             return false;
         };
-        let asked = self.evictions.get(pod).is_some_and(|asked| asked.accepted);
-        let expected = if asked || *held {
+        let attempt = self
+            .evictions
+            .get(pod)
+            .is_some_and(|attempt| attempt.accepted);
+        let expected = if attempt || *reserved {
             RESERVATION_TIMEOUT
         } else {
             TERMINATION_TIME
@@ -378,12 +386,12 @@ impl History {
 
     /// Memory of pods that ended a moment ago, which is not free yet.
     pub(super) fn recently_freed(&self, node: &str, gpu: &Gpu) -> Quanta {
-        let had = self.holders.get(&(node.to_owned(), gpu.uuid.clone()));
-        let had = had.into_iter().flatten();
-        let gone = had.filter(|(pod, _)| !gpu.pods.contains_key(*pod));
-        let gone: Quanta = gone.map(|(_, (quanta, _))| *quanta).sum();
+        let holders = self.holders.get(&(node.to_owned(), gpu.uuid.clone()));
+        let holders = holders.into_iter().flatten();
+        let freed = holders.filter(|(pod, _)| !gpu.pods.contains_key(*pod));
+        let freed: Quanta = freed.map(|(_, (quanta, _))| *quanta).sum();
         let bound: Quanta = gpu.pods.values().copied().sum();
-        gone.min(gpu.capacity.minus(gpu.free).minus(bound))
+        freed.min(gpu.capacity.minus(gpu.free).minus(bound))
     }
 
     /// How long a pod has been pending.
@@ -410,79 +418,81 @@ impl History {
     pub(super) fn in_backoff(&self, pod: &str, now: Uptime) -> bool {
         self.reservation_backoffs
             .get(pod)
-            .is_some_and(|vain| vain.until > now)
+            .is_some_and(|backoff| backoff.until > now)
     }
 
     /// How many reservations of a GPU failed for a pod.
     pub(super) fn failed_reservations(&self, pod: &str, gpu: &str) -> u32 {
-        let vain = self.reservation_backoffs.get(pod);
-        vain.and_then(|vain| vain.failures.get(gpu).copied())
+        let backoff = self.reservation_backoffs.get(pod);
+        backoff
+            .and_then(|backoff| backoff.failures.get(gpu).copied())
             .unwrap_or(0)
     }
 
     /// Whether the API server has accepted the eviction and the watch may not show it yet.
     pub(super) fn eviction_accepted(&self, pod: &str, now: Uptime) -> bool {
-        let asked = self.evictions.get(pod);
-        asked.is_some_and(|asked| asked.accepted && now.saturating_sub(asked.last) < WATCH_LAG)
+        let attempt = self.evictions.get(pod);
+        attempt
+            .is_some_and(|attempt| attempt.accepted && now.saturating_sub(attempt.last) < WATCH_LAG)
     }
 
     /// Whether the eviction of a pod may be requested now.
     pub(super) fn may_evict(&self, pod: &str, now: Uptime) -> bool {
-        let asked = self.evictions.get(pod);
-        asked.is_none_or(|asked| now.saturating_sub(asked.last) >= EVICTION_RETRY)
+        let attempt = self.evictions.get(pod);
+        attempt.is_none_or(|attempt| now.saturating_sub(attempt.last) >= EVICTION_RETRY)
     }
 
     /// How long PodDisruptionBudgets have refused the eviction of a pod.
     pub(super) fn refused_for(&self, pod: &str, now: Uptime) -> Option<Duration> {
-        let asked = self.evictions.get(pod)?;
-        let forgotten = now.saturating_sub(asked.last) >= REFUSAL_TTL;
-        let since = asked.refused.filter(|_| !forgotten)?;
+        let attempt = self.evictions.get(pod)?;
+        let forgotten = now.saturating_sub(attempt.last) >= REFUSAL_TTL;
+        let since = attempt.refused.filter(|_| !forgotten)?;
         Some(now.saturating_sub(since))
     }
 
     /// Whether PodDisruptionBudgets refused the last eviction of a pod.
     pub(super) fn was_refused(&self, pod: &str) -> bool {
-        let asked = self.evictions.get(pod);
-        asked.is_some_and(|asked| asked.refused.is_some())
+        let attempt = self.evictions.get(pod);
+        attempt.is_some_and(|attempt| attempt.refused.is_some())
     }
 
     /// Records an eviction attempt.
-    pub(super) fn record_eviction(&mut self, pod: &str, answer: EvictionOutcome, now: Uptime) {
+    pub(super) fn record_eviction(&mut self, pod: &str, outcome: EvictionOutcome, now: Uptime) {
         let refused = self.refused_for(pod, now);
         let refused = refused.map(|lasted| now.saturating_sub(lasted));
-        let asked = EvictionAttempt {
+        let attempt = EvictionAttempt {
             last: now,
-            refused: match answer {
+            refused: match outcome {
                 EvictionOutcome::Accepted => None,
                 EvictionOutcome::BlockedByPdb => Some(refused.unwrap_or(now)),
                 EvictionOutcome::Failed => refused,
             },
-            accepted: answer == EvictionOutcome::Accepted,
+            accepted: outcome == EvictionOutcome::Accepted,
         };
-        self.evictions.insert(pod.to_owned(), asked);
+        self.evictions.insert(pod.to_owned(), attempt);
     }
 
     /// When a pod of this owner may be relocated next. `None` after too many relocations.
     pub(super) fn next_relocation(&self, owner: &str) -> Option<Uptime> {
-        let Some(moves) = self.relocations.get(owner) else {
+        let Some(relocations) = self.relocations.get(owner) else {
             return Some(Uptime::ZERO);
         };
-        let pause = RELOCATION_BACKOFF * 2_u32.pow(moves.count.saturating_sub(1).min(8));
-        (moves.count < MAX_RELOCATIONS).then_some(moves.last + pause)
+        let pause = RELOCATION_BACKOFF * 2_u32.pow(relocations.count.saturating_sub(1).min(8));
+        (relocations.count < MAX_RELOCATIONS).then_some(relocations.last + pause)
     }
 
     /// Whether an earlier relocation of the owner's pods to `node` failed.
     pub(super) fn relocation_failed(&self, owner: &str, node: &str) -> bool {
-        let moves = self.relocations.get(owner);
-        moves.is_some_and(|moves| moves.failed_targets.contains(node))
+        let relocations = self.relocations.get(owner);
+        relocations.is_some_and(|relocations| relocations.failed_targets.contains(node))
     }
 
     /// Records the relocation of a pod of this owner to `node`.
     pub(super) fn record_relocation(&mut self, owner: &str, node: &str, room: Quanta, now: Uptime) {
-        let moves = self.relocations.entry(owner.to_owned()).or_default();
-        moves.count += 1;
-        moves.last = now;
-        moves.target = Some(node.to_owned());
+        let relocations = self.relocations.entry(owner.to_owned()).or_default();
+        relocations.count += 1;
+        relocations.last = now;
+        relocations.target = Some(node.to_owned());
         self.assumed
             .push((node.to_owned(), room, now + ASSUMED_FOR));
     }
@@ -536,17 +546,17 @@ mod tests {
     #[test]
     fn owner_is_relocated_three_times_with_growing_pauses() {
         let mut history = History::default();
-        let mut moved = Vec::new();
+        let mut relocation = Vec::new();
         for second in 0..1_000 {
             if history
                 .next_relocation("o")
                 .is_some_and(|next| next <= at(second))
             {
                 history.record_relocation("o", "n", Quanta::new(1), at(second));
-                moved.push(second);
+                relocation.push(second);
             }
         }
-        assert_eq!(moved, [0, 10, 30]);
+        assert_eq!(relocation, [0, 10, 30]);
     }
 
     #[test]

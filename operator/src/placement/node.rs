@@ -188,24 +188,24 @@ impl<'a> VerifiedGpus<'a> {
     /// The report of `node`, checked against all `pods` by UID.
     pub(super) fn of(
         node: &str,
-        said: &'a GpuFacts,
+        report: &'a GpuFacts,
         pods: &BTreeMap<&str, (&Key, &PodFacts)>,
     ) -> Self {
         let is_elsewhere = |uid: &String| {
             let pod = pods.get(uid.as_str());
             pod.is_some_and(|(_, pod)| on_node(node, *pod).is_none())
         };
-        let waiters = said.pending.iter().map(|waiter| &waiter.pod);
-        let mut named = waiters.chain(said.gpus.iter().flat_map(|gpu| gpu.pods.keys()));
+        let waiters = report.pending.iter().map(|waiter| &waiter.pod);
+        let mut named = waiters.chain(report.gpus.iter().flat_map(|gpu| gpu.pods.keys()));
         if !named.any(is_elsewhere) {
-            return Self(Cow::Borrowed(said));
+            return Self(Cow::Borrowed(report));
         }
-        let mut said = said.clone();
-        said.pending.retain(|waiter| !is_elsewhere(&waiter.pod));
-        for gpu in &mut said.gpus {
+        let mut report = report.clone();
+        report.pending.retain(|waiter| !is_elsewhere(&waiter.pod));
+        for gpu in &mut report.gpus {
             gpu.pods.retain(|uid, _| !is_elsewhere(uid));
         }
-        Self(Cow::Owned(said))
+        Self(Cow::Owned(report))
     }
 }
 

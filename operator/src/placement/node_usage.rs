@@ -40,7 +40,7 @@ impl PodRequests {
         let beside = names
             .into_iter()
             .filter(|name| *name != quantum.device_memory());
-        let asks = beside.map(|name| {
+        let milli = beside.map(|name| {
             let of = |all: &BTreeMap<String, Quantity>| all.get(name).map(to_milli);
             let container = |one: &Container| of(&one.resources.requests).unwrap_or(0);
             // A pod-level request replaces the containers' requests.
@@ -50,17 +50,17 @@ impl PodRequests {
             let overhead = of(&spec.overhead).unwrap_or(0);
             (interned(name), amount.saturating_add(overhead))
         });
-        let asks = asks.filter(|(_, amount)| *amount > 0);
+        let milli = milli.filter(|(_, amount)| *amount > 0);
         Some(Self {
             node: spec.node_name.clone().filter(|node| !node.is_empty()),
-            milli: asks.chain([(Cow::Borrowed(PODS), 1_000)]).collect(),
+            milli: milli.chain([(Cow::Borrowed(PODS), 1_000)]).collect(),
         })
     }
 
     /// The request for `resource`, in thousandths.
     pub fn milli_of(&self, resource: &str) -> u64 {
-        let asks = self.milli.iter().find(|(name, _)| name == resource);
-        asks.map_or(0, |(_, amount)| *amount)
+        let milli = self.milli.iter().find(|(name, _)| name == resource);
+        milli.map_or(0, |(_, amount)| *amount)
     }
 }
 
@@ -71,15 +71,17 @@ pub struct NodeRequested(BTreeMap<String, BTreeMap<Cow<'static, str>, u128>>);
 impl NodeRequested {
     /// Replaces one pod's requests.
     pub fn update(&mut self, was: Option<&PodRequests>, now: Option<&PodRequests>) {
-        for (load, comes) in [(now, true), (was, false)] {
-            let Some((node, load)) = load.and_then(|load| Some((load.node.as_ref()?, load))) else {
+        for (requested, added) in [(now, true), (was, false)] {
+            let Some((node, requested)) =
+                requested.and_then(|requested| Some((requested.node.as_ref()?, requested)))
+            else {
                 continue;
             };
             let sums = self.0.entry(node.clone()).or_default();
-            for (resource, asks) in &load.milli {
+            for (resource, milli) in &requested.milli {
                 let sum = sums.entry(resource.clone()).or_default();
-                let asks = u128::from(*asks);
-                *sum = if comes { *sum + asks } else { *sum - asks };
+                let milli = u128::from(*milli);
+                *sum = if added { *sum + milli } else { *sum - milli };
             }
             sums.retain(|_, sum| *sum > 0);
             if sums.is_empty() {
@@ -118,15 +120,15 @@ mod tests {
 
     use super::*;
 
-    fn load(spec: Value) -> Vec<(String, u64)> {
+    fn requested(spec: Value) -> Vec<(String, u64)> {
         let pod = json!({ "metadata": { "name": "p", "namespace": "n" }, "spec": spec });
-        let load =
+        let requested =
             PodRequests::parse(&serde_json::from_value(pod).unwrap(), Quantum::Gib1).unwrap();
-        let asks = load
+        let milli = requested
             .milli
             .iter()
             .map(|(name, amount)| (name.to_string(), *amount));
-        asks.filter(|(name, _)| name != PODS).collect()
+        milli.filter(|(name, _)| name != PODS).collect()
     }
 
     fn container(cpu: &str) -> Value {
@@ -141,11 +143,11 @@ mod tests {
         let spec = |containers: Value| json!({ "containers": containers, "initContainers": init });
         let cpu = |amount| vec![("cpu".to_owned(), amount)];
         assert_eq!(
-            load(spec(json!([container("2"), container("500m")]))),
+            requested(spec(json!([container("2"), container("500m")]))),
             cpu(5_500)
         );
         assert_eq!(
-            load(spec(json!([container("4"), container("1")]))),
+            requested(spec(json!([container("4"), container("1")]))),
             cpu(6_000)
         );
     }
@@ -156,10 +158,10 @@ mod tests {
             "containers": [container("2")], "overhead": { "cpu": "250m", "memory": "1Ki" },
             "resources": { "requests": { "cpu": "3" } },
         });
-        let asks = [("cpu", 3_250), ("memory", 1_024_000)];
+        let milli = [("cpu", 3_250), ("memory", 1_024_000)];
         assert_eq!(
-            load(spec),
-            asks.map(|(name, amount)| (name.to_owned(), amount))
+            requested(spec),
+            milli.map(|(name, amount)| (name.to_owned(), amount))
         );
     }
 
@@ -169,7 +171,7 @@ mod tests {
             json!({ "bursar.dev/gpu-memory-gib": "4", "memory": "0", "example.com/nic": "2" });
         let spec =
             json!({ "containers": [{ "name": "c", "resources": { "requests": requests } }] });
-        assert_eq!(load(spec), [("example.com/nic".to_owned(), 2_000)]);
+        assert_eq!(requested(spec), [("example.com/nic".to_owned(), 2_000)]);
     }
 
     #[test]
@@ -179,9 +181,9 @@ mod tests {
             PodRequests::parse(&serde_json::from_value(pod).unwrap(), Quantum::Gib1)
         };
         assert_eq!(pod("Failed"), None);
-        let load = pod("Running").unwrap();
+        let requested = pod("Running").unwrap();
         assert_eq!(
-            (load.node.as_deref(), load.milli_of(PODS)),
+            (requested.node.as_deref(), requested.milli_of(PODS)),
             (Some("n"), 1_000)
         );
     }

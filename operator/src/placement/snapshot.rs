@@ -103,7 +103,12 @@ impl PlacementIndex {
             gpu_nodes: self
                 .gpu_nodes
                 .iter()
-                .map(|(key, said)| (key.name.as_str(), VerifiedGpus::of(&key.name, said, &pods)))
+                .map(|(key, report)| {
+                    (
+                        key.name.as_str(),
+                        VerifiedGpus::of(&key.name, report, &pods),
+                    )
+                })
                 .collect(),
             pods,
             overrides: self.overrides.iter().collect(),
@@ -159,18 +164,20 @@ impl<'a> Snapshot<'a> {
     /// Whether the node has room for the pod's other resources, beside the pods in `beside`. It
     /// assumes no victims, because preemption for other resources is the scheduler's task.
     pub(super) fn fits(&self, node: &str, pod: &Key, beside: &[&Key]) -> bool {
-        let (Some(facts), Some(load)) = (self.nodes.get(node), self.requests.get(pod)) else {
+        let (Some(facts), Some(requests)) = (self.nodes.get(node), self.requests.get(pod)) else {
             return false;
         };
-        load.milli.iter().all(|(resource, asks)| {
+        requests.milli.iter().all(|(resource, milli)| {
             let beside = beside.iter().filter_map(|pod| self.requests.get(pod));
-            let beside: u128 = beside.map(|load| u128::from(load.milli_of(resource))).sum();
+            let beside: u128 = beside
+                .map(|requests| u128::from(requests.milli_of(resource)))
+                .sum();
             let offers = facts
                 .allocatable_milli
                 .get(&**resource)
                 .copied()
                 .unwrap_or(0);
-            self.node_requested.milli_of(node, resource) + beside + u128::from(*asks)
+            self.node_requested.milli_of(node, resource) + beside + u128::from(*milli)
                 <= offers.into()
         })
     }

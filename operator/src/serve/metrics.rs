@@ -214,7 +214,7 @@ impl Metrics {
     }
 
     /// Records a successful reconcile.
-    pub fn record_reconcile(&self, outcome: ReconcileOutcome, took: Duration) {
+    pub fn record_reconcile(&self, outcome: ReconcileOutcome, elapsed: Duration) {
         let result = match outcome {
             ReconcileOutcome::Unchanged => "unchanged",
             ReconcileOutcome::Written => "written",
@@ -222,7 +222,7 @@ impl Metrics {
         self.reconciles
             .get_or_create(&ResultLabels { result })
             .inc();
-        self.reconcile_seconds.observe(took.as_secs_f64());
+        self.reconcile_seconds.observe(elapsed.as_secs_f64());
     }
 
     /// Records a failed reconcile.

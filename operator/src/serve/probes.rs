@@ -77,7 +77,7 @@ mod tests {
         // Liveness and readiness are independent.
         let unready = sources.readiness();
         assert!(
-            matches!(&unready, Verdict::Unwell(why) if why.starts_with("not listed yet: ")),
+            matches!(&unready, Verdict::Unwell(reason) if reason.starts_with("not listed yet: ")),
             "{unready:?}"
         );
     }

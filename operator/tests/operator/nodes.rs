@@ -33,7 +33,10 @@ async fn node_without_an_agent_leaves_its_cohort_and_comes_back() {
     let lasted = begin.elapsed();
     assert!(lasted > Duration::from_secs(50), "an upgrade: {lasted:?}");
     let message = covered()["message"].to_string();
-    assert!(message.contains("1 node excluded, because node m"), "{message}");
+    assert!(
+        message.contains("1 node excluded, because node m"),
+        "{message}"
+    );
     let metrics = running.get("/metrics").await;
     let left_out = r#"bursar_operator_nodes_left_out{reason="Dead"} 1"#;
     assert!(metrics.contains(left_out), "{metrics}");

@@ -35,29 +35,29 @@ pub(super) fn plan(
             .map_or([const { None }; 3], |gpus| {
                 label_values(snapshot, gpus).map(Some)
             });
-        let wanted: NodeLabels = names.iter().cloned().zip(values).collect();
-        let there = |label: &String| node.labels.get(label);
-        if wanted
+        let desired: NodeLabels = names.iter().cloned().zip(values).collect();
+        let current = |label: &String| node.labels.get(label);
+        if desired
             .iter()
-            .all(|(label, value)| there(label) == value.as_ref())
+            .all(|(label, value)| current(label) == value.as_ref())
         {
             continue;
         }
         let first = history.outdated_labels.get(*name).copied().unwrap_or(now);
         since.insert((*name).to_owned(), first);
-        let rough = wanted
+        let changes_bucket = desired
             .iter()
-            .any(|(label, value)| bucket(there(label)) != bucket(value.as_ref()));
+            .any(|(label, value)| bucket(current(label)) != bucket(value.as_ref()));
         // The watch is late, or another writer keeps restoring its own value.
-        let given = history.written_labels.get(*name);
-        let given = given
-            .is_some_and(|(labels, at)| *labels == wanted && now.saturating_sub(*at) < STABLE_FOR);
-        if !given && (rough || now.saturating_sub(first) >= STABLE_FOR) {
+        let written = history.written_labels.get(*name);
+        let written = written
+            .is_some_and(|(labels, at)| *labels == desired && now.saturating_sub(*at) < STABLE_FOR);
+        if !written && (changes_bucket || now.saturating_sub(first) >= STABLE_FOR) {
             let node = NodeRef {
                 name: (*name).to_owned(),
                 uid: node.uid.clone(),
             };
-            wrong.push((Reverse(rough), first, node, wanted));
+            wrong.push((Reverse(changes_bucket), first, node, desired));
         }
     }
     history

@@ -13,10 +13,10 @@ use crate::placement::snapshot::Snapshot;
 
 /// The nodes whose overrides differ from the budgets'.
 pub(super) fn plan(snapshot: &Snapshot<'_>, history: &History) -> Vec<Step> {
-    let mut wanted = desired(snapshot);
+    let mut desired = desired(snapshot);
     let mut steps = Vec::new();
     for (node, gpus) in &snapshot.gpu_nodes {
-        let quotas = wanted.remove(*node).unwrap_or_default();
+        let quotas = desired.remove(*node).unwrap_or_default();
         if needs_apply(&gpus.quotas, &quotas, history.quotas.get(*node)) {
             let node = gpu_node_ref(snapshot, node);
             steps.push(Step::OverrideQuotas { node, quotas });
@@ -27,9 +27,9 @@ pub(super) fn plan(snapshot: &Snapshot<'_>, history: &History) -> Vec<Step> {
 
 /// The sorted overrides of each node.
 fn desired(snapshot: &Snapshot<'_>) -> BTreeMap<String, Vec<QuotaOrder>> {
-    let mut wanted: BTreeMap<String, Vec<QuotaOrder>> = BTreeMap::new();
+    let mut desired: BTreeMap<String, Vec<QuotaOrder>> = BTreeMap::new();
     if snapshot.overrides.is_empty() {
-        return wanted;
+        return desired;
     }
     let by_name: BTreeMap<(&str, &str), &PodFacts> = snapshot
         .pods
@@ -40,18 +40,18 @@ fn desired(snapshot: &Snapshot<'_>) -> BTreeMap<String, Vec<QuotaOrder>> {
         for (name, amount) in *pods {
             let pod = by_name.get(&(budget.namespace.as_str(), name.as_str()));
             if let Some((pod, node)) = pod.and_then(|pod| Some((pod, pod.node()?))) {
-                let orders = wanted.entry(node.to_owned()).or_default();
+                let orders = desired.entry(node.to_owned()).or_default();
                 orders.extend(pod_overrides(snapshot, pod, node, amount));
             }
         }
     }
-    for orders in wanted.values_mut() {
+    for orders in desired.values_mut() {
         orders.sort_by(|a, b| {
             (&a.pod_uid, &a.container, &a.account).cmp(&(&b.pod_uid, &b.container, &b.account))
         });
         orders.truncate(MAX_QUOTAS);
     }
-    wanted
+    desired
 }
 
 /// One override for each container and GPU of the pod, because the amount is per GPU.
@@ -65,10 +65,12 @@ fn pod_overrides(
         .gpu_nodes
         .get(node)
         .map(|gpus| gpus.gpus.as_slice());
-    let theirs = gpus.unwrap_or_default().iter();
-    // A full list may leave the pod out. The agent passes over an order for a GPU that the pod lacks.
-    let theirs = theirs.filter(|gpu| gpu.pods.contains_key(&pod.uid) || gpu.pods.len() >= MAX_PODS);
-    let mut accounts: Vec<&str> = theirs.map(|gpu| gpu.uuid.as_str()).collect();
+    let pod_gpus = gpus.unwrap_or_default().iter();
+    // A full list may omit the pod. The agent ignores an order for a GPU on which the pod has no
+    // memory.
+    let pod_gpus =
+        pod_gpus.filter(|gpu| gpu.pods.contains_key(&pod.uid) || gpu.pods.len() >= MAX_PODS);
+    let mut accounts: Vec<&str> = pod_gpus.map(|gpu| gpu.uuid.as_str()).collect();
     if accounts.len() < 2 {
         // With one GPU the account `device` suffices.
         accounts = vec![DEVICE];

@@ -38,7 +38,7 @@ fn cases(full: u32) -> u32 {
     }
 }
 
-const RULES: PlacementOptions = PlacementOptions {
+const OPTIONS: PlacementOptions = PlacementOptions {
     quantum: Quantum::Gib1,
     move_waiters: true,
     disruption_grace: Duration::from_secs(60),
@@ -56,7 +56,7 @@ const BORROWED: i32 = -10;
 
 /// A pod of the simulated cluster.
 #[derive(Clone, Debug, PartialEq)]
-struct Life {
+struct FakePod {
     asks: u64,
     /// The CPU request.
     cpu: u64,
@@ -73,7 +73,7 @@ struct Life {
     ending: bool,
 }
 
-impl Life {
+impl FakePod {
     /// The request beside the first container's.
     fn rest(&self) -> u64 {
         self.asks - self.first.as_ref().map_or(0, |(_, quanta)| *quanta)
@@ -112,10 +112,10 @@ struct Round {
 
 /// A simulated cluster.
 #[derive(Clone, Debug, Default)]
-struct Cluster {
+struct FakeCluster {
     /// The capacity of each node's GPUs.
     nodes: BTreeMap<String, BTreeMap<String, u64>>,
-    pods: BTreeMap<String, Life>,
+    pods: BTreeMap<String, FakePod>,
     reservations: BTreeMap<String, Vec<Reservation>>,
     /// The reservations that the agents have acknowledged.
     held: BTreeMap<String, Reservation>,
@@ -146,7 +146,7 @@ struct Cluster {
     slow: Vec<String>,
 }
 
-impl Cluster {
+impl FakeCluster {
     fn node(mut self, name: &str, gpus: &[u64]) -> Self {
         let gpus = gpus.iter().enumerate();
         let gpus = gpus.map(|(index, capacity)| (format!("{name}-{index}"), *capacity));
@@ -161,7 +161,7 @@ impl Cluster {
         priority: i32,
         at: Option<(&str, Option<usize>)>,
     ) -> Self {
-        let life = Life {
+        let life = FakePod {
             asks,
             cpu: 0,
             priority,
@@ -301,7 +301,7 @@ impl Cluster {
                         .collect(),
                 }
             };
-            let waits = |(_, pod): &(&String, &Life)| {
+            let waits = |(_, pod): &(&String, &FakePod)| {
                 pod.node.as_ref() == Some(node) && pod.gpu.is_none() && !pod.ending
             };
             let facts = GpuFacts {
@@ -456,12 +456,12 @@ impl Cluster {
     /// pods.
     fn live(&mut self) {
         // A relocated pod is recreated under another name.
-        let again: Vec<(String, Life)> = self
+        let again: Vec<(String, FakePod)> = self
             .pods
             .iter()
             .filter(|(uid, pod)| pod.ending && (self.moved.contains(uid) || self.all_return))
             .map(|(uid, pod)| {
-                let fresh = Life {
+                let fresh = FakePod {
                     node: None,
                     nominated: None,
                     gpu: None,
@@ -534,7 +534,7 @@ impl Cluster {
     }
 
     /// Whether the pod may be on a node, by labels and by what only the scheduler knows.
-    fn takes(&self, node: &str, pod: &Life) -> bool {
+    fn takes(&self, node: &str, pod: &FakePod) -> bool {
         if self.shut.iter().any(|shut| shut == node) && pod.priority != BORROWED {
             return false;
         }
@@ -550,7 +550,7 @@ impl Cluster {
         self.processors.get(node).copied().unwrap_or(64)
     }
 
-    fn borrowers(&self, node: &str) -> impl Iterator<Item = (&String, &Life)> {
+    fn borrowers(&self, node: &str) -> impl Iterator<Item = (&String, &FakePod)> {
         let there = self
             .pods
             .iter()
@@ -592,7 +592,7 @@ impl Cluster {
     fn run(&mut self, history: &mut History, from: u64, seconds: u64) {
         for second in from..from + seconds {
             let now = Duration::from_secs(second);
-            for step in plan(&self.placement_index(), history, &RULES, now) {
+            for step in plan(&self.placement_index(), history, &OPTIONS, now) {
                 self.act(step, history, now);
             }
             self.live();
@@ -618,11 +618,11 @@ struct Watching {
 
 impl Watching {
     /// Applies the first `most` steps of one plan. Returns whether anything happened.
-    fn act(&mut self, live: &mut Cluster, second: u64, most: usize) -> bool {
+    fn act(&mut self, live: &mut FakeCluster, second: u64, most: usize) -> bool {
         let now = Duration::from_secs(second);
         let anew = self.view.is_none();
         let view = self.view.get_or_insert_with(|| live.placement_index());
-        let steps = plan(view, &mut self.history, &RULES, now);
+        let steps = plan(view, &mut self.history, &OPTIONS, now);
         let planned = !steps.is_empty();
         if !planned && !anew {
             return false;

@@ -25,16 +25,16 @@ pub(super) fn minimal_victims<'a>(
     let count = count_covering(&largest, lacking)?;
     let mut priorities: Vec<i32> = candidates.iter().map(|one| one.priority).collect();
     priorities.sort_unstable();
-    let humble = |most: i32| -> Vec<Candidate<'a>> {
-        let humble = largest.iter().filter(|one| one.priority <= most);
-        humble.copied().collect()
+    let low_priority = |most: i32| -> Vec<Candidate<'a>> {
+        let low_priority = largest.iter().filter(|one| one.priority <= most);
+        low_priority.copied().collect()
     };
-    let humble = priorities
+    let low_priority = priorities
         .into_iter()
-        .map(humble)
-        .find(|humble| count_covering(humble, lacking) == Some(count))
+        .map(low_priority)
+        .find(|low_priority| count_covering(low_priority, lacking) == Some(count))
         .unwrap_or_default();
-    let (chosen, others) = humble.split_at(count);
+    let (chosen, others) = low_priority.split_at(count);
     let mut chosen = chosen.to_vec();
     // The last victim may be larger than necessary.
     if let Some(last) = chosen.pop() {

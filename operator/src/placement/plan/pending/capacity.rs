@@ -16,7 +16,7 @@ impl<'a> Planner<'a> {
     pub(super) fn has_room(&self, node: &str, pending: &PendingPod<'_>) -> bool {
         let pod = pending.pod;
         let planned = self.relocations.iter().filter(|(_, to, _)| *to == node);
-        let planned: Quanta = planned.map(|(.., room)| *room).sum();
+        let planned: Quanta = planned.map(|(.., victims)| *victims).sum();
         let promised = self.history.assumed_room(node).plus(planned);
         let gpus = self.snapshot.gpu_nodes.get(node);
         let largest = gpus.and_then(|gpus| gpus.gpus.iter().map(|gpu| gpu.largest_free).max());
@@ -41,9 +41,9 @@ impl<'a> Planner<'a> {
         };
         // A victim with memory on several GPUs frees the node's quanta once.
         let mut counted = BTreeSet::new();
-        let mut theirs = Quanta::ZERO;
+        let mut deducted = Quanta::ZERO;
         for reservation in taken {
-            theirs = theirs.plus(self.net_request(node, reservation, &mut counted));
+            deducted = deducted.plus(self.net_request(node, reservation, &mut counted));
         }
         let needs = self.net_request(node, reservation, &mut counted);
         if needs == Quanta::ZERO {
@@ -62,7 +62,7 @@ impl<'a> Planner<'a> {
         let written = gpus.map(|gpus| gpus.reservations.as_slice());
         let written = written.unwrap_or_default();
         for pod in others {
-            theirs = theirs.plus(
+            deducted = deducted.plus(
                 match written
                     .iter()
                     .find(|reservation| reservation.waiter == pod.uid)
@@ -73,8 +73,8 @@ impl<'a> Planner<'a> {
                 },
             );
         }
-        let coming = self.terminating.get(node).copied().unwrap_or_default();
-        self.snapshot.unrequested(node).plus(coming) >= needs.plus(theirs)
+        let terminating = self.terminating.get(node).copied().unwrap_or_default();
+        self.snapshot.unrequested(node).plus(terminating) >= needs.plus(deducted)
     }
 
     /// Whether the node's other resources suffice for the pod. It assumes no victims, because
@@ -120,12 +120,12 @@ impl<'a> Planner<'a> {
         };
         let pending = self.pending.get(reservation.waiter.as_str()).copied();
         let gpu = self.snapshot.gpu(node, &reservation.gpu);
-        let room = pending.zip(gpu).and_then(|(pending, gpu)| {
+        let victims = pending.zip(gpu).and_then(|(pending, gpu)| {
             self.victims_on(node, gpu, &pending, JobAssumption::IgnoresDisruption)
         });
-        let room = room.unwrap_or_default().into_iter();
-        let news = room.filter(|one| counted.insert(one.uid));
+        let victims = victims.unwrap_or_default().into_iter();
+        let new_victims = victims.filter(|one| counted.insert(one.uid));
         let of = |one: Candidate<'_>| self.snapshot.pod(one.uid).map(|pod| pod.request);
-        pod.request.minus(news.filter_map(of).sum())
+        pod.request.minus(new_victims.filter_map(of).sum())
     }
 }

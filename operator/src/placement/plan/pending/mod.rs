@@ -78,8 +78,8 @@ pub(super) fn plan(
                 if planner.is_ending(uid, pod)
                     && !planner.history.termination_overdue(uid, now) =>
             {
-                let going = planner.terminating.entry(node).or_default();
-                *going = going.plus(pod.request);
+                let terminating = planner.terminating.entry(node).or_default();
+                *terminating = terminating.plus(pod.request);
             }
             Placement::Unscheduled {
                 nominated: Some(node),
@@ -90,11 +90,9 @@ pub(super) fn plan(
     }
     let mut steps = planner.steps();
     let Planner {
-        considered: looked,
-        jobs,
-        ..
+        considered, jobs, ..
     } = planner;
-    history.record_considered(looked, now);
+    history.record_considered(considered, now);
     steps.extend(jobs.into_values());
     steps
 }
@@ -250,19 +248,19 @@ impl<'a> Planner<'a> {
 
     /// Whether an eviction costs nothing but the pod's own work. A Job may count a deleted pod as a
     /// failure.
-    fn ignores_disruption(&mut self, key: &Key, pod: &PodFacts, unseen: JobAssumption) -> bool {
+    fn ignores_disruption(&mut self, key: &Key, pod: &PodFacts, assumption: JobAssumption) -> bool {
         let Owner::Job(job) = &pod.owner else {
             return true;
         };
-        if let Some(lets) = self.history.jobs.get(&job.uid) {
-            return *lets;
+        if let Some(ignores) = self.history.jobs.get(&job.uid) {
+            return *ignores;
         }
-        let look = Step::ReadJob {
+        let read = Step::ReadJob {
             namespace: key.namespace.clone(),
             job: job.clone(),
         };
-        self.jobs.insert(job.uid.clone(), look);
-        unseen == JobAssumption::IgnoresDisruption
+        self.jobs.insert(job.uid.clone(), read);
+        assumption == JobAssumption::IgnoresDisruption
     }
 }
 

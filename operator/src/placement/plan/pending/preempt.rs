@@ -52,12 +52,12 @@ impl<'a> Planner<'a> {
                 {
                     continue;
                 }
-                let Some(room) =
+                let Some(selected) =
                     self.victims_on(node, gpu, pending, JobAssumption::FailsOnDisruption)
                 else {
                     continue;
                 };
-                if room.is_empty() && pending.node.is_some() {
+                if selected.is_empty() && pending.node.is_some() {
                     // The memory of terminating pods suffices.
                     return None;
                 }
@@ -65,12 +65,19 @@ impl<'a> Planner<'a> {
                 if !self.quanta_fit(node, &reservation, taken) {
                     continue;
                 }
-                let highest = room.iter().map(|one| one.priority).max();
-                let freed: Quanta = room.iter().map(|one| one.quanta).sum();
+                let highest = selected.iter().map(|one| one.priority).max();
+                let freed: Quanta = selected.iter().map(|one| one.quanta).sum();
                 let in_vain = self
                     .history
                     .failed_reservations(&pending.pod.uid, &gpu.uuid);
-                let rank = (in_vain, room.len(), highest, freed, node, gpu.uuid.as_str());
+                let rank = (
+                    in_vain,
+                    selected.len(),
+                    highest,
+                    freed,
+                    node,
+                    gpu.uuid.as_str(),
+                );
                 choices.push((rank, reservation));
             }
         }
@@ -90,11 +97,12 @@ impl<'a> Planner<'a> {
         else {
             return None;
         };
-        let may = self.snapshot.nodes.iter();
-        let may = may.filter(|(name, node)| passes_filters(&pending.pod.constraints, name, node));
-        let may: Vec<&'a str> = may.map(|(name, _)| *name).collect();
-        let some = may.iter().any(|name| self.has_room(name, pending));
-        (!some).then_some(may)
+        let allowed = self.snapshot.nodes.iter();
+        let allowed =
+            allowed.filter(|(name, node)| passes_filters(&pending.pod.constraints, name, node));
+        let allowed: Vec<&'a str> = allowed.map(|(name, _)| *name).collect();
+        let some = allowed.iter().any(|name| self.has_room(name, pending));
+        (!some).then_some(allowed)
     }
 
     /// The victims on a GPU for a pod, beside terminating pods. `None` when no victims would
@@ -104,7 +112,7 @@ impl<'a> Planner<'a> {
         node: &str,
         gpu: &Gpu,
         pending: &PendingPod<'a>,
-        unseen: JobAssumption,
+        assumption: JobAssumption,
     ) -> Option<Vec<Candidate<'a>>> {
         if gpu.capacity < pending.quanta {
             return None;
@@ -112,9 +120,9 @@ impl<'a> Planner<'a> {
         let (mut coming, mut candidates) = (self.history.recently_freed(node, gpu), Vec::new());
         for (uid, quanta) in &gpu.pods {
             // An ended pod holds its memory until the agent notices the end.
-            let there = self.snapshot.pods.get_key_value(uid.as_str());
-            let lives = there.filter(|(uid, (_, pod))| !self.is_ending(uid, pod));
-            let Some((uid, (key, pod))) = lives else {
+            let known = self.snapshot.pods.get_key_value(uid.as_str());
+            let live = known.filter(|(uid, (_, pod))| !self.is_ending(uid, pod));
+            let Some((uid, (key, pod))) = live else {
                 if !self.history.termination_overdue(uid, self.now) {
                     coming = coming.plus(*quanta);
                 }
@@ -123,7 +131,8 @@ impl<'a> Planner<'a> {
             if pod.priority < pending.pod.priority
                 && pending.pod.preempts
                 && pod.owner != Owner::Node
-                && (pod.kind == PriorityKind::Borrowed || self.ignores_disruption(key, pod, unseen))
+                && (pod.kind == PriorityKind::Borrowed
+                    || self.ignores_disruption(key, pod, assumption))
             {
                 candidates.push(Candidate {
                     uid,
@@ -146,8 +155,8 @@ impl<'a> Planner<'a> {
             Placement::Unscheduled { nominated, .. } => nominated.as_deref() != Some(node),
             Placement::Node(_) => false,
         };
-        let room = self.victims_on(node, gpu, &pending, JobAssumption::FailsOnDisruption)?;
-        let victims: Vec<Victim> = room
+        let selected = self.victims_on(node, gpu, &pending, JobAssumption::FailsOnDisruption)?;
+        let victims: Vec<Victim> = selected
             .iter()
             .filter(|one| self.history.may_evict(one.uid, self.now))
             .filter_map(|one| self.victim(one))
@@ -169,10 +178,11 @@ impl<'a> Planner<'a> {
         let grace = self.options.disruption_grace.min(RESERVATION_TIMEOUT / 2);
         // A Job counts a deleted pod, unlike an evicted pod, as a failure whatever its policy says.
         // A borrowed pod has consented to the deletion.
-        let stays = matches!(facts.owner, Owner::Job(_)) && facts.kind == PriorityKind::Guaranteed;
+        let is_protected =
+            matches!(facts.owner, Owner::Job(_)) && facts.kind == PriorityKind::Guaranteed;
         Some(Victim {
             pod: pod_ref(key, facts),
-            force: !stays && refused.is_some_and(|refused| refused >= grace),
+            force: !is_protected && refused.is_some_and(|refused| refused >= grace),
         })
     }
 }

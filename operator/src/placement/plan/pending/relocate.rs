@@ -27,14 +27,14 @@ impl<'a> Planner<'a> {
     ) -> Option<(&'a str, &'a str, &'a str)> {
         let (at, uid) = (pending.node?, &pending.pod.uid);
         let owner = pending.pod.owner.relocatable_uid()?;
-        let kept = self.history.was_refused(uid);
+        let refused = self.history.was_refused(uid);
         let too_often = self.history.next_relocation(owner).is_none();
-        let begun = self
+        let started = self
             .snapshot
             .gpu_nodes
             .get(at)?
             .has_possibly_started(pending.pod);
-        if !self.options.move_waiters || kept || too_often || begun {
+        if !self.options.move_waiters || refused || too_often || started {
             return None;
         }
         let (to, _) = self.snapshot.nodes.iter().find(|(name, node)| {
@@ -43,11 +43,11 @@ impl<'a> Planner<'a> {
                 && !self.history.relocation_failed(owner, name)
                 && self.has_room(name, pending)
         })?;
-        let unseen = match self.waited(pending) >= RELOCATION_DELAY {
+        let assumption = match self.waited(pending) >= RELOCATION_DELAY {
             true => JobAssumption::FailsOnDisruption,
             false => JobAssumption::IgnoresDisruption,
         };
-        let ignores_disruption = self.ignores_disruption(pending.key, pending.pod, unseen);
+        let ignores_disruption = self.ignores_disruption(pending.key, pending.pod, assumption);
         ignores_disruption.then_some((owner, at, to))
     }
 }

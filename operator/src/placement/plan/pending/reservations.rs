@@ -18,11 +18,11 @@ impl<'a> Planner<'a> {
             // A watch may deliver the last write late.
             let written = self.history.reservations.get(*node).into_iter().flatten();
             let late = written.filter(|reservation| !gpus.reservations.contains(reservation));
-            let told = gpus
+            let watched = gpus
                 .reservations
                 .iter()
                 .map(|reservation| (false, reservation));
-            for (late, one) in told.chain(late.map(|reservation| (true, reservation))) {
+            for (late, one) in watched.chain(late.map(|reservation| (true, reservation))) {
                 if self.is_useful(node, one) {
                     reservation.push((late, *node, one));
                 }
@@ -43,9 +43,9 @@ impl<'a> Planner<'a> {
             (!is_nominated(&reservation.waiter, node), !answered, *late)
         });
         let (mut waiters, mut gpus) = (BTreeSet::new(), BTreeSet::new());
-        let mut kept = ReservationsByNode::new();
+        let mut useful = ReservationsByNode::new();
         for (_, node, reservation) in reservation {
-            let taken = kept.entry(node.to_owned()).or_default();
+            let taken = useful.entry(node.to_owned()).or_default();
             if !gpus.contains(&(node, &reservation.gpu))
                 && !waiters.contains(&reservation.waiter)
                 && self.quanta_fit(node, reservation, taken)
@@ -56,15 +56,15 @@ impl<'a> Planner<'a> {
                 gpus.insert((node, &reservation.gpu));
                 waiters.insert(&reservation.waiter);
                 // Another container of the pod may have got memory there since.
-                let again = self
+                let updated = self
                     .pending
                     .get(reservation.waiter.as_str())
                     .zip(self.snapshot.gpu(node, &reservation.gpu));
-                let again = again.and_then(|(pending, gpu)| reservation_for(pending, gpu));
-                taken.push(again.unwrap_or_else(|| reservation.clone()));
+                let updated = updated.and_then(|(pending, gpu)| reservation_for(pending, gpu));
+                taken.push(updated.unwrap_or_else(|| reservation.clone()));
             }
         }
-        kept
+        useful
     }
 
     /// Whether the pod still waits for this GPU and permitted victims would suffice.
@@ -82,8 +82,8 @@ impl<'a> Planner<'a> {
                 nominated.as_ref().is_some_and(|at| at != node)
             }
         };
-        let given_up = self.history.in_backoff(&reservation.waiter, self.now);
-        if pod.terminating || !pod.pending || elsewhere || given_up {
+        let in_backoff = self.history.in_backoff(&reservation.waiter, self.now);
+        if pod.terminating || !pod.pending || elsewhere || in_backoff {
             return false;
         }
         match self.pending.get(reservation.waiter.as_str()).copied() {

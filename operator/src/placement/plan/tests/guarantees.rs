@@ -32,7 +32,7 @@ enum Kind {
 
 /// A pod that a user creates.
 #[derive(Clone, Debug)]
-struct Coming {
+struct NewPod {
     at: u64,
     team: usize,
     asks: u64,
@@ -43,7 +43,7 @@ struct Coming {
 }
 
 /// Small borrowers, and larger guaranteed pods that are created later.
-fn coming() -> impl Strategy<Value = Coming> {
+fn coming() -> impl Strategy<Value = NewPod> {
     let borrows = (10..14_u64, 2_u64..8, Just(BORROWED));
     let owns = (
         14..COMING_END,
@@ -54,7 +54,7 @@ fn coming() -> impl Strategy<Value = Coming> {
         8 => Just(Kind::Plain), 1 => Just(Kind::Kept), 1 => any::<bool>().prop_map(Kind::OfJob)];
     let slips = prop::bool::weighted(0.1);
     (prop_oneof![borrows, owns], 0_usize..3, slips, kind).prop_map(
-        |((at, asks, priority), team, slips, kind)| Coming {
+        |((at, asks, priority), team, slips, kind)| NewPod {
             at,
             team,
             asks,
@@ -67,7 +67,7 @@ fn coming() -> impl Strategy<Value = Coming> {
 
 /// Namespaces that share the nodes of their cohorts.
 struct Teams {
-    live: Cluster,
+    live: FakeCluster,
     operator: Watching,
     cohorts: usize,
     /// The guarantee and the limit of each namespace.
@@ -103,17 +103,17 @@ fn team(uid: &str) -> usize {
     usize::from(uid.as_bytes()[1] - b'0')
 }
 
-fn owns(pod: &Life) -> bool {
+fn owns(pod: &FakePod) -> bool {
     pod.priority != BORROWED
 }
 
 impl Teams {
     fn new(cohorts: usize, nodes: &[Vec<u64>], budgets: &[(u64, u64)]) -> Self {
         let mut index = ClusterIndex::new(Quantum::Gib1);
-        let mut live = Cluster {
+        let mut live = FakeCluster {
             all_return: true,
             preempts: true,
-            ..Cluster::default()
+            ..FakeCluster::default()
         };
         for (number, gpus) in nodes.iter().enumerate() {
             let (name, cohort) = (format!("node{number}"), cohort(number % cohorts));
@@ -183,7 +183,7 @@ impl Teams {
     }
 
     /// Creates a pod. Its quotas refuse it or count it too late.
-    fn create(&mut self, number: usize, pod: &Coming) {
+    fn create(&mut self, number: usize, pod: &NewPod) {
         let of = pod.team % self.bounds.len();
         let ((guaranteed, all), (guarantee, limit)) = (self.asked(of), self.bounds[of]);
         let borrows = pod.priority == BORROWED;
@@ -342,7 +342,7 @@ impl Teams {
     }
 
     /// Creates the pods and applies both plans until nothing happens any more.
-    fn run(&mut self, pods: &[Coming]) -> Result<(), TestCaseError> {
+    fn run(&mut self, pods: &[NewPod]) -> Result<(), TestCaseError> {
         let (mut second, mut last) = (0, 0);
         let waits = |due: &[Option<u64>]| due.iter().any(Option::is_some);
         while second < COMING_END || second - last < REST || waits(&self.due) {
@@ -375,7 +375,7 @@ impl Teams {
     }
 
     /// Whether all guaranteed pods of a cohort have the same priority.
-    fn all_matter_alike(&self, pods: &[Coming], cohort: usize) -> bool {
+    fn all_matter_alike(&self, pods: &[NewPod], cohort: usize) -> bool {
         let mut there = pods
             .iter()
             .filter(|pod| pod.team % self.bounds.len() % self.cohorts == cohort);
@@ -397,7 +397,7 @@ impl Teams {
                 && teams.all(|of| !self.slipped.contains(&of) && self.holds(of, names::COVERED))
                 && stay().all(owns)
         };
-        let fits = |uid: &String, pod: &Life, node: &String| {
+        let fits = |uid: &String, pod: &FakePod, node: &String| {
             let asked: u64 = stay()
                 .filter(|other| other.node.as_ref() == Some(node))
                 .map(|other| other.asks)

@@ -9,8 +9,8 @@ type Lie = (usize, Vec<(usize, u64)>, u64, Option<usize>);
 type Lies = (Vec<Lie>, Vec<(usize, u64)>);
 
 /// On `good` each pod has its memory. On `evil` one pod waits and one borrows.
-fn cluster() -> Cluster {
-    Cluster::default()
+fn cluster() -> FakeCluster {
+    FakeCluster::default()
         .node("good", &[16, 16])
         .node("evil", &[16])
         .pod("g1", 8, BORROWED, Some(("good", Some(0))))
@@ -22,7 +22,7 @@ fn cluster() -> Cluster {
 }
 
 /// The cluster's index with the report of `evil`, which acknowledges its reservations.
-fn shown(cluster: &Cluster, lies: &Lies) -> PlacementIndex {
+fn shown(cluster: &FakeCluster, lies: &Lies) -> PlacementIndex {
     let uids = ["g1", "g2", "g3", "g4", "e1", "e2", "gone", "never"];
     let gpus = ["good-0", "good-1", "evil-0", "made-up"];
     let of = |(pod, quanta): &(usize, u64)| (uids[*pod].to_owned(), Quanta::new(*quanta));
@@ -77,7 +77,7 @@ fn all_named(says: &[Lies]) -> BTreeSet<String> {
         // Longer than each delay.
         for second in 0..6 {
             let now = Duration::from_secs(6 * at as u64 + second);
-            for step in plan(&shown(&live, lies), &mut history, &RULES, now) {
+            for step in plan(&shown(&live, lies), &mut history, &OPTIONS, now) {
                 all.extend(named(&step).into_iter().map(str::to_owned));
                 // No pod terminates: each plan sees all pods.
                 if matches!(step, Step::Reserve { .. }) {

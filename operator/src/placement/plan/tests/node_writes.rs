@@ -7,7 +7,7 @@ use super::*;
 
 #[test]
 fn contested_label_does_not_starve_other_nodes() {
-    let mut cluster = Cluster::default().node("a", &[]);
+    let mut cluster = FakeCluster::default().node("a", &[]);
     let name = "bursar.dev/largest-gpu-gib".to_owned();
     let mut history = History::default();
     for second in 1..101 {
@@ -24,7 +24,7 @@ fn contested_label_does_not_starve_other_nodes() {
 
 #[test]
 fn foreign_reservation_and_quota_are_not_overwritten_forever() {
-    let mut cluster = Cluster::default().node("a", &[16]);
+    let mut cluster = FakeCluster::default().node("a", &[16]);
     let foreign = Reservation {
         gpu: "a-0".to_owned(),
         waiter: "nobody".to_owned(),
@@ -38,7 +38,7 @@ fn foreign_reservation_and_quota_are_not_overwritten_forever() {
             .reservations
             .insert("a".to_owned(), vec![foreign.clone()]);
         let now = Duration::from_secs(second);
-        for step in plan(&cluster.placement_index(), &mut history, &RULES, now) {
+        for step in plan(&cluster.placement_index(), &mut history, &OPTIONS, now) {
             writes += usize::from(matches!(step, Step::Reserve { .. }));
             cluster.act(step, &mut history, now);
         }
@@ -48,13 +48,13 @@ fn foreign_reservation_and_quota_are_not_overwritten_forever() {
 
 #[test]
 fn labels_show_free_reclaimable_and_total_of_one_gpu() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16, 16])
         .pod("g", 10, GUARANTEED, Some(("a", Some(0))))
         .pod("b", 12, BORROWED, Some(("a", Some(1))));
     let mut history = History::default();
     cluster.run(&mut history, 1, 1);
-    let label = |cluster: &Cluster, name: &str| {
+    let label = |cluster: &FakeCluster, name: &str| {
         cluster.labels["a"][&format!("bursar.dev/largest-{name}-gib")].clone()
     };
     assert_eq!(label(&cluster, "free"), "6");
@@ -79,7 +79,7 @@ fn labels_show_free_reclaimable_and_total_of_one_gpu() {
 #[test]
 fn override_reaches_the_pods_node_and_is_lifted_with_it() {
     let mut cluster =
-        Cluster::default()
+        FakeCluster::default()
             .node("a", &[16])
             .pod("p", 8, GUARANTEED, Some(("a", Some(0))));
     cluster.lowered = [
@@ -105,7 +105,7 @@ fn override_reaches_the_pods_node_and_is_lifted_with_it() {
 fn override_covers_each_gpu_when_the_agent_lists_one_of_two() {
     // The pod is on two GPUs, and the agent's list of the second is full.
     let cluster = (0..MAX_PODS).fold(
-        Cluster::default()
+        FakeCluster::default()
             .node("a", &[64, 64])
             .pod("p", 8, GUARANTEED, Some(("a", Some(0)))),
         |cluster, number| cluster.pod(&format!("o{number}"), 1, GUARANTEED, Some(("a", Some(1)))),

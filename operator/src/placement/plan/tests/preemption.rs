@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn guaranteed_pod_preempts_the_fewest_borrowers() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16, 16])
         .pod("b1", 8, BORROWED, Some(("a", Some(0))))
         .pod("b2", 4, BORROWED, Some(("a", Some(1))))
@@ -18,7 +18,7 @@ fn guaranteed_pod_preempts_the_fewest_borrowers() {
 
 #[test]
 fn unscheduled_pod_is_nominated_before_it_preempts() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .pod("b1", 16, BORROWED, Some(("a", Some(0))))
         .pod("owner", 16, GUARANTEED, None)
@@ -32,7 +32,7 @@ fn unscheduled_pod_is_nominated_before_it_preempts() {
 #[test]
 fn non_preempting_or_equal_priority_pod_takes_nothing() {
     for priority in [BORROWED, GUARANTEED] {
-        let mut cluster = Cluster::default()
+        let mut cluster = FakeCluster::default()
             .node("a", &[16])
             .pod("old", 10, priority, Some(("a", Some(0))))
             .pod("same", 8, priority, Some(("a", None)));
@@ -47,7 +47,7 @@ fn non_preempting_or_equal_priority_pod_takes_nothing() {
 
 #[test]
 fn job_pod_blocked_by_pdb_is_never_deleted() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .pod("b", 10, LOW, Some(("a", Some(0))))
         .pod("owner", 8, GUARANTEED, Some(("a", None)));
@@ -60,7 +60,7 @@ fn job_pod_blocked_by_pdb_is_never_deleted() {
 #[test]
 fn job_pod_is_preempted_only_if_job_ignores_disruption() {
     for (uid, goes) in [("even", true), ("odd", false)] {
-        let mut cluster = Cluster::default()
+        let mut cluster = FakeCluster::default()
             .node("a", &[16])
             .pod("job", 10, LOW, Some(("a", Some(0))))
             .pod("owner", 8, GUARANTEED, Some(("a", None)));
@@ -73,7 +73,7 @@ fn job_pod_is_preempted_only_if_job_ignores_disruption() {
 #[test]
 fn borrower_is_preempted_whatever_its_job_says() {
     for uid in ["even", "odd"] {
-        let mut cluster = Cluster::default()
+        let mut cluster = FakeCluster::default()
             .node("a", &[16])
             .pod("b", 10, BORROWED, Some(("a", Some(0))))
             .owned("b", job(uid))
@@ -90,7 +90,7 @@ fn borrower_is_preempted_whatever_its_job_says() {
 
 #[test]
 fn pdb_blocks_a_victim_for_its_grace_and_no_longer() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .pod("b", 10, BORROWED, Some(("a", Some(0))))
         .pod("owner", 8, GUARANTEED, Some(("a", None)));
@@ -105,7 +105,7 @@ fn pdb_blocks_a_victim_for_its_grace_and_no_longer() {
 
 #[test]
 fn pod_waiting_for_a_blocked_victim_keeps_the_freed_gpu() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[8, 8, 3, 3])
         .pod("b1", 8, BORROWED, Some(("a", Some(0))))
         .pod("b2", 8, BORROWED, Some(("a", Some(1))))
@@ -125,7 +125,7 @@ fn pod_waiting_for_a_blocked_victim_keeps_the_freed_gpu() {
 
 #[test]
 fn restarted_operator_keeps_reservations_until_jobs_are_read() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .pod("job", 10, LOW, Some(("a", Some(0))))
         .pod("owner", 8, GUARANTEED, Some(("a", None)));
@@ -137,7 +137,7 @@ fn restarted_operator_keeps_reservations_until_jobs_are_read() {
     let steps = plan(
         &cluster.placement_index(),
         &mut History::default(),
-        &RULES,
+        &OPTIONS,
         now,
     );
     assert!(
@@ -156,7 +156,7 @@ fn restarted_operator_keeps_reservations_until_jobs_are_read() {
 
 #[test]
 fn failed_reservation_is_dropped_for_its_backoff() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .pod("b", 10, BORROWED, Some(("a", Some(0))))
         .pod("owner", 8, GUARANTEED, Some(("a", None)));
@@ -164,7 +164,7 @@ fn failed_reservation_is_dropped_for_its_backoff() {
     // No agent acknowledges the reservation.
     for second in 0..400 {
         let now = Duration::from_secs(second);
-        for step in plan(&cluster.placement_index(), &mut history, &RULES, now) {
+        for step in plan(&cluster.placement_index(), &mut history, &OPTIONS, now) {
             cluster.act(step, &mut history, now);
         }
     }
@@ -174,7 +174,7 @@ fn failed_reservation_is_dropped_for_its_backoff() {
 
 #[test]
 fn gpu_with_unevictable_pods_is_tried_after_others() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16, 16])
         .pod("jobpod", 16, LOW, Some(("a", Some(0))))
         .owned("jobpod", job("even"))
@@ -193,7 +193,7 @@ fn gpu_with_unevictable_pods_is_tried_after_others() {
 
 #[test]
 fn failed_preemptions_back_off_exponentially() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .pod("b", 16, BORROWED, Some(("a", Some(0))))
         .pod("owner", 16, GUARANTEED, None);
@@ -208,7 +208,7 @@ fn failed_preemptions_back_off_exponentially() {
 
 #[test]
 fn nobody_is_preempted_while_another_resource_lacks() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .pod("b", 16, BORROWED, Some(("a", Some(0))))
         .cpu("b", 2)
@@ -228,7 +228,7 @@ fn nobody_is_preempted_while_another_resource_lacks() {
 
 #[test]
 fn room_reserved_for_one_pod_is_not_given_twice() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[8, 8])
         .pod("b1", 8, BORROWED, Some(("a", Some(0))))
         .pod("b2", 8, BORROWED, Some(("a", Some(1))));
@@ -243,7 +243,7 @@ fn room_reserved_for_one_pod_is_not_given_twice() {
 
 #[test]
 fn smaller_pod_is_helped_after_an_unsatisfiable_one() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .pod("b", 16, BORROWED, Some(("a", Some(0))))
         .pod("owner1", 16, GUARANTEED, None)
@@ -258,7 +258,7 @@ fn smaller_pod_is_helped_after_an_unsatisfiable_one() {
 fn overdue_termination_does_not_block_another_gpu() {
     // One pod is terminating. The other pod has no object any more, and only its node reports it.
     for known in [true, false] {
-        let mut cluster = Cluster::default()
+        let mut cluster = FakeCluster::default()
             .node("a", &[16, 16])
             .pod("x", 16, BORROWED, Some(("a", Some(0))))
             .pod("b", 16, BORROWED, Some(("a", Some(1))))
@@ -273,7 +273,7 @@ fn overdue_termination_does_not_block_another_gpu() {
             if !known {
                 placement_index.apply(PlacementEvent::Pod(Event::Delete((key("n", "x"), None))));
             }
-            for step in plan(&placement_index, &mut history, &RULES, now) {
+            for step in plan(&placement_index, &mut history, &OPTIONS, now) {
                 if let Step::Reserve { reservations, .. } = &step {
                     reserved.push((second, reservations.clone()));
                 }
@@ -289,7 +289,7 @@ fn overdue_termination_does_not_block_another_gpu() {
 
 #[test]
 fn no_second_victim_while_the_first_terminates() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16, 16])
         .pod("b", 16, BORROWED, Some(("a", Some(0))))
         .pod("b1", 8, BORROWED, Some(("a", Some(1))))
@@ -316,7 +316,7 @@ fn no_second_victim_while_the_first_terminates() {
 
 #[test]
 fn no_second_victim_while_memory_is_proven_free() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .pod("b1", 8, BORROWED, Some(("a", Some(0))))
         .pod("b2", 8, BORROWED, Some(("a", Some(0))))
@@ -325,7 +325,7 @@ fn no_second_victim_while_memory_is_proven_free() {
     let mut second = 0;
     while cluster.left.is_empty() {
         let now = Duration::from_secs(second);
-        for step in plan(&cluster.placement_index(), &mut history, &RULES, now) {
+        for step in plan(&cluster.placement_index(), &mut history, &OPTIONS, now) {
             cluster.act(step, &mut history, now);
         }
         if !cluster.evicted.is_empty() {
@@ -348,7 +348,7 @@ fn no_second_victim_while_memory_is_proven_free() {
 
 #[test]
 fn pod_with_two_reservations_keeps_one() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .node("b", &[16])
         .pod("a1", 16, BORROWED, Some(("a", Some(0))))
@@ -370,7 +370,7 @@ fn pod_with_two_reservations_keeps_one() {
 
 #[test]
 fn unconfirmed_reservation_is_not_repeated_on_another_node() {
-    let cluster = Cluster::default()
+    let cluster = FakeCluster::default()
         .node("a", &[16])
         .node("b", &[16])
         .pod("a1", 16, BORROWED, Some(("a", Some(0))))
@@ -390,7 +390,7 @@ fn unconfirmed_reservation_is_not_repeated_on_another_node() {
     };
     for second in 0..11 {
         let now = Duration::from_secs(second);
-        let steps = plan(&real.placement_index(), &mut history, &RULES, now);
+        let steps = plan(&real.placement_index(), &mut history, &OPTIONS, now);
         assert!(
             second < 10 || reserved(&steps) == ["a"],
             "one goes there, and two on the other"
@@ -405,7 +405,7 @@ fn unconfirmed_reservation_is_not_repeated_on_another_node() {
     let steps = plan(
         &blind.placement_index(),
         &mut history,
-        &RULES,
+        &OPTIONS,
         Duration::from_secs(11),
     );
     assert_eq!(reserved(&steps), ["a"], "it is written again at most");
@@ -413,7 +413,7 @@ fn unconfirmed_reservation_is_not_repeated_on_another_node() {
 
 #[test]
 fn unsatisfiable_pod_does_not_block_the_next() {
-    let mut cluster = Cluster::default().node("a", &[16]).node("b", &[16]);
+    let mut cluster = FakeCluster::default().node("a", &[16]).node("b", &[16]);
     for number in 0..300 {
         cluster = cluster.pod(&format!("large{number}"), 17, GUARANTEED, None);
     }
@@ -429,7 +429,7 @@ fn unsatisfiable_pod_does_not_block_the_next() {
 
 #[test]
 fn pod_with_memory_on_a_gpu_gets_the_rest_there() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .pod("b", 8, BORROWED, Some(("a", Some(0))))
         .pod("owner", 12, GUARANTEED, Some(("a", None)))
@@ -449,7 +449,7 @@ fn pod_with_memory_on_a_gpu_gets_the_rest_there() {
 
 #[test]
 fn reservation_includes_what_the_pod_has_since() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .pod("b", 12, BORROWED, Some(("a", Some(0))))
         .pod("owner", 12, GUARANTEED, Some(("a", None)));
@@ -467,7 +467,7 @@ fn reservation_includes_what_the_pod_has_since() {
 
 #[test]
 fn victim_on_two_gpus_counts_once_in_the_nodes_quanta() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[8, 12, 5])
         .pod("x", 8, BORROWED, Some(("a", Some(0))))
         .first("x", "a-1", 4)
@@ -483,7 +483,7 @@ fn victim_on_two_gpus_counts_once_in_the_nodes_quanta() {
 
 #[test]
 fn large_cluster_is_planned_within_the_interval() {
-    let mut cluster = Cluster::default();
+    let mut cluster = FakeCluster::default();
     for node in 0..100 {
         let name = format!("n{node}");
         cluster = cluster.node(&name, &[16; 8]);
@@ -510,7 +510,7 @@ fn large_cluster_is_planned_within_the_interval() {
     let mut history = History::default();
     let look = |history: &mut History, second| {
         let now = Duration::from_secs(second);
-        plan(&placement_index, history, &RULES, now)
+        plan(&placement_index, history, &OPTIONS, now)
     };
     look(&mut history, 0);
     let start = std::time::Instant::now();

@@ -7,7 +7,7 @@ use super::*;
 
 /// Nodes of up to three GPUs with borrowers and other pods, and guaranteed pods that wait on a node
 /// or are unscheduled.
-fn layouts() -> impl Strategy<Value = Cluster> {
+fn layouts() -> impl Strategy<Value = FakeCluster> {
     let node = prop::collection::vec(
         (
             8_u64..20,
@@ -17,7 +17,7 @@ fn layouts() -> impl Strategy<Value = Cluster> {
     );
     let waiters = prop::collection::vec((1_u64..20, 0_usize..3, any::<bool>(), 0_u64..4), 1..4);
     (prop::collection::vec(node, 1..3), waiters).prop_map(|(nodes, waiters)| {
-        let mut cluster = Cluster::default();
+        let mut cluster = FakeCluster::default();
         for (n, gpus) in nodes.iter().enumerate() {
             let name = format!("node{n}");
             let sizes: Vec<u64> = gpus.iter().map(|(size, _)| *size).collect();
@@ -55,12 +55,12 @@ fn layouts() -> impl Strategy<Value = Cluster> {
 }
 
 /// The waiting pods that a GPU of their node could hold without its evictable borrowers.
-fn hopeful(cluster: &Cluster) -> Vec<String> {
+fn hopeful(cluster: &FakeCluster) -> Vec<String> {
     let waiting = cluster
         .pods
         .iter()
         .filter(|(_, pod)| pod.gpu.is_none() && pod.priority == GUARANTEED);
-    let fits = |(_, pod): &(&String, &Life)| {
+    let fits = |(_, pod): &(&String, &FakePod)| {
         pod.node.iter().any(|node| {
             cluster.nodes[node].iter().any(|(gpu, capacity)| {
                 let stay = cluster.pods.values();
@@ -106,7 +106,7 @@ struct Acting {
 
 /// Runs operators by random bits, which choose the lag of a watch, the step of a crash, and the
 /// next of two operators.
-fn operate(live: &mut Cluster, two: bool, bits: &[u32]) {
+fn operate(live: &mut FakeCluster, two: bool, bits: &[u32]) {
     let mut operators = [Acting::default(), Acting::default()];
     let (mut views, mut clock) = (Vec::new(), 0);
     for bits in bits {
@@ -120,7 +120,7 @@ fn operate(live: &mut Cluster, two: bool, bits: &[u32]) {
             one.seen = one
                 .seen
                 .max((views.len() - 1).saturating_sub(behind as usize));
-            let steps = plan(&views[one.seen], &mut one.history, &RULES, now);
+            let steps = plan(&views[one.seen], &mut one.history, &OPTIONS, now);
             queues[at] = steps.into_iter().flat_map(singly).collect();
             killed[at] = bits >> 2 & 7 == 0;
             if killed[at] {
@@ -150,7 +150,7 @@ fn operate(live: &mut Cluster, two: bool, bits: &[u32]) {
 /// For each waiter only borrowers are evicted, from one GPU of its node and none in vain, whatever
 /// befalls the operators.
 fn who_goes_goes_for_what_one_waiter_lacks(
-    mut live: Cluster,
+    mut live: FakeCluster,
     thieves: Vec<u64>,
     two: bool,
     bits: &[u32],
@@ -236,7 +236,7 @@ proptest! {
 
 /// Marks pods as a Job's, which ignores disruption or does not, or as protected by a
 /// PodDisruptionBudget.
-fn marked(cluster: &Cluster, marks: &[(prop::sample::Index, u8)]) -> Cluster {
+fn marked(cluster: &FakeCluster, marks: &[(prop::sample::Index, u8)]) -> FakeCluster {
     let uids: Vec<&String> = cluster.pods.keys().collect();
     let mut marked = cluster.clone();
     // The operator would ask for ever about a Job's pod that is also protected, so the first mark
@@ -275,7 +275,7 @@ fn plan_settles_evicting_only_borrowers_and_none_twice() {
             }
             second += operator.pause(happened);
         }
-        let mut run = |live: &mut Cluster, seconds| {
+        let mut run = |live: &mut FakeCluster, seconds| {
             let end = second + seconds;
             while second < end {
                 let happened = operator.act(live, second, usize::MAX);
@@ -311,7 +311,7 @@ fn replayed_plan_evicts_nobody_else() {
         while second < 20 {
             let now = Duration::from_secs(second);
             let blind = live.placement_index();
-            let steps = plan(&blind, &mut operator.history, &RULES, now);
+            let steps = plan(&blind, &mut operator.history, &OPTIONS, now);
             let happened = !steps.is_empty();
             for step in steps {
                 live.act(step, &mut operator.history, now);
@@ -319,8 +319,8 @@ fn replayed_plan_evicts_nobody_else() {
             if happened {
                 // The watch shows nothing yet and the history does, or the watch shows all to an
                 // operator without history.
-                let replayed = plan(&blind, &mut operator.history, &RULES, now);
-                let anew = plan(&live.placement_index(), &mut History::default(), &RULES, now);
+                let replayed = plan(&blind, &mut operator.history, &OPTIONS, now);
+                let anew = plan(&live.placement_index(), &mut History::default(), &OPTIONS, now);
                 for step in replayed.into_iter().chain(anew) {
                     let asks = matches!(&step, Step::Preempt { victims, .. } if !victims.is_empty());
                     prop_assert!(!asks, "{:?}", step);
@@ -343,13 +343,13 @@ proptest! {
         let mut history = History::default();
         live.run(&mut history, 0, seconds);
         let now = Duration::from_secs(seconds);
-        let steps = plan(&live.placement_index(), &mut history, &RULES, now);
+        let steps = plan(&live.placement_index(), &mut history, &OPTIONS, now);
         if !steps.is_empty() || !history.is_idle() {
             return Ok(());
         }
         for later in [1, 10, 60, 600, 7200] {
             let now = Duration::from_secs(seconds + later);
-            let steps = plan(&live.placement_index(), &mut history, &RULES, now);
+            let steps = plan(&live.placement_index(), &mut history, &OPTIONS, now);
             prop_assert_eq!(steps, Vec::new(), "after {} s", later);
         }
     }

@@ -3,14 +3,14 @@
 use super::*;
 
 /// Adds a pod of 10 of the owner `o`, which waits on node `a`.
-fn with_one_of_o(cluster: Cluster, uid: &str) -> Cluster {
+fn with_one_of_o(cluster: FakeCluster, uid: &str) -> FakeCluster {
     let waits = cluster.pod(uid, 10, GUARANTEED, Some(("a", None)));
     waits.owned(uid, other("o"))
 }
 
 #[test]
 fn pod_relocates_to_a_node_with_room_before_it_preempts() {
-    let cluster = Cluster::default()
+    let cluster = FakeCluster::default()
         .node("a", &[16, 16])
         .node("b", &[16])
         .pod("10a", 10, BORROWED, Some(("a", Some(0))))
@@ -39,7 +39,7 @@ fn pod_relocates_to_a_node_with_room_before_it_preempts() {
 
 #[test]
 fn pod_preempts_once_the_other_nodes_room_is_taken() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .node("b", &[16])
         .pod("10", 10, BORROWED, Some(("a", Some(0))))
@@ -55,7 +55,7 @@ fn pod_preempts_once_the_other_nodes_room_is_taken() {
 
 #[test]
 fn pod_with_a_started_container_is_not_relocated() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .node("b", &[16])
         .pod("10", 10, GUARANTEED, Some(("a", Some(0))))
@@ -67,7 +67,7 @@ fn pod_with_a_started_container_is_not_relocated() {
 
 #[test]
 fn room_assumed_by_one_relocation_is_not_given_twice() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16, 16])
         .node("b", &[16])
         .pod("g1", 10, GUARANTEED, Some(("a", Some(0))))
@@ -81,7 +81,7 @@ fn room_assumed_by_one_relocation_is_not_given_twice() {
 
 #[test]
 fn pods_of_one_owner_are_relocated_one_by_one() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .node("b", &[16])
         .node("c", &[16])
@@ -101,7 +101,7 @@ fn pods_of_one_owner_are_relocated_one_by_one() {
 
 #[test]
 fn nobody_is_preempted_for_a_pod_about_to_relocate() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .node("b", &[16])
         .node("c", &[16])
@@ -117,7 +117,7 @@ fn nobody_is_preempted_for_a_pod_about_to_relocate() {
 
 #[test]
 fn successful_relocation_does_not_count_as_failed() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .node("b", &[16, 16])
         .pod("10", 10, GUARANTEED, Some(("a", Some(0))));
@@ -132,7 +132,7 @@ fn successful_relocation_does_not_count_as_failed() {
 
 #[test]
 fn pod_that_returns_is_not_relocated_to_that_node_again() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16, 16])
         .node("b", &[16])
         .pod("10a", 10, GUARANTEED, Some(("a", Some(0))))
@@ -150,7 +150,7 @@ fn pod_that_returns_is_not_relocated_to_that_node_again() {
 
 #[test]
 fn pod_is_not_relocated_where_another_resource_lacks() {
-    let mut cluster = Cluster::default()
+    let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .node("b", &[16])
         .pod("10", 10, GUARANTEED, Some(("a", Some(0))))
@@ -168,12 +168,10 @@ fn pod_is_not_relocated_where_another_resource_lacks() {
 
 #[test]
 fn unmovable_pod_does_not_block_the_next_relocation() {
-    let mut cluster = Cluster::default().node("a", &[16]).node("b", &[16]).pod(
-        "10",
-        10,
-        GUARANTEED,
-        Some(("a", Some(0))),
-    );
+    let mut cluster = FakeCluster::default()
+        .node("a", &[16])
+        .node("b", &[16])
+        .pod("10", 10, GUARANTEED, Some(("a", Some(0))));
     for number in 0..30 {
         let uid = format!("bare{number}");
         cluster = cluster
@@ -190,7 +188,7 @@ fn restarted_operator_keeps_the_relocation_limit() {
     let mut moves = Vec::new();
     for reborn in [false, true] {
         let mut history = History::default();
-        let mut cluster = Cluster::default().node("a", &[16]);
+        let mut cluster = FakeCluster::default().node("a", &[16]);
         for number in 0..8 {
             cluster = cluster.node(&format!("b{number}"), &[16]);
         }
@@ -221,7 +219,7 @@ fn restarted_operator_keeps_the_relocation_limit() {
 #[test]
 fn relocation_record_counts_whatever_its_timestamp() {
     for hours in [-48, -2, 0, 2, 48] {
-        let mut cluster = Cluster::default()
+        let mut cluster = FakeCluster::default()
             .node("a", &[16])
             .node("b", &[16])
             .pod("10", 10, GUARANTEED, Some(("a", Some(0))))
@@ -248,7 +246,7 @@ fn only_recreated_pods_are_relocated() {
         (job("even"), true),
     ];
     for (owner, moves) in table {
-        let mut cluster = Cluster::default()
+        let mut cluster = FakeCluster::default()
             .node("a", &[16])
             .node("b", &[16])
             .pod("10", 10, GUARANTEED, Some(("a", Some(0))))

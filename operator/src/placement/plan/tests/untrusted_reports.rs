@@ -221,7 +221,7 @@ impl Operator {
                 }
             }
         }
-        let steps = plan(self.index.placement(), &mut self.history, &RULES, now);
+        let steps = plan(self.index.placement(), &mut self.history, &OPTIONS, now);
         for step in steps {
             match step {
                 Step::Reserve {
