@@ -71,7 +71,7 @@ pub use peer::{Cgroups, Membership, Process};
 pub use poison::{Decision, Fault, Image, Policy, Since, Suspect};
 
 /// The processes of one container that are served at the same time. A container with more gets
-/// `Goodbye`, and its further processes no memory.
+/// `Rejected`, and its further processes no memory.
 pub const MAX_PROCESSES: usize = 512;
 
 /// What a container may use.
@@ -340,7 +340,7 @@ impl Sessions {
         if lock(&self.shared.running).contains_key(&allocation) {
             return Ok(());
         }
-        if served.gpus.len() >= bursar_protocol::page::MAX_SLOTS {
+        if served.gpus.len() >= bursar_protocol::credit_page::MAX_SLOTS {
             return Err(SessionsError::TooManyGpus {
                 allocation,
                 gpus: served.gpus.len(),

@@ -16,8 +16,8 @@
 pub mod key;
 pub mod seal;
 
-use bursar_protocol::vault::SENTINEL;
-use bursar_protocol::wire::token::{Generation, Generations, GpuToken, MemoryId, TokenRefusal};
+use bursar_protocol::fdstore::KEEP_ALIVE;
+use bursar_protocol::messages::token::{Generation, Generations, GpuToken, MemoryId, TokenRefusal};
 
 use crate::kept::leases::{Asker, Leases};
 use crate::sessions::Image;
@@ -127,7 +127,7 @@ impl<I: Fn(&AllocationId) -> Option<Vec<Image>>> Judge<'_, I> {
 }
 
 /// What memory that is no lease's has for a lease.
-pub const NO_LEASE: LeaseId = LeaseId(SENTINEL);
+pub const NO_LEASE: LeaseId = LeaseId(KEEP_ALIVE);
 
 #[cfg(test)]
 mod tests;

@@ -4,10 +4,10 @@
 /// of the page, zero before there is one. The driver has none of this name.
 ///
 /// [`cuGetProcAddress`]: https://docs.nvidia.com/cuda/cuda-driver-api/
-pub const ASK: &std::ffi::CStr = c"bursarFence";
+pub const FENCE_SYMBOL: &std::ffi::CStr = c"bursarFence";
 
 /// The function of that name.
-pub type Ask = extern "C" fn() -> u64;
+pub type FenceFn = extern "C" fn() -> u64;
 
 /// Why nothing more is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -19,18 +19,18 @@
 //! * [`vault`] is what the agent says to the keeper of kept memory's descriptors
 //! * [`worker`] is what the agent says to the process that makes kept memory of one GPU
 
-mod cell;
+mod atomic_credit;
 pub mod checksum;
-pub mod dial;
+pub mod connect;
+pub mod credit;
+pub mod credit_page;
+pub mod error_class;
+pub mod fd_passing;
+pub mod fdstore;
 pub mod fence;
-pub mod page;
-pub mod socket;
-pub mod sticky;
+pub mod messages;
+pub mod provisioner;
 pub mod units;
-pub mod vault;
-pub mod wire;
-pub mod word;
-pub mod worker;
 
 /// The version of protocol that this build speaks. The agent answers a hello with the lower of
 /// both versions, so that an upgraded agent serves the shims that running containers have mapped.
@@ -44,7 +44,7 @@ pub const VERSION: u16 = 3;
 pub const POISON_SINCE: u16 = 2;
 
 /// The first version whose processes are told that a lease is [made](wire::kept::KeptAnswer::Made).
-pub const MADE_SINCE: u16 = 3;
+pub const CREATED_SINCE: u16 = 3;
 
 /// The folder of the agent's socket as a container sees it.
 pub const CONTAINER_RUN_DIR: &str = "/run/bursar";

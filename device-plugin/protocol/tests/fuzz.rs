@@ -12,19 +12,19 @@
 use std::cell::Cell;
 use std::fmt::Debug;
 
-use bursar_protocol::wire::{MAX_PAYLOAD, Message};
+use bursar_protocol::messages::{MAX_PAYLOAD, Message};
 
 #[path = "fuzz/mutate.rs"]
 mod mutate;
 
+#[path = "fuzz/fdstore.rs"]
+mod fdstore;
+#[path = "fuzz/messages.rs"]
+mod messages;
 #[path = "fuzz/page.rs"]
 mod page;
-#[path = "fuzz/vault.rs"]
-mod vault;
-#[path = "fuzz/wire.rs"]
-mod wire;
-#[path = "fuzz/worker.rs"]
-mod worker;
+#[path = "fuzz/provisioner.rs"]
+mod provisioner;
 
 fn payloads(messages: &[impl Message]) -> Vec<Vec<u8>> {
     messages.iter().map(Message::payload).collect()

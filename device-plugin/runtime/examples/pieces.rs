@@ -21,7 +21,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use bursar_protocol::socket::{receive_with_fd, send_with_fd};
+use bursar_protocol::fd_passing::{receive_with_fd, send_with_fd};
 use bursar_runtime::driver::Driver;
 use cudarc::driver::sys::{
     CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationHandleType, CUmemAllocationProp,

@@ -6,9 +6,9 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use bursar_protocol::dial::dial_at;
-use bursar_protocol::socket::{receive_message, send_message};
-use bursar_protocol::wire::{Account, Reason, ToAgent, ToShim};
+use bursar_protocol::connect::connect_to;
+use bursar_protocol::fd_passing::{receive_message, send_message};
+use bursar_protocol::messages::{Account, RejectReason, Request, Response};
 use bursar_protocol::{CONTAINER_RUN_DIR, SOCKET_NAME};
 
 use crate::driver::GpuUuid;
@@ -28,7 +28,7 @@ pub(crate) enum ClientError {
     /// The agent does not listen at the socket or did not respond in time.
     Unreachable { path: String, source: io::Error },
     /// The agent refused the connection.
-    Rejected(Reason),
+    Rejected(RejectReason),
 }
 
 impl AgentClient {
@@ -47,9 +47,9 @@ impl AgentClient {
     }
 
     /// Sends a request and returns the connection that carries the responses.
-    pub(crate) fn send(&self, question: &ToAgent) -> Result<UnixStream, ClientError> {
+    pub(crate) fn send(&self, question: &Request) -> Result<UnixStream, ClientError> {
         let failed = |source| self.failed(source);
-        let stream = dial_at(&self.socket, RESPONSE_TIMEOUT).map_err(failed)?;
+        let stream = connect_to(&self.socket, RESPONSE_TIMEOUT).map_err(failed)?;
         send_message(&stream, question, None).map_err(failed)?;
         Ok(stream)
     }
@@ -58,9 +58,9 @@ impl AgentClient {
     pub(crate) fn recv(
         &self,
         stream: &UnixStream,
-    ) -> Result<(ToShim, Option<OwnedFd>), ClientError> {
+    ) -> Result<(Response, Option<OwnedFd>), ClientError> {
         match receive_message(stream).map_err(|source| self.failed(source))? {
-            (ToShim::Goodbye { reason }, _) => Err(ClientError::Rejected(reason)),
+            (Response::Rejected { reason }, _) => Err(ClientError::Rejected(reason)),
             answer => Ok(answer),
         }
     }

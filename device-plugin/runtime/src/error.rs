@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-pub use bursar_protocol::sticky::ErrorClass;
+pub use bursar_protocol::error_class::ErrorClass;
 
 use crate::driver;
 use crate::resource::{Block, Origin};

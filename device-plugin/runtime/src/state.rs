@@ -21,7 +21,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-use bursar_protocol::fence::{Ask, Fence};
+use bursar_protocol::fence::{Fence, FenceFn};
 
 use crate::error::ErrorClass;
 
@@ -87,7 +87,7 @@ const CUDA_ERROR_UNKNOWN: i32 = 999;
 pub struct DeviceState {
     word: AtomicU64,
     /// Reads the agent's fence of this image; `None` outside a container with the shim.
-    fence: Option<Ask>,
+    fence: Option<FenceFn>,
 }
 
 impl DeviceState {
@@ -143,7 +143,7 @@ impl DeviceState {
 #[derive(Debug)]
 pub struct ErrorMonitor {
     watched: Mutex<MonitorState>,
-    fence: OnceLock<Ask>,
+    fence: OnceLock<FenceFn>,
 }
 
 #[derive(Debug)]
@@ -168,7 +168,7 @@ impl ErrorMonitor {
     }
 
     /// Sets the function by which states created from now on read the agent's fence.
-    pub fn set_fence_fn(&self, fence: Ask) {
+    pub fn set_fence_fn(&self, fence: FenceFn) {
         // A second caller would set the same function.
         let _ = self.fence.set(fence);
     }

@@ -20,9 +20,9 @@ use std::process::{Command, ExitStatus};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use bursar_protocol::socket::{receive_message, send_message};
-use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
-use bursar_protocol::wire::{ToAgent, ToShim};
+use bursar_protocol::fd_passing::{receive_message, send_message};
+use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
+use bursar_protocol::messages::{Request, Response};
 use bursar_runtime::driver::{Context, Driver};
 use bursar_runtime::error::{ErrorClass, ResourceError};
 use bursar_runtime::retained::{
@@ -173,7 +173,7 @@ fn killed_writer_leaves_no_content() {
         assert_used_falls_to(machine, before);
         assert!(!run_role("is killed while it writes", &fake_agent).success());
         let error = client.find("weights", &KEY, NO_WAIT).unwrap_err();
-        let reason = KeptRefusal::Missing;
+        let reason = RetainedRefusal::Missing;
         assert!(
             matches!(&error, LeaseError::Refused { reason: said, .. } if *said == reason),
             "{error}"
@@ -253,13 +253,13 @@ fn corrupt_lease_is_discarded_and_recreated() {
 /// Commits a lease and changes one byte of it as a malicious process can, because an importer may
 /// map the lease writable (F6 in `docs/architecture.md`).
 fn commit_and_corrupt(client: &LeaseClient, fake_agent: &FakeAgent) -> u64 {
-    use bursar_protocol::wire::Account;
-    use bursar_protocol::wire::kept::LeaseName;
+    use bursar_protocol::messages::Account;
+    use bursar_protocol::messages::retained::LeaseName;
     use bursar_runtime::driver::Access;
 
     let retained = writer(client, 2 * MIB).commit().unwrap();
-    let stream = bursar_protocol::dial::dial_at(&fake_agent.socket(), PATIENCE).unwrap();
-    let question = ToAgent::Kept(KeptQuestion::Open {
+    let stream = bursar_protocol::connect::connect_to(&fake_agent.socket(), PATIENCE).unwrap();
+    let question = Request::Retained(RetainedRequest::Open {
         version: 1,
         image: 1,
         account: Account::Device(fake_agent::GPU.to_owned()),
@@ -269,7 +269,7 @@ fn commit_and_corrupt(client: &LeaseClient, fake_agent: &FakeAgent) -> u64 {
     });
     send_message(&stream, &question, None).unwrap();
     let (answer, fd) = receive_message(&stream).unwrap();
-    let ToShim::Kept(KeptAnswer::Ready { bytes, .. }) = answer else {
+    let Response::Retained(RetainedResponse::Ready { bytes, .. }) = answer else {
         panic!("{answer:?}")
     };
     let driver = Driver::get().unwrap();
@@ -299,7 +299,7 @@ fn uncommitted_lease_is_discarded_when_dropped() {
 }
 
 /// Opens a lease at an agent that creates the lease and then sends `answer` or exits.
-fn open_with_response(answer: Option<KeptAnswer>, machine: &Sim) -> LeaseError {
+fn open_with_response(answer: Option<RetainedResponse>, machine: &Sim) -> LeaseError {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("agent.sock");
     let listener = UnixListener::bind(&socket).unwrap();
@@ -307,16 +307,16 @@ fn open_with_response(answer: Option<KeptAnswer>, machine: &Sim) -> LeaseError {
     let before = machine.used(0);
     let agent = std::thread::spawn(move || {
         let (client, _) = listener.accept().unwrap();
-        let (question, _) = receive_message::<ToAgent>(&client).unwrap();
-        let ToAgent::Kept(KeptQuestion::Open { bytes, .. }) = question else {
+        let (question, _) = receive_message::<Request>(&client).unwrap();
+        let Request::Retained(RetainedRequest::Open { bytes, .. }) = question else {
             panic!("{question:?}")
         };
         let memory = Driver::get().unwrap().device(0).unwrap().create(bytes);
         let fd = memory.unwrap().export().unwrap();
-        let made = ToShim::Kept(KeptAnswer::Made { bytes });
+        let made = Response::Retained(RetainedResponse::Created { bytes });
         send_message(&client, &made, Some(fd.as_fd())).unwrap();
         if let Some(answer) = answer {
-            send_message(&client, &ToShim::Kept(answer), None).unwrap();
+            send_message(&client, &Response::Retained(answer), None).unwrap();
         }
     });
     let opened =
@@ -335,13 +335,13 @@ fn memory_is_unmapped_when_the_agent_never_confirms() {
             "{dies}"
         );
         assert!(dies.retryable());
-        let reason = KeptRefusal::Unavailable;
-        let refuses = open_with_response(Some(KeptAnswer::Refused(reason)), machine);
+        let reason = RetainedRefusal::Unavailable;
+        let refuses = open_with_response(Some(RetainedResponse::Refused(reason)), machine);
         assert!(
             matches!(&refuses, LeaseError::Refused { reason: said, .. } if *said == reason),
             "{refuses}"
         );
-        let other = KeptAnswer::Write {
+        let other = RetainedResponse::Write {
             lease: 1,
             generation: 1,
             bytes: 2 * MIB,
@@ -361,22 +361,24 @@ fn memory_is_unmapped_when_the_agent_never_confirms() {
 fn scripted_agent(
     socket: &Path,
     questions: usize,
-    mut answer: impl FnMut(&UnixStream, &KeptQuestion) -> (KeptAnswer, Option<OwnedFd>) + Send + 'static,
+    mut answer: impl FnMut(&UnixStream, &RetainedRequest) -> (RetainedResponse, Option<OwnedFd>)
+    + Send
+    + 'static,
 ) -> JoinHandle<Vec<&'static str>> {
     let listener = UnixListener::bind(socket).unwrap();
     std::thread::spawn(move || {
         let asked = (0..questions).map(|_| {
             let (client, _) = listener.accept().unwrap();
-            let (ToAgent::Kept(question), _) = receive_message(&client).unwrap() else {
+            let (Request::Retained(question), _) = receive_message(&client).unwrap() else {
                 panic!("another question")
             };
             let (answer, fd) = answer(&client, &question);
             let fd = fd.as_ref().map(AsFd::as_fd);
-            send_message(&client, &ToShim::Kept(answer), fd).unwrap();
+            send_message(&client, &Response::Retained(answer), fd).unwrap();
             match question {
-                KeptQuestion::Open { .. } => "open",
-                KeptQuestion::Commit { .. } => "commit",
-                KeptQuestion::Discard { lease: 7, .. } => "discard",
+                RetainedRequest::Open { .. } => "open",
+                RetainedRequest::Commit { .. } => "commit",
+                RetainedRequest::Discard { lease: 7, .. } => "discard",
                 other => panic!("{other:?}"),
             }
         });
@@ -391,9 +393,9 @@ fn lease_without_driver_memory_is_recreated() {
         let socket = folder.path().join("agent.sock");
         let mut opens = 0;
         let agent = scripted_agent(&socket, 5, move |_, question| match question {
-            KeptQuestion::Open { .. } if opens < 2 => {
+            RetainedRequest::Open { .. } if opens < 2 => {
                 opens += 1;
-                let ready = KeptAnswer::Ready {
+                let ready = RetainedResponse::Ready {
                     lease: 7,
                     generation: 7,
                     bytes: 2 * MIB,
@@ -402,8 +404,8 @@ fn lease_without_driver_memory_is_recreated() {
                 // The memory differs from what the GPU lost.
                 (ready, Some(tempfile::tempfile().unwrap().into()))
             }
-            KeptQuestion::Open { .. } => (KeptAnswer::Refused(KeptRefusal::Off), None),
-            _ => (KeptAnswer::Discarded, None),
+            RetainedRequest::Open { .. } => (RetainedResponse::Refused(RetainedRefusal::Off), None),
+            _ => (RetainedResponse::Discarded, None),
         });
         let client = LeaseClient::with_socket(&context(), &socket);
         let lost = client.find("weights", &KEY, NO_WAIT).unwrap_err();
@@ -411,7 +413,7 @@ fn lease_without_driver_memory_is_recreated() {
         assert!(lost.retryable());
         let anew = client.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap_err();
         assert!(
-            matches!(&anew, LeaseError::Refused { reason, .. } if *reason == KeptRefusal::Off),
+            matches!(&anew, LeaseError::Refused { reason, .. } if *reason == RetainedRefusal::Off),
             "{anew}"
         );
         let asked = agent.join().unwrap();
@@ -425,13 +427,15 @@ fn fenced_writer_does_not_discard_the_lease() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("agent.sock");
         let agent = scripted_agent(&socket, 3, |connection, question| match question {
-            KeptQuestion::Open { bytes: 0, .. } => (KeptAnswer::Refused(KeptRefusal::Off), None),
-            KeptQuestion::Open { bytes, .. } => {
+            RetainedRequest::Open { bytes: 0, .. } => {
+                (RetainedResponse::Refused(RetainedRefusal::Off), None)
+            }
+            RetainedRequest::Open { bytes, .. } => {
                 let memory = Driver::get().unwrap().device(0).unwrap().create(*bytes);
                 let fd = memory.unwrap().export().unwrap();
-                let made = ToShim::Kept(KeptAnswer::Made { bytes: *bytes });
+                let made = Response::Retained(RetainedResponse::Created { bytes: *bytes });
                 send_message(connection, &made, Some(fd.as_fd())).unwrap();
-                let write = KeptAnswer::Write {
+                let write = RetainedResponse::Write {
                     lease: 7,
                     generation: 7,
                     bytes: *bytes,
@@ -440,12 +444,12 @@ fn fenced_writer_does_not_discard_the_lease() {
                 };
                 (write, None)
             }
-            _ => (KeptAnswer::Refused(KeptRefusal::Fenced), None),
+            _ => (RetainedResponse::Refused(RetainedRefusal::Fenced), None),
         });
         let client = LeaseClient::with_socket(&context(), &socket);
         let error = writer(&client, 2 * MIB).commit().unwrap_err();
         assert!(
-            matches!(&error, LeaseError::Refused { reason, .. } if *reason == KeptRefusal::Fenced),
+            matches!(&error, LeaseError::Refused { reason, .. } if *reason == RetainedRefusal::Fenced),
             "{error}"
         );
         assert!(client.find("weights", &KEY, NO_WAIT).is_err());
@@ -466,8 +470,11 @@ fn commit_is_repeated_to_a_restarted_agent() {
         symlink(&dying, &socket).unwrap();
         let successor = std::thread::spawn(move || {
             let (connection, _) = agent.accept().unwrap();
-            let (asked, _) = receive_message::<ToAgent>(&connection).unwrap();
-            assert!(matches!(asked, ToAgent::Kept(KeptQuestion::Commit { .. })));
+            let (asked, _) = receive_message::<Request>(&connection).unwrap();
+            assert!(matches!(
+                asked,
+                Request::Retained(RetainedRequest::Commit { .. })
+            ));
             drop((connection, agent));
             std::thread::sleep(Duration::from_millis(100));
             std::fs::remove_file(&socket).unwrap();

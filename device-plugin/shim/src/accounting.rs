@@ -2,10 +2,10 @@
 
 use std::sync::atomic::Ordering;
 
-use bursar_protocol::page::Slot;
+use bursar_protocol::credit::CreditError;
+use bursar_protocol::credit_page::AccountSlot;
+use bursar_protocol::messages::{self, Recovery};
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::{self, Verdict};
-use bursar_protocol::word::NoCredit;
 
 use crate::agent_client::{self, CreditOutcome};
 use crate::alloc_table::{AllocTable, Charge, ShareState};
@@ -263,7 +263,7 @@ pub(crate) fn report_poison(
     device: i32,
     code: curesult::CuResult,
     able: bool,
-) -> Option<Verdict> {
+) -> Option<Recovery> {
     agent_client::report_poison(state, guard, map_devices, code, able, || {
         let place = state.devices.get(usize::try_from(device).ok()?)?;
         place.load(Ordering::Acquire).checked_sub(1)
@@ -298,7 +298,7 @@ pub(crate) fn free_and_quota(device: i32) -> Option<(u64, u64)> {
     Some((quota.saturating_sub(used).bytes(), quota.bytes()))
 }
 
-fn slot(state: &SessionState, index: u8) -> Option<&'static Slot> {
+fn slot(state: &SessionState, index: u8) -> Option<&'static AccountSlot> {
     state.page()?.slot(usize::from(index))
 }
 
@@ -321,19 +321,19 @@ fn charge_units(state: &SessionState, index: u8, units: Units) -> Result<(), Den
     for _ in 0..MAX_ATTEMPTS {
         let missing = match slot(state, index).ok_or(Denied)?.charge(units) {
             Ok(()) => return Ok(()),
-            Err(NoCredit::TooLarge) => return Err(Denied),
+            Err(CreditError::TooLarge) => return Err(Denied),
             // Another thread migrates to another page; the lock is free when it is done.
-            Err(NoCredit::Frozen) => {
+            Err(CreditError::Frozen) => {
                 drop(state.lock().ok_or(Denied)?);
                 continue;
             }
-            Err(NoCredit::Short(missing)) => Units(missing),
+            Err(CreditError::Short(missing)) => Units(missing),
         };
         let guard = state.lock().ok_or(Denied)?;
         // Another thread may have received credit, or returned it, meanwhile.
         match slot(state, index).ok_or(Denied)?.charge(units) {
             Ok(()) => return Ok(()),
-            Err(NoCredit::Short(now)) if Units(now) > missing => {}
+            Err(CreditError::Short(now)) if Units(now) > missing => {}
             Err(_) => {}
         }
         match agent_client::request_credit(state, &guard, map_devices, index, missing) {
@@ -367,14 +367,14 @@ fn discharge_units(state: &SessionState, index: u8, units: Units) {
 }
 
 /// Maps accounts to devices by the UUIDs that the real driver reports.
-fn map_devices(accounts: &[wire::Account], found: &mut dyn FnMut(usize, u8)) {
+fn map_devices(accounts: &[messages::Account], found: &mut dyn FnMut(usize, u8)) {
     for device in 0..crate::hooks::device_count() {
         let Some(uuid) = crate::hooks::device_uuid(device) else {
             continue;
         };
         let account = accounts.iter().position(|account| match account {
-            wire::Account::Device(text) => uuid_bytes(text) == Some(uuid),
-            wire::Account::Managed => false,
+            messages::Account::Device(text) => uuid_bytes(text) == Some(uuid),
+            messages::Account::Managed => false,
         });
         let account = account.and_then(|index| u8::try_from(index).ok());
         if let (Some(account), Ok(device)) = (account, usize::try_from(device)) {

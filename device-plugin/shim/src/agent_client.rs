@@ -12,12 +12,12 @@ use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use bursar_protocol::dial::{dial, read};
-use bursar_protocol::page::CreditPage;
-use bursar_protocol::socket::receive_with_fd;
+use bursar_protocol::connect::{connect, read_message};
+use bursar_protocol::credit::CreditWord;
+use bursar_protocol::credit_page::CreditPage;
+use bursar_protocol::fd_passing::receive_with_fd;
+use bursar_protocol::messages::{self, Account, HeldCredit, Message, Recovery, Request, Response};
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::{self, Account, Holding, Message, ToAgent, ToShim, Verdict};
-use bursar_protocol::word::Word;
 use bursar_protocol::{CONTAINER_RUN_DIR, POISON_SINCE, VERSION};
 
 use crate::session_state::{MAX_DEVICES, SessionGuard, SessionState};
@@ -80,7 +80,7 @@ pub(crate) fn ensure_session(
     guard: &SessionGuard<'_>,
     map: MapDevices,
 ) -> bool {
-    let hello = || connect(state, guard, map);
+    let hello = || open_session(state, guard, map);
     state.page().is_some() || with_retry(state, hello).is_ok()
 }
 
@@ -88,7 +88,7 @@ pub(crate) fn ensure_session(
 pub(crate) fn connect_once(state: &SessionState, guard: &SessionGuard<'_>, map: MapDevices) {
     if state.page().is_none() {
         // The first allocation connects again.
-        let _ = connect(state, guard, map);
+        let _ = open_session(state, guard, map);
     }
 }
 
@@ -101,21 +101,21 @@ pub(crate) fn request_credit(
     account: u8,
     units: Units,
 ) -> CreditOutcome {
-    let message = ToAgent::Request { account, units };
+    let message = Request::Credit { account, units };
     let send = || exchange(state, guard, map, &message);
     let answer = match quota_allows(state, account, units) {
         true => with_retry(state, send),
         false => send(),
     };
     match answer {
-        Ok(ToShim::Granted {
+        Ok(Response::Granted {
             account: answered, ..
         }) if answered == account => CreditOutcome::Granted,
         Ok(
-            ToShim::Refused {
+            Response::Refused {
                 account: answered, ..
             }
-            | ToShim::Fenced { account: answered },
+            | Response::Fenced { account: answered },
         ) if answered == account => CreditOutcome::Refused,
         Ok(_) => {
             close_session(state);
@@ -128,7 +128,7 @@ pub(crate) fn request_credit(
 /// Asks the agent to write the usage of the container's other processes into the page. Without an
 /// answer the page keeps the last values.
 pub(crate) fn refresh_usage(state: &SessionState, guard: &SessionGuard<'_>, map: MapDevices) {
-    if exchange(state, guard, map, &ToAgent::Refresh) != Ok(ToShim::Refreshed) {
+    if exchange(state, guard, map, &Request::Refresh) != Ok(Response::Refreshed) {
         close_session(state);
     }
 }
@@ -140,8 +140,8 @@ pub(crate) fn report_context(
     map: MapDevices,
     account: u8,
 ) -> Option<Units> {
-    match exchange(state, guard, map, &ToAgent::ContextMade { account }).ok()? {
-        ToShim::ContextSize {
+    match exchange(state, guard, map, &Request::ContextMade { account }).ok()? {
+        Response::ContextSize {
             account: answered,
             units,
         } if answered == account => Some(units).filter(|units| *units > Units::ZERO),
@@ -161,15 +161,15 @@ pub(crate) fn report_poison(
     code: i32,
     able: bool,
     account: impl Fn() -> Option<u8>,
-) -> Option<Verdict> {
+) -> Option<Recovery> {
     if !ensure_session(state, guard, map) {
         return None;
     }
     let account = account().unwrap_or_default();
-    let report = ToAgent::Poisoned {
+    let report = Request::Poisoned {
         account,
         code,
-        able,
+        can_reexec: able,
     };
     let answer = with_retry(state, || {
         // Another agent may have answered the last handshake.
@@ -179,7 +179,7 @@ pub(crate) fn report_poison(
         exchange(state, guard, map, &report)
     });
     match answer {
-        Ok(ToShim::Verdict(verdict)) => Some(verdict),
+        Ok(Response::Recovery(verdict)) => Some(verdict),
         _ => None,
     }
 }
@@ -192,7 +192,7 @@ pub(crate) fn report_denial(
     bytes: u64,
     function: &str,
 ) {
-    let message = ToAgent::Denied {
+    let message = Request::Denied {
         account,
         bytes,
         function: function.to_owned(),
@@ -245,8 +245,8 @@ fn exchange(
     state: &SessionState,
     guard: &SessionGuard<'_>,
     map: MapDevices,
-    message: &ToAgent,
-) -> Result<ToShim, AgentError> {
+    message: &Request,
+) -> Result<Response, AgentError> {
     if session_stream(state).map(leave_open).is_some() {
         match call_once(state, message) {
             // The agent restarted since the last exchange.
@@ -254,7 +254,7 @@ fn exchange(
             answer => return answer,
         }
     }
-    connect(state, guard, map)?;
+    open_session(state, guard, map)?;
     call_once(state, message)
 }
 
@@ -264,11 +264,11 @@ fn leave_open(stream: UnixStream) {
 }
 
 /// Sends one message and reads the answer. Without an answer the session is closed.
-fn call_once(state: &SessionState, message: &ToAgent) -> Result<ToShim, AgentError> {
+fn call_once(state: &SessionState, message: &Request) -> Result<Response, AgentError> {
     let mut stream = session_stream(state).ok_or(AgentError::Unavailable)?;
     let answer = stream
         .write_all(&message.frame())
-        .and_then(|()| read(&mut stream));
+        .and_then(|()| read_message(&mut stream));
     leave_open(stream);
     answer.map_err(|error| {
         close_session(state);
@@ -318,7 +318,7 @@ fn classify(state: &SessionState, error: io::Error) -> AgentError {
 }
 
 /// Connects, sends what the process holds, and migrates to the page that the agent sends.
-fn connect(
+fn open_session(
     state: &SessionState,
     _guard: &SessionGuard<'_>,
     map: MapDevices,
@@ -330,7 +330,7 @@ fn connect(
         true => SHORT_TIMEOUT,
         false => AGENT_TIMEOUT,
     };
-    let stream = dial(timeout).map_err(|error| classify(state, error))?;
+    let stream = connect(timeout).map_err(|error| classify(state, error))?;
     let inode = socket_inode(stream.as_raw_fd()).ok_or(AgentError::Unavailable)?;
     // Frozen during the migration, so that no thread charges the old page.
     let frozen = FrozenPage::freeze(state);
@@ -358,7 +358,7 @@ fn socket_inode(fd: i32) -> Option<u64> {
 /// process has migrated to another page.
 struct FrozenPage<'a> {
     state: &'a SessionState,
-    words: Vec<Word>,
+    words: Vec<CreditWord>,
 }
 
 impl FrozenPage<'_> {
@@ -387,39 +387,39 @@ impl Drop for FrozenPage<'_> {
 fn handshake(
     state: &SessionState,
     stream: &UnixStream,
-    frozen: &[Word],
-) -> io::Result<(CreditPage, u16, Vec<wire::Quota>)> {
+    frozen: &[CreditWord],
+) -> io::Result<(CreditPage, u16, Vec<messages::Quota>)> {
     let holdings = state
         .accounts()
         .iter()
         .zip(frozen)
-        .map(|(account, word)| Holding {
+        .map(|(account, word)| HeldCredit {
             account: account.clone(),
             granted: Units(word.granted),
             used: Units(word.used),
         });
-    let hello = ToAgent::Hello {
+    let hello = Request::Hello {
         version: VERSION,
         image: process_image_id(state),
         holdings: holdings.collect(),
     };
     let mut stream = stream;
     stream.write_all(&hello.frame())?;
-    let mut bytes = vec![0; wire::HEADER + wire::MAX_PAYLOAD];
+    let mut bytes = vec![0; messages::HEADER + messages::MAX_PAYLOAD];
     let (mut length, fd) = receive_with_fd(stream, &mut bytes)?;
     let short = || io::Error::from(io::ErrorKind::UnexpectedEof);
-    while length < wire::HEADER {
+    while length < messages::HEADER {
         length += read_nonempty(&mut stream, bytes.get_mut(length..).ok_or_else(short)?)?;
     }
-    let wanted =
-        wire::HEADER + wire::payload_length([bytes[0], bytes[1]]).map_err(io::Error::other)?;
+    let wanted = messages::HEADER
+        + messages::payload_length([bytes[0], bytes[1]]).map_err(io::Error::other)?;
     while length < wanted {
         length += read_nonempty(&mut stream, bytes.get_mut(length..).ok_or_else(short)?)?;
     }
-    let payload = bytes.get(wire::HEADER..wanted).ok_or_else(short)?;
-    match (ToShim::parse(payload).map_err(io::Error::other)?, fd) {
+    let payload = bytes.get(messages::HEADER..wanted).ok_or_else(short)?;
+    match (Response::parse(payload).map_err(io::Error::other)?, fd) {
         (
-            ToShim::Welcome {
+            Response::Welcome {
                 version, quotas, ..
             },
             Some(fd),
@@ -435,7 +435,7 @@ fn handshake(
 fn migrate_page(
     state: &SessionState,
     page: CreditPage,
-    quotas: Vec<wire::Quota>,
+    quotas: Vec<messages::Quota>,
     frozen: FrozenPage<'_>,
     map: MapDevices,
 ) {

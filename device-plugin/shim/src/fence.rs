@@ -2,13 +2,13 @@
 
 use std::ffi::CStr;
 
-use bursar_protocol::fence::ASK;
+use bursar_protocol::fence::FENCE_SYMBOL;
 
 use crate::session_state;
 
 /// Returns the fence function where `name` is its name.
-pub(crate) fn lookup(name: &CStr) -> Option<bursar_protocol::fence::Ask> {
-    (name == ASK).then_some(fence)
+pub(crate) fn lookup(name: &CStr) -> Option<bursar_protocol::fence::FenceFn> {
+    (name == FENCE_SYMBOL).then_some(fence)
 }
 
 /// Reads the fence word of the credit page. Runtime clients call this before each use of memory:

@@ -10,8 +10,8 @@ use std::ffi::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 
-use bursar_protocol::sticky::{self, ErrorClass};
-use bursar_protocol::wire::Verdict;
+use bursar_protocol::error_class::{self, ErrorClass};
+use bursar_protocol::messages::Recovery;
 
 use crate::curesult::{self, CuResult};
 use crate::hooks::{captures, current_device, driver};
@@ -30,7 +30,7 @@ fn handle(code: CuResult) -> CuResult {
         // sticky error. The agent may know of the fault from the kernel's log before this image
         // does.
         ErrorClass::OutOfMemory => poison_code().unwrap_or_else(|| match probe() {
-            poison if sticky::poisons(poison) => {
+            poison if error_class::poisons(poison) => {
                 report_and_recover(poison);
                 poison
             }
@@ -79,7 +79,7 @@ fn report_and_recover(code: CuResult) {
         return;
     }
     let verdict = accounting::report_poison(state, &guard, device, code, reexec::is_possible());
-    if verdict == Some(Verdict::Execute) {
+    if verdict == Some(Recovery::Reexec) {
         log_reexec(code);
         reexec::execute();
     }

@@ -10,8 +10,8 @@ use std::sync::atomic::{
 };
 use std::time::{Duration, Instant};
 
-use bursar_protocol::page::Page;
-use bursar_protocol::wire::Account;
+use bursar_protocol::credit_page::CreditPageLayout;
+use bursar_protocol::messages::Account;
 
 /// The largest number of devices that a process can see; more than a node has.
 pub(crate) const MAX_DEVICES: usize = 64;
@@ -31,7 +31,7 @@ pub(crate) struct SessionState {
     pub(crate) initialized: AtomicU32,
     lock: AtomicU32,
     /// The credit page; null before the first handshake.
-    pub(crate) page: AtomicPtr<Page>,
+    pub(crate) page: AtomicPtr<CreditPageLayout>,
     /// The page's accounts, in its order; null before the first handshake.
     pub(crate) accounts: AtomicPtr<Vec<Account>>,
     /// The socket's descriptor plus one; zero without a socket.
@@ -86,7 +86,7 @@ impl SessionState {
     }
 
     /// Returns the credit page, if there is one.
-    pub(crate) fn page(&self) -> Option<&'static Page> {
+    pub(crate) fn page(&self) -> Option<&'static CreditPageLayout> {
         // SAFETY: the pointer is null or a leaked page of this process: a forked child's is null.
         unsafe { self.page.load(Ordering::Acquire).as_ref() }
     }

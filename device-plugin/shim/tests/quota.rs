@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use bursar_device_plugin::sessions::Account;
 use bursar_device_plugin::units::Bytes;
-use bursar_protocol::page::CreditPage;
-use bursar_protocol::socket::send_with_fd;
+use bursar_protocol::credit::CreditWord;
+use bursar_protocol::credit_page::CreditPage;
+use bursar_protocol::fd_passing::send_with_fd;
+use bursar_protocol::messages::{self, Message, Quota, Response};
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::{self, Message, Quota, ToShim};
-use bursar_protocol::word::Word;
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
@@ -225,10 +225,10 @@ fn welcome() -> Vec<u8> {
         bytes: QUOTA,
     };
     let accounts = [
-        wire::Account::Device(support::GPU.to_owned()),
-        wire::Account::Managed,
+        messages::Account::Device(support::GPU.to_owned()),
+        messages::Account::Managed,
     ];
-    let welcome = ToShim::Welcome {
+    let welcome = Response::Welcome {
         version: 1,
         generation: None,
         quotas: accounts.map(account).to_vec(),
@@ -277,7 +277,7 @@ fn mem_info_is_right_while_another_thread_migrates_pages() {
         let [quota, used] = [QUOTA, MIB].map(|bytes| Units::holding(bytes).unwrap());
         let slot = page.slot(0).unwrap();
         slot.set_quota(quota);
-        slot.set(Word {
+        slot.set(CreditWord {
             granted: quota.0,
             used: used.0,
         });
@@ -285,7 +285,7 @@ fn mem_info_is_right_while_another_thread_migrates_pages() {
         // The request: the page has the credit already.
         let _ = stream.read(&mut bytes);
         let (account, units) = (0, quota);
-        let granted = ToShim::Granted { account, units };
+        let granted = Response::Granted { account, units };
         stream.write_all(&granted.frame()).unwrap();
         stream.read(&mut bytes)
     });

@@ -175,10 +175,10 @@ impl Default for Paths {
 
 impl Default for Kept {
     fn default() -> Self {
-        let folder = Path::new(bursar_protocol::vault::RUN_DIR);
+        let folder = Path::new(bursar_protocol::fdstore::RUN_DIR);
         Self {
             enabled: true,
-            vault_socket: folder.join(bursar_protocol::vault::SOCKET_NAME),
+            vault_socket: folder.join(bursar_protocol::fdstore::SOCKET_NAME),
             worker: None,
         }
     }

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
-use bursar_protocol::wire::token::{TokenAnswer, TokenQuestion, TokenRefusal};
+use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
+use bursar_protocol::messages::token::{TokenRefusal, TokenRequest, TokenResponse};
 use tokio::sync::{mpsc, oneshot};
 
 use super::leases::{Node, Turn};
@@ -27,16 +27,16 @@ pub type Living = BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>;
 #[derive(Debug)]
 pub struct Reply {
     /// The answer.
-    pub answer: KeptAnswer,
+    pub answer: RetainedResponse,
     /// The descriptor.
     pub fd: Option<OwnedFd>,
 }
 
 impl Reply {
     /// A refusal.
-    pub fn refused(why: KeptRefusal) -> Reply {
+    pub fn refused(why: RetainedRefusal) -> Reply {
         Reply {
-            answer: KeptAnswer::Refused(why),
+            answer: RetainedResponse::Refused(why),
             fd: None,
         }
     }
@@ -59,7 +59,7 @@ pub enum Note {
         /// Who.
         asker: Asker,
         /// What.
-        question: KeptQuestion,
+        question: RetainedRequest,
         /// Where the descriptor of a lease that is made goes before the answer: then none goes with that.
         made: Option<oneshot::Sender<Made>>,
         /// Where the answer goes.
@@ -70,9 +70,9 @@ pub enum Note {
         /// Who.
         asker: Asker,
         /// What.
-        question: TokenQuestion,
+        question: TokenRequest,
         /// Where the answer goes.
-        reply: oneshot::Sender<TokenAnswer>,
+        reply: oneshot::Sender<TokenResponse>,
     },
     /// A process image ended, by its death or an exec.
     Ended(Process),
@@ -129,7 +129,7 @@ impl Desk {
     pub async fn ask(
         &self,
         asker: Asker,
-        question: KeptQuestion,
+        question: RetainedRequest,
         made: Option<oneshot::Sender<Made>>,
     ) -> Reply {
         let asked = |reply| Note::Asked {
@@ -138,18 +138,18 @@ impl Desk {
             made,
             reply,
         };
-        let unavailable = || Reply::refused(KeptRefusal::Unavailable);
+        let unavailable = || Reply::refused(RetainedRefusal::Unavailable);
         self.answer(asked).await.unwrap_or_else(unavailable)
     }
 
     /// The answer to a tenant's question about a token, in bounded time.
-    pub async fn ask_token(&self, asker: Asker, question: TokenQuestion) -> TokenAnswer {
+    pub async fn ask_token(&self, asker: Asker, question: TokenRequest) -> TokenResponse {
         let asked = |reply| Note::Token {
             asker,
             question,
             reply,
         };
-        let unavailable = || TokenAnswer::Refused(TokenRefusal::Unavailable);
+        let unavailable = || TokenResponse::Refused(TokenRefusal::Unavailable);
         self.answer(asked).await.unwrap_or_else(unavailable)
     }
 
@@ -196,7 +196,7 @@ mod tests {
             allocation: AllocationId::from_bits(7),
             process: Process { pid: 1, start: 1 },
         };
-        let question = KeptQuestion::Discard {
+        let question = RetainedRequest::Discard {
             version: VERSION,
             lease: 1,
         };

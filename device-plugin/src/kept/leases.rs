@@ -22,7 +22,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use bursar_protocol::wire::kept::{KeptRefusal, Key};
+use bursar_protocol::messages::retained::{Key, RetainedRefusal};
 use serde::{Deserialize, Serialize};
 
 use crate::ledger::Moment;
@@ -42,7 +42,7 @@ pub const WRITE_TIME: Duration = Duration::from_secs(15 * 60);
 mod hex {
     use std::fmt::Write as _;
 
-    use bursar_protocol::wire::kept::Key;
+    use bursar_protocol::messages::retained::Key;
     use serde::de::Error as _;
     use serde::{Deserialize, Deserializer, Serializer};
 
@@ -363,10 +363,10 @@ impl Leases {
         asker: Asker,
         open: Open,
         now: Moment,
-    ) -> (Result<Opened, KeptRefusal>, Vec<Effect>) {
+    ) -> (Result<Opened, RetainedRefusal>, Vec<Effect>) {
         let mut effects = Vec::new();
         let Some((pod, namespace)) = self.whereabouts(asker).filter(|_| self.heard) else {
-            return (Err(KeptRefusal::Unavailable), effects);
+            return (Err(RetainedRefusal::Unavailable), effects);
         };
         let title = Title {
             namespace,
@@ -390,14 +390,14 @@ impl Leases {
                 Content::Committed { .. } => {
                     if !found.meta.openers.contains(&pod) {
                         if found.meta.openers.len() >= MOST_OPENERS {
-                            return (Err(KeptRefusal::TooMany), effects);
+                            return (Err(RetainedRefusal::TooMany), effects);
                         }
                         if !found.meta.is_shared()
                             && found.meta.pod != pod
                             && found.meta.bytes > to_share
                         {
                             let Bytes(free) = to_share;
-                            return (Err(KeptRefusal::Quota { free }), effects);
+                            return (Err(RetainedRefusal::Quota { free }), effects);
                         }
                         found.meta.openers.insert(pod);
                         effects.push(Effect::Update(id, Box::new(found.meta.clone())));
@@ -416,7 +416,7 @@ impl Leases {
                         return (Ok(Opened::Write(id)), effects);
                     }
                     if !is_again && (now < at_it.until || found.stage == Stage::Making) {
-                        return (Err(KeptRefusal::Writing), effects);
+                        return (Err(RetainedRefusal::Writing), effects);
                     }
                     self.release(id, &mut effects);
                 }
@@ -425,20 +425,20 @@ impl Leases {
             }
         }
         if open.bytes == Bytes::ZERO {
-            return (Err(KeptRefusal::Missing), effects);
+            return (Err(RetainedRefusal::Missing), effects);
         }
         let owned = self.leases.values().filter(|lease| {
             lease.meta.owner == asker.allocation
                 && matches!(lease.stage, Stage::Making | Stage::Held)
         });
         if owned.count() >= MOST_OWNED || !self.is_within_share(&title.namespace) {
-            return (Err(KeptRefusal::TooMany), effects);
+            return (Err(RetainedRefusal::TooMany), effects);
         }
         // A lease of a generation that is not known could not be told from one of the next.
         let generations = &self.node.generations;
         let generation = generations.get(&title.gpu);
         let Some(generation) = generation.filter(|_| !self.drained.contains(&title.gpu)) else {
-            return (Err(KeptRefusal::Unavailable), effects);
+            return (Err(RetainedRefusal::Unavailable), effects);
         };
         let meta = Meta {
             gpu_generation: *generation,
@@ -515,16 +515,18 @@ impl Leases {
         token: u64,
         checksum: u64,
         now: Moment,
-    ) -> Result<Vec<Effect>, KeptRefusal> {
-        let (_, namespace) = self.whereabouts(asker).ok_or(KeptRefusal::Unavailable)?;
+    ) -> Result<Vec<Effect>, RetainedRefusal> {
+        let (_, namespace) = self
+            .whereabouts(asker)
+            .ok_or(RetainedRefusal::Unavailable)?;
         if !self.heard {
-            return Err(KeptRefusal::Unavailable);
+            return Err(RetainedRefusal::Unavailable);
         }
         let lease = self.leases.get_mut(&id);
         let lease = lease.filter(|lease| lease.meta.title.namespace == namespace);
         let meta = match lease {
             Some(lease) if lease.stage == Stage::Held => &mut lease.meta,
-            _ => return Err(KeptRefusal::Missing),
+            _ => return Err(RetainedRefusal::Missing),
         };
         let after = Content::Committed { token, checksum };
         match &meta.content {
@@ -532,7 +534,7 @@ impl Leases {
             Content::Writing(writer)
                 if (writer.process, writer.token) == (asker.process, token)
                     && now < writer.until => {}
-            _ => return Err(KeptRefusal::Fenced),
+            _ => return Err(RetainedRefusal::Fenced),
         }
         meta.content = after;
         // The vault's answer to the same again is what the tenant waits for.
@@ -543,19 +545,21 @@ impl Leases {
     ///
     /// # Errors
     /// What the tenant is answered.
-    pub fn discard(&mut self, asker: Asker, id: LeaseId) -> Result<Vec<Effect>, KeptRefusal> {
-        let (pod, _) = self.whereabouts(asker).ok_or(KeptRefusal::Unavailable)?;
+    pub fn discard(&mut self, asker: Asker, id: LeaseId) -> Result<Vec<Effect>, RetainedRefusal> {
+        let (pod, _) = self
+            .whereabouts(asker)
+            .ok_or(RetainedRefusal::Unavailable)?;
         if !self.heard {
-            return Err(KeptRefusal::Unavailable);
+            return Err(RetainedRefusal::Unavailable);
         }
         let lease = self.leases.get_mut(&id);
         let lease = lease
             .filter(|lease| lease.stage == Stage::Held && lease.meta.openers.contains(&pod))
-            .ok_or(KeptRefusal::Missing)?;
+            .ok_or(RetainedRefusal::Missing)?;
         if let Content::Writing(writer) = &lease.meta.content
             && writer.process != asker.process
         {
-            return Err(KeptRefusal::Fenced);
+            return Err(RetainedRefusal::Fenced);
         }
         let mut effects = Vec::new();
         if lease.meta.openers.iter().any(|opener| *opener != pod) {

@@ -8,10 +8,10 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bursar_protocol::vault::{Blob, SENTINEL};
-use bursar_protocol::wire::Account;
-use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
-use bursar_protocol::wire::token::{TokenAnswer, TokenQuestion, TokenRefusal};
+use bursar_protocol::fdstore::{Blob, KEEP_ALIVE};
+use bursar_protocol::messages::Account;
+use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
+use bursar_protocol::messages::token::{TokenRefusal, TokenRequest, TokenResponse};
 use futures::future::BoxFuture;
 use rustix::io::Errno;
 use serde::Deserialize;
@@ -119,7 +119,7 @@ enum Done {
 /// Why there is no lease.
 enum NotMade {
     /// There is no memory either.
-    Nothing(KeptRefusal),
+    Nothing(RetainedRefusal),
     /// There may be memory.
     Unsure,
 }
@@ -256,12 +256,12 @@ impl Serving {
     fn answer(
         &mut self,
         asker: Asker,
-        question: KeptQuestion,
+        question: RetainedRequest,
         early: Option<oneshot::Sender<Made>>,
         reply: oneshot::Sender<Reply>,
     ) {
         match question {
-            KeptQuestion::Open {
+            RetainedRequest::Open {
                 version: _,
                 image,
                 account,
@@ -270,10 +270,10 @@ impl Serving {
                 bytes,
             } => {
                 let Some(gpu) = gpu_of(&account) else {
-                    return refuse(reply, KeptRefusal::Missing);
+                    return refuse(reply, RetainedRefusal::Missing);
                 };
                 let Some(bytes) = bytes.checked_next_multiple_of(GRANULARITY) else {
-                    return refuse(reply, KeptRefusal::Quota { free: 0 });
+                    return refuse(reply, RetainedRefusal::Quota { free: 0 });
                 };
                 let open = Open {
                     gpu,
@@ -285,7 +285,7 @@ impl Serving {
                 };
                 self.open(asker, open, early, reply);
             }
-            KeptQuestion::Commit {
+            RetainedRequest::Commit {
                 version: _,
                 lease,
                 token,
@@ -298,12 +298,12 @@ impl Serving {
                     Ok(effects) => {
                         info!(%lease, allocation = %asker.allocation, "kept lease committed");
                         let told = self.carry_out(effects);
-                        self.reply_after(told, KeptAnswer::Committed, reply);
+                        self.reply_after(told, RetainedResponse::Committed, reply);
                     }
                     Err(why) => refuse(reply, why),
                 }
             }
-            KeptQuestion::Discard { version: _, lease } => {
+            RetainedRequest::Discard { version: _, lease } => {
                 let lease = LeaseId(lease);
                 match self.leases.discard(asker, lease) {
                     Ok(effects) => {
@@ -314,7 +314,7 @@ impl Serving {
                             self.carry_out(effects);
                         } else {
                             let told = self.carry_out(effects);
-                            self.reply_after(told, KeptAnswer::Discarded, reply);
+                            self.reply_after(told, RetainedResponse::Discarded, reply);
                         }
                     }
                     Err(why) => refuse(reply, why),
@@ -323,14 +323,14 @@ impl Serving {
         }
     }
 
-    fn token(&self, asker: Asker, question: TokenQuestion) -> TokenAnswer {
+    fn token(&self, asker: Asker, question: TokenRequest) -> TokenResponse {
         let judge = Judge {
             key: &self.keeper.key,
             leases: &self.leases,
             images: |allocation: &_| self.keeper.sessions.images(allocation),
         };
         let answer = match question {
-            TokenQuestion::Seal {
+            TokenRequest::Seal {
                 version: _,
                 account,
                 lease,
@@ -338,12 +338,12 @@ impl Serving {
             } => gpu_of(&account)
                 .ok_or(TokenRefusal::Unknown)
                 .and_then(|gpu| judge.seal(asker, &gpu, LeaseId(lease), block))
-                .map(TokenAnswer::Sealed),
-            TokenQuestion::Redeem { version: _, token } => {
-                judge.redeem(asker, &token).map(TokenAnswer::Redeemed)
+                .map(TokenResponse::Sealed),
+            TokenRequest::Redeem { version: _, token } => {
+                judge.redeem(asker, &token).map(TokenResponse::Redeemed)
             }
         };
-        answer.unwrap_or_else(TokenAnswer::Refused)
+        answer.unwrap_or_else(TokenResponse::Refused)
     }
 
     fn open(
@@ -354,7 +354,7 @@ impl Serving {
         reply: oneshot::Sender<Reply>,
     ) {
         if self.keeper.news.is_none() {
-            return refuse(reply, KeptRefusal::Off);
+            return refuse(reply, RetainedRefusal::Off);
         }
         let gpu = open.gpu.clone();
         let (opened, effects) = self.leases.open(asker, open, clock::now());
@@ -370,11 +370,11 @@ impl Serving {
     }
 
     /// Whether kept memory may be made on a GPU.
-    fn may_make(&self, gpu: &GpuUuid) -> Result<Line, KeptRefusal> {
+    fn may_make(&self, gpu: &GpuUuid) -> Result<Line, RetainedRefusal> {
         match self.keeper.verdicts.of_gpu(gpu, &self.with(gpu)) {
-            Some(Verdict::Scrubbed) => self.line.clone().ok_or(KeptRefusal::Unavailable),
-            Some(Verdict::NotScrubbed | Verdict::Unseen(_)) => Err(KeptRefusal::NotScrubbed),
-            None => Err(KeptRefusal::Unavailable),
+            Some(Verdict::Scrubbed) => self.line.clone().ok_or(RetainedRefusal::Unavailable),
+            Some(Verdict::NotScrubbed | Verdict::Unseen(_)) => Err(RetainedRefusal::NotScrubbed),
+            None => Err(RetainedRefusal::Unavailable),
         }
     }
 
@@ -388,15 +388,15 @@ impl Serving {
     ) {
         self.order_numbers();
         let Some(lease) = self.keeper.numbers.peek() else {
-            return refuse(reply, KeptRefusal::Unavailable);
+            return refuse(reply, RetainedRefusal::Unavailable);
         };
         let (gpu, bytes) = (meta.title.gpu.clone(), meta.bytes);
         let Some(blob) = blob(&meta) else {
-            return refuse(reply, KeptRefusal::TooMany);
+            return refuse(reply, RetainedRefusal::TooMany);
         };
         let sessions = &self.keeper.sessions;
         if let Err(Bytes(free)) = sessions.lease(&meta.owner, &gpu, lease, bytes) {
-            return refuse(reply, KeptRefusal::Quota { free });
+            return refuse(reply, RetainedRefusal::Quota { free });
         }
         self.keeper.numbers.seen(lease);
         self.leases.begin(lease, meta);
@@ -421,10 +421,10 @@ impl Serving {
     /// Fetches a lease's descriptor, and answers with what the lease is now.
     fn fetch(&mut self, lease: LeaseId, told: Told, reply: oneshot::Sender<Reply>) {
         let (Some(line), Some(meta)) = (&self.line, self.leases.get(lease)) else {
-            return refuse(reply, KeptRefusal::Unavailable);
+            return refuse(reply, RetainedRefusal::Unavailable);
         };
         let Some(answer) = answer(lease, meta) else {
-            return refuse(reply, KeptRefusal::Missing);
+            return refuse(reply, RetainedRefusal::Missing);
         };
         let fetched = line.get(lease);
         self.jobs.spawn(async move {
@@ -434,18 +434,18 @@ impl Serving {
                     answer,
                     fd: Some(fd),
                 }),
-                Err(_) => reply.send(Reply::refused(KeptRefusal::Unavailable)),
+                Err(_) => reply.send(Reply::refused(RetainedRefusal::Unavailable)),
             };
             Done::Nothing
         });
     }
 
     /// Answers once the vault has taken in what it was told.
-    fn reply_after(&mut self, told: Told, answer: KeptAnswer, reply: oneshot::Sender<Reply>) {
+    fn reply_after(&mut self, told: Told, answer: RetainedResponse, reply: oneshot::Sender<Reply>) {
         self.jobs.spawn(async move {
             let _ = reply.send(match told.all().await {
                 Ok(()) => Reply { answer, fd: None },
-                Err(_) => Reply::refused(KeptRefusal::Unavailable),
+                Err(_) => Reply::refused(RetainedRefusal::Unavailable),
             });
             Done::Nothing
         });
@@ -458,7 +458,7 @@ impl Serving {
                 info!(%lease, "kept lease closed");
                 self.leases.dropped(lease);
                 for reply in self.discarding.remove(&lease).unwrap_or_default() {
-                    let answer = KeptAnswer::Discarded;
+                    let answer = RetainedResponse::Discarded;
                     // Who asked may have gone.
                     let _ = reply.send(Reply { answer, fd: None });
                 }
@@ -503,7 +503,7 @@ impl Serving {
                 let answer = meta.and_then(|meta| answer(lease, meta));
                 let told = reply.send(match answer {
                     Some(answer) => Reply { answer, fd },
-                    None => Reply::refused(KeptRefusal::Fenced),
+                    None => Reply::refused(RetainedRefusal::Fenced),
                 });
                 info!(%lease, "kept lease made");
                 self.carry_out(effects);
@@ -522,7 +522,7 @@ impl Serving {
             Err(NotMade::Unsure) => {
                 let effects = self.leases.lost(lease);
                 self.carry_out(effects);
-                refuse(reply, KeptRefusal::Unavailable);
+                refuse(reply, RetainedRefusal::Unavailable);
             }
         }
     }
@@ -677,7 +677,7 @@ impl Serving {
         self.sentinel = Sentinel::Making(gpu.clone());
         let workers = Arc::clone(&self.keeper.workers);
         self.jobs.spawn(async move {
-            let lease = LeaseId(SENTINEL);
+            let lease = LeaseId(KEEP_ALIVE);
             // Without one everything is slower, and nothing else.
             let made = match workers.create(&gpu, SENTINEL_BYTES).await {
                 Ok(fd) => line.put(lease, Blob::default(), fd).await.is_ok(),
@@ -691,7 +691,7 @@ impl Serving {
     fn close_sentinel(&mut self) {
         if let (Sentinel::Held, Some(line)) = (&self.sentinel, &self.line) {
             self.sentinel = Sentinel::Closing;
-            let closed = line.close(LeaseId(SENTINEL));
+            let closed = line.close(LeaseId(KEEP_ALIVE));
             self.jobs.spawn(async move {
                 // Where the vault is away, it says what it has when it is back.
                 let _ = closed.await;
@@ -747,7 +747,7 @@ impl Serving {
                 self.line = Some(line);
                 // The sentinel is no tenant's.
                 self.leases.set_room(most.saturating_sub(1));
-                self.sentinel = match held.contains_key(&LeaseId(SENTINEL)) {
+                self.sentinel = match held.contains_key(&LeaseId(KEEP_ALIVE)) {
                     true => Sentinel::Held,
                     false => Sentinel::None,
                 };
@@ -755,7 +755,7 @@ impl Serving {
                     self.close_sentinel();
                 }
                 let held = held.into_iter();
-                let held = held.filter(|(lease, _)| lease.0 != SENTINEL);
+                let held = held.filter(|(lease, _)| lease.0 != KEEP_ALIVE);
                 let parsed = |(lease, blob): (LeaseId, Blob)| (lease, read(&blob));
                 let held: BTreeMap<LeaseId, Heard> = held.map(parsed).collect();
                 log_unread(&held);
@@ -771,7 +771,7 @@ impl Serving {
                 self.line = None;
                 self.leases.vault_lost();
                 let waiting = std::mem::take(&mut self.discarding).into_values().flatten();
-                waiting.for_each(|reply| refuse(reply, KeptRefusal::Unavailable));
+                waiting.for_each(|reply| refuse(reply, RetainedRefusal::Unavailable));
             }
             // Its thread has ended.
             None => {
@@ -916,11 +916,11 @@ async fn created(workers: &Workers, gpu: &GpuUuid, bytes: Bytes) -> Result<Owned
     match workers.create(gpu, bytes).await {
         Ok(fd) => Ok(fd),
         Err(WorkerError::Driver { code, .. }) => {
-            Err(NotMade::Nothing(KeptRefusal::Driver { code }))
+            Err(NotMade::Nothing(RetainedRefusal::Driver { code }))
         }
         Err(error @ WorkerError::Dead(_)) => {
             warn!(%gpu, %error, "kept lease not made");
-            Err(NotMade::Nothing(KeptRefusal::Unavailable))
+            Err(NotMade::Nothing(RetainedRefusal::Unavailable))
         }
         Err(WorkerError::Stuck) => Err(NotMade::Unsure),
     }
@@ -957,16 +957,16 @@ async fn held(
 }
 
 /// What who opens a lease is answered.
-fn answer(lease: LeaseId, meta: &Meta) -> Option<KeptAnswer> {
+fn answer(lease: LeaseId, meta: &Meta) -> Option<RetainedResponse> {
     let (lease, bytes) = (lease.0, meta.bytes.0);
     match &meta.content {
-        Content::Committed { checksum, .. } => Some(KeptAnswer::Ready {
+        Content::Committed { checksum, .. } => Some(RetainedResponse::Ready {
             lease,
             generation: lease,
             bytes,
             checksum: *checksum,
         }),
-        Content::Writing(writer) => Some(KeptAnswer::Write {
+        Content::Writing(writer) => Some(RetainedResponse::Write {
             lease,
             generation: lease,
             bytes,
@@ -1025,7 +1025,7 @@ fn gpu_of(account: &Account) -> Option<GpuUuid> {
     }
 }
 
-fn refuse(reply: oneshot::Sender<Reply>, why: KeptRefusal) {
+fn refuse(reply: oneshot::Sender<Reply>, why: RetainedRefusal) {
     // Who asked may have gone.
     let _ = reply.send(Reply::refused(why));
 }

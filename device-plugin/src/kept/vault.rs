@@ -13,8 +13,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use crate::units::LeaseId;
-use bursar_protocol::socket::{receive_message, send_message};
-use bursar_protocol::vault::{Blob, Entry, FromVault, Refusal, ToVault, VERSION};
+use bursar_protocol::fd_passing::{receive_message, send_message};
+use bursar_protocol::fdstore::{
+    Blob, FdStoreRequest, FdStoreResponse, Refusal, StoredLease, VERSION,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::sync::{mpsc, oneshot};
 use tracing::{debug, info};
@@ -58,12 +60,12 @@ pub enum News {
 /// One thing to say.
 struct Call {
     line: u64,
-    message: ToVault,
+    message: FdStoreRequest,
     fd: Option<OwnedFd>,
     reply: oneshot::Sender<Answer>,
 }
 
-type Answer = Result<(FromVault, Option<OwnedFd>), VaultError>;
+type Answer = Result<(FdStoreResponse, Option<OwnedFd>), VaultError>;
 
 /// One connection to the vault. What is said is said in the order of the calls, whoever waits for the answers.
 #[derive(Clone, Debug)]
@@ -81,7 +83,7 @@ impl Line {
         fd: OwnedFd,
     ) -> impl Future<Output = Result<(), VaultError>> + use<> {
         let lease = lease.0;
-        let answer = self.say(ToVault::Put { lease, blob }, Some(fd));
+        let answer = self.say(FdStoreRequest::Put { lease, blob }, Some(fd));
         async move { answer.await.map(drop) }
     }
 
@@ -92,24 +94,28 @@ impl Line {
         blob: Blob,
     ) -> impl Future<Output = Result<(), VaultError>> + use<> {
         let lease = lease.0;
-        let answer = self.say(ToVault::Update { lease, blob }, None);
+        let answer = self.say(FdStoreRequest::Update { lease, blob }, None);
         async move { answer.await.map(drop) }
     }
 
     /// A duplicate of a descriptor.
     pub fn get(&self, lease: LeaseId) -> impl Future<Output = Result<OwnedFd, VaultError>> + use<> {
-        let answer = self.say(ToVault::Get { lease: lease.0 }, None);
+        let answer = self.say(FdStoreRequest::Get { lease: lease.0 }, None);
         async move { answer.await?.1.ok_or(VaultError::Away) }
     }
 
     /// Has a descriptor closed.
     pub fn close(&self, lease: LeaseId) -> impl Future<Output = Result<(), VaultError>> + use<> {
-        let answer = self.say(ToVault::Drop { lease: lease.0 }, None);
+        let answer = self.say(FdStoreRequest::Drop { lease: lease.0 }, None);
         async move { answer.await.map(drop) }
     }
 
     /// Queued when this returns.
-    fn say(&self, message: ToVault, fd: Option<OwnedFd>) -> impl Future<Output = Answer> + use<> {
+    fn say(
+        &self,
+        message: FdStoreRequest,
+        fd: Option<OwnedFd>,
+    ) -> impl Future<Output = Answer> + use<> {
         let (reply, answer) = oneshot::channel();
         let call = Call {
             line: self.number,
@@ -182,13 +188,14 @@ impl Thread {
         let stream = UnixStream::connect(&self.socket)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
-        let most = match ask(&stream, &ToVault::Hello { version: VERSION }, None)?.0 {
-            FromVault::Ready { leases, room, .. } => leases.saturating_add(room) as usize,
+        let most = match ask(&stream, &FdStoreRequest::Hello { version: VERSION }, None)?.0 {
+            FdStoreResponse::Ready { leases, room, .. } => leases.saturating_add(room) as usize,
             other => return Err(io::Error::other(format!("no welcome: {other:?}"))),
         };
         let (mut held, mut from) = (BTreeMap::new(), 0);
         loop {
-            let FromVault::Listed { leases } = ask(&stream, &ToVault::List { from }, None)?.0
+            let FdStoreResponse::Listed { leases } =
+                ask(&stream, &FdStoreRequest::List { from }, None)?.0
             else {
                 return Err(io::Error::other("no list"));
             };
@@ -196,7 +203,7 @@ impl Thread {
                 return Ok((stream, held, most));
             };
             let leases = leases.into_iter();
-            held.extend(leases.map(|Entry { lease, blob }| (LeaseId(lease), blob)));
+            held.extend(leases.map(|StoredLease { lease, blob }| (LeaseId(lease), blob)));
             let Some(next) = last.checked_add(1).filter(|next| *next > from) else {
                 return Ok((stream, held, most));
             };
@@ -212,7 +219,7 @@ impl Thread {
                 Ok(Call {
                     message, fd, reply, ..
                 }) => match ask(stream, &message, fd) {
-                    Ok((FromVault::Refused(refusal), _)) => {
+                    Ok((FdStoreResponse::Refused(refusal), _)) => {
                         let _ = reply.send(Err(refusal.into()));
                     }
                     Ok(answer) => {
@@ -254,9 +261,9 @@ fn refuse(call: Call) {
 
 fn ask(
     stream: &UnixStream,
-    message: &ToVault,
+    message: &FdStoreRequest,
     fd: Option<OwnedFd>,
-) -> io::Result<(FromVault, Option<OwnedFd>)> {
+) -> io::Result<(FdStoreResponse, Option<OwnedFd>)> {
     send_message(stream, message, fd.as_ref().map(AsFd::as_fd))?;
     receive_message(stream)
 }

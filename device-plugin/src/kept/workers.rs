@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use bursar_protocol::socket::{receive_message, send_message};
-use bursar_protocol::worker::{FromWorker, ToWorker};
+use bursar_protocol::fd_passing::{receive_message, send_message};
+use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
 use tokio::sync::{oneshot, watch};
 use tracing::{info, warn};
 
@@ -109,12 +109,12 @@ impl Program {
 }
 
 struct Job {
-    call: ToWorker,
+    call: ProvisionerRequest,
     patience: Duration,
     reply: oneshot::Sender<Answer>,
 }
 
-type Answer = Result<(FromWorker, Option<OwnedFd>), WorkerError>;
+type Answer = Result<(ProvisionerResponse, Option<OwnedFd>), WorkerError>;
 
 /// A GPU's thread. It ends its worker, and itself, when nobody can give it jobs any more.
 struct Thread {
@@ -173,9 +173,9 @@ impl Workers {
     /// # Errors
     /// [`WorkerError`]. But for [`WorkerError::Stuck`] there is no such memory then.
     pub async fn create(&self, gpu: &GpuUuid, bytes: Bytes) -> Result<OwnedFd, WorkerError> {
-        let call = ToWorker::Create { bytes: bytes.0 };
+        let call = ProvisionerRequest::Create { bytes: bytes.0 };
         match self.ask(gpu, call, CREATE).await? {
-            (FromWorker::Created { bytes: made }, Some(fd)) if made == bytes.0 => Ok(fd),
+            (ProvisionerResponse::Created { bytes: made }, Some(fd)) if made == bytes.0 => Ok(fd),
             (other, _) => Err(WorkerError::Dead(format!("it answered {other:?}"))),
         }
     }
@@ -184,7 +184,11 @@ impl Workers {
     pub async fn sweep(&self, gpu: &GpuUuid, bytes: Bytes) {
         let patience = CREATE + Duration::from_secs(bytes.0 / SCRUBBED);
         let swept = self
-            .ask(gpu, ToWorker::Sweep { bytes: bytes.0 }, patience)
+            .ask(
+                gpu,
+                ProvisionerRequest::AwaitScrub { bytes: bytes.0 },
+                patience,
+            )
             .await;
         if let Err(error) = swept {
             info!(%gpu, %error, "not swept");
@@ -217,7 +221,7 @@ impl Workers {
         self.threads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn ask(&self, gpu: &GpuUuid, call: ToWorker, patience: Duration) -> Answer {
+    async fn ask(&self, gpu: &GpuUuid, call: ProvisionerRequest, patience: Duration) -> Answer {
         let (reply, answer) = oneshot::channel();
         let job = Job {
             call,
@@ -305,7 +309,7 @@ impl Supervisor {
         }
     }
 
-    fn answer(&mut self, call: ToWorker, patience: Duration) -> Answer {
+    fn answer(&mut self, call: ProvisionerRequest, patience: Duration) -> Answer {
         self.mourn();
         if self.dying.is_some() {
             return Err(WorkerError::Stuck);
@@ -318,15 +322,17 @@ impl Supervisor {
         }
     }
 
-    fn attempt(&mut self, call: ToWorker, patience: Duration) -> Answer {
+    fn attempt(&mut self, call: ProvisionerRequest, patience: Duration) -> Answer {
         let worker = self.worker()?;
         let asked = worker
             .socket
             .set_read_timeout(Some(patience))
             .and_then(|()| send_message(&worker.socket, &call, None))
-            .and_then(|()| receive_message::<FromWorker>(&worker.socket));
+            .and_then(|()| receive_message::<ProvisionerResponse>(&worker.socket));
         match asked {
-            Ok((FromWorker::Failed { code, call }, _)) => Err(WorkerError::Driver { code, call }),
+            Ok((ProvisionerResponse::Failed { code, call }, _)) => {
+                Err(WorkerError::Driver { code, call })
+            }
             Ok(answer) => Ok(answer),
             Err(error) => Err(self.give_up(&error)),
         }
@@ -374,11 +380,11 @@ impl Supervisor {
         let child = command.spawn().map_err(dead)?;
         // Its end of the socket is in the command too: while that is open here its death goes unnoticed.
         drop(command);
-        let ready = receive_message::<FromWorker>(&socket);
+        let ready = receive_message::<ProvisionerResponse>(&socket);
         self.worker = Some(Worker { child, socket });
         match ready {
-            Ok((FromWorker::Ready { .. }, _)) => {}
-            Ok((FromWorker::Failed { code, call }, _)) => {
+            Ok((ProvisionerResponse::Ready { .. }, _)) => {}
+            Ok((ProvisionerResponse::Failed { code, call }, _)) => {
                 self.kill();
                 return Err(WorkerError::Driver { code, call });
             }

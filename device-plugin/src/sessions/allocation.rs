@@ -4,7 +4,7 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use bursar_protocol::wire::{Message, Reason, ToShim};
+use bursar_protocol::messages::{Message, RejectReason, Response};
 use futures::future::join_all;
 use tokio::task::JoinSet;
 
@@ -132,8 +132,8 @@ impl Task {
 
 /// Says that there is no seat: a peer that gets no answer would wait for one.
 fn refuse(stream: Stream) {
-    let goodbye = ToShim::Goodbye {
-        reason: Reason::Busy,
+    let goodbye = Response::Rejected {
+        reason: RejectReason::Busy,
     };
     // A new socket has room for it.
     stream.try_write(&goodbye.frame());

@@ -18,10 +18,10 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bursar_protocol::page::CreditPage;
+use bursar_protocol::credit::CreditWord;
+use bursar_protocol::credit_page::CreditPage;
+use bursar_protocol::messages::{self, HeldCredit, ProcessUsage, Quota, RejectReason, Response};
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::{self, Holding, Listed, Quota, Reason, ToShim};
-use bursar_protocol::word::Word;
 use bursar_protocol::{POISON_SINCE, VERSION};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
@@ -96,7 +96,7 @@ pub(super) struct Container {
 /// How long the driver takes to have back what an image had: 112 ms for 100 GiB (design F8), and some.
 const SETTLING: Duration = Duration::from_secs(1);
 
-const _: () = assert!(MAX_PROCESSES <= wire::MAX_LISTED);
+const _: () = assert!(MAX_PROCESSES <= messages::MAX_LISTED);
 
 /// A process that said hello, or that the record knows.
 struct Member {
@@ -128,7 +128,7 @@ pub(super) type Questions = Books;
 
 /// What a process is answered to its hello.
 pub(super) struct Admitted {
-    pub(super) welcome: ToShim,
+    pub(super) welcome: Response,
     pub(super) page: Arc<OwnedFd>,
     /// What has to be on record before the process is answered.
     pub(super) change: Change,
@@ -279,9 +279,9 @@ impl Container {
         process: Process,
         image: u64,
         version: u16,
-        holdings: &[Holding],
+        holdings: &[HeldCredit],
         membership: &dyn Membership,
-    ) -> Result<Admitted, Reason> {
+    ) -> Result<Admitted, RejectReason> {
         let pid = process.pid;
         let home = self.home_of(pid, membership)?;
         let known = self
@@ -289,7 +289,7 @@ impl Container {
             .get(&pid)
             .is_some_and(|member| (member.process, member.image) == (process, image));
         if !self.members.contains_key(&pid) && self.members.len() >= MAX_PROCESSES {
-            return Err(Reason::Busy);
+            return Err(RejectReason::Busy);
         }
         // Before anything changes: a process that gets no page stays what it was.
         let page = self.pages.take(self.accounts.len(), Instant::now());
@@ -298,7 +298,7 @@ impl Container {
                 let allocation = self.served.allocation;
                 tracing::warn!(%allocation, pid, %error, untold, "failed to make a credit page");
             }
-            Reason::Busy
+            RejectReason::Busy
         })?;
         let (mut exported, mut generation, mut spoiled) = (Vec::new(), None, false);
         let before = self.members.remove(&pid);
@@ -352,13 +352,13 @@ impl Container {
     }
 
     /// The cgroup of a process, if that is this container's.
-    fn home_of(&self, pid: u32, membership: &dyn Membership) -> Result<String, Reason> {
+    fn home_of(&self, pid: u32, membership: &dyn Membership) -> Result<String, RejectReason> {
         let home = membership
             .container(pid, &self.served.pod)
-            .ok_or(Reason::Identity)?;
+            .ok_or(RejectReason::Identity)?;
         let others = self.members.keys().any(|member| *member != pid);
         match &self.home {
-            Some(here) if others && *here != home => Err(Reason::Identity),
+            Some(here) if others && *here != home => Err(RejectReason::Identity),
             _ => Ok(home),
         }
     }
@@ -368,15 +368,15 @@ impl Container {
     pub(super) fn query(
         &self,
         pid: u32,
-        account: &wire::Account,
+        account: &messages::Account,
         membership: &dyn Membership,
-    ) -> Result<ToShim, Reason> {
+    ) -> Result<Response, RejectReason> {
         self.home_of(pid, membership)?;
         let index = self
             .accounts
             .iter()
             .position(|here| on_wire(here) == *account)
-            .ok_or(Reason::Account)?;
+            .ok_or(RejectReason::Account)?;
         let depth = membership.pids(pid).len();
         let mut used = self
             .credit
@@ -390,13 +390,13 @@ impl Container {
             used = used.saturating_add(units);
             let seen = depth.checked_sub(1).and_then(|own| member.pids.get(own));
             if let Some(pid) = seen.filter(|_| units > Units::ZERO) {
-                processes.push(Listed {
+                processes.push(ProcessUsage {
                     pid: *pid,
                     bytes: units.bytes(),
                 });
             }
         }
-        Ok(ToShim::Usage {
+        Ok(Response::Usage {
             quota: self.credit.quota(index).bytes(),
             used: used.bytes(),
             processes,
@@ -411,7 +411,7 @@ impl Container {
         page: &CreditPage,
         pid: u32,
         known: bool,
-        holdings: &[Holding],
+        holdings: &[HeldCredit],
         found: &[Units],
         exported: &[Units],
     ) {
@@ -434,7 +434,7 @@ impl Container {
             slot.set_quota(self.credit.quota(index));
             slot.set_context(self.context_of(account));
             slot.set_exported(of(exported, index));
-            slot.set(Word {
+            slot.set(CreditWord {
                 granted: granted.0,
                 used: used.0,
             });
@@ -454,12 +454,12 @@ impl Container {
     }
 
     /// In the lower of both versions.
-    fn welcome(&self, version: u16, generation: u64) -> ToShim {
+    fn welcome(&self, version: u16, generation: u64) -> Response {
         let quota = |(index, account): (usize, &Account)| Quota {
             account: on_wire(account),
             bytes: self.credit.quota(index).bytes(),
         };
-        ToShim::Welcome {
+        Response::Welcome {
             version: version.min(VERSION),
             generation: (version >= POISON_SINCE).then_some(generation),
             quotas: self.accounts.iter().enumerate().map(quota).collect(),
@@ -738,7 +738,7 @@ impl Container {
                 continue;
             };
             let at_most = missing.min(self.credit.granted_to(*other, account));
-            let taken = slot.take_back(at_most);
+            let taken = slot.reclaim(at_most);
             missing = missing.saturating_sub(self.credit.give_back(*other, account, taken));
         }
     }
@@ -834,10 +834,10 @@ fn to_units(units: &[u32]) -> Vec<Units> {
         .collect()
 }
 
-fn on_wire(account: &Account) -> wire::Account {
+fn on_wire(account: &Account) -> messages::Account {
     match account {
-        Account::Gpu(uuid) => wire::Account::Device(uuid.as_str().to_owned()),
-        Account::Managed => wire::Account::Managed,
+        Account::Gpu(uuid) => messages::Account::Device(uuid.as_str().to_owned()),
+        Account::Managed => messages::Account::Managed,
     }
 }
 

@@ -6,10 +6,10 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use bursar_protocol::MADE_SINCE;
-use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
-use bursar_protocol::wire::token::{TokenAnswer, TokenQuestion, TokenRefusal};
-use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
+use bursar_protocol::CREATED_SINCE;
+use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
+use bursar_protocol::messages::token::{TokenRefusal, TokenRequest, TokenResponse};
+use bursar_protocol::messages::{self, Message, RejectReason, Request, Response};
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
@@ -52,11 +52,11 @@ enum Hangup {
     #[error("an answer was not taken: {0}")]
     Unsent(#[source] io::Error),
     #[error("{0}")]
-    Wire(#[from] wire::WireError),
+    Wire(#[from] messages::DecodeError),
     #[error("no hello in time")]
     Silent,
     #[error("not welcome: {0:?}")]
-    Unwelcome(Reason),
+    Unwelcome(RejectReason),
     #[error("a second hello, or anything before the first")]
     OutOfOrder,
 }
@@ -134,33 +134,33 @@ impl Conversation {
     async fn greet(&self, stream: &mut Stream) -> Result<Option<Session>, Hangup> {
         let (process, life) = match self.peer(stream) {
             Some(peer) => peer,
-            None => return goodbye(stream, Reason::Identity).await,
+            None => return goodbye(stream, RejectReason::Identity).await,
         };
         let first = tokio::time::timeout(HELLO_TIMEOUT, read(stream))
             .await
             .map_err(|_| Hangup::Silent)??;
         let (version, image, holdings) = match first {
-            ToAgent::Hello {
+            Request::Hello {
                 version,
                 image,
                 holdings,
             } => (version, image, holdings),
-            ToAgent::Query { version, account } => {
+            Request::Query { version, account } => {
                 self.report(stream, process.pid, version, &account).await?;
                 return Ok(None);
             }
-            ToAgent::Kept(question) => {
+            Request::Retained(question) => {
                 self.keep(stream, process, question).await?;
                 return Ok(None);
             }
-            ToAgent::Token(question) => {
+            Request::Token(question) => {
                 self.token(stream, process, question).await?;
                 return Ok(None);
             }
             _ => return Err(Hangup::OutOfOrder),
         };
         if version < OLDEST_VERSION {
-            return goodbye(stream, Reason::Version).await;
+            return goodbye(stream, RejectReason::Version).await;
         }
         // An exec keeps the pid that the log names.
         self.bell.log_read().await;
@@ -203,10 +203,10 @@ impl Conversation {
         stream: &mut Stream,
         pid: u32,
         version: u16,
-        account: &wire::Account,
+        account: &messages::Account,
     ) -> Result<(), Hangup> {
         if version < OLDEST_VERSION {
-            return goodbye(stream, Reason::Version).await;
+            return goodbye(stream, RejectReason::Version).await;
         }
         self.turn().await;
         let membership = self.membership.as_ref();
@@ -226,7 +226,7 @@ impl Conversation {
         &self,
         stream: &mut Stream,
         process: Process,
-        question: KeptQuestion,
+        question: RetainedRequest,
     ) -> Result<(), Hangup> {
         let asked = self.asked(process, question.version(), question.account());
         let (answer, fd) = match (asked.await, &self.desk) {
@@ -236,18 +236,18 @@ impl Conversation {
                     process,
                 };
                 let (early, made) = oneshot::channel();
-                let early = (question.version() >= MADE_SINCE).then_some(early);
+                let early = (question.version() >= CREATED_SINCE).then_some(early);
                 let ((), Reply { answer, fd }) =
                     tokio::join!(hand_over(stream, made), desk.ask(asker, question, early));
-                (ToShim::Kept(answer), fd)
+                (Response::Retained(answer), fd)
             }
             (Ok(_), None) => {
-                let why = KeptRefusal::Unavailable;
-                (ToShim::Kept(KeptAnswer::Refused(why)), None)
+                let why = RetainedRefusal::Unavailable;
+                (Response::Retained(RetainedResponse::Refused(why)), None)
             }
             (Err(NotAsked::Fenced), _) => {
-                let why = KeptRefusal::Fenced;
-                (ToShim::Kept(KeptAnswer::Refused(why)), None)
+                let why = RetainedRefusal::Fenced;
+                (Response::Retained(RetainedResponse::Refused(why)), None)
             }
             (Err(NotAsked::Unwelcome(reason)), _) => return goodbye(stream, reason).await,
         };
@@ -266,7 +266,7 @@ impl Conversation {
         &self,
         stream: &mut Stream,
         process: Process,
-        question: TokenQuestion,
+        question: TokenRequest,
     ) -> Result<(), Hangup> {
         let asked = self.asked(process, question.version(), question.account());
         let answer = match (asked.await, &self.desk) {
@@ -277,11 +277,11 @@ impl Conversation {
                 };
                 desk.ask_token(asker, question).await
             }
-            (Ok(_), None) => TokenAnswer::Refused(TokenRefusal::Unavailable),
-            (Err(NotAsked::Fenced), _) => TokenAnswer::Refused(TokenRefusal::AskerFenced),
+            (Ok(_), None) => TokenResponse::Refused(TokenRefusal::Unavailable),
+            (Err(NotAsked::Fenced), _) => TokenResponse::Refused(TokenRefusal::AskerFenced),
             (Err(NotAsked::Unwelcome(reason)), _) => return goodbye(stream, reason).await,
         };
-        let frame = ToShim::Token(answer).frame();
+        let frame = Response::Token(answer).frame();
         let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
         Ok(())
     }
@@ -291,10 +291,10 @@ impl Conversation {
         &self,
         process: Process,
         version: u16,
-        gpu: Option<&wire::Account>,
+        gpu: Option<&messages::Account>,
     ) -> Result<AllocationId, NotAsked> {
         if version < OLDEST_VERSION {
-            return Err(NotAsked::Unwelcome(Reason::Version));
+            return Err(NotAsked::Unwelcome(RejectReason::Version));
         }
         self.turn().await;
         let membership = self.membership.as_ref();
@@ -322,21 +322,27 @@ impl Conversation {
             pace::wait(own.take(Instant::now())).await;
             self.turn().await;
             let heard = Instant::now();
-            if let ToAgent::Request { account, units } = message {
+            if let Request::Credit { account, units } = message {
                 let settles = || lock(&self.container).is_settling(pid, account, units, heard);
                 while self.paid(settles) {
                     tokio::time::sleep(SETTLE_PAUSE).await;
                 }
             }
-            let able = matches!(message, ToAgent::Poisoned { able: true, .. }) && self.is_main(pid);
+            let able = matches!(
+                message,
+                Request::Poisoned {
+                    can_reexec: true,
+                    ..
+                }
+            ) && self.is_main(pid);
             let answer = match message {
-                ToAgent::Request { account, units } => {
+                Request::Credit { account, units } => {
                     let (change, answered) =
                         self.paid(|| lock(&self.container).ask(pid, account, units));
                     self.recorded(change).await;
                     answered.await.ok()
                 }
-                ToAgent::Refresh => {
+                Request::Refresh => {
                     let change = self.paid(|| {
                         let mut container = lock(&self.container);
                         container.asks_refresh(pid)
@@ -344,9 +350,9 @@ impl Conversation {
                     if let Some(change) = change {
                         self.recorded(change).await;
                     }
-                    Some(ToShim::Refreshed)
+                    Some(Response::Refreshed)
                 }
-                ToAgent::Denied {
+                Request::Denied {
                     account,
                     bytes,
                     function,
@@ -354,10 +360,10 @@ impl Conversation {
                     lock(&self.container).denied(pid, account, bytes, &function);
                     None
                 }
-                ToAgent::ContextMade { account } => {
+                Request::ContextMade { account } => {
                     Some(lock(&self.container).context_made(pid, account))
                 }
-                ToAgent::Poisoned { account, code, .. } => {
+                Request::Poisoned { account, code, .. } => {
                     self.bell.ring();
                     let poisoned = || {
                         let now = clock::present();
@@ -365,10 +371,10 @@ impl Conversation {
                     };
                     Some(self.paid(poisoned))
                 }
-                ToAgent::Hello { .. }
-                | ToAgent::Query { .. }
-                | ToAgent::Kept(_)
-                | ToAgent::Token(_) => return Err(Hangup::OutOfOrder),
+                Request::Hello { .. }
+                | Request::Query { .. }
+                | Request::Retained(_)
+                | Request::Token(_) => return Err(Hangup::OutOfOrder),
             };
             if let Some(answer) = answer {
                 // A peer that reads late is not the agent's doing.
@@ -439,29 +445,29 @@ pub(super) async fn mourn(
     lock(&container).died(process, image);
 }
 
-async fn goodbye<T>(stream: &mut Stream, reason: Reason) -> Result<T, Hangup> {
-    let frame = ToShim::Goodbye { reason }.frame();
+async fn goodbye<T>(stream: &mut Stream, reason: RejectReason) -> Result<T, Hangup> {
+    let frame = Response::Rejected { reason }.frame();
     let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
     Err(Hangup::Unwelcome(reason))
 }
 
-async fn read(stream: &mut Stream) -> Result<ToAgent, Hangup> {
-    let mut header = [0; wire::HEADER];
+async fn read(stream: &mut Stream) -> Result<Request, Hangup> {
+    let mut header = [0; messages::HEADER];
     stream.read_exact(&mut header).await?;
-    let mut payload = vec![0; wire::payload_length(header)?];
+    let mut payload = vec![0; messages::payload_length(header)?];
     stream.read_exact(&mut payload).await?;
-    Ok(ToAgent::parse(&payload)?)
+    Ok(Request::parse(&payload)?)
 }
 
 /// Sends the memory of a lease that the vault does not have yet, where one is made.
 async fn hand_over(stream: &mut Stream, made: oneshot::Receiver<Made>) {
     if let Ok(Made { bytes, fd }) = made.await {
-        let made = ToShim::Kept(KeptAnswer::Made { bytes: bytes.0 });
+        let made = Response::Retained(RetainedResponse::Created { bytes: bytes.0 });
         // Who does not take it gets the answer, and no lease.
         let _ = tokio::time::timeout(ANSWER_TIMEOUT, send_with(stream, &made, fd)).await;
     }
 }
 
-async fn send_with(stream: &mut Stream, message: &ToShim, fd: impl AsFd) -> io::Result<()> {
+async fn send_with(stream: &mut Stream, message: &Response, fd: impl AsFd) -> io::Result<()> {
     stream.write_with(&message.frame(), fd).await
 }

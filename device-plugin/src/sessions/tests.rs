@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use bursar_protocol::dial;
-use bursar_protocol::page::CreditPage;
-use bursar_protocol::socket::receive_with_fd;
+use bursar_protocol::connect;
+use bursar_protocol::credit_page::CreditPage;
+use bursar_protocol::fd_passing::receive_with_fd;
+use bursar_protocol::messages::{self, Message, RejectReason, Request, Response};
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
 
 use super::*;
 
@@ -96,8 +96,8 @@ fn connect(run_dir: &Path) -> UnixStream {
     stream
 }
 
-fn receive(stream: &mut UnixStream) -> ToShim {
-    dial::read(stream).unwrap()
+fn receive(stream: &mut UnixStream) -> Response {
+    connect::read_message(stream).unwrap()
 }
 
 fn hello(run_dir: &Path) -> (UnixStream, CreditPage) {
@@ -108,7 +108,7 @@ fn hello_as(run_dir: &Path, image: u64) -> (UnixStream, CreditPage) {
     let mut stream = connect(run_dir);
     stream
         .write_all(
-            &ToAgent::Hello {
+            &Request::Hello {
                 version: 1,
                 image,
                 holdings: vec![],
@@ -125,7 +125,7 @@ fn is_served(run_dir: &Path) {
     let (mut stream, page) = hello(run_dir);
     stream
         .write_all(
-            &ToAgent::Request {
+            &Request::Credit {
                 account: 0,
                 units: Units(1),
             }
@@ -134,7 +134,7 @@ fn is_served(run_dir: &Path) {
         .unwrap();
     assert!(matches!(
         receive(&mut stream),
-        ToShim::Granted { account: 0, .. }
+        Response::Granted { account: 0, .. }
     ));
     assert!(page.slot(0).unwrap().charge(Units(1)).is_ok());
 }
@@ -181,7 +181,7 @@ async fn a_process_outside_the_container_is_told_so() {
         let mut stream = connect(run_dir);
         stream
             .write_all(
-                &ToAgent::Hello {
+                &Request::Hello {
                     version: 1,
                     image: 1,
                     holdings: vec![],
@@ -191,8 +191,8 @@ async fn a_process_outside_the_container_is_told_so() {
             .unwrap();
         assert_eq!(
             receive(&mut stream),
-            ToShim::Goodbye {
-                reason: Reason::Identity
+            Response::Rejected {
+                reason: RejectReason::Identity
             }
         );
         let mut rest = [0; 1];
@@ -220,7 +220,7 @@ async fn garbage_silence_and_floods_of_one_peer_leave_the_next_one_served() {
             let _ = stream.write_all(garbage);
             drop(stream);
         }
-        let request = ToAgent::Request {
+        let request = Request::Credit {
             account: 62,
             units: Units(1),
         }
@@ -322,8 +322,8 @@ async fn a_gpu_that_hangs_keeps_no_new_process_out() {
             std::thread::sleep(Duration::from_millis(10));
         }
         let (mut stream, _page) = hello_as(run_dir, 2);
-        stream.write_all(&ToAgent::Refresh.frame()).unwrap();
-        assert_eq!(receive(&mut stream), ToShim::Refreshed);
+        stream.write_all(&Request::Refresh.frame()).unwrap();
+        assert_eq!(receive(&mut stream), Response::Refreshed);
         drop(go_on);
     })
     .await;
@@ -350,16 +350,16 @@ async fn a_context_costs_what_no_tenant_says() {
         let (mut stream, page) = hello(run_dir);
         let slot = page.slot(0).unwrap();
         let context = slot.context();
-        let granted = ToAgent::Request {
+        let granted = Request::Credit {
             account: 0,
             units: context,
         };
         stream.write_all(&granted.frame()).unwrap();
-        assert!(matches!(receive(&mut stream), ToShim::Granted { .. }));
+        assert!(matches!(receive(&mut stream), Response::Granted { .. }));
         slot.charge(context).unwrap();
-        let made = ToAgent::ContextMade { account: 0 };
+        let made = Request::ContextMade { account: 0 };
         stream.write_all(&made.frame()).unwrap();
-        let unmeasured = ToShim::ContextSize {
+        let unmeasured = Response::ContextSize {
             account: 0,
             units: Units::holding(512 << 20).unwrap(),
         };
@@ -459,8 +459,8 @@ async fn a_process_that_the_node_has_no_seat_for_is_told_so_at_once() {
         is_soon(|| {
             let begun = Instant::now();
             let mut second = connect(run_dir);
-            let busy = ToShim::Goodbye {
-                reason: Reason::Busy,
+            let busy = Response::Rejected {
+                reason: RejectReason::Busy,
             };
             assert_eq!(receive(&mut second), busy);
             begun.elapsed()
@@ -476,9 +476,9 @@ async fn a_query_needs_no_session_and_ends_its_connection() {
     let sessions = sessions(folder.path(), true);
     sessions.serve(served()).await.unwrap();
     beside(folder.path(), |run_dir| {
-        let query = |version| ToAgent::Query {
+        let query = |version| Request::Query {
             version,
-            account: wire::Account::Device("GPU-aaaa".to_owned()),
+            account: messages::Account::Device("GPU-aaaa".to_owned()),
         };
         let answer = |version| {
             let mut stream = connect(run_dir);
@@ -487,7 +487,7 @@ async fn a_query_needs_no_session_and_ends_its_connection() {
             assert_eq!(stream.read(&mut [0]).unwrap(), 0, "it hangs up");
             answer
         };
-        let empty = ToShim::Usage {
+        let empty = Response::Usage {
             quota: 1 << 30,
             used: 0,
             processes: vec![],
@@ -498,8 +498,8 @@ async fn a_query_needs_no_session_and_ends_its_connection() {
             empty,
             "a newer one is answered as this one"
         );
-        let goodbye = ToShim::Goodbye {
-            reason: Reason::Version,
+        let goodbye = Response::Rejected {
+            reason: RejectReason::Version,
         };
         assert_eq!(answer(0), goodbye);
         let (mut session, _page) = hello(run_dir);
@@ -519,10 +519,10 @@ async fn a_process_that_asks_without_end_is_answered_at_a_pace() {
         let (mut stream, _page) = hello(run_dir);
         let begun = Instant::now();
         stream
-            .write_all(&ToAgent::Refresh.frame().repeat(400))
+            .write_all(&Request::Refresh.frame().repeat(400))
             .unwrap();
         for _ in 0..400 {
-            assert_eq!(receive(&mut stream), ToShim::Refreshed);
+            assert_eq!(receive(&mut stream), Response::Refreshed);
         }
         let took = begun.elapsed();
         assert!(took > Duration::from_millis(300), "{took:?}");

@@ -10,7 +10,7 @@
 
 use std::fmt;
 
-use bursar_protocol::wire::token::{
+use bursar_protocol::messages::token::{
     Generations, GpuToken, MAX_NODE, MAX_TOKEN, MemoryId, TokenRefusal,
 };
 use hmac::{Hmac, KeyInit as _, Mac as _};

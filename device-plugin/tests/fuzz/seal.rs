@@ -2,7 +2,7 @@
 
 use bursar_device_plugin::tokens::seal::NodeKey;
 use bursar_device_plugin::units::AllocationId;
-use bursar_protocol::wire::token::{Generations, GpuToken};
+use bursar_protocol::messages::token::{Generations, GpuToken};
 
 use crate::mutate::edits;
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use bursar_protocol::wire::token::Generation;
+use bursar_protocol::messages::token::Generation;
 use serde_json::Value;
 
 use crate::bed::{Bed, GIB, open, programs};

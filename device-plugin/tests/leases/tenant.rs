@@ -9,10 +9,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use bursar_protocol::VERSION;
-use bursar_protocol::socket::{receive_message, send_message};
-use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion};
-use bursar_protocol::wire::token::{GpuToken, TokenAnswer, TokenQuestion};
-use bursar_protocol::wire::{Account, HEADER, Message, ToAgent, ToShim};
+use bursar_protocol::fd_passing::{receive_message, send_message};
+use bursar_protocol::messages::retained::{RetainedRequest, RetainedResponse};
+use bursar_protocol::messages::token::{GpuToken, TokenRequest, TokenResponse};
+use bursar_protocol::messages::{Account, HEADER, Message, Request, Response};
 
 /// Bytes of a lease that say what is in it.
 const MARK: usize = 8;
@@ -170,7 +170,7 @@ impl Inside {
                 "ok".to_owned()
             }
             "read" => read(&self.leases[&number(1)]).to_string(),
-            "commit" => said(self.say(KeptQuestion::Commit {
+            "commit" => said(self.say(RetainedRequest::Commit {
                 version: VERSION,
                 lease: number(1),
                 token: number(2),
@@ -178,43 +178,43 @@ impl Inside {
             })),
             "discard" => {
                 self.leases.remove(&number(1));
-                said(self.say(KeptQuestion::Discard {
+                said(self.say(RetainedRequest::Discard {
                     version: VERSION,
                     lease: number(1),
                 }))
             }
             // As a shim does.
             "hello" => {
-                let hello = ToAgent::Hello {
+                let hello = Request::Hello {
                     version: VERSION,
                     image: self.image,
                     holdings: Vec::new(),
                 };
                 match self.first(&hello) {
-                    Ok((stream, ToShim::Welcome { .. }, _)) => {
+                    Ok((stream, Response::Welcome { .. }, _)) => {
                         self.session = Some(stream);
                         "welcome".to_owned()
                     }
                     other => format!("{other:?}"),
                 }
             }
-            "seal" => self.token(TokenQuestion::Seal {
+            "seal" => self.token(TokenRequest::Seal {
                 version: VERSION,
                 account: Account::Device(self.gpu.clone()),
                 lease: number(1),
                 block: number(2),
             }),
-            "redeem" => self.token(TokenQuestion::Redeem {
+            "redeem" => self.token(TokenRequest::Redeem {
                 version: VERSION,
                 token: unhex(words[1]),
             }),
             // A token of so many bytes, more than one may have.
             "babble" => {
-                let longest = TokenQuestion::Redeem {
+                let longest = TokenRequest::Redeem {
                     version: VERSION,
                     token: unhex(""),
                 };
-                let mut bytes = ToAgent::Token(longest).payload();
+                let mut bytes = Request::Token(longest).payload();
                 bytes.truncate(bytes.len() - 2);
                 bytes.extend(u16::try_from(number(1)).unwrap().to_le_bytes());
                 bytes.resize(bytes.len() + number(1) as usize, 0);
@@ -243,7 +243,7 @@ impl Inside {
             "queue" => {
                 let (ours, its) = UnixStream::pair().unwrap();
                 let kept = self.leases[&number(1)].as_fd();
-                send_message(&ours, &ToAgent::Refresh, Some(kept)).unwrap();
+                send_message(&ours, &Request::Refresh, Some(kept)).unwrap();
                 let mut holder = Command::new("sleep");
                 holder.arg("1000").stdin(Stdio::from(OwnedFd::from(its)));
                 #[expect(clippy::zombie_processes, reason = "as above")]
@@ -267,7 +267,7 @@ impl Inside {
     }
 
     fn open(&mut self, name: &str, bytes: u64) -> String {
-        let question = KeptQuestion::Open {
+        let question = RetainedRequest::Open {
             version: VERSION,
             image: self.image,
             account: Account::Device(self.gpu.clone()),
@@ -277,7 +277,7 @@ impl Inside {
         };
         match self.say(question) {
             Ok((
-                KeptAnswer::Ready {
+                RetainedResponse::Ready {
                     lease, checksum, ..
                 },
                 Some(fd),
@@ -287,7 +287,7 @@ impl Inside {
                 self.leases.insert(lease, fd);
                 format!("ready {lease} {mark}")
             }
-            Ok((KeptAnswer::Write { lease, token, .. }, Some(fd))) => {
+            Ok((RetainedResponse::Write { lease, token, .. }, Some(fd))) => {
                 self.leases.insert(lease, fd);
                 format!("write {lease} {token}")
             }
@@ -295,23 +295,23 @@ impl Inside {
         }
     }
 
-    fn token(&self, question: TokenQuestion) -> String {
-        match self.first(&ToAgent::Token(question)) {
-            Ok((_, ToShim::Token(TokenAnswer::Sealed(token)), _)) => {
+    fn token(&self, question: TokenRequest) -> String {
+        match self.first(&Request::Token(question)) {
+            Ok((_, Response::Token(TokenResponse::Sealed(token)), _)) => {
                 let hex = token.as_bytes().iter().map(|byte| format!("{byte:02x}"));
                 format!("token {}", hex.collect::<String>())
             }
-            Ok((_, ToShim::Token(TokenAnswer::Redeemed(id)), _)) => {
+            Ok((_, Response::Token(TokenResponse::Redeemed(id)), _)) => {
                 format!("good {} {}", id.generations.lease, id.block)
             }
-            Ok((_, ToShim::Token(TokenAnswer::Refused(why)), _)) => format!("refused {why:?}"),
+            Ok((_, Response::Token(TokenResponse::Refused(why)), _)) => format!("refused {why:?}"),
             Ok((_, other, _)) => format!("{other:?}"),
             Err(error) => format!("away: {error}"),
         }
     }
 
     /// The first answer on a new connection.
-    fn first(&self, message: &ToAgent) -> std::io::Result<(UnixStream, ToShim, Option<OwnedFd>)> {
+    fn first(&self, message: &Request) -> std::io::Result<(UnixStream, Response, Option<OwnedFd>)> {
         let stream = UnixStream::connect(&self.socket)?;
         stream.set_read_timeout(Some(Duration::from_secs(30)))?;
         send_message(&stream, message, None)?;
@@ -319,18 +319,21 @@ impl Inside {
         Ok((stream, answer, fd))
     }
 
-    fn say(&self, question: KeptQuestion) -> Result<(KeptAnswer, Option<OwnedFd>), String> {
+    fn say(
+        &self,
+        question: RetainedRequest,
+    ) -> Result<(RetainedResponse, Option<OwnedFd>), String> {
         let told = || -> std::io::Result<_> {
             // What is made comes before the answer.
-            match self.first(&ToAgent::Kept(question))? {
-                (stream, ToShim::Kept(KeptAnswer::Made { .. }), made) => {
-                    Ok((receive_message::<ToShim>(&stream)?.0, made))
+            match self.first(&Request::Retained(question))? {
+                (stream, Response::Retained(RetainedResponse::Created { .. }), made) => {
+                    Ok((receive_message::<Response>(&stream)?.0, made))
                 }
                 (_, answer, fd) => Ok((answer, fd)),
             }
         };
         match told() {
-            Ok((ToShim::Kept(answer), fd)) => Ok((answer, fd)),
+            Ok((Response::Retained(answer), fd)) => Ok((answer, fd)),
             Ok((other, _)) => Err(format!("{other:?}")),
             Err(error) => Err(format!("away: {error}")),
         }
@@ -350,11 +353,11 @@ fn read(fd: &OwnedFd) -> u64 {
     u64::from_le_bytes(mark)
 }
 
-fn said(answer: Result<(KeptAnswer, Option<OwnedFd>), String>) -> String {
+fn said(answer: Result<(RetainedResponse, Option<OwnedFd>), String>) -> String {
     match answer {
-        Ok((KeptAnswer::Committed, _)) => "committed".to_owned(),
-        Ok((KeptAnswer::Discarded, _)) => "discarded".to_owned(),
-        Ok((KeptAnswer::Refused(why), _)) => format!("refused {why:?}"),
+        Ok((RetainedResponse::Committed, _)) => "committed".to_owned(),
+        Ok((RetainedResponse::Discarded, _)) => "discarded".to_owned(),
+        Ok((RetainedResponse::Refused(why), _)) => format!("refused {why:?}"),
         Ok((other, _)) => format!("{other:?}"),
         Err(why) => why,
     }

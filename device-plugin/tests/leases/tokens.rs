@@ -3,7 +3,7 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use bursar_protocol::wire::token::{Generation, MAX_TOKEN, TokenRefusal};
+use bursar_protocol::messages::token::{Generation, MAX_TOKEN, TokenRefusal};
 
 use crate::bed::{Bed, GIB, open};
 use crate::common::eventually;

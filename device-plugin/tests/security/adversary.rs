@@ -31,14 +31,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use bursar_protocol::dial;
-use bursar_protocol::page::{CreditPage, PAGE_BYTES};
-use bursar_protocol::socket::{receive_with_fd, send_with_fd};
+use bursar_protocol::connect;
+use bursar_protocol::credit::CreditError;
+use bursar_protocol::credit_page::{CreditPage, PAGE_BYTES};
+use bursar_protocol::fd_passing::{receive_with_fd, send_with_fd};
+use bursar_protocol::messages::retained::{LeaseName, RetainedRequest};
+use bursar_protocol::messages::token::{GpuToken, TokenRequest};
+use bursar_protocol::messages::{self, Account, HeldCredit, Message, Request, Response};
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::kept::{KeptQuestion, LeaseName};
-use bursar_protocol::wire::token::{GpuToken, TokenQuestion};
-use bursar_protocol::wire::{self, Account, Holding, Message, ToAgent, ToShim};
-use bursar_protocol::word::NoCredit;
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use rustix::process::{Signal, getpid, kill_process};
@@ -294,8 +294,8 @@ fn wait_to_go() {
     io::stdin().read_line(&mut line).unwrap();
 }
 
-fn receive(stream: &mut UnixStream) -> ToShim {
-    dial::read(stream).unwrap()
+fn receive(stream: &mut UnixStream) -> Response {
+    connect::read_message(stream).unwrap()
 }
 
 /// Holds a quarter of its quota until its standard input ends, and then has all of it; `greedy`: at
@@ -303,7 +303,7 @@ fn receive(stream: &mut UnixStream) -> ToShim {
 fn honest(greedy: bool) {
     wait_to_go();
     let mut stream = UnixStream::connect(std::env::var_os(SOCKET).unwrap()).unwrap();
-    let hello = ToAgent::Hello {
+    let hello = Request::Hello {
         version: bursar_protocol::VERSION,
         image: 1 << 40,
         holdings: vec![],
@@ -312,19 +312,19 @@ fn honest(greedy: bool) {
     let (_, page) = receive_with_fd(&stream, &mut [0; 4096]).unwrap();
     let page = CreditPage::open(page.expect("it is welcome")).unwrap();
     let slot = page.slot(0).unwrap();
-    let mut ask = |message: ToAgent| {
+    let mut ask = |message: Request| {
         stream.write_all(&message.frame()).unwrap();
         receive(&mut stream)
     };
     let held = Units(QUOTA.0 / 4);
     let mut take = |units: Units| {
         let begun = Instant::now();
-        while let Err(NoCredit::Short(missing)) = slot.charge(units) {
+        while let Err(CreditError::Short(missing)) = slot.charge(units) {
             let units = Units(missing);
-            let answer = ask(ToAgent::Request { account: 0, units });
+            let answer = ask(Request::Credit { account: 0, units });
             // What others of a hostile container had may be settling.
             let may_wait = greedy && begun.elapsed() < Duration::from_secs(20);
-            let is_granted = matches!(answer, ToShim::Granted { .. });
+            let is_granted = matches!(answer, Response::Granted { .. });
             assert!(is_granted || may_wait, "{answer:?}");
             if !is_granted {
                 std::thread::sleep(Duration::from_millis(50));
@@ -550,8 +550,10 @@ impl Hostile {
         if let Some(page) = descriptor {
             peer.page = Some(page.into());
         }
-        let payload = bytes.get(wire::HEADER..length).unwrap_or_default();
-        if let Ok(ToShim::Token(wire::token::TokenAnswer::Sealed(token))) = ToShim::parse(payload) {
+        let payload = bytes.get(messages::HEADER..length).unwrap_or_default();
+        if let Ok(Response::Token(messages::token::TokenResponse::Sealed(token))) =
+            Response::parse(payload)
+        {
             self.tokens.push(token);
         }
     }
@@ -628,63 +630,63 @@ impl Hostile {
         }
     }
 
-    fn hello(&mut self) -> ToAgent {
+    fn hello(&mut self) -> Request {
         let holdings = match self.below(3) {
             0 => (0..self.below(4)).map(|_| self.holding()).collect(),
             _ => vec![],
         };
-        ToAgent::Hello {
+        Request::Hello {
             version: self.below(5) as u16,
             image: self.below(6).into(),
             holdings,
         }
     }
 
-    fn holding(&mut self) -> Holding {
-        Holding {
+    fn holding(&mut self) -> HeldCredit {
+        HeldCredit {
             account: self.account(),
             granted: self.units().min(Units::MAX),
             used: self.units().min(Units::MAX),
         }
     }
 
-    fn message(&mut self) -> ToAgent {
+    fn message(&mut self) -> Request {
         let index = match self.below(8) {
             0 => self.below(70) as u8,
             number => (number % 2) as u8,
         };
         match self.below(20) {
-            0..8 => ToAgent::Request {
+            0..8 => Request::Credit {
                 account: index,
                 units: self.units().min(Units::MAX),
             },
-            8 => ToAgent::Denied {
+            8 => Request::Denied {
                 account: index,
                 bytes: u64::MAX,
                 function: "x".repeat(self.below(96) as usize),
             },
-            9..12 => ToAgent::Refresh,
-            12 => ToAgent::ContextMade { account: index },
-            13 => ToAgent::Query {
+            9..12 => Request::Refresh,
+            12 => Request::ContextMade { account: index },
+            13 => Request::Query {
                 version: 3,
                 account: self.account(),
             },
-            14 | 15 => ToAgent::Kept(self.kept()),
-            16 | 17 => ToAgent::Token(self.token()),
+            14 | 15 => Request::Retained(self.kept()),
+            16 | 17 => Request::Token(self.token()),
             18 => self.hello(),
-            _ if self.below(20) == 0 => ToAgent::Poisoned {
+            _ if self.below(20) == 0 => Request::Poisoned {
                 account: index,
                 code: [700, 719, 0, -1, i32::MAX][self.below(5) as usize],
-                able: self.below(2) == 0,
+                can_reexec: self.below(2) == 0,
             },
-            _ => ToAgent::Refresh,
+            _ => Request::Refresh,
         }
     }
 
-    fn kept(&mut self) -> KeptQuestion {
+    fn kept(&mut self) -> RetainedRequest {
         let (version, lease) = (3, self.below(4).into());
         match self.below(3) {
-            0 => KeptQuestion::Open {
+            0 => RetainedRequest::Open {
                 version,
                 image: self.below(6).into(),
                 account: self.account(),
@@ -692,17 +694,17 @@ impl Hostile {
                 key: [self.below(3) as u8; 32],
                 bytes: self.units().bytes(),
             },
-            1 => KeptQuestion::Commit {
+            1 => RetainedRequest::Commit {
                 version,
                 lease,
                 token: self.below(9).into(),
                 checksum: 0,
             },
-            _ => KeptQuestion::Discard { version, lease },
+            _ => RetainedRequest::Discard { version, lease },
         }
     }
 
-    fn token(&mut self) -> TokenQuestion {
+    fn token(&mut self) -> TokenRequest {
         let version = 3;
         match self.tokens.last().cloned() {
             Some(token) if self.below(2) == 0 => {
@@ -710,9 +712,9 @@ impl Hostile {
                 let place = self.dice.random_range(0..bytes.len());
                 bytes[place] ^= self.below(3) as u8;
                 let token = GpuToken::try_from(bytes).unwrap();
-                TokenQuestion::Redeem { version, token }
+                TokenRequest::Redeem { version, token }
             }
-            _ => TokenQuestion::Seal {
+            _ => TokenRequest::Seal {
                 version,
                 account: self.account(),
                 lease: self.below(4).into(),

@@ -23,10 +23,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use bursar_protocol::dial;
-use bursar_protocol::page::CreditPage;
-use bursar_protocol::socket::receive_with_fd;
-use bursar_protocol::wire::{Message, ToAgent, ToShim};
+use bursar_protocol::connect;
+use bursar_protocol::credit_page::CreditPage;
+use bursar_protocol::fd_passing::receive_with_fd;
+use bursar_protocol::messages::{Message, Request, Response};
 
 use crate::api_server::FakeApiServer;
 use crate::common::eventually;
@@ -347,7 +347,7 @@ fn ask(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
     let mut stream = UnixStream::connect(socket).unwrap();
     let patience = Some(Duration::from_secs(60));
     stream.set_read_timeout(patience).unwrap();
-    let hello = ToAgent::Hello {
+    let hello = Request::Hello {
         version: 1,
         image: 1,
         holdings: vec![],
@@ -358,10 +358,10 @@ fn ask(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
     let mut times = Vec::new();
     while !over.load(Ordering::SeqCst) || times.len() < LEAST_TRIPS {
         let begun = Instant::now();
-        stream.write_all(&ToAgent::Refresh.frame()).unwrap();
+        stream.write_all(&Request::Refresh.frame()).unwrap();
         assert_eq!(
-            dial::read::<ToShim>(&mut stream).unwrap(),
-            ToShim::Refreshed
+            connect::read_message::<Response>(&mut stream).unwrap(),
+            Response::Refreshed
         );
         times.push(begun.elapsed());
         std::thread::sleep(PAUSE);

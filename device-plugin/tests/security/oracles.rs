@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use bursar_protocol::page::Page;
+use bursar_protocol::credit_page::CreditPageLayout;
 use bursar_protocol::units::Units;
 use serde_json::Value;
 
@@ -135,7 +135,7 @@ fn stuck(
 }
 
 /// What an agent did to a neighbour's process that holds so much of its quota.
-pub(crate) fn wronged(page: &Page, held: Units) -> Option<String> {
+pub(crate) fn wronged(page: &CreditPageLayout, held: Units) -> Option<String> {
     let Some(slot) = page.slot(0) else {
         return Some("its account is gone".to_owned());
     };
@@ -175,9 +175,9 @@ pub(crate) fn accused(metrics: &str, log: &str, hostile: &[&str]) -> Option<Stri
 }
 
 mod tests {
+    use bursar_protocol::credit::CreditWord;
+    use bursar_protocol::credit_page::CreditPage;
     use bursar_protocol::fence::Fence;
-    use bursar_protocol::page::CreditPage;
-    use bursar_protocol::word::Word;
     use serde_json::json;
 
     use super::*;
@@ -250,19 +250,19 @@ mod tests {
     fn wronged_names_what_a_neighbour_lost() {
         let (page, _file) = CreditPage::create(1).unwrap();
         let (slot, held) = (page.slot(0).unwrap(), Units(8));
-        let honest = Word {
+        let honest = CreditWord {
             granted: 9,
             used: 8,
         };
         slot.set_quota(QUOTA);
         slot.set(honest);
         assert_eq!(wronged(&page, held), None);
-        slot.set(Word {
+        slot.set(CreditWord {
             granted: 7,
             used: 8,
         });
         assert!(wronged(&page, held).unwrap().contains("lost credit"));
-        slot.set(Word {
+        slot.set(CreditWord {
             granted: 9,
             used: 7,
         });

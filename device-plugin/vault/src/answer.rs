@@ -2,44 +2,49 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use bursar_protocol::vault::{Entry, FromVault, Refusal, ToVault, VERSION};
+use bursar_protocol::fdstore::{FdStoreRequest, FdStoreResponse, Refusal, StoredLease, VERSION};
 
 use crate::held::Held;
 
 /// The answer, and the descriptor that goes with it. One that came and is not kept is closed here.
 pub(crate) fn answer<'a>(
     held: &'a mut Held,
-    message: ToVault,
+    message: FdStoreRequest,
     fd: Option<OwnedFd>,
-) -> (FromVault, Option<BorrowedFd<'a>>) {
+) -> (FdStoreResponse, Option<BorrowedFd<'a>>) {
     let done = match message {
-        ToVault::Hello { version: 0 } => Err(Refusal::Version),
-        ToVault::Hello { version } => Ok(FromVault::Ready {
+        FdStoreRequest::Hello { version: 0 } => Err(Refusal::Version),
+        FdStoreRequest::Hello { version } => Ok(FdStoreResponse::Ready {
             version: version.min(VERSION),
             leases: count(held.count()),
             room: count(held.room()),
         }),
-        ToVault::Put { lease, blob } => match fd {
-            Some(fd) => held.put(lease, fd, blob).map(|()| FromVault::Held),
+        FdStoreRequest::Put { lease, blob } => match fd {
+            Some(fd) => held.put(lease, fd, blob).map(|()| FdStoreResponse::Stored),
             None => Err(Refusal::NoDescriptor),
         },
-        ToVault::Update { lease, blob } => held.update(lease, blob).map(|()| FromVault::Held),
-        ToVault::Get { lease } => match held.get(lease) {
+        FdStoreRequest::Update { lease, blob } => {
+            held.update(lease, blob).map(|()| FdStoreResponse::Stored)
+        }
+        FdStoreRequest::Get { lease } => match held.get(lease) {
             Ok((fd, blob)) => {
                 let blob = blob.clone();
-                return (FromVault::Lease(Entry { lease, blob }), Some(fd.as_fd()));
+                return (
+                    FdStoreResponse::Lease(StoredLease { lease, blob }),
+                    Some(fd.as_fd()),
+                );
             }
             Err(refusal) => Err(refusal),
         },
-        ToVault::Drop { lease } => {
+        FdStoreRequest::Drop { lease } => {
             held.remove(lease);
-            Ok(FromVault::Dropped)
+            Ok(FdStoreResponse::Dropped)
         }
-        ToVault::List { from } => Ok(FromVault::Listed {
+        FdStoreRequest::List { from } => Ok(FdStoreResponse::Listed {
             leases: held.from(from),
         }),
     };
-    (done.unwrap_or_else(FromVault::Refused), None)
+    (done.unwrap_or_else(FdStoreResponse::Refused), None)
 }
 
 fn count(leases: usize) -> u32 {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 
-use bursar_protocol::vault::{Blob, Entry, MAX_LEASES, Refusal, fitting};
+use bursar_protocol::fdstore::{Blob, MAX_LEASES, Refusal, StoredLease, fit_in_frame};
 
 /// Descriptors that are not leases': sockets, and what is in the hand for a moment.
 const OTHERS: u64 = 64;
@@ -73,9 +73,9 @@ impl Held {
     }
 
     /// The leases from a number on, as many as fit into one answer.
-    pub(crate) fn from(&self, lease: u64) -> Vec<Entry> {
+    pub(crate) fn from(&self, lease: u64) -> Vec<StoredLease> {
         let leases = self.leases.range(lease..);
-        fitting(leases.map(|(lease, (_, blob))| Entry {
+        fit_in_frame(leases.map(|(lease, (_, blob))| StoredLease {
             lease: *lease,
             blob: blob.clone(),
         }))

@@ -21,7 +21,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use bursar_protocol::vault::RUN_DIR;
+use bursar_protocol::fdstore::RUN_DIR;
 use held::Held;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 

@@ -9,7 +9,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-use bursar_protocol::vault::SOCKET_NAME;
+use bursar_protocol::fdstore::SOCKET_NAME;
 use rustix::fs::{FlockOperation, flock};
 
 /// The socket, and the right to it.

@@ -5,8 +5,8 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use bursar_protocol::socket::{receive_message, send_message};
-use bursar_protocol::vault::{FromVault, Refusal, ToVault};
+use bursar_protocol::fd_passing::{receive_message, send_message};
+use bursar_protocol::fdstore::{FdStoreRequest, FdStoreResponse, Refusal};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::answer::answer;
@@ -94,15 +94,15 @@ fn admit(peers: &mut Vec<Peer>, stream: UnixStream) {
 
 /// Reads one message and answers it.
 fn converse(held: &mut Held, peers: &mut Vec<Peer>, place: usize) -> io::Result<()> {
-    let (message, fd) = receive_message::<ToVault>(&peers[place].stream)?;
-    let may = peers[place].is_agent || matches!(message, ToVault::Hello { .. });
+    let (message, fd) = receive_message::<FdStoreRequest>(&peers[place].stream)?;
+    let may = peers[place].is_agent || matches!(message, FdStoreRequest::Hello { .. });
     let (answer, fd) = if may {
         answer(held, message, fd)
     } else {
-        (FromVault::Refused(Refusal::NoHello), None)
+        (FdStoreResponse::Refused(Refusal::NoHello), None)
     };
     send_message(&peers[place].stream, &answer, fd)?;
-    if matches!(answer, FromVault::Ready { .. }) && !peers[place].is_agent {
+    if matches!(answer, FdStoreResponse::Ready { .. }) && !peers[place].is_agent {
         log(format_args!("a new agent: {answer:?}"));
         peers[place].is_agent = true;
         let mut at = 0..;

@@ -13,11 +13,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use bursar_protocol::socket::{receive_message, send_message};
-use bursar_protocol::vault::{
-    Blob, Entry, FromVault, MAX_BLOB, Refusal, SOCKET_NAME, ToVault, VERSION,
+use bursar_protocol::fd_passing::{receive_message, send_message};
+use bursar_protocol::fdstore::{
+    Blob, FdStoreRequest, FdStoreResponse, MAX_BLOB, Refusal, SOCKET_NAME, StoredLease, VERSION,
 };
-use bursar_protocol::wire::Message;
+use bursar_protocol::messages::Message;
 use rand::RngExt as _;
 use rustix::fs::{MemfdFlags, memfd_create};
 use tempfile::TempDir;
@@ -107,36 +107,37 @@ impl Agent {
     /// A connection that said hello.
     fn of(folder: &Path) -> Agent {
         let mut agent = Agent(dial(folder).unwrap());
-        let ready = agent.ask(&ToVault::Hello { version: VERSION });
-        assert!(matches!(ready, FromVault::Ready { .. }), "{ready:?}");
+        let ready = agent.ask(&FdStoreRequest::Hello { version: VERSION });
+        assert!(matches!(ready, FdStoreResponse::Ready { .. }), "{ready:?}");
         agent
     }
 
-    fn ask(&mut self, message: &ToVault) -> FromVault {
+    fn ask(&mut self, message: &FdStoreRequest) -> FdStoreResponse {
         self.ask_with(message, None).0
     }
 
     fn ask_with(
         &mut self,
-        message: &ToVault,
+        message: &FdStoreRequest,
         fd: Option<&OwnedFd>,
-    ) -> (FromVault, Option<OwnedFd>) {
+    ) -> (FdStoreResponse, Option<OwnedFd>) {
         send_message(&self.0, message, fd.map(AsFd::as_fd)).unwrap();
         receive_message(&self.0).unwrap()
     }
 
-    fn put(&mut self, lease: u64) -> FromVault {
-        let message = ToVault::Put {
+    fn put(&mut self, lease: u64) -> FdStoreResponse {
+        let message = FdStoreRequest::Put {
             lease,
             blob: blob(lease),
         };
         self.ask_with(&message, Some(&memory(lease))).0
     }
 
-    fn list(&mut self) -> Vec<Entry> {
+    fn list(&mut self) -> Vec<StoredLease> {
         let (mut all, mut from) = (Vec::new(), 0);
         loop {
-            let FromVault::Listed { leases } = self.ask(&ToVault::List { from }) else {
+            let FdStoreResponse::Listed { leases } = self.ask(&FdStoreRequest::List { from })
+            else {
                 panic!("no list")
             };
             let Some(last) = leases.last() else {
@@ -181,11 +182,11 @@ fn an_agent_that_puts_leases_until_it_is_killed() {
     let mut agent = Agent::of(Path::new(&folder));
     let next = agent.list().last().map_or(1, |last| last.lease + 1);
     for lease in next.. {
-        assert_eq!(agent.put(lease), FromVault::Held);
+        assert_eq!(agent.put(lease), FdStoreResponse::Stored);
         println!("put {lease}");
         if lease % 3 == 0 {
-            let drop = ToVault::Drop { lease: lease - 1 };
-            assert_eq!(agent.ask(&drop), FromVault::Dropped);
+            let drop = FdStoreRequest::Drop { lease: lease - 1 };
+            assert_eq!(agent.ask(&drop), FdStoreResponse::Dropped);
             println!("dropped {}", lease - 1);
         }
     }
@@ -244,10 +245,13 @@ fn what_was_acknowledged_outlives_agents_killed_at_any_time() {
         last_put = acknowledged.last().copied().unwrap_or(last_put);
     }
     let mut agent = vault.agent();
-    for Entry { lease, blob: held } in agent.list() {
+    for StoredLease { lease, blob: held } in agent.list() {
         assert_eq!(held, blob(lease));
-        let (answer, fd) = agent.ask_with(&ToVault::Get { lease }, None);
-        assert_eq!(answer, FromVault::Lease(Entry { lease, blob: held }));
+        let (answer, fd) = agent.ask_with(&FdStoreRequest::Get { lease }, None);
+        assert_eq!(
+            answer,
+            FdStoreResponse::Lease(StoredLease { lease, blob: held })
+        );
         assert_eq!(content(fd.unwrap()), lease);
     }
 }
@@ -271,18 +275,18 @@ fn note(
 fn the_newest_agent_is_served_and_the_one_before_hung_up_on() {
     let vault = Vault::start();
     let mut first = vault.agent();
-    assert_eq!(first.put(7), FromVault::Held);
+    assert_eq!(first.put(7), FdStoreResponse::Stored);
     let mut silent = Agent(vault.dial().unwrap());
     assert_eq!(
         first.put(8),
-        FromVault::Held,
+        FdStoreResponse::Stored,
         "a connection alone ends nobody"
     );
     let mut second = vault.agent();
     assert!(first.is_hung_up_on());
     assert_eq!(second.list().len(), 2);
-    let refused = FromVault::Refused(Refusal::NoHello);
-    assert_eq!(silent.ask(&ToVault::Drop { lease: 7 }), refused);
+    let refused = FdStoreResponse::Refused(Refusal::NoHello);
+    assert_eq!(silent.ask(&FdStoreRequest::Drop { lease: 7 }), refused);
     assert_eq!(second.list().len(), 2);
 }
 
@@ -291,7 +295,7 @@ fn an_agent_outside_of_the_vaults_pid_namespace_is_served() {
     let mut command = Command::new("unshare");
     command.args(["--pid", "--fork", "--kill-child", PROGRAM]);
     let vault = Vault::of(command);
-    assert_eq!(vault.agent().put(1), FromVault::Held);
+    assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
 }
 
 #[test]
@@ -300,7 +304,7 @@ fn what_is_kept_outlives_whoever_read_the_vaults_log() {
     command.stderr(Stdio::piped());
     let mut vault = Vault::of(command);
     drop(vault.process.stderr.take());
-    assert_eq!(vault.agent().put(1), FromVault::Held);
+    assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
     assert_eq!(vault.agent().list().len(), 1);
 }
 
@@ -308,29 +312,35 @@ fn what_is_kept_outlives_whoever_read_the_vaults_log() {
 fn a_lease_is_put_once_updated_and_dropped() {
     let vault = Vault::start();
     let mut agent = vault.agent();
-    let put = |lease| ToVault::Put {
+    let put = |lease| FdStoreRequest::Put {
         lease,
         blob: blob(lease),
     };
-    let refused = |refusal| FromVault::Refused(refusal);
+    let refused = |refusal| FdStoreResponse::Refused(refusal);
     assert_eq!(agent.ask(&put(1)), refused(Refusal::NoDescriptor));
-    assert_eq!(agent.put(1), FromVault::Held);
+    assert_eq!(agent.put(1), FdStoreResponse::Stored);
     assert_eq!(agent.put(1), refused(Refusal::Exists));
-    let update = |lease| ToVault::Update {
+    let update = |lease| FdStoreRequest::Update {
         lease,
         blob: blob(9),
     };
-    assert_eq!(agent.ask(&update(1)), FromVault::Held);
+    assert_eq!(agent.ask(&update(1)), FdStoreResponse::Stored);
     assert_eq!(agent.ask(&update(2)), refused(Refusal::Missing));
     assert_eq!(agent.list()[0].blob, blob(9));
-    assert_eq!(agent.ask(&ToVault::Drop { lease: 1 }), FromVault::Dropped);
-    assert_eq!(agent.ask(&ToVault::Drop { lease: 1 }), FromVault::Dropped);
     assert_eq!(
-        agent.ask(&ToVault::Get { lease: 1 }),
+        agent.ask(&FdStoreRequest::Drop { lease: 1 }),
+        FdStoreResponse::Dropped
+    );
+    assert_eq!(
+        agent.ask(&FdStoreRequest::Drop { lease: 1 }),
+        FdStoreResponse::Dropped
+    );
+    assert_eq!(
+        agent.ask(&FdStoreRequest::Get { lease: 1 }),
         refused(Refusal::Missing)
     );
     assert_eq!(
-        agent.ask(&ToVault::Hello { version: 0 }),
+        agent.ask(&FdStoreRequest::Hello { version: 0 }),
         refused(Refusal::Version)
     );
 }
@@ -340,13 +350,13 @@ fn descriptors_that_belong_to_no_lease_are_closed() {
     let vault = Vault::start();
     let mut agent = vault.agent();
     for lease in 1..=50 {
-        agent.ask_with(&ToVault::List { from: 0 }, Some(&memory(0)));
-        assert_eq!(agent.put(lease), FromVault::Held);
+        agent.ask_with(&FdStoreRequest::List { from: 0 }, Some(&memory(0)));
+        assert_eq!(agent.put(lease), FdStoreResponse::Stored);
         agent.put(lease);
     }
     assert_eq!(vault.memories(), 50);
     for lease in 1..=50 {
-        agent.ask(&ToVault::Drop { lease });
+        agent.ask(&FdStoreRequest::Drop { lease });
     }
     assert_eq!(vault.memories(), 0);
 }
@@ -358,9 +368,9 @@ fn a_vault_at_its_limit_of_open_files_says_so_and_goes_on() {
     command.arg(env!("CARGO_BIN_EXE_bursar-vault"));
     let vault = Vault::of(command);
     let mut agent = vault.agent();
-    let room = (1..).find(|lease| agent.put(*lease) != FromVault::Held);
+    let room = (1..).find(|lease| agent.put(*lease) != FdStoreResponse::Stored);
     assert_eq!(room, Some(21));
-    assert_eq!(agent.put(99), FromVault::Refused(Refusal::Full));
+    assert_eq!(agent.put(99), FdStoreResponse::Refused(Refusal::Full));
     assert_eq!(vault.agent().list().len(), 20);
 }
 
@@ -383,22 +393,22 @@ fn the_fullest_vault_stays_within_its_memory() {
     };
     let mut leases = 0;
     let full = loop {
-        let put = ToVault::Put {
+        let put = FdStoreRequest::Put {
             lease: leases + 1,
             blob: blob(leases, 0),
         };
         match agent.ask_with(&put, Some(&fd)).0 {
-            FromVault::Held => leases += 1,
+            FdStoreResponse::Stored => leases += 1,
             other => break other,
         }
     };
-    assert_eq!(full, FromVault::Refused(Refusal::Full));
+    assert_eq!(full, FdStoreResponse::Refused(Refusal::Full));
     for lease in 1..=leases {
-        let update = ToVault::Update {
+        let update = FdStoreRequest::Update {
             lease,
             blob: blob(lease, 1),
         };
-        assert_eq!(agent.ask(&update), FromVault::Held);
+        assert_eq!(agent.ask(&update), FdStoreResponse::Stored);
     }
     let rss = vault.rss();
     println!(
@@ -413,13 +423,13 @@ fn the_fullest_vault_stays_within_its_memory() {
 fn half_a_message_and_garbage_hold_nobody_up_for_long() {
     let vault = Vault::start();
     let mut half = vault.dial().unwrap();
-    half.write_all(&ToVault::Hello { version: 1 }.frame()[..3])
+    half.write_all(&FdStoreRequest::Hello { version: 1 }.frame()[..3])
         .unwrap();
     let mut garbage = vault.dial().unwrap();
     garbage.write_all(&[1, 0, 99]).unwrap();
     let crowd: Vec<_> = (0..20).map(|_| vault.dial().unwrap()).collect();
     let since = Instant::now();
-    assert_eq!(vault.agent().put(1), FromVault::Held);
+    assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
     assert!(since.elapsed() < Duration::from_secs(4), "{since:?}");
     drop((half, garbage, crowd));
 }
@@ -427,7 +437,7 @@ fn half_a_message_and_garbage_hold_nobody_up_for_long() {
 #[test]
 fn a_second_vault_leaves_the_first_its_place() {
     let vault = Vault::start();
-    assert_eq!(vault.agent().put(1), FromVault::Held);
+    assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
     let second = Command::new(env!("CARGO_BIN_EXE_bursar-vault"))
         .arg(vault.folder.path())
         .output()
@@ -441,7 +451,7 @@ fn a_second_vault_leaves_the_first_its_place() {
 #[test]
 fn the_place_of_a_killed_vault_is_taken_again_and_empty() {
     let mut vault = Vault::start();
-    assert_eq!(vault.agent().put(1), FromVault::Held);
+    assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
     vault.process.kill().unwrap();
     vault.process.wait().unwrap();
     let mut next = Command::new(env!("CARGO_BIN_EXE_bursar-vault"));

@@ -14,13 +14,15 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use bursar_protocol::MADE_SINCE;
-use bursar_protocol::dial::dial_at;
-use bursar_protocol::socket::{receive_message, send_message};
-use bursar_protocol::vault::{self, Blob, FromVault, ToVault};
-use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal, Key, LeaseName};
-use bursar_protocol::wire::{Account, Reason, ToAgent, ToShim};
-use bursar_protocol::worker::{FromWorker, ToWorker};
+use bursar_protocol::CREATED_SINCE;
+use bursar_protocol::connect::connect_to;
+use bursar_protocol::fd_passing::{receive_message, send_message};
+use bursar_protocol::fdstore::{self, Blob, FdStoreRequest, FdStoreResponse};
+use bursar_protocol::messages::retained::{
+    Key, LeaseName, RetainedRefusal, RetainedRequest, RetainedResponse,
+};
+use bursar_protocol::messages::{Account, RejectReason, Request, Response};
+use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
 use rustix::net::sockopt::socket_peercred;
 
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -42,7 +44,7 @@ impl Worker {
             .spawn()
             .with_context(|| format!("starting {}", program.display()))?;
         match receive_message(&socket)?.0 {
-            FromWorker::Ready { .. } => Ok(Worker {
+            ProvisionerResponse::Ready { .. } => Ok(Worker {
                 socket,
                 _process: process,
             }),
@@ -50,12 +52,12 @@ impl Worker {
         }
     }
 
-    fn create(&self, bytes: u64) -> io::Result<Result<(u64, OwnedFd), KeptRefusal>> {
-        send_message(&self.socket, &ToWorker::Create { bytes }, None)?;
+    fn create(&self, bytes: u64) -> io::Result<Result<(u64, OwnedFd), RetainedRefusal>> {
+        send_message(&self.socket, &ProvisionerRequest::Create { bytes }, None)?;
         Ok(match receive_message(&self.socket)? {
-            (FromWorker::Created { bytes }, Some(fd)) => Ok((bytes, fd)),
-            (FromWorker::Failed { code, .. }, _) => Err(KeptRefusal::Driver { code }),
-            _ => Err(KeptRefusal::Unavailable),
+            (ProvisionerResponse::Created { bytes }, Some(fd)) => Ok((bytes, fd)),
+            (ProvisionerResponse::Failed { code, .. }, _) => Err(RetainedRefusal::Driver { code }),
+            _ => Err(RetainedRefusal::Unavailable),
         })
     }
 }
@@ -65,9 +67,9 @@ struct Vault(UnixStream);
 impl Vault {
     fn ask(
         &self,
-        message: &ToVault,
+        message: &FdStoreRequest,
         fd: Option<&OwnedFd>,
-    ) -> io::Result<(FromVault, Option<OwnedFd>)> {
+    ) -> io::Result<(FdStoreResponse, Option<OwnedFd>)> {
         send_message(&self.0, message, fd.map(AsFd::as_fd))?;
         receive_message(&self.0)
     }
@@ -101,11 +103,11 @@ struct Keeper {
 impl Keeper {
     fn answer(
         &mut self,
-        question: KeptQuestion,
+        question: RetainedRequest,
         client: &UnixStream,
-    ) -> io::Result<(ToShim, Option<OwnedFd>)> {
+    ) -> io::Result<(Response, Option<OwnedFd>)> {
         let answered = match question {
-            KeptQuestion::Open {
+            RetainedRequest::Open {
                 version,
                 account: Account::Device(gpu),
                 name,
@@ -113,39 +115,39 @@ impl Keeper {
                 bytes,
                 ..
             } if self.workers.contains_key(&gpu) => {
-                let early = (version >= MADE_SINCE).then_some(client);
+                let early = (version >= CREATED_SINCE).then_some(client);
                 let pid = socket_peercred(client)?.pid.as_raw_nonzero().get();
                 return self.open(Title { gpu, name, key }, bytes, pid, early);
             }
-            KeptQuestion::Open { .. } => {
-                let reason = Reason::Account;
-                return Ok((ToShim::Goodbye { reason }, None));
+            RetainedRequest::Open { .. } => {
+                let reason = RejectReason::Account;
+                return Ok((Response::Rejected { reason }, None));
             }
-            KeptQuestion::Commit {
+            RetainedRequest::Commit {
                 lease,
                 token,
                 checksum,
                 ..
             } => self.commit(lease, token, checksum),
-            KeptQuestion::Discard { lease, .. } => {
+            RetainedRequest::Discard { lease, .. } => {
                 self.leases.retain(|_, held| held.lease != lease);
-                self.vault.ask(&ToVault::Drop { lease }, None)?;
-                KeptAnswer::Discarded
+                self.vault.ask(&FdStoreRequest::Drop { lease }, None)?;
+                RetainedResponse::Discarded
             }
         };
-        Ok((ToShim::Kept(answered), None))
+        Ok((Response::Retained(answered), None))
     }
 
-    fn commit(&mut self, lease: u64, right: u64, checksum: u64) -> KeptAnswer {
+    fn commit(&mut self, lease: u64, right: u64, checksum: u64) -> RetainedResponse {
         let held = self.leases.values_mut().find(|held| held.lease == lease);
         match held {
-            None => KeptAnswer::Refused(KeptRefusal::Missing),
+            None => RetainedResponse::Refused(RetainedRefusal::Missing),
             Some(held) => match held.state {
                 State::Writing { token, .. } if token == right => {
                     held.state = State::Committed { checksum };
-                    KeptAnswer::Committed
+                    RetainedResponse::Committed
                 }
-                _ => KeptAnswer::Refused(KeptRefusal::Fenced),
+                _ => RetainedResponse::Refused(RetainedRefusal::Fenced),
             },
         }
     }
@@ -156,7 +158,7 @@ impl Keeper {
         bytes: u64,
         pid: i32,
         early: Option<&UnixStream>,
-    ) -> io::Result<(ToShim, Option<OwnedFd>)> {
+    ) -> io::Result<(Response, Option<OwnedFd>)> {
         if let Some(held) = self.leases.get_mut(&title) {
             match &mut held.state {
                 // As the agent does: an answer may have been lost.
@@ -164,49 +166,50 @@ impl Keeper {
                     *token = token.wrapping_add(1);
                     let given = write(held.lease, held.bytes, *token);
                     let lease = held.lease;
-                    let (_, fd) = self.vault.ask(&ToVault::Get { lease }, None)?;
+                    let (_, fd) = self.vault.ask(&FdStoreRequest::Get { lease }, None)?;
                     return Ok((given, fd));
                 }
                 State::Writing { pid, .. } if lives(*pid) => {
-                    return Ok((refused(KeptRefusal::Writing), None));
+                    return Ok((refused(RetainedRefusal::Writing), None));
                 }
                 State::Writing { .. } => {
                     let lease = held.lease;
                     self.leases.remove(&title);
-                    self.vault.ask(&ToVault::Drop { lease }, None)?;
+                    self.vault.ask(&FdStoreRequest::Drop { lease }, None)?;
                 }
                 State::Committed { checksum } => {
                     let (lease, bytes, checksum) = (held.lease, held.bytes, *checksum);
-                    let (_, fd) = self.vault.ask(&ToVault::Get { lease }, None)?;
-                    let ready = KeptAnswer::Ready {
+                    let (_, fd) = self.vault.ask(&FdStoreRequest::Get { lease }, None)?;
+                    let ready = RetainedResponse::Ready {
                         lease,
                         generation: lease,
                         bytes,
                         checksum,
                     };
-                    return Ok((ToShim::Kept(ready), fd));
+                    return Ok((Response::Retained(ready), fd));
                 }
             }
         }
         if bytes == 0 {
-            return Ok((refused(KeptRefusal::Missing), None));
+            return Ok((refused(RetainedRefusal::Missing), None));
         }
         let Some(worker) = self.workers.get(&title.gpu) else {
-            return Ok((refused(KeptRefusal::Unavailable), None));
+            return Ok((refused(RetainedRefusal::Unavailable), None));
         };
         let (bytes, fd) = match worker.create(bytes)? {
             Ok(made) => made,
             Err(why) => return Ok((refused(why), None)),
         };
         if let Some(client) = early {
-            let made = ToShim::Kept(KeptAnswer::Made { bytes });
+            let made = Response::Retained(RetainedResponse::Created { bytes });
             // One that hung up is found to have ended by the next open.
             let _ = send_message(client, &made, Some(fd.as_fd()));
         }
         self.made += 1;
         let (lease, token) = (self.made, self.made.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let blob = Blob::default();
-        self.vault.ask(&ToVault::Put { lease, blob }, Some(&fd))?;
+        self.vault
+            .ask(&FdStoreRequest::Put { lease, blob }, Some(&fd))?;
         let state = State::Writing { pid, token };
         let held = Lease {
             lease,
@@ -219,8 +222,8 @@ impl Keeper {
     }
 }
 
-fn write(lease: u64, bytes: u64, token: u64) -> ToShim {
-    ToShim::Kept(KeptAnswer::Write {
+fn write(lease: u64, bytes: u64, token: u64) -> Response {
+    Response::Retained(RetainedResponse::Write {
         lease,
         generation: lease,
         bytes,
@@ -229,8 +232,8 @@ fn write(lease: u64, bytes: u64, token: u64) -> ToShim {
     })
 }
 
-fn refused(why: KeptRefusal) -> ToShim {
-    ToShim::Kept(KeptAnswer::Refused(why))
+fn refused(why: RetainedRefusal) -> Response {
+    Response::Retained(RetainedResponse::Refused(why))
 }
 
 /// Whether a process runs: one that only waits to be asked for its end does not.
@@ -247,14 +250,14 @@ fn main() -> anyhow::Result<()> {
     let [socket, folder, worker, gpus @ ..] = arguments.as_slice() else {
         bail!("usage: keeper SOCKET VAULT-FOLDER WORKER GPU...");
     };
-    let vault = Vault(dial_at(
-        &Path::new(folder).join(vault::SOCKET_NAME),
+    let vault = Vault(connect_to(
+        &Path::new(folder).join(fdstore::SOCKET_NAME),
         PATIENCE,
     )?);
-    let version = vault::VERSION;
-    let (ready, _) = vault.ask(&ToVault::Hello { version }, None)?;
+    let version = fdstore::VERSION;
+    let (ready, _) = vault.ask(&FdStoreRequest::Hello { version }, None)?;
     ensure!(
-        matches!(ready, FromVault::Ready { leases: 0, .. }),
+        matches!(ready, FdStoreResponse::Ready { leases: 0, .. }),
         "the vault is not a fresh one: {ready:?}"
     );
     let mut keeper = Keeper {
@@ -268,10 +271,10 @@ fn main() -> anyhow::Result<()> {
         let worker = Worker::start(Path::new(worker), &gpu)?;
         // As the agent does: exports are quick while one is open (design F3).
         if let Ok((_, sentinel)) = worker.create(1)? {
-            let (lease, blob) = (vault::SENTINEL, Blob::default());
+            let (lease, blob) = (fdstore::KEEP_ALIVE, Blob::default());
             keeper
                 .vault
-                .ask(&ToVault::Put { lease, blob }, Some(&sentinel))?;
+                .ask(&FdStoreRequest::Put { lease, blob }, Some(&sentinel))?;
         }
         keeper.workers.insert(gpu, worker);
     }
@@ -280,7 +283,7 @@ fn main() -> anyhow::Result<()> {
     loop {
         let (client, _) = listener.accept()?;
         client.set_read_timeout(Some(PATIENCE))?;
-        let Ok((ToAgent::Kept(question), _)) = receive_message(&client) else {
+        let Ok((Request::Retained(question), _)) = receive_message(&client) else {
             continue;
         };
         let (answer, fd) = keeper.answer(question, &client)?;

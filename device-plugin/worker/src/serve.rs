@@ -5,8 +5,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use bursar_protocol::socket::{receive_message, send_message};
-use bursar_protocol::worker::{FromWorker, ToWorker};
+use bursar_protocol::fd_passing::{receive_message, send_message};
+use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
 use bursar_runtime::driver::{Device, Driver, DriverError, GpuUuid, Handle};
 use bursar_runtime::error::CudaError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -87,26 +87,29 @@ impl Worker {
         })
     }
 
-    fn ready(&self) -> FromWorker {
-        FromWorker::Ready {
+    fn ready(&self) -> ProvisionerResponse {
+        ProvisionerResponse::Ready {
             driver: self.version,
             granularity: self.granularity,
             total: self.total,
         }
     }
 
-    fn answer(&self, message: ToWorker) -> Result<(FromWorker, Option<Made>), CudaError> {
+    fn answer(
+        &self,
+        message: ProvisionerRequest,
+    ) -> Result<(ProvisionerResponse, Option<Made>), CudaError> {
         match message {
-            ToWorker::Create { bytes } => {
+            ProvisionerRequest::Create { bytes } => {
                 let made = self.create(bytes)?;
                 let bytes = made.1.bytes();
-                Ok((FromWorker::Created { bytes }, Some(made)))
+                Ok((ProvisionerResponse::Created { bytes }, Some(made)))
             }
-            ToWorker::Sweep { bytes } => {
+            ProvisionerRequest::AwaitScrub { bytes } => {
                 // A create that comes meanwhile waits here for what it would wait for in the driver.
                 std::thread::sleep(scrub_time(bytes.min(self.total)));
                 self.device.create(self.granularity)?;
-                Ok((FromWorker::Swept, None))
+                Ok((ProvisionerResponse::Scrubbed, None))
             }
         }
     }
@@ -127,12 +130,12 @@ fn scrub_time(bytes: u64) -> Duration {
     Duration::from_secs_f64(bytes as f64 / SCRUBBED_PER_SECOND as f64)
 }
 
-fn failed(error: &DriverError) -> FromWorker {
+fn failed(error: &DriverError) -> ProvisionerResponse {
     let (code, call) = match error {
         DriverError::Cuda(CudaError { code, call }) => (*code, (*call).to_owned()),
         other => (NO_DRIVER, other.to_string()),
     };
-    FromWorker::Failed { code, call }
+    ProvisionerResponse::Failed { code, call }
 }
 
 #[cfg(test)]

@@ -12,8 +12,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bursar_protocol::socket::{receive_message, send_message};
-use bursar_protocol::worker::{FromWorker, ToWorker};
+use bursar_protocol::fd_passing::{receive_message, send_message};
+use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
 use bursar_runtime::driver::{Access, Driver};
 use bursar_sim_lab::{Lab, ONE_GPU, TWO_GPUS, inside};
 
@@ -46,22 +46,25 @@ impl Worker {
     fn ready(command: Command, gpu: &str) -> Worker {
         let worker = Worker::start(command, gpu);
         let (said, _) = worker.hear();
-        assert!(matches!(said, FromWorker::Ready { .. }), "{said:?}");
+        assert!(
+            matches!(said, ProvisionerResponse::Ready { .. }),
+            "{said:?}"
+        );
         worker
     }
 
-    fn hear(&self) -> (FromWorker, Option<OwnedFd>) {
+    fn hear(&self) -> (ProvisionerResponse, Option<OwnedFd>) {
         receive_message(&self.socket).unwrap()
     }
 
-    fn ask(&self, message: ToWorker) -> (FromWorker, Option<OwnedFd>) {
+    fn ask(&self, message: ProvisionerRequest) -> (ProvisionerResponse, Option<OwnedFd>) {
         send_message(&self.socket, &message, None).unwrap();
         self.hear()
     }
 
     fn create(&self, bytes: u64) -> OwnedFd {
-        let (said, fd) = self.ask(ToWorker::Create { bytes });
-        assert_eq!(said, FromWorker::Created { bytes });
+        let (said, fd) = self.ask(ProvisionerRequest::Create { bytes });
+        assert_eq!(said, ProvisionerResponse::Created { bytes });
         fd.unwrap()
     }
 
@@ -116,10 +119,10 @@ fn what_a_worker_made_outlives_it_and_is_kept_by_the_descriptor_alone() {
 fn sizes_are_rounded_up_and_what_cannot_be_made_is_said_by_the_drivers_code() {
     let lab = Lab::new(ONE_GPU).unwrap();
     let worker = Worker::ready(lab.command(PROGRAM), FIRST);
-    let (said, fd) = worker.ask(ToWorker::Create { bytes: 2 * MIB + 1 });
-    assert_eq!(said, FromWorker::Created { bytes: 4 * MIB });
-    let refused = |bytes| match worker.ask(ToWorker::Create { bytes }) {
-        (FromWorker::Failed { code, call }, None) => (code, call),
+    let (said, fd) = worker.ask(ProvisionerRequest::Create { bytes: 2 * MIB + 1 });
+    assert_eq!(said, ProvisionerResponse::Created { bytes: 4 * MIB });
+    let refused = |bytes| match worker.ask(ProvisionerRequest::Create { bytes }) {
+        (ProvisionerResponse::Failed { code, call }, None) => (code, call),
         other => panic!("{bytes}: {other:?}"),
     };
     let call = || "cuMemCreate".to_owned();
@@ -146,14 +149,16 @@ fn a_sweep_waits_for_the_driver_to_scrub_and_leaves_nothing() {
     drop(worker.create(2 * MIB));
     // By now it has closed its own descriptor.
     assert_eq!(
-        worker.ask(ToWorker::Sweep { bytes: 0 }).0,
-        FromWorker::Swept
+        worker.ask(ProvisionerRequest::AwaitScrub { bytes: 0 }).0,
+        ProvisionerResponse::Scrubbed
     );
     let used = lab.sim().unwrap().used(0);
     let since = Instant::now();
-    let swept = worker.ask(ToWorker::Sweep { bytes: u64::MAX }).0;
+    let swept = worker
+        .ask(ProvisionerRequest::AwaitScrub { bytes: u64::MAX })
+        .0;
     let took = since.elapsed();
-    assert_eq!(swept, FromWorker::Swept);
+    assert_eq!(swept, ProvisionerResponse::Scrubbed);
     // 16 GiB, which is all there is.
     assert!(took >= Duration::from_millis(49), "{took:?}");
     assert!(took < Duration::from_secs(5), "{took:?}");
@@ -177,7 +182,7 @@ fn a_worker_without_a_driver_or_its_gpu_says_so_and_ends() {
         let worker = Worker::start(command, gpu);
         let (said, _) = worker.hear();
         assert!(
-            matches!(said, FromWorker::Failed { code: -1, .. }),
+            matches!(said, ProvisionerResponse::Failed { code: -1, .. }),
             "{said:?}"
         );
         assert!(worker.ends_by_itself());

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use bursar_protocol::socket::{receive_with_fd, send_with_fd};
+use bursar_protocol::fd_passing::{receive_with_fd, send_with_fd};
 use serde_json::json;
 
 /// The longest time that a sender waits until the holder listens.

@@ -7,15 +7,15 @@ const LIB: &[&str] = &["--lib"];
 
 /// The search targets of frames and credit pages.
 const FRAMES: &[&str] = &[
+    "fdstore::fdstore_requests_round_trip",
+    "fdstore::fdstore_responses_round_trip",
+    "messages::frame_headers_are_bounded",
+    "messages::memory_ids_round_trip",
+    "messages::requests_round_trip",
+    "messages::responses_round_trip",
     "page::pages_with_any_content_stay_bounded",
-    "vault::from_vault_frames_round_trip",
-    "vault::to_vault_frames_round_trip",
-    "wire::frame_headers_are_bounded",
-    "wire::memory_ids_round_trip",
-    "wire::to_agent_frames_round_trip",
-    "wire::to_shim_frames_round_trip",
-    "worker::from_worker_frames_round_trip",
-    "worker::to_worker_frames_round_trip",
+    "provisioner::provisioner_requests_round_trip",
+    "provisioner::provisioner_responses_round_trip",
 ];
 
 /// The search targets of texts and files.
@@ -73,7 +73,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         long: false,
         tests: &[Tests {
             target: LIB,
-            names: &["page::tests::page_keeps_its_accounts_when_a_tenant_overwrites_the_count"],
+            names: &[
+                "credit_page::tests::page_keeps_its_accounts_when_a_tenant_overwrites_the_count",
+            ],
             ignored: false,
             env: &[],
         }],
@@ -385,7 +387,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         long: false,
         tests: &[Tests {
             target: LIB,
-            names: &["wire::kept::tests::lease_name_is_printable_and_bounded"],
+            names: &["messages::retained::tests::lease_name_is_printable_and_bounded"],
             ignored: false,
             env: &[],
         }],
@@ -715,7 +717,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         long: false,
         tests: &[Tests {
             target: LIB,
-            names: &["cell::tests::agent_gives_up_when_a_word_is_written_without_pause"],
+            names: &["atomic_credit::tests::agent_gives_up_when_a_word_is_written_without_pause"],
             ignored: false,
             env: &[],
         }],

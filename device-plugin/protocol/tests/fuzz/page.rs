@@ -3,7 +3,7 @@
 use std::panic::AssertUnwindSafe;
 
 use bolero::TypeGenerator;
-use bursar_protocol::page::{CreditPage, MAX_SLOTS, PAGE_BYTES};
+use bursar_protocol::credit_page::{CreditPage, MAX_SLOTS, PAGE_BYTES};
 use bursar_protocol::units::Units;
 
 /// What is done to a page with one account.
@@ -50,7 +50,7 @@ fn pages_with_any_content_stay_bounded() {
                         assert_eq!(slot.word().granted, before.granted + more);
                     }
                     Step::TakeBack(units) => {
-                        let taken = slot.take_back(Units(units));
+                        let taken = slot.reclaim(Units(units));
                         assert!(taken.0 <= units.min(before.idle()));
                         assert_eq!(slot.word().granted, before.granted - taken.0);
                     }

@@ -3,8 +3,8 @@
 use std::cell::RefCell;
 use std::ffi::{CString, c_char};
 
-use bursar_protocol::wire::Reason;
-use bursar_protocol::wire::kept::KeptRefusal;
+use bursar_protocol::messages::RejectReason;
+use bursar_protocol::messages::retained::RetainedRefusal;
 use bursar_runtime::driver::DriverError;
 use bursar_runtime::retained::LeaseError;
 
@@ -68,7 +68,7 @@ impl From<LeaseError> for Failure {
             | LeaseError::Driver(DriverError::Cuda(error))
             | LeaseError::Lost { source: error, .. } => error.code,
             LeaseError::Refused {
-                reason: KeptRefusal::Driver { code },
+                reason: RetainedRefusal::Driver { code },
                 ..
             } => *code,
             _ => 0,
@@ -84,18 +84,22 @@ impl From<LeaseError> for Failure {
 fn status(error: &LeaseError) -> Status {
     match error {
         LeaseError::InvalidName { .. } | LeaseError::OutOfRange { .. } => Status::Invalid,
-        LeaseError::AgentUnreachable { .. } | LeaseError::Rejected(Reason::Busy) => Status::Busy,
+        LeaseError::AgentUnreachable { .. } | LeaseError::Rejected(RejectReason::Busy) => {
+            Status::Busy
+        }
         LeaseError::Rejected(_) => Status::Refused,
         LeaseError::UnexpectedResponse => Status::Internal,
         LeaseError::Corrupt { .. } | LeaseError::Lost { .. } => Status::Corrupt,
         LeaseError::Cuda(_) | LeaseError::Driver(_) => Status::Driver,
         LeaseError::Refused { reason, .. } => match reason {
-            KeptRefusal::Missing => Status::Missing,
-            KeptRefusal::Quota { .. } => Status::Quota,
-            KeptRefusal::Writing | KeptRefusal::Unavailable => Status::Busy,
-            KeptRefusal::Fenced => Status::Fenced,
-            KeptRefusal::NotScrubbed | KeptRefusal::TooMany | KeptRefusal::Off => Status::Refused,
-            KeptRefusal::Driver { .. } => Status::Driver,
+            RetainedRefusal::Missing => Status::Missing,
+            RetainedRefusal::Quota { .. } => Status::Quota,
+            RetainedRefusal::Writing | RetainedRefusal::Unavailable => Status::Busy,
+            RetainedRefusal::Fenced => Status::Fenced,
+            RetainedRefusal::NotScrubbed | RetainedRefusal::TooMany | RetainedRefusal::Off => {
+                Status::Refused
+            }
+            RetainedRefusal::Driver { .. } => Status::Driver,
         },
     }
 }
@@ -128,7 +132,7 @@ mod tests {
     #[test]
     fn status_is_busy_when_a_retry_may_succeed() {
         let status = |reason| super::status(&LeaseError::Rejected(reason));
-        assert_eq!(status(Reason::Busy), Status::Busy);
-        assert_eq!(status(Reason::Identity), Status::Refused);
+        assert_eq!(status(RejectReason::Busy), Status::Busy);
+        assert_eq!(status(RejectReason::Identity), Status::Refused);
     }
 }

@@ -7,7 +7,7 @@
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr::NonNull;
 
-use bursar_protocol::fence::{self, Ask};
+use bursar_protocol::fence::{self, FenceFn};
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmemAccessDesc, CUmemAllocationProp,
     CUmemGenericAllocationHandle, CUmemLocation, CUmodule, CUstream, CUuuid,
@@ -135,12 +135,12 @@ pub(super) fn load() -> Result<Table, String> {
 impl Table {
     /// Returns the shim's function that reads the agent's fence; `None` if the driver itself
     /// answers.
-    pub(super) fn fence(&self) -> Option<Ask> {
+    pub(super) fn fence(&self) -> Option<FenceFn> {
         let (mut found, mut status) = (std::ptr::null_mut(), 0);
         // SAFETY: the name ends with a zero, and the pointers are valid for the call.
         let code = unsafe {
             (self.cuGetProcAddress_v2?)(
-                fence::ASK.as_ptr(),
+                fence::FENCE_SYMBOL.as_ptr(),
                 &raw mut found,
                 VERSION,
                 0,
@@ -150,7 +150,7 @@ impl Table {
         let found = NonNull::new(found).filter(|_| code == 0)?;
         // SAFETY: only the shim exports this name. Its function has this type, and the shim is
         // never unloaded.
-        Some(unsafe { std::mem::transmute::<NonNull<c_void>, Ask>(found) })
+        Some(unsafe { std::mem::transmute::<NonNull<c_void>, FenceFn>(found) })
     }
 }
 

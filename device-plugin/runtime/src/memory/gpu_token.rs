@@ -18,10 +18,10 @@ use std::io;
 use std::path::Path;
 
 use bursar_protocol::VERSION;
-use bursar_protocol::wire::token::{TokenAnswer, TokenQuestion};
-use bursar_protocol::wire::{Account, Reason, ToAgent, ToShim};
+use bursar_protocol::messages::token::{TokenRequest, TokenResponse};
+use bursar_protocol::messages::{Account, RejectReason, Request, Response};
 
-pub use bursar_protocol::wire::token::{
+pub use bursar_protocol::messages::token::{
     Generation, Generations, GpuToken, MAX_TOKEN, MemoryId, TokenRefusal,
 };
 
@@ -47,7 +47,7 @@ pub enum TokenError {
     #[error(
         "failed to connect to the agent: it rejected this process ({0:?}); see the agent's log"
     )]
-    Rejected(Reason),
+    Rejected(RejectReason),
     /// The agent's response does not match the request.
     #[error(
         "failed to read the agent's response: it does not match the request; use one version of library and agent"
@@ -63,7 +63,7 @@ impl TokenError {
     pub fn retryable(&self) -> bool {
         match self {
             TokenError::AgentUnreachable { .. } => true,
-            TokenError::Rejected(reason) => *reason == Reason::Busy,
+            TokenError::Rejected(reason) => *reason == RejectReason::Busy,
             TokenError::Refused(reason) => *reason == TokenRefusal::Unavailable,
             TokenError::UnexpectedResponse => false,
         }
@@ -125,40 +125,40 @@ impl TokenClient {
     /// The reason for which the token is void; [`TokenRefusal::Fenced`] says which generation has
     /// ended.
     pub fn redeem(&self, token: &GpuToken) -> Result<MemoryId, TokenError> {
-        let request = TokenQuestion::Redeem {
+        let request = TokenRequest::Redeem {
             version: VERSION,
             token: token.clone(),
         };
         match self.request(request)? {
-            TokenAnswer::Redeemed(id) => Ok(id),
-            TokenAnswer::Refused(reason) => Err(reason.into()),
-            TokenAnswer::Sealed(_) => Err(TokenError::UnexpectedResponse),
+            TokenResponse::Redeemed(id) => Ok(id),
+            TokenResponse::Refused(reason) => Err(reason.into()),
+            TokenResponse::Sealed(_) => Err(TokenError::UnexpectedResponse),
         }
     }
 
     fn seal(&self, gpu: GpuUuid, lease: u64, block: u64) -> Result<GpuToken, TokenError> {
         let seal = |account: Account| {
-            let request = TokenQuestion::Seal {
+            let request = TokenRequest::Seal {
                 version: VERSION,
                 account,
                 lease,
                 block,
             };
             match self.request(request)? {
-                TokenAnswer::Sealed(token) => Ok(token),
-                TokenAnswer::Refused(reason) => Err(reason.into()),
-                TokenAnswer::Redeemed(_) => Err(TokenError::UnexpectedResponse),
+                TokenResponse::Sealed(token) => Ok(token),
+                TokenResponse::Refused(reason) => Err(reason.into()),
+                TokenResponse::Redeemed(_) => Err(TokenError::UnexpectedResponse),
             }
         };
         with_gpu_or_mig_account(gpu, seal, |error| {
-            matches!(error, TokenError::Rejected(Reason::Account))
+            matches!(error, TokenError::Rejected(RejectReason::Account))
         })
     }
 
-    fn request(&self, request: TokenQuestion) -> Result<TokenAnswer, TokenError> {
-        let stream = self.0.send(&ToAgent::Token(request))?;
+    fn request(&self, request: TokenRequest) -> Result<TokenResponse, TokenError> {
+        let stream = self.0.send(&Request::Token(request))?;
         match self.0.recv(&stream)? {
-            (ToShim::Token(answer), _) => Ok(answer),
+            (Response::Token(answer), _) => Ok(answer),
             _ => Err(TokenError::UnexpectedResponse),
         }
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bursar_protocol::VERSION;
-use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
+use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
 
 use super::write_lock::WriteLock;
 use super::{LeaseClient, LeaseError, POLL_INTERVAL, refused, request};
@@ -42,7 +42,7 @@ impl GrantedLease {
     /// response.
     pub(super) fn from_response(
         context: &Context,
-        answer: KeptAnswer,
+        answer: RetainedResponse,
         fd: Option<OwnedFd>,
         premapped: Option<MappedHandle>,
     ) -> Result<GrantedLease, LeaseError> {
@@ -56,7 +56,7 @@ impl GrantedLease {
             _ => Err(LeaseError::UnexpectedResponse),
         };
         match answer {
-            KeptAnswer::Ready {
+            RetainedResponse::Ready {
                 lease,
                 generation,
                 bytes,
@@ -69,7 +69,7 @@ impl GrantedLease {
                 };
                 Ok(GrantedLease::Ready { memory, checksum })
             }
-            KeptAnswer::Write {
+            RetainedResponse::Write {
                 lease,
                 generation,
                 bytes,
@@ -275,7 +275,7 @@ impl LeaseWriter {
     /// place, and reports the checksum.
     ///
     /// # Errors
-    /// The driver's error, or [`KeptRefusal::Fenced`] if the right to commit has ended. The lease
+    /// The driver's error, or [`RetainedRefusal::Fenced`] if the right to commit has ended. The lease
     /// is discarded, except when another writer has it by now.
     pub fn commit(mut self) -> Result<RetainedLease, LeaseError> {
         // Taken only when no step can fail any more: until then the drop of `self` discards the
@@ -286,14 +286,14 @@ impl LeaseWriter {
             .mapped
             .mapping
             .set_access(Access::Read, self.client.context())?;
-        let question = KeptQuestion::Commit {
+        let question = RetainedRequest::Commit {
             version: VERSION,
             lease: self.lease,
             token: self.token,
             checksum: self.client.checksum_of(memory)?,
         };
         if let Err(error) = self.report_commit(&question) {
-            if matches!(&error, LeaseError::Refused { reason, .. } if *reason == KeptRefusal::Fenced)
+            if matches!(&error, LeaseError::Refused { reason, .. } if *reason == RetainedRefusal::Fenced)
             {
                 // The right to write has ended, or a later request of this process has it. That
                 // writer's lease must not be discarded.
@@ -307,12 +307,12 @@ impl LeaseWriter {
 
     /// Reports the commit until the agent confirms it. A commit may be repeated, while the agent
     /// restarts or has lost the vault.
-    fn report_commit(&self, question: &KeptQuestion) -> Result<(), LeaseError> {
+    fn report_commit(&self, question: &RetainedRequest) -> Result<(), LeaseError> {
         let start = Instant::now();
         loop {
             let stated = match request::request(&self.client.0.agent, question.clone()) {
-                Ok(KeptAnswer::Committed) => Ok(()),
-                Ok(KeptAnswer::Refused(reason)) => Err(refused(self.lease, reason)),
+                Ok(RetainedResponse::Committed) => Ok(()),
+                Ok(RetainedResponse::Refused(reason)) => Err(refused(self.lease, reason)),
                 Ok(_) => Err(LeaseError::UnexpectedResponse),
                 Err(error) => Err(error),
             };

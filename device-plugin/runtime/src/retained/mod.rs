@@ -30,11 +30,11 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
-use bursar_protocol::wire::{Reason, WireError};
+use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
+use bursar_protocol::messages::{DecodeError, RejectReason};
 
 pub use bump::LeaseArena;
-pub use bursar_protocol::wire::kept::{Key, LeaseName};
+pub use bursar_protocol::messages::retained::{Key, LeaseName};
 pub use lease::{LeaseWriter, RetainedLease};
 
 use crate::agent_client::{AgentClient, ClientError};
@@ -63,7 +63,7 @@ pub enum LeaseError {
         /// Requested name.
         name: String,
         /// Reason for which the name is not valid.
-        source: WireError,
+        source: DecodeError,
     },
     /// The agent does not listen at the socket or did not respond in time.
     #[error(
@@ -79,7 +79,7 @@ pub enum LeaseError {
     #[error(
         "failed to connect to the agent: it rejected this process ({0:?}); see the agent's log"
     )]
-    Rejected(Reason),
+    Rejected(RejectReason),
     /// The agent's response does not match the request.
     #[error(
         "failed to read the agent's response: it does not match the request; use one version of library and agent"
@@ -91,7 +91,7 @@ pub enum LeaseError {
         /// Lease's name.
         name: String,
         /// Reason of the refusal.
-        reason: KeptRefusal,
+        reason: RetainedRefusal,
     },
     /// The content differs from the committed content. The lease was discarded, and the next open
     /// creates it anew.
@@ -164,12 +164,14 @@ impl LeaseError {
         match self {
             LeaseError::Refused { reason, .. } => matches!(
                 reason,
-                KeptRefusal::Writing | KeptRefusal::Unavailable | KeptRefusal::Quota { .. }
+                RetainedRefusal::Writing
+                    | RetainedRefusal::Unavailable
+                    | RetainedRefusal::Quota { .. }
             ),
             LeaseError::AgentUnreachable { .. }
             | LeaseError::Corrupt { .. }
             | LeaseError::Lost { .. } => true,
-            LeaseError::Rejected(reason) => *reason == Reason::Busy,
+            LeaseError::Rejected(reason) => *reason == RejectReason::Busy,
             LeaseError::Cuda(error) | LeaseError::Driver(DriverError::Cuda(error)) => {
                 error.retryable()
             }
@@ -185,7 +187,7 @@ impl LeaseError {
         match self {
             LeaseError::Cuda(error) | LeaseError::Driver(DriverError::Cuda(error)) => error.class(),
             LeaseError::Refused {
-                reason: KeptRefusal::Quota { .. },
+                reason: RetainedRefusal::Quota { .. },
                 ..
             } => ErrorClass::OutOfMemory,
             other if other.retryable() => ErrorClass::NotReady,
@@ -197,7 +199,10 @@ impl LeaseError {
     fn is_transient(&self) -> bool {
         match self {
             LeaseError::Refused { reason, .. } => {
-                matches!(reason, KeptRefusal::Writing | KeptRefusal::Unavailable)
+                matches!(
+                    reason,
+                    RetainedRefusal::Writing | RetainedRefusal::Unavailable
+                )
             }
             LeaseError::AgentUnreachable { .. } => true,
             _ => false,
@@ -254,7 +259,7 @@ impl LeaseClient {
     /// the lease or the agent does not respond.
     ///
     /// # Errors
-    /// [`KeptRefusal::Missing`] if there is no such lease, [`LeaseError::Corrupt`] if its content
+    /// [`RetainedRefusal::Missing`] if there is no such lease, [`LeaseError::Corrupt`] if its content
     /// changed, [`LeaseError::Lost`] if its memory is lost, and others.
     pub fn find(
         &self,
@@ -349,7 +354,7 @@ impl LeaseClient {
                 };
                 Some(
                     WriteLock::try_acquire(lock_key)
-                        .ok_or_else(|| refused(KeptRefusal::Writing))?,
+                        .ok_or_else(|| refused(RetainedRefusal::Writing))?,
                 )
             }
         };
@@ -357,7 +362,7 @@ impl LeaseClient {
         let opened = request::open(&self.0.agent, context.uuid(), name, key, bytes, map);
         let (answer, fd, premapped) = opened?;
         match answer {
-            KeptAnswer::Refused(reason) => Err(refused(reason)),
+            RetainedResponse::Refused(reason) => Err(refused(reason)),
             granted => {
                 let premapped = premapped.transpose();
                 let result = premapped.and_then(|premapped| {
@@ -365,8 +370,8 @@ impl LeaseClient {
                 });
                 match (&result, granted) {
                     // This process is the lease's writer but cannot map its memory.
-                    (Err(_), KeptAnswer::Write { lease, .. }) => drop(self.discard(lease)),
-                    (Err(LeaseError::Cuda(source)), KeptAnswer::Ready { lease, .. })
+                    (Err(_), RetainedResponse::Write { lease, .. }) => drop(self.discard(lease)),
+                    (Err(LeaseError::Cuda(source)), RetainedResponse::Ready { lease, .. })
                         if is_not_device_memory(source) =>
                     {
                         self.discard(lease)?;
@@ -416,10 +421,12 @@ impl LeaseClient {
 
     fn discard(&self, lease: u64) -> Result<(), LeaseError> {
         let version = bursar_protocol::VERSION;
-        match request::request(&self.0.agent, KeptQuestion::Discard { version, lease })? {
+        match request::request(&self.0.agent, RetainedRequest::Discard { version, lease })? {
             // Another process discarded the lease first.
-            KeptAnswer::Discarded | KeptAnswer::Refused(KeptRefusal::Missing) => Ok(()),
-            KeptAnswer::Refused(reason) => Err(refused(lease, reason)),
+            RetainedResponse::Discarded | RetainedResponse::Refused(RetainedRefusal::Missing) => {
+                Ok(())
+            }
+            RetainedResponse::Refused(reason) => Err(refused(lease, reason)),
             _ => Err(LeaseError::UnexpectedResponse),
         }
     }
@@ -431,7 +438,7 @@ fn is_not_device_memory(error: &CudaError) -> bool {
         && matches!(error.code, INVALID_VALUE | INVALID_HANDLE)
 }
 
-fn refused(lease: u64, reason: KeptRefusal) -> LeaseError {
+fn refused(lease: u64, reason: RetainedRefusal) -> LeaseError {
     LeaseError::Refused {
         name: lease.to_string(),
         reason,

@@ -4,8 +4,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 use bursar_protocol::VERSION;
-use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, Key, LeaseName};
-use bursar_protocol::wire::{Reason, ToAgent, ToShim};
+use bursar_protocol::messages::retained::{Key, LeaseName, RetainedRequest, RetainedResponse};
+use bursar_protocol::messages::{RejectReason, Request, Response};
 
 use super::LeaseError;
 use super::process_image::process_image_id;
@@ -23,9 +23,9 @@ pub(super) fn open<M>(
     key: &Key,
     bytes: u64,
     map: impl Fn(OwnedFd, u64) -> M,
-) -> Result<(KeptAnswer, Option<OwnedFd>, Option<M>), LeaseError> {
+) -> Result<(RetainedResponse, Option<OwnedFd>, Option<M>), LeaseError> {
     let open = |account| {
-        let stream = agent.send(&ToAgent::Kept(KeptQuestion::Open {
+        let stream = agent.send(&Request::Retained(RetainedRequest::Open {
             version: VERSION,
             image: process_image_id(),
             account,
@@ -34,7 +34,7 @@ pub(super) fn open<M>(
             bytes,
         }))?;
         match hear(agent, &stream)? {
-            (KeptAnswer::Made { bytes }, Some(fd)) => {
+            (RetainedResponse::Created { bytes }, Some(fd)) => {
                 let mapped = map(fd, bytes);
                 let (result, fd) = hear(agent, &stream)?;
                 Ok((result, fd, Some(mapped)))
@@ -43,25 +43,25 @@ pub(super) fn open<M>(
         }
     };
     with_gpu_or_mig_account(gpu, open, |error| {
-        matches!(error, LeaseError::Rejected(Reason::Account))
+        matches!(error, LeaseError::Rejected(RejectReason::Account))
     })
 }
 
 /// Sends a request that has one response without a file descriptor.
 pub(super) fn request(
     agent: &AgentClient,
-    question: KeptQuestion,
-) -> Result<KeptAnswer, LeaseError> {
-    let stream = agent.send(&ToAgent::Kept(question))?;
+    question: RetainedRequest,
+) -> Result<RetainedResponse, LeaseError> {
+    let stream = agent.send(&Request::Retained(question))?;
     Ok(hear(agent, &stream)?.0)
 }
 
 fn hear(
     agent: &AgentClient,
     stream: &UnixStream,
-) -> Result<(KeptAnswer, Option<OwnedFd>), LeaseError> {
+) -> Result<(RetainedResponse, Option<OwnedFd>), LeaseError> {
     match agent.recv(stream)? {
-        (ToShim::Kept(result), fd) => Ok((result, fd)),
+        (Response::Retained(result), fd) => Ok((result, fd)),
         _ => Err(LeaseError::UnexpectedResponse),
     }
 }

@@ -5,8 +5,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use bursar_protocol::VERSION;
-use bursar_protocol::dial::{dial, read};
-use bursar_protocol::wire::{Account, Listed, Message, Reason, ToAgent, ToShim};
+use bursar_protocol::connect::{connect, read_message};
+use bursar_protocol::messages::{Account, Message, ProcessUsage, RejectReason, Request, Response};
 
 use crate::nvml_return::{self, NvmlReturn};
 
@@ -27,7 +27,7 @@ pub(crate) struct Usage {
     /// In bytes; more than the quota after the quota was lowered.
     pub(crate) used: u64,
     /// The container's processes that use the device.
-    pub(crate) processes: Vec<Listed>,
+    pub(crate) processes: Vec<ProcessUsage>,
 }
 
 /// The agent's answer about a device.
@@ -123,14 +123,14 @@ fn store(uuid: &str, said: &AgentAnswer) {
 
 /// Asks the agent, on a connection of its own.
 fn query(uuid: &str) -> io::Result<AgentAnswer> {
-    let mut agent = dial(ANSWER_TIMEOUT)?;
-    let query = ToAgent::Query {
+    let mut agent = connect(ANSWER_TIMEOUT)?;
+    let query = Request::Query {
         version: VERSION,
         account: Account::Device(uuid.to_owned()),
     };
     agent.write_all(&query.frame())?;
-    match read(&mut agent)? {
-        ToShim::Usage {
+    match read_message(&mut agent)? {
+        Response::Usage {
             quota,
             used,
             processes,
@@ -139,8 +139,8 @@ fn query(uuid: &str) -> io::Result<AgentAnswer> {
             used,
             processes,
         })),
-        ToShim::Goodbye {
-            reason: Reason::Account,
+        Response::Rejected {
+            reason: RejectReason::Account,
         } => Ok(AgentAnswer::NotAssigned),
         _ => Err(io::ErrorKind::ConnectionRefused.into()),
     }

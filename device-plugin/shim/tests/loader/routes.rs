@@ -154,7 +154,7 @@ const CITED: &[Cited] = &[
     Cited {
         route: "the credit page truncated, or mapped anew",
         comes_to: "prevented",
-        file: "device-plugin/protocol/src/page.rs",
+        file: "device-plugin/protocol/src/credit_page.rs",
         test: "tenant_cannot_resize_or_seal_the_page",
     },
     Cited {
@@ -268,7 +268,7 @@ const CITED: &[Cited] = &[
     Cited {
         route: "another number of accounts written into the credit page",
         comes_to: "prevented: the agent remembers it",
-        file: "device-plugin/protocol/src/page.rs",
+        file: "device-plugin/protocol/src/credit_page.rs",
         test: "page_keeps_its_accounts_when_a_tenant_overwrites_the_count",
     },
     Cited {

@@ -583,7 +583,7 @@ impl World {
         if !self.carry_out(effects) {
             return;
         }
-        if opened != Err(KeptRefusal::Unavailable) {
+        if opened != Err(RetainedRefusal::Unavailable) {
             self.count("opens");
             let before = std::mem::take(&mut self.tenants[at].before);
             self.are_stale(tenant.asker, before);
@@ -629,7 +629,7 @@ impl World {
                 promised(None);
                 self.make(at, *meta, title, token);
             }
-            Err(KeptRefusal::Missing | KeptRefusal::Writing) => promised(None),
+            Err(RetainedRefusal::Missing | RetainedRefusal::Writing) => promised(None),
             Err(_) => {}
         }
     }

@@ -86,7 +86,7 @@ fn committed() -> Leases {
     book
 }
 
-fn reopen(book: &mut Leases, who: Asker) -> Result<Opened, KeptRefusal> {
+fn reopen(book: &mut Leases, who: Asker) -> Result<Opened, RetainedRefusal> {
     let missing = weights(Bytes::ZERO, 5, 1);
     book.open(who, missing, Moment(2)).0
 }
@@ -94,15 +94,18 @@ fn reopen(book: &mut Leases, who: Asker) -> Result<Opened, KeptRefusal> {
 #[test]
 fn one_writes_others_wait_and_once_it_is_committed_its_namespace_reads_it() {
     let mut book = writing();
-    assert_eq!(reopen(&mut book, asker(B, 20)), Err(KeptRefusal::Writing));
+    assert_eq!(
+        reopen(&mut book, asker(B, 20)),
+        Err(RetainedRefusal::Writing)
+    );
     assert_eq!(
         reopen(&mut book, asker(C, 30)),
-        Err(KeptRefusal::Missing),
+        Err(RetainedRefusal::Missing),
         "another namespace's"
     );
     assert_eq!(
         book.commit(asker(A, 10), LeaseId(1), 98, 0, Moment(1)),
-        Err(KeptRefusal::Fenced)
+        Err(RetainedRefusal::Fenced)
     );
     let told = book.commit(asker(A, 10), LeaseId(1), 99, 0xfeed, Moment(1));
     assert!(matches!(
@@ -117,7 +120,7 @@ fn one_writes_others_wait_and_once_it_is_committed_its_namespace_reads_it() {
     );
     assert_eq!(
         book.commit(asker(C, 30), LeaseId(1), 99, 0xfeed, Moment(3)),
-        Err(KeptRefusal::Missing)
+        Err(RetainedRefusal::Missing)
     );
 }
 
@@ -129,7 +132,7 @@ fn an_answer_that_was_lost_can_be_asked_for_again() {
     assert_eq!(opened, Ok(Opened::Write(LeaseId(1))));
     assert_eq!(
         book.commit(asker(A, 10), LeaseId(1), 99, 1, Moment(1)),
-        Err(KeptRefusal::Fenced),
+        Err(RetainedRefusal::Fenced),
         "the later token counts"
     );
     for _ in 0..2 {
@@ -140,7 +143,7 @@ fn an_answer_that_was_lost_can_be_asked_for_again() {
     }
     assert_eq!(
         book.commit(asker(A, 10), LeaseId(1), 100, 2, Moment(1)),
-        Err(KeptRefusal::Fenced),
+        Err(RetainedRefusal::Fenced),
         "another content"
     );
 }
@@ -150,7 +153,7 @@ fn of_two_threads_that_want_the_same_one_writes_and_who_asked_for_more_writes_an
     let mut book = writing();
     assert_eq!(
         reopen(&mut book, asker(A, 10)),
-        Err(KeptRefusal::Writing),
+        Err(RetainedRefusal::Writing),
         "who only looks takes no right away"
     );
     let (opened, effects) = book.open(asker(A, 10), weights(Bytes::gib(2), 5, 100), Moment(1));
@@ -196,7 +199,7 @@ fn pods_that_own_nothing_keep_no_more_of_a_namespaces_leases_than_its_pods_may_u
         let (opened, _) = book.open(asker(B, 20), open(Bytes::ZERO), Moment(3));
         let expected = match number {
             2 => Ok(Opened::Read(id)),
-            _ => Err(KeptRefusal::Quota { free: 0 }),
+            _ => Err(RetainedRefusal::Quota { free: 0 }),
         };
         assert_eq!(opened, expected, "{number}");
         let (again, _) = book.open(maker, open(Bytes::ZERO), Moment(3));
@@ -264,7 +267,7 @@ fn a_token_ends_with_its_time_and_another_writer_may_take_over() {
     let late = Moment(0) + WRITE_TIME;
     assert_eq!(
         book.commit(asker(A, 10), LeaseId(1), 99, 1, late),
-        Err(KeptRefusal::Fenced)
+        Err(RetainedRefusal::Fenced)
     );
     let (opened, effects) = book.open(asker(B, 20), weights(Bytes::gib(1), 5, 1), late);
     assert!(matches!(opened, Ok(Opened::Make(_))), "{opened:?}");
@@ -326,14 +329,17 @@ fn what_others_may_have_mapped_is_discarded_only_by_name() {
     reopen(&mut book, asker(B, 20)).unwrap();
     assert_eq!(
         book.discard(asker(C, 30), LeaseId(1)),
-        Err(KeptRefusal::Missing)
+        Err(RetainedRefusal::Missing)
     );
     let effects = book.discard(asker(B, 20), LeaseId(1)).unwrap();
     assert!(
         matches!(&effects[..], [Effect::Update(_, _)]),
         "{effects:?}"
     );
-    assert_eq!(reopen(&mut book, asker(A, 10)), Err(KeptRefusal::Missing));
+    assert_eq!(
+        reopen(&mut book, asker(A, 10)),
+        Err(RetainedRefusal::Missing)
+    );
     let mut alone = committed();
     assert_eq!(
         alone.discard(asker(A, 10), LeaseId(1)).unwrap(),
@@ -342,7 +348,7 @@ fn what_others_may_have_mapped_is_discarded_only_by_name() {
     let mut writing = writing();
     assert_eq!(
         writing.discard(asker(A, 11), LeaseId(1)),
-        Err(KeptRefusal::Fenced),
+        Err(RetainedRefusal::Fenced),
         "another process writes it"
     );
 }
@@ -400,7 +406,7 @@ fn the_vault_is_the_truth_for_the_next_agent() {
     book.stand(node(), &Charged::new());
     assert_eq!(
         reopen(&mut book, asker(A, 11)),
-        Err(KeptRefusal::Unavailable),
+        Err(RetainedRefusal::Unavailable),
         "before the vault is heard"
     );
     assert_eq!(book.heard(held, |_| false), []);
@@ -478,13 +484,16 @@ fn leases_are_lost_with_the_vault_and_with_their_gpu() {
     assert_eq!(book.living(), BTreeMap::new(), "nothing is known of it");
     assert_eq!(
         reopen(&mut book, asker(A, 10)),
-        Err(KeptRefusal::Unavailable)
+        Err(RetainedRefusal::Unavailable)
     );
     assert_eq!(
         book.heard(BTreeMap::new(), |_| true),
         [Effect::Charge(LeaseId(1), A)]
     );
-    assert_eq!(reopen(&mut book, asker(A, 10)), Err(KeptRefusal::Missing));
+    assert_eq!(
+        reopen(&mut book, asker(A, 10)),
+        Err(RetainedRefusal::Missing)
+    );
     // A lower one is of a count that started again.
     for generation in [0, 2] {
         let mut book = committed();
@@ -493,7 +502,10 @@ fn leases_are_lost_with_the_vault_and_with_their_gpu() {
         node.generations.insert(gpu(), generation);
         let (_, effects) = book.stand(node, &Charged::new());
         assert_eq!(effects, [Effect::Charge(LeaseId(1), A)]);
-        assert_eq!(reopen(&mut book, asker(A, 10)), Err(KeptRefusal::Missing));
+        assert_eq!(
+            reopen(&mut book, asker(A, 10)),
+            Err(RetainedRefusal::Missing)
+        );
     }
     let mut unknown = node();
     unknown.generations.clear();
@@ -511,7 +523,7 @@ fn a_drained_gpu_loses_its_leases_and_none_is_made_there_before_that_is_over() {
         book.open(asker(A, 10), weights(Bytes::gib(1), 5, 99), Moment(9))
             .0
     };
-    assert_eq!(make(&mut book), Err(KeptRefusal::Unavailable));
+    assert_eq!(make(&mut book), Err(RetainedRefusal::Unavailable));
     assert!(book.are_on(&gpu()));
     assert_eq!(book.charged(LeaseId(1)), Some(Effect::Drop(LeaseId(1))));
     book.dropped(LeaseId(1));
@@ -548,7 +560,7 @@ fn a_container_owns_so_many_leases_and_no_more() {
         match book.open(asker(A, 10), open, Moment(0)).0 {
             Ok(Opened::Make(meta)) => book.begin(LeaseId(number + 1), *meta),
             refused => {
-                assert_eq!(refused, Err(KeptRefusal::TooMany));
+                assert_eq!(refused, Err(RetainedRefusal::TooMany));
                 assert_eq!(number, MOST_OWNED as u64);
                 return;
             }
@@ -570,7 +582,7 @@ fn fill(book: &mut Leases, containers: impl Iterator<Item = u64>, from: u64) -> 
             match book.open(asker, open, Moment(0)).0 {
                 Ok(Opened::Make(meta)) => book.begin(LeaseId(from + made), *meta),
                 refused => {
-                    assert_eq!(refused, Err(KeptRefusal::TooMany));
+                    assert_eq!(refused, Err(RetainedRefusal::TooMany));
                     return made;
                 }
             }
@@ -665,5 +677,5 @@ fn the_longest_blob_fits_into_the_vault() {
         }),
     };
     let length = serde_json::to_vec(&meta).unwrap().len();
-    assert!(length <= bursar_protocol::vault::MAX_BLOB, "{length}");
+    assert!(length <= bursar_protocol::fdstore::MAX_BLOB, "{length}");
 }

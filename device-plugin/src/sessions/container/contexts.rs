@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use bursar_protocol::messages::Response;
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::ToShim;
 
 use super::super::Account;
 use super::super::contexts::ContextSizes;
@@ -26,7 +26,7 @@ impl Container {
     }
 
     /// A process made a context: what one is charged now, here and on the pages of all processes.
-    pub(in super::super) fn context_made(&mut self, pid: u32, account: u8) -> ToShim {
+    pub(in super::super) fn context_made(&mut self, pid: u32, account: u8) -> Response {
         self.heard(pid);
         let index = usize::from(account);
         let here = self.accounts.get(index);
@@ -38,6 +38,6 @@ impl Container {
         {
             slot.set_context(units);
         }
-        ToShim::ContextSize { account, units }
+        Response::ContextSize { account, units }
     }
 }

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use bursar_protocol::messages::{Account, RejectReason};
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::{Account, Reason};
 
 use super::{Container, Membership};
 use crate::sessions::credit::NOBODY;
@@ -13,7 +13,7 @@ use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) enum NotAsked {
     /// It is none of the container's, or asks for another one's GPU.
-    Unwelcome(Reason),
+    Unwelcome(RejectReason),
     /// It is poisoned, or its GPU is drained.
     Fenced,
 }
@@ -33,7 +33,7 @@ impl Container {
         let has = |account: &Account| self.gpus().iter().any(|gpu| *account == on_wire(gpu));
         match gpu.is_none_or(has) {
             true => Ok(self.served.allocation),
-            false => Err(NotAsked::Unwelcome(Reason::Account)),
+            false => Err(NotAsked::Unwelcome(RejectReason::Account)),
         }
     }
 

@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bursar_protocol::page::{CreditPage, PageError};
+use bursar_protocol::credit_page::{CreditPage, PageError};
 
 use super::super::MAX_PROCESSES;
 use super::super::pace::Pace;
@@ -62,7 +62,7 @@ impl Pages {
         now: Instant,
     ) -> Result<(CreditPage, Arc<OwnedFd>), NoPage> {
         if let Some(fd) = self.free.pop() {
-            return Ok((CreditPage::again(&fd, accounts)?, fd));
+            return Ok((CreditPage::recycle(&fd, accounts)?, fd));
         }
         if !self.budget.try_charge(EVERY, now) {
             return Err(NoPage::TooMany);

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
+use bursar_protocol::error_class::ErrorClass;
 use bursar_protocol::fence::Fence;
-use bursar_protocol::sticky::ErrorClass;
-use bursar_protocol::wire::{ToShim, Verdict};
+use bursar_protocol::messages::{Recovery, Response};
 
 use super::super::poison::{Cause, Decision, Fault, Image, Poisonings, Policy, Suspect};
 use super::super::{Account, Process};
@@ -34,7 +34,7 @@ impl Container {
         code: i32,
         able: bool,
         now: Present,
-    ) -> ToShim {
+    ) -> Response {
         self.heard(pid);
         let class = ErrorClass::of(code);
         let is_fault = code != 0 && (class.poisons() || class == ErrorClass::Unknown);
@@ -44,9 +44,9 @@ impl Container {
             _ => None,
         };
         let decision = is_fault.then(|| self.strike(pid, gpu, cause, now));
-        ToShim::Verdict(match decision.flatten() {
-            Some(Decision::Execute) => Verdict::Execute,
-            _ => Verdict::GoOn,
+        Response::Recovery(match decision.flatten() {
+            Some(Decision::Execute) => Recovery::Reexec,
+            _ => Recovery::Continue,
         })
     }
 

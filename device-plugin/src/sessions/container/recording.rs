@@ -8,8 +8,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bursar_protocol::messages::Response;
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::ToShim;
 use tokio::sync::{Notify, oneshot, watch};
 
 use super::super::pace::{Pace, measured};
@@ -47,7 +47,7 @@ struct Asked {
     pid: u32,
     account: u8,
     need: Units,
-    answer: oneshot::Sender<ToShim>,
+    answer: oneshot::Sender<Response>,
 }
 
 impl Default for Changes {
@@ -69,7 +69,7 @@ impl Container {
         pid: u32,
         account: u8,
         need: Units,
-    ) -> (Change, oneshot::Receiver<ToShim>) {
+    ) -> (Change, oneshot::Receiver<Response>) {
         let (answer, answered) = oneshot::channel();
         self.requests = self.requests.saturating_add(1);
         self.changes.asked.push(Asked {
@@ -178,7 +178,7 @@ impl Container {
             });
             // Who does not wait for it any more has the credit in its page.
             let _ = answer.send(match handed {
-                Ok(units) => ToShim::Granted { account, units },
+                Ok(units) => Response::Granted { account, units },
                 Err(why) => self.refuse(pid, account, need, why),
             });
         }

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bursar_protocol::POISON_SINCE;
+use bursar_protocol::messages::Response;
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::ToShim;
 
 use super::super::lock;
 use super::{Container, Member};
@@ -75,7 +75,7 @@ impl ToldOfAll {
 
 impl Container {
     /// The answer to a request that is refused.
-    pub(super) fn refuse(&mut self, pid: u32, account: u8, need: Units, why: Why) -> ToShim {
+    pub(super) fn refuse(&mut self, pid: u32, account: u8, need: Units, why: Why) -> Response {
         let index = usize::from(account);
         if let Some(untold) = self.told.due(why.as_str(), Instant::now()) {
             let credit = &self.credit;
@@ -100,12 +100,14 @@ impl Container {
         }
         let knows = |member: &Member| member.version >= POISON_SINCE;
         match why {
-            Why::Fenced if self.members.get(&pid).is_some_and(knows) => ToShim::Fenced { account },
-            Why::Fenced | Why::RecordLost | Why::Unrecorded => ToShim::Refused {
+            Why::Fenced if self.members.get(&pid).is_some_and(knows) => {
+                Response::Fenced { account }
+            }
+            Why::Fenced | Why::RecordLost | Why::Unrecorded => Response::Refused {
                 account,
                 free: Units::ZERO,
             },
-            Why::Quota | Why::NoPage => ToShim::Refused {
+            Why::Quota | Why::NoPage => Response::Refused {
                 account,
                 free: self.credit.free(index),
             },

@@ -1,4 +1,4 @@
-use bursar_protocol::page::PageError;
+use bursar_protocol::credit_page::PageError;
 
 use super::*;
 use crate::units::{LeaseId, PodUid};
@@ -32,7 +32,7 @@ impl Membership for Host {
 
 impl Container {
     /// The answer to a request whose write is paid for.
-    fn request(&mut self, pid: u32, account: u8, need: Units) -> ToShim {
+    fn request(&mut self, pid: u32, account: u8, need: Units) -> Response {
         let (_, mut answer) = self.ask(pid, account, need);
         answer.try_recv().unwrap()
     }
@@ -78,7 +78,7 @@ impl Fixture {
     }
 }
 
-fn hello(container: &mut Container, pid: u32, image: u64) -> Result<CreditPage, Reason> {
+fn hello(container: &mut Container, pid: u32, image: u64) -> Result<CreditPage, RejectReason> {
     hello_with(container, pid, image, &[])
 }
 
@@ -86,8 +86,8 @@ fn hello_with(
     container: &mut Container,
     pid: u32,
     image: u64,
-    holdings: &[Holding],
-) -> Result<CreditPage, Reason> {
+    holdings: &[HeldCredit],
+) -> Result<CreditPage, RejectReason> {
     let admitted = container.hello(Process { pid, start: 1 }, image, VERSION, holdings, &Host)?;
     Ok(CreditPage::open(admitted.page).unwrap())
 }
@@ -108,14 +108,14 @@ fn settle_with(container: &mut Container, charged: &[(u32, Bytes)]) {
     container.settle(&asked, &[charges], &Host);
 }
 
-fn is_granted(answer: &ToShim) -> bool {
-    matches!(answer, ToShim::Granted { .. })
+fn is_granted(answer: &Response) -> bool {
+    matches!(answer, Response::Granted { .. })
 }
 
 fn use_all(container: &mut Container, page: &CreditPage, pid: u32, bytes: u64) {
     let need = units(bytes);
     let slot = page.slot(0).unwrap();
-    if let Err(bursar_protocol::word::NoCredit::Short(missing)) = slot.charge(need) {
+    if let Err(bursar_protocol::credit::CreditError::Short(missing)) = slot.charge(need) {
         assert!(is_granted(&container.request(pid, 0, Units(missing))));
         slot.charge(need).unwrap();
     }
@@ -127,12 +127,12 @@ fn credit_is_in_the_page_when_the_grant_arrives() {
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
     assert_eq!(page.slot(0).unwrap().quota(), units(1 << 30));
-    let ToShim::Granted { units: granted, .. } = container.request(1, 0, units(MIB)) else {
+    let Response::Granted { units: granted, .. } = container.request(1, 0, units(MIB)) else {
         panic!()
     };
     assert_eq!(
         page.slot(0).unwrap().word(),
-        Word {
+        CreditWord {
             granted: granted.0,
             used: 0
         }
@@ -162,16 +162,16 @@ fn a_page_full_of_lies_gains_nothing() {
     let honest = hello(&mut container, 2, 8).unwrap();
     use_all(&mut container, &honest, 2, 128 * MIB);
     for word in [
-        Word {
+        CreditWord {
             granted: u32::MAX - 1,
             used: 0,
         },
-        Word {
+        CreditWord {
             granted: 0,
             used: u32::MAX - 1,
         },
-        Word::FROZEN,
-        Word {
+        CreditWord::FROZEN,
+        CreditWord {
             granted: u32::MAX,
             used: u32::MAX,
         },
@@ -195,7 +195,7 @@ fn an_exec_retires_what_the_image_before_it_had() {
     let after = hello(&mut container, 1, 8).unwrap();
     assert_eq!(
         after.slot(0).unwrap().word(),
-        Word {
+        CreditWord {
             granted: 0,
             used: 0
         }
@@ -265,8 +265,8 @@ fn a_restarted_agent_charges_silent_processes_and_knows_them_when_they_say_hello
     assert!(is_granted(&after.request(2, 0, units(MIB))));
 
     let word = page.slot(0).unwrap().freeze();
-    let account = wire::Account::Device("GPU-aaaa".to_owned());
-    let held = Holding {
+    let account = messages::Account::Device("GPU-aaaa".to_owned());
+    let held = HeldCredit {
         account,
         granted: Units(word.granted),
         used: Units(word.used),
@@ -295,8 +295,8 @@ fn a_process_that_died_while_the_agent_was_away_is_retired() {
 fn an_unknown_process_is_taken_at_its_word_only_within_the_quota() {
     let fixture = Fixture::with_quota(Bytes::mib(256));
     let mut container = fixture.start();
-    let account = wire::Account::Device("GPU-aaaa".to_owned());
-    let claim = Holding {
+    let account = messages::Account::Device("GPU-aaaa".to_owned());
+    let claim = HeldCredit {
         account,
         granted: units(1 << 40),
         used: Units::ZERO,
@@ -309,9 +309,15 @@ fn an_unknown_process_is_taken_at_its_word_only_within_the_quota() {
 fn processes_of_other_pods_and_of_sibling_containers_are_not_admitted() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
-    assert_eq!(hello(&mut container, 5000, 1).err(), Some(Reason::Identity));
+    assert_eq!(
+        hello(&mut container, 5000, 1).err(),
+        Some(RejectReason::Identity)
+    );
     hello(&mut container, 1, 7).unwrap();
-    assert_eq!(hello(&mut container, 1001, 1).err(), Some(Reason::Identity));
+    assert_eq!(
+        hello(&mut container, 1001, 1).err(),
+        Some(RejectReason::Identity)
+    );
     container.died(Process { pid: 1, start: 1 }, 7);
     hello(&mut container, 1001, 1).expect("the container was restarted under another id");
 }
@@ -326,8 +332,8 @@ fn a_query_tells_what_the_container_uses_with_the_pids_that_the_asker_sees() {
     }
     hello(&mut container, 105, 7).unwrap();
     container.died(Process { pid: 104, start: 1 }, 7);
-    let gpu = wire::Account::Device("GPU-aaaa".to_owned());
-    let ToShim::Usage {
+    let gpu = messages::Account::Device("GPU-aaaa".to_owned());
+    let Response::Usage {
         quota,
         used,
         processes,
@@ -343,7 +349,7 @@ fn a_query_tells_what_the_container_uses_with_the_pids_that_the_asker_sees() {
         .map(|process| (process.pid, process.bytes / MIB))
         .collect();
     assert_eq!(listed, [(1, 100), (2, 20)], "by the pids inside");
-    let Ok(ToShim::Usage { processes, .. }) = container.query(50, &gpu, &Host) else {
+    let Ok(Response::Usage { processes, .. }) = container.query(50, &gpu, &Host) else {
         panic!("not a usage");
     };
     let pids: Vec<_> = processes.iter().map(|process| process.pid).collect();
@@ -354,7 +360,7 @@ fn a_query_tells_what_the_container_uses_with_the_pids_that_the_asker_sees() {
 fn a_query_is_answered_to_the_containers_own_processes_about_its_own_accounts_only() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
-    let gpu = wire::Account::Device("GPU-aaaa".to_owned());
+    let gpu = messages::Account::Device("GPU-aaaa".to_owned());
     assert!(
         container.query(1001, &gpu, &Host).is_ok(),
         "nobody is here yet"
@@ -363,11 +369,14 @@ fn a_query_is_answered_to_the_containers_own_processes_about_its_own_accounts_on
     for stranger in [1001, 5000] {
         assert_eq!(
             container.query(stranger, &gpu, &Host),
-            Err(Reason::Identity)
+            Err(RejectReason::Identity)
         );
     }
-    let other = wire::Account::Device("GPU-bbbb".to_owned());
-    assert_eq!(container.query(2, &other, &Host), Err(Reason::Account));
+    let other = messages::Account::Device("GPU-bbbb".to_owned());
+    assert_eq!(
+        container.query(2, &other, &Host),
+        Err(RejectReason::Account)
+    );
 }
 
 #[test]
@@ -377,7 +386,10 @@ fn a_container_has_a_bounded_number_of_processes() {
     for pid in 0..MAX_PROCESSES as u32 {
         hello(&mut container, pid, 1).unwrap();
     }
-    assert_eq!(hello(&mut container, 999, 1).err(), Some(Reason::Busy));
+    assert_eq!(
+        hello(&mut container, 999, 1).err(),
+        Some(RejectReason::Busy)
+    );
     hello(&mut container, 0, 1).expect("one that is known may come again");
 }
 
@@ -390,7 +402,10 @@ fn a_process_that_gets_no_new_page_stays_what_it_was() {
     let before = container.usage();
     container.pages = Pages::new(|_| Err(PageError::NotAPage("out of descriptors")));
     for image in [7, 8] {
-        assert_eq!(hello(&mut container, 1, image).err(), Some(Reason::Busy));
+        assert_eq!(
+            hello(&mut container, 1, image).err(),
+            Some(RejectReason::Busy)
+        );
         assert_eq!(container.usage(), before, "as image {image}");
     }
     container.died(Process { pid: 1, start: 1 }, 7);
@@ -552,8 +567,8 @@ fn what_a_silent_process_has_is_granted_to_nobody_and_shown_to_all_until_it_says
         "its own is in the books"
     );
     assert!(!is_granted(&container.request(1, 0, units(41 * MIB))));
-    let holding = Holding {
-        account: wire::Account::Device("GPU-aaaa".into()),
+    let holding = HeldCredit {
+        account: messages::Account::Device("GPU-aaaa".into()),
         granted: units(60 * MIB),
         used: units(60 * MIB),
     };

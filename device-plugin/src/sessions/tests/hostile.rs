@@ -2,9 +2,9 @@
 
 use std::os::fd::AsFd;
 
-use bursar_protocol::socket::send_with_fd;
-use bursar_protocol::wire::{Account as OnWire, Holding};
-use bursar_protocol::word::Word;
+use bursar_protocol::credit::CreditWord;
+use bursar_protocol::fd_passing::send_with_fd;
+use bursar_protocol::messages::{Account as OnWire, HeldCredit};
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 
@@ -40,33 +40,33 @@ impl Dice {
     fn message(&mut self) -> Vec<u8> {
         let account = self.below(63) as u8;
         match self.below(5) {
-            0 => ToAgent::Hello {
+            0 => Request::Hello {
                 version: self.below(3) as u16,
                 image: self.below(4),
                 holdings: (0..self.below(4)).map(|_| self.holding()).collect(),
             },
-            1 => ToAgent::Request {
+            1 => Request::Credit {
                 account: account % 3,
                 units: self.units(),
             },
-            2 => ToAgent::Request {
+            2 => Request::Credit {
                 account,
                 units: Units::ZERO,
             },
-            3 => ToAgent::Denied {
+            3 => Request::Denied {
                 account,
                 bytes: u64::MAX,
                 function: "x".repeat(self.below(96) as usize),
             },
-            _ => ToAgent::Refresh,
+            _ => Request::Refresh,
         }
         .frame()
     }
 
-    fn holding(&mut self) -> Holding {
+    fn holding(&mut self) -> HeldCredit {
         let names = ["GPU-aaaa", "GPU-bbbb", ""];
         let name = names[self.below(3) as usize].to_owned();
-        Holding {
+        HeldCredit {
             account: OnWire::Device(name),
             granted: self.units(),
             used: self.units(),
@@ -108,7 +108,7 @@ fn converse(run_dir: &Path, dice: &mut Dice) {
             .as_ref()
             .and_then(|page| page.slot(dice.below(2) as usize))
         {
-            let word = Word {
+            let word = CreditWord {
                 granted: dice.units().0,
                 used: dice.units().0,
             };
@@ -125,7 +125,7 @@ fn converse(run_dir: &Path, dice: &mut Dice) {
 
 fn try_hello(run_dir: &Path, image: u64) -> Option<(UnixStream, CreditPage)> {
     let mut stream = connect(run_dir);
-    let hello = ToAgent::Hello {
+    let hello = Request::Hello {
         version: 1,
         image,
         holdings: vec![],
@@ -157,8 +157,8 @@ async fn hostile_peers_gain_nothing_and_slow_no_neighbour_down() {
         let trip = |_| {
             std::thread::sleep(Duration::from_millis(2));
             let begun = Instant::now();
-            stream.write_all(&ToAgent::Refresh.frame()).unwrap();
-            assert_eq!(receive(&mut stream), ToShim::Refreshed);
+            stream.write_all(&Request::Refresh.frame()).unwrap();
+            assert_eq!(receive(&mut stream), Response::Refreshed);
             begun.elapsed()
         };
         let mut times: Vec<Duration> = (0..300).map(trip).collect();
@@ -184,7 +184,7 @@ async fn hostile_peers_gain_nothing_and_slow_no_neighbour_down() {
     );
     beside(folder.path(), |run_dir| {
         let (mut stream, page) = hello_as(run_dir, 99);
-        let all = ToAgent::Request {
+        let all = Request::Credit {
             account: 0,
             units: page.slot(0).unwrap().quota(),
         };
@@ -192,7 +192,7 @@ async fn hostile_peers_gain_nothing_and_slow_no_neighbour_down() {
         loop {
             stream.write_all(&all.frame()).unwrap();
             match receive(&mut stream) {
-                ToShim::Granted { .. } => break,
+                Response::Granted { .. } => break,
                 answer => assert!(begun.elapsed() < Duration::from_secs(5), "{answer:?}"),
             }
             std::thread::sleep(Duration::from_millis(20));

@@ -4,7 +4,7 @@
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
 
-use bursar_protocol::socket::send_with_fd;
+use bursar_protocol::fd_passing::send_with_fd;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sockopt};
 
 use super::*;
@@ -89,8 +89,8 @@ fn trips(mut stream: UnixStream) -> Duration {
     let trip = |_| {
         std::thread::sleep(Duration::from_millis(2));
         let begun = Instant::now();
-        stream.write_all(&ToAgent::Refresh.frame()).unwrap();
-        assert_eq!(receive(&mut stream), ToShim::Refreshed);
+        stream.write_all(&Request::Refresh.frame()).unwrap();
+        assert_eq!(receive(&mut stream), Response::Refreshed);
         begun.elapsed()
     };
     let mut times: Vec<Duration> = (0..300).map(trip).collect();
@@ -104,7 +104,7 @@ fn hello_to(run_dir: &Path, allocation: u64) -> (UnixStream, CreditPage) {
     stream
         .set_read_timeout(Some(Duration::from_secs(5)))
         .unwrap();
-    let hello = ToAgent::Hello {
+    let hello = Request::Hello {
         version: 1,
         image: 1,
         holdings: vec![],
@@ -243,7 +243,7 @@ async fn container_is_not_accepted_while_its_sockets_linger() {
         shut_out
             .set_read_timeout(Some(Duration::from_secs(1)))
             .unwrap();
-        let frame = ToAgent::Hello {
+        let frame = Request::Hello {
             version: 1,
             image: 1,
             holdings: vec![],

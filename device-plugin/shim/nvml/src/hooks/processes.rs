@@ -2,7 +2,7 @@
 //!
 //! All of them are compute processes: a container has no graphics libraries, and no MPS server.
 
-use bursar_protocol::wire::Listed;
+use bursar_protocol::messages::ProcessUsage;
 
 use super::{Device, HookResult, check_count_query, deref, driver, guarded, usage, uuid};
 use crate::nvml_return::{self, NvmlReturn};
@@ -81,17 +81,17 @@ fn instance(device: Device) -> Result<MigInstance, NvmlReturn> {
 
 /// A structure of NVML for a process.
 trait ProcessRow: Copy {
-    fn new(process: &Listed, instance: MigInstance) -> Self;
+    fn new(process: &ProcessUsage, instance: MigInstance) -> Self;
 }
 
 impl ProcessRow for ProcessInfoV1 {
-    fn new(&Listed { pid, bytes }: &Listed, _: MigInstance) -> ProcessInfoV1 {
+    fn new(&ProcessUsage { pid, bytes }: &ProcessUsage, _: MigInstance) -> ProcessInfoV1 {
         ProcessInfoV1 { pid, bytes }
     }
 }
 
 impl ProcessRow for ProcessInfoV2 {
-    fn new(&Listed { pid, bytes }: &Listed, instance: MigInstance) -> ProcessInfoV2 {
+    fn new(&ProcessUsage { pid, bytes }: &ProcessUsage, instance: MigInstance) -> ProcessInfoV2 {
         ProcessInfoV2 {
             pid,
             bytes,
@@ -101,7 +101,7 @@ impl ProcessRow for ProcessInfoV2 {
 }
 
 impl ProcessRow for ProcessDetail {
-    fn new(&Listed { pid, bytes }: &Listed, instance: MigInstance) -> ProcessDetail {
+    fn new(&ProcessUsage { pid, bytes }: &ProcessUsage, instance: MigInstance) -> ProcessDetail {
         ProcessDetail {
             pid,
             bytes,

@@ -29,7 +29,7 @@ use std::os::fd::IntoRawFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 
-use bursar_protocol::socket::{receive_with_fd, send_with_fd};
+use bursar_protocol::fd_passing::{receive_with_fd, send_with_fd};
 
 use super::{Cuda, answer, say};
 

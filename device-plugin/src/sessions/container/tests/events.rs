@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use bursar_crds::budget::ContextAction;
-use bursar_protocol::wire::Verdict;
+use bursar_protocol::messages::Recovery;
 
 use super::super::super::poison::Policy;
 use super::*;
@@ -330,7 +330,7 @@ impl Machine {
         self.container.set_policy(policy);
         let pid = self.process.pid;
         let verdict = self.container.poisoned(pid, 0, 700, true, now());
-        assert_eq!(verdict, ToShim::Verdict(Verdict::Execute));
+        assert_eq!(verdict, Response::Recovery(Recovery::Reexec));
         self.exec();
         assert!(!self.container.is_fenced(pid));
     }

@@ -1,7 +1,7 @@
 //! Generations of images, their fences, and how poison and the books go together.
 
 use bursar_crds::budget::ContextAction;
-use bursar_protocol::wire::Verdict;
+use bursar_protocol::messages::Recovery;
 
 use super::super::super::poison::{Decision, Policy};
 use super::super::leases::NotAsked;
@@ -15,7 +15,7 @@ fn now() -> Present {
     }
 }
 
-fn report(container: &mut Container, pid: u32, code: i32) -> ToShim {
+fn report(container: &mut Container, pid: u32, code: i32) -> Response {
     container.poisoned(pid, 0, code, true, now())
 }
 
@@ -42,7 +42,7 @@ fn generation(container: &mut Container, pid: u32, image: u64, version: u16) -> 
         .hello(process, image, version, &[], &Host)
         .unwrap();
     match admitted.welcome {
-        ToShim::Welcome {
+        Response::Welcome {
             version: spoken,
             generation,
             ..
@@ -54,8 +54,8 @@ fn generation(container: &mut Container, pid: u32, image: u64, version: u16) -> 
     }
 }
 
-const EXECUTE: ToShim = ToShim::Verdict(Verdict::Execute);
-const GO_ON: ToShim = ToShim::Verdict(Verdict::GoOn);
+const EXECUTE: Response = Response::Recovery(Recovery::Reexec);
+const GO_ON: Response = Response::Recovery(Recovery::Continue);
 
 #[test]
 fn each_image_gets_the_next_number_and_keeps_it_over_reconnects_and_agents() {
@@ -83,7 +83,7 @@ fn no_restart_is_ordered_when_its_count_is_not_on_record() {
     let away = fixture.folder.path().with_extension("away");
     std::fs::rename(fixture.folder.path(), &away).unwrap();
     assert_eq!(report(&mut container, 1, 700), GO_ON);
-    let fenced = ToShim::Fenced { account: 0 };
+    let fenced = Response::Fenced { account: 0 };
     assert_eq!(container.request(1, 0, units(1)), fenced);
     let late = Present {
         moment: now().moment + Duration::from_secs(60),
@@ -128,7 +128,7 @@ fn a_shim_of_version_1_is_told_no_number_and_its_fence_in_words_that_it_knows() 
     let mut container = fixture.start();
     assert_eq!(generation(&mut container, 1, 7, 1), None);
     assert!(xid(&mut container, 1, &own()));
-    let refused = ToShim::Refused {
+    let refused = Response::Refused {
         account: 0,
         free: Units::ZERO,
     };
@@ -145,7 +145,7 @@ fn a_poisoned_image_gets_nothing_more_and_its_siblings_and_successor_do() {
     hello(&mut container, 1, 7).unwrap();
     hello(&mut container, 2, 8).unwrap();
     assert_eq!(report(&mut container, 1, 700), EXECUTE);
-    let fenced = ToShim::Fenced { account: 0 };
+    let fenced = Response::Fenced { account: 0 };
     assert_eq!(container.request(1, 0, units(1)), fenced);
     assert!(is_granted(&container.request(2, 0, units(1))));
     // The same image, to this agent and the next.

@@ -70,7 +70,7 @@ fn request_is_refused_when_the_record_is_not_written() {
     let (_, mut answer) = container.ask(0, 0, Units(5));
     std::fs::remove_dir_all(fixture.folder.path()).unwrap();
     container.record_all(Instant::now() + 3 * AT_ONCE);
-    let refused = ToShim::Refused {
+    let refused = Response::Refused {
         account: 0,
         free: Units::ZERO,
     };
@@ -103,7 +103,7 @@ fn image_gets_nothing_more_when_its_page_took_no_grant() {
         hello(&mut container, 2, 7),
     );
     // As many units as a word can hold: it takes none of the agent's.
-    page.slot(0).unwrap().set(Word {
+    page.slot(0).unwrap().set(CreditWord {
         granted: u32::MAX - 1,
         used: 0,
     });
@@ -112,7 +112,7 @@ fn image_gets_nothing_more_when_its_page_took_no_grant() {
     for image in [7, 7] {
         assert_eq!(
             container.request(1, 0, units(MIB)),
-            ToShim::Fenced { account: 0 }
+            Response::Fenced { account: 0 }
         );
         let again = hello(&mut container, 1, image).unwrap();
         assert_eq!(again.slot(0).unwrap().word().granted, 0);

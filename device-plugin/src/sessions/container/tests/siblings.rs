@@ -53,7 +53,7 @@ fn claim(quota: Bytes) -> Claim {
 /// What a container's process can have.
 fn can_have(container: &mut Container, pid: u32, bytes: u64) -> bool {
     let answer = container.request(pid, 0, units(bytes));
-    if let ToShim::Granted { units, .. } = answer {
+    if let Response::Granted { units, .. } = answer {
         container.credit.give_back(pid, 0, units);
         container.write_record();
     }

@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 /// One half of a word. The product uses `u32`; the tests walk every value of `u8`.
-pub trait Half: Copy + Ord + std::fmt::Debug {
+pub trait CreditInt: Copy + Ord + std::fmt::Debug {
     /// Nothing.
     const ZERO: Self;
     /// The largest value: as `used` it marks a frozen word.
@@ -13,9 +13,9 @@ pub trait Half: Copy + Ord + std::fmt::Debug {
     fn saturating_sub(self, other: Self) -> Self;
 }
 
-macro_rules! half {
+macro_rules! credit_int {
     ($($int:ty),*) => {$(
-        impl Half for $int {
+        impl CreditInt for $int {
             const ZERO: Self = 0;
             const MAX: Self = <$int>::MAX;
             fn checked_add(self, other: Self) -> Option<Self> {
@@ -27,11 +27,11 @@ macro_rules! half {
         }
     )*};
 }
-half!(u8, u32);
+credit_int!(u8, u32);
 
 /// What one process may use of one GPU and what it uses, in units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Word<T = u32> {
+pub struct CreditWord<T = u32> {
     /// What the agent lets this process use without asking.
     pub granted: T,
     /// What the process has charged.
@@ -40,7 +40,7 @@ pub struct Word<T = u32> {
 
 /// Why a charge did not happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NoCredit<T = u32> {
+pub enum CreditError<T = u32> {
     /// This much more has to be granted first.
     Short(T),
     /// The sum is more than a word can count: no grant can help.
@@ -49,9 +49,9 @@ pub enum NoCredit<T = u32> {
     Frozen,
 }
 
-impl<T: Half> Word<T> {
+impl<T: CreditInt> CreditWord<T> {
     /// A word that nobody may charge or discharge any more: its owner is moving to another page.
-    pub const FROZEN: Word<T> = Word {
+    pub const FROZEN: CreditWord<T> = CreditWord {
         granted: T::ZERO,
         used: T::MAX,
     };
@@ -65,32 +65,32 @@ impl<T: Half> Word<T> {
     ///
     /// # Errors
     /// [`NoCredit`] when `n` does not fit in what is granted.
-    pub fn charge(self, n: T) -> Result<Word<T>, NoCredit<T>> {
+    pub fn charge(self, n: T) -> Result<CreditWord<T>, CreditError<T>> {
         if self.is_frozen() {
-            return Err(NoCredit::Frozen);
+            return Err(CreditError::Frozen);
         }
         let used = self
             .used
             .checked_add(n)
             .filter(|used| *used < T::MAX)
-            .ok_or(NoCredit::TooLarge)?;
+            .ok_or(CreditError::TooLarge)?;
         if used <= self.granted {
-            Ok(Word { used, ..self })
+            Ok(CreditWord { used, ..self })
         } else {
-            Err(NoCredit::Short(used.saturating_sub(self.granted)))
+            Err(CreditError::Short(used.saturating_sub(self.granted)))
         }
     }
 
     /// The word after `n` fewer are used; never below zero. `None` if the word is frozen.
-    pub fn discharge(self, n: T) -> Option<Word<T>> {
-        (!self.is_frozen()).then(|| Word {
+    pub fn discharge(self, n: T) -> Option<CreditWord<T>> {
+        (!self.is_frozen()).then(|| CreditWord {
             used: self.used.saturating_sub(n),
             ..self
         })
     }
 
     /// The word after `n` more are granted; `None` if that cannot be counted or the word is frozen.
-    pub fn grant(self, n: T) -> Option<Word<T>> {
+    pub fn grant(self, n: T) -> Option<CreditWord<T>> {
         if self.is_frozen() {
             return None;
         }
@@ -98,17 +98,17 @@ impl<T: Half> Word<T> {
             .granted
             .checked_add(n)
             .filter(|granted| *granted < T::MAX)?;
-        Some(Word { granted, ..self })
+        Some(CreditWord { granted, ..self })
     }
 
     /// The word after its idle credit, but at most `at_most`, was taken back, and how much that was.
-    pub fn take_back(self, at_most: T) -> (Word<T>, T) {
+    pub fn reclaim(self, at_most: T) -> (CreditWord<T>, T) {
         if self.is_frozen() {
             return (self, T::ZERO);
         }
         let taken = self.idle().min(at_most);
         (
-            Word {
+            CreditWord {
                 granted: self.granted.saturating_sub(taken),
                 ..self
             },
@@ -126,16 +126,16 @@ impl<T: Half> Word<T> {
     }
 }
 
-impl Word<u32> {
+impl CreditWord<u32> {
     /// The word as the page stores it: `granted` in the upper half.
     pub fn pack(self) -> u64 {
         u64::from(self.granted) << 32 | u64::from(self.used)
     }
 
     /// The word that [`Word::pack`] made.
-    pub fn unpack(bits: u64) -> Word<u32> {
+    pub fn unpack(bits: u64) -> CreditWord<u32> {
         // Both halves of a 64-bit value fit in 32 bits.
-        Word {
+        CreditWord {
             granted: (bits >> 32) as u32,
             used: (bits & u64::from(u32::MAX)) as u32,
         }
@@ -147,8 +147,9 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn every_word() -> impl Iterator<Item = Word<u8>> {
-        (0..=u8::MAX).flat_map(|granted| (0..=u8::MAX).map(move |used| Word { granted, used }))
+    fn every_word() -> impl Iterator<Item = CreditWord<u8>> {
+        (0..=u8::MAX)
+            .flat_map(|granted| (0..=u8::MAX).map(move |used| CreditWord { granted, used }))
     }
 
     #[test]
@@ -161,12 +162,12 @@ mod tests {
                         assert!(sum <= u16::from(word.granted));
                         assert_eq!((after.granted, u16::from(after.used)), (word.granted, sum));
                     }
-                    Err(NoCredit::Short(more)) => {
+                    Err(CreditError::Short(more)) => {
                         assert_eq!(u16::from(word.granted) + u16::from(more), sum);
                         assert!(more > 0);
                     }
-                    Err(NoCredit::TooLarge) => assert!(sum >= u16::from(u8::MAX)),
-                    Err(NoCredit::Frozen) => panic!("{word:?} is not frozen"),
+                    Err(CreditError::TooLarge) => assert!(sum >= u16::from(u8::MAX)),
+                    Err(CreditError::Frozen) => panic!("{word:?} is not frozen"),
                 }
             }
         }
@@ -176,9 +177,9 @@ mod tests {
     fn short_charge_succeeds_after_exactly_that_grant() {
         for word in every_word() {
             for n in 0..=u8::MAX {
-                if let Err(NoCredit::Short(more)) = word.charge(n) {
+                if let Err(CreditError::Short(more)) = word.charge(n) {
                     let granted = word.grant(more).expect("a counted sum fits");
-                    assert_eq!(granted.charge(n).map(Word::idle), Ok(0));
+                    assert_eq!(granted.charge(n).map(CreditWord::idle), Ok(0));
                     assert!(
                         word.grant(more - 1)
                             .expect("less fits too")
@@ -194,7 +195,7 @@ mod tests {
     fn only_a_charge_increases_use_and_never_beyond_the_grant() {
         for word in every_word().filter(|word| !word.is_frozen() && word.used <= word.granted) {
             for n in 0..=u8::MAX {
-                let (rest, taken) = word.take_back(n);
+                let (rest, taken) = word.reclaim(n);
                 assert!(taken <= n && rest.used == word.used && rest.used <= rest.granted);
                 assert_eq!(rest.granted + taken, word.granted);
                 let less = word.discharge(n).expect("not frozen");
@@ -209,15 +210,15 @@ mod tests {
     #[test]
     fn frozen_word_never_changes() {
         for granted in 0..=u8::MAX {
-            let word = Word {
+            let word = CreditWord {
                 granted,
                 used: u8::MAX,
             };
             for n in 0..=u8::MAX {
-                assert_eq!(word.charge(n), Err(NoCredit::Frozen));
+                assert_eq!(word.charge(n), Err(CreditError::Frozen));
                 assert_eq!(word.discharge(n), None);
                 assert_eq!(word.grant(n), None);
-                assert_eq!(word.take_back(n), (word, 0));
+                assert_eq!(word.reclaim(n), (word, 0));
             }
         }
     }
@@ -225,18 +226,18 @@ mod tests {
     proptest! {
         #[test]
         fn pack_and_unpack_round_trip(bits: u64) {
-            prop_assert_eq!(Word::unpack(bits).pack(), bits);
+            prop_assert_eq!(CreditWord::unpack(bits).pack(), bits);
         }
 
         #[test]
         fn charge_at_full_width_fits_or_reports_the_shortfall(bits: u64, n: u32) {
-            let word = Word::unpack(bits);
+            let word = CreditWord::unpack(bits);
             let sum = u64::from(word.used) + u64::from(n);
             match word.charge(n) {
                 Ok(after) => prop_assert!(sum <= u64::from(word.granted) && u64::from(after.used) == sum),
-                Err(NoCredit::Short(more)) => prop_assert_eq!(u64::from(word.granted) + u64::from(more), sum),
-                Err(NoCredit::TooLarge) => prop_assert!(sum >= u64::from(u32::MAX)),
-                Err(NoCredit::Frozen) => prop_assert!(word.is_frozen()),
+                Err(CreditError::Short(more)) => prop_assert_eq!(u64::from(word.granted) + u64::from(more), sum),
+                Err(CreditError::TooLarge) => prop_assert!(sum >= u64::from(u32::MAX)),
+                Err(CreditError::Frozen) => prop_assert!(word.is_frozen()),
             }
         }
     }

@@ -6,11 +6,11 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::word::{NoCredit, Word};
+use crate::credit::{CreditError, CreditWord};
 
 /// The atomic operations that a word needs: those of the standard library in a page, and those of a
 /// model checker in tests.
-pub(crate) trait Bits {
+pub(crate) trait AtomicU64Like {
     /// The present bits.
     fn load(&self, order: Ordering) -> u64;
     /// Replaces all bits.
@@ -22,9 +22,9 @@ pub(crate) trait Bits {
 }
 
 /// The same methods, of the standard library's type or of the model checker's.
-macro_rules! bits {
+macro_rules! atomic_u64_like {
     ($atomic:ty) => {
-        impl Bits for $atomic {
+        impl AtomicU64Like for $atomic {
             fn load(&self, order: Ordering) -> u64 {
                 self.load(order)
             }
@@ -43,24 +43,24 @@ macro_rules! bits {
         }
     };
 }
-bits!(AtomicU64);
+atomic_u64_like!(AtomicU64);
 
 /// How often the agent tries to change a word: threads of a tenant process may write it without pause.
-const TRIES: u32 = 1000;
+const MAX_ATTEMPTS: u32 = 1000;
 
 /// A word in memory.
 #[derive(Debug, Default)]
 #[repr(transparent)]
-pub(crate) struct Cell<A>(A);
+pub(crate) struct AtomicCredit<A>(A);
 
-impl<A: Bits> Cell<A> {
+impl<A: AtomicU64Like> AtomicCredit<A> {
     /// The word as it is now.
-    pub(crate) fn word(&self) -> Word {
-        Word::unpack(self.0.load(Ordering::Acquire))
+    pub(crate) fn word(&self) -> CreditWord {
+        CreditWord::unpack(self.0.load(Ordering::Acquire))
     }
 
     /// See [`crate::page::Slot::charge`].
-    pub(crate) fn charge(&self, n: u32) -> Result<(), NoCredit> {
+    pub(crate) fn charge(&self, n: u32) -> Result<(), CreditError> {
         self.update(|word| word.charge(n)).map(drop)
     }
 
@@ -71,37 +71,43 @@ impl<A: Bits> Cell<A> {
 
     /// See [`crate::page::Slot::grant`].
     pub(crate) fn grant(&self, n: u32) -> bool {
-        self.update_within(TRIES, |word| word.grant(n).ok_or(()))
+        self.update_within(MAX_ATTEMPTS, |word| word.grant(n).ok_or(()))
             .is_some_and(|granted| granted.is_ok())
     }
 
     /// See [`crate::page::Slot::take_back`].
-    pub(crate) fn take_back(&self, at_most: u32) -> u32 {
-        let step = |word: Word| match word.take_back(at_most) {
+    pub(crate) fn reclaim(&self, at_most: u32) -> u32 {
+        let step = |word: CreditWord| match word.reclaim(at_most) {
             (_, 0) => Err(()),
             (after, _) => Ok(after),
         };
-        let before = self.update_within(TRIES, step).and_then(Result::ok);
-        before.map_or(0, |before| before.take_back(at_most).1)
+        let before = self.update_within(MAX_ATTEMPTS, step).and_then(Result::ok);
+        before.map_or(0, |before| before.reclaim(at_most).1)
     }
 
     /// See [`crate::page::Slot::set`].
-    pub(crate) fn set(&self, word: Word) {
+    pub(crate) fn set(&self, word: CreditWord) {
         self.0.store(word.pack(), Ordering::Release);
     }
 
     /// See [`crate::page::Slot::freeze`].
-    pub(crate) fn freeze(&self) -> Word {
-        Word::unpack(self.0.swap(Word::<u32>::FROZEN.pack(), Ordering::AcqRel))
+    pub(crate) fn freeze(&self) -> CreditWord {
+        CreditWord::unpack(
+            self.0
+                .swap(CreditWord::<u32>::FROZEN.pack(), Ordering::AcqRel),
+        )
     }
 
     /// Replaces the word by what `step` makes of it; the word before, or why there is none after it.
-    fn update<E>(&self, step: impl Fn(Word) -> Result<Word, E>) -> Result<Word, E> {
+    fn update<E>(
+        &self,
+        step: impl Fn(CreditWord) -> Result<CreditWord, E>,
+    ) -> Result<CreditWord, E> {
         let mut bits = self.0.load(Ordering::Relaxed);
         loop {
-            let after = step(Word::unpack(bits))?.pack();
+            let after = step(CreditWord::unpack(bits))?.pack();
             match self.0.replace(bits, after) {
-                Ok(before) => return Ok(Word::unpack(before)),
+                Ok(before) => return Ok(CreditWord::unpack(before)),
                 Err(now) => bits = now,
             }
         }
@@ -111,16 +117,16 @@ impl<A: Bits> Cell<A> {
     fn update_within<E>(
         &self,
         tries: u32,
-        step: impl Fn(Word) -> Result<Word, E>,
-    ) -> Option<Result<Word, E>> {
+        step: impl Fn(CreditWord) -> Result<CreditWord, E>,
+    ) -> Option<Result<CreditWord, E>> {
         let mut bits = self.0.load(Ordering::Relaxed);
         for _ in 0..tries {
-            let after = match step(Word::unpack(bits)) {
+            let after = match step(CreditWord::unpack(bits)) {
                 Ok(after) => after.pack(),
                 Err(error) => return Some(Err(error)),
             };
             match self.0.replace(bits, after) {
-                Ok(before) => return Some(Ok(Word::unpack(before))),
+                Ok(before) => return Some(Ok(CreditWord::unpack(before))),
                 Err(now) => bits = now,
             }
         }
@@ -141,9 +147,9 @@ mod tests {
     #[derive(Default)]
     struct Contended(AtomicU32);
 
-    impl Bits for Contended {
+    impl AtomicU64Like for Contended {
         fn load(&self, _order: Ordering) -> u64 {
-            let word: Word = Word {
+            let word: CreditWord = CreditWord {
                 granted: 5,
                 used: 2,
             };
@@ -164,9 +170,9 @@ mod tests {
 
     #[test]
     fn agent_gives_up_when_a_word_is_written_without_pause() {
-        let cell = Cell(Contended::default());
+        let cell = AtomicCredit(Contended::default());
         assert!(!cell.grant(1));
-        assert_eq!(cell.take_back(1), 0);
-        assert_eq!(cell.0.0.load(Ordering::Relaxed), 2 * TRIES);
+        assert_eq!(cell.reclaim(1), 0);
+        assert_eq!(cell.0.0.load(Ordering::Relaxed), 2 * MAX_ATTEMPTS);
     }
 }

@@ -16,22 +16,22 @@
 //!
 //! The canary (`bursar-worker canary --gpu UUID`) speaks no protocol: it prints lines of JSON. The first is
 //! `{"verdict": "Context"}` once it has a context and nothing else; it goes on when its standard input says or ends
-//! something, or after ten seconds. The last is `"Scrubbed"`, `"NotScrubbed"` or `"Failed"` with further fields for
+//! something, or after ten seconds. The last is `"Scrubbed"`, `"NotScrubbed"` or `"Failed"` with further decoder for
 //! whoever reads it. It ends with 0.
 #![forbid(unsafe_code)]
 
-use crate::wire::{Fields, Message, WireError, put_name};
+use crate::messages::{DecodeError, Decoder, Message, encode_name};
 
 /// What the agent says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ToWorker {
+pub enum ProvisionerRequest {
     /// Asks for memory.
     Create {
         /// How much, in bytes; rounded up to the driver's granularity.
         bytes: u64,
     },
     /// Much was freed: waits until the driver will have scrubbed it, and makes it take that into account.
-    Sweep {
+    AwaitScrub {
         /// How much was freed, in bytes.
         bytes: u64,
     },
@@ -39,7 +39,7 @@ pub enum ToWorker {
 
 /// What the worker says.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum FromWorker {
+pub enum ProvisionerResponse {
     /// It has the driver and its GPU.
     Ready {
         /// The driver's version as `cuDriverGetVersion` counts, such as 13000.
@@ -56,7 +56,7 @@ pub enum FromWorker {
         bytes: u64,
     },
     /// What was freed is scrubbed.
-    Swept,
+    Scrubbed,
     /// The driver said no.
     Failed {
         /// The `CUresult`; -1 where there is no driver, or none that has the function.
@@ -66,35 +66,35 @@ pub enum FromWorker {
     },
 }
 
-impl Message for ToWorker {
+impl Message for ProvisionerRequest {
     fn payload(&self) -> Vec<u8> {
         let (message, bytes) = match self {
-            ToWorker::Create { bytes } => (1, bytes),
-            ToWorker::Sweep { bytes } => (2, bytes),
+            ProvisionerRequest::Create { bytes } => (1, bytes),
+            ProvisionerRequest::AwaitScrub { bytes } => (2, bytes),
         };
         [&[message], bytes.to_le_bytes().as_slice()].concat()
     }
 
-    fn parse(payload: &[u8]) -> Result<ToWorker, WireError> {
-        let mut fields = Fields(payload);
-        let message = match fields.u8()? {
-            1 => ToWorker::Create {
-                bytes: fields.u64()?,
+    fn parse(payload: &[u8]) -> Result<ProvisionerRequest, DecodeError> {
+        let mut decoder = Decoder(payload);
+        let message = match decoder.u8()? {
+            1 => ProvisionerRequest::Create {
+                bytes: decoder.u64()?,
             },
-            2 => ToWorker::Sweep {
-                bytes: fields.u64()?,
+            2 => ProvisionerRequest::AwaitScrub {
+                bytes: decoder.u64()?,
             },
-            other => return Err(WireError::UnknownMessage(other)),
+            other => return Err(DecodeError::UnknownMessage(other)),
         };
-        fields.end(message)
+        decoder.finish(message)
     }
 }
 
-impl Message for FromWorker {
+impl Message for ProvisionerResponse {
     fn payload(&self) -> Vec<u8> {
         let mut out = Vec::new();
         match self {
-            FromWorker::Ready {
+            ProvisionerResponse::Ready {
                 driver,
                 granularity,
                 total,
@@ -104,39 +104,39 @@ impl Message for FromWorker {
                 out.extend_from_slice(&granularity.to_le_bytes());
                 out.extend_from_slice(&total.to_le_bytes());
             }
-            FromWorker::Created { bytes } => {
+            ProvisionerResponse::Created { bytes } => {
                 out.push(2);
                 out.extend_from_slice(&bytes.to_le_bytes());
             }
-            FromWorker::Swept => out.push(3),
-            FromWorker::Failed { code, call } => {
+            ProvisionerResponse::Scrubbed => out.push(3),
+            ProvisionerResponse::Failed { code, call } => {
                 out.push(4);
                 out.extend_from_slice(&code.to_le_bytes());
-                put_name(&mut out, call);
+                encode_name(&mut out, call);
             }
         }
         out
     }
 
-    fn parse(payload: &[u8]) -> Result<FromWorker, WireError> {
-        let mut fields = Fields(payload);
-        let message = match fields.u8()? {
-            1 => FromWorker::Ready {
-                driver: fields.u32()?.cast_signed(),
-                granularity: fields.u64()?,
-                total: fields.u64()?,
+    fn parse(payload: &[u8]) -> Result<ProvisionerResponse, DecodeError> {
+        let mut decoder = Decoder(payload);
+        let message = match decoder.u8()? {
+            1 => ProvisionerResponse::Ready {
+                driver: decoder.u32()?.cast_signed(),
+                granularity: decoder.u64()?,
+                total: decoder.u64()?,
             },
-            2 => FromWorker::Created {
-                bytes: fields.u64()?,
+            2 => ProvisionerResponse::Created {
+                bytes: decoder.u64()?,
             },
-            3 => FromWorker::Swept,
-            4 => FromWorker::Failed {
-                code: fields.u32()?.cast_signed(),
-                call: fields.name()?,
+            3 => ProvisionerResponse::Scrubbed,
+            4 => ProvisionerResponse::Failed {
+                code: decoder.u32()?.cast_signed(),
+                call: decoder.name()?,
             },
-            other => return Err(WireError::UnknownMessage(other)),
+            other => return Err(DecodeError::UnknownMessage(other)),
         };
-        fields.end(message)
+        decoder.finish(message)
     }
 }
 
@@ -145,42 +145,44 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn to_worker() -> impl Strategy<Value = ToWorker> {
+    fn request() -> impl Strategy<Value = ProvisionerRequest> {
         prop_oneof![
-            any::<u64>().prop_map(|bytes| ToWorker::Create { bytes }),
-            any::<u64>().prop_map(|bytes| ToWorker::Sweep { bytes }),
+            any::<u64>().prop_map(|bytes| ProvisionerRequest::Create { bytes }),
+            any::<u64>().prop_map(|bytes| ProvisionerRequest::AwaitScrub { bytes }),
         ]
     }
 
-    fn from_worker() -> impl Strategy<Value = FromWorker> {
+    fn response() -> impl Strategy<Value = ProvisionerResponse> {
         prop_oneof![
-            any::<(i32, u64, u64)>().prop_map(|(driver, granularity, total)| FromWorker::Ready {
-                driver,
-                granularity,
-                total
+            any::<(i32, u64, u64)>().prop_map(|(driver, granularity, total)| {
+                ProvisionerResponse::Ready {
+                    driver,
+                    granularity,
+                    total,
+                }
             }),
-            any::<u64>().prop_map(|bytes| FromWorker::Created { bytes }),
-            Just(FromWorker::Swept),
+            any::<u64>().prop_map(|bytes| ProvisionerResponse::Created { bytes }),
+            Just(ProvisionerResponse::Scrubbed),
             (any::<i32>(), "[a-zA-Z0-9_]{0,96}")
-                .prop_map(|(code, call)| FromWorker::Failed { code, call }),
+                .prop_map(|(code, call)| ProvisionerResponse::Failed { code, call }),
         ]
     }
 
     proptest! {
         #[test]
-        fn messages_round_trip(message in to_worker(), answer in from_worker()) {
-            prop_assert_eq!(ToWorker::parse(&message.payload()), Ok(message));
-            prop_assert_eq!(FromWorker::parse(&answer.payload()), Ok(answer));
+        fn messages_round_trip(message in request(), answer in response()) {
+            prop_assert_eq!(ProvisionerRequest::parse(&message.payload()), Ok(message));
+            prop_assert_eq!(ProvisionerResponse::parse(&answer.payload()), Ok(answer));
         }
 
         #[test]
         fn garbage_is_rejected_or_encodes_to_itself(
             bytes in proptest::collection::vec(any::<u8>(), 0..64),
         ) {
-            if let Ok(message) = ToWorker::parse(&bytes) {
+            if let Ok(message) = ProvisionerRequest::parse(&bytes) {
                 prop_assert_eq!(message.payload(), bytes.clone());
             }
-            if let Ok(answer) = FromWorker::parse(&bytes) {
+            if let Ok(answer) = ProvisionerResponse::parse(&bytes) {
                 prop_assert_eq!(answer.payload(), bytes);
             }
         }

@@ -15,12 +15,12 @@ use super::*;
 /// Most defects show with two; each more costs ten times the time.
 const PREEMPTIONS: usize = 3;
 
-bits!(AtomicU64);
+atomic_u64_like!(AtomicU64);
 
-type Page = Arc<Cell<AtomicU64>>;
+type Page = Arc<AtomicCredit<AtomicU64>>;
 
 fn page() -> Page {
-    Arc::new(Cell(AtomicU64::new(0)))
+    Arc::new(AtomicCredit(AtomicU64::new(0)))
 }
 
 fn check(model: impl Fn() + Send + Sync + 'static) {
@@ -52,14 +52,14 @@ impl Agent {
         if !self.uses_page {
             return 0;
         }
-        let taken = self.page.take_back(at_most.min(self.granted));
+        let taken = self.page.reclaim(at_most.min(self.granted));
         self.granted -= taken.min(self.granted);
         taken
     }
 
     /// The same image says hello again, and says what it uses.
     fn hello(&mut self, used: u32, page: &Page) {
-        page.set(Word {
+        page.set(CreditWord {
             granted: self.granted,
             used,
         });
@@ -85,8 +85,8 @@ impl Process {
         loop {
             match self.page().charge(n) {
                 Ok(()) => return true,
-                Err(NoCredit::Frozen) => drop(self.moving.lock().unwrap()),
-                Err(NoCredit::Short(_) | NoCredit::TooLarge) => return false,
+                Err(CreditError::Frozen) => drop(self.moving.lock().unwrap()),
+                Err(CreditError::Short(_) | CreditError::TooLarge) => return false,
             }
         }
     }

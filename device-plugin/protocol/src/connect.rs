@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
-use crate::wire::{self, Message};
+use crate::messages::{self, Message};
 use crate::{CONTAINER_RUN_DIR, SOCKET_NAME};
 
 /// A connection to the agent that serves this container. No step on it, the one for room in the
@@ -16,15 +16,15 @@ use crate::{CONTAINER_RUN_DIR, SOCKET_NAME};
 ///
 /// # Errors
 /// What the system answers: refused while the agent is away, `EAGAIN` when it took too long.
-pub fn dial(timeout: Duration) -> io::Result<UnixStream> {
-    dial_at(&Path::new(CONTAINER_RUN_DIR).join(SOCKET_NAME), timeout)
+pub fn connect(timeout: Duration) -> io::Result<UnixStream> {
+    connect_to(&Path::new(CONTAINER_RUN_DIR).join(SOCKET_NAME), timeout)
 }
 
 /// The same, to an agent that listens elsewhere.
 ///
 /// # Errors
 /// As [`dial`].
-pub fn dial_at(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
+pub fn connect_to(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
     let socket = rustix::net::socket_with(
         AddressFamily::UNIX,
         SocketType::STREAM,
@@ -43,10 +43,10 @@ pub fn dial_at(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
 ///
 /// # Errors
 /// The connection ended or took too long, or what came is no message ([`wire::WireError`] inside).
-pub fn read<M: Message>(stream: &mut impl Read) -> io::Result<M> {
-    let mut header = [0; wire::HEADER];
+pub fn read_message<M: Message>(stream: &mut impl Read) -> io::Result<M> {
+    let mut header = [0; messages::HEADER];
     stream.read_exact(&mut header)?;
-    let mut payload = vec![0; wire::payload_length(header).map_err(io::Error::other)?];
+    let mut payload = vec![0; messages::payload_length(header).map_err(io::Error::other)?];
     stream.read_exact(&mut payload)?;
     M::parse(&payload).map_err(io::Error::other)
 }
@@ -54,17 +54,20 @@ pub fn read<M: Message>(stream: &mut impl Read) -> io::Result<M> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::{Reason, ToShim};
+    use crate::messages::{RejectReason, Response};
 
     #[test]
     fn read_message_leaves_the_next_message_unread() {
-        let first = ToShim::Goodbye {
-            reason: Reason::Busy,
+        let first = Response::Rejected {
+            reason: RejectReason::Busy,
         };
-        let bytes = [first.frame(), ToShim::Refreshed.frame()].concat();
+        let bytes = [first.frame(), Response::Refreshed.frame()].concat();
         let mut stream = bytes.as_slice();
-        assert_eq!(read::<ToShim>(&mut stream).unwrap(), first);
-        assert_eq!(read::<ToShim>(&mut stream).unwrap(), ToShim::Refreshed);
-        assert!(read::<ToShim>(&mut stream).is_err());
+        assert_eq!(read_message::<Response>(&mut stream).unwrap(), first);
+        assert_eq!(
+            read_message::<Response>(&mut stream).unwrap(),
+            Response::Refreshed
+        );
+        assert!(read_message::<Response>(&mut stream).is_err());
     }
 }

@@ -21,7 +21,7 @@
 //! The descriptor is the lease's memory as `cuMemImportFromShareableHandle` takes it; whoever holds it keeps the
 //! memory (design F4). What cannot be asked at all is answered with `Goodbye`, as every other message is.
 
-use super::{Account, Fields, MAX_NAME, WireError, put_account, put_name};
+use super::{Account, DecodeError, Decoder, MAX_NAME, encode_account, encode_name};
 
 /// What a namespace calls a lease: 1 to [`MAX_NAME`] printable characters of ASCII. JSON writes a control character as
 /// six: the agent keeps names so, beside each lease.
@@ -36,16 +36,16 @@ impl LeaseName {
 }
 
 impl TryFrom<String> for LeaseName {
-    type Error = WireError;
+    type Error = DecodeError;
 
     /// # Errors
     /// [`WireError`] where it is empty or longer than [`MAX_NAME`] bytes.
-    fn try_from(name: String) -> Result<LeaseName, WireError> {
+    fn try_from(name: String) -> Result<LeaseName, DecodeError> {
         match name.len() {
-            0 => Err(WireError::BadValue("lease name")),
-            length if length > MAX_NAME => Err(WireError::TooLong("lease name")),
+            0 => Err(DecodeError::BadValue("lease name")),
+            length if length > MAX_NAME => Err(DecodeError::TooLong("lease name")),
             _ if !name.bytes().all(|byte| (b' '..=b'~').contains(&byte)) => {
-                Err(WireError::BadValue("lease name (printable ASCII)"))
+                Err(DecodeError::BadValue("lease name (printable ASCII)"))
             }
             _ => Ok(LeaseName(name)),
         }
@@ -57,7 +57,7 @@ pub type Key = [u8; 32];
 
 /// What a process asks about kept memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum KeptQuestion {
+pub enum RetainedRequest {
     /// Opens the namespace's lease of this name and key; creates it where it is not there.
     Open {
         /// The highest version that the process speaks.
@@ -94,28 +94,28 @@ pub enum KeptQuestion {
     },
 }
 
-impl KeptQuestion {
+impl RetainedRequest {
     /// The highest version that who asks speaks.
     pub fn version(&self) -> u16 {
         match self {
-            KeptQuestion::Open { version, .. }
-            | KeptQuestion::Commit { version, .. }
-            | KeptQuestion::Discard { version, .. } => *version,
+            RetainedRequest::Open { version, .. }
+            | RetainedRequest::Commit { version, .. }
+            | RetainedRequest::Discard { version, .. } => *version,
         }
     }
 
     /// The GPU that it asks for by name.
     pub fn account(&self) -> Option<&Account> {
         match self {
-            KeptQuestion::Open { account, .. } => Some(account),
-            KeptQuestion::Commit { .. } | KeptQuestion::Discard { .. } => None,
+            RetainedRequest::Open { account, .. } => Some(account),
+            RetainedRequest::Commit { .. } | RetainedRequest::Discard { .. } => None,
         }
     }
 }
 
 /// What the agent answers about kept memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KeptAnswer {
+pub enum RetainedResponse {
     /// The lease holds what was committed. Its descriptor comes with it.
     Ready {
         /// Names the lease; never another one on this node.
@@ -128,7 +128,7 @@ pub enum KeptAnswer {
         checksum: u64,
     },
     /// The lease's memory, whose descriptor comes with it: to be mapped, and used only once the answer has come too.
-    Made {
+    Created {
         /// How large it is.
         bytes: u64,
     },
@@ -151,12 +151,12 @@ pub enum KeptAnswer {
     /// The lease is given up.
     Discarded,
     /// Not now, or not at all.
-    Refused(KeptRefusal),
+    Refused(RetainedRefusal),
 }
 
 /// Why something about kept memory is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum KeptRefusal {
+pub enum RetainedRefusal {
     /// There is no such lease, and none was to be created.
     #[error("there is no such lease")]
     Missing,
@@ -194,9 +194,9 @@ pub enum KeptRefusal {
     },
 }
 
-pub(super) fn put_question(out: &mut Vec<u8>, question: &KeptQuestion) {
+pub(super) fn encode_request(out: &mut Vec<u8>, question: &RetainedRequest) {
     match question {
-        KeptQuestion::Open {
+        RetainedRequest::Open {
             version,
             image,
             account,
@@ -207,12 +207,12 @@ pub(super) fn put_question(out: &mut Vec<u8>, question: &KeptQuestion) {
             out.push(1);
             out.extend_from_slice(&version.to_le_bytes());
             out.extend_from_slice(&image.to_le_bytes());
-            put_account(out, account);
-            put_name(out, name.as_str());
+            encode_account(out, account);
+            encode_name(out, name.as_str());
             out.extend_from_slice(key);
             out.extend_from_slice(&bytes.to_le_bytes());
         }
-        KeptQuestion::Commit {
+        RetainedRequest::Commit {
             version,
             lease,
             token,
@@ -220,52 +220,52 @@ pub(super) fn put_question(out: &mut Vec<u8>, question: &KeptQuestion) {
         } => {
             out.push(2);
             out.extend_from_slice(&version.to_le_bytes());
-            put_numbers(out, &[*lease, *token, *checksum]);
+            encode_numbers(out, &[*lease, *token, *checksum]);
         }
-        KeptQuestion::Discard { version, lease } => {
+        RetainedRequest::Discard { version, lease } => {
             out.push(3);
             out.extend_from_slice(&version.to_le_bytes());
-            put_numbers(out, &[*lease]);
+            encode_numbers(out, &[*lease]);
         }
     }
 }
 
-pub(super) fn question(fields: &mut Fields<'_>) -> Result<KeptQuestion, WireError> {
-    Ok(match fields.u8()? {
-        1 => KeptQuestion::Open {
-            version: fields.u16()?,
-            image: fields.u64()?,
-            account: fields.account()?,
-            name: LeaseName::try_from(fields.name()?)?,
-            key: fields.array()?,
-            bytes: fields.u64()?,
+pub(super) fn decode_request(decoder: &mut Decoder<'_>) -> Result<RetainedRequest, DecodeError> {
+    Ok(match decoder.u8()? {
+        1 => RetainedRequest::Open {
+            version: decoder.u16()?,
+            image: decoder.u64()?,
+            account: decoder.account()?,
+            name: LeaseName::try_from(decoder.name()?)?,
+            key: decoder.array()?,
+            bytes: decoder.u64()?,
         },
-        2 => KeptQuestion::Commit {
-            version: fields.u16()?,
-            lease: fields.u64()?,
-            token: fields.u64()?,
-            checksum: fields.u64()?,
+        2 => RetainedRequest::Commit {
+            version: decoder.u16()?,
+            lease: decoder.u64()?,
+            token: decoder.u64()?,
+            checksum: decoder.u64()?,
         },
-        3 => KeptQuestion::Discard {
-            version: fields.u16()?,
-            lease: fields.u64()?,
+        3 => RetainedRequest::Discard {
+            version: decoder.u16()?,
+            lease: decoder.u64()?,
         },
-        _ => return Err(WireError::BadValue("question about kept memory")),
+        _ => return Err(DecodeError::BadValue("question about kept memory")),
     })
 }
 
-pub(super) fn put_answer(out: &mut Vec<u8>, answer: &KeptAnswer) {
+pub(super) fn encode_response(out: &mut Vec<u8>, answer: &RetainedResponse) {
     match *answer {
-        KeptAnswer::Ready {
+        RetainedResponse::Ready {
             lease,
             generation,
             bytes,
             checksum,
         } => {
             out.push(1);
-            put_numbers(out, &[lease, generation, bytes, checksum]);
+            encode_numbers(out, &[lease, generation, bytes, checksum]);
         }
-        KeptAnswer::Write {
+        RetainedResponse::Write {
             lease,
             generation,
             bytes,
@@ -273,86 +273,86 @@ pub(super) fn put_answer(out: &mut Vec<u8>, answer: &KeptAnswer) {
             expires_ms,
         } => {
             out.push(2);
-            put_numbers(out, &[lease, generation, bytes, token, expires_ms]);
+            encode_numbers(out, &[lease, generation, bytes, token, expires_ms]);
         }
-        KeptAnswer::Committed => out.push(3),
-        KeptAnswer::Discarded => out.push(4),
-        KeptAnswer::Refused(why) => {
+        RetainedResponse::Committed => out.push(3),
+        RetainedResponse::Discarded => out.push(4),
+        RetainedResponse::Refused(why) => {
             out.push(5);
-            put_refusal(out, why);
+            encode_refusal(out, why);
         }
-        KeptAnswer::Made { bytes } => {
+        RetainedResponse::Created { bytes } => {
             out.push(6);
-            put_numbers(out, &[bytes]);
+            encode_numbers(out, &[bytes]);
         }
     }
 }
 
-pub(super) fn answer(fields: &mut Fields<'_>) -> Result<KeptAnswer, WireError> {
-    Ok(match fields.u8()? {
-        1 => KeptAnswer::Ready {
-            lease: fields.u64()?,
-            generation: fields.u64()?,
-            bytes: fields.u64()?,
-            checksum: fields.u64()?,
+pub(super) fn decode_response(decoder: &mut Decoder<'_>) -> Result<RetainedResponse, DecodeError> {
+    Ok(match decoder.u8()? {
+        1 => RetainedResponse::Ready {
+            lease: decoder.u64()?,
+            generation: decoder.u64()?,
+            bytes: decoder.u64()?,
+            checksum: decoder.u64()?,
         },
-        2 => KeptAnswer::Write {
-            lease: fields.u64()?,
-            generation: fields.u64()?,
-            bytes: fields.u64()?,
-            token: fields.u64()?,
-            expires_ms: fields.u64()?,
+        2 => RetainedResponse::Write {
+            lease: decoder.u64()?,
+            generation: decoder.u64()?,
+            bytes: decoder.u64()?,
+            token: decoder.u64()?,
+            expires_ms: decoder.u64()?,
         },
-        3 => KeptAnswer::Committed,
-        4 => KeptAnswer::Discarded,
-        5 => KeptAnswer::Refused(refusal(fields)?),
-        6 => KeptAnswer::Made {
-            bytes: fields.u64()?,
+        3 => RetainedResponse::Committed,
+        4 => RetainedResponse::Discarded,
+        5 => RetainedResponse::Refused(decode_refusal(decoder)?),
+        6 => RetainedResponse::Created {
+            bytes: decoder.u64()?,
         },
-        _ => return Err(WireError::BadValue("answer about kept memory")),
+        _ => return Err(DecodeError::BadValue("answer about kept memory")),
     })
 }
 
-fn put_refusal(out: &mut Vec<u8>, why: KeptRefusal) {
+fn encode_refusal(out: &mut Vec<u8>, why: RetainedRefusal) {
     match why {
-        KeptRefusal::Missing => out.push(1),
-        KeptRefusal::Quota { free } => {
+        RetainedRefusal::Missing => out.push(1),
+        RetainedRefusal::Quota { free } => {
             out.push(2);
-            put_numbers(out, &[free]);
+            encode_numbers(out, &[free]);
         }
-        KeptRefusal::Writing => out.push(3),
-        KeptRefusal::NotScrubbed => out.push(4),
-        KeptRefusal::Fenced => out.push(5),
-        KeptRefusal::Unavailable => out.push(6),
-        KeptRefusal::TooMany => out.push(7),
-        KeptRefusal::Off => out.push(9),
-        KeptRefusal::Driver { code } => {
+        RetainedRefusal::Writing => out.push(3),
+        RetainedRefusal::NotScrubbed => out.push(4),
+        RetainedRefusal::Fenced => out.push(5),
+        RetainedRefusal::Unavailable => out.push(6),
+        RetainedRefusal::TooMany => out.push(7),
+        RetainedRefusal::Off => out.push(9),
+        RetainedRefusal::Driver { code } => {
             out.push(8);
             out.extend_from_slice(&code.to_le_bytes());
         }
     }
 }
 
-fn refusal(fields: &mut Fields<'_>) -> Result<KeptRefusal, WireError> {
-    Ok(match fields.u8()? {
-        1 => KeptRefusal::Missing,
-        2 => KeptRefusal::Quota {
-            free: fields.u64()?,
+fn decode_refusal(decoder: &mut Decoder<'_>) -> Result<RetainedRefusal, DecodeError> {
+    Ok(match decoder.u8()? {
+        1 => RetainedRefusal::Missing,
+        2 => RetainedRefusal::Quota {
+            free: decoder.u64()?,
         },
-        3 => KeptRefusal::Writing,
-        4 => KeptRefusal::NotScrubbed,
-        5 => KeptRefusal::Fenced,
-        6 => KeptRefusal::Unavailable,
-        7 => KeptRefusal::TooMany,
-        8 => KeptRefusal::Driver {
-            code: i32::from_le_bytes(fields.array()?),
+        3 => RetainedRefusal::Writing,
+        4 => RetainedRefusal::NotScrubbed,
+        5 => RetainedRefusal::Fenced,
+        6 => RetainedRefusal::Unavailable,
+        7 => RetainedRefusal::TooMany,
+        8 => RetainedRefusal::Driver {
+            code: i32::from_le_bytes(decoder.array()?),
         },
-        9 => KeptRefusal::Off,
-        _ => return Err(WireError::BadValue("refusal")),
+        9 => RetainedRefusal::Off,
+        _ => return Err(DecodeError::BadValue("refusal")),
     })
 }
 
-fn put_numbers(out: &mut Vec<u8>, numbers: &[u64]) {
+fn encode_numbers(out: &mut Vec<u8>, numbers: &[u64]) {
     for number in numbers {
         out.extend_from_slice(&number.to_le_bytes());
     }
@@ -366,7 +366,7 @@ pub(super) mod tests {
 
     pub(in super::super) fn questions(
         account: impl Strategy<Value = Account>,
-    ) -> impl Strategy<Value = KeptQuestion> {
+    ) -> impl Strategy<Value = RetainedRequest> {
         let name = "[ -~]{1,96}".prop_map(|name| LeaseName::try_from(name).unwrap());
         let open = (
             any::<u16>(),
@@ -378,7 +378,7 @@ pub(super) mod tests {
         );
         prop_oneof![
             open.prop_map(
-                |(version, image, account, name, key, bytes)| KeptQuestion::Open {
+                |(version, image, account, name, key, bytes)| RetainedRequest::Open {
                     version,
                     image,
                     account,
@@ -388,7 +388,7 @@ pub(super) mod tests {
                 }
             ),
             any::<(u16, u64, u64, u64)>().prop_map(|(version, lease, token, checksum)| {
-                KeptQuestion::Commit {
+                RetainedRequest::Commit {
                     version,
                     lease,
                     token,
@@ -396,25 +396,25 @@ pub(super) mod tests {
                 }
             }),
             any::<(u16, u64)>()
-                .prop_map(|(version, lease)| KeptQuestion::Discard { version, lease }),
+                .prop_map(|(version, lease)| RetainedRequest::Discard { version, lease }),
         ]
     }
 
-    pub(in super::super) fn answers() -> impl Strategy<Value = KeptAnswer> {
+    pub(in super::super) fn answers() -> impl Strategy<Value = RetainedResponse> {
         let refusal = prop_oneof![
-            Just(KeptRefusal::Missing),
-            any::<u64>().prop_map(|free| KeptRefusal::Quota { free }),
-            Just(KeptRefusal::Writing),
-            Just(KeptRefusal::NotScrubbed),
-            Just(KeptRefusal::Fenced),
-            Just(KeptRefusal::Unavailable),
-            Just(KeptRefusal::TooMany),
-            Just(KeptRefusal::Off),
-            any::<i32>().prop_map(|code| KeptRefusal::Driver { code }),
+            Just(RetainedRefusal::Missing),
+            any::<u64>().prop_map(|free| RetainedRefusal::Quota { free }),
+            Just(RetainedRefusal::Writing),
+            Just(RetainedRefusal::NotScrubbed),
+            Just(RetainedRefusal::Fenced),
+            Just(RetainedRefusal::Unavailable),
+            Just(RetainedRefusal::TooMany),
+            Just(RetainedRefusal::Off),
+            any::<i32>().prop_map(|code| RetainedRefusal::Driver { code }),
         ];
         prop_oneof![
             any::<(u64, u64, u64, u64)>().prop_map(|(lease, generation, bytes, checksum)| {
-                KeptAnswer::Ready {
+                RetainedResponse::Ready {
                     lease,
                     generation,
                     bytes,
@@ -422,7 +422,7 @@ pub(super) mod tests {
                 }
             }),
             any::<(u64, u64, u64, u64, u64)>().prop_map(
-                |(lease, generation, bytes, token, expires_ms)| KeptAnswer::Write {
+                |(lease, generation, bytes, token, expires_ms)| RetainedResponse::Write {
                     lease,
                     generation,
                     bytes,
@@ -430,25 +430,31 @@ pub(super) mod tests {
                     expires_ms,
                 }
             ),
-            Just(KeptAnswer::Committed),
-            Just(KeptAnswer::Discarded),
-            any::<u64>().prop_map(|bytes| KeptAnswer::Made { bytes }),
-            refusal.prop_map(KeptAnswer::Refused),
+            Just(RetainedResponse::Committed),
+            Just(RetainedResponse::Discarded),
+            any::<u64>().prop_map(|bytes| RetainedResponse::Created { bytes }),
+            refusal.prop_map(RetainedResponse::Refused),
         ]
     }
 
     #[test]
     fn lease_name_is_printable_and_bounded() {
         let name = |name: String| LeaseName::try_from(name).map(|name| name.as_str().len());
-        assert_eq!(name(String::new()), Err(WireError::BadValue("lease name")));
+        assert_eq!(
+            name(String::new()),
+            Err(DecodeError::BadValue("lease name"))
+        );
         assert_eq!(name(" ~".repeat(MAX_NAME / 2)), Ok(MAX_NAME));
         for other in ["\n", "weights\0", "\u{7f}", "ä"] {
             let refused = name(other.to_owned());
-            assert!(matches!(refused, Err(WireError::BadValue(_))), "{other:?}");
+            assert!(
+                matches!(refused, Err(DecodeError::BadValue(_))),
+                "{other:?}"
+            );
         }
         assert_eq!(
             name("a".repeat(MAX_NAME + 1)),
-            Err(WireError::TooLong("lease name"))
+            Err(DecodeError::TooLong("lease name"))
         );
     }
 }

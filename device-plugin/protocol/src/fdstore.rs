@@ -20,7 +20,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
-use crate::wire::{Fields, MAX_PAYLOAD, Message, WireError};
+use crate::messages::{DecodeError, Decoder, MAX_PAYLOAD, Message};
 
 /// The version of this protocol. The vault outlives agents, so numbers and meanings of messages never change.
 pub const VERSION: u16 = 1;
@@ -33,7 +33,7 @@ pub const SOCKET_NAME: &str = "vault.sock";
 
 /// The lease that holds the sentinel: a small piece of exported memory that belongs to nobody. While one
 /// exported descriptor is open on a system, each further export and close is thirty times as quick.
-pub const SENTINEL: u64 = 0;
+pub const KEEP_ALIVE: u64 = 0;
 
 /// The longest blob, in bytes.
 pub const MAX_BLOB: usize = 4096;
@@ -50,9 +50,9 @@ impl Blob {
     ///
     /// # Errors
     /// [`WireError::TooLong`] beyond [`MAX_BLOB`].
-    pub fn new(bytes: Vec<u8>) -> Result<Blob, WireError> {
+    pub fn new(bytes: Vec<u8>) -> Result<Blob, DecodeError> {
         if bytes.len() > MAX_BLOB {
-            return Err(WireError::TooLong("blob"));
+            return Err(DecodeError::TooLong("blob"));
         }
         Ok(Blob(bytes))
     }
@@ -65,7 +65,7 @@ impl Blob {
 
 /// A lease as a list has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct StoredLease {
     /// Its number.
     pub lease: u64,
     /// What the agent keeps with it.
@@ -74,7 +74,7 @@ pub struct Entry {
 
 /// What the agent says.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ToVault {
+pub enum FdStoreRequest {
     /// The first message of a connection; the newest agent to say it is the one that is served.
     Hello {
         /// The highest version that the agent speaks.
@@ -113,7 +113,7 @@ pub enum ToVault {
 
 /// What the vault says.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum FromVault {
+pub enum FdStoreResponse {
     /// Answers a hello.
     Ready {
         /// The version that both speak.
@@ -124,15 +124,15 @@ pub enum FromVault {
         room: u32,
     },
     /// The vault holds the descriptor and the blob.
-    Held,
+    Stored,
     /// A lease; a duplicate of its descriptor comes with it.
-    Lease(Entry),
+    Lease(StoredLease),
     /// The vault has no such lease, any more or at all.
     Dropped,
     /// Leases in the order of their numbers, as many as fit into a frame.
     Listed {
         /// Made by [`fitting`]. Empty when there are none from the number that was asked for on.
-        leases: Vec<Entry>,
+        leases: Vec<StoredLease>,
     },
     /// It was not done.
     Refused(Refusal),
@@ -161,57 +161,59 @@ pub enum Refusal {
     NoHello,
 }
 
-impl Message for ToVault {
+impl Message for FdStoreRequest {
     fn payload(&self) -> Vec<u8> {
         let mut out = Vec::new();
         match self {
-            ToVault::Hello { version } => {
+            FdStoreRequest::Hello { version } => {
                 out.push(1);
                 out.extend_from_slice(&version.to_le_bytes());
             }
-            ToVault::Put { lease, blob } => put_entry(numbered(&mut out, 2), *lease, blob),
-            ToVault::Update { lease, blob } => put_entry(numbered(&mut out, 3), *lease, blob),
-            ToVault::Get { lease } => put_number(numbered(&mut out, 4), *lease),
-            ToVault::Drop { lease } => put_number(numbered(&mut out, 5), *lease),
-            ToVault::List { from } => put_number(numbered(&mut out, 6), *from),
+            FdStoreRequest::Put { lease, blob } => put_entry(numbered(&mut out, 2), *lease, blob),
+            FdStoreRequest::Update { lease, blob } => {
+                put_entry(numbered(&mut out, 3), *lease, blob)
+            }
+            FdStoreRequest::Get { lease } => put_number(numbered(&mut out, 4), *lease),
+            FdStoreRequest::Drop { lease } => put_number(numbered(&mut out, 5), *lease),
+            FdStoreRequest::List { from } => put_number(numbered(&mut out, 6), *from),
         }
         out
     }
 
-    fn parse(payload: &[u8]) -> Result<ToVault, WireError> {
-        let mut fields = Fields(payload);
-        let message = match fields.u8()? {
-            1 => ToVault::Hello {
-                version: fields.u16()?,
+    fn parse(payload: &[u8]) -> Result<FdStoreRequest, DecodeError> {
+        let mut decoder = Decoder(payload);
+        let message = match decoder.u8()? {
+            1 => FdStoreRequest::Hello {
+                version: decoder.u16()?,
             },
-            2 => ToVault::Put {
-                lease: fields.u64()?,
-                blob: blob(&mut fields)?,
+            2 => FdStoreRequest::Put {
+                lease: decoder.u64()?,
+                blob: blob(&mut decoder)?,
             },
-            3 => ToVault::Update {
-                lease: fields.u64()?,
-                blob: blob(&mut fields)?,
+            3 => FdStoreRequest::Update {
+                lease: decoder.u64()?,
+                blob: blob(&mut decoder)?,
             },
-            4 => ToVault::Get {
-                lease: fields.u64()?,
+            4 => FdStoreRequest::Get {
+                lease: decoder.u64()?,
             },
-            5 => ToVault::Drop {
-                lease: fields.u64()?,
+            5 => FdStoreRequest::Drop {
+                lease: decoder.u64()?,
             },
-            6 => ToVault::List {
-                from: fields.u64()?,
+            6 => FdStoreRequest::List {
+                from: decoder.u64()?,
             },
-            other => return Err(WireError::UnknownMessage(other)),
+            other => return Err(DecodeError::UnknownMessage(other)),
         };
-        fields.end(message)
+        decoder.finish(message)
     }
 }
 
-impl Message for FromVault {
+impl Message for FdStoreResponse {
     fn payload(&self) -> Vec<u8> {
         let mut out = Vec::new();
         match self {
-            FromVault::Ready {
+            FdStoreResponse::Ready {
                 version,
                 leases,
                 room,
@@ -221,18 +223,18 @@ impl Message for FromVault {
                 out.extend_from_slice(&leases.to_le_bytes());
                 out.extend_from_slice(&room.to_le_bytes());
             }
-            FromVault::Held => out.push(2),
-            FromVault::Lease(Entry { lease, blob }) => {
+            FdStoreResponse::Stored => out.push(2),
+            FdStoreResponse::Lease(StoredLease { lease, blob }) => {
                 put_entry(numbered(&mut out, 3), *lease, blob);
             }
-            FromVault::Dropped => out.push(4),
-            FromVault::Listed { leases } => {
+            FdStoreResponse::Dropped => out.push(4),
+            FdStoreResponse::Listed { leases } => {
                 out.push(5);
-                for Entry { lease, blob } in leases {
+                for StoredLease { lease, blob } in leases {
                     put_entry(&mut out, *lease, blob);
                 }
             }
-            FromVault::Refused(refusal) => {
+            FdStoreResponse::Refused(refusal) => {
                 let refusal = match refusal {
                     Refusal::Missing => 1,
                     Refusal::Exists => 2,
@@ -247,43 +249,43 @@ impl Message for FromVault {
         out
     }
 
-    fn parse(payload: &[u8]) -> Result<FromVault, WireError> {
-        let mut fields = Fields(payload);
-        let message = match fields.u8()? {
-            1 => FromVault::Ready {
-                version: fields.u16()?,
-                leases: fields.u32()?,
-                room: fields.u32()?,
+    fn parse(payload: &[u8]) -> Result<FdStoreResponse, DecodeError> {
+        let mut decoder = Decoder(payload);
+        let message = match decoder.u8()? {
+            1 => FdStoreResponse::Ready {
+                version: decoder.u16()?,
+                leases: decoder.u32()?,
+                room: decoder.u32()?,
             },
-            2 => FromVault::Held,
-            3 => FromVault::Lease(entry(&mut fields)?),
-            4 => FromVault::Dropped,
+            2 => FdStoreResponse::Stored,
+            3 => FdStoreResponse::Lease(entry(&mut decoder)?),
+            4 => FdStoreResponse::Dropped,
             5 => {
                 let mut leases = Vec::new();
-                while !fields.0.is_empty() {
-                    leases.push(entry(&mut fields)?);
+                while !decoder.0.is_empty() {
+                    leases.push(entry(&mut decoder)?);
                 }
-                FromVault::Listed { leases }
+                FdStoreResponse::Listed { leases }
             }
-            6 => FromVault::Refused(match fields.u8()? {
+            6 => FdStoreResponse::Refused(match decoder.u8()? {
                 1 => Refusal::Missing,
                 2 => Refusal::Exists,
                 3 => Refusal::Full,
                 4 => Refusal::NoDescriptor,
                 5 => Refusal::Version,
                 6 => Refusal::NoHello,
-                _ => return Err(WireError::BadValue("refusal")),
+                _ => return Err(DecodeError::BadValue("refusal")),
             }),
-            other => return Err(WireError::UnknownMessage(other)),
+            other => return Err(DecodeError::UnknownMessage(other)),
         };
-        fields.end(message)
+        decoder.finish(message)
     }
 }
 
 /// The first of these leases, as many as fit into one [`FromVault::Listed`].
-pub fn fitting(leases: impl IntoIterator<Item = Entry>) -> Vec<Entry> {
+pub fn fit_in_frame(leases: impl IntoIterator<Item = StoredLease>) -> Vec<StoredLease> {
     let mut room = MAX_PAYLOAD - 1;
-    let fits = |Entry { lease: _, blob }: &Entry| {
+    let fits = |StoredLease { lease: _, blob }: &StoredLease| {
         let takes = size_of::<u64>() + size_of::<u16>() + blob.0.len();
         let fits = takes <= room;
         room = room.saturating_sub(takes);
@@ -307,19 +309,19 @@ fn put_entry(out: &mut Vec<u8>, lease: u64, blob: &Blob) {
     out.extend_from_slice(&blob.0);
 }
 
-fn entry(fields: &mut Fields<'_>) -> Result<Entry, WireError> {
-    Ok(Entry {
-        lease: fields.u64()?,
-        blob: blob(fields)?,
+fn entry(decoder: &mut Decoder<'_>) -> Result<StoredLease, DecodeError> {
+    Ok(StoredLease {
+        lease: decoder.u64()?,
+        blob: blob(decoder)?,
     })
 }
 
-fn blob(fields: &mut Fields<'_>) -> Result<Blob, WireError> {
-    let length = usize::from(fields.u16()?);
+fn blob(decoder: &mut Decoder<'_>) -> Result<Blob, DecodeError> {
+    let length = usize::from(decoder.u16()?);
     if length > MAX_BLOB {
-        return Err(WireError::TooLong("blob"));
+        return Err(DecodeError::TooLong("blob"));
     }
-    fields.take(length).map(|bytes| Blob(bytes.to_vec()))
+    decoder.take(length).map(|bytes| Blob(bytes.to_vec()))
 }
 
 #[cfg(test)]
@@ -332,61 +334,63 @@ mod tests {
         vec(any::<u8>(), 0..=MAX_BLOB).prop_map(Blob)
     }
 
-    fn some_entry() -> impl Strategy<Value = Entry> {
-        (any::<u64>(), some_blob()).prop_map(|(lease, blob)| Entry { lease, blob })
+    fn some_entry() -> impl Strategy<Value = StoredLease> {
+        (any::<u64>(), some_blob()).prop_map(|(lease, blob)| StoredLease { lease, blob })
     }
 
-    fn to_vault() -> impl Strategy<Value = ToVault> {
+    fn request() -> impl Strategy<Value = FdStoreRequest> {
         prop_oneof![
-            any::<u16>().prop_map(|version| ToVault::Hello { version }),
-            some_entry().prop_map(|Entry { lease, blob }| ToVault::Put { lease, blob }),
-            some_entry().prop_map(|Entry { lease, blob }| ToVault::Update { lease, blob }),
-            any::<u64>().prop_map(|lease| ToVault::Get { lease }),
-            any::<u64>().prop_map(|lease| ToVault::Drop { lease }),
-            any::<u64>().prop_map(|from| ToVault::List { from }),
+            any::<u16>().prop_map(|version| FdStoreRequest::Hello { version }),
+            some_entry()
+                .prop_map(|StoredLease { lease, blob }| FdStoreRequest::Put { lease, blob }),
+            some_entry()
+                .prop_map(|StoredLease { lease, blob }| FdStoreRequest::Update { lease, blob }),
+            any::<u64>().prop_map(|lease| FdStoreRequest::Get { lease }),
+            any::<u64>().prop_map(|lease| FdStoreRequest::Drop { lease }),
+            any::<u64>().prop_map(|from| FdStoreRequest::List { from }),
         ]
     }
 
-    fn from_vault() -> impl Strategy<Value = FromVault> {
+    fn response() -> impl Strategy<Value = FdStoreResponse> {
         use Refusal::*;
         let refusal =
             prop::sample::select(vec![Missing, Exists, Full, NoDescriptor, Version, NoHello]);
         prop_oneof![
-            any::<(u16, u32, u32)>().prop_map(|(version, leases, room)| FromVault::Ready {
+            any::<(u16, u32, u32)>().prop_map(|(version, leases, room)| FdStoreResponse::Ready {
                 version,
                 leases,
                 room
             }),
-            Just(FromVault::Held),
-            some_entry().prop_map(FromVault::Lease),
-            Just(FromVault::Dropped),
-            vec(some_entry(), 0..8).prop_map(|leases| FromVault::Listed {
-                leases: fitting(leases)
+            Just(FdStoreResponse::Stored),
+            some_entry().prop_map(FdStoreResponse::Lease),
+            Just(FdStoreResponse::Dropped),
+            vec(some_entry(), 0..8).prop_map(|leases| FdStoreResponse::Listed {
+                leases: fit_in_frame(leases)
             }),
-            refusal.prop_map(FromVault::Refused),
+            refusal.prop_map(FdStoreResponse::Refused),
         ]
     }
 
     proptest! {
         #[test]
-        fn messages_round_trip_and_fit_in_a_frame(message in to_vault(), answer in from_vault()) {
+        fn messages_round_trip_and_fit_in_a_frame(message in request(), answer in response()) {
             prop_assert!(message.payload().len() <= MAX_PAYLOAD && answer.payload().len() <= MAX_PAYLOAD);
-            prop_assert_eq!(ToVault::parse(&message.payload()), Ok(message));
-            prop_assert_eq!(FromVault::parse(&answer.payload()), Ok(answer));
+            prop_assert_eq!(FdStoreRequest::parse(&message.payload()), Ok(message));
+            prop_assert_eq!(FdStoreResponse::parse(&answer.payload()), Ok(answer));
         }
 
         #[test]
         fn garbage_is_rejected_or_encodes_to_itself(
-            message in to_vault(), answer in from_vault(), at: prop::sample::Index, byte: u8, cut: prop::sample::Index,
+            message in request(), answer in response(), at: prop::sample::Index, byte: u8, cut: prop::sample::Index,
         ) {
             for mut bytes in [message.payload(), answer.payload()] {
                 let place = at.index(bytes.len());
                 bytes[place] = byte;
                 bytes.truncate(cut.index(bytes.len()) + 1);
-                if let Ok(message) = ToVault::parse(&bytes) {
+                if let Ok(message) = FdStoreRequest::parse(&bytes) {
                     prop_assert_eq!(message.payload(), bytes.clone());
                 }
-                if let Ok(answer) = FromVault::parse(&bytes) {
+                if let Ok(answer) = FdStoreResponse::parse(&bytes) {
                     prop_assert_eq!(answer.payload(), bytes);
                 }
             }
@@ -395,11 +399,11 @@ mod tests {
 
     #[test]
     fn list_is_cut_at_the_end_of_a_frame() {
-        let big = |lease| Entry {
+        let big = |lease| StoredLease {
             lease,
             blob: Blob(vec![7; MAX_BLOB]),
         };
-        assert_eq!(fitting([big(1), big(2)]), [big(1)]);
+        assert_eq!(fit_in_frame([big(1), big(2)]), [big(1)]);
         assert!(Blob::new(vec![0; MAX_BLOB + 1]).is_err());
     }
 }

@@ -14,10 +14,10 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::cell::Cell;
+use crate::atomic_credit::AtomicCredit;
+use crate::credit::{CreditError, CreditWord};
 use crate::fence::Fence;
 use crate::units::Units;
-use crate::word::{NoCredit, Word};
 
 /// Bytes of a page, and of its mapping.
 pub const PAGE_BYTES: usize = 4096;
@@ -49,8 +49,8 @@ pub enum PageError {
 /// One account of a page: one GPU's device memory, or managed memory.
 #[repr(C, align(64))]
 #[derive(Debug)]
-pub struct Slot {
-    word: Cell<AtomicU64>,
+pub struct AccountSlot {
+    word: AtomicCredit<AtomicU64>,
     quota: AtomicU32,
     others: AtomicU32,
     siblings: AtomicU32,
@@ -58,9 +58,9 @@ pub struct Slot {
     context: AtomicU32,
 }
 
-impl Slot {
+impl AccountSlot {
     /// The word as it is now.
-    pub fn word(&self) -> Word {
+    pub fn word(&self) -> CreditWord {
         self.word.word()
     }
 
@@ -68,7 +68,7 @@ impl Slot {
     ///
     /// # Errors
     /// [`NoCredit`] when the agent has to be asked first.
-    pub fn charge(&self, n: Units) -> Result<(), NoCredit> {
+    pub fn charge(&self, n: Units) -> Result<(), CreditError> {
         self.word.charge(n.0)
     }
 
@@ -84,17 +84,17 @@ impl Slot {
     }
 
     /// Takes idle credit back (the agent), at most `at_most`; how much it was.
-    pub fn take_back(&self, at_most: Units) -> Units {
-        Units(self.word.take_back(at_most.0))
+    pub fn reclaim(&self, at_most: Units) -> Units {
+        Units(self.word.reclaim(at_most.0))
     }
 
     /// Sets the word, before the page is handed over.
-    pub fn set(&self, word: Word) {
+    pub fn set(&self, word: CreditWord) {
         self.word.set(word);
     }
 
     /// Freezes the word and returns what it was: the first half of moving to another page.
-    pub fn freeze(&self) -> Word {
+    pub fn freeze(&self) -> CreditWord {
         self.word.freeze()
     }
 
@@ -158,7 +158,7 @@ impl Slot {
     }
 
     fn clear(&self) {
-        self.set(Word {
+        self.set(CreditWord {
             granted: 0,
             used: 0,
         });
@@ -178,18 +178,19 @@ impl Slot {
 /// The layout of the shared memory.
 #[repr(C, align(4096))]
 #[derive(Debug)]
-pub struct Page {
+pub struct CreditPageLayout {
     magic: AtomicU64,
     version: AtomicU32,
     slots: AtomicU32,
     fence: AtomicU64,
     reserved: [AtomicU64; 5],
-    slot: [Slot; MAX_SLOTS],
+    slot: [AccountSlot; MAX_SLOTS],
 }
 
-const _: () = assert!(size_of::<Page>() == PAGE_BYTES && size_of::<Slot>() == 64);
+const _: () =
+    assert!(size_of::<CreditPageLayout>() == PAGE_BYTES && size_of::<AccountSlot>() == 64);
 
-impl Page {
+impl CreditPageLayout {
     /// Why the agent does nothing more for the process, as a word of [`Fence`](crate::fence::Fence); zero while it does.
     pub fn fence(&self) -> u64 {
         self.fence.load(Ordering::Acquire)
@@ -202,7 +203,7 @@ impl Page {
     }
 
     /// The account at `index`, if the page has that many.
-    pub fn slot(&self, index: usize) -> Option<&Slot> {
+    pub fn slot(&self, index: usize) -> Option<&AccountSlot> {
         self.slot
             .get(index)
             .filter(|_| index < self.slots.load(Ordering::Relaxed) as usize)
@@ -212,7 +213,7 @@ impl Page {
 /// A mapping of a [`Page`]; dereferences to it and is unmapped when dropped.
 #[derive(Debug)]
 pub struct CreditPage {
-    page: NonNull<Page>,
+    page: NonNull<CreditPageLayout>,
     /// Remembered on this side: the other side may write any number into the shared memory.
     slots: usize,
 }
@@ -238,7 +239,7 @@ impl CreditPage {
         .map_err(create)?;
         rustix::fs::ftruncate(&fd, PAGE_BYTES as u64).map_err(create)?;
         rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(create)?;
-        Ok((CreditPage::again(&fd, slots)?, fd))
+        Ok((CreditPage::recycle(&fd, slots)?, fd))
     }
 
     /// Maps a page that [`create`](CreditPage::create) made, and makes it as new: for another process, when the one
@@ -246,7 +247,7 @@ impl CreditPage {
     ///
     /// # Errors
     /// [`PageError`] when the kernel refuses the mapping, or for more than [`MAX_SLOTS`].
-    pub fn again(fd: impl AsFd, slots: usize) -> Result<CreditPage, PageError> {
+    pub fn recycle(fd: impl AsFd, slots: usize) -> Result<CreditPage, PageError> {
         let count = u32::try_from(slots).ok().filter(|_| slots <= MAX_SLOTS);
         let count = count.ok_or(PageError::NotAPage("more accounts than a page has"))?;
         let mapped = CreditPage::map(&fd, slots)?;
@@ -288,20 +289,20 @@ impl CreditPage {
     }
 
     /// The account at `index`, if the page was made or opened with that many.
-    pub fn slot(&self, index: usize) -> Option<&Slot> {
+    pub fn slot(&self, index: usize) -> Option<&AccountSlot> {
         self.slot.get(index).filter(|_| index < self.slots)
     }
 
     /// Keeps the mapping for the rest of the process: a fast path may hold on to a page that its
     /// process has moved away from (one page per restart of the agent).
-    pub fn leak(self) -> &'static Page {
+    pub fn leak(self) -> &'static CreditPageLayout {
         let page = self.page;
         std::mem::forget(self);
         // SAFETY: the mapping is valid and, with `self` forgotten, never unmapped.
         unsafe { page.as_ref() }
     }
 
-    fn shared(&self) -> &Page {
+    fn shared(&self) -> &CreditPageLayout {
         self
     }
 
@@ -319,8 +320,8 @@ impl CreditPage {
             )
         }
         .map_err(map)?;
-        let page =
-            NonNull::new(address.cast::<Page>()).ok_or(PageError::NotAPage("mapped at zero"))?;
+        let page = NonNull::new(address.cast::<CreditPageLayout>())
+            .ok_or(PageError::NotAPage("mapped at zero"))?;
         let mapped = CreditPage { page, slots };
         // SAFETY: the range is the mapping just made; a child of fork simply lacks it.
         unsafe { rustix::mm::madvise(address, PAGE_BYTES, Advice::LinuxDontFork) }.map_err(map)?;
@@ -329,9 +330,9 @@ impl CreditPage {
 }
 
 impl std::ops::Deref for CreditPage {
-    type Target = Page;
+    type Target = CreditPageLayout;
 
-    fn deref(&self) -> &Page {
+    fn deref(&self) -> &CreditPageLayout {
         // SAFETY: the mapping is PAGE_BYTES long, aligned, lives as long as `self`, and every
         // field is atomic, so the other side's writes are no data race. Seals keep it from
         // shrinking.
@@ -357,17 +358,17 @@ mod tests {
         let shim = CreditPage::open(&fd).unwrap();
         assert!(agent.slot(0).unwrap().grant(Units(10)));
         let slot = shim.slot(0).unwrap();
-        assert_eq!(slot.charge(Units(11)), Err(NoCredit::Short(1)));
+        assert_eq!(slot.charge(Units(11)), Err(CreditError::Short(1)));
         assert_eq!(slot.charge(Units(7)), Ok(()));
         assert_eq!(
             agent.slot(0).unwrap().word(),
-            Word {
+            CreditWord {
                 granted: 10,
                 used: 7
             }
         );
-        assert_eq!(agent.slot(0).unwrap().take_back(Units(100)), Units(3));
-        assert_eq!(slot.charge(Units(1)), Err(NoCredit::Short(1)));
+        assert_eq!(agent.slot(0).unwrap().reclaim(Units(100)), Units(3));
+        assert_eq!(slot.charge(Units(1)), Err(CreditError::Short(1)));
         assert!(slot.discharge(Units(7)));
         assert!(shim.slot(2).is_none());
         assert_eq!(shim.fence(), 0);
@@ -390,7 +391,7 @@ mod tests {
         assert_eq!(agent.slot(0).unwrap().exported(), Units::MAX);
         assert_eq!(
             agent.slot(0).unwrap().word(),
-            Word {
+            CreditWord {
                 granted: 0,
                 used: 0
             }
@@ -460,12 +461,15 @@ mod tests {
         old.slot(0).unwrap().grant(Units(10));
         old.slot(0).unwrap().charge(Units(4)).unwrap();
         new.slot(0).unwrap().set(old.slot(0).unwrap().freeze());
-        assert_eq!(old.slot(0).unwrap().charge(Units(1)), Err(NoCredit::Frozen));
+        assert_eq!(
+            old.slot(0).unwrap().charge(Units(1)),
+            Err(CreditError::Frozen)
+        );
         assert!(!old.slot(0).unwrap().discharge(Units(1)));
         assert!(new.slot(0).unwrap().discharge(Units(1)));
         assert_eq!(
             new.slot(0).unwrap().word(),
-            Word {
+            CreditWord {
                 granted: 10,
                 used: 3
             }

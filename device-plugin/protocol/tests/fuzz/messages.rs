@@ -1,14 +1,14 @@
 //! What a process and the agent say to each other.
 
+use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
+use bursar_protocol::messages::token::{
+    Generation, Generations, GpuToken, MemoryId, TokenRefusal, TokenRequest, TokenResponse,
+};
+use bursar_protocol::messages::{
+    Account, HEADER, HeldCredit, MAX_PAYLOAD, ProcessUsage, Quota, Recovery, RejectReason, Request,
+    Response, payload_length,
+};
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
-use bursar_protocol::wire::token::{
-    Generation, Generations, GpuToken, MemoryId, TokenAnswer, TokenQuestion, TokenRefusal,
-};
-use bursar_protocol::wire::{
-    Account, HEADER, Holding, Listed, MAX_PAYLOAD, Quota, Reason, ToAgent, ToShim, Verdict,
-    payload_length,
-};
 
 use crate::mutate::edits;
 use crate::{parses, payloads};
@@ -17,33 +17,33 @@ fn device() -> Account {
     Account::Device("GPU-5e000000-0000-0000-0000-000000000001".to_owned())
 }
 
-fn to_agent() -> Vec<Vec<u8>> {
-    let holdings = [device(), Account::Managed].map(|account| Holding {
+fn requests() -> Vec<Vec<u8>> {
+    let holdings = [device(), Account::Managed].map(|account| HeldCredit {
         account,
         granted: Units::MAX,
         used: Units(1),
     });
     payloads(&[
-        ToAgent::Hello {
+        Request::Hello {
             version: 1,
             image: u64::MAX,
             holdings: holdings.to_vec(),
         },
-        ToAgent::Request {
+        Request::Credit {
             account: 0,
             units: Units(512),
         },
-        ToAgent::Denied {
+        Request::Denied {
             account: 1,
             bytes: 4096,
             function: "cuMemAlloc_v2".to_owned(),
         },
-        ToAgent::Refresh,
-        ToAgent::Query {
+        Request::Refresh,
+        Request::Query {
             version: 1,
             account: device(),
         },
-        ToAgent::Kept(KeptQuestion::Open {
+        Request::Retained(RetainedRequest::Open {
             version: 1,
             image: 7,
             account: device(),
@@ -51,91 +51,93 @@ fn to_agent() -> Vec<Vec<u8>> {
             key: [9; 32],
             bytes: 1 << 30,
         }),
-        ToAgent::Kept(KeptQuestion::Commit {
+        Request::Retained(RetainedRequest::Commit {
             version: 1,
             lease: 1,
             token: 2,
             checksum: 3,
         }),
-        ToAgent::Poisoned {
+        Request::Poisoned {
             account: 0,
             code: 700,
-            able: true,
+            can_reexec: true,
         },
-        ToAgent::Token(TokenQuestion::Seal {
+        Request::Token(TokenRequest::Seal {
             version: 3,
             account: device(),
             lease: 1,
             block: 2,
         }),
-        ToAgent::Token(TokenQuestion::Redeem {
+        Request::Token(TokenRequest::Redeem {
             version: 3,
             token: GpuToken::try_from(vec![1; 99]).unwrap(),
         }),
-        ToAgent::ContextMade { account: 1 },
-        ToAgent::Kept(KeptQuestion::Discard {
+        Request::ContextMade { account: 1 },
+        Request::Retained(RetainedRequest::Discard {
             version: 3,
             lease: 9,
         }),
     ])
 }
 
-fn to_shim() -> Vec<Vec<u8>> {
+fn responses() -> Vec<Vec<u8>> {
     let quotas = [device(), Account::Managed].map(|account| Quota {
         account,
         bytes: u64::MAX,
     });
     payloads(&[
-        ToShim::Welcome {
+        Response::Welcome {
             version: 1,
             generation: None,
             quotas: quotas.to_vec(),
         },
-        ToShim::Welcome {
+        Response::Welcome {
             version: 2,
             generation: Some(7),
             quotas: quotas.to_vec(),
         },
-        ToShim::Fenced { account: 0 },
-        ToShim::Verdict(Verdict::Execute),
-        ToShim::Granted {
+        Response::Fenced { account: 0 },
+        Response::Recovery(Recovery::Reexec),
+        Response::Granted {
             account: 0,
             units: Units(512),
         },
-        ToShim::Goodbye {
-            reason: Reason::Busy,
+        Response::Rejected {
+            reason: RejectReason::Busy,
         },
-        ToShim::Usage {
+        Response::Usage {
             quota: 1 << 30,
             used: 4096,
-            processes: vec![Listed {
+            processes: vec![ProcessUsage {
                 pid: 7,
                 bytes: 4096,
             }],
         },
-        ToShim::Kept(KeptAnswer::Write {
+        Response::Retained(RetainedResponse::Write {
             lease: 1,
             generation: 2,
             bytes: 1 << 30,
             token: 3,
             expires_ms: 60_000,
         }),
-        ToShim::Kept(KeptAnswer::Refused(KeptRefusal::Quota { free: 4096 })),
-        ToShim::Token(TokenAnswer::Redeemed(memory_id())),
-        ToShim::Token(TokenAnswer::Refused(TokenRefusal::Fenced {
+        Response::Retained(RetainedResponse::Refused(RetainedRefusal::Quota {
+            free: 4096,
+        })),
+        Response::Token(TokenResponse::Redeemed(memory_id())),
+        Response::Token(TokenResponse::Refused(TokenRefusal::Fenced {
             which: Generation::Lease,
             generation: 4,
         })),
-        ToShim::Refreshed,
-        ToShim::Refused {
+        Response::Refreshed,
+        Response::Refused {
             account: 0,
             free: Units(3),
         },
-        ToShim::ContextSize {
+        Response::ContextSize {
             account: 0,
             units: Units(9),
         },
-        ToShim::Kept(KeptAnswer::Made { bytes: 1 << 21 }),
+        Response::Retained(RetainedResponse::Created { bytes: 1 << 21 }),
     ])
 }
 
@@ -155,14 +157,14 @@ fn memory_id() -> MemoryId {
 
 /// What a process says is an error, or the one message that encodes to it.
 #[test]
-fn to_agent_frames_round_trip() {
-    parses::<ToAgent>(&to_agent());
+fn requests_round_trip() {
+    parses::<Request>(&requests());
 }
 
 /// What the agent says is an error, or the one message that encodes to it.
 #[test]
-fn to_shim_frames_round_trip() {
-    parses::<ToShim>(&to_shim());
+fn responses_round_trip() {
+    parses::<Response>(&responses());
 }
 
 /// What names memory is an error, or the one name that encodes to it.

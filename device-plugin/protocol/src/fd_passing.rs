@@ -12,7 +12,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags,
 };
 
-use crate::wire::{self, Message};
+use crate::messages::{self, Message};
 
 /// Sends `bytes` with `fd` attached to the first of them; how many bytes were taken. The
 /// descriptor is delivered if that is at least one.
@@ -76,13 +76,13 @@ pub fn send_message(
 /// The connection ended or took longer than the socket's time-out, or what came is no message
 /// ([`wire::WireError`] inside).
 pub fn receive_message<M: Message>(mut stream: &UnixStream) -> io::Result<(M, Option<OwnedFd>)> {
-    let mut header = [0; wire::HEADER];
+    let mut header = [0; messages::HEADER];
     let (received, fd) = receive_with_fd(stream, &mut header)?;
     if received == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     stream.read_exact(&mut header[received..])?;
-    let mut payload = vec![0; wire::payload_length(header).map_err(io::Error::other)?];
+    let mut payload = vec![0; messages::payload_length(header).map_err(io::Error::other)?];
     stream.read_exact(&mut payload)?;
     Ok((M::parse(&payload).map_err(io::Error::other)?, fd))
 }
@@ -90,36 +90,36 @@ pub fn receive_message<M: Message>(mut stream: &UnixStream) -> io::Result<(M, Op
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::{Reason, ToShim};
+    use crate::messages::{RejectReason, Response};
 
     #[test]
     fn descriptor_arrives_with_its_bytes() {
         let (agent, shim) = UnixStream::pair().unwrap();
-        let (_page, fd) = crate::page::CreditPage::create(1).unwrap();
+        let (_page, fd) = crate::credit_page::CreditPage::create(1).unwrap();
         assert_eq!(send_with_fd(&agent, b"hello", &fd).unwrap(), 5);
         let mut bytes = [0; 16];
         let (length, received) = receive_with_fd(&shim, &mut bytes).unwrap();
         assert_eq!(&bytes[..length], b"hello");
-        crate::page::CreditPage::open(received.unwrap()).unwrap();
+        crate::credit_page::CreditPage::open(received.unwrap()).unwrap();
     }
 
     #[test]
     fn each_message_has_its_own_descriptor_or_none() {
         let (agent, shim) = UnixStream::pair().unwrap();
-        let goodbye = ToShim::Goodbye {
-            reason: Reason::Busy,
+        let goodbye = Response::Rejected {
+            reason: RejectReason::Busy,
         };
-        let (page, fd) = crate::page::CreditPage::create(1).unwrap();
-        send_message(&agent, &ToShim::Refreshed, None).unwrap();
+        let (page, fd) = crate::credit_page::CreditPage::create(1).unwrap();
+        send_message(&agent, &Response::Refreshed, None).unwrap();
         send_message(&agent, &goodbye, Some(fd.as_fd())).unwrap();
-        send_message(&agent, &ToShim::Refreshed, None).unwrap();
+        send_message(&agent, &Response::Refreshed, None).unwrap();
         drop((agent, page));
-        let (first, none) = receive_message::<ToShim>(&shim).unwrap();
-        assert!(first == ToShim::Refreshed && none.is_none());
-        let (second, some) = receive_message::<ToShim>(&shim).unwrap();
+        let (first, none) = receive_message::<Response>(&shim).unwrap();
+        assert!(first == Response::Refreshed && none.is_none());
+        let (second, some) = receive_message::<Response>(&shim).unwrap();
         assert!(second == goodbye && some.is_some());
-        assert!(receive_message::<ToShim>(&shim).unwrap().1.is_none());
-        let end = receive_message::<ToShim>(&shim).unwrap_err();
+        assert!(receive_message::<Response>(&shim).unwrap().1.is_none());
+        let end = receive_message::<Response>(&shim).unwrap_err();
         assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
     }
 }

@@ -13,7 +13,7 @@
 //! Who asks for a token says which memory it means, and nothing of its generations: those are the agent's to know.
 //! What cannot be asked at all is answered with `Goodbye`, as every other message is.
 
-use super::{Account, Fields, WireError, put_account};
+use super::{Account, DecodeError, Decoder, encode_account};
 
 /// The most bytes of a token: more than the longest name of a node and of a GPU make.
 pub const MAX_TOKEN: usize = 512;
@@ -33,16 +33,16 @@ impl GpuToken {
 }
 
 impl TryFrom<Vec<u8>> for GpuToken {
-    type Error = WireError;
+    type Error = DecodeError;
 
     /// Whether they are a token is the agent's to say.
     ///
     /// # Errors
     /// [`WireError`] where they are more than [`MAX_TOKEN`].
-    fn try_from(bytes: Vec<u8>) -> Result<GpuToken, WireError> {
+    fn try_from(bytes: Vec<u8>) -> Result<GpuToken, DecodeError> {
         match bytes.len() {
             0..=MAX_TOKEN => Ok(GpuToken(bytes)),
-            _ => Err(WireError::TooLong("token")),
+            _ => Err(DecodeError::TooLong("token")),
         }
     }
 }
@@ -86,7 +86,7 @@ pub enum Generation {
 
 /// What a process asks about tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum TokenQuestion {
+pub enum TokenRequest {
     /// A token for memory of the process that asks.
     Seal {
         /// The highest version that the process speaks.
@@ -107,26 +107,26 @@ pub enum TokenQuestion {
     },
 }
 
-impl TokenQuestion {
+impl TokenRequest {
     /// The highest version that who asks speaks.
     pub fn version(&self) -> u16 {
         match self {
-            TokenQuestion::Seal { version, .. } | TokenQuestion::Redeem { version, .. } => *version,
+            TokenRequest::Seal { version, .. } | TokenRequest::Redeem { version, .. } => *version,
         }
     }
 
     /// The GPU that it asks for by name.
     pub fn account(&self) -> Option<&Account> {
         match self {
-            TokenQuestion::Seal { account, .. } => Some(account),
-            TokenQuestion::Redeem { .. } => None,
+            TokenRequest::Seal { account, .. } => Some(account),
+            TokenRequest::Redeem { .. } => None,
         }
     }
 }
 
 /// What the agent answers about tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum TokenAnswer {
+pub enum TokenResponse {
     /// The token.
     Sealed(GpuToken),
     /// When this was said the token named this memory, and all of its generations were the present ones.
@@ -179,7 +179,7 @@ impl MemoryId {
     /// Its bytes. Names of more than 255 bytes are cut.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::new();
-        put_memory(&mut out, self);
+        encode_memory(&mut out, self);
         out
     }
 
@@ -187,16 +187,16 @@ impl MemoryId {
     ///
     /// # Errors
     /// [`WireError`] for anything else.
-    pub fn decode(bytes: &[u8]) -> Result<MemoryId, WireError> {
-        let mut fields = Fields(bytes);
-        let id = memory(&mut fields)?;
-        fields.end(id)
+    pub fn decode(bytes: &[u8]) -> Result<MemoryId, DecodeError> {
+        let mut decoder = Decoder(bytes);
+        let id = decode_memory(&mut decoder)?;
+        decoder.finish(id)
     }
 }
 
-pub(super) fn put_question(out: &mut Vec<u8>, question: &TokenQuestion) {
+pub(super) fn encode_request(out: &mut Vec<u8>, question: &TokenRequest) {
     match question {
-        TokenQuestion::Seal {
+        TokenRequest::Seal {
             version,
             account,
             lease,
@@ -204,66 +204,66 @@ pub(super) fn put_question(out: &mut Vec<u8>, question: &TokenQuestion) {
         } => {
             out.push(1);
             out.extend_from_slice(&version.to_le_bytes());
-            put_account(out, account);
-            put_numbers(out, &[*lease, *block]);
+            encode_account(out, account);
+            encode_numbers(out, &[*lease, *block]);
         }
-        TokenQuestion::Redeem { version, token } => {
+        TokenRequest::Redeem { version, token } => {
             out.push(2);
             out.extend_from_slice(&version.to_le_bytes());
-            put_token(out, token);
+            encode_token(out, token);
         }
     }
 }
 
-pub(super) fn question(fields: &mut Fields<'_>) -> Result<TokenQuestion, WireError> {
-    Ok(match fields.u8()? {
-        1 => TokenQuestion::Seal {
-            version: fields.u16()?,
-            account: fields.account()?,
-            lease: fields.u64()?,
-            block: fields.u64()?,
+pub(super) fn decode_request(decoder: &mut Decoder<'_>) -> Result<TokenRequest, DecodeError> {
+    Ok(match decoder.u8()? {
+        1 => TokenRequest::Seal {
+            version: decoder.u16()?,
+            account: decoder.account()?,
+            lease: decoder.u64()?,
+            block: decoder.u64()?,
         },
-        2 => TokenQuestion::Redeem {
-            version: fields.u16()?,
-            token: token(fields)?,
+        2 => TokenRequest::Redeem {
+            version: decoder.u16()?,
+            token: decode_token(decoder)?,
         },
-        _ => return Err(WireError::BadValue("question about tokens")),
+        _ => return Err(DecodeError::BadValue("question about tokens")),
     })
 }
 
-pub(super) fn put_answer(out: &mut Vec<u8>, answer: &TokenAnswer) {
+pub(super) fn encode_response(out: &mut Vec<u8>, answer: &TokenResponse) {
     match answer {
-        TokenAnswer::Sealed(token) => {
+        TokenResponse::Sealed(token) => {
             out.push(1);
-            put_token(out, token);
+            encode_token(out, token);
         }
-        TokenAnswer::Redeemed(id) => {
+        TokenResponse::Redeemed(id) => {
             out.push(2);
-            put_memory(out, id);
+            encode_memory(out, id);
         }
-        TokenAnswer::Refused(why) => {
+        TokenResponse::Refused(why) => {
             out.push(3);
-            put_refusal(out, why);
+            encode_refusal(out, why);
         }
     }
 }
 
-pub(super) fn answer(fields: &mut Fields<'_>) -> Result<TokenAnswer, WireError> {
-    Ok(match fields.u8()? {
-        1 => TokenAnswer::Sealed(token(fields)?),
-        2 => TokenAnswer::Redeemed(memory(fields)?),
-        3 => TokenAnswer::Refused(refusal(fields)?),
-        _ => return Err(WireError::BadValue("answer about tokens")),
+pub(super) fn decode_response(decoder: &mut Decoder<'_>) -> Result<TokenResponse, DecodeError> {
+    Ok(match decoder.u8()? {
+        1 => TokenResponse::Sealed(decode_token(decoder)?),
+        2 => TokenResponse::Redeemed(decode_memory(decoder)?),
+        3 => TokenResponse::Refused(decode_refusal(decoder)?),
+        _ => return Err(DecodeError::BadValue("answer about tokens")),
     })
 }
 
-fn put_refusal(out: &mut Vec<u8>, why: &TokenRefusal) {
+fn encode_refusal(out: &mut Vec<u8>, why: &TokenRefusal) {
     match why {
         TokenRefusal::Malformed => out.push(1),
         TokenRefusal::Forged => out.push(2),
         TokenRefusal::Elsewhere { node } => {
             out.push(3);
-            put_text(out, node);
+            encode_text(out, node);
         }
         TokenRefusal::Unknown => out.push(4),
         TokenRefusal::Fenced { which, generation } => {
@@ -273,7 +273,7 @@ fn put_refusal(out: &mut Vec<u8>, why: &TokenRefusal) {
                 Generation::Lease => 3,
             };
             out.extend_from_slice(&[5, which]);
-            put_numbers(out, &[*generation]);
+            encode_numbers(out, &[*generation]);
         }
         TokenRefusal::AskerFenced => out.push(6),
         TokenRefusal::NoSession => out.push(7),
@@ -282,32 +282,32 @@ fn put_refusal(out: &mut Vec<u8>, why: &TokenRefusal) {
     }
 }
 
-fn refusal(fields: &mut Fields<'_>) -> Result<TokenRefusal, WireError> {
-    Ok(match fields.u8()? {
+fn decode_refusal(decoder: &mut Decoder<'_>) -> Result<TokenRefusal, DecodeError> {
+    Ok(match decoder.u8()? {
         1 => TokenRefusal::Malformed,
         2 => TokenRefusal::Forged,
         3 => TokenRefusal::Elsewhere {
-            node: text(fields)?,
+            node: decode_text(decoder)?,
         },
         4 => TokenRefusal::Unknown,
         5 => TokenRefusal::Fenced {
-            which: match fields.u8()? {
+            which: match decoder.u8()? {
                 1 => Generation::Gpu,
                 2 => Generation::Process,
                 3 => Generation::Lease,
-                _ => return Err(WireError::BadValue("generation")),
+                _ => return Err(DecodeError::BadValue("generation")),
             },
-            generation: fields.u64()?,
+            generation: decoder.u64()?,
         },
         6 => TokenRefusal::AskerFenced,
         7 => TokenRefusal::NoSession,
         8 => TokenRefusal::NoLease,
         9 => TokenRefusal::Unavailable,
-        _ => return Err(WireError::BadValue("refusal")),
+        _ => return Err(DecodeError::BadValue("refusal")),
     })
 }
 
-fn put_memory(out: &mut Vec<u8>, id: &MemoryId) {
+fn encode_memory(out: &mut Vec<u8>, id: &MemoryId) {
     let MemoryId {
         node,
         gpu,
@@ -315,55 +315,55 @@ fn put_memory(out: &mut Vec<u8>, id: &MemoryId) {
         generations,
         block,
     } = id;
-    put_text(out, node);
-    put_text(out, gpu);
+    encode_text(out, node);
+    encode_text(out, gpu);
     let Generations {
         gpu,
         process,
         lease,
     } = generations;
-    put_numbers(out, &[*container, *gpu, *process, *lease, *block]);
+    encode_numbers(out, &[*container, *gpu, *process, *lease, *block]);
 }
 
-fn memory(fields: &mut Fields<'_>) -> Result<MemoryId, WireError> {
+fn decode_memory(decoder: &mut Decoder<'_>) -> Result<MemoryId, DecodeError> {
     Ok(MemoryId {
-        node: text(fields)?,
-        gpu: text(fields)?,
-        container: fields.u64()?,
+        node: decode_text(decoder)?,
+        gpu: decode_text(decoder)?,
+        container: decoder.u64()?,
         generations: Generations {
-            gpu: fields.u64()?,
-            process: fields.u64()?,
-            lease: fields.u64()?,
+            gpu: decoder.u64()?,
+            process: decoder.u64()?,
+            lease: decoder.u64()?,
         },
-        block: fields.u64()?,
+        block: decoder.u64()?,
     })
 }
 
-fn put_token(out: &mut Vec<u8>, GpuToken(bytes): &GpuToken) {
+fn encode_token(out: &mut Vec<u8>, GpuToken(bytes): &GpuToken) {
     out.extend_from_slice(&(bytes.len() as u16).to_le_bytes());
     out.extend_from_slice(bytes);
 }
 
-fn token(fields: &mut Fields<'_>) -> Result<GpuToken, WireError> {
-    let length = usize::from(fields.u16()?);
-    GpuToken::try_from(fields.take(length)?.to_vec())
+fn decode_token(decoder: &mut Decoder<'_>) -> Result<GpuToken, DecodeError> {
+    let length = usize::from(decoder.u16()?);
+    GpuToken::try_from(decoder.take(length)?.to_vec())
 }
 
 /// A node's name is longer than other names.
-fn put_text(out: &mut Vec<u8>, text: &str) {
+fn encode_text(out: &mut Vec<u8>, text: &str) {
     let text = &text[..text.floor_char_boundary(usize::from(u8::MAX))];
     out.push(text.len() as u8);
     out.extend_from_slice(text.as_bytes());
 }
 
-fn text(fields: &mut Fields<'_>) -> Result<String, WireError> {
-    let length = usize::from(fields.u8()?);
-    let text = std::str::from_utf8(fields.take(length)?);
+fn decode_text(decoder: &mut Decoder<'_>) -> Result<String, DecodeError> {
+    let length = usize::from(decoder.u8()?);
+    let text = std::str::from_utf8(decoder.take(length)?);
     text.map(str::to_owned)
-        .map_err(|_| WireError::BadValue("text"))
+        .map_err(|_| DecodeError::BadValue("text"))
 }
 
-fn put_numbers(out: &mut Vec<u8>, numbers: &[u64]) {
+fn encode_numbers(out: &mut Vec<u8>, numbers: &[u64]) {
     for number in numbers {
         out.extend_from_slice(&number.to_le_bytes());
     }
@@ -399,10 +399,10 @@ pub(super) mod tests {
 
     pub(in super::super) fn questions(
         account: impl Strategy<Value = Account>,
-    ) -> impl Strategy<Value = TokenQuestion> {
+    ) -> impl Strategy<Value = TokenRequest> {
         prop_oneof![
             (any::<(u16, u64, u64)>(), account).prop_map(|((version, lease, block), account)| {
-                TokenQuestion::Seal {
+                TokenRequest::Seal {
                     version,
                     account,
                     lease,
@@ -410,11 +410,11 @@ pub(super) mod tests {
                 }
             }),
             (any::<u16>(), tokens())
-                .prop_map(|(version, token)| TokenQuestion::Redeem { version, token }),
+                .prop_map(|(version, token)| TokenRequest::Redeem { version, token }),
         ]
     }
 
-    pub(in super::super) fn answers() -> impl Strategy<Value = TokenAnswer> {
+    pub(in super::super) fn answers() -> impl Strategy<Value = TokenResponse> {
         let which = prop_oneof![
             Just(Generation::Gpu),
             Just(Generation::Process),
@@ -433,9 +433,9 @@ pub(super) mod tests {
             Just(TokenRefusal::Unavailable),
         ];
         prop_oneof![
-            tokens().prop_map(TokenAnswer::Sealed),
-            memories().prop_map(TokenAnswer::Redeemed),
-            refusal.prop_map(TokenAnswer::Refused),
+            tokens().prop_map(TokenResponse::Sealed),
+            memories().prop_map(TokenResponse::Redeemed),
+            refusal.prop_map(TokenResponse::Refused),
         ]
     }
 
@@ -445,17 +445,17 @@ pub(super) mod tests {
             let mut bytes = id.encode();
             prop_assert_eq!(MemoryId::decode(&bytes), Ok(id));
             bytes.push(more);
-            prop_assert_eq!(MemoryId::decode(&bytes), Err(WireError::Trailing(1)));
+            prop_assert_eq!(MemoryId::decode(&bytes), Err(DecodeError::Trailing(1)));
         }
     }
 
     #[test]
     fn token_longer_than_the_bound_is_rejected() {
         assert!(GpuToken::try_from(vec![0; MAX_TOKEN]).is_ok());
-        let long = Err(WireError::TooLong("token"));
+        let long = Err(DecodeError::TooLong("token"));
         assert_eq!(GpuToken::try_from(vec![0; MAX_TOKEN + 1]), long);
         let mut told = u16::try_from(MAX_TOKEN + 1).unwrap().to_le_bytes().to_vec();
         told.extend([0; MAX_TOKEN + 1]);
-        assert_eq!(token(&mut Fields(&told)), long);
+        assert_eq!(decode_token(&mut Decoder(&told)), long);
     }
 }

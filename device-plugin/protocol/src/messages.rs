@@ -29,13 +29,13 @@
 //! ```
 #![forbid(unsafe_code)]
 
-pub mod kept;
+pub mod retained;
 pub mod token;
 
-use kept::{KeptAnswer, KeptQuestion};
-use token::{TokenAnswer, TokenQuestion};
+use retained::{RetainedRequest, RetainedResponse};
+use token::{TokenRequest, TokenResponse};
 
-use crate::page::MAX_SLOTS;
+use crate::credit_page::MAX_SLOTS;
 use crate::units::Units;
 
 /// The longest payload of a frame. A welcome with [`MAX_SLOTS`] accounts fits.
@@ -70,7 +70,7 @@ pub struct Quota {
 
 /// What a process holds of an account when it says hello again, to a restarted agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Holding {
+pub struct HeldCredit {
     /// Which memory.
     pub account: Account,
     /// What an earlier agent had granted.
@@ -81,7 +81,7 @@ pub struct Holding {
 
 /// What one process uses of an account.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Listed {
+pub struct ProcessUsage {
     /// The process as who asked sees it, in its own pid namespace.
     pub pid: u32,
     /// How much it uses, in bytes.
@@ -90,7 +90,7 @@ pub struct Listed {
 
 /// What a process says.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ToAgent {
+pub enum Request {
     /// The first message of a session.
     Hello {
         /// The highest version that the process speaks.
@@ -98,10 +98,10 @@ pub enum ToAgent {
         /// Drawn once per process image: tells a reconnect from an exec of the same pid.
         image: u64,
         /// Nothing at first; what it holds when it comes back to a restarted agent.
-        holdings: Vec<Holding>,
+        holdings: Vec<HeldCredit>,
     },
     /// Asks for this much more credit.
-    Request {
+    Credit {
         /// The account's index in the welcome.
         account: u8,
         /// How much is missing.
@@ -132,9 +132,9 @@ pub enum ToAgent {
         account: u8,
     },
     /// Asks about kept memory: first and only message of a connection that is no session.
-    Kept(KeptQuestion),
+    Retained(RetainedRequest),
     /// Asks about a token of memory: first and only message of a connection that is no session.
-    Token(TokenQuestion),
+    Token(TokenRequest),
     /// A fault has poisoned the process's context. Since version 2.
     Poisoned {
         /// The account of the GPU that was current.
@@ -142,13 +142,13 @@ pub enum ToAgent {
         /// The driver's error, one that [`crate::sticky`] calls poison or that was answered again.
         code: i32,
         /// Whether the process could execute itself again in its place.
-        able: bool,
+        can_reexec: bool,
     },
 }
 
 /// What the agent says.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ToShim {
+pub enum Response {
     /// Answers a hello; the credit page comes with it.
     Welcome {
         /// The version that both speak.
@@ -181,7 +181,7 @@ pub enum ToShim {
         /// What it uses, in bytes: its processes, and what dead ones left that is not free yet.
         used: u64,
         /// The processes that use any of it and that who asked can see; at most [`MAX_LISTED`].
-        processes: Vec<Listed>,
+        processes: Vec<ProcessUsage>,
     },
     /// What a context takes of this GPU, as far as it was measured by now.
     ContextSize {
@@ -191,35 +191,35 @@ pub enum ToShim {
         units: Units,
     },
     /// Answers a question about kept memory.
-    Kept(KeptAnswer),
+    Retained(RetainedResponse),
     /// Answers a question about a token of memory.
-    Token(TokenAnswer),
+    Token(TokenResponse),
     /// The image that asked is poisoned: it is granted nothing any more. Since version 2.
     Fenced {
         /// The account asked for.
         account: u8,
     },
     /// Answers a report of poison.
-    Verdict(Verdict),
+    Recovery(Recovery),
     /// The agent will not talk to this peer.
-    Goodbye {
+    Rejected {
         /// Why.
-        reason: Reason,
+        reason: RejectReason,
     },
 }
 
 /// What a poisoned process is to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum Recovery {
     /// Execute its program again, in its own place.
-    Execute,
+    Reexec,
     /// Hand the error to the program. The agent may kill the container.
-    GoOn,
+    Continue,
 }
 
 /// Why the agent hangs up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
+pub enum RejectReason {
     /// The peer's version is older than the oldest that the agent speaks.
     Version,
     /// The peer is not a process of this allocation's container.
@@ -232,7 +232,7 @@ pub enum Reason {
 
 /// Why bytes are not a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum WireError {
+pub enum DecodeError {
     /// The message ends before its last field.
     #[error("the message ends early")]
     Short,
@@ -260,7 +260,7 @@ pub trait Message: Sized {
     ///
     /// # Errors
     /// [`WireError`] for anything that [`Message::payload`] does not write.
-    fn parse(payload: &[u8]) -> Result<Self, WireError>;
+    fn parse(payload: &[u8]) -> Result<Self, DecodeError>;
 
     /// The whole frame.
     fn frame(&self) -> Vec<u8> {
@@ -277,19 +277,19 @@ pub trait Message: Sized {
 ///
 /// # Errors
 /// [`WireError`] for an empty frame or one beyond [`MAX_PAYLOAD`].
-pub fn payload_length(header: [u8; HEADER]) -> Result<usize, WireError> {
+pub fn payload_length(header: [u8; HEADER]) -> Result<usize, DecodeError> {
     match usize::from(u16::from_le_bytes(header)) {
-        0 => Err(WireError::Short),
-        length if length > MAX_PAYLOAD => Err(WireError::TooLong("frame")),
+        0 => Err(DecodeError::Short),
+        length if length > MAX_PAYLOAD => Err(DecodeError::TooLong("frame")),
         length => Ok(length),
     }
 }
 
-impl Message for ToAgent {
+impl Message for Request {
     fn payload(&self) -> Vec<u8> {
         let mut out = Vec::new();
         match self {
-            ToAgent::Hello {
+            Request::Hello {
                 version,
                 image,
                 holdings,
@@ -297,53 +297,53 @@ impl Message for ToAgent {
                 out.push(1);
                 out.extend_from_slice(&version.to_le_bytes());
                 out.extend_from_slice(&image.to_le_bytes());
-                put_list(
+                encode_list(
                     &mut out,
                     holdings,
                     |out,
-                     Holding {
+                     HeldCredit {
                          account,
                          granted,
                          used,
                      }| {
-                        put_account(out, account);
-                        put_units(out, *granted);
-                        put_units(out, *used);
+                        encode_account(out, account);
+                        encode_units(out, *granted);
+                        encode_units(out, *used);
                     },
                 );
             }
-            ToAgent::Request { account, units } => {
+            Request::Credit { account, units } => {
                 out.extend_from_slice(&[2, *account]);
-                put_units(&mut out, *units);
+                encode_units(&mut out, *units);
             }
-            ToAgent::Denied {
+            Request::Denied {
                 account,
                 bytes,
                 function,
             } => {
                 out.extend_from_slice(&[4, *account]);
                 out.extend_from_slice(&bytes.to_le_bytes());
-                put_name(&mut out, function);
+                encode_name(&mut out, function);
             }
-            ToAgent::Refresh => out.push(5),
-            ToAgent::Query { version, account } => {
+            Request::Refresh => out.push(5),
+            Request::Query { version, account } => {
                 out.push(7);
                 out.extend_from_slice(&version.to_le_bytes());
-                put_account(&mut out, account);
+                encode_account(&mut out, account);
             }
-            ToAgent::ContextMade { account } => out.extend_from_slice(&[6, *account]),
-            ToAgent::Kept(question) => {
+            Request::ContextMade { account } => out.extend_from_slice(&[6, *account]),
+            Request::Retained(question) => {
                 out.push(16);
-                kept::put_question(&mut out, question);
+                retained::encode_request(&mut out, question);
             }
-            ToAgent::Token(question) => {
+            Request::Token(question) => {
                 out.push(17);
-                token::put_question(&mut out, question);
+                token::encode_request(&mut out, question);
             }
-            ToAgent::Poisoned {
+            Request::Poisoned {
                 account,
                 code,
-                able,
+                can_reexec: able,
             } => {
                 out.extend_from_slice(&[8, *account]);
                 out.extend_from_slice(&code.to_le_bytes());
@@ -353,59 +353,59 @@ impl Message for ToAgent {
         out
     }
 
-    fn parse(payload: &[u8]) -> Result<ToAgent, WireError> {
-        let mut fields = Fields(payload);
-        let message = match fields.u8()? {
-            1 => ToAgent::Hello {
-                version: fields.u16()?,
-                image: fields.u64()?,
-                holdings: fields.list(|fields| {
-                    Ok(Holding {
-                        account: fields.account()?,
-                        granted: fields.units()?,
-                        used: fields.units()?,
+    fn parse(payload: &[u8]) -> Result<Request, DecodeError> {
+        let mut decoder = Decoder(payload);
+        let message = match decoder.u8()? {
+            1 => Request::Hello {
+                version: decoder.u16()?,
+                image: decoder.u64()?,
+                holdings: decoder.list(|decoder| {
+                    Ok(HeldCredit {
+                        account: decoder.account()?,
+                        granted: decoder.units()?,
+                        used: decoder.units()?,
                     })
                 })?,
             },
-            2 => ToAgent::Request {
-                account: fields.slot()?,
-                units: fields.units()?,
+            2 => Request::Credit {
+                account: decoder.account_index()?,
+                units: decoder.units()?,
             },
-            4 => ToAgent::Denied {
-                account: fields.slot()?,
-                bytes: fields.u64()?,
-                function: fields.name()?,
+            4 => Request::Denied {
+                account: decoder.account_index()?,
+                bytes: decoder.u64()?,
+                function: decoder.name()?,
             },
-            5 => ToAgent::Refresh,
-            7 => ToAgent::Query {
-                version: fields.u16()?,
-                account: fields.account()?,
+            5 => Request::Refresh,
+            7 => Request::Query {
+                version: decoder.u16()?,
+                account: decoder.account()?,
             },
-            6 => ToAgent::ContextMade {
-                account: fields.slot()?,
+            6 => Request::ContextMade {
+                account: decoder.account_index()?,
             },
-            16 => ToAgent::Kept(kept::question(&mut fields)?),
-            17 => ToAgent::Token(token::question(&mut fields)?),
-            8 => ToAgent::Poisoned {
-                account: fields.slot()?,
-                code: fields.i32()?,
-                able: match fields.u8()? {
+            16 => Request::Retained(retained::decode_request(&mut decoder)?),
+            17 => Request::Token(token::decode_request(&mut decoder)?),
+            8 => Request::Poisoned {
+                account: decoder.account_index()?,
+                code: decoder.i32()?,
+                can_reexec: match decoder.u8()? {
                     0 => false,
                     1 => true,
-                    _ => return Err(WireError::BadValue("able")),
+                    _ => return Err(DecodeError::BadValue("can_reexec")),
                 },
             },
-            other => return Err(WireError::UnknownMessage(other)),
+            other => return Err(DecodeError::UnknownMessage(other)),
         };
-        fields.end(message)
+        decoder.finish(message)
     }
 }
 
-impl Message for ToShim {
+impl Message for Response {
     fn payload(&self) -> Vec<u8> {
         let mut out = Vec::new();
         match self {
-            ToShim::Welcome {
+            Response::Welcome {
                 version,
                 generation,
                 quotas,
@@ -416,21 +416,21 @@ impl Message for ToShim {
                 if let Some(generation) = generation {
                     out.extend_from_slice(&generation.to_le_bytes());
                 }
-                put_list(&mut out, quotas, |out, Quota { account, bytes }| {
-                    put_account(out, account);
+                encode_list(&mut out, quotas, |out, Quota { account, bytes }| {
+                    encode_account(out, account);
                     out.extend_from_slice(&bytes.to_le_bytes());
                 });
             }
-            ToShim::Granted { account, units } => {
+            Response::Granted { account, units } => {
                 out.extend_from_slice(&[2, *account]);
-                put_units(&mut out, *units);
+                encode_units(&mut out, *units);
             }
-            ToShim::Refused { account, free } => {
+            Response::Refused { account, free } => {
                 out.extend_from_slice(&[3, *account]);
-                put_units(&mut out, *free);
+                encode_units(&mut out, *free);
             }
-            ToShim::Refreshed => out.push(4),
-            ToShim::Usage {
+            Response::Refreshed => out.push(4),
+            Response::Usage {
                 quota,
                 used,
                 processes,
@@ -440,37 +440,37 @@ impl Message for ToShim {
                 out.extend_from_slice(&quota.to_le_bytes());
                 out.extend_from_slice(&used.to_le_bytes());
                 out.extend_from_slice(&(processes.len() as u16).to_le_bytes());
-                for Listed { pid, bytes } in processes {
+                for ProcessUsage { pid, bytes } in processes {
                     out.extend_from_slice(&pid.to_le_bytes());
                     out.extend_from_slice(&bytes.to_le_bytes());
                 }
             }
-            ToShim::Goodbye { reason } => {
+            Response::Rejected { reason } => {
                 let reason = match reason {
-                    Reason::Version => 1,
-                    Reason::Identity => 2,
-                    Reason::Busy => 3,
-                    Reason::Account => 4,
+                    RejectReason::Version => 1,
+                    RejectReason::Identity => 2,
+                    RejectReason::Busy => 3,
+                    RejectReason::Account => 4,
                 };
                 out.extend_from_slice(&[5, reason]);
             }
-            ToShim::ContextSize { account, units } => {
+            Response::ContextSize { account, units } => {
                 out.extend_from_slice(&[6, *account]);
-                put_units(&mut out, *units);
+                encode_units(&mut out, *units);
             }
-            ToShim::Kept(answer) => {
+            Response::Retained(answer) => {
                 out.push(16);
-                kept::put_answer(&mut out, answer);
+                retained::encode_response(&mut out, answer);
             }
-            ToShim::Token(answer) => {
+            Response::Token(answer) => {
                 out.push(17);
-                token::put_answer(&mut out, answer);
+                token::encode_response(&mut out, answer);
             }
-            ToShim::Fenced { account } => out.extend_from_slice(&[9, *account]),
-            ToShim::Verdict(verdict) => {
+            Response::Fenced { account } => out.extend_from_slice(&[9, *account]),
+            Response::Recovery(verdict) => {
                 let verdict = match verdict {
-                    Verdict::Execute => 1,
-                    Verdict::GoOn => 2,
+                    Recovery::Reexec => 1,
+                    Recovery::Continue => 2,
                 };
                 out.extend_from_slice(&[10, verdict]);
             }
@@ -478,70 +478,70 @@ impl Message for ToShim {
         out
     }
 
-    fn parse(payload: &[u8]) -> Result<ToShim, WireError> {
-        let mut fields = Fields(payload);
-        let message = match fields.u8()? {
-            number @ (1 | 8) => ToShim::Welcome {
-                version: fields.u16()?,
+    fn parse(payload: &[u8]) -> Result<Response, DecodeError> {
+        let mut decoder = Decoder(payload);
+        let message = match decoder.u8()? {
+            number @ (1 | 8) => Response::Welcome {
+                version: decoder.u16()?,
                 generation: match number {
                     1 => None,
-                    _ => Some(fields.u64()?),
+                    _ => Some(decoder.u64()?),
                 },
-                quotas: fields.list(|fields| {
+                quotas: decoder.list(|decoder| {
                     Ok(Quota {
-                        account: fields.account()?,
-                        bytes: fields.u64()?,
+                        account: decoder.account()?,
+                        bytes: decoder.u64()?,
                     })
                 })?,
             },
-            2 => ToShim::Granted {
-                account: fields.slot()?,
-                units: fields.units()?,
+            2 => Response::Granted {
+                account: decoder.account_index()?,
+                units: decoder.units()?,
             },
-            3 => ToShim::Refused {
-                account: fields.slot()?,
-                free: fields.units()?,
+            3 => Response::Refused {
+                account: decoder.account_index()?,
+                free: decoder.units()?,
             },
-            4 => ToShim::Refreshed,
-            7 => ToShim::Usage {
-                quota: fields.u64()?,
-                used: fields.u64()?,
-                processes: fields.processes()?,
+            4 => Response::Refreshed,
+            7 => Response::Usage {
+                quota: decoder.u64()?,
+                used: decoder.u64()?,
+                processes: decoder.processes()?,
             },
-            5 => ToShim::Goodbye {
-                reason: match fields.u8()? {
-                    1 => Reason::Version,
-                    2 => Reason::Identity,
-                    3 => Reason::Busy,
-                    4 => Reason::Account,
-                    _ => return Err(WireError::BadValue("reason")),
+            5 => Response::Rejected {
+                reason: match decoder.u8()? {
+                    1 => RejectReason::Version,
+                    2 => RejectReason::Identity,
+                    3 => RejectReason::Busy,
+                    4 => RejectReason::Account,
+                    _ => return Err(DecodeError::BadValue("reason")),
                 },
             },
-            6 => ToShim::ContextSize {
-                account: fields.slot()?,
-                units: fields.units()?,
+            6 => Response::ContextSize {
+                account: decoder.account_index()?,
+                units: decoder.units()?,
             },
-            16 => ToShim::Kept(kept::answer(&mut fields)?),
-            17 => ToShim::Token(token::answer(&mut fields)?),
-            9 => ToShim::Fenced {
-                account: fields.slot()?,
+            16 => Response::Retained(retained::decode_response(&mut decoder)?),
+            17 => Response::Token(token::decode_response(&mut decoder)?),
+            9 => Response::Fenced {
+                account: decoder.account_index()?,
             },
-            10 => ToShim::Verdict(match fields.u8()? {
-                1 => Verdict::Execute,
-                2 => Verdict::GoOn,
-                _ => return Err(WireError::BadValue("verdict")),
+            10 => Response::Recovery(match decoder.u8()? {
+                1 => Recovery::Reexec,
+                2 => Recovery::Continue,
+                _ => return Err(DecodeError::BadValue("verdict")),
             }),
-            other => return Err(WireError::UnknownMessage(other)),
+            other => return Err(DecodeError::UnknownMessage(other)),
         };
-        fields.end(message)
+        decoder.finish(message)
     }
 }
 
-fn put_units(out: &mut Vec<u8>, units: Units) {
+fn encode_units(out: &mut Vec<u8>, units: Units) {
     out.extend_from_slice(&units.min(Units::MAX).0.to_le_bytes());
 }
 
-pub(crate) fn put_name(out: &mut Vec<u8>, name: &str) {
+pub(crate) fn encode_name(out: &mut Vec<u8>, name: &str) {
     let mut end = name.len().min(MAX_NAME);
     while !name.is_char_boundary(end) {
         end -= 1;
@@ -550,113 +550,113 @@ pub(crate) fn put_name(out: &mut Vec<u8>, name: &str) {
     out.extend_from_slice(&name.as_bytes()[..end]);
 }
 
-fn put_account(out: &mut Vec<u8>, account: &Account) {
+fn encode_account(out: &mut Vec<u8>, account: &Account) {
     match account {
         Account::Device(uuid) => {
             out.push(0);
-            put_name(out, uuid);
+            encode_name(out, uuid);
         }
         Account::Managed => out.push(1),
     }
 }
 
-fn put_list<T>(out: &mut Vec<u8>, items: &[T], put: impl Fn(&mut Vec<u8>, &T)) {
+fn encode_list<T>(out: &mut Vec<u8>, items: &[T], put: impl Fn(&mut Vec<u8>, &T)) {
     let items = &items[..items.len().min(MAX_SLOTS)];
     out.push(items.len() as u8);
     items.iter().for_each(|item| put(out, item));
 }
 
 /// What is left of a payload.
-pub(crate) struct Fields<'a>(pub(crate) &'a [u8]);
+pub(crate) struct Decoder<'a>(pub(crate) &'a [u8]);
 
-impl<'a> Fields<'a> {
-    pub(crate) fn take(&mut self, length: usize) -> Result<&'a [u8], WireError> {
-        let (taken, rest) = self.0.split_at_checked(length).ok_or(WireError::Short)?;
+impl<'a> Decoder<'a> {
+    pub(crate) fn take(&mut self, length: usize) -> Result<&'a [u8], DecodeError> {
+        let (taken, rest) = self.0.split_at_checked(length).ok_or(DecodeError::Short)?;
         self.0 = rest;
         Ok(taken)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], WireError> {
-        let (taken, rest) = self.0.split_first_chunk::<N>().ok_or(WireError::Short)?;
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], DecodeError> {
+        let (taken, rest) = self.0.split_first_chunk::<N>().ok_or(DecodeError::Short)?;
         self.0 = rest;
         Ok(*taken)
     }
 
-    pub(crate) fn u8(&mut self) -> Result<u8, WireError> {
+    pub(crate) fn u8(&mut self) -> Result<u8, DecodeError> {
         self.array().map(|[byte]| byte)
     }
 
-    pub(crate) fn u16(&mut self) -> Result<u16, WireError> {
+    pub(crate) fn u16(&mut self) -> Result<u16, DecodeError> {
         self.array().map(u16::from_le_bytes)
     }
 
-    pub(crate) fn u32(&mut self) -> Result<u32, WireError> {
+    pub(crate) fn u32(&mut self) -> Result<u32, DecodeError> {
         self.array().map(u32::from_le_bytes)
     }
 
-    pub(crate) fn i32(&mut self) -> Result<i32, WireError> {
+    pub(crate) fn i32(&mut self) -> Result<i32, DecodeError> {
         self.array().map(i32::from_le_bytes)
     }
 
-    pub(crate) fn u64(&mut self) -> Result<u64, WireError> {
+    pub(crate) fn u64(&mut self) -> Result<u64, DecodeError> {
         self.array().map(u64::from_le_bytes)
     }
 
-    fn units(&mut self) -> Result<Units, WireError> {
+    fn units(&mut self) -> Result<Units, DecodeError> {
         let units = Units(self.u32()?);
         if units <= Units::MAX {
             Ok(units)
         } else {
-            Err(WireError::BadValue("units"))
+            Err(DecodeError::BadValue("units"))
         }
     }
 
-    fn slot(&mut self) -> Result<u8, WireError> {
+    fn account_index(&mut self) -> Result<u8, DecodeError> {
         let index = self.u8()?;
         if usize::from(index) < MAX_SLOTS {
             Ok(index)
         } else {
-            Err(WireError::BadValue("account"))
+            Err(DecodeError::BadValue("account"))
         }
     }
 
-    pub(crate) fn name(&mut self) -> Result<String, WireError> {
+    pub(crate) fn name(&mut self) -> Result<String, DecodeError> {
         let length = usize::from(self.u8()?);
         if length > MAX_NAME {
-            return Err(WireError::TooLong("name"));
+            return Err(DecodeError::TooLong("name"));
         }
         let bytes = self.take(length)?;
         std::str::from_utf8(bytes)
             .map(str::to_owned)
-            .map_err(|_| WireError::BadValue("name"))
+            .map_err(|_| DecodeError::BadValue("name"))
     }
 
-    fn account(&mut self) -> Result<Account, WireError> {
+    fn account(&mut self) -> Result<Account, DecodeError> {
         match self.u8()? {
             0 => self.name().map(Account::Device),
             1 => Ok(Account::Managed),
-            _ => Err(WireError::BadValue("account kind")),
+            _ => Err(DecodeError::BadValue("account kind")),
         }
     }
 
     fn list<T>(
         &mut self,
-        item: impl Fn(&mut Self) -> Result<T, WireError>,
-    ) -> Result<Vec<T>, WireError> {
+        item: impl Fn(&mut Self) -> Result<T, DecodeError>,
+    ) -> Result<Vec<T>, DecodeError> {
         let length = usize::from(self.u8()?);
         if length > MAX_SLOTS {
-            return Err(WireError::TooLong("list"));
+            return Err(DecodeError::TooLong("list"));
         }
         (0..length).map(|_| item(self)).collect()
     }
 
-    fn processes(&mut self) -> Result<Vec<Listed>, WireError> {
+    fn processes(&mut self) -> Result<Vec<ProcessUsage>, DecodeError> {
         let length = usize::from(self.u16()?);
         if length > MAX_LISTED {
-            return Err(WireError::TooLong("list of processes"));
+            return Err(DecodeError::TooLong("list of processes"));
         }
         let process = |_| {
-            Ok(Listed {
+            Ok(ProcessUsage {
                 pid: self.u32()?,
                 bytes: self.u64()?,
             })
@@ -664,10 +664,10 @@ impl<'a> Fields<'a> {
         (0..length).map(process).collect()
     }
 
-    pub(crate) fn end<T>(self, message: T) -> Result<T, WireError> {
+    pub(crate) fn finish<T>(self, message: T) -> Result<T, DecodeError> {
         match self.0.len() {
             0 => Ok(message),
-            left => Err(WireError::Trailing(left)),
+            left => Err(DecodeError::Trailing(left)),
         }
     }
 }
@@ -689,56 +689,57 @@ mod tests {
         ]
     }
 
-    fn to_agent() -> impl Strategy<Value = ToAgent> {
+    fn request() -> impl Strategy<Value = Request> {
         let slot = 0..MAX_SLOTS as u8;
-        let holding = (account(), units(), units()).prop_map(|(account, granted, used)| Holding {
-            account,
-            granted,
-            used,
-        });
+        let holding =
+            (account(), units(), units()).prop_map(|(account, granted, used)| HeldCredit {
+                account,
+                granted,
+                used,
+            });
         prop_oneof![
             (any::<u16>(), any::<u64>(), vec(holding, 0..=MAX_SLOTS)).prop_map(
-                |(version, image, holdings)| ToAgent::Hello {
+                |(version, image, holdings)| Request::Hello {
                     version,
                     image,
                     holdings
                 }
             ),
-            (slot.clone(), units())
-                .prop_map(|(account, units)| ToAgent::Request { account, units }),
+            (slot.clone(), units()).prop_map(|(account, units)| Request::Credit { account, units }),
             slot.clone()
-                .prop_map(|account| ToAgent::ContextMade { account }),
-            (slot.clone(), any::<i32>(), any::<bool>()).prop_map(|(account, code, able)| {
-                ToAgent::Poisoned {
+                .prop_map(|account| Request::ContextMade { account }),
+            (slot.clone(), any::<i32>(), any::<bool>()).prop_map(|(account, code, can_reexec)| {
+                Request::Poisoned {
                     account,
                     code,
-                    able,
+                    can_reexec,
                 }
             }),
             (slot, any::<u64>(), "[a-zA-Z0-9_]{0,96}").prop_map(|(account, bytes, function)| {
-                ToAgent::Denied {
+                Request::Denied {
                     account,
                     bytes,
                     function,
                 }
             }),
-            Just(ToAgent::Refresh),
+            Just(Request::Refresh),
             (any::<u16>(), account())
-                .prop_map(|(version, account)| ToAgent::Query { version, account }),
-            kept::tests::questions(account()).prop_map(ToAgent::Kept),
-            token::tests::questions(account()).prop_map(ToAgent::Token),
+                .prop_map(|(version, account)| Request::Query { version, account }),
+            retained::tests::questions(account()).prop_map(Request::Retained),
+            token::tests::questions(account()).prop_map(Request::Token),
         ]
     }
 
-    fn to_shim() -> impl Strategy<Value = ToShim> {
+    fn response() -> impl Strategy<Value = Response> {
         let slot = 0..MAX_SLOTS as u8;
         let quota = (account(), any::<u64>()).prop_map(|(account, bytes)| Quota { account, bytes });
-        let process = (any::<u32>(), any::<u64>()).prop_map(|(pid, bytes)| Listed { pid, bytes });
+        let process =
+            (any::<u32>(), any::<u64>()).prop_map(|(pid, bytes)| ProcessUsage { pid, bytes });
         let reason = prop_oneof![
-            Just(Reason::Version),
-            Just(Reason::Identity),
-            Just(Reason::Busy),
-            Just(Reason::Account)
+            Just(RejectReason::Version),
+            Just(RejectReason::Identity),
+            Just(RejectReason::Busy),
+            Just(RejectReason::Account)
         ];
         prop_oneof![
             (
@@ -746,40 +747,43 @@ mod tests {
                 any::<Option<u64>>(),
                 vec(quota, 0..=MAX_SLOTS)
             )
-                .prop_map(|(version, generation, quotas)| ToShim::Welcome {
+                .prop_map(|(version, generation, quotas)| Response::Welcome {
                     version,
                     generation,
                     quotas
                 }),
-            slot.clone().prop_map(|account| ToShim::Fenced { account }),
-            prop_oneof![Just(Verdict::Execute), Just(Verdict::GoOn)].prop_map(ToShim::Verdict),
-            (slot.clone(), units()).prop_map(|(account, units)| ToShim::Granted { account, units }),
+            slot.clone()
+                .prop_map(|account| Response::Fenced { account }),
+            prop_oneof![Just(Recovery::Reexec), Just(Recovery::Continue)]
+                .prop_map(Response::Recovery),
             (slot.clone(), units())
-                .prop_map(|(account, units)| ToShim::ContextSize { account, units }),
-            (slot, units()).prop_map(|(account, free)| ToShim::Refused { account, free }),
-            Just(ToShim::Refreshed),
+                .prop_map(|(account, units)| Response::Granted { account, units }),
+            (slot.clone(), units())
+                .prop_map(|(account, units)| Response::ContextSize { account, units }),
+            (slot, units()).prop_map(|(account, free)| Response::Refused { account, free }),
+            Just(Response::Refreshed),
             (any::<u64>(), any::<u64>(), vec(process, 0..=MAX_LISTED)).prop_map(
-                |(quota, used, processes)| ToShim::Usage {
+                |(quota, used, processes)| Response::Usage {
                     quota,
                     used,
                     processes
                 }
             ),
-            reason.prop_map(|reason| ToShim::Goodbye { reason }),
-            kept::tests::answers().prop_map(ToShim::Kept),
-            token::tests::answers().prop_map(ToShim::Token),
+            reason.prop_map(|reason| Response::Rejected { reason }),
+            retained::tests::answers().prop_map(Response::Retained),
+            token::tests::answers().prop_map(Response::Token),
         ]
     }
 
     proptest! {
         #[test]
-        fn messages_round_trip(message in to_agent(), answer in to_shim()) {
-            prop_assert_eq!(ToAgent::parse(&message.payload()), Ok(message));
-            prop_assert_eq!(ToShim::parse(&answer.payload()), Ok(answer));
+        fn messages_round_trip(message in request(), answer in response()) {
+            prop_assert_eq!(Request::parse(&message.payload()), Ok(message));
+            prop_assert_eq!(Response::parse(&answer.payload()), Ok(answer));
         }
 
         #[test]
-        fn every_message_fits_in_a_frame(message in to_agent(), answer in to_shim()) {
+        fn every_message_fits_in_a_frame(message in request(), answer in response()) {
             for frame in [message.frame(), answer.frame()] {
                 prop_assert_eq!(payload_length([frame[0], frame[1]]), Ok(frame.len() - HEADER));
             }
@@ -787,27 +791,27 @@ mod tests {
 
         #[test]
         fn garbage_is_rejected_or_encodes_to_itself(bytes in vec(any::<u8>(), 0..512)) {
-            if let Ok(message) = ToAgent::parse(&bytes) {
+            if let Ok(message) = Request::parse(&bytes) {
                 prop_assert_eq!(message.payload(), bytes.clone());
             }
-            if let Ok(message) = ToShim::parse(&bytes) {
+            if let Ok(message) = Response::parse(&bytes) {
                 prop_assert_eq!(message.payload(), bytes);
             }
         }
 
         #[test]
         fn parse_never_panics_when_a_message_is_mutated(
-            message in to_agent(), at: prop::sample::Index, byte: u8, cut: prop::sample::Index,
+            message in request(), at: prop::sample::Index, byte: u8, cut: prop::sample::Index,
         ) {
             let mut bytes = message.payload();
             let place = at.index(bytes.len());
             bytes[place] = byte;
-            let _ = ToAgent::parse(&bytes);
+            let _ = Request::parse(&bytes);
             let short = &message.payload()[..cut.index(bytes.len())];
-            prop_assert!(ToAgent::parse(short).is_err(), "{:?} parsed though it was cut", short);
+            prop_assert!(Request::parse(short).is_err(), "{:?} parsed though it was cut", short);
             let mut long = message.payload();
             long.push(byte);
-            prop_assert_eq!(ToAgent::parse(&long), Err(WireError::Trailing(1)));
+            prop_assert_eq!(Request::parse(&long), Err(DecodeError::Trailing(1)));
         }
     }
 
@@ -817,7 +821,7 @@ mod tests {
             account: Account::Managed,
             bytes: 5,
         }];
-        let welcome = ToShim::Welcome {
+        let welcome = Response::Welcome {
             version: 1,
             generation: None,
             quotas,
@@ -827,22 +831,22 @@ mod tests {
 
     #[test]
     fn frame_beyond_the_bound_is_refused_by_its_header() {
-        assert_eq!(payload_length([0, 0]), Err(WireError::Short));
+        assert_eq!(payload_length([0, 0]), Err(DecodeError::Short));
         assert_eq!(
             payload_length([0xff, 0xff]),
-            Err(WireError::TooLong("frame"))
+            Err(DecodeError::TooLong("frame"))
         );
     }
 
     #[test]
     fn long_name_is_cut_at_a_char_boundary() {
         let function = "ä".repeat(MAX_NAME);
-        let sent = ToAgent::Denied {
+        let sent = Request::Denied {
             account: 0,
             bytes: 1,
             function,
         };
-        let ToAgent::Denied { function, .. } = ToAgent::parse(&sent.payload()).unwrap() else {
+        let Request::Denied { function, .. } = Request::parse(&sent.payload()).unwrap() else {
             panic!()
         };
         assert_eq!(function, "ä".repeat(MAX_NAME / 2));
