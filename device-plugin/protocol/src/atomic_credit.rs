@@ -1,27 +1,28 @@
-//! One credit word in memory: what the process and the agent do to it at the same time.
+//! Changes one credit word in shared memory, from the process and the agent at the same time.
 //!
-//! Every step replaces the whole word by one compare-and-swap, so a process that is killed or stopped
-//! anywhere leaves a word behind, and nobody waits for it. [`model`] runs the steps in every order.
+//! Every step replaces the whole word by one compare-and-swap. So a process that is killed or
+//! stopped at any point leaves a valid word, and no side ever waits. [`model`] runs the steps in
+//! every order.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::credit::{CreditError, CreditWord};
 
-/// The atomic operations that a word needs: those of the standard library in a page, and those of a
-/// model checker in tests.
+/// The atomic operations of a word. The page uses the standard library's, tests those of a model
+/// checker.
 pub(crate) trait AtomicU64Like {
-    /// The present bits.
+    /// Returns the current bits.
     fn load(&self, order: Ordering) -> u64;
     /// Replaces all bits.
     fn store(&self, bits: u64, order: Ordering);
-    /// Replaces all bits; what they were.
+    /// Replaces all bits and returns the old ones.
     fn swap(&self, bits: u64, order: Ordering) -> u64;
-    /// Replaces `from` by `to`; what is there where that is not `from`. It may fail for nothing.
+    /// Replaces `from` by `to`, or returns the current bits. May fail spuriously.
     fn replace(&self, from: u64, to: u64) -> Result<u64, u64>;
 }
 
-/// The same methods, of the standard library's type or of the model checker's.
+/// Implements the trait for the standard library's type, or for the model checker's.
 macro_rules! atomic_u64_like {
     ($atomic:ty) => {
         impl AtomicU64Like for $atomic {
@@ -45,37 +46,38 @@ macro_rules! atomic_u64_like {
 }
 atomic_u64_like!(AtomicU64);
 
-/// How often the agent tries to change a word: threads of a tenant process may write it without pause.
+/// How often the agent tries to change a word, because threads of a tenant process may write it
+/// without pause.
 const MAX_ATTEMPTS: u32 = 1000;
 
-/// A word in memory.
+/// A credit word in memory.
 #[derive(Debug, Default)]
 #[repr(transparent)]
 pub(crate) struct AtomicCredit<A>(A);
 
 impl<A: AtomicU64Like> AtomicCredit<A> {
-    /// The word as it is now.
+    /// Returns the current word.
     pub(crate) fn word(&self) -> CreditWord {
         CreditWord::unpack(self.0.load(Ordering::Acquire))
     }
 
-    /// See [`crate::page::Slot::charge`].
+    /// See [`crate::credit_page::AccountSlot::charge`].
     pub(crate) fn charge(&self, n: u32) -> Result<(), CreditError> {
         self.update(|word| word.charge(n)).map(drop)
     }
 
-    /// See [`crate::page::Slot::discharge`].
+    /// See [`crate::credit_page::AccountSlot::discharge`].
     pub(crate) fn discharge(&self, n: u32) -> bool {
         self.update(|word| word.discharge(n).ok_or(())).is_ok()
     }
 
-    /// See [`crate::page::Slot::grant`].
+    /// See [`crate::credit_page::AccountSlot::grant`].
     pub(crate) fn grant(&self, n: u32) -> bool {
         self.update_within(MAX_ATTEMPTS, |word| word.grant(n).ok_or(()))
             .is_some_and(|granted| granted.is_ok())
     }
 
-    /// See [`crate::page::Slot::take_back`].
+    /// See [`crate::credit_page::AccountSlot::reclaim`].
     pub(crate) fn reclaim(&self, at_most: u32) -> u32 {
         let step = |word: CreditWord| match word.reclaim(at_most) {
             (_, 0) => Err(()),
@@ -85,12 +87,12 @@ impl<A: AtomicU64Like> AtomicCredit<A> {
         before.map_or(0, |before| before.reclaim(at_most).1)
     }
 
-    /// See [`crate::page::Slot::set`].
+    /// See [`crate::credit_page::AccountSlot::set`].
     pub(crate) fn set(&self, word: CreditWord) {
         self.0.store(word.pack(), Ordering::Release);
     }
 
-    /// See [`crate::page::Slot::freeze`].
+    /// See [`crate::credit_page::AccountSlot::freeze`].
     pub(crate) fn freeze(&self) -> CreditWord {
         CreditWord::unpack(
             self.0
@@ -98,7 +100,7 @@ impl<A: AtomicU64Like> AtomicCredit<A> {
         )
     }
 
-    /// Replaces the word by what `step` makes of it; the word before, or why there is none after it.
+    /// Replaces the word by the result of `step`. Returns the old word, or the error of `step`.
     fn update<E>(
         &self,
         step: impl Fn(CreditWord) -> Result<CreditWord, E>,
@@ -113,7 +115,8 @@ impl<A: AtomicU64Like> AtomicCredit<A> {
         }
     }
 
-    /// The same in so many tries; none where each failed.
+    /// Replaces the word by the result of `step`, in at most `tries` attempts. Returns `None` where
+    /// each failed.
     fn update_within<E>(
         &self,
         tries: u32,
@@ -143,7 +146,7 @@ mod tests {
 
     use super::*;
 
-    /// Another thread is always quicker.
+    /// Another thread always wins the race.
     #[derive(Default)]
     struct Contended(AtomicU32);
 

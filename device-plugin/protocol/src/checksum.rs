@@ -1,32 +1,34 @@
-//! The checksum of kept memory: a commit states it, and whoever opens the memory again compares.
+//! Computes the checksum of retained memory: a commit states it, and a later reader compares it.
 //!
-//! Each little-endian word of 64 bits is added to a multiple of [`WEYL`] that tells its place, and mixed by a
-//! bijection; the sum of these, modulo 2^64, is mixed once more with the length. So words can be
-//! taken in any order and by any number of threads (a GPU reads them at the speed of its memory),
-//! every change inside one word changes the result, and any other change is missed once in 2^64 times.
-//! A last word that is not whole is filled with zeros.
+//! Each little-endian word of 64 bits is added to a multiple of [`WEYL`] that encodes its place,
+//! and mixed by a bijection. The sum of these, modulo 2^64, is mixed once more with the length. So
+//! words can be read in any order and by any number of threads, and a GPU reads them at the speed
+//! of its memory. Every change inside one word changes the result. Any other change is missed once
+//! in 2^64 times. A last partial word is padded with zeros.
 //!
-//! It finds accidents. Who can write the memory and means to deceive can make a sum come out right.
+//! The checksum finds accidents. A writer that means to deceive can make any sum come out right.
 //!
-//! The result is stored with memory that outlives programs and their versions: it can never change.
+//! The result is stored with memory that outlives programs and their versions, so it can never
+//! change.
 #![forbid(unsafe_code)]
 
-/// What tells places apart: the odd number next to 2^64 divided by the golden ratio.
+/// Encodes places: the odd number next to 2^64 divided by the golden ratio.
 pub const WEYL: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// What words are multiplied by (degski's 64-bit mixer, whose shifts by 32 cost a GPU one operation each).
+/// The mixer's multiplier (degski's 64-bit mixer, whose shifts by 32 cost a GPU one operation
+/// each).
 pub const FACTOR: u64 = 0xd6e8_feb8_6659_fd93;
 
 /// Bytes of a word.
 const WORD: usize = 8;
 
-/// The checksum of some bytes.
+/// Returns the checksum of some bytes.
 pub fn of(bytes: &[u8]) -> u64 {
     finish(partial(bytes, 0), bytes.len() as u64)
 }
 
-/// The sum over a part that starts `first` words into the whole. The sum of a whole is that of its parts; a
-/// part that is not the last has whole words only.
+/// Returns the sum over a part that starts `first` words into the whole. The sums of all parts add
+/// up to that of the whole. Only the last part may end with a partial word.
 pub fn partial(bytes: &[u8], first: u64) -> u64 {
     let (words, rest) = bytes.as_chunks::<WORD>();
     let last = (!rest.is_empty()).then(|| {
@@ -41,7 +43,7 @@ pub fn partial(bytes: &[u8], first: u64) -> u64 {
     })
 }
 
-/// The checksum of `len` bytes with that sum.
+/// Returns the checksum of `len` bytes with that sum.
 pub fn finish(sum: u64, len: u64) -> u64 {
     mix(sum.wrapping_add(len))
 }

@@ -1,4 +1,4 @@
-//! Reaches the agent from inside a container, every wait bounded.
+//! Connects to the agent from inside a container, with every wait bounded.
 #![forbid(unsafe_code)]
 
 use std::io::{self, Read};
@@ -11,19 +11,19 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockop
 use crate::messages::{self, Message};
 use crate::{CONTAINER_RUN_DIR, SOCKET_NAME};
 
-/// A connection to the agent that serves this container. No step on it, the one for room in the
-/// agent's backlog neither, takes longer than `timeout`.
+/// Connects to the agent that serves this container. No step takes longer than `timeout`, including
+/// the wait for space in the agent's backlog.
 ///
 /// # Errors
-/// What the system answers: refused while the agent is away, `EAGAIN` when it took too long.
+/// The system's error: refused while the agent is down, `EAGAIN` on a timeout.
 pub fn connect(timeout: Duration) -> io::Result<UnixStream> {
     connect_to(&Path::new(CONTAINER_RUN_DIR).join(SOCKET_NAME), timeout)
 }
 
-/// The same, to an agent that listens elsewhere.
+/// Connects to an agent that listens at `path`.
 ///
 /// # Errors
-/// As [`dial`].
+/// As [`connect`].
 pub fn connect_to(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
     let socket = rustix::net::socket_with(
         AddressFamily::UNIX,
@@ -42,7 +42,8 @@ pub fn connect_to(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
 /// Reads one message.
 ///
 /// # Errors
-/// The connection ended or took too long, or what came is no message ([`wire::WireError`] inside).
+/// The connection ended or timed out, or the bytes are no message ([`messages::DecodeError`]
+/// inside).
 pub fn read_message<M: Message>(stream: &mut impl Read) -> io::Result<M> {
     let mut header = [0; messages::HEADER];
     stream.read_exact(&mut header)?;

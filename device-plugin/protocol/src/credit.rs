@@ -1,4 +1,4 @@
-//! The arithmetic of one credit word: `{granted, used}`, without memory or atomics.
+//! Computes with one credit word, `{granted, used}`, without memory or atomics.
 #![forbid(unsafe_code)]
 
 /// One half of a word. The product uses `u32`; the tests walk every value of `u8`.
@@ -29,42 +29,44 @@ macro_rules! credit_int {
 }
 credit_int!(u8, u32);
 
-/// What one process may use of one GPU and what it uses, in units.
+/// The credit of one process for one account and its usage, in units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CreditWord<T = u32> {
-    /// What the agent lets this process use without asking.
+    /// What the agent lets this process use without a request.
     pub granted: T,
     /// What the process has charged.
     pub used: T,
 }
 
-/// Why a charge did not happen.
+/// Why a charge failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CreditError<T = u32> {
-    /// This much more has to be granted first.
+    /// This much more must be granted.
     Short(T),
-    /// The sum is more than a word can count: no grant can help.
+    /// The sum is more than a word can count, so no grant can help.
     TooLarge,
-    /// The word was frozen: its process has moved on to another page.
+    /// The word was frozen, because its process has migrated to another page.
     Frozen,
 }
 
 impl<T: CreditInt> CreditWord<T> {
-    /// A word that nobody may charge or discharge any more: its owner is moving to another page.
+    /// A word that can no longer be charged or discharged, because its process migrates to another
+    /// page.
     pub const FROZEN: CreditWord<T> = CreditWord {
         granted: T::ZERO,
         used: T::MAX,
     };
 
-    /// Whether the word is [`Word::FROZEN`] (or was scribbled over so that it looks like it).
+    /// Returns whether the word is [`CreditWord::FROZEN`], or was overwritten so that it looks
+    /// frozen.
     pub fn is_frozen(self) -> bool {
         self.used == T::MAX
     }
 
-    /// The word after `n` more are used.
+    /// Returns the word after `n` more units are used.
     ///
     /// # Errors
-    /// [`NoCredit`] when `n` does not fit in what is granted.
+    /// [`CreditError`] when `n` does not fit in what is granted.
     pub fn charge(self, n: T) -> Result<CreditWord<T>, CreditError<T>> {
         if self.is_frozen() {
             return Err(CreditError::Frozen);
@@ -81,7 +83,7 @@ impl<T: CreditInt> CreditWord<T> {
         }
     }
 
-    /// The word after `n` fewer are used; never below zero. `None` if the word is frozen.
+    /// Returns the word after `n` fewer units are used, at least zero. `None` for a frozen word.
     pub fn discharge(self, n: T) -> Option<CreditWord<T>> {
         (!self.is_frozen()).then(|| CreditWord {
             used: self.used.saturating_sub(n),
@@ -89,7 +91,8 @@ impl<T: CreditInt> CreditWord<T> {
         })
     }
 
-    /// The word after `n` more are granted; `None` if that cannot be counted or the word is frozen.
+    /// Returns the word after `n` more units are granted. `None` beyond what a word counts, or for
+    /// a frozen word.
     pub fn grant(self, n: T) -> Option<CreditWord<T>> {
         if self.is_frozen() {
             return None;
@@ -101,7 +104,7 @@ impl<T: CreditInt> CreditWord<T> {
         Some(CreditWord { granted, ..self })
     }
 
-    /// The word after its idle credit, but at most `at_most`, was taken back, and how much that was.
+    /// Returns the word after at most `at_most` of its idle credit was taken back, and that amount.
     pub fn reclaim(self, at_most: T) -> (CreditWord<T>, T) {
         if self.is_frozen() {
             return (self, T::ZERO);
@@ -116,7 +119,7 @@ impl<T: CreditInt> CreditWord<T> {
         )
     }
 
-    /// What is granted and not used.
+    /// Returns what is granted and not used.
     pub fn idle(self) -> T {
         if self.is_frozen() {
             T::ZERO
@@ -127,12 +130,12 @@ impl<T: CreditInt> CreditWord<T> {
 }
 
 impl CreditWord<u32> {
-    /// The word as the page stores it: `granted` in the upper half.
+    /// Encodes the word for the page: `granted` in the upper half.
     pub fn pack(self) -> u64 {
         u64::from(self.granted) << 32 | u64::from(self.used)
     }
 
-    /// The word that [`Word::pack`] made.
+    /// Decodes a word of [`CreditWord::pack`].
     pub fn unpack(bits: u64) -> CreditWord<u32> {
         // Both halves of a 64-bit value fit in 32 bits.
         CreditWord {

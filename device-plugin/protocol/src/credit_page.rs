@@ -1,9 +1,10 @@
-//! The credit page: memory that one process and the agent share.
+//! Maps the credit page: memory that one process and the agent share.
 //!
-//! The agent makes it as a memfd that is sealed against shrinking, growing and further seals, so
-//! that no tenant can make the agent's next access a SIGBUS, and hands it over with its welcome.
-//! Both sides only ever touch it through atomics: whatever the other side writes is a value, never
-//! undefined behaviour. A forked child has no mapping of it (`MADV_DONTFORK`).
+//! The agent creates the page as a memfd that is sealed against shrinking, growing and further
+//! seals, so that no tenant can turn the agent's next access into a SIGBUS. It sends the descriptor
+//! with its welcome. Both sides access the page through atomics only: whatever the other side
+//! writes is a value, never undefined behaviour. A forked child has no mapping of the page
+//! (`MADV_DONTFORK`).
 
 #![allow(unsafe_code)]
 
@@ -22,20 +23,20 @@ use crate::units::Units;
 /// Bytes of a page, and of its mapping.
 pub const PAGE_BYTES: usize = 4096;
 
-/// Accounts that a page can hold. More GPUs than a node has, with one for managed memory.
+/// Accounts that a page can hold: more GPUs than a node has, and managed memory.
 pub const MAX_SLOTS: usize = 63;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"bursarCP");
 
-/// The seals of a page: its size is fixed, and so are its seals. It stays writable.
+/// The seals of a page fix its size and its seals. The page stays writable.
 const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
 
-/// What went wrong with a page.
+/// Why a page could not be created or mapped.
 #[derive(Debug, thiserror::Error)]
 pub enum PageError {
-    /// The memfd could not be made.
+    /// The memfd could not be created.
     #[error("create the credit page: {0}")]
     Create(#[source] std::io::Error),
     /// The memfd could not be mapped.
@@ -59,100 +60,100 @@ pub struct AccountSlot {
 }
 
 impl AccountSlot {
-    /// The word as it is now.
+    /// Returns the current credit word.
     pub fn word(&self) -> CreditWord {
         self.word.word()
     }
 
-    /// Charges `n` units: one compare-and-swap where the credit is there and nobody competes.
+    /// Charges `n` units by one compare-and-swap, where the credit is there and no thread competes.
     ///
     /// # Errors
-    /// [`NoCredit`] when the agent has to be asked first.
+    /// [`CreditError`] when the agent must be asked for credit.
     pub fn charge(&self, n: Units) -> Result<(), CreditError> {
         self.word.charge(n.0)
     }
 
-    /// Gives back `n` charged units. `false` if the word is frozen: the caller looks for the page
-    /// that its process has moved to.
+    /// Discharges `n` units. Returns `false` for a frozen word: the caller must use the page that
+    /// its process has migrated to.
     pub fn discharge(&self, n: Units) -> bool {
         self.word.discharge(n.0)
     }
 
-    /// Adds `n` units of credit (the agent). `false` if the word cannot hold them.
+    /// Adds `n` units of credit (agent). Returns `false` if the word cannot count them.
     pub fn grant(&self, n: Units) -> bool {
         self.word.grant(n.0)
     }
 
-    /// Takes idle credit back (the agent), at most `at_most`; how much it was.
+    /// Takes back idle credit, at most `at_most` (agent). Returns the amount.
     pub fn reclaim(&self, at_most: Units) -> Units {
         Units(self.word.reclaim(at_most.0))
     }
 
-    /// Sets the word, before the page is handed over.
+    /// Sets the word, before the page is sent.
     pub fn set(&self, word: CreditWord) {
         self.word.set(word);
     }
 
-    /// Freezes the word and returns what it was: the first half of moving to another page.
+    /// Freezes the word and returns the old one: the first half of a migration to another page.
     pub fn freeze(&self) -> CreditWord {
         self.word.freeze()
     }
 
-    /// The container's quota of this account.
+    /// Returns the container's quota of this account.
     pub fn quota(&self) -> Units {
         Units(self.quota.load(Ordering::Acquire)).min(Units::MAX)
     }
 
-    /// What the container's other processes use, as the agent last wrote it.
+    /// Returns the usage of the container's other processes, as the agent last wrote it.
     pub fn others(&self) -> Units {
         Units(self.others.load(Ordering::Acquire)).min(Units::MAX)
     }
 
-    /// How many other processes of the container hold credit or use memory. With none, nobody
-    /// but this process changes the container's use, and [`Slot::others`] is exact.
+    /// Returns how many other processes of the container hold credit or use memory. With none, only
+    /// this process changes the container's usage, and [`AccountSlot::others`] is exact.
     pub fn siblings(&self) -> u32 {
         self.siblings.load(Ordering::Acquire)
     }
 
-    /// Writes the container's quota (the agent).
+    /// Writes the container's quota (agent).
     pub fn set_quota(&self, quota: Units) {
         self.quota.store(quota.0, Ordering::Release);
     }
 
-    /// Writes what others use and how many they are (the agent).
+    /// Writes the usage and number of the other processes (agent).
     pub fn set_others(&self, others: Units, siblings: u32) {
         self.others.store(others.0, Ordering::Release);
         self.siblings.store(siblings, Ordering::Release);
     }
 
-    /// What a context of this GPU is charged before its size is known for certain. Zero: contexts are
-    /// not charged.
+    /// Returns what a context of this GPU is charged before its size was measured. Zero: contexts
+    /// are not charged.
     pub fn context(&self) -> Units {
         Units(self.context.load(Ordering::Acquire)).min(Units::MAX)
     }
 
-    /// Writes what a context is charged (the agent).
+    /// Writes what a context is charged (agent).
     pub fn set_context(&self, units: Units) {
         self.context.store(units.0, Ordering::Release);
     }
 
-    /// What of the process's use it has exported, as the process says: memory that descriptors or
-    /// other processes may keep after its death (design F4, F13).
+    /// Returns how much of its usage the process says it has exported: memory that descriptors or
+    /// other processes may keep after its exit (facts F4, F13).
     pub fn exported(&self) -> Units {
         Units(self.exported.load(Ordering::Acquire)).min(Units::MAX)
     }
 
-    /// Sets what is exported, before the page is handed over, or used.
+    /// Sets the exported amount, before the page is sent or used.
     pub fn set_exported(&self, exported: Units) {
         self.exported.store(exported.0, Ordering::Release);
     }
 
-    /// Counts `n` more units as exported, before anybody else can hold them (the process).
+    /// Counts `n` more units as exported, before another process can hold them (process).
     pub fn export(&self, n: Units) {
         self.update_exported(|exported| exported.saturating_add(n));
     }
 
-    /// Counts `n` units as exported no more: nobody else can hold them (the process).
+    /// Counts `n` fewer units as exported, because no other process can hold them (process).
     pub fn unexport(&self, n: Units) {
         self.update_exported(|exported| exported.saturating_sub(n));
     }
@@ -191,18 +192,18 @@ const _: () =
     assert!(size_of::<CreditPageLayout>() == PAGE_BYTES && size_of::<AccountSlot>() == 64);
 
 impl CreditPageLayout {
-    /// Why the agent does nothing more for the process, as a word of [`Fence`](crate::fence::Fence); zero while it does.
+    /// Returns the fence as a word of [`Fence`](crate::fence::Fence); zero without a fence.
     pub fn fence(&self) -> u64 {
         self.fence.load(Ordering::Acquire)
     }
 
-    /// Writes that (the agent).
+    /// Writes the fence (agent).
     pub fn set_fence(&self, fence: Option<Fence>) {
         let word = fence.map_or(0, Fence::word);
         self.fence.store(word, Ordering::Release);
     }
 
-    /// The account at `index`, if the page has that many.
+    /// Returns the account at `index`, if the page has that many.
     pub fn slot(&self, index: usize) -> Option<&AccountSlot> {
         self.slot
             .get(index)
@@ -210,21 +211,21 @@ impl CreditPageLayout {
     }
 }
 
-/// A mapping of a [`Page`]; dereferences to it and is unmapped when dropped.
+/// A mapping of a [`CreditPageLayout`]; dereferences to it and is unmapped when dropped.
 #[derive(Debug)]
 pub struct CreditPage {
     page: NonNull<CreditPageLayout>,
-    /// Remembered on this side: the other side may write any number into the shared memory.
+    /// Stored on this side, because the other side may write any number into the shared memory.
     slots: usize,
 }
 
 // SAFETY: the mapping belongs to no thread, and everything in it is atomic.
 unsafe impl Send for CreditPage {}
-// SAFETY: as above.
+// SAFETY: everything in the mapping is atomic.
 unsafe impl Sync for CreditPage {}
 
 impl CreditPage {
-    /// Makes a sealed page with `slots` accounts and maps it (the agent). The descriptor goes to
+    /// Creates a sealed page with `slots` accounts and maps it (agent). The descriptor is sent to
     /// the process with the welcome.
     ///
     /// # Errors
@@ -242,8 +243,8 @@ impl CreditPage {
         Ok((CreditPage::recycle(&fd, slots)?, fd))
     }
 
-    /// Maps a page that [`create`](CreditPage::create) made, and makes it as new: for another process, when the one
-    /// that had it died (the agent).
+    /// Maps a page of [`create`](CreditPage::create) and resets it for another process, after the
+    /// page's process has exited (agent).
     ///
     /// # Errors
     /// [`PageError`] when the kernel refuses the mapping, or for more than [`MAX_SLOTS`].
@@ -263,11 +264,11 @@ impl CreditPage {
         Ok(mapped)
     }
 
-    /// Maps a page that the agent sent (the shim).
+    /// Maps a page that the agent sent (shim).
     ///
     /// # Errors
     /// [`PageError::NotAPage`] when the descriptor lacks a seal or has another size or layout, so
-    /// that no later access can fault; [`PageError::Map`] when the kernel refuses.
+    /// that no later access can fault. [`PageError::Map`] when the kernel refuses.
     pub fn open(fd: impl AsFd) -> Result<CreditPage, PageError> {
         let seals =
             rustix::fs::fcntl_get_seals(&fd).map_err(|_| PageError::NotAPage("no seals"))?;
@@ -288,13 +289,13 @@ impl CreditPage {
         Ok(mapped)
     }
 
-    /// The account at `index`, if the page was made or opened with that many.
+    /// Returns the account at `index`, if the page was created or opened with that many.
     pub fn slot(&self, index: usize) -> Option<&AccountSlot> {
         self.slot.get(index).filter(|_| index < self.slots)
     }
 
-    /// Keeps the mapping for the rest of the process: a fast path may hold on to a page that its
-    /// process has moved away from (one page per restart of the agent).
+    /// Keeps the mapping for the rest of the process. A fast path may hold on to a page that its
+    /// process has migrated from (one page a restart of the agent).
     pub fn leak(self) -> &'static CreditPageLayout {
         let page = self.page;
         std::mem::forget(self);
@@ -323,7 +324,7 @@ impl CreditPage {
         let page = NonNull::new(address.cast::<CreditPageLayout>())
             .ok_or(PageError::NotAPage("mapped at zero"))?;
         let mapped = CreditPage { page, slots };
-        // SAFETY: the range is the mapping just made; a child of fork simply lacks it.
+        // SAFETY: the range is the mapping just made; a forked child only lacks it.
         unsafe { rustix::mm::madvise(address, PAGE_BYTES, Advice::LinuxDontFork) }.map_err(map)?;
         Ok(mapped)
     }

@@ -1,40 +1,40 @@
-//! What a `CUresult` says about the context, the process and the GPU that it came from.
+//! Classifies a `CUresult` by what it means for the context, the process and the GPU.
 //!
-//! Source: the comments of `CUresult` in cuda.h (CUDA 13.0), and what an H200 with driver 580 did (design F1): after a
-//! fault of a kernel every context of the process image fails, whatever the header says of destroying one. Codes are integers,
-//! for newer drivers have codes that no list here knows.
+//! Source: the comments of `CUresult` in cuda.h (CUDA 13.0), and measurements on an H200 with
+//! driver 580 (fact F1). After a kernel's fault every context of the process image fails, whatever
+//! the header says of destroying one. Codes are integers, because newer drivers have codes that no
+//! list here has.
 #![forbid(unsafe_code)]
 
-/// What follows from an error of the driver.
+/// The consequence of a driver error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ErrorClass {
     /// "The process must be terminated and relaunched": nothing in this process image works again.
     StickyProcess,
-    /// "The context cannot be used anymore": all of its memory is lost. As F1 has it, another
-    /// context of the same process image does not help either.
+    /// "The context cannot be used anymore": all of its memory is lost. By fact F1, another context
+    /// of the same process image does not help either.
     StickyContext,
     /// The driver is shutting down, or the context was destroyed by the program.
     Gone,
-    /// Memory or a link of the GPU failed; what was being computed is lost with its process.
+    /// Memory or a link of the GPU failed. What was being computed is lost with its process.
     Hardware,
-    /// There is no room; only code 2 says so.
+    /// Out of memory; only code 2 says so.
     OutOfMemory,
-    /// What was asked for is wrong or cannot be had here: the same call fails again.
+    /// The request is wrong or not possible here: the same call fails again.
     Caller,
-    /// It may work later.
+    /// The call may succeed later.
     NotReady,
-    /// A code that says nothing, or that is not known here. Ask the driver again: one that is sticky is
-    /// answered again.
+    /// An ambiguous or unknown code. Call the driver again: a sticky error is returned again.
     Unknown,
 }
 
 impl ErrorClass {
-    /// The class of a code other than `CUDA_SUCCESS`.
+    /// Returns the class of a code other than `CUDA_SUCCESS`.
     pub const fn of(code: i32) -> ErrorClass {
         match code {
-            // ILLEGAL_ADDRESS, LAUNCH_TIMEOUT, HARDWARE_STACK_ERROR, ILLEGAL_INSTRUCTION, MISALIGNED_ADDRESS,
-            // INVALID_ADDRESS_SPACE, INVALID_PC, LAUNCH_FAILED, TENSOR_MEMORY_LEAK, MPS_CLIENT_TERMINATED,
-            // EXTERNAL_DEVICE, CONTAINED
+            // ILLEGAL_ADDRESS, LAUNCH_TIMEOUT, HARDWARE_STACK_ERROR, ILLEGAL_INSTRUCTION,
+            // MISALIGNED_ADDRESS, INVALID_ADDRESS_SPACE, INVALID_PC, LAUNCH_FAILED,
+            // TENSOR_MEMORY_LEAK, MPS_CLIENT_TERMINATED, EXTERNAL_DEVICE, CONTAINED
             700 | 702 | 714..=719 | 721 | 810 | 911 | 226 => ErrorClass::StickyProcess,
             // ASSERT
             710 => ErrorClass::StickyContext,
@@ -43,17 +43,18 @@ impl ErrorClass {
             // ECC_UNCORRECTABLE, NVLINK_UNCORRECTABLE
             214 | 220 => ErrorClass::Hardware,
             2 => ErrorClass::OutOfMemory,
-            // DEVICE_UNAVAILABLE, NOT_READY, SYSTEM_NOT_READY, MPS_SERVER_NOT_READY, MPS_MAX_CLIENTS_REACHED,
-            // MPS_MAX_CONNECTIONS_REACHED, TIMEOUT
+            // DEVICE_UNAVAILABLE, NOT_READY, SYSTEM_NOT_READY, MPS_SERVER_NOT_READY,
+            // MPS_MAX_CLIENTS_REACHED, MPS_MAX_CONNECTIONS_REACHED, TIMEOUT
             46 | 600 | 802 | 807..=809 | 909 => ErrorClass::NotReady,
-            // SUCCESS is no error, and UNKNOWN says nothing.
+            // SUCCESS is no error, and UNKNOWN is ambiguous.
             0 | 999 => ErrorClass::Unknown,
             code if known(code) => ErrorClass::Caller,
             _ => ErrorClass::Unknown,
         }
     }
 
-    /// Whether nothing in this process image can go on with the GPU: its context is poisoned.
+    /// Returns whether this process image cannot use the GPU any more, because its contexts are
+    /// poisoned.
     pub const fn poisons(self) -> bool {
         matches!(
             self,
@@ -61,13 +62,13 @@ impl ErrorClass {
         )
     }
 
-    /// Whether the same call may succeed later in the same process image.
+    /// Returns whether the same call may succeed later in the same process image.
     pub const fn retryable(self) -> bool {
         matches!(self, ErrorClass::OutOfMemory | ErrorClass::NotReady)
     }
 }
 
-/// Whether cuda.h of CUDA 13.0 has this code.
+/// Returns whether cuda.h of CUDA 13.0 has this code.
 const fn known(code: i32) -> bool {
     matches!(
         code,
@@ -76,7 +77,8 @@ const fn known(code: i32) -> bool {
     )
 }
 
-/// Whether a code poisons its context by itself; one that is [`ErrorClass::Unknown`] has to be asked for again.
+/// Returns whether a code poisons its context by itself. An [`ErrorClass::Unknown`] code needs
+/// another driver call.
 pub const fn poisons(code: i32) -> bool {
     ErrorClass::of(code).poisons()
 }
@@ -85,7 +87,7 @@ pub const fn poisons(code: i32) -> bool {
 mod tests {
     use super::*;
 
-    /// Design section 8.
+    /// The codes that poison a context.
     const POISON: [i32; 15] = [
         700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 214, 220, 226,
     ];

@@ -1,4 +1,4 @@
-//! Sends and receives bytes or messages with a file descriptor beside them, on a Unix stream socket.
+//! Sends and receives bytes or messages with a file descriptor, on a Unix stream socket.
 #![forbid(unsafe_code)]
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
@@ -14,28 +14,28 @@ use rustix::net::{
 
 use crate::messages::{self, Message};
 
-/// Sends `bytes` with `fd` attached to the first of them; how many bytes were taken. The
-/// descriptor is delivered if that is at least one.
+/// Sends `bytes` with `fd` attached to the first of them. Returns how many bytes were sent. The
+/// descriptor is delivered with the first byte.
 ///
 /// # Errors
-/// What `sendmsg` answers.
+/// The error of `sendmsg`.
 pub fn send_with_fd(socket: impl AsFd, bytes: &[u8], fd: impl AsFd) -> std::io::Result<usize> {
     let fds = [fd.as_fd()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     ancillary.push(SendAncillaryMessage::ScmRights(&fds));
     let flags = SendFlags::NOSIGNAL;
-    // With a time-out on the socket a signal ends the call even under SA_RESTART.
+    // With a timeout on the socket a signal ends the call even under SA_RESTART.
     Ok(retry_on_intr(|| {
         rustix::net::sendmsg(&socket, &[IoSlice::new(bytes)], &mut ancillary, flags)
     })?)
 }
 
-/// Receives up to `bytes.len()` bytes and at most one descriptor, close-on-exec; further ones are
-/// closed.
+/// Receives up to `bytes.len()` bytes and at most one descriptor, close-on-exec. Further
+/// descriptors are closed.
 ///
 /// # Errors
-/// What `recvmsg` answers.
+/// The error of `recvmsg`.
 pub fn receive_with_fd(
     socket: impl AsFd,
     bytes: &mut [u8],
@@ -53,10 +53,10 @@ pub fn receive_with_fd(
     Ok((received.bytes, fd))
 }
 
-/// Sends one message, with a descriptor beside it. A socket that does not block has no use for this.
+/// Sends one message, with an optional descriptor. Only for a socket that blocks.
 ///
 /// # Errors
-/// What the system answers: `EPIPE` when the peer is gone, `EAGAIN` when it took longer than the socket's time-out.
+/// The system's error: `EPIPE` when the peer is gone, `EAGAIN` after the socket's timeout.
 pub fn send_message(
     mut stream: &UnixStream,
     message: &impl Message,
@@ -70,11 +70,12 @@ pub fn send_message(
     stream.write_all(&frame[sent..])
 }
 
-/// Receives one message and what descriptor came with it: one sent beside another part of it is closed.
+/// Receives one message and its descriptor. A descriptor sent with a later part of the message is
+/// closed.
 ///
 /// # Errors
-/// The connection ended or took longer than the socket's time-out, or what came is no message
-/// ([`wire::WireError`] inside).
+/// The connection ended or timed out, or the bytes are no message ([`messages::DecodeError`]
+/// inside).
 pub fn receive_message<M: Message>(mut stream: &UnixStream) -> io::Result<(M, Option<OwnedFd>)> {
     let mut header = [0; messages::HEADER];
     let (received, fd) = receive_with_fd(stream, &mut header)?;

@@ -1,55 +1,58 @@
-//! What the agent says to the vault, the process that holds the descriptors of kept memory and nothing else.
+//! Defines the messages between the agent and the fd store, which only holds the descriptors of
+//! retained memory.
 //!
-//! Frames are those of the [`wire`](crate::wire); descriptors travel beside them ([`socket`](crate::socket)).
-//! The vault knows leases by number. What a lease is stands in its blob, which only the agent reads.
+//! Frames are those of the [`messages`](crate::messages). Descriptors travel with them
+//! ([`fd_passing`](crate::fd_passing)). The fd store knows leases by number. A lease's blob
+//! describes it, and only the agent reads the blob.
 //!
 //! ```text
-//! agent                                   vault
-//!   Hello {version}                   ->                         (an agent that came before is hung up on)
+//! agent                                   fd store
+//!   Hello {version}                   ->          (an earlier agent is disconnected)
 //!                                     <-  Ready {version, leases, room}
 //!   Put {lease, blob} + fd            ->
-//!                                     <-  Held, once the vault has it | Refused {Exists | Full | NoDescriptor}
+//!                                     <-  Stored | Refused {Exists | Full | NoDescriptor}
 //!   Update {lease, blob}              ->
-//!                                     <-  Held | Refused {Missing}
+//!                                     <-  Stored | Refused {Missing}
 //!   Get {lease}                       ->
 //!                                     <-  Lease {lease, blob} + fd | Refused {Missing}
 //!   Drop {lease}                      ->
-//!                                     <-  Dropped, whether there was such a lease or not
+//!                                     <-  Dropped, also for a missing lease
 //!   List {from}                       ->
-//!                                     <-  Listed {leases}, of the numbers from there on as many as fit; none at the end
+//!                                     <-  Listed {leases}: from that number on, as many as fit
 //! ```
 #![forbid(unsafe_code)]
 
 use crate::messages::{DecodeError, Decoder, MAX_PAYLOAD, Message};
 
-/// The version of this protocol. The vault outlives agents, so numbers and meanings of messages never change.
+/// The version of this protocol. The fd store outlives agents, so numbers and meanings of messages
+/// never change.
 pub const VERSION: u16 = 1;
 
-/// The folder of the vault's socket on the host, which only root may enter.
+/// The folder of the fd store's socket on the host, which only root may enter.
 pub const RUN_DIR: &str = "/run/bursar/vault";
 
-/// The name of the vault's socket inside its folder.
+/// The name of the fd store's socket inside its folder.
 pub const SOCKET_NAME: &str = "vault.sock";
 
-/// The lease that holds the sentinel: a small piece of exported memory that belongs to nobody. While one
-/// exported descriptor is open on a system, each further export and close is thirty times as quick.
+/// The lease of the export keep-alive: a small piece of exported memory without an owner. While one
+/// exported descriptor is open on a system, each further export and close is thirty times as fast.
 pub const KEEP_ALIVE: u64 = 0;
 
 /// The longest blob, in bytes.
 pub const MAX_BLOB: usize = 4096;
 
-/// The most leases that a vault holds, of which its limits of open files and of memory may leave fewer.
+/// The most leases of an fd store. Its limits of open files and of memory may allow fewer.
 pub const MAX_LEASES: usize = 65_536;
 
-/// What the agent keeps beside a descriptor: at most [`MAX_BLOB`] bytes.
+/// The agent's record of a lease, stored with its descriptor: at most [`MAX_BLOB`] bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Blob(Vec<u8>);
 
 impl Blob {
-    /// A blob of these bytes.
+    /// Wraps these bytes.
     ///
     /// # Errors
-    /// [`WireError::TooLong`] beyond [`MAX_BLOB`].
+    /// [`DecodeError::TooLong`] beyond [`MAX_BLOB`].
     pub fn new(bytes: Vec<u8>) -> Result<Blob, DecodeError> {
         if bytes.len() > MAX_BLOB {
             return Err(DecodeError::TooLong("blob"));
@@ -57,34 +60,34 @@ impl Blob {
         Ok(Blob(bytes))
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
 }
 
-/// A lease as a list has it.
+/// A lease in a list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredLease {
-    /// Its number.
+    /// The lease's number.
     pub lease: u64,
-    /// What the agent keeps with it.
+    /// The agent's record of the lease.
     pub blob: Blob,
 }
 
-/// What the agent says.
+/// A request of the agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FdStoreRequest {
-    /// The first message of a connection; the newest agent to say it is the one that is served.
+    /// The first message of a connection. Only the agent that sent the latest one is served.
     Hello {
         /// The highest version that the agent speaks.
         version: u16,
     },
-    /// Hands over a descriptor, beside this message.
+    /// Stores a descriptor, which comes with this message.
     Put {
-        /// A number that the vault has no lease of.
+        /// A number without a lease.
         lease: u64,
-        /// What to keep with it.
+        /// The record to store with the descriptor.
         blob: Blob,
     },
     /// Replaces a lease's blob.
@@ -99,46 +102,46 @@ pub enum FdStoreRequest {
         /// The lease.
         lease: u64,
     },
-    /// Closes a lease's descriptor and forgets it.
+    /// Closes a lease's descriptor and forgets the lease.
     Drop {
         /// The lease.
         lease: u64,
     },
-    /// Asks what there is.
+    /// Asks for the stored leases.
     List {
-        /// The smallest number of interest.
+        /// The smallest number to list.
         from: u64,
     },
 }
 
-/// What the vault says.
+/// A response of the fd store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FdStoreResponse {
     /// Answers a hello.
     Ready {
-        /// The version that both speak.
+        /// The version that both sides speak.
         version: u16,
-        /// How many leases there are.
+        /// The number of stored leases.
         leases: u32,
-        /// How many more there may be.
+        /// How many more leases fit.
         room: u32,
     },
-    /// The vault holds the descriptor and the blob.
+    /// The fd store has the descriptor and the blob.
     Stored,
     /// A lease; a duplicate of its descriptor comes with it.
     Lease(StoredLease),
-    /// The vault has no such lease, any more or at all.
+    /// The fd store does not have the lease, any more or at all.
     Dropped,
     /// Leases in the order of their numbers, as many as fit into a frame.
     Listed {
-        /// Made by [`fitting`]. Empty when there are none from the number that was asked for on.
+        /// Made by [`fit_in_frame`]. Empty when no lease has the requested number or a higher one.
         leases: Vec<StoredLease>,
     },
-    /// It was not done.
+    /// The request was refused.
     Refused(Refusal),
 }
 
-/// Why the vault does not do as it was told.
+/// Why the fd store refuses a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// There is no lease of that number.
@@ -147,16 +150,16 @@ pub enum Refusal {
     /// There is one of that number already.
     #[error("the vault has a lease of that number")]
     Exists,
-    /// It holds as many as it may.
+    /// The fd store holds as many as it may.
     #[error("the vault is full")]
     Full,
     /// No descriptor came with the message.
     #[error("no descriptor came with the lease")]
     NoDescriptor,
-    /// The agent's version is older than the oldest that the vault speaks.
+    /// The agent's version is older than the oldest that the fd store speaks.
     #[error("the vault speaks no version that old")]
     Version,
-    /// A message that only an agent may send, from a connection that said no hello.
+    /// A request on a connection that sent no hello.
     #[error("the vault was not greeted first")]
     NoHello,
 }
@@ -282,7 +285,7 @@ impl Message for FdStoreResponse {
     }
 }
 
-/// The first of these leases, as many as fit into one [`FromVault::Listed`].
+/// Returns the first of these leases, as many as fit into one [`FdStoreResponse::Listed`].
 pub fn fit_in_frame(leases: impl IntoIterator<Item = StoredLease>) -> Vec<StoredLease> {
     let mut room = MAX_PAYLOAD - 1;
     let fits = |StoredLease { lease: _, blob }: &StoredLease| {

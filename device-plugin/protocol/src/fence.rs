@@ -1,25 +1,27 @@
-//! Why the agent does nothing more for a process image: a word of its page, and how a program's libraries ask for it.
+//! Encodes why the agent has fenced a process image, and names the function that reads it.
 
-/// What [`cuGetProcAddress`] of the shim hands out under this name: a function without arguments that returns the word
-/// of the page, zero before there is one. The driver has none of this name.
+/// The name under which [`cuGetProcAddress`] of the shim returns the fence function. The function
+/// takes no arguments and returns the fence word of the page, zero without a page. No driver has a
+/// function of this name.
 ///
 /// [`cuGetProcAddress`]: https://docs.nvidia.com/cuda/cuda-driver-api/
 pub const FENCE_SYMBOL: &std::ffi::CStr = c"bursarFence";
 
-/// The function of that name.
+/// The function that reads the fence word.
 pub type FenceFn = extern "C" fn() -> u64;
 
-/// Why nothing more is done.
+/// Why the agent grants a process image nothing more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fence {
-    /// Its GPU is drained.
+    /// The image's GPU is drained.
     Drained,
-    /// Its contexts are poisoned, with this `CUresult`; zero where only the kernel's log told of it.
+    /// The image's contexts are poisoned, with this `CUresult`; zero where only the kernel's log
+    /// reported it.
     Poisoned(i32),
 }
 
 impl Fence {
-    /// As a word; never zero, which is no fence.
+    /// Encodes the fence as a word; never zero, which is no fence.
     pub fn word(self) -> u64 {
         match self {
             Fence::Drained => 1 << 32,
@@ -27,7 +29,8 @@ impl Fence {
         }
     }
 
-    /// What a word says. What a later agent says is taken for a drain: memory is not to be used.
+    /// Decodes a word. An unknown word of a later agent counts as a drain, because the memory must
+    /// not be used.
     pub fn of(word: u64) -> Option<Fence> {
         #[expect(clippy::cast_possible_truncation, reason = "the code is the low half")]
         match word >> 32 {

@@ -1,23 +1,24 @@
-//! What the shim, runtime clients and the agent say to each other.
+//! Defines the protocol between the shim, runtime clients and the agent.
 //!
-//! Two channels, one rule. The [`wire`] carries rare, small messages over the allocation's Unix
-//! socket; the [`page`] carries the credit that a process may spend without asking. The agent is
-//! the only ledger: whatever a process writes to either, it can only ever spend what the agent
-//! has granted to it in its own books.
+//! Two channels, one rule. The [`messages`] are rare and small, and travel over the allocation's
+//! Unix socket. The [`credit_page`] holds the credit that a process may spend without a message.
+//! The agent alone keeps the ledger: whatever a process writes to either channel, it can only spend
+//! what the agent has granted to it in its own records.
 //!
-//! * [`units`] counts memory in 4 KiB units
-//! * [`word`] is the arithmetic of one credit word, without memory or atomics
-//! * `cell` is one word in memory that both sides change, checked with every interleaving
-//! * [`page`] is the shared page of such words; the only module here with `unsafe`
-//! * [`wire`] is the messages, their encoding and a total parser; [`wire::kept`] those about kept memory,
-//!   [`wire::token`] those about tokens of memory
-//! * [`dial`] reaches the agent from inside a container
-//! * [`checksum`] is what kept memory is verified by
-//! * [`fence`] is what the page says of an image that gets nothing more
-//! * [`socket`] passes a page's file descriptor beside a message
-//! * [`sticky`] says which errors of the driver poison a context
-//! * [`vault`] is what the agent says to the keeper of kept memory's descriptors
-//! * [`worker`] is what the agent says to the process that makes kept memory of one GPU
+//! * [`units`] counts memory in units of 4 KiB
+//! * [`credit`] computes with one credit word, without memory or atomics
+//! * `atomic_credit` changes a word that both sides share; tests run every interleaving
+//! * [`credit_page`] maps the shared page of such words; the only module here with `unsafe`
+//! * [`messages`] encodes and parses messages; [`messages::retained`] those about retained memory,
+//!   [`messages::token`] those about memory tokens
+//! * [`connect`] connects to the agent from inside a container
+//! * [`checksum`] verifies retained memory
+//! * [`fence`] encodes why a process image is fenced
+//! * [`fd_passing`] sends a file descriptor with a message
+//! * [`error_class`] classifies driver errors
+//! * [`fdstore`] defines the messages between the agent and the fd store of retained memory
+//! * [`provisioner`] defines the messages between the agent and the process that creates a GPU's
+//!   retained memory
 
 mod atomic_credit;
 pub mod checksum;
@@ -32,21 +33,22 @@ pub mod messages;
 pub mod provisioner;
 pub mod units;
 
-/// The version of protocol that this build speaks. The agent answers a hello with the lower of
-/// both versions, so that an upgraded agent serves the shims that running containers have mapped.
+/// The version of the protocol that this build speaks. The agent answers a hello with the lower of
+/// both versions, so that an upgraded agent serves the shims of running containers.
 ///
 /// * 1: credit, reports
-/// * 2: the welcome has a generation; a process reports poison
-/// * 3: who opens a lease that is made is handed its memory before the vault has it
+/// * 2: the welcome has a generation; a process reports sticky errors
+/// * 3: a process that creates a lease gets its memory before the fd store has it
 pub const VERSION: u16 = 3;
 
-/// The first version whose agent takes a report of poison.
+/// The first version whose agent accepts reports of sticky errors.
 pub const POISON_SINCE: u16 = 2;
 
-/// The first version whose processes are told that a lease is [made](wire::kept::KeptAnswer::Made).
+/// The first version whose processes accept that a lease was
+/// [created](messages::retained::RetainedResponse::Created).
 pub const CREATED_SINCE: u16 = 3;
 
-/// The folder of the agent's socket as a container sees it.
+/// The folder of the agent's socket in a container.
 pub const CONTAINER_RUN_DIR: &str = "/run/bursar";
 
 /// The name of the agent's socket inside its folder.

@@ -1,31 +1,32 @@
-//! The messages between a process and the agent, their encoding, and a parser that is total.
+//! Defines the messages between a process and the agent: their encoding and a total parser.
 //!
 //! A frame is a little-endian `u16` length and that many bytes, the first of which names the
-//! message. Every length is bounded before anything is copied, an account is a small index, and
-//! what is left over after a message is an error: a peer that sends anything else is hung up on.
+//! message. Every length is bounded before anything is copied, and an account is a small index.
+//! Bytes that are left over after a message are an error. The agent disconnects a peer that sends
+//! anything else.
 //!
 //! ```text
 //! shim                                    agent
 //!   Hello {version, image, holdings}  ->
-//!                                     <-  Welcome {version, generation, accounts} + the credit page
-//!                                         (SCM_RIGHTS) or Goodbye {reason}
-//!   Request {account, units}          ->
+//!                                     <-  Welcome {version, generation, accounts} + credit page
+//!                                         (SCM_RIGHTS) or Rejected {reason}
+//!   Credit {account, units}           ->
 //!                                     <-  Granted {account, units} | Refused {account, free}
 //!                                         | Fenced {account}
-//!   Refresh                           ->                         (writes the page's `others`)
+//!   Refresh                           ->          (writes the page's `others`)
 //!                                     <-  Refreshed
-//!   Denied {account, bytes, function} ->                         (no answer)
-//!   ContextMade {account}             ->                         (asks the driver)
+//!   Denied {account, bytes, function} ->          (no answer)
+//!   ContextMade {account}             ->          (the agent asks the driver)
 //!                                     <-  ContextSize {account, units}
-//!   Poisoned {account, code, able}    ->                         (since version 2)
-//!                                     <-  Verdict {execute again | go on}
+//!   Poisoned {account, code, can_reexec} ->                      (since version 2)
+//!                                     <-  Recovery {re-exec | continue}
 //!
-//!   Query {version, account}          ->                         (a connection of its own, and all of it)
-//!                                     <-  Usage {quota, used, processes} or Goodbye {reason}
-//!   Kept (question)                   ->                         (the same: see [`kept`])
-//!                                     <-  Kept (answer) or Goodbye {reason}
-//!   Token (question)                  ->                         (the same: see [`token`])
-//!                                     <-  Token (answer) or Goodbye {reason}
+//!   Query {version, account}          ->          (a connection of its own)
+//!                                     <-  Usage {quota, used, processes} or Rejected {reason}
+//!   Retained (request)                ->          (a connection of its own: see [`retained`])
+//!                                     <-  Retained (response) or Rejected {reason}
+//!   Token (request)                   ->          (a connection of its own: see [`token`])
+//!                                     <-  Token (response) or Rejected {reason}
 //! ```
 #![forbid(unsafe_code)]
 
@@ -47,10 +48,10 @@ pub const HEADER: usize = 2;
 /// The longest name (a UUID, a function) in a message. `MIG-GPU-<uuid>/<gi>/<ci>` is below 64.
 pub const MAX_NAME: usize = 96;
 
-/// The most processes that one usage lists: more than a container can have sessions.
+/// The most processes in one usage response: more than a container can have sessions.
 pub const MAX_LISTED: usize = 512;
 
-/// What memory an account counts.
+/// The kind of memory that an account counts.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Account {
     /// Device memory of the GPU (or MIG instance) with this UUID, as NVML prints it.
@@ -62,162 +63,167 @@ pub enum Account {
 /// An account with the container's quota.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Quota {
-    /// Which memory.
+    /// The account.
     pub account: Account,
-    /// How much of it, in bytes.
+    /// The quota, in bytes.
     pub bytes: u64,
 }
 
-/// What a process holds of an account when it says hello again, to a restarted agent.
+/// The credit that a process holds of an account, sent when it connects to a restarted agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeldCredit {
-    /// Which memory.
+    /// The account.
     pub account: Account,
-    /// What an earlier agent had granted.
+    /// The credit that an earlier agent granted.
     pub granted: Units,
-    /// What the process uses.
+    /// The amount that the process uses.
     pub used: Units,
 }
 
-/// What one process uses of an account.
+/// The usage of an account by one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessUsage {
-    /// The process as who asked sees it, in its own pid namespace.
+    /// The process in the pid namespace of the process that asked.
     pub pid: u32,
-    /// How much it uses, in bytes.
+    /// The usage, in bytes.
     pub bytes: u64,
 }
 
-/// What a process says.
+/// A message of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
     /// The first message of a session.
     Hello {
         /// The highest version that the process speaks.
         version: u16,
-        /// Drawn once per process image: tells a reconnect from an exec of the same pid.
+        /// A random number of the process image, which tells a reconnect from an exec of the same
+        /// pid.
         image: u64,
-        /// Nothing at first; what it holds when it comes back to a restarted agent.
+        /// Empty at first; the held credit on a reconnect to a restarted agent.
         holdings: Vec<HeldCredit>,
     },
-    /// Asks for this much more credit.
+    /// Requests more credit.
     Credit {
         /// The account's index in the welcome.
         account: u8,
-        /// How much is missing.
+        /// The missing amount.
         units: Units,
     },
     /// Reports that an allocation was denied.
     Denied {
         /// The account's index in the welcome.
         account: u8,
-        /// What the program asked for.
+        /// The bytes that the program requested.
         bytes: u64,
         /// The driver's function, for example `cuMemAlloc_v2`.
         function: String,
     },
     /// Asks the agent to write what the container's other processes use into the page.
     Refresh,
-    /// Asks what the container uses of an account: first and only message of a connection that is no
-    /// session. Reports (NVML) are made of its answer.
+    /// Asks for the container's usage of an account: the first and only message of a connection
+    /// without a session. The NVML shim reports the response.
     Query {
         /// The highest version that the process speaks.
         version: u16,
-        /// Which memory.
+        /// The account.
         account: Account,
     },
-    /// A context was made, and charged what the page says that one takes.
+    /// Reports a new context, charged the size in the page.
     ContextMade {
         /// The account's index in the welcome.
         account: u8,
     },
-    /// Asks about kept memory: first and only message of a connection that is no session.
+    /// A request about retained memory: the first and only message of a connection without a
+    /// session.
     Retained(RetainedRequest),
-    /// Asks about a token of memory: first and only message of a connection that is no session.
+    /// A request about a memory token: the first and only message of a connection without a
+    /// session.
     Token(TokenRequest),
-    /// A fault has poisoned the process's context. Since version 2.
+    /// Reports that a fault has poisoned the process's contexts. Since version 2.
     Poisoned {
         /// The account of the GPU that was current.
         account: u8,
-        /// The driver's error, one that [`crate::sticky`] calls poison or that was answered again.
+        /// The driver's error: one that [`crate::error_class`] calls poison, or one that was
+        /// returned again.
         code: i32,
-        /// Whether the process could execute itself again in its place.
+        /// Whether the shim could execute the process again.
         can_reexec: bool,
     },
 }
 
-/// What the agent says.
+/// A message of the agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Response {
     /// Answers a hello; the credit page comes with it.
     Welcome {
-        /// The version that both speak.
+        /// The version that both sides speak.
         version: u16,
-        /// P, the number of this process image among its container's; none before version 2.
+        /// The process generation: the number of this process image in its container. None before
+        /// version 2.
         generation: Option<u64>,
-        /// The container's accounts; the page's slots are in the same order.
+        /// The container's accounts, in the order of the page's slots.
         quotas: Vec<Quota>,
     },
-    /// The page's word holds this much more.
+    /// The page's word holds this much more credit.
     Granted {
-        /// The account asked for.
+        /// The requested account.
         account: u8,
-        /// At least what was asked for.
+        /// At least the requested amount.
         units: Units,
     },
     /// The quota does not allow it.
     Refused {
-        /// The account asked for.
+        /// The requested account.
         account: u8,
         /// What the quota would allow.
         free: Units,
     },
-    /// The page holds what the others use.
+    /// The page has the usage of the other processes.
     Refreshed,
     /// Answers a query.
     Usage {
-        /// What the container may use, in bytes.
+        /// The container's quota, in bytes.
         quota: u64,
-        /// What it uses, in bytes: its processes, and what dead ones left that is not free yet.
+        /// The container's usage, in bytes: its processes, and unreclaimed memory of exited ones.
         used: u64,
-        /// The processes that use any of it and that who asked can see; at most [`MAX_LISTED`].
+        /// The processes with usage in the asking process's pid namespace; at most [`MAX_LISTED`].
         processes: Vec<ProcessUsage>,
     },
-    /// What a context takes of this GPU, as far as it was measured by now.
+    /// The size of a context of this GPU, if measured by now.
     ContextSize {
-        /// The account that was named.
+        /// The reported account.
         account: u8,
         /// The size.
         units: Units,
     },
-    /// Answers a question about kept memory.
+    /// Answers a request about retained memory.
     Retained(RetainedResponse),
-    /// Answers a question about a token of memory.
+    /// Answers a request about a memory token.
     Token(TokenResponse),
-    /// The image that asked is poisoned: it is granted nothing any more. Since version 2.
+    /// The process image is fenced and is granted nothing more. Since version 2.
     Fenced {
-        /// The account asked for.
+        /// The requested account.
         account: u8,
     },
-    /// Answers a report of poison.
+    /// Answers a report of a sticky error.
     Recovery(Recovery),
-    /// The agent will not talk to this peer.
+    /// The agent rejects this peer and closes the connection.
     Rejected {
-        /// Why.
+        /// The reason.
         reason: RejectReason,
     },
 }
 
-/// What a poisoned process is to do.
+/// What a poisoned process must do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recovery {
-    /// Execute its program again, in its own place.
+    /// Execute its program again in the same process.
     Reexec,
-    /// Hand the error to the program. The agent may kill the container.
+    /// Return the error to the program. The agent may kill the container.
     Continue,
 }
 
-/// Why the agent hangs up.
+/// Why the agent closes a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RejectReason {
     /// The peer's version is older than the oldest that the agent speaks.
@@ -250,19 +256,19 @@ pub enum DecodeError {
     TooLong(&'static str),
 }
 
-/// A message that can be sent: its payload, without the frame's header.
+/// A message's payload, without the frame's header.
 pub trait Message: Sized {
-    /// Writes the payload. Names beyond [`MAX_NAME`] are cut, lists beyond [`MAX_SLOTS`] and
-    /// [`MAX_LISTED`] too: an encoder that cannot fail has no error to lose.
+    /// Encodes the payload. Cuts names beyond [`MAX_NAME`], and lists beyond [`MAX_SLOTS`] and
+    /// [`MAX_LISTED`], so that encoding cannot fail.
     fn payload(&self) -> Vec<u8>;
 
-    /// Reads a payload.
+    /// Parses a payload.
     ///
     /// # Errors
-    /// [`WireError`] for anything that [`Message::payload`] does not write.
+    /// [`DecodeError`] for anything that [`Message::payload`] does not write.
     fn parse(payload: &[u8]) -> Result<Self, DecodeError>;
 
-    /// The whole frame.
+    /// Returns the whole frame.
     fn frame(&self) -> Vec<u8> {
         let payload = self.payload();
         debug_assert!(payload.len() <= MAX_PAYLOAD);
@@ -273,10 +279,10 @@ pub trait Message: Sized {
     }
 }
 
-/// The payload's length that a frame's header announces.
+/// Returns the payload length that a frame's header announces.
 ///
 /// # Errors
-/// [`WireError`] for an empty frame or one beyond [`MAX_PAYLOAD`].
+/// [`DecodeError`] for an empty frame or one beyond [`MAX_PAYLOAD`].
 pub fn payload_length(header: [u8; HEADER]) -> Result<usize, DecodeError> {
     match usize::from(u16::from_le_bytes(header)) {
         0 => Err(DecodeError::Short),
@@ -410,7 +416,7 @@ impl Message for Response {
                 generation,
                 quotas,
             } => {
-                // A peer of version 1 knows the one number only.
+                // A peer of version 1 knows this number only.
                 out.push(if generation.is_some() { 8 } else { 1 });
                 out.extend_from_slice(&version.to_le_bytes());
                 if let Some(generation) = generation {
@@ -566,7 +572,7 @@ fn encode_list<T>(out: &mut Vec<u8>, items: &[T], put: impl Fn(&mut Vec<u8>, &T)
     items.iter().for_each(|item| put(out, item));
 }
 
-/// What is left of a payload.
+/// Reads fields from the rest of a payload.
 pub(crate) struct Decoder<'a>(pub(crate) &'a [u8]);
 
 impl<'a> Decoder<'a> {

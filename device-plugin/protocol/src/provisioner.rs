@@ -1,65 +1,69 @@
-//! What the agent says to a worker, the process that makes the kept memory of one GPU and keeps none of it.
+//! Defines the messages between the agent and a provisioner, which creates the retained memory of
+//! one GPU.
 //!
-//! Frames are those of the [`wire`](crate::wire); descriptors travel beside them ([`socket`](crate::socket)). A
-//! worker is started by the agent that it serves, from the same image, with its end of a socket pair as standard
-//! input: there are no versions, and the agent's end is the worker's. It does one thing after the other, and
-//! answers each in turn; who waits for it has a deadline.
+//! Frames are those of the [`messages`](crate::messages). Descriptors travel with them
+//! ([`fd_passing`](crate::fd_passing)). The agent starts a provisioner from its own image, with an
+//! end of a socket pair as standard input. So there are no versions, and the provisioner ends with
+//! the agent. It keeps no memory, handles one request at a time and answers in order. The agent's
+//! waits have deadlines.
 //!
 //! ```text
-//! agent                                   worker
-//!                                     <-  Ready {driver, granularity, total} unasked, or Failed {code, call} and its end
+//! agent                                   provisioner
+//!                                     <-  Ready {driver, granularity, total} at its start,
+//!                                         or Failed {code, call} and exit
 //!   Create {bytes}                    ->
 //!                                     <-  Created {bytes} + fd | Failed {code, call}
-//!   Sweep {bytes}                     ->                         (waits until the driver has scrubbed so much)
-//!                                     <-  Swept | Failed {code, call}
+//!   AwaitScrub {bytes}                ->          (waits until the driver has scrubbed that much)
+//!                                     <-  Scrubbed | Failed {code, call}
 //! ```
 //!
-//! The canary (`bursar-worker canary --gpu UUID`) speaks no protocol: it prints lines of JSON. The first is
-//! `{"verdict": "Context"}` once it has a context and nothing else; it goes on when its standard input says or ends
-//! something, or after ten seconds. The last is `"Scrubbed"`, `"NotScrubbed"` or `"Failed"` with further decoder for
-//! whoever reads it. It ends with 0.
+//! The scrub check (`bursar-worker canary --gpu UUID`) speaks no protocol: it prints lines of JSON.
+//! The first is `{"verdict": "Context"}` once it has a context and nothing else. It continues when
+//! its standard input has a line or ends, or after ten seconds. The last line is `"Scrubbed"`,
+//! `"NotScrubbed"` or `"Failed"`, with further fields for people. It exits with 0.
 #![forbid(unsafe_code)]
 
 use crate::messages::{DecodeError, Decoder, Message, encode_name};
 
-/// What the agent says.
+/// A request of the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProvisionerRequest {
-    /// Asks for memory.
+    /// Requests memory.
     Create {
-        /// How much, in bytes; rounded up to the driver's granularity.
+        /// The amount in bytes, rounded up to the driver's granularity.
         bytes: u64,
     },
-    /// Much was freed: waits until the driver will have scrubbed it, and makes it take that into account.
+    /// Waits until the driver will have scrubbed memory that was freed, and makes the driver count
+    /// it as free.
     AwaitScrub {
-        /// How much was freed, in bytes.
+        /// The freed amount, in bytes.
         bytes: u64,
     },
 }
 
-/// What the worker says.
+/// A response of the provisioner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ProvisionerResponse {
-    /// It has the driver and its GPU.
+    /// The provisioner has opened the driver and its GPU.
     Ready {
         /// The driver's version as `cuDriverGetVersion` counts, such as 13000.
         driver: i32,
-        /// What sizes are multiples of, in bytes.
+        /// The granularity of sizes, in bytes.
         granularity: u64,
         /// The GPU's memory, in bytes.
         total: u64,
     },
-    /// Memory; its descriptor comes with it, and is all that keeps it a moment later: by its next answer the worker has
-    /// closed its own.
+    /// Memory, whose descriptor comes with it. The provisioner closes its own descriptor before its
+    /// next answer, so that this one alone keeps the memory.
     Created {
-        /// How much it is, in bytes.
+        /// The size in bytes.
         bytes: u64,
     },
-    /// What was freed is scrubbed.
+    /// The freed memory is scrubbed.
     Scrubbed,
-    /// The driver said no.
+    /// The driver returned an error.
     Failed {
-        /// The `CUresult`; -1 where there is no driver, or none that has the function.
+        /// The `CUresult`; -1 without a driver, or with one that lacks the function.
         code: i32,
         /// The driver's function, for example `cuMemCreate`.
         call: String,

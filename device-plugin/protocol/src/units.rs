@@ -1,8 +1,8 @@
-//! Memory counted in the units that credit is granted and charged in.
+//! Counts memory in the units of credit.
 #![forbid(unsafe_code)]
 
-/// Bytes of one unit. Device memory is handed out in larger blocks by the driver; 4 KiB is fine
-/// enough to be exact for every quota (quanta are at least 256 MiB) and lets 32 bits count 16 TiB.
+/// Bytes of one unit. The driver allocates larger blocks; 4 KiB is exact for every quota, because
+/// quanta are at least 256 MiB. 32 bits count 16 TiB of such units.
 pub const UNIT: u64 = 4096;
 
 /// An amount of memory in units of 4 KiB.
@@ -12,12 +12,12 @@ pub struct Units(pub u32);
 impl Units {
     /// No memory.
     pub const ZERO: Units = Units(0);
-    /// The largest amount that a credit word can count; one less than `u32::MAX`, which marks a
-    /// frozen word (see [`crate::word::Word::FROZEN`]).
+    /// The largest amount that a credit word can count: one less than `u32::MAX`, which marks a
+    /// frozen word (see [`crate::credit::CreditWord::FROZEN`]).
     pub const MAX: Units = Units(u32::MAX - 1);
 
-    /// The units that hold `bytes`, rounded up; `None` if that is more than a word can count
-    /// (16 TiB), which no device has.
+    /// Returns the units that hold `bytes`, rounded up, or `None` beyond what a word can count (16
+    /// TiB), which no device has.
     #[inline]
     pub fn holding(bytes: u64) -> Option<Units> {
         let units = bytes.div_ceil(UNIT);
@@ -27,18 +27,18 @@ impl Units {
             .filter(|units| *units <= Units::MAX)
     }
 
-    /// The whole units inside `bytes`, rounded down and capped at [`Units::MAX`]: what a quota of
-    /// `bytes` allows.
+    /// Returns the whole units inside `bytes`, rounded down and capped at [`Units::MAX`]: what a
+    /// quota of `bytes` allows.
     pub fn within(bytes: u64) -> Units {
         u32::try_from(bytes / UNIT).map_or(Units::MAX, |units| Units(units).min(Units::MAX))
     }
 
-    /// The amount in bytes.
+    /// Returns the amount in bytes.
     pub fn bytes(self) -> u64 {
         u64::from(self.0) * UNIT
     }
 
-    /// The sum, or `None` beyond [`Units::MAX`].
+    /// Returns the sum, or `None` beyond [`Units::MAX`].
     pub fn checked_add(self, other: Units) -> Option<Units> {
         self.0
             .checked_add(other.0)
@@ -46,12 +46,12 @@ impl Units {
             .filter(|units| *units <= Units::MAX)
     }
 
-    /// The sum, capped at [`Units::MAX`].
+    /// Returns the sum, capped at [`Units::MAX`].
     pub fn saturating_add(self, other: Units) -> Units {
         self.checked_add(other).unwrap_or(Units::MAX)
     }
 
-    /// The difference, or none.
+    /// Returns the difference, or zero.
     pub fn saturating_sub(self, other: Units) -> Units {
         Units(self.0.saturating_sub(other.0))
     }

@@ -1,8 +1,8 @@
-//! Frames and pages that nobody meant, searched for a second each: what parses is what encodes to the same bytes.
+//! Fuzzes frames and pages for a second each: what parses must encode to the same bytes.
 //!
-//! Inputs differ from run to run; a failure prints the seed that repeats it (`BOLERO_RANDOM_SEED`). A longer search:
-//! `BOLERO_RANDOM_ITERATIONS=10000000 cargo test -p bursar-protocol --test fuzz`, or with a time,
-//! `BOLERO_RANDOM_TEST_TIME_MS`.
+//! Inputs differ from run to run; a failure prints the seed that repeats it (`BOLERO_RANDOM_SEED`).
+//! `BOLERO_RANDOM_ITERATIONS=10000000 cargo test -p bursar-protocol --test fuzz` searches longer,
+//! as does `BOLERO_RANDOM_TEST_TIME_MS` with a time.
 
 #![allow(
     clippy::unwrap_used,
@@ -30,7 +30,7 @@ fn payloads(messages: &[impl Message]) -> Vec<Vec<u8>> {
     messages.iter().map(Message::payload).collect()
 }
 
-/// Whatever becomes of the samples is an error, or the one message that encodes to it.
+/// Asserts that each mutated sample is an error, or the one message that encodes to it.
 fn parses<M: Message + Debug>(samples: &[Vec<u8>]) {
     for sample in samples {
         assert!(M::parse(sample).is_ok(), "no message: {sample:?}");

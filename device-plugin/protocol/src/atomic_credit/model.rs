@@ -1,8 +1,9 @@
-//! The word and the move from page to page in every order that threads, and the memory model, allow.
+//! Runs the credit word and the migration between pages in every order of threads, and of the
+//! memory model.
 //!
-//! [`Agent`] and [`Process`] are what `sessions/container.rs` and the shim's `link.rs` do to a word, without
-//! sockets: a hello is a call under the agent's lock, as it is there. Loom runs each model in all
-//! interleavings with at most [`PREEMPTIONS`] switches between threads that could have gone on.
+//! [`Agent`] and [`Process`] do to a word what `sessions/container.rs` and the shim's
+//! `agent_client.rs` do, without sockets: a hello is a call under the agent's lock, as it is there.
+//! Loom runs each model in all interleavings with at most [`PREEMPTIONS`] preemptions.
 
 use std::sync::atomic::Ordering;
 
@@ -29,7 +30,7 @@ fn check(model: impl Fn() + Send + Sync + 'static) {
     builder.check(model);
 }
 
-/// The agent's books of one process, and the page that it believes the process to use.
+/// The agent's record of one process, and the page that the agent believes the process uses.
 struct Agent {
     granted: u32,
     page: Page,
@@ -38,7 +39,7 @@ struct Agent {
 
 impl Agent {
     fn grant(&mut self, n: u32) -> bool {
-        // In the books first, as the record is written before the process learns of it.
+        // The record comes first, as it is written before the process learns of the grant.
         self.granted += n;
         let granted = self.page.grant(n);
         if !granted {
@@ -47,7 +48,7 @@ impl Agent {
         granted
     }
 
-    /// Takes idle credit for another process; how much that one got.
+    /// Takes back idle credit for another process. Returns the amount.
     fn take_back(&mut self, at_most: u32) -> u32 {
         if !self.uses_page {
             return 0;
@@ -57,7 +58,7 @@ impl Agent {
         taken
     }
 
-    /// The same image says hello again, and says what it uses.
+    /// Handles another hello of the same image, with its usage.
     fn hello(&mut self, used: u32, page: &Page) {
         page.set(CreditWord {
             granted: self.granted,
@@ -80,7 +81,7 @@ impl Process {
         &self.pages[self.current.load(Ordering::Acquire)]
     }
 
-    /// As `ledger::charge_units` does, but that it asks for nothing.
+    /// Charges as `accounting::charge_units` does, but requests no credit.
     fn charge(&self, n: u32) -> bool {
         loop {
             match self.page().charge(n) {
@@ -97,7 +98,7 @@ impl Process {
         }
     }
 
-    /// As `link::connect` does; the agent's welcome may come too late.
+    /// Reconnects as `agent_client::open_session` does. The agent's welcome may come too late.
     fn reconnect(&self, agent: &Mutex<Agent>, in_time: bool) {
         let _moving = self.moving.lock().unwrap();
         let word = self.pages[0].freeze();

@@ -1,35 +1,37 @@
-//! What a process and the agent say to each other about kept memory.
+//! Defines the requests and responses about retained memory.
 //!
-//! Each question is a connection of its own on the allocation's socket: one message, one answer. Where a lease is made, its
-//! descriptor comes before the answer: it can be mapped while the node still makes sure that it will be kept.
+//! Each request is a connection of its own on the allocation's socket: one request, one response.
+//! For a new lease the descriptor comes before the response. The client can map the memory while
+//! the node still stores the descriptor.
 //!
 //! ```text
 //! client                                      agent
-//!   Open {version, image, account,        ->        (bytes 0: only if it is there)
+//!   Open {version, image, account,        ->        (bytes 0: only an existing lease)
 //!         name, key, bytes}
-//!                                         <-  Ready {lease, generation, bytes, checksum} + the lease's fd
-//!                                             or Made {bytes} + its fd (since version 3), and then
-//!                                             Write {lease, generation, bytes, token, expires}, with its fd if it was not Made
+//!                                         <-  Ready {lease, generation, bytes, checksum} + fd
+//!                                             or Created {bytes} + its fd (since version 3), then
+//!                                             Write {lease, generation, bytes, token,
+//!                                             expires}, with the fd unless Created came before
 //!                                             or Refused {why}
-//!   Commit {version, lease, token,        ->        (everything is written, nobody maps it to write)
+//!   Commit {version, lease, token,        ->        (everything is written and mapped read-only)
 //!           checksum}
 //!                                         <-  Committed, or Refused {why}
-//!   Discard {version, lease}              ->        (its memory is wrong, or nobody wants it any more)
+//!   Discard {version, lease}              ->        (the memory is wrong or no longer needed)
 //!                                         <-  Discarded, or Refused {why}
 //! ```
 //!
-//! The descriptor is the lease's memory as `cuMemImportFromShareableHandle` takes it; whoever holds it keeps the
-//! memory (design F4). What cannot be asked at all is answered with `Goodbye`, as every other message is.
+//! `cuMemImportFromShareableHandle` imports the descriptor; every open descriptor keeps the memory
+//! (fact F4). An invalid request is answered with `Rejected`, as every other message is.
 
 use super::{Account, DecodeError, Decoder, MAX_NAME, encode_account, encode_name};
 
-/// What a namespace calls a lease: 1 to [`MAX_NAME`] printable characters of ASCII. JSON writes a control character as
-/// six: the agent keeps names so, beside each lease.
+/// The name of a lease in a namespace: 1 to [`MAX_NAME`] printable ASCII characters. The agent
+/// stores names as JSON, where a control character would take six bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseName(String);
 
 impl LeaseName {
-    /// The name as text.
+    /// Returns the name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -39,7 +41,7 @@ impl TryFrom<String> for LeaseName {
     type Error = DecodeError;
 
     /// # Errors
-    /// [`WireError`] where it is empty or longer than [`MAX_NAME`] bytes.
+    /// [`DecodeError`] for an empty name, or one longer than [`MAX_NAME`] bytes.
     fn try_from(name: String) -> Result<LeaseName, DecodeError> {
         match name.len() {
             0 => Err(DecodeError::BadValue("lease name")),
@@ -52,40 +54,41 @@ impl TryFrom<String> for LeaseName {
     }
 }
 
-/// What a lease's content is of: a digest of all that decides it (model, revision, quantisation, rank, versions).
+/// Identifies a lease's content: a digest of all that decides it (model, revision, quantisation,
+/// rank, versions).
 pub type Key = [u8; 32];
 
-/// What a process asks about kept memory.
+/// A request about retained memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RetainedRequest {
-    /// Opens the namespace's lease of this name and key; creates it where it is not there.
+    /// Opens the namespace's lease of this name and key, and creates a missing one.
     Open {
         /// The highest version that the process speaks.
         version: u16,
-        /// Names the process image, by the same number for all of it: what an image before an exec was writing is
+        /// The id of the process image. What an earlier image of the process was writing is
         /// discarded.
         image: u64,
         /// The GPU.
         account: Account,
         /// The lease's name in the namespace.
         name: LeaseName,
-        /// What its content is of.
+        /// The digest of its content.
         key: Key,
-        /// How large to create it; zero creates nothing.
+        /// The size of a new lease; zero creates none.
         bytes: u64,
     },
-    /// The content is written and will not change.
+    /// States that the content is written and will not change.
     Commit {
         /// The highest version that the process speaks.
         version: u16,
         /// The lease.
         lease: u64,
-        /// The right to commit it.
+        /// The right to commit the lease.
         token: u64,
-        /// Of all of its bytes.
+        /// The checksum of all bytes.
         checksum: u64,
     },
-    /// Gives the lease up. The next open creates one anew, of a higher generation.
+    /// Gives the lease up. The next open creates a new one of a higher generation.
     Discard {
         /// The highest version that the process speaks.
         version: u16,
@@ -95,7 +98,7 @@ pub enum RetainedRequest {
 }
 
 impl RetainedRequest {
-    /// The highest version that who asks speaks.
+    /// Returns the highest version that the client speaks.
     pub fn version(&self) -> u16 {
         match self {
             RetainedRequest::Open { version, .. }
@@ -104,7 +107,7 @@ impl RetainedRequest {
         }
     }
 
-    /// The GPU that it asks for by name.
+    /// Returns the GPU that the request names.
     pub fn account(&self) -> Option<&Account> {
         match self {
             RetainedRequest::Open { account, .. } => Some(account),
@@ -113,35 +116,36 @@ impl RetainedRequest {
     }
 }
 
-/// What the agent answers about kept memory.
+/// A response about retained memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RetainedResponse {
     /// The lease holds what was committed. Its descriptor comes with it.
     Ready {
-        /// Names the lease; never another one on this node.
+        /// The lease's number, never reused on this node.
         lease: u64,
-        /// Its generation, L.
+        /// The lease's generation.
         generation: u64,
-        /// How large it is.
+        /// The size in bytes.
         bytes: u64,
-        /// What it was committed with.
+        /// The checksum of the commit.
         checksum: u64,
     },
-    /// The lease's memory, whose descriptor comes with it: to be mapped, and used only once the answer has come too.
+    /// The memory of a new lease, whose descriptor comes with it. The client may map the memory at
+    /// once, and use it only after the response.
     Created {
-        /// How large it is.
+        /// The size in bytes.
         bytes: u64,
     },
-    /// The lease is new, zeroed, and this process's to write. Its descriptor came with [`Made`](Self::Made), or comes
-    /// with this.
+    /// The lease is new, zeroed, and this process's to write. Its descriptor came with
+    /// [`Created`](Self::Created), or comes with this.
     Write {
-        /// Names the lease; never another one on this node.
+        /// The lease's number, never reused on this node.
         lease: u64,
-        /// Its generation, L.
+        /// The lease's generation.
         generation: u64,
-        /// How large it is: what was asked for, rounded up to the driver's granularity.
+        /// The size in bytes: the requested one, rounded up to the driver's granularity.
         bytes: u64,
-        /// The right to commit it.
+        /// The right to commit the lease.
         token: u64,
         /// For how many milliseconds from now that right lasts.
         expires_ms: u64,
@@ -150,40 +154,41 @@ pub enum RetainedResponse {
     Committed,
     /// The lease is given up.
     Discarded,
-    /// Not now, or not at all.
+    /// The request was refused.
     Refused(RetainedRefusal),
 }
 
-/// Why something about kept memory is refused.
+/// Why a request about retained memory is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RetainedRefusal {
-    /// There is no such lease, and none was to be created.
+    /// There is no such lease, and the request creates none.
     #[error("there is no such lease")]
     Missing,
-    /// The container's quota has not so much left; less asked for would fit.
+    /// The container's quota has less left; a smaller lease would fit.
     #[error("the quota has {free} bytes left for it")]
     Quota {
-        /// What is left.
+        /// The remaining bytes.
         free: u64,
     },
-    /// Another process writes it: ask again.
+    /// Another process writes the lease: try again.
     #[error("another process writes it")]
     Writing,
-    /// This node did not prove that the driver clears memory between tenants: there is no kept memory on it.
+    /// This node has not proven that the driver clears memory between tenants, so it has no
+    /// retained memory.
     #[error("the driver was not seen to clear freed memory on this node")]
     NotScrubbed,
-    /// The token is not, or no longer, the right to do so; or the process image is poisoned.
+    /// The token does not give the right, or no longer; or the process image is poisoned.
     #[error("the right to do so has ended")]
     Fenced,
-    /// The part of the node that would do it is away: ask again later.
+    /// The fd store or the provisioner is down: try again later.
     #[error("kept memory is not available now")]
     Unavailable,
-    /// The container or its namespace may own no more leases, or no more pods may have this one open.
+    /// The container or its namespace may own no more leases, or no more pods may open this one.
     #[error(
         "its container or namespace may own no more leases, or no more pods may have this one open"
     )]
     TooMany,
-    /// Kept memory is switched off on this node.
+    /// Retained memory is disabled on this node.
     #[error("this node keeps no memory: it is switched off")]
     Off,
     /// The driver failed.

@@ -1,32 +1,32 @@
-//! What a process and the agent say to each other about tokens of memory.
+//! Defines the requests and responses about memory tokens.
 //!
-//! Each question is a connection of its own on the allocation's socket: one message, one answer.
+//! Each request is a connection of its own on the allocation's socket: one request, one response.
 //!
 //! ```text
 //! client                                      agent
 //!   Seal {version, account, lease, block} ->    (lease 0: the process's own memory)
 //!                                         <-  Sealed {token} or Refused {why}
 //!   Redeem {version, token}               ->    (the token of any process of the namespace)
-//!                                         <-  Redeemed {what it names} or Refused {why}
+//!                                         <-  Redeemed {memory id} or Refused {why}
 //! ```
 //!
-//! Who asks for a token says which memory it means, and nothing of its generations: those are the agent's to know.
-//! What cannot be asked at all is answered with `Goodbye`, as every other message is.
+//! A process that asks for a token names its memory, but not the generations: only the agent knows
+//! these. An invalid request is answered with `Rejected`, as every other message is.
 
 use super::{Account, DecodeError, Decoder, encode_account};
 
-/// The most bytes of a token: more than the longest name of a node and of a GPU make.
+/// The most bytes of a token: more than the longest names of a node and of a GPU need.
 pub const MAX_TOKEN: usize = 512;
 
 /// The longest name of a node: what Kubernetes allows (RFC 1123 subdomain).
 pub const MAX_NODE: usize = 253;
 
-/// A sealed [`MemoryId`]: bytes that only the agent that made them can read anything from.
+/// A sealed [`MemoryId`], which only the issuing agent can read.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct GpuToken(Vec<u8>);
 
 impl GpuToken {
-    /// The bytes, for a wire.
+    /// Returns the bytes, to be sent.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
@@ -35,10 +35,10 @@ impl GpuToken {
 impl TryFrom<Vec<u8>> for GpuToken {
     type Error = DecodeError;
 
-    /// Whether they are a token is the agent's to say.
+    /// Wraps bytes. Only the agent can tell whether they are a token.
     ///
     /// # Errors
-    /// [`WireError`] where they are more than [`MAX_TOKEN`].
+    /// [`DecodeError`] for more than [`MAX_TOKEN`] bytes.
     fn try_from(bytes: Vec<u8>) -> Result<GpuToken, DecodeError> {
         match bytes.len() {
             0..=MAX_TOKEN => Ok(GpuToken(bytes)),
@@ -47,47 +47,48 @@ impl TryFrom<Vec<u8>> for GpuToken {
     }
 }
 
-/// Which memory of all nodes.
+/// Identifies memory across all nodes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct MemoryId {
     /// The node's name in the cluster, at most [`MAX_NODE`] bytes.
     pub node: String,
-    /// The GPU, or the MIG instance, as NVML prints its UUID.
+    /// The UUID of the GPU or the MIG instance, as NVML prints it.
     pub gpu: String,
-    /// The container whose process has the memory: its images are what P counts.
+    /// The container whose process has the memory. Process generations count its images.
     pub container: u64,
-    /// The lives that it belongs to.
+    /// The generations that the memory belongs to.
     pub generations: Generations,
-    /// The block, as who has it numbers them.
+    /// The block's number in its process.
     pub block: u64,
 }
 
-/// Which life of what memory is in.
+/// The generations of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Generations {
-    /// G, of the GPU.
+    /// The GPU generation.
     pub gpu: u64,
-    /// P, of the process image that has the memory.
+    /// The generation of the process image that has the memory.
     pub process: u64,
-    /// L, of the kept lease: its number. Zero for memory that is none.
+    /// The number of the lease. Zero for memory without a lease.
     pub lease: u64,
 }
 
-/// A generation by what it is of.
+/// The kind of a generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Generation {
-    /// G: the GPU lost its memory.
+    /// The GPU generation: ends when the GPU loses its memory.
     Gpu,
-    /// P: the process image has ended, or is poisoned, or its GPU is drained.
+    /// The process generation: ends with the process image, when it is poisoned, or when its GPU is
+    /// drained.
     Process,
-    /// L: the lease's memory was lost, or given up.
+    /// The lease: ends when its memory is lost or given up.
     Lease,
 }
 
-/// What a process asks about tokens.
+/// A request about tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TokenRequest {
-    /// A token for memory of the process that asks.
+    /// Requests a token for memory of the requesting process.
     Seal {
         /// The highest version that the process speaks.
         version: u16,
@@ -95,10 +96,10 @@ pub enum TokenRequest {
         account: Account,
         /// The lease that its pod has open; zero for its own memory.
         lease: u64,
-        /// The block, by a number that means something to the process.
+        /// The block, by the process's own number.
         block: u64,
     },
-    /// What a token names, if that is still there.
+    /// Asks which memory a token names, if it still exists.
     Redeem {
         /// The highest version that the process speaks.
         version: u16,
@@ -108,14 +109,14 @@ pub enum TokenRequest {
 }
 
 impl TokenRequest {
-    /// The highest version that who asks speaks.
+    /// Returns the highest version that the client speaks.
     pub fn version(&self) -> u16 {
         match self {
             TokenRequest::Seal { version, .. } | TokenRequest::Redeem { version, .. } => *version,
         }
     }
 
-    /// The GPU that it asks for by name.
+    /// Returns the GPU that the request names.
     pub fn account(&self) -> Option<&Account> {
         match self {
             TokenRequest::Seal { account, .. } => Some(account),
@@ -124,69 +125,69 @@ impl TokenRequest {
     }
 }
 
-/// What the agent answers about tokens.
+/// A response about tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TokenResponse {
     /// The token.
     Sealed(GpuToken),
-    /// When this was said the token named this memory, and all of its generations were the present ones.
+    /// The token's memory. At the time of the response all of its generations were current.
     Redeemed(MemoryId),
-    /// No.
+    /// The request was refused.
     Refused(TokenRefusal),
 }
 
-/// Why there is no token, or why one is worth nothing.
+/// Why no token is issued, or a token is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TokenRefusal {
-    /// It is none, or of a format that this agent does not know.
+    /// The bytes are no token, or of a format that this agent does not know.
     #[error("not a memory token, or one of another version")]
     Malformed,
-    /// It was changed, or not sealed with the key that the node has had since its boot.
+    /// The token was changed, or not sealed with the node's key since its boot.
     #[error("the memory token's seal is wrong: this node did not issue it since its boot")]
     Forged,
-    /// It names another node: ask there.
+    /// The token names another node: ask there.
     #[error("the memory is on node {node}: redeem the token there")]
     Elsewhere {
         /// The node.
         node: String,
     },
-    /// Its container has ended, or is none of the namespace that asks.
+    /// The token's container has ended, or is not of the asking namespace.
     #[error("no container of this namespace has such memory")]
     Unknown,
-    /// What it names has ended.
+    /// A generation of the token has ended.
     #[error("{which:?} generation {generation} of the memory token has ended; ask for a new token")]
     Fenced {
-        /// The first that has.
+        /// The first ended generation.
         which: Generation,
-        /// The token's.
+        /// The token's generation.
         generation: u64,
     },
-    /// The image that asks is poisoned, or its GPU is drained: it gets nothing more.
+    /// The asking process image is poisoned, or its GPU is drained.
     #[error("this process image is fenced: end it")]
     AskerFenced,
-    /// The process that asks for a token has no session, so no memory that the agent knows of.
+    /// The asking process has no session, so the agent knows of no memory.
     #[error("this process has no memory here: allocate through the shim first")]
     NoSession,
-    /// Its pod has no such lease open.
+    /// The pod has no such lease open.
     #[error("this pod has no such lease open")]
     NoLease,
-    /// The part of the node that would know is starting, or the vault is away: ask again later.
+    /// The agent is starting, or the fd store is down: try again later.
     #[error("tokens are not available now")]
     Unavailable,
 }
 
 impl MemoryId {
-    /// Its bytes. Names of more than 255 bytes are cut.
+    /// Encodes the id. Names of more than 255 bytes are cut.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::new();
         encode_memory(&mut out, self);
         out
     }
 
-    /// What [`encode`](Self::encode) wrote.
+    /// Decodes what [`encode`](Self::encode) wrote.
     ///
     /// # Errors
-    /// [`WireError`] for anything else.
+    /// [`DecodeError`] for anything else.
     pub fn decode(bytes: &[u8]) -> Result<MemoryId, DecodeError> {
         let mut decoder = Decoder(bytes);
         let id = decode_memory(&mut decoder)?;
@@ -349,7 +350,7 @@ fn decode_token(decoder: &mut Decoder<'_>) -> Result<GpuToken, DecodeError> {
     GpuToken::try_from(decoder.take(length)?.to_vec())
 }
 
-/// A node's name is longer than other names.
+/// A node's name may be longer than [`MAX_NAME`](super::MAX_NAME).
 fn encode_text(out: &mut Vec<u8>, text: &str) {
     let text = &text[..text.floor_char_boundary(usize::from(u8::MAX))];
     out.push(text.len() as u8);

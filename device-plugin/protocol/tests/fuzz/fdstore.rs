@@ -1,4 +1,4 @@
-//! What the agent and the vault say to each other.
+//! Fuzzes the messages between the agent and the fd store.
 
 use bursar_protocol::fdstore::{Blob, FdStoreRequest, FdStoreResponse, Refusal, StoredLease};
 
@@ -8,7 +8,7 @@ fn blob(bytes: &[u8]) -> Blob {
     Blob::new(bytes.to_vec()).unwrap()
 }
 
-/// What the agent says is an error, or the one message that encodes to it.
+/// A request is an error, or the one message that encodes to it.
 #[test]
 fn fdstore_requests_round_trip() {
     parses::<FdStoreRequest>(&payloads(&[
@@ -27,7 +27,7 @@ fn fdstore_requests_round_trip() {
     ]));
 }
 
-/// What the vault says is an error, or the one message that encodes to it.
+/// A response is an error, or the one message that encodes to it.
 #[test]
 fn fdstore_responses_round_trip() {
     let entry = |lease, bytes: &[u8]| StoredLease {

@@ -1,4 +1,4 @@
-//! What a process and the agent say to each other.
+//! Fuzzes the messages between a process and the agent.
 
 use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
 use bursar_protocol::messages::token::{
@@ -155,19 +155,19 @@ fn memory_id() -> MemoryId {
     }
 }
 
-/// What a process says is an error, or the one message that encodes to it.
+/// A request is an error, or the one message that encodes to it.
 #[test]
 fn requests_round_trip() {
     parses::<Request>(&requests());
 }
 
-/// What the agent says is an error, or the one message that encodes to it.
+/// A response is an error, or the one message that encodes to it.
 #[test]
 fn responses_round_trip() {
     parses::<Response>(&responses());
 }
 
-/// What names memory is an error, or the one name that encodes to it.
+/// A memory id is an error, or the one id that encodes to it.
 #[test]
 fn memory_ids_round_trip() {
     let samples = [memory_id().encode()];
@@ -179,7 +179,7 @@ fn memory_ids_round_trip() {
     });
 }
 
-/// No header announces more than a frame may have, and none that a message has is refused.
+/// No header announces more than a frame may have, and every valid length is accepted.
 #[test]
 fn frame_headers_are_bounded() {
     bolero::check!()

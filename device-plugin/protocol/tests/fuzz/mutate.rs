@@ -1,11 +1,12 @@
-//! Changes samples: unlike bytes at random, a sample with a few bytes changed, moved or doubled reaches every field.
+//! Mutates samples, because samples with a few changed bytes reach every field, unlike random
+//! bytes.
 
 use bolero::{TypeGenerator, ValueGenerator, produce};
 
 /// Changes of one sample.
 #[derive(Clone, Debug)]
 pub(crate) struct Edits {
-    /// Which sample, modulo how many there are.
+    /// The index of the sample, modulo their number.
     sample: u8,
     edits: Vec<Edit>,
 }
@@ -17,12 +18,12 @@ enum Edit {
     Insert(u16, Byte),
     Remove(u16, u8),
     Double(u16, u8),
-    /// From there on it is what another sample is from there on.
+    /// Continues with the tail of another sample.
     Splice(u16, u8, u16),
     Cut(u16),
 }
 
-/// Bytes at the edges of lengths, indexes, numbers and text more often than others.
+/// Prefers bytes at the edges of lengths, indexes, numbers and text.
 #[derive(Clone, Debug, TypeGenerator)]
 enum Byte {
     Any(u8),
@@ -41,14 +42,14 @@ impl Byte {
     }
 }
 
-/// Up to six changes; none at all leaves a sample as it is.
+/// Generates up to six changes; none leaves a sample as it is.
 pub(crate) fn edits() -> impl ValueGenerator<Output = Edits> {
     let edits = produce::<Vec<Edit>>().with().len(0..=6usize);
     (produce::<u8>(), edits).map_gen(|(sample, edits)| Edits { sample, edits })
 }
 
 impl Edits {
-    /// What becomes of one of `samples`.
+    /// Returns a changed sample.
     pub(crate) fn apply(&self, samples: &[Vec<u8>]) -> Vec<u8> {
         let pick = |index: u8| &samples[usize::from(index) % samples.len()];
         let mut bytes = pick(self.sample).clone();

@@ -1,4 +1,4 @@
-//! Credit pages that a tenant process writes whatever it likes to.
+//! Fuzzes credit pages that a tenant process overwrites.
 
 use std::panic::AssertUnwindSafe;
 
@@ -6,7 +6,7 @@ use bolero::TypeGenerator;
 use bursar_protocol::credit_page::{CreditPage, MAX_SLOTS, PAGE_BYTES};
 use bursar_protocol::units::Units;
 
-/// What is done to a page with one account.
+/// A step on a page with one account.
 #[derive(Clone, Debug, TypeGenerator)]
 enum Step {
     /// The process writes eight bytes.
@@ -21,8 +21,8 @@ enum Step {
     Freeze,
 }
 
-/// Whatever the process writes: no step panics or turns without end, nothing exceeds what a word counts, what is taken
-/// back was there and is what was asked for at most, and a page that another process opens is a page or an error.
+/// No step panics or loops without end, and no value exceeds what a word counts. Reclaimed credit
+/// was idle, and at most the requested amount. Another process opens the page or gets an error.
 #[test]
 fn pages_with_any_content_stay_bounded() {
     let (page, descriptor) = CreditPage::create(1).unwrap();
@@ -72,7 +72,7 @@ fn pages_with_any_content_stay_bounded() {
                 }
             }
         }
-        // Another process may open what this one has written to.
+        // Another process may open a page that this one has written to.
         let _ = CreditPage::open(descriptor);
     });
 }

@@ -1,10 +1,10 @@
-//! What the agent and a worker say to each other.
+//! Fuzzes the messages between the agent and a provisioner.
 
 use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
 
 use crate::{parses, payloads};
 
-/// What the agent says is an error, or the one message that encodes to it.
+/// A request is an error, or the one message that encodes to it.
 #[test]
 fn provisioner_requests_round_trip() {
     parses::<ProvisionerRequest>(&payloads(&[
@@ -13,7 +13,7 @@ fn provisioner_requests_round_trip() {
     ]));
 }
 
-/// What a worker says is an error, or the one message that encodes to it.
+/// A response is an error, or the one message that encodes to it.
 #[test]
 fn provisioner_responses_round_trip() {
     parses::<ProvisionerResponse>(&payloads(&[
