@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use super::named::{self, NamedCheck, Tests};
-use super::{COMPILES, cluster, faults, security, tools};
+use super::{COMPILES, cluster, faults, security, style, tools};
 use crate::cargo;
 use crate::folders;
 use crate::kube;
@@ -109,6 +109,11 @@ const CHECKS: &[Check] = &[
             "warnings",
         ],
     ),
+    Check {
+        name: "main/style",
+        shows: "comments are written as CONTRIBUTING.md says, outside of folders that are still to be rewritten",
+        how: How::Here(style::check),
+    },
     Check {
         name: "main/deny",
         shows: "licences, bans and sources of every dependency",

@@ -13,6 +13,7 @@ mod cluster;
 mod faults;
 mod named;
 mod security;
+mod style;
 mod tools;
 
 use std::fs::File;

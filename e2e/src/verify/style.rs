@@ -1,0 +1,161 @@
+//! Holds the language of comments to what CONTRIBUTING.md says of it, as far as a program can.
+
+use std::path::{Path, PathBuf};
+use std::{fmt, fs, io};
+
+use crate::folders;
+
+/// The widest line that may hold a comment.
+const WIDTH: usize = 100;
+
+/// First words of a comment that name no actor, or that refer to the comment before.
+const NO_ACTOR: &[&str] = &[
+    "Who", "Whom", "Whose", "Somebody", "Nobody", "It", "They", "The same", "As above", "Of it",
+];
+
+/// Documents that are not in the repository.
+const ELSEWHERE: &[&str] = &["design, section", "design, \"", "Design, \""];
+
+/// Folders whose comments are still in older words.
+const TO_REWRITE: &[&str] = &[
+    "device-plugin/benches/",
+    "device-plugin/ledger/",
+    "device-plugin/protocol/",
+    "device-plugin/runtime/",
+    "device-plugin/shim/",
+    "device-plugin/src/",
+    "device-plugin/tests/",
+    "device-plugin/vault/",
+    "device-plugin/worker/",
+    "e2e/",
+    "operator/",
+];
+
+/// What is wrong with a line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    Wide,
+    NoActor(&'static str),
+    Elsewhere,
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Wide => write!(f, "the comment is wider than {WIDTH} columns"),
+            Self::NoActor(word) => write!(f, "the comment begins with {word:?}: name the actor"),
+            Self::Elsewhere => {
+                f.write_str("the comment refers to a document outside the repository")
+            }
+        }
+    }
+}
+
+/// The faults of a source file, by line.
+fn faults(source: &str) -> Vec<(usize, Fault)> {
+    let mut faults = Vec::new();
+    let mut continues = false;
+    for (number, line) in source.lines().enumerate() {
+        let text = comment(line);
+        let Some(text) = text else {
+            continues = false;
+            continue;
+        };
+        let mut note = |fault| faults.push((number + 1, fault));
+        if line.chars().count() > WIDTH {
+            note(Fault::Wide);
+        }
+        let begins = |word: &&&str| {
+            let rest = text.strip_prefix(**word);
+            rest.is_some_and(|rest| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '\''))
+        };
+        if let Some(word) = NO_ACTOR.iter().find(begins).filter(|_| !continues) {
+            note(Fault::NoActor(word));
+        }
+        if ELSEWHERE.iter().any(|words| text.contains(words)) {
+            note(Fault::Elsewhere);
+        }
+        continues = !text.is_empty();
+    }
+    faults
+}
+
+/// The text of a line that is a comment.
+fn comment(line: &str) -> Option<&str> {
+    let marked = line.trim_start().strip_prefix("//")?;
+    Some(marked.trim_start_matches(['/', '!']).trim())
+}
+
+/// Finds the Rust files of a folder, without build outputs and hidden folders.
+fn sources(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        let (path, name) = (entry.path(), entry.file_name());
+        if entry.file_type()?.is_dir() {
+            if name != "target" && !name.as_encoded_bytes().starts_with(b".") {
+                sources(&path, found)?;
+            }
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// Fails on the faults of every Rust file outside of [`TO_REWRITE`].
+///
+/// # Errors
+/// Names each line and its fault, or what could not be read.
+pub(super) fn check() -> anyhow::Result<()> {
+    let repository = folders::repository();
+    let mut paths = Vec::new();
+    sources(&repository, &mut paths)?;
+    let (mut seen, mut wrong) = (0, Vec::new());
+    for path in paths {
+        let name = path.strip_prefix(&repository)?.display().to_string();
+        if TO_REWRITE.iter().any(|folder| name.starts_with(folder)) {
+            continue;
+        }
+        seen += 1;
+        let said = |(line, fault)| format!("{name}:{line}: {fault}");
+        wrong.extend(faults(&fs::read_to_string(path)?).into_iter().map(said));
+    }
+    anyhow::ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
+    println!("{seen} files are written as CONTRIBUTING.md says");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_name_width_missing_actors_and_other_documents() {
+        let wide = format!("    // {}", "word ".repeat(20));
+        let source = [
+            "/// Who goes is on record.",
+            "fn a() {}",
+            wide.trim_end(),
+            "",
+            "// See design, section 8.",
+            "",
+            "//! It.",
+        ]
+        .join("\n");
+        let expected = [
+            (1, Fault::NoActor("Who")),
+            (3, Fault::Wide),
+            (5, Fault::Elsewhere),
+            (7, Fault::NoActor("It")),
+        ];
+        assert_eq!(faults(&source), expected);
+    }
+
+    #[test]
+    fn faults_are_none_where_a_sentence_goes_on_or_a_word_only_begins_so() {
+        let source =
+            "/// The agent kills the process that hangs.\n/// It waits for its end.\n\n// Item.\n";
+        assert_eq!(faults(source), []);
+        assert_eq!(faults("let text = \"// no comment, and It is long\";"), []);
+    }
+}
