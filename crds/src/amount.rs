@@ -9,8 +9,8 @@ use crate::quantity::{QuantityError, format_bytes, parse_bytes};
 
 /// An amount of memory, written as a Kubernetes quantity: `160Gi`, `512Mi`, `0`.
 ///
-/// The schema takes whole bytes only (`isInteger`), zero or more, with an optional suffix of Ki to Pi
-/// or k to P; a plain number is a number of bytes.
+/// The schema takes whole bytes only (`isInteger`), zero or more, with an optional suffix of Ki to
+/// Pi or k to P; a plain number is a number of bytes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Amount(pub Quantity);
@@ -21,7 +21,7 @@ impl Amount {
         Self(format_bytes(bytes))
     }
 
-    /// The amount in bytes. Fails only on a text that the schema refuses too.
+    /// The amount in bytes. Fails only for a text that the schema refuses too.
     pub fn bytes(&self) -> Result<u64, QuantityError> {
         parse_bytes(&self.0.0)
     }
@@ -46,7 +46,7 @@ impl JsonSchema for Amount {
         json_schema!({
             "x-kubernetes-int-or-string": true,
             "pattern": "^[0-9]{1,19}(\\.[0-9]{1,9})?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$",
-            // The longest that the pattern takes. What a rule may cost is reckoned by this and not by that.
+            // The longest text of the pattern: the API server estimates the cost of rules by it.
             "maxLength": 31,
             "minimum": 0,
         })

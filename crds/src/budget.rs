@@ -1,4 +1,4 @@
-//! `GpuMemoryBudget`: what a namespace may use of the cluster's GPU memory.
+//! Defines `GpuMemoryBudget`: how much of the cluster's GPU memory a namespace may use.
 #![allow(
     unreachable_pub,
     reason = "KubeSchema copies each struct into a function, `pub` included"
@@ -14,7 +14,8 @@ use crate::{Amount, DEFAULT_COHORT, schema};
 /// The most evictions in one status.
 pub const MAX_EVICTIONS: usize = 8;
 
-/// What a namespace may use of the cluster's GPU memory. A namespace has at most one, named `default`.
+/// How much of the cluster's GPU memory a namespace may use. A namespace has at most one budget,
+/// named `default`.
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[kube(
     group = "bursar.dev",
@@ -26,7 +27,7 @@ pub const MAX_EVICTIONS: usize = 8;
     derive = "PartialEq",
     shortname = "gmb",
     category = "bursar",
-    doc = "What a namespace may use of the cluster's GPU memory. A namespace has at most one, named `default`.",
+    doc = "How much of the cluster's GPU memory a namespace may use. A namespace has at most one budget, named `default`.",
     validation = Rule::new("self.metadata.name == 'default'")
         .message("a namespace has one budget, and its name is `default`"),
     printcolumn(name = "Guaranteed", type_ = "string", json_path = ".spec.deviceMemory.guaranteed"),
@@ -34,13 +35,13 @@ pub const MAX_EVICTIONS: usize = 8;
     printcolumn(
         name = "Requested",
         type_ = "string",
-        description = "What the namespace's pods ask for",
+        description = "Device memory that the namespace's pods request",
         json_path = ".status.deviceMemory.requested.bytes"
     ),
     printcolumn(
         name = "Borrowed",
         type_ = "string",
-        description = "What of it borrowed pods ask for",
+        description = "The part of it that borrowed pods request",
         json_path = ".status.deviceMemory.borrowed.bytes",
         priority = 1
     ),
@@ -63,19 +64,20 @@ pub const MAX_EVICTIONS: usize = 8;
 ).message("perContainer.max must not be more than the namespace may use"))]
 #[serde(rename_all = "camelCase")]
 pub struct GpuMemoryBudgetSpec {
-    /// Memory of the GPUs themselves (`bursar.dev/gpu-memory-gib`).
+    /// Device memory (`bursar.dev/gpu-memory-gib`).
     pub device_memory: DeviceMemory,
 
-    /// CUDA managed (unified) memory (`bursar.dev/managed-memory-gib`). None may be used without it.
+    /// CUDA managed (unified) memory (`bursar.dev/managed-memory-gib`). Without this field the
+    /// namespace may use none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub managed_memory: Option<ManagedMemory>,
 
-    /// Bounds on one container. Any size within the budget is allowed without it.
+    /// Bounds on one container. Without this field a container may request the whole budget.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub per_container: Option<PerContainer>,
 
-    /// The budgets that lend to each other, on the nodes with the label `bursar.dev/cohort` of the same
-    /// value. Nodes without that label are the cohort `default`.
+    /// The cohort of the budget. Budgets of a cohort lend to each other, on the nodes whose label
+    /// `bursar.dev/cohort` has the same value. Nodes without that label belong to `default`.
     #[serde(default = "default_cohort")]
     #[schemars(
         length(min = 1, max = 63),
@@ -83,16 +85,16 @@ pub struct GpuMemoryBudgetSpec {
     )]
     pub cohort: String,
 
-    /// What becomes of a pod that no longer fits the guarantee and asks for no class of its own.
+    /// How the API server admits a pod beyond the guarantee that names no priority class.
     #[serde(default)]
     pub overflow: Overflow,
 
-    /// What is done about a pod whose CUDA context is poisoned.
+    /// How a pod recovers from a CUDA context that a fault has poisoned.
     #[serde(default)]
     pub context_policy: ContextPolicy,
 
-    /// Quotas of running pods, lower than what they asked for.
-    // With a default, whoever applies may take the last one away that somebody else wrote too: null is no list.
+    /// Quotas of running pods that are lower than their requests.
+    // With the default, a server-side apply may remove the last entry: null would be refused.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["pod".to_owned()]))]
@@ -103,30 +105,30 @@ fn default_cohort() -> String {
     DEFAULT_COHORT.to_owned()
 }
 
-/// Memory of the GPUs themselves. Parts of a quantum do not count.
+/// Device memory. Fractions of a quantum do not count.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[x_kube(validation = Rule::new(
     "!has(self.limit) || quantity(string(self.guaranteed)).compareTo(quantity(string(self.limit))) <= 0"
 ).message("guaranteed must not be more than limit"))]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceMemory {
-    /// What the namespace's guaranteed pods can always have, such as `64Gi`. It is taken back from
-    /// borrowers when it is asked for. `0`: the namespace only borrows.
+    /// The device memory that the namespace's guaranteed pods can always have, such as `64Gi`.
+    /// Borrowers are evicted when these pods need it. With `0` the namespace only borrows.
     #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
     pub guaranteed: Amount,
 
-    /// The most that the namespace's pods may ask for together, guaranteed and borrowed. Equal to
-    /// `guaranteed` where not given: nothing is borrowed.
+    /// The most device memory that the namespace's pods may request together, guaranteed and
+    /// borrowed. Defaults to `guaranteed`: the namespace borrows nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
     pub limit: Option<Amount>,
 }
 
-/// CUDA managed (unified) memory. Parts of a quantum do not count.
+/// CUDA managed (unified) memory. Fractions of a quantum do not count.
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ManagedMemory {
-    /// The most that the namespace's pods may ask for together.
+    /// The most managed memory that the namespace's pods may request together.
     #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
     pub limit: Amount,
 }
@@ -135,34 +137,36 @@ pub struct ManagedMemory {
 #[derive(KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PerContainer {
-    /// The most device memory that one container may ask for.
+    /// The most device memory that one container may request.
     #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
     pub max: Amount,
 }
 
-/// What becomes of a pod that no longer fits the guarantee.
+/// How the API server admits a pod beyond the guarantee.
 #[derive(JsonSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Overflow {
-    /// It is refused.
+    /// The API server refuses the pod.
     #[default]
     Refuse,
-    /// It becomes a borrowed pod: it runs on memory that is idle and may be evicted for its owner.
+    /// The pod becomes a borrower: it uses idle memory, and is evicted when owners need that.
     Borrow,
-    /// A value of another version. It is read and never written: the schema refuses it.
+    /// A value of another version of the API: readers accept it, and the schema refuses to store
+    /// it.
     #[serde(other)]
     #[schemars(skip)]
     Unknown,
 }
 
-/// What is done about a pod whose CUDA context is poisoned.
+/// How a pod recovers from a CUDA context that a fault has poisoned.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ContextPolicy {
-    /// What is done first.
+    /// The first measure.
     #[serde(default)]
     pub action: ContextAction,
 
-    /// How many restarts, in place or not, one container gets within the window; then its pod is evicted.
+    /// How many restarts, in place or not, a container has within the window before its pod is
+    /// evicted.
     #[serde(default = "default_max_restarts")]
     #[schemars(range(min = 0, max = 100))]
     pub max_restarts: i32,
@@ -191,81 +195,83 @@ fn default_window_seconds() -> i32 {
     600
 }
 
-/// What is done first about a poisoned context.
+/// The first measure against a poisoned context.
 #[derive(JsonSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ContextAction {
-    /// The program is executed again in its own process: same pod, same pid, about 0.3 s. It comes
-    /// before the program's own handling of the error.
+    /// The shim executes the program again in its own process: same pod, same pid, about 0.3 s. The
+    /// program's own error handling does not run.
     InPlace,
-    /// The container's main process is killed; the kubelet restarts the container with its back-off.
+    /// The agent kills the container's main process; the kubelet restarts the container with
+    /// back-off.
     #[default]
     Restart,
-    /// The pod is evicted.
+    /// The operator evicts the pod.
     Evict,
-    /// It is reported only.
+    /// The agent only reports the fault.
     Report,
-    /// A value of another version. It is read and never written: the schema refuses it.
+    /// A value of another version of the API: readers accept it, and the schema refuses to store
+    /// it.
     #[serde(other)]
     #[schemars(skip)]
     Unknown,
 }
 
-/// A running pod's quota, lower than what it asked for.
+/// A quota of a running pod that is lower than its request.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Override {
     /// The pod's name.
     #[schemars(length(min = 1, max = 253))]
     pub pod: String,
-    /// The quota of each of its containers, per GPU. A container that asked for less keeps what it
-    /// asked for: nothing is ever raised.
+    /// The quota of each container of the pod, per GPU. A container with a lower request keeps its
+    /// request: an override raises nothing.
     #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
     pub device_memory: Amount,
 }
 
-/// What is true of the namespace now. Written by the operator, on change only.
+/// The namespace's use and the budget's state. The operator writes it on change only.
 #[derive(JsonSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(transform = schema::without_defaults)]
 pub struct GpuMemoryBudgetStatus {
-    /// The metadata.generation that the rest was computed from.
+    /// The metadata.generation that this status was computed from.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
     /// The size of one quantum, such as `1Gi`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantum: Option<Amount>,
-    /// Pods that ask for GPU memory and have not ended.
+    /// Pods that request GPU memory and have not ended.
     pub pods: i64,
-    /// Those of them that borrow.
+    /// Pods that borrow, of those.
     pub borrowed_pods: i64,
-    /// Memory of the GPUs themselves.
+    /// Device memory.
     pub device_memory: DeviceMemoryStatus,
     /// CUDA managed memory.
     pub managed_memory: ManagedMemoryStatus,
-    /// Allocations that were denied to the namespace's pods for want of quota, on the nodes that there are.
+    /// Allocations of the namespace's pods that failed for want of quota, on the present nodes.
     pub denials: i64,
     /// The CUDA contexts of the namespace's pods.
     pub contexts: ContextsStatus,
-    /// Since when the quotas hold these amounts. It stays while one that somebody changed is put back: pods that come
-    /// meanwhile are too many all the same.
+    /// The time since which the ResourceQuotas hold these amounts. The operator keeps it while it
+    /// restores a changed quota, so that pods admitted meanwhile count as overage.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::time")]
     pub enforced_since: Option<Time>,
-    /// Pods that have to go, or went, for a fault, the newest first; at most 8.
+    /// Pods evicted for a fault, or about to be, newest first; at most 8.
     #[schemars(length(max = 8), extend("x-kubernetes-list-type" = "atomic"))]
     pub evictions: Vec<FaultEviction>,
-    /// What the operator says of the budget: Ready, Accepted, Covered, Exceeded, Enforced.
+    /// The budget's conditions: Ready, Accepted, Covered, Exceeded, Enforced.
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
 }
 
-/// An amount, counted and in bytes.
+/// An amount of memory in quanta and in bytes.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Counted {
-    /// Whole quanta: what a resource limit is written in.
+    /// Whole quanta, the unit of the resource limit.
     pub quanta: i64,
-    /// The same as a quantity.
+    /// The amount as a quantity of bytes.
     pub bytes: Amount,
 }
 
@@ -278,41 +284,41 @@ impl Default for Counted {
     }
 }
 
-/// Device memory: what is allowed and what is asked for.
+/// Device memory of a namespace: allowed, requested and in use.
 #[derive(JsonSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct DeviceMemoryStatus {
-    /// What is guaranteed, in whole quanta.
+    /// The guarantee, in whole quanta.
     pub guaranteed: Counted,
-    /// The most that may be asked for, in whole quanta.
+    /// The limit, in whole quanta.
     pub limit: Counted,
-    /// What the namespace's pods ask for, guaranteed and borrowed.
+    /// Requested by the namespace's pods, guaranteed and borrowed.
     pub requested: Counted,
-    /// What of it borrowed pods ask for.
+    /// Requested by borrowed pods.
     pub borrowed: Counted,
-    /// What the pods have, as the agents saw it within the last minute that they looked at, rounded up on each node.
+    /// The most that the pods had in use within the last sampled minute, rounded up on each node.
     pub observed: Counted,
-    /// The most that `observed` has been.
+    /// The highest value of `observed`.
     pub peak: Counted,
 }
 
-/// CUDA contexts of a namespace's pods, on the nodes that there are.
+/// CUDA contexts of a namespace's pods, on the present nodes.
 #[derive(JsonSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct ContextsStatus {
-    /// Faults that are open now, of GPUs that the pods have memory of too.
+    /// Open faults, those of GPUs on which the pods have memory included.
     pub open: i64,
-    /// Process images whose context was poisoned so far.
+    /// Process images whose context a fault has poisoned so far.
     pub poisoned: i64,
-    /// Restarts for that so far, in place or not.
+    /// Restarts for poisoned contexts so far, in place or not.
     pub restarts: i64,
 }
 
-/// A pod that has to go, or went, for a fault.
+/// The eviction of a pod for a fault.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct FaultEviction {
-    /// The fault, as `GpuNode.status.faults` names it.
+    /// The id of the fault in `GpuNode.status.faults`.
     #[schemars(length(min = 1, max = 64))]
     pub fault: String,
     /// The pod's name.
@@ -321,24 +327,24 @@ pub struct FaultEviction {
     /// The pod's UID.
     #[schemars(length(min = 1, max = 64))]
     pub pod_uid: String,
-    /// Why, in one word: `ContextPolicy`, `TooManyRestarts`, `GpuFault`.
+    /// The reason as one word: `ContextPolicy`, `TooManyRestarts`, `GpuFault`.
     #[schemars(length(min = 1, max = 64))]
     pub reason: String,
-    /// Why, for people.
+    /// The reason as a sentence.
     #[schemars(length(max = 512))]
     pub message: String,
-    /// When that was decided.
+    /// The time of the decision.
     #[schemars(schema_with = "schema::time")]
     pub time: Time,
 }
 
-/// Managed memory: what is allowed and what is asked for.
+/// Managed memory of a namespace: allowed and requested.
 #[derive(JsonSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct ManagedMemoryStatus {
-    /// The most that may be asked for, in whole quanta.
+    /// The limit, in whole quanta.
     pub limit: Counted,
-    /// What the namespace's pods ask for.
+    /// Requested by the namespace's pods.
     pub requested: Counted,
 }
 

@@ -1,4 +1,4 @@
-//! The types and reasons of every condition, and how a condition is set.
+//! Defines the types and reasons of every condition, and merges conditions into a status.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
@@ -10,9 +10,9 @@ pub mod budget {
     pub const ACCEPTED: &str = "Accepted";
     /// The guarantees of the budget's cohort fit the allocatable memory of the cohort's nodes.
     pub const COVERED: &str = "Covered";
-    /// The namespace's pods ask for more than the budget allows.
+    /// The namespace's pods request more than the budget allows.
     pub const EXCEEDED: &str = "Exceeded";
-    /// The budget caps what pods of its namespace may ask for.
+    /// The API server refuses pods of the namespace beyond the budget.
     pub const ENFORCED: &str = "Enforced";
 
     /// Nothing is amiss.
@@ -25,53 +25,53 @@ pub mod budget {
     pub const OVERCOMMITTED: &str = "Overcommitted";
     /// The cohort has no node with GPUs.
     pub const NO_NODES: &str = "NoNodes";
-    /// Pods ask for no more than the budget allows.
+    /// Pods request no more than the budget allows.
     pub const WITHIN_BUDGET: &str = "WithinBudget";
-    /// Guaranteed pods ask for more than is guaranteed.
+    /// Guaranteed pods request more than the guarantee.
     pub const OVER_GUARANTEE: &str = "OverGuarantee";
-    /// All pods together ask for more than the limit.
+    /// All pods together request more than the limit.
     pub const OVER_LIMIT: &str = "OverLimit";
-    /// Managed memory: pods ask for more than its limit.
+    /// Pods request more managed memory than its limit.
     pub const OVER_MANAGED_LIMIT: &str = "OverManagedLimit";
     /// The budget's quotas refuse pods that do not fit.
     pub const QUOTAS_IN_FORCE: &str = "QuotasInForce";
-    /// A quota is not written yet, or the controller manager has not taken it up.
+    /// The operator has not written a ResourceQuota yet, or its controller has not processed it.
     pub const QUOTA_PENDING: &str = "QuotaPending";
 }
 
 /// Condition types and reasons of a `GpuNode`.
 pub mod gpu_node {
-    /// The agent hands out this node's GPU memory: every other condition holds that counts for it.
+    /// The agent binds pods to this node's GPUs: each condition holds that counts for `Ready`.
     pub const READY: &str = "Ready";
     /// The NVIDIA driver answers and has at least one GPU.
     pub const GPUS_FOUND: &str = "GpusFound";
     /// The plugin is registered with the kubelet.
     pub const REGISTERED: &str = "Registered";
-    /// CDI files can be written where the container runtime reads them.
+    /// The agent can write CDI files where the container runtime reads them.
     pub const CDI_READY: &str = "CdiReady";
-    /// The node's tokens fit into what the kubelet can handle.
+    /// The node has no more device ids than the kubelet can handle.
     pub const WITHIN_TOKEN_LIMIT: &str = "WithinTokenLimit";
-    /// The agent's record of bookings and bindings is whole and can be written.
+    /// The agent's checkpoint is intact and can be written.
     pub const CHECKPOINT_INTACT: &str = "CheckpointIntact";
-    /// What programs have of each GPU is set against the ledger every second.
+    /// The agent compares each GPU's use with its accounts every second.
     pub const AUDITED: &str = "Audited";
-    /// The driver itself holds pods to their quota, beside us; does not count for `Ready`.
+    /// The driver enforces quotas too, by cgroup; does not count for `Ready`.
     pub const DRIVER_LIMITS: &str = "DriverLimits";
 
-    /// Memory can be kept past the processes that use it; does not count for `Ready`.
+    /// Programs can have retained memory; does not count for `Ready`.
     pub const KEPT_MEMORY: &str = "KeptMemory";
 
-    /// The drivers of all GPUs were seen to clear freed memory; does not count for `Ready`.
+    /// The scrub check saw every GPU's driver clear freed memory; does not count for `Ready`.
     pub const MEMORY_SCRUBBED: &str = "MemoryScrubbed";
 
     /// The agent understands every order in the spec; does not count for `Ready`.
     pub const ACCEPTED: &str = "Accepted";
 
-    /// It holds.
+    /// The condition holds.
     pub const OK: &str = "Ok";
-    /// Not looked at yet.
+    /// The agent has not checked yet.
     pub const PENDING: &str = "Pending";
-    /// Another condition does not hold; the message names it.
+    /// A condition that counts for `Ready` does not hold; the message names it.
     pub const NOT_READY: &str = "NotReady";
     /// No NVIDIA driver under the configured root.
     pub const DRIVER_MISSING: &str = "DriverMissing";
@@ -91,40 +91,40 @@ pub mod gpu_node {
     pub const CDI_FOLDER: &str = "CdiFolderUnusable";
     /// The node's container runtime does not inject CDI devices.
     pub const CDI_UNSUPPORTED: &str = "CdiUnsupported";
-    /// More tokens than the kubelet can handle; choose a larger quantum.
+    /// The node has more device ids than the kubelet can handle; a larger quantum helps.
     pub const TOO_MANY_TOKENS: &str = "TooManyTokens";
-    /// The checkpoint was malformed and was rebuilt from the node.
+    /// The checkpoint was malformed, and the agent has rebuilt it from the node's state.
     pub const CHECKPOINT_REBUILT: &str = "CheckpointRebuilt";
     /// The checkpoint cannot be written (full disk, read-only).
     pub const CHECKPOINT_UNWRITABLE: &str = "CheckpointUnwritable";
-    /// NVML has not told for a while what programs have.
+    /// NVML has not reported the use of a GPU for 5 s.
     pub const AUDIT_STALE: &str = "AuditStale";
     /// The driver has no memory limits for a GPU, or the host no cgroup v2.
     pub const NOT_OFFERED: &str = "NotOffered";
     /// Switched off in the agent's configuration.
     pub const SWITCHED_OFF: &str = "SwitchedOff";
-    /// The vault that holds kept memory does not answer.
+    /// The fd store of retained memory does not answer.
     pub const VAULT_AWAY: &str = "VaultAway";
-    /// The driver of a GPU was not seen to clear freed memory.
+    /// The scrub check has not seen the driver of a GPU clear freed memory.
     pub const NOT_SCRUBBED: &str = "NotScrubbed";
-    /// The worker of a GPU hangs in the driver.
+    /// The provisioner of a GPU hangs in the driver.
     pub const WORKER_STUCK: &str = "WorkerStuck";
     /// The spec has orders of another version of the API.
     pub const NOT_UNDERSTOOD: &str = "NotUnderstood";
-    /// The driver should have set a memory limit and did not.
+    /// The driver refused a memory limit.
     pub const LIMIT_REFUSED: &str = "LimitRefused";
 }
 
-/// What a condition says of its object, before it is set against what was said before.
+/// A condition without its transition time and observed generation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Statement {
-    /// A type out of [`budget`] or [`gpu_node`].
+    /// A type from [`budget`] or [`gpu_node`].
     pub type_: &'static str,
     /// `None` is Unknown.
     pub holds: Option<bool>,
-    /// A reason out of [`budget`] or [`gpu_node`].
+    /// A reason from [`budget`] or [`gpu_node`].
     pub reason: &'static str,
-    /// For people. Must not change while nothing changes (no times, no counters).
+    /// A sentence for people. Without times and counters, so that it changes only with the state.
     pub message: String,
 }
 
@@ -144,7 +144,7 @@ impl Statement {
         }
     }
 
-    /// Whether it keeps its `GpuNode` from being ready.
+    /// Whether the condition keeps its `GpuNode` from being ready.
     pub fn is_amiss(&self) -> bool {
         const SPARED: [&str; 4] = [
             gpu_node::DRIVER_LIMITS,
@@ -156,9 +156,10 @@ impl Statement {
     }
 }
 
-/// The conditions that `statements` make of `before`: a status that stays keeps its transition time.
+/// Merges `statements` into the conditions `before`: an unchanged status keeps its transition
+/// time.
 ///
-/// Conditions that nobody states any more are dropped; the order is the statements'.
+/// Drops conditions without a statement; keeps the order of the statements.
 pub fn merge(
     before: &[Condition],
     statements: &[Statement],

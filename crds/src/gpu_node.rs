@@ -1,4 +1,4 @@
-//! `GpuNode`: a node's GPUs, as its agent reports them.
+//! Defines `GpuNode`: a node's GPUs as its agent reports them, and the operator's orders.
 #![allow(
     unreachable_pub,
     reason = "KubeSchema copies each struct into a function, `pub` included"
@@ -18,26 +18,26 @@ use crate::{Amount, schema};
 
 /// The most GPUs (or MIG instances) in one object: 16 GPUs with 7 instances each.
 pub const MAX_GPUS: usize = 112;
-/// The most namespaces with an order about poisoned contexts.
+/// The most namespaces with a context policy.
 pub const MAX_CONTEXTS: usize = 1024;
-/// The most open faults in one object; others wait until some are closed.
+/// The most open faults in one object; the agent adds others when some are closed.
 pub const MAX_FAULTS: usize = 16;
 /// The most waiting containers in one object, the longest waiting first.
 pub const MAX_WAITING: usize = 16;
-/// The most containers that are not held to their quota in one object.
+/// The most containers without enforcement in one object.
 pub const MAX_NOT_ENFORCED: usize = 16;
 /// The most pods listed with one GPU, those with the most memory first.
 pub const MAX_PODS: usize = 32;
 /// The most lowered quotas in one object.
 pub const MAX_QUOTAS: usize = 64;
-/// The most ordered restarts in one object; others wait until those are done.
+/// The most ordered restarts in one object; the operator adds others when some are done.
 pub const MAX_RESTARTS: usize = 16;
-/// The most owners of pods with moves in one object; older ones are dropped.
+/// The most owners with moved pods in one object; the operator drops older ones.
 pub const MAX_MOVES: usize = 64;
-/// The most namespaces whose use is told in one object: those with pods there first.
+/// The most namespaces in one object, those with pods on the node first.
 pub const MAX_NAMESPACES: usize = 32;
 
-/// A node's GPUs. Named as the node; the agent owns the status, the operator the spec.
+/// A node's GPUs. The object has the node's name; the agent owns the status, the operator the spec.
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[kube(
     group = "bursar.dev",
@@ -49,24 +49,24 @@ pub const MAX_NAMESPACES: usize = 32;
     derive = "Default",
     shortname = "gpun",
     category = "bursar",
-    doc = "A node's GPUs. Named as the node; the agent owns the status, the operator the spec.",
+    doc = "A node's GPUs. The object has the node's name; the agent owns the status, the operator the spec.",
     printcolumn(name = "GPUs", type_ = "string", json_path = ".status.gpus[*].index"),
     printcolumn(
         name = "Allocatable",
         type_ = "integer",
-        description = "Quanta of device memory that pods can be given",
+        description = "Quanta of device memory that the node offers to pods",
         json_path = ".status.deviceMemory.allocatable"
     ),
     printcolumn(
         name = "Free",
         type_ = "integer",
-        description = "Quanta that no pod is bound to",
+        description = "Quanta that are bound to no pod",
         json_path = ".status.deviceMemory.free"
     ),
     printcolumn(
         name = "Largest",
         type_ = "integer",
-        description = "The most quanta that one GPU can give now",
+        description = "The most quanta that one GPU has free for a new pod",
         json_path = ".status.deviceMemory.largestFree"
     ),
     printcolumn(
@@ -98,52 +98,54 @@ pub const MAX_NAMESPACES: usize = 32;
     )
 )]
 #[cfg_attr(test, kube(cel))]
-// A server-side apply that takes the last entry of a list away leaves null otherwise, for the list where somebody else
-// wrote it too and for the spec where not, and is refused.
+// With the default, a server-side apply may remove the last entry of a list: the API server would
+// store null otherwise, which the schema refuses.
 #[schemars(extend("default" = {}))]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNodeSpec {
-    /// GPUs that are held for a waiting container of higher priority while room is made for it. One
-    /// plan per GPU at a time.
+    /// GPUs on which the agent sets memory aside for a pod of higher priority, whose victims are
+    /// being evicted. A GPU has one reservation at a time.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 112), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["gpu".to_owned()]))]
     pub reservations: Vec<Reservation>,
-    /// Quotas of running containers that are lowered below what they asked for; without an entry a container has
-    /// what it asked for. An entry above that changes nothing.
+    /// Quotas of running containers that are lower than their requests. A container without an
+    /// entry has its request, and an entry above the request changes nothing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["podUid".to_owned(), "container".to_owned(), "account".to_owned()]))]
     pub quotas: Vec<QuotaOrder>,
-    /// What is done about poisoned contexts in pods of these namespaces, known to the agent before it happens. In all
-    /// others the container is restarted, at most 5 times in 10 minutes.
+    /// Context policies of namespaces. In every other namespace the agent restarts a container
+    /// whose context is poisoned, at most 5 times in 10 minutes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 1024), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".to_owned()]))]
     pub context_policies: Vec<ContextOrder>,
-    /// Poisoned contexts that were left as they are, and are to be restarted now.
+    /// Restarts of containers whose fault the agent has only reported so far.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["fault".to_owned()]))]
     pub restarts: Vec<RestartOrder>,
-    /// How often the operator moved waiting pods of an owner away from here. Nothing for the agent.
+    /// How often the operator moved pending pods of an owner to other nodes. The agent ignores it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["owner".to_owned()]))]
     pub moves: Vec<Moved>,
-    /// UUIDs of GPUs that nothing is to hold, for a reset or another driver. Containers with memory of them are killed
-    /// and not started again, what is kept there is lost. A GPU's names its MIG instances too.
+    /// UUIDs of GPUs to drain for a reset or another driver. The agent kills the containers with
+    /// memory on them, starts none there, and discards their retained memory. A GPU stands for its
+    /// MIG instances too.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 112), inner(length(min = 1, max = 96)), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Set)]
     pub drain: Vec<String>,
 }
 
-/// A poisoned context that is to be restarted. It says where that ends, so that it may be read twice.
+/// An order to restart a container whose context is poisoned. The process generation makes the
+/// order idempotent.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RestartOrder {
-    /// The fault that it is about, as `status.faults` names it.
+    /// The id of the fault in `status.faults`.
     #[schemars(length(min = 1, max = 64))]
     pub fault: String,
     /// The pod's UID.
@@ -152,34 +154,35 @@ pub struct RestartOrder {
     /// The container's name.
     #[schemars(length(min = 1, max = 63))]
     pub container: String,
-    /// P that the container has at least when it is done: poisoned images of a lower one are ended.
+    /// The process generation to reach: the agent ends poisoned process images of lower
+    /// generations.
     pub process_generation: i64,
 }
 
-/// How often pods of one owner were moved.
+/// How often the operator moved pods of one owner.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Moved {
     /// The owner's UID.
     #[schemars(length(min = 1, max = 64))]
     pub owner: String,
-    /// How often.
+    /// The number of moves.
     pub count: i32,
-    /// When last.
+    /// The time of the last move.
     #[schemars(schema_with = "schema::time")]
     pub last: Time,
 }
 
-/// What is done about poisoned contexts in a namespace's pods.
+/// The context policy of a namespace.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ContextOrder {
     /// The namespace.
     #[schemars(length(min = 1, max = 63))]
     pub namespace: String,
-    /// What is done first.
+    /// The first measure.
     pub action: ContextAction,
-    /// How many restarts, in place or not, one container gets within the window.
+    /// How many restarts, in place or not, a container has within the window.
     #[schemars(range(min = 0, max = 100))]
     pub max_restarts: i32,
     /// The window of `maxRestarts`, in seconds.
@@ -197,11 +200,11 @@ pub struct QuotaOrder {
     /// The container's name.
     #[schemars(length(min = 1, max = 63))]
     pub container: String,
-    /// Which memory: `device`, spread evenly over its GPUs; one GPU's, by its UUID; or `managed`.
+    /// The account: `device` for all GPUs evenly, the UUID of one GPU, or `managed`.
     #[serde(default = "device")]
     #[schemars(length(min = 1, max = 96))]
     pub account: String,
-    /// What it may use.
+    /// The most memory that the container may use.
     pub quota: Amount,
 }
 
@@ -214,30 +217,31 @@ fn device() -> String {
     DEVICE.to_owned()
 }
 
-/// A GPU held for one pod that waits on this node.
+/// Memory of a GPU that the agent sets aside for one pod.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Reservation {
     /// The GPU's UUID.
     #[schemars(length(min = 1, max = 96))]
     pub gpu: String,
-    /// The UID of the pod that it is held for.
+    /// The pod's UID.
     #[schemars(length(min = 1, max = 64))]
     pub waiter: String,
-    /// How much is held, in quanta; what is bound for the pod there already is included.
+    /// The memory to set aside, in quanta, what is already bound to the pod included.
     #[schemars(range(min = 1, max = 4096))]
     pub quanta: i32,
 }
 
-/// What is true of the node's GPUs. Written on transitions, no heartbeat; use is in the metrics.
+/// The state of the node's GPUs. The agent writes it on transitions, without a heartbeat; current
+/// use is in the metrics.
 #[derive(JsonSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 #[schemars(transform = schema::without_defaults)]
 pub struct GpuNodeStatus {
-    /// The metadata.generation whose quotas the agent has seen.
+    /// The metadata.generation whose orders the agent has read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
-    /// The boot that the rest belongs to (`/proc/sys/kernel/random/boot_id`).
+    /// The boot of this status (`/proc/sys/kernel/random/boot_id`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub boot_id: Option<String>,
     /// The agent's version.
@@ -251,49 +255,51 @@ pub struct GpuNodeStatus {
     pub quantum: Option<Amount>,
     /// Device memory of the healthy GPUs together, in quanta.
     pub device_memory: NodeMemory,
-    /// Managed memory, in quanta. All zero where the node offers none.
+    /// Managed memory, in quanta. Zero where the node offers none.
     pub managed_memory: NodeMemory,
     /// The GPUs, and MIG instances as GPUs of their own.
     #[schemars(length(max = 112), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["uuid"]))]
     pub gpus: Vec<GpuStatus>,
-    /// Containers that wait for room on one GPU, the longest waiting first; at most 16.
+    /// Containers that wait until one GPU has room, the longest waiting first; at most 16.
     #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "atomic"))]
     pub waiting: Vec<Waiting>,
-    /// How many containers are not held to their quota.
+    /// The number of containers without enforcement of their quota.
     #[serde(skip_serializing_if = "is_zero")]
     pub not_enforced_count: i32,
-    /// Containers that are not held to their quota, and why; at most 16.
+    /// Containers without enforcement of their quota, and the reasons; at most 16.
     #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "atomic"))]
     pub not_enforced: Vec<NotEnforced>,
-    /// What became of `spec.quotas`.
+    /// The state of each entry of `spec.quotas`.
     #[schemars(length(max = 64), extend("x-kubernetes-list-type" = "atomic"))]
     pub quotas: Vec<QuotaStatus>,
-    /// Faults that nobody has dealt with, those that somebody else has to deal with before others; at most 16.
+    /// Open faults, those that need the operator or an admin first; at most 16.
     #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["id"]))]
     pub faults: Vec<Fault>,
-    /// What the pods of each namespace use here, and what befell them; at most 32.
+    /// Use and fault counters of each namespace's pods on this node; at most 32.
     #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["namespace"]))]
     pub namespaces: Vec<NamespaceUse>,
-    /// What the agent says of the node: Ready, GpusFound, Registered, CdiReady, WithinTokenLimit,
+    /// The node's conditions: Ready, GpusFound, Registered, CdiReady, WithinTokenLimit,
     /// CheckpointIntact, Audited, DriverLimits, KeptMemory, MemoryScrubbed, Accepted.
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
 }
 
-/// What a namespace's pods use of a node, and what befell them. The counts only grow, for as long as the node is there.
+/// Use and fault counters of a namespace's pods on this node. The counters grow as long as the node
+/// exists.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NamespaceUse {
     /// The namespace.
     #[schemars(length(min = 1, max = 63))]
     pub namespace: String,
-    /// The most device memory that they had at a time within the last minute that was looked at, in quanta, rounded up.
+    /// The most device memory in use at a time within the last sampled minute, in quanta, rounded
+    /// up.
     pub observed: i32,
-    /// Allocations that were denied to them.
+    /// Allocations that failed for want of quota.
     pub denials: i64,
-    /// Process images of theirs whose context was poisoned.
+    /// Process images whose context a fault has poisoned.
     pub poisoned: i64,
-    /// Restarts of theirs for that, in place or not.
+    /// Restarts for poisoned contexts, in place or not.
     pub restarts: i64,
 }
 
@@ -301,11 +307,11 @@ pub struct NamespaceUse {
 #[derive(JsonSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct NodeMemory {
-    /// What the kubelet is told there is.
+    /// Quanta that the agent offers to the kubelet.
     pub allocatable: i32,
-    /// What nothing is bound to.
+    /// Quanta that are bound to no pod.
     pub free: i32,
-    /// The most that one newcomer can be bound to now: the freest GPU, less what is held for others.
+    /// The most that a new pod can have on one GPU, without the reservations of other pods.
     pub largest_free: i32,
 }
 
@@ -313,102 +319,106 @@ pub struct NodeMemory {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuStatus {
-    /// Its UUID, as NVML and CUDA write it (`GPU-...`, `MIG-...`).
+    /// The UUID as NVML and CUDA write it (`GPU-...`, `MIG-...`).
     #[schemars(length(min = 1, max = 96))]
     pub uuid: String,
-    /// Its index in NVML's order; a MIG instance has its GPU's.
+    /// The index in NVML's order; a MIG instance has the index of its GPU.
     pub index: i32,
-    /// The model's name.
+    /// The product name.
     pub model: String,
-    /// All of its memory, as NVML says.
+    /// The memory that NVML reports, without the driver's own reserve.
     pub memory: Amount,
-    /// What becomes of new pods on it.
+    /// Whether the agent binds new pods to the GPU.
     pub state: GpuState,
-    /// G, the generation of its memory: grows when nothing on it can have survived (reset, reboot,
-    /// fatal fault), never shrinks.
+    /// The generation of the GPU's memory. The agent increments it whenever the contents may have
+    /// been lost: by a reset, a reboot or a fatal fault.
     pub generation: i64,
-    /// Whether it works.
+    /// The GPU's health.
     pub health: Health,
-    /// Quanta that pods can be given; 0 while it is not healthy.
+    /// Quanta that the GPU offers to pods; 0 while it is unhealthy.
     pub capacity: i32,
-    /// Quanta that nothing is bound to.
+    /// Quanta that are bound to no pod.
     pub free: i32,
-    /// The most that one newcomer can be bound to now: `free`, less what is held for others.
+    /// The most that a new pod can have: `free` without the reservations of other pods.
     pub largest_free: i32,
-    /// What pods that have ended had exported and others still hold; no pod is given it before they let it go.
+    /// Memory that ended pods had exported and other processes still hold. No pod is bound to it
+    /// before those processes release it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leaked: Option<Amount>,
-    /// What is in use and charged to no pod: no pod is given it while that lasts.
+    /// Memory that is in use and charged to no pod. No pod is bound to it meanwhile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub withheld: Option<Amount>,
-    /// The reservation that the agent holds it by: the answer to `spec.reservations`.
+    /// The UID of the pod whose reservation the agent has accepted (`spec.reservations`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held_for: Option<String>,
-    /// The pods that have memory of it, those with the most first; at most 32.
+    /// The pods with memory on the GPU, those with the most first; at most 32.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "atomic"))]
     pub pods: Vec<GpuPod>,
 }
 
-/// A pod with memory of a GPU.
+/// A pod with memory on a GPU.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuPod {
-    /// Its UID.
+    /// The pod's UID.
     #[schemars(length(min = 1, max = 64))]
     pub uid: String,
-    /// What is bound for it, in quanta.
+    /// The memory bound to the pod, in quanta.
     pub quanta: i32,
 }
 
-/// What becomes of new pods on a GPU.
+/// Whether the agent binds new pods to a GPU.
 #[derive(JsonSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GpuState {
-    /// They are bound to it.
+    /// The agent binds new pods.
     #[default]
     Active,
-    /// It is held for one waiting pod.
+    /// The agent sets memory aside for one pod.
     Reserved,
-    /// None are bound to it; what runs on it ends.
+    /// The agent binds no pod and ends those that have memory on the GPU.
     Draining,
-    /// It does not answer or is not there any more.
+    /// The GPU does not answer, or the driver lists it no more.
     Lost,
-    /// A value of another version. It is read and never written: the schema refuses it.
+    /// A value of another version of the API: readers accept it, and the schema refuses to store
+    /// it.
     #[serde(other)]
     #[schemars(skip)]
     Unknown,
 }
 
-/// Whether a GPU works.
+/// The health of a GPU.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Health {
-    /// The verdict.
+    /// Healthy or not.
     pub status: HealthStatus,
-    /// Why, in one word: `Ok`, `GpuLost`, `Xid79`, `Draining`, and `Drained` once nothing of the node's agent holds it.
+    /// The reason as one word: `Ok`, `GpuLost`, `Xid79`, `Draining`, or `Drained` once the agent
+    /// and its processes have released the GPU.
     #[schemars(length(min = 1, max = 64))]
     pub reason: String,
-    /// When the status last changed.
+    /// The time of the last change of the status.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::time")]
     pub since: Option<Time>,
 }
 
-/// The verdict on a GPU's health.
+/// Whether a GPU is fit for pods.
 #[derive(JsonSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HealthStatus {
-    /// It works.
+    /// The agent offers the GPU's quanta to the kubelet.
     #[default]
     Healthy,
-    /// It does not; its quanta are taken from what the kubelet is told.
+    /// The agent has withdrawn the GPU's quanta from the kubelet.
     Unhealthy,
-    /// A value of another version. It is read and never written: the schema refuses it.
+    /// A value of another version of the API: readers accept it, and the schema refuses to store
+    /// it.
     #[serde(other)]
     #[schemars(skip)]
     Unknown,
 }
 
-/// A container that waits for room on one GPU.
+/// A container that waits until one GPU has room.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Waiting {
@@ -420,14 +430,14 @@ pub struct Waiting {
     pub pod: String,
     /// The container's name.
     pub container: String,
-    /// What it waits for, in quanta.
+    /// The requested memory, in quanta.
     pub quanta: i32,
-    /// Since when.
+    /// The time since which the container waits.
     #[schemars(schema_with = "schema::time")]
     pub since: Time,
 }
 
-/// A container that is not held to its quota.
+/// A container without enforcement of its quota.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NotEnforced {
@@ -439,45 +449,47 @@ pub struct NotEnforced {
     pub pod: String,
     /// The container's name.
     pub container: String,
-    /// Why, in one word: `Privileged`, `MountMissing`, `MountedOver`, `ForeignDriver`, `DriverWithoutShim`,
-    /// `OtherGpus`, `NotAttested`, `SysNice`.
+    /// The reason as one word: `Privileged`, `MountMissing`, `MountedOver`, `ForeignDriver`,
+    /// `DriverWithoutShim`, `OtherGpus`, `NotAttested`, `SysNice`.
     #[schemars(length(min = 1, max = 64))]
     pub reason: String,
-    /// Why, for people.
+    /// The reason as a sentence.
     #[schemars(length(max = 512))]
     pub message: String,
 }
 
-/// What became of an order in `spec.quotas`.
+/// The state of an entry of `spec.quotas`.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct QuotaStatus {
-    /// The pod's UID, as ordered.
+    /// The pod's UID, as in the entry.
     pub pod_uid: String,
-    /// The container's name, as ordered.
+    /// The container's name, as in the entry.
     pub container: String,
-    /// Which memory, as ordered.
+    /// The account, as in the entry.
     pub account: String,
-    /// What became of it.
+    /// The state of the quota.
     pub state: QuotaState,
-    /// The quota that is in force, at most what the container asked for. Absent where there is no such container.
+    /// The quota in force, at most the container's request. Absent where no such container exists.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quota: Option<Amount>,
-    /// What is used, while that is above the quota.
+    /// The memory in use, while that is above the quota.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub used: Option<Amount>,
 }
 
-/// What became of an ordered quota.
+/// The state of a lowered quota.
 #[derive(JsonSchema, Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum QuotaState {
-    /// It is in force, and no more than it is used.
+    /// The quota is in force, and the container uses no more.
     Applied,
-    /// It is in force, and more than it is used: nothing more is granted until frees have caught up.
+    /// The quota is in force and the container uses more: the agent grants nothing until enough is
+    /// freed.
     Pending,
-    /// No such container has memory of that kind here.
+    /// No such container has memory of that account on this node.
     NotFound,
-    /// A value of another version. It is read and never written: the schema refuses it.
+    /// A value of another version of the API: readers accept it, and the schema refuses to store
+    /// it.
     #[serde(other)]
     #[schemars(skip)]
     Unknown,
@@ -487,19 +499,19 @@ fn is_zero(count: &i32) -> bool {
     *count == 0
 }
 
-/// A fault of a context or a GPU that nobody has dealt with.
+/// An open fault of a CUDA context or a GPU.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Fault {
-    /// Names this occurrence for ever: what a command about it quotes.
+    /// The id of this occurrence, which is never used again.
     #[schemars(length(min = 1, max = 64))]
     pub id: String,
-    /// What broke.
+    /// The kind of the fault.
     pub kind: FaultKind,
     /// The GPU's UUID.
     #[schemars(length(min = 1, max = 96))]
     pub gpu: String,
-    /// G of the GPU when it happened.
+    /// The GPU's generation at the fault.
     pub gpu_generation: i64,
     /// The CUDA error (`CUresult`), where a context reported one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -507,50 +519,53 @@ pub struct Fault {
     /// The XID, where the kernel's log reported one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub xid: Option<i32>,
-    /// What is done about it, or has to be. Absent while that is not decided.
+    /// The measure against the fault. Absent while the agent has not decided.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub action: Option<FaultAction>,
-    /// Whose context it was. Absent where the GPU itself is at fault.
+    /// The container of the context. Absent for faults of the GPU itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub container: Option<FaultContainer>,
-    /// When it was seen.
+    /// The time at which the agent saw the fault.
     #[schemars(schema_with = "schema::time")]
     pub time: Time,
 }
 
-/// What broke.
+/// The kind of a fault.
 #[derive(JsonSchema, Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FaultKind {
-    /// A process's CUDA context.
+    /// A CUDA context of a process.
     Context,
     /// The GPU.
     Gpu,
-    /// A value of another version. It is read and never written: the schema refuses it.
+    /// A value of another version of the API: readers accept it, and the schema refuses to store
+    /// it.
     #[serde(other)]
     #[schemars(skip)]
     Unknown,
 }
 
-/// What is done about a fault, or has to be.
+/// The measure against a fault.
 #[derive(JsonSchema, Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FaultAction {
-    /// Of a context: its process executes its program again.
+    /// For a context: the process executes its program again.
     InPlace,
-    /// Of a context: its container is killed, and restarted by the kubelet.
+    /// For a context: the agent kills the container, and the kubelet restarts it.
     Restart,
-    /// Of a context: its container was restarted too often, and is killed. Its pod has to go.
+    /// For a context: the container was restarted too often. The agent kills it, and the operator
+    /// evicts the pod.
     BeyondMaximum,
-    /// Of a context: its pod has to go.
+    /// For a context: the operator evicts the pod.
     Evict,
-    /// Of a context: nothing.
+    /// For a context: nothing, the fault is only reported.
     Report,
-    /// Of a GPU: only a reset cures it.
+    /// For a GPU: an admin resets the GPU.
     ResetGpu,
-    /// Of a GPU: only a restart of the machine cures it.
+    /// For a GPU: an admin restarts the machine.
     RestartNode,
-    /// Of a GPU: it is away, and may come back.
+    /// For a GPU: the GPU is away and may come back.
     Wait,
-    /// A value of another version. It is read and never written: the schema refuses it.
+    /// A value of another version of the API: readers accept it, and the schema refuses to store
+    /// it.
     #[serde(other)]
     #[schemars(skip)]
     Unknown,
@@ -568,6 +583,6 @@ pub struct FaultContainer {
     pub pod: String,
     /// The container's name.
     pub container: String,
-    /// P, the generation of the process image at the fault.
+    /// The generation of the process image at the fault.
     pub process_generation: i64,
 }

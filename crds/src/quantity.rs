@@ -1,24 +1,25 @@
 //! Reads and writes Kubernetes quantities as bytes.
 //!
-//! Source: `k8s.io/apimachinery/pkg/api/resource/quantity.go`: a signed decimal number with a binary
-//! suffix (`Ki` to `Ei`), a decimal one (`k` to `E`, and `m`, `u`, `n`), or an exponent (`1e9`). Amounts
-//! of memory are whole and not negative, so anything else is an error here, never rounded.
+//! Source: `k8s.io/apimachinery/pkg/api/resource/quantity.go`: a signed decimal number with a
+//! binary suffix (`Ki` to `Ei`), a decimal one (`k` to `E`, and `m`, `u`, `n`), or an exponent
+//! (`1e9`). Amounts of memory are whole and not negative, so anything else is an error here, never
+//! rounded.
 
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
-/// Why a text is no amount of memory.
+/// The reason why a text is no amount of memory.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum QuantityError {
-    /// It does not follow the grammar.
+    /// The text does not follow the grammar.
     #[error("`{0}` is not a quantity: write a number with a unit such as 512Mi, 16Gi or 1.5Ti")]
     Syntax(String),
-    /// It is less than nothing.
+    /// The amount is negative.
     #[error("`{0}` is negative: an amount of memory is zero or more")]
     Negative(String),
-    /// It does not come to whole bytes.
+    /// The amount is no whole number of bytes.
     #[error("`{0}` is not a whole number of bytes")]
     Fraction(String),
-    /// It does not fit 63 bits, the range of Kubernetes' own arithmetic.
+    /// The amount does not fit 63 bits, the range of Kubernetes' own arithmetic.
     #[error("`{0}` is more than 8Ei - 1")]
     TooLarge(String),
 }

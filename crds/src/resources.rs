@@ -8,7 +8,7 @@ pub const PREFIX: &str = "bursar.dev/";
 /// The PriorityClass that makes a pod a borrower. Shipped by the chart.
 pub const BORROWED_PRIORITY_CLASS: &str = "bursar-borrowed";
 
-/// Label of the operator's ResourceQuotas: which of a budget's two it is.
+/// Label of the operator's ResourceQuotas, which tells a budget's two quotas apart.
 pub const QUOTA_LABEL: &str = "bursar.dev/quota";
 
 /// Label of the guaranteed quota while the budget's `overflow` is `Borrow`, with that value.
@@ -20,8 +20,8 @@ pub const BUDGET_LABEL: &str = "bursar.dev/budget";
 /// The value of [`BUDGET_LABEL`].
 pub const ENFORCED: &str = "enforced";
 
-/// Label of an agent's Events and of the operator's evictions, by which admission policies find them: [`AGENT`] or
-/// [`OPERATOR`].
+/// Label of an agent's Events and of the operator's evictions, by which admission policies find
+/// them: [`AGENT`] or [`OPERATOR`].
 pub const WRITER_LABEL: &str = "bursar.dev/writer";
 
 /// The value of [`WRITER_LABEL`] of what an agent writes.
@@ -30,25 +30,25 @@ pub const AGENT: &str = "agent";
 /// The value of [`WRITER_LABEL`] of what the operator writes.
 pub const OPERATOR: &str = "operator";
 
-/// Node label: the most device memory that one GPU of the node can give a pod now, in quanta. Written by the
-/// operator; it ends as the resource's name does.
+/// Node label: the most device memory that one GPU of the node can give a pod now, in quanta.
+/// Written by the operator; it ends as the resource's name does.
 pub fn largest_free_label(quantum: Quantum) -> String {
     format!("{PREFIX}largest-free-{}", quantum.suffix())
 }
 
-/// Node label: the same if every pod that borrows on that GPU went.
+/// Node label: the most that one GPU could give a pod once its borrowers were evicted, in quanta.
 pub fn largest_reclaimable_label(quantum: Quantum) -> String {
     format!("{PREFIX}largest-reclaimable-{}", quantum.suffix())
 }
 
-/// Node label: the same if all pods went: the largest GPU.
+/// Node label: the most that one GPU could give a pod without any other pod, in quanta.
 pub fn largest_gpu_label(quantum: Quantum) -> String {
     format!("{PREFIX}largest-gpu-{}", quantum.suffix())
 }
 
-/// The amount of memory that one token stands for. One quantum serves the whole cluster.
+/// The amount of memory that one device id stands for, the same in the whole cluster.
 ///
-/// It is part of the resources' names, so that a pod's request means the same on every node.
+/// The resources' names contain the quantum, so that a request means the same on every node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Quantum {
     /// 256 MiB, for cards of 8 GiB and less.
@@ -63,13 +63,13 @@ pub enum Quantum {
     Gib1,
 }
 
-/// A text that names no quantum.
+/// The error for a text that names no quantum.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is no quantum: write 256Mi, 512Mi or 1Gi")]
 pub struct UnknownQuantum(String);
 
 impl Quantum {
-    /// Its size in bytes.
+    /// The size in bytes.
     pub const fn bytes(self) -> u64 {
         match self {
             Self::Mib256 => 256 << 20,
@@ -93,7 +93,7 @@ impl Quantum {
         }
     }
 
-    /// How names end that count in it, such as `gib`.
+    /// The suffix of resource names that count in this quantum, such as `gib`.
     fn suffix(self) -> &'static str {
         match self {
             Self::Mib256 => "256mib",

@@ -15,7 +15,8 @@ fn schema(crd: &CustomResourceDefinition) -> Value {
     versions[0]["schema"]["openAPIV3Schema"].clone()
 }
 
-/// An object with every field of `schema` set. `later` is the path of the enum field that becomes [`LATER`].
+/// An object with every field of `schema` set. `later` is the path of the enum field that becomes
+/// [`LATER`].
 fn sample(schema: &Value, at: &str, later: Option<&str>) -> Value {
     if let Some(properties) = schema["properties"].as_object() {
         let fields = properties.iter().map(|(name, field)| {
@@ -53,7 +54,8 @@ fn enums(schema: &Value, at: &str, found: &mut Vec<(String, Vec<Value>)>) {
     }
 }
 
-/// Reads an object of `crd` once as this version writes it, and once for each enum field with a later value.
+/// Reads an object of `crd` once as this version writes it, and once for each enum field with a
+/// later value.
 fn reads<K: DeserializeOwned>(crd: &CustomResourceDefinition, at_least: usize) {
     let schema = schema(crd);
     let mut found = Vec::new();
