@@ -1,4 +1,4 @@
-//! Waiters get memory: the queue goes through the binder.
+//! Schedules the queue: gives memory to queued claims as the binder places them.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -11,18 +11,21 @@ use super::types::{Binding, ClaimId, Health, Placement, Share, WaitReason};
 use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
 impl Ledger {
-    /// Binds every waiter whose turn it is, and answers those whose call is open: the agent
-    /// writes their CDI files and answers the kubelet. For a waiter whose call has ended a moment
-    /// ago the memory is held until it is back. Call after every event and once a second.
+    /// Binds every queued claim whose turn it is and whose call is open. The agent writes the CDI
+    /// files and answers the kubelet.
+    ///
+    /// Where the call of a claim has ended a moment ago, the ledger holds the memory until the
+    /// kubelet retries. Call this after every event and once a second.
     pub fn advance(&mut self, now: Moment) -> Vec<Binding> {
         self.expire(now);
         let mut bound = Vec::new();
-        // A pod's places may take less than the plan set aside for its waiter, which leaves room for others.
+        // The places of a pod may take less than its reservation, which leaves room for other
+        // claims.
         while self.advance_once(now, &mut bound) {}
         bound
     }
 
-    /// Goes through the queue once; whether a waiter was given memory.
+    /// Goes through the queue once; true where a claim was given memory.
     fn advance_once(&mut self, now: Moment, bound: &mut Vec<Binding>) -> bool {
         let waiting = self.waiting();
         for resource in [Resource::DeviceMemory, Resource::ManagedMemory] {
@@ -33,7 +36,8 @@ impl Ledger {
                 }
             }
         }
-        // One waiter of a pod is planned for; the pod's others have their places with it.
+        // The plan has one claim of each pod; the other claims of that pod have their places with
+        // it.
         for id in self.queue(Resource::DeviceMemory, now) {
             if let Some(placement) = self.held_place(&self.claims[&id]) {
                 bound.extend(self.hand_over(id, placement));
@@ -49,7 +53,7 @@ impl Ledger {
             .count()
     }
 
-    /// Binds the waiter if the queue's rules give it memory now.
+    /// Binds the claim if the queue's rules give it memory now.
     pub(super) fn bind_if_due(&mut self, id: ClaimId, now: Moment) -> Option<Binding> {
         self.expire(now);
         let resource = self.claims.get(&id)?.resource;
@@ -59,13 +63,13 @@ impl Ledger {
         self.give(id, &places)
     }
 
-    /// Why the claim waits now; none where it does not wait.
+    /// The reason why the claim waits; none where it does not wait.
     pub fn reason(&self, claim: ClaimId, now: Moment) -> Option<WaitReason> {
         let waits = matches!(self.claims.get(&claim)?.state, State::Waiting { .. });
         waits.then(|| self.wait_reason(claim, now))
     }
 
-    /// Why the claim waits.
+    /// The reason why the claim waits.
     pub(super) fn wait_reason(&self, id: ClaimId, now: Moment) -> WaitReason {
         let claim = &self.claims[&id];
         let queue = self.queue(claim.resource, now);
@@ -114,7 +118,7 @@ impl Ledger {
         }
     }
 
-    /// What the binder would do now, and for whom: one waiter of each pod whose containers are placed together.
+    /// The binder's present plan: one claim of each pod whose containers are placed together.
     pub(super) fn plan(&self, resource: Resource, now: Moment) -> (Vec<ClaimId>, Plan) {
         let mut queue = self.queue(resource, now);
         let mut pods = BTreeSet::new();
@@ -140,7 +144,7 @@ impl Ledger {
         (queue, plan)
     }
 
-    /// A waiter as the binder sees it.
+    /// The claim in the binder's terms.
     pub(super) fn want_of(&self, claim: &Claim) -> binder::Want {
         let (bins, reserved) = match (&claim.state, claim.resource) {
             (
@@ -163,7 +167,7 @@ impl Ledger {
         want
     }
 
-    /// The waiters that somebody waits for or will soon come back for, most urgent first.
+    /// The claims whose call is open or ended a short time ago, most urgent first.
     pub(super) fn queue(&self, resource: Resource, now: Moment) -> Vec<ClaimId> {
         let mut queue: Vec<_> = self
             .claims
@@ -180,7 +184,7 @@ impl Ledger {
         queue.into_iter().map(|(_, _, id)| id).collect()
     }
 
-    /// The GPUs in order of UUID, or the managed memory, as the binder sees them.
+    /// The GPUs in order of UUID, or the managed memory, in the binder's terms.
     fn bins(&self, resource: Resource) -> Vec<Bin> {
         match resource {
             Resource::ManagedMemory => vec![Bin {
@@ -211,7 +215,7 @@ impl Ledger {
         }
     }
 
-    /// Gives the waiter the first of these places, and holds the others for its pod.
+    /// Gives the claim the first of these places, and holds the others for its pod.
     fn give(&mut self, id: ClaimId, places: &[Vec<Part>]) -> Option<Binding> {
         let claim = self.claims.get(&id)?;
         let want = self.want_of(claim);
@@ -233,7 +237,8 @@ impl Ledger {
         self.hand_over(id, placement)
     }
 
-    /// Gives the waiter its memory: bound if its call is open, held if the kubelet is away.
+    /// Gives the claim its memory: bound where its call is open, held until the kubelet's retry
+    /// otherwise.
     fn hand_over(&mut self, id: ClaimId, placement: Placement) -> Option<Binding> {
         let pod = self.claims.get(&id)?.pod.clone();
         self.note_tenant(&pod, &placement);
@@ -264,11 +269,12 @@ impl Ledger {
     }
 }
 
-/// A waiter's place among those of its priority.
+/// The rank of a queued claim among those of its priority.
 ///
-/// A waiter keeps the tokens of the memory that it cannot get, so the memory of a large one lies
-/// idle while it waits: large ones first, until somebody has waited for [`LATE`]; then in order of
-/// arrival, so that nobody waits for ever. (`benches/placement` is where this was chosen.)
+/// A pending pod keeps the device ids of memory that it cannot get, so the memory of a large claim
+/// lies idle while that waits. So large claims come first, until one has waited for [`LATE`]; then
+/// the order of arrival keeps every claim from starving. `benches/placement` compares this order
+/// with others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Turn {
     Late {
@@ -290,7 +296,7 @@ fn turn(claim: &Claim, want: Want, now: Moment) -> Turn {
     }
 }
 
-/// Whether memory may be put aside for a waiter.
+/// Whether the ledger may set memory aside for the claim.
 fn is_near(call: Call, now: Moment) -> bool {
     match call {
         Call::Open { .. } => true,

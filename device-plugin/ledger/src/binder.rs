@@ -1,61 +1,66 @@
-//! The binder: which waiters get which memory now, as a pure function of free memory and queue.
+//! Places queued claims on GPUs: a pure function of free memory and queue.
 //!
-//! The queue is walked in its order. A waiter that fits takes the fullest GPU that has room (best
-//! fit). The first that does not fit gets a reservation: the free memory of the GPU that lacks
-//! least is kept for it, and whoever comes later must fit into the rest. Nothing needs to be
-//! remembered between two runs: kept memory only grows until the waiter fits (a reservation moves
-//! only to a GPU with more of it), so small claims cannot starve a large one.
+//! The binder goes through the queue in its order. A claim that fits takes the fullest GPU with
+//! room (best fit). The first claim that does not fit gets a reservation: the free memory of the
+//! GPU that lacks least is set aside for it, and later claims must fit into the rest.
 //!
-//! A waiter is all containers of a pod that have no memory yet: each of them has its place, or none has. The largest
-//! is placed first; a choice that leaves no place for another container is taken back, within [`TRIES`].
+//! No state is kept between two runs. The reserved memory only grows until the claim fits, and a
+//! reservation moves only to a GPU with more of it, so small claims cannot starve a large one.
 //!
-//! What the operator reserved on a GPU is free for one waiter alone. That one takes it there if it can, and keeps
-//! no other GPU while it waits.
+//! A request is all containers of a pod that have no memory yet: all of them are placed, or none.
+//! The largest is placed first. A choice that leaves no place for another container is taken back,
+//! within [`TRIES`].
+//!
+//! Memory that the operator reserved on a GPU is free for one pod alone. That pod takes it there if
+//! it can, and gets no other reservation meanwhile.
 
 use std::cmp::Reverse;
 
-/// How many places are looked at for one waiter: this bounds what a pod's shape costs the agent.
+/// The most places that are tried for one request: this bounds what a pod's shape costs the agent.
 const TRIES: u32 = 256;
 
 /// A GPU, or the node's managed memory, in quanta.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Bin {
-    /// What may be bound in all; zero where nothing may be bound now.
+    /// The memory that may be bound in all; zero on an unhealthy GPU.
     pub(super) capacity: u32,
-    /// What is free of it.
+    /// The free part of the capacity.
     pub(super) free: u32,
-    /// Whether one program can use it beside other bins: not a MIG instance.
+    /// Whether one program can use the bin beside others: not a MIG instance.
     pub(super) joins: bool,
 }
 
-/// A waiter: the containers of a pod that are placed together.
+/// The containers of a pod that are placed together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Want {
-    /// How much each of them needs.
+    /// The quanta of each container.
     pub(super) quanta: Vec<u32>,
-    /// Over how many bins each is spread at least.
+    /// The least number of bins that each container is spread over.
     pub(super) bins: u16,
     /// The bin that is reserved for the pod.
     pub(super) reserved: Option<usize>,
-    /// What other containers of the pod have by now.
+    /// The memory that other containers of the pod have already.
     pub(super) bound: Vec<Vec<Part>>,
-    /// Which containers may live at the same time: sets of their numbers, those of `quanta` first, then `bound`.
+    /// The sets of containers that may live at the same time, by number: those of `quanta` first,
+    /// then `bound`.
     pub(super) alive: Vec<u64>,
 }
 
 /// One bin's part: its index and an amount.
 pub(super) type Part = (usize, u32);
 
-/// Who gets what.
+/// The result of one run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// For each waiter of the queue the parts of each container, in order of bins; none: it goes on waiting.
+    /// For each request of the queue, the parts of each container in order of bins; none where it
+    /// waits on.
     pub(super) places: Vec<Option<Vec<Vec<Part>>>>,
-    /// For each bin what is free there and kept by a reservation.
+    /// For each bin, the memory that is free there and set aside by a reservation.
     pub(super) kept: Vec<u32>,
 }
 
-/// Places the waiters of `queue`, most urgent first, into `bins`. Of each bin so much is reserved.
+/// Places the requests of `queue`, most urgent first, into `bins`, of which `reserved` is set
+/// aside.
 pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Want]) -> Plan {
     let mut bins = bins.to_vec();
     let mut kept: Vec<u32> = bins
@@ -80,7 +85,8 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Want]) -> Plan {
             bins[bin].free += kept;
         }
         let search = |aim| Search::new(&bins, want, &shares, aim).run();
-        // What empty bins could hold is placed there: the second search is the one that `could_hold` makes.
+        // Empty bins that could hold the request do hold it: the second search is that of
+        // `could_hold`.
         let place = search(Aim::BestFit).or_else(|| search(Aim::Roomiest));
         let taken = |place: &Vec<Vec<Part>>, bin| want.taken(place, bin);
         match &place {
@@ -90,7 +96,7 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Want]) -> Plan {
                 }
             }
             None if !waits && own.is_none() => {
-                // What empty bins could not hold keeps nothing from those behind it.
+                // A request that empty bins could not hold sets nothing aside.
                 if let Some(lacking) = search(Aim::LeastLacking) {
                     waits = true;
                     for (index, bin) in bins.iter_mut().enumerate() {
@@ -113,7 +119,7 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Want]) -> Plan {
 }
 
 impl Want {
-    /// What the pod takes of a bin besides what is bound for it, if its containers are placed so.
+    /// The memory of a bin that the pod takes with these places, besides what is bound to it.
     pub(super) fn taken(&self, placed: &[Vec<Part>], bin: usize) -> u32 {
         self.peak(placed, bin)
             .saturating_sub(self.bound.iter().map(|parts| on(parts, bin)).sum())
@@ -127,7 +133,7 @@ impl Want {
             .unwrap_or_default()
     }
 
-    /// What the containers of a set have of a bin.
+    /// The memory of a bin that the containers of a set have.
     fn sum(&self, set: u64, placed: &[Vec<Part>], bin: usize) -> u32 {
         let of = |(number, parts): (usize, &Vec<Part>)| match (set >> number) & 1 {
             0 => 0,
@@ -138,7 +144,7 @@ impl Want {
         new.chain(bound).map(of).sum()
     }
 
-    /// What others of the pod may have of a bin while this container lives.
+    /// The memory of a bin that other containers of the pod may have while this one lives.
     fn beside(&self, container: usize, placed: &[Vec<Part>], bin: usize) -> u32 {
         let sets = self
             .alive
@@ -150,13 +156,13 @@ impl Want {
     }
 }
 
-/// A part's amount on this bin.
+/// The amount of the part on this bin.
 fn on(parts: &[Part], bin: usize) -> u32 {
     let part = parts.iter().find(|(at, _)| *at == bin);
     part.map_or(0, |(_, share)| *share)
 }
 
-/// How each container of `want` is cut.
+/// The shares of each container of `want`.
 fn all_shares(bins: &[Bin], want: &Want) -> Option<Vec<Vec<u32>>> {
     let quanta = want.quanta.iter();
     quanta
@@ -173,10 +179,11 @@ pub(super) fn could_hold(bins: &[Bin], want: &Want) -> bool {
     })
 }
 
-/// How `quanta` are cut, largest share first: evenly over as few bins as could hold them if they were
-/// empty. Where no even cut fits (bins of different size), shares are capped by the bins.
-/// None if all bins together are too small or too few. What does not fit into one MIG instance is not cut for it: a
-/// program opens one instance.
+/// Cuts `quanta` into shares, largest first: evenly over as few bins as could hold them if they
+/// were empty. Where no even cut fits bins of different size, the bins cap the shares. None if all
+/// bins together are too small or too few.
+///
+/// Quanta that do not fit into one MIG instance are not cut: a program opens one instance.
 pub(super) fn shares(bins: &[Bin], quanta: u32, least: u16) -> Option<Vec<u32>> {
     let mut usable: Vec<&Bin> = bins.iter().filter(|bin| bin.capacity > 0).collect();
     let least = usize::from(least).clamp(1, quanta.max(1) as usize);
@@ -198,12 +205,12 @@ pub(super) fn shares(bins: &[Bin], quanta: u32, least: u16) -> Option<Vec<u32>> 
         })
 }
 
-/// `quanta` in `n` parts that differ by one at most.
+/// Cuts `quanta` into `n` parts that differ by one at most.
 fn even(quanta: u32, n: usize) -> Vec<u32> {
     capped(quanta, &vec![u32::MAX; n])
 }
 
-/// `quanta` as evenly as `caps` (descending, enough together) allow, in their order.
+/// Cuts `quanta` as evenly as `caps` (descending, enough together) allow, in their order.
 fn capped(quanta: u32, caps: &[u32]) -> Vec<u32> {
     let mut left = quanta;
     let mut shares = vec![0; caps.len()];
@@ -214,18 +221,18 @@ fn capped(quanta: u32, caps: &[u32]) -> Vec<u32> {
     shares
 }
 
-/// What a place is chosen for.
+/// The criterion by which a place is chosen.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Aim {
-    /// The bin that is left with least.
+    /// The bin that is left with the least free memory.
     BestFit,
-    /// The bin with most free.
+    /// The bin with the most free memory.
     Roomiest,
-    /// The same, of bins that have the room once they are empty.
+    /// The bin with the most free memory, among those that have room once they are empty.
     LeastLacking,
 }
 
-/// A place for every container of a waiter.
+/// The search for a place for every container of a request.
 struct Search<'a> {
     bins: &'a [Bin],
     want: &'a Want,
@@ -280,7 +287,8 @@ impl<'a> Search<'a> {
         false
     }
 
-    /// The bins that can take a share of a container, the best first: the reserved one, then by `aim`.
+    /// The bins that can take a share of a container, the best first: the reserved one, then by
+    /// `aim`.
     fn bins_for(&self, container: usize, share: u32) -> std::vec::IntoIter<usize> {
         let able = self
             .bins
@@ -290,7 +298,7 @@ impl<'a> Search<'a> {
         let mut ranked: Vec<_> = able
             .filter_map(|(index, bin)| {
                 let beside = self.want.beside(container, &self.placed, index);
-                // What is bound for the pod is not free, and counts among what is beside.
+                // Memory bound to the pod is not free, and counts among what is beside.
                 let bound: u32 = self.want.bound.iter().map(|parts| on(parts, index)).sum();
                 let free = bin.free.saturating_add(bound).saturating_sub(beside);
                 let could = match self.aim {
@@ -302,7 +310,8 @@ impl<'a> Search<'a> {
                     Aim::BestFit => free,
                     Aim::Roomiest | Aim::LeastLacking => u32::MAX - free,
                 };
-                // Beside containers that never live with it, it may add nothing to what the pod takes.
+                // A container may add nothing to the pod's memory beside containers that never live
+                // with it.
                 let peak = self.want.peak(&self.placed, index);
                 let adds = beside.saturating_add(share).saturating_sub(peak).min(share);
                 (could >= share).then_some((!own, adds, rank, index))
@@ -313,9 +322,9 @@ impl<'a> Search<'a> {
         ranked.into_iter()
     }
 
-    /// Gives every share of a container its own bin, the best one.
-    /// Shares come largest first, so what can take one share can take every later one, and taking
-    /// greedily never misses a complete choice.
+    /// Gives every share of a container its own bin, the best one. Shares come largest first: a bin
+    /// that can take one share can take every later one, so the greedy choice never misses a
+    /// complete one.
     fn spread(&self, container: usize, shares: &[u32]) -> Option<Vec<Part>> {
         let mut parts: Vec<Part> = Vec::with_capacity(shares.len());
         for &share in shares {

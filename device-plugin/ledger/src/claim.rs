@@ -1,4 +1,4 @@
-//! A pod's hold on memory, and the states it goes through.
+//! Defines a pod's claim on memory and its states.
 
 use std::time::Duration;
 
@@ -8,33 +8,33 @@ use super::time::Moment;
 use super::types::{Binding, ClaimId, Placement, Priority, Shape};
 use crate::units::{AllocationId, PodUid, Resource, TokenSet};
 
-/// How long a waiter keeps its place after its call ended. The kubelet comes back after 0.5 s, or
-/// 10 to 15 s; one that stays away longer has lost its pod.
+/// How long a queued claim keeps its place after its call ended. The kubelet retries after 0.5 s,
+/// or after 10 to 15 s; a claim without a retry for longer has lost its pod.
 pub const SENIORITY: Duration = Duration::from_secs(300);
 
-/// How long a waiter may be overtaken by larger ones.
+/// How long larger claims may overtake a queued one.
 pub const LATE: Duration = Duration::from_secs(60);
 
-/// How long memory is held for a waiter whose call has ended: two of the kubelet's retries.
+/// How long the ledger holds memory for a claim whose call has ended: two of the kubelet's retries.
 pub const HOLD: Duration = Duration::from_secs(40);
 
-/// An answered `Allocate` of which no container has started yet, so that its pod is unknown.
+/// An answered `Allocate` without a started container, so that its pod is not known yet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Booking {
     pub(super) resource: Resource,
     pub(super) tokens: TokenSet,
     pub(super) at: Moment,
-    /// Whether the last look at the kubelet's checkpoint missed it.
+    /// Whether the last reading of the kubelet's checkpoint lacked it.
     pub(super) missed: bool,
 }
 
-/// The bookings of one pod with one token set.
+/// The allocations of one pod with one set of device ids.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Claim {
     pub(super) pod: PodUid,
     pub(super) resource: Resource,
     pub(super) tokens: TokenSet,
-    /// Oldest first, never empty.
+    /// The allocations, oldest first; never empty.
     pub(super) allocations: Vec<AllocationId>,
     /// The pod's place in the order of arrival. A pod's later containers inherit it: a pod that
     /// already holds memory must not wait behind pods that came after it.
@@ -42,45 +42,45 @@ pub(super) struct Claim {
     pub(super) state: State,
 }
 
-/// Drawn in the module's documentation.
+/// The states, as the documentation of the crate draws them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum State {
-    /// No memory, not in the queue.
+    /// The claim has no memory and is not in the queue.
     Idle,
-    /// In the queue.
+    /// The claim is in the queue.
     Waiting { want: Want, call: Call },
-    /// Memory is put aside until the kubelet is back.
+    /// The ledger holds memory until the kubelet retries.
     Held {
         want: Want,
         since: Moment,
         placement: Placement,
     },
-    /// It has its memory.
+    /// The claim has its memory.
     Bound { placement: Placement },
 }
 
-/// What a waiter asked for besides its tokens.
+/// The request of a queued claim besides its device ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Want {
     pub(super) shape: Shape,
     pub(super) priority: Priority,
-    /// When it joined the queue.
+    /// The time at which the claim joined the queue.
     pub(super) queued: Moment,
 }
 
-/// Whether somebody is there to be told.
+/// Whether a call of the kubelet awaits the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Call {
-    /// The call with this number waits.
+    /// The call with this number awaits the answer.
     Open { number: u64 },
-    /// The last call ended then.
+    /// The last call ended at this time.
     Away { since: Moment },
 }
 
 impl Claim {
-    /// The memory that it takes: bound, or held.
+    /// The memory that the claim occupies, bound or held.
     pub(super) fn placement(&self) -> Option<&Placement> {
         match &self.state {
             State::Held { placement, .. } | State::Bound { placement } => Some(placement),
@@ -88,7 +88,7 @@ impl Claim {
         }
     }
 
-    /// Gives up what is held for it: it queues as before.
+    /// Gives up the held memory: the claim queues as before.
     pub(super) fn queue_again(&mut self) {
         if let State::Held { want, since, .. } = self.state {
             let call = Call::Away { since };
@@ -96,7 +96,7 @@ impl Claim {
         }
     }
 
-    /// Whether it shares a token with `tokens` of `resource`.
+    /// Whether the claim shares a device id with `tokens` of `resource`.
     pub(super) fn overlaps(&self, resource: Resource, tokens: &TokenSet) -> bool {
         self.resource == resource && self.tokens.overlaps(tokens)
     }

@@ -1,4 +1,4 @@
-//! How holds on memory end.
+//! Ends claims: at a pod's end, when a container's successor starts, and after a deadline.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -9,15 +9,15 @@ use super::time::Moment;
 use super::types::{Health, Placement};
 use crate::units::{AllocationId, PodUid};
 
-/// A booking is not collected before it is this old: the kubelet writes its checkpoint after our
-/// answer, and a pod's first start may be long in pulling images, but not in being recorded.
+/// The youngest age at which a pending allocation is collected: the kubelet writes its checkpoint
+/// soon after the agent's answer, however long it pulls images afterwards.
 pub const COLLECT_AGE: Duration = Duration::from_secs(60);
 
 impl Ledger {
-    /// The pod's processes are gone (its cgroup is): whatever it had is free. Answers its
-    /// allocations, whose CDI files and sockets go; none if the pod was not known.
+    /// Releases all memory of a pod whose cgroup is gone. Returns its allocations, whose CDI files
+    /// and sockets the agent removes; none for an unknown pod.
     pub fn pod_gone(&mut self, pod: &PodUid) -> Vec<AllocationId> {
-        // Its reservation is of no use, whatever becomes of who ordered it.
+        // The reservation for an ended pod is of no use, even if the operator still orders it.
         self.reserved.retain(|_, reserved| reserved.waiter != *pod);
         self.together.remove(pod);
         self.claims
@@ -26,9 +26,11 @@ impl Ledger {
             .collect()
     }
 
-    /// One look at the kubelet's checkpoint, never from inside `Allocate`: `known` are the
-    /// allocations in it. A booking without a pod that is [`COLLECT_AGE`] old and was missed by
-    /// two looks in a row is forgotten, and answered. (A claim ends with its pod.)
+    /// Drops pending allocations that the kubelet's checkpoint lacks; `known` are the allocations
+    /// in the checkpoint. Not called from `Allocate`, whose answer is not in the checkpoint yet.
+    ///
+    /// An allocation without a pod is dropped, and returned, when it is [`COLLECT_AGE`] old and two
+    /// readings in a row lacked it. A claim ends with its pod.
     pub fn collect(&mut self, known: &BTreeSet<AllocationId>, now: Moment) -> Vec<AllocationId> {
         self.bookings
             .extract_if(.., |id, booking| {
@@ -43,9 +45,9 @@ impl Ledger {
             .collect()
     }
 
-    /// Ends what a start of `started` proves over: the memory of its pod's other claims that
-    /// share a token, and other pods' claims that share one and have no memory.
-    /// Answers the allocations that lost a binding or were forgotten.
+    /// Ends the claims that the start of `started` proves to be over: those of its pod that share a
+    /// device id, and those of other pods that share one and have no memory. Returns the
+    /// allocations that lost a binding or were dropped.
     pub(super) fn end_overlapping(&mut self, started: &Claim) -> Vec<AllocationId> {
         let mut ended = Vec::new();
         self.claims.retain(|_, other| {
@@ -55,8 +57,8 @@ impl Ledger {
             let ours = other.pod == started.pod;
             let bound = matches!(other.state, State::Bound { .. });
             if bound != ours {
-                // Ours without a binding has nothing to take down; another pod's memory counts
-                // until that pod is gone.
+                // A claim of this pod without a binding has nothing to take down. Memory of another
+                // pod counts until that pod is gone.
                 if ours {
                     other.state = State::Idle;
                 }
@@ -70,7 +72,7 @@ impl Ledger {
         ended
     }
 
-    /// Ends what has waited for the kubelet in vain.
+    /// Ends queued claims and held memory whose kubelet did not retry in time.
     pub(super) fn expire(&mut self, now: Moment) {
         let mut given_up = Vec::new();
         for claim in self.claims.values_mut() {
@@ -94,7 +96,7 @@ impl Ledger {
         }
     }
 
-    /// Memory held on a GPU that takes no claims helps nobody: its waiter queues again.
+    /// Memory held on an unhealthy GPU is of no use: its claim queues again.
     pub(super) fn give_up_unhealthy_holds(&mut self) {
         let gpus = &self.gpus;
         let healthy = |placement: &Placement| match placement {

@@ -1,5 +1,5 @@
-//! Kept leases whose owner's pod has ended while other pods have them open: nobody's quota holds them any more, so
-//! their memory is bound to nobody.
+//! Keeps memory of leases without an owner from being bound. Their owner's pod has ended while
+//! other pods have them open, so no quota covers them.
 
 use std::collections::BTreeMap;
 
@@ -7,8 +7,8 @@ use super::Ledger;
 use super::time::Moment;
 use crate::units::{Bytes, GpuUuid, LeaseId, Quanta};
 
-/// Leases of each GPU, with what they have. One by one: where one ends while another loses its owner, what the first
-/// had is left all the same.
+/// Leases of each GPU with their sizes. The leases are told apart: when one ends while another
+/// loses its owner, the memory of the first is unreclaimed all the same.
 pub(super) type Kept = BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>;
 
 fn sum<'a>(bytes: impl Iterator<Item = &'a Bytes>) -> Bytes {
@@ -18,8 +18,9 @@ fn sum<'a>(bytes: impl Iterator<Item = &'a Bytes>) -> Bytes {
 }
 
 impl Ledger {
-    /// What kept leases have of each GPU that no bound container owns. Says whether that is news. What is kept no
-    /// more is left by pods that ended: leases may be lost with an agent and a vault, and be mapped.
+    /// Replaces the leases that no bound container owns. True where this changed them. Leases that
+    /// ended leave their memory unreclaimed: they may be lost with an agent and the fd store, and
+    /// still be mapped.
     pub fn set_kept(&mut self, kept: Kept, now: Moment) -> bool {
         let news = self.kept != kept;
         for (gpu, before) in self.kept.clone() {
@@ -35,13 +36,13 @@ impl Ledger {
         news
     }
 
-    /// What of a GPU such leases have.
+    /// The memory of a GPU that leases without an owner have.
     pub(super) fn kept_on(&self, gpu: &GpuUuid) -> Bytes {
         sum(self.kept.get(gpu).into_iter().flat_map(BTreeMap::values))
     }
 
-    /// What of a GPU is bound to nobody: what ended pods left, what is kept without an owner, and what else is in use
-    /// and charged to nobody.
+    /// The memory of a GPU that may be bound to no pod: unreclaimed, of leases without an owner,
+    /// and withheld.
     pub(super) fn unowned_on(&self, gpu: &GpuUuid) -> Quanta {
         let bytes = self.left_on(gpu).0.saturating_add(self.kept_on(gpu).0);
         let bytes = bytes.saturating_add(self.withheld_on(gpu).0);

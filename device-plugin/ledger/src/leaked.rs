@@ -1,4 +1,4 @@
-//! Memory that pods which ended left on a GPU: it is bound to nobody before it is proven free.
+//! Accounts for unreclaimed memory: ended pods left it on a GPU, and it is not proven free yet.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,22 +9,22 @@ use super::Ledger;
 use super::time::Moment;
 use crate::units::{Bytes, GpuUuid};
 
-/// How long memory is left before it is called leaked: proving it free takes about half a second.
+/// The age from which unreclaimed memory counts as leaked; the proof takes about half a second.
 pub const SETTLING: Duration = Duration::from_secs(5);
 
-/// What was left on one GPU.
+/// The unreclaimed memory of one GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct Leaked {
     bytes: Bytes,
-    /// Since when anything was.
+    /// The time since which there is any.
     since: Moment,
-    /// Another one each time that something was left: a proof is of what was left before it.
+    /// A number that changes with each addition: a proof covers additions before it.
     number: u64,
 }
 
 impl Ledger {
-    /// Others may hold so much of a GPU that ended pods had.
+    /// Adds memory of ended pods that other processes may hold.
     pub fn leak(&mut self, gpu: GpuUuid, bytes: Bytes, now: Moment) {
         if bytes == Bytes::ZERO {
             return;
@@ -39,7 +39,7 @@ impl Ledger {
         leaked.number = number;
     }
 
-    /// The GPUs that something was left on, with its number.
+    /// The GPUs with unreclaimed memory, each with its number.
     pub fn leaks(&self) -> BTreeMap<GpuUuid, u64> {
         let leaked = self.leaked.iter();
         leaked
@@ -47,8 +47,8 @@ impl Ledger {
             .collect()
     }
 
-    /// At most `held` is held of what was left on a GPU when it had this number; what that frees can be bound
-    /// again. Says whether it was news.
+    /// Lowers the unreclaimed memory of a GPU to `held`, as proven when it had this number; the
+    /// rest can be bound again. True where this changed it.
     pub fn held_at_most(&mut self, gpu: &GpuUuid, number: u64, held: Bytes) -> bool {
         let leaked = self.leaked.get_mut(gpu);
         let Some(leaked) = leaked.filter(|leaked| leaked.number == number && leaked.bytes > held)
@@ -60,7 +60,7 @@ impl Ledger {
         true
     }
 
-    /// A container is charged for so much of what was left on a GPU.
+    /// Subtracts memory that is charged to a container again.
     pub fn charge_leak(&mut self, gpu: &GpuUuid, bytes: Bytes) {
         if let Some(leaked) = self.leaked.get_mut(gpu) {
             leaked.bytes = Bytes(leaked.bytes.0.saturating_sub(bytes.0));
@@ -68,14 +68,14 @@ impl Ledger {
         self.leaked.retain(|_, leaked| leaked.bytes > Bytes::ZERO);
     }
 
-    /// What was left on a GPU, and is not proven free.
+    /// The unreclaimed memory of a GPU.
     pub(super) fn left_on(&self, gpu: &GpuUuid) -> Bytes {
         self.leaked
             .get(gpu)
             .map_or(Bytes::ZERO, |leaked| leaked.bytes)
     }
 
-    /// What was left for so long that somebody holds it.
+    /// The part of a GPU that has been unreclaimed for so long that a process must hold it.
     pub(super) fn leaked_by(&self, gpu: &GpuUuid, now: Moment) -> Bytes {
         let leaked = self.leaked.get(gpu);
         let lasts = leaked.is_some_and(|leaked| now.since(leaked.since) >= SETTLING);

@@ -1,8 +1,8 @@
-//! Who holds which memory of the node: a pure ledger, told what happened and when.
+//! Accounts for the node's GPU memory: a pure ledger that is told events and their times.
 //!
-//! The kubelet's `Allocate` *books* (it never fails, and does not say for whom); its
-//! `PreStartContainer` names the tokens, the agent finds the pod, and the pod's *claim* on those
-//! tokens is *bound* to GPUs, or waits for room. Design, "Placement".
+//! The kubelet's `Allocate` *books*: it never fails, and does not name the pod. Its
+//! `PreStartContainer` names the device ids, and the agent finds the pod. The pod's *claim* on
+//! those device ids is then *bound* to GPUs, or waits for room.
 //!
 //! ```text
 //!   book            start                       room, call open
@@ -19,18 +19,21 @@
 //!  the call, for the kubelet comes back.
 //! ```
 //!
-//! - Tokens only count. A claim's size is the number of its tokens; which ones does not matter.
-//! - In a pod the kubelet gives the tokens of finished init containers to later containers, so
-//!   containers that share a token never live together: starting one ends the claims of the
-//!   others. Those with the identical token set share one claim, as nothing tells them apart.
+//! - Device ids only count. The size of a claim is the number of its device ids; which ones does
+//!   not matter.
+//! - The kubelet gives the device ids of finished init containers to later containers of the pod.
+//!   So containers that share a device id never live together, and the start of one ends the claims
+//!   of the others. Containers with the same set share one claim, as nothing tells them apart.
 //! - The queue: higher priority first; then those that have waited for a minute, in order of
 //!   arrival; then the others, largest first.
-//! - The containers of a pod are placed together at the first start ([`together`]): what those that come later will
-//!   have is held for them until the pod is gone, so that no pod waits with memory in its hands.
-//! - Memory counts until the pod is gone, even if the kubelet has given its tokens away; what others may hold
-//!   of it then is leaked, and bound to nobody, until it is proven free.
-//! - A GPU whose driver was not seen to clear freed memory is for the pods of one namespace, once there is any.
-//! - A reservation keeps a GPU's free memory for one pod, and the queue gives it to nobody else.
+//! - The containers of a pod are placed together at the first start ([`together`]). The memory of
+//!   those that start later is held until the pod is gone, so that no pod waits while it has
+//!   memory.
+//! - Memory counts until the pod is gone, even if the kubelet has given its device ids away. Memory
+//!   of an ended pod that other processes may hold is unreclaimed, and bound to no pod until it is
+//!   proven free.
+//! - A GPU whose driver has not been seen to clear freed memory serves one namespace in a boot.
+//! - A reservation sets a GPU's free memory aside for one pod.
 //! - Nothing here does I/O or reads a clock. Every event may come twice.
 //!
 //! After each event, and at least once a second, call [`Ledger::advance`].
@@ -74,28 +77,28 @@ pub use types::{
     Share, Start, StartError, Started, Ticket, View, WaitReason, Waiter,
 };
 
-/// The node's ledger. See the module's documentation.
+/// The ledger of a node; the documentation of the crate describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ledger {
-    /// What a token stands for; fixed for the ledger's life.
+    /// The amount that one device id stands for; fixed for the ledger's life.
     quantum: Quantum,
-    /// The GPUs of the inventory, and those that left it with memory still bound.
+    /// The GPUs of the inventory, and former ones with memory still bound.
     gpus: BTreeMap<GpuUuid, GpuState>,
     /// The managed memory that may be bound in all.
     managed: Quanta,
     bookings: BTreeMap<AllocationId, Booking>,
     claims: BTreeMap<ClaimId, Claim>,
-    /// What ended pods left on GPUs.
+    /// The unreclaimed memory of ended pods.
     leaked: BTreeMap<GpuUuid, Leaked>,
-    /// What the operator has put aside for single pods.
+    /// The operator's reservations.
     reserved: BTreeMap<GpuUuid, Reserved>,
-    /// The GPUs among those whose pod has no claim here.
+    /// The GPUs with a reservation for a pod without a claim here.
     unheard: BTreeMap<GpuUuid, Unheard>,
-    /// What kept leases have of GPUs that no bound container owns.
+    /// The leases that no bound container owns.
     kept: kept::Kept,
-    /// Which namespaces' pods may have memory of which GPUs.
+    /// The namespaces whose pods may have memory of each GPU.
     sharing: Sharing,
-    /// What of each GPU is in use and charged to nobody.
+    /// The memory of each GPU that is in use and charged to no container.
     withheld: BTreeMap<GpuUuid, Bytes>,
     /// The pods whose containers are placed together.
     together: BTreeMap<PodUid, Together>,
@@ -103,7 +106,7 @@ pub struct Ledger {
     next: u64,
 }
 
-/// What the ledger knows of a GPU besides its claims.
+/// A GPU without its claims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct GpuState {
     capacity: Quanta,
@@ -130,14 +133,14 @@ impl Ledger {
         }
     }
 
-    /// What a token stands for.
+    /// The amount that one device id stands for.
     pub fn quantum(&self) -> Quantum {
         self.quantum
     }
 
-    /// The inventory as it is now. A GPU that is missing from it counts as unhealthy while
-    /// something is bound on it, and is forgotten by a later call. Held memory on an unhealthy GPU is given
-    /// up; bound memory stays bound.
+    /// Replaces the inventory. A missing GPU counts as unhealthy while memory is bound on it, and
+    /// is dropped by a later call. Held memory on an unhealthy GPU is given up; bound memory stays
+    /// bound.
     pub fn set_gpus(&mut self, gpus: impl IntoIterator<Item = Gpu>) {
         let mut listed: BTreeMap<GpuUuid, GpuState> = gpus
             .into_iter()
@@ -166,8 +169,8 @@ impl Ledger {
         self.managed = capacity;
     }
 
-    /// `Allocate` answered with `id` for these tokens. Never fails; an id that is known already
-    /// changes nothing. Also what a rebuild says for every entry of the kubelet's checkpoint.
+    /// Notes an answer of `Allocate` for these device ids. A known id changes nothing. A rebuild
+    /// calls this for every entry of the kubelet's checkpoint.
     pub fn book(&mut self, id: AllocationId, resource: Resource, tokens: TokenSet, now: Moment) {
         if self.knows(id) {
             return;
@@ -183,8 +186,8 @@ impl Ledger {
         );
     }
 
-    /// The host says that this allocation is bound so (its CDI file, when the checkpoint was
-    /// lost). Never fails, even where that over-books a GPU: what is, is. Says whether it was news.
+    /// Restores a binding from its CDI file after the checkpoint was lost. Never fails, even where
+    /// that over-books a GPU. True where the binding was not known.
     pub fn adopt(
         &mut self,
         id: AllocationId,
@@ -223,7 +226,7 @@ impl Ledger {
         true
     }
 
-    /// The claim of `pod` on exactly these tokens.
+    /// The claim of `pod` on exactly these device ids.
     fn claim_of(&self, pod: &PodUid, resource: Resource, tokens: &TokenSet) -> Option<ClaimId> {
         self.claims
             .iter()
@@ -233,7 +236,7 @@ impl Ledger {
             .map(|(&number, _)| number)
     }
 
-    /// Whether the allocation is booked or part of a claim.
+    /// Whether the allocation is pending or part of a claim.
     fn knows(&self, id: AllocationId) -> bool {
         self.bookings.contains_key(&id)
             || self

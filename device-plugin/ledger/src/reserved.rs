@@ -1,4 +1,4 @@
-//! Memory of a GPU that the operator puts aside for one pod, while it makes room for it there.
+//! Sets memory of a GPU aside for one pod, as the operator orders while victims are evicted there.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,31 +10,31 @@ use super::time::Moment;
 use super::types::Health;
 use crate::units::{GpuUuid, PodUid, Quanta};
 
-/// How long a GPU is held for a pod that has no claim here. It may have no node yet; but the operator that would lift
-/// the reservation may be gone as well.
+/// How long memory is set aside for a pod without a claim here. The pod may have no node yet, but
+/// the operator that would lift the reservation may be gone too.
 const UNHEARD: Duration = Duration::from_secs(300);
 
 /// A reservation whose pod has no claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Unheard {
     since: Moment,
-    /// For too long: it holds nothing until its pod comes.
+    /// Set where the pod has stayed away for too long: the reservation counts again once the pod
+    /// comes.
     lapsed: bool,
 }
 
-/// What is reserved on one GPU.
+/// A reservation on one GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Reserved {
-    /// The pod that it is for.
+    /// The pod whose claim may use the memory.
     pub waiter: PodUid,
-    /// How much of the GPU, what is bound for the pod there already included.
+    /// The memory set aside, what is bound to the pod there already included.
     pub quanta: Quanta,
 }
 
 impl Ledger {
-    /// The reservations that are in force from now on, and no others. Nothing that is bound gives way to one. Says
-    /// whether they are others than before.
+    /// Replaces all reservations. Bound memory yields to none. True where this changed them.
     pub fn reserve(&mut self, reserved: BTreeMap<GpuUuid, Reserved>) -> bool {
         self.unheard
             .retain(|gpu, _| reserved.get(gpu) == self.reserved.get(gpu));
@@ -43,7 +43,7 @@ impl Ledger {
         news
     }
 
-    /// Gives up, until they come, what is held for pods that have had no claim for too long.
+    /// Suspends reservations for pods that have had no claim for too long, until those pods come.
     pub fn lapse(&mut self, now: Moment) {
         let pods = self.pods();
         let unheard = self.reserved.iter();
@@ -62,14 +62,14 @@ impl Ledger {
         self.reserved.get(gpu).filter(|_| !lapsed)
     }
 
-    /// The pod that the GPU is held for.
+    /// The pod that the GPU's memory is set aside for.
     pub(super) fn held_for(&self, gpu: &GpuUuid) -> Option<&PodUid> {
         let state = self.gpus.get(gpu)?;
         let reserved = self.in_force(gpu)?;
         (state.health == Health::Healthy).then_some(&reserved.waiter)
     }
 
-    /// What of the GPU is still to be kept for that pod.
+    /// The part of the GPU that is still to be set aside for that pod.
     pub(super) fn reserved_on(&self, gpu: &GpuUuid) -> Quanta {
         let Some(Reserved { waiter, quanta }) = self.in_force(gpu) else {
             return Quanta::ZERO;
@@ -79,7 +79,7 @@ impl Ledger {
         quanta.saturating_sub(bound.copied().unwrap_or_default())
     }
 
-    /// The place, in the order of GPUs, of the one that is held for `pod`.
+    /// The index, in the order of GPUs, of the one with a reservation for `pod`.
     pub(super) fn gpu_reserved_for(&self, pod: &PodUid) -> Option<usize> {
         let mut gpus = self.gpus.keys();
         gpus.position(|gpu| self.held_for(gpu) == Some(pod))
@@ -148,7 +148,7 @@ mod tests {
         hold(&mut ledger, "GPU-a", "owner", 8);
         assert_eq!(gpu(&ledger, "GPU-a", |gpu| gpu.free.0), 0);
         assert_eq!(gpu(&ledger, "GPU-a", |gpu| gpu.reserved.0), 2);
-        // Whoever comes is bound elsewhere, or waits.
+        // Other pods are bound elsewhere, or wait.
         assert!(matches!(
             start(&mut ledger, "small", 10, 2),
             Answer::Bound(_)
@@ -205,7 +205,7 @@ mod tests {
         assert_eq!(free(&ledger), [0, 0]);
         ledger.lapse(NOW + UNHEARD);
         assert_eq!(free(&ledger), [0, 8]);
-        // The same orders again change nothing, and the pod has its GPU once it comes.
+        // Repeated orders change nothing, and the pod has its GPU once it comes.
         assert!(!ledger.reserve(both));
         assert_eq!(free(&ledger), [0, 8]);
         assert!(matches!(

@@ -1,7 +1,7 @@
-//! Keeps GPUs whose driver was not seen to clear freed memory to the pods of one namespace.
+//! Keeps a GPU whose driver does not clear freed memory to the pods of one namespace.
 //!
-//! What a pod leaves on such a GPU can be read after its end. So the GPU belongs to the namespace of the first pod that
-//! has memory of it for as long as the ledger lives, which is the boot. A pod whose namespace is not known gets none.
+//! A pod can read what an ended pod left on such a GPU. So the GPU belongs to the namespace of its
+//! first pod for as long as the node does not reboot. A pod of unknown namespace gets no such GPU.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,36 +12,36 @@ use super::binder::{self, Bin, Plan};
 use super::types::{ClaimId, Health, Placement};
 use crate::units::{GpuUuid, PodUid};
 
-/// Who may share what.
+/// The GPUs that namespaces may share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Sharing {
-    /// The GPUs that pods of several namespaces share; without such a set all GPUs are.
+    /// The GPUs that pods of several namespaces may share; all GPUs where this is none.
     pub(super) cleared: Option<BTreeSet<GpuUuid>>,
-    /// What the checkpoint keeps.
+    /// The part that the checkpoint keeps.
     pub(super) past: Past,
 }
 
-/// Whose pods had memory of which GPU in this boot.
+/// The namespaces whose pods had memory of each GPU in this boot.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct Past {
-    /// The namespaces of pods, as far as they are known.
+    /// The namespaces of pods, where known.
     namespaces: BTreeMap<PodUid, String>,
     tenants: BTreeMap<GpuUuid, Tenants>,
 }
 
-/// Whose pods had memory of a GPU.
+/// The namespaces whose pods had memory of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Tenants {
-    /// Only those of this namespace.
+    /// Pods of this namespace only.
     One(String),
-    /// Those of several, or of one that is not known.
+    /// Pods of several namespaces, or of an unknown one.
     Several,
 }
 
 impl Past {
-    /// The past of GPUs of which it is not known.
+    /// The past of GPUs of unknown tenants.
     pub(super) fn unknown<'a>(gpus: impl IntoIterator<Item = &'a GpuUuid>) -> Past {
         let several = |gpu: &GpuUuid| (gpu.clone(), Tenants::Several);
         Past {
@@ -50,7 +50,7 @@ impl Past {
         }
     }
 
-    /// The pod has memory of the GPU.
+    /// Notes that the pod has memory of the GPU.
     pub(super) fn note(&mut self, gpu: &GpuUuid, pod: &PodUid) {
         let tenants = match (self.namespaces.get(pod), self.tenants.get(gpu)) {
             (Some(namespace), None) => Tenants::One(namespace.clone()),
@@ -78,7 +78,7 @@ impl Sharing {
 }
 
 impl Ledger {
-    /// From now on only these GPUs are for pods of several namespaces. Says whether that is new.
+    /// Replaces the GPUs that pods of several namespaces may share. True where this changed them.
     pub fn set_cleared(&mut self, cleared: BTreeSet<GpuUuid>) -> bool {
         let cleared = Some(cleared);
         let news = self.sharing.cleared != cleared;
@@ -86,7 +86,7 @@ impl Ledger {
         news
     }
 
-    /// The namespace of a pod that is about to start.
+    /// Notes the namespace of a pod that is about to start.
     pub fn set_namespace(&mut self, pod: &PodUid, namespace: &str) {
         let pods: BTreeSet<PodUid> = self.pods().into_iter().cloned().collect();
         let namespaces = &mut self.sharing.past.namespaces;
@@ -94,13 +94,13 @@ impl Ledger {
         namespaces.insert(pod.clone(), namespace.to_owned());
     }
 
-    /// Nobody knows any more whose pods had memory of a GPU.
+    /// Forgets whose pods had memory of a GPU.
     pub fn forget_tenants(&mut self, gpu: &GpuUuid) {
         let tenants = &mut self.sharing.past.tenants;
         tenants.insert(gpu.clone(), Tenants::Several);
     }
 
-    /// The pod has this memory from now on.
+    /// Notes that the pod has this memory.
     pub(super) fn note_tenant(&mut self, pod: &PodUid, placement: &Placement) {
         if let Placement::Device(shares) = placement {
             for share in shares {
@@ -109,7 +109,7 @@ impl Ledger {
         }
     }
 
-    /// A healthy GPU that the claim's pod may have no memory of, whatever is free.
+    /// A healthy GPU that is closed to the claim's pod, whatever is free there.
     pub fn barred(&self, claim: ClaimId) -> Option<&GpuUuid> {
         let pod = &self.claims.get(&claim)?.pod;
         let mut gpus = self.gpus.iter();
@@ -124,13 +124,13 @@ impl Ledger {
         cleared.is_none_or(|cleared| self.gpus.keys().all(|gpu| cleared.contains(gpu)))
     }
 
-    /// The GPUs as bins, of which those have no room that are not open to the pod.
+    /// The GPUs as bins; those that are closed to the pod have no room.
     pub(super) fn open_to(&self, pod: &PodUid, bins: &[Bin]) -> Vec<Bin> {
         open(&self.sharing, self.gpus.keys(), pod, bins)
     }
 
-    /// What the binder would do where not every GPU is for every pod: the waiters are placed one by one, each among the
-    /// GPUs that are open to it by then.
+    /// The binder's plan where some GPUs are closed to some pods: each claim is placed by itself,
+    /// among the GPUs that are open to it by then.
     pub(super) fn plan_apart(
         &self,
         mut bins: Vec<Bin>,
@@ -152,7 +152,7 @@ impl Ledger {
             let open = open(&sharing, self.gpus.keys(), &claim.pod, &bins);
             let mut step = binder::plan(&open, &kept, std::slice::from_ref(&want));
             let place = step.places.pop().flatten();
-            // Only the first that waits keeps memory for itself.
+            // Only the first claim that waits gets a reservation.
             if place.is_some() || !(waits || has_own) {
                 waits |= place.is_none();
                 let news = open.iter().zip(step.kept).enumerate();
@@ -299,7 +299,8 @@ mod tests {
         ledger.set_cleared(cleared(&["GPU-b"]));
         assert_eq!(ledger.advance(NOW).len(), 1);
         assert_eq!(gpus_of(&ledger, "nameless"), ["GPU-b"]);
-        // From here on nobody knows who shares it, if it should turn out not to be cleared.
+        // From here on the past tenants are unknown, should the driver turn out not to clear
+        // memory.
         ledger.set_cleared(BTreeSet::new());
         assert!(matches!(
             start(&mut ledger, "one-a", 10, 4),

@@ -1,4 +1,4 @@
-//! The ledger as the checkpoint keeps it.
+//! Converts the ledger to and from the form of the checkpoint.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,8 +14,8 @@ use super::types::{ClaimId, Placement};
 use super::{GpuState, Ledger};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Quantum, Resource};
 
-/// A ledger at rest. Its GPUs are part of it, so that a restarted agent accounts for a GPU that
-/// has vanished meanwhile.
+/// The checkpoint's form of a ledger. It contains the GPUs, so that a restarted agent accounts for
+/// a GPU that has vanished meanwhile.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Snapshot {
@@ -40,22 +40,22 @@ pub struct Snapshot {
     next: u64,
 }
 
-/// Why a snapshot is not taken: the agent rebuilds from the host then.
+/// The reason why a snapshot is refused; the agent then rebuilds from the node's state.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RestoreError {
-    /// The configured quantum has changed: its tokens mean something else.
+    /// The configured quantum has changed, so that device ids mean other amounts.
     #[error("snapshot counts in {found}, this node in {expected}")]
     Quantum {
-        /// The snapshot's.
+        /// The quantum of the snapshot.
         found: Quantum,
-        /// The node's.
+        /// The quantum of the node.
         expected: Quantum,
     },
-    /// An allocation stands in it twice.
+    /// An allocation occurs twice.
     #[error("allocation {0} occurs twice")]
     Twice(AllocationId),
-    /// A claim without an allocation, with a placement of the other resource or of nothing, or with a
-    /// number that is still to be given.
+    /// A claim without an allocation, with a placement of the other resource or of nothing, or with
+    /// a number that is still to be given.
     #[error("claim of pod {pod} on tokens {tokens} contradicts itself")]
     Claim {
         /// The claim's pod.
@@ -66,7 +66,7 @@ pub enum RestoreError {
 }
 
 impl Ledger {
-    /// The ledger for the checkpoint.
+    /// The checkpoint's form of this ledger.
     pub fn snapshot(&self) -> Snapshot {
         let Self {
             quantum,
@@ -99,7 +99,7 @@ impl Ledger {
         }
     }
 
-    /// The ledger of a snapshot. Every call that was open has ended with the agent that held it.
+    /// The ledger of a snapshot. Calls that were open have ended with the agent that served them.
     ///
     /// # Errors
     /// [`RestoreError`] where the snapshot contradicts this node or itself.
@@ -183,8 +183,8 @@ fn check(snapshot: &Snapshot, expected: Quantum) -> Result<(), RestoreError> {
     }
 }
 
-/// A placement need not be of the tokens' size: one that the host told of may be of another quantum's time, and
-/// what is, is.
+/// A placement need not have the size of its device ids: one restored from a CDI file may be of
+/// another quantum's time.
 fn is_sound(claim: &Claim) -> bool {
     let placed = match (claim.placement(), claim.resource) {
         (None, _) | (Some(Placement::Managed(_)), Resource::ManagedMemory) => true,

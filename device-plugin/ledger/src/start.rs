@@ -1,4 +1,4 @@
-//! A container starts: its pod's claim is bound, or joins the queue.
+//! Binds the claim of a container that starts, or puts it into the queue.
 
 use super::Ledger;
 use super::claim::{Call, Claim, State, Want};
@@ -7,11 +7,13 @@ use super::types::{Answer, ClaimId, Start, StartError, Started, Ticket};
 use crate::units::{AllocationId, PodUid, Resource, TokenSet};
 
 impl Ledger {
-    /// `PreStartContainer`: binds the pod's claim on these tokens if there is room under the
-    /// queue's rules for all containers of the pod that are yet to come, answers the binding that it has already or
-    /// that was held for it, or queues it. Claims of the same
-    /// pod that share a token end; claims of other pods that share one and have no memory are
-    /// dead for the kubelet and forgotten.
+    /// Answers `PreStartContainer`: returns the claim's binding, binds it now, or puts it into the
+    /// queue.
+    ///
+    /// The claim is bound where the queue's rules leave room for it and for all containers of its
+    /// pod that are yet to start. Claims of the same pod that share a device id end. Claims of
+    /// other pods that share one and have no memory are dropped: the kubelet has given their device
+    /// ids away.
     ///
     /// # Errors
     /// [`StartError::NotBooked`]; nothing has changed then.
@@ -64,8 +66,8 @@ impl Ledger {
         Ok(Started { answer, ended })
     }
 
-    /// The call of this ticket ended without a binding. The claim keeps its place for
-    /// [`SENIORITY`](super::SENIORITY). Does nothing if the claim was bound or called again.
+    /// Notes that this call ended without a binding. The claim keeps its place for
+    /// [`SENIORITY`](super::SENIORITY). Nothing happens if the claim was bound or called again.
     pub fn stop_waiting(&mut self, ticket: Ticket, now: Moment) {
         if let Some(claim) = self.claims.get_mut(&ticket.claim)
             && let State::Waiting { call, .. } = &mut claim.state
@@ -78,7 +80,7 @@ impl Ledger {
         }
     }
 
-    /// When the pod came, if it has or awaits memory.
+    /// The pod's arrival, if it has or awaits memory.
     fn arrival_of(&self, pod: &PodUid) -> Option<u64> {
         self.claims
             .values()
@@ -87,7 +89,8 @@ impl Ledger {
             .min()
     }
 
-    /// Takes out the pod's claim on these tokens, with every booking of them that has no pod yet.
+    /// Removes the pod's claim on these device ids, with every pending allocation of them, and
+    /// returns it.
     fn take_claim(
         &mut self,
         resource: Resource,
@@ -122,7 +125,7 @@ impl Ledger {
         }
     }
 
-    /// Takes out the bookings of exactly these tokens, oldest first.
+    /// Removes the pending allocations of exactly these device ids, oldest first.
     fn take_bookings(&mut self, resource: Resource, tokens: &TokenSet) -> Vec<AllocationId> {
         let taken = self
             .bookings

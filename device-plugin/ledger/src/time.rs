@@ -1,12 +1,12 @@
-//! Time as the ledger knows it: an argument.
+//! Defines the time that events bring with them.
 
 use std::ops::Add;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Milliseconds of a clock that only grows within a boot and goes on while the agent is down
-/// (`CLOCK_BOOTTIME`), so that a checkpoint's times mean the same to the next agent.
+/// Milliseconds of `CLOCK_BOOTTIME`, which only grows within a boot and goes on while the agent is
+/// down: times in a checkpoint mean the same to the next agent.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 pub struct Moment(pub u64);
 
 impl Moment {
-    /// How long ago `earlier` was; zero where it is not earlier.
+    /// The time since `earlier`; zero where that is not earlier.
     pub const fn since(self, earlier: Self) -> Duration {
         Duration::from_millis(self.0.saturating_sub(earlier.0))
     }

@@ -1,9 +1,10 @@
 //! Places the containers of one pod together, and holds the memory of those that have not started.
 //!
-//! The kubelet's checkpoint tells all containers of a pod before it starts the first. Each has its place then, or
-//! none has: pods that hold memory for one container and wait for more would block each other for ever.
-//! Containers that share a token never live at the same time, and have their places in the same memory.
-//! What a pod's containers can have at the same time is taken until the pod ends, as its tokens are.
+//! The kubelet's checkpoint lists all containers of a pod before the first one starts. All of them
+//! are placed then, or none: pods with memory for one container that wait for another one's would
+//! block each other for ever. Containers that share a device id never live at the same time and
+//! share their memory. The memory that a pod's containers can have at the same time stays taken
+//! until the pod ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,21 +16,21 @@ use super::claim::{Claim, State};
 use super::types::{ClaimId, Health, Placement, Share};
 use crate::units::{GpuUuid, PodUid, Quanta, Resource, TokenSet};
 
-/// Most containers that are placed together; those of a pod with more are placed one by one.
+/// The most containers that are placed together; those of a larger pod are placed one by one.
 const MOST: usize = 16;
 
-/// How many steps are taken to find out which containers may live together.
+/// The most steps of the search for containers that may live at the same time.
 const TRIES: u32 = 1_000;
 
-/// What is known of a pod whose containers share its GPU memory.
+/// A pod whose containers are placed together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct Together {
-    /// The tokens of its containers, each set once.
+    /// The device ids of its containers, each set once.
     containers: Vec<TokenSet>,
-    /// Where those have their memory, or will, that were placed together.
+    /// The places of the containers that were placed together.
     places: Vec<(TokenSet, Vec<Share>)>,
-    /// The most that containers which live at the same time have of each GPU by these places.
+    /// The most memory of each GPU that containers have at the same time with these places.
     peak: BTreeMap<GpuUuid, Quanta>,
 }
 
@@ -41,7 +42,7 @@ impl Together {
 }
 
 impl Ledger {
-    /// The pod has these containers now. Places that were for others are given up.
+    /// Notes the pod's containers. Places for other containers are given up.
     pub(super) fn gather(&mut self, pod: &PodUid, started: &TokenSet, containers: Vec<TokenSet>) {
         let mut containers = containers;
         containers.sort_unstable();
@@ -61,14 +62,14 @@ impl Ledger {
         }
     }
 
-    /// Forgets pods that have no claim.
+    /// Drops pods without a claim.
     pub(super) fn scatter(&mut self, but: Option<&PodUid>) {
         let claims = &self.claims;
         self.together
             .retain(|pod, _| Some(pod) == but || claims.values().any(|claim| claim.pod == *pod));
     }
 
-    /// Where the claim's memory was held when the pod's containers were placed.
+    /// The place that was held for the claim when the pod's containers were placed.
     pub(super) fn held_place(&self, claim: &Claim) -> Option<Placement> {
         if claim.resource != Resource::DeviceMemory {
             return None;
@@ -89,7 +90,7 @@ impl Ledger {
         state.is_some_and(|state| state.health == Health::Healthy)
     }
 
-    /// The waiter's tokens, then those of its pod's other containers that have no memory and had no turn.
+    /// The claim's device ids, then those of its pod's other containers without memory.
     pub(super) fn placed_with(&self, claim: &Claim) -> Vec<TokenSet> {
         let mut all = vec![claim.tokens.clone()];
         if claim.resource == Resource::DeviceMemory
@@ -114,7 +115,7 @@ impl Ledger {
         all
     }
 
-    /// The tokens and shares that are bound for the pod, but for those of `claim`.
+    /// The device ids and shares that are bound to the pod, without those of `claim`.
     fn bound_beside(&self, claim: &Claim) -> Vec<(&TokenSet, &[Share])> {
         let claims = self.claims.values().filter(|other| other.pod == claim.pod);
         claims
@@ -126,8 +127,8 @@ impl Ledger {
             .collect()
     }
 
-    /// What a waiter of a pod with several containers wants besides its own memory. One whose containers cannot be
-    /// told apart by a bounded number of sets is placed alone.
+    /// Adds what the other containers of the pod need to the claim's request. A claim is placed
+    /// alone where a bounded number of sets does not tell the containers apart.
     pub(super) fn complete(&self, claim: &Claim, want: &mut binder::Want) {
         let tokens = self.placed_with(claim);
         if tokens.len() == 1 {
@@ -153,7 +154,7 @@ impl Ledger {
         want.alive = alive;
     }
 
-    /// The waiter and what is placed with it have these places from now on.
+    /// Notes the places of the claim and of the containers that are placed with it.
     pub(super) fn hold_places(&mut self, id: ClaimId, want: &binder::Want, places: &[Vec<Part>]) {
         let claim = &self.claims[&id];
         if places.len() < 2 {
@@ -183,7 +184,7 @@ impl Ledger {
         together.peak = gpus.iter().enumerate().filter_map(peak).collect();
     }
 
-    /// What each pod can have of a GPU at the same time, where its containers were placed together.
+    /// The most that each pod's containers, placed together, can have of a GPU at the same time.
     pub(super) fn peaks(&self) -> impl Iterator<Item = (&PodUid, &GpuUuid, Quanta)> {
         let pods = self.together.iter();
         pods.flat_map(|(pod, together)| {
@@ -194,14 +195,14 @@ impl Ledger {
         })
     }
 
-    /// Nothing is held any more for those of the pod that have not started.
+    /// Gives up the places of the pod's containers that have not started.
     pub(super) fn give_up_places_of(&mut self, pod: &PodUid) {
         if let Some(together) = self.together.get_mut(pod) {
             together.give_up_places();
         }
     }
 
-    /// What is held on GPUs that take no claims helps nobody.
+    /// Gives up places on unhealthy GPUs, which are of no use.
     pub(super) fn give_up_unhealthy_places(&mut self) {
         let is_bound = |pod: &PodUid, tokens: &TokenSet| {
             let mut claims = self.claims.values().filter(|claim| claim.pod == *pod);
@@ -227,8 +228,8 @@ impl Ledger {
     }
 }
 
-/// The largest sets of containers of which none share a token: those that may live at the same time. None where
-/// there are too many to look at.
+/// The maximal sets of containers that may live at the same time, as no two share a device id. None
+/// where there are too many sets.
 fn living_together(tokens: &[&TokenSet]) -> Option<Vec<u64>> {
     if tokens.len() > 2 * MOST {
         return None;
@@ -246,8 +247,8 @@ fn living_together(tokens: &[&TokenSet]) -> Option<Vec<u64>> {
     (sets.len() <= MOST).then_some(sets)
 }
 
-/// Bron and Kerbosch with a pivot: `set` with all of `more` that go with it, but for what is in `done`. None where
-/// that takes too long.
+/// The Bron-Kerbosch algorithm with a pivot: extends `set` by all of `more` that go with it,
+/// without those in `done`. None where that takes too many steps.
 fn extend(
     apart: &[u64],
     set: u64,

@@ -1,4 +1,4 @@
-//! What goes into the ledger and what comes out of it.
+//! Defines the inputs and outputs of the ledger.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,37 +9,38 @@ use serde::{Deserialize, Serialize};
 use super::time::Moment;
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Resource, TokenSet};
 
-/// A GPU as the inventory sees it now.
+/// A GPU of the inventory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gpu {
-    /// Its name.
+    /// The GPU's UUID.
     pub uuid: GpuUuid,
-    /// What may be bound on it (memory less the configured reserve, in whole quanta).
+    /// The memory that may be bound: all of it less the configured reserve, in whole quanta.
     pub capacity: Quanta,
-    /// Whether anything new may be bound on it.
+    /// Whether new claims may be bound.
     pub health: Health,
 }
 
-/// Whether a GPU takes new claims. What is bound on it stays bound, and accounted, either way.
+/// Whether a GPU takes new claims. Bound memory stays bound and accounted for either way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Health {
-    /// It takes claims.
+    /// The GPU takes claims.
     Healthy,
-    /// It is dead, drained or gone from the inventory.
+    /// The GPU is dead, drained or gone from the inventory.
     Unhealthy,
 }
 
-/// A pod's priority (`spec.priority`): higher binds first. 0 where it is not known.
+/// A pod's priority (`spec.priority`), higher first; 0 where unknown.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 #[serde(transparent)]
 pub struct Priority(pub i32);
 
-/// Over how many GPUs a claim is spread, at least (the annotation `bursar.dev/gpus`): it grants
-/// nothing. A claim that no single GPU can hold is spread whatever it asks for, and a claim never
-/// has more GPUs than quanta. Managed memory has no shape.
+/// The least number of GPUs that a claim is spread over (annotation `bursar.dev/gpus`).
+///
+/// A spread grants no memory. A claim that no single GPU can hold is spread in any case, and a
+/// claim never has more GPUs than quanta. Managed memory has none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shape {
     /// The number of GPUs.
@@ -54,74 +55,74 @@ impl Default for Shape {
     }
 }
 
-/// `PreStartContainer`, with what the agent found out about the pod.
+/// A call of `PreStartContainer` with the pod that the agent has found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Start {
     /// The resource of the tokens.
     pub resource: Resource,
-    /// The container's tokens, as the kubelet names them.
+    /// The container's device ids, as the kubelet names them.
     pub tokens: TokenSet,
-    /// The tokens of all containers of the pod, this one's too; empty where the kubelet did not tell. They are placed
-    /// together.
+    /// The device ids of all containers of the pod, which are placed together; empty where the
+    /// kubelet did not tell.
     pub containers: Vec<TokenSet>,
-    /// The pod that holds them now.
+    /// The pod of the container.
     pub pod: PodUid,
-    /// How it wants to be spread.
+    /// The requested spread.
     pub shape: Shape,
-    /// Its priority.
+    /// The pod's priority.
     pub priority: Priority,
 }
 
-/// A pod's hold on memory: the bookings of that pod with one token set. Numbered by the ledger.
+/// The number of a claim: a pod's allocations with one set of device ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ClaimId(pub(super) u64);
 
-/// One call of `PreStartContainer` that waits. A later call for the same claim makes this one
-/// stale, so that its late end cannot close the later one.
+/// A call of `PreStartContainer` that waits. A later call for the same claim makes this one stale,
+/// so that its late end cannot close the later one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ticket {
-    /// The claim that waits; [`Binding::claim`] will name it.
+    /// The queued claim; [`Binding::claim`] will name it.
     pub claim: ClaimId,
     pub(super) call: u64,
 }
 
-/// What `start` did.
+/// The result of a start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Started {
     /// The answer for this call.
     pub answer: Answer,
-    /// Allocations of the same pod whose claims this one ended (finished init containers): their
-    /// sessions and CDI files go.
+    /// Allocations of the same pod whose claims this start has ended (finished init containers);
+    /// the agent removes their sessions and CDI files.
     pub ended: Vec<AllocationId>,
 }
 
-/// Bound, or the reason why not yet.
+/// The binding, or the reason why the claim waits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// The claim has its memory: write the CDI files and answer the kubelet.
+    /// The claim has its memory: the agent writes the CDI files and answers the kubelet.
     Bound(Binding),
-    /// No room yet: hold the call until `advance` names the claim, or end it with
-    /// `stop_waiting` and tell the kubelet the reason.
+    /// No GPU has room: the agent holds the call until `advance` names the claim, or ends it with
+    /// `stop_waiting` and tells the kubelet the reason.
     Wait(Ticket, WaitReason),
 }
 
-/// A claim with its memory. All its allocations share it: the kubelet does not say which of a
-/// pod's containers with one token set it starts, and such containers never live together.
+/// A claim with its memory. All its allocations share the memory: the kubelet does not tell which
+/// container of one set of device ids it starts, and such containers never live together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Binding {
     /// The claim.
     pub claim: ClaimId,
-    /// The allocations that share it, oldest first; never empty.
+    /// The allocations that share the memory, oldest first; never empty.
     pub allocations: Vec<AllocationId>,
     /// The resource of the tokens.
     pub resource: Resource,
-    /// The tokens.
+    /// The device ids.
     pub tokens: TokenSet,
     /// The pod.
     pub pod: PodUid,
-    /// Where its memory is.
+    /// The place of the memory.
     pub placement: Placement,
 }
 
@@ -140,13 +141,13 @@ pub struct Bound<'a> {
     pub placement: &'a Placement,
 }
 
-/// Where a claim's memory is.
+/// The place of a claim's memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Placement {
     /// On these GPUs, in order of UUID; never empty.
     Device(Vec<Share>),
-    /// So much of the node's managed memory.
+    /// An amount of the node's managed memory.
     Managed(Quanta),
 }
 
@@ -159,30 +160,31 @@ pub struct Share {
     pub quanta: Quanta,
 }
 
-/// Why a claim is not bound. Its text is what the pod's status shows.
+/// The reason why a claim is not bound, as the pod's status shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WaitReason {
-    /// The resource that it waits for.
+    /// The requested resource.
     pub resource: Resource,
-    /// What it needs, in all.
+    /// The claim's need, in all.
     pub needed: Bytes,
-    /// What the other containers of its pod need, which are placed with it.
+    /// The need of the pod's other containers, which are placed with it.
     pub others: Vec<Bytes>,
-    /// Over how many GPUs; none for managed memory, and none where the node's healthy GPUs
-    /// together could not hold it, with the others.
+    /// The number of GPUs; none for managed memory, and where the node's healthy GPUs together
+    /// could not hold the claim and the others.
     pub gpus: Option<NonZeroU16>,
-    /// Whether it is more than one MIG instance holds, and other instances have the rest: nothing is spread over them.
+    /// Whether the claim exceeds one MIG instance while other instances have the rest: nothing is
+    /// spread over instances.
     pub beyond_instance: bool,
-    /// The most that is free on one healthy GPU (or of the managed memory), kept or not.
+    /// The most free memory of one healthy GPU (or the managed memory), reserved or not.
     pub largest_free: Bytes,
-    /// That GPU; none for managed memory, and none without a healthy GPU.
+    /// The GPU with the most; none for managed memory, and without a healthy GPU.
     pub largest_free_gpu: Option<GpuUuid>,
-    /// A healthy GPU that it gets nothing of, whatever is free: another namespace's pods had memory of it, and its
-    /// driver was not seen to clear that.
+    /// A healthy GPU that is closed to the pod: another namespace's pods had memory of it, and its
+    /// driver has not been seen to clear that.
     pub barred: Option<GpuUuid>,
-    /// How many claims are before it in the queue.
+    /// The number of claims before this one in the queue.
     pub ahead: usize,
-    /// What of the healthy GPUs is in use and charged to nobody.
+    /// The withheld memory of the healthy GPUs.
     pub withheld: Bytes,
 }
 
@@ -236,18 +238,18 @@ impl fmt::Display for WaitReason {
     }
 }
 
-/// Why `start` has nothing to start.
+/// The reason why a start is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StartError {
-    /// No `Allocate` of ours answered these tokens for this pod: read the kubelet's checkpoint,
-    /// `book` what it says, and try again.
+    /// No known `Allocate` answered these device ids for this pod. The agent reads the kubelet's
+    /// checkpoint, books its entries, and tries again.
     #[error("no booking of {resource} with tokens {tokens} for pod {pod}")]
     NotBooked {
-        /// The resource asked for.
+        /// The requested resource.
         resource: Resource,
-        /// The tokens asked for.
+        /// The requested device ids.
         tokens: TokenSet,
-        /// The pod that asked.
+        /// The requesting pod.
         pod: PodUid,
     },
 }
@@ -257,28 +259,28 @@ pub enum StartError {
 pub struct Waiter {
     /// The claim.
     pub claim: ClaimId,
-    /// Its pod.
+    /// The claim's pod.
     pub pod: PodUid,
-    /// Its tokens.
+    /// The claim's device ids.
     pub tokens: TokenSet,
     /// The pod's priority.
     pub priority: Priority,
-    /// When it joined the queue.
+    /// The time at which the claim joined the queue.
     pub queued: Moment,
-    /// Why it waits; has the resource and its place in the queue.
+    /// The reason for the wait, with the resource and the place in the queue.
     pub reason: WaitReason,
 }
 
 /// The node's memory, for `GpuNode`'s status and the metrics.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct View {
-    /// Every GPU that is in the inventory or still has something bound, in order of UUID.
+    /// Every GPU that is in the inventory or has bound memory, in order of UUID.
     pub gpus: Vec<GpuView>,
     /// The managed memory.
     pub managed: ManagedView,
-    /// Allocations that are booked and not bound, waiting or not.
+    /// Allocations without a binding, waiting or not.
     pub booked: usize,
-    /// Claims that wait for room.
+    /// Claims that wait until a GPU has room.
     pub waiting: usize,
 }
 
@@ -287,25 +289,25 @@ pub struct View {
 pub struct GpuView {
     /// The GPU.
     pub uuid: GpuUuid,
-    /// Whether it takes claims.
+    /// Whether the GPU takes claims.
     pub health: Health,
-    /// What may be bound in all.
+    /// The memory that may be bound in all.
     pub capacity: Quanta,
-    /// What is bound, or held for a claim whose kubelet is about to come back.
+    /// The memory that is bound, or held until the kubelet's retry.
     pub bound: Quanta,
-    /// What ended pods left, and is not proven free.
+    /// Unreclaimed memory of ended pods.
     pub left: Bytes,
-    /// The same once proving it free would have been done: somebody holds it.
+    /// The unreclaimed memory for which the proof is overdue: other processes hold it.
     pub leaked: Bytes,
-    /// What kept leases have that no bound container owns.
+    /// The memory of leases that no bound container owns.
     pub kept: Bytes,
-    /// What is in use and charged to nobody.
+    /// Withheld memory: in use and charged to no container.
     pub withheld: Bytes,
-    /// What is neither bound, reserved nor left by ended pods and may be bound now; zero on an unhealthy GPU.
+    /// The memory that may be bound now; zero on an unhealthy GPU.
     pub free: Quanta,
-    /// What is free but kept: for the longest waiter, or by a reservation.
+    /// Free memory that is set aside, for the longest waiting claim or by a reservation.
     pub reserved: Quanta,
-    /// The pods with memory on it, each with how much.
+    /// The pods with memory on the GPU, and their amounts.
     pub pods: BTreeMap<PodUid, Quanta>,
     /// The pod that some of it is reserved for.
     pub held_for: Option<PodUid>,

@@ -1,4 +1,4 @@
-//! What the ledger tells about itself.
+//! Reports the state of the ledger.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,7 +10,7 @@ use super::types::{
 use super::{GpuState, Ledger};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Resource, TokenSet};
 
-/// What is bound or held on one GPU.
+/// The bound and held memory of one GPU.
 #[derive(Default)]
 pub(super) struct Usage<'a> {
     pub(super) quanta: Quanta,
@@ -76,7 +76,7 @@ impl Ledger {
         }
     }
 
-    /// What of each GPU may be bound now.
+    /// The memory of each GPU that may be bound now.
     pub fn free(&self) -> impl Iterator<Item = (GpuUuid, Bytes)> {
         let used = self.usage();
         self.gpus.iter().map(move |(uuid, gpu)| {
@@ -86,8 +86,7 @@ impl Ledger {
         })
     }
 
-    /// Every binding, in order of the claims' numbers: what the host must show (CDI files,
-    /// sockets).
+    /// Every binding in order of the claims' numbers, for CDI files and sockets.
     pub fn bindings(&self) -> impl Iterator<Item = Binding> {
         self.claims
             .iter()
@@ -97,7 +96,8 @@ impl Ledger {
             })
     }
 
-    /// Every binding by reference, in order of the claims' numbers: the agent reads all of them often.
+    /// Every binding by reference, in order of the claims' numbers: the agent reads all of them
+    /// often.
     pub fn bound(&self) -> impl Iterator<Item = Bound<'_>> {
         self.claims
             .iter()
@@ -113,8 +113,8 @@ impl Ledger {
             })
     }
 
-    /// The queue, most urgent first: device memory's, then managed memory's. Waiters whose kubelet
-    /// stays away for too long are not in it.
+    /// The queue, most urgent first: device memory, then managed memory. Claims without a retry for
+    /// too long are not in it.
     pub fn waiters(&self, now: Moment) -> Vec<Waiter> {
         [Resource::DeviceMemory, Resource::ManagedMemory]
             .into_iter()
@@ -138,7 +138,7 @@ impl Ledger {
             .collect()
     }
 
-    /// Every allocation that the ledger knows, with its pod once one of its containers started.
+    /// Every known allocation, with its pod once one of its containers has started.
     pub fn allocations(&self) -> impl Iterator<Item = (AllocationId, Option<&PodUid>)> {
         let claimed = self
             .claims
@@ -147,7 +147,8 @@ impl Ledger {
         self.bookings.keys().map(|&id| (id, None)).chain(claimed)
     }
 
-    /// The allocations that have any of these tokens, each with its pod once one of its containers started.
+    /// The allocations with any of these device ids, each with its pod once one of its containers
+    /// has started.
     pub fn sharers<'a>(
         &'a self,
         resource: Resource,
@@ -163,7 +164,7 @@ impl Ledger {
         bookings.map(|(&id, _)| (id, None)).chain(claimed)
     }
 
-    /// Allocations of `resource` that are booked and not bound, waiting or not.
+    /// The allocations of `resource` without a binding, waiting or not.
     pub fn booked(&self, resource: Resource) -> usize {
         let bookings = self
             .bookings
@@ -177,18 +178,18 @@ impl Ledger {
         bookings.count() + unbound.map(|claim| claim.allocations.len()).sum::<usize>()
     }
 
-    /// Whether the claim waits for room, with or without an open call.
+    /// Whether the claim waits, with or without an open call.
     pub fn waits(&self, claim: ClaimId) -> bool {
         let claim = self.claims.get(&claim);
         claim.is_some_and(|claim| matches!(claim.state, State::Waiting { .. }))
     }
 
-    /// The pods that have a claim: those whose end the agent watches for.
+    /// The pods with a claim, whose end the agent watches for.
     pub fn pods(&self) -> BTreeSet<&PodUid> {
         self.claims.values().map(|claim| &claim.pod).collect()
     }
 
-    /// What is taken of each GPU that has something bound or held.
+    /// The taken memory of each GPU with bound or held memory.
     pub(super) fn usage(&self) -> BTreeMap<&GpuUuid, Usage<'_>> {
         let mut usage: BTreeMap<&GpuUuid, Usage<'_>> = BTreeMap::new();
         for claim in self.claims.values() {
@@ -209,8 +210,8 @@ impl Ledger {
         usage
     }
 
-    /// What of a GPU may be bound now: what is neither bound, left by ended pods, kept without an owner nor
-    /// in use by others.
+    /// The memory of a GPU that may be bound now: not bound, unreclaimed, of leases without an
+    /// owner, or withheld.
     pub(super) fn free_on(&self, uuid: &GpuUuid, gpu: &GpuState, bound: Quanta) -> Quanta {
         match gpu.health {
             Health::Healthy => gpu
@@ -221,7 +222,7 @@ impl Ledger {
         }
     }
 
-    /// What is taken of the managed memory.
+    /// The taken managed memory.
     pub(super) fn managed_bound(&self) -> Quanta {
         self.claims
             .values()
@@ -233,7 +234,7 @@ impl Ledger {
     }
 }
 
-/// A GPU that left the inventory with something bound.
+/// A GPU that left the inventory while memory was bound on it.
 fn lost_gpu(uuid: &GpuUuid, used: &Usage<'_>) -> GpuView {
     GpuView {
         uuid: uuid.clone(),

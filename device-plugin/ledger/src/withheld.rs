@@ -1,4 +1,4 @@
-//! Memory of a GPU that is in use and charged to nobody: it is bound to nobody.
+//! Withholds memory of a GPU that is in use and charged to no container: no pod is bound to it.
 
 use std::collections::BTreeMap;
 
@@ -7,8 +7,8 @@ use super::types::Health;
 use crate::units::{Bytes, GpuUuid};
 
 impl Ledger {
-    /// So much of each of these GPUs is in use and charged to nobody. It is not bound again; what is bound stays.
-    /// Others are as before. Says whether that is news.
+    /// Sets the withheld memory of these GPUs; other GPUs keep theirs, and bound memory stays
+    /// bound. True where this changed it.
     pub fn withhold(&mut self, withheld: BTreeMap<GpuUuid, Bytes>) -> bool {
         let before = self.withheld.clone();
         self.withheld.extend(withheld);
@@ -18,12 +18,12 @@ impl Ledger {
         self.withheld != before
     }
 
-    /// What of a GPU is in use and charged to nobody.
+    /// The withheld memory of a GPU.
     pub(super) fn withheld_on(&self, gpu: &GpuUuid) -> Bytes {
         self.withheld.get(gpu).copied().unwrap_or_default()
     }
 
-    /// The same of all GPUs that take claims.
+    /// The withheld memory of all healthy GPUs.
     pub(super) fn withheld_in_all(&self) -> Bytes {
         let takes_claims = self
             .gpus
@@ -83,14 +83,14 @@ mod tests {
             "waiting for 4 GiB on one GPU: largest free 2 GiB (GPU-a); \
              5500 MiB of the node's GPUs are in use and charged to no pod"
         );
-        // The next agent knows it before its audit has seen it.
+        // The next agent knows the withheld memory before its audit has measured it.
         let mut ledger = Ledger::restore(ledger.snapshot(), Quantum::Gib1, NOW).unwrap();
         let view = ledger.view(NOW);
         assert_eq!(
             (view.gpus[0].bound, view.gpus[0].withheld),
             (Quanta(8), Bytes::mib(5_500))
         );
-        // More than is free: what is bound stays bound.
+        // More than is free is withheld: bound memory stays bound.
         ledger.withhold(of_gpu(Bytes::gib(20)));
         let view = ledger.view(NOW);
         assert_eq!(

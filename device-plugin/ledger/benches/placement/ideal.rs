@@ -13,7 +13,7 @@ pub(crate) fn run(work: &Workload) -> Outcome {
     simulate(work, true)
 }
 
-/// The same without keeping anything for anybody: large pods wait while small ones overtake.
+/// A run without reservations: large pods wait while small ones overtake them.
 pub(crate) fn run_greedy(work: &Workload) -> Outcome {
     simulate(work, false)
 }

@@ -1,4 +1,4 @@
-//! Amounts of memory: bytes, and quanta as Kubernetes counts them.
+//! Defines amounts of memory: bytes, and quanta as Kubernetes counts them.
 
 use std::fmt;
 use std::iter::Sum;
@@ -6,7 +6,7 @@ use std::iter::Sum;
 use bursar_crds::Quantum;
 use serde::{Deserialize, Serialize};
 
-/// An amount of memory in bytes. Shown in the largest binary unit that divides it.
+/// An amount of memory in bytes, shown in the largest binary unit that divides it.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -27,7 +27,7 @@ impl Bytes {
         Self(n << 30)
     }
 
-    /// How many whole quanta it holds; what is left over is not offered to anybody.
+    /// The whole quanta of the amount; the rest is offered to no pod.
     pub fn whole(self, quantum: Quantum) -> Quanta {
         Quanta(u32::try_from(quantum.floor(self.0)).unwrap_or(u32::MAX))
     }
@@ -44,7 +44,7 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// A count of quanta, and so of tokens. What a quantum is in bytes says [`Quantum`].
+/// A count of quanta, and so of device ids. [`Quantum`] is the size in bytes of each.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -52,7 +52,7 @@ impl fmt::Display for Bytes {
 pub struct Quanta(pub u32);
 
 impl Quanta {
-    /// No quantum.
+    /// Zero quanta.
     pub const ZERO: Self = Self(0);
 
     /// `self - other`, or zero where `other` is more.
@@ -61,7 +61,7 @@ impl Quanta {
         Self(self.0.saturating_sub(other.0))
     }
 
-    /// In bytes.
+    /// The amount in bytes.
     pub const fn bytes(self, quantum: Quantum) -> Bytes {
         Bytes(quantum.bytes() * self.0 as u64)
     }

@@ -1,4 +1,4 @@
-//! Names of things: GPUs, allocations, pods and kept leases.
+//! Defines the identities of GPUs, allocations, pods and leases.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{UnitError, serde_as_str};
 
-/// A GPU, or a MIG instance, by NVML's UUID (`GPU-...`, `MIG-...`): the only name of a GPU that
-/// survives a reboot and a change of the enumeration order.
+/// The UUID of a GPU or a MIG instance (`GPU-...`, `MIG-...`), the only name of a GPU that survives
+/// a reboot and a change of the enumeration order.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GpuUuid(String);
 
@@ -18,7 +18,8 @@ impl GpuUuid {
         &self.0
     }
 
-    /// Whether it names a MIG instance: a program opens one of them, and no other beside it.
+    /// Whether the UUID is of a MIG instance. A program opens one instance, and no other GPU beside
+    /// it.
     pub fn is_mig(&self) -> bool {
         self.0.starts_with("MIG-")
     }
@@ -54,8 +55,8 @@ impl FromStr for GpuUuid {
 
 serde_as_str!(GpuUuid);
 
-/// One `Allocate` answer of ours: names the container's CDI device, its folder and its socket.
-/// Random, so that an id is never met again after a reboot.
+/// The id of one `Allocate` answer, which names the container's CDI device, folder and socket. It
+/// is random, so that no id occurs again after a reboot.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AllocationId(u64);
 
@@ -65,7 +66,7 @@ impl AllocationId {
         Self(bits)
     }
 
-    /// Its bits.
+    /// The bits of the id.
     pub const fn bits(self) -> u64 {
         self.0
     }
@@ -98,8 +99,8 @@ impl FromStr for AllocationId {
 
 serde_as_str!(AllocationId);
 
-/// A pod's UID. It becomes part of cgroup paths, so it holds nothing that a path gives meaning to;
-/// a static pod's is a hash without dashes.
+/// A pod's UID. It becomes part of cgroup paths, so it contains no character with a meaning there;
+/// a static pod's UID is a hash without dashes.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PodUid(String);
 
@@ -131,7 +132,8 @@ impl FromStr for PodUid {
 
 serde_as_str!(PodUid);
 
-/// Names a kept lease, never another one on this node. It grows, so it is the lease's generation L too.
+/// The id of a lease of retained memory, which is never used again on this node. It grows, so it
+/// serves as the lease's generation too.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Default,
 )]

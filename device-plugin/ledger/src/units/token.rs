@@ -1,18 +1,17 @@
-//! Tokens: the device ids that the kubelet counts and hands out.
+//! Defines the device ids that the kubelet counts and assigns.
 //!
-//! A token stands for one quantum of the node, not of a GPU (design, "Resource encoding"). The
-//! kubelet takes at most 4 MiB a message and time quadratic in the ids when they change, so ids
-//! are short and few.
+//! A device id stands for one quantum of the node, not of a GPU. The kubelet takes at most 4 MiB a
+//! message, and time quadratic in the number of ids when they change, so ids are short and few.
 
 use std::fmt;
 use std::str::FromStr;
 
 use super::{Quanta, Quantum, UnitError, serde_as_str};
 
-/// The most tokens of one resource that a node registers.
+/// The most device ids of one resource that a node registers.
 pub const MAX_TOKENS: u16 = 4096;
 
-/// What we advertise to the kubelet.
+/// An extended resource of the node.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize,
 )]
@@ -20,7 +19,7 @@ pub const MAX_TOKENS: u16 = 4096;
 pub enum Resource {
     /// Memory of the node's GPUs: a claim is bound to one GPU, or spread over several.
     DeviceMemory,
-    /// CUDA managed memory: counted node-wide, of no GPU.
+    /// CUDA managed memory, counted for the node and not for a GPU.
     ManagedMemory,
 }
 
@@ -33,7 +32,7 @@ impl Resource {
         }
     }
 
-    /// The first letter of its tokens, which keeps ids unique across our resources.
+    /// The first letter of its device ids, which keeps them unique across resources.
     const fn letter(self) -> char {
         match self {
             Self::DeviceMemory => 'm',
@@ -51,7 +50,7 @@ impl fmt::Display for Resource {
     }
 }
 
-/// One token: `m-0417`, `u-0003`.
+/// One device id: `m-0417`, `u-0003`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TokenId {
     resource: Resource,
@@ -59,18 +58,18 @@ pub struct TokenId {
 }
 
 impl TokenId {
-    /// The resource that it counts.
+    /// The resource of the device id.
     pub const fn resource(self) -> Resource {
         self.resource
     }
 
-    /// Its number, below [`MAX_TOKENS`].
+    /// The number of the device id, below [`MAX_TOKENS`].
     pub const fn index(self) -> u16 {
         self.index
     }
 
-    /// The first `count` tokens of `resource`: what a node with so many quanta registers (at most
-    /// [`MAX_TOKENS`]).
+    /// The first `count` device ids of `resource`: those that a node of so many quanta registers,
+    /// at most [`MAX_TOKENS`].
     pub fn first(resource: Resource, count: u16) -> impl Iterator<Item = Self> {
         (0..count.min(MAX_TOKENS)).map(move |index| Self { resource, index })
     }
@@ -102,13 +101,13 @@ impl FromStr for TokenId {
 
 serde_as_str!(TokenId);
 
-/// The tokens of one container's allocation: a sorted set, never empty. The kubelet's order and
-/// its duplicates mean nothing and are gone. Written as `0-3,17` where it is stored.
+/// The device ids of one container's allocation: a sorted set, never empty. The kubelet's order and
+/// duplicates mean nothing and are dropped. Stored as `0-3,17`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TokenSet(Box<[u16]>);
 
 impl TokenSet {
-    /// The set of these device ids of the kubelet's, all of `resource`.
+    /// The set of these device ids, all of `resource`.
     ///
     /// # Errors
     /// [`UnitError::Token`], [`UnitError::ForeignToken`] or [`UnitError::NoTokens`].
@@ -145,9 +144,9 @@ impl TokenSet {
         }
     }
 
-    /// How much memory the tokens stand for.
+    /// The amount of memory that the device ids stand for.
     pub fn quanta(&self) -> Quanta {
-        // Never more than MAX_TOKENS.
+        // A set has at most MAX_TOKENS elements.
         Quanta(self.0.len() as u32)
     }
 
@@ -156,12 +155,12 @@ impl TokenSet {
         self.0.iter().copied()
     }
 
-    /// The tokens as `resource`'s, in ascending order.
+    /// The device ids of `resource`, in ascending order.
     pub fn ids(&self, resource: Resource) -> impl Iterator<Item = TokenId> {
         self.indexes().map(move |index| TokenId { resource, index })
     }
 
-    /// Whether the two sets share a token.
+    /// Whether the two sets share a device id.
     pub fn overlaps(&self, other: &Self) -> bool {
         let (few, many) = if self.0.len() <= other.0.len() {
             (&self.0, &other.0)

@@ -159,7 +159,8 @@ fn head(node: &Node, waiters: &[Waiter], view: &View) -> Option<Head> {
     Some(Head { waiter, late, room })
 }
 
-/// Who got memory since `before`, bound or held: size, priority and whether he was late.
+/// The claims that were given memory since `before`, bound or held: size, priority and whether each
+/// was late.
 fn takers<'a>(
     node: &'a Node,
     before: &'a Queue,
@@ -238,7 +239,7 @@ pub(crate) fn placement(node: &Node, binding: &Binding) {
         );
     }
     if node.has_several(&binding.pod) {
-        // It may have been placed with another container, in an earlier step.
+        // The claim may have been placed with another container, in an earlier step.
         return;
     }
     let asked = usize::from(node.shape_of(&binding.pod).gpus.get()).min(quanta.0 as usize);
@@ -287,7 +288,7 @@ pub(crate) fn ended(node: &Node, start: &Start, ended: &[AllocationId]) {
     }
 }
 
-/// Nobody waits who could have memory, and nobody who waits has any: pods do not block each other.
+/// No claim waits that could have memory, and no waiting pod has any: pods do not block each other.
 pub(crate) fn nobody_is_blocked(node: &Node) {
     let waiters = node.ledger.waiters(node.now);
     let able = waiters.iter().find(|waiter| waiter.reason.gpus.is_some());

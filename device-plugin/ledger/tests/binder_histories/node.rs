@@ -87,7 +87,7 @@ impl Seen {
 enum Crashes {
     Sometimes,
     AfterEveryStep,
-    /// The same, through the checkpoint's JSON.
+    /// A snapshot and its restoration through the checkpoint's JSON.
     AfterEveryStepThroughJson,
 }
 
@@ -105,8 +105,8 @@ pub(crate) struct Node {
     /// What is bound, as the node was told.
     pub(crate) bound: BTreeMap<AllocationId, (PodUid, Placement)>,
     pub(crate) queue: Queue,
-    /// Whether pods may hold memory and wait: a GPU died after they were placed, or containers started again that
-    /// had given their memory back.
+    /// Whether pods may hold memory and wait: a GPU died after they were placed, or containers
+    /// started again that had given their memory back.
     disturbed: bool,
     pub(crate) seen: Seen,
 }
