@@ -76,7 +76,11 @@ impl BlockRef {
 ///
 /// ```compile_fail,E0382
 /// # use bursar_runtime::{Block, DeviceMemoryResource, FreeError, driver::Stream};
-/// fn twice(memory: &impl DeviceMemoryResource, block: Block, stream: &Stream) -> Result<(), FreeError> {
+/// fn twice(
+///     memory: &impl DeviceMemoryResource,
+///     block: Block,
+///     stream: &Stream,
+/// ) -> Result<(), FreeError> {
 ///     memory.deallocate(block, stream)?;
 ///     memory.deallocate(block, stream)
 /// }

@@ -19,10 +19,7 @@ const ELSEWHERE: &[&str] = &["design, section", "design, \"", "Design, \""];
 /// Folders whose comments are still in older words.
 const TO_REWRITE: &[&str] = &[
     "device-plugin/benches/",
-    "device-plugin/ledger/",
     "device-plugin/protocol/",
-    "device-plugin/runtime/",
-    "device-plugin/shim/",
     "device-plugin/src/",
     "device-plugin/tests/",
     "device-plugin/vault/",

@@ -18,8 +18,8 @@ const THEIRS: u8 = 0xa5;
 /// The first stream fills the block a hundred times and frees it; the second takes and fills it
 /// once.
 ///
-/// The same without the pool, where nothing orders the streams, shows how often the check would
-/// find wrong data.
+/// A run without the pool, where nothing orders the streams, shows how often the check would find
+/// wrong data.
 pub(crate) fn run(context: &Context) -> Result<bool> {
     let settings = PoolSettings {
         initial: BYTES as u64,
