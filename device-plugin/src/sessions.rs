@@ -485,6 +485,15 @@ impl Sessions {
             .collect()
     }
 
+    /// The pids of exited processes whose memory the accounts still charge.
+    pub fn exited_pids(&self) -> BTreeSet<u32> {
+        let running = lock(&self.shared.running);
+        let containers = running.values().map(|running| lock(&running.container));
+        containers
+            .flat_map(|container| container.exited_pids())
+            .collect()
+    }
+
     /// The kept leases that the allocations which are served are charged for.
     pub fn all_leases(&self) -> Charged {
         let running = lock(&self.shared.running);

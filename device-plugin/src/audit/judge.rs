@@ -29,7 +29,7 @@
 //! A process with a session can hold such memory too, by a descriptor. Nothing tells it from honest ones, so that nobody
 //! is accused: the memory is [`Finding::Unaccounted`], with the pod where only one container uses the driver.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::attest::Running;
 use crate::config::AuditConfig;
@@ -79,6 +79,8 @@ pub struct Containers {
     pub allocations: BTreeMap<(PodUid, String), AllocationId>,
     /// Their processes, each with the allocation of its container.
     pub processes: BTreeMap<u32, (AllocationId, Running)>,
+    /// Pids of exited processes that the accounts still charged before the driver was asked.
+    pub exited: BTreeSet<u32>,
     /// When this agent started, in clock ticks since boot: the sessions of older processes may be lost.
     pub since: u64,
 }
@@ -418,6 +420,10 @@ fn standing(
     };
     if let Some(books) = retired().filter(left) {
         return Standing::Known(books.allocation);
+    }
+    // The driver listed the exited process that had this pid, and has given its memory back since.
+    if retired().is_none() && known.exited.contains(&pid) {
+        return Standing::Gone;
     }
     let Owner::Container { pod, cgroup } = owner else {
         return Standing::Intruder(None);

@@ -195,6 +195,7 @@ impl Auditor {
             let healthy: BTreeSet<_> = healthy.map(|state| state.gpu.uuid.clone()).collect();
             (gpus, healthy, snapshot.containers.clone())
         };
+        let exited = self.sessions.exited_pids();
         let nvml = self.nvml.clone();
         let answers = self
             .questions
@@ -218,7 +219,7 @@ impl Auditor {
                 seen.left = Bytes(gpu.left.0.saturating_add(gpu.kept.0));
             });
         }
-        let mut known = known(&attested, self.since);
+        let mut known = known(&attested, exited, self.since);
         // After the books, as the driver's processes: what was attested may have ended, and its session with it.
         known
             .processes
@@ -486,7 +487,7 @@ fn own_start() -> u64 {
     Stat::parse(&text).map_or(0, |stat| stat.start)
 }
 
-fn known(attested: &[Attested], since: u64) -> Containers {
+fn known(attested: &[Attested], exited: BTreeSet<u32>, since: u64) -> Containers {
     let named = |attested: &Attested| {
         let name = (attested.pod.clone(), attested.cgroup.clone());
         (name, attested.allocation)
@@ -500,6 +501,7 @@ fn known(attested: &[Attested], since: u64) -> Containers {
         processes: processes
             .map(|(of, pid, running)| (*pid, (of, running.clone())))
             .collect(),
+        exited,
         since,
     }
 }

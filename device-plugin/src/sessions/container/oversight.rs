@@ -17,6 +17,11 @@ const MOST_FUNCTIONS: usize = 32;
 const OTHER: &str = "other";
 
 impl Container {
+    /// The pids of exited processes whose memory the account still charges.
+    pub(in crate::sessions) fn exited_pids(&self) -> Vec<u32> {
+        self.credit.retired_pids()
+    }
+
     /// The books at this moment.
     pub(in super::super) fn books(&self) -> Books {
         let bytes = |units: Units| Bytes(units.bytes());

@@ -173,11 +173,13 @@ impl Node {
 fn found_among(steps: &[Step], order: [Audit; 3], at: [usize; 3]) -> Vec<Finding> {
     let mut node = Node::default();
     let (mut asked, mut listed, mut books) = (0, Vec::new(), None);
+    let mut containers = Containers::default();
     let mut alive = BTreeMap::new();
     for number in 0..=steps.len() {
         for (audit, _) in order.into_iter().zip(at).filter(|(_, at)| *at == number) {
             match audit {
                 Audit::Driver => {
+                    containers.exited.clone_from(&node.retired);
                     asked = node.now;
                     listed = node.listed();
                 }
@@ -198,13 +200,7 @@ fn found_among(steps: &[Step], order: [Audit; 3], at: [usize; 3]) -> Vec<Finding
         alive: alive.remove(&pid).flatten(),
     });
     let books: Vec<Books> = books.into_iter().collect();
-    judge(
-        &[seen(listed.collect())],
-        &books,
-        &Containers::default(),
-        &LIMITS,
-    )
-    .findings
+    judge(&[seen(listed.collect())], &books, &containers, &LIMITS).findings
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -236,6 +232,25 @@ proptest! {
     fn no_order_of_honest_lives_and_an_audit_is_a_finding((steps, at) in history()) {
         prop_assert_eq!(found_among(&steps, AS_IT_IS, at), []);
     }
+}
+
+#[test]
+fn reused_pid_is_no_finding_when_its_memory_is_freed_meanwhile() {
+    let dies_and_comes_again = [
+        Step::Advance(1),
+        Step::Advance(1),
+        Step::Advance(1),
+        Step::Hold(1),
+        Step::Advance(1),
+        Step::Advance(1),
+        Step::Reap(1),
+        Step::Advance(1),
+        Step::Tick,
+    ];
+    let is_freed = [Step::LetGo(1), Step::Settle];
+    let steps: Vec<Step> = dies_and_comes_again.into_iter().chain(is_freed).collect();
+    let (asked, end) = (dies_and_comes_again.len(), steps.len());
+    assert_eq!(found_among(&steps, AS_IT_IS, [asked, end, end]), []);
 }
 
 #[test]
