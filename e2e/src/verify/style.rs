@@ -19,13 +19,11 @@ const ELSEWHERE: &[&str] = &["design, section", "design, \"", "Design, \""];
 /// Folders whose comments are still in older words.
 const TO_REWRITE: &[&str] = &[
     "device-plugin/benches/",
-    "device-plugin/protocol/",
     "device-plugin/src/",
     "device-plugin/tests/",
     "device-plugin/vault/",
     "device-plugin/worker/",
     "e2e/",
-    "operator/",
 ];
 
 /// What is wrong with a line.

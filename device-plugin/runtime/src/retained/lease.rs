@@ -275,8 +275,8 @@ impl LeaseWriter {
     /// place, and reports the checksum.
     ///
     /// # Errors
-    /// The driver's error, or [`RetainedRefusal::Fenced`] if the right to commit has ended. The lease
-    /// is discarded, except when another writer has it by now.
+    /// The driver's error, or [`RetainedRefusal::Fenced`] if the right to commit has ended. The
+    /// lease is discarded, except when another writer has it by now.
     pub fn commit(mut self) -> Result<RetainedLease, LeaseError> {
         // Taken only when no step can fail any more: until then the drop of `self` discards the
         // lease.

@@ -259,8 +259,8 @@ impl LeaseClient {
     /// the lease or the agent does not respond.
     ///
     /// # Errors
-    /// [`RetainedRefusal::Missing`] if there is no such lease, [`LeaseError::Corrupt`] if its content
-    /// changed, [`LeaseError::Lost`] if its memory is lost, and others.
+    /// [`RetainedRefusal::Missing`] if there is no such lease, [`LeaseError::Corrupt`] if its
+    /// content changed, [`LeaseError::Lost`] if its memory is lost, and others.
     pub fn find(
         &self,
         name: &str,

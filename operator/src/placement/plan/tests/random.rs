@@ -301,7 +301,7 @@ fn plan_settles_evicting_only_borrowers_and_none_twice() {
     assert!(lent.get() >= cases / 5, "{} of {cases}", lent.get());
 }
 
-/// The same state again, with and without history: no other pod is evicted.
+/// Plans for the same state, with and without history: no other pod is evicted.
 #[test]
 fn replayed_plan_evicts_nobody_else() {
     let (cases, lent) = (cases(CASES), Cell::new(0));
