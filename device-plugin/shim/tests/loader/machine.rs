@@ -145,7 +145,7 @@ impl Machine {
         let containers = Containers {
             allocations: [(home, ALLOCATION)].into(),
             processes: [(pid, (ALLOCATION, running))].into(),
-            since: 0,
+            ..Containers::default()
         };
         let verdict = judge(&[seen], &self.agent.books(), &containers, &LIMITS);
         let concerns = |finding: &&Finding| match finding {
