@@ -1,4 +1,4 @@
-//! Kept memory: leases that outlive the processes that use them (design, section 9).
+//! Kept memory: leases that outlive the processes that use them.
 //!
 //! ```text
 //! tenants --> sessions --> desk --> serve --> leases (pure: what each lease is, and what is to be done)

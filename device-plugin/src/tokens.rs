@@ -1,4 +1,4 @@
-//! Tokens of memory: who may have one, and whether what one names is still there (design, section 8). Pure.
+//! Tokens of memory: who may have one, and whether what one names is still there. Pure.
 //!
 //! ```text
 //! tenant --Seal--> which of its own memory it means
@@ -7,8 +7,9 @@
 //! tenant --Redeem--> seal, node --> its container is of the asker's namespace --> G, P, L are the present ones
 //! ```
 //!
-//! Nothing is on record: a token has all that it takes, and is compared with what the agent knows by then. So an
-//! answer is true of the moment at which it is given, and memory that is to be used is asked for again.
+//! Nothing is on record: a token has all that it takes, and is compared with what the agent knows
+//! by then. So an answer is true of the moment at which it is given, and memory that is to be used
+//! is asked for again.
 //!
 //! * [`seal`] is the node's key, and what it seals
 //! * [`key`] is the file of that key
@@ -35,8 +36,8 @@ pub struct Judge<'a, I> {
 }
 
 impl<I: Fn(&AllocationId) -> Option<Vec<Image>>> Judge<'_, I> {
-    /// A token for memory of a GPU that the asker's container has: a block of the lease, or of the process's own memory
-    /// where that is [`NO_LEASE`].
+    /// A token for memory of a GPU that the asker's container has: a block of the lease, or of the
+    /// process's own memory where that is [`NO_LEASE`].
     ///
     /// # Errors
     /// What the tenant is answered.
@@ -47,7 +48,8 @@ impl<I: Fn(&AllocationId) -> Option<Vec<Image>>> Judge<'_, I> {
         lease: LeaseId,
         block: u64,
     ) -> Result<GpuToken, TokenRefusal> {
-        // After an exec this is the image before until the next says hello: then its token ends before it is used.
+        // After an exec this is the image before until the next says hello: then its token ends
+        // before it is used.
         let image = self.image(&asker.allocation, |image| image.process == asker.process)?;
         let image = image.ok_or(TokenRefusal::NoSession)?;
         if !self.has(asker, lease, gpu)? {

@@ -1,8 +1,9 @@
-//! Finds out whether the driver clears memory between tenants: once per boot, GPU, its generation and driver, by a
-//! process of its own, the canary.
+//! Finds out whether the driver clears memory between tenants: once per boot, GPU, its generation
+//! and driver, by a process of its own, the canary.
 //!
-//! Nothing of ours clears kept memory (design F6), so there is none on a GPU before the canary saw that the driver does.
-//! What its context takes is measured on the way: that is what every tenant's context is charged.
+//! Nothing of ours clears kept memory (F6 in docs/facts.md), so there is none on a GPU before the
+//! canary saw that the driver does. What its context takes is measured on the way: that is what
+//! every tenant's context is charged.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
@@ -24,7 +25,8 @@ use crate::units::{Bytes, GpuUuid};
 /// How long the canary may take: it makes a context, and looks at less than 4 GiB.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What the canary takes of a GPU at the most: a context, and what it looks at (`worker/src/canary.rs`).
+/// What the canary takes of a GPU at the most: a context, and what it looks at
+/// (`worker/src/canary.rs`).
 pub const TAKEN: Bytes = Bytes::mib(1024 + 256);
 
 /// The longest line that is read of it.
@@ -57,7 +59,8 @@ enum Printed {
     },
 }
 
-/// What a verdict is of: a driver that is loaded anew may have other options, and has lost what each GPU had.
+/// What a verdict is of: a driver that is loaded anew may have other options, and has lost what
+/// each GPU had.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct With {
@@ -149,8 +152,8 @@ pub struct Looked {
     pub canary: Canary,
 }
 
-/// Looks; takes up to [`PATIENCE`], and as long as `charges` takes. On a thread of its own, which nobody waits for when
-/// the agent ends.
+/// Looks; takes up to [`PATIENCE`], and as long as `charges` takes. On a thread of its own, which
+/// nobody waits for when the agent ends.
 pub async fn look(program: Program, gpu: GpuUuid, charges: Arc<dyn DriverCharges>) -> Looked {
     let (tell, told) = oneshot::channel();
     let looks = std::thread::Builder::new()

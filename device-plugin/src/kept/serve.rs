@@ -1,7 +1,8 @@
-//! Has done what the book says: asks the workers and the vault, charges, and answers. Decides nothing itself.
+//! Has done what the book says: asks the workers and the vault, charges, and answers. Decides
+//! nothing itself.
 //!
-//! One task holds the book and never waits; what takes time runs beside it and comes back as [`Done`]. What is to be
-//! said to the vault is queued in the order in which the book said it.
+//! One task holds the book and never waits; what takes time runs beside it and comes back as
+//! [`Done`]. What is to be said to the vault is queued in the order in which the book said it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
@@ -44,7 +45,7 @@ const GRANULARITY: u64 = 2 << 20;
 /// How large the sentinel is.
 const SENTINEL_BYTES: Bytes = Bytes(GRANULARITY);
 
-/// After so much was given back the next create would wait for the driver (design F6).
+/// After so much was given back the next create would wait for the driver (F6 in docs/facts.md).
 const SWEPT_FROM: Bytes = Bytes::gib(1);
 
 /// From one try to see whether a GPU's memory is cleared to the next.
@@ -177,7 +178,8 @@ impl Keeper {
             sentinel: Sentinel::None,
         };
         serving.drain();
-        // After the token pods' ends are still to be accounted for: the node's last calls come before its end.
+        // After the token pods' ends are still to be accounted for: the node's last calls come
+        // before its end.
         serving.order_numbers();
         let mut telling = tokio::time::interval(TELL_EVERY);
         telling.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -202,7 +204,8 @@ impl Keeper {
                     Err(error) => warn!(%error, "kept memory"),
                 },
             }
-            // At once: who writes may end at any time, and the next to open its lease does not wait for that.
+            // At once: who writes may end at any time, and the next to open its lease does not wait
+            // for that.
             serving.watch_writers();
             is_news = true;
         }
@@ -553,8 +556,8 @@ impl Serving {
         turn
     }
 
-    /// Forgets GPUs that have left the node: a new MIG instance has a new UUID. The node has none before
-    /// NVML has answered.
+    /// Forgets GPUs that have left the node: a new MIG instance has a new UUID. The node has none
+    /// before NVML has answered.
     fn keep_gpus(&mut self, gpus: BTreeSet<GpuUuid>) {
         if gpus.is_empty() || gpus == self.gpus {
             return;
@@ -623,8 +626,8 @@ impl Serving {
         }
     }
 
-    /// Sees once whether a GPU's memory is cleared and what a context takes, and makes the sentinel on the first where
-    /// it is cleared.
+    /// Sees once whether a GPU's memory is cleared and what a context takes, and makes the sentinel
+    /// on the first where it is cleared.
     fn look_at(&mut self, gpu: GpuUuid) {
         let seen = self.keeper.verdicts.of_gpu(&gpu, &self.with(&gpu));
         let is_seen = matches!(seen, Some(Verdict::Scrubbed | Verdict::NotScrubbed));
@@ -669,7 +672,8 @@ impl Serving {
         });
     }
 
-    /// While one exported descriptor is open on a system, further ones are quick (design F3).
+    /// While one exported descriptor is open on a system, further ones are quick (F3 in
+    /// docs/facts.md).
     fn make_sentinel(&mut self, gpu: GpuUuid) {
         let Some(line) = self.line.clone() else {
             return;
@@ -687,7 +691,8 @@ impl Serving {
         });
     }
 
-    /// Has the sentinel closed: nobody knows which GPU it is on. The next is made on one that is not drained.
+    /// Has the sentinel closed: nobody knows which GPU it is on. The next is made on one that is
+    /// not drained.
     fn close_sentinel(&mut self) {
         if let (Sentinel::Held, Some(line)) = (&self.sentinel, &self.line) {
             self.sentinel = Sentinel::Closing;
@@ -926,8 +931,9 @@ async fn created(workers: &Workers, gpu: &GpuUuid, bytes: Bytes) -> Result<Owned
     }
 }
 
-/// Has a lease's memory held. Whoever takes it `early` maps it meanwhile; it is charged for, and stays so until it is
-/// proven free, whatever becomes of the vault or of this agent. The descriptor for who asked, if it was not taken.
+/// Has a lease's memory held. Whoever takes it `early` maps it meanwhile; it is charged for, and
+/// stays so until it is proven free, whatever becomes of the vault or of this agent. The descriptor
+/// for who asked, if it was not taken.
 async fn held(
     line: &Line,
     lease: LeaseId,
@@ -977,8 +983,8 @@ fn answer(lease: LeaseId, meta: &Meta) -> Option<RetainedResponse> {
     }
 }
 
-/// Parses the blob that the vault keeps beside a lease. GPU and size are enough to charge a lease whose
-/// other fields this agent does not know.
+/// Parses the blob that the vault keeps beside a lease. GPU and size are enough to charge a lease
+/// whose other fields this agent does not know.
 fn read(blob: &Blob) -> Heard {
     #[derive(Deserialize)]
     struct Title {

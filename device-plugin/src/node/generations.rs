@@ -1,12 +1,13 @@
-//! G of each GPU: how often its memory was lost (design, section 8). It only grows, and outlives boots.
+//! G of each GPU: how often its memory was lost. It only grows, and outlives boots.
 //!
-//! It grows when nothing on the GPU can have survived: with every boot, and when a GPU is back that was away,
-//! for a reset or a return to the bus is the end of what was in it. A recovery without that is none.
+//! It grows when nothing on the GPU can have survived: with every boot, and when a GPU is back that
+//! was away, for a reset or a return to the bus is the end of what was in it. A recovery without
+//! that is none.
 //!
-//! MIG instances and replaced GPUs leave entries behind, and the agent keeps [`MOST`] of them. The agent
-//! drops entries of absent GPUs with the least G and never the largest, so any number above all kept
-//! ones is new. Once entries may have been dropped, a GPU without an entry gets such a number: no GPU
-//! gets a G that it had before.
+//! MIG instances and replaced GPUs leave entries behind, and the agent keeps [`MOST`] of them. The
+//! agent drops entries of absent GPUs with the least G and never the largest, so any number above
+//! all kept ones is new. Once entries may have been dropped, a GPU without an entry gets such a
+//! number: no GPU gets a G that it had before.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -22,11 +23,12 @@ use crate::inventory::roster::Remembered;
 use crate::inventory::{Gpu, GpuState};
 use crate::units::GpuUuid;
 
-/// The most entries of present and absent GPUs; present ones are always kept. A node of 16 GPUs with
-/// seven MIG instances each has 112.
+/// The most entries of present and absent GPUs; present ones are always kept. A node of 16 GPUs
+/// with seven MIG instances each has 112.
 const MOST: usize = 512;
 
-/// One GPU's entry. Fields that it does not know are left alone: numbers that start again are worse.
+/// One GPU's entry. Fields that it does not know are left alone: numbers that start again are
+/// worse.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Entry {
@@ -62,9 +64,9 @@ fn first(entries: &Entries) -> u64 {
     }
 }
 
-/// The generations of this node's GPUs and of the last that have left, with the files that keep them.
-/// One file is in the run folder, which a reboot clears and no disk can hold up; the other is on the
-/// disk. An agent needs either.
+/// The generations of this node's GPUs and of the last that have left, with the files that keep
+/// them. One file is in the run folder, which a reboot clears and no disk can hold up; the other is
+/// on the disk. An agent needs either.
 #[derive(Debug)]
 pub struct Generations {
     run: Checkpoint,
@@ -80,9 +82,9 @@ pub struct Generations {
 }
 
 impl Generations {
-    /// Reads both files. One that makes no sense is moved aside: without the other the numbers start again at 1. Where
-    /// there is none in the run folder and the disk does not tell in time, it is looked at again with every
-    /// [`see`](Self::see).
+    /// Reads both files. One that makes no sense is moved aside: without the other the numbers
+    /// start again at 1. Where there is none in the run folder and the disk does not tell in time,
+    /// it is looked at again with every [`see`](Self::see).
     ///
     /// # Errors
     /// The system starts no thread.
@@ -160,8 +162,8 @@ impl Generations {
         }
     }
 
-    /// Takes in the GPUs as they are now. The run folder has them before this returns, unless it takes nothing: then
-    /// with the next call. The disk has them when it takes them.
+    /// Takes in the GPUs as they are now. The run folder has them before this returns, unless it
+    /// takes nothing: then with the next call. The disk has them when it takes them.
     pub fn see(&mut self, gpus: &[GpuState]) {
         let mut changed = false;
         if self.unread
@@ -235,15 +237,16 @@ impl Generations {
             .map(|(uuid, entry)| (entry.generation, uuid.clone()))
             .collect();
         absent.sort_unstable();
-        // The last entry has the largest G of the absent, which keeps later numbers above all others.
+        // The last entry has the largest G of the absent, which keeps later numbers above all
+        // others.
         absent.pop();
         for (_, uuid) in absent.into_iter().take(over) {
             self.entries.remove(&uuid);
         }
     }
 
-    /// G of every GPU that has an entry; of none before a file was read, since another G means that a
-    /// GPU's memory is lost.
+    /// G of every GPU that has an entry; of none before a file was read, since another G means that
+    /// a GPU's memory is lost.
     pub fn all(&self) -> BTreeMap<GpuUuid, u64> {
         let known = self.entries.iter().filter(|_| !self.unread);
         known

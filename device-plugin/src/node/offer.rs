@@ -1,8 +1,8 @@
 //! What the node offers, from its GPUs and the config: pure.
 //!
-//! A token is one quantum of the node, not of a GPU (design, section 3): ids count from 0, so they are
-//! the same after every restart on the same GPUs. A token is Unhealthy only because a GPU died, and then
-//! the highest ids are, for the kubelet only counts.
+//! A token is one quantum of the node, not of a GPU: ids count from 0, so they are the same after
+//! every restart on the same GPUs. A token is Unhealthy only because a GPU died, and then the
+//! highest ids are, for the kubelet only counts.
 
 use std::collections::BTreeMap;
 
@@ -28,7 +28,8 @@ pub fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<ledger::G
     gpus.iter().map(as_ledgers).collect()
 }
 
-/// The reservations as the ledger takes them; one that names no GPU or pod that could be holds nothing.
+/// The reservations as the ledger takes them; one that names no GPU or pod that could be holds
+/// nothing.
 pub fn reserved(orders: &[Reservation]) -> BTreeMap<GpuUuid, ledger::Reservation> {
     let as_ledgers = |order: &Reservation| {
         let reservation = ledger::Reservation {

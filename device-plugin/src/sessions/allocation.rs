@@ -21,7 +21,7 @@ use super::{MAX_PROCESSES, Membership, lock};
 use crate::kept::desk::Desk;
 
 /// How often the driver is asked about the dead, while there are any. A kill's memory is back
-/// after about 0.1 s (design F8).
+/// after about 0.1 s (F8 in docs/facts.md).
 const SETTLE_EVERY: Duration = Duration::from_millis(100);
 
 /// Connections beyond the processes that are known: reconnects, and peers before their hello.
@@ -139,8 +139,8 @@ fn refuse(stream: Stream) {
     stream.try_write(&goodbye.frame());
 }
 
-/// Asks the driver about every image that ended, and about strangers, for ever. While there is nothing
-/// to ask or to write, a change alone wakes this task: a node has hundreds of them.
+/// Asks the driver about every image that ended, and about strangers, for ever. While there is
+/// nothing to ask or to write, a change alone wakes this task: a node has hundreds of them.
 async fn settle(
     container: Arc<Mutex<Container>>,
     looks: Arc<Looks>,

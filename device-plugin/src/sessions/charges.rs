@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::units::{Bytes, GpuUuid};
 
-/// What a process with a context has of a GPU that the driver does not list: 8.8 MiB on an H200 with driver 580.
+/// What a process with a context has of a GPU that the driver does not list: 8.8 MiB on an H200
+/// with driver 580.
 const UNLISTED: Bytes = Bytes::mib(9);
 
 /// Who looks at GPUs: NVML, in the agent.
@@ -22,13 +23,14 @@ pub struct Look {
     pub used: Bytes,
     /// What is charged to processes.
     pub charges: Charges,
-    /// What processes own that have no context, so that NVML does not list them; empty where the driver cannot tell.
+    /// What processes own that have no context, so that NVML does not list them; empty where the
+    /// driver cannot tell.
     pub contextless: BTreeMap<u32, Bytes>,
 }
 
 impl Look {
-    /// What is in use and charged to no process, in bytes: what only descriptors hold is among it (design F4,
-    /// F13). Below zero where a process allocated between the two answers.
+    /// What is in use and charged to no process, in bytes: what only descriptors hold is among it
+    /// (F4 in docs/facts.md, F13). Below zero where a process allocated between the two answers.
     pub fn residual(&self) -> i64 {
         let charged = self.charges.sum();
         i64::try_from(i128::from(self.used.0) - i128::from(charged)).unwrap_or(i64::MAX)
@@ -57,7 +59,8 @@ impl Charges {
         self.0.get(&pid).copied().unwrap_or(Some(Bytes::ZERO))
     }
 
-    /// The processes that are listed, with what they are charged; none where the driver cannot tell.
+    /// The processes that are listed, with what they are charged; none where the driver cannot
+    /// tell.
     pub fn iter(&self) -> impl Iterator<Item = (u32, Option<Bytes>)> {
         self.0.iter().map(|(pid, bytes)| (*pid, *bytes))
     }
@@ -79,8 +82,8 @@ impl Charges {
 }
 
 impl FromIterator<(u32, Option<Bytes>)> for Charges {
-    /// Of pids with what they are charged. One that computes and draws is listed twice, each time with all that
-    /// it has.
+    /// Of pids with what they are charged. One that computes and draws is listed twice, each time
+    /// with all that it has.
     fn from_iter<T: IntoIterator<Item = (u32, Option<Bytes>)>>(listed: T) -> Charges {
         let mut charges = BTreeMap::new();
         for (pid, bytes) in listed {

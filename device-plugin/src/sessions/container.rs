@@ -40,8 +40,9 @@ use recording::{Change, Changes};
 use refused::{Told, ToldOfAll, Why};
 use siblings::Siblings;
 
-/// What a process may take besides what it charges: kernels' code, heaps of the device. It decides only when
-/// the memory of an image that exec replaced counts as gone, or what an exporter left with an importer.
+/// What a process may take besides what it charges: kernels' code, heaps of the device. It decides
+/// only when the memory of an image that exec replaced counts as gone, or what an exporter left
+/// with an importer.
 const UNCHARGED: Bytes = Bytes::mib(256);
 
 /// The same where contexts are not charged: a little more than any model's context.
@@ -54,7 +55,8 @@ pub(super) struct Container {
     credit: Credit,
     record: Record,
     members: BTreeMap<u32, Member>,
-    /// The record was lost, and the driver has not said yet who has memory: until then nobody gets more.
+    /// The record was lost, and the driver has not said yet who has memory: until then nobody gets
+    /// more.
     record_lost: bool,
     /// The cgroup of the container that its living processes are in.
     home: Option<String>,
@@ -93,7 +95,8 @@ pub(super) struct Container {
     siblings: Option<Siblings>,
 }
 
-/// How long the driver takes to have back what an image had: 112 ms for 100 GiB (design F8), and some.
+/// How long the driver takes to have back what an image had: 112 ms for 100 GiB (F8 in
+/// docs/facts.md), and some.
 const SETTLING: Duration = Duration::from_secs(1);
 
 const _: () = assert!(MAX_PROCESSES <= messages::MAX_LISTED);
@@ -112,12 +115,13 @@ struct Member {
     page: Option<CreditPage>,
     /// The descriptor of that page, for the next process when this one dies.
     page_fd: Option<Arc<OwnedFd>>,
-    /// Whether it said anything after its hello: only then does it use the page that it was sent. One that
-    /// was stopped, or gave up waiting, goes on with the page that it had.
+    /// Whether it said anything after its hello: only then does it use the page that it was sent.
+    /// One that was stopped, or gave up waiting, goes on with the page that it had.
     uses_page: bool,
     /// The most of its use that it had exported whenever it told, by account.
     exported: Vec<Units>,
-    /// Whether a grant did not go into its page, which it never does to a process that charges: it gets nothing more.
+    /// Whether a grant did not go into its page, which it never does to a process that charges: it
+    /// gets nothing more.
     spoiled: bool,
     /// Ends the task that looks after it, when another takes over.
     ended: CancellationToken,
@@ -146,8 +150,8 @@ pub(super) struct Known {
 }
 
 impl Container {
-    /// A container as the record left it, and the processes of it that still live. `served_before`: processes
-    /// may live that a missing record does not tell of.
+    /// A container as the record left it, and the processes of it that still live. `served_before`:
+    /// processes may live that a missing record does not tell of.
     pub(super) fn restore(
         served: Served,
         record: Record,
@@ -198,8 +202,8 @@ impl Container {
             orders,
             retired_at: None,
             generation: match content.generation {
-                // Whatever was issued in this boot is less: images are no more than one in a microsecond. The wall
-                // clock may have been set back meanwhile.
+                // Whatever was issued in this boot is less: images are no more than one in a
+                // microsecond. The wall clock may have been set back meanwhile.
                 0 if lost => now.0.saturating_mul(1_000),
                 known => known,
             },
@@ -404,8 +408,8 @@ impl Container {
     }
 
     /// Fills a process's new page. What the books say that it was granted counts, not what it says;
-    /// only a process that they don't know is taken at its word, within the quota, and for no less than the
-    /// driver was `found` to charge it beyond what is never charged.
+    /// only a process that they don't know is taken at its word, within the quota, and for no less
+    /// than the driver was `found` to charge it beyond what is never charged.
     fn fill(
         &mut self,
         page: &CreditPage,
@@ -466,8 +470,8 @@ impl Container {
         }
     }
 
-    /// A process said something after its hello, so it has its page. What it exported by now is on record
-    /// before it is answered.
+    /// A process said something after its hello, so it has its page. What it exported by now is on
+    /// record before it is answered.
     fn heard(&mut self, pid: u32) {
         if self.hear(pid) {
             self.write_record();
@@ -486,9 +490,9 @@ impl Container {
         news
     }
 
-    /// Whether a request would be refused for what an image had that ended a moment ago: the driver is about to have
-    /// it back. A program that is executed again asks for all of its quota at once. One that was `heard` so long ago
-    /// waits no more, whoever else ended since.
+    /// Whether a request would be refused for what an image had that ended a moment ago: the driver
+    /// is about to have it back. A program that is executed again asks for all of its quota at
+    /// once. One that was `heard` so long ago waits no more, whoever else ended since.
     pub(super) fn is_settling(&self, pid: u32, account: u8, need: Units, heard: Instant) -> bool {
         let index = usize::from(account);
         let recently = |then: Instant| then.elapsed() < SETTLING;
@@ -506,7 +510,8 @@ impl Container {
             && (free.saturating_add(Units(1))..=with_retired).contains(&need)
     }
 
-    /// Credit for a process in the books: from what is free, then from what other processes have idle.
+    /// Credit for a process in the books: from what is free, then from what other processes have
+    /// idle.
     fn take_credit(&mut self, pid: u32, index: usize, need: Units) -> Result<Units, Why> {
         if self.is_fenced(pid) {
             return Err(Why::Fenced);
@@ -526,8 +531,8 @@ impl Container {
         granted.map_err(|_| Why::Quota)
     }
 
-    /// Credit of the books into the process's page. A page that it has moved away from is frozen; any other that takes
-    /// none is written to without pause, or was.
+    /// Credit of the books into the process's page. A page that it has moved away from is frozen;
+    /// any other that takes none is written to without pause, or was.
     fn hand_out(&mut self, pid: u32, index: usize, units: Units) -> Result<Units, Why> {
         let member = self.members.get_mut(&pid);
         let granted = member.is_some_and(|member| {
@@ -577,9 +582,9 @@ impl Container {
         gpus.map(|(gpu, _)| gpu.clone()).collect()
     }
 
-    /// The driver says what it charges on each GPU: what it charges the dead no more is free again, but for what
-    /// others may hold, and who has memory without a session is known. Who died after the question is not in the
-    /// answer.
+    /// The driver says what it charges on each GPU: what it charges the dead no more is free again,
+    /// but for what others may hold, and who has memory without a session is known. Who died after
+    /// the question is not in the answer.
     pub(super) fn settle(
         &mut self,
         asked: &Questions,
@@ -630,8 +635,8 @@ impl Container {
         }
     }
 
-    /// After the record was lost: who has memory of these GPUs and did not say hello since is charged what the
-    /// driver says. From then on the audit keeps the figures.
+    /// After the record was lost: who has memory of these GPUs and did not say hello since is
+    /// charged what the driver says. From then on the audit keeps the figures.
     fn find_outsiders(&mut self, found: &[Charges], membership: &dyn Membership) {
         if !self.record_lost {
             return;
@@ -810,8 +815,8 @@ impl Member {
         self.page.as_ref().filter(|_| self.uses_page)
     }
 
-    /// What of its use it has exported, by account; nothing where it never did. Never less than is on record: a
-    /// tenant process may write less into its page while others hold what it exported.
+    /// What of its use it has exported, by account; nothing where it never did. Never less than is
+    /// on record: a tenant process may write less into its page while others hold what it exported.
     fn exported(&self) -> Vec<Units> {
         let Some(page) = self.page_in_use() else {
             return self.exported.clone();

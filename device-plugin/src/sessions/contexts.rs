@@ -1,8 +1,9 @@
-//! What a context takes of each GPU: measured by the agent with a process of its own, and remembered for the boot.
+//! What a context takes of each GPU: measured by the agent with a process of its own, and
+//! remembered for the boot.
 //!
-//! The driver does not tell. It is what NVML charges a process that has its first context and has allocated
-//! nothing: the canary (`kept/scrub.rs`). No tenant has a part in it: what is charged for a context is charged
-//! to every tenant of the GPU.
+//! The driver does not tell. It is what NVML charges a process that has its first context and has
+//! allocated nothing: the canary (`kept/scrub.rs`). No tenant has a part in it: what is charged for
+//! a context is charged to every tenant of the GPU.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
@@ -14,7 +15,7 @@ use crate::checkpoint::Checkpoint;
 use crate::units::{Bytes, GpuUuid};
 
 /// What a context is taken to need where the agent has measured none: a little less than on an H200
-/// (design F5), so that a quota of 1 GiB is usable.
+/// (F5 in docs/facts.md), so that a quota of 1 GiB is usable.
 const UNMEASURED: Bytes = Bytes::mib(512);
 
 /// The most that is believed of a context.
@@ -43,7 +44,8 @@ pub(super) struct ContextSizes {
 }
 
 impl ContextSizes {
-    /// The sizes that the file remembers; none where it cannot be read, for they can be measured again.
+    /// The sizes that the file remembers; none where it cannot be read, for they can be measured
+    /// again.
     pub(super) fn of(file: Checkpoint) -> ContextSizes {
         let mut known: BTreeMap<GpuUuid, Measured> = match file.load() {
             Ok(known) => known.unwrap_or_default(),

@@ -1,18 +1,21 @@
 //! What at most is held of what the dead exported: pure.
 //!
-//! Such memory is charged to nobody while a descriptor keeps it, and to whoever has it mapped once none does, on top
-//! of what that process has itself (design F4, F5, F13). So what is held is part of what a GPU has in use less what
-//! its living processes have by their own doing. Which part cannot be told: all of it may be.
+//! Such memory is charged to nobody while a descriptor keeps it, and to whoever has it mapped once
+//! none does, on top of what that process has itself (F4, F5, F13 in docs/facts.md). So what is
+//! held is part of what a GPU has in use less what its living processes have by their own doing.
+//! Which part cannot be told: all of it may be.
 //!
-//! What living processes have exported may be charged to nobody as well, and no more of it than they use and the driver
-//! does not list for them. It is no part of what the dead of other containers left, so that no tenant holds up a
-//! neighbour's quota. For the dead of its own container it counts as held: a tenant process could say that it exported
-//! what its dead sibling did, and both would be free.
+//! What living processes have exported may be charged to nobody as well, and no more of it than
+//! they use and the driver does not list for them. It is no part of what the dead of other
+//! containers left, so that no tenant holds up a neighbour's quota. For the dead of its own
+//! container it counts as held: a tenant process could say that it exported what its dead sibling
+//! did, and both would be free.
 //!
-//! One look can be wrong: the driver is asked for the GPU's bytes and for its processes one after the other, and one
-//! that frees before the first answer and allocates before the second hides as much. So [`LOOKS`] in a row must
-//! agree: the most that was used in any of them counts, and the least that each process had. Then what moves
-//! meanwhile, a context that is torn down too, is taken for held; what hides does so before each of them.
+//! One look can be wrong: the driver is asked for the GPU's bytes and for its processes one after
+//! the other, and one that frees before the first answer and allocates before the second hides as
+//! much. So [`LOOKS`] in a row must agree: the most that was used in any of them counts, and the
+//! least that each process had. Then what moves meanwhile, a context that is torn down too, is
+//! taken for held; what hides does so before each of them.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -23,8 +26,8 @@ use crate::units::{AllocationId, Bytes, LeaseId};
 /// The looks in a row that prove something.
 pub(super) const LOOKS: usize = 10;
 
-/// Less than this is held by nobody: a process without a context has 3.3 MiB that the driver does not list, and one
-/// with a context may have a little more than is known.
+/// Less than this is held by nobody: a process without a context has 3.3 MiB that the driver does
+/// not list, and one with a context may have a little more than is known.
 const NOISE: u64 = 16 << 20;
 
 /// What a living process has of a GPU by its own doing.
@@ -41,8 +44,8 @@ pub(super) struct Own {
 }
 
 impl Own {
-    /// What of so much is its own. Where it is more than it may have, it has something of others, and how much of
-    /// the rest is its own cannot be told.
+    /// What of so much is its own. Where it is more than it may have, it has something of others,
+    /// and how much of the rest is its own cannot be told.
     pub(super) fn of(self, charged: Bytes) -> Bytes {
         let most = self.uses.0.saturating_add(self.besides.0);
         if charged.0 <= most {
@@ -101,8 +104,8 @@ impl<T> Default for Looks<T> {
 }
 
 impl<T> Looks<T> {
-    /// Takes one more look in. `asked` was read before it, as was what each living process has by its own doing; the
-    /// kept leases were there before it and after it.
+    /// Takes one more look in. `asked` was read before it, as was what each living process has by
+    /// its own doing; the kept leases were there before it and after it.
     pub(super) fn add(
         &mut self,
         asked: T,
@@ -132,7 +135,8 @@ impl<T> Looks<T> {
         self.0.clear();
     }
 
-    /// The most that can be held now of what was asked about before the first look; nothing before there were enough.
+    /// The most that can be held now of what was asked about before the first look; nothing before
+    /// there were enough.
     pub(super) fn held(&self) -> Option<(&T, Held)> {
         let (asked, first) = self.0.front().filter(|_| self.0.len() == LOOKS)?;
         let seen = || self.0.iter().map(|(_, seen)| seen);
@@ -151,7 +155,7 @@ impl<T> Looks<T> {
         let known = own.iter().fold(unlisted_by(own.len()), |sum, bytes| {
             sum.saturating_add(*bytes)
         });
-        // Charged to nobody as long as the vault holds them (design F5).
+        // Charged to nobody as long as the vault holds them (F5 in docs/facts.md).
         let stayed = first
             .leases
             .iter()
@@ -357,8 +361,8 @@ mod tests {
     }
 
     proptest! {
-        /// Holders only go, as nobody can hold anew what the dead exported. Whatever else happens, no more is
-        /// proven free than is, but for noise; and once all is quiet, all of it.
+        /// Holders only go, as nobody can hold anew what the dead exported. Whatever else happens,
+        /// no more is proven free than is, but for noise; and once all is quiet, all of it.
         #[test]
         fn nothing_is_proven_free_that_is_held_and_all_is_once_nobody_holds_it(steps in prop::collection::vec(step(), 0..200)) {
             let (mut has, mut mapped) = (BTreeMap::new(), BTreeMap::new());
@@ -389,7 +393,8 @@ mod tests {
                     Step::Look => take(&mut looks, &has, &mapped, parked),
                 }
                 if let Some(bound) = looks.held().map(|(_, held)| held.of(None)) {
-                    // Each living process may have so much besides what it charges: as little may be others'.
+                    // Each living process may have so much besides what it charges: as little may
+                    // be others'.
                     let besides = 64 * MIB * mapped.len() as u64;
                     prop_assert!(bound.0 + NOISE + besides >= parked + mapped.values().sum::<u64>());
                 }

@@ -75,7 +75,7 @@ async fn a_gpu_whose_worker_cannot_be_killed_takes_no_pods_until_it_has_ended() 
 /// How long a worker may take to make a GiB, or to sweep as much (`kept/workers.rs`).
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// What a worker takes of its GPU (design F3), and the sentinel.
+/// What a worker takes of its GPU (F3 in docs/facts.md), and the sentinel.
 const WORKER: u64 = 4 << 20;
 const SENTINEL: u64 = 2 << 20;
 
@@ -94,7 +94,8 @@ fn worker(bed: &Bed, pod: &Pod) -> Pid {
 }
 
 impl Stopped {
-    /// The worker of a pod's GPU, of which a GiB was made: once the sentinel is made too nobody else asks it.
+    /// The worker of a pod's GPU, of which a GiB was made: once the sentinel is made too nobody
+    /// else asks it.
     async fn worker(bed: &Bed, pod: &Pod) -> Stopped {
         let sim = bed.machine.lab.sim().unwrap();
         let is_all = || {

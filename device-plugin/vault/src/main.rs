@@ -1,9 +1,9 @@
-//! The vault: `bursar-vault [FOLDER [BYTES]]` holds the descriptors of kept memory and serves them below FOLDER. It
-//! takes as many as fit into BYTES of memory, its own limit.
+//! The vault: `bursar-vault [FOLDER [BYTES]]` holds the descriptors of kept memory and serves them
+//! below FOLDER. It takes as many as fit into BYTES of memory, its own limit.
 //!
-//! Kept memory lives as long as its descriptor is open somewhere (design F4), so it lives as long as this process: it
-//! has no CUDA, starts nothing, reads nothing that a tenant writes, and is replaced only when somebody deletes it. What
-//! it keeps of one agent it hands to the next.
+//! Kept memory lives as long as its descriptor is open somewhere (F4 in docs/facts.md), so it lives
+//! as long as this process: it has no CUDA, starts nothing, reads nothing that a tenant writes, and
+//! is replaced only when somebody deletes it. What it keeps of one agent it hands to the next.
 //!
 //! * `held` is what it holds
 //! * `answer` is what it answers
@@ -53,7 +53,8 @@ fn memory(given: OsString) -> Result<u64, OsString> {
     bytes.ok_or(given)
 }
 
-/// A line for whoever reads them. Where nobody does, what is kept matters more: `eprintln` would panic.
+/// A line for whoever reads them. Where nobody does, what is kept matters more: `eprintln` would
+/// panic.
 fn log(text: Arguments<'_>) {
     let _ = writeln!(io::stderr(), "bursar-vault: {text}");
 }

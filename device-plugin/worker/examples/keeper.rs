@@ -1,8 +1,9 @@
 //! Stands in for the agent where there is no cluster: `keeper SOCKET VAULT-FOLDER WORKER GPU...`.
 //!
-//! Answers what clients ask about kept memory, with the real vault and real workers behind it, for any process of this
-//! machine: it knows no containers, quotas or namespaces. A writer that ends before it commits is discarded, as the
-//! agent does. For tests of the clients and for measurements; not part of any image.
+//! Answers what clients ask about kept memory, with the real vault and real workers behind it, for
+//! any process of this machine: it knows no containers, quotas or namespaces. A writer that ends
+//! before it commits is discarded, as the agent does. For tests of the clients and for
+//! measurements; not part of any image.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -269,7 +270,7 @@ fn main() -> anyhow::Result<()> {
     for gpu in gpus {
         let gpu = gpu.to_string_lossy().into_owned();
         let worker = Worker::start(Path::new(worker), &gpu)?;
-        // As the agent does: exports are quick while one is open (design F3).
+        // As the agent does: exports are quick while one is open (F3 in docs/facts.md).
         if let Ok((_, sentinel)) = worker.create(1)? {
             let (lease, blob) = (fdstore::KEEP_ALIVE, Blob::default());
             keeper

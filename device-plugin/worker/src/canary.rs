@@ -1,8 +1,9 @@
 //! Looks whether memory that was freed comes back cleared.
 //!
-//! Bursar has no scrubber of its own: between tenants memory goes back to the driver, which clears it (design F6) but not
-//! on every machine. Each round takes memory in the way kept memory is made, looks at every word of it, fills it, and
-//! gives it back, as one tenant after the other.
+//! Bursar has no scrubber of its own: between tenants memory goes back to the driver, which clears
+//! it (F6 in docs/facts.md) but not on every machine. Each round takes memory in the way kept
+//! memory is made, looks at every word of it, fills it, and gives it back, as one tenant after the
+//! other.
 
 use std::sync::Arc;
 
@@ -33,7 +34,8 @@ const MEASURED_WITHIN: Timespec = Timespec {
 #[derive(Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "verdict")]
 pub(crate) enum Verdict {
-    /// It has a context and nothing else: no verdict yet, and the time to measure what a context takes.
+    /// It has a context and nothing else: no verdict yet, and the time to measure what a context
+    /// takes.
     Context {},
     /// Every word of every round was zero.
     Scrubbed {

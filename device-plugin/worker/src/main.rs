@@ -1,8 +1,10 @@
-//! The worker of one GPU: `bursar-worker --gpu UUID` makes kept memory for the agent that started it.
+//! The worker of one GPU: `bursar-worker --gpu UUID` makes kept memory for the agent that started
+//! it.
 //!
-//! It never has a context, so no fault of a kernel reaches it (design F3), and it keeps nothing: what it made is gone
-//! from it before the answer is sent. `bursar-worker canary --gpu UUID` is another process with another end: it takes a
-//! context, lets the agent measure that, looks whether freed memory comes back cleared, prints what it saw and ends.
+//! It never has a context, so no fault of a kernel reaches it (F3 in docs/facts.md), and it keeps
+//! nothing: what it made is gone from it before the answer is sent. `bursar-worker canary --gpu
+//! UUID` is another process with another end: it takes a context, lets the agent measure that,
+//! looks whether freed memory comes back cleared, prints what it saw and ends.
 //!
 //! * `serve` answers the agent
 //! * `canary` looks at freed memory

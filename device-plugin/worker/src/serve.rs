@@ -11,11 +11,11 @@ use bursar_runtime::driver::{Device, Driver, DriverError, GpuUuid, Handle};
 use bursar_runtime::error::CudaError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// How quickly the driver scrubs freed memory, in bytes a second (design F6).
+/// How quickly the driver scrubs freed memory, in bytes a second (F6 in docs/facts.md).
 const SCRUBBED_PER_SECOND: u64 = 350_000_000_000;
 
-/// How long what was made is kept here too, unless something else is to be done: to give it up takes the driver's locks,
-/// which the process that it was made for needs to map it.
+/// How long what was made is kept here too, unless something else is to be done: to give it up
+/// takes the driver's locks, which the process that it was made for needs to map it.
 const MAPPED_WITHIN: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 10_000_000,
@@ -106,7 +106,8 @@ impl Worker {
                 Ok((ProvisionerResponse::Created { bytes }, Some(made)))
             }
             ProvisionerRequest::AwaitScrub { bytes } => {
-                // A create that comes meanwhile waits here for what it would wait for in the driver.
+                // A create that comes meanwhile waits here for what it would wait for in the
+                // driver.
                 std::thread::sleep(scrub_time(bytes.min(self.total)));
                 self.device.create(self.granularity)?;
                 Ok((ProvisionerResponse::Scrubbed, None))

@@ -7,7 +7,7 @@
 //!
 //! The safe functions cannot break Rust's rules for host memory. A device address is a number; a
 //! wrong one makes the driver refuse a call or a kernel fault, and a fault poisons the process
-//! image (F1 in `docs/architecture.md`). The functions of [`raw`] are unsafe, because they write or
+//! image (F1 in `docs/facts.md`). The functions of [`raw`] are unsafe, because they write or
 //! read at an address that may be the host's.
 #![allow(
     unsafe_code,

@@ -126,7 +126,7 @@ impl Handle {
     }
 
     /// Exports the memory as a file descriptor, which keeps it. Imported memory cannot be exported
-    /// (F4 in `docs/architecture.md`).
+    /// (F4 in `docs/facts.md`).
     ///
     /// # Errors
     /// The error that the driver returned.

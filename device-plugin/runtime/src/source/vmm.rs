@@ -95,7 +95,7 @@ impl Exportable {
     /// Exports a block's memory as a file descriptor.
     ///
     /// The descriptor keeps the memory past the block's free and this process's end (F4 in
-    /// `docs/architecture.md`).
+    /// `docs/facts.md`).
     ///
     /// # Errors
     /// [`ResourceError::Foreign`], [`ResourceError::Stale`], or the driver's error.

@@ -10,18 +10,19 @@ pub struct Config {
     /// What NVML answers as the driver's version.
     #[serde(default = "default_driver_version")]
     pub driver_version: String,
-    /// What `cuDriverGetVersion` answers, as `"13.0"`. Before 12.2 `cuMemAdvise_v2` and `cuMemPrefetchAsync_v2` are not
-    /// exported.
+    /// What `cuDriverGetVersion` answers, as `"13.0"`. Before 12.2 `cuMemAdvise_v2` and
+    /// `cuMemPrefetchAsync_v2` are not exported.
     #[serde(default = "default_cuda_version")]
     pub cuda_version: Version,
-    /// Bytes that a context takes of its GPU (design F5: 518 MiB on an H200).
+    /// Bytes that a context takes of its GPU (F5 in docs/facts.md: 518 MiB on an H200).
     #[serde(default = "default_context", deserialize_with = "quantity")]
     pub context: u64,
-    /// Bytes that a process without a context takes once it creates memory (design F3: 4 MiB).
+    /// Bytes that a process without a context takes once it creates memory (F3 in docs/facts.md: 4
+    /// MiB).
     #[serde(default = "default_client", deserialize_with = "quantity")]
     pub client: u64,
-    /// Whether freed memory is zeroed before it is handed out again (design F6). `simgpu scrub`
-    /// changes it at run time.
+    /// Whether freed memory is zeroed before it is handed out again (F6 in docs/facts.md). `simgpu
+    /// scrub` changes it at run time.
     #[serde(default = "yes")]
     pub scrub: bool,
     /// The GPUs, in CUDA's and NVML's order.

@@ -1,8 +1,8 @@
-//! What freed memory leaves behind while scrubbing is off (design F6).
+//! What freed memory leaves behind while scrubbing is off (F6 in docs/facts.md).
 //!
-//! The first mebibyte of the last freed allocation of a unit is kept, and appears at the start of the next
-//! one. Linear memory of a killed process leaves nothing: only what was freed by a call, and shared
-//! allocations however they ended.
+//! The first mebibyte of the last freed allocation of a unit is kept, and appears at the start of
+//! the next one. Linear memory of a killed process leaves nothing: only what was freed by a call,
+//! and shared allocations however they ended.
 
 use crate::sim::Sim;
 use std::io::Read as _;

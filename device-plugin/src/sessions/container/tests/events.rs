@@ -1,4 +1,4 @@
-//! What each event does to the three generations (design, section 8), over the books that keep them: G in
+//! What each event does to the three generations, over the books that keep them: G in
 //! `node/generations.rs`, P in the container's sessions, L in `kept/leases.rs`.
 
 use std::collections::BTreeSet;
