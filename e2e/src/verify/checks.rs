@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use super::named::{self, NamedCheck, Tests};
-use super::{COMPILES, cluster, faults, security, style, tools};
+use super::{COMPILES, cluster, docs, faults, security, style, tools};
 use crate::cargo;
 use crate::folders;
 use crate::kube;
@@ -113,6 +113,11 @@ const CHECKS: &[Check] = &[
         name: "main/style",
         shows: "comments are written as CONTRIBUTING.md says, outside of folders that are still to be rewritten",
         how: How::Here(style::check),
+    },
+    Check {
+        name: "main/docs",
+        shows: "paths, checks and links that the documentation names exist; the architecture page has every crate",
+        how: How::Here(docs::check),
     },
     Check {
         name: "main/deny",

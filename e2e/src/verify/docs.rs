@@ -1,0 +1,151 @@
+//! Holds the documentation to the tree: paths, checks and links that it names exist, and the
+//! architecture page has every crate.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::checks;
+use crate::folders;
+
+/// The most lines of `docs/architecture.md`.
+const ARCHITECTURE: usize = 150;
+
+/// The folders whose paths pages name.
+const FOLDERS: &[&str] = &["operator", "device-plugin", "charts", "crds", "e2e", "docs"];
+
+/// A name in a page: text in backticks, or the target of a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Name<'a> {
+    Code(&'a str),
+    Link(&'a str),
+}
+
+/// The names in a page, without those in code blocks.
+fn names(page: &str) -> Vec<Name<'_>> {
+    let text = page.split("```").step_by(2);
+    let mut names = Vec::new();
+    for text in text {
+        for line in text.lines() {
+            names.extend(line.split('`').skip(1).step_by(2).map(Name::Code));
+            let links = line.split("](").skip(1);
+            let targets = links.filter_map(|rest| rest.split([')', '#']).next());
+            names.extend(targets.filter(|target| !target.is_empty()).map(Name::Link));
+        }
+    }
+    names
+}
+
+/// Whether a name in backticks is a path or a check, and not some other code.
+fn is_path_or_check(code: &str, areas: &[&str]) -> bool {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
+    let top = code.split_once('/').map(|(top, _)| top);
+    code.chars().all(is_plain)
+        && top.is_some_and(|top| FOLDERS.contains(&top) || areas.contains(&top))
+}
+
+/// The pages of the repository.
+fn pages() -> std::io::Result<Vec<PathBuf>> {
+    let repository = folders::repository();
+    let mut pages = vec![
+        repository.join("README.md"),
+        repository.join("CONTRIBUTING.md"),
+    ];
+    for folder in ["docs", "docs/adr"] {
+        for entry in fs::read_dir(repository.join(folder))? {
+            let path = entry?.path();
+            pages.extend(Some(path).filter(|path| path.extension().is_some_and(|is| is == "md")));
+        }
+    }
+    Ok(pages)
+}
+
+/// The members of the workspace, as `Cargo.toml` lists them.
+fn members(manifest: &str) -> Vec<&str> {
+    let list = manifest
+        .split_once("members = [")
+        .and_then(|(_, rest)| rest.split_once(']'));
+    let list = list.map_or("", |(list, _)| list);
+    list.split('"').skip(1).step_by(2).collect()
+}
+
+/// Fails where a page names a path, a check or a link that does not exist.
+///
+/// # Errors
+/// Names each page and name, or what could not be read.
+pub(super) fn check() -> anyhow::Result<()> {
+    let repository = folders::repository();
+    let checks: Vec<&str> = checks::all().iter().map(|check| check.name).collect();
+    let areas: Vec<&str> = checks
+        .iter()
+        .filter_map(|name| Some(name.split_once('/')?.0))
+        .collect();
+    let exists = |page: &Path, name: Name<'_>| match name {
+        Name::Code(code) if is_path_or_check(code, &areas) => {
+            let is_area = code
+                .strip_suffix('/')
+                .is_some_and(|area| areas.contains(&area));
+            is_area || checks.contains(&code) || repository.join(code).exists()
+        }
+        Name::Code(_) => true,
+        Name::Link(target) if target.contains(':') => true,
+        Name::Link(target) => page
+            .parent()
+            .is_some_and(|folder| folder.join(target).exists()),
+    };
+    let (mut seen, mut wrong) = (0, Vec::new());
+    for path in pages()? {
+        let text = fs::read_to_string(&path)?;
+        let names = names(&text);
+        seen += names.len();
+        let lacking = names.into_iter().filter(|name| !exists(&path, *name));
+        wrong.extend(lacking.map(|name| format!("{}: {name:?} does not exist", path.display())));
+    }
+    let architecture = fs::read_to_string(repository.join("docs/architecture.md"))?;
+    if architecture.lines().count() > ARCHITECTURE {
+        wrong.push(format!(
+            "docs/architecture.md has more than {ARCHITECTURE} lines"
+        ));
+    }
+    let manifest = fs::read_to_string(repository.join("Cargo.toml"))?;
+    let without_row = members(&manifest).into_iter();
+    let without_row = without_row.filter(|member| !architecture.contains(&format!("`{member}`")));
+    wrong.extend(without_row.map(|member| format!("docs/architecture.md has no row of {member}")));
+    anyhow::ensure!(
+        seen > 500,
+        "only {seen} names were found: the pages are not where they were"
+    );
+    anyhow::ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
+    println!("{seen} names in the documentation, and all paths, checks and links exist");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_code_and_links_outside_of_code_blocks() {
+        let page = "See `docs/a.md` and [b](b.md#part), [c](#here).\n```\n`no`\n```\n`cargo x`";
+        let expected = [
+            Name::Code("docs/a.md"),
+            Name::Link("b.md"),
+            Name::Code("cargo x"),
+        ];
+        assert_eq!(names(page), expected);
+    }
+
+    #[test]
+    fn code_is_a_path_or_a_check_below_known_folders_only() {
+        let is = |code| is_path_or_check(code, &["main"]);
+        assert!(is("docs/a.md") && is("main/unit") && is("e2e/src/verify/"));
+        assert!(!is("cargo verify") && !is("/run/bursar") && !is("text/plain") && !is("docs"));
+    }
+
+    #[test]
+    fn members_are_those_of_the_manifest() {
+        assert_eq!(
+            members("[workspace]\nmembers = [\n \"a\",\n \"b/c\",\n]\n"),
+            ["a", "b/c"]
+        );
+    }
+}
