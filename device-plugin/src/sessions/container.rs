@@ -271,6 +271,11 @@ impl Container {
                 },
             );
         }
+        let [retired, _] = container.credit.retirements();
+        if !retired.is_empty() {
+            // The driver has not been asked about them since this agent started.
+            container.retired_at = Some(Instant::now());
+        }
         // So that a record that is missing next time was lost.
         container.write_record();
         (container, known)

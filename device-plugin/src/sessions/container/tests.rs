@@ -287,7 +287,10 @@ fn a_process_that_died_while_the_agent_was_away_is_retired() {
     let (mut after, known) = fixture.restart();
     assert!(known.is_empty());
     assert_eq!(after.usage()[0].retired, Bytes::gib(1));
+    let is_settling = |after: &Container| after.is_settling(1, 0, units(1 << 30), Instant::now());
+    assert!(is_settling(&after), "refused before the driver was asked");
     settle(&mut after, 666, Bytes::ZERO);
+    assert!(!is_settling(&after));
     assert_eq!(fixture.restart().0.usage()[0].retired, Bytes::ZERO);
 }
 
