@@ -1,7 +1,7 @@
 //! Generates the kubelet's gRPC services from `proto/`, without `protoc`.
 //!
-//! Both sides are built: the agent serves DevicePlugin and calls Registration and PodResources, and the
-//! fake kubelet of the tests does the reverse.
+//! Both sides are built: the agent serves DevicePlugin and calls Registration and PodResources, and
+//! the fake kubelet of the tests does the reverse.
 
 use std::error::Error;
 

@@ -236,9 +236,11 @@ fn remove_tree(folder: &Path) -> io::Result<()> {
     fs::remove_dir(folder)
 }
 
-/// The cgroup mounts in the text of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
+/// The cgroup hierarchies in the text of `/proc/self/mountinfo` (proc_pid_mountinfo(5)), each by its
+/// first mount: another program may mount it elsewhere too, and unmount that at any time.
 fn hierarchies(mountinfo: &str) -> Vec<Hierarchy> {
     let mut found: Vec<Hierarchy> = Vec::new();
+    let mut devices = BTreeSet::new();
     for line in mountinfo.lines() {
         let Some((left, right)) = line.split_once(" - ") else {
             continue;
@@ -251,15 +253,15 @@ fn hierarchies(mountinfo: &str) -> Vec<Hierarchy> {
         };
         let options = right.next_back().unwrap_or_default();
         let cpuset = kind == Kind::V1 && options.split(',').any(|option| option == "cpuset");
-        let Some(mount) = left.split(' ').nth(4).map(PathBuf::from) else {
+        let mut left = left.split(' ').skip(2);
+        let (Some(device), Some(mount)) = (left.next(), left.nth(1)) else {
             continue;
         };
-        let hierarchy = Hierarchy {
-            mount,
-            kind: if cpuset { Kind::V1Cpuset } else { kind },
-        };
-        if !found.contains(&hierarchy) {
-            found.push(hierarchy);
+        if devices.insert(device) {
+            found.push(Hierarchy {
+                mount: PathBuf::from(mount),
+                kind: if cpuset { Kind::V1Cpuset } else { kind },
+            });
         }
     }
     found
@@ -281,6 +283,15 @@ mod tests {
         let kinds: Vec<Kind> = found.iter().map(|hierarchy| hierarchy.kind).collect();
         assert_eq!(kinds, [Kind::V1Cpuset, Kind::V1, Kind::V2]);
         assert_eq!(found[1].mount, Path::new("/sys/fs/cgroup/memory"));
+    }
+
+    #[test]
+    fn hierarchy_is_used_by_its_first_mount_alone() {
+        let bound = "40 24 0:27 / /tmp/x/cgroup/memory rw - cgroup cgroup rw,memory";
+        assert_eq!(
+            hierarchies(&format!("{HYBRID}\n{bound}")),
+            hierarchies(HYBRID)
+        );
     }
 
     #[test]
