@@ -1,5 +1,5 @@
-//! What a confined process is refused. A process is confined for good, so each test confines a
-//! child of its own: this program with another argument.
+//! Shows the calls that the kernel refuses to a confined process. A process is confined for good,
+//! so each test confines a child of its own: this program with another argument.
 
 use std::io;
 use std::net::UdpSocket;

@@ -32,7 +32,7 @@ credit_int!(u8, u32);
 /// The credit of one process for one account and its usage, in units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CreditWord<T = u32> {
-    /// What the agent lets this process use without a request.
+    /// The credit that the process may use without a request.
     pub granted: T,
     /// What the process has charged.
     pub used: T,

@@ -175,7 +175,7 @@ pub enum Response {
     Refused {
         /// The requested account.
         account: u8,
-        /// What the quota would allow.
+        /// The amount that the quota would allow.
         free: Units,
     },
     /// The page has the usage of the other processes.
@@ -214,7 +214,7 @@ pub enum Response {
     },
 }
 
-/// What a poisoned process must do.
+/// The action that the agent asks of a poisoned process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recovery {
     /// Execute its program again in the same process.

@@ -17,7 +17,7 @@ pub struct Function<'a> {
     pub name: &'a str,
     /// How the function relates to memory: one of [`CLASSES`].
     pub class: &'a str,
-    /// What the shim does besides forwarding the function, or instead.
+    /// The shim's treatment of the function besides forwarding, or instead.
     pub handling: Option<Handling>,
     /// Why the function is forwarded though it may take memory: one of [`REASONS`].
     pub reason: Option<&'a str>,

@@ -11,9 +11,9 @@ use crate::library::Library;
 /// The return code of the library that the trampolines forward to.
 pub(crate) type Code = CuResult;
 
-/// What a trampoline returns for a function that this driver lacks.
+/// The value that a trampoline returns for a function that this driver lacks.
 pub(crate) const MISSING: Code = curesult::NOT_SUPPORTED;
-/// What a trampoline returns while the real library cannot be opened.
+/// The value that a trampoline returns while the real library cannot be opened.
 pub(crate) const UNLOADABLE: Code = curesult::SHARED_OBJECT_INIT_FAILED;
 
 /// The path where the agent mounts the real library (the CDI device's `/opt/bursar/drv`). The name

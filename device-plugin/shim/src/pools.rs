@@ -47,10 +47,11 @@ const HALF_STEP: u64 = STEP / 2;
 /// The quota has ample room if it can grant this many times the request.
 const AMPLE_FACTOR: u32 = 4;
 
-/// What a pool is charged ahead of its allocations.
+/// The credit that a pool is charged ahead of its allocations.
 const PREFETCH: Units = Units(8 * ONE_STEP.0);
 
-/// What the quota must be able to grant before a pool prefetches: at most an eighth is prefetched.
+/// The credit that the quota must be able to grant before a pool prefetches: at most an eighth is
+/// prefetched.
 const MIN_GRANTABLE_FOR_PREFETCH: Units = Units(8 * PREFETCH.0);
 
 const ONE_STEP: Units = Units((STEP / UNIT) as u32);
@@ -306,7 +307,7 @@ impl Pool {
             accounting::discharge_account(account, steps);
         } else {
             let _guard = POOLS.lock.lock();
-            // What was reserved beyond this call belongs to other running calls.
+            // Memory that the driver reserved beyond this call belongs to other running calls.
             let _ = self.reconcile(steps);
         }
         result

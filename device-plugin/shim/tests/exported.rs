@@ -16,7 +16,8 @@ use support::{Client, Container, MIB};
 const GIB: u64 = 1 << 30;
 const QUOTA: u64 = 8 * GIB;
 const SHARED: u64 = 4 * GIB;
-/// What a second process may take beside the exported memory; its context needs some too.
+/// The memory that a second process may take beside the exported memory; its context needs some
+/// too.
 const BESIDE: u64 = 2 * GIB;
 
 /// The most that may be discharged too early: what the driver does not list of each of three

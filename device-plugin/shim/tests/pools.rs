@@ -490,7 +490,7 @@ fn forked_child_neither_uses_nor_blocks_on_parents_pools() {
     assert_eq!(charged(&container, &mut program), STEP);
 }
 
-/// What a program owns.
+/// The memory that a program owns.
 enum Owned {
     Linear(u64),
     Pooled(u64),

@@ -1,12 +1,13 @@
-//! The audit's loop: once a second it gathers, judges, tells, and acts.
+//! Audits the node once a second: gathers, compares, reports and acts.
 //!
 //! ```text
-//!   NVML (deadline) --> attestation (deadline) --> the ledger's books --> who NVML's processes are --> judge
-//!     --> charge, metrics, events, kill
+//!   pids of exited processes --> NVML (deadline) --> attestation (deadline) --> accounts
+//!     --> identities of NVML's processes --> judge --> charges, metrics, Events, kills
 //! ```
 //!
-//! In this order: see [`judge`](super::judge) and [`gather`](super::gather). Nothing in it waits longer than its deadline: a GPU or a pod that hangs
-//! is left out, and told of once it has been for [`STALE`].
+//! [`judge`](super::judge) and [`gather`](super::gather) say why in this order. No step waits longer
+//! than its deadline: the auditor leaves out a GPU or a pod that hangs, and reports it after
+//! [`STALE`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

@@ -73,7 +73,7 @@ pub struct Pace {
     pub poll: Duration,
     /// Between two probes while a GPU ails or there is none.
     pub poll_ailing: Duration,
-    /// How long a process is used whose probe failed.
+    /// The age at which a process is replaced whose probe failed.
     pub reopen: Duration,
     /// Between two looks for XID events; the longest time that an XID goes unseen.
     pub events: Duration,

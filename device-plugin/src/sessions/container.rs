@@ -273,7 +273,7 @@ impl Container {
         }
         let [retired, _] = container.credit.retirements();
         if !retired.is_empty() {
-            // The driver has not been asked about them since this agent started.
+            // This agent has not asked the driver about the exited processes yet.
             container.retired_at = Some(Instant::now());
         }
         // So that a record that is missing next time was lost.

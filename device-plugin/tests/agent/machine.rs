@@ -262,7 +262,8 @@ impl Machine {
         Ok(self.kubelet.start_container(pod, "main").await?.cdi_devices)
     }
 
-    /// The same, again while a busy machine is late with the shim's files, as a kubelet does.
+    /// Has the kubelet start the container, and start it again while a busy machine is late with
+    /// the shim's files.
     pub(crate) async fn start(&self, pod: &Pod) -> Result<Vec<String>, String> {
         let begun = Instant::now();
         loop {

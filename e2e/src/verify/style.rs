@@ -26,7 +26,7 @@ const TO_REWRITE: &[&str] = &[
     "e2e/",
 ];
 
-/// What is wrong with a line.
+/// A fault of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
     Wide,

@@ -54,7 +54,7 @@ async fn pods_start_whole(stage: &mut Stage) -> Result<(), Failed> {
     stage.witness.nobody_failed_or_restarted()
 }
 
-/// What the init container leaves.
+/// The memory that the init container leaves.
 const LEFT: u64 = 512 * MIB;
 
 /// Gives a pod an init container that leaves memory.

@@ -70,7 +70,7 @@ pub struct AffectedPod {
     pub observed_for: Duration,
 }
 
-/// What the agents of all nodes report of the namespace's pods.
+/// The reports of all nodes' agents about the namespace's pods.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReportedUsage {
     /// Device memory in use.
@@ -109,11 +109,11 @@ impl<'a> FromIterator<(&'a NamespaceUse, bool)> for ReportedUsage {
 /// The totals of a cohort's budgets and nodes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cohort {
-    /// What the budgets guarantee together.
+    /// The sum of the budgets' guarantees.
     pub guaranteed: Quanta,
     /// The number of nodes that offer memory.
     pub nodes: usize,
-    /// What the nodes offer together.
+    /// The sum of the nodes' offers.
     pub allocatable: Quanta,
     /// The nodes whose memory does not count, and why.
     pub excluded: Vec<(String, ExclusionReason)>,
@@ -134,7 +134,7 @@ pub struct BudgetInputs {
     pub affected_pods: Vec<AffectedPod>,
     /// Whether each Job read so far ignores the disruption of its pods, by UID.
     pub jobs_ignoring_disruption: BTreeMap<String, bool>,
-    /// What the agents report.
+    /// The agents' reports.
     pub reported: ReportedUsage,
     /// How long PodDisruptionBudgets have refused the eviction of pods, by UID.
     pub refused_for: BTreeMap<String, Duration>,

@@ -498,7 +498,8 @@ impl ClusterIndex {
         affected_pods
     }
 
-    /// What nodes report of a namespace, each with whether a pod of the namespace is on the node.
+    /// The nodes' reports about a namespace, each with whether a pod of the namespace is on the
+    /// node.
     fn reported_usage(&self, namespace: &str) -> impl Iterator<Item = (&NamespaceUse, bool)> {
         let nodes = self.aggregates.nodes_reporting(namespace);
         let uses = nodes.flat_map(move |key| {

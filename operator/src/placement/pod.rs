@@ -63,7 +63,7 @@ pub enum Placement {
     },
 }
 
-/// What recreates a pod after its deletion.
+/// The controller that recreates a pod after its deletion.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Owner {
     /// Nothing recreates the pod.

@@ -82,7 +82,7 @@ pub enum ReconcileOutcome {
     Written,
 }
 
-/// What a write concerns.
+/// The object of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteKind {
     /// A budget's status.

@@ -9,9 +9,9 @@ use crate::nvml_return::{self, NvmlReturn};
 /// The return code of the library that the trampolines forward to.
 pub(crate) type Code = NvmlReturn;
 
-/// What a trampoline returns for a function that this driver lacks.
+/// The value that a trampoline returns for a function that this driver lacks.
 pub(crate) const MISSING: Code = nvml_return::FUNCTION_NOT_FOUND;
-/// What a trampoline returns while the real library cannot be opened.
+/// The value that a trampoline returns while the real library cannot be opened.
 pub(crate) const UNLOADABLE: Code = nvml_return::LIBRARY_NOT_FOUND;
 
 /// The path where the agent mounts the real library (the CDI device's `/opt/bursar/drv`). The name

@@ -90,7 +90,7 @@ struct Run {
     gate: RwLock<()>,
     agent: Mutex<Agent>,
     neighbours: Vec<u32>,
-    /// What a program without allocations is charged: its context, where contexts are charged.
+    /// The charge of a program without allocations: its context, where contexts are charged.
     idle: AtomicU64,
     /// Incremented with each end and each start of an agent: odd while there is none.
     agents: AtomicU64,

@@ -45,7 +45,7 @@ pub(crate) struct Life {
     dice: Dice,
     share: u64,
     program: Option<Program>,
-    /// What the program holds, by its own count.
+    /// The memory that the program holds, by its own count.
     pub(crate) used: u64,
 }
 

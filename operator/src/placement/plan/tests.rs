@@ -104,7 +104,7 @@ impl FakePod {
 struct Round {
     /// The GPUs that the victims were on.
     gpus: BTreeSet<String>,
-    /// What the pod lacked on the first GPU at the first eviction.
+    /// The amount that the pod lacked on the first GPU at the first eviction.
     lacked: u64,
     /// The memory of each victim.
     gone: Vec<u64>,

@@ -72,7 +72,7 @@ fn memory_info_v2(device: Device, info: &mut MemoryInfoV2) -> HookResult {
     *info = MemoryInfoV2 {
         version: MEMORY_INFO_V2,
         total,
-        // What the driver and the firmware reserve is outside of every quota.
+        // The reserve of driver and firmware is outside of every quota.
         reserved: 0,
         free,
         used,

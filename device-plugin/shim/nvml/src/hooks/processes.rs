@@ -59,7 +59,7 @@ struct MigInstance {
     compute: u32,
 }
 
-/// What NVML writes without MIG.
+/// The id that NVML writes without MIG.
 const NO_INSTANCE: MigInstance = MigInstance {
     gpu: u32::MAX,
     compute: u32::MAX,

@@ -1,5 +1,6 @@
-//! What each event does to the three generations, over the books that keep them: G in
-//! `node/generations.rs`, P in the container's sessions, L in `kept/leases.rs`.
+//! Shows how each event moves the three generations, over the code that keeps them: the GPU
+//! generation (`node/generations.rs`), the process generation (sessions) and the lease id
+//! (`kept/leases.rs`).
 
 use std::collections::BTreeSet;
 

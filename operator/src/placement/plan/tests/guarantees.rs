@@ -20,7 +20,7 @@ use crate::cluster::{
 const COMING_END: u64 = 22;
 const REST: u64 = 21 + LONGEST_PAUSE;
 
-/// What blocks or permits a pod's eviction.
+/// The condition that blocks or permits a pod's eviction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     Plain,
