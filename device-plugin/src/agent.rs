@@ -1,6 +1,7 @@
 //! The agent's life: starts its parts, and ends when it is told to or when one of them ends.
 
-mod reporter;
+pub mod http;
+mod publisher;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -21,44 +22,44 @@ use tower::BoxError;
 use tower::util::MapFutureLayer;
 use tracing::{info, warn};
 
-use crate::audit::Auditor;
+use crate::agent::http::{Pulse, Sources};
 use crate::checkpoint::Checkpoint;
+use crate::clock;
 use crate::config::Config;
-use crate::drain::{self, Drain};
-use crate::http::{Pulse, Sources};
-use crate::inventory::health::Policy;
-use crate::inventory::nvml::{self, Pace};
-use crate::kept::desk::{Desk, Living, Notes};
-use crate::kept::numbers::Numbers;
-use crate::kept::scrub::Verdicts;
-use crate::kept::serve::Keeper;
-use crate::kept::status::KeptStatus;
-use crate::kept::vault;
-use crate::kept::workers::{Program, Workers};
+use crate::enforcement::audit::Auditor;
+use crate::enforcement::driver_limits::{self, Limits};
+use crate::enforcement::faults;
+use crate::gpu::drain::{self, Drain};
+use crate::gpu::generations::Generations;
+use crate::gpu::health::Policy;
+use crate::gpu::nvml::{self, Pace};
+use crate::gpu_node::Events;
+use crate::gpu_node::api::ApiObject;
+use crate::gpu_node::publish::{Publisher, Rate};
+use crate::gpu_node::quota_overrides::{self, Ordered};
+use crate::gpu_node::spec_watch::{self, Seen, Told};
 use crate::kubelet::devices::Devices;
 use crate::kubelet::lifecycle::{Lifecycle, Registration};
 use crate::kubelet::pod_resources::PodResourcesClient;
 use crate::kubelet::server::Service;
-use crate::limits::{self, Limits};
 use crate::metrics::Metrics;
 use crate::node::actor::{Followed, Node, Offers, Voice, actor};
-use crate::node::clock;
-use crate::node::core::Core;
-use crate::node::generations::Generations;
+use crate::node::allocator::Core;
 use crate::node::host::{HostError, OsHost, find_driver};
-use crate::node::identity::Identities;
-use crate::pods::Pods;
-use crate::poison;
-use crate::resize::{self, Ordered};
+use crate::node::pod_cgroups::Pods;
+use crate::node::pod_resolver::Identities;
+use crate::retained::fdstore_client;
+use crate::retained::handle::{Desk, Living, Notes};
+use crate::retained::lease_ids::Numbers;
+use crate::retained::provisioners::{Program, Workers};
+use crate::retained::scrub_check::Verdicts;
+use crate::retained::service::Keeper;
+use crate::retained::status::KeptStatus;
+use crate::retained::tokens::key;
+use crate::retained::tokens::seal::{NameTooLong, NodeKey};
 use crate::sessions::{Cgroups, Sessions};
-use crate::status::Events;
-use crate::status::object::ApiObject;
-use crate::status::orders::{self, Seen, Told};
-use crate::status::publish::{Publisher, Rate};
-use crate::tokens::key;
-use crate::tokens::seal::{NameTooLong, NodeKey};
 use crate::units::Resource;
-use reporter::Reporter;
+use publisher::Reporter;
 
 /// How long the API server may take until it begins to answer.
 const API_SILENCE: Duration = Duration::from_secs(20);
@@ -212,7 +213,7 @@ pub async fn run(
     };
     parts.start("drain", drain::run(drains, drain, stop.clone()));
     let (set, limits) = watch::channel(Limits::new());
-    let limiter = limits::run(
+    let limiter = driver_limits::run(
         nvml.clone(),
         sessions.clone(),
         snapshots.clone(),
@@ -236,7 +237,7 @@ pub async fn run(
     let (open, faults) = watch::channel(Vec::new());
     // Without an API server nobody is ever told.
     let (unheard, alone) = watch::channel(Some(Instant::now()));
-    let around = poison::Around {
+    let around = faults::Around {
         paths: config.paths.clone(),
         sessions: sessions.clone(),
         snapshots: snapshots.clone(),
@@ -246,8 +247,8 @@ pub async fn run(
         events: events.clone(),
         metrics: metrics.clone(),
     };
-    parts.start("poison", poison::run(around, open, stop.clone()));
-    let resize = resize::run(sessions, snapshots.clone(), told, acknowledge, stop.clone());
+    parts.start("poison", faults::run(around, open, stop.clone()));
+    let resize = quota_overrides::run(sessions, snapshots.clone(), told, acknowledge, stop.clone());
     parts.start("resize", resize);
     let registration = parts.register(&config, allocator, offers, &metrics);
     let reporter = Reporter {
@@ -291,7 +292,7 @@ pub async fn run(
         };
         parts.start(
             "orders",
-            orders::run(
+            spec_watch::run(
                 client.clone(),
                 node.clone(),
                 history.clone(),
@@ -445,7 +446,7 @@ fn keeper(
     Ok(Keeper {
         notes,
         news: vault
-            .map(vault::start)
+            .map(fdstore_client::start)
             .transpose()
             .map_err(AgentError::Thread)?,
         sessions,
@@ -543,7 +544,7 @@ fn hurried(mut config: kube::Config, silence: Duration) -> kube::Result<Client> 
 }
 
 /// An answer of kube's client to come.
-type Answer = BoxFuture<'static, Result<http::Response<Box<DynBody>>, BoxError>>;
+type Answer = BoxFuture<'static, Result<::http::Response<Box<DynBody>>, BoxError>>;
 
 #[cfg(test)]
 mod tests {
@@ -580,7 +581,7 @@ mod tests {
             stream.write_all(begins).await.unwrap();
             std::future::pending::<()>().await
         });
-        let nodes = crate::status::object::objects(client);
+        let nodes = crate::gpu_node::api::objects(client);
         let params = kube::api::WatchParams::default();
         let begun = nodes.watch(&params, "1");
         let begun = timeout(Duration::from_secs(10), begun).await.unwrap();

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use clap::Parser;
 
-use crate::cdi::HostMount;
+use crate::node::cdi::HostMount;
 use crate::units::{Bytes, Quantum};
 
 /// The agent's arguments. Nothing else in the agent reads the environment.

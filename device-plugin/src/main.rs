@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use bursar_confine::ConfineError;
 use bursar_device_plugin::agent::{self, Surroundings};
-use bursar_device_plugin::attest::ask;
 use bursar_device_plugin::config::{Args, Config, LogFormat};
-use bursar_device_plugin::inventory::nvml;
+use bursar_device_plugin::enforcement::attestation::device_access;
+use bursar_device_plugin::gpu::nvml;
 use clap::Parser;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::runtime::Runtime;
@@ -22,7 +22,7 @@ const LINGERS: Duration = Duration::from_secs(1);
 fn main() -> ExitCode {
     let mut words = std::env::args_os().skip(1);
     match words.next() {
-        Some(word) if word == ask::WORD => return ask::child(words),
+        Some(word) if word == device_access::WORD => return device_access::child(words),
         Some(word) if word == nvml::WORD => return nvml::child(words),
         _ => {}
     }

@@ -18,7 +18,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
-use crate::status::report::{GpuHealth, NodeReport};
+use crate::gpu_node::report::{GpuHealth, NodeReport};
 use crate::units::{Bytes, GpuUuid, Quanta, Quantum, Resource};
 
 pub use audited::AuditFigures;
@@ -412,12 +412,12 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
-    use crate::attest::Reason;
-    use crate::audit::judge::{Finding, Verdict};
-    use crate::node::core::BoundContainer;
-    use crate::node::state::{Holder, PodName};
+    use crate::enforcement::attestation::Reason;
+    use crate::enforcement::audit::compare::{Finding, Verdict};
+    use crate::gpu_node::fixtures::report;
+    use crate::node::allocator::BoundContainer;
+    use crate::node::checkpoint_state::{Holder, PodName};
     use crate::sessions::{Account, AccountBooks, Books, Fault, Image, Process};
-    use crate::status::testing::report;
     use crate::units::Bytes;
 
     #[test]

@@ -3,27 +3,31 @@
 //! | module | job |
 //! |---|---|
 //! | [`actor`] | the task: takes commands one after the other, and the passing of time |
-//! | [`core`] | carries the ledger's decisions out, in an order that survives crashes |
+//! | [`allocator`] | carries the ledger's decisions out, in an order that survives crashes |
+//! | [`cdi`] | writes the CDI spec of each container |
+//! | [`driver_files`] | finds the driver's files on the host |
+//! | [`pod_cgroups`] | watches the cgroups of the pods |
+//! | [`shim_install`] | installs the shim's files on the node |
 //! | [`recover`] | takes over from a predecessor |
 //! | [`host`] | the steps on the host |
 //! | [`installer`] | installs the shim's files beside the task |
-//! | [`identity`] | finds out whose container the kubelet starts |
-//! | [`names`] | names pods whose names were not told then |
-//! | [`offer`] | GPUs and config as capacity and tokens: pure |
-//! | [`state`] | what the checkpoint holds |
+//! | [`pod_resolver`] | finds out whose container the kubelet starts |
+//! | [`pod_names`] | names pods whose names were not told then |
+//! | [`capacity`] | GPUs and config as capacity and tokens: pure |
+//! | [`checkpoint_state`] | what the checkpoint holds |
 //! | [`report`] | what the node says of itself to the API server: pure |
-//! | [`generations`] | how often each GPU's memory was lost |
-//! | [`clock`] | the time since boot |
 
 pub mod actor;
-pub mod clock;
-pub mod core;
-pub mod generations;
+pub mod allocator;
+pub mod capacity;
+pub mod cdi;
+pub mod checkpoint_state;
+pub mod driver_files;
 pub mod host;
-pub mod identity;
 mod installer;
-mod names;
-pub mod offer;
+pub mod pod_cgroups;
+mod pod_names;
+pub mod pod_resolver;
 mod recover;
 pub mod report;
-pub mod state;
+pub mod shim_install;

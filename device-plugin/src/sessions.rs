@@ -15,26 +15,26 @@
 //! an agent that starts again never grants them twice; the shim says hello again when it next needs
 //! the agent.
 
-mod allocation;
-mod bell;
-mod books;
-mod charges;
+mod accounts;
+mod checkpoint;
 mod closer;
+mod connection;
+mod connection_limit;
 mod container;
-mod contexts;
-mod conversation;
-mod credit;
-mod held;
-mod leftovers;
-pub(crate) mod life;
-mod looks;
+mod context_size;
+mod driver_sample;
+mod fault_notifier;
+mod listener;
 mod options;
-mod pace;
+mod orphan_bound;
 mod peer;
-mod poison;
-mod record;
-mod seats;
+pub(crate) mod pidfd;
+mod rate_limit;
+mod reclaim;
+mod recovery;
+mod shared_samples;
 mod stream;
+mod usage;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -46,29 +46,29 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
 use crate::checkpoint::Checkpoint;
-use crate::kept::desk::{Desk, Living};
-use crate::kept::leases::Charged;
+use crate::clock::{self, Present};
 use crate::ledger::Moment;
-use crate::node::clock::{self, Present};
+use crate::retained::handle::{Desk, Living};
+use crate::retained::leases::Charged;
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid, TokenSet};
-use bell::Bell;
 use closer::Closer;
+use connection_limit::Seats;
 use container::Container;
-use container::drained::Holder;
-use container::refused::ToldOfAll;
+use container::denials::ToldOfAll;
+use container::drain::Holder;
 use container::siblings::Siblings;
-use contexts::ContextSizes;
-use leftovers::Left;
-use looks::Looks;
-use seats::Seats;
+use context_size::ContextSizes;
+use fault_notifier::Bell;
+use reclaim::Left;
+use shared_samples::Looks;
 use stream::Listener;
 
-pub use bell::Waits;
-pub use books::{AccountBooks, Books, MemberBooks, by_allocation};
-pub use charges::{Charges, DriverCharges, Look};
-pub use credit::Credit;
+pub use accounts::Credit;
+pub use driver_sample::{Charges, DriverCharges, Look};
+pub use fault_notifier::Waits;
 pub use peer::{Cgroups, Membership, Process};
-pub use poison::{Decision, Fault, Image, Policy, Since, Suspect};
+pub use recovery::{Decision, Fault, Image, Policy, Since, Suspect};
+pub use usage::{AccountBooks, Books, MemberBooks, by_allocation};
 
 /// The processes of one container that are served at the same time. A container with more gets
 /// `Rejected`, and its further processes no memory.
@@ -355,7 +355,7 @@ impl Sessions {
             path: socket.clone(),
             source,
         })?;
-        let record = record::Record::at(self.record_path(&allocation)).map_err(|source| {
+        let record = checkpoint::Record::at(self.record_path(&allocation)).map_err(|source| {
             SessionsError::Serve {
                 path: self.record_path(&allocation),
                 source,
@@ -388,7 +388,7 @@ impl Sessions {
         }
         let gpus = container.gpus();
         let container = Arc::new(Mutex::new(container));
-        let task = allocation::Task {
+        let task = listener::Task {
             container: Arc::clone(&container),
             looks: Arc::clone(&self.shared.looks),
             membership: Arc::clone(&self.membership),
@@ -421,7 +421,11 @@ impl Sessions {
         drop(ended);
         self.shared.exports.send_replace(());
         let record = self.record_path(allocation);
-        for path in [self.folder(allocation), record::temporary(&record), record] {
+        for path in [
+            self.folder(allocation),
+            checkpoint::temporary(&record),
+            record,
+        ] {
             let removed = if path.is_dir() {
                 std::fs::remove_dir_all(&path)
             } else {
@@ -442,7 +446,7 @@ impl Sessions {
         if lock(&self.shared.watched).insert(gpu.clone()) {
             let mut watches = lock(&self.watches);
             while watches.try_join_next().is_some() {}
-            watches.spawn(leftovers::watch(gpu, Arc::clone(&self.shared)));
+            watches.spawn(reclaim::watch(gpu, Arc::clone(&self.shared)));
         }
         self.shared.exports.send_replace(());
     }
@@ -453,7 +457,7 @@ impl Sessions {
         if let Some(running) = lock(&self.shared.running).get(allocation) {
             return lock(&running.container).exported();
         }
-        let record = record::Record::at(self.record_path(allocation)).ok();
+        let record = checkpoint::Record::at(self.record_path(allocation)).ok();
         let content = record.and_then(|record| record.read());
         content
             .map(|content| content.exported())
@@ -476,7 +480,7 @@ impl Sessions {
         if let Some(running) = lock(&self.shared.running).get(allocation) {
             return lock(&running.container).leases();
         }
-        let record = record::Record::at(self.record_path(allocation)).ok();
+        let record = checkpoint::Record::at(self.record_path(allocation)).ok();
         let content = record.and_then(|record| record.read());
         let leases = content.map(|content| content.leases()).unwrap_or_default();
         leases

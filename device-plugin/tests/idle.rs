@@ -18,9 +18,9 @@ use std::process::{ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use bursar_device_plugin::agent::{self, Surroundings};
-use bursar_device_plugin::attest::ask;
 use bursar_device_plugin::config::Config;
-use bursar_device_plugin::inventory::nvml;
+use bursar_device_plugin::enforcement::attestation::device_access;
+use bursar_device_plugin::gpu::nvml;
 use libtest_mimic::{Arguments, Failed, Trial};
 use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
 use tokio::runtime::{Builder, Runtime};
@@ -46,7 +46,7 @@ const MOST: usize = 150;
 fn main() -> ExitCode {
     let mut words = env::args_os().skip(1);
     match words.next() {
-        Some(word) if word == ask::WORD => return ask::child(words),
+        Some(word) if word == device_access::WORD => return device_access::child(words),
         Some(word) if word == nvml::WORD => return nvml::child(words),
         Some(word) if word == AGENT => {
             be_the_agent(words.next().unwrap().as_ref());

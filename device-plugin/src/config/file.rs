@@ -12,7 +12,7 @@ use super::{
     AuditConfig, AuditPolicy, Config, DriverConfig, KeptConfig, KubeletConfig, PathsConfig,
     ResourcesConfig,
 };
-use crate::cdi::HostMount;
+use crate::node::cdi::HostMount;
 use crate::units::Bytes;
 
 /// The kubelet gives up on PreStartContainer after 30 s (`KubeletPreStartContainerRPCTimeoutInSecs`), and

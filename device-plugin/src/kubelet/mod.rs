@@ -6,7 +6,7 @@
 //! | [`devices`] | a resource's tokens as one ListAndWatch message, held to its limits |
 //! | [`plugin`] | answers the kubelet's calls over an [`plugin::Allocator`] |
 //! | [`server`] | serves a plugin on a socket of its own |
-//! | [`directory`] | wakes when the kubelet's plugin directory changes |
+//! | [`dir_watch`] | wakes when the kubelet's plugin directory changes |
 //! | [`registration`] | decides when to serve and when to register: pure |
 //! | [`lifecycle`] | carries those decisions out for as long as the agent lives |
 //! | [`device_checkpoint`] | reads which pod holds which tokens from the kubelet's own file |
@@ -14,10 +14,10 @@
 
 pub mod api;
 mod connect;
-mod count;
 pub mod device_checkpoint;
 pub mod devices;
-pub mod directory;
+pub mod dir_watch;
+mod in_flight;
 pub mod lifecycle;
 pub mod plugin;
 pub mod pod_resources;

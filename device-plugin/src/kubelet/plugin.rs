@@ -14,9 +14,9 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
 use super::api::deviceplugin as api;
-use super::count::Counter;
 use super::devices::Devices;
-use crate::cdi;
+use super::in_flight::Counter;
+use crate::node::cdi;
 use crate::units::{AllocationId, GpuUuid, Resource, TokenSet, UnitError};
 
 /// Annotation of the Allocate answer for managed memory; its value is the allocation id.

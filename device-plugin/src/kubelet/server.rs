@@ -13,8 +13,8 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 
 use super::api::deviceplugin::device_plugin_server::DevicePluginServer;
-use super::count::{Count, Counter};
 use super::devices::Devices;
+use super::in_flight::{Count, Counter};
 use super::plugin::{Allocator, Plugin};
 use crate::units::Resource;
 

@@ -14,9 +14,9 @@ use prometheus_client::registry::Registry;
 
 use super::replaced::{Replaced, Rows, Tables};
 use super::{OfGpu, Registering};
-use crate::attest::Reason;
-use crate::audit::judge::{Finding, Verdict};
-use crate::node::core::BoundContainer;
+use crate::enforcement::attestation::Reason;
+use crate::enforcement::audit::compare::{Finding, Verdict};
+use crate::node::allocator::BoundContainer;
 use crate::sessions::{Account, Books, Decision, Fault};
 use crate::units::{AllocationId, GpuUuid, PodUid};
 

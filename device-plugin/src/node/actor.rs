@@ -8,25 +8,25 @@ use tokio::sync::watch::error::RecvError;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{debug, error};
 
-use super::clock;
-use super::core::{Bind, BoundContainer, Core, Identity, Reply, Troubles, Wait};
-use super::generations::Generations;
+use super::allocator::{Bind, BoundContainer, Core, Identity, Reply, Troubles, Wait};
+use super::capacity;
+use super::checkpoint_state::PodName;
 use super::host::OsHost;
-use super::identity::Identities;
-use super::offer;
-use super::state::PodName;
+use super::pod_resolver::Identities;
+use crate::clock;
 use crate::config::ResourcesConfig;
-use crate::drain::Drain;
-use crate::inventory::Inventory;
-use crate::kept::status::KeptStatus;
+use crate::gpu::Inventory;
+use crate::gpu::drain::Drain;
+use crate::gpu::generations::Generations;
+use crate::gpu_node::quota_overrides::Orders;
+use crate::gpu_node::{Events, PodRef, Reason};
 use crate::kubelet::device_checkpoint::Held;
 use crate::kubelet::devices::{Devices, DevicesError};
 use crate::kubelet::plugin::{Allocator, NotBooked, NotBound};
 use crate::kubelet::pod_resources::Holder;
 use crate::ledger::View;
 use crate::metrics::{BindResult, Counts, Metrics};
-use crate::resize::Orders;
-use crate::status::{Events, PodRef, Reason};
+use crate::retained::status::KeptStatus;
 use crate::units::{AllocationId, Bytes, GpuUuid, Resource, TokenSet};
 
 /// How often pods' ends and waiters' patience are looked at: most of a release's delay.
@@ -410,7 +410,7 @@ impl Actor {
         if inventory.gpus().is_empty() {
             return;
         }
-        match offer::devices(inventory.gpus(), &self.config) {
+        match capacity::devices(inventory.gpus(), &self.config) {
             Ok([device, managed]) => {
                 self.too_many = None;
                 replace(&self.device, device);

@@ -9,16 +9,16 @@ use std::sync::Arc;
 use rustix::fs::Access;
 use tracing::warn;
 
+use super::checkpoint_state::State;
 use super::installer::Installer;
-use super::state::State;
-use crate::cdi::{self, CdiDir, CdiError};
 use crate::checkpoint::{Checkpoint, LoadError, SaveError};
 use crate::config::{Config, DriverConfig, PathsConfig};
-use crate::driver::{Driver, DriverError};
-use crate::kept::desk::Desk;
-use crate::kept::leases::{Node, Turn};
+use crate::node::cdi::{self, CdiDir, CdiError};
+use crate::node::driver_files::{Driver, DriverError};
+use crate::node::shim_install::{self, ShimFilesError};
+use crate::retained::handle::Desk;
+use crate::retained::leases::{Node, Turn};
 use crate::sessions::{Account, Served, Sessions, SessionsError};
-use crate::shim_files::{self, ShimFilesError};
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
 /// Why a step failed. Every step can be tried again.
@@ -228,12 +228,12 @@ fn install(
     before: Option<PathBuf>,
 ) -> Result<cdi::Node, HostError> {
     let found = find_driver(driver)?;
-    let shim_dir = shim_files::install(&paths.shim_dir, &found, &paths.state_dir)?;
+    let shim_dir = shim_install::install(&paths.shim_dir, &found, &paths.state_dir)?;
     // A CDI file that cannot be read may mount any build.
     if let Some(mut in_use) = CdiDir::new(paths.cdi_dir.clone()).mounted() {
         in_use.push(shim_dir.clone());
         in_use.extend(before);
-        let removed = shim_files::remove_unused(&paths.state_dir, &in_use);
+        let removed = shim_install::remove_unused(&paths.state_dir, &in_use);
         removed.unwrap_or_else(|error| {
             warn!(%error, "failed to remove an unused shim build; the next installation tries again");
         });

@@ -9,7 +9,7 @@ use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, timeout_at};
 
 use super::host::HostError;
-use crate::cdi;
+use crate::node::cdi;
 
 /// How long the node's task waits for one installation, in all.
 const PATIENCE: Duration = Duration::from_secs(2);

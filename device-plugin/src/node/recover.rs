@@ -15,14 +15,14 @@ use std::collections::BTreeSet;
 
 use tracing::{info, warn};
 
-use super::core::Core;
+use super::allocator::Core;
+use super::checkpoint_state::{Holder, State};
 use super::host::{Found, Host};
-use super::state::{Holder, State};
-use crate::cdi;
 use crate::checkpoint::LoadError;
 use crate::kubelet::device_checkpoint::Held;
 use crate::ledger::{Ledger, Moment, Placement, RestoreError, Share};
-use crate::pods::PodCgroup;
+use crate::node::cdi;
+use crate::node::pod_cgroups::PodCgroup;
 use crate::units::{AllocationId, PodUid, Quanta, Quantum, Resource};
 
 /// Why the checkpoint is not gone on with.
@@ -95,7 +95,7 @@ impl<H: Host> Core<H> {
         if boot != self.boot {
             return Err(NoState::OtherBoot);
         }
-        let managed = super::offer::managed_capacity(&self.config);
+        let managed = super::capacity::managed_capacity(&self.config);
         self.ledger = Ledger::restore(ledger, self.config.quantum, now)?;
         self.ledger.set_managed_capacity(managed);
         self.holders = holders;

@@ -7,22 +7,22 @@ use bursar_crds::conditions::{Statement, gpu_node as names};
 use bursar_crds::gpu_node::{FaultAction, GpuState as State};
 
 use super::actor::Snapshot;
-use super::core::BoundContainer;
+use super::allocator::BoundContainer;
 use super::host::Concern;
-use crate::attest::Lack;
-use crate::audit::Audited;
 use crate::config::ResourcesConfig;
-use crate::inventory::health::{Health, Sickness};
-use crate::inventory::xid::{Verdict, verdict};
-use crate::inventory::{GpuState, Inventory, NoDriver};
-use crate::kept::status::KeptStatus;
-use crate::kubelet::lifecycle::{NotRegistered, Registration};
-use crate::ledger::{GpuView, View};
-use crate::limits::{Limit, Limits};
-use crate::resize::Ordered;
-use crate::status::{
+use crate::enforcement::attestation::Lack;
+use crate::enforcement::audit::Audited;
+use crate::enforcement::driver_limits::{Limit, Limits};
+use crate::gpu::health::{Health, Sickness};
+use crate::gpu::xid::{Verdict, verdict};
+use crate::gpu::{GpuState, Inventory, NoDriver};
+use crate::gpu_node::quota_overrides::Ordered;
+use crate::gpu_node::{
     FaultReport, GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, Reason, WaitingReport,
 };
+use crate::kubelet::lifecycle::{NotRegistered, Registration};
+use crate::ledger::{GpuView, View};
+use crate::retained::status::KeptStatus;
 use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
 /// What is known besides the snapshot.
@@ -90,7 +90,7 @@ pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
             within_token_limit(snapshot),
             checkpoint_intact(snapshot),
             audited(&around.audited),
-            driver_limits(&around.limits),
+            limits(&around.limits),
             kept_memory(&around.kept),
             memory_scrubbed(snapshot, &around.kept),
             accepted(&around.ordered),
@@ -200,7 +200,7 @@ fn gpu_fault(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> Option<F
     })
 }
 
-fn waiting(wait: &super::core::Wait) -> WaitingReport {
+fn waiting(wait: &super::allocator::Wait) -> WaitingReport {
     let holder = wait.holder.as_ref();
     let pod = holder.and_then(|holder| holder.pod.as_ref());
     WaitingReport {
@@ -337,7 +337,7 @@ fn accepted(ordered: &Ordered) -> Statement {
     }
 }
 
-fn driver_limits(limits: &Limits) -> Statement {
+fn limits(limits: &Limits) -> Statement {
     let says = |holds, reason, message: String| {
         Statement::new(names::DRIVER_LIMITS, holds, reason, message)
     };

@@ -3,15 +3,15 @@
 //! Nothing here waits: every call is a few memory operations and at most one small write to tmpfs.
 
 mod contexts;
-pub(super) mod drained;
+pub(super) mod denials;
+pub(super) mod drain;
 mod exports;
+mod faults;
 pub(super) mod leases;
-mod oversight;
 mod pages;
-mod poisoned;
 pub(super) mod recording;
-pub(super) mod refused;
 pub(super) mod siblings;
+mod usage;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -26,18 +26,18 @@ use bursar_protocol::{POISON_SINCE, VERSION};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 
+use super::accounts::Books;
+use super::checkpoint::{Content, Entry, Record};
 use super::closer::Closer;
-use super::contexts::ContextSizes;
-use super::credit::Books;
-use super::held::Own;
-use super::poison::{Fault, Poisonings};
-use super::record::{Content, Entry, Record};
+use super::context_size::ContextSizes;
+use super::orphan_bound::Own;
+use super::recovery::{Fault, Poisonings};
 use super::{Account, Charges, Credit, MAX_PROCESSES, Membership, Process, Served, Usage};
 use crate::ledger::Moment;
 use crate::units::{Bytes, GpuUuid};
+use denials::{Told, ToldOfAll, Why};
 use pages::Pages;
 use recording::{Change, Changes};
-use refused::{Told, ToldOfAll, Why};
 use siblings::Siblings;
 
 /// What a process may take besides what it charges: kernels' code, heaps of the device. It decides

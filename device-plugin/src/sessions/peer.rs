@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use crate::ledger::Moment;
-use crate::proc;
+use crate::procfs;
 use crate::units::PodUid;
 
 /// One process of the host, told apart from a later one with the same pid.
@@ -72,7 +72,7 @@ impl Cgroups {
 
 impl Membership for Cgroups {
     fn process(&self, pid: u32) -> Option<Process> {
-        let stat = proc::read(&self.proc.join(pid.to_string()).join("stat")).ok()?;
+        let stat = procfs::read(&self.proc.join(pid.to_string()).join("stat")).ok()?;
         Some(Process {
             pid,
             start: start_time(&stat)?,
@@ -80,7 +80,7 @@ impl Membership for Cgroups {
     }
 
     fn container(&self, pid: u32, pod: &PodUid) -> Option<String> {
-        let cgroup = proc::read(&self.proc.join(pid.to_string()).join("cgroup")).ok()?;
+        let cgroup = procfs::read(&self.proc.join(pid.to_string()).join("cgroup")).ok()?;
         container_of(&cgroup, pod)
     }
 
@@ -104,7 +104,7 @@ impl Membership for Cgroups {
     }
 
     fn pids(&self, pid: u32) -> Vec<u32> {
-        proc::read(&self.proc.join(pid.to_string()).join("status"))
+        procfs::read(&self.proc.join(pid.to_string()).join("status"))
             .map(|status| pids_of(&status))
             .unwrap_or_default()
     }
@@ -114,7 +114,7 @@ impl Cgroups {
     /// The parent of a process, if that is in the same container; `None` when the process is gone.
     fn parent_inside(&self, pid: u32, container: &str, pod: &PodUid) -> Option<Option<u32>> {
         let status = self.proc.join(pid.to_string()).join("status");
-        let parent = parent_of(&proc::read(&status).ok()?)?;
+        let parent = parent_of(&procfs::read(&status).ok()?)?;
         let of_parent = self.container(parent, pod);
         Some((of_parent.as_deref() == Some(container)).then_some(parent))
     }
@@ -123,8 +123,8 @@ impl Cgroups {
 /// The container that `/proc/<pid>/cgroup` names, if it is one of the pod's. The outermost pod's folder counts: a
 /// container may make folders below its own, with any name.
 fn container_of(cgroup: &str, pod: &PodUid) -> Option<String> {
-    match proc::Owner::parse(cgroup) {
-        proc::Owner::Container { pod: owner, cgroup } if owner == *pod => Some(cgroup),
+    match procfs::Owner::parse(cgroup) {
+        procfs::Owner::Container { pod: owner, cgroup } if owner == *pod => Some(cgroup),
         _ => None,
     }
 }
@@ -271,7 +271,7 @@ mod tests {
 
     #[test]
     fn a_process_whose_name_is_no_text_is_a_process() {
-        let (mut child, _folder) = crate::proc::tests::nameless();
+        let (mut child, _folder) = crate::procfs::tests::nameless();
         let cgroups = Cgroups::new("/proc".into());
         let pid = child.id();
         assert_eq!(cgroups.process(pid).map(|process| process.pid), Some(pid));

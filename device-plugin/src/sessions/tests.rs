@@ -292,7 +292,7 @@ async fn what_the_kernels_log_says_when_an_image_says_hello_is_of_the_image_befo
         };
         let on = std::slice::from_ref(gpu);
         let suspect = sessions.suspect(std::process::id(), on, Moment(u64::MAX));
-        sessions.xid(&suspect.unwrap(), 43, crate::node::clock::present());
+        sessions.xid(&suspect.unwrap(), 43, crate::clock::present());
         assert_eq!(images(), [], "it is fenced");
         waits.send(()).unwrap();
     };

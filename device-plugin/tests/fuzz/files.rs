@@ -3,8 +3,8 @@
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
-use bursar_device_plugin::cdi::CdiDir;
 use bursar_device_plugin::kubelet::device_checkpoint::DeviceCheckpoint;
+use bursar_device_plugin::node::cdi::CdiDir;
 use bursar_device_plugin::sessions::{Cgroups, DriverCharges, Look, Served, Sessions};
 use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, Resource};
 use bursar_protocol::units::Units;

@@ -1,6 +1,6 @@
 //! Records of the kernel's log.
 
-use bursar_device_plugin::poison::log::{Named, parse};
+use bursar_device_plugin::enforcement::faults::kmsg::{Named, parse};
 
 use crate::search_text;
 

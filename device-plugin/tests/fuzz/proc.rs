@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use bursar_device_plugin::attest::maps::Files;
-use bursar_device_plugin::attest::mounts::Mounts;
-use bursar_device_plugin::proc::{Owner, Stat, bounding_capabilities};
+use bursar_device_plugin::enforcement::attestation::maps::Files;
+use bursar_device_plugin::enforcement::attestation::mounts::Mounts;
+use bursar_device_plugin::procfs::{Owner, Stat, bounding_capabilities};
 
 use crate::search_text;
 

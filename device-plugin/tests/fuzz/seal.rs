@@ -1,6 +1,6 @@
 //! Tokens of memory, made from valid ones.
 
-use bursar_device_plugin::tokens::seal::NodeKey;
+use bursar_device_plugin::retained::tokens::seal::NodeKey;
 use bursar_device_plugin::units::AllocationId;
 use bursar_protocol::messages::token::{Generations, GpuToken};
 

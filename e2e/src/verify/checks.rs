@@ -75,7 +75,7 @@ const WAITING: &str = "--test-threads=6";
 const HISTORIES: &[Tests] = &[Tests {
     target: &["--lib"],
     names: &[
-        "kept::leases::history::nothing_is_lost_shared_reused_or_left_in_a_million_operations_of_which_any_may_be_somebodys_last",
+        "retained::leases::history::nothing_is_lost_shared_reused_or_left_in_a_million_operations_of_which_any_may_be_somebodys_last",
         "placement::plan::tests::guarantees::cohorts_get_their_guarantees",
         "placement::plan::tests::random::replayed_plan_evicts_nobody_else",
         "placement::plan::tests::random::crashing_operator_preempts_no_more_than_needed",

@@ -42,7 +42,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             Tests {
                 target: LIB,
                 names: &[
-                    "status::tests::orders_and_status_follow_a_restored_etcd",
+                    "gpu_node::tests::orders_and_status_follow_a_restored_etcd",
                     "history::tests::write_below_the_newest_revision_asks_for_a_list",
                 ],
                 ignored: false,
@@ -82,8 +82,8 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             Tests {
                 target: LIB,
                 names: &[
-                    "status::tests::order_of_another_version_stops_nothing_else",
-                    "status::spec::tests::order_of_another_shape_is_named_and_the_rest_is_read",
+                    "gpu_node::tests::order_of_another_version_stops_nothing_else",
+                    "gpu_node::spec::tests::order_of_another_shape_is_named_and_the_rest_is_read",
                     "node::report::tests::unknown_orders_are_a_condition_and_the_node_stays_ready",
                 ],
                 ignored: false,
@@ -98,10 +98,10 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[Tests {
             target: LIB,
             names: &[
-                "status::tests::deleted_object_is_made_again_within_seconds",
-                "status::tests::object_is_owned_by_the_node_as_registered_now",
-                "status::tests::drain_outlives_the_object_that_ordered_it",
-                "status::tests::drain_on_record_outlives_object_and_agent",
+                "gpu_node::tests::deleted_object_is_made_again_within_seconds",
+                "gpu_node::tests::object_is_owned_by_the_node_as_registered_now",
+                "gpu_node::tests::drain_outlives_the_object_that_ordered_it",
+                "gpu_node::tests::drain_on_record_outlives_object_and_agent",
             ],
             ignored: false,
             env: &[],
@@ -114,9 +114,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[Tests {
             target: LIB,
             names: &[
-                "status::tests::status_and_orders_arrive_however_a_watch_tells",
-                "status::tests::status_arrives_whatever_becomes_of_a_write",
-                "status::tests::lost_answer_counts_as_silence_from_the_request_on",
+                "gpu_node::tests::status_and_orders_arrive_however_a_watch_tells",
+                "gpu_node::tests::status_arrives_whatever_becomes_of_a_write",
+                "gpu_node::tests::lost_answer_counts_as_silence_from_the_request_on",
                 "agent::tests::watch_goes_on_while_it_has_nothing_to_tell",
             ],
             ignored: false,
@@ -130,8 +130,8 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[Tests {
             target: LIB,
             names: &[
-                "sessions::poison::tests::deadlines_hold_when_the_wall_clock_goes_back",
-                "sessions::poison::tests::record_of_an_older_agent_is_read_and_its_times_are_long_ago",
+                "sessions::recovery::tests::deadlines_hold_when_the_wall_clock_goes_back",
+                "sessions::recovery::tests::record_of_an_older_agent_is_read_and_its_times_are_long_ago",
                 "sessions::container::tests::poisoned::a_lost_record_issues_no_number_twice",
             ],
             ignored: false,
@@ -280,7 +280,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             },
             Tests {
                 target: LIB,
-                names: &["inventory::health::tests::gpu_is_unhealthy_at_once_when_a_call_hangs"],
+                names: &["gpu::health::tests::gpu_is_unhealthy_at_once_when_a_call_hangs"],
                 ignored: false,
                 env: &[],
             },
@@ -317,7 +317,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                     "checkpoint::disk::tests::disk_gives_back_the_newest_value",
                     "checkpoint::disk::tests::disk_blocks_no_caller_while_it_hangs",
                     "checkpoint::disk::tests::disk_that_cannot_be_read_is_tried_again",
-                    "node::generations::tests::generations_go_on_within_a_boot_when_the_disk_hangs",
+                    "gpu::generations::tests::generations_go_on_within_a_boot_when_the_disk_hangs",
                     "node::installer::tests::installer_waits_once_for_an_installation_that_hangs",
                 ],
                 ignored: false,
@@ -339,9 +339,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             Tests {
                 target: LIB,
                 names: &[
-                    "agent::reporter::tests::agent_is_not_ready_while_it_does_not_do_its_work",
-                    "agent::reporter::tests::agent_is_ready_unregistered_where_the_node_has_no_gpu",
-                    "agent::reporter::tests::agent_is_ready_whatever_ails_the_hardware",
+                    "agent::publisher::tests::agent_is_not_ready_while_it_does_not_do_its_work",
+                    "agent::publisher::tests::agent_is_ready_unregistered_where_the_node_has_no_gpu",
+                    "agent::publisher::tests::agent_is_ready_whatever_ails_the_hardware",
                 ],
                 ignored: false,
                 env: &[],
@@ -377,12 +377,12 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[Tests {
             target: LIB,
             names: &[
-                "kept::workers::tests::worker_threads_end_with_their_gpus",
-                "node::generations::tests::generations_are_bounded_and_unique_when_gpus_are_recut",
+                "retained::provisioners::tests::worker_threads_end_with_their_gpus",
+                "gpu::generations::tests::generations_are_bounded_and_unique_when_gpus_are_recut",
                 "sessions::tests::tasks_of_gpus_end_when_no_container_has_them",
-                "shim_files::tests::builds_are_removed_when_no_cdi_file_mounts_them",
-                "cdi::tests::mounts_are_not_told_when_a_cdi_file_cannot_be_read",
-                "sessions::container::refused::tests::line_is_due_once_for_all_containers",
+                "node::shim_install::tests::builds_are_removed_when_no_cdi_file_mounts_them",
+                "node::cdi::tests::mounts_are_not_told_when_a_cdi_file_cannot_be_read",
+                "sessions::container::denials::tests::line_is_due_once_for_all_containers",
                 "cluster::index::tests::orders_written_to_a_node_are_forgotten_when_it_is_gone",
             ],
             ignored: false,
@@ -451,9 +451,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[Tests {
             target: LIB,
             names: &[
-                "kept::leases::tests::a_lease_that_cannot_be_read_ends_when_its_gpu_is_drained",
-                "kept::leases::tests::a_lease_that_cannot_be_read_is_kept_and_charged",
-                "node::core::tests::unreadable_cdi_file_stays_while_the_kubelet_knows_it",
+                "retained::leases::tests::a_lease_that_cannot_be_read_ends_when_its_gpu_is_drained",
+                "retained::leases::tests::a_lease_that_cannot_be_read_is_kept_and_charged",
+                "node::allocator::tests::unreadable_cdi_file_stays_while_the_kubelet_knows_it",
             ],
             ignored: false,
             env: &[],

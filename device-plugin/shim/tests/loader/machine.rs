@@ -6,13 +6,15 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use bursar_device_plugin::attest;
-use bursar_device_plugin::audit::judge::{Alive, Containers, Finding, GpuSeen, Listed, judge};
-use bursar_device_plugin::cdi::{self, Binding, BoundGpu, ContainerEdits, HostMount};
 use bursar_device_plugin::config::{AuditConfig, AuditPolicy};
-use bursar_device_plugin::driver::{Driver, LIBCUDA, LIBNVML};
-use bursar_device_plugin::proc::{Owner, Stat};
-use bursar_device_plugin::shim_files;
+use bursar_device_plugin::enforcement::attestation;
+use bursar_device_plugin::enforcement::audit::compare::{
+    Alive, Containers, Finding, GpuSeen, Listed, judge,
+};
+use bursar_device_plugin::node::cdi::{self, Binding, BoundGpu, ContainerEdits, HostMount};
+use bursar_device_plugin::node::driver_files::{Driver, LIBCUDA, LIBNVML};
+use bursar_device_plugin::node::shim_install;
+use bursar_device_plugin::procfs::{Owner, Stat};
 use bursar_device_plugin::units::{AllocationId, Bytes};
 use bursar_sim_state::Sim;
 
@@ -136,7 +138,7 @@ impl Machine {
             }],
         };
         let home = (POD.parse().unwrap(), "main".to_owned());
-        let running = attest::Running {
+        let running = attestation::Running {
             start: Stat::parse(&stat).unwrap().start,
             forked: false,
             shim,
@@ -203,7 +205,7 @@ fn edits(folder: &Path, agent: &support::Container) -> ContainerEdits {
     }
     let driver = Driver::find(&host, &host, &agent.sim().join("dev")).unwrap();
     let node = cdi::Node {
-        shim_dir: shim_files::install(&image, &driver, &folder.join("state")).unwrap(),
+        shim_dir: shim_install::install(&image, &driver, &folder.join("state")).unwrap(),
         driver,
         alloc_dir: agent.alloc_dir().parent().unwrap().to_owned(),
         extra_mounts: vec![HostMount {

@@ -160,7 +160,7 @@ const CITED: &[Cited] = &[
     Cited {
         route: "another grant written into the credit page",
         comes_to: "detected (forged-page)",
-        file: "device-plugin/src/audit/judge/tests.rs",
+        file: "device-plugin/src/enforcement/audit/compare/tests.rs",
         test: "a_page_with_another_grant_than_the_books_is_a_finding_without_any_gpu_seen",
     },
     Cited {
@@ -178,7 +178,7 @@ const CITED: &[Cited] = &[
     Cited {
         route: "any other mount over, above or inside our paths",
         comes_to: "detected (`Enforced` is False: MountedOver)",
-        file: "device-plugin/src/attest/verdict/tests.rs",
+        file: "device-plugin/src/enforcement/attestation/evaluate/tests.rs",
         test: "whatever_is_mounted_over_above_or_in_one_of_our_paths_is_told",
     },
     Cited {
@@ -250,13 +250,13 @@ const CITED: &[Cited] = &[
     Cited {
         route: "the same in a process with a session, where the kernel module tells its owner",
         comes_to: "detected (over quota); ended under `kill`",
-        file: "device-plugin/src/audit/judge/tests.rs",
+        file: "device-plugin/src/enforcement/audit/compare/tests.rs",
         test: "contextless_memory_beyond_the_quota_is_found_with_a_session",
     },
     Cited {
         route: "the same in a forked child of a process with a session",
         comes_to: "detected (holder)",
-        file: "device-plugin/src/audit/judge/tests.rs",
+        file: "device-plugin/src/enforcement/audit/compare/tests.rs",
         test: "a_child_with_a_driver_of_its_own_is_a_holder",
     },
     Cited {
@@ -274,19 +274,19 @@ const CITED: &[Cited] = &[
     Cited {
         route: "more processes than the quota has contexts for",
         comes_to: "detected (over-quota)",
-        file: "device-plugin/src/audit/judge/tests.rs",
+        file: "device-plugin/src/enforcement/audit/compare/tests.rs",
         test: "processes_without_room_for_their_contexts_are_a_finding",
     },
     Cited {
         route: "memory that was never told as exported, by a descriptor in another process or in flight",
         comes_to: "detected (unaccounted): bound to nobody, told on the pod or the node, nobody ended",
-        file: "device-plugin/src/audit/judge/tests.rs",
+        file: "device-plugin/src/enforcement/audit/compare/tests.rs",
         test: "memory_of_nobody_is_of_the_only_container_that_uses_the_driver",
     },
     Cited {
         route: "the pid of a dead process whose memory is held, taken again",
         comes_to: "detected (intruder) beyond what the dead process left",
-        file: "device-plugin/src/audit/judge/tests.rs",
+        file: "device-plugin/src/enforcement/audit/compare/tests.rs",
         test: "who_gets_the_pid_of_a_dead_process_is_charged_for_what_that_left",
     },
     Cited {

@@ -12,8 +12,8 @@ use std::process::Command;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use bursar_device_plugin::clock::{self, Present};
 use bursar_device_plugin::ledger::Moment;
-use bursar_device_plugin::node::clock::{self, Present};
 use bursar_device_plugin::sessions::{
     Account, Books, Fault, Policy, Process, Served, Sessions, Usage,
 };

@@ -2,13 +2,13 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use super::*;
-use crate::inventory::Gpu;
-use crate::inventory::health::Memory as GpuMemory;
+use crate::gpu::Gpu;
+use crate::gpu::health::Memory as GpuMemory;
 use crate::kubelet::devices::{Devices, TokenHealth};
 use crate::ledger::{Health as LedgerHealth, ManagedView};
 use crate::metrics::Counts;
-use crate::node::core::{Troubles, Wait};
-use crate::node::state::{Holder, PodName};
+use crate::node::allocator::{Troubles, Wait};
+use crate::node::checkpoint_state::{Holder, PodName};
 use crate::units::{Bytes, GpuUuid, Quantum, Resource};
 
 fn uuid() -> GpuUuid {
@@ -483,7 +483,7 @@ fn a_gpu_that_is_not_audited_and_a_container_that_is_not_enforced_are_named() {
         ..BoundContainer::numbered(1, 1)
     };
     let lack = Lack {
-        reason: crate::attest::Reason::MountedOver,
+        reason: crate::enforcement::attestation::Reason::MountedOver,
         detail: "/opt/bursar/lib".into(),
     };
     around.audited.not_enforced.push((container, lack));

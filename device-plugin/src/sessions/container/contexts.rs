@@ -6,7 +6,7 @@ use bursar_protocol::messages::Response;
 use bursar_protocol::units::Units;
 
 use super::super::Account;
-use super::super::contexts::ContextSizes;
+use super::super::context_size::ContextSizes;
 use super::Container;
 
 impl Container {

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use bursar_protocol::units::Units;
 
 use super::super::Account;
-use super::super::credit::Books;
-use super::super::held::Own;
+use super::super::accounts::Books;
+use super::super::orphan_bound::Own;
 use super::{Container, Member};
 use crate::units::{Bytes, GpuUuid};
 

@@ -6,7 +6,7 @@ use bursar_protocol::messages::{Account, RejectReason};
 use bursar_protocol::units::Units;
 
 use super::{Container, Membership};
-use crate::sessions::credit::NOBODY;
+use crate::sessions::accounts::NOBODY;
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
 /// Why a process may not ask.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use bursar_protocol::credit_page::{CreditPage, PageError};
 
 use super::super::MAX_PROCESSES;
-use super::super::pace::Pace;
+use super::super::rate_limit::Pace;
 
 /// How often a container may have one more page, beyond twice as many at once as it may have processes.
 const EVERY: Duration = Duration::from_secs(1);

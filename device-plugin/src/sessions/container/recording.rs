@@ -12,9 +12,9 @@ use bursar_protocol::messages::Response;
 use bursar_protocol::units::Units;
 use tokio::sync::{Notify, oneshot, watch};
 
-use super::super::pace::{Pace, measured};
+use super::super::rate_limit::{Pace, measured};
 use super::Container;
-use super::refused::Why;
+use super::denials::Why;
 
 /// Writes take one in so many parts of a processor's time at most.
 const SHARE: u32 = 20;

@@ -7,15 +7,15 @@ use std::collections::BTreeSet;
 use bursar_crds::budget::ContextAction;
 use bursar_protocol::messages::Recovery;
 
-use super::super::super::poison::Policy;
+use super::super::super::recovery::Policy;
 use super::*;
 use crate::checkpoint::Checkpoint;
-use crate::inventory::health::{Health, Memory, Sickness};
-use crate::inventory::{Gpu, GpuState};
-use crate::kept::leases::{Asker, Charged, Heard, Leases, Meta, Node, Open, Opened, Standing};
-use crate::kept::numbers::Numbers;
-use crate::node::clock::Present;
-use crate::node::generations::Generations;
+use crate::clock::Present;
+use crate::gpu::generations::Generations;
+use crate::gpu::health::{Health, Memory, Sickness};
+use crate::gpu::{Gpu, GpuState};
+use crate::retained::lease_ids::Numbers;
+use crate::retained::leases::{Asker, Charged, Heard, Leases, Meta, Node, Open, Opened, Standing};
 use crate::units::{AllocationId, LeaseId};
 
 /// What becomes of a generation.

@@ -3,10 +3,10 @@
 use bursar_crds::budget::ContextAction;
 use bursar_protocol::messages::Recovery;
 
-use super::super::super::poison::{Decision, Policy};
+use super::super::super::recovery::{Decision, Policy};
 use super::super::leases::NotAsked;
 use super::*;
-use crate::node::clock::Present;
+use crate::clock::Present;
 
 fn now() -> Present {
     Present {

@@ -1,0 +1,244 @@
+//! Keeps the outside told: status, events, metrics and readiness, from what the node shows.
+
+use std::time::Duration;
+
+use bursar_crds::conditions::{Statement, gpu_node as names};
+use k8s_openapi::api::core::v1::Node;
+use kube::{Api, Client};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::debug;
+
+use crate::agent::http::Verdict;
+use crate::config::ResourcesConfig;
+use crate::container_runtime;
+use crate::enforcement::audit::Audited;
+use crate::enforcement::driver_limits::Limits;
+use crate::gpu_node::quota_overrides::Ordered;
+use crate::gpu_node::{Events, FaultReport, NodeReport};
+use crate::kubelet::lifecycle::Registration;
+use crate::metrics::Metrics;
+use crate::node::actor::Snapshot;
+use crate::node::report::{Around, events, report};
+use crate::retained::status::KeptStatus;
+
+/// How often the Node is asked for its container runtime, which changes when the node is updated.
+const RUNTIME: Duration = Duration::from_secs(300);
+/// How soon it is asked again after no answer.
+const RUNTIME_RETRY: Duration = Duration::from_secs(10);
+
+/// What it tells from.
+pub(super) struct Reporter {
+    pub(super) config: ResourcesConfig,
+    pub(super) boot: String,
+    pub(super) snapshots: watch::Receiver<Snapshot>,
+    pub(super) registration: watch::Receiver<Registration>,
+    pub(super) audited: watch::Receiver<Audited>,
+    pub(super) limits: watch::Receiver<Limits>,
+    pub(super) ordered: watch::Receiver<Ordered>,
+    pub(super) faults: watch::Receiver<Vec<FaultReport>>,
+    pub(super) kept: watch::Receiver<KeptStatus>,
+    pub(super) node: String,
+    pub(super) client: Option<Client>,
+    pub(super) events: Events,
+    pub(super) metrics: Metrics,
+}
+
+impl Reporter {
+    /// The part to run, with the reports and the readiness that it keeps.
+    pub(super) fn start(
+        self,
+        stop: CancellationToken,
+    ) -> (
+        impl Future<Output = ()> + Send,
+        watch::Receiver<NodeReport>,
+        watch::Receiver<Verdict>,
+    ) {
+        let first = report(&self.snapshots.borrow(), &self.around(None));
+        let (readiness, ready) = watch::channel(verdict(&first));
+        let (reports, reported) = watch::channel(first);
+        (self.run(reports, readiness, stop), reported, ready)
+    }
+
+    async fn run(
+        mut self,
+        reports: watch::Sender<NodeReport>,
+        readiness: watch::Sender<Verdict>,
+        stop: CancellationToken,
+    ) {
+        let mut runtime = None;
+        let mut told = false;
+        let mut ask = Box::pin(self.runtime(Duration::ZERO));
+        loop {
+            let around = self.around(runtime.clone());
+            let after = report(&self.snapshots.borrow_and_update(), &around);
+            self.tell(&after, told.then(|| reports.borrow()).as_deref());
+            told = true;
+            readiness.send_replace(verdict(&after));
+            reports.send_if_modified(|before| {
+                let changed = *before != after;
+                *before = after;
+                changed
+            });
+            tokio::select! {
+                changed = self.snapshots.changed() => if changed.is_err() {
+                    break;
+                },
+                Ok(()) = self.registration.changed() => drop(self.registration.borrow_and_update()),
+                Ok(()) = self.audited.changed() => drop(self.audited.borrow_and_update()),
+                Ok(()) = self.limits.changed() => drop(self.limits.borrow_and_update()),
+                Ok(()) = self.ordered.changed() => drop(self.ordered.borrow_and_update()),
+                Ok(()) = self.faults.changed() => drop(self.faults.borrow_and_update()),
+                Ok(()) = self.kept.changed() => drop(self.kept.borrow_and_update()),
+                (answer, again) = &mut ask => {
+                    runtime = answer;
+                    ask = Box::pin(self.runtime(again));
+                }
+                () = stop.cancelled() => break,
+            }
+        }
+        stop.cancelled().await;
+    }
+
+    fn around(&self, runtime: Option<String>) -> Around {
+        Around {
+            config: self.config,
+            boot: self.boot.clone(),
+            registration: self.registration.borrow().clone(),
+            runtime,
+            audited: self.audited.borrow().clone(),
+            limits: self.limits.borrow().clone(),
+            ordered: self.ordered.borrow().clone(),
+            faults: self.faults.borrow().clone(),
+            kept: self.kept.borrow().clone(),
+        }
+    }
+
+    fn tell(&self, after: &NodeReport, before: Option<&NodeReport>) {
+        self.metrics.set_report(after);
+        self.metrics.set_kept(&self.kept.borrow().kept);
+        for (resource, counts) in self.snapshots.borrow().counts {
+            self.metrics.set_counts(resource, counts);
+        }
+        for (reason, message) in events(before, after) {
+            self.events.on_node(reason, message);
+        }
+    }
+
+    /// After `pause`: why the runtime ignores CDI devices, and when to ask again.
+    fn runtime(
+        &self,
+        pause: Duration,
+    ) -> impl Future<Output = (Option<String>, Duration)> + Send + 'static {
+        let (client, node) = (self.client.clone(), self.node.clone());
+        async move {
+            let Some(client) = client else {
+                return std::future::pending().await;
+            };
+            tokio::time::sleep(pause).await;
+            match Api::<Node>::all(client).get(&node).await {
+                Ok(node) => {
+                    let info = node.status.and_then(|status| status.node_info);
+                    let version = info
+                        .map(|info| info.container_runtime_version)
+                        .unwrap_or_default();
+                    (container_runtime::without_cdi(&version), RUNTIME)
+                }
+                Err(error) => {
+                    debug!(%error, "container runtime not known");
+                    (None, RUNTIME_RETRY)
+                }
+            }
+        }
+    }
+}
+
+/// Whether the agent does its work, which is no matter of its hardware: what ails GPUs, the
+/// container runtime or pods stands in the conditions, and holds up no rollout of the DaemonSet.
+/// The agent is not ready before it has looked at its GPUs and audited once, and while its tokens
+/// are not registered or it can record or hand out no binding.
+fn verdict(report: &NodeReport) -> Verdict {
+    let is_work = |condition: &&Statement| match condition.type_ {
+        names::GPUS_FOUND | names::AUDITED => condition.holds.is_none(),
+        // Without a GPU there is nothing to register.
+        names::REGISTERED => condition.is_amiss() && !report.gpus.is_empty(),
+        names::CDI_READY => condition.reason == names::CDI_FOLDER,
+        names::CHECKPOINT_INTACT => condition.reason == names::CHECKPOINT_UNWRITABLE,
+        _ => false,
+    };
+    match report.conditions.iter().find(is_work) {
+        None => Verdict::Well,
+        Some(amiss) => Verdict::Unwell(format!("{}: {}", amiss.type_, amiss.message)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_crds::conditions::gpu_node::PENDING;
+
+    use super::*;
+    use crate::gpu_node::fixtures::report;
+
+    /// Of a node with GPUs, or without.
+    fn verdict_of(gpus: bool, said: &[(&'static str, Option<bool>, &'static str)]) -> Verdict {
+        let conditions = said.iter().map(|&(type_, holds, reason)| Statement {
+            type_,
+            holds,
+            reason,
+            message: "why".into(),
+        });
+        let mut report = NodeReport {
+            conditions: conditions.collect(),
+            ..report()
+        };
+        assert!(!report.gpus.is_empty());
+        if !gpus {
+            report.gpus.clear();
+        }
+        verdict(&report)
+    }
+
+    #[test]
+    fn agent_is_ready_whatever_ails_the_hardware() {
+        for (type_, reason) in [
+            (names::GPUS_FOUND, names::NO_HEALTHY_GPU),
+            (names::GPUS_FOUND, names::DRIVER_FAILED),
+            (names::GPUS_FOUND, names::NO_GPUS),
+            (names::AUDITED, names::AUDIT_STALE),
+            (names::CDI_READY, names::CDI_UNSUPPORTED),
+            (names::CHECKPOINT_INTACT, names::CHECKPOINT_REBUILT),
+            (names::KEPT_MEMORY, names::VAULT_AWAY),
+        ] {
+            let said = (type_, Some(false), reason);
+            assert_eq!(verdict_of(true, &[said]), Verdict::Well, "{reason}");
+        }
+    }
+
+    #[test]
+    fn agent_is_not_ready_while_it_does_not_do_its_work() {
+        for (type_, holds, reason) in [
+            (names::GPUS_FOUND, None, PENDING),
+            (names::AUDITED, None, PENDING),
+            (names::REGISTERED, None, PENDING),
+            (names::REGISTERED, Some(false), names::KUBELET_UNREACHABLE),
+            (names::CDI_READY, Some(false), names::CDI_FOLDER),
+            (
+                names::CHECKPOINT_INTACT,
+                Some(false),
+                names::CHECKPOINT_UNWRITABLE,
+            ),
+        ] {
+            let well = (names::WITHIN_TOKEN_LIMIT, Some(true), names::OK);
+            let said = verdict_of(true, &[well, (type_, holds, reason)]);
+            assert_eq!(said, Verdict::Unwell(format!("{type_}: why")), "{reason}");
+        }
+    }
+
+    #[test]
+    fn agent_is_ready_unregistered_where_the_node_has_no_gpu() {
+        let unregistered = (names::REGISTERED, None, PENDING);
+        let none = (names::GPUS_FOUND, Some(false), names::DRIVER_MISSING);
+        assert_eq!(verdict_of(false, &[none, unregistered]), Verdict::Well);
+        assert_ne!(verdict_of(true, &[none, unregistered]), Verdict::Well);
+    }
+}

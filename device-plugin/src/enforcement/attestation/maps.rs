@@ -1,0 +1,173 @@
+//! Which files of a driver a process has mapped, by its memory map: pure.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use crate::node::cdi::CONTAINER_DRIVER_DIR;
+
+/// A mapped file that has to do with a driver.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Mapped {
+    /// What it is by its name.
+    pub kind: Kind,
+    /// The file's number in its file system.
+    pub inode: u64,
+    /// Its path in the process's mount namespace. A file that was removed ends in ` (deleted)`.
+    pub path: PathBuf,
+}
+
+/// What a mapped file is, by its name alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// It is called as the driver API library is: the shim, or another.
+    Libcuda,
+    /// The real driver API library where we put it.
+    Driver,
+    /// A device node: what talks to the GPU.
+    Device,
+}
+
+/// What the paths of a process's files that have to do with a driver may take together. An honest one has a dozen.
+const MOST: usize = 64 << 10;
+
+/// The files of a memory map that have to do with a driver, each once.
+#[derive(Clone, Debug, Default)]
+pub struct Files {
+    files: BTreeSet<Mapped>,
+    bytes: usize,
+}
+
+impl Files {
+    /// Takes in a line of `/proc/<pid>/maps` (proc_pid_maps(5)).
+    pub fn see(&mut self, line: &str) {
+        let Some(file) = file(line).filter(|_| self.bytes <= MOST) else {
+            return;
+        };
+        let bytes = file.path.as_os_str().len();
+        if self.files.insert(file) {
+            self.bytes += bytes;
+        }
+    }
+
+    /// All of them; none where they are too many.
+    pub fn all(&self) -> Option<&BTreeSet<Mapped>> {
+        (self.bytes <= MOST).then_some(&self.files)
+    }
+}
+
+/// The most mappings of device nodes that are kept of a process: a context of an H200 has some thirty.
+const MOST_DEVICES: usize = 256;
+
+/// Takes in where a process has device nodes of the driver mapped, from a line of its memory map. Nowhere: it has not
+/// begun with the driver; NVML maps none.
+pub fn see_device(line: &str, devices: &mut BTreeSet<u64>) {
+    let path = line.find('/').and_then(|at| line.get(at..));
+    if path.and_then(kind) != Some(Kind::Device) || devices.len() >= MOST_DEVICES {
+        return;
+    }
+    let start = line.split_once('-').map(|(start, _)| start);
+    devices.extend(start.and_then(|start| u64::from_str_radix(start, 16).ok()));
+}
+
+/// `7f00-7f01 r-xp 00000000 08:01 1234   /usr/lib/libcuda.so.1`: range, access, offset, device, inode, path.
+fn file(line: &str) -> Option<Mapped> {
+    let path = &line[line.find('/')?..];
+    let kind = kind(path)?;
+    let inode = line.split_ascii_whitespace().nth(4)?.parse().ok()?;
+    Some(Mapped {
+        kind,
+        inode,
+        path: path.into(),
+    })
+}
+
+fn kind(path: &str) -> Option<Kind> {
+    if path.starts_with("/dev/nvidia") {
+        return Some(Kind::Device);
+    }
+    let path = Path::new(path);
+    let name = path.file_name()?.to_str()?;
+    if name.starts_with("libcuda.so") {
+        Some(Kind::Libcuda)
+    } else if name.starts_with("cuda.so") && path.starts_with(CONTAINER_DRIVER_DIR) {
+        Some(Kind::Driver)
+    } else {
+        None
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn files(maps: &str) -> BTreeSet<Mapped> {
+        let mut files = Files::default();
+        maps.lines().for_each(|line| files.see(line));
+        files.all().unwrap().clone()
+    }
+
+    const MAPS: &str = "\
+55d0c6a00000-55d0c6a21000 r--p 00000000 08:01 131 /usr/bin/python3.12
+55d0c7a00000-55d0c7a21000 rw-p 00000000 00:00 0 [heap]
+7f1000000000-7f1000001000 r--p 00000000 08:01 4711 /opt/bursar/lib/libcuda.so.1
+7f1000001000-7f1000002000 r-xp 00001000 08:01 4711 /opt/bursar/lib/libcuda.so.1
+7f2000000000-7f2000001000 r-xp 00000000 08:01 815 /opt/bursar/drv/cuda.so.1
+7f2100000000-7f2100001000 rw-s 00000000 00:05 77 /dev/nvidiactl
+7f2200000000-7f2200001000 rw-s 00000000 00:05 78 /dev/nvidia0
+7f3000000000-7f3000001000 r-xp 00000000 00:3b 9 /tmp/x/libcuda.so.580.95.05 (deleted)
+7f3000000000-7f3000001000 r-xp 00000000 00:3b 10 /usr/lib/libcudart.so.12
+7f4000000000-7f4000001000 rw-s 00000000 00:01 12 /memfd:bursar-credit (deleted)
+7fffd0000000-7fffd0021000 rw-p 00000000 00:00 0
+7fffd0000000-7fffd0021000 r-xp 00000000 00:00 0 [vdso]
+";
+
+    #[test]
+    fn each_file_of_a_driver_is_found_once_and_no_other() {
+        let found: Vec<_> = files(MAPS)
+            .into_iter()
+            .map(|file| (file.kind, file.inode, file.path.display().to_string()))
+            .collect();
+        let expected = [
+            (Kind::Libcuda, 9, "/tmp/x/libcuda.so.580.95.05 (deleted)"),
+            (Kind::Libcuda, 4711, "/opt/bursar/lib/libcuda.so.1"),
+            (Kind::Driver, 815, "/opt/bursar/drv/cuda.so.1"),
+            (Kind::Device, 77, "/dev/nvidiactl"),
+            (Kind::Device, 78, "/dev/nvidia0"),
+        ]
+        .map(|(kind, inode, path)| (kind, inode, path.to_owned()));
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn devices_are_known_by_where_they_are_mapped() {
+        let mut devices = BTreeSet::new();
+        MAPS.lines().for_each(|line| see_device(line, &mut devices));
+        assert_eq!(devices, [0x7f21_0000_0000, 0x7f22_0000_0000].into());
+    }
+
+    #[test]
+    fn a_name_that_only_begins_as_the_drivers_folder_does_is_not_in_it() {
+        assert_eq!(kind("/opt/bursar/drv/cuda.so.1"), Some(Kind::Driver));
+        assert_eq!(kind("/opt/bursar/drv2/cuda.so.1"), None);
+        assert_eq!(kind("/home/a b/libcuda.so"), Some(Kind::Libcuda));
+    }
+
+    #[test]
+    fn more_files_of_a_driver_than_any_program_has_are_too_many() {
+        let mut files = Files::default();
+        for number in 0..65_000 {
+            files.see(&format!(
+                "7f00-7f01 r-xp 0 08:01 {number} /tmp/{number}/libcuda.so.1"
+            ));
+        }
+        assert!(files.all().is_none());
+        assert!(files.bytes < 2 * MOST, "{}", files.bytes);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_text_makes_it_panic(text in "\\PC{0,100}\n?/?\\PC{0,40}(libcuda.so)?") {
+            let _ = files(&text);
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! What people are told of findings: Events on pods, or on the node where no pod's name is known.
+//!
+//! Tenants read them: no process is named by the pid that it has on the host. The agent's log names it.
+
+use super::compare::Finding;
+use crate::enforcement::attestation::Lack;
+use crate::gpu_node::{Events, PodRef, Reason};
+use crate::node::allocator::BoundContainer;
+use crate::procfs::Owner;
+use crate::units::{AllocationId, Bytes};
+
+/// Tells of a finding.
+pub fn finding(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
+    let (reason, allocation) = match finding {
+        Finding::OverQuota { allocation, .. } => (Reason::OverQuota, Some(allocation)),
+        Finding::Intruder { allocation, .. } => (Reason::Intruder, allocation.as_ref()),
+        Finding::ForgedPage { allocation, .. } => (Reason::ForgedPage, Some(allocation)),
+        Finding::Holder { allocation, .. } => (Reason::Intruder, Some(allocation)),
+        Finding::Unaccounted { only, .. } => (Reason::Unaccounted, only.as_ref()),
+    };
+    say(events, reason, message(finding), allocation, containers);
+}
+
+/// Tells that a process was killed for a finding.
+pub fn killed(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
+    let allocation = match finding {
+        Finding::OverQuota { allocation, .. }
+        | Finding::ForgedPage { allocation, .. }
+        | Finding::Holder { allocation, .. } => Some(allocation),
+        Finding::Intruder { allocation, .. } => allocation.as_ref(),
+        Finding::Unaccounted { .. } => None,
+    };
+    let message = format!("a process was killed: {}", message(finding));
+    say(events, Reason::Killed, message, allocation, containers);
+}
+
+/// Tells that a container is no longer held to its quota, or is again.
+pub fn enforcement(events: &Events, container: &BoundContainer, lack: Option<&Lack>) {
+    let (reason, message) = match lack {
+        Some(lack) => (Reason::NotEnforced, lack.to_string()),
+        None => (Reason::Enforced, "held to its quota again".to_owned()),
+    };
+    let allocation = Some(&container.allocation);
+    say(
+        events,
+        reason,
+        message,
+        allocation,
+        std::slice::from_ref(container),
+    );
+}
+
+fn message(finding: &Finding) -> String {
+    match finding {
+        Finding::OverQuota {
+            gpu,
+            quota,
+            charged,
+            ..
+        } => format!("has {} of {gpu}, its quota is {quota}", rough(*charged)),
+        Finding::Intruder {
+            gpu,
+            owner,
+            allocation,
+            ..
+        } => match (owner, allocation) {
+            (_, Some(_)) => format!("a process uses {gpu} past the shim"),
+            (Owner::Container { pod, .. }, None) => {
+                format!("a process of pod {pod}, which was given none of it, uses {gpu}")
+            }
+            (Owner::Host, None) => format!("a process of the host uses {gpu}"),
+        },
+        Finding::ForgedPage { .. } => "a process wrote a grant into its own credit page".to_owned(),
+        Finding::Holder { gpu, bytes, .. } => format!(
+            "a process uses {gpu} past the shim and without a context, and {} of it is in use and charged to nobody",
+            rough(*bytes)
+        ),
+        Finding::Unaccounted { gpu, bytes, only } => {
+            let only = only.map_or("", |_| "; no other container uses the GPU's driver");
+            format!(
+                "{} of {gpu} is in use and charged to nobody{only}",
+                rough(*bytes)
+            )
+        }
+    }
+}
+
+/// Whole MiB: the rest is noise.
+fn rough(Bytes(bytes): Bytes) -> Bytes {
+    Bytes(bytes & !((1 << 20) - 1))
+}
+
+/// On the pod where its name is known, otherwise on the node with the pod's UID.
+fn say(
+    events: &Events,
+    reason: Reason,
+    message: String,
+    allocation: Option<&AllocationId>,
+    containers: &[BoundContainer],
+) {
+    let container = allocation.and_then(|allocation| {
+        let mut all = containers.iter();
+        all.find(|container| container.allocation == *allocation)
+    });
+    let Some(container) = container else {
+        return events.on_node(reason, message);
+    };
+    let name = container
+        .holder
+        .as_ref()
+        .map(|holder| holder.container.as_str());
+    let message = match name.filter(|name| !name.is_empty()) {
+        Some(name) => format!("container {name}: {message}"),
+        None => message,
+    };
+    let pod = container
+        .holder
+        .as_ref()
+        .and_then(|holder| holder.pod.clone());
+    match pod {
+        Some(pod) => {
+            let pod = PodRef {
+                namespace: pod.namespace,
+                name: pod.name,
+                uid: container.pod.clone(),
+            };
+            events.on_pod(pod, reason, message);
+        }
+        None => events.on_node(reason, format!("pod {}: {message}", container.pod)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sessions::Process;
+    use crate::units::GpuUuid;
+
+    #[test]
+    fn no_event_of_a_finding_names_a_pid() {
+        let (gpu, allocation) = ("GPU-a".parse().unwrap(), AllocationId::from_bits(1));
+        let process = |pid| Process { pid, start: 7 };
+        let told = |pid| {
+            let forged = Finding::ForgedPage {
+                allocation,
+                process: process(pid),
+            };
+            let intruder = |owner: &Owner, allocation| Finding::Intruder {
+                gpu: GpuUuid::clone(&gpu),
+                process: process(pid),
+                bytes: None,
+                owner: owner.clone(),
+                allocation,
+            };
+            let pod = Owner::Container {
+                pod: "p".parse().unwrap(),
+                cgroup: "c".into(),
+            };
+            let all = [
+                forged,
+                intruder(&pod, Some(allocation)),
+                intruder(&pod, None),
+                intruder(&Owner::Host, None),
+            ];
+            all.map(|finding| message(&finding))
+        };
+        assert_eq!(told(4711), told(4712));
+    }
+}

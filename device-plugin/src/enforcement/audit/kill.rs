@@ -1,0 +1,72 @@
+//! Kills a process, and never a later one that has its pid.
+
+use std::io;
+use std::path::Path;
+
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+use crate::procfs::{self, Stat};
+use crate::sessions::Process;
+
+/// SIGKILL to `process`, if it still lives; whether it did. `proc` is the host's `/proc`.
+///
+/// # Errors
+/// What `pidfd_open(2)` and `pidfd_send_signal(2)` answer.
+pub fn kill(proc: &Path, process: Process) -> io::Result<bool> {
+    let pid = i32::try_from(process.pid).ok().and_then(Pid::from_raw);
+    let pid = pid.ok_or(io::ErrorKind::InvalidInput)?;
+    let pinned = match pidfd_open(pid, PidfdFlags::empty()) {
+        Err(rustix::io::Errno::SRCH) => return Ok(false),
+        pinned => pinned?,
+    };
+    // Read while the pid is pinned: it is this process's start, or the process has ended.
+    let stat = procfs::read(&proc.join(process.pid.to_string()).join("stat"));
+    let start = stat
+        .ok()
+        .and_then(|text| Stat::parse(&text))
+        .map(|stat| stat.start);
+    if start != Some(process.start) {
+        return Ok(false);
+    }
+    match pidfd_send_signal(pinned, Signal::KILL) {
+        Err(rustix::io::Errno::SRCH) => Ok(false),
+        sent => Ok(sent.map(|()| true)?),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn the_process_that_is_meant_ends_and_another_with_its_pid_does_not() {
+        let proc = Path::new("/proc");
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = child.id();
+        let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        let start = Stat::parse(&text).unwrap().start;
+        let earlier = Process {
+            pid,
+            start: start - 1,
+        };
+        assert!(!kill(proc, earlier).unwrap());
+        assert!(child.try_wait().unwrap().is_none());
+        let process = Process { pid, start };
+        assert!(kill(proc, process).unwrap());
+        assert_eq!(child.wait().unwrap().signal(), Some(9));
+        assert!(!kill(proc, process).unwrap(), "it is gone");
+    }
+
+    #[test]
+    fn a_process_whose_name_is_no_text_ends_too() {
+        let (mut child, _folder) = crate::procfs::tests::nameless();
+        let pid = child.id();
+        let text = crate::procfs::read(Path::new(&format!("/proc/{pid}/stat"))).unwrap();
+        let start = Stat::parse(&text).unwrap().start;
+        assert!(kill(Path::new("/proc"), Process { pid, start }).unwrap());
+        assert_eq!(child.wait().unwrap().signal(), Some(9));
+    }
+}

@@ -1,0 +1,142 @@
+//! What is done about a finding: pure.
+
+use super::compare::Finding;
+use crate::config::{AuditConfig, AuditPolicy};
+use crate::sessions::Process;
+
+/// Memory comes and goes in the driver while a process ends: nobody is told before it has stayed so long.
+const UNACCOUNTED_AFTER: u32 = 10;
+
+/// A program may be within `cuInit`, which takes 0.2 s, at one audit; at two it is not.
+const HOLDER_AFTER: u32 = 2;
+
+/// What to do about a finding.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Action {
+    /// Tell people of it: once for as long as it stands.
+    pub tell: bool,
+    /// Kill these.
+    pub kill: Vec<Process>,
+}
+
+/// What to do about a finding that has stood in `strikes` audits, in a row for most. Only processes of containers that were
+/// given memory by us are killed; what others do on a GPU is their admin's to judge.
+pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
+    let (told_at, at_fault) = match finding {
+        Finding::OverQuota { processes, .. } => (1, processes.clone()),
+        Finding::Intruder {
+            process,
+            allocation: Some(_),
+            ..
+        }
+        | Finding::ForgedPage { process, .. } => (1, vec![*process]),
+        Finding::Intruder {
+            allocation: None, ..
+        } => (1, Vec::new()),
+        Finding::Holder { process, alone, .. } => (
+            HOLDER_AFTER,
+            alone.then_some(*process).into_iter().collect(),
+        ),
+        Finding::Unaccounted { .. } => (UNACCOUNTED_AFTER, Vec::new()),
+    };
+    let kills = match config.policy {
+        AuditPolicy::Report => false,
+        // Again after as many, should a kill have failed.
+        AuditPolicy::Kill => strikes > 0 && strikes.is_multiple_of(config.kill_after),
+    };
+    Action {
+        tell: strikes == told_at,
+        kill: if kills { at_fault } else { Vec::new() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::procfs::Owner;
+    use crate::units::{AllocationId, Bytes};
+
+    const ONE: Process = Process { pid: 7, start: 70 };
+
+    fn config(policy: AuditPolicy) -> AuditConfig {
+        AuditConfig {
+            policy,
+            tolerance: Bytes::mib(64),
+            process_allowance: Bytes::gib(1),
+            kill_after: 3,
+        }
+    }
+
+    fn over_quota() -> Finding {
+        Finding::OverQuota {
+            allocation: AllocationId::from_bits(1),
+            gpu: "GPU-a".parse().unwrap(),
+            quota: Bytes::gib(1),
+            charged: Bytes::gib(4),
+            processes: vec![ONE],
+        }
+    }
+
+    fn intruder(allocation: Option<AllocationId>) -> Finding {
+        Finding::Intruder {
+            gpu: "GPU-a".parse().unwrap(),
+            process: ONE,
+            bytes: None,
+            owner: Owner::Host,
+            allocation,
+        }
+    }
+
+    #[test]
+    fn a_finding_is_told_once_and_kills_only_when_it_has_stood_as_long_as_the_policy_says() {
+        let config = config(AuditPolicy::Kill);
+        let steps: Vec<(bool, usize)> = (1..=7)
+            .map(|strikes| action(&over_quota(), strikes, &config))
+            .map(|action| (action.tell, action.kill.len()))
+            .collect();
+        let expected = [
+            (true, 0),
+            (false, 0),
+            (false, 1),
+            (false, 0),
+            (false, 0),
+            (false, 1),
+            (false, 0),
+        ];
+        assert_eq!(steps, expected);
+    }
+
+    #[test]
+    fn with_the_policy_report_nobody_is_killed_however_long_it_stands() {
+        let config = config(AuditPolicy::Report);
+        let kills = (1..=100).map(|strikes| action(&over_quota(), strikes, &config).kill.len());
+        assert_eq!(kills.sum::<usize>(), 0);
+    }
+
+    #[test]
+    fn processes_outside_our_containers_are_told_of_and_left_alive() {
+        let config = config(AuditPolicy::Kill);
+        assert!(action(&intruder(None), 1, &config).tell);
+        assert_eq!(action(&intruder(None), 3, &config).kill, []);
+        let ours = intruder(Some(AllocationId::from_bits(1)));
+        assert_eq!(action(&ours, 3, &config).kill, [ONE]);
+    }
+
+    #[test]
+    fn a_holder_is_told_at_the_second_audit_and_killed_only_where_it_is_alone() {
+        let config = config(AuditPolicy::Kill);
+        let holder = |alone| Finding::Holder {
+            gpu: "GPU-a".parse().unwrap(),
+            process: ONE,
+            bytes: Bytes::gib(1),
+            allocation: AllocationId::from_bits(1),
+            alone,
+        };
+        let told: Vec<bool> = (1..=4)
+            .map(|strikes| action(&holder(true), strikes, &config).tell)
+            .collect();
+        assert_eq!(told, [false, true, false, false]);
+        assert_eq!(action(&holder(true), 3, &config).kill, [ONE]);
+        assert_eq!(action(&holder(false), 3, &config).kill, []);
+    }
+}

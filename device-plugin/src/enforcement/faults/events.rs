@@ -1,0 +1,154 @@
+//! What people and the operator are told of a fault.
+
+use crate::gpu_node::{Events, FaultReport, ImageReport, PodRef, Reason};
+use crate::node::allocator::BoundContainer;
+use crate::sessions::{Decision, Fault};
+use crate::units::AllocationId;
+
+/// Names a fault for ever: an image is poisoned once.
+pub fn id(allocation: &AllocationId, fault: &Fault) -> String {
+    format!("{allocation}-{}", fault.image.generation)
+}
+
+/// What the status says of an open fault.
+pub fn report(
+    allocation: &AllocationId,
+    fault: &Fault,
+    gpu_generation: u64,
+    containers: &[BoundContainer],
+) -> FaultReport {
+    let container = container(allocation, containers);
+    let holder = container.and_then(|container| container.holder.as_ref());
+    let pod = holder.and_then(|holder| holder.pod.as_ref());
+    FaultReport {
+        id: id(allocation, fault),
+        gpu: fault.gpu.clone(),
+        gpu_generation,
+        cuda_error: fault.cuda_error,
+        xid: fault.xid,
+        action: fault.decision().map(Decision::action),
+        image: Some(ImageReport {
+            pod_uid: container.map(|container| container.pod.clone()),
+            namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
+            pod: pod.map(|pod| pod.name.clone()).unwrap_or_default(),
+            container: holder
+                .map(|holder| holder.container.clone())
+                .unwrap_or_default(),
+            process_generation: fault.image.generation,
+        }),
+        time: Some(fault.time),
+    }
+}
+
+/// Tells of a fault that was opened: on the pod where its name is known, otherwise on the node.
+pub fn event(
+    events: &Events,
+    allocation: &AllocationId,
+    fault: &Fault,
+    containers: &[BoundContainer],
+) {
+    let message = message(fault);
+    let container = container(allocation, containers);
+    let holder = container.and_then(|container| container.holder.as_ref());
+    let named =
+        container.zip(holder.and_then(|holder| Some((&holder.container, holder.pod.clone()?))));
+    match named {
+        Some((container, (name, pod))) => {
+            let pod = PodRef {
+                namespace: pod.namespace,
+                name: pod.name,
+                uid: container.pod.clone(),
+            };
+            events.on_pod(
+                pod,
+                Reason::ContextPoisoned,
+                format!("container {name}: {message}"),
+            );
+        }
+        None => events.on_node(Reason::ContextPoisoned, message),
+    }
+}
+
+fn message(fault: &Fault) -> String {
+    let cause = match (fault.cuda_error, fault.xid) {
+        (Some(code), _) => format!("CUDA error {code}"),
+        (None, Some(xid)) => format!("XID {xid}"),
+        (None, None) => "a fault".to_owned(),
+    };
+    let done = match fault.decision() {
+        Some(Decision::Execute) => "it is executed again in its place",
+        Some(Decision::Kill { beyond: false }) => "its container is restarted",
+        Some(Decision::Kill { beyond: true }) => {
+            "its container has been restarted too often and is killed"
+        }
+        Some(Decision::Leave { open: true }) => "its pod is to be evicted",
+        Some(Decision::Leave { open: false }) => "nothing is done",
+        None => "it is fenced",
+    };
+    // A tenant reads it, and must not learn a pid of the host.
+    let generation = fault.image.generation;
+    format!("{cause} poisoned the context of a process (generation {generation}): {done}")
+}
+
+fn container<'a>(
+    allocation: &AllocationId,
+    containers: &'a [BoundContainer],
+) -> Option<&'a BoundContainer> {
+    let mut all = containers.iter();
+    all.find(|container| container.allocation == *allocation)
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_crds::gpu_node::FaultAction;
+    use jiff::Timestamp;
+
+    use super::*;
+    use crate::ledger::Moment;
+    use crate::sessions::{Image, Process, Since};
+
+    fn fault() -> Fault {
+        Fault {
+            image: Image {
+                process: Process { pid: 7, start: 70 },
+                generation: 3,
+            },
+            gpu: "GPU-a".parse().unwrap(),
+            cuda_error: Some(700),
+            xid: Some(31),
+            time: Timestamp::UNIX_EPOCH,
+            since: Moment::default(),
+            decided: Some((Decision::Execute, Since(Moment::default()))),
+            executed: false,
+            ended: false,
+        }
+    }
+
+    #[test]
+    fn a_fault_is_told_with_its_cause_its_image_and_what_is_done() {
+        let said = "CUDA error 700 poisoned the context of a process (generation 3): \
+            it is executed again in its place";
+        assert_eq!(message(&fault()), said);
+        let undecided = Fault {
+            cuda_error: None,
+            decided: None,
+            ..fault()
+        };
+        assert!(message(&undecided).starts_with("XID 31 poisoned"));
+    }
+
+    #[test]
+    fn a_fault_of_a_container_that_is_not_known_is_reported_all_the_same() {
+        let allocation = AllocationId::from_bits(0xaa);
+        let known = BoundContainer::numbered(0xaa, 1);
+        let said = report(&allocation, &fault(), 5, &[known]);
+        assert_eq!(
+            (said.id.as_str(), said.gpu_generation),
+            ("00000000000000aa-3", 5)
+        );
+        assert_eq!(said.action, Some(FaultAction::InPlace));
+        assert_eq!(said.image.unwrap().pod_uid, Some("p".parse().unwrap()));
+        let unknown = report(&allocation, &fault(), 5, &[]);
+        assert_eq!(unknown.image.unwrap().pod_uid, None);
+    }
+}

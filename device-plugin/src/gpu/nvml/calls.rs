@@ -1,0 +1,296 @@
+//! Calls NVML about one GPU, or about the driver, in a process of its own: the agent kills a
+//! process whose call hangs.
+//!
+//! NVML holds every GPU that it has made a handle of until its process ends, and opens each that it
+//! walks past or that it compares an UUID with. So a process asks for its GPU by the place on the
+//! bus, as soon as that is known.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io::{self, BufRead as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use nvml_wrapper::bitmasks::event::EventTypes;
+use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::enums::event::XidError;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::{Device, EventSet, Nvml};
+use rustix::process::{Signal, set_parent_process_death_signal};
+
+use super::protocol::{Found, Refusal, Request, Response, Scope};
+use crate::gpu::cgroup_limit::{self, is_not_offered};
+use crate::gpu::holders;
+use crate::gpu::mig::{CAPABILITIES, Instance};
+use crate::gpu::pci::PciAddress;
+use crate::gpu::{Gpu, NoDriver};
+use crate::sessions::{Charges, Look};
+use crate::units::{Bytes, GpuUuid, UnitError};
+
+/// The first argument of the agent's program that makes it [`child`].
+pub const WORD: &str = "nvml";
+
+/// The name that `ps` shows for the process.
+const NAME: &std::ffi::CStr = c"bursar-nvml";
+
+/// What the agent's program does after [`WORD`]: it answers the agent's questions until the agent
+/// ends.
+pub fn child(words: impl Iterator<Item = OsString>) -> ExitCode {
+    // The name is for people, and an agent that has ended closes the standard input too.
+    let _ = rustix::thread::set_name(NAME);
+    let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    match serve(words) {
+        Some(()) => ExitCode::SUCCESS,
+        None => ExitCode::FAILURE,
+    }
+}
+
+/// None where a request is malformed, or the agent has closed the pipe.
+fn serve(mut words: impl Iterator<Item = OsString>) -> Option<()> {
+    let library = PathBuf::from(words.next()?);
+    let scope = serde_json::from_str(words.next()?.to_str()?).ok()?;
+    let nvml = Nvml::builder().lib_path(library.as_os_str()).init();
+    let nvml = nvml.map_err(|error| no_driver(&library.display(), &error));
+    let mut calls = Calls {
+        nvml: nvml.as_ref(),
+        scope,
+        device: None,
+        events: None,
+    };
+    let mut answers = io::stdout().lock();
+    for line in io::stdin().lock().lines() {
+        let request = serde_json::from_str(&line.ok()?).ok()?;
+        let mut response = serde_json::to_vec(&calls.answer(request)).ok()?;
+        response.push(b'\n');
+        answers.write_all(&response).ok()?;
+        answers.flush().ok()?;
+    }
+    Some(())
+}
+
+fn no_driver(asked: &dyn std::fmt::Display, error: &NvmlError) -> NoDriver {
+    let why = format!("{asked}: {error}");
+    match error {
+        NvmlError::DriverNotLoaded => NoDriver::NotLoaded(why),
+        _ => NoDriver::Failed(why),
+    }
+}
+
+/// One opening of the library.
+struct Calls<'nvml> {
+    nvml: Result<&'nvml Nvml, &'nvml NoDriver>,
+    scope: Scope,
+    device: Option<Device<'nvml>>,
+    /// The GPU's events, once NVML takes the registration.
+    events: Option<EventSet<'nvml>>,
+}
+
+/// Why a GPU cannot be told of.
+#[derive(Debug, thiserror::Error)]
+enum GpuError {
+    #[error(transparent)]
+    Nvml(#[from] NvmlError),
+    #[error(transparent)]
+    Unit(#[from] UnitError),
+}
+
+impl<'nvml> Calls<'nvml> {
+    fn answer(&mut self, request: Request) -> Response {
+        let nvml = match self.nvml {
+            Ok(nvml) => nvml,
+            Err(why) => return Response::NoDriver(why.clone()),
+        };
+        match request {
+            Request::Probe if self.scope == Scope::Driver => driver(nvml),
+            Request::Probe => self.probe(nvml),
+            Request::Xids => Response::Xids(self.xids()),
+            Request::Look(gpu) => {
+                let look = |device: &Device<'_>| look(device, &gpu);
+                Response::Look(self.ask(nvml, &gpu, look))
+            }
+            Request::Limit { gpu, cgroup, hard } => {
+                let limit = |device: &Device<'_>| cgroup_limit::set(nvml, device, &cgroup, hard);
+                Response::Limit(self.ask(nvml, &gpu, limit))
+            }
+        }
+    }
+
+    fn probe(&mut self, nvml: &'nvml Nvml) -> Response {
+        let named = self.device(nvml).map_err(GpuError::Nvml);
+        let uuid = match named.and_then(|device| Ok(device.uuid()?.parse()?)) {
+            Ok(uuid) => uuid,
+            Err(error) => {
+                let found = not_found(&error);
+                return Response::Gpu { uuid: None, found };
+            }
+        };
+        let found = self.found(nvml, &uuid);
+        Response::Gpu {
+            uuid: Some(uuid),
+            found: found.unwrap_or_else(|error| not_found(&error)),
+        }
+    }
+
+    /// The XIDs are registered for before the probe, which takes its time where a GPU is sick.
+    fn found(&mut self, nvml: &'nvml Nvml, uuid: &GpuUuid) -> Result<Found, GpuError> {
+        if self.events.is_none()
+            && let (Ok(set), device) = (nvml.create_event_set(), self.device(nvml)?)
+        {
+            // A registration that fails destroys the set, and is tried again at the next probe.
+            let registered = device.register_events(EventTypes::CRITICAL_XID_ERROR, set);
+            self.events = registered.ok();
+        }
+        let device = self.device(nvml)?;
+        Ok(Found::Gpus(describe(nvml, device, uuid)?, pci(device)))
+    }
+
+    /// The GPU of the scope; the handle is made once.
+    fn device(&mut self, nvml: &'nvml Nvml) -> Result<&Device<'nvml>, NvmlError> {
+        let device = match (self.device.take(), self.scope) {
+            (Some(device), _) => device,
+            (None, Scope::Driver) => return Err(NvmlError::NotFound),
+            (None, Scope::Index(index)) => nvml.device_by_index(index)?,
+            (None, Scope::Place(place)) => nvml.device_by_pci_bus_id(place.to_string())?,
+        };
+        Ok(self.device.insert(device))
+    }
+
+    fn xids(&self) -> Vec<u64> {
+        let next = || self.events.as_ref()?.wait(0).ok();
+        std::iter::from_fn(next)
+            .filter_map(|event| match event.event_data {
+                Some(XidError::Value(code)) => Some(code),
+                _ => None,
+            })
+            .collect()
+    }
+
+    /// Asks about the GPU, or about the MIG instance of that UUID.
+    fn ask<T>(
+        &mut self,
+        nvml: &'nvml Nvml,
+        gpu: &GpuUuid,
+        what: impl FnOnce(&Device<'_>) -> Result<T, NvmlError>,
+    ) -> Result<T, Refusal> {
+        let physical = self.device(nvml);
+        let answer = physical.and_then(|physical| match gpu.is_mig() {
+            true => what(&instance(physical, gpu)?),
+            false => what(physical),
+        });
+        answer.map_err(|error| match is_not_offered(&error) {
+            true => Refusal::NotOffered,
+            false => Refusal::Nvml(error.to_string()),
+        })
+    }
+}
+
+fn not_found(error: &GpuError) -> Found {
+    match error {
+        GpuError::Nvml(NvmlError::GpuLost | NvmlError::NotFound) => Found::Lost,
+        error => Found::Silent(error.to_string()),
+    }
+}
+
+fn driver(nvml: &Nvml) -> Response {
+    match nvml.device_count() {
+        Ok(gpus) => Response::Driver {
+            gpus,
+            version: nvml.sys_driver_version().ok(),
+        },
+        Err(error) => Response::NoDriver(no_driver(&"nvmlDeviceGetCount", &error)),
+    }
+}
+
+/// The GPU itself, or its MIG instances where it is cut.
+fn describe(nvml: &Nvml, device: &Device<'_>, uuid: &GpuUuid) -> Result<Vec<Gpu>, GpuError> {
+    let minor = device.minor_number()?;
+    // GPUs without MIG answer NotSupported, old drivers FunctionNotFound.
+    let cut = device.mig_mode().is_ok_and(|mode| mode.current == 1);
+    if !cut {
+        return Ok(vec![gpu(device, uuid.clone(), minor)?]);
+    }
+    let mut instances = Vec::new();
+    for index in 0..device.mig_device_count()? {
+        match device.mig_device_by_index(index) {
+            Ok(instance) => {
+                let name = instance.uuid()?.parse()?;
+                let numbers = Instance::of(nvml, &instance);
+                let capabilities = numbers
+                    .map(|numbers| numbers.capabilities(Path::new(CAPABILITIES), minor))
+                    .unwrap_or_default();
+                instances.push(Gpu {
+                    pci: pci(device),
+                    mig_parent: Some(uuid.clone()),
+                    capabilities,
+                    ..gpu(&instance, name, minor)?
+                });
+            }
+            // The count is what the GPU can be cut into at most.
+            Err(NvmlError::NotFound) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(instances)
+}
+
+fn gpu(device: &Device<'_>, uuid: GpuUuid, minor: u32) -> Result<Gpu, NvmlError> {
+    let memory = device.memory_info()?;
+    Ok(Gpu {
+        uuid,
+        minor,
+        model: device.name()?,
+        memory: Bytes(memory.total.saturating_sub(memory.reserved)),
+        pci: pci(device),
+        mig_parent: None,
+        capabilities: Vec::new(),
+    })
+}
+
+fn pci(device: &Device<'_>) -> Option<PciAddress> {
+    device.pci_info().ok()?.bus_id.parse().ok()
+}
+
+/// The MIG instance of that UUID.
+fn instance<'nvml>(physical: &Device<'nvml>, gpu: &GpuUuid) -> Result<Device<'nvml>, NvmlError> {
+    for index in 0..physical.mig_device_count()? {
+        match physical.mig_device_by_index(index) {
+            Ok(instance) if instance.uuid()? == gpu.as_str() => return Ok(instance),
+            Ok(_) | Err(NvmlError::NotFound) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Err(NvmlError::NotFound)
+}
+
+/// The memory first: a process that is in it is listed then, unless it has ended.
+fn look(device: &Device<'_>, gpu: &GpuUuid) -> Result<Look, NvmlError> {
+    let used = Bytes(device.memory_info()?.used);
+    let compute = device.running_compute_processes()?;
+    // A GPU without graphics answers NotSupported.
+    let graphics = device.running_graphics_processes().unwrap_or_default();
+    let charged = compute.into_iter().chain(graphics).map(|process| {
+        let bytes = match process.used_gpu_memory {
+            UsedGpuMemory::Used(bytes) => Some(Bytes(bytes)),
+            UsedGpuMemory::Unavailable => None,
+        };
+        (process.pid, bytes)
+    });
+    let charges: Charges = charged.collect();
+    let contextless = contextless(gpu, &charges);
+    Ok(Look {
+        used,
+        charges,
+        contextless,
+    })
+}
+
+/// What processes own that NVML does not list; empty where the kernel module does not tell. A MIG
+/// instance has none: the kernel module tells of the whole GPU.
+fn contextless(gpu: &GpuUuid, charges: &Charges) -> BTreeMap<u32, Bytes> {
+    if gpu.is_mig() {
+        return BTreeMap::new();
+    }
+    let mut contextless = holders::holders(gpu).unwrap_or_default();
+    contextless.retain(|pid, _| !charges.lists(*pid));
+    contextless
+}

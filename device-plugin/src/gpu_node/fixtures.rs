@@ -1,0 +1,53 @@
+//! Builders for this module's tests.
+
+use bursar_crds::conditions::{Statement, gpu_node as names};
+use bursar_crds::gpu_node::GpuState;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+
+use super::report::{GpuHealth, GpuReport, Memory, NodeReport};
+use crate::units::{Bytes, Quanta, Quantum};
+
+pub(crate) fn at(second: i64) -> Time {
+    Time(jiff::Timestamp::from_second(second).unwrap())
+}
+
+/// Two idle GPUs of 16 GiB.
+pub(crate) fn report() -> NodeReport {
+    NodeReport {
+        boot_id: "b007".into(),
+        driver_version: Some("580.1".into()),
+        quantum: Quantum::Gib1,
+        device_memory: Memory {
+            allocatable: Quanta(32),
+            free: Quanta(32),
+            largest_free: Quanta(16),
+        },
+        managed_memory: Memory::default(),
+        gpus: (0..2).map(gpu).collect(),
+        waiting: Vec::new(),
+        not_enforced: Vec::new(),
+        faults: Vec::new(),
+        namespaces: Vec::new(),
+        ordered: crate::gpu_node::quota_overrides::Ordered::default(),
+        conditions: vec![Statement::new(names::GPUS_FOUND, true, names::OK, "2 GPUs")],
+    }
+}
+
+fn gpu(index: u32) -> GpuReport {
+    GpuReport {
+        uuid: format!("GPU-0000000{index}").parse().unwrap(),
+        index,
+        model: "Simulated".into(),
+        memory: Bytes::gib(16),
+        state: GpuState::Active,
+        generation: 1,
+        health: GpuHealth::Healthy,
+        capacity: Quanta(16),
+        free: Quanta(16),
+        largest_free: Quanta(16),
+        leaked: Bytes::ZERO,
+        withheld: Bytes::ZERO,
+        held_for: None,
+        pods: std::collections::BTreeMap::new(),
+    }
+}

@@ -1,0 +1,180 @@
+//! What the node offers, from its GPUs and the config: pure.
+//!
+//! A token is one quantum of the node, not of a GPU: ids count from 0, so they are the same after
+//! every restart on the same GPUs. A token is Unhealthy only because a GPU died, and then the
+//! highest ids are, for the kubelet only counts.
+
+use std::collections::BTreeMap;
+
+use bursar_crds::gpu_node::Reservation;
+
+use crate::config::ResourcesConfig;
+use crate::gpu::GpuState;
+use crate::kubelet::devices::{Devices, DevicesError, TokenHealth, check_node_total};
+use crate::ledger;
+use crate::units::{Bytes, GpuUuid, Quanta, Resource};
+
+/// The GPUs as the ledger takes them: capacity in whole quanta, less the reserve.
+pub fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<ledger::Gpu> {
+    let as_ledgers = |state: &GpuState| ledger::Gpu {
+        uuid: state.gpu.uuid.clone(),
+        capacity: capacity(state, config),
+        health: if state.health.is_healthy() {
+            ledger::Health::Healthy
+        } else {
+            ledger::Health::Unhealthy
+        },
+    };
+    gpus.iter().map(as_ledgers).collect()
+}
+
+/// The reservations as the ledger takes them; one that names no GPU or pod that could be holds
+/// nothing.
+pub fn reserved(orders: &[Reservation]) -> BTreeMap<GpuUuid, ledger::Reservation> {
+    let as_ledgers = |order: &Reservation| {
+        let reservation = ledger::Reservation {
+            waiter: order.waiter.parse().ok()?,
+            quanta: Quanta(u32::try_from(order.quanta).ok()?),
+        };
+        Some((order.gpu.parse().ok()?, reservation))
+    };
+    orders.iter().filter_map(as_ledgers).collect()
+}
+
+/// The node's managed memory in whole quanta.
+pub fn managed_capacity(config: &ResourcesConfig) -> Quanta {
+    config.managed_capacity.whole(config.quantum)
+}
+
+/// What the kubelet is told: device memory, then managed memory.
+///
+/// # Errors
+/// [`DevicesError::TooManyTokens`] where the two together are more than a kubelet can handle.
+pub fn devices(gpus: &[GpuState], config: &ResourcesConfig) -> Result<[Devices; 2], DevicesError> {
+    let total = sum(gpus.iter(), config);
+    let healthy = sum(
+        gpus.iter().filter(|state| state.health.is_healthy()),
+        config,
+    );
+    let managed = managed_capacity(config).0 as usize;
+    check_node_total([total, managed])?;
+    Ok([
+        Devices::new(Resource::DeviceMemory, tokens(total, healthy))?,
+        Devices::new(Resource::ManagedMemory, tokens(managed, managed))?,
+    ])
+}
+
+fn tokens(total: usize, healthy: usize) -> Vec<TokenHealth> {
+    let health = |index| {
+        if index < healthy {
+            TokenHealth::Healthy
+        } else {
+            TokenHealth::Unhealthy
+        }
+    };
+    (0..total).map(health).collect()
+}
+
+fn sum<'a>(gpus: impl Iterator<Item = &'a GpuState>, config: &ResourcesConfig) -> usize {
+    gpus.map(|state| capacity(state, config).0 as usize).sum()
+}
+
+fn capacity(state: &GpuState, config: &ResourcesConfig) -> Quanta {
+    Bytes(state.gpu.memory.0.saturating_sub(config.reserved.0)).whole(config.quantum)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gpu::Gpu;
+    use crate::gpu::health::{Health, Memory, Sickness};
+    use crate::units::Quantum;
+
+    fn gpu(name: &str, memory: Bytes, health: Health) -> GpuState {
+        let gpu = Gpu {
+            uuid: name.parse().unwrap(),
+            minor: 0,
+            model: "T".into(),
+            memory,
+            pci: None,
+            mig_parent: None,
+            capabilities: Vec::new(),
+        };
+        GpuState {
+            gpu,
+            health,
+            memory: Memory::default(),
+        }
+    }
+
+    fn config(quantum: Quantum, managed_capacity: Bytes, reserved: Bytes) -> ResourcesConfig {
+        ResourcesConfig {
+            quantum,
+            managed_capacity,
+            reserved,
+        }
+    }
+
+    const LOST: Health = Health::Unhealthy(Sickness::Lost);
+
+    #[test]
+    fn a_gpu_offers_its_whole_quanta_less_the_reserve() {
+        let gpus = [gpu("GPU-a", Bytes::mib(16_000), Health::Healthy)];
+        let offered = |reserved| {
+            ledger_gpus(&gpus, &config(Quantum::Gib1, Bytes::ZERO, reserved))[0].capacity
+        };
+        assert_eq!(offered(Bytes::ZERO), Quanta(15));
+        assert_eq!(offered(Bytes::gib(1)), Quanta(14));
+        assert_eq!(offered(Bytes::gib(64)), Quanta::ZERO);
+    }
+
+    #[test]
+    fn the_tokens_of_a_dead_gpu_are_the_highest_ids_and_none_is_renumbered() {
+        let config = config(Quantum::Gib1, Bytes::ZERO, Bytes::ZERO);
+        let count = |gpus: &[GpuState]| {
+            devices(gpus, &config).map(|[device, _]| (device.len(), device.healthy()))
+        };
+        let well = [
+            gpu("GPU-a", Bytes::gib(16), Health::Healthy),
+            gpu("GPU-b", Bytes::gib(8), Health::Healthy),
+        ];
+        let sick = [
+            gpu("GPU-a", Bytes::gib(16), LOST),
+            gpu("GPU-b", Bytes::gib(8), Health::Healthy),
+        ];
+        assert_eq!(count(&well), Ok((24, 24)));
+        assert_eq!(count(&sick), Ok((24, 8)));
+        let message = devices(&sick, &config).unwrap()[0].to_message();
+        assert_eq!(
+            (
+                message.devices[7].id.as_str(),
+                message.devices[7].health.as_str()
+            ),
+            ("m-0007", "Healthy")
+        );
+        assert_eq!(
+            (
+                message.devices[8].id.as_str(),
+                message.devices[8].health.as_str()
+            ),
+            ("m-0008", "Unhealthy")
+        );
+    }
+
+    #[test]
+    fn both_resources_together_stay_within_the_kubelets_limit() {
+        let gpus = [gpu("GPU-a", Bytes::gib(1_000), Health::Healthy)];
+        let with = |managed| devices(&gpus, &config(Quantum::Mib256, managed, Bytes::ZERO));
+        assert!(with(Bytes::gib(24)).is_ok());
+        assert_eq!(
+            with(Bytes::gib(25)),
+            Err(DevicesError::TooManyTokens { tokens: 4_100 })
+        );
+    }
+
+    #[test]
+    fn managed_memory_is_off_until_a_capacity_is_given() {
+        let [_, managed] = devices(&[], &config(Quantum::Gib1, Bytes::ZERO, Bytes::ZERO)).unwrap();
+        assert!(managed.is_empty());
+    }
+}

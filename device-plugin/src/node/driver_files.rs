@@ -1,0 +1,314 @@
+//! Finds the NVIDIA driver's files and device nodes on a host.
+//!
+//! The driver lies in one of a few folders, by distribution ([`LIBRARY_DIRS`]); the first that
+//! holds `libcuda.so.1` is the driver's, and everything else is taken from there, so that versions
+//! never mix. Symbolic links are followed inside the root only: the agent sees the host's root
+//! folder under another name.
+
+mod chroot_path;
+
+/// A folder with the architecture's name in it.
+macro_rules! arch_dir {
+    ($before:literal, $after:literal) => {
+        if cfg!(target_arch = "x86_64") {
+            concat!($before, "x86_64", $after)
+        } else {
+            concat!($before, "aarch64", $after)
+        }
+    };
+}
+
+use std::path::{Path, PathBuf};
+
+/// Where a driver's libraries are looked for below the driver's root, in this order.
+///
+/// | folder | who puts it there |
+/// |---|---|
+/// | `usr/lib/<arch>-linux-gnu`, `.../nvidia/current` | Debian (links through its alternatives), Ubuntu |
+/// | `usr/lib64` | RHEL, SUSE, Amazon Linux |
+/// | `run/nvidia/driver/...` | NVIDIA's GPU operator: a driver container's root, mounted on the host |
+/// | `home/kubernetes/bin/nvidia/lib64` | Google's Container-Optimized OS |
+/// | `<arch>-bottlerocket-linux-gnu/sys-root/usr/lib/nvidia/tesla`, `.../usr/lib` | Bottlerocket, before and since driver 580 |
+/// | `usr/lib/nvidia/tesla`, `usr/lib` | the same seen through its `/usr`; Arch Linux |
+/// | `usr/local/nvidia/lib64` | images of cloud vendors |
+///
+/// Sources: nvidia-container-toolkit `pkg/lookup/library.go`; k8s-device-plugin issue 632 (COS);
+/// bottlerocket-kernel-kit pull requests 425 and 473.
+pub const LIBRARY_DIRS: &[&str] = &[
+    arch_dir!("usr/lib/", "-linux-gnu"),
+    arch_dir!("usr/lib/", "-linux-gnu/nvidia/current"),
+    "usr/lib64",
+    arch_dir!("run/nvidia/driver/usr/lib/", "-linux-gnu"),
+    "run/nvidia/driver/usr/lib64",
+    "home/kubernetes/bin/nvidia/lib64",
+    arch_dir!("", "-bottlerocket-linux-gnu/sys-root/usr/lib/nvidia/tesla"),
+    arch_dir!("", "-bottlerocket-linux-gnu/sys-root/usr/lib"),
+    "usr/lib/nvidia/tesla",
+    "usr/lib",
+    "usr/local/nvidia/lib64",
+];
+
+/// The root of the GPU operator's driver container; it has device nodes of its own, and the host may have none.
+const DRIVER_CONTAINER: &str = "run/nvidia/driver";
+
+/// The driver API library.
+pub const LIBCUDA: &str = "libcuda.so.1";
+/// The management library.
+pub const LIBNVML: &str = "libnvidia-ml.so.1";
+
+/// Libraries that `libcuda` loads by name when it has to: the JIT compilers (the second for GPUs before
+/// Blackwell, from driver 580 on) and the debugger's back end. Older drivers lack some of them.
+const HELPERS: &[&str] = &[
+    "libnvidia-ptxjitcompiler.so.1",
+    "libnvidia-nvvm.so.4",
+    "libnvidia-nvvm70.so.4",
+    "libcudadebugger.so.1",
+];
+
+/// The same, of libraries whose file name carries the driver's version: compilers, and what confidential computing
+/// needs.
+const VERSIONED_HELPERS: &[&str] = &[
+    "libnvidia-gpucomp.so",
+    "libnvidia-tileiras.so",
+    "libnvidia-pkcs11.so",
+    "libnvidia-pkcs11-openssl3.so",
+];
+
+/// NVIDIA's tool that shows a device, in the `bin` beside the libraries' folder.
+pub const SMI: &str = "nvidia-smi";
+
+/// Device nodes that every GPU container needs, whatever its GPUs.
+const CONTROL_NODES: &[&str] = &["nvidiactl", "nvidia-uvm"];
+
+/// Device nodes that profilers need and that not every host has.
+const OPTIONAL_NODES: &[&str] = &["nvidia-uvm-tools"];
+
+/// A driver on this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Driver {
+    /// The driver API library.
+    pub libcuda: DriverFile,
+    /// The management library.
+    pub libnvml: DriverFile,
+    /// Libraries that the driver loads by name.
+    pub helpers: Vec<DriverFile>,
+    /// [`SMI`], where the driver came with it.
+    pub smi: Option<DriverFile>,
+    /// The driver's version (`580.95.05`), where the library's file name carries it.
+    pub version: Option<String>,
+    /// Names of the device nodes that every GPU container gets, below `dev_root`.
+    pub control_nodes: Vec<String>,
+    /// The folder of the device nodes, as the container runtime sees it.
+    pub dev_root: PathBuf,
+}
+
+/// One file of the driver.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DriverFile {
+    /// The name by which programs ask for it.
+    pub soname: String,
+    /// The file as the agent sees it, links followed: to open it from the agent's own process.
+    pub path: PathBuf,
+    /// The same file as the container runtime sees it.
+    pub host_path: PathBuf,
+}
+
+/// Why there is no usable driver. The message names the path and the remedy.
+#[derive(Debug, thiserror::Error)]
+pub enum DriverError {
+    /// None of the folders has a `libcuda.so.1`.
+    #[error(
+        "no {LIBCUDA} below {root} (looked in {looked}): install the NVIDIA driver on this node, \
+         or set driver.root to the folder that it is installed under",
+        root = root.display(), looked = LIBRARY_DIRS.join(", ")
+    )]
+    NoLibrary {
+        /// The folder that was searched.
+        root: PathBuf,
+    },
+    /// The driver's folder lacks a library that every driver has.
+    #[error("{} is missing beside {LIBCUDA}: the driver's installation is not complete", path.display())]
+    MissingFile {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A device node is not there.
+    #[error(
+        "device node {} is missing: load the driver's modules (nvidia-modprobe -c 0 -u), \
+         or set driver.dev-root to the folder that has them",
+        path.display()
+    )]
+    NoDeviceNode {
+        /// The node.
+        path: PathBuf,
+    },
+    /// A path could not be read.
+    #[error("read {}: {source}", path.display())]
+    Read {
+        /// The path.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+impl DriverError {
+    /// A bounded word for conditions and metric labels.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            DriverError::NoLibrary { .. } => "DriverNotFound",
+            DriverError::MissingFile { .. } => "DriverIncomplete",
+            DriverError::NoDeviceNode { .. } => "DeviceNodeMissing",
+            DriverError::Read { .. } => "DriverUnreadable",
+        }
+    }
+}
+
+impl Driver {
+    /// Finds the driver below `root`, which the container runtime knows as `host_root`, with its
+    /// device nodes in `dev_root`, or else those of the driver's own container.
+    ///
+    /// # Errors
+    /// [`DriverError`] when a library or a control device node is not there.
+    pub fn find(root: &Path, host_root: &Path, dev_root: &Path) -> Result<Driver, DriverError> {
+        let search = Search { root, host_root };
+        let (dir, libcuda) = search.driver_dir()?;
+        let version = version_of(&libcuda);
+        let versioned = VERSIONED_HELPERS.iter().filter_map(|stem| {
+            version
+                .as_deref()
+                .map(|version| format!("{stem}.{version}"))
+        });
+        let names = HELPERS.iter().map(|soname| (*soname).to_owned());
+        let mut helpers = Vec::new();
+        for soname in names.chain(versioned) {
+            helpers.extend(search.beside(dir, &libcuda, &soname)?);
+        }
+        let missing = || DriverError::MissingFile {
+            path: root.join(dir).join(LIBNVML),
+        };
+        let (control_nodes, dev_root) = search.nodes(dir, dev_root)?;
+        Ok(Driver {
+            libnvml: search.beside(dir, &libcuda, LIBNVML)?.ok_or_else(missing)?,
+            libcuda,
+            helpers,
+            smi: search.file(tools_dir(dir), SMI)?,
+            version,
+            control_nodes,
+            dev_root,
+        })
+    }
+
+    /// Every library, the driver API library first.
+    pub fn files(&self) -> impl Iterator<Item = &DriverFile> {
+        [&self.libcuda, &self.libnvml]
+            .into_iter()
+            .chain(&self.helpers)
+    }
+}
+
+/// The names of the control nodes that are there.
+fn control_nodes(dev_root: &Path) -> Result<Vec<String>, DriverError> {
+    let mut nodes = Vec::new();
+    for name in CONTROL_NODES {
+        let path = dev_root.join(name);
+        if !exists(&path)? {
+            return Err(DriverError::NoDeviceNode { path });
+        }
+        nodes.push((*name).to_owned());
+    }
+    for name in OPTIONAL_NODES {
+        if exists(&dev_root.join(name))? {
+            nodes.push((*name).to_owned());
+        }
+    }
+    Ok(nodes)
+}
+
+fn exists(path: &Path) -> Result<bool, DriverError> {
+    path.try_exists().map_err(|source| DriverError::Read {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// The folder of programs beside that of libraries: `usr/bin` for `usr/lib64`, and for `usr/lib/<arch>-linux-gnu`.
+fn tools_dir(dir: &str) -> PathBuf {
+    let above = Path::new(dir).iter();
+    let above: PathBuf = above
+        .take_while(|part| !part.as_encoded_bytes().starts_with(b"lib"))
+        .collect();
+    above.join("bin")
+}
+
+/// `580.95.05` of `libcuda.so.580.95.05`.
+fn version_of(libcuda: &DriverFile) -> Option<String> {
+    let name = libcuda.path.file_name()?.to_str()?;
+    let version = name.strip_prefix("libcuda.so.")?;
+    version.contains('.').then(|| version.to_owned())
+}
+
+struct Search<'a> {
+    root: &'a Path,
+    host_root: &'a Path,
+}
+
+impl Search<'_> {
+    /// The first folder with a `libcuda.so.1`, and that library.
+    fn driver_dir(&self) -> Result<(&'static str, DriverFile), DriverError> {
+        for dir in LIBRARY_DIRS {
+            if let Some(libcuda) = self.file(dir, LIBCUDA)? {
+                return Ok((dir, libcuda));
+            }
+        }
+        Err(DriverError::NoLibrary {
+            root: self.root.to_owned(),
+        })
+    }
+
+    /// The file `soname` in `dir`, or where `libcuda` itself lies: `dir` may hold links to it.
+    fn beside(
+        &self,
+        dir: &str,
+        libcuda: &DriverFile,
+        soname: &str,
+    ) -> Result<Option<DriverFile>, DriverError> {
+        if let Some(found) = self.file(dir, soname)? {
+            return Ok(Some(found));
+        }
+        let own = libcuda.path.parent().unwrap_or(self.root);
+        let inside = own.strip_prefix(self.root).unwrap_or(own);
+        self.file(inside, soname)
+    }
+
+    /// The control nodes, and the folder that has them as the container runtime sees it.
+    fn nodes(&self, dir: &str, dev_root: &Path) -> Result<(Vec<String>, PathBuf), DriverError> {
+        let own = Path::new(DRIVER_CONTAINER).join("dev");
+        match control_nodes(dev_root) {
+            Err(DriverError::NoDeviceNode { path }) if dir.starts_with(DRIVER_CONTAINER) => {
+                let nodes = control_nodes(&self.root.join(&own));
+                let nodes = nodes.map_err(|_| DriverError::NoDeviceNode { path })?;
+                Ok((nodes, self.host_root.join(own)))
+            }
+            found => Ok((found?, dev_root.to_owned())),
+        }
+    }
+
+    /// The file `soname` in `dir`, if it is there.
+    fn file(&self, dir: impl AsRef<Path>, soname: &str) -> Result<Option<DriverFile>, DriverError> {
+        let inside = dir.as_ref().join(soname);
+        let found =
+            chroot_path::resolve(self.root, &inside).map_err(|source| DriverError::Read {
+                path: self.root.join(&inside),
+                source,
+            })?;
+        Ok(found.map(|inside| DriverFile {
+            soname: soname.to_owned(),
+            path: self.root.join(&inside),
+            host_path: self.host_root.join(&inside),
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,483 @@
+//! Keeps one worker per GPU: started when there is something to do, started again when it has died, killed when it
+//! does not answer in time.
+//!
+//! A worker that cannot be killed hangs in the driver: its GPU is [`stuck`](Workers::stuck) until it has ended, and
+//! nothing more is asked of it. Each GPU has a thread, so that one that hangs holds up nobody else.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use bursar_protocol::fd_passing::{receive_message, send_message};
+use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
+use tokio::sync::{oneshot, watch};
+use tracing::{info, warn};
+
+use crate::config::DriverConfig;
+use crate::node::driver_files::LIBCUDA;
+use crate::node::host::find_driver;
+use crate::units::{Bytes, GpuUuid};
+
+/// How long a worker may take to have the driver and its GPU.
+const START: Duration = Duration::from_secs(20);
+
+/// How long the driver may take to make memory: it waits for what is scrubbed, 141 GiB in half a second (F6).
+const CREATE: Duration = Duration::from_secs(10);
+
+/// What the driver scrubs in a second, at the least.
+const SCRUBBED: u64 = 100 << 30;
+
+/// How long a worker may take to die.
+const DEATH: Duration = Duration::from_secs(2);
+
+/// The shortest and the longest pause after a worker that did not start.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
+
+/// Why a worker did not do what it was asked.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum WorkerError {
+    /// The driver said no.
+    #[error("{call} answered {code}")]
+    Driver {
+        /// The `CUresult`.
+        code: i32,
+        /// The driver's function.
+        call: String,
+    },
+    /// It could not be started, or has died, and with it what it made.
+    #[error("no worker: {0}")]
+    Dead(String),
+    /// It did not answer, and lives on.
+    #[error("the worker hangs in the driver")]
+    Stuck,
+}
+
+/// How workers are run.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// The worker's file.
+    pub path: PathBuf,
+    /// Where the driver is.
+    pub driver: DriverConfig,
+    /// A folder for a link to the driver's library, under the name by which it is asked for.
+    pub libraries: PathBuf,
+}
+
+impl Program {
+    /// The program for one GPU.
+    pub fn command(&self, gpu: &GpuUuid) -> Command {
+        let mut command = Command::new(&self.path);
+        command.env("CUDA_VISIBLE_DEVICES", gpu.as_str());
+        // Another user than the agent's can read neither its service account's token nor what else is root's on the host.
+        if let Some(user) = self.driver.worker_user {
+            command.uid(user).gid(user);
+        }
+        match self.link() {
+            Ok(()) => drop(command.env("LD_LIBRARY_PATH", &self.libraries)),
+            // The system may know it.
+            Err(error) => warn!(%error, "driver not linked for the worker"),
+        }
+        command
+    }
+
+    /// The version of the driver that there is now, as far as it says; empty where it does not.
+    pub fn driver_version(&self) -> String {
+        let driver = find_driver(&self.driver).ok();
+        driver.and_then(|driver| driver.version).unwrap_or_default()
+    }
+
+    /// The agent sees the driver below the host's root, where no loader looks.
+    fn link(&self) -> io::Result<()> {
+        let driver = find_driver(&self.driver).map_err(io::Error::other)?;
+        // Several start at the same time.
+        let fresh = self
+            .libraries
+            .join(format!("new-{:x}", rand::random::<u64>()));
+        let library = self.libraries.join(LIBCUDA);
+        std::fs::create_dir_all(&self.libraries)?;
+        std::os::unix::fs::symlink(&driver.libcuda.path, &fresh)?;
+        std::fs::rename(&fresh, &library)
+    }
+}
+
+struct Job {
+    call: ProvisionerRequest,
+    patience: Duration,
+    reply: oneshot::Sender<Answer>,
+}
+
+type Answer = Result<(ProvisionerResponse, Option<OwnedFd>), WorkerError>;
+
+/// A GPU's thread. It ends its worker, and itself, when nobody can give it jobs any more.
+struct Thread {
+    jobs: Sender<Job>,
+    life: JoinHandle<()>,
+}
+
+#[derive(Default)]
+struct Threads {
+    running: BTreeMap<GpuUuid, Thread>,
+    /// Those of GPUs that are drained or gone, until they have ended.
+    ending: BTreeMap<GpuUuid, JoinHandle<()>>,
+    /// GPUs that nobody is to hold.
+    drained: BTreeSet<GpuUuid>,
+}
+
+impl Threads {
+    /// Ends the workers of these GPUs, and their threads.
+    fn end(&mut self, ends: impl Fn(&GpuUuid) -> bool) {
+        self.ending.retain(|_, life| !life.is_finished());
+        let ended = self.running.extract_if(.., |gpu, _| ends(gpu));
+        self.ending
+            .extend(ended.map(|(gpu, Thread { jobs: _, life })| (gpu, life)));
+    }
+
+    fn holds(&self, gpu: &GpuUuid) -> bool {
+        let ending = self.ending.get(gpu);
+        self.running.contains_key(gpu) || ending.is_some_and(|life| !life.is_finished())
+    }
+}
+
+/// The workers.
+pub struct Workers {
+    program: Program,
+    threads: Mutex<Threads>,
+    stuck: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
+}
+
+impl Workers {
+    /// None runs yet.
+    pub fn new(program: Program) -> Workers {
+        Workers {
+            program,
+            threads: Mutex::default(),
+            stuck: Arc::new(watch::channel(BTreeSet::new()).0),
+        }
+    }
+
+    /// The GPUs whose worker hangs.
+    pub fn stuck(&self) -> watch::Receiver<BTreeSet<GpuUuid>> {
+        self.stuck.subscribe()
+    }
+
+    /// Memory of a GPU: its descriptor is the only thing that keeps it.
+    ///
+    /// # Errors
+    /// [`WorkerError`]. But for [`WorkerError::Stuck`] there is no such memory then.
+    pub async fn create(&self, gpu: &GpuUuid, bytes: Bytes) -> Result<OwnedFd, WorkerError> {
+        let call = ProvisionerRequest::Create { bytes: bytes.0 };
+        match self.ask(gpu, call, CREATE).await? {
+            (ProvisionerResponse::Created { bytes: made }, Some(fd)) if made == bytes.0 => Ok(fd),
+            (other, _) => Err(WorkerError::Dead(format!("it answered {other:?}"))),
+        }
+    }
+
+    /// Waits until the driver has scrubbed what was freed, so that the next create is quick.
+    pub async fn sweep(&self, gpu: &GpuUuid, bytes: Bytes) {
+        let patience = CREATE + Duration::from_secs(bytes.0 / SCRUBBED);
+        let swept = self
+            .ask(
+                gpu,
+                ProvisionerRequest::AwaitScrub { bytes: bytes.0 },
+                patience,
+            )
+            .await;
+        if let Err(error) = swept {
+            info!(%gpu, %error, "not swept");
+        }
+    }
+
+    /// The workers of these GPUs end, and none is started there before they are no more among them.
+    pub fn drain(&self, gpus: BTreeSet<GpuUuid>) {
+        let mut threads = self.threads();
+        threads.end(|gpu| gpus.contains(gpu));
+        threads.drained = gpus;
+    }
+
+    /// Ends the workers of all other GPUs: a new MIG instance has a new UUID.
+    pub fn keep_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
+        self.threads().end(|gpu| !gpus.contains(gpu));
+    }
+
+    /// Whether nobody is to hold a GPU.
+    pub fn is_drained(&self, gpu: &GpuUuid) -> bool {
+        self.threads().drained.contains(gpu)
+    }
+
+    /// Whether a GPU has a worker, or may have.
+    pub fn holds(&self, gpu: &GpuUuid) -> bool {
+        self.threads().holds(gpu)
+    }
+
+    fn threads(&self) -> MutexGuard<'_, Threads> {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn ask(&self, gpu: &GpuUuid, call: ProvisionerRequest, patience: Duration) -> Answer {
+        let (reply, answer) = oneshot::channel();
+        let job = Job {
+            call,
+            patience,
+            reply,
+        };
+        let thread = self
+            .thread(gpu)
+            .map_err(|error| WorkerError::Dead(error.to_string()))?;
+        let gone = || WorkerError::Dead("its thread has ended".to_owned());
+        thread.send(job).map_err(|_| gone())?;
+        answer.await.unwrap_or_else(|_| Err(gone()))
+    }
+
+    fn thread(&self, gpu: &GpuUuid) -> io::Result<Sender<Job>> {
+        let mut threads = self.threads();
+        if let Some(thread) = threads.running.get(gpu) {
+            return Ok(thread.jobs.clone());
+        }
+        if threads.drained.contains(gpu) || threads.holds(gpu) {
+            return Err(io::Error::other(format!(
+                "{gpu} is drained, or its last worker has not ended"
+            )));
+        }
+        let (jobs, received) = channel();
+        let supervisor = Supervisor {
+            gpu: gpu.clone(),
+            program: self.program.clone(),
+            worker: None,
+            dying: None,
+            pause: PAUSE.0,
+            not_before: None,
+            stuck: Arc::clone(&self.stuck),
+        };
+        let life = std::thread::Builder::new()
+            .name("worker".to_owned())
+            .spawn(move || supervisor.run(&received))?;
+        let thread = Thread {
+            jobs: jobs.clone(),
+            life,
+        };
+        threads.running.insert(gpu.clone(), thread);
+        Ok(jobs)
+    }
+}
+
+/// What looks after one GPU's worker.
+struct Supervisor {
+    gpu: GpuUuid,
+    program: Program,
+    worker: Option<Worker>,
+    /// One that was killed and has not ended.
+    dying: Option<Child>,
+    pause: Duration,
+    /// No other is started before, and why.
+    not_before: Option<(Instant, WorkerError)>,
+    stuck: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
+}
+
+struct Worker {
+    child: Child,
+    socket: UnixStream,
+}
+
+impl Supervisor {
+    fn run(mut self, jobs: &Receiver<Job>) {
+        loop {
+            match jobs.recv_timeout(DEATH) {
+                Ok(Job {
+                    call,
+                    patience,
+                    reply,
+                }) => {
+                    let _ = reply.send(self.answer(call, patience));
+                }
+                Err(RecvTimeoutError::Timeout) => self.mourn(),
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+        }
+        self.kill();
+        // Where the whole agent ends nobody waits for this.
+        while self.dying.is_some() {
+            std::thread::sleep(DEATH);
+            self.mourn();
+        }
+    }
+
+    fn answer(&mut self, call: ProvisionerRequest, patience: Duration) -> Answer {
+        self.mourn();
+        if self.dying.is_some() {
+            return Err(WorkerError::Stuck);
+        }
+        // One that died since it was asked last is no news to who asks now.
+        let was_there = self.worker.is_some();
+        match self.attempt(call, patience) {
+            Err(WorkerError::Dead(_)) if was_there => self.attempt(call, patience),
+            answer => answer,
+        }
+    }
+
+    fn attempt(&mut self, call: ProvisionerRequest, patience: Duration) -> Answer {
+        let worker = self.worker()?;
+        let asked = worker
+            .socket
+            .set_read_timeout(Some(patience))
+            .and_then(|()| send_message(&worker.socket, &call, None))
+            .and_then(|()| receive_message::<ProvisionerResponse>(&worker.socket));
+        match asked {
+            Ok((ProvisionerResponse::Failed { code, call }, _)) => {
+                Err(WorkerError::Driver { code, call })
+            }
+            Ok(answer) => Ok(answer),
+            Err(error) => Err(self.give_up(&error)),
+        }
+    }
+
+    /// The worker, started where there is none.
+    fn worker(&mut self) -> Result<&Worker, WorkerError> {
+        if self.worker.is_none() {
+            if let Some((until, why)) = &self.not_before
+                && Instant::now() < *until
+            {
+                return Err(why.clone());
+            }
+            match self.start() {
+                Ok(worker) => {
+                    info!(gpu = %self.gpu, pid = worker.child.id(), "worker started");
+                    (self.pause, self.not_before) = (PAUSE.0, None);
+                    self.worker = Some(worker);
+                }
+                Err(error) => {
+                    warn!(gpu = %self.gpu, %error, "worker not started");
+                    self.not_before = Some((Instant::now() + self.pause, error.clone()));
+                    self.pause = (self.pause * 2).min(PAUSE.1);
+                    return Err(error);
+                }
+            }
+        }
+        self.worker
+            .as_ref()
+            .ok_or_else(|| WorkerError::Dead("not started".to_owned()))
+    }
+
+    fn start(&mut self) -> Result<Worker, WorkerError> {
+        let dead = |error: io::Error| {
+            WorkerError::Dead(format!("{}: {error}", self.program.path.display()))
+        };
+        let (socket, its) = UnixStream::pair().map_err(dead)?;
+        socket.set_read_timeout(Some(START)).map_err(dead)?;
+        socket.set_write_timeout(Some(DEATH)).map_err(dead)?;
+        let mut command = self.program.command(&self.gpu);
+        command
+            .args(["--gpu", self.gpu.as_str()])
+            .stdin(Stdio::from(OwnedFd::from(its)))
+            .stdout(Stdio::null());
+        let child = command.spawn().map_err(dead)?;
+        // Its end of the socket is in the command too: while that is open here its death goes unnoticed.
+        drop(command);
+        let ready = receive_message::<ProvisionerResponse>(&socket);
+        self.worker = Some(Worker { child, socket });
+        match ready {
+            Ok((ProvisionerResponse::Ready { .. }, _)) => {}
+            Ok((ProvisionerResponse::Failed { code, call }, _)) => {
+                self.kill();
+                return Err(WorkerError::Driver { code, call });
+            }
+            Ok((other, _)) => {
+                self.kill();
+                return Err(WorkerError::Dead(format!("it began with {other:?}")));
+            }
+            Err(error) => return Err(self.give_up(&error)),
+        }
+        self.worker
+            .take()
+            .ok_or_else(|| WorkerError::Dead("killed".to_owned()))
+    }
+
+    /// The worker makes no sense any more, or does not answer: it ends, or hangs.
+    fn give_up(&mut self, error: &io::Error) -> WorkerError {
+        warn!(gpu = %self.gpu, %error, "worker given up");
+        self.kill();
+        match self.dying {
+            Some(_) => WorkerError::Stuck,
+            None => WorkerError::Dead(error.to_string()),
+        }
+    }
+
+    /// Kills the worker, and waits for its end, not for ever.
+    fn kill(&mut self) {
+        let Some(Worker { mut child, socket }) = self.worker.take() else {
+            return;
+        };
+        drop(socket);
+        let _ = child.kill();
+        let until = Instant::now() + DEATH;
+        while Instant::now() < until {
+            if !matches!(child.try_wait(), Ok(None)) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        warn!(gpu = %self.gpu, pid = child.id(), "worker cannot be killed: it hangs in the driver");
+        self.dying = Some(child);
+        self.stuck.send_modify(|stuck| {
+            stuck.insert(self.gpu.clone());
+        });
+    }
+
+    /// Looks whether one that was killed has ended by now.
+    fn mourn(&mut self) {
+        if let Some(child) = &mut self.dying
+            && !matches!(child.try_wait(), Ok(None))
+        {
+            self.dying = None;
+            self.stuck.send_modify(|stuck| {
+                stuck.remove(&self.gpu);
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn worker_threads_end_with_their_gpus() {
+        let folder = tempfile::tempdir().unwrap();
+        let workers = Workers::new(Program {
+            path: folder.path().join("no-worker"),
+            driver: DriverConfig {
+                root: folder.path().to_owned(),
+                host_root: folder.path().to_owned(),
+                dev_root: folder.path().to_owned(),
+                extra_mounts: Vec::new(),
+                worker_user: None,
+            },
+            libraries: folder.path().join("lib"),
+        });
+        for number in 0..20 {
+            let gpu: GpuUuid = format!("MIG-{number}").parse().unwrap();
+            let created = workers.create(&gpu, Bytes::gib(1)).await;
+            assert!(matches!(created, Err(WorkerError::Dead(_))));
+            workers.keep_gpus(&BTreeSet::from([gpu.clone()]));
+            let threads = workers.threads();
+            assert_eq!(threads.running.keys().collect::<Vec<_>>(), [&gpu]);
+        }
+        let until = Instant::now() + Duration::from_secs(10);
+        while workers
+            .threads()
+            .ending
+            .values()
+            .any(|life| !life.is_finished())
+        {
+            assert!(Instant::now() < until, "threads stay");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}

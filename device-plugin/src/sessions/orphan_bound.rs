@@ -1,0 +1,408 @@
+//! What at most is held of what the dead exported: pure.
+//!
+//! Such memory is charged to nobody while a descriptor keeps it, and to whoever has it mapped once
+//! none does, on top of what that process has itself (F4, F5, F13 in docs/facts.md). So what is
+//! held is part of what a GPU has in use less what its living processes have by their own doing.
+//! Which part cannot be told: all of it may be.
+//!
+//! What living processes have exported may be charged to nobody as well, and no more of it than
+//! they use and the driver does not list for them. It is no part of what the dead of other
+//! containers left, so that no tenant holds up a neighbour's quota. For the dead of its own
+//! container it counts as held: a tenant process could say that it exported what its dead sibling
+//! did, and both would be free.
+//!
+//! One look can be wrong: the driver is asked for the GPU's bytes and for its processes one after
+//! the other, and one that frees before the first answer and allocates before the second hides as
+//! much. So [`LOOKS`] in a row must agree: the most that was used in any of them counts, and the
+//! least that each process had. Then what moves meanwhile, a context that is torn down too, is
+//! taken for held; what hides does so before each of them.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use super::Look;
+use super::driver_sample::unlisted_by;
+use crate::units::{AllocationId, Bytes, LeaseId};
+
+/// The looks in a row that prove something.
+pub(super) const LOOKS: usize = 10;
+
+/// Less than this is held by nobody: a process without a context has 3.3 MiB that the driver does
+/// not list, and one with a context may have a little more than is known.
+const NOISE: u64 = 16 << 20;
+
+/// What a living process has of a GPU by its own doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Own {
+    /// The allocation of its container.
+    pub(super) of: AllocationId,
+    /// What it charges.
+    pub(super) uses: Bytes,
+    /// What of that it says it exported.
+    pub(super) exported: Bytes,
+    /// What it may have besides, that nobody charges.
+    pub(super) besides: Bytes,
+}
+
+impl Own {
+    /// What of so much is its own. Where it is more than it may have, it has something of others,
+    /// and how much of the rest is its own cannot be told.
+    pub(super) fn of(self, charged: Bytes) -> Bytes {
+        let most = self.uses.0.saturating_add(self.besides.0);
+        if charged.0 <= most {
+            charged
+        } else {
+            self.uses
+        }
+    }
+
+    /// What of its exports can be charged to nobody where the driver charges it so much.
+    fn unlisted(self, charged: Bytes) -> Bytes {
+        let rest = self.uses.0.saturating_sub(self.of(charged).0);
+        self.exported.min(Bytes(rest))
+    }
+}
+
+/// The most that is held on a GPU of what the dead exported.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Held {
+    /// Before what the living exported is taken off.
+    most: u64,
+    /// What living processes exported and the driver lists for nobody, by container.
+    exported: BTreeMap<AllocationId, u64>,
+}
+
+impl Held {
+    /// Of what a container's dead exported; of what ended pods left where there is none.
+    pub(super) fn of(&self, container: Option<&AllocationId>) -> Bytes {
+        let others = self.exported.iter();
+        let others = others.filter(|(of, _)| Some(*of) != container);
+        let held = others.fold(self.most, |most, (_, bytes)| most.saturating_sub(*bytes));
+        Bytes(if held > NOISE { held } else { 0 })
+    }
+}
+
+/// The last looks at one GPU, each with what was asked about before it.
+#[derive(Debug)]
+pub(super) struct Looks<T>(VecDeque<(T, Seen)>);
+
+/// What one look showed.
+#[derive(Debug)]
+struct Seen {
+    used: u64,
+    /// What living processes have by their own doing.
+    own: BTreeMap<u32, u64>,
+    /// What living processes exported and are not charged for.
+    exported: BTreeMap<u32, (AllocationId, u64)>,
+    /// What kept leases have that were there before the look and after it.
+    leases: BTreeMap<LeaseId, u64>,
+}
+
+impl<T> Default for Looks<T> {
+    fn default() -> Self {
+        Self(VecDeque::new())
+    }
+}
+
+impl<T> Looks<T> {
+    /// Takes one more look in. `asked` was read before it, as was what each living process has by
+    /// its own doing; the kept leases were there before it and after it.
+    pub(super) fn add(
+        &mut self,
+        asked: T,
+        look: &Look,
+        own: &BTreeMap<u32, Own>,
+        leases: &BTreeMap<LeaseId, Bytes>,
+    ) {
+        let told = |(pid, bytes): (u32, Option<Bytes>)| Some((pid, own.get(&pid)?.of(bytes?).0));
+        let unlisted = |(pid, own): (&u32, &Own)| {
+            let bytes = own.unlisted(look.charges.of(*pid)?).0;
+            (bytes > 0).then_some((*pid, (own.of, bytes)))
+        };
+        let seen = Seen {
+            used: look.used.0,
+            exported: own.iter().filter_map(unlisted).collect(),
+            own: look.charges.iter().filter_map(told).collect(),
+            leases: leases.iter().map(|(id, bytes)| (*id, bytes.0)).collect(),
+        };
+        self.0.push_back((asked, seen));
+        if self.0.len() > LOOKS {
+            self.0.pop_front();
+        }
+    }
+
+    /// Forgets every look.
+    pub(super) fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// The most that can be held now of what was asked about before the first look; nothing before
+    /// there were enough.
+    pub(super) fn held(&self) -> Option<(&T, Held)> {
+        let (asked, first) = self.0.front().filter(|_| self.0.len() == LOOKS)?;
+        let seen = || self.0.iter().map(|(_, seen)| seen);
+        let used = seen().map(|seen| seen.used).max()?;
+        let least = |pid| {
+            seen()
+                .map(|seen| seen.own.get(pid).copied().unwrap_or_default())
+                .min()
+        };
+        let own = first
+            .own
+            .keys()
+            .filter_map(least)
+            .filter(|bytes| *bytes > 0);
+        let own: Vec<u64> = own.collect();
+        let known = own.iter().fold(unlisted_by(own.len()), |sum, bytes| {
+            sum.saturating_add(*bytes)
+        });
+        // Charged to nobody as long as the vault holds them (F5 in docs/facts.md).
+        let stayed = first
+            .leases
+            .iter()
+            .filter(|(lease, _)| seen().all(|seen| seen.leases.contains_key(lease)));
+        let known = stayed.fold(known, |sum, (_, bytes)| sum.saturating_add(*bytes));
+        let mut exported = BTreeMap::new();
+        for (pid, (of, _)) in &first.exported {
+            let in_each =
+                seen().map(|seen| seen.exported.get(pid).filter(|(still, _)| still == of));
+            let least = in_each
+                .map(|bytes| bytes.map_or(0, |(_, bytes)| *bytes))
+                .min();
+            *exported.entry(*of).or_default() += least.unwrap_or_default();
+        }
+        let most = used.saturating_sub(known);
+        Some((asked, Held { most, exported }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn look(used: u64, charged: &[(u32, u64)]) -> Look {
+        let charged = charged.iter();
+        Look {
+            used: Bytes(used),
+            charges: charged
+                .map(|(pid, bytes)| (*pid, Some(Bytes(*bytes))))
+                .collect(),
+            ..Look::default()
+        }
+    }
+
+    /// Each may have 64 MiB besides.
+    fn own(processes: &[(u32, u64)]) -> BTreeMap<u32, Own> {
+        let own = |uses: u64| Own {
+            of: AllocationId::from_bits(1),
+            uses: Bytes(uses),
+            exported: Bytes::ZERO,
+            besides: Bytes::mib(64),
+        };
+        let processes = processes.iter();
+        processes.map(|(pid, uses)| (*pid, own(*uses))).collect()
+    }
+
+    fn held(looks: impl IntoIterator<Item = Look>, own: &BTreeMap<u32, Own>) -> Option<Bytes> {
+        let mut all = Looks::default();
+        let none = BTreeMap::new();
+        looks
+            .into_iter()
+            .for_each(|look| all.add((), &look, own, &none));
+        all.held().map(|(_, held)| held.of(None))
+    }
+
+    #[test]
+    fn what_nobody_living_is_charged_for_by_its_own_doing_may_be_held() {
+        let own = own(&[(1, 512 * MIB)]);
+        let same = |look: Look| vec![look; LOOKS];
+        let parked = look(1_551 * MIB, &[(1, 518 * MIB)]);
+        assert_eq!(
+            held(same(parked.clone()), &own),
+            Some(Bytes::mib(1_551 - 518 - 9))
+        );
+        assert_eq!(held(vec![parked; LOOKS - 1], &own), None, "too few looks");
+        let mapped = look(1_551 * MIB, &[(1, 1_542 * MIB)]);
+        assert_eq!(
+            held(same(mapped), &own),
+            Some(Bytes::mib(1_551 - 512 - 9)),
+            "its importer"
+        );
+        let elsewhere = look(1_551 * MIB, &[(1, 518 * MIB), (2, 1_024 * MIB)]);
+        assert_eq!(
+            held(same(elsewhere), &own),
+            Some(Bytes::mib(1_551 - 518 - 9)),
+            "a stranger"
+        );
+        let little = look(1_551 * MIB, &[(1, 576 * MIB)]);
+        assert_eq!(
+            held(same(little), &own),
+            Some(Bytes::mib(1_551 - 576 - 9)),
+            "its kernels"
+        );
+        assert_eq!(
+            held(same(look(527 * MIB, &[(1, 518 * MIB)])), &own),
+            Some(Bytes::ZERO)
+        );
+    }
+
+    #[test]
+    fn kept_leases_explain_what_they_have_only_while_they_stay() {
+        let kept = look(3_072 * MIB, &[]);
+        let leases = |ids: &[u64]| {
+            let ids = ids.iter();
+            ids.map(|id| (LeaseId(*id), Bytes::gib(1))).collect()
+        };
+        let held = |last: BTreeMap<LeaseId, Bytes>| {
+            let mut looks = Looks::default();
+            for _ in 1..LOOKS {
+                looks.add((), &kept, &BTreeMap::new(), &leases(&[1, 2]));
+            }
+            looks.add((), &kept, &BTreeMap::new(), &last);
+            looks.held().map(|(_, held)| held.of(None))
+        };
+        assert_eq!(held(leases(&[1, 2])), Some(Bytes::gib(1)));
+        assert_eq!(held(leases(&[1, 3])), Some(Bytes::gib(2)), "2 is let go");
+        assert_eq!(held(leases(&[])), Some(Bytes::gib(3)), "the vault is away");
+    }
+
+    /// A living process of container 1 that uses 3 GiB and exported 2.
+    fn living_exporter() -> BTreeMap<u32, Own> {
+        let mut own = own(&[(1, 3 << 30)]);
+        own.values_mut()
+            .for_each(|own| own.exported = Bytes::gib(2));
+        own
+    }
+
+    fn held_of(looks: impl IntoIterator<Item = Look>, container: u64) -> Bytes {
+        let mut all = Looks::default();
+        let own = living_exporter();
+        looks
+            .into_iter()
+            .for_each(|look| all.add((), &look, &own, &BTreeMap::new()));
+        let (_, held) = all.held().unwrap();
+        held.of(Some(&AllocationId::from_bits(container)))
+    }
+
+    #[test]
+    fn living_exports_hold_up_their_own_container_alone() {
+        let looks = || vec![look(3 << 30, &[(1, 1 << 30)]); LOOKS];
+        assert_eq!(held_of(looks(), 2), Bytes::ZERO);
+        let own = Bytes((2 << 30) - 9 * MIB);
+        assert_eq!(held_of(looks(), 1), own, "it may be its dead sibling's");
+    }
+
+    #[test]
+    fn living_exports_explain_nothing_that_is_listed() {
+        let listed = vec![look(5 << 30, &[(1, 3 << 30)]); LOOKS];
+        let parked = Bytes((2 << 30) - 9 * MIB);
+        assert_eq!(held_of(listed, 2), parked, "a neighbour's dead left it");
+        let once = (0..LOOKS).map(|number| match number {
+            5 => look(5 << 30, &[(1, 3 << 30)]),
+            _ => look(5 << 30, &[(1, 1 << 30)]),
+        });
+        assert!(held_of(once, 2) >= parked, "it was listed once");
+    }
+
+    #[test]
+    fn a_process_whose_bytes_are_not_told_explains_nothing() {
+        let mut unknown = look(100 * MIB, &[]);
+        unknown.charges = [(1, None)].into_iter().collect();
+        assert_eq!(
+            held(vec![unknown; LOOKS], &own(&[(1, 100 * MIB)])),
+            Some(Bytes::mib(100))
+        );
+    }
+
+    #[test]
+    fn a_process_that_moves_between_the_two_answers_of_a_look_hides_nothing() {
+        let own = own(&[(1, 4 << 30), (2, 4 << 30)]);
+        // Every second time one frees before the first answer and allocates before the second.
+        let looks = (0..LOOKS).map(|number| match number % 2 {
+            0 => look(2 << 30, &[(1, 2 << 30)]),
+            _ => look(4 << 30, &[(1, 2 << 30)]),
+        });
+        assert!(held(looks, &own).unwrap() > Bytes::gib(1));
+        let ends = (0..LOOKS).map(|number| match number {
+            0..3 => look(2 << 30, &[(1, 2 << 30)]),
+            _ => look(2 << 30, &[]),
+        });
+        assert_eq!(
+            held(ends, &own),
+            Some(Bytes::gib(2)),
+            "its memory may be another's by now"
+        );
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        /// A living process has so much, by its own doing.
+        Has(u32, u64),
+        Dies(u32),
+        /// A holder of what the dead exported comes or goes.
+        Parked(u64),
+        /// The same, mapped by a living process, which is charged for it.
+        Mapped(u32, u64),
+        Look,
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let (pid, bytes) = (1..5_u32, 0..64_u64);
+        prop_oneof![
+            2 => (pid.clone(), bytes.clone()).prop_map(|(pid, blocks)| Step::Has(pid, blocks * 2 * MIB)),
+            1 => pid.clone().prop_map(Step::Dies),
+            1 => bytes.clone().prop_map(|blocks| Step::Parked(blocks * 2 * MIB)),
+            1 => (pid, bytes).prop_map(|(pid, blocks)| Step::Mapped(pid, blocks * 2 * MIB)),
+            24 => Just(Step::Look),
+        ]
+    }
+
+    proptest! {
+        /// Holders only go, as nobody can hold anew what the dead exported. Whatever else happens,
+        /// no more is proven free than is, but for noise; and once all is quiet, all of it.
+        #[test]
+        fn nothing_is_proven_free_that_is_held_and_all_is_once_nobody_holds_it(steps in prop::collection::vec(step(), 0..200)) {
+            let (mut has, mut mapped) = (BTreeMap::new(), BTreeMap::new());
+            let mut parked = 256 * MIB;
+            let mut looks = Looks::default();
+            let take = |looks: &mut Looks<()>, has: &BTreeMap<u32, u64>, mapped: &BTreeMap<u32, u64>, parked: u64| {
+                let charged: Vec<(u32, u64)> = has
+                    .iter()
+                    .map(|(pid, bytes)| (*pid, bytes + mapped.get(pid).copied().unwrap_or(0)))
+                    .collect();
+                let used = charged.iter().map(|(_, bytes)| bytes + 10 * MIB).sum::<u64>() + parked;
+                let own: Vec<_> = has.iter().map(|(pid, bytes)| (*pid, *bytes)).collect();
+                looks.add((), &look(used, &charged), &self::own(&own), &BTreeMap::new());
+            };
+            for step in steps {
+                match step {
+                    Step::Has(pid, bytes) => drop(has.insert(pid, 518 * MIB + bytes)),
+                    Step::Dies(pid) => {
+                        has.remove(&pid);
+                        mapped.remove(&pid);
+                    }
+                    Step::Parked(bytes) => parked = bytes.min(parked),
+                    Step::Mapped(pid, bytes) => if has.contains_key(&pid) {
+                        let moved = bytes.min(parked);
+                        parked -= moved;
+                        *mapped.entry(pid).or_default() += moved;
+                    },
+                    Step::Look => take(&mut looks, &has, &mapped, parked),
+                }
+                if let Some(bound) = looks.held().map(|(_, held)| held.of(None)) {
+                    // Each living process may have so much besides what it charges: as little may
+                    // be others'.
+                    let besides = 64 * MIB * mapped.len() as u64;
+                    prop_assert!(bound.0 + NOISE + besides >= parked + mapped.values().sum::<u64>());
+                }
+            }
+            for _ in 0..LOOKS {
+                take(&mut looks, &has, &BTreeMap::new(), 0);
+            }
+            prop_assert_eq!(looks.held().map(|(_, held)| held.of(None)), Some(Bytes::ZERO));
+        }
+    }
+}
