@@ -184,6 +184,26 @@ impl ControlPlane {
         Ok(local.stop_controller_manager().await?)
     }
 
+    /// Copies etcd's data. The API server is restarted.
+    ///
+    /// # Errors
+    /// When a process does not end or start.
+    pub async fn back_up_etcd(&self) -> Result<(), ControlPlaneError> {
+        let mut local = self.local.lock().await;
+        let local = local.as_mut().ok_or(ControlPlaneError::Down)?;
+        Ok(local.back_up_etcd().await?)
+    }
+
+    /// Restores the copy of [`Self::back_up_etcd`]. Returns once the API server answers.
+    ///
+    /// # Errors
+    /// When a process does not end or start.
+    pub async fn restore_etcd(&self) -> Result<(), ControlPlaneError> {
+        let mut local = self.local.lock().await;
+        let local = local.as_mut().ok_or(ControlPlaneError::Down)?;
+        Ok(local.restore_etcd().await?)
+    }
+
     /// A client with all rights.
     pub fn client(&self) -> Client {
         self.client.clone()

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use k8s_openapi::api::core::v1::{Node, ServiceAccount};
+use k8s_openapi::api::core::v1::{Namespace, Node, ServiceAccount};
 use kube::Client;
 use kube::api::Api;
 
@@ -235,6 +235,52 @@ impl Local {
     pub async fn start_api_server(&mut self) -> Result<(), LocalError> {
         let server = self.layout.apiserver();
         self.start(&server).await
+    }
+
+    /// Copies etcd's data. etcd, the API server and the controller manager are restarted.
+    ///
+    /// # Errors
+    /// When a process does not end or start, or the data cannot be copied.
+    pub async fn back_up_etcd(&mut self) -> Result<(), LocalError> {
+        self.restart_etcd_after(copy).await
+    }
+
+    /// Replaces etcd's data by the copy of [`Self::back_up_etcd`], so that revisions go back.
+    ///
+    /// # Errors
+    /// As [`Self::back_up_etcd`].
+    pub async fn restore_etcd(&mut self) -> Result<(), LocalError> {
+        self.restart_etcd_after(|data, backup| {
+            fs::remove_dir_all(data)?;
+            copy(backup, data)
+        })
+        .await
+    }
+
+    /// Ends etcd and its clients, changes its data, starts all and waits for the API server.
+    async fn restart_etcd_after(
+        &mut self,
+        change: impl FnOnce(&Path, &Path) -> io::Result<()>,
+    ) -> Result<(), LocalError> {
+        self.stop_controller_manager().await?;
+        self.kill_api_server().await?;
+        self.end("etcd", false).await?;
+        let scratch = self.layout.folder.scratch();
+        let scratch = self.host_path(&scratch.to_string_lossy());
+        change(&scratch.join("etcd"), &scratch.join("etcd-backup"))
+            .map_err(step("copy of etcd's data"))?;
+        let etcd = self.layout.etcd();
+        self.start(&etcd).await?;
+        self.start_api_server().await?;
+        let client = self.client();
+        let answers = async || match Api::<Namespace>::all(client.clone()).get("default").await {
+            Ok(_) => Look::Found(()),
+            Err(error) => Look::NotYet(error.to_string()),
+        };
+        wait::until("the API server", STEP, PAUSE, answers)
+            .await
+            .map_err(|source| not_ready(&self.layout.folder, "kube-apiserver", source))?;
+        self.start_controller_manager().await
     }
 
     /// Ends containerd and starts it again; containers live on.
@@ -573,6 +619,15 @@ impl Drop for Start {
         if let Some(mut node) = self.node.take() {
             let _ = reap(&mut node, Duration::from_secs(40));
         }
+    }
+}
+
+/// Copies a folder to a path where nothing is.
+fn copy(from: &Path, to: &Path) -> io::Result<()> {
+    let status = Command::new("cp").arg("-a").arg(from).arg(to).status()?;
+    match status.success() {
+        true => Ok(()),
+        false => Err(io::Error::other(format!("cp: {status}"))),
     }
 }
 

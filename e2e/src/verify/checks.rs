@@ -208,7 +208,7 @@ const CHECKS: &[Check] = &[
         name: "operator/api/server",
         shows: "the operator against the real API server: crashes, failing and unanswered writes, watches that tell late, \
                 twice, again or nothing, silence, two operators, no controller manager, through changes of budgets, nodes \
-                and faults, then a minute without a write; quota churn; steering of every shape of pod; what policies and \
+                and faults, then a minute without a write; etcd restored under operator and agent; quota churn; steering of every shape of pod; what policies and \
                 rights refuse",
         how: How::Waits(&["--test", "api"]),
     },

@@ -25,7 +25,7 @@ const AGENT: &[&str] = &["--test", "agent"];
 pub(super) const CHECKS: &[NamedCheck] = &[
     NamedCheck {
         name: "faults/api-restored",
-        shows: "agents and watches list anew after a restore of etcd, and the status is written again",
+        shows: "agents and watches list anew after a restore of etcd, and the status is written again (on a real etcd: operator/api/server)",
         long: false,
         tests: &[
             Tests {
@@ -170,7 +170,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/etcd-restored",
-        shows: "the operator follows again within 30 s of a restore of etcd, whose versions go back (on the real API server: operator/api/server)",
+        shows: "the operator follows again within 30 s of a restore of etcd, whose versions go back (on a real etcd: operator/api/server)",
         long: false,
         tests: &[
             Tests {

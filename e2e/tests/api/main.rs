@@ -10,6 +10,7 @@ mod disturbed;
 mod hostile;
 mod place;
 mod policies;
+mod restored;
 mod rights;
 mod server;
 mod silent;
@@ -86,6 +87,7 @@ fn main() -> ExitCode {
     let trials = vec![
         alone("churn", churn::churn),
         alone("no-controller-manager", disturbed::no_controller_manager),
+        alone("restored", restored::etcd_restored),
         trial("silence", silent::silence),
         trial("watches", disturbed::watches),
         trial("undisturbed", disturbed::undisturbed),

@@ -1,4 +1,4 @@
-//! The API server that all cases share.
+//! Starts the API server for the trials, and orders the turns of their cases.
 
 use std::path::PathBuf;
 
@@ -43,10 +43,16 @@ pub(crate) struct Server {
 }
 
 impl Server {
+    /// Starts the control plane that cases share.
     pub(crate) async fn start(progress: Progress) -> Result<Self, ControlPlaneError> {
+        Self::named(CLUSTER, progress).await
+    }
+
+    /// Starts a control plane for a case that damages it.
+    pub(crate) async fn named(name: &str, progress: Progress) -> Result<Self, ControlPlaneError> {
         let harness = PathBuf::from(env!("CARGO_BIN_EXE_bursar-e2e"));
         Ok(Self {
-            plane: ControlPlane::up(CLUSTER, harness, &progress).await?,
+            plane: ControlPlane::up(name, harness, &progress).await?,
             progress,
             undisturbed: OnceCell::new(),
         })

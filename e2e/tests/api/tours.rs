@@ -34,7 +34,7 @@ fn is(budget: &Value, type_: &str) -> bool {
 }
 
 /// Both quotas are so, in force, and all is well.
-async fn in_force(place: &Place, guaranteed: &str, limit: &str) -> Result<bool, Failed> {
+pub(crate) async fn in_force(place: &Place, guaranteed: &str, limit: &str) -> Result<bool, Failed> {
     Ok(is(&place.budget().await?, "Ready")
         && hard(place, "guaranteed").await? == guaranteed
         && hard(place, "limit").await? == limit
