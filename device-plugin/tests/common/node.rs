@@ -119,15 +119,27 @@ impl Node {
         Ok(kib.trim().parse::<f64>()? / 1024.0)
     }
 
-    /// The processor time that the agent's process has used, in seconds.
+    /// The processor time of the agent and its child processes, in seconds.
     pub fn agent_processor(&self) -> Outcome<f64> {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.agent.id()))?;
-        let (_, fields) = stat.rsplit_once(')').ok_or("no stat")?;
-        // User and system time, in clock ticks of 10 ms on every architecture.
-        let ticks = fields.split_whitespace().skip(11).take(2);
-        let ticks: Vec<f64> = ticks.map(str::parse).collect::<Result<_, _>>()?;
-        Ok(ticks.iter().sum::<f64>() / 100.0)
+        let agent = self.agent.id();
+        let mut seconds = processor(agent)?;
+        for task in std::fs::read_dir(format!("/proc/{agent}/task"))? {
+            let children = std::fs::read_to_string(task?.path().join("children"))?;
+            for child in children.split_whitespace() {
+                seconds += processor(child.parse()?)?;
+            }
+        }
+        Ok(seconds)
     }
+}
+
+fn processor(pid: u32) -> Outcome<f64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let (_, fields) = stat.rsplit_once(')').ok_or("no stat")?;
+    // User and system time, in clock ticks of 10 ms on every architecture.
+    let ticks = fields.split_whitespace().skip(11).take(2);
+    let ticks: Vec<f64> = ticks.map(str::parse).collect::<Result<_, _>>()?;
+    Ok(ticks.iter().sum::<f64>() / 100.0)
 }
 
 impl Drop for Node {
