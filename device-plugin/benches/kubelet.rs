@@ -32,8 +32,8 @@ const QUANTA: usize = 141;
 /// Tokens that are held at a time.
 const BUSY: usize = 400;
 /// How long the last pod's start is left alone, and for how long an idle agent is looked at.
-const SETTLES: Duration = Duration::from_secs(4);
-const IDLE: Duration = Duration::from_secs(20);
+const SETTLE_TIME: Duration = Duration::from_secs(4);
+const IDLE_TIME: Duration = Duration::from_secs(20);
 /// Pods of a burst, and the pause after it: two looks at the cgroups.
 const BURST: (usize, Duration) = (60, Duration::from_millis(1000));
 
@@ -45,15 +45,15 @@ fn main() -> Outcome<()> {
         .build()?
         .block_on(async {
             if std::env::args().any(|word| word == "idle") {
-                return idle().await;
+                return measure_idle().await;
             }
-            calls().await?;
-            lists().await
+            measure_calls().await?;
+            measure_lists().await
         })
 }
 
 /// A node with pods that come and go.
-struct Busy {
+struct BusyNode {
     node: Node,
     empty: DevicePluginClient<Channel>,
     alive: VecDeque<(Pod, usize)>,
@@ -63,7 +63,7 @@ struct Busy {
 }
 
 /// A node with the agent's process: `BURSAR_AGENT` names another build of it.
-async fn node(count: usize, quanta: usize) -> Outcome<Node> {
+async fn start_node(count: usize, quanta: usize) -> Outcome<Node> {
     let built = env!("CARGO_BIN_EXE_bursar-agent").into();
     let program = std::env::var_os("BURSAR_AGENT").unwrap_or(built);
     Node::new(count, quanta, |lab, config| {
@@ -72,9 +72,9 @@ async fn node(count: usize, quanta: usize) -> Outcome<Node> {
     .await
 }
 
-impl Busy {
+impl BusyNode {
     async fn new(count: usize, quanta: usize) -> Outcome<Self> {
-        let node = node(count, quanta).await?;
+        let node = start_node(count, quanta).await?;
         let socket = node.socket().ok_or("no registration")?;
         let channel = Endpoint::try_from(format!("unix://{}", socket.display()))?;
         Ok(Self {
@@ -87,14 +87,14 @@ impl Busy {
         })
     }
 
-    async fn empty_call(&mut self) -> Outcome<Duration> {
+    async fn time_empty_call(&mut self) -> Outcome<Duration> {
         let start = Instant::now();
         self.empty.get_device_plugin_options(Empty {}).await?;
         Ok(start.elapsed())
     }
 
     /// One pod comes, and those that are too many go.
-    async fn one_pod(&mut self) -> Outcome<()> {
+    async fn run_one_pod(&mut self) -> Outcome<()> {
         let size = self.random.random_range(1..=16);
         while self.busy + size > BUSY {
             let Some((pod, size)) = self.alive.pop_front() else {
@@ -111,22 +111,22 @@ impl Busy {
 }
 
 /// Measures how much of a processor an idle agent takes.
-async fn idle() -> Outcome<()> {
+async fn measure_idle() -> Outcome<()> {
     println!("Idle: {GPUS} GPUs of {QUANTA} tokens, pods of one token");
     println!(
         "{:>6}{:>14}{:>12}{:>12}",
         "pods", "started in", "idle", "RSS"
     );
     for pods in [50, 250, 500] {
-        let node = node(GPUS, QUANTA).await?;
+        let node = start_node(GPUS, QUANTA).await?;
         let begun = Instant::now();
         for number in 0..pods {
             node.start(&format!("p{number}"), 1).await?;
         }
         let started = begun.elapsed();
-        tokio::time::sleep(SETTLES).await;
+        tokio::time::sleep(SETTLE_TIME).await;
         let (before, begun) = (node.agent_processor()?, Instant::now());
-        tokio::time::sleep(IDLE).await;
+        tokio::time::sleep(IDLE_TIME).await;
         let share = (node.agent_processor()? - before) / begun.elapsed().as_secs_f64();
         println!(
             "{pods:>6}{:>12.1} s{:>10.2} %{:>8.1} MiB",
@@ -138,20 +138,20 @@ async fn idle() -> Outcome<()> {
     Ok(())
 }
 
-async fn calls() -> Outcome<()> {
+async fn measure_calls() -> Outcome<()> {
     println!("Calls: {GPUS} GPUs of {QUANTA} tokens, pods of 1 to 16, {BUSY} tokens held");
     println!(
         "{:<34}{:>10}{:>10}{:>10}{:>8}",
         "", "p50", "p99", "max", "calls"
     );
-    let mut node = Busy::new(GPUS, QUANTA).await?;
+    let mut node = BusyNode::new(GPUS, QUANTA).await?;
     println!("agent RSS, no pod: {:.1} MiB", node.node.agent_rss()?);
     for _ in 0..60 {
-        node.one_pod().await?;
+        node.run_one_pod().await?;
     }
     node.node.kubelet.take_times();
-    at_100_a_second(&mut node, 1000).await?;
-    flat_out(&mut node, 30).await?;
+    run_at_100_a_second(&mut node, 1000).await?;
+    run_flat_out(&mut node, 30).await?;
     println!(
         "agent RSS, {} pods: {:.1} MiB (goal 20)\n",
         node.alive.len(),
@@ -160,54 +160,57 @@ async fn calls() -> Outcome<()> {
     Ok(())
 }
 
-async fn at_100_a_second(node: &mut Busy, pods: usize) -> Outcome<()> {
+async fn run_at_100_a_second(node: &mut BusyNode, pods: usize) -> Outcome<()> {
     let mut tick = tokio::time::interval(Duration::from_millis(10));
     let mut floor = Vec::with_capacity(pods);
     for _ in 0..pods {
         tick.tick().await;
-        floor.push(node.empty_call().await?);
-        node.one_pod().await?;
+        floor.push(node.time_empty_call().await?);
+        node.run_one_pod().await?;
     }
-    rows(node, "at 100/s", floor);
+    print_rows(node, "at 100/s", floor);
     Ok(())
 }
 
-async fn flat_out(node: &mut Busy, bursts: usize) -> Outcome<()> {
+async fn run_flat_out(node: &mut BusyNode, bursts: usize) -> Outcome<()> {
     let (pods, pause) = BURST;
     let (mut floor, mut busy) = (Vec::new(), Duration::ZERO);
     for _ in 0..bursts {
         tokio::time::sleep(pause).await;
         let start = Instant::now();
         for _ in 0..pods {
-            floor.push(node.empty_call().await?);
-            node.one_pod().await?;
+            floor.push(node.time_empty_call().await?);
+            node.run_one_pod().await?;
         }
         busy += start.elapsed();
     }
     let rate = floor.len() as f64 / busy.as_secs_f64();
-    rows(node, "flat out", floor);
+    print_rows(node, "flat out", floor);
     println!("{rate:.0} pods/s flat out, with the fake kubelet's own work");
     Ok(())
 }
 
-fn rows(node: &Busy, how: &str, floor: Vec<Duration>) {
+fn print_rows(node: &BusyNode, how: &str, floor: Vec<Duration>) {
     let times = node.node.kubelet.take_times();
-    println!("{}", line(&format!("empty call, {how}"), floor));
-    println!("{}", line(&format!("Allocate, {how}"), times.allocate));
+    println!("{}", format_line(&format!("empty call, {how}"), floor));
     println!(
         "{}",
-        line(&format!("PreStartContainer, {how}"), times.pre_start)
+        format_line(&format!("Allocate, {how}"), times.allocate)
+    );
+    println!(
+        "{}",
+        format_line(&format!("PreStartContainer, {how}"), times.pre_start)
     );
 }
 
-async fn lists() -> Outcome<()> {
+async fn measure_lists() -> Outcome<()> {
     println!("ListAndWatch, from the call to the first message");
     println!(
         "{:<34}{:>10}{:>10}{:>10}{:>8}{:>10}",
         "", "p50", "p99", "max", "calls", "bytes"
     );
     for (count, quanta) in [(1, 160), (GPUS, QUANTA), (8, 512)] {
-        let mut node = Busy::new(count, quanta).await?;
+        let mut node = BusyNode::new(count, quanta).await?;
         let (mut times, mut bytes) = (Vec::new(), 0);
         for _ in 0..300 {
             let start = Instant::now();
@@ -218,13 +221,13 @@ async fn lists() -> Outcome<()> {
         }
         println!(
             "{}{bytes:>10}",
-            line(&format!("{} tokens", count * quanta), times)
+            format_line(&format!("{} tokens", count * quanta), times)
         );
     }
     Ok(())
 }
 
-fn line(name: &str, mut times: Vec<Duration>) -> String {
+fn format_line(name: &str, mut times: Vec<Duration>) -> String {
     times.sort_unstable();
     let at = |share: f64| times[((times.len() - 1) as f64 * share).round() as usize];
     let us = |time: Duration| format!("{} us", time.as_micros());

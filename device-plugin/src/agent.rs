@@ -22,71 +22,71 @@ use tower::BoxError;
 use tower::util::MapFutureLayer;
 use tracing::{info, warn};
 
-use crate::agent::http::{Pulse, Sources};
+use crate::agent::http::{Heartbeat, Sources};
 use crate::checkpoint::Checkpoint;
 use crate::clock;
 use crate::config::Config;
 use crate::enforcement::audit::Auditor;
 use crate::enforcement::driver_limits::{self, Limits};
 use crate::enforcement::faults;
-use crate::gpu::drain::{self, Drain};
-use crate::gpu::generations::Generations;
-use crate::gpu::health::Policy;
-use crate::gpu::nvml::{self, Pace};
+use crate::gpu::drain::{self, DrainState};
+use crate::gpu::generations::GpuGenerations;
+use crate::gpu::health::HealthThresholds;
+use crate::gpu::nvml::{self, PollIntervals};
 use crate::gpu_node::Events;
-use crate::gpu_node::api::ApiObject;
+use crate::gpu_node::api::GpuNodeClient;
 use crate::gpu_node::publish::{Publisher, Rate};
-use crate::gpu_node::quota_overrides::{self, Ordered};
-use crate::gpu_node::spec_watch::{self, Seen, Told};
+use crate::gpu_node::quota_overrides::{self, AppliedSpec};
+use crate::gpu_node::spec_watch::{self, Observation, WatchOutput};
 use crate::kubelet::devices::Devices;
 use crate::kubelet::lifecycle::{Lifecycle, Registration};
 use crate::kubelet::pod_resources::PodResourcesClient;
-use crate::kubelet::server::Service;
+use crate::kubelet::server::PluginService;
 use crate::metrics::Metrics;
-use crate::node::actor::{Followed, Node, Offers, Voice, actor};
-use crate::node::allocator::Core;
+use crate::node::actor::{DeviceUpdates, Inputs, NodeHandle, Observers, node_task};
+use crate::node::allocator::NodeAllocator;
 use crate::node::host::{HostError, OsHost, find_driver};
-use crate::node::pod_cgroups::Pods;
-use crate::node::pod_resolver::Identities;
+use crate::node::pod_cgroups::PodCgroups;
+use crate::node::pod_resolver::PodResolver;
 use crate::retained::fdstore_client;
-use crate::retained::handle::{Desk, Living, Notes};
-use crate::retained::lease_ids::Numbers;
-use crate::retained::provisioners::{Program, Workers};
-use crate::retained::scrub_check::Verdicts;
-use crate::retained::service::Keeper;
-use crate::retained::status::KeptStatus;
+use crate::retained::handle::{Commands, LeaseHandle, LiveLeases};
+use crate::retained::lease_ids::LeaseIds;
+use crate::retained::provisioners::{Program, Provisioners};
+use crate::retained::scrub_check::ScrubCache;
+use crate::retained::service::LeaseService;
+use crate::retained::status::RetainedStatus;
 use crate::retained::tokens::key;
 use crate::retained::tokens::seal::{NameTooLong, NodeKey};
-use crate::sessions::{Cgroups, Sessions};
+use crate::sessions::{CgroupResolver, Sessions};
 use crate::units::Resource;
-use publisher::Reporter;
+use publisher::StatusPublisher;
 
 /// How long the API server may take until it begins to answer.
-const API_SILENCE: Duration = Duration::from_secs(20);
+const API_TIMEOUT: Duration = Duration::from_secs(20);
 /// How long it may be silent within an answer: a quiet watch lasts 200 s.
-const WATCH_SILENCE: Duration = Duration::from_secs(210);
+const WATCH_TIMEOUT: Duration = Duration::from_secs(210);
 
 /// What the agent is run with besides its configuration.
 #[derive(Clone)]
-pub struct Surroundings {
+pub struct RunOptions {
     /// This node's name in Kubernetes.
     pub node: String,
     /// The API server; without one everything but the status works.
     pub client: Option<Client>,
     /// How often NVML is asked.
-    pub pace: Pace,
+    pub poll_intervals: PollIntervals,
     /// How quickly a GPU's health changes.
-    pub health: Policy,
+    pub health: HealthThresholds,
 }
 
-impl Surroundings {
+impl RunOptions {
     /// As in production, on the node of this name.
     pub fn new(node: String, client: Option<Client>) -> Self {
         Self {
             node,
             client,
-            pace: Pace::default(),
-            health: Policy::default(),
+            poll_intervals: PollIntervals::default(),
+            health: HealthThresholds::default(),
         }
     }
 }
@@ -108,30 +108,30 @@ pub enum AgentError {
     Listen(#[from] bursar_http::ListenError),
     /// A part ended early.
     #[error("the {0} ended early")]
-    Ended(&'static str),
+    TaskEnded(&'static str),
     /// A part panicked.
     #[error("a part of the agent failed: {0}")]
-    Failed(#[from] tokio::task::JoinError),
+    TaskPanicked(#[from] tokio::task::JoinError),
 }
 
 /// The parts that live as long as the agent.
-struct Parts {
-    running: JoinSet<&'static str>,
+struct Tasks {
+    set: JoinSet<&'static str>,
     stop: CancellationToken,
 }
 
 /// Runs the agent until `shutdown`.
 pub async fn run(
     config: Config,
-    around: Surroundings,
+    options: RunOptions,
     shutdown: CancellationToken,
 ) -> Result<(), AgentError> {
-    let Surroundings {
+    let RunOptions {
         node,
         client,
-        pace,
+        poll_intervals: pace,
         health,
-    } = around;
+    } = options;
     let driver = config.driver.clone();
     let library = Arc::new(move || -> Result<PathBuf, String> {
         find_driver(&driver)
@@ -140,27 +140,27 @@ pub async fn run(
     });
     let generations = |folder: &Path| Checkpoint::new(folder.join("generations.json"));
     let (run, disk) = (&config.paths.run_dir, &config.paths.state_dir);
-    let generations = Generations::load(generations(run), generations(disk), clock::boot_id())
+    let generations = GpuGenerations::load(generations(run), generations(disk), clock::boot_id())
         .map_err(AgentError::Thread)?;
-    let remembered = generations.remembered();
-    let drained = remembered.iter().filter(|(_, gpu)| gpu.memory.drained);
-    let drain = drain::begin(drained.map(|(gpu, _)| gpu.clone()).collect());
+    let remembered = generations.persisted_gpus();
+    let drained = remembered.iter().filter(|(_, gpu)| gpu.health.drained);
+    let drain = drain::initial_state(drained.map(|(gpu, _)| gpu.clone()).collect());
     let (inventory, xids, nvml) = nvml::start(library, pace, health, remembered, drain.subscribe());
     let metrics = Metrics::new();
     let (events, outbox) = Events::new(metrics.clone());
-    let identities = identities(&config, client.clone());
+    let identities = pod_resolver(&config, client.clone());
     let stop = shutdown.child_token();
-    let mut parts = Parts {
-        running: JoinSet::new(),
+    let mut parts = Tasks {
+        set: JoinSet::new(),
         stop: stop.clone(),
     };
-    let (desk, notes) = Desk::open();
-    let (living, of_vault) = watch::channel(Living::new());
+    let (desk, notes) = LeaseHandle::channel();
+    let (living, of_vault) = watch::channel(LiveLeases::new());
     let sessions = sessions(&config, nvml.clone(), desk.clone(), of_vault);
-    let (status, kept) = watch::channel(KeptStatus::default());
+    let (status, kept) = watch::channel(RetainedStatus::default());
     // Before anything is recovered: what ended meanwhile may have kept leases.
-    let secret = key::load(&config.paths.run_dir.join(key::FILE));
-    let keeper = keeper(
+    let secret = key::load_or_create(&config.paths.run_dir.join(key::FILE_NAME));
+    let keeper = lease_service(
         &config,
         NodeKey::new(node.clone(), secret)?,
         notes,
@@ -169,10 +169,10 @@ pub async fn run(
         status,
         drain.subscribe(),
     )?;
-    let let_go = keeper.let_go.subscribe();
-    let stuck = keeper.workers.stuck();
-    parts.start("kept memory", keeper.run(stop.clone()));
-    let core = recovered(
+    let let_go = keeper.released_gpus.subscribe();
+    let stuck = keeper.provisioners.hung();
+    parts.spawn("kept memory", keeper.run(stop.clone()));
+    let core = recover_allocator(
         &config,
         &identities,
         sessions.clone(),
@@ -180,38 +180,38 @@ pub async fn run(
         metrics.clone(),
     )
     .await?;
-    let voice = Voice {
+    let voice = Observers {
         events: events.clone(),
         metrics: metrics.clone(),
     };
     let (orders, told) = watch::channel(None);
     let (withhold, withheld) = watch::channel(BTreeMap::new());
-    let (actor, allocator, offers, snapshots, pulse) = actor(
+    let (actor, allocator, offers, snapshots, pulse) = node_task(
         core,
         config.resources,
         identities,
         config.bind_wait,
-        Followed {
+        Inputs {
             inventory: inventory.clone(),
-            stuck,
+            hung_provisioners: stuck,
             drain: drain.subscribe(),
-            kept: (!config.allow_unscrubbed).then(|| kept.clone()),
-            orders: told.clone(),
+            retained: (!config.allow_unscrubbed).then(|| kept.clone()),
+            spec: told.clone(),
             withheld,
         },
         generations,
         voice,
     );
-    parts.start("node", actor.run());
+    parts.spawn("node", actor.run());
     let (ordering, draining) = (told.clone(), drain.subscribe());
-    let drains = drain::Around {
+    let drains = drain::DrainInputs {
         proc: config.paths.proc.clone(),
         sessions: sessions.clone(),
         orders: told.clone(),
         inventory,
-        let_go,
+        released_by_leases: let_go,
     };
-    parts.start("drain", drain::run(drains, drain, stop.clone()));
+    parts.spawn("drain", drain::run(drains, drain, stop.clone()));
     let (set, limits) = watch::channel(Limits::new());
     let limiter = driver_limits::run(
         nvml.clone(),
@@ -220,7 +220,7 @@ pub async fn run(
         set,
         stop.clone(),
     );
-    parts.start("driver limits", limiter);
+    parts.spawn("driver limits", limiter);
     let (auditor, audited) = Auditor::new(
         &config,
         nvml,
@@ -231,66 +231,66 @@ pub async fn run(
         metrics.clone(),
     )
     .map_err(AgentError::Thread)?;
-    let auditor = auditor.withholding(withhold);
-    parts.start("audit", auditor.run(config.clone(), stop.clone()));
-    let (acknowledge, ordered) = watch::channel(Ordered::default());
+    let auditor = auditor.with_withheld(withhold);
+    parts.spawn("audit", auditor.run(config.clone(), stop.clone()));
+    let (acknowledge, ordered) = watch::channel(AppliedSpec::default());
     let (open, faults) = watch::channel(Vec::new());
     // Without an API server nobody is ever told.
     let (unheard, alone) = watch::channel(Some(Instant::now()));
-    let around = faults::Around {
+    let around = faults::FaultInputs {
         paths: config.paths.clone(),
         sessions: sessions.clone(),
         snapshots: snapshots.clone(),
         orders: told.clone(),
         xids,
-        unheard: alone,
+        disconnected_since: alone,
         events: events.clone(),
         metrics: metrics.clone(),
     };
-    parts.start("poison", faults::run(around, open, stop.clone()));
+    parts.spawn("poison", faults::run(around, open, stop.clone()));
     let resize = quota_overrides::run(sessions, snapshots.clone(), told, acknowledge, stop.clone());
-    parts.start("resize", resize);
-    let registration = parts.register(&config, allocator, offers, &metrics);
-    let reporter = Reporter {
+    parts.spawn("resize", resize);
+    let registration = parts.register_when_offered(&config, allocator, offers, &metrics);
+    let reporter = StatusPublisher {
         config: config.resources,
-        boot: clock::boot_id(),
+        boot_id: clock::boot_id(),
         snapshots,
         registration,
         audited,
         limits,
         ordered,
         faults,
-        kept,
+        retained: kept,
         node: node.clone(),
         client: client.clone(),
         events,
         metrics: metrics.clone(),
     };
     let (reporting, reports, readiness) = reporter.start(stop.clone());
-    parts.start("reporter", reporting);
+    parts.spawn("reporter", reporting);
     parts
         .serve(
             &config,
             Sources {
                 metrics: metrics.clone(),
-                health: Pulse(pulse),
+                health: Heartbeat(pulse),
                 readiness,
             },
         )
         .await?;
     if let Some(client) = client {
-        parts.start(
+        parts.spawn(
             "events",
             outbox.run(client.clone(), node.clone(), metrics.clone(), stop.clone()),
         );
-        let (seen, sees) = watch::channel(Seen::default());
+        let (seen, sees) = watch::channel(Observation::default());
         let history = History::default();
-        let told = Told {
-            orders,
-            seen,
+        let told = WatchOutput {
+            spec: orders,
+            observed: seen,
             metrics: metrics.clone(),
         };
-        parts.start(
+        parts.spawn(
             "orders",
             spec_watch::run(
                 client.clone(),
@@ -301,54 +301,54 @@ pub async fn run(
             ),
         );
         let publisher = Publisher {
-            object: ApiObject::new(client, node, history),
+            api: GpuNodeClient::new(client, node, history),
             reports,
-            seen: sees,
-            orders: ordering,
+            observed: sees,
+            spec: ordering,
             drain: draining,
             rate: Rate::default(),
-            unheard,
+            unreachable_since: unheard,
             metrics,
         };
-        parts.start("status", publisher.run(stop));
+        parts.spawn("status", publisher.run(stop));
     }
     parts.supervise(shutdown).await
 }
 
-impl Parts {
-    fn start(&mut self, name: &'static str, life: impl Future<Output = ()> + Send + 'static) {
-        self.running.spawn(async move {
-            life.await;
+impl Tasks {
+    fn spawn(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
+        self.set.spawn(async move {
+            task.await;
             name
         });
     }
 
     /// Registers both resources, each once it has a token; what the kubelet thinks of device memory.
-    fn register(
+    fn register_when_offered(
         &mut self,
         config: &Config,
-        node: Node,
-        offers: Offers,
+        node: NodeHandle,
+        offers: DeviceUpdates,
         metrics: &Metrics,
     ) -> watch::Receiver<Registration> {
-        let Offers { device, managed } = offers;
+        let DeviceUpdates { device, managed } = offers;
         let node = Arc::new(node);
         let mut life = |resource: Resource, devices: watch::Receiver<Devices>| {
             let name = resource.name(config.resources.quantum).to_owned();
-            let service = Service {
+            let service = PluginService {
                 resource,
                 allocator: node.clone(),
                 devices: devices.clone(),
             };
             let (lifecycle, registration) =
                 Lifecycle::new(&config.kubelet.device_plugin_dir, name, service);
-            self.start(
+            self.spawn(
                 "registration",
                 register(lifecycle, devices, self.stop.clone()),
             );
-            self.start(
+            self.spawn(
                 "registration counter",
-                count(
+                count_registrations(
                     registration.clone(),
                     resource,
                     metrics.clone(),
@@ -370,18 +370,18 @@ impl Parts {
             info!(%address, %probes, "metrics and probes");
         }
         let served = bursar_http::serve(listeners, sources, self.stop.clone());
-        self.start("http server", served);
+        self.spawn("http server", served);
         Ok(())
     }
 
     /// Awaits the first part's end; where nobody asked for it, all parts end and it is an error.
     async fn supervise(mut self, shutdown: CancellationToken) -> Result<(), AgentError> {
         let mut result = Ok(());
-        while let Some(ended) = self.running.join_next().await {
+        while let Some(ended) = self.set.join_next().await {
             if !shutdown.is_cancelled() && result.is_ok() {
                 result = match ended {
-                    Ok(name) => Err(AgentError::Ended(name)),
-                    Err(error) => Err(AgentError::Failed(error)),
+                    Ok(name) => Err(AgentError::TaskEnded(name)),
+                    Err(error) => Err(AgentError::TaskPanicked(error)),
                 };
             }
             self.stop.cancel();
@@ -392,12 +392,12 @@ impl Parts {
 }
 
 /// Our resources under the names that pods ask for, and whom to ask about their holders.
-fn identities(config: &Config, client: Option<Client>) -> Identities {
+fn pod_resolver(config: &Config, client: Option<Client>) -> PodResolver {
     let quantum = config.resources.quantum;
     let named = |resource: Resource| (resource, resource.name(quantum).to_owned());
-    Identities {
+    PodResolver {
         device_plugin_dir: config.kubelet.device_plugin_dir.clone(),
-        names: [Resource::DeviceMemory, Resource::ManagedMemory]
+        resource_names: [Resource::DeviceMemory, Resource::ManagedMemory]
             .map(named)
             .to_vec(),
         pod_resources: PodResourcesClient::new(&config.kubelet.pod_resources_socket),
@@ -408,86 +408,89 @@ fn identities(config: &Config, client: Option<Client>) -> Identities {
 fn sessions(
     config: &Config,
     nvml: nvml::NvmlHandle,
-    desk: Desk,
-    living: watch::Receiver<Living>,
+    desk: LeaseHandle,
+    living: watch::Receiver<LiveLeases>,
 ) -> Arc<Sessions> {
-    let membership = Arc::new(Cgroups::new(config.paths.proc.clone()));
+    let membership = Arc::new(CgroupResolver::new(config.paths.proc.clone()));
     let sessions = Sessions::new(config.paths.run_dir.clone(), Arc::new(nvml), membership);
-    let sessions = sessions.keeping(desk, living);
+    let sessions = sessions.with_leases(desk, living);
     // Not in the state's folder, where agents before kept what tenants had said.
-    Arc::new(sessions.charging_contexts(config.paths.run_dir.join("contexts.json")))
+    Arc::new(sessions.with_context_sizes(config.paths.run_dir.join("contexts.json")))
 }
 
 /// What keeps memory, or where that is switched off what says so.
-fn keeper(
+fn lease_service(
     config: &Config,
     key: NodeKey,
-    notes: Notes,
+    notes: Commands,
     sessions: Arc<Sessions>,
-    living: watch::Sender<Living>,
-    status: watch::Sender<KeptStatus>,
-    drain: watch::Receiver<Drain>,
-) -> Result<Keeper, AgentError> {
+    living: watch::Sender<LiveLeases>,
+    status: watch::Sender<RetainedStatus>,
+    drain: watch::Receiver<DrainState>,
+) -> Result<LeaseService, AgentError> {
     let folder = config.paths.run_dir.join("kept");
     let beside = || {
         let own = std::env::current_exe().unwrap_or_default();
         own.with_file_name("bursar-worker")
     };
     let program = Program {
-        path: config.kept.worker.clone().unwrap_or_else(beside),
+        path: config.retained.provisioner.clone().unwrap_or_else(beside),
         driver: config.driver.clone(),
         libraries: folder.join("lib"),
     };
     let vault = config
-        .kept
+        .retained
         .enabled
-        .then(|| config.kept.vault_socket.clone());
+        .then(|| config.retained.fdstore_socket.clone());
     let state = &config.paths.state_dir;
-    Ok(Keeper {
-        notes,
-        news: vault
+    Ok(LeaseService {
+        commands: notes,
+        store_events: vault
             .map(fdstore_client::start)
             .transpose()
             .map_err(AgentError::Thread)?,
         sessions,
-        membership: Arc::new(Cgroups::new(config.paths.proc.clone())),
-        workers: Arc::new(Workers::new(program.clone())),
+        membership: Arc::new(CgroupResolver::new(config.paths.proc.clone())),
+        provisioners: Arc::new(Provisioners::new(program.clone())),
         program,
-        verdicts: Verdicts::of(Checkpoint::new(folder.join("scrubbed.json"))),
-        numbers: Numbers::of(Checkpoint::new(state.join("leases.json"))),
+        scrub_cache: ScrubCache::load(Checkpoint::new(folder.join("scrubbed.json"))),
+        lease_ids: LeaseIds::new(Checkpoint::new(state.join("leases.json"))),
         key,
-        living,
+        live_leases: living,
         drain,
-        let_go: watch::Sender::default(),
+        released_gpus: watch::Sender::default(),
         status,
     })
 }
 
-async fn recovered(
+async fn recover_allocator(
     config: &Config,
-    identities: &Identities,
+    identities: &PodResolver,
     sessions: Arc<Sessions>,
-    desk: Desk,
+    desk: LeaseHandle,
     metrics: Metrics,
-) -> Result<Core<OsHost>, HostError> {
+) -> Result<NodeAllocator<OsHost>, HostError> {
     let host = OsHost::new(config, sessions, desk)?;
     let found = host.survey();
-    let kubelet = identities.kubelet().await.unwrap_or_else(|error| {
-        warn!(%error, "the kubelet's checkpoint tells nothing");
-        Default::default()
-    });
-    let pods = Pods::new(config.paths.cgroup_root.clone());
-    let mut core = Core::new(config.resources, clock::boot_id(), host, pods, metrics);
-    core.recover(found, &kubelet.held, clock::now()).await;
+    let kubelet = identities
+        .read_device_checkpoint()
+        .await
+        .unwrap_or_else(|error| {
+            warn!(%error, "the kubelet's checkpoint tells nothing");
+            Default::default()
+        });
+    let pods = PodCgroups::new(config.paths.cgroup_root.clone());
+    let mut core = NodeAllocator::new(config.resources, clock::boot_id(), host, pods, metrics);
+    core.recover(found, &kubelet.entries, clock::now()).await;
     if !config.allow_unscrubbed {
-        core.set_cleared(BTreeSet::new(), clock::now()).await;
+        core.set_scrubbed_gpus(BTreeSet::new(), clock::now()).await;
     }
     Ok(core)
 }
 
 /// Registers a resource once it has a token, for as long as the agent lives.
 async fn register(
-    lifecycle: Lifecycle<Node>,
+    lifecycle: Lifecycle<NodeHandle>,
     mut devices: watch::Receiver<Devices>,
     stop: CancellationToken,
 ) {
@@ -501,7 +504,7 @@ async fn register(
 }
 
 /// Counts the times that the kubelet accepted a resource.
-async fn count(
+async fn count_registrations(
     mut registration: watch::Receiver<Registration>,
     resource: Resource,
     metrics: Metrics,
@@ -509,7 +512,7 @@ async fn count(
 ) {
     while let Some(Ok(())) = stop.run_until_cancelled(registration.changed()).await {
         if registration.borrow_and_update().is_registered() {
-            metrics.registered(resource);
+            metrics.count_registration(resource);
         }
     }
     // Its lifecycle may end before the agent is told to: that is the lifecycle's to report.
@@ -518,11 +521,11 @@ async fn count(
 
 /// The API server of the cluster that the agent's pod is in, or that KUBECONFIG names; no request to it waits
 /// for ever.
-pub async fn api_server() -> Option<Client> {
+pub async fn connect_api_server() -> Option<Client> {
     let client = kube::Config::infer()
         .await
         .map_err(kube::Error::InferConfig)
-        .and_then(|config| hurried(config, API_SILENCE));
+        .and_then(|config| client_with_deadlines(config, API_TIMEOUT));
     client
         .inspect_err(
             |error| warn!(%error, "no api server: no status, and every pod has priority 0"),
@@ -532,11 +535,11 @@ pub async fn api_server() -> Option<Client> {
 
 /// A client by `config` with a deadline for each step of a request. The deadline of an answer's beginning is not that
 /// of its body, for a watch may have nothing to tell.
-fn hurried(mut config: kube::Config, silence: Duration) -> kube::Result<Client> {
+fn client_with_deadlines(mut config: kube::Config, silence: Duration) -> kube::Result<Client> {
     config.connect_timeout = Some(silence);
     config.write_timeout = Some(silence);
-    config.read_timeout = Some(WATCH_SILENCE);
-    let begins = MapFutureLayer::new(move |answer: Answer| async move {
+    config.read_timeout = Some(WATCH_TIMEOUT);
+    let begins = MapFutureLayer::new(move |answer: ResponseFuture| async move {
         let answer: Result<_, BoxError> = timeout(silence, answer).await?;
         answer
     });
@@ -544,7 +547,7 @@ fn hurried(mut config: kube::Config, silence: Duration) -> kube::Result<Client> 
 }
 
 /// An answer of kube's client to come.
-type Answer = BoxFuture<'static, Result<::http::Response<Box<DynBody>>, BoxError>>;
+type ResponseFuture = BoxFuture<'static, Result<::http::Response<Box<DynBody>>, BoxError>>;
 
 #[cfg(test)]
 mod tests {
@@ -559,11 +562,11 @@ mod tests {
     async fn client_of(server: &TcpListener) -> Client {
         let address = server.local_addr().unwrap();
         let config = kube::Config::new(format!("http://{address}").parse().unwrap());
-        hurried(config, SILENCE).unwrap()
+        client_with_deadlines(config, SILENCE).unwrap()
     }
 
     #[tokio::test]
-    async fn request_ends_when_the_api_server_says_nothing() {
+    async fn request_times_out_when_the_api_server_is_silent() {
         let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = client_of(&silent).await;
         let answer = timeout(Duration::from_secs(10), client.apiserver_version()).await;
@@ -571,7 +574,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn watch_goes_on_while_it_has_nothing_to_tell() {
+    async fn watch_continues_without_events() {
         let quiet = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = client_of(&quiet).await;
         let server = tokio::spawn(async move {
@@ -581,7 +584,7 @@ mod tests {
             stream.write_all(begins).await.unwrap();
             std::future::pending::<()>().await
         });
-        let nodes = crate::gpu_node::api::objects(client);
+        let nodes = crate::gpu_node::api::gpu_nodes(client);
         let params = kube::api::WatchParams::default();
         let begun = nodes.watch(&params, "1");
         let begun = timeout(Duration::from_secs(10), begun).await.unwrap();

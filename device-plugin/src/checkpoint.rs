@@ -21,7 +21,7 @@ use sha2::{Digest, Sha256};
 const HEAD: &str = "{\"sha256\":\"";
 const MIDDLE: &str = "\",\"data\":";
 const TAIL: &str = "}\n";
-const DIGEST: usize = 64;
+const DIGEST_LENGTH: usize = 64;
 
 /// Why the file cannot be written.
 #[derive(Debug, thiserror::Error)]
@@ -89,7 +89,7 @@ impl Checkpoint {
         self.replace(value, |_| Ok(()))
     }
 
-    /// [`save`](Self::save) for a disk: a loss of power leaves the old value or the new one.
+    /// [`save_checkpoint`](Self::save) for a disk: a loss of power leaves the old value or the new one.
     pub fn save_durably<T: Serialize>(&self, value: &T) -> Result<(), SaveError> {
         self.replace(value, |path| fs::File::open(path)?.sync_all())?;
         let folder = self.path.parent().unwrap_or(Path::new("."));
@@ -150,7 +150,7 @@ impl Checkpoint {
     }
 
     /// Moves the file out of the way, to `<name>.malformed`, and says where it is now.
-    pub fn set_aside(&self) -> io::Result<PathBuf> {
+    pub fn move_aside(&self) -> io::Result<PathBuf> {
         let aside = self.path.with_extension("malformed");
         fs::rename(&self.path, &aside)?;
         Ok(aside)
@@ -167,7 +167,9 @@ fn digest(data: &str) -> String {
 fn decode<T: DeserializeOwned>(text: &[u8]) -> Result<T, String> {
     let text = std::str::from_utf8(text).map_err(|error| error.to_string())?;
     let body = text.strip_prefix(HEAD).ok_or("the head is not ours")?;
-    let (written, rest) = body.split_at_checked(DIGEST).ok_or("it is cut short")?;
+    let (written, rest) = body
+        .split_at_checked(DIGEST_LENGTH)
+        .ok_or("it is cut short")?;
     let data = rest
         .strip_prefix(MIDDLE)
         .and_then(|rest| rest.strip_suffix(TAIL))
@@ -182,7 +184,7 @@ fn decode<T: DeserializeOwned>(text: &[u8]) -> Result<T, String> {
 mod tests {
     use super::*;
 
-    fn bed() -> (tempfile::TempDir, Checkpoint) {
+    fn temp_checkpoint() -> (tempfile::TempDir, Checkpoint) {
         let folder = tempfile::tempdir().unwrap();
         let checkpoint = Checkpoint::new(folder.path().join("checkpoint.json"));
         (folder, checkpoint)
@@ -193,8 +195,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_saved_is_loaded_and_is_json() {
-        let (_folder, checkpoint) = bed();
+    fn saved_value_is_loaded_and_is_json() {
+        let (_folder, checkpoint) = temp_checkpoint();
         assert!(checkpoint.load::<Vec<(String, u32)>>().unwrap().is_none());
         checkpoint.save(&value()).unwrap();
         assert_eq!(checkpoint.load().unwrap(), Some(value()));
@@ -203,15 +205,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_saved_durably_is_the_same_file() {
-        let (_folder, checkpoint) = bed();
+    fn durably_saved_value_is_loaded() {
+        let (_folder, checkpoint) = temp_checkpoint();
         checkpoint.save_durably(&value()).unwrap();
         assert_eq!(checkpoint.load().unwrap(), Some(value()));
     }
 
     #[test]
-    fn a_file_cut_at_any_byte_is_malformed() {
-        let (_folder, checkpoint) = bed();
+    fn truncated_file_is_malformed() {
+        let (_folder, checkpoint) = temp_checkpoint();
         checkpoint.save(&value()).unwrap();
         let whole = fs::read(checkpoint.path()).unwrap();
         for length in 0..whole.len() {
@@ -225,8 +227,8 @@ mod tests {
     }
 
     #[test]
-    fn a_file_altered_at_any_byte_in_any_bit_or_continued_is_malformed() {
-        let (_folder, checkpoint) = bed();
+    fn altered_or_continued_file_is_malformed() {
+        let (_folder, checkpoint) = temp_checkpoint();
         checkpoint.save(&value()).unwrap();
         let whole = fs::read(checkpoint.path()).unwrap();
         for (at, bit) in (0..whole.len()).flat_map(|at| (0..8).map(move |bit| (at, bit))) {
@@ -239,8 +241,8 @@ mod tests {
     }
 
     #[test]
-    fn a_crash_before_the_rename_leaves_the_old_value() {
-        let (_folder, checkpoint) = bed();
+    fn crash_before_the_rename_leaves_the_old_value() {
+        let (_folder, checkpoint) = temp_checkpoint();
         checkpoint.save(&value()).unwrap();
         fs::write(checkpoint.path().with_extension("new"), "{\"sha256\":\"12").unwrap();
         assert_eq!(checkpoint.load().unwrap(), Some(value()));
@@ -252,8 +254,8 @@ mod tests {
     }
 
     #[test]
-    fn a_value_that_cannot_be_written_leaves_the_old_one() {
-        let (folder, checkpoint) = bed();
+    fn failed_write_leaves_the_old_value() {
+        let (folder, checkpoint) = temp_checkpoint();
         checkpoint.save(&value()).unwrap();
         fs::create_dir(folder.path().join("checkpoint.new")).unwrap();
         assert!(matches!(
@@ -264,10 +266,10 @@ mod tests {
     }
 
     #[test]
-    fn a_malformed_file_is_kept_for_people_and_out_of_the_way() {
-        let (_folder, checkpoint) = bed();
+    fn malformed_file_is_moved_aside() {
+        let (_folder, checkpoint) = temp_checkpoint();
         fs::write(checkpoint.path(), "garbage").unwrap();
-        let aside = checkpoint.set_aside().unwrap();
+        let aside = checkpoint.move_aside().unwrap();
         assert_eq!(fs::read_to_string(aside).unwrap(), "garbage");
         assert!(checkpoint.load::<u32>().unwrap().is_none());
     }

@@ -5,27 +5,27 @@ use std::path::Path;
 use jiff::Timestamp;
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::ledger::Moment;
+use crate::ledger::BootTime;
 
 /// Now, by `CLOCK_BOOTTIME`.
-pub fn now() -> Moment {
+pub fn now() -> BootTime {
     let time = clock_gettime(ClockId::Boottime);
     // Neither part is negative for this clock.
-    Moment(time.tv_sec.unsigned_abs() * 1_000 + time.tv_nsec.unsigned_abs() / 1_000_000)
+    BootTime(time.tv_sec.unsigned_abs() * 1_000 + time.tv_nsec.unsigned_abs() / 1_000_000)
 }
 
 /// The present by both clocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Present {
+pub struct ClockReading {
     /// What every decision goes by: this clock is never set.
-    pub moment: Moment,
+    pub moment: BootTime,
     /// What people are told. This clock may be set at any time, back or forth.
     pub wall: Timestamp,
 }
 
 /// The present.
-pub fn present() -> Present {
-    Present {
+pub fn read_clocks() -> ClockReading {
+    ClockReading {
         moment: now(),
         wall: Timestamp::now(),
     }

@@ -1,4 +1,4 @@
-//! The agent's configuration: arguments and one TOML file in, a checked [`Config`] out.
+//! The agent's configuration: arguments and one TOML file in, a checked [`LaunchConfig`] out.
 //!
 //! What each field is for, its default and when to change it stand in the chart's `values.yaml`
 //! and in [`file`](self) below. An error names the field, its value and the remedy.
@@ -66,7 +66,7 @@ pub struct Config {
     /// How programs are audited.
     pub audit: AuditConfig,
     /// Memory that outlives the processes that use it.
-    pub kept: KeptConfig,
+    pub retained: RetainedConfig,
     /// Whether pods of several namespaces share GPUs whose driver was not seen to clear freed memory.
     pub allow_unscrubbed: bool,
     /// Where metrics are served.
@@ -107,7 +107,7 @@ pub struct DriverConfig {
     /// Further folders that every container with GPU memory gets.
     pub extra_mounts: Vec<HostMount>,
     /// The user and group as which workers and canaries load the driver; none is the agent's own.
-    pub worker_user: Option<u32>,
+    pub provisioner_user: Option<u32>,
 }
 
 /// Where the agent keeps its own files.
@@ -131,13 +131,13 @@ pub struct PathsConfig {
 
 /// Memory that outlives the processes that use it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KeptConfig {
+pub struct RetainedConfig {
     /// Whether there is any, where the vault answers.
     pub enabled: bool,
     /// The vault's socket.
-    pub vault_socket: PathBuf,
+    pub fdstore_socket: PathBuf,
     /// The program that makes it; none is the one beside the agent's own.
-    pub worker: Option<PathBuf>,
+    pub provisioner: Option<PathBuf>,
 }
 
 /// How programs are audited.
@@ -163,7 +163,7 @@ pub enum AuditPolicy {
     Kill,
 }
 
-/// Why there is no [`Config`].
+/// Why there is no [`LaunchConfig`].
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
@@ -211,12 +211,12 @@ impl Config {
 
     /// Checks the configuration that `text` states; `path` is for the errors.
     pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
-        let file: file::File = toml::from_str(text).map_err(|source| ConfigError::Parse {
+        let file: file::ConfigFile = toml::from_str(text).map_err(|source| ConfigError::Parse {
             path: path.to_owned(),
             source: Box::new(source),
         })?;
         file.resolve().map_err(
-            |file::Wrong {
+            |file::InvalidField {
                  field,
                  value,
                  problem,
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_file_is_every_default() {
+    fn empty_file_has_every_default() {
         let config = parse("").unwrap();
         assert_eq!(config.resources.quantum, Quantum::Gib1);
         assert_eq!(config.resources.managed_capacity, Bytes::ZERO);
@@ -255,16 +255,16 @@ mod tests {
         assert_eq!(config.http_listen.port(), 9400);
         assert_eq!(config.http_probes.port(), 9402);
         assert_eq!(config.audit.policy, AuditPolicy::Report);
-        assert!(config.kept.enabled);
+        assert!(config.retained.enabled);
         assert!(!config.allow_unscrubbed);
         assert_eq!(
-            config.kept.vault_socket,
+            config.retained.fdstore_socket,
             Path::new("/run/bursar/vault/vault.sock")
         );
     }
 
     #[test]
-    fn every_field_of_the_file_arrives() {
+    fn every_field_is_read() {
         let config = parse(
             r#"
             [resources]
@@ -327,7 +327,7 @@ mod tests {
                 host_root: "/run/nvidia/driver".into(),
                 dev_root: "/run/nvidia/driver/dev".into(),
                 extra_mounts: vec![mount("/a", "/b", false), mount("/c", "/c", true)],
-                worker_user: Some(65531),
+                provisioner_user: Some(65531),
             },
             paths: PathsConfig {
                 state_dir: "/s".into(),
@@ -345,10 +345,10 @@ mod tests {
                 process_allowance: Bytes::mib(512),
                 kill_after: 5,
             },
-            kept: KeptConfig {
+            retained: RetainedConfig {
                 enabled: false,
-                vault_socket: "/v/vault.sock".into(),
-                worker: Some("/w/bursar-worker".into()),
+                fdstore_socket: "/v/vault.sock".into(),
+                provisioner: Some("/w/bursar-worker".into()),
             },
             allow_unscrubbed: true,
             http_listen: "[::1]:9".parse().unwrap(),
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_that_does_not_exist_is_named_with_those_that_do() {
+    fn unknown_field_is_named_with_the_known_ones() {
         let text = error("[resources]\nquantums = \"1Gi\"");
         assert!(
             text.contains("quantums") && text.contains("`quantum`"),
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_value_is_named_with_its_field_and_the_remedy() {
+    fn invalid_value_is_named_with_field_and_remedy() {
         for (text, parts) in [
             (
                 "[resources]\nquantum = \"0\"",
@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_of_another_type_is_a_clear_error() {
+    fn value_of_another_type_is_named() {
         let text = error("[resources]\nquantum = 1");
         assert!(
             text.contains("quantum = 1") && text.contains("string"),
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_be_read_is_named() {
+    fn unreadable_file_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let error = Config::load(folder.path())
             .expect_err("a folder is no file")
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_file_every_field_has_its_default() {
+    fn missing_file_has_every_default() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(
             Config::load(&folder.path().join("none.toml")).unwrap(),

@@ -5,7 +5,7 @@
 //! the container would start without its GPU.
 
 /// Why it does not, as far as its name tells; none where it does or is not known.
-pub fn without_cdi(version: &str) -> Option<String> {
+pub fn missing_cdi_support(version: &str) -> Option<String> {
     let (name, number) = version.split_once("://")?;
     let mut parts = number
         .trim_start_matches('v')
@@ -27,20 +27,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runtimes_that_ignore_cdi_devices_are_named_with_what_is_needed() {
+    fn runtime_without_cdi_is_named_with_the_needed_version() {
         for version in [
             "containerd://1.7.27",
             "containerd://1.6.0",
             "cri-o://1.27.4",
             "docker://28.0.1",
         ] {
-            let why = without_cdi(version).unwrap();
+            let why = missing_cdi_support(version).unwrap();
             assert!(why.contains(version) && why.contains("or later"), "{why}");
         }
     }
 
     #[test]
-    fn runtimes_with_cdi_and_unknown_ones_are_no_trouble() {
+    fn runtime_with_cdi_or_unknown_is_accepted() {
         for version in [
             "containerd://2.4.2",
             "containerd://v2.0.0-rc.1",
@@ -49,7 +49,7 @@ mod tests {
             "",
             "containerd://x",
         ] {
-            assert_eq!(without_cdi(version), None, "{version}");
+            assert_eq!(missing_cdi_support(version), None, "{version}");
         }
     }
 }

@@ -9,8 +9,8 @@
 //! | [`mig`] | finds the capability nodes of a MIG instance |
 //! | [`pci`] | where a GPU is on the PCI bus |
 //! | [`drain`] | decides and carries out the drain of GPUs |
-//! | [`generations`] | counts how often each GPU's memory was lost |
-//! | [`nvml`] | asks NVML, through a process for each GPU |
+//! | [`gpu_generations`] | counts how often each GPU's memory was lost |
+//! | [`read_nvml`] | asks NVML, through a process for each GPU |
 //! | [`xid`] | what each XID asks for: a table |
 
 pub mod cgroup_limit;
@@ -28,9 +28,9 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use crate::gpu::drain::Drain;
+use crate::gpu::drain::DrainState;
 use crate::units::{Bytes, GpuUuid};
-use health::{Health, Memory, Sickness};
+use health::{Health, PersistedHealth, UnhealthyReason};
 use pci::PciAddress;
 
 /// A GPU, or a MIG instance, which is a GPU to its programs.
@@ -69,7 +69,7 @@ pub struct GpuState {
     /// Whether new pods may get it.
     pub health: Health,
     /// What of its health outlives the agent.
-    pub memory: Memory,
+    pub persisted: PersistedHealth,
 }
 
 /// The node's GPUs as they stand.
@@ -120,7 +120,7 @@ impl Inventory {
     }
 
     /// The GPU at `address`, or the MIG instances that it is cut into.
-    pub fn at(&self, address: PciAddress) -> Vec<GpuUuid> {
+    pub fn gpus_at(&self, address: PciAddress) -> Vec<GpuUuid> {
         let there = self.gpus().iter().map(|state| &state.gpu);
         let there = there.filter(|gpu| gpu.pci == Some(address));
         there.map(|gpu| gpu.uuid.clone()).collect()
@@ -129,13 +129,13 @@ impl Inventory {
     /// The same, where a worker of these GPUs hangs in the driver: what a GPU does to one process it may do to the next,
     /// however well it answers NVML.
     #[must_use]
-    pub fn with_stuck(mut self, stuck: &BTreeSet<GpuUuid>) -> Self {
+    pub fn with_stuck_provisioners(mut self, stuck: &BTreeSet<GpuUuid>) -> Self {
         if let Self::Gpus { gpus, .. } = &mut self {
             let hang = |state: &&mut GpuState| {
                 state.health.is_healthy() && stuck.contains(&state.gpu.uuid)
             };
             for state in gpus.iter_mut().filter(hang) {
-                state.health = Health::Unhealthy(Sickness::WorkerStuck);
+                state.health = Health::Unhealthy(UnhealthyReason::WorkerStuck);
             }
         }
         self
@@ -143,12 +143,19 @@ impl Inventory {
 
     /// The same, where these GPUs are to be drained and something holds some still.
     #[must_use]
-    pub fn with_draining(mut self, Drain { ordered, busy, .. }: &Drain) -> Self {
+    pub fn with_draining(
+        mut self,
+        DrainState {
+            requested: ordered,
+            in_use: busy,
+            ..
+        }: &DrainState,
+    ) -> Self {
         if let Self::Gpus { gpus, .. } = &mut self {
             for state in gpus {
-                let holds = busy.contains(&state.gpu.uuid) || !state.memory.drained;
+                let holds = busy.contains(&state.gpu.uuid) || !state.persisted.drained;
                 if holds && state.gpu.is_in(ordered) {
-                    state.health = Health::Unhealthy(Sickness::Draining);
+                    state.health = Health::Unhealthy(UnhealthyReason::Draining);
                 }
             }
         }

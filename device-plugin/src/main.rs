@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use bursar_confine::ConfineError;
-use bursar_device_plugin::agent::{self, Surroundings};
+use bursar_device_plugin::agent::{self, RunOptions};
 use bursar_device_plugin::config::{Args, Config, LogFormat};
 use bursar_device_plugin::enforcement::attestation::device_access;
 use bursar_device_plugin::gpu::nvml;
@@ -17,23 +17,23 @@ use tracing::{error, warn};
 use tracing_subscriber::EnvFilter;
 
 /// How long threads are waited for that may hang in the kernel, as one that looks at a process that does.
-const LINGERS: Duration = Duration::from_secs(1);
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(1);
 
 fn main() -> ExitCode {
     let mut words = std::env::args_os().skip(1);
     match words.next() {
-        Some(word) if word == device_access::WORD => return device_access::child(words),
-        Some(word) if word == nvml::WORD => return nvml::child(words),
+        Some(word) if word == device_access::SUBCOMMAND => return device_access::run_child(words),
+        Some(word) if word == nvml::SUBCOMMAND => return nvml::run_child(words),
         _ => {}
     }
     let args = Args::parse();
     // Capabilities and filters are a thread's own, and of those that it starts: there is none yet.
-    let confined = bursar_confine::agent();
+    let confined = bursar_confine::restrict_agent();
     let ended = Runtime::new()
         .map_err(anyhow::Error::from)
         .and_then(|runtime| {
             let ended = runtime.block_on(run(&args, confined));
-            runtime.shutdown_timeout(LINGERS);
+            runtime.shutdown_timeout(SHUTDOWN_GRACE);
             ended
         });
     match ended {
@@ -47,20 +47,20 @@ fn main() -> ExitCode {
 }
 
 async fn run(args: &Args, confined: Result<(), ConfineError>) -> anyhow::Result<()> {
-    log(args)?;
+    init_logging(args)?;
     if let Err(error) = confined {
         warn!(%error, "agent keeps rights that it does not need");
     }
-    raise_descriptors();
+    raise_open_file_limit();
     let config = Config::load(&args.config)?;
     let shutdown = CancellationToken::new();
     stop_on_signals(shutdown.clone())?;
-    let client = agent::api_server().await;
-    let around = Surroundings::new(args.node_name.clone(), client);
+    let client = agent::connect_api_server().await;
+    let around = RunOptions::new(args.node_name.clone(), client);
     Ok(agent::run(config, around, shutdown).await?)
 }
 
-fn log(args: &Args) -> anyhow::Result<()> {
+fn init_logging(args: &Args) -> anyhow::Result<()> {
     let lines = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::try_new(&args.log)?)
         // Whoever reads a container's log wants no colours, whatever features other crates turn on.
@@ -75,7 +75,7 @@ fn log(args: &Args) -> anyhow::Result<()> {
 
 /// Raises the limit of open files to the most that is allowed: every process of every container
 /// takes some.
-fn raise_descriptors() {
+fn raise_open_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
         current: limit.maximum,

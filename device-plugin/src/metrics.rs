@@ -22,26 +22,26 @@ use crate::gpu_node::report::{GpuHealth, NodeReport};
 use crate::units::{Bytes, GpuUuid, Quanta, Quantum, Resource};
 
 pub use audited::AuditFigures;
-use replaced::{Replaced, Rows, Tables};
+use replaced::{EncodeFamilies, FamilyEncoder, LatestFigures};
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct OfResource {
+struct ResourceLabels {
     resource: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct OfGpu {
+struct GpuLabels {
     gpu: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct OfGpuState {
+struct GpuStateLabels {
     gpu: String,
     state: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct OfResult {
+struct ResultLabels {
     result: &'static str,
 }
 
@@ -70,7 +70,7 @@ impl BindResult {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Allocations booked and not bound.
-    pub booked: usize,
+    pub pending: usize,
     /// Allocations bound.
     pub bound: usize,
     /// Containers waiting for room.
@@ -81,43 +81,43 @@ pub struct Counts {
 #[derive(Clone, Debug)]
 pub struct Metrics {
     registry: Arc<Registry>,
-    tokens: Family<OfResource, Gauge>,
+    tokens: Family<ResourceLabels, Gauge>,
     orders_not_understood: Gauge,
     watch_failures: Counter,
-    booked: Family<OfResource, Gauge>,
-    bound: Family<OfResource, Gauge>,
-    waiting: Family<OfResource, Gauge>,
+    booked: Family<ResourceLabels, Gauge>,
+    bound: Family<ResourceLabels, Gauge>,
+    waiting: Family<ResourceLabels, Gauge>,
     allocate_seconds: Histogram,
-    bind_seconds: Family<OfResult, Histogram>,
+    bind_seconds: Family<ResultLabels, Histogram>,
     releases: Counter,
     collected: Counter,
-    registrations: Family<OfResource, Counter>,
-    gpus: Replaced<GpuFigures>,
-    kept: Replaced<KeptFigures>,
-    gpu_node_writes: Family<OfResult, Counter>,
+    registrations: Family<ResourceLabels, Counter>,
+    gpus: LatestFigures<GpuFigures>,
+    kept: LatestFigures<RetainedFigures>,
+    gpu_node_writes: Family<ResultLabels, Counter>,
     events_dropped: Counter,
     tasks: Gauge,
-    audited: audited::Audited,
+    audited: audited::AuditMetrics,
 }
 
 /// From 50 us, an answer without a wait, to 50 s, twice the longest wait.
-const SECONDS: [f64; 13] = [
+const SECONDS_BUCKETS: [f64; 13] = [
     0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 25.0, 50.0,
 ];
 
-fn seconds() -> Histogram {
-    Histogram::new(SECONDS)
+fn seconds_histogram() -> Histogram {
+    Histogram::new(SECONDS_BUCKETS)
 }
 
 /// A registry that a metric is put into and handed back from.
-trait Registering {
-    fn with<M>(&mut self, name: &str, help: &str, metric: M) -> M
+trait RegisterMetric {
+    fn register_metric<M>(&mut self, name: &str, help: &str, metric: M) -> M
     where
         M: prometheus_client::registry::Metric + Clone;
 }
 
-impl Registering for Registry {
-    fn with<M>(&mut self, name: &str, help: &str, metric: M) -> M
+impl RegisterMetric for Registry {
+    fn register_metric<M>(&mut self, name: &str, help: &str, metric: M) -> M
     where
         M: prometheus_client::registry::Metric + Clone,
     {
@@ -137,75 +137,75 @@ impl Metrics {
         );
         let r = &mut registry;
         Self {
-            orders_not_understood: r.with(
+            orders_not_understood: r.register_metric(
                 "bursar_agent_orders_not_understood",
                 "Orders in this node's GpuNode that this version of the agent does not understand",
                 Gauge::default(),
             ),
-            watch_failures: r.with(
+            watch_failures: r.register_metric(
                 "bursar_agent_watch_failures",
                 "Failures of the watch of this node's GpuNode",
                 Counter::default(),
             ),
-            tokens: r.with(
+            tokens: r.register_metric(
                 "bursar_agent_tokens",
                 "Healthy tokens told to the kubelet",
                 Family::default(),
             ),
-            booked: r.with(
+            booked: r.register_metric(
                 "bursar_agent_booked",
                 "Allocations booked and not bound",
                 Family::default(),
             ),
-            bound: r.with("bursar_agent_bound", "Allocations bound", Family::default()),
-            waiting: r.with(
+            bound: r.register_metric("bursar_agent_bound", "Allocations bound", Family::default()),
+            waiting: r.register_metric(
                 "bursar_agent_waiting",
                 "Containers waiting on this node for room",
                 Family::default(),
             ),
-            allocate_seconds: r.with(
+            allocate_seconds: r.register_metric(
                 "bursar_agent_allocate_seconds",
                 "Time of Allocate",
-                seconds(),
+                seconds_histogram(),
             ),
-            bind_seconds: r.with(
+            bind_seconds: r.register_metric(
                 "bursar_agent_bind_seconds",
                 "Time of PreStartContainer, waiting included",
-                Family::new_with_constructor(seconds as fn() -> Histogram),
+                Family::new_with_constructor(seconds_histogram as fn() -> Histogram),
             ),
-            releases: r.with(
+            releases: r.register_metric(
                 "bursar_agent_releases",
                 "Pods whose memory was taken back at their end",
                 Counter::default(),
             ),
-            collected: r.with(
+            collected: r.register_metric(
                 "bursar_agent_bookings_collected",
                 "Bookings dropped for never becoming a container",
                 Counter::default(),
             ),
-            registrations: r.with(
+            registrations: r.register_metric(
                 "bursar_agent_registrations",
                 "Registrations with the kubelet",
                 Family::default(),
             ),
-            gpus: Replaced::registered(r),
-            kept: Replaced::registered(r),
-            gpu_node_writes: r.with(
+            gpus: LatestFigures::register(r),
+            kept: LatestFigures::register(r),
+            gpu_node_writes: r.register_metric(
                 "bursar_agent_gpu_node_writes",
                 "Writes of this node's GpuNode",
                 Family::default(),
             ),
-            events_dropped: r.with(
+            events_dropped: r.register_metric(
                 "bursar_agent_events_dropped",
                 "Events not sent: too many, repeated, or refused",
                 Counter::default(),
             ),
-            tasks: r.with(
+            tasks: r.register_metric(
                 "bursar_agent_tasks",
                 "Tasks of the agent's runtime",
                 Gauge::default(),
             ),
-            audited: audited::Audited::new(r),
+            audited: audited::AuditMetrics::new(r),
             registry: Arc::new(registry),
         }
     }
@@ -222,43 +222,43 @@ impl Metrics {
     }
 
     /// An Allocate was answered after `took`.
-    pub fn allocated(&self, took: Duration) {
+    pub fn observe_allocate(&self, took: Duration) {
         self.allocate_seconds.observe(took.as_secs_f64());
     }
 
     /// A PreStartContainer was answered after `took`.
-    pub fn started(&self, result: BindResult, took: Duration) {
+    pub fn observe_prepare(&self, result: BindResult, took: Duration) {
         let result = result.as_str();
         self.bind_seconds
-            .get_or_create(&OfResult { result })
+            .get_or_create(&ResultLabels { result })
             .observe(took.as_secs_f64());
     }
 
     /// A pod ended and its memory was taken back.
-    pub fn released(&self) {
+    pub fn count_release(&self) {
         self.releases.inc();
     }
 
     /// Bookings that never became a container were dropped.
-    pub fn collected(&self, bookings: usize) {
+    pub fn count_collected(&self, bookings: usize) {
         self.collected.inc_by(bookings as u64);
     }
 
     /// The kubelet accepted a registration.
-    pub fn registered(&self, resource: Resource) {
+    pub fn count_registration(&self, resource: Resource) {
         self.registrations
-            .get_or_create(&of_resource(resource))
+            .get_or_create(&resource_labels(resource))
             .inc();
     }
 
     /// What the ledger holds of `resource`.
     pub fn set_counts(&self, resource: Resource, counts: Counts) {
         let Counts {
-            booked,
+            pending: booked,
             bound,
             waiting,
         } = counts;
-        let label = of_resource(resource);
+        let label = resource_labels(resource);
         self.booked.get_or_create(&label).set(number(booked));
         self.bound.get_or_create(&label).set(number(bound));
         self.waiting.get_or_create(&label).set(number(waiting));
@@ -273,10 +273,10 @@ impl Metrics {
         ];
         for (resource, memory) in tokens {
             self.tokens
-                .get_or_create(&of_resource(resource))
+                .get_or_create(&resource_labels(resource))
                 .set(memory.allocatable.0.into());
         }
-        let not_understood = report.ordered.not_understood.len();
+        let not_understood = report.applied_spec.unrecognized.len();
         self.orders_not_understood
             .set(i64::try_from(not_understood).unwrap_or(i64::MAX));
         let mut figures = GpuFigures::default();
@@ -291,7 +291,7 @@ impl Metrics {
                 ("withheld", gpu.withheld.0),
             ];
             for (state, amount) in states {
-                let label = OfGpuState {
+                let label = GpuStateLabels {
                     gpu: gpu.uuid.to_string(),
                     state,
                 };
@@ -299,37 +299,39 @@ impl Metrics {
                 figures.memory.push((label, amount));
             }
             let is_healthy = gpu.health == GpuHealth::Healthy;
-            figures.healthy.push((of_gpu(&gpu.uuid), is_healthy.into()));
+            figures
+                .healthy
+                .push((gpu_labels(&gpu.uuid), is_healthy.into()));
         }
         self.gpus.replace(figures);
     }
 
     /// What the vault keeps of each GPU: how many leases, and what they have.
-    pub fn set_kept(&self, kept: &BTreeMap<GpuUuid, (usize, Bytes)>) {
-        let mut figures = KeptFigures::default();
+    pub fn set_retained(&self, kept: &BTreeMap<GpuUuid, (usize, Bytes)>) {
+        let mut figures = RetainedFigures::default();
         for (gpu, (leases, bytes)) in kept {
-            figures.leases.push((of_gpu(gpu), number(*leases)));
+            figures.leases.push((gpu_labels(gpu), number(*leases)));
             let bytes = i64::try_from(bytes.0).unwrap_or(i64::MAX);
-            figures.bytes.push((of_gpu(gpu), bytes));
+            figures.bytes.push((gpu_labels(gpu), bytes));
         }
         self.kept.replace(figures);
     }
 
     /// This node's `GpuNode` was written, or could not be.
-    pub fn gpu_node_written(&self, ok: bool) {
+    pub fn count_gpu_node_write(&self, ok: bool) {
         let result = if ok { "ok" } else { "error" };
         self.gpu_node_writes
-            .get_or_create(&OfResult { result })
+            .get_or_create(&ResultLabels { result })
             .inc();
     }
 
     /// The watch of this node's `GpuNode` failed.
-    pub fn watch_failed(&self) {
+    pub fn count_watch_failure(&self) {
         self.watch_failures.inc();
     }
 
     /// An Event was not sent.
-    pub fn event_dropped(&self) {
+    pub fn count_event_dropped(&self) {
         self.events_dropped.inc();
     }
 }
@@ -343,12 +345,12 @@ impl Default for Metrics {
 /// The GPUs of one report.
 #[derive(Clone, Debug, Default)]
 struct GpuFigures {
-    memory: Vec<(OfGpuState, i64)>,
-    healthy: Vec<(OfGpu, i64)>,
+    memory: Vec<(GpuStateLabels, i64)>,
+    healthy: Vec<(GpuLabels, i64)>,
 }
 
-impl Rows for GpuFigures {
-    fn encode(&self, tables: &mut Tables<'_>) -> std::fmt::Result {
+impl EncodeFamilies for GpuFigures {
+    fn encode(&self, tables: &mut FamilyEncoder<'_>) -> std::fmt::Result {
         tables.gauges(
             "bursar_gpu_memory_bytes",
             "Memory of a GPU by state: total, capacity, bound, free, leaked, withheld",
@@ -364,13 +366,13 @@ impl Rows for GpuFigures {
 
 /// The kept leases of each GPU at one moment.
 #[derive(Clone, Debug, Default)]
-struct KeptFigures {
-    leases: Vec<(OfGpu, i64)>,
-    bytes: Vec<(OfGpu, i64)>,
+struct RetainedFigures {
+    leases: Vec<(GpuLabels, i64)>,
+    bytes: Vec<(GpuLabels, i64)>,
 }
 
-impl Rows for KeptFigures {
-    fn encode(&self, tables: &mut Tables<'_>) -> std::fmt::Result {
+impl EncodeFamilies for RetainedFigures {
+    fn encode(&self, tables: &mut FamilyEncoder<'_>) -> std::fmt::Result {
         tables.gauges(
             "bursar_gpu_kept_leases",
             "Kept leases that the vault has",
@@ -384,14 +386,14 @@ impl Rows for KeptFigures {
     }
 }
 
-fn of_gpu(gpu: &GpuUuid) -> OfGpu {
-    OfGpu {
+fn gpu_labels(gpu: &GpuUuid) -> GpuLabels {
+    GpuLabels {
         gpu: gpu.to_string(),
     }
 }
 
-fn of_resource(resource: Resource) -> OfResource {
-    OfResource {
+fn resource_labels(resource: Resource) -> ResourceLabels {
+    ResourceLabels {
         resource: match resource {
             Resource::DeviceMemory => "gpu-memory",
             Resource::ManagedMemory => "managed-memory",
@@ -412,16 +414,16 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
-    use crate::enforcement::attestation::Reason;
-    use crate::enforcement::audit::compare::{Finding, Verdict};
+    use crate::enforcement::attestation::GapReason;
+    use crate::enforcement::audit::compare::{AuditResult, Finding};
     use crate::gpu_node::fixtures::report;
     use crate::node::allocator::BoundContainer;
-    use crate::node::checkpoint_state::{Holder, PodName};
-    use crate::sessions::{Account, AccountBooks, Books, Fault, Image, Process};
+    use crate::node::checkpoint_state::{ContainerName, PodName};
+    use crate::sessions::{Account, AccountBalance, ContainerUsage, Fault, Process, ProcessImage};
     use crate::units::Bytes;
 
     #[test]
-    fn each_gpu_has_its_memory_by_state_and_goes_with_the_report() {
+    fn gpu_has_memory_by_state_until_it_leaves_the_report() {
         let metrics = Metrics::new();
         let mut report = report();
         report.gpus[0].free = Quanta(6);
@@ -440,11 +442,11 @@ mod tests {
     }
 
     #[test]
-    fn page_is_whole_while_figures_are_replaced() {
+    fn page_is_complete_while_figures_are_replaced() {
         let (metrics, report, over) = (Metrics::new(), report(), AtomicBool::new(false));
         let replace = || {
             metrics.set_report(&report);
-            audited(&metrics);
+            set_audit(&metrics);
         };
         replace();
         let lines = [
@@ -466,9 +468,9 @@ mod tests {
     }
 
     #[test]
-    fn a_bind_is_counted_by_its_end() {
+    fn prepare_is_counted_by_its_result() {
         let metrics = Metrics::new();
-        metrics.started(BindResult::NoRoom, Duration::from_secs(25));
+        metrics.observe_prepare(BindResult::NoRoom, Duration::from_secs(25));
         let text = metrics.encode();
         assert!(
             text.contains(r#"bursar_agent_bind_seconds_count{result="no-room"} 1"#),
@@ -478,54 +480,54 @@ mod tests {
     }
 
     /// Metrics with a value each: a family without one is not written.
-    fn used() -> Metrics {
+    fn used_metrics() -> Metrics {
         let metrics = Metrics::new();
         metrics.set_report(&report());
         let gpu = "GPU-a".parse().unwrap();
-        metrics.set_kept(&BTreeMap::from([(gpu, (1, Bytes::gib(1)))]));
+        metrics.set_retained(&BTreeMap::from([(gpu, (1, Bytes::gib(1)))]));
         metrics.set_counts(Resource::DeviceMemory, Counts::default());
-        metrics.started(BindResult::Bound, Duration::ZERO);
-        metrics.registered(Resource::DeviceMemory);
-        metrics.gpu_node_written(true);
-        audited(&metrics);
+        metrics.observe_prepare(BindResult::Bound, Duration::ZERO);
+        metrics.count_registration(Resource::DeviceMemory);
+        metrics.count_gpu_node_write(true);
+        set_audit(&metrics);
         metrics
     }
 
     /// One container that was denied something, on a GPU with a process too many.
-    fn audited(metrics: &Metrics) {
+    fn set_audit(metrics: &Metrics) {
         let gpu: crate::units::GpuUuid = "GPU-a".parse().unwrap();
         let container = BoundContainer {
-            holder: Some(Holder {
+            name: Some(ContainerName {
                 container: "main".into(),
                 pod: Some(PodName {
                     namespace: "team".into(),
                     name: "train".into(),
                 }),
             }),
-            ..BoundContainer::numbered(1, 1)
+            ..BoundContainer::with_ids(1, 1)
         };
-        let account = AccountBooks {
+        let account = AccountBalance {
             granted: Bytes::gib(2),
             used: Bytes::gib(1),
             peak: Bytes::gib(3),
-            ..AccountBooks::unused(Account::Gpu(gpu.clone()), Bytes::gib(4))
+            ..AccountBalance::empty(Account::Gpu(gpu.clone()), Bytes::gib(4))
         };
-        let books = Books {
+        let books = ContainerUsage {
             requests: 5,
             denied: vec![("cuMemAlloc_v2".into(), 2)],
-            ..Books::unused(1, vec![account])
+            ..ContainerUsage::empty(1, vec![account])
         };
         let allocation = books.allocation;
-        let verdict = Verdict {
+        let verdict = AuditResult {
             drift: [((allocation, gpu.clone()), -7)].into(),
-            residual: [(gpu.clone(), 8)].into(),
-            intruders: [(gpu.clone(), 1)].into(),
-            ..Verdict::default()
+            unattributed_signed: [(gpu.clone(), 8)].into(),
+            untracked_processes: [(gpu.clone(), 1)].into(),
+            ..AuditResult::default()
         };
         metrics.set_audit(AuditFigures {
             containers: [container].into(),
             books: [(allocation, books)].into(),
-            attested: [(allocation, Some(Reason::MountedOver))].into(),
+            attested: [(allocation, Some(GapReason::MountedOver))].into(),
             limited: [allocation].into(),
             verdict,
             gpus: [gpu.clone()].into(),
@@ -533,17 +535,17 @@ mod tests {
             ..AuditFigures::default()
         });
         let bytes = Bytes::gib(1);
-        metrics.found(&Finding::Unaccounted {
+        metrics.count_finding(&Finding::Unaccounted {
             gpu: gpu.clone(),
             bytes,
-            only: None,
+            only_container: None,
         });
-        metrics.poisoned(&fault(700));
+        metrics.count_poisoned(&fault(700));
     }
 
     fn fault(cuda_error: i32) -> Fault {
         Fault {
-            image: Image {
+            image: ProcessImage {
                 process: Process { pid: 7, start: 70 },
                 generation: 1,
             },
@@ -551,7 +553,7 @@ mod tests {
             cuda_error: Some(cuda_error),
             xid: None,
             time: jiff::Timestamp::UNIX_EPOCH,
-            since: crate::ledger::Moment::default(),
+            since: crate::ledger::BootTime::default(),
             decided: None,
             executed: false,
             ended: false,
@@ -559,10 +561,10 @@ mod tests {
     }
 
     #[test]
-    fn faults_with_codes_that_cuda_does_not_have_are_counted_together() {
+    fn faults_with_unknown_cuda_codes_are_counted_together() {
         let metrics = Metrics::new();
         for code in [700, 999, 12_345, -1, i32::MAX] {
-            metrics.poisoned(&fault(code));
+            metrics.count_poisoned(&fault(code));
         }
         let text = metrics.encode();
         let name = "bursar_agent_poisoned_contexts_total";
@@ -578,10 +580,10 @@ mod tests {
     }
 
     #[test]
-    fn a_container_has_its_amounts_and_goes_with_the_audit_that_lacks_it() {
+    fn container_has_amounts_until_it_leaves_the_audit() {
         let metrics = Metrics::new();
-        audited(&metrics);
-        audited(&metrics);
+        set_audit(&metrics);
+        set_audit(&metrics);
         let text = metrics.encode();
         let of = r#"namespace="team",pod="train",container="main""#;
         for line in [
@@ -608,7 +610,7 @@ mod tests {
     }
 
     #[test]
-    fn every_metric_is_documented_and_every_documented_metric_exists() {
+    fn metrics_and_their_documentation_list_the_same_names() {
         let docs = include_str!("../../docs/metrics.md");
         let agent = docs
             .split("## Operator")
@@ -619,7 +621,7 @@ mod tests {
             .filter_map(|line| line.strip_prefix("| `")?.split('`').next())
             .map(|name| name.trim_end_matches("_total").trim_end_matches("_info"))
             .collect();
-        let text = used().encode();
+        let text = used_metrics().encode();
         let registered: std::collections::BTreeSet<&str> = text
             .lines()
             .filter_map(|line| line.strip_prefix("# HELP ")?.split(' ').next())

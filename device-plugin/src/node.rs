@@ -13,7 +13,7 @@
 //! | [`installer`] | installs the shim's files beside the task |
 //! | [`pod_resolver`] | finds out whose container the kubelet starts |
 //! | [`pod_names`] | names pods whose names were not told then |
-//! | [`capacity`] | GPUs and config as capacity and tokens: pure |
+//! | [`gpu_capacity`] | GPUs and config as capacity and tokens: pure |
 //! | [`checkpoint_state`] | what the checkpoint holds |
 //! | [`report`] | what the node says of itself to the API server: pure |
 

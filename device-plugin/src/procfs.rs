@@ -8,20 +8,22 @@ use std::time::Duration;
 use crate::units::PodUid;
 
 /// The most that is read of a file that is small in every honest process: `stat`, `status`, `cgroup`.
-const SMALL: u64 = 64 << 10;
+const MAX_SMALL_FILE: u64 = 64 << 10;
 
 /// The longest line that is read: a path of `PATH_MAX` bytes, each of them escaped, and what stands before it.
-const LONGEST_LINE: usize = 32 << 10;
+const MAX_LINE: usize = 32 << 10;
 
 /// A small file of `/proc` as text. A process chooses its name, which may be any bytes: who has no name in UTF-8 must not
 /// be who is not there.
 ///
 /// # Errors
 /// What the system answers; [`ErrorKind::FileTooLarge`] beyond 64 KiB.
-pub fn read(path: &Path) -> io::Result<String> {
+pub fn read_small(path: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
-    let length = File::open(path)?.take(SMALL + 1).read_to_end(&mut bytes)?;
-    if length as u64 > SMALL {
+    let length = File::open(path)?
+        .take(MAX_SMALL_FILE + 1)
+        .read_to_end(&mut bytes)?;
+    if length as u64 > MAX_SMALL_FILE {
         return Err(ErrorKind::FileTooLarge.into());
     }
     Ok(String::from_utf8_lossy(&bytes).into_owned())
@@ -40,18 +42,18 @@ pub struct Bounds {
 ///
 /// # Errors
 /// What the system answers; [`ErrorKind::FileTooLarge`] beyond the bounds, after the lines within them.
-pub fn lines(path: &Path, bounds: Bounds, mut see: impl FnMut(&str)) -> io::Result<u64> {
+pub fn for_each_line(path: &Path, bounds: Bounds, mut see: impl FnMut(&str)) -> io::Result<u64> {
     let mut file = BufReader::with_capacity(64 << 10, File::open(path)?);
     let (mut read, mut line) = (0, Vec::new());
     for left in (0..=bounds.lines).rev() {
         line.clear();
-        let most = LONGEST_LINE as u64 + 1;
+        let most = MAX_LINE as u64 + 1;
         let length = file.by_ref().take(most).read_until(b'\n', &mut line)?;
         read += length as u64;
         if length == 0 {
             return Ok(read);
         }
-        if left == 0 || length > LONGEST_LINE || read > bounds.bytes {
+        if left == 0 || length > MAX_LINE || read > bounds.bytes {
             break;
         }
         see(String::from_utf8_lossy(&line).trim_end_matches('\n'));
@@ -71,7 +73,7 @@ pub struct Stat {
     /// Whether it has executed no program since it was forked (`PF_FORKNOEXEC`, linux/sched.h). No process gets that back.
     pub forked: bool,
     /// When the process started, in clock ticks since boot: tells it from a later one with its pid.
-    pub start: u64,
+    pub start_ticks: u64,
     /// Bytes of its address space: no file is mapped without a change of it.
     pub size: u64,
     /// Where its stack begins: the loader draws another place at each exec.
@@ -79,9 +81,9 @@ pub struct Stat {
 }
 
 /// `PF_FORKNOEXEC`.
-const FORKED: u64 = 0x40;
+const PF_FORKNOEXEC: u64 = 0x40;
 /// `PF_EXITING`.
-const EXITING: u64 = 0x4;
+const PF_EXITING: u64 = 0x4;
 
 impl Stat {
     /// Reads the file's text; none where it is no such text.
@@ -97,34 +99,34 @@ impl Stat {
         let stack = fields.nth(4)?.parse().ok()?;
         Some(Self {
             parent,
-            exiting: flags & EXITING != 0,
+            exiting: flags & PF_EXITING != 0,
             threads,
-            forked: flags & FORKED != 0,
-            start,
+            forked: flags & PF_FORKNOEXEC != 0,
+            start_ticks: start,
             size,
             stack,
         })
     }
 
     /// Whether no thread of it runs a program any more; it may not be reaped yet.
-    pub fn has_ended(&self) -> bool {
+    pub fn has_exited(&self) -> bool {
         self.exiting && self.threads <= 1
     }
 
     /// Whether its first thread has ended and others go on.
-    pub fn is_led_by_the_dead(&self) -> bool {
+    pub fn has_zombie_leader(&self) -> bool {
         self.exiting && self.threads > 1
     }
 
     /// How long the machine had been up when the process started.
-    pub fn started(&self) -> Duration {
+    pub fn start_time(&self) -> Duration {
         // Programs are shown ticks of 10 ms on every machine (`USER_HZ`).
-        Duration::from_millis(self.start.saturating_mul(10))
+        Duration::from_millis(self.start_ticks.saturating_mul(10))
     }
 }
 
 /// Now, in clock ticks since boot, as processes' starts are told.
-pub fn now() -> u64 {
+pub fn now_ticks() -> u64 {
     let clock = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     let since_boot = Duration::try_from(clock).unwrap_or_default();
     u64::try_from(since_boot.as_millis() / 10).unwrap_or(u64::MAX)
@@ -132,7 +134,7 @@ pub fn now() -> u64 {
 
 /// Whose a process is, by its cgroup, whose path no tenant can choose.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Owner {
+pub enum ProcessOwner {
     /// A container of a pod.
     Container {
         /// The pod.
@@ -144,14 +146,14 @@ pub enum Owner {
     Host,
 }
 
-impl Owner {
+impl ProcessOwner {
     /// Reads `/proc/<pid>/cgroup`: `<hierarchy>:<controllers>:<path>` a line. A pod's folder is `pod<uid>` with the
     /// cgroupfs driver and `...-pod<uid with underscores>.slice` with systemd's (kubelet
     /// `cgroup_manager_linux.go`); the folder in it is the container's.
     pub fn parse(text: &str) -> Self {
         let container = |line: &str| {
             let mut parts = line.splitn(3, ':').nth(2)?.split('/');
-            let pod = parts.find_map(pod)?;
+            let pod = parts.find_map(parse_pod_dir)?;
             let cgroup = parts.next().filter(|part| !part.is_empty())?.to_owned();
             Some(Self::Container { pod, cgroup })
         };
@@ -160,7 +162,7 @@ impl Owner {
 }
 
 /// The pod that a cgroup folder is named after.
-fn pod(folder: &str) -> Option<PodUid> {
+fn parse_pod_dir(folder: &str) -> Option<PodUid> {
     if let Some(uid) = folder.strip_prefix("pod") {
         return uid.parse().ok();
     }
@@ -187,7 +189,7 @@ pub(crate) mod tests {
     use super::*;
 
     /// A process whose name is no UTF-8, and the folder of its program.
-    pub(crate) fn nameless() -> (Child, tempfile::TempDir) {
+    pub(crate) fn process_with_non_utf8_name() -> (Child, tempfile::TempDir) {
         let folder = tempfile::tempdir().unwrap();
         let program = folder.path().join(OsStr::from_bytes(b"\xff\xfe"));
         symlink("/bin/sleep", &program).unwrap();
@@ -202,7 +204,7 @@ pub(crate) mod tests {
             exiting: ended,
             threads: 1,
             forked: false,
-            start,
+            start_ticks: start,
             size: 0,
             stack: 0,
         }
@@ -211,7 +213,7 @@ pub(crate) mod tests {
     const UID: &str = "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11";
 
     #[test]
-    fn a_process_name_with_parentheses_moves_no_field() {
+    fn stat_is_parsed_with_parentheses_in_the_name() {
         let fields: Vec<String> = (3..=52).map(|field| field.to_string()).collect();
         let stat = Stat::parse(&format!("7 (a) R 1 (b) {}", fields.join(" ")));
         let expected = Stat {
@@ -220,7 +222,7 @@ pub(crate) mod tests {
             exiting: false,
             threads: 20,
             forked: false,
-            start: 22,
+            start_ticks: 22,
             size: 23,
             stack: 28,
         };
@@ -230,7 +232,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn who_was_forked_and_has_executed_nothing_is_told_from_who_has() {
+    fn stat_tells_forked_from_executed_processes() {
         let mut shell = Command::new("sh");
         // A subshell is forked; it executes nothing but what it waits for.
         shell.args(["-c", "(sleep 2; :) & echo $!; wait"]);
@@ -239,7 +241,7 @@ pub(crate) mod tests {
         let mut lines = io::BufReader::new(shell.stdout.take().unwrap());
         io::BufRead::read_line(&mut lines, &mut said).unwrap();
         let stat = |pid: &str| {
-            let text = read(Path::new(&format!("/proc/{pid}/stat"))).unwrap();
+            let text = read_small(Path::new(&format!("/proc/{pid}/stat"))).unwrap();
             Stat::parse(&text).unwrap()
         };
         assert!(stat(said.trim()).forked);
@@ -248,40 +250,40 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn this_process_can_be_read() {
+    fn own_process_can_be_read() {
         let text = std::fs::read_to_string("/proc/self/stat").unwrap();
         let stat = Stat::parse(&text).unwrap();
         assert!(stat.size > 1 << 20);
         let uptime = std::fs::read_to_string("/proc/uptime").unwrap();
         let uptime: f64 = uptime.split(' ').next().unwrap().parse().unwrap();
-        let age = uptime - stat.started().as_secs_f64();
+        let age = uptime - stat.start_time().as_secs_f64();
         assert!((-0.1..3_600.0).contains(&age), "{age}");
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         assert!(bounding_capabilities(&status).is_some());
     }
 
     #[test]
-    fn a_pods_container_is_found_with_both_cgroup_drivers_and_versions() {
-        let container = |cgroup: &str| Owner::Container {
+    fn container_is_found_with_every_cgroup_driver_and_version() {
+        let container = |cgroup: &str| ProcessOwner::Container {
             pod: UID.parse().unwrap(),
             cgroup: cgroup.to_owned(),
         };
         let v2 = format!("0::/kubepods/besteffort/pod{UID}/c0ffee\n");
-        assert_eq!(Owner::parse(&v2), container("c0ffee"));
+        assert_eq!(ProcessOwner::parse(&v2), container("c0ffee"));
         let systemd = "0::/kubepods.slice/kubepods-burstable.slice/\
             kubepods-burstable-pod8b2e3f0a_1f5c_4c41_9d53_0a5f4f7a9d11.slice/cri-containerd-c0ffee.scope\n";
         assert_eq!(
-            Owner::parse(systemd),
+            ProcessOwner::parse(systemd),
             container("cri-containerd-c0ffee.scope")
         );
         let hybrid = format!("12:memory:/kubepods/pod{UID}/c0ffee/inner\n0::/\n");
-        assert_eq!(Owner::parse(&hybrid), container("c0ffee"));
+        assert_eq!(ProcessOwner::parse(&hybrid), container("c0ffee"));
         let namespaced = format!("0::/../../pod{UID}/c0ffee\n");
-        assert_eq!(Owner::parse(&namespaced), container("c0ffee"));
+        assert_eq!(ProcessOwner::parse(&namespaced), container("c0ffee"));
     }
 
     #[test]
-    fn what_is_in_no_pods_container_is_the_hosts() {
+    fn process_outside_of_pods_belongs_to_the_host() {
         for cgroup in [
             "",
             "garbage",
@@ -291,7 +293,7 @@ pub(crate) mod tests {
             "0::/machine.slice/libpod-0123.scope",
             "0::/kubepods/pod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11",
         ] {
-            assert_eq!(Owner::parse(cgroup), Owner::Host, "{cgroup}");
+            assert_eq!(ProcessOwner::parse(cgroup), ProcessOwner::Host, "{cgroup}");
         }
     }
 
@@ -302,22 +304,22 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_small_file_beyond_its_bound_is_too_large() {
-        let whole = vec![b'a'; SMALL as usize];
-        assert_eq!(read(file(&whole).path()).unwrap().len(), whole.len());
+    fn small_file_beyond_its_bound_is_too_large() {
+        let whole = vec![b'a'; MAX_SMALL_FILE as usize];
+        assert_eq!(read_small(file(&whole).path()).unwrap().len(), whole.len());
         let more = [whole, vec![b'a']].concat();
-        let error = read(file(&more).path()).unwrap_err();
+        let error = read_small(file(&more).path()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::FileTooLarge);
     }
 
     /// The lines that were seen, and whether that was all of the file.
-    fn seen(text: &[u8], bytes: u64, count: usize) -> (Vec<String>, bool) {
+    fn read_lines(text: &[u8], bytes: u64, count: usize) -> (Vec<String>, bool) {
         let mut seen = Vec::new();
         let bounds = Bounds {
             bytes,
             lines: count,
         };
-        let all = lines(file(text).path(), bounds, |line| seen.push(line.to_owned()));
+        let all = for_each_line(file(text).path(), bounds, |line| seen.push(line.to_owned()));
         match all {
             Ok(read) => assert_eq!(read, text.len() as u64),
             Err(ref error) => assert_eq!(error.kind(), ErrorKind::FileTooLarge),
@@ -326,14 +328,14 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn lines_end_at_the_first_bound_that_they_pass() {
+    fn lines_end_at_the_first_bound() {
         let text = b"one\ntwo\n\xff";
         let all = ["one", "two", "\u{fffd}"].map(str::to_owned);
-        assert_eq!(seen(text, 9, 3), (all.to_vec(), true));
-        assert_eq!(seen(text, 8, 3), (all[..2].to_vec(), false));
-        assert_eq!(seen(text, 9, 2), (all[..2].to_vec(), false));
-        let long = [vec![b'a'; LONGEST_LINE + 1], b"\nb\n".to_vec()].concat();
-        assert_eq!(seen(&long, u64::MAX, 9), (vec![], false));
+        assert_eq!(read_lines(text, 9, 3), (all.to_vec(), true));
+        assert_eq!(read_lines(text, 8, 3), (all[..2].to_vec(), false));
+        assert_eq!(read_lines(text, 9, 2), (all[..2].to_vec(), false));
+        let long = [vec![b'a'; MAX_LINE + 1], b"\nb\n".to_vec()].concat();
+        assert_eq!(read_lines(&long, u64::MAX, 9), (vec![], false));
     }
 
     /// The files that read others than those of tenants' processes, or with a bound of their own.
@@ -368,7 +370,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn nothing_else_reads_files_without_being_listed_here() {
+    fn only_listed_files_read_files_directly() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
         let mut all = Vec::new();
         sources(&root, &mut all);
@@ -382,9 +384,10 @@ pub(crate) mod tests {
             let (code, _) = code
                 .split_once("#[cfg(test)]\npub(crate) mod tests")
                 .unwrap_or((code, ""));
-            let code = code.replace("procfs::", "");
             let reads = ["fs::read(", "read_to_string(", "File::open("];
-            let reads = reads.iter().find(|call| code.contains(*call));
+            let begins = |at: usize| !code[..at].ends_with(char::is_alphanumeric);
+            let calls = |call: &&&str| code.match_indices(**call).any(|(at, _)| begins(at));
+            let reads = reads.iter().find(calls);
             assert!(
                 reads.is_none() || READERS.contains(&name),
                 "{name} calls {reads:?}: read a process's files by crate::procfs, or list it here"

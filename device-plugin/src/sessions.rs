@@ -8,7 +8,7 @@
 //! ```
 //!
 //! A process is known from its first hello until its pidfd says that it died; closing the socket
-//! ends nothing. What it was granted is then *retired*: it stays charged until [`DriverCharges`]
+//! ends nothing. What it was granted is then *retired*: it stays charged until [`MemorySampler`]
 //! no longer shows that the driver charges the process (a forked child can keep its memory), and what it
 //! had exported until nobody can hold that.
 //! Grants are on record in `<run-dir>/sessions/<id>.json` before a process learns of them, so that
@@ -46,29 +46,31 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
 use crate::checkpoint::Checkpoint;
-use crate::clock::{self, Present};
-use crate::ledger::Moment;
-use crate::retained::handle::{Desk, Living};
-use crate::retained::leases::Charged;
-use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid, TokenSet};
-use closer::Closer;
-use connection_limit::Seats;
+use crate::clock::{self, ClockReading};
+use crate::ledger::BootTime;
+use crate::retained::handle::{LeaseHandle, LiveLeases};
+use crate::retained::leases::ChargedLeases;
+use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, LeaseId, PodUid};
+use closer::SocketCloser;
+use connection_limit::ConnectionLimit;
 use container::Container;
-use container::denials::ToldOfAll;
-use container::drain::Holder;
-use container::siblings::Siblings;
+use container::denials::SharedLogLimiter;
+use container::drain::GpuHolder;
+use container::siblings::ClaimSiblings;
 use context_size::ContextSizes;
-use fault_notifier::Bell;
-use reclaim::Left;
-use shared_samples::Looks;
+use fault_notifier::FaultNotifier;
+use reclaim::Unreclaimed;
+use shared_samples::SharedSampler;
 use stream::Listener;
 
-pub use accounts::Credit;
-pub use driver_sample::{Charges, DriverCharges, Look};
-pub use fault_notifier::Waits;
-pub use peer::{Cgroups, Membership, Process};
-pub use recovery::{Decision, Fault, Image, Policy, Since, Suspect};
-pub use usage::{AccountBooks, Books, MemberBooks, by_allocation};
+pub use accounts::CreditAccounts;
+pub use driver_sample::{GpuMemorySample, MemorySampler, ProcessMemory};
+pub use fault_notifier::KmsgBarrier;
+pub use peer::{CgroupResolver, ContainerResolver, Process};
+pub use recovery::{
+    Fault, ProcessImage, RecordedMoment, RecoveryAction, RecoveryPolicy, XidTarget,
+};
+pub use usage::{AccountBalance, ContainerUsage, ProcessCredit, by_allocation};
 
 /// The processes of one container that are served at the same time. A container with more gets
 /// `Rejected`, and its further processes no memory.
@@ -76,7 +78,7 @@ pub const MAX_PROCESSES: usize = 512;
 
 /// What a container may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Served {
+pub struct SessionSpec {
     /// Names the socket's folder.
     pub allocation: AllocationId,
     /// The pod that every peer must belong to.
@@ -86,7 +88,7 @@ pub struct Served {
     /// Managed memory; zero is none.
     pub managed: Bytes,
     /// The tokens of its claim: allocations of the pod that have the same share the GPUs' quotas.
-    pub tokens: Option<TokenSet>,
+    pub tokens: Option<DeviceIdSet>,
 }
 
 /// What a memory account counts.
@@ -100,7 +102,7 @@ pub enum Account {
 
 /// One account of one container, at a moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Usage {
+pub struct AccountUsage {
     /// The container's allocation.
     pub allocation: AllocationId,
     /// Which memory.
@@ -112,7 +114,7 @@ pub struct Usage {
     /// What they say that they use, never more than was granted.
     pub used: Bytes,
     /// What dead processes had been granted and the driver may still charge.
-    pub retired: Bytes,
+    pub exited: Bytes,
     /// The most that was ever granted and retired together.
     pub peak: Bytes,
     /// Allocations that were denied.
@@ -157,45 +159,45 @@ pub enum SessionsError {
 pub struct Sessions {
     run_dir: PathBuf,
     shared: Arc<Shared>,
-    membership: Arc<dyn Membership>,
-    seats: Seats,
+    resolver: Arc<dyn ContainerResolver>,
+    connection_limit: ConnectionLimit,
     /// Whether the kernel is asked to refuse descriptors.
-    refuses: bool,
+    refuses_descriptors: bool,
     /// None where contexts are not charged.
-    contexts: Option<Arc<ContextSizes>>,
-    bell: Bell,
+    context_sizes: Option<Arc<ContextSizes>>,
+    fault_notifier: FaultNotifier,
     /// None where nothing is kept.
-    desk: Option<Desk>,
+    lease_service: Option<LeaseHandle>,
     /// The claims with allocations that are served.
-    claims: Mutex<BTreeMap<(PodUid, TokenSet), Siblings>>,
+    siblings_by_claim: Mutex<BTreeMap<(PodUid, DeviceIdSet), ClaimSiblings>>,
     /// The tasks of the GPUs, which end with these sessions.
-    watches: Mutex<JoinSet<()>>,
+    reclaim_tasks: Mutex<JoinSet<()>>,
     /// Log lines that are written once for all containers.
-    told: ToldOfAll,
+    log_limiter: SharedLogLimiter,
 }
 
 /// What the tasks of the GPUs see.
 struct Shared {
-    charges: Arc<dyn DriverCharges>,
+    sampler: Arc<dyn MemorySampler>,
     /// The same for those who wait for what ended images had.
-    looks: Arc<Looks>,
-    running: Mutex<BTreeMap<AllocationId, Running>>,
+    shared_sampler: Arc<SharedSampler>,
+    containers: Mutex<BTreeMap<AllocationId, RunningContainer>>,
     /// What pods that ended left.
-    left: Mutex<BTreeMap<GpuUuid, Left>>,
+    unreclaimed: Mutex<BTreeMap<GpuUuid, Unreclaimed>>,
     /// The GPUs that have a task.
-    watched: Mutex<BTreeSet<GpuUuid>>,
+    gpus_with_task: Mutex<BTreeSet<GpuUuid>>,
     /// Changes each time that there may be something to prove, or no more.
-    exports: watch::Sender<()>,
+    orphans_changed: watch::Sender<()>,
     /// The kept leases that the vault has; none where nothing is kept.
-    living: Option<watch::Receiver<Living>>,
+    live_leases: Option<watch::Receiver<LiveLeases>>,
 }
 
-struct Running {
+struct RunningContainer {
     container: Arc<Mutex<Container>>,
     task: AbortHandle,
 }
 
-impl Drop for Running {
+impl Drop for RunningContainer {
     fn drop(&mut self) {
         self.task.abort();
     }
@@ -204,11 +206,11 @@ impl Drop for Running {
 impl Shared {
     /// Ends the task of a GPU that no container has and on which no dead process left memory; whether it
     /// has ended.
-    fn unwatch(&self, gpu: &GpuUuid) -> bool {
-        let mut watched = lock(&self.watched);
-        let has_it = |running: &Running| lock(&running.container).gpus().contains(gpu);
-        let is_used =
-            lock(&self.running).values().any(has_it) || lock(&self.left).contains_key(gpu);
+    fn release_unused_gpu(&self, gpu: &GpuUuid) -> bool {
+        let mut watched = lock(&self.gpus_with_task);
+        let has_it = |running: &RunningContainer| lock(&running.container).gpus().contains(gpu);
+        let is_used = lock(&self.containers).values().any(has_it)
+            || lock(&self.unreclaimed).contains_key(gpu);
         if !is_used {
             watched.remove(gpu);
         }
@@ -219,7 +221,7 @@ impl Shared {
 impl Drop for Sessions {
     fn drop(&mut self) {
         // The GPUs' tasks hold on to them until they have ended.
-        lock(&self.shared.running).clear();
+        lock(&self.shared.containers).clear();
     }
 }
 
@@ -228,100 +230,104 @@ impl Sessions {
     /// descriptors allows. Must be dropped inside the runtime that it serves on.
     pub fn new(
         run_dir: PathBuf,
-        charges: Arc<dyn DriverCharges>,
-        membership: Arc<dyn Membership>,
+        charges: Arc<dyn MemorySampler>,
+        membership: Arc<dyn ContainerResolver>,
     ) -> Sessions {
         Sessions {
             run_dir,
             shared: Arc::new(Shared {
-                looks: Arc::new(Looks::at(Arc::clone(&charges))),
-                charges,
-                running: Mutex::default(),
-                left: Mutex::default(),
-                watched: Mutex::default(),
-                exports: watch::Sender::default(),
-                living: None,
+                shared_sampler: Arc::new(SharedSampler::new(Arc::clone(&charges))),
+                sampler: charges,
+                containers: Mutex::default(),
+                unreclaimed: Mutex::default(),
+                gpus_with_task: Mutex::default(),
+                orphans_changed: watch::Sender::default(),
+                live_leases: None,
             }),
-            membership,
-            seats: Seats::of_this_process(),
-            refuses: true,
-            contexts: None,
-            bell: Bell::default(),
-            desk: None,
-            claims: Mutex::default(),
-            watches: Mutex::default(),
-            told: ToldOfAll::default(),
+            resolver: membership,
+            connection_limit: ConnectionLimit::from_rlimit(),
+            refuses_descriptors: true,
+            context_sizes: None,
+            fault_notifier: FaultNotifier::default(),
+            lease_service: None,
+            siblings_by_claim: Mutex::default(),
+            reclaim_tasks: Mutex::default(),
+            log_limiter: SharedLogLimiter::default(),
         }
     }
 
     /// Charges each CUDA context what one takes of its GPU, which the agent [measures](Self::context_measured) and
     /// keeps in a file at `path`.
     #[must_use]
-    pub fn charging_contexts(mut self, path: PathBuf) -> Sessions {
+    pub fn with_context_sizes(mut self, path: PathBuf) -> Sessions {
         let file = Checkpoint::new(path);
-        self.contexts = Some(Arc::new(ContextSizes::of(file)));
+        self.context_sizes = Some(Arc::new(ContextSizes::load(file)));
         self
     }
 
     /// Who looks at GPUs.
-    pub(crate) fn charges(&self) -> Arc<dyn DriverCharges> {
-        Arc::clone(&self.shared.charges)
+    pub(crate) fn sampler(&self) -> Arc<dyn MemorySampler> {
+        Arc::clone(&self.shared.sampler)
     }
 
     /// The agent saw a context of `gpu` take `bytes` with this driver, by a process of its own.
-    pub fn context_measured(&self, gpu: &GpuUuid, driver: &str, bytes: Bytes) {
-        if let Some(sizes) = &self.contexts {
-            sizes.measured(gpu, driver, bytes);
+    pub fn record_context_size(&self, gpu: &GpuUuid, driver: &str, bytes: Bytes) {
+        if let Some(sizes) = &self.context_sizes {
+            sizes.record(gpu, driver, bytes);
         }
     }
 
     /// Whether the agent has still to measure what a context of `gpu` takes with this driver.
-    pub fn lacks_context(&self, gpu: &GpuUuid, driver: &str) -> bool {
-        let sizes = self.contexts.as_ref();
+    pub fn lacks_context_size(&self, gpu: &GpuUuid, driver: &str) -> bool {
+        let sizes = self.context_sizes.as_ref();
         sizes.is_some_and(|sizes| !sizes.is_measured(gpu, driver))
     }
 
     /// What a context of `gpu` takes, as far as it is known.
     pub fn context_size(&self, gpu: &GpuUuid) -> Option<Bytes> {
-        Some(self.contexts.as_ref()?.of_gpu(gpu))
+        Some(self.context_sizes.as_ref()?.size_on(gpu))
     }
 
     /// Forgets the sizes of contexts on all other GPUs.
-    pub fn keep_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
-        if let Some(sizes) = &self.contexts {
-            sizes.keep_gpus(gpus);
+    pub fn retain_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
+        if let Some(sizes) = &self.context_sizes {
+            sizes.retain_gpus(gpus);
         }
     }
 
     /// From now on there is this driver: what contexts of another one took counts no more.
-    pub fn set_driver(&self, driver: &str) {
-        if let Some(sizes) = &self.contexts {
-            sizes.keep_only(driver);
+    pub fn set_driver_version(&self, driver: &str) {
+        if let Some(sizes) = &self.context_sizes {
+            sizes.retain_driver(driver);
         }
     }
 
     /// Passes questions about kept memory on to a desk, and takes what is `living` for no residual. Before anything
     /// is served.
     #[must_use]
-    pub fn keeping(mut self, desk: Desk, living: watch::Receiver<Living>) -> Sessions {
+    pub fn with_leases(
+        mut self,
+        desk: LeaseHandle,
+        living: watch::Receiver<LiveLeases>,
+    ) -> Sessions {
         if let Some(shared) = Arc::get_mut(&mut self.shared) {
-            shared.living = Some(living);
+            shared.live_leases = Some(living);
         }
-        self.desk = Some(desk);
+        self.lease_service = Some(desk);
         self
     }
 
     /// Serves at most `peers` processes of the node at the same time.
     #[must_use]
-    pub fn limited_to(mut self, peers: usize) -> Sessions {
-        self.seats = Seats::new(peers);
+    pub fn with_connection_limit(mut self, peers: usize) -> Sessions {
+        self.connection_limit = ConnectionLimit::new(peers);
         self
     }
 
     /// Serves as on a kernel before 6.16, which lets processes pass any descriptor.
     #[must_use]
-    pub fn passed_descriptors(mut self) -> Sessions {
-        self.refuses = false;
+    pub fn with_passed_descriptors(mut self) -> Sessions {
+        self.refuses_descriptors = false;
         self
     }
 
@@ -335,9 +341,9 @@ impl Sessions {
     ///
     /// # Errors
     /// [`SessionsError::Serve`] when the folder or the socket cannot be made.
-    pub async fn serve(&self, served: Served) -> Result<(), SessionsError> {
+    pub async fn serve(&self, served: SessionSpec) -> Result<(), SessionsError> {
         let allocation = served.allocation;
-        if lock(&self.shared.running).contains_key(&allocation) {
+        if lock(&self.shared.containers).contains_key(&allocation) {
             return Ok(());
         }
         if served.gpus.len() >= bursar_protocol::credit_page::MAX_SLOTS {
@@ -346,24 +352,28 @@ impl Sessions {
                 gpus: served.gpus.len(),
             });
         }
-        let folder = self.folder(&allocation);
+        let folder = self.allocation_dir(&allocation);
         let socket = folder.join(bursar_protocol::SOCKET_NAME);
         let served_before = socket.exists();
-        let closer = Closer::of(allocation);
-        let listener = listen(&folder, &socket, Arc::clone(&closer), self.refuses);
+        let closer = SocketCloser::new(allocation);
+        let listener = bind_listener(
+            &folder,
+            &socket,
+            Arc::clone(&closer),
+            self.refuses_descriptors,
+        );
         let listener = listener.map_err(|source| SessionsError::Serve {
             path: socket.clone(),
             source,
         })?;
-        let record = checkpoint::Record::at(self.record_path(&allocation)).map_err(|source| {
-            SessionsError::Serve {
-                path: self.record_path(&allocation),
+        let record = checkpoint::SessionCheckpoint::open(self.checkpoint_path(&allocation))
+            .map_err(|source| SessionsError::Serve {
+                path: self.checkpoint_path(&allocation),
                 source,
-            }
-        })?;
+            })?;
         let siblings = served.tokens.clone().map(|tokens| {
-            let mut claims = lock(&self.claims);
-            claims.retain(|_, siblings| !siblings.is_alone());
+            let mut claims = lock(&self.siblings_by_claim);
+            claims.retain(|_, siblings| !siblings.is_unshared());
             claims
                 .entry((served.pod.clone(), tokens))
                 .or_default()
@@ -373,37 +383,37 @@ impl Sessions {
             served,
             record,
             served_before,
-            self.membership.as_ref(),
+            self.resolver.as_ref(),
             clock::now(),
         );
-        if let Some(sizes) = &self.contexts {
-            container.charge_contexts(Arc::clone(sizes));
+        if let Some(sizes) = &self.context_sizes {
+            container.set_context_sizes(Arc::clone(sizes));
         }
-        container.close_by(Arc::clone(&closer));
-        container.keep_pages(self.seats.pages());
-        container.tell_with(self.told.clone());
-        container.tell_exports(self.shared.exports.clone());
+        container.set_closer(Arc::clone(&closer));
+        container.set_free_page_limit(self.connection_limit.max_free_pages());
+        container.set_log_limiter(self.log_limiter.clone());
+        container.set_orphans_sender(self.shared.orphans_changed.clone());
         if let Some(siblings) = siblings {
-            container.join(siblings);
+            container.join_claim(siblings);
         }
         let gpus = container.gpus();
         let container = Arc::new(Mutex::new(container));
-        let task = listener::Task {
+        let task = listener::ListenerTask {
             container: Arc::clone(&container),
-            looks: Arc::clone(&self.shared.looks),
-            membership: Arc::clone(&self.membership),
-            seats: self.seats.clone(),
-            bell: self.bell.clone(),
-            desk: self.desk.clone(),
+            shared_sampler: Arc::clone(&self.shared.shared_sampler),
+            resolver: Arc::clone(&self.resolver),
+            connection_limit: self.connection_limit.clone(),
+            fault_notifier: self.fault_notifier.clone(),
+            lease_service: self.lease_service.clone(),
             closer,
-            told: self.told.clone(),
+            log_limiter: self.log_limiter.clone(),
         };
         let task = tokio::spawn(task.run(listener, known)).abort_handle();
         // A second serve of the same allocation at the same time: the later listener has replaced
         // the earlier's socket, so the later one stays.
-        lock(&self.shared.running).insert(allocation, Running { container, task });
+        lock(&self.shared.containers).insert(allocation, RunningContainer { container, task });
         // After the container is listed: the task of a GPU that no container has may be ending.
-        gpus.into_iter().for_each(|gpu| self.watch(gpu));
+        gpus.into_iter().for_each(|gpu| self.start_reclaim(gpu));
         Ok(())
     }
 
@@ -411,19 +421,19 @@ impl Sessions {
     ///
     /// # Errors
     /// [`SessionsError::Remove`] when its folder cannot be removed.
-    pub async fn end(&self, allocation: &AllocationId) -> Result<(), SessionsError> {
-        let ended = lock(&self.shared.running).remove(allocation);
+    pub async fn remove(&self, allocation: &AllocationId) -> Result<(), SessionsError> {
+        let ended = lock(&self.shared.containers).remove(allocation);
         if let Some(running) = &ended {
             let mut container = lock(&running.container);
-            container.leave_siblings();
-            container.end_record();
+            container.leave_claim();
+            container.close_checkpoint();
         }
         drop(ended);
-        self.shared.exports.send_replace(());
-        let record = self.record_path(allocation);
+        self.shared.orphans_changed.send_replace(());
+        let record = self.checkpoint_path(allocation);
         for path in [
-            self.folder(allocation),
-            checkpoint::temporary(&record),
+            self.allocation_dir(allocation),
+            checkpoint::temporary_path(&record),
             record,
         ] {
             let removed = if path.is_dir() {
@@ -442,47 +452,49 @@ impl Sessions {
     }
 
     /// Starts the task of a GPU: it runs while a container has the GPU or dead processes left memory there.
-    fn watch(&self, gpu: GpuUuid) {
-        if lock(&self.shared.watched).insert(gpu.clone()) {
-            let mut watches = lock(&self.watches);
+    fn start_reclaim(&self, gpu: GpuUuid) {
+        if lock(&self.shared.gpus_with_task).insert(gpu.clone()) {
+            let mut watches = lock(&self.reclaim_tasks);
             while watches.try_join_next().is_some() {}
-            watches.spawn(reclaim::watch(gpu, Arc::clone(&self.shared)));
+            watches.spawn(reclaim::run(gpu, Arc::clone(&self.shared)));
         }
-        self.shared.exports.send_replace(());
+        self.shared.orphans_changed.send_replace(());
     }
 
     /// What of each GPU an allocation's processes had exported, living or dead: what may be held by others when its
     /// pod ends. One that is not served is known by its record.
-    pub fn exported(&self, allocation: &AllocationId) -> Vec<(GpuUuid, Bytes)> {
-        if let Some(running) = lock(&self.shared.running).get(allocation) {
-            return lock(&running.container).exported();
+    pub fn exported_bytes(&self, allocation: &AllocationId) -> Vec<(GpuUuid, Bytes)> {
+        if let Some(running) = lock(&self.shared.containers).get(allocation) {
+            return lock(&running.container).exported_bytes();
         }
-        let record = checkpoint::Record::at(self.record_path(allocation)).ok();
+        let record = checkpoint::SessionCheckpoint::open(self.checkpoint_path(allocation)).ok();
         let content = record.and_then(|record| record.read());
         content
-            .map(|content| content.exported())
+            .map(|content| content.exported_bytes())
             .unwrap_or_default()
     }
 
     /// Charges an allocation for what a container before it had exported of a GPU: how much of it, on record.
-    pub fn inherit(&self, allocation: &AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
+    pub fn inherit_exports(&self, allocation: &AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
         let mut inherited = Bytes::ZERO;
         // One that is not served takes nothing.
-        let _ = self.with(allocation, |container| {
-            inherited = container.inherit(gpu, bytes)
+        let _ = self.with_container(allocation, |container| {
+            inherited = container.inherit_exports(gpu, bytes)
         });
         inherited
     }
 
     /// The kept leases that an allocation is charged for, each with its GPU and what it has. One that is not served
     /// is known by its record.
-    pub fn leases(&self, allocation: &AllocationId) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
-        if let Some(running) = lock(&self.shared.running).get(allocation) {
-            return lock(&running.container).leases();
+    pub fn charged_leases(&self, allocation: &AllocationId) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
+        if let Some(running) = lock(&self.shared.containers).get(allocation) {
+            return lock(&running.container).charged_leases();
         }
-        let record = checkpoint::Record::at(self.record_path(allocation)).ok();
+        let record = checkpoint::SessionCheckpoint::open(self.checkpoint_path(allocation)).ok();
         let content = record.and_then(|record| record.read());
-        let leases = content.map(|content| content.leases()).unwrap_or_default();
+        let leases = content
+            .map(|content| content.leases_by_id())
+            .unwrap_or_default();
         leases
             .into_iter()
             .map(|(lease, what)| (LeaseId(lease), what))
@@ -491,7 +503,7 @@ impl Sessions {
 
     /// The pids of exited processes whose memory the accounts still charge.
     pub fn exited_pids(&self) -> BTreeSet<u32> {
-        let running = lock(&self.shared.running);
+        let running = lock(&self.shared.containers);
         let containers = running.values().map(|running| lock(&running.container));
         containers
             .flat_map(|container| container.exited_pids())
@@ -499,11 +511,11 @@ impl Sessions {
     }
 
     /// The kept leases that the allocations which are served are charged for.
-    pub fn all_leases(&self) -> Charged {
-        let running = lock(&self.shared.running);
+    pub fn all_charged_leases(&self) -> ChargedLeases {
+        let running = lock(&self.shared.containers);
         running
             .iter()
-            .map(|(id, running)| (*id, lock(&running.container).leases()))
+            .map(|(id, running)| (*id, lock(&running.container).charged_leases()))
             .collect()
     }
 
@@ -511,7 +523,7 @@ impl Sessions {
     ///
     /// # Errors
     /// What its quota has left; nothing where it is not served.
-    pub fn lease(
+    pub fn charge_lease(
         &self,
         allocation: &AllocationId,
         gpu: &GpuUuid,
@@ -519,8 +531,8 @@ impl Sessions {
         bytes: Bytes,
     ) -> Result<(), Bytes> {
         let mut leased = Err(Bytes::ZERO);
-        let served = self.with(allocation, |container| {
-            leased = container.lease(gpu, lease, bytes);
+        let served = self.with_container(allocation, |container| {
+            leased = container.charge_lease(gpu, lease, bytes);
         });
         served.map_err(|_| Bytes::ZERO).and(leased)
     }
@@ -534,7 +546,7 @@ impl Sessions {
         bytes: Bytes,
     ) {
         // One that is not served is charged when it is.
-        let _ = self.with(allocation, |container| {
+        let _ = self.with_container(allocation, |container| {
             container.adopt_lease(gpu, lease, bytes)
         });
     }
@@ -549,26 +561,29 @@ impl Sessions {
         bytes: Bytes,
     ) -> bool {
         let mut released = false;
-        let served = self.with(allocation, |container| {
+        let served = self.with_container(allocation, |container| {
             released = container.release_lease(gpu, lease, bytes);
         });
         served.is_ok() && released
     }
 
     /// There is no memory of a kept lease that an allocation was charged for.
-    pub fn forget_lease(&self, allocation: &AllocationId, lease: LeaseId) {
-        let _ = self.with(allocation, |container| container.forget_lease(lease));
+    pub fn refund_lease(&self, allocation: &AllocationId, lease: LeaseId) {
+        let _ = self.with_container(allocation, |container| container.refund_lease(lease));
     }
 
     /// Looks after what pods that ended left on GPUs, and nothing else of the kind: the most that is held of it, where
     /// that is proven. It has another number whenever something was left.
-    pub fn held(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
+    pub fn bound_unreclaimed(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
         let gpus: Vec<GpuUuid> = left.keys().cloned().collect();
-        let mut known = lock(&self.shared.left);
+        let mut known = lock(&self.shared.unreclaimed);
         let before = std::mem::take(&mut *known);
         let same = |gpu: &GpuUuid, number: u64| {
-            let left = before.get(gpu).filter(|left| left.number == number);
-            left.copied().unwrap_or(Left { number, held: None })
+            let left = before.get(gpu).filter(|left| left.revision == number);
+            left.copied().unwrap_or(Unreclaimed {
+                revision: number,
+                upper_bound: None,
+            })
         };
         *known = left
             .into_iter()
@@ -576,10 +591,10 @@ impl Sessions {
             .collect();
         let proven = known.iter();
         let proven = proven
-            .filter_map(|(gpu, left)| Some((gpu.clone(), left.held?)))
+            .filter_map(|(gpu, left)| Some((gpu.clone(), left.upper_bound?)))
             .collect();
         drop(known);
-        gpus.into_iter().for_each(|gpu| self.watch(gpu));
+        gpus.into_iter().for_each(|gpu| self.start_reclaim(gpu));
         proven
     }
 
@@ -588,119 +603,134 @@ impl Sessions {
     ///
     /// # Errors
     /// [`SessionsError::Unknown`].
-    pub fn resize(
+    pub fn set_requested_quota(
         &self,
         allocation: &AllocationId,
         account: &Account,
         quota: Bytes,
     ) -> Result<(), SessionsError> {
-        self.with(allocation, |container| container.resize(account, quota))
+        self.with_container(allocation, |container| {
+            container.set_requested_quota(account, quota)
+        })
     }
 
     /// Lowers an account of a running container below what it was given at birth; none lifts that again. It
-    /// outlives the agent. What is used above it stays; see [`Sessions::reclaim`].
+    /// outlives the agent. What is used above it stays; see [`Sessions::reclaim_excess`].
     ///
     /// # Errors
     /// [`SessionsError::Unknown`].
-    pub fn order(
+    pub fn override_quota(
         &self,
         allocation: &AllocationId,
         account: &Account,
         bytes: Option<Bytes>,
     ) -> Result<(), SessionsError> {
-        self.with(allocation, |container| container.order(account, bytes))
+        self.with_container(allocation, |container| {
+            container.override_quota(account, bytes)
+        })
     }
 
     /// Takes credit that lies idle above a quota that was made smaller.
-    pub fn reclaim(&self) {
-        for running in lock(&self.shared.running).values() {
-            lock(&running.container).reclaim();
+    pub fn reclaim_excess(&self) {
+        for running in lock(&self.shared.containers).values() {
+            lock(&running.container).reclaim_excess();
         }
     }
 
     /// Charges what processes without a session have of an account of a container, by pid; it replaces what was
     /// told before. An allocation that has ended is nobody's.
-    pub fn set_outside(
+    pub fn set_untracked(
         &self,
         allocation: &AllocationId,
         account: &Account,
         charged: BTreeMap<u32, Bytes>,
     ) {
-        let _ = self.with(allocation, |container| {
-            container.set_outside(account, charged)
+        let _ = self.with_container(allocation, |container| {
+            container.set_untracked(account, charged)
         });
     }
 
     /// The books of every allocation that is served.
-    pub fn books(&self) -> Vec<Books> {
-        let running = lock(&self.shared.running);
+    pub fn container_usage(&self) -> Vec<ContainerUsage> {
+        let running = lock(&self.shared.containers);
         running
             .values()
-            .map(|running| lock(&running.container).books())
+            .map(|running| lock(&running.container).container_usage())
             .collect()
     }
 
     /// The images of an allocation's container that live and are not fenced; none where it is not served.
-    pub fn images(&self, allocation: &AllocationId) -> Option<Vec<Image>> {
-        let running = lock(&self.shared.running);
+    pub fn process_images(&self, allocation: &AllocationId) -> Option<Vec<ProcessImage>> {
+        let running = lock(&self.shared.containers);
         let running = running.get(allocation)?;
-        Some(lock(&running.container).images())
+        Some(lock(&running.container).process_images())
     }
 
     /// Told each time that a process reported poison.
-    pub fn news(&self) -> Arc<Notify> {
-        self.bell.news()
+    pub fn fault_reports(&self) -> Arc<Notify> {
+        self.fault_notifier.reports()
     }
 
     /// Who waits until the kernel's log was read to its end: from now on every image does before it is greeted, so that
     /// no XID of the image before it, nor of a process that had its pid, is taken for its own.
-    pub fn wait_for_log(&self) -> mpsc::Receiver<Waits> {
-        self.bell.waits()
+    pub fn register_kmsg_reader(&self) -> mpsc::Receiver<KmsgBarrier> {
+        self.fault_notifier.register_kmsg_reader()
     }
 
     /// What is done about poisoned contexts of an allocation's container from now on. One that has ended needs nothing.
-    pub fn set_context_policy(&self, allocation: &AllocationId, policy: Policy) {
-        let _ = self.with(allocation, |container| container.set_policy(policy));
+    pub fn set_recovery_policy(&self, allocation: &AllocationId, policy: RecoveryPolicy) {
+        let _ = self.with_container(allocation, |container| container.set_policy(policy));
     }
 
     /// The image that a process of the host is, if one of the GPUs `on` is its container's and it had started by then.
-    pub fn suspect(&self, pid: u32, on: &[GpuUuid], by: Moment) -> Option<Suspect> {
-        let running = lock(&self.shared.running);
+    pub fn find_xid_target(&self, pid: u32, on: &[GpuUuid], by: BootTime) -> Option<XidTarget> {
+        let running = lock(&self.shared.containers);
         let mut running = running.values();
-        running.find_map(|running| lock(&running.container).suspect(pid, on, by))
+        running.find_map(|running| lock(&running.container).find_xid_target(pid, on, by))
     }
 
     /// An image's context is lost by this XID. One that has ended needs nothing.
-    pub fn xid(&self, suspect: &Suspect, code: u32, now: Present) {
-        let _ = self.with(&suspect.allocation, |container| {
-            container.xid(suspect, code, now);
+    pub fn record_xid(&self, suspect: &XidTarget, code: u32, now: ClockReading) {
+        let _ = self.with_container(&suspect.allocation, |container| {
+            container.record_xid(suspect, code, now);
         });
     }
 
     /// The poisoned images of an allocation's container below this number are to be ended. One that has ended needs nothing.
-    pub fn reach(&self, allocation: &AllocationId, generation: u64, now: Present) {
-        let _ = self.with(allocation, |container| container.reach(generation, now));
+    pub fn require_generation(
+        &self,
+        allocation: &AllocationId,
+        generation: u64,
+        now: ClockReading,
+    ) {
+        let _ = self.with_container(allocation, |container| {
+            container.require_generation(generation, now)
+        });
     }
 
     /// The faults that were opened since this was last asked, after deciding about those that waited long enough.
     /// `alone`: for how long nobody could be told of them.
-    pub fn new_faults(&self, alone: Duration, now: Present) -> Vec<(AllocationId, Fault)> {
-        self.of_each(|container| {
-            container.overdue(alone, now);
-            container.take_news()
+    pub fn take_new_faults(
+        &self,
+        alone: Duration,
+        now: ClockReading,
+    ) -> Vec<(AllocationId, Fault)> {
+        self.collect_from_containers(|container| {
+            container.tick_faults(alone, now);
+            container.take_unreported_faults()
         })
     }
 
     /// The faults that are open.
-    pub fn faults(&self) -> Vec<(AllocationId, Fault)> {
-        self.of_each(|container| container.faults().to_vec())
+    pub fn open_faults(&self) -> Vec<(AllocationId, Fault)> {
+        self.collect_from_containers(|container| container.open_faults().to_vec())
     }
 
     /// The first processes of containers that are to be killed for a fault, one of each container at a time.
-    pub fn condemned(&self) -> Vec<(AllocationId, Process)> {
-        let poisoned = self.of_each(|container| {
+    pub fn processes_to_kill(&self) -> Vec<(AllocationId, Process)> {
+        let poisoned = self.collect_from_containers(|container| {
             let pod = container.pod().clone();
-            let condemned = container.condemned();
+            let condemned = container.process_to_kill();
             condemned
                 .map(|process| (process, pod))
                 .into_iter()
@@ -708,7 +738,7 @@ impl Sessions {
         });
         // Outside of the locks: it reads files.
         let first = |(allocation, (process, pod)): (AllocationId, (Process, PodUid))| {
-            let first = self.membership.first(process, &pod)?;
+            let first = self.resolver.root_process(process, &pod)?;
             Some((allocation, first))
         };
         poisoned.into_iter().filter_map(first).collect()
@@ -716,13 +746,15 @@ impl Sessions {
 
     /// Containers with memory of these GPUs get nothing more: which of the GPUs living processes hold so, and the first
     /// processes of their containers, which are to be killed.
-    pub fn drain(&self, gpus: &BTreeSet<GpuUuid>) -> (BTreeSet<GpuUuid>, BTreeSet<Process>) {
-        let found = self.of_each(|container| container.drain(gpus));
+    pub fn drain_gpus(&self, gpus: &BTreeSet<GpuUuid>) -> (BTreeSet<GpuUuid>, BTreeSet<Process>) {
+        let found = self.collect_from_containers(|container| container.drain_gpus(gpus));
         let (mut held, mut doomed) = (BTreeSet::new(), BTreeSet::new());
         // Outside of the locks: it reads files.
-        for (_, Holder { pid, pod, gpus }) in found {
-            let process = self.membership.process(pid);
-            if let Some(first) = process.and_then(|process| self.membership.first(process, &pod)) {
+        for (_, GpuHolder { pid, pod, gpus }) in found {
+            let process = self.resolver.process(pid);
+            if let Some(first) =
+                process.and_then(|process| self.resolver.root_process(process, &pod))
+            {
                 held.extend(gpus);
                 doomed.insert(first);
             }
@@ -730,8 +762,11 @@ impl Sessions {
         (held, doomed)
     }
 
-    fn of_each<T>(&self, ask: impl Fn(&mut Container) -> Vec<T>) -> Vec<(AllocationId, T)> {
-        let running = lock(&self.shared.running);
+    fn collect_from_containers<T>(
+        &self,
+        ask: impl Fn(&mut Container) -> Vec<T>,
+    ) -> Vec<(AllocationId, T)> {
+        let running = lock(&self.shared.containers);
         let answers = running.iter().flat_map(|(allocation, running)| {
             let answers = ask(&mut lock(&running.container));
             answers.into_iter().map(|answer| (*allocation, answer))
@@ -739,12 +774,12 @@ impl Sessions {
         answers.collect()
     }
 
-    fn with(
+    fn with_container(
         &self,
         allocation: &AllocationId,
         act: impl FnOnce(&mut Container),
     ) -> Result<(), SessionsError> {
-        let running = lock(&self.shared.running);
+        let running = lock(&self.shared.containers);
         let running = running
             .get(allocation)
             .ok_or(SessionsError::Unknown(*allocation))?;
@@ -753,19 +788,19 @@ impl Sessions {
     }
 
     /// Every account of every allocation that is served.
-    pub fn usage(&self) -> Vec<Usage> {
-        let running = lock(&self.shared.running);
+    pub fn account_usage(&self) -> Vec<AccountUsage> {
+        let running = lock(&self.shared.containers);
         running
             .values()
-            .flat_map(|running| lock(&running.container).usage())
+            .flat_map(|running| lock(&running.container).account_usage())
             .collect()
     }
 
-    fn folder(&self, allocation: &AllocationId) -> PathBuf {
+    fn allocation_dir(&self, allocation: &AllocationId) -> PathBuf {
         Sessions::alloc_dir(&self.run_dir).join(allocation.to_string())
     }
 
-    fn record_path(&self, allocation: &AllocationId) -> PathBuf {
+    fn checkpoint_path(&self, allocation: &AllocationId) -> PathBuf {
         self.run_dir
             .join("sessions")
             .join(format!("{allocation}.json"))
@@ -773,10 +808,10 @@ impl Sessions {
 }
 
 /// Any user of the container may connect; its cgroup is what counts.
-fn listen(
+fn bind_listener(
     folder: &Path,
     socket: &Path,
-    closer: Arc<Closer>,
+    closer: Arc<SocketCloser>,
     refuses: bool,
 ) -> io::Result<Listener> {
     use std::os::unix::fs::PermissionsExt;

@@ -17,7 +17,7 @@ use std::path::Path;
 use std::process::{ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use bursar_device_plugin::agent::{self, Surroundings};
+use bursar_device_plugin::agent::{self, RunOptions};
 use bursar_device_plugin::config::Config;
 use bursar_device_plugin::enforcement::attestation::device_access;
 use bursar_device_plugin::gpu::nvml;
@@ -46,17 +46,19 @@ const MOST: usize = 150;
 fn main() -> ExitCode {
     let mut words = env::args_os().skip(1);
     match words.next() {
-        Some(word) if word == device_access::WORD => return device_access::child(words),
-        Some(word) if word == nvml::WORD => return nvml::child(words),
+        Some(word) if word == device_access::SUBCOMMAND => return device_access::run_child(words),
+        Some(word) if word == nvml::SUBCOMMAND => return nvml::run_child(words),
         Some(word) if word == AGENT => {
-            be_the_agent(words.next().unwrap().as_ref());
+            run_agent(words.next().unwrap().as_ref());
             return ExitCode::SUCCESS;
         }
         _ => {}
     }
     let trial = Trial::test("idle_agent_allocates_little_for_each_of_250_pods", || {
         let runtime = Runtime::new()?;
-        let made = runtime.block_on(idle_allocations()).map_err(Failed::from)?;
+        let made = runtime
+            .block_on(count_idle_allocations())
+            .map_err(Failed::from)?;
         println!("{made} allocations for each of {PODS} pods in a second");
         match made <= MOST {
             true => Ok(()),
@@ -67,14 +69,14 @@ fn main() -> ExitCode {
 }
 
 /// Runs the agent, which prints how many allocations it has made for each line of its input.
-fn be_the_agent(config: &Path) {
+fn run_agent(config: &Path) {
     let config = Config::load(config).unwrap();
     let runtime = Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()
         .unwrap();
-    let around = Surroundings::new("idle".to_owned(), None);
+    let around = RunOptions::new("idle".to_owned(), None);
     runtime.spawn(agent::run(config, around, CancellationToken::new()));
     for line in std::io::stdin().lines() {
         line.unwrap();
@@ -85,7 +87,7 @@ fn be_the_agent(config: &Path) {
 
 /// The allocations for a pod in a second of the first idle window, or of the last within [`PATIENCE`]: the work for the
 /// last pod's start ends by then.
-async fn idle_allocations() -> Outcome<usize> {
+async fn count_idle_allocations() -> Outcome<usize> {
     let mut node = Node::new(8, 80, |lab, config| {
         let mut command = lab.command(env::current_exe().unwrap());
         command

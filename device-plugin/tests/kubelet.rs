@@ -24,20 +24,20 @@ use common::agent::{Agent, GPU, devices, ledger};
 use common::kubelet::{FakeKubelet, Pod};
 
 /// A node with its agent, registered.
-struct Node {
+struct Fixture {
     kubelet: FakeKubelet,
     /// None while it is killed.
     agent: Option<Agent>,
     root: TempDir,
 }
 
-impl Node {
+impl Fixture {
     /// One GPU of 8 quanta.
     async fn new() -> Self {
-        Self::with(&[8], 8).await
+        Self::with_gpus(&[8], 8).await
     }
 
-    async fn with(gpus: &[u32], tokens: usize) -> Self {
+    async fn with_gpus(gpus: &[u32], tokens: usize) -> Self {
         let root = tempfile::tempdir().unwrap();
         let mut kubelet = FakeKubelet::new(root.path(), 42);
         kubelet.start();
@@ -77,7 +77,7 @@ impl Node {
 
     /// Another agent with the books of the one before.
     async fn start_agent(&mut self, (books, tokens): (Ledger, Devices)) {
-        let healthy = tokens.healthy();
+        let healthy = tokens.healthy_count();
         self.agent = Some(Agent::start(self.kubelet.dir(), books, tokens));
         self.until_ready(healthy).await;
     }
@@ -88,19 +88,19 @@ impl Node {
     }
 
     async fn restart_kubelet(&mut self) {
-        let tokens = self.agent().devices.borrow().healthy();
+        let tokens = self.agent().devices.borrow().healthy_count();
         self.kubelet.restart().await;
         self.until_ready(tokens).await;
     }
 
     /// Admits and starts a pod of one container; its CDI devices.
-    async fn run(&self, pod: &Pod) -> Vec<String> {
+    async fn run_pod(&self, pod: &Pod) -> Vec<String> {
         self.kubelet.admit(pod).await.unwrap();
-        self.start(pod).await
+        self.start_pod(pod).await
     }
 
     /// Starts the pod's container, again; its CDI devices.
-    async fn start(&self, pod: &Pod) -> Vec<String> {
+    async fn start_pod(&self, pod: &Pod) -> Vec<String> {
         self.kubelet
             .start_container(pod, "main")
             .await
@@ -108,7 +108,7 @@ impl Node {
             .cdi_devices
     }
 
-    fn tokens_of(&self, pod: &Pod) -> Vec<String> {
+    fn device_ids_of(&self, pod: &Pod) -> Vec<String> {
         self.kubelet.assigned(pod, "main", GPU)
     }
 
@@ -117,7 +117,7 @@ impl Node {
         let bindings = self.agent().allocator.bindings();
         let mut bound: Vec<_> = bindings
             .iter()
-            .map(|b| (b.pod.to_string(), b.tokens.quanta().0))
+            .map(|b| (b.pod.to_string(), b.device_ids.quanta().0))
             .collect();
         bound.sort();
         bound

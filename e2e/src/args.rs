@@ -22,24 +22,24 @@ pub(crate) enum Command {
     /// Start a cluster with Bursar on it and leave it running.
     Up {
         #[command(flatten)]
-        cluster: Name,
+        cluster: ClusterName,
         /// Kubernetes only.
         #[arg(long)]
         bare: bool,
         #[command(flatten)]
-        bursar: Bursar,
+        bursar: BursarArgs,
     },
     /// Show pods of two teams sharing GPUs, on a cluster that is started for it and taken down after.
     Demo {
         #[command(flatten)]
-        cluster: Name,
+        cluster: ClusterName,
         #[command(flatten)]
-        yours: Yours,
+        yours: ExternalCluster,
         /// Leave everything running and say how to use it.
         #[arg(long)]
         keep: bool,
         #[command(flatten)]
-        bursar: Bursar,
+        bursar: BursarArgs,
     },
     /// Write one archive with everything, for another machine: there, unpack it and say `run demo`.
     Pack {
@@ -50,7 +50,7 @@ pub(crate) enum Command {
     /// Take a cluster down.
     Down {
         #[command(flatten)]
-        cluster: Name,
+        cluster: ClusterName,
     },
     /// Run the checks of this repository.
     Verify(VerifyArgs),
@@ -58,12 +58,12 @@ pub(crate) enum Command {
     #[command(hide = true)]
     Node {
         #[command(flatten)]
-        cluster: Name,
+        cluster: ClusterName,
     },
 }
 
 #[derive(Debug, clap::Args)]
-pub(crate) struct Name {
+pub(crate) struct ClusterName {
     /// The cluster's name; clusters of different names can run side by side.
     #[arg(long, default_value = "demo")]
     pub(crate) name: String,
@@ -71,7 +71,7 @@ pub(crate) struct Name {
 
 /// What of Bursar is put on the cluster.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Bursar {
+pub(crate) struct BursarArgs {
     /// The chart's folder; this repository's unless given.
     #[arg(long)]
     pub(crate) chart: Option<PathBuf>,
@@ -82,7 +82,7 @@ pub(crate) struct Bursar {
 
 /// A cluster of the user's.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Yours {
+pub(crate) struct ExternalCluster {
     /// Use this cluster, and start none.
     #[arg(long, env = "KUBECONFIG", value_parser = clap::builder::NonEmptyStringValueParser::new().map(PathBuf::from))]
     pub(crate) kubeconfig: Option<PathBuf>,

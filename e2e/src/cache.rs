@@ -28,7 +28,7 @@ pub enum CacheError<E: std::error::Error + 'static> {
 ///
 /// # Errors
 /// When the cache cannot be written, or with whatever `make` answered.
-pub fn once<E: std::error::Error + 'static>(
+pub fn get_or_make<E: std::error::Error + 'static>(
     root: &Path,
     name: &str,
     make: impl FnOnce(&Path) -> Result<(), E>,
@@ -65,7 +65,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
-    fn a_result_is_made_once_even_by_two_at_once() {
+    fn get_or_make_makes_once_when_called_concurrently() {
         let root = tempfile::tempdir().unwrap();
         let made = AtomicUsize::new(0);
         let make = |folder: &Path| {
@@ -76,7 +76,7 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
-                    let folder = once(root.path(), "key", make).unwrap();
+                    let folder = get_or_make(root.path(), "key", make).unwrap();
                     assert_eq!(fs::read_to_string(folder.join("result")).unwrap(), "42");
                 });
             }
@@ -85,14 +85,14 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_halfway_is_not_taken_for_a_result() {
+    fn get_or_make_retries_after_a_failed_attempt() {
         let root = tempfile::tempdir().unwrap();
         let fails = |folder: &Path| -> io::Result<()> {
             fs::write(folder.join("half"), "")?;
             Err(io::Error::other("no network"))
         };
-        assert!(once(root.path(), "key", fails).is_err());
-        let folder = once(root.path(), "key", |_| Ok::<(), io::Error>(())).unwrap();
+        assert!(get_or_make(root.path(), "key", fails).is_err());
+        let folder = get_or_make(root.path(), "key", |_| Ok::<(), io::Error>(())).unwrap();
         assert!(!folder.join("half").exists());
     }
 }

@@ -10,14 +10,14 @@ use std::process::Command;
 pub(crate) fn command() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     for (name, _) in std::env::vars_os() {
-        if name.to_str().is_some_and(is_of_a_package) {
+        if name.to_str().is_some_and(is_package_variable) {
             command.env_remove(name);
         }
     }
     command
 }
 
-fn is_of_a_package(variable: &str) -> bool {
+fn is_package_variable(variable: &str) -> bool {
     let starts = ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_"];
     let names = [
         "CARGO_CRATE_NAME",
@@ -32,8 +32,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_user_set_stays() {
-        assert!(is_of_a_package("CARGO_PKG_NAME") && is_of_a_package("CARGO_MANIFEST_DIR"));
-        assert!(!is_of_a_package("CARGO_TARGET_DIR") && !is_of_a_package("CARGO_HOME"));
+    fn command_keeps_the_users_variables() {
+        assert!(is_package_variable("CARGO_PKG_NAME") && is_package_variable("CARGO_MANIFEST_DIR"));
+        assert!(!is_package_variable("CARGO_TARGET_DIR") && !is_package_variable("CARGO_HOME"));
     }
 }

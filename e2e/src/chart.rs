@@ -207,7 +207,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_registry_with_a_port_keeps_it() {
+    fn image_keeps_the_registrys_port() {
         assert_eq!(
             image("host:5000/a/b:c"),
             json!({"repository": "host:5000/a/b", "tag": "c"})

@@ -6,20 +6,20 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use bursar_e2e::chart::{self, Chart};
-use bursar_e2e::cluster::{self, Cluster, Extent, Local, Options, RunFolder};
+use bursar_e2e::cluster::{self, Cluster, ClusterOptions, ClusterScope, LocalCluster, RunFolder};
 use bursar_e2e::demo;
 use bursar_e2e::images::Template;
 use bursar_e2e::kube;
 use bursar_e2e::node;
 use bursar_e2e::pack;
 use bursar_e2e::progress::Progress;
-use bursar_e2e::scene::Scene;
-use bursar_e2e::supplies::Supplies;
+use bursar_e2e::scene::Environment;
+use bursar_e2e::supplies::Artifacts;
 use bursar_e2e::verify;
 use bursar_e2e::workspace::Profile;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::args::{Args, Bursar, Command, Name, Yours};
+use crate::args::{Args, BursarArgs, ClusterName, Command, ExternalCluster};
 
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let progress = Progress::start();
@@ -29,7 +29,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         Command::Verify(args) => return Ok(verify::run(&args)?),
         Command::Build => {
             kube::build(&progress)?;
-            progress.say("Kubernetes is built");
+            progress.report("Kubernetes is built");
         }
         Command::Up {
             cluster,
@@ -39,20 +39,22 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         Command::Demo {
             cluster,
             yours:
-                Yours {
+                ExternalCluster {
                     kubeconfig: Some(kubeconfig),
                     images,
                 },
             keep,
             bursar,
         } => {
-            let Name { name: _ } = cluster;
-            block_on(demo_on_yours(kubeconfig, images, keep, bursar, progress))?
+            let ClusterName { name: _ } = cluster;
+            block_on(demo_on_external_cluster(
+                kubeconfig, images, keep, bursar, progress,
+            ))?
         }
         Command::Demo {
             cluster,
             yours:
-                Yours {
+                ExternalCluster {
                     kubeconfig: None,
                     images: _,
                 },
@@ -78,13 +80,13 @@ fn interruptible<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Re
     block_on(async {
         tokio::select! {
             result = work => result,
-            stop = asked_to_stop() => anyhow::bail!("{}; everything is taken down", stop?),
+            stop = stop_signal() => anyhow::bail!("{}; everything is taken down", stop?),
         }
     })
 }
 
 /// Waits for Ctrl-C or SIGTERM; answers what it was.
-async fn asked_to_stop() -> anyhow::Result<&'static str> {
+async fn stop_signal() -> anyhow::Result<&'static str> {
     let mut terminate = signal(SignalKind::terminate()).context("signals")?;
     tokio::select! {
         pressed = tokio::signal::ctrl_c() => pressed.context("signals").map(|()| "interrupted"),
@@ -92,26 +94,31 @@ async fn asked_to_stop() -> anyhow::Result<&'static str> {
     }
 }
 
-async fn up(name: String, bare: bool, bursar: Bursar, progress: Progress) -> anyhow::Result<()> {
+async fn up(
+    name: String,
+    bare: bool,
+    bursar: BursarArgs,
+    progress: Progress,
+) -> anyhow::Result<()> {
     let harness = std::env::current_exe().context("this program's path")?;
     let (images, local) = if bare {
         let toolbox = kube::build(&progress)?;
-        let local = Local::up(
-            Options {
+        let local = LocalCluster::up(
+            ClusterOptions {
                 name,
                 harness,
                 toolbox,
-                extent: Extent::Node,
+                scope: ClusterScope::WithNode,
             },
             &progress,
         );
         (None, local.await?)
     } else {
-        let supplies = supplies(bursar, &progress)?;
-        let scene = Scene::start(&supplies, &name, &progress).await?;
-        (Some(supplies.template), ours(scene)?)
+        let supplies = open_or_build_artifacts(bursar, &progress)?;
+        let scene = Environment::start(&supplies, &name, &progress).await?;
+        (Some(supplies.image_template), into_local(scene)?)
     };
-    let folder = local.keep().await?;
+    let folder = local.detach().await?;
     println!("export KUBECONFIG={}", folder.kubeconfig().display());
     if let Some(images) = images {
         println!("export BURSAR_IMAGES='{images}'");
@@ -119,24 +126,29 @@ async fn up(name: String, bare: bool, bursar: Bursar, progress: Progress) -> any
     Ok(())
 }
 
-async fn demo(name: String, keep: bool, bursar: Bursar, progress: Progress) -> anyhow::Result<()> {
-    let supplies = supplies(bursar, &progress)?;
-    let scene = Scene::start(&supplies, &name, &progress).await?;
+async fn demo(
+    name: String,
+    keep: bool,
+    bursar: BursarArgs,
+    progress: Progress,
+) -> anyhow::Result<()> {
+    let supplies = open_or_build_artifacts(bursar, &progress)?;
+    let scene = Environment::start(&supplies, &name, &progress).await?;
     let table = demo::run(&scene, &progress).await?;
     println!("\n{table}");
-    let local = ours(scene)?;
+    let local = into_local(scene)?;
     if !keep {
         local.down()?;
-        progress.say("everything is taken down");
+        progress.report("everything is taken down");
         return Ok(());
     }
-    let folder = local.keep().await?;
+    let folder = local.detach().await?;
     println!("The cluster is left running. To look around, and to end it:\n");
     println!("  export KUBECONFIG={}", folder.kubeconfig().display());
     let kubectl = supplies.toolbox.program("kubectl");
     println!("  {} get pods --all-namespaces", kubectl.display());
     let program = std::env::current_exe().context("this program's path")?;
-    let harness = match pack::folder_of(&program) {
+    let harness = match pack::unpacked_folder(&program) {
         Some(_) => program.display().to_string(),
         None => "cargo e2e".to_owned(),
     };
@@ -144,31 +156,31 @@ async fn demo(name: String, keep: bool, bursar: Bursar, progress: Progress) -> a
     Ok(())
 }
 
-fn ours(scene: Scene) -> anyhow::Result<Local> {
+fn into_local(scene: Environment) -> anyhow::Result<LocalCluster> {
     match scene.cluster {
-        Cluster::Ours(local) => Ok(*local),
-        Cluster::Yours { .. } => anyhow::bail!("the cluster that was started is not ours"),
+        Cluster::Local(local) => Ok(*local),
+        Cluster::External { .. } => anyhow::bail!("the cluster that was started is not ours"),
     }
 }
 
 /// The demo on the user's cluster. Its namespaces go when it ends, however that is; Bursar stays.
-async fn demo_on_yours(
+async fn demo_on_external_cluster(
     kubeconfig: PathBuf,
     images: Template,
     keep: bool,
-    bursar: Bursar,
+    bursar: BursarArgs,
     progress: Progress,
 ) -> anyhow::Result<()> {
     let program = std::env::current_exe().context("this program's path")?;
-    let mut chart = match pack::folder_of(&program) {
+    let mut chart = match pack::unpacked_folder(&program) {
         Some(folder) => pack::open(&folder)?.chart,
         None => Chart::of_repository(kube::build(&progress)?.program("helm")),
     };
     chart.replace(bursar.chart);
-    let scene = Scene::join(kubeconfig, &chart, &images, &progress).await?;
+    let scene = Environment::attach(kubeconfig, &chart, &images, &progress).await?;
     let outcome = tokio::select! {
         outcome = demo::run(&scene, &progress) => outcome.map_err(anyhow::Error::from),
-        stop = asked_to_stop() => Err(anyhow::anyhow!(stop?)),
+        stop = stop_signal() => Err(anyhow::anyhow!(stop?)),
     };
     if let Ok(table) = &outcome {
         println!("\n{table}");
@@ -177,7 +189,7 @@ async fn demo_on_yours(
         println!("Left as they are: {}", demo::NAMESPACES.join(", "));
     } else {
         demo::clean_up(&scene).await?;
-        progress.say(format_args!(
+        progress.report(format_args!(
             "the demo's namespaces are deleted; Bursar stays in {}",
             chart::NAMESPACE
         ));
@@ -186,10 +198,10 @@ async fn demo_on_yours(
 }
 
 async fn pack(out: PathBuf, progress: Progress) -> anyhow::Result<()> {
-    let supplies = Supplies::for_travel(&progress)?;
+    let supplies = Artifacts::for_archive(&progress)?;
     let bytes = pack::write(&supplies, &out, &progress).await?;
     let mib = bytes as f64 / f64::from(1 << 20);
-    progress.say(format_args!("{}: {mib:.1} MiB", out.display()));
+    progress.report(format_args!("{}: {mib:.1} MiB", out.display()));
     println!("On the other machine, as root:\n");
     println!(
         "  tar --extract --file {}",
@@ -199,9 +211,9 @@ async fn pack(out: PathBuf, progress: Progress) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn supplies(bursar: Bursar, progress: &Progress) -> anyhow::Result<Supplies> {
+fn open_or_build_artifacts(bursar: BursarArgs, progress: &Progress) -> anyhow::Result<Artifacts> {
     let harness = std::env::current_exe().context("this program's path")?;
-    if let Some(folder) = pack::folder_of(&harness) {
+    if let Some(folder) = pack::unpacked_folder(&harness) {
         return Ok(pack::open(&folder)?);
     }
     let profile = if bursar.release {
@@ -209,7 +221,7 @@ fn supplies(bursar: Bursar, progress: &Progress) -> anyhow::Result<Supplies> {
     } else {
         Profile::Dev
     };
-    let mut supplies = Supplies::from_workspace(profile, harness, progress)?;
+    let mut supplies = Artifacts::from_workspace(profile, harness, progress)?;
     supplies.chart.replace(bursar.chart);
     Ok(supplies)
 }

@@ -16,15 +16,15 @@ use tokio::time::timeout;
 
 use crate::cache::CacheError;
 use crate::chart::{NAMESPACE, RELEASE};
-use crate::cluster::{Extent, Local, LocalError, Options};
+use crate::cluster::{ClusterOptions, ClusterScope, LocalCluster, LocalError};
 use crate::folders;
 use crate::kube::{self as supplies, BuildError, Toolbox};
 use crate::progress::Progress;
 
 /// Of the chart, what is no workload.
-const WORKLOADS: [&str; 2] = ["Deployment", "DaemonSet"];
+const WORKLOAD_KINDS: [&str; 2] = ["Deployment", "DaemonSet"];
 /// How long helm and kubectl may take.
-const PROGRAM_TIME: Duration = Duration::from_secs(60);
+const PROGRAM_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Why there is no control plane, or something cannot be put on it.
 #[derive(Debug, thiserror::Error)]
@@ -59,12 +59,12 @@ pub enum ControlPlaneError {
     Chart(#[from] serde_yaml_ng::Error),
     /// It was taken down.
     #[error("the control plane is down")]
-    Down,
+    Stopped,
 }
 
 /// etcd, the API server and the controller manager, with the chart's types, rights and policies.
 pub struct ControlPlane {
-    local: Mutex<Option<Local>>,
+    local: Mutex<Option<LocalCluster>>,
     toolbox: Toolbox,
     folder: PathBuf,
     kubeconfig: PathBuf,
@@ -78,19 +78,19 @@ impl ControlPlane {
     ///
     /// # Errors
     /// When something does not start, or the chart is refused.
-    pub async fn up(
+    pub async fn start(
         name: &str,
         harness: PathBuf,
         progress: &Progress,
     ) -> Result<Self, ControlPlaneError> {
         let toolbox = supplies::build(progress)?;
-        let options = Options {
+        let options = ClusterOptions {
             name: name.to_owned(),
             harness,
             toolbox: toolbox.clone(),
-            extent: Extent::ControlPlane,
+            scope: ClusterScope::ControlPlaneOnly,
         };
-        let mut local = Local::up(options, progress).await?;
+        let mut local = LocalCluster::up(options, progress).await?;
         // The garbage collector learns of new types every 30 s, and when it starts.
         local.stop_controller_manager().await?;
         let kubeconfig = Kubeconfig::read_from(local.kubeconfig())?;
@@ -107,10 +107,10 @@ impl ControlPlane {
         };
         let mut objects = vec![json!({
             "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": NAMESPACE } })];
-        objects.extend(plane.chart(&[]).await?);
+        objects.extend(plane.chart_without_workloads(&[]).await?);
         plane.apply(objects).await?;
-        plane.controller_manager(true).await?;
-        progress.say("the chart's types, rights and policies are there");
+        plane.set_controller_manager_running(true).await?;
+        progress.report("the chart's types, rights and policies are there");
         Ok(plane)
     }
 
@@ -118,12 +118,15 @@ impl ControlPlane {
     ///
     /// # Errors
     /// When helm fails.
-    pub async fn chart(&self, settings: &[&str]) -> Result<Vec<Value>, ControlPlaneError> {
+    pub async fn chart_without_workloads(
+        &self,
+        settings: &[&str],
+    ) -> Result<Vec<Value>, ControlPlaneError> {
         let mut objects = self.manifests(settings).await?;
         objects.retain(|object| {
             object["kind"]
                 .as_str()
-                .is_some_and(|kind| !WORKLOADS.contains(&kind))
+                .is_some_and(|kind| !WORKLOAD_KINDS.contains(&kind))
         });
         Ok(objects)
     }
@@ -139,7 +142,7 @@ impl ControlPlane {
             .arg(folders::repository().join("charts/bursar"))
             .args(["--namespace", NAMESPACE, "--kube-version=1.36.0"])
             .args(settings);
-        let rendered = succeed(&program, helm, Vec::new()).await?;
+        let rendered = run_to_success(&program, helm, Vec::new()).await?;
         let mut objects = Vec::new();
         for document in serde_yaml_ng::Deserializer::from_slice(&rendered) {
             let object = Value::deserialize(document)?;
@@ -168,16 +171,19 @@ impl ControlPlane {
             ])
             .env("KUBECONFIG", &self.kubeconfig);
         let input = list.to_string().into_bytes();
-        succeed(&program, kubectl, input).await.map(drop)
+        run_to_success(&program, kubectl, input).await.map(drop)
     }
 
     /// Starts or stops the controller manager.
     ///
     /// # Errors
     /// When it does not start or end.
-    pub async fn controller_manager(&self, runs: bool) -> Result<(), ControlPlaneError> {
+    pub async fn set_controller_manager_running(
+        &self,
+        runs: bool,
+    ) -> Result<(), ControlPlaneError> {
         let mut local = self.local.lock().await;
-        let local = local.as_mut().ok_or(ControlPlaneError::Down)?;
+        let local = local.as_mut().ok_or(ControlPlaneError::Stopped)?;
         if runs {
             return Ok(local.start_controller_manager().await?);
         }
@@ -190,7 +196,7 @@ impl ControlPlane {
     /// When a process does not end or start.
     pub async fn back_up_etcd(&self) -> Result<(), ControlPlaneError> {
         let mut local = self.local.lock().await;
-        let local = local.as_mut().ok_or(ControlPlaneError::Down)?;
+        let local = local.as_mut().ok_or(ControlPlaneError::Stopped)?;
         Ok(local.back_up_etcd().await?)
     }
 
@@ -200,7 +206,7 @@ impl ControlPlane {
     /// When a process does not end or start.
     pub async fn restore_etcd(&self) -> Result<(), ControlPlaneError> {
         let mut local = self.local.lock().await;
-        let local = local.as_mut().ok_or(ControlPlaneError::Down)?;
+        let local = local.as_mut().ok_or(ControlPlaneError::Stopped)?;
         Ok(local.restore_etcd().await?)
     }
 
@@ -210,9 +216,9 @@ impl ControlPlane {
     }
 
     /// The way to the API server with the operator's rights, and no others.
-    pub fn operators(&self) -> Config {
+    pub fn operator_config(&self) -> Config {
         let mut config = self.config.clone();
-        config.auth_info.impersonate = Some(operators_account());
+        config.auth_info.impersonate = Some(operator_user());
         config
     }
 
@@ -220,16 +226,16 @@ impl ControlPlane {
     ///
     /// # Errors
     /// When it cannot be written.
-    pub fn operators_kubeconfig(&self) -> Result<PathBuf, ControlPlaneError> {
+    pub fn write_operator_kubeconfig(&self) -> Result<PathBuf, ControlPlaneError> {
         let mut kubeconfig = Kubeconfig::read_from(&self.kubeconfig)?;
         for user in &mut kubeconfig.auth_infos {
             if let Some(user) = &mut user.auth_info {
-                user.impersonate = Some(operators_account());
+                user.impersonate = Some(operator_user());
             }
         }
         let path = self.folder.join("operator.kubeconfig");
         let text = serde_yaml_ng::to_string(&kubeconfig)?;
-        std::fs::write(&path, text).map_err(system(&path))?;
+        std::fs::write(&path, text).map_err(system_error(&path))?;
         Ok(path)
     }
 
@@ -246,9 +252,9 @@ impl ControlPlane {
     ///
     /// # Errors
     /// When its log cannot be read.
-    pub async fn log(&self) -> Result<String, ControlPlaneError> {
+    pub async fn api_server_log(&self) -> Result<String, ControlPlaneError> {
         let log = tokio::fs::read_to_string(&self.log).await;
-        log.map_err(system(&self.log))
+        log.map_err(system_error(&self.log))
     }
 
     /// Takes it down.
@@ -257,17 +263,17 @@ impl ControlPlane {
     }
 }
 
-fn operators_account() -> String {
+fn operator_user() -> String {
     format!("system:serviceaccount:{NAMESPACE}:{RELEASE}-operator")
 }
 
-fn system(what: &Path) -> impl FnOnce(io::Error) -> ControlPlaneError {
+fn system_error(what: &Path) -> impl FnOnce(io::Error) -> ControlPlaneError {
     let what = what.to_path_buf();
     move |source| ControlPlaneError::System { what, source }
 }
 
 /// Runs a command on this input; what it printed.
-async fn succeed(
+async fn run_to_success(
     program: &Path,
     mut command: Command,
     input: Vec<u8>,
@@ -277,18 +283,21 @@ async fn succeed(
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .kill_on_drop(true);
-    let mut child = command.spawn().map_err(system(program))?;
+    let mut child = command.spawn().map_err(system_error(program))?;
     if let Some(mut stdin) = child.stdin.take() {
-        stdin.write_all(&input).await.map_err(system(program))?;
+        stdin
+            .write_all(&input)
+            .await
+            .map_err(system_error(program))?;
     }
     let failed = |said: String| ControlPlaneError::Program {
         program: program.to_path_buf(),
         said,
     };
-    let output = timeout(PROGRAM_TIME, child.wait_with_output())
+    let output = timeout(PROGRAM_TIMEOUT, child.wait_with_output())
         .await
-        .map_err(|_| failed(format!("no end within {PROGRAM_TIME:?}")))?
-        .map_err(system(program))?;
+        .map_err(|_| failed(format!("no end within {PROGRAM_TIMEOUT:?}")))?
+        .map_err(system_error(program))?;
     if output.status.success() {
         return Ok(output.stdout);
     }

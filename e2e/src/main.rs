@@ -11,14 +11,14 @@ fn main() -> ExitCode {
     match commands::run(args::Args::parse()) {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("error: {}", describe(&error));
+            eprintln!("error: {}", format_error_chain(&error));
             ExitCode::FAILURE
         }
     }
 }
 
 /// The error and its causes, without those that the one before has told already.
-fn describe(error: &anyhow::Error) -> String {
+fn format_error_chain(error: &anyhow::Error) -> String {
     let mut told = String::new();
     for cause in error.chain().map(ToString::to_string) {
         if told.is_empty() {
@@ -35,9 +35,9 @@ mod tests {
     use anyhow::Context;
 
     #[test]
-    fn a_cause_is_told_once() {
+    fn error_chain_names_a_repeated_cause_once() {
         let cause: anyhow::Result<()> = Err(anyhow::anyhow!("no room"));
         let error = cause.context("write: no room").context("demo").unwrap_err();
-        assert_eq!(super::describe(&error), "demo: write: no room");
+        assert_eq!(super::format_error_chain(&error), "demo: write: no room");
     }
 }

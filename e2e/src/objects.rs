@@ -6,9 +6,9 @@ use serde_json::Value;
 
 /// A way to objects. Cheap to clone.
 #[derive(Clone)]
-pub struct Objects(Client);
+pub struct RawApi(Client);
 
-impl Objects {
+impl RawApi {
     /// With the rights of `client`.
     pub fn new(client: Client) -> Self {
         Self(client)
@@ -37,7 +37,7 @@ impl Objects {
     ///
     /// # Errors
     /// What the API server or the way to it says.
-    pub async fn merge(&self, path: &str, patch: &Value) -> kube::Result<Value> {
+    pub async fn merge_patch(&self, path: &str, patch: &Value) -> kube::Result<Value> {
         self.request(Method::PATCH, path, patch).await
     }
 

@@ -19,7 +19,7 @@ use crate::images::{Archive, PAUSE, Template, TemplateError};
 use crate::kube::{self, PackageError, Toolbox};
 use crate::progress::Progress;
 use crate::sim;
-use crate::supplies::{IMAGES, SIMULATOR, Supplies};
+use crate::supplies::{Artifacts, IMAGE_NAMES, SIMULATED_DRIVER_FILES};
 
 /// An archive may be no bigger: other machines' ways in are narrow.
 pub const MOST: u64 = 60 << 20;
@@ -27,9 +27,9 @@ pub const MOST: u64 = 60 << 20;
 /// The folder that the archive unpacks to.
 const FOLDER: &str = "bursar-e2e";
 /// The harness in it.
-const RUN: &str = "run";
+const HARNESS_NAME: &str = "run";
 /// The template of the images' references.
-const REFERENCES: &str = "images.txt";
+const IMAGE_TEMPLATE_FILE: &str = "images.txt";
 
 /// Why an archive could not be made or used.
 #[derive(Debug, thiserror::Error)]
@@ -67,7 +67,7 @@ pub enum PackError {
     },
 }
 
-fn file(path: &Path) -> impl FnOnce(io::Error) -> PackError {
+fn file_error(path: &Path) -> impl FnOnce(io::Error) -> PackError {
     let path = path.to_path_buf();
     move |source| PackError::File { path, source }
 }
@@ -76,27 +76,38 @@ fn file(path: &Path) -> impl FnOnce(io::Error) -> PackError {
 ///
 /// # Errors
 /// When a file cannot be read or written, or the archive is bigger than [`MOST`].
-pub async fn write(supplies: &Supplies, out: &Path, progress: &Progress) -> Result<u64, PackError> {
+pub async fn write(
+    supplies: &Artifacts,
+    out: &Path,
+    progress: &Progress,
+) -> Result<u64, PackError> {
     let mut charts = Vec::new();
     for simulated in [true, false] {
-        let text = supplies.chart.render(&supplies.template, simulated).await?;
+        let text = supplies
+            .chart
+            .render(&supplies.image_template, simulated)
+            .await?;
         charts.push((Chart::rendered_name(simulated), text));
     }
     kube::require_xz(progress)?;
-    progress.say("packing (about 3 minutes)");
-    let target = File::create(out).map_err(file(out))?;
-    let mut xz = compressor(target).map_err(file(Path::new("xz")))?;
+    progress.report("packing (about 3 minutes)");
+    let target = File::create(out).map_err(file_error(out))?;
+    let mut xz = spawn_xz(target).map_err(file_error(Path::new("xz")))?;
     let pipe = xz.stdin.take().map_or_else(
-        || Err(file(Path::new("xz"))(io::Error::other("it has no input"))),
+        || {
+            Err(file_error(Path::new("xz"))(io::Error::other(
+                "it has no input",
+            )))
+        },
         Ok,
     )?;
-    let filled = fill(pipe, supplies, &charts);
-    let status = xz.wait().map_err(file(Path::new("xz")))?;
+    let filled = write_entries(pipe, supplies, &charts);
+    let status = xz.wait().map_err(file_error(Path::new("xz")))?;
     filled?;
     if !status.success() {
         return Err(PackError::Compress(status));
     }
-    let bytes = fs::metadata(out).map_err(file(out))?.len();
+    let bytes = fs::metadata(out).map_err(file_error(out))?.len();
     if bytes > MOST {
         return Err(PackError::TooBig { bytes });
     }
@@ -104,7 +115,7 @@ pub async fn write(supplies: &Supplies, out: &Path, progress: &Progress) -> Resu
 }
 
 /// The images' libraries are the same files, far apart: hence a big dictionary and one block.
-fn compressor(target: File) -> io::Result<Child> {
+fn spawn_xz(target: File) -> io::Result<Child> {
     Command::new("xz")
         .args(["--threads=1", "--x86", "--lzma2=preset=6e,dict=128MiB"])
         .stdin(Stdio::piped())
@@ -112,30 +123,34 @@ fn compressor(target: File) -> io::Result<Child> {
         .spawn()
 }
 
-fn fill(pipe: impl Write, supplies: &Supplies, charts: &[(&str, String)]) -> Result<(), PackError> {
+fn write_entries(
+    pipe: impl Write,
+    supplies: &Artifacts,
+    charts: &[(&str, String)],
+) -> Result<(), PackError> {
     let root = Path::new(FOLDER);
     let mut archive = tar::Builder::new(pipe);
     let mut add = |from: &Path, to: PathBuf| {
         archive
             .append_path_with_name(from, root.join(to))
-            .map_err(file(from))
+            .map_err(file_error(from))
     };
-    add(&supplies.harness, RUN.into())?;
-    for (program, _) in kube::travelling() {
+    add(&supplies.harness, HARNESS_NAME.into())?;
+    for (program, _) in kube::archived_programs() {
         let from = supplies.toolbox.program(program);
         add(&from, Path::new("programs").join(program))?;
     }
     for (name, image) in &supplies.images {
         add(&image.path, image_path(name))?;
     }
-    let driver = &supplies.driver;
+    let driver = &supplies.simulated_driver;
     for (from, name) in std::iter::once(&driver.command)
         .chain(&driver.libraries)
-        .zip(SIMULATOR)
+        .zip(SIMULATED_DRIVER_FILES)
     {
         add(from, Path::new("driver").join(name))?;
     }
-    for (program, names) in kube::travelling() {
+    for (program, names) in kube::archived_programs() {
         for name in names {
             let mut header = tar::Header::new_gnu();
             header.set_entry_type(tar::EntryType::Symlink);
@@ -143,7 +158,7 @@ fn fill(pipe: impl Write, supplies: &Supplies, charts: &[(&str, String)]) -> Res
             let link = root.join("programs").join(name);
             archive
                 .append_link(&mut header, &link, program)
-                .map_err(file(&link))?;
+                .map_err(file_error(&link))?;
         }
     }
     let mut write = |path: PathBuf, text: &str| {
@@ -153,14 +168,17 @@ fn fill(pipe: impl Write, supplies: &Supplies, charts: &[(&str, String)]) -> Res
         let path = root.join(path);
         archive
             .append_data(&mut header, &path, text.as_bytes())
-            .map_err(file(&path))
+            .map_err(file_error(&path))
     };
-    write(REFERENCES.into(), &supplies.template.to_string())?;
+    write(
+        IMAGE_TEMPLATE_FILE.into(),
+        &supplies.image_template.to_string(),
+    )?;
     for (name, text) in charts {
         write(Path::new("chart").join(name), text)?;
     }
     let finished = archive.into_inner().and_then(|mut pipe| pipe.flush());
-    finished.map_err(file(root))
+    finished.map_err(file_error(root))
 }
 
 fn image_path(name: &str) -> PathBuf {
@@ -168,10 +186,10 @@ fn image_path(name: &str) -> PathBuf {
 }
 
 /// The folder of an unpacked archive, if `program` is its harness.
-pub fn folder_of(program: &Path) -> Option<PathBuf> {
+pub fn unpacked_folder(program: &Path) -> Option<PathBuf> {
     let folder = program.parent()?;
     folder
-        .join(REFERENCES)
+        .join(IMAGE_TEMPLATE_FILE)
         .exists()
         .then(|| folder.to_path_buf())
 }
@@ -180,9 +198,9 @@ pub fn folder_of(program: &Path) -> Option<PathBuf> {
 ///
 /// # Errors
 /// When its file of references cannot be read.
-pub fn open(folder: &Path) -> Result<Supplies, PackError> {
-    let path = folder.join(REFERENCES);
-    let text = fs::read_to_string(&path).map_err(file(&path))?;
+pub fn open(folder: &Path) -> Result<Artifacts, PackError> {
+    let path = folder.join(IMAGE_TEMPLATE_FILE);
+    let text = fs::read_to_string(&path).map_err(file_error(&path))?;
     let template: Template = text
         .parse()
         .map_err(|source| PackError::References { path, source })?;
@@ -200,19 +218,19 @@ pub fn open(folder: &Path) -> Result<Supplies, PackError> {
             },
         )
     };
-    let images = IMAGES.map(archive).into();
+    let images = IMAGE_NAMES.map(archive).into();
     let toolbox = Toolbox::new(vec![folder.join("programs")]);
-    let [command, cuda, nvml] = SIMULATOR.map(|name| folder.join("driver").join(name));
+    let [command, cuda, nvml] = SIMULATED_DRIVER_FILES.map(|name| folder.join("driver").join(name));
     let chart = Chart::Rendered {
         kubectl: toolbox.program("kubectl"),
         folder: folder.join("chart"),
     };
-    Ok(Supplies {
+    Ok(Artifacts {
         toolbox,
-        harness: folder.join(RUN),
-        template,
+        harness: folder.join(HARNESS_NAME),
+        image_template: template,
         images,
-        driver: sim::Driver {
+        simulated_driver: sim::SimulatedDriver {
             command,
             libraries: vec![cuda, nvml],
         },
@@ -225,26 +243,26 @@ mod tests {
     use super::*;
 
     /// Supplies of small files in `folder`.
-    fn supplies(folder: &Path) -> Supplies {
+    fn supplies(folder: &Path) -> Artifacts {
         let make = |name: &str| {
             let path = folder.join(name);
             fs::write(&path, name).unwrap();
             path
         };
-        for (program, _) in kube::travelling() {
+        for (program, _) in kube::archived_programs() {
             make(program);
         }
-        let images = IMAGES.map(|name| {
+        let images = IMAGE_NAMES.map(|name| {
             let (reference, path) = (name.to_owned(), make(&format!("{name}.tar")));
             (name, Archive { reference, path })
         });
-        let [command, cuda, nvml] = SIMULATOR.map(make);
-        Supplies {
+        let [command, cuda, nvml] = SIMULATED_DRIVER_FILES.map(make);
+        Artifacts {
             toolbox: Toolbox::new(vec![folder.to_path_buf()]),
             harness: make("harness"),
-            template: "localhost/bursar-{name}:1".parse().unwrap(),
+            image_template: "localhost/bursar-{name}:1".parse().unwrap(),
             images: images.into(),
-            driver: sim::Driver {
+            simulated_driver: sim::SimulatedDriver {
                 command,
                 libraries: vec![cuda, nvml],
             },
@@ -256,20 +274,23 @@ mod tests {
     }
 
     #[test]
-    fn what_is_packed_is_found_where_it_is_unpacked() {
+    fn unpacked_archive_has_every_packed_artifact() {
         let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let packed = supplies(here.path());
         let mut bytes = Vec::new();
         let charts =
             [true, false].map(|simulated| (Chart::rendered_name(simulated), "text".to_owned()));
-        fill(&mut bytes, &packed, &charts).unwrap();
+        write_entries(&mut bytes, &packed, &charts).unwrap();
         tar::Archive::new(bytes.as_slice())
             .unpack(there.path())
             .unwrap();
 
         let folder = there.path().join(FOLDER);
-        assert_eq!(folder_of(&folder.join(RUN)), Some(folder.clone()));
-        assert_eq!(folder_of(here.path()), None);
+        assert_eq!(
+            unpacked_folder(&folder.join(HARNESS_NAME)),
+            Some(folder.clone())
+        );
+        assert_eq!(unpacked_folder(here.path()), None);
         let found = open(&folder).unwrap();
         assert_eq!(fs::read_to_string(&found.harness).unwrap(), "harness");
         assert_eq!(
@@ -277,11 +298,11 @@ mod tests {
             "kubernetes"
         );
         assert_eq!(
-            fs::read_to_string(&found.driver.libraries[1]).unwrap(),
-            SIMULATOR[2]
+            fs::read_to_string(&found.simulated_driver.libraries[1]).unwrap(),
+            SIMULATED_DRIVER_FILES[2]
         );
-        assert_eq!(found.template, packed.template);
-        for name in IMAGES {
+        assert_eq!(found.image_template, packed.image_template);
+        for name in IMAGE_NAMES {
             assert_eq!(
                 fs::read_to_string(&found.images[name].path).unwrap(),
                 format!("{name}.tar")

@@ -14,17 +14,17 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Client;
 use kube::api::{Api, DeleteParams, ListParams, LogParams, PostParams};
 
-use crate::wait::{self, Look, TimedOut};
+use crate::wait::{self, Poll, WaitError};
 
 /// The resource that pods ask for, with the default quantum.
 pub const GPU_MEMORY: &str = "bursar.dev/gpu-memory-gib";
 
 /// How often a pod is looked at.
-const PAUSE: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A pod of one container, to be.
 #[derive(Debug, Clone)]
-pub struct PodPlan {
+pub struct PodBuilder {
     name: String,
     image: String,
     arguments: Vec<String>,
@@ -34,14 +34,14 @@ pub struct PodPlan {
     sidecar_arguments: Option<Vec<String>>,
     beside: Vec<u32>,
     priority_class: Option<String>,
-    rights: Option<SecurityContext>,
+    security_context: Option<SecurityContext>,
     user_namespace: bool,
     environment: Vec<EnvVar>,
     volumes: Vec<(VolumeMount, Volume)>,
     restarts: bool,
 }
 
-impl PodPlan {
+impl PodBuilder {
     /// A pod called `name` that runs the entry point of `image`.
     pub fn new(name: impl Into<String>, image: impl Into<String>) -> Self {
         Self {
@@ -54,7 +54,7 @@ impl PodPlan {
             sidecar_arguments: None,
             beside: Vec::new(),
             priority_class: None,
-            rights: None,
+            security_context: None,
             user_namespace: false,
             environment: Vec::new(),
             volumes: Vec::new(),
@@ -100,7 +100,7 @@ impl PodPlan {
     }
 
     /// Further containers do the same, and ask for so much GPU memory each, in GiB.
-    pub fn beside(mut self, gib: &[u32]) -> Self {
+    pub fn additional_containers(mut self, gib: &[u32]) -> Self {
         self.beside = gib.to_vec();
         self
     }
@@ -114,13 +114,13 @@ impl PodPlan {
     /// It runs as Kubernetes' restricted profile asks, with a root file system that it can only read:
     /// no root, no capabilities.
     pub fn restricted(mut self) -> Self {
-        self.rights = Some(restricted());
+        self.security_context = Some(restricted());
         self
     }
 
     /// It may do to the node what it likes.
     pub fn privileged(mut self) -> Self {
-        self.rights = Some(privileged());
+        self.security_context = Some(privileged());
         self
     }
 
@@ -131,7 +131,7 @@ impl PodPlan {
     }
 
     /// A variable of its environment.
-    pub fn variable(mut self, name: &str, value: &str) -> Self {
+    pub fn with_env(mut self, name: &str, value: &str) -> Self {
         self.environment.push(EnvVar {
             name: name.to_owned(),
             value: Some(value.to_owned()),
@@ -141,13 +141,13 @@ impl PodPlan {
     }
 
     /// Its container is started again whenever it ends.
-    pub fn restarts(mut self) -> Self {
+    pub fn restart_always(mut self) -> Self {
         self.restarts = true;
         self
     }
 
     /// It has an empty volume at `path`.
-    pub fn empty_volume(self, path: &str) -> Self {
+    pub fn with_empty_dir(self, path: &str) -> Self {
         let volume = Volume {
             empty_dir: Some(EmptyDirVolumeSource::default()),
             ..Volume::default()
@@ -156,7 +156,7 @@ impl PodPlan {
     }
 
     /// It has a volume's file at `path`, in which its name stands.
-    pub fn file_volume(self, path: &str) -> Self {
+    pub fn with_downward_api_file(self, path: &str) -> Self {
         let file = DownwardAPIVolumeFile {
             path: "name".to_owned(),
             field_ref: Some(ObjectFieldSelector {
@@ -176,7 +176,7 @@ impl PodPlan {
     }
 
     /// It has what the node has at `path`.
-    pub fn host_volume(self, path: &str) -> Self {
+    pub fn with_host_path(self, path: &str) -> Self {
         let volume = Volume {
             host_path: Some(HostPathVolumeSource {
                 path: path.to_owned(),
@@ -222,14 +222,14 @@ impl PodPlan {
                 limits,
                 ..ResourceRequirements::default()
             }),
-            security_context: self.rights.clone(),
+            security_context: self.security_context.clone(),
             // What a program that failed said last is in its pod's status.
             termination_message_policy: Some("FallbackToLogsOnError".to_owned()),
             ..Container::default()
         }
     }
 
-    fn pod(&self) -> Pod {
+    fn build(&self) -> Pod {
         let sidecar = self.sidecar_arguments.iter().map(|arguments| Container {
             restart_policy: Some("Always".to_owned()),
             ..self.container("sidecar", arguments.clone(), None)
@@ -304,7 +304,7 @@ fn privileged() -> SecurityContext {
 pub enum PodError {
     /// The API server refused.
     #[error("{what}: {source}")]
-    Api {
+    ApiServer {
         /// What was being done.
         what: String,
         /// What the server said.
@@ -312,12 +312,12 @@ pub enum PodError {
     },
     /// A bound passed.
     #[error(transparent)]
-    TimedOut(#[from] TimedOut),
+    Wait(#[from] WaitError),
 }
 
-fn api(what: impl Into<String>) -> impl FnOnce(kube::Error) -> PodError {
+fn api_error(what: impl Into<String>) -> impl FnOnce(kube::Error) -> PodError {
     let what = what.into();
-    move |source| PodError::Api {
+    move |source| PodError::ApiServer {
         what,
         source: Box::new(source),
     }
@@ -325,7 +325,7 @@ fn api(what: impl Into<String>) -> impl FnOnce(kube::Error) -> PodError {
 
 /// How a pod fares, as far as scenarios care.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct State {
+pub struct PodState {
     /// Its phase.
     pub phase: String,
     /// It has a node.
@@ -333,14 +333,14 @@ pub struct State {
     /// A container of it runs.
     pub running: bool,
     /// All of its containers run.
-    pub complete: bool,
+    pub all_running: bool,
     /// How often its container was restarted.
     pub restarts: i32,
     /// Why its container waits: `reason: message`, or the scheduler's reason.
-    pub waiting: String,
+    pub waiting_reason: String,
 }
 
-impl State {
+impl PodState {
     /// Reads it from the pod's status.
     pub fn of(pod: &Pod) -> Self {
         let status = pod.status.clone().unwrap_or_default();
@@ -378,33 +378,33 @@ impl State {
                 .as_ref()
                 .is_some_and(|spec| spec.node_name.is_some()),
             running: containers.iter().any(runs),
-            complete: !containers.is_empty() && containers.iter().all(runs),
+            all_running: !containers.is_empty() && containers.iter().all(runs),
             restarts: containers
                 .iter()
                 .map(|container| container.restart_count)
                 .sum(),
-            waiting: waiting.or(unscheduled).unwrap_or_default(),
+            waiting_reason: waiting.or(unscheduled).unwrap_or_default(),
         }
     }
 
     /// It waits and says for what: on its node for a GPU, or for a node.
-    pub fn tells_why(&self) -> bool {
+    pub fn is_waiting_with_reason(&self) -> bool {
         self.phase == "Pending"
-            && !self.waiting.is_empty()
-            && !self.waiting.starts_with("ContainerCreating")
+            && !self.waiting_reason.is_empty()
+            && !self.waiting_reason.starts_with("ContainerCreating")
     }
 
     /// Why it waits, in the words of the agent or the scheduler: without what gRPC and the kubelet put
     /// before them.
-    pub fn reason(&self) -> &str {
-        self.waiting
+    pub fn innermost_reason(&self) -> &str {
+        self.waiting_reason
             .rsplit_once(" desc = ")
-            .map_or(self.waiting.as_str(), |(_, reason)| reason)
+            .map_or(self.waiting_reason.as_str(), |(_, reason)| reason)
     }
 
     /// One line for errors.
-    fn line(&self) -> String {
-        format!("{} {}", self.phase, self.waiting)
+    fn summary(&self) -> String {
+        format!("{} {}", self.phase, self.waiting_reason)
     }
 }
 
@@ -426,7 +426,7 @@ impl Pods {
         if namespaces
             .get_opt(namespace)
             .await
-            .map_err(api(what.as_str()))?
+            .map_err(api_error(what.as_str()))?
             .is_none()
         {
             let object = Namespace {
@@ -439,7 +439,7 @@ impl Pods {
             namespaces
                 .create(&PostParams::default(), &object)
                 .await
-                .map_err(api(what))?;
+                .map_err(api_error(what))?;
         }
         Ok(Self {
             api: Api::namespaced(client.clone(), namespace),
@@ -458,7 +458,7 @@ impl Pods {
             Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
             other => other
                 .map(drop)
-                .map_err(api(format!("delete namespace {namespace}"))),
+                .map_err(api_error(format!("delete namespace {namespace}"))),
         }
     }
 
@@ -467,20 +467,24 @@ impl Pods {
     ///
     /// # Errors
     /// When the API server refuses the pod.
-    pub async fn create(&self, plan: &PodPlan) -> Result<(), PodError> {
-        let pod = plan.pod();
+    pub async fn create(&self, plan: &PodBuilder) -> Result<(), PodError> {
+        let pod = plan.build();
         let what = format!("create pod {}/{}", self.namespace, plan.name);
-        let created = wait::until(&what, Duration::from_secs(15), PAUSE, async || {
-            match self.api.create(&PostParams::default(), &pod).await {
-                Ok(_) => Look::Found(Ok(())),
-                Err(kube::Error::Api(status)) if status.message.contains("serviceaccount") => {
-                    Look::NotYet(status.message.clone())
-                }
-                Err(error) => Look::Found(Err(error)),
-            }
-        })
-        .await?;
-        created.map_err(api(what))
+        let created =
+            wait::poll_until(
+                &what,
+                Duration::from_secs(15),
+                POLL_INTERVAL,
+                async || match self.api.create(&PostParams::default(), &pod).await {
+                    Ok(_) => Poll::Ready(Ok(())),
+                    Err(kube::Error::Api(status)) if status.message.contains("serviceaccount") => {
+                        Poll::Pending(status.message.clone())
+                    }
+                    Err(error) => Poll::Ready(Err(error)),
+                },
+            )
+            .await?;
+        created.map_err(api_error(what))
     }
 
     /// Asks for the pod's end and does not wait for it.
@@ -495,7 +499,7 @@ impl Pods {
     ///
     /// # Errors
     /// When the API server refuses.
-    pub async fn forget(&self, name: &str) -> Result<(), PodError> {
+    pub async fn force_delete(&self, name: &str) -> Result<(), PodError> {
         self.delete_with(name, &DeleteParams::default().grace_period(0))
             .await
     }
@@ -504,7 +508,7 @@ impl Pods {
         let what = format!("delete pod {}/{name}", self.namespace);
         match self.api.delete(name, params).await {
             Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
-            other => other.map(drop).map_err(api(what)),
+            other => other.map(drop).map_err(api_error(what)),
         }
     }
 
@@ -512,19 +516,19 @@ impl Pods {
     ///
     /// # Errors
     /// When the API server refuses, or one stays.
-    pub async fn clear(&self) -> Result<(), PodError> {
+    pub async fn delete_all(&self) -> Result<(), PodError> {
         let all = ListParams::default();
         self.api
             .delete_collection(&DeleteParams::default(), &all)
             .await
-            .map_err(api("delete pods"))?;
+            .map_err(api_error("delete pods"))?;
         let what = format!("the end of every pod in {}", self.namespace);
         let look = async || match self.api.list(&all).await {
-            Ok(list) if list.items.is_empty() => Look::Found(()),
-            Ok(list) => Look::NotYet(format!("{} are left", list.items.len())),
-            Err(error) => Look::NotYet(error.to_string()),
+            Ok(list) if list.items.is_empty() => Poll::Ready(()),
+            Ok(list) => Poll::Pending(format!("{} are left", list.items.len())),
+            Err(error) => Poll::Pending(error.to_string()),
         };
-        Ok(wait::until(&what, Duration::from_secs(60), PAUSE, look).await?)
+        Ok(wait::poll_until(&what, Duration::from_secs(60), POLL_INTERVAL, look).await?)
     }
 
     /// Every pod, as the API server has it.
@@ -536,7 +540,7 @@ impl Pods {
             .api
             .list(&ListParams::default())
             .await
-            .map_err(api("list pods"))?
+            .map_err(api_error("list pods"))?
             .items)
     }
 
@@ -544,8 +548,8 @@ impl Pods {
     ///
     /// # Errors
     /// As [`Self::get`].
-    pub async fn state(&self, name: &str) -> Result<State, PodError> {
-        Ok(State::of(&self.get(name).await?))
+    pub async fn state(&self, name: &str) -> Result<PodState, PodError> {
+        Ok(PodState::of(&self.get(name).await?))
     }
 
     /// The pod, as the API server has it.
@@ -556,7 +560,7 @@ impl Pods {
         self.api
             .get(name)
             .await
-            .map_err(api(format!("pod {}/{name}", self.namespace)))
+            .map_err(api_error(format!("pod {}/{name}", self.namespace)))
     }
 
     /// The node that the pod is on.
@@ -572,41 +576,45 @@ impl Pods {
     ///
     /// # Errors
     /// After `bound`, with the pod's state.
-    pub async fn until(
+    pub async fn wait_until(
         &self,
         name: &str,
         wanted: &str,
         bound: Duration,
-        is_so: impl Fn(&State) -> bool,
-    ) -> Result<State, PodError> {
+        is_so: impl Fn(&PodState) -> bool,
+    ) -> Result<PodState, PodError> {
         let what = format!("pod {}/{name} {wanted}", self.namespace);
         let look = async || match self.api.get_opt(name).await {
             Ok(Some(pod)) => {
-                let state = State::of(&pod);
+                let state = PodState::of(&pod);
                 if is_so(&state) {
-                    Look::Found(state)
+                    Poll::Ready(state)
                 } else if state.phase == "Failed" {
                     let message = pod
                         .status
                         .and_then(|status| status.message)
                         .unwrap_or_default();
-                    Look::Never(format!("Failed {message} {}", state.waiting))
+                    Poll::Failed(format!("Failed {message} {}", state.waiting_reason))
                 } else {
-                    Look::NotYet(state.line())
+                    Poll::Pending(state.summary())
                 }
             }
-            Ok(None) => Look::NotYet("it is not there".to_owned()),
-            Err(error) => Look::NotYet(error.to_string()),
+            Ok(None) => Poll::Pending("it is not there".to_owned()),
+            Err(error) => Poll::Pending(error.to_string()),
         };
-        Ok(wait::until(&what, bound, PAUSE, look).await?)
+        Ok(wait::poll_until(&what, bound, POLL_INTERVAL, look).await?)
     }
 
     /// Waits until the pod's container runs.
     ///
     /// # Errors
     /// As [`Self::until`].
-    pub async fn until_running(&self, name: &str, bound: Duration) -> Result<State, PodError> {
-        self.until(name, "to run", bound, |state| state.running)
+    pub async fn wait_until_running(
+        &self,
+        name: &str,
+        bound: Duration,
+    ) -> Result<PodState, PodError> {
+        self.wait_until(name, "to run", bound, |state| state.running)
             .await
     }
 
@@ -614,15 +622,15 @@ impl Pods {
     ///
     /// # Errors
     /// As [`Self::until`].
-    pub async fn until_waiting(
+    pub async fn wait_until_waiting(
         &self,
         name: &str,
         reason: &str,
         bound: Duration,
-    ) -> Result<State, PodError> {
+    ) -> Result<PodState, PodError> {
         let wanted = format!("to wait with {reason:?} in its status");
-        self.until(name, &wanted, bound, |state| {
-            state.scheduled && state.waiting.contains(reason)
+        self.wait_until(name, &wanted, bound, |state| {
+            state.scheduled && state.waiting_reason.contains(reason)
         })
         .await
     }
@@ -631,14 +639,14 @@ impl Pods {
     ///
     /// # Errors
     /// After `bound`.
-    pub async fn until_gone(&self, name: &str, bound: Duration) -> Result<(), PodError> {
+    pub async fn wait_until_deleted(&self, name: &str, bound: Duration) -> Result<(), PodError> {
         let what = format!("the end of pod {}/{name}", self.namespace);
         let look = async || match self.api.get_opt(name).await {
-            Ok(None) => Look::Found(()),
-            Ok(Some(pod)) => Look::NotYet(State::of(&pod).line()),
-            Err(error) => Look::NotYet(error.to_string()),
+            Ok(None) => Poll::Ready(()),
+            Ok(Some(pod)) => Poll::Pending(PodState::of(&pod).summary()),
+            Err(error) => Poll::Pending(error.to_string()),
         };
-        Ok(wait::until(&what, bound, PAUSE, look).await?)
+        Ok(wait::poll_until(&what, bound, POLL_INTERVAL, look).await?)
     }
 
     /// What the pod's container has printed.
@@ -646,33 +654,33 @@ impl Pods {
     /// # Errors
     /// When it cannot be read.
     pub async fn log(&self, name: &str) -> Result<String, PodError> {
-        self.logged(name, LogParams::default()).await
+        self.read_log(name, LogParams::default()).await
     }
 
     /// When the pod's container printed its first line, by the node's clock; none before it did.
     ///
     /// # Errors
     /// When the log cannot be read.
-    pub async fn spoke(&self, name: &str) -> Result<Option<Timestamp>, PodError> {
+    pub async fn first_log_time(&self, name: &str) -> Result<Option<Timestamp>, PodError> {
         let params = LogParams {
             timestamps: true,
             ..LogParams::default()
         };
-        let log = self.logged(name, params).await?;
+        let log = self.read_log(name, params).await?;
         let first = log.split(' ').next();
         Ok(first.and_then(|time| time.parse().ok()))
     }
 
-    async fn logged(&self, name: &str, params: LogParams) -> Result<String, PodError> {
+    async fn read_log(&self, name: &str, params: LogParams) -> Result<String, PodError> {
         let what = format!("log of pod {}/{name}", self.namespace);
-        self.api.logs(name, &params).await.map_err(api(what))
+        self.api.logs(name, &params).await.map_err(api_error(what))
     }
 
     /// Waits for a line of the pod's log that `wanted` makes something of.
     ///
     /// # Errors
     /// After `bound`, with the end of the log.
-    pub async fn until_logged<T>(
+    pub async fn wait_for_log_line<T>(
         &self,
         name: &str,
         bound: Duration,
@@ -681,15 +689,15 @@ impl Pods {
         let what = format!("a line in the log of pod {}/{name}", self.namespace);
         let look = async || match self.log(name).await {
             Ok(log) => match log.lines().find_map(&wanted) {
-                Some(found) => Look::Found(found),
-                None => Look::NotYet(format!(
+                Some(found) => Poll::Ready(found),
+                None => Poll::Pending(format!(
                     "its log ends with {:?}",
                     log.lines().last().unwrap_or_default()
                 )),
             },
-            Err(error) => Look::NotYet(error.to_string()),
+            Err(error) => Poll::Pending(error.to_string()),
         };
-        Ok(wait::until(&what, bound, PAUSE, look).await?)
+        Ok(wait::poll_until(&what, bound, POLL_INTERVAL, look).await?)
     }
 }
 
@@ -706,17 +714,17 @@ mod tests {
     }
 
     #[test]
-    fn the_reason_on_the_node_is_told() {
+    fn waiting_reason_is_that_of_the_container_status() {
         let waiting =
             json!({"reason": "CreateContainerConfigError", "message": "waiting for 8 GiB"});
         let status = json!({"phase": "Pending", "containerStatuses": [
             {"name": "main", "image": "", "imageID": "", "ready": false, "restartCount": 2, "state": {"waiting": waiting}}]});
-        let state = State::of(&pod(status));
+        let state = PodState::of(&pod(status));
         assert_eq!(
-            state.waiting,
+            state.waiting_reason,
             "CreateContainerConfigError: waiting for 8 GiB"
         );
-        assert_eq!(state.reason(), state.waiting);
+        assert_eq!(state.innermost_reason(), state.waiting_reason);
         assert_eq!(
             (state.running, state.restarts, state.scheduled),
             (false, 2, true)
@@ -724,17 +732,20 @@ mod tests {
     }
 
     #[test]
-    fn the_agents_words_are_found_behind_the_kubelets() {
+    fn innermost_reason_drops_the_kubelets_prefix() {
         let message = "device plugin PreStartContainer rpc failed with err: rpc error: code = ResourceExhausted desc = waiting for 8 GiB";
         let waiting = json!({"reason": "CreateContainerConfigError", "message": message});
         let status = json!({"phase": "Pending", "containerStatuses": [
             {"name": "main", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": {"waiting": waiting}}]});
-        assert_eq!(State::of(&pod(status)).reason(), "waiting for 8 GiB");
+        assert_eq!(
+            PodState::of(&pod(status)).innermost_reason(),
+            "waiting for 8 GiB"
+        );
     }
 
     #[test]
-    fn a_plan_asks_for_whole_gibibytes_as_a_limit() {
-        let pod = PodPlan::new("a", "image").gib(10).pod();
+    fn builder_sets_gpu_memory_as_a_limit_in_gib() {
+        let pod = PodBuilder::new("a", "image").gib(10).build();
         let limits = pod.spec.unwrap().containers[0]
             .resources
             .clone()

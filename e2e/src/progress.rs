@@ -19,7 +19,7 @@ impl Progress {
     }
 
     /// Prints one line. A closed standard error is no reason to stop working, so that is ignored.
-    pub fn say(&self, what: impl Display) {
+    pub fn report(&self, what: impl Display) {
         let seconds = self.start.elapsed().as_secs_f64();
         let _ = writeln!(std::io::stderr(), "[{seconds:6.1}s] {what}");
     }

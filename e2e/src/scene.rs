@@ -11,34 +11,36 @@ use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::api::{Api, ListParams, LogParams, ObjectList};
 
 use crate::chart::{self, Chart, ChartError};
-use crate::cluster::{Cluster, Extent, KubeconfigError, Local, LocalError, Options};
+use crate::cluster::{
+    Cluster, ClusterOptions, ClusterScope, KubeconfigError, LocalCluster, LocalError,
+};
 use crate::images::Template;
 use crate::pods::{GPU_MEMORY, PodError};
 use crate::progress::Progress;
 use crate::sim::{SimError, SimulatedGpus};
-use crate::supplies::Supplies;
-use crate::wait::{self, Look, TimedOut};
+use crate::supplies::Artifacts;
+use crate::wait::{self, Poll, WaitError};
 
 /// Bound of the chart's start: images are local, or pulled once.
-const BOUND: Duration = Duration::from_secs(180);
-const PAUSE: Duration = Duration::from_millis(200);
+const STARTUP_TIMEOUT: Duration = Duration::from_secs(180);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// The simulated GPUs of a scene: how many, and GiB of each.
-pub const SIMULATED: (u32, u32) = (2, 16);
+pub const SIMULATED_GPUS: (u32, u32) = (2, 16);
 
 /// A cluster with Bursar on it.
-pub struct Scene {
+pub struct Environment {
     /// Where it is.
     pub cluster: Cluster,
     /// The simulated GPUs, unless the GPUs are real.
-    pub gpus: Option<SimulatedGpus>,
+    pub simulated_gpus: Option<SimulatedGpus>,
     /// The image of the CUDA program that pods run.
-    pub probe: String,
+    pub probe_image: String,
 }
 
 /// Why there is no scene.
 #[derive(Debug, thiserror::Error)]
-pub enum SceneError {
+pub enum EnvironmentError {
     /// Our cluster did not start.
     #[error(transparent)]
     Local(#[from] LocalError),
@@ -59,9 +61,9 @@ pub enum SceneError {
     Api(#[from] kube::Error),
     /// Bursar does not come up.
     #[error("{source}\n{state}")]
-    NotUp {
+    NotReady {
         /// What was waited for.
-        source: TimedOut,
+        source: WaitError,
         /// The pods of Bursar, with the ends of their logs.
         state: String,
     },
@@ -72,56 +74,56 @@ pub fn has_driver() -> bool {
     Path::new("/proc/driver/nvidia/version").exists() && Path::new("/dev/nvidiactl").exists()
 }
 
-impl Scene {
+impl Environment {
     /// Starts a cluster called `name` with the real GPUs of this machine, or simulated ones, and
     /// puts Bursar on it.
     ///
     /// # Errors
     /// When a step fails or outlasts its bound; the cluster is taken down again.
     pub async fn start(
-        supplies: &Supplies,
+        supplies: &Artifacts,
         name: &str,
         progress: &Progress,
-    ) -> Result<Self, SceneError> {
-        let options = Options {
+    ) -> Result<Self, EnvironmentError> {
+        let options = ClusterOptions {
             name: name.to_owned(),
             harness: supplies.harness.clone(),
             toolbox: supplies.toolbox.clone(),
-            extent: Extent::Node,
+            scope: ClusterScope::WithNode,
         };
-        let local = Local::up(options, progress).await?;
+        let local = LocalCluster::up(options, progress).await?;
         for archive in supplies.images.values() {
-            local.import(&archive.path).await?;
+            local.import_image(&archive.path).await?;
         }
-        progress.say(format_args!(
+        progress.report(format_args!(
             "{} images are imported",
             supplies.images.len()
         ));
         let gpus = if has_driver() {
             None
         } else {
-            let (count, gib) = SIMULATED;
-            let gpus = SimulatedGpus::lay_out(
-                supplies.driver.clone(),
+            let (count, gib) = SIMULATED_GPUS;
+            let gpus = SimulatedGpus::set_up(
+                supplies.simulated_driver.clone(),
                 &local.host_path("/"),
                 &local.folder().configs(),
                 count,
                 gib,
             )?;
-            progress.say(format_args!(
+            progress.report(format_args!(
                 "{count} simulated GPUs of {gib} GiB are laid out"
             ));
             Some(gpus)
         };
         let scene = Self {
-            cluster: Cluster::Ours(Box::new(local)),
-            gpus,
-            probe: supplies.template.reference("probe"),
+            cluster: Cluster::Local(Box::new(local)),
+            simulated_gpus: gpus,
+            probe_image: supplies.image_template.reference("probe"),
         };
         scene
-            .install(&supplies.chart, &supplies.template, progress)
+            .install(&supplies.chart, &supplies.image_template, progress)
             .await?;
-        scene.until_up(progress).await?;
+        scene.wait_until_ready(progress).await?;
         Ok(scene)
     }
 
@@ -130,23 +132,23 @@ impl Scene {
     ///
     /// # Errors
     /// As [`Self::start`]; nothing is taken down.
-    pub async fn join(
+    pub async fn attach(
         kubeconfig: PathBuf,
         chart: &Chart,
         images: &Template,
         progress: &Progress,
-    ) -> Result<Self, SceneError> {
+    ) -> Result<Self, EnvironmentError> {
         let scene = Self {
-            cluster: Cluster::yours(kubeconfig).await?,
-            gpus: None,
-            probe: images.reference("probe"),
+            cluster: Cluster::external(kubeconfig).await?,
+            simulated_gpus: None,
+            probe_image: images.reference("probe"),
         };
-        if scene.agents().await?.items.is_empty() {
+        if scene.agent_daemon_sets().await?.items.is_empty() {
             scene.install(chart, images, progress).await?;
         } else {
-            progress.say(format_args!("Bursar is in {} already", chart::NAMESPACE));
+            progress.report(format_args!("Bursar is in {} already", chart::NAMESPACE));
         }
-        scene.until_up(progress).await?;
+        scene.wait_until_ready(progress).await?;
         Ok(scene)
     }
 
@@ -155,49 +157,66 @@ impl Scene {
         chart: &Chart,
         images: &Template,
         progress: &Progress,
-    ) -> Result<(), SceneError> {
+    ) -> Result<(), EnvironmentError> {
         let kubeconfig = self.cluster.kubeconfig();
         chart
-            .install(&kubeconfig, images, self.gpus.is_some())
+            .install(&kubeconfig, images, self.simulated_gpus.is_some())
             .await?;
-        progress.say("the chart is installed");
+        progress.report("the chart is installed");
         Ok(())
     }
 
-    async fn until_up(&self, progress: &Progress) -> Result<(), SceneError> {
-        let total = self.until_allocatable(|quanta| quanta > 0, BOUND).await?;
-        progress.say(format_args!("nodes offer {total} x {GPU_MEMORY}"));
-        let ready = async || match self.agents().await {
-            Ok(list) if list.items.iter().all(is_ready) => Look::Found(()),
-            Ok(_) => Look::NotYet("an agent is not ready".to_owned()),
-            Err(error) => Look::NotYet(error.to_string()),
+    async fn wait_until_ready(&self, progress: &Progress) -> Result<(), EnvironmentError> {
+        let total = self
+            .wait_for_allocatable(|quanta| quanta > 0, STARTUP_TIMEOUT)
+            .await?;
+        progress.report(format_args!("nodes offer {total} x {GPU_MEMORY}"));
+        let ready = async || match self.agent_daemon_sets().await {
+            Ok(list) if list.items.iter().all(is_fully_ready) => Poll::Ready(()),
+            Ok(_) => Poll::Pending("an agent is not ready".to_owned()),
+            Err(error) => Poll::Pending(error.to_string()),
         };
-        let ready = wait::until("the agents to be ready", BOUND, PAUSE, ready).await;
-        self.or_state(ready).await?;
+        let ready = wait::poll_until(
+            "the agents to be ready",
+            STARTUP_TIMEOUT,
+            POLL_INTERVAL,
+            ready,
+        )
+        .await;
+        self.with_pod_report(ready).await?;
         let operators: Api<Deployment> = Api::namespaced(self.cluster.client(), chart::NAMESPACE);
         let operator = ListParams::default().labels("app.kubernetes.io/component=operator");
         let ready = async || match operators.list(&operator).await {
-            Ok(list) if list.items.iter().any(has_a_replica) => Look::Found(()),
-            Ok(_) => Look::NotYet("it has no ready replica".to_owned()),
-            Err(error) => Look::NotYet(error.to_string()),
+            Ok(list) if list.items.iter().any(has_ready_replica) => Poll::Ready(()),
+            Ok(_) => Poll::Pending("it has no ready replica".to_owned()),
+            Err(error) => Poll::Pending(error.to_string()),
         };
-        let ready = wait::until("the operator to be ready", BOUND, PAUSE, ready).await;
-        self.or_state(ready).await
+        let ready = wait::poll_until(
+            "the operator to be ready",
+            STARTUP_TIMEOUT,
+            POLL_INTERVAL,
+            ready,
+        )
+        .await;
+        self.with_pod_report(ready).await
     }
 
-    async fn agents(&self) -> Result<ObjectList<DaemonSet>, kube::Error> {
+    async fn agent_daemon_sets(&self) -> Result<ObjectList<DaemonSet>, kube::Error> {
         let sets: Api<DaemonSet> = Api::namespaced(self.cluster.client(), chart::NAMESPACE);
         sets.list(&ListParams::default().labels("app.kubernetes.io/component=agent"))
             .await
     }
 
     /// An error with the state of Bursar's pods.
-    async fn or_state<T>(&self, waited: Result<T, TimedOut>) -> Result<T, SceneError> {
+    async fn with_pod_report<T>(
+        &self,
+        waited: Result<T, WaitError>,
+    ) -> Result<T, EnvironmentError> {
         match waited {
             Ok(value) => Ok(value),
-            Err(source) => Err(SceneError::NotUp {
+            Err(source) => Err(EnvironmentError::NotReady {
                 source,
-                state: self.state().await,
+                state: self.pod_report().await,
             }),
         }
     }
@@ -206,30 +225,30 @@ impl Scene {
     ///
     /// # Errors
     /// After `bound`, with the state of Bursar's pods.
-    pub async fn until_allocatable(
+    pub async fn wait_for_allocatable(
         &self,
         wanted: impl Fn(i64) -> bool,
         bound: Duration,
-    ) -> Result<i64, SceneError> {
+    ) -> Result<i64, EnvironmentError> {
         let nodes: Api<Node> = Api::all(self.cluster.client());
         let look = async || match nodes.list(&ListParams::default()).await {
             Ok(list) => {
                 let total = list.items.iter().map(allocatable).sum();
                 if wanted(total) {
-                    Look::Found(total)
+                    Poll::Ready(total)
                 } else {
-                    Look::NotYet(format!("they offer {total}"))
+                    Poll::Pending(format!("they offer {total}"))
                 }
             }
-            Err(error) => Look::NotYet(error.to_string()),
+            Err(error) => Poll::Pending(error.to_string()),
         };
         let what = "the nodes to offer GPU memory as wanted";
-        let waited = wait::until(what, bound, PAUSE, look).await;
-        self.or_state(waited).await
+        let waited = wait::poll_until(what, bound, POLL_INTERVAL, look).await;
+        self.with_pod_report(waited).await
     }
 
     /// Bursar's own pods and the ends of their logs, for an error message.
-    pub async fn state(&self) -> String {
+    pub async fn pod_report(&self) -> String {
         let pods: Api<Pod> = Api::namespaced(self.cluster.client(), chart::NAMESPACE);
         let mut text = String::new();
         let list = pods
@@ -239,14 +258,18 @@ impl Scene {
             .unwrap_or_default();
         for pod in list {
             let name = pod.metadata.name.clone().unwrap_or_default();
-            let state = crate::pods::State::of(&pod);
+            let state = crate::pods::PodState::of(&pod);
             let params = LogParams {
                 tail_lines: Some(12),
                 ..LogParams::default()
             };
             let log = pods.logs(&name, &params).await.unwrap_or_default();
             // Writing to a string cannot fail.
-            let _ = writeln!(text, "--- {name}: {} {}\n{log}", state.phase, state.waiting);
+            let _ = writeln!(
+                text,
+                "--- {name}: {} {}\n{log}",
+                state.phase, state.waiting_reason
+            );
         }
         text
     }
@@ -255,8 +278,8 @@ impl Scene {
     ///
     /// # Errors
     /// When the API server refuses.
-    pub async fn gpu_sizes(&self) -> Result<Vec<u32>, SceneError> {
-        if let Some((count, gib)) = self.gpus.as_ref().map(|_| SIMULATED) {
+    pub async fn gpu_sizes_in_quanta(&self) -> Result<Vec<u32>, EnvironmentError> {
+        if let Some((count, gib)) = self.simulated_gpus.as_ref().map(|_| SIMULATED_GPUS) {
             return Ok(vec![gib; count as usize]);
         }
         let nodes: Api<GpuNode> = Api::all(self.cluster.client());
@@ -277,7 +300,7 @@ impl Scene {
     ///
     /// # Errors
     /// When the API server refuses.
-    pub async fn allocatable(&self) -> Result<BTreeMap<String, i64>, kube::Error> {
+    pub async fn allocatable_by_node(&self) -> Result<BTreeMap<String, i64>, kube::Error> {
         let nodes: Api<Node> = Api::all(self.cluster.client());
         let list = nodes.list(&ListParams::default()).await?;
         let entry = |node: &Node| {
@@ -290,13 +313,13 @@ impl Scene {
     }
 }
 
-fn has_a_replica(deployment: &Deployment) -> bool {
+fn has_ready_replica(deployment: &Deployment) -> bool {
     let status = deployment.status.as_ref();
     status.is_some_and(|status| status.ready_replicas.unwrap_or(0) > 0)
 }
 
 /// Every node that should have an agent has a ready one.
-fn is_ready(agents: &DaemonSet) -> bool {
+fn is_fully_ready(agents: &DaemonSet) -> bool {
     let status = agents.status.as_ref();
     status.is_some_and(|status| {
         status.desired_number_scheduled > 0

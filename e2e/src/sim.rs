@@ -14,7 +14,7 @@ pub const FOLDER: &str = "/run/simgpu";
 
 /// The programs and libraries of the simulated driver.
 #[derive(Debug, Clone)]
-pub struct Driver {
+pub struct SimulatedDriver {
     /// The `simgpu` command.
     pub command: PathBuf,
     /// `libbursar_sim_cuda.so` and `libbursar_sim_nvml.so`.
@@ -24,7 +24,7 @@ pub struct Driver {
 /// The GPUs of one node.
 #[derive(Debug, Clone)]
 pub struct SimulatedGpus {
-    driver: Driver,
+    driver: SimulatedDriver,
     /// [`FOLDER`] as this process can open it.
     folder: PathBuf,
 }
@@ -75,8 +75,8 @@ impl SimulatedGpus {
     ///
     /// # Errors
     /// When `simgpu` refuses, or a device node cannot be made.
-    pub fn lay_out(
-        driver: Driver,
+    pub fn set_up(
+        driver: SimulatedDriver,
         root: &Path,
         configs: &Path,
         count: u32,
@@ -98,14 +98,14 @@ impl SimulatedGpus {
         );
         gpus.run(&arguments)?;
         let dev = root.join("dev");
-        gpus.device_nodes_in(&dev)
+        gpus.create_device_nodes(&dev)
             .map_err(|source| SimError::File { path: dev, source })?;
         Ok(gpus)
     }
 
     /// Makes the GPUs' device nodes in the node's own `/dev` too. For a pod with users of its own, runc binds
     /// the node that the host has at the container's path, wherever CDI says that it is.
-    fn device_nodes_in(&self, dev: &Path) -> io::Result<()> {
+    fn create_device_nodes(&self, dev: &Path) -> io::Result<()> {
         for entry in std::fs::read_dir(self.folder.join("dev"))? {
             let entry = entry?;
             let node = entry.metadata()?;

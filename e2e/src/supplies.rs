@@ -13,24 +13,24 @@ use crate::workspace::{self, Binaries, Profile, WorkspaceError};
 
 /// Programs, images and the simulated driver.
 #[derive(Debug, Clone)]
-pub struct Supplies {
+pub struct Artifacts {
     /// Kubernetes and its friends.
     pub toolbox: Toolbox,
     /// The program whose subcommand `node` is the node process.
     pub harness: PathBuf,
     /// The references of our images.
-    pub template: Template,
+    pub image_template: Template,
     /// Our images by name: agent, operator, probe, pause.
     pub images: BTreeMap<&'static str, Archive>,
     /// The simulated driver.
-    pub driver: sim::Driver,
+    pub simulated_driver: sim::SimulatedDriver,
     /// The chart.
     pub chart: Chart,
 }
 
 /// Why there are no supplies.
 #[derive(Debug, thiserror::Error)]
-pub enum SuppliesError {
+pub enum ArtifactsError {
     /// Kubernetes cannot be built.
     #[error(transparent)]
     Kubernetes(#[from] CacheError<BuildError>),
@@ -46,18 +46,18 @@ pub enum SuppliesError {
 }
 
 /// The simulated driver's files, as cargo names them.
-pub(crate) const SIMULATOR: [&str; 3] =
+pub(crate) const SIMULATED_DRIVER_FILES: [&str; 3] =
     ["simgpu", "libbursar_sim_cuda.so", "libbursar_sim_nvml.so"];
 
 /// The names of our images.
-pub(crate) const IMAGES: [&str; 4] = ["agent", "operator", "pause", "probe"];
+pub(crate) const IMAGE_NAMES: [&str; 4] = ["agent", "operator", "pause", "probe"];
 
-impl Supplies {
+impl Artifacts {
     /// Builds everything that travels, as users get it.
     ///
     /// # Errors
     /// When a part cannot be built.
-    pub fn for_travel(progress: &Progress) -> Result<Self, SuppliesError> {
+    pub fn for_archive(progress: &Progress) -> Result<Self, ArtifactsError> {
         Self::build(Profile::Release, None, progress)
     }
 
@@ -69,7 +69,7 @@ impl Supplies {
         profile: Profile,
         harness: PathBuf,
         progress: &Progress,
-    ) -> Result<Self, SuppliesError> {
+    ) -> Result<Self, ArtifactsError> {
         Self::build(profile, Some(harness), progress)
     }
 
@@ -77,15 +77,15 @@ impl Supplies {
         profile: Profile,
         harness: Option<PathBuf>,
         progress: &Progress,
-    ) -> Result<Self, SuppliesError> {
+    ) -> Result<Self, ArtifactsError> {
         let toolbox = kube::build(progress)?;
-        progress.say("building Bursar");
+        progress.report("building Bursar");
         let binaries = workspace::build(profile, harness.is_none())?;
         let harness = match harness {
             Some(harness) => harness,
             None => file(&binaries, "bursar-e2e")?,
         };
-        progress.say("writing images");
+        progress.report("writing images");
         let folder = binaries
             .folder()
             .map(|folder| folder.join("bursar-images"))
@@ -95,23 +95,23 @@ impl Supplies {
         Ok(Self {
             toolbox,
             harness,
-            template,
+            image_template: template,
             images,
-            driver: simulator(&binaries)?,
+            simulated_driver: simulator(&binaries)?,
             chart,
         })
     }
 }
 
-fn simulator(binaries: &Binaries) -> Result<sim::Driver, SuppliesError> {
-    let [command, cuda, nvml] = SIMULATOR;
-    Ok(sim::Driver {
+fn simulator(binaries: &Binaries) -> Result<sim::SimulatedDriver, ArtifactsError> {
+    let [command, cuda, nvml] = SIMULATED_DRIVER_FILES;
+    Ok(sim::SimulatedDriver {
         command: file(binaries, command)?,
         libraries: vec![file(binaries, cuda)?, file(binaries, nvml)?],
     })
 }
 
-fn file(binaries: &Binaries, name: &'static str) -> Result<PathBuf, SuppliesError> {
+fn file(binaries: &Binaries, name: &'static str) -> Result<PathBuf, ArtifactsError> {
     let built = binaries.get(name).map(PathBuf::from);
-    built.ok_or(SuppliesError::NotBuilt(name))
+    built.ok_or(ArtifactsError::NotBuilt(name))
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// A wait that outlasted its bound, or cannot succeed any more.
 #[derive(Debug, thiserror::Error)]
 #[error("waited {waited:.1?} for {what}: {last}")]
-pub struct TimedOut {
+pub struct WaitError {
     what: String,
     waited: Duration,
     last: String,
@@ -13,38 +13,38 @@ pub struct TimedOut {
 
 /// What one look found.
 #[derive(Debug)]
-pub enum Look<T> {
+pub enum Poll<T> {
     /// It is there.
-    Found(T),
+    Ready(T),
     /// Not yet; how things stand, in words.
-    NotYet(String),
+    Pending(String),
     /// It cannot come any more, and why.
-    Never(String),
+    Failed(String),
 }
 
 /// Looks every `pause` until `look` finds something.
 ///
 /// # Errors
 /// After `bound`, or when `look` says never; with what it said last.
-pub async fn until<T>(
+pub async fn poll_until<T>(
     what: &str,
     bound: Duration,
     pause: Duration,
-    mut look: impl AsyncFnMut() -> Look<T>,
-) -> Result<T, TimedOut> {
+    mut look: impl AsyncFnMut() -> Poll<T>,
+) -> Result<T, WaitError> {
     let start = Instant::now();
     let mut last = "nothing was seen".to_owned();
     loop {
         let left = bound.saturating_sub(start.elapsed());
-        let done = |last: String| TimedOut {
+        let done = |last: String| WaitError {
             what: what.to_owned(),
             waited: start.elapsed(),
             last,
         };
         match tokio::time::timeout(left, look()).await {
-            Ok(Look::Found(value)) => return Ok(value),
-            Ok(Look::Never(why)) => return Err(done(why)),
-            Ok(Look::NotYet(state)) => last = state,
+            Ok(Poll::Ready(value)) => return Ok(value),
+            Ok(Poll::Failed(why)) => return Err(done(why)),
+            Ok(Poll::Pending(state)) => last = state,
             Err(_) => return Err(done(last)),
         }
         // A look that answers at once is never cut off by the timeout above.
@@ -62,9 +62,9 @@ mod tests {
     const SHORT: Duration = Duration::from_millis(20);
 
     #[tokio::test]
-    async fn a_bound_that_passes_tells_what_was_seen_last() {
-        let look = async || Look::<()>::NotYet("node is NotReady".to_owned());
-        let error = until("the node", SHORT, Duration::from_millis(1), look)
+    async fn timeout_reports_the_last_pending_state() {
+        let look = async || Poll::<()>::Pending("node is NotReady".to_owned());
+        let error = poll_until("the node", SHORT, Duration::from_millis(1), look)
             .await
             .unwrap_err()
             .to_string();
@@ -75,11 +75,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_cannot_come_is_not_waited_for() {
+    async fn failed_poll_ends_the_wait_at_once() {
         let start = Instant::now();
-        let look = async || Look::<()>::Never("it ended".to_owned());
+        let look = async || Poll::<()>::Failed("it ended".to_owned());
         assert!(
-            until("it", Duration::from_secs(60), SHORT, look)
+            poll_until("it", Duration::from_secs(60), SHORT, look)
                 .await
                 .is_err()
         );
@@ -87,8 +87,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_look_that_hangs_is_cut_off() {
-        let look = async || std::future::pending::<Look<()>>().await;
-        assert!(until("it", SHORT, SHORT, look).await.is_err());
+    async fn hanging_poll_is_cut_off_at_the_timeout() {
+        let look = async || std::future::pending::<Poll<()>>().await;
+        assert!(poll_until("it", SHORT, SHORT, look).await.is_err());
     }
 }

@@ -88,7 +88,7 @@ struct Target {
 
 /// Cargo unifies features over what it is told to build, development dependencies among it where a test is. So this is
 /// what `cargo test --workspace` builds: with fewer packages, or no test, nearly every crate is compiled once more.
-const AS_TESTS_ARE: &[&str] = &["--workspace", "--lib", "--bins", "--test", "cluster"];
+const TEST_SELECTION: &[&str] = &["--workspace", "--lib", "--bins", "--test", "cluster"];
 
 /// Compiles everything that runs in a cluster, and the harness if asked to. The compiler's messages go to standard error.
 ///
@@ -96,10 +96,10 @@ const AS_TESTS_ARE: &[&str] = &["--workspace", "--lib", "--bins", "--test", "clu
 /// When cargo is missing or something does not compile.
 pub fn build(profile: Profile, harness: bool) -> Result<Binaries, WorkspaceError> {
     let selection = match profile {
-        Profile::Dev => AS_TESTS_ARE.to_vec(),
+        Profile::Dev => TEST_SELECTION.to_vec(),
         Profile::Release => {
             let harness = harness.then_some(HARNESS);
-            of_packages(PACKAGES.iter().copied().chain(harness))
+            package_arguments(PACKAGES.iter().copied().chain(harness))
         }
     };
     build_selection(profile, &selection)
@@ -108,12 +108,12 @@ pub fn build(profile: Profile, harness: bool) -> Result<Binaries, WorkspaceError
 /// Compiles these packages. The compiler's messages go to standard error.
 ///
 /// # Errors
-/// As [`build`].
-pub fn build_only(profile: Profile, packages: &[&str]) -> Result<Binaries, WorkspaceError> {
-    build_selection(profile, &of_packages(packages.iter().copied()))
+/// As [`build_artifacts`].
+pub fn build_packages(profile: Profile, packages: &[&str]) -> Result<Binaries, WorkspaceError> {
+    build_selection(profile, &package_arguments(packages.iter().copied()))
 }
 
-fn of_packages<'a>(packages: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+fn package_arguments<'a>(packages: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     packages
         .flat_map(|package| ["--package", package])
         .collect()
@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn programs_and_our_libraries_are_taken_from_cargos_messages() {
+    fn artifacts_are_the_binaries_and_cdylibs_cargo_lists() {
         let messages = r#"
 {"reason":"compiler-artifact","target":{"kind":["cdylib"]},"filenames":["/t/debug/libbursar_shim.so","/t/debug/libbursar_shim.rlib"]}
 {"reason":"compiler-artifact","target":{"kind":["proc-macro"]},"filenames":["/t/debug/deps/libserde_derive-1.so"]}

@@ -23,7 +23,7 @@ use bursar_crds::Quantum;
 use bursar_http::Listeners;
 use bursar_operator::placement::PlacementOptions;
 use bursar_operator::run::{self, Clock, OperatorError};
-use bursar_sim_api::Api;
+use bursar_sim_api::SimApiServer;
 use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -36,7 +36,7 @@ const BUDGETS: &str = "gpumemorybudgets";
 
 /// A running operator.
 struct Running {
-    api: Api,
+    api: SimApiServer,
     metrics: SocketAddr,
     probes: SocketAddr,
     shutdown: CancellationToken,
@@ -45,19 +45,19 @@ struct Running {
 
 impl Running {
     /// Starts an operator over the objects that `fill` creates.
-    async fn start(fill: impl FnOnce(&Api)) -> Self {
-        let api = Api::start();
+    async fn start(fill: impl FnOnce(&SimApiServer)) -> Self {
+        let api = SimApiServer::start();
         fill(&api);
         Self::over(api).await
     }
 
     /// Starts an operator over an existing API server.
-    async fn over(api: Api) -> Self {
+    async fn over(api: SimApiServer) -> Self {
         Self::by_clock(api, Timestamp::now).await
     }
 
     /// Starts an operator on a machine with this clock.
-    async fn by_clock(api: Api, clock: Clock) -> Self {
+    async fn by_clock(api: SimApiServer, clock: Clock) -> Self {
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
         let listeners = Listeners::bind(any, any).await.expect("free ports");
         let metrics = listeners.metrics.local_addr().expect("an address");
@@ -145,7 +145,7 @@ impl Running {
     }
 
     /// Kills the operator and returns the API server.
-    async fn kill(self) -> Api {
+    async fn kill(self) -> SimApiServer {
         self.task.abort();
         drop(self.task.await);
         self.api
@@ -202,7 +202,7 @@ fn node(name: &str, has_agent: bool) -> Value {
 }
 
 /// A node of 32, a budget of 16, and a pod of 4 in it.
-fn small(api: &Api) {
+fn small(api: &SimApiServer) {
     api.put("nodes", node("n", true));
     api.put("gpunodes", gpu_node("n", 32));
     for namespace in ["team", "other"] {
@@ -230,7 +230,7 @@ async fn budget_gets_its_status_once() {
     assert_eq!(status["deviceMemory"]["requested"]["quanta"], 4);
     assert_eq!(status["observedGeneration"], 1);
     let written = running.api.writes();
-    assert_eq!(running.api.statuses_written(), 2, "{written:?}");
+    assert_eq!(running.api.status_write_count(), 2, "{written:?}");
     sleep(Duration::from_millis(1500)).await;
     assert_eq!(running.api.writes(), written);
     assert!(running.get("/readyz").await.starts_with("HTTP/1.1 200"));
@@ -293,7 +293,7 @@ async fn burst_of_pods_is_debounced_into_few_writes() {
     }
     running.until_requested(204).await;
     let most = start.elapsed().as_millis() / 500 + 4;
-    let written = running.api.statuses_written() as u128;
+    let written = running.api.status_write_count() as u128;
     assert!(written <= most, "{written} writes");
     running.stop().await;
 }
@@ -313,8 +313,8 @@ async fn foreign_status_edit_is_reverted() {
 async fn failed_write_is_retried() {
     let running = Running::start(|api| {
         small(api);
-        api.refuse("/status", StatusCode::INTERNAL_SERVER_ERROR, 1);
-        api.refuse("/status", StatusCode::FORBIDDEN, 1);
+        api.refuse_requests("/status", StatusCode::INTERNAL_SERVER_ERROR, 1);
+        api.refuse_requests("/status", StatusCode::FORBIDDEN, 1);
     })
     .await;
     running.until_requested(4).await;
@@ -330,12 +330,12 @@ async fn failed_write_is_retried() {
 async fn late_watch_does_not_bring_back_an_old_status() {
     let running = Running::start(small).await;
     running.until_requested(4).await;
-    running.api.mute(BUDGETS, true);
+    running.api.set_watch_paused(BUDGETS, true);
     running.api.put("pods", pod("q", 2));
     running.until_requested(6).await;
     running.api.delete("pods", "team", "q");
     running.until_requested(4).await;
-    running.api.mute(BUDGETS, false);
+    running.api.set_watch_paused(BUDGETS, false);
     sleep(Duration::from_millis(1200)).await;
     running.until_requested(4).await;
     running.stop().await;
@@ -345,7 +345,7 @@ async fn late_watch_does_not_bring_back_an_old_status() {
 async fn nothing_is_published_before_all_kinds_are_listed() {
     let running = Running::start(|api| {
         small(api);
-        api.refuse("/pods", StatusCode::FORBIDDEN, 1);
+        api.refuse_requests("/pods", StatusCode::FORBIDDEN, 1);
     })
     .await;
     let unready = running.get("/readyz").await;

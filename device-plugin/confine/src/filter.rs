@@ -9,7 +9,7 @@ use seccompiler::{
 
 /// Denied to the agent and to each process that it starts: other processes' memory, mounts, kernel
 /// code, keys, and what changes the whole machine.
-pub(crate) const AGENT: &[i64] = &[
+pub(crate) const AGENT_DENIED_SYSCALLS: &[i64] = &[
     libc::SYS_ptrace,
     libc::SYS_process_vm_readv,
     libc::SYS_process_vm_writev,
@@ -58,14 +58,15 @@ pub(crate) const AGENT: &[i64] = &[
 ];
 
 /// Denied besides to a process that loads the driver.
-const DRIVER_PROCESS: &[i64] = &[libc::SYS_execve, libc::SYS_execveat, libc::SYS_setns];
+const DRIVER_PROCESS_DENIED_SYSCALLS: &[i64] =
+    &[libc::SYS_execve, libc::SYS_execveat, libc::SYS_setns];
 
 /// The bit of x32 calls, which a kernel may know beside those of the machine.
 #[cfg(target_arch = "x86_64")]
-const X32: i64 = 0x4000_0000;
+const X32_SYSCALL_BIT: i64 = 0x4000_0000;
 
 /// Every flag of clone(2) that makes a namespace.
-const NAMESPACES: i32 = libc::CLONE_NEWNS
+const CLONE_NEW_NAMESPACES: i32 = libc::CLONE_NEWNS
     | libc::CLONE_NEWCGROUP
     | libc::CLONE_NEWUTS
     | libc::CLONE_NEWIPC
@@ -85,13 +86,13 @@ pub(crate) fn deny(calls: &[i64]) -> Result<(), seccompiler::Error> {
 pub(crate) fn deny_to_driver_process() -> Result<(), seccompiler::Error> {
     // Its flags lie in memory, where no filter looks; the C library falls back on clone(2).
     install(Rules::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS)?;
-    let mut rules: Rules = DRIVER_PROCESS
+    let mut rules: Rules = DRIVER_PROCESS_DENIED_SYSCALLS
         .iter()
         .map(|call| (*call, Vec::new()))
         .collect();
     let mut flags = Vec::new();
     for bit in (0..i32::BITS).map(|bit| 1_u64 << bit) {
-        if NAMESPACES as u64 & bit != 0 {
+        if CLONE_NEW_NAMESPACES as u64 & bit != 0 {
             let set = SeccompCmpOp::MaskedEq(bit);
             flags.push(rule(0, set, bit)?);
         }
@@ -114,7 +115,7 @@ fn install(rules: Rules, error: i32) -> Result<(), seccompiler::Error> {
     let (arch, rules) = {
         let x32: Rules = rules
             .iter()
-            .map(|(call, rules)| (call | X32, rules.clone()))
+            .map(|(call, rules)| (call | X32_SYSCALL_BIT, rules.clone()))
             .collect();
         (TargetArch::x86_64, rules.into_iter().chain(x32).collect())
     };

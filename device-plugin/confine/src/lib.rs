@@ -2,7 +2,7 @@
 //!
 //! The device nodes need a privileged container, and a privileged container has every capability
 //! and no seccomp filter. So the agent takes both upon itself ([`agent`]), and so does each process
-//! that loads the driver ([`driver_process`]). The filters deny what is listed and let the rest
+//! that loads the driver ([`restrict_driver_process`]). The filters deny what is listed and let the rest
 //! through: NVIDIA's libraries are closed, so no list of all that they need would hold for the next
 //! driver.
 
@@ -16,7 +16,7 @@ use rustix::thread::{
 };
 
 /// The capabilities that the agent keeps, each with the reason.
-pub const AGENTS_CAPABILITIES: &[(&str, CapabilitySet, &str)] = &[
+pub const AGENT_CAPABILITIES: &[(&str, CapabilitySet, &str)] = &[
     (
         "DAC_OVERRIDE",
         CapabilitySet::DAC_OVERRIDE,
@@ -71,17 +71,17 @@ pub enum ConfineError {
     Filter(#[from] seccompiler::Error),
 }
 
-/// Confines the agent, and with it every process that it starts: [`AGENTS_CAPABILITIES`] and no
-/// others, `no_new_privs`, and system calls as [`filter::AGENT`] has them.
+/// Confines the agent, and with it every process that it starts: [`AGENT_CAPABILITIES`] and no
+/// others, `no_new_privs`, and system calls as [`filter::AGENT_DENIED_SYSCALLS`] has them.
 ///
 /// # Errors
 /// [`ConfineError`]; what was taken before stays taken.
-pub fn agent() -> Result<(), ConfineError> {
-    let kept = AGENTS_CAPABILITIES
+pub fn restrict_agent() -> Result<(), ConfineError> {
+    let kept = AGENT_CAPABILITIES
         .iter()
         .fold(CapabilitySet::empty(), |set, (_, one, _)| set | *one);
-    keep(kept).map_err(ConfineError::Capabilities)?;
-    Ok(filter::deny(filter::AGENT)?)
+    limit_capabilities_to(kept).map_err(ConfineError::Capabilities)?;
+    Ok(filter::deny(filter::AGENT_DENIED_SYSCALLS)?)
 }
 
 /// Confines a process that is about to load the driver: no capability, `no_new_privs`, no other
@@ -89,15 +89,15 @@ pub fn agent() -> Result<(), ConfineError> {
 ///
 /// # Errors
 /// [`ConfineError`]; what was taken before stays taken.
-pub fn driver_process() -> Result<(), ConfineError> {
-    keep(CapabilitySet::empty()).map_err(ConfineError::Capabilities)?;
-    filter::deny(filter::AGENT)?;
+pub fn restrict_driver_process() -> Result<(), ConfineError> {
+    limit_capabilities_to(CapabilitySet::empty()).map_err(ConfineError::Capabilities)?;
+    filter::deny(filter::AGENT_DENIED_SYSCALLS)?;
     Ok(filter::deny_to_driver_process()?)
 }
 
 /// Drops every capability but `kept`. A process that may not narrow its bounding set has none to
 /// lose: `no_new_privs` keeps it from gaining one by another program.
-fn keep(kept: CapabilitySet) -> io::Result<()> {
+fn limit_capabilities_to(kept: CapabilitySet) -> io::Result<()> {
     let mut sets = capabilities(None)?;
     if sets.effective.contains(CapabilitySet::SETPCAP) {
         let others = CapabilitySet::all().difference(kept);

@@ -16,35 +16,35 @@ const CHILD: &str = "--confined-as=";
 fn main() -> ExitCode {
     let confinement = std::env::args().find_map(|word| Some(word.strip_prefix(CHILD)?.to_owned()));
     if let Some(confinement) = confinement {
-        return child(&confinement);
+        return run_child(&confinement);
     }
     let trials = vec![
         Trial::test("driver_process_is_refused_what_it_never_needs", || {
-            confined(
+            check_confinement(
                 "driver-process",
                 "exec=EPERM inet=EPERM unix=ok mount=EPERM thread=ok NoNewPrivs=1 Seccomp=2 CapPrm=0000000000000000",
             )
         }),
         Trial::test("agent_starts_programs_and_is_refused_mounts", || {
             // This machine may have fewer, and without CAP_SETPCAP the bounding set stays.
-            let kept = bursar_confine::AGENTS_CAPABILITIES.iter();
-            let kept = kept.filter(|(_, one, _)| holds(*one));
+            let kept = bursar_confine::AGENT_CAPABILITIES.iter();
+            let kept = kept.filter(|(_, one, _)| has_capability(*one));
             let kept = kept.fold(CapabilitySet::empty(), |set, (_, one, _)| set | *one);
             let kept = format!(" CapPrm={0:016x} CapBnd={0:016x}", kept.bits());
-            let kept = if holds(CapabilitySet::SETPCAP) {
+            let kept = if has_capability(CapabilitySet::SETPCAP) {
                 kept
             } else {
                 String::new()
             };
             let rest = "exec=ok inet=ok unix=ok mount=EPERM thread=ok NoNewPrivs=1 Seccomp=2";
-            confined("agent", &format!("{rest}{kept}"))
+            check_confinement("agent", &format!("{rest}{kept}"))
         }),
         Trial::test("unconfined_process_is_refused_nothing_of_it", || {
-            let mount = match holds(CapabilitySet::SYS_ADMIN) {
+            let mount = match has_capability(CapabilitySet::SYS_ADMIN) {
                 true => "ok",
                 false => "EPERM",
             };
-            confined(
+            check_confinement(
                 "nothing",
                 &format!("exec=ok inet=ok unix=ok mount={mount} thread=ok"),
             )
@@ -53,12 +53,12 @@ fn main() -> ExitCode {
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
-fn holds(capability: CapabilitySet) -> bool {
+fn has_capability(capability: CapabilitySet) -> bool {
     capabilities(None).is_ok_and(|sets| sets.effective.contains(capability))
 }
 
 /// Fails unless a child so confined says what is expected first.
-fn confined(confinement: &str, expected: &str) -> Result<(), Failed> {
+fn check_confinement(confinement: &str, expected: &str) -> Result<(), Failed> {
     let own = std::env::current_exe()?;
     let output = Command::new(own)
         .arg(format!("{CHILD}{confinement}"))
@@ -70,10 +70,10 @@ fn confined(confinement: &str, expected: &str) -> Result<(), Failed> {
     }
 }
 
-fn child(confinement: &str) -> ExitCode {
+fn run_child(confinement: &str) -> ExitCode {
     let confined = match confinement {
-        "driver-process" => bursar_confine::driver_process(),
-        "agent" => bursar_confine::agent(),
+        "driver-process" => bursar_confine::restrict_driver_process(),
+        "agent" => bursar_confine::restrict_agent(),
         _ => Ok(()),
     };
     if let Err(error) = confined {
@@ -98,14 +98,14 @@ fn child(confinement: &str) -> ExitCode {
     println!(
         "exec={exec} inet={inet} unix={unix} mount={mount} thread={thread} {}",
         ["NoNewPrivs", "Seccomp", "CapPrm", "CapBnd"]
-            .map(|field| format!("{field}={}", status(field)))
+            .map(|field| format!("{field}={}", process_status(field)))
             .join(" "),
     );
     ExitCode::SUCCESS
 }
 
 /// A field of this process's status.
-fn status(field: &str) -> String {
+fn process_status(field: &str) -> String {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let value = status
         .lines()

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 
 use super::Ledger;
 use super::binder::{self, Bin, Part, Plan};
-use super::claim::{Call, Claim, HOLD, LATE, State, Want};
-use super::time::Moment;
+use super::claim::{AGING_AFTER, Call, Claim, QueuedRequest, RETRY_GRACE, State};
+use super::time::BootTime;
 use super::types::{Binding, ClaimId, Health, Placement, Share, WaitReason};
 use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
@@ -16,7 +16,7 @@ impl Ledger {
     ///
     /// Where the call of a claim has ended a moment ago, the ledger holds the memory until the
     /// kubelet retries. Call this after every event and once a second.
-    pub fn advance(&mut self, now: Moment) -> Vec<Binding> {
+    pub fn advance(&mut self, now: BootTime) -> Vec<Binding> {
         self.expire(now);
         let mut bound = Vec::new();
         // The places of a pod may take less than its reservation, which leaves room for other
@@ -26,68 +26,71 @@ impl Ledger {
     }
 
     /// Goes through the queue once; true where a claim was given memory.
-    fn advance_once(&mut self, now: Moment, bound: &mut Vec<Binding>) -> bool {
-        let waiting = self.waiting();
+    fn advance_once(&mut self, now: BootTime, bound: &mut Vec<Binding>) -> bool {
+        let waiting = self.queued_count();
         for resource in [Resource::DeviceMemory, Resource::ManagedMemory] {
             let (queue, plan) = self.plan(resource, now);
             for (id, places) in queue.into_iter().zip(plan.places) {
                 if let Some(places) = places {
-                    bound.extend(self.give(id, &places));
+                    bound.extend(self.assign(id, &places));
                 }
             }
         }
         // The plan has one claim of each pod; the other claims of that pod have their places with
         // it.
         for id in self.queue(Resource::DeviceMemory, now) {
-            if let Some(placement) = self.held_place(&self.claims[&id]) {
-                bound.extend(self.hand_over(id, placement));
+            if let Some(placement) = self.planned_placement(&self.claims[&id]) {
+                bound.extend(self.grant(id, placement));
             }
         }
-        self.waiting() < waiting
+        self.queued_count() < waiting
     }
 
-    fn waiting(&self) -> usize {
+    fn queued_count(&self) -> usize {
         let claims = self.claims.values();
         claims
-            .filter(|claim| matches!(claim.state, State::Waiting { .. }))
+            .filter(|claim| matches!(claim.state, State::Queued { .. }))
             .count()
     }
 
     /// Binds the claim if the queue's rules give it memory now.
-    pub(super) fn bind_if_due(&mut self, id: ClaimId, now: Moment) -> Option<Binding> {
+    pub(super) fn bind_if_due(&mut self, id: ClaimId, now: BootTime) -> Option<Binding> {
         self.expire(now);
         let resource = self.claims.get(&id)?.resource;
         let (queue, plan) = self.plan(resource, now);
         let position = queue.iter().position(|&in_queue| in_queue == id)?;
         let places = plan.places.into_iter().nth(position)??;
-        self.give(id, &places)
+        self.assign(id, &places)
     }
 
     /// The reason why the claim waits; none where it does not wait.
-    pub fn reason(&self, claim: ClaimId, now: Moment) -> Option<WaitReason> {
-        let waits = matches!(self.claims.get(&claim)?.state, State::Waiting { .. });
+    pub fn reason(&self, claim: ClaimId, now: BootTime) -> Option<WaitReason> {
+        let waits = matches!(self.claims.get(&claim)?.state, State::Queued { .. });
         waits.then(|| self.wait_reason(claim, now))
     }
 
     /// The reason why the claim waits.
-    pub(super) fn wait_reason(&self, id: ClaimId, now: Moment) -> WaitReason {
+    pub(super) fn wait_reason(&self, id: ClaimId, now: BootTime) -> WaitReason {
         let claim = &self.claims[&id];
         let queue = self.queue(claim.resource, now);
         let bins = match claim.resource {
-            Resource::DeviceMemory => self.open_to(&claim.pod, &self.bins(claim.resource)),
+            Resource::DeviceMemory => self.bins_open_to(&claim.pod, &self.bins(claim.resource)),
             Resource::ManagedMemory => self.bins(claim.resource),
         };
         let largest = (0..bins.len())
             .filter(|&i| bins[i].capacity > 0)
             .max_by_key(|&i| (bins[i].free, Reverse(i)));
-        let want = self.want_of(claim);
-        let quanta = claim.tokens.quanta().0;
-        let shares = binder::shares(&bins, quanta, want.bins);
+        let want = self.request_of(claim);
+        let quanta = claim.device_ids.quanta().0;
+        let shares = binder::split_quanta(&bins, quanta, want.min_bins);
         let beyond_instance = shares.is_none() && {
-            let capacities = bins.iter().filter(|bin| !bin.joins).map(|bin| bin.capacity);
+            let capacities = bins
+                .iter()
+                .filter(|bin| !bin.is_combinable)
+                .map(|bin| bin.capacity);
             capacities.sum::<u32>() >= quanta
         };
-        let shares = shares.filter(|_| binder::could_hold(&bins, &want));
+        let shares = shares.filter(|_| binder::fits_when_empty(&bins, &want));
         let (gpus, largest_free_gpu) = match claim.resource {
             Resource::ManagedMemory => (None, None),
             Resource::DeviceMemory => (
@@ -98,28 +101,28 @@ impl Ledger {
         let others = want.quanta.iter().skip(1);
         WaitReason {
             resource: claim.resource,
-            needed: claim.tokens.quanta().bytes(self.quantum),
-            others: others
+            needed: claim.device_ids.quanta().bytes(self.quantum),
+            other_containers: others
                 .map(|quanta| Quanta(*quanta).bytes(self.quantum))
                 .collect(),
             gpus,
             beyond_instance,
             largest_free: Quanta(largest.map_or(0, |i| bins[i].free)).bytes(self.quantum),
             largest_free_gpu,
-            barred: match claim.resource {
-                Resource::DeviceMemory => self.barred(id).cloned(),
+            closed_gpu: match claim.resource {
+                Resource::DeviceMemory => self.closed_gpu(id).cloned(),
                 Resource::ManagedMemory => None,
             },
-            ahead: queue.iter().take_while(|&&other| other != id).count(),
+            claims_ahead: queue.iter().take_while(|&&other| other != id).count(),
             withheld: match claim.resource {
-                Resource::DeviceMemory => self.withheld_in_all(),
+                Resource::DeviceMemory => self.withheld_total(),
                 Resource::ManagedMemory => Bytes::ZERO,
             },
         }
     }
 
     /// The binder's present plan: one claim of each pod whose containers are placed together.
-    pub(super) fn plan(&self, resource: Resource, now: Moment) -> (Vec<ClaimId>, Plan) {
+    pub(super) fn plan(&self, resource: Resource, now: BootTime) -> (Vec<ClaimId>, Plan) {
         let mut queue = self.queue(resource, now);
         let mut pods = BTreeSet::new();
         queue.retain(|id| {
@@ -135,47 +138,47 @@ impl Ledger {
                 .collect(),
             Resource::ManagedMemory => vec![0; bins.len()],
         };
-        let plan = if resource == Resource::DeviceMemory && !self.is_shared() {
-            self.plan_apart(bins, &reserved, &queue)
+        let plan = if resource == Resource::DeviceMemory && !self.are_all_gpus_shareable() {
+            self.plan_isolated(bins, &reserved, &queue)
         } else {
-            let wants = queue.iter().map(|id| self.want_of(&self.claims[id]));
+            let wants = queue.iter().map(|id| self.request_of(&self.claims[id]));
             binder::plan(&bins, &reserved, &wants.collect::<Vec<_>>())
         };
         (queue, plan)
     }
 
     /// The claim in the binder's terms.
-    pub(super) fn want_of(&self, claim: &Claim) -> binder::Want {
+    pub(super) fn request_of(&self, claim: &Claim) -> binder::Request {
         let (bins, reserved) = match (&claim.state, claim.resource) {
             (
-                State::Waiting {
-                    want: Want { shape, .. },
+                State::Queued {
+                    want: QueuedRequest { spread: shape, .. },
                     ..
                 },
                 Resource::DeviceMemory,
             ) => (shape.gpus.get(), self.gpu_reserved_for(&claim.pod)),
             _ => (1, None),
         };
-        let mut want = binder::Want {
-            quanta: vec![claim.tokens.quanta().0],
-            bins,
-            reserved,
+        let mut want = binder::Request {
+            quanta: vec![claim.device_ids.quanta().0],
+            min_bins: bins,
+            reserved_bin: reserved,
             bound: Vec::new(),
-            alive: vec![1],
+            concurrent_sets: vec![1],
         };
-        self.complete(claim, &mut want);
+        self.add_other_containers(claim, &mut want);
         want
     }
 
     /// The claims whose call is open or ended a short time ago, most urgent first.
-    pub(super) fn queue(&self, resource: Resource, now: Moment) -> Vec<ClaimId> {
+    pub(super) fn queue(&self, resource: Resource, now: BootTime) -> Vec<ClaimId> {
         let mut queue: Vec<_> = self
             .claims
             .iter()
             .filter(|(_, claim)| claim.resource == resource)
             .filter_map(|(&id, claim)| match claim.state {
-                State::Waiting { want, call } if is_near(call, now) => {
-                    Some((Reverse(want.priority), turn(claim, want, now), id))
+                State::Queued { want, call } if is_call_recent(call, now) => {
+                    Some((Reverse(want.priority), queue_rank(claim, want, now), id))
                 }
                 _ => None,
             })
@@ -190,7 +193,7 @@ impl Ledger {
             Resource::ManagedMemory => vec![Bin {
                 capacity: self.managed.0,
                 free: self.managed.saturating_sub(self.managed_bound()).0,
-                joins: true,
+                is_combinable: true,
             }],
             Resource::DeviceMemory => {
                 let used = self.usage();
@@ -208,7 +211,7 @@ impl Ledger {
                                 used.get(uuid).map_or(Quanta::ZERO, |used| used.quanta),
                             )
                             .0,
-                        joins: !uuid.is_mig(),
+                        is_combinable: !uuid.is_mig(),
                     })
                     .collect()
             }
@@ -216,12 +219,12 @@ impl Ledger {
     }
 
     /// Gives the claim the first of these places, and holds the others for its pod.
-    fn give(&mut self, id: ClaimId, places: &[Vec<Part>]) -> Option<Binding> {
+    fn assign(&mut self, id: ClaimId, places: &[Vec<Part>]) -> Option<Binding> {
         let claim = self.claims.get(&id)?;
-        let want = self.want_of(claim);
+        let want = self.request_of(claim);
         let uuids: Vec<&GpuUuid> = self.gpus.keys().collect();
         let placement = match claim.resource {
-            Resource::ManagedMemory => Placement::Managed(claim.tokens.quanta()),
+            Resource::ManagedMemory => Placement::Managed(claim.device_ids.quanta()),
             Resource::DeviceMemory => Placement::Device(
                 places
                     .first()?
@@ -233,18 +236,18 @@ impl Ledger {
                     .collect(),
             ),
         };
-        self.hold_places(id, &want, places);
-        self.hand_over(id, placement)
+        self.record_places(id, &want, places);
+        self.grant(id, placement)
     }
 
     /// Gives the claim its memory: bound where its call is open, held until the kubelet's retry
     /// otherwise.
-    fn hand_over(&mut self, id: ClaimId, placement: Placement) -> Option<Binding> {
+    fn grant(&mut self, id: ClaimId, placement: Placement) -> Option<Binding> {
         let pod = self.claims.get(&id)?.pod.clone();
-        self.note_tenant(&pod, &placement);
+        self.record_tenant(&pod, &placement);
         let claim = self.claims.get_mut(&id)?;
         match claim.state {
-            State::Waiting {
+            State::Queued {
                 call: Call::Open { .. },
                 ..
             } => {
@@ -253,18 +256,18 @@ impl Ledger {
                 };
                 Some(claim.binding(id, placement))
             }
-            State::Waiting {
-                call: Call::Away { since },
+            State::Queued {
+                call: Call::Ended { since },
                 want,
             } => {
-                claim.state = State::Held {
+                claim.state = State::AwaitingRetry {
                     want,
                     since,
                     placement,
                 };
                 None
             }
-            State::Idle | State::Held { .. } | State::Bound { .. } => None,
+            State::Idle | State::AwaitingRetry { .. } | State::Bound { .. } => None,
         }
     }
 }
@@ -276,8 +279,8 @@ impl Ledger {
 /// the order of arrival keeps every claim from starving. `benches/placement` compares this order
 /// with others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Turn {
-    Late {
+enum QueueRank {
+    Aged {
         arrival: u64,
     },
     Fresh {
@@ -286,20 +289,20 @@ enum Turn {
     },
 }
 
-fn turn(claim: &Claim, want: Want, now: Moment) -> Turn {
+fn queue_rank(claim: &Claim, want: QueuedRequest, now: BootTime) -> QueueRank {
     let arrival = claim.arrival;
-    if now.since(want.queued) >= LATE {
-        Turn::Late { arrival }
+    if now.since(want.queued_at) >= AGING_AFTER {
+        QueueRank::Aged { arrival }
     } else {
-        let quanta = Reverse(claim.tokens.quanta());
-        Turn::Fresh { quanta, arrival }
+        let quanta = Reverse(claim.device_ids.quanta());
+        QueueRank::Fresh { quanta, arrival }
     }
 }
 
 /// Whether the ledger may set memory aside for the claim.
-fn is_near(call: Call, now: Moment) -> bool {
+fn is_call_recent(call: Call, now: BootTime) -> bool {
     match call {
         Call::Open { .. } => true,
-        Call::Away { since } => now.since(since) < HOLD,
+        Call::Ended { since } => now.since(since) < RETRY_GRACE,
     }
 }

@@ -17,7 +17,7 @@
 use std::cmp::Reverse;
 
 /// The most places that are tried for one request: this bounds what a pod's shape costs the agent.
-const TRIES: u32 = 256;
+const MAX_TRIES: u32 = 256;
 
 /// A GPU, or the node's managed memory, in quanta.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,23 +27,23 @@ pub(super) struct Bin {
     /// The free part of the capacity.
     pub(super) free: u32,
     /// Whether one program can use the bin beside others: not a MIG instance.
-    pub(super) joins: bool,
+    pub(super) is_combinable: bool,
 }
 
 /// The containers of a pod that are placed together.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Want {
+pub(super) struct Request {
     /// The quanta of each container.
     pub(super) quanta: Vec<u32>,
     /// The least number of bins that each container is spread over.
-    pub(super) bins: u16,
+    pub(super) min_bins: u16,
     /// The bin that is reserved for the pod.
-    pub(super) reserved: Option<usize>,
+    pub(super) reserved_bin: Option<usize>,
     /// The memory that other containers of the pod have already.
     pub(super) bound: Vec<Vec<Part>>,
     /// The sets of containers that may live at the same time, by number: those of `quanta` first,
     /// then `bound`.
-    pub(super) alive: Vec<u64>,
+    pub(super) concurrent_sets: Vec<u64>,
 }
 
 /// One bin's part: its index and an amount.
@@ -56,12 +56,12 @@ pub(super) struct Plan {
     /// waits on.
     pub(super) places: Vec<Option<Vec<Vec<Part>>>>,
     /// For each bin, the memory that is free there and set aside by a reservation.
-    pub(super) kept: Vec<u32>,
+    pub(super) set_aside: Vec<u32>,
 }
 
 /// Places the requests of `queue`, most urgent first, into `bins`, of which `reserved` is set
 /// aside.
-pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Want]) -> Plan {
+pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
     let mut bins = bins.to_vec();
     let mut kept: Vec<u32> = bins
         .iter()
@@ -79,15 +79,15 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Want]) -> Plan {
             continue;
         };
         let own = want
-            .reserved
+            .reserved_bin
             .map(|bin| (bin, std::mem::take(&mut kept[bin])));
         if let Some((bin, kept)) = own {
             bins[bin].free += kept;
         }
         let search = |aim| Search::new(&bins, want, &shares, aim).run();
         // Empty bins that could hold the request do hold it: the second search is that of
-        // `could_hold`.
-        let place = search(Aim::BestFit).or_else(|| search(Aim::Roomiest));
+        // `fits_when_empty`.
+        let place = search(Aim::BestFit).or_else(|| search(Aim::WorstFit));
         let taken = |place: &Vec<Vec<Part>>, bin| want.taken(place, bin);
         match &place {
             Some(place) => {
@@ -97,7 +97,7 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Want]) -> Plan {
             }
             None if !waits && own.is_none() => {
                 // A request that empty bins could not hold sets nothing aside.
-                if let Some(lacking) = search(Aim::LeastLacking) {
+                if let Some(lacking) = search(Aim::SmallestShortage) {
                     waits = true;
                     for (index, bin) in bins.iter_mut().enumerate() {
                         let keep = bin.free.min(taken(&lacking, index));
@@ -115,29 +115,32 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Want]) -> Plan {
         }
         places.push(place);
     }
-    Plan { places, kept }
+    Plan {
+        places,
+        set_aside: kept,
+    }
 }
 
-impl Want {
+impl Request {
     /// The memory of a bin that the pod takes with these places, besides what is bound to it.
     pub(super) fn taken(&self, placed: &[Vec<Part>], bin: usize) -> u32 {
         self.peak(placed, bin)
-            .saturating_sub(self.bound.iter().map(|parts| on(parts, bin)).sum())
+            .saturating_sub(self.bound.iter().map(|parts| amount_on(parts, bin)).sum())
     }
 
     /// The most that containers which live at the same time have of a bin.
     pub(super) fn peak(&self, placed: &[Vec<Part>], bin: usize) -> u32 {
-        let sets = self.alive.iter();
-        sets.map(|set| self.sum(*set, placed, bin))
+        let sets = self.concurrent_sets.iter();
+        sets.map(|set| self.usage_of_set(*set, placed, bin))
             .max()
             .unwrap_or_default()
     }
 
     /// The memory of a bin that the containers of a set have.
-    fn sum(&self, set: u64, placed: &[Vec<Part>], bin: usize) -> u32 {
+    fn usage_of_set(&self, set: u64, placed: &[Vec<Part>], bin: usize) -> u32 {
         let of = |(number, parts): (usize, &Vec<Part>)| match (set >> number) & 1 {
             0 => 0,
-            _ => on(parts, bin),
+            _ => amount_on(parts, bin),
         };
         let (new, bound) = (placed.iter().enumerate(), self.bound.iter().enumerate());
         let bound = bound.map(|(number, parts)| (self.quanta.len() + number, parts));
@@ -145,35 +148,35 @@ impl Want {
     }
 
     /// The memory of a bin that other containers of the pod may have while this one lives.
-    fn beside(&self, container: usize, placed: &[Vec<Part>], bin: usize) -> u32 {
+    fn concurrent_usage(&self, container: usize, placed: &[Vec<Part>], bin: usize) -> u32 {
         let sets = self
-            .alive
+            .concurrent_sets
             .iter()
             .filter(|set| (**set >> container) & 1 == 1);
-        sets.map(|set| self.sum(*set & !(1 << container), placed, bin))
+        sets.map(|set| self.usage_of_set(*set & !(1 << container), placed, bin))
             .max()
             .unwrap_or_default()
     }
 }
 
 /// The amount of the part on this bin.
-fn on(parts: &[Part], bin: usize) -> u32 {
+fn amount_on(parts: &[Part], bin: usize) -> u32 {
     let part = parts.iter().find(|(at, _)| *at == bin);
     part.map_or(0, |(_, share)| *share)
 }
 
 /// The shares of each container of `want`.
-fn all_shares(bins: &[Bin], want: &Want) -> Option<Vec<Vec<u32>>> {
+fn all_shares(bins: &[Bin], want: &Request) -> Option<Vec<Vec<u32>>> {
     let quanta = want.quanta.iter();
     quanta
-        .map(|quanta| shares(bins, *quanta, want.bins))
+        .map(|quanta| split_quanta(bins, *quanta, want.min_bins))
         .collect()
 }
 
 /// Whether empty bins could hold all containers of `want` together.
-pub(super) fn could_hold(bins: &[Bin], want: &Want) -> bool {
+pub(super) fn fits_when_empty(bins: &[Bin], want: &Request) -> bool {
     all_shares(bins, want).is_some_and(|shares| {
-        Search::new(bins, want, &shares, Aim::LeastLacking)
+        Search::new(bins, want, &shares, Aim::SmallestShortage)
             .run()
             .is_some()
     })
@@ -184,34 +187,34 @@ pub(super) fn could_hold(bins: &[Bin], want: &Want) -> bool {
 /// bins together are too small or too few.
 ///
 /// Quanta that do not fit into one MIG instance are not cut: a program opens one instance.
-pub(super) fn shares(bins: &[Bin], quanta: u32, least: u16) -> Option<Vec<u32>> {
+pub(super) fn split_quanta(bins: &[Bin], quanta: u32, least: u16) -> Option<Vec<u32>> {
     let mut usable: Vec<&Bin> = bins.iter().filter(|bin| bin.capacity > 0).collect();
     let least = usize::from(least).clamp(1, quanta.max(1) as usize);
     if least == 1 && usable.iter().any(|bin| bin.capacity >= quanta) {
         return Some(vec![quanta]);
     }
-    usable.retain(|bin| bin.joins);
+    usable.retain(|bin| bin.is_combinable);
     let mut capacities: Vec<u32> = usable.iter().map(|bin| bin.capacity).collect();
     capacities.sort_unstable_by(|a, b| b.cmp(a));
     let most = capacities.len().min(quanta as usize);
     (least..=most)
-        .map(|n| even(quanta, n))
+        .map(|n| split_evenly(quanta, n))
         .find(|shares| shares.iter().zip(&capacities).all(|(s, c)| s <= c))
         .or_else(|| {
             (least..=most)
                 .map(|n| &capacities[..n])
                 .find(|largest| largest.iter().sum::<u32>() >= quanta)
-                .map(|largest| capped(quanta, largest))
+                .map(|largest| split_capped(quanta, largest))
         })
 }
 
 /// Cuts `quanta` into `n` parts that differ by one at most.
-fn even(quanta: u32, n: usize) -> Vec<u32> {
-    capped(quanta, &vec![u32::MAX; n])
+fn split_evenly(quanta: u32, n: usize) -> Vec<u32> {
+    split_capped(quanta, &vec![u32::MAX; n])
 }
 
 /// Cuts `quanta` as evenly as `caps` (descending, enough together) allow, in their order.
-fn capped(quanta: u32, caps: &[u32]) -> Vec<u32> {
+fn split_capped(quanta: u32, caps: &[u32]) -> Vec<u32> {
     let mut left = quanta;
     let mut shares = vec![0; caps.len()];
     for (i, (share, &cap)) in shares.iter_mut().zip(caps).enumerate().rev() {
@@ -227,30 +230,30 @@ enum Aim {
     /// The bin that is left with the least free memory.
     BestFit,
     /// The bin with the most free memory.
-    Roomiest,
+    WorstFit,
     /// The bin with the most free memory, among those that have room once they are empty.
-    LeastLacking,
+    SmallestShortage,
 }
 
 /// The search for a place for every container of a request.
 struct Search<'a> {
     bins: &'a [Bin],
-    want: &'a Want,
+    want: &'a Request,
     shares: &'a [Vec<u32>],
     aim: Aim,
     placed: Vec<Vec<Part>>,
-    tries: u32,
+    tries_left: u32,
 }
 
 impl<'a> Search<'a> {
-    fn new(bins: &'a [Bin], want: &'a Want, shares: &'a [Vec<u32>], aim: Aim) -> Self {
+    fn new(bins: &'a [Bin], want: &'a Request, shares: &'a [Vec<u32>], aim: Aim) -> Self {
         Self {
             bins,
             want,
             shares,
             aim,
             placed: vec![Vec::new(); want.quanta.len()],
-            tries: TRIES,
+            tries_left: MAX_TRIES,
         }
     }
 
@@ -268,16 +271,16 @@ impl<'a> Search<'a> {
         let shares = self.shares;
         let choices = match shares[container].as_slice() {
             [share] => self
-                .bins_for(container, *share)
+                .ranked_bins(container, *share)
                 .map(|bin| vec![(bin, *share)])
                 .collect(),
             shares => Vec::from_iter(self.spread(container, shares)),
         };
         for choice in choices {
-            let Some(tries) = self.tries.checked_sub(1) else {
+            let Some(tries) = self.tries_left.checked_sub(1) else {
                 break;
             };
-            self.tries = tries;
+            self.tries_left = tries;
             self.placed[container] = choice;
             if self.place(rest) {
                 return true;
@@ -289,7 +292,7 @@ impl<'a> Search<'a> {
 
     /// The bins that can take a share of a container, the best first: the reserved one, then by
     /// `aim`.
-    fn bins_for(&self, container: usize, share: u32) -> std::vec::IntoIter<usize> {
+    fn ranked_bins(&self, container: usize, share: u32) -> std::vec::IntoIter<usize> {
         let able = self
             .bins
             .iter()
@@ -297,18 +300,24 @@ impl<'a> Search<'a> {
             .filter(|(_, bin)| bin.capacity > 0);
         let mut ranked: Vec<_> = able
             .filter_map(|(index, bin)| {
-                let beside = self.want.beside(container, &self.placed, index);
+                let beside = self.want.concurrent_usage(container, &self.placed, index);
                 // Memory bound to the pod is not free, and counts among what is beside.
-                let bound: u32 = self.want.bound.iter().map(|parts| on(parts, index)).sum();
+                let bound: u32 = self
+                    .want
+                    .bound
+                    .iter()
+                    .map(|parts| amount_on(parts, index))
+                    .sum();
                 let free = bin.free.saturating_add(bound).saturating_sub(beside);
                 let could = match self.aim {
-                    Aim::BestFit | Aim::Roomiest => free,
-                    Aim::LeastLacking => bin.capacity.saturating_sub(beside),
+                    Aim::BestFit | Aim::WorstFit => free,
+                    Aim::SmallestShortage => bin.capacity.saturating_sub(beside),
                 };
-                let own = self.aim != Aim::LeastLacking && self.want.reserved == Some(index);
+                let own =
+                    self.aim != Aim::SmallestShortage && self.want.reserved_bin == Some(index);
                 let rank = match self.aim {
                     Aim::BestFit => free,
-                    Aim::Roomiest | Aim::LeastLacking => u32::MAX - free,
+                    Aim::WorstFit | Aim::SmallestShortage => u32::MAX - free,
                 };
                 // A container may add nothing to the pod's memory beside containers that never live
                 // with it.
@@ -328,9 +337,10 @@ impl<'a> Search<'a> {
     fn spread(&self, container: usize, shares: &[u32]) -> Option<Vec<Part>> {
         let mut parts: Vec<Part> = Vec::with_capacity(shares.len());
         for &share in shares {
-            let is_free =
-                |bin: &usize| self.bins[*bin].joins && parts.iter().all(|(taken, _)| taken != bin);
-            let bin = self.bins_for(container, share).find(is_free)?;
+            let is_free = |bin: &usize| {
+                self.bins[*bin].is_combinable && parts.iter().all(|(taken, _)| taken != bin)
+            };
+            let bin = self.ranked_bins(container, share).find(is_free)?;
             parts.push((bin, share));
         }
         parts.sort_unstable();
@@ -346,7 +356,7 @@ mod tests {
         Bin {
             capacity,
             free,
-            joins: true,
+            is_combinable: true,
         }
     }
 
@@ -354,140 +364,150 @@ mod tests {
         free.iter().map(|&free| bin(16, free)).collect()
     }
 
-    fn one(quanta: u32) -> Want {
-        Want {
+    fn one(quanta: u32) -> Request {
+        Request {
             quanta: vec![quanta],
-            bins: 1,
-            reserved: None,
+            min_bins: 1,
+            reserved_bin: None,
             bound: Vec::new(),
-            alive: vec![1],
+            concurrent_sets: vec![1],
         }
     }
 
     /// Containers of one pod that live at the same time.
-    fn together(quanta: &[u32]) -> Want {
-        Want {
+    fn concurrent(quanta: &[u32]) -> Request {
+        Request {
             quanta: quanta.to_vec(),
-            alive: vec![(1 << quanta.len()) - 1],
+            concurrent_sets: vec![(1 << quanta.len()) - 1],
             ..one(0)
         }
     }
 
     /// The places of waiters of one container.
-    fn single(plan: &Plan) -> Vec<Option<Vec<Part>>> {
+    fn single_places(plan: &Plan) -> Vec<Option<Vec<Part>>> {
         let places = plan.places.iter();
         places
             .map(|place| place.as_ref().map(|parts| parts[0].clone()))
             .collect()
     }
 
-    fn spread(quanta: u32, bins: u16) -> Want {
-        Want {
-            bins,
+    fn spread(quanta: u32, bins: u16) -> Request {
+        Request {
+            min_bins: bins,
             ..one(quanta)
         }
     }
 
-    fn reserving(quanta: u32, bin: usize) -> Want {
-        Want {
-            reserved: Some(bin),
+    fn reserving(quanta: u32, bin: usize) -> Request {
+        Request {
+            reserved_bin: Some(bin),
             ..one(quanta)
         }
     }
 
     #[test]
-    fn what_is_reserved_goes_to_its_waiter_and_to_nobody_before_it() {
+    fn reservation_serves_its_request_and_no_earlier_one() {
         let bins = bins(&[8, 3]);
         let others = plan(&bins, &[8, 0], &[one(8), one(3)]);
-        assert_eq!(single(&others), [None, None]);
-        assert_eq!(others.kept, [8, 3], "the first of them keeps the other GPU");
+        assert_eq!(single_places(&others), [None, None]);
+        assert_eq!(
+            others.set_aside,
+            [8, 3],
+            "the first of them keeps the other GPU"
+        );
         let owner = plan(&bins, &[8, 0], &[one(3), reserving(8, 0)]);
-        assert_eq!(single(&owner), [Some(vec![(1, 3)]), Some(vec![(0, 8)])]);
-        assert_eq!(owner.kept, [0, 0]);
+        assert_eq!(
+            single_places(&owner),
+            [Some(vec![(1, 3)]), Some(vec![(0, 8)])]
+        );
+        assert_eq!(owner.set_aside, [0, 0]);
     }
 
     #[test]
-    fn a_waiter_with_a_reservation_keeps_that_gpu_and_no_other() {
+    fn reserving_request_sets_aside_its_gpu_and_no_other() {
         let plan = plan(&bins(&[4, 6]), &[8, 0], &[reserving(8, 0), one(6)]);
-        assert_eq!(single(&plan), [None, Some(vec![(1, 6)])]);
-        assert_eq!(plan.kept, [4, 0]);
+        assert_eq!(single_places(&plan), [None, Some(vec![(1, 6)])]);
+        assert_eq!(plan.set_aside, [4, 0]);
     }
 
     #[test]
-    fn a_reservation_smaller_than_what_is_free_leaves_the_rest() {
+    fn reservation_leaves_free_memory_beyond_its_size() {
         let plan = plan(&bins(&[12]), &[8], &[one(4), one(5)]);
-        assert_eq!(single(&plan), [Some(vec![(0, 4)]), None]);
-        assert_eq!(plan.kept, [8]);
+        assert_eq!(single_places(&plan), [Some(vec![(0, 4)]), None]);
+        assert_eq!(plan.set_aside, [8]);
     }
 
     #[test]
-    fn a_waiter_that_fits_elsewhere_only_goes_there() {
+    fn reserving_request_is_placed_elsewhere_when_it_fits() {
         let plan = plan(&bins(&[4, 8]), &[8, 0], &[reserving(8, 0)]);
-        assert_eq!(single(&plan), [Some(vec![(1, 8)])]);
+        assert_eq!(single_places(&plan), [Some(vec![(1, 8)])]);
     }
 
     #[test]
-    fn a_claim_goes_where_it_leaves_least() {
+    fn request_is_placed_by_best_fit() {
         let plan = plan(&bins(&[16, 5, 7]), &[0; 4], &[one(4)]);
-        assert_eq!(single(&plan), [Some(vec![(1, 4)])]);
-        assert_eq!(plan.kept, [0, 0, 0]);
+        assert_eq!(single_places(&plan), [Some(vec![(1, 4)])]);
+        assert_eq!(plan.set_aside, [0, 0, 0]);
     }
 
     #[test]
-    fn the_first_waiter_keeps_the_gpu_that_lacks_least() {
+    fn first_waiting_request_sets_aside_smallest_shortage() {
         let plan = plan(
             &bins(&[4, 6, 2]),
             &[0; 4],
             &[one(8), one(5), one(3), one(2)],
         );
         assert_eq!(
-            single(&plan),
+            single_places(&plan),
             [None, None, Some(vec![(0, 3)]), Some(vec![(2, 2)])]
         );
-        assert_eq!(plan.kept, [0, 6, 0]);
+        assert_eq!(plan.set_aside, [0, 6, 0]);
     }
 
     #[test]
-    fn a_claim_larger_than_a_gpu_is_spread_evenly_over_as_few_as_hold_it() {
+    fn request_larger_than_a_gpu_is_split_over_fewest_gpus() {
         let plan = plan(&bins(&[16, 16, 16, 16]), &[0; 4], &[one(33)]);
-        assert_eq!(single(&plan), [Some(vec![(0, 11), (1, 11), (2, 11)])]);
+        assert_eq!(
+            single_places(&plan),
+            [Some(vec![(0, 11), (1, 11), (2, 11)])]
+        );
     }
 
     #[test]
-    fn a_shape_is_spread_even_if_one_gpu_had_room() {
+    fn requested_spread_is_honored_when_one_gpu_has_room() {
         let plan = plan(&bins(&[3, 16, 4]), &[0; 4], &[spread(7, 2)]);
-        assert_eq!(single(&plan), [Some(vec![(0, 3), (2, 4)])]);
+        assert_eq!(single_places(&plan), [Some(vec![(0, 3), (2, 4)])]);
     }
 
     #[test]
-    fn a_spread_waiter_keeps_its_shares_and_no_more() {
+    fn waiting_spread_request_sets_aside_only_its_shares() {
         let plan = plan(&bins(&[10, 2, 1]), &[0; 4], &[spread(8, 2), one(6)]);
-        assert_eq!(single(&plan), [None, Some(vec![(0, 6)])]);
-        assert_eq!(plan.kept, [4, 2, 0]);
+        assert_eq!(single_places(&plan), [None, Some(vec![(0, 6)])]);
+        assert_eq!(plan.set_aside, [4, 2, 0]);
     }
 
     #[test]
-    fn gpus_of_different_size_take_what_they_can() {
+    fn gpus_of_different_size_take_uneven_shares() {
         let bins = [bin(80, 80), bin(20, 20)];
-        assert_eq!(shares(&bins, 90, 1), Some(vec![70, 20]));
-        assert_eq!(shares(&bins, 101, 1), None);
+        assert_eq!(split_quanta(&bins, 90, 1), Some(vec![70, 20]));
+        assert_eq!(split_quanta(&bins, 101, 1), None);
     }
 
     #[test]
-    fn what_the_node_cannot_hold_reserves_nothing() {
+    fn request_larger_than_the_node_sets_nothing_aside() {
         let plan = plan(&bins(&[4, 4]), &[0; 4], &[spread(4, 3), one(4)]);
-        assert_eq!(single(&plan), [None, Some(vec![(0, 4)])]);
-        assert_eq!(plan.kept, [0, 0]);
+        assert_eq!(single_places(&plan), [None, Some(vec![(0, 4)])]);
+        assert_eq!(plan.set_aside, [0, 0]);
     }
 
     #[test]
-    fn a_bin_without_capacity_takes_nothing() {
+    fn bin_without_capacity_takes_nothing() {
         assert_eq!(plan(&[bin(0, 0)], &[0], &[one(1)]).places, [None]);
     }
 
     #[test]
-    fn containers_of_a_pod_all_have_their_place_or_none() {
-        let fits = plan(&bins(&[16, 16]), &[0; 2], &[together(&[4, 4, 12, 12])]);
+    fn pod_is_placed_whole_or_not_at_all() {
+        let fits = plan(&bins(&[16, 16]), &[0; 2], &[concurrent(&[4, 4, 12, 12])]);
         assert_eq!(
             fits.places,
             [Some(vec![
@@ -500,33 +520,38 @@ mod tests {
         let lacks = plan(
             &bins(&[16, 15]),
             &[0; 2],
-            &[together(&[4, 4, 12, 12]), one(1)],
+            &[concurrent(&[4, 4, 12, 12]), one(1)],
         );
         assert_eq!(
             lacks.places,
             [None, None],
             "the whole of both is kept for them"
         );
-        assert_eq!(lacks.kept, [16, 15]);
+        assert_eq!(lacks.set_aside, [16, 15]);
     }
 
     #[test]
-    fn a_choice_that_leaves_no_place_for_another_is_taken_back() {
+    fn search_backtracks_when_a_choice_blocks_a_container() {
         let plan = plan(
             &[bin(10, 10), bin(10, 10)],
             &[0; 2],
-            &[together(&[4, 4, 3, 3, 3, 3])],
+            &[concurrent(&[4, 4, 3, 3, 3, 3])],
         );
         let place = plan.places[0].as_ref().unwrap();
-        let on = |index| place.iter().map(|parts| on(parts, index)).sum::<u32>();
+        let on = |index| {
+            place
+                .iter()
+                .map(|parts| amount_on(parts, index))
+                .sum::<u32>()
+        };
         assert_eq!((on(0), on(1)), (10, 10));
     }
 
     #[test]
-    fn containers_that_never_live_together_share_their_place() {
-        let want = Want {
-            alive: vec![0b01, 0b10],
-            ..together(&[8, 16])
+    fn containers_that_never_overlap_share_memory() {
+        let want = Request {
+            concurrent_sets: vec![0b01, 0b10],
+            ..concurrent(&[8, 16])
         };
         let plan = plan(&bins(&[16, 9]), &[0; 2], &[want, one(9)]);
         assert_eq!(
@@ -538,11 +563,11 @@ mod tests {
     }
 
     #[test]
-    fn what_a_pod_has_bound_counts_once() {
-        let want = Want {
+    fn bound_memory_of_the_pod_counts_once() {
+        let want = Request {
             bound: vec![vec![(0, 6)]],
-            alive: vec![0b11],
-            ..together(&[10])
+            concurrent_sets: vec![0b11],
+            ..concurrent(&[10])
         };
         // Six of the first are bound for the pod and not free.
         let plan = plan(&bins(&[10, 16]), &[0; 2], &[want]);
@@ -550,28 +575,28 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_of_many_containers_costs_a_bounded_search() {
+    fn search_is_bounded_when_a_pod_has_many_containers() {
         let bins = vec![bin(100, 100); 16];
         let begun = std::time::Instant::now();
-        assert!(plan(&bins, &[0; 16], &[together(&[51; 16])]).places[0].is_some());
-        assert!(plan(&bins[..15], &[0; 15], &[together(&[51; 16])]).places[0].is_none());
+        assert!(plan(&bins, &[0; 16], &[concurrent(&[51; 16])]).places[0].is_some());
+        assert!(plan(&bins[..15], &[0; 15], &[concurrent(&[51; 16])]).places[0].is_none());
         assert!(begun.elapsed() < std::time::Duration::from_secs(5));
     }
 
     #[test]
-    fn nothing_is_spread_over_mig_instances() {
+    fn request_is_not_split_over_mig_instances() {
         let mig = |capacity| Bin {
-            joins: false,
+            is_combinable: false,
             ..bin(capacity, capacity)
         };
-        assert_eq!(shares(&[mig(10), mig(10)], 16, 1), None);
-        assert_eq!(shares(&[mig(10), mig(10)], 8, 2), None);
-        assert_eq!(shares(&[mig(10), mig(10)], 10, 1), Some(vec![10]));
+        assert_eq!(split_quanta(&[mig(10), mig(10)], 16, 1), None);
+        assert_eq!(split_quanta(&[mig(10), mig(10)], 8, 2), None);
+        assert_eq!(split_quanta(&[mig(10), mig(10)], 10, 1), Some(vec![10]));
         assert_eq!(
-            shares(&[mig(10), bin(8, 8), bin(8, 8)], 16, 1),
+            split_quanta(&[mig(10), bin(8, 8), bin(8, 8)], 16, 1),
             Some(vec![8, 8])
         );
         let plan = plan(&[mig(10), bin(8, 8), bin(8, 8)], &[0; 3], &[spread(8, 2)]);
-        assert_eq!(single(&plan), [Some(vec![(1, 4), (2, 4)])]);
+        assert_eq!(single_places(&plan), [Some(vec![(1, 4), (2, 4)])]);
     }
 }

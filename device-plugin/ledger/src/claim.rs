@@ -4,28 +4,28 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::time::Moment;
-use super::types::{Binding, ClaimId, Placement, Priority, Shape};
-use crate::units::{AllocationId, PodUid, Resource, TokenSet};
+use super::time::BootTime;
+use super::types::{Binding, ClaimId, GpuSpread, Placement, Priority};
+use crate::units::{AllocationId, DeviceIdSet, PodUid, Resource};
 
 /// How long a queued claim keeps its place after its call ended. The kubelet retries after 0.5 s,
 /// or after 10 to 15 s; a claim without a retry for longer has lost its pod.
-pub const SENIORITY: Duration = Duration::from_secs(300);
+pub const RETRY_DEADLINE: Duration = Duration::from_secs(300);
 
 /// How long larger claims may overtake a queued one.
-pub const LATE: Duration = Duration::from_secs(60);
+pub const AGING_AFTER: Duration = Duration::from_secs(60);
 
 /// How long the ledger holds memory for a claim whose call has ended: two of the kubelet's retries.
-pub const HOLD: Duration = Duration::from_secs(40);
+pub const RETRY_GRACE: Duration = Duration::from_secs(40);
 
 /// An answered `Allocate` without a started container, so that its pod is not known yet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Booking {
+pub(super) struct PendingAllocation {
     pub(super) resource: Resource,
-    pub(super) tokens: TokenSet,
-    pub(super) at: Moment,
+    pub(super) device_ids: DeviceIdSet,
+    pub(super) allocated_at: BootTime,
     /// Whether the last reading of the kubelet's checkpoint lacked it.
-    pub(super) missed: bool,
+    pub(super) was_missing: bool,
 }
 
 /// The allocations of one pod with one set of device ids.
@@ -33,7 +33,7 @@ pub(super) struct Booking {
 pub(super) struct Claim {
     pub(super) pod: PodUid,
     pub(super) resource: Resource,
-    pub(super) tokens: TokenSet,
+    pub(super) device_ids: DeviceIdSet,
     /// The allocations, oldest first; never empty.
     pub(super) allocations: Vec<AllocationId>,
     /// The pod's place in the order of arrival. A pod's later containers inherit it: a pod that
@@ -49,11 +49,11 @@ pub(super) enum State {
     /// The claim has no memory and is not in the queue.
     Idle,
     /// The claim is in the queue.
-    Waiting { want: Want, call: Call },
+    Queued { want: QueuedRequest, call: Call },
     /// The ledger holds memory until the kubelet retries.
-    Held {
-        want: Want,
-        since: Moment,
+    AwaitingRetry {
+        want: QueuedRequest,
+        since: BootTime,
         placement: Placement,
     },
     /// The claim has its memory.
@@ -62,11 +62,11 @@ pub(super) enum State {
 
 /// The request of a queued claim besides its device ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Want {
-    pub(super) shape: Shape,
+pub(super) struct QueuedRequest {
+    pub(super) spread: GpuSpread,
     pub(super) priority: Priority,
     /// The time at which the claim joined the queue.
-    pub(super) queued: Moment,
+    pub(super) queued_at: BootTime,
 }
 
 /// Whether a call of the kubelet awaits the answer.
@@ -76,29 +76,29 @@ pub(super) enum Call {
     /// The call with this number awaits the answer.
     Open { number: u64 },
     /// The last call ended at this time.
-    Away { since: Moment },
+    Ended { since: BootTime },
 }
 
 impl Claim {
     /// The memory that the claim occupies, bound or held.
     pub(super) fn placement(&self) -> Option<&Placement> {
         match &self.state {
-            State::Held { placement, .. } | State::Bound { placement } => Some(placement),
-            State::Idle | State::Waiting { .. } => None,
+            State::AwaitingRetry { placement, .. } | State::Bound { placement } => Some(placement),
+            State::Idle | State::Queued { .. } => None,
         }
     }
 
     /// Gives up the held memory: the claim queues as before.
-    pub(super) fn queue_again(&mut self) {
-        if let State::Held { want, since, .. } = self.state {
-            let call = Call::Away { since };
-            self.state = State::Waiting { want, call };
+    pub(super) fn requeue(&mut self) {
+        if let State::AwaitingRetry { want, since, .. } = self.state {
+            let call = Call::Ended { since };
+            self.state = State::Queued { want, call };
         }
     }
 
     /// Whether the claim shares a device id with `tokens` of `resource`.
-    pub(super) fn overlaps(&self, resource: Resource, tokens: &TokenSet) -> bool {
-        self.resource == resource && self.tokens.overlaps(tokens)
+    pub(super) fn overlaps(&self, resource: Resource, tokens: &DeviceIdSet) -> bool {
+        self.resource == resource && self.device_ids.overlaps(tokens)
     }
 
     /// The claim as the rest of the agent sees it once it has `placement`.
@@ -107,7 +107,7 @@ impl Claim {
             claim,
             allocations: self.allocations.clone(),
             resource: self.resource,
-            tokens: self.tokens.clone(),
+            device_ids: self.device_ids.clone(),
             pod: self.pod.clone(),
             placement,
         }

@@ -4,22 +4,22 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use super::Ledger;
-use super::claim::{Call, Claim, HOLD, SENIORITY, State};
-use super::time::Moment;
+use super::claim::{Call, Claim, RETRY_DEADLINE, RETRY_GRACE, State};
+use super::time::BootTime;
 use super::types::{Health, Placement};
 use crate::units::{AllocationId, PodUid};
 
 /// The youngest age at which a pending allocation is collected: the kubelet writes its checkpoint
 /// soon after the agent's answer, however long it pulls images afterwards.
-pub const COLLECT_AGE: Duration = Duration::from_secs(60);
+pub const PENDING_GC_AGE: Duration = Duration::from_secs(60);
 
 impl Ledger {
     /// Releases all memory of a pod whose cgroup is gone. Returns its allocations, whose CDI files
     /// and sockets the agent removes; none for an unknown pod.
-    pub fn pod_gone(&mut self, pod: &PodUid) -> Vec<AllocationId> {
+    pub fn release_pod(&mut self, pod: &PodUid) -> Vec<AllocationId> {
         // The reservation for an ended pod is of no use, even if the operator still orders it.
-        self.reserved.retain(|_, reserved| reserved.waiter != *pod);
-        self.together.remove(pod);
+        self.reservations.retain(|_, reserved| reserved.pod != *pod);
+        self.pod_groups.remove(pod);
         self.claims
             .extract_if(.., |_, claim| claim.pod == *pod)
             .flat_map(|(_, claim)| claim.allocations)
@@ -29,17 +29,21 @@ impl Ledger {
     /// Drops pending allocations that the kubelet's checkpoint lacks; `known` are the allocations
     /// in the checkpoint. Not called from `Allocate`, whose answer is not in the checkpoint yet.
     ///
-    /// An allocation without a pod is dropped, and returned, when it is [`COLLECT_AGE`] old and two
+    /// An allocation without a pod is dropped, and returned, when it is [`PENDING_GC_AGE`] old and two
     /// readings in a row lacked it. A claim ends with its pod.
-    pub fn collect(&mut self, known: &BTreeSet<AllocationId>, now: Moment) -> Vec<AllocationId> {
-        self.bookings
+    pub fn gc_pending(
+        &mut self,
+        known: &BTreeSet<AllocationId>,
+        now: BootTime,
+    ) -> Vec<AllocationId> {
+        self.pending
             .extract_if(.., |id, booking| {
-                if now.since(booking.at) < COLLECT_AGE {
+                if now.since(booking.allocated_at) < PENDING_GC_AGE {
                     return false;
                 }
-                let missed_before = booking.missed;
-                booking.missed = !known.contains(id);
-                missed_before && booking.missed
+                let missed_before = booking.was_missing;
+                booking.was_missing = !known.contains(id);
+                missed_before && booking.was_missing
             })
             .map(|(id, _)| id)
             .collect()
@@ -51,7 +55,7 @@ impl Ledger {
     pub(super) fn end_overlapping(&mut self, started: &Claim) -> Vec<AllocationId> {
         let mut ended = Vec::new();
         self.claims.retain(|_, other| {
-            if !other.overlaps(started.resource, &started.tokens) {
+            if !other.overlaps(started.resource, &started.device_ids) {
                 return true;
             }
             let ours = other.pod == started.pod;
@@ -68,36 +72,36 @@ impl Ledger {
             other.state = State::Idle;
             ours
         });
-        self.scatter(Some(&started.pod));
+        self.drop_groups_without_claim(Some(&started.pod));
         ended
     }
 
     /// Ends queued claims and held memory whose kubelet did not retry in time.
-    pub(super) fn expire(&mut self, now: Moment) {
+    pub(super) fn expire(&mut self, now: BootTime) {
         let mut given_up = Vec::new();
         for claim in self.claims.values_mut() {
             match claim.state {
-                State::Held { want, since, .. } if now.since(since) >= HOLD => {
+                State::AwaitingRetry { want, since, .. } if now.since(since) >= RETRY_GRACE => {
                     given_up.push(claim.pod.clone());
-                    claim.state = State::Waiting {
+                    claim.state = State::Queued {
                         want,
-                        call: Call::Away { since },
+                        call: Call::Ended { since },
                     };
                 }
-                State::Waiting {
-                    call: Call::Away { since },
+                State::Queued {
+                    call: Call::Ended { since },
                     ..
-                } if now.since(since) >= SENIORITY => claim.state = State::Idle,
+                } if now.since(since) >= RETRY_DEADLINE => claim.state = State::Idle,
                 _ => {}
             }
         }
         for pod in given_up {
-            self.give_up_places_of(&pod);
+            self.drop_places_of(&pod);
         }
     }
 
     /// Memory held on an unhealthy GPU is of no use: its claim queues again.
-    pub(super) fn give_up_unhealthy_holds(&mut self) {
+    pub(super) fn requeue_unhealthy(&mut self) {
         let gpus = &self.gpus;
         let healthy = |placement: &Placement| match placement {
             Placement::Managed(_) => true,
@@ -107,9 +111,9 @@ impl Ledger {
             }),
         };
         let held = self.claims.values_mut().filter(
-            |claim| matches!(&claim.state, State::Held { placement, .. } if !healthy(placement)),
+            |claim| matches!(&claim.state, State::AwaitingRetry { placement, .. } if !healthy(placement)),
         );
-        held.for_each(Claim::queue_again);
-        self.give_up_unhealthy_places();
+        held.for_each(Claim::requeue);
+        self.drop_unhealthy_places();
     }
 }

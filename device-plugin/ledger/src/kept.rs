@@ -4,14 +4,14 @@
 use std::collections::BTreeMap;
 
 use super::Ledger;
-use super::time::Moment;
+use super::time::BootTime;
 use crate::units::{Bytes, GpuUuid, LeaseId, Quanta};
 
 /// Leases of each GPU with their sizes. The leases are told apart: when one ends while another
 /// loses its owner, the memory of the first is unreclaimed all the same.
-pub(super) type Kept = BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>;
+pub(super) type OrphanedLeases = BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>;
 
-fn sum<'a>(bytes: impl Iterator<Item = &'a Bytes>) -> Bytes {
+fn total<'a>(bytes: impl Iterator<Item = &'a Bytes>) -> Bytes {
     bytes.fold(Bytes::ZERO, |sum, bytes| {
         Bytes(sum.0.saturating_add(bytes.0))
     })
@@ -21,30 +21,38 @@ impl Ledger {
     /// Replaces the leases that no bound container owns. True where this changed them. Leases that
     /// ended leave their memory unreclaimed: they may be lost with an agent and the fd store, and
     /// still be mapped.
-    pub fn set_kept(&mut self, kept: Kept, now: Moment) -> bool {
-        let news = self.kept != kept;
-        for (gpu, before) in self.kept.clone() {
+    pub fn set_orphaned_leases(&mut self, kept: OrphanedLeases, now: BootTime) -> bool {
+        let news = self.orphaned_leases != kept;
+        for (gpu, before) in self.orphaned_leases.clone() {
             let stays = |lease| {
                 kept.get(&gpu)
                     .is_some_and(|of_gpu| of_gpu.contains_key(lease))
             };
             let left = before.iter().filter(|(lease, _)| !stays(lease));
-            let left = sum(left.map(|(_, bytes)| bytes));
-            self.leak(gpu, left, now);
+            let left = total(left.map(|(_, bytes)| bytes));
+            self.add_unreclaimed(gpu, left, now);
         }
-        self.kept = kept;
+        self.orphaned_leases = kept;
         news
     }
 
     /// The memory of a GPU that leases without an owner have.
-    pub(super) fn kept_on(&self, gpu: &GpuUuid) -> Bytes {
-        sum(self.kept.get(gpu).into_iter().flat_map(BTreeMap::values))
+    pub(super) fn orphaned_leases_on(&self, gpu: &GpuUuid) -> Bytes {
+        total(
+            self.orphaned_leases
+                .get(gpu)
+                .into_iter()
+                .flat_map(BTreeMap::values),
+        )
     }
 
     /// The memory of a GPU that may be bound to no pod: unreclaimed, of leases without an owner,
     /// and withheld.
-    pub(super) fn unowned_on(&self, gpu: &GpuUuid) -> Quanta {
-        let bytes = self.left_on(gpu).0.saturating_add(self.kept_on(gpu).0);
+    pub(super) fn unavailable_on(&self, gpu: &GpuUuid) -> Quanta {
+        let bytes = self
+            .unreclaimed_on(gpu)
+            .0
+            .saturating_add(self.orphaned_leases_on(gpu).0);
         let bytes = bytes.saturating_add(self.withheld_on(gpu).0);
         let quanta = bytes.div_ceil(self.quantum.bytes());
         Quanta(u32::try_from(quanta).unwrap_or(u32::MAX))
@@ -58,7 +66,7 @@ mod tests {
     use crate::{Gpu, Health};
 
     #[test]
-    fn what_is_kept_without_an_owner_and_what_was_left_are_bound_to_nobody_also_after_a_restart() {
+    fn orphaned_and_unreclaimed_bytes_stay_unbound_after_restart() {
         let gpu: GpuUuid = "GPU-a".parse().unwrap();
         let mut ledger = Ledger::new(Quantum::Gib1);
         ledger.set_gpus([Gpu {
@@ -69,30 +77,30 @@ mod tests {
         let kept = |lease, bytes| {
             BTreeMap::from([(gpu.clone(), BTreeMap::from([(LeaseId(lease), bytes)]))])
         };
-        assert!(ledger.set_kept(kept(1, Bytes::mib(2_560)), Moment(0)));
+        assert!(ledger.set_orphaned_leases(kept(1, Bytes::mib(2_560)), BootTime(0)));
         assert!(
-            !ledger.set_kept(kept(1, Bytes::mib(2_560)), Moment(0)),
+            !ledger.set_orphaned_leases(kept(1, Bytes::mib(2_560)), BootTime(0)),
             "no news"
         );
-        ledger.leak(gpu.clone(), Bytes::mib(512), Moment(0));
-        let mut ledger = Ledger::restore(ledger.snapshot(), Quantum::Gib1, Moment(0)).unwrap();
-        let view = ledger.view(Moment(0));
+        ledger.add_unreclaimed(gpu.clone(), Bytes::mib(512), BootTime(0));
+        let mut ledger = Ledger::restore(ledger.snapshot(), Quantum::Gib1, BootTime(0)).unwrap();
+        let view = ledger.view(BootTime(0));
         assert_eq!(
-            (view.gpus[0].free, view.gpus[0].kept),
+            (view.gpus[0].free, view.gpus[0].orphaned_leases),
             (Quanta(5), Bytes::mib(2_560)),
             "together they take three quanta"
         );
-        ledger.set_kept(kept(2, Bytes::mib(2_560)), Moment(0));
-        let view = ledger.view(Moment(0));
+        ledger.set_orphaned_leases(kept(2, Bytes::mib(2_560)), BootTime(0));
+        let view = ledger.view(BootTime(0));
         assert_eq!(
-            (view.gpus[0].kept, view.gpus[0].left),
+            (view.gpus[0].orphaned_leases, view.gpus[0].unreclaimed),
             (Bytes::mib(2_560), Bytes::gib(3)),
             "one that ends is not made up for by another"
         );
-        ledger.set_kept(BTreeMap::new(), Moment(0));
-        let view = ledger.view(Moment(0));
+        ledger.set_orphaned_leases(BTreeMap::new(), BootTime(0));
+        let view = ledger.view(BootTime(0));
         assert_eq!(
-            (view.gpus[0].free, view.gpus[0].left),
+            (view.gpus[0].free, view.gpus[0].unreclaimed),
             (Quanta(2), Bytes::mib(5_632)),
             "what is kept no more is to be proven free"
         );

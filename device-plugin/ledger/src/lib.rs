@@ -36,7 +36,7 @@
 //! - A reservation sets a GPU's free memory aside for one pod.
 //! - Nothing here does I/O or reads a clock. Every event may come twice.
 //!
-//! After each event, and at least once a second, call [`Ledger::advance`].
+//! After each event, and at least once a second, call [`Ledger::bind_queued`].
 
 mod advance;
 mod binder;
@@ -59,22 +59,23 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Quantum, Resource, TokenSet};
-use claim::{Booking, Claim, State};
-use leaked::Leaked;
-use reserved::{Reserved, Unheard};
-use sharing::Sharing;
-use together::Together;
+use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid, Quanta, Quantum, Resource};
+use claim::{Claim, PendingAllocation, State};
+use leaked::Unreclaimed;
+use reserved::{Reserved, Unclaimed};
+use sharing::NamespaceIsolation;
+use together::PodGroup;
 
-pub use claim::{HOLD, LATE, SENIORITY};
-pub use end::COLLECT_AGE;
-pub use leaked::SETTLING;
+pub use claim::{AGING_AFTER, RETRY_DEADLINE, RETRY_GRACE};
+pub use end::PENDING_GC_AGE;
+pub use leaked::LEAKED_AFTER;
 pub use reserved::Reserved as Reservation;
 pub use snapshot::{RestoreError, Snapshot};
-pub use time::Moment;
+pub use time::BootTime;
 pub use types::{
-    Answer, Binding, Bound, ClaimId, Gpu, GpuView, Health, ManagedView, Placement, Priority, Shape,
-    Share, Start, StartError, Started, Ticket, View, WaitReason, Waiter,
+    BindError, BindOutcome, BindRequest, BindResponse, Binding, BindingRef, ClaimId, Gpu,
+    GpuSpread, GpuView, Health, LedgerView, ManagedView, Placement, Priority, QueuedClaim, Share,
+    WaitHandle, WaitReason,
 };
 
 /// The ledger of a node; the documentation of the crate describes it.
@@ -86,24 +87,24 @@ pub struct Ledger {
     gpus: BTreeMap<GpuUuid, GpuState>,
     /// The managed memory that may be bound in all.
     managed: Quanta,
-    bookings: BTreeMap<AllocationId, Booking>,
+    pending: BTreeMap<AllocationId, PendingAllocation>,
     claims: BTreeMap<ClaimId, Claim>,
     /// The unreclaimed memory of ended pods.
-    leaked: BTreeMap<GpuUuid, Leaked>,
+    unreclaimed: BTreeMap<GpuUuid, Unreclaimed>,
     /// The operator's reservations.
-    reserved: BTreeMap<GpuUuid, Reserved>,
+    reservations: BTreeMap<GpuUuid, Reserved>,
     /// The GPUs with a reservation for a pod without a claim here.
-    unheard: BTreeMap<GpuUuid, Unheard>,
+    unclaimed: BTreeMap<GpuUuid, Unclaimed>,
     /// The leases that no bound container owns.
-    kept: kept::Kept,
+    orphaned_leases: kept::OrphanedLeases,
     /// The namespaces whose pods may have memory of each GPU.
-    sharing: Sharing,
+    isolation: NamespaceIsolation,
     /// The memory of each GPU that is in use and charged to no container.
     withheld: BTreeMap<GpuUuid, Bytes>,
     /// The pods whose containers are placed together.
-    together: BTreeMap<PodUid, Together>,
+    pod_groups: BTreeMap<PodUid, PodGroup>,
     /// The next number for a claim, an arrival or a call.
-    next: u64,
+    next_id: u64,
 }
 
 /// A GPU without its claims.
@@ -120,16 +121,16 @@ impl Ledger {
             quantum,
             gpus: BTreeMap::new(),
             managed: Quanta::ZERO,
-            bookings: BTreeMap::new(),
+            pending: BTreeMap::new(),
             claims: BTreeMap::new(),
-            leaked: BTreeMap::new(),
-            reserved: BTreeMap::new(),
-            unheard: BTreeMap::new(),
-            kept: BTreeMap::new(),
-            sharing: Sharing::default(),
+            unreclaimed: BTreeMap::new(),
+            reservations: BTreeMap::new(),
+            unclaimed: BTreeMap::new(),
+            orphaned_leases: BTreeMap::new(),
+            isolation: NamespaceIsolation::default(),
             withheld: BTreeMap::new(),
-            together: BTreeMap::new(),
-            next: 0,
+            pod_groups: BTreeMap::new(),
+            next_id: 0,
         }
     }
 
@@ -161,7 +162,7 @@ impl Ledger {
             }
         }
         self.gpus = listed;
-        self.give_up_unhealthy_holds();
+        self.requeue_unhealthy();
     }
 
     /// The managed memory that may be bound on this node; zero switches it off.
@@ -171,37 +172,43 @@ impl Ledger {
 
     /// Notes an answer of `Allocate` for these device ids. A known id changes nothing. A rebuild
     /// calls this for every entry of the kubelet's checkpoint.
-    pub fn book(&mut self, id: AllocationId, resource: Resource, tokens: TokenSet, now: Moment) {
-        if self.knows(id) {
+    pub fn add_pending(
+        &mut self,
+        id: AllocationId,
+        resource: Resource,
+        tokens: DeviceIdSet,
+        now: BootTime,
+    ) {
+        if self.has_allocation(id) {
             return;
         }
-        self.bookings.insert(
+        self.pending.insert(
             id,
-            Booking {
+            PendingAllocation {
                 resource,
-                tokens,
-                at: now,
-                missed: false,
+                device_ids: tokens,
+                allocated_at: now,
+                was_missing: false,
             },
         );
     }
 
     /// Restores a binding from its CDI file after the checkpoint was lost. Never fails, even where
     /// that over-books a GPU. True where the binding was not known.
-    pub fn adopt(
+    pub fn restore_binding(
         &mut self,
         id: AllocationId,
         resource: Resource,
-        tokens: TokenSet,
+        tokens: DeviceIdSet,
         pod: PodUid,
         placement: Placement,
     ) -> bool {
-        self.bookings.remove(&id);
-        if self.knows(id) {
+        self.pending.remove(&id);
+        if self.has_allocation(id) {
             return false;
         }
-        self.note_tenant(&pod, &placement);
-        let claim = self.claim_of(&pod, resource, &tokens);
+        self.record_tenant(&pod, &placement);
+        let claim = self.find_claim(&pod, resource, &tokens);
         match claim.and_then(|claim| self.claims.get_mut(&claim)) {
             Some(claim) => {
                 claim.allocations.push(id);
@@ -210,16 +217,16 @@ impl Ledger {
                 }
             }
             None => {
-                let arrival = self.number();
+                let arrival = self.next_id();
                 let claim = Claim {
                     pod,
                     resource,
-                    tokens,
+                    device_ids: tokens,
                     allocations: vec![id],
                     arrival,
                     state: State::Bound { placement },
                 };
-                let number = ClaimId(self.number());
+                let number = ClaimId(self.next_id());
                 self.claims.insert(number, claim);
             }
         }
@@ -227,18 +234,23 @@ impl Ledger {
     }
 
     /// The claim of `pod` on exactly these device ids.
-    fn claim_of(&self, pod: &PodUid, resource: Resource, tokens: &TokenSet) -> Option<ClaimId> {
+    fn find_claim(
+        &self,
+        pod: &PodUid,
+        resource: Resource,
+        tokens: &DeviceIdSet,
+    ) -> Option<ClaimId> {
         self.claims
             .iter()
             .find(|(_, claim)| {
-                claim.pod == *pod && claim.resource == resource && claim.tokens == *tokens
+                claim.pod == *pod && claim.resource == resource && claim.device_ids == *tokens
             })
             .map(|(&number, _)| number)
     }
 
     /// Whether the allocation is pending or part of a claim.
-    fn knows(&self, id: AllocationId) -> bool {
-        self.bookings.contains_key(&id)
+    fn has_allocation(&self, id: AllocationId) -> bool {
+        self.pending.contains_key(&id)
             || self
                 .claims
                 .values()
@@ -246,9 +258,9 @@ impl Ledger {
     }
 
     /// A number that was never given before.
-    fn number(&mut self) -> u64 {
-        let number = self.next;
-        self.next += 1;
+    fn next_id(&mut self) -> u64 {
+        let number = self.next_id;
+        self.next_id += 1;
         number
     }
 }

@@ -6,21 +6,21 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::Ledger;
-use super::time::Moment;
+use super::time::BootTime;
 use super::types::Health;
 use crate::units::{GpuUuid, PodUid, Quanta};
 
 /// How long memory is set aside for a pod without a claim here. The pod may have no node yet, but
 /// the operator that would lift the reservation may be gone too.
-const UNHEARD: Duration = Duration::from_secs(300);
+const UNCLAIMED_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A reservation whose pod has no claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Unheard {
-    since: Moment,
+pub(super) struct Unclaimed {
+    since: BootTime,
     /// Set where the pod has stayed away for too long: the reservation counts again once the pod
     /// comes.
-    lapsed: bool,
+    is_suspended: bool,
 }
 
 /// A reservation on one GPU.
@@ -28,50 +28,63 @@ pub(super) struct Unheard {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Reserved {
     /// The pod whose claim may use the memory.
-    pub waiter: PodUid,
+    pub pod: PodUid,
     /// The memory set aside, what is bound to the pod there already included.
     pub quanta: Quanta,
 }
 
 impl Ledger {
     /// Replaces all reservations. Bound memory yields to none. True where this changed them.
-    pub fn reserve(&mut self, reserved: BTreeMap<GpuUuid, Reserved>) -> bool {
-        self.unheard
-            .retain(|gpu, _| reserved.get(gpu) == self.reserved.get(gpu));
-        let news = self.reserved != reserved;
-        self.reserved = reserved;
+    pub fn set_reservations(&mut self, reserved: BTreeMap<GpuUuid, Reserved>) -> bool {
+        self.unclaimed
+            .retain(|gpu, _| reserved.get(gpu) == self.reservations.get(gpu));
+        let news = self.reservations != reserved;
+        self.reservations = reserved;
         news
     }
 
     /// Suspends reservations for pods that have had no claim for too long, until those pods come.
-    pub fn lapse(&mut self, now: Moment) {
+    pub fn suspend_unclaimed_reservations(&mut self, now: BootTime) {
         let pods = self.pods();
-        let unheard = self.reserved.iter();
-        let unheard = unheard.filter(|(_, reserved)| !pods.contains(&reserved.waiter));
+        let unheard = self.reservations.iter();
+        let unheard = unheard.filter(|(_, reserved)| !pods.contains(&reserved.pod));
         let unheard = unheard.map(|(gpu, _)| {
-            let since = self.unheard.get(gpu).map_or(now, |unheard| unheard.since);
-            let lapsed = now.since(since) >= UNHEARD;
-            (gpu.clone(), Unheard { since, lapsed })
+            let since = self.unclaimed.get(gpu).map_or(now, |unheard| unheard.since);
+            let lapsed = now.since(since) >= UNCLAIMED_TIMEOUT;
+            (
+                gpu.clone(),
+                Unclaimed {
+                    since,
+                    is_suspended: lapsed,
+                },
+            )
         });
-        self.unheard = unheard.collect();
+        self.unclaimed = unheard.collect();
     }
 
     /// The reservation that is in force on a GPU.
-    fn in_force(&self, gpu: &GpuUuid) -> Option<&Reserved> {
-        let lapsed = self.unheard.get(gpu).is_some_and(|unheard| unheard.lapsed);
-        self.reserved.get(gpu).filter(|_| !lapsed)
+    fn active_reservation(&self, gpu: &GpuUuid) -> Option<&Reserved> {
+        let lapsed = self
+            .unclaimed
+            .get(gpu)
+            .is_some_and(|unheard| unheard.is_suspended);
+        self.reservations.get(gpu).filter(|_| !lapsed)
     }
 
     /// The pod that the GPU's memory is set aside for.
-    pub(super) fn held_for(&self, gpu: &GpuUuid) -> Option<&PodUid> {
+    pub(super) fn reserved_for(&self, gpu: &GpuUuid) -> Option<&PodUid> {
         let state = self.gpus.get(gpu)?;
-        let reserved = self.in_force(gpu)?;
-        (state.health == Health::Healthy).then_some(&reserved.waiter)
+        let reserved = self.active_reservation(gpu)?;
+        (state.health == Health::Healthy).then_some(&reserved.pod)
     }
 
     /// The part of the GPU that is still to be set aside for that pod.
     pub(super) fn reserved_on(&self, gpu: &GpuUuid) -> Quanta {
-        let Some(Reserved { waiter, quanta }) = self.in_force(gpu) else {
+        let Some(Reserved {
+            pod: waiter,
+            quanta,
+        }) = self.active_reservation(gpu)
+        else {
             return Quanta::ZERO;
         };
         let used = self.usage();
@@ -82,17 +95,17 @@ impl Ledger {
     /// The index, in the order of GPUs, of the one with a reservation for `pod`.
     pub(super) fn gpu_reserved_for(&self, pod: &PodUid) -> Option<usize> {
         let mut gpus = self.gpus.keys();
-        gpus.position(|gpu| self.held_for(gpu) == Some(pod))
+        gpus.position(|gpu| self.reserved_for(gpu) == Some(pod))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::units::{AllocationId, Quantum, Resource, TokenSet};
-    use crate::{Answer, Gpu, Moment, Shape, Start};
+    use crate::units::{AllocationId, DeviceIdSet, Quantum, Resource};
+    use crate::{BindOutcome, BindRequest, BootTime, Gpu, GpuSpread};
 
-    const NOW: Moment = Moment(0);
+    const NOW: BootTime = BootTime(0);
 
     /// Two GPUs of 8 quanta.
     fn ledger() -> Ledger {
@@ -106,33 +119,33 @@ mod tests {
     }
 
     /// `pod` starts with the tokens from `first` on.
-    fn start(ledger: &mut Ledger, pod: &str, first: u16, quanta: u16) -> Answer {
-        let tokens = TokenSet::from_indexes(first..first + quanta).unwrap();
+    fn start(ledger: &mut Ledger, pod: &str, first: u16, quanta: u16) -> BindOutcome {
+        let tokens = DeviceIdSet::from_indexes(first..first + quanta).unwrap();
         let (id, resource) = (
             AllocationId::from_bits(first.into()),
             Resource::DeviceMemory,
         );
-        ledger.book(id, resource, tokens.clone(), NOW);
-        let start = Start {
+        ledger.add_pending(id, resource, tokens.clone(), NOW);
+        let start = BindRequest {
             resource,
-            tokens,
+            device_ids: tokens,
             containers: Vec::new(),
             pod: pod.parse().unwrap(),
-            shape: Shape::default(),
+            spread: GpuSpread::default(),
             priority: Default::default(),
         };
-        ledger.start(start, NOW).unwrap().answer
+        ledger.bind(start, NOW).unwrap().outcome
     }
 
-    fn hold(ledger: &mut Ledger, gpu: &str, waiter: &str, quanta: u32) {
+    fn reserve_for(ledger: &mut Ledger, gpu: &str, waiter: &str, quanta: u32) {
         let reserved = Reserved {
-            waiter: waiter.parse().unwrap(),
+            pod: waiter.parse().unwrap(),
             quanta: Quanta(quanta),
         };
-        ledger.reserve([(gpu.parse().unwrap(), reserved)].into());
+        ledger.set_reservations([(gpu.parse().unwrap(), reserved)].into());
     }
 
-    fn gpu(ledger: &Ledger, uuid: &str, of: impl Fn(&crate::GpuView) -> u32) -> u32 {
+    fn gpu_amount(ledger: &Ledger, uuid: &str, of: impl Fn(&crate::GpuView) -> u32) -> u32 {
         let view = ledger.view(NOW);
         of(view
             .gpus
@@ -142,88 +155,98 @@ mod tests {
     }
 
     #[test]
-    fn a_reserved_gpu_is_for_its_pod_alone_and_no_more_once_that_is_bound() {
+    fn reservation_serves_its_pod_alone_until_the_pod_is_bound() {
         let mut ledger = ledger();
-        assert!(matches!(start(&mut ledger, "old", 0, 6), Answer::Bound(_)));
-        hold(&mut ledger, "GPU-a", "owner", 8);
-        assert_eq!(gpu(&ledger, "GPU-a", |gpu| gpu.free.0), 0);
-        assert_eq!(gpu(&ledger, "GPU-a", |gpu| gpu.reserved.0), 2);
+        assert!(matches!(
+            start(&mut ledger, "old", 0, 6),
+            BindOutcome::Bound(_)
+        ));
+        reserve_for(&mut ledger, "GPU-a", "owner", 8);
+        assert_eq!(gpu_amount(&ledger, "GPU-a", |gpu| gpu.free.0), 0);
+        assert_eq!(gpu_amount(&ledger, "GPU-a", |gpu| gpu.reserved.0), 2);
         // Other pods are bound elsewhere, or wait.
         assert!(matches!(
             start(&mut ledger, "small", 10, 2),
-            Answer::Bound(_)
+            BindOutcome::Bound(_)
         ));
-        assert_eq!(gpu(&ledger, "GPU-b", |gpu| gpu.free.0), 6);
+        assert_eq!(gpu_amount(&ledger, "GPU-b", |gpu| gpu.free.0), 6);
         assert!(matches!(
             start(&mut ledger, "owner", 20, 8),
-            Answer::Wait(..)
+            BindOutcome::Queued(..)
         ));
-        ledger.pod_gone(&"old".parse().unwrap());
+        ledger.release_pod(&"old".parse().unwrap());
         assert!(matches!(
             start(&mut ledger, "thief", 30, 7),
-            Answer::Wait(..)
+            BindOutcome::Queued(..)
         ));
         let bound = ledger.advance(NOW);
         assert_eq!(bound.len(), 1);
         assert_eq!(bound[0].pod.as_str(), "owner");
-        assert_eq!(gpu(&ledger, "GPU-a", |gpu| gpu.bound.0), 8);
-        assert_eq!(gpu(&ledger, "GPU-a", |gpu| gpu.reserved.0), 0);
+        assert_eq!(gpu_amount(&ledger, "GPU-a", |gpu| gpu.bound.0), 8);
+        assert_eq!(gpu_amount(&ledger, "GPU-a", |gpu| gpu.reserved.0), 0);
     }
 
     #[test]
-    fn a_reservation_outlives_the_agent_and_not_its_pod() {
+    fn reservation_survives_a_restart_and_ends_with_its_pod() {
         let mut ledger = ledger();
         assert!(matches!(
             start(&mut ledger, "owner", 0, 2),
-            Answer::Bound(_)
+            BindOutcome::Bound(_)
         ));
-        hold(&mut ledger, "GPU-b", "owner", 4);
+        reserve_for(&mut ledger, "GPU-b", "owner", 4);
         let mut ledger = Ledger::restore(ledger.snapshot(), Quantum::Gib1, NOW).unwrap();
-        assert_eq!(gpu(&ledger, "GPU-b", |gpu| gpu.free.0), 4);
-        ledger.pod_gone(&"owner".parse().unwrap());
-        assert_eq!(gpu(&ledger, "GPU-b", |gpu| gpu.free.0), 8);
+        assert_eq!(gpu_amount(&ledger, "GPU-b", |gpu| gpu.free.0), 4);
+        ledger.release_pod(&"owner".parse().unwrap());
+        assert_eq!(gpu_amount(&ledger, "GPU-b", |gpu| gpu.free.0), 8);
     }
 
     #[test]
-    fn a_reservation_lapses_while_its_pod_is_not_heard_of_and_no_sooner() {
+    fn reservation_is_suspended_while_its_pod_has_no_claim() {
         let mut ledger = ledger();
         assert!(matches!(
             start(&mut ledger, "known", 0, 2),
-            Answer::Bound(_)
+            BindOutcome::Bound(_)
         ));
         let both: BTreeMap<_, _> = [("GPU-a", "known"), ("GPU-b", "unheard")]
             .map(|(gpu, waiter)| {
                 let (waiter, quanta) = (waiter.parse().unwrap(), Quanta(8));
-                (gpu.parse().unwrap(), Reserved { waiter, quanta })
+                (
+                    gpu.parse().unwrap(),
+                    Reserved {
+                        pod: waiter,
+                        quanta,
+                    },
+                )
             })
             .into();
-        assert!(ledger.reserve(both.clone()));
-        let free =
-            |ledger: &Ledger| ["GPU-a", "GPU-b"].map(|uuid| gpu(ledger, uuid, |gpu| gpu.free.0));
-        ledger.lapse(NOW);
-        ledger.lapse(NOW + (UNHEARD - Duration::from_secs(1)));
+        assert!(ledger.set_reservations(both.clone()));
+        let free = |ledger: &Ledger| {
+            ["GPU-a", "GPU-b"].map(|uuid| gpu_amount(ledger, uuid, |gpu| gpu.free.0))
+        };
+        ledger.suspend_unclaimed_reservations(NOW);
+        ledger.suspend_unclaimed_reservations(NOW + (UNCLAIMED_TIMEOUT - Duration::from_secs(1)));
         assert_eq!(free(&ledger), [0, 0]);
-        ledger.lapse(NOW + UNHEARD);
+        ledger.suspend_unclaimed_reservations(NOW + UNCLAIMED_TIMEOUT);
         assert_eq!(free(&ledger), [0, 8]);
         // Repeated orders change nothing, and the pod has its GPU once it comes.
-        assert!(!ledger.reserve(both));
+        assert!(!ledger.set_reservations(both));
         assert_eq!(free(&ledger), [0, 8]);
         assert!(matches!(
             start(&mut ledger, "unheard", 10, 8),
-            Answer::Bound(_)
+            BindOutcome::Bound(_)
         ));
-        ledger.lapse(NOW + UNHEARD);
-        assert_eq!(gpu(&ledger, "GPU-b", |gpu| gpu.bound.0), 8);
-        assert!(ledger.unheard.is_empty());
+        ledger.suspend_unclaimed_reservations(NOW + UNCLAIMED_TIMEOUT);
+        assert_eq!(gpu_amount(&ledger, "GPU-b", |gpu| gpu.bound.0), 8);
+        assert!(ledger.unclaimed.is_empty());
     }
 
     #[test]
-    fn a_gpu_that_fails_or_is_not_there_is_held_for_nobody() {
+    fn failed_or_missing_gpu_is_reserved_for_no_pod() {
         let mut ledger = ledger();
-        hold(&mut ledger, "GPU-a", "owner", 8);
+        reserve_for(&mut ledger, "GPU-a", "owner", 8);
         let held = |ledger: &Ledger| {
             let gpus = ledger.view(NOW).gpus;
-            gpus.into_iter().filter_map(|gpu| gpu.held_for).count()
+            gpus.into_iter().filter_map(|gpu| gpu.reserved_for).count()
         };
         assert_eq!(held(&ledger), 1);
         ledger.set_gpus([Gpu {
@@ -232,7 +255,7 @@ mod tests {
             health: Health::Unhealthy,
         }]);
         assert_eq!(held(&ledger), 0);
-        hold(&mut ledger, "GPU-x", "owner", 8);
+        reserve_for(&mut ledger, "GPU-x", "owner", 8);
         assert_eq!(held(&ledger), 0);
     }
 }

@@ -14,17 +14,17 @@ use crate::units::{GpuUuid, PodUid};
 
 /// The GPUs that namespaces may share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Sharing {
+pub(super) struct NamespaceIsolation {
     /// The GPUs that pods of several namespaces may share; all GPUs where this is none.
-    pub(super) cleared: Option<BTreeSet<GpuUuid>>,
+    pub(super) shareable: Option<BTreeSet<GpuUuid>>,
     /// The part that the checkpoint keeps.
-    pub(super) past: Past,
+    pub(super) past_tenants: PastTenants,
 }
 
 /// The namespaces whose pods had memory of each GPU in this boot.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct Past {
+pub(super) struct PastTenants {
     /// The namespaces of pods, where known.
     namespaces: BTreeMap<PodUid, String>,
     tenants: BTreeMap<GpuUuid, Tenants>,
@@ -40,18 +40,18 @@ enum Tenants {
     Several,
 }
 
-impl Past {
+impl PastTenants {
     /// The past of GPUs of unknown tenants.
-    pub(super) fn unknown<'a>(gpus: impl IntoIterator<Item = &'a GpuUuid>) -> Past {
+    pub(super) fn unknown<'a>(gpus: impl IntoIterator<Item = &'a GpuUuid>) -> PastTenants {
         let several = |gpu: &GpuUuid| (gpu.clone(), Tenants::Several);
-        Past {
+        PastTenants {
             namespaces: BTreeMap::new(),
             tenants: gpus.into_iter().map(several).collect(),
         }
     }
 
     /// Notes that the pod has memory of the GPU.
-    pub(super) fn note(&mut self, gpu: &GpuUuid, pod: &PodUid) {
+    pub(super) fn record(&mut self, gpu: &GpuUuid, pod: &PodUid) {
         let tenants = match (self.namespaces.get(pod), self.tenants.get(gpu)) {
             (Some(namespace), None) => Tenants::One(namespace.clone()),
             (Some(namespace), Some(Tenants::One(other))) if namespace == other => return,
@@ -60,7 +60,7 @@ impl Past {
         self.tenants.insert(gpu.clone(), tenants);
     }
 
-    fn is_of(&self, gpu: &GpuUuid, pod: &PodUid) -> bool {
+    fn is_tenant(&self, gpu: &GpuUuid, pod: &PodUid) -> bool {
         match (self.namespaces.get(pod), self.tenants.get(gpu)) {
             (Some(_), None) => true,
             (Some(namespace), Some(Tenants::One(tenant))) => namespace == tenant,
@@ -69,76 +69,77 @@ impl Past {
     }
 }
 
-impl Sharing {
+impl NamespaceIsolation {
     /// Whether the pod may have memory of the GPU.
-    pub(super) fn is_open(&self, gpu: &GpuUuid, pod: &PodUid) -> bool {
-        let cleared = self.cleared.as_ref();
-        cleared.is_none_or(|cleared| cleared.contains(gpu)) || self.past.is_of(gpu, pod)
+    pub(super) fn may_use(&self, gpu: &GpuUuid, pod: &PodUid) -> bool {
+        let cleared = self.shareable.as_ref();
+        cleared.is_none_or(|cleared| cleared.contains(gpu)) || self.past_tenants.is_tenant(gpu, pod)
     }
 }
 
 impl Ledger {
     /// Replaces the GPUs that pods of several namespaces may share. True where this changed them.
-    pub fn set_cleared(&mut self, cleared: BTreeSet<GpuUuid>) -> bool {
+    pub fn set_shareable_gpus(&mut self, cleared: BTreeSet<GpuUuid>) -> bool {
         let cleared = Some(cleared);
-        let news = self.sharing.cleared != cleared;
-        self.sharing.cleared = cleared;
+        let news = self.isolation.shareable != cleared;
+        self.isolation.shareable = cleared;
         news
     }
 
     /// Notes the namespace of a pod that is about to start.
     pub fn set_namespace(&mut self, pod: &PodUid, namespace: &str) {
         let pods: BTreeSet<PodUid> = self.pods().into_iter().cloned().collect();
-        let namespaces = &mut self.sharing.past.namespaces;
+        let namespaces = &mut self.isolation.past_tenants.namespaces;
         namespaces.retain(|known, _| pods.contains(known));
         namespaces.insert(pod.clone(), namespace.to_owned());
     }
 
     /// Forgets whose pods had memory of a GPU.
-    pub fn forget_tenants(&mut self, gpu: &GpuUuid) {
-        let tenants = &mut self.sharing.past.tenants;
+    pub fn mark_tenants_unknown(&mut self, gpu: &GpuUuid) {
+        let tenants = &mut self.isolation.past_tenants.tenants;
         tenants.insert(gpu.clone(), Tenants::Several);
     }
 
     /// Notes that the pod has this memory.
-    pub(super) fn note_tenant(&mut self, pod: &PodUid, placement: &Placement) {
+    pub(super) fn record_tenant(&mut self, pod: &PodUid, placement: &Placement) {
         if let Placement::Device(shares) = placement {
             for share in shares {
-                self.sharing.past.note(&share.gpu, pod);
+                self.isolation.past_tenants.record(&share.gpu, pod);
             }
         }
     }
 
     /// A healthy GPU that is closed to the claim's pod, whatever is free there.
-    pub fn barred(&self, claim: ClaimId) -> Option<&GpuUuid> {
+    pub fn closed_gpu(&self, claim: ClaimId) -> Option<&GpuUuid> {
         let pod = &self.claims.get(&claim)?.pod;
         let mut gpus = self.gpus.iter();
-        let barred = gpus
-            .find(|(uuid, gpu)| gpu.health == Health::Healthy && !self.sharing.is_open(uuid, pod));
+        let barred = gpus.find(|(uuid, gpu)| {
+            gpu.health == Health::Healthy && !self.isolation.may_use(uuid, pod)
+        });
         barred.map(|(uuid, _)| uuid)
     }
 
     /// Whether every pod may have memory of every GPU.
-    pub(super) fn is_shared(&self) -> bool {
-        let cleared = self.sharing.cleared.as_ref();
+    pub(super) fn are_all_gpus_shareable(&self) -> bool {
+        let cleared = self.isolation.shareable.as_ref();
         cleared.is_none_or(|cleared| self.gpus.keys().all(|gpu| cleared.contains(gpu)))
     }
 
     /// The GPUs as bins; those that are closed to the pod have no room.
-    pub(super) fn open_to(&self, pod: &PodUid, bins: &[Bin]) -> Vec<Bin> {
-        open(&self.sharing, self.gpus.keys(), pod, bins)
+    pub(super) fn bins_open_to(&self, pod: &PodUid, bins: &[Bin]) -> Vec<Bin> {
+        without_closed_bins(&self.isolation, self.gpus.keys(), pod, bins)
     }
 
     /// The binder's plan where some GPUs are closed to some pods: each claim is placed by itself,
     /// among the GPUs that are open to it by then.
-    pub(super) fn plan_apart(
+    pub(super) fn plan_isolated(
         &self,
         mut bins: Vec<Bin>,
         reserved: &[u32],
         queue: &[ClaimId],
     ) -> Plan {
         let uuids: Vec<&GpuUuid> = self.gpus.keys().collect();
-        let mut sharing = self.sharing.clone();
+        let mut sharing = self.isolation.clone();
         let (mut places, mut waits) = (Vec::with_capacity(queue.len()), false);
         let mut kept: Vec<u32> = bins
             .iter()
@@ -147,15 +148,15 @@ impl Ledger {
             .collect();
         for id in queue {
             let claim = &self.claims[id];
-            let want = self.want_of(claim);
-            let has_own = want.reserved.is_some();
-            let open = open(&sharing, self.gpus.keys(), &claim.pod, &bins);
+            let want = self.request_of(claim);
+            let has_own = want.reserved_bin.is_some();
+            let open = without_closed_bins(&sharing, self.gpus.keys(), &claim.pod, &bins);
             let mut step = binder::plan(&open, &kept, std::slice::from_ref(&want));
             let place = step.places.pop().flatten();
             // Only the first claim that waits gets a reservation.
             if place.is_some() || !(waits || has_own) {
                 waits |= place.is_none();
-                let news = open.iter().zip(step.kept).enumerate();
+                let news = open.iter().zip(step.set_aside).enumerate();
                 for (index, (_, step)) in news.filter(|(_, (bin, _))| bin.capacity > 0) {
                     kept[index] = step;
                 }
@@ -164,24 +165,27 @@ impl Ledger {
                 let taken = place.as_ref().map_or(0, |place| want.taken(place, index));
                 if taken > 0 {
                     bin.free = bin.free.saturating_sub(taken);
-                    sharing.past.note(uuids[index], &claim.pod);
+                    sharing.past_tenants.record(uuids[index], &claim.pod);
                 }
             }
             places.push(place);
         }
-        Plan { places, kept }
+        Plan {
+            places,
+            set_aside: kept,
+        }
     }
 }
 
-fn open<'a>(
-    sharing: &Sharing,
+fn without_closed_bins<'a>(
+    sharing: &NamespaceIsolation,
     gpus: impl Iterator<Item = &'a GpuUuid>,
     pod: &PodUid,
     bins: &[Bin],
 ) -> Vec<Bin> {
     let mut bins = bins.to_vec();
     for (gpu, bin) in gpus.zip(&mut bins) {
-        if !sharing.is_open(gpu, pod) {
+        if !sharing.may_use(gpu, pod) {
             (bin.capacity, bin.free) = (0, 0);
         }
     }
@@ -193,10 +197,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::units::{AllocationId, Quanta, Quantum, Resource, TokenSet};
-    use crate::{Answer, Gpu, Moment, Shape, Start};
+    use crate::units::{AllocationId, DeviceIdSet, Quanta, Quantum, Resource};
+    use crate::{BindOutcome, BindRequest, BootTime, Gpu, GpuSpread};
 
-    const NOW: Moment = Moment(0);
+    const NOW: BootTime = BootTime(0);
 
     /// Two GPUs of 8 quanta, neither of them seen to be cleared.
     fn ledger() -> Ledger {
@@ -206,33 +210,33 @@ mod tests {
             capacity: Quanta(8),
             health: Health::Healthy,
         }));
-        ledger.set_cleared(BTreeSet::new());
+        ledger.set_shareable_gpus(BTreeSet::new());
         ledger
     }
 
-    fn cleared(gpus: &[&str]) -> BTreeSet<GpuUuid> {
+    fn gpu_set(gpus: &[&str]) -> BTreeSet<GpuUuid> {
         gpus.iter().map(|gpu| gpu.parse().unwrap()).collect()
     }
 
     /// A pod of a namespace starts; its name begins with the namespace's.
-    fn start(ledger: &mut Ledger, pod: &str, first: u16, quanta: u16) -> Answer {
+    fn start(ledger: &mut Ledger, pod: &str, first: u16, quanta: u16) -> BindOutcome {
         let uid: PodUid = pod.parse().unwrap();
         if let Some((namespace, _)) = pod.split_once('-') {
             ledger.set_namespace(&uid, namespace);
         }
-        let tokens = TokenSet::from_indexes(first..first + quanta).unwrap();
+        let tokens = DeviceIdSet::from_indexes(first..first + quanta).unwrap();
         let resource = Resource::DeviceMemory;
         let id = AllocationId::from_bits(first.into());
-        ledger.book(id, resource, tokens.clone(), NOW);
-        let start = Start {
+        ledger.add_pending(id, resource, tokens.clone(), NOW);
+        let start = BindRequest {
             resource,
-            tokens,
+            device_ids: tokens,
             containers: Vec::new(),
             pod: uid,
-            shape: Shape::default(),
+            spread: GpuSpread::default(),
             priority: Default::default(),
         };
-        ledger.start(start, NOW).unwrap().answer
+        ledger.bind(start, NOW).unwrap().outcome
     }
 
     /// The GPUs on which a pod has memory.
@@ -245,19 +249,19 @@ mod tests {
     }
 
     #[test]
-    fn unscrubbed_gpu_is_its_first_namespaces_for_good() {
+    fn unscrubbed_gpu_stays_with_its_first_namespace() {
         let mut ledger = ledger();
         assert!(matches!(
             start(&mut ledger, "one-a", 0, 4),
-            Answer::Bound(_)
+            BindOutcome::Bound(_)
         ));
         // The fuller GPU would fit best.
         assert!(matches!(
             start(&mut ledger, "two-a", 10, 4),
-            Answer::Bound(_)
+            BindOutcome::Bound(_)
         ));
         assert_eq!(gpus_of(&ledger, "two-a"), ["GPU-b"]);
-        let Answer::Wait(ticket, reason) = start(&mut ledger, "three-a", 20, 2) else {
+        let BindOutcome::Queued(ticket, reason) = start(&mut ledger, "three-a", 20, 2) else {
             panic!("bound")
         };
         let text = reason.to_string();
@@ -266,25 +270,25 @@ mod tests {
             "{text}"
         );
         assert_eq!(
-            ledger.barred(ticket.claim).map(GpuUuid::as_str),
+            ledger.closed_gpu(ticket.claim).map(GpuUuid::as_str),
             Some("GPU-a")
         );
         assert!(matches!(
             start(&mut ledger, "one-b", 30, 4),
-            Answer::Bound(_)
+            BindOutcome::Bound(_)
         ));
         assert_eq!(gpus_of(&ledger, "one-b"), ["GPU-a"]);
         // What ended pods left is there still, after the agent's restart too.
-        ledger.pod_gone(&"two-a".parse().unwrap());
+        ledger.release_pod(&"two-a".parse().unwrap());
         let mut ledger = Ledger::restore(ledger.snapshot(), Quantum::Gib1, NOW).unwrap();
-        ledger.set_cleared(BTreeSet::new());
+        ledger.set_shareable_gpus(BTreeSet::new());
         assert!(ledger.advance(NOW).is_empty());
         assert!(matches!(
             start(&mut ledger, "three-a", 20, 2),
-            Answer::Wait(..)
+            BindOutcome::Queued(..)
         ));
         assert!(ledger.advance(NOW).is_empty());
-        assert!(ledger.set_cleared(cleared(&["GPU-b"])));
+        assert!(ledger.set_shareable_gpus(gpu_set(&["GPU-b"])));
         assert_eq!(ledger.advance(NOW).len(), 1);
         assert_eq!(gpus_of(&ledger, "three-a"), ["GPU-b"]);
     }
@@ -294,38 +298,41 @@ mod tests {
         let mut ledger = ledger();
         assert!(matches!(
             start(&mut ledger, "nameless", 0, 4),
-            Answer::Wait(..)
+            BindOutcome::Queued(..)
         ));
-        ledger.set_cleared(cleared(&["GPU-b"]));
+        ledger.set_shareable_gpus(gpu_set(&["GPU-b"]));
         assert_eq!(ledger.advance(NOW).len(), 1);
         assert_eq!(gpus_of(&ledger, "nameless"), ["GPU-b"]);
         // From here on the past tenants are unknown, should the driver turn out not to clear
         // memory.
-        ledger.set_cleared(BTreeSet::new());
+        ledger.set_shareable_gpus(BTreeSet::new());
         assert!(matches!(
             start(&mut ledger, "one-a", 10, 4),
-            Answer::Bound(_)
+            BindOutcome::Bound(_)
         ));
         assert_eq!(gpus_of(&ledger, "one-a"), ["GPU-a"]);
     }
 
     #[test]
-    fn past_of_an_older_agent_or_a_lost_one_is_everybodys() {
+    fn missing_tenant_history_closes_unscrubbed_gpus() {
         let mut first = ledger();
-        assert!(matches!(start(&mut first, "one-a", 0, 4), Answer::Bound(_)));
+        assert!(matches!(
+            start(&mut first, "one-a", 0, 4),
+            BindOutcome::Bound(_)
+        ));
         let mut older = serde_json::to_value(first.snapshot()).unwrap();
         older.as_object_mut().unwrap().remove("past");
         let older = serde_json::from_value(older).unwrap();
         let mut lost = ledger();
-        for gpu in cleared(&["GPU-a", "GPU-b"]) {
-            lost.forget_tenants(&gpu);
+        for gpu in gpu_set(&["GPU-a", "GPU-b"]) {
+            lost.mark_tenants_unknown(&gpu);
         }
         let restored = Ledger::restore(older, Quantum::Gib1, NOW).unwrap();
         for mut ledger in [restored, lost] {
-            ledger.set_cleared(BTreeSet::new());
+            ledger.set_shareable_gpus(BTreeSet::new());
             assert!(matches!(
                 start(&mut ledger, "one-b", 10, 2),
-                Answer::Wait(..)
+                BindOutcome::Queued(..)
             ));
         }
     }
@@ -336,19 +343,19 @@ mod tests {
             steps in proptest::collection::vec((0..3_usize, 1..9_u16, 0..4_u8), 1..40),
         ) {
             let mut ledger = ledger();
-            ledger.set_cleared(cleared(&["GPU-b"]));
+            ledger.set_shareable_gpus(gpu_set(&["GPU-b"]));
             let (mut tenants, mut pods) = (BTreeSet::new(), Vec::<String>::new());
             for (number, (namespace, quanta, what)) in steps.into_iter().enumerate() {
                 let pod = format!("{}-{number}", ["one", "two", "three"][namespace]);
                 match what {
                     0 if !pods.is_empty() => {
                         let gone = pods.remove(number % pods.len());
-                        ledger.pod_gone(&gone.parse().unwrap());
+                        ledger.release_pod(&gone.parse().unwrap());
                     }
                     1 => {
                         let snapshot = ledger.snapshot();
                         ledger = Ledger::restore(snapshot, Quantum::Gib1, NOW).unwrap();
-                        ledger.set_cleared(cleared(&["GPU-b"]));
+                        ledger.set_shareable_gpus(gpu_set(&["GPU-b"]));
                     }
                     _ => {
                         let _ = start(&mut ledger, &pod, 10 * number as u16, quanta);

@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::claim::{Booking, Call, Claim, State};
-use super::leaked::Leaked;
+use super::claim::{Call, Claim, PendingAllocation, State};
+use super::leaked::Unreclaimed;
 use super::reserved::Reserved;
-use super::sharing::{Past, Sharing};
-use super::time::Moment;
-use super::together::Together;
+use super::sharing::{NamespaceIsolation, PastTenants};
+use super::time::BootTime;
+use super::together::PodGroup;
 use super::types::{ClaimId, Placement};
 use super::{GpuState, Ledger};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Quantum, Resource};
@@ -22,22 +22,22 @@ pub struct Snapshot {
     quantum: Quantum,
     gpus: Vec<(GpuUuid, GpuState)>,
     managed: Quanta,
-    bookings: Vec<(AllocationId, Booking)>,
+    pending: Vec<(AllocationId, PendingAllocation)>,
     claims: Vec<(ClaimId, Claim)>,
     #[serde(default)]
-    leaked: Vec<(GpuUuid, Leaked)>,
+    unreclaimed: Vec<(GpuUuid, Unreclaimed)>,
     #[serde(default)]
-    reserved: Vec<(GpuUuid, Reserved)>,
+    reservations: Vec<(GpuUuid, Reserved)>,
     #[serde(default)]
-    kept: super::kept::Kept,
+    orphaned_leases: super::kept::OrphanedLeases,
     /// None of an agent that shared all GPUs.
     #[serde(default)]
-    past: Option<Past>,
+    past: Option<PastTenants>,
     #[serde(default)]
     withheld: BTreeMap<GpuUuid, Bytes>,
     #[serde(default)]
-    together: BTreeMap<PodUid, Together>,
-    next: u64,
+    pod_groups: BTreeMap<PodUid, PodGroup>,
+    next_id: u64,
 }
 
 /// The reason why a snapshot is refused; the agent then rebuilds from the node's state.
@@ -45,7 +45,7 @@ pub struct Snapshot {
 pub enum RestoreError {
     /// The configured quantum has changed, so that device ids mean other amounts.
     #[error("snapshot counts in {found}, this node in {expected}")]
-    Quantum {
+    QuantumChanged {
         /// The quantum of the snapshot.
         found: Quantum,
         /// The quantum of the node.
@@ -53,15 +53,15 @@ pub enum RestoreError {
     },
     /// An allocation occurs twice.
     #[error("allocation {0} occurs twice")]
-    Twice(AllocationId),
+    DuplicateAllocation(AllocationId),
     /// A claim without an allocation, with a placement of the other resource or of nothing, or with
     /// a number that is still to be given.
     #[error("claim of pod {pod} on tokens {tokens} contradicts itself")]
-    Claim {
+    InconsistentClaim {
         /// The claim's pod.
         pod: crate::units::PodUid,
         /// The claim's tokens.
-        tokens: crate::units::TokenSet,
+        tokens: crate::units::DeviceIdSet,
     },
 }
 
@@ -72,30 +72,30 @@ impl Ledger {
             quantum,
             gpus,
             managed,
-            bookings,
+            pending: bookings,
             claims,
-            leaked,
-            reserved,
-            unheard: _,
-            kept,
-            sharing,
+            unreclaimed: leaked,
+            reservations: reserved,
+            unclaimed: _,
+            orphaned_leases: kept,
+            isolation: sharing,
             withheld,
-            together,
-            next,
+            pod_groups: together,
+            next_id: next,
         } = self.clone();
         Snapshot {
             quantum,
             gpus: gpus.into_iter().collect(),
             managed,
-            bookings: bookings.into_iter().collect(),
+            pending: bookings.into_iter().collect(),
             claims: claims.into_iter().collect(),
-            leaked: leaked.into_iter().collect(),
-            reserved: reserved.into_iter().collect(),
-            kept,
-            past: Some(sharing.past),
+            unreclaimed: leaked.into_iter().collect(),
+            reservations: reserved.into_iter().collect(),
+            orphaned_leases: kept,
+            past: Some(sharing.past_tenants),
             withheld,
-            together,
-            next,
+            pod_groups: together,
+            next_id: next,
         }
     }
 
@@ -106,86 +106,86 @@ impl Ledger {
     pub fn restore(
         snapshot: Snapshot,
         quantum: Quantum,
-        now: Moment,
+        now: BootTime,
     ) -> Result<Self, RestoreError> {
-        check(&snapshot, quantum)?;
+        validate(&snapshot, quantum)?;
         let Snapshot {
             quantum,
             gpus,
             managed,
-            bookings,
+            pending: bookings,
             mut claims,
-            leaked,
-            reserved,
-            kept,
+            unreclaimed: leaked,
+            reservations: reserved,
+            orphaned_leases: kept,
             past,
             withheld,
-            together,
-            next,
+            pod_groups: together,
+            next_id: next,
         } = snapshot;
-        let past = past.unwrap_or_else(|| Past::unknown(gpus.iter().map(|(gpu, _)| gpu)));
+        let past = past.unwrap_or_else(|| PastTenants::unknown(gpus.iter().map(|(gpu, _)| gpu)));
         for (_, claim) in &mut claims {
-            if let State::Waiting { call, .. } = &mut claim.state
+            if let State::Queued { call, .. } = &mut claim.state
                 && matches!(call, Call::Open { .. })
             {
-                *call = Call::Away { since: now };
+                *call = Call::Ended { since: now };
             }
         }
         Ok(Self {
             quantum,
             gpus: gpus.into_iter().collect(),
             managed,
-            bookings: bookings.into_iter().collect(),
+            pending: bookings.into_iter().collect(),
             claims: claims.into_iter().collect(),
-            leaked: leaked.into_iter().collect(),
-            reserved: reserved.into_iter().collect(),
-            unheard: Default::default(),
-            kept,
-            sharing: Sharing {
-                cleared: None,
-                past,
+            unreclaimed: leaked.into_iter().collect(),
+            reservations: reserved.into_iter().collect(),
+            unclaimed: Default::default(),
+            orphaned_leases: kept,
+            isolation: NamespaceIsolation {
+                shareable: None,
+                past_tenants: past,
             },
             withheld,
-            together,
-            next,
+            pod_groups: together,
+            next_id: next,
         })
     }
 }
 
-fn check(snapshot: &Snapshot, expected: Quantum) -> Result<(), RestoreError> {
+fn validate(snapshot: &Snapshot, expected: Quantum) -> Result<(), RestoreError> {
     if snapshot.quantum != expected {
-        return Err(RestoreError::Quantum {
+        return Err(RestoreError::QuantumChanged {
             found: snapshot.quantum,
             expected,
         });
     }
     let mut seen = BTreeSet::new();
-    let booked = snapshot.bookings.iter().map(|(id, _)| id);
+    let booked = snapshot.pending.iter().map(|(id, _)| id);
     let claimed = snapshot
         .claims
         .iter()
         .flat_map(|(_, claim)| &claim.allocations);
     for &id in booked.chain(claimed) {
         if !seen.insert(id) {
-            return Err(RestoreError::Twice(id));
+            return Err(RestoreError::DuplicateAllocation(id));
         }
     }
     match snapshot
         .claims
         .iter()
-        .find(|(number, claim)| number.0 >= snapshot.next || !is_sound(claim))
+        .find(|(number, claim)| number.0 >= snapshot.next_id || !is_consistent(claim))
     {
         None => Ok(()),
-        Some((_, claim)) => Err(RestoreError::Claim {
+        Some((_, claim)) => Err(RestoreError::InconsistentClaim {
             pod: claim.pod.clone(),
-            tokens: claim.tokens.clone(),
+            tokens: claim.device_ids.clone(),
         }),
     }
 }
 
 /// A placement need not have the size of its device ids: one restored from a CDI file may be of
 /// another quantum's time.
-fn is_sound(claim: &Claim) -> bool {
+fn is_consistent(claim: &Claim) -> bool {
     let placed = match (claim.placement(), claim.resource) {
         (None, _) | (Some(Placement::Managed(_)), Resource::ManagedMemory) => true,
         (Some(Placement::Device(shares)), Resource::DeviceMemory) => {

@@ -1,10 +1,10 @@
 //! Binds the claim of a container that starts, or puts it into the queue.
 
 use super::Ledger;
-use super::claim::{Call, Claim, State, Want};
-use super::time::Moment;
-use super::types::{Answer, ClaimId, Start, StartError, Started, Ticket};
-use crate::units::{AllocationId, PodUid, Resource, TokenSet};
+use super::claim::{Call, Claim, QueuedRequest, State};
+use super::time::BootTime;
+use super::types::{BindError, BindOutcome, BindRequest, BindResponse, ClaimId, WaitHandle};
+use crate::units::{AllocationId, DeviceIdSet, PodUid, Resource};
 
 impl Ledger {
     /// Answers `PreStartContainer`: returns the claim's binding, binds it now, or puts it into the
@@ -17,66 +17,72 @@ impl Ledger {
     ///
     /// # Errors
     /// [`StartError::NotBooked`]; nothing has changed then.
-    pub fn start(&mut self, start: Start, now: Moment) -> Result<Started, StartError> {
-        let Start {
+    pub fn bind(&mut self, start: BindRequest, now: BootTime) -> Result<BindResponse, BindError> {
+        let BindRequest {
             resource,
-            tokens,
+            device_ids: tokens,
             containers,
             pod,
-            shape,
+            spread: shape,
             priority,
         } = start;
         let arrival = self.arrival_of(&pod);
         let (id, mut claim) = self.take_claim(resource, tokens, pod)?;
         let placement = claim.placement().cloned();
         if resource == Resource::DeviceMemory && placement.is_none() {
-            self.gather(&claim.pod, &claim.tokens, containers);
+            self.register_containers(&claim.pod, &claim.device_ids, containers);
         }
         let ended = self.end_overlapping(&claim);
-        let call = self.number();
+        let call = self.next_id();
         if claim.state == State::Idle {
             claim.arrival = arrival.unwrap_or(call);
         }
-        if let Some(placement) = placement.or_else(|| self.held_place(&claim)) {
+        if let Some(placement) = placement.or_else(|| self.planned_placement(&claim)) {
             claim.state = State::Bound {
                 placement: placement.clone(),
             };
-            let answer = Answer::Bound(claim.binding(id, placement));
+            let answer = BindOutcome::Bound(claim.binding(id, placement));
             self.claims.insert(id, claim);
-            return Ok(Started { answer, ended });
+            return Ok(BindResponse {
+                outcome: answer,
+                ended,
+            });
         }
         let queued = match claim.state {
-            State::Waiting { want, .. } => want.queued,
-            State::Idle | State::Held { .. } | State::Bound { .. } => now,
+            State::Queued { want, .. } => want.queued_at,
+            State::Idle | State::AwaitingRetry { .. } | State::Bound { .. } => now,
         };
-        let want = Want {
-            shape,
+        let want = QueuedRequest {
+            spread: shape,
             priority,
-            queued,
+            queued_at: queued,
         };
-        claim.state = State::Waiting {
+        claim.state = State::Queued {
             want,
             call: Call::Open { number: call },
         };
         self.claims.insert(id, claim);
         let answer = match self.bind_if_due(id, now) {
-            Some(binding) => Answer::Bound(binding),
-            None => Answer::Wait(Ticket { claim: id, call }, self.wait_reason(id, now)),
+            Some(binding) => BindOutcome::Bound(binding),
+            None => BindOutcome::Queued(WaitHandle { claim: id, call }, self.wait_reason(id, now)),
         };
-        Ok(Started { answer, ended })
+        Ok(BindResponse {
+            outcome: answer,
+            ended,
+        })
     }
 
     /// Notes that this call ended without a binding. The claim keeps its place for
-    /// [`SENIORITY`](super::SENIORITY). Nothing happens if the claim was bound or called again.
-    pub fn stop_waiting(&mut self, ticket: Ticket, now: Moment) {
+    /// [`RETRY_DEADLINE`](super::SENIORITY). Nothing happens if the claim was bound or called again.
+    pub fn stop_waiting(&mut self, ticket: WaitHandle, now: BootTime) {
         if let Some(claim) = self.claims.get_mut(&ticket.claim)
-            && let State::Waiting { call, .. } = &mut claim.state
+            && let State::Queued { call, .. } = &mut claim.state
             && *call
                 == (Call::Open {
                     number: ticket.call,
                 })
         {
-            *call = Call::Away { since: now };
+            *call = Call::Ended { since: now };
         }
     }
 
@@ -94,19 +100,19 @@ impl Ledger {
     fn take_claim(
         &mut self,
         resource: Resource,
-        tokens: TokenSet,
+        tokens: DeviceIdSet,
         pod: PodUid,
-    ) -> Result<(ClaimId, Claim), StartError> {
-        let booked = self.take_bookings(resource, &tokens);
+    ) -> Result<(ClaimId, Claim), BindError> {
+        let booked = self.take_pending(resource, &tokens);
         let known = self
-            .claim_of(&pod, resource, &tokens)
+            .find_claim(&pod, resource, &tokens)
             .and_then(|id| self.claims.remove_entry(&id));
         match known {
             Some((id, mut claim)) => {
                 claim.allocations.extend(booked);
                 Ok((id, claim))
             }
-            None if booked.is_empty() => Err(StartError::NotBooked {
+            None if booked.is_empty() => Err(BindError::UnknownAllocation {
                 resource,
                 tokens,
                 pod,
@@ -115,24 +121,24 @@ impl Ledger {
                 let claim = Claim {
                     pod,
                     resource,
-                    tokens,
+                    device_ids: tokens,
                     allocations: booked,
-                    arrival: self.next,
+                    arrival: self.next_id,
                     state: State::Idle,
                 };
-                Ok((ClaimId(self.number()), claim))
+                Ok((ClaimId(self.next_id()), claim))
             }
         }
     }
 
     /// Removes the pending allocations of exactly these device ids, oldest first.
-    fn take_bookings(&mut self, resource: Resource, tokens: &TokenSet) -> Vec<AllocationId> {
+    fn take_pending(&mut self, resource: Resource, tokens: &DeviceIdSet) -> Vec<AllocationId> {
         let taken = self
-            .bookings
+            .pending
             .extract_if(.., |_, booking| {
-                booking.resource == resource && booking.tokens == *tokens
+                booking.resource == resource && booking.device_ids == *tokens
             })
-            .map(|(id, booking)| (booking.at, id));
+            .map(|(id, booking)| (booking.allocated_at, id));
         let mut taken: Vec<_> = taken.collect();
         taken.sort_unstable();
         taken.into_iter().map(|(_, id)| id).collect()

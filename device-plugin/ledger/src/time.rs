@@ -11,16 +11,16 @@ use serde::{Deserialize, Serialize};
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 #[serde(transparent)]
-pub struct Moment(pub u64);
+pub struct BootTime(pub u64);
 
-impl Moment {
+impl BootTime {
     /// The time since `earlier`; zero where that is not earlier.
     pub const fn since(self, earlier: Self) -> Duration {
         Duration::from_millis(self.0.saturating_sub(earlier.0))
     }
 }
 
-impl Add<Duration> for Moment {
+impl Add<Duration> for BootTime {
     type Output = Self;
 
     fn add(self, span: Duration) -> Self {

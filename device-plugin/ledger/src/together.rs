@@ -14,28 +14,28 @@ use super::Ledger;
 use super::binder::{self, Part};
 use super::claim::{Claim, State};
 use super::types::{ClaimId, Health, Placement, Share};
-use crate::units::{GpuUuid, PodUid, Quanta, Resource, TokenSet};
+use crate::units::{DeviceIdSet, GpuUuid, PodUid, Quanta, Resource};
 
 /// The most containers that are placed together; those of a larger pod are placed one by one.
-const MOST: usize = 16;
+const MAX_CONTAINERS: usize = 16;
 
 /// The most steps of the search for containers that may live at the same time.
-const TRIES: u32 = 1_000;
+const MAX_STEPS: u32 = 1_000;
 
 /// A pod whose containers are placed together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct Together {
+pub(super) struct PodGroup {
     /// The device ids of its containers, each set once.
-    containers: Vec<TokenSet>,
+    containers: Vec<DeviceIdSet>,
     /// The places of the containers that were placed together.
-    places: Vec<(TokenSet, Vec<Share>)>,
+    places: Vec<(DeviceIdSet, Vec<Share>)>,
     /// The most memory of each GPU that containers have at the same time with these places.
     peak: BTreeMap<GpuUuid, Quanta>,
 }
 
-impl Together {
-    fn give_up_places(&mut self) {
+impl PodGroup {
+    fn drop_places(&mut self) {
         self.places.clear();
         self.peak.clear();
     }
@@ -43,41 +43,48 @@ impl Together {
 
 impl Ledger {
     /// Notes the pod's containers. Places for other containers are given up.
-    pub(super) fn gather(&mut self, pod: &PodUid, started: &TokenSet, containers: Vec<TokenSet>) {
+    pub(super) fn register_containers(
+        &mut self,
+        pod: &PodUid,
+        started: &DeviceIdSet,
+        containers: Vec<DeviceIdSet>,
+    ) {
         let mut containers = containers;
         containers.sort_unstable();
         containers.dedup();
         if containers.len() > 1 {
-            let together = self.together.entry(pod.clone()).or_default();
+            let together = self.pod_groups.entry(pod.clone()).or_default();
             if together.containers != containers {
                 together.containers = containers;
             }
         }
-        if let Some(together) = self.together.get_mut(pod) {
+        if let Some(together) = self.pod_groups.get_mut(pod) {
             let is_placed = together.places.iter().any(|(tokens, _)| tokens == started);
-            let all_there = |(tokens, _): &(TokenSet, _)| together.containers.contains(tokens);
+            let all_there = |(tokens, _): &(DeviceIdSet, _)| together.containers.contains(tokens);
             if !is_placed || !together.places.iter().all(all_there) {
-                together.give_up_places();
+                together.drop_places();
             }
         }
     }
 
     /// Drops pods without a claim.
-    pub(super) fn scatter(&mut self, but: Option<&PodUid>) {
+    pub(super) fn drop_groups_without_claim(&mut self, but: Option<&PodUid>) {
         let claims = &self.claims;
-        self.together
+        self.pod_groups
             .retain(|pod, _| Some(pod) == but || claims.values().any(|claim| claim.pod == *pod));
     }
 
     /// The place that was held for the claim when the pod's containers were placed.
-    pub(super) fn held_place(&self, claim: &Claim) -> Option<Placement> {
+    pub(super) fn planned_placement(&self, claim: &Claim) -> Option<Placement> {
         if claim.resource != Resource::DeviceMemory {
             return None;
         }
-        let places = &self.together.get(&claim.pod)?.places;
-        let (_, shares) = places.iter().find(|(tokens, _)| *tokens == claim.tokens)?;
+        let places = &self.pod_groups.get(&claim.pod)?.places;
+        let (_, shares) = places
+            .iter()
+            .find(|(tokens, _)| *tokens == claim.device_ids)?;
         let is_well = |share: &Share| {
-            self.takes_claims(&share.gpu) && self.sharing.is_open(&share.gpu, &claim.pod)
+            self.is_healthy(&share.gpu) && self.isolation.may_use(&share.gpu, &claim.pod)
         };
         shares
             .iter()
@@ -85,30 +92,30 @@ impl Ledger {
             .then(|| Placement::Device(shares.clone()))
     }
 
-    fn takes_claims(&self, gpu: &GpuUuid) -> bool {
+    fn is_healthy(&self, gpu: &GpuUuid) -> bool {
         let state = self.gpus.get(gpu);
         state.is_some_and(|state| state.health == Health::Healthy)
     }
 
     /// The claim's device ids, then those of its pod's other containers without memory.
-    pub(super) fn placed_with(&self, claim: &Claim) -> Vec<TokenSet> {
-        let mut all = vec![claim.tokens.clone()];
+    pub(super) fn placed_with(&self, claim: &Claim) -> Vec<DeviceIdSet> {
+        let mut all = vec![claim.device_ids.clone()];
         if claim.resource == Resource::DeviceMemory
-            && let Some(together) = self.together.get(&claim.pod)
-            && together.containers.len() <= MOST
+            && let Some(together) = self.pod_groups.get(&claim.pod)
+            && together.containers.len() <= MAX_CONTAINERS
         {
-            let had_turn = |tokens: &TokenSet| {
+            let had_turn = |tokens: &DeviceIdSet| {
                 let mut claims = self.claims.values().filter(|other| other.pod == claim.pod);
                 claims.any(|other| {
                     other.resource == claim.resource
-                        && other.tokens == *tokens
-                        && !matches!(other.state, State::Waiting { .. })
+                        && other.device_ids == *tokens
+                        && !matches!(other.state, State::Queued { .. })
                 })
             };
             let others = together.containers.iter();
             all.extend(
                 others
-                    .filter(|tokens| **tokens != claim.tokens && !had_turn(tokens))
+                    .filter(|tokens| **tokens != claim.device_ids && !had_turn(tokens))
                     .cloned(),
             );
         }
@@ -116,12 +123,12 @@ impl Ledger {
     }
 
     /// The device ids and shares that are bound to the pod, without those of `claim`.
-    fn bound_beside(&self, claim: &Claim) -> Vec<(&TokenSet, &[Share])> {
+    fn other_bindings(&self, claim: &Claim) -> Vec<(&DeviceIdSet, &[Share])> {
         let claims = self.claims.values().filter(|other| other.pod == claim.pod);
         claims
-            .filter(|other| other.tokens != claim.tokens)
+            .filter(|other| other.device_ids != claim.device_ids)
             .filter_map(|other| match other.placement()? {
-                Placement::Device(shares) => Some((&other.tokens, shares.as_slice())),
+                Placement::Device(shares) => Some((&other.device_ids, shares.as_slice())),
                 Placement::Managed(_) => None,
             })
             .collect()
@@ -129,17 +136,17 @@ impl Ledger {
 
     /// Adds what the other containers of the pod need to the claim's request. A claim is placed
     /// alone where a bounded number of sets does not tell the containers apart.
-    pub(super) fn complete(&self, claim: &Claim, want: &mut binder::Want) {
+    pub(super) fn add_other_containers(&self, claim: &Claim, want: &mut binder::Request) {
         let tokens = self.placed_with(claim);
         if tokens.len() == 1 {
             return;
         }
-        let bound = self.bound_beside(claim);
-        let all: Vec<&TokenSet> = tokens
+        let bound = self.other_bindings(claim);
+        let all: Vec<&DeviceIdSet> = tokens
             .iter()
             .chain(bound.iter().map(|(tokens, _)| *tokens))
             .collect();
-        let Some(alive) = living_together(&all) else {
+        let Some(alive) = concurrent_sets(&all) else {
             return;
         };
         let index = |gpu: &GpuUuid| self.gpus.keys().position(|here| here == gpu);
@@ -151,11 +158,16 @@ impl Ledger {
         };
         want.quanta = tokens.iter().map(|tokens| tokens.quanta().0).collect();
         want.bound = bound.iter().map(|(_, shares)| parts(shares)).collect();
-        want.alive = alive;
+        want.concurrent_sets = alive;
     }
 
     /// Notes the places of the claim and of the containers that are placed with it.
-    pub(super) fn hold_places(&mut self, id: ClaimId, want: &binder::Want, places: &[Vec<Part>]) {
+    pub(super) fn record_places(
+        &mut self,
+        id: ClaimId,
+        want: &binder::Request,
+        places: &[Vec<Part>],
+    ) {
         let claim = &self.claims[&id];
         if places.len() < 2 {
             return;
@@ -173,9 +185,9 @@ impl Ledger {
                 .collect()
         };
         for placement in places.iter().map(shares).map(Placement::Device) {
-            self.note_tenant(&pod, &placement);
+            self.record_tenant(&pod, &placement);
         }
-        let together = self.together.entry(pod).or_default();
+        let together = self.pod_groups.entry(pod).or_default();
         together.places = tokens.into_iter().zip(places.iter().map(shares)).collect();
         let peak = |(bin, gpu): (usize, &GpuUuid)| {
             let peak = want.peak(places, bin);
@@ -186,7 +198,7 @@ impl Ledger {
 
     /// The most that each pod's containers, placed together, can have of a GPU at the same time.
     pub(super) fn peaks(&self) -> impl Iterator<Item = (&PodUid, &GpuUuid, Quanta)> {
-        let pods = self.together.iter();
+        let pods = self.pod_groups.iter();
         pods.flat_map(|(pod, together)| {
             together
                 .peak
@@ -196,21 +208,21 @@ impl Ledger {
     }
 
     /// Gives up the places of the pod's containers that have not started.
-    pub(super) fn give_up_places_of(&mut self, pod: &PodUid) {
-        if let Some(together) = self.together.get_mut(pod) {
-            together.give_up_places();
+    pub(super) fn drop_places_of(&mut self, pod: &PodUid) {
+        if let Some(together) = self.pod_groups.get_mut(pod) {
+            together.drop_places();
         }
     }
 
     /// Gives up places on unhealthy GPUs, which are of no use.
-    pub(super) fn give_up_unhealthy_places(&mut self) {
-        let is_bound = |pod: &PodUid, tokens: &TokenSet| {
+    pub(super) fn drop_unhealthy_places(&mut self) {
+        let is_bound = |pod: &PodUid, tokens: &DeviceIdSet| {
             let mut claims = self.claims.values().filter(|claim| claim.pod == *pod);
-            claims.any(|claim| claim.tokens == *tokens && claim.placement().is_some())
+            claims.any(|claim| claim.device_ids == *tokens && claim.placement().is_some())
         };
-        let dead = |share: &Share| !self.takes_claims(&share.gpu);
+        let dead = |share: &Share| !self.is_healthy(&share.gpu);
         let given_up: BTreeSet<PodUid> = self
-            .together
+            .pod_groups
             .iter()
             .filter(|(pod, together)| {
                 let mut places = together.places.iter();
@@ -219,19 +231,19 @@ impl Ledger {
             .map(|(pod, _)| pod.clone())
             .collect();
         for pod in &given_up {
-            self.give_up_places_of(pod);
+            self.drop_places_of(pod);
         }
         let claims = self.claims.values_mut();
         claims
             .filter(|claim| given_up.contains(&claim.pod))
-            .for_each(Claim::queue_again);
+            .for_each(Claim::requeue);
     }
 }
 
 /// The maximal sets of containers that may live at the same time, as no two share a device id. None
 /// where there are too many sets.
-fn living_together(tokens: &[&TokenSet]) -> Option<Vec<u64>> {
-    if tokens.len() > 2 * MOST {
+fn concurrent_sets(tokens: &[&DeviceIdSet]) -> Option<Vec<u64>> {
+    if tokens.len() > 2 * MAX_CONTAINERS {
         return None;
     }
     let apart = |one: usize| {
@@ -241,15 +253,15 @@ fn living_together(tokens: &[&TokenSet]) -> Option<Vec<u64>> {
             .fold(0, |set, other| set | (1_u64 << other))
     };
     let apart: Vec<u64> = (0..tokens.len()).map(apart).collect();
-    let (mut sets, mut tries) = (Vec::new(), TRIES);
+    let (mut sets, mut tries) = (Vec::new(), MAX_STEPS);
     let all = (1 << tokens.len()) - 1;
-    extend(&apart, 0, all, 0, &mut sets, &mut tries)?;
-    (sets.len() <= MOST).then_some(sets)
+    extend_sets(&apart, 0, all, 0, &mut sets, &mut tries)?;
+    (sets.len() <= MAX_CONTAINERS).then_some(sets)
 }
 
 /// The Bron-Kerbosch algorithm with a pivot: extends `set` by all of `more` that go with it,
 /// without those in `done`. None where that takes too many steps.
-fn extend(
+fn extend_sets(
     apart: &[u64],
     set: u64,
     mut more: u64,
@@ -268,7 +280,7 @@ fn extend(
     while left != 0 {
         let next = left.trailing_zeros() as usize;
         let go = apart[next];
-        extend(apart, set | (1 << next), more & go, done & go, sets, tries)?;
+        extend_sets(apart, set | (1 << next), more & go, done & go, sets, tries)?;
         left &= !(1 << next);
         more &= !(1 << next);
         done |= 1 << next;
@@ -281,17 +293,17 @@ mod tests {
     use super::*;
 
     fn sets(containers: &[&[u16]]) -> Option<Vec<u64>> {
-        let tokens: Vec<TokenSet> = containers
+        let tokens: Vec<DeviceIdSet> = containers
             .iter()
-            .map(|tokens| TokenSet::from_indexes(tokens.iter().copied()).unwrap())
+            .map(|tokens| DeviceIdSet::from_indexes(tokens.iter().copied()).unwrap())
             .collect();
-        let mut sets = living_together(&tokens.iter().collect::<Vec<_>>())?;
+        let mut sets = concurrent_sets(&tokens.iter().collect::<Vec<_>>())?;
         sets.sort_unstable();
         Some(sets)
     }
 
     #[test]
-    fn containers_that_share_no_token_may_live_together() {
+    fn containers_without_shared_device_ids_are_concurrent() {
         assert_eq!(sets(&[&[1], &[2], &[3]]), Some(vec![0b111]));
         let init_and_two = sets(&[&[1, 2], &[1], &[2, 3]]);
         assert_eq!(init_and_two, Some(vec![0b001, 0b110]));
@@ -300,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_whose_containers_can_live_in_too_many_ways_is_left_alone() {
+    fn too_many_concurrent_sets_are_not_enumerated() {
         let pairs: Vec<[u16; 1]> = (0..10).flat_map(|n| [[n], [n]]).collect();
         // Distinct sets that overlap in pairs: 2^10 ways.
         let tokens: Vec<Vec<u16>> = pairs

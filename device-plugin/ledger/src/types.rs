@@ -6,8 +6,8 @@ use std::num::NonZeroU16;
 
 use serde::{Deserialize, Serialize};
 
-use super::time::Moment;
-use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Resource, TokenSet};
+use super::time::BootTime;
+use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid, Quanta, Resource};
 
 /// A GPU of the inventory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,12 +42,12 @@ pub struct Priority(pub i32);
 /// A spread grants no memory. A claim that no single GPU can hold is spread in any case, and a
 /// claim never has more GPUs than quanta. Managed memory has none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Shape {
+pub struct GpuSpread {
     /// The number of GPUs.
     pub gpus: NonZeroU16,
 }
 
-impl Default for Shape {
+impl Default for GpuSpread {
     fn default() -> Self {
         Self {
             gpus: NonZeroU16::MIN,
@@ -57,18 +57,18 @@ impl Default for Shape {
 
 /// A call of `PreStartContainer` with the pod that the agent has found.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Start {
+pub struct BindRequest {
     /// The resource of the tokens.
     pub resource: Resource,
     /// The container's device ids, as the kubelet names them.
-    pub tokens: TokenSet,
+    pub device_ids: DeviceIdSet,
     /// The device ids of all containers of the pod, which are placed together; empty where the
     /// kubelet did not tell.
-    pub containers: Vec<TokenSet>,
+    pub containers: Vec<DeviceIdSet>,
     /// The pod of the container.
     pub pod: PodUid,
     /// The requested spread.
-    pub shape: Shape,
+    pub spread: GpuSpread,
     /// The pod's priority.
     pub priority: Priority,
 }
@@ -81,7 +81,7 @@ pub struct ClaimId(pub(super) u64);
 /// A call of `PreStartContainer` that waits. A later call for the same claim makes this one stale,
 /// so that its late end cannot close the later one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Ticket {
+pub struct WaitHandle {
     /// The queued claim; [`Binding::claim`] will name it.
     pub claim: ClaimId,
     pub(super) call: u64,
@@ -90,9 +90,9 @@ pub struct Ticket {
 /// The result of a start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
-pub struct Started {
+pub struct BindResponse {
     /// The answer for this call.
-    pub answer: Answer,
+    pub outcome: BindOutcome,
     /// Allocations of the same pod whose claims this start has ended (finished init containers);
     /// the agent removes their sessions and CDI files.
     pub ended: Vec<AllocationId>,
@@ -100,12 +100,12 @@ pub struct Started {
 
 /// The binding, or the reason why the claim waits.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Answer {
+pub enum BindOutcome {
     /// The claim has its memory: the agent writes the CDI files and answers the kubelet.
     Bound(Binding),
     /// No GPU has room: the agent holds the call until `advance` names the claim, or ends it with
     /// `stop_waiting` and tells the kubelet the reason.
-    Wait(Ticket, WaitReason),
+    Queued(WaitHandle, WaitReason),
 }
 
 /// A claim with its memory. All its allocations share the memory: the kubelet does not tell which
@@ -119,7 +119,7 @@ pub struct Binding {
     /// The resource of the tokens.
     pub resource: Resource,
     /// The device ids.
-    pub tokens: TokenSet,
+    pub device_ids: DeviceIdSet,
     /// The pod.
     pub pod: PodUid,
     /// The place of the memory.
@@ -128,7 +128,7 @@ pub struct Binding {
 
 /// A binding as the ledger has it, but for its tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bound<'a> {
+pub struct BindingRef<'a> {
     /// The claim.
     pub claim: ClaimId,
     /// Its allocations, the oldest first; never empty.
@@ -168,7 +168,7 @@ pub struct WaitReason {
     /// The claim's need, in all.
     pub needed: Bytes,
     /// The need of the pod's other containers, which are placed with it.
-    pub others: Vec<Bytes>,
+    pub other_containers: Vec<Bytes>,
     /// The number of GPUs; none for managed memory, and where the node's healthy GPUs together
     /// could not hold the claim and the others.
     pub gpus: Option<NonZeroU16>,
@@ -181,9 +181,9 @@ pub struct WaitReason {
     pub largest_free_gpu: Option<GpuUuid>,
     /// A healthy GPU that is closed to the pod: another namespace's pods had memory of it, and its
     /// driver has not been seen to clear that.
-    pub barred: Option<GpuUuid>,
+    pub closed_gpu: Option<GpuUuid>,
     /// The number of claims before this one in the queue.
-    pub ahead: usize,
+    pub claims_ahead: usize,
     /// The withheld memory of the healthy GPUs.
     pub withheld: Bytes,
 }
@@ -198,12 +198,12 @@ impl fmt::Display for WaitReason {
             (Resource::DeviceMemory, None) if self.beyond_instance => {
                 write!(f, ", more than one MIG instance holds: no program uses two")?;
             }
-            (Resource::DeviceMemory, None) if !self.others.is_empty() => {}
+            (Resource::DeviceMemory, None) if !self.other_containers.is_empty() => {}
             (Resource::DeviceMemory, None) => write!(f, ", more than the healthy GPUs hold")?,
         }
-        if !self.others.is_empty() {
-            let sum = self.others.iter().map(|bytes| bytes.0).sum();
-            let count = self.others.len();
+        if !self.other_containers.is_empty() {
+            let sum = self.other_containers.iter().map(|bytes| bytes.0).sum();
+            let count = self.other_containers.len();
             write!(
                 f,
                 ", with {} for {count} more of the pod's containers",
@@ -217,13 +217,13 @@ impl fmt::Display for WaitReason {
         if let Some(gpu) = &self.largest_free_gpu {
             write!(f, " ({gpu})")?;
         }
-        if let Some(gpu) = &self.barred {
+        if let Some(gpu) = &self.closed_gpu {
             write!(
                 f,
                 "; {gpu} is not shared with other namespaces: its driver was not seen to clear freed memory"
             )?;
         }
-        match self.ahead {
+        match self.claims_ahead {
             0 => {}
             1 => write!(f, ", 1 pod is before it")?,
             n => write!(f, ", {n} pods are before it")?,
@@ -240,15 +240,15 @@ impl fmt::Display for WaitReason {
 
 /// The reason why a start is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum StartError {
+pub enum BindError {
     /// No known `Allocate` answered these device ids for this pod. The agent reads the kubelet's
     /// checkpoint, books its entries, and tries again.
     #[error("no booking of {resource} with tokens {tokens} for pod {pod}")]
-    NotBooked {
+    UnknownAllocation {
         /// The requested resource.
         resource: Resource,
         /// The requested device ids.
-        tokens: TokenSet,
+        tokens: DeviceIdSet,
         /// The requesting pod.
         pod: PodUid,
     },
@@ -256,32 +256,32 @@ pub enum StartError {
 
 /// A claim in the queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Waiter {
+pub struct QueuedClaim {
     /// The claim.
     pub claim: ClaimId,
     /// The claim's pod.
     pub pod: PodUid,
     /// The claim's device ids.
-    pub tokens: TokenSet,
+    pub device_ids: DeviceIdSet,
     /// The pod's priority.
     pub priority: Priority,
     /// The time at which the claim joined the queue.
-    pub queued: Moment,
+    pub queued_at: BootTime,
     /// The reason for the wait, with the resource and the place in the queue.
     pub reason: WaitReason,
 }
 
 /// The node's memory, for `GpuNode`'s status and the metrics.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct View {
+pub struct LedgerView {
     /// Every GPU that is in the inventory or has bound memory, in order of UUID.
     pub gpus: Vec<GpuView>,
     /// The managed memory.
     pub managed: ManagedView,
     /// Allocations without a binding, waiting or not.
-    pub booked: usize,
+    pub unbound_allocations: usize,
     /// Claims that wait until a GPU has room.
-    pub waiting: usize,
+    pub queued_claims: usize,
 }
 
 /// One GPU's memory.
@@ -296,11 +296,11 @@ pub struct GpuView {
     /// The memory that is bound, or held until the kubelet's retry.
     pub bound: Quanta,
     /// Unreclaimed memory of ended pods.
-    pub left: Bytes,
+    pub unreclaimed: Bytes,
     /// The unreclaimed memory for which the proof is overdue: other processes hold it.
     pub leaked: Bytes,
     /// The memory of leases that no bound container owns.
-    pub kept: Bytes,
+    pub orphaned_leases: Bytes,
     /// Withheld memory: in use and charged to no container.
     pub withheld: Bytes,
     /// The memory that may be bound now; zero on an unhealthy GPU.
@@ -310,7 +310,7 @@ pub struct GpuView {
     /// The pods with memory on the GPU, and their amounts.
     pub pods: BTreeMap<PodUid, Quanta>,
     /// The pod that some of it is reserved for.
-    pub held_for: Option<PodUid>,
+    pub reserved_for: Option<PodUid>,
 }
 
 /// The node's managed memory.
@@ -324,7 +324,7 @@ pub struct ManagedView {
     pub free: Quanta,
 }
 
-impl View {
+impl LedgerView {
     /// The largest claim that one GPU could take now.
     pub fn largest_free(&self) -> Quanta {
         self.gpus

@@ -7,7 +7,7 @@ mod token;
 pub use amount::{Bytes, Quanta};
 pub use bursar_crds::Quantum;
 pub use identity::{AllocationId, GpuUuid, LeaseId, PodUid};
-pub use token::{MAX_TOKENS, Resource, TokenId, TokenSet};
+pub use token::{DeviceId, DeviceIdSet, MAX_DEVICE_IDS, Resource};
 
 /// Why a value from outside is not one of this module's units.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -23,21 +23,21 @@ pub enum UnitError {
     Pod(String),
     /// A device id that is none of ours.
     #[error("token {0:?} is not m-0000..m-4095 or u-0000..u-4095")]
-    Token(String),
+    DeviceId(String),
     /// A token of the other resource.
     #[error("token {token} does not count {expected}")]
-    ForeignToken {
+    ForeignDeviceId {
         /// The token that was found.
-        token: TokenId,
+        token: DeviceId,
         /// The resource that was asked for.
         expected: Resource,
     },
     /// A request for no tokens.
     #[error("a token set must not be empty")]
-    NoTokens,
+    NoDeviceIds,
     /// A compact token list (`0-3,17`) that is malformed, unsorted or out of range.
     #[error("token list {0:?} is malformed")]
-    TokenList(String),
+    DeviceIdSet(String),
 }
 
 /// Derives serde for a type through its `Display` and `FromStr`.

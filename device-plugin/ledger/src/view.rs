@@ -3,21 +3,21 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::claim::{Claim, State};
-use super::time::Moment;
+use super::time::BootTime;
 use super::types::{
-    Binding, Bound, ClaimId, GpuView, Health, ManagedView, Placement, View, Waiter,
+    Binding, BindingRef, ClaimId, GpuView, Health, LedgerView, ManagedView, Placement, QueuedClaim,
 };
 use super::{GpuState, Ledger};
-use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Resource, TokenSet};
+use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid, Quanta, Resource};
 
 /// The bound and held memory of one GPU.
 #[derive(Default)]
-pub(super) struct Usage<'a> {
+pub(super) struct GpuUsage<'a> {
     pub(super) quanta: Quanta,
     pub(super) pods: BTreeMap<&'a PodUid, Quanta>,
 }
 
-impl Usage<'_> {
+impl GpuUsage<'_> {
     fn of_pods(&self) -> BTreeMap<PodUid, Quanta> {
         let pods = self.pods.iter();
         pods.map(|(pod, quanta)| ((*pod).clone(), *quanta))
@@ -27,8 +27,8 @@ impl Usage<'_> {
 
 impl Ledger {
     /// The node's memory at `now`.
-    pub fn view(&self, now: Moment) -> View {
-        let kept = self.plan(Resource::DeviceMemory, now).1.kept;
+    pub fn view(&self, now: BootTime) -> LedgerView {
+        let kept = self.plan(Resource::DeviceMemory, now).1.set_aside;
         let mut usage = self.usage();
         let mut gpus: Vec<GpuView> = self
             .gpus
@@ -42,14 +42,14 @@ impl Ledger {
                     health: gpu.health,
                     capacity: gpu.capacity,
                     bound: used.quanta,
-                    left: self.left_on(uuid),
-                    leaked: self.leaked_by(uuid, now),
-                    kept: self.kept_on(uuid),
+                    unreclaimed: self.unreclaimed_on(uuid),
+                    leaked: self.leaked_on(uuid, now),
+                    orphaned_leases: self.orphaned_leases_on(uuid),
                     withheld: self.withheld_on(uuid),
                     free: free.saturating_sub(Quanta(kept)),
                     reserved: Quanta(kept),
                     pods: used.of_pods(),
-                    held_for: self.held_for(uuid).cloned(),
+                    reserved_for: self.reserved_for(uuid).cloned(),
                 }
             })
             .collect();
@@ -60,24 +60,24 @@ impl Ledger {
             .values()
             .filter(|claim| !matches!(claim.state, State::Bound { .. }));
         let bound = self.managed_bound();
-        View {
+        LedgerView {
             gpus,
             managed: ManagedView {
                 capacity: self.managed,
                 bound,
                 free: self.managed.saturating_sub(bound),
             },
-            waiting: unbound
+            queued_claims: unbound
                 .clone()
                 .filter(|claim| claim.state != State::Idle)
                 .count(),
-            booked: self.bookings.len()
+            unbound_allocations: self.pending.len()
                 + unbound.map(|claim| claim.allocations.len()).sum::<usize>(),
         }
     }
 
     /// The memory of each GPU that may be bound now.
-    pub fn free(&self) -> impl Iterator<Item = (GpuUuid, Bytes)> {
+    pub fn free_by_gpu(&self) -> impl Iterator<Item = (GpuUuid, Bytes)> {
         let used = self.usage();
         self.gpus.iter().map(move |(uuid, gpu)| {
             let used = used.get(uuid).map_or(Quanta::ZERO, |used| used.quanta);
@@ -92,45 +92,45 @@ impl Ledger {
             .iter()
             .filter_map(|(&id, claim)| match &claim.state {
                 State::Bound { placement } => Some(claim.binding(id, placement.clone())),
-                State::Idle | State::Waiting { .. } | State::Held { .. } => None,
+                State::Idle | State::Queued { .. } | State::AwaitingRetry { .. } => None,
             })
     }
 
     /// Every binding by reference, in order of the claims' numbers: the agent reads all of them
     /// often.
-    pub fn bound(&self) -> impl Iterator<Item = Bound<'_>> {
+    pub fn binding_refs(&self) -> impl Iterator<Item = BindingRef<'_>> {
         self.claims
             .iter()
             .filter_map(|(&claim, of)| match &of.state {
-                State::Bound { placement } => Some(Bound {
+                State::Bound { placement } => Some(BindingRef {
                     claim,
                     allocations: &of.allocations,
                     resource: of.resource,
                     pod: &of.pod,
                     placement,
                 }),
-                State::Idle | State::Waiting { .. } | State::Held { .. } => None,
+                State::Idle | State::Queued { .. } | State::AwaitingRetry { .. } => None,
             })
     }
 
     /// The queue, most urgent first: device memory, then managed memory. Claims without a retry for
     /// too long are not in it.
-    pub fn waiters(&self, now: Moment) -> Vec<Waiter> {
+    pub fn queued_claims(&self, now: BootTime) -> Vec<QueuedClaim> {
         [Resource::DeviceMemory, Resource::ManagedMemory]
             .into_iter()
             .flat_map(|resource| self.queue(resource, now))
             .filter_map(|id| match &self.claims[&id] {
                 Claim {
-                    state: State::Waiting { want, .. },
+                    state: State::Queued { want, .. },
                     pod,
-                    tokens,
+                    device_ids: tokens,
                     ..
-                } => Some(Waiter {
+                } => Some(QueuedClaim {
                     claim: id,
                     pod: pod.clone(),
-                    tokens: tokens.clone(),
+                    device_ids: tokens.clone(),
                     priority: want.priority,
-                    queued: want.queued,
+                    queued_at: want.queued_at,
                     reason: self.wait_reason(id, now),
                 }),
                 _ => None,
@@ -144,18 +144,18 @@ impl Ledger {
             .claims
             .values()
             .flat_map(|claim| claim.allocations.iter().map(|&id| (id, Some(&claim.pod))));
-        self.bookings.keys().map(|&id| (id, None)).chain(claimed)
+        self.pending.keys().map(|&id| (id, None)).chain(claimed)
     }
 
     /// The allocations with any of these device ids, each with its pod once one of its containers
     /// has started.
-    pub fn sharers<'a>(
+    pub fn allocations_sharing<'a>(
         &'a self,
         resource: Resource,
-        tokens: &'a TokenSet,
+        tokens: &'a DeviceIdSet,
     ) -> impl Iterator<Item = (AllocationId, Option<&'a PodUid>)> {
-        let bookings = self.bookings.iter().filter(move |(_, booking)| {
-            booking.resource == resource && booking.tokens.overlaps(tokens)
+        let bookings = self.pending.iter().filter(move |(_, booking)| {
+            booking.resource == resource && booking.device_ids.overlaps(tokens)
         });
         let claims = self.claims.values();
         let claims = claims.filter(move |claim| claim.overlaps(resource, tokens));
@@ -165,9 +165,9 @@ impl Ledger {
     }
 
     /// The allocations of `resource` without a binding, waiting or not.
-    pub fn booked(&self, resource: Resource) -> usize {
+    pub fn unbound_allocations(&self, resource: Resource) -> usize {
         let bookings = self
-            .bookings
+            .pending
             .values()
             .filter(|booking| booking.resource == resource);
         let claims = self
@@ -179,9 +179,9 @@ impl Ledger {
     }
 
     /// Whether the claim waits, with or without an open call.
-    pub fn waits(&self, claim: ClaimId) -> bool {
+    pub fn is_queued(&self, claim: ClaimId) -> bool {
         let claim = self.claims.get(&claim);
-        claim.is_some_and(|claim| matches!(claim.state, State::Waiting { .. }))
+        claim.is_some_and(|claim| matches!(claim.state, State::Queued { .. }))
     }
 
     /// The pods with a claim, whose end the agent watches for.
@@ -190,8 +190,8 @@ impl Ledger {
     }
 
     /// The taken memory of each GPU with bound or held memory.
-    pub(super) fn usage(&self) -> BTreeMap<&GpuUuid, Usage<'_>> {
-        let mut usage: BTreeMap<&GpuUuid, Usage<'_>> = BTreeMap::new();
+    pub(super) fn usage(&self) -> BTreeMap<&GpuUuid, GpuUsage<'_>> {
+        let mut usage: BTreeMap<&GpuUuid, GpuUsage<'_>> = BTreeMap::new();
         for claim in self.claims.values() {
             if let Some(Placement::Device(shares)) = claim.placement() {
                 for share in shares {
@@ -217,7 +217,7 @@ impl Ledger {
             Health::Healthy => gpu
                 .capacity
                 .saturating_sub(bound)
-                .saturating_sub(self.unowned_on(uuid)),
+                .saturating_sub(self.unavailable_on(uuid)),
             Health::Unhealthy => Quanta::ZERO,
         }
     }
@@ -235,19 +235,19 @@ impl Ledger {
 }
 
 /// A GPU that left the inventory while memory was bound on it.
-fn lost_gpu(uuid: &GpuUuid, used: &Usage<'_>) -> GpuView {
+fn lost_gpu(uuid: &GpuUuid, used: &GpuUsage<'_>) -> GpuView {
     GpuView {
         uuid: uuid.clone(),
         health: Health::Unhealthy,
         capacity: Quanta::ZERO,
         bound: used.quanta,
-        left: Bytes::ZERO,
+        unreclaimed: Bytes::ZERO,
         leaked: Bytes::ZERO,
-        kept: Bytes::ZERO,
+        orphaned_leases: Bytes::ZERO,
         withheld: Bytes::ZERO,
         free: Quanta::ZERO,
         reserved: Quanta::ZERO,
         pods: used.of_pods(),
-        held_for: None,
+        reserved_for: None,
     }
 }

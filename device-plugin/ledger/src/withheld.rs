@@ -9,7 +9,7 @@ use crate::units::{Bytes, GpuUuid};
 impl Ledger {
     /// Sets the withheld memory of these GPUs; other GPUs keep theirs, and bound memory stays
     /// bound. True where this changed it.
-    pub fn withhold(&mut self, withheld: BTreeMap<GpuUuid, Bytes>) -> bool {
+    pub fn set_withheld(&mut self, withheld: BTreeMap<GpuUuid, Bytes>) -> bool {
         let before = self.withheld.clone();
         self.withheld.extend(withheld);
         let gpus = &self.gpus;
@@ -24,7 +24,7 @@ impl Ledger {
     }
 
     /// The withheld memory of all healthy GPUs.
-    pub(super) fn withheld_in_all(&self) -> Bytes {
+    pub(super) fn withheld_total(&self) -> Bytes {
         let takes_claims = self
             .gpus
             .iter()
@@ -38,31 +38,31 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::units::{AllocationId, Quanta, Quantum, Resource, TokenSet};
-    use crate::{Answer, Gpu, Moment, Start};
+    use crate::units::{AllocationId, DeviceIdSet, Quanta, Quantum, Resource};
+    use crate::{BindOutcome, BindRequest, BootTime, Gpu};
 
-    const NOW: Moment = Moment(0);
+    const NOW: BootTime = BootTime(0);
 
-    fn start(ledger: &mut Ledger, pod: &str, first: u16, quanta: u16) -> Answer {
-        let tokens = TokenSet::from_indexes(first..first + quanta).unwrap();
+    fn start(ledger: &mut Ledger, pod: &str, first: u16, quanta: u16) -> BindOutcome {
+        let tokens = DeviceIdSet::from_indexes(first..first + quanta).unwrap();
         let (id, resource) = (
             AllocationId::from_bits(first.into()),
             Resource::DeviceMemory,
         );
-        ledger.book(id, resource, tokens.clone(), NOW);
-        let start = Start {
+        ledger.add_pending(id, resource, tokens.clone(), NOW);
+        let start = BindRequest {
             resource,
-            tokens,
+            device_ids: tokens,
             containers: Vec::new(),
             pod: pod.parse().unwrap(),
-            shape: Default::default(),
+            spread: Default::default(),
             priority: Default::default(),
         };
-        ledger.start(start, NOW).unwrap().answer
+        ledger.bind(start, NOW).unwrap().outcome
     }
 
     #[test]
-    fn what_is_charged_to_nobody_is_bound_to_nobody_and_takes_nothing_away() {
+    fn withheld_memory_is_not_bound_and_bindings_stay() {
         let gpu: GpuUuid = "GPU-a".parse().unwrap();
         let mut ledger = Ledger::new(Quantum::Gib1);
         ledger.set_gpus([Gpu {
@@ -70,12 +70,18 @@ mod tests {
             capacity: Quanta(16),
             health: Health::Healthy,
         }]);
-        assert!(matches!(start(&mut ledger, "a", 0, 8), Answer::Bound(_)));
+        assert!(matches!(
+            start(&mut ledger, "a", 0, 8),
+            BindOutcome::Bound(_)
+        ));
         let of_gpu = |bytes| BTreeMap::from([(gpu.clone(), bytes)]);
-        assert!(ledger.withhold(of_gpu(Bytes::mib(5_500))));
-        assert!(!ledger.withhold(of_gpu(Bytes::mib(5_500))), "no news");
-        assert!(!ledger.withhold(BTreeMap::new()), "nothing was seen of it");
-        let Answer::Wait(ticket, reason) = start(&mut ledger, "b", 8, 4) else {
+        assert!(ledger.set_withheld(of_gpu(Bytes::mib(5_500))));
+        assert!(!ledger.set_withheld(of_gpu(Bytes::mib(5_500))), "no news");
+        assert!(
+            !ledger.set_withheld(BTreeMap::new()),
+            "nothing was seen of it"
+        );
+        let BindOutcome::Queued(ticket, reason) = start(&mut ledger, "b", 8, 4) else {
             panic!("two are free");
         };
         assert_eq!(
@@ -91,15 +97,18 @@ mod tests {
             (Quanta(8), Bytes::mib(5_500))
         );
         // More than is free is withheld: bound memory stays bound.
-        ledger.withhold(of_gpu(Bytes::gib(20)));
+        ledger.set_withheld(of_gpu(Bytes::gib(20)));
         let view = ledger.view(NOW);
         assert_eq!(
             (view.gpus[0].bound, view.gpus[0].free),
             (Quanta(8), Quanta(0))
         );
-        assert!(matches!(start(&mut ledger, "a", 0, 8), Answer::Bound(_)));
-        ledger.withhold(of_gpu(Bytes::ZERO));
-        let Answer::Bound(bound) = start(&mut ledger, "b", 8, 4) else {
+        assert!(matches!(
+            start(&mut ledger, "a", 0, 8),
+            BindOutcome::Bound(_)
+        ));
+        ledger.set_withheld(of_gpu(Bytes::ZERO));
+        let BindOutcome::Bound(bound) = start(&mut ledger, "b", 8, 4) else {
             panic!("eight are free");
         };
         assert_eq!(bound.claim, ticket.claim);

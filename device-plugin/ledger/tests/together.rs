@@ -8,25 +8,26 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use bursar_ledger::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenSet};
+use bursar_ledger::units::{AllocationId, DeviceIdSet, PodUid, Quanta, Quantum, Resource};
 use bursar_ledger::{
-    Answer, Binding, Gpu, HOLD, Health, Ledger, Moment, Placement, Priority, Shape, Start,
+    BindOutcome, BindRequest, Binding, BootTime, Gpu, GpuSpread, Health, Ledger, Placement,
+    Priority, RETRY_GRACE,
 };
 
-const NOW: Moment = Moment(0);
+const NOW: BootTime = BootTime(0);
 
 /// A pod with the tokens of its containers, in the order in which they start.
 struct Pod {
     uid: PodUid,
-    containers: Vec<TokenSet>,
+    containers: Vec<DeviceIdSet>,
 }
 
-fn set(range: std::ops::Range<u16>) -> TokenSet {
-    TokenSet::from_indexes(range).unwrap()
+fn device_ids(range: std::ops::Range<u16>) -> DeviceIdSet {
+    DeviceIdSet::from_indexes(range).unwrap()
 }
 
 /// A node of GPUs with so many quanta.
-fn node(gpus: &[u32]) -> Ledger {
+fn ledger_with_gpus(gpus: &[u32]) -> Ledger {
     let mut ledger = Ledger::new(Quantum::Gib1);
     ledger.set_gpus(listed(gpus));
     ledger
@@ -41,11 +42,11 @@ fn listed(gpus: &[u32]) -> impl Iterator<Item = Gpu> {
 }
 
 /// The kubelet admits a pod: it allocates for all containers before it starts the first.
-fn admit(ledger: &mut Ledger, uid: &str, containers: &[std::ops::Range<u16>]) -> Pod {
-    let containers: Vec<TokenSet> = containers.iter().cloned().map(set).collect();
+fn allocate_pod(ledger: &mut Ledger, uid: &str, containers: &[std::ops::Range<u16>]) -> Pod {
+    let containers: Vec<DeviceIdSet> = containers.iter().cloned().map(device_ids).collect();
     for tokens in &containers {
         let id = AllocationId::from_bits(ledger.allocations().count() as u64 + 1);
-        ledger.book(id, Resource::DeviceMemory, tokens.clone(), NOW);
+        ledger.add_pending(id, Resource::DeviceMemory, tokens.clone(), NOW);
     }
     Pod {
         uid: uid.parse().unwrap(),
@@ -53,30 +54,30 @@ fn admit(ledger: &mut Ledger, uid: &str, containers: &[std::ops::Range<u16>]) ->
     }
 }
 
-fn start_at(ledger: &mut Ledger, pod: &Pod, container: usize, now: Moment) -> Answer {
-    let start = Start {
+fn start_at(ledger: &mut Ledger, pod: &Pod, container: usize, now: BootTime) -> BindOutcome {
+    let start = BindRequest {
         resource: Resource::DeviceMemory,
-        tokens: pod.containers[container].clone(),
+        device_ids: pod.containers[container].clone(),
         containers: pod.containers.clone(),
         pod: pod.uid.clone(),
-        shape: Shape::default(),
+        spread: GpuSpread::default(),
         priority: Priority(0),
     };
-    ledger.start(start, now).unwrap().answer
+    ledger.bind(start, now).unwrap().outcome
 }
 
 /// Starts a container that has its memory at once: where.
-fn bound(ledger: &mut Ledger, pod: &Pod, container: usize) -> Vec<(String, u32)> {
+fn start_bound(ledger: &mut Ledger, pod: &Pod, container: usize) -> Vec<(String, u32)> {
     match start_at(ledger, pod, container, NOW) {
-        Answer::Bound(binding) => places(&binding),
-        Answer::Wait(_, reason) => panic!("container {container} of {}: {reason}", pod.uid),
+        BindOutcome::Bound(binding) => places(&binding),
+        BindOutcome::Queued(_, reason) => panic!("container {container} of {}: {reason}", pod.uid),
     }
 }
 
-fn waits(ledger: &mut Ledger, pod: &Pod, container: usize) -> String {
+fn start_queued(ledger: &mut Ledger, pod: &Pod, container: usize) -> String {
     match start_at(ledger, pod, container, NOW) {
-        Answer::Wait(_, reason) => reason.to_string(),
-        Answer::Bound(binding) => panic!("container {container} of {}: {binding:?}", pod.uid),
+        BindOutcome::Queued(_, reason) => reason.to_string(),
+        BindOutcome::Bound(binding) => panic!("container {container} of {}: {binding:?}", pod.uid),
     }
 }
 
@@ -91,18 +92,18 @@ fn places(binding: &Binding) -> Vec<(String, u32)> {
 }
 
 /// What is taken of each GPU.
-fn taken(ledger: &Ledger) -> Vec<u32> {
+fn bound_by_gpu(ledger: &Ledger) -> Vec<u32> {
     let gpus = ledger.view(NOW).gpus;
     gpus.iter().map(|gpu| gpu.bound.0).collect()
 }
 
 #[test]
-fn a_pod_of_4_4_12_12_starts_on_two_gpus_of_16() {
-    let mut ledger = node(&[16, 16]);
-    let pod = admit(&mut ledger, "p", &[0..4, 4..8, 8..20, 20..32]);
+fn pod_of_4_4_12_12_fits_on_two_gpus_of_16() {
+    let mut ledger = ledger_with_gpus(&[16, 16]);
+    let pod = allocate_pod(&mut ledger, "p", &[0..4, 4..8, 8..20, 20..32]);
     let mut of_gpus: BTreeMap<String, u32> = BTreeMap::new();
     for container in 0..4 {
-        for (gpu, quanta) in bound(&mut ledger, &pod, container) {
+        for (gpu, quanta) in start_bound(&mut ledger, &pod, container) {
             *of_gpus.entry(gpu).or_default() += quanta;
         }
     }
@@ -110,96 +111,102 @@ fn a_pod_of_4_4_12_12_starts_on_two_gpus_of_16() {
 }
 
 #[test]
-fn two_pods_of_7_and_9_start_at_once_on_two_gpus_of_16() {
-    let mut ledger = node(&[16, 16]);
-    let one = admit(&mut ledger, "one", &[0..7, 7..16]);
-    let two = admit(&mut ledger, "two", &[16..23, 23..32]);
+fn two_pods_of_7_and_9_fit_on_two_gpus_of_16() {
+    let mut ledger = ledger_with_gpus(&[16, 16]);
+    let one = allocate_pod(&mut ledger, "one", &[0..7, 7..16]);
+    let two = allocate_pod(&mut ledger, "two", &[16..23, 23..32]);
     for container in 0..2 {
         for pod in [&one, &two] {
-            bound(&mut ledger, pod, container);
+            start_bound(&mut ledger, pod, container);
         }
     }
-    assert_eq!(taken(&ledger), [16, 16]);
+    assert_eq!(bound_by_gpu(&ledger), [16, 16]);
 }
 
 #[test]
-fn a_pod_that_cannot_be_placed_whole_holds_nothing() {
-    let mut ledger = node(&[16, 16]);
-    let pod = admit(&mut ledger, "p", &[0..9, 9..18, 18..27]);
-    let reason = waits(&mut ledger, &pod, 0);
+fn pod_that_does_not_fit_whole_takes_no_memory() {
+    let mut ledger = ledger_with_gpus(&[16, 16]);
+    let pod = allocate_pod(&mut ledger, "p", &[0..9, 9..18, 18..27]);
+    let reason = start_queued(&mut ledger, &pod, 0);
     assert_eq!(
         reason,
         "waiting for 9 GiB, with 18 GiB for 2 more of the pod's containers, \
          together more than the healthy GPUs hold: largest free 16 GiB (GPU-0)"
     );
-    assert_eq!(taken(&ledger), [0, 0]);
-    let other = admit(&mut ledger, "other", std::slice::from_ref(&(27..32)));
-    bound(&mut ledger, &other, 0);
+    assert_eq!(bound_by_gpu(&ledger), [0, 0]);
+    let other = allocate_pod(&mut ledger, "other", std::slice::from_ref(&(27..32)));
+    start_bound(&mut ledger, &other, 0);
 }
 
 #[test]
-fn what_is_held_for_a_pod_outlives_the_agent_and_ends_with_the_pod() {
-    let mut ledger = node(&[16, 16]);
-    let pod = admit(&mut ledger, "p", &[0..7, 7..16]);
-    let other = admit(&mut ledger, "other", std::slice::from_ref(&(16..32)));
-    bound(&mut ledger, &pod, 0);
+fn planned_places_survive_a_restart_and_end_with_the_pod() {
+    let mut ledger = ledger_with_gpus(&[16, 16]);
+    let pod = allocate_pod(&mut ledger, "p", &[0..7, 7..16]);
+    let other = allocate_pod(&mut ledger, "other", std::slice::from_ref(&(16..32)));
+    start_bound(&mut ledger, &pod, 0);
     let mut ledger = Ledger::restore(ledger.snapshot(), Quantum::Gib1, NOW).unwrap();
-    assert_eq!(taken(&ledger), [16, 0]);
-    bound(&mut ledger, &other, 0);
-    bound(&mut ledger, &pod, 1);
-    ledger.pod_gone(&pod.uid);
-    assert_eq!(taken(&ledger), [0, 16]);
+    assert_eq!(bound_by_gpu(&ledger), [16, 0]);
+    start_bound(&mut ledger, &other, 0);
+    start_bound(&mut ledger, &pod, 1);
+    ledger.release_pod(&pod.uid);
+    assert_eq!(bound_by_gpu(&ledger), [0, 16]);
 }
 
 #[test]
-fn what_is_held_is_given_up_when_the_kubelet_stays_away() {
-    let mut ledger = node(&[16]);
-    let first = admit(&mut ledger, "first", std::slice::from_ref(&(0..4)));
-    bound(&mut ledger, &first, 0);
-    let pod = admit(&mut ledger, "p", &[4..11, 11..20]);
-    let Answer::Wait(ticket, _) = start_at(&mut ledger, &pod, 0, NOW) else {
+fn planned_places_are_dropped_when_no_retry_comes() {
+    let mut ledger = ledger_with_gpus(&[16]);
+    let first = allocate_pod(&mut ledger, "first", std::slice::from_ref(&(0..4)));
+    start_bound(&mut ledger, &first, 0);
+    let pod = allocate_pod(&mut ledger, "p", &[4..11, 11..20]);
+    let BindOutcome::Queued(ticket, _) = start_at(&mut ledger, &pod, 0, NOW) else {
         panic!("12 are free");
     };
     ledger.stop_waiting(ticket, NOW);
-    ledger.pod_gone(&first.uid);
+    ledger.release_pod(&first.uid);
     assert_eq!(ledger.advance(NOW), []);
-    assert_eq!(taken(&ledger), [16], "both are held");
-    ledger.advance(NOW + HOLD + Duration::from_secs(1));
-    assert_eq!(taken(&ledger), [0]);
+    assert_eq!(bound_by_gpu(&ledger), [16], "both are held");
+    ledger.advance(NOW + RETRY_GRACE + Duration::from_secs(1));
+    assert_eq!(bound_by_gpu(&ledger), [0]);
 }
 
 #[test]
-fn init_containers_and_what_follows_them_are_not_added_up() {
-    let mut ledger = node(&[16]);
+fn init_and_main_containers_share_memory() {
+    let mut ledger = ledger_with_gpus(&[16]);
     // An init container, a sidecar, and the main container, which has the tokens of the first.
-    let pod = admit(&mut ledger, "p", &[0..8, 12..16, 0..12]);
-    assert_eq!(bound(&mut ledger, &pod, 0), [("GPU-0".to_owned(), 8)]);
-    assert_eq!(taken(&ledger), [16]);
-    bound(&mut ledger, &pod, 1);
-    assert_eq!(bound(&mut ledger, &pod, 2), [("GPU-0".to_owned(), 12)]);
-    assert_eq!(taken(&ledger), [16]);
+    let pod = allocate_pod(&mut ledger, "p", &[0..8, 12..16, 0..12]);
+    assert_eq!(start_bound(&mut ledger, &pod, 0), [("GPU-0".to_owned(), 8)]);
+    assert_eq!(bound_by_gpu(&ledger), [16]);
+    start_bound(&mut ledger, &pod, 1);
+    assert_eq!(
+        start_bound(&mut ledger, &pod, 2),
+        [("GPU-0".to_owned(), 12)]
+    );
+    assert_eq!(bound_by_gpu(&ledger), [16]);
     // Its sandbox is made anew.
     for container in 0..3 {
-        bound(&mut ledger, &pod, container);
+        start_bound(&mut ledger, &pod, container);
     }
 }
 
 #[test]
-fn what_is_spread_after_an_init_container_has_its_place_from_the_first() {
-    let mut ledger = node(&[16, 16]);
-    let pod = admit(&mut ledger, "p", &[0..20, 0..32]);
+fn spread_container_keeps_its_place_after_an_init_container() {
+    let mut ledger = ledger_with_gpus(&[16, 16]);
+    let pod = allocate_pod(&mut ledger, "p", &[0..20, 0..32]);
     let halves = |quanta| ["GPU-0", "GPU-1"].map(|gpu| (gpu.to_owned(), quanta));
-    assert_eq!(bound(&mut ledger, &pod, 0), halves(10));
-    assert_eq!(taken(&ledger), [16, 16]);
-    assert_eq!(bound(&mut ledger, &pod, 1), halves(16));
+    assert_eq!(start_bound(&mut ledger, &pod, 0), halves(10));
+    assert_eq!(bound_by_gpu(&ledger), [16, 16]);
+    assert_eq!(start_bound(&mut ledger, &pod, 1), halves(16));
 }
 
 #[test]
-fn a_gpu_that_fails_takes_what_was_held_and_the_rest_is_placed_anew() {
-    let mut ledger = node(&[16, 16, 16]);
-    let pod = admit(&mut ledger, "p", &[0..12, 12..24]);
-    assert_eq!(bound(&mut ledger, &pod, 0), [("GPU-0".to_owned(), 12)]);
-    assert_eq!(taken(&ledger), [12, 12, 0]);
+fn failed_gpu_drops_planned_places_and_pod_is_replanned() {
+    let mut ledger = ledger_with_gpus(&[16, 16, 16]);
+    let pod = allocate_pod(&mut ledger, "p", &[0..12, 12..24]);
+    assert_eq!(
+        start_bound(&mut ledger, &pod, 0),
+        [("GPU-0".to_owned(), 12)]
+    );
+    assert_eq!(bound_by_gpu(&ledger), [12, 12, 0]);
     ledger.set_gpus(listed(&[16, 16, 16]).map(|gpu| Gpu {
         health: match gpu.uuid.as_str() {
             "GPU-1" => Health::Unhealthy,
@@ -207,15 +214,18 @@ fn a_gpu_that_fails_takes_what_was_held_and_the_rest_is_placed_anew() {
         },
         ..gpu
     }));
-    assert_eq!(bound(&mut ledger, &pod, 1), [("GPU-2".to_owned(), 12)]);
-    assert_eq!(taken(&ledger), [12, 0, 12]);
+    assert_eq!(
+        start_bound(&mut ledger, &pod, 1),
+        [("GPU-2".to_owned(), 12)]
+    );
+    assert_eq!(bound_by_gpu(&ledger), [12, 0, 12]);
 }
 
 #[test]
-fn a_container_that_starts_again_takes_nothing_from_those_to_come() {
-    let mut ledger = node(&[16, 16, 16]);
-    let pod = admit(&mut ledger, "p", &[0..6, 6..18, 18..30]);
-    bound(&mut ledger, &pod, 0);
+fn restarted_container_leaves_planned_places_of_others() {
+    let mut ledger = ledger_with_gpus(&[16, 16, 16]);
+    let pod = allocate_pod(&mut ledger, "p", &[0..6, 6..18, 18..30]);
+    start_bound(&mut ledger, &pod, 0);
     // The GPU of another container fails before that starts: both to come are placed anew.
     let lost = |ledger: &mut Ledger, lost: &str| {
         ledger.set_gpus(listed(&[16, 16, 16]).map(|gpu| Gpu {
@@ -230,15 +240,15 @@ fn a_container_that_starts_again_takes_nothing_from_those_to_come() {
         lost(&mut ledger, gpu);
     }
     lost(&mut ledger, "none");
-    bound(&mut ledger, &pod, 1);
-    let before = taken(&ledger);
+    start_bound(&mut ledger, &pod, 1);
+    let before = bound_by_gpu(&ledger);
     assert_eq!(before.iter().sum::<u32>(), 30);
-    bound(&mut ledger, &pod, 0);
-    assert_eq!(taken(&ledger), before);
+    start_bound(&mut ledger, &pod, 0);
+    assert_eq!(bound_by_gpu(&ledger), before);
 }
 
 #[test]
-fn a_claim_on_mig_instances_waits_with_that_reason() {
+fn claim_beyond_a_mig_instance_waits_with_that_reason() {
     let mut ledger = Ledger::new(Quantum::Gib1);
     let instances = ["MIG-a", "MIG-b"].map(|uuid| Gpu {
         uuid: uuid.parse().unwrap(),
@@ -246,12 +256,12 @@ fn a_claim_on_mig_instances_waits_with_that_reason() {
         health: Health::Healthy,
     });
     ledger.set_gpus(instances);
-    let large = admit(&mut ledger, "large", std::slice::from_ref(&(0..16)));
+    let large = allocate_pod(&mut ledger, "large", std::slice::from_ref(&(0..16)));
     assert_eq!(
-        waits(&mut ledger, &large, 0),
+        start_queued(&mut ledger, &large, 0),
         "waiting for 16 GiB, more than one MIG instance holds: no program uses two: \
          largest free 10 GiB (MIG-a)"
     );
-    let pod = admit(&mut ledger, "p", std::slice::from_ref(&(16..20)));
-    assert_eq!(bound(&mut ledger, &pod, 0), [("MIG-a".to_owned(), 4)]);
+    let pod = allocate_pod(&mut ledger, "p", std::slice::from_ref(&(16..20)));
+    assert_eq!(start_bound(&mut ledger, &pod, 0), [("MIG-a".to_owned(), 4)]);
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use bursar_runtime::driver::{Access, Context, Driver, DriverError, Grid};
 use bursar_runtime::{CudaError, DeviceRuntime, ErrorClass};
-use bursar_sim_lab::{Lab, ONE_GPU, TWO_GPUS, inside};
+use bursar_sim_lab::{ONE_GPU, SimMachine, TWO_GPUS, run_in_subprocess};
 
 const MIB: u64 = 1 << 20;
 
@@ -62,7 +62,7 @@ fn missing_driver_is_an_error_at_every_entry_point() {
     let test = "missing_driver_is_an_error_at_every_entry_point";
     run_with_library(test, Some(b"not a library"));
     // A library without any function of the driver.
-    let lab = Lab::new(ONE_GPU).unwrap();
+    let lab = SimMachine::new(ONE_GPU).unwrap();
     let other = std::fs::read(lab.library("libnvidia-ml.so.1")).unwrap();
     run_with_library(test, Some(&other));
     // The loader's cache has the library, whatever the search path is.
@@ -74,7 +74,7 @@ fn missing_driver_is_an_error_at_every_entry_point() {
 
 #[test]
 fn device_is_found_by_ordinal_and_uuid() {
-    inside(TWO_GPUS, |_| {
+    run_in_subprocess(TWO_GPUS, |_| {
         let driver = Driver::get().unwrap();
         assert_eq!(driver.device_count(), Ok(2));
         let second = driver.device(1).unwrap();
@@ -95,7 +95,7 @@ fn device_is_found_by_ordinal_and_uuid() {
 
 #[test]
 fn enter_restores_the_previous_current_context() {
-    inside(TWO_GPUS, |_| {
+    run_in_subprocess(TWO_GPUS, |_| {
         let [first, second] = [0, 1].map(context);
         let _outer = first.enter().unwrap();
         assert_eq!(second.memory_info().unwrap().1, 16 << 30);
@@ -109,7 +109,7 @@ fn enter_restores_the_previous_current_context() {
 
 #[test]
 fn exported_memory_keeps_its_bytes_when_imported() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let driver = Driver::get().unwrap();
         let device = driver.device(0).unwrap();
         let context = device.primary_context().unwrap();
@@ -140,7 +140,7 @@ fn exported_memory_keeps_its_bytes_when_imported() {
 
 #[test]
 fn failed_mapping_leaves_the_existing_one() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let driver = Driver::get().unwrap();
         let device = driver.device(0).unwrap();
         let context = device.primary_context().unwrap();
@@ -154,7 +154,7 @@ fn failed_mapping_leaves_the_existing_one() {
 
 #[test]
 fn event_is_done_when_the_work_before_it_is() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let (stream, event) = (context.stream().unwrap(), context.event().unwrap());
         assert!(event.is_done().unwrap(), "it was never recorded");
@@ -173,7 +173,7 @@ fn event_is_done_when_the_work_before_it_is() {
 
 #[test]
 fn kernel_fault_is_the_sticky_error_of_a_later_call() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let stream = context.stream().unwrap();
         let fault = context.load(c"").unwrap().function(c"fault").unwrap();

@@ -15,7 +15,7 @@ use bursar_runtime::{
     Block, BlockRef, BudgetSnapshot, DeviceMemoryResource as _, Direct, FaultInjection, FreeError,
     Pool, PoolSettings, ResourceError, Tag,
 };
-use bursar_sim_lab::{H200, ONE_GPU, TWO_GPUS, inside};
+use bursar_sim_lab::{H200, ONE_GPU, TWO_GPUS, run_in_subprocess};
 
 #[path = "../examples/runtime_bench/minstd.rs"]
 mod minstd;
@@ -82,7 +82,7 @@ fn spin_for(stream: &Stream, time: Duration) {
 
 #[test]
 fn stream_reuses_its_freed_block_without_a_wait() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (context, pool) = pool(64);
         let stream = context.stream().unwrap();
         let warm = allocate(&pool, MIB, &stream);
@@ -98,7 +98,7 @@ fn stream_reuses_its_freed_block_without_a_wait() {
 
 #[test]
 fn stolen_block_waits_for_the_stream_that_freed_it() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
         let block = allocate(&pool, 2 * MIB, &first);
@@ -116,7 +116,7 @@ fn stolen_block_waits_for_the_stream_that_freed_it() {
 
 #[test]
 fn one_event_covers_all_blocks_freed_before_it() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (context, pool) = pool(8);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
         let blocks: Vec<_> = (0..8).map(|_| allocate(&pool, MIB, &first)).collect();
@@ -141,7 +141,7 @@ fn one_event_covers_all_blocks_freed_before_it() {
 
 #[test]
 fn stolen_block_belongs_to_the_new_stream() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
         let block = allocate(&pool, 2 * MIB, &first);
@@ -156,7 +156,7 @@ fn stolen_block_belongs_to_the_new_stream() {
 
 #[test]
 fn block_freed_elsewhere_keeps_its_earlier_deps() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let [first, second, third, fourth] = [0; 4].map(|_| context.stream().unwrap());
         let block = allocate(&pool, 2 * MIB, &first);
@@ -174,7 +174,7 @@ fn block_freed_elsewhere_keeps_its_earlier_deps() {
 
 #[test]
 fn recorded_use_is_waited_for_when_the_block_is_reused() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let [owner, reader, next] = [0; 3].map(|_| context.stream().unwrap());
         let block = allocate(&pool, 2 * MIB, &owner);
@@ -189,7 +189,7 @@ fn recorded_use_is_waited_for_when_the_block_is_reused() {
 
 #[test]
 fn prepared_use_waits_for_the_allocating_stream() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let (owner, reader) = (context.stream().unwrap(), context.stream().unwrap());
         let block = allocate(&pool, MIB, &owner);
@@ -212,7 +212,7 @@ fn prepared_use_waits_for_the_allocating_stream() {
 
 #[test]
 fn double_free_is_refused_when_the_range_was_reused() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let stream = context.stream().unwrap();
         let block = allocate(&pool, MIB, &stream);
@@ -237,7 +237,7 @@ fn double_free_is_refused_when_the_range_was_reused() {
 
 #[test]
 fn foreign_block_is_refused_and_returned() {
-    inside(TWO_GPUS, |_| {
+    run_in_subprocess(TWO_GPUS, |_| {
         let (context, first) = pool(2);
         let (_, second) = pool(2);
         let stream = context.stream().unwrap();
@@ -261,7 +261,7 @@ fn foreign_block_is_refused_and_returned() {
 
 #[test]
 fn blocks_are_aligned_as_requested() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (context, pool) = pool(64);
         let stream = context.stream().unwrap();
         let blocks: Vec<_> = (0..=21)
@@ -284,7 +284,7 @@ fn blocks_are_aligned_as_requested() {
 
 #[test]
 fn pool_grows_by_slabs_and_releases_empty_ones() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let context = context(0);
         let settings = PoolSettings {
             initial: 0,
@@ -316,7 +316,7 @@ fn pool_grows_by_slabs_and_releases_empty_ones() {
 
 #[test]
 fn pool_limit_is_exact_and_adjustable() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let settings = PoolSettings {
             limit: 10 * MIB,
@@ -346,7 +346,7 @@ fn pool_limit_is_exact_and_adjustable() {
 
 #[test]
 fn slab_is_released_after_the_work_that_uses_it() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let stream = context.stream().unwrap();
         let block = allocate(&pool, MIB, &stream);
@@ -359,13 +359,13 @@ fn slab_is_released_after_the_work_that_uses_it() {
 
 #[test]
 fn failed_steal_leaves_the_block_free() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let (context, pool) = pool(2);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
         let block = allocate(&pool, 2 * MIB, &first);
         let address = block.address();
         pool.deallocate(block, &first).unwrap();
-        assert!(machine.inject(std::process::id(), 700));
+        assert!(machine.inject_error(std::process::id(), 700));
         for _ in 0..2 {
             let refused = pool.allocate(bytes(2 * MIB), &second, Tag::default());
             assert_eq!(refused.unwrap_err().reason(), "Cuda");
@@ -380,12 +380,12 @@ fn failed_steal_leaves_the_block_free() {
 
 #[test]
 fn failed_trim_keeps_the_slab_and_its_deps() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let (context, pool) = pool(2);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
         let block = allocate(&pool, MIB, &first);
         pool.deallocate(block, &first).unwrap();
-        assert!(machine.inject(std::process::id(), 700));
+        assert!(machine.inject_error(std::process::id(), 700));
         assert_eq!(pool.trim().unwrap_err().reason(), "Cuda");
         let left = pool.statistics();
         assert_eq!(
@@ -401,7 +401,7 @@ fn failed_trim_keeps_the_slab_and_its_deps() {
 
 #[test]
 fn slab_is_retired_when_its_free_fails_and_reaped() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let context = context(0);
         let before = machine.used(0);
         let plan = FaultPlan {
@@ -425,7 +425,7 @@ fn slab_is_retired_when_its_free_fails_and_reaped() {
 
 #[test]
 fn lowered_limit_admits_nothing_until_enough_is_freed() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         const EACH: u64 = 64 << 10;
         let (context, pool) = pool(64);
         let stream = context.stream().unwrap();
@@ -445,7 +445,7 @@ fn lowered_limit_admits_nothing_until_enough_is_freed() {
 
 #[test]
 fn only_a_full_device_is_out_of_memory() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let pool = pool_of(&context, PoolSettings::default());
         let stream = context.stream().unwrap();
@@ -465,7 +465,7 @@ fn only_a_full_device_is_out_of_memory() {
 
 #[test]
 fn eight_threads_share_the_pool_and_leave_it_whole() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (context, pool) = pool(64);
         std::thread::scope(|scope| {
             for thread in 0..8u64 {
@@ -493,7 +493,7 @@ fn eight_threads_share_the_pool_and_leave_it_whole() {
 
 #[test]
 fn streams_beyond_the_slots_are_served_in_order() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let streams: Vec<_> = (0..100).map(|_| context.stream().unwrap()).collect();
         for stream in &streams {
@@ -521,7 +521,7 @@ fn streams_beyond_the_slots_are_served_in_order() {
 
 #[test]
 fn reused_slot_waits_for_its_previous_stream() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         for _ in 0..200 {
             let stream = context.stream().unwrap();
@@ -543,7 +543,7 @@ fn reused_slot_waits_for_its_previous_stream() {
 
 #[test]
 fn default_stream_keeps_its_slot() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (context, pool) = pool(64);
         let block = allocate(&pool, MIB, &context.default_stream());
         for _ in 0..2 * SLOT_COUNT {
@@ -562,7 +562,7 @@ fn default_stream_keeps_its_slot() {
 
 #[test]
 fn forgotten_stream_gets_no_more_events() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         // Fewer blocks than threads, so that each thread takes blocks of others.
         let (context, pool) = pool(4);
         let try_once = |stream: &Stream| match pool.allocate(bytes(2 * MIB), stream, Tag::default())
@@ -620,7 +620,7 @@ impl random::BenchAllocator for PoolSource {
 
 #[test]
 fn rmm_random_allocations_fit_in_half_of_a_gpu() {
-    inside(H200, |_| {
+    run_in_subprocess(H200, |_| {
         let context = context(0);
         let settings = PoolSettings {
             initial: 70 << 30,

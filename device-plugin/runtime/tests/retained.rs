@@ -29,7 +29,7 @@ use bursar_runtime::retained::{
     Key, LeaseArena, LeaseClient, LeaseError, LeaseState, LeaseWriter, RetainedLease,
 };
 use bursar_runtime::{Block, DeviceMemoryResource, FreeError, Tag};
-use bursar_sim_lab::{ONE_GPU, inside};
+use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 use bursar_sim_state::Sim;
 use fake_agent::FakeAgent;
 use raw::Raw as _;
@@ -144,7 +144,7 @@ fn run_role(role: &str, fake_agent: &FakeAgent) -> ExitStatus {
 
 #[test]
 fn committed_lease_is_verified_after_a_kill() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let fake_agent = fake_agent();
         assert!(!run_role("commits and is killed", &fake_agent).success());
         let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
@@ -163,7 +163,7 @@ fn committed_lease_is_verified_after_a_kill() {
 
 #[test]
 fn killed_writer_leaves_no_content() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let fake_agent = fake_agent();
         let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
         // The first checksum allocates memory that stays with the context.
@@ -187,7 +187,7 @@ fn killed_writer_leaves_no_content() {
 
 #[test]
 fn second_process_waits_for_the_writer() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let fake_agent = fake_agent();
         let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
         let mut writer = role_process("role_of_a_client", "takes its time", &fake_agent.socket());
@@ -217,7 +217,7 @@ fn second_process_waits_for_the_writer() {
 
 #[test]
 fn write_to_a_retained_lease_faults_the_writer_alone() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let fake_agent = fake_agent();
         let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
         let writer = writer(&client, 2 * MIB);
@@ -231,7 +231,7 @@ fn write_to_a_retained_lease_faults_the_writer_alone() {
 
 #[test]
 fn corrupt_lease_is_discarded_and_recreated() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let fake_agent = fake_agent();
         let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
         let first = commit_and_corrupt(&client, &fake_agent);
@@ -287,7 +287,7 @@ fn commit_and_corrupt(client: &LeaseClient, fake_agent: &FakeAgent) -> u64 {
 
 #[test]
 fn uncommitted_lease_is_discarded_when_dropped() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let fake_agent = fake_agent();
         let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
         let before = machine.used(0);
@@ -328,7 +328,7 @@ fn open_with_response(answer: Option<RetainedResponse>, machine: &Sim) -> LeaseE
 
 #[test]
 fn memory_is_unmapped_when_the_agent_never_confirms() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let dies = open_with_response(None, machine);
         assert!(
             matches!(dies, LeaseError::AgentUnreachable { .. }),
@@ -388,7 +388,7 @@ fn scripted_agent(
 
 #[test]
 fn lease_without_driver_memory_is_recreated() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("agent.sock");
         let mut opens = 0;
@@ -423,7 +423,7 @@ fn lease_without_driver_memory_is_recreated() {
 
 #[test]
 fn fenced_writer_does_not_discard_the_lease() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("agent.sock");
         let agent = scripted_agent(&socket, 3, |connection, question| match question {
@@ -459,7 +459,7 @@ fn fenced_writer_does_not_discard_the_lease() {
 
 #[test]
 fn commit_is_repeated_to_a_restarted_agent() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (fake_agent, folder) = (fake_agent(), tempfile::tempdir().unwrap());
         let (socket, dying) = (folder.path().join("agent"), folder.path().join("dying"));
         symlink(fake_agent.socket(), &socket).unwrap();
@@ -490,7 +490,7 @@ fn commit_is_repeated_to_a_restarted_agent() {
 
 #[test]
 fn concurrent_threads_share_one_writers_lease() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let fake_agent = fake_agent();
         let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
         let first = writer(&client, 2 * MIB);
@@ -515,7 +515,7 @@ fn concurrent_threads_share_one_writers_lease() {
 
 #[test]
 fn lease_arena_allocates_from_the_lease_and_commits() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let fake_agent = fake_agent();
         let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
         let arena = LeaseArena::new(writer(&client, 2 * MIB));
@@ -543,7 +543,7 @@ fn lease_arena_allocates_from_the_lease_and_commits() {
 
 #[test]
 fn missing_agent_error_names_the_socket() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let client = LeaseClient::with_socket(&context(), Path::new("/nowhere/agent.sock"));
         let since = Instant::now();
         let patience = Duration::from_millis(100);

@@ -88,7 +88,7 @@ fn every_context_of_every_process_is_charged() {
     sibling.ok("context");
     sibling.kill();
     container.wait_for("the dead one's contexts are free", |usage| {
-        usage.retired.0 == 0 && usage.used.0 == CONTEXT
+        usage.exited.0 == 0 && usage.used.0 == CONTEXT
     });
     program.ok("context");
 }

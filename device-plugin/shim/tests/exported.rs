@@ -46,11 +46,11 @@ fn hand_over(from: &mut Client, descriptor: u64, to: &mut Client) -> u64 {
 
 /// Asserts that no process gets the memory for a while after the exporter's death.
 fn is_held(container: &Container, other: &mut Client) {
-    container.wait_for("its death is noticed", |usage| usage.retired.0 > 0);
+    container.wait_for("its death is noticed", |usage| usage.exited.0 > 0);
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_millis(1_500) {
         let usage = container.usage();
-        assert!(usage.retired.0 + UNSEEN >= SHARED, "{usage:?}");
+        assert!(usage.exited.0 + UNSEEN >= SHARED, "{usage:?}");
         let pointer = other.ok(format!("alloc {BESIDE}"))[0];
         other.ok(format!("free {pointer}"));
         assert_eq!(other.call(format!("alloc {}", BESIDE + SHARED)), "err 2");
@@ -66,7 +66,7 @@ fn is_free(container: &Container, other: &mut Client) -> Duration {
         std::thread::sleep(Duration::from_millis(10));
     }
     let took = begun.elapsed();
-    assert_eq!(container.usage().retired.0, 0);
+    assert_eq!(container.usage().exited.0, 0);
     println!("free for another {took:?} after the last holder's end");
     assert!(took < SOON, "{took:?}");
     took
@@ -164,7 +164,7 @@ fn unshared_memory_of_a_killed_exporter_is_free_at_once() {
         println!("free for another after {:?}", begun.elapsed());
         other.kill();
         container.wait_for("only the one that lives has memory", |usage| {
-            usage.processes == 1 && usage.retired.0 == 0
+            usage.processes == 1 && usage.exited.0 == 0
         });
         other = container.program();
     }

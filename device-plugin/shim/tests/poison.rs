@@ -10,14 +10,14 @@ mod support;
 use std::time::{Duration, Instant};
 
 use bursar_crds::budget::ContextAction;
-use bursar_device_plugin::sessions::Policy;
+use bursar_device_plugin::sessions::RecoveryPolicy;
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
 
 fn container(action: ContextAction) -> Container {
     let container = Container::with_quota(QUOTA);
-    container.set_policy(Policy::new(action, 100, 600));
+    container.set_policy(RecoveryPolicy::new(action, 100, 600));
     container
 }
 
@@ -47,12 +47,12 @@ fn main_process_is_reexecuted_under_policy_in_place() {
         println!("{kernel}: {:?}", begun.elapsed());
         let books = &container.books()[0];
         assert_eq!(books.generation, round as u64 + 2);
-        assert_eq!(books.members.len(), 1, "it is the same process");
+        assert_eq!(books.processes.len(), 1, "it is the same process");
         assert!(container.faults().is_empty(), "{:?}", container.faults());
     }
     // The memory of eight images was discharged once each.
     container.wait_for("nothing is charged", |usage| {
-        usage.granted.0 == 0 && usage.retired.0 == 0
+        usage.granted.0 == 0 && usage.exited.0 == 0
     });
     program.ok(format!("alloc {QUOTA}"));
 }
@@ -233,7 +233,7 @@ fn process_other_than_the_main_one_is_never_reexecuted() {
 #[test]
 fn reexec_stops_at_the_maximum() {
     let container = Container::with_quota(QUOTA);
-    container.set_policy(Policy::new(ContextAction::InPlace, 2, 600));
+    container.set_policy(RecoveryPolicy::new(ContextAction::InPlace, 2, 600));
     let mut program = container.main_program();
     for _ in 0..2 {
         fault(&mut program, "fault");

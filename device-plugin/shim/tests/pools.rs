@@ -164,7 +164,7 @@ fn racing_processes_get_exactly_the_pool_steps_that_fit() {
     assert_eq!(container.usage().used, Bytes(QUOTA));
     programs.drain(..).for_each(Client::kill);
     container.wait_for("everything is free again", |usage| {
-        usage.processes == 0 && usage.retired.0 == 0
+        usage.processes == 0 && usage.exited.0 == 0
     });
     container.program().ok(format!("asyncalloc {QUOTA} 0"));
 }
@@ -181,7 +181,7 @@ fn racing_threads_get_exactly_the_pool_steps_that_fit() {
         assert_eq!(charged(&container, &mut program), QUOTA);
         program.kill();
         container.wait_for("the memory is free", |usage| {
-            usage.processes == 0 && usage.retired.0 == 0
+            usage.processes == 0 && usage.exited.0 == 0
         });
     }
 }
@@ -579,7 +579,7 @@ fn charges_cover_the_drivers_memory_under_random_operations() {
         assert!(denied > 0, "the quota was never reached");
         program.kill();
         container.wait_for("the memory is free", |usage| {
-            usage.processes == 0 && usage.retired.0 == 0
+            usage.processes == 0 && usage.exited.0 == 0
         });
     }
 }

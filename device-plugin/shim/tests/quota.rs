@@ -66,10 +66,10 @@ fn racing_processes_get_exactly_the_quotas_last_bytes() {
             .sum();
         assert_eq!(got, QUOTA / taken);
         let usage = container.usage();
-        assert!(usage.granted.0 + usage.retired.0 <= QUOTA, "{usage:?}");
+        assert!(usage.granted.0 + usage.exited.0 <= QUOTA, "{usage:?}");
         programs.drain(..).for_each(Client::kill);
         container.wait_for("everything is free again", |usage| {
-            usage.retired.0 == 0 && usage.processes == 0
+            usage.exited.0 == 0 && usage.processes == 0
         });
         programs.extend((0..6).map(|_| container.program()));
     }
@@ -83,7 +83,7 @@ fn killed_program_leaves_nothing_charged() {
         program.ok(format!("alloc {QUOTA}"));
         program.kill();
         container.wait_for("the memory is free", |usage| {
-            usage.granted.0 == 0 && usage.retired.0 == 0
+            usage.granted.0 == 0 && usage.exited.0 == 0
         });
     }
 }
@@ -96,12 +96,12 @@ fn killed_programs_memory_stays_charged_while_its_child_lives() {
     let child = program.ok("linger 60000")[0];
     let mut other = container.program();
     program.kill();
-    container.wait_for("its death is noticed", |usage| usage.retired.0 >= QUOTA);
+    container.wait_for("its death is noticed", |usage| usage.exited.0 >= QUOTA);
     std::thread::sleep(Duration::from_secs(2));
     assert_eq!(other.call("alloc 1"), "err 2");
     // SAFETY: sends a signal, to a process that lives for a minute.
     assert_eq!(unsafe { libc::kill(child as i32, libc::SIGKILL) }, 0);
-    container.wait_for("the child has ended", |usage| usage.retired.0 == 0);
+    container.wait_for("the child has ended", |usage| usage.exited.0 == 0);
     other.ok(format!("alloc {QUOTA}"));
 }
 
@@ -113,7 +113,7 @@ fn exec_discharges_the_earlier_image() {
     assert_eq!(program.call("exec"), "ready");
     assert_eq!(program.ok("info")[1], QUOTA);
     container.wait_for("the old image's memory is free", |usage| {
-        usage.retired.0 == 0
+        usage.exited.0 == 0
     });
     program.ok(format!("alloc {QUOTA}"));
 }
@@ -183,13 +183,13 @@ fn restarted_agent_reserves_what_a_silent_process_holds() {
         assert_eq!(before + after, 56);
         assert_eq!(silent.ok("info"), [0, QUOTA]);
         other.kill();
-        container.wait_for("the other is gone", |usage| usage.retired.0 == 0);
+        container.wait_for("the other is gone", |usage| usage.exited.0 == 0);
     }
     container.stop_agent();
     silent.kill();
     container.start_agent();
     container.wait_for("the dead is noticed", |usage| {
-        usage.retired.0 == 0 && usage.granted.0 == 0
+        usage.exited.0 == 0 && usage.granted.0 == 0
     });
     container.program().ok(format!("alloc {QUOTA}"));
 }

@@ -75,7 +75,7 @@ fn processes_of_a_container_share_one_quota() {
     assert_eq!(second.call(format!("create {BLOCK} 0 0")), "err 2");
     first.kill();
     container.wait_for("its memory is free", |usage| {
-        usage.processes == 1 && usage.retired.0 == 0
+        usage.processes == 1 && usage.exited.0 == 0
     });
     second.ok(format!("create {} 0 0", 200 * MIB));
 }
@@ -188,7 +188,7 @@ fn memory_with_a_dma_buf_stays_charged_after_its_free() {
     assert_eq!(program.call("alloc 1"), "err 2", "another may have them");
     program.kill();
     container.wait_for("the last of it is free", |usage| {
-        usage.processes == 0 && usage.retired.0 == 0
+        usage.processes == 0 && usage.exited.0 == 0
     });
     container.program().ok(format!("alloc {QUOTA}"));
 }
@@ -244,7 +244,7 @@ fn sparse_array_tile_stays_charged_until_the_process_exits() {
     assert_eq!(program.call("alloc 1"), "err 2", "when is not seen");
     program.kill();
     container.wait_for("its memory is free", |usage| {
-        usage.processes == 0 && usage.retired.0 == 0
+        usage.processes == 0 && usage.exited.0 == 0
     });
     container.program().ok(format!("alloc {QUOTA}"));
 }

@@ -8,20 +8,20 @@ use tokio::sync::watch;
 use crate::metrics::Metrics;
 
 /// The longest time between two beats of a node's task that works.
-const STANDSTILL: Duration = Duration::from_secs(30);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The moment of the node task's last turn.
 #[derive(Clone, Debug)]
-pub struct Pulse(pub watch::Receiver<Instant>);
+pub struct Heartbeat(pub watch::Receiver<Instant>);
 
-impl Pulse {
+impl Heartbeat {
     /// Whether the task works at `now`.
     fn verdict(&self, now: Instant) -> Verdict {
         if self.0.has_changed().is_err() {
             return Verdict::Unwell("the node's task has ended".to_owned());
         }
         let still = now.saturating_duration_since(*self.0.borrow());
-        if still > STANDSTILL {
+        if still > HEARTBEAT_TIMEOUT {
             return Verdict::Unwell(format!("the node's task stands still for {still:?}"));
         }
         Verdict::Well
@@ -34,7 +34,7 @@ pub struct Sources {
     /// `/metrics`.
     pub metrics: Metrics,
     /// `/healthz`: the process works; where it does not, the kubelet restarts it.
-    pub health: Pulse,
+    pub health: Heartbeat,
     /// `/readyz`: the agent does its work, whatever ails the hardware; a rollout waits for it.
     pub readiness: watch::Receiver<Verdict>,
 }
@@ -59,12 +59,12 @@ mod tests {
     use bursar_http::Sources as _;
 
     #[test]
-    fn probes_follow_their_watches_and_metrics_are_told() {
+    fn probes_follow_their_channels_and_metrics_are_served() {
         let (alive, health) = watch::channel(Instant::now());
         let (ready, readiness) = watch::channel(Verdict::Unwell("not registered".into()));
         let sources = Sources {
             metrics: Metrics::new(),
-            health: Pulse(health),
+            health: Heartbeat(health),
             readiness,
         };
         assert_eq!(sources.health(), Verdict::Well);
@@ -80,10 +80,10 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_stands_still_for_half_a_minute_is_unwell() {
+    fn task_without_heartbeat_for_30_s_is_unwell() {
         let beat = Instant::now();
         let (_alive, pulse) = watch::channel(beat);
-        let after = |seconds| Pulse(pulse.clone()).verdict(beat + Duration::from_secs(seconds));
+        let after = |seconds| Heartbeat(pulse.clone()).verdict(beat + Duration::from_secs(seconds));
         assert_eq!(after(30), Verdict::Well);
         assert!(matches!(after(31), Verdict::Unwell(why) if why.contains("stands still")));
     }

@@ -12,39 +12,39 @@ use tracing::debug;
 use crate::agent::http::Verdict;
 use crate::config::ResourcesConfig;
 use crate::container_runtime;
-use crate::enforcement::audit::Audited;
+use crate::enforcement::audit::AuditStatus;
 use crate::enforcement::driver_limits::Limits;
-use crate::gpu_node::quota_overrides::Ordered;
+use crate::gpu_node::quota_overrides::AppliedSpec;
 use crate::gpu_node::{Events, FaultReport, NodeReport};
 use crate::kubelet::lifecycle::Registration;
 use crate::metrics::Metrics;
 use crate::node::actor::Snapshot;
-use crate::node::report::{Around, events, report};
-use crate::retained::status::KeptStatus;
+use crate::node::report::{ReportInputs, node_report, transition_events};
+use crate::retained::status::RetainedStatus;
 
 /// How often the Node is asked for its container runtime, which changes when the node is updated.
-const RUNTIME: Duration = Duration::from_secs(300);
+const RUNTIME_INTERVAL: Duration = Duration::from_secs(300);
 /// How soon it is asked again after no answer.
-const RUNTIME_RETRY: Duration = Duration::from_secs(10);
+const RUNTIME_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
 /// What it tells from.
-pub(super) struct Reporter {
+pub(super) struct StatusPublisher {
     pub(super) config: ResourcesConfig,
-    pub(super) boot: String,
+    pub(super) boot_id: String,
     pub(super) snapshots: watch::Receiver<Snapshot>,
     pub(super) registration: watch::Receiver<Registration>,
-    pub(super) audited: watch::Receiver<Audited>,
+    pub(super) audited: watch::Receiver<AuditStatus>,
     pub(super) limits: watch::Receiver<Limits>,
-    pub(super) ordered: watch::Receiver<Ordered>,
+    pub(super) ordered: watch::Receiver<AppliedSpec>,
     pub(super) faults: watch::Receiver<Vec<FaultReport>>,
-    pub(super) kept: watch::Receiver<KeptStatus>,
+    pub(super) retained: watch::Receiver<RetainedStatus>,
     pub(super) node: String,
     pub(super) client: Option<Client>,
     pub(super) events: Events,
     pub(super) metrics: Metrics,
 }
 
-impl Reporter {
+impl StatusPublisher {
     /// The part to run, with the reports and the readiness that it keeps.
     pub(super) fn start(
         self,
@@ -54,8 +54,8 @@ impl Reporter {
         watch::Receiver<NodeReport>,
         watch::Receiver<Verdict>,
     ) {
-        let first = report(&self.snapshots.borrow(), &self.around(None));
-        let (readiness, ready) = watch::channel(verdict(&first));
+        let first = node_report(&self.snapshots.borrow(), &self.inputs(None));
+        let (readiness, ready) = watch::channel(readiness(&first));
         let (reports, reported) = watch::channel(first);
         (self.run(reports, readiness, stop), reported, ready)
     }
@@ -63,18 +63,18 @@ impl Reporter {
     async fn run(
         mut self,
         reports: watch::Sender<NodeReport>,
-        readiness: watch::Sender<Verdict>,
+        ready: watch::Sender<Verdict>,
         stop: CancellationToken,
     ) {
         let mut runtime = None;
         let mut told = false;
-        let mut ask = Box::pin(self.runtime(Duration::ZERO));
+        let mut ask = Box::pin(self.check_container_runtime(Duration::ZERO));
         loop {
-            let around = self.around(runtime.clone());
-            let after = report(&self.snapshots.borrow_and_update(), &around);
-            self.tell(&after, told.then(|| reports.borrow()).as_deref());
+            let around = self.inputs(runtime.clone());
+            let after = node_report(&self.snapshots.borrow_and_update(), &around);
+            self.publish(&after, told.then(|| reports.borrow()).as_deref());
             told = true;
-            readiness.send_replace(verdict(&after));
+            ready.send_replace(readiness(&after));
             reports.send_if_modified(|before| {
                 let changed = *before != after;
                 *before = after;
@@ -89,10 +89,10 @@ impl Reporter {
                 Ok(()) = self.limits.changed() => drop(self.limits.borrow_and_update()),
                 Ok(()) = self.ordered.changed() => drop(self.ordered.borrow_and_update()),
                 Ok(()) = self.faults.changed() => drop(self.faults.borrow_and_update()),
-                Ok(()) = self.kept.changed() => drop(self.kept.borrow_and_update()),
+                Ok(()) = self.retained.changed() => drop(self.retained.borrow_and_update()),
                 (answer, again) = &mut ask => {
                     runtime = answer;
-                    ask = Box::pin(self.runtime(again));
+                    ask = Box::pin(self.check_container_runtime(again));
                 }
                 () = stop.cancelled() => break,
             }
@@ -100,33 +100,33 @@ impl Reporter {
         stop.cancelled().await;
     }
 
-    fn around(&self, runtime: Option<String>) -> Around {
-        Around {
+    fn inputs(&self, runtime: Option<String>) -> ReportInputs {
+        ReportInputs {
             config: self.config,
-            boot: self.boot.clone(),
+            boot_id: self.boot_id.clone(),
             registration: self.registration.borrow().clone(),
-            runtime,
+            runtime_problem: runtime,
             audited: self.audited.borrow().clone(),
             limits: self.limits.borrow().clone(),
-            ordered: self.ordered.borrow().clone(),
+            overrides: self.ordered.borrow().clone(),
             faults: self.faults.borrow().clone(),
-            kept: self.kept.borrow().clone(),
+            retained: self.retained.borrow().clone(),
         }
     }
 
-    fn tell(&self, after: &NodeReport, before: Option<&NodeReport>) {
+    fn publish(&self, after: &NodeReport, before: Option<&NodeReport>) {
         self.metrics.set_report(after);
-        self.metrics.set_kept(&self.kept.borrow().kept);
+        self.metrics.set_retained(&self.retained.borrow().live);
         for (resource, counts) in self.snapshots.borrow().counts {
             self.metrics.set_counts(resource, counts);
         }
-        for (reason, message) in events(before, after) {
+        for (reason, message) in transition_events(before, after) {
             self.events.on_node(reason, message);
         }
     }
 
     /// After `pause`: why the runtime ignores CDI devices, and when to ask again.
-    fn runtime(
+    fn check_container_runtime(
         &self,
         pause: Duration,
     ) -> impl Future<Output = (Option<String>, Duration)> + Send + 'static {
@@ -142,11 +142,14 @@ impl Reporter {
                     let version = info
                         .map(|info| info.container_runtime_version)
                         .unwrap_or_default();
-                    (container_runtime::without_cdi(&version), RUNTIME)
+                    (
+                        container_runtime::missing_cdi_support(&version),
+                        RUNTIME_INTERVAL,
+                    )
                 }
                 Err(error) => {
                     debug!(%error, "container runtime not known");
-                    (None, RUNTIME_RETRY)
+                    (None, RUNTIME_RETRY_INTERVAL)
                 }
             }
         }
@@ -157,7 +160,7 @@ impl Reporter {
 /// container runtime or pods stands in the conditions, and holds up no rollout of the DaemonSet.
 /// The agent is not ready before it has looked at its GPUs and audited once, and while its tokens
 /// are not registered or it can record or hand out no binding.
-fn verdict(report: &NodeReport) -> Verdict {
+fn readiness(report: &NodeReport) -> Verdict {
     let is_work = |condition: &&Statement| match condition.type_ {
         names::GPUS_FOUND | names::AUDITED => condition.holds.is_none(),
         // Without a GPU there is nothing to register.
@@ -195,11 +198,11 @@ mod tests {
         if !gpus {
             report.gpus.clear();
         }
-        verdict(&report)
+        readiness(&report)
     }
 
     #[test]
-    fn agent_is_ready_whatever_ails_the_hardware() {
+    fn agent_is_ready_whatever_the_state_of_the_hardware() {
         for (type_, reason) in [
             (names::GPUS_FOUND, names::NO_HEALTHY_GPU),
             (names::GPUS_FOUND, names::DRIVER_FAILED),
@@ -215,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn agent_is_not_ready_while_it_does_not_do_its_work() {
+    fn agent_is_not_ready_while_it_cannot_serve() {
         for (type_, holds, reason) in [
             (names::GPUS_FOUND, None, PENDING),
             (names::AUDITED, None, PENDING),
@@ -235,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn agent_is_ready_unregistered_where_the_node_has_no_gpu() {
+    fn agent_is_ready_unregistered_on_a_node_without_gpu() {
         let unregistered = (names::REGISTERED, None, PENDING);
         let none = (names::GPUS_FOUND, Some(false), names::DRIVER_MISSING);
         assert_eq!(verdict_of(false, &[none, unregistered]), Verdict::Well);

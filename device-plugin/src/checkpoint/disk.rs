@@ -16,17 +16,17 @@ use tracing::warn;
 use super::{Checkpoint, LoadError, SaveError};
 
 /// How soon the thread tries again after an error.
-const AGAIN: Duration = Duration::from_secs(10);
+const RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
 /// How long the agent's end waits for the newest value.
-const FLUSH: Duration = Duration::from_secs(1);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How a value is written.
-pub type Save<T> = fn(&Checkpoint, &T) -> Result<(), SaveError>;
+pub type SaveFn<T> = fn(&Checkpoint, &T) -> Result<(), SaveError>;
 
 /// A file on a disk that may hang.
 #[derive(Debug)]
-pub struct Disk<T> {
+pub struct WriteBehindFile<T> {
     shared: Arc<Shared<T>>,
 }
 
@@ -41,26 +41,26 @@ struct State<T> {
     /// What the file had, until it is taken.
     read: Option<T>,
     /// The file was read once, or answered with an error.
-    tried: bool,
+    was_tried: bool,
     /// What the file is to have.
     newest: Option<T>,
     /// Since when the file lacks a value.
-    since: Option<Instant>,
+    dirty_since: Option<Instant>,
     /// The owner has dropped the file.
     closed: bool,
 }
 
-impl<T: Default + Serialize + DeserializeOwned + Send + 'static> Disk<T> {
+impl<T: Default + Serialize + DeserializeOwned + Send + 'static> WriteBehindFile<T> {
     /// Starts the thread, which reads `file` first. A file that makes no sense is moved aside.
     ///
     /// # Errors
     /// The system starts no thread.
-    pub fn open(file: Checkpoint, save: Save<T>) -> io::Result<Self> {
+    pub fn open(file: Checkpoint, save: SaveFn<T>) -> io::Result<Self> {
         let state = State {
             read: None,
-            tried: false,
+            was_tried: false,
             newest: None,
-            since: None,
+            dirty_since: None,
             closed: false,
         };
         let shared = Arc::new(Shared {
@@ -78,13 +78,13 @@ impl<T: Default + Serialize + DeserializeOwned + Send + 'static> Disk<T> {
     }
 }
 
-impl<T> Disk<T> {
+impl<T> WriteBehindFile<T> {
     /// What the file had, once; none where the disk does not tell within `patience`.
     pub fn read(&self, patience: Duration) -> Option<T> {
         // A file that could not be read is tried again now.
         self.shared.changed.notify_all();
         let state = self.shared.lock();
-        let waits = |state: &mut State<T>| !state.tried;
+        let waits = |state: &mut State<T>| !state.was_tried;
         let (mut state, _) = wait_while(&self.shared.changed, state, patience, waits);
         state.read.take()
     }
@@ -93,30 +93,30 @@ impl<T> Disk<T> {
     pub fn write(&self, value: T) {
         let mut state = self.shared.lock();
         state.newest = Some(value);
-        state.since.get_or_insert_with(Instant::now);
+        state.dirty_since.get_or_insert_with(Instant::now);
         self.shared.changed.notify_all();
     }
 
     /// How long the file has lacked the newest value.
     pub fn lag(&self) -> Duration {
-        let since = self.shared.lock().since;
+        let since = self.shared.lock().dirty_since;
         since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// Waits until the file has the newest value, at most `patience`; whether it has.
     pub fn flush(&self, patience: Duration) -> bool {
-        let waits = |state: &mut State<T>| state.since.is_some();
+        let waits = |state: &mut State<T>| state.dirty_since.is_some();
         let state = self.shared.lock();
         let (state, _) = wait_while(&self.shared.changed, state, patience, waits);
-        state.since.is_none()
+        state.dirty_since.is_none()
     }
 }
 
-impl<T> Drop for Disk<T> {
+impl<T> Drop for WriteBehindFile<T> {
     fn drop(&mut self) {
         self.shared.lock().closed = true;
         self.shared.changed.notify_all();
-        self.flush(FLUSH);
+        self.flush(FLUSH_TIMEOUT);
     }
 }
 
@@ -130,7 +130,7 @@ impl<T> Shared<T> {
         let state = self.lock();
         let (state, _) = self
             .changed
-            .wait_timeout(state, AGAIN)
+            .wait_timeout(state, RETRY_INTERVAL)
             .unwrap_or_else(PoisonError::into_inner);
         !state.closed
     }
@@ -145,7 +145,7 @@ impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
                 Ok(read) => Some(read.unwrap_or_default()),
                 Err(error @ LoadError::Malformed { .. }) => {
                     // The file is in the way of nothing: the next value replaces it.
-                    let aside = file.set_aside().is_ok();
+                    let aside = file.move_aside().is_ok();
                     warn!(%error, aside, "file begins anew");
                     Some(T::default())
                 }
@@ -158,7 +158,7 @@ impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
             };
             let is_read = read.is_some();
             let mut state = self.lock();
-            (state.read, state.tried) = (read, true);
+            (state.read, state.was_tried) = (read, true);
             self.changed.notify_all();
             drop(state);
             if is_read {
@@ -171,7 +171,7 @@ impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
     }
 
     /// Writes the newest value until the owner has dropped the file.
-    fn write(&self, file: &Checkpoint, save: Save<T>) {
+    fn write(&self, file: &Checkpoint, save: SaveFn<T>) {
         let mut told = false;
         while let Some(value) = self.next() {
             let saved = save(file, &value);
@@ -180,7 +180,7 @@ impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
             match saved {
                 Ok(()) => {
                     told = false;
-                    state.since = state.newest.as_ref().map(|_| Instant::now());
+                    state.dirty_since = state.newest.as_ref().map(|_| Instant::now());
                 }
                 Err(error) => {
                     if !std::mem::replace(&mut told, true) {
@@ -226,19 +226,19 @@ mod tests {
 
     /// Has each write of the file hang, until a reader opens what this puts in place of the
     /// temporary file.
-    fn hang(file: &Path) -> PathBuf {
+    fn make_writes_hang(file: &Path) -> PathBuf {
         let beside = file.with_extension("new");
         let made = std::process::Command::new("mkfifo").arg(&beside).status();
         assert!(made.unwrap().success());
         beside
     }
 
-    fn open(file: &Path) -> Disk<u32> {
-        Disk::open(Checkpoint::new(file.to_owned()), Checkpoint::save).unwrap()
+    fn open(file: &Path) -> WriteBehindFile<u32> {
+        WriteBehindFile::open(Checkpoint::new(file.to_owned()), Checkpoint::save).unwrap()
     }
 
     #[test]
-    fn disk_gives_back_the_newest_value() {
+    fn file_returns_the_newest_value() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file.json");
         let disk = open(&file);
@@ -250,10 +250,10 @@ mod tests {
     }
 
     #[test]
-    fn disk_blocks_no_caller_while_it_hangs() {
+    fn file_blocks_no_caller_while_the_disk_hangs() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file.json");
-        let fifo = hang(&file);
+        let fifo = make_writes_hang(&file);
         let disk = open(&file);
         assert_eq!(disk.read(SOON), Some(0));
         let begun = Instant::now();
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn disk_that_cannot_be_read_is_tried_again() {
+    fn file_that_cannot_be_read_is_tried_again() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file.json");
         // A link to itself: reading it is an error of the system.

@@ -1,4 +1,4 @@
-//! The configuration file as it is written, and its conversion to [`Config`].
+//! The configuration file as it is written, and its conversion to [`LaunchConfig`].
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -9,18 +9,18 @@ use jiff::SignedDuration;
 use serde::Deserialize;
 
 use super::{
-    AuditConfig, AuditPolicy, Config, DriverConfig, KeptConfig, KubeletConfig, PathsConfig,
-    ResourcesConfig,
+    AuditConfig, AuditPolicy, Config, DriverConfig, KubeletConfig, PathsConfig, ResourcesConfig,
+    RetainedConfig,
 };
 use crate::node::cdi::HostMount;
 use crate::units::Bytes;
 
 /// The kubelet gives up on PreStartContainer after 30 s (`KubeletPreStartContainerRPCTimeoutInSecs`), and
 /// then nobody hears why the container waits.
-const LONGEST_WAIT: Duration = Duration::from_secs(27);
+const MAX_BIND_WAIT: Duration = Duration::from_secs(27);
 
 /// A field with a value that makes no sense.
-pub(super) struct Wrong {
+pub(super) struct InvalidField {
     pub(super) field: &'static str,
     pub(super) value: String,
     pub(super) problem: String,
@@ -28,7 +28,7 @@ pub(super) struct Wrong {
 
 #[derive(Default, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct File {
+pub(super) struct ConfigFile {
     resources: Resources,
     kubelet: Kubelet,
     driver: Driver,
@@ -213,9 +213,9 @@ impl Default for Http {
     }
 }
 
-impl File {
+impl ConfigFile {
     /// Checks every field. Destructured whole, so that a new field cannot be forgotten here.
-    pub(super) fn resolve(self) -> Result<Config, Wrong> {
+    pub(super) fn resolve(self) -> Result<Config, InvalidField> {
         let Self {
             resources,
             kubelet,
@@ -232,50 +232,56 @@ impl File {
             kubelet: kubelet.resolve()?,
             driver: driver.resolve()?,
             paths: paths.resolve()?,
-            bind_wait: wait(binding.wait)?,
+            bind_wait: parse_bind_wait(binding.wait)?,
             audit: audit.resolve()?,
-            kept: kept.resolve()?,
+            retained: kept.resolve()?,
             allow_unscrubbed,
-            http_listen: address("http.listen", http.listen, "[::]:9400")?,
-            http_probes: address("http.probes", http.probes, "[::]:9402")?,
+            http_listen: parse_address("http.listen", http.listen, "[::]:9400")?,
+            http_probes: parse_address("http.probes", http.probes, "[::]:9402")?,
         })
     }
 }
 
 impl Resources {
-    fn resolve(self) -> Result<ResourcesConfig, Wrong> {
+    fn resolve(self) -> Result<ResourcesConfig, InvalidField> {
         let Self {
             quantum,
             managed_memory_capacity,
             reserved_memory,
         } = self;
         Ok(ResourcesConfig {
-            quantum: quantum.parse().map_err(|_| Wrong {
+            quantum: quantum.parse().map_err(|_| InvalidField {
                 field: "resources.quantum",
                 value: quantum,
                 problem: "is not one of 256Mi, 512Mi, 1Gi".into(),
             })?,
-            managed_capacity: bytes("resources.managed-memory-capacity", managed_memory_capacity)?,
-            reserved: bytes("resources.reserved-memory", reserved_memory)?,
+            managed_capacity: parse_bytes(
+                "resources.managed-memory-capacity",
+                managed_memory_capacity,
+            )?,
+            reserved: parse_bytes("resources.reserved-memory", reserved_memory)?,
         })
     }
 }
 
 impl Kubelet {
-    fn resolve(self) -> Result<KubeletConfig, Wrong> {
+    fn resolve(self) -> Result<KubeletConfig, InvalidField> {
         let Self {
             device_plugin_dir,
             pod_resources_socket,
         } = self;
         Ok(KubeletConfig {
-            device_plugin_dir: absolute("kubelet.device-plugin-dir", device_plugin_dir)?,
-            pod_resources_socket: absolute("kubelet.pod-resources-socket", pod_resources_socket)?,
+            device_plugin_dir: require_absolute("kubelet.device-plugin-dir", device_plugin_dir)?,
+            pod_resources_socket: require_absolute(
+                "kubelet.pod-resources-socket",
+                pod_resources_socket,
+            )?,
         })
     }
 }
 
 impl Driver {
-    fn resolve(self) -> Result<DriverConfig, Wrong> {
+    fn resolve(self) -> Result<DriverConfig, InvalidField> {
         let Self {
             root,
             host_root,
@@ -284,20 +290,20 @@ impl Driver {
             worker_user,
         } = self;
         Ok(DriverConfig {
-            root: absolute("driver.root", root)?,
-            host_root: absolute("driver.host-root", host_root)?,
-            dev_root: absolute("driver.dev-root", dev_root)?,
+            root: require_absolute("driver.root", root)?,
+            host_root: require_absolute("driver.host-root", host_root)?,
+            dev_root: require_absolute("driver.dev-root", dev_root)?,
             extra_mounts: extra_mounts
                 .into_iter()
                 .map(Mount::resolve)
                 .collect::<Result<_, _>>()?,
-            worker_user,
+            provisioner_user: worker_user,
         })
     }
 }
 
 impl Mount {
-    fn resolve(self) -> Result<HostMount, Wrong> {
+    fn resolve(self) -> Result<HostMount, InvalidField> {
         let Self {
             host_path,
             container_path,
@@ -305,15 +311,15 @@ impl Mount {
         } = self;
         let container_path = container_path.unwrap_or_else(|| host_path.clone());
         Ok(HostMount {
-            host_path: absolute("driver.extra-mounts", host_path)?,
-            container_path: absolute("driver.extra-mounts", container_path)?,
+            host_path: require_absolute("driver.extra-mounts", host_path)?,
+            container_path: require_absolute("driver.extra-mounts", container_path)?,
             read_only,
         })
     }
 }
 
 impl Paths {
-    fn resolve(self) -> Result<PathsConfig, Wrong> {
+    fn resolve(self) -> Result<PathsConfig, InvalidField> {
         let Self {
             state_dir,
             run_dir,
@@ -324,42 +330,42 @@ impl Paths {
             kernel_log,
         } = self;
         Ok(PathsConfig {
-            state_dir: absolute("paths.state-dir", state_dir)?,
-            run_dir: absolute("paths.run-dir", run_dir)?,
-            cdi_dir: absolute("paths.cdi-dir", cdi_dir)?,
-            cgroup_root: absolute("paths.cgroup-root", cgroup_root)?,
-            shim_dir: absolute("paths.shim-dir", shim_dir)?,
-            proc: absolute("paths.proc", proc)?,
-            kernel_log: absolute("paths.kernel-log", kernel_log)?,
+            state_dir: require_absolute("paths.state-dir", state_dir)?,
+            run_dir: require_absolute("paths.run-dir", run_dir)?,
+            cdi_dir: require_absolute("paths.cdi-dir", cdi_dir)?,
+            cgroup_root: require_absolute("paths.cgroup-root", cgroup_root)?,
+            shim_dir: require_absolute("paths.shim-dir", shim_dir)?,
+            proc: require_absolute("paths.proc", proc)?,
+            kernel_log: require_absolute("paths.kernel-log", kernel_log)?,
         })
     }
 }
 
 impl Kept {
-    fn resolve(self) -> Result<KeptConfig, Wrong> {
+    fn resolve(self) -> Result<RetainedConfig, InvalidField> {
         let Self {
             enabled,
             vault_socket,
             worker,
         } = self;
-        let worker = worker.map(|path| absolute("kept.worker", path));
-        Ok(KeptConfig {
+        let worker = worker.map(|path| require_absolute("kept.worker", path));
+        Ok(RetainedConfig {
             enabled,
-            vault_socket: absolute("kept.vault-socket", vault_socket)?,
-            worker: worker.transpose()?,
+            fdstore_socket: require_absolute("kept.vault-socket", vault_socket)?,
+            provisioner: worker.transpose()?,
         })
     }
 }
 
 impl Audit {
-    fn resolve(self) -> Result<AuditConfig, Wrong> {
+    fn resolve(self) -> Result<AuditConfig, InvalidField> {
         let Self {
             policy,
             tolerance,
             process_allowance,
             kill_after,
         } = self;
-        let wrong = |field, value: String, problem: &str| Wrong {
+        let wrong = |field, value: String, problem: &str| InvalidField {
             field,
             value,
             problem: problem.to_owned(),
@@ -370,8 +376,8 @@ impl Audit {
                 "kill" => AuditPolicy::Kill,
                 _ => return Err(wrong("audit.policy", policy, "is not one of report, kill")),
             },
-            tolerance: bytes("audit.tolerance", tolerance)?,
-            process_allowance: bytes("audit.process-allowance", process_allowance)?,
+            tolerance: parse_bytes("audit.tolerance", tolerance)?,
+            process_allowance: parse_bytes("audit.process-allowance", process_allowance)?,
             kill_after: match kill_after {
                 0 => {
                     let value = kill_after.to_string();
@@ -383,10 +389,10 @@ impl Audit {
     }
 }
 
-fn bytes(field: &'static str, value: String) -> Result<Bytes, Wrong> {
+fn parse_bytes(field: &'static str, value: String) -> Result<Bytes, InvalidField> {
     match quantity::parse_bytes(&value) {
         Ok(bytes) => Ok(Bytes(bytes)),
-        Err(problem) => Err(Wrong {
+        Err(problem) => Err(InvalidField {
             field,
             value,
             problem: problem.to_string(),
@@ -394,38 +400,42 @@ fn bytes(field: &'static str, value: String) -> Result<Bytes, Wrong> {
     }
 }
 
-fn address(field: &'static str, value: String, example: &str) -> Result<SocketAddr, Wrong> {
-    value.parse().map_err(|_| Wrong {
+fn parse_address(
+    field: &'static str,
+    value: String,
+    example: &str,
+) -> Result<SocketAddr, InvalidField> {
+    value.parse().map_err(|_| InvalidField {
         field,
         value,
         problem: format!("is not an address and a port: write for example {example}"),
     })
 }
 
-fn absolute(field: &'static str, path: PathBuf) -> Result<PathBuf, Wrong> {
+fn require_absolute(field: &'static str, path: PathBuf) -> Result<PathBuf, InvalidField> {
     if path.is_absolute() {
         return Ok(path);
     }
-    Err(Wrong {
+    Err(InvalidField {
         field,
         value: path.display().to_string(),
         problem: "is not an absolute path: start it with a slash".into(),
     })
 }
 
-fn wait(value: String) -> Result<Duration, Wrong> {
+fn parse_bind_wait(value: String) -> Result<Duration, InvalidField> {
     let wait = value
         .parse::<SignedDuration>()
         .ok()
         .and_then(|wait| Duration::try_from(wait).ok());
     match wait {
-        Some(wait) if wait <= LONGEST_WAIT => Ok(wait),
-        Some(_) => Err(Wrong {
+        Some(wait) if wait <= MAX_BIND_WAIT => Ok(wait),
+        Some(_) => Err(InvalidField {
             field: "binding.wait",
             value,
             problem: "must be at most 27s: the kubelet itself waits for 30s".into(),
         }),
-        None => Err(Wrong {
+        None => Err(InvalidField {
             field: "binding.wait",
             value,
             problem: "is not a time of zero or more: write for example 25s".into(),

@@ -14,5 +14,5 @@ pub mod maps;
 pub mod mounts;
 pub mod probe;
 
-pub use evaluate::{Lack, Reason};
-pub use probe::{Around, Attested, Attestor, Running, Target};
+pub use evaluate::{EnforcementGap, GapReason};
+pub use probe::{AttestationTarget, AttestedContainer, AttestedProcess, HostView, PodAttestor};

@@ -5,7 +5,7 @@
 //! | [`collect`] | asks NVML about every GPU, with a deadline |
 //! | [`compare`] | sets what the driver charges against the ledger: pure |
 //! | [`consecutive`] | counts for how long findings stand: pure |
-//! | [`policy`] | what is done about a finding: pure |
+//! | [`context_policy`] | what is done about a finding: pure |
 //! | [`kill`] | kills a process, and never a later one with its pid |
 //! | [`namespace_usage`] | sums up by namespace, for its budget's status: pure |
 //! | [`events`] | Events |
@@ -22,4 +22,4 @@ pub mod policy;
 pub mod task;
 mod withheld;
 
-pub use task::{Audited, Auditor};
+pub use task::{AuditStatus, Auditor};

@@ -18,32 +18,32 @@ use tokio::time::{Instant, MissedTickBehavior, interval, interval_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-use crate::gpu::nvml::{NvmlHandle, QueryError, Refusal};
+use crate::gpu::nvml::{CallError, NvmlHandle, QueryError};
 use crate::node::actor::Snapshot;
 use crate::node::allocator::BoundContainer;
-use crate::sessions::{Account, Books, Sessions, by_allocation};
+use crate::sessions::{Account, ContainerUsage, Sessions, by_allocation};
 use crate::units::{Bytes, GpuUuid};
 
 /// How often quotas are looked at, and what was refused is tried again.
-const EVERY: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// How often all are set again: a driver that is loaded anew has forgotten them.
-const AGAIN: Duration = Duration::from_secs(60);
+const REAPPLY_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A pod's cgroup and a GPU.
-pub type Place = (PathBuf, GpuUuid);
+pub type LimitKey = (PathBuf, GpuUuid);
 
 /// What became of each limit.
-pub type Limits = BTreeMap<Place, Limit>;
+pub type Limits = BTreeMap<LimitKey, LimitState>;
 
 /// What became of one limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Limit {
+pub enum LimitState {
     /// The driver refuses what goes beyond.
     Set(Bytes),
     /// The driver has none for this GPU, or the host has no cgroup v2.
-    NotOffered,
+    Unsupported,
     /// The driver should have set it and did not.
-    Refused {
+    Failed {
         /// What was to be set.
         bytes: Bytes,
         /// What NVML said.
@@ -53,7 +53,10 @@ pub enum Limit {
 
 /// What the driver is to hold pods to: the sum of their containers' quotas. Of containers that share a claim only
 /// one is alive.
-pub fn wanted(containers: &[BoundContainer], books: &[Books]) -> BTreeMap<Place, Bytes> {
+pub fn desired_limits(
+    containers: &[BoundContainer],
+    books: &[ContainerUsage],
+) -> BTreeMap<LimitKey, Bytes> {
     let books = by_allocation(books);
     let mut claims = BTreeMap::new();
     for container in containers {
@@ -69,7 +72,7 @@ pub fn wanted(containers: &[BoundContainer], books: &[Books]) -> BTreeMap<Place,
             }
         }
     }
-    let mut wanted: BTreeMap<Place, Bytes> = BTreeMap::new();
+    let mut wanted: BTreeMap<LimitKey, Bytes> = BTreeMap::new();
     for ((place, _), Bytes(bytes)) in claims {
         let sum = wanted.entry(place).or_default();
         sum.0 = sum.0.saturating_add(bytes);
@@ -79,25 +82,25 @@ pub fn wanted(containers: &[BoundContainer], books: &[Books]) -> BTreeMap<Place,
 
 /// Whether there is something to do about `wanted` after `last`: a driver that offers no limits is not asked for
 /// the same one again.
-fn is_due(wanted: Bytes, last: Option<&Limit>) -> bool {
+fn needs_update(wanted: Bytes, last: Option<&LimitState>) -> bool {
     match last {
-        None | Some(Limit::Refused { .. }) => true,
-        Some(Limit::NotOffered) => false,
-        Some(Limit::Set(bytes)) => *bytes != wanted,
+        None | Some(LimitState::Failed { .. }) => true,
+        Some(LimitState::Unsupported) => false,
+        Some(LimitState::Set(bytes)) => *bytes != wanted,
     }
 }
 
 /// Whether the cgroup is of version 2: the folders of version 1 have no such file.
-fn is_v2(cgroup: &Path) -> bool {
+fn is_cgroup_v2(cgroup: &Path) -> bool {
     cgroup.join("cgroup.controllers").exists()
 }
 
 /// Whether the driver holds the container's pod to its quota, on each of its GPUs.
-pub fn holds(limits: &Limits, container: &BoundContainer, books: &Books) -> bool {
+pub fn is_limited(limits: &Limits, container: &BoundContainer, books: &ContainerUsage) -> bool {
     books.gpus().all(|gpu| {
         let cgroup = container.cgroup.clone();
         let limit = cgroup.and_then(|cgroup| limits.get(&(cgroup, gpu.clone())));
-        matches!(limit, Some(Limit::Set(_)))
+        matches!(limit, Some(LimitState::Set(_)))
     })
 }
 
@@ -109,8 +112,8 @@ pub async fn run(
     told: watch::Sender<Limits>,
     stop: CancellationToken,
 ) {
-    let mut every = interval(EVERY);
-    let mut again = interval_at(Instant::now() + AGAIN, AGAIN);
+    let mut every = interval(POLL_INTERVAL);
+    let mut again = interval_at(Instant::now() + REAPPLY_INTERVAL, REAPPLY_INTERVAL);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut limits = Limits::new();
     loop {
@@ -122,15 +125,18 @@ pub async fn run(
             Ok(()) = snapshots.changed() => {}
         }
         let containers = snapshots.borrow_and_update().containers.clone();
-        let wanted = wanted(&containers, &sessions.books());
+        let wanted = desired_limits(&containers, &sessions.container_usage());
         limits.retain(|place, _| wanted.contains_key(place));
         for (place, bytes) in wanted {
-            if is_due(bytes, limits.get(&place)) {
+            if needs_update(bytes, limits.get(&place)) {
                 // As long as NVML may take to answer about a sick GPU.
-                let Some(limit) = stop.run_until_cancelled(set(&nvml, &place, bytes)).await else {
+                let Some(limit) = stop
+                    .run_until_cancelled(set_limit(&nvml, &place, bytes))
+                    .await
+                else {
                     return;
                 };
-                tell(&place, &limit, told.borrow().get(&place));
+                log_change(&place, &limit, told.borrow().get(&place));
                 limits.insert(place, limit);
             }
         }
@@ -142,20 +148,20 @@ pub async fn run(
     }
 }
 
-async fn set(nvml: &NvmlHandle, (cgroup, gpu): &Place, bytes: Bytes) -> Limit {
-    if gpu.is_mig() || !is_v2(cgroup) {
-        return Limit::NotOffered;
+async fn set_limit(nvml: &NvmlHandle, (cgroup, gpu): &LimitKey, bytes: Bytes) -> LimitState {
+    if gpu.is_mig() || !is_cgroup_v2(cgroup) {
+        return LimitState::Unsupported;
     }
-    let answer = nvml.limit(gpu, cgroup, bytes).await;
-    let refused = |why| Limit::Refused { bytes, why };
+    let answer = nvml.request_limit(gpu, cgroup, bytes).await;
+    let refused = |why| LimitState::Failed { bytes, why };
     match answer {
-        Ok(Ok(())) => Limit::Set(bytes),
+        Ok(Ok(())) => LimitState::Set(bytes),
         Ok(Err(QueryError::Nvml {
-            source: Refusal::NotOffered,
+            source: CallError::Unsupported,
             ..
-        })) => Limit::NotOffered,
+        })) => LimitState::Unsupported,
         Ok(Err(QueryError::Nvml {
-            source: Refusal::Nvml(why),
+            source: CallError::Nvml(why),
             ..
         })) => refused(why),
         Ok(Err(error @ QueryError::NotAvailable)) => refused(error.to_string()),
@@ -164,15 +170,15 @@ async fn set(nvml: &NvmlHandle, (cgroup, gpu): &Place, bytes: Bytes) -> Limit {
     }
 }
 
-fn tell((cgroup, gpu): &Place, limit: &Limit, before: Option<&Limit>) {
+fn log_change((cgroup, gpu): &LimitKey, limit: &LimitState, before: Option<&LimitState>) {
     if before == Some(limit) {
         return;
     }
     let cgroup = cgroup.display();
     match limit {
-        Limit::Set(bytes) => info!(%cgroup, %gpu, %bytes, "driver limit set"),
-        Limit::NotOffered => debug!(%cgroup, %gpu, "no driver limit"),
-        Limit::Refused { bytes, why } => {
+        LimitState::Set(bytes) => info!(%cgroup, %gpu, %bytes, "driver limit set"),
+        LimitState::Unsupported => debug!(%cgroup, %gpu, "no driver limit"),
+        LimitState::Failed { bytes, why } => {
             warn!(%cgroup, %gpu, %bytes, %why, "driver limit refused");
         }
     }
@@ -181,93 +187,92 @@ fn tell((cgroup, gpu): &Place, limit: &Limit, before: Option<&Limit>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sessions::AccountBooks;
+    use crate::sessions::AccountBalance;
 
     const POD: &str = "/cg/kubepods/pod1";
 
     fn container(allocation: u64, claim: u64) -> BoundContainer {
         BoundContainer {
             cgroup: Some(POD.into()),
-            ..BoundContainer::numbered(allocation, claim)
+            ..BoundContainer::with_ids(allocation, claim)
         }
     }
 
-    fn books(allocation: u64, accounts: &[(&str, u64)]) -> Books {
+    fn books(allocation: u64, accounts: &[(&str, u64)]) -> ContainerUsage {
         let account = |(name, gib): &(&str, u64)| {
             let account = match *name {
                 "managed" => Account::Managed,
                 gpu => Account::Gpu(gpu.parse().unwrap()),
             };
-            AccountBooks::unused(account, Bytes::gib(*gib))
+            AccountBalance::empty(account, Bytes::gib(*gib))
         };
-        Books::unused(allocation, accounts.iter().map(account).collect())
+        ContainerUsage::empty(allocation, accounts.iter().map(account).collect())
     }
 
-    fn place(gpu: &str) -> Place {
+    fn limit_key(gpu: &str) -> LimitKey {
         (POD.into(), gpu.parse().unwrap())
     }
 
     #[test]
-    fn a_pod_is_held_to_the_sum_of_its_containers_on_each_gpu_and_managed_memory_counts_for_nothing()
-     {
+    fn pod_limit_is_the_sum_of_its_containers_per_gpu() {
         let containers = [container(1, 1), container(2, 2)];
         let books = [
             books(1, &[("GPU-a", 4), ("managed", 9)]),
             books(2, &[("GPU-a", 2), ("GPU-b", 2)]),
         ];
         let expected = [
-            (place("GPU-a"), Bytes::gib(6)),
-            (place("GPU-b"), Bytes::gib(2)),
+            (limit_key("GPU-a"), Bytes::gib(6)),
+            (limit_key("GPU-b"), Bytes::gib(2)),
         ];
-        assert_eq!(wanted(&containers, &books), expected.into());
+        assert_eq!(desired_limits(&containers, &books), expected.into());
     }
 
     #[test]
     fn containers_that_share_a_claim_count_once_by_the_larger_quota() {
         let containers = [container(1, 1), container(2, 1)];
         let books = [books(1, &[("GPU-a", 4)]), books(2, &[("GPU-a", 3)])];
-        let expected = [(place("GPU-a"), Bytes::gib(4))];
-        assert_eq!(wanted(&containers, &books), expected.into());
+        let expected = [(limit_key("GPU-a"), Bytes::gib(4))];
+        assert_eq!(desired_limits(&containers, &books), expected.into());
     }
 
     #[test]
-    fn a_pod_without_a_cgroup_or_without_books_is_left_alone() {
+    fn pod_has_no_limit_without_cgroup_or_books() {
         let homeless = BoundContainer {
             cgroup: None,
             ..container(1, 1)
         };
         assert_eq!(
-            wanted(&[homeless, container(2, 2)], &[books(1, &[("GPU-a", 4)])]),
+            desired_limits(&[homeless, container(2, 2)], &[books(1, &[("GPU-a", 4)])]),
             BTreeMap::new()
         );
     }
 
     #[test]
-    fn what_was_refused_is_tried_again_and_what_is_not_offered_is_not() {
+    fn limit_is_retried_when_failed_and_not_when_unsupported() {
         let bytes = Bytes::gib(1);
-        let refused = Limit::Refused {
+        let refused = LimitState::Failed {
             bytes,
             why: "in use".into(),
         };
-        assert!(is_due(bytes, None));
-        assert!(is_due(bytes, Some(&refused)));
-        assert!(is_due(bytes, Some(&Limit::Set(Bytes::gib(2)))));
-        assert!(!is_due(bytes, Some(&Limit::Set(bytes))));
-        assert!(!is_due(bytes, Some(&Limit::NotOffered)));
+        assert!(needs_update(bytes, None));
+        assert!(needs_update(bytes, Some(&refused)));
+        assert!(needs_update(bytes, Some(&LimitState::Set(Bytes::gib(2)))));
+        assert!(!needs_update(bytes, Some(&LimitState::Set(bytes))));
+        assert!(!needs_update(bytes, Some(&LimitState::Unsupported)));
     }
 
     #[test]
-    fn the_driver_holds_a_container_only_with_a_limit_on_each_of_its_gpus() {
+    fn container_is_limited_when_each_of_its_gpus_is() {
         let (container, books) = (container(1, 1), books(1, &[("GPU-a", 4), ("GPU-b", 4)]));
-        let one = (place("GPU-a"), Limit::Set(Bytes::gib(4)));
-        let mut limits = Limits::from([one, (place("GPU-b"), Limit::NotOffered)]);
-        assert!(!holds(&limits, &container, &books));
-        limits.insert(place("GPU-b"), Limit::Set(Bytes::gib(4)));
-        assert!(holds(&limits, &container, &books));
+        let one = (limit_key("GPU-a"), LimitState::Set(Bytes::gib(4)));
+        let mut limits = Limits::from([one, (limit_key("GPU-b"), LimitState::Unsupported)]);
+        assert!(!is_limited(&limits, &container, &books));
+        limits.insert(limit_key("GPU-b"), LimitState::Set(Bytes::gib(4)));
+        assert!(is_limited(&limits, &container, &books));
     }
 
     #[test]
-    fn folders_of_version_1_are_no_place_for_a_limit() {
+    fn cgroup_v1_folder_is_not_cgroup_v2() {
         let root = tempfile::tempdir().unwrap();
         let (old, new) = (root.path().join("memory/pod1"), root.path().join("pod1"));
         for folder in [&old, &new] {
@@ -275,7 +280,7 @@ mod tests {
         }
         std::fs::write(old.join("tasks"), "").unwrap();
         std::fs::write(new.join("cgroup.controllers"), "cpu memory dmem\n").unwrap();
-        assert!(!is_v2(&old));
-        assert!(is_v2(&new));
+        assert!(!is_cgroup_v2(&old));
+        assert!(is_cgroup_v2(&new));
     }
 }

@@ -11,7 +11,7 @@
 //! |---|---|
 //! | [`confirmation`] | which records of the kernel's log NVML confirms: pure |
 //! | [`kmsg`] | finds XIDs with pids in the kernel's log |
-//! | [`policy`] | what is done in which container: pure |
+//! | [`context_policy`] | what is done in which container: pure |
 //! | [`task`] | the loop |
 //! | [`events`] | Events, and what the status says |
 
@@ -21,4 +21,4 @@ pub mod kmsg;
 pub mod policy;
 pub mod task;
 
-pub use task::{Around, run};
+pub use task::{FaultInputs, run};

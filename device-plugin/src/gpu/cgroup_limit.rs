@@ -23,13 +23,13 @@ struct MemoryLimits {
 /// integer, for a newer driver may have more of them.
 type SetMemoryLimits = unsafe extern "C" fn(*mut c_void, *mut MemoryLimits) -> c_int;
 
-const NAME: &[u8] = b"nvmlDeviceSetMemoryLimits_v1\0";
+const SYMBOL: &[u8] = b"nvmlDeviceSetMemoryLimits_v1\0";
 
 /// Has the driver refuse what processes in `cgroup` allocate of `device` beyond `hard`. Nothing is reserved for
 /// them: a soft limit is added to every cgroup above, and stays there when this one is removed without the driver
 /// (NVIDIA's "MPS v3 Memory Partitioning").
 #[expect(unsafe_code, reason = "nvml-wrapper has no call for it")]
-pub fn set(
+pub fn set_memory_limit(
     nvml: &Nvml,
     device: &Device<'_>,
     cgroup: &Path,
@@ -44,14 +44,14 @@ pub fn set(
     // SAFETY: the function of this name has this prototype in `nvml.h`; the library, the device and the text
     // outlive the call, which keeps none of them.
     let code = unsafe {
-        let set = nvml.lib().__library.get::<SetMemoryLimits>(NAME)?;
+        let set = nvml.lib().__library.get::<SetMemoryLimits>(SYMBOL)?;
         set(device.handle().cast(), &raw mut limits)
     };
     nvml_try(code.unsigned_abs())
 }
 
 /// Whether `error` says that this driver sets no limits: it is older, or they were switched off (`RmMemacctMode`).
-pub fn is_not_offered(error: &NvmlError) -> bool {
+pub fn is_unsupported(error: &NvmlError) -> bool {
     matches!(
         error,
         NvmlError::LibloadingError(_) | NvmlError::FunctionNotFound | NvmlError::NotSupported

@@ -23,73 +23,73 @@ use tracing::{info, warn};
 
 use crate::enforcement::audit::kill::kill;
 use crate::gpu::Inventory;
-use crate::gpu_node::quota_overrides::Orders;
+use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::sessions::Sessions;
 use crate::units::GpuUuid;
 
 /// How often is looked who holds them.
-const EVERY: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// How long nobody holds a GPU before it is released: by then an audit has seen who went past the shim.
-const QUIET: Duration = Duration::from_secs(2);
+const IDLE_BEFORE_RELEASE: Duration = Duration::from_secs(2);
 
 /// How far the GPUs are.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Drain {
+pub struct DrainState {
     /// Nothing new begins on these, and what there is ends.
-    pub ordered: BTreeSet<GpuUuid>,
+    pub requested: BTreeSet<GpuUuid>,
     /// Of these, something other than the NVML watcher holds these.
-    pub busy: BTreeSet<GpuUuid>,
+    pub in_use: BTreeSet<GpuUuid>,
     /// Only the NVML watcher held these for a while: the watcher lets them go too.
     pub released: BTreeSet<GpuUuid>,
 }
 
 /// Decides who is released: pure.
 #[derive(Debug)]
-struct Plan {
-    drain: Drain,
+struct DrainPlan {
+    state: DrainState,
     /// Since when nobody holds a GPU.
-    quiet: BTreeMap<GpuUuid, Instant>,
+    idle_since: BTreeMap<GpuUuid, Instant>,
 }
 
-impl Plan {
+impl DrainPlan {
     /// With what a predecessor `drained`.
     fn new(drained: BTreeSet<GpuUuid>) -> Self {
-        let drain = Drain {
-            ordered: drained.clone(),
-            busy: BTreeSet::new(),
+        let drain = DrainState {
+            requested: drained.clone(),
+            in_use: BTreeSet::new(),
             released: drained,
         };
         Self {
-            drain,
-            quiet: BTreeMap::new(),
+            state: drain,
+            idle_since: BTreeMap::new(),
         }
     }
 
     /// These are to be drained, and these are held. What was released stays so until its order is gone: who comes
     /// later than that is ended, and NVML is not needed for it.
-    fn next(&mut self, ordered: BTreeSet<GpuUuid>, held: &BTreeSet<GpuUuid>, now: Instant) {
+    fn update(&mut self, ordered: BTreeSet<GpuUuid>, held: &BTreeSet<GpuUuid>, now: Instant) {
         let busy: BTreeSet<_> = ordered.intersection(held).cloned().collect();
-        self.quiet
+        self.idle_since
             .retain(|gpu, _| ordered.contains(gpu) && !busy.contains(gpu));
         for gpu in ordered.difference(&busy) {
-            let since = *self.quiet.entry(gpu.clone()).or_insert(now);
-            if now.saturating_duration_since(since) >= QUIET {
-                self.drain.released.insert(gpu.clone());
+            let since = *self.idle_since.entry(gpu.clone()).or_insert(now);
+            if now.saturating_duration_since(since) >= IDLE_BEFORE_RELEASE {
+                self.state.released.insert(gpu.clone());
             }
         }
-        self.drain.released.retain(|gpu| ordered.contains(gpu));
-        (self.drain.ordered, self.drain.busy) = (ordered, busy);
+        self.state.released.retain(|gpu| ordered.contains(gpu));
+        (self.state.requested, self.state.in_use) = (ordered, busy);
     }
 }
 
 /// What is to be drained by these orders, with the MIG instances of a GPU; what was before they are told.
-fn ordered(
-    orders: Option<&Orders>,
+fn requested_gpus(
+    orders: Option<&ParsedSpec>,
     inventory: &Inventory,
     before: &BTreeSet<GpuUuid>,
 ) -> BTreeSet<GpuUuid> {
-    let Some(Orders { drain, .. }) = orders else {
+    let Some(ParsedSpec { drain, .. }) = orders else {
         return before.clone();
     };
     let gpus = inventory.gpus().iter().map(|state| &state.gpu);
@@ -99,28 +99,32 @@ fn ordered(
 }
 
 /// What the part works with.
-pub struct Around {
+pub struct DrainInputs {
     /// The host's `/proc`.
     pub proc: PathBuf,
     /// Whose containers end.
     pub sessions: Arc<Sessions>,
     /// What the node's `GpuNode` orders; none before the API server told any.
-    pub orders: watch::Receiver<Option<Orders>>,
+    pub orders: watch::Receiver<Option<ParsedSpec>>,
     /// The GPUs.
     pub inventory: watch::Receiver<Inventory>,
     /// What of the ordered GPUs kept memory has let go.
-    pub let_go: watch::Receiver<BTreeSet<GpuUuid>>,
+    pub released_by_leases: watch::Receiver<BTreeSet<GpuUuid>>,
 }
 
 /// As it begins, where a predecessor had `drained` these.
-pub fn begin(drained: BTreeSet<GpuUuid>) -> watch::Sender<Drain> {
-    watch::Sender::new(Plan::new(drained).drain)
+pub fn initial_state(drained: BTreeSet<GpuUuid>) -> watch::Sender<DrainState> {
+    watch::Sender::new(DrainPlan::new(drained).state)
 }
 
 /// Drains until `stop`, and keeps `drain` at how far that is.
-pub async fn run(mut around: Around, drain: watch::Sender<Drain>, stop: CancellationToken) {
-    let mut plan = Plan::new(drain.borrow().ordered.clone());
-    let mut every = interval(EVERY);
+pub async fn run(
+    mut around: DrainInputs,
+    drain: watch::Sender<DrainState>,
+    stop: CancellationToken,
+) {
+    let mut plan = DrainPlan::new(drain.borrow().requested.clone());
+    let mut every = interval(POLL_INTERVAL);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
@@ -129,12 +133,12 @@ pub async fn run(mut around: Around, drain: watch::Sender<Drain>, stop: Cancella
             // Without the API server nothing is ordered: the ticks go on.
             Ok(()) = around.orders.changed() => {}
         }
-        let ordered = ordered(
+        let ordered = requested_gpus(
             around.orders.borrow_and_update().as_ref(),
             &around.inventory.borrow(),
-            &plan.drain.ordered,
+            &plan.state.requested,
         );
-        let (mut held, doomed) = around.sessions.drain(&ordered);
+        let (mut held, doomed) = around.sessions.drain_gpus(&ordered);
         for process in doomed {
             match kill(&around.proc, process) {
                 Ok(true) => warn!(pid = process.pid, "killed: its gpu is drained"),
@@ -142,13 +146,17 @@ pub async fn run(mut around: Around, drain: watch::Sender<Drain>, stop: Cancella
                 Err(error) => warn!(pid = process.pid, %error, "not killed"),
             }
         }
-        held.extend(ordered.difference(&around.let_go.borrow()).cloned());
-        plan.next(ordered, &held, Instant::now());
+        held.extend(
+            ordered
+                .difference(&around.released_by_leases.borrow())
+                .cloned(),
+        );
+        plan.update(ordered, &held, Instant::now());
         drain.send_if_modified(|before| {
-            let changed = *before != plan.drain;
+            let changed = *before != plan.state;
             if changed {
-                info!(drain = ?plan.drain, "drain");
-                before.clone_from(&plan.drain);
+                info!(drain = ?plan.state, "drain");
+                before.clone_from(&plan.state);
             }
             changed
         });
@@ -163,15 +171,15 @@ mod tests {
         names.iter().map(|name| name.parse().unwrap()).collect()
     }
 
-    struct Bed {
-        plan: Plan,
+    struct Fixture {
+        plan: DrainPlan,
         start: Instant,
     }
 
-    impl Bed {
+    impl Fixture {
         fn new() -> Self {
             Self {
-                plan: Plan::new(BTreeSet::new()),
+                plan: DrainPlan::new(BTreeSet::new()),
                 start: Instant::now(),
             }
         }
@@ -179,15 +187,19 @@ mod tests {
         /// What is busy and what is released at that second.
         fn at(&mut self, second: u64, ordered: &[&str], held: &[&str]) -> [Vec<&str>; 2] {
             let now = self.start + Duration::from_secs(second);
-            self.plan.next(gpus(ordered), &gpus(held), now);
-            let Drain { busy, released, .. } = &self.plan.drain;
+            self.plan.update(gpus(ordered), &gpus(held), now);
+            let DrainState {
+                in_use: busy,
+                released,
+                ..
+            } = &self.plan.state;
             [busy, released].map(|gpus| gpus.iter().map(GpuUuid::as_str).collect())
         }
     }
 
     #[test]
-    fn a_gpu_is_released_when_nobody_has_held_it_for_a_while() {
-        let mut bed = Bed::new();
+    fn gpu_is_released_when_unused_for_a_while() {
+        let mut bed = Fixture::new();
         assert_eq!(
             bed.at(0, &["GPU-a"], &["GPU-a", "GPU-b"]),
             [vec!["GPU-a"], vec![]]
@@ -200,8 +212,8 @@ mod tests {
     }
 
     #[test]
-    fn who_comes_later_makes_it_busy_and_nvml_does_not_come_back_for_it() {
-        let mut bed = Bed::new();
+    fn released_gpu_stays_released_when_used_again() {
+        let mut bed = Fixture::new();
         bed.at(0, &["GPU-a"], &[]);
         bed.at(2, &["GPU-a"], &[]);
         assert_eq!(
@@ -212,8 +224,8 @@ mod tests {
     }
 
     #[test]
-    fn an_order_that_is_gone_leaves_nothing_and_a_later_one_begins_anew() {
-        let mut bed = Bed::new();
+    fn drain_starts_over_when_its_order_was_withdrawn() {
+        let mut bed = Fixture::new();
         bed.at(0, &["GPU-a", "GPU-b"], &[]);
         assert_eq!(
             bed.at(2, &["GPU-a", "GPU-b"], &[]),
@@ -224,17 +236,18 @@ mod tests {
     }
 
     #[test]
-    fn before_the_orders_are_told_what_was_drained_stays_so() {
+    fn drained_gpu_stays_drained_until_orders_are_known() {
         let drained = gpus(&["GPU-a"]);
-        let mut plan = Plan::new(drained.clone());
-        let told = |orders: Option<&Orders>| ordered(orders, &Inventory::Starting, &drained);
-        plan.next(told(None), &BTreeSet::new(), Instant::now());
-        assert_eq!(plan.drain.released, drained);
-        plan.next(
-            told(Some(&Orders::default())),
+        let mut plan = DrainPlan::new(drained.clone());
+        let told =
+            |orders: Option<&ParsedSpec>| requested_gpus(orders, &Inventory::Starting, &drained);
+        plan.update(told(None), &BTreeSet::new(), Instant::now());
+        assert_eq!(plan.state.released, drained);
+        plan.update(
+            told(Some(&ParsedSpec::default())),
             &BTreeSet::new(),
             Instant::now(),
         );
-        assert_eq!(plan.drain, Drain::default());
+        assert_eq!(plan.state, DrainState::default());
     }
 }

@@ -17,15 +17,15 @@ use serde_json::Value;
 use tracing::warn;
 
 use crate::checkpoint::Checkpoint;
-use crate::checkpoint::disk::Disk;
-use crate::gpu::health::Memory;
-use crate::gpu::registry::Remembered;
+use crate::checkpoint::disk::WriteBehindFile;
+use crate::gpu::health::PersistedHealth;
+use crate::gpu::registry::PersistedGpu;
 use crate::gpu::{Gpu, GpuState};
 use crate::units::GpuUuid;
 
 /// The most entries of present and absent GPUs; present ones are always kept. A node of 16 GPUs
 /// with seven MIG instances each has 112.
-const MOST: usize = 512;
+const MAX_ENTRIES: usize = 512;
 
 /// One GPU's entry. Fields that it does not know are left alone: numbers that start again are
 /// worse.
@@ -37,7 +37,7 @@ struct Entry {
     boot: String,
     /// What was known of its health then.
     #[serde(default)]
-    memory: Memory,
+    memory: PersistedHealth,
     /// What it was then; none where another agent's record of that makes no sense here.
     #[serde(default, deserialize_with = "if_it_makes_sense")]
     gpu: Option<Gpu>,
@@ -50,15 +50,15 @@ fn if_it_makes_sense<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Gpu>, 
 type Entries = BTreeMap<GpuUuid, Entry>;
 
 /// How long the disk may take before that is logged.
-const LATE: Duration = Duration::from_secs(5);
+const WARN_AFTER: Duration = Duration::from_secs(5);
 
 /// How long the agent's start waits for the disk.
-const READ: Duration = Duration::from_secs(1);
+const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// G of a GPU without an entry: above all others where its own entry may have been dropped.
-fn first(entries: &Entries) -> u64 {
+fn first_generation(entries: &Entries) -> u64 {
     let largest = entries.values().map(|entry| entry.generation).max();
-    match entries.len() < MOST {
+    match entries.len() < MAX_ENTRIES {
         true => 1,
         false => largest.unwrap_or_default() + 1,
     }
@@ -68,20 +68,20 @@ fn first(entries: &Entries) -> u64 {
 /// them. One file is in the run folder, which a reboot clears and no disk can hold up; the other is
 /// on the disk. An agent needs either.
 #[derive(Debug)]
-pub struct Generations {
-    run: Checkpoint,
-    disk: Disk<Entries>,
+pub struct GpuGenerations {
+    run_file: Checkpoint,
+    disk_file: WriteBehindFile<Entries>,
     boot: String,
     entries: Entries,
     /// Neither file could be read so far: nothing is written before the numbers are known.
-    unread: bool,
+    is_unread: bool,
     /// The run folder's file lacks something.
-    unsaved: bool,
+    has_unsaved: bool,
     /// The disk has not taken the newest numbers for long.
-    lags: bool,
+    is_lagging: bool,
 }
 
-impl Generations {
+impl GpuGenerations {
     /// Reads both files. One that makes no sense is moved aside: without the other the numbers
     /// start again at 1. Where there is none in the run folder and the disk does not tell in time,
     /// it is looked at again with every [`see`](Self::see).
@@ -89,11 +89,11 @@ impl Generations {
     /// # Errors
     /// The system starts no thread.
     pub fn load(run: Checkpoint, disk: Checkpoint, boot: String) -> std::io::Result<Self> {
-        let disk = Disk::open(disk, Checkpoint::save_durably)?;
-        let of_disk: Option<Entries> = disk.read(READ);
+        let disk = WriteBehindFile::open(disk, Checkpoint::save_durably)?;
+        let of_disk: Option<Entries> = disk.read(READ_TIMEOUT);
         let of_run: Option<Entries> = run.load().unwrap_or_else(|error| {
             warn!(%error, "generations of GPUs are read from the disk alone");
-            let _ = run.set_aside();
+            let _ = run.move_aside();
             None
         });
         if of_disk.is_none() {
@@ -112,18 +112,18 @@ impl Generations {
             }
         }
         Ok(Self {
-            run,
-            disk,
+            run_file: run,
+            disk_file: disk,
             boot,
             entries,
-            unread,
-            unsaved: false,
-            lags: false,
+            is_unread: unread,
+            has_unsaved: false,
+            is_lagging: false,
         })
     }
 
     /// What a predecessor in this boot knew of its GPUs.
-    pub fn remembered(&self) -> BTreeMap<GpuUuid, Remembered> {
+    pub fn persisted_gpus(&self) -> BTreeMap<GpuUuid, PersistedGpu> {
         let of_this_boot = self
             .entries
             .iter()
@@ -131,15 +131,21 @@ impl Generations {
         of_this_boot
             .map(|(uuid, Entry { gpu, memory, .. })| {
                 let (gpu, memory) = (gpu.clone(), *memory);
-                (uuid.clone(), Remembered { gpu, memory })
+                (
+                    uuid.clone(),
+                    PersistedGpu {
+                        gpu,
+                        health: memory,
+                    },
+                )
             })
             .collect()
     }
 
     /// Takes in what the disk has told at last.
-    fn take_in(&mut self, read: Entries) {
-        self.unread = false;
-        let first = first(&read);
+    fn merge_disk(&mut self, read: Entries) {
+        self.is_unread = false;
+        let first = first_generation(&read);
         for (_, seen) in self
             .entries
             .iter_mut()
@@ -164,16 +170,16 @@ impl Generations {
 
     /// Takes in the GPUs as they are now. The run folder has them before this returns, unless it
     /// takes nothing: then with the next call. The disk has them when it takes them.
-    pub fn see(&mut self, gpus: &[GpuState]) {
+    pub fn observe(&mut self, gpus: &[GpuState]) {
         let mut changed = false;
-        if self.unread
-            && let Some(read) = self.disk.read(Duration::ZERO)
+        if self.is_unread
+            && let Some(read) = self.disk_file.read(Duration::ZERO)
         {
-            self.take_in(read);
+            self.merge_disk(read);
             changed = true;
         }
         let before = self.entries.clone();
-        let first = first(&self.entries);
+        let first = first_generation(&self.entries);
         for state in gpus {
             let entry = self
                 .entries
@@ -181,14 +187,14 @@ impl Generations {
                 .or_insert_with(|| Entry {
                     generation: first,
                     boot: self.boot.clone(),
-                    memory: state.memory,
+                    memory: state.persisted,
                     gpu: None,
                 });
-            if entry.boot != self.boot || (entry.memory.away && !state.memory.away) {
+            if entry.boot != self.boot || (entry.memory.away && !state.persisted.away) {
                 entry.generation += 1;
             }
             entry.boot.clone_from(&self.boot);
-            entry.memory = state.memory;
+            entry.memory = state.persisted;
             entry.gpu = Some(state.gpu.clone());
         }
         // Who is lost is among them: the others were cut anew.
@@ -198,22 +204,22 @@ impl Generations {
                 entry.gpu = None;
             }
         }
-        let lags = self.disk.lag() >= LATE;
-        if lags && !self.lags {
-            warn!(after = ?LATE, "failed to write generations to the disk yet; check the disk of paths.state-dir");
+        let lags = self.disk_file.lag() >= WARN_AFTER;
+        if lags && !self.is_lagging {
+            warn!(after = ?WARN_AFTER, "failed to write generations to the disk yet; check the disk of paths.state-dir");
         }
-        self.lags = lags;
-        self.drop_least();
+        self.is_lagging = lags;
+        self.evict_absent();
         changed |= self.entries != before;
-        self.unsaved |= changed;
-        if self.unread || !self.unsaved {
+        self.has_unsaved |= changed;
+        if self.is_unread || !self.has_unsaved {
             return;
         }
         if changed {
-            self.disk.write(self.entries.clone());
+            self.disk_file.write(self.entries.clone());
         }
-        match self.run.save(&self.entries) {
-            Ok(()) => self.unsaved = false,
+        match self.run_file.save(&self.entries) {
+            Ok(()) => self.has_unsaved = false,
             Err(error) if changed => warn!(%error, "generations not written"),
             Err(_) => {}
         }
@@ -221,15 +227,15 @@ impl Generations {
 
     /// Waits for the disk to have everything that was seen.
     #[cfg(test)]
-    pub(crate) fn is_on_disk(&self) -> bool {
-        self.disk.flush(Duration::from_secs(20))
+    pub(crate) fn flush(&self) -> bool {
+        self.disk_file.flush(Duration::from_secs(20))
     }
 
     /// Drops entries of absent GPUs above [`MOST`], those with the least G, but for one.
-    fn drop_least(&mut self) {
-        let over = self.entries.len().saturating_sub(MOST);
+    fn evict_absent(&mut self) {
+        let over = self.entries.len().saturating_sub(MAX_ENTRIES);
         // The file may have more entries, and decides which are the least.
-        if over == 0 || self.unread {
+        if over == 0 || self.is_unread {
             return;
         }
         let absent = self.entries.iter().filter(|(_, entry)| entry.gpu.is_none());
@@ -247,8 +253,8 @@ impl Generations {
 
     /// G of every GPU that has an entry; of none before a file was read, since another G means that
     /// a GPU's memory is lost.
-    pub fn all(&self) -> BTreeMap<GpuUuid, u64> {
-        let known = self.entries.iter().filter(|_| !self.unread);
+    pub fn by_gpu(&self) -> BTreeMap<GpuUuid, u64> {
+        let known = self.entries.iter().filter(|_| !self.is_unread);
         known
             .map(|(uuid, entry)| (uuid.clone(), entry.generation))
             .collect()
@@ -258,26 +264,26 @@ impl Generations {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gpu::health::{Health, Sickness};
+    use crate::gpu::health::{Health, UnhealthyReason};
     use crate::units::Bytes;
 
-    const WELL: Memory = Memory {
+    const HEALTHY: PersistedHealth = PersistedHealth {
         away: false,
         awaits_reset: None,
         drained: false,
     };
-    const AWAY: Memory = Memory {
+    const ABSENT: PersistedHealth = PersistedHealth {
         away: true,
         awaits_reset: None,
         drained: false,
     };
-    const AWAITS_RESET: Memory = Memory {
+    const AWAITS_RESET: PersistedHealth = PersistedHealth {
         away: false,
         awaits_reset: Some(48),
         drained: false,
     };
 
-    fn state(memory: Memory) -> Vec<GpuState> {
+    fn state(memory: PersistedHealth) -> Vec<GpuState> {
         let uuid = "GPU-a".parse().unwrap();
         let gpu = Gpu {
             uuid,
@@ -288,25 +294,25 @@ mod tests {
             mig_parent: None,
             capabilities: Vec::new(),
         };
-        let health = if memory == WELL {
+        let health = if memory == HEALTHY {
             Health::Healthy
         } else {
-            Health::Unhealthy(Sickness::Lost)
+            Health::Unhealthy(UnhealthyReason::Lost)
         };
         vec![GpuState {
             gpu,
             health,
-            memory,
+            persisted: memory,
         }]
     }
 
-    fn g(generations: &Generations) -> u64 {
-        generations.all()[&"GPU-a".parse().unwrap()]
+    fn generation(generations: &GpuGenerations) -> u64 {
+        generations.by_gpu()[&"GPU-a".parse().unwrap()]
     }
 
-    struct Bed(tempfile::TempDir);
+    struct Fixture(tempfile::TempDir);
 
-    impl Bed {
+    impl Fixture {
         fn new() -> Self {
             Self(tempfile::tempdir().unwrap())
         }
@@ -316,80 +322,83 @@ mod tests {
         }
 
         /// Of that boot, whose run folder is its own.
-        fn agent(&self, boot: &str) -> Generations {
+        fn load(&self, boot: &str) -> GpuGenerations {
             let run = Checkpoint::new(self.0.path().join(boot));
-            Generations::load(run, Checkpoint::new(self.path()), boot.into()).unwrap()
+            GpuGenerations::load(run, Checkpoint::new(self.path()), boot.into()).unwrap()
         }
 
         /// The same, once the disk has what was seen.
-        fn agent_after(&self, before: &Generations, boot: &str) -> Generations {
-            assert!(before.is_on_disk());
-            self.agent(boot)
+        fn load_after(&self, before: &GpuGenerations, boot: &str) -> GpuGenerations {
+            assert!(before.flush());
+            self.load(boot)
         }
     }
 
-    const SOON: Duration = Duration::from_secs(20);
+    const TIMEOUT: Duration = Duration::from_secs(20);
 
     #[test]
-    fn a_generation_grows_with_each_boot_and_each_return_and_with_nothing_else() {
-        let bed = Bed::new();
-        let mut agent = bed.agent("boot-1");
-        agent.see(&state(WELL));
-        agent.see(&state(WELL));
-        assert_eq!(g(&agent), 1);
-        agent.see(&state(AWAY));
-        assert_eq!(g(&agent), 1);
-        let mut agent = bed.agent_after(&agent, "boot-1");
-        agent.see(&state(WELL));
-        assert_eq!(g(&agent), 2, "a return while no agent ran");
-        let mut agent = bed.agent_after(&agent, "boot-2");
-        agent.see(&state(WELL));
-        agent.see(&state(WELL));
-        assert_eq!(g(&agent), 3);
+    fn generation_grows_with_each_boot_and_each_return_alone() {
+        let bed = Fixture::new();
+        let mut agent = bed.load("boot-1");
+        agent.observe(&state(HEALTHY));
+        agent.observe(&state(HEALTHY));
+        assert_eq!(generation(&agent), 1);
+        agent.observe(&state(ABSENT));
+        assert_eq!(generation(&agent), 1);
+        let mut agent = bed.load_after(&agent, "boot-1");
+        agent.observe(&state(HEALTHY));
+        assert_eq!(generation(&agent), 2, "a return while no agent ran");
+        let mut agent = bed.load_after(&agent, "boot-2");
+        agent.observe(&state(HEALTHY));
+        agent.observe(&state(HEALTHY));
+        assert_eq!(generation(&agent), 3);
     }
 
     #[test]
-    fn a_gpu_that_recovers_without_having_been_away_keeps_its_generation() {
-        let mut agent = Bed::new().agent("boot-1");
-        let mut sick = state(WELL);
-        sick[0].health = Health::Unhealthy(Sickness::Xid(74));
-        agent.see(&sick);
-        agent.see(&state(WELL));
-        assert_eq!(g(&agent), 1);
+    fn generation_stays_when_gpu_recovers_without_absence() {
+        let mut agent = Fixture::new().load("boot-1");
+        let mut sick = state(HEALTHY);
+        sick[0].health = Health::Unhealthy(UnhealthyReason::Xid(74));
+        agent.observe(&sick);
+        agent.observe(&state(HEALTHY));
+        assert_eq!(generation(&agent), 1);
     }
 
     #[test]
-    fn a_gpu_and_a_reset_that_is_due_are_remembered_within_the_boot() {
-        let bed = Bed::new();
+    fn gpu_and_required_reset_persist_within_the_boot() {
+        let bed = Fixture::new();
         let seen = state(AWAITS_RESET);
-        bed.agent("boot-1").see(&seen);
-        let remembered = Remembered {
+        bed.load("boot-1").observe(&seen);
+        let remembered = PersistedGpu {
             gpu: Some(seen[0].gpu.clone()),
-            memory: AWAITS_RESET,
+            health: AWAITS_RESET,
         };
         let uuid = "GPU-a".parse().unwrap();
-        assert_eq!(bed.agent("boot-1").remembered()[&uuid], remembered);
-        assert!(bed.agent("boot-2").remembered().is_empty());
+        assert_eq!(bed.load("boot-1").persisted_gpus()[&uuid], remembered);
+        assert!(bed.load("boot-2").persisted_gpus().is_empty());
     }
 
     #[test]
-    fn a_shape_that_a_gpu_has_no_more_is_not_remembered_as_one() {
-        let bed = Bed::new();
-        let mut agent = bed.agent("boot-1");
-        let whole = state(Memory::default());
-        agent.see(&whole);
-        agent.see(&[]);
+    fn gpu_is_not_persisted_when_it_was_repartitioned() {
+        let bed = Fixture::new();
+        let mut agent = bed.load("boot-1");
+        let whole = state(PersistedHealth::default());
+        agent.observe(&whole);
+        agent.observe(&[]);
         let uuid: GpuUuid = "GPU-a".parse().unwrap();
-        assert!(agent.remembered()[&uuid].gpu.is_some(), "NVML said nothing");
+        assert!(
+            agent.persisted_gpus()[&uuid].gpu.is_some(),
+            "NVML said nothing"
+        );
         let mut cut = whole.clone();
         cut[0].gpu.uuid = "MIG-1".parse().unwrap();
-        agent.see(&cut);
-        assert!(agent.remembered()[&uuid].gpu.is_none());
+        agent.observe(&cut);
+        assert!(agent.persisted_gpus()[&uuid].gpu.is_none());
     }
 
     #[test]
-    fn what_another_agent_said_that_a_gpu_is_costs_no_number() {
-        let bed = Bed::new();
+    fn generation_is_kept_when_gpu_record_is_unreadable() {
+        let bed = Fixture::new();
         for gpu in [
             "",
             r#","gpu":null"#,
@@ -399,112 +408,119 @@ mod tests {
             let entries: Entries = serde_json::from_str(&text).unwrap();
             Checkpoint::new(bed.path()).save_durably(&entries).unwrap();
             let _ = std::fs::remove_file(bed.0.path().join("boot-1"));
-            let agent = bed.agent("boot-1");
-            assert_eq!(g(&agent), 7);
-            assert_eq!(agent.remembered().into_values().next().unwrap().gpu, None);
+            let agent = bed.load("boot-1");
+            assert_eq!(generation(&agent), 7);
+            assert_eq!(
+                agent.persisted_gpus().into_values().next().unwrap().gpu,
+                None
+            );
         }
     }
 
     #[test]
     fn generations_are_bounded_and_unique_when_gpus_are_recut() {
-        let bed = Bed::new();
-        let mut agent = bed.agent("boot-1");
-        let see = |agent: &mut Generations, numbers: &[usize]| {
+        let bed = Fixture::new();
+        let mut agent = bed.load("boot-1");
+        let see = |agent: &mut GpuGenerations, numbers: &[usize]| {
             let cut = numbers.iter().map(|number| {
-                let mut gpu = state(WELL).remove(0);
+                let mut gpu = state(HEALTHY).remove(0);
                 gpu.gpu.uuid = format!("MIG-{number}").parse().unwrap();
                 gpu
             });
-            agent.see(&cut.collect::<Vec<_>>());
-            let of_it = |number: &usize| agent.all()[&format!("MIG-{number}").parse().unwrap()];
+            agent.observe(&cut.collect::<Vec<_>>());
+            let of_it = |number: &usize| agent.by_gpu()[&format!("MIG-{number}").parse().unwrap()];
             numbers.iter().map(of_it).collect::<Vec<u64>>()
         };
-        let all: Vec<usize> = (0..3 * MOST).collect();
+        let all: Vec<usize> = (0..3 * MAX_ENTRIES).collect();
         let mut given = Vec::new();
         for cut in all.chunks(64) {
             given.extend(see(&mut agent, cut));
-            assert!(agent.entries.len() <= MOST, "{}", agent.entries.len());
+            assert!(
+                agent.entries.len() <= MAX_ENTRIES,
+                "{}",
+                agent.entries.len()
+            );
         }
-        let mut agent = bed.agent_after(&agent, "boot-2");
-        for number in [0, 1, MOST, 2 * MOST, 3 * MOST - 1] {
+        let mut agent = bed.load_after(&agent, "boot-2");
+        for number in [0, 1, MAX_ENTRIES, 2 * MAX_ENTRIES, 3 * MAX_ENTRIES - 1] {
             let now = see(&mut agent, &[number])[0];
             assert!(now > given[number], "{number}: {now}");
         }
         // The next agent sees a GPU before it has read the file.
-        assert!(agent.is_on_disk());
+        assert!(agent.flush());
         let away = bed.path().with_extension("away");
         std::fs::rename(bed.path(), &away).unwrap();
         std::os::unix::fs::symlink("generations.json", bed.path()).unwrap();
-        let mut agent = bed.agent("boot-3");
-        let mut recut = state(WELL);
+        let mut agent = bed.load("boot-3");
+        let mut recut = state(HEALTHY);
         recut[0].gpu.uuid = "MIG-2".parse().unwrap();
-        agent.see(&recut);
+        agent.observe(&recut);
         std::fs::rename(&away, bed.path()).unwrap();
         let begun = std::time::Instant::now();
-        while agent.all().is_empty() && begun.elapsed() < SOON {
-            agent.see(&recut);
+        while agent.by_gpu().is_empty() && begun.elapsed() < TIMEOUT {
+            agent.observe(&recut);
             std::thread::sleep(Duration::from_millis(5));
         }
         let largest = given.iter().max().unwrap();
-        assert!(agent.all()[&recut[0].gpu.uuid] > *largest);
+        assert!(agent.by_gpu()[&recut[0].gpu.uuid] > *largest);
     }
 
     #[test]
-    fn a_malformed_file_is_moved_aside() {
-        let bed = Bed::new();
+    fn malformed_file_is_moved_aside() {
+        let bed = Fixture::new();
         std::fs::write(bed.path(), "{").unwrap();
-        let mut agent = bed.agent("boot-1");
-        agent.see(&state(WELL));
-        assert_eq!(g(&agent), 1);
+        let mut agent = bed.load("boot-1");
+        agent.observe(&state(HEALTHY));
+        assert_eq!(generation(&agent), 1);
         assert!(bed.path().with_extension("malformed").exists());
     }
 
     #[test]
-    fn a_file_that_cannot_be_read_for_a_while_is_neither_moved_nor_replaced() {
-        let bed = Bed::new();
-        bed.agent("boot-1").see(&state(WELL));
-        bed.agent("boot-2").see(&state(WELL));
+    fn file_stays_in_place_when_it_cannot_be_read() {
+        let bed = Fixture::new();
+        bed.load("boot-1").observe(&state(HEALTHY));
+        bed.load("boot-2").observe(&state(HEALTHY));
         let away = bed.path().with_extension("away");
         std::fs::rename(bed.path(), &away).unwrap();
         // A link to itself in its place: reading it is an error of the system.
         std::os::unix::fs::symlink("generations.json", bed.path()).unwrap();
-        let mut agent = bed.agent("boot-3");
-        agent.see(&state(WELL));
+        let mut agent = bed.load("boot-3");
+        agent.observe(&state(HEALTHY));
         assert!(bed.path().is_symlink());
-        assert_eq!(agent.all(), BTreeMap::new(), "it is not 1");
+        assert_eq!(agent.by_gpu(), BTreeMap::new(), "it is not 1");
         std::fs::rename(&away, bed.path()).unwrap();
         let begun = std::time::Instant::now();
-        while agent.all().is_empty() && begun.elapsed() < SOON {
-            agent.see(&state(WELL));
+        while agent.by_gpu().is_empty() && begun.elapsed() < TIMEOUT {
+            agent.observe(&state(HEALTHY));
             std::thread::sleep(Duration::from_millis(5));
         }
-        assert_eq!(g(&agent), 3);
-        assert_eq!(g(&bed.agent_after(&agent, "boot-3")), 3);
+        assert_eq!(generation(&agent), 3);
+        assert_eq!(generation(&bed.load_after(&agent, "boot-3")), 3);
     }
 
     #[test]
     fn generations_go_on_within_a_boot_when_the_disk_hangs() {
-        let bed = Bed::new();
-        bed.agent("boot-0").see(&state(WELL));
+        let bed = Fixture::new();
+        bed.load("boot-0").observe(&state(HEALTHY));
         // Nobody reads it: each write of the disk's file hangs.
         let beside = bed.path().with_extension("new");
         let made = std::process::Command::new("mkfifo").arg(&beside).status();
         assert!(made.unwrap().success());
-        let mut agent = bed.agent("boot-1");
-        agent.see(&state(WELL));
-        agent.see(&state(AWAY));
-        agent.see(&state(WELL));
-        assert_eq!(g(&agent), 3);
+        let mut agent = bed.load("boot-1");
+        agent.observe(&state(HEALTHY));
+        agent.observe(&state(ABSENT));
+        agent.observe(&state(HEALTHY));
+        assert_eq!(generation(&agent), 3);
         // Nor does the disk tell the next agent anything.
         std::fs::remove_file(bed.path()).unwrap();
         let made = std::process::Command::new("mkfifo")
             .arg(bed.path())
             .status();
         assert!(made.unwrap().success());
-        let mut next = bed.agent("boot-1");
-        assert_eq!(g(&next), 3);
-        next.see(&state(WELL));
-        assert_eq!(g(&next), 3, "the agent's restart is no loss");
-        assert!(next.remembered().len() == 1);
+        let mut next = bed.load("boot-1");
+        assert_eq!(generation(&next), 3);
+        next.observe(&state(HEALTHY));
+        assert_eq!(generation(&next), 3, "the agent's restart is no loss");
+        assert!(next.persisted_gpus().len() == 1);
     }
 }

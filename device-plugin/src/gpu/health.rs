@@ -19,11 +19,11 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::xid::{Verdict, verdict};
+use super::xid::{XidAction, required_action};
 
 /// Why a GPU is unfit for new pods.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Sickness {
+pub enum UnhealthyReason {
     /// An XID that condemns the whole GPU.
     Xid(u64),
     /// NVML no longer finds it.
@@ -38,9 +38,9 @@ pub enum Sickness {
     Drained,
 }
 
-impl Sickness {
+impl UnhealthyReason {
     /// One word for conditions, events and metric labels.
-    pub fn reason(self) -> &'static str {
+    pub fn as_str(self) -> &'static str {
         match self {
             Self::Xid(_) => "Xid",
             Self::Lost => "GpuLost",
@@ -52,7 +52,7 @@ impl Sickness {
     }
 }
 
-impl std::fmt::Display for Sickness {
+impl std::fmt::Display for UnhealthyReason {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Xid(code) => write!(f, "XID {code}"),
@@ -71,7 +71,7 @@ pub enum Health {
     /// Fit.
     Healthy,
     /// Unfit, and why.
-    Unhealthy(Sickness),
+    Unhealthy(UnhealthyReason),
 }
 
 impl Health {
@@ -83,46 +83,46 @@ impl Health {
 
 /// One piece of news about a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum News {
+pub enum HealthEvent {
     /// A probe read its memory.
-    Answered,
+    ProbeSucceeded,
     /// A probe found the GPU and got an error from it.
-    Silent,
+    ProbeFailed,
     /// NVML could not be asked: nothing is known of what the GPU has.
-    NotAsked,
+    NvmlUnavailable,
     /// A call about it did not return in time: nothing is known of what the GPU has.
-    Hung,
+    CallTimedOut,
     /// NVML did not list the GPU, or called it lost.
-    Missing,
+    NotListed,
     /// NVML reported this XID.
     Xid(u64),
     /// It is drained: nobody looks at it any more.
     Drained,
 }
 
-/// How quickly a [`Monitor`] changes its mind.
+/// How quickly a [`HealthMonitor`] changes its mind.
 #[derive(Debug, Clone, Copy)]
-pub struct Policy {
+pub struct HealthThresholds {
     /// Failed probes in a row before the GPU is Unhealthy.
-    pub failures: u32,
+    pub failed_probes: u32,
     /// Good probes in a row before it is Healthy again.
-    pub probes: u32,
+    pub good_probes: u32,
     /// Time without bad news before it is Healthy again.
-    pub quiet: Duration,
+    pub recovery_time: Duration,
     /// The longest quiet time that relapses can lead to.
-    pub quiet_max: Duration,
+    pub max_recovery_time: Duration,
     /// A relapse within this time of a recovery doubles the quiet time.
-    pub relapse: Duration,
+    pub relapse_window: Duration,
 }
 
-impl Default for Policy {
+impl Default for HealthThresholds {
     fn default() -> Self {
         Self {
-            failures: 3,
-            probes: 3,
-            quiet: Duration::from_secs(10),
-            quiet_max: Duration::from_secs(300),
-            relapse: Duration::from_secs(600),
+            failed_probes: 3,
+            good_probes: 3,
+            recovery_time: Duration::from_secs(10),
+            max_recovery_time: Duration::from_secs(300),
+            relapse_window: Duration::from_secs(600),
         }
     }
 }
@@ -130,7 +130,7 @@ impl Default for Policy {
 /// What of a GPU's health a successor in the same boot must know.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case")]
-pub struct Memory {
+pub struct PersistedHealth {
     /// Whether the GPU is away: missing, or without an answer for long. Its memory is lost when it is back.
     pub away: bool,
     /// The XID that only a reset cures, until the GPU was away.
@@ -139,9 +139,9 @@ pub struct Memory {
     pub drained: bool,
 }
 
-impl Memory {
+impl PersistedHealth {
     /// The same once whatever took the GPU away is over.
-    fn here(self) -> Self {
+    fn after_return(self) -> Self {
         Self {
             away: false,
             awaits_reset: self.awaits_reset.filter(|_| !self.away),
@@ -152,70 +152,70 @@ impl Memory {
 
 /// What is known of one GPU's health.
 #[derive(Debug, Clone)]
-pub struct Monitor {
-    policy: Policy,
+pub struct HealthMonitor {
+    policy: HealthThresholds,
     state: State,
-    memory: Memory,
+    memory: PersistedHealth,
     /// Failed probes in a row.
     failures: u32,
     /// Those of them that the GPU itself did not answer.
-    silences: u32,
+    unanswered: u32,
     /// The quiet time that the next recovery takes.
-    quiet: Duration,
-    recovered: Option<Instant>,
+    recovery_time: Duration,
+    recovered_at: Option<Instant>,
 }
 
 #[derive(Debug, Clone, Copy)]
 enum State {
     Healthy,
     Unhealthy {
-        why: Sickness,
-        bad_news: Instant,
-        probes: u32,
+        reason: UnhealthyReason,
+        last_failure: Instant,
+        good_probes: u32,
     },
 }
 
-impl Monitor {
+impl HealthMonitor {
     /// A GPU that NVML listed just now: healthy until there is news, unless a predecessor in the same boot
     /// left it waiting for a reset.
-    pub fn new(policy: Policy, memory: Memory, now: Instant) -> Self {
+    pub fn new(policy: HealthThresholds, memory: PersistedHealth, now: Instant) -> Self {
         let memory = match memory.drained {
             true => memory,
-            false => memory.here(),
+            false => memory.after_return(),
         };
         Self::unlisted(policy, memory, now)
     }
 
     /// A GPU that NVML does not list, as a predecessor in the same boot left it.
-    pub fn unlisted(policy: Policy, memory: Memory, now: Instant) -> Self {
+    pub fn unlisted(policy: HealthThresholds, memory: PersistedHealth, now: Instant) -> Self {
         let mut monitor = Self {
             policy,
             state: State::Healthy,
             memory,
             failures: 0,
-            silences: 0,
-            quiet: policy.quiet,
-            recovered: None,
+            unanswered: 0,
+            recovery_time: policy.recovery_time,
+            recovered_at: None,
         };
         let why = match memory {
-            Memory { drained: true, .. } => Some(Sickness::Drained),
-            Memory {
+            PersistedHealth { drained: true, .. } => Some(UnhealthyReason::Drained),
+            PersistedHealth {
                 awaits_reset: Some(code),
                 ..
-            } => Some(Sickness::Xid(code)),
-            Memory { away: true, .. } => Some(Sickness::Lost),
-            Memory { .. } => None,
+            } => Some(UnhealthyReason::Xid(code)),
+            PersistedHealth { away: true, .. } => Some(UnhealthyReason::Lost),
+            PersistedHealth { .. } => None,
         };
         if let Some(why) = why {
-            monitor.state = monitor.fall(why, now);
+            monitor.state = monitor.enter_unhealthy(why, now);
         }
         monitor
     }
 
     /// A GPU that did not answer and was well before: nobody here has seen it so.
-    pub fn doubt(&mut self, now: Instant) {
+    pub fn mark_unverified(&mut self, now: Instant) {
         if matches!(self.state, State::Healthy) {
-            self.state = self.fall(Sickness::NoAnswer, now);
+            self.state = self.enter_unhealthy(UnhealthyReason::NoAnswer, now);
         }
     }
 
@@ -223,116 +223,120 @@ impl Monitor {
     pub fn health(&self) -> Health {
         match self.state {
             State::Healthy => Health::Healthy,
-            State::Unhealthy { why, .. } => Health::Unhealthy(why),
+            State::Unhealthy { reason: why, .. } => Health::Unhealthy(why),
         }
     }
 
     /// What a successor must know.
-    pub fn memory(&self) -> Memory {
+    pub fn memory(&self) -> PersistedHealth {
         self.memory
     }
 
     /// Takes one piece of news in.
-    pub fn hear(&mut self, news: News, now: Instant) {
-        self.memory.drained = news == News::Drained;
+    pub fn record(&mut self, news: HealthEvent, now: Instant) {
+        self.memory.drained = news == HealthEvent::Drained;
         match news {
-            News::Answered => {
-                self.is_here();
-                self.improve(now);
+            HealthEvent::ProbeSucceeded => {
+                self.mark_present();
+                self.count_good_probe(now);
             }
-            News::Silent | News::NotAsked => {
+            HealthEvent::ProbeFailed | HealthEvent::NvmlUnavailable => {
                 self.failures = self.failures.saturating_add(1);
-                self.silences = self.silences.saturating_add((news == News::Silent).into());
-                self.memory.away |= self.silences >= self.policy.failures;
-                if self.failures >= self.policy.failures {
-                    self.worsen(Sickness::NoAnswer, now);
-                } else if let State::Unhealthy { why, .. } = self.state {
-                    self.worsen(why, now);
+                self.unanswered = self
+                    .unanswered
+                    .saturating_add((news == HealthEvent::ProbeFailed).into());
+                self.memory.away |= self.unanswered >= self.policy.failed_probes;
+                if self.failures >= self.policy.failed_probes {
+                    self.mark_unhealthy(UnhealthyReason::NoAnswer, now);
+                } else if let State::Unhealthy { reason: why, .. } = self.state {
+                    self.mark_unhealthy(why, now);
                 }
             }
-            News::Hung => {
+            HealthEvent::CallTimedOut => {
                 self.failures = self.failures.saturating_add(1);
-                self.worsen(Sickness::NoAnswer, now);
+                self.mark_unhealthy(UnhealthyReason::NoAnswer, now);
             }
-            News::Missing => {
+            HealthEvent::NotListed => {
                 self.memory.away = true;
-                self.worsen(Sickness::Lost, now);
+                self.mark_unhealthy(UnhealthyReason::Lost, now);
             }
-            News::Xid(code) => match verdict(code) {
-                Verdict::Ignore | Verdict::Application => {}
-                Verdict::Transient => self.worsen(Sickness::Xid(code), now),
-                Verdict::Reset | Verdict::Node => self.need_reset(code, now),
+            HealthEvent::Xid(code) => match required_action(code) {
+                XidAction::Ignore | XidAction::RestartApplication => {}
+                XidAction::Transient => self.mark_unhealthy(UnhealthyReason::Xid(code), now),
+                XidAction::ResetGpu | XidAction::RestartNode => self.require_reset(code, now),
             },
-            News::Drained => {
+            HealthEvent::Drained => {
                 self.memory.away = true;
                 // Whatever ailed it: it is no relapse to be taken up again.
-                self.quiet = self.policy.quiet;
-                self.state = unhealthy(Sickness::Drained, now);
+                self.recovery_time = self.policy.recovery_time;
+                self.state = unhealthy(UnhealthyReason::Drained, now);
             }
         }
     }
 
-    fn is_here(&mut self) {
-        (self.failures, self.silences) = (0, 0);
-        self.memory = self.memory.here();
+    fn mark_present(&mut self) {
+        (self.failures, self.unanswered) = (0, 0);
+        self.memory = self.memory.after_return();
     }
 
     /// The first cause stands: what follows an XID 79 is its consequence.
-    fn worsen(&mut self, why: Sickness, now: Instant) {
+    fn mark_unhealthy(&mut self, why: UnhealthyReason, now: Instant) {
         self.state = match self.state {
             State::Healthy
             | State::Unhealthy {
-                why: Sickness::Drained,
+                reason: UnhealthyReason::Drained,
                 ..
-            } => self.fall(why, now),
-            State::Unhealthy { why: first, .. } => unhealthy(first, now),
+            } => self.enter_unhealthy(why, now),
+            State::Unhealthy { reason: first, .. } => unhealthy(first, now),
         };
     }
 
     /// The cause that asks for a reset is the one to tell, unless the GPU is away already.
-    fn need_reset(&mut self, code: u64, now: Instant) {
+    fn require_reset(&mut self, code: u64, now: Instant) {
         let first = self.memory.awaits_reset.is_none();
-        self.worsen(Sickness::Xid(code), now);
+        self.mark_unhealthy(UnhealthyReason::Xid(code), now);
         if first && !self.memory.away {
-            self.state = unhealthy(Sickness::Xid(code), now);
+            self.state = unhealthy(UnhealthyReason::Xid(code), now);
         }
         self.memory.awaits_reset.get_or_insert(code);
     }
 
-    fn fall(&mut self, why: Sickness, now: Instant) -> State {
+    fn enter_unhealthy(&mut self, why: UnhealthyReason, now: Instant) -> State {
         let relapsed = self
-            .recovered
-            .is_some_and(|at| now.saturating_duration_since(at) < self.policy.relapse);
-        self.quiet = if relapsed {
-            (self.quiet * 2).min(self.policy.quiet_max)
+            .recovered_at
+            .is_some_and(|at| now.saturating_duration_since(at) < self.policy.relapse_window);
+        self.recovery_time = if relapsed {
+            (self.recovery_time * 2).min(self.policy.max_recovery_time)
         } else {
-            self.policy.quiet
+            self.policy.recovery_time
         };
         unhealthy(why, now)
     }
 
-    fn improve(&mut self, now: Instant) {
+    fn count_good_probe(&mut self, now: Instant) {
         let State::Unhealthy {
-            bad_news, probes, ..
+            last_failure: bad_news,
+            good_probes: probes,
+            ..
         } = &mut self.state
         else {
             return;
         };
         *probes = probes.saturating_add(1);
-        let quiet = now.saturating_duration_since(*bad_news) >= self.quiet;
-        if *probes >= self.policy.probes && quiet && self.memory.awaits_reset.is_none() {
-            self.recovered = Some(now);
+        let quiet = now.saturating_duration_since(*bad_news) >= self.recovery_time;
+        if *probes >= self.policy.good_probes && quiet && self.memory.awaits_reset.is_none() {
+            self.recovered_at = Some(now);
             self.state = State::Healthy;
         }
     }
 }
 
 /// Unfit since now.
-fn unhealthy(why: Sickness, now: Instant) -> State {
+fn unhealthy(why: UnhealthyReason, now: Instant) -> State {
     State::Unhealthy {
-        why,
-        bad_news: now,
-        probes: 0,
+        reason: why,
+        last_failure: now,
+        good_probes: 0,
     }
 }
 
@@ -341,120 +345,123 @@ mod tests {
     use super::*;
 
     /// A monitor with a clock of whole seconds.
-    struct Bed {
-        monitor: Monitor,
+    struct Fixture {
+        monitor: HealthMonitor,
         start: Instant,
     }
 
-    impl Bed {
+    impl Fixture {
         fn new() -> Self {
-            Self::after(Memory::default())
+            Self::with_persisted(PersistedHealth::default())
         }
 
         /// With what a predecessor left.
-        fn after(memory: Memory) -> Self {
+        fn with_persisted(memory: PersistedHealth) -> Self {
             let start = Instant::now();
             Self {
-                monitor: Monitor::new(Policy::default(), memory, start),
+                monitor: HealthMonitor::new(HealthThresholds::default(), memory, start),
                 start,
             }
         }
 
-        fn hear(&mut self, second: u64, news: News) -> Health {
+        fn record(&mut self, second: u64, news: HealthEvent) -> Health {
             self.monitor
-                .hear(news, self.start + Duration::from_secs(second));
+                .record(news, self.start + Duration::from_secs(second));
             self.monitor.health()
         }
 
         /// Good probes each second from `from` on; the second at which the GPU was healthy.
-        fn recovery(&mut self, from: u64) -> u64 {
+        fn recovers_at(&mut self, from: u64) -> u64 {
             (from..from + 100_000)
-                .find(|second| self.hear(*second, News::Answered).is_healthy())
+                .find(|second| {
+                    self.record(*second, HealthEvent::ProbeSucceeded)
+                        .is_healthy()
+                })
                 .expect("nothing is unhealthy for ever")
         }
     }
 
     #[test]
     fn one_failed_probe_changes_nothing() {
-        let mut bed = Bed::new();
-        assert!(bed.hear(1, News::Silent).is_healthy());
-        assert!(bed.hear(2, News::Silent).is_healthy());
-        assert!(bed.hear(3, News::Answered).is_healthy());
-        assert!(bed.hear(4, News::Silent).is_healthy());
+        let mut bed = Fixture::new();
+        assert!(bed.record(1, HealthEvent::ProbeFailed).is_healthy());
+        assert!(bed.record(2, HealthEvent::ProbeFailed).is_healthy());
+        assert!(bed.record(3, HealthEvent::ProbeSucceeded).is_healthy());
+        assert!(bed.record(4, HealthEvent::ProbeFailed).is_healthy());
     }
 
     #[test]
     fn three_failed_probes_in_a_row_make_it_unhealthy() {
-        let mut bed = Bed::new();
-        bed.hear(1, News::Silent);
-        bed.hear(2, News::Silent);
+        let mut bed = Fixture::new();
+        bed.record(1, HealthEvent::ProbeFailed);
+        bed.record(2, HealthEvent::ProbeFailed);
         assert_eq!(
-            bed.hear(3, News::Silent),
-            Health::Unhealthy(Sickness::NoAnswer)
+            bed.record(3, HealthEvent::ProbeFailed),
+            Health::Unhealthy(UnhealthyReason::NoAnswer)
         );
     }
 
     #[test]
-    fn probes_that_could_not_ask_make_it_unhealthy_and_say_nothing_of_its_memory() {
-        let mut bed = Bed::new();
-        bed.hear(1, News::NotAsked);
-        bed.hear(2, News::NotAsked);
-        let sick = Health::Unhealthy(Sickness::NoAnswer);
-        assert_eq!(bed.hear(3, News::Silent), sick);
+    fn gpu_memory_is_not_lost_when_nvml_cannot_be_asked() {
+        let mut bed = Fixture::new();
+        bed.record(1, HealthEvent::NvmlUnavailable);
+        bed.record(2, HealthEvent::NvmlUnavailable);
+        let sick = Health::Unhealthy(UnhealthyReason::NoAnswer);
+        assert_eq!(bed.record(3, HealthEvent::ProbeFailed), sick);
         assert!(!bed.monitor.memory().away, "it was asked once");
-        bed.hear(4, News::Silent);
-        bed.hear(5, News::NotAsked);
-        bed.hear(6, News::Silent);
+        bed.record(4, HealthEvent::ProbeFailed);
+        bed.record(5, HealthEvent::NvmlUnavailable);
+        bed.record(6, HealthEvent::ProbeFailed);
         assert!(bed.monitor.memory().away);
     }
 
     #[test]
     fn gpu_is_unhealthy_at_once_when_a_call_hangs() {
-        let mut bed = Bed::new();
-        let sick = Health::Unhealthy(Sickness::NoAnswer);
+        let mut bed = Fixture::new();
+        let sick = Health::Unhealthy(UnhealthyReason::NoAnswer);
         for second in 1..=3 {
-            assert_eq!(bed.hear(second, News::Hung), sick);
+            assert_eq!(bed.record(second, HealthEvent::CallTimedOut), sick);
         }
         assert!(!bed.monitor.memory().away, "nothing is known of its memory");
-        assert_eq!(bed.recovery(4), 13);
+        assert_eq!(bed.recovers_at(4), 13);
     }
 
     #[test]
-    fn an_xid_of_the_gpu_counts_at_once_and_one_of_a_program_never() {
-        let mut bed = Bed::new();
-        assert!(bed.hear(1, News::Xid(31)).is_healthy());
+    fn gpu_is_unhealthy_at_once_when_an_xid_is_of_the_gpu() {
+        let mut bed = Fixture::new();
+        assert!(bed.record(1, HealthEvent::Xid(31)).is_healthy());
         assert_eq!(
-            bed.hear(2, News::Xid(79)),
-            Health::Unhealthy(Sickness::Xid(79))
+            bed.record(2, HealthEvent::Xid(79)),
+            Health::Unhealthy(UnhealthyReason::Xid(79))
         );
     }
 
     #[test]
-    fn recovery_takes_good_probes_and_a_quiet_time() {
-        let mut bed = Bed::new();
-        bed.hear(0, News::Missing);
-        assert_eq!(bed.recovery(1), 10);
+    fn gpu_recovers_after_good_probes_and_recovery_time() {
+        let mut bed = Fixture::new();
+        bed.record(0, HealthEvent::NotListed);
+        assert_eq!(bed.recovers_at(1), 10);
     }
 
     #[test]
-    fn bad_news_starts_the_quiet_time_again_and_keeps_the_first_cause() {
-        let mut bed = Bed::new();
-        bed.hear(0, News::Xid(48));
-        bed.hear(8, News::Answered);
+    fn recovery_time_restarts_and_first_reason_stays_on_failure() {
+        let mut bed = Fixture::new();
+        bed.record(0, HealthEvent::Xid(48));
+        bed.record(8, HealthEvent::ProbeSucceeded);
         assert_eq!(
-            bed.hear(9, News::Missing),
-            Health::Unhealthy(Sickness::Xid(48))
+            bed.record(9, HealthEvent::NotListed),
+            Health::Unhealthy(UnhealthyReason::Xid(48))
         );
-        assert_eq!(bed.recovery(10), 19);
+        assert_eq!(bed.recovers_at(10), 19);
     }
 
     #[test]
-    fn a_relapse_must_stay_quiet_twice_as_long_up_to_a_bound() {
-        let mut bed = Bed::new();
+    fn recovery_time_doubles_up_to_a_bound_when_gpu_relapses() {
+        let mut bed = Fixture::new();
         let (mut at, mut waits) = (0, Vec::new());
         for _ in 0..7 {
-            bed.hear(at, News::Xid(74));
-            let well = bed.recovery(at + 1);
+            bed.record(at, HealthEvent::Xid(74));
+            let well = bed.recovers_at(at + 1);
             waits.push(well - at);
             at = well + 1;
         }
@@ -462,49 +469,49 @@ mod tests {
     }
 
     #[test]
-    fn a_relapse_long_after_a_recovery_is_a_first_fault_again() {
-        let mut bed = Bed::new();
-        bed.hear(0, News::Xid(74));
-        let well = bed.recovery(1);
-        bed.hear(well + 1_000, News::Xid(74));
-        assert_eq!(bed.recovery(well + 1_001), well + 1_010);
+    fn recovery_time_is_reset_when_a_relapse_is_late() {
+        let mut bed = Fixture::new();
+        bed.record(0, HealthEvent::Xid(74));
+        let well = bed.recovers_at(1);
+        bed.record(well + 1_000, HealthEvent::Xid(74));
+        assert_eq!(bed.recovers_at(well + 1_001), well + 1_010);
     }
 
     #[test]
-    fn after_an_xid_that_asks_for_a_reset_good_probes_do_not_make_it_healthy_until_it_was_away() {
-        for gone in [News::Missing, News::Silent] {
-            let mut bed = Bed::new();
-            bed.hear(0, News::Xid(48));
+    fn gpu_stays_unhealthy_until_absent_when_xid_needs_reset() {
+        for gone in [HealthEvent::NotListed, HealthEvent::ProbeFailed] {
+            let mut bed = Fixture::new();
+            bed.record(0, HealthEvent::Xid(48));
             for second in 1..1_000 {
-                assert!(!bed.hear(second, News::Answered).is_healthy());
+                assert!(!bed.record(second, HealthEvent::ProbeSucceeded).is_healthy());
             }
             for second in 1_000..1_003 {
-                bed.hear(second, gone);
+                bed.record(second, gone);
             }
-            assert_eq!(bed.recovery(1_003), 1_012);
+            assert_eq!(bed.recovers_at(1_003), 1_012);
         }
     }
 
     #[test]
-    fn a_gpu_that_was_drained_counts_as_reset_and_is_taken_up_again_by_probes() {
-        let mut bed = Bed::new();
-        bed.hear(0, News::Xid(48));
-        let drained = Health::Unhealthy(Sickness::Drained);
-        assert_eq!(bed.hear(1, News::Drained), drained);
-        let memory = Memory {
+    fn gpu_counts_as_reset_when_it_was_drained() {
+        let mut bed = Fixture::new();
+        bed.record(0, HealthEvent::Xid(48));
+        let drained = Health::Unhealthy(UnhealthyReason::Drained);
+        assert_eq!(bed.record(1, HealthEvent::Drained), drained);
+        let memory = PersistedHealth {
             away: true,
             awaits_reset: Some(48),
             drained: true,
         };
         assert_eq!(bed.monitor.memory(), memory);
-        let successor = Bed::after(memory);
+        let successor = Fixture::with_persisted(memory);
         assert_eq!(successor.monitor.health(), drained);
         assert_eq!(successor.monitor.memory(), memory);
         for mut bed in [bed, successor] {
-            assert_eq!(bed.hear(100, News::Answered), drained);
-            assert_eq!(bed.monitor.memory(), Memory::default());
+            assert_eq!(bed.record(100, HealthEvent::ProbeSucceeded), drained);
+            assert_eq!(bed.monitor.memory(), PersistedHealth::default());
             assert_eq!(
-                bed.recovery(101),
+                bed.recovers_at(101),
                 102,
                 "as many probes as after any sickness"
             );
@@ -512,51 +519,51 @@ mod tests {
     }
 
     #[test]
-    fn one_that_does_not_come_back_from_being_drained_is_lost() {
-        let mut bed = Bed::new();
-        bed.hear(0, News::Drained);
+    fn gpu_is_lost_when_missing_after_a_drain() {
+        let mut bed = Fixture::new();
+        bed.record(0, HealthEvent::Drained);
         assert_eq!(
-            bed.hear(1, News::Missing),
-            Health::Unhealthy(Sickness::Lost)
+            bed.record(1, HealthEvent::NotListed),
+            Health::Unhealthy(UnhealthyReason::Lost)
         );
         assert!(!bed.monitor.memory().drained);
     }
 
     #[test]
-    fn one_failed_probe_is_not_taken_for_the_reset() {
-        let mut bed = Bed::new();
-        bed.hear(0, News::Xid(119));
-        bed.hear(1, News::Silent);
+    fn gpu_still_needs_reset_when_one_probe_failed() {
+        let mut bed = Fixture::new();
+        bed.record(0, HealthEvent::Xid(119));
+        bed.record(1, HealthEvent::ProbeFailed);
         for second in 2..100 {
-            assert!(!bed.hear(second, News::Answered).is_healthy());
+            assert!(!bed.record(second, HealthEvent::ProbeSucceeded).is_healthy());
         }
     }
 
     #[test]
-    fn a_cause_that_asks_for_a_reset_is_told_before_one_that_does_not() {
-        let mut bed = Bed::new();
-        bed.hear(0, News::Xid(74));
-        let sick = bed.hear(1, News::Xid(48));
-        assert_eq!(sick, Health::Unhealthy(Sickness::Xid(48)));
+    fn reason_with_reset_replaces_one_without() {
+        let mut bed = Fixture::new();
+        bed.record(0, HealthEvent::Xid(74));
+        let sick = bed.record(1, HealthEvent::Xid(48));
+        assert_eq!(sick, Health::Unhealthy(UnhealthyReason::Xid(48)));
     }
 
     #[test]
-    fn a_successor_knows_that_a_reset_is_due_and_one_that_finds_the_gpu_back_does_not_ask_again() {
-        let mut before = Bed::new();
-        before.hear(0, News::Xid(95));
-        let mut after = Bed::after(before.monitor.memory());
-        let sick = Health::Unhealthy(Sickness::Xid(95));
-        assert_eq!(after.hear(60, News::Answered), sick);
-        before.hear(1, News::Missing);
-        let back = Bed::after(before.monitor.memory());
+    fn successor_requires_reset_only_while_gpu_was_not_absent() {
+        let mut before = Fixture::new();
+        before.record(0, HealthEvent::Xid(95));
+        let mut after = Fixture::with_persisted(before.monitor.memory());
+        let sick = Health::Unhealthy(UnhealthyReason::Xid(95));
+        assert_eq!(after.record(60, HealthEvent::ProbeSucceeded), sick);
+        before.record(1, HealthEvent::NotListed);
+        let back = Fixture::with_persisted(before.monitor.memory());
         assert!(back.monitor.health().is_healthy());
     }
 
     #[test]
-    fn an_xid_that_is_heard_after_its_gpu_is_gone_asks_for_no_second_absence() {
-        let mut bed = Bed::new();
-        bed.hear(0, News::Missing);
-        bed.hear(0, News::Xid(79));
-        assert_eq!(bed.recovery(1), 10);
+    fn xid_requires_no_second_absence_when_gpu_is_missing() {
+        let mut bed = Fixture::new();
+        bed.record(0, HealthEvent::NotListed);
+        bed.record(0, HealthEvent::Xid(79));
+        assert_eq!(bed.recovers_at(1), 10);
     }
 }

@@ -37,8 +37,8 @@ const GET_PIDS: u32 = 0x2080_018d;
 const GET_PID_INFO: u32 = 0x2080_018e;
 
 /// `NV2080_CTRL_GPU_GET_PIDS_MAX_COUNT` and `NV2080_CTRL_GPU_GET_PID_INFO_MAX_COUNT`.
-const MOST_PIDS: usize = 950;
-const MOST_INFOS: usize = 200;
+const MAX_PIDS: usize = 950;
+const MAX_INFOS: usize = 200;
 
 /// Why the kernel module did not tell.
 #[derive(Debug, thiserror::Error)]
@@ -48,7 +48,7 @@ pub enum HoldersError {
     Open(#[source] io::Error),
     /// The system call failed.
     #[error("failed to call the kernel module: {0}")]
-    Call(#[source] io::Error),
+    Ioctl(#[source] io::Error),
     /// The kernel module refused a command (`nvstatuscodes.h`).
     #[error("the kernel module answered {command:#x} with status {status:#x}")]
     Refused {
@@ -59,7 +59,7 @@ pub enum HoldersError {
     },
     /// The answer does not list this process.
     #[error("the kernel module's answer has another layout than {GET_PIDS:#x} had")]
-    Layout,
+    UnknownLayout,
 }
 
 /// Where the kernel module takes commands.
@@ -99,7 +99,7 @@ const CONTROL: Opcode = opcode::read_write::<Control>(b'F', 0x2a);
 /// # Safety
 /// Any bytes are a value of the type, and it has the layout of the command that it is passed with.
 #[expect(unsafe_code, reason = "the kernel module writes into these values")]
-unsafe trait Params {}
+unsafe trait RmParams {}
 
 /// `NV0000_CTRL_GPU_GET_UUID_INFO_PARAMS`.
 #[repr(C)]
@@ -136,14 +136,14 @@ struct Pids {
     by_class: u32,
     class: u32,
     count: u32,
-    pids: [u32; MOST_PIDS],
+    pids: [u32; MAX_PIDS],
 }
 
 /// `NV2080_CTRL_GPU_GET_PID_INFO_PARAMS`.
 #[repr(C)]
 struct PidInfos {
     count: u32,
-    infos: [PidInfo; MOST_INFOS],
+    infos: [PidInfo; MAX_INFOS],
 }
 
 /// `NV2080_CTRL_GPU_PID_INFO`.
@@ -162,23 +162,23 @@ struct PidInfo {
 
 #[expect(unsafe_code, reason = "the kernel module writes into these values")]
 mod layouts {
-    use super::{DeviceParams, Params, PidInfos, Pids, SubdeviceParams, UuidInfo};
+    use super::{DeviceParams, PidInfos, Pids, RmParams, SubdeviceParams, UuidInfo};
 
     // SAFETY: integers alone, in the header's order.
-    unsafe impl Params for UuidInfo {}
+    unsafe impl RmParams for UuidInfo {}
     // SAFETY: integers alone, in the header's order.
-    unsafe impl Params for DeviceParams {}
+    unsafe impl RmParams for DeviceParams {}
     // SAFETY: integers alone, in the header's order.
-    unsafe impl Params for SubdeviceParams {}
+    unsafe impl RmParams for SubdeviceParams {}
     // SAFETY: integers alone, in the header's order.
-    unsafe impl Params for Pids {}
+    unsafe impl RmParams for Pids {}
     // SAFETY: integers alone, in the header's order.
-    unsafe impl Params for PidInfos {}
+    unsafe impl RmParams for PidInfos {}
 }
 
 /// A client of the resource manager with a subdevice of one GPU. The kernel module frees it with
 /// its file.
-struct Client {
+struct RmClient {
     file: File,
     root: u32,
 }
@@ -188,22 +188,22 @@ struct Client {
 ///
 /// # Errors
 /// When the kernel module does not tell, or not in the layout that is known.
-pub fn holders(gpu: &GpuUuid) -> Result<BTreeMap<u32, Bytes>, HoldersError> {
-    let client = Client::open(gpu)?;
-    let pids = client.pids()?;
+pub fn query_holders(gpu: &GpuUuid) -> Result<BTreeMap<u32, Bytes>, HoldersError> {
+    let client = RmClient::open(gpu)?;
+    let pids = client.query_pids()?;
     let mut holders = BTreeMap::new();
-    for pids in pids.chunks(MOST_INFOS) {
-        holders.extend(client.owned(pids)?);
+    for pids in pids.chunks(MAX_INFOS) {
+        holders.extend(client.query_owned(pids)?);
     }
     Ok(holders)
 }
 
-impl Client {
-    fn open(gpu: &GpuUuid) -> Result<Client, HoldersError> {
+impl RmClient {
+    fn open(gpu: &GpuUuid) -> Result<RmClient, HoldersError> {
         let mut options = File::options();
         let file = options.read(true).write(true).open(Path::new(CONTROL_NODE));
         let file = file.map_err(HoldersError::Open)?;
-        let mut client = Client { file, root: 0 };
+        let mut client = RmClient { file, root: 0 };
         client.root = client.alloc::<SubdeviceParams>(0, 0, CLIENT, None)?;
         let mut info = UuidInfo {
             uuid: [0; 256],
@@ -232,21 +232,21 @@ impl Client {
     }
 
     /// The processes that opened this GPU. This one is among them.
-    fn pids(&self) -> Result<Vec<u32>, HoldersError> {
+    fn query_pids(&self) -> Result<Vec<u32>, HoldersError> {
         let mut pids = Box::new(Pids {
             by_class: 0,
             class: SUBDEVICE,
             count: 0,
-            pids: [0; MOST_PIDS],
+            pids: [0; MAX_PIDS],
         });
         self.control(SUBDEVICE_HANDLE, GET_PIDS, &mut *pids)?;
-        listed(&pids, std::process::id()).ok_or(HoldersError::Layout)
+        parse_pids(&pids, std::process::id()).ok_or(HoldersError::UnknownLayout)
     }
 
-    fn owned(&self, pids: &[u32]) -> Result<BTreeMap<u32, Bytes>, HoldersError> {
+    fn query_owned(&self, pids: &[u32]) -> Result<BTreeMap<u32, Bytes>, HoldersError> {
         let mut infos = Box::new(PidInfos {
             count: 0,
-            infos: [PidInfo::default(); MOST_INFOS],
+            infos: [PidInfo::default(); MAX_INFOS],
         });
         for (info, pid) in infos.infos.iter_mut().zip(pids) {
             info.pid = *pid;
@@ -257,7 +257,7 @@ impl Client {
     }
 
     #[expect(unsafe_code, reason = "no library speaks to NVIDIA's kernel module")]
-    fn alloc<P: Params>(
+    fn alloc<P: RmParams>(
         &self,
         parent: u32,
         object: u32,
@@ -280,7 +280,7 @@ impl Client {
         // SAFETY: the number says the size of `Alloc`, and the kernel module writes to it and to
         // `params_size` bytes at `params`, which the caller lends until the call returns.
         let called = unsafe { ioctl(self.file.as_fd(), Updater::<ALLOC, _>::new(&mut call)) };
-        called.map_err(|error| HoldersError::Call(error.into()))?;
+        called.map_err(|error| HoldersError::Ioctl(error.into()))?;
         let (command, status) = (class, call.status);
         match status {
             0 => Ok(call.object),
@@ -289,7 +289,7 @@ impl Client {
     }
 
     #[expect(unsafe_code, reason = "no library speaks to NVIDIA's kernel module")]
-    fn control<P: Params>(
+    fn control<P: RmParams>(
         &self,
         object: u32,
         command: u32,
@@ -307,7 +307,7 @@ impl Client {
         // SAFETY: the number says the size of `Control`, and the kernel module writes to it and to
         // `params_size` bytes at `params`, which is borrowed until the call returns.
         let called = unsafe { ioctl(self.file.as_fd(), Updater::<CONTROL, _>::new(&mut call)) };
-        called.map_err(|error| HoldersError::Call(error.into()))?;
+        called.map_err(|error| HoldersError::Ioctl(error.into()))?;
         match call.status {
             0 => Ok(()),
             status => Err(HoldersError::Refused { command, status }),
@@ -316,7 +316,7 @@ impl Client {
 }
 
 /// The processes of an answer; none where it does not list `own`.
-fn listed(answer: &Pids, own: u32) -> Option<Vec<u32>> {
+fn parse_pids(answer: &Pids, own: u32) -> Option<Vec<u32>> {
     let count = usize::try_from(answer.count).ok()?;
     let pids = answer.pids.get(..count)?;
     pids.contains(&own).then(|| pids.to_vec())
@@ -348,7 +348,7 @@ mod tests {
     }
 
     fn pids(of: &[u32]) -> Pids {
-        let mut pids = [0; MOST_PIDS];
+        let mut pids = [0; MAX_PIDS];
         pids[..of.len()].copy_from_slice(of);
         Pids {
             by_class: 0,
@@ -360,11 +360,11 @@ mod tests {
 
     #[test]
     fn answer_is_believed_only_when_it_lists_the_asker() {
-        assert_eq!(listed(&pids(&[7, 9]), 9), Some(vec![7, 9]));
-        assert_eq!(listed(&pids(&[7]), 9), None);
+        assert_eq!(parse_pids(&pids(&[7, 9]), 9), Some(vec![7, 9]));
+        assert_eq!(parse_pids(&pids(&[7]), 9), None);
         let mut beyond = pids(&[9]);
-        beyond.count = MOST_PIDS as u32 + 1;
-        assert_eq!(listed(&beyond, 9), None);
+        beyond.count = MAX_PIDS as u32 + 1;
+        assert_eq!(parse_pids(&beyond, 9), None);
     }
 
     #[test]
@@ -379,7 +379,7 @@ mod tests {
         };
         let mut answer = PidInfos {
             count: 4,
-            infos: [PidInfo::default(); MOST_INFOS],
+            infos: [PidInfo::default(); MAX_INFOS],
         };
         answer.infos[0] = info(1, 0, [5, 6, 7]);
         answer.infos[1] = info(2, 0, [0, 0, 7]);
@@ -396,6 +396,6 @@ mod tests {
             return;
         }
         let gpu = "GPU-00000000-0000-0000-0000-000000000000".parse().unwrap();
-        assert!(matches!(holders(&gpu), Err(HoldersError::Open(_))));
+        assert!(matches!(query_holders(&gpu), Err(HoldersError::Open(_))));
     }
 }

@@ -9,21 +9,21 @@ use std::path::Path;
 use nvml_wrapper::{Device, Nvml};
 
 /// Where the driver tells its capabilities.
-pub const CAPABILITIES: &str = "/proc/driver/nvidia/capabilities";
+pub const CAPABILITIES_DIR: &str = "/proc/driver/nvidia/capabilities";
 
 /// A MIG instance by NVML's numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Instance {
+pub struct MigInstance {
     /// The GPU instance.
-    pub gpu: u32,
+    pub gpu_instance: u32,
     /// The compute instance in it.
-    pub compute: u32,
+    pub compute_instance: u32,
 }
 
-impl Instance {
+impl MigInstance {
     /// The instance that `device` is; none where the driver does not tell.
     #[expect(unsafe_code, reason = "nvml-wrapper has no call for the two numbers")]
-    pub fn of(nvml: &Nvml, device: &Device<'_>) -> Option<Self> {
+    pub fn query(nvml: &Nvml, device: &Device<'_>) -> Option<Self> {
         let library = nvml.lib();
         let (of_gpu, of_compute) = (
             library.nvmlDeviceGetGpuInstanceId.as_ref().ok()?,
@@ -36,13 +36,19 @@ impl Instance {
             let handle = device.handle();
             of_gpu(handle, &mut gpu) == 0 && of_compute(handle, &mut compute) == 0
         };
-        told.then_some(Self { gpu, compute })
+        told.then_some(Self {
+            gpu_instance: gpu,
+            compute_instance: compute,
+        })
     }
 
     /// The numbers of its capability nodes, on the GPU of this minor number; empty where the driver has none,
     /// as without MIG's own device nodes.
-    pub fn capabilities(self, folder: &Path, minor: u32) -> Vec<u32> {
-        let Self { gpu, compute } = self;
+    pub fn capability_minors(self, folder: &Path, minor: u32) -> Vec<u32> {
+        let Self {
+            gpu_instance: gpu,
+            compute_instance: compute,
+        } = self;
         let instance = folder.join(format!("gpu{minor}/mig/gi{gpu}"));
         let files = [
             instance.join("access"),
@@ -50,7 +56,7 @@ impl Instance {
         ];
         let numbers = files.iter().map(|file| {
             let text = std::fs::read_to_string(file).ok()?;
-            node(&text)
+            parse_device_minor(&text)
         });
         // One without the other opens nothing.
         numbers.collect::<Option<_>>().unwrap_or_default()
@@ -58,7 +64,7 @@ impl Instance {
 }
 
 /// The number in the text of an `access` file.
-fn node(text: &str) -> Option<u32> {
+fn parse_device_minor(text: &str) -> Option<u32> {
     let minor = text
         .lines()
         .find_map(|line| line.strip_prefix("DeviceFileMinor:"))?;
@@ -76,8 +82,11 @@ mod tests {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, text).unwrap();
         }
-        let instance = Instance { gpu: 3, compute: 1 };
-        instance.capabilities(folder.path(), 2)
+        let instance = MigInstance {
+            gpu_instance: 3,
+            compute_instance: 1,
+        };
+        instance.capability_minors(folder.path(), 2)
     }
 
     const OF_GPU: (&str, &str) = (
@@ -90,12 +99,12 @@ mod tests {
     );
 
     #[test]
-    fn an_instance_has_the_node_of_its_gpu_instance_and_of_its_compute_instance() {
+    fn instance_has_capability_nodes_of_gpu_and_compute_instance() {
         assert_eq!(capabilities(&[OF_GPU, OF_COMPUTE]), [30, 32]);
     }
 
     #[test]
-    fn a_driver_without_capability_files_gives_none() {
+    fn instance_has_no_capabilities_when_a_file_is_missing() {
         assert_eq!(capabilities(&[]), [0_u32; 0]);
         assert_eq!(capabilities(&[OF_GPU]), [0_u32; 0]);
         assert_eq!(

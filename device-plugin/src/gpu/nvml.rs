@@ -14,7 +14,7 @@
 //!
 //! After a reset, or an update of the driver, old handles stay broken for ever: while NVML cannot
 //! be used every probe has a process of its own. A process whose probe failed is replaced each
-//! [`Pace::reopen`], and once when its GPU answers again: its registration for XIDs may be broken.
+//! [`Pace::replace_failed`], and once when its GPU answers again: its registration for XIDs may be broken.
 //! A GPU has to answer for [`Policy::quiet`] before it is well, so none of its XIDs is missed then.
 //!
 //! A GPU that is drained has no process: the last one has ended before that is said. The others
@@ -35,63 +35,63 @@ use tokio::time::{sleep_until, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{debug, info, warn};
 
-pub use calls::{WORD, child};
-pub use protocol::Refusal;
+pub use calls::{SUBCOMMAND, run_child};
+pub use protocol::CallError;
 
-use super::health::Policy;
+use super::health::HealthThresholds;
 use super::pci::PciAddress;
-use super::registry::{Probe, Remembered, Roster};
-use super::xid::Told;
+use super::registry::{GpuRegistry, PersistedGpu, ProbeResult};
+use super::xid::RecentXids;
 use super::{Inventory, NoDriver};
 use crate::clock;
-use crate::gpu::drain::Drain;
-use crate::sessions::{DriverCharges, Look};
+use crate::gpu::drain::DrainState;
+use crate::sessions::{GpuMemorySample, MemorySampler};
 use crate::units::{Bytes, GpuUuid};
-use process::{Id, Job, Process, Report};
-use protocol::{Found, Request, Response, Scope};
+use process::{Job, NvmlProcess, ProcessNumber, ProcessReport};
+use protocol::{GpuProbe, Request, Response, Scope};
 
 /// How long one answer of NVML may take.
 const ANSWER: Duration = Duration::from_secs(5);
 
 /// How long the first answer of a process may take: without persistence mode the driver initialises
 /// the GPU for it.
-const START: Duration = Duration::from_secs(20);
+const FIRST_ANSWER: Duration = Duration::from_secs(20);
 
 /// How long a look for the library may hold up the rounds of probes.
 const FIND: Duration = Duration::from_secs(1);
 
 /// Questions that may wait for one GPU.
-const QUEUE: usize = 32;
+const JOB_QUEUE_LENGTH: usize = 32;
 
 /// Questions that may wait until the GPUs are known.
-const MOST_WAITING: usize = 1_024;
+const MAX_DEFERRED: usize = 1_024;
 
 /// How often NVML is asked.
 #[derive(Debug, Clone, Copy)]
-pub struct Pace {
+pub struct PollIntervals {
     /// Between two probes of all GPUs.
-    pub poll: Duration,
+    pub probe: Duration,
     /// Between two probes while a GPU ails or there is none.
-    pub poll_ailing: Duration,
+    pub probe_unhealthy: Duration,
     /// The age at which a process is replaced whose probe failed.
-    pub reopen: Duration,
+    pub replace_failed: Duration,
     /// Between two looks for XID events; the longest time that an XID goes unseen.
-    pub events: Duration,
+    pub xids: Duration,
 }
 
-impl Default for Pace {
+impl Default for PollIntervals {
     fn default() -> Self {
         Self {
-            poll: Duration::from_secs(5),
-            poll_ailing: Duration::from_secs(2),
-            reopen: Duration::from_secs(30),
-            events: Duration::from_millis(250),
+            probe: Duration::from_secs(5),
+            probe_unhealthy: Duration::from_secs(2),
+            replace_failed: Duration::from_secs(30),
+            xids: Duration::from_millis(250),
         }
     }
 }
 
 /// Says where `libnvidia-ml.so.1` is now, or why nowhere; asked again before processes start.
-pub type FindLibrary = Arc<dyn Fn() -> Result<PathBuf, String> + Send + Sync>;
+pub type LibraryLocator = Arc<dyn Fn() -> Result<PathBuf, String> + Send + Sync>;
 
 /// Why NVML did not answer a question.
 #[derive(Debug, thiserror::Error)]
@@ -105,50 +105,53 @@ pub enum QueryError {
         /// The GPU that was asked about.
         gpu: GpuUuid,
         /// What NVML said.
-        source: Refusal,
+        source: CallError,
     },
 }
 
 /// Asks NVML; the watcher ends when the last handle is dropped.
 #[derive(Debug, Clone)]
 pub struct NvmlHandle {
-    questions: mpsc::UnboundedSender<(GpuUuid, Job)>,
+    requests: mpsc::UnboundedSender<(GpuUuid, Job)>,
 }
 
-impl DriverCharges for NvmlHandle {
-    fn look(&self, gpu: &GpuUuid) -> Option<Look> {
-        self.ask(gpu).blocking_recv().ok()?.ok()
+impl MemorySampler for NvmlHandle {
+    fn sample(&self, gpu: &GpuUuid) -> Option<GpuMemorySample> {
+        self.request_sample(gpu).blocking_recv().ok()?.ok()
     }
 }
 
 impl NvmlHandle {
     /// Asks for a GPU's memory and processes. There is no answer where the GPU gives none within
     /// [`ANSWER`].
-    pub fn ask(&self, gpu: &GpuUuid) -> oneshot::Receiver<Result<Look, QueryError>> {
+    pub fn request_sample(
+        &self,
+        gpu: &GpuUuid,
+    ) -> oneshot::Receiver<Result<GpuMemorySample, QueryError>> {
         let (answer, answered) = oneshot::channel();
-        let job = Job::Look(Request::Look(gpu.clone()), answer);
+        let job = Job::Sample(Request::Sample(gpu.clone()), answer);
         // The watcher has ended with the agent: the receiver finds that out.
-        let _ = self.questions.send((gpu.clone(), job));
+        let _ = self.requests.send((gpu.clone(), job));
         answered
     }
 
     /// Has the driver hold the processes in `cgroup` to so much of a GPU. No answer, as with
     /// [`ask`](Self::ask).
-    pub fn limit(
+    pub fn request_limit(
         &self,
         gpu: &GpuUuid,
         cgroup: &Path,
         hard: Bytes,
     ) -> oneshot::Receiver<Result<(), QueryError>> {
         let (answer, answered) = oneshot::channel();
-        let request = Request::Limit {
+        let request = Request::SetLimit {
             gpu: gpu.clone(),
             cgroup: cgroup.to_owned(),
             hard,
         };
         let _ = self
-            .questions
-            .send((gpu.clone(), Job::Limit(request, answer)));
+            .requests
+            .send((gpu.clone(), Job::SetLimit(request, answer)));
         answered
     }
 }
@@ -156,194 +159,202 @@ impl NvmlHandle {
 /// Starts the watcher. `find` says where the driver's library is; `remembered` is what a
 /// predecessor in the same boot knew of its GPUs; of `drain`, nothing is held that is released.
 pub fn start(
-    find: FindLibrary,
-    pace: Pace,
-    policy: Policy,
-    remembered: BTreeMap<GpuUuid, Remembered>,
-    drain: watch::Receiver<Drain>,
+    find: LibraryLocator,
+    pace: PollIntervals,
+    policy: HealthThresholds,
+    remembered: BTreeMap<GpuUuid, PersistedGpu>,
+    drain: watch::Receiver<DrainState>,
 ) -> (
     watch::Receiver<Inventory>,
-    watch::Receiver<Told>,
+    watch::Receiver<RecentXids>,
     NvmlHandle,
 ) {
     let (questions, asked) = mpsc::unbounded_channel();
     let (publish, inventory) = watch::channel(Inventory::Starting);
-    let (xids, told) = watch::channel(Told::default());
+    let (xids, told) = watch::channel(RecentXids::default());
     let (report, reports) = mpsc::unbounded_channel();
-    let watcher = Watcher {
-        find,
-        pace,
-        asked,
-        waiting: Vec::new(),
-        report,
+    let watcher = NvmlWatcher {
+        locate_library: find,
+        intervals: pace,
+        requests: asked,
+        deferred: Vec::new(),
+        report_sender: report,
         reports,
         publish,
         xids,
         drain,
-        roster: Roster::new(policy, remembered),
-        complaint: None,
-        started: 0,
+        registry: GpuRegistry::new(policy, remembered),
+        logged_failure: None,
+        next_process: 0,
         library: None,
-        finding: None,
-        driver: Slot::of(Scope::Driver),
-        version: None,
-        count: 0,
-        gpus: Vec::new(),
-        ending: BTreeMap::new(),
-        next: Instant::now(),
-        round: None,
+        locating: None,
+        driver_slot: ProbeSlot::new(Scope::Driver),
+        driver_version: None,
+        gpu_count: 0,
+        gpu_slots: Vec::new(),
+        exiting: BTreeMap::new(),
+        next_round: Instant::now(),
+        round_deadline: None,
     };
     tokio::spawn(watcher.run());
-    (inventory, told, NvmlHandle { questions })
+    (
+        inventory,
+        told,
+        NvmlHandle {
+            requests: questions,
+        },
+    )
 }
 
 /// The task's state.
-struct Watcher {
-    find: FindLibrary,
-    pace: Pace,
-    asked: mpsc::UnboundedReceiver<(GpuUuid, Job)>,
+struct NvmlWatcher {
+    locate_library: LibraryLocator,
+    intervals: PollIntervals,
+    requests: mpsc::UnboundedReceiver<(GpuUuid, Job)>,
     /// Questions from before the first round was over.
-    waiting: Vec<(GpuUuid, Job)>,
-    report: mpsc::UnboundedSender<(Id, Report)>,
-    reports: mpsc::UnboundedReceiver<(Id, Report)>,
+    deferred: Vec<(GpuUuid, Job)>,
+    report_sender: mpsc::UnboundedSender<(ProcessNumber, ProcessReport)>,
+    reports: mpsc::UnboundedReceiver<(ProcessNumber, ProcessReport)>,
     publish: watch::Sender<Inventory>,
-    xids: watch::Sender<Told>,
-    drain: watch::Receiver<Drain>,
-    roster: Roster,
+    xids: watch::Sender<RecentXids>,
+    drain: watch::Receiver<DrainState>,
+    registry: GpuRegistry,
     /// The trouble that was logged last: each is logged once.
-    complaint: Option<NoDriver>,
+    logged_failure: Option<NoDriver>,
     /// How many processes were started.
-    started: Id,
+    next_process: ProcessNumber,
     library: Option<PathBuf>,
     /// A look for the library that has not come back.
-    finding: Option<JoinHandle<Result<PathBuf, String>>>,
-    driver: Slot,
+    locating: Option<JoinHandle<Result<PathBuf, String>>>,
+    driver_slot: ProbeSlot,
     /// The driver's version, as it last told.
-    version: Option<String>,
+    driver_version: Option<String>,
     /// How many GPUs the driver last told of.
-    count: u32,
-    gpus: Vec<Slot>,
+    gpu_count: u32,
+    gpu_slots: Vec<ProbeSlot>,
     /// Processes that no slot has any more and that have not ended, with the GPU of each where that
     /// is known.
-    ending: BTreeMap<Id, Option<GpuUuid>>,
+    exiting: BTreeMap<ProcessNumber, Option<GpuUuid>>,
     /// When the next round of probes begins.
-    next: Instant,
+    next_round: Instant,
     /// When the running round of probes ends at the latest.
-    round: Option<Instant>,
+    round_deadline: Option<Instant>,
 }
 
 /// A part of the driver that is looked at.
-struct Slot {
+struct ProbeSlot {
     scope: Scope,
     /// The physical GPU, once it told.
     uuid: Option<GpuUuid>,
-    running: Option<Running>,
+    process: Option<SlotProcess>,
     /// The last call did not return in time, and none has since.
-    hung: bool,
+    is_hung: bool,
     /// What the last probe found.
-    found: Option<Found>,
+    found: Option<GpuProbe>,
 }
 
 /// A process, as its slot knows it.
-struct Running {
-    id: Id,
+struct SlotProcess {
+    id: ProcessNumber,
     jobs: mpsc::Sender<Job>,
     /// Ends the process; none once that has begun.
-    life: Option<DropGuard>,
-    since: Instant,
+    stop_guard: Option<DropGuard>,
+    started_at: Instant,
     /// A probe was sent and not answered.
-    probing: bool,
+    is_probing: bool,
     /// A probe of this process failed.
-    failed: bool,
+    has_failed: bool,
 }
 
-impl Slot {
-    fn of(scope: Scope) -> Self {
+impl ProbeSlot {
+    fn new(scope: Scope) -> Self {
         Self {
             scope,
             uuid: None,
-            running: None,
-            hung: false,
+            process: None,
+            is_hung: false,
             found: None,
         }
     }
 
     fn is_probing(&self) -> bool {
-        self.running.as_ref().is_some_and(|running| running.probing)
+        self.process
+            .as_ref()
+            .is_some_and(|running| running.is_probing)
     }
 
     /// Whether a round waits for its answer, or for the end of its process.
     fn is_awaited(&self) -> bool {
-        let ends = |running: &Running| running.life.is_none();
-        (self.is_probing() || self.running.as_ref().is_some_and(ends)) && !self.hung
+        let ends = |running: &SlotProcess| running.stop_guard.is_none();
+        (self.is_probing() || self.process.as_ref().is_some_and(ends)) && !self.is_hung
     }
 
     /// Sends a probe, unless one is under way.
     fn probe(&mut self) {
-        if let Some(running) = &mut self.running
-            && !running.probing
-            && running.life.is_some()
+        if let Some(running) = &mut self.process
+            && !running.is_probing
+            && running.stop_guard.is_some()
             && running.jobs.try_send(Job::Probe).is_ok()
         {
-            running.probing = true;
+            running.is_probing = true;
             self.found = None;
         }
     }
 
     /// Begins to end its process; the slot has it until it has ended.
-    fn end(&mut self) {
-        if let Some(running) = &mut self.running {
-            running.life = None;
-            running.probing = false;
+    fn stop_process(&mut self) {
+        if let Some(running) = &mut self.process {
+            running.stop_guard = None;
+            running.is_probing = false;
         }
     }
 
     /// Ends a process whose probe failed, once its GPU answers or the process is `old`.
-    fn replace_broken(&mut self, old: Duration) {
-        let Some(running) = &mut self.running else {
+    fn replace_failed(&mut self, old: Duration) {
+        let Some(running) = &mut self.process else {
             return;
         };
         match self.found {
-            Some(Found::Lost | Found::Silent(_)) => running.failed = true,
-            Some(Found::Gpus(..)) if running.failed => return self.end(),
-            Some(Found::Gpus(..)) | None => {}
+            Some(GpuProbe::Lost | GpuProbe::Failed(_)) => running.has_failed = true,
+            Some(GpuProbe::Gpus(..)) if running.has_failed => return self.stop_process(),
+            Some(GpuProbe::Gpus(..)) | None => {}
         }
-        if running.failed && running.since.elapsed() >= old && !self.hung {
-            self.end();
+        if running.has_failed && running.started_at.elapsed() >= old && !self.is_hung {
+            self.stop_process();
         }
     }
 
     fn is_at(&self, places: &BTreeSet<PciAddress>) -> bool {
-        matches!(&self.scope, Scope::Place(place) if places.contains(place))
+        matches!(&self.scope, Scope::Address(place) if places.contains(place))
     }
 }
 
-impl Watcher {
+impl NvmlWatcher {
     async fn run(mut self) {
         let drained = self.drain.borrow_and_update().released.clone();
-        self.roster.drain(drained, Instant::now());
+        self.registry.set_drained(drained, Instant::now());
         loop {
-            let due = self.round.unwrap_or(self.next);
+            let due = self.round_deadline.unwrap_or(self.next_round);
             tokio::select! {
-                question = self.asked.recv() => match question {
-                    Some((gpu, job)) => self.pass(&gpu, job),
+                question = self.requests.recv() => match question {
+                    Some((gpu, job)) => self.dispatch(&gpu, job),
                     // Every handle is gone: the agent ends.
                     None => return,
                 },
-                Some((id, report)) = self.reports.recv() => self.hear(id, report),
+                Some((id, report)) = self.reports.recv() => self.handle_report(id, report),
                 Ok(()) = self.drain.changed() => {}
-                () = sleep_until(due.into()) => match self.round {
+                () = sleep_until(due.into()) => match self.round_deadline {
                     Some(_) => self.end_round(),
                     None => self.begin_round().await,
                 },
             }
-            self.follow_drain();
-            self.find_gpus();
-            if self.round.is_some() && !self.is_awaiting() {
+            self.apply_drain();
+            self.enumerate_gpus();
+            if self.round_deadline.is_some() && !self.is_round_pending() {
                 self.end_round();
             }
-            for (gpu, job) in std::mem::take(&mut self.waiting) {
-                self.pass(&gpu, job);
+            for (gpu, job) in std::mem::take(&mut self.deferred) {
+                self.dispatch(&gpu, job);
             }
         }
     }
@@ -352,73 +363,75 @@ impl Watcher {
     ///
     /// Questions wait until the first round has found the GPUs: a starting agent without an answer
     /// would refuse memory that dead processes gave back long ago.
-    fn pass(&mut self, gpu: &GpuUuid, job: Job) {
+    fn dispatch(&mut self, gpu: &GpuUuid, job: Job) {
         if matches!(*self.publish.borrow(), Inventory::Starting) {
-            if self.waiting.len() < MOST_WAITING {
-                self.waiting.push((gpu.clone(), job));
+            if self.deferred.len() < MAX_DEFERRED {
+                self.deferred.push((gpu.clone(), job));
             }
             return;
         }
-        let Some(gpu) = self.roster.gpu(gpu) else {
+        let Some(gpu) = self.registry.probed_gpu(gpu) else {
             return;
         };
         let physical = gpu.mig_parent.as_ref().unwrap_or(&gpu.uuid);
-        let of_it = |slot: &&Slot| slot.uuid.as_ref() == Some(physical) && !slot.hung;
+        let of_it = |slot: &&ProbeSlot| slot.uuid.as_ref() == Some(physical) && !slot.is_hung;
         if let Some(running) = self
-            .gpus
+            .gpu_slots
             .iter()
             .find(of_it)
-            .and_then(|s| s.running.as_ref())
+            .and_then(|s| s.process.as_ref())
         {
             // A full queue holds a question of every caller that the agent has.
             let _ = running.jobs.try_send(job);
         }
     }
 
-    fn is_awaiting(&self) -> bool {
-        let slots = || self.gpus.iter().chain([&self.driver]);
-        let is_finding = self.gpus.is_empty() && self.count > 0 && !self.roster.has_drained();
-        slots().any(Slot::is_awaited) || is_finding
+    fn is_round_pending(&self) -> bool {
+        let slots = || self.gpu_slots.iter().chain([&self.driver_slot]);
+        let is_finding =
+            self.gpu_slots.is_empty() && self.gpu_count > 0 && !self.registry.has_drained();
+        slots().any(ProbeSlot::is_awaited) || is_finding
     }
 
     async fn begin_round(&mut self) {
-        let places = self.roster.places();
-        self.next = Instant::now() + self.pace.poll_ailing;
+        let places = self.registry.probed_addresses();
+        self.next_round = Instant::now() + self.intervals.probe_unhealthy;
         if places.as_ref().is_some_and(BTreeSet::is_empty) {
             return;
         }
-        let starts = |slot: &Slot| slot.running.is_none();
-        let starts = starts(&self.driver) || self.gpus.iter().any(starts);
+        let starts = |slot: &ProbeSlot| slot.process.is_none();
+        let starts = starts(&self.driver_slot) || self.gpu_slots.iter().any(starts);
         if (starts || self.library.is_none())
             && let Err(why) = self.find_library().await
         {
-            return self.lose_driver(NoDriver::Missing(why));
+            return self.reset_driver(NoDriver::Missing(why));
         }
         if let Some(places) = places {
-            self.keep_at(&places);
-            let lacking = places.into_iter().map(Scope::Place);
-            let is_there = |scope: &Scope| self.gpus.iter().any(|slot| slot.scope == *scope);
+            self.retain_at(&places);
+            let lacking = places.into_iter().map(Scope::Address);
+            let is_there = |scope: &Scope| self.gpu_slots.iter().any(|slot| slot.scope == *scope);
             let lacking: Vec<_> = lacking.filter(|scope| !is_there(scope)).collect();
-            if self.ending.is_empty() {
-                self.gpus.extend(lacking.into_iter().map(Slot::of));
+            if self.exiting.is_empty() {
+                self.gpu_slots
+                    .extend(lacking.into_iter().map(ProbeSlot::new));
             }
         }
-        self.round = Some(Instant::now() + ANSWER);
-        self.ask_all();
+        self.round_deadline = Some(Instant::now() + ANSWER);
+        self.probe_all();
     }
 
     /// Ends the processes of all GPUs but those at these places.
-    fn keep_at(&mut self, places: &BTreeSet<PciAddress>) {
-        let goes = |slot: &mut Slot| !slot.is_at(places);
-        let gone: Vec<Slot> = self.gpus.extract_if(.., goes).collect();
-        gone.into_iter().for_each(|slot| self.forget(slot));
+    fn retain_at(&mut self, places: &BTreeSet<PciAddress>) {
+        let goes = |slot: &mut ProbeSlot| !slot.is_at(places);
+        let gone: Vec<ProbeSlot> = self.gpu_slots.extract_if(.., goes).collect();
+        gone.into_iter().for_each(|slot| self.retire(slot));
     }
 
     /// Looks where the library is now. While a disk hangs that is where it was, and one look waits
     /// at most.
     async fn find_library(&mut self) -> Result<(), String> {
-        let find = self.find.clone();
-        let mut finding = match self.finding.take() {
+        let find = self.locate_library.clone();
+        let mut finding = match self.locating.take() {
             Some(finding) => finding,
             None => spawn_blocking(move || find()),
         };
@@ -427,218 +440,227 @@ impl Watcher {
                 let found = found.map_err(|error| error.to_string());
                 self.library = Some(found.flatten()?);
             }
-            Err(_) => self.finding = Some(finding),
+            Err(_) => self.locating = Some(finding),
         }
         let late = || format!("failed to find the driver within {FIND:?}: a file system hangs");
         self.library.as_ref().map(|_| ()).ok_or_else(late)
     }
 
-    fn ask_all(&mut self) {
+    fn probe_all(&mut self) {
         let Self {
-            driver,
-            gpus,
+            driver_slot: driver,
+            gpu_slots: gpus,
             library,
-            started,
-            report,
-            pace,
+            next_process: started,
+            report_sender: report,
+            intervals: pace,
             ..
         } = self;
         for slot in gpus.iter_mut().chain([driver]) {
-            if let (None, Some(library)) = (&slot.running, library.as_ref()) {
-                slot.running = run(slot.scope, library, started, report, pace);
+            if let (None, Some(library)) = (&slot.process, library.as_ref()) {
+                slot.process = run(slot.scope, library, started, report, pace);
             }
             slot.probe();
         }
     }
 
-    fn hear(&mut self, id: Id, report: Report) {
-        let has_it = |slot: &&mut Slot| slot.running.as_ref().is_some_and(|run| run.id == id);
-        let slots = self.gpus.iter_mut().chain([&mut self.driver]);
+    fn handle_report(&mut self, id: ProcessNumber, report: ProcessReport) {
+        let has_it = |slot: &&mut ProbeSlot| slot.process.as_ref().is_some_and(|run| run.id == id);
+        let slots = self.gpu_slots.iter_mut().chain([&mut self.driver_slot]);
         let Some(slot) = slots.into_iter().find(has_it) else {
-            if matches!(report, Report::Ended) {
-                self.ending.remove(&id);
+            if matches!(report, ProcessReport::Exited) {
+                self.exiting.remove(&id);
             }
             return;
         };
         let now = Instant::now();
         match report {
-            Report::Probed(response) => {
-                slot.hung = false;
-                if let Some(running) = &mut slot.running {
-                    running.probing = false;
+            ProcessReport::Probed(response) => {
+                slot.is_hung = false;
+                if let Some(running) = &mut slot.process {
+                    running.is_probing = false;
                 }
-                self.hear_probe(id, response);
+                self.handle_probe(id, response);
             }
-            Report::Xids(codes) => {
+            ProcessReport::Xids(codes) => {
                 if let Some(uuid) = slot.uuid.clone() {
-                    self.hear_xids(&uuid, &codes);
+                    self.handle_xids(&uuid, &codes);
                 }
             }
-            Report::Hung => {
-                if !std::mem::replace(&mut slot.hung, true) {
+            ProcessReport::TimedOut => {
+                if !std::mem::replace(&mut slot.is_hung, true) {
                     let gpu = slot.uuid.as_ref().map(GpuUuid::as_str);
                     warn!(gpu, scope = ?slot.scope, "nvml call hangs");
                 }
-                slot.end();
+                slot.stop_process();
                 if let Some(uuid) = slot.uuid.clone() {
-                    self.roster.hung(&uuid, now);
-                    self.announce();
+                    self.registry.record_timeout(&uuid, now);
+                    self.publish_inventory();
                 }
             }
-            Report::Ended => {
-                let ended = slot.running.take();
-                if ended.is_some_and(|ended| ended.probing) {
-                    slot.found = Some(Found::Silent("the process that asks has ended".to_owned()));
+            ProcessReport::Exited => {
+                let ended = slot.process.take();
+                if ended.is_some_and(|ended| ended.is_probing) {
+                    slot.found = Some(GpuProbe::Failed(
+                        "the process that asks has ended".to_owned(),
+                    ));
                 }
-                if !slot.hung {
+                if !slot.is_hung {
                     // Its events are lost until the next one has registered for them.
-                    self.next = now;
+                    self.next_round = now;
                 }
             }
         }
     }
 
-    fn hear_probe(&mut self, id: Id, response: Response) {
-        let has_it = |slot: &&mut Slot| slot.running.as_ref().is_some_and(|run| run.id == id);
+    fn handle_probe(&mut self, id: ProcessNumber, response: Response) {
+        let has_it = |slot: &&mut ProbeSlot| slot.process.as_ref().is_some_and(|run| run.id == id);
         match response {
             Response::Driver { gpus, version } => {
-                (self.count, self.version) = (gpus, version);
-                let is_hung = self.gpus.iter().any(|slot| slot.hung);
-                if gpus as usize > self.gpus.len() && !self.roster.has_drained() && !is_hung {
+                (self.gpu_count, self.driver_version) = (gpus, version);
+                let is_hung = self.gpu_slots.iter().any(|slot| slot.is_hung);
+                if gpus as usize > self.gpu_slots.len() && !self.registry.has_drained() && !is_hung
+                {
                     // The count does not tell which of them is new.
-                    for slot in std::mem::take(&mut self.gpus) {
-                        self.forget(slot);
+                    for slot in std::mem::take(&mut self.gpu_slots) {
+                        self.retire(slot);
                     }
                 }
             }
             Response::Gpu { uuid, found } => {
-                let drained = self.roster.drained();
-                let Some(slot) = self.gpus.iter_mut().find(has_it) else {
+                let drained = self.registry.drained();
+                let Some(slot) = self.gpu_slots.iter_mut().find(has_it) else {
                     return;
                 };
                 slot.uuid = uuid.or_else(|| slot.uuid.take());
-                if let Found::Gpus(gpus, place) = &found {
-                    slot.scope = place.map_or(slot.scope, Scope::Place);
+                if let GpuProbe::Gpus(gpus, place) = &found {
+                    slot.scope = place.map_or(slot.scope, Scope::Address);
                     if !gpus.is_empty() && gpus.iter().all(|gpu| gpu.is_in(drained)) {
                         // An agent that starts looks at all GPUs once, to know which are which.
-                        slot.end();
+                        slot.stop_process();
                     }
                 }
                 slot.found = Some(found);
             }
-            Response::NoDriver(why) => match self.gpus.iter_mut().find(has_it) {
-                Some(slot) => slot.found = Some(Found::Silent(why.to_string())),
-                None => self.lose_driver(why),
+            Response::NoDriver(why) => match self.gpu_slots.iter_mut().find(has_it) {
+                Some(slot) => slot.found = Some(GpuProbe::Failed(why.to_string())),
+                None => self.reset_driver(why),
             },
-            Response::Xids(_) | Response::Look(_) | Response::Limit(_) => {}
+            Response::Xids(_) | Response::Sample(_) | Response::SetLimit(_) => {}
         }
     }
 
-    fn hear_xids(&mut self, uuid: &GpuUuid, codes: &[u64]) {
-        let ailed = self.roster.is_ailing();
+    fn handle_xids(&mut self, uuid: &GpuUuid, codes: &[u64]) {
+        let ailed = self.registry.has_unhealthy();
         for code in codes.iter().copied() {
             warn!(gpu = %uuid, xid = code, "xid");
-            self.roster.xid(uuid, code, Instant::now());
-            if let Some(place) = self.roster.place(uuid) {
+            self.registry.record_xid(uuid, code, Instant::now());
+            if let Some(place) = self.registry.pci_address_of(uuid) {
                 self.xids
-                    .send_modify(|told| told.hear(place, code, clock::now()));
+                    .send_modify(|told| told.record(place, code, clock::now()));
             }
         }
-        self.announce();
-        if !ailed && self.roster.is_ailing() {
-            self.next = Instant::now();
+        self.publish_inventory();
+        if !ailed && self.registry.has_unhealthy() {
+            self.next_round = Instant::now();
         }
     }
 
     /// Ends the process of a slot that is gone.
-    fn forget(&mut self, slot: Slot) {
-        if let Some(running) = slot.running {
-            self.ending.insert(running.id, slot.uuid);
+    fn retire(&mut self, slot: ProbeSlot) {
+        if let Some(running) = slot.process {
+            self.exiting.insert(running.id, slot.uuid);
         }
     }
 
-    fn lose_driver(&mut self, why: NoDriver) {
-        let driver = std::mem::replace(&mut self.driver, Slot::of(Scope::Driver));
-        for slot in std::mem::take(&mut self.gpus).into_iter().chain([driver]) {
-            self.forget(slot);
+    fn reset_driver(&mut self, why: NoDriver) {
+        let driver = std::mem::replace(&mut self.driver_slot, ProbeSlot::new(Scope::Driver));
+        for slot in std::mem::take(&mut self.gpu_slots)
+            .into_iter()
+            .chain([driver])
+        {
+            self.retire(slot);
         }
-        (self.round, self.count) = (None, 0);
+        (self.round_deadline, self.gpu_count) = (None, 0);
         self.library = None;
-        self.next = Instant::now() + self.pace.poll_ailing;
-        self.take(Probe::NoDriver(why));
+        self.next_round = Instant::now() + self.intervals.probe_unhealthy;
+        self.record_probe(ProbeResult::NoDriver(why));
     }
 
     /// Looks at all GPUs by their numbers, once nothing else looks at any.
-    fn find_gpus(&mut self) {
-        let is_due = self.gpus.is_empty() && self.ending.is_empty() && self.count > 0;
-        if is_due && self.round.is_some() && !self.roster.has_drained() {
-            self.gpus = (0..self.count).map(|i| Slot::of(Scope::Index(i))).collect();
-            self.next = Instant::now();
-            self.round = None;
+    fn enumerate_gpus(&mut self) {
+        let is_due = self.gpu_slots.is_empty() && self.exiting.is_empty() && self.gpu_count > 0;
+        if is_due && self.round_deadline.is_some() && !self.registry.has_drained() {
+            self.gpu_slots = (0..self.gpu_count)
+                .map(|i| ProbeSlot::new(Scope::Index(i)))
+                .collect();
+            self.next_round = Instant::now();
+            self.round_deadline = None;
         }
     }
 
     /// Ends the processes of GPUs that are drained now, and says that they are when those have
     /// ended.
-    fn follow_drain(&mut self) {
+    fn apply_drain(&mut self) {
         let released = self.drain.borrow_and_update().released.clone();
-        if released == *self.roster.drained() {
+        if released == *self.registry.drained() {
             return;
         }
-        if let Some(places) = self.roster.places_without(&released) {
-            self.keep_at(&places);
+        if let Some(places) = self.registry.addresses_except(&released) {
+            self.retain_at(&places);
             if places.is_empty() {
-                let driver = std::mem::replace(&mut self.driver, Slot::of(Scope::Driver));
-                self.forget(driver);
+                let driver =
+                    std::mem::replace(&mut self.driver_slot, ProbeSlot::new(Scope::Driver));
+                self.retire(driver);
             }
         }
         let holds = |gpu: &Option<GpuUuid>| gpu.as_ref().is_none_or(|gpu| released.contains(gpu));
-        if !self.ending.values().any(holds) {
-            self.roster.drain(released, Instant::now());
-            self.announce();
-            (self.round, self.next) = (None, Instant::now());
+        if !self.exiting.values().any(holds) {
+            self.registry.set_drained(released, Instant::now());
+            self.publish_inventory();
+            (self.round_deadline, self.next_round) = (None, Instant::now());
         }
     }
 
     fn end_round(&mut self) {
-        self.round = None;
-        for slot in self.gpus.iter_mut().chain([&mut self.driver]) {
-            slot.hung |= slot.is_probing();
+        self.round_deadline = None;
+        for slot in self.gpu_slots.iter_mut().chain([&mut self.driver_slot]) {
+            slot.is_hung |= slot.is_probing();
         }
-        if self.gpus.is_empty() && self.driver.hung {
+        if self.gpu_slots.is_empty() && self.driver_slot.is_hung {
             let why = format!("NVML does not answer within {ANSWER:?}");
-            self.take(Probe::NoDriver(NoDriver::Failed(why)));
+            self.record_probe(ProbeResult::NoDriver(NoDriver::Failed(why)));
         } else {
-            self.take(self.probed());
+            self.record_probe(self.round_result());
         }
-        for slot in &mut self.gpus {
-            slot.replace_broken(self.pace.reopen);
+        for slot in &mut self.gpu_slots {
+            slot.replace_failed(self.intervals.replace_failed);
         }
-        let is_well = !self.gpus.is_empty() && !self.roster.is_ailing();
+        let is_well = !self.gpu_slots.is_empty() && !self.registry.has_unhealthy();
         let pause = if is_well {
-            self.pace.poll
+            self.intervals.probe
         } else {
-            self.pace.poll_ailing
+            self.intervals.probe_unhealthy
         };
-        self.next = Instant::now() + pause;
+        self.next_round = Instant::now() + pause;
     }
 
     /// What a round found.
-    fn probed(&self) -> Probe {
+    fn round_result(&self) -> ProbeResult {
         let (mut gpus, mut silent, mut lost, mut hung) =
             <(Vec<_>, Vec<_>, Vec<_>, Vec<_>)>::default();
-        let places = self.roster.places();
+        let places = self.registry.probed_addresses();
         let looked_at = match &places {
             Some(places) => places.len(),
-            None => usize::from(self.count > 0),
+            None => usize::from(self.gpu_count > 0),
         };
-        let (mut complete, mut all_told) = (true, self.gpus.len() >= looked_at);
-        for Slot {
+        let (mut complete, mut all_told) = (true, self.gpu_slots.len() >= looked_at);
+        for ProbeSlot {
             uuid,
             found,
-            hung: hangs,
+            is_hung: hangs,
             ..
-        } in &self.gpus
+        } in &self.gpu_slots
         {
             let uuid = uuid.clone();
             match found {
@@ -646,10 +668,10 @@ impl Watcher {
                     Some(uuid) => hung.push(uuid),
                     None => all_told = false,
                 },
-                Some(Found::Gpus(found, _)) => gpus.extend(found.iter().cloned()),
+                Some(GpuProbe::Gpus(found, _)) => gpus.extend(found.iter().cloned()),
                 // Without a name the one that is not listed is the one that is lost.
-                Some(Found::Lost) => lost.extend(uuid),
-                Some(Found::Silent(why)) => {
+                Some(GpuProbe::Lost) => lost.extend(uuid),
+                Some(GpuProbe::Failed(why)) => {
                     debug!(
                         gpu = uuid.as_ref().map(GpuUuid::as_str),
                         why, "gpu does not answer"
@@ -663,32 +685,35 @@ impl Watcher {
                 }
             }
         }
-        Probe::Listed {
-            driver: self.version.clone(),
+        ProbeResult::Listed {
+            driver: self.driver_version.clone(),
             gpus,
-            silent,
+            unresponsive: silent,
             lost,
-            hung,
-            complete,
-            all_told,
+            timed_out: hung,
+            failures_named: complete,
+            timeouts_named: all_told,
         }
     }
 
-    fn take(&mut self, probe: Probe) {
+    fn record_probe(&mut self, probe: ProbeResult) {
         let complaint = match &probe {
-            Probe::NoDriver(why) => Some(why.clone()),
-            Probe::Listed { .. } => None,
+            ProbeResult::NoDriver(why) => Some(why.clone()),
+            ProbeResult::Listed { .. } => None,
         };
-        if let Some(why) = complaint.as_ref().filter(|_| complaint != self.complaint) {
+        if let Some(why) = complaint
+            .as_ref()
+            .filter(|_| complaint != self.logged_failure)
+        {
             warn!(reason = %why, "nvml not available");
         }
-        self.complaint = complaint;
-        self.roster.probed(probe, Instant::now());
-        self.announce();
+        self.logged_failure = complaint;
+        self.registry.record_probe(probe, Instant::now());
+        self.publish_inventory();
     }
 
-    fn announce(&self) {
-        let next = self.roster.inventory();
+    fn publish_inventory(&self) {
+        let next = self.registry.inventory();
         self.publish.send_if_modified(|now| {
             let changed = *now != next;
             if changed {
@@ -706,25 +731,25 @@ impl Watcher {
 fn run(
     scope: Scope,
     library: &Path,
-    started: &mut Id,
-    report: &mpsc::UnboundedSender<(Id, Report)>,
-    pace: &Pace,
-) -> Option<Running> {
-    let process = Process::start(library, scope);
+    started: &mut ProcessNumber,
+    report: &mpsc::UnboundedSender<(ProcessNumber, ProcessReport)>,
+    pace: &PollIntervals,
+) -> Option<SlotProcess> {
+    let process = NvmlProcess::start(library, scope);
     let process = process
         .inspect_err(|error| warn!(%error, "failed to start a process that calls NVML"))
         .ok()?;
-    let (jobs, received) = mpsc::channel(QUEUE);
+    let (jobs, received) = mpsc::channel(JOB_QUEUE_LENGTH);
     let (stop, id) = (CancellationToken::new(), *started);
     *started += 1;
-    let events = (scope != Scope::Driver).then_some(pace.events);
+    let events = (scope != Scope::Driver).then_some(pace.xids);
     tokio::spawn(process.run(id, received, report.clone(), events, stop.clone()));
-    Some(Running {
+    Some(SlotProcess {
         id,
         jobs,
-        life: Some(stop.drop_guard()),
-        since: Instant::now(),
-        probing: false,
-        failed: false,
+        stop_guard: Some(stop.drop_guard()),
+        started_at: Instant::now(),
+        is_probing: false,
+        has_failed: false,
     })
 }

@@ -16,31 +16,31 @@ pub struct PciAddress {
 /// It is not written as one.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("no PCI address: {0:?}")]
-pub struct NoPciAddress(String);
+pub struct InvalidPciAddress(String);
 
 impl FromStr for PciAddress {
-    type Err = NoPciAddress;
+    type Err = InvalidPciAddress;
 
     /// As NVML writes it (`00000000:3B:00.0`), the driver's lines (`PCI:0000:3b:00`), or `lspci -D`.
-    fn from_str(text: &str) -> Result<Self, NoPciAddress> {
+    fn from_str(text: &str) -> Result<Self, InvalidPciAddress> {
         let parsed = || {
             let mut parts = text.strip_prefix("PCI:").unwrap_or(text).split(':');
             let (domain, bus, rest) = (parts.next()?, parts.next()?, parts.next()?);
             let (device, function) = rest.split_once('.').unwrap_or((rest, "0"));
-            hex(function, 1..=1)?;
+            parse_hex(function, 1..=1)?;
             let address = Self {
-                domain: hex(domain, 4..=8)?,
-                bus: hex(bus, 2..=2)?.try_into().ok()?,
-                device: hex(device, 2..=2)?.try_into().ok()?,
+                domain: parse_hex(domain, 4..=8)?,
+                bus: parse_hex(bus, 2..=2)?.try_into().ok()?,
+                device: parse_hex(device, 2..=2)?.try_into().ok()?,
             };
             parts.next().is_none().then_some(address)
         };
-        parsed().ok_or_else(|| NoPciAddress(text.to_owned()))
+        parsed().ok_or_else(|| InvalidPciAddress(text.to_owned()))
     }
 }
 
 /// A number of so many hexadecimal digits, which has no sign.
-fn hex(text: &str, digits: RangeInclusive<usize>) -> Option<u32> {
+fn parse_hex(text: &str, digits: RangeInclusive<usize>) -> Option<u32> {
     let is_hex = text.bytes().all(|byte| byte.is_ascii_hexdigit());
     (is_hex && digits.contains(&text.len())).then_some(())?;
     u32::from_str_radix(text, 16).ok()
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nvml_and_the_kernels_log_write_the_same_address_in_two_ways() {
+    fn address_is_parsed_as_nvml_and_kernel_log_write_it() {
         let nvml: PciAddress = "00000001:3B:0A.0".parse().unwrap();
         assert_eq!("PCI:0001:3b:0a".parse(), Ok(nvml));
         assert_eq!(nvml.to_string(), "00000001:3B:0A.0");

@@ -3,14 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
-use super::health::{Memory, Monitor, News, Policy};
+use super::health::{HealthEvent, HealthMonitor, HealthThresholds, PersistedHealth};
 use super::pci::PciAddress;
 use super::{Gpu, GpuState, Inventory, NoDriver};
 use crate::units::GpuUuid;
 
 /// What one probe of all GPUs found.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Probe {
+pub enum ProbeResult {
     /// NVML cannot be used. Says nothing about the GPUs that were there, unless the driver is not loaded.
     NoDriver(NoDriver),
     /// The GPUs that NVML lists.
@@ -20,36 +20,36 @@ pub enum Probe {
         /// GPUs that answered.
         gpus: Vec<Gpu>,
         /// GPUs that NVML knows and that did not answer; for MIG instances, the GPU that they are cut from.
-        silent: Vec<GpuUuid>,
+        unresponsive: Vec<GpuUuid>,
         /// GPUs that NVML knows and calls lost, in the same way.
         lost: Vec<GpuUuid>,
         /// GPUs about which a call hangs, in the same way.
-        hung: Vec<GpuUuid>,
+        timed_out: Vec<GpuUuid>,
         /// False where NVML could not name some GPU: one that is not listed may be that one.
-        complete: bool,
+        failures_named: bool,
         /// False where a call hangs before its GPU was named: one that is not listed may be that one.
-        all_told: bool,
+        timeouts_named: bool,
     },
 }
 
-impl Probe {
+impl ProbeResult {
     /// The news of `gpu`, with what was found of it.
-    fn news(&self, gpu: &Gpu) -> (News, Option<&Gpu>) {
+    fn event_of(&self, gpu: &Gpu) -> (HealthEvent, Option<&Gpu>) {
         let Self::Listed {
             gpus,
-            silent,
+            unresponsive: silent,
             lost,
-            hung,
-            complete,
-            all_told,
+            timed_out: hung,
+            failures_named: complete,
+            timeouts_named: all_told,
             driver: _,
         } = self
         else {
             let is_unloaded = matches!(self, Self::NoDriver(NoDriver::NotLoaded(_)));
             let news = if is_unloaded {
-                News::Silent
+                HealthEvent::ProbeFailed
             } else {
-                News::NotAsked
+                HealthEvent::NvmlUnavailable
             };
             return (news, None);
         };
@@ -57,123 +57,123 @@ impl Probe {
             list.contains(&gpu.uuid) || gpu.mig_parent.as_ref().is_some_and(|p| list.contains(p))
         };
         match gpus.iter().find(|found| found.uuid == gpu.uuid) {
-            Some(found) => (News::Answered, Some(found)),
-            None if is_in(lost) => (News::Missing, None),
-            None if is_in(hung) => (News::Hung, None),
-            None if is_in(silent) || !complete => (News::Silent, None),
-            None if !all_told => (News::Hung, None),
-            None => (News::Missing, None),
+            Some(found) => (HealthEvent::ProbeSucceeded, Some(found)),
+            None if is_in(lost) => (HealthEvent::NotListed, None),
+            None if is_in(hung) => (HealthEvent::CallTimedOut, None),
+            None if is_in(silent) || !complete => (HealthEvent::ProbeFailed, None),
+            None if !all_told => (HealthEvent::CallTimedOut, None),
+            None => (HealthEvent::NotListed, None),
         }
     }
 }
 
 /// What a predecessor in the same boot left of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Remembered {
+pub struct PersistedGpu {
     /// The GPU, where that is on record.
     pub gpu: Option<Gpu>,
     /// What of its health is.
-    pub memory: Memory,
+    pub health: PersistedHealth,
 }
 
 /// Every GPU since the start, and those of the same boot that a predecessor knew.
 #[derive(Debug)]
-pub struct Roster {
-    policy: Policy,
+pub struct GpuRegistry {
+    policy: HealthThresholds,
     /// What a predecessor in the same boot left of GPUs that are not here.
-    remembered: BTreeMap<GpuUuid, Remembered>,
+    persisted: BTreeMap<GpuUuid, PersistedGpu>,
     /// NVML has listed its GPUs.
-    listed: bool,
+    has_listed: bool,
     entries: Vec<Entry>,
     /// Those that nobody is to look at.
     drained: BTreeSet<GpuUuid>,
     /// What stands where there has never been a GPU.
-    without: Inventory,
+    without_gpus: Inventory,
     driver: Option<String>,
 }
 
 #[derive(Debug)]
 struct Entry {
     gpu: Gpu,
-    monitor: Monitor,
+    monitor: HealthMonitor,
 }
 
-impl Roster {
+impl GpuRegistry {
     /// No GPU before NVML has listed those that there are; then also those that are `remembered` from earlier in this
     /// boot.
-    pub fn new(policy: Policy, remembered: BTreeMap<GpuUuid, Remembered>) -> Self {
+    pub fn new(policy: HealthThresholds, remembered: BTreeMap<GpuUuid, PersistedGpu>) -> Self {
         Self {
             policy,
-            remembered,
-            listed: false,
+            persisted: remembered,
+            has_listed: false,
             entries: Vec::new(),
             drained: BTreeSet::new(),
-            without: Inventory::Starting,
+            without_gpus: Inventory::Starting,
             driver: None,
         }
     }
 
     /// Takes a probe in.
-    pub fn probed(&mut self, probe: Probe, now: Instant) {
+    pub fn record_probe(&mut self, probe: ProbeResult, now: Instant) {
         match &probe {
-            Probe::NoDriver(why) => {
-                self.without = Inventory::NoDriver(why.clone());
+            ProbeResult::NoDriver(why) => {
+                self.without_gpus = Inventory::NoDriver(why.clone());
                 self.driver = None;
             }
-            Probe::Listed { driver, gpus, .. } => {
-                self.without = Inventory::NoGpu;
+            ProbeResult::Listed { driver, gpus, .. } => {
+                self.without_gpus = Inventory::NoGpu;
                 self.driver.clone_from(driver);
-                self.forget_recut(gpus);
+                self.remove_repartitioned(gpus);
             }
         }
         let Self {
             entries, drained, ..
         } = self;
         for entry in entries.iter_mut().filter(|entry| !entry.gpu.is_in(drained)) {
-            let (news, found) = probe.news(&entry.gpu);
+            let (news, found) = probe.event_of(&entry.gpu);
             if let Some(found) = found {
                 entry.gpu = found.clone();
             }
-            entry.monitor.hear(news, now);
+            entry.monitor.record(news, now);
         }
-        if let Probe::Listed { gpus, .. } = &probe {
-            self.add(gpus, now);
-            self.add_unlisted(&probe, gpus, now);
+        if let ProbeResult::Listed { gpus, .. } = &probe {
+            self.add_listed(gpus, now);
+            self.add_persisted(&probe, gpus, now);
         }
     }
 
     /// Takes in an XID of a GPU; one of a GPU that is not listed is dropped.
-    pub fn xid(&mut self, uuid: &GpuUuid, code: u64, now: Instant) {
+    pub fn record_xid(&mut self, uuid: &GpuUuid, code: u64, now: Instant) {
         // An XID names the physical GPU: its MIG instances share its fate.
-        for entry in self.of_physical(uuid) {
-            entry.monitor.hear(News::Xid(code), now);
+        for entry in self.entries_of(uuid) {
+            entry.monitor.record(HealthEvent::Xid(code), now);
         }
     }
 
     /// A call about a physical GPU hangs.
-    pub fn hung(&mut self, uuid: &GpuUuid, now: Instant) {
-        for entry in self.of_physical(uuid) {
-            entry.monitor.hear(News::Hung, now);
+    pub fn record_timeout(&mut self, uuid: &GpuUuid, now: Instant) {
+        for entry in self.entries_of(uuid) {
+            entry.monitor.record(HealthEvent::CallTimedOut, now);
         }
     }
 
-    fn of_physical(&mut self, uuid: &GpuUuid) -> impl Iterator<Item = &mut Entry> {
+    fn entries_of(&mut self, uuid: &GpuUuid) -> impl Iterator<Item = &mut Entry> {
         let is = |gpu: &Gpu| gpu.uuid == *uuid || gpu.mig_parent.as_ref() == Some(uuid);
         self.entries.iter_mut().filter(move |entry| is(&entry.gpu))
     }
 
     /// Where a physical GPU is, if it or an instance of it is listed.
-    pub fn place(&self, uuid: &GpuUuid) -> Option<PciAddress> {
+    pub fn pci_address_of(&self, uuid: &GpuUuid) -> Option<PciAddress> {
         let is = |gpu: &Gpu| gpu.uuid == *uuid || gpu.mig_parent.as_ref() == Some(uuid);
         let mut gpus = self.entries.iter().map(|entry| &entry.gpu);
         gpus.find(|gpu| is(gpu)).and_then(|gpu| gpu.pci)
     }
 
     /// Nobody looks at these from now on, nor holds them.
-    pub fn drain(&mut self, drained: BTreeSet<GpuUuid>, now: Instant) {
+    pub fn set_drained(&mut self, drained: BTreeSet<GpuUuid>, now: Instant) {
         for entry in &mut self.entries {
             if entry.gpu.is_in(&drained) {
-                entry.monitor.hear(News::Drained, now);
+                entry.monitor.record(HealthEvent::Drained, now);
             }
         }
         self.drained = drained;
@@ -191,12 +191,12 @@ impl Roster {
     }
 
     /// Where the GPUs are that may be looked at; none where all may, or where that is not known.
-    pub fn places(&self) -> Option<BTreeSet<PciAddress>> {
-        self.places_without(&self.drained)
+    pub fn probed_addresses(&self) -> Option<BTreeSet<PciAddress>> {
+        self.addresses_except(&self.drained)
     }
 
     /// The same if these were those that nobody is to look at.
-    pub fn places_without(&self, drained: &BTreeSet<GpuUuid>) -> Option<BTreeSet<PciAddress>> {
+    pub fn addresses_except(&self, drained: &BTreeSet<GpuUuid>) -> Option<BTreeSet<PciAddress>> {
         let entries = || self.entries.iter();
         let spared = entries().filter(|entry| !entry.gpu.is_in(drained));
         let places = spared.map(|entry| entry.gpu.pci).collect::<Option<_>>();
@@ -204,13 +204,13 @@ impl Roster {
     }
 
     /// A GPU, if it may be looked at.
-    pub fn gpu(&self, uuid: &GpuUuid) -> Option<&Gpu> {
+    pub fn probed_gpu(&self, uuid: &GpuUuid) -> Option<&Gpu> {
         let entry = self.entries.iter().find(|entry| entry.gpu.uuid == *uuid)?;
         (!entry.gpu.is_in(&self.drained)).then_some(&entry.gpu)
     }
 
     /// Whether some GPU is not well: probe sooner, and open NVML afresh. None that is drained will be better for that.
-    pub fn is_ailing(&self) -> bool {
+    pub fn has_unhealthy(&self) -> bool {
         self.entries
             .iter()
             .any(|entry| !entry.monitor.health().is_healthy() && !entry.gpu.is_in(&self.drained))
@@ -219,12 +219,12 @@ impl Roster {
     /// The GPUs as they stand.
     pub fn inventory(&self) -> Inventory {
         if self.entries.is_empty() {
-            return self.without.clone();
+            return self.without_gpus.clone();
         }
         let state = |entry: &Entry| GpuState {
             gpu: entry.gpu.clone(),
             health: entry.monitor.health(),
-            memory: entry.monitor.memory(),
+            persisted: entry.monitor.memory(),
         };
         Inventory::Gpus {
             driver: self.driver.clone(),
@@ -232,48 +232,61 @@ impl Roster {
         }
     }
 
-    fn add(&mut self, gpus: &[Gpu], now: Instant) {
+    fn add_listed(&mut self, gpus: &[Gpu], now: Instant) {
         for gpu in gpus {
             if !self.entries.iter().any(|entry| entry.gpu.uuid == gpu.uuid) {
-                let before = self.remembered.remove(&gpu.uuid);
-                let memory = before.map(|before| before.memory).unwrap_or_default();
+                let before = self.persisted.remove(&gpu.uuid);
+                let memory = before.map(|before| before.health).unwrap_or_default();
                 self.entries.push(Entry {
                     gpu: gpu.clone(),
-                    monitor: Monitor::new(self.policy, memory, now),
+                    monitor: HealthMonitor::new(self.policy, memory, now),
                 });
             }
         }
     }
 
     /// What else a predecessor knew did not go with it: this `probe`, the first that lists `gpus`, has news of that.
-    fn add_unlisted(&mut self, probe: &Probe, gpus: &[Gpu], now: Instant) {
-        if std::mem::replace(&mut self.listed, true) {
+    fn add_persisted(&mut self, probe: &ProbeResult, gpus: &[Gpu], now: Instant) {
+        if std::mem::replace(&mut self.has_listed, true) {
             return;
         }
-        for (uuid, Remembered { gpu, memory }) in std::mem::take(&mut self.remembered) {
-            let Some(gpu) = gpu.filter(|gpu| !is_recut(gpu, gpus)) else {
+        for (
+            uuid,
+            PersistedGpu {
+                gpu,
+                health: memory,
+            },
+        ) in std::mem::take(&mut self.persisted)
+        {
+            let Some(gpu) = gpu.filter(|gpu| !is_repartitioned(gpu, gpus)) else {
                 // Its memory is that of who is listed by this name later.
-                self.remembered
-                    .insert(uuid, Remembered { gpu: None, memory });
+                self.persisted.insert(
+                    uuid,
+                    PersistedGpu {
+                        gpu: None,
+                        health: memory,
+                    },
+                );
                 continue;
             };
-            let mut monitor = Monitor::unlisted(self.policy, memory, now);
+            let mut monitor = HealthMonitor::unlisted(self.policy, memory, now);
             if !gpu.is_in(&self.drained) {
-                monitor.hear(probe.news(&gpu).0, now);
-                monitor.doubt(now);
+                monitor.record(probe.event_of(&gpu).0, now);
+                monitor.mark_unverified(now);
             }
             self.entries.push(Entry { gpu, monitor });
         }
     }
 
-    fn forget_recut(&mut self, gpus: &[Gpu]) {
-        self.entries.retain(|entry| !is_recut(&entry.gpu, gpus));
+    fn remove_repartitioned(&mut self, gpus: &[Gpu]) {
+        self.entries
+            .retain(|entry| !is_repartitioned(&entry.gpu, gpus));
     }
 }
 
 /// A GPU that was cut into MIG instances, or made whole again, has not died: its old shape is
 /// forgotten where the new one is listed.
-fn is_recut(old: &Gpu, gpus: &[Gpu]) -> bool {
+fn is_repartitioned(old: &Gpu, gpus: &[Gpu]) -> bool {
     let listed = gpus.iter().any(|gpu| gpu.uuid == old.uuid);
     let cut = gpus
         .iter()
@@ -289,17 +302,17 @@ fn is_recut(old: &Gpu, gpus: &[Gpu]) -> bool {
 mod tests {
     use std::time::Duration;
 
-    use super::super::health::{Health, Sickness};
+    use super::super::health::{Health, UnhealthyReason};
     use super::*;
     use crate::units::Bytes;
 
-    fn roster() -> Roster {
-        after([])
+    fn registry() -> GpuRegistry {
+        with_persisted([])
     }
 
     /// With what a predecessor left.
-    fn after<const N: usize>(remembered: [(GpuUuid, Remembered); N]) -> Roster {
-        Roster::new(Policy::default(), remembered.into())
+    fn with_persisted<const N: usize>(remembered: [(GpuUuid, PersistedGpu); N]) -> GpuRegistry {
+        GpuRegistry::new(HealthThresholds::default(), remembered.into())
     }
 
     fn uuid(name: &str) -> GpuUuid {
@@ -325,19 +338,19 @@ mod tests {
         }
     }
 
-    fn listed(gpus: &[Gpu]) -> Probe {
-        Probe::Listed {
+    fn listed(gpus: &[Gpu]) -> ProbeResult {
+        ProbeResult::Listed {
             driver: None,
             gpus: gpus.to_vec(),
-            silent: Vec::new(),
+            unresponsive: Vec::new(),
             lost: Vec::new(),
-            hung: Vec::new(),
-            all_told: true,
-            complete: true,
+            timed_out: Vec::new(),
+            timeouts_named: true,
+            failures_named: true,
         }
     }
 
-    fn healths(roster: &Roster) -> Vec<(String, Health)> {
+    fn healths(roster: &GpuRegistry) -> Vec<(String, Health)> {
         let inventory = roster.inventory();
         inventory
             .gpus()
@@ -347,49 +360,49 @@ mod tests {
     }
 
     #[test]
-    fn without_a_driver_or_a_gpu_the_inventory_says_which() {
-        let mut roster = roster();
+    fn inventory_tells_missing_driver_from_missing_gpus() {
+        let mut roster = registry();
         assert_eq!(roster.inventory(), Inventory::Starting);
-        roster.probed(
-            Probe::NoDriver(NoDriver::Missing("no libnvidia-ml".into())),
+        roster.record_probe(
+            ProbeResult::NoDriver(NoDriver::Missing("no libnvidia-ml".into())),
             Instant::now(),
         );
         assert_eq!(
             roster.inventory(),
             Inventory::NoDriver(NoDriver::Missing("no libnvidia-ml".into()))
         );
-        roster.probed(listed(&[]), Instant::now());
+        roster.record_probe(listed(&[]), Instant::now());
         assert_eq!(roster.inventory(), Inventory::NoGpu);
-        roster.probed(listed(&[gpu("GPU-a")]), Instant::now());
+        roster.record_probe(listed(&[gpu("GPU-a")]), Instant::now());
         assert_eq!(roster.inventory().gpus().len(), 1);
     }
 
     #[test]
-    fn a_gpu_that_goes_missing_stays_listed_as_unhealthy_and_comes_back() {
-        let (mut roster, start) = (roster(), Instant::now());
-        roster.probed(listed(&[gpu("GPU-a"), gpu("GPU-b")]), start);
-        roster.probed(listed(&[gpu("GPU-b")]), start);
-        assert!(roster.is_ailing());
-        let lost = Health::Unhealthy(Sickness::Lost);
+    fn gpu_stays_listed_as_unhealthy_when_missing() {
+        let (mut roster, start) = (registry(), Instant::now());
+        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), start);
+        roster.record_probe(listed(&[gpu("GPU-b")]), start);
+        assert!(roster.has_unhealthy());
+        let lost = Health::Unhealthy(UnhealthyReason::Lost);
         assert_eq!(
             healths(&roster),
             [("GPU-a".into(), lost), ("GPU-b".into(), Health::Healthy)]
         );
         for second in 1..=10 {
-            roster.probed(
+            roster.record_probe(
                 listed(&[gpu("GPU-a"), gpu("GPU-b")]),
                 start + Duration::from_secs(second),
             );
         }
-        assert!(!roster.is_ailing());
+        assert!(!roster.has_unhealthy());
     }
 
     /// Which of `gpus` are well after each of `looks`.
-    fn well_after(gpus: &[Gpu], looks: &[Probe]) -> Vec<usize> {
-        let mut roster = roster();
-        roster.probed(listed(gpus), Instant::now());
-        let well = |look: &Probe| {
-            roster.probed(look.clone(), Instant::now());
+    fn healthy_counts(gpus: &[Gpu], looks: &[ProbeResult]) -> Vec<usize> {
+        let mut roster = registry();
+        roster.record_probe(listed(gpus), Instant::now());
+        let well = |look: &ProbeResult| {
+            roster.record_probe(look.clone(), Instant::now());
             let healthy = |(_, health): &(String, Health)| health.is_healthy();
             healths(&roster).iter().filter(|gpu| healthy(gpu)).count()
         };
@@ -397,42 +410,42 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_goes_away_takes_every_gpu_with_it_and_one_that_hesitates_takes_none() {
-        let away = Probe::NoDriver(NoDriver::Failed("nvmlDeviceGetCount: unknown".into()));
+    fn gpus_are_unhealthy_when_driver_fails_repeatedly() {
+        let away = ProbeResult::NoDriver(NoDriver::Failed("nvmlDeviceGetCount: unknown".into()));
         let two = [gpu("GPU-a"), gpu("GPU-b")];
         let looks = [away.clone(), away.clone(), listed(&two), away.clone()];
-        assert_eq!(well_after(&two, &looks), [2, 2, 2, 2]);
+        assert_eq!(healthy_counts(&two, &looks), [2, 2, 2, 2]);
         assert_eq!(
-            well_after(&two, &[away.clone(), away.clone(), away]),
+            healthy_counts(&two, &[away.clone(), away.clone(), away]),
             [2, 2, 0]
         );
     }
 
     #[test]
-    fn without_nvml_gpus_are_unhealthy_and_their_memory_is_lost_only_if_the_driver_is_not_loaded() {
+    fn gpu_memory_is_lost_only_when_driver_is_not_loaded() {
         let why = || "because".to_owned();
         for (why, is_lost) in [
             (NoDriver::Missing(why()), false),
             (NoDriver::Failed(why()), false),
             (NoDriver::NotLoaded(why()), true),
         ] {
-            let (mut roster, now) = (roster(), Instant::now());
+            let (mut roster, now) = (registry(), Instant::now());
             let two = listed(&[gpu("GPU-a"), gpu("GPU-b")]);
-            roster.probed(two.clone(), now);
-            roster.xid(&uuid("GPU-a"), 48, now);
-            let memories = |roster: &Roster| {
+            roster.record_probe(two.clone(), now);
+            roster.record_xid(&uuid("GPU-a"), 48, now);
+            let memories = |roster: &GpuRegistry| {
                 let inventory = roster.inventory();
-                let of = |state: &GpuState| (state.memory.away, state.memory.awaits_reset);
+                let of = |state: &GpuState| (state.persisted.away, state.persisted.awaits_reset);
                 inventory.gpus().iter().map(of).collect::<Vec<_>>()
             };
             for _ in 0..3 {
-                roster.probed(Probe::NoDriver(why.clone()), now);
+                roster.record_probe(ProbeResult::NoDriver(why.clone()), now);
             }
-            let sick = Health::Unhealthy(Sickness::NoAnswer);
+            let sick = Health::Unhealthy(UnhealthyReason::NoAnswer);
             assert_eq!(healths(&roster)[1], ("GPU-b".into(), sick), "{why:?}");
             let expected = [(is_lost, Some(48)), (is_lost, None)];
             assert_eq!(memories(&roster), expected, "{why:?}");
-            roster.probed(two, now);
+            roster.record_probe(two, now);
             let awaits_reset = (!is_lost).then_some(48);
             assert_eq!(memories(&roster)[0], (false, awaits_reset), "{why:?}");
         }
@@ -442,108 +455,117 @@ mod tests {
     fn gpu_does_not_answer_when_a_call_hangs_named_or_not() {
         let two = [gpu("GPU-a"), gpu("GPU-b")];
         for (named, told) in [(vec![uuid("GPU-a")], true), (Vec::new(), false)] {
-            let (mut roster, now) = (roster(), Instant::now());
-            roster.probed(listed(&two), now);
-            let probe = Probe::Listed {
+            let (mut roster, now) = (registry(), Instant::now());
+            roster.record_probe(listed(&two), now);
+            let probe = ProbeResult::Listed {
                 driver: None,
                 gpus: vec![gpu("GPU-b")],
-                silent: Vec::new(),
+                unresponsive: Vec::new(),
                 lost: Vec::new(),
-                hung: named,
-                complete: true,
-                all_told: told,
+                timed_out: named,
+                failures_named: true,
+                timeouts_named: told,
             };
             for _ in 0..9 {
-                roster.probed(probe.clone(), now);
+                roster.record_probe(probe.clone(), now);
             }
-            let hangs = Health::Unhealthy(Sickness::NoAnswer);
+            let hangs = Health::Unhealthy(UnhealthyReason::NoAnswer);
             let well = ("GPU-b".to_owned(), Health::Healthy);
             assert_eq!(healths(&roster), [("GPU-a".to_owned(), hangs), well]);
-            assert!(!roster.inventory().gpus()[0].memory.away);
+            assert!(!roster.inventory().gpus()[0].persisted.away);
         }
     }
 
     #[test]
-    fn a_gpu_that_nvml_cannot_name_may_be_any_that_is_not_listed_and_is_lost_only_after_a_while() {
-        let unnamed = Probe::Listed {
+    fn unlisted_gpu_is_lost_late_when_a_failure_is_unnamed() {
+        let unnamed = ProbeResult::Listed {
             driver: None,
             gpus: vec![gpu("GPU-b")],
-            silent: Vec::new(),
+            unresponsive: Vec::new(),
             lost: Vec::new(),
-            hung: Vec::new(),
-            all_told: true,
-            complete: false,
+            timed_out: Vec::new(),
+            timeouts_named: true,
+            failures_named: false,
         };
         let looks = [unnamed.clone(), unnamed.clone(), unnamed];
-        assert_eq!(well_after(&[gpu("GPU-a"), gpu("GPU-b")], &looks), [2, 2, 1]);
+        assert_eq!(
+            healthy_counts(&[gpu("GPU-a"), gpu("GPU-b")], &looks),
+            [2, 2, 1]
+        );
     }
 
     #[test]
-    fn a_gpu_that_nvml_calls_lost_is_lost_at_once() {
-        let lost = Probe::Listed {
+    fn gpu_is_lost_at_once_when_nvml_calls_it_lost() {
+        let lost = ProbeResult::Listed {
             driver: None,
             gpus: vec![gpu("GPU-b")],
-            silent: Vec::new(),
+            unresponsive: Vec::new(),
             lost: vec![uuid("GPU-a")],
-            hung: Vec::new(),
-            all_told: true,
-            complete: false,
+            timed_out: Vec::new(),
+            timeouts_named: true,
+            failures_named: false,
         };
-        assert_eq!(well_after(&[gpu("GPU-a"), gpu("GPU-b")], &[lost]), [1]);
+        assert_eq!(healthy_counts(&[gpu("GPU-a"), gpu("GPU-b")], &[lost]), [1]);
     }
 
     #[test]
-    fn mig_instances_of_a_silent_gpu_are_silent_with_it_and_not_missing() {
-        let silent = Probe::Listed {
+    fn mig_instances_are_unresponsive_with_their_gpu() {
+        let silent = ProbeResult::Listed {
             driver: None,
             gpus: Vec::new(),
-            silent: vec![uuid("GPU-a")],
+            unresponsive: vec![uuid("GPU-a")],
             lost: Vec::new(),
-            hung: Vec::new(),
-            all_told: true,
-            complete: true,
+            timed_out: Vec::new(),
+            timeouts_named: true,
+            failures_named: true,
         };
         let instances = [mig("MIG-1", "GPU-a"), mig("MIG-2", "GPU-a")];
         let looks = [silent.clone(), silent.clone(), silent];
-        assert_eq!(well_after(&instances, &looks), [2, 2, 0]);
+        assert_eq!(healthy_counts(&instances, &looks), [2, 2, 0]);
     }
 
     #[test]
-    fn a_gpu_that_awaits_a_reset_still_does_after_an_agents_restart() {
-        let awaits = Memory {
+    fn gpu_still_awaits_reset_after_agent_restart() {
+        let awaits = PersistedHealth {
             away: false,
             awaits_reset: Some(48),
             drained: false,
         };
-        let remembered = Remembered {
+        let remembered = PersistedGpu {
             gpu: None,
-            memory: awaits,
+            health: awaits,
         };
-        let mut roster = after([(uuid("GPU-a"), remembered)]);
-        roster.probed(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
-        let sick = Health::Unhealthy(Sickness::Xid(48));
+        let mut roster = with_persisted([(uuid("GPU-a"), remembered)]);
+        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
+        let sick = Health::Unhealthy(UnhealthyReason::Xid(48));
         assert_eq!(
             healths(&roster),
             [("GPU-a".into(), sick), ("GPU-b".into(), Health::Healthy)]
         );
-        assert_eq!(roster.inventory().gpus()[0].memory, awaits);
+        assert_eq!(roster.inventory().gpus()[0].persisted, awaits);
     }
 
     #[test]
-    fn a_gpu_that_was_there_earlier_in_this_boot_is_lost_and_not_forgotten_by_the_next_agent() {
-        let was = |gpu: Gpu, memory: Memory| {
+    fn persisted_gpu_is_lost_when_next_agent_does_not_find_it() {
+        let was = |gpu: Gpu, memory: PersistedHealth| {
             let uuid = gpu.uuid.clone();
             let gpu = Some(gpu);
-            (uuid, Remembered { gpu, memory })
+            (
+                uuid,
+                PersistedGpu {
+                    gpu,
+                    health: memory,
+                },
+            )
         };
-        let well = Memory::default();
-        let away = Memory { away: true, ..well };
+        let well = PersistedHealth::default();
+        let away = PersistedHealth { away: true, ..well };
         let awaits_reset = Some(79);
-        let fell = Memory {
+        let fell = PersistedHealth {
             awaits_reset,
             ..away
         };
-        let mut roster = after([
+        let mut roster = with_persisted([
             was(gpu("GPU-a"), well),
             was(gpu("GPU-b"), well),
             was(gpu("GPU-c"), away),
@@ -553,24 +575,31 @@ mod tests {
             was(gpu("GPU-f"), away),
         ]);
         let now = Instant::now();
-        roster.probed(Probe::NoDriver(NoDriver::Failed("not yet".into())), now);
+        roster.record_probe(
+            ProbeResult::NoDriver(NoDriver::Failed("not yet".into())),
+            now,
+        );
         assert_eq!(
             healths(&roster),
             [],
             "nothing is said before NVML has listed any"
         );
         let mut first = listed(&[gpu("GPU-a"), mig("MIG-1", "GPU-e")]);
-        if let Probe::Listed { silent, .. } = &mut first {
+        if let ProbeResult::Listed {
+            unresponsive: silent,
+            ..
+        } = &mut first
+        {
             silent.push(uuid("GPU-f"));
         }
-        roster.probed(first, now);
-        let lost = Health::Unhealthy(Sickness::Lost);
+        roster.record_probe(first, now);
+        let lost = Health::Unhealthy(UnhealthyReason::Lost);
         let expected = [
             ("GPU-a", Health::Healthy),
             ("MIG-1", Health::Healthy),
             ("GPU-b", lost),
             ("GPU-c", lost),
-            ("GPU-d", Health::Unhealthy(Sickness::Xid(79))),
+            ("GPU-d", Health::Unhealthy(UnhealthyReason::Xid(79))),
             ("GPU-f", lost),
         ];
         assert_eq!(
@@ -578,48 +607,54 @@ mod tests {
             expected.map(|(gpu, why)| (gpu.to_owned(), why))
         );
         let inventory = roster.inventory();
-        let memories: Vec<_> = inventory.gpus().iter().map(|gpu| gpu.memory).collect();
+        let memories: Vec<_> = inventory.gpus().iter().map(|gpu| gpu.persisted).collect();
         assert_eq!(memories, [well, well, away, away, fell, away]);
-        roster.probed(
+        roster.record_probe(
             listed(&[gpu("GPU-a"), gpu("GPU-d"), mig("MIG-1", "GPU-e")]),
             now,
         );
-        assert_eq!(roster.inventory().gpus()[4].memory, well, "it is back");
+        assert_eq!(roster.inventory().gpus()[4].persisted, well, "it is back");
     }
 
     #[test]
-    fn a_gpu_that_the_next_agent_never_saw_answer_is_not_offered_and_its_due_reset_is_not_forgotten()
-     {
-        let awaits = Memory {
+    fn persisted_gpu_is_unhealthy_until_next_agent_reads_it() {
+        let awaits = PersistedHealth {
             awaits_reset: Some(48),
-            ..Memory::default()
+            ..PersistedHealth::default()
         };
-        let remembered = |gpu, memory| Remembered { gpu, memory };
-        let mut roster = after([
+        let remembered = |gpu, memory| PersistedGpu {
+            gpu,
+            health: memory,
+        };
+        let mut roster = with_persisted([
             (
                 uuid("GPU-b"),
-                remembered(Some(gpu("GPU-b")), Memory::default()),
+                remembered(Some(gpu("GPU-b")), PersistedHealth::default()),
             ),
             // As an agent that did not say what a GPU is left it.
             (uuid("GPU-c"), remembered(None, awaits)),
         ]);
         let now = Instant::now();
         let mut first = listed(&[gpu("GPU-a")]);
-        if let Probe::Listed { silent, .. } = &mut first {
+        if let ProbeResult::Listed {
+            unresponsive: silent,
+            ..
+        } = &mut first
+        {
             silent.extend([uuid("GPU-b"), uuid("GPU-c")]);
         }
-        roster.probed(first, now);
-        let silent = Health::Unhealthy(Sickness::NoAnswer);
+        roster.record_probe(first, now);
+        let silent = Health::Unhealthy(UnhealthyReason::NoAnswer);
         let well = ("GPU-a".to_owned(), Health::Healthy);
         assert_eq!(healths(&roster), [well, ("GPU-b".to_owned(), silent)]);
-        assert!(!roster.inventory().gpus()[1].memory.away);
-        roster.probed(listed(&[gpu("GPU-a"), gpu("GPU-c")]), now);
-        let due = Health::Unhealthy(Sickness::Xid(48));
+        assert!(!roster.inventory().gpus()[1].persisted.away);
+        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-c")]), now);
+        let due = Health::Unhealthy(UnhealthyReason::Xid(48));
         assert_eq!(healths(&roster)[2], ("GPU-c".to_owned(), due));
     }
 
     #[test]
-    fn a_drained_gpu_is_not_looked_at_with_all_its_instances_and_the_others_are_by_their_place() {
+    fn drained_gpu_is_not_probed_and_others_are_by_address() {
         let at = |place: &str, gpu: Gpu| Gpu {
             pci: place.parse().ok(),
             ..gpu
@@ -630,19 +665,25 @@ mod tests {
             at(one, mig("MIG-2", "GPU-a")),
             at(two, gpu("GPU-b")),
         ];
-        let (mut roster, start) = (roster(), Instant::now());
-        roster.probed(listed(&gpus), start);
-        assert_eq!((roster.has_drained(), roster.places()), (false, None));
-        roster.drain(BTreeSet::from([uuid("GPU-a")]), start);
-        assert!(roster.has_drained() && !roster.is_ailing());
+        let (mut roster, start) = (registry(), Instant::now());
+        roster.record_probe(listed(&gpus), start);
         assert_eq!(
-            roster.places(),
+            (roster.has_drained(), roster.probed_addresses()),
+            (false, None)
+        );
+        roster.set_drained(BTreeSet::from([uuid("GPU-a")]), start);
+        assert!(roster.has_drained() && !roster.has_unhealthy());
+        assert_eq!(
+            roster.probed_addresses(),
             Some(BTreeSet::from([two.parse().unwrap()]))
         );
-        assert!(roster.gpu(&uuid("MIG-1")).is_none() && roster.gpu(&uuid("GPU-b")).is_some());
+        assert!(
+            roster.probed_gpu(&uuid("MIG-1")).is_none()
+                && roster.probed_gpu(&uuid("GPU-b")).is_some()
+        );
         // Nobody looked: that it is not listed is no news.
-        roster.probed(listed(&gpus[2..]), start);
-        let drained = Health::Unhealthy(Sickness::Drained);
+        roster.record_probe(listed(&gpus[2..]), start);
+        let drained = Health::Unhealthy(UnhealthyReason::Drained);
         let expected = [
             ("MIG-1", drained),
             ("MIG-2", drained),
@@ -652,26 +693,26 @@ mod tests {
             healths(&roster),
             expected.map(|(gpu, health)| (gpu.to_owned(), health))
         );
-        roster.drain(BTreeSet::new(), start);
-        roster.probed(listed(&gpus), start);
+        roster.set_drained(BTreeSet::new(), start);
+        roster.record_probe(listed(&gpus), start);
         let memories: Vec<_> = roster
             .inventory()
             .gpus()
             .iter()
-            .map(|gpu| gpu.memory)
+            .map(|gpu| gpu.persisted)
             .collect();
-        assert_eq!(memories, [Memory::default(); 3]);
+        assert_eq!(memories, [PersistedHealth::default(); 3]);
     }
 
     #[test]
-    fn an_xid_of_a_gpu_hits_its_mig_instances_and_no_other_gpu() {
-        let mut roster = roster();
-        roster.probed(
+    fn xid_affects_mig_instances_of_its_gpu_alone() {
+        let mut roster = registry();
+        roster.record_probe(
             listed(&[mig("MIG-1", "GPU-a"), mig("MIG-2", "GPU-a"), gpu("GPU-b")]),
             Instant::now(),
         );
-        roster.xid(&uuid("GPU-a"), 79, Instant::now());
-        let sick = Health::Unhealthy(Sickness::Xid(79));
+        roster.record_xid(&uuid("GPU-a"), 79, Instant::now());
+        let sick = Health::Unhealthy(UnhealthyReason::Xid(79));
         assert_eq!(
             healths(&roster),
             [
@@ -683,15 +724,15 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_was_recut_is_forgotten_in_its_old_shape() {
-        let mut roster = roster();
-        roster.probed(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
-        roster.probed(
+    fn gpu_is_removed_when_it_was_repartitioned() {
+        let mut roster = registry();
+        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
+        roster.record_probe(
             listed(&[mig("MIG-1", "GPU-a"), gpu("GPU-b")]),
             Instant::now(),
         );
-        assert!(!roster.is_ailing());
-        roster.probed(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
+        assert!(!roster.has_unhealthy());
+        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
         let names: Vec<_> = healths(&roster).into_iter().map(|(name, _)| name).collect();
         assert_eq!(names, ["GPU-b", "GPU-a"]);
     }

@@ -11,21 +11,21 @@ use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use super::pci::PciAddress;
-use crate::ledger::Moment;
+use crate::ledger::BootTime;
 
 /// What an XID asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub enum XidAction {
     /// Nothing, or nothing that anybody but the driver could do.
     Ignore,
     /// One program did wrong or was hit, and has to start again; the GPU goes on.
-    Application,
+    RestartApplication,
     /// A look at a link, which may mend itself: no new pod gets the GPU until it has been well for a while.
     Transient,
     /// A reset of the GPU: no new pod gets it before, and what runs on it has to go.
-    Reset,
+    ResetGpu,
     /// A restart of the machine, in the same way.
-    Node,
+    RestartNode,
 }
 
 type Codes = &'static [RangeInclusive<u32>];
@@ -86,18 +86,18 @@ fn is_in(codes: Codes, code: u32) -> bool {
 }
 
 /// The verdict on XID `code`.
-pub fn verdict(code: u64) -> Verdict {
+pub fn required_action(code: u64) -> XidAction {
     let Ok(code) = u32::try_from(code) else {
-        return Verdict::Ignore;
+        return XidAction::Ignore;
     };
     let table = [
-        (NODE, Verdict::Node),
-        (RESET, Verdict::Reset),
-        (TRANSIENT, Verdict::Transient),
-        (APPLICATION, Verdict::Application),
+        (NODE, XidAction::RestartNode),
+        (RESET, XidAction::ResetGpu),
+        (TRANSIENT, XidAction::Transient),
+        (APPLICATION, XidAction::RestartApplication),
     ];
     let found = table.into_iter().find(|(codes, _)| is_in(codes, code));
-    found.map_or(Verdict::Ignore, |(_, verdict)| verdict)
+    found.map_or(XidAction::Ignore, |(_, verdict)| verdict)
 }
 
 /// Whether a context of the process that XID `code` names is lost.
@@ -106,21 +106,21 @@ pub fn loses_context(code: u32) -> bool {
 }
 
 /// How long it is kept that NVML told of an XID.
-const REMEMBERED: Duration = Duration::from_secs(60);
+const RETENTION: Duration = Duration::from_secs(60);
 
 /// When NVML last told of each XID of each physical GPU, as far as that is not long ago.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Told(BTreeMap<(PciAddress, u64), Moment>);
+pub struct RecentXids(BTreeMap<(PciAddress, u64), BootTime>);
 
-impl Told {
+impl RecentXids {
     /// NVML tells of one.
-    pub fn hear(&mut self, gpu: PciAddress, code: u64, now: Moment) {
-        self.0.retain(|_, then| now.since(*then) <= REMEMBERED);
+    pub fn record(&mut self, gpu: PciAddress, code: u64, now: BootTime) {
+        self.0.retain(|_, then| now.since(*then) <= RETENTION);
         self.0.insert((gpu, code), now);
     }
 
     /// When NVML last told of this one.
-    pub fn last(&self, gpu: PciAddress, code: u64) -> Option<Moment> {
+    pub fn last_reported(&self, gpu: PciAddress, code: u64) -> Option<BootTime> {
         self.0.get(&(gpu, code)).copied()
     }
 }
@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_code_asks_for_two_things() {
+    fn xid_is_in_at_most_one_table() {
         for code in 0..1_000 {
             let tables = [APPLICATION, TRANSIENT, RESET, NODE];
             let found = tables.iter().filter(|codes| is_in(codes, code)).count();
@@ -139,9 +139,13 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_of_one_program_does_not_condemn_the_gpu_and_loses_its_context() {
+    fn application_xid_loses_context_and_spares_gpu() {
         for code in [13, 31, 32, 39, 68, 69, 94] {
-            assert_eq!(verdict(code), Verdict::Application, "xid {code}");
+            assert_eq!(
+                required_action(code),
+                XidAction::RestartApplication,
+                "xid {code}"
+            );
         }
         for code in [13, 31, 43, 45, 94, 109] {
             assert!(loses_context(code), "xid {code}");
@@ -149,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_told_for_information_asks_for_nothing() {
+    fn informational_xid_is_ignored() {
         for code in [
             0,
             14,
@@ -166,7 +170,7 @@ mod tests {
             4_000,
             u64::MAX,
         ] {
-            assert_eq!(verdict(code), Verdict::Ignore, "xid {code}");
+            assert_eq!(required_action(code), XidAction::Ignore, "xid {code}");
         }
         for code in [14, 48, 63, 79, 95, 154] {
             assert!(!loses_context(code), "xid {code}");
@@ -174,16 +178,15 @@ mod tests {
     }
 
     #[test]
-    fn uncontained_errors_ask_for_a_reset_a_gpu_off_the_bus_for_the_machine_and_a_link_may_recover()
-    {
+    fn xid_action_is_that_of_the_catalogue() {
         for code in [46, 48, 62, 64, 95, 109, 119, 120, 136, 140, 143, 158] {
-            assert_eq!(verdict(code), Verdict::Reset, "xid {code}");
+            assert_eq!(required_action(code), XidAction::ResetGpu, "xid {code}");
         }
         for code in [79, 151] {
-            assert_eq!(verdict(code), Verdict::Node, "xid {code}");
+            assert_eq!(required_action(code), XidAction::RestartNode, "xid {code}");
         }
         for code in [74, 144, 150] {
-            assert_eq!(verdict(code), Verdict::Transient, "xid {code}");
+            assert_eq!(required_action(code), XidAction::Transient, "xid {code}");
         }
     }
 }

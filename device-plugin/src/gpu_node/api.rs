@@ -22,7 +22,7 @@ use crate::units::GpuUuid;
 
 /// A call that failed. All are worth another try later.
 #[derive(Debug, thiserror::Error)]
-pub enum ObjectError {
+pub enum GpuNodeError {
     /// Reading this node's `GpuNode`.
     #[error("cannot read GpuNode {node}")]
     Read {
@@ -49,7 +49,7 @@ pub enum ObjectError {
     },
     /// Writing who owns it.
     #[error("cannot write the owner of GpuNode {node}")]
-    Own {
+    WriteOwner {
         /// The node's name.
         node: String,
         /// Why.
@@ -57,7 +57,7 @@ pub enum ObjectError {
     },
     /// Writing its status.
     #[error("cannot write the status of GpuNode {node}")]
-    Write {
+    WriteStatus {
         /// The node's name.
         node: String,
         /// Why.
@@ -65,13 +65,13 @@ pub enum ObjectError {
     },
     /// The object was deleted while it was written.
     #[error("GpuNode {node} is gone")]
-    Gone {
+    NotFound {
         /// The node's name.
         node: String,
     },
     /// A request was not answered in time. It may have been carried out.
     #[error("no answer from the API server within {} s", .within.as_secs())]
-    NoAnswer {
+    Timeout {
         /// How long the agent waited.
         within: std::time::Duration,
     },
@@ -79,23 +79,23 @@ pub enum ObjectError {
 
 /// What is known of the object after a call or an event.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Known {
+pub struct ObservedObject {
     /// `metadata.resourceVersion`.
-    pub revision: String,
+    pub resource_version: String,
     /// `metadata.generation`.
     pub generation: Option<i64>,
     /// The status as the API server has it; empty where another version wrote what this agent cannot read.
     pub status: GpuNodeStatus,
 }
 
-impl Known {
+impl ObservedObject {
     /// What `object` says.
-    pub fn of(object: &DynamicObject) -> Self {
+    pub fn from_object(object: &DynamicObject) -> Self {
         let status = object.data.get("status").filter(|status| !status.is_null());
         let status =
             status.map_or_else(|| Ok(GpuNodeStatus::default()), GpuNodeStatus::deserialize);
         Self {
-            revision: object.resource_version().unwrap_or_default(),
+            resource_version: object.resource_version().unwrap_or_default(),
             generation: object.metadata.generation,
             status: status
                 .inspect_err(|error| debug!(%error, "status of another version"))
@@ -105,49 +105,49 @@ impl Known {
 }
 
 /// This node's `GpuNode`, wherever it is kept.
-pub trait Object: Send + Sync {
+pub trait GpuNodeApi: Send + Sync {
     /// The object as it is. Where it is missing it is made, with the GPUs of `drain` to be drained.
     fn ensure(
         &self,
         drain: &BTreeSet<GpuUuid>,
-    ) -> impl Future<Output = Result<Known, ObjectError>> + Send;
+    ) -> impl Future<Output = Result<ObservedObject, GpuNodeError>> + Send;
 
     /// Writes the status of the object, which is known as `before`.
-    fn write(
+    fn write_status(
         &self,
-        before: &Known,
+        before: &ObservedObject,
         status: &GpuNodeStatus,
-    ) -> impl Future<Output = Result<Known, ObjectError>> + Send;
+    ) -> impl Future<Output = Result<ObservedObject, GpuNodeError>> + Send;
 }
 
 /// The `GpuNode`s, read without their types.
-pub fn objects(client: Client) -> Api<DynamicObject> {
+pub fn gpu_nodes(client: Client) -> Api<DynamicObject> {
     Api::all_with(client, &ApiResource::erase::<GpuNode>(&()))
 }
 
 /// The object in the API server.
 #[derive(Clone)]
-pub struct ApiObject {
+pub struct GpuNodeClient {
     nodes: Api<Node>,
     objects: Api<DynamicObject>,
     node: String,
     history: History,
 }
 
-impl ApiObject {
+impl GpuNodeClient {
     /// The `GpuNode` of the node named `node`. `history` belongs to the watch of that object.
     pub fn new(client: Client, node: impl Into<String>, history: History) -> Self {
         Self {
             nodes: Api::all(client.clone()),
-            objects: objects(client),
+            objects: gpu_nodes(client),
             node: node.into(),
             history,
         }
     }
 
-    async fn owner(&self) -> Result<OwnerReference, ObjectError> {
+    async fn owner(&self) -> Result<OwnerReference, GpuNodeError> {
         let found = self.nodes.get_metadata(&self.node).await;
-        let node = found.map_err(|source| ObjectError::ReadNode {
+        let node = found.map_err(|source| GpuNodeError::ReadNode {
             node: self.node.clone(),
             source: Box::new(source),
         })?;
@@ -165,7 +165,7 @@ impl ApiObject {
         &self,
         owner: OwnerReference,
         drain: &BTreeSet<GpuUuid>,
-    ) -> Result<Known, ObjectError> {
+    ) -> Result<ObservedObject, GpuNodeError> {
         let mut object = DynamicObject::new(&self.node, &ApiResource::erase::<GpuNode>(&()));
         object.metadata.owner_references = Some(vec![owner]);
         let drain: Vec<_> = drain.iter().map(GpuUuid::as_str).collect();
@@ -177,19 +177,19 @@ impl ApiObject {
         let created = self
             .history
             .write(None, self.objects.create(&params, &object));
-        let created = created.await.map_err(|source| ObjectError::Create {
+        let created = created.await.map_err(|source| GpuNodeError::Create {
             node: self.node.clone(),
             source: Box::new(source),
         });
-        created.map(|object| Known::of(&object))
+        created.map(|object| ObservedObject::from_object(&object))
     }
 
     /// Makes the present Node the owner: it was registered anew, with another UID.
-    async fn own(
+    async fn write_owner(
         &self,
         object: &DynamicObject,
         owner: OwnerReference,
-    ) -> Result<Known, ObjectError> {
+    ) -> Result<ObservedObject, GpuNodeError> {
         let mut owners = object.owner_references().to_vec();
         owners.retain(|other| other.kind != owner.kind);
         owners.push(owner);
@@ -202,30 +202,36 @@ impl ApiObject {
         let patch = Patch::Merge(patch);
         let owned = self.objects.patch(&self.node, &params, &patch);
         let owned = self.history.write(before.as_deref(), owned).await;
-        let owned = owned.map_err(|source| ObjectError::Own {
+        let owned = owned.map_err(|source| GpuNodeError::WriteOwner {
             node: self.node.clone(),
             source: Box::new(source),
         });
-        owned.map(|object| Known::of(&object))
+        owned.map(|object| ObservedObject::from_object(&object))
     }
 }
 
-impl Object for ApiObject {
-    async fn ensure(&self, drain: &BTreeSet<GpuUuid>) -> Result<Known, ObjectError> {
+impl GpuNodeApi for GpuNodeClient {
+    async fn ensure(&self, drain: &BTreeSet<GpuUuid>) -> Result<ObservedObject, GpuNodeError> {
         let found = self.objects.get_opt(&self.node).await;
-        let found = found.map_err(|source| ObjectError::Read {
+        let found = found.map_err(|source| GpuNodeError::Read {
             node: self.node.clone(),
             source: Box::new(source),
         })?;
         let owner = self.owner().await?;
         match found {
             None => self.create(owner, drain).await,
-            Some(object) if object.owner_references().contains(&owner) => Ok(Known::of(&object)),
-            Some(object) => self.own(&object, owner).await,
+            Some(object) if object.owner_references().contains(&owner) => {
+                Ok(ObservedObject::from_object(&object))
+            }
+            Some(object) => self.write_owner(&object, owner).await,
         }
     }
 
-    async fn write(&self, before: &Known, status: &GpuNodeStatus) -> Result<Known, ObjectError> {
+    async fn write_status(
+        &self,
+        before: &ObservedObject,
+        status: &GpuNodeStatus,
+    ) -> Result<ObservedObject, GpuNodeError> {
         let body = json!({
             "apiVersion": GpuNode::api_version(&()),
             "kind": GpuNode::kind(&()),
@@ -237,16 +243,19 @@ impl Object for ApiObject {
             Patch::Apply(body),
         );
         let written = self.objects.patch_status(&self.node, &params, &body);
-        let written = self.history.write(Some(&before.revision), written).await;
+        let written = self
+            .history
+            .write(Some(&before.resource_version), written)
+            .await;
         let written = written.map_err(|source| match source {
-            kube::Error::Api(answer) if answer.code == 404 => ObjectError::Gone {
+            kube::Error::Api(answer) if answer.code == 404 => GpuNodeError::NotFound {
                 node: self.node.clone(),
             },
-            source => ObjectError::Write {
+            source => GpuNodeError::WriteStatus {
                 node: self.node.clone(),
                 source: Box::new(source),
             },
         });
-        written.map(|object| Known::of(&object))
+        written.map(|object| ObservedObject::from_object(&object))
     }
 }

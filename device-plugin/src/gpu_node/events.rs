@@ -129,34 +129,34 @@ pub struct PodRef {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-enum About {
+enum Subject {
     Node,
     Pod(PodRef),
 }
 
-impl About {
+impl Subject {
     /// Where Events about it are. Those about what has no namespace are in `default` (kubectl looks there).
     fn namespace(&self) -> &str {
         match self {
-            About::Node => "default",
-            About::Pod(pod) => &pod.namespace,
+            Subject::Node => "default",
+            Subject::Pod(pod) => &pod.namespace,
         }
     }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Said {
-    about: About,
+struct EventKey {
+    subject: Subject,
     reason: Reason,
     message: String,
 }
 
 /// How many events may wait to be sent; more are dropped and counted.
-const QUEUE: usize = 256;
+const QUEUE_CAPACITY: usize = 256;
 /// The same thing about the same object is one Event for this time, with a count.
-const REPEAT: Duration = Duration::from_secs(300);
+const DEDUP_WINDOW: Duration = Duration::from_secs(300);
 /// How often counts are brought up to date.
-const COUNT_EVERY: Duration = Duration::from_secs(60);
+const COUNT_INTERVAL: Duration = Duration::from_secs(60);
 /// Events at once after a quiet time, on the node and on all of its pods.
 const BURST: u32 = 25;
 /// From one event to the next when it is not quiet.
@@ -165,70 +165,70 @@ const INTERVAL: Duration = Duration::from_secs(1);
 const POD_BURST: u32 = 8;
 const POD_INTERVAL: Duration = Duration::from_secs(30);
 /// The longest note that the API server takes (`events.k8s.io/v1`).
-const LONGEST: usize = 1024;
+const MAX_NOTE_LENGTH: usize = 1024;
 
 /// Says things, and never waits for the API server. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Events {
     /// Before the queue: what one pod says too often takes nobody's place in it.
-    gate: Arc<Mutex<Gate>>,
-    queue: mpsc::Sender<Said>,
+    limiter: Arc<Mutex<RateLimiter>>,
+    queue: mpsc::Sender<EventKey>,
     metrics: Metrics,
 }
 
 /// The other end of [`Events`]: sends them.
 #[derive(Debug)]
-pub struct Outbox {
-    gate: Arc<Mutex<Gate>>,
-    queue: mpsc::Receiver<Said>,
+pub struct EventSender {
+    gate: Arc<Mutex<RateLimiter>>,
+    queue: mpsc::Receiver<EventKey>,
 }
 
 impl Events {
     /// A handle, and what [`Outbox::run`] sends from.
-    pub fn new(metrics: Metrics) -> (Self, Outbox) {
-        let (sender, queue) = mpsc::channel(QUEUE);
-        let gate = Arc::new(Mutex::new(Gate::new(Instant::now())));
+    pub fn new(metrics: Metrics) -> (Self, EventSender) {
+        let (sender, queue) = mpsc::channel(QUEUE_CAPACITY);
+        let gate = Arc::new(Mutex::new(RateLimiter::new(Instant::now())));
         let events = Self {
-            gate: Arc::clone(&gate),
+            limiter: Arc::clone(&gate),
             queue: sender,
             metrics,
         };
-        (events, Outbox { gate, queue })
+        (events, EventSender { gate, queue })
     }
 
     /// Says something about this node.
     pub fn on_node(&self, reason: Reason, message: impl Into<String>) {
-        self.say(About::Node, reason, message.into());
+        self.enqueue(Subject::Node, reason, message.into());
     }
 
     /// Says something about a pod.
     pub fn on_pod(&self, pod: PodRef, reason: Reason, message: impl Into<String>) {
-        self.say(About::Pod(pod), reason, message.into());
+        self.enqueue(Subject::Pod(pod), reason, message.into());
     }
 
-    fn say(&self, about: About, reason: Reason, message: String) {
-        let said = Said {
-            about,
+    fn enqueue(&self, about: Subject, reason: Reason, message: String) {
+        let said = EventKey {
+            subject: about,
             reason,
             message,
         };
-        let passage = lock(&self.gate).passage(&said, Instant::now());
+        let passage = lock(&self.limiter).admit(&said, Instant::now());
         let dropped = match passage {
-            Passage::Again => false,
-            Passage::TooOften => true,
-            Passage::New => self.queue.try_send(said).is_err(),
+            Admission::Repeated => false,
+            Admission::RateLimited => true,
+            Admission::New => self.queue.try_send(said).is_err(),
         };
         if dropped {
-            self.metrics.event_dropped();
+            self.metrics.count_event_dropped();
         }
     }
 }
 
-fn lock(gate: &Mutex<Gate>) -> MutexGuard<'_, Gate> {
+fn lock(gate: &Mutex<RateLimiter>) -> MutexGuard<'_, RateLimiter> {
     gate.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Outbox {
+impl EventSender {
     /// Sends what is said, until `shutdown` or until nobody can say anything any more. What the API
     /// server does not take is dropped and counted.
     pub async fn run(
@@ -238,26 +238,26 @@ impl Outbox {
         metrics: Metrics,
         shutdown: CancellationToken,
     ) {
-        let mut counts = interval(COUNT_EVERY);
+        let mut counts = interval(COUNT_INTERVAL);
         counts.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 () = shutdown.cancelled() => return,
                 said = self.queue.recv() => {
                     let Some(said) = said else { return };
-                    let sent = shutdown.run_until_cancelled(create(&client, &node, &said)).await;
+                    let sent = shutdown.run_until_cancelled(create_event(&client, &node, &said)).await;
                     let Some(sent) = sent else { return };
                     match sent {
-                        Ok(name) => lock(&self.gate).is_called(&said, name),
+                        Ok(name) => lock(&self.gate).set_name(&said, name),
                         Err(error) => {
                             debug!(reason = said.reason.as_str(), %error, "event not sent");
-                            metrics.event_dropped();
+                            metrics.count_event_dropped();
                         }
                     }
                 },
                 _ = counts.tick() => {
-                    let repeated = lock(&self.gate).repeated();
-                    let sent = shutdown.run_until_cancelled(count(&client, repeated)).await;
+                    let repeated = lock(&self.gate).take_count_updates();
+                    let sent = shutdown.run_until_cancelled(update_counts(&client, repeated)).await;
                     if sent.is_none() {
                         return;
                     }
@@ -268,16 +268,16 @@ impl Outbox {
 }
 
 /// Makes an Event; its name.
-async fn create(client: &Client, node: &str, said: &Said) -> kube::Result<String> {
-    let event = event(said, node);
-    let api = Api::<Event>::namespaced(client.clone(), said.about.namespace());
+async fn create_event(client: &Client, node: &str, said: &EventKey) -> kube::Result<String> {
+    let event = build_event(said, node);
+    let api = Api::<Event>::namespaced(client.clone(), said.subject.namespace());
     let made = api.create(&PostParams::default(), &event).await?;
     Ok(made.name_any())
 }
 
 /// Tells how often each was said until now. One that is not taken is told the next time.
-async fn count(client: &Client, repeated: Vec<Repeated>) {
-    for Repeated {
+async fn update_counts(client: &Client, repeated: Vec<CountUpdate>) {
+    for CountUpdate {
         namespace,
         name,
         count,
@@ -296,17 +296,17 @@ async fn count(client: &Client, repeated: Vec<Repeated>) {
     }
 }
 
-fn event(said: &Said, node: &str) -> Event {
+fn build_event(said: &EventKey, node: &str) -> Event {
     let mut note = said.message.clone();
-    note.truncate(note.floor_char_boundary(LONGEST));
-    let regarding = reference(&said.about, node);
+    note.truncate(note.floor_char_boundary(MAX_NOTE_LENGTH));
+    let regarding = object_reference(&said.subject, node);
     let name = regarding.name.as_deref().unwrap_or_default();
     let now = Timestamp::now();
     Event {
         metadata: ObjectMeta {
             // As client-go names them.
             name: Some(format!("{name}.{:x}", now.as_nanosecond())),
-            namespace: Some(said.about.namespace().to_owned()),
+            namespace: Some(said.subject.namespace().to_owned()),
             labels: Some(BTreeMap::from([(
                 WRITER_LABEL.to_owned(),
                 AGENT.to_owned(),
@@ -328,17 +328,17 @@ fn event(said: &Said, node: &str) -> Event {
     }
 }
 
-fn reference(about: &About, node: &str) -> ObjectReference {
+fn object_reference(about: &Subject, node: &str) -> ObjectReference {
     match about {
         // The kubelet gives its own events the node's name for a UID, and so does `kubectl describe`.
-        About::Node => ObjectReference {
+        Subject::Node => ObjectReference {
             api_version: Some("v1".to_owned()),
             kind: Some("Node".to_owned()),
             name: Some(node.to_owned()),
             uid: Some(node.to_owned()),
             ..ObjectReference::default()
         },
-        About::Pod(PodRef {
+        Subject::Pod(PodRef {
             namespace,
             name,
             uid,
@@ -373,40 +373,40 @@ impl Bucket {
         }
     }
 
-    fn fill(&mut self, now: Instant) {
+    fn refill(&mut self, now: Instant) {
         let passed = now.saturating_duration_since(self.filled).as_secs_f64();
         let more = passed / self.interval.as_secs_f64();
         self.tokens = (self.tokens + more).min(f64::from(self.burst));
         self.filled = now;
     }
 
-    fn has_one(&self) -> bool {
+    fn has_token(&self) -> bool {
         self.tokens >= 1.0
     }
 }
 
 /// What becomes of something that is said.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Passage {
+enum Admission {
     New,
     /// It was said a moment ago: its Event counts it.
-    Again,
-    TooOften,
+    Repeated,
+    RateLimited,
 }
 
 /// An Event that was made, with how often it was said.
 #[derive(Debug)]
-struct Heard {
-    first: Instant,
+struct SentEvent {
+    first_seen: Instant,
     /// None until it is made.
     name: Option<String>,
     count: u32,
-    told: u32,
+    reported_count: u32,
 }
 
 /// An Event whose count changed.
 #[derive(Debug, PartialEq, Eq)]
-struct Repeated {
+struct CountUpdate {
     namespace: String,
     name: String,
     count: u32,
@@ -414,63 +414,64 @@ struct Repeated {
 
 /// Lets through what is new, at a bounded rate: for each pod, for all pods, and for the node.
 #[derive(Debug)]
-struct Gate {
+struct RateLimiter {
     node: Bucket,
     all_pods: Bucket,
     pods: HashMap<PodRef, Bucket>,
-    said: HashMap<Said, Heard>,
+    sent: HashMap<EventKey, SentEvent>,
 }
 
-impl Gate {
+impl RateLimiter {
     fn new(now: Instant) -> Self {
         Self {
             node: Bucket::full(BURST, INTERVAL, now),
             all_pods: Bucket::full(BURST, INTERVAL, now),
             pods: HashMap::new(),
-            said: HashMap::new(),
+            sent: HashMap::new(),
         }
     }
 
-    fn passage(&mut self, said: &Said, now: Instant) -> Passage {
-        let recent =
-            |_: &Said, heard: &mut Heard| now.saturating_duration_since(heard.first) < REPEAT;
-        self.said.retain(recent);
-        if let Some(heard) = self.said.get_mut(said) {
+    fn admit(&mut self, said: &EventKey, now: Instant) -> Admission {
+        let recent = |_: &EventKey, heard: &mut SentEvent| {
+            now.saturating_duration_since(heard.first_seen) < DEDUP_WINDOW
+        };
+        self.sent.retain(recent);
+        if let Some(heard) = self.sent.get_mut(said) {
             heard.count = heard.count.saturating_add(1);
-            return Passage::Again;
+            return Admission::Repeated;
         }
-        if !self.takes(&said.about, now) {
-            return Passage::TooOften;
+        if !self.take_token(&said.subject, now) {
+            return Admission::RateLimited;
         }
-        let heard = Heard {
-            first: now,
+        let heard = SentEvent {
+            first_seen: now,
             name: None,
             count: 1,
-            told: 1,
+            reported_count: 1,
         };
-        self.said.insert(said.clone(), heard);
-        Passage::New
+        self.sent.insert(said.clone(), heard);
+        Admission::New
     }
 
     /// Takes a token for an event, where there is one in each bucket that it needs.
-    fn takes(&mut self, about: &About, now: Instant) -> bool {
-        let About::Pod(pod) = about else {
-            self.node.fill(now);
-            let takes = self.node.has_one();
+    fn take_token(&mut self, about: &Subject, now: Instant) -> bool {
+        let Subject::Pod(pod) = about else {
+            self.node.refill(now);
+            let takes = self.node.has_token();
             self.node.tokens -= f64::from(u8::from(takes));
             return takes;
         };
         // A pod whose bucket is full is as one that never said anything.
         self.pods.retain(|_, bucket| {
-            bucket.fill(now);
+            bucket.refill(now);
             bucket.tokens < f64::from(bucket.burst)
         });
         let mut own = match self.pods.get(pod) {
             Some(bucket) => *bucket,
             None => Bucket::full(POD_BURST, POD_INTERVAL, now),
         };
-        self.all_pods.fill(now);
-        if !own.has_one() || !self.all_pods.has_one() {
+        self.all_pods.refill(now);
+        if !own.has_token() || !self.all_pods.has_token() {
             return false;
         }
         own.tokens -= 1.0;
@@ -480,22 +481,22 @@ impl Gate {
     }
 
     /// The Event was made under this name.
-    fn is_called(&mut self, said: &Said, name: String) {
-        if let Some(heard) = self.said.get_mut(said) {
+    fn set_name(&mut self, said: &EventKey, name: String) {
+        if let Some(heard) = self.sent.get_mut(said) {
             heard.name = Some(name);
         }
     }
 
     /// The Events whose count is more than was told.
-    fn repeated(&mut self) -> Vec<Repeated> {
-        let changed = self.said.iter_mut();
-        let changed = changed.filter(|(_, heard)| heard.count > heard.told);
+    fn take_count_updates(&mut self) -> Vec<CountUpdate> {
+        let changed = self.sent.iter_mut();
+        let changed = changed.filter(|(_, heard)| heard.count > heard.reported_count);
         changed
             .filter_map(|(said, heard)| {
                 let name = heard.name.clone()?;
-                heard.told = heard.count;
-                Some(Repeated {
-                    namespace: said.about.namespace().to_owned(),
+                heard.reported_count = heard.count;
+                Some(CountUpdate {
+                    namespace: said.subject.namespace().to_owned(),
                     name,
                     count: heard.count,
                 })
@@ -508,94 +509,102 @@ impl Gate {
 mod tests {
     use super::*;
 
-    fn said(message: &str) -> Said {
-        Said {
-            about: About::Node,
+    fn node_event(message: &str) -> EventKey {
+        EventKey {
+            subject: Subject::Node,
             reason: Reason::GpuUnhealthy,
             message: message.to_owned(),
         }
     }
 
-    fn of_pod(pod: &str, message: &str) -> Said {
-        Said {
-            about: About::Pod(PodRef {
+    fn pod_event(pod: &str, message: &str) -> EventKey {
+        EventKey {
+            subject: Subject::Pod(PodRef {
                 namespace: "n".into(),
                 name: pod.into(),
                 uid: pod.parse().unwrap(),
             }),
-            ..said(message)
+            ..node_event(message)
         }
     }
 
     #[test]
-    fn the_same_thing_is_one_event_with_a_count_for_five_minutes() {
+    fn equal_events_are_one_event_with_a_count() {
         let start = Instant::now();
-        let mut gate = Gate::new(start);
-        let mut says = |message, after| gate.passage(&said(message), start + after);
-        assert_eq!(says("a", Duration::ZERO), Passage::New);
-        assert_eq!(says("a", REPEAT / 2), Passage::Again);
-        assert_eq!(says("b", REPEAT / 2), Passage::New);
-        assert_eq!(gate.repeated(), [], "it is not made yet");
-        gate.is_called(&said("a"), "a.1".to_owned());
-        gate.is_called(&said("b"), "b.1".to_owned());
-        let expected = Repeated {
+        let mut gate = RateLimiter::new(start);
+        let mut says = |message, after| gate.admit(&node_event(message), start + after);
+        assert_eq!(says("a", Duration::ZERO), Admission::New);
+        assert_eq!(says("a", DEDUP_WINDOW / 2), Admission::Repeated);
+        assert_eq!(says("b", DEDUP_WINDOW / 2), Admission::New);
+        assert_eq!(gate.take_count_updates(), [], "it is not made yet");
+        gate.set_name(&node_event("a"), "a.1".to_owned());
+        gate.set_name(&node_event("b"), "b.1".to_owned());
+        let expected = CountUpdate {
             namespace: "default".to_owned(),
             name: "a.1".to_owned(),
             count: 2,
         };
-        assert_eq!(gate.repeated(), [expected]);
-        assert_eq!(gate.repeated(), [], "it was told");
-        assert_eq!(gate.passage(&said("a"), start + REPEAT), Passage::New);
+        assert_eq!(gate.take_count_updates(), [expected]);
+        assert_eq!(gate.take_count_updates(), [], "it was told");
+        assert_eq!(
+            gate.admit(&node_event("a"), start + DEDUP_WINDOW),
+            Admission::New
+        );
     }
 
     #[test]
-    fn a_storm_is_cut_to_its_rate() {
+    fn event_storm_is_cut_to_its_rate() {
         let start = Instant::now();
-        let mut gate = Gate::new(start);
+        let mut gate = RateLimiter::new(start);
         let sent = (0..6_000)
             .filter(|i| {
                 let now = start + Duration::from_millis(10) * *i;
-                gate.passage(&said(&i.to_string()), now) == Passage::New
+                gate.admit(&node_event(&i.to_string()), now) == Admission::New
             })
             .count();
         assert!((84..=86).contains(&sent), "{sent} in a minute");
     }
 
     #[test]
-    fn a_pods_storm_leaves_room_for_every_other_pods_events() {
+    fn event_storm_of_a_pod_leaves_room_for_other_pods() {
         let start = Instant::now();
-        let mut gate = Gate::new(start);
+        let mut gate = RateLimiter::new(start);
         let (mut of_storm, mut of_others) = (0, 0);
         for i in 0..6_000_u32 {
             let now = start + Duration::from_millis(10) * i;
-            let storm = gate.passage(&of_pod("storm", &i.to_string()), now);
-            of_storm += u32::from(storm == Passage::New);
+            let storm = gate.admit(&pod_event("storm", &i.to_string()), now);
+            of_storm += u32::from(storm == Admission::New);
             if i % 300 == 299 {
-                let other = of_pod(&format!("pod-{i}"), "over its quota");
-                of_others += u32::from(gate.passage(&other, now) == Passage::New);
+                let other = pod_event(&format!("pod-{i}"), "over its quota");
+                of_others += u32::from(gate.admit(&other, now) == Admission::New);
             }
         }
         assert_eq!(of_others, 20, "each of them");
         assert!(of_storm <= POD_BURST + 2, "{of_storm} in a minute");
-        assert_eq!(gate.passage(&said("n"), start), Passage::New);
+        assert_eq!(gate.admit(&node_event("n"), start), Admission::New);
         // As many pods as have said something lately are remembered.
         assert!(gate.pods.len() <= 21, "{}", gate.pods.len());
     }
 
     #[test]
-    fn event_has_the_label_that_policies_go_by() {
-        let labels = event(&said("n"), "node-1").metadata.labels.unwrap();
+    fn event_has_the_writer_label() {
+        let labels = build_event(&node_event("n"), "node-1")
+            .metadata
+            .labels
+            .unwrap();
         assert_eq!(labels["bursar.dev/writer"], "agent");
     }
 
     #[test]
-    fn a_long_message_is_cut_at_a_character() {
-        let note = event(&said(&"ü".repeat(2_000)), "node-1").note.unwrap();
-        assert_eq!(note.len(), LONGEST);
+    fn long_note_is_cut_at_a_character() {
+        let note = build_event(&node_event(&"ü".repeat(2_000)), "node-1")
+            .note
+            .unwrap();
+        assert_eq!(note.len(), MAX_NOTE_LENGTH);
     }
 
     #[tokio::test]
-    async fn each_message_about_a_pod_is_an_event_of_its_own() {
+    async fn each_message_about_a_pod_is_its_own_event() {
         use axum::body::{Body, to_bytes};
         use axum::http::{Method, Request, Response};
 
@@ -630,7 +639,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn saying_more_than_passes_drops_and_counts() {
+    async fn events_over_the_rate_are_dropped_and_counted() {
         let metrics = Metrics::new();
         let (events, _outbox) = Events::new(metrics.clone());
         for i in 0..BURST + 3 {
@@ -651,7 +660,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_said_again_is_counted_in_its_event() {
+    async fn repeated_event_is_counted_in_its_series() {
         use axum::body::{Body, to_bytes};
         use axum::http::{Request, Response};
 
@@ -670,17 +679,17 @@ mod tests {
         });
         let client = Client::new(server, "default");
         let (events, outbox) = Events::new(Metrics::new());
-        let about = of_pod("p", "over its quota");
-        let About::Pod(pod) = &about.about else {
+        let about = pod_event("p", "over its quota");
+        let Subject::Pod(pod) = &about.subject else {
             unreachable!("it is about a pod")
         };
         for _ in 0..1_000 {
             events.on_pod(pod.clone(), about.reason, about.message.clone());
         }
-        let name = create(&client, "node-1", &about).await.unwrap();
-        lock(&outbox.gate).is_called(&about, name);
-        let repeated = lock(&outbox.gate).repeated();
-        count(&client, repeated).await;
+        let name = create_event(&client, "node-1", &about).await.unwrap();
+        lock(&outbox.gate).set_name(&about, name);
+        let repeated = lock(&outbox.gate).take_count_updates();
+        update_counts(&client, repeated).await;
         let events = "/apis/events.k8s.io/v1/namespaces/n/events";
         let made = (format!("POST {events}"), serde_json::Value::Null);
         assert_eq!(seen.recv().await, Some(made));

@@ -4,7 +4,7 @@ use bursar_crds::conditions::{Statement, gpu_node as names};
 use bursar_crds::gpu_node::GpuState;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::report::{GpuHealth, GpuReport, Memory, NodeReport};
+use super::report::{GpuHealth, GpuReport, MemoryReport, NodeReport};
 use crate::units::{Bytes, Quanta, Quantum};
 
 pub(crate) fn at(second: i64) -> Time {
@@ -17,18 +17,18 @@ pub(crate) fn report() -> NodeReport {
         boot_id: "b007".into(),
         driver_version: Some("580.1".into()),
         quantum: Quantum::Gib1,
-        device_memory: Memory {
+        device_memory: MemoryReport {
             allocatable: Quanta(32),
             free: Quanta(32),
             largest_free: Quanta(16),
         },
-        managed_memory: Memory::default(),
+        managed_memory: MemoryReport::default(),
         gpus: (0..2).map(gpu).collect(),
         waiting: Vec::new(),
         not_enforced: Vec::new(),
         faults: Vec::new(),
         namespaces: Vec::new(),
-        ordered: crate::gpu_node::quota_overrides::Ordered::default(),
+        applied_spec: crate::gpu_node::quota_overrides::AppliedSpec::default(),
         conditions: vec![Statement::new(names::GPUS_FOUND, true, names::OK, "2 GPUs")],
     }
 }
@@ -47,7 +47,7 @@ fn gpu(index: u32) -> GpuReport {
         largest_free: Quanta(16),
         leaked: Bytes::ZERO,
         withheld: Bytes::ZERO,
-        held_for: None,
+        reserved_for: None,
         pods: std::collections::BTreeMap::new(),
     }
 }

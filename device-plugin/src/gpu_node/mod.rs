@@ -5,9 +5,9 @@
 //! | [`report`] | what the agent knows, in its own types |
 //! | [`render`] | the `GpuNode` status that a report comes to: pure |
 //! | [`publish`] | writes that status when it changed, at a bounded rate |
-//! | [`api`] | makes and writes this node's `GpuNode` |
+//! | [`api_error`] | makes and writes this node's `GpuNode` |
 //! | [`spec_watch`] | follows that object |
-//! | [`spec`] | reads the orders in its spec: pure |
+//! | [`build_spec`] | reads the orders in its spec: pure |
 //! | [`events`] | Events on the node and its pods, bounded in kind, number and rate |
 //!
 //! Nothing here is on a pod's way: with the API server away the agent works on, and says later what
@@ -24,7 +24,7 @@ pub mod spec_watch;
 
 pub use events::{Events, PodRef, Reason};
 pub use report::{
-    FaultReport, GpuHealth, GpuReport, ImageReport, Memory, NamespaceReport, NodeReport,
+    FaultReport, GpuHealth, GpuReport, ImageReport, MemoryReport, NamespaceReport, NodeReport,
     NotEnforcedReport, WaitingReport,
 };
 #[cfg(test)]

@@ -17,12 +17,12 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::api::{Known, Object, ObjectError};
-use super::render::{render, seconds};
+use super::api::{GpuNodeApi, GpuNodeError, ObservedObject};
+use super::render::{render, truncate_to_seconds};
 use super::report::NodeReport;
-use super::spec_watch::Seen;
-use crate::gpu::drain::Drain;
-use crate::gpu_node::quota_overrides::Orders;
+use super::spec_watch::Observation;
+use crate::gpu::drain::DrainState;
+use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::metrics::Metrics;
 use crate::units::GpuUuid;
 
@@ -30,30 +30,30 @@ use crate::units::GpuUuid;
 #[derive(Clone, Copy, Debug)]
 pub struct Rate {
     /// How long a change waits for others to come with it.
-    pub gather: Duration,
+    pub batch_delay: Duration,
     /// From one write to the next.
-    pub between: Duration,
+    pub min_interval: Duration,
     /// The first wait after a failure; doubled from then on.
-    pub retry_first: Duration,
+    pub min_backoff: Duration,
     /// The longest wait after a failure.
-    pub retry_most: Duration,
+    pub max_backoff: Duration,
     /// From one look at the API server to the next while a fault is open: whoever leaves it to somebody else has to notice
     /// that nobody can be reached.
-    pub look: Duration,
+    pub probe_interval: Duration,
     /// How long the requests of one attempt may take together.
-    pub answer: Duration,
+    pub request_timeout: Duration,
 }
 
 impl Default for Rate {
     /// One write a second at most: 1,000 nodes in uproar cost the API server 10 s of work (10 ms each).
     fn default() -> Self {
         Self {
-            gather: Duration::from_millis(100),
-            between: Duration::from_secs(1),
-            retry_first: Duration::from_millis(500),
-            retry_most: Duration::from_secs(10),
-            look: Duration::from_secs(10),
-            answer: Duration::from_secs(10),
+            batch_delay: Duration::from_millis(100),
+            min_interval: Duration::from_secs(1),
+            min_backoff: Duration::from_millis(500),
+            max_backoff: Duration::from_secs(10),
+            probe_interval: Duration::from_secs(10),
+            request_timeout: Duration::from_secs(10),
         }
     }
 }
@@ -61,24 +61,24 @@ impl Default for Rate {
 /// Keeps the `GpuNode` of this node at what the agent reports.
 pub struct Publisher<O> {
     /// The object.
-    pub object: O,
+    pub api: O,
     /// What the agent reports.
     pub reports: watch::Receiver<NodeReport>,
     /// What the watch of the object tells.
-    pub seen: watch::Receiver<Seen>,
+    pub observed: watch::Receiver<Observation>,
     /// What the object orders.
-    pub orders: watch::Receiver<Option<Orders>>,
+    pub spec: watch::Receiver<Option<ParsedSpec>>,
     /// The GPUs that are drained, also by the orders of an object that an earlier agent read.
-    pub drain: watch::Receiver<Drain>,
+    pub drain: watch::Receiver<DrainState>,
     /// How often the object may be written.
     pub rate: Rate,
     /// Since when the API server is away; none while it answers.
-    pub unheard: watch::Sender<Option<Instant>>,
+    pub unreachable_since: watch::Sender<Option<Instant>>,
     /// Where writes are counted.
     pub metrics: Metrics,
 }
 
-impl<O: Object> Publisher<O> {
+impl<O: GpuNodeApi> Publisher<O> {
     /// Works until `shutdown`, or until there are no more reports. The API server being away is waited out.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let rate = self.rate;
@@ -91,28 +91,28 @@ impl<O: Object> Publisher<O> {
             tokio::select! {
                 () = shutdown.cancelled() => return,
                 changed = self.reports.changed() => if changed.is_err() { return },
-                Ok(()) = self.seen.changed() => {
-                    let seen = self.seen.borrow_and_update().clone();
-                    if !take_over(&mut known, seen) {
+                Ok(()) = self.observed.changed() => {
+                    let seen = self.observed.borrow_and_update().clone();
+                    if !apply_observation(&mut known, seen) {
                         continue;
                     }
                 }
-                () = sleep(rate.look), if open => known = None,
+                () = sleep(rate.probe_interval), if open => known = None,
             }
             tokio::select! {
                 () = shutdown.cancelled() => return,
-                () = async { sleep(rate.gather).await; sleep_until(next_write).await } => {}
+                () = async { sleep(rate.batch_delay).await; sleep_until(next_write).await } => {}
             }
             let report = self.reports.borrow_and_update().clone();
             let begun = Instant::now();
             let outcome = tokio::select! {
                 () = shutdown.cancelled() => return,
-                outcome = timeout(rate.answer, self.bring_up(&mut known, &report)) => outcome,
+                outcome = timeout(rate.request_timeout, self.sync(&mut known, &report)) => outcome,
             };
-            let outcome = outcome.unwrap_or(Err(ObjectError::NoAnswer {
-                within: rate.answer,
+            let outcome = outcome.unwrap_or(Err(GpuNodeError::Timeout {
+                within: rate.request_timeout,
             }));
-            self.unheard.send_if_modified(|since| {
+            self.unreachable_since.send_if_modified(|since| {
                 let before = *since;
                 *since = match &outcome {
                     Ok(_) => None,
@@ -127,13 +127,13 @@ impl<O: Object> Publisher<O> {
                         info!(failures, "GpuNode is written again");
                     }
                     failures = 0;
-                    self.metrics.gpu_node_written(true);
-                    next_write = Instant::now() + rate.between;
+                    self.metrics.count_gpu_node_write(true);
+                    next_write = Instant::now() + rate.min_interval;
                 }
                 Err(error) => {
                     // What the API server has is unknown after a failure: a write may have arrived.
                     known = None;
-                    self.metrics.gpu_node_written(false);
+                    self.metrics.count_gpu_node_write(false);
                     if failures == 0 {
                         warn!(
                             error = &error as &dyn std::error::Error,
@@ -149,53 +149,53 @@ impl<O: Object> Publisher<O> {
     }
 
     /// Writes `report` if the object says something else. True if it wrote.
-    async fn bring_up(
+    async fn sync(
         &self,
-        known: &mut Option<Known>,
+        known: &mut Option<ObservedObject>,
         report: &NodeReport,
-    ) -> Result<bool, ObjectError> {
+    ) -> Result<bool, GpuNodeError> {
         let before = match known.take() {
             Some(known) => known,
-            None => self.object.ensure(&self.drained()).await?,
+            None => self.api.ensure(&self.drained_gpus()).await?,
         };
-        let now: Time = seconds(jiff::Timestamp::now());
+        let now: Time = truncate_to_seconds(jiff::Timestamp::now());
         let status = render(report, &before.status, before.generation, &now);
         let same = status == before.status;
         *known = Some(match same {
             true => before,
-            false => self.object.write(&before, &status).await?,
+            false => self.api.write_status(&before, &status).await?,
         });
         Ok(!same)
     }
 
     /// The GPUs that an object is made with where it is missing.
-    fn drained(&self) -> BTreeSet<GpuUuid> {
-        match &*self.orders.borrow() {
+    fn drained_gpus(&self) -> BTreeSet<GpuUuid> {
+        match &*self.spec.borrow() {
             Some(orders) => orders.drain.clone(),
-            None => self.drain.borrow().ordered.clone(),
+            None => self.drain.borrow().requested.clone(),
         }
     }
 }
 
 /// Takes over what the watch told. Whether the object may have to be made or written.
-fn take_over(known: &mut Option<Known>, seen: Seen) -> bool {
+fn apply_observation(known: &mut Option<ObservedObject>, seen: Observation) -> bool {
     match (seen, known.as_ref()) {
-        (Seen::Missing, _) => {
+        (Observation::NotFound, _) => {
             *known = None;
             true
         }
         // The next attempt asks for the object as it is.
-        (Seen::Nothing, _) | (Seen::Object { .. }, None) => false,
-        (Seen::Object { known: now, .. }, Some(before)) if *now == *before => false,
+        (Observation::Pending, _) | (Observation::Object { .. }, None) => false,
+        (Observation::Object { known: now, .. }, Some(before)) if *now == *before => false,
         // A late event tells what was so before the agent's last write. A list tells what is so.
         (
-            Seen::Object {
+            Observation::Object {
                 known: now,
                 is_listed: false,
             },
             Some(before),
-        ) if is_below(&now.revision, &before.revision) => false,
-        (Seen::Object { known: now, .. }, Some(before)) => {
+        ) if is_below(&now.resource_version, &before.resource_version) => false,
+        (Observation::Object { known: now, .. }, Some(before)) => {
             let changed = now.status != before.status;
             *known = Some(*now);
             changed
@@ -203,13 +203,13 @@ fn take_over(known: &mut Option<Known>, seen: Seen) -> bool {
     }
 }
 
-/// Doubles from `retry_first` to `retry_most`, spread over half of it: nodes that lost the API server
+/// Doubles from `min_backoff` to `max_backoff`, spread over half of it: nodes that lost the API server
 /// together must not come back together.
 fn backoff(rate: Rate, failures: u32) -> Duration {
     let full = rate
-        .retry_first
+        .min_backoff
         .saturating_mul(2_u32.saturating_pow(failures.min(16)))
-        .min(rate.retry_most);
+        .min(rate.max_backoff);
     full.mul_f64(rand::random_range(0.5..1.0))
 }
 
@@ -224,30 +224,30 @@ mod tests {
 
     /// An API server in memory that can be away. Clones are the same one.
     #[derive(Clone, Default)]
-    struct Fake(Arc<State>);
+    struct FakeApi(Arc<FakeState>);
 
-    impl std::ops::Deref for Fake {
-        type Target = State;
+    impl std::ops::Deref for FakeApi {
+        type Target = FakeState;
 
-        fn deref(&self) -> &State {
+        fn deref(&self) -> &FakeState {
             &self.0
         }
     }
 
     #[derive(Default)]
-    struct State {
-        kept: Mutex<Known>,
+    struct FakeState {
+        object: Mutex<ObservedObject>,
         reads: AtomicUsize,
         writes: AtomicUsize,
         fail_next: AtomicUsize,
     }
 
-    impl Fake {
-        fn answer(&self) -> Result<(), ObjectError> {
+    impl FakeApi {
+        fn answer(&self) -> Result<(), GpuNodeError> {
             let left = self.fail_next.load(Ordering::SeqCst);
             if left > 0 {
                 self.fail_next.store(left - 1, Ordering::SeqCst);
-                return Err(ObjectError::Gone { node: "n".into() });
+                return Err(GpuNodeError::NotFound { node: "n".into() });
             }
             Ok(())
         }
@@ -257,51 +257,55 @@ mod tests {
         }
     }
 
-    impl Object for Fake {
-        async fn ensure(&self, _: &BTreeSet<GpuUuid>) -> Result<Known, ObjectError> {
+    impl GpuNodeApi for FakeApi {
+        async fn ensure(&self, _: &BTreeSet<GpuUuid>) -> Result<ObservedObject, GpuNodeError> {
             self.answer()?;
             self.reads.fetch_add(1, Ordering::SeqCst);
-            Ok(self.kept.lock().unwrap().clone())
+            Ok(self.object.lock().unwrap().clone())
         }
 
-        async fn write(&self, _: &Known, status: &GpuNodeStatus) -> Result<Known, ObjectError> {
+        async fn write_status(
+            &self,
+            _: &ObservedObject,
+            status: &GpuNodeStatus,
+        ) -> Result<ObservedObject, GpuNodeError> {
             self.answer()?;
             self.writes.fetch_add(1, Ordering::SeqCst);
-            let mut kept = self.kept.lock().unwrap();
+            let mut kept = self.object.lock().unwrap();
             kept.status = status.clone();
             Ok(kept.clone())
         }
     }
 
     const FAST: Rate = Rate {
-        gather: Duration::from_millis(20),
-        between: Duration::from_millis(50),
-        retry_first: Duration::from_millis(5),
-        retry_most: Duration::from_millis(20),
-        look: Duration::from_millis(50),
-        answer: Duration::from_secs(10),
+        batch_delay: Duration::from_millis(20),
+        min_interval: Duration::from_millis(50),
+        min_backoff: Duration::from_millis(5),
+        max_backoff: Duration::from_millis(20),
+        probe_interval: Duration::from_millis(50),
+        request_timeout: Duration::from_secs(10),
     };
 
     fn publisher(
-        fake: &Fake,
+        fake: &FakeApi,
         reports: watch::Receiver<NodeReport>,
         unheard: watch::Sender<Option<Instant>>,
-    ) -> Publisher<Fake> {
+    ) -> Publisher<FakeApi> {
         Publisher {
-            object: fake.clone(),
+            api: fake.clone(),
             reports,
-            seen: watch::channel(Seen::Nothing).1,
-            orders: watch::channel(None).1,
-            drain: watch::channel(Drain::default()).1,
+            observed: watch::channel(Observation::Pending).1,
+            spec: watch::channel(None).1,
+            drain: watch::channel(DrainState::default()).1,
             rate: FAST,
-            unheard,
+            unreachable_since: unheard,
             metrics: Metrics::new(),
         }
     }
 
     /// Publishes while `act` goes on.
-    async fn during<F: Future<Output = ()>>(
-        fake: &Fake,
+    async fn publish_during<F: Future<Output = ()>>(
+        fake: &FakeApi,
         act: impl FnOnce(watch::Sender<NodeReport>) -> F,
     ) {
         let (sender, receiver) = watch::channel(report());
@@ -320,9 +324,9 @@ mod tests {
     }
 
     /// Waits until the API server has `free`.
-    async fn seen(fake: &Fake, free: i32) {
+    async fn wait_until_written(fake: &FakeApi, free: i32) {
         let arrived = async {
-            while fake.kept.lock().unwrap().status.device_memory.free != free {
+            while fake.object.lock().unwrap().status.device_memory.free != free {
                 sleep(Duration::from_millis(1)).await;
             }
         };
@@ -332,23 +336,23 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_burst_of_changes_is_one_write() {
-        let fake = Fake::default();
-        during(&fake, async |reports| {
+    async fn burst_of_changes_is_one_write() {
+        let fake = FakeApi::default();
+        publish_during(&fake, async |reports| {
             for free in 0..100 {
                 set_free(&reports, free);
             }
-            seen(&fake, 99).await;
+            wait_until_written(&fake, 99).await;
         })
         .await;
         assert_eq!(fake.writes(), 1);
     }
 
     #[tokio::test]
-    async fn a_report_that_says_nothing_new_is_not_written() {
-        let fake = Fake::default();
-        during(&fake, async |reports| {
-            seen(&fake, 32).await;
+    async fn unchanged_report_is_not_written() {
+        let fake = FakeApi::default();
+        publish_during(&fake, async |reports| {
+            wait_until_written(&fake, 32).await;
             for _ in 0..20 {
                 reports.send_modify(|_| {});
                 sleep(Duration::from_millis(10)).await;
@@ -361,17 +365,17 @@ mod tests {
 
     #[tokio::test]
     async fn constant_change_is_written_no_faster_than_the_rate() {
-        let fake = Fake::default();
+        let fake = FakeApi::default();
         let start = Instant::now();
-        during(&fake, async |reports| {
+        publish_during(&fake, async |reports| {
             for free in 0..200 {
                 set_free(&reports, free);
                 sleep(Duration::from_millis(2)).await;
             }
-            seen(&fake, 199).await;
+            wait_until_written(&fake, 199).await;
         })
         .await;
-        let most = start.elapsed().as_millis() / FAST.between.as_millis() + 1;
+        let most = start.elapsed().as_millis() / FAST.min_interval.as_millis() + 1;
         assert!(
             (fake.writes() as u128) <= most,
             "{} > {most}",
@@ -380,23 +384,23 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_api_server_that_was_away_gets_the_newest_report() {
-        let fake = Fake::default();
+    async fn newest_report_is_written_after_an_outage() {
+        let fake = FakeApi::default();
         fake.fail_next.store(5, Ordering::SeqCst);
-        during(&fake, async |reports| {
+        publish_during(&fake, async |reports| {
             while fake.fail_next.load(Ordering::SeqCst) > 2 {
                 sleep(Duration::from_millis(1)).await;
             }
             set_free(&reports, 7);
-            seen(&fake, 7).await;
+            wait_until_written(&fake, 7).await;
         })
         .await;
         assert_eq!(fake.fail_next.load(Ordering::SeqCst), 0);
     }
 
     #[tokio::test]
-    async fn since_when_nobody_could_be_told_is_known_until_somebody_is() {
-        let fake = Fake::default();
+    async fn outage_has_its_start_until_a_request_succeeds() {
+        let fake = FakeApi::default();
         fake.fail_next.store(usize::MAX, Ordering::SeqCst);
         let (_sender, receiver) = watch::channel(report());
         let (unheard, mut since) = watch::channel(None);
@@ -414,8 +418,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn while_a_fault_is_open_it_is_noticed_that_nobody_is_reached() {
-        let fake = Fake::default();
+    async fn outage_is_noticed_while_a_fault_is_open() {
+        let fake = FakeApi::default();
         let mut report = report();
         report.faults = vec![FaultReport {
             id: "f".to_owned(),
@@ -445,12 +449,12 @@ mod tests {
     }
 
     #[test]
-    fn waiting_after_failures_grows_to_its_bound() {
+    fn backoff_grows_to_its_bound() {
         let rate = Rate::default();
         for failures in 0..100 {
             let wait = backoff(rate, failures);
-            assert!(wait >= rate.retry_first / 2 && wait <= rate.retry_most);
+            assert!(wait >= rate.min_backoff / 2 && wait <= rate.max_backoff);
         }
-        assert!(backoff(rate, 20) >= rate.retry_most / 2);
+        assert!(backoff(rate, 20) >= rate.max_backoff / 2);
     }
 }

@@ -18,15 +18,15 @@ use tracing::info;
 
 use crate::node::actor::Snapshot;
 use crate::node::allocator::BoundContainer;
-use crate::sessions::{Account, AccountBooks, Books, Sessions};
+use crate::sessions::{Account, AccountBalance, ContainerUsage, Sessions};
 use crate::units::{AllocationId, Bytes, GpuUuid};
 
 /// How often what is freed is taken from the idle, and a pending order looked at again.
-const EVERY: Duration = Duration::from_secs(1);
+const RECLAIM_INTERVAL: Duration = Duration::from_secs(1);
 
 /// What a generation of the node's `GpuNode` orders.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Orders {
+pub struct ParsedSpec {
     /// `metadata.generation`.
     pub generation: Option<i64>,
     /// `spec.quotas`.
@@ -34,29 +34,29 @@ pub struct Orders {
     /// `spec.reservations`.
     pub reservations: Vec<Reservation>,
     /// `spec.contextPolicies`.
-    pub contexts: Vec<ContextOrder>,
+    pub context_policies: Vec<ContextOrder>,
     /// `spec.restarts`.
     pub restarts: Vec<RestartOrder>,
     /// `spec.drain`.
     pub drain: BTreeSet<GpuUuid>,
     /// The places in the spec of orders that this agent does not understand.
-    pub not_understood: Vec<String>,
+    pub unrecognized: Vec<String>,
 }
 
 /// What became of the orders.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Ordered {
+pub struct AppliedSpec {
     /// The generation that they are of; none before one was read.
     pub generation: Option<i64>,
     /// Each order, in its place.
-    pub quotas: Vec<(QuotaOrder, Outcome)>,
+    pub quotas: Vec<(QuotaOrder, QuotaOutcome)>,
     /// The places in the spec of orders that this agent does not understand.
-    pub not_understood: Vec<String>,
+    pub unrecognized: Vec<String>,
 }
 
 /// What became of one order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
+pub enum QuotaOutcome {
     /// No such container has such memory here.
     NotFound,
     /// This quota is in force, and no more than it is used.
@@ -70,7 +70,7 @@ pub enum Outcome {
     },
 }
 
-impl Outcome {
+impl QuotaOutcome {
     /// As the API says it.
     pub fn state(self) -> QuotaState {
         match self {
@@ -82,10 +82,10 @@ impl Outcome {
 }
 
 /// The quota of every account of every bound container that orders name; a container that none names has none.
-pub fn plan(
+pub fn plan_quotas(
     orders: &[QuotaOrder],
     containers: &[BoundContainer],
-    books: &[Books],
+    books: &[ContainerUsage],
 ) -> Vec<(AllocationId, Account, Option<Bytes>)> {
     let containers = by_allocation(containers);
     let mut plan = Vec::new();
@@ -95,13 +95,16 @@ pub fn plan(
             continue;
         };
         let mut lowered: BTreeMap<&Account, Bytes> = BTreeMap::new();
-        for order in orders.iter().filter(|order| names(order, container)) {
-            for (account, bytes) in accounts(order, books) {
+        for order in orders
+            .iter()
+            .filter(|order| matches_container(order, container))
+        {
+            for (account, bytes) in matching_accounts(order, books) {
                 let least = lowered.entry(account).or_insert(bytes);
                 *least = bytes.min(*least);
             }
         }
-        for AccountBooks { account, .. } in &books.accounts {
+        for AccountBalance { account, .. } in &books.accounts {
             plan.push((
                 books.allocation,
                 account.clone(),
@@ -113,14 +116,18 @@ pub fn plan(
 }
 
 /// What became of an order.
-pub fn outcome(order: &QuotaOrder, containers: &[BoundContainer], books: &[Books]) -> Outcome {
+pub fn quota_outcome(
+    order: &QuotaOrder,
+    containers: &[BoundContainer],
+    books: &[ContainerUsage],
+) -> QuotaOutcome {
     let containers = by_allocation(containers);
     let named = books.iter().filter(|books| {
         let container = containers.get(&books.allocation);
-        container.is_some_and(|container| names(order, container))
+        container.is_some_and(|container| matches_container(order, container))
     });
     let accounts = named.flat_map(|books| {
-        let named = accounts(order, books)
+        let named = matching_accounts(order, books)
             .into_iter()
             .map(|(account, _)| account);
         let named: Vec<_> = named.collect();
@@ -139,9 +146,9 @@ pub fn outcome(order: &QuotaOrder, containers: &[BoundContainer], books: &[Books
     }
     let (quota, used) = (Bytes(quota), Bytes(used));
     match (any, above) {
-        (false, _) => Outcome::NotFound,
-        (true, false) => Outcome::Applied(quota),
-        (true, true) => Outcome::Pending { quota, used },
+        (false, _) => QuotaOutcome::NotFound,
+        (true, false) => QuotaOutcome::Applied(quota),
+        (true, true) => QuotaOutcome::Pending { quota, used },
     }
 }
 
@@ -152,14 +159,17 @@ fn by_allocation(containers: &[BoundContainer]) -> BTreeMap<AllocationId, &Bound
         .collect()
 }
 
-fn names(order: &QuotaOrder, container: &BoundContainer) -> bool {
-    let holder = container.holder.as_ref();
+fn matches_container(order: &QuotaOrder, container: &BoundContainer) -> bool {
+    let holder = container.name.as_ref();
     order.pod_uid == container.pod.as_str()
         && holder.is_some_and(|holder| holder.container == order.container)
 }
 
 /// The accounts that an order names, with what each is ordered to.
-fn accounts<'a>(order: &QuotaOrder, books: &'a Books) -> Vec<(&'a Account, Bytes)> {
+fn matching_accounts<'a>(
+    order: &QuotaOrder,
+    books: &'a ContainerUsage,
+) -> Vec<(&'a Account, Bytes)> {
     // The schema takes amounts only that can be read; one that cannot lowers nothing.
     let Ok(bytes) = order.quota.bytes() else {
         return Vec::new();
@@ -183,11 +193,11 @@ fn accounts<'a>(order: &QuotaOrder, books: &'a Books) -> Vec<(&'a Account, Bytes
 pub async fn run(
     sessions: Arc<Sessions>,
     snapshots: watch::Receiver<Snapshot>,
-    mut orders: watch::Receiver<Option<Orders>>,
-    ordered: watch::Sender<Ordered>,
+    mut orders: watch::Receiver<Option<ParsedSpec>>,
+    ordered: watch::Sender<AppliedSpec>,
     stop: CancellationToken,
 ) {
-    let mut every = interval(EVERY);
+    let mut every = interval(RECLAIM_INTERVAL);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
@@ -196,30 +206,32 @@ pub async fn run(
             // Without the API server nothing will be ordered: the ticks go on.
             Ok(()) = orders.changed() => {}
         }
-        sessions.reclaim();
-        let Some(Orders {
+        sessions.reclaim_excess();
+        let Some(ParsedSpec {
             generation,
             quotas,
-            not_understood,
+            unrecognized: not_understood,
             ..
         }) = orders.borrow_and_update().clone()
         else {
             continue;
         };
         let containers = snapshots.borrow().containers.clone();
-        for (allocation, account, bytes) in plan(&quotas, &containers, &sessions.books()) {
+        for (allocation, account, bytes) in
+            plan_quotas(&quotas, &containers, &sessions.container_usage())
+        {
             // Ended since it was planned for: nothing is left to lower.
-            let _ = sessions.order(&allocation, &account, bytes);
+            let _ = sessions.override_quota(&allocation, &account, bytes);
         }
-        let books = sessions.books();
+        let books = sessions.container_usage();
         let outcome = |order: QuotaOrder| {
-            let outcome = outcome(&order, &containers, &books);
+            let outcome = quota_outcome(&order, &containers, &books);
             (order, outcome)
         };
-        let after = Ordered {
+        let after = AppliedSpec {
             generation,
             quotas: quotas.into_iter().map(outcome).collect(),
-            not_understood,
+            unrecognized: not_understood,
         };
         ordered.send_if_modified(|before| {
             let changed = *before != after;
@@ -235,32 +247,32 @@ pub async fn run(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::node::checkpoint_state::Holder;
+    use crate::node::checkpoint_state::ContainerName;
 
-    fn books(number: u64, accounts: &[(&str, u64, u64)]) -> Books {
+    fn books(number: u64, accounts: &[(&str, u64, u64)]) -> ContainerUsage {
         let account = |(name, quota, used): &(&str, u64, u64)| {
             let account = match *name {
                 MANAGED => Account::Managed,
                 gpu => Account::Gpu(gpu.parse().unwrap()),
             };
             let used = Bytes::gib(*used);
-            AccountBooks {
+            AccountBalance {
                 granted: used,
                 used,
                 peak: used,
-                ..AccountBooks::unused(account, Bytes::gib(*quota))
+                ..AccountBalance::empty(account, Bytes::gib(*quota))
             }
         };
-        Books::unused(number, accounts.iter().map(account).collect())
+        ContainerUsage::empty(number, accounts.iter().map(account).collect())
     }
 
     fn container(number: u64, name: &str) -> BoundContainer {
         BoundContainer {
-            holder: Some(Holder {
+            name: Some(ContainerName {
                 container: name.into(),
                 pod: None,
             }),
-            ..BoundContainer::numbered(number, number)
+            ..BoundContainer::with_ids(number, number)
         }
     }
 
@@ -280,14 +292,14 @@ mod tests {
             books(1, &[("GPU-a", 8, 4), (MANAGED, 2, 0)]),
             books(2, &[("GPU-a", 8, 4), ("GPU-b", 8, 4)]),
         ];
-        let plan = plan(orders, &containers, &books);
+        let plan = plan_quotas(orders, &containers, &books);
         plan.into_iter()
             .map(|(.., bytes)| bytes.map(|bytes| bytes.0 >> 30))
             .collect()
     }
 
     #[test]
-    fn an_order_lowers_the_account_that_it_names_and_no_other() {
+    fn override_lowers_only_the_account_it_names() {
         assert_eq!(planned(&[]), [None; 4]);
         assert_eq!(
             planned(&[order("main", DEVICE, "3Gi")]),
@@ -305,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn device_memory_is_spread_over_a_containers_gpus_and_the_least_of_two_orders_counts() {
+    fn override_is_spread_over_gpus_and_the_lowest_wins() {
         let both = order("side", DEVICE, "6Gi");
         assert_eq!(
             planned(std::slice::from_ref(&both)),
@@ -316,41 +328,41 @@ mod tests {
     }
 
     #[test]
-    fn an_order_is_pending_while_more_is_used_on_one_gpu_and_applied_after() {
+    fn override_is_pending_while_one_gpu_exceeds_it() {
         let containers = [container(2, "side")];
         let order = order("side", DEVICE, "6Gi");
         let outcome = |used| {
             let books = [books(2, &[("GPU-a", 3, used), ("GPU-b", 3, 0)])];
-            outcome(&order, &containers, &books)
+            quota_outcome(&order, &containers, &books)
         };
-        let pending = Outcome::Pending {
+        let pending = QuotaOutcome::Pending {
             quota: Bytes::gib(6),
             used: Bytes::gib(4),
         };
         assert_eq!(outcome(4), pending);
-        assert_eq!(outcome(3), Outcome::Applied(Bytes::gib(6)));
+        assert_eq!(outcome(3), QuotaOutcome::Applied(Bytes::gib(6)));
     }
 
     #[test]
-    fn an_order_is_pending_while_dead_leases_or_others_have_more_than_it_allows() {
+    fn override_is_pending_while_other_charges_exceed_it() {
         let containers = [container(1, "main")];
         let order = order("main", DEVICE, "3Gi");
-        let outcome = |set: fn(&mut AccountBooks) -> &mut Bytes| {
+        let outcome = |set: fn(&mut AccountBalance) -> &mut Bytes| {
             let mut books = [books(1, &[("GPU-a", 3, 1)])];
             *set(&mut books[0].accounts[0]) = Bytes::gib(3);
-            outcome(&order, &containers, &books)
+            quota_outcome(&order, &containers, &books)
         };
-        let pending = Outcome::Pending {
+        let pending = QuotaOutcome::Pending {
             quota: Bytes::gib(3),
             used: Bytes::gib(4),
         };
-        assert_eq!(outcome(|account| &mut account.retired), pending);
+        assert_eq!(outcome(|account| &mut account.exited), pending);
         assert_eq!(outcome(|account| &mut account.leased), pending);
-        assert_eq!(outcome(|account| &mut account.outside), pending);
+        assert_eq!(outcome(|account| &mut account.untracked), pending);
     }
 
     #[test]
-    fn an_order_for_nobody_here_is_not_found() {
+    fn override_for_an_unknown_container_is_not_found() {
         let (containers, books) = ([container(1, "main")], [books(1, &[("GPU-a", 8, 4)])]);
         for order in [
             order("main", "GPU-x", "1Gi"),
@@ -358,8 +370,8 @@ mod tests {
             order("x", DEVICE, "1Gi"),
         ] {
             assert_eq!(
-                outcome(&order, &containers, &books),
-                Outcome::NotFound,
+                quota_outcome(&order, &containers, &books),
+                QuotaOutcome::NotFound,
                 "{order:?}"
             );
         }

@@ -13,14 +13,14 @@ use bursar_crds::gpu_node::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::report::{
-    FaultReport, GpuHealth, GpuReport, ImageReport, Memory, NamespaceReport, NodeReport,
+    FaultReport, GpuHealth, GpuReport, ImageReport, MemoryReport, NamespaceReport, NodeReport,
     NotEnforcedReport, WaitingReport,
 };
-use crate::gpu_node::quota_overrides::Outcome;
+use crate::gpu_node::quota_overrides::QuotaOutcome;
 use crate::units::{PodUid, Quanta};
 
 /// The longest message of [`NotEnforced`].
-const LONGEST: usize = 512;
+const MAX_MESSAGE_LENGTH: usize = 512;
 
 /// The status to write for `report`, after `before` was written. Times of what stays as it was stay.
 ///
@@ -40,12 +40,12 @@ pub fn render(
         gpus,
         waiting,
         not_enforced,
-        ordered,
+        applied_spec: ordered,
         faults,
         namespaces,
         conditions,
     } = report;
-    let mut statements = vec![ready(conditions)];
+    let mut statements = vec![ready_condition(conditions)];
     statements.extend_from_slice(conditions);
     GpuNodeStatus {
         // Before the spec was read, what an earlier agent saw of it stands, as what it ordered does.
@@ -54,32 +54,50 @@ pub fn render(
         agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
         driver_version: driver_version.clone(),
         quantum: Some(Amount::from_bytes(quantum.bytes())),
-        device_memory: memory(device_memory),
-        managed_memory: memory(managed_memory),
+        device_memory: memory_status(device_memory),
+        managed_memory: memory_status(managed_memory),
         gpus: gpus
             .iter()
             .take(MAX_GPUS)
             .map(|gpu| gpu_status(gpu, before, now))
             .collect(),
-        waiting: waiting.iter().take(MAX_WAITING).map(waiter).collect(),
+        waiting: waiting
+            .iter()
+            .take(MAX_WAITING)
+            .map(waiting_status)
+            .collect(),
         not_enforced_count: i32::try_from(not_enforced.len()).unwrap_or(i32::MAX),
         not_enforced: not_enforced
             .iter()
             .take(MAX_NOT_ENFORCED)
-            .map(lacking)
+            .map(not_enforced_status)
             .collect(),
         quotas: match ordered.generation {
             None => before.quotas.clone(),
-            Some(_) => ordered.quotas.iter().take(MAX_QUOTAS).map(quota).collect(),
+            Some(_) => ordered
+                .quotas
+                .iter()
+                .take(MAX_QUOTAS)
+                .map(quota_status)
+                .collect(),
         },
-        faults: pressing(faults.iter().map(|one| fault(one, before, now)).collect()),
-        namespaces: namespaces.iter().take(MAX_NAMESPACES).map(used).collect(),
+        faults: select_faults(
+            faults
+                .iter()
+                .map(|one| fault_status(one, before, now))
+                .collect(),
+        ),
+        namespaces: namespaces
+            .iter()
+            .take(MAX_NAMESPACES)
+            .map(namespace_use)
+            .collect(),
         conditions: conditions::merge(&before.conditions, &statements, generation, now),
     }
 }
 
 /// `Ready` is the sum of the others; the first that does not hold gives the message.
-fn ready(others: &[Statement]) -> Statement {
+fn ready_condition(others: &[Statement]) -> Statement {
     match others.iter().find(|said| said.is_amiss()) {
         None if others.is_empty() => Statement {
             type_: names::READY,
@@ -114,7 +132,7 @@ fn gpu_status(gpu: &GpuReport, before: &GpuNodeStatus, now: &Time) -> GpuStatus 
         largest_free,
         leaked,
         withheld,
-        held_for,
+        reserved_for: held_for,
         pods,
     } = gpu;
     let (status, reason) = match health {
@@ -139,42 +157,42 @@ fn gpu_status(gpu: &GpuReport, before: &GpuNodeStatus, now: &Time) -> GpuStatus 
             reason: reason.to_owned(),
             since: Some(since),
         },
-        capacity: count(*capacity),
-        free: count(*free),
-        largest_free: count(*largest_free),
+        capacity: to_i32(*capacity),
+        free: to_i32(*free),
+        largest_free: to_i32(*largest_free),
         leaked: (leaked.0 > 0).then(|| Amount::from_bytes(leaked.0)),
         withheld: (withheld.0 > 0).then(|| Amount::from_bytes(withheld.0)),
         held_for: held_for.as_ref().map(|pod| pod.as_str().to_owned()),
-        pods: largest(pods),
+        pods: largest_pods(pods),
     }
 }
 
-fn memory(memory: &Memory) -> NodeMemory {
-    let Memory {
+fn memory_status(memory: &MemoryReport) -> NodeMemory {
+    let MemoryReport {
         allocatable,
         free,
         largest_free,
     } = memory;
     NodeMemory {
-        allocatable: count(*allocatable),
-        free: count(*free),
-        largest_free: count(*largest_free),
+        allocatable: to_i32(*allocatable),
+        free: to_i32(*free),
+        largest_free: to_i32(*largest_free),
     }
 }
 
 /// Those with the most memory first, and in one order.
-fn largest(pods: &BTreeMap<PodUid, Quanta>) -> Vec<GpuPod> {
+fn largest_pods(pods: &BTreeMap<PodUid, Quanta>) -> Vec<GpuPod> {
     let mut pods: Vec<_> = pods.iter().collect();
     pods.sort_by_key(|(pod, quanta)| (Reverse(**quanta), *pod));
     let pods = pods.into_iter().take(MAX_PODS);
     pods.map(|(pod, quanta)| GpuPod {
         uid: pod.as_str().to_owned(),
-        quanta: count(*quanta),
+        quanta: to_i32(*quanta),
     })
     .collect()
 }
 
-fn waiter(waiting: &WaitingReport) -> Waiting {
+fn waiting_status(waiting: &WaitingReport) -> Waiting {
     let WaitingReport {
         pod_uid,
         namespace,
@@ -188,13 +206,13 @@ fn waiter(waiting: &WaitingReport) -> Waiting {
         namespace: namespace.clone(),
         pod: pod.clone(),
         container: container.clone(),
-        quanta: count(*quanta),
+        quanta: to_i32(*quanta),
         // The API keeps whole seconds; what is read back must equal what was written.
-        since: seconds(*since),
+        since: truncate_to_seconds(*since),
     }
 }
 
-fn lacking(lacking: &NotEnforcedReport) -> NotEnforced {
+fn not_enforced_status(lacking: &NotEnforcedReport) -> NotEnforced {
     let NotEnforcedReport {
         pod_uid,
         namespace,
@@ -209,11 +227,11 @@ fn lacking(lacking: &NotEnforcedReport) -> NotEnforced {
         pod: pod.clone(),
         container: container.clone(),
         reason: (*reason).to_owned(),
-        message: message[..message.floor_char_boundary(LONGEST)].to_owned(),
+        message: message[..message.floor_char_boundary(MAX_MESSAGE_LENGTH)].to_owned(),
     }
 }
 
-fn used(used: &NamespaceReport) -> NamespaceUse {
+fn namespace_use(used: &NamespaceReport) -> NamespaceUse {
     let NamespaceReport {
         namespace,
         observed,
@@ -223,28 +241,28 @@ fn used(used: &NamespaceReport) -> NamespaceUse {
     } = used;
     NamespaceUse {
         namespace: namespace.clone(),
-        observed: count(*observed),
-        denials: signed(*denials),
-        poisoned: signed(*poisoned),
-        restarts: signed(*restarts),
+        observed: to_i32(*observed),
+        denials: to_i64(*denials),
+        poisoned: to_i64(*poisoned),
+        restarts: to_i64(*restarts),
     }
 }
 
 /// A GPU's come first: there are few, and each concerns many. Then those that somebody else has to deal with. Of
 /// either, the oldest, by turns of namespaces and of their containers: nobody's many keep another's from being told.
-fn pressing(mut faults: Vec<Fault>) -> Vec<Fault> {
+fn select_faults(mut faults: Vec<Fault>) -> Vec<Fault> {
     let rank = |fault: &Fault| {
         let is_asked = |action| matches!(action, FaultAction::Evict | FaultAction::BeyondMaximum);
         let is_gpus = fault.kind == FaultKind::Gpu;
         (!is_gpus, !fault.action.is_some_and(is_asked))
     };
     faults.sort_by(|a, b| (a.time.0, &a.id).cmp(&(b.time.0, &b.id)));
-    let faults = by_turns(faults, |fault| {
+    let faults = round_robin(faults, |fault| {
         let of = fault.container.as_ref();
         let container = of.map(|of| (of.pod_uid.clone(), of.container.clone()));
         (rank(fault), container)
     });
-    let mut faults = by_turns(faults, |fault| {
+    let mut faults = round_robin(faults, |fault| {
         let of = fault.container.as_ref();
         (rank(fault), of.map(|of| of.namespace.clone()))
     });
@@ -254,7 +272,7 @@ fn pressing(mut faults: Vec<Fault>) -> Vec<Fault> {
 }
 
 /// The first of each, then the second of each, and so on.
-fn by_turns<K: Ord>(faults: Vec<Fault>, whose: impl Fn(&Fault) -> K) -> Vec<Fault> {
+fn round_robin<K: Ord>(faults: Vec<Fault>, whose: impl Fn(&Fault) -> K) -> Vec<Fault> {
     let mut turns = BTreeMap::new();
     let mut faults: Vec<(usize, Fault)> = faults
         .into_iter()
@@ -268,7 +286,7 @@ fn by_turns<K: Ord>(faults: Vec<Fault>, whose: impl Fn(&Fault) -> K) -> Vec<Faul
     faults.into_iter().map(|(_, fault)| fault).collect()
 }
 
-fn fault(fault: &FaultReport, before: &GpuNodeStatus, now: &Time) -> Fault {
+fn fault_status(fault: &FaultReport, before: &GpuNodeStatus, now: &Time) -> Fault {
     let FaultReport {
         id,
         gpu,
@@ -288,17 +306,17 @@ fn fault(fault: &FaultReport, before: &GpuNodeStatus, now: &Time) -> Fault {
             None => FaultKind::Gpu,
         },
         gpu: gpu.as_str().to_owned(),
-        gpu_generation: signed(*gpu_generation),
+        gpu_generation: to_i64(*gpu_generation),
         cuda_error: *cuda_error,
         xid: xid.and_then(|xid| i32::try_from(xid).ok()),
         action: *action,
-        container: image.as_ref().and_then(faulty),
-        time: time.map_or_else(first, seconds),
+        container: image.as_ref().and_then(fault_container),
+        time: time.map_or_else(first, truncate_to_seconds),
     }
 }
 
 /// None where nobody knows whose it is.
-fn faulty(image: &ImageReport) -> Option<FaultContainer> {
+fn fault_container(image: &ImageReport) -> Option<FaultContainer> {
     let ImageReport {
         pod_uid,
         namespace,
@@ -311,11 +329,11 @@ fn faulty(image: &ImageReport) -> Option<FaultContainer> {
         namespace: namespace.clone(),
         pod: pod.clone(),
         container: container.clone(),
-        process_generation: signed(*process_generation),
+        process_generation: to_i64(*process_generation),
     })
 }
 
-fn quota((order, outcome): &(QuotaOrder, Outcome)) -> QuotaStatus {
+fn quota_status((order, outcome): &(QuotaOrder, QuotaOutcome)) -> QuotaStatus {
     let QuotaOrder {
         pod_uid,
         container,
@@ -323,9 +341,9 @@ fn quota((order, outcome): &(QuotaOrder, Outcome)) -> QuotaStatus {
         quota: _,
     } = order.clone();
     let (quota, used) = match outcome {
-        Outcome::NotFound => (None, None),
-        Outcome::Applied(quota) => (Some(quota), None),
-        Outcome::Pending { quota, used } => (Some(quota), Some(used)),
+        QuotaOutcome::NotFound => (None, None),
+        QuotaOutcome::Applied(quota) => (Some(quota), None),
+        QuotaOutcome::Pending { quota, used } => (Some(quota), Some(used)),
     };
     let amount = |bytes: &crate::units::Bytes| Amount::from_bytes(bytes.0);
     QuotaStatus {
@@ -339,16 +357,16 @@ fn quota((order, outcome): &(QuotaOrder, Outcome)) -> QuotaStatus {
 }
 
 /// The API has signed integers only.
-fn signed(number: u64) -> i64 {
+fn to_i64(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
 
-fn count(quanta: Quanta) -> i32 {
+fn to_i32(quanta: Quanta) -> i32 {
     i32::try_from(quanta.0).unwrap_or(i32::MAX)
 }
 
 /// `at` in the precision that the API keeps.
-pub fn seconds(at: jiff::Timestamp) -> Time {
+pub fn truncate_to_seconds(at: jiff::Timestamp) -> Time {
     Time(jiff::Timestamp::from_second(at.as_second()).unwrap_or(at))
 }
 
@@ -361,13 +379,13 @@ mod tests {
     use crate::units::Bytes;
 
     #[test]
-    fn an_unchanged_report_renders_to_what_is_there_whatever_the_time() {
+    fn unchanged_report_renders_to_the_same_status() {
         let first = render(&report(), &GpuNodeStatus::default(), Some(1), &at(10));
         assert_eq!(render(&report(), &first, Some(1), &at(500)), first);
     }
 
     #[test]
-    fn what_the_api_server_returns_equals_what_was_written() {
+    fn status_read_back_equals_what_was_written() {
         let mut report = report();
         report.waiting.push(WaitingReport {
             pod_uid: "0f".parse().unwrap(),
@@ -385,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn orders_are_acknowledged_with_their_generation_and_stand_until_the_spec_was_read_again() {
+    fn quota_outcomes_stay_until_the_spec_is_read_again() {
         let order = QuotaOrder {
             pod_uid: "0f".into(),
             container: "main".into(),
@@ -394,8 +412,8 @@ mod tests {
         };
         let mut told = report();
         let (quota, used) = (Bytes::gib(4), Bytes::gib(5));
-        told.ordered.generation = Some(7);
-        told.ordered.quotas = vec![(order, Outcome::Pending { quota, used })];
+        told.applied_spec.generation = Some(7);
+        told.applied_spec.quotas = vec![(order, QuotaOutcome::Pending { quota, used })];
         let status = render(&told, &GpuNodeStatus::default(), Some(9), &at(10));
         assert_eq!(status.observed_generation, Some(7));
         let said = &status.quotas[0];
@@ -408,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_fell_ill_says_since_when_and_why() {
+    fn unhealthy_gpu_has_a_reason_and_a_time() {
         let before = render(&report(), &GpuNodeStatus::default(), Some(1), &at(10));
         let mut ill = report();
         ill.gpus[0].health = GpuHealth::Unhealthy {
@@ -421,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_of_a_gpu_keeps_the_time_at_which_it_was_first_written_and_comes_first() {
+    fn gpu_fault_keeps_its_time_and_comes_first() {
         let of_gpu = FaultReport {
             id: "GPU-00000000-3".into(),
             gpu: "GPU-00000000".parse().unwrap(),
@@ -455,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_has_many_faults_keeps_nobody_elses_from_being_told() {
+    fn faults_of_one_namespace_leave_room_for_others() {
         let of = |namespace: &str, pod: &str, generation: u64, action| FaultReport {
             id: format!("{pod}-{generation}"),
             gpu: "GPU-00000000".parse().unwrap(),
@@ -518,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn the_object_stays_small_with_the_most_that_it_may_hold() {
+    fn object_stays_small_when_its_lists_are_full() {
         let mut full = report();
         let gpu = full.gpus[0].clone();
         full.gpus = vec![gpu; 300];

@@ -6,7 +6,7 @@ use bursar_crds::conditions::Statement;
 use bursar_crds::gpu_node::{FaultAction, GpuState};
 use jiff::Timestamp;
 
-use crate::gpu_node::quota_overrides::Ordered;
+use crate::gpu_node::quota_overrides::AppliedSpec;
 use crate::units::{Bytes, GpuUuid, PodUid, Quanta, Quantum};
 
 /// The node as the agent sees it. Two equal reports make no write.
@@ -21,9 +21,9 @@ pub struct NodeReport {
     /// How much one token stands for.
     pub quantum: Quantum,
     /// Device memory of the healthy GPUs together.
-    pub device_memory: Memory,
+    pub device_memory: MemoryReport,
     /// Managed memory; all zero where none is offered.
-    pub managed_memory: Memory,
+    pub managed_memory: MemoryReport,
     /// The GPUs, in NVML's order, lost ones included.
     pub gpus: Vec<GpuReport>,
     /// Containers that wait for room, the longest waiting first. More than 16 are cut off.
@@ -31,7 +31,7 @@ pub struct NodeReport {
     /// Containers that are not held to their quota. More than 16 are counted and cut off.
     pub not_enforced: Vec<NotEnforcedReport>,
     /// What became of the quotas that `spec` orders.
-    pub ordered: Ordered,
+    pub applied_spec: AppliedSpec,
     /// Faults that nobody has dealt with. More than 16 are cut off.
     pub faults: Vec<FaultReport>,
     /// What the pods of each namespace use, and what befell them. More than 32 are cut off.
@@ -43,7 +43,7 @@ pub struct NodeReport {
 
 /// Memory of the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Memory {
+pub struct MemoryReport {
     /// What the kubelet is told there is.
     pub allocatable: Quanta,
     /// What nothing is bound to.
@@ -80,7 +80,7 @@ pub struct GpuReport {
     /// What is in use and charged to no pod.
     pub withheld: Bytes,
     /// The pod that it is held for by a reservation of the operator.
-    pub held_for: Option<PodUid>,
+    pub reserved_for: Option<PodUid>,
     /// The pods with memory on it, each with how much. Those with least are cut off beyond 32.
     pub pods: BTreeMap<PodUid, Quanta>,
 }
@@ -92,7 +92,7 @@ pub enum GpuHealth {
     Healthy,
     /// It does not.
     Unhealthy {
-        /// One word: `GpuLost`, `NoAnswer`, `Xid79`.
+        /// One word: `GpuLost`, `Timeout`, `Xid79`.
         reason: String,
     },
 }

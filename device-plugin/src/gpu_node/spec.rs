@@ -9,42 +9,42 @@ use kube::core::DynamicObject;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::gpu_node::quota_overrides::Orders;
+use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::units::GpuUuid;
 
 /// What `object` orders, with the places of what cannot be understood.
-pub fn orders(object: &DynamicObject) -> Orders {
-    let mut list = Lists {
+pub fn parse_spec(object: &DynamicObject) -> ParsedSpec {
+    let mut list = SpecReader {
         spec: object.data.get("spec"),
-        unknown: Vec::new(),
+        unrecognized: Vec::new(),
     };
-    Orders {
+    ParsedSpec {
         generation: object.metadata.generation,
-        quotas: list.read("quotas", |_| true),
-        reservations: list.read("reservations", |_| true),
-        contexts: list.read("contextPolicies", |order: &ContextOrder| {
+        quotas: list.read_list("quotas", |_| true),
+        reservations: list.read_list("reservations", |_| true),
+        context_policies: list.read_list("contextPolicies", |order: &ContextOrder| {
             order.action != ContextAction::Unknown
         }),
-        restarts: list.read("restarts", |_| true),
-        drain: list.drain(),
-        not_understood: list.unknown,
+        restarts: list.read_list("restarts", |_| true),
+        drain: list.read_drain(),
+        unrecognized: list.unrecognized,
     }
 }
 
 /// The lists of a spec.
-struct Lists<'a> {
+struct SpecReader<'a> {
     spec: Option<&'a Value>,
-    unknown: Vec<String>,
+    unrecognized: Vec<String>,
 }
 
-impl Lists<'_> {
+impl SpecReader<'_> {
     /// The orders of one list that are of the right shape and `is_known`.
-    fn read<T: DeserializeOwned>(&mut self, name: &str, is_known: fn(&T) -> bool) -> Vec<T> {
+    fn read_list<T: DeserializeOwned>(&mut self, name: &str, is_known: fn(&T) -> bool) -> Vec<T> {
         let list = match self.spec.and_then(|spec| spec.get(name)) {
             None | Some(Value::Null) => return Vec::new(),
             Some(Value::Array(list)) => list,
             Some(_) => {
-                self.unknown.push(name.to_owned());
+                self.unrecognized.push(name.to_owned());
                 return Vec::new();
             }
         };
@@ -52,15 +52,15 @@ impl Lists<'_> {
         for (index, order) in list.iter().enumerate() {
             match T::deserialize(order) {
                 Ok(order) if is_known(&order) => orders.push(order),
-                _ => self.unknown.push(format!("{name}[{index}]")),
+                _ => self.unrecognized.push(format!("{name}[{index}]")),
             }
         }
         orders
     }
 
-    fn drain<C: FromIterator<GpuUuid>>(&mut self) -> C {
+    fn read_drain<C: FromIterator<GpuUuid>>(&mut self) -> C {
         let names: Vec<String> =
-            self.read("drain", |name: &String| name.parse::<GpuUuid>().is_ok());
+            self.read_list("drain", |name: &String| name.parse::<GpuUuid>().is_ok());
         names.iter().flat_map(|name| name.parse()).collect()
     }
 }
@@ -71,12 +71,12 @@ mod tests {
 
     use super::*;
 
-    fn read(spec: Value) -> Orders {
+    fn read(spec: Value) -> ParsedSpec {
         let object = json!({
             "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode",
             "metadata": { "name": "n", "generation": 7 }, "spec": spec,
         });
-        orders(&serde_json::from_value(object).unwrap())
+        parse_spec(&serde_json::from_value(object).unwrap())
     }
 
     fn policy(namespace: &str, action: &str) -> Value {
@@ -84,21 +84,25 @@ mod tests {
     }
 
     #[test]
-    fn unknown_action_stops_no_other_order() {
+    fn unknown_action_stops_no_other_entry() {
         let orders = read(json!({
             "contextPolicies": [policy("a", "Quarantine"), policy("b", "Evict")],
             "drain": ["GPU-1"],
             "restarts": [{ "fault": "f", "podUid": "u", "container": "c", "processGeneration": 3 }],
         }));
-        let namespaces: Vec<_> = orders.contexts.iter().map(|one| &one.namespace).collect();
+        let namespaces: Vec<_> = orders
+            .context_policies
+            .iter()
+            .map(|one| &one.namespace)
+            .collect();
         assert_eq!(namespaces, ["b"]);
         assert_eq!((orders.drain.len(), orders.restarts.len()), (1, 1));
         assert_eq!(orders.generation, Some(7));
-        assert_eq!(orders.not_understood, ["contextPolicies[0]"]);
+        assert_eq!(orders.unrecognized, ["contextPolicies[0]"]);
     }
 
     #[test]
-    fn order_of_another_shape_is_named_and_the_rest_is_read() {
+    fn malformed_entry_is_named_and_the_rest_is_read() {
         let orders = read(json!({
             "quotas": [{ "podUid": "u", "container": "c", "quota": "1Gi" }, { "pod": "p" }],
             "reservations": { "GPU-1": 4 },
@@ -106,15 +110,15 @@ mod tests {
         }));
         assert_eq!((orders.quotas.len(), orders.drain.len()), (1, 1));
         let places = ["quotas[1]", "reservations", "drain[0]", "drain[2]"];
-        assert_eq!(orders.not_understood, places);
+        assert_eq!(orders.unrecognized, places);
     }
 
     #[test]
-    fn missing_or_empty_spec_orders_nothing() {
+    fn missing_or_empty_spec_parses_to_nothing() {
         for spec in [Value::Null, json!({}), json!({ "drain": null })] {
-            let nothing = Orders {
+            let nothing = ParsedSpec {
                 generation: Some(7),
-                ..Orders::default()
+                ..ParsedSpec::default()
             };
             assert_eq!(read(spec), nothing);
         }

@@ -11,44 +11,44 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::api::{Known, objects};
+use super::api::{ObservedObject, gpu_nodes};
 use super::spec;
-use crate::gpu_node::quota_overrides::Orders;
+use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::metrics::Metrics;
 
 /// How many seconds one watch lives: what the server is asked to end it after.
-const LIFETIME: u32 = 200;
+const WATCH_TIMEOUT_SECONDS: u32 = 200;
 
 /// The first pause before a watch that failed is taken up again.
-const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const MIN_BACKOFF: Duration = Duration::from_secs(1);
 
 /// The longest pause, to which chance adds as much at most. It is short, for orders wait that long for an agent once
 /// an API server is back.
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+const MAX_BACKOFF: Duration = Duration::from_secs(10);
 
 /// What the watch tells of the object.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub enum Seen {
+pub enum Observation {
     /// Nothing so far.
     #[default]
-    Nothing,
+    Pending,
     /// The object is not there.
-    Missing,
+    NotFound,
     /// The object as an event or a list has it.
     Object {
         /// What it says.
-        known: Box<Known>,
+        known: Box<ObservedObject>,
         /// Whether a list has it, which is the newest state whatever its revision.
         is_listed: bool,
     },
 }
 
 /// Where the watch tells it.
-pub struct Told {
+pub struct WatchOutput {
     /// What is ordered; none before the object was seen.
-    pub orders: watch::Sender<Option<Orders>>,
+    pub spec: watch::Sender<Option<ParsedSpec>>,
     /// The object itself.
-    pub seen: watch::Sender<Seen>,
+    pub observed: watch::Sender<Observation>,
     /// Where failures are counted.
     pub metrics: Metrics,
 }
@@ -58,14 +58,14 @@ pub async fn run(
     client: Client,
     node: String,
     history: History,
-    told: Told,
+    told: WatchOutput,
     stop: CancellationToken,
 ) {
     let config = watcher::Config::default()
         .fields(&format!("metadata.name={node}"))
-        .timeout(LIFETIME);
-    let pauses = Pauses::new(FIRST_PAUSE, LONGEST_PAUSE);
-    let objects = follow(objects(client), config, pauses, history);
+        .timeout(WATCH_TIMEOUT_SECONDS);
+    let pauses = Pauses::new(MIN_BACKOFF, MAX_BACKOFF);
+    let objects = follow(gpu_nodes(client), config, pauses, history);
     let mut objects = std::pin::pin!(objects);
     let (mut listed, mut failures) = (None, 0_u32);
     loop {
@@ -87,7 +87,7 @@ pub async fn run(
             Ok(Some(watcher::Event::InitDone)) => (listed.take(), true),
             Ok(None) => return stop.cancelled().await,
             Err(error) => {
-                told.metrics.watch_failed();
+                told.metrics.count_watch_failure();
                 if failures == 0 {
                     warn!(%error, "failed to watch GpuNode; trying on");
                 }
@@ -99,22 +99,22 @@ pub async fn run(
             info!(failures, "GpuNode is watched again");
             failures = 0;
         }
-        told.tell(object.as_ref(), is_listed);
+        told.publish(object.as_ref(), is_listed);
     }
 }
 
-impl Told {
-    fn tell(&self, object: Option<&DynamicObject>, is_listed: bool) {
-        self.orders.send_if_modified(|before| {
-            let after = orders(before.as_ref(), object);
+impl WatchOutput {
+    fn publish(&self, object: Option<&DynamicObject>, is_listed: bool) {
+        self.spec.send_if_modified(|before| {
+            let after = next_spec(before.as_ref(), object);
             let changed = *before != after;
             *before = after;
             changed
         });
-        self.seen.send_replace(match object {
-            None => Seen::Missing,
-            Some(object) => Seen::Object {
-                known: Box::new(Known::of(object)),
+        self.observed.send_replace(match object {
+            None => Observation::NotFound,
+            Some(object) => Observation::Object {
+                known: Box::new(ObservedObject::from_object(object)),
                 is_listed,
             },
         });
@@ -123,12 +123,12 @@ impl Told {
 
 /// What is ordered, after what was `before`. An object that is not there lifts no drain, for somebody may have a GPU in
 /// hand by now; an object that is there has to say so.
-fn orders(before: Option<&Orders>, object: Option<&DynamicObject>) -> Option<Orders> {
+fn next_spec(before: Option<&ParsedSpec>, object: Option<&DynamicObject>) -> Option<ParsedSpec> {
     match object {
-        Some(object) => Some(spec::orders(object)),
-        None => before.map(|before| Orders {
+        Some(object) => Some(spec::parse_spec(object)),
+        None => before.map(|before| ParsedSpec {
             drain: before.drain.clone(),
-            ..Orders::default()
+            ..ParsedSpec::default()
         }),
     }
 }

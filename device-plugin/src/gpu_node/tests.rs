@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use axum::http::StatusCode;
-use bursar_sim_api::{Api, Doomed, Fate, Faults, Telling};
+use bursar_sim_api::{Faults, FaultyWrites, SimApiServer, WatchFault, WriteFault};
 use bursar_watch::History;
 use kube::Client;
 use serde_json::{Value, json};
@@ -13,18 +13,18 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use super::api::ApiObject;
+use super::api::GpuNodeClient;
 use super::fixtures::report;
 use super::publish::{Publisher, Rate};
 use super::report::NodeReport;
-use super::spec_watch::{self, Seen, Told};
-use crate::gpu::drain::Drain;
-use crate::gpu_node::quota_overrides::Orders;
+use super::spec_watch::{self, Observation, WatchOutput};
+use crate::gpu::drain::DrainState;
+use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::metrics::Metrics;
 use crate::units::GpuUuid;
 
 /// The end state is reached within this time, whatever happens to one write or event.
-const PROMISED: Duration = Duration::from_secs(30);
+const PROMISED_TIME: Duration = Duration::from_secs(30);
 
 const KIND: &str = "gpunodes";
 const NODE: &str = "n";
@@ -38,44 +38,44 @@ fn node(uid: &str) -> Value {
 }
 
 /// An agent's status and orders over an API server.
-struct Bed {
-    api: Api,
+struct Fixture {
+    api: SimApiServer,
     reports: watch::Sender<NodeReport>,
-    orders: watch::Receiver<Option<Orders>>,
-    unheard: watch::Receiver<Option<Instant>>,
+    spec: watch::Receiver<Option<ParsedSpec>>,
+    unreachable_since: watch::Receiver<Option<Instant>>,
     generation: i64,
     stop: CancellationToken,
 }
 
-impl Bed {
+impl Fixture {
     fn start() -> Self {
-        let api = Api::start();
+        let api = SimApiServer::start();
         api.put("nodes", node("first"));
         let client = api.client();
-        Self::over(api, client, Drain::default())
+        Self::start_with(api, client, DrainState::default())
     }
 
-    fn over(api: Api, client: Client, drain: Drain) -> Self {
+    fn start_with(api: SimApiServer, client: Client, drain: DrainState) -> Self {
         let (reports, reported) = watch::channel(report());
         let (orders, ordered) = watch::channel(None);
-        let (seen, sees) = watch::channel(Seen::Nothing);
+        let (seen, sees) = watch::channel(Observation::Pending);
         let (unheard, since) = watch::channel(Some(Instant::now()));
         let (history, stop, metrics) =
             (History::default(), CancellationToken::new(), Metrics::new());
         let publisher = Publisher {
-            object: ApiObject::new(client.clone(), NODE, history.clone()),
+            api: GpuNodeClient::new(client.clone(), NODE, history.clone()),
             reports: reported,
-            seen: sees,
-            orders: ordered.clone(),
+            observed: sees,
+            spec: ordered.clone(),
             drain: watch::channel(drain).1,
             rate: Rate::default(),
-            unheard,
+            unreachable_since: unheard,
             metrics: metrics.clone(),
         };
         tokio::spawn(publisher.run(stop.clone()));
-        let told = Told {
-            orders,
-            seen,
+        let told = WatchOutput {
+            spec: orders,
+            observed: seen,
             metrics,
         };
         tokio::spawn(spec_watch::run(
@@ -88,8 +88,8 @@ impl Bed {
         Self {
             api,
             reports,
-            orders: ordered,
-            unheard: since,
+            spec: ordered,
+            unreachable_since: since,
             generation: 1,
             stop,
         }
@@ -108,14 +108,14 @@ impl Bed {
         self.object()["status"]["deviceMemory"]["free"] == free
     }
 
-    fn drains(&self) -> Vec<GpuUuid> {
-        let orders = self.orders.borrow();
+    fn drained_gpus(&self) -> Vec<GpuUuid> {
+        let orders = self.spec.borrow();
         let drain = orders.iter().flat_map(|orders| &orders.drain);
         drain.cloned().collect()
     }
 
     /// Somebody else writes the spec.
-    fn order(&mut self, spec: Value) {
+    fn write_spec(&mut self, spec: Value) {
         let mut object = self.object();
         self.generation += 1;
         object["metadata"]["generation"] = json!(self.generation);
@@ -123,7 +123,7 @@ impl Bed {
         self.api.put(KIND, object);
     }
 
-    async fn until(&self, what: &str, within: Duration, done: impl Fn(&Self) -> bool) {
+    async fn wait_until(&self, what: &str, within: Duration, done: impl Fn(&Self) -> bool) {
         let reached = async {
             while !done(self) {
                 sleep(Duration::from_millis(10)).await;
@@ -134,20 +134,20 @@ impl Bed {
             outcome.is_ok(),
             "{what}: not within {within:?}; object {}, orders {:?}, writes {:?}",
             self.object(),
-            self.orders.borrow(),
+            self.spec.borrow(),
             self.api.writes()
         );
     }
 
-    async fn until_written(&self) {
-        self.until("the report is written", PROMISED, |bed| {
-            bed.has_free(32) && bed.orders.borrow().is_some()
+    async fn wait_until_written(&self) {
+        self.wait_until("the report is written", PROMISED_TIME, |bed| {
+            bed.has_free(32) && bed.spec.borrow().is_some()
         })
         .await;
     }
 
     /// Nothing is written for a minute.
-    async fn until_quiet(&self, what: &str) {
+    async fn assert_quiet(&self, what: &str) {
         sleep(Duration::from_secs(5)).await;
         let before = self.api.writes().len();
         sleep(Duration::from_secs(60)).await;
@@ -156,58 +156,62 @@ impl Bed {
     }
 }
 
-impl Drop for Bed {
+impl Drop for Fixture {
     fn drop(&mut self) {
         self.stop.cancel();
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn deleted_object_is_made_again_within_seconds() {
-    let bed = Bed::start();
-    bed.until_written().await;
+async fn deleted_object_is_created_again_within_seconds() {
+    let bed = Fixture::start();
+    bed.wait_until_written().await;
     for _ in 0..3 {
         bed.api.delete(KIND, "", NODE);
         let within = Duration::from_secs(3);
-        bed.until("it is made again", within, |bed| bed.has_free(32))
+        bed.wait_until("it is made again", within, |bed| bed.has_free(32))
             .await;
     }
-    bed.until_quiet("a deletion").await;
+    bed.assert_quiet("a deletion").await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn object_is_owned_by_the_node_as_registered_now() {
-    let bed = Bed::start();
-    bed.until_written().await;
-    let owner = |bed: &Bed| bed.object()["metadata"]["ownerReferences"][0]["uid"].clone();
+async fn object_is_owned_by_the_current_node() {
+    let bed = Fixture::start();
+    bed.wait_until_written().await;
+    let owner = |bed: &Fixture| bed.object()["metadata"]["ownerReferences"][0]["uid"].clone();
     assert_eq!(owner(&bed), "first");
     bed.api.put("nodes", node("second"));
     // As the garbage collector does.
     bed.api.delete(KIND, "", NODE);
-    bed.until("it has the present owner", Duration::from_secs(3), |bed| {
+    bed.wait_until("it has the present owner", Duration::from_secs(3), |bed| {
         owner(bed) == "second"
     })
     .await;
     // A restarted agent finds an object that the garbage collector has not come to.
     bed.stop.cancel();
     bed.api.put("nodes", node("third"));
-    let bed = Bed::over(bed.api.clone(), bed.api.client(), Drain::default());
-    bed.until("it is handed over", PROMISED, |bed| owner(bed) == "third")
-        .await;
+    let bed = Fixture::start_with(bed.api.clone(), bed.api.client(), DrainState::default());
+    bed.wait_until("it is handed over", PROMISED_TIME, |bed| {
+        owner(bed) == "third"
+    })
+    .await;
     let owners = bed.object()["metadata"]["ownerReferences"].clone();
     assert_eq!(owners.as_array().map(Vec::len), Some(1), "{owners}");
 }
 
 #[tokio::test(start_paused = true)]
-async fn drain_outlives_the_object_that_ordered_it() {
-    let mut bed = Bed::start();
-    bed.until_written().await;
-    bed.order(json!({ "drain": ["GPU-1"] }));
-    bed.until("it is heard", PROMISED, |bed| bed.drains() == [gpu(1)])
-        .await;
-    let mut orders = bed.orders.clone();
+async fn drain_outlives_the_object_whose_spec_named_it() {
+    let mut bed = Fixture::start();
+    bed.wait_until_written().await;
+    bed.write_spec(json!({ "drain": ["GPU-1"] }));
+    bed.wait_until("it is heard", PROMISED_TIME, |bed| {
+        bed.drained_gpus() == [gpu(1)]
+    })
+    .await;
+    let mut orders = bed.spec.clone();
     let lifted = tokio::spawn(async move {
-        let lifted = |orders: &Option<Orders>| {
+        let lifted = |orders: &Option<ParsedSpec>| {
             !orders
                 .as_ref()
                 .is_some_and(|orders| orders.drain.contains(&gpu(1)))
@@ -215,74 +219,80 @@ async fn drain_outlives_the_object_that_ordered_it() {
         orders.wait_for(lifted).await.is_ok()
     });
     bed.api.delete(KIND, "", NODE);
-    bed.until("it is made again", PROMISED, |bed| bed.has_free(32))
+    bed.wait_until("it is made again", PROMISED_TIME, |bed| bed.has_free(32))
         .await;
-    sleep(PROMISED).await;
+    sleep(PROMISED_TIME).await;
     assert!(
         !lifted.is_finished(),
         "the drain was lifted by the deletion"
     );
     assert_eq!(bed.object()["spec"]["drain"], json!(["GPU-1"]));
     bed.generation = 1;
-    bed.order(json!({}));
-    bed.until("it is lifted", PROMISED, |bed| bed.drains().is_empty())
-        .await;
+    bed.write_spec(json!({}));
+    bed.wait_until("it is lifted", PROMISED_TIME, |bed| {
+        bed.drained_gpus().is_empty()
+    })
+    .await;
     assert!(lifted.is_finished());
 }
 
 #[tokio::test(start_paused = true)]
 async fn drain_on_record_outlives_object_and_agent() {
-    let api = Api::start();
+    let api = SimApiServer::start();
     api.put("nodes", node("first"));
-    let drain = Drain {
-        ordered: [gpu(1)].into(),
-        ..Drain::default()
+    let drain = DrainState {
+        requested: [gpu(1)].into(),
+        ..DrainState::default()
     };
     let client = api.client();
-    let bed = Bed::over(api, client, drain);
-    bed.until_written().await;
-    assert_eq!(bed.drains(), [gpu(1)]);
+    let bed = Fixture::start_with(api, client, drain);
+    bed.wait_until_written().await;
+    assert_eq!(bed.drained_gpus(), [gpu(1)]);
     assert_eq!(bed.object()["spec"]["drain"], json!(["GPU-1"]));
 }
 
 #[tokio::test(start_paused = true)]
-async fn orders_and_status_follow_a_restored_etcd() {
-    let mut bed = Bed::start();
-    bed.until_written().await;
-    bed.order(json!({ "drain": ["GPU-1"] }));
-    bed.until("it is heard", PROMISED, |bed| bed.drains() == [gpu(1)])
-        .await;
+async fn spec_and_status_follow_a_restored_etcd() {
+    let mut bed = Fixture::start();
+    bed.wait_until_written().await;
+    bed.write_spec(json!({ "drain": ["GPU-1"] }));
+    bed.wait_until("it is heard", PROMISED_TIME, |bed| {
+        bed.drained_gpus() == [gpu(1)]
+    })
+    .await;
     let backup = bed.api.backup();
     for free in 0..20 {
         bed.report_free(free);
-        bed.until("it is written", PROMISED, |bed| bed.has_free(free))
+        bed.wait_until("it is written", PROMISED_TIME, |bed| bed.has_free(free))
             .await;
     }
-    bed.order(json!({ "drain": ["GPU-2"] }));
-    bed.until("it is heard", PROMISED, |bed| bed.drains() == [gpu(2)])
-        .await;
+    bed.write_spec(json!({ "drain": ["GPU-2"] }));
+    bed.wait_until("it is heard", PROMISED_TIME, |bed| {
+        bed.drained_gpus() == [gpu(2)]
+    })
+    .await;
     bed.api.restore(&backup);
     let within = Duration::from_secs(10);
-    bed.until("the restored order is heard", within, |bed| {
-        bed.drains() == [gpu(1)]
+    bed.wait_until("the restored order is heard", within, |bed| {
+        bed.drained_gpus() == [gpu(1)]
     })
     .await;
-    bed.until("the report is written", within, |bed| bed.has_free(19))
+    bed.wait_until("the report is written", within, |bed| bed.has_free(19))
         .await;
-    bed.order(json!({}));
-    bed.until("a new order is heard", within, |bed| {
-        bed.drains().is_empty()
+    bed.write_spec(json!({}));
+    bed.wait_until("a new order is heard", within, |bed| {
+        bed.drained_gpus().is_empty()
     })
     .await;
-    bed.until_quiet("a restore").await;
+    bed.assert_quiet("a restore").await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn order_of_another_version_stops_nothing_else() {
-    let mut bed = Bed::start();
-    bed.until_written().await;
+async fn spec_of_another_version_stops_nothing_else() {
+    let mut bed = Fixture::start();
+    bed.wait_until_written().await;
     let policy = |namespace: &str, action: &str| json!({ "namespace": namespace, "action": action, "maxRestarts": 1, "windowSeconds": 60 });
-    bed.order(json!({
+    bed.write_spec(json!({
         "contextPolicies": [policy("a", "Quarantine"), policy("b", "Evict")],
         "reservations": [{ "gpu": "GPU-1", "share": 0.5 }],
         "drain": ["GPU-1"],
@@ -291,115 +301,124 @@ async fn order_of_another_version_stops_nothing_else() {
     object["status"]["gpus"][0]["state"] = json!("Hibernating");
     object["status"]["gpus"][1]["memory"] = json!({ "total": "1Gi" });
     bed.api.put(KIND, object);
-    bed.until("the drain is heard", PROMISED, |bed| {
-        bed.drains() == [gpu(1)]
+    bed.wait_until("the drain is heard", PROMISED_TIME, |bed| {
+        bed.drained_gpus() == [gpu(1)]
     })
     .await;
-    let orders = bed.orders.borrow().clone().unwrap();
-    assert_eq!(orders.contexts.len(), 1);
+    let orders = bed.spec.borrow().clone().unwrap();
+    assert_eq!(orders.context_policies.len(), 1);
     assert_eq!(
-        orders.not_understood,
+        orders.unrecognized,
         ["reservations[0]", "contextPolicies[0]"]
     );
     bed.report_free(7);
-    bed.until("the status is written", PROMISED, |bed| bed.has_free(7))
-        .await;
+    bed.wait_until("the status is written", PROMISED_TIME, |bed| {
+        bed.has_free(7)
+    })
+    .await;
     assert_eq!(bed.object()["status"]["gpus"][0]["state"], "Active");
     sleep(Duration::from_secs(60)).await;
-    assert_eq!(*bed.unheard.borrow(), None, "the API server is there");
+    assert_eq!(
+        *bed.unreachable_since.borrow(),
+        None,
+        "the API server is there"
+    );
 }
 
 #[tokio::test(start_paused = true)]
-async fn status_and_orders_arrive_however_a_watch_tells() {
+async fn status_and_spec_arrive_through_every_watch_fault() {
     let tellings = [
-        Telling::Late,
-        Telling::Lagging,
-        Telling::Twice,
-        Telling::Again,
-        Telling::Cut,
-        Telling::Expired,
+        WatchFault::Delayed,
+        WatchFault::Lagging,
+        WatchFault::Duplicated,
+        WatchFault::Replayed,
+        WatchFault::Disconnected,
+        WatchFault::Expired,
     ];
     for telling in tellings {
         let what = format!("{telling:?}");
-        let api = Api::start();
+        let api = SimApiServer::start();
         api.put("nodes", node("first"));
-        let faults = Faults::of_all(Fate::Lost, telling);
-        let client = api.client_through(&faults);
-        let mut bed = Bed::over(api, client, Drain::default());
-        bed.until_written().await;
-        if telling == Telling::Lagging {
+        let faults = Faults::for_all_objects(WriteFault::RequestDropped, telling);
+        let client = api.client_with_faults(&faults);
+        let mut bed = Fixture::start_with(api, client, DrainState::default());
+        bed.wait_until_written().await;
+        if telling == WatchFault::Lagging {
             // GPU nodes are behind from then on.
             sleep(Duration::from_secs(15)).await;
         }
         for round in 0..8 {
-            bed.order(json!({ "drain": [format!("GPU-{round}")] }));
+            bed.write_spec(json!({ "drain": [format!("GPU-{round}")] }));
             bed.report_free(round);
-            bed.until(&what, PROMISED, |bed| {
-                bed.has_free(round) && bed.drains() == [gpu(round)]
+            bed.wait_until(&what, PROMISED_TIME, |bed| {
+                bed.has_free(round) && bed.drained_gpus() == [gpu(round)]
             })
             .await;
         }
         bed.api.delete(KIND, "", NODE);
-        bed.until(&what, PROMISED, |bed| bed.has_free(7)).await;
-        bed.until_quiet(&what).await;
-        assert_eq!(bed.drains(), [gpu(7)], "{what}");
-        let dealt: usize = faults.dealt().values().sum();
+        bed.wait_until(&what, PROMISED_TIME, |bed| bed.has_free(7))
+            .await;
+        bed.assert_quiet(&what).await;
+        assert_eq!(bed.drained_gpus(), [gpu(7)], "{what}");
+        let dealt: usize = faults.faulted_events().values().sum();
         assert!(dealt >= 3, "{what}: {dealt} events were not told plainly");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn status_arrives_whatever_becomes_of_a_write() {
+async fn status_arrives_through_every_write_fault() {
     let fates = [
-        Fate::Refused(StatusCode::CONFLICT),
-        Fate::Refused(StatusCode::TOO_MANY_REQUESTS),
-        Fate::Refused(StatusCode::INTERNAL_SERVER_ERROR),
-        Fate::Lost,
-        Fate::Unanswered,
-        Fate::Garbled,
+        WriteFault::Refused(StatusCode::CONFLICT),
+        WriteFault::Refused(StatusCode::TOO_MANY_REQUESTS),
+        WriteFault::Refused(StatusCode::INTERNAL_SERVER_ERROR),
+        WriteFault::RequestDropped,
+        WriteFault::ResponseDropped,
+        WriteFault::ErrorAfterWrite,
     ];
     for fate in fates {
         for doomed in 1..=3 {
             let what = format!("write {doomed}: {fate:?}");
-            let api = Api::start();
+            let api = SimApiServer::start();
             api.put("nodes", node("first"));
-            let faults = Faults::of_all(fate, Telling::Plain);
-            faults.doom(Doomed::Number(doomed));
-            let client = api.client_through(&faults);
-            let bed = Bed::over(api, client, Drain::default());
-            bed.until(&what, PROMISED, |bed| bed.has_free(32)).await;
+            let faults = Faults::for_all_objects(fate, WatchFault::NoFault);
+            faults.set_faulty_writes(FaultyWrites::Nth(doomed));
+            let client = api.client_with_faults(&faults);
+            let bed = Fixture::start_with(api, client, DrainState::default());
+            bed.wait_until(&what, PROMISED_TIME, |bed| bed.has_free(32))
+                .await;
             bed.report_free(7);
-            bed.until(&what, PROMISED, |bed| bed.has_free(7)).await;
-            bed.until_quiet(&what).await;
-            assert_eq!(faults.met(), 1, "{what}");
-            assert_eq!(*bed.unheard.borrow(), None, "{what}");
+            bed.wait_until(&what, PROMISED_TIME, |bed| bed.has_free(7))
+                .await;
+            bed.assert_quiet(&what).await;
+            assert_eq!(faults.fault_count(), 1, "{what}");
+            assert_eq!(*bed.unreachable_since.borrow(), None, "{what}");
         }
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn lost_answer_counts_as_silence_from_the_request_on() {
-    let api = Api::start();
+async fn lost_answer_counts_as_outage_from_its_request() {
+    let api = SimApiServer::start();
     api.put("nodes", node("first"));
-    let faults = Faults::of_all(Fate::Lost, Telling::Plain);
-    let client = api.client_through(&faults);
-    let bed = Bed::over(api, client, Drain::default());
-    bed.until_written().await;
-    assert_eq!(*bed.unheard.borrow(), None);
-    faults.doom(Doomed::FirstTries);
+    let faults = Faults::for_all_objects(WriteFault::RequestDropped, WatchFault::NoFault);
+    let client = api.client_with_faults(&faults);
+    let bed = Fixture::start_with(api, client, DrainState::default());
+    bed.wait_until_written().await;
+    assert_eq!(*bed.unreachable_since.borrow(), None);
+    faults.set_faulty_writes(FaultyWrites::FirstAttempts);
     let begun = Instant::now();
     bed.report_free(7);
-    bed.until("it is noticed", PROMISED, |bed| {
-        bed.unheard.borrow().is_some()
+    bed.wait_until("it is noticed", PROMISED_TIME, |bed| {
+        bed.unreachable_since.borrow().is_some()
     })
     .await;
-    let since = bed.unheard.borrow().unwrap();
+    let since = bed.unreachable_since.borrow().unwrap();
     assert!(
         since - begun < Duration::from_secs(2),
         "{:?}",
         since - begun
     );
-    bed.until("it is written", PROMISED, |bed| bed.has_free(7))
+    bed.wait_until("it is written", PROMISED_TIME, |bed| bed.has_free(7))
         .await;
-    assert_eq!(*bed.unheard.borrow(), None);
+    assert_eq!(*bed.unreachable_since.borrow(), None);
 }

@@ -16,8 +16,8 @@ use prost::Message as _;
 use serde::Deserialize;
 
 use super::api::deviceplugin::ContainerAllocateResponse;
-use super::plugin::allocation_in;
-use crate::units::{AllocationId, PodUid, Resource, TokenSet};
+use super::plugin::allocation_id_of;
+use crate::units::{AllocationId, DeviceIdSet, PodUid, Resource};
 
 /// The file's name in the kubelet's plugin directory.
 pub const FILE_NAME: &str = "kubelet_internal_checkpoint";
@@ -53,7 +53,7 @@ pub enum DeviceCheckpointError {
 
 /// One container's allocation of one of our resources, as the kubelet remembers it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Held {
+pub struct CheckpointEntry {
     /// The pod.
     pub pod: PodUid,
     /// The container's name in it; a plain init container's too.
@@ -61,7 +61,7 @@ pub struct Held {
     /// Which of our resources.
     pub resource: Resource,
     /// The tokens.
-    pub tokens: TokenSet,
+    pub tokens: DeviceIdSet,
     /// The allocation that our answer named.
     pub allocation: AllocationId,
 }
@@ -71,7 +71,7 @@ pub struct Held {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DeviceCheckpoint {
     /// Our entries, in the file's order.
-    pub held: Vec<Held>,
+    pub entries: Vec<CheckpointEntry>,
     /// Entries of our resources that make no sense: damaged, or answered by something else.
     pub skipped: usize,
 }
@@ -108,8 +108,8 @@ impl DeviceCheckpoint {
             let Some(&(resource, _)) = named else {
                 continue;
             };
-            match held(resource, entry) {
-                Some(held) => checkpoint.held.push(held),
+            match parse_entry(resource, entry) {
+                Some(held) => checkpoint.entries.push(held),
                 None => checkpoint.skipped += 1,
             }
         }
@@ -118,12 +118,12 @@ impl DeviceCheckpoint {
 
     /// The holders of exactly these tokens: more than one where containers of a pod share them in turn, or where a
     /// pod that is gone has not been forgotten.
-    pub fn holders<'a>(
+    pub fn entries_with<'a>(
         &'a self,
         resource: Resource,
-        tokens: &'a TokenSet,
-    ) -> impl Iterator<Item = &'a Held> {
-        self.held
+        tokens: &'a DeviceIdSet,
+    ) -> impl Iterator<Item = &'a CheckpointEntry> {
+        self.entries
             .iter()
             .filter(move |held| held.resource == resource && held.tokens == *tokens)
     }
@@ -152,7 +152,7 @@ struct Data {
 }
 
 #[derive(Deserialize)]
-struct Entry {
+struct JsonEntry {
     #[serde(rename = "PodUID")]
     pod: PodUid,
     #[serde(rename = "ContainerName")]
@@ -162,29 +162,29 @@ struct Entry {
     device_ids: BTreeMap<String, Vec<String>>,
     /// A marshalled ContainerAllocateResponse.
     #[serde(rename = "AllocResp")]
-    answer: ByteString,
+    response: ByteString,
 }
 
-fn held(resource: Resource, entry: serde_json::Value) -> Option<Held> {
-    let Entry {
+fn parse_entry(resource: Resource, entry: serde_json::Value) -> Option<CheckpointEntry> {
+    let JsonEntry {
         pod,
         container,
         device_ids,
-        answer,
+        response: answer,
     } = serde_json::from_value(entry).ok()?;
     let answer = ContainerAllocateResponse::decode(answer.0.as_slice()).ok()?;
-    Some(Held {
+    Some(CheckpointEntry {
         pod,
         container,
         resource,
-        tokens: TokenSet::from_ids(resource, device_ids.values().flatten()).ok()?,
-        allocation: allocation_in(resource, &answer)?,
+        tokens: DeviceIdSet::from_ids(resource, device_ids.values().flatten()).ok()?,
+        allocation: allocation_id_of(resource, &answer)?,
     })
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::plugin::answer;
+    use super::super::plugin::container_response;
     use super::*;
 
     const NAME: &str = "bursar.dev/gpu-memory-gib";
@@ -205,7 +205,8 @@ mod tests {
 
     /// One entry as kubelet 1.36.3 writes it.
     fn entry(pod: &str, container: &str, ids: &[&str], allocation: u64) -> String {
-        let answer = answer(Resource::DeviceMemory, AllocationId::from_bits(allocation));
+        let answer =
+            container_response(Resource::DeviceMemory, AllocationId::from_bits(allocation));
         let answer = serde_json::to_string(&ByteString(answer.encode_to_vec())).unwrap();
         let ids = serde_json::to_string(ids).unwrap();
         format!(
@@ -220,14 +221,14 @@ mod tests {
         )
     }
 
-    fn tokens(indexes: &[u16]) -> TokenSet {
-        TokenSet::from_indexes(indexes.iter().copied()).unwrap()
+    fn tokens(indexes: &[u16]) -> DeviceIdSet {
+        DeviceIdSet::from_indexes(indexes.iter().copied()).unwrap()
     }
 
     #[test]
-    fn an_entry_names_pod_container_tokens_and_allocation() {
+    fn entry_names_pod_container_device_ids_and_allocation() {
         let checkpoint = parse(&file(&[entry("uid-1", "main", &["m-0002", "m-0001"], 7)])).unwrap();
-        let held = Held {
+        let held = CheckpointEntry {
             pod: "uid-1".parse().unwrap(),
             container: "main".to_owned(),
             resource: Resource::DeviceMemory,
@@ -237,27 +238,27 @@ mod tests {
         assert_eq!(
             checkpoint,
             DeviceCheckpoint {
-                held: vec![held],
+                entries: vec![held],
                 skipped: 0
             }
         );
     }
 
     #[test]
-    fn a_kubelet_that_never_allocated_remembers_nothing() {
+    fn checkpoint_of_a_fresh_kubelet_has_no_entry() {
         let never = r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#;
         assert_eq!(parse(never).unwrap(), DeviceCheckpoint::default());
     }
 
     #[test]
-    fn another_vendor_s_entries_are_not_ours_to_judge() {
+    fn entries_of_other_vendors_are_ignored() {
         let foreign = r#"{"PodUID":"x","ContainerName":"y","ResourceName":"nvidia.com/gpu","DeviceIDs":null,"AllocResp":"%"}"#;
         let checkpoint = parse(&file(&[foreign.to_owned()])).unwrap();
         assert_eq!(checkpoint, DeviceCheckpoint::default());
     }
 
     #[test]
-    fn a_damaged_entry_is_counted_and_hides_no_other() {
+    fn damaged_entry_is_counted_and_hides_no_other() {
         let good = entry("uid-1", "main", &["m-0001"], 7);
         let damaged = [
             good.replace("uid-1", "../etc"),
@@ -272,7 +273,7 @@ mod tests {
             assert_ne!(damaged, good);
             let checkpoint = parse(&file(&[damaged.clone(), good.clone()])).unwrap();
             assert_eq!(
-                (checkpoint.held.len(), checkpoint.skipped),
+                (checkpoint.entries.len(), checkpoint.skipped),
                 (1, 1),
                 "{damaged}"
             );
@@ -280,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_cut_at_any_byte_is_malformed_and_never_half_read() {
+    fn truncated_file_is_malformed() {
         let whole = file(&[entry("uid-1", "main", &["m-0001"], 7)]);
         for end in 0..whole.len() {
             let error = parse(&whole[..end]).unwrap_err();
@@ -292,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_huge_file_is_refused_unread() {
+    fn huge_file_is_refused_unread() {
         let dir = tempfile::tempdir().unwrap();
         let file = std::fs::File::create(dir.path().join(FILE_NAME)).unwrap();
         file.set_len(1 << 40).unwrap();
@@ -301,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_file_is_told_from_an_unreadable_one() {
+    fn missing_file_differs_from_an_unreadable_one() {
         let dir = tempfile::tempdir().unwrap();
         let error = || DeviceCheckpoint::read(dir.path(), &names()).unwrap_err();
         assert!(matches!(error(), DeviceCheckpointError::Missing { .. }));
@@ -310,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn containers_that_share_tokens_in_turn_are_all_holders() {
+    fn containers_that_share_device_ids_are_all_returned() {
         let file = file(&[
             entry("uid-1", "init", &["m-0001", "m-0002"], 7),
             entry("uid-1", "main", &["m-0002", "m-0001"], 8),
@@ -319,7 +320,7 @@ mod tests {
         let checkpoint = parse(&file).unwrap();
         let both = tokens(&[1, 2]);
         let names: Vec<_> = checkpoint
-            .holders(Resource::DeviceMemory, &both)
+            .entries_with(Resource::DeviceMemory, &both)
             .map(|held| held.container.as_str())
             .collect();
         assert_eq!(names, ["init", "main"]);

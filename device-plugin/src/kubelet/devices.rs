@@ -3,7 +3,7 @@
 use prost::Message as _;
 
 use super::api::deviceplugin::{Device, HEALTHY, ListAndWatchResponse, UNHEALTHY};
-use crate::units::{MAX_TOKENS, Resource, TokenId};
+use crate::units::{DeviceId, MAX_DEVICE_IDS, Resource};
 
 /// The largest message that is ever sent. The kubelet closes the stream at 4 MiB (gRPC's default).
 pub const MAX_MESSAGE_BYTES: usize = 3 << 20;
@@ -13,7 +13,7 @@ pub const MAX_MESSAGE_BYTES: usize = 3 << 20;
 pub enum DevicesError {
     /// All resources of a node together.
     #[error(
-        "{tokens} tokens on this node, at most {MAX_TOKENS} can be registered: use a larger quantum"
+        "{tokens} tokens on this node, at most {MAX_DEVICE_IDS} can be registered: use a larger quantum"
     )]
     TooManyTokens {
         /// Tokens of all resources together.
@@ -46,14 +46,14 @@ impl DevicesError {
 
 /// Whether a token may be given to a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TokenHealth {
+pub enum DeviceHealth {
     /// The node has a quantum for it.
     Healthy,
     /// More tokens were advertised than healthy GPUs have quanta.
     Unhealthy,
 }
 
-impl TokenHealth {
+impl DeviceHealth {
     const fn as_str(self) -> &'static str {
         match self {
             Self::Healthy => HEALTHY,
@@ -68,7 +68,7 @@ impl TokenHealth {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Devices {
     resource: Resource,
-    health: Vec<TokenHealth>,
+    health: Vec<DeviceHealth>,
 }
 
 impl Devices {
@@ -76,7 +76,7 @@ impl Devices {
     ///
     /// # Errors
     /// [`DevicesError`] where they are too many to advertise.
-    pub fn new(resource: Resource, health: Vec<TokenHealth>) -> Result<Self, DevicesError> {
+    pub fn new(resource: Resource, health: Vec<DeviceHealth>) -> Result<Self, DevicesError> {
         check_node_total([health.len()])?;
         let devices = Self { resource, health };
         let bytes = devices.to_message().encoded_len();
@@ -107,16 +107,16 @@ impl Devices {
     }
 
     /// How many tokens are healthy: the kubelet's allocatable.
-    pub fn healthy(&self) -> usize {
+    pub fn healthy_count(&self) -> usize {
         self.health
             .iter()
-            .filter(|health| **health == TokenHealth::Healthy)
+            .filter(|health| **health == DeviceHealth::Healthy)
             .count()
     }
 
     /// The message for ListAndWatch.
     pub fn to_message(&self) -> ListAndWatchResponse {
-        let tokens = TokenId::first(self.resource, MAX_TOKENS);
+        let tokens = DeviceId::first(self.resource, MAX_DEVICE_IDS);
         let devices = tokens.zip(&self.health).map(|(token, health)| Device {
             id: token.to_string(),
             health: health.as_str().to_owned(),
@@ -128,13 +128,13 @@ impl Devices {
     }
 }
 
-/// Checks that a node's resources together stay within [`MAX_TOKENS`].
+/// Checks that a node's resources together stay within [`MAX_DEVICE_IDS`].
 ///
 /// # Errors
 /// [`DevicesError::TooManyTokens`].
 pub fn check_node_total(tokens: impl IntoIterator<Item = usize>) -> Result<(), DevicesError> {
     let tokens = tokens.into_iter().fold(0, usize::saturating_add);
-    if tokens > usize::from(MAX_TOKENS) {
+    if tokens > usize::from(MAX_DEVICE_IDS) {
         return Err(DevicesError::TooManyTokens { tokens });
     }
     Ok(())
@@ -144,18 +144,18 @@ pub fn check_node_total(tokens: impl IntoIterator<Item = usize>) -> Result<(), D
 mod tests {
     use super::*;
 
-    fn healthy(count: usize) -> Vec<TokenHealth> {
-        vec![TokenHealth::Healthy; count]
+    fn healthy(count: usize) -> Vec<DeviceHealth> {
+        vec![DeviceHealth::Healthy; count]
     }
 
     #[test]
-    fn a_node_of_eight_h200_takes_a_tenth_of_a_megabyte_at_most() {
+    fn message_of_eight_h200_is_below_100_kilobytes() {
         let devices = Devices::new(Resource::DeviceMemory, healthy(8 * 141)).unwrap();
         assert!(devices.to_message().encoded_len() <= 100_000);
     }
 
     #[test]
-    fn the_most_tokens_fit_in_a_message_and_one_more_is_refused() {
+    fn maximum_of_devices_fits_and_one_more_is_refused() {
         assert!(Devices::new(Resource::DeviceMemory, healthy(4096)).is_ok());
         let error = Devices::new(Resource::DeviceMemory, healthy(4097)).unwrap_err();
         assert_eq!(error, DevicesError::TooManyTokens { tokens: 4097 });
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn five_thousand_tokens_over_two_resources_are_refused_together() {
+    fn devices_of_two_resources_are_limited_together() {
         assert_eq!(check_node_total([4000, 96]), Ok(()));
         let error = check_node_total([4000, 1000]).unwrap_err();
         assert_eq!(error, DevicesError::TooManyTokens { tokens: 5000 });
@@ -174,8 +174,8 @@ mod tests {
     }
 
     #[test]
-    fn a_token_keeps_its_id_whatever_its_health_is() {
-        let health = vec![TokenHealth::Healthy, TokenHealth::Unhealthy];
+    fn device_id_is_independent_of_health() {
+        let health = vec![DeviceHealth::Healthy, DeviceHealth::Unhealthy];
         let devices = Devices::new(Resource::ManagedMemory, health).unwrap();
         let message = devices.to_message();
         let told: Vec<_> = message
@@ -184,6 +184,6 @@ mod tests {
             .map(|d| (d.id.as_str(), d.health.as_str()))
             .collect();
         assert_eq!(told, [("u-0000", "Healthy"), ("u-0001", "Unhealthy")]);
-        assert_eq!((devices.len(), devices.healthy()), (2, 1));
+        assert_eq!((devices.len(), devices.healthy_count()), (2, 1));
     }
 }

@@ -12,7 +12,7 @@ use tokio::io::unix::AsyncFd;
 
 use super::api::deviceplugin::KUBELET_SOCKET;
 use super::registration::SocketId;
-use super::server::is_ours;
+use super::server::is_agent_socket;
 
 /// Why a directory cannot be watched.
 #[derive(Debug, thiserror::Error)]
@@ -53,12 +53,12 @@ impl WatchError {
 /// The kubelet's checkpoint is in the same directory and is replaced at each Allocate; that wakes
 /// nobody.
 #[derive(Debug)]
-pub struct DirectoryWatch {
+pub struct PluginDirWatch {
     fd: AsyncFd<OwnedFd>,
     path: PathBuf,
 }
 
-impl DirectoryWatch {
+impl PluginDirWatch {
     /// Watches `path`; what happens from now on will wake [`DirectoryWatch::changed`].
     ///
     /// # Errors
@@ -95,10 +95,10 @@ impl DirectoryWatch {
     pub async fn changed(&mut self) -> Result<(), WatchError> {
         loop {
             let mut ready = self.fd.readable().await.map_err(WatchError::Inotify)?;
-            match drain(self.fd.get_ref()) {
-                Drained::Nothing => ready.clear_ready(),
-                Drained::Matters => return Ok(()),
-                Drained::Gone => {
+            match drain_events(self.fd.get_ref()) {
+                DrainResult::Irrelevant => ready.clear_ready(),
+                DrainResult::Relevant => return Ok(()),
+                DrainResult::Gone => {
                     return Err(WatchError::Gone {
                         path: self.path.clone(),
                     });
@@ -108,17 +108,17 @@ impl DirectoryWatch {
     }
 }
 
-enum Drained {
-    Nothing,
-    Matters,
+enum DrainResult {
+    Irrelevant,
+    Relevant,
     Gone,
 }
 
 /// Takes every event that is there.
-fn drain(fd: &OwnedFd) -> Drained {
+fn drain_events(fd: &OwnedFd) -> DrainResult {
     let mut buffer = [MaybeUninit::uninit(); 4096];
     let mut events = inotify::Reader::new(fd, &mut buffer);
-    let mut drained = Drained::Nothing;
+    let mut drained = DrainResult::Irrelevant;
     loop {
         let event = match events.next() {
             Ok(event) => event,
@@ -128,12 +128,12 @@ fn drain(fd: &OwnedFd) -> Drained {
         let gone =
             ReadFlags::DELETE_SELF | ReadFlags::MOVE_SELF | ReadFlags::IGNORED | ReadFlags::UNMOUNT;
         if event.events().intersects(gone) {
-            return Drained::Gone;
+            return DrainResult::Gone;
         }
         let overflow = event.events().contains(ReadFlags::QUEUE_OVERFLOW);
         let name = event.file_name().map_or(&b""[..], |name| name.to_bytes());
-        if overflow || name == KUBELET_SOCKET.as_bytes() || is_ours(name) {
-            drained = Drained::Matters;
+        if overflow || name == KUBELET_SOCKET.as_bytes() || is_agent_socket(name) {
+            drained = DrainResult::Relevant;
         }
     }
 }
@@ -155,34 +155,34 @@ mod tests {
 
     use super::*;
 
-    async fn wakes(watch: &mut DirectoryWatch) -> bool {
+    async fn wakes(watch: &mut PluginDirWatch) -> bool {
         tokio::time::timeout(Duration::from_millis(300), watch.changed())
             .await
             .is_ok()
     }
 
     #[tokio::test]
-    async fn a_created_kubelet_socket_wakes_the_watch() {
+    async fn watch_wakes_when_kubelet_socket_is_created() {
         let dir = tempfile::tempdir().unwrap();
-        let mut watch = DirectoryWatch::new(dir.path()).unwrap();
+        let mut watch = PluginDirWatch::new(dir.path()).unwrap();
         std::fs::write(dir.path().join("kubelet.sock"), "").unwrap();
         assert!(wakes(&mut watch).await);
     }
 
     #[tokio::test]
-    async fn a_removed_socket_of_ours_wakes_the_watch() {
+    async fn watch_wakes_when_an_agent_socket_is_removed() {
         let dir = tempfile::tempdir().unwrap();
         let ours = dir.path().join("bursar-gpu-memory-1-0.sock");
         std::fs::write(&ours, "").unwrap();
-        let mut watch = DirectoryWatch::new(dir.path()).unwrap();
+        let mut watch = PluginDirWatch::new(dir.path()).unwrap();
         std::fs::remove_file(ours).unwrap();
         assert!(wakes(&mut watch).await);
     }
 
     #[tokio::test]
-    async fn the_kubelet_s_checkpoint_wakes_nobody() {
+    async fn watch_ignores_the_kubelet_checkpoint() {
         let dir = tempfile::tempdir().unwrap();
-        let mut watch = DirectoryWatch::new(dir.path()).unwrap();
+        let mut watch = PluginDirWatch::new(dir.path()).unwrap();
         std::fs::write(dir.path().join(".1234"), "").unwrap();
         std::fs::rename(
             dir.path().join(".1234"),
@@ -195,25 +195,25 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_removed_directory_ends_the_watch() {
+    async fn watch_ends_when_the_directory_is_removed() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("device-plugins");
         std::fs::create_dir(&path).unwrap();
-        let mut watch = DirectoryWatch::new(&path).unwrap();
+        let mut watch = PluginDirWatch::new(&path).unwrap();
         std::fs::remove_dir(&path).unwrap();
         let error = watch.changed().await.unwrap_err();
         assert_eq!(error.reason(), "PluginDirectoryGone");
     }
 
     #[tokio::test]
-    async fn a_missing_directory_cannot_be_watched() {
+    async fn watch_fails_when_the_directory_is_missing() {
         let dir = tempfile::tempdir().unwrap();
-        let error = DirectoryWatch::new(&dir.path().join("no")).unwrap_err();
+        let error = PluginDirWatch::new(&dir.path().join("no")).unwrap_err();
         assert_eq!(error.reason(), "PluginDirectoryUnreadable");
     }
 
     #[test]
-    fn a_re_created_kubelet_socket_is_another_one() {
+    fn recreated_kubelet_socket_has_another_id() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(kubelet_socket(dir.path()), None);
         let path = dir.path().join("kubelet.sock");

@@ -15,18 +15,18 @@ use tracing::{debug, info, warn};
 use super::api::deviceplugin::registration_client::RegistrationClient;
 use super::api::deviceplugin::{KUBELET_SOCKET, RegisterRequest, VERSION};
 use super::connect::connect;
-use super::dir_watch::{DirectoryWatch, kubelet_socket};
-use super::in_flight::Count;
-use super::plugin::{Allocator, options};
-use super::registration::{Machine, Own, Seen, Step};
-use super::server::{self, Server, Service};
+use super::dir_watch::{PluginDirWatch, kubelet_socket};
+use super::in_flight::InFlightCount;
+use super::plugin::{Allocator, plugin_options};
+use super::registration::{Observation, OwnServer, StateMachine, Step};
+use super::server::{self, PluginService, Server};
 
 /// How often to look where the directory is watched: only a net under the watch.
 pub const POLL_WATCHED: Duration = Duration::from_secs(5);
 /// How often to look where it cannot be watched.
 pub const POLL_UNWATCHED: Duration = Duration::from_millis(500);
 /// The kubelet takes up to 10 s to dial back, so Register gets a little more.
-pub const REGISTER_LIMIT: Duration = Duration::from_secs(12);
+pub const REGISTER_TIMEOUT: Duration = Duration::from_secs(12);
 /// Servers kept for the streams that are still open at them.
 const MAX_RETIRED: usize = 4;
 
@@ -107,7 +107,7 @@ pub enum RegisterError {
         /// Its answer.
         status: Box<tonic::Status>,
     },
-    /// The kubelet did not answer in [`REGISTER_LIMIT`].
+    /// The kubelet did not answer in [`REGISTER_TIMEOUT`].
     #[error("the kubelet did not answer the registration of {resource}")]
     TimedOut {
         /// The resource's name.
@@ -123,11 +123,11 @@ pub struct Lifecycle<A> {
     /// The extended resource's name.
     name: String,
     /// What is served.
-    service: Service<A>,
+    service: PluginService<A>,
     /// Tells readiness and conditions.
     report: watch::Sender<Registration>,
     /// Decides.
-    machine: Machine,
+    machine: StateMachine,
     /// The server whose endpoint is, or will be, registered.
     server: Option<Server>,
     /// Number of the next server.
@@ -144,7 +144,7 @@ impl<A: Allocator> Lifecycle<A> {
     pub fn new(
         dir: &Path,
         name: String,
-        service: Service<A>,
+        service: PluginService<A>,
     ) -> (Self, watch::Receiver<Registration>) {
         let starting = Registration::NotRegistered(NotRegistered::Starting);
         let (report, registration) = watch::channel(starting);
@@ -153,7 +153,7 @@ impl<A: Allocator> Lifecycle<A> {
             name,
             service,
             report,
-            machine: Machine::default(),
+            machine: StateMachine::default(),
             server: None,
             next_server: 0,
             retired: VecDeque::new(),
@@ -165,22 +165,22 @@ impl<A: Allocator> Lifecycle<A> {
     /// Serves and registers, again and again as needed, until `shutdown`; then stops gracefully.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut watch = None;
-        self.sweep();
+        self.remove_stale_sockets();
         while !shutdown.is_cancelled() {
-            watch = watch.or_else(|| self.watch());
-            self.dismiss_idle();
-            let streams = self.streams();
-            let seen = self.see();
-            match self.machine.look(seen, Instant::now()) {
-                Step::Serve => self.serve(),
+            watch = watch.or_else(|| self.watch_directory());
+            self.drop_idle_servers();
+            let streams = self.stream_counts();
+            let seen = self.observe();
+            match self.machine.next_step(seen, Instant::now()) {
+                Step::Serve => self.start_server(),
                 Step::Register => tokio::select! {
                     () = self.register(seen) => {}
                     () = shutdown.cancelled() => {}
                 },
                 Step::Idle(until) => {
-                    self.tell(self.registration(seen));
+                    self.publish(self.registration(seen));
                     tokio::select! {
-                        gone = self.until_a_change(&mut watch, &streams, until) => if gone { watch = None },
+                        gone = self.wait_for_change(&mut watch, &streams, until) => if gone { watch = None },
                         () = shutdown.cancelled() => {}
                     }
                 }
@@ -190,20 +190,20 @@ impl<A: Allocator> Lifecycle<A> {
     }
 
     /// Removes what dead agents left. An own pid is a dead one's that had the same.
-    fn sweep(&self) {
+    fn remove_stale_sockets(&self) {
         let own = std::process::id();
-        let alive = |pid| pid != own && server::is_alive(pid);
-        let removed = server::sweep(&self.dir, self.service.resource, alive);
+        let alive = |pid| pid != own && server::is_process_alive(pid);
+        let removed = server::remove_stale_sockets(&self.dir, self.service.resource, alive);
         if removed > 0 {
             info!(resource = self.name, removed, "stale sockets removed");
         }
     }
 
-    fn watch(&mut self) -> Option<DirectoryWatch> {
-        match DirectoryWatch::new(&self.dir) {
+    fn watch_directory(&mut self) -> Option<PluginDirWatch> {
+        match PluginDirWatch::new(&self.dir) {
             Ok(watch) => Some(watch),
             Err(error) => {
-                let failure = NotRegistered::Directory(with_sources(&error));
+                let failure = NotRegistered::Directory(error_chain(&error));
                 if self.failure.as_ref() != Some(&failure) {
                     warn!(resource = self.name, reason = error.reason(), %failure, "not watching");
                 }
@@ -213,25 +213,25 @@ impl<A: Allocator> Lifecycle<A> {
         }
     }
 
-    fn see(&self) -> Seen {
+    fn observe(&self) -> Observation {
         let own = match &self.server {
             Some(server) if server.is_reachable() => {
-                let Count { now, ever } = server.streams();
-                Own::Serving {
+                let InFlightCount { now, total: ever } = server.streams();
+                OwnServer::Serving {
                     server: server.number(),
                     open: now,
                     opened: ever,
                 }
             }
-            _ => Own::Missing,
+            _ => OwnServer::Missing,
         };
-        Seen {
+        Observation {
             kubelet: kubelet_socket(&self.dir),
             own,
         }
     }
 
-    fn serve(&mut self) {
+    fn start_server(&mut self) {
         if let Some(lost) = self.server.take() {
             self.retired.push_back(lost);
         }
@@ -245,13 +245,13 @@ impl<A: Allocator> Lifecycle<A> {
                     "serving"
                 );
                 self.server = Some(server);
-                self.machine.served();
+                self.machine.server_started();
             }
-            Err(error) => self.fail(NotRegistered::CannotServe(with_sources(&error))),
+            Err(error) => self.record_failure(NotRegistered::CannotServe(error_chain(&error))),
         }
     }
 
-    async fn register(&mut self, seen: Seen) {
+    async fn register(&mut self, seen: Observation) {
         let Some(endpoint) = self.server.as_ref().map(Server::endpoint) else {
             return;
         };
@@ -259,22 +259,22 @@ impl<A: Allocator> Lifecycle<A> {
             Ok(()) => {
                 info!(resource = self.name, endpoint, "registered");
                 self.failure = None;
-                self.machine.accepted(seen, Instant::now());
+                self.machine.registration_accepted(seen, Instant::now());
             }
-            Err(error) => self.fail(NotRegistered::Refused(with_sources(&error))),
+            Err(error) => self.record_failure(NotRegistered::Refused(error_chain(&error))),
         }
     }
 
     /// Keeps a failure for the report, logs it where it is a new one, and pauses.
-    fn fail(&mut self, failure: NotRegistered) {
-        self.machine.failed(Instant::now());
+    fn record_failure(&mut self, failure: NotRegistered) {
+        self.machine.attempt_failed(Instant::now());
         if self.failure.as_ref() != Some(&failure) {
             warn!(resource = self.name, reason = failure.reason(), %failure, "not registered");
         }
         self.failure = Some(failure);
     }
 
-    fn registration(&self, seen: Seen) -> Registration {
+    fn registration(&self, seen: Observation) -> Registration {
         let followed = self.retired.iter().any(|server| server.streams().now > 0);
         if self.machine.is_live() || followed {
             return Registration::Registered;
@@ -290,7 +290,7 @@ impl<A: Allocator> Lifecycle<A> {
         Registration::NotRegistered(why)
     }
 
-    fn tell(&self, registration: Registration) {
+    fn publish(&self, registration: Registration) {
         self.report.send_if_modified(|told| {
             let news = *told != registration;
             if news {
@@ -302,10 +302,10 @@ impl<A: Allocator> Lifecycle<A> {
     }
 
     /// Waits for a reason to look again; true where the watch is at its end.
-    async fn until_a_change(
+    async fn wait_for_change(
         &self,
-        watch: &mut Option<DirectoryWatch>,
-        streams: &[Count],
+        watch: &mut Option<PluginDirWatch>,
+        streams: &[InFlightCount],
         until: Option<Instant>,
     ) -> bool {
         let poll = if watch.is_some() {
@@ -323,7 +323,7 @@ impl<A: Allocator> Lifecycle<A> {
         };
         tokio::select! {
             gone = directory => gone,
-            () = self.until_streams_change(streams) => false,
+            () = self.wait_for_stream_change(streams) => false,
             () = tokio::time::sleep_until(until.into()) => false,
         }
     }
@@ -333,12 +333,12 @@ impl<A: Allocator> Lifecycle<A> {
     }
 
     /// The streams of each server.
-    fn streams(&self) -> Vec<Count> {
+    fn stream_counts(&self) -> Vec<InFlightCount> {
         self.servers().map(Server::streams).collect()
     }
 
     /// Waits until a stream is opened or ends at any server, since `before`.
-    async fn until_streams_change(&self, before: &[Count]) {
+    async fn wait_for_stream_change(&self, before: &[InFlightCount]) {
         let changes = self.servers().zip(before);
         let changes: Vec<_> = changes
             .map(|(server, before)| Box::pin(server.streams_changed(*before)))
@@ -350,7 +350,7 @@ impl<A: Allocator> Lifecycle<A> {
     }
 
     /// Lets go of the retired servers that nobody uses, and of the oldest where they are many.
-    fn dismiss_idle(&mut self) {
+    fn drop_idle_servers(&mut self) {
         self.retired.retain(|server| !server.is_idle());
         while self.retired.len() > MAX_RETIRED {
             self.retired.pop_front();
@@ -360,7 +360,7 @@ impl<A: Allocator> Lifecycle<A> {
     async fn stop(mut self) {
         let servers = self.server.take().into_iter().chain(self.retired.drain(..));
         futures::future::join_all(servers.map(Server::stop)).await;
-        self.tell(Registration::NotRegistered(NotRegistered::Stopped));
+        self.publish(Registration::NotRegistered(NotRegistered::Stopped));
     }
 }
 
@@ -368,14 +368,14 @@ impl<A: Allocator> Lifecycle<A> {
 async fn call_register(dir: &Path, resource: &str, endpoint: &str) -> Result<(), RegisterError> {
     let call = async {
         let path = dir.join(KUBELET_SOCKET);
-        let channel = connect(&path, REGISTER_LIMIT)
+        let channel = connect(&path, REGISTER_TIMEOUT)
             .await
             .map_err(|source| RegisterError::Connect { path, source })?;
         let request = RegisterRequest {
             version: VERSION.to_owned(),
             endpoint: endpoint.to_owned(),
             resource_name: resource.to_owned(),
-            options: Some(options()),
+            options: Some(plugin_options()),
         };
         RegistrationClient::new(channel)
             .register(request)
@@ -389,13 +389,13 @@ async fn call_register(dir: &Path, resource: &str, endpoint: &str) -> Result<(),
     let late = |_| RegisterError::TimedOut {
         resource: resource.to_owned(),
     };
-    tokio::time::timeout(REGISTER_LIMIT, call)
+    tokio::time::timeout(REGISTER_TIMEOUT, call)
         .await
         .map_err(late)?
 }
 
 /// An error with all its causes, on one line.
-fn with_sources(error: &dyn std::error::Error) -> String {
+fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {

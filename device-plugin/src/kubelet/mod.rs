@@ -2,8 +2,8 @@
 //!
 //! | module | job |
 //! |---|---|
-//! | [`api`] | the generated gRPC types of both sides |
-//! | [`devices`] | a resource's tokens as one ListAndWatch message, held to its limits |
+//! | [`api_error`] | the generated gRPC types of both sides |
+//! | [`device_mappings`] | a resource's tokens as one ListAndWatch message, held to its limits |
 //! | [`plugin`] | answers the kubelet's calls over an [`plugin::Allocator`] |
 //! | [`server`] | serves a plugin on a socket of its own |
 //! | [`dir_watch`] | wakes when the kubelet's plugin directory changes |

@@ -15,43 +15,43 @@ use tonic::{Request, Response, Status};
 
 use super::api::deviceplugin as api;
 use super::devices::Devices;
-use super::in_flight::Counter;
+use super::in_flight::InFlight;
 use crate::node::cdi;
-use crate::units::{AllocationId, GpuUuid, Resource, TokenSet, UnitError};
+use crate::units::{AllocationId, DeviceIdSet, GpuUuid, Resource, UnitError};
 
 /// Annotation of the Allocate answer for managed memory; its value is the allocation id.
 pub const MANAGED_ANNOTATION: &str = "bursar.dev/managed-allocation";
 
 /// The kubelet gives up on PreStartContainer after 30 s
 /// (`KubeletPreStartContainerRPCTimeoutInSecs`); ours must answer first, or its message is lost.
-pub const BIND_LIMIT: Duration = Duration::from_secs(28);
+pub const PREPARE_TIMEOUT: Duration = Duration::from_secs(28);
 /// The kubelet waits for Allocate without any limit, so there is one here.
-pub const BOOK_LIMIT: Duration = Duration::from_secs(30);
+pub const ALLOCATE_TIMEOUT: Duration = Duration::from_secs(30);
 /// The longest message that goes into a pod's status.
-const MAX_MESSAGE: usize = 512;
+const MAX_MESSAGE_CHARS: usize = 512;
 
 /// Books and binds; the node's ledger stands behind it.
 pub trait Allocator: Send + Sync + 'static {
     /// Books `tokens` for a container that is not known yet. It never fails for want of room: a
     /// failing Allocate makes the pod Failed for ever.
-    fn book(
+    fn allocate(
         &self,
         resource: Resource,
-        tokens: TokenSet,
-    ) -> impl Future<Output = Result<AllocationId, NotBooked>> + Send;
+        tokens: DeviceIdSet,
+    ) -> impl Future<Output = Result<AllocationId, AllocateError>> + Send;
 
     /// Binds the booking of `tokens`, and makes all that its container needs. It may wait for room;
     /// where it is dropped, the kubelet has stopped waiting.
-    fn bind(
+    fn prepare(
         &self,
         resource: Resource,
-        tokens: TokenSet,
-    ) -> impl Future<Output = Result<(), NotBound>> + Send;
+        tokens: DeviceIdSet,
+    ) -> impl Future<Output = Result<(), PrepareError>> + Send;
 }
 
 /// Why tokens were not booked.
 #[derive(Debug, thiserror::Error)]
-pub enum NotBooked {
+pub enum AllocateError {
     /// The agent is about to end; its successor can book.
     #[error("the agent is stopping")]
     Stopping,
@@ -59,17 +59,17 @@ pub enum NotBooked {
 
 /// Why a booking is not bound; the text stands in the pod's status, and the kubelet tries again.
 #[derive(Debug, thiserror::Error)]
-pub enum NotBound {
+pub enum PrepareError {
     /// No GPU has room now.
     #[error("{0}")]
     NoRoom(String),
     /// No booking holds these tokens.
     #[error("no booking holds the tokens {tokens} of {resource}")]
-    NotBooked {
+    NotAllocated {
         /// What was asked for.
         resource: Resource,
         /// The tokens of the call.
-        tokens: TokenSet,
+        tokens: DeviceIdSet,
     },
     /// The agent is about to end; its successor will be asked.
     #[error("the agent is stopping")]
@@ -92,9 +92,9 @@ pub struct Plugin<A> {
     /// What ListAndWatch shows.
     devices: watch::Receiver<Devices>,
     /// ListAndWatch streams, for the lifecycle.
-    streams: Counter,
+    streams: InFlight,
     /// Allocate calls under way: ending a stream would cut them, and fail their pods for ever.
-    bookings: Counter,
+    allocate_calls: InFlight,
     /// Ends the streams.
     end_streams: CancellationToken,
 }
@@ -105,8 +105,8 @@ impl<A: Allocator> Plugin<A> {
         resource: Resource,
         allocator: Arc<A>,
         devices: watch::Receiver<Devices>,
-        streams: Counter,
-        bookings: Counter,
+        streams: InFlight,
+        bookings: InFlight,
         end_streams: CancellationToken,
     ) -> Self {
         Self {
@@ -114,32 +114,35 @@ impl<A: Allocator> Plugin<A> {
             allocator,
             devices,
             streams,
-            bookings,
+            allocate_calls: bookings,
             end_streams,
         }
     }
 
-    fn parse(&self, ids: &[String]) -> Result<TokenSet, Status> {
-        TokenSet::from_ids(self.resource, ids).map_err(|error: UnitError| {
-            Status::invalid_argument(bounded(&format!("tokens of {}: {error}", self.resource)))
+    fn parse_device_ids(&self, ids: &[String]) -> Result<DeviceIdSet, Status> {
+        DeviceIdSet::from_ids(self.resource, ids).map_err(|error: UnitError| {
+            Status::invalid_argument(truncated(&format!("tokens of {}: {error}", self.resource)))
         })
     }
 
-    async fn book(&self, ids: &[String]) -> Result<api::ContainerAllocateResponse, Status> {
-        let tokens = self.parse(ids)?;
-        let booked = self.allocator.book(self.resource, tokens);
-        let id = tokio::time::timeout(BOOK_LIMIT, booked)
+    async fn allocate_container(
+        &self,
+        ids: &[String],
+    ) -> Result<api::ContainerAllocateResponse, Status> {
+        let tokens = self.parse_device_ids(ids)?;
+        let booked = self.allocator.allocate(self.resource, tokens);
+        let id = tokio::time::timeout(ALLOCATE_TIMEOUT, booked)
             .await
             .map_err(|_| Status::deadline_exceeded("booking took longer than 30 s"))?
             .map_err(|error| match error {
-                NotBooked::Stopping => Status::unavailable(error.to_string()),
+                AllocateError::Stopping => Status::unavailable(error.to_string()),
             })?;
-        Ok(answer(self.resource, id))
+        Ok(container_response(self.resource, id))
     }
 }
 
 /// What the kubelet keeps for a container, and hands to the runtime.
-pub fn answer(resource: Resource, id: AllocationId) -> api::ContainerAllocateResponse {
+pub fn container_response(resource: Resource, id: AllocationId) -> api::ContainerAllocateResponse {
     let mut answer = api::ContainerAllocateResponse::default();
     match resource {
         Resource::DeviceMemory => {
@@ -157,7 +160,7 @@ pub fn answer(resource: Resource, id: AllocationId) -> api::ContainerAllocateRes
 }
 
 /// The allocation id in an answer that [`answer`] made.
-pub fn allocation_in(
+pub fn allocation_id_of(
     resource: Resource,
     answer: &api::ContainerAllocateResponse,
 ) -> Option<AllocationId> {
@@ -174,27 +177,27 @@ pub fn allocation_in(
     }
 }
 
-type Devicestream =
+type DeviceStream =
     Pin<Box<dyn Stream<Item = Result<api::ListAndWatchResponse, Status>> + Send + 'static>>;
 
 #[tonic::async_trait]
 impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
-    type ListAndWatchStream = Devicestream;
+    type ListAndWatchStream = DeviceStream;
 
     async fn get_device_plugin_options(
         &self,
         _: Request<api::Empty>,
     ) -> Result<Response<api::DevicePluginOptions>, Status> {
-        Ok(Response::new(options()))
+        Ok(Response::new(plugin_options()))
     }
 
     async fn list_and_watch(
         &self,
         _: Request<api::Empty>,
-    ) -> Result<Response<Devicestream>, Status> {
-        let counted = self.streams.enter();
+    ) -> Result<Response<DeviceStream>, Status> {
+        let counted = self.streams.start();
         let ended = self.end_streams.clone().cancelled_owned();
-        let images = images(self.devices.clone()).map(move |devices| {
+        let images = device_updates(self.devices.clone()).map(move |devices| {
             let _lives_as_long_as_the_stream = &counted;
             Ok(devices.to_message())
         });
@@ -214,11 +217,11 @@ impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
         &self,
         request: Request<api::AllocateRequest>,
     ) -> Result<Response<api::AllocateResponse>, Status> {
-        let _counted = self.bookings.enter();
+        let _counted = self.allocate_calls.start();
         let containers = request.into_inner().container_requests;
         let mut container_responses = Vec::with_capacity(containers.len());
         for container in &containers {
-            container_responses.push(self.book(&container.devices_ids).await?);
+            container_responses.push(self.allocate_container(&container.devices_ids).await?);
         }
         Ok(Response::new(api::AllocateResponse {
             container_responses,
@@ -229,8 +232,13 @@ impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
         &self,
         request: Request<api::PreStartContainerRequest>,
     ) -> Result<Response<api::PreStartContainerResponse>, Status> {
-        let tokens = self.parse(&request.into_inner().devices_ids)?;
-        match tokio::time::timeout(BIND_LIMIT, self.allocator.bind(self.resource, tokens)).await {
+        let tokens = self.parse_device_ids(&request.into_inner().devices_ids)?;
+        match tokio::time::timeout(
+            PREPARE_TIMEOUT,
+            self.allocator.prepare(self.resource, tokens),
+        )
+        .await
+        {
             Ok(Ok(())) => Ok(Response::new(api::PreStartContainerResponse {})),
             Ok(Err(error)) => Err(status_of(&error)),
             Err(_) => Err(Status::deadline_exceeded("binding took longer than 28 s")),
@@ -239,7 +247,7 @@ impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
 }
 
 /// What this plugin wants of the kubelet.
-pub(super) fn options() -> api::DevicePluginOptions {
+pub(super) fn plugin_options() -> api::DevicePluginOptions {
     api::DevicePluginOptions {
         pre_start_required: true,
         get_preferred_allocation_available: false,
@@ -247,7 +255,7 @@ pub(super) fn options() -> api::DevicePluginOptions {
 }
 
 /// The devices now and after each change. It outlives its sender: the last image stands.
-fn images(devices: watch::Receiver<Devices>) -> impl Stream<Item = Devices> + Send {
+fn device_updates(devices: watch::Receiver<Devices>) -> impl Stream<Item = Devices> + Send {
     let start = (devices, None::<Devices>);
     futures::stream::unfold(start, |(mut devices, mut last)| async move {
         loop {
@@ -263,20 +271,20 @@ fn images(devices: watch::Receiver<Devices>) -> impl Stream<Item = Devices> + Se
     })
 }
 
-fn status_of(error: &NotBound) -> Status {
-    let message = bounded(&error.to_string());
+fn status_of(error: &PrepareError) -> Status {
+    let message = truncated(&error.to_string());
     match error {
-        NotBound::NoRoom(_) => Status::resource_exhausted(message),
-        NotBound::NotBooked { .. } => Status::not_found(message),
-        NotBound::Stopping => Status::unavailable(message),
-        NotBound::Drained(_) => Status::failed_precondition(message),
-        NotBound::Failed(_) => Status::internal(message),
+        PrepareError::NoRoom(_) => Status::resource_exhausted(message),
+        PrepareError::NotAllocated { .. } => Status::not_found(message),
+        PrepareError::Stopping => Status::unavailable(message),
+        PrepareError::Drained(_) => Status::failed_precondition(message),
+        PrepareError::Failed(_) => Status::internal(message),
     }
 }
 
 /// The message, cut to what a pod's status may carry.
-fn bounded(message: &str) -> String {
-    match message.char_indices().nth(MAX_MESSAGE) {
+fn truncated(message: &str) -> String {
+    match message.char_indices().nth(MAX_MESSAGE_CHARS) {
         None => message.to_owned(),
         Some((end, _)) => format!("{}...", &message[..end]),
     }
@@ -287,16 +295,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_allocation_id_is_found_again_in_the_answer_that_carries_it() {
+    fn allocation_id_is_read_back_from_the_response() {
         let id = AllocationId::from_bits(7);
         for resource in [Resource::DeviceMemory, Resource::ManagedMemory] {
-            assert_eq!(allocation_in(resource, &answer(resource, id)), Some(id));
+            assert_eq!(
+                allocation_id_of(resource, &container_response(resource, id)),
+                Some(id)
+            );
         }
     }
 
     #[test]
-    fn device_memory_is_answered_with_a_cdi_device_and_nothing_else() {
-        let answer = answer(Resource::DeviceMemory, AllocationId::from_bits(7));
+    fn device_memory_response_has_a_cdi_device_only() {
+        let answer = container_response(Resource::DeviceMemory, AllocationId::from_bits(7));
         assert_eq!(
             answer.cdi_devices[0].name,
             "bursar.dev/gpu=0000000000000007"
@@ -306,45 +317,45 @@ mod tests {
     }
 
     #[test]
-    fn managed_memory_is_answered_with_an_annotation_and_nothing_else() {
-        let answer = answer(Resource::ManagedMemory, AllocationId::from_bits(7));
+    fn managed_memory_response_has_an_annotation_only() {
+        let answer = container_response(Resource::ManagedMemory, AllocationId::from_bits(7));
         assert_eq!(answer.annotations[MANAGED_ANNOTATION], "0000000000000007");
         assert!(answer.cdi_devices.is_empty() && answer.envs.is_empty());
     }
 
     #[test]
-    fn an_answer_of_somebody_else_holds_no_allocation() {
+    fn foreign_response_has_no_allocation_id() {
         let mut answer = api::ContainerAllocateResponse::default();
         for name in ["nvidia.com/gpu=0", "bursar.dev/gpu", "bursar.dev/gpu=zz"] {
             answer.cdi_devices.push(api::CdiDevice {
                 name: name.to_owned(),
             });
         }
-        assert_eq!(allocation_in(Resource::DeviceMemory, &answer), None);
+        assert_eq!(allocation_id_of(Resource::DeviceMemory, &answer), None);
     }
 
     #[test]
-    fn a_long_message_is_cut_between_characters() {
+    fn long_message_is_truncated_between_characters() {
         let long = "é".repeat(600);
-        let cut = bounded(&long);
-        assert_eq!(cut.chars().count(), MAX_MESSAGE + 3);
-        assert_eq!(bounded("short"), "short");
+        let cut = truncated(&long);
+        assert_eq!(cut.chars().count(), MAX_MESSAGE_CHARS + 3);
+        assert_eq!(truncated("short"), "short");
     }
 
     #[test]
-    fn a_waiting_pod_is_told_what_it_waits_for() {
+    fn waiting_pod_gets_the_reason_in_its_status() {
         let reason = "waiting for 12 GiB on one GPU: largest free 4 GiB (GPU-1)";
-        let status = status_of(&NotBound::NoRoom(reason.to_owned()));
+        let status = status_of(&PrepareError::NoRoom(reason.to_owned()));
         assert_eq!(status.code(), tonic::Code::ResourceExhausted);
         assert_eq!(status.message(), reason);
     }
 
     #[tokio::test]
-    async fn an_image_that_did_not_change_is_not_sent_again() {
-        use crate::kubelet::devices::TokenHealth::{Healthy, Unhealthy};
+    async fn unchanged_devices_are_not_sent_again() {
+        use crate::kubelet::devices::DeviceHealth::{Healthy, Unhealthy};
         let image = |health| Devices::new(Resource::DeviceMemory, vec![health]).unwrap();
         let (sender, receiver) = watch::channel(image(Healthy));
-        let mut images = std::pin::pin!(images(receiver));
+        let mut images = std::pin::pin!(device_updates(receiver));
         assert_eq!(images.next().await, Some(image(Healthy)));
         sender.send_replace(image(Healthy));
         assert!(futures::poll!(images.next()).is_pending());

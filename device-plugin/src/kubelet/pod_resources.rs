@@ -12,13 +12,13 @@ use tonic::transport::Channel;
 use super::api::podresources::pod_resources_lister_client::PodResourcesListerClient;
 use super::api::podresources::{ListPodResourcesRequest, PodResources};
 use super::connect::connect_when_called;
-use crate::units::{Resource, TokenSet};
+use crate::units::{DeviceIdSet, Resource};
 
 /// The most that one question may take.
 pub const LIMIT: Duration = Duration::from_secs(2);
 /// How often it is asked while its rate limit refuses: of all who ask it takes ten questions at once, and 100 a second.
-const MOST_TRIES: usize = 10;
-const LIMITED_PAUSE: Duration = Duration::from_millis(100);
+const MAX_TRIES: usize = 10;
+const RATE_LIMIT_PAUSE: Duration = Duration::from_millis(100);
 /// The largest answer that is read. The kubelet's own limit for this API is 16 MiB.
 const MAX_MESSAGE_BYTES: usize = 16 << 20;
 
@@ -43,7 +43,7 @@ pub enum PodResourcesError {
 
 /// A container by its names.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ContainerName {
+pub struct ContainerRef {
     /// The pod's namespace.
     pub namespace: String,
     /// The pod's name.
@@ -54,11 +54,11 @@ pub struct ContainerName {
 
 /// A container and the tokens of one resource that it holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Holder {
+pub struct ListedContainer {
     /// Who.
-    pub name: ContainerName,
+    pub name: ContainerRef,
     /// What.
-    pub tokens: TokenSet,
+    pub tokens: DeviceIdSet,
 }
 
 /// The kubelet's PodResources API, over one connection that is made anew after a kubelet restart.
@@ -89,18 +89,18 @@ impl PodResourcesClient {
         &self,
         resource: Resource,
         name: &str,
-    ) -> Result<Vec<Holder>, PodResourcesError> {
+    ) -> Result<Vec<ListedContainer>, PodResourcesError> {
         let pods = self
-            .ask(|mut api| async move {
+            .call(|mut api| async move {
                 let answer = api.list(ListPodResourcesRequest {}).await?;
                 Ok(answer.into_inner().pod_resources)
             })
             .await?;
-        Ok(holders(resource, name, &pods))
+        Ok(listed_containers(resource, name, &pods))
     }
 
     /// Asks, once more where the connection turned out to be lost, and again where the kubelet is asked too much.
-    async fn ask<T, F>(
+    async fn call<T, F>(
         &self,
         question: impl Fn(PodResourcesListerClient<Channel>) -> F,
     ) -> Result<T, PodResourcesError>
@@ -112,9 +112,9 @@ impl PodResourcesClient {
             loop {
                 tries += 1;
                 match question(self.api.clone()).await {
-                    Err(lost) if tries == 1 && is_lost(&lost) => {}
-                    Err(refused) if tries < MOST_TRIES && is_limited(&refused) => {
-                        tokio::time::sleep(LIMITED_PAUSE).await;
+                    Err(lost) if tries == 1 && is_transport_error(&lost) => {}
+                    Err(refused) if tries < MAX_TRIES && is_rate_limited(&refused) => {
+                        tokio::time::sleep(RATE_LIMIT_PAUSE).await;
                     }
                     answer => break answer,
                 }
@@ -123,7 +123,7 @@ impl PodResourcesClient {
         let answer = tokio::time::timeout(LIMIT, asked).await;
         answer
             .map_err(|_| PodResourcesError::TimedOut)?
-            .map_err(|status| match is_lost(&status) {
+            .map_err(|status| match is_transport_error(&status) {
                 true => PodResourcesError::Unreachable {
                     path: self.socket.clone(),
                     status: Box::new(status),
@@ -135,17 +135,21 @@ impl PodResourcesClient {
 
 /// Whether the transport failed, and not the kubelet. A connection that is cut under a call is
 /// `Unknown` or `Cancelled` with a source.
-fn is_lost(status: &tonic::Status) -> bool {
+fn is_transport_error(status: &tonic::Status) -> bool {
     status.code() == tonic::Code::Unavailable || std::error::Error::source(status).is_some()
 }
 
 /// Whether the kubelet was asked too much (its `pkg/kubelet/apis/grpc/ratelimit.go`).
-fn is_limited(status: &tonic::Status) -> bool {
+fn is_rate_limited(status: &tonic::Status) -> bool {
     status.code() == tonic::Code::ResourceExhausted
 }
 
 /// The containers among `pods` that hold tokens of `resource`. What is not a token of ours is left out.
-pub fn holders(resource: Resource, name: &str, pods: &[PodResources]) -> Vec<Holder> {
+pub fn listed_containers(
+    resource: Resource,
+    name: &str,
+    pods: &[PodResources],
+) -> Vec<ListedContainer> {
     let containers = pods
         .iter()
         .flat_map(|pod| pod.containers.iter().map(move |c| (pod, c)));
@@ -153,13 +157,13 @@ pub fn holders(resource: Resource, name: &str, pods: &[PodResources]) -> Vec<Hol
         |(pod, container): (&PodResources, &super::api::podresources::ContainerResources)| {
             let devices = container.devices.iter().filter(|d| d.resource_name == name);
             let ids = devices.flat_map(|d| &d.device_ids);
-            Some(Holder {
-                name: ContainerName {
+            Some(ListedContainer {
+                name: ContainerRef {
                     namespace: pod.namespace.clone(),
                     pod: pod.name.clone(),
                     container: container.name.clone(),
                 },
-                tokens: TokenSet::from_ids(resource, ids).ok()?,
+                tokens: DeviceIdSet::from_ids(resource, ids).ok()?,
             })
         };
     containers.filter_map(holder).collect()
@@ -167,7 +171,10 @@ pub fn holders(resource: Resource, name: &str, pods: &[PodResources]) -> Vec<Hol
 
 /// Who holds any of `tokens`. Containers of one pod may share tokens one after the other; the one with the same
 /// set wins, then the first.
-pub fn holder_of<'a>(holders: &'a [Holder], tokens: &TokenSet) -> Option<&'a ContainerName> {
+pub fn find_container<'a>(
+    holders: &'a [ListedContainer],
+    tokens: &DeviceIdSet,
+) -> Option<&'a ContainerRef> {
     let same = holders.iter().find(|holder| holder.tokens == *tokens);
     let any = || holders.iter().find(|holder| holder.tokens.overlaps(tokens));
     same.or_else(any).map(|holder| &holder.name)
@@ -200,17 +207,17 @@ mod tests {
         }
     }
 
-    fn tokens(indexes: &[u16]) -> TokenSet {
-        TokenSet::from_indexes(indexes.iter().copied()).unwrap()
+    fn tokens(indexes: &[u16]) -> DeviceIdSet {
+        DeviceIdSet::from_indexes(indexes.iter().copied()).unwrap()
     }
 
     #[tokio::test]
-    async fn a_kubelet_that_is_asked_too_much_is_asked_again_and_one_that_refuses_is_not() {
+    async fn rate_limited_call_is_retried_and_refused_call_is_not() {
         let client = PodResourcesClient::new(Path::new("/nobody/listens/here"));
         let tries = |code: tonic::Code, fails: usize| {
             let (client, asked) = (client.clone(), AtomicUsize::new(0));
             async move {
-                let answer = client.ask(|_| async {
+                let answer = client.call(|_| async {
                     match asked.fetch_add(1, Ordering::Relaxed) < fails {
                         true => Err(tonic::Status::new(code, "rejected by rate limit")),
                         false => Ok(()),
@@ -229,18 +236,18 @@ mod tests {
     }
 
     #[test]
-    fn a_device_per_entry_is_one_set_of_tokens() {
+    fn devices_of_several_entries_are_one_set() {
         let pods = [pod(
             "a",
             &[("main", &[(NAME, &["m-0002"]), (NAME, &["m-0001"])])],
         )];
-        let holders = holders(Resource::DeviceMemory, NAME, &pods);
+        let holders = listed_containers(Resource::DeviceMemory, NAME, &pods);
         assert_eq!(holders.len(), 1);
         assert_eq!(holders[0].tokens, tokens(&[1, 2]));
     }
 
     #[test]
-    fn other_resources_and_foreign_ids_are_left_out() {
+    fn other_resources_and_foreign_device_ids_are_ignored() {
         let pods = [pod(
             "a",
             &[
@@ -249,17 +256,17 @@ mod tests {
                 ("none", &[]),
             ],
         )];
-        assert_eq!(holders(Resource::DeviceMemory, NAME, &pods), []);
+        assert_eq!(listed_containers(Resource::DeviceMemory, NAME, &pods), []);
     }
 
     #[test]
-    fn a_booking_is_found_by_any_token_that_it_shares_and_best_by_all() {
+    fn container_is_found_by_any_shared_device_id_best_by_all() {
         let pods = [
             pod("a", &[("first", &[(NAME, &["m-0001", "m-0002"])])]),
             pod("a", &[("second", &[(NAME, &["m-0001"])])]),
         ];
-        let holders = holders(Resource::DeviceMemory, NAME, &pods);
-        let container = |set: &[u16]| holder_of(&holders, &tokens(set)).map(|n| &*n.container);
+        let holders = listed_containers(Resource::DeviceMemory, NAME, &pods);
+        let container = |set: &[u16]| find_container(&holders, &tokens(set)).map(|n| &*n.container);
         assert_eq!(container(&[1]), Some("second"));
         assert_eq!(container(&[2, 3]), Some("first"));
         assert_eq!(container(&[4]), None);

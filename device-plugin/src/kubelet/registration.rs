@@ -27,13 +27,13 @@
 use std::time::{Duration, Instant};
 
 /// First pause after a failure or an ended stream.
-pub const FIRST_PAUSE: Duration = Duration::from_millis(100);
+pub const MIN_BACKOFF: Duration = Duration::from_millis(100);
 /// Longest pause; doubling stops here.
-pub const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+pub const MAX_BACKOFF: Duration = Duration::from_secs(5);
 /// A stream that lived this long forgives the failures before it.
 pub const STABLE_AFTER: Duration = Duration::from_secs(10);
 /// How long after an accepted registration the kubelet may take to ask for ListAndWatch.
-pub const STREAM_GRACE: Duration = Duration::from_secs(1);
+pub const STREAM_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Which `kubelet.sock` this is: a re-created one is a restarted kubelet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,7 +48,7 @@ pub struct SocketId {
 
 /// Our own server, as it stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Own {
+pub enum OwnServer {
     /// Nothing serves, or the socket file is gone or not ours any more.
     Missing,
     /// Serving at a socket file that is there.
@@ -64,11 +64,11 @@ pub enum Own {
 
 /// What one look at the world saw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Seen {
+pub struct Observation {
     /// `kubelet.sock`, where it exists.
     pub kubelet: Option<SocketId>,
     /// Our server and its socket.
-    pub own: Own,
+    pub own: OwnServer,
 }
 
 /// What to do next.
@@ -100,61 +100,61 @@ enum Phase {
 
 /// One resource's registration with the kubelet.
 #[derive(Debug)]
-pub struct Machine {
+pub struct StateMachine {
     phase: Phase,
     /// The last `kubelet.sock` seen; a different one forgives all failures.
     kubelet: Option<SocketId>,
     /// The next pause.
-    pause: Duration,
+    backoff: Duration,
     /// Neither serve nor register before this.
     not_before: Option<Instant>,
 }
 
-impl Default for Machine {
+impl Default for StateMachine {
     fn default() -> Self {
         Self {
             phase: Phase::Unregistered,
             kubelet: None,
-            pause: FIRST_PAUSE,
+            backoff: MIN_BACKOFF,
             not_before: None,
         }
     }
 }
 
-impl Machine {
+impl StateMachine {
     /// Whether the kubelet follows this resource's devices now.
     pub fn is_live(&self) -> bool {
         matches!(self.phase, Phase::Live { .. })
     }
 
     /// Takes in what is seen now and says what to do.
-    pub fn look(&mut self, seen: Seen, now: Instant) -> Step {
+    pub fn next_step(&mut self, seen: Observation, now: Instant) -> Step {
         if seen.kubelet.is_some() && seen.kubelet != self.kubelet {
             self.kubelet = seen.kubelet;
-            self.forgive();
+            self.reset_backoff();
         }
-        self.phase = self.follow(seen, now);
+        self.phase = self.next_phase(seen, now);
         match (self.phase, seen.own, seen.kubelet) {
-            (_, Own::Missing, _) => self.unless_paused(Step::Serve, now),
-            (Phase::Unregistered, Own::Serving { .. }, Some(_)) => {
-                self.unless_paused(Step::Register, now)
+            (_, OwnServer::Missing, _) => self.unless_backing_off(Step::Serve, now),
+            (Phase::Unregistered, OwnServer::Serving { .. }, Some(_)) => {
+                self.unless_backing_off(Step::Register, now)
             }
-            (Phase::Unregistered, Own::Serving { .. }, None) => Step::Idle(None),
-            (Phase::Accepted { since, .. }, ..) => Step::Idle(Some(since + STREAM_GRACE)),
+            (Phase::Unregistered, OwnServer::Serving { .. }, None) => Step::Idle(None),
+            (Phase::Accepted { since, .. }, ..) => Step::Idle(Some(since + STREAM_TIMEOUT)),
             (Phase::Live { .. }, ..) => Step::Idle(None),
         }
     }
 
     /// Serving began.
-    pub fn served(&mut self) {
+    pub fn server_started(&mut self) {
         self.not_before = None;
     }
 
     /// The kubelet accepted the registration that was begun when `seen` was seen.
-    pub fn accepted(&mut self, seen: Seen, now: Instant) {
-        if let Seen {
+    pub fn registration_accepted(&mut self, seen: Observation, now: Instant) {
+        if let Observation {
             kubelet: Some(kubelet),
-            own: Own::Serving { server, opened, .. },
+            own: OwnServer::Serving { server, opened, .. },
         } = seen
         {
             self.phase = Phase::Accepted {
@@ -167,13 +167,13 @@ impl Machine {
     }
 
     /// Serving or registering failed: pause.
-    pub fn failed(&mut self, now: Instant) {
-        self.not_before = Some(now + self.pause);
-        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+    pub fn attempt_failed(&mut self, now: Instant) {
+        self.not_before = Some(now + self.backoff);
+        self.backoff = (self.backoff * 2).min(MAX_BACKOFF);
     }
 
     /// The phase that follows from what is seen.
-    fn follow(&mut self, seen: Seen, now: Instant) -> Phase {
+    fn next_phase(&mut self, seen: Observation, now: Instant) -> Phase {
         match self.phase {
             Phase::Unregistered => Phase::Unregistered,
             Phase::Accepted {
@@ -182,17 +182,19 @@ impl Machine {
                 opened_before,
                 since,
             } => match seen.own {
-                Own::Serving { server: s, .. } if s != server => Phase::Unregistered,
-                _ if is_other(seen.kubelet, kubelet) => Phase::Unregistered,
-                Own::Serving { open, opened, .. } if opened > opened_before && open > 0 => {
+                OwnServer::Serving { server: s, .. } if s != server => Phase::Unregistered,
+                _ if is_recreated(seen.kubelet, kubelet) => Phase::Unregistered,
+                OwnServer::Serving { open, opened, .. } if opened > opened_before && open > 0 => {
                     Phase::Live {
                         kubelet,
                         server,
                         since: now,
                     }
                 }
-                Own::Serving { opened, .. } if opened > opened_before => self.lost(now),
-                _ if now >= since + STREAM_GRACE => self.lost(now),
+                OwnServer::Serving { opened, .. } if opened > opened_before => {
+                    self.stream_ended(now)
+                }
+                _ if now >= since + STREAM_TIMEOUT => self.stream_ended(now),
                 _ => self.phase,
             },
             Phase::Live {
@@ -200,30 +202,30 @@ impl Machine {
                 server,
                 since,
             } => match seen.own {
-                Own::Serving { server: s, .. } if s != server => Phase::Unregistered,
-                _ if is_other(seen.kubelet, kubelet) => Phase::Unregistered,
-                Own::Serving { open: 0, .. } => {
+                OwnServer::Serving { server: s, .. } if s != server => Phase::Unregistered,
+                _ if is_recreated(seen.kubelet, kubelet) => Phase::Unregistered,
+                OwnServer::Serving { open: 0, .. } => {
                     if now >= since + STABLE_AFTER {
-                        self.forgive();
+                        self.reset_backoff();
                     }
-                    self.lost(now)
+                    self.stream_ended(now)
                 }
                 _ => self.phase,
             },
         }
     }
 
-    fn lost(&mut self, now: Instant) -> Phase {
-        self.failed(now);
+    fn stream_ended(&mut self, now: Instant) -> Phase {
+        self.attempt_failed(now);
         Phase::Unregistered
     }
 
-    fn forgive(&mut self) {
-        self.pause = FIRST_PAUSE;
+    fn reset_backoff(&mut self) {
+        self.backoff = MIN_BACKOFF;
         self.not_before = None;
     }
 
-    fn unless_paused(&self, step: Step, now: Instant) -> Step {
+    fn unless_backing_off(&self, step: Step, now: Instant) -> Step {
         match self.not_before {
             Some(at) if now < at => Step::Idle(Some(at)),
             _ => step,
@@ -232,7 +234,7 @@ impl Machine {
 }
 
 /// Whether a kubelet socket is there and is not the one that was registered with.
-fn is_other(seen: Option<SocketId>, registered: SocketId) -> bool {
+fn is_recreated(seen: Option<SocketId>, registered: SocketId) -> bool {
     seen.is_some_and(|seen| seen != registered)
 }
 
@@ -251,12 +253,12 @@ mod tests {
         ctime_ns: 200,
     };
 
-    fn seen(kubelet: Option<SocketId>, own: Own) -> Seen {
-        Seen { kubelet, own }
+    fn seen(kubelet: Option<SocketId>, own: OwnServer) -> Observation {
+        Observation { kubelet, own }
     }
 
-    fn serving(server: u32, open: u32, opened: u64) -> Own {
-        Own::Serving {
+    fn serving(server: u32, open: u32, opened: u64) -> OwnServer {
+        OwnServer::Serving {
             server,
             open,
             opened,
@@ -264,178 +266,184 @@ mod tests {
     }
 
     /// A machine with its registration accepted and its stream open.
-    fn live(now: Instant) -> Machine {
-        let mut machine = Machine::default();
+    fn live(now: Instant) -> StateMachine {
+        let mut machine = StateMachine::default();
         let quiet = seen(Some(KUBELET), serving(0, 0, 0));
-        assert_eq!(machine.look(quiet, now), Step::Register);
-        machine.accepted(quiet, now);
+        assert_eq!(machine.next_step(quiet, now), Step::Register);
+        machine.registration_accepted(quiet, now);
         let open = seen(Some(KUBELET), serving(0, 1, 1));
-        assert_eq!(machine.look(open, now), Step::Idle(None));
+        assert_eq!(machine.next_step(open, now), Step::Idle(None));
         assert!(machine.is_live());
         machine
     }
 
     #[test]
-    fn it_serves_before_it_registers() {
-        let (mut machine, now) = (Machine::default(), Instant::now());
+    fn machine_serves_before_it_registers() {
+        let (mut machine, now) = (StateMachine::default(), Instant::now());
         assert_eq!(
-            machine.look(seen(Some(KUBELET), Own::Missing), now),
+            machine.next_step(seen(Some(KUBELET), OwnServer::Missing), now),
             Step::Serve
         );
-        machine.served();
+        machine.server_started();
         assert_eq!(
-            machine.look(seen(Some(KUBELET), serving(0, 0, 0)), now),
+            machine.next_step(seen(Some(KUBELET), serving(0, 0, 0)), now),
             Step::Register
         );
     }
 
     #[test]
-    fn without_a_kubelet_it_serves_and_waits() {
-        let (mut machine, now) = (Machine::default(), Instant::now());
-        assert_eq!(machine.look(seen(None, Own::Missing), now), Step::Serve);
+    fn machine_serves_and_waits_without_a_kubelet() {
+        let (mut machine, now) = (StateMachine::default(), Instant::now());
         assert_eq!(
-            machine.look(seen(None, serving(0, 0, 0)), now),
+            machine.next_step(seen(None, OwnServer::Missing), now),
+            Step::Serve
+        );
+        assert_eq!(
+            machine.next_step(seen(None, serving(0, 0, 0)), now),
             Step::Idle(None)
         );
     }
 
     #[test]
-    fn an_ended_stream_is_registered_again_after_a_pause_and_not_before() {
+    fn ended_stream_is_registered_again_after_the_backoff() {
         let now = Instant::now();
         let mut machine = live(now);
         let ended = seen(Some(KUBELET), serving(0, 0, 1));
-        let resume = now + FIRST_PAUSE;
-        assert_eq!(machine.look(ended, now), Step::Idle(Some(resume)));
+        let resume = now + MIN_BACKOFF;
+        assert_eq!(machine.next_step(ended, now), Step::Idle(Some(resume)));
         assert!(!machine.is_live());
-        assert_eq!(machine.look(ended, resume), Step::Register);
+        assert_eq!(machine.next_step(ended, resume), Step::Register);
     }
 
     #[test]
-    fn a_re_created_kubelet_socket_is_registered_with_at_once() {
+    fn recreated_kubelet_socket_is_registered_at_once() {
         let now = Instant::now();
         let mut machine = live(now);
         let (ended, restarted) = (serving(0, 0, 1), Some(RESTARTED));
-        machine.look(seen(Some(KUBELET), ended), now);
-        assert_eq!(machine.look(seen(restarted, ended), now), Step::Register);
-    }
-
-    #[test]
-    fn a_kubelet_start_that_removes_our_socket_is_served_and_registered_anew() {
-        let now = Instant::now();
-        let mut machine = live(now);
+        machine.next_step(seen(Some(KUBELET), ended), now);
         assert_eq!(
-            machine.look(seen(Some(RESTARTED), Own::Missing), now),
-            Step::Serve
-        );
-        machine.served();
-        assert_eq!(
-            machine.look(seen(Some(RESTARTED), serving(1, 0, 0)), now),
+            machine.next_step(seen(restarted, ended), now),
             Step::Register
         );
     }
 
     #[test]
-    fn a_wiped_directory_is_served_and_registered_anew_while_the_old_stream_lives() {
+    fn restarted_kubelet_that_removed_the_socket_is_served_anew() {
         let now = Instant::now();
         let mut machine = live(now);
         assert_eq!(
-            machine.look(seen(Some(KUBELET), Own::Missing), now),
+            machine.next_step(seen(Some(RESTARTED), OwnServer::Missing), now),
             Step::Serve
         );
-        machine.served();
+        machine.server_started();
         assert_eq!(
-            machine.look(seen(Some(KUBELET), serving(1, 0, 0)), now),
+            machine.next_step(seen(Some(RESTARTED), serving(1, 0, 0)), now),
             Step::Register
         );
     }
 
     #[test]
-    fn an_accepted_registration_without_a_stream_is_made_again() {
-        let (mut machine, now) = (Machine::default(), Instant::now());
-        let quiet = seen(Some(KUBELET), serving(0, 0, 0));
-        machine.look(quiet, now);
-        machine.accepted(quiet, now);
-        let late = now + STREAM_GRACE;
-        assert_eq!(machine.look(quiet, now), Step::Idle(Some(late)));
+    fn wiped_directory_is_served_anew_while_the_old_stream_lives() {
+        let now = Instant::now();
+        let mut machine = live(now);
         assert_eq!(
-            machine.look(quiet, late),
-            Step::Idle(Some(late + FIRST_PAUSE))
+            machine.next_step(seen(Some(KUBELET), OwnServer::Missing), now),
+            Step::Serve
         );
-        assert_eq!(machine.look(quiet, late + FIRST_PAUSE), Step::Register);
+        machine.server_started();
+        assert_eq!(
+            machine.next_step(seen(Some(KUBELET), serving(1, 0, 0)), now),
+            Step::Register
+        );
     }
 
     #[test]
-    fn a_stream_that_opened_and_ended_between_two_looks_was_seen() {
-        let (mut machine, now) = (Machine::default(), Instant::now());
+    fn registration_without_a_stream_is_repeated() {
+        let (mut machine, now) = (StateMachine::default(), Instant::now());
         let quiet = seen(Some(KUBELET), serving(0, 0, 0));
-        machine.look(quiet, now);
-        machine.accepted(quiet, now);
+        machine.next_step(quiet, now);
+        machine.registration_accepted(quiet, now);
+        let late = now + STREAM_TIMEOUT;
+        assert_eq!(machine.next_step(quiet, now), Step::Idle(Some(late)));
+        assert_eq!(
+            machine.next_step(quiet, late),
+            Step::Idle(Some(late + MIN_BACKOFF))
+        );
+        assert_eq!(machine.next_step(quiet, late + MIN_BACKOFF), Step::Register);
+    }
+
+    #[test]
+    fn stream_that_ended_between_observations_is_noticed() {
+        let (mut machine, now) = (StateMachine::default(), Instant::now());
+        let quiet = seen(Some(KUBELET), serving(0, 0, 0));
+        machine.next_step(quiet, now);
+        machine.registration_accepted(quiet, now);
         let flashed = seen(Some(KUBELET), serving(0, 0, 1));
         assert_eq!(
-            machine.look(flashed, now),
-            Step::Idle(Some(now + FIRST_PAUSE))
+            machine.next_step(flashed, now),
+            Step::Idle(Some(now + MIN_BACKOFF))
         );
     }
 
     #[test]
-    fn a_stream_of_before_is_not_taken_for_the_new_registration_s() {
-        let (mut machine, now) = (Machine::default(), Instant::now());
+    fn older_stream_does_not_confirm_a_new_registration() {
+        let (mut machine, now) = (StateMachine::default(), Instant::now());
         let old = seen(Some(KUBELET), serving(0, 1, 1));
-        machine.look(old, now);
-        machine.accepted(old, now);
-        machine.look(old, now);
+        machine.next_step(old, now);
+        machine.registration_accepted(old, now);
+        machine.next_step(old, now);
         assert!(!machine.is_live());
     }
 
     #[test]
-    fn pauses_double_up_to_a_bound_and_a_new_kubelet_forgives_them() {
-        let (mut machine, mut now) = (Machine::default(), Instant::now());
+    fn backoff_doubles_to_a_bound_and_resets_with_a_new_kubelet() {
+        let (mut machine, mut now) = (StateMachine::default(), Instant::now());
         let quiet = seen(Some(KUBELET), serving(0, 0, 0));
         let mut pauses = Vec::new();
         for _ in 0..8 {
-            assert_eq!(machine.look(quiet, now), Step::Register);
-            machine.failed(now);
-            let Step::Idle(Some(until)) = machine.look(quiet, now) else {
+            assert_eq!(machine.next_step(quiet, now), Step::Register);
+            machine.attempt_failed(now);
+            let Step::Idle(Some(until)) = machine.next_step(quiet, now) else {
                 panic!("no pause")
             };
             pauses.push((until - now).as_millis());
             now = until;
         }
         assert_eq!(pauses, [100, 200, 400, 800, 1600, 3200, 5000, 5000]);
-        machine.look(quiet, now);
-        machine.failed(now);
+        machine.next_step(quiet, now);
+        machine.attempt_failed(now);
         let restarted = seen(Some(RESTARTED), serving(0, 0, 0));
-        assert_eq!(machine.look(restarted, now), Step::Register);
-        machine.failed(now);
+        assert_eq!(machine.next_step(restarted, now), Step::Register);
+        machine.attempt_failed(now);
         assert_eq!(
-            machine.look(restarted, now),
-            Step::Idle(Some(now + FIRST_PAUSE))
+            machine.next_step(restarted, now),
+            Step::Idle(Some(now + MIN_BACKOFF))
         );
     }
 
     #[test]
-    fn a_stream_that_lasted_forgives_the_failures_before_it() {
+    fn stable_stream_resets_the_backoff() {
         let now = Instant::now();
         let mut machine = live(now);
-        machine.pause = LONGEST_PAUSE;
+        machine.backoff = MAX_BACKOFF;
         let ended = seen(Some(KUBELET), serving(0, 0, 1));
         let later = now + STABLE_AFTER;
         assert_eq!(
-            machine.look(ended, later),
-            Step::Idle(Some(later + FIRST_PAUSE))
+            machine.next_step(ended, later),
+            Step::Idle(Some(later + MIN_BACKOFF))
         );
     }
 
     #[test]
-    fn a_socket_that_cannot_be_made_is_tried_again_after_a_pause() {
-        let (mut machine, now) = (Machine::default(), Instant::now());
-        let missing = seen(Some(KUBELET), Own::Missing);
-        assert_eq!(machine.look(missing, now), Step::Serve);
-        machine.failed(now);
+    fn failed_socket_is_retried_after_the_backoff() {
+        let (mut machine, now) = (StateMachine::default(), Instant::now());
+        let missing = seen(Some(KUBELET), OwnServer::Missing);
+        assert_eq!(machine.next_step(missing, now), Step::Serve);
+        machine.attempt_failed(now);
         assert_eq!(
-            machine.look(missing, now),
-            Step::Idle(Some(now + FIRST_PAUSE))
+            machine.next_step(missing, now),
+            Step::Idle(Some(now + MIN_BACKOFF))
         );
-        assert_eq!(machine.look(missing, now + FIRST_PAUSE), Step::Serve);
+        assert_eq!(machine.next_step(missing, now + MIN_BACKOFF), Step::Serve);
     }
 }

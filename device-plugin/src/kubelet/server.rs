@@ -14,12 +14,12 @@ use tokio_util::sync::CancellationToken;
 
 use super::api::deviceplugin::device_plugin_server::DevicePluginServer;
 use super::devices::Devices;
-use super::in_flight::{Count, Counter};
+use super::in_flight::{InFlight, InFlightCount};
 use super::plugin::{Allocator, Plugin};
 use crate::units::Resource;
 
 /// How long a stopping server waits for Allocate calls to be answered.
-const BOOKINGS_GRACE: Duration = Duration::from_secs(2);
+const ALLOCATE_GRACE: Duration = Duration::from_secs(2);
 /// How long it then waits for the connections to close.
 const CLOSE_GRACE: Duration = Duration::from_millis(500);
 
@@ -39,7 +39,7 @@ pub enum ServeError {
 
 /// What is served: the same for every server of a resource's life.
 #[derive(Debug)]
-pub struct Service<A> {
+pub struct PluginService<A> {
     /// What the tokens count.
     pub resource: Resource,
     /// Who books and binds.
@@ -57,9 +57,9 @@ pub(super) struct Server {
     /// Where it listens.
     path: PathBuf,
     /// Device and inode of the socket file, to know it from another of the same name.
-    file: (u64, u64),
-    streams: Counter,
-    bookings: Counter,
+    socket_id: (u64, u64),
+    streams: InFlight,
+    allocate_calls: InFlight,
     end_streams: CancellationToken,
     close: CancellationToken,
     task: JoinHandle<Result<(), tonic::transport::Error>>,
@@ -70,7 +70,7 @@ impl Server {
     pub(super) fn start<A: Allocator>(
         dir: &Path,
         number: u32,
-        service: &Service<A>,
+        service: &PluginService<A>,
     ) -> Result<Self, ServeError> {
         let path = dir.join(socket_name(service.resource, std::process::id(), number));
         let error = |source| ServeError::Listen {
@@ -78,8 +78,8 @@ impl Server {
             source,
         };
         let listener = UnixListener::bind(&path).map_err(error)?;
-        let file = identity(&path).map_err(error)?;
-        let (streams, bookings) = (Counter::default(), Counter::default());
+        let file = socket_identity(&path).map_err(error)?;
+        let (streams, bookings) = (InFlight::default(), InFlight::default());
         let (end_streams, close) = (CancellationToken::new(), CancellationToken::new());
         let plugin = Plugin::new(
             service.resource,
@@ -100,9 +100,9 @@ impl Server {
         Ok(Self {
             number,
             path,
-            file,
+            socket_id: file,
             streams,
-            bookings,
+            allocate_calls: bookings,
             end_streams,
             close,
             task,
@@ -123,30 +123,31 @@ impl Server {
 
     /// Whether it serves and the socket file is still there and its own.
     pub(super) fn is_reachable(&self) -> bool {
-        !self.task.is_finished() && identity(&self.path).is_ok_and(|file| file == self.file)
+        !self.task.is_finished()
+            && socket_identity(&self.path).is_ok_and(|file| file == self.socket_id)
     }
 
     /// Its ListAndWatch streams.
-    pub(super) fn streams(&self) -> Count {
+    pub(super) fn streams(&self) -> InFlightCount {
         self.streams.get()
     }
 
     /// Waits until a stream is opened or ends.
-    pub(super) async fn streams_changed(&self, since: Count) {
-        self.streams.until(|count| *count != since).await;
+    pub(super) async fn streams_changed(&self, since: InFlightCount) {
+        self.streams.wait_until(|count| *count != since).await;
     }
 
     /// Whether the kubelet has left it. A kubelet that was told of it may open its stream yet.
     pub(super) fn is_idle(&self) -> bool {
         let streams = self.streams.get();
-        streams.ever > 0 && streams.now == 0 && self.bookings.get().now == 0
+        streams.total > 0 && streams.now == 0 && self.allocate_calls.get().now == 0
     }
 
     /// Stops in the order that harms least: answers Allocate calls first, for the kubelet drops its
     /// connection when the stream ends, and a pod whose Allocate failed is Failed for ever.
     pub(super) async fn stop(mut self) {
-        let answered = self.bookings.until(|count| count.now == 0);
-        let _too_late = tokio::time::timeout(BOOKINGS_GRACE, answered).await;
+        let answered = self.allocate_calls.wait_until(|count| count.now == 0);
+        let _too_late = tokio::time::timeout(ALLOCATE_GRACE, answered).await;
         self.end_streams.cancel();
         self.close.cancel();
         if tokio::time::timeout(CLOSE_GRACE, &mut self.task)
@@ -155,7 +156,7 @@ impl Server {
         {
             self.task.abort();
         }
-        if identity(&self.path).is_ok_and(|file| file == self.file) {
+        if socket_identity(&self.path).is_ok_and(|file| file == self.socket_id) {
             let _swept_by_the_next = std::fs::remove_file(&self.path);
         }
     }
@@ -170,10 +171,10 @@ impl Drop for Server {
 
 /// Unique per process and server: a name is never served twice, so nobody connects to the wrong one.
 fn socket_name(resource: Resource, pid: u32, number: u32) -> String {
-    format!("{}{pid}-{number}.sock", prefix(resource))
+    format!("{}{pid}-{number}.sock", socket_prefix(resource))
 }
 
-fn prefix(resource: Resource) -> &'static str {
+fn socket_prefix(resource: Resource) -> &'static str {
     match resource {
         Resource::DeviceMemory => "bursar-gpu-memory-",
         Resource::ManagedMemory => "bursar-managed-memory-",
@@ -181,13 +182,15 @@ fn prefix(resource: Resource) -> &'static str {
 }
 
 /// Whether a file name in the plugin directory is a plugin socket of this agent's, dead or alive.
-pub(super) fn is_ours(name: &[u8]) -> bool {
+pub(super) fn is_agent_socket(name: &[u8]) -> bool {
     name.starts_with(b"bursar-")
 }
 
 /// The process that made a socket of `resource`, by the socket's name.
-fn pid_of(resource: Resource, name: &str) -> Option<u32> {
-    let rest = name.strip_prefix(prefix(resource))?.strip_suffix(".sock")?;
+fn socket_pid(resource: Resource, name: &str) -> Option<u32> {
+    let rest = name
+        .strip_prefix(socket_prefix(resource))?
+        .strip_suffix(".sock")?;
     let (pid, number) = rest.split_once('-')?;
     number.parse::<u32>().ok()?;
     pid.parse().ok()
@@ -195,33 +198,37 @@ fn pid_of(resource: Resource, name: &str) -> Option<u32> {
 
 /// Removes the sockets that dead agents left; how many. A socket that somebody answers at, or whose
 /// process lives, stays; so does this process's own.
-pub(super) fn sweep(dir: &Path, resource: Resource, alive: impl Fn(u32) -> bool) -> usize {
+pub(super) fn remove_stale_sockets(
+    dir: &Path,
+    resource: Resource,
+    alive: impl Fn(u32) -> bool,
+) -> usize {
     let Ok(entries) = std::fs::read_dir(dir) else {
         return 0;
     };
     let stale = entries.flatten().filter(|entry| {
         let name = entry.file_name();
-        let pid = name.to_str().and_then(|name| pid_of(resource, name));
+        let pid = name.to_str().and_then(|name| socket_pid(resource, name));
         pid.is_some_and(|pid| !alive(pid))
             && entry.file_type().is_ok_and(|kind| kind.is_socket())
-            && is_refused(&entry.path())
+            && refuses_connections(&entry.path())
     });
     stale
         .filter(|entry| std::fs::remove_file(entry.path()).is_ok())
         .count()
 }
 
-fn is_refused(socket: &Path) -> bool {
+fn refuses_connections(socket: &Path) -> bool {
     std::os::unix::net::UnixStream::connect(socket)
         .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
 /// Whether a process of this pid exists, as this process sees the system.
-pub(super) fn is_alive(pid: u32) -> bool {
+pub(super) fn is_process_alive(pid: u32) -> bool {
     Path::new("/proc").join(pid.to_string()).exists()
 }
 
-fn identity(path: &Path) -> io::Result<(u64, u64)> {
+fn socket_identity(path: &Path) -> io::Result<(u64, u64)> {
     let meta = std::fs::symlink_metadata(path)?;
     Ok((meta.dev(), meta.ino()))
 }
@@ -231,26 +238,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_socket_name_tells_its_process() {
+    fn socket_name_contains_the_pid() {
         let name = socket_name(Resource::DeviceMemory, 4711, 3);
         assert_eq!(name, "bursar-gpu-memory-4711-3.sock");
-        assert_eq!(pid_of(Resource::DeviceMemory, &name), Some(4711));
-        assert_eq!(pid_of(Resource::ManagedMemory, &name), None);
+        assert_eq!(socket_pid(Resource::DeviceMemory, &name), Some(4711));
+        assert_eq!(socket_pid(Resource::ManagedMemory, &name), None);
         assert_eq!(
-            pid_of(Resource::DeviceMemory, "bursar-gpu-memory-x-3.sock"),
+            socket_pid(Resource::DeviceMemory, "bursar-gpu-memory-x-3.sock"),
             None
         );
     }
 
     #[test]
-    fn a_socket_path_fits_into_the_kernel_s_address() {
+    fn socket_path_fits_into_sockaddr_un() {
         let dir = Path::new("/var/lib/kubelet/device-plugins");
         let longest = dir.join(socket_name(Resource::ManagedMemory, u32::MAX, u32::MAX));
         assert!(longest.as_os_str().len() < 108);
     }
 
     #[test]
-    fn only_sockets_of_dead_processes_are_swept() {
+    fn only_sockets_of_dead_processes_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let make = |name: &str| {
             let path = dir.path().join(name);
@@ -266,7 +273,10 @@ mod tests {
         let no_socket = dir.path().join("bursar-gpu-memory-4-0.sock");
         std::fs::write(&no_socket, "").unwrap();
 
-        assert_eq!(sweep(dir.path(), Resource::DeviceMemory, |pid| pid == 2), 1);
+        assert_eq!(
+            remove_stale_sockets(dir.path(), Resource::DeviceMemory, |pid| pid == 2),
+            1
+        );
 
         assert!(!dead.exists());
         for kept in [of_a_live_process, answering, foreign, no_socket] {

@@ -12,63 +12,63 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
-use super::replaced::{Replaced, Rows, Tables};
-use super::{OfGpu, Registering};
-use crate::enforcement::attestation::Reason;
-use crate::enforcement::audit::compare::{Finding, Verdict};
+use super::replaced::{EncodeFamilies, FamilyEncoder, LatestFigures};
+use super::{GpuLabels, RegisterMetric};
+use crate::enforcement::attestation::GapReason;
+use crate::enforcement::audit::compare::{AuditResult, Finding};
 use crate::node::allocator::BoundContainer;
-use crate::sessions::{Account, Books, Decision, Fault};
+use crate::sessions::{Account, ContainerUsage, Fault, RecoveryAction};
 use crate::units::{AllocationId, GpuUuid, PodUid};
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct OfContainer {
+struct ContainerLabels {
     namespace: String,
     pod: String,
     container: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct OfAccount {
+struct AccountLabels {
     #[prometheus(flatten)]
-    of: OfContainer,
+    of: ContainerLabels,
     account: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct OfAmount {
+struct AmountLabels {
     #[prometheus(flatten)]
-    of: OfAccount,
+    of: AccountLabels,
     amount: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct OfFunction {
+struct FunctionLabels {
     #[prometheus(flatten)]
-    of: OfContainer,
+    of: ContainerLabels,
     function: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct OfReason {
+struct ReasonLabels {
     #[prometheus(flatten)]
-    of: OfContainer,
+    of: ContainerLabels,
     reason: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct OfLayer {
+struct LayerLabels {
     #[prometheus(flatten)]
-    of: OfContainer,
+    of: ContainerLabels,
     layer: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct OfFinding {
+struct FindingLabels {
     finding: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct OfFault {
+struct FaultLabels {
     cause: String,
     action: &'static str,
 }
@@ -79,15 +79,15 @@ pub struct AuditFigures {
     /// The node's containers.
     pub containers: Arc<[BoundContainer]>,
     /// Their books.
-    pub books: BTreeMap<AllocationId, Books>,
+    pub books: BTreeMap<AllocationId, ContainerUsage>,
     /// For each running container the reason why it is not enforced, if any.
-    pub attested: BTreeMap<AllocationId, Option<Reason>>,
+    pub attested: BTreeMap<AllocationId, Option<GapReason>>,
     /// The containers that the driver itself holds to their quota.
     pub limited: BTreeSet<AllocationId>,
     /// The pods of which a look has not returned for a while.
     pub hanging: BTreeSet<PodUid>,
     /// The differences between the driver's charges and the ledger's.
-    pub verdict: Verdict,
+    pub verdict: AuditResult,
     /// The node's GPUs.
     pub gpus: BTreeSet<GpuUuid>,
     /// The GPUs about which NVML has not answered for a while.
@@ -96,60 +96,60 @@ pub struct AuditFigures {
 
 /// The metrics that outlive an audit.
 #[derive(Clone, Debug)]
-pub(super) struct Audited {
-    figures: Replaced<AuditFigures>,
-    findings: Family<OfFinding, Counter>,
+pub(super) struct AuditMetrics {
+    figures: LatestFigures<AuditFigures>,
+    findings: Family<FindingLabels, Counter>,
     kills: Counter,
-    poisoned: Family<OfFault, Counter>,
+    poisoned: Family<FaultLabels, Counter>,
     seconds: Histogram,
 }
 
-impl Audited {
+impl AuditMetrics {
     pub(super) fn new(r: &mut Registry) -> Self {
         Self {
-            figures: Replaced::registered(r),
-            findings: r.with(
+            figures: LatestFigures::register(r),
+            findings: r.register_metric(
                 "bursar_agent_findings",
                 "Findings of the audit, each once for as long as it stands",
                 Family::default(),
             ),
-            kills: r.with(
+            kills: r.register_metric(
                 "bursar_agent_audit_kills",
                 "Processes killed by the audit's policy",
                 Counter::default(),
             ),
-            poisoned: r.with(
+            poisoned: r.register_metric(
                 "bursar_agent_poisoned_contexts",
                 "Process images whose context a fault poisoned",
                 Family::default(),
             ),
-            seconds: r.with(
+            seconds: r.register_metric(
                 "bursar_agent_audit_seconds",
                 "Time of one audit, the wait for NVML included",
-                super::seconds(),
+                super::seconds_histogram(),
             ),
         }
     }
 }
 
-impl Rows for AuditFigures {
-    fn encode(&self, tables: &mut Tables<'_>) -> fmt::Result {
-        self.accounts(tables)?;
-        self.of_containers(tables)?;
-        self.enforcement(tables)?;
-        self.of_gpus(tables)
+impl EncodeFamilies for AuditFigures {
+    fn encode(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
+        self.encode_accounts(tables)?;
+        self.encode_containers(tables)?;
+        self.encode_enforcement(tables)?;
+        self.encode_gpus(tables)
     }
 }
 
 impl AuditFigures {
-    fn known(&self) -> impl Iterator<Item = (&BoundContainer, &Books)> {
+    fn containers_with_usage(&self) -> impl Iterator<Item = (&BoundContainer, &ContainerUsage)> {
         let containers = self.containers.iter();
         containers.filter_map(|container| Some((container, self.books.get(&container.allocation)?)))
     }
 
-    fn accounts(&self, tables: &mut Tables<'_>) -> fmt::Result {
+    fn encode_accounts(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
         let (mut memory, mut drift) = (Vec::new(), Vec::new());
-        for (container, books) in self.known() {
+        for (container, books) in self.containers_with_usage() {
             for account in &books.accounts {
                 let (name, difference) = match &account.account {
                     Account::Gpu(gpu) => {
@@ -158,22 +158,22 @@ impl AuditFigures {
                     }
                     Account::Managed => ("managed", None),
                 };
-                let of = OfAccount {
-                    of: of_container(container),
+                let of = AccountLabels {
+                    of: container_labels(container),
                     account: name.to_owned(),
                 };
                 let amounts = [
                     ("quota", account.quota),
                     ("granted", account.granted),
                     ("used", account.used),
-                    ("retired", account.retired),
+                    ("retired", account.exited),
                     ("leased", account.leased),
-                    ("outside", account.outside),
+                    ("outside", account.untracked),
                     ("peak", account.peak),
                 ];
                 memory.extend(amounts.map(|(amount, bytes)| {
                     let of = of.clone();
-                    (OfAmount { of, amount }, number(bytes.0))
+                    (AmountLabels { of, amount }, number(bytes.0))
                 }));
                 drift.extend(difference.map(|difference| (of, *difference)));
             }
@@ -190,13 +190,13 @@ impl AuditFigures {
         )
     }
 
-    fn of_containers(&self, tables: &mut Tables<'_>) -> fmt::Result {
-        let denied = self.known().flat_map(|(container, books)| {
+    fn encode_containers(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
+        let denied = self.containers_with_usage().flat_map(|(container, books)| {
             let denied = books.denied.iter();
             denied.map(|(function, count)| {
-                let of = of_container(container);
+                let of = container_labels(container);
                 let function = function.clone();
-                (OfFunction { of, function }, *count)
+                (FunctionLabels { of, function }, *count)
             })
         });
         tables.counters(
@@ -204,10 +204,10 @@ impl AuditFigures {
             "Allocations denied for want of quota, by the driver's function",
             denied.collect(),
         )?;
-        let each = |figure: fn(&Books) -> u64| -> Vec<(OfContainer, u64)> {
-            let known = self.known();
+        let each = |figure: fn(&ContainerUsage) -> u64| -> Vec<(ContainerLabels, u64)> {
+            let known = self.containers_with_usage();
             known
-                .map(|(container, books)| (of_container(container), figure(books)))
+                .map(|(container, books)| (container_labels(container), figure(books)))
                 .collect()
         };
         let gauge = |figure| {
@@ -222,7 +222,7 @@ impl AuditFigures {
         tables.gauges(
             "bursar_container_unclosed_sockets",
             "Sockets of a container's processes that wait to be closed",
-            gauge(|books| books.unclosed as u64),
+            gauge(|books| books.unclosed_sockets as u64),
         )?;
         tables.gauges(
             "bursar_container_generation",
@@ -231,13 +231,13 @@ impl AuditFigures {
         )
     }
 
-    fn enforcement(&self, tables: &mut Tables<'_>) -> fmt::Result {
+    fn encode_enforcement(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
         let (mut enforced, mut layers) = (Vec::new(), Vec::new());
-        for (container, books) in self.known() {
+        for (container, books) in self.containers_with_usage() {
             let Some(lack) = self.attested.get(&container.allocation) else {
                 continue;
             };
-            let of = of_container(container);
+            let of = container_labels(container);
             let hangs = self.hanging.contains(&container.pod);
             let audited = !hangs && books.gpus().all(|gpu| !self.stale.contains(gpu));
             let holds = [
@@ -247,10 +247,10 @@ impl AuditFigures {
             ];
             layers.extend(holds.map(|(layer, holds)| {
                 let of = of.clone();
-                (OfLayer { of, layer }, holds.into())
+                (LayerLabels { of, layer }, holds.into())
             }));
-            let reason = lack.map_or("", Reason::as_str);
-            enforced.push((OfReason { of, reason }, lack.is_none().into()));
+            let reason = lack.map_or("", GapReason::as_str);
+            enforced.push((ReasonLabels { of, reason }, lack.is_none().into()));
         }
         tables.gauges(
             "bursar_container_enforced",
@@ -264,17 +264,17 @@ impl AuditFigures {
         )
     }
 
-    fn of_gpus(&self, tables: &mut Tables<'_>) -> fmt::Result {
-        let label = |gpu: &GpuUuid| OfGpu {
+    fn encode_gpus(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
+        let label = |gpu: &GpuUuid| GpuLabels {
             gpu: gpu.to_string(),
         };
-        let residual = self.verdict.residual.iter();
+        let residual = self.verdict.unattributed_signed.iter();
         tables.gauges(
             "bursar_gpu_residual_bytes",
             "What is in use of a GPU less what NVML charges to processes",
             residual.map(|(gpu, bytes)| (label(gpu), *bytes)).collect(),
         )?;
-        let intruders = self.verdict.intruders.iter();
+        let intruders = self.verdict.untracked_processes.iter();
         tables.gauges(
             "bursar_gpu_intruders",
             "Processes that use a GPU without a session",
@@ -301,19 +301,19 @@ impl super::Metrics {
     }
 
     /// An audit took so long.
-    pub fn audited(&self, took: Duration) {
+    pub fn observe_audit(&self, took: Duration) {
         self.audited.seconds.observe(took.as_secs_f64());
     }
 
     /// The audit found something new.
-    pub fn found(&self, finding: &Finding) {
+    pub fn count_finding(&self, finding: &Finding) {
         let finding = finding.kind();
-        let label = OfFinding { finding };
+        let label = FindingLabels { finding };
         self.audited.findings.get_or_create(&label).inc();
     }
 
     /// A fault poisoned a context.
-    pub fn poisoned(&self, fault: &Fault) {
+    pub fn count_poisoned(&self, fault: &Fault) {
         let cause = match (fault.cuda_error, fault.xid) {
             // Tenants make up any number.
             (Some(code), _) if ErrorClass::of(code) == ErrorClass::Unknown => "cuda-unknown".into(),
@@ -321,13 +321,13 @@ impl super::Metrics {
             (None, Some(xid)) => format!("xid-{xid}"),
             (None, None) => String::new(),
         };
-        let action = fault.decision().map_or("fence", Decision::as_str);
-        let label = OfFault { cause, action };
+        let action = fault.decision().map_or("fence", RecoveryAction::as_str);
+        let label = FaultLabels { cause, action };
         self.audited.poisoned.get_or_create(&label).inc();
     }
 
     /// The audit killed a process.
-    pub fn killed(&self) {
+    pub fn count_kill(&self) {
         self.audited.kills.inc();
     }
 }
@@ -336,10 +336,10 @@ fn number(figure: u64) -> i64 {
     i64::try_from(figure).unwrap_or(i64::MAX)
 }
 
-fn of_container(container: &BoundContainer) -> OfContainer {
-    let holder = container.holder.as_ref();
+fn container_labels(container: &BoundContainer) -> ContainerLabels {
+    let holder = container.name.as_ref();
     let pod = holder.and_then(|holder| holder.pod.as_ref());
-    OfContainer {
+    ContainerLabels {
         namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
         // The UID where the kubelet told no name.
         pod: pod.map_or_else(|| container.pod.to_string(), |pod| pod.name.clone()),

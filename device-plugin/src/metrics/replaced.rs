@@ -14,24 +14,24 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
 /// Figures that know their families.
-pub(super) trait Rows: fmt::Debug + Default + Send + Sync + 'static {
+pub(super) trait EncodeFamilies: fmt::Debug + Default + Send + Sync + 'static {
     /// Writes every family.
-    fn encode(&self, tables: &mut Tables<'_>) -> fmt::Result;
+    fn encode(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result;
 }
 
 /// The newest figures.
 #[derive(Debug)]
-pub(super) struct Replaced<T>(Arc<Mutex<Arc<T>>>);
+pub(super) struct LatestFigures<T>(Arc<Mutex<Arc<T>>>);
 
-impl<T> Clone for Replaced<T> {
+impl<T> Clone for LatestFigures<T> {
     fn clone(&self) -> Self {
         Self(Arc::clone(&self.0))
     }
 }
 
-impl<T: Rows> Replaced<T> {
+impl<T: EncodeFamilies> LatestFigures<T> {
     /// Registers the families, which have no series before the first figures.
-    pub(super) fn registered(registry: &mut Registry) -> Self {
+    pub(super) fn register(registry: &mut Registry) -> Self {
         let replaced = Self(Arc::default());
         registry.register_collector(Box::new(replaced.clone()));
         replaced
@@ -43,18 +43,18 @@ impl<T: Rows> Replaced<T> {
     }
 }
 
-impl<T: Rows> Collector for Replaced<T> {
+impl<T: EncodeFamilies> Collector for LatestFigures<T> {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         // The lock is released first, so that a slow scrape does not delay new figures.
         let figures = Arc::clone(&self.0.lock().unwrap_or_else(PoisonError::into_inner));
-        figures.encode(&mut Tables(encoder))
+        figures.encode(&mut FamilyEncoder(encoder))
     }
 }
 
 /// The output of a scrape.
-pub(super) struct Tables<'a>(DescriptorEncoder<'a>);
+pub(super) struct FamilyEncoder<'a>(DescriptorEncoder<'a>);
 
-impl Tables<'_> {
+impl FamilyEncoder<'_> {
     /// Writes a family of gauges; nothing where it has no series.
     pub(super) fn gauges<L: EncodeLabelSet + Ord>(
         &mut self,

@@ -8,59 +8,62 @@ use tokio::sync::watch::error::RecvError;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{debug, error};
 
-use super::allocator::{Bind, BoundContainer, Core, Identity, Reply, Troubles, Wait};
+use super::allocator::{
+    BoundContainer, ContainerIdentity, NodeAllocator, NodeProblems, PrepareRequest, QueuedClaim,
+    Reply,
+};
 use super::capacity;
 use super::checkpoint_state::PodName;
 use super::host::OsHost;
-use super::pod_resolver::Identities;
+use super::pod_resolver::PodResolver;
 use crate::clock;
 use crate::config::ResourcesConfig;
 use crate::gpu::Inventory;
-use crate::gpu::drain::Drain;
-use crate::gpu::generations::Generations;
-use crate::gpu_node::quota_overrides::Orders;
+use crate::gpu::drain::DrainState;
+use crate::gpu::generations::GpuGenerations;
+use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::gpu_node::{Events, PodRef, Reason};
-use crate::kubelet::device_checkpoint::Held;
+use crate::kubelet::device_checkpoint::CheckpointEntry;
 use crate::kubelet::devices::{Devices, DevicesError};
-use crate::kubelet::plugin::{Allocator, NotBooked, NotBound};
-use crate::kubelet::pod_resources::Holder;
-use crate::ledger::View;
+use crate::kubelet::plugin::{AllocateError, Allocator, PrepareError};
+use crate::kubelet::pod_resources::ListedContainer;
+use crate::ledger::LedgerView;
 use crate::metrics::{BindResult, Counts, Metrics};
-use crate::retained::status::KeptStatus;
-use crate::units::{AllocationId, Bytes, GpuUuid, Resource, TokenSet};
+use crate::retained::status::RetainedStatus;
+use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, Resource};
 
 /// How often pods' ends and waiters' patience are looked at: most of a release's delay.
-pub const TICK: Duration = Duration::from_millis(250);
+pub const TICK_INTERVAL: Duration = Duration::from_millis(250);
 /// One in so many ticks looks at every container where nothing has changed.
-const AT_REST: u32 = 4;
+const IDLE_TICKS: u32 = 4;
 /// How often the kubelet's checkpoint is compared with the bookings.
-pub const COLLECT: Duration = Duration::from_secs(10);
+pub const COLLECT_INTERVAL: Duration = Duration::from_secs(10);
 /// Commands that may wait for the task: far above what a kubelet sends at once.
-const QUEUE: usize = 256;
+const QUEUE_LENGTH: usize = 256;
 
 /// What the task is asked.
 #[derive(Debug)]
 enum Command {
-    Book {
+    Allocate {
         resource: Resource,
-        tokens: TokenSet,
+        tokens: DeviceIdSet,
         reply: oneshot::Sender<AllocationId>,
     },
-    Bind {
-        bind: Bind,
+    Prepare {
+        bind: PrepareRequest,
         reply: Reply,
     },
-    KubeletKnows {
+    KubeletState {
         /// What its checkpoint has, where it can be read.
-        held: Option<Vec<Held>>,
+        entries: Option<Vec<CheckpointEntry>>,
         /// Whom it lists with device memory, if it was asked.
-        listed: Vec<Holder>,
+        listed: Vec<ListedContainer>,
     },
 }
 
 /// What the kubelet is told, per resource.
 #[derive(Debug, Clone)]
-pub struct Offers {
+pub struct DeviceUpdates {
     /// Tokens of device memory.
     pub device: watch::Receiver<Devices>,
     /// Tokens of managed memory.
@@ -73,91 +76,100 @@ pub struct Snapshot {
     /// The GPUs.
     pub inventory: Inventory,
     /// The memory.
-    pub view: View,
+    pub view: LedgerView,
     /// Who waits for it, the longest waiting first.
-    pub waits: Vec<Wait>,
+    pub queued_claims: Vec<QueuedClaim>,
     /// What the ledger holds of device memory and of managed memory, in numbers.
     pub counts: [(Resource, Counts); 2],
     /// G of the present GPUs, and of the last that have left.
     pub generations: BTreeMap<GpuUuid, u64>,
     /// What is wrong.
-    pub troubles: Troubles,
+    pub problems: NodeProblems,
     /// Why the tokens cannot be advertised.
-    pub too_many: Option<DevicesError>,
+    pub devices_error: Option<DevicesError>,
     /// The containers that have device memory.
     pub containers: Arc<[BoundContainer]>,
 }
 
 /// What the task follows.
-pub struct Followed {
+pub struct Inputs {
     /// The GPUs.
     pub inventory: watch::Receiver<Inventory>,
     /// Those whose worker hangs in the driver.
-    pub stuck: watch::Receiver<BTreeSet<GpuUuid>>,
+    pub hung_provisioners: watch::Receiver<BTreeSet<GpuUuid>>,
     /// Those that are drained.
-    pub drain: watch::Receiver<Drain>,
+    pub drain: watch::Receiver<DrainState>,
     /// Which GPUs' drivers were seen to clear freed memory; none where namespaces share all GPUs.
-    pub kept: Option<watch::Receiver<KeptStatus>>,
+    pub retained: Option<watch::Receiver<RetainedStatus>>,
     /// What is ordered in the node's `GpuNode`; none before the API server told.
-    pub orders: watch::Receiver<Option<Orders>>,
+    pub spec: watch::Receiver<Option<ParsedSpec>>,
     /// What of GPUs is in use and charged to nobody, as far as the audit knows.
     pub withheld: watch::Receiver<BTreeMap<GpuUuid, Bytes>>,
 }
 
-impl Followed {
-    fn inventory(&self) -> Inventory {
+impl Inputs {
+    fn effective_inventory(&self) -> Inventory {
         let inventory = self.inventory.borrow().clone();
-        let inventory = inventory.with_stuck(&self.stuck.borrow());
+        let inventory = inventory.with_stuck_provisioners(&self.hung_provisioners.borrow());
         inventory.with_draining(&self.drain.borrow())
     }
 }
 
 /// Asks the node; what the kubelet's plugins allocate from.
 #[derive(Clone)]
-pub struct Node {
+pub struct NodeHandle {
     commands: mpsc::Sender<Command>,
-    identities: Arc<Identities>,
+    resolver: Arc<PodResolver>,
     bind_wait: Duration,
-    voice: Voice,
+    observers: Observers,
 }
 
 /// Where the node tells what happened.
 #[derive(Debug, Clone)]
-pub struct Voice {
+pub struct Observers {
     /// Events on pods.
     pub events: Events,
     /// Times and counts.
     pub metrics: Metrics,
 }
 
-impl Voice {
+impl Observers {
     /// A PreStartContainer of `pod` ended after `took`.
-    fn started(&self, pod: Option<PodRef>, result: &Result<(), NotBound>, took: Duration) {
+    fn report_prepare(
+        &self,
+        pod: Option<PodRef>,
+        result: &Result<(), PrepareError>,
+        took: Duration,
+    ) {
         let (counted, reason, message) = match result {
             Ok(()) => (
                 BindResult::Bound,
                 Reason::Bound,
                 "GPU memory is bound".to_owned(),
             ),
-            Err(error @ NotBound::NoRoom(_)) => (
+            Err(error @ PrepareError::NoRoom(_)) => (
                 BindResult::NoRoom,
                 Reason::WaitingForRoom,
                 error.to_string(),
             ),
             Err(error) => (BindResult::Failed, Reason::NotBound, error.to_string()),
         };
-        self.metrics.started(counted, took);
+        self.metrics.observe_prepare(counted, took);
         if let Some(pod) = pod {
             self.events.on_pod(pod, reason, message);
         }
     }
 }
 
-impl Allocator for Node {
-    async fn book(&self, resource: Resource, tokens: TokenSet) -> Result<AllocationId, NotBooked> {
+impl Allocator for NodeHandle {
+    async fn allocate(
+        &self,
+        resource: Resource,
+        tokens: DeviceIdSet,
+    ) -> Result<AllocationId, AllocateError> {
         let begun = Instant::now();
         let (reply, booked) = oneshot::channel();
-        let command = Command::Book {
+        let command = Command::Allocate {
             resource,
             tokens,
             reply,
@@ -165,42 +177,43 @@ impl Allocator for Node {
         self.commands
             .send(command)
             .await
-            .map_err(|_| NotBooked::Stopping)?;
-        let booked = booked.await.map_err(|_| NotBooked::Stopping);
-        self.voice.metrics.allocated(begun.elapsed());
+            .map_err(|_| AllocateError::Stopping)?;
+        let booked = booked.await.map_err(|_| AllocateError::Stopping);
+        self.observers.metrics.observe_allocate(begun.elapsed());
         booked
     }
 
-    async fn bind(&self, resource: Resource, tokens: TokenSet) -> Result<(), NotBound> {
+    async fn prepare(&self, resource: Resource, tokens: DeviceIdSet) -> Result<(), PrepareError> {
         let (begun, until) = (Instant::now(), clock::now() + self.bind_wait);
-        let identity = match self.identities.find(resource, &tokens).await {
+        let identity = match self.resolver.resolve(resource, &tokens).await {
             Ok(identity) => identity,
             Err(error) => {
                 let result = Err(error.into());
-                self.voice.started(None, &result, begun.elapsed());
+                self.observers
+                    .report_prepare(None, &result, begun.elapsed());
                 return result;
             }
         };
         let pod = pod_ref(&identity);
         let (reply, bound) = oneshot::channel();
-        let bind = Bind {
+        let bind = PrepareRequest {
             resource,
             tokens,
             identity,
-            until,
+            deadline: until,
         };
         self.commands
-            .send(Command::Bind { bind, reply })
+            .send(Command::Prepare { bind, reply })
             .await
-            .map_err(|_| NotBound::Stopping)?;
-        let result = bound.await.unwrap_or(Err(NotBound::Stopping));
-        self.voice.started(pod, &result, begun.elapsed());
+            .map_err(|_| PrepareError::Stopping)?;
+        let result = bound.await.unwrap_or(Err(PrepareError::Stopping));
+        self.observers.report_prepare(pod, &result, begun.elapsed());
         result
     }
 }
 
-fn pod_ref(identity: &Identity) -> Option<PodRef> {
-    let PodName { namespace, name } = identity.name.clone()?;
+fn pod_ref(identity: &ContainerIdentity) -> Option<PodRef> {
+    let PodName { namespace, name } = identity.pod_name.clone()?;
     Some(PodRef {
         namespace,
         name,
@@ -209,80 +222,80 @@ fn pod_ref(identity: &Identity) -> Option<PodRef> {
 }
 
 /// The task before it runs.
-pub struct Actor {
-    core: Core<OsHost>,
+pub struct NodeTask {
+    allocator: NodeAllocator<OsHost>,
     config: ResourcesConfig,
     commands: mpsc::Receiver<Command>,
-    collected: mpsc::WeakSender<Command>,
-    identities: Arc<Identities>,
-    followed: Followed,
+    own_commands: mpsc::WeakSender<Command>,
+    resolver: Arc<PodResolver>,
+    inputs: Inputs,
     device: watch::Sender<Devices>,
     managed: watch::Sender<Devices>,
     snapshot: watch::Sender<Snapshot>,
     /// The moment of the last tick.
-    pulse: watch::Sender<Instant>,
-    too_many: Option<DevicesError>,
-    generations: Generations,
+    heartbeat: watch::Sender<Instant>,
+    devices_error: Option<DevicesError>,
+    generations: GpuGenerations,
 }
 
 /// Makes the task over a recovered `core`.
-pub fn actor(
-    core: Core<OsHost>,
+pub fn node_task(
+    core: NodeAllocator<OsHost>,
     config: ResourcesConfig,
-    identities: Identities,
+    identities: PodResolver,
     bind_wait: Duration,
-    followed: Followed,
-    generations: Generations,
-    voice: Voice,
+    followed: Inputs,
+    generations: GpuGenerations,
+    voice: Observers,
 ) -> (
-    Actor,
-    Node,
-    Offers,
+    NodeTask,
+    NodeHandle,
+    DeviceUpdates,
     watch::Receiver<Snapshot>,
     watch::Receiver<Instant>,
 ) {
-    let (commands, received) = mpsc::channel(QUEUE);
+    let (commands, received) = mpsc::channel(QUEUE_LENGTH);
     let none = |resource| Devices::new(resource, Vec::new()).expect("no token is not too many");
     let (device, device_offer) = watch::channel(none(Resource::DeviceMemory));
     let (managed, managed_offer) = watch::channel(none(Resource::ManagedMemory));
     let first = Snapshot {
         inventory: Inventory::Starting,
         view: core.view(clock::now()),
-        waits: Vec::new(),
+        queued_claims: Vec::new(),
         counts: counts(&core),
         generations: BTreeMap::new(),
-        troubles: Troubles::default(),
-        too_many: None,
+        problems: NodeProblems::default(),
+        devices_error: None,
         containers: core.containers(),
     };
     let (snapshot, snapshots) = watch::channel(first);
     let (pulse, beats) = watch::channel(Instant::now());
     let identities = Arc::new(identities);
-    let actor = Actor {
-        core,
+    let actor = NodeTask {
+        allocator: core,
         config,
-        collected: commands.downgrade(),
+        own_commands: commands.downgrade(),
         commands: received,
-        identities: identities.clone(),
-        followed,
+        resolver: identities.clone(),
+        inputs: followed,
         device,
         managed,
         snapshot,
-        pulse,
-        too_many: None,
+        heartbeat: pulse,
+        devices_error: None,
         generations,
     };
-    let offers = Offers {
+    let offers = DeviceUpdates {
         device: device_offer,
         managed: managed_offer,
     };
     (
         actor,
-        Node {
+        NodeHandle {
             commands,
-            identities,
+            resolver: identities,
             bind_wait,
-            voice,
+            observers: voice,
         },
         offers,
         snapshots,
@@ -290,117 +303,124 @@ pub fn actor(
     )
 }
 
-impl Actor {
+impl NodeTask {
     /// Works until nobody can ask any more: the kubelet's last calls are still answered while the agent
     /// stops, for an Allocate that fails fails its pod for ever.
     pub async fn run(mut self) {
-        let mut tick = tokio::time::interval(TICK);
-        let mut collect = tokio::time::interval(COLLECT);
+        let mut tick = tokio::time::interval(TICK_INTERVAL);
+        let mut collect = tokio::time::interval(COLLECT_INTERVAL);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut ticks = 0_u32;
-        self.take_inventory().await;
+        self.apply_inventory().await;
         loop {
             tokio::select! {
                 command = self.commands.recv() => match command {
-                    Some(command) => self.take(command).await,
+                    Some(command) => self.handle(command).await,
                     None => return,
                 },
-                changed = self.followed.inventory.changed() => match changed {
-                    Ok(()) => self.take_inventory().await,
+                changed = self.inputs.inventory.changed() => match changed {
+                    Ok(()) => self.apply_inventory().await,
                     // The NVML watcher ends with the agent only.
                     Err(_) => return,
                 },
                 // It ends with the agent too.
-                Ok(()) = self.followed.stuck.changed() => self.take_inventory().await,
-                Ok(()) = self.followed.drain.changed() => self.take_inventory().await,
-                Ok(()) = changed(&mut self.followed.kept) => self.take_cleared().await,
+                Ok(()) = self.inputs.hung_provisioners.changed() => self.apply_inventory().await,
+                Ok(()) = self.inputs.drain.changed() => self.apply_inventory().await,
+                Ok(()) = wait_if_present(&mut self.inputs.retained) => self.apply_scrub_status().await,
                 // Without the API server nothing is ordered, and what was stands.
-                Ok(()) = self.followed.orders.changed() => self.take_orders().await,
-                Ok(()) = self.followed.withheld.changed() => {
-                    let withheld = self.followed.withheld.borrow_and_update().clone();
-                    self.core.withhold(withheld, clock::now()).await;
+                Ok(()) = self.inputs.spec.changed() => self.apply_spec().await,
+                Ok(()) = self.inputs.withheld.changed() => {
+                    let withheld = self.inputs.withheld.borrow_and_update().clone();
+                    self.allocator.set_withheld(withheld, clock::now()).await;
                     self.publish();
                 }
                 _ = tick.tick() => {
-                    self.core.release_ended(clock::now()).await;
+                    self.allocator.release_ended_pods(clock::now()).await;
                     ticks = ticks.wrapping_add(1);
-                    if self.core.is_stirred() || ticks.is_multiple_of(AT_REST) {
-                        self.core.tick(clock::now()).await;
+                    if self.allocator.needs_tick() || ticks.is_multiple_of(IDLE_TICKS) {
+                        self.allocator.tick(clock::now()).await;
                         self.publish();
                     }
-                    self.pulse.send_replace(Instant::now());
+                    self.heartbeat.send_replace(Instant::now());
                 }
                 _ = collect.tick() => {
-                    let trouble = self.core.host_mut().cdi_trouble();
-                    self.core.note_cdi(trouble);
+                    let trouble = self.allocator.host_mut().cdi_problem();
+                    self.allocator.set_cdi_problem(trouble);
                     // For what could not be read or written before.
-                    self.generations.see(self.followed.inventory.borrow().gpus());
-                    self.core.note_generations(self.generations.all());
-                    self.look_at_the_kubelet();
+                    self.generations.observe(self.inputs.inventory.borrow().gpus());
+                    self.allocator.set_generations(self.generations.by_gpu());
+                    self.read_kubelet_state();
                 }
             }
         }
     }
 
-    async fn take(&mut self, command: Command) {
+    async fn handle(&mut self, command: Command) {
         let now = clock::now();
         match command {
-            Command::Book {
+            Command::Allocate {
                 resource,
                 tokens,
                 reply,
             } => {
                 let id = AllocationId::from_bits(rand::random());
-                self.core.book(id, resource, tokens, now);
+                self.allocator.allocate(id, resource, tokens, now);
                 debug!(allocation = %id, %resource, "booked");
                 // The kubelet may have gone: the booking is collected then.
                 let _ = reply.send(id);
             }
-            Command::Bind { bind, reply } => {
-                self.core.bind(bind, reply, now).await;
+            Command::Prepare { bind, reply } => {
+                self.allocator.bind(bind, reply, now).await;
                 // What is done about a container is best done before it runs.
                 self.publish();
             }
-            Command::KubeletKnows { held, listed } => {
+            Command::KubeletState {
+                entries: held,
+                listed,
+            } => {
                 let known = held.map(|held| {
-                    self.core.learn(&listed, &held);
+                    self.allocator.resolve_missing_names(&listed, &held);
                     held.iter().map(|held| held.allocation).collect()
                 });
-                self.core.collect(known.as_ref(), now).await;
+                self.allocator.collect_garbage(known.as_ref(), now).await;
             }
         }
     }
 
-    async fn take_inventory(&mut self) {
-        self.followed.inventory.mark_unchanged();
-        let inventory = self.followed.inventory();
+    async fn apply_inventory(&mut self) {
+        self.inputs.inventory.mark_unchanged();
+        let inventory = self.inputs.effective_inventory();
         if inventory == Inventory::Starting {
             return;
         }
-        self.core.host_mut().forget_driver();
-        self.generations.see(inventory.gpus());
-        self.core.note_generations(self.generations.all());
-        self.core
+        self.allocator.host_mut().mark_driver_stale();
+        self.generations.observe(inventory.gpus());
+        self.allocator.set_generations(self.generations.by_gpu());
+        self.allocator
             .set_gpus(inventory.gpus().to_vec(), clock::now())
             .await;
         self.advertise(&inventory);
         self.publish();
     }
 
-    async fn take_cleared(&mut self) {
-        if let Some(kept) = &mut self.followed.kept {
-            let cleared = kept.borrow_and_update().cleared.clone();
-            self.core.set_cleared(cleared, clock::now()).await;
+    async fn apply_scrub_status(&mut self) {
+        if let Some(kept) = &mut self.inputs.retained {
+            let cleared = kept.borrow_and_update().scrubbed.clone();
+            self.allocator
+                .set_scrubbed_gpus(cleared, clock::now())
+                .await;
             self.publish();
         }
     }
 
-    async fn take_orders(&mut self) {
-        let Some(Orders { reservations, .. }) = self.followed.orders.borrow_and_update().clone()
+    async fn apply_spec(&mut self) {
+        let Some(ParsedSpec { reservations, .. }) = self.inputs.spec.borrow_and_update().clone()
         else {
             return;
         };
-        self.core.reserve(&reservations, clock::now()).await;
+        self.allocator
+            .set_reservations(&reservations, clock::now())
+            .await;
         self.publish();
     }
 
@@ -412,65 +432,74 @@ impl Actor {
         }
         match capacity::devices(inventory.gpus(), &self.config) {
             Ok([device, managed]) => {
-                self.too_many = None;
-                replace(&self.device, device);
-                replace(&self.managed, managed);
+                self.devices_error = None;
+                send_if_changed(&self.device, device);
+                send_if_changed(&self.managed, managed);
             }
             Err(refused) => {
-                if self.too_many.as_ref() != Some(&refused) {
+                if self.devices_error.as_ref() != Some(&refused) {
                     error!(reason = refused.reason(), error = %refused, "not advertised");
                 }
-                self.too_many = Some(refused);
+                self.devices_error = Some(refused);
             }
         }
     }
 
     fn publish(&mut self) {
         let snapshot = Snapshot {
-            inventory: self.followed.inventory(),
-            view: self.core.view(clock::now()),
-            waits: self.core.waits(),
-            counts: counts(&self.core),
-            generations: self.generations.all(),
-            troubles: self.core.troubles().clone(),
-            too_many: self.too_many.clone(),
-            containers: self.core.containers(),
+            inventory: self.inputs.effective_inventory(),
+            view: self.allocator.view(clock::now()),
+            queued_claims: self.allocator.queued_claims(),
+            counts: counts(&self.allocator),
+            generations: self.generations.by_gpu(),
+            problems: self.allocator.problems().clone(),
+            devices_error: self.devices_error.clone(),
+            containers: self.allocator.containers(),
         };
-        replace(&self.snapshot, snapshot);
+        send_if_changed(&self.snapshot, snapshot);
     }
 
     /// Reads the kubelet's checkpoint beside the task, which goes on meanwhile; and asks for names that are lacking.
-    fn look_at_the_kubelet(&self) {
-        let (identities, commands) = (self.identities.clone(), self.collected.clone());
-        let lacks_names = self.core.lacks_names();
+    fn read_kubelet_state(&self) {
+        let (identities, commands) = (self.resolver.clone(), self.own_commands.clone());
+        let lacks_names = self.allocator.has_unnamed_pods();
         tokio::spawn(async move {
             let listed = match lacks_names {
-                true => identities.list(Resource::DeviceMemory).await,
+                true => identities.list_containers(Resource::DeviceMemory).await,
                 false => Vec::new(),
             };
-            let held = identities.kubelet().await.map(|known| known.held).ok();
+            let held = identities
+                .read_device_checkpoint()
+                .await
+                .map(|known| known.entries)
+                .ok();
             if let Some(commands) = commands.upgrade() {
                 // The task has ended: nothing is left to collect for.
-                let _ = commands.send(Command::KubeletKnows { held, listed }).await;
+                let _ = commands
+                    .send(Command::KubeletState {
+                        entries: held,
+                        listed,
+                    })
+                    .await;
             }
         });
     }
 }
 
 /// Returns when what is followed has changed; never where nothing is.
-async fn changed<T>(followed: &mut Option<watch::Receiver<T>>) -> Result<(), RecvError> {
+async fn wait_if_present<T>(followed: &mut Option<watch::Receiver<T>>) -> Result<(), RecvError> {
     match followed {
         Some(followed) => followed.changed().await,
         None => std::future::pending().await,
     }
 }
 
-fn counts(core: &Core<OsHost>) -> [(Resource, Counts); 2] {
+fn counts(core: &NodeAllocator<OsHost>) -> [(Resource, Counts); 2] {
     [Resource::DeviceMemory, Resource::ManagedMemory]
         .map(|resource| (resource, core.counts(resource)))
 }
 
-fn replace<T: PartialEq>(sender: &watch::Sender<T>, value: T) {
+fn send_if_changed<T: PartialEq>(sender: &watch::Sender<T>, value: T) {
     sender.send_if_modified(|now| {
         let changed = *now != value;
         if changed {

@@ -20,83 +20,83 @@ use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use super::capacity;
-use super::checkpoint_state::{Holder, PodName, State};
-use super::host::{Concern, Host, HostError};
+use super::checkpoint_state::{ContainerName, NodeCheckpoint, PodName};
+use super::host::{HostError, HostOps, Subsystem};
 use crate::config::ResourcesConfig;
 use crate::gpu::GpuState;
-use crate::gpu::health::{Health, Sickness};
-use crate::kubelet::device_checkpoint::Held;
-use crate::kubelet::plugin::NotBound;
+use crate::gpu::health::{Health, UnhealthyReason};
+use crate::kubelet::device_checkpoint::CheckpointEntry;
+use crate::kubelet::plugin::PrepareError;
 use crate::ledger::{
-    Answer, Binding, Bound, ClaimId, Ledger, Moment, Placement, Priority, Shape, Start, Ticket,
-    View,
+    BindOutcome, BindRequest, Binding, BindingRef, BootTime, ClaimId, GpuSpread, Ledger,
+    LedgerView, Placement, Priority, WaitHandle,
 };
 use crate::metrics::{Counts, Metrics};
 use crate::node::cdi;
-use crate::node::pod_cgroups::{PodCgroup, Pods};
-use crate::retained::leases::{Node, Standing, Turn};
-use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid, Quanta, Resource, TokenSet};
+use crate::node::pod_cgroups::{PodCgroup, PodCgroups};
+use crate::retained::leases::{ContainerBinding, LedgerUpdate, NodeView};
+use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, LeaseId, PodUid, Quanta, Resource};
 
 /// Where the answer to a PreStartContainer goes; closed where nobody waits any more.
-pub type Reply = oneshot::Sender<Result<(), NotBound>>;
+pub type Reply = oneshot::Sender<Result<(), PrepareError>>;
 
 /// A PreStartContainer whose pod has been found out.
 #[derive(Debug, Clone)]
-pub struct Bind {
+pub struct PrepareRequest {
     /// What its tokens count.
     pub resource: Resource,
     /// Its tokens.
-    pub tokens: TokenSet,
+    pub tokens: DeviceIdSet,
     /// Who it is for.
-    pub identity: Identity,
+    pub identity: ContainerIdentity,
     /// When to give up waiting for room.
-    pub until: Moment,
+    pub deadline: BootTime,
 }
 
 /// Who a container is.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Identity {
+pub struct ContainerIdentity {
     /// The pod.
     pub pod: PodUid,
     /// The pod's name, where the kubelet told it.
-    pub name: Option<PodName>,
+    pub pod_name: Option<PodName>,
     /// The container's name where `held` does not tell it.
     pub container: String,
     /// What the kubelet's checkpoint has for exactly these tokens; empty where it cannot be read.
-    pub held: Vec<Held>,
+    pub checkpoint_entries: Vec<CheckpointEntry>,
     /// The tokens of all containers of the pod, as the checkpoint has them.
-    pub containers: Vec<TokenSet>,
+    pub pod_device_ids: Vec<DeviceIdSet>,
     /// Over how many GPUs to spread.
-    pub shape: Shape,
+    pub gpu_spread: GpuSpread,
     /// The pod's priority.
     pub priority: Priority,
 }
 
 /// What is wrong on this node, for conditions. None is well.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Troubles {
+pub struct NodeProblems {
     /// The checkpoint cannot be written.
     pub checkpoint: Option<String>,
     /// The checkpoint could not be used at the start and was rebuilt from the host.
     pub rebuilt: Option<String>,
     /// A binding could not be carried out, or an ended one not withdrawn: what it is about, and what happened.
-    pub host: Option<(Concern, String)>,
+    pub host: Option<(Subsystem, String)>,
     /// The CDI folder cannot be written.
     pub cdi: Option<String>,
 }
 
 /// A PreStartContainer that waits for room.
 #[derive(Debug)]
-struct Waiter {
-    start: Start,
-    ticket: Ticket,
-    until: Moment,
+struct WaitingCall {
+    request: BindRequest,
+    ticket: WaitHandle,
+    deadline: BootTime,
     reply: Reply,
 }
 
 /// A claim that waits for room, whether or not the kubelet is asking at the moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Wait {
+pub struct QueuedClaim {
     /// The pod.
     pub pod: PodUid,
     /// What it waits for.
@@ -106,7 +106,7 @@ pub struct Wait {
     /// Since when.
     pub since: Timestamp,
     /// Who, where it is known.
-    pub holder: Option<Holder>,
+    pub name: Option<ContainerName>,
 }
 
 /// A container that device memory is bound for.
@@ -119,7 +119,7 @@ pub struct BoundContainer {
     /// Its pod.
     pub pod: PodUid,
     /// Its name and its pod's, as far as they are known.
-    pub holder: Option<Holder>,
+    pub name: Option<ContainerName>,
     /// Its pod's cgroup, once that was found.
     pub cgroup: Option<std::path::PathBuf>,
 }
@@ -127,12 +127,12 @@ pub struct BoundContainer {
 #[cfg(test)]
 impl BoundContainer {
     /// One that nothing but its numbers is known of.
-    pub(crate) fn numbered(allocation: u64, claim: u64) -> Self {
+    pub(crate) fn with_ids(allocation: u64, claim: u64) -> Self {
         Self {
             claim: serde_json::from_value(claim.into()).unwrap(),
             allocation: AllocationId::from_bits(allocation),
             pod: "p".parse().unwrap(),
-            holder: None,
+            name: None,
             cgroup: None,
         }
     }
@@ -140,269 +140,286 @@ impl BoundContainer {
 
 /// The node's state, with the host that it is carried out on.
 #[derive(Debug)]
-pub struct Core<H> {
+pub struct NodeAllocator<H> {
     pub(super) config: ResourcesConfig,
-    pub(super) boot: String,
+    pub(super) boot_id: String,
     pub(super) ledger: Ledger,
     pub(super) host: H,
-    pub(super) pods: Pods,
-    pub(super) holders: BTreeMap<AllocationId, Holder>,
+    pub(super) pod_cgroups: PodCgroups,
+    pub(super) container_names: BTreeMap<AllocationId, ContainerName>,
     /// The inventory's GPUs, for their device nodes.
     pub(super) gpus: Vec<GpuState>,
-    waiting: BTreeMap<ClaimId, Waiter>,
+    waiting_calls: BTreeMap<ClaimId, WaitingCall>,
     /// Every claim that waits; outlives the kubelet's single calls.
-    waits: BTreeMap<ClaimId, Wait>,
+    queued_claims: BTreeMap<ClaimId, QueuedClaim>,
     metrics: Metrics,
     /// Allocations that could not be withdrawn yet.
-    pub(super) leftovers: BTreeSet<AllocationId>,
+    pub(super) pending_teardown: BTreeSet<AllocationId>,
     /// Bound allocations that lack their socket or CDI file.
-    pub(super) unfinished: BTreeSet<AllocationId>,
+    pub(super) pending_setup: BTreeSet<AllocationId>,
     /// G of each GPU.
-    generations: BTreeMap<GpuUuid, u64>,
+    gpu_generations: BTreeMap<GpuUuid, u64>,
     /// Kept leases that the ledger was told to account for, and whose record is not written yet.
-    unrecorded: Vec<LeaseId>,
+    unrecorded_leases: Vec<LeaseId>,
     /// Pods of the ledger that were not in the kubelet's cgroups at the last look.
-    missing: BTreeSet<PodUid>,
+    pods_without_cgroup: BTreeSet<PodUid>,
     /// Whether a lost checkpoint may have known of memory that ended pods left: the GPUs are to be proven free.
-    pub(super) unproven: bool,
+    pub(super) reclaim_all_pending: bool,
     /// Whether the checkpoint lacks something.
-    pub(super) unsaved: bool,
-    /// Whether the state changed since the last call of [`is_stirred`](Self::is_stirred).
-    stirred: bool,
-    pub(super) troubles: Troubles,
+    pub(super) checkpoint_dirty: bool,
+    /// Whether the state changed since the last call of [`needs_tick`](Self::is_stirred).
+    changed_since_tick: bool,
+    pub(super) problems: NodeProblems,
 }
 
-impl<H: Host> Core<H> {
+impl<H: HostOps> NodeAllocator<H> {
     /// A node without GPUs, bookings or bindings.
     pub fn new(
         config: ResourcesConfig,
         boot: String,
         host: H,
-        pods: Pods,
+        pods: PodCgroups,
         metrics: Metrics,
     ) -> Self {
         let mut ledger = Ledger::new(config.quantum);
         ledger.set_managed_capacity(capacity::managed_capacity(&config));
         Self {
             config,
-            boot,
+            boot_id: boot,
             ledger,
             host,
-            pods,
-            holders: BTreeMap::new(),
+            pod_cgroups: pods,
+            container_names: BTreeMap::new(),
             gpus: Vec::new(),
-            waiting: BTreeMap::new(),
-            waits: BTreeMap::new(),
+            waiting_calls: BTreeMap::new(),
+            queued_claims: BTreeMap::new(),
             metrics,
-            leftovers: BTreeSet::new(),
-            unfinished: BTreeSet::new(),
-            generations: BTreeMap::new(),
-            unrecorded: Vec::new(),
-            missing: BTreeSet::new(),
-            unproven: false,
-            unsaved: false,
-            stirred: true,
-            troubles: Troubles::default(),
+            pending_teardown: BTreeSet::new(),
+            pending_setup: BTreeSet::new(),
+            gpu_generations: BTreeMap::new(),
+            unrecorded_leases: Vec::new(),
+            pods_without_cgroup: BTreeSet::new(),
+            reclaim_all_pending: false,
+            checkpoint_dirty: false,
+            changed_since_tick: true,
+            problems: NodeProblems::default(),
         }
     }
 
     /// Allocate: books under `id`.
-    pub fn book(&mut self, id: AllocationId, resource: Resource, tokens: TokenSet, now: Moment) {
-        self.ledger.book(id, resource, tokens, now);
-        self.unsaved = true;
+    pub fn allocate(
+        &mut self,
+        id: AllocationId,
+        resource: Resource,
+        tokens: DeviceIdSet,
+        now: BootTime,
+    ) {
+        self.ledger.add_pending(id, resource, tokens, now);
+        self.checkpoint_dirty = true;
         // The answer is the record's copy at the kubelet: it goes out even if ours cannot be written.
-        let _ = self.save();
+        let _ = self.save_checkpoint();
     }
 
     /// PreStartContainer: answers at once, or when there is room, or when the time is over.
-    pub async fn bind(&mut self, bind: Bind, reply: Reply, now: Moment) {
-        let Bind {
+    pub async fn bind(&mut self, bind: PrepareRequest, reply: Reply, now: BootTime) {
+        let PrepareRequest {
             resource,
             tokens,
             identity,
-            until,
+            deadline: until,
         } = bind;
-        let Identity {
+        let ContainerIdentity {
             pod,
-            name,
+            pod_name: name,
             container,
-            held,
-            containers,
-            shape,
+            checkpoint_entries: held,
+            pod_device_ids: containers,
+            gpu_spread: shape,
             priority,
         } = identity;
         for entry in &held {
             self.ledger
-                .book(entry.allocation, resource, tokens.clone(), now);
+                .add_pending(entry.allocation, resource, tokens.clone(), now);
         }
         if let Some(name) = &name {
             self.ledger.set_namespace(&pod, &name.namespace);
         }
-        let start = Start {
+        let start = BindRequest {
             resource,
-            tokens: tokens.clone(),
+            device_ids: tokens.clone(),
             containers,
             pod: pod.clone(),
-            shape,
+            spread: shape,
             priority,
         };
-        let started = match self.ledger.start(start.clone(), now) {
+        let started = match self.ledger.bind(start.clone(), now) {
             Ok(started) => started,
             Err(_) => {
-                answer(reply, Err(NotBound::NotBooked { resource, tokens }));
+                send_reply(reply, Err(PrepareError::NotAllocated { resource, tokens }));
                 return;
             }
         };
-        self.unsaved = true;
-        self.follow(&pod);
-        self.name(&pod, name, &container, &held);
-        let known = self.keep(now).await;
-        let exported = self.leave(&started.ended, known, now);
-        self.leftovers.extend(started.ended.iter().copied());
-        match started.answer {
-            Answer::Bound(binding) => {
-                let result = match self.drained(&binding) {
-                    Some(gpu) => Err(NotBound::Drained(gpu)),
-                    None => self.carry_out(&binding).await,
+        self.checkpoint_dirty = true;
+        self.watch_cgroup(&pod);
+        self.record_pod_name(&pod, name, &container, &held);
+        let known = self.reconcile_leases(now).await;
+        let exported = self.record_unreclaimed(&started.ended, known, now);
+        self.pending_teardown.extend(started.ended.iter().copied());
+        match started.outcome {
+            BindOutcome::Bound(binding) => {
+                let result = match self.find_drained_gpu(&binding) {
+                    Some(gpu) => Err(PrepareError::Drained(gpu)),
+                    None => self.commit_binding(&binding).await,
                 };
-                self.bequeath(&binding, exported);
+                self.charge_successor(&binding, exported);
                 if !started.ended.is_empty() {
                     // What those kept is its own by now: it is charged before its program starts.
-                    self.keep(now).await;
+                    self.reconcile_leases(now).await;
                 }
-                answer(reply, result);
+                send_reply(reply, result);
             }
-            Answer::Wait(ticket, reason) => {
+            BindOutcome::Queued(ticket, reason) => {
                 info!(%pod, %resource, %reason, "waiting");
-                self.waits.entry(ticket.claim).or_insert_with(|| Wait {
-                    holder: held
-                        .iter()
-                        .find_map(|entry| self.holders.get(&entry.allocation).cloned()),
-                    pod,
-                    resource,
-                    quanta: tokens.quanta(),
-                    since: Timestamp::now(),
-                });
-                let waiter = Waiter {
-                    start,
+                self.queued_claims
+                    .entry(ticket.claim)
+                    .or_insert_with(|| QueuedClaim {
+                        name: held
+                            .iter()
+                            .find_map(|entry| self.container_names.get(&entry.allocation).cloned()),
+                        pod,
+                        resource,
+                        quanta: tokens.quanta(),
+                        since: Timestamp::now(),
+                    });
+                let waiter = WaitingCall {
+                    request: start,
                     ticket,
-                    until,
+                    deadline: until,
                     reply,
                 };
-                if let Some(before) = self.waiting.insert(ticket.claim, waiter) {
-                    answer(before.reply, Err(NotBound::NoRoom(reason.to_string())));
+                if let Some(before) = self.waiting_calls.insert(ticket.claim, waiter) {
+                    send_reply(before.reply, Err(PrepareError::NoRoom(reason.to_string())));
                 }
             }
         }
-        self.advance(now).await;
+        self.bind_queued(now).await;
     }
 
     /// The GPUs as NVML sees them now.
-    pub async fn set_gpus(&mut self, gpus: Vec<GpuState>, now: Moment) {
+    pub async fn set_gpus(&mut self, gpus: Vec<GpuState>, now: BootTime) {
         self.ledger
             .set_gpus(capacity::ledger_gpus(&gpus, &self.config));
-        if !gpus.is_empty() && std::mem::take(&mut self.unproven) {
+        if !gpus.is_empty() && std::mem::take(&mut self.reclaim_all_pending) {
             // Anybody may hold anything of them, for all that is known.
             for state in &gpus {
-                self.ledger.forget_tenants(&state.gpu.uuid);
+                self.ledger.mark_tenants_unknown(&state.gpu.uuid);
                 self.ledger
-                    .leak(state.gpu.uuid.clone(), state.gpu.memory, now);
+                    .add_unreclaimed(state.gpu.uuid.clone(), state.gpu.memory, now);
             }
         }
         self.gpus = gpus;
-        self.unsaved = true;
-        self.advance(now).await;
+        self.checkpoint_dirty = true;
+        self.bind_queued(now).await;
     }
 
     /// Only these GPUs are for pods of several namespaces: their driver was seen to clear freed memory.
-    pub async fn set_cleared(&mut self, cleared: BTreeSet<GpuUuid>, now: Moment) {
-        if self.ledger.set_cleared(cleared) {
-            self.advance(now).await;
+    pub async fn set_scrubbed_gpus(&mut self, cleared: BTreeSet<GpuUuid>, now: BootTime) {
+        if self.ledger.set_shareable_gpus(cleared) {
+            self.bind_queued(now).await;
         }
     }
 
     /// Holds GPUs for the pods that the operator makes room for.
-    pub async fn reserve(&mut self, reservations: &[Reservation], now: Moment) {
-        if self.ledger.reserve(capacity::reserved(reservations)) {
-            self.unsaved = true;
-            self.advance(now).await;
+    pub async fn set_reservations(&mut self, reservations: &[Reservation], now: BootTime) {
+        if self
+            .ledger
+            .set_reservations(capacity::parse_reservations(reservations))
+        {
+            self.checkpoint_dirty = true;
+            self.bind_queued(now).await;
         }
     }
 
     /// Gives nobody what is in use of GPUs and charged to nobody.
-    pub async fn withhold(&mut self, withheld: BTreeMap<GpuUuid, Bytes>, now: Moment) {
-        if self.ledger.withhold(withheld) {
-            self.unsaved = true;
-            self.advance(now).await;
+    pub async fn set_withheld(&mut self, withheld: BTreeMap<GpuUuid, Bytes>, now: BootTime) {
+        if self.ledger.set_withheld(withheld) {
+            self.checkpoint_dirty = true;
+            self.bind_queued(now).await;
         }
     }
 
     /// Ends the pods whose cgroup is gone.
-    pub async fn release_ended(&mut self, now: Moment) {
-        for pod in self.pods.take_ended() {
-            self.release(&pod, now).await;
+    pub async fn release_ended_pods(&mut self, now: BootTime) {
+        for pod in self.pod_cgroups.drain_ended() {
+            self.release_pod(&pod, now).await;
         }
     }
 
     /// Whether a [`tick`](Self::tick) is due at once: the state changed since the last call, or the
     /// agent waits for something. A tick looks at every container, so an idle node has fewer.
-    pub fn is_stirred(&mut self) -> bool {
-        std::mem::take(&mut self.stirred)
-            || self.unsaved
-            || !self.waits.is_empty()
-            || !self.waiting.is_empty()
-            || !self.leftovers.is_empty()
-            || !self.unfinished.is_empty()
-            || !self.unrecorded.is_empty()
-            || !self.ledger.leaks().is_empty()
+    pub fn needs_tick(&mut self) -> bool {
+        std::mem::take(&mut self.changed_since_tick)
+            || self.checkpoint_dirty
+            || !self.queued_claims.is_empty()
+            || !self.waiting_calls.is_empty()
+            || !self.pending_teardown.is_empty()
+            || !self.pending_setup.is_empty()
+            || !self.unrecorded_leases.is_empty()
+            || !self.ledger.unreclaimed_versions().is_empty()
     }
 
     /// What time brings: pods that ended, waiters that gave up, steps that failed before.
-    pub async fn tick(&mut self, now: Moment) {
-        self.release_ended(now).await;
-        self.prove();
-        self.keep(now).await;
-        self.give_up(now);
-        self.ledger.lapse(now);
-        self.advance(now).await;
-        self.finish().await;
-        if !self.unsaved && !self.unrecorded.is_empty() {
-            let leases = std::mem::take(&mut self.unrecorded);
-            self.host.recorded(leases).await;
+    pub async fn tick(&mut self, now: BootTime) {
+        self.release_ended_pods(now).await;
+        self.reclaim_proven();
+        self.reconcile_leases(now).await;
+        self.expire_waits(now);
+        self.ledger.suspend_unclaimed_reservations(now);
+        self.bind_queued(now).await;
+        self.retry_pending().await;
+        if !self.checkpoint_dirty && !self.unrecorded_leases.is_empty() {
+            let leases = std::mem::take(&mut self.unrecorded_leases);
+            self.host.confirm_recorded(leases).await;
         }
     }
 
     /// G of each GPU, as it is now.
-    pub fn note_generations(&mut self, generations: BTreeMap<GpuUuid, u64>) {
-        self.generations = generations;
+    pub fn set_generations(&mut self, generations: BTreeMap<GpuUuid, u64>) {
+        self.gpu_generations = generations;
     }
 
     /// Accounts for the kept leases as the node stands now; whether they are known.
-    async fn keep(&mut self, now: Moment) -> bool {
-        let Turn { orphaned, left } = self.host.keep(self.standing()).await;
+    async fn reconcile_leases(&mut self, now: BootTime) -> bool {
+        let LedgerUpdate {
+            orphaned,
+            unreclaimed: left,
+        } = self.host.reconcile_leases(self.lease_inputs()).await;
         let known = orphaned.is_some();
         if let Some(orphaned) = orphaned {
-            self.unsaved |= self.ledger.set_kept(orphaned, now);
+            self.checkpoint_dirty |= self.ledger.set_orphaned_leases(orphaned, now);
         }
         for (lease, gpu, bytes) in left {
             info!(%lease, %gpu, bytes = bytes.0, "kept lease ended");
-            self.ledger.leak(gpu, bytes, now);
-            self.unrecorded.push(lease);
-            self.unsaved = true;
+            self.ledger.add_unreclaimed(gpu, bytes, now);
+            self.unrecorded_leases.push(lease);
+            self.checkpoint_dirty = true;
         }
         known
     }
 
-    fn standing(&self) -> Node {
+    fn lease_inputs(&self) -> NodeView {
         let mut containers = BTreeMap::new();
-        for bound in self.of_device() {
+        for bound in self.device_bindings() {
             let gpus: BTreeSet<GpuUuid> = match bound.placement {
                 Placement::Device(shares) => shares.iter().map(|share| share.gpu.clone()).collect(),
                 Placement::Managed(_) => BTreeSet::new(),
             };
             for id in bound.allocations {
-                let named = self.holders.get(id).and_then(|holder| holder.pod.as_ref());
-                let standing = Standing {
+                let named = self
+                    .container_names
+                    .get(id)
+                    .and_then(|holder| holder.pod.as_ref());
+                let standing = ContainerBinding {
                     pod: bound.pod.clone(),
                     namespace: named.map(|named| named.namespace.clone()),
                     gpus: gpus.clone(),
@@ -410,24 +427,27 @@ impl<H: Host> Core<H> {
                 containers.insert(*id, standing);
             }
         }
-        Node {
-            quotas: self.quotas(),
+        NodeView {
+            quotas: self.namespace_quotas(),
             containers,
-            generations: self.generations.clone(),
-            free: self.ledger.free().collect(),
+            generations: self.gpu_generations.clone(),
+            free: self.ledger.free_by_gpu().collect(),
         }
     }
 
-    fn of_device(&self) -> impl Iterator<Item = Bound<'_>> {
-        let bound = self.ledger.bound();
+    fn device_bindings(&self) -> impl Iterator<Item = BindingRef<'_>> {
+        let bound = self.ledger.binding_refs();
         bound.filter(|bound| bound.resource == Resource::DeviceMemory)
     }
 
     /// The quota of each namespace's pods on each GPU, by the bindings.
-    fn quotas(&self) -> BTreeMap<String, BTreeMap<GpuUuid, Bytes>> {
+    fn namespace_quotas(&self) -> BTreeMap<String, BTreeMap<GpuUuid, Bytes>> {
         let mut quotas: BTreeMap<&str, BTreeMap<&GpuUuid, Bytes>> = BTreeMap::new();
-        for bound in self.of_device() {
-            let holders = bound.allocations.iter().map(|id| self.holders.get(id));
+        for bound in self.device_bindings() {
+            let holders = bound
+                .allocations
+                .iter()
+                .map(|id| self.container_names.get(id));
             let pod = holders.flatten().find_map(|holder| holder.pod.as_ref());
             let (Some(pod), Placement::Device(shares)) = (pod, bound.placement) else {
                 continue;
@@ -449,58 +469,59 @@ impl<H: Host> Core<H> {
     }
 
     /// A look at the kubelet's checkpoint, and at the cgroups of pods that are not followed.
-    pub async fn collect(&mut self, known: Option<&BTreeSet<AllocationId>>, now: Moment) {
+    pub async fn collect_garbage(&mut self, known: Option<&BTreeSet<AllocationId>>, now: BootTime) {
         if let Some(known) = known {
-            let collected = self.ledger.collect(known, now);
-            self.metrics.collected(collected.len());
+            let collected = self.ledger.gc_pending(known, now);
+            self.metrics.count_collected(collected.len());
             for allocation in collected {
                 info!(%allocation, "booking without a pod collected");
-                self.unsaved = true;
-                self.holders.remove(&allocation);
-                self.leftovers.insert(allocation);
+                self.checkpoint_dirty = true;
+                self.container_names.remove(&allocation);
+                self.pending_teardown.insert(allocation);
             }
         }
         let pods: Vec<PodUid> = self.ledger.pods().into_iter().cloned().collect();
         let missing: BTreeSet<_> = pods
             .into_iter()
-            .filter(|pod| self.pods.follow(pod) == PodCgroup::Gone)
+            .filter(|pod| self.pod_cgroups.watch(pod) == PodCgroup::Gone)
             .collect();
-        for pod in missing.intersection(&std::mem::take(&mut self.missing)) {
-            self.release(pod, now).await;
+        for pod in missing.intersection(&std::mem::take(&mut self.pods_without_cgroup)) {
+            self.release_pod(pod, now).await;
         }
-        self.missing = missing;
-        self.advance(now).await;
+        self.pods_without_cgroup = missing;
+        self.bind_queued(now).await;
     }
 
     /// The node's memory now.
-    pub fn view(&self, now: Moment) -> View {
+    pub fn view(&self, now: BootTime) -> LedgerView {
         self.ledger.view(now)
     }
 
     /// The claims that wait, the longest waiting first.
-    pub fn waits(&mut self) -> Vec<Wait> {
-        self.waits.retain(|claim, _| self.ledger.waits(*claim));
+    pub fn queued_claims(&mut self) -> Vec<QueuedClaim> {
+        self.queued_claims
+            .retain(|claim, _| self.ledger.is_queued(*claim));
         // The operator would make room that a pod of this namespace does not get.
-        let waits = self.waits.iter();
-        let waits = waits.filter(|(claim, _)| self.ledger.barred(**claim).is_none());
-        let mut waits: Vec<Wait> = waits.map(|(_, wait)| wait.clone()).collect();
+        let waits = self.queued_claims.iter();
+        let waits = waits.filter(|(claim, _)| self.ledger.closed_gpu(**claim).is_none());
+        let mut waits: Vec<QueuedClaim> = waits.map(|(_, wait)| wait.clone()).collect();
         waits.sort_by(|a, b| (a.since, &a.pod).cmp(&(b.since, &b.pod)));
         waits
     }
 
     /// What the ledger holds of `resource`, in numbers.
     pub fn counts(&self, resource: Resource) -> Counts {
-        let of_it = |bound: &Bound<'_>| bound.resource == resource;
+        let of_it = |bound: &BindingRef<'_>| bound.resource == resource;
         Counts {
-            booked: self.ledger.booked(resource),
+            pending: self.ledger.unbound_allocations(resource),
             bound: self
                 .ledger
-                .bound()
+                .binding_refs()
                 .filter(of_it)
                 .map(|bound| bound.allocations.len())
                 .sum(),
             waiting: self
-                .waits
+                .queued_claims
                 .values()
                 .filter(|wait| wait.resource == resource)
                 .count(),
@@ -514,14 +535,14 @@ impl<H: Host> Core<H> {
 
     /// Every container that device memory is bound for.
     pub fn containers(&self) -> Arc<[BoundContainer]> {
-        let container = |bound: Bound<'_>, allocation: AllocationId| BoundContainer {
+        let container = |bound: BindingRef<'_>, allocation: AllocationId| BoundContainer {
             claim: bound.claim,
             allocation,
-            holder: self.holders.get(&allocation).cloned(),
-            cgroup: self.pods.folder(bound.pod).map(Into::into),
+            name: self.container_names.get(&allocation).cloned(),
+            cgroup: self.pod_cgroups.path(bound.pod).map(Into::into),
             pod: bound.pod.clone(),
         };
-        let containers = self.of_device().flat_map(|bound| {
+        let containers = self.device_bindings().flat_map(|bound| {
             let allocations = bound.allocations.iter();
             allocations.map(move |allocation| container(bound, *allocation))
         });
@@ -529,8 +550,8 @@ impl<H: Host> Core<H> {
     }
 
     /// What is wrong.
-    pub fn troubles(&self) -> &Troubles {
-        &self.troubles
+    pub fn problems(&self) -> &NodeProblems {
+        &self.problems
     }
 
     /// The host, to tell it what it need not ask for.
@@ -539,53 +560,58 @@ impl<H: Host> Core<H> {
     }
 
     /// Notes whether CDI files can be written.
-    pub fn note_cdi(&mut self, trouble: Option<String>) {
-        self.troubles.cdi = trouble;
+    pub fn set_cdi_problem(&mut self, trouble: Option<String>) {
+        self.problems.cdi = trouble;
     }
 
     /// Ends a pod: its cgroup is gone.
-    pub(super) async fn release(&mut self, pod: &PodUid, now: Moment) {
-        let ended = self.ledger.pod_gone(pod);
+    pub(super) async fn release_pod(&mut self, pod: &PodUid, now: BootTime) {
+        let ended = self.ledger.release_pod(pod);
         if ended.is_empty() {
             return;
         }
-        self.metrics.released();
+        self.metrics.count_release();
         info!(%pod, allocations = ended.len(), "released");
         for (_, waiter) in self
-            .waiting
-            .extract_if(.., |_, waiter| waiter.start.pod == *pod)
+            .waiting_calls
+            .extract_if(.., |_, waiter| waiter.request.pod == *pod)
         {
-            answer(
+            send_reply(
                 waiter.reply,
-                Err(NotBound::Failed("the pod has ended".to_owned())),
+                Err(PrepareError::Failed("the pod has ended".to_owned())),
             );
         }
-        self.unsaved = true;
+        self.checkpoint_dirty = true;
         // Before what its processes had exported is read: from here on its leases are the ledger's.
-        let known = self.keep(now).await;
-        self.leave(&ended, known, now);
+        let known = self.reconcile_leases(now).await;
+        self.record_unreclaimed(&ended, known, now);
         for allocation in ended {
-            self.holders.remove(&allocation);
-            self.unfinished.remove(&allocation);
-            self.leftovers.insert(allocation);
+            self.container_names.remove(&allocation);
+            self.pending_setup.remove(&allocation);
+            self.pending_teardown.insert(allocation);
         }
-        if self.save().is_ok() {
-            self.withdraw().await;
+        if self.save_checkpoint().is_ok() {
+            self.tear_down_ended().await;
         }
     }
 
     /// What others may hold of what these allocations had is not bound again. Kept leases are accounted for where
     /// they are `known`. Answers what was exported.
-    fn leave(&mut self, ended: &[AllocationId], known: bool, now: Moment) -> Vec<(GpuUuid, Bytes)> {
+    fn record_unreclaimed(
+        &mut self,
+        ended: &[AllocationId],
+        known: bool,
+        now: BootTime,
+    ) -> Vec<(GpuUuid, Bytes)> {
         let mut exported = Vec::new();
         for allocation in ended {
-            let mut left = self.host.exported(*allocation);
+            let mut left = self.host.exported_memory(*allocation);
             exported.extend(left.iter().cloned());
             if !known {
-                left.extend(self.host.leases(*allocation));
+                left.extend(self.host.charged_leases(*allocation));
             }
             for (gpu, bytes) in left {
-                self.ledger.leak(gpu, bytes, now);
+                self.ledger.add_unreclaimed(gpu, bytes, now);
             }
         }
         exported
@@ -593,54 +619,55 @@ impl<H: Host> Core<H> {
 
     /// Charges the container that follows others of its pod for what these had exported, instead of the node. A crash
     /// in between charges it twice, until it is proven free.
-    fn bequeath(&mut self, heir: &Binding, exported: Vec<(GpuUuid, Bytes)>) {
+    fn charge_successor(&mut self, heir: &Binding, exported: Vec<(GpuUuid, Bytes)>) {
         for (gpu, bytes) in exported {
-            let inherited = self.host.inherit(heir.allocations[0], &gpu, bytes);
+            let inherited = self.host.charge_inherited(heir.allocations[0], &gpu, bytes);
             if inherited > Bytes::ZERO {
                 info!(pod = %heir.pod, %gpu, bytes = inherited.0, "inherited");
-                self.ledger.charge_leak(&gpu, inherited);
-                self.unsaved = true;
+                self.ledger.subtract_unreclaimed(&gpu, inherited);
+                self.checkpoint_dirty = true;
             }
         }
     }
 
     /// Binds again what is proven free.
-    fn prove(&mut self) {
-        let leaks = self.ledger.leaks();
-        for (gpu, held) in self.host.held(leaks.clone()) {
+    fn reclaim_proven(&mut self) {
+        let leaks = self.ledger.unreclaimed_versions();
+        for (gpu, held) in self.host.unreclaimed_at_most(leaks.clone()) {
             if let Some(number) = leaks.get(&gpu)
-                && self.ledger.held_at_most(&gpu, *number, held)
+                && self.ledger.lower_unreclaimed(&gpu, *number, held)
             {
                 info!(%gpu, held = held.0, "left by ended pods");
-                self.unsaved = true;
+                self.checkpoint_dirty = true;
             }
         }
     }
 
     /// Binds who can be bound, until nobody can.
-    async fn advance(&mut self, now: Moment) {
+    async fn bind_queued(&mut self, now: BootTime) {
         for binding in self.ledger.advance(now) {
-            self.unsaved = true;
-            let result = self.carry_out(&binding).await;
-            if let Some(waiter) = self.waiting.remove(&binding.claim) {
-                answer(waiter.reply, result);
+            self.checkpoint_dirty = true;
+            let result = self.commit_binding(&binding).await;
+            if let Some(waiter) = self.waiting_calls.remove(&binding.claim) {
+                send_reply(waiter.reply, result);
             }
         }
         // Whatever else happened is on record before the next event.
-        let _ = self.save();
+        let _ = self.save_checkpoint();
     }
 
     /// Ends the waits that are over, or that nobody waits for.
-    fn give_up(&mut self, now: Moment) {
-        let over =
-            |_: &ClaimId, waiter: &mut Waiter| waiter.until <= now || waiter.reply.is_closed();
-        let ended: Vec<Waiter> = self
-            .waiting
+    fn expire_waits(&mut self, now: BootTime) {
+        let over = |_: &ClaimId, waiter: &mut WaitingCall| {
+            waiter.deadline <= now || waiter.reply.is_closed()
+        };
+        let ended: Vec<WaitingCall> = self
+            .waiting_calls
             .extract_if(.., over)
             .map(|(_, waiter)| waiter)
             .collect();
-        for Waiter {
-            start,
+        for WaitingCall {
+            request: start,
             ticket,
             reply,
             ..
@@ -648,46 +675,46 @@ impl<H: Host> Core<H> {
         {
             let reason = self.ledger.reason(ticket.claim, now);
             self.ledger.stop_waiting(ticket, now);
-            self.unsaved = true;
+            self.checkpoint_dirty = true;
             let message = reason.map_or_else(|| "waiting".to_owned(), |reason| reason.to_string());
             info!(pod = %start.pod, reason = message, "no room yet");
-            answer(reply, Err(NotBound::NoRoom(message)));
+            send_reply(reply, Err(PrepareError::NoRoom(message)));
         }
     }
 
     /// The steps of a binding after the ledger's.
-    async fn carry_out(&mut self, binding: &Binding) -> Result<(), NotBound> {
-        self.save().map_err(failed)?;
-        self.withdraw().await;
-        let result = self.make(binding).await;
+    async fn commit_binding(&mut self, binding: &Binding) -> Result<(), PrepareError> {
+        self.save_checkpoint().map_err(prepare_failed)?;
+        self.tear_down_ended().await;
+        let result = self.set_up(binding).await;
         match &result {
             Ok(()) => {
                 info!(pod = %binding.pod, claim = ?binding.claim, placement = ?binding.placement, "bound");
-                self.troubles.host = None;
+                self.problems.host = None;
             }
             Err(error) => {
                 warn!(pod = %binding.pod, reason = error.reason(), %error, "bound, and not ready to start");
-                self.troubles.host = Some((error.concern(), error.to_string()));
+                self.problems.host = Some((error.subsystem(), error.to_string()));
             }
         }
-        result.map_err(failed)
+        result.map_err(prepare_failed)
     }
 
     /// What a binding is on the host: of device memory the socket and the CDI file of every
     /// allocation, of managed memory its containers' quotas.
-    async fn make(&mut self, binding: &Binding) -> Result<(), HostError> {
+    async fn set_up(&mut self, binding: &Binding) -> Result<(), HostError> {
         let shares = match &binding.placement {
             Placement::Device(shares) => shares,
-            Placement::Managed(_) => return self.allow_managed(&binding.pod),
+            Placement::Managed(_) => return self.set_managed_quotas(&binding.pod),
         };
-        self.unfinished.extend(&binding.allocations);
+        self.pending_setup.extend(&binding.allocations);
         for &allocation in &binding.allocations {
             // An init container's allocation that had ended may start again.
-            self.leftovers.remove(&allocation);
+            self.pending_teardown.remove(&allocation);
             let gpus = shares
                 .iter()
                 .map(|share| {
-                    let nodes = self.nodes_of(&share.gpu)?;
+                    let nodes = self.device_nodes(&share.gpu)?;
                     let quota = share.quanta.bytes(self.config.quantum);
                     Ok(cdi::BoundGpu {
                         uuid: share.gpu.clone(),
@@ -696,46 +723,47 @@ impl<H: Host> Core<H> {
                     })
                 })
                 .collect::<Result<_, HostError>>()?;
-            let device = cdi::Binding {
+            let device = cdi::CdiBinding {
                 allocation,
                 pod: binding.pod.clone(),
                 container: self
-                    .holders
+                    .container_names
                     .get(&allocation)
                     .map(|holder| holder.container.clone())
                     .unwrap_or_default(),
-                tokens: binding.tokens.clone(),
+                tokens: binding.device_ids.clone(),
                 gpus,
             };
-            let managed = self.managed_of(&binding.pod, allocation);
-            self.host.expose(&device, managed).await?;
-            self.host.describe(&device).await?;
-            self.unfinished.remove(&allocation);
+            let managed = self.managed_quota(&binding.pod, allocation);
+            self.host.serve_session(&device, managed).await?;
+            self.host.write_cdi(&device).await?;
+            self.pending_setup.remove(&allocation);
         }
         Ok(())
     }
 
     /// Tells every container of a pod what managed memory it may use. One without device memory has no
     /// GPU to use managed memory from.
-    fn allow_managed(&mut self, pod: &PodUid) -> Result<(), HostError> {
+    fn set_managed_quotas(&mut self, pod: &PodUid) -> Result<(), HostError> {
         let exposed: Vec<AllocationId> = self
-            .of_device()
+            .device_bindings()
             .filter(|bound| bound.pod == pod)
             .flat_map(|bound| bound.allocations.iter().copied())
             .collect();
         for allocation in exposed {
-            let managed = self.managed_of(pod, allocation);
-            self.host.allow_managed(allocation, managed)?;
+            let managed = self.managed_quota(pod, allocation);
+            self.host.set_managed_quota(allocation, managed)?;
         }
         Ok(())
     }
 
     /// The managed memory that is bound for the container of `pod` that has `allocation`.
-    pub(super) fn managed_of(&self, pod: &PodUid, allocation: AllocationId) -> Bytes {
-        let container = |id: &AllocationId| self.holders.get(id).map(|holder| &holder.container);
+    pub(super) fn managed_quota(&self, pod: &PodUid, allocation: AllocationId) -> Bytes {
+        let container =
+            |id: &AllocationId| self.container_names.get(id).map(|holder| &holder.container);
         let quanta = self
             .ledger
-            .bound()
+            .binding_refs()
             .filter(|bound| {
                 let mut containers = bound.allocations.iter().map(container);
                 bound.pod == pod && containers.any(|name| name == container(&allocation))
@@ -749,7 +777,7 @@ impl<H: Host> Core<H> {
     }
 
     /// A GPU of a binding that is drained.
-    fn drained(&self, binding: &Binding) -> Option<GpuUuid> {
+    fn find_drained_gpu(&self, binding: &Binding) -> Option<GpuUuid> {
         let Placement::Device(shares) = &binding.placement else {
             return None;
         };
@@ -757,7 +785,7 @@ impl<H: Host> Core<H> {
             let why = state.health;
             matches!(
                 why,
-                Health::Unhealthy(Sickness::Draining | Sickness::Drained)
+                Health::Unhealthy(UnhealthyReason::Draining | UnhealthyReason::Drained)
             )
         };
         let mut drained = self.gpus.iter().filter(is_drained);
@@ -765,9 +793,11 @@ impl<H: Host> Core<H> {
         drained.find(bound).map(|state| state.gpu.uuid.clone())
     }
 
-    fn nodes_of(&self, uuid: &GpuUuid) -> Result<Vec<String>, HostError> {
+    fn device_nodes(&self, uuid: &GpuUuid) -> Result<Vec<String>, HostError> {
         let state = self.gpus.iter().find(|state| state.gpu.uuid == *uuid);
-        let gpu = &state.ok_or_else(|| HostError::NoGpu(uuid.clone()))?.gpu;
+        let gpu = &state
+            .ok_or_else(|| HostError::GpuNotListed(uuid.clone()))?
+            .gpu;
         let capability = |number: &u32| format!("nvidia-caps/nvidia-cap{number}");
         let nodes = [format!("nvidia{}", gpu.minor)].into_iter();
         Ok(nodes
@@ -776,14 +806,14 @@ impl<H: Host> Core<H> {
     }
 
     /// Tries again what failed before.
-    async fn finish(&mut self) {
-        if self.save().is_err() {
+    async fn retry_pending(&mut self) {
+        if self.save_checkpoint().is_err() {
             return;
         }
-        self.withdraw().await;
-        if self.unfinished.is_empty() {
-            if self.leftovers.is_empty() {
-                self.troubles.host = None;
+        self.tear_down_ended().await;
+        if self.pending_setup.is_empty() {
+            if self.pending_teardown.is_empty() {
+                self.problems.host = None;
             }
             return;
         }
@@ -791,68 +821,68 @@ impl<H: Host> Core<H> {
             binding
                 .allocations
                 .iter()
-                .any(|id| self.unfinished.contains(id))
+                .any(|id| self.pending_setup.contains(id))
         };
         let bindings: Vec<Binding> = self.ledger.bindings().filter(unfinished).collect();
         for binding in bindings {
-            match self.make(&binding).await {
-                Ok(()) => self.troubles.host = None,
+            match self.set_up(&binding).await {
+                Ok(()) => self.problems.host = None,
                 // A GPU that is away takes nothing from the others.
-                Err(HostError::NoGpu(_)) => {}
-                Err(error) => self.troubles.host = Some((error.concern(), error.to_string())),
+                Err(HostError::GpuNotListed(_)) => {}
+                Err(error) => self.problems.host = Some((error.subsystem(), error.to_string())),
             }
         }
-        if self.leftovers.is_empty() && self.unfinished.is_empty() {
-            self.troubles.host = None;
+        if self.pending_teardown.is_empty() && self.pending_setup.is_empty() {
+            self.problems.host = None;
         }
     }
 
     /// Takes down what has ended; what fails is tried again at the next tick.
-    pub(super) async fn withdraw(&mut self) {
-        for allocation in self.leftovers.clone() {
-            match self.host.withdraw(allocation).await {
+    pub(super) async fn tear_down_ended(&mut self) {
+        for allocation in self.pending_teardown.clone() {
+            match self.host.tear_down(allocation).await {
                 Ok(()) => {
-                    self.leftovers.remove(&allocation);
-                    self.unfinished.remove(&allocation);
+                    self.pending_teardown.remove(&allocation);
+                    self.pending_setup.remove(&allocation);
                 }
-                Err(error) => self.troubles.host = Some((error.concern(), error.to_string())),
+                Err(error) => self.problems.host = Some((error.subsystem(), error.to_string())),
             }
         }
     }
 
     /// Brings the checkpoint up to date.
-    pub(super) fn save(&mut self) -> Result<(), HostError> {
-        if !self.unsaved {
+    pub(super) fn save_checkpoint(&mut self) -> Result<(), HostError> {
+        if !self.checkpoint_dirty {
             return Ok(());
         }
-        self.stirred = true;
-        let state = State {
-            boot: self.boot.clone(),
+        self.changed_since_tick = true;
+        let state = NodeCheckpoint {
+            boot: self.boot_id.clone(),
             ledger: self.ledger.snapshot(),
-            holders: self.holders.clone(),
+            holders: self.container_names.clone(),
         };
-        let result = self.host.persist(&state);
+        let result = self.host.save_checkpoint(&state);
         let trouble = result.as_ref().err().map(ToString::to_string);
-        if trouble.is_some() && trouble != self.troubles.checkpoint {
+        if trouble.is_some() && trouble != self.problems.checkpoint {
             warn!(error = trouble, "checkpoint not written");
         }
-        self.troubles.checkpoint = trouble;
-        self.unsaved = result.is_err();
+        self.problems.checkpoint = trouble;
+        self.checkpoint_dirty = result.is_err();
         result
     }
 
-    pub(super) fn follow(&mut self, pod: &PodUid) {
-        if !matches!(self.pods.follow(pod), PodCgroup::At(_)) {
+    pub(super) fn watch_cgroup(&mut self, pod: &PodUid) {
+        if !matches!(self.pod_cgroups.watch(pod), PodCgroup::Found(_)) {
             warn!(%pod, "the pod's cgroup is not found: its end cannot be seen yet");
         }
     }
 
-    pub(super) fn name(
+    pub(super) fn record_pod_name(
         &mut self,
         pod: &PodUid,
         name: Option<PodName>,
         container: &str,
-        held: &[Held],
+        held: &[CheckpointEntry],
     ) {
         let allocations: Vec<AllocationId> = self
             .ledger
@@ -865,21 +895,24 @@ impl<H: Host> Core<H> {
                 .iter()
                 .find(|entry| entry.allocation == id)
                 .map(|entry| entry.container.as_str());
-            let holder = self.holders.entry(id).or_insert_with(|| Holder {
-                container: told.unwrap_or(container).to_owned(),
-                pod: None,
-            });
+            let holder = self
+                .container_names
+                .entry(id)
+                .or_insert_with(|| ContainerName {
+                    container: told.unwrap_or(container).to_owned(),
+                    pod: None,
+                });
             holder.pod = name.clone().or(holder.pod.take());
         }
     }
 }
 
-fn failed(error: HostError) -> NotBound {
-    NotBound::Failed(error.to_string())
+fn prepare_failed(error: HostError) -> PrepareError {
+    PrepareError::Failed(error.to_string())
 }
 
 /// Who asked may have stopped waiting: then nobody needs the answer.
-fn answer(reply: Reply, result: Result<(), NotBound>) {
+fn send_reply(reply: Reply, result: Result<(), PrepareError>) {
     let _ = reply.send(result);
 }
 

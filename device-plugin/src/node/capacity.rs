@@ -10,7 +10,7 @@ use bursar_crds::gpu_node::Reservation;
 
 use crate::config::ResourcesConfig;
 use crate::gpu::GpuState;
-use crate::kubelet::devices::{Devices, DevicesError, TokenHealth, check_node_total};
+use crate::kubelet::devices::{DeviceHealth, Devices, DevicesError, check_node_total};
 use crate::ledger;
 use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
@@ -18,7 +18,7 @@ use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 pub fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<ledger::Gpu> {
     let as_ledgers = |state: &GpuState| ledger::Gpu {
         uuid: state.gpu.uuid.clone(),
-        capacity: capacity(state, config),
+        capacity: gpu_capacity(state, config),
         health: if state.health.is_healthy() {
             ledger::Health::Healthy
         } else {
@@ -30,10 +30,10 @@ pub fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<ledger::G
 
 /// The reservations as the ledger takes them; one that names no GPU or pod that could be holds
 /// nothing.
-pub fn reserved(orders: &[Reservation]) -> BTreeMap<GpuUuid, ledger::Reservation> {
+pub fn parse_reservations(orders: &[Reservation]) -> BTreeMap<GpuUuid, ledger::Reservation> {
     let as_ledgers = |order: &Reservation| {
         let reservation = ledger::Reservation {
-            waiter: order.waiter.parse().ok()?,
+            pod: order.waiter.parse().ok()?,
             quanta: Quanta(u32::try_from(order.quanta).ok()?),
         };
         Some((order.gpu.parse().ok()?, reservation))
@@ -43,7 +43,7 @@ pub fn reserved(orders: &[Reservation]) -> BTreeMap<GpuUuid, ledger::Reservation
 
 /// The node's managed memory in whole quanta.
 pub fn managed_capacity(config: &ResourcesConfig) -> Quanta {
-    config.managed_capacity.whole(config.quantum)
+    config.managed_capacity.whole_quanta(config.quantum)
 }
 
 /// What the kubelet is told: device memory, then managed memory.
@@ -51,43 +51,44 @@ pub fn managed_capacity(config: &ResourcesConfig) -> Quanta {
 /// # Errors
 /// [`DevicesError::TooManyTokens`] where the two together are more than a kubelet can handle.
 pub fn devices(gpus: &[GpuState], config: &ResourcesConfig) -> Result<[Devices; 2], DevicesError> {
-    let total = sum(gpus.iter(), config);
-    let healthy = sum(
+    let total = total_quanta(gpus.iter(), config);
+    let healthy = total_quanta(
         gpus.iter().filter(|state| state.health.is_healthy()),
         config,
     );
     let managed = managed_capacity(config).0 as usize;
     check_node_total([total, managed])?;
     Ok([
-        Devices::new(Resource::DeviceMemory, tokens(total, healthy))?,
-        Devices::new(Resource::ManagedMemory, tokens(managed, managed))?,
+        Devices::new(Resource::DeviceMemory, device_health(total, healthy))?,
+        Devices::new(Resource::ManagedMemory, device_health(managed, managed))?,
     ])
 }
 
-fn tokens(total: usize, healthy: usize) -> Vec<TokenHealth> {
+fn device_health(total: usize, healthy: usize) -> Vec<DeviceHealth> {
     let health = |index| {
         if index < healthy {
-            TokenHealth::Healthy
+            DeviceHealth::Healthy
         } else {
-            TokenHealth::Unhealthy
+            DeviceHealth::Unhealthy
         }
     };
     (0..total).map(health).collect()
 }
 
-fn sum<'a>(gpus: impl Iterator<Item = &'a GpuState>, config: &ResourcesConfig) -> usize {
-    gpus.map(|state| capacity(state, config).0 as usize).sum()
+fn total_quanta<'a>(gpus: impl Iterator<Item = &'a GpuState>, config: &ResourcesConfig) -> usize {
+    gpus.map(|state| gpu_capacity(state, config).0 as usize)
+        .sum()
 }
 
-fn capacity(state: &GpuState, config: &ResourcesConfig) -> Quanta {
-    Bytes(state.gpu.memory.0.saturating_sub(config.reserved.0)).whole(config.quantum)
+fn gpu_capacity(state: &GpuState, config: &ResourcesConfig) -> Quanta {
+    Bytes(state.gpu.memory.0.saturating_sub(config.reserved.0)).whole_quanta(config.quantum)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::gpu::Gpu;
-    use crate::gpu::health::{Health, Memory, Sickness};
+    use crate::gpu::health::{Health, PersistedHealth, UnhealthyReason};
     use crate::units::Quantum;
 
     fn gpu(name: &str, memory: Bytes, health: Health) -> GpuState {
@@ -103,7 +104,7 @@ mod tests {
         GpuState {
             gpu,
             health,
-            memory: Memory::default(),
+            persisted: PersistedHealth::default(),
         }
     }
 
@@ -115,10 +116,10 @@ mod tests {
         }
     }
 
-    const LOST: Health = Health::Unhealthy(Sickness::Lost);
+    const LOST: Health = Health::Unhealthy(UnhealthyReason::Lost);
 
     #[test]
-    fn a_gpu_offers_its_whole_quanta_less_the_reserve() {
+    fn gpu_capacity_is_whole_quanta_less_the_reserve() {
         let gpus = [gpu("GPU-a", Bytes::mib(16_000), Health::Healthy)];
         let offered = |reserved| {
             ledger_gpus(&gpus, &config(Quantum::Gib1, Bytes::ZERO, reserved))[0].capacity
@@ -129,10 +130,10 @@ mod tests {
     }
 
     #[test]
-    fn the_tokens_of_a_dead_gpu_are_the_highest_ids_and_none_is_renumbered() {
+    fn lost_gpu_makes_the_highest_device_ids_unhealthy() {
         let config = config(Quantum::Gib1, Bytes::ZERO, Bytes::ZERO);
         let count = |gpus: &[GpuState]| {
-            devices(gpus, &config).map(|[device, _]| (device.len(), device.healthy()))
+            devices(gpus, &config).map(|[device, _]| (device.len(), device.healthy_count()))
         };
         let well = [
             gpu("GPU-a", Bytes::gib(16), Health::Healthy),
@@ -162,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn both_resources_together_stay_within_the_kubelets_limit() {
+    fn both_resources_together_stay_within_the_kubelet_limit() {
         let gpus = [gpu("GPU-a", Bytes::gib(1_000), Health::Healthy)];
         let with = |managed| devices(&gpus, &config(Quantum::Mib256, managed, Bytes::ZERO));
         assert!(with(Bytes::gib(24)).is_ok());
@@ -173,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn managed_memory_is_off_until_a_capacity_is_given() {
+    fn managed_memory_is_off_without_a_capacity() {
         let [_, managed] = devices(&[], &config(Quantum::Gib1, Bytes::ZERO, Bytes::ZERO)).unwrap();
         assert!(managed.is_empty());
     }

@@ -2,7 +2,7 @@
 //!
 //! A device is mounts, device nodes and two variables; it has no hooks, so it needs no NVIDIA
 //! container runtime and works in user namespaces. The file that holds it also carries the
-//! [`Binding`] that it was made for, as an annotation: the node's bindings can be read back from
+//! [`CdiBinding`] that it was made for, as an annotation: the node's bindings can be read back from
 //! the host alone. [`dir`] keeps the files.
 
 pub mod dir;
@@ -12,11 +12,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::node::driver_files::{Driver, DriverFile, LIBCUDA, SMI};
+use crate::node::driver_files::{Driver, DriverFile, LIBCUDA, NVIDIA_SMI};
 use crate::node::shim_install::{PRELOAD_FILE, SHIMS};
-use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, TokenSet};
+use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid};
 
-pub use dir::{CdiDir, CdiError, Listed};
+pub use dir::{CdiDir, CdiError, CdiListing};
 pub use spec::{ContainerEdits, Device, DeviceNode, Mount, Spec};
 
 /// The CDI kind of our devices: an Allocate answer for device memory names `<kind>=<allocation>`.
@@ -56,7 +56,7 @@ const PRELOAD: &str = "/etc/ld.so.preload";
 /// What one container was given: enough to make its device, and to rebuild the node's ledger.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Binding {
+pub struct CdiBinding {
     /// Names the device, the file and the socket's folder.
     pub allocation: AllocationId,
     /// The pod.
@@ -64,7 +64,7 @@ pub struct Binding {
     /// The container's name in its pod.
     pub container: String,
     /// The tokens that the kubelet counted for it.
-    pub tokens: TokenSet,
+    pub tokens: DeviceIdSet,
     /// The GPUs that it may use, and how much of each.
     pub gpus: Vec<BoundGpu>,
 }
@@ -95,7 +95,7 @@ pub struct HostMount {
 
 /// Everything about this node that its devices have in common.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Node {
+pub struct CdiNode {
     /// The driver.
     pub driver: Driver,
     /// The shim's versioned folder ([`crate::shim_files`]).
@@ -107,11 +107,11 @@ pub struct Node {
 }
 
 /// The CDI file of `binding` on `node`.
-pub fn spec(node: &Node, binding: &Binding) -> Spec {
+pub fn build_spec(node: &CdiNode, binding: &CdiBinding) -> Spec {
     Spec {
         cdi_version: CDI_VERSION.to_owned(),
         kind: KIND.to_owned(),
-        annotations: spec::annotations(binding),
+        annotations: spec::binding_annotations(binding),
         devices: vec![Device {
             name: binding.allocation.to_string(),
             container_edits: ContainerEdits {
@@ -120,13 +120,13 @@ pub fn spec(node: &Node, binding: &Binding) -> Spec {
                     format!("TRITON_LIBCUDA_PATH={CONTAINER_LIB_DIR}"),
                 ],
                 device_nodes: device_nodes(&node.driver, binding),
-                mounts: mounts(node, binding),
+                mounts: container_mounts(node, binding),
             },
         }],
     }
 }
 
-fn device_nodes(driver: &Driver, binding: &Binding) -> Vec<DeviceNode> {
+fn device_nodes(driver: &Driver, binding: &CdiBinding) -> Vec<DeviceNode> {
     let gpus = binding.gpus.iter().flat_map(|gpu| &gpu.nodes);
     let mut names: Vec<&String> = driver.control_nodes.iter().chain(gpus).collect();
     // Two MIG instances of one GPU share its node.
@@ -142,7 +142,7 @@ fn device_nodes(driver: &Driver, binding: &Binding) -> Vec<DeviceNode> {
         .collect()
 }
 
-fn mounts(node: &Node, binding: &Binding) -> Vec<Mount> {
+fn container_mounts(node: &CdiNode, binding: &CdiBinding) -> Vec<Mount> {
     let mut mounts = vec![
         Mount::read_only(&node.shim_dir, CONTAINER_LIB_DIR),
         Mount::read_only(&node.shim_dir.join(PRELOAD_FILE), PRELOAD),
@@ -172,10 +172,10 @@ fn mounts(node: &Node, binding: &Binding) -> Vec<Mount> {
     if let Some(smi) = &node.driver.smi {
         mounts.push(Mount::read_only(
             &smi.host_path,
-            Path::new(TOOLS_DIR).join(SMI),
+            Path::new(TOOLS_DIR).join(NVIDIA_SMI),
         ));
     }
-    mounts.extend(node.extra_mounts.iter().map(Mount::of));
+    mounts.extend(node.extra_mounts.iter().map(Mount::from_host_mount));
     mounts
 }
 

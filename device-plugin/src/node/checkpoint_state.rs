@@ -10,19 +10,19 @@ use crate::units::AllocationId;
 /// Everything that a successor cannot read off the host as quickly.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct State {
+pub struct NodeCheckpoint {
     /// The boot that it is of: moments and bindings mean nothing after it.
     pub boot: String,
     /// Who holds what.
     pub ledger: Snapshot,
     /// The containers' names, as far as they were told.
-    pub holders: BTreeMap<AllocationId, Holder>,
+    pub holders: BTreeMap<AllocationId, ContainerName>,
 }
 
 /// Whose an allocation is, for people: messages and metrics.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct Holder {
+pub struct ContainerName {
     /// The container.
     pub container: String,
     /// The pod's namespace and name, where the kubelet told them.

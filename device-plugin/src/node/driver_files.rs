@@ -75,7 +75,7 @@ const VERSIONED_HELPERS: &[&str] = &[
 ];
 
 /// NVIDIA's tool that shows a device, in the `bin` beside the libraries' folder.
-pub const SMI: &str = "nvidia-smi";
+pub const NVIDIA_SMI: &str = "nvidia-smi";
 
 /// Device nodes that every GPU container needs, whatever its GPUs.
 const CONTROL_NODES: &[&str] = &["nvidiactl", "nvidia-uvm"];
@@ -92,7 +92,7 @@ pub struct Driver {
     pub libnvml: DriverFile,
     /// Libraries that the driver loads by name.
     pub helpers: Vec<DriverFile>,
-    /// [`SMI`], where the driver came with it.
+    /// [`NVIDIA_SMI`], where the driver came with it.
     pub smi: Option<DriverFile>,
     /// The driver's version (`580.95.05`), where the library's file name carries it.
     pub version: Option<String>,
@@ -171,8 +171,8 @@ impl Driver {
     /// # Errors
     /// [`DriverError`] when a library or a control device node is not there.
     pub fn find(root: &Path, host_root: &Path, dev_root: &Path) -> Result<Driver, DriverError> {
-        let search = Search { root, host_root };
-        let (dir, libcuda) = search.driver_dir()?;
+        let search = DriverSearch { root, host_root };
+        let (dir, libcuda) = search.find_driver_dir()?;
         let version = version_of(&libcuda);
         let versioned = VERSIONED_HELPERS.iter().filter_map(|stem| {
             version
@@ -182,17 +182,19 @@ impl Driver {
         let names = HELPERS.iter().map(|soname| (*soname).to_owned());
         let mut helpers = Vec::new();
         for soname in names.chain(versioned) {
-            helpers.extend(search.beside(dir, &libcuda, &soname)?);
+            helpers.extend(search.find_beside(dir, &libcuda, &soname)?);
         }
         let missing = || DriverError::MissingFile {
             path: root.join(dir).join(LIBNVML),
         };
-        let (control_nodes, dev_root) = search.nodes(dir, dev_root)?;
+        let (control_nodes, dev_root) = search.find_device_nodes(dir, dev_root)?;
         Ok(Driver {
-            libnvml: search.beside(dir, &libcuda, LIBNVML)?.ok_or_else(missing)?,
+            libnvml: search
+                .find_beside(dir, &libcuda, LIBNVML)?
+                .ok_or_else(missing)?,
             libcuda,
             helpers,
-            smi: search.file(tools_dir(dir), SMI)?,
+            smi: search.find_file(tools_dir(dir), NVIDIA_SMI)?,
             version,
             control_nodes,
             dev_root,
@@ -208,7 +210,7 @@ impl Driver {
 }
 
 /// The names of the control nodes that are there.
-fn control_nodes(dev_root: &Path) -> Result<Vec<String>, DriverError> {
+fn list_control_nodes(dev_root: &Path) -> Result<Vec<String>, DriverError> {
     let mut nodes = Vec::new();
     for name in CONTROL_NODES {
         let path = dev_root.join(name);
@@ -248,16 +250,16 @@ fn version_of(libcuda: &DriverFile) -> Option<String> {
     version.contains('.').then(|| version.to_owned())
 }
 
-struct Search<'a> {
+struct DriverSearch<'a> {
     root: &'a Path,
     host_root: &'a Path,
 }
 
-impl Search<'_> {
+impl DriverSearch<'_> {
     /// The first folder with a `libcuda.so.1`, and that library.
-    fn driver_dir(&self) -> Result<(&'static str, DriverFile), DriverError> {
+    fn find_driver_dir(&self) -> Result<(&'static str, DriverFile), DriverError> {
         for dir in LIBRARY_DIRS {
-            if let Some(libcuda) = self.file(dir, LIBCUDA)? {
+            if let Some(libcuda) = self.find_file(dir, LIBCUDA)? {
                 return Ok((dir, libcuda));
             }
         }
@@ -267,26 +269,30 @@ impl Search<'_> {
     }
 
     /// The file `soname` in `dir`, or where `libcuda` itself lies: `dir` may hold links to it.
-    fn beside(
+    fn find_beside(
         &self,
         dir: &str,
         libcuda: &DriverFile,
         soname: &str,
     ) -> Result<Option<DriverFile>, DriverError> {
-        if let Some(found) = self.file(dir, soname)? {
+        if let Some(found) = self.find_file(dir, soname)? {
             return Ok(Some(found));
         }
         let own = libcuda.path.parent().unwrap_or(self.root);
         let inside = own.strip_prefix(self.root).unwrap_or(own);
-        self.file(inside, soname)
+        self.find_file(inside, soname)
     }
 
     /// The control nodes, and the folder that has them as the container runtime sees it.
-    fn nodes(&self, dir: &str, dev_root: &Path) -> Result<(Vec<String>, PathBuf), DriverError> {
+    fn find_device_nodes(
+        &self,
+        dir: &str,
+        dev_root: &Path,
+    ) -> Result<(Vec<String>, PathBuf), DriverError> {
         let own = Path::new(DRIVER_CONTAINER).join("dev");
-        match control_nodes(dev_root) {
+        match list_control_nodes(dev_root) {
             Err(DriverError::NoDeviceNode { path }) if dir.starts_with(DRIVER_CONTAINER) => {
-                let nodes = control_nodes(&self.root.join(&own));
+                let nodes = list_control_nodes(&self.root.join(&own));
                 let nodes = nodes.map_err(|_| DriverError::NoDeviceNode { path })?;
                 Ok((nodes, self.host_root.join(own)))
             }
@@ -295,7 +301,11 @@ impl Search<'_> {
     }
 
     /// The file `soname` in `dir`, if it is there.
-    fn file(&self, dir: impl AsRef<Path>, soname: &str) -> Result<Option<DriverFile>, DriverError> {
+    fn find_file(
+        &self,
+        dir: impl AsRef<Path>,
+        soname: &str,
+    ) -> Result<Option<DriverFile>, DriverError> {
         let inside = dir.as_ref().join(soname);
         let found =
             chroot_path::resolve(self.root, &inside).map_err(|source| DriverError::Read {

@@ -12,29 +12,29 @@ use super::host::HostError;
 use crate::node::cdi;
 
 /// How long the node's task waits for one installation, in all.
-const PATIENCE: Duration = Duration::from_secs(2);
+const INSTALL_TIMEOUT: Duration = Duration::from_secs(2);
 
-type Installed = Result<cdi::Node, HostError>;
+type InstallResult = Result<cdi::CdiNode, HostError>;
 
 /// What every CDI file has in common, as the last installation found it.
 pub(super) struct Installer {
     /// Gets the folder of the shim's files that CDI files mount until the installation has ended.
-    install: Arc<dyn Fn(Option<PathBuf>) -> Installed + Send + Sync>,
-    installed: Option<cdi::Node>,
+    install: Arc<dyn Fn(Option<PathBuf>) -> InstallResult + Send + Sync>,
+    installed: Option<cdi::CdiNode>,
     /// The driver may have changed since the last installation began.
     stale: bool,
     /// An installation that has not ended: there is one at most.
-    running: Option<Running>,
+    running: Option<Installation>,
 }
 
-struct Running {
-    until: Instant,
-    task: JoinHandle<Installed>,
+struct Installation {
+    deadline: Instant,
+    task: JoinHandle<InstallResult>,
 }
 
 impl Installer {
     pub(super) fn new(
-        install: impl Fn(Option<PathBuf>) -> Installed + Send + Sync + 'static,
+        install: impl Fn(Option<PathBuf>) -> InstallResult + Send + Sync + 'static,
     ) -> Self {
         Self {
             install: Arc::new(install),
@@ -45,21 +45,23 @@ impl Installer {
     }
 
     /// Installs anew when the next binding needs it.
-    pub(super) fn forget(&mut self) {
+    pub(super) fn mark_stale(&mut self) {
         self.stale = true;
     }
 
     /// What is installed. Where an installation does not end in time, what the one before it found.
-    pub(super) async fn installed(&mut self) -> Result<&cdi::Node, HostError> {
+    pub(super) async fn installed(&mut self) -> Result<&cdi::CdiNode, HostError> {
         if self.stale || self.running.is_some() || self.installed.is_none() {
-            self.renew().await?;
+            self.refresh().await?;
         }
-        self.installed.as_ref().ok_or(HostError::Late(PATIENCE))
+        self.installed
+            .as_ref()
+            .ok_or(HostError::InstallTimeout(INSTALL_TIMEOUT))
     }
 
-    async fn renew(&mut self) -> Result<(), HostError> {
-        let mut running = self.running.take().unwrap_or_else(|| self.begin());
-        match timeout_at(running.until, &mut running.task).await {
+    async fn refresh(&mut self) -> Result<(), HostError> {
+        let mut running = self.running.take().unwrap_or_else(|| self.start());
+        match timeout_at(running.deadline, &mut running.task).await {
             Ok(ended) => {
                 self.installed = None;
                 self.installed = Some(ended.map_err(HostError::Install)??);
@@ -69,12 +71,12 @@ impl Installer {
         Ok(())
     }
 
-    fn begin(&mut self) -> Running {
+    fn start(&mut self) -> Installation {
         self.stale = false;
         let install = Arc::clone(&self.install);
         let before = self.installed.as_ref().map(|node| node.shim_dir.clone());
-        Running {
-            until: Instant::now() + PATIENCE,
+        Installation {
+            deadline: Instant::now() + INSTALL_TIMEOUT,
             task: spawn_blocking(move || install(before)),
         }
     }
@@ -87,8 +89,8 @@ mod tests {
 
     use super::*;
 
-    fn refused() -> Installed {
-        Err(HostError::NoGpu("GPU-a".parse().unwrap()))
+    fn refused() -> InstallResult {
+        Err(HostError::GpuNotListed("GPU-a".parse().unwrap()))
     }
 
     #[tokio::test]
@@ -103,13 +105,16 @@ mod tests {
         let begun = Instant::now();
         for _ in 0..100 {
             let late = installer.installed().await;
-            assert!(matches!(late, Err(HostError::Late(_))));
-            installer.forget();
+            assert!(matches!(late, Err(HostError::InstallTimeout(_))));
+            installer.mark_stale();
         }
         let waited = begun.elapsed();
-        assert!(waited >= PATIENCE && waited < 50 * PATIENCE, "{waited:?}");
+        assert!(
+            waited >= INSTALL_TIMEOUT && waited < 50 * INSTALL_TIMEOUT,
+            "{waited:?}"
+        );
         drop(release);
         let ended = installer.running.take().unwrap().task.await.unwrap();
-        assert!(matches!(ended, Err(HostError::NoGpu(_))));
+        assert!(matches!(ended, Err(HostError::GpuNotListed(_))));
     }
 }

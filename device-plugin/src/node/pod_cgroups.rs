@@ -20,15 +20,15 @@ use crate::units::PodUid;
 
 /// How deep below the root the kubelet's tree is looked for: v1 controller, kubelet's root
 /// (as deep as kind nests it), tree.
-const DEPTH: usize = 5;
+const MAX_DEPTH: usize = 5;
 /// A host with more cgroups than this above the kubelet's tree is searched no further.
-const MOST_FOLDERS: usize = 20_000;
+const MAX_DIRS: usize = 20_000;
 
 /// Where a pod's cgroup is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PodCgroup {
     /// Here.
-    At(PathBuf),
+    Found(PathBuf),
     /// The kubelet's tree is there, without this pod.
     Gone,
     /// There is no kubelet's tree to look in: nothing can be said.
@@ -37,53 +37,53 @@ pub enum PodCgroup {
 
 /// The pods whose end is awaited.
 #[derive(Debug)]
-pub struct Pods {
+pub struct PodCgroups {
     root: PathBuf,
     /// The kubelet's trees that were found so far.
     trees: Vec<PathBuf>,
-    alive: BTreeMap<PodUid, PathBuf>,
+    watched: BTreeMap<PodUid, PathBuf>,
 }
 
-impl Pods {
+impl PodCgroups {
     /// No pod yet; `root` is the host's cgroup file system.
     pub fn new(root: PathBuf) -> Self {
         Self {
             root,
             trees: Vec::new(),
-            alive: BTreeMap::new(),
+            watched: BTreeMap::new(),
         }
     }
 
     /// Looks for the pod's cgroup, and awaits its end from now on where there is one.
-    pub fn follow(&mut self, pod: &PodUid) -> PodCgroup {
-        if let Some(path) = self.alive.get(pod) {
-            return PodCgroup::At(path.clone());
+    pub fn watch(&mut self, pod: &PodUid) -> PodCgroup {
+        if let Some(path) = self.watched.get(pod) {
+            return PodCgroup::Found(path.clone());
         }
         let found = self.find(pod);
-        if let PodCgroup::At(path) = &found {
-            self.alive.insert(pod.clone(), path.clone());
+        if let PodCgroup::Found(path) = &found {
+            self.watched.insert(pod.clone(), path.clone());
         }
         found
     }
 
     /// The followed pods whose cgroup has ended since the last call; they are followed no more.
-    pub fn take_ended(&mut self) -> Vec<PodUid> {
-        let ended = self.alive.extract_if(.., |_, path| !exists(path));
+    pub fn drain_ended(&mut self) -> Vec<PodUid> {
+        let ended = self.watched.extract_if(.., |_, path| !exists(path));
         ended.map(|(pod, _)| pod).collect()
     }
 
     /// The cgroup of a pod that is followed.
-    pub fn folder(&self, pod: &PodUid) -> Option<&Path> {
-        self.alive.get(pod).map(PathBuf::as_path)
+    pub fn path(&self, pod: &PodUid) -> Option<&Path> {
+        self.watched.get(pod).map(PathBuf::as_path)
     }
 
     fn find(&mut self, pod: &PodUid) -> PodCgroup {
-        if let Some(path) = self.trees.iter().find_map(|tree| in_tree(tree, pod)) {
-            return PodCgroup::At(path);
+        if let Some(path) = self.trees.iter().find_map(|tree| find_in_tree(tree, pod)) {
+            return PodCgroup::Found(path);
         }
-        self.trees = trees(&self.root);
-        match self.trees.iter().find_map(|tree| in_tree(tree, pod)) {
-            Some(path) => PodCgroup::At(path),
+        self.trees = find_trees(&self.root);
+        match self.trees.iter().find_map(|tree| find_in_tree(tree, pod)) {
+            Some(path) => PodCgroup::Found(path),
             None if self.trees.is_empty() => PodCgroup::Unknown,
             None => PodCgroup::Gone,
         }
@@ -99,15 +99,16 @@ fn exists(path: &Path) -> bool {
 }
 
 /// The kubelet's trees under `root`, breadth first.
-fn trees(root: &Path) -> Vec<PathBuf> {
+fn find_trees(root: &Path) -> Vec<PathBuf> {
     let (mut found, mut level, mut seen) = (Vec::new(), vec![root.to_owned()], 0);
-    for _ in 0..DEPTH {
-        let folders: Vec<PathBuf> = level.iter().flat_map(|folder| subfolders(folder)).collect();
+    for _ in 0..MAX_DEPTH {
+        let folders: Vec<PathBuf> = level.iter().flat_map(|folder| subdirs(folder)).collect();
         seen += folders.len();
-        let (trees, others): (Vec<_>, Vec<_>) =
-            folders.into_iter().partition(|folder| is_tree(folder));
+        let (trees, others): (Vec<_>, Vec<_>) = folders
+            .into_iter()
+            .partition(|folder| is_kubelet_tree(folder));
         found.extend(trees);
-        if seen > MOST_FOLDERS {
+        if seen > MAX_DIRS {
             break;
         }
         level = others;
@@ -115,31 +116,31 @@ fn trees(root: &Path) -> Vec<PathBuf> {
     found
 }
 
-fn is_tree(folder: &Path) -> bool {
-    let name = name(folder);
+fn is_kubelet_tree(folder: &Path) -> bool {
+    let name = dir_name(folder);
     name == "kubepods" || name == "kubepods.slice" || name.ends_with("-kubepods.slice")
 }
 
-fn in_tree(tree: &Path, pod: &PodUid) -> Option<PathBuf> {
-    let direct = candidate(tree, pod);
+fn find_in_tree(tree: &Path, pod: &PodUid) -> Option<PathBuf> {
+    let direct = pod_dir(tree, pod);
     if direct.is_dir() {
         return Some(direct);
     }
     let is_class = |folder: &PathBuf| {
-        let name = name(folder);
+        let name = dir_name(folder);
         ["burstable", "besteffort"]
             .iter()
             .any(|class| name.trim_end_matches(".slice").ends_with(class))
     };
-    let classes = subfolders(tree).into_iter().filter(is_class);
+    let classes = subdirs(tree).into_iter().filter(is_class);
     classes
-        .map(|class| candidate(&class, pod))
+        .map(|class| pod_dir(&class, pod))
         .find(|path| path.is_dir())
 }
 
 /// The pod's folder if it is directly under `parent`.
-fn candidate(parent: &Path, pod: &PodUid) -> PathBuf {
-    match name(parent).strip_suffix(".slice") {
+fn pod_dir(parent: &Path, pod: &PodUid) -> PathBuf {
+    match dir_name(parent).strip_suffix(".slice") {
         Some(stem) => parent.join(format!(
             "{stem}-pod{}.slice",
             pod.as_str().replace('-', "_")
@@ -148,7 +149,7 @@ fn candidate(parent: &Path, pod: &PodUid) -> PathBuf {
     }
 }
 
-fn name(folder: &Path) -> &str {
+fn dir_name(folder: &Path) -> &str {
     folder
         .file_name()
         .and_then(|name| name.to_str())
@@ -156,50 +157,50 @@ fn name(folder: &Path) -> &str {
 }
 
 /// How deep in a container's cgroup its processes are looked for: a container may make cgroups of its own.
-const CONTAINER_DEPTH: usize = 8;
+const MAX_CONTAINER_DEPTH: usize = 8;
 /// The most cgroups of one container that are looked into.
-const MOST_CGROUPS: usize = 1_000;
+const MAX_CONTAINER_CGROUPS: usize = 1_000;
 /// The most processes of one container that are looked at.
-pub const MOST_PROCESSES: usize = 16_384;
+pub const MAX_PROCESSES: usize = 16_384;
 /// The most that is read of one cgroup's list of them.
-const LONGEST_LIST: u64 = 16 * MOST_PROCESSES as u64;
+const MAX_LIST_BYTES: u64 = 16 * MAX_PROCESSES as u64;
 
 /// The cgroups of a pod's containers, its sandbox's among them.
-pub fn container_folders(pod: &Path) -> Vec<PathBuf> {
-    subfolders(pod)
+pub fn container_cgroups(pod: &Path) -> Vec<PathBuf> {
+    subdirs(pod)
 }
 
 /// The processes of a container, those in cgroups of its own included, and whether they are all; a cgroup that ended
 /// has none.
-pub fn processes_in(container: &Path) -> (Vec<u32>, bool) {
+pub fn list_processes(container: &Path) -> (Vec<u32>, bool) {
     let mut pids = Vec::new();
-    let all = cgroups_in(container, |folder| {
+    let all = visit_cgroups(container, |folder| {
         let file = std::fs::File::open(folder.join("cgroup.procs"));
         let mut text = String::new();
-        let read = file.and_then(|file| file.take(LONGEST_LIST).read_to_string(&mut text));
+        let read = file.and_then(|file| file.take(MAX_LIST_BYTES).read_to_string(&mut text));
         pids.extend(text.lines().filter_map(|line| line.parse::<u32>().ok()));
-        read.is_ok_and(|read| read as u64 == LONGEST_LIST) || pids.len() > MOST_PROCESSES
+        read.is_ok_and(|read| read as u64 == MAX_LIST_BYTES) || pids.len() > MAX_PROCESSES
     });
-    pids.truncate(MOST_PROCESSES);
+    pids.truncate(MAX_PROCESSES);
     (pids, all)
 }
 
 /// Passes a container's cgroup to `see`, and those in it, until it is `true` of one; whether it was of none, and there
 /// are no more.
-pub fn cgroups_in(container: &Path, mut see: impl FnMut(&Path) -> bool) -> bool {
+pub fn visit_cgroups(container: &Path, mut see: impl FnMut(&Path) -> bool) -> bool {
     let (mut level, mut seen) = (vec![container.to_owned()], 0);
-    for _ in 0..CONTAINER_DEPTH {
+    for _ in 0..MAX_CONTAINER_DEPTH {
         seen += level.len();
-        if level.iter().any(|folder| see(folder)) || seen > MOST_CGROUPS {
+        if level.iter().any(|folder| see(folder)) || seen > MAX_CONTAINER_CGROUPS {
             return false;
         }
-        level = level.iter().flat_map(|folder| subfolders(folder)).collect();
+        level = level.iter().flat_map(|folder| subdirs(folder)).collect();
     }
     level.is_empty()
 }
 
 /// Folders that cannot be listed have none: cgroups come and go while they are walked.
-fn subfolders(folder: &Path) -> Vec<PathBuf> {
+fn subdirs(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut folders: Vec<_> = entries
         .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
@@ -216,17 +217,17 @@ mod tests {
     const UID: &str = "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11";
     const UID_: &str = "8b2e3f0a_1f5c_4c41_9d53_0a5f4f7a9d11";
 
-    fn host(folders: &[&str]) -> (tempfile::TempDir, Pods) {
+    fn host(folders: &[&str]) -> (tempfile::TempDir, PodCgroups) {
         let root = tempfile::tempdir().unwrap();
         for folder in folders {
             std::fs::create_dir_all(root.path().join(folder)).unwrap();
         }
-        let pods = Pods::new(root.path().to_owned());
+        let pods = PodCgroups::new(root.path().to_owned());
         (root, pods)
     }
 
     #[test]
-    fn a_pod_is_found_under_every_cgroup_driver_class_and_version() {
+    fn pod_is_found_under_every_cgroup_driver_class_and_version() {
         for folder in [
             format!("kubepods/pod{UID}"),
             format!("kubepods/burstable/pod{UID}"),
@@ -240,30 +241,34 @@ mod tests {
             ),
         ] {
             let (root, mut pods) = host(&[&folder, "system.slice/sshd.service"]);
-            let found = pods.follow(&UID.parse().unwrap());
-            assert_eq!(found, PodCgroup::At(root.path().join(&folder)), "{folder}");
+            let found = pods.watch(&UID.parse().unwrap());
+            assert_eq!(
+                found,
+                PodCgroup::Found(root.path().join(&folder)),
+                "{folder}"
+            );
         }
     }
 
     #[test]
-    fn a_pod_whose_cgroup_is_missing_from_the_kubelets_tree_is_gone() {
+    fn pod_without_cgroup_in_the_kubelet_tree_is_gone() {
         let (_root, mut pods) = host(&["kubepods/burstable/podother"]);
-        assert_eq!(pods.follow(&UID.parse().unwrap()), PodCgroup::Gone);
+        assert_eq!(pods.watch(&UID.parse().unwrap()), PodCgroup::Gone);
     }
 
     #[test]
-    fn without_the_kubelets_tree_nothing_is_said() {
+    fn pod_is_unknown_without_a_kubelet_tree() {
         let (root, mut pods) = host(&["system.slice"]);
-        assert_eq!(pods.follow(&UID.parse().unwrap()), PodCgroup::Unknown);
+        assert_eq!(pods.watch(&UID.parse().unwrap()), PodCgroup::Unknown);
         std::fs::create_dir_all(root.path().join(format!("kubepods/pod{UID}"))).unwrap();
         assert!(matches!(
-            pods.follow(&UID.parse().unwrap()),
-            PodCgroup::At(_)
+            pods.watch(&UID.parse().unwrap()),
+            PodCgroup::Found(_)
         ));
     }
 
     #[test]
-    fn a_containers_processes_are_found_in_the_cgroups_that_it_made_itself_too() {
+    fn processes_in_nested_cgroups_of_a_container_are_listed() {
         let folder = format!("kubepods/pod{UID}");
         let (root, _) = host(&[
             &format!("{folder}/c0ffee/inner"),
@@ -272,28 +277,28 @@ mod tests {
         let pod = root.path().join(folder);
         std::fs::write(pod.join("c0ffee/cgroup.procs"), "12\n7\n").unwrap();
         std::fs::write(pod.join("c0ffee/inner/cgroup.procs"), "8\n").unwrap();
-        let containers = container_folders(&pod);
+        let containers = container_cgroups(&pod);
         assert_eq!(containers, [pod.join("c0ffee"), pod.join("pause")]);
-        assert_eq!(processes_in(&containers[0]), (vec![12, 7, 8], true));
-        assert_eq!(processes_in(&containers[1]), (vec![], true));
-        let crowd: String = (1..=MOST_PROCESSES + 1)
+        assert_eq!(list_processes(&containers[0]), (vec![12, 7, 8], true));
+        assert_eq!(list_processes(&containers[1]), (vec![], true));
+        let crowd: String = (1..=MAX_PROCESSES + 1)
             .map(|pid| format!("{pid}\n"))
             .collect();
         std::fs::write(pod.join("pause/cgroup.procs"), crowd).unwrap();
-        let (pids, all) = processes_in(&containers[1]);
-        assert_eq!((pids.len(), all), (MOST_PROCESSES, false));
+        let (pids, all) = list_processes(&containers[1]);
+        assert_eq!((pids.len(), all), (MAX_PROCESSES, false));
     }
 
     #[test]
-    fn the_end_of_a_cgroup_is_told_once() {
+    fn removed_cgroup_is_reported_once() {
         let folder = format!("kubepods/pod{UID}");
         let (root, mut pods) = host(&[&folder, "kubepods/podother"]);
         let (pod, other): (PodUid, PodUid) = (UID.parse().unwrap(), "other".parse().unwrap());
-        pods.follow(&pod);
-        pods.follow(&other);
-        assert_eq!(pods.take_ended(), []);
+        pods.watch(&pod);
+        pods.watch(&other);
+        assert_eq!(pods.drain_ended(), []);
         std::fs::remove_dir(root.path().join(&folder)).unwrap();
-        assert_eq!(pods.take_ended(), [pod]);
-        assert_eq!(pods.take_ended(), []);
+        assert_eq!(pods.drain_ended(), [pod]);
+        assert_eq!(pods.drain_ended(), []);
     }
 }

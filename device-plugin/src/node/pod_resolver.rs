@@ -14,13 +14,15 @@ use kube::{Api, Client};
 use serde_json::json;
 use tracing::debug;
 
-use super::allocator::Identity;
+use super::allocator::ContainerIdentity;
 use super::checkpoint_state::PodName;
-use crate::kubelet::device_checkpoint::{DeviceCheckpoint, DeviceCheckpointError, Held};
-use crate::kubelet::plugin::NotBound;
-use crate::kubelet::pod_resources::{ContainerName, Holder, PodResourcesClient, holder_of};
-use crate::ledger::{Priority, Shape};
-use crate::units::{PodUid, Resource, TokenSet};
+use crate::kubelet::device_checkpoint::{CheckpointEntry, DeviceCheckpoint, DeviceCheckpointError};
+use crate::kubelet::plugin::PrepareError;
+use crate::kubelet::pod_resources::{
+    ContainerRef, ListedContainer, PodResourcesClient, find_container,
+};
+use crate::ledger::{GpuSpread, Priority};
+use crate::units::{DeviceIdSet, PodUid, Resource};
 
 /// How many GPUs a pod wants its memory spread over. It grants nothing.
 pub const GPUS_ANNOTATION: &str = "bursar.dev/gpus";
@@ -29,40 +31,40 @@ pub const GPUS_ANNOTATION: &str = "bursar.dev/gpus";
 const STATIC_POD_ANNOTATION: &str = "kubernetes.io/config.hash";
 
 /// The most that the API server may take: what it tells is not worth a longer wait.
-const API_LIMIT: Duration = Duration::from_secs(1);
+const API_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Why nobody can be named.
 #[derive(Debug, thiserror::Error)]
-pub enum NoIdentity {
+pub enum ResolveError {
     /// The kubelet's checkpoint does not have these tokens.
     #[error("the kubelet's device checkpoint has no container with tokens {0}")]
-    NotHeld(TokenSet),
+    NotInCheckpoint(DeviceIdSet),
     /// It has them for two pods, which kubelets do not do.
     #[error("the kubelet's device checkpoint has tokens {0} for more than one pod")]
-    Ambiguous(TokenSet),
+    Ambiguous(DeviceIdSet),
     /// It cannot be read, and the API server did not help out.
     #[error("cannot tell which pod holds tokens {tokens}: {source}")]
     Unreadable {
         /// The tokens.
-        tokens: TokenSet,
+        tokens: DeviceIdSet,
         /// Why not.
         source: DeviceCheckpointError,
     },
 }
 
-impl From<NoIdentity> for NotBound {
-    fn from(error: NoIdentity) -> Self {
+impl From<ResolveError> for PrepareError {
+    fn from(error: ResolveError) -> Self {
         Self::Failed(error.to_string())
     }
 }
 
 /// Asks the kubelet and the API server.
 #[derive(Clone)]
-pub struct Identities {
+pub struct PodResolver {
     /// The kubelet's plugin directory, with its checkpoint.
     pub device_plugin_dir: PathBuf,
     /// Our resources as they are registered.
-    pub names: Vec<(Resource, String)>,
+    pub resource_names: Vec<(Resource, String)>,
     /// The kubelet's PodResources.
     pub pod_resources: PodResourcesClient,
     /// The API server, where there is one.
@@ -71,16 +73,16 @@ pub struct Identities {
 
 /// What the API server told of a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Told {
+struct ApiPod {
     uid: PodUid,
     priority: Priority,
-    shape: Shape,
+    gpu_spread: GpuSpread,
 }
 
-impl Identities {
+impl PodResolver {
     /// What the kubelet's checkpoint says now.
-    pub async fn kubelet(&self) -> Result<DeviceCheckpoint, DeviceCheckpointError> {
-        let (dir, names) = (self.device_plugin_dir.clone(), self.names.clone());
+    pub async fn read_device_checkpoint(&self) -> Result<DeviceCheckpoint, DeviceCheckpointError> {
+        let (dir, names) = (self.device_plugin_dir.clone(), self.resource_names.clone());
         let read = move || DeviceCheckpoint::read(&dir, &names);
         match tokio::task::spawn_blocking(read).await {
             Ok(read) => read,
@@ -89,43 +91,50 @@ impl Identities {
     }
 
     /// Who holds `tokens`.
-    pub async fn find(
+    pub async fn resolve(
         &self,
         resource: Resource,
-        tokens: &TokenSet,
-    ) -> Result<Identity, NoIdentity> {
-        let (checkpoint, container) = tokio::join!(self.kubelet(), self.name(resource, tokens));
+        tokens: &DeviceIdSet,
+    ) -> Result<ContainerIdentity, ResolveError> {
+        let (checkpoint, container) = tokio::join!(
+            self.read_device_checkpoint(),
+            self.find_container(resource, tokens)
+        );
         let told = match &container {
-            Some(container) => self.ask(container).await,
+            Some(container) => self.read_pod(container).await,
             None => None,
         };
         let (held, all) = match checkpoint {
             Ok(checkpoint) => {
-                let held = checkpoint.holders(resource, tokens).cloned().collect();
-                (held, checkpoint.held)
+                let held = checkpoint.entries_with(resource, tokens).cloned().collect();
+                (held, checkpoint.entries)
             }
             Err(source) if told.is_none() => {
-                return Err(NoIdentity::Unreadable {
+                return Err(ResolveError::Unreadable {
                     tokens: tokens.clone(),
                     source,
                 });
             }
             Err(_) => (Vec::new(), Vec::new()),
         };
-        let mut identity = identity(held, container, told, tokens)?;
-        identity.containers = containers_of(&identity.pod, resource, all);
+        let mut identity = merge_identity(held, container, told, tokens)?;
+        identity.pod_device_ids = device_ids_of_pod(&identity.pod, resource, all);
         Ok(identity)
     }
 
     /// The container that PodResources lists with some of the tokens. Plain init containers are
     /// not listed, but later containers of their pod have the same tokens.
-    async fn name(&self, resource: Resource, tokens: &TokenSet) -> Option<ContainerName> {
-        holder_of(&self.list(resource).await, tokens).cloned()
+    async fn find_container(
+        &self,
+        resource: Resource,
+        tokens: &DeviceIdSet,
+    ) -> Option<ContainerRef> {
+        find_container(&self.list_containers(resource).await, tokens).cloned()
     }
 
     /// Whom PodResources lists with tokens of a resource; nobody where it does not tell.
-    pub async fn list(&self, resource: Resource) -> Vec<Holder> {
-        let mut names = self.names.iter();
+    pub async fn list_containers(&self, resource: Resource) -> Vec<ListedContainer> {
+        let mut names = self.resource_names.iter();
         let Some((_, name)) = names.find(|(named, _)| *named == resource) else {
             return Vec::new();
         };
@@ -138,7 +147,7 @@ impl Identities {
 
     /// Reads the pod as the answer to a dry run that changes nothing: unlike a `get`, an admission policy can keep that to
     /// pods of this node.
-    async fn ask(&self, container: &ContainerName) -> Option<Told> {
+    async fn read_pod(&self, container: &ContainerRef) -> Option<ApiPod> {
         let pods: Api<Pod> = Api::namespaced(self.client.clone()?, &container.namespace);
         let dry = PatchParams {
             dry_run: true,
@@ -146,8 +155,8 @@ impl Identities {
         };
         let nothing = Patch::Merge(json!({}));
         let read = pods.patch_status(&container.pod, &dry, &nothing);
-        match tokio::time::timeout(API_LIMIT, read).await {
-            Ok(Ok(pod)) => told(&pod),
+        match tokio::time::timeout(API_TIMEOUT, read).await {
+            Ok(Ok(pod)) => parse_api_pod(&pod),
             Ok(Err(error)) => {
                 debug!(%error, pod = container.pod, "no priority");
                 None
@@ -158,8 +167,12 @@ impl Identities {
 }
 
 /// The tokens of all containers of a pod, also of those that start later: the kubelet allocates for all of them first.
-fn containers_of(pod: &PodUid, resource: Resource, all: Vec<Held>) -> Vec<TokenSet> {
-    let of_pod = |held: &Held| held.pod == *pod && held.resource == resource;
+fn device_ids_of_pod(
+    pod: &PodUid,
+    resource: Resource,
+    all: Vec<CheckpointEntry>,
+) -> Vec<DeviceIdSet> {
+    let of_pod = |held: &CheckpointEntry| held.pod == *pod && held.resource == resource;
     all.into_iter()
         .filter(of_pod)
         .map(|held| held.tokens)
@@ -167,19 +180,19 @@ fn containers_of(pod: &PodUid, resource: Resource, all: Vec<Held>) -> Vec<TokenS
 }
 
 /// Puts the answers together.
-fn identity(
-    held: Vec<Held>,
-    container: Option<ContainerName>,
-    told: Option<Told>,
-    tokens: &TokenSet,
-) -> Result<Identity, NoIdentity> {
+fn merge_identity(
+    held: Vec<CheckpointEntry>,
+    container: Option<ContainerRef>,
+    told: Option<ApiPod>,
+    tokens: &DeviceIdSet,
+) -> Result<ContainerIdentity, ResolveError> {
     let pod = match (held.first(), &told) {
         (Some(first), _) if held.iter().any(|other| other.pod != first.pod) => {
-            return Err(NoIdentity::Ambiguous(tokens.clone()));
+            return Err(ResolveError::Ambiguous(tokens.clone()));
         }
         (Some(first), _) => first.pod.clone(),
         (None, Some(told)) => told.uid.clone(),
-        (None, None) => return Err(NoIdentity::NotHeld(tokens.clone())),
+        (None, None) => return Err(ResolveError::NotInCheckpoint(tokens.clone())),
     };
     // A pod of the same name that came after ours has another UID: then neither what is told nor
     // the name is our pod's.
@@ -188,31 +201,34 @@ fn identity(
         true => (None, None),
         false => (told, container),
     };
-    let ContainerName {
+    let ContainerRef {
         namespace,
         pod: name,
         container,
-    } = container.unwrap_or_else(|| ContainerName {
+    } = container.unwrap_or_else(|| ContainerRef {
         namespace: String::new(),
         pod: String::new(),
         container: String::new(),
     });
-    Ok(Identity {
+    Ok(ContainerIdentity {
         pod,
-        name: (!name.is_empty()).then_some(PodName { namespace, name }),
+        pod_name: (!name.is_empty()).then_some(PodName { namespace, name }),
         container,
-        held,
-        containers: Vec::new(),
-        shape: told.as_ref().map(|told| told.shape).unwrap_or_default(),
+        checkpoint_entries: held,
+        pod_device_ids: Vec::new(),
+        gpu_spread: told
+            .as_ref()
+            .map(|told| told.gpu_spread)
+            .unwrap_or_default(),
         priority: told.as_ref().map(|told| told.priority).unwrap_or_default(),
     })
 }
 
-fn told(pod: &Pod) -> Option<Told> {
+fn parse_api_pod(pod: &Pod) -> Option<ApiPod> {
     let annotation = |key: &str| pod.metadata.annotations.as_ref()?.get(key);
     let uid = annotation(STATIC_POD_ANNOTATION).or(pod.metadata.uid.as_ref())?;
     let gpus = annotation(GPUS_ANNOTATION).and_then(|gpus| gpus.parse::<NonZeroU16>().ok());
-    Some(Told {
+    Some(ApiPod {
         uid: uid.parse().ok()?,
         priority: Priority(
             pod.spec
@@ -220,7 +236,7 @@ fn told(pod: &Pod) -> Option<Told> {
                 .and_then(|spec| spec.priority)
                 .unwrap_or_default(),
         ),
-        shape: gpus.map(|gpus| Shape { gpus }).unwrap_or_default(),
+        gpu_spread: gpus.map(|gpus| GpuSpread { gpus }).unwrap_or_default(),
     })
 }
 
@@ -232,12 +248,12 @@ mod tests {
     use super::*;
     use crate::units::AllocationId;
 
-    fn tokens() -> TokenSet {
-        TokenSet::from_indexes([1, 2]).unwrap()
+    fn tokens() -> DeviceIdSet {
+        DeviceIdSet::from_indexes([1, 2]).unwrap()
     }
 
-    fn held(pod: &str, container: &str) -> Held {
-        Held {
+    fn held(pod: &str, container: &str) -> CheckpointEntry {
+        CheckpointEntry {
             pod: pod.parse().unwrap(),
             container: container.into(),
             resource: Resource::DeviceMemory,
@@ -246,8 +262,8 @@ mod tests {
         }
     }
 
-    fn name() -> ContainerName {
-        ContainerName {
+    fn name() -> ContainerRef {
+        ContainerRef {
             namespace: "team".into(),
             pod: "train-0".into(),
             container: "main".into(),
@@ -273,19 +289,20 @@ mod tests {
     }
 
     #[test]
-    fn the_kubelets_checkpoint_names_the_pod_and_the_api_server_its_priority_and_shape() {
-        let told = told(&pod("uid-1", &[(GPUS_ANNOTATION, "2")]));
-        let found = identity(vec![held("uid-1", "main")], Some(name()), told, &tokens()).unwrap();
+    fn checkpoint_names_the_pod_and_api_server_its_priority() {
+        let told = parse_api_pod(&pod("uid-1", &[(GPUS_ANNOTATION, "2")]));
+        let found =
+            merge_identity(vec![held("uid-1", "main")], Some(name()), told, &tokens()).unwrap();
         assert_eq!(
             (found.pod.as_str(), found.priority),
             ("uid-1", Priority(100))
         );
-        assert_eq!(found.shape.gpus.get(), 2);
-        assert_eq!(found.name.unwrap().to_string(), "team/train-0");
+        assert_eq!(found.gpu_spread.gpus.get(), 2);
+        assert_eq!(found.pod_name.unwrap().to_string(), "team/train-0");
     }
 
     #[tokio::test]
-    async fn pod_is_read_by_a_dry_run_that_changes_nothing() {
+    async fn pod_is_read_by_a_dry_run_patch() {
         use axum::body::{Body, to_bytes};
         use axum::http::{Request, Response};
 
@@ -302,23 +319,23 @@ mod tests {
             let pod = serde_json::to_vec(&pod("uid-1", &[])).unwrap();
             Ok::<_, axum::Error>(Response::new(Body::from(pod)))
         });
-        let identities = Identities {
+        let identities = PodResolver {
             device_plugin_dir: PathBuf::new(),
-            names: Vec::new(),
+            resource_names: Vec::new(),
             pod_resources: PodResourcesClient::new(std::path::Path::new("/nobody/listens/here")),
             client: Some(Client::new(server, "default")),
         };
-        let told = identities.ask(&name()).await.unwrap();
+        let told = identities.read_pod(&name()).await.unwrap();
         assert_eq!((told.uid.as_str(), told.priority), ("uid-1", Priority(100)));
     }
 
     #[test]
-    fn all_containers_of_the_pod_are_told_and_no_others() {
-        let of = |pod: &str, tokens: [u16; 2]| Held {
-            tokens: TokenSet::from_indexes(tokens).unwrap(),
+    fn device_ids_of_all_containers_of_the_pod_are_returned() {
+        let of = |pod: &str, tokens: [u16; 2]| CheckpointEntry {
+            tokens: DeviceIdSet::from_indexes(tokens).unwrap(),
             ..held(pod, "main")
         };
-        let managed = Held {
+        let managed = CheckpointEntry {
             resource: Resource::ManagedMemory,
             ..of("uid-1", [7, 8])
         };
@@ -329,7 +346,7 @@ mod tests {
             managed,
         ];
         let pod = "uid-1".parse().unwrap();
-        let containers = containers_of(&pod, Resource::DeviceMemory, all);
+        let containers = device_ids_of_pod(&pod, Resource::DeviceMemory, all);
         let indexes: Vec<Vec<u16>> = containers
             .iter()
             .map(|set| set.indexes().collect())
@@ -338,35 +355,36 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_of_the_same_name_with_another_uid_gives_nothing() {
-        let told = told(&pod("uid-2", &[]));
-        let found = identity(vec![held("uid-1", "main")], Some(name()), told, &tokens()).unwrap();
+    fn pod_of_the_same_name_with_another_uid_is_ignored() {
+        let told = parse_api_pod(&pod("uid-2", &[]));
+        let found =
+            merge_identity(vec![held("uid-1", "main")], Some(name()), told, &tokens()).unwrap();
         assert_eq!((found.pod.as_str(), found.priority), ("uid-1", Priority(0)));
-        assert_eq!(found.name, None, "what is kept hangs on its namespace");
+        assert_eq!(found.pod_name, None, "what is kept hangs on its namespace");
     }
 
     #[test]
-    fn a_static_pod_has_the_uid_that_its_mirror_notes() {
-        let told = told(&pod("mirror", &[(STATIC_POD_ANNOTATION, "0123abcd")])).unwrap();
+    fn static_pod_has_the_uid_of_its_mirror_annotation() {
+        let told = parse_api_pod(&pod("mirror", &[(STATIC_POD_ANNOTATION, "0123abcd")])).unwrap();
         assert_eq!(told.uid.as_str(), "0123abcd");
     }
 
     #[test]
-    fn a_shape_that_is_no_number_is_one_gpu() {
+    fn malformed_gpus_annotation_means_one_gpu() {
         for bad in ["0", "-1", "two", ""] {
             assert_eq!(
-                told(&pod("uid-1", &[(GPUS_ANNOTATION, bad)]))
+                parse_api_pod(&pod("uid-1", &[(GPUS_ANNOTATION, bad)]))
                     .unwrap()
-                    .shape,
-                Shape::default()
+                    .gpu_spread,
+                GpuSpread::default()
             );
         }
     }
 
     #[test]
-    fn without_the_kubelets_checkpoint_the_api_server_names_the_pod() {
-        let told = told(&pod("uid-1", &[]));
-        let found = identity(Vec::new(), Some(name()), told, &tokens()).unwrap();
+    fn api_server_names_the_pod_without_a_device_checkpoint() {
+        let told = parse_api_pod(&pod("uid-1", &[]));
+        let found = merge_identity(Vec::new(), Some(name()), told, &tokens()).unwrap();
         assert_eq!(
             (found.pod.as_str(), found.container.as_str()),
             ("uid-1", "main")
@@ -374,17 +392,17 @@ mod tests {
     }
 
     #[test]
-    fn two_pods_with_the_same_tokens_are_not_told_apart_by_chance() {
-        let found = identity(
+    fn two_pods_with_the_same_device_ids_are_ambiguous() {
+        let found = merge_identity(
             vec![held("uid-1", "a"), held("uid-2", "a")],
             None,
             None,
             &tokens(),
         );
-        assert!(matches!(found, Err(NoIdentity::Ambiguous(_))));
+        assert!(matches!(found, Err(ResolveError::Ambiguous(_))));
         assert!(matches!(
-            identity(Vec::new(), None, None, &tokens()),
-            Err(NoIdentity::NotHeld(_))
+            merge_identity(Vec::new(), None, None, &tokens()),
+            Err(ResolveError::NotInCheckpoint(_))
         ));
     }
 }

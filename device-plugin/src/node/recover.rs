@@ -15,19 +15,19 @@ use std::collections::BTreeSet;
 
 use tracing::{info, warn};
 
-use super::allocator::Core;
-use super::checkpoint_state::{Holder, State};
-use super::host::{Found, Host};
+use super::allocator::NodeAllocator;
+use super::checkpoint_state::{ContainerName, NodeCheckpoint};
+use super::host::{HostOps, HostSurvey};
 use crate::checkpoint::LoadError;
-use crate::kubelet::device_checkpoint::Held;
-use crate::ledger::{Ledger, Moment, Placement, RestoreError, Share};
+use crate::kubelet::device_checkpoint::CheckpointEntry;
+use crate::ledger::{BootTime, Ledger, Placement, RestoreError, Share};
 use crate::node::cdi;
 use crate::node::pod_cgroups::PodCgroup;
 use crate::units::{AllocationId, PodUid, Quanta, Quantum, Resource};
 
 /// Why the checkpoint is not gone on with.
 #[derive(Debug, thiserror::Error)]
-enum NoState {
+enum NotRestored {
     #[error("there is none")]
     Missing,
     #[error("it is of another boot")]
@@ -38,28 +38,28 @@ enum NoState {
     Restore(#[from] RestoreError),
 }
 
-impl<H: Host> Core<H> {
+impl<H: HostOps> NodeAllocator<H> {
     /// Takes over what was `found`, with what the kubelet remembers of our resources.
-    pub async fn recover(&mut self, found: Found, kubelet: &[Held], now: Moment) {
-        let Found {
+    pub async fn recover(&mut self, found: HostSurvey, kubelet: &[CheckpointEntry], now: BootTime) {
+        let HostSurvey {
             checkpoint,
-            cdi,
-            unread,
+            cdi_bindings: cdi,
+            unreadable: unread,
             allocations,
         } = found;
         let mut kept = BTreeSet::new();
         if let Err(why) = self.restore(checkpoint, now) {
-            self.rebuild(&cdi, kubelet, now);
+            self.rebuild_from_host(&cdi, kubelet, now);
             let bindings = self.ledger.bindings().count();
             // A new boot is no loss: nothing of the old one lives.
             let lost = match why {
-                NoState::OtherBoot => false,
-                NoState::Missing => bindings > 0 || !unread.is_empty(),
-                NoState::Load(_) | NoState::Restore(_) => true,
+                NotRestored::OtherBoot => false,
+                NotRestored::Missing => bindings > 0 || !unread.is_empty(),
+                NotRestored::Load(_) | NotRestored::Restore(_) => true,
             };
             if lost {
                 warn!(%why, bindings, "checkpoint not used: rebuilt from the host");
-                self.troubles.rebuilt = Some(match unread.len() {
+                self.problems.rebuilt = Some(match unread.len() {
                     0 => why.to_string(),
                     count => {
                         format!(
@@ -67,61 +67,66 @@ impl<H: Host> Core<H> {
                         )
                     }
                 });
-                self.unproven = true;
+                self.reclaim_all_pending = true;
                 kept = unread;
             }
         }
-        self.book_what_the_kubelet_knows(kubelet, now);
-        self.find_leftovers(&cdi, allocations, &kept);
-        self.unsaved = true;
-        self.release_the_dead(now).await;
-        if self.save().is_ok() {
-            self.withdraw().await;
+        self.restore_pending_allocations(kubelet, now);
+        self.find_orphaned_files(&cdi, allocations, &kept);
+        self.checkpoint_dirty = true;
+        self.release_pods_without_cgroup(now).await;
+        if self.save_checkpoint().is_ok() {
+            self.tear_down_ended().await;
         }
-        self.expose_all(cdi).await;
+        self.serve_sessions(cdi).await;
         info!(bindings = self.ledger.bindings().count(), "recovered");
     }
 
     fn restore(
         &mut self,
-        found: Result<Option<State>, LoadError>,
-        now: Moment,
-    ) -> Result<(), NoState> {
-        let State {
+        found: Result<Option<NodeCheckpoint>, LoadError>,
+        now: BootTime,
+    ) -> Result<(), NotRestored> {
+        let NodeCheckpoint {
             boot,
             ledger,
             holders,
-        } = found?.ok_or(NoState::Missing)?;
-        if boot != self.boot {
-            return Err(NoState::OtherBoot);
+        } = found?.ok_or(NotRestored::Missing)?;
+        if boot != self.boot_id {
+            return Err(NotRestored::OtherBoot);
         }
         let managed = super::capacity::managed_capacity(&self.config);
         self.ledger = Ledger::restore(ledger, self.config.quantum, now)?;
         self.ledger.set_managed_capacity(managed);
-        self.holders = holders;
+        self.container_names = holders;
         Ok(())
     }
 
-    fn rebuild(&mut self, cdi: &[cdi::Binding], kubelet: &[Held], now: Moment) {
+    fn rebuild_from_host(
+        &mut self,
+        cdi: &[cdi::CdiBinding],
+        kubelet: &[CheckpointEntry],
+        now: BootTime,
+    ) {
         for binding in cdi {
-            let cdi::Binding {
+            let cdi::CdiBinding {
                 allocation,
                 pod,
                 container,
                 tokens,
                 gpus,
             } = binding;
-            let placement = placement(gpus, self.config.quantum);
-            self.ledger.adopt(
+            let placement = placement_of(gpus, self.config.quantum);
+            self.ledger.restore_binding(
                 *allocation,
                 Resource::DeviceMemory,
                 tokens.clone(),
                 pod.clone(),
                 placement,
             );
-            self.holders.insert(
+            self.container_names.insert(
                 *allocation,
-                Holder {
+                ContainerName {
                     container: container.clone(),
                     pod: None,
                 },
@@ -135,50 +140,52 @@ impl<H: Host> Core<H> {
         {
             let placement = Placement::Managed(held.tokens.quanta());
             self.ledger
-                .book(held.allocation, held.resource, held.tokens.clone(), now);
-            self.ledger.adopt(
+                .add_pending(held.allocation, held.resource, held.tokens.clone(), now);
+            self.ledger.restore_binding(
                 held.allocation,
                 held.resource,
                 held.tokens.clone(),
                 held.pod.clone(),
                 placement,
             );
-            self.remember(held);
+            self.record_container_name(held);
         }
     }
 
     /// The kubelet keeps entries of pods that are long gone until it next allocates.
-    fn book_what_the_kubelet_knows(&mut self, kubelet: &[Held], now: Moment) {
+    fn restore_pending_allocations(&mut self, kubelet: &[CheckpointEntry], now: BootTime) {
         for held in kubelet {
-            if self.pods.follow(&held.pod) != PodCgroup::Gone {
+            if self.pod_cgroups.watch(&held.pod) != PodCgroup::Gone {
                 self.ledger
-                    .book(held.allocation, held.resource, held.tokens.clone(), now);
-                self.remember(held);
+                    .add_pending(held.allocation, held.resource, held.tokens.clone(), now);
+                self.record_container_name(held);
             }
         }
     }
 
-    fn remember(&mut self, held: &Held) {
-        let holder = || Holder {
+    fn record_container_name(&mut self, held: &CheckpointEntry) {
+        let holder = || ContainerName {
             container: held.container.clone(),
             pod: None,
         };
-        self.holders.entry(held.allocation).or_insert_with(holder);
+        self.container_names
+            .entry(held.allocation)
+            .or_insert_with(holder);
     }
 
-    async fn release_the_dead(&mut self, now: Moment) {
+    async fn release_pods_without_cgroup(&mut self, now: BootTime) {
         let pods: Vec<PodUid> = self.ledger.pods().into_iter().cloned().collect();
         for pod in pods {
-            if self.pods.follow(&pod) == PodCgroup::Gone {
-                self.release(&pod, now).await;
+            if self.pod_cgroups.watch(&pod) == PodCgroup::Gone {
+                self.release_pod(&pod, now).await;
             }
         }
     }
 
     /// Allocations whose unreadable CDI file is `kept` go when the kubelet forgets them.
-    fn find_leftovers(
+    fn find_orphaned_files(
         &mut self,
-        cdi: &[cdi::Binding],
+        cdi: &[cdi::CdiBinding],
         allocations: BTreeSet<AllocationId>,
         kept: &BTreeSet<AllocationId>,
     ) {
@@ -194,33 +201,34 @@ impl<H: Host> Core<H> {
         let known: BTreeSet<AllocationId> = self.ledger.allocations().map(|(id, _)| id).collect();
         let stays =
             |id: &AllocationId| bound.contains(id) || kept.contains(id) && known.contains(id);
-        self.leftovers.extend(on_host.filter(|id| !stays(id)));
-        self.holders.retain(|id, _| known.contains(id));
+        self.pending_teardown
+            .extend(on_host.filter(|id| !stays(id)));
+        self.container_names.retain(|id, _| known.contains(id));
     }
 
-    async fn expose_all(&mut self, cdi: Vec<cdi::Binding>) {
+    async fn serve_sessions(&mut self, cdi: Vec<cdi::CdiBinding>) {
         let bindings = self
             .ledger
             .bindings()
             .filter(|binding| binding.resource == Resource::DeviceMemory);
-        self.unfinished = bindings.flat_map(|binding| binding.allocations).collect();
+        self.pending_setup = bindings.flat_map(|binding| binding.allocations).collect();
         for device in cdi {
-            if !self.unfinished.contains(&device.allocation) {
+            if !self.pending_setup.contains(&device.allocation) {
                 continue;
             }
-            let managed = self.managed_of(&device.pod, device.allocation);
-            match self.host.expose(&device, managed).await {
+            let managed = self.managed_quota(&device.pod, device.allocation);
+            match self.host.serve_session(&device, managed).await {
                 Ok(()) => {
-                    self.unfinished.remove(&device.allocation);
+                    self.pending_setup.remove(&device.allocation);
                 }
-                Err(error) => self.troubles.host = Some((error.concern(), error.to_string())),
+                Err(error) => self.problems.host = Some((error.subsystem(), error.to_string())),
             }
         }
     }
 }
 
 /// Where a CDI file says that memory is. Its quotas may count in another quantum than this node's now.
-fn placement(gpus: &[cdi::BoundGpu], quantum: Quantum) -> Placement {
+fn placement_of(gpus: &[cdi::BoundGpu], quantum: Quantum) -> Placement {
     let share = |gpu: &cdi::BoundGpu| Share {
         gpu: gpu.uuid.clone(),
         quanta: Quanta(u32::try_from(gpu.quota.0.div_ceil(quantum.bytes())).unwrap_or(u32::MAX)),

@@ -8,52 +8,53 @@ use bursar_crds::gpu_node::{FaultAction, GpuState as State};
 
 use super::actor::Snapshot;
 use super::allocator::BoundContainer;
-use super::host::Concern;
+use super::host::Subsystem;
 use crate::config::ResourcesConfig;
-use crate::enforcement::attestation::Lack;
-use crate::enforcement::audit::Audited;
-use crate::enforcement::driver_limits::{Limit, Limits};
-use crate::gpu::health::{Health, Sickness};
-use crate::gpu::xid::{Verdict, verdict};
+use crate::enforcement::attestation::EnforcementGap;
+use crate::enforcement::audit::AuditStatus;
+use crate::enforcement::driver_limits::{LimitState, Limits};
+use crate::gpu::health::{Health, UnhealthyReason};
+use crate::gpu::xid::{XidAction, required_action};
 use crate::gpu::{GpuState, Inventory, NoDriver};
-use crate::gpu_node::quota_overrides::Ordered;
+use crate::gpu_node::quota_overrides::AppliedSpec;
 use crate::gpu_node::{
-    FaultReport, GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, Reason, WaitingReport,
+    FaultReport, GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport, Reason,
+    WaitingReport,
 };
 use crate::kubelet::lifecycle::{NotRegistered, Registration};
-use crate::ledger::{GpuView, View};
-use crate::retained::status::KeptStatus;
+use crate::ledger::{GpuView, LedgerView};
+use crate::retained::status::RetainedStatus;
 use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
 /// What is known besides the snapshot.
 #[derive(Debug, Clone)]
-pub struct Around {
+pub struct ReportInputs {
     /// What the node offers.
     pub config: ResourcesConfig,
     /// This boot.
-    pub boot: String,
+    pub boot_id: String,
     /// Whether the kubelet follows our device memory.
     pub registration: Registration,
     /// Why the container runtime ignores CDI devices.
-    pub runtime: Option<String>,
+    pub runtime_problem: Option<String>,
     /// What the audit found.
-    pub audited: Audited,
+    pub audited: AuditStatus,
     /// What became of the driver's own limits.
     pub limits: Limits,
     /// What became of the quotas that were ordered.
-    pub ordered: Ordered,
+    pub overrides: AppliedSpec,
     /// The faults that are open.
     pub faults: Vec<FaultReport>,
     /// How kept memory stands.
-    pub kept: KeptStatus,
+    pub retained: RetainedStatus,
 }
 
 /// The report.
-pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
+pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
     let Snapshot {
         inventory,
         view,
-        waits,
+        queued_claims: waits,
         generations,
         ..
     } = snapshot;
@@ -61,9 +62,9 @@ pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
         Inventory::Gpus { driver, .. } => driver.clone(),
         Inventory::Starting | Inventory::NoDriver(_) | Inventory::NoGpu => None,
     };
-    let gpu = |state: &GpuState| gpu(state, view, generation(state, generations));
+    let gpu = |state: &GpuState| gpu_report(state, view, generation_of(state, generations));
     NodeReport {
-        boot_id: around.boot.clone(),
+        boot_id: around.boot_id.clone(),
         driver_version,
         quantum: around.config.quantum,
         device_memory: device_memory(snapshot),
@@ -72,10 +73,15 @@ pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
         waiting: waits
             .iter()
             .filter(|wait| wait.resource == Resource::DeviceMemory)
-            .map(waiting)
+            .map(waiting_report)
             .collect(),
-        not_enforced: around.audited.not_enforced.iter().map(lacking).collect(),
-        ordered: around.ordered.clone(),
+        not_enforced: around
+            .audited
+            .not_enforced
+            .iter()
+            .map(enforcement_gap_report)
+            .collect(),
+        applied_spec: around.overrides.clone(),
         faults: inventory
             .gpus()
             .iter()
@@ -84,37 +90,37 @@ pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
             .collect(),
         namespaces: around.audited.namespaces.clone(),
         conditions: vec![
-            gpus_found(snapshot),
-            registered(&around.registration),
-            cdi_ready(snapshot, around.runtime.as_deref()),
-            within_token_limit(snapshot),
-            checkpoint_intact(snapshot),
-            audited(&around.audited),
-            limits(&around.limits),
-            kept_memory(&around.kept),
-            memory_scrubbed(snapshot, &around.kept),
-            accepted(&around.ordered),
+            gpus_found_condition(snapshot),
+            registered_condition(&around.registration),
+            cdi_ready_condition(snapshot, around.runtime_problem.as_deref()),
+            token_limit_condition(snapshot),
+            checkpoint_intact_condition(snapshot),
+            audited_condition(&around.audited),
+            driver_limits_condition(&around.limits),
+            retained_memory_condition(&around.retained),
+            memory_scrubbed_condition(snapshot, &around.retained),
+            accepted_condition(&around.overrides),
         ],
     }
 }
 
-fn device_memory(snapshot: &Snapshot) -> Memory {
+fn device_memory(snapshot: &Snapshot) -> MemoryReport {
     let view = &snapshot.view;
-    Memory {
-        allocatable: if snapshot.too_many.is_some() {
+    MemoryReport {
+        allocatable: if snapshot.devices_error.is_some() {
             Quanta::ZERO
         } else {
             view.healthy_capacity()
         },
-        free: view.gpus.iter().map(free).sum(),
+        free: view.gpus.iter().map(unbound).sum(),
         largest_free: view.largest_free(),
     }
 }
 
-fn managed_memory(snapshot: &Snapshot) -> Memory {
+fn managed_memory(snapshot: &Snapshot) -> MemoryReport {
     let managed = snapshot.view.managed;
-    Memory {
-        allocatable: if snapshot.too_many.is_some() {
+    MemoryReport {
+        allocatable: if snapshot.devices_error.is_some() {
             Quanta::ZERO
         } else {
             managed.capacity
@@ -125,54 +131,59 @@ fn managed_memory(snapshot: &Snapshot) -> Memory {
 }
 
 /// What nothing is bound to, kept for a waiter or not.
-fn free(gpu: &GpuView) -> Quanta {
+fn unbound(gpu: &GpuView) -> Quanta {
     gpu.free + gpu.reserved
 }
 
-fn gpu(state: &GpuState, view: &View, generation: u64) -> GpuReport {
+fn gpu_report(state: &GpuState, view: &LedgerView, generation: u64) -> GpuReport {
     let of_it = view.gpus.iter().find(|gpu| gpu.uuid == state.gpu.uuid);
     let healthy = state.health.is_healthy();
-    let held_for = of_it.and_then(|gpu| gpu.held_for.clone());
+    let held_for = of_it.and_then(|gpu| gpu.reserved_for.clone());
     GpuReport {
         uuid: state.gpu.uuid.clone(),
         index: state.gpu.minor,
         model: state.gpu.model.clone(),
         memory: state.gpu.memory,
         state: match state.health {
-            Health::Unhealthy(Sickness::Lost | Sickness::NoAnswer) => State::Lost,
-            Health::Unhealthy(Sickness::Xid(_)) if state.memory.awaits_reset.is_some() => {
+            Health::Unhealthy(UnhealthyReason::Lost | UnhealthyReason::NoAnswer) => State::Lost,
+            Health::Unhealthy(UnhealthyReason::Xid(_))
+                if state.persisted.awaits_reset.is_some() =>
+            {
                 State::Draining
             }
-            Health::Unhealthy(Sickness::Draining | Sickness::Drained) => State::Draining,
+            Health::Unhealthy(UnhealthyReason::Draining | UnhealthyReason::Drained) => {
+                State::Draining
+            }
             Health::Healthy if held_for.is_some() => State::Reserved,
-            Health::Healthy | Health::Unhealthy(Sickness::Xid(_) | Sickness::WorkerStuck) => {
+            Health::Healthy
+            | Health::Unhealthy(UnhealthyReason::Xid(_) | UnhealthyReason::WorkerStuck) => {
                 State::Active
             }
         },
         generation,
         health: match state.health {
             Health::Healthy => GpuHealth::Healthy,
-            Health::Unhealthy(Sickness::Xid(code)) => GpuHealth::Unhealthy {
+            Health::Unhealthy(UnhealthyReason::Xid(code)) => GpuHealth::Unhealthy {
                 reason: format!("Xid{code}"),
             },
             Health::Unhealthy(why) => GpuHealth::Unhealthy {
-                reason: why.reason().to_owned(),
+                reason: why.as_str().to_owned(),
             },
         },
         capacity: of_it
             .filter(|_| healthy)
             .map(|gpu| gpu.capacity)
             .unwrap_or_default(),
-        free: of_it.map(free).unwrap_or_default(),
+        free: of_it.map(unbound).unwrap_or_default(),
         largest_free: of_it.map(|gpu| gpu.free).unwrap_or_default(),
         leaked: of_it.map(|gpu| gpu.leaked).unwrap_or_default(),
         withheld: of_it.map(|gpu| gpu.withheld).unwrap_or_default(),
-        held_for,
+        reserved_for: held_for,
         pods: of_it.map(|gpu| gpu.pods.clone()).unwrap_or_default(),
     }
 }
 
-fn generation(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> u64 {
+fn generation_of(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> u64 {
     let generation = generations.get(&state.gpu.uuid).copied();
     generation.unwrap_or_default()
 }
@@ -180,14 +191,14 @@ fn generation(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> u64 {
 /// The fault by which a GPU's memory is lost; none where it is well, or may mend with all that is in it. With its
 /// generation it has its name for good: G grows when it is over.
 fn gpu_fault(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> Option<FaultReport> {
-    let code = state.memory.awaits_reset;
-    let action = match code.map(verdict) {
-        Some(Verdict::Node) => FaultAction::RestartNode,
+    let code = state.persisted.awaits_reset;
+    let action = match code.map(required_action) {
+        Some(XidAction::RestartNode) => FaultAction::RestartNode,
         Some(_) => FaultAction::ResetGpu,
-        None if state.memory.away && !state.memory.drained => FaultAction::Wait,
+        None if state.persisted.away && !state.persisted.drained => FaultAction::Wait,
         None => return None,
     };
-    let (gpu, generation) = (&state.gpu.uuid, generation(state, generations));
+    let (gpu, generation) = (&state.gpu.uuid, generation_of(state, generations));
     Some(FaultReport {
         id: format!("{gpu}-{generation}"),
         gpu: gpu.clone(),
@@ -200,8 +211,8 @@ fn gpu_fault(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> Option<F
     })
 }
 
-fn waiting(wait: &super::allocator::Wait) -> WaitingReport {
-    let holder = wait.holder.as_ref();
+fn waiting_report(wait: &super::allocator::QueuedClaim) -> WaitingReport {
+    let holder = wait.name.as_ref();
     let pod = holder.and_then(|holder| holder.pod.as_ref());
     WaitingReport {
         pod_uid: wait.pod.clone(),
@@ -215,8 +226,10 @@ fn waiting(wait: &super::allocator::Wait) -> WaitingReport {
     }
 }
 
-fn lacking((container, lack): &(BoundContainer, Lack)) -> NotEnforcedReport {
-    let holder = container.holder.as_ref();
+fn enforcement_gap_report(
+    (container, lack): &(BoundContainer, EnforcementGap),
+) -> NotEnforcedReport {
+    let holder = container.name.as_ref();
     let pod = holder.and_then(|holder| holder.pod.as_ref());
     NotEnforcedReport {
         pod_uid: container.pod.clone(),
@@ -230,15 +243,15 @@ fn lacking((container, lack): &(BoundContainer, Lack)) -> NotEnforcedReport {
     }
 }
 
-fn audited(audited: &Audited) -> Statement {
-    let Audited {
-        begun,
-        stale,
-        hanging,
+fn audited_condition(audited: &AuditStatus) -> Statement {
+    let AuditStatus {
+        has_run: begun,
+        stale_gpus: stale,
+        hanging_pods: hanging,
         ..
     } = audited;
     if !begun {
-        return pending(names::AUDITED, "no audit yet");
+        return pending_condition(names::AUDITED, "no audit yet");
     }
     let says = |holds, reason, message| Statement::new(names::AUDITED, holds, reason, message);
     let list = |all: &mut dyn Iterator<Item = &str>| all.collect::<Vec<_>>().join(", ");
@@ -256,16 +269,16 @@ fn audited(audited: &Audited) -> Statement {
     says(true, names::OK, "what programs have is known".to_owned())
 }
 
-fn kept_memory(kept: &KeptStatus) -> Statement {
+fn retained_memory_condition(kept: &RetainedStatus) -> Statement {
     let says =
         |holds, reason, message: &str| Statement::new(names::KEPT_MEMORY, holds, reason, message);
-    let KeptStatus {
+    let RetainedStatus {
         enabled,
-        heard,
-        cleared: _,
+        is_store_connected: heard,
+        scrubbed: _,
         refused,
-        stuck,
-        kept: _,
+        hung: stuck,
+        live: _,
     } = kept;
     match (refused.iter().next(), stuck.first()) {
         _ if !enabled => says(
@@ -288,7 +301,7 @@ fn kept_memory(kept: &KeptStatus) -> Statement {
     }
 }
 
-fn memory_scrubbed(snapshot: &Snapshot, kept: &KeptStatus) -> Statement {
+fn memory_scrubbed_condition(snapshot: &Snapshot, kept: &RetainedStatus) -> Statement {
     let says = |holds, reason, message: &str| {
         Statement::new(names::MEMORY_SCRUBBED, holds, reason, message)
     };
@@ -301,22 +314,22 @@ fn memory_scrubbed(snapshot: &Snapshot, kept: &KeptStatus) -> Statement {
                 "{gpu}: {why}; it is for one namespace until the node restarts, or set sharing.allowUnscrubbed"
             ),
         ),
-        None if gpus.all(|state| kept.cleared.contains(&state.gpu.uuid)) => {
+        None if gpus.all(|state| kept.scrubbed.contains(&state.gpu.uuid)) => {
             says(true, names::OK, "freed memory comes back cleared")
         }
-        None => pending(names::MEMORY_SCRUBBED, "not every GPU was looked at yet"),
+        None => pending_condition(names::MEMORY_SCRUBBED, "not every GPU was looked at yet"),
     }
 }
 
-fn accepted(ordered: &Ordered) -> Statement {
-    let Ordered {
+fn accepted_condition(ordered: &AppliedSpec) -> Statement {
+    let AppliedSpec {
         generation,
-        not_understood,
+        unrecognized: not_understood,
         ..
     } = ordered;
     let version = env!("CARGO_PKG_VERSION");
     match not_understood.as_slice() {
-        [] if generation.is_none() => pending(names::ACCEPTED, "no spec was read yet"),
+        [] if generation.is_none() => pending_condition(names::ACCEPTED, "no spec was read yet"),
         [] => Statement::new(
             names::ACCEPTED,
             true,
@@ -337,19 +350,19 @@ fn accepted(ordered: &Ordered) -> Statement {
     }
 }
 
-fn limits(limits: &Limits) -> Statement {
+fn driver_limits_condition(limits: &Limits) -> Statement {
     let says = |holds, reason, message: String| {
         Statement::new(names::DRIVER_LIMITS, holds, reason, message)
     };
     let mut refused = limits.iter().filter_map(|((_, gpu), limit)| match limit {
-        Limit::Refused { why, .. } => Some(format!("the driver sets no limit on {gpu}: {why}")),
-        Limit::Set(_) | Limit::NotOffered => None,
+        LimitState::Failed { why, .. } => Some(format!("the driver sets no limit on {gpu}: {why}")),
+        LimitState::Set(_) | LimitState::Unsupported => None,
     });
     let mut all = limits.values();
     match (refused.next(), limits.is_empty()) {
         (Some(why), _) => says(false, names::LIMIT_REFUSED, why),
-        (None, true) => pending(names::DRIVER_LIMITS, "no pod has had memory yet"),
-        (None, false) if all.any(|limit| *limit == Limit::NotOffered) => {
+        (None, true) => pending_condition(names::DRIVER_LIMITS, "no pod has had memory yet"),
+        (None, false) if all.any(|limit| *limit == LimitState::Unsupported) => {
             let why = "the driver offers no memory limits here; pods are held without them";
             says(false, names::NOT_OFFERED, why.to_owned())
         }
@@ -357,14 +370,14 @@ fn limits(limits: &Limits) -> Statement {
     }
 }
 
-fn gpus_found(snapshot: &Snapshot) -> Statement {
+fn gpus_found_condition(snapshot: &Snapshot) -> Statement {
     let says =
         |holds, reason, message: String| Statement::new(names::GPUS_FOUND, holds, reason, message);
-    if let Some((Concern::Driver, message)) = &snapshot.troubles.host {
+    if let Some((Subsystem::Driver, message)) = &snapshot.problems.host {
         return says(false, names::DRIVER_FAILED, message.clone());
     }
     match &snapshot.inventory {
-        Inventory::Starting => pending(names::GPUS_FOUND, "NVML has not answered yet"),
+        Inventory::Starting => pending_condition(names::GPUS_FOUND, "NVML has not answered yet"),
         Inventory::NoDriver(why @ NoDriver::Missing(_)) => {
             says(false, names::DRIVER_MISSING, why.to_string())
         }
@@ -383,7 +396,7 @@ fn gpus_found(snapshot: &Snapshot) -> Statement {
     }
 }
 
-fn registered(registration: &Registration) -> Statement {
+fn registered_condition(registration: &Registration) -> Statement {
     let why = match registration {
         Registration::Registered => {
             return Statement::new(
@@ -397,7 +410,7 @@ fn registered(registration: &Registration) -> Statement {
     };
     let reason = match why {
         NotRegistered::Starting | NotRegistered::Stopped => {
-            return pending(names::REGISTERED, &why.to_string());
+            return pending_condition(names::REGISTERED, &why.to_string());
         }
         NotRegistered::Directory(_) | NotRegistered::CannotServe(_) => names::KUBELET_FOLDER,
         NotRegistered::NoKubelet(_) | NotRegistered::NoStream => names::KUBELET_UNREACHABLE,
@@ -406,10 +419,10 @@ fn registered(registration: &Registration) -> Statement {
     Statement::new(names::REGISTERED, false, reason, why.to_string())
 }
 
-fn cdi_ready(snapshot: &Snapshot, runtime: Option<&str>) -> Statement {
+fn cdi_ready_condition(snapshot: &Snapshot, runtime: Option<&str>) -> Statement {
     let says = |reason, message: &str| Statement::new(names::CDI_READY, false, reason, message);
-    match (&snapshot.troubles.cdi, &snapshot.troubles.host, runtime) {
-        (Some(message), _, _) | (None, Some((Concern::Cdi, message)), _) => {
+    match (&snapshot.problems.cdi, &snapshot.problems.host, runtime) {
+        (Some(message), _, _) | (None, Some((Subsystem::Cdi, message)), _) => {
             says(names::CDI_FOLDER, message)
         }
         (None, _, Some(message)) => says(names::CDI_UNSUPPORTED, message),
@@ -422,8 +435,8 @@ fn cdi_ready(snapshot: &Snapshot, runtime: Option<&str>) -> Statement {
     }
 }
 
-fn within_token_limit(snapshot: &Snapshot) -> Statement {
-    match &snapshot.too_many {
+fn token_limit_condition(snapshot: &Snapshot) -> Statement {
+    match &snapshot.devices_error {
         Some(refused) => Statement::new(
             names::WITHIN_TOKEN_LIMIT,
             false,
@@ -439,10 +452,10 @@ fn within_token_limit(snapshot: &Snapshot) -> Statement {
     }
 }
 
-fn checkpoint_intact(snapshot: &Snapshot) -> Statement {
-    let troubles = &snapshot.troubles;
+fn checkpoint_intact_condition(snapshot: &Snapshot) -> Statement {
+    let troubles = &snapshot.problems;
     match (&troubles.checkpoint, &troubles.host, &troubles.rebuilt) {
-        (Some(message), _, _) | (None, Some((Concern::Records, message)), _) => Statement::new(
+        (Some(message), _, _) | (None, Some((Subsystem::Records, message)), _) => Statement::new(
             names::CHECKPOINT_INTACT,
             false,
             names::CHECKPOINT_UNWRITABLE,
@@ -463,7 +476,7 @@ fn checkpoint_intact(snapshot: &Snapshot) -> Statement {
     }
 }
 
-fn pending(type_: &'static str, message: &str) -> Statement {
+fn pending_condition(type_: &'static str, message: &str) -> Statement {
     Statement {
         type_,
         holds: None,
@@ -473,7 +486,7 @@ fn pending(type_: &'static str, message: &str) -> Statement {
 }
 
 /// What changed from `before` to `after` that people should hear of.
-pub fn events(before: Option<&NodeReport>, after: &NodeReport) -> Vec<(Reason, String)> {
+pub fn transition_events(before: Option<&NodeReport>, after: &NodeReport) -> Vec<(Reason, String)> {
     let said_before = |statement: &Statement| {
         before.is_some_and(|before| {
             let same =
@@ -486,7 +499,7 @@ pub fn events(before: Option<&NodeReport>, after: &NodeReport) -> Vec<(Reason, S
         .iter()
         .filter(|statement| !said_before(statement));
     let mut events: Vec<_> = news
-        .filter_map(|statement| Some((reason(statement)?, statement.message.clone())))
+        .filter_map(|statement| Some((event_reason(statement)?, statement.message.clone())))
         .collect();
     for gpu in &after.gpus {
         let old = before.and_then(|before| before.gpus.iter().find(|old| old.uuid == gpu.uuid));
@@ -517,7 +530,7 @@ pub fn events(before: Option<&NodeReport>, after: &NodeReport) -> Vec<(Reason, S
 }
 
 /// A kubelet that restarts is no news, so only a refused registration is.
-fn reason(statement: &Statement) -> Option<Reason> {
+fn event_reason(statement: &Statement) -> Option<Reason> {
     match (statement.type_, statement.reason) {
         (_, names::CHECKPOINT_REBUILT) => Some(Reason::CheckpointRebuilt),
         (_, names::CHECKPOINT_UNWRITABLE) => Some(Reason::CheckpointUnwritable),

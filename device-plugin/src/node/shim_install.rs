@@ -11,7 +11,7 @@
 //! |---|---|
 //! | `libcuda.so.1`, `libnvidia-ml.so.1` | the shims, without the names that this node's driver lacks ([`symbols`]) |
 //! | `libcuda.so` | a link to the shim, for compilers (`-lcuda`) |
-//! | `cuda-stub.so` | the name `libcuda.so` for loaders ([`stub`]) |
+//! | `cuda-stub.so` | the name `libcuda.so` for loaders ([`build_stub`]) |
 //! | `ld.so.preload` | the loader's list of them, a container's `/etc/ld.so.preload` |
 
 mod stub;
@@ -36,17 +36,17 @@ pub const PRELOAD_FILE: &str = "ld.so.preload";
 pub const SHIMS: &[&str] = &[LIBCUDA, LIBNVML];
 
 /// The developer's name for the shim, beside it.
-const LINK: &str = "libcuda.so";
+const DEV_LINK: &str = "libcuda.so";
 
 /// The stub's file: its name is none that `ldconfig` takes for a library.
 const STUB: &str = "cuda-stub.so";
 
 /// How old a temporary folder is whose agent has certainly died.
-const STALE: Duration = Duration::from_secs(3600);
+const STALE_AFTER: Duration = Duration::from_secs(3600);
 
 /// What went wrong with the shim's files.
 #[derive(Debug, thiserror::Error)]
-pub enum ShimFilesError {
+pub enum ShimInstallError {
     /// The image lacks the shim.
     #[error("read the shim {}: {source} (set paths.shim-dir to the folder that has it)", path.display())]
     Read {
@@ -74,7 +74,7 @@ pub enum ShimFilesError {
 }
 
 /// A file of the folder.
-struct Content {
+struct ShimFile {
     name: &'static str,
     bytes: Vec<u8>,
     mode: u32,
@@ -84,25 +84,25 @@ struct Content {
 /// and returns that folder. Two agents that do so at the same time both end with the one folder.
 ///
 /// # Errors
-/// [`ShimFilesError`].
+/// [`ShimInstallError`].
 pub fn install(
     shim_dir: &Path,
     driver: &Driver,
     state_dir: &Path,
-) -> Result<PathBuf, ShimFilesError> {
-    let files = contents(shim_dir, driver)?;
+) -> Result<PathBuf, ShimInstallError> {
+    let files = build_files(shim_dir, driver)?;
     let builds = state_dir.join("shim");
     let path = builds.join(build_id(&files));
     let installed = fs::create_dir_all(&builds).and_then(|()| {
         remove_stale(&builds);
         match path.is_dir() {
-            true => mend(&path, &files),
-            false => make(&path, &files),
+            true => repair_build(&path, &files),
+            false => create_build(&path, &files),
         }
     });
     match installed {
         Ok(()) => Ok(path),
-        Err(source) => Err(ShimFilesError::Install { path, source }),
+        Err(source) => Err(ShimInstallError::Install { path, source }),
     }
 }
 
@@ -125,11 +125,11 @@ pub fn remove_unused(state_dir: &Path, in_use: &[PathBuf]) -> io::Result<()> {
     Ok(())
 }
 
-fn contents(shim_dir: &Path, driver: &Driver) -> Result<Vec<Content>, ShimFilesError> {
+fn build_files(shim_dir: &Path, driver: &Driver) -> Result<Vec<ShimFile>, ShimInstallError> {
     let mut files = Vec::new();
     for name in SHIMS {
-        let bytes = shim(&shim_dir.join(name), driver, name)?;
-        files.push(Content {
+        let bytes = hide_missing_symbols(&shim_dir.join(name), driver, name)?;
+        files.push(ShimFile {
             name,
             bytes,
             mode: 0o755,
@@ -140,12 +140,12 @@ fn contents(shim_dir: &Path, driver: &Driver) -> Result<Vec<Content>, ShimFilesE
         .chain([&STUB])
         .map(|name| format!("{CONTAINER_LIB_DIR}/{name}\n"))
         .collect();
-    files.push(Content {
+    files.push(ShimFile {
         name: STUB,
-        bytes: stub::stub(LINK, LIBCUDA),
+        bytes: stub::build_stub(DEV_LINK, LIBCUDA),
         mode: 0o755,
     });
-    files.push(Content {
+    files.push(ShimFile {
         name: PRELOAD_FILE,
         bytes: preload.into_bytes(),
         mode: 0o644,
@@ -154,69 +154,73 @@ fn contents(shim_dir: &Path, driver: &Driver) -> Result<Vec<Content>, ShimFilesE
 }
 
 /// The shim of `path` without the names that the driver's library lacks.
-fn shim(path: &Path, driver: &Driver, name: &str) -> Result<Vec<u8>, ShimFilesError> {
+fn hide_missing_symbols(
+    path: &Path,
+    driver: &Driver,
+    name: &str,
+) -> Result<Vec<u8>, ShimInstallError> {
     let symbols = |path: &Path| {
         let path = path.to_owned();
-        move |source| ShimFilesError::Symbols { path, source }
+        move |source| ShimInstallError::Symbols { path, source }
     };
-    let mut library = fs::read(path).map_err(|source| ShimFilesError::Read {
+    let mut library = fs::read(path).map_err(|source| ShimInstallError::Read {
         path: path.to_owned(),
         source,
     })?;
     if let Some(real) = driver.files().find(|file| file.soname == name) {
-        let kept = symbols::exported(&real.path).map_err(symbols(&real.path))?;
-        symbols::hide(&mut library, &kept).map_err(symbols(path))?;
+        let kept = symbols::exported_names(&real.path).map_err(symbols(&real.path))?;
+        symbols::hide_names(&mut library, &kept).map_err(symbols(path))?;
     }
     Ok(library)
 }
 
 /// A name beside `path` that no other agent has, and that no container is given.
-fn beside(path: &Path) -> PathBuf {
+fn temporary_path(path: &Path) -> PathBuf {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     path.with_file_name(format!(".{name}.{}", std::process::id()))
 }
 
 /// A new folder, whole and on disk before it has its name.
-fn make(path: &Path, files: &[Content]) -> io::Result<()> {
-    let temporary = beside(path);
-    remove_if_there(&temporary)?;
+fn create_build(path: &Path, files: &[ShimFile]) -> io::Result<()> {
+    let temporary = temporary_path(path);
+    remove_dir_if_exists(&temporary)?;
     fs::create_dir(&temporary)?;
-    readable(&temporary, 0o755)?;
-    mend(&temporary, files)?;
+    set_mode(&temporary, 0o755)?;
+    repair_build(&temporary, files)?;
     match fs::rename(&temporary, path) {
         Err(_) if path.is_dir() => fs::remove_dir_all(&temporary),
         renamed => renamed,
     }?;
-    sync(path.parent().unwrap_or(path))
+    sync_to_disk(path.parent().unwrap_or(path))
 }
 
 /// Writes what is not in `folder` as it should be; nothing where all is.
-fn mend(folder: &Path, files: &[Content]) -> io::Result<()> {
+fn repair_build(folder: &Path, files: &[ShimFile]) -> io::Result<()> {
     let mut mended = false;
-    for Content { name, bytes, mode } in files {
+    for ShimFile { name, bytes, mode } in files {
         let path = folder.join(name);
-        if !holds(&path, bytes) {
-            replace(&path, |temporary| write_readable(temporary, bytes, *mode))?;
+        if !has_content(&path, bytes) {
+            replace_file(&path, |temporary| write_synced(temporary, bytes, *mode))?;
             mended = true;
         }
     }
-    let link = folder.join(LINK);
+    let link = folder.join(DEV_LINK);
     if fs::read_link(&link).ok().as_deref() != Some(Path::new(LIBCUDA)) {
-        replace(&link, |temporary| symlink(LIBCUDA, temporary))?;
+        replace_file(&link, |temporary| symlink(LIBCUDA, temporary))?;
         mended = true;
     }
-    if mended { sync(folder) } else { Ok(()) }
+    if mended { sync_to_disk(folder) } else { Ok(()) }
 }
 
-fn holds(path: &Path, content: &[u8]) -> bool {
+fn has_content(path: &Path, content: &[u8]) -> bool {
     // Its length first: what a loss of power leaves is mostly empty.
     path.metadata()
         .is_ok_and(|file| file.len() == content.len() as u64)
         && fs::read(path).is_ok_and(|found| found == content)
 }
 
-fn replace(path: &Path, write: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
-    let temporary = beside(path);
+fn replace_file(path: &Path, write: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
+    let temporary = temporary_path(path);
     // One of a predecessor with the same process id.
     let _ = fs::remove_file(&temporary);
     write(&temporary)?;
@@ -229,20 +233,20 @@ fn remove_stale(builds: &Path) {
         let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
         let modified = entry.metadata().and_then(|entry| entry.modified());
         let age = modified.ok().and_then(|modified| modified.elapsed().ok());
-        if hidden && age.is_some_and(|age| age > STALE) {
+        if hidden && age.is_some_and(|age| age > STALE_AFTER) {
             let _ = fs::remove_dir_all(entry.path());
         }
     }
 }
 
-fn sync(path: &Path) -> io::Result<()> {
+fn sync_to_disk(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
 }
 
 /// The first 16 hex digits of a SHA-256 of all names and contents.
-fn build_id(files: &[Content]) -> String {
+fn build_id(files: &[ShimFile]) -> String {
     let mut id = Sha256::new();
-    for Content { name, bytes, .. } in files {
+    for ShimFile { name, bytes, .. } in files {
         id.update(name);
         id.update(Sha256::digest(bytes));
     }
@@ -254,17 +258,17 @@ fn build_id(files: &[Content]) -> String {
 }
 
 /// Containers run as any user: the mode must not depend on the agent's umask.
-fn write_readable(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+fn write_synced(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     fs::write(path, content)?;
-    readable(path, mode)?;
-    sync(path)
+    set_mode(path, mode)?;
+    sync_to_disk(path)
 }
 
-fn readable(path: &Path, mode: u32) -> io::Result<()> {
+fn set_mode(path: &Path, mode: u32) -> io::Result<()> {
     fs::set_permissions(path, Permissions::from_mode(mode))
 }
 
-fn remove_if_there(folder: &Path) -> io::Result<()> {
+fn remove_dir_if_exists(folder: &Path) -> io::Result<()> {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),

@@ -22,20 +22,20 @@ use tokio::sync::{mpsc, oneshot};
 use tracing::{debug, info};
 
 /// How long the vault may take for one message; it does nothing that waits.
-const PATIENCE: Duration = Duration::from_secs(2);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long a connection that has ended may go unnoticed: ten looks at a GPU take longer.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// From one try to connect to the next.
-const RETRY: Duration = Duration::from_millis(250);
+const RECONNECT_DELAY: Duration = Duration::from_millis(250);
 
 /// Why the vault did not do what it was told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum VaultError {
+pub enum FdStoreError {
     /// It is away, or was in between: what became of it shows once it is back.
     #[error("the vault is away")]
-    Away,
+    Disconnected,
     /// It refused.
     #[error(transparent)]
     Refused(#[from] Refusal),
@@ -43,15 +43,15 @@ pub enum VaultError {
 
 /// What becomes of the vault.
 #[derive(Debug)]
-pub enum News {
+pub enum StoreEvent {
     /// It is there.
-    Heard {
+    Connected {
         /// The connection.
-        line: Line,
+        connection: Connection,
         /// The leases that it has.
-        held: BTreeMap<LeaseId, Blob>,
+        leases: BTreeMap<LeaseId, Blob>,
         /// How many it can hold in all.
-        most: usize,
+        capacity: usize,
     },
     /// It is away.
     Lost,
@@ -59,31 +59,31 @@ pub enum News {
 
 /// One thing to say.
 struct Call {
-    line: u64,
+    connection: u64,
     message: FdStoreRequest,
     fd: Option<OwnedFd>,
-    reply: oneshot::Sender<Answer>,
+    reply: oneshot::Sender<CallResult>,
 }
 
-type Answer = Result<(FdStoreResponse, Option<OwnedFd>), VaultError>;
+type CallResult = Result<(FdStoreResponse, Option<OwnedFd>), FdStoreError>;
 
 /// One connection to the vault. What is said is said in the order of the calls, whoever waits for the answers.
 #[derive(Clone, Debug)]
-pub struct Line {
+pub struct Connection {
     number: u64,
     calls: Sender<Call>,
 }
 
-impl Line {
+impl Connection {
     /// Hands over a descriptor.
     pub fn put(
         &self,
         lease: LeaseId,
         blob: Blob,
         fd: OwnedFd,
-    ) -> impl Future<Output = Result<(), VaultError>> + use<> {
+    ) -> impl Future<Output = Result<(), FdStoreError>> + use<> {
         let lease = lease.0;
-        let answer = self.say(FdStoreRequest::Put { lease, blob }, Some(fd));
+        let answer = self.call(FdStoreRequest::Put { lease, blob }, Some(fd));
         async move { answer.await.map(drop) }
     }
 
@@ -92,40 +92,43 @@ impl Line {
         &self,
         lease: LeaseId,
         blob: Blob,
-    ) -> impl Future<Output = Result<(), VaultError>> + use<> {
+    ) -> impl Future<Output = Result<(), FdStoreError>> + use<> {
         let lease = lease.0;
-        let answer = self.say(FdStoreRequest::Update { lease, blob }, None);
+        let answer = self.call(FdStoreRequest::Update { lease, blob }, None);
         async move { answer.await.map(drop) }
     }
 
     /// A duplicate of a descriptor.
-    pub fn get(&self, lease: LeaseId) -> impl Future<Output = Result<OwnedFd, VaultError>> + use<> {
-        let answer = self.say(FdStoreRequest::Get { lease: lease.0 }, None);
-        async move { answer.await?.1.ok_or(VaultError::Away) }
+    pub fn get(
+        &self,
+        lease: LeaseId,
+    ) -> impl Future<Output = Result<OwnedFd, FdStoreError>> + use<> {
+        let answer = self.call(FdStoreRequest::Get { lease: lease.0 }, None);
+        async move { answer.await?.1.ok_or(FdStoreError::Disconnected) }
     }
 
     /// Has a descriptor closed.
-    pub fn close(&self, lease: LeaseId) -> impl Future<Output = Result<(), VaultError>> + use<> {
-        let answer = self.say(FdStoreRequest::Drop { lease: lease.0 }, None);
+    pub fn close(&self, lease: LeaseId) -> impl Future<Output = Result<(), FdStoreError>> + use<> {
+        let answer = self.call(FdStoreRequest::Drop { lease: lease.0 }, None);
         async move { answer.await.map(drop) }
     }
 
     /// Queued when this returns.
-    fn say(
+    fn call(
         &self,
         message: FdStoreRequest,
         fd: Option<OwnedFd>,
-    ) -> impl Future<Output = Answer> + use<> {
+    ) -> impl Future<Output = CallResult> + use<> {
         let (reply, answer) = oneshot::channel();
         let call = Call {
-            line: self.number,
+            connection: self.number,
             message,
             fd,
             reply,
         };
         // Where its thread has ended the answer says so.
         let _ = self.calls.send(call);
-        async move { answer.await.unwrap_or(Err(VaultError::Away)) }
+        async move { answer.await.unwrap_or(Err(FdStoreError::Disconnected)) }
     }
 }
 
@@ -133,15 +136,15 @@ impl Line {
 ///
 /// # Errors
 /// The thread cannot be started.
-pub fn start(socket: PathBuf) -> io::Result<mpsc::UnboundedReceiver<News>> {
+pub fn start(socket: PathBuf) -> io::Result<mpsc::UnboundedReceiver<StoreEvent>> {
     let (told, news) = mpsc::unbounded_channel();
     let (calls, called) = channel();
-    let thread = Thread {
+    let thread = ClientThread {
         socket,
-        told,
+        events: told,
         calls,
-        called,
-        line: 0,
+        queue: called,
+        connection: 0,
     };
     std::thread::Builder::new()
         .name("vault".to_owned())
@@ -149,53 +152,62 @@ pub fn start(socket: PathBuf) -> io::Result<mpsc::UnboundedReceiver<News>> {
     Ok(news)
 }
 
-struct Thread {
+struct ClientThread {
     socket: PathBuf,
-    told: mpsc::UnboundedSender<News>,
+    events: mpsc::UnboundedSender<StoreEvent>,
     calls: Sender<Call>,
-    called: Receiver<Call>,
+    queue: Receiver<Call>,
     /// The number of the connection.
-    line: u64,
+    connection: u64,
 }
 
-impl Thread {
+impl ClientThread {
     fn run(mut self) {
-        while !self.told.is_closed() {
-            self.line += 1;
+        while !self.events.is_closed() {
+            self.connection += 1;
             let begun = self.connect();
             match begun {
                 Ok((stream, held, most)) => {
                     info!(leases = held.len(), most, "vault heard");
-                    let line = Line {
-                        number: self.line,
+                    let line = Connection {
+                        number: self.connection,
                         calls: self.calls.clone(),
                     };
-                    if self.told.send(News::Heard { line, held, most }).is_err() {
+                    if self
+                        .events
+                        .send(StoreEvent::Connected {
+                            connection: line,
+                            leases: held,
+                            capacity: most,
+                        })
+                        .is_err()
+                    {
                         return;
                     }
                     let ended = self.serve(&stream);
                     info!(error = %ended, "vault lost");
-                    let _ = self.told.send(News::Lost);
+                    let _ = self.events.send(StoreEvent::Lost);
                 }
                 Err(error) => debug!(%error, "no vault"),
             }
-            self.refuse_for(RETRY);
+            self.fail_calls_for(RECONNECT_DELAY);
         }
     }
 
     /// A connection, all that the vault has, and how much it can hold.
     fn connect(&self) -> io::Result<(UnixStream, BTreeMap<LeaseId, Blob>, usize)> {
         let stream = UnixStream::connect(&self.socket)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
-        let most = match ask(&stream, &FdStoreRequest::Hello { version: VERSION }, None)?.0 {
+        stream.set_read_timeout(Some(REQUEST_TIMEOUT))?;
+        stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
+        let most = match send_request(&stream, &FdStoreRequest::Hello { version: VERSION }, None)?.0
+        {
             FdStoreResponse::Ready { leases, room, .. } => leases.saturating_add(room) as usize,
             other => return Err(io::Error::other(format!("no welcome: {other:?}"))),
         };
         let (mut held, mut from) = (BTreeMap::new(), 0);
         loop {
             let FdStoreResponse::Listed { leases } =
-                ask(&stream, &FdStoreRequest::List { from }, None)?.0
+                send_request(&stream, &FdStoreRequest::List { from }, None)?.0
             else {
                 return Err(io::Error::other("no list"));
             };
@@ -214,11 +226,11 @@ impl Thread {
     /// Until the connection fails: why.
     fn serve(&self, stream: &UnixStream) -> io::Error {
         loop {
-            match self.called.recv_timeout(LOOK_EVERY) {
-                Ok(call) if call.line != self.line => refuse(call),
+            match self.queue.recv_timeout(POLL_INTERVAL) {
+                Ok(call) if call.connection != self.connection => fail_call(call),
                 Ok(Call {
                     message, fd, reply, ..
-                }) => match ask(stream, &message, fd) {
+                }) => match send_request(stream, &message, fd) {
                     Ok((FdStoreResponse::Refused(refusal), _)) => {
                         let _ = reply.send(Err(refusal.into()));
                     }
@@ -226,15 +238,15 @@ impl Thread {
                         let _ = reply.send(Ok(answer));
                     }
                     Err(error) => {
-                        let _ = reply.send(Err(VaultError::Away));
+                        let _ = reply.send(Err(FdStoreError::Disconnected));
                         return error;
                     }
                 },
                 Err(RecvTimeoutError::Timeout) => {
-                    if self.told.is_closed() {
+                    if self.events.is_closed() {
                         return io::Error::other("nobody listens");
                     }
-                    if let Err(error) = quiet(stream) {
+                    if let Err(error) = ensure_idle(stream) {
                         return error;
                     }
                 }
@@ -244,22 +256,22 @@ impl Thread {
     }
 
     /// Nothing is said for so long.
-    fn refuse_for(&self, pause: Duration) {
+    fn fail_calls_for(&self, pause: Duration) {
         let until = std::time::Instant::now() + pause;
         while let Some(left) = until.checked_duration_since(std::time::Instant::now()) {
-            match self.called.recv_timeout(left) {
-                Ok(call) => refuse(call),
+            match self.queue.recv_timeout(left) {
+                Ok(call) => fail_call(call),
                 Err(_) => return,
             }
         }
     }
 }
 
-fn refuse(call: Call) {
-    let _ = call.reply.send(Err(VaultError::Away));
+fn fail_call(call: Call) {
+    let _ = call.reply.send(Err(FdStoreError::Disconnected));
 }
 
-fn ask(
+fn send_request(
     stream: &UnixStream,
     message: &FdStoreRequest,
     fd: Option<OwnedFd>,
@@ -269,7 +281,7 @@ fn ask(
 }
 
 /// A vault that says something unasked, or hangs up, is none.
-fn quiet(stream: &UnixStream) -> io::Result<()> {
+fn ensure_idle(stream: &UnixStream) -> io::Result<()> {
     let mut fds = [PollFd::new(stream, PollFlags::IN)];
     match poll(&mut fds, Some(&Timespec::default()))? {
         0 => Ok(()),

@@ -8,22 +8,22 @@ use crate::checkpoint::{Checkpoint, LoadError};
 use crate::units::LeaseId;
 
 /// Numbers that are taken from the disk at a time.
-const BLOCK: u64 = 1024;
+const BLOCK_SIZE: u64 = 1024;
 
 /// The numbers.
 #[derive(Debug)]
-pub struct Numbers {
+pub struct LeaseIds {
     file: Checkpoint,
     next: u64,
     /// On disk: none from here on was given. Zero before the disk was read.
     end: u64,
     /// The disk is at it.
-    ordered: bool,
+    is_reserving: bool,
 }
 
 /// Numbers to take from the disk.
 #[derive(Debug)]
-pub struct Order {
+pub struct Reservation {
     file: Checkpoint,
     /// From here on, or from where the disk says if that was not read.
     from: u64,
@@ -32,28 +32,28 @@ pub struct Order {
 
 /// Numbers that may be given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Block {
+pub struct IdBlock {
     from: u64,
     end: u64,
 }
 
-impl Numbers {
+impl LeaseIds {
     /// Those of the file.
-    pub fn of(file: Checkpoint) -> Numbers {
-        Numbers {
+    pub fn new(file: Checkpoint) -> LeaseIds {
+        LeaseIds {
             file,
             next: 1,
             end: 0,
-            ordered: false,
+            is_reserving: false,
         }
     }
 
-    /// What the disk is to be asked for now; then [`arrived`](Self::arrived).
-    pub fn order(&mut self) -> Option<Order> {
-        let is_needed = !self.ordered && self.next.saturating_add(BLOCK / 2) > self.end;
+    /// What the disk is to be asked for now; then [`complete_reservation`](Self::arrived).
+    pub fn next_reservation(&mut self) -> Option<Reservation> {
+        let is_needed = !self.is_reserving && self.next.saturating_add(BLOCK_SIZE / 2) > self.end;
         is_needed.then(|| {
-            self.ordered = true;
-            Order {
+            self.is_reserving = true;
+            Reservation {
                 file: self.file.clone(),
                 from: self.next.max(self.end),
                 is_read: self.end > 0,
@@ -62,9 +62,9 @@ impl Numbers {
     }
 
     /// The disk has taken an order in, or has not.
-    pub fn arrived(&mut self, block: Option<Block>) {
-        self.ordered = false;
-        if let Some(Block { from, end }) = block {
+    pub fn complete_reservation(&mut self, block: Option<IdBlock>) {
+        self.is_reserving = false;
+        if let Some(IdBlock { from, end }) = block {
             if self.end == 0 {
                 self.next = self.next.max(from);
             }
@@ -78,14 +78,14 @@ impl Numbers {
     }
 
     /// There is a lease of this number.
-    pub fn seen(&mut self, lease: LeaseId) {
+    pub fn observe(&mut self, lease: LeaseId) {
         self.next = self.next.max(lease.0.saturating_add(1));
     }
 }
 
-impl Order {
+impl Reservation {
     /// Waits for the disk; nothing where it does not take it.
-    pub fn carry_out(self) -> Option<Block> {
+    pub fn reserve(self) -> Option<IdBlock> {
         let read = if self.is_read {
             0
         } else {
@@ -102,12 +102,12 @@ impl Order {
             }
         };
         let from = self.from.max(read);
-        let end = from.checked_add(BLOCK)?;
+        let end = from.checked_add(BLOCK_SIZE)?;
         if let Err(error) = self.file.save_durably(&end) {
             tracing::warn!(%error, "numbers of leases not written");
             return None;
         }
-        Some(Block { from, end })
+        Some(IdBlock { from, end })
     }
 }
 
@@ -116,21 +116,21 @@ mod tests {
     use super::*;
 
     /// As the disk has each order taken in at once.
-    fn take(numbers: &mut Numbers) -> Option<LeaseId> {
-        if let Some(order) = numbers.order() {
-            numbers.arrived(order.carry_out());
+    fn take(numbers: &mut LeaseIds) -> Option<LeaseId> {
+        if let Some(order) = numbers.next_reservation() {
+            numbers.complete_reservation(order.reserve());
         }
         let number = numbers.peek()?;
-        numbers.seen(number);
+        numbers.observe(number);
         Some(number)
     }
 
     #[test]
     fn no_number_is_given_twice_whatever_agent_gives_it_and_whether_or_not_the_disk_is_lost() {
         let folder = tempfile::tempdir().unwrap();
-        let numbers = || Numbers::of(Checkpoint::new(folder.path().join("leases.json")));
+        let numbers = || LeaseIds::new(Checkpoint::new(folder.path().join("leases.json")));
         let mut first = numbers();
-        let given: Vec<u64> = (0..2 * BLOCK + 5)
+        let given: Vec<u64> = (0..2 * BLOCK_SIZE + 5)
             .map(|_| take(&mut first).unwrap().0)
             .collect();
         assert!(given.windows(2).all(|two| two[0] < two[1]));
@@ -139,7 +139,7 @@ mod tests {
         assert!(next.0 > *given.last().unwrap());
         std::fs::remove_file(folder.path().join("leases.json")).unwrap();
         let mut third = numbers();
-        third.seen(next);
+        third.observe(next);
         assert!(take(&mut third).unwrap() > next);
     }
 
@@ -147,34 +147,34 @@ mod tests {
     fn without_a_disk_no_number_is_given() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("none").join("leases.json");
-        let mut numbers = Numbers::of(Checkpoint::new(file));
+        let mut numbers = LeaseIds::new(Checkpoint::new(file));
         assert_eq!(take(&mut numbers), None);
-        assert!(numbers.order().is_some(), "it is tried again");
+        assert!(numbers.next_reservation().is_some(), "it is tried again");
     }
 
     #[test]
     fn while_the_disk_is_at_the_next_numbers_half_a_block_is_given() {
         let folder = tempfile::tempdir().unwrap();
-        let mut numbers = Numbers::of(Checkpoint::new(folder.path().join("leases.json")));
+        let mut numbers = LeaseIds::new(Checkpoint::new(folder.path().join("leases.json")));
         assert_eq!(numbers.peek(), None, "the disk was not asked");
         take(&mut numbers).unwrap();
         let order = loop {
-            if let Some(order) = numbers.order() {
+            if let Some(order) = numbers.next_reservation() {
                 break order;
             }
-            numbers.seen(numbers.peek().unwrap());
+            numbers.observe(numbers.peek().unwrap());
         };
         let (mut given, mut last) = (0, LeaseId(0));
         while let Some(number) = numbers.peek() {
-            assert!(numbers.order().is_none(), "once");
-            numbers.seen(number);
+            assert!(numbers.next_reservation().is_none(), "once");
+            numbers.observe(number);
             (given, last) = (given + 1, number);
         }
-        assert_eq!(given, BLOCK / 2 - 1);
+        assert_eq!(given, BLOCK_SIZE / 2 - 1);
         // What the vault has may be above what was ordered.
-        numbers.seen(LeaseId(last.0 + 3 * BLOCK));
-        numbers.arrived(order.carry_out());
+        numbers.observe(LeaseId(last.0 + 3 * BLOCK_SIZE));
+        numbers.complete_reservation(order.reserve());
         assert_eq!(numbers.peek(), None);
-        assert!(take(&mut numbers).unwrap().0 > last.0 + 3 * BLOCK);
+        assert!(take(&mut numbers).unwrap().0 > last.0 + 3 * BLOCK_SIZE);
     }
 }

@@ -25,18 +25,18 @@ use std::time::Duration;
 use bursar_protocol::messages::retained::{Key, RetainedRefusal};
 use serde::{Deserialize, Serialize};
 
-use crate::ledger::Moment;
+use crate::ledger::BootTime;
 use crate::sessions::Process;
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid};
 
 /// The leases that one container may own.
-pub const MOST_OWNED: usize = 64;
+pub const MAX_OWNED: usize = 64;
 
 /// The pods that may have one lease open: their names are in the lease's blob.
-pub const MOST_OPENERS: usize = 64;
+pub const MAX_OPENERS: usize = 64;
 
 /// For how long a writer may commit; opening its lease again begins it anew.
-pub const WRITE_TIME: Duration = Duration::from_secs(15 * 60);
+pub const WRITE_TOKEN_LIFETIME: Duration = Duration::from_secs(15 * 60);
 
 /// A key as 64 hex digits: blobs are the vault's memory. Agents before wrote a list of numbers.
 mod hex {
@@ -88,7 +88,7 @@ mod hex {
 /// What a lease is found by.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Title {
+pub struct LeaseKey {
     /// The namespace that shares it.
     pub namespace: String,
     /// What the namespace calls it.
@@ -103,9 +103,9 @@ pub struct Title {
 /// What a lease is: the blob beside its descriptor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Meta {
+pub struct LeaseRecord {
     /// What it is found by.
-    pub title: Title,
+    pub title: LeaseKey,
     /// How large it is.
     pub bytes: Bytes,
     /// G of its GPU when it was made: under any other its memory is lost. G may start again where its file is lost.
@@ -121,7 +121,7 @@ pub struct Meta {
     pub content: Content,
 }
 
-impl Meta {
+impl LeaseRecord {
     /// Whether a pod that does not own it has it open.
     fn is_shared(&self) -> bool {
         self.openers.iter().any(|opener| *opener != self.pod)
@@ -142,7 +142,7 @@ pub enum Content {
         checksum: u64,
     },
     /// What somebody discarded and others may have mapped.
-    Abandoned,
+    Discarded,
 }
 
 /// Who writes a lease.
@@ -156,12 +156,12 @@ pub struct Writer {
     /// The right to commit.
     pub token: u64,
     /// How long that lasts.
-    pub until: Moment,
+    pub until: BootTime,
 }
 
 /// Who asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Asker {
+pub struct Caller {
     /// Its container.
     pub allocation: AllocationId,
     /// The process.
@@ -170,7 +170,7 @@ pub struct Asker {
 
 /// What is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Open {
+pub struct OpenRequest {
     /// The GPU.
     pub gpu: GpuUuid,
     /// The lease's name.
@@ -193,7 +193,7 @@ pub enum Opened {
     /// The lease is the asker's to write, and was before.
     Write(LeaseId),
     /// Such a lease is to be made: charge its owner, then [`begin`](Leases::begin).
-    Make(Box<Meta>),
+    Create(Box<LeaseRecord>),
 }
 
 /// What is to be done.
@@ -203,14 +203,14 @@ pub enum Effect {
     /// is not served it is asked for again.
     Charge(LeaseId, AllocationId),
     /// Have the vault keep this with the lease.
-    Update(LeaseId, Box<Meta>),
-    /// Have the vault close the lease's descriptor; then [`dropped`](Leases::dropped).
+    Update(LeaseId, Box<LeaseRecord>),
+    /// Have the vault close the lease's descriptor; then [`confirm_dropped`](Leases::dropped).
     Drop(LeaseId),
 }
 
 /// A container that is bound.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Standing {
+pub struct ContainerBinding {
     /// Its pod.
     pub pod: PodUid,
     /// The pod's namespace, once it is known.
@@ -220,13 +220,13 @@ pub struct Standing {
 }
 
 /// The leases that containers are charged for, each with its GPU and what it has.
-pub type Charged = BTreeMap<AllocationId, BTreeMap<LeaseId, (GpuUuid, Bytes)>>;
+pub type ChargedLeases = BTreeMap<AllocationId, BTreeMap<LeaseId, (GpuUuid, Bytes)>>;
 
 /// The node as it stands.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Node {
+pub struct NodeView {
     /// The containers that are bound.
-    pub containers: BTreeMap<AllocationId, Standing>,
+    pub containers: BTreeMap<AllocationId, ContainerBinding>,
     /// What the pods of each namespace may use of each GPU.
     pub quotas: BTreeMap<String, BTreeMap<GpuUuid, Bytes>>,
     /// G of each GPU.
@@ -235,9 +235,9 @@ pub struct Node {
     pub free: BTreeMap<GpuUuid, Bytes>,
 }
 
-impl Node {
+impl NodeView {
     /// Who owns a lease from now on, where that is another container.
-    fn heir(&self, meta: &Meta) -> Option<AllocationId> {
+    fn new_owner(&self, meta: &LeaseRecord) -> Option<AllocationId> {
         if self.containers.contains_key(&meta.owner) {
             return None;
         }
@@ -251,46 +251,46 @@ impl Node {
 
 /// What the node's ledger is told.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Turn {
+pub struct LedgerUpdate {
     /// What living leases have whose owner is gone; none while the vault was not heard. What of before is not among
     /// them is left by pods that ended.
     pub orphaned: Option<BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>>,
     /// What is to be charged to the node as left by pods that ended, once each; then [`Leases::charged`].
-    pub left: Vec<(LeaseId, GpuUuid, Bytes)>,
+    pub unreclaimed: Vec<(LeaseId, GpuUuid, Bytes)>,
 }
 
 /// Where a lease is on its way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// The worker and the vault are at it.
-    Making,
+    Creating,
     /// The vault has it.
-    Held,
+    Live,
     /// To be charged to the dead.
-    Due,
+    ReleasePending,
     /// The node's ledger was told to.
-    Told,
+    ReleaseReported,
     /// Charged; the vault is to close it.
-    Charged,
+    Releasing,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Lease {
-    meta: Meta,
+    record: LeaseRecord,
     stage: Stage,
     /// Its owner, or the node, is charged for it. Of what another agent left that is not known before the node stood.
-    charged: bool,
+    is_charged: bool,
     /// The node's ledger was told of it as one without an owner.
-    orphaned: bool,
+    is_orphaned: bool,
 }
 
 /// The blob that the vault keeps beside a lease, as this agent reads it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Heard {
+pub enum StoredRecord {
     /// The lease's description.
-    Read(Meta),
+    Read(LeaseRecord),
     /// Another version of the agent wrote a blob that this agent cannot read.
-    Unread {
+    Unreadable {
         /// The lease's GPU and size, where those can be read.
         extent: Option<(GpuUuid, Bytes)>,
         /// The parser's error.
@@ -300,23 +300,23 @@ pub enum Heard {
 
 /// The book.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Leases {
+pub struct LeaseTable {
     leases: BTreeMap<LeaseId, Lease>,
     /// Leases that only another version of the agent can read: the vault holds them, and they stay charged.
-    unread: BTreeMap<LeaseId, Option<(GpuUuid, Bytes)>>,
-    node: Node,
+    unreadable: BTreeMap<LeaseId, Option<(GpuUuid, Bytes)>>,
+    node: NodeView,
     /// GPUs that nothing is kept on.
     drained: BTreeSet<GpuUuid>,
     /// Whether the vault is there and what it has is known.
-    heard: bool,
+    store_connected: bool,
     /// How many leases the vault can hold in all; none before it said.
-    most: Option<usize>,
+    capacity: Option<usize>,
 }
 
-impl Leases {
+impl LeaseTable {
     /// Whether what the vault has is known.
-    pub fn is_heard(&self) -> bool {
-        self.heard
+    pub fn is_store_connected(&self) -> bool {
+        self.store_connected
     }
 
     /// Whether a container is bound.
@@ -342,13 +342,13 @@ impl Leases {
 
     /// Whether a process may use a lease of a GPU: its pod opened it and nobody discarded it; before the commit only its
     /// writer.
-    pub fn is_open(&self, who: Asker, id: LeaseId, gpu: &GpuUuid) -> bool {
+    pub fn is_open(&self, who: Caller, id: LeaseId, gpu: &GpuUuid) -> bool {
         let pod = self.node.containers.get(&who.allocation);
         self.get(id).zip(pod).is_some_and(|(meta, standing)| {
             let may_use = match &meta.content {
                 Content::Committed { .. } => true,
                 Content::Writing(writer) => writer.process == who.process,
-                Content::Abandoned => false,
+                Content::Discarded => false,
             };
             may_use && meta.title.gpu == *gpu && meta.openers.contains(&standing.pod)
         })
@@ -360,15 +360,18 @@ impl Leases {
     /// What the tenant is answered.
     pub fn open(
         &mut self,
-        asker: Asker,
-        open: Open,
-        now: Moment,
+        asker: Caller,
+        open: OpenRequest,
+        now: BootTime,
     ) -> (Result<Opened, RetainedRefusal>, Vec<Effect>) {
         let mut effects = Vec::new();
-        let Some((pod, namespace)) = self.whereabouts(asker).filter(|_| self.heard) else {
+        let Some((pod, namespace)) = self
+            .pod_and_namespace(asker)
+            .filter(|_| self.store_connected)
+        else {
             return (Err(RetainedRefusal::Unavailable), effects);
         };
-        let title = Title {
+        let title = LeaseKey {
             namespace,
             name: open.name,
             key: open.key,
@@ -378,60 +381,60 @@ impl Leases {
             process: asker.process,
             image: open.image,
             token: open.token,
-            until: now + WRITE_TIME,
+            until: now + WRITE_TOKEN_LIFETIME,
         };
-        self.end_writers(
+        self.release_writers(
             |other| other.process == writer.process && other.image != writer.image,
             &mut effects,
         );
-        let to_share = self.to_share(&title);
+        let to_share = self.shareable_bytes(&title);
         if let Some((id, found)) = self.find(&title) {
-            match &mut found.meta.content {
+            match &mut found.record.content {
                 Content::Committed { .. } => {
-                    if !found.meta.openers.contains(&pod) {
-                        if found.meta.openers.len() >= MOST_OPENERS {
+                    if !found.record.openers.contains(&pod) {
+                        if found.record.openers.len() >= MAX_OPENERS {
                             return (Err(RetainedRefusal::TooMany), effects);
                         }
-                        if !found.meta.is_shared()
-                            && found.meta.pod != pod
-                            && found.meta.bytes > to_share
+                        if !found.record.is_shared()
+                            && found.record.pod != pod
+                            && found.record.bytes > to_share
                         {
                             let Bytes(free) = to_share;
                             return (Err(RetainedRefusal::Quota { free }), effects);
                         }
-                        found.meta.openers.insert(pod);
-                        effects.push(Effect::Update(id, Box::new(found.meta.clone())));
+                        found.record.openers.insert(pod);
+                        effects.push(Effect::Update(id, Box::new(found.record.clone())));
                     }
                     return (Ok(Opened::Read(id)), effects);
                 }
                 Content::Writing(at_it) => {
                     // Who only looks takes nothing from another of its threads.
                     let is_again = (at_it.process, at_it.image) == (writer.process, writer.image)
-                        && found.stage == Stage::Held
-                        && found.meta.owner == asker.allocation
+                        && found.stage == Stage::Live
+                        && found.record.owner == asker.allocation
                         && open.bytes != Bytes::ZERO;
-                    if is_again && open.bytes <= found.meta.bytes {
+                    if is_again && open.bytes <= found.record.bytes {
                         *at_it = writer;
-                        effects.push(Effect::Update(id, Box::new(found.meta.clone())));
+                        effects.push(Effect::Update(id, Box::new(found.record.clone())));
                         return (Ok(Opened::Write(id)), effects);
                     }
-                    if !is_again && (now < at_it.until || found.stage == Stage::Making) {
+                    if !is_again && (now < at_it.until || found.stage == Stage::Creating) {
                         return (Err(RetainedRefusal::Writing), effects);
                     }
                     self.release(id, &mut effects);
                 }
                 // None is found.
-                Content::Abandoned => {}
+                Content::Discarded => {}
             }
         }
         if open.bytes == Bytes::ZERO {
             return (Err(RetainedRefusal::Missing), effects);
         }
         let owned = self.leases.values().filter(|lease| {
-            lease.meta.owner == asker.allocation
-                && matches!(lease.stage, Stage::Making | Stage::Held)
+            lease.record.owner == asker.allocation
+                && matches!(lease.stage, Stage::Creating | Stage::Live)
         });
-        if owned.count() >= MOST_OWNED || !self.is_within_share(&title.namespace) {
+        if owned.count() >= MAX_OWNED || !self.is_within_share(&title.namespace) {
             return (Err(RetainedRefusal::TooMany), effects);
         }
         // A lease of a generation that is not known could not be told from one of the next.
@@ -440,7 +443,7 @@ impl Leases {
         let Some(generation) = generation.filter(|_| !self.drained.contains(&title.gpu)) else {
             return (Err(RetainedRefusal::Unavailable), effects);
         };
-        let meta = Meta {
+        let meta = LeaseRecord {
             gpu_generation: *generation,
             title,
             bytes: open.bytes,
@@ -449,25 +452,25 @@ impl Leases {
             pod,
             content: Content::Writing(writer),
         };
-        (Ok(Opened::Make(Box::new(meta))), effects)
+        (Ok(Opened::Create(Box::new(meta))), effects)
     }
 
     /// A lease is being made; its owner is charged for it.
-    pub fn begin(&mut self, id: LeaseId, meta: Meta) {
+    pub fn begin_create(&mut self, id: LeaseId, meta: LeaseRecord) {
         let lease = Lease {
-            meta,
-            stage: Stage::Making,
-            charged: true,
-            orphaned: false,
+            record: meta,
+            stage: Stage::Creating,
+            is_charged: true,
+            is_orphaned: false,
         };
         self.leases.insert(id, lease);
     }
 
     /// The vault has a lease that was being made: what it is, if it is its writer's to have.
-    pub fn made(&mut self, id: LeaseId) -> (Option<&Meta>, Vec<Effect>) {
+    pub fn finish_create(&mut self, id: LeaseId) -> (Option<&LeaseRecord>, Vec<Effect>) {
         let mut effects = Vec::new();
         match self.leases.get_mut(&id) {
-            Some(lease) if lease.stage == Stage::Making => lease.stage = Stage::Held,
+            Some(lease) if lease.stage == Stage::Creating => lease.stage = Stage::Live,
             _ => {}
         }
         // While it was made its writer may have ended.
@@ -481,27 +484,27 @@ impl Leases {
     }
 
     /// A lease that is being made, and what it will be.
-    pub fn making(&self, id: LeaseId) -> Option<&Meta> {
+    pub fn creating(&self, id: LeaseId) -> Option<&LeaseRecord> {
         let lease = self.leases.get(&id)?;
-        (lease.stage == Stage::Making).then_some(&lease.meta)
+        (lease.stage == Stage::Creating).then_some(&lease.record)
     }
 
     /// A lease was not made, and there is certainly no memory of it: who is to be charged no more.
-    pub fn never_made(&mut self, id: LeaseId) -> Option<AllocationId> {
-        self.leases.remove(&id).map(|lease| lease.meta.owner)
+    pub fn abort_create(&mut self, id: LeaseId) -> Option<AllocationId> {
+        self.leases.remove(&id).map(|lease| lease.record.owner)
     }
 
     /// A lease was perhaps made, and nobody will know of it.
-    pub fn lost(&mut self, id: LeaseId) -> Vec<Effect> {
+    pub fn release_uncertain(&mut self, id: LeaseId) -> Vec<Effect> {
         let mut effects = Vec::new();
         self.release(id, &mut effects);
         effects
     }
 
     /// A lease that the vault has, and what it is.
-    pub fn get(&self, id: LeaseId) -> Option<&Meta> {
+    pub fn get(&self, id: LeaseId) -> Option<&LeaseRecord> {
         let lease = self.leases.get(&id)?;
-        (lease.stage == Stage::Held).then_some(&lease.meta)
+        (lease.stage == Stage::Live).then_some(&lease.record)
     }
 
     /// Commits what a writer wrote: tell it once the vault has taken that in.
@@ -510,22 +513,22 @@ impl Leases {
     /// What the tenant is answered.
     pub fn commit(
         &mut self,
-        asker: Asker,
+        asker: Caller,
         id: LeaseId,
         token: u64,
         checksum: u64,
-        now: Moment,
+        now: BootTime,
     ) -> Result<Vec<Effect>, RetainedRefusal> {
         let (_, namespace) = self
-            .whereabouts(asker)
+            .pod_and_namespace(asker)
             .ok_or(RetainedRefusal::Unavailable)?;
-        if !self.heard {
+        if !self.store_connected {
             return Err(RetainedRefusal::Unavailable);
         }
         let lease = self.leases.get_mut(&id);
-        let lease = lease.filter(|lease| lease.meta.title.namespace == namespace);
+        let lease = lease.filter(|lease| lease.record.title.namespace == namespace);
         let meta = match lease {
-            Some(lease) if lease.stage == Stage::Held => &mut lease.meta,
+            Some(lease) if lease.stage == Stage::Live => &mut lease.record,
             _ => return Err(RetainedRefusal::Missing),
         };
         let after = Content::Committed { token, checksum };
@@ -545,27 +548,27 @@ impl Leases {
     ///
     /// # Errors
     /// What the tenant is answered.
-    pub fn discard(&mut self, asker: Asker, id: LeaseId) -> Result<Vec<Effect>, RetainedRefusal> {
+    pub fn discard(&mut self, asker: Caller, id: LeaseId) -> Result<Vec<Effect>, RetainedRefusal> {
         let (pod, _) = self
-            .whereabouts(asker)
+            .pod_and_namespace(asker)
             .ok_or(RetainedRefusal::Unavailable)?;
-        if !self.heard {
+        if !self.store_connected {
             return Err(RetainedRefusal::Unavailable);
         }
         let lease = self.leases.get_mut(&id);
         let lease = lease
-            .filter(|lease| lease.stage == Stage::Held && lease.meta.openers.contains(&pod))
+            .filter(|lease| lease.stage == Stage::Live && lease.record.openers.contains(&pod))
             .ok_or(RetainedRefusal::Missing)?;
-        if let Content::Writing(writer) = &lease.meta.content
+        if let Content::Writing(writer) = &lease.record.content
             && writer.process != asker.process
         {
             return Err(RetainedRefusal::Fenced);
         }
         let mut effects = Vec::new();
-        if lease.meta.openers.iter().any(|opener| *opener != pod) {
-            lease.meta.content = Content::Abandoned;
-            lease.meta.openers.remove(&pod);
-            effects.push(Effect::Update(id, Box::new(lease.meta.clone())));
+        if lease.record.openers.iter().any(|opener| *opener != pod) {
+            lease.record.content = Content::Discarded;
+            lease.record.openers.remove(&pod);
+            effects.push(Effect::Update(id, Box::new(lease.record.clone())));
         } else {
             self.release(id, &mut effects);
         }
@@ -573,16 +576,16 @@ impl Leases {
     }
 
     /// A process image ended, or the agent does nothing more for it: what it was writing is discarded.
-    pub fn ended(&mut self, process: Process) -> Vec<Effect> {
+    pub fn process_ended(&mut self, process: Process) -> Vec<Effect> {
         let mut effects = Vec::new();
-        self.end_writers(|writer| writer.process == process, &mut effects);
+        self.release_writers(|writer| writer.process == process, &mut effects);
         effects
     }
 
     /// It is so late: what writers whose time is over were writing is discarded.
-    pub fn late(&mut self, now: Moment) -> Vec<Effect> {
+    pub fn expire_writers(&mut self, now: BootTime) -> Vec<Effect> {
         let mut effects = Vec::new();
-        self.end_writers(|writer| writer.until <= now, &mut effects);
+        self.release_writers(|writer| writer.until <= now, &mut effects);
         effects
     }
 
@@ -590,10 +593,10 @@ impl Leases {
     pub fn writers(&self) -> BTreeSet<Process> {
         let leases = self.leases.values();
         leases
-            .filter(|lease| matches!(lease.stage, Stage::Making | Stage::Held))
-            .filter_map(|lease| match &lease.meta.content {
+            .filter(|lease| matches!(lease.stage, Stage::Creating | Stage::Live))
+            .filter_map(|lease| match &lease.record.content {
                 Content::Writing(writer) => Some(writer.process),
-                Content::Committed { .. } | Content::Abandoned => None,
+                Content::Committed { .. } | Content::Discarded => None,
             })
             .collect()
     }
@@ -604,20 +607,24 @@ impl Leases {
     }
 
     /// Whether the vault may have something of a GPU.
-    pub fn are_on(&self, gpu: &GpuUuid) -> bool {
+    pub fn has_leases_on(&self, gpu: &GpuUuid) -> bool {
         let mut leases = self.leases.values();
-        leases.any(|lease| lease.meta.title.gpu == *gpu)
-            || self.unread.values().flatten().any(|(at, _)| at == gpu)
+        leases.any(|lease| lease.record.title.gpu == *gpu)
+            || self.unreadable.values().flatten().any(|(at, _)| at == gpu)
     }
 
     /// Whether the vault has a lease that this agent cannot read.
-    pub fn is_unread(&self, id: LeaseId) -> bool {
-        self.unread.contains_key(&id)
+    pub fn is_unreadable(&self, id: LeaseId) -> bool {
+        self.unreadable.contains_key(&id)
     }
 
     /// The node as it stands now: leases whose last opener is gone end, and what has no owner any more is the
     /// node's to account for. Containers are `charged` for these.
-    pub fn stand(&mut self, node: Node, charged: &Charged) -> (Turn, Vec<Effect>) {
+    pub fn reconcile(
+        &mut self,
+        node: NodeView,
+        charged: &ChargedLeases,
+    ) -> (LedgerUpdate, Vec<Effect>) {
         self.node = node;
         let mut effects = Vec::new();
         let pods: BTreeSet<PodUid> = self
@@ -627,58 +634,62 @@ impl Leases {
             .map(|container| container.pod.clone())
             .collect();
         for (id, lease) in &mut self.leases {
-            lease.meta.openers.retain(|opener| pods.contains(opener));
-            if lease.stage == Stage::Held
-                && let Some(heir) = self.node.heir(&lease.meta)
+            lease.record.openers.retain(|opener| pods.contains(opener));
+            if lease.stage == Stage::Live
+                && let Some(heir) = self.node.new_owner(&lease.record)
             {
-                lease.meta.owner = heir;
+                lease.record.owner = heir;
                 // It has it open: its pod's next container is there before this one's end, or was a moment later.
-                if lease.meta.content != Content::Abandoned {
-                    lease.meta.openers.insert(lease.meta.pod.clone());
+                if lease.record.content != Content::Discarded {
+                    lease.record.openers.insert(lease.record.pod.clone());
                 }
-                effects.push(Effect::Update(*id, Box::new(lease.meta.clone())));
+                effects.push(Effect::Update(*id, Box::new(lease.record.clone())));
             }
-            let gpu = &lease.meta.title.gpu;
+            let gpu = &lease.record.title.gpu;
             let generation = self.node.generations.get(gpu);
             let is_lost = self.drained.contains(gpu)
-                || generation.is_some_and(|generation| *generation != lease.meta.gpu_generation);
-            if lease.stage == Stage::Held && (lease.meta.openers.is_empty() || is_lost) {
-                lease.stage = Stage::Due;
+                || generation.is_some_and(|generation| *generation != lease.record.gpu_generation);
+            if lease.stage == Stage::Live && (lease.record.openers.is_empty() || is_lost) {
+                lease.stage = Stage::ReleasePending;
             }
         }
-        let mut turn = Turn::default();
+        let mut turn = LedgerUpdate::default();
         let mut orphaned = BTreeMap::<GpuUuid, BTreeMap<LeaseId, Bytes>>::new();
         for (id, lease) in &mut self.leases {
-            let Meta {
+            let LeaseRecord {
                 title,
                 bytes,
                 owner,
                 ..
-            } = &lease.meta;
+            } = &lease.record;
             match (lease.stage, self.node.containers.contains_key(owner)) {
-                (Stage::Due, true) => effects.push(Effect::Charge(*id, *owner)),
-                (Stage::Due, false) => {
+                (Stage::ReleasePending, true) => effects.push(Effect::Charge(*id, *owner)),
+                (Stage::ReleasePending, false) => {
                     // With what it had without an owner the ledger does the same by itself.
-                    let left = if lease.orphaned { Bytes::ZERO } else { *bytes };
-                    turn.left.push((*id, title.gpu.clone(), left));
-                    lease.stage = Stage::Told;
+                    let left = if lease.is_orphaned {
+                        Bytes::ZERO
+                    } else {
+                        *bytes
+                    };
+                    turn.unreclaimed.push((*id, title.gpu.clone(), left));
+                    lease.stage = Stage::ReleaseReported;
                 }
-                (Stage::Making | Stage::Held, false) => {
+                (Stage::Creating | Stage::Live, false) => {
                     // Where the vault is away the ledger is not told.
-                    lease.charged = self.heard;
-                    lease.orphaned = self.heard;
+                    lease.is_charged = self.store_connected;
+                    lease.is_orphaned = self.store_connected;
                     let of_gpu = orphaned.entry(title.gpu.clone()).or_default();
                     of_gpu.insert(*id, *bytes);
                 }
-                (Stage::Making | Stage::Held, true) => {
+                (Stage::Creating | Stage::Live, true) => {
                     let its = charged.get(owner);
-                    lease.charged = its.is_some_and(|leases| leases.contains_key(id));
-                    lease.orphaned = false;
+                    lease.is_charged = its.is_some_and(|leases| leases.contains_key(id));
+                    lease.is_orphaned = false;
                 }
-                (Stage::Told | Stage::Charged, _) => {}
+                (Stage::ReleaseReported | Stage::Releasing, _) => {}
             }
         }
-        for (id, extent) in &self.unread {
+        for (id, extent) in &self.unreadable {
             let Some((gpu, bytes)) = extent else { continue };
             if self.drained.contains(gpu) {
                 effects.push(Effect::Drop(*id));
@@ -689,91 +700,99 @@ impl Leases {
                 of_gpu.insert(*id, *bytes);
             }
         }
-        turn.orphaned = self.heard.then_some(orphaned);
+        turn.orphaned = self.store_connected.then_some(orphaned);
         (turn, effects)
     }
 
     /// A lease's bytes are charged as what the dead exported, on record: its descriptor may go.
-    pub fn charged(&mut self, id: LeaseId) -> Option<Effect> {
+    pub fn confirm_charged(&mut self, id: LeaseId) -> Option<Effect> {
         let lease = self.leases.get_mut(&id)?;
-        let is_due = matches!(lease.stage, Stage::Due | Stage::Told);
-        lease.stage = if is_due { Stage::Charged } else { lease.stage };
-        (is_due && self.heard).then_some(Effect::Drop(id))
+        let is_due = matches!(lease.stage, Stage::ReleasePending | Stage::ReleaseReported);
+        lease.stage = if is_due {
+            Stage::Releasing
+        } else {
+            lease.stage
+        };
+        (is_due && self.store_connected).then_some(Effect::Drop(id))
     }
 
     /// The vault has closed a lease's descriptor.
-    pub fn dropped(&mut self, id: LeaseId) {
-        self.unread.remove(&id);
-        if self.leases.get(&id).map(|lease| lease.stage) == Some(Stage::Charged) {
+    pub fn confirm_dropped(&mut self, id: LeaseId) {
+        self.unreadable.remove(&id);
+        if self.leases.get(&id).map(|lease| lease.stage) == Some(Stage::Releasing) {
             self.leases.remove(&id);
         }
     }
 
     /// The vault can hold so many leases in all.
-    pub fn set_room(&mut self, most: usize) {
-        self.most = Some(most);
+    pub fn set_capacity(&mut self, most: usize) {
+        self.capacity = Some(most);
     }
 
     /// The vault is away: nothing is known of its descriptors any more.
-    pub fn vault_lost(&mut self) {
-        self.heard = false;
+    pub fn store_disconnected(&mut self) {
+        self.store_connected = false;
     }
 
     /// What the vault has, with what it keeps beside it: that counts, whatever stood here. Leases that are not in it are
     /// lost with their memory. Of who `lives` not what they were writing is discarded.
-    pub fn heard(
+    pub fn resync(
         &mut self,
-        held: BTreeMap<LeaseId, Heard>,
+        held: BTreeMap<LeaseId, StoredRecord>,
         lives: impl Fn(Process) -> bool,
     ) -> Vec<Effect> {
-        self.heard = true;
-        self.unread.clear();
+        self.store_connected = true;
+        self.unreadable.clear();
         let mut effects = Vec::new();
         let known: Vec<LeaseId> = self.leases.keys().copied().collect();
         for id in known {
             let stage = self.leases.get(&id).map(|lease| lease.stage);
             match stage {
-                Some(Stage::Held) if !held.contains_key(&id) => self.release(id, &mut effects),
-                Some(Stage::Charged) if !held.contains_key(&id) => drop(self.leases.remove(&id)),
+                Some(Stage::Live) if !held.contains_key(&id) => self.release(id, &mut effects),
+                Some(Stage::Releasing) if !held.contains_key(&id) => drop(self.leases.remove(&id)),
                 _ => {}
             }
         }
         for (id, heard) in held {
             match (self.leases.get_mut(&id), heard) {
-                (Some(lease), _) if lease.stage == Stage::Charged => effects.push(Effect::Drop(id)),
-                (Some(lease), Heard::Read(meta)) if lease.stage == Stage::Held => lease.meta = meta,
+                (Some(lease), _) if lease.stage == Stage::Releasing => {
+                    effects.push(Effect::Drop(id))
+                }
+                (Some(lease), StoredRecord::Read(meta)) if lease.stage == Stage::Live => {
+                    lease.record = meta
+                }
                 (Some(_), _) => {}
-                (None, Heard::Read(meta)) => {
+                (None, StoredRecord::Read(meta)) => {
                     let lease = Lease {
-                        meta,
-                        stage: Stage::Held,
-                        charged: false,
-                        orphaned: false,
+                        record: meta,
+                        stage: Stage::Live,
+                        is_charged: false,
+                        is_orphaned: false,
                     };
                     self.leases.insert(id, lease);
                 }
-                (None, Heard::Unread { extent, why: _ }) => {
-                    self.unread.insert(id, extent);
+                (None, StoredRecord::Unreadable { extent, why: _ }) => {
+                    self.unreadable.insert(id, extent);
                 }
             }
         }
-        self.end_replaced(&mut effects);
-        self.end_writers(|writer| !lives(writer.process), &mut effects);
+        self.release_replaced(&mut effects);
+        self.release_writers(|writer| !lives(writer.process), &mut effects);
         effects
     }
 
     /// What of a GPU the vault keeps, by lease: no process is charged for it, and somebody is. Nothing while the vault
     /// is away: its descriptors may be closed.
-    pub fn living(&self) -> BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> {
+    pub fn live_leases(&self) -> BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> {
         let mut living: BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> = BTreeMap::new();
-        if self.heard {
+        if self.store_connected {
             for (id, lease) in &self.leases {
-                if lease.stage == Stage::Held && lease.charged {
-                    let of_gpu = living.entry(lease.meta.title.gpu.clone()).or_default();
-                    of_gpu.insert(*id, lease.meta.bytes);
+                if lease.stage == Stage::Live && lease.is_charged {
+                    let of_gpu = living.entry(lease.record.title.gpu.clone()).or_default();
+                    of_gpu.insert(*id, lease.record.bytes);
                 }
             }
-            for (id, extent) in &self.unread {
+            for (id, extent) in &self.unreadable {
                 if let Some((gpu, bytes)) = extent {
                     living.entry(gpu.clone()).or_default().insert(*id, *bytes);
                 }
@@ -785,16 +804,16 @@ impl Leases {
     /// Who is charged for a lease as one.
     pub fn owner(&self, id: LeaseId) -> Option<AllocationId> {
         let lease = self.leases.get(&id)?;
-        let is_one = !matches!(lease.stage, Stage::Told | Stage::Charged);
-        is_one.then_some(lease.meta.owner)
+        let is_one = !matches!(lease.stage, Stage::ReleaseReported | Stage::Releasing);
+        is_one.then_some(lease.record.owner)
     }
 
     /// Where a lease is, and what it has.
     pub fn extent(&self, id: LeaseId) -> Option<(GpuUuid, Bytes)> {
-        if let Some(extent) = self.unread.get(&id) {
+        if let Some(extent) = self.unreadable.get(&id) {
             return extent.clone();
         }
-        let Meta { title, bytes, .. } = &self.leases.get(&id)?.meta;
+        let LeaseRecord { title, bytes, .. } = &self.leases.get(&id)?.record;
         Some((title.gpu.clone(), *bytes))
     }
 
@@ -804,90 +823,91 @@ impl Leases {
     }
 
     /// Whom each lease that may be used is charged to.
-    pub fn owned(&self) -> BTreeMap<LeaseId, (AllocationId, GpuUuid, Bytes)> {
+    pub fn lease_owners(&self) -> BTreeMap<LeaseId, (AllocationId, GpuUuid, Bytes)> {
         let leases = self.leases.iter();
         leases
-            .filter(|(_, lease)| matches!(lease.stage, Stage::Making | Stage::Held))
+            .filter(|(_, lease)| matches!(lease.stage, Stage::Creating | Stage::Live))
             .map(|(id, lease)| {
-                let Meta { owner, bytes, .. } = lease.meta;
-                (*id, (owner, lease.meta.title.gpu.clone(), bytes))
+                let LeaseRecord { owner, bytes, .. } = lease.record;
+                (*id, (owner, lease.record.title.gpu.clone(), bytes))
             })
             .collect()
     }
 
     /// The pod and the namespace of who asks, if its container is bound and they are known.
-    fn whereabouts(&self, asker: Asker) -> Option<(PodUid, String)> {
-        let Standing { pod, namespace, .. } = self.node.containers.get(&asker.allocation)?;
+    fn pod_and_namespace(&self, asker: Caller) -> Option<(PodUid, String)> {
+        let ContainerBinding { pod, namespace, .. } =
+            self.node.containers.get(&asker.allocation)?;
         Some((pod.clone(), namespace.clone()?))
     }
 
     /// How much more of a GPU may be open in pods that do not own it, of the leases of a namespace: when an owner's pod
     /// ends nobody's quota has its lease any more, so all of these together have no more than its pods may use.
-    fn to_share(&self, title: &Title) -> Bytes {
+    fn shareable_bytes(&self, title: &LeaseKey) -> Bytes {
         let quotas = self.node.quotas.get(&title.namespace);
         let quota = quotas.and_then(|quotas| quotas.get(&title.gpu));
         let shared = self.leases.values().filter(|lease| {
-            let its = &lease.meta.title;
-            lease.stage == Stage::Held
-                && lease.meta.is_shared()
+            let its = &lease.record.title;
+            lease.stage == Stage::Live
+                && lease.record.is_shared()
                 && (&its.namespace, &its.gpu) == (&title.namespace, &title.gpu)
         });
-        let shared = shared.fold(0_u64, |sum, lease| sum.saturating_add(lease.meta.bytes.0));
+        let shared = shared.fold(0_u64, |sum, lease| sum.saturating_add(lease.record.bytes.0));
         Bytes(quota.map_or(0, |quota| quota.0.saturating_sub(shared)))
     }
 
     /// Whether a namespace may have one more lease: it leaves as much of the vault to others as it has itself. What is
     /// on its way out counts as well, for the vault has it still.
     fn is_within_share(&self, namespace: &str) -> bool {
-        let Some(most) = self.most else {
+        let Some(most) = self.capacity else {
             return true;
         };
         let leases = self.leases.values();
-        let its = leases.filter(|lease| lease.meta.title.namespace == namespace);
+        let its = leases.filter(|lease| lease.record.title.namespace == namespace);
         its.count() < most.saturating_sub(self.leases.len())
     }
 
-    fn find(&mut self, title: &Title) -> Option<(LeaseId, &mut Lease)> {
+    fn find(&mut self, title: &LeaseKey) -> Option<(LeaseId, &mut Lease)> {
         let mut leases = self.leases.iter_mut();
         let found = leases.find(|(_, lease)| {
-            lease.meta.title == *title
-                && matches!(lease.stage, Stage::Making | Stage::Held)
-                && lease.meta.content != Content::Abandoned
+            lease.record.title == *title
+                && matches!(lease.stage, Stage::Creating | Stage::Live)
+                && lease.record.content != Content::Discarded
         });
         found.map(|(id, lease)| (*id, lease))
     }
 
     /// A lease is begun where none of its title is found: others of the title were given up before, by an agent that
     /// did not live to see them closed.
-    fn end_replaced(&mut self, effects: &mut Vec<Effect>) {
+    fn release_replaced(&mut self, effects: &mut Vec<Effect>) {
         let found = self.leases.iter().filter(|(_, lease)| {
-            matches!(lease.stage, Stage::Making | Stage::Held)
-                && lease.meta.content != Content::Abandoned
+            matches!(lease.stage, Stage::Creating | Stage::Live)
+                && lease.record.content != Content::Discarded
         });
         let mut newest = BTreeMap::new();
         // In the order of their numbers.
         let replaced: Vec<LeaseId> = found
-            .filter_map(|(id, lease)| newest.insert(&lease.meta.title, *id))
+            .filter_map(|(id, lease)| newest.insert(&lease.record.title, *id))
             .collect();
         for id in replaced {
             self.release(id, effects);
         }
     }
 
-    fn end_writers(&mut self, is_over: impl Fn(&Writer) -> bool, effects: &mut Vec<Effect>) {
+    fn release_writers(&mut self, is_over: impl Fn(&Writer) -> bool, effects: &mut Vec<Effect>) {
         let over: Vec<LeaseId> = self
             .leases
             .iter()
             .filter(
-                |(_, lease)| matches!(&lease.meta.content, Content::Writing(writer) if is_over(writer)),
+                |(_, lease)| matches!(&lease.record.content, Content::Writing(writer) if is_over(writer)),
             )
             .map(|(id, _)| *id)
             .collect();
         for id in over {
             match self.leases.get_mut(&id) {
                 // Its end is waited for: who makes it asks what became of it.
-                Some(lease) if lease.stage == Stage::Making => {
-                    lease.meta.content = Content::Abandoned;
+                Some(lease) if lease.stage == Stage::Creating => {
+                    lease.record.content = Content::Discarded;
                 }
                 _ => self.release(id, effects),
             }
@@ -899,9 +919,9 @@ impl Leases {
         let Some(lease) = self.leases.get_mut(&id) else {
             return;
         };
-        if matches!(lease.stage, Stage::Making | Stage::Held) {
-            lease.stage = Stage::Due;
-            let owner = lease.meta.owner;
+        if matches!(lease.stage, Stage::Creating | Stage::Live) {
+            lease.stage = Stage::ReleasePending;
+            let owner = lease.record.owner;
             if self.node.containers.contains_key(&owner) {
                 effects.push(Effect::Charge(id, owner));
             }

@@ -27,23 +27,23 @@ use crate::node::host::find_driver;
 use crate::units::{Bytes, GpuUuid};
 
 /// How long a worker may take to have the driver and its GPU.
-const START: Duration = Duration::from_secs(20);
+const START_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How long the driver may take to make memory: it waits for what is scrubbed, 141 GiB in half a second (F6).
-const CREATE: Duration = Duration::from_secs(10);
+const CREATE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What the driver scrubs in a second, at the least.
-const SCRUBBED: u64 = 100 << 30;
+const MIN_SCRUB_RATE: u64 = 100 << 30;
 
 /// How long a worker may take to die.
-const DEATH: Duration = Duration::from_secs(2);
+const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The shortest and the longest pause after a worker that did not start.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
+const RESTART_BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
 
 /// Why a worker did not do what it was asked.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum WorkerError {
+pub enum ProvisionerError {
     /// The driver said no.
     #[error("{call} answered {code}")]
     Driver {
@@ -54,10 +54,10 @@ pub enum WorkerError {
     },
     /// It could not be started, or has died, and with it what it made.
     #[error("no worker: {0}")]
-    Dead(String),
+    Exited(String),
     /// It did not answer, and lives on.
     #[error("the worker hangs in the driver")]
-    Stuck,
+    Hung,
 }
 
 /// How workers are run.
@@ -77,10 +77,10 @@ impl Program {
         let mut command = Command::new(&self.path);
         command.env("CUDA_VISIBLE_DEVICES", gpu.as_str());
         // Another user than the agent's can read neither its service account's token nor what else is root's on the host.
-        if let Some(user) = self.driver.worker_user {
+        if let Some(user) = self.driver.provisioner_user {
             command.uid(user).gid(user);
         }
-        match self.link() {
+        match self.link_driver() {
             Ok(()) => drop(command.env("LD_LIBRARY_PATH", &self.libraries)),
             // The system may know it.
             Err(error) => warn!(%error, "driver not linked for the worker"),
@@ -95,7 +95,7 @@ impl Program {
     }
 
     /// The agent sees the driver below the host's root, where no loader looks.
-    fn link(&self) -> io::Result<()> {
+    fn link_driver(&self) -> io::Result<()> {
         let driver = find_driver(&self.driver).map_err(io::Error::other)?;
         // Several start at the same time.
         let fresh = self
@@ -109,22 +109,22 @@ impl Program {
 }
 
 struct Job {
-    call: ProvisionerRequest,
-    patience: Duration,
-    reply: oneshot::Sender<Answer>,
+    request: ProvisionerRequest,
+    timeout: Duration,
+    reply: oneshot::Sender<JobResult>,
 }
 
-type Answer = Result<(ProvisionerResponse, Option<OwnedFd>), WorkerError>;
+type JobResult = Result<(ProvisionerResponse, Option<OwnedFd>), ProvisionerError>;
 
 /// A GPU's thread. It ends its worker, and itself, when nobody can give it jobs any more.
-struct Thread {
+struct ProvisionerThread {
     jobs: Sender<Job>,
-    life: JoinHandle<()>,
+    join: JoinHandle<()>,
 }
 
 #[derive(Default)]
 struct Threads {
-    running: BTreeMap<GpuUuid, Thread>,
+    running: BTreeMap<GpuUuid, ProvisionerThread>,
     /// Those of GPUs that are drained or gone, until they have ended.
     ending: BTreeMap<GpuUuid, JoinHandle<()>>,
     /// GPUs that nobody is to hold.
@@ -133,56 +133,63 @@ struct Threads {
 
 impl Threads {
     /// Ends the workers of these GPUs, and their threads.
-    fn end(&mut self, ends: impl Fn(&GpuUuid) -> bool) {
+    fn end_where(&mut self, ends: impl Fn(&GpuUuid) -> bool) {
         self.ending.retain(|_, life| !life.is_finished());
         let ended = self.running.extract_if(.., |gpu, _| ends(gpu));
-        self.ending
-            .extend(ended.map(|(gpu, Thread { jobs: _, life })| (gpu, life)));
+        self.ending.extend(ended.map(
+            |(
+                gpu,
+                ProvisionerThread {
+                    jobs: _,
+                    join: life,
+                },
+            )| (gpu, life),
+        ));
     }
 
-    fn holds(&self, gpu: &GpuUuid) -> bool {
+    fn may_hold(&self, gpu: &GpuUuid) -> bool {
         let ending = self.ending.get(gpu);
         self.running.contains_key(gpu) || ending.is_some_and(|life| !life.is_finished())
     }
 }
 
 /// The workers.
-pub struct Workers {
+pub struct Provisioners {
     program: Program,
     threads: Mutex<Threads>,
-    stuck: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
+    hung: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
 }
 
-impl Workers {
+impl Provisioners {
     /// None runs yet.
-    pub fn new(program: Program) -> Workers {
-        Workers {
+    pub fn new(program: Program) -> Provisioners {
+        Provisioners {
             program,
             threads: Mutex::default(),
-            stuck: Arc::new(watch::channel(BTreeSet::new()).0),
+            hung: Arc::new(watch::channel(BTreeSet::new()).0),
         }
     }
 
     /// The GPUs whose worker hangs.
-    pub fn stuck(&self) -> watch::Receiver<BTreeSet<GpuUuid>> {
-        self.stuck.subscribe()
+    pub fn hung(&self) -> watch::Receiver<BTreeSet<GpuUuid>> {
+        self.hung.subscribe()
     }
 
     /// Memory of a GPU: its descriptor is the only thing that keeps it.
     ///
     /// # Errors
-    /// [`WorkerError`]. But for [`WorkerError::Stuck`] there is no such memory then.
-    pub async fn create(&self, gpu: &GpuUuid, bytes: Bytes) -> Result<OwnedFd, WorkerError> {
+    /// [`ProvisionerError`]. But for [`WorkerError::Hung`] there is no such memory then.
+    pub async fn create(&self, gpu: &GpuUuid, bytes: Bytes) -> Result<OwnedFd, ProvisionerError> {
         let call = ProvisionerRequest::Create { bytes: bytes.0 };
-        match self.ask(gpu, call, CREATE).await? {
+        match self.ask(gpu, call, CREATE_TIMEOUT).await? {
             (ProvisionerResponse::Created { bytes: made }, Some(fd)) if made == bytes.0 => Ok(fd),
-            (other, _) => Err(WorkerError::Dead(format!("it answered {other:?}"))),
+            (other, _) => Err(ProvisionerError::Exited(format!("it answered {other:?}"))),
         }
     }
 
     /// Waits until the driver has scrubbed what was freed, so that the next create is quick.
-    pub async fn sweep(&self, gpu: &GpuUuid, bytes: Bytes) {
-        let patience = CREATE + Duration::from_secs(bytes.0 / SCRUBBED);
+    pub async fn await_scrub(&self, gpu: &GpuUuid, bytes: Bytes) {
+        let patience = CREATE_TIMEOUT + Duration::from_secs(bytes.0 / MIN_SCRUB_RATE);
         let swept = self
             .ask(
                 gpu,
@@ -198,13 +205,13 @@ impl Workers {
     /// The workers of these GPUs end, and none is started there before they are no more among them.
     pub fn drain(&self, gpus: BTreeSet<GpuUuid>) {
         let mut threads = self.threads();
-        threads.end(|gpu| gpus.contains(gpu));
+        threads.end_where(|gpu| gpus.contains(gpu));
         threads.drained = gpus;
     }
 
     /// Ends the workers of all other GPUs: a new MIG instance has a new UUID.
-    pub fn keep_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
-        self.threads().end(|gpu| !gpus.contains(gpu));
+    pub fn retain_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
+        self.threads().end_where(|gpu| !gpus.contains(gpu));
     }
 
     /// Whether nobody is to hold a GPU.
@@ -213,25 +220,25 @@ impl Workers {
     }
 
     /// Whether a GPU has a worker, or may have.
-    pub fn holds(&self, gpu: &GpuUuid) -> bool {
-        self.threads().holds(gpu)
+    pub fn may_hold(&self, gpu: &GpuUuid) -> bool {
+        self.threads().may_hold(gpu)
     }
 
     fn threads(&self) -> MutexGuard<'_, Threads> {
         self.threads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn ask(&self, gpu: &GpuUuid, call: ProvisionerRequest, patience: Duration) -> Answer {
+    async fn ask(&self, gpu: &GpuUuid, call: ProvisionerRequest, patience: Duration) -> JobResult {
         let (reply, answer) = oneshot::channel();
         let job = Job {
-            call,
-            patience,
+            request: call,
+            timeout: patience,
             reply,
         };
         let thread = self
             .thread(gpu)
-            .map_err(|error| WorkerError::Dead(error.to_string()))?;
-        let gone = || WorkerError::Dead("its thread has ended".to_owned());
+            .map_err(|error| ProvisionerError::Exited(error.to_string()))?;
+        let gone = || ProvisionerError::Exited("its thread has ended".to_owned());
         thread.send(job).map_err(|_| gone())?;
         answer.await.unwrap_or_else(|_| Err(gone()))
     }
@@ -241,7 +248,7 @@ impl Workers {
         if let Some(thread) = threads.running.get(gpu) {
             return Ok(thread.jobs.clone());
         }
-        if threads.drained.contains(gpu) || threads.holds(gpu) {
+        if threads.drained.contains(gpu) || threads.may_hold(gpu) {
             return Err(io::Error::other(format!(
                 "{gpu} is drained, or its last worker has not ended"
             )));
@@ -251,17 +258,17 @@ impl Workers {
             gpu: gpu.clone(),
             program: self.program.clone(),
             worker: None,
-            dying: None,
-            pause: PAUSE.0,
-            not_before: None,
-            stuck: Arc::clone(&self.stuck),
+            killed: None,
+            backoff: RESTART_BACKOFF.0,
+            retry_after: None,
+            hung: Arc::clone(&self.hung),
         };
         let life = std::thread::Builder::new()
             .name("worker".to_owned())
             .spawn(move || supervisor.run(&received))?;
-        let thread = Thread {
+        let thread = ProvisionerThread {
             jobs: jobs.clone(),
-            life,
+            join: life,
         };
         threads.running.insert(gpu.clone(), thread);
         Ok(jobs)
@@ -272,16 +279,16 @@ impl Workers {
 struct Supervisor {
     gpu: GpuUuid,
     program: Program,
-    worker: Option<Worker>,
+    worker: Option<Provisioner>,
     /// One that was killed and has not ended.
-    dying: Option<Child>,
-    pause: Duration,
+    killed: Option<Child>,
+    backoff: Duration,
     /// No other is started before, and why.
-    not_before: Option<(Instant, WorkerError)>,
-    stuck: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
+    retry_after: Option<(Instant, ProvisionerError)>,
+    hung: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
 }
 
-struct Worker {
+struct Provisioner {
     child: Child,
     socket: UnixStream,
 }
@@ -289,41 +296,41 @@ struct Worker {
 impl Supervisor {
     fn run(mut self, jobs: &Receiver<Job>) {
         loop {
-            match jobs.recv_timeout(DEATH) {
+            match jobs.recv_timeout(KILL_TIMEOUT) {
                 Ok(Job {
-                    call,
-                    patience,
+                    request: call,
+                    timeout: patience,
                     reply,
                 }) => {
-                    let _ = reply.send(self.answer(call, patience));
+                    let _ = reply.send(self.run_job(call, patience));
                 }
-                Err(RecvTimeoutError::Timeout) => self.mourn(),
+                Err(RecvTimeoutError::Timeout) => self.reap(),
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
         self.kill();
         // Where the whole agent ends nobody waits for this.
-        while self.dying.is_some() {
-            std::thread::sleep(DEATH);
-            self.mourn();
+        while self.killed.is_some() {
+            std::thread::sleep(KILL_TIMEOUT);
+            self.reap();
         }
     }
 
-    fn answer(&mut self, call: ProvisionerRequest, patience: Duration) -> Answer {
-        self.mourn();
-        if self.dying.is_some() {
-            return Err(WorkerError::Stuck);
+    fn run_job(&mut self, call: ProvisionerRequest, patience: Duration) -> JobResult {
+        self.reap();
+        if self.killed.is_some() {
+            return Err(ProvisionerError::Hung);
         }
         // One that died since it was asked last is no news to who asks now.
         let was_there = self.worker.is_some();
-        match self.attempt(call, patience) {
-            Err(WorkerError::Dead(_)) if was_there => self.attempt(call, patience),
+        match self.try_job(call, patience) {
+            Err(ProvisionerError::Exited(_)) if was_there => self.try_job(call, patience),
             answer => answer,
         }
     }
 
-    fn attempt(&mut self, call: ProvisionerRequest, patience: Duration) -> Answer {
-        let worker = self.worker()?;
+    fn try_job(&mut self, call: ProvisionerRequest, patience: Duration) -> JobResult {
+        let worker = self.ensure_started()?;
         let asked = worker
             .socket
             .set_read_timeout(Some(patience))
@@ -331,17 +338,17 @@ impl Supervisor {
             .and_then(|()| receive_message::<ProvisionerResponse>(&worker.socket));
         match asked {
             Ok((ProvisionerResponse::Failed { code, call }, _)) => {
-                Err(WorkerError::Driver { code, call })
+                Err(ProvisionerError::Driver { code, call })
             }
             Ok(answer) => Ok(answer),
-            Err(error) => Err(self.give_up(&error)),
+            Err(error) => Err(self.kill_after(&error)),
         }
     }
 
     /// The worker, started where there is none.
-    fn worker(&mut self) -> Result<&Worker, WorkerError> {
+    fn ensure_started(&mut self) -> Result<&Provisioner, ProvisionerError> {
         if self.worker.is_none() {
-            if let Some((until, why)) = &self.not_before
+            if let Some((until, why)) = &self.retry_after
                 && Instant::now() < *until
             {
                 return Err(why.clone());
@@ -349,29 +356,29 @@ impl Supervisor {
             match self.start() {
                 Ok(worker) => {
                     info!(gpu = %self.gpu, pid = worker.child.id(), "worker started");
-                    (self.pause, self.not_before) = (PAUSE.0, None);
+                    (self.backoff, self.retry_after) = (RESTART_BACKOFF.0, None);
                     self.worker = Some(worker);
                 }
                 Err(error) => {
                     warn!(gpu = %self.gpu, %error, "worker not started");
-                    self.not_before = Some((Instant::now() + self.pause, error.clone()));
-                    self.pause = (self.pause * 2).min(PAUSE.1);
+                    self.retry_after = Some((Instant::now() + self.backoff, error.clone()));
+                    self.backoff = (self.backoff * 2).min(RESTART_BACKOFF.1);
                     return Err(error);
                 }
             }
         }
         self.worker
             .as_ref()
-            .ok_or_else(|| WorkerError::Dead("not started".to_owned()))
+            .ok_or_else(|| ProvisionerError::Exited("not started".to_owned()))
     }
 
-    fn start(&mut self) -> Result<Worker, WorkerError> {
+    fn start(&mut self) -> Result<Provisioner, ProvisionerError> {
         let dead = |error: io::Error| {
-            WorkerError::Dead(format!("{}: {error}", self.program.path.display()))
+            ProvisionerError::Exited(format!("{}: {error}", self.program.path.display()))
         };
         let (socket, its) = UnixStream::pair().map_err(dead)?;
-        socket.set_read_timeout(Some(START)).map_err(dead)?;
-        socket.set_write_timeout(Some(DEATH)).map_err(dead)?;
+        socket.set_read_timeout(Some(START_TIMEOUT)).map_err(dead)?;
+        socket.set_write_timeout(Some(KILL_TIMEOUT)).map_err(dead)?;
         let mut command = self.program.command(&self.gpu);
         command
             .args(["--gpu", self.gpu.as_str()])
@@ -381,42 +388,42 @@ impl Supervisor {
         // Its end of the socket is in the command too: while that is open here its death goes unnoticed.
         drop(command);
         let ready = receive_message::<ProvisionerResponse>(&socket);
-        self.worker = Some(Worker { child, socket });
+        self.worker = Some(Provisioner { child, socket });
         match ready {
             Ok((ProvisionerResponse::Ready { .. }, _)) => {}
             Ok((ProvisionerResponse::Failed { code, call }, _)) => {
                 self.kill();
-                return Err(WorkerError::Driver { code, call });
+                return Err(ProvisionerError::Driver { code, call });
             }
             Ok((other, _)) => {
                 self.kill();
-                return Err(WorkerError::Dead(format!("it began with {other:?}")));
+                return Err(ProvisionerError::Exited(format!("it began with {other:?}")));
             }
-            Err(error) => return Err(self.give_up(&error)),
+            Err(error) => return Err(self.kill_after(&error)),
         }
         self.worker
             .take()
-            .ok_or_else(|| WorkerError::Dead("killed".to_owned()))
+            .ok_or_else(|| ProvisionerError::Exited("killed".to_owned()))
     }
 
     /// The worker makes no sense any more, or does not answer: it ends, or hangs.
-    fn give_up(&mut self, error: &io::Error) -> WorkerError {
+    fn kill_after(&mut self, error: &io::Error) -> ProvisionerError {
         warn!(gpu = %self.gpu, %error, "worker given up");
         self.kill();
-        match self.dying {
-            Some(_) => WorkerError::Stuck,
-            None => WorkerError::Dead(error.to_string()),
+        match self.killed {
+            Some(_) => ProvisionerError::Hung,
+            None => ProvisionerError::Exited(error.to_string()),
         }
     }
 
     /// Kills the worker, and waits for its end, not for ever.
     fn kill(&mut self) {
-        let Some(Worker { mut child, socket }) = self.worker.take() else {
+        let Some(Provisioner { mut child, socket }) = self.worker.take() else {
             return;
         };
         drop(socket);
         let _ = child.kill();
-        let until = Instant::now() + DEATH;
+        let until = Instant::now() + KILL_TIMEOUT;
         while Instant::now() < until {
             if !matches!(child.try_wait(), Ok(None)) {
                 return;
@@ -424,19 +431,19 @@ impl Supervisor {
             std::thread::sleep(Duration::from_millis(5));
         }
         warn!(gpu = %self.gpu, pid = child.id(), "worker cannot be killed: it hangs in the driver");
-        self.dying = Some(child);
-        self.stuck.send_modify(|stuck| {
+        self.killed = Some(child);
+        self.hung.send_modify(|stuck| {
             stuck.insert(self.gpu.clone());
         });
     }
 
     /// Looks whether one that was killed has ended by now.
-    fn mourn(&mut self) {
-        if let Some(child) = &mut self.dying
+    fn reap(&mut self) {
+        if let Some(child) = &mut self.killed
             && !matches!(child.try_wait(), Ok(None))
         {
-            self.dying = None;
-            self.stuck.send_modify(|stuck| {
+            self.killed = None;
+            self.hung.send_modify(|stuck| {
                 stuck.remove(&self.gpu);
             });
         }
@@ -448,24 +455,24 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn worker_threads_end_with_their_gpus() {
+    async fn provisioner_threads_end_with_their_gpus() {
         let folder = tempfile::tempdir().unwrap();
-        let workers = Workers::new(Program {
+        let workers = Provisioners::new(Program {
             path: folder.path().join("no-worker"),
             driver: DriverConfig {
                 root: folder.path().to_owned(),
                 host_root: folder.path().to_owned(),
                 dev_root: folder.path().to_owned(),
                 extra_mounts: Vec::new(),
-                worker_user: None,
+                provisioner_user: None,
             },
             libraries: folder.path().join("lib"),
         });
         for number in 0..20 {
             let gpu: GpuUuid = format!("MIG-{number}").parse().unwrap();
             let created = workers.create(&gpu, Bytes::gib(1)).await;
-            assert!(matches!(created, Err(WorkerError::Dead(_))));
-            workers.keep_gpus(&BTreeSet::from([gpu.clone()]));
+            assert!(matches!(created, Err(ProvisionerError::Exited(_))));
+            workers.retain_gpus(&BTreeSet::from([gpu.clone()]));
             let threads = workers.threads();
             assert_eq!(threads.running.keys().collect::<Vec<_>>(), [&gpu]);
         }

@@ -19,18 +19,18 @@ use tracing::{info, warn};
 
 use super::provisioners::Program;
 use crate::checkpoint::Checkpoint;
-use crate::sessions::DriverCharges;
+use crate::sessions::MemorySampler;
 use crate::units::{Bytes, GpuUuid};
 
 /// How long the canary may take: it makes a context, and looks at less than 4 GiB.
-const PATIENCE: Duration = Duration::from_secs(60);
+const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What the canary takes of a GPU at the most: a context, and what it looks at
 /// (`worker/src/canary.rs`).
-pub const TAKEN: Bytes = Bytes::mib(1024 + 256);
+pub const MAX_MEMORY: Bytes = Bytes::mib(1024 + 256);
 
 /// The longest line that is read of it.
-const LONGEST_LINE: usize = 4096;
+const MAX_LINE_LENGTH: usize = 4096;
 
 /// What is known of one GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,13 +41,13 @@ pub enum Verdict {
     /// It does not.
     NotScrubbed,
     /// It was not seen: why.
-    Unseen(String),
+    Unknown(String),
 }
 
 /// What the canary prints.
 #[derive(Deserialize)]
 #[serde(tag = "verdict")]
-enum Printed {
+enum ScrubOutput {
     /// It has a context and nothing else, and waits until its input ends.
     Context {},
     Scrubbed {},
@@ -63,7 +63,7 @@ enum Printed {
 /// each GPU had.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct With {
+pub struct DriverEpoch {
     /// The driver's version.
     pub driver: String,
     /// G of the GPU, where it is known.
@@ -72,46 +72,49 @@ pub struct With {
 
 /// What was seen, on a file that a reboot takes away.
 #[derive(Debug)]
-pub struct Verdicts {
+pub struct ScrubCache {
     file: Checkpoint,
-    seen: BTreeMap<GpuUuid, (With, Verdict)>,
+    verdicts: BTreeMap<GpuUuid, (DriverEpoch, Verdict)>,
 }
 
-impl Verdicts {
+impl ScrubCache {
     /// Those that earlier agents of this boot came to.
-    pub fn of(file: Checkpoint) -> Verdicts {
+    pub fn load(file: Checkpoint) -> ScrubCache {
         let seen = file.load().ok().flatten().unwrap_or_default();
-        Verdicts { file, seen }
+        ScrubCache {
+            file,
+            verdicts: seen,
+        }
     }
 
     /// Whether a GPU clears memory as it is now; none where that was not looked at.
-    pub fn of_gpu(&self, gpu: &GpuUuid, now: &With) -> Option<&Verdict> {
-        let (with, verdict) = self.seen.get(gpu)?;
+    pub fn get(&self, gpu: &GpuUuid, now: &DriverEpoch) -> Option<&Verdict> {
+        let (with, verdict) = self.verdicts.get(gpu)?;
         (with == now).then_some(verdict)
     }
 
     /// A GPU was looked at.
-    pub fn note(&mut self, gpu: GpuUuid, with: With, verdict: Verdict) {
+    pub fn record(&mut self, gpu: GpuUuid, with: DriverEpoch, verdict: Verdict) {
         match &verdict {
             Verdict::Scrubbed => info!(%gpu, "freed memory comes back cleared"),
             other => warn!(%gpu, verdict = ?other, "no kept memory on this gpu"),
         }
-        self.seen.insert(gpu, (with, verdict));
+        self.verdicts.insert(gpu, (with, verdict));
         self.save();
     }
 
     /// Forgets the verdicts of all other GPUs.
-    pub fn keep_gpus(&mut self, gpus: &BTreeSet<GpuUuid>) {
-        let before = self.seen.len();
-        self.seen.retain(|gpu, _| gpus.contains(gpu));
-        if self.seen.len() != before {
+    pub fn retain_gpus(&mut self, gpus: &BTreeSet<GpuUuid>) {
+        let before = self.verdicts.len();
+        self.verdicts.retain(|gpu, _| gpus.contains(gpu));
+        if self.verdicts.len() != before {
             self.save();
         }
     }
 
     /// Nothing is known of a GPU any more.
     pub fn forget(&mut self, gpu: &GpuUuid) {
-        if self.seen.remove(gpu).is_some() {
+        if self.verdicts.remove(gpu).is_some() {
             self.save();
         }
     }
@@ -119,9 +122,9 @@ impl Verdicts {
     fn save(&self) {
         // What was not seen is looked at again by a successor.
         let definite: BTreeMap<_, _> = self
-            .seen
+            .verdicts
             .iter()
-            .filter(|(_, (_, verdict))| !matches!(verdict, Verdict::Unseen(_)))
+            .filter(|(_, (_, verdict))| !matches!(verdict, Verdict::Unknown(_)))
             .collect();
         if let Err(error) = self.file.save(&definite) {
             warn!(%error, "verdict not written: the next agent looks again");
@@ -131,9 +134,9 @@ impl Verdicts {
 
 /// The process that looks.
 #[derive(Debug, Default)]
-pub struct Canary(Option<Child>);
+pub struct ScrubProcess(Option<Child>);
 
-impl Canary {
+impl ScrubProcess {
     /// Whether it has ended: one that hangs in the driver does not, killed or not.
     pub fn has_ended(&mut self) -> bool {
         let status = self.0.as_mut().map(Child::try_wait);
@@ -143,40 +146,44 @@ impl Canary {
 
 /// What came of a look.
 #[derive(Debug)]
-pub struct Looked {
+pub struct ScrubCheckResult {
     /// Whether freed memory comes back cleared.
     pub verdict: Verdict,
     /// What a context takes, where NVML told.
     pub context: Option<Bytes>,
     /// The process that looked.
-    pub canary: Canary,
+    pub process: ScrubProcess,
 }
 
 /// Looks; takes up to [`PATIENCE`], and as long as `charges` takes. On a thread of its own, which
 /// nobody waits for when the agent ends.
-pub async fn look(program: Program, gpu: GpuUuid, charges: Arc<dyn DriverCharges>) -> Looked {
+pub async fn run_check(
+    program: Program,
+    gpu: GpuUuid,
+    charges: Arc<dyn MemorySampler>,
+) -> ScrubCheckResult {
     let (tell, told) = oneshot::channel();
     let looks = std::thread::Builder::new()
         .name("canary".to_owned())
         .spawn(move || {
             let mut command = program.command(&gpu);
             command.args(["canary", "--gpu", gpu.as_str()]);
-            let (mut canary, mut context) = (Canary::default(), None);
+            let (mut canary, mut context) = (ScrubProcess::default(), None);
             let measure = |pid| {
-                let look = charges.look(&gpu);
-                context = look.and_then(|look| look.charges.of(pid));
+                let look = charges.sample(&gpu);
+                context = look.and_then(|look| look.charges.bytes_of(pid));
             };
-            let verdict = run(command, PATIENCE, &mut canary, measure);
-            let _ = tell.send(Looked {
-                verdict: verdict.unwrap_or_else(Verdict::Unseen),
+            let verdict = run_process(command, CHECK_TIMEOUT, &mut canary, measure);
+            let _ = tell.send(ScrubCheckResult {
+                verdict: verdict.unwrap_or_else(Verdict::Unknown),
                 context,
-                canary,
+                process: canary,
             });
         });
-    let unseen = |why: String| Looked {
-        verdict: Verdict::Unseen(why),
+    let unseen = |why: String| ScrubCheckResult {
+        verdict: Verdict::Unknown(why),
         context: None,
-        canary: Canary::default(),
+        process: ScrubProcess::default(),
     };
     match looks {
         Ok(_) => told
@@ -187,10 +194,10 @@ pub async fn look(program: Program, gpu: GpuUuid, charges: Arc<dyn DriverCharges
 }
 
 /// Runs the canary to its end; `measure` is told its pid while it has a context and nothing else.
-fn run(
+fn run_process(
     mut command: Command,
     patience: Duration,
-    canary: &mut Canary,
+    canary: &mut ScrubProcess,
     measure: impl FnOnce(u32),
 ) -> Result<Verdict, String> {
     let child = command
@@ -200,8 +207,8 @@ fn run(
         .map_err(|error| format!("{}: {error}", command.get_program().display()))?;
     let child = canary.0.insert(child);
     let until = Instant::now() + patience;
-    let verdict =
-        hear(child, until, measure).and_then(|verdict| ended(child, until).map(|()| verdict));
+    let verdict = read_verdict(child, until, measure)
+        .and_then(|verdict| wait_for_exit(child, until).map(|()| verdict));
     if verdict.is_err() {
         // It may hang in the driver: its end is not waited for here.
         let _ = child.kill();
@@ -210,31 +217,35 @@ fn run(
 }
 
 /// What the canary says in the end.
-fn hear(child: &mut Child, until: Instant, measure: impl FnOnce(u32)) -> Result<Verdict, String> {
+fn read_verdict(
+    child: &mut Child,
+    until: Instant,
+    measure: impl FnOnce(u32),
+) -> Result<Verdict, String> {
     let input = child.stdin.take();
     let mut output = child.stdout.take().ok_or("the canary has no output")?;
-    let mut text = line(&mut output, until)?;
-    if let Ok(Printed::Context {}) = serde_json::from_str(&text) {
+    let mut text = read_line(&mut output, until)?;
+    if let Ok(ScrubOutput::Context {}) = serde_json::from_str(&text) {
         measure(child.id());
         drop(input);
-        text = line(&mut output, until)?;
+        text = read_line(&mut output, until)?;
     }
     match serde_json::from_str(&text) {
-        Ok(Printed::Scrubbed {}) => Ok(Verdict::Scrubbed),
-        Ok(Printed::NotScrubbed { old_words }) => {
+        Ok(ScrubOutput::Scrubbed {}) => Ok(Verdict::Scrubbed),
+        Ok(ScrubOutput::NotScrubbed { old_words }) => {
             warn!(old_words, "words of freed memory came back");
             Ok(Verdict::NotScrubbed)
         }
-        Ok(Printed::Failed { error }) => Err(error),
-        Ok(Printed::Context {}) => Err("the canary has a second context".to_owned()),
+        Ok(ScrubOutput::Failed { error }) => Err(error),
+        Ok(ScrubOutput::Context {}) => Err("the canary has a second context".to_owned()),
         Err(error) => Err(format!("the canary printed {text:?}: {error}")),
     }
 }
 
 /// A line of what the canary prints, as far as it goes.
-fn line(output: &mut ChildStdout, until: Instant) -> Result<String, String> {
+fn read_line(output: &mut ChildStdout, until: Instant) -> Result<String, String> {
     let mut line = Vec::new();
-    while line.len() < LONGEST_LINE {
+    while line.len() < MAX_LINE_LENGTH {
         let left = until.saturating_duration_since(Instant::now());
         let left = Timespec::try_from(left).map_err(|error| error.to_string())?;
         match poll(&mut [PollFd::new(output, PollFlags::IN)], Some(&left)) {
@@ -254,7 +265,7 @@ fn line(output: &mut ChildStdout, until: Instant) -> Result<String, String> {
 }
 
 /// Waits for the canary's end, so that it leaves no zombie.
-fn ended(child: &mut Child, until: Instant) -> Result<(), String> {
+fn wait_for_exit(child: &mut Child, until: Instant) -> Result<(), String> {
     loop {
         match child.try_wait() {
             Ok(Some(_)) => return Ok(()),
@@ -269,42 +280,42 @@ fn ended(child: &mut Child, until: Instant) -> Result<(), String> {
 mod tests {
     use super::*;
 
-    fn said(script: &str) -> Result<Verdict, String> {
+    fn verdict_of(script: &str) -> Result<Verdict, String> {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        run(
+        run_process(
             command,
             Duration::from_secs(20),
-            &mut Canary::default(),
+            &mut ScrubProcess::default(),
             |_| {},
         )
     }
 
     #[test]
-    fn canary_goes_on_once_its_context_was_measured() {
+    fn scrub_check_continues_after_measurement() {
         let mut command = Command::new("sh");
         let script = r#"echo '{"verdict":"Context"}'; read never; echo '{"verdict":"Scrubbed"}'"#;
         command.args(["-c", script]);
-        let (mut canary, mut measured) = (Canary::default(), None);
+        let (mut canary, mut measured) = (ScrubProcess::default(), None);
         let patience = Duration::from_secs(20);
-        let verdict = run(command, patience, &mut canary, |pid| measured = Some(pid));
+        let verdict = run_process(command, patience, &mut canary, |pid| measured = Some(pid));
         assert_eq!(verdict, Ok(Verdict::Scrubbed));
         assert_eq!(measured, canary.0.as_ref().map(Child::id));
     }
 
     #[test]
-    fn canary_that_prints_without_end_is_read_no_further() {
+    fn scrub_check_output_is_bounded() {
         let begun = Instant::now();
-        assert!(said("yes | tr -d '\\n'").is_err());
+        assert!(verdict_of("yes | tr -d '\\n'").is_err());
         assert!(begun.elapsed() < Duration::from_secs(20));
     }
 
     #[test]
-    fn a_canary_that_does_not_come_back_is_killed_and_leaves_no_zombie() {
+    fn hung_scrub_check_is_killed_and_reaped() {
         let mut command = Command::new("sleep");
         command.arg("60");
-        let mut canary = Canary::default();
-        assert!(run(command, Duration::from_millis(20), &mut canary, |_| {}).is_err());
+        let mut canary = ScrubProcess::default();
+        assert!(run_process(command, Duration::from_millis(20), &mut canary, |_| {}).is_err());
         let pid = canary.0.as_ref().unwrap().id();
         let until = Instant::now() + Duration::from_secs(20);
         while !canary.has_ended() && Instant::now() < until {
@@ -314,41 +325,41 @@ mod tests {
     }
 
     #[test]
-    fn only_a_canary_that_saw_cleared_memory_counts_as_one() {
+    fn only_a_scrubbed_verdict_counts_as_scrubbed() {
         let clean = r#"echo '{"verdict":"Scrubbed","rounds":12,"bytes":2097152}'"#;
-        assert_eq!(said(clean), Ok(Verdict::Scrubbed));
+        assert_eq!(verdict_of(clean), Ok(Verdict::Scrubbed));
         let dirty = r#"echo '{"verdict":"NotScrubbed","rounds":12,"bytes":2097152,"old_words":3}'"#;
-        assert_eq!(said(dirty), Ok(Verdict::NotScrubbed));
+        assert_eq!(verdict_of(dirty), Ok(Verdict::NotScrubbed));
         for other in [
             r#"echo '{"verdict":"Failed","error":"no room"}'"#,
             "exit 1",
             "echo hello",
         ] {
-            assert!(said(other).is_err(), "{other}");
+            assert!(verdict_of(other).is_err(), "{other}");
         }
     }
 
     #[test]
-    fn a_verdict_holds_for_this_driver_and_generation_and_what_was_not_seen_is_looked_at_again() {
+    fn verdict_holds_for_one_driver_and_generation() {
         let folder = tempfile::tempdir().unwrap();
-        let verdicts = || Verdicts::of(Checkpoint::new(folder.path().join("scrub.json")));
+        let verdicts = || ScrubCache::load(Checkpoint::new(folder.path().join("scrub.json")));
         let [a, b]: [GpuUuid; 2] = ["GPU-a", "GPU-b"].map(|gpu| gpu.parse().unwrap());
-        let with = |driver: &str, generation| With {
+        let with = |driver: &str, generation| DriverEpoch {
             driver: driver.to_owned(),
             generation: Some(generation),
         };
         let mut first = verdicts();
-        first.note(a.clone(), with("580", 7), Verdict::Scrubbed);
-        let busy = Verdict::Unseen("busy".to_owned());
-        first.note(b.clone(), with("580", 1), busy);
+        first.record(a.clone(), with("580", 7), Verdict::Scrubbed);
+        let busy = Verdict::Unknown("busy".to_owned());
+        first.record(b.clone(), with("580", 1), busy);
         let mut second = verdicts();
-        assert_eq!(second.of_gpu(&a, &with("580", 7)), Some(&Verdict::Scrubbed));
-        assert_eq!(second.of_gpu(&a, &with("590", 7)), None);
-        assert_eq!(second.of_gpu(&a, &with("580", 8)), None);
-        assert_eq!(second.of_gpu(&b, &with("580", 1)), None);
+        assert_eq!(second.get(&a, &with("580", 7)), Some(&Verdict::Scrubbed));
+        assert_eq!(second.get(&a, &with("590", 7)), None);
+        assert_eq!(second.get(&a, &with("580", 8)), None);
+        assert_eq!(second.get(&b, &with("580", 1)), None);
         second.forget(&a);
         for verdicts in [second, verdicts()] {
-            assert_eq!(verdicts.of_gpu(&a, &with("580", 7)), None);
+            assert_eq!(verdicts.get(&a, &with("580", 7)), None);
         }
     }
 }

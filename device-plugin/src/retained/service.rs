@@ -22,166 +22,167 @@ use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::fdstore_client::{Line, News, VaultError};
-use super::handle::{Living, Made, Note, Notes, Reply};
-use super::lease_ids::{Block, Numbers};
+use super::fdstore_client::{Connection, FdStoreError, StoreEvent};
+use super::handle::{Command, Commands, CreatedMemory, LiveLeases, Reply};
+use super::lease_ids::{IdBlock, LeaseIds};
 use super::leases::{
-    Asker, Content, Effect, Heard, Leases, Meta, Node, Open, Opened, Turn, WRITE_TIME,
+    Caller, Content, Effect, LeaseRecord, LeaseTable, LedgerUpdate, NodeView, OpenRequest, Opened,
+    StoredRecord, WRITE_TOKEN_LIFETIME,
 };
-use super::provisioners::{Program, WorkerError, Workers};
-use super::scrub_check::{self, Canary, Looked, Verdict, Verdicts, With};
-use super::status::{self, KeptStatus};
+use super::provisioners::{Program, ProvisionerError, Provisioners};
+use super::scrub_check::{self, DriverEpoch, ScrubCache, ScrubCheckResult, ScrubProcess, Verdict};
+use super::status::{self, RetainedStatus};
 use crate::clock;
-use crate::gpu::drain::Drain;
-use crate::retained::tokens::Judge;
+use crate::gpu::drain::DrainState;
+use crate::retained::tokens::TokenAuthority;
 use crate::retained::tokens::seal::NodeKey;
-use crate::sessions::pidfd::Life;
-use crate::sessions::{Membership, Process, Sessions};
+use crate::sessions::pidfd::ProcessExit;
+use crate::sessions::{ContainerResolver, Process, Sessions};
 use crate::units::{Bytes, GpuUuid, LeaseId};
 
 /// What sizes are rounded up to: the granularity of every NVIDIA GPU's memory.
 const GRANULARITY: u64 = 2 << 20;
 
 /// How large the sentinel is.
-const SENTINEL_BYTES: Bytes = Bytes(GRANULARITY);
+const KEEP_ALIVE_BYTES: Bytes = Bytes(GRANULARITY);
 
 /// After so much was given back the next create would wait for the driver (F6 in docs/facts.md).
-const SWEPT_FROM: Bytes = Bytes::gib(1);
+const SCRUB_WAIT_THRESHOLD: Bytes = Bytes::gib(1);
 
 /// From one try to see whether a GPU's memory is cleared to the next.
-const LOOK_AGAIN: Duration = Duration::from_secs(60);
+const SCRUB_CHECK_RETRY: Duration = Duration::from_secs(60);
 
 /// From one try to measure a context to the next, where NVML does not tell what a process has.
-const MEASURE_AGAIN: Duration = Duration::from_secs(3600);
+const MEASURE_RETRY: Duration = Duration::from_secs(3600);
 
 /// From one try to watch a process to the next.
-const WATCH_AGAIN: Duration = Duration::from_secs(1);
+const WATCH_RETRY: Duration = Duration::from_secs(1);
 
 /// How often what is known of all leases is told at the most: it takes longer, the more there are.
-const TELL_EVERY: Duration = Duration::from_millis(50);
+const PUBLISH_INTERVAL: Duration = Duration::from_millis(50);
 
 /// What the part works with.
-pub struct Keeper {
+pub struct LeaseService {
     /// What is handed in at the desk.
-    pub notes: Notes,
+    pub commands: Commands,
     /// What becomes of the vault; none where nothing is kept.
-    pub news: Option<mpsc::UnboundedReceiver<News>>,
+    pub store_events: Option<mpsc::UnboundedReceiver<StoreEvent>>,
     /// Who is charged.
     pub sessions: Arc<Sessions>,
     /// Who processes are.
-    pub membership: Arc<dyn Membership>,
+    pub membership: Arc<dyn ContainerResolver>,
     /// Who makes memory.
-    pub workers: Arc<Workers>,
+    pub provisioners: Arc<Provisioners>,
     /// How the canary is run.
     pub program: Program,
     /// What it saw.
-    pub verdicts: Verdicts,
+    pub scrub_cache: ScrubCache,
     /// The leases' numbers.
-    pub numbers: Numbers,
+    pub lease_ids: LeaseIds,
     /// What tokens are sealed with.
     pub key: NodeKey,
     /// What the vault keeps of each GPU.
-    pub living: watch::Sender<Living>,
+    pub live_leases: watch::Sender<LiveLeases>,
     /// The GPUs that nothing is to hold.
-    pub drain: watch::Receiver<Drain>,
+    pub drain: watch::Receiver<DrainState>,
     /// Those that nothing of this part holds any more.
-    pub let_go: watch::Sender<BTreeSet<GpuUuid>>,
+    pub released_gpus: watch::Sender<BTreeSet<GpuUuid>>,
     /// How it stands.
-    pub status: watch::Sender<KeptStatus>,
+    pub status: watch::Sender<RetainedStatus>,
 }
 
 /// What came back.
-enum Done {
+enum Completion {
     /// A lease was made, or not.
-    Made {
+    Created {
         lease: LeaseId,
         /// Its descriptor for who asked, if that was not handed out yet.
-        made: Result<Option<OwnedFd>, NotMade>,
+        made: Result<Option<OwnedFd>, CreateError>,
         reply: oneshot::Sender<Reply>,
     },
     /// The vault has closed a lease's descriptor.
     Dropped(LeaseId, GpuUuid, Bytes),
     /// A process has ended.
-    Ended(Process),
+    ProcessEnded(Process),
     /// A GPU was looked at.
-    Seen(GpuUuid, With, Looked),
+    ScrubChecked(GpuUuid, DriverEpoch, ScrubCheckResult),
     /// A sentinel was made on a GPU, or not.
-    Sentinel(GpuUuid, bool),
+    KeepAliveCreated(GpuUuid, bool),
     /// The vault has closed the sentinel.
-    NoSentinel,
+    KeepAliveClosed,
     /// A GPU may be looked at again.
-    NotSeen(GpuUuid),
+    ScrubCheckAllowed(GpuUuid),
     /// The disk was asked for numbers.
-    Numbers(Option<Block>),
+    IdsReserved(Option<IdBlock>),
     /// Nothing that anybody waits for.
     Nothing,
 }
 
 /// Why there is no lease.
-enum NotMade {
+enum CreateError {
     /// There is no memory either.
-    Nothing(RetainedRefusal),
+    NotCreated(RetainedRefusal),
     /// There may be memory.
-    Unsure,
+    Unknown,
 }
 
 /// The part while it runs.
-struct Serving {
-    keeper: Keeper,
-    leases: Leases,
-    line: Option<Line>,
-    jobs: JoinSet<Done>,
+struct State {
+    service: LeaseService,
+    leases: LeaseTable,
+    connection: Option<Connection>,
+    jobs: JoinSet<Completion>,
     /// Writers whose end is waited for.
-    watched: BTreeMap<Process, AbortHandle>,
+    watched_writers: BTreeMap<Process, AbortHandle>,
     /// Who waits for a lease's end.
     discarding: BTreeMap<LeaseId, Vec<oneshot::Sender<Reply>>>,
     /// The node's GPUs when this was last told.
     gpus: BTreeSet<GpuUuid>,
     /// GPUs that are being looked at, or were not long ago.
-    looking: BTreeSet<GpuUuid>,
+    scrub_checks: BTreeSet<GpuUuid>,
     /// GPUs whose contexts could not be measured, and when that was.
-    not_measured: BTreeMap<GpuUuid, Instant>,
+    unmeasured: BTreeMap<GpuUuid, Instant>,
     /// The driver's version: it is of each verdict.
-    driver: String,
+    driver_version: String,
     /// The GPUs that nothing is to hold.
     drained: BTreeSet<GpuUuid>,
-    sentinel: Sentinel,
+    keep_alive: KeepAlive,
 }
 
 /// The descriptor that the vault holds so that others are quick.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Sentinel {
+enum KeepAlive {
     None,
-    Making(GpuUuid),
+    Creating(GpuUuid),
     /// On some GPU that was not drained when it was made.
-    Held,
+    Stored,
     Closing,
 }
 
-impl Keeper {
+impl LeaseService {
     /// Runs until `stop`.
     pub async fn run(self, stop: CancellationToken) {
         let driver = self.program.driver_version();
-        self.sessions.set_driver(&driver);
-        let mut serving = Serving {
-            keeper: self,
-            leases: Leases::default(),
-            line: None,
+        self.sessions.set_driver_version(&driver);
+        let mut serving = State {
+            service: self,
+            leases: LeaseTable::default(),
+            connection: None,
             jobs: JoinSet::new(),
-            watched: BTreeMap::new(),
+            watched_writers: BTreeMap::new(),
             discarding: BTreeMap::new(),
             gpus: BTreeSet::new(),
-            looking: BTreeSet::new(),
-            not_measured: BTreeMap::new(),
-            driver,
+            scrub_checks: BTreeSet::new(),
+            unmeasured: BTreeMap::new(),
+            driver_version: driver,
             drained: BTreeSet::new(),
-            sentinel: Sentinel::None,
+            keep_alive: KeepAlive::None,
         };
-        serving.drain();
+        serving.apply_drain();
         // After the token pods' ends are still to be accounted for: the node's last calls come
         // before its end.
-        serving.order_numbers();
-        let mut telling = tokio::time::interval(TELL_EVERY);
+        serving.reserve_ids();
+        let mut telling = tokio::time::interval(PUBLISH_INTERVAL);
         telling.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut is_news = false;
         loop {
@@ -192,14 +193,14 @@ impl Keeper {
                     is_news = false;
                     continue;
                 }
-                note = serving.keeper.notes.recv() => match note {
-                    Some(note) => if !serving.take(note) { continue },
+                note = serving.service.commands.recv() => match note {
+                    Some(note) => if !serving.handle_command(note) { continue },
                     None => break,
                 },
-                news = told(&mut serving.keeper.news) => serving.hear(news),
-                Ok(()) = serving.keeper.drain.changed() => serving.drain(),
+                news = next_store_event(&mut serving.service.store_events) => serving.handle_store_event(news),
+                Ok(()) = serving.service.drain.changed() => serving.apply_drain(),
                 Some(done) = serving.jobs.join_next() => match done {
-                    Ok(done) => serving.done(done),
+                    Ok(done) => serving.handle_completion(done),
                     Err(error) if error.is_cancelled() => {}
                     Err(error) => warn!(%error, "kept memory"),
                 },
@@ -214,53 +215,55 @@ impl Keeper {
 }
 
 /// The next news; never any where nothing is kept.
-async fn told(news: &mut Option<mpsc::UnboundedReceiver<News>>) -> Option<News> {
+async fn next_store_event(
+    news: &mut Option<mpsc::UnboundedReceiver<StoreEvent>>,
+) -> Option<StoreEvent> {
     match news {
         Some(news) => news.recv().await,
         None => std::future::pending().await,
     }
 }
 
-impl Serving {
+impl State {
     /// Whether anything may be otherwise now: what is said of a token changes nothing.
-    fn take(&mut self, note: Note) -> bool {
+    fn handle_command(&mut self, note: Command) -> bool {
         match note {
-            Note::Asked {
+            Command::Request {
                 asker,
                 question,
                 made,
                 reply,
-            } => self.answer(asker, question, made, reply),
-            Note::Token {
+            } => self.handle_request(asker, question, made, reply),
+            Command::Token {
                 asker,
                 question,
                 reply,
             } => {
                 // Who asked may have gone.
-                let _ = reply.send(self.token(asker, question));
+                let _ = reply.send(self.handle_token_request(asker, question));
                 return false;
             }
-            Note::Ended(process) => self.ended(process),
-            Note::Stands { node, reply } => {
-                let turn = self.stand(node);
+            Command::ProcessEnded(process) => self.process_ended(process),
+            Command::Reconcile { node, reply } => {
+                let turn = self.reconcile(node);
                 // Who asked may be ending.
                 let _ = reply.send(turn);
             }
-            Note::Recorded(leases) => {
+            Command::Recorded(leases) => {
                 for lease in leases {
-                    let effect = self.leases.charged(lease);
-                    self.carry_out(effect.into_iter().collect());
+                    let effect = self.leases.confirm_charged(lease);
+                    self.apply_effects(effect.into_iter().collect());
                 }
             }
         }
         true
     }
 
-    fn answer(
+    fn handle_request(
         &mut self,
-        asker: Asker,
+        asker: Caller,
         question: RetainedRequest,
-        early: Option<oneshot::Sender<Made>>,
+        early: Option<oneshot::Sender<CreatedMemory>>,
         reply: oneshot::Sender<Reply>,
     ) {
         match question {
@@ -272,13 +275,13 @@ impl Serving {
                 key,
                 bytes,
             } => {
-                let Some(gpu) = gpu_of(&account) else {
-                    return refuse(reply, RetainedRefusal::Missing);
+                let Some(gpu) = account_gpu(&account) else {
+                    return reply_refused(reply, RetainedRefusal::Missing);
                 };
                 let Some(bytes) = bytes.checked_next_multiple_of(GRANULARITY) else {
-                    return refuse(reply, RetainedRefusal::Quota { free: 0 });
+                    return reply_refused(reply, RetainedRefusal::Quota { free: 0 });
                 };
-                let open = Open {
+                let open = OpenRequest {
                     gpu,
                     name: name.as_str().to_owned(),
                     key,
@@ -300,10 +303,10 @@ impl Serving {
                 match committed {
                     Ok(effects) => {
                         info!(%lease, allocation = %asker.allocation, "kept lease committed");
-                        let told = self.carry_out(effects);
-                        self.reply_after(told, RetainedResponse::Committed, reply);
+                        let told = self.apply_effects(effects);
+                        self.reply_after_acks(told, RetainedResponse::Committed, reply);
                     }
-                    Err(why) => refuse(reply, why),
+                    Err(why) => reply_refused(reply, why),
                 }
             }
             RetainedRequest::Discard { version: _, lease } => {
@@ -314,23 +317,23 @@ impl Serving {
                         let ends = self.leases.get(lease).is_none();
                         if ends {
                             self.discarding.entry(lease).or_default().push(reply);
-                            self.carry_out(effects);
+                            self.apply_effects(effects);
                         } else {
-                            let told = self.carry_out(effects);
-                            self.reply_after(told, RetainedResponse::Discarded, reply);
+                            let told = self.apply_effects(effects);
+                            self.reply_after_acks(told, RetainedResponse::Discarded, reply);
                         }
                     }
-                    Err(why) => refuse(reply, why),
+                    Err(why) => reply_refused(reply, why),
                 }
             }
         }
     }
 
-    fn token(&self, asker: Asker, question: TokenRequest) -> TokenResponse {
-        let judge = Judge {
-            key: &self.keeper.key,
+    fn handle_token_request(&self, asker: Caller, question: TokenRequest) -> TokenResponse {
+        let judge = TokenAuthority {
+            key: &self.service.key,
             leases: &self.leases,
-            images: |allocation: &_| self.keeper.sessions.images(allocation),
+            images: |allocation: &_| self.service.sessions.process_images(allocation),
         };
         let answer = match question {
             TokenRequest::Seal {
@@ -338,7 +341,7 @@ impl Serving {
                 account,
                 lease,
                 block,
-            } => gpu_of(&account)
+            } => account_gpu(&account)
                 .ok_or(TokenRefusal::Unknown)
                 .and_then(|gpu| judge.seal(asker, &gpu, LeaseId(lease), block))
                 .map(TokenResponse::Sealed),
@@ -351,250 +354,276 @@ impl Serving {
 
     fn open(
         &mut self,
-        asker: Asker,
-        open: Open,
-        early: Option<oneshot::Sender<Made>>,
+        asker: Caller,
+        open: OpenRequest,
+        early: Option<oneshot::Sender<CreatedMemory>>,
         reply: oneshot::Sender<Reply>,
     ) {
-        if self.keeper.news.is_none() {
-            return refuse(reply, RetainedRefusal::Off);
+        if self.service.store_events.is_none() {
+            return reply_refused(reply, RetainedRefusal::Off);
         }
         let gpu = open.gpu.clone();
         let (opened, effects) = self.leases.open(asker, open, clock::now());
-        let told = self.carry_out(effects);
+        let told = self.apply_effects(effects);
         match opened {
-            Err(why) => refuse(reply, why),
-            Ok(Opened::Read(lease) | Opened::Write(lease)) => self.fetch(lease, told, reply),
-            Ok(Opened::Make(meta)) => match self.may_make(&gpu) {
-                Ok(line) => self.make(*meta, line, early, reply),
-                Err(why) => refuse(reply, why),
+            Err(why) => reply_refused(reply, why),
+            Ok(Opened::Read(lease) | Opened::Write(lease)) => {
+                self.fetch_and_reply(lease, told, reply)
+            }
+            Ok(Opened::Create(meta)) => match self.connection_for_create(&gpu) {
+                Ok(line) => self.create(*meta, line, early, reply),
+                Err(why) => reply_refused(reply, why),
             },
         }
     }
 
     /// Whether kept memory may be made on a GPU.
-    fn may_make(&self, gpu: &GpuUuid) -> Result<Line, RetainedRefusal> {
-        match self.keeper.verdicts.of_gpu(gpu, &self.with(gpu)) {
-            Some(Verdict::Scrubbed) => self.line.clone().ok_or(RetainedRefusal::Unavailable),
-            Some(Verdict::NotScrubbed | Verdict::Unseen(_)) => Err(RetainedRefusal::NotScrubbed),
+    fn connection_for_create(&self, gpu: &GpuUuid) -> Result<Connection, RetainedRefusal> {
+        match self.service.scrub_cache.get(gpu, &self.driver_epoch(gpu)) {
+            Some(Verdict::Scrubbed) => self.connection.clone().ok_or(RetainedRefusal::Unavailable),
+            Some(Verdict::NotScrubbed | Verdict::Unknown(_)) => Err(RetainedRefusal::NotScrubbed),
             None => Err(RetainedRefusal::Unavailable),
         }
     }
 
     /// Charges for a lease, then has it made.
-    fn make(
+    fn create(
         &mut self,
-        meta: Meta,
-        line: Line,
-        early: Option<oneshot::Sender<Made>>,
+        meta: LeaseRecord,
+        line: Connection,
+        early: Option<oneshot::Sender<CreatedMemory>>,
         reply: oneshot::Sender<Reply>,
     ) {
-        self.order_numbers();
-        let Some(lease) = self.keeper.numbers.peek() else {
-            return refuse(reply, RetainedRefusal::Unavailable);
+        self.reserve_ids();
+        let Some(lease) = self.service.lease_ids.peek() else {
+            return reply_refused(reply, RetainedRefusal::Unavailable);
         };
         let (gpu, bytes) = (meta.title.gpu.clone(), meta.bytes);
-        let Some(blob) = blob(&meta) else {
-            return refuse(reply, RetainedRefusal::TooMany);
+        let Some(blob) = encode_record(&meta) else {
+            return reply_refused(reply, RetainedRefusal::TooMany);
         };
-        let sessions = &self.keeper.sessions;
-        if let Err(Bytes(free)) = sessions.lease(&meta.owner, &gpu, lease, bytes) {
-            return refuse(reply, RetainedRefusal::Quota { free });
+        let sessions = &self.service.sessions;
+        if let Err(Bytes(free)) = sessions.charge_lease(&meta.owner, &gpu, lease, bytes) {
+            return reply_refused(reply, RetainedRefusal::Quota { free });
         }
-        self.keeper.numbers.seen(lease);
-        self.leases.begin(lease, meta);
-        let workers = Arc::clone(&self.keeper.workers);
+        self.service.lease_ids.observe(lease);
+        self.leases.begin_create(lease, meta);
+        let workers = Arc::clone(&self.service.provisioners);
         self.jobs.spawn(async move {
-            let made = match created(&workers, &gpu, bytes).await {
-                Ok(fd) => held(&line, lease, bytes, blob, fd, early).await,
+            let made = match create_memory(&workers, &gpu, bytes).await {
+                Ok(fd) => store_memory(&line, lease, bytes, blob, fd, early).await,
                 Err(why) => Err(why),
             };
-            Done::Made { lease, made, reply }
+            Completion::Created { lease, made, reply }
         });
     }
 
     /// Has the disk take in the next numbers of leases, before they are needed.
-    fn order_numbers(&mut self) {
-        if let Some(order) = self.keeper.numbers.order() {
+    fn reserve_ids(&mut self) {
+        if let Some(order) = self.service.lease_ids.next_reservation() {
             self.jobs
-                .spawn_blocking(move || Done::Numbers(order.carry_out()));
+                .spawn_blocking(move || Completion::IdsReserved(order.reserve()));
         }
     }
 
     /// Fetches a lease's descriptor, and answers with what the lease is now.
-    fn fetch(&mut self, lease: LeaseId, told: Told, reply: oneshot::Sender<Reply>) {
-        let (Some(line), Some(meta)) = (&self.line, self.leases.get(lease)) else {
-            return refuse(reply, RetainedRefusal::Unavailable);
+    fn fetch_and_reply(&mut self, lease: LeaseId, told: Acks, reply: oneshot::Sender<Reply>) {
+        let (Some(line), Some(meta)) = (&self.connection, self.leases.get(lease)) else {
+            return reply_refused(reply, RetainedRefusal::Unavailable);
         };
         let Some(answer) = answer(lease, meta) else {
-            return refuse(reply, RetainedRefusal::Missing);
+            return reply_refused(reply, RetainedRefusal::Missing);
         };
         let fetched = line.get(lease);
         self.jobs.spawn(async move {
-            let told = told.all().await;
+            let told = told.wait().await;
             let _ = match told.and(fetched.await) {
                 Ok(fd) => reply.send(Reply {
-                    answer,
+                    response: answer,
                     fd: Some(fd),
                 }),
                 Err(_) => reply.send(Reply::refused(RetainedRefusal::Unavailable)),
             };
-            Done::Nothing
+            Completion::Nothing
         });
     }
 
     /// Answers once the vault has taken in what it was told.
-    fn reply_after(&mut self, told: Told, answer: RetainedResponse, reply: oneshot::Sender<Reply>) {
+    fn reply_after_acks(
+        &mut self,
+        told: Acks,
+        answer: RetainedResponse,
+        reply: oneshot::Sender<Reply>,
+    ) {
         self.jobs.spawn(async move {
-            let _ = reply.send(match told.all().await {
-                Ok(()) => Reply { answer, fd: None },
+            let _ = reply.send(match told.wait().await {
+                Ok(()) => Reply {
+                    response: answer,
+                    fd: None,
+                },
                 Err(_) => Reply::refused(RetainedRefusal::Unavailable),
             });
-            Done::Nothing
+            Completion::Nothing
         });
     }
 
-    fn done(&mut self, done: Done) {
+    fn handle_completion(&mut self, done: Completion) {
         match done {
-            Done::Made { lease, made, reply } => self.made(lease, made, reply),
-            Done::Dropped(lease, gpu, bytes) => {
+            Completion::Created { lease, made, reply } => self.finish_create(lease, made, reply),
+            Completion::Dropped(lease, gpu, bytes) => {
                 info!(%lease, "kept lease closed");
-                self.leases.dropped(lease);
+                self.leases.confirm_dropped(lease);
                 for reply in self.discarding.remove(&lease).unwrap_or_default() {
                     let answer = RetainedResponse::Discarded;
                     // Who asked may have gone.
-                    let _ = reply.send(Reply { answer, fd: None });
+                    let _ = reply.send(Reply {
+                        response: answer,
+                        fd: None,
+                    });
                 }
-                if bytes >= SWEPT_FROM {
-                    let workers = Arc::clone(&self.keeper.workers);
+                if bytes >= SCRUB_WAIT_THRESHOLD {
+                    let workers = Arc::clone(&self.service.provisioners);
                     self.jobs.spawn(async move {
-                        workers.sweep(&gpu, bytes).await;
-                        Done::Nothing
+                        workers.await_scrub(&gpu, bytes).await;
+                        Completion::Nothing
                     });
                 }
             }
-            Done::Ended(process) => {
-                self.watched.remove(&process);
-                self.ended(process);
+            Completion::ProcessEnded(process) => {
+                self.watched_writers.remove(&process);
+                self.process_ended(process);
             }
             // Of a driver that may be gone once it lets go.
-            Done::Seen(gpu, ..) if self.drained.contains(&gpu) => drop(self.looking.remove(&gpu)),
-            Done::Seen(gpu, with, looked) => self.seen(gpu, with, looked),
-            Done::Sentinel(gpu, made) => {
+            Completion::ScrubChecked(gpu, ..) if self.drained.contains(&gpu) => {
+                self.scrub_checks.remove(&gpu);
+            }
+            Completion::ScrubChecked(gpu, with, looked) => {
+                self.record_scrub_check(gpu, with, looked)
+            }
+            Completion::KeepAliveCreated(gpu, made) => {
                 // Where there is none, the next look at the GPU tries again.
-                self.sentinel = if made { Sentinel::Held } else { Sentinel::None };
+                self.keep_alive = if made {
+                    KeepAlive::Stored
+                } else {
+                    KeepAlive::None
+                };
                 if self.drained.contains(&gpu) {
-                    self.close_sentinel();
+                    self.close_keep_alive();
                 }
             }
-            Done::NoSentinel => self.sentinel = Sentinel::None,
-            Done::NotSeen(gpu) => drop(self.looking.remove(&gpu)),
-            Done::Numbers(block) => self.keeper.numbers.arrived(block),
-            Done::Nothing => {}
+            Completion::KeepAliveClosed => self.keep_alive = KeepAlive::None,
+            Completion::ScrubCheckAllowed(gpu) => drop(self.scrub_checks.remove(&gpu)),
+            Completion::IdsReserved(block) => self.service.lease_ids.complete_reservation(block),
+            Completion::Nothing => {}
         }
     }
 
-    fn made(
+    fn finish_create(
         &mut self,
         lease: LeaseId,
-        made: Result<Option<OwnedFd>, NotMade>,
+        made: Result<Option<OwnedFd>, CreateError>,
         reply: oneshot::Sender<Reply>,
     ) {
         match made {
             Ok(fd) => {
-                let (meta, effects) = self.leases.made(lease);
+                let (meta, effects) = self.leases.finish_create(lease);
                 let answer = meta.and_then(|meta| answer(lease, meta));
                 let told = reply.send(match answer {
-                    Some(answer) => Reply { answer, fd },
+                    Some(answer) => Reply {
+                        response: answer,
+                        fd,
+                    },
                     None => Reply::refused(RetainedRefusal::Fenced),
                 });
                 info!(%lease, "kept lease made");
-                self.carry_out(effects);
+                self.apply_effects(effects);
                 if told.is_err() {
                     // Nobody waited so long: nobody would write it, nor give it up.
-                    let effects = self.leases.lost(lease);
-                    self.carry_out(effects);
+                    let effects = self.leases.release_uncertain(lease);
+                    self.apply_effects(effects);
                 }
             }
-            Err(NotMade::Nothing(why)) => {
-                if let Some(owner) = self.leases.never_made(lease) {
-                    self.keeper.sessions.forget_lease(&owner, lease);
+            Err(CreateError::NotCreated(why)) => {
+                if let Some(owner) = self.leases.abort_create(lease) {
+                    self.service.sessions.refund_lease(&owner, lease);
                 }
-                refuse(reply, why);
+                reply_refused(reply, why);
             }
-            Err(NotMade::Unsure) => {
-                let effects = self.leases.lost(lease);
-                self.carry_out(effects);
-                refuse(reply, RetainedRefusal::Unavailable);
+            Err(CreateError::Unknown) => {
+                let effects = self.leases.release_uncertain(lease);
+                self.apply_effects(effects);
+                reply_refused(reply, RetainedRefusal::Unavailable);
             }
         }
     }
 
-    fn ended(&mut self, process: Process) {
-        let effects = self.leases.ended(process);
-        self.carry_out(effects);
+    fn process_ended(&mut self, process: Process) {
+        let effects = self.leases.process_ended(process);
+        self.apply_effects(effects);
     }
 
-    fn stand(&mut self, node: Node) -> Turn {
+    fn reconcile(&mut self, node: NodeView) -> LedgerUpdate {
         let gpus: Vec<GpuUuid> = node.generations.keys().cloned().collect();
-        self.keep_gpus(node.free.keys().cloned().collect());
-        let late = self.leases.late(clock::now());
-        self.carry_out(late);
-        if self.leases.is_heard() {
-            self.reconcile();
+        self.retain_gpus(node.free.keys().cloned().collect());
+        let late = self.leases.expire_writers(clock::now());
+        self.apply_effects(late);
+        if self.leases.is_store_connected() {
+            self.reconcile_charges();
         }
-        let charged = self.keeper.sessions.all_leases();
-        let (turn, effects) = self.leases.stand(node, &charged);
-        if self.leases.is_heard() {
+        let charged = self.service.sessions.all_charged_leases();
+        let (turn, effects) = self.leases.reconcile(node, &charged);
+        if self.leases.is_store_connected() {
             // Who came into a lease now is charged now.
-            self.reconcile();
+            self.reconcile_charges();
         }
-        self.carry_out(effects);
+        self.apply_effects(effects);
         let spared = gpus.into_iter().filter(|gpu| !self.drained.contains(gpu));
         let spared: Vec<GpuUuid> = spared.collect();
-        spared.into_iter().for_each(|gpu| self.look_at(gpu));
+        spared
+            .into_iter()
+            .for_each(|gpu| self.ensure_scrub_checked(gpu));
         turn
     }
 
     /// Forgets GPUs that have left the node: a new MIG instance has a new UUID. The node has none
     /// before NVML has answered.
-    fn keep_gpus(&mut self, gpus: BTreeSet<GpuUuid>) {
+    fn retain_gpus(&mut self, gpus: BTreeSet<GpuUuid>) {
         if gpus.is_empty() || gpus == self.gpus {
             return;
         }
-        self.keeper.workers.keep_gpus(&gpus);
-        self.keeper.verdicts.keep_gpus(&gpus);
-        self.keeper.sessions.keep_gpus(&gpus);
-        self.not_measured.retain(|gpu, _| gpus.contains(gpu));
+        self.service.provisioners.retain_gpus(&gpus);
+        self.service.scrub_cache.retain_gpus(&gpus);
+        self.service.sessions.retain_gpus(&gpus);
+        self.unmeasured.retain(|gpu, _| gpus.contains(gpu));
         self.gpus = gpus;
     }
 
-    fn seen(&mut self, gpu: GpuUuid, with: With, looked: Looked) {
-        let Looked {
+    fn record_scrub_check(&mut self, gpu: GpuUuid, with: DriverEpoch, looked: ScrubCheckResult) {
+        let ScrubCheckResult {
             verdict,
             context,
-            canary,
+            process: canary,
         } = looked;
         match context {
             Some(bytes) => {
-                let sessions = &self.keeper.sessions;
-                sessions.context_measured(&gpu, &with.driver, bytes);
+                let sessions = &self.service.sessions;
+                sessions.record_context_size(&gpu, &with.driver, bytes);
             }
-            None => drop(self.not_measured.insert(gpu.clone(), Instant::now())),
+            None => drop(self.unmeasured.insert(gpu.clone(), Instant::now())),
         }
-        if matches!(verdict, Verdict::Unseen(_)) {
-            self.look_later(gpu.clone(), canary);
+        if matches!(verdict, Verdict::Unknown(_)) {
+            self.allow_scrub_check_later(gpu.clone(), canary);
         } else {
-            self.looking.remove(&gpu);
+            self.scrub_checks.remove(&gpu);
         }
-        self.keeper.verdicts.note(gpu, with, verdict);
+        self.service.scrub_cache.record(gpu, with, verdict);
     }
 
     /// Has each container charged for the leases that it owns, and for no other.
-    fn reconcile(&mut self) {
-        let sessions = &self.keeper.sessions;
-        let charged = sessions.all_leases();
-        let owned = self.leases.owned();
+    fn reconcile_charges(&mut self) {
+        let sessions = &self.service.sessions;
+        let charged = sessions.all_charged_leases();
+        let owned = self.leases.lease_owners();
         for (lease, (owner, gpu, bytes)) in &owned {
             if charged
                 .get(owner)
@@ -608,9 +637,9 @@ impl Serving {
                 match self.leases.owner(lease) {
                     Some(owner) if owner == allocation => {}
                     // The unread blob names the owner: the container that is charged stays charged.
-                    _ if self.leases.is_unread(lease) => {}
+                    _ if self.leases.is_unreadable(lease) => {}
                     // Its heir is charged.
-                    Some(_) => sessions.forget_lease(&allocation, lease),
+                    Some(_) => sessions.refund_lease(&allocation, lease),
                     // It ended with an agent, a vault, or before it was made.
                     None => drop(sessions.release_lease(&allocation, &gpu, lease, bytes)),
                 }
@@ -619,214 +648,228 @@ impl Serving {
     }
 
     /// What a verdict on a GPU is of now.
-    fn with(&self, gpu: &GpuUuid) -> With {
-        With {
-            driver: self.driver.clone(),
+    fn driver_epoch(&self, gpu: &GpuUuid) -> DriverEpoch {
+        DriverEpoch {
+            driver: self.driver_version.clone(),
             generation: self.leases.generation(gpu),
         }
     }
 
     /// Sees once whether a GPU's memory is cleared and what a context takes, and makes the sentinel
     /// on the first where it is cleared.
-    fn look_at(&mut self, gpu: GpuUuid) {
-        let seen = self.keeper.verdicts.of_gpu(&gpu, &self.with(&gpu));
+    fn ensure_scrub_checked(&mut self, gpu: GpuUuid) {
+        let seen = self.service.scrub_cache.get(&gpu, &self.driver_epoch(&gpu));
         let is_seen = matches!(seen, Some(Verdict::Scrubbed | Verdict::NotScrubbed));
-        if seen == Some(&Verdict::Scrubbed) && self.sentinel == Sentinel::None {
-            self.make_sentinel(gpu.clone());
+        if seen == Some(&Verdict::Scrubbed) && self.keep_alive == KeepAlive::None {
+            self.create_keep_alive(gpu.clone());
         }
-        let has_room = self.leases.free(&gpu) >= scrub_check::TAKEN;
+        let has_room = self.leases.free(&gpu) >= scrub_check::MAX_MEMORY;
         // What pods were promised is never taken from them.
-        if (!is_seen || self.is_to_measure(&gpu)) && has_room && self.looking.insert(gpu.clone()) {
-            self.look(gpu);
+        if (!is_seen || self.needs_measurement(&gpu))
+            && has_room
+            && self.scrub_checks.insert(gpu.clone())
+        {
+            self.start_scrub_check(gpu);
         }
     }
 
-    fn is_to_measure(&self, gpu: &GpuUuid) -> bool {
-        let tried = self.not_measured.get(gpu);
-        tried.is_none_or(|tried| tried.elapsed() >= MEASURE_AGAIN)
-            && self.keeper.sessions.lacks_context(gpu, &self.driver)
+    fn needs_measurement(&self, gpu: &GpuUuid) -> bool {
+        let tried = self.unmeasured.get(gpu);
+        tried.is_none_or(|tried| tried.elapsed() >= MEASURE_RETRY)
+            && self
+                .service
+                .sessions
+                .lacks_context_size(gpu, &self.driver_version)
     }
 
     /// Looks at a GPU.
-    fn look(&mut self, gpu: GpuUuid) {
-        let (program, with) = (self.keeper.program.clone(), self.with(&gpu));
-        let charges = self.keeper.sessions.charges();
-        let workers = Arc::clone(&self.keeper.workers);
+    fn start_scrub_check(&mut self, gpu: GpuUuid) {
+        let (program, with) = (self.service.program.clone(), self.driver_epoch(&gpu));
+        let charges = self.service.sessions.sampler();
+        let workers = Arc::clone(&self.service.provisioners);
         self.jobs.spawn(async move {
             if workers.is_drained(&gpu) {
-                return Done::NotSeen(gpu);
+                return Completion::ScrubCheckAllowed(gpu);
             }
-            let looked = scrub_check::look(program, gpu.clone(), charges).await;
-            Done::Seen(gpu, with, looked)
+            let looked = scrub_check::run_check(program, gpu.clone(), charges).await;
+            Completion::ScrubChecked(gpu, with, looked)
         });
     }
 
     /// Looks at a GPU again after a while, once a canary that saw nothing has ended.
-    fn look_later(&mut self, gpu: GpuUuid, mut before: Canary) {
+    fn allow_scrub_check_later(&mut self, gpu: GpuUuid, mut before: ScrubProcess) {
         self.jobs.spawn(async move {
-            tokio::time::sleep(LOOK_AGAIN).await;
+            tokio::time::sleep(SCRUB_CHECK_RETRY).await;
             while !before.has_ended() {
-                tokio::time::sleep(LOOK_AGAIN).await;
+                tokio::time::sleep(SCRUB_CHECK_RETRY).await;
             }
-            Done::NotSeen(gpu)
+            Completion::ScrubCheckAllowed(gpu)
         });
     }
 
     /// While one exported descriptor is open on a system, further ones are quick (F3 in
     /// docs/facts.md).
-    fn make_sentinel(&mut self, gpu: GpuUuid) {
-        let Some(line) = self.line.clone() else {
+    fn create_keep_alive(&mut self, gpu: GpuUuid) {
+        let Some(line) = self.connection.clone() else {
             return;
         };
-        self.sentinel = Sentinel::Making(gpu.clone());
-        let workers = Arc::clone(&self.keeper.workers);
+        self.keep_alive = KeepAlive::Creating(gpu.clone());
+        let workers = Arc::clone(&self.service.provisioners);
         self.jobs.spawn(async move {
             let lease = LeaseId(KEEP_ALIVE);
             // Without one everything is slower, and nothing else.
-            let made = match workers.create(&gpu, SENTINEL_BYTES).await {
+            let made = match workers.create(&gpu, KEEP_ALIVE_BYTES).await {
                 Ok(fd) => line.put(lease, Blob::default(), fd).await.is_ok(),
                 Err(_) => false,
             };
-            Done::Sentinel(gpu, made)
+            Completion::KeepAliveCreated(gpu, made)
         });
     }
 
     /// Has the sentinel closed: nobody knows which GPU it is on. The next is made on one that is
     /// not drained.
-    fn close_sentinel(&mut self) {
-        if let (Sentinel::Held, Some(line)) = (&self.sentinel, &self.line) {
-            self.sentinel = Sentinel::Closing;
+    fn close_keep_alive(&mut self) {
+        if let (KeepAlive::Stored, Some(line)) = (&self.keep_alive, &self.connection) {
+            self.keep_alive = KeepAlive::Closing;
             let closed = line.close(LeaseId(KEEP_ALIVE));
             self.jobs.spawn(async move {
                 // Where the vault is away, it says what it has when it is back.
                 let _ = closed.await;
-                Done::NoSentinel
+                Completion::KeepAliveClosed
             });
         }
     }
 
     /// Other GPUs are drained, or none any more.
-    fn drain(&mut self) {
-        let drained = self.keeper.drain.borrow_and_update().ordered.clone();
+    fn apply_drain(&mut self) {
+        let drained = self.service.drain.borrow_and_update().requested.clone();
         if drained == self.drained {
             return;
         }
         let is_more = !drained.is_subset(&self.drained);
-        self.keeper.workers.drain(drained.clone());
+        self.service.provisioners.drain(drained.clone());
         self.leases.drain(drained.clone());
         // Before its G has grown the driver may be another, or loaded with other options.
-        let verdicts = &mut self.keeper.verdicts;
+        let verdicts = &mut self.service.scrub_cache;
         drained.iter().for_each(|gpu| verdicts.forget(gpu));
         self.drained = drained;
         if is_more {
-            self.close_sentinel();
+            self.close_keep_alive();
         }
         // It may be another one afterwards.
-        self.driver = self.keeper.program.driver_version();
-        self.keeper.sessions.set_driver(&self.driver);
-        self.not_measured.clear();
+        self.driver_version = self.service.program.driver_version();
+        self.service
+            .sessions
+            .set_driver_version(&self.driver_version);
+        self.unmeasured.clear();
     }
 
     /// The drained GPUs that nothing here holds.
-    fn let_go(&self) -> BTreeSet<GpuUuid> {
-        let may_be_held = self.keeper.news.is_some() && !self.leases.is_heard();
+    fn released_gpus(&self) -> BTreeSet<GpuUuid> {
+        let may_be_held = self.service.store_events.is_some() && !self.leases.is_store_connected();
         let is_held = |gpu: &GpuUuid| {
-            let sentinel = match &self.sentinel {
-                Sentinel::None | Sentinel::Held => false,
-                Sentinel::Making(at) => at == gpu,
-                Sentinel::Closing => true,
+            let sentinel = match &self.keep_alive {
+                KeepAlive::None | KeepAlive::Stored => false,
+                KeepAlive::Creating(at) => at == gpu,
+                KeepAlive::Closing => true,
             };
             may_be_held
                 || sentinel
-                || self.leases.are_on(gpu)
-                || self.looking.contains(gpu)
-                || self.keeper.workers.holds(gpu)
+                || self.leases.has_leases_on(gpu)
+                || self.scrub_checks.contains(gpu)
+                || self.service.provisioners.may_hold(gpu)
         };
         let drained = self.drained.iter();
         drained.filter(|gpu| !is_held(gpu)).cloned().collect()
     }
 
-    fn hear(&mut self, news: Option<News>) {
+    fn handle_store_event(&mut self, news: Option<StoreEvent>) {
         match news {
-            Some(News::Heard { line, held, most }) => {
-                self.line = Some(line);
+            Some(StoreEvent::Connected {
+                connection: line,
+                leases: held,
+                capacity: most,
+            }) => {
+                self.connection = Some(line);
                 // The sentinel is no tenant's.
-                self.leases.set_room(most.saturating_sub(1));
-                self.sentinel = match held.contains_key(&LeaseId(KEEP_ALIVE)) {
-                    true => Sentinel::Held,
-                    false => Sentinel::None,
+                self.leases.set_capacity(most.saturating_sub(1));
+                self.keep_alive = match held.contains_key(&LeaseId(KEEP_ALIVE)) {
+                    true => KeepAlive::Stored,
+                    false => KeepAlive::None,
                 };
                 if !self.drained.is_empty() {
-                    self.close_sentinel();
+                    self.close_keep_alive();
                 }
                 let held = held.into_iter();
                 let held = held.filter(|(lease, _)| lease.0 != KEEP_ALIVE);
-                let parsed = |(lease, blob): (LeaseId, Blob)| (lease, read(&blob));
-                let held: BTreeMap<LeaseId, Heard> = held.map(parsed).collect();
+                let parsed = |(lease, blob): (LeaseId, Blob)| (lease, parse_record(&blob));
+                let held: BTreeMap<LeaseId, StoredRecord> = held.map(parsed).collect();
                 log_unread(&held);
                 held.keys()
-                    .for_each(|lease| self.keeper.numbers.seen(*lease));
-                let membership = Arc::clone(&self.keeper.membership);
+                    .for_each(|lease| self.service.lease_ids.observe(*lease));
+                let membership = Arc::clone(&self.service.membership);
                 let lives = |process: Process| membership.process(process.pid) == Some(process);
-                let effects = self.leases.heard(held, lives);
-                self.reconcile();
-                self.carry_out(effects);
+                let effects = self.leases.resync(held, lives);
+                self.reconcile_charges();
+                self.apply_effects(effects);
             }
-            Some(News::Lost) => {
-                self.line = None;
-                self.leases.vault_lost();
+            Some(StoreEvent::Lost) => {
+                self.connection = None;
+                self.leases.store_disconnected();
                 let waiting = std::mem::take(&mut self.discarding).into_values().flatten();
-                waiting.for_each(|reply| refuse(reply, RetainedRefusal::Unavailable));
+                waiting.for_each(|reply| reply_refused(reply, RetainedRefusal::Unavailable));
             }
             // Its thread has ended.
             None => {
-                self.keeper.news = None;
-                self.line = None;
-                self.leases.vault_lost();
+                self.service.store_events = None;
+                self.connection = None;
+                self.leases.store_disconnected();
             }
         }
     }
 
     /// Has the effects done in their order; what the vault answers to what it is told.
-    fn carry_out(&mut self, effects: Vec<Effect>) -> Told {
+    fn apply_effects(&mut self, effects: Vec<Effect>) -> Acks {
         if !effects.is_empty() {
             // Before a descriptor is closed nothing may take it for known.
-            self.publish_living();
+            self.publish_live_leases();
         }
-        let mut told = Told::default();
+        let mut told = Acks::default();
         for effect in effects {
             match effect {
                 Effect::Charge(lease, owner) => {
-                    let sessions = &self.keeper.sessions;
+                    let sessions = &self.service.sessions;
                     if let Some((gpu, bytes)) = self.leases.extent(lease)
                         && sessions.release_lease(&owner, &gpu, lease, bytes)
-                        && let Some(Effect::Drop(lease)) = self.leases.charged(lease)
+                        && let Some(Effect::Drop(lease)) = self.leases.confirm_charged(lease)
                     {
-                        self.close(lease);
+                        self.close_descriptor(lease);
                     }
                 }
-                Effect::Drop(lease) => self.close(lease),
-                Effect::Update(lease, meta) => match (&self.line, blob(&meta)) {
+                Effect::Drop(lease) => self.close_descriptor(lease),
+                Effect::Update(lease, meta) => match (&self.connection, encode_record(&meta)) {
                     (Some(line), Some(blob)) => told.0.push(Box::pin(line.update(lease, blob))),
                     // What the vault has counts when it is back.
-                    _ => told.0.push(Box::pin(async { Err(VaultError::Away) })),
+                    _ => told
+                        .0
+                        .push(Box::pin(async { Err(FdStoreError::Disconnected) })),
                 },
             }
         }
         told
     }
 
-    fn close(&mut self, lease: LeaseId) {
-        let Some(line) = &self.line else {
+    fn close_descriptor(&mut self, lease: LeaseId) {
+        let Some(line) = &self.connection else {
             return;
         };
         let (gpu, bytes) = self.leases.extent(lease).unzip();
         let closed = line.close(lease);
         self.jobs.spawn(async move {
             match (closed.await, gpu, bytes) {
-                (Ok(()), Some(gpu), Some(bytes)) => Done::Dropped(lease, gpu, bytes),
+                (Ok(()), Some(gpu), Some(bytes)) => Completion::Dropped(lease, gpu, bytes),
                 // Tried again when the vault is heard.
-                _ => Done::Nothing,
+                _ => Completion::Nothing,
             }
         });
     }
@@ -834,7 +877,7 @@ impl Serving {
     /// Waits for the ends of those that write, and of nobody else: each costs a descriptor.
     fn watch_writers(&mut self) {
         let writers = self.leases.writers();
-        self.watched.retain(|process, watch| {
+        self.watched_writers.retain(|process, watch| {
             let writes = writers.contains(process);
             if !writes {
                 watch.abort();
@@ -842,20 +885,20 @@ impl Serving {
             writes
         });
         for process in writers {
-            self.watched.entry(process).or_insert_with(|| {
-                let membership = Arc::clone(&self.keeper.membership);
+            self.watched_writers.entry(process).or_insert_with(|| {
+                let membership = Arc::clone(&self.service.membership);
                 self.jobs.spawn(async move {
-                    until_ended(process, membership.as_ref()).await;
-                    Done::Ended(process)
+                    wait_for_exit(process, membership.as_ref()).await;
+                    Completion::ProcessEnded(process)
                 })
             });
         }
     }
 
     /// Tells the residual what the vault keeps.
-    fn publish_living(&mut self) {
-        let living = self.leases.living();
-        self.keeper.living.send_if_modified(|before| {
+    fn publish_live_leases(&mut self) {
+        let living = self.leases.live_leases();
+        self.service.live_leases.send_if_modified(|before| {
             let changed = *before != living;
             *before = living;
             changed
@@ -864,21 +907,21 @@ impl Serving {
 
     /// The same, and tells people how it stands.
     fn publish(&mut self) {
-        self.publish_living();
-        let let_go = self.let_go();
-        self.keeper.let_go.send_if_modified(|before| {
+        self.publish_live_leases();
+        let let_go = self.released_gpus();
+        self.service.released_gpus.send_if_modified(|before| {
             let changed = *before != let_go;
             *before = let_go;
             changed
         });
-        let status = status::of(
-            self.keeper.news.is_some(),
+        let status = status::build_status(
+            self.service.store_events.is_some(),
             &self.leases,
-            &self.keeper.verdicts,
-            |gpu| self.with(gpu),
-            &self.keeper.workers.stuck().borrow(),
+            &self.service.scrub_cache,
+            |gpu| self.driver_epoch(gpu),
+            &self.service.provisioners.hung().borrow(),
         );
-        self.keeper.status.send_if_modified(|before| {
+        self.service.status.send_if_modified(|before| {
             let changed = *before != status;
             *before = status;
             changed
@@ -888,10 +931,10 @@ impl Serving {
 
 /// What the vault was told and has still to answer.
 #[derive(Default)]
-struct Told(Vec<BoxFuture<'static, Result<(), VaultError>>>);
+struct Acks(Vec<BoxFuture<'static, Result<(), FdStoreError>>>);
 
-impl Told {
-    async fn all(self) -> Result<(), VaultError> {
+impl Acks {
+    async fn wait(self) -> Result<(), FdStoreError> {
         for told in self.0 {
             told.await?;
         }
@@ -900,55 +943,59 @@ impl Told {
 }
 
 /// Returns once a process has ended.
-async fn until_ended(process: Process, membership: &dyn Membership) {
+async fn wait_for_exit(process: Process, membership: &dyn ContainerResolver) {
     loop {
         // In this order: the pidfd first, then what `/proc` says, so that both are of one process.
-        match Life::of(process.pid) {
+        match ProcessExit::open(process.pid) {
             Ok(life) if membership.process(process.pid) == Some(process) => {
-                return life.ended().await;
+                return life.wait().await;
             }
             Ok(_) => return,
             Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => return,
             // No descriptor is left, say: it may live.
             Err(error) => warn!(pid = process.pid, %error, "writer not watched yet"),
         }
-        tokio::time::sleep(WATCH_AGAIN).await;
+        tokio::time::sleep(WATCH_RETRY).await;
     }
 }
 
 /// Has a lease's memory made.
-async fn created(workers: &Workers, gpu: &GpuUuid, bytes: Bytes) -> Result<OwnedFd, NotMade> {
+async fn create_memory(
+    workers: &Provisioners,
+    gpu: &GpuUuid,
+    bytes: Bytes,
+) -> Result<OwnedFd, CreateError> {
     match workers.create(gpu, bytes).await {
         Ok(fd) => Ok(fd),
-        Err(WorkerError::Driver { code, .. }) => {
-            Err(NotMade::Nothing(RetainedRefusal::Driver { code }))
+        Err(ProvisionerError::Driver { code, .. }) => {
+            Err(CreateError::NotCreated(RetainedRefusal::Driver { code }))
         }
-        Err(error @ WorkerError::Dead(_)) => {
+        Err(error @ ProvisionerError::Exited(_)) => {
             warn!(%gpu, %error, "kept lease not made");
-            Err(NotMade::Nothing(RetainedRefusal::Unavailable))
+            Err(CreateError::NotCreated(RetainedRefusal::Unavailable))
         }
-        Err(WorkerError::Stuck) => Err(NotMade::Unsure),
+        Err(ProvisionerError::Hung) => Err(CreateError::Unknown),
     }
 }
 
 /// Has a lease's memory held. Whoever takes it `early` maps it meanwhile; it is charged for, and
 /// stays so until it is proven free, whatever becomes of the vault or of this agent. The descriptor
 /// for who asked, if it was not taken.
-async fn held(
-    line: &Line,
+async fn store_memory(
+    line: &Connection,
     lease: LeaseId,
     bytes: Bytes,
     blob: Blob,
     fd: OwnedFd,
-    early: Option<oneshot::Sender<Made>>,
-) -> Result<Option<OwnedFd>, NotMade> {
+    early: Option<oneshot::Sender<CreatedMemory>>,
+) -> Result<Option<OwnedFd>, CreateError> {
     let Ok(tenants) = fd.try_clone() else {
-        return Err(NotMade::Unsure);
+        return Err(CreateError::Unknown);
     };
     let tenants = match early {
         // Who asked may have gone.
         Some(early) => early
-            .send(Made { bytes, fd: tenants })
+            .send(CreatedMemory { bytes, fd: tenants })
             .err()
             .map(|made| made.fd),
         None => Some(tenants),
@@ -957,13 +1004,13 @@ async fn held(
         Ok(()) => Ok(tenants),
         Err(error) => {
             warn!(%lease, %error, "kept lease not held");
-            Err(NotMade::Unsure)
+            Err(CreateError::Unknown)
         }
     }
 }
 
 /// What who opens a lease is answered.
-fn answer(lease: LeaseId, meta: &Meta) -> Option<RetainedResponse> {
+fn answer(lease: LeaseId, meta: &LeaseRecord) -> Option<RetainedResponse> {
     let (lease, bytes) = (lease.0, meta.bytes.0);
     match &meta.content {
         Content::Committed { checksum, .. } => Some(RetainedResponse::Ready {
@@ -977,15 +1024,15 @@ fn answer(lease: LeaseId, meta: &Meta) -> Option<RetainedResponse> {
             generation: lease,
             bytes,
             token: writer.token,
-            expires_ms: u64::try_from(WRITE_TIME.as_millis()).unwrap_or(u64::MAX),
+            expires_ms: u64::try_from(WRITE_TOKEN_LIFETIME.as_millis()).unwrap_or(u64::MAX),
         }),
-        Content::Abandoned => None,
+        Content::Discarded => None,
     }
 }
 
 /// Parses the blob that the vault keeps beside a lease. GPU and size are enough to charge a lease
 /// whose other fields this agent does not know.
-fn read(blob: &Blob) -> Heard {
+fn parse_record(blob: &Blob) -> StoredRecord {
     #[derive(Deserialize)]
     struct Title {
         gpu: GpuUuid,
@@ -996,10 +1043,10 @@ fn read(blob: &Blob) -> Heard {
         bytes: Bytes,
     }
     match serde_json::from_slice(blob.as_bytes()) {
-        Ok(meta) => Heard::Read(meta),
+        Ok(meta) => StoredRecord::Read(meta),
         Err(error) => {
             let extent: Option<Extent> = serde_json::from_slice(blob.as_bytes()).ok();
-            Heard::Unread {
+            StoredRecord::Unreadable {
                 extent: extent.map(|extent| (extent.title.gpu, extent.bytes)),
                 why: error.to_string(),
             }
@@ -1008,10 +1055,10 @@ fn read(blob: &Blob) -> Heard {
 }
 
 /// Logs all unread leases in one line.
-fn log_unread(held: &BTreeMap<LeaseId, Heard>) {
+fn log_unread(held: &BTreeMap<LeaseId, StoredRecord>) {
     let mut unread = held.iter().filter_map(|(lease, heard)| match heard {
-        Heard::Unread { why, .. } => Some((lease, why)),
-        Heard::Read(_) => None,
+        StoredRecord::Unreadable { why, .. } => Some((lease, why)),
+        StoredRecord::Read(_) => None,
     });
     if let Some((lease, why)) = unread.next() {
         let others = unread.count();
@@ -1019,19 +1066,19 @@ fn log_unread(held: &BTreeMap<LeaseId, Heard>) {
     }
 }
 
-fn blob(meta: &Meta) -> Option<Blob> {
+fn encode_record(meta: &LeaseRecord) -> Option<Blob> {
     let text = serde_json::to_vec(meta).ok()?;
     Blob::new(text).ok()
 }
 
-fn gpu_of(account: &Account) -> Option<GpuUuid> {
+fn account_gpu(account: &Account) -> Option<GpuUuid> {
     match account {
         Account::Device(uuid) => uuid.parse().ok(),
         Account::Managed => None,
     }
 }
 
-fn refuse(reply: oneshot::Sender<Reply>, why: RetainedRefusal) {
+fn reply_refused(reply: oneshot::Sender<Reply>, why: RetainedRefusal) {
     // Who asked may have gone.
     let _ = reply.send(Reply::refused(why));
 }

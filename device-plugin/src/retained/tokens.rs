@@ -20,22 +20,22 @@ pub mod seal;
 use bursar_protocol::fdstore::KEEP_ALIVE;
 use bursar_protocol::messages::token::{Generation, Generations, GpuToken, MemoryId, TokenRefusal};
 
-use crate::retained::leases::{Asker, Leases};
-use crate::sessions::Image;
+use crate::retained::leases::{Caller, LeaseTable};
+use crate::sessions::ProcessImage;
 use crate::units::{AllocationId, GpuUuid, LeaseId};
 use seal::NodeKey;
 
 /// What tokens are judged by.
-pub struct Judge<'a, I> {
+pub struct TokenAuthority<'a, I> {
     /// The node's key.
     pub key: &'a NodeKey,
     /// The node as it stands, and its leases.
-    pub leases: &'a Leases,
+    pub leases: &'a LeaseTable,
     /// The process images of a container that are not fenced; none where it is not served.
     pub images: I,
 }
 
-impl<I: Fn(&AllocationId) -> Option<Vec<Image>>> Judge<'_, I> {
+impl<I: Fn(&AllocationId) -> Option<Vec<ProcessImage>>> TokenAuthority<'_, I> {
     /// A token for memory of a GPU that the asker's container has: a block of the lease, or of the
     /// process's own memory where that is [`NO_LEASE`].
     ///
@@ -43,16 +43,16 @@ impl<I: Fn(&AllocationId) -> Option<Vec<Image>>> Judge<'_, I> {
     /// What the tenant is answered.
     pub fn seal(
         &self,
-        asker: Asker,
+        asker: Caller,
         gpu: &GpuUuid,
         lease: LeaseId,
         block: u64,
     ) -> Result<GpuToken, TokenRefusal> {
         // After an exec this is the image before until the next says hello: then its token ends
         // before it is used.
-        let image = self.image(&asker.allocation, |image| image.process == asker.process)?;
+        let image = self.find_image(&asker.allocation, |image| image.process == asker.process)?;
         let image = image.ok_or(TokenRefusal::NoSession)?;
-        if !self.has(asker, lease, gpu)? {
+        if !self.has_open(asker, lease, gpu)? {
             return Err(TokenRefusal::NoLease);
         }
         Ok(self.key.seal(
@@ -71,7 +71,7 @@ impl<I: Fn(&AllocationId) -> Option<Vec<Image>>> Judge<'_, I> {
     ///
     /// # Errors
     /// What the tenant is answered.
-    pub fn redeem(&self, asker: Asker, token: &GpuToken) -> Result<MemoryId, TokenRefusal> {
+    pub fn redeem(&self, asker: Caller, token: &GpuToken) -> Result<MemoryId, TokenRefusal> {
         let id = self.key.unseal(token)?;
         let gpu: GpuUuid = id.gpu.parse().map_err(|_| TokenRefusal::Malformed)?;
         let allocation = AllocationId::from_bits(id.container);
@@ -85,15 +85,15 @@ impl<I: Fn(&AllocationId) -> Option<Vec<Image>>> Judge<'_, I> {
         if self.generation(&gpu)? != said.gpu {
             return fenced(Generation::Gpu, said.gpu);
         }
-        let image = self.image(&allocation, |image| image.generation == said.process)?;
-        let Some(Image { process, .. }) = image else {
+        let image = self.find_image(&allocation, |image| image.generation == said.process)?;
+        let Some(ProcessImage { process, .. }) = image else {
             return fenced(Generation::Process, said.process);
         };
-        let issuer = Asker {
+        let issuer = Caller {
             allocation,
             process,
         };
-        if !self.has(issuer, LeaseId(said.lease), &gpu)? {
+        if !self.has_open(issuer, LeaseId(said.lease), &gpu)? {
             return fenced(Generation::Lease, said.lease);
         }
         Ok(id)
@@ -109,20 +109,20 @@ impl<I: Fn(&AllocationId) -> Option<Vec<Image>>> Judge<'_, I> {
         generation.ok_or(TokenRefusal::Unavailable)
     }
 
-    fn image(
+    fn find_image(
         &self,
         allocation: &AllocationId,
-        is_meant: impl Fn(&Image) -> bool,
-    ) -> Result<Option<Image>, TokenRefusal> {
+        is_meant: impl Fn(&ProcessImage) -> bool,
+    ) -> Result<Option<ProcessImage>, TokenRefusal> {
         let images = (self.images)(allocation).ok_or(TokenRefusal::Unavailable)?;
         Ok(images.into_iter().find(is_meant))
     }
 
-    fn has(&self, who: Asker, lease: LeaseId, gpu: &GpuUuid) -> Result<bool, TokenRefusal> {
+    fn has_open(&self, who: Caller, lease: LeaseId, gpu: &GpuUuid) -> Result<bool, TokenRefusal> {
         match lease {
             NO_LEASE => Ok(true),
             // Of a vault that is away nothing is known.
-            _ if !self.leases.is_heard() => Err(TokenRefusal::Unavailable),
+            _ if !self.leases.is_store_connected() => Err(TokenRefusal::Unavailable),
             _ => Ok(self.leases.is_open(who, lease, gpu)),
         }
     }

@@ -13,24 +13,24 @@ use serde::{Deserialize, Serialize};
 use bursar_protocol::units::Units;
 
 use super::Process;
-use super::recovery::Poisonings;
+use super::recovery::FaultLog;
 use crate::units::{Bytes, GpuUuid};
 
 /// The file of one container.
 #[derive(Debug)]
-pub(super) struct Record {
+pub(super) struct SessionCheckpoint {
     path: PathBuf,
     /// What the file holds, where that is known: the same is not written again.
-    written: Option<Content>,
+    written: Option<CheckpointContent>,
     /// The allocation has ended, and the file is removed for good.
     closed: bool,
 }
 
 /// The file's content.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Content {
+pub(super) struct CheckpointContent {
     /// Living processes.
-    pub(super) processes: Vec<Entry>,
+    pub(super) processes: Vec<ProcessEntry>,
     /// Pids of ended images that are still charged, with their units by account.
     pub(super) retired: Vec<(u32, Vec<u32>)>,
     /// What accounts were lowered to, in units, by account.
@@ -54,12 +54,12 @@ pub(super) struct Content {
     pub(super) generation: u64,
     /// Poisoned images, and what is done about them.
     #[serde(default)]
-    pub(super) poisonings: Poisonings,
+    pub(super) poisonings: FaultLog,
 }
 
 /// One process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Entry {
+pub(super) struct ProcessEntry {
     /// The process.
     pub(super) process: Process,
     /// Its image, from its hello.
@@ -74,9 +74,9 @@ pub(super) struct Entry {
     pub(super) exported: Vec<u32>,
 }
 
-impl Content {
+impl CheckpointContent {
     /// The kept leases, each with its GPU and what it has.
-    pub(super) fn leases(&self) -> BTreeMap<u64, (GpuUuid, Bytes)> {
+    pub(super) fn leases_by_id(&self) -> BTreeMap<u64, (GpuUuid, Bytes)> {
         let leases = self.leases.iter();
         let on_gpu = |(lease, index, units): &(u64, usize, u32)| {
             let bytes = Bytes(Units(*units).min(Units::MAX).bytes());
@@ -86,7 +86,7 @@ impl Content {
     }
 
     /// What of each GPU processes had exported, living or dead.
-    pub(super) fn exported(&self) -> Vec<(GpuUuid, Bytes)> {
+    pub(super) fn exported_bytes(&self) -> Vec<(GpuUuid, Bytes)> {
         let of = |units: &[u32], index: usize| units.get(index).copied().unwrap_or_default();
         let exported = |index: usize| {
             let living = self.processes.iter();
@@ -102,13 +102,13 @@ impl Content {
     }
 }
 
-impl Record {
+impl SessionCheckpoint {
     /// The record at `path`, whose folder is made.
-    pub(super) fn at(path: PathBuf) -> io::Result<Record> {
+    pub(super) fn open(path: PathBuf) -> io::Result<SessionCheckpoint> {
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder)?;
         }
-        Ok(Record {
+        Ok(SessionCheckpoint {
             path,
             written: None,
             closed: false,
@@ -125,7 +125,7 @@ impl Record {
     }
 
     /// What was written last; `None` when nothing was, or when it cannot be read.
-    pub(super) fn read(&self) -> Option<Content> {
+    pub(super) fn read(&self) -> Option<CheckpointContent> {
         match std::fs::read(&self.path) {
             Ok(text) => serde_json::from_slice(&text)
                 .inspect_err(|error| tracing::warn!(path = %self.path.display(), %error, "session record is malformed"))
@@ -140,13 +140,13 @@ impl Record {
     }
 
     /// Replaces the content; nothing where it is the same.
-    pub(super) fn write(&mut self, content: Content) -> io::Result<()> {
+    pub(super) fn write(&mut self, content: CheckpointContent) -> io::Result<()> {
         if self.written.as_ref() == Some(&content) {
             return Ok(());
         }
         self.written = None;
         let text = serde_json::to_vec(&content)?;
-        let temporary = temporary(&self.path);
+        let temporary = temporary_path(&self.path);
         std::fs::write(&temporary, text)?;
         std::fs::rename(&temporary, &self.path)?;
         self.written = Some(content);
@@ -155,6 +155,6 @@ impl Record {
 }
 
 /// Where a record is written before it replaces the one at `path`.
-pub(super) fn temporary(path: &Path) -> PathBuf {
+pub(super) fn temporary_path(path: &Path) -> PathBuf {
     path.with_extension("tmp")
 }

@@ -13,17 +13,17 @@ use bursar_protocol::messages::{self, Message, RejectReason, Request, Response};
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
-use super::container::denials::ToldOfAll;
-use super::container::leases::NotAsked;
-use super::container::recording::Change;
-use super::container::{Admitted, Container};
-use super::fault_notifier::Bell;
-use super::pidfd::Life;
-use super::rate_limit::{self, Pace};
-use super::stream::Stream;
-use super::{Membership, Process, lock};
+use super::container::denials::SharedLogLimiter;
+use super::container::leases::NotAuthorized;
+use super::container::recording::ChangeNumber;
+use super::container::{Admission, Container};
+use super::fault_notifier::FaultNotifier;
+use super::pidfd::ProcessExit;
+use super::rate_limit::{self, RateLimiter};
+use super::stream::PeerStream;
+use super::{ContainerResolver, Process, lock};
 use crate::clock;
-use crate::retained::handle::{Asker, Desk, Made, Reply};
+use crate::retained::handle::{Caller, CreatedMemory, LeaseHandle, Reply};
 use crate::units::AllocationId;
 
 /// How long a peer may take to say hello.
@@ -36,74 +36,74 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 const MESSAGE_BURST: u32 = 64;
 
 /// How often a request looks whether what ended images had is free.
-const SETTLE_PAUSE: Duration = Duration::from_millis(10);
+const RECLAIM_POLL: Duration = Duration::from_millis(10);
 
 /// An answer that takes longer is late: at worst a request waits for what ended images had, and for the driver.
-const LATE: Duration = Duration::from_secs(3);
+const LATE_ANSWER: Duration = Duration::from_secs(3);
 
 /// The oldest version of the protocol that is served.
 const OLDEST_VERSION: u16 = 1;
 
 /// Why a conversation ended.
 #[derive(Debug, thiserror::Error)]
-enum Hangup {
+enum ConnectionError {
     #[error("{0}")]
     Io(#[from] io::Error),
     #[error("an answer was not taken: {0}")]
-    Unsent(#[source] io::Error),
+    NotTaken(#[source] io::Error),
     #[error("{0}")]
-    Wire(#[from] messages::DecodeError),
+    Decode(#[from] messages::DecodeError),
     #[error("no hello in time")]
-    Silent,
+    HelloTimeout,
     #[error("not welcome: {0:?}")]
-    Unwelcome(RejectReason),
+    Rejected(RejectReason),
     #[error("a second hello, or anything before the first")]
     OutOfOrder,
 }
 
 /// A conversation to be had.
-pub(super) struct Conversation {
+pub(super) struct Connection {
     container: Arc<Mutex<Container>>,
-    membership: Arc<dyn Membership>,
+    resolver: Arc<dyn ContainerResolver>,
     /// The budget that the container's processes share: each message costs time that grows with
     /// their number.
-    shared: Arc<Mutex<Pace>>,
-    bell: Bell,
+    rate_limiter: Arc<Mutex<RateLimiter>>,
+    fault_notifier: FaultNotifier,
     /// None where nothing is kept.
-    desk: Option<Desk>,
-    told: ToldOfAll,
+    lease_service: Option<LeaseHandle>,
+    log_limiter: SharedLogLimiter,
 }
 
 /// A peer that said hello.
 struct Session {
     process: Process,
     image: u64,
-    life: Life,
-    ended: CancellationToken,
+    exit: ProcessExit,
+    superseded: CancellationToken,
 }
 
-impl Conversation {
+impl Connection {
     pub(super) fn new(
         container: Arc<Mutex<Container>>,
-        membership: Arc<dyn Membership>,
-        shared: Arc<Mutex<Pace>>,
-        bell: Bell,
-        desk: Option<Desk>,
-        told: ToldOfAll,
-    ) -> Conversation {
-        Conversation {
+        membership: Arc<dyn ContainerResolver>,
+        shared: Arc<Mutex<RateLimiter>>,
+        bell: FaultNotifier,
+        desk: Option<LeaseHandle>,
+        told: SharedLogLimiter,
+    ) -> Connection {
+        Connection {
             container,
-            membership,
-            shared,
-            bell,
-            desk,
-            told,
+            resolver: membership,
+            rate_limiter: shared,
+            fault_notifier: bell,
+            lease_service: desk,
+            log_limiter: told,
         }
     }
 
     /// Serves one connection.
-    pub(super) async fn run(self, mut stream: Stream) {
-        let session = match self.greet(&mut stream).await {
+    pub(super) async fn run(self, mut stream: PeerStream) {
+        let session = match self.handshake(&mut stream).await {
             Ok(Some(session)) => session,
             Ok(None) => return,
             Err(error) => return tracing::debug!(%error, "peer turned away"),
@@ -111,34 +111,34 @@ impl Conversation {
         tokio::select! {
             // A death that is seen at the same time as a last request comes first.
             biased;
-            () = session.ended.cancelled() => return,
-            () = session.life.ended() => {}
-            Err(error) = self.serve(&mut stream, session.process.pid) => {
+            () = session.superseded.cancelled() => return,
+            () = session.exit.wait() => {}
+            Err(error) = self.serve_requests(&mut stream, session.process.pid) => {
                 // The socket ends nothing: the process may live on with what it has, or a child
                 // of it may hold the socket long after its death.
                 tracing::debug!(pid = session.process.pid, %error, "peer hung up");
-                if !matches!(error, Hangup::Unsent(_)) {
-                    lock(&self.container).hung_up(session.process, session.image);
+                if !matches!(error, ConnectionError::NotTaken(_)) {
+                    lock(&self.container).handle_disconnect(session.process, session.image);
                 }
                 drop(stream);
                 tokio::select! {
-                    () = session.ended.cancelled() => return,
-                    () = session.life.ended() => {}
+                    () = session.superseded.cancelled() => return,
+                    () = session.exit.wait() => {}
                 }
             }
         }
-        lock(&self.container).died(session.process, session.image);
+        lock(&self.container).handle_exit(session.process, session.image);
     }
 
     /// From the connection to the welcome; no session where the peer only asked a question.
-    async fn greet(&self, stream: &mut Stream) -> Result<Option<Session>, Hangup> {
-        let (process, life) = match self.peer(stream) {
+    async fn handshake(&self, stream: &mut PeerStream) -> Result<Option<Session>, ConnectionError> {
+        let (process, life) = match self.resolve_peer(stream) {
             Some(peer) => peer,
-            None => return goodbye(stream, RejectReason::Identity).await,
+            None => return reject(stream, RejectReason::Identity).await,
         };
-        let first = tokio::time::timeout(HELLO_TIMEOUT, read(stream))
+        let first = tokio::time::timeout(HELLO_TIMEOUT, read_request(stream))
             .await
-            .map_err(|_| Hangup::Silent)??;
+            .map_err(|_| ConnectionError::HelloTimeout)??;
         let (version, image, holdings) = match first {
             Request::Hello {
                 version,
@@ -146,51 +146,54 @@ impl Conversation {
                 holdings,
             } => (version, image, holdings),
             Request::Query { version, account } => {
-                self.report(stream, process.pid, version, &account).await?;
+                self.answer_query(stream, process.pid, version, &account)
+                    .await?;
                 return Ok(None);
             }
             Request::Retained(question) => {
-                self.keep(stream, process, question).await?;
+                self.answer_lease_request(stream, process, question).await?;
                 return Ok(None);
             }
             Request::Token(question) => {
-                self.token(stream, process, question).await?;
+                self.answer_token_request(stream, process, question).await?;
                 return Ok(None);
             }
-            _ => return Err(Hangup::OutOfOrder),
+            _ => return Err(ConnectionError::OutOfOrder),
         };
         if version < OLDEST_VERSION {
-            return goodbye(stream, RejectReason::Version).await;
+            return reject(stream, RejectReason::Version).await;
         }
         // An exec keeps the pid that the log names.
-        self.bell.log_read().await;
-        self.turn().await;
-        let admitted = self.paid(|| {
-            let membership = self.membership.as_ref();
-            lock(&self.container).hello(process, image, version, &holdings, membership)
+        self.fault_notifier.wait_kmsg_drained().await;
+        self.wait_turn().await;
+        let admitted = self.run_charged(|| {
+            let membership = self.resolver.as_ref();
+            lock(&self.container).handle_hello(process, image, version, &holdings, membership)
         });
-        let Admitted {
+        let Admission {
             welcome,
             page,
             change,
-            ended,
-            replaced,
+            superseded: ended,
+            replaced_image: replaced,
         } = match admitted {
             Ok(admitted) => admitted,
-            Err(reason) => return goodbye(stream, reason).await,
+            Err(reason) => return reject(stream, reason).await,
         };
-        if let Some(desk) = self.desk.as_ref().filter(|_| replaced) {
-            desk.ended(process).await;
+        if let Some(desk) = self.lease_service.as_ref().filter(|_| replaced) {
+            desk.process_ended(process).await;
         }
-        self.recorded(change).await;
+        self.wait_recorded(change).await;
         let session = Session {
             process,
             image,
-            life,
-            ended,
+            exit: life,
+            superseded: ended,
         };
         // From here on the process is known: whatever becomes of the welcome, its death counts.
-        let sent = tokio::time::timeout(ANSWER_TIMEOUT, send_with(stream, &welcome, page)).await;
+        let sent =
+            tokio::time::timeout(ANSWER_TIMEOUT, send_with_descriptor(stream, &welcome, page))
+                .await;
         if !matches!(sent, Ok(Ok(()))) {
             tracing::debug!(pid = process.pid, "welcome not taken");
         }
@@ -198,62 +201,71 @@ impl Conversation {
     }
 
     /// Answers a query.
-    async fn report(
+    async fn answer_query(
         &self,
-        stream: &mut Stream,
+        stream: &mut PeerStream,
         pid: u32,
         version: u16,
         account: &messages::Account,
-    ) -> Result<(), Hangup> {
+    ) -> Result<(), ConnectionError> {
         if version < OLDEST_VERSION {
-            return goodbye(stream, RejectReason::Version).await;
+            return reject(stream, RejectReason::Version).await;
         }
-        self.turn().await;
-        let membership = self.membership.as_ref();
-        let asked = self.paid(|| lock(&self.container).query(pid, account, membership));
+        self.wait_turn().await;
+        let membership = self.resolver.as_ref();
+        let asked =
+            self.run_charged(|| lock(&self.container).query_usage(pid, account, membership));
         match asked {
             Ok(usage) => {
                 let frame = usage.frame();
                 let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
                 Ok(())
             }
-            Err(reason) => goodbye(stream, reason).await,
+            Err(reason) => reject(stream, reason).await,
         }
     }
 
     /// Passes a question about kept memory on, and the answer back.
-    async fn keep(
+    async fn answer_lease_request(
         &self,
-        stream: &mut Stream,
+        stream: &mut PeerStream,
         process: Process,
         question: RetainedRequest,
-    ) -> Result<(), Hangup> {
-        let asked = self.asked(process, question.version(), question.account());
-        let (answer, fd) = match (asked.await, &self.desk) {
+    ) -> Result<(), ConnectionError> {
+        let asked = self.authorize(process, question.version(), question.account());
+        let (answer, fd) = match (asked.await, &self.lease_service) {
             (Ok(allocation), Some(desk)) => {
-                let asker = Asker {
+                let asker = Caller {
                     allocation,
                     process,
                 };
                 let (early, made) = oneshot::channel();
                 let early = (question.version() >= CREATED_SINCE).then_some(early);
-                let ((), Reply { answer, fd }) =
-                    tokio::join!(hand_over(stream, made), desk.ask(asker, question, early));
+                let (
+                    (),
+                    Reply {
+                        response: answer,
+                        fd,
+                    },
+                ) = tokio::join!(
+                    send_created_lease(stream, made),
+                    desk.request(asker, question, early)
+                );
                 (Response::Retained(answer), fd)
             }
             (Ok(_), None) => {
                 let why = RetainedRefusal::Unavailable;
                 (Response::Retained(RetainedResponse::Refused(why)), None)
             }
-            (Err(NotAsked::Fenced), _) => {
+            (Err(NotAuthorized::Fenced), _) => {
                 let why = RetainedRefusal::Fenced;
                 (Response::Retained(RetainedResponse::Refused(why)), None)
             }
-            (Err(NotAsked::Unwelcome(reason)), _) => return goodbye(stream, reason).await,
+            (Err(NotAuthorized::Rejected(reason)), _) => return reject(stream, reason).await,
         };
         let sent = async {
             match fd {
-                Some(fd) => send_with(stream, &answer, fd).await,
+                Some(fd) => send_with_descriptor(stream, &answer, fd).await,
                 None => stream.write_all(&answer.frame()).await,
             }
         };
@@ -262,24 +274,24 @@ impl Conversation {
     }
 
     /// Passes a question about a token on, and the answer back.
-    async fn token(
+    async fn answer_token_request(
         &self,
-        stream: &mut Stream,
+        stream: &mut PeerStream,
         process: Process,
         question: TokenRequest,
-    ) -> Result<(), Hangup> {
-        let asked = self.asked(process, question.version(), question.account());
-        let answer = match (asked.await, &self.desk) {
+    ) -> Result<(), ConnectionError> {
+        let asked = self.authorize(process, question.version(), question.account());
+        let answer = match (asked.await, &self.lease_service) {
             (Ok(allocation), Some(desk)) => {
-                let asker = Asker {
+                let asker = Caller {
                     allocation,
                     process,
                 };
-                desk.ask_token(asker, question).await
+                desk.request_token(asker, question).await
             }
             (Ok(_), None) => TokenResponse::Refused(TokenRefusal::Unavailable),
-            (Err(NotAsked::Fenced), _) => TokenResponse::Refused(TokenRefusal::AskerFenced),
-            (Err(NotAsked::Unwelcome(reason)), _) => return goodbye(stream, reason).await,
+            (Err(NotAuthorized::Fenced), _) => TokenResponse::Refused(TokenRefusal::AskerFenced),
+            (Err(NotAuthorized::Rejected(reason)), _) => return reject(stream, reason).await,
         };
         let frame = Response::Token(answer).frame();
         let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
@@ -287,45 +299,46 @@ impl Conversation {
     }
 
     /// The allocation that a process may ask at the desk for, in the container's pace.
-    async fn asked(
+    async fn authorize(
         &self,
         process: Process,
         version: u16,
         gpu: Option<&messages::Account>,
-    ) -> Result<AllocationId, NotAsked> {
+    ) -> Result<AllocationId, NotAuthorized> {
         if version < OLDEST_VERSION {
-            return Err(NotAsked::Unwelcome(RejectReason::Version));
+            return Err(NotAuthorized::Rejected(RejectReason::Version));
         }
-        self.turn().await;
-        let membership = self.membership.as_ref();
-        self.paid(|| lock(&self.container).may_ask(process.pid, gpu, membership))
+        self.wait_turn().await;
+        let membership = self.resolver.as_ref();
+        self.run_charged(|| lock(&self.container).authorize(process.pid, gpu, membership))
     }
 
     /// The process that connected, pinned by a pidfd. Taken in this order: the pidfd first, then
     /// what `/proc` says, so that both are of one process.
-    fn peer(&self, stream: &Stream) -> Option<(Process, Life)> {
+    fn resolve_peer(&self, stream: &PeerStream) -> Option<(Process, ProcessExit)> {
         let pid = stream.peer_pid()?;
-        let life = Life::of(pid).ok()?;
-        Some((self.membership.process(pid)?, life))
+        let life = ProcessExit::open(pid).ok()?;
+        Some((self.resolver.process(pid)?, life))
     }
 
     /// Answers requests for as long as the peer makes sense.
-    async fn serve(
+    async fn serve_requests(
         &self,
-        stream: &mut Stream,
+        stream: &mut PeerStream,
         pid: u32,
-    ) -> Result<std::convert::Infallible, Hangup> {
-        let mut own = Pace::of_messages(MESSAGE_BURST);
+    ) -> Result<std::convert::Infallible, ConnectionError> {
+        let mut own = RateLimiter::for_messages(MESSAGE_BURST);
         loop {
-            let message = read(stream).await?;
+            let message = read_request(stream).await?;
             // First its own, so that who floods uses up its own budget and not its siblings'.
-            rate_limit::wait(own.take(Instant::now())).await;
-            self.turn().await;
+            rate_limit::wait(own.charge_message(Instant::now())).await;
+            self.wait_turn().await;
             let heard = Instant::now();
             if let Request::Credit { account, units } = message {
-                let settles = || lock(&self.container).is_settling(pid, account, units, heard);
-                while self.paid(settles) {
-                    tokio::time::sleep(SETTLE_PAUSE).await;
+                let settles =
+                    || lock(&self.container).is_reclaim_pending(pid, account, units, heard);
+                while self.run_charged(settles) {
+                    tokio::time::sleep(RECLAIM_POLL).await;
                 }
             }
             let able = matches!(
@@ -334,21 +347,21 @@ impl Conversation {
                     can_reexec: true,
                     ..
                 }
-            ) && self.is_main(pid);
+            ) && self.is_main_process(pid);
             let answer = match message {
                 Request::Credit { account, units } => {
-                    let (change, answered) =
-                        self.paid(|| lock(&self.container).ask(pid, account, units));
-                    self.recorded(change).await;
+                    let (change, answered) = self
+                        .run_charged(|| lock(&self.container).request_credit(pid, account, units));
+                    self.wait_recorded(change).await;
                     answered.await.ok()
                 }
                 Request::Refresh => {
-                    let change = self.paid(|| {
+                    let change = self.run_charged(|| {
                         let mut container = lock(&self.container);
-                        container.asks_refresh(pid)
+                        container.handle_refresh(pid)
                     });
                     if let Some(change) = change {
-                        self.recorded(change).await;
+                        self.wait_recorded(change).await;
                     }
                     Some(Response::Refreshed)
                 }
@@ -357,33 +370,33 @@ impl Conversation {
                     bytes,
                     function,
                 } => {
-                    lock(&self.container).denied(pid, account, bytes, &function);
+                    lock(&self.container).record_denial(pid, account, bytes, &function);
                     None
                 }
                 Request::ContextMade { account } => {
-                    Some(lock(&self.container).context_made(pid, account))
+                    Some(lock(&self.container).handle_context_made(pid, account))
                 }
                 Request::Poisoned { account, code, .. } => {
-                    self.bell.ring();
+                    self.fault_notifier.notify();
                     let poisoned = || {
-                        let now = clock::present();
-                        lock(&self.container).poisoned(pid, account, code, able, now)
+                        let now = clock::read_clocks();
+                        lock(&self.container).handle_poisoned(pid, account, code, able, now)
                     };
-                    Some(self.paid(poisoned))
+                    Some(self.run_charged(poisoned))
                 }
                 Request::Hello { .. }
                 | Request::Query { .. }
                 | Request::Retained(_)
-                | Request::Token(_) => return Err(Hangup::OutOfOrder),
+                | Request::Token(_) => return Err(ConnectionError::OutOfOrder),
             };
             if let Some(answer) = answer {
                 // A peer that reads late is not the agent's doing.
                 let took = heard.elapsed();
                 let sent = stream.write_all(&answer.frame()).await;
-                sent.map_err(Hangup::Unsent)?;
+                sent.map_err(ConnectionError::NotTaken)?;
                 // A shim that waited too long goes without, and the program is out of memory.
-                if took > LATE
-                    && let Some(untold) = self.told.due("late", Instant::now())
+                if took > LATE_ANSWER
+                    && let Some(untold) = self.log_limiter.due("late", Instant::now())
                 {
                     tracing::warn!(
                         pid,
@@ -398,60 +411,60 @@ impl Conversation {
     }
 }
 
-impl Conversation {
+impl Connection {
     /// Waits for the container's turn.
-    async fn turn(&self) {
-        let wait = lock(&self.shared).take(Instant::now());
+    async fn wait_turn(&self) {
+        let wait = lock(&self.rate_limiter).charge_message(Instant::now());
         rate_limit::wait(wait).await;
     }
 
     /// Does work that the container pays for.
-    fn paid<T>(&self, work: impl FnOnce() -> T) -> T {
-        let (came_to, took) = rate_limit::measured(work);
-        lock(&self.shared).settle(took, Instant::now());
+    fn run_charged<T>(&self, work: impl FnOnce() -> T) -> T {
+        let (came_to, took) = rate_limit::measure_cpu_time(work);
+        lock(&self.rate_limiter).charge_cpu_time(took, Instant::now());
         came_to
     }
 
     /// Waits until a change is on record.
-    async fn recorded(&self, change: Change) {
-        let record = || lock(&self.container).recorded(change, Instant::now());
-        while let Some(wait) = self.paid(record) {
+    async fn wait_recorded(&self, change: ChangeNumber) {
+        let record = || lock(&self.container).poll_recorded(change, Instant::now());
+        while let Some(wait) = self.run_charged(record) {
             tokio::time::sleep(wait).await;
         }
     }
 
     /// Whether a process is the container's main one. Without the lock: it reads files.
-    fn is_main(&self, pid: u32) -> bool {
+    fn is_main_process(&self, pid: u32) -> bool {
         let container = lock(&self.container);
-        let (first, pod) = (container.first_of_namespace(pid), container.pod().clone());
+        let (first, pod) = (container.pid_namespace_init(pid), container.pod().clone());
         drop(container);
-        first.is_some_and(|process| self.membership.is_begun_outside(process, &pod))
+        first.is_some_and(|process| self.resolver.is_container_root(process, &pod))
     }
 }
 
 /// Waits for the death of a process that the record knows.
-pub(super) async fn mourn(
+pub(super) async fn watch_exit(
     container: Arc<Mutex<Container>>,
     process: Process,
     image: u64,
     ended: CancellationToken,
 ) {
-    if let Ok(life) = Life::of(process.pid) {
+    if let Ok(life) = ProcessExit::open(process.pid) {
         tokio::select! {
             () = ended.cancelled() => return,
-            () = life.ended() => {}
+            () = life.wait() => {}
         }
     }
-    lock(&container).died(process, image);
+    lock(&container).handle_exit(process, image);
 }
 
-async fn goodbye<T>(stream: &mut Stream, reason: RejectReason) -> Result<T, Hangup> {
+async fn reject<T>(stream: &mut PeerStream, reason: RejectReason) -> Result<T, ConnectionError> {
     let frame = Response::Rejected { reason }.frame();
     let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
-    Err(Hangup::Unwelcome(reason))
+    Err(ConnectionError::Rejected(reason))
 }
 
-async fn read(stream: &mut Stream) -> Result<Request, Hangup> {
+async fn read_request(stream: &mut PeerStream) -> Result<Request, ConnectionError> {
     let mut header = [0; messages::HEADER];
     stream.read_exact(&mut header).await?;
     let mut payload = vec![0; messages::payload_length(header)?];
@@ -460,14 +473,18 @@ async fn read(stream: &mut Stream) -> Result<Request, Hangup> {
 }
 
 /// Sends the memory of a lease that the vault does not have yet, where one is made.
-async fn hand_over(stream: &mut Stream, made: oneshot::Receiver<Made>) {
-    if let Ok(Made { bytes, fd }) = made.await {
+async fn send_created_lease(stream: &mut PeerStream, made: oneshot::Receiver<CreatedMemory>) {
+    if let Ok(CreatedMemory { bytes, fd }) = made.await {
         let made = Response::Retained(RetainedResponse::Created { bytes: bytes.0 });
         // Who does not take it gets the answer, and no lease.
-        let _ = tokio::time::timeout(ANSWER_TIMEOUT, send_with(stream, &made, fd)).await;
+        let _ = tokio::time::timeout(ANSWER_TIMEOUT, send_with_descriptor(stream, &made, fd)).await;
     }
 }
 
-async fn send_with(stream: &mut Stream, message: &Response, fd: impl AsFd) -> io::Result<()> {
-    stream.write_with(&message.frame(), fd).await
+async fn send_with_descriptor(
+    stream: &mut PeerStream,
+    message: &Response,
+    fd: impl AsFd,
+) -> io::Result<()> {
+    stream.write_with_descriptor(&message.frame(), fd).await
 }

@@ -9,50 +9,50 @@ use rustix::process::{Resource, Rlimit};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Peers: one in so many descriptors. Each has at most three, so a quarter stays the agent's own.
-const DESCRIPTORS: u64 = 4;
+const DESCRIPTORS_PER_PEER: u64 = 4;
 
 /// The seats of a node.
 #[derive(Clone, Debug)]
-pub(super) struct Seats(Arc<Semaphore>);
+pub(super) struct ConnectionLimit(Arc<Semaphore>);
 
 /// Held for as long as a peer has descriptors of the agent.
 #[derive(Debug)]
-pub(super) struct Seat {
+pub(super) struct ConnectionPermit {
     _permit: OwnedSemaphorePermit,
 }
 
-impl Seats {
+impl ConnectionLimit {
     /// So many seats.
-    pub(super) fn new(count: usize) -> Seats {
-        Seats(Arc::new(Semaphore::new(count.min(Semaphore::MAX_PERMITS))))
+    pub(super) fn new(count: usize) -> ConnectionLimit {
+        ConnectionLimit(Arc::new(Semaphore::new(count.min(Semaphore::MAX_PERMITS))))
     }
 
     /// As many as this process's descriptors allow now.
-    pub(super) fn of_this_process() -> Seats {
+    pub(super) fn from_rlimit() -> ConnectionLimit {
         let Rlimit { current, .. } = rustix::process::getrlimit(Resource::Nofile);
-        Seats::new(seats(current))
+        ConnectionLimit::new(max_peers(current))
     }
 
     /// How many pages of dead processes a container may keep: the descriptors of one seat in 64.
-    pub(super) fn pages(&self) -> usize {
+    pub(super) fn max_free_pages(&self) -> usize {
         self.0.available_permits() / 64
     }
 
     /// A seat for a container that has `taken` already, if more than that are left: however many a container
     /// asks for, it leaves as many as it has to others.
-    pub(super) fn take(&self, taken: usize) -> Option<Seat> {
+    pub(super) fn try_acquire(&self, taken: usize) -> Option<ConnectionPermit> {
         if taken > 0 && self.0.available_permits() <= taken {
             return None;
         }
         let permit = Arc::clone(&self.0).try_acquire_owned().ok()?;
-        Some(Seat { _permit: permit })
+        Some(ConnectionPermit { _permit: permit })
     }
 }
 
 /// How many peers a limit of descriptors allows; `None` is no limit.
-fn seats(descriptors: Option<u64>) -> usize {
+fn max_peers(descriptors: Option<u64>) -> usize {
     descriptors.map_or(usize::MAX, |limit| {
-        usize::try_from(limit / DESCRIPTORS).unwrap_or(usize::MAX)
+        usize::try_from(limit / DESCRIPTORS_PER_PEER).unwrap_or(usize::MAX)
     })
 }
 
@@ -62,26 +62,26 @@ mod tests {
 
     #[test]
     fn a_quarter_of_the_descriptors_stays_the_agents_own() {
-        assert_eq!(seats(Some(1024)), 256);
-        assert_eq!(seats(None), usize::MAX);
+        assert_eq!(max_peers(Some(1024)), 256);
+        assert_eq!(max_peers(None), usize::MAX);
     }
 
     #[test]
-    fn a_seat_is_free_again_when_its_peer_is_gone() {
-        let seats = Seats::new(1);
-        let seat = seats.take(0);
-        assert!(seat.is_some() && seats.take(0).is_none());
+    fn permit_is_free_again_when_its_peer_is_gone() {
+        let seats = ConnectionLimit::new(1);
+        let seat = seats.try_acquire(0);
+        assert!(seat.is_some() && seats.try_acquire(0).is_none());
         drop(seat);
-        assert!(seats.take(0).is_some());
+        assert!(seats.try_acquire(0).is_some());
     }
 
     #[test]
-    fn a_container_that_takes_all_it_can_get_leaves_seats_to_others() {
-        let seats = Seats::new(100);
+    fn greedy_container_leaves_permits_to_others() {
+        let seats = ConnectionLimit::new(100);
         let take = |limit: usize| {
             let mut taken = Vec::new();
             while let Some(seat) = (taken.len() < limit)
-                .then(|| seats.take(taken.len()))
+                .then(|| seats.try_acquire(taken.len()))
                 .flatten()
             {
                 taken.push(seat);

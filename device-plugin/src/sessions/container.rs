@@ -26,139 +26,142 @@ use bursar_protocol::{POISON_SINCE, VERSION};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::accounts::Books;
-use super::checkpoint::{Content, Entry, Record};
-use super::closer::Closer;
+use super::accounts::AmountsByPid;
+use super::checkpoint::{CheckpointContent, ProcessEntry, SessionCheckpoint};
+use super::closer::SocketCloser;
 use super::context_size::ContextSizes;
-use super::orphan_bound::Own;
-use super::recovery::{Fault, Poisonings};
-use super::{Account, Charges, Credit, MAX_PROCESSES, Membership, Process, Served, Usage};
-use crate::ledger::Moment;
+use super::orphan_bound::OwnMemory;
+use super::recovery::{Fault, FaultLog};
+use super::{
+    Account, AccountUsage, ContainerResolver, CreditAccounts, MAX_PROCESSES, Process,
+    ProcessMemory, SessionSpec,
+};
+use crate::ledger::BootTime;
 use crate::units::{Bytes, GpuUuid};
-use denials::{Told, ToldOfAll, Why};
-use pages::Pages;
-use recording::{Change, Changes};
-use siblings::Siblings;
+use denials::{LogLimiter, RefusalReason, SharedLogLimiter};
+use pages::PagePool;
+use recording::{ChangeNumber, PendingChanges};
+use siblings::ClaimSiblings;
 
 /// What a process may take besides what it charges: kernels' code, heaps of the device. It decides
 /// only when the memory of an image that exec replaced counts as gone, or what an exporter left
 /// with an importer.
-const UNCHARGED: Bytes = Bytes::mib(256);
+const UNCHARGED_MARGIN: Bytes = Bytes::mib(256);
 
 /// The same where contexts are not charged: a little more than any model's context.
-const UNCHARGED_WITH_CONTEXT: Bytes = Bytes::gib(1);
+const UNCHARGED_MARGIN_WITH_CONTEXT: Bytes = Bytes::gib(1);
 
 /// The state of one container.
 pub(super) struct Container {
-    served: Served,
+    spec: SessionSpec,
     accounts: Vec<Account>,
-    credit: Credit,
-    record: Record,
-    members: BTreeMap<u32, Member>,
+    credit: CreditAccounts,
+    checkpoint: SessionCheckpoint,
+    processes: BTreeMap<u32, ProcessState>,
     /// The record was lost, and the driver has not said yet who has memory: until then nobody gets
     /// more.
-    record_lost: bool,
+    is_checkpoint_lost: bool,
     /// The cgroup of the container that its living processes are in.
-    home: Option<String>,
-    denied: Vec<u64>,
+    cgroup: Option<String>,
+    denials: Vec<u64>,
     /// None where contexts are not charged.
-    contexts: Option<Arc<ContextSizes>>,
-    denied_by: BTreeMap<String, u64>,
+    context_sizes: Option<Arc<ContextSizes>>,
+    denials_by_function: BTreeMap<String, u64>,
     /// What of it is on record.
-    told: Told,
+    log_limiter: LogLimiter,
     /// The log lines that are written once for all containers.
-    told_of_all: ToldOfAll,
+    shared_log_limiter: SharedLogLimiter,
     requests: u64,
     /// What each account was given at birth.
-    ceilings: Vec<Units>,
+    requested: Vec<Units>,
     /// What accounts were lowered to since.
-    orders: Vec<Option<Units>>,
+    overrides: Vec<Option<Units>>,
     /// When an image ended last.
-    retired_at: Option<Instant>,
+    last_exit: Option<Instant>,
     /// P of the image that said hello last.
     generation: u64,
-    poisonings: Poisonings,
+    fault_log: FaultLog,
     /// Faults that nobody was told of yet.
-    news: Vec<Fault>,
+    unreported_faults: Vec<Fault>,
     /// Whether a GPU of it is drained.
-    drained: bool,
-    pages: Pages,
+    is_drained: bool,
+    pages: PagePool,
     /// What is to be on record.
-    changes: Changes,
+    pending_changes: PendingChanges,
     /// Wakes the task that settles what ended images had.
-    stirred: Arc<Notify>,
+    change_notify: Arc<Notify>,
     /// Wakes the tasks that prove free what dead processes exported.
-    exports: watch::Sender<()>,
+    orphans_changed: watch::Sender<()>,
     /// None in tests without sockets.
-    closer: Option<Arc<Closer>>,
+    closer: Option<Arc<SocketCloser>>,
     /// The containers of its claim, which share its quota.
-    siblings: Option<Siblings>,
+    siblings: Option<ClaimSiblings>,
 }
 
 /// How long the driver takes to have back what an image had: 112 ms for 100 GiB (F8 in
 /// docs/facts.md), and some.
-const SETTLING: Duration = Duration::from_secs(1);
+const RECLAIM_WINDOW: Duration = Duration::from_secs(1);
 
 const _: () = assert!(MAX_PROCESSES <= messages::MAX_LISTED);
 
 /// A process that said hello, or that the record knows.
-struct Member {
+struct ProcessState {
     process: Process,
     image: u64,
     /// P: which of the container's images it is.
     generation: u64,
     /// The version of the protocol that it speaks; 1 while that is not known.
-    version: u16,
+    protocol_version: u16,
     /// What it is called in each pid namespace around it: fixed when it began.
-    pids: Vec<u32>,
+    namespace_pids: Vec<u32>,
     /// None until it says hello again to a restarted agent.
     page: Option<CreditPage>,
     /// The descriptor of that page, for the next process when this one dies.
     page_fd: Option<Arc<OwnedFd>>,
     /// Whether it said anything after its hello: only then does it use the page that it was sent.
     /// One that was stopped, or gave up waiting, goes on with the page that it had.
-    uses_page: bool,
+    has_adopted_page: bool,
     /// The most of its use that it had exported whenever it told, by account.
     exported: Vec<Units>,
     /// Whether a grant did not go into its page, which it never does to a process that charges: it
     /// gets nothing more.
-    spoiled: bool,
+    has_broken_page: bool,
     /// Ends the task that looks after it, when another takes over.
-    ended: CancellationToken,
+    superseded: CancellationToken,
 }
 
 /// Whom the driver is asked about: who was dead before it was, by pid and account.
-pub(super) type Questions = Books;
+pub(super) type ReclaimQuery = AmountsByPid;
 
 /// What a process is answered to its hello.
-pub(super) struct Admitted {
+pub(super) struct Admission {
     pub(super) welcome: Response,
     pub(super) page: Arc<OwnedFd>,
     /// What has to be on record before the process is answered.
-    pub(super) change: Change,
+    pub(super) change: ChangeNumber,
     /// Cancelled when another connection takes this process over.
-    pub(super) ended: CancellationToken,
+    pub(super) superseded: CancellationToken,
     /// Whether the process had another image before.
-    pub(super) replaced: bool,
+    pub(super) replaced_image: bool,
 }
 
 /// A process that the record knows.
-pub(super) struct Known {
+pub(super) struct RestoredProcess {
     pub(super) process: Process,
     pub(super) image: u64,
-    pub(super) ended: CancellationToken,
+    pub(super) superseded: CancellationToken,
 }
 
 impl Container {
     /// A container as the record left it, and the processes of it that still live. `served_before`:
     /// processes may live that a missing record does not tell of.
     pub(super) fn restore(
-        served: Served,
-        record: Record,
+        served: SessionSpec,
+        record: SessionCheckpoint,
         served_before: bool,
-        membership: &dyn Membership,
-        now: Moment,
-    ) -> (Container, Vec<Known>) {
+        membership: &dyn ContainerResolver,
+        now: BootTime,
+    ) -> (Container, Vec<RestoredProcess>) {
         let accounts: Vec<_> = served
             .gpus
             .iter()
@@ -171,7 +174,7 @@ impl Container {
             .map(|(_, quota)| quota)
             .chain([&served.managed]);
         let ceilings: Vec<_> = quotas.map(|quota| Units::within(quota.0)).collect();
-        let credit = Credit::new(ceilings.clone());
+        let credit = CreditAccounts::new(ceilings.clone());
         let denied = vec![0; accounts.len()];
         let content = record.read();
         let lost = content
@@ -185,35 +188,35 @@ impl Container {
             .collect();
         orders.resize(accounts.len(), None);
         let mut container = Container {
-            served,
+            spec: served,
             accounts,
             credit,
-            record,
-            members: BTreeMap::new(),
-            record_lost: lost,
-            home: None,
-            denied,
-            contexts: None,
-            denied_by: BTreeMap::new(),
-            told: Told::default(),
-            told_of_all: ToldOfAll::default(),
+            checkpoint: record,
+            processes: BTreeMap::new(),
+            is_checkpoint_lost: lost,
+            cgroup: None,
+            denials: denied,
+            context_sizes: None,
+            denials_by_function: BTreeMap::new(),
+            log_limiter: LogLimiter::default(),
+            shared_log_limiter: SharedLogLimiter::default(),
             requests: 0,
-            ceilings,
-            orders,
-            retired_at: None,
+            requested: ceilings,
+            overrides: orders,
+            last_exit: None,
             generation: match content.generation {
                 // Whatever was issued in this boot is less: images are no more than one in a
                 // microsecond. The wall clock may have been set back meanwhile.
                 0 if lost => now.0.saturating_mul(1_000),
                 known => known,
             },
-            poisonings: content.poisonings,
-            news: Vec::new(),
-            drained: false,
-            pages: Pages::new(CreditPage::create),
-            changes: Changes::default(),
-            stirred: Arc::default(),
-            exports: watch::Sender::default(),
+            fault_log: content.poisonings,
+            unreported_faults: Vec::new(),
+            is_drained: false,
+            pages: PagePool::new(CreditPage::create),
+            pending_changes: PendingChanges::default(),
+            change_notify: Arc::default(),
+            orphans_changed: watch::Sender::default(),
             closer: None,
             siblings: None,
         };
@@ -221,19 +224,19 @@ impl Container {
             container.apply_quota(index);
         }
         for (pid, units) in content.retired {
-            container.credit.restore(pid, &to_units(&units));
-            container.credit.retire(pid, &[]);
+            container.credit.restore_grant(pid, &to_units(&units));
+            container.credit.mark_exited(pid, &[]);
         }
         for (pid, units) in content.kept {
-            container.credit.restore(pid, &to_units(&units));
-            container.credit.retire(pid, &to_units(&units));
+            container.credit.restore_grant(pid, &to_units(&units));
+            container.credit.mark_exited(pid, &to_units(&units));
         }
         for (lease, account, units) in content.leases {
             let units = Units(units).min(Units::MAX);
             container.credit.adopt_lease(lease, account, units);
         }
         let mut known = Vec::new();
-        for Entry {
+        for ProcessEntry {
             process,
             image,
             generation,
@@ -242,131 +245,138 @@ impl Container {
         } in content.processes
         {
             let exported = to_units(&exported);
-            container.credit.restore(process.pid, &to_units(&granted));
+            container
+                .credit
+                .restore_grant(process.pid, &to_units(&granted));
             if membership.process(process.pid) != Some(process) {
-                container.credit.retire(process.pid, &exported);
-                container.poisonings.ended(process, generation);
+                container.credit.mark_exited(process.pid, &exported);
+                container.fault_log.record_exit(process, generation);
                 continue;
             }
             let ended = CancellationToken::new();
-            known.push(Known {
+            known.push(RestoredProcess {
                 process,
                 image,
-                ended: ended.clone(),
+                superseded: ended.clone(),
             });
-            container.members.insert(
+            container.processes.insert(
                 process.pid,
-                Member {
+                ProcessState {
                     process,
                     image,
                     generation,
-                    version: 1,
-                    pids: membership.pids(process.pid),
+                    protocol_version: 1,
+                    namespace_pids: membership.namespace_pids(process.pid),
                     page: None,
                     page_fd: None,
-                    uses_page: false,
+                    has_adopted_page: false,
                     exported,
-                    spoiled: false,
-                    ended,
+                    has_broken_page: false,
+                    superseded: ended,
                 },
             );
         }
-        let [retired, _] = container.credit.retirements();
+        let [retired, _] = container.credit.exited_and_orphaned();
         if !retired.is_empty() {
             // This agent has not asked the driver about the exited processes yet.
-            container.retired_at = Some(Instant::now());
+            container.last_exit = Some(Instant::now());
         }
         // So that a record that is missing next time was lost.
-        container.write_record();
+        container.write_checkpoint();
         (container, known)
     }
 
     /// Admits a process that says hello: as another image than before after an exec, as the same
     /// one when it connects again.
-    pub(super) fn hello(
+    pub(super) fn handle_hello(
         &mut self,
         process: Process,
         image: u64,
         version: u16,
         holdings: &[HeldCredit],
-        membership: &dyn Membership,
-    ) -> Result<Admitted, RejectReason> {
+        membership: &dyn ContainerResolver,
+    ) -> Result<Admission, RejectReason> {
         let pid = process.pid;
-        let home = self.home_of(pid, membership)?;
+        let home = self.resolve_cgroup(pid, membership)?;
         let known = self
-            .members
+            .processes
             .get(&pid)
             .is_some_and(|member| (member.process, member.image) == (process, image));
-        if !self.members.contains_key(&pid) && self.members.len() >= MAX_PROCESSES {
+        if !self.processes.contains_key(&pid) && self.processes.len() >= MAX_PROCESSES {
             return Err(RejectReason::Busy);
         }
         // Before anything changes: a process that gets no page stays what it was.
-        let page = self.pages.take(self.accounts.len(), Instant::now());
+        let page = self.pages.take_page(self.accounts.len(), Instant::now());
         let (page, fd) = page.map_err(|error| {
-            if let Some(untold) = self.told.due("no page", Instant::now()) {
-                let allocation = self.served.allocation;
+            if let Some(untold) = self.log_limiter.due("no page", Instant::now()) {
+                let allocation = self.spec.allocation;
                 tracing::warn!(%allocation, pid, %error, untold, "failed to make a credit page");
             }
             RejectReason::Busy
         })?;
         let (mut exported, mut generation, mut spoiled) = (Vec::new(), None, false);
-        let before = self.members.remove(&pid);
+        let before = self.processes.remove(&pid);
         let replaced = before.is_some() && !known;
         if let Some(before) = before {
-            before.ended.cancel();
-            exported = before.exported();
+            before.superseded.cancel();
+            exported = before.current_exports();
             generation = Some(before.generation).filter(|_| known);
-            spoiled = known && before.spoiled;
+            spoiled = known && before.has_broken_page;
             if !known {
-                self.credit.retire(pid, &std::mem::take(&mut exported));
-                self.retired_at = Some(Instant::now());
-                self.poisonings.ended(before.process, before.generation);
+                self.credit.mark_exited(pid, &std::mem::take(&mut exported));
+                self.last_exit = Some(Instant::now());
+                self.fault_log
+                    .record_exit(before.process, before.generation);
             }
         }
         let generation = generation.unwrap_or_else(|| {
             self.generation = self.generation.saturating_add(1);
             self.generation
         });
-        let found = self.had_outside(pid);
-        self.credit.has_session(pid);
-        self.hear_siblings();
-        self.fill(&page, pid, known, holdings, &found, &exported);
-        self.home = Some(home);
+        let found = self.untracked_by(pid);
+        self.credit.clear_untracked(pid);
+        self.update_from_siblings();
+        self.fill_page(&page, pid, known, holdings, &found, &exported);
+        self.cgroup = Some(home);
         let ended = CancellationToken::new();
-        self.members.insert(
+        self.processes.insert(
             pid,
-            Member {
+            ProcessState {
                 process,
                 image,
                 generation,
-                version,
-                pids: membership.pids(pid),
+                protocol_version: version,
+                namespace_pids: membership.namespace_pids(pid),
                 page: Some(page),
                 page_fd: Some(Arc::clone(&fd)),
-                uses_page: false,
+                has_adopted_page: false,
                 exported,
-                spoiled,
-                ended: ended.clone(),
+                has_broken_page: spoiled,
+                superseded: ended.clone(),
             },
         );
-        self.refresh();
-        self.tell_fences();
-        Ok(Admitted {
+        self.refresh_pages();
+        self.publish_fences();
+        Ok(Admission {
             welcome: self.welcome(version, generation),
             page: fd,
-            change: self.changed(),
-            ended,
-            replaced,
+            change: self.note_change(),
+            superseded: ended,
+            replaced_image: replaced,
         })
     }
 
     /// The cgroup of a process, if that is this container's.
-    fn home_of(&self, pid: u32, membership: &dyn Membership) -> Result<String, RejectReason> {
+    fn resolve_cgroup(
+        &self,
+        pid: u32,
+        membership: &dyn ContainerResolver,
+    ) -> Result<String, RejectReason> {
         let home = membership
-            .container(pid, &self.served.pod)
+            .container(pid, &self.spec.pod)
             .ok_or(RejectReason::Identity)?;
-        let others = self.members.keys().any(|member| *member != pid);
-        match &self.home {
+        let others = self.processes.keys().any(|member| *member != pid);
+        match &self.cgroup {
             Some(here) if others && *here != home => Err(RejectReason::Identity),
             _ => Ok(home),
         }
@@ -374,30 +384,32 @@ impl Container {
 
     /// What the container uses of an account, told to one of its processes: each process by the pid
     /// that it has in the pid namespace of who asks, and only those that it has one in.
-    pub(super) fn query(
+    pub(super) fn query_usage(
         &self,
         pid: u32,
         account: &messages::Account,
-        membership: &dyn Membership,
+        membership: &dyn ContainerResolver,
     ) -> Result<Response, RejectReason> {
-        self.home_of(pid, membership)?;
+        self.resolve_cgroup(pid, membership)?;
         let index = self
             .accounts
             .iter()
-            .position(|here| on_wire(here) == *account)
+            .position(|here| to_wire_account(here) == *account)
             .ok_or(RejectReason::Account)?;
-        let depth = membership.pids(pid).len();
+        let depth = membership.namespace_pids(pid).len();
         let mut used = self
             .credit
-            .retired(index)
-            .saturating_add(self.credit.outside(index))
+            .exited(index)
+            .saturating_add(self.credit.untracked(index))
             .saturating_add(self.credit.leased(index))
-            .saturating_add(self.credit.inherited(index));
+            .saturating_add(self.credit.sibling_charges(index));
         let mut processes = Vec::new();
-        for (pid, member) in &self.members {
+        for (pid, member) in &self.processes {
             let units = self.used_by(*pid, member, index);
             used = used.saturating_add(units);
-            let seen = depth.checked_sub(1).and_then(|own| member.pids.get(own));
+            let seen = depth
+                .checked_sub(1)
+                .and_then(|own| member.namespace_pids.get(own));
             if let Some(pid) = seen.filter(|_| units > Units::ZERO) {
                 processes.push(ProcessUsage {
                     pid: *pid,
@@ -415,7 +427,7 @@ impl Container {
     /// Fills a process's new page. What the books say that it was granted counts, not what it says;
     /// only a process that they don't know is taken at its word, within the quota, and for no less
     /// than the driver was `found` to charge it beyond what is never charged.
-    fn fill(
+    fn fill_page(
         &mut self,
         page: &CreditPage,
         pid: u32,
@@ -430,18 +442,18 @@ impl Container {
             let Some(slot) = page.slot(index) else {
                 continue;
             };
-            let on_wire = on_wire(account);
+            let on_wire = to_wire_account(account);
             let held = holdings.iter().find(|holding| holding.account == on_wire);
             let (claimed, used) =
                 held.map_or((Units::ZERO, Units::ZERO), |held| (held.granted, held.used));
-            let least = of(found, index).saturating_sub(Units::within(self.uncharged().0));
+            let least = of(found, index).saturating_sub(Units::within(self.uncharged_margin().0));
             let granted = if known {
                 self.credit.granted_to(pid, index)
             } else {
-                self.credit.admit(pid, index, claimed.max(least))
+                self.credit.admit_claimed(pid, index, claimed.max(least))
             };
             slot.set_quota(self.credit.quota(index));
-            slot.set_context(self.context_of(account));
+            slot.set_context(self.context_charge(account));
             slot.set_exported(of(exported, index));
             slot.set(CreditWord {
                 granted: granted.0,
@@ -451,21 +463,21 @@ impl Container {
     }
 
     /// What a process had without a session, by account.
-    fn had_outside(&self, pid: u32) -> Vec<Units> {
+    fn untracked_by(&self, pid: u32) -> Vec<Units> {
         let accounts = 0..self.accounts.len();
         accounts
-            .map(|index| self.credit.outside_of(pid, index))
+            .map(|index| self.credit.untracked_by(pid, index))
             .collect()
     }
 
-    fn has_outsiders(&self) -> bool {
-        (0..self.accounts.len()).any(|index| self.credit.outside(index) > Units::ZERO)
+    fn has_untracked(&self) -> bool {
+        (0..self.accounts.len()).any(|index| self.credit.untracked(index) > Units::ZERO)
     }
 
     /// In the lower of both versions.
     fn welcome(&self, version: u16, generation: u64) -> Response {
         let quota = |(index, account): (usize, &Account)| Quota {
-            account: on_wire(account),
+            account: to_wire_account(account),
             bytes: self.credit.quota(index).bytes(),
         };
         Response::Welcome {
@@ -477,19 +489,19 @@ impl Container {
 
     /// A process said something after its hello, so it has its page. What it exported by now is on
     /// record before it is answered.
-    fn heard(&mut self, pid: u32) {
-        if self.hear(pid) {
-            self.write_record();
+    fn mark_active(&mut self, pid: u32) {
+        if self.update_exports(pid) {
+            self.write_checkpoint();
         }
     }
 
     /// The same; whether it exported something that is to be on record.
-    fn hear(&mut self, pid: u32) -> bool {
-        let Some(member) = self.members.get_mut(&pid) else {
+    fn update_exports(&mut self, pid: u32) -> bool {
+        let Some(member) = self.processes.get_mut(&pid) else {
             return false;
         };
-        member.uses_page = true;
-        let exported = member.exported();
+        member.has_adopted_page = true;
+        let exported = member.current_exports();
         let news = member.exported != exported;
         member.exported = exported;
         news
@@ -498,159 +510,178 @@ impl Container {
     /// Whether a request would be refused for what an image had that ended a moment ago: the driver
     /// is about to have it back. A program that is executed again asks for all of its quota at
     /// once. One that was `heard` so long ago waits no more, whoever else ended since.
-    pub(super) fn is_settling(&self, pid: u32, account: u8, need: Units, heard: Instant) -> bool {
+    pub(super) fn is_reclaim_pending(
+        &self,
+        pid: u32,
+        account: u8,
+        need: Units,
+        heard: Instant,
+    ) -> bool {
         let index = usize::from(account);
-        let recently = |then: Instant| then.elapsed() < SETTLING;
+        let recently = |then: Instant| then.elapsed() < RECLAIM_WINDOW;
         let free = self
             .credit
             .free(index)
-            .saturating_add(self.idle_of_others(pid, index));
-        let gone = self.credit.retired(index);
+            .saturating_add(self.idle_credit_of_others(pid, index));
+        let gone = self.credit.exited(index);
         let with_retired = free
             .saturating_add(gone)
-            .saturating_add(self.credit.inherited(index));
+            .saturating_add(self.credit.sibling_charges(index));
         recently(heard)
-            && self.last_retired_at().is_some_and(recently)
+            && self.last_exit_in_claim().is_some_and(recently)
             && !self.is_fenced(pid)
             && (free.saturating_add(Units(1))..=with_retired).contains(&need)
     }
 
     /// Credit for a process in the books: from what is free, then from what other processes have
     /// idle.
-    fn take_credit(&mut self, pid: u32, index: usize, need: Units) -> Result<Units, Why> {
+    fn reserve_credit(
+        &mut self,
+        pid: u32,
+        index: usize,
+        need: Units,
+    ) -> Result<Units, RefusalReason> {
         if self.is_fenced(pid) {
-            return Err(Why::Fenced);
+            return Err(RefusalReason::Fenced);
         }
-        if self.record_lost {
-            return Err(Why::RecordLost);
+        if self.is_checkpoint_lost {
+            return Err(RefusalReason::RecordLost);
         }
-        self.hear_siblings();
+        self.update_from_siblings();
         if self.credit.free(index) < need {
             let missing = need.saturating_sub(self.credit.free(index));
             // Taking idle credit only helps if it is enough.
-            if self.idle_of_others(pid, index) >= missing {
-                self.take_idle(pid, index, missing);
+            if self.idle_credit_of_others(pid, index) >= missing {
+                self.reclaim_idle(pid, index, missing);
             }
         }
         let granted = self.credit.grant(pid, index, need);
-        granted.map_err(|_| Why::Quota)
+        granted.map_err(|_| RefusalReason::Quota)
     }
 
     /// Credit of the books into the process's page. A page that it has moved away from is frozen;
     /// any other that takes none is written to without pause, or was.
-    fn hand_out(&mut self, pid: u32, index: usize, units: Units) -> Result<Units, Why> {
-        let member = self.members.get_mut(&pid);
+    fn grant_to_page(
+        &mut self,
+        pid: u32,
+        index: usize,
+        units: Units,
+    ) -> Result<Units, RefusalReason> {
+        let member = self.processes.get_mut(&pid);
         let granted = member.is_some_and(|member| {
             let page = member.page.as_ref();
             let Some(slot) = page.and_then(|page| page.slot(index)) else {
                 return false;
             };
             let granted = slot.grant(units);
-            member.spoiled |= !granted && !slot.word().is_frozen();
+            member.has_broken_page |= !granted && !slot.word().is_frozen();
             granted
         });
         if granted {
             return Ok(units);
         }
-        self.credit.give_back(pid, index, units);
-        Err(Why::NoPage)
+        self.credit.revoke(pid, index, units);
+        Err(RefusalReason::NoPage)
     }
 
     /// A process image ended. What it had stays charged.
-    pub(super) fn died(&mut self, process: Process, image: u64) {
-        let member = self.members.get(&process.pid);
+    pub(super) fn handle_exit(&mut self, process: Process, image: u64) {
+        let member = self.processes.get(&process.pid);
         if member.is_none_or(|member| (member.process, member.image) != (process, image)) {
             return;
         }
-        let Some(member) = self.members.remove(&process.pid) else {
+        let Some(member) = self.processes.remove(&process.pid) else {
             return;
         };
-        self.credit.retire(process.pid, &member.exported());
+        self.credit
+            .mark_exited(process.pid, &member.current_exports());
         if let Some(fd) = member.page_fd {
-            self.pages.give_back(fd);
+            self.pages.return_page(fd);
         }
-        self.retired_at = Some(Instant::now());
-        self.poisonings.ended(process, member.generation);
-        self.refresh();
-        self.changed();
+        self.last_exit = Some(Instant::now());
+        self.fault_log.record_exit(process, member.generation);
+        self.refresh_pages();
+        self.note_change();
     }
 
     /// Whom the driver has to be asked about; `None` where there is nothing to ask.
-    pub(super) fn questions(&self) -> Option<Questions> {
-        let [retired, _] = self.credit.retirements();
-        (!retired.is_empty() || self.record_lost).then(|| retired.clone())
+    pub(super) fn reclaim_query(&self) -> Option<ReclaimQuery> {
+        let [retired, _] = self.credit.exited_and_orphaned();
+        (!retired.is_empty() || self.is_checkpoint_lost).then(|| retired.clone())
     }
 
     /// The GPUs, in the accounts' order.
     pub(super) fn gpus(&self) -> Vec<GpuUuid> {
-        let gpus = self.served.gpus.iter();
+        let gpus = self.spec.gpus.iter();
         gpus.map(|(gpu, _)| gpu.clone()).collect()
     }
 
     /// The driver says what it charges on each GPU: what it charges the dead no more is free again,
     /// but for what others may hold, and who has memory without a session is known. Who died after
     /// the question is not in the answer.
-    pub(super) fn settle(
+    pub(super) fn apply_samples(
         &mut self,
-        asked: &Questions,
-        found: &[Charges],
-        membership: &dyn Membership,
+        asked: &ReclaimQuery,
+        found: &[ProcessMemory],
+        membership: &dyn ContainerResolver,
     ) {
-        let before = (self.credit.clone(), self.record_lost);
-        self.find_outsiders(found, membership);
+        let before = (self.credit.clone(), self.is_checkpoint_lost);
+        self.find_untracked(found, membership);
         for (pid, units) in asked {
-            if self.credit.retirements()[0].get(pid) == Some(units) && self.is_gone(*pid, found) {
-                self.credit.release(*pid);
+            if self.credit.exited_and_orphaned()[0].get(pid) == Some(units)
+                && self.is_reclaimed(*pid, found)
+            {
+                self.credit.release_exited(*pid);
             }
         }
-        if before != (self.credit.clone(), self.record_lost) {
-            self.refresh();
-            self.changed();
+        if before != (self.credit.clone(), self.is_checkpoint_lost) {
+            self.refresh_pages();
+            self.note_change();
         }
     }
 
     /// Whether the driver charges nothing any more of what an image had that ended.
-    fn is_gone(&self, pid: u32, found: &[Charges]) -> bool {
+    fn is_reclaimed(&self, pid: u32, found: &[ProcessMemory]) -> bool {
         found.iter().enumerate().all(|(index, charges)| {
             // After an exec the pid lives on with a new image.
-            let member = self.members.get(&pid);
-            let own = member.map(|member| self.own(pid, member, index));
-            let own = |charged| own.map_or(Bytes::ZERO, |own| own.of(charged));
+            let member = self.processes.get(&pid);
+            let own = member.map(|member| self.own_memory(pid, member, index));
+            let own = |charged| own.map_or(Bytes::ZERO, |own| own.own_part(charged));
             charges
-                .of(pid)
+                .bytes_of(pid)
                 .is_some_and(|charged| charged == own(charged))
         })
     }
 
     /// What the driver charges a living process by its own doing.
-    fn own(&self, pid: u32, member: &Member, index: usize) -> Own {
-        let exported = self.exported_by(pid, member, index);
-        Own {
-            of: self.served.allocation,
-            uses: Bytes(self.used_by(pid, member, index).bytes()),
+    fn own_memory(&self, pid: u32, member: &ProcessState, index: usize) -> OwnMemory {
+        let exported = self.exports_of(pid, member, index);
+        OwnMemory {
+            allocation: self.spec.allocation,
+            charged: Bytes(self.used_by(pid, member, index).bytes()),
             exported: Bytes(exported.bytes()),
-            besides: self.uncharged(),
+            uncharged_margin: self.uncharged_margin(),
         }
     }
 
-    fn uncharged(&self) -> Bytes {
-        match self.contexts {
-            Some(_) => UNCHARGED,
-            None => UNCHARGED_WITH_CONTEXT,
+    fn uncharged_margin(&self) -> Bytes {
+        match self.context_sizes {
+            Some(_) => UNCHARGED_MARGIN,
+            None => UNCHARGED_MARGIN_WITH_CONTEXT,
         }
     }
 
     /// After the record was lost: who has memory of these GPUs and did not say hello since is
     /// charged what the driver says. From then on the audit keeps the figures.
-    fn find_outsiders(&mut self, found: &[Charges], membership: &dyn Membership) {
-        if !self.record_lost {
+    fn find_untracked(&mut self, found: &[ProcessMemory], membership: &dyn ContainerResolver) {
+        if !self.is_checkpoint_lost {
             return;
         }
-        self.record_lost = false;
+        self.is_checkpoint_lost = false;
         for (index, charges) in found.iter().enumerate() {
             let outside = charges.iter().filter(|(pid, _)| {
-                let is_member = self.members.contains_key(pid);
-                !is_member && membership.container(*pid, &self.served.pod).is_some()
+                let is_member = self.processes.contains_key(pid);
+                !is_member && membership.container(*pid, &self.spec.pod).is_some()
             });
             // Where the driver cannot tell how much, it may be everything.
             let all = self.credit.quota(index);
@@ -658,42 +689,42 @@ impl Container {
             let outside = outside
                 .map(|(pid, bytes)| (pid, units(bytes).unwrap_or(all)))
                 .collect();
-            self.credit.set_outside(index, outside);
+            self.credit.set_untracked(index, outside);
         }
     }
 
     /// Changes what an account was given at birth.
-    pub(super) fn resize(&mut self, account: &Account, quota: Bytes) {
+    pub(super) fn set_requested_quota(&mut self, account: &Account, quota: Bytes) {
         let Some(index) = self.accounts.iter().position(|here| here == account) else {
             return;
         };
-        if let Some(ceiling) = self.ceilings.get_mut(index) {
+        if let Some(ceiling) = self.requested.get_mut(index) {
             *ceiling = Units::within(quota.0);
         }
         self.apply_quota(index);
     }
 
     /// Writes into every page what the container's other processes use.
-    pub(super) fn refresh(&self) {
+    pub(super) fn refresh_pages(&self) {
         let dead = self
             .credit
-            .retirements()
+            .exited_and_orphaned()
             .map(|book| book.len())
             .iter()
             .sum::<usize>();
-        let siblings = self.members.len().saturating_sub(1) + dead;
+        let siblings = self.processes.len().saturating_sub(1) + dead;
         let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
         for index in 0..self.accounts.len() {
             let uses = self
-                .members
+                .processes
                 .iter()
                 .map(|(pid, member)| (member, self.used_by(*pid, member, index)))
                 .collect::<Vec<_>>();
             let all = uses.iter().map(|(_, used)| *used).sum::<Units>();
-            let all = all.saturating_add(self.credit.retired(index));
-            let all = all.saturating_add(self.credit.outside(index));
+            let all = all.saturating_add(self.credit.exited(index));
+            let all = all.saturating_add(self.credit.untracked(index));
             let all = all.saturating_add(self.credit.leased(index));
-            let all = all.saturating_add(self.credit.inherited(index));
+            let all = all.saturating_add(self.credit.sibling_charges(index));
             for (member, used) in uses {
                 if let Some(slot) = member.page.as_ref().and_then(|page| page.slot(index)) {
                     slot.set_others(all.saturating_sub(used), siblings);
@@ -703,62 +734,62 @@ impl Container {
     }
 
     /// Every account, for status and metrics.
-    pub(super) fn usage(&self) -> Vec<Usage> {
-        let usage = |(index, account): (usize, &Account)| Usage {
-            allocation: self.served.allocation,
+    pub(super) fn account_usage(&self) -> Vec<AccountUsage> {
+        let usage = |(index, account): (usize, &Account)| AccountUsage {
+            allocation: self.spec.allocation,
             account: account.clone(),
             quota: Bytes(self.credit.quota(index).bytes()),
             granted: Bytes(self.credit.granted(index).bytes()),
             used: Bytes(
-                self.members
+                self.processes
                     .iter()
                     .map(|(pid, member)| self.used_by(*pid, member, index))
                     .sum::<Units>()
                     .bytes(),
             ),
-            retired: Bytes(self.credit.retired(index).bytes()),
+            exited: Bytes(self.credit.exited(index).bytes()),
             peak: Bytes(self.credit.peak(index).bytes()),
-            denied: self.denied.get(index).copied().unwrap_or(0),
-            processes: self.members.len(),
+            denied: self.denials.get(index).copied().unwrap_or(0),
+            processes: self.processes.len(),
         };
         self.accounts.iter().enumerate().map(usage).collect()
     }
 
     /// What a process uses: what its page says, never more than it was granted; all of that
     /// while it has no page.
-    fn used_by(&self, pid: u32, member: &Member, account: usize) -> Units {
+    fn used_by(&self, pid: u32, member: &ProcessState, account: usize) -> Units {
         let granted = self.credit.granted_to(pid, account);
-        let slot = member.page_in_use().and_then(|page| page.slot(account));
+        let slot = member.adopted_page().and_then(|page| page.slot(account));
         slot.map_or(granted, |slot| Units(slot.word().used).min(granted))
     }
 
-    fn idle_of_others(&self, pid: u32, account: usize) -> Units {
-        let others = self.members.iter().filter(|(other, _)| **other != pid);
+    fn idle_credit_of_others(&self, pid: u32, account: usize) -> Units {
+        let others = self.processes.iter().filter(|(other, _)| **other != pid);
         others
             .filter_map(|(other, member)| {
-                let slot = member.page_in_use()?.slot(account)?;
+                let slot = member.adopted_page()?.slot(account)?;
                 Some(Units(slot.word().idle()).min(self.credit.granted_to(*other, account)))
             })
             .sum()
     }
 
-    fn take_idle(&mut self, pid: u32, account: usize, mut missing: Units) {
-        for (other, member) in self.members.iter().filter(|(other, _)| **other != pid) {
-            let Some(slot) = member.page_in_use().and_then(|page| page.slot(account)) else {
+    fn reclaim_idle(&mut self, pid: u32, account: usize, mut missing: Units) {
+        for (other, member) in self.processes.iter().filter(|(other, _)| **other != pid) {
+            let Some(slot) = member.adopted_page().and_then(|page| page.slot(account)) else {
                 continue;
             };
             let at_most = missing.min(self.credit.granted_to(*other, account));
             let taken = slot.reclaim(at_most);
-            missing = missing.saturating_sub(self.credit.give_back(*other, account, taken));
+            missing = missing.saturating_sub(self.credit.revoke(*other, account, taken));
         }
     }
 
     /// Whether the record holds what the books say now. To be called where writes are paid for.
-    fn write_now(&mut self) -> bool {
-        if self.record.is_closed() {
+    fn store_checkpoint(&mut self) -> bool {
+        if self.checkpoint.is_closed() {
             return false;
         }
-        self.tell_siblings();
+        self.publish_to_siblings();
         let units =
             |accounts: &[Units]| -> Vec<u32> { accounts.iter().map(|units| units.0).collect() };
         let books = |books: &BTreeMap<u32, Vec<Units>>| {
@@ -767,12 +798,12 @@ impl Container {
                 .map(|(pid, accounts)| (*pid, units(accounts)))
                 .collect()
         };
-        let [retired, kept] = self.credit.retirements();
-        let content = Content {
+        let [retired, kept] = self.credit.exited_and_orphaned();
+        let content = CheckpointContent {
             processes: self
-                .members
+                .processes
                 .values()
-                .map(|member| Entry {
+                .map(|member| ProcessEntry {
                     process: member.process,
                     image: member.image,
                     generation: member.generation,
@@ -794,36 +825,36 @@ impl Container {
                 .map(|(lease, (account, units))| (*lease, *account, units.0))
                 .collect(),
             gpus: self.gpus(),
-            incomplete: self.record_lost || self.has_outsiders(),
+            incomplete: self.is_checkpoint_lost || self.has_untracked(),
             orders: self
-                .orders
+                .overrides
                 .iter()
                 .map(|order| order.map(|units| units.0))
                 .collect(),
             generation: self.generation,
-            poisonings: self.poisonings.clone(),
+            poisonings: self.fault_log.clone(),
         };
-        let written = self.record.write(content);
+        let written = self.checkpoint.write(content);
         if let Err(error) = &written
-            && let Some(untold) = self.told_of_all.due("record", Instant::now())
+            && let Some(untold) = self.shared_log_limiter.due("record", Instant::now())
         {
-            let allocation = self.served.allocation;
+            let allocation = self.spec.allocation;
             tracing::warn!(%allocation, %error, untold, "failed to write a session record; free space in /run");
         }
         written.is_ok()
     }
 }
 
-impl Member {
+impl ProcessState {
     /// The page that the process charges to, as far as the agent can see it.
-    fn page_in_use(&self) -> Option<&CreditPage> {
-        self.page.as_ref().filter(|_| self.uses_page)
+    fn adopted_page(&self) -> Option<&CreditPage> {
+        self.page.as_ref().filter(|_| self.has_adopted_page)
     }
 
     /// What of its use it has exported, by account; nothing where it never did. Never less than is
     /// on record: a tenant process may write less into its page while others hold what it exported.
-    fn exported(&self) -> Vec<Units> {
-        let Some(page) = self.page_in_use() else {
+    fn current_exports(&self) -> Vec<Units> {
+        let Some(page) = self.adopted_page() else {
             return self.exported.clone();
         };
         let on_record = |index| self.exported.get(index).copied().unwrap_or(Units::ZERO);
@@ -844,7 +875,7 @@ fn to_units(units: &[u32]) -> Vec<Units> {
         .collect()
 }
 
-fn on_wire(account: &Account) -> messages::Account {
+fn to_wire_account(account: &Account) -> messages::Account {
     match account {
         Account::Gpu(uuid) => messages::Account::Device(uuid.as_str().to_owned()),
         Account::Managed => messages::Account::Managed,

@@ -8,54 +8,54 @@ use crate::units::{Bytes, GpuUuid};
 
 /// What a process with a context has of a GPU that the driver does not list: 8.8 MiB on an H200
 /// with driver 580.
-const UNLISTED: Bytes = Bytes::mib(9);
+const UNLISTED_PER_PROCESS: Bytes = Bytes::mib(9);
 
 /// Who looks at GPUs: NVML, in the agent.
-pub trait DriverCharges: Send + Sync + 'static {
+pub trait MemorySampler: Send + Sync + 'static {
     /// What the driver shows of `gpu`; `None` when it cannot be told now. It may block.
-    fn look(&self, gpu: &GpuUuid) -> Option<Look>;
+    fn sample(&self, gpu: &GpuUuid) -> Option<GpuMemorySample>;
 }
 
 /// A GPU's memory and its processes: two answers, the memory first.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Look {
+pub struct GpuMemorySample {
     /// What is in use, whoever has it; not what the driver keeps for itself.
     pub used: Bytes,
     /// What is charged to processes.
-    pub charges: Charges,
+    pub charges: ProcessMemory,
     /// What processes own that have no context, so that NVML does not list them; empty where the
     /// driver cannot tell.
     pub contextless: BTreeMap<u32, Bytes>,
 }
 
-impl Look {
+impl GpuMemorySample {
     /// What is in use and charged to no process, in bytes: what only descriptors hold is among it
     /// (F4 in docs/facts.md, F13). Below zero where a process allocated between the two answers.
-    pub fn residual(&self) -> i64 {
-        let charged = self.charges.sum();
+    pub fn unattributed_signed(&self) -> i64 {
+        let charged = self.charges.total();
         i64::try_from(i128::from(self.used.0) - i128::from(charged)).unwrap_or(i64::MAX)
     }
 
     /// What of the residual may be somebody's: all but what every process has unlisted.
-    pub fn unlisted(&self) -> Bytes {
-        let residual = u64::try_from(self.residual()).unwrap_or_default();
-        Bytes(residual.saturating_sub(unlisted_by(self.charges.0.len())))
+    pub fn unattributed(&self) -> Bytes {
+        let residual = u64::try_from(self.unattributed_signed()).unwrap_or_default();
+        Bytes(residual.saturating_sub(unlisted_overhead(self.charges.0.len())))
     }
 }
 
 /// What so many processes have that the driver does not list.
-pub(super) fn unlisted_by(processes: usize) -> u64 {
-    UNLISTED.0.saturating_mul(processes as u64)
+pub(super) fn unlisted_overhead(processes: usize) -> u64 {
+    UNLISTED_PER_PROCESS.0.saturating_mul(processes as u64)
 }
 
 /// The processes that the driver lists on one GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Charges(BTreeMap<u32, Option<Bytes>>);
+pub struct ProcessMemory(BTreeMap<u32, Option<Bytes>>);
 
-impl Charges {
+impl ProcessMemory {
     /// What the driver charges to `pid`: zero when it does not list the process, `None` when it
     /// cannot tell how much the process has.
-    pub fn of(&self, pid: u32) -> Option<Bytes> {
+    pub fn bytes_of(&self, pid: u32) -> Option<Bytes> {
         self.0.get(&pid).copied().unwrap_or(Some(Bytes::ZERO))
     }
 
@@ -66,25 +66,25 @@ impl Charges {
     }
 
     /// Whether the driver lists `pid`.
-    pub fn lists(&self, pid: u32) -> bool {
+    pub fn contains(&self, pid: u32) -> bool {
         self.0.contains_key(&pid)
     }
 
     /// Whether the driver tells of every process how much it has.
-    pub fn are_told(&self) -> bool {
+    pub fn has_all_amounts(&self) -> bool {
         self.0.values().all(Option::is_some)
     }
 
-    fn sum(&self) -> u64 {
+    fn total(&self) -> u64 {
         let told = self.0.values().flatten();
         told.fold(0, |sum, bytes| sum.saturating_add(bytes.0))
     }
 }
 
-impl FromIterator<(u32, Option<Bytes>)> for Charges {
+impl FromIterator<(u32, Option<Bytes>)> for ProcessMemory {
     /// Of pids with what they are charged. One that computes and draws is listed twice, each time
     /// with all that it has.
-    fn from_iter<T: IntoIterator<Item = (u32, Option<Bytes>)>>(listed: T) -> Charges {
+    fn from_iter<T: IntoIterator<Item = (u32, Option<Bytes>)>>(listed: T) -> ProcessMemory {
         let mut charges = BTreeMap::new();
         for (pid, bytes) in listed {
             let most = charges.entry(pid).or_insert(bytes);
@@ -92,7 +92,7 @@ impl FromIterator<(u32, Option<Bytes>)> for Charges {
                 .zip(bytes)
                 .map(|(here, there): (Bytes, Bytes)| here.max(there));
         }
-        Charges(charges)
+        ProcessMemory(charges)
     }
 }
 
@@ -100,37 +100,38 @@ impl FromIterator<(u32, Option<Bytes>)> for Charges {
 mod tests {
     use super::*;
 
-    fn look(used: u64, listed: &[(u32, Option<u64>)]) -> Look {
+    fn look(used: u64, listed: &[(u32, Option<u64>)]) -> GpuMemorySample {
         let listed = listed.iter();
-        Look {
+        GpuMemorySample {
             used: Bytes::mib(used),
             charges: listed
                 .map(|(pid, mib)| (*pid, mib.map(Bytes::mib)))
                 .collect(),
-            ..Look::default()
+            ..GpuMemorySample::default()
         }
     }
 
     #[test]
-    fn a_process_that_is_listed_twice_has_the_larger_figure_and_one_that_is_not_has_nothing() {
-        let Look { charges, .. } = look(0, &[(1, Some(2)), (2, None), (1, Some(3)), (2, Some(1))]);
+    fn process_has_its_larger_figure_when_it_is_listed_twice() {
+        let GpuMemorySample { charges, .. } =
+            look(0, &[(1, Some(2)), (2, None), (1, Some(3)), (2, Some(1))]);
         assert_eq!(
-            [1, 2, 3].map(|pid| charges.of(pid)),
+            [1, 2, 3].map(|pid| charges.bytes_of(pid)),
             [Some(Bytes::mib(3)), None, Some(Bytes::ZERO)]
         );
-        assert!(!charges.are_told());
+        assert!(!charges.has_all_amounts());
     }
 
     #[test]
-    fn what_is_charged_to_nobody_is_the_residual_whatever_each_process_has_unlisted() {
+    fn unattributed_is_what_no_process_is_charged_for() {
         let parked = look(1_551, &[(1, Some(518))]);
-        assert_eq!(parked.residual(), 1_033 << 20);
-        assert_eq!(parked.unlisted(), Bytes::mib(1_033 - 9));
+        assert_eq!(parked.unattributed_signed(), 1_033 << 20);
+        assert_eq!(parked.unattributed(), Bytes::mib(1_033 - 9));
         // As measured: 526.8 MiB in use, 518 of them listed.
-        assert_eq!(look(527, &[(1, Some(518))]).unlisted(), Bytes::ZERO);
+        assert_eq!(look(527, &[(1, Some(518))]).unattributed(), Bytes::ZERO);
         let torn = look(518, &[(1, Some(1_542))]);
         assert_eq!(
-            (torn.residual(), torn.unlisted()),
+            (torn.unattributed_signed(), torn.unattributed()),
             (-1_024 << 20, Bytes::ZERO)
         );
     }

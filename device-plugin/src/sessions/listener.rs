@@ -8,27 +8,27 @@ use bursar_protocol::messages::{Message, RejectReason, Response};
 use futures::future::join_all;
 use tokio::task::JoinSet;
 
-use super::closer::Closer;
-use super::connection::{self, Conversation};
-use super::connection_limit::{Seat, Seats};
-use super::container::denials::ToldOfAll;
-use super::container::{Container, Known};
-use super::fault_notifier::Bell;
-use super::rate_limit::{self, Pace};
-use super::shared_samples::Looks;
-use super::stream::{Listener, Stream};
-use super::{MAX_PROCESSES, Membership, lock};
-use crate::retained::handle::Desk;
+use super::closer::SocketCloser;
+use super::connection::{self, Connection};
+use super::connection_limit::{ConnectionLimit, ConnectionPermit};
+use super::container::denials::SharedLogLimiter;
+use super::container::{Container, RestoredProcess};
+use super::fault_notifier::FaultNotifier;
+use super::rate_limit::{self, RateLimiter};
+use super::shared_samples::SharedSampler;
+use super::stream::{Listener, PeerStream};
+use super::{ContainerResolver, MAX_PROCESSES, lock};
+use crate::retained::handle::LeaseHandle;
 
 /// How often the driver is asked about the dead, while there are any. A kill's memory is back
 /// after about 0.1 s (F8 in docs/facts.md).
-const SETTLE_EVERY: Duration = Duration::from_millis(100);
+const SETTLE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Connections beyond the processes that are known: reconnects, and peers before their hello.
 const SPARE_CONNECTIONS: usize = 64;
 
 /// How long to wait after a failed accept (out of descriptors, say).
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
 /// Connections that are accepted at once: all of a container's processes may start together.
 const CONNECTION_BURST: u32 = (MAX_PROCESSES + SPARE_CONNECTIONS) as u32;
@@ -37,31 +37,31 @@ const CONNECTION_BURST: u32 = (MAX_PROCESSES + SPARE_CONNECTIONS) as u32;
 const MESSAGE_BURST: u32 = 2 * MAX_PROCESSES as u32;
 
 /// What the task works with.
-pub(super) struct Task {
+pub(super) struct ListenerTask {
     pub(super) container: Arc<Mutex<Container>>,
-    pub(super) looks: Arc<Looks>,
-    pub(super) membership: Arc<dyn Membership>,
-    pub(super) seats: Seats,
-    pub(super) bell: Bell,
-    pub(super) desk: Option<Desk>,
-    pub(super) closer: Arc<Closer>,
-    pub(super) told: ToldOfAll,
+    pub(super) shared_sampler: Arc<SharedSampler>,
+    pub(super) resolver: Arc<dyn ContainerResolver>,
+    pub(super) connection_limit: ConnectionLimit,
+    pub(super) fault_notifier: FaultNotifier,
+    pub(super) lease_service: Option<LeaseHandle>,
+    pub(super) closer: Arc<SocketCloser>,
+    pub(super) log_limiter: SharedLogLimiter,
 }
 
-impl Task {
+impl ListenerTask {
     /// Runs until it is aborted.
-    pub(super) async fn run(self, listener: Listener, known: Vec<Known>) {
+    pub(super) async fn run(self, listener: Listener, known: Vec<RestoredProcess>) {
         // Dropped with this future: its tasks end with it.
         let mut peers = JoinSet::new();
-        for Known {
+        for RestoredProcess {
             process,
             image,
-            ended,
+            superseded: ended,
         } in known
         {
             // Its death counts, seat or not.
-            let seat = self.seats.take(peers.len());
-            let mourn = connection::mourn(Arc::clone(&self.container), process, image, ended);
+            let seat = self.connection_limit.try_acquire(peers.len());
+            let mourn = connection::watch_exit(Arc::clone(&self.container), process, image, ended);
             peers.spawn(async move {
                 mourn.await;
                 drop(seat);
@@ -69,32 +69,32 @@ impl Task {
         }
         // A GPU that hangs holds up this task only.
         let mut settler = JoinSet::new();
-        settler.spawn(settle(
+        settler.spawn(settle_exited(
             Arc::clone(&self.container),
-            Arc::clone(&self.looks),
-            Arc::clone(&self.membership),
+            Arc::clone(&self.shared_sampler),
+            Arc::clone(&self.resolver),
         ));
-        let messages = Arc::new(Mutex::new(Pace::of_messages(MESSAGE_BURST)));
-        let mut connections = Pace::of_messages(CONNECTION_BURST);
+        let messages = Arc::new(Mutex::new(RateLimiter::for_messages(MESSAGE_BURST)));
+        let mut connections = RateLimiter::for_messages(CONNECTION_BURST);
         loop {
             tokio::select! {
                 accepted = self.accept(&listener) => match accepted {
                     Ok(stream) => {
-                        let taken = peers.len() + self.closer.waiting();
+                        let taken = peers.len() + self.closer.unclosed();
                         let full = taken >= MAX_PROCESSES + SPARE_CONNECTIONS;
-                        match self.seats.take(taken).filter(|_| !full) {
+                        match self.connection_limit.try_acquire(taken).filter(|_| !full) {
                             Some(seat) => {
-                                peers.spawn(self.converse(stream, seat, Arc::clone(&messages)));
+                                peers.spawn(self.serve_connection(stream, seat, Arc::clone(&messages)));
                             }
-                            None => refuse(stream),
+                            None => reject_busy(stream),
                         }
-                        rate_limit::wait(connections.take(Instant::now())).await;
+                        rate_limit::wait(connections.charge_message(Instant::now())).await;
                     }
                     Err(error) => {
-                        if let Some(untold) = self.told.due("accept", Instant::now()) {
+                        if let Some(untold) = self.log_limiter.due("accept", Instant::now()) {
                             tracing::warn!(%error, untold, "failed to accept a connection; it is tried again");
                         }
-                        tokio::time::sleep(ACCEPT_PAUSE).await;
+                        tokio::time::sleep(ACCEPT_RETRY_DELAY).await;
                     }
                 },
                 Some(_) = peers.join_next(), if !peers.is_empty() => {}
@@ -103,25 +103,25 @@ impl Task {
     }
 
     /// The next connection, once few enough of those before it wait to be closed.
-    async fn accept(&self, listener: &Listener) -> io::Result<Stream> {
-        self.closer.room().await;
+    async fn accept(&self, listener: &Listener) -> io::Result<PeerStream> {
+        self.closer.wait_for_room().await;
         listener.accept().await
     }
 
     /// One connection's task; its seat is free again when it ends.
-    fn converse(
+    fn serve_connection(
         &self,
-        stream: Stream,
-        seat: Seat,
-        messages: Arc<Mutex<Pace>>,
+        stream: PeerStream,
+        seat: ConnectionPermit,
+        messages: Arc<Mutex<RateLimiter>>,
     ) -> impl Future<Output = ()> + use<> {
-        let conversation = Conversation::new(
+        let conversation = Connection::new(
             Arc::clone(&self.container),
-            Arc::clone(&self.membership),
+            Arc::clone(&self.resolver),
             messages,
-            self.bell.clone(),
-            self.desk.clone(),
-            self.told.clone(),
+            self.fault_notifier.clone(),
+            self.lease_service.clone(),
+            self.log_limiter.clone(),
         );
         async move {
             conversation.run(stream).await;
@@ -131,7 +131,7 @@ impl Task {
 }
 
 /// Says that there is no seat: a peer that gets no answer would wait for one.
-fn refuse(stream: Stream) {
+fn reject_busy(stream: PeerStream) {
     let goodbye = Response::Rejected {
         reason: RejectReason::Busy,
     };
@@ -141,23 +141,23 @@ fn refuse(stream: Stream) {
 
 /// Asks the driver about every image that ended, and about strangers, for ever. While there is
 /// nothing to ask or to write, a change alone wakes this task: a node has hundreds of them.
-async fn settle(
+async fn settle_exited(
     container: Arc<Mutex<Container>>,
-    looks: Arc<Looks>,
-    membership: Arc<dyn Membership>,
+    looks: Arc<SharedSampler>,
+    membership: Arc<dyn ContainerResolver>,
 ) {
-    let mut every = tokio::time::interval(SETTLE_EVERY);
+    let mut every = tokio::time::interval(SETTLE_INTERVAL);
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let (gpus, stirred) = {
         let container = lock(&container);
-        (container.gpus(), container.stirred())
+        (container.gpus(), container.change_notify())
     };
     loop {
         every.tick().await;
         let (asked, is_recorded) = {
             let mut container = lock(&container);
-            container.record_all(Instant::now());
-            (container.questions(), container.is_recorded())
+            container.flush_changes(Instant::now());
+            (container.reclaim_query(), container.is_recorded())
         };
         let Some(asked) = asked else {
             if is_recorded {
@@ -165,9 +165,9 @@ async fn settle(
             }
             continue;
         };
-        let found = join_all(gpus.iter().map(|gpu| looks.charges(gpu))).await;
+        let found = join_all(gpus.iter().map(|gpu| looks.sample_processes(gpu))).await;
         if let Some(found) = found.into_iter().collect::<Option<Vec<_>>>() {
-            lock(&container).settle(&asked, &found, membership.as_ref());
+            lock(&container).apply_samples(&asked, &found, membership.as_ref());
         }
     }
 }

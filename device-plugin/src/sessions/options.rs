@@ -37,15 +37,15 @@ pub(super) fn peer_pid(socket: impl AsFd) -> Option<u32> {
         uid: 0,
         gid: 0,
     };
-    read(socket.as_fd(), libc::SO_PEERCRED, &mut peer).ok()?;
+    get_option(socket.as_fd(), libc::SO_PEERCRED, &mut peer).ok()?;
     u32::try_from(peer.pid).ok().filter(|pid| *pid > 0)
 }
 
 /// Whether the kernel takes descriptors on a socket.
 #[cfg(test)]
-pub(super) fn takes_descriptors(socket: impl AsFd) -> io::Result<bool> {
+pub(super) fn accepts_descriptors(socket: impl AsFd) -> io::Result<bool> {
     let mut takes: libc::c_int = -1;
-    read(socket.as_fd(), SO_PASSRIGHTS, &mut takes)?;
+    get_option(socket.as_fd(), SO_PASSRIGHTS, &mut takes)?;
     Ok(takes != 0)
 }
 
@@ -56,7 +56,11 @@ impl Plain for libc::ucred {}
 impl Plain for libc::c_int {}
 
 #[expect(unsafe_code, reason = "as above")]
-fn read<T: Plain>(socket: BorrowedFd<'_>, option: libc::c_int, value: &mut T) -> io::Result<()> {
+fn get_option<T: Plain>(
+    socket: BorrowedFd<'_>,
+    option: libc::c_int,
+    value: &mut T,
+) -> io::Result<()> {
     let mut length = size_of::<T>() as libc::socklen_t;
     // SAFETY: the descriptor is open; the kernel writes at most `length` bytes, any of which are a value.
     let code = unsafe {

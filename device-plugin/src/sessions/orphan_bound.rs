@@ -19,75 +19,75 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::Look;
-use super::driver_sample::unlisted_by;
+use super::GpuMemorySample;
+use super::driver_sample::unlisted_overhead;
 use crate::units::{AllocationId, Bytes, LeaseId};
 
 /// The looks in a row that prove something.
-pub(super) const LOOKS: usize = 10;
+pub(super) const WINDOW: usize = 10;
 
 /// Less than this is held by nobody: a process without a context has 3.3 MiB that the driver does
 /// not list, and one with a context may have a little more than is known.
-const NOISE: u64 = 16 << 20;
+const NOISE_FLOOR: u64 = 16 << 20;
 
 /// What a living process has of a GPU by its own doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Own {
+pub(super) struct OwnMemory {
     /// The allocation of its container.
-    pub(super) of: AllocationId,
+    pub(super) allocation: AllocationId,
     /// What it charges.
-    pub(super) uses: Bytes,
+    pub(super) charged: Bytes,
     /// What of that it says it exported.
     pub(super) exported: Bytes,
     /// What it may have besides, that nobody charges.
-    pub(super) besides: Bytes,
+    pub(super) uncharged_margin: Bytes,
 }
 
-impl Own {
+impl OwnMemory {
     /// What of so much is its own. Where it is more than it may have, it has something of others,
     /// and how much of the rest is its own cannot be told.
-    pub(super) fn of(self, charged: Bytes) -> Bytes {
-        let most = self.uses.0.saturating_add(self.besides.0);
+    pub(super) fn own_part(self, charged: Bytes) -> Bytes {
+        let most = self.charged.0.saturating_add(self.uncharged_margin.0);
         if charged.0 <= most {
             charged
         } else {
-            self.uses
+            self.charged
         }
     }
 
     /// What of its exports can be charged to nobody where the driver charges it so much.
     fn unlisted(self, charged: Bytes) -> Bytes {
-        let rest = self.uses.0.saturating_sub(self.of(charged).0);
+        let rest = self.charged.0.saturating_sub(self.own_part(charged).0);
         self.exported.min(Bytes(rest))
     }
 }
 
 /// The most that is held on a GPU of what the dead exported.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Held {
+pub(super) struct OrphanBound {
     /// Before what the living exported is taken off.
-    most: u64,
+    total: u64,
     /// What living processes exported and the driver lists for nobody, by container.
     exported: BTreeMap<AllocationId, u64>,
 }
 
-impl Held {
+impl OrphanBound {
     /// Of what a container's dead exported; of what ended pods left where there is none.
-    pub(super) fn of(&self, container: Option<&AllocationId>) -> Bytes {
+    pub(super) fn for_container(&self, container: Option<&AllocationId>) -> Bytes {
         let others = self.exported.iter();
         let others = others.filter(|(of, _)| Some(*of) != container);
-        let held = others.fold(self.most, |most, (_, bytes)| most.saturating_sub(*bytes));
-        Bytes(if held > NOISE { held } else { 0 })
+        let held = others.fold(self.total, |most, (_, bytes)| most.saturating_sub(*bytes));
+        Bytes(if held > NOISE_FLOOR { held } else { 0 })
     }
 }
 
 /// The last looks at one GPU, each with what was asked about before it.
 #[derive(Debug)]
-pub(super) struct Looks<T>(VecDeque<(T, Seen)>);
+pub(super) struct SampleWindow<T>(VecDeque<(T, Sample)>);
 
 /// What one look showed.
 #[derive(Debug)]
-struct Seen {
+struct Sample {
     used: u64,
     /// What living processes have by their own doing.
     own: BTreeMap<u32, u64>,
@@ -97,35 +97,36 @@ struct Seen {
     leases: BTreeMap<LeaseId, u64>,
 }
 
-impl<T> Default for Looks<T> {
+impl<T> Default for SampleWindow<T> {
     fn default() -> Self {
         Self(VecDeque::new())
     }
 }
 
-impl<T> Looks<T> {
+impl<T> SampleWindow<T> {
     /// Takes one more look in. `asked` was read before it, as was what each living process has by
     /// its own doing; the kept leases were there before it and after it.
-    pub(super) fn add(
+    pub(super) fn push(
         &mut self,
         asked: T,
-        look: &Look,
-        own: &BTreeMap<u32, Own>,
+        look: &GpuMemorySample,
+        own: &BTreeMap<u32, OwnMemory>,
         leases: &BTreeMap<LeaseId, Bytes>,
     ) {
-        let told = |(pid, bytes): (u32, Option<Bytes>)| Some((pid, own.get(&pid)?.of(bytes?).0));
-        let unlisted = |(pid, own): (&u32, &Own)| {
-            let bytes = own.unlisted(look.charges.of(*pid)?).0;
-            (bytes > 0).then_some((*pid, (own.of, bytes)))
+        let told =
+            |(pid, bytes): (u32, Option<Bytes>)| Some((pid, own.get(&pid)?.own_part(bytes?).0));
+        let unlisted = |(pid, own): (&u32, &OwnMemory)| {
+            let bytes = own.unlisted(look.charges.bytes_of(*pid)?).0;
+            (bytes > 0).then_some((*pid, (own.allocation, bytes)))
         };
-        let seen = Seen {
+        let seen = Sample {
             used: look.used.0,
             exported: own.iter().filter_map(unlisted).collect(),
             own: look.charges.iter().filter_map(told).collect(),
             leases: leases.iter().map(|(id, bytes)| (*id, bytes.0)).collect(),
         };
         self.0.push_back((asked, seen));
-        if self.0.len() > LOOKS {
+        if self.0.len() > WINDOW {
             self.0.pop_front();
         }
     }
@@ -137,8 +138,8 @@ impl<T> Looks<T> {
 
     /// The most that can be held now of what was asked about before the first look; nothing before
     /// there were enough.
-    pub(super) fn held(&self) -> Option<(&T, Held)> {
-        let (asked, first) = self.0.front().filter(|_| self.0.len() == LOOKS)?;
+    pub(super) fn bound(&self) -> Option<(&T, OrphanBound)> {
+        let (asked, first) = self.0.front().filter(|_| self.0.len() == WINDOW)?;
         let seen = || self.0.iter().map(|(_, seen)| seen);
         let used = seen().map(|seen| seen.used).max()?;
         let least = |pid| {
@@ -152,7 +153,7 @@ impl<T> Looks<T> {
             .filter_map(least)
             .filter(|bytes| *bytes > 0);
         let own: Vec<u64> = own.collect();
-        let known = own.iter().fold(unlisted_by(own.len()), |sum, bytes| {
+        let known = own.iter().fold(unlisted_overhead(own.len()), |sum, bytes| {
             sum.saturating_add(*bytes)
         });
         // Charged to nobody as long as the vault holds them (F5 in docs/facts.md).
@@ -171,7 +172,13 @@ impl<T> Looks<T> {
             *exported.entry(*of).or_default() += least.unwrap_or_default();
         }
         let most = used.saturating_sub(known);
-        Some((asked, Held { most, exported }))
+        Some((
+            asked,
+            OrphanBound {
+                total: most,
+                exported,
+            },
+        ))
     }
 }
 
@@ -183,48 +190,51 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn look(used: u64, charged: &[(u32, u64)]) -> Look {
+    fn look(used: u64, charged: &[(u32, u64)]) -> GpuMemorySample {
         let charged = charged.iter();
-        Look {
+        GpuMemorySample {
             used: Bytes(used),
             charges: charged
                 .map(|(pid, bytes)| (*pid, Some(Bytes(*bytes))))
                 .collect(),
-            ..Look::default()
+            ..GpuMemorySample::default()
         }
     }
 
     /// Each may have 64 MiB besides.
-    fn own(processes: &[(u32, u64)]) -> BTreeMap<u32, Own> {
-        let own = |uses: u64| Own {
-            of: AllocationId::from_bits(1),
-            uses: Bytes(uses),
+    fn own(processes: &[(u32, u64)]) -> BTreeMap<u32, OwnMemory> {
+        let own = |uses: u64| OwnMemory {
+            allocation: AllocationId::from_bits(1),
+            charged: Bytes(uses),
             exported: Bytes::ZERO,
-            besides: Bytes::mib(64),
+            uncharged_margin: Bytes::mib(64),
         };
         let processes = processes.iter();
         processes.map(|(pid, uses)| (*pid, own(*uses))).collect()
     }
 
-    fn held(looks: impl IntoIterator<Item = Look>, own: &BTreeMap<u32, Own>) -> Option<Bytes> {
-        let mut all = Looks::default();
+    fn held(
+        looks: impl IntoIterator<Item = GpuMemorySample>,
+        own: &BTreeMap<u32, OwnMemory>,
+    ) -> Option<Bytes> {
+        let mut all = SampleWindow::default();
         let none = BTreeMap::new();
         looks
             .into_iter()
-            .for_each(|look| all.add((), &look, own, &none));
-        all.held().map(|(_, held)| held.of(None))
+            .for_each(|look| all.push((), &look, own, &none));
+        all.bound().map(|(_, held)| held.for_container(None))
     }
 
     #[test]
-    fn what_nobody_living_is_charged_for_by_its_own_doing_may_be_held() {
+    fn unexplained_bytes_count_as_orphaned() {
         let own = own(&[(1, 512 * MIB)]);
-        let same = |look: Look| vec![look; LOOKS];
+        let same = |look: GpuMemorySample| vec![look; WINDOW];
         let parked = look(1_551 * MIB, &[(1, 518 * MIB)]);
         assert_eq!(
             held(same(parked.clone()), &own),
             Some(Bytes::mib(1_551 - 518 - 9))
         );
-        assert_eq!(held(vec![parked; LOOKS - 1], &own), None, "too few looks");
+        assert_eq!(held(vec![parked; WINDOW - 1], &own), None, "too few looks");
         let mapped = look(1_551 * MIB, &[(1, 1_542 * MIB)]);
         assert_eq!(
             held(same(mapped), &own),
@@ -250,19 +260,19 @@ mod tests {
     }
 
     #[test]
-    fn kept_leases_explain_what_they_have_only_while_they_stay() {
+    fn leases_explain_their_bytes_only_while_they_stay() {
         let kept = look(3_072 * MIB, &[]);
         let leases = |ids: &[u64]| {
             let ids = ids.iter();
             ids.map(|id| (LeaseId(*id), Bytes::gib(1))).collect()
         };
         let held = |last: BTreeMap<LeaseId, Bytes>| {
-            let mut looks = Looks::default();
-            for _ in 1..LOOKS {
-                looks.add((), &kept, &BTreeMap::new(), &leases(&[1, 2]));
+            let mut looks = SampleWindow::default();
+            for _ in 1..WINDOW {
+                looks.push((), &kept, &BTreeMap::new(), &leases(&[1, 2]));
             }
-            looks.add((), &kept, &BTreeMap::new(), &last);
-            looks.held().map(|(_, held)| held.of(None))
+            looks.push((), &kept, &BTreeMap::new(), &last);
+            looks.bound().map(|(_, held)| held.for_container(None))
         };
         assert_eq!(held(leases(&[1, 2])), Some(Bytes::gib(1)));
         assert_eq!(held(leases(&[1, 3])), Some(Bytes::gib(2)), "2 is let go");
@@ -270,37 +280,37 @@ mod tests {
     }
 
     /// A living process of container 1 that uses 3 GiB and exported 2.
-    fn living_exporter() -> BTreeMap<u32, Own> {
+    fn living_exporter() -> BTreeMap<u32, OwnMemory> {
         let mut own = own(&[(1, 3 << 30)]);
         own.values_mut()
             .for_each(|own| own.exported = Bytes::gib(2));
         own
     }
 
-    fn held_of(looks: impl IntoIterator<Item = Look>, container: u64) -> Bytes {
-        let mut all = Looks::default();
+    fn held_of(looks: impl IntoIterator<Item = GpuMemorySample>, container: u64) -> Bytes {
+        let mut all = SampleWindow::default();
         let own = living_exporter();
         looks
             .into_iter()
-            .for_each(|look| all.add((), &look, &own, &BTreeMap::new()));
-        let (_, held) = all.held().unwrap();
-        held.of(Some(&AllocationId::from_bits(container)))
+            .for_each(|look| all.push((), &look, &own, &BTreeMap::new()));
+        let (_, held) = all.bound().unwrap();
+        held.for_container(Some(&AllocationId::from_bits(container)))
     }
 
     #[test]
-    fn living_exports_hold_up_their_own_container_alone() {
-        let looks = || vec![look(3 << 30, &[(1, 1 << 30)]); LOOKS];
+    fn live_exports_delay_reclaim_of_their_container_alone() {
+        let looks = || vec![look(3 << 30, &[(1, 1 << 30)]); WINDOW];
         assert_eq!(held_of(looks(), 2), Bytes::ZERO);
         let own = Bytes((2 << 30) - 9 * MIB);
         assert_eq!(held_of(looks(), 1), own, "it may be its dead sibling's");
     }
 
     #[test]
-    fn living_exports_explain_nothing_that_is_listed() {
-        let listed = vec![look(5 << 30, &[(1, 3 << 30)]); LOOKS];
+    fn live_exports_explain_nothing_that_is_listed() {
+        let listed = vec![look(5 << 30, &[(1, 3 << 30)]); WINDOW];
         let parked = Bytes((2 << 30) - 9 * MIB);
         assert_eq!(held_of(listed, 2), parked, "a neighbour's dead left it");
-        let once = (0..LOOKS).map(|number| match number {
+        let once = (0..WINDOW).map(|number| match number {
             5 => look(5 << 30, &[(1, 3 << 30)]),
             _ => look(5 << 30, &[(1, 1 << 30)]),
         });
@@ -308,25 +318,25 @@ mod tests {
     }
 
     #[test]
-    fn a_process_whose_bytes_are_not_told_explains_nothing() {
+    fn process_explains_nothing_when_its_bytes_are_unknown() {
         let mut unknown = look(100 * MIB, &[]);
         unknown.charges = [(1, None)].into_iter().collect();
         assert_eq!(
-            held(vec![unknown; LOOKS], &own(&[(1, 100 * MIB)])),
+            held(vec![unknown; WINDOW], &own(&[(1, 100 * MIB)])),
             Some(Bytes::mib(100))
         );
     }
 
     #[test]
-    fn a_process_that_moves_between_the_two_answers_of_a_look_hides_nothing() {
+    fn process_hides_nothing_when_it_moves_within_a_sample() {
         let own = own(&[(1, 4 << 30), (2, 4 << 30)]);
         // Every second time one frees before the first answer and allocates before the second.
-        let looks = (0..LOOKS).map(|number| match number % 2 {
+        let looks = (0..WINDOW).map(|number| match number % 2 {
             0 => look(2 << 30, &[(1, 2 << 30)]),
             _ => look(4 << 30, &[(1, 2 << 30)]),
         });
         assert!(held(looks, &own).unwrap() > Bytes::gib(1));
-        let ends = (0..LOOKS).map(|number| match number {
+        let ends = (0..WINDOW).map(|number| match number {
             0..3 => look(2 << 30, &[(1, 2 << 30)]),
             _ => look(2 << 30, &[]),
         });
@@ -364,18 +374,18 @@ mod tests {
         /// Holders only go, as nobody can hold anew what the dead exported. Whatever else happens,
         /// no more is proven free than is, but for noise; and once all is quiet, all of it.
         #[test]
-        fn nothing_is_proven_free_that_is_held_and_all_is_once_nobody_holds_it(steps in prop::collection::vec(step(), 0..200)) {
+        fn bound_never_falls_below_orphaned_bytes_and_reaches_zero(steps in prop::collection::vec(step(), 0..200)) {
             let (mut has, mut mapped) = (BTreeMap::new(), BTreeMap::new());
             let mut parked = 256 * MIB;
-            let mut looks = Looks::default();
-            let take = |looks: &mut Looks<()>, has: &BTreeMap<u32, u64>, mapped: &BTreeMap<u32, u64>, parked: u64| {
+            let mut looks = SampleWindow::default();
+            let take = |looks: &mut SampleWindow<()>, has: &BTreeMap<u32, u64>, mapped: &BTreeMap<u32, u64>, parked: u64| {
                 let charged: Vec<(u32, u64)> = has
                     .iter()
                     .map(|(pid, bytes)| (*pid, bytes + mapped.get(pid).copied().unwrap_or(0)))
                     .collect();
                 let used = charged.iter().map(|(_, bytes)| bytes + 10 * MIB).sum::<u64>() + parked;
                 let own: Vec<_> = has.iter().map(|(pid, bytes)| (*pid, *bytes)).collect();
-                looks.add((), &look(used, &charged), &self::own(&own), &BTreeMap::new());
+                looks.push((), &look(used, &charged), &self::own(&own), &BTreeMap::new());
             };
             for step in steps {
                 match step {
@@ -392,17 +402,17 @@ mod tests {
                     },
                     Step::Look => take(&mut looks, &has, &mapped, parked),
                 }
-                if let Some(bound) = looks.held().map(|(_, held)| held.of(None)) {
+                if let Some(bound) = looks.bound().map(|(_, held)| held.for_container(None)) {
                     // Each living process may have so much besides what it charges: as little may
                     // be others'.
                     let besides = 64 * MIB * mapped.len() as u64;
-                    prop_assert!(bound.0 + NOISE + besides >= parked + mapped.values().sum::<u64>());
+                    prop_assert!(bound.0 + NOISE_FLOOR + besides >= parked + mapped.values().sum::<u64>());
                 }
             }
-            for _ in 0..LOOKS {
+            for _ in 0..WINDOW {
                 take(&mut looks, &has, &BTreeMap::new(), 0);
             }
-            prop_assert_eq!(looks.held().map(|(_, held)| held.of(None)), Some(Bytes::ZERO));
+            prop_assert_eq!(looks.bound().map(|(_, held)| held.for_container(None)), Some(Bytes::ZERO));
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::ledger::Moment;
+use crate::ledger::BootTime;
 use crate::procfs;
 use crate::units::PodUid;
 
@@ -19,17 +19,17 @@ pub struct Process {
 
 impl Process {
     /// When it started, rounded down.
-    pub fn started(&self) -> Moment {
+    pub fn start_moment(&self) -> BootTime {
         // Programs are shown ticks of 10 ms on every machine (`USER_HZ`).
-        Moment(self.start.saturating_mul(10))
+        BootTime(self.start.saturating_mul(10))
     }
 }
 
 /// A process has no more ancestors inside its container that are looked at.
-const DEEPEST: u32 = 1024;
+const MAX_ANCESTORS: u32 = 1024;
 
 /// Tells which container a process belongs to.
-pub trait Membership: Send + Sync + 'static {
+pub trait ContainerResolver: Send + Sync + 'static {
     /// The process behind a pid; `None` when it is gone.
     fn process(&self, pid: u32) -> Option<Process>;
 
@@ -40,55 +40,55 @@ pub trait Membership: Send + Sync + 'static {
     /// The process that a process of a container of `pod` descends from and that was begun from outside of that
     /// container: its main process, or what was executed into it. The process itself where it has ancestors without
     /// end. `None` when the process is gone.
-    fn first(&self, process: Process, pod: &PodUid) -> Option<Process> {
+    fn root_process(&self, process: Process, pod: &PodUid) -> Option<Process> {
         let _ = pod;
         (self.process(process.pid)? == process).then_some(process)
     }
 
     /// Whether a process of a container of `pod` was itself begun from outside of that container.
-    fn is_begun_outside(&self, process: Process, pod: &PodUid) -> bool {
-        self.first(process, pod) == Some(process)
+    fn is_container_root(&self, process: Process, pod: &PodUid) -> bool {
+        self.root_process(process, pod) == Some(process)
     }
 
     /// What a process is called in the agent's pid namespace and in each one nested in that, down
     /// to its own. Nothing when that cannot be told; the pid alone where none is nested.
-    fn pids(&self, pid: u32) -> Vec<u32> {
+    fn namespace_pids(&self, pid: u32) -> Vec<u32> {
         vec![pid]
     }
 }
 
 /// Membership by `/proc/<pid>/cgroup`, whose path no tenant can choose.
 #[derive(Clone, Debug)]
-pub struct Cgroups {
+pub struct CgroupResolver {
     proc: PathBuf,
 }
 
-impl Cgroups {
+impl CgroupResolver {
     /// Reads below `proc`, the host's `/proc`.
-    pub fn new(proc: PathBuf) -> Cgroups {
-        Cgroups { proc }
+    pub fn new(proc: PathBuf) -> CgroupResolver {
+        CgroupResolver { proc }
     }
 }
 
-impl Membership for Cgroups {
+impl ContainerResolver for CgroupResolver {
     fn process(&self, pid: u32) -> Option<Process> {
-        let stat = procfs::read(&self.proc.join(pid.to_string()).join("stat")).ok()?;
+        let stat = procfs::read_small(&self.proc.join(pid.to_string()).join("stat")).ok()?;
         Some(Process {
             pid,
-            start: start_time(&stat)?,
+            start: parse_start_time(&stat)?,
         })
     }
 
     fn container(&self, pid: u32, pod: &PodUid) -> Option<String> {
-        let cgroup = procfs::read(&self.proc.join(pid.to_string()).join("cgroup")).ok()?;
-        container_of(&cgroup, pod)
+        let cgroup = procfs::read_small(&self.proc.join(pid.to_string()).join("cgroup")).ok()?;
+        parse_container(&cgroup, pod)
     }
 
-    fn first(&self, process: Process, pod: &PodUid) -> Option<Process> {
+    fn root_process(&self, process: Process, pod: &PodUid) -> Option<Process> {
         let container = self.container(process.pid, pod)?;
         let mut first = (self.process(process.pid)? == process).then_some(process)?;
-        for _ in 0..DEEPEST {
-            match self.parent_inside(first.pid, &container, pod)? {
+        for _ in 0..MAX_ANCESTORS {
+            match self.parent_in_container(first.pid, &container, pod)? {
                 Some(parent) => first = self.process(parent)?,
                 None => return Some(first),
             }
@@ -96,25 +96,25 @@ impl Membership for Cgroups {
         Some(process)
     }
 
-    fn is_begun_outside(&self, process: Process, pod: &PodUid) -> bool {
+    fn is_container_root(&self, process: Process, pod: &PodUid) -> bool {
         let parent = self
             .container(process.pid, pod)
-            .and_then(|container| self.parent_inside(process.pid, &container, pod));
+            .and_then(|container| self.parent_in_container(process.pid, &container, pod));
         parent == Some(None) && self.process(process.pid) == Some(process)
     }
 
-    fn pids(&self, pid: u32) -> Vec<u32> {
-        procfs::read(&self.proc.join(pid.to_string()).join("status"))
-            .map(|status| pids_of(&status))
+    fn namespace_pids(&self, pid: u32) -> Vec<u32> {
+        procfs::read_small(&self.proc.join(pid.to_string()).join("status"))
+            .map(|status| parse_namespace_pids(&status))
             .unwrap_or_default()
     }
 }
 
-impl Cgroups {
+impl CgroupResolver {
     /// The parent of a process, if that is in the same container; `None` when the process is gone.
-    fn parent_inside(&self, pid: u32, container: &str, pod: &PodUid) -> Option<Option<u32>> {
+    fn parent_in_container(&self, pid: u32, container: &str, pod: &PodUid) -> Option<Option<u32>> {
         let status = self.proc.join(pid.to_string()).join("status");
-        let parent = parent_of(&procfs::read(&status).ok()?)?;
+        let parent = parse_parent(&procfs::read_small(&status).ok()?)?;
         let of_parent = self.container(parent, pod);
         Some((of_parent.as_deref() == Some(container)).then_some(parent))
     }
@@ -122,16 +122,16 @@ impl Cgroups {
 
 /// The container that `/proc/<pid>/cgroup` names, if it is one of the pod's. The outermost pod's folder counts: a
 /// container may make folders below its own, with any name.
-fn container_of(cgroup: &str, pod: &PodUid) -> Option<String> {
-    match procfs::Owner::parse(cgroup) {
-        procfs::Owner::Container { pod: owner, cgroup } if owner == *pod => Some(cgroup),
+fn parse_container(cgroup: &str, pod: &PodUid) -> Option<String> {
+    match procfs::ProcessOwner::parse(cgroup) {
+        procfs::ProcessOwner::Container { pod: owner, cgroup } if owner == *pod => Some(cgroup),
         _ => None,
     }
 }
 
 /// The line `NSpid:` of `/proc/<pid>/status` (proc(5), Linux 4.1). The name of a process stands in a
 /// line before it, with its line breaks escaped.
-fn pids_of(status: &str) -> Vec<u32> {
+fn parse_namespace_pids(status: &str) -> Vec<u32> {
     let line = status
         .lines()
         .find_map(|line| line.strip_prefix("NSpid:"))
@@ -142,14 +142,14 @@ fn pids_of(status: &str) -> Vec<u32> {
 }
 
 /// The line `PPid:`, before which the name's line breaks are escaped.
-fn parent_of(status: &str) -> Option<u32> {
+fn parse_parent(status: &str) -> Option<u32> {
     let line = status.lines().find_map(|line| line.strip_prefix("PPid:"))?;
     line.trim().parse().ok()
 }
 
 /// Field 22 of `/proc/<pid>/stat` (proc(5)). The second field, the name, may hold anything: what
 /// counts stands after its last parenthesis.
-fn start_time(stat: &str) -> Option<u64> {
+fn parse_start_time(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_whitespace().nth(19)?.parse().ok()
 }
@@ -161,11 +161,11 @@ mod tests {
     const UID: &str = "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11";
 
     fn container(cgroup: &str) -> Option<String> {
-        container_of(cgroup, &UID.parse().unwrap())
+        parse_container(cgroup, &UID.parse().unwrap())
     }
 
     #[test]
-    fn a_container_is_found_with_both_cgroup_drivers_and_versions() {
+    fn container_is_found_with_both_cgroup_drivers_and_versions() {
         let v2 = "0::/kubepods/besteffort/pod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11/c0ffee\n";
         assert_eq!(container(v2).as_deref(), Some("c0ffee"));
         let systemd = "0::/kubepods.slice/kubepods-burstable.slice/\
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn other_pods_the_host_and_the_pods_own_folder_are_no_container_of_it() {
+    fn container_is_none_for_other_cgroups() {
         for cgroup in [
             "",
             "garbage",
@@ -199,22 +199,22 @@ mod tests {
     }
 
     #[test]
-    fn a_process_name_with_parentheses_does_not_move_the_start_time() {
+    fn start_time_is_parsed_when_the_name_has_parentheses() {
         let fields: Vec<String> = (3..=52).map(|field| field.to_string()).collect();
         let stat = format!("7 (a) R 1 (b) {}", fields.join(" "));
-        assert_eq!(start_time(&stat), Some(22));
-        assert_eq!(start_time("7 (a"), None);
+        assert_eq!(parse_start_time(&stat), Some(22));
+        assert_eq!(parse_start_time("7 (a"), None);
     }
 
     #[test]
-    fn a_process_has_a_pid_in_each_namespace_around_it() {
+    fn process_has_a_pid_in_each_namespace_around_it() {
         let status = "Name:\tNSpid:\\n9\nPid:\t4711\nNStgid:\t4711\t17\t1\nNSpid:\t4711\t17\t1\n";
-        assert_eq!(pids_of(status), [4711, 17, 1]);
-        assert_eq!(pids_of("Name:\tx\n"), Vec::<u32>::new());
+        assert_eq!(parse_namespace_pids(status), [4711, 17, 1]);
+        assert_eq!(parse_namespace_pids("Name:\tx\n"), Vec::<u32>::new());
     }
 
     #[test]
-    fn a_process_descends_from_the_first_of_its_container_and_that_from_nobody_there() {
+    fn root_process_is_the_topmost_ancestor_in_the_container() {
         let proc = tempfile::tempdir().unwrap();
         let stat = |pid: u32| {
             let fields: Vec<String> = (3..=52).map(|field| (field + pid).to_string()).collect();
@@ -237,45 +237,53 @@ mod tests {
             process(pid, parent, &here);
         }
         process(30, 12, &format!("pod{UID}/sidecar"));
-        let cgroups = Cgroups::new(proc.path().to_owned());
+        let cgroups = CgroupResolver::new(proc.path().to_owned());
         let pod = UID.parse().unwrap();
         let of = |pid: u32| cgroups.process(pid).unwrap();
         for (pid, first) in [(10, 10), (11, 10), (12, 10), (21, 20), (30, 30)] {
-            assert_eq!(cgroups.first(of(pid), &pod), Some(of(first)), "{pid}");
+            assert_eq!(
+                cgroups.root_process(of(pid), &pod),
+                Some(of(first)),
+                "{pid}"
+            );
         }
         let outside: Vec<u32> = [10, 11, 12, 20, 21, 30]
             .into_iter()
-            .filter(|pid| cgroups.is_begun_outside(of(*pid), &pod))
+            .filter(|pid| cgroups.is_container_root(of(*pid), &pod))
             .collect();
         assert_eq!(outside, [10, 20, 30]);
-        for pid in 100..=100 + DEEPEST {
+        for pid in 100..=100 + MAX_ANCESTORS {
             process(pid, if pid == 100 { 2 } else { pid - 1 }, &here);
         }
-        let deepest = 100 + DEEPEST;
-        assert_eq!(cgroups.first(of(deepest - 1), &pod), Some(of(100)));
-        assert_eq!(cgroups.first(of(deepest), &pod), Some(of(deepest)));
+        let deepest = 100 + MAX_ANCESTORS;
+        assert_eq!(cgroups.root_process(of(deepest - 1), &pod), Some(of(100)));
+        assert_eq!(cgroups.root_process(of(deepest), &pod), Some(of(deepest)));
         let earlier = Process { start: 1, ..of(12) };
-        assert!(!cgroups.is_begun_outside(Process { start: 1, ..of(10) }, &pod));
-        assert_eq!(cgroups.first(earlier, &pod), None);
-        assert_eq!(cgroups.first(of(2), &pod), None, "it is in no container");
+        assert!(!cgroups.is_container_root(Process { start: 1, ..of(10) }, &pod));
+        assert_eq!(cgroups.root_process(earlier, &pod), None);
+        assert_eq!(
+            cgroups.root_process(of(2), &pod),
+            None,
+            "it is in no container"
+        );
     }
 
     #[test]
-    fn this_process_has_a_start_time_and_no_pod() {
-        let cgroups = Cgroups::new("/proc".into());
+    fn own_process_has_a_start_time_and_no_pod() {
+        let cgroups = CgroupResolver::new("/proc".into());
         let me = std::process::id();
-        assert_eq!(cgroups.pids(me).first(), Some(&me));
+        assert_eq!(cgroups.namespace_pids(me).first(), Some(&me));
         assert_eq!(cgroups.process(me).map(|process| process.pid), Some(me));
         assert_eq!(cgroups.container(me, &UID.parse().unwrap()), None);
     }
 
     #[test]
-    fn a_process_whose_name_is_no_text_is_a_process() {
-        let (mut child, _folder) = crate::procfs::tests::nameless();
-        let cgroups = Cgroups::new("/proc".into());
+    fn process_is_resolved_when_its_name_is_not_utf8() {
+        let (mut child, _folder) = crate::procfs::tests::process_with_non_utf8_name();
+        let cgroups = CgroupResolver::new("/proc".into());
         let pid = child.id();
         assert_eq!(cgroups.process(pid).map(|process| process.pid), Some(pid));
-        assert_eq!(cgroups.pids(pid).first(), Some(&pid));
+        assert_eq!(cgroups.namespace_pids(pid).first(), Some(&pid));
         child.kill().unwrap();
         child.wait().unwrap();
     }

@@ -8,14 +8,14 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 /// A process whose death can be waited for: never one that later has the same pid.
-pub(crate) struct Life(AsyncFd<OwnedFd>);
+pub(crate) struct ProcessExit(AsyncFd<OwnedFd>);
 
-impl Life {
+impl ProcessExit {
     /// The process that has this pid now.
     ///
     /// # Errors
     /// `ESRCH` when there is none, and what else `pidfd_open(2)` answers.
-    pub(crate) fn of(pid: u32) -> io::Result<Life> {
+    pub(crate) fn open(pid: u32) -> io::Result<ProcessExit> {
         let pid = i32::try_from(pid)
             .ok()
             .and_then(Pid::from_raw)
@@ -25,11 +25,11 @@ impl Life {
             deprecated,
             reason = "unsound for types that lend a descriptor they do not own; this one owns it"
         )]
-        AsyncFd::with_interest(pidfd, Interest::READABLE).map(Life)
+        AsyncFd::with_interest(pidfd, Interest::READABLE).map(ProcessExit)
     }
 
     /// Returns once the process has ended (a zombie has).
-    pub(crate) async fn ended(&self) {
+    pub(crate) async fn wait(&self) {
         // An error means that the runtime shuts down.
         let _ = self.0.readable().await;
     }

@@ -12,60 +12,60 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::accounts::Books;
-use super::orphan_bound::{Held, Looks, Own};
+use super::accounts::AmountsByPid;
+use super::orphan_bound::{OrphanBound, OwnMemory, SampleWindow};
 use super::{Shared, lock};
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
 /// From one look to the next: [`LOOKS`](super::held::LOOKS) of them take half a second.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
 
 /// What pods that ended left on a GPU, to be proven free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Left {
+pub(super) struct Unreclaimed {
     /// Another number for each time that something was left.
-    pub(super) number: u64,
+    pub(super) revision: u64,
     /// The most that is held of it; none before that is proven.
-    pub(super) held: Option<Bytes>,
+    pub(super) upper_bound: Option<Bytes>,
 }
 
 /// What is asked about.
 #[derive(Debug)]
-struct Asked {
-    kept: BTreeMap<AllocationId, Books>,
-    left: Option<u64>,
+struct Candidates {
+    orphaned: BTreeMap<AllocationId, AmountsByPid>,
+    unreclaimed: Option<u64>,
 }
 
 /// Runs until no container has the GPU and dead processes left nothing there. A GPU that hangs holds up
 /// its own task only.
-pub(super) async fn watch(gpu: GpuUuid, shared: Arc<Shared>) {
-    let mut every = tokio::time::interval(LOOK_EVERY);
+pub(super) async fn run(gpu: GpuUuid, shared: Arc<Shared>) {
+    let mut every = tokio::time::interval(SAMPLE_INTERVAL);
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut looks = Looks::default();
-    let mut exports = shared.exports.subscribe();
+    let mut looks = SampleWindow::default();
+    let mut exports = shared.orphans_changed.subscribe();
     loop {
         every.tick().await;
         exports.mark_unchanged();
-        let Some(asked) = ask(&shared, &gpu) else {
+        let Some(asked) = collect_candidates(&shared, &gpu) else {
             looks.clear();
-            if shared.unwatch(&gpu) || exports.changed().await.is_err() {
+            if shared.release_unused_gpu(&gpu) || exports.changed().await.is_err() {
                 return;
             }
             continue;
         };
-        let own = own(&shared, &gpu);
-        let before = living(&shared, &gpu);
-        let (driver, of) = (Arc::clone(&shared.charges), gpu.clone());
-        let answer = tokio::task::spawn_blocking(move || driver.look(&of));
+        let own = own_memory(&shared, &gpu);
+        let before = live_leases(&shared, &gpu);
+        let (driver, of) = (Arc::clone(&shared.sampler), gpu.clone());
+        let answer = tokio::task::spawn_blocking(move || driver.sample(&of));
         let Ok(Some(look)) = answer.await else {
             continue;
         };
-        let mut leases = living(&shared, &gpu);
+        let mut leases = live_leases(&shared, &gpu);
         leases.retain(|lease, _| before.contains_key(lease));
-        looks.add(asked, &look, &own, &leases);
+        looks.push(asked, &look, &own, &leases);
         let news = looks
-            .held()
-            .is_some_and(|(asked, held)| settle(&shared, &gpu, asked, &held));
+            .bound()
+            .is_some_and(|(asked, held)| apply_bound(&shared, &gpu, asked, &held));
         if news {
             // A process that ends with the same exports as one before it is another question.
             looks.clear();
@@ -73,46 +73,53 @@ pub(super) async fn watch(gpu: GpuUuid, shared: Arc<Shared>) {
     }
 }
 
-fn ask(shared: &Shared, gpu: &GpuUuid) -> Option<Asked> {
-    let running = lock(&shared.running);
+fn collect_candidates(shared: &Shared, gpu: &GpuUuid) -> Option<Candidates> {
+    let running = lock(&shared.containers);
     let kept = running
         .iter()
-        .filter_map(|(id, running)| Some((*id, lock(&running.container).kept(gpu)?)));
-    let asked = Asked {
-        kept: kept.collect(),
-        left: lock(&shared.left).get(gpu).map(|left| left.number),
+        .filter_map(|(id, running)| Some((*id, lock(&running.container).orphaned_exports(gpu)?)));
+    let asked = Candidates {
+        orphaned: kept.collect(),
+        unreclaimed: lock(&shared.unreclaimed).get(gpu).map(|left| left.revision),
     };
-    (!asked.kept.is_empty() || asked.left.is_some()).then_some(asked)
+    (!asked.orphaned.is_empty() || asked.unreclaimed.is_some()).then_some(asked)
 }
 
-fn own(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<u32, Own> {
-    let running = lock(&shared.running);
+fn own_memory(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<u32, OwnMemory> {
+    let running = lock(&shared.containers);
     running
         .values()
-        .flat_map(|running| lock(&running.container).own_of(gpu))
+        .flat_map(|running| lock(&running.container).own_memory_on(gpu))
         .collect()
 }
 
 /// The kept leases on a GPU that the vault has.
-fn living(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<LeaseId, Bytes> {
-    let living = shared.living.as_ref().map(|living| living.borrow());
+fn live_leases(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<LeaseId, Bytes> {
+    let living = shared.live_leases.as_ref().map(|living| living.borrow());
     let of_it = living.as_ref().and_then(|living| living.get(gpu));
     of_it.cloned().unwrap_or_default()
 }
 
 /// At most `held` is held of what was asked about: whether that frees anything.
-fn settle(shared: &Shared, gpu: &GpuUuid, asked: &Asked, held: &Held) -> bool {
-    let of_nobody = held.of(None);
-    if let Some(left) = lock(&shared.left).get_mut(gpu)
-        && asked.left == Some(left.number)
+fn apply_bound(shared: &Shared, gpu: &GpuUuid, asked: &Candidates, held: &OrphanBound) -> bool {
+    let of_nobody = held.for_container(None);
+    if let Some(left) = lock(&shared.unreclaimed).get_mut(gpu)
+        && asked.unreclaimed == Some(left.revision)
     {
-        left.held = Some(left.held.map_or(of_nobody, |before| before.min(of_nobody)));
+        left.upper_bound = Some(
+            left.upper_bound
+                .map_or(of_nobody, |before| before.min(of_nobody)),
+        );
     }
-    let running = lock(&shared.running);
+    let running = lock(&shared.containers);
     let mut freed = false;
-    for (id, kept) in &asked.kept {
+    for (id, kept) in &asked.orphaned {
         if let Some(running) = running.get(id) {
-            freed |= lock(&running.container).keep_at_most(gpu, held.of(Some(id)), kept);
+            freed |= lock(&running.container).cap_orphaned_exports(
+                gpu,
+                held.for_container(Some(id)),
+                kept,
+            );
         }
     }
     freed

@@ -24,19 +24,19 @@ use jiff::Timestamp;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::Process;
-use crate::clock::Present;
-use crate::ledger::Moment;
+use crate::clock::ClockReading;
+use crate::ledger::BootTime;
 use crate::units::{AllocationId, GpuUuid};
 
 /// How long an image may take to report what an XID said of it, and to do what it was told.
-const GRACE: Duration = Duration::from_secs(5);
+const REPORT_GRACE: Duration = Duration::from_secs(5);
 
 /// How long an image waits for its pod's eviction while nobody can be told of it.
-const ALONE: Duration = Duration::from_secs(30);
+const EVICTION_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What is done about poisoned contexts of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Policy {
+pub struct RecoveryPolicy {
     /// What is done first.
     pub action: ContextAction,
     /// How many restarts, of either kind, the container gets within the window.
@@ -45,21 +45,21 @@ pub struct Policy {
     pub window: Duration,
 }
 
-impl Default for Policy {
-    fn default() -> Policy {
+impl Default for RecoveryPolicy {
+    fn default() -> RecoveryPolicy {
         let ContextPolicy {
             action,
             max_restarts,
             window_seconds,
         } = ContextPolicy::default();
-        Policy::new(action, max_restarts, window_seconds)
+        RecoveryPolicy::new(action, max_restarts, window_seconds)
     }
 }
 
-impl Policy {
+impl RecoveryPolicy {
     /// As the API says it; its schema allows no negative numbers.
-    pub fn new(action: ContextAction, max_restarts: i32, window_seconds: i32) -> Policy {
-        Policy {
+    pub fn new(action: ContextAction, max_restarts: i32, window_seconds: i32) -> RecoveryPolicy {
+        RecoveryPolicy {
             action,
             max_restarts: max_restarts.unsigned_abs(),
             window: Duration::from_secs(window_seconds.unsigned_abs().into()),
@@ -69,61 +69,72 @@ impl Policy {
 
 /// What is done about a poisoned image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Decision {
+pub enum RecoveryAction {
     /// It executes its program again.
-    Execute,
+    ReexecInPlace,
     /// Its container's main process is killed; the kubelet restarts the container.
-    Kill {
+    RestartContainer {
         /// The container was restarted too often: the fault stays open.
-        beyond: bool,
+        over_limit: bool,
     },
     /// Nothing but the fence.
-    Leave {
+    NoAction {
         /// The fault stays open for who evicts the pod.
-        open: bool,
+        await_eviction: bool,
     },
 }
 
-impl Decision {
+impl RecoveryAction {
     /// One word for metrics and messages.
     pub fn as_str(self) -> &'static str {
         match self {
-            Decision::Execute => "in-place",
-            Decision::Kill { beyond: false } => "restart",
-            Decision::Kill { beyond: true } => "beyond-maximum",
-            Decision::Leave { open: true } => "evict",
-            Decision::Leave { open: false } => "report",
+            RecoveryAction::ReexecInPlace => "in-place",
+            RecoveryAction::RestartContainer { over_limit: false } => "restart",
+            RecoveryAction::RestartContainer { over_limit: true } => "beyond-maximum",
+            RecoveryAction::NoAction {
+                await_eviction: true,
+            } => "evict",
+            RecoveryAction::NoAction {
+                await_eviction: false,
+            } => "report",
         }
     }
 
     /// As the API says it.
-    pub fn action(self) -> FaultAction {
+    pub fn to_api(self) -> FaultAction {
         match self {
-            Decision::Execute => FaultAction::InPlace,
-            Decision::Kill { beyond: false } => FaultAction::Restart,
-            Decision::Kill { beyond: true } => FaultAction::BeyondMaximum,
-            Decision::Leave { open: true } => FaultAction::Evict,
-            Decision::Leave { open: false } => FaultAction::Report,
+            RecoveryAction::ReexecInPlace => FaultAction::InPlace,
+            RecoveryAction::RestartContainer { over_limit: false } => FaultAction::Restart,
+            RecoveryAction::RestartContainer { over_limit: true } => FaultAction::BeyondMaximum,
+            RecoveryAction::NoAction {
+                await_eviction: true,
+            } => FaultAction::Evict,
+            RecoveryAction::NoAction {
+                await_eviction: false,
+            } => FaultAction::Report,
         }
     }
 
     fn stays_open(self) -> bool {
         matches!(
             self,
-            Decision::Kill { beyond: true } | Decision::Leave { open: true }
+            RecoveryAction::RestartContainer { over_limit: true }
+                | RecoveryAction::NoAction {
+                    await_eviction: true
+                }
         )
     }
 }
 
 /// How a fault became known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Cause {
+pub(super) enum FaultSource {
     /// The process says that the driver answered this `CUresult`.
     Cuda {
         /// The code.
         code: i32,
         /// Whether its program could be executed again in its place.
-        able: bool,
+        can_reexec: bool,
     },
     /// The kernel's log, or NVML, named the process with this XID.
     Xid(u32),
@@ -131,7 +142,7 @@ pub(super) enum Cause {
 
 /// A process image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Image {
+pub struct ProcessImage {
     /// The process.
     pub process: Process,
     /// P, its number among the container's images.
@@ -140,11 +151,11 @@ pub struct Image {
 
 /// An image that a record of the kernel's log names.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Suspect {
+pub struct XidTarget {
     /// Its container's.
     pub allocation: AllocationId,
     /// The image.
-    pub image: Image,
+    pub image: ProcessImage,
     /// The container's GPU that the record names.
     pub gpu: GpuUuid,
 }
@@ -153,7 +164,7 @@ pub struct Suspect {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
     /// Whose context it was.
-    pub image: Image,
+    pub image: ProcessImage,
     /// The GPU, as far as it is known.
     pub gpu: GpuUuid,
     /// The driver's code, if the process reported one.
@@ -164,9 +175,9 @@ pub struct Fault {
     pub time: Timestamp,
     /// When it was first told, for decisions.
     #[serde(default)]
-    pub since: Moment,
+    pub since: BootTime,
     /// What is done about it, since when; none while a report is waited for.
-    pub decided: Option<(Decision, Since)>,
+    pub decided: Option<(RecoveryAction, RecordedMoment)>,
     /// Whether an image that was told to execute its program again has done so. The new one may take its time to say
     /// hello: a program imports for minutes before it calls CUDA.
     #[serde(default)]
@@ -177,7 +188,7 @@ pub struct Fault {
 
 impl Fault {
     /// What is done about it, once that was decided.
-    pub fn decision(&self) -> Option<Decision> {
+    pub fn decision(&self) -> Option<RecoveryAction> {
         self.decided.map(|(decision, _)| decision)
     }
 }
@@ -185,19 +196,19 @@ impl Fault {
 /// The poisoned images of one container. On record with its grants.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub(super) struct Poisonings {
-    policy: Policy,
+pub(super) struct FaultLog {
+    policy: RecoveryPolicy,
     /// When restarts were ordered, the oldest first, as far as the window reaches.
-    restarts: Vec<Since>,
+    restarts: Vec<RecordedMoment>,
     faults: Vec<Fault>,
     /// How many images were poisoned, and how many restarts were ordered, ever.
     pub(super) poisoned: u64,
     pub(super) restarted: u64,
 }
 
-impl Poisonings {
+impl FaultLog {
     /// What is done about faults from now on. What was decided stands.
-    pub(super) fn set_policy(&mut self, policy: Policy) {
+    pub(super) fn set_policy(&mut self, policy: RecoveryPolicy) {
         self.policy = policy;
     }
 
@@ -207,20 +218,20 @@ impl Poisonings {
     }
 
     /// The fault by which an image gets nothing more.
-    pub(super) fn of(&self, process: Process, generation: u64) -> Option<&Fault> {
+    pub(super) fn fault_of(&self, process: Process, generation: u64) -> Option<&Fault> {
         let mut faults = self.faults.iter();
         faults
             .find(|Fault { image, .. }| (image.process, image.generation) == (process, generation))
     }
 
     /// An image is poisoned; the fault, where that is new.
-    pub(super) fn strike(
+    pub(super) fn record(
         &mut self,
-        image: Image,
+        image: ProcessImage,
         gpu: &GpuUuid,
-        cause: Cause,
-        now: Present,
-    ) -> (Option<Decision>, Option<Fault>) {
+        cause: FaultSource,
+        now: ClockReading,
+    ) -> (Option<RecoveryAction>, Option<Fault>) {
         let known = self.faults.iter().position(|fault| fault.image == image);
         let at = known.unwrap_or_else(|| {
             // One that ended stands for all before it that were one too many.
@@ -240,11 +251,17 @@ impl Poisonings {
             self.faults.len() - 1
         });
         let able = match (cause, self.faults.get_mut(at)) {
-            (Cause::Cuda { code, able }, Some(fault)) => {
+            (
+                FaultSource::Cuda {
+                    code,
+                    can_reexec: able,
+                },
+                Some(fault),
+            ) => {
                 fault.cuda_error.get_or_insert(code);
                 Some(able)
             }
-            (Cause::Xid(code), Some(fault)) => {
+            (FaultSource::Xid(code), Some(fault)) => {
                 fault.xid.get_or_insert(code);
                 None
             }
@@ -261,45 +278,50 @@ impl Poisonings {
     }
 
     /// An image heard what was decided, and then its socket ended, as an exec ends it.
-    pub(super) fn hung_up(&mut self, process: Process, generation: u64) {
+    pub(super) fn record_disconnect(&mut self, process: Process, generation: u64) {
         for fault in &mut self.faults {
             let image = &fault.image;
             fault.executed |= (image.process, image.generation) == (process, generation)
-                && fault.decision() == Some(Decision::Execute);
+                && fault.decision() == Some(RecoveryAction::ReexecInPlace);
         }
     }
 
     /// An image ended: whatever was decided about it is done.
-    pub(super) fn ended(&mut self, process: Process, generation: u64) {
+    pub(super) fn record_exit(&mut self, process: Process, generation: u64) {
         for fault in &mut self.faults {
             let image = &fault.image;
             fault.ended |= (image.process, image.generation) == (process, generation);
         }
-        let stays = |fault: &Fault| fault.decision().is_some_and(Decision::stays_open);
+        let stays = |fault: &Fault| fault.decision().is_some_and(RecoveryAction::stays_open);
         self.faults.retain(|fault| !fault.ended || stays(fault));
     }
 
     /// Decides about those that were told of by an XID alone, about those that did not do what they were told, and,
     /// where nobody has been reached for so long (`alone`), about those that were left for eviction. Whether anything
     /// changed.
-    pub(super) fn overdue(&mut self, alone: Duration, now: Present) -> bool {
+    pub(super) fn tick(&mut self, alone: Duration, now: ClockReading) -> bool {
         let before = self.faults.clone();
         for at in 0..self.faults.len() {
             let Some(fault) = self.faults.get_mut(at).filter(|fault| !fault.ended) else {
                 continue;
             };
             match fault.decided {
-                None if now.moment.since(fault.since) >= GRACE => self.decide(at, false, now),
-                Some((Decision::Execute, Since(then)))
-                    if !fault.executed && now.moment.since(then) >= GRACE =>
-                {
-                    let killed = Decision::Kill { beyond: false };
-                    fault.decided = Some((killed, Since(now.moment)));
+                None if now.moment.since(fault.since) >= REPORT_GRACE => {
+                    self.decide(at, false, now)
                 }
-                Some((Decision::Leave { open: true }, Since(then)))
-                    if now.moment.since(then).min(alone) >= ALONE =>
+                Some((RecoveryAction::ReexecInPlace, RecordedMoment(then)))
+                    if !fault.executed && now.moment.since(then) >= REPORT_GRACE =>
                 {
-                    self.restart(at, now);
+                    let killed = RecoveryAction::RestartContainer { over_limit: false };
+                    fault.decided = Some((killed, RecordedMoment(now.moment)));
+                }
+                Some((
+                    RecoveryAction::NoAction {
+                        await_eviction: true,
+                    },
+                    RecordedMoment(then),
+                )) if now.moment.since(then).min(alone) >= EVICTION_TIMEOUT => {
+                    self.restart_container(at, now);
                 }
                 _ => {}
             }
@@ -309,17 +331,17 @@ impl Poisonings {
 
     /// The container's images have to reach the number `generation`: poisoned ones below it that were left as they
     /// are end, and faults of those that have ended are done. Whether anything changed.
-    pub(super) fn reach(&mut self, generation: u64, now: Present) -> bool {
+    pub(super) fn require_generation(&mut self, generation: u64, now: ClockReading) -> bool {
         let before = self.faults.clone();
         self.faults
             .retain(|fault| !fault.ended || fault.image.generation >= generation);
         for at in 0..self.faults.len() {
             let left = self.faults.get(at).is_some_and(|fault| {
-                let is_left = matches!(fault.decision(), Some(Decision::Leave { .. }));
+                let is_left = matches!(fault.decision(), Some(RecoveryAction::NoAction { .. }));
                 is_left && fault.image.generation < generation
             });
             if left {
-                self.restart(at, now);
+                self.restart_container(at, now);
             }
         }
         before != self.faults
@@ -327,27 +349,33 @@ impl Poisonings {
 
     /// Takes back the decisions since `before`: the next agent would not count these restarts. The faults
     /// stay, so that their images stay fenced and are decided about again.
-    pub(super) fn take_back(&mut self, before: &Poisonings) {
+    pub(super) fn roll_back(&mut self, before: &FaultLog) {
         self.restarts.clone_from(&before.restarts);
         self.restarted = before.restarted;
         for fault in &mut self.faults {
-            let Image {
+            let ProcessImage {
                 process,
                 generation,
             } = fault.image;
-            fault.decided = before.of(process, generation).and_then(|then| then.decided);
+            fault.decided = before
+                .fault_of(process, generation)
+                .and_then(|then| then.decided);
         }
     }
 
     /// The images whose containers are to be killed.
-    pub(super) fn condemned(&self) -> impl Iterator<Item = &Image> {
+    pub(super) fn images_to_kill(&self) -> impl Iterator<Item = &ProcessImage> {
         let killed = |fault: &&Fault| {
-            !fault.ended && matches!(fault.decision(), Some(Decision::Kill { .. }))
+            !fault.ended
+                && matches!(
+                    fault.decision(),
+                    Some(RecoveryAction::RestartContainer { .. })
+                )
         };
         self.faults.iter().filter(killed).map(|fault| &fault.image)
     }
 
-    fn decide(&mut self, at: usize, able: bool, now: Present) {
+    fn decide(&mut self, at: usize, able: bool, now: ClockReading) {
         if self
             .faults
             .get(at)
@@ -355,45 +383,53 @@ impl Poisonings {
         {
             return;
         }
-        let has_restarts = self.has_restarts(now);
+        let has_restarts = self.has_restart_left(now);
         let decision = match self.policy.action {
-            ContextAction::Report => Decision::Leave { open: false },
-            ContextAction::Evict => Decision::Leave { open: true },
-            ContextAction::InPlace if able && has_restarts => Decision::Execute,
+            ContextAction::Report => RecoveryAction::NoAction {
+                await_eviction: false,
+            },
+            ContextAction::Evict => RecoveryAction::NoAction {
+                await_eviction: true,
+            },
+            ContextAction::InPlace if able && has_restarts => RecoveryAction::ReexecInPlace,
             // The agent takes no order with an unknown action; a session record may have one.
             ContextAction::InPlace | ContextAction::Restart | ContextAction::Unknown => {
-                return self.restart(at, now);
+                return self.restart_container(at, now);
             }
         };
-        self.carry(at, decision, now);
+        self.apply(at, decision, now);
     }
 
-    fn restart(&mut self, at: usize, now: Present) {
-        let beyond = !self.has_restarts(now);
-        self.carry(at, Decision::Kill { beyond }, now);
+    fn restart_container(&mut self, at: usize, now: ClockReading) {
+        let beyond = !self.has_restart_left(now);
+        self.apply(
+            at,
+            RecoveryAction::RestartContainer { over_limit: beyond },
+            now,
+        );
     }
 
     /// Whether the window has room for a restart.
-    fn has_restarts(&mut self, now: Present) -> bool {
-        let Policy {
+    fn has_restart_left(&mut self, now: ClockReading) -> bool {
+        let RecoveryPolicy {
             max_restarts,
             window,
             ..
         } = self.policy;
         self.restarts
-            .retain(|Since(then)| now.moment.since(*then) < window);
+            .retain(|RecordedMoment(then)| now.moment.since(*then) < window);
         self.restarts.len() < usize::try_from(max_restarts).unwrap_or(usize::MAX)
     }
 
-    fn carry(&mut self, at: usize, decision: Decision, now: Present) {
+    fn apply(&mut self, at: usize, decision: RecoveryAction, now: ClockReading) {
         if let Some(fault) = self.faults.get_mut(at) {
-            fault.decided = Some((decision, Since(now.moment)));
+            fault.decided = Some((decision, RecordedMoment(now.moment)));
         }
         if matches!(
             decision,
-            Decision::Execute | Decision::Kill { beyond: false }
+            RecoveryAction::ReexecInPlace | RecoveryAction::RestartContainer { over_limit: false }
         ) {
-            self.restarts.push(Since(now.moment));
+            self.restarts.push(RecordedMoment(now.moment));
             self.restarted += 1;
         }
     }
@@ -402,12 +438,12 @@ impl Poisonings {
 /// A moment in a record. Records of older agents have times of the wall clock there, which count as long ago.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
-pub struct Since(pub Moment);
+pub struct RecordedMoment(pub BootTime);
 
-impl<'de> Deserialize<'de> for Since {
+impl<'de> Deserialize<'de> for RecordedMoment {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         let recorded = serde_json::Value::deserialize(from)?;
-        Ok(Self(Moment(recorded.as_u64().unwrap_or_default())))
+        Ok(Self(BootTime(recorded.as_u64().unwrap_or_default())))
     }
 }
 

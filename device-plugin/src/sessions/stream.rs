@@ -17,7 +17,7 @@ use rustix::net::{
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-use super::closer::Closer;
+use super::closer::SocketCloser;
 use super::options;
 
 /// Connections that wait to be accepted: as many as the kernel lets wait at all.
@@ -27,7 +27,7 @@ const BACKLOG: i32 = i32::MAX;
 #[derive(Debug)]
 struct Socket {
     fd: Option<OwnedFd>,
-    closer: Option<Arc<Closer>>,
+    closer: Option<Arc<SocketCloser>>,
 }
 
 impl Socket {
@@ -55,7 +55,7 @@ impl Drop for Socket {
     deprecated,
     reason = "unsound for types that lend a descriptor they do not own; this one owns it"
 )]
-fn registered(socket: Socket) -> io::Result<AsyncFd<Socket>> {
+fn register(socket: Socket) -> io::Result<AsyncFd<Socket>> {
     AsyncFd::new(socket)
 }
 
@@ -66,7 +66,11 @@ pub(super) struct Listener(AsyncFd<Socket>);
 impl Listener {
     /// Listens at a path that there is nothing at. `closer` closes what comes, where the kernel does not refuse
     /// descriptors, or is not `asked` to.
-    pub(super) fn bind(path: &Path, closer: Arc<Closer>, asked: bool) -> io::Result<Listener> {
+    pub(super) fn bind(
+        path: &Path,
+        closer: Arc<SocketCloser>,
+        asked: bool,
+    ) -> io::Result<Listener> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         // Before a process can connect: what waits to be accepted was refused, or was not.
@@ -78,11 +82,11 @@ impl Listener {
             fd: Some(fd),
             closer,
         };
-        Ok(Listener(registered(socket)?))
+        Ok(Listener(register(socket)?))
     }
 
     /// The next connection.
-    pub(super) async fn accept(&self) -> io::Result<Stream> {
+    pub(super) async fn accept(&self) -> io::Result<PeerStream> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let accept = |listener: &Socket| Ok(rustix::net::accept_with(listener.as_fd(), flags)?);
         let socket = Socket {
@@ -93,15 +97,15 @@ impl Listener {
             // The kernel passes over a byte out of band unseen, and releases its descriptors.
             sockopt::set_socket_oobinline(socket.as_fd(), true)?;
         }
-        Ok(Stream(registered(socket)?))
+        Ok(PeerStream(register(socket)?))
     }
 }
 
 /// A connection.
 #[derive(Debug)]
-pub(super) struct Stream(AsyncFd<Socket>);
+pub(super) struct PeerStream(AsyncFd<Socket>);
 
-impl Stream {
+impl PeerStream {
     /// The pid of who connected it.
     pub(super) fn peer_pid(&self) -> Option<u32> {
         options::peer_pid(self.0.get_ref().as_fd())
@@ -113,7 +117,7 @@ impl Stream {
     /// What the system answers; `UnexpectedEof` where the peer ends, `InvalidData` where it passes a descriptor.
     pub(super) async fn read_exact(&mut self, mut into: &mut [u8]) -> io::Result<()> {
         while !into.is_empty() {
-            let take = |socket: &Socket| take(socket, into);
+            let take = |socket: &Socket| read_bytes(socket, into);
             let taken = self.0.async_io(Interest::READABLE, take).await?;
             if taken == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
@@ -129,7 +133,7 @@ impl Stream {
     /// What the system answers.
     pub(super) async fn write_all(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            let send = |socket: &Socket| send(socket, bytes);
+            let send = |socket: &Socket| send_bytes(socket, bytes);
             let sent = self.0.async_io(Interest::WRITABLE, send).await?;
             bytes = &bytes[sent..];
         }
@@ -140,7 +144,11 @@ impl Stream {
     ///
     /// # Errors
     /// What the system answers.
-    pub(super) async fn write_with(&mut self, bytes: &[u8], fd: impl AsFd) -> io::Result<()> {
+    pub(super) async fn write_with_descriptor(
+        &mut self,
+        bytes: &[u8],
+        fd: impl AsFd,
+    ) -> io::Result<()> {
         let send = |socket: &Socket| send_with_fd(socket.as_fd(), bytes, &fd);
         let sent = self.0.async_io(Interest::WRITABLE, send).await?;
         self.write_all(&bytes[sent..]).await
@@ -148,24 +156,24 @@ impl Stream {
 
     /// Sends what there is room for, and does not wait.
     pub(super) fn try_write(&self, bytes: &[u8]) {
-        let _ = send(self.0.get_ref(), bytes);
+        let _ = send_bytes(self.0.get_ref(), bytes);
     }
 }
 
 #[cfg(test)]
-impl AsFd for Stream {
+impl AsFd for PeerStream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.get_ref().as_fd()
     }
 }
 
-fn send(socket: &Socket, bytes: &[u8]) -> io::Result<usize> {
+fn send_bytes(socket: &Socket, bytes: &[u8]) -> io::Result<usize> {
     let flags = SendFlags::NOSIGNAL;
     Ok(rustix::net::send(socket.as_fd(), bytes, flags)?)
 }
 
 /// Takes bytes that no descriptor came with: those that did stay, and whoever closes the socket lets go of them.
-fn take(socket: &Socket, into: &mut [u8]) -> io::Result<usize> {
+fn read_bytes(socket: &Socket, into: &mut [u8]) -> io::Result<usize> {
     let mut most = into.len();
     if socket.closer.is_some() {
         let (mut into, mut none) = ([IoSliceMut::new(into)], RecvAncillaryBuffer::default());

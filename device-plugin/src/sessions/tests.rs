@@ -17,11 +17,11 @@ mod hostile;
 mod passed;
 
 /// Every process belongs to every pod, or none does.
-struct Everyone(bool);
+struct FakeResolver(bool);
 
-impl Membership for Everyone {
+impl ContainerResolver for FakeResolver {
     fn process(&self, pid: u32) -> Option<Process> {
-        Cgroups::new("/proc".into()).process(pid)
+        CgroupResolver::new("/proc".into()).process(pid)
     }
 
     fn container(&self, _pid: u32, _pod: &PodUid) -> Option<String> {
@@ -29,33 +29,33 @@ impl Membership for Everyone {
     }
 }
 
-struct NothingCharged;
+struct FakeIdleSampler;
 
-impl DriverCharges for NothingCharged {
-    fn look(&self, _gpu: &GpuUuid) -> Option<Look> {
-        Some(Look::default())
+impl MemorySampler for FakeIdleSampler {
+    fn sample(&self, _gpu: &GpuUuid) -> Option<GpuMemorySample> {
+        Some(GpuMemorySample::default())
     }
 }
 
 /// A driver that charges nothing, answers only once it is let go on, and counts its questions.
 #[derive(Default)]
-struct Hung {
-    asked: AtomicUsize,
-    goes_on: Mutex<Option<Receiver<()>>>,
+struct FakeHungSampler {
+    samples: AtomicUsize,
+    resume: Mutex<Option<Receiver<()>>>,
 }
 
-impl DriverCharges for Hung {
-    fn look(&self, _gpu: &GpuUuid) -> Option<Look> {
-        self.asked.fetch_add(1, Ordering::SeqCst);
-        let held = lock(&self.goes_on).take();
+impl MemorySampler for FakeHungSampler {
+    fn sample(&self, _gpu: &GpuUuid) -> Option<GpuMemorySample> {
+        self.samples.fetch_add(1, Ordering::SeqCst);
+        let held = lock(&self.resume).take();
         // Let go on by a message, or by the end of the test.
         let _ = held.map(|held| held.recv());
-        Some(Look::default())
+        Some(GpuMemorySample::default())
     }
 }
 
-fn served() -> Served {
-    Served {
+fn session_spec() -> SessionSpec {
+    SessionSpec {
         allocation: AllocationId::from_bits(7),
         pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
         gpus: vec![("GPU-aaaa".parse().unwrap(), Bytes::gib(1))],
@@ -67,22 +67,22 @@ fn served() -> Served {
 fn sessions(run_dir: &Path, members: bool) -> Sessions {
     Sessions::new(
         run_dir.to_owned(),
-        Arc::new(NothingCharged),
-        Arc::new(Everyone(members)),
+        Arc::new(FakeIdleSampler),
+        Arc::new(FakeResolver(members)),
     )
 }
 
 /// Sessions whose driver does not answer before the sender says so, or is gone.
-fn hung(run_dir: &Path) -> (Sessions, Arc<Hung>, Sender<()>) {
+fn sessions_with_hung_sampler(run_dir: &Path) -> (Sessions, Arc<FakeHungSampler>, Sender<()>) {
     let (go_on, held) = channel();
-    let charges = Arc::new(Hung {
-        goes_on: Mutex::new(Some(held)),
-        ..Hung::default()
+    let charges = Arc::new(FakeHungSampler {
+        resume: Mutex::new(Some(held)),
+        ..FakeHungSampler::default()
     });
     let sessions = Sessions::new(
         run_dir.to_owned(),
-        Arc::clone(&charges) as Arc<dyn DriverCharges>,
-        Arc::new(Everyone(true)),
+        Arc::clone(&charges) as Arc<dyn MemorySampler>,
+        Arc::new(FakeResolver(true)),
     );
     (sessions, charges, go_on)
 }
@@ -121,7 +121,7 @@ fn hello_as(run_dir: &Path, image: u64) -> (UnixStream, CreditPage) {
     (stream, CreditPage::open(page.unwrap()).unwrap())
 }
 
-fn is_served(run_dir: &Path) {
+fn assert_served(run_dir: &Path) {
     let (mut stream, page) = hello(run_dir);
     stream
         .write_all(
@@ -141,14 +141,14 @@ fn is_served(run_dir: &Path) {
 
 /// The best of three takes less than a second: a busy machine may be late now and then. A peer that does not speak or
 /// read may cost another one two seconds, every time, where they are not told apart.
-fn is_soon(attempt: impl Fn() -> Duration) {
+fn assert_fast(attempt: impl Fn() -> Duration) {
     let times = [(); 3].map(|()| attempt());
     let best = times.iter().min();
     assert!(best < Some(&Duration::from_secs(1)), "{times:?}");
 }
 
 /// Runs the blocking side of a test beside the runtime that serves.
-async fn beside(run_dir: &Path, test: impl FnOnce(&Path) + Send + 'static) {
+async fn run_blocking(run_dir: &Path, test: impl FnOnce(&Path) + Send + 'static) {
     let run_dir = run_dir.to_owned();
     tokio::task::spawn_blocking(move || test(&run_dir))
         .await
@@ -159,8 +159,8 @@ async fn beside(run_dir: &Path, test: impl FnOnce(&Path) + Send + 'static) {
 async fn any_user_of_the_container_can_connect() {
     let folder = tempfile::tempdir().unwrap();
     let sessions = sessions(folder.path(), true);
-    sessions.serve(served()).await.unwrap();
-    sessions.serve(served()).await.unwrap();
+    sessions.serve(session_spec()).await.unwrap();
+    sessions.serve(session_spec()).await.unwrap();
     let alloc = folder.path().join("alloc/0000000000000007");
     assert_eq!(alloc.metadata().unwrap().mode() & 0o777, 0o755);
     assert_eq!(
@@ -168,16 +168,16 @@ async fn any_user_of_the_container_can_connect() {
         0o666
     );
     assert_eq!(std::fs::read_dir(&alloc).unwrap().count(), 1);
-    beside(folder.path(), is_served).await;
-    assert_eq!(sessions.usage()[0].processes, 1);
+    run_blocking(folder.path(), assert_served).await;
+    assert_eq!(sessions.account_usage()[0].processes, 1);
 }
 
 #[tokio::test]
-async fn a_process_outside_the_container_is_told_so() {
+async fn hello_is_rejected_when_the_peer_is_in_another_container() {
     let folder = tempfile::tempdir().unwrap();
     let sessions = sessions(folder.path(), false);
-    sessions.serve(served()).await.unwrap();
-    beside(folder.path(), |run_dir| {
+    sessions.serve(session_spec()).await.unwrap();
+    run_blocking(folder.path(), |run_dir| {
         let mut stream = connect(run_dir);
         stream
             .write_all(
@@ -202,11 +202,11 @@ async fn a_process_outside_the_container_is_told_so() {
 }
 
 #[tokio::test]
-async fn garbage_silence_and_floods_of_one_peer_leave_the_next_one_served() {
+async fn peer_is_served_beside_garbage_silence_and_floods() {
     let folder = tempfile::tempdir().unwrap();
     let sessions = sessions(folder.path(), true);
-    sessions.serve(served()).await.unwrap();
-    beside(folder.path(), |run_dir| {
+    sessions.serve(session_spec()).await.unwrap();
+    run_blocking(folder.path(), |run_dir| {
         let silent: Vec<_> = (0..20).map(|_| connect(run_dir)).collect();
         for garbage in [
             &[0xff; 4096][..],
@@ -226,7 +226,7 @@ async fn garbage_silence_and_floods_of_one_peer_leave_the_next_one_served() {
         }
         .frame()
         .repeat(50_000);
-        is_soon(|| {
+        assert_fast(|| {
             let (mut flood, _page) = hello(run_dir);
             flood
                 .set_write_timeout(Some(Duration::from_millis(200)))
@@ -234,7 +234,7 @@ async fn garbage_silence_and_floods_of_one_peer_leave_the_next_one_served() {
             // It reads no answer: the agent stops reading it, and only it.
             assert!(flood.write_all(&request).is_err());
             let begun = Instant::now();
-            is_served(run_dir);
+            assert_served(run_dir);
             begun.elapsed()
         });
         drop(silent);
@@ -243,24 +243,24 @@ async fn garbage_silence_and_floods_of_one_peer_leave_the_next_one_served() {
 }
 
 #[tokio::test]
-async fn an_agent_that_starts_again_serves_the_same_folder() {
+async fn agent_serves_the_same_folder_after_a_restart() {
     let folder = tempfile::tempdir().unwrap();
     for _ in 0..3 {
         let sessions = sessions(folder.path(), true);
-        sessions.serve(served()).await.unwrap();
-        beside(folder.path(), is_served).await;
+        sessions.serve(session_spec()).await.unwrap();
+        run_blocking(folder.path(), assert_served).await;
     }
 }
 
 #[tokio::test]
-async fn an_allocation_that_ended_leaves_nothing() {
+async fn removed_allocation_leaves_no_files() {
     let folder = tempfile::tempdir().unwrap();
     let sessions = sessions(folder.path(), true);
-    sessions.serve(served()).await.unwrap();
-    beside(folder.path(), is_served).await;
-    sessions.end(&AllocationId::from_bits(7)).await.unwrap();
-    sessions.end(&AllocationId::from_bits(7)).await.unwrap();
-    assert!(sessions.usage().is_empty());
+    sessions.serve(session_spec()).await.unwrap();
+    run_blocking(folder.path(), assert_served).await;
+    sessions.remove(&AllocationId::from_bits(7)).await.unwrap();
+    sessions.remove(&AllocationId::from_bits(7)).await.unwrap();
+    assert!(sessions.account_usage().is_empty());
     for left in ["alloc", "sessions"] {
         assert_eq!(
             std::fs::read_dir(folder.path().join(left)).unwrap().count(),
@@ -268,56 +268,57 @@ async fn an_allocation_that_ended_leaves_nothing() {
             "{left}"
         );
     }
-    let quota = sessions.resize(&AllocationId::from_bits(7), &Account::Managed, Bytes::ZERO);
+    let quota =
+        sessions.set_requested_quota(&AllocationId::from_bits(7), &Account::Managed, Bytes::ZERO);
     assert!(matches!(quota, Err(SessionsError::Unknown(_))));
 }
 
 #[tokio::test]
-async fn what_the_kernels_log_says_when_an_image_says_hello_is_of_the_image_before() {
+async fn kmsg_before_a_hello_counts_for_the_image_before() {
     let folder = tempfile::tempdir().unwrap();
     let sessions = sessions(folder.path(), true);
-    sessions.serve(served()).await.unwrap();
-    beside(folder.path(), is_served).await;
+    sessions.serve(session_spec()).await.unwrap();
+    run_blocking(folder.path(), assert_served).await;
     let allocation = AllocationId::from_bits(7);
-    let images = || sessions.images(&allocation).unwrap();
+    let images = || sessions.process_images(&allocation).unwrap();
     let before = images();
     assert_eq!(before.len(), 1);
-    let mut waits = sessions.wait_for_log();
+    let mut waits = sessions.register_kmsg_reader();
     let reader = async {
         let asked = tokio::time::timeout(Duration::from_secs(5), waits.recv()).await;
-        let waits: Waits = asked.unwrap().unwrap();
+        let waits: KmsgBarrier = asked.unwrap().unwrap();
         assert_eq!(images(), before, "nobody else was greeted");
-        let [(gpu, _)] = &served().gpus[..] else {
+        let [(gpu, _)] = &session_spec().gpus[..] else {
             panic!()
         };
         let on = std::slice::from_ref(gpu);
-        let suspect = sessions.suspect(std::process::id(), on, Moment(u64::MAX));
-        sessions.xid(&suspect.unwrap(), 43, crate::clock::present());
+        let suspect = sessions.find_xid_target(std::process::id(), on, BootTime(u64::MAX));
+        sessions.record_xid(&suspect.unwrap(), 43, crate::clock::read_clocks());
         assert_eq!(images(), [], "it is fenced");
         waits.send(()).unwrap();
     };
-    let execs = beside(folder.path(), |run_dir| drop(hello_as(run_dir, 2)));
+    let execs = run_blocking(folder.path(), |run_dir| drop(hello_as(run_dir, 2)));
     tokio::join!(reader, execs);
-    assert_eq!((images().len(), sessions.faults()), (1, vec![]));
+    assert_eq!((images().len(), sessions.open_faults()), (1, vec![]));
     // Whoever hangs there, or has ended, keeps nobody out.
     let begun = Instant::now();
-    beside(folder.path(), |run_dir| drop(hello_as(run_dir, 3))).await;
+    run_blocking(folder.path(), |run_dir| drop(hello_as(run_dir, 3))).await;
     assert!(begun.elapsed() < Duration::from_secs(3));
     drop(waits);
-    beside(folder.path(), |run_dir| drop(hello_as(run_dir, 4))).await;
+    run_blocking(folder.path(), |run_dir| drop(hello_as(run_dir, 4))).await;
 }
 
 #[tokio::test]
-async fn a_gpu_that_hangs_keeps_no_new_process_out() {
+async fn process_is_admitted_while_a_gpu_hangs() {
     let folder = tempfile::tempdir().unwrap();
-    let (sessions, charges, go_on) = hung(folder.path());
-    sessions.serve(served()).await.unwrap();
-    beside(folder.path(), move |run_dir| {
-        is_served(run_dir);
+    let (sessions, charges, go_on) = sessions_with_hung_sampler(folder.path());
+    sessions.serve(session_spec()).await.unwrap();
+    run_blocking(folder.path(), move |run_dir| {
+        assert_served(run_dir);
         // An exec: what the image before it had is asked about, without an answer.
         let _exec = hello_as(run_dir, 2);
         let begun = Instant::now();
-        while charges.asked.load(Ordering::SeqCst) == 0 {
+        while charges.samples.load(Ordering::SeqCst) == 0 {
             assert!(begun.elapsed() < Duration::from_secs(5), "nobody asks");
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -330,23 +331,23 @@ async fn a_gpu_that_hangs_keeps_no_new_process_out() {
 }
 
 #[tokio::test]
-async fn a_context_costs_what_no_tenant_says() {
+async fn context_size_is_independent_of_what_tenants_say() {
     let folder = tempfile::tempdir().unwrap();
     let me = std::process::id();
     // What NVML shows of a tenant that took 400 MiB past the shim and has a context besides.
-    let charges = Shown(Mutex::new(Look {
+    let charges = FakeSampler(Mutex::new(GpuMemorySample {
         used: Bytes::mib(1_018),
         charges: [(me, Some(Bytes::mib(1_018)))].into_iter().collect(),
-        ..Look::default()
+        ..GpuMemorySample::default()
     }));
     let sessions = Sessions::new(
         folder.path().to_owned(),
         Arc::new(charges),
-        Arc::new(Everyone(true)),
+        Arc::new(FakeResolver(true)),
     );
-    let sessions = sessions.charging_contexts(folder.path().join("contexts.json"));
-    sessions.serve(served()).await.unwrap();
-    beside(folder.path(), |run_dir| {
+    let sessions = sessions.with_context_sizes(folder.path().join("contexts.json"));
+    sessions.serve(session_spec()).await.unwrap();
+    run_blocking(folder.path(), |run_dir| {
         let (mut stream, page) = hello(run_dir);
         let slot = page.slot(0).unwrap();
         let context = slot.context();
@@ -366,15 +367,15 @@ async fn a_context_costs_what_no_tenant_says() {
         assert_eq!(receive(&mut stream), unmeasured);
     })
     .await;
-    let (gpu, mine) = (&served().gpus[0].0, Bytes::mib(518));
-    sessions.context_measured(gpu, "580", mine);
+    let (gpu, mine) = (&session_spec().gpus[0].0, Bytes::mib(518));
+    sessions.record_context_size(gpu, "580", mine);
     assert_eq!(sessions.context_size(gpu), Some(mine));
-    sessions.set_driver("590");
-    assert!(sessions.lacks_context(gpu, "590"));
+    sessions.set_driver_version("590");
+    assert!(sessions.lacks_context_size(gpu, "590"));
 }
 
 #[tokio::test]
-async fn the_driver_is_asked_once_for_all_the_dead_of_a_gpu() {
+async fn driver_is_sampled_once_for_all_exited_processes_of_a_gpu() {
     let folder = tempfile::tempdir().unwrap();
     let record = folder.path().join("sessions/0000000000000007.json");
     std::fs::create_dir_all(record.parent().unwrap()).unwrap();
@@ -383,60 +384,60 @@ async fn the_driver_is_asked_once_for_all_the_dead_of_a_gpu() {
         .collect();
     let text = format!(r#"{{"processes":[],"retired":[{}]}}"#, dead.join(","));
     std::fs::write(record, text).unwrap();
-    let charges = Arc::new(Hung::default());
+    let charges = Arc::new(FakeHungSampler::default());
     let sessions = Sessions::new(
         folder.path().to_owned(),
-        Arc::clone(&charges) as Arc<dyn DriverCharges>,
-        Arc::new(Everyone(true)),
+        Arc::clone(&charges) as Arc<dyn MemorySampler>,
+        Arc::new(FakeResolver(true)),
     );
-    sessions.serve(served()).await.unwrap();
+    sessions.serve(session_spec()).await.unwrap();
     let begun = Instant::now();
-    while sessions.usage()[0].retired > Bytes::ZERO {
+    while sessions.account_usage()[0].exited > Bytes::ZERO {
         assert!(begun.elapsed() < Duration::from_secs(5), "never settled");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    assert_eq!(charges.asked.load(Ordering::SeqCst), 1);
+    assert_eq!(charges.samples.load(Ordering::SeqCst), 1);
 }
 
 /// A driver that charges one dead process for ever, and counts its questions.
 #[derive(Default)]
-struct Charging(AtomicUsize);
+struct FakeChargingSampler(AtomicUsize);
 
-impl DriverCharges for Charging {
-    fn look(&self, _gpu: &GpuUuid) -> Option<Look> {
+impl MemorySampler for FakeChargingSampler {
+    fn sample(&self, _gpu: &GpuUuid) -> Option<GpuMemorySample> {
         self.0.fetch_add(1, Ordering::SeqCst);
         let charges = [(4_000_000, Some(Bytes::gib(1)))].into_iter().collect();
-        Some(Look {
+        Some(GpuMemorySample {
             used: Bytes::gib(1),
             charges,
-            ..Look::default()
+            ..GpuMemorySample::default()
         })
     }
 }
 
 #[tokio::test]
-async fn driver_is_asked_once_for_all_containers_that_wait() {
+async fn driver_is_sampled_once_for_all_waiting_containers() {
     let folder = tempfile::tempdir().unwrap();
-    let driver = Arc::new(Charging::default());
+    let driver = Arc::new(FakeChargingSampler::default());
     let sessions = Sessions::new(
         folder.path().to_owned(),
-        Arc::clone(&driver) as Arc<dyn DriverCharges>,
-        Arc::new(Everyone(true)),
+        Arc::clone(&driver) as Arc<dyn MemorySampler>,
+        Arc::new(FakeResolver(true)),
     );
     std::fs::create_dir_all(folder.path().join("sessions")).unwrap();
     for number in 0..40 {
         let record = folder.path().join(format!("sessions/{number:016x}.json"));
         let text = r#"{"processes":[],"retired":[[4000000,[100,0]],[4000001,[100,0]]]}"#;
         std::fs::write(record, text).unwrap();
-        let served = Served {
+        let served = SessionSpec {
             allocation: AllocationId::from_bits(number),
-            ..served()
+            ..session_spec()
         };
         sessions.serve(served).await.unwrap();
     }
     let begun = Instant::now();
-    let settled = |usage: &Usage| usage.retired.0 == 100 * bursar_protocol::units::UNIT;
-    while !sessions.usage().iter().step_by(2).all(settled) {
+    let settled = |usage: &AccountUsage| usage.exited.0 == 100 * bursar_protocol::units::UNIT;
+    while !sessions.account_usage().iter().step_by(2).all(settled) {
         assert!(begun.elapsed() < Duration::from_secs(20), "never settled");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -450,13 +451,13 @@ async fn driver_is_asked_once_for_all_containers_that_wait() {
 }
 
 #[tokio::test]
-async fn a_process_that_the_node_has_no_seat_for_is_told_so_at_once() {
+async fn peer_is_rejected_at_once_when_the_node_is_full() {
     let folder = tempfile::tempdir().unwrap();
-    let sessions = sessions(folder.path(), true).limited_to(1);
-    sessions.serve(served()).await.unwrap();
-    beside(folder.path(), |run_dir| {
+    let sessions = sessions(folder.path(), true).with_connection_limit(1);
+    sessions.serve(session_spec()).await.unwrap();
+    run_blocking(folder.path(), |run_dir| {
         let first = hello(run_dir);
-        is_soon(|| {
+        assert_fast(|| {
             let begun = Instant::now();
             let mut second = connect(run_dir);
             let busy = Response::Rejected {
@@ -471,11 +472,11 @@ async fn a_process_that_the_node_has_no_seat_for_is_told_so_at_once() {
 }
 
 #[tokio::test]
-async fn a_query_needs_no_session_and_ends_its_connection() {
+async fn query_needs_no_session_and_ends_its_connection() {
     let folder = tempfile::tempdir().unwrap();
     let sessions = sessions(folder.path(), true);
-    sessions.serve(served()).await.unwrap();
-    beside(folder.path(), |run_dir| {
+    sessions.serve(session_spec()).await.unwrap();
+    run_blocking(folder.path(), |run_dir| {
         let query = |version| Request::Query {
             version,
             account: messages::Account::Device("GPU-aaaa".to_owned()),
@@ -507,15 +508,15 @@ async fn a_query_needs_no_session_and_ends_its_connection() {
         assert_eq!(session.read(&mut [0]).unwrap(), 0, "not within a session");
     })
     .await;
-    assert_eq!(sessions.usage()[0].processes, 1);
+    assert_eq!(sessions.account_usage()[0].processes, 1);
 }
 
 #[tokio::test]
-async fn a_process_that_asks_without_end_is_answered_at_a_pace() {
+async fn requests_are_rate_limited_when_a_peer_floods() {
     let folder = tempfile::tempdir().unwrap();
     let sessions = sessions(folder.path(), true);
-    sessions.serve(served()).await.unwrap();
-    beside(folder.path(), |run_dir| {
+    sessions.serve(session_spec()).await.unwrap();
+    run_blocking(folder.path(), |run_dir| {
         let (mut stream, _page) = hello(run_dir);
         let begun = Instant::now();
         stream
@@ -532,51 +533,55 @@ async fn a_process_that_asks_without_end_is_answered_at_a_pace() {
 
 /// A driver that shows what it is told to.
 #[derive(Default)]
-struct Shown(Mutex<Look>);
+struct FakeSampler(Mutex<GpuMemorySample>);
 
-impl DriverCharges for Shown {
-    fn look(&self, _gpu: &GpuUuid) -> Option<Look> {
+impl MemorySampler for FakeSampler {
+    fn sample(&self, _gpu: &GpuUuid) -> Option<GpuMemorySample> {
         Some(lock(&self.0).clone())
     }
 }
 
 #[tokio::test]
-async fn what_is_held_of_what_pods_left_is_proven_by_looks_that_were_taken_afterwards() {
+async fn unreclaimed_is_bounded_by_samples_taken_afterwards() {
     let folder = tempfile::tempdir().unwrap();
-    let driver = Arc::new(Shown::default());
+    let driver = Arc::new(FakeSampler::default());
     let sessions = Sessions::new(
         folder.path().to_owned(),
-        Arc::clone(&driver) as Arc<dyn DriverCharges>,
-        Arc::new(Everyone(true)),
+        Arc::clone(&driver) as Arc<dyn MemorySampler>,
+        Arc::new(FakeResolver(true)),
     );
     let gpu: GpuUuid = "GPU-aaaa".parse().unwrap();
     let left = |number| BTreeMap::from([(gpu.clone(), number)]);
     let proven = async |number, held| {
         let begun = Instant::now();
-        while sessions.held(left(number)) != [(gpu.clone(), held)].into() {
+        while sessions.bound_unreclaimed(left(number)) != [(gpu.clone(), held)].into() {
             assert!(begun.elapsed() < Duration::from_secs(5), "never proven");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
         begun.elapsed()
     };
     lock(&driver.0).used = Bytes::gib(4);
-    assert_eq!(sessions.held(left(1)), BTreeMap::new());
+    assert_eq!(sessions.bound_unreclaimed(left(1)), BTreeMap::new());
     let took = proven(1, Bytes::gib(4)).await;
     assert!(took > Duration::from_millis(300), "{took:?}");
     lock(&driver.0).used = Bytes::gib(1);
     proven(1, Bytes::gib(1)).await;
     assert_eq!(
-        sessions.held(left(2)),
+        sessions.bound_unreclaimed(left(2)),
         BTreeMap::new(),
         "more was left since"
     );
     proven(2, Bytes::gib(1)).await;
-    assert_eq!(sessions.held(BTreeMap::new()), BTreeMap::new());
-    assert_eq!(sessions.held(left(2)), BTreeMap::new(), "it was forgotten");
+    assert_eq!(sessions.bound_unreclaimed(BTreeMap::new()), BTreeMap::new());
+    assert_eq!(
+        sessions.bound_unreclaimed(left(2)),
+        BTreeMap::new(),
+        "it was forgotten"
+    );
 }
 
 #[tokio::test]
-async fn what_an_allocations_processes_had_exported_is_known_by_its_record_before_it_is_served() {
+async fn exports_are_read_from_the_checkpoint_before_serving() {
     let folder = tempfile::tempdir().unwrap();
     let record = folder.path().join("sessions/0000000000000007.json");
     std::fs::create_dir_all(record.parent().unwrap()).unwrap();
@@ -586,7 +591,7 @@ async fn what_an_allocations_processes_had_exported_is_known_by_its_record_befor
     );
     std::fs::write(record, text).unwrap();
     let sessions = sessions(folder.path(), true);
-    let exported = |id| sessions.exported(&AllocationId::from_bits(id));
+    let exported = |id| sessions.exported_bytes(&AllocationId::from_bits(id));
     let expected = [(
         "GPU-aaaa".parse().unwrap(),
         Bytes(5 * bursar_protocol::units::UNIT),
@@ -596,25 +601,25 @@ async fn what_an_allocations_processes_had_exported_is_known_by_its_record_befor
 }
 
 #[tokio::test]
-async fn a_record_stays_away_when_a_process_dies_during_the_end() {
+async fn checkpoint_stays_removed_when_a_process_exits_meanwhile() {
     let folder = tempfile::tempdir().unwrap();
     let sessions = sessions(folder.path(), true);
-    sessions.serve(served()).await.unwrap();
-    beside(folder.path(), |run_dir| drop(hello(run_dir))).await;
-    let allocation = served().allocation;
+    sessions.serve(session_spec()).await.unwrap();
+    run_blocking(folder.path(), |run_dir| drop(hello(run_dir))).await;
+    let allocation = session_spec().allocation;
     // A task that is being polled has the container too.
-    let container = Arc::clone(&lock(&sessions.shared.running)[&allocation].container);
-    let path = sessions.record_path(&allocation);
+    let container = Arc::clone(&lock(&sessions.shared.containers)[&allocation].container);
+    let path = sessions.checkpoint_path(&allocation);
     assert!(path.exists());
-    sessions.end(&allocation).await.unwrap();
-    let image = lock(&container).images().remove(0);
-    lock(&container).died(image.process, 1);
-    lock(&container).record_all(Instant::now() + Duration::from_secs(60));
+    sessions.remove(&allocation).await.unwrap();
+    let image = lock(&container).process_images().remove(0);
+    lock(&container).handle_exit(image.process, 1);
+    lock(&container).flush_changes(Instant::now() + Duration::from_secs(60));
     assert!(!path.exists());
 }
 
 /// Waits until `reached`, for the tasks have to run.
-async fn reached(reached: impl Fn() -> bool) {
+async fn wait_until(reached: impl Fn() -> bool) {
     let until = Instant::now() + Duration::from_secs(10);
     while !reached() {
         assert!(Instant::now() < until, "not reached");
@@ -623,32 +628,32 @@ async fn reached(reached: impl Fn() -> bool) {
 }
 
 #[tokio::test]
-async fn tasks_of_gpus_end_when_no_container_has_them() {
+async fn gpu_tasks_end_when_no_container_has_the_gpu() {
     let folder = tempfile::tempdir().unwrap();
     let sessions = sessions(folder.path(), true);
-    let recut = |number: u64| Served {
+    let recut = |number: u64| SessionSpec {
         allocation: AllocationId::from_bits(number),
         gpus: vec![(format!("MIG-{number}").parse().unwrap(), Bytes::gib(1))],
-        ..served()
+        ..session_spec()
     };
     for number in 0..20 {
         let before = recut(number);
         sessions.serve(before.clone()).await.unwrap();
         sessions.serve(recut(number + 1)).await.unwrap();
-        sessions.end(&before.allocation).await.unwrap();
-        reached(|| lock(&sessions.shared.watched).len() == 1).await;
+        sessions.remove(&before.allocation).await.unwrap();
+        wait_until(|| lock(&sessions.shared.gpus_with_task).len() == 1).await;
     }
     // The task goes on while memory of an ended pod may be held.
     let gpu = recut(20).gpus[0].0.clone();
-    sessions.held(BTreeMap::from([(gpu, 1)]));
-    sessions.end(&recut(20).allocation).await.unwrap();
-    reached(|| {
-        lock(&sessions.shared.left)
+    sessions.bound_unreclaimed(BTreeMap::from([(gpu, 1)]));
+    sessions.remove(&recut(20).allocation).await.unwrap();
+    wait_until(|| {
+        lock(&sessions.shared.unreclaimed)
             .values()
-            .all(|left| left.held.is_some())
+            .all(|left| left.upper_bound.is_some())
     })
     .await;
-    assert_eq!(lock(&sessions.shared.watched).len(), 1);
-    sessions.held(BTreeMap::new());
-    reached(|| lock(&sessions.shared.watched).is_empty()).await;
+    assert_eq!(lock(&sessions.shared.gpus_with_task).len(), 1);
+    sessions.bound_unreclaimed(BTreeMap::new());
+    wait_until(|| lock(&sessions.shared.gpus_with_task).is_empty()).await;
 }

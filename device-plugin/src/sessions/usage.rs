@@ -7,38 +7,40 @@ use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 
 /// A container's books at a moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Books {
+pub struct ContainerUsage {
     /// The container's allocation.
     pub allocation: AllocationId,
     /// Its pod.
     pub pod: PodUid,
     /// The name of its cgroup, once a process of it said hello.
-    pub home: Option<String>,
+    pub cgroup: Option<String>,
     /// Its accounts; in the same order wherever there is one amount per account.
-    pub accounts: Vec<AccountBooks>,
+    pub accounts: Vec<AccountBalance>,
     /// Its living processes that said hello.
-    pub members: Vec<MemberBooks>,
+    pub processes: Vec<ProcessCredit>,
     /// P of the image that said hello last.
     pub generation: u64,
     /// Its process images that ended and are still charged.
-    pub retired: Vec<u32>,
+    pub exited_pids: Vec<u32>,
     /// Requests for credit that were answered.
     pub requests: u64,
     /// Denied allocations by the driver's function.
     pub denied: Vec<(String, u64)>,
     /// Sockets of its processes that wait to be closed.
-    pub unclosed: usize,
+    pub unclosed_sockets: usize,
     /// Its process images whose context was poisoned.
-    pub poisoned: u64,
+    pub poisoned_images: u64,
     /// Restarts that were ordered for that.
-    pub restarted: u64,
+    pub ordered_restarts: u64,
 }
 
-impl Books {
+impl ContainerUsage {
     /// Whether a process has a session of the container.
-    pub fn has(&self, pid: u32, start: u64) -> bool {
+    pub fn has_session(&self, pid: u32, start: u64) -> bool {
         let process = Process { pid, start };
-        self.members.iter().any(|member| member.process == process)
+        self.processes
+            .iter()
+            .any(|member| member.process == process)
     }
 
     /// The GPUs that it has an account of.
@@ -52,7 +54,7 @@ impl Books {
 }
 
 /// Indexes books by their container.
-pub fn by_allocation(books: &[Books]) -> BTreeMap<AllocationId, &Books> {
+pub fn by_allocation(books: &[ContainerUsage]) -> BTreeMap<AllocationId, &ContainerUsage> {
     books
         .iter()
         .map(|books| (books.allocation, books))
@@ -61,7 +63,7 @@ pub fn by_allocation(books: &[Books]) -> BTreeMap<AllocationId, &Books> {
 
 /// One account of a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AccountBooks {
+pub struct AccountBalance {
     /// Which memory.
     pub account: Account,
     /// What the container may use.
@@ -71,21 +73,21 @@ pub struct AccountBooks {
     /// What they say that they use, never more than was granted.
     pub used: Bytes,
     /// What ended images had been granted and the driver may still charge.
-    pub retired: Bytes,
+    pub exited: Bytes,
     /// What of `granted` its living processes have exported, as they say: it need not be charged to them.
     pub exported: Bytes,
     /// What kept leases have that the container owns.
     pub leased: Bytes,
     /// What processes without a session have, by the driver's figures.
-    pub outside: Bytes,
+    pub untracked: Bytes,
     /// The most that was ever granted, retired and leased together.
     pub peak: Bytes,
 }
 
-impl AccountBooks {
+impl AccountBalance {
     /// What counts as used, whoever has it.
     pub fn in_use(&self) -> Bytes {
-        let amounts = [self.used, self.retired, self.leased, self.outside];
+        let amounts = [self.used, self.exited, self.leased, self.untracked];
         let sum = amounts
             .iter()
             .fold(0_u64, |sum, bytes| sum.saturating_add(bytes.0));
@@ -95,49 +97,49 @@ impl AccountBooks {
 
 /// One process of a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MemberBooks {
+pub struct ProcessCredit {
     /// The process.
     pub process: Process,
     /// What it was granted, by account.
     pub granted: Vec<Bytes>,
     /// Whether its page says that it was granted another amount: nobody but the agent may write that.
-    pub forged: bool,
+    pub tampered: bool,
 }
 
 #[cfg(test)]
-impl Books {
+impl ContainerUsage {
     /// Of a container that has not begun.
-    pub(crate) fn unused(number: u64, accounts: Vec<AccountBooks>) -> Books {
-        Books {
+    pub(crate) fn empty(number: u64, accounts: Vec<AccountBalance>) -> ContainerUsage {
+        ContainerUsage {
             allocation: AllocationId::from_bits(number),
             pod: "p".parse().unwrap(),
-            home: None,
+            cgroup: None,
             accounts,
-            members: Vec::new(),
+            processes: Vec::new(),
             generation: 0,
-            retired: Vec::new(),
+            exited_pids: Vec::new(),
             requests: 0,
             denied: Vec::new(),
-            unclosed: 0,
-            poisoned: 0,
-            restarted: 0,
+            unclosed_sockets: 0,
+            poisoned_images: 0,
+            ordered_restarts: 0,
         }
     }
 }
 
 #[cfg(test)]
-impl AccountBooks {
+impl AccountBalance {
     /// Of an account that nothing was granted of.
-    pub(crate) fn unused(account: Account, quota: Bytes) -> AccountBooks {
-        AccountBooks {
+    pub(crate) fn empty(account: Account, quota: Bytes) -> AccountBalance {
+        AccountBalance {
             account,
             quota,
             granted: Bytes::ZERO,
             used: Bytes::ZERO,
-            retired: Bytes::ZERO,
+            exited: Bytes::ZERO,
             exported: Bytes::ZERO,
             leased: Bytes::ZERO,
-            outside: Bytes::ZERO,
+            untracked: Bytes::ZERO,
             peak: Bytes::ZERO,
         }
     }

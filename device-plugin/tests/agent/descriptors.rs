@@ -4,7 +4,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// The soft and the hard limit of open files of a process.
-fn limits(pid: u32) -> Option<(String, String)> {
+fn descriptor_limits(pid: u32) -> Option<(String, String)> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/limits")).ok()?;
     let line = text
         .lines()
@@ -14,7 +14,7 @@ fn limits(pid: u32) -> Option<(String, String)> {
 }
 
 #[test]
-fn the_agent_takes_as_many_descriptors_as_it_may() {
+fn agent_raises_its_descriptor_limit_to_the_maximum() {
     let folder = tempfile::tempdir().unwrap();
     // Nobody writes it: the agent waits for its configuration, with nothing else begun.
     let config = folder.path().join("agent.toml");
@@ -35,7 +35,7 @@ fn the_agent_takes_as_many_descriptors_as_it_may() {
     // The shell that lowers the limit has this pid first.
     let is_agent = || std::fs::read_to_string(&name).is_ok_and(|name| name != "sh\n");
     let raised = loop {
-        match limits(agent.id()) {
+        match descriptor_limits(agent.id()) {
             Some((soft, hard)) if is_agent() && soft == hard => break true,
             _ if begun.elapsed() > Duration::from_secs(10) => break false,
             _ => std::thread::sleep(Duration::from_millis(10)),

@@ -14,17 +14,17 @@ const BUILDS: usize = 3;
 /// Rounds of pods for each build.
 const ROUNDS: usize = 10;
 /// Builds and rounds of the long tier.
-const LONG: (usize, usize) = (20, 300);
+const LONG_BUILDS_AND_ROUNDS: (usize, usize) = (20, 300);
 /// Pods of a round.
 const PODS: usize = 4;
 /// The growth that is no leak: the runtime's blocking threads, the sockets of a scrape, files with a late
 /// first write. A leak for each pod or each build is more.
 const SLACK: usize = 10;
 /// How long an idle agent is looked at: threads that have nothing to do end after ten seconds.
-const LOOKS: Duration = Duration::from_secs(3);
+const SAMPLE_TIME: Duration = Duration::from_secs(3);
 
 /// The simulated node: a GPU with two MIG instances, whose UUIDs no other round has.
-fn cut(round: usize) -> String {
+fn driver_config(round: usize) -> String {
     let instance = |slice: usize| {
         format!(
             "[[gpu.mig]]\nprofile = \"3g.16gb\"\nuuid = \"MIG-00000000-0000-0000-{round:04}-{slice:012}\"\nmemory = \"16Gi\"\n"
@@ -38,8 +38,8 @@ fn cut(round: usize) -> String {
 }
 
 /// Cuts the node anew, and gives the agent's image another shim.
-fn recut(machine: &Machine, round: usize) {
-    fs::write(machine.lab.path().join("config.toml"), cut(round)).unwrap();
+fn change_instances_and_shim(machine: &Machine, round: usize) {
+    fs::write(machine.lab.path().join("config.toml"), driver_config(round)).unwrap();
     let shim = machine.path("shim/libcuda.so.1");
     fs::copy(machine.lab.library("libcuda.so.1"), &shim).unwrap();
     let mut bytes = fs::read(&shim).unwrap();
@@ -48,21 +48,21 @@ fn recut(machine: &Machine, round: usize) {
     fs::write(&shim, bytes).unwrap();
 }
 
-fn files_below(folder: &Path) -> usize {
+fn count_files(folder: &Path) -> usize {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let count = |path: &Path| match path.is_dir() && !path.is_symlink() {
-        true => 1 + files_below(path),
+        true => 1 + count_files(path),
         false => 1,
     };
     entries.map(|entry| count(&entry.path())).sum()
 }
 
 /// The largest of each count within [`LOOKS`].
-async fn sizes(machine: &Machine) -> BTreeMap<&'static str, usize> {
+async fn peak_counts(machine: &Machine) -> BTreeMap<&'static str, usize> {
     let mut most = BTreeMap::new();
     let begun = Instant::now();
-    while begun.elapsed() < LOOKS {
-        for (what, count) in sizes_now(machine).await {
+    while begun.elapsed() < SAMPLE_TIME {
+        for (what, count) in current_counts(machine).await {
             let before = most.entry(what).or_default();
             *before = count.max(*before);
         }
@@ -71,7 +71,7 @@ async fn sizes(machine: &Machine) -> BTreeMap<&'static str, usize> {
     most
 }
 
-async fn sizes_now(machine: &Machine) -> BTreeMap<&'static str, usize> {
+async fn current_counts(machine: &Machine) -> BTreeMap<&'static str, usize> {
     let entries = |path: String| fs::read_dir(path).unwrap().count();
     let pid = machine.agent_pid();
     let (_, metrics) = machine.get("/metrics").await;
@@ -82,17 +82,17 @@ async fn sizes_now(machine: &Machine) -> BTreeMap<&'static str, usize> {
         ("threads", entries(format!("/proc/{pid}/task"))),
         ("processes that call NVML", machine.callers().len()),
         ("tasks", tasks.unwrap().parse().unwrap()),
-        ("files of state", files_below(&machine.path("state"))),
-        ("files of run", files_below(&machine.path("run"))),
-        ("CDI files", files_below(&machine.path("cdi"))),
+        ("files of state", count_files(&machine.path("state"))),
+        ("files of run", count_files(&machine.path("run"))),
+        ("CDI files", count_files(&machine.path("cdi"))),
     ])
 }
 
 /// Waits until no count is above `before` by more than [`SLACK`].
-async fn until_no_more(machine: &Machine, before: &BTreeMap<&'static str, usize>) {
+async fn wait_until_not_above(machine: &Machine, before: &BTreeMap<&'static str, usize>) {
     let begun = Instant::now();
     loop {
-        let now = sizes_now(machine).await;
+        let now = current_counts(machine).await;
         let more = |(what, count): (&&'static str, &usize)| {
             before
                 .get(what)
@@ -109,7 +109,7 @@ async fn until_no_more(machine: &Machine, before: &BTreeMap<&'static str, usize>
     }
 }
 
-async fn rounds(machine: &Machine, build: usize, rounds: std::ops::Range<usize>) {
+async fn run_rounds(machine: &Machine, build: usize, rounds: std::ops::Range<usize>) {
     for round in rounds {
         let mut pods = Vec::new();
         for number in 0..PODS {
@@ -127,36 +127,36 @@ async fn rounds(machine: &Machine, build: usize, rounds: std::ops::Range<usize>)
     }
 }
 
-async fn nothing_grows(builds: usize, rounds_each: usize) {
-    let mut machine = Machine::with_driver(&cut(0)).await;
-    recut(&machine, 0);
+async fn check_no_growth(builds: usize, rounds_each: usize) {
+    let mut machine = Machine::with_driver(&driver_config(0)).await;
+    change_instances_and_shim(&machine, 0);
     machine.come_back().await;
     // The first pods bring files and threads that exist once.
-    rounds(&machine, 0, 0..1).await;
-    let first = sizes(&machine).await;
+    run_rounds(&machine, 0, 0..1).await;
+    let first = peak_counts(&machine).await;
     println!("at first {first:?}");
     for build in 1..=builds {
-        rounds(&machine, build, 0..rounds_each).await;
-        until_no_more(&machine, &first).await;
+        run_rounds(&machine, build, 0..rounds_each).await;
+        wait_until_not_above(&machine, &first).await;
         machine.kill_agent();
-        recut(&machine, build);
+        change_instances_and_shim(&machine, build);
         machine.come_back().await;
     }
-    rounds(&machine, builds + 1, 0..1).await;
-    until_no_more(&machine, &first).await;
-    println!("in the end {:?}", sizes_now(&machine).await);
+    run_rounds(&machine, builds + 1, 0..1).await;
+    wait_until_not_above(&machine, &first).await;
+    println!("in the end {:?}", current_counts(&machine).await);
     let kept = fs::read_dir(machine.path("state/shim")).unwrap().count();
     assert_eq!(kept, 1, "the last build alone");
 }
 
 #[tokio::test]
-async fn nothing_grows_when_pods_instances_and_builds_change() {
-    nothing_grows(BUILDS, ROUNDS).await;
+async fn agent_leaks_nothing_when_pods_and_instances_change() {
+    check_no_growth(BUILDS, ROUNDS).await;
 }
 
 #[tokio::test]
 #[ignore = "takes minutes"]
-async fn nothing_grows_over_many_builds_and_rounds() {
-    let (builds, rounds) = LONG;
-    nothing_grows(builds, rounds).await;
+async fn agent_leaks_nothing_over_many_builds_and_rounds() {
+    let (builds, rounds) = LONG_BUILDS_AND_ROUNDS;
+    check_no_growth(builds, rounds).await;
 }

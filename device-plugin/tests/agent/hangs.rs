@@ -18,18 +18,18 @@ const GPUS: [&str; 2] = [
 ];
 
 /// The most that a GPU takes to be offered again: a quiet time of 10 s, on a busy machine.
-const BACK: Duration = Duration::from_secs(90);
+const RECOVERY_LIMIT: Duration = Duration::from_secs(90);
 
 fn allocatable(machine: &Machine) -> Option<usize> {
     machine.kubelet.capacity(GPU).map(|c| c.allocatable)
 }
 
-async fn until_offered(machine: &Machine, tokens: usize) -> Duration {
+async fn wait_until_allocatable(machine: &Machine, tokens: usize) -> Duration {
     let begun = Instant::now();
     while allocatable(machine) != Some(tokens) {
         let now = allocatable(machine);
         assert!(
-            begun.elapsed() < BACK,
+            begun.elapsed() < RECOVERY_LIMIT,
             "{tokens} tokens awaited, {now:?} offered"
         );
         tokio::time::sleep(Duration::from_millis(5)).await;
@@ -99,14 +99,14 @@ fn gpus_of(devices: &BTreeMap<String, String>) -> Vec<String> {
 }
 
 /// Waits until the agent says that it is ready, and that it lives.
-async fn until_ready(machine: &Machine) {
+async fn wait_until_ready(machine: &Machine) {
     let begun = Instant::now();
     loop {
         let (code, body) = machine.get("/readyz").await;
         if code == 200 {
             break;
         }
-        assert!(begun.elapsed() < BACK, "{body}");
+        assert!(begun.elapsed() < RECOVERY_LIMIT, "{body}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     assert_eq!(machine.get("/healthz").await.0, 200);
@@ -117,8 +117,11 @@ async fn agent_serves_other_gpus_while_nvml_hangs_for_one() {
     let mut machine = Machine::started().await;
     machine.run("before", 4).await;
     let before = machine.devices();
-    machine.lab.simgpu(&["hang", "0"]).unwrap();
-    println!("withdrawn after {:?}", until_offered(&machine, 16).await);
+    machine.lab.run_simgpu(&["hang", "0"]).unwrap();
+    println!(
+        "withdrawn after {:?}",
+        wait_until_allocatable(&machine, 16).await
+    );
     assert!(
         before
             .iter()
@@ -138,17 +141,17 @@ async fn agent_serves_other_gpus_while_nvml_hangs_for_one() {
         if metrics.contains(&stale(GPUS[0], 1)) && metrics.contains(&stale(GPUS[1], 0)) {
             break;
         }
-        assert!(begun.elapsed() < BACK, "{metrics}");
+        assert!(begun.elapsed() < RECOVERY_LIMIT, "{metrics}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    until_ready(&machine).await;
+    wait_until_ready(&machine).await;
     // Each is asked by one process, the driver by another: calls that hang do not pile up.
     assert!(machine.callers().len() <= 3, "{:?}", machine.callers());
-    machine.lab.simgpu(&["release", "0"]).unwrap();
-    until_offered(&machine, 32).await;
-    machine.lab.simgpu(&["hang", "0"]).unwrap();
-    machine.lab.simgpu(&["xid", "1", "48"]).unwrap();
-    until_offered(&machine, 0).await;
+    machine.lab.run_simgpu(&["release", "0"]).unwrap();
+    wait_until_allocatable(&machine, 32).await;
+    machine.lab.run_simgpu(&["hang", "0"]).unwrap();
+    machine.lab.run_simgpu(&["xid", "1", "48"]).unwrap();
+    wait_until_allocatable(&machine, 0).await;
     assert!(machine.stop_agent().await.success());
 }
 
@@ -157,8 +160,8 @@ async fn agent_offers_nothing_and_ends_while_nvml_hangs_for_all() {
     let mut machine = Machine::started().await;
     machine.run("before", 4).await;
     let before = machine.devices();
-    machine.lab.simgpu(&["hang", "all"]).unwrap();
-    until_offered(&machine, 0).await;
+    machine.lab.run_simgpu(&["hang", "all"]).unwrap();
+    wait_until_allocatable(&machine, 0).await;
     assert!(
         machine
             .kubelet
@@ -166,7 +169,7 @@ async fn agent_offers_nothing_and_ends_while_nvml_hangs_for_all() {
             .await
             .is_err()
     );
-    until_ready(&machine).await;
+    wait_until_ready(&machine).await;
     assert!(machine.callers().len() <= 3, "{:?}", machine.callers());
     let left = machine.callers();
     assert!(machine.stop_agent().await.success());
@@ -176,25 +179,25 @@ async fn agent_offers_nothing_and_ends_while_nvml_hangs_for_all() {
     })
     .await;
     machine.start_agent();
-    until_ready(&machine).await;
+    wait_until_ready(&machine).await;
     assert_eq!(machine.devices(), before);
-    machine.lab.simgpu(&["release", "all"]).unwrap();
-    until_offered(&machine, 32).await;
+    machine.lab.run_simgpu(&["release", "all"]).unwrap();
+    wait_until_allocatable(&machine, 32).await;
     machine.run("after", 4).await;
 }
 
 #[tokio::test]
 async fn agent_finds_its_other_gpus_when_one_hangs_at_its_start() {
     let mut machine = Machine::started().await;
-    machine.lab.simgpu(&["hang", "0"]).unwrap();
+    machine.lab.run_simgpu(&["hang", "0"]).unwrap();
     machine.kill_agent();
     machine.start_agent();
-    until_offered(&machine, 16).await;
+    wait_until_allocatable(&machine, 16).await;
     machine.run("meanwhile", 4).await;
     assert_eq!(gpus_of(&machine.devices()), [GPUS[1]]);
-    until_ready(&machine).await;
-    machine.lab.simgpu(&["release", "0"]).unwrap();
-    until_offered(&machine, 32).await;
+    wait_until_ready(&machine).await;
+    machine.lab.run_simgpu(&["release", "0"]).unwrap();
+    wait_until_allocatable(&machine, 32).await;
 }
 
 #[tokio::test]
@@ -204,13 +207,13 @@ async fn agent_offers_and_binds_while_the_state_disk_hangs() {
     let generation = |folder: &str| generation(&machine.path(folder));
     eventually("the disk knows the GPU", || generation("state") == 1).await;
     let hung = hang_state(&machine);
-    machine.lab.simgpu(&["lose", "0"]).unwrap();
-    until_offered(&machine, 16).await;
+    machine.lab.run_simgpu(&["lose", "0"]).unwrap();
+    wait_until_allocatable(&machine, 16).await;
     machine.run("meanwhile", 4).await;
-    machine.lab.simgpu(&["restore", "0"]).unwrap();
-    until_offered(&machine, 32).await;
+    machine.lab.run_simgpu(&["restore", "0"]).unwrap();
+    wait_until_allocatable(&machine, 32).await;
     machine.run("later", 12).await;
-    until_ready(&machine).await;
+    wait_until_ready(&machine).await;
     assert_eq!((generation("run"), generation("state")), (2, 1));
     hung.into_iter().for_each(Fifo::release);
     eventually("the disk has what the run folder has", || {
@@ -242,7 +245,7 @@ async fn agent_registers_when_started_while_disks_hang() {
     fs::write(&real, content).unwrap();
     let image = Fifo::at(shim.clone());
     println!("registered after {:?}", machine.come_back().await);
-    until_ready(&machine).await;
+    wait_until_ready(&machine).await;
     assert_eq!((machine.devices(), machine.sockets()), (before, 1));
     let pod = machine.admit("meanwhile", 4).await;
     let error = machine.start_once(&pod).await.unwrap_err();
@@ -257,15 +260,15 @@ async fn agent_registers_when_started_while_disks_hang() {
 #[tokio::test]
 async fn agent_is_ready_on_a_node_without_a_healthy_gpu() {
     let mut machine = Machine::started().await;
-    machine.lab.simgpu(&["lose", "0"]).unwrap();
-    machine.lab.simgpu(&["xid", "1", "48"]).unwrap();
-    until_offered(&machine, 0).await;
-    until_ready(&machine).await;
+    machine.lab.run_simgpu(&["lose", "0"]).unwrap();
+    machine.lab.run_simgpu(&["xid", "1", "48"]).unwrap();
+    wait_until_allocatable(&machine, 0).await;
+    wait_until_ready(&machine).await;
     // As an upgrade of the DaemonSet does, which goes on to the next node once this one's agent is
     // ready.
     assert!(machine.stop_agent().await.success());
     machine.start_agent();
-    until_ready(&machine).await;
+    wait_until_ready(&machine).await;
     eventually("both GPUs told to be unhealthy", || {
         machine
             .kubelet
@@ -280,35 +283,35 @@ async fn agent_is_ready_on_a_node_without_a_healthy_gpu() {
 }
 
 /// What a kubelet saw while something hung.
-struct Seen {
-    what: &'static str,
-    admitted: Vec<Duration>,
-    refused_admission: usize,
-    bound: Vec<Duration>,
-    refused: Vec<(Duration, String)>,
+struct Measurement {
+    hung_part: &'static str,
+    admission_times: Vec<Duration>,
+    admission_errors: usize,
+    bind_times: Vec<Duration>,
+    bind_errors: Vec<(Duration, String)>,
     /// The tokens offered, each time that they changed.
-    offered: Vec<(Duration, usize)>,
+    allocatable_changes: Vec<(Duration, usize)>,
 }
 
-impl std::fmt::Display for Seen {
+impl std::fmt::Display for Measurement {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let most = |times: &[Duration]| times.iter().max().map_or(0, Duration::as_millis);
         let offered = |(after, tokens): &(Duration, usize)| {
             format!("{tokens} from {:.1} s", after.as_secs_f32())
         };
-        let offered: Vec<_> = self.offered.iter().map(offered).collect();
-        let refused: Vec<_> = self.refused.iter().map(|(took, _)| *took).collect();
+        let offered: Vec<_> = self.allocatable_changes.iter().map(offered).collect();
+        let refused: Vec<_> = self.bind_errors.iter().map(|(took, _)| *took).collect();
         write!(
             f,
             "| {} | {} in at most {} ms, {} refused | {} | {} in at most {} ms | {} in at most {} ms |",
-            self.what,
-            self.admitted.len(),
-            most(&self.admitted),
-            self.refused_admission,
+            self.hung_part,
+            self.admission_times.len(),
+            most(&self.admission_times),
+            self.admission_errors,
             offered.join(", "),
-            self.bound.len(),
-            most(&self.bound),
-            self.refused.len(),
+            self.bind_times.len(),
+            most(&self.bind_times),
+            self.bind_errors.len(),
             most(&refused),
         )
     }
@@ -316,35 +319,39 @@ impl std::fmt::Display for Seen {
 
 /// Has a pod of 1 GiB admitted and started four times a second, each ended at once, for as long as
 /// `hang`.
-async fn watched(machine: &Machine, what: &'static str, hang: Duration) -> Seen {
-    let mut seen = Seen {
-        what,
-        admitted: Vec::new(),
-        refused_admission: 0,
-        bound: Vec::new(),
-        refused: Vec::new(),
-        offered: Vec::new(),
+async fn measure_pods(machine: &Machine, what: &'static str, hang: Duration) -> Measurement {
+    let mut seen = Measurement {
+        hung_part: what,
+        admission_times: Vec::new(),
+        admission_errors: 0,
+        bind_times: Vec::new(),
+        bind_errors: Vec::new(),
+        allocatable_changes: Vec::new(),
     };
     let begun = Instant::now();
     let mut every = tokio::time::interval(Duration::from_millis(250));
     while begun.elapsed() < hang {
         every.tick().await;
         let offered = allocatable(machine).unwrap_or_default();
-        if seen.offered.last().is_none_or(|last| last.1 != offered) {
-            seen.offered.push((begun.elapsed(), offered));
+        if seen
+            .allocatable_changes
+            .last()
+            .is_none_or(|last| last.1 != offered)
+        {
+            seen.allocatable_changes.push((begun.elapsed(), offered));
         }
         let pod = Pod::with(&format!("p{}", begun.elapsed().as_micros()), GPU, 1);
         let asked = Instant::now();
         if machine.kubelet.admit(&pod).await.is_err() {
-            seen.refused_admission += 1;
+            seen.admission_errors += 1;
             continue;
         }
-        seen.admitted.push(asked.elapsed());
+        seen.admission_times.push(asked.elapsed());
         fs::create_dir_all(machine.cgroup(&pod)).unwrap();
         let asked = Instant::now();
         match machine.start_once(&pod).await {
-            Ok(_) => seen.bound.push(asked.elapsed()),
-            Err(error) => seen.refused.push((asked.elapsed(), error)),
+            Ok(_) => seen.bind_times.push(asked.elapsed()),
+            Err(error) => seen.bind_errors.push((asked.elapsed(), error)),
         }
         machine.end(&pod);
     }
@@ -352,58 +359,62 @@ async fn watched(machine: &Machine, what: &'static str, hang: Duration) -> Seen 
 }
 
 /// Prints a row for each thing that hangs; the rows of a minute stand in `docs/reliability.md`.
-async fn measure(hang: Duration) {
+async fn measure_hangs(hang: Duration) {
     let of_one = async {
         let machine = Machine::started().await;
-        machine.lab.simgpu(&["hang", "0"]).unwrap();
-        watched(&machine, "NVML of one of two GPUs", hang).await
+        machine.lab.run_simgpu(&["hang", "0"]).unwrap();
+        measure_pods(&machine, "NVML of one of two GPUs", hang).await
     };
     let of_all = async {
         let machine = Machine::started().await;
-        machine.lab.simgpu(&["hang", "all"]).unwrap();
-        watched(&machine, "NVML of all GPUs", hang).await
+        machine.lab.run_simgpu(&["hang", "all"]).unwrap();
+        measure_pods(&machine, "NVML of all GPUs", hang).await
     };
     let disk = async {
         let machine = Machine::started().await;
         let _hung = hang_state(&machine);
         // Each change of a GPU is written.
-        machine.lab.simgpu(&["lose", "0"]).unwrap();
-        watched(&machine, "the state's disk, one of two GPUs lost", hang).await
+        machine.lab.run_simgpu(&["lose", "0"]).unwrap();
+        measure_pods(&machine, "the state's disk, one of two GPUs lost", hang).await
     };
     let api = async {
         let mut machine = Machine::new().await;
         let _silent = silent_api(&machine);
         machine.start_agent();
         machine.kubelet.until_allocatable(GPU, 32).await;
-        watched(&machine, "the API server", hang).await
+        measure_pods(&machine, "the API server", hang).await
     };
     let (of_one, of_all, disk, api) = tokio::join!(of_one, of_all, disk, api);
     for seen in [&of_one, &of_all, &disk, &api] {
         println!("{seen}");
-        let Seen { bound, refused, .. } = seen;
+        let Measurement {
+            bind_times: bound,
+            bind_errors: refused,
+            ..
+        } = seen;
         let is_told = |refused: &&(Duration, String)| !refused.1.contains("waiting for");
         let odd: Vec<_> = refused.iter().filter(is_told).collect();
         assert!(
             !bound.is_empty() && odd.is_empty(),
             "{}: {odd:?}",
-            seen.what
+            seen.hung_part
         );
     }
-    let last = |seen: &Seen| seen.offered.last().map(|last| last.1);
+    let last = |seen: &Measurement| seen.allocatable_changes.last().map(|last| last.1);
     assert_eq!((last(&of_one), last(&of_all)), (Some(16), Some(0)));
     assert_eq!((last(&disk), last(&api)), (Some(16), Some(32)));
     for seen in [of_one, disk, api] {
-        assert_eq!(seen.refused_admission, 0, "{}", seen.what);
+        assert_eq!(seen.admission_errors, 0, "{}", seen.hung_part);
     }
 }
 
 #[tokio::test]
 async fn hangs_leave_the_rest_of_the_node_in_service() {
-    measure(Duration::from_secs(20)).await;
+    measure_hangs(Duration::from_secs(20)).await;
 }
 
 #[tokio::test]
 #[ignore = "takes a minute and prints the table of docs/reliability.md"]
 async fn hangs_of_a_minute_leave_the_rest_in_service() {
-    measure(Duration::from_secs(60)).await;
+    measure_hangs(Duration::from_secs(60)).await;
 }

@@ -7,7 +7,7 @@ use crate::common::{eventually, in_time_as_a_rule};
 use crate::machine::{GPU, Machine};
 
 /// Two pods that run and one that waits.
-async fn busy() -> Machine {
+async fn machine_with_pods() -> Machine {
     let machine = Machine::started().await;
     machine.run("a", 10).await;
     machine.run("b", 12).await;
@@ -17,8 +17,8 @@ async fn busy() -> Machine {
 }
 
 #[tokio::test]
-async fn a_killed_agents_successor_has_the_same_bindings_and_registers_in_time() {
-    let mut machine = busy().await;
+async fn restarted_agent_keeps_bindings_and_registers_in_time() {
+    let mut machine = machine_with_pods().await;
     let before = machine.devices();
     let mut times = Vec::new();
     for _ in 0..10 {
@@ -33,8 +33,8 @@ async fn a_killed_agents_successor_has_the_same_bindings_and_registers_in_time()
 }
 
 #[tokio::test]
-async fn a_checkpoint_that_is_deleted_cut_or_garbage_is_rebuilt_with_the_same_bindings() {
-    let mut machine = busy().await;
+async fn lost_or_corrupt_checkpoint_is_rebuilt_with_same_bindings() {
+    let mut machine = machine_with_pods().await;
     let before = machine.devices();
     let checkpoint = machine.path("run/checkpoint.json");
     for damage in ["deleted", "cut", "garbage"] {
@@ -66,7 +66,7 @@ async fn a_checkpoint_that_is_deleted_cut_or_garbage_is_rebuilt_with_the_same_bi
 }
 
 #[tokio::test]
-async fn a_pod_that_ended_while_no_agent_ran_is_released_by_the_next() {
+async fn pod_that_ended_without_an_agent_is_released_by_the_next() {
     let mut machine = Machine::started().await;
     let pod = machine.run("a", 10).await;
     machine.kill_agent();
@@ -76,7 +76,7 @@ async fn a_pod_that_ended_while_no_agent_ran_is_released_by_the_next() {
 }
 
 #[tokio::test]
-async fn on_sigterm_it_ends_well_and_leaves_what_running_pods_need() {
+async fn agent_keeps_files_of_running_pods_on_sigterm() {
     let mut machine = Machine::started().await;
     machine.run("a", 10).await;
     let status = machine.stop_agent().await;
@@ -87,8 +87,8 @@ async fn on_sigterm_it_ends_well_and_leaves_what_running_pods_need() {
 }
 
 #[tokio::test]
-async fn a_kubelet_restart_changes_no_binding() {
-    let mut machine = busy().await;
+async fn kubelet_restart_changes_no_binding() {
+    let mut machine = machine_with_pods().await;
     let before = machine.devices();
     for _ in 0..3 {
         machine.kubelet.restart().await;

@@ -8,7 +8,7 @@ use crate::common::kubelet::Pod;
 use crate::machine::{GPU, Machine, TWO_GPUS};
 
 /// What the simulated driver was told, in order: the hard limits in GiB of `pod`'s cgroup.
-fn told(machine: &Machine, pod: &Pod) -> Vec<u64> {
+fn limits_set(machine: &Machine, pod: &Pod) -> Vec<u64> {
     let path = machine.lab.path().join("state/memory-limits");
     let text = fs::read_to_string(path).unwrap_or_default();
     let cgroup = machine.cgroup(pod);
@@ -23,7 +23,7 @@ fn told(machine: &Machine, pod: &Pod) -> Vec<u64> {
 }
 
 /// An agent over the driver of this branch, registered.
-async fn machine(driver: &str) -> Machine {
+async fn machine_with_driver(driver: &str) -> Machine {
     let config = format!("driver-version = \"{driver}\"\n{TWO_GPUS}");
     let mut machine = Machine::with_driver(&config).await;
     machine.start_agent();
@@ -32,52 +32,52 @@ async fn machine(driver: &str) -> Machine {
 }
 
 /// A pod, admitted, whose cgroup is of version 2.
-async fn admit(machine: &Machine, name: &str, gib: usize) -> Pod {
+async fn admit_with_cgroup_v2(machine: &Machine, name: &str, gib: usize) -> Pod {
     let pod = machine.admit(name, gib).await;
     fs::write(machine.cgroup(&pod).join("cgroup.controllers"), "dmem\n").unwrap();
     pod
 }
 
 #[tokio::test]
-async fn a_pod_is_limited_by_the_driver_too_from_its_start_and_after_the_agents_restart() {
-    let mut machine = machine("615.71.09").await;
-    let pod = admit(&machine, "a", 10).await;
+async fn driver_limits_a_pod_from_its_start_and_after_restarts() {
+    let mut machine = machine_with_driver("615.71.09").await;
+    let pod = admit_with_cgroup_v2(&machine, "a", 10).await;
     machine.start(&pod).await.unwrap();
-    eventually("a limit", || told(&machine, &pod) == [10]).await;
+    eventually("a limit", || limits_set(&machine, &pod) == [10]).await;
     machine.restart_agent().await;
-    eventually("the same again", || told(&machine, &pod) == [10, 10]).await;
+    eventually("the same again", || limits_set(&machine, &pod) == [10, 10]).await;
 }
 
 #[tokio::test]
-async fn a_driver_without_limits_and_a_pod_in_a_cgroup_of_version_1_are_left_alone() {
-    let old = machine("580.95.05").await;
-    let pod = admit(&old, "a", 10).await;
+async fn driver_limit_is_not_set_without_support_or_cgroup_v2() {
+    let old = machine_with_driver("580.95.05").await;
+    let pod = admit_with_cgroup_v2(&old, "a", 10).await;
     old.start(&pod).await.unwrap();
-    let new = machine("615.71.09").await;
+    let new = machine_with_driver("615.71.09").await;
     let pod_of_1 = new.run("a", 10).await;
-    let pod_of_2 = admit(&new, "b", 4).await;
+    let pod_of_2 = admit_with_cgroup_v2(&new, "b", 4).await;
     new.start(&pod_of_2).await.unwrap();
-    eventually("a limit", || told(&new, &pod_of_2) == [4]).await;
-    assert_eq!(told(&new, &pod_of_1), [0_u64; 0]);
+    eventually("a limit", || limits_set(&new, &pod_of_2) == [4]).await;
+    assert_eq!(limits_set(&new, &pod_of_1), [0_u64; 0]);
     // Longer than the agent takes from one look to the next.
     tokio::time::sleep(Duration::from_millis(1_500)).await;
-    assert_eq!(told(&old, &pod), [0_u64; 0]);
+    assert_eq!(limits_set(&old, &pod), [0_u64; 0]);
     assert!(!old.log().contains("driver limit refused"));
 }
 
 #[tokio::test]
-async fn a_limit_that_the_driver_refuses_is_told_and_tried_again_and_the_pod_runs() {
-    let machine = machine("615.71.09").await;
+async fn refused_driver_limit_is_reported_and_retried() {
+    let machine = machine_with_driver("615.71.09").await;
     // A folder where the driver keeps its record, so that it cannot.
     let record = machine.lab.path().join("state/memory-limits");
     fs::create_dir(&record).unwrap();
-    let pod = admit(&machine, "a", 10).await;
+    let pod = admit_with_cgroup_v2(&machine, "a", 10).await;
     machine.start(&pod).await.unwrap();
     eventually("it is told", || {
         machine.log().contains("driver limit refused")
     })
     .await;
     fs::remove_dir(record).unwrap();
-    eventually("a limit", || told(&machine, &pod) == [10]).await;
+    eventually("a limit", || limits_set(&machine, &pod) == [10]).await;
     assert_eq!(machine.log().matches("driver limit refused").count(), 1);
 }

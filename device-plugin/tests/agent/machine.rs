@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use bursar_sim_lab::Lab;
+use bursar_sim_lab::SimMachine;
 pub(crate) use bursar_sim_lab::TWO_GPUS;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -20,7 +20,7 @@ use crate::common::{PATIENCE, eventually};
 pub(crate) const INSTALLATION_LATE: &str = "failed to install the shim's files within 2s";
 
 pub(crate) struct Machine {
-    pub(crate) lab: Lab,
+    pub(crate) lab: SimMachine,
     pub(crate) kubelet: FakeKubelet,
     pub(crate) root: TempDir,
     agent: Option<Child>,
@@ -36,7 +36,10 @@ impl Machine {
 
     /// The same with this configuration of the simulated driver.
     pub(crate) async fn with_driver(config: &str) -> Self {
-        let (lab, root) = (Lab::new(config).unwrap(), tempfile::tempdir().unwrap());
+        let (lab, root) = (
+            SimMachine::new(config).unwrap(),
+            tempfile::tempdir().unwrap(),
+        );
         let mut kubelet = FakeKubelet::new(root.path(), 7);
         kubelet.start();
         kubelet.sync_pods().await;

@@ -6,10 +6,10 @@ use crate::common::{eventually, in_time, in_time_as_a_rule};
 use crate::machine::{GPU, Machine};
 
 /// What a pod had is another's within this time of its cgroup's end.
-const SOON: Duration = Duration::from_secs(2);
+const CLEANUP_LIMIT: Duration = Duration::from_secs(2);
 
 #[tokio::test]
-async fn a_pod_gets_a_device_with_its_quota_on_one_gpu_and_a_socket() {
+async fn pod_gets_a_cdi_device_with_its_quota_and_a_socket() {
     let machine = Machine::started().await;
     let pod = machine.admit("a", 10).await;
     let devices = machine.start(&pod).await.unwrap();
@@ -25,8 +25,8 @@ async fn a_pod_gets_a_device_with_its_quota_on_one_gpu_and_a_socket() {
 }
 
 #[tokio::test]
-async fn a_pod_without_room_waits_with_the_reason_is_never_failed_and_starts_when_there_is_room() {
-    in_time(SOON, async || {
+async fn pod_waits_with_a_reason_until_memory_is_free() {
+    in_time(CLEANUP_LIMIT, async || {
         let machine = Machine::started().await;
         let (first, _second) = (machine.run("a", 10).await, machine.run("b", 10).await);
         let waiter = machine.admit("c", 8).await;
@@ -44,7 +44,7 @@ async fn a_pod_without_room_waits_with_the_reason_is_never_failed_and_starts_whe
 }
 
 #[tokio::test]
-async fn what_a_pod_had_is_gone_from_the_host_within_two_seconds_of_its_cgroups_end() {
+async fn host_files_are_removed_soon_after_the_pod_cgroup() {
     let machine = Machine::started().await;
     let mut times = Vec::new();
     for round in 0..20 {
@@ -58,11 +58,11 @@ async fn what_a_pod_had_is_gone_from_the_host_within_two_seconds_of_its_cgroups_
         .await;
         times.push(ended.elapsed());
     }
-    in_time_as_a_rule(SOON, "released after a cgroup's end", times);
+    in_time_as_a_rule(CLEANUP_LIMIT, "released after a cgroup's end", times);
 }
 
 #[tokio::test]
-async fn two_hundred_pods_come_and_go_and_nothing_is_left() {
+async fn two_hundred_ended_pods_leave_no_files() {
     let machine = Machine::started().await;
     let mut alive = std::collections::VecDeque::new();
     for round in 0..200_usize {

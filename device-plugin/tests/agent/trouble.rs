@@ -8,7 +8,7 @@ use crate::common::{eventually, in_time};
 use crate::machine::{GPU, Machine};
 
 #[tokio::test]
-async fn a_cdi_folder_that_cannot_be_written_is_named_and_the_binding_is_kept_for_the_retry() {
+async fn unwritable_cdi_folder_is_named_and_binding_survives() {
     let machine = Machine::started().await;
     let cdi = machine.path("cdi");
     fs::remove_dir(&cdi).unwrap();
@@ -22,7 +22,7 @@ async fn a_cdi_folder_that_cannot_be_written_is_named_and_the_binding_is_kept_fo
 }
 
 #[tokio::test]
-async fn a_run_folder_that_takes_nothing_more_is_named_and_mended() {
+async fn full_run_folder_is_named_and_recovers() {
     let machine = Machine::started().await;
     // What a full tmpfs does to the checkpoint, without a mount: its temporary name is taken by a folder.
     let beside = machine.path("run/checkpoint.new");
@@ -40,17 +40,17 @@ async fn a_run_folder_that_takes_nothing_more_is_named_and_mended() {
 }
 
 #[tokio::test]
-async fn a_lost_gpu_takes_its_tokens_and_brings_them_back_and_running_pods_stay() {
+async fn lost_gpu_withdraws_its_device_ids_until_it_returns() {
     in_time(Duration::from_secs(2), async || {
         let machine = Machine::started().await;
         machine.run("a", 10).await;
         let before = machine.devices();
-        machine.lab.simgpu(&["lose", "0"]).unwrap();
+        machine.lab.run_simgpu(&["lose", "0"]).unwrap();
         let unhealthy = machine.kubelet.until_allocatable(GPU, 16).await;
         assert_eq!(machine.devices(), before);
         // What the scheduler would still send: 16 healthy tokens less the 10 that are taken.
         machine.run("b", 6).await;
-        machine.lab.simgpu(&["restore", "0"]).unwrap();
+        machine.lab.run_simgpu(&["restore", "0"]).unwrap();
         let time = machine.kubelet.until_allocatable(GPU, 32).await;
         println!("healthy after it is back: {time:?}");
         machine.run("c", 6).await;
@@ -61,17 +61,16 @@ async fn a_lost_gpu_takes_its_tokens_and_brings_them_back_and_running_pods_stay(
 }
 
 /// Whether the agent has recorded that the first GPU is away.
-fn is_away(machine: &Machine) -> bool {
+fn is_first_gpu_recorded_away(machine: &Machine) -> bool {
     let text = fs::read_to_string(machine.path("run/generations.json")).unwrap_or_default();
     let file: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
     file["data"]["GPU-00000000-0000-0000-0000-000000000001"]["memory"]["away"] == true
 }
 
 #[tokio::test]
-async fn a_gpu_that_needs_a_reset_is_offered_again_only_after_it_was_away_though_the_agent_restarts()
- {
+async fn gpu_needing_a_reset_stays_withdrawn_until_it_was_away() {
     let mut machine = Machine::started().await;
-    machine.lab.simgpu(&["xid", "0", "48"]).unwrap();
+    machine.lab.run_simgpu(&["xid", "0", "48"]).unwrap();
     machine.kubelet.until_allocatable(GPU, 16).await;
     let registrations = machine.registrations();
     machine.stop_agent().await;
@@ -84,35 +83,38 @@ async fn a_gpu_that_needs_a_reset_is_offered_again_only_after_it_was_away_though
         machine.kubelet.capacity(GPU).map(|c| c.allocatable),
         Some(16)
     );
-    machine.lab.simgpu(&["lose", "0"]).unwrap();
-    eventually("the loss on record", || is_away(&machine)).await;
-    machine.lab.simgpu(&["restore", "0"]).unwrap();
+    machine.lab.run_simgpu(&["lose", "0"]).unwrap();
+    eventually("the loss on record", || {
+        is_first_gpu_recorded_away(&machine)
+    })
+    .await;
+    machine.lab.run_simgpu(&["restore", "0"]).unwrap();
     machine.kubelet.until_allocatable(GPU, 32).await;
 }
 
 #[tokio::test]
-async fn an_xid_of_a_well_gpu_is_heard_while_another_one_ails() {
+async fn xid_of_a_healthy_gpu_is_handled_while_another_is_lost() {
     let machine = Machine::started().await;
-    machine.lab.simgpu(&["lose", "0"]).unwrap();
+    machine.lab.run_simgpu(&["lose", "0"]).unwrap();
     machine.kubelet.until_allocatable(GPU, 16).await;
     tokio::time::sleep(Duration::from_secs(5)).await;
-    machine.lab.simgpu(&["xid", "1", "48"]).unwrap();
+    machine.lab.run_simgpu(&["xid", "1", "48"]).unwrap();
     machine.kubelet.until_allocatable(GPU, 0).await;
 }
 
 #[tokio::test]
-async fn xid_is_heard_as_soon_as_a_lost_gpu_is_offered_again() {
+async fn xid_is_handled_as_soon_as_a_lost_gpu_returns() {
     let machine = Machine::started().await;
-    machine.lab.simgpu(&["lose", "0"]).unwrap();
+    machine.lab.run_simgpu(&["lose", "0"]).unwrap();
     machine.kubelet.until_allocatable(GPU, 16).await;
-    machine.lab.simgpu(&["restore", "0"]).unwrap();
+    machine.lab.run_simgpu(&["restore", "0"]).unwrap();
     machine.kubelet.until_allocatable(GPU, 32).await;
-    machine.lab.simgpu(&["xid", "0", "48"]).unwrap();
+    machine.lab.run_simgpu(&["xid", "0", "48"]).unwrap();
     machine.kubelet.until_allocatable(GPU, 16).await;
 }
 
 #[tokio::test]
-async fn without_a_driver_it_waits_quietly_and_registers_when_there_is_one() {
+async fn agent_registers_when_a_driver_appears() {
     let mut machine = Machine::new().await;
     let (driver, away) = (
         machine.lab.path().join("driver"),
@@ -137,7 +139,7 @@ async fn without_a_driver_it_waits_quietly_and_registers_when_there_is_one() {
 }
 
 #[tokio::test]
-async fn a_config_that_makes_no_sense_ends_it_with_the_field_the_value_and_the_remedy() {
+async fn invalid_config_is_rejected_with_field_value_and_remedy() {
     let machine = Machine::new().await;
     for (config, parts) in [
         (
@@ -160,7 +162,7 @@ async fn a_config_that_makes_no_sense_ends_it_with_the_field_the_value_and_the_r
 }
 
 #[tokio::test]
-async fn more_tokens_than_a_kubelet_can_handle_are_not_registered_and_the_agent_lives() {
+async fn excess_device_ids_are_not_registered_and_agent_runs() {
     let mut machine = Machine::new().await;
     let config = fs::read_to_string(machine.path("agent.toml")).unwrap();
     let many = "[resources]\nmanaged-memory-capacity = \"5000Gi\"\n";

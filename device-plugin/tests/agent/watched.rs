@@ -6,7 +6,7 @@ use crate::common::PATIENCE;
 use crate::machine::Machine;
 
 /// Until the answer to a GET of `path` is as `wanted`; its body.
-async fn until_answers(
+async fn wait_for_status(
     machine: &Machine,
     path: &str,
     wanted: impl Fn(u16, &str) -> bool,
@@ -23,52 +23,52 @@ async fn until_answers(
 }
 
 #[tokio::test]
-async fn probes_tell_a_healthy_agent_and_what_keeps_it_from_being_ready() {
+async fn probes_report_health_and_why_the_agent_is_not_ready() {
     let mut machine = Machine::started().await;
-    until_answers(&machine, "/readyz", |code, _| code == 200).await;
+    wait_for_status(&machine, "/readyz", |code, _| code == 200).await;
     machine.kubelet.stop().await;
-    let why = until_answers(&machine, "/readyz", |code, _| code == 503).await;
+    let why = wait_for_status(&machine, "/readyz", |code, _| code == 503).await;
     assert!(why.contains("Registered"), "{why}");
     let (alive, _) = machine.get("/healthz").await;
     assert_eq!(alive, 200, "the agent's restart would mend nothing");
     machine.kubelet.start();
     machine.kubelet.sync_pods().await;
-    until_answers(&machine, "/readyz", |code, _| code == 200).await;
+    wait_for_status(&machine, "/readyz", |code, _| code == 200).await;
 }
 
 #[tokio::test]
-async fn metrics_follow_a_pod_from_its_booking_to_its_end() {
+async fn metrics_follow_a_pod_from_allocation_to_end() {
     let machine = Machine::started().await;
     let shows = |line: &'static str| {
         move |code, text: &str| code == 200 && text.lines().any(|shown| shown == line)
     };
-    until_answers(
+    wait_for_status(
         &machine,
         "/metrics",
         shows(r#"bursar_agent_tokens{resource="gpu-memory"} 32"#),
     )
     .await;
     let pod = machine.run("a", 10).await;
-    until_answers(
+    wait_for_status(
         &machine,
         "/metrics",
         shows(r#"bursar_agent_bound{resource="gpu-memory"} 1"#),
     )
     .await;
-    until_answers(
+    wait_for_status(
         &machine,
         "/metrics",
         shows("bursar_agent_allocate_seconds_count 1"),
     )
     .await;
     let started = r#"bursar_agent_bind_seconds_count{result="bound"} 1"#;
-    until_answers(&machine, "/metrics", shows(started)).await;
+    wait_for_status(&machine, "/metrics", shows(started)).await;
     machine.end(&pod);
-    until_answers(
+    wait_for_status(
         &machine,
         "/metrics",
         shows(r#"bursar_agent_bound{resource="gpu-memory"} 0"#),
     )
     .await;
-    until_answers(&machine, "/metrics", shows("bursar_agent_releases_total 1")).await;
+    wait_for_status(&machine, "/metrics", shows("bursar_agent_releases_total 1")).await;
 }

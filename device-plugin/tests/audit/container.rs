@@ -36,7 +36,7 @@ pub(crate) struct Container {
 }
 
 /// Where cargo puts the shim, built once.
-fn shim() -> &'static Path {
+fn shim_library() -> &'static Path {
     static SHIM: OnceLock<PathBuf> = OnceLock::new();
     SHIM.get_or_init(|| {
         let build = Command::new(env!("CARGO"))
@@ -50,7 +50,7 @@ fn shim() -> &'static Path {
 }
 
 /// The program, compiled once.
-fn tenant() -> &'static Path {
+fn tenant_program() -> &'static Path {
     static TENANT: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
     let (_, program) = TENANT.get_or_init(|| {
         let folder = tempfile::tempdir().unwrap();
@@ -68,7 +68,7 @@ fn tenant() -> &'static Path {
 }
 
 /// Copies a program with the libraries that it needs, to the same paths below `root`.
-fn copy_whole(program: &Path, root: &Path) {
+fn copy_with_libraries(program: &Path, root: &Path) {
     copy_libraries(program, root);
     copy(program, root);
 }
@@ -113,7 +113,7 @@ pub(crate) async fn machine(audit: &str) -> Machine {
 
 /// The same for an agent that has not started.
 pub(crate) fn configure(machine: &Machine, audit: &str) {
-    fs::copy(shim(), machine.path("shim/libcuda.so.1")).unwrap();
+    fs::copy(shim_library(), machine.path("shim/libcuda.so.1")).unwrap();
     fs::create_dir_all(machine.path("proc")).unwrap();
     symlink("/proc/self", machine.path("proc/self")).unwrap();
     let lab = machine.lab.path().display();
@@ -133,7 +133,7 @@ impl Container {
     /// Runs `pod`, which is admitted, and starts a program in its container; a second time, a second one in a
     /// container of the same device.
     pub(crate) async fn start(machine: &Machine, pod: &Pod, start: Start<'_>) -> Container {
-        let mut container = Self::run(machine, pod, start, tenant(), "").await;
+        let mut container = Self::run(machine, pod, start, tenant_program(), "").await;
         assert_eq!(container.read(), "ready");
         machine.adopt(pod, container.pid());
         container
@@ -146,7 +146,8 @@ impl Container {
             more: "",
             with: &with,
         };
-        let mut container = Self::run_in(machine, pod, start, (tenant(), ""), &["--mount"]).await;
+        let mut container =
+            Self::run_in(machine, pod, start, (tenant_program(), ""), &["--mount"]).await;
         assert_eq!(container.read(), "ready");
         machine.adopt(pod, container.pid());
         container
@@ -179,17 +180,17 @@ impl Container {
         let root = tempfile::tempdir_in(machine.root.path()).unwrap().keep();
         for program in ["sh", "umount", "env", "setpriv"] {
             let path = which(program);
-            copy_whole(&path, &root);
+            copy_with_libraries(&path, &root);
         }
-        copy_whole(program, &root);
+        copy_with_libraries(program, &root);
         // As every image with glibc has; the simulated driver, unlike a real one, needs more than that.
-        copy_libraries(shim(), &root);
+        copy_libraries(shim_library(), &root);
         copy_libraries(&machine.lab.library("libcuda.so.1"), &root);
         for folder in ["dev", "proc", "old"] {
             fs::create_dir_all(root.join(folder)).unwrap();
         }
         let run = format!("{} {} {arguments}", start.with, program.display());
-        let script = script(edits, start.more, &run);
+        let script = runtime_script(edits, start.more, &run);
         let mut command = Command::new("unshare");
         command
             .args(namespaces)
@@ -248,7 +249,7 @@ impl Drop for Container {
 }
 
 /// What a runtime does: the root, the device's nodes and mounts in it, then the program in that root alone.
-fn script(edits: &Value, more: &str, run: &str) -> String {
+fn runtime_script(edits: &Value, more: &str, run: &str) -> String {
     let mut lines = vec![
         "set -e".to_owned(),
         "mount --bind $ROOT $ROOT; mount -t tmpfs none $ROOT/dev; mount --rbind /proc $ROOT/proc"

@@ -6,53 +6,56 @@ use std::time::Duration;
 
 use crate::common::kubelet::Pod;
 use crate::container::{Container, machine};
-use crate::found::{findings, is_logged, not_enforced, until, until_is, value};
+use crate::found::{
+    count_findings, metric_value, wait_for_log, wait_for_metric, wait_for_value,
+    wait_until_not_enforced,
+};
 use crate::machine::Machine;
 
 const GIB: u64 = 1 << 30;
 /// A container is looked at anew after 10 s.
-const TWO_LOOKS: Duration = Duration::from_secs(22);
+const TWO_ATTESTATIONS: Duration = Duration::from_secs(22);
 
 /// A real cgroup of a hierarchy that decides about devices, where the agent of a machine looks for it.
-pub(crate) struct Devices {
+pub(crate) struct DeviceCgroups {
     folder: PathBuf,
-    mounted: PathBuf,
+    mount_point: PathBuf,
     pods: Vec<String>,
 }
 
-impl Devices {
+impl DeviceCgroups {
     /// Of the devices controller of v1.
-    pub(crate) fn of(machine: &Machine) -> Devices {
-        Self::below(machine, Path::new("/sys/fs/cgroup/devices"), "devices")
+    pub(crate) fn v1(machine: &Machine) -> DeviceCgroups {
+        Self::mount_hierarchy(machine, Path::new("/sys/fs/cgroup/devices"), "devices")
     }
 
-    /// Of v2, where programs decide ([`Devices::deny`]).
-    fn of_v2(machine: &Machine) -> Devices {
+    /// Of v2, where programs decide ([`Devices::deny_gpus`]).
+    fn v2(machine: &Machine) -> DeviceCgroups {
         let mounts = ["/sys/fs/cgroup/unified", "/sys/fs/cgroup"].map(Path::new);
         let mut mounts = mounts.into_iter();
         let mount = mounts.find(|mount| mount.join("cgroup.controllers").exists());
-        Self::below(machine, mount.unwrap(), "unified")
+        Self::mount_hierarchy(machine, mount.unwrap(), "unified")
     }
 
-    fn below(machine: &Machine, hierarchy: &Path, name: &str) -> Devices {
+    fn mount_hierarchy(machine: &Machine, hierarchy: &Path, name: &str) -> DeviceCgroups {
         let unique = machine.root.path().file_name().unwrap().to_str().unwrap();
         let unique = unique.trim_start_matches('.').to_owned();
         let folder = hierarchy.join(format!("bursar-{unique}"));
         std::fs::create_dir(&folder).unwrap();
         let mounted = machine.path("cgroup").join(name);
         std::fs::create_dir(&mounted).unwrap();
-        run("mount", &["--bind".as_ref(), &folder, &mounted]);
-        Devices {
+        run_command("mount", &["--bind".as_ref(), &folder, &mounted]);
+        DeviceCgroups {
             folder,
-            mounted,
+            mount_point: mounted,
             pods: Vec::new(),
         }
     }
 
     /// Puts a container's process into a cgroup that may open what its device has, as a runtime does.
-    pub(crate) fn adopt(&mut self, machine: &Machine, pod: &Pod, container: &Container) {
-        self.put(pod, container.pid());
-        let main = self.main(pod);
+    pub(crate) fn add_container(&mut self, machine: &Machine, pod: &Pod, container: &Container) {
+        self.add_process(pod, container.pid());
+        let main = self.container_cgroup(pod);
         let deny = std::fs::write(main.join("devices.deny"), "a");
         deny.unwrap();
         let dev = PathBuf::from(format!("/proc/{}/root/dev", container.pid()));
@@ -70,34 +73,38 @@ impl Devices {
     }
 
     /// Has a program of v2 forbid the pod's cgroup, in which no process is yet, the node's GPUs.
-    fn deny(&mut self, pod: &Pod) {
-        self.make(pod);
+    fn deny_gpus(&mut self, pod: &Pod) {
+        self.create_cgroup(pod);
         let folder = tempfile::tempdir().unwrap();
         let program = folder.path().join("deny");
         let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/audit/deny.c");
-        run("cc", &["-o".as_ref(), &program, source.as_ref()]);
-        run(program.to_str().unwrap(), &[&self.main(pod)]);
+        run_command("cc", &["-o".as_ref(), &program, source.as_ref()]);
+        run_command(program.to_str().unwrap(), &[&self.container_cgroup(pod)]);
     }
 
-    fn make(&mut self, pod: &Pod) {
-        std::fs::create_dir_all(self.main(pod)).unwrap();
+    fn create_cgroup(&mut self, pod: &Pod) {
+        std::fs::create_dir_all(self.container_cgroup(pod)).unwrap();
         self.pods.push(pod.uid.to_string());
     }
 
     /// Puts a process into the pod's cgroup, which may open everything that nothing forbids.
-    fn put(&mut self, pod: &Pod, pid: u32) {
-        self.make(pod);
-        std::fs::write(self.main(pod).join("cgroup.procs"), pid.to_string()).unwrap();
+    fn add_process(&mut self, pod: &Pod, pid: u32) {
+        self.create_cgroup(pod);
+        std::fs::write(
+            self.container_cgroup(pod).join("cgroup.procs"),
+            pid.to_string(),
+        )
+        .unwrap();
     }
 
-    fn main(&self, pod: &Pod) -> PathBuf {
+    fn container_cgroup(&self, pod: &Pod) -> PathBuf {
         self.folder.join(format!("pod{}/main", pod.uid))
     }
 }
 
-impl Drop for Devices {
+impl Drop for DeviceCgroups {
     fn drop(&mut self) {
-        run("umount", &["-l".as_ref(), &self.mounted]);
+        run_command("umount", &["-l".as_ref(), &self.mount_point]);
         for pod in &self.pods {
             for below in [format!("pod{pod}/main"), format!("pod{pod}")] {
                 let _ = std::fs::remove_dir(self.folder.join(below));
@@ -107,13 +114,13 @@ impl Drop for Devices {
     }
 }
 
-fn run(program: &str, arguments: &[&Path]) {
+fn run_command(program: &str, arguments: &[&Path]) {
     let ended = Command::new(program).args(arguments).status();
     assert!(ended.unwrap().success(), "{program} {arguments:?}");
 }
 
 /// The GPUs' nodes in a container's `/dev`.
-fn nodes(container: &Container) -> Vec<String> {
+fn gpu_nodes(container: &Container) -> Vec<String> {
     let dev = format!("/proc/{}/root/dev", container.pid());
     let names = std::fs::read_dir(dev).unwrap().flatten();
     let names = names.map(|entry| entry.file_name().into_string().unwrap());
@@ -126,21 +133,21 @@ fn nodes(container: &Container) -> Vec<String> {
 
 async fn is_enforced(machine: &Machine, pod: &str) -> bool {
     let labels = format!("pod=\"{pod}\" reason=\"\"");
-    value(machine, "bursar_container_enforced", &labels).await == Some(1)
+    metric_value(machine, "bursar_container_enforced", &labels).await == Some(1)
 }
 
 /// Honest programs of root on both GPUs, for so long.
-async fn honest_on_two_gpus(long: Duration) {
+async fn check_honest_programs(long: Duration) {
     let machine = machine("policy = \"kill\"\nkill-after = 1").await;
-    let mut devices = Devices::of(&machine);
+    let mut devices = DeviceCgroups::v1(&machine);
     let mut programs = Vec::new();
     for name in ["a", "b", "c"] {
         let pod = machine.admit(name, 8).await;
         let mut program = Container::as_root(&machine, &pod, "").await;
-        devices.adopt(&machine, &pod, &program);
+        devices.add_container(&machine, &pod, &program);
         program.ok("open libcuda.so.1");
         assert_eq!(
-            nodes(&program),
+            gpu_nodes(&program),
             ["nvidia0", "nvidia1"],
             "as libcuda makes them"
         );
@@ -156,7 +163,7 @@ async fn honest_on_two_gpus(long: Duration) {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     for kind in ["over-quota", "intruder", "forged-page", "unaccounted"] {
-        assert_eq!(findings(&machine, kind).await, 0, "{kind}");
+        assert_eq!(count_findings(&machine, kind).await, 0, "{kind}");
     }
     for (name, program) in &mut programs {
         assert!(is_enforced(&machine, name).await, "{name}");
@@ -168,69 +175,69 @@ async fn honest_on_two_gpus(long: Duration) {
 }
 
 #[tokio::test]
-async fn honest_programs_of_root_on_two_gpus_are_never_accused() {
-    honest_on_two_gpus(TWO_LOOKS).await;
+async fn honest_root_programs_cause_no_finding() {
+    check_honest_programs(TWO_ATTESTATIONS).await;
 }
 
 #[tokio::test]
 #[ignore = "ten minutes"]
-async fn honest_programs_on_two_gpus_are_not_accused_in_minutes() {
-    honest_on_two_gpus(Duration::from_secs(600)).await;
+async fn honest_programs_cause_no_finding_in_minutes() {
+    check_honest_programs(Duration::from_secs(600)).await;
 }
 
 #[tokio::test]
-async fn a_container_that_may_open_another_gpu_is_found() {
+async fn container_that_may_open_another_gpu_is_found() {
     let machine = machine("").await;
-    let mut devices = Devices::of(&machine);
+    let mut devices = DeviceCgroups::v1(&machine);
     let pod = machine.admit("a", 8).await;
     let container = Container::as_root(&machine, &pod, "").await;
-    devices.put(&pod, container.pid());
-    not_enforced(&machine, "OtherGpus").await;
-    is_logged(&machine, "nvidia").await;
+    devices.add_process(&pod, container.pid());
+    wait_until_not_enforced(&machine, "OtherGpus").await;
+    wait_for_log(&machine, "nvidia").await;
 }
 
 #[tokio::test]
-async fn container_is_asked_when_a_program_of_v2_decides() {
+async fn container_is_attested_when_cgroup_v2_decides() {
     let machine = machine("").await;
-    let mut devices = Devices::of_v2(&machine);
+    let mut devices = DeviceCgroups::v2(&machine);
     let (held, open) = (
         machine.admit("held", 8).await,
         machine.admit("open", 8).await,
     );
     let in_held = Container::as_root(&machine, &held, "").await;
-    devices.deny(&held);
-    devices.put(&held, in_held.pid());
+    devices.deny_gpus(&held);
+    devices.add_process(&held, in_held.pid());
     let in_open = Container::as_root(&machine, &open, "").await;
-    devices.put(&open, in_open.pid());
+    devices.add_process(&open, in_open.pid());
     let found = "pod=\"open\" reason=\"OtherGpus\"";
-    until(&machine, "bursar_container_enforced", found, 0).await;
+    wait_for_value(&machine, "bursar_container_enforced", found, 0).await;
     let enforced = "pod=\"held\" reason=\"\"";
-    until(&machine, "bursar_container_enforced", enforced, 1).await;
+    wait_for_value(&machine, "bursar_container_enforced", enforced, 1).await;
 }
 
 #[tokio::test]
-async fn a_container_that_cannot_be_asked_is_told_as_not_attested() {
+async fn container_is_reported_unattested_when_probe_fails() {
     let machine = machine("").await;
     let pod = machine.admit("a", 8).await;
     // Its cgroup is a plain folder.
     let _container = Container::as_root(&machine, &pod, "").await;
-    not_enforced(&machine, "NotAttested").await;
+    wait_until_not_enforced(&machine, "NotAttested").await;
 }
 
 #[tokio::test]
-async fn a_container_that_may_change_its_time_slice_is_told_and_served() {
+async fn container_that_may_change_its_timeslice_is_reported() {
     let machine = machine("policy = \"kill\"\nkill-after = 1").await;
-    let mut devices = Devices::of(&machine);
+    let mut devices = DeviceCgroups::v1(&machine);
     let pod = machine.admit("a", 8).await;
     let mut container = Container::as_root(&machine, &pod, ",+sys_nice").await;
-    devices.adopt(&machine, &pod, &container);
-    not_enforced(&machine, "SysNice").await;
+    devices.add_container(&machine, &pod, &container);
+    wait_until_not_enforced(&machine, "SysNice").await;
     container.ok("open libcuda.so.1");
     container.ok(&format!("alloc {GIB}"));
     let audits = "bursar_agent_audit_seconds_count";
-    let before = value(&machine, audits, "").await.unwrap();
-    until_is(&machine, audits, "", |now| now >= before + 3).await;
+    let before = metric_value(&machine, audits, "").await.unwrap();
+    wait_for_metric(&machine, audits, "", |now| now >= before + 3).await;
     assert!(container.is_alive());
-    let kills = value(&machine, "bursar_agent_audit_kills_total", "").await;
+    let kills = metric_value(&machine, "bursar_agent_audit_kills_total", "").await;
     assert_eq!(kills, Some(0));
 }

@@ -9,17 +9,17 @@ use crate::machine::Machine;
 
 const GIB: u64 = 1 << 30;
 /// The most that a finding may take.
-const SOON: Duration = Duration::from_secs(2);
+const FINDING_LIMIT: Duration = Duration::from_secs(2);
 /// Some audits.
-const A_WHILE: Duration = Duration::from_millis(3_500);
+const SEVERAL_AUDITS: Duration = Duration::from_millis(3_500);
 
 /// A pod that is admitted, with 8 GiB.
-async fn pod(machine: &Machine, name: &str) -> Pod {
+async fn admit_pod(machine: &Machine, name: &str) -> Pod {
     machine.admit(name, 8).await
 }
 
 /// The value of a metric's series that has each of `labels`, which a space divides; none where there is none.
-pub(crate) async fn value(machine: &Machine, name: &str, labels: &str) -> Option<i64> {
+pub(crate) async fn metric_value(machine: &Machine, name: &str, labels: &str) -> Option<i64> {
     let (_, text) = machine.get("/metrics").await;
     let line = text.lines().find(|line| {
         let named = line.strip_prefix(name);
@@ -31,7 +31,7 @@ pub(crate) async fn value(machine: &Machine, name: &str, labels: &str) -> Option
 }
 
 /// Waits until a metric is as wanted; how long that took.
-pub(crate) async fn until_is(
+pub(crate) async fn wait_for_metric(
     machine: &Machine,
     name: &str,
     labels: &str,
@@ -39,7 +39,7 @@ pub(crate) async fn until_is(
 ) -> Duration {
     let begun = Instant::now();
     loop {
-        let now = value(machine, name, labels).await;
+        let now = metric_value(machine, name, labels).await;
         if now.is_some_and(&wanted) {
             return begun.elapsed();
         }
@@ -50,55 +50,61 @@ pub(crate) async fn until_is(
 }
 
 /// Waits until a metric has the value; how long that took.
-pub(crate) async fn until(machine: &Machine, name: &str, labels: &str, wanted: i64) -> Duration {
-    until_is(machine, name, labels, |now| now == wanted).await
+pub(crate) async fn wait_for_value(
+    machine: &Machine,
+    name: &str,
+    labels: &str,
+    wanted: i64,
+) -> Duration {
+    wait_for_metric(machine, name, labels, |now| now == wanted).await
 }
 
-pub(crate) async fn findings(machine: &Machine, kind: &str) -> i64 {
+pub(crate) async fn count_findings(machine: &Machine, kind: &str) -> i64 {
     let labels = format!("finding=\"{kind}\"");
-    value(machine, "bursar_agent_findings_total", &labels)
+    metric_value(machine, "bursar_agent_findings_total", &labels)
         .await
         .unwrap_or(0)
 }
 
-pub(crate) async fn not_enforced(machine: &Machine, reason: &str) -> Duration {
+pub(crate) async fn wait_until_not_enforced(machine: &Machine, reason: &str) -> Duration {
     let labels = format!("reason=\"{reason}\"");
-    until(machine, "bursar_container_enforced", &labels, 0).await
+    wait_for_value(machine, "bursar_container_enforced", &labels, 0).await
 }
 
 /// The agent's log says `what` soon: the metrics are set before it does.
-pub(crate) async fn is_logged(machine: &Machine, what: &str) {
+pub(crate) async fn wait_for_log(machine: &Machine, what: &str) {
     crate::common::eventually(what, || machine.log().contains(what)).await;
 }
 
 #[tokio::test]
-async fn an_honest_container_is_enforced_and_no_finding_and_its_figures_are_shown() {
-    in_time(SOON, async || {
+async fn honest_container_is_enforced_and_its_usage_is_shown() {
+    in_time(FINDING_LIMIT, async || {
         let machine = machine("").await;
-        let pod = pod(&machine, "a").await;
+        let pod = admit_pod(&machine, "a").await;
         let mut honest = Container::start(&machine, &pod, PLAIN).await;
         honest.ok("open libcuda.so.1");
         honest.ok(&format!("alloc {}", 5 * GIB));
-        let enforced = until(&machine, "bursar_container_enforced", r#"reason="""#, 1).await;
+        let enforced =
+            wait_for_value(&machine, "bursar_container_enforced", r#"reason="""#, 1).await;
         assert_eq!(honest.call(&format!("alloc {}", 4 * GIB)), "err 2");
         let of =
             |amount: &str| format!(r#"pod="a",container="main",account="GPU- amount="{amount}""#);
         // Its context may be charged as well.
         let memory = "bursar_container_memory_bytes";
-        until_is(&machine, memory, &of("used"), |used| {
+        wait_for_metric(&machine, memory, &of("used"), |used| {
             used >= (5 * GIB) as i64
         })
         .await;
-        until(
+        wait_for_value(
             &machine,
             "bursar_container_memory_bytes",
             &of("quota"),
             (8 * GIB) as i64,
         )
         .await;
-        until(&machine, "bursar_container_denied_total", "cuMemAlloc", 1).await;
-        until(&machine, "bursar_gpu_residual_bytes", "0001", 0).await;
-        tokio::time::sleep(A_WHILE).await;
+        wait_for_value(&machine, "bursar_container_denied_total", "cuMemAlloc", 1).await;
+        wait_for_value(&machine, "bursar_gpu_residual_bytes", "0001", 0).await;
+        tokio::time::sleep(SEVERAL_AUDITS).await;
         for kind in [
             "over-quota",
             "intruder",
@@ -106,13 +112,13 @@ async fn an_honest_container_is_enforced_and_no_finding_and_its_figures_are_show
             "holder",
             "unaccounted",
         ] {
-            assert_eq!(findings(&machine, kind).await, 0, "{kind}");
+            assert_eq!(count_findings(&machine, kind).await, 0, "{kind}");
         }
         assert_eq!(
-            value(&machine, "bursar_gpu_audit_stale", "0001").await,
+            metric_value(&machine, "bursar_gpu_audit_stale", "0001").await,
             Some(0)
         );
-        let count = value(&machine, "bursar_agent_audit_seconds_count", "")
+        let count = metric_value(&machine, "bursar_agent_audit_seconds_count", "")
             .await
             .unwrap();
         let (_, text) = machine.get("/metrics").await;
@@ -126,15 +132,14 @@ async fn an_honest_container_is_enforced_and_no_finding_and_its_figures_are_show
 }
 
 #[tokio::test]
-async fn a_program_that_opens_the_real_driver_is_found_its_memory_is_granted_to_nobody_and_it_lives()
- {
-    in_time(SOON, async || {
+async fn program_on_the_real_driver_is_found_and_not_killed() {
+    in_time(FINDING_LIMIT, async || {
         let machine = machine("").await;
-        let pod = pod(&machine, "a").await;
+        let pod = admit_pod(&machine, "a").await;
         let mut bypass = Container::start(&machine, &pod, PLAIN).await;
         bypass.ok("open /opt/bursar/drv/cuda.so.1");
         bypass.ok(&format!("alloc {}", 6 * GIB));
-        let intruder = until(&machine, "bursar_agent_findings_total", "intruder", 1).await;
+        let intruder = wait_for_value(&machine, "bursar_agent_findings_total", "intruder", 1).await;
         let mut honest = Container::start(&machine, &pod, PLAIN).await;
         honest.ok("open libcuda.so.1");
         assert_eq!(
@@ -143,33 +148,36 @@ async fn a_program_that_opens_the_real_driver_is_found_its_memory_is_granted_to_
             "the container has it already"
         );
         bypass.ok(&format!("alloc {}", 5 * GIB));
-        let over = until(&machine, "bursar_agent_findings_total", "over-quota", 1).await;
-        tokio::time::sleep(A_WHILE).await;
+        let over = wait_for_value(&machine, "bursar_agent_findings_total", "over-quota", 1).await;
+        tokio::time::sleep(SEVERAL_AUDITS).await;
         assert!(bypass.is_alive(), "the policy is to report");
-        assert_eq!(findings(&machine, "intruder").await, 1, "told once");
+        assert_eq!(count_findings(&machine, "intruder").await, 1, "told once");
         intruder.max(over)
     })
     .await;
 }
 
 #[tokio::test]
-async fn memory_taken_by_a_function_of_a_private_table_of_the_driver_is_found() {
-    in_time(SOON, async || {
+async fn memory_taken_by_a_private_driver_table_is_found() {
+    in_time(FINDING_LIMIT, async || {
         let machine = machine("").await;
-        let pod = pod(&machine, "a").await;
+        let pod = admit_pod(&machine, "a").await;
         let mut program = Container::start(&machine, &pod, PLAIN).await;
         program.ok("open libcuda.so.1");
         program.ok(&format!("alloc {GIB}"));
         program.ok(&format!("table {}", 9 * GIB));
-        until(&machine, "bursar_agent_findings_total", "over-quota", 1).await
+        wait_for_value(&machine, "bursar_agent_findings_total", "over-quota", 1).await
     })
     .await;
 }
 
 #[tokio::test]
-async fn with_the_policy_kill_it_is_killed_after_three_findings_and_its_neighbours_are_not() {
+async fn kill_policy_kills_the_finding_alone_after_three_audits() {
     let machine = machine("policy = \"kill\"\nkill-after = 3").await;
-    let (mine, other) = (pod(&machine, "a").await, pod(&machine, "b").await);
+    let (mine, other) = (
+        admit_pod(&machine, "a").await,
+        admit_pod(&machine, "b").await,
+    );
     let mut honest = Container::start(&machine, &mine, PLAIN).await;
     honest.ok("open libcuda.so.1");
     honest.ok(&format!("alloc {GIB}"));
@@ -185,35 +193,35 @@ async fn with_the_policy_kill_it_is_killed_after_three_findings_and_its_neighbou
     let took = begun.elapsed();
     println!("ended after {took:?}");
     assert!(took > Duration::from_secs(1), "{took:?}");
-    until(&machine, "bursar_agent_audit_kills_total", "", 1).await;
-    tokio::time::sleep(A_WHILE).await;
+    wait_for_value(&machine, "bursar_agent_audit_kills_total", "", 1).await;
+    tokio::time::sleep(SEVERAL_AUDITS).await;
     assert!(honest.is_alive() && neighbour.is_alive());
     honest.ok(&format!("alloc {}", 6 * GIB));
 }
 
 /// Seven of eight GiB without a context, through the driver's own file.
-fn hold(program: &mut Container) {
+fn hold_without_context(program: &mut Container) {
     program.ok("raw /opt/bursar/drv/cuda.so.1");
     program.ok(&format!("export {}", 7 * GIB));
 }
 
 #[tokio::test]
-async fn who_holds_memory_without_a_context_is_found() {
-    in_time(SOON, async || {
+async fn process_that_holds_memory_without_context_is_found() {
+    in_time(FINDING_LIMIT, async || {
         let machine = machine("").await;
-        let pod = pod(&machine, "a").await;
+        let pod = admit_pod(&machine, "a").await;
         let mut honest = Container::start(&machine, &pod, PLAIN).await;
         honest.ok("open libcuda.so.1");
         honest.ok(&format!("alloc {}", 7 * GIB));
         // As if it had exported what the driver lists for it.
         honest.ok(&format!("tell {}", 7 * GIB));
         let mut holder = Container::start(&machine, &pod, PLAIN).await;
-        hold(&mut holder);
-        let took = until(&machine, "bursar_agent_findings_total", "holder", 1).await;
-        is_logged(&machine, &format!("pid: {}", holder.pid())).await;
-        tokio::time::sleep(A_WHILE).await;
+        hold_without_context(&mut holder);
+        let took = wait_for_value(&machine, "bursar_agent_findings_total", "holder", 1).await;
+        wait_for_log(&machine, &format!("pid: {}", holder.pid())).await;
+        tokio::time::sleep(SEVERAL_AUDITS).await;
         assert!(holder.is_alive(), "the policy is to report");
-        assert_eq!(findings(&machine, "holder").await, 1, "told once");
+        assert_eq!(count_findings(&machine, "holder").await, 1, "told once");
         took
     })
     .await;
@@ -222,9 +230,12 @@ async fn who_holds_memory_without_a_context_is_found() {
 /// What honest programs do without a context beside one that holds memory so: they begin with the driver, fork a child,
 /// or export.
 #[tokio::test]
-async fn who_holds_memory_without_a_context_is_killed_and_nobody_beside() {
+async fn process_that_holds_memory_without_context_is_killed() {
     let machine = machine("policy = \"kill\"\nkill-after = 3").await;
-    let (mine, other) = (pod(&machine, "a").await, pod(&machine, "b").await);
+    let (mine, other) = (
+        admit_pod(&machine, "a").await,
+        admit_pod(&machine, "b").await,
+    );
     let mut launcher = Container::start(&machine, &other, PLAIN).await;
     launcher.ok("raw libcuda.so.1");
     let mut parent = Container::start(&machine, &other, PLAIN).await;
@@ -234,44 +245,44 @@ async fn who_holds_memory_without_a_context_is_killed_and_nobody_beside() {
     let child: u32 = child.strip_prefix("ok ").unwrap().parse().unwrap();
     machine.adopt(&other, child);
     let mut holder = Container::start(&machine, &mine, PLAIN).await;
-    hold(&mut holder);
+    hold_without_context(&mut holder);
     let begun = Instant::now();
     crate::common::eventually("its end", || !holder.is_alive()).await;
     let took = begun.elapsed();
     println!("ended after {took:?}");
-    tokio::time::sleep(A_WHILE).await;
+    tokio::time::sleep(SEVERAL_AUDITS).await;
     assert!(launcher.is_alive() && parent.is_alive());
     let child = rustix::process::Pid::from_raw(child.cast_signed()).unwrap();
     let alive = rustix::process::test_kill_process(child).is_ok();
     rustix::process::kill_process(child, rustix::process::Signal::KILL).unwrap();
     assert!(alive, "the forked child");
     let told = [
-        findings(&machine, "holder").await,
-        findings(&machine, "intruder").await,
+        count_findings(&machine, "holder").await,
+        count_findings(&machine, "intruder").await,
     ];
     assert_eq!(told, [1, 0]);
-    let kills = value(&machine, "bursar_agent_audit_kills_total", "").await;
+    let kills = metric_value(&machine, "bursar_agent_audit_kills_total", "").await;
     assert_eq!(kills, Some(1));
 }
 
 #[tokio::test]
-async fn a_host_process_on_a_gpu_is_named_and_never_killed() {
+async fn host_process_on_a_gpu_is_named_and_not_killed() {
     let machine = machine("policy = \"kill\"\nkill-after = 1").await;
-    let mut actor = machine.lab.actor().unwrap();
+    let mut actor = machine.lab.spawn_client().unwrap();
     machine.show(actor.pid(), "0::/system.slice/mine.service\n");
-    actor.ask("context 0").unwrap();
-    until(&machine, "bursar_agent_findings_total", "intruder", 1).await;
-    until(&machine, "bursar_gpu_intruders", "0001", 1).await;
-    tokio::time::sleep(A_WHILE).await;
-    actor.ask("context 0").unwrap();
+    actor.request("context 0").unwrap();
+    wait_for_value(&machine, "bursar_agent_findings_total", "intruder", 1).await;
+    wait_for_value(&machine, "bursar_gpu_intruders", "0001", 1).await;
+    tokio::time::sleep(SEVERAL_AUDITS).await;
+    actor.request("context 0").unwrap();
     assert_eq!(
-        value(&machine, "bursar_agent_audit_kills_total", "").await,
+        metric_value(&machine, "bursar_agent_audit_kills_total", "").await,
         Some(0)
     );
 }
 
 #[tokio::test]
-async fn a_volume_over_our_paths_is_found() {
+async fn volume_mounted_over_the_shim_is_found() {
     for (more, point) in [
         (
             "mount -t tmpfs none $ROOT/opt/bursar/lib",
@@ -283,12 +294,12 @@ async fn a_volume_over_our_paths_is_found() {
             "libcuda.so.1",
         ),
     ] {
-        in_time(SOON, async || {
+        in_time(FINDING_LIMIT, async || {
             let machine = machine("").await;
-            let pod = pod(&machine, "a").await;
+            let pod = admit_pod(&machine, "a").await;
             let _container = Container::start(&machine, &pod, Start { more, with: "" }).await;
-            let took = not_enforced(&machine, "MountedOver").await;
-            is_logged(&machine, point).await;
+            let took = wait_until_not_enforced(&machine, "MountedOver").await;
+            wait_for_log(&machine, point).await;
             took
         })
         .await;
@@ -296,44 +307,47 @@ async fn a_volume_over_our_paths_is_found() {
 }
 
 #[tokio::test]
-async fn a_copy_of_the_driver_in_the_image_is_found_when_it_is_mapped() {
-    in_time(SOON, async || {
+async fn driver_copy_in_the_image_is_found_when_mapped() {
+    in_time(FINDING_LIMIT, async || {
         let machine = machine("").await;
-        let pod = pod(&machine, "a").await;
+        let pod = admit_pod(&machine, "a").await;
         let more = "mkdir $ROOT/mine; cp $ROOT/opt/bursar/drv/cuda.so.1 $ROOT/mine/libcuda.so.9";
         let mut container = Container::start(&machine, &pod, Start { more, with: "" }).await;
-        until(&machine, "bursar_container_enforced", r#"reason="""#, 1).await;
+        wait_for_value(&machine, "bursar_container_enforced", r#"reason="""#, 1).await;
         container.ok("open /mine/libcuda.so.9");
-        not_enforced(&machine, "ForeignDriver").await
+        wait_until_not_enforced(&machine, "ForeignDriver").await
     })
     .await;
 }
 
 /// As one that waits in the kernel for a file of a server that is away.
 #[tokio::test]
-async fn a_process_that_nobody_can_look_at_hides_no_other_pod() {
+async fn unreadable_process_hides_no_other_pod() {
     let mut machine = machine("").await;
-    let (hung, other) = (pod(&machine, "a").await, pod(&machine, "b").await);
+    let (hung, other) = (
+        admit_pod(&machine, "a").await,
+        admit_pod(&machine, "b").await,
+    );
     let mut container = Container::start(&machine, &hung, PLAIN).await;
-    until(&machine, "bursar_container_enforced", r#"reason="""#, 1).await;
+    wait_for_value(&machine, "bursar_container_enforced", r#"reason="""#, 1).await;
     let maps = machine.path(&format!("proc/{}/maps", container.pid()));
     std::fs::remove_file(&maps).unwrap();
     rustix::fs::mkfifoat(rustix::fs::CWD, &maps, 0o600.into()).unwrap();
     // It changes, and the next look at it never ends.
     container.ok("open libcuda.so.1");
     let audited = r#"layer="audit""#;
-    until(&machine, "bursar_container_layer", audited, 0).await;
+    wait_for_value(&machine, "bursar_container_layer", audited, 0).await;
     let more = "mkdir $ROOT/mine; cp $ROOT/opt/bursar/drv/cuda.so.1 $ROOT/mine/libcuda.so.9";
     let mut bypass = Container::start(&machine, &other, Start { more, with: "" }).await;
     bypass.ok("open /mine/libcuda.so.9");
-    not_enforced(&machine, "ForeignDriver").await;
+    wait_until_not_enforced(&machine, "ForeignDriver").await;
     assert!(machine.stop_agent().await.success());
 }
 
 #[tokio::test]
-async fn a_program_without_its_environment_is_held_as_before() {
+async fn program_without_environment_stays_enforced() {
     let machine = machine("").await;
-    let pod = pod(&machine, "a").await;
+    let pod = admit_pod(&machine, "a").await;
     let lab = format!("env -i SIMGPU_DIR={}", machine.lab.path().display());
     let start = Start {
         more: "",
@@ -344,34 +358,34 @@ async fn a_program_without_its_environment_is_held_as_before() {
     let info = container.call("info");
     assert!(info.ends_with(&format!(" {}", 8 * GIB)), "{info}");
     assert_eq!(container.call(&format!("alloc {}", 8 * GIB + 1)), "err 2");
-    until(&machine, "bursar_container_enforced", r#"reason="""#, 1).await;
+    wait_for_value(&machine, "bursar_container_enforced", r#"reason="""#, 1).await;
 }
 
 #[tokio::test]
-async fn garbage_in_the_credit_page_is_found() {
-    in_time(SOON, async || {
+async fn tampered_credit_page_is_found() {
+    in_time(FINDING_LIMIT, async || {
         let machine = machine("").await;
-        let pod = pod(&machine, "a").await;
+        let pod = admit_pod(&machine, "a").await;
         let mut container = Container::start(&machine, &pod, PLAIN).await;
         container.ok("open libcuda.so.1");
         container.ok(&format!("alloc {GIB}"));
         container.ok("scribble");
-        until(&machine, "bursar_agent_findings_total", "forged-page", 1).await
+        wait_for_value(&machine, "bursar_agent_findings_total", "forged-page", 1).await
     })
     .await;
 }
 
 #[tokio::test]
-async fn a_credit_page_cannot_be_cut_and_a_closed_socket_frees_nothing() {
+async fn credit_page_is_sealed_and_closed_socket_frees_nothing() {
     let machine = machine("").await;
-    let pod = pod(&machine, "a").await;
+    let pod = admit_pod(&machine, "a").await;
     let mut container = Container::start(&machine, &pod, PLAIN).await;
     container.ok("open libcuda.so.1");
     container.ok(&format!("alloc {}", 5 * GIB));
     assert!(container.call("truncate").starts_with("err"));
     container.ok("close");
-    tokio::time::sleep(A_WHILE).await;
-    let used = value(
+    tokio::time::sleep(SEVERAL_AUDITS).await;
+    let used = metric_value(
         &machine,
         "bursar_container_memory_bytes",
         r#"account="GPU- amount="used""#,
@@ -380,13 +394,13 @@ async fn a_credit_page_cannot_be_cut_and_a_closed_socket_frees_nothing() {
     assert!(used >= Some((5 * GIB) as i64), "{used:?}");
     assert_eq!(container.call(&format!("alloc {}", 4 * GIB)), "err 2");
     container.ok(&format!("alloc {}", 2 * GIB));
-    assert_eq!(findings(&machine, "intruder").await, 0);
+    assert_eq!(count_findings(&machine, "intruder").await, 0);
 }
 
 #[tokio::test]
-async fn after_a_restart_without_records_what_silent_processes_have_is_granted_to_nobody() {
+async fn memory_of_silent_processes_stays_withheld_after_restart() {
     let mut machine = machine("").await;
-    let pod = pod(&machine, "a").await;
+    let pod = admit_pod(&machine, "a").await;
     let mut silent = Container::start(&machine, &pod, PLAIN).await;
     silent.ok("open libcuda.so.1");
     silent.ok(&format!("alloc {}", 6 * GIB));
@@ -395,18 +409,18 @@ async fn after_a_restart_without_records_what_silent_processes_have_is_granted_t
     machine.come_back().await;
     let outside = r#"account="GPU- amount="outside""#;
     let memory = "bursar_container_memory_bytes";
-    until_is(&machine, memory, outside, |bytes| bytes >= (6 * GIB) as i64).await;
+    wait_for_metric(&machine, memory, outside, |bytes| bytes >= (6 * GIB) as i64).await;
     let mut other = Container::start(&machine, &pod, PLAIN).await;
     other.ok("open libcuda.so.1");
     assert_eq!(other.call(&format!("alloc {}", 3 * GIB)), "err 2");
     assert_eq!(
-        findings(&machine, "intruder").await,
+        count_findings(&machine, "intruder").await,
         0,
         "it was there before the agent"
     );
     // More than it may without asking.
     silent.ok(&format!("alloc {}", GIB / 2));
-    until(&machine, "bursar_container_memory_bytes", outside, 0).await;
+    wait_for_value(&machine, "bursar_container_memory_bytes", outside, 0).await;
     assert_eq!(other.call(&format!("alloc {}", 3 * GIB)), "err 2");
     other.ok("alloc 4096");
 }

@@ -2,13 +2,13 @@
 
 use crate::common::kubelet::Pod;
 use crate::container::{Container, PLAIN, machine};
-use crate::found::{findings, value};
+use crate::found::{count_findings, metric_value};
 use crate::machine::Machine;
 
 const GIB: u64 = 1 << 30;
 
 /// No finding of any kind, and no kill.
-async fn nobody_is_accused(machine: &Machine) {
+async fn check_no_findings(machine: &Machine) {
     for kind in [
         "over-quota",
         "intruder",
@@ -16,15 +16,15 @@ async fn nobody_is_accused(machine: &Machine) {
         "holder",
         "unaccounted",
     ] {
-        assert_eq!(findings(machine, kind).await, 0, "{kind}");
+        assert_eq!(count_findings(machine, kind).await, 0, "{kind}");
     }
-    let kills = value(machine, "bursar_agent_audit_kills_total", "").await;
+    let kills = metric_value(machine, "bursar_agent_audit_kills_total", "").await;
     assert_eq!(kills, Some(0));
 }
 
 /// A process of another pod that no look comes back from: each audit waits for it, between the driver's list and the
 /// ledger's books, for as long as attestation may take.
-async fn slow_audits(machine: &Machine) -> (Pod, Container) {
+async fn start_unreadable_process(machine: &Machine) -> (Pod, Container) {
     let pod = machine.admit("slow", 1).await;
     let container = Container::start(machine, &pod, PLAIN).await;
     let maps = machine.path(&format!("proc/{}/maps", container.pid()));
@@ -33,9 +33,9 @@ async fn slow_audits(machine: &Machine) -> (Pod, Container) {
     (pod, container)
 }
 
-async fn crash_loops(loops: u32) {
+async fn run_crash_loops(loops: u32) {
     let machine = machine("policy = \"kill\"\nkill-after = 1").await;
-    let _slow = slow_audits(&machine).await;
+    let _slow = start_unreadable_process(&machine).await;
     let pod = machine.admit("a", 8).await;
     let mut program = Container::start(&machine, &pod, PLAIN).await;
     for number in 0..loops {
@@ -47,18 +47,18 @@ async fn crash_loops(loops: u32) {
         program.ok("crash");
         std::fs::remove_dir_all(machine.path(&format!("proc/{child}"))).unwrap();
     }
-    nobody_is_accused(&machine).await;
-    let audits = value(&machine, "bursar_agent_audit_seconds_count", "").await;
+    check_no_findings(&machine).await;
+    let audits = metric_value(&machine, "bursar_agent_audit_seconds_count", "").await;
     println!("{loops} crash loops, {audits:?} audits");
 }
 
 #[tokio::test]
-async fn a_crash_looping_program_is_never_accused() {
-    crash_loops(60).await;
+async fn crash_looping_program_causes_no_finding() {
+    run_crash_loops(60).await;
 }
 
 #[tokio::test]
 #[ignore = "ten minutes"]
-async fn a_program_that_crashes_a_thousand_times_is_never_accused() {
-    crash_loops(1_000).await;
+async fn program_crashing_a_thousand_times_causes_no_finding() {
+    run_crash_loops(1_000).await;
 }

@@ -3,15 +3,15 @@
 use std::time::{Duration, Instant};
 
 use crate::container::{Container, PLAIN, machine};
-use crate::found::{findings, not_enforced, value};
+use crate::found::{count_findings, metric_value, wait_until_not_enforced};
 use crate::machine::Machine;
 
 const GIB: u64 = 1 << 30;
 /// What the agent may take beyond what it had, in KiB.
-const MOST_MORE: u64 = 64 << 10;
+const MAX_GROWTH_KIB: u64 = 64 << 10;
 
 /// The agent's resident memory in KiB, now or at its most.
-fn resident(machine: &Machine, field: &str) -> u64 {
+fn resident_kib(machine: &Machine, field: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", machine.agent_pid()));
     let status = status.unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix(field));
@@ -20,7 +20,7 @@ fn resident(machine: &Machine, field: &str) -> u64 {
 }
 
 /// How long a program's requests take while `during` lasts, sorted.
-async fn requests(program: &mut Container, during: Duration) -> Vec<Duration> {
+async fn time_requests(program: &mut Container, during: Duration) -> Vec<Duration> {
     let (begun, mut took) = (Instant::now(), Vec::new());
     while begun.elapsed() < during {
         let asked = Instant::now();
@@ -33,7 +33,7 @@ async fn requests(program: &mut Container, during: Duration) -> Vec<Duration> {
 }
 
 #[tokio::test]
-async fn mappings_and_environments_of_any_size_cost_bounded_memory() {
+async fn attestation_memory_is_bounded_for_huge_processes() {
     let machine = machine("").await;
     let neighbour = machine.admit("neighbour", 8).await;
     let mut honest = Container::start(&machine, &neighbour, PLAIN).await;
@@ -49,7 +49,7 @@ async fn mappings_and_environments_of_any_size_cost_bounded_memory() {
         hostile.push((container, folders));
     }
     tokio::time::sleep(Duration::from_secs(3)).await;
-    let before = resident(&machine, "VmRSS:");
+    let before = resident_kib(&machine, "VmRSS:");
     for (container, folders) in &mut hostile {
         // The program reads words of up to 511 characters: it goes there by links.
         let link = format!("/proc/{}/root/l", container.pid());
@@ -57,9 +57,9 @@ async fn mappings_and_environments_of_any_size_cost_bounded_memory() {
         container.ok("map 65000 /l/libcuda.so.1");
     }
     let begun = Instant::now();
-    not_enforced(&machine, "NotAttested").await;
+    wait_until_not_enforced(&machine, "NotAttested").await;
     println!("told after {:?}", begun.elapsed());
-    let took = requests(&mut honest, Duration::from_secs(20)).await;
+    let took = time_requests(&mut honest, Duration::from_secs(20)).await;
     let at = |part: usize| took[(took.len() - 1) * part / 100];
     println!(
         "a neighbour's requests: {} median {:?} p99 {:?}",
@@ -67,14 +67,17 @@ async fn mappings_and_environments_of_any_size_cost_bounded_memory() {
         at(50),
         at(99)
     );
-    let (now, most) = (resident(&machine, "VmRSS:"), resident(&machine, "VmHWM:"));
+    let (now, most) = (
+        resident_kib(&machine, "VmRSS:"),
+        resident_kib(&machine, "VmHWM:"),
+    );
     println!("resident: {before} KiB before, {now} now, {most} at most");
-    assert!(most < before + MOST_MORE, "{before} {most}");
+    assert!(most < before + MAX_GROWTH_KIB, "{before} {most}");
     assert!(at(99) < Duration::from_millis(100), "{:?}", at(99));
-    assert_eq!(findings(&machine, "intruder").await, 0);
-    let count = value(&machine, "bursar_agent_audit_seconds_count", "").await;
+    assert_eq!(count_findings(&machine, "intruder").await, 0);
+    let count = metric_value(&machine, "bursar_agent_audit_seconds_count", "").await;
     println!("{count:?} audits");
     let labels = "pod=\"neighbour\" reason=\"\"";
-    let neighbour = value(&machine, "bursar_container_enforced", labels).await;
+    let neighbour = metric_value(&machine, "bursar_container_enforced", labels).await;
     assert_eq!(neighbour, Some(1));
 }

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use crate::common::in_time;
 use crate::container::{Container, PLAIN, machine};
-use crate::found::{until, value};
+use crate::found::{metric_value, wait_for_value};
 use crate::machine::Machine;
 
 /// How long the agent may take to act on what it was told.
-const SOON: Duration = Duration::from_secs(2);
+const KILL_LIMIT: Duration = Duration::from_secs(2);
 /// How long it waits for a report of what the kernel's log says.
 const GRACE: Duration = Duration::from_secs(5);
 
@@ -18,7 +18,7 @@ const GRACE: Duration = Duration::from_secs(5);
 const POISONED: &str = "bursar_agent_poisoned_contexts_total";
 
 /// How long the program lives on after `begun`.
-async fn until_killed(program: &mut Container, begun: Instant) -> Duration {
+async fn wait_until_killed(program: &mut Container, begun: Instant) -> Duration {
     while program.is_alive() {
         assert!(begun.elapsed() < Duration::from_secs(20), "it lives on");
         tokio::time::sleep(Duration::from_millis(10)).await;
@@ -27,25 +27,25 @@ async fn until_killed(program: &mut Container, begun: Instant) -> Duration {
 }
 
 #[tokio::test]
-async fn a_program_that_reports_its_fault_gets_its_error_and_its_container_is_killed() {
-    in_time(SOON, async || {
+async fn reported_fault_returns_the_error_and_kills_the_container() {
+    in_time(KILL_LIMIT, async || {
         let machine = machine("").await;
         let pod = machine.admit("a", 8).await;
         let mut program = Container::start(&machine, &pod, PLAIN).await;
         program.ok("open libcuda.so.1");
         program.ok("fault");
         assert_eq!(program.call("sync"), "err 700");
-        let took = until_killed(&mut program, Instant::now()).await;
+        let took = wait_until_killed(&mut program, Instant::now()).await;
         let restart = r#"cause="cuda-700" action="restart""#;
-        until(&machine, POISONED, restart, 1).await;
+        wait_for_value(&machine, POISONED, restart, 1).await;
         took
     })
     .await;
 }
 
 #[tokio::test]
-async fn a_program_that_never_asks_the_driver_again_is_known_from_the_kernels_log() {
-    in_time(GRACE + SOON, async || {
+async fn fault_of_a_silent_program_is_found_in_the_kernel_log() {
+    in_time(GRACE + KILL_LIMIT, async || {
         let machine = machine("").await;
         let pod = machine.admit("a", 8).await;
         let neighbour = machine.admit("b", 4).await;
@@ -55,10 +55,10 @@ async fn a_program_that_never_asks_the_driver_again_is_known_from_the_kernels_lo
         program.ok("open libcuda.so.1");
         let begun = Instant::now();
         program.ok("fault");
-        let took = until_killed(&mut program, begun).await;
-        assert!(took > GRACE - SOON, "{took:?}");
+        let took = wait_until_killed(&mut program, begun).await;
+        assert!(took > GRACE - KILL_LIMIT, "{took:?}");
         let fence = r#"cause="xid-31" action="fence""#;
-        until(&machine, POISONED, fence, 1).await;
+        wait_for_value(&machine, POISONED, fence, 1).await;
         other.ok("alloc 4096");
         other.ok("sync");
         took
@@ -76,7 +76,7 @@ fn log_record(machine: &Machine, facility_and_level: u32, text: &str) {
 }
 
 #[tokio::test]
-async fn a_kernel_log_record_that_the_driver_did_not_write_fences_nobody() {
+async fn foreign_kernel_log_record_fences_no_process() {
     let machine = machine("").await;
     let pod = machine.admit("a", 8).await;
     let mut victim = Container::start(&machine, &pod, PLAIN).await;
@@ -97,9 +97,9 @@ async fn a_kernel_log_record_that_the_driver_did_not_write_fences_nobody() {
         log_record(&machine, 6, &xid(gpu));
     }
     log_record(&machine, 6, &xid("PCI:0000:ff:1f"));
-    tokio::time::sleep(GRACE + SOON).await;
+    tokio::time::sleep(GRACE + KILL_LIMIT).await;
     assert!(victim.is_alive());
     victim.ok("alloc 4096");
     let fence = r#"cause="xid-31" action="fence""#;
-    assert_eq!(value(&machine, POISONED, fence).await, None);
+    assert_eq!(metric_value(&machine, POISONED, fence).await, None);
 }

@@ -5,14 +5,15 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use bursar_device_plugin::kubelet::device_checkpoint::DeviceCheckpoint;
-use bursar_device_plugin::kubelet::devices::{Devices, TokenHealth};
+use bursar_device_plugin::kubelet::devices::{DeviceHealth, Devices};
 use bursar_device_plugin::kubelet::lifecycle::{Lifecycle, Registration};
-use bursar_device_plugin::kubelet::plugin::{Allocator, NotBooked, NotBound};
-use bursar_device_plugin::kubelet::server::Service;
+use bursar_device_plugin::kubelet::plugin::{AllocateError, Allocator, PrepareError};
+use bursar_device_plugin::kubelet::server::PluginService;
 use bursar_device_plugin::ledger::{
-    Answer, Binding, Gpu, Health, Ledger, Moment, Priority, Shape, Start, Ticket,
+    BindOutcome, BindRequest, Binding, BootTime, Gpu, GpuSpread, Health, Ledger, Priority,
+    WaitHandle,
 };
-use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenSet};
+use bursar_device_plugin::units::{AllocationId, DeviceIdSet, PodUid, Quanta, Quantum, Resource};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -36,9 +37,9 @@ pub fn ledger(gpus: &[u32]) -> Ledger {
 pub fn devices(healthy: usize, all: usize) -> Devices {
     let health = |i| {
         if i < healthy {
-            TokenHealth::Healthy
+            DeviceHealth::Healthy
         } else {
-            TokenHealth::Unhealthy
+            DeviceHealth::Unhealthy
         }
     };
     Devices::new(Resource::DeviceMemory, (0..all).map(health).collect()).unwrap()
@@ -123,7 +124,7 @@ impl LedgerAllocator {
 
     /// The pod's cgroup is gone.
     pub fn pod_gone(&self, uid: &str) {
-        self.state().ledger.pod_gone(&uid.parse().unwrap());
+        self.state().ledger.release_pod(&uid.parse().unwrap());
         self.changed.notify_waiters();
     }
 
@@ -131,55 +132,55 @@ impl LedgerAllocator {
         self.state.lock().unwrap()
     }
 
-    fn now(&self) -> Moment {
-        Moment(self.start.elapsed().as_millis() as u64)
+    fn now(&self) -> BootTime {
+        BootTime(self.start.elapsed().as_millis() as u64)
     }
 
     /// The pod that holds these tokens: by the newest booking.
-    fn holder(&self, resource: Resource, tokens: &TokenSet) -> Option<PodUid> {
+    fn holder(&self, resource: Resource, tokens: &DeviceIdSet) -> Option<PodUid> {
         let names = [(Resource::DeviceMemory, GPU.to_owned())];
         let checkpoint = DeviceCheckpoint::read(&self.dir, &names).ok()?;
         let booked = &self.state().booked;
         let age = |id: AllocationId| booked.iter().position(|booked| *booked == id);
         let newest = checkpoint
-            .holders(resource, tokens)
+            .entries_with(resource, tokens)
             .max_by_key(|held| age(held.allocation));
         newest.map(|held| held.pod.clone())
     }
 
     /// The tokens of all containers of a pod.
-    fn containers(&self, pod: &PodUid) -> Vec<TokenSet> {
+    fn containers(&self, pod: &PodUid) -> Vec<DeviceIdSet> {
         let names = [(Resource::DeviceMemory, GPU.to_owned())];
         let checkpoint = DeviceCheckpoint::read(&self.dir, &names).unwrap_or_default();
-        let held = checkpoint.held.into_iter();
+        let held = checkpoint.entries.into_iter();
         held.filter(|held| held.pod == *pod)
             .map(|held| held.tokens)
             .collect()
     }
 
-    fn begin(&self, resource: Resource, tokens: &TokenSet) -> Result<Answer, NotBound> {
-        let not_booked = || NotBound::NotBooked {
+    fn begin(&self, resource: Resource, tokens: &DeviceIdSet) -> Result<BindOutcome, PrepareError> {
+        let not_booked = || PrepareError::NotAllocated {
             resource,
             tokens: tokens.clone(),
         };
         let pod = self.holder(resource, tokens).ok_or_else(not_booked)?;
-        let start = Start {
+        let start = BindRequest {
             resource,
-            tokens: tokens.clone(),
+            device_ids: tokens.clone(),
             containers: self.containers(&pod),
             pod,
-            shape: Shape::default(),
+            spread: GpuSpread::default(),
             priority: Priority::default(),
         };
         let started = self
             .state()
             .ledger
-            .start(start, self.now())
+            .bind(start, self.now())
             .map_err(|_| not_booked())?;
-        Ok(started.answer)
+        Ok(started.outcome)
     }
 
-    async fn wait_for(&self, ticket: Ticket) {
+    async fn wait_for(&self, ticket: WaitHandle) {
         loop {
             let changed = self.changed.notified();
             let bound = self.state().ledger.advance(self.now());
@@ -199,23 +200,27 @@ impl LedgerAllocator {
 }
 
 impl Allocator for LedgerAllocator {
-    async fn book(&self, resource: Resource, tokens: TokenSet) -> Result<AllocationId, NotBooked> {
+    async fn allocate(
+        &self,
+        resource: Resource,
+        tokens: DeviceIdSet,
+    ) -> Result<AllocationId, AllocateError> {
         let (id, now) = (AllocationId::from_bits(rand::random()), self.now());
         let mut state = self.state();
-        state.ledger.book(id, resource, tokens, now);
+        state.ledger.add_pending(id, resource, tokens, now);
         state.booked.push(id);
         Ok(id)
     }
 
-    async fn bind(&self, resource: Resource, tokens: TokenSet) -> Result<(), NotBound> {
-        let Answer::Wait(ticket, reason) = self.begin(resource, &tokens)? else {
+    async fn prepare(&self, resource: Resource, tokens: DeviceIdSet) -> Result<(), PrepareError> {
+        let BindOutcome::Queued(ticket, reason) = self.begin(resource, &tokens)? else {
             return Ok(());
         };
         match tokio::time::timeout(self.patience, self.wait_for(ticket)).await {
             Ok(()) => Ok(()),
             Err(_) => {
                 self.state().ledger.stop_waiting(ticket, self.now());
-                Err(NotBound::NoRoom(reason.to_string()))
+                Err(PrepareError::NoRoom(reason.to_string()))
             }
         }
     }
@@ -244,7 +249,7 @@ impl Agent {
         let runtime = threads.worker_threads(1).enable_all().build().unwrap();
         let allocator = Arc::new(LedgerAllocator::new(dir, ledger, patience));
         let (devices, shown) = watch::channel(tokens);
-        let service = Service {
+        let service = PluginService {
             resource: Resource::DeviceMemory,
             allocator: Arc::clone(&allocator),
             devices: shown,

@@ -5,7 +5,7 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use bursar_sim_lab::Lab;
+use bursar_sim_lab::SimMachine;
 
 use super::agent::{GPU, config};
 use super::kubelet::{Call, FakeKubelet, Pod};
@@ -18,7 +18,7 @@ pub struct Node {
     pub kubelet: FakeKubelet,
     pub agent: Child,
     cgroups: PathBuf,
-    _lab: Lab,
+    _lab: SimMachine,
     _root: tempfile::TempDir,
 }
 
@@ -38,11 +38,11 @@ impl Node {
     pub async fn new(
         count: usize,
         quanta: usize,
-        agent: impl FnOnce(&Lab, &Path) -> Command,
+        agent: impl FnOnce(&SimMachine, &Path) -> Command,
     ) -> Outcome<Self> {
         // As on a node, where the agent's run folder and the CDI folder are on a tmpfs.
         let root = tempfile::tempdir_in("/dev/shm")?;
-        let lab = Lab::new(&gpus(count, quanta))?;
+        let lab = SimMachine::new(&gpus(count, quanta))?;
         let cgroups = root.path().join("cgroup/kubepods");
         for dir in ["cgroup/kubepods", "state", "run", "cdi", "shim"] {
             std::fs::create_dir_all(root.path().join(dir))?;
@@ -70,7 +70,11 @@ impl Node {
     }
 
     /// The command of the agent's program.
-    pub fn program(lab: &Lab, program: impl AsRef<std::ffi::OsStr>, config: &Path) -> Command {
+    pub fn program(
+        lab: &SimMachine,
+        program: impl AsRef<std::ffi::OsStr>,
+        config: &Path,
+    ) -> Command {
         let mut command = lab.command(program);
         command
             .args(["--node-name", "bench", "--log", "error", "--config"])

@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use bursar_device_plugin::kubelet::device_checkpoint::DeviceCheckpoint;
 use bursar_device_plugin::node::cdi::CdiDir;
-use bursar_device_plugin::sessions::{Cgroups, DriverCharges, Look, Served, Sessions};
+use bursar_device_plugin::sessions::{
+    CgroupResolver, GpuMemorySample, MemorySampler, SessionSpec, Sessions,
+};
 use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, Resource};
 use bursar_protocol::units::Units;
 
@@ -13,7 +15,7 @@ use crate::search;
 
 /// What the kubelet's checkpoint says is counted entry by entry, and each that is believed has tokens.
 #[test]
-fn device_checkpoints_are_believed_in_whole_entries() {
+fn device_checkpoint_is_parsed_by_whole_entries() {
     let names = [(
         Resource::DeviceMemory,
         "bursar.dev/gpu-memory-gib".to_owned(),
@@ -25,11 +27,11 @@ fn device_checkpoints_are_believed_in_whole_entries() {
         // What is passed over may be no text.
         if let Ok(file) = serde_json::from_slice::<serde_json::Value>(bytes) {
             let entries = file["Data"]["PodDeviceEntries"].as_array();
-            let ours = checkpoint.held.len() + checkpoint.skipped;
+            let ours = checkpoint.entries.len() + checkpoint.skipped;
             assert!(ours <= entries.map_or(0, Vec::len));
         }
-        for held in &checkpoint.held {
-            let mut holders = checkpoint.holders(held.resource, &held.tokens);
+        for held in &checkpoint.entries {
+            let mut holders = checkpoint.entries_with(held.resource, &held.tokens);
             assert!(holders.any(|holder| holder == held));
         }
     });
@@ -37,30 +39,30 @@ fn device_checkpoints_are_believed_in_whole_entries() {
 
 /// A CDI file is the binding of the allocation that it is named after, or malformed.
 #[test]
-fn cdi_files_are_bindings_of_their_names_or_malformed() {
+fn cdi_file_is_a_binding_of_its_name_or_malformed() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("bursar.dev-gpu-0000000000000007.json");
     search("cdi", |bytes| {
         std::fs::write(&file, bytes).unwrap();
         let listed = CdiDir::new(folder.path().to_owned()).list().unwrap();
-        assert_eq!(listed.bindings.len() + listed.unread.len(), 1);
+        assert_eq!(listed.bindings.len() + listed.unreadable.len(), 1);
         for binding in listed.bindings {
             assert_eq!(binding.allocation, AllocationId::from_bits(7));
         }
     });
 }
 
-struct NothingCharged;
+struct EmptySampler;
 
-impl DriverCharges for NothingCharged {
-    fn look(&self, _gpu: &GpuUuid) -> Option<Look> {
-        Some(Look::default())
+impl MemorySampler for EmptySampler {
+    fn sample(&self, _gpu: &GpuUuid) -> Option<GpuMemorySample> {
+        Some(GpuMemorySample::default())
     }
 }
 
 /// An agent that finds a record of any content serves the container, counts no more than a word can, and goes on.
 #[test]
-fn session_records_of_any_content_are_served() {
+fn session_record_of_any_content_is_served() {
     let folder = tempfile::tempdir().unwrap();
     let record = folder.path().join("sessions/0000000000000007.json");
     std::fs::create_dir_all(folder.path().join("sessions")).unwrap();
@@ -68,7 +70,7 @@ fn session_records_of_any_content_are_served() {
         .enable_all()
         .build()
         .unwrap();
-    let served = Served {
+    let served = SessionSpec {
         allocation: AllocationId::from_bits(7),
         pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
         tokens: None,
@@ -81,15 +83,15 @@ fn session_records_of_any_content_are_served() {
         std::fs::write(&record, bytes).unwrap();
         runtime.block_on(async {
             let run_dir = folder.path().to_owned();
-            let membership = Arc::new(Cgroups::new("/proc".into()));
-            let sessions = Sessions::new(run_dir, Arc::new(NothingCharged), membership);
+            let membership = Arc::new(CgroupResolver::new("/proc".into()));
+            let sessions = Sessions::new(run_dir, Arc::new(EmptySampler), membership);
             sessions.serve(served.clone()).await.unwrap();
-            for usage in sessions.usage() {
+            for usage in sessions.account_usage() {
                 assert!(usage.granted.0 <= Units::MAX.bytes(), "{usage:?}");
-                assert!(usage.retired.0 <= Units::MAX.bytes(), "{usage:?}");
+                assert!(usage.exited.0 <= Units::MAX.bytes(), "{usage:?}");
             }
-            sessions.books();
-            sessions.end(&served.allocation).await.unwrap();
+            sessions.container_usage();
+            sessions.remove(&served.allocation).await.unwrap();
         });
     });
 }

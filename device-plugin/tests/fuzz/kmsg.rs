@@ -1,12 +1,12 @@
 //! Records of the kernel's log.
 
-use bursar_device_plugin::enforcement::faults::kmsg::{Named, parse};
+use bursar_device_plugin::enforcement::faults::kmsg::{XidLine, parse};
 
 use crate::search_text;
 
 /// Only a record of the kernel's that begins with the driver's words names a process, and nothing behind the pid counts.
 #[test]
-fn kernel_log_record_decides_by_its_beginning_alone() {
+fn kernel_log_record_is_classified_by_its_start() {
     search_text("kmsg", |text| {
         let Some((named, micros)) = parse(text) else {
             return;
@@ -26,7 +26,7 @@ fn kernel_log_record_decides_by_its_beginning_alone() {
         let digits = rest.find(|letter: char| !letter.is_ascii_digit());
         let pid = &rest[..digits.unwrap_or(rest.len())];
         assert_eq!(pid.parse(), Ok(named.pid), "{text}");
-        let Named { gpu, xid, pid } = named;
+        let XidLine { gpu, xid, pid } = named;
         let alone = format!("{header};NVRM: Xid (PCI:{gpu}): {xid}, pid={pid}, name=x");
         assert_eq!(parse(&alone), Some((named, micros)));
         for before in ["x", " ", "6,1,1,-;", "NVRM: Xid (PCI:[6895]: segfault in "] {

@@ -2,20 +2,20 @@
 
 use std::path::Path;
 
-use bursar_device_plugin::enforcement::attestation::maps::Files;
-use bursar_device_plugin::enforcement::attestation::mounts::Mounts;
-use bursar_device_plugin::procfs::{Owner, Stat, bounding_capabilities};
+use bursar_device_plugin::enforcement::attestation::maps::DriverFiles;
+use bursar_device_plugin::enforcement::attestation::mounts::MountTable;
+use bursar_device_plugin::procfs::{ProcessOwner, Stat, bounding_capabilities};
 
 use crate::search_text;
 
 /// Each file found stands at the end of a line, and no line hides one of another.
 #[test]
-fn memory_map_lines_are_told_apart() {
+fn memory_map_lines_are_distinguished() {
     search_text("maps", |text| {
         let found = |text: &str| {
-            let mut files = Files::default();
-            text.lines().for_each(|line| files.see(line));
-            files.all().cloned().unwrap_or_default()
+            let mut files = DriverFiles::default();
+            text.lines().for_each(|line| files.add_line(line));
+            files.get().cloned().unwrap_or_default()
         };
         let all = found(text);
         for file in &all {
@@ -28,13 +28,13 @@ fn memory_map_lines_are_told_apart() {
 
 /// A mount table of any content leads every path somewhere or nowhere, in a bounded number of steps.
 #[test]
-fn mount_tables_end_every_walk() {
+fn mount_table_walk_always_ends() {
     search_text("mountinfo", |text| {
-        let mut mounts = Mounts::default();
-        text.lines().for_each(|line| mounts.see(line));
+        let mut mounts = MountTable::default();
+        text.lines().for_each(|line| mounts.add_line(line));
         assert!(mounts.iter().count() <= text.lines().count());
         for path in ["/", "/opt/bursar/lib/libcuda.so.1", "/a b", "relative"] {
-            if let Some((mount, found)) = mounts.locate(Path::new(path)) {
+            if let Some((mount, found)) = mounts.resolve(Path::new(path)) {
                 assert_eq!(found.device, mount.source.device);
                 assert!(
                     found.path.starts_with(&mount.source.path),
@@ -43,14 +43,14 @@ fn mount_tables_end_every_walk() {
             }
         }
         for mount in mounts.iter() {
-            mounts.shows(mount);
+            mounts.is_visible(mount);
         }
     });
 }
 
 /// A process's name moves no field behind it.
 #[test]
-fn process_names_move_no_field_of_stat() {
+fn process_name_shifts_no_field_of_stat() {
     search_text("stat", |text| {
         let stat = Stat::parse(text);
         if let Some((_, fields)) = text.rsplit_once(')') {
@@ -58,17 +58,17 @@ fn process_names_move_no_field_of_stat() {
         }
         if let Some(stat) = stat {
             assert!(
-                text.contains(&stat.start.to_string()) || text.contains('+'),
+                text.contains(&stat.start_ticks.to_string()) || text.contains('+'),
                 "{text}"
             );
-            let _ = stat.started();
+            let _ = stat.start_time();
         }
     });
 }
 
 /// Capabilities are those of a line that begins with the field's name.
 #[test]
-fn capabilities_are_of_the_field_alone() {
+fn capabilities_come_from_their_field_alone() {
     search_text("status", |text| {
         let field = text.lines().find_map(|line| line.strip_prefix("CapBnd:"));
         let expected = field.and_then(|set| u64::from_str_radix(set.trim(), 16).ok());
@@ -78,9 +78,9 @@ fn capabilities_are_of_the_field_alone() {
 
 /// Whose a process is stands in its cgroup: a pod's name that is there, and a folder below it.
 #[test]
-fn cgroup_owners_are_named_in_the_path() {
+fn cgroup_owner_is_parsed_from_the_path() {
     search_text("cgroup", |text| {
-        if let Owner::Container { pod, cgroup } = Owner::parse(text) {
+        if let ProcessOwner::Container { pod, cgroup } = ProcessOwner::parse(text) {
             // systemd's names have no dashes.
             let plain = |text: &str| text.replace('_', "-");
             assert!(plain(text).contains(&plain(pod.as_str())), "{pod:?}");

@@ -8,7 +8,7 @@ use crate::mutate::edits;
 
 /// Nothing but what a node sealed is unsealed, and that to what was sealed.
 #[test]
-fn changed_tokens_are_never_unsealed() {
+fn changed_token_is_never_unsealed() {
     let key = |secret| NodeKey::new("node-a".to_owned(), [secret; 32]).unwrap();
     let seal = |key: &NodeKey, block| {
         let generations = Generations {

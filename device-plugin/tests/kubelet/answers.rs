@@ -4,28 +4,28 @@ use std::time::Duration;
 
 use bursar_device_plugin::kubelet::device_checkpoint::DeviceCheckpoint;
 use bursar_device_plugin::kubelet::pod_resources::{
-    PodResourcesClient, PodResourcesError, holder_of,
+    PodResourcesClient, PodResourcesError, find_container,
 };
-use bursar_device_plugin::units::{Resource, TokenId, TokenSet};
+use bursar_device_plugin::units::{DeviceId, DeviceIdSet, Resource};
 
-use crate::Node;
+use crate::Fixture;
 use crate::common::agent::{Agent, GPU, devices};
 use crate::common::kubelet::{Faults, Kind, Phase, Pod};
 
-fn set(ids: &[String]) -> TokenSet {
-    TokenSet::from_ids(Resource::DeviceMemory, ids).unwrap()
+fn device_id_set(ids: &[String]) -> DeviceIdSet {
+    DeviceIdSet::from_ids(Resource::DeviceMemory, ids).unwrap()
 }
 
 #[tokio::test]
-async fn a_pod_that_fits_on_no_gpu_is_admitted_waits_with_a_reason_and_starts_when_there_is_room() {
-    let node = Node::with(&[4, 4], 8).await;
+async fn pod_is_admitted_and_waits_when_no_gpu_fits() {
+    let node = Fixture::with_gpus(&[4, 4], 8).await;
     let (a, b, c) = (
         Pod::with("a", GPU, 3),
         Pod::with("b", GPU, 3),
         Pod::with("c", GPU, 2),
     );
-    node.run(&a).await;
-    node.run(&b).await;
+    node.run_pod(&a).await;
+    node.run_pod(&b).await;
     node.kubelet.admit(&c).await.unwrap();
     let reason = node.kubelet.start_container(&c, "main").await.unwrap_err();
     assert!(
@@ -35,7 +35,7 @@ async fn a_pod_that_fits_on_no_gpu_is_admitted_waits_with_a_reason_and_starts_wh
     assert_eq!(node.kubelet.phase(&c), Some(Phase::Active));
     node.kubelet.pod_deleted(&a);
     node.agent().allocator.pod_gone(&a.uid);
-    node.start(&c).await;
+    node.start_pod(&c).await;
     assert_eq!(
         node.bound(),
         [("b-uid".to_owned(), 3), ("c-uid".to_owned(), 2)]
@@ -43,8 +43,8 @@ async fn a_pod_that_fits_on_no_gpu_is_admitted_waits_with_a_reason_and_starts_wh
 }
 
 /// One GPU of 4 quanta, whose agent lets a bind wait for longer than any of these tests does.
-async fn patient_node() -> Node {
-    let mut node = Node::with(&[4], 4).await;
+async fn fixture_with_long_bind_wait() -> Fixture {
+    let mut node = Fixture::with_gpus(&[4], 4).await;
     let (books, tokens) = node.kill_agent().await;
     let (dir, patience) = (node.kubelet.dir().to_owned(), Duration::from_secs(60));
     node.agent = Some(Agent::start_patient(&dir, books, tokens, patience));
@@ -53,10 +53,10 @@ async fn patient_node() -> Node {
 }
 
 #[tokio::test]
-async fn a_waiting_call_is_answered_as_soon_as_there_is_room() {
-    let node = patient_node().await;
+async fn waiting_call_returns_when_memory_is_free() {
+    let node = fixture_with_long_bind_wait().await;
     let (a, b) = (Pod::with("a", GPU, 4), Pod::with("b", GPU, 4));
-    node.run(&a).await;
+    node.run_pod(&a).await;
     // The kubelet may give a's tokens away as soon as a is not active; its memory still counts.
     node.kubelet.pod_ended(&a, Phase::Succeeded);
     node.kubelet.admit(&b).await.unwrap();
@@ -72,10 +72,10 @@ async fn a_waiting_call_is_answered_as_soon_as_there_is_room() {
 }
 
 #[tokio::test]
-async fn a_call_that_the_kubelet_gave_up_does_not_bar_the_next() {
-    let node = patient_node().await;
+async fn cancelled_call_does_not_block_the_next() {
+    let node = fixture_with_long_bind_wait().await;
     let (a, b) = (Pod::with("a", GPU, 4), Pod::with("b", GPU, 4));
-    node.run(&a).await;
+    node.run_pod(&a).await;
     node.kubelet.pod_ended(&a, Phase::Succeeded);
     node.kubelet.admit(&b).await.unwrap();
     // Only the call that cannot be answered in time.
@@ -89,12 +89,12 @@ async fn a_call_that_the_kubelet_gave_up_does_not_bar_the_next() {
     exchange();
     assert!(error.contains("DeadlineExceeded"), "{error}");
     node.agent().allocator.pod_gone(&a.uid);
-    node.start(&b).await;
+    node.start_pod(&b).await;
 }
 
 #[tokio::test]
-async fn containers_of_a_pod_get_allocations_of_their_own() {
-    let node = Node::new().await;
+async fn each_container_gets_its_own_allocation() {
+    let node = Fixture::new().await;
     let pod = Pod::new("a")
         .container(Kind::Init, "warm-up", GPU, 4)
         .container(Kind::App, "main", GPU, 2)
@@ -115,8 +115,8 @@ async fn containers_of_a_pod_get_allocations_of_their_own() {
 }
 
 #[tokio::test]
-async fn a_pods_containers_all_start_where_together_they_fit() {
-    let node = Node::with(&[16, 16], 32).await;
+async fn all_containers_of_a_pod_start_when_they_fit_together() {
+    let node = Fixture::with_gpus(&[16, 16], 32).await;
     let names = ["one", "two", "three", "four"];
     let sizes = names.into_iter().zip([4, 4, 12, 12]);
     let pod = sizes.fold(Pod::new("a"), |pod, (name, size)| {
@@ -143,15 +143,15 @@ async fn a_pods_containers_all_start_where_together_they_fit() {
 }
 
 #[tokio::test]
-async fn an_allocation_is_found_in_the_kubelet_s_checkpoint_by_tokens_and_by_id() {
-    let node = Node::new().await;
+async fn allocation_is_found_in_the_kubelet_checkpoint() {
+    let node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 3);
-    let cdi = node.run(&pod).await;
+    let cdi = node.run_pod(&pod).await;
     let names = [(Resource::DeviceMemory, GPU.to_owned())];
     let checkpoint = DeviceCheckpoint::read(node.kubelet.dir(), &names).unwrap();
-    let tokens = set(&node.tokens_of(&pod));
+    let tokens = device_id_set(&node.device_ids_of(&pod));
     let held = checkpoint
-        .holders(Resource::DeviceMemory, &tokens)
+        .entries_with(Resource::DeviceMemory, &tokens)
         .next()
         .unwrap();
     assert_eq!(
@@ -162,14 +162,14 @@ async fn an_allocation_is_found_in_the_kubelet_s_checkpoint_by_tokens_and_by_id(
 }
 
 #[tokio::test]
-async fn pods_are_named_by_the_pod_resources_api() {
-    let node = Node::new().await;
+async fn pod_names_come_from_the_pod_resources_api() {
+    let node = Fixture::new().await;
     let (a, b) = (Pod::with("a", GPU, 2), Pod::with("b", GPU, 3));
-    node.run(&a).await;
-    node.run(&b).await;
+    node.run_pod(&a).await;
+    node.run_pod(&b).await;
     let client = PodResourcesClient::new(node.kubelet.pod_resources_socket());
     let listed = client.list(Resource::DeviceMemory, GPU).await.unwrap();
-    let name = holder_of(&listed, &set(&node.tokens_of(&b))).unwrap();
+    let name = find_container(&listed, &device_id_set(&node.device_ids_of(&b))).unwrap();
     assert_eq!(
         (name.namespace.as_str(), name.pod.as_str()),
         ("default", "b")
@@ -177,10 +177,10 @@ async fn pods_are_named_by_the_pod_resources_api() {
 }
 
 #[tokio::test]
-async fn pods_are_named_again_at_once_after_each_kubelet_restart() {
-    let mut node = Node::new().await;
+async fn pod_names_resolve_after_each_kubelet_restart() {
+    let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    node.run(&pod).await;
+    node.run_pod(&pod).await;
     let client = PodResourcesClient::new(node.kubelet.pod_resources_socket());
     for _ in 0..10 {
         let listed = client.list(Resource::DeviceMemory, GPU).await.unwrap();
@@ -190,8 +190,8 @@ async fn pods_are_named_again_at_once_after_each_kubelet_restart() {
 }
 
 #[tokio::test]
-async fn a_kubelet_without_pod_resources_is_an_error_in_time() {
-    let mut node = Node::new().await;
+async fn missing_pod_resources_api_fails_in_time() {
+    let mut node = Fixture::new().await;
     node.kubelet.stop().await;
     let client = PodResourcesClient::new(node.kubelet.pod_resources_socket());
     let error = client.list(Resource::DeviceMemory, GPU).await.unwrap_err();
@@ -199,13 +199,13 @@ async fn a_kubelet_without_pod_resources_is_an_error_in_time() {
 }
 
 #[tokio::test]
-async fn a_node_full_of_tokens_registers_and_allocates() {
-    let node = Node::with(&[1024; 4], 4096).await;
+async fn node_with_most_device_ids_registers_and_allocates() {
+    let node = Fixture::with_gpus(&[1024; 4], 4096).await;
     let pod = Pod::with("a", GPU, 1000);
-    node.run(&pod).await;
-    let tokens = node.tokens_of(&pod);
+    node.run_pod(&pod).await;
+    let tokens = node.device_ids_of(&pod);
     assert_eq!(tokens.len(), 1000);
-    assert!(tokens.iter().all(|id| id.parse::<TokenId>().is_ok()));
+    assert!(tokens.iter().all(|id| id.parse::<DeviceId>().is_ok()));
     node.agent().devices.send_replace(devices(3072, 4096));
     node.kubelet.until_allocatable(GPU, 3072).await;
 }

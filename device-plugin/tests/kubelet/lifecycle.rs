@@ -5,13 +5,13 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::Node;
+use crate::Fixture;
 use crate::common::agent::{Agent, GPU, devices, ledger};
 use crate::common::kubelet::{Call, FakeKubelet, Pod};
 use crate::common::{eventually, in_time, in_time_as_a_rule};
 
 /// The goal of design and issue.
-const GOAL: Duration = Duration::from_secs(2);
+const REGISTRATION_LIMIT: Duration = Duration::from_secs(2);
 
 fn sockets(dir: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).unwrap().flatten();
@@ -22,15 +22,15 @@ fn sockets(dir: &Path) -> Vec<String> {
     names
 }
 
-fn registrations(kubelet: &FakeKubelet) -> usize {
+fn count_registrations(kubelet: &FakeKubelet) -> usize {
     kubelet.count(|call| matches!(call, Call::Register(..)))
 }
 
 #[tokio::test]
-async fn a_restarted_kubelet_is_registered_with_every_time_in_time() {
-    let mut node = Node::new().await;
+async fn agent_registers_in_time_after_each_kubelet_restart() {
+    let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    node.run(&pod).await;
+    node.run_pod(&pod).await;
     let mut times = Vec::new();
     for _ in 0..10 {
         node.kubelet.stop().await;
@@ -39,14 +39,18 @@ async fn a_restarted_kubelet_is_registered_with_every_time_in_time() {
         node.kubelet.sync_pods().await;
         times.push(node.kubelet.until_allocatable(GPU, 8).await);
     }
-    in_time_as_a_rule(GOAL, "re-registered after a kubelet restart", times);
+    in_time_as_a_rule(
+        REGISTRATION_LIMIT,
+        "re-registered after a kubelet restart",
+        times,
+    );
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 }
 
 #[tokio::test]
-async fn a_killed_kubelet_that_left_its_socket_is_registered_with_when_it_is_back() {
-    in_time(GOAL, async || {
-        let mut node = Node::new().await;
+async fn agent_registers_after_a_kubelet_left_its_socket() {
+    in_time(REGISTRATION_LIMIT, async || {
+        let mut node = Fixture::new().await;
         node.kubelet.kill().await;
         node.agent().until_not_registered().await;
         tokio::time::sleep(Duration::from_millis(700)).await;
@@ -57,15 +61,18 @@ async fn a_killed_kubelet_that_left_its_socket_is_registered_with_when_it_is_bac
 }
 
 #[tokio::test]
-async fn wiped_plugin_sockets_are_served_and_registered_anew_and_no_device_is_ever_unhealthy() {
-    let node = Node::new().await;
+async fn agent_serves_again_after_plugin_sockets_are_wiped() {
+    let node = Fixture::new().await;
     let (mut unhealthy, mut times) = (0, Vec::new());
     for wipe in 0..10 {
-        let (before, served) = (registrations(&node.kubelet), sockets(node.kubelet.dir()));
+        let (before, served) = (
+            count_registrations(&node.kubelet),
+            sockets(node.kubelet.dir()),
+        );
         node.kubelet.wipe_plugin_sockets();
         let time = eventually("a registration", || {
             unhealthy += usize::from(node.kubelet.capacity(GPU).unwrap().allocatable != 8);
-            registrations(&node.kubelet) > before
+            count_registrations(&node.kubelet) > before
         })
         .await;
         times.push(time);
@@ -78,14 +85,14 @@ async fn wiped_plugin_sockets_are_served_and_registered_anew_and_no_device_is_ev
         assert!(unhealthy == 0 || wipe >= 4, "wipe {wipe}");
         node.until_ready(8).await;
     }
-    in_time_as_a_rule(GOAL, "registered anew after a wipe", times);
-    node.run(&Pod::with("a", GPU, 2)).await;
+    in_time_as_a_rule(REGISTRATION_LIMIT, "registered anew after a wipe", times);
+    node.run_pod(&Pod::with("a", GPU, 2)).await;
 }
 
 #[tokio::test]
-async fn a_wiped_directory_loses_nothing_and_is_registered_anew_by_the_next_kubelet() {
-    let mut node = Node::new().await;
-    node.run(&Pod::with("a", GPU, 2)).await;
+async fn agent_registers_after_its_directory_is_wiped() {
+    let mut node = Fixture::new().await;
+    node.run_pod(&Pod::with("a", GPU, 2)).await;
     let mut times = Vec::new();
     for _ in 0..10 {
         node.kubelet.wipe_directory();
@@ -97,14 +104,18 @@ async fn a_wiped_directory_loses_nothing_and_is_registered_anew_by_the_next_kube
         times.push(node.kubelet.until_allocatable(GPU, 8).await);
         node.until_ready(8).await;
     }
-    in_time_as_a_rule(GOAL, "registered with the next kubelet", times);
+    in_time_as_a_rule(
+        REGISTRATION_LIMIT,
+        "registered with the next kubelet",
+        times,
+    );
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 }
 
 #[tokio::test]
-async fn a_killed_agent_is_followed_by_another_and_its_socket_is_swept() {
-    let mut node = Node::new().await;
-    node.run(&Pod::with("a", GPU, 2)).await;
+async fn agent_removes_the_socket_of_a_killed_predecessor() {
+    let mut node = Fixture::new().await;
+    node.run_pod(&Pod::with("a", GPU, 2)).await;
     for _ in 0..10 {
         node.restart_agent().await;
     }
@@ -114,8 +125,8 @@ async fn a_killed_agent_is_followed_by_another_and_its_socket_is_swept() {
 }
 
 #[tokio::test]
-async fn an_agent_that_starts_before_the_kubelet_registers_when_it_comes() {
-    in_time(GOAL, async || {
+async fn agent_registers_when_the_kubelet_starts_later() {
+    in_time(REGISTRATION_LIMIT, async || {
         let root = tempfile::tempdir().unwrap();
         let mut kubelet = FakeKubelet::new(root.path(), 1);
         let agent = Agent::start(kubelet.dir(), ledger(&[8]), devices(8, 8));
@@ -130,7 +141,7 @@ async fn an_agent_that_starts_before_the_kubelet_registers_when_it_comes() {
 }
 
 #[tokio::test]
-async fn a_missing_plugin_directory_is_a_reason_and_registration_follows_when_it_is_there() {
+async fn agent_registers_when_the_plugin_directory_appears() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("device-plugins");
     let agent = Agent::start(&dir, ledger(&[8]), devices(8, 8));
@@ -146,8 +157,8 @@ async fn a_missing_plugin_directory_is_a_reason_and_registration_follows_when_it
 }
 
 #[tokio::test]
-async fn a_plugin_directory_that_is_made_anew_is_watched_anew() {
-    let mut node = Node::new().await;
+async fn agent_watches_a_recreated_plugin_directory() {
+    let mut node = Fixture::new().await;
     node.kubelet.stop().await;
     let dir = node.kubelet.dir().to_owned();
     std::fs::rename(&dir, node.root.path().join("moved")).unwrap();
@@ -158,15 +169,15 @@ async fn a_plugin_directory_that_is_made_anew_is_watched_anew() {
 }
 
 #[tokio::test]
-async fn a_graceful_stop_leaves_no_socket_behind() {
-    let mut node = Node::new().await;
+async fn agent_removes_its_sockets_on_graceful_stop() {
+    let mut node = Fixture::new().await;
     assert_eq!(sockets(node.kubelet.dir()).len(), 1);
     node.agent.take().unwrap().stop().await;
     assert_eq!(sockets(node.kubelet.dir()), [""; 0]);
 }
 
 #[tokio::test]
-async fn sockets_of_others_are_left_alone() {
+async fn agent_keeps_sockets_of_other_plugins() {
     let root = tempfile::tempdir().unwrap();
     let mut kubelet = FakeKubelet::new(root.path(), 1);
     kubelet.start();
@@ -184,14 +195,14 @@ async fn sockets_of_others_are_left_alone() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_keeps_cutting_the_stream_is_not_hammered() {
+async fn agent_backs_off_when_the_kubelet_cuts_each_stream() {
     let root = tempfile::tempdir().unwrap();
     let mut kubelet = FakeKubelet::new(root.path(), 1);
     kubelet.break_with(|faults| faults.streams = u32::MAX);
     kubelet.start();
     let begun = Instant::now();
     let _agent = Agent::start(kubelet.dir(), ledger(&[8]), devices(8, 8));
-    eventually("five registrations", || registrations(&kubelet) >= 5).await;
+    eventually("five registrations", || count_registrations(&kubelet) >= 5).await;
     // The pauses are 0.1, 0.2, 0.4 and 0.8 s: a busy machine only makes them longer.
     let least = Duration::from_millis(1_500);
     assert!(begun.elapsed() >= least, "{:?}", begun.elapsed());

@@ -4,16 +4,16 @@
 
 use std::time::Duration;
 
-use crate::Node;
+use crate::Fixture;
 use crate::common::agent::{Agent, GPU, devices, ledger};
 use crate::common::eventually;
 use crate::common::kubelet::{Call, Capacity, FakeKubelet, Pod};
 
-fn show(node: &Node, healthy: usize, all: usize) {
+fn set_devices(node: &Fixture, healthy: usize, all: usize) {
     node.agent().devices.send_replace(devices(healthy, all));
 }
 
-async fn until(node: &Node, capacity: usize, allocatable: usize) {
+async fn wait_for_capacity(node: &Fixture, capacity: usize, allocatable: usize) {
     let wanted = Some(Capacity {
         capacity,
         allocatable,
@@ -58,38 +58,38 @@ async fn when_get_device_plugin_options_fails_device_plugin_will_not_be_used() {
 
 #[tokio::test]
 async fn will_set_allocatable_to_zero_when_a_single_device_became_unhealthy_and_then_back_to_1() {
-    let node = Node::with(&[1], 1).await;
-    until(&node, 1, 1).await;
-    show(&node, 0, 1);
-    until(&node, 1, 0).await;
-    show(&node, 1, 1);
-    until(&node, 1, 1).await;
+    let node = Fixture::with_gpus(&[1], 1).await;
+    wait_for_capacity(&node, 1, 1).await;
+    set_devices(&node, 0, 1);
+    wait_for_capacity(&node, 1, 0).await;
+    set_devices(&node, 1, 1);
+    wait_for_capacity(&node, 1, 1).await;
 }
 
 #[tokio::test]
 async fn will_set_allocatable_to_zero_when_a_single_device_became_unhealthy_but_capacity_will_stay_at_1()
  {
-    let node = Node::with(&[1], 1).await;
+    let node = Fixture::with_gpus(&[1], 1).await;
     let pod = Pod::with("a", GPU, 1);
-    node.run(&pod).await;
-    until(&node, 1, 1).await;
-    show(&node, 0, 1);
-    until(&node, 1, 0).await;
+    node.run_pod(&pod).await;
+    wait_for_capacity(&node, 1, 1).await;
+    set_devices(&node, 0, 1);
+    wait_for_capacity(&node, 1, 0).await;
     assert_eq!(
         node.bound(),
         [("a-uid".to_owned(), 1)],
         "the running pod notices nothing"
     );
     node.kubelet.pod_deleted(&pod);
-    until(&node, 1, 0).await;
+    wait_for_capacity(&node, 1, 0).await;
 }
 
 #[tokio::test]
 async fn will_lower_allocatable_to_a_number_of_unhealthy_devices_and_then_back() {
-    let node = Node::with(&[4], 4).await;
+    let node = Fixture::with_gpus(&[4], 4).await;
     for healthy in [3, 4, 2, 3, 4] {
-        show(&node, healthy, 4);
-        until(&node, 4, healthy).await;
+        set_devices(&node, healthy, 4);
+        wait_for_capacity(&node, 4, healthy).await;
     }
 }
 
@@ -114,26 +114,26 @@ async fn when_list_and_watch_fails_immediately_the_agent_registers_again() {
 /// Upstream: allocatable becomes zero for ever. Here it comes back.
 #[tokio::test]
 async fn when_list_and_watch_fails_after_provisioning_devices_the_agent_registers_again() {
-    let node = Node::with(&[2], 2).await;
+    let node = Fixture::with_gpus(&[2], 2).await;
     for lists in 2..5 {
         node.kubelet.cut(GPU);
-        until(&node, 2, 0).await;
-        until(&node, 2, 2).await;
+        wait_for_capacity(&node, 2, 0).await;
+        wait_for_capacity(&node, 2, 2).await;
         assert_eq!(
             node.kubelet.count(is_list),
             lists,
             "one list per registration"
         );
     }
-    node.run(&Pod::with("a", GPU, 2)).await;
+    node.run_pod(&Pod::with("a", GPU, 2)).await;
 }
 
 #[tokio::test]
 async fn when_device_plugin_is_stopped_after_provisioning_devices_node_allocatable_will_be_set_to_zero()
  {
-    let mut node = Node::with(&[2], 2).await;
+    let mut node = Fixture::with_gpus(&[2], 2).await;
     node.agent.take().unwrap().stop().await;
-    until(&node, 2, 0).await;
+    wait_for_capacity(&node, 2, 0).await;
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert_eq!(
         node.kubelet.count(is_list),
@@ -144,24 +144,24 @@ async fn when_device_plugin_is_stopped_after_provisioning_devices_node_allocatab
 
 #[tokio::test]
 async fn will_report_a_healthy_and_then_unhealthy_single_device_in_the_pod_status() {
-    let node = Node::with(&[1], 1).await;
+    let node = Fixture::with_gpus(&[1], 1).await;
     let pod = Pod::with("a", GPU, 1);
-    node.run(&pod).await;
+    node.run_pod(&pod).await;
     let status = || node.kubelet.resource_health(&pod, "main");
     assert_eq!(status(), [("m-0000".to_owned(), true)]);
-    show(&node, 0, 1);
-    until(&node, 1, 0).await;
+    set_devices(&node, 0, 1);
+    wait_for_capacity(&node, 1, 0).await;
     assert_eq!(status(), [("m-0000".to_owned(), false)]);
 }
 
 /// Upstream: a pod whose image cannot be pulled. Here: one that was admitted and never started.
 #[tokio::test]
 async fn will_report_a_device_status_for_the_failed_pod_in_the_pod_status() {
-    let node = Node::with(&[1], 1).await;
+    let node = Fixture::with_gpus(&[1], 1).await;
     let pod = Pod::with("a", GPU, 1);
     node.kubelet.admit(&pod).await.unwrap();
-    show(&node, 0, 1);
-    until(&node, 1, 0).await;
+    set_devices(&node, 0, 1);
+    wait_for_capacity(&node, 1, 0).await;
     assert_eq!(
         node.kubelet.resource_health(&pod, "main"),
         [("m-0000".to_owned(), false)]

@@ -1,16 +1,16 @@
 //! `test/e2e_node/device_plugin_test.go` of Kubernetes 1.36.3, case by case: the names are its names. Where the sample
 //! plugin of that file would break the case, this agent must do better, and the comment says so.
 
-use crate::Node;
+use crate::Fixture;
 use crate::common::agent::{Agent, GPU, devices, ledger};
 use crate::common::kubelet::{Capacity, Kind, Phase, Pod};
 
 #[tokio::test]
 async fn can_schedule_a_pod_that_requires_a_device() {
-    let node = Node::new().await;
+    let node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    let cdi = node.run(&pod).await;
-    assert_eq!(node.tokens_of(&pod).len(), 2);
+    let cdi = node.run_pod(&pod).await;
+    assert_eq!(node.device_ids_of(&pod).len(), 2);
     assert_eq!(cdi.len(), 1);
     assert!(cdi[0].starts_with("bursar.dev/gpu="), "{cdi:?}");
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
@@ -18,18 +18,18 @@ async fn can_schedule_a_pod_that_requires_a_device() {
 
 #[tokio::test]
 async fn keeps_device_plugin_assignments_across_pod_restarts() {
-    let node = Node::new().await;
+    let node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    let (cdi, tokens) = (node.run(&pod).await, node.tokens_of(&pod));
+    let (cdi, tokens) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
     node.kubelet.container_ended(&pod, "main");
-    assert_eq!(node.start(&pod).await, cdi);
-    assert_eq!(node.tokens_of(&pod), tokens);
+    assert_eq!(node.start_pod(&pod).await, cdi);
+    assert_eq!(node.device_ids_of(&pod), tokens);
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 
     let other = Pod::with("b", GPU, 2);
-    assert_ne!(node.run(&other).await, cdi);
+    assert_ne!(node.run_pod(&other).await, cdi);
     assert!(
-        node.tokens_of(&other)
+        node.device_ids_of(&other)
             .iter()
             .all(|token| !tokens.contains(token))
     );
@@ -37,35 +37,35 @@ async fn keeps_device_plugin_assignments_across_pod_restarts() {
 
 #[tokio::test]
 async fn keeps_device_plugin_assignments_across_kubelet_restarts() {
-    let mut node = Node::new().await;
+    let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    let (_, tokens) = (node.run(&pod).await, node.tokens_of(&pod));
+    let (_, tokens) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
     node.restart_kubelet().await;
     assert_eq!(node.kubelet.phase(&pod), Some(Phase::Active));
-    assert_eq!(node.tokens_of(&pod), tokens);
+    assert_eq!(node.device_ids_of(&pod), tokens);
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 }
 
 #[tokio::test]
 async fn keeps_device_plugin_assignments_across_pod_and_kubelet_restarts() {
-    let mut node = Node::new().await;
+    let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    let (cdi, tokens) = (node.run(&pod).await, node.tokens_of(&pod));
+    let (cdi, tokens) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
     node.kubelet.container_ended(&pod, "main");
-    node.start(&pod).await;
+    node.start_pod(&pod).await;
     node.restart_kubelet().await;
     node.kubelet.container_ended(&pod, "main");
-    assert_eq!(node.start(&pod).await, cdi);
-    assert_eq!(node.tokens_of(&pod), tokens);
+    assert_eq!(node.start_pod(&pod).await, cdi);
+    assert_eq!(node.device_ids_of(&pod), tokens);
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 }
 
 #[tokio::test]
 async fn will_not_attempt_to_admit_the_succeeded_pod_after_the_kubelet_restart_and_device_plugin_removed()
  {
-    let mut node = Node::new().await;
+    let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    node.run(&pod).await;
+    node.run_pod(&pod).await;
     node.kubelet.pod_ended(&pod, Phase::Succeeded);
     node.kill_agent().await;
     node.kubelet.restart().await;
@@ -74,48 +74,48 @@ async fn will_not_attempt_to_admit_the_succeeded_pod_after_the_kubelet_restart_a
 
 #[tokio::test]
 async fn keeps_device_plugin_assignments_after_the_device_plugin_has_restarted() {
-    let mut node = Node::new().await;
+    let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    let (cdi, tokens) = (node.run(&pod).await, node.tokens_of(&pod));
+    let (cdi, tokens) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
     node.restart_agent().await;
     node.kubelet.container_ended(&pod, "main");
-    assert_eq!(node.start(&pod).await, cdi);
-    assert_eq!(node.tokens_of(&pod), tokens);
+    assert_eq!(node.start_pod(&pod).await, cdi);
+    assert_eq!(node.device_ids_of(&pod), tokens);
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 }
 
 #[tokio::test]
 async fn keeps_device_plugin_assignments_after_kubelet_restart_and_device_plugin_restart() {
-    let mut node = Node::new().await;
+    let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    let (_, tokens) = (node.run(&pod).await, node.tokens_of(&pod));
+    let (_, tokens) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
     node.restart_kubelet().await;
     node.restart_agent().await;
     assert_eq!(node.kubelet.phase(&pod), Some(Phase::Active));
-    assert_eq!(node.tokens_of(&pod), tokens);
+    assert_eq!(node.device_ids_of(&pod), tokens);
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 }
 
 /// Upstream has no case for it: everything restarts, the pod too.
 #[tokio::test]
 async fn keeps_device_plugin_assignments_across_pod_kubelet_and_device_plugin_restarts() {
-    let mut node = Node::new().await;
+    let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    let (cdi, tokens) = (node.run(&pod).await, node.tokens_of(&pod));
+    let (cdi, tokens) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
     let kept = node.kill_agent().await;
     node.kubelet.restart().await;
     node.start_agent(kept).await;
     node.kubelet.container_ended(&pod, "main");
-    assert_eq!(node.start(&pod).await, cdi);
-    assert_eq!(node.tokens_of(&pod), tokens);
+    assert_eq!(node.start_pod(&pod).await, cdi);
+    assert_eq!(node.device_ids_of(&pod), tokens);
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 }
 
 #[tokio::test]
 async fn ensures_pods_consuming_devices_deleted_while_kubelet_is_down_are_cleaned_up_correctly() {
-    let mut node = Node::new().await;
+    let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 6);
-    node.run(&pod).await;
+    node.run_pod(&pod).await;
     node.kubelet.stop().await;
     node.kubelet.pod_deleted(&pod);
     node.agent().allocator.pod_gone(&pod.uid);
@@ -123,14 +123,14 @@ async fn ensures_pods_consuming_devices_deleted_while_kubelet_is_down_are_cleane
     node.kubelet.sync_pods().await;
     node.until_ready(8).await;
     let next = Pod::with("b", GPU, 6);
-    node.run(&next).await;
-    assert_eq!(node.tokens_of(&pod), [""; 0]);
+    node.run_pod(&next).await;
+    assert_eq!(node.device_ids_of(&pod), [""; 0]);
     assert_eq!(node.bound(), [("b-uid".to_owned(), 6)]);
 }
 
 #[tokio::test]
 async fn can_schedule_a_pod_with_a_restartable_init_container() {
-    let node = Node::new().await;
+    let node = Fixture::new().await;
     let pod = Pod::new("a")
         .container(Kind::Init, "init-1", GPU, 1)
         .container(Kind::Sidecar, "restartable-init-2", GPU, 1)
@@ -158,9 +158,9 @@ async fn can_schedule_a_pod_with_a_restartable_init_container() {
 /// "node reboots": the kubelet admits the pod before the plugin has registered, and fails it.
 #[tokio::test]
 async fn does_not_keep_device_plugin_assignments_across_node_reboots_if_fails_admission() {
-    let mut node = Node::new().await;
+    let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    node.run(&pod).await;
+    node.run_pod(&pod).await;
     node.kill_agent().await;
     node.kubelet.stop().await;
     node.kubelet.reboot();
@@ -178,17 +178,17 @@ async fn does_not_keep_device_plugin_assignments_across_node_reboots_if_fails_ad
         devices(8, 8),
     ));
     node.until_ready(8).await;
-    node.run(&Pod::with("b", GPU, 8)).await;
+    node.run_pod(&Pod::with("b", GPU, 8)).await;
     assert_eq!(node.bound(), [("b-uid".to_owned(), 8)]);
 }
 
 /// Upstream's sample plugin has no such case; a waiting pod is this agent's own: admitted, not started.
 #[tokio::test]
-async fn a_waiting_pod_survives_a_kubelet_restart_if_the_plugin_registers_first() {
-    let mut node = Node::with(&[4, 4], 8).await;
+async fn waiting_pod_survives_a_kubelet_restart() {
+    let mut node = Fixture::with_gpus(&[4, 4], 8).await;
     let pods = [Pod::with("a", GPU, 3), Pod::with("b", GPU, 3)];
     for pod in &pods {
-        node.run(pod).await;
+        node.run_pod(pod).await;
     }
     let waiting = Pod::with("c", GPU, 2);
     node.kubelet.admit(&waiting).await.unwrap();
@@ -209,5 +209,5 @@ async fn a_waiting_pod_survives_a_kubelet_restart_if_the_plugin_registers_first(
         })
     );
     node.agent().allocator.pod_gone(&pods[0].uid);
-    node.start(&waiting).await;
+    node.start_pod(&waiting).await;
 }

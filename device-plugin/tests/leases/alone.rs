@@ -6,16 +6,20 @@ use bursar_crds::GpuNodeStatus;
 use bursar_crds::gpu_node::FaultAction;
 use serde_json::json;
 
-use crate::api::Api;
+use crate::api::FakeGpuNodeApi;
 use crate::common::kubelet::Pod;
 use crate::container::{Container, PLAIN, configure};
 use crate::machine::{GPU, Machine};
 
 /// How long an agent waits for somebody to evict (`sessions/poison.rs`).
-const ALONE: Duration = Duration::from_secs(30);
+const OFFLINE_AFTER: Duration = Duration::from_secs(30);
 
 /// Waits until the API server has it of the agent.
-async fn until(api: &Api, what: &str, is: impl Fn(&GpuNodeStatus) -> bool) -> GpuNodeStatus {
+async fn until(
+    api: &FakeGpuNodeApi,
+    what: &str,
+    is: impl Fn(&GpuNodeStatus) -> bool,
+) -> GpuNodeStatus {
     let begun = Instant::now();
     loop {
         let status: GpuNodeStatus = serde_json::from_value(api.status()).unwrap();
@@ -23,18 +27,21 @@ async fn until(api: &Api, what: &str, is: impl Fn(&GpuNodeStatus) -> bool) -> Gp
             return status;
         }
         // A write that failed is made again after 30 s at most.
-        assert!(begun.elapsed() < ALONE + ALONE, "{what}: {status:?}");
+        assert!(
+            begun.elapsed() < OFFLINE_AFTER + OFFLINE_AFTER,
+            "{what}: {status:?}"
+        );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
 #[tokio::test]
-async fn who_waits_for_an_eviction_is_restarted_while_nobody_is_reached_and_told_of_afterwards() {
+async fn pod_awaiting_eviction_is_restarted_while_offline() {
     let mut machine = Machine::new().await;
     configure(&machine, "");
-    let api = Api::of(&machine);
+    let api = FakeGpuNodeApi::start(&machine);
     let policy = |namespace: &str, most: i32| json!({ "namespace": namespace, "action": "Evict", "maxRestarts": most, "windowSeconds": 600 });
-    api.order(json!({ "contextPolicies": [policy("some", 5), policy("none", 0)] }));
+    api.set_spec(json!({ "contextPolicies": [policy("some", 5), policy("none", 0)] }));
     machine.start_agent();
     machine.kubelet.until_allocatable(GPU, 32).await;
     let mut programs = Vec::new();
@@ -58,14 +65,14 @@ async fn who_waits_for_an_eviction_is_restarted_while_nobody_is_reached_and_told
     })
     .await;
     // From here on the agent has nothing to write, by which it would learn that it is alone.
-    api.goes_away(true);
+    api.set_unreachable(true);
     let begun = Instant::now();
     while programs.iter_mut().any(Container::is_alive) {
-        assert!(begun.elapsed() < 2 * ALONE, "they wait for ever");
+        assert!(begun.elapsed() < 2 * OFFLINE_AFTER, "they wait for ever");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    assert!(begun.elapsed() >= ALONE, "{:?}", begun.elapsed());
-    api.goes_away(false);
+    assert!(begun.elapsed() >= OFFLINE_AFTER, "{:?}", begun.elapsed());
+    api.set_unreachable(false);
     // A restart is done with. What was one too many is open, for whoever evicts for that.
     let status = until(&api, "what became of them", |status| {
         let [fault] = status.faults.as_slice() else {

@@ -14,7 +14,7 @@ const OBJECTS: &str = "/apis/bursar.dev/v1alpha1/gpunodes";
 
 /// The object's spec and status, and how often its spec changed.
 #[derive(Default)]
-struct Object {
+struct GpuNodeObject {
     generation: u64,
     spec: Value,
     status: Value,
@@ -22,8 +22,8 @@ struct Object {
     away: bool,
 }
 
-impl Object {
-    fn whole(&self) -> Value {
+impl GpuNodeObject {
+    fn to_json(&self) -> Value {
         json!({
             "apiVersion": "bursar.dev/v1alpha1",
             "kind": "GpuNode",
@@ -38,11 +38,11 @@ impl Object {
     }
 }
 
-pub(crate) struct Api(Arc<Mutex<Object>>);
+pub(crate) struct FakeGpuNodeApi(Arc<Mutex<GpuNodeObject>>);
 
-impl Api {
+impl FakeGpuNodeApi {
     /// The API server of the next agent of this machine.
-    pub(crate) fn of(machine: &Machine) -> Api {
+    pub(crate) fn start(machine: &Machine) -> FakeGpuNodeApi {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let server = format!("http://{}", listener.local_addr().unwrap());
         let config = json!({
@@ -55,7 +55,7 @@ impl Api {
         });
         fs::create_dir_all(machine.path(".kube")).unwrap();
         fs::write(machine.path(".kube/config"), config.to_string()).unwrap();
-        let object = Arc::new(Mutex::new(Object {
+        let object = Arc::new(Mutex::new(GpuNodeObject {
             generation: 1,
             spec: json!({}),
             status: json!({}),
@@ -69,23 +69,23 @@ impl Api {
                 std::thread::spawn(move || serve(stream, &object).unwrap_or_default());
             }
         });
-        Api(object)
+        FakeGpuNodeApi(object)
     }
 
     /// Orders that these GPUs are drained, and no others.
     pub(crate) fn drain(&self, gpus: &[&str]) {
-        self.order(json!({ "drain": gpus }));
+        self.set_spec(json!({ "drain": gpus }));
     }
 
     /// Orders this and nothing else.
-    pub(crate) fn order(&self, spec: Value) {
+    pub(crate) fn set_spec(&self, spec: Value) {
         let mut object = self.0.lock().unwrap();
         object.spec = spec;
         object.generation += 1;
     }
 
     /// From now on it hangs up on everybody, or answers again.
-    pub(crate) fn goes_away(&self, away: bool) {
+    pub(crate) fn set_unreachable(&self, away: bool) {
         self.0.lock().unwrap().away = away;
     }
 
@@ -104,7 +104,7 @@ impl Api {
     }
 }
 
-fn serve(stream: TcpStream, object: &Mutex<Object>) -> std::io::Result<()> {
+fn serve(stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Result<()> {
     let mut reader = BufReader::new(stream.try_clone()?);
     let (mut line, mut length) = (String::new(), 0);
     reader.read_line(&mut line)?;
@@ -140,15 +140,15 @@ fn serve(stream: TcpStream, object: &Mutex<Object>) -> std::io::Result<()> {
             if let Some(status) = patch.get("status") {
                 held.status = status.clone();
             }
-            held.whole()
+            held.to_json()
         }
         "GET" if is_object && path.contains('?') => json!({
             "apiVersion": "bursar.dev/v1alpha1",
             "kind": "GpuNodeList",
             "metadata": { "resourceVersion": held.generation.to_string() },
-            "items": [held.whole()],
+            "items": [held.to_json()],
         }),
-        "GET" if is_object => held.whole(),
+        "GET" if is_object => held.to_json(),
         // Of what is posted, events, nobody reads the answer; what else is asked for is the Node.
         "POST" => serde_json::from_slice(&body)?,
         _ => json!({
@@ -166,7 +166,7 @@ fn serve(stream: TcpStream, object: &Mutex<Object>) -> std::io::Result<()> {
     )
 }
 
-fn watch(mut stream: TcpStream, object: &Mutex<Object>) -> std::io::Result<()> {
+fn watch(mut stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Result<()> {
     write!(
         stream,
         "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
@@ -178,7 +178,7 @@ fn watch(mut stream: TcpStream, object: &Mutex<Object>) -> std::io::Result<()> {
             if object.away {
                 return Ok(());
             }
-            (object.generation, object.whole())
+            (object.generation, object.to_json())
         };
         if generation != told {
             writeln!(stream, "{}", json!({ "type": "MODIFIED", "object": whole }))?;

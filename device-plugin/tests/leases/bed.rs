@@ -18,18 +18,18 @@ use crate::tenant::{Opened, Tenant};
 pub(crate) const GIB: u64 = 1 << 30;
 
 /// How long anything may take.
-const PATIENCE: Duration = Duration::from_secs(120);
+const WAIT_LIMIT: Duration = Duration::from_secs(120);
 
 /// How soon what was discarded, and nobody holds, is free again.
-const FREE_AGAIN: Duration = Duration::from_secs(3);
+const RECLAIM_LIMIT: Duration = Duration::from_secs(3);
 
-pub(crate) struct Bed {
+pub(crate) struct Fixture {
     pub(crate) machine: Machine,
     vault: Option<Child>,
 }
 
 /// Where cargo puts programs of other packages, built once.
-pub(crate) fn programs() -> &'static Path {
+pub(crate) fn program_folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let build = Command::new(env!("CARGO"))
@@ -46,7 +46,7 @@ pub(crate) fn programs() -> &'static Path {
 }
 
 /// A program of one of the C files beside this one.
-pub(crate) fn compiled(source: &str) -> (TempDir, PathBuf) {
+pub(crate) fn compile_c(source: &str) -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("program");
     let compile = Command::new("cc")
@@ -61,20 +61,20 @@ pub(crate) fn compiled(source: &str) -> (TempDir, PathBuf) {
     (folder, program)
 }
 
-impl Bed {
+impl Fixture {
     /// Two GPUs of 16 GiB, the agent registered, the vault heard.
-    pub(crate) async fn new() -> Bed {
+    pub(crate) async fn new() -> Fixture {
         let mut bed = Self::with_driver(TWO_GPUS).await;
         bed.start_vault();
         bed
     }
 
     /// The same with this configuration of the simulated driver, and no vault.
-    pub(crate) async fn with_driver(config: &str) -> Bed {
+    pub(crate) async fn with_driver(config: &str) -> Fixture {
         let mut machine = Self::machine(config).await;
         machine.start_agent();
         machine.kubelet.until_allocatable(GPU, 32).await;
-        Bed {
+        Fixture {
             machine,
             vault: None,
         }
@@ -85,7 +85,7 @@ impl Bed {
         let machine = Machine::with_driver(config).await;
         container::configure(&machine, "");
         let config = fs::read_to_string(machine.path("agent.toml")).unwrap();
-        let worker = programs().join("bursar-worker");
+        let worker = program_folder().join("bursar-worker");
         let config = config.replace(
             machine.path("no-worker").to_str().unwrap(),
             worker.to_str().unwrap(),
@@ -95,7 +95,10 @@ impl Bed {
     }
 
     pub(crate) fn start_vault(&mut self) {
-        let mut command = self.machine.lab.command(programs().join("bursar-vault"));
+        let mut command = self
+            .machine
+            .lab
+            .command(program_folder().join("bursar-vault"));
         command
             .arg(self.machine.path("vault"))
             .stderr(Stdio::null());
@@ -145,13 +148,13 @@ impl Bed {
     pub(crate) fn tenant(&self, pod: &Pod) -> Tenant {
         let mut tenant = Tenant::spawn();
         self.machine.adopt(pod, tenant.pid());
-        self.tell(pod, &mut tenant);
+        self.connect_tenant(pod, &mut tenant);
         tenant
     }
 
     /// Tells a process of a pod where the agent is.
-    pub(crate) fn tell(&self, pod: &Pod, tenant: &mut Tenant) {
-        let (allocation, gpu) = self.device(pod);
+    pub(crate) fn connect_tenant(&self, pod: &Pod, tenant: &mut Tenant) {
+        let (allocation, gpu) = self.allocation_and_gpu(pod);
         let socket = self
             .machine
             .path(&format!("run/alloc/{allocation}/agent.sock"));
@@ -160,7 +163,7 @@ impl Bed {
     }
 
     /// The allocation and the GPU that a pod was given.
-    pub(crate) fn device(&self, pod: &Pod) -> (String, String) {
+    pub(crate) fn allocation_and_gpu(&self, pod: &Pod) -> (String, String) {
         let devices = self.machine.devices();
         let of_pod = devices.iter().find_map(|(file, binding)| {
             let binding: serde_json::Value = serde_json::from_str(binding).unwrap();
@@ -174,7 +177,7 @@ impl Bed {
     }
 }
 
-impl Drop for Bed {
+impl Drop for Fixture {
     fn drop(&mut self) {
         if let Some(mut vault) = self.vault.take() {
             let _ = vault.kill();
@@ -184,21 +187,21 @@ impl Drop for Bed {
 }
 
 /// Waits for what a canary finds out: over the simulated driver the processor looks at some GiB, whatever else it does.
-pub(crate) async fn seen(what: &str, is_seen: impl Fn() -> bool) {
+pub(crate) async fn wait_for_scrub_check(what: &str, is_seen: impl Fn() -> bool) {
     let begun = Instant::now();
     while !is_seen() {
         // One that is starved is killed after a minute, and the next begins a minute later.
-        assert!(begun.elapsed() < 4 * PATIENCE, "not seen: {what}");
+        assert!(begun.elapsed() < 4 * WAIT_LIMIT, "not seen: {what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
 /// Opens until that is no longer refused for what passes by itself.
-pub(crate) fn open(tenant: &mut Tenant, name: &str, bytes: u64) -> Result<Opened, String> {
+pub(crate) fn open_retrying(tenant: &mut Tenant, name: &str, bytes: u64) -> Result<Opened, String> {
     let begun = Instant::now();
     loop {
         match tenant.open(name, bytes) {
-            Err(why) if passes(&why) && begun.elapsed() < patience(&why) => {
+            Err(why) if is_transient(&why) && begun.elapsed() < retry_limit(&why) => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             opened => return opened,
@@ -206,23 +209,23 @@ pub(crate) fn open(tenant: &mut Tenant, name: &str, bytes: u64) -> Result<Opened
     }
 }
 
-fn patience(why: &str) -> Duration {
+fn retry_limit(why: &str) -> Duration {
     match why.starts_with("refused Quota") {
-        true => FREE_AGAIN,
-        false => PATIENCE,
+        true => RECLAIM_LIMIT,
+        false => WAIT_LIMIT,
     }
 }
 
 /// Whether to ask again.
-pub(crate) fn passes(why: &str) -> bool {
+pub(crate) fn is_transient(why: &str) -> bool {
     why.starts_with("refused Unavailable")
         || why.starts_with("refused Quota")
         || why.starts_with("away")
 }
 
 /// Opens a lease that is there; what it is marked with.
-pub(crate) fn read(tenant: &mut Tenant, name: &str) -> (u64, u64) {
-    match open(tenant, name, 0) {
+pub(crate) fn read_lease(tenant: &mut Tenant, name: &str) -> (u64, u64) {
+    match open_retrying(tenant, name, 0) {
         Ok(Opened::Ready { lease, mark }) => (lease, mark),
         other => panic!("{name}: {other:?}"),
     }

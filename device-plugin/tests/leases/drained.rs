@@ -5,16 +5,16 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::api::Api;
-use crate::bed::{Bed, GIB, open};
+use crate::api::FakeGpuNodeApi;
+use crate::bed::{Fixture, GIB, open_retrying};
 use crate::common::kubelet::Pod;
 use crate::common::{PATIENCE, eventually};
 use crate::machine::GPU;
-use crate::real::client;
+use crate::real::start_client;
 use crate::tenant::Opened;
 
 /// The device nodes that the agent and the processes that it started have open.
-fn open_nodes(bed: &Bed) -> Vec<String> {
+fn open_device_nodes(bed: &Fixture) -> Vec<String> {
     let workers = bed.workers().into_iter();
     let workers = workers.map(|pid| pid.as_raw_nonzero().get().unsigned_abs());
     let callers = bed.machine.callers();
@@ -35,13 +35,13 @@ fn open_nodes(bed: &Bed) -> Vec<String> {
 }
 
 /// How much memory of a GPU is used, and by how many processes.
-fn used(bed: &Bed, gpu: &str) -> (u64, usize) {
+fn gpu_usage(bed: &Fixture, gpu: &str) -> (u64, usize) {
     let sim = bed.machine.lab.sim().unwrap();
     let usage = sim.usage(sim.gpu_unit(sim.find_gpu(gpu).unwrap()));
     (usage.used, usage.processes.len())
 }
 
-async fn until(api: &Api, gpu: &str, state: &str, reason: &str) -> Value {
+async fn wait_for_gpu_state(api: &FakeGpuNodeApi, gpu: &str, state: &str, reason: &str) -> Value {
     let expected = [json!(state), json!(reason)];
     let said = || {
         let said = api.gpu(gpu);
@@ -52,7 +52,7 @@ async fn until(api: &Api, gpu: &str, state: &str, reason: &str) -> Value {
 }
 
 /// The kubelet's tries, until the agent, which may still have to register, refuses.
-async fn until_refused(bed: &Bed, pod: &Pod) {
+async fn wait_until_refused(bed: &Fixture, pod: &Pod) {
     let begun = Instant::now();
     loop {
         let error = bed.machine.start(pod).await.unwrap_err();
@@ -65,9 +65,9 @@ async fn until_refused(bed: &Bed, pod: &Pod) {
 }
 
 #[tokio::test]
-async fn a_drained_gpu_is_held_by_nobody_and_begins_anew_when_that_is_over() {
-    let mut bed = Bed::new().await;
-    let api = Api::of(&bed.machine);
+async fn drained_gpu_is_released_and_serves_again_afterwards() {
+    let mut bed = Fixture::new().await;
+    let api = FakeGpuNodeApi::start(&bed.machine);
     bed.machine.restart_agent().await;
     // Each on a GPU of its own.
     let (pod, other) = (
@@ -75,80 +75,80 @@ async fn a_drained_gpu_is_held_by_nobody_and_begins_anew_when_that_is_over() {
         bed.machine.run("b", 14).await,
     );
     let mut neighbour = bed.tenant(&other);
-    assert!(open(&mut neighbour, "before", GIB).is_ok());
+    assert!(open_retrying(&mut neighbour, "before", GIB).is_ok());
     bed.machine.start(&pod).await.unwrap();
-    let (_, gpu) = bed.device(&pod);
-    let (_, elsewhere) = bed.device(&other);
+    let (_, gpu) = bed.allocation_and_gpu(&pod);
+    let (_, elsewhere) = bed.allocation_and_gpu(&other);
     let mut first = bed.tenant(&pod);
     // Once this answers the GPU was seen to clear freed memory.
-    assert!(open(&mut first, "first", GIB).is_ok());
+    assert!(open_retrying(&mut first, "first", GIB).is_ok());
     first.kill();
-    let (mut tenant, made) = client(&bed, &pod).await;
+    let (mut tenant, made) = start_client(&bed, &pod).await;
     assert_eq!(made["found"], false);
-    let before = until(&api, &gpu, "Active", "Ok").await;
+    let before = wait_for_gpu_state(&api, &gpu, "Active", "Ok").await;
     let node = |gpu: &str| format!("nvidia{}", api.gpu(gpu)["index"]);
-    let only_the_other = |bed: &Bed| {
-        let nodes = open_nodes(bed);
+    let only_the_other = |bed: &Fixture| {
+        let nodes = open_device_nodes(bed);
         nodes.contains(&node(&elsewhere)) && !nodes.contains(&node(&gpu))
     };
     assert!(
-        open_nodes(&bed).contains(&node(&gpu)),
+        open_device_nodes(&bed).contains(&node(&gpu)),
         "NVML holds what it looks at"
     );
-    assert_ne!(used(&bed, &gpu), (0, 0));
+    assert_ne!(gpu_usage(&bed, &gpu), (0, 0));
 
     api.drain(&[&gpu]);
-    until(&api, &gpu, "Draining", "Draining").await;
+    wait_for_gpu_state(&api, &gpu, "Draining", "Draining").await;
     bed.machine.kill_agent();
     bed.machine.start_agent();
-    until(&api, &gpu, "Draining", "Drained").await;
+    wait_for_gpu_state(&api, &gpu, "Draining", "Drained").await;
     assert!(!tenant.is_alive());
-    assert_eq!(used(&bed, &gpu), (0, 0));
-    assert!(!open_nodes(&bed).contains(&node(&gpu)));
+    assert_eq!(gpu_usage(&bed, &gpu), (0, 0));
+    assert!(!open_device_nodes(&bed).contains(&node(&gpu)));
     eventually("the other GPU is looked at", || only_the_other(&bed)).await;
     bed.machine.kubelet.until_allocatable(GPU, 16).await;
-    until_refused(&bed, &pod).await;
+    wait_until_refused(&bed, &pod).await;
     // The others' GPU goes on.
     assert!(matches!(
-        open(&mut neighbour, "meanwhile", GIB),
+        open_retrying(&mut neighbour, "meanwhile", GIB),
         Ok(Opened::Write { .. })
     ));
 
     bed.machine.kill_agent();
     bed.machine.start_agent();
     eventually("the other GPU is looked at again", || only_the_other(&bed)).await;
-    until(&api, &gpu, "Draining", "Drained").await;
-    until_refused(&bed, &pod).await;
+    wait_for_gpu_state(&api, &gpu, "Draining", "Drained").await;
+    wait_until_refused(&bed, &pod).await;
 
     api.drain(&[]);
-    let after = until(&api, &gpu, "Active", "Ok").await;
+    let after = wait_for_gpu_state(&api, &gpu, "Active", "Ok").await;
     assert_eq!(
         after["generation"].as_u64(),
         before["generation"].as_u64().map(|before| before + 1)
     );
     assert_eq!(api.gpu(&elsewhere)["generation"], before["generation"]);
     // Once this answers the GPU was seen to clear freed memory anew.
-    assert!(open(&mut bed.tenant(&pod), "seen", GIB).is_ok());
-    let (_tenant, anew) = client(&bed, &pod).await;
+    assert!(open_retrying(&mut bed.tenant(&pod), "seen", GIB).is_ok());
+    let (_tenant, anew) = start_client(&bed, &pod).await;
     assert_eq!(anew["found"], false, "what was kept is lost");
 }
 
 #[tokio::test]
-async fn a_driver_that_was_loaded_anew_is_seen_to_clear_memory_before_any_is_kept() {
-    let mut bed = Bed::new().await;
-    let api = Api::of(&bed.machine);
+async fn reloaded_driver_passes_the_scrub_check_before_leases() {
+    let mut bed = Fixture::new().await;
+    let api = FakeGpuNodeApi::start(&bed.machine);
     bed.machine.restart_agent().await;
     let pod = bed.machine.run("a", 4).await;
-    let (_, gpu) = bed.device(&pod);
+    let (_, gpu) = bed.allocation_and_gpu(&pod);
     let mut tenant = bed.tenant(&pod);
-    assert!(open(&mut tenant, "weights", GIB).is_ok());
+    assert!(open_retrying(&mut tenant, "weights", GIB).is_ok());
     tenant.kill();
     api.drain(&[&gpu]);
-    until(&api, &gpu, "Draining", "Drained").await;
+    wait_for_gpu_state(&api, &gpu, "Draining", "Drained").await;
     // As a module that is loaded with RmDisableScrubOnFree.
-    bed.machine.lab.simgpu(&["scrub", "off"]).unwrap();
+    bed.machine.lab.run_simgpu(&["scrub", "off"]).unwrap();
     api.drain(&[]);
-    until(&api, &gpu, "Active", "Ok").await;
-    let refused = open(&mut bed.tenant(&pod), "weights", GIB).unwrap_err();
+    wait_for_gpu_state(&api, &gpu, "Active", "Ok").await;
+    let refused = open_retrying(&mut bed.tenant(&pod), "weights", GIB).unwrap_err();
     assert!(refused.contains("NotScrubbed"), "{refused}");
 }

@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use crate::bed::{Bed, GIB, compiled, open, read};
+use crate::bed::{Fixture, GIB, compile_c, open_retrying, read_lease};
 use crate::tenant::{Opened, Tenant};
 
 /// A process that holds a descriptor, in no container.
-struct Parked(i32);
+struct ParkedHolder(i32);
 
-impl Drop for Parked {
+impl Drop for ParkedHolder {
     fn drop(&mut self) {
         let pid = rustix::process::Pid::from_raw(self.0).unwrap();
         let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
@@ -16,17 +16,17 @@ impl Drop for Parked {
 }
 
 #[tokio::test]
-async fn what_is_kept_is_bound_to_nobody_before_its_last_pod_has_ended_and_nobody_holds_it() {
-    let mut bed = Bed::new().await;
+async fn lease_memory_is_bound_again_only_when_no_process_maps_it() {
+    let mut bed = Fixture::new().await;
     bed.machine.run("full", 16).await;
     let (first, second) = (bed.machine.run("a", 8).await, bed.machine.run("b", 2).await);
     let mut writer = bed.tenant(&first);
-    let Ok(Opened::Write { lease, token }) = open(&mut writer, "weights", 6 * GIB) else {
+    let Ok(Opened::Write { lease, token }) = open_retrying(&mut writer, "weights", 6 * GIB) else {
         panic!("it is there");
     };
     assert_eq!(writer.commit(lease, token, 7), "committed");
     let mut reader = bed.tenant(&second);
-    assert_eq!(read(&mut reader, "weights"), (lease, 7));
+    assert_eq!(read_lease(&mut reader, "weights"), (lease, 7));
     writer.kill();
     bed.machine.end(&first);
     // 16 - 2 - 6: its owner is gone, and it is not.
@@ -35,9 +35,9 @@ async fn what_is_kept_is_bound_to_nobody_before_its_last_pod_has_ended_and_nobod
     bed.machine.until_refused(&waiter, expected).await;
     bed.machine.restart_agent().await;
     bed.machine.until_refused(&waiter, expected).await;
-    assert_eq!(read(&mut reader, "weights"), (lease, 7));
+    assert_eq!(read_lease(&mut reader, "weights"), (lease, 7));
     let holder = reader.ask(&format!("park {lease}")).unwrap();
-    let parked = Parked(holder.parse().unwrap());
+    let parked = ParkedHolder(holder.parse().unwrap());
     reader.kill();
     bed.machine.end(&second);
     bed.machine
@@ -48,11 +48,11 @@ async fn what_is_kept_is_bound_to_nobody_before_its_last_pod_has_ended_and_nobod
 }
 
 /// A lease is discarded while somebody holds its memory: who owned it is charged until that has ended.
-async fn charged_while_held(hold: impl FnOnce(&mut Tenant, u64) -> Option<Parked>) {
-    let bed = Bed::new().await;
+async fn charged_while_held(hold: impl FnOnce(&mut Tenant, u64) -> Option<ParkedHolder>) {
+    let bed = Fixture::new().await;
     let pod = bed.machine.run("a", 8).await;
     let mut tenant = bed.tenant(&pod);
-    let Ok(Opened::Write { lease, token }) = open(&mut tenant, "weights", 6 * GIB) else {
+    let Ok(Opened::Write { lease, token }) = open_retrying(&mut tenant, "weights", 6 * GIB) else {
         panic!("it is there");
     };
     assert_eq!(tenant.commit(lease, token, 7), "committed");
@@ -71,36 +71,36 @@ async fn charged_while_held(hold: impl FnOnce(&mut Tenant, u64) -> Option<Parked
     }
     drop(parked);
     assert!(matches!(
-        open(&mut tenant, "weights", 3 * GIB),
+        open_retrying(&mut tenant, "weights", 3 * GIB),
         Ok(Opened::Write { .. })
     ));
 }
 
 #[tokio::test]
-async fn a_container_is_charged_for_what_it_discarded_until_nobody_holds_it() {
+async fn discarded_lease_is_charged_until_no_process_maps_it() {
     let sibling = |tenant: &mut Tenant, lease| {
         let holder = tenant.ask(&format!("park {lease}")).unwrap();
-        Some(Parked(holder.parse().unwrap()))
+        Some(ParkedHolder(holder.parse().unwrap()))
     };
     charged_while_held(sibling).await;
 }
 
 #[tokio::test]
-async fn a_descriptor_in_flight_holds_discarded_memory_as_an_open_one_does() {
+async fn descriptor_in_flight_keeps_discarded_memory_charged() {
     let queue = |tenant: &mut Tenant, lease| {
         let holder = tenant.ask(&format!("queue {lease}")).unwrap();
-        Some(Parked(holder.parse().unwrap()))
+        Some(ParkedHolder(holder.parse().unwrap()))
     };
     charged_while_held(queue).await;
 }
 
 #[tokio::test]
-async fn an_io_uring_that_holds_discarded_memory_is_a_holder_like_any_other() {
-    let (_folder, program) = compiled("ring.c");
+async fn io_uring_reference_keeps_discarded_memory_charged() {
+    let (_folder, program) = compile_c("ring.c");
     let ring = |tenant: &mut Tenant, lease| {
         let said = tenant.ask(&format!("ring {lease} {}", program.display()));
         let said = said.unwrap();
-        Some(Parked(said.strip_prefix("holds ")?.parse().unwrap()))
+        Some(ParkedHolder(said.strip_prefix("holds ")?.parse().unwrap()))
     };
     charged_while_held(ring).await;
 }

@@ -5,15 +5,15 @@ use std::time::{Duration, Instant};
 use bursar_protocol::messages::token::Generation;
 use serde_json::Value;
 
-use crate::bed::{Bed, GIB, open, programs};
+use crate::bed::{Fixture, GIB, open_retrying, program_folder};
 use crate::common::eventually;
 use crate::common::kubelet::Pod;
 use crate::container::{Container, PLAIN};
 use crate::tokens::{is_fenced, redeem};
 
 /// An image of the client in a pod's container, and what it says of the memory that it found or kept.
-pub(crate) async fn client(bed: &Bed, pod: &Pod) -> (Container, Value) {
-    let program = programs().join("examples/kept");
+pub(crate) async fn start_client(bed: &Fixture, pod: &Pod) -> (Container, Value) {
+    let program = program_folder().join("examples/kept");
     let mut client = Container::run(&bed.machine, pod, PLAIN, &program, "image - 67108864").await;
     bed.machine.adopt(pod, client.pid());
     let line = client.read();
@@ -25,14 +25,14 @@ pub(crate) async fn client(bed: &Bed, pod: &Pod) -> (Container, Value) {
 }
 
 #[tokio::test]
-async fn a_real_client_finds_what_it_kept_through_the_shim_after_kills_and_an_agents_restart() {
-    let mut bed = Bed::new().await;
+async fn runtime_client_finds_its_lease_after_restarts() {
+    let mut bed = Fixture::new().await;
     // Once this answers, the GPUs were seen to clear freed memory: the client would not wait so long.
     let other = bed.machine.run("other", 2).await;
     let mut reader = bed.tenant(&other);
-    assert!(open(&mut reader, "other", GIB).is_ok());
+    assert!(open_retrying(&mut reader, "other", GIB).is_ok());
     let pod = bed.machine.admit("a", 4).await;
-    let (mut first, made) = client(&bed, &pod).await;
+    let (mut first, made) = start_client(&bed, &pod).await;
     assert_eq!(made["found"], false);
     let said = first.call("token");
     let (of_lease, own) = said.split_once(' ').unwrap();
@@ -48,14 +48,14 @@ async fn a_real_client_finds_what_it_kept_through_the_shim_after_kills_and_an_ag
         })
         .await;
     }
-    let (second, found) = client(&bed, &pod).await;
+    let (second, found) = start_client(&bed, &pod).await;
     assert_eq!(
         (&found["found"], &found["checksum"]),
         (&Value::Bool(true), &made["checksum"])
     );
     drop(second);
     bed.machine.restart_agent().await;
-    let (_third, again) = client(&bed, &pod).await;
+    let (_third, again) = start_client(&bed, &pod).await;
     assert_eq!(
         (&again["found"], &again["checksum"]),
         (&Value::Bool(true), &made["checksum"])
@@ -63,25 +63,25 @@ async fn a_real_client_finds_what_it_kept_through_the_shim_after_kills_and_an_ag
 }
 
 #[tokio::test]
-async fn what_the_agent_fences_is_stale_in_its_process_at_once_and_in_no_other() {
-    let bed = Bed::new().await;
+async fn fenced_lease_is_stale_in_its_process_alone() {
+    let bed = Fixture::new().await;
     let (pod, other) = (
         bed.machine.admit("a", 4).await,
         bed.machine.admit("b", 4).await,
     );
     let mut images = Vec::new();
     for pod in [&pod, &other] {
-        let program = programs().join("examples/references");
+        let program = program_folder().join("examples/references");
         let mut image = Container::run(&bed.machine, pod, PLAIN, &program, "watch").await;
         // Before it says hello, which it does once it has the driver.
         bed.machine.adopt(pod, image.pid());
         assert_eq!(image.call("?"), "good");
         images.push(image);
     }
-    let (_, gpu) = bed.device(&pod);
+    let (_, gpu) = bed.allocation_and_gpu(&pod);
     let pid = images[0].pid().to_string();
     let xid = ["xid", &gpu, "31", "--pid", &pid];
-    bed.machine.lab.simgpu(&xid).unwrap();
+    bed.machine.lab.run_simgpu(&xid).unwrap();
     let told = Instant::now();
     // Nothing was called that could tell it, and nobody has ended it yet.
     while images[0].call("?") != "Poisoned(999)" {

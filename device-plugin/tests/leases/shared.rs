@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::bed::{Bed, seen};
+use crate::bed::{Fixture, wait_for_scrub_check};
 use crate::common::kubelet::Pod;
 use crate::machine::{GPU, Machine, TWO_GPUS};
 
@@ -10,9 +10,9 @@ use crate::machine::{GPU, Machine, TWO_GPUS};
 const NOT_SHARED: &str = "is not shared with other namespaces";
 
 /// A machine whose driver clears freed memory or not, and whose admin allows what that leads to or not.
-async fn machine(scrub: &str, allow: bool) -> Machine {
-    let mut machine = Bed::machine(TWO_GPUS).await;
-    machine.lab.simgpu(&["scrub", scrub]).unwrap();
+async fn machine_with_scrubbing(scrub: &str, allow: bool) -> Machine {
+    let mut machine = Fixture::machine(TWO_GPUS).await;
+    machine.lab.run_simgpu(&["scrub", scrub]).unwrap();
     let config = fs::read_to_string(machine.path("agent.toml")).unwrap();
     let config = config.replace(
         "allow-unscrubbed = true",
@@ -36,7 +36,7 @@ async fn admit(machine: &Machine, namespace: &str, name: &str, gib: usize) -> Po
 }
 
 /// The same on both GPUs: a pod of one namespace on each.
-async fn taken(machine: &Machine) -> [Pod; 2] {
+async fn two_tenants(machine: &Machine) -> [Pod; 2] {
     let one = admit(machine, "one", "one-a", 4).await;
     machine.until_started(&one).await;
     // Larger than what is left of the first.
@@ -46,9 +46,9 @@ async fn taken(machine: &Machine) -> [Pod; 2] {
 }
 
 #[tokio::test]
-async fn unscrubbed_gpu_is_for_one_namespace_until_the_boot() {
-    let mut machine = machine("off", false).await;
-    let [_, two] = taken(&machine).await;
+async fn unscrubbed_gpu_serves_one_namespace_until_reboot() {
+    let mut machine = machine_with_scrubbing("off", false).await;
+    let [_, two] = two_tenants(&machine).await;
     let third = admit(&machine, "three", "three-a", 2).await;
     machine.until_refused(&third, NOT_SHARED).await;
     let mate = admit(&machine, "one", "one-b", 2).await;
@@ -61,12 +61,12 @@ async fn unscrubbed_gpu_is_for_one_namespace_until_the_boot() {
 }
 
 #[tokio::test]
-async fn scrubbed_gpu_and_one_that_the_admin_allows_are_shared() {
+async fn scrubbed_or_allowed_gpu_is_shared_by_namespaces() {
     for (scrub, allow) in [("on", false), ("off", true)] {
-        let machine = machine(scrub, allow).await;
-        taken(&machine).await;
+        let machine = machine_with_scrubbing(scrub, allow).await;
+        two_tenants(&machine).await;
         if !allow {
-            seen("both GPUs", || {
+            wait_for_scrub_check("both GPUs", || {
                 let said = machine.log();
                 said.matches("freed memory comes back cleared").count() == 2
             })

@@ -10,19 +10,19 @@ use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::bed::{Bed, GIB, open, passes};
+use crate::bed::{Fixture, GIB, is_transient, open_retrying};
 use crate::tenant::{GONE, Opened, Tenant};
 
 const ROUNDS: u32 = 250;
 
 /// How long after a question was asked somebody dies, at most, in microseconds.
-const WITHIN: u64 = 20_000;
+const MAX_KILL_DELAY_US: u64 = 20_000;
 
 /// What a name must hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Promised {
+enum Expected {
     /// The last commit or discard was not answered.
-    Either,
+    Unknown,
     Content(u64, u64),
 }
 
@@ -44,7 +44,7 @@ impl Victim {
     ];
 
     /// SIGKILL. The agent and the vault have successors at once.
-    fn kill(self, bed: &mut Bed, tenant: u32) {
+    fn kill(self, bed: &mut Fixture, tenant: u32) {
         match self {
             Victim::Tenant => {
                 let pid = Pid::from_raw(tenant.cast_signed()).unwrap();
@@ -64,7 +64,7 @@ impl Victim {
 }
 
 /// What a tenant was told.
-enum Told {
+enum Reply {
     /// What it read; what it was told when it discarded that.
     Read(u64, u64, Option<String>),
     /// What it wrote, and what it was told when it committed that.
@@ -72,53 +72,56 @@ enum Told {
     Refused(String),
 }
 
-impl Told {
+impl Reply {
     fn is_gone(&self) -> bool {
         match self {
-            Told::Read(_, _, Some(why)) | Told::Wrote(_, _, why) | Told::Refused(why) => {
+            Reply::Read(_, _, Some(why)) | Reply::Wrote(_, _, why) | Reply::Refused(why) => {
                 why == GONE
             }
-            Told::Read(_, _, None) => false,
+            Reply::Read(_, _, None) => false,
         }
     }
 }
 
-fn ask(tenant: &mut Tenant, name: &str, dice: &mut StdRng, mark: u64) -> Told {
+fn open_and_use(tenant: &mut Tenant, name: &str, dice: &mut StdRng, mark: u64) -> Reply {
     let bytes = u64::from(dice.random_range(1..3_u32)) * GIB;
     let discards = dice.random_range(0..4) == 0;
-    match open(tenant, name, bytes) {
+    match open_retrying(tenant, name, bytes) {
         Ok(Opened::Ready { lease, mark }) => {
-            Told::Read(lease, mark, discards.then(|| tenant.discard(lease)))
+            Reply::Read(lease, mark, discards.then(|| tenant.discard(lease)))
         }
         Ok(Opened::Write { lease, token }) => {
-            Told::Wrote(lease, mark, tenant.commit(lease, token, mark))
+            Reply::Wrote(lease, mark, tenant.commit(lease, token, mark))
         }
-        Err(why) => Told::Refused(why),
+        Err(why) => Reply::Refused(why),
     }
 }
 
 /// What each name must hold; nothing was committed of others.
 #[derive(Default)]
-struct Promises(BTreeMap<&'static str, Promised>);
+struct ExpectedLeases(BTreeMap<&'static str, Expected>);
 
-impl Promises {
+impl ExpectedLeases {
     /// The vault dies, before or after what a name held was looked at.
     fn forget_all_but(&mut self, name: &'static str) {
-        self.0 = BTreeMap::from([(name, Promised::Either)]);
+        self.0 = BTreeMap::from([(name, Expected::Unknown)]);
     }
 
     /// Holds what a tenant was told against what was promised.
-    fn judge(&mut self, name: &'static str, told: &Told) {
+    fn check_reply(&mut self, name: &'static str, told: &Reply) {
         let before = self.0.get(name).copied();
         let unanswered = |why: &str, of: &str| {
-            assert!(passes(why) || why == GONE || why.contains(of), "{why}");
-            Promised::Either
+            assert!(
+                is_transient(why) || why == GONE || why.contains(of),
+                "{why}"
+            );
+            Expected::Unknown
         };
         match told {
-            Told::Read(lease, mark, discarded) => {
-                let read = Promised::Content(*lease, *mark);
+            Reply::Read(lease, mark, discarded) => {
+                let read = Expected::Content(*lease, *mark);
                 assert_ne!(before, None, "{name} was never committed");
-                if before != Some(Promised::Either) {
+                if before != Some(Expected::Unknown) {
                     assert_eq!(before, Some(read), "{name}");
                 }
                 match discarded.as_deref() {
@@ -127,16 +130,16 @@ impl Promises {
                     None => self.0.insert(name, read),
                 };
             }
-            Told::Wrote(lease, mark, answer) => {
-                let is_lost = matches!(before, Some(Promised::Content(..)));
+            Reply::Wrote(lease, mark, answer) => {
+                let is_lost = matches!(before, Some(Expected::Content(..)));
                 assert!(!is_lost, "{name} is lost: {before:?}");
                 let now = match answer.as_str() {
-                    "committed" => Promised::Content(*lease, *mark),
+                    "committed" => Expected::Content(*lease, *mark),
                     why => unanswered(why, "Fenced"),
                 };
                 self.0.insert(name, now);
             }
-            Told::Refused(why) => {
+            Reply::Refused(why) => {
                 let others = ["Writing", "Quota", GONE];
                 assert!(
                     others.iter().any(|known| why.contains(known)),
@@ -148,13 +151,13 @@ impl Promises {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn acknowledged_commits_last_through_every_death_but_the_vaults_and_in_the_end_all_is_free() {
-    let mut bed = Bed::new().await;
+async fn committed_leases_survive_random_kills_and_leak_nothing() {
+    let mut bed = Fixture::new().await;
     bed.machine.run("full", 16).await;
     let mut pods = [bed.machine.run("a", 6).await, bed.machine.run("b", 6).await];
     let mut dice = StdRng::seed_from_u64(3);
     let mut tenants: Vec<Tenant> = pods.iter().map(|pod| bed.tenant(pod)).collect();
-    let mut promises = Promises::default();
+    let mut promises = ExpectedLeases::default();
     let (mut commits, mut reads, mut all_pods) = (0, 0, 0);
     // Between two questions, and amid one.
     let mut deaths = BTreeMap::<Victim, [u32; 2]>::new();
@@ -171,7 +174,7 @@ async fn acknowledged_commits_last_through_every_death_but_the_vaults_and_in_the
         // Short ones are likelier, for most questions are answered within 2 ms: the more so where few die.
         let is_rare = matches!(victim, Some(Victim::Agent | Victim::Vault));
         let halvings = dice.random_range(if is_rare { 3..6 } else { 0..6 });
-        let delay = dice.random_range(0..WITHIN) >> halvings;
+        let delay = dice.random_range(0..MAX_KILL_DELAY_US) >> halvings;
         // However long an answer takes, some die after it.
         let after = !is_rare && dice.random_ratio(1, 3);
         let registered = bed.machine.registrations();
@@ -193,7 +196,7 @@ async fn acknowledged_commits_last_through_every_death_but_the_vaults_and_in_the
                     begun
                 })
             });
-            let told = ask(tenant, name, &mut dice, u64::from(round) + 1);
+            let told = open_and_use(tenant, name, &mut dice, u64::from(round) + 1);
             let answered = Instant::now();
             drop(answer);
             let killed = killing.map(|killing| killing.join().unwrap());
@@ -201,7 +204,7 @@ async fn acknowledged_commits_last_through_every_death_but_the_vaults_and_in_the
         });
         // One that is not killed ends where what it reads is not what was committed.
         assert!(!told.is_gone() || victim == Some(Victim::Tenant));
-        promises.judge(name, &told);
+        promises.check_reply(name, &told);
         if let Some(victim) = victim {
             deaths.entry(victim).or_default()[usize::from(was_amid)] += 1;
         }
@@ -213,10 +216,10 @@ async fn acknowledged_commits_last_through_every_death_but_the_vaults_and_in_the
             Some(Victim::Workers) | None => {}
         }
         match told {
-            Told::Read(..) => reads += 1,
-            Told::Wrote(_, _, answer) => commits += u32::from(answer == "committed"),
+            Reply::Read(..) => reads += 1,
+            Reply::Wrote(_, _, answer) => commits += u32::from(answer == "committed"),
             // What was discarded and the other pod has open is charged until that pod ends.
-            Told::Refused(why) if why.contains("Quota") => {
+            Reply::Refused(why) if why.contains("Quota") => {
                 tenants.clear();
                 pods.iter().for_each(|pod| bed.machine.end(pod));
                 for (at, pod) in pods.iter_mut().enumerate() {
@@ -225,10 +228,10 @@ async fn acknowledged_commits_last_through_every_death_but_the_vaults_and_in_the
                     bed.machine.until_started(pod).await;
                     tenants.push(bed.tenant(pod));
                 }
-                promises = Promises::default();
+                promises = ExpectedLeases::default();
                 all_pods += 1;
             }
-            Told::Refused(_) => {}
+            Reply::Refused(_) => {}
         }
     }
     println!(

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::bed::{Bed, GIB, compiled, open};
+use crate::bed::{Fixture, GIB, compile_c, open_retrying};
 use crate::common::eventually;
 use crate::common::kubelet::Pod;
 use crate::machine::GPU;
@@ -17,8 +17,8 @@ use crate::tenant::Opened;
 struct Tracer(Child);
 
 impl Tracer {
-    fn of(pid: Pid) -> Option<Tracer> {
-        let (_folder, program) = compiled("tracer.c");
+    fn attach(pid: Pid) -> Option<Tracer> {
+        let (_folder, program) = compile_c("tracer.c");
         let mut child = Command::new(program)
             .arg(pid.as_raw_nonzero().to_string())
             .stdin(Stdio::piped())
@@ -41,17 +41,17 @@ impl Drop for Tracer {
 }
 
 #[tokio::test]
-async fn a_gpu_whose_worker_cannot_be_killed_takes_no_pods_until_it_has_ended() {
-    let bed = Bed::new().await;
+async fn gpu_takes_no_pods_while_its_provisioner_cannot_be_killed() {
+    let bed = Fixture::new().await;
     let pod = bed.machine.run("a", 8).await;
     let mut tenant = bed.tenant(&pod);
     assert!(matches!(
-        open(&mut tenant, "weights", GIB),
+        open_retrying(&mut tenant, "weights", GIB),
         Ok(Opened::Write { .. })
     ));
     // The sentinel's GPU may be another one: its worker goes on.
     let workers = bed.workers();
-    let held: Vec<_> = workers.iter().map(|pid| Tracer::of(*pid)).collect();
+    let held: Vec<_> = workers.iter().map(|pid| Tracer::attach(*pid)).collect();
     let Some(held) = held.into_iter().collect::<Option<Vec<Tracer>>>() else {
         return eprintln!("skipped: nobody may trace a process here");
     };
@@ -67,7 +67,7 @@ async fn a_gpu_whose_worker_cannot_be_killed_takes_no_pods_until_it_has_ended() 
     let time = bed.machine.kubelet.until_allocatable(GPU, 32).await;
     assert!(time < Duration::from_secs(10), "{time:?}");
     assert!(matches!(
-        open(&mut tenant, "more", GIB),
+        open_retrying(&mut tenant, "more", GIB),
         Ok(Opened::Write { .. })
     ));
 }
@@ -76,15 +76,15 @@ async fn a_gpu_whose_worker_cannot_be_killed_takes_no_pods_until_it_has_ended() 
 const DEADLINE: Duration = Duration::from_secs(10);
 
 /// What a worker takes of its GPU (F3 in docs/facts.md), and the sentinel.
-const WORKER: u64 = 4 << 20;
-const SENTINEL: u64 = 2 << 20;
+const PROVISIONER_BYTES: u64 = 4 << 20;
+const EXPORT_KEEP_ALIVE_BYTES: u64 = 2 << 20;
 
 /// A process that is stopped, until this is dropped.
-struct Stopped(Pid);
+struct StoppedProvisioner(Pid);
 
 /// The worker of a pod's GPU.
-fn worker(bed: &Bed, pod: &Pod) -> Pid {
-    let (_, gpu) = bed.device(pod);
+fn worker(bed: &Fixture, pod: &Pod) -> Pid {
+    let (_, gpu) = bed.allocation_and_gpu(pod);
     let mut workers = bed.workers().into_iter();
     let of_gpu = workers.find(|pid| {
         let words = fs::read_to_string(format!("/proc/{}/cmdline", pid.as_raw_nonzero()));
@@ -93,23 +93,23 @@ fn worker(bed: &Bed, pod: &Pod) -> Pid {
     of_gpu.unwrap()
 }
 
-impl Stopped {
+impl StoppedProvisioner {
     /// The worker of a pod's GPU, of which a GiB was made: once the sentinel is made too nobody
     /// else asks it.
-    async fn worker(bed: &Bed, pod: &Pod) -> Stopped {
+    async fn worker(bed: &Fixture, pod: &Pod) -> StoppedProvisioner {
         let sim = bed.machine.lab.sim().unwrap();
         let is_all = || {
-            let workers = bed.workers().len() as u64 * WORKER;
-            sim.used(0) + sim.used(1) == GIB + SENTINEL + workers
+            let workers = bed.workers().len() as u64 * PROVISIONER_BYTES;
+            sim.used(0) + sim.used(1) == GIB + EXPORT_KEEP_ALIVE_BYTES + workers
         };
         eventually("the sentinel", is_all).await;
         let pid = worker(bed, pod);
         kill_process(pid, Signal::STOP).unwrap();
-        Stopped(pid)
+        StoppedProvisioner(pid)
     }
 }
 
-impl Drop for Stopped {
+impl Drop for StoppedProvisioner {
     fn drop(&mut self) {
         // It was killed, unless the test failed.
         let _ = kill_process(self.0, Signal::CONT);
@@ -117,12 +117,12 @@ impl Drop for Stopped {
 }
 
 #[tokio::test]
-async fn a_worker_that_does_not_answer_in_time_is_killed_and_another_does_what_it_was_asked() {
-    let bed = Bed::new().await;
+async fn hung_provisioner_is_killed_and_replaced() {
+    let bed = Fixture::new().await;
     let pod = bed.machine.run("a", 8).await;
     let mut tenant = bed.tenant(&pod);
-    assert!(open(&mut tenant, "weights", GIB).is_ok());
-    let (stopped, begun) = (Stopped::worker(&bed, &pod).await, Instant::now());
+    assert!(open_retrying(&mut tenant, "weights", GIB).is_ok());
+    let (stopped, begun) = (StoppedProvisioner::worker(&bed, &pod).await, Instant::now());
     let opened = tenant.open("more", GIB);
     assert!(matches!(opened, Ok(Opened::Write { .. })), "{opened:?}");
     let took = begun.elapsed();
@@ -131,15 +131,15 @@ async fn a_worker_that_does_not_answer_in_time_is_killed_and_another_does_what_i
 }
 
 #[tokio::test]
-async fn a_worker_is_asked_to_sweep_once_much_was_given_back() {
-    let bed = Bed::new().await;
+async fn provisioner_sweeps_after_many_releases() {
+    let bed = Fixture::new().await;
     let pod = bed.machine.run("a", 8).await;
     let mut tenant = bed.tenant(&pod);
-    let Ok(Opened::Write { lease, .. }) = open(&mut tenant, "weights", GIB) else {
+    let Ok(Opened::Write { lease, .. }) = open_retrying(&mut tenant, "weights", GIB) else {
         panic!("it is there");
     };
     // Who asks it for anything gives it up.
-    let (stopped, begun) = (Stopped::worker(&bed, &pod).await, Instant::now());
+    let (stopped, begun) = (StoppedProvisioner::worker(&bed, &pod).await, Instant::now());
     let discarded = tenant.ask(&format!("discard {lease}"));
     assert_eq!(discarded.as_deref(), Some("discarded"));
     eventually("the worker's end", || !bed.workers().contains(&stopped.0)).await;

@@ -23,7 +23,7 @@ pub(crate) const GONE: &str = "gone";
 /// A process in a pod's container.
 pub(crate) struct Tenant {
     child: Child,
-    words: BufReader<UnixStream>,
+    channel: BufReader<UnixStream>,
 }
 
 /// What an open comes to.
@@ -48,7 +48,7 @@ impl Tenant {
             .unwrap();
         Tenant {
             child,
-            words: BufReader::new(ours),
+            channel: BufReader::new(ours),
         }
     }
 
@@ -58,9 +58,9 @@ impl Tenant {
 
     /// What it answers; none where it is gone.
     pub(crate) fn ask(&mut self, line: &str) -> Option<String> {
-        writeln!(self.words.get_mut(), "{line}").ok()?;
+        writeln!(self.channel.get_mut(), "{line}").ok()?;
         let mut answer = String::new();
-        let read = self.words.read_line(&mut answer).ok()?;
+        let read = self.channel.read_line(&mut answer).ok()?;
         (read > 0).then(|| answer.trim_end().to_owned())
     }
 
@@ -100,10 +100,10 @@ impl Tenant {
 
     /// SIGKILL; it has ended when this returns.
     pub(crate) fn kill(mut self) {
-        self.end();
+        self.kill_and_wait();
     }
 
-    fn end(&mut self) {
+    fn kill_and_wait(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -111,7 +111,7 @@ impl Tenant {
 
 impl Drop for Tenant {
     fn drop(&mut self) {
-        self.end();
+        self.kill_and_wait();
     }
 }
 
@@ -120,7 +120,7 @@ impl Drop for Tenant {
 fn a_tenants_process() {
     let stdin = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
     let words = UnixStream::from(stdin);
-    let mut inside = Inside::default();
+    let mut inside = TenantProcess::default();
     let mut lines = BufReader::new(words.try_clone().unwrap());
     let mut line = String::new();
     while lines.read_line(&mut line).unwrap_or(0) > 0 {
@@ -141,19 +141,19 @@ fn a_tenants_process() {
 }
 
 #[derive(Default)]
-struct Inside {
+struct TenantProcess {
     socket: String,
     gpu: String,
     /// Another one in each image.
-    image: u64,
+    process_image: u64,
     leases: BTreeMap<u64, OwnedFd>,
     session: Option<UnixStream>,
 }
 
-impl Inside {
+impl TenantProcess {
     fn answer(&mut self, line: &str) -> String {
-        if self.image == 0 {
-            self.image = rand::random();
+        if self.process_image == 0 {
+            self.process_image = rand::random();
         }
         let words: Vec<&str> = line.split(' ').collect();
         let number = |at: usize| words[at].parse::<u64>().unwrap();
@@ -169,8 +169,8 @@ impl Inside {
                 assert_eq!(written, Ok(MARK));
                 "ok".to_owned()
             }
-            "read" => read(&self.leases[&number(1)]).to_string(),
-            "commit" => said(self.say(RetainedRequest::Commit {
+            "read" => read_mark(&self.leases[&number(1)]).to_string(),
+            "commit" => retained_text(self.request_retained(RetainedRequest::Commit {
                 version: VERSION,
                 lease: number(1),
                 token: number(2),
@@ -178,7 +178,7 @@ impl Inside {
             })),
             "discard" => {
                 self.leases.remove(&number(1));
-                said(self.say(RetainedRequest::Discard {
+                retained_text(self.request_retained(RetainedRequest::Discard {
                     version: VERSION,
                     lease: number(1),
                 }))
@@ -187,10 +187,10 @@ impl Inside {
             "hello" => {
                 let hello = Request::Hello {
                     version: VERSION,
-                    image: self.image,
+                    image: self.process_image,
                     holdings: Vec::new(),
                 };
-                match self.first(&hello) {
+                match self.request(&hello) {
                     Ok((stream, Response::Welcome { .. }, _)) => {
                         self.session = Some(stream);
                         "welcome".to_owned()
@@ -198,21 +198,21 @@ impl Inside {
                     other => format!("{other:?}"),
                 }
             }
-            "seal" => self.token(TokenRequest::Seal {
+            "seal" => self.request_token(TokenRequest::Seal {
                 version: VERSION,
                 account: Account::Device(self.gpu.clone()),
                 lease: number(1),
                 block: number(2),
             }),
-            "redeem" => self.token(TokenRequest::Redeem {
+            "redeem" => self.request_token(TokenRequest::Redeem {
                 version: VERSION,
-                token: unhex(words[1]),
+                token: token_from_hex(words[1]),
             }),
             // A token of so many bytes, more than one may have.
             "babble" => {
                 let longest = TokenRequest::Redeem {
                     version: VERSION,
-                    token: unhex(""),
+                    token: token_from_hex(""),
                 };
                 let mut bytes = Request::Token(longest).payload();
                 bytes.truncate(bytes.len() - 2);
@@ -269,20 +269,20 @@ impl Inside {
     fn open(&mut self, name: &str, bytes: u64) -> String {
         let question = RetainedRequest::Open {
             version: VERSION,
-            image: self.image,
+            image: self.process_image,
             account: Account::Device(self.gpu.clone()),
             name: name.to_owned().try_into().unwrap(),
             key: [1; 32],
             bytes,
         };
-        match self.say(question) {
+        match self.request_retained(question) {
             Ok((
                 RetainedResponse::Ready {
                     lease, checksum, ..
                 },
                 Some(fd),
             )) => {
-                let mark = read(&fd);
+                let mark = read_mark(&fd);
                 assert_eq!(mark, checksum, "what was committed is what is read");
                 self.leases.insert(lease, fd);
                 format!("ready {lease} {mark}")
@@ -291,12 +291,12 @@ impl Inside {
                 self.leases.insert(lease, fd);
                 format!("write {lease} {token}")
             }
-            other => said(other),
+            other => retained_text(other),
         }
     }
 
-    fn token(&self, question: TokenRequest) -> String {
-        match self.first(&Request::Token(question)) {
+    fn request_token(&self, question: TokenRequest) -> String {
+        match self.request(&Request::Token(question)) {
             Ok((_, Response::Token(TokenResponse::Sealed(token)), _)) => {
                 let hex = token.as_bytes().iter().map(|byte| format!("{byte:02x}"));
                 format!("token {}", hex.collect::<String>())
@@ -311,7 +311,10 @@ impl Inside {
     }
 
     /// The first answer on a new connection.
-    fn first(&self, message: &Request) -> std::io::Result<(UnixStream, Response, Option<OwnedFd>)> {
+    fn request(
+        &self,
+        message: &Request,
+    ) -> std::io::Result<(UnixStream, Response, Option<OwnedFd>)> {
         let stream = UnixStream::connect(&self.socket)?;
         stream.set_read_timeout(Some(Duration::from_secs(30)))?;
         send_message(&stream, message, None)?;
@@ -319,13 +322,13 @@ impl Inside {
         Ok((stream, answer, fd))
     }
 
-    fn say(
+    fn request_retained(
         &self,
         question: RetainedRequest,
     ) -> Result<(RetainedResponse, Option<OwnedFd>), String> {
         let told = || -> std::io::Result<_> {
             // What is made comes before the answer.
-            match self.first(&Request::Retained(question))? {
+            match self.request(&Request::Retained(question))? {
                 (stream, Response::Retained(RetainedResponse::Created { .. }), made) => {
                     Ok((receive_message::<Response>(&stream)?.0, made))
                 }
@@ -340,20 +343,20 @@ impl Inside {
     }
 }
 
-fn unhex(text: &str) -> GpuToken {
+fn token_from_hex(text: &str) -> GpuToken {
     let places = (0..text.len()).step_by(2);
     let bytes = places.map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap());
     GpuToken::try_from(bytes.collect::<Vec<u8>>()).unwrap()
 }
 
 /// The simulated driver's memory is a file.
-fn read(fd: &OwnedFd) -> u64 {
+fn read_mark(fd: &OwnedFd) -> u64 {
     let mut mark = [0; MARK];
     assert_eq!(rustix::io::pread(fd, &mut mark, 0), Ok(MARK));
     u64::from_le_bytes(mark)
 }
 
-fn said(answer: Result<(RetainedResponse, Option<OwnedFd>), String>) -> String {
+fn retained_text(answer: Result<(RetainedResponse, Option<OwnedFd>), String>) -> String {
     match answer {
         Ok((RetainedResponse::Committed, _)) => "committed".to_owned(),
         Ok((RetainedResponse::Discarded, _)) => "discarded".to_owned(),

@@ -5,21 +5,21 @@ use std::time::{Duration, Instant};
 
 use bursar_protocol::messages::token::{Generation, MAX_TOKEN, TokenRefusal};
 
-use crate::bed::{Bed, GIB, open};
+use crate::bed::{Fixture, GIB, open_retrying};
 use crate::common::eventually;
 use crate::common::kubelet::Pod;
 use crate::machine::GPU;
 use crate::tenant::{Opened, Tenant};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
 /// Asks until that is no longer refused for what passes by itself.
-fn ask(tenant: &mut Tenant, line: &str) -> String {
+fn ask_retrying(tenant: &mut Tenant, line: &str) -> String {
     let begun = Instant::now();
     loop {
         let said = tenant.ask(line).unwrap();
         let passes = said == "refused Unavailable" || said.starts_with("away");
-        if !passes || begun.elapsed() > PATIENCE {
+        if !passes || begun.elapsed() > WAIT_LIMIT {
             return said;
         }
         std::thread::sleep(Duration::from_millis(20));
@@ -28,14 +28,14 @@ fn ask(tenant: &mut Tenant, line: &str) -> String {
 
 /// A token for a block of a lease, or of the process's own memory where that is zero.
 fn seal(tenant: &mut Tenant, lease: u64, block: u64) -> Result<String, String> {
-    let said = ask(tenant, &format!("seal {lease} {block}"));
+    let said = ask_retrying(tenant, &format!("seal {lease} {block}"));
     let token = said.strip_prefix("token ").map(str::to_owned);
     token.ok_or(said)
 }
 
 /// L and the block that a token names; or why not.
 pub(crate) fn redeem(tenant: &mut Tenant, token: &str) -> Result<(u64, u64), String> {
-    let said = ask(tenant, &format!("redeem {token}"));
+    let said = ask_retrying(tenant, &format!("redeem {token}"));
     let words: Vec<&str> = said.split(' ').collect();
     match words[..] {
         ["good", lease, block] => Ok((lease.parse().unwrap(), block.parse().unwrap())),
@@ -43,7 +43,7 @@ pub(crate) fn redeem(tenant: &mut Tenant, token: &str) -> Result<(u64, u64), Str
     }
 }
 
-fn refused(why: TokenRefusal) -> String {
+fn refusal_text(why: TokenRefusal) -> String {
     format!("refused {why:?}")
 }
 
@@ -56,7 +56,7 @@ pub(crate) fn is_fenced(redeemed: &Result<(u64, u64), String>, which: Generation
 }
 
 /// A pod of another namespace, started.
-pub(crate) async fn stranger(bed: &Bed, name: &str) -> Pod {
+pub(crate) async fn start_pod_of_other_namespace(bed: &Fixture, name: &str) -> Pod {
     let mut pod = Pod::with(name, GPU, 1);
     pod.namespace = "other".to_owned();
     bed.machine.kubelet.admit(&pod).await.unwrap();
@@ -66,37 +66,37 @@ pub(crate) async fn stranger(bed: &Bed, name: &str) -> Pod {
 }
 
 #[tokio::test]
-async fn a_token_is_redeemed_in_its_namespace_until_its_lease_its_process_or_its_key_is_gone() {
-    let mut bed = Bed::new().await;
+async fn token_is_valid_in_its_namespace_until_its_source_ends() {
+    let mut bed = Fixture::new().await;
     let (first, second) = (bed.machine.run("a", 4).await, bed.machine.run("b", 4).await);
-    let third = stranger(&bed, "c").await;
+    let third = start_pod_of_other_namespace(&bed, "c").await;
     let (mut issuer, mut reader) = (bed.tenant(&first), bed.tenant(&second));
     let mut other = bed.tenant(&third);
     assert_eq!(
         seal(&mut issuer, 0, 7),
-        Err(refused(TokenRefusal::NoSession))
+        Err(refusal_text(TokenRefusal::NoSession))
     );
     for tenant in [&mut issuer, &mut reader] {
         assert_eq!(tenant.ask("hello").as_deref(), Some("welcome"));
     }
     let own = seal(&mut issuer, 0, 7).unwrap();
-    let Ok(Opened::Write { lease, token }) = open(&mut issuer, "weights", GIB) else {
+    let Ok(Opened::Write { lease, token }) = open_retrying(&mut issuer, "weights", GIB) else {
         panic!("it is there");
     };
     assert_eq!(issuer.commit(lease, token, 42), "committed");
     let kept = seal(&mut issuer, lease, 8).unwrap();
     assert_eq!(
         seal(&mut reader, lease, 8),
-        Err(refused(TokenRefusal::NoLease)),
+        Err(refusal_text(TokenRefusal::NoLease)),
         "it has not opened it"
     );
     assert_eq!(redeem(&mut reader, &own), Ok((0, 7)));
     assert_eq!(redeem(&mut reader, &kept), Ok((lease, 8)));
-    let unknown = Err(refused(TokenRefusal::Unknown));
+    let unknown = Err(refusal_text(TokenRefusal::Unknown));
     assert_eq!(redeem(&mut other, &own), unknown);
     assert_eq!(redeem(&mut other, &kept), unknown);
 
-    let garbage = Err(refused(TokenRefusal::Malformed));
+    let garbage = Err(refusal_text(TokenRefusal::Malformed));
     assert_eq!(redeem(&mut other, "00"), garbage);
     assert_eq!(redeem(&mut other, &"5a".repeat(MAX_TOKEN)), garbage);
     let forged = match own.strip_suffix('0') {
@@ -104,7 +104,7 @@ async fn a_token_is_redeemed_in_its_namespace_until_its_lease_its_process_or_its
         None => format!("{}0", &own[..own.len() - 1]),
     };
     let forged = redeem(&mut other, &forged);
-    assert_eq!(forged, Err(refused(TokenRefusal::Forged)));
+    assert_eq!(forged, Err(refusal_text(TokenRefusal::Forged)));
     let longer = format!("babble {}", MAX_TOKEN + 1);
     assert_eq!(other.ask(&longer).as_deref(), Some("hung up"));
 
@@ -112,14 +112,14 @@ async fn a_token_is_redeemed_in_its_namespace_until_its_lease_its_process_or_its
     assert_eq!(redeem(&mut reader, &own), Ok((0, 7)));
     assert_eq!(redeem(&mut reader, &kept), Ok((lease, 8)));
 
-    let discarded = ask(&mut issuer, &format!("discard {lease}"));
+    let discarded = ask_retrying(&mut issuer, &format!("discard {lease}"));
     assert_eq!(discarded, "discarded");
     let ended = redeem(&mut reader, &kept);
     assert!(is_fenced(&ended, Generation::Lease), "{ended:?}");
     assert_eq!(redeem(&mut reader, &own), Ok((0, 7)));
 
     issuer.exec();
-    bed.tell(&first, &mut issuer);
+    bed.connect_tenant(&first, &mut issuer);
     assert_eq!(issuer.ask("hello").as_deref(), Some("welcome"));
     let ended = redeem(&mut reader, &own);
     assert!(is_fenced(&ended, Generation::Process), "{ended:?}");
@@ -130,30 +130,30 @@ async fn a_token_is_redeemed_in_its_namespace_until_its_lease_its_process_or_its
     fs::write(bed.machine.path("run/token.key"), "garbage").unwrap();
     bed.machine.come_back().await;
     let lost = redeem(&mut reader, &own);
-    assert_eq!(lost, Err(refused(TokenRefusal::Forged)));
+    assert_eq!(lost, Err(refusal_text(TokenRefusal::Forged)));
     let own = seal(&mut issuer, 0, 9).unwrap();
     assert_eq!(redeem(&mut reader, &own), Ok((0, 9)));
 
     issuer.kill();
     bed.machine.end(&first);
     eventually("the end of the pod", || {
-        redeem(&mut reader, &own) == Err(refused(TokenRefusal::Unknown))
+        redeem(&mut reader, &own) == Err(refusal_text(TokenRefusal::Unknown))
     })
     .await;
 }
 
 #[tokio::test]
-async fn a_gpu_that_lost_its_memory_and_a_poisoned_image_end_their_tokens() {
-    let bed = Bed::new().await;
+async fn token_ends_with_the_gpu_generation_or_process_image() {
+    let bed = Fixture::new().await;
     let (first, second) = (bed.machine.run("a", 4).await, bed.machine.run("b", 4).await);
     let (mut issuer, mut reader) = (bed.tenant(&first), bed.tenant(&second));
     assert_eq!(issuer.ask("hello").as_deref(), Some("welcome"));
     let before = seal(&mut issuer, 0, 1).unwrap();
     assert_eq!(redeem(&mut reader, &before), Ok((0, 1)));
-    let (_, gpu) = bed.device(&first);
-    bed.machine.lab.simgpu(&["lose", &gpu]).unwrap();
+    let (_, gpu) = bed.allocation_and_gpu(&first);
+    bed.machine.lab.run_simgpu(&["lose", &gpu]).unwrap();
     bed.machine.kubelet.until_allocatable(GPU, 16).await;
-    bed.machine.lab.simgpu(&["restore", &gpu]).unwrap();
+    bed.machine.lab.run_simgpu(&["restore", &gpu]).unwrap();
     bed.machine.kubelet.until_allocatable(GPU, 32).await;
     eventually("the next generation", || {
         is_fenced(&redeem(&mut reader, &before), Generation::Gpu)
@@ -164,7 +164,7 @@ async fn a_gpu_that_lost_its_memory_and_a_poisoned_image_end_their_tokens() {
 
     let pid = issuer.pid().to_string();
     let xid = ["xid", &gpu, "31", "--pid", &pid];
-    bed.machine.lab.simgpu(&xid).unwrap();
+    bed.machine.lab.run_simgpu(&xid).unwrap();
     eventually("the fence", || {
         is_fenced(&redeem(&mut reader, &after), Generation::Process)
     })

@@ -44,19 +44,19 @@ use rand::{RngExt as _, SeedableRng as _};
 use rustix::process::{Signal, getpid, kill_process};
 
 use crate::fixture::{Node, Tenant};
-use crate::oracles::{QUOTA, Watch, accused, wronged};
+use crate::oracles::{Invariants, QUOTA, false_finding, neighbour_violation};
 
 /// How long the search is without a number of steps.
-const SHORT: Duration = Duration::from_secs(20);
+const DEFAULT_TIME: Duration = Duration::from_secs(20);
 /// Hostile containers, and processes of each at a time.
 const CONTAINERS: usize = 2;
-const LANES: usize = 2;
+const PROCESSES_PER_CONTAINER: usize = 2;
 /// The most steps of one process.
-const LIFE: u32 = 2_000;
+const MAX_STEPS_PER_PROCESS: u32 = 2_000;
 /// Connections that a process has at most.
-const MOST_PEERS: usize = 64;
+const MAX_CONNECTIONS: usize = 64;
 /// Steps of a failed run that are shown, of each process.
-const SHOWN: usize = 30;
+const SHOWN_STEPS: usize = 30;
 
 const ROLE: &str = "BURSAR_ADVERSARY_ROLE";
 const SOCKET: &str = "BURSAR_ADVERSARY_SOCKET";
@@ -65,93 +65,96 @@ const SEED: &str = "BURSAR_ADVERSARY_SEED";
 const STEPS: &str = "BURSAR_ADVERSARY_STEPS";
 const TRACE: &str = "BURSAR_ADVERSARY_TRACE";
 
-fn number(variable: &str) -> Option<u64> {
+fn env_number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok()?.parse().ok()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn adversary_harms_nobody_but_itself() {
     match std::env::var(ROLE).as_deref() {
-        Ok("hostile") => return Hostile::new().live(),
-        Ok(role) => return honest(role == "greedy"),
+        Ok("hostile") => return Hostile::new().run(),
+        Ok(role) => return run_honest(role == "greedy"),
         Err(_) => {}
     }
-    let seed = number(SEED).unwrap_or_else(rand::random);
+    let seed = env_number(SEED).unwrap_or_else(rand::random);
     println!("{SEED}={seed}");
     let node = Arc::new(Node::start().await);
     let neighbour = Arc::new(node.tenant("honest").await);
-    let mut honest = Process::start(&node, &neighbour, "honest", 0);
+    let mut honest = RoleProcess::start(&node, &neighbour, "honest", 0);
     let mut hostile = Vec::new();
     for container in 0..CONTAINERS {
         hostile.push(Arc::new(node.tenant(&format!("hostile-{container}")).await));
     }
     let search = Search {
         seed,
-        lives: AtomicU64::new(0),
+        processes: AtomicU64::new(0),
         steps: AtomicU64::new(0),
-        most: number(STEPS),
+        max_steps: env_number(STEPS),
         begun: Instant::now(),
-        over: AtomicBool::new(false),
+        is_stopped: AtomicBool::new(false),
         traces: Mutex::default(),
     };
     let search = Arc::new(search);
     let mut threads = Vec::new();
-    for lane in 0..CONTAINERS * LANES {
+    for lane in 0..CONTAINERS * PROCESSES_PER_CONTAINER {
         let (search, node) = (Arc::clone(&search), Arc::clone(&node));
         let tenant = Arc::clone(&hostile[lane % CONTAINERS]);
-        threads.push(std::thread::spawn(move || search.lane(&node, &tenant)));
+        threads.push(std::thread::spawn(move || {
+            search.run_processes(&node, &tenant)
+        }));
     }
     let load = async {
-        search.watch(&node, &mut honest).await;
+        search.check_invariants(&node, &mut honest).await;
         while !threads.iter().all(std::thread::JoinHandle::is_finished) {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    let ((), seen) = node.under(load).await;
+    let ((), seen) = node.run_load(load).await;
     threads
         .into_iter()
         .for_each(|thread| thread.join().unwrap());
     println!(
         "{} hostile steps of {} processes",
         search.steps.load(Ordering::SeqCst),
-        search.lives.load(Ordering::SeqCst)
+        search.processes.load(Ordering::SeqCst)
     );
     honest.end();
     for tenant in &hostile {
-        Process::start(&node, tenant, "greedy", 0).end();
+        RoleProcess::start(&node, tenant, "greedy", 0).end();
     }
     let (_, metrics) = node.machine.get("/metrics").await;
     let names: Vec<&str> = hostile.iter().map(|tenant| tenant.allocation()).collect();
-    assert_eq!(accused(&metrics, &node.machine.log(), &names), None);
-    node.holds(seen).await;
+    assert_eq!(false_finding(&metrics, &node.machine.log(), &names), None);
+    node.check_unharmed(seen).await;
 }
 
 /// The hostile processes of one run.
 struct Search {
     seed: u64,
-    lives: AtomicU64,
+    processes: AtomicU64,
     steps: AtomicU64,
-    most: Option<u64>,
+    max_steps: Option<u64>,
     begun: Instant,
-    over: AtomicBool,
+    is_stopped: AtomicBool,
     /// The last steps of the processes that ended last, the latest at the end.
     traces: Mutex<Vec<String>>,
 }
 
 impl Search {
     fn is_over(&self) -> bool {
-        let is_done = match self.most {
+        let is_done = match self.max_steps {
             Some(most) => self.steps.load(Ordering::SeqCst) >= most,
-            None => self.begun.elapsed() >= SHORT,
+            None => self.begun.elapsed() >= DEFAULT_TIME,
         };
-        is_done || self.over.load(Ordering::SeqCst)
+        is_done || self.is_stopped.load(Ordering::SeqCst)
     }
 
     /// One process after the other.
-    fn lane(&self, node: &Arc<Node>, tenant: &Arc<Tenant>) {
+    fn run_processes(&self, node: &Arc<Node>, tenant: &Arc<Tenant>) {
         while !self.is_over() {
-            let life = self.lives.fetch_add(1, Ordering::SeqCst);
-            let mut process = Process::start(node, tenant, "hostile", self.seed.wrapping_add(life));
+            let life = self.processes.fetch_add(1, Ordering::SeqCst);
+            let mut process =
+                RoleProcess::start(node, tenant, "hostile", self.seed.wrapping_add(life));
             let end = Instant::now() + Duration::from_secs(120);
             while process.child.try_wait().unwrap().is_none() && Instant::now() < end {
                 std::thread::sleep(Duration::from_millis(5));
@@ -169,12 +172,14 @@ impl Search {
             let lines: Vec<&str> = trace.lines().collect();
             self.steps.fetch_add(lines.len() as u64, Ordering::SeqCst);
             let mut traces = self.traces.lock().unwrap();
-            let last = lines[lines.len().saturating_sub(SHOWN)..].join("\n");
+            let last = lines[lines.len().saturating_sub(SHOWN_STEPS)..].join("\n");
             traces.push(format!("process with seed {} + {life}:\n{last}", self.seed));
-            let excess = traces.len().saturating_sub(2 * CONTAINERS * LANES);
+            let excess = traces
+                .len()
+                .saturating_sub(2 * CONTAINERS * PROCESSES_PER_CONTAINER);
             traces.drain(..excess);
             if panicked {
-                self.over.store(true, Ordering::SeqCst);
+                self.is_stopped.store(true, Ordering::SeqCst);
                 let traces = traces.join("\n");
                 panic!("a hostile process panicked\n{SEED}={}\n{traces}", self.seed);
             }
@@ -182,27 +187,30 @@ impl Search {
     }
 
     /// What holds meanwhile.
-    async fn watch(&self, node: &Node, honest: &mut Process) {
-        let mut watch = Watch::default();
+    async fn check_invariants(&self, node: &Node, honest: &mut RoleProcess) {
+        let mut watch = Invariants::default();
         while !self.is_over() {
             let broken = watch
-                .look(node)
+                .check(node)
                 .or_else(|| (!honest.is_alive()).then(|| "the honest process ended".to_owned()));
             if let Some(broken) = broken {
-                self.over.store(true, Ordering::SeqCst);
+                self.is_stopped.store(true, Ordering::SeqCst);
                 let traces = self.traces.lock().unwrap().join("\n");
                 panic!("{broken}\n{SEED}={}\n{traces}", self.seed);
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        println!("{} units charged at most", watch.most_charged);
-        assert!(watch.most_charged > 0, "no record charged anything");
-        assert!(watch.stacks > 0, "no stack of the agent's runtime was read");
+        println!("{} units charged at most", watch.max_charged);
+        assert!(watch.max_charged > 0, "no record charged anything");
+        assert!(
+            watch.stacks_read > 0,
+            "no stack of the agent's runtime was read"
+        );
     }
 }
 
 /// A copy of this program in a container.
-struct Process {
+struct RoleProcess {
     child: Child,
     node: Arc<Node>,
     tenant: Arc<Tenant>,
@@ -210,10 +218,10 @@ struct Process {
 }
 
 /// Keeps the files that show the agent its processes whole.
-static SHOWING: Mutex<()> = Mutex::new(());
+static PROCESS_FILES_LOCK: Mutex<()> = Mutex::new(());
 
-impl Process {
-    fn start(node: &Arc<Node>, tenant: &Arc<Tenant>, role: &str, seed: u64) -> Process {
+impl RoleProcess {
+    fn start(node: &Arc<Node>, tenant: &Arc<Tenant>, role: &str, seed: u64) -> RoleProcess {
         let mut command = Command::new(std::env::current_exe().unwrap());
         let trace = node.machine.path(&format!("trace-{role}-{seed}"));
         command
@@ -235,12 +243,12 @@ impl Process {
         }
         let mut child = command.spawn().unwrap();
         {
-            let _showing = SHOWING.lock().unwrap();
+            let _showing = PROCESS_FILES_LOCK.lock().unwrap();
             tenant.adopt(&node.machine, child.id());
         }
         // It may have been told to wait for this by nobody but us.
         let _ = child.stdin.as_mut().unwrap().write_all(b"go\n");
-        Process {
+        RoleProcess {
             child,
             node: Arc::clone(node),
             tenant: Arc::clone(tenant),
@@ -266,12 +274,12 @@ impl Process {
     }
 }
 
-impl Drop for Process {
+impl Drop for RoleProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
         let _ = fs::remove_file(&self.trace);
-        let _showing = SHOWING.lock().unwrap();
+        let _showing = PROCESS_FILES_LOCK.lock().unwrap();
         let pid = self.child.id().to_string();
         let procs = self
             .node
@@ -289,7 +297,7 @@ impl Drop for Process {
 }
 
 /// Waits until the agent sees this process in its container.
-fn wait_to_go() {
+fn wait_until_visible() {
     let mut line = String::new();
     io::stdin().read_line(&mut line).unwrap();
 }
@@ -300,8 +308,8 @@ fn receive(stream: &mut UnixStream) -> Response {
 
 /// Holds a quarter of its quota until its standard input ends, and then has all of it; `greedy`: at
 /// once.
-fn honest(greedy: bool) {
-    wait_to_go();
+fn run_honest(greedy: bool) {
+    wait_until_visible();
     let mut stream = UnixStream::connect(std::env::var_os(SOCKET).unwrap()).unwrap();
     let hello = Request::Hello {
         version: bursar_protocol::VERSION,
@@ -339,7 +347,7 @@ fn honest(greedy: bool) {
         told.store(true, Ordering::SeqCst);
     });
     while !over.load(Ordering::SeqCst) {
-        assert_eq!(wronged(&page, held), None);
+        assert_eq!(neighbour_violation(&page, held), None);
         std::thread::sleep(Duration::from_millis(20));
     }
     take(Units(QUOTA.0 - held.0));
@@ -353,12 +361,12 @@ struct Peer {
 
 /// A process that lives by its dice.
 struct Hostile {
-    dice: StdRng,
+    random: StdRng,
     socket: PathBuf,
     trace: File,
     peers: Vec<Peer>,
     /// Pages of connections that are closed.
-    hoard: Vec<File>,
+    closed_pages: Vec<File>,
     /// What tokens of memory it was given.
     tokens: Vec<GpuToken>,
 }
@@ -368,14 +376,14 @@ struct Hostile {
 enum Step {
     Connect,
     Hello,
-    Say,
+    Send,
     Receive,
     WritePage,
-    Pass,
+    PassDescriptor,
     Garbage,
     ShutDown,
     Close,
-    Hoard,
+    OpenManySessions,
     Fork,
     Execute,
     Export,
@@ -383,17 +391,17 @@ enum Step {
 }
 
 /// Each as often as it stands here.
-const STEPS_OF_A_LIFE: &[(Step, u32)] = &[
+const STEP_WEIGHTS: &[(Step, u32)] = &[
     (Step::Connect, 60),
     (Step::Hello, 60),
-    (Step::Say, 400),
+    (Step::Send, 400),
     (Step::Receive, 150),
     (Step::WritePage, 250),
-    (Step::Pass, 15),
+    (Step::PassDescriptor, 15),
     (Step::Garbage, 10),
     (Step::ShutDown, 5),
     (Step::Close, 45),
-    (Step::Hoard, 1),
+    (Step::OpenManySessions, 1),
     (Step::Fork, 1),
     (Step::Execute, 1),
     (Step::Export, 1),
@@ -405,24 +413,24 @@ impl Hostile {
         let trace = std::env::var_os(TRACE).unwrap();
         let trace = File::options().create(true).append(true).open(trace);
         Hostile {
-            dice: StdRng::seed_from_u64(number(SEED).unwrap()),
+            random: StdRng::seed_from_u64(env_number(SEED).unwrap()),
             socket: std::env::var_os(SOCKET).unwrap().into(),
             trace: trace.unwrap(),
             peers: Vec::new(),
-            hoard: Vec::new(),
+            closed_pages: Vec::new(),
             tokens: Vec::new(),
         }
     }
 
-    fn live(mut self) {
+    fn run(mut self) {
         // After an exec nobody says it again.
-        if number(STEPS) != Some(0) {
-            wait_to_go();
+        if env_number(STEPS) != Some(0) {
+            wait_until_visible();
         }
-        let all: u32 = STEPS_OF_A_LIFE.iter().map(|(_, weight)| weight).sum();
-        for _ in 0..LIFE {
-            let mut left = self.below(all);
-            let (step, _) = STEPS_OF_A_LIFE
+        let all: u32 = STEP_WEIGHTS.iter().map(|(_, weight)| weight).sum();
+        for _ in 0..MAX_STEPS_PER_PROCESS {
+            let mut left = self.random_below(all);
+            let (step, _) = STEP_WEIGHTS
                 .iter()
                 .find(|(_, weight)| {
                     let is_it = left < *weight;
@@ -431,72 +439,75 @@ impl Hostile {
                 })
                 .unwrap();
             writeln!(self.trace, "{step:?}").unwrap();
-            self.take(*step);
+            self.take_step(*step);
         }
     }
 
-    fn below(&mut self, sides: u32) -> u32 {
-        self.dice.random_range(0..sides)
+    fn random_below(&mut self, sides: u32) -> u32 {
+        self.random.random_range(0..sides)
     }
 
-    fn peer(&mut self) -> Option<&mut Peer> {
-        let index = self.dice.random_range(0..self.peers.len().max(1));
+    fn random_peer(&mut self) -> Option<&mut Peer> {
+        let index = self.random.random_range(0..self.peers.len().max(1));
         self.peers.get_mut(index)
     }
 
     /// The agent may have hung up, or read no further: that is its right.
-    fn take(&mut self, step: Step) {
+    fn take_step(&mut self, step: Step) {
         match step {
             Step::Connect => self.connect(),
             Step::Hello => {
-                let hello = self.hello();
+                let hello = self.random_hello();
                 self.send(&hello.frame());
             }
-            Step::Say => {
-                let message = self.message();
+            Step::Send => {
+                let message = self.random_message();
                 self.send(&message.frame());
             }
             Step::Receive => self.receive(),
             Step::WritePage => self.write_page(),
-            Step::Pass => self.pass(),
+            Step::PassDescriptor => self.pass_descriptor(),
             Step::Garbage => {
-                let mut bytes = vec![0; self.below(100) as usize];
-                self.dice.fill(&mut bytes[..]);
+                let mut bytes = vec![0; self.random_below(100) as usize];
+                self.random.fill(&mut bytes[..]);
                 self.send(&bytes);
             }
             Step::ShutDown => {
-                if let Some(peer) = self.peer() {
+                if let Some(peer) = self.random_peer() {
                     let _ = peer.stream.shutdown(std::net::Shutdown::Write);
                 }
             }
             Step::Close => {
-                let index = self.dice.random_range(0..self.peers.len().max(1));
+                let index = self.random.random_range(0..self.peers.len().max(1));
                 if index < self.peers.len() {
                     let peer = self.peers.swap_remove(index);
-                    self.hoard.extend(peer.page);
+                    self.closed_pages.extend(peer.page);
                 }
             }
-            Step::Hoard => {
+            Step::OpenManySessions => {
                 for _ in 0..20 {
                     self.connect();
-                    let hello = self.hello();
+                    let hello = self.random_hello();
                     if let Some(peer) = self.peers.last_mut() {
                         let _ = peer.stream.write_all(&hello.frame());
                     }
                 }
             }
             Step::Fork => {
-                self.inherit();
+                self.clear_cloexec();
                 // Forked and not executed, with all connections and pages.
-                let sleep = format!("(sleep 0.{}; :) & (sleep 0.1; :) & :", 1 + self.below(8));
+                let sleep = format!(
+                    "(sleep 0.{}; :) & (sleep 0.1; :) & :",
+                    1 + self.random_below(8)
+                );
                 let _ = Command::new("sh")
                     .args(["-c", &sleep])
                     .stdin(Stdio::null())
                     .status();
             }
             Step::Execute => {
-                self.inherit();
-                let seed = self.dice.random::<u64>().to_string();
+                self.clear_cloexec();
+                let seed = self.random.random::<u64>().to_string();
                 let program = std::env::current_exe().unwrap();
                 let mut command = Command::new(program);
                 let arguments = std::env::args_os().skip(1);
@@ -507,14 +518,14 @@ impl Hostile {
                     .exec();
             }
             Step::Export => {
-                let exported = self.units();
+                let exported = self.random_units();
                 if let Some(page) = self.peers.iter().find_map(|peer| peer.page.as_ref()) {
                     let _ = page.write_at(&exported.0.to_ne_bytes(), EXPORTED);
                 }
-                self.take(Step::Die);
+                self.take_step(Step::Die);
             }
             Step::Die => {
-                match self.below(3) {
+                match self.random_below(3) {
                     0 => std::process::exit(0),
                     1 => std::process::abort(),
                     _ => {
@@ -526,8 +537,8 @@ impl Hostile {
     }
 
     fn connect(&mut self) {
-        if self.peers.len() >= MOST_PEERS {
-            return self.take(Step::Close);
+        if self.peers.len() >= MAX_CONNECTIONS {
+            return self.take_step(Step::Close);
         }
         if let Ok(stream) = UnixStream::connect(&self.socket) {
             stream.set_nonblocking(true).unwrap();
@@ -536,14 +547,16 @@ impl Hostile {
     }
 
     fn send(&mut self, bytes: &[u8]) {
-        if let Some(peer) = self.peer() {
+        if let Some(peer) = self.random_peer() {
             let _ = peer.stream.write(bytes);
         }
     }
 
     fn receive(&mut self) {
         let mut bytes = [0; 4096];
-        let Some(peer) = self.peer() else { return };
+        let Some(peer) = self.random_peer() else {
+            return;
+        };
         let Ok((length, descriptor)) = receive_with_fd(&peer.stream, &mut bytes) else {
             return;
         };
@@ -562,36 +575,41 @@ impl Hostile {
     /// accounts.
     fn write_page(&mut self) {
         let places = [0, 8, 12, 16];
-        let place = match self.below(4) {
-            0 => places[self.below(4) as usize],
-            1 => u64::from(self.below(PAGE_BYTES as u32 / 4)) * 4,
-            _ => 64 + u64::from(self.below(2)) * 64 + u64::from(self.below(10)) * 4,
+        let place = match self.random_below(4) {
+            0 => places[self.random_below(4) as usize],
+            1 => u64::from(self.random_below(PAGE_BYTES as u32 / 4)) * 4,
+            _ => 64 + u64::from(self.random_below(2)) * 64 + u64::from(self.random_below(10)) * 4,
         };
-        let word = u64::from(self.units().0) << 32 | u64::from(self.units().0);
-        let bytes = match self.below(3) {
+        let word = u64::from(self.random_units().0) << 32 | u64::from(self.random_units().0);
+        let bytes = match self.random_below(3) {
             0 => u64::MAX.to_ne_bytes(),
             1 => [0; 8],
             _ => word.to_ne_bytes(),
         };
-        let length = if self.below(2) == 0 { 4 } else { 8 };
+        let length = if self.random_below(2) == 0 { 4 } else { 8 };
         let pages = self.peers.iter().filter_map(|peer| peer.page.as_ref());
-        let pages: Vec<&File> = pages.chain(&self.hoard).collect();
-        let index = self.dice.random_range(0..pages.len().max(1));
+        let pages: Vec<&File> = pages.chain(&self.closed_pages).collect();
+        let index = self.random.random_range(0..pages.len().max(1));
         if let Some(page) = pages.get(index) {
             let _ = page.write_at(&bytes[..length], place.min(PAGE_BYTES as u64 - 8));
         }
     }
 
-    fn pass(&mut self) {
-        let lingers = match self.below(4) {
-            0 => lingering().ok(),
+    fn pass_descriptor(&mut self) {
+        let lingers = match self.random_below(4) {
+            0 => lingering_socket().ok(),
             _ => None,
         };
         let null = File::open("/dev/null").unwrap();
-        let kind = self.below(3);
-        let message = self.message().frame();
-        let own = self.hoard.first().map(|page| page.try_clone().unwrap());
-        let Some(peer) = self.peer() else { return };
+        let kind = self.random_below(3);
+        let message = self.random_message().frame();
+        let own = self
+            .closed_pages
+            .first()
+            .map(|page| page.try_clone().unwrap());
+        let Some(peer) = self.random_peer() else {
+            return;
+        };
         let descriptor: BorrowedFd<'_> = match (&lingers, &own, kind) {
             (Some(socket), ..) => socket.as_fd(),
             (_, Some(page), 0) => page.as_fd(),
@@ -606,23 +624,23 @@ impl Hostile {
     }
 
     /// What is executed from now on has every connection.
-    fn inherit(&self) {
+    fn clear_cloexec(&self) {
         for peer in &self.peers {
             let _ = rustix::io::fcntl_setfd(&peer.stream, rustix::io::FdFlags::empty());
         }
     }
 
     /// A number of units, often at an edge.
-    fn units(&mut self) -> Units {
+    fn random_units(&mut self) -> Units {
         let edges = [0, 1, 4096, QUOTA.0 / 2, QUOTA.0, u32::MAX];
-        match self.below(2) {
-            0 => Units(edges[self.below(6) as usize]),
-            _ => Units(self.below(QUOTA.0 * 2)),
+        match self.random_below(2) {
+            0 => Units(edges[self.random_below(6) as usize]),
+            _ => Units(self.random_below(QUOTA.0 * 2)),
         }
     }
 
-    fn account(&mut self) -> Account {
-        match self.below(4) {
+    fn random_account(&mut self) -> Account {
+        match self.random_below(4) {
             0 => Account::Managed,
             1 => Account::Device("GPU-ffffffff-0000-0000-0000-000000000009".to_owned()),
             2 => Account::Device("GPU-00000000-0000-0000-0000-000000000001".to_owned()),
@@ -630,95 +648,97 @@ impl Hostile {
         }
     }
 
-    fn hello(&mut self) -> Request {
-        let holdings = match self.below(3) {
-            0 => (0..self.below(4)).map(|_| self.holding()).collect(),
+    fn random_hello(&mut self) -> Request {
+        let holdings = match self.random_below(3) {
+            0 => (0..self.random_below(4))
+                .map(|_| self.random_held_credit())
+                .collect(),
             _ => vec![],
         };
         Request::Hello {
-            version: self.below(5) as u16,
-            image: self.below(6).into(),
+            version: self.random_below(5) as u16,
+            image: self.random_below(6).into(),
             holdings,
         }
     }
 
-    fn holding(&mut self) -> HeldCredit {
+    fn random_held_credit(&mut self) -> HeldCredit {
         HeldCredit {
-            account: self.account(),
-            granted: self.units().min(Units::MAX),
-            used: self.units().min(Units::MAX),
+            account: self.random_account(),
+            granted: self.random_units().min(Units::MAX),
+            used: self.random_units().min(Units::MAX),
         }
     }
 
-    fn message(&mut self) -> Request {
-        let index = match self.below(8) {
-            0 => self.below(70) as u8,
+    fn random_message(&mut self) -> Request {
+        let index = match self.random_below(8) {
+            0 => self.random_below(70) as u8,
             number => (number % 2) as u8,
         };
-        match self.below(20) {
+        match self.random_below(20) {
             0..8 => Request::Credit {
                 account: index,
-                units: self.units().min(Units::MAX),
+                units: self.random_units().min(Units::MAX),
             },
             8 => Request::Denied {
                 account: index,
                 bytes: u64::MAX,
-                function: "x".repeat(self.below(96) as usize),
+                function: "x".repeat(self.random_below(96) as usize),
             },
             9..12 => Request::Refresh,
             12 => Request::ContextMade { account: index },
             13 => Request::Query {
                 version: 3,
-                account: self.account(),
+                account: self.random_account(),
             },
-            14 | 15 => Request::Retained(self.kept()),
-            16 | 17 => Request::Token(self.token()),
-            18 => self.hello(),
-            _ if self.below(20) == 0 => Request::Poisoned {
+            14 | 15 => Request::Retained(self.random_retained_request()),
+            16 | 17 => Request::Token(self.random_token_request()),
+            18 => self.random_hello(),
+            _ if self.random_below(20) == 0 => Request::Poisoned {
                 account: index,
-                code: [700, 719, 0, -1, i32::MAX][self.below(5) as usize],
-                can_reexec: self.below(2) == 0,
+                code: [700, 719, 0, -1, i32::MAX][self.random_below(5) as usize],
+                can_reexec: self.random_below(2) == 0,
             },
             _ => Request::Refresh,
         }
     }
 
-    fn kept(&mut self) -> RetainedRequest {
-        let (version, lease) = (3, self.below(4).into());
-        match self.below(3) {
+    fn random_retained_request(&mut self) -> RetainedRequest {
+        let (version, lease) = (3, self.random_below(4).into());
+        match self.random_below(3) {
             0 => RetainedRequest::Open {
                 version,
-                image: self.below(6).into(),
-                account: self.account(),
-                name: LeaseName::try_from("w".repeat(1 + self.below(90) as usize)).unwrap(),
-                key: [self.below(3) as u8; 32],
-                bytes: self.units().bytes(),
+                image: self.random_below(6).into(),
+                account: self.random_account(),
+                name: LeaseName::try_from("w".repeat(1 + self.random_below(90) as usize)).unwrap(),
+                key: [self.random_below(3) as u8; 32],
+                bytes: self.random_units().bytes(),
             },
             1 => RetainedRequest::Commit {
                 version,
                 lease,
-                token: self.below(9).into(),
+                token: self.random_below(9).into(),
                 checksum: 0,
             },
             _ => RetainedRequest::Discard { version, lease },
         }
     }
 
-    fn token(&mut self) -> TokenRequest {
+    fn random_token_request(&mut self) -> TokenRequest {
         let version = 3;
         match self.tokens.last().cloned() {
-            Some(token) if self.below(2) == 0 => {
+            Some(token) if self.random_below(2) == 0 => {
                 let mut bytes = token.as_bytes().to_vec();
-                let place = self.dice.random_range(0..bytes.len());
-                bytes[place] ^= self.below(3) as u8;
+                let place = self.random.random_range(0..bytes.len());
+                bytes[place] ^= self.random_below(3) as u8;
                 let token = GpuToken::try_from(bytes).unwrap();
                 TokenRequest::Redeem { version, token }
             }
             _ => TokenRequest::Seal {
                 version,
-                account: self.account(),
-                lease: self.below(4).into(),
-                block: self.below(4).into(),
+                account: self.random_account(),
+                lease: self.random_below(4).into(),
+                block: self.random_below(4).into(),
             },
         }
     }
@@ -728,7 +748,7 @@ impl Hostile {
 const EXPORTED: u64 = 64 + 20;
 
 /// A TCP socket whose close waits for a peer that reads nothing.
-fn lingering() -> io::Result<OwnedFd> {
+fn lingering_socket() -> io::Result<OwnedFd> {
     let mut stream = TcpStream::connect(std::env::var(DEAF).unwrap())?;
     stream.set_nonblocking(true)?;
     while stream.write(&[0; 1 << 16]).is_ok() {}

@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
 /// The longest request that is read.
-const LONGEST: usize = 1 << 20;
+const MAX_BODY: usize = 1 << 20;
 
 /// A server that knows no object and takes every Event.
 pub(crate) struct FakeApiServer {
@@ -25,7 +25,7 @@ pub(crate) struct FakeApiServer {
 }
 
 #[derive(Clone)]
-struct Answers {
+struct ServerState {
     events: Arc<Mutex<Vec<Value>>>,
     delay: watch::Receiver<Option<Duration>>,
 }
@@ -37,7 +37,7 @@ impl FakeApiServer {
         let address = listener.local_addr().unwrap();
         let events = Arc::<Mutex<Vec<Value>>>::default();
         let (sender, delay) = watch::channel(Some(delay));
-        let answers = Answers {
+        let answers = ServerState {
             events: Arc::clone(&events),
             delay,
         };
@@ -52,7 +52,7 @@ impl FakeApiServer {
     }
 
     /// From now on the server reads requests and answers none.
-    pub(crate) fn fall_silent(&self) {
+    pub(crate) fn stop_answering(&self) {
         self.delay.send_replace(None);
     }
 
@@ -84,9 +84,9 @@ impl FakeApiServer {
     }
 }
 
-async fn answer(State(mut answers): State<Answers>, request: Request) -> Response<Body> {
+async fn answer(State(mut answers): State<ServerState>, request: Request) -> Response<Body> {
     let creates = request.method() == Method::POST && request.uri().path().ends_with("/events");
-    let body = to_bytes(request.into_body(), LONGEST).await.unwrap();
+    let body = to_bytes(request.into_body(), MAX_BODY).await.unwrap();
     let event = creates.then(|| serde_json::from_slice::<Value>(&body).unwrap());
     if let Some(event) = &event {
         answers.events.lock().unwrap().push(event.clone());

@@ -13,25 +13,27 @@ const BURST: u64 = 25;
 
 /// Processes of a wave: each fault is another Event until the agent kills the container for it, and
 /// processes past the shim are findings.
-const CROWD: u32 = 8;
+const PROCESSES_PER_WAVE: u32 = 8;
 const WAVES: usize = 16;
 /// Longer than from one audit to the next.
 const WAVE: Duration = Duration::from_millis(1_200);
 
 /// Short-lived processes of two containers.
-async fn wave(node: &Node, tenants: &[(Tenant, &str); 2]) {
+async fn start_wave(node: &Node, tenants: &[(Tenant, &str); 2]) {
     let crowds = tenants.each_ref().map(|(tenant, how)| {
-        let mut crowd = tenant.crowd(node, CROWD, how);
-        crowd.say("go");
+        let mut crowd = tenant.run_many(node, PROCESSES_PER_WAVE, how);
+        crowd.send("go");
         crowd
     });
     tokio::time::sleep(WAVE).await;
     drop(crowds);
-    tenants.iter().for_each(|(tenant, _)| tenant.empty(node));
+    tenants
+        .iter()
+        .for_each(|(tenant, _)| tenant.remove_processes(node));
 }
 
 /// The sum of a metric's samples.
-async fn sum(node: &Node, metric: &str) -> u64 {
+async fn metric_sum(node: &Node, metric: &str) -> u64 {
     let (_, text) = node.machine.get("/metrics").await;
     let samples = text.lines().filter(|line| line.starts_with(metric));
     let values = samples.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok());
@@ -52,14 +54,14 @@ async fn events_are_bounded_when_processes_come_in_waves() {
     let storm = async {
         for number in 0..WAVES {
             if number == WAVES / 2 {
-                api_server.fall_silent();
+                api_server.stop_answering();
             }
-            wave(&node, &tenants).await;
+            start_wave(&node, &tenants).await;
         }
     };
-    let ((), seen) = node.under(storm).await;
-    let dropped = sum(&node, "bursar_agent_events_dropped_total").await;
-    let findings = sum(&node, "bursar_agent_findings_total").await;
+    let ((), seen) = node.run_load(storm).await;
+    let dropped = metric_sum(&node, "bursar_agent_events_dropped_total").await;
+    let findings = metric_sum(&node, "bursar_agent_findings_total").await;
     let (seconds, all) = (begun.elapsed().as_secs() + 1, api_server.events());
     println!("{findings} findings, {all} Events and {dropped} dropped in {seconds} s");
     for pod in pods {
@@ -75,5 +77,5 @@ async fn events_are_bounded_when_processes_come_in_waves() {
     }
     assert!(all as u64 <= 2 * (BURST + seconds), "{all} Events");
     assert!(findings > 0 && dropped > 0, "it is no storm");
-    node.holds(seen).await;
+    node.check_unharmed(seen).await;
 }

@@ -12,7 +12,7 @@
 //!
 //! The neighbour is this test's own process: `/proc` as the agent sees it says that it is in the neighbour's
 //! container. A load that needs another kind of process adds a command to `hostile.c`, or starts its own and has it
-//! shown by [`Tenant::adopt`]. A load that needs many processes is a [`Tenant::crowd`]; a load that needs none is a
+//! shown by [`Tenant::adopt`]. A load that needs many processes is a [`Tenant::run_many`]; a load that needs none is a
 //! future over [`Node::machine`].
 
 use std::io::{BufRead, BufReader, Write};
@@ -34,38 +34,38 @@ use crate::common::kubelet::Pod;
 use crate::machine::{GPU, Machine};
 
 /// What a neighbour's round trip takes under any load, all but one time in a hundred.
-pub(crate) const WITHIN: Duration = Duration::from_millis(100);
+pub(crate) const ROUND_TRIP_LIMIT: Duration = Duration::from_millis(100);
 
 /// The neighbour may spend one part in so many of its time on round trips of [`WITHIN`] or more: a stall is one round
 /// trip, however long, so the hundredth tells nothing of a few. A machine with other work has stalls of its own.
-const LATE: u32 = 3;
+const MIN_TIME_PER_STALL: u32 = 3;
 
 /// What the agent may have more of memory while a load runs, and after it.
-const MORE_KIB: u64 = 64 << 10;
-const MORE_AFTER_KIB: u64 = 8 << 10;
+const MAX_GROWTH_KIB: u64 = 64 << 10;
+const MAX_LASTING_GROWTH_KIB: u64 = 8 << 10;
 
 /// What the agent may have more of shared memory after a load: 128 credit pages.
-const MORE_SHARED_KIB: u64 = 512;
+const MAX_SHARED_GROWTH_KIB: u64 = 512;
 
 /// Descriptors that come and go without a load, and 64 pages of processes that died, for those that come.
-const MORE_DESCRIPTORS: usize = 16 + 64;
+const MAX_DESCRIPTOR_GROWTH: usize = 16 + 64;
 
 /// From one question of the neighbour to the next.
 const PAUSE: Duration = Duration::from_millis(2);
 
 /// The fewest round trips that say something of the hundredth.
-const LEAST_TRIPS: usize = 500;
+const MIN_ROUND_TRIPS: usize = 500;
 
 /// A running agent and its neighbour.
 pub(crate) struct Node {
     pub(crate) machine: Machine,
     neighbour: Tenant,
-    before: Has,
+    before: AgentUsage,
 }
 
 /// What the agent has.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Has {
+pub(crate) struct AgentUsage {
     resident_kib: u64,
     shared_kib: u64,
     descriptors: usize,
@@ -73,14 +73,14 @@ pub(crate) struct Has {
 
 /// What was seen while a load ran.
 #[derive(Debug)]
-pub(crate) struct Seen {
+pub(crate) struct LoadResult {
     /// All round trips but one in a hundred took at most this.
     pub(crate) p99: Duration,
     trips: usize,
     /// What the round trips took with their pauses, and what those of [`WITHIN`] or more did.
-    took: Duration,
-    late: Duration,
-    most: Has,
+    total: Duration,
+    stalled: Duration,
+    peak: AgentUsage,
 }
 
 /// A pod whose container started.
@@ -125,12 +125,12 @@ impl Node {
         std::fs::write(config, text).unwrap();
         machine.start_agent();
         machine.kubelet.until_allocatable(GPU, 32).await;
-        let neighbour = Tenant::of(&machine, "neighbour").await;
+        let neighbour = Tenant::start(&machine, "neighbour").await;
         neighbour.adopt(&machine, std::process::id());
         // Warm: what the agent has once and for all is there.
-        let first = ask(&neighbour.socket, &AtomicBool::new(true));
+        let first = measure_round_trips(&neighbour.socket, &AtomicBool::new(true));
         println!("alone: {:?} of {}", p99(&first), first.len());
-        let before = has(&machine);
+        let before = agent_usage(&machine);
         Node {
             machine,
             neighbour,
@@ -140,52 +140,52 @@ impl Node {
 
     /// Another pod, with its container.
     pub(crate) async fn tenant(&self, name: &str) -> Tenant {
-        Tenant::of(&self.machine, name).await
+        Tenant::start(&self.machine, name).await
     }
 
     /// Runs a load; what it came to, and what was seen meanwhile.
-    pub(crate) async fn under<T>(&self, load: impl Future<Output = T>) -> (T, Seen) {
+    pub(crate) async fn run_load<T>(&self, load: impl Future<Output = T>) -> (T, LoadResult) {
         let over = Arc::new(AtomicBool::new(false));
         let (socket, until) = (self.neighbour.socket.clone(), Arc::clone(&over));
-        let neighbour = tokio::task::spawn_blocking(move || ask(&socket, &until));
-        let mut most = has(&self.machine);
+        let neighbour = tokio::task::spawn_blocking(move || measure_round_trips(&socket, &until));
+        let mut most = agent_usage(&self.machine);
         let mut look = tokio::time::interval(Duration::from_millis(50));
         tokio::pin!(load);
         let came_to = loop {
             tokio::select! {
                 came_to = &mut load => break came_to,
-                _ = look.tick() => most = most.or_more(has(&self.machine)),
+                _ = look.tick() => most = most.max(agent_usage(&self.machine)),
             }
         };
         over.store(true, Ordering::SeqCst);
         let times = neighbour.await.unwrap();
-        most = most.or_more(has(&self.machine));
-        (came_to, Seen::of(&times, most))
+        most = most.max(agent_usage(&self.machine));
+        (came_to, LoadResult::from_round_trips(&times, most))
     }
 
     /// The neighbour waited for nobody, the agent's memory is what it was, and its descriptors are again.
-    pub(crate) async fn holds(&self, seen: Seen) {
+    pub(crate) async fn check_unharmed(&self, seen: LoadResult) {
         let before = self.before;
         println!("{} trips: {seen:?}", seen.trips);
         eventually("the agent's descriptors as before", || {
-            has(&self.machine).descriptors <= before.descriptors + MORE_DESCRIPTORS
+            agent_usage(&self.machine).descriptors <= before.descriptors + MAX_DESCRIPTOR_GROWTH
         })
         .await;
-        let after = has(&self.machine);
+        let after = agent_usage(&self.machine);
         println!("before {before:?}, after {after:?}");
-        assert_eq!(complaint(&seen, before, after), None);
+        assert_eq!(violation(&seen, before, after), None);
     }
 }
 
-impl Seen {
+impl LoadResult {
     /// By the neighbour's round trips, sorted.
-    fn of(times: &[Duration], most: Has) -> Seen {
-        Seen {
+    fn from_round_trips(times: &[Duration], most: AgentUsage) -> LoadResult {
+        LoadResult {
             p99: p99(times),
             trips: times.len(),
-            took: times.iter().sum::<Duration>() + PAUSE * times.len() as u32,
-            late: times.iter().filter(|time| **time >= WITHIN).sum(),
-            most,
+            total: times.iter().sum::<Duration>() + PAUSE * times.len() as u32,
+            stalled: times.iter().filter(|time| **time >= ROUND_TRIP_LIMIT).sum(),
+            peak: most,
         }
     }
 }
@@ -196,16 +196,20 @@ fn p99(times: &[Duration]) -> Duration {
 }
 
 /// What a load did to the neighbour or the agent beyond what it may.
-pub(crate) fn complaint(seen: &Seen, before: Has, after: Has) -> Option<String> {
-    let more = |has: Has| has.resident_kib.saturating_sub(before.resident_kib);
+pub(crate) fn violation(
+    seen: &LoadResult,
+    before: AgentUsage,
+    after: AgentUsage,
+) -> Option<String> {
+    let more = |has: AgentUsage| has.resident_kib.saturating_sub(before.resident_kib);
     let shared = after.shared_kib.saturating_sub(before.shared_kib);
     let what = match () {
-        () if seen.p99 >= WITHIN => "the neighbour waited",
-        () if seen.late * LATE >= seen.took => "the neighbour stood still",
-        () if more(seen.most) >= MORE_KIB => "the agent's memory grew under the load",
-        () if more(after) >= MORE_AFTER_KIB => "the agent's memory is still grown",
-        () if shared >= MORE_SHARED_KIB => "the agent keeps shared memory",
-        () if after.descriptors > before.descriptors + MORE_DESCRIPTORS => {
+        () if seen.p99 >= ROUND_TRIP_LIMIT => "the neighbour waited",
+        () if seen.stalled * MIN_TIME_PER_STALL >= seen.total => "the neighbour stood still",
+        () if more(seen.peak) >= MAX_GROWTH_KIB => "the agent's memory grew under the load",
+        () if more(after) >= MAX_LASTING_GROWTH_KIB => "the agent's memory is still grown",
+        () if shared >= MAX_SHARED_GROWTH_KIB => "the agent keeps shared memory",
+        () if after.descriptors > before.descriptors + MAX_DESCRIPTOR_GROWTH => {
             "the agent keeps descriptors"
         }
         () => return None,
@@ -216,7 +220,7 @@ pub(crate) fn complaint(seen: &Seen, before: Has, after: Has) -> Option<String> 
 }
 
 impl Tenant {
-    async fn of(machine: &Machine, name: &str) -> Tenant {
+    async fn start(machine: &Machine, name: &str) -> Tenant {
         let pod = machine.admit(name, 4).await;
         let devices = machine.start(&pod).await.unwrap();
         let allocation = devices[0].strip_prefix("bursar.dev/gpu=").unwrap();
@@ -240,7 +244,7 @@ impl Tenant {
         let mut child = node
             .machine
             .lab
-            .command(hostile())
+            .command(hostile_program())
             .arg(&self.socket)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -257,19 +261,19 @@ impl Tenant {
     }
 
     /// So many processes of this container that wait for `go`, and then act as `how` says.
-    pub(crate) fn crowd(&self, node: &Node, count: u32, how: &str) -> Program {
+    pub(crate) fn run_many(&self, node: &Node, count: u32, how: &str) -> Program {
         let mut program = self.run(node);
         let mut pid = program.call(&format!("crowd {count} {how}"));
         for _ in 1..count {
             self.adopt(&node.machine, pid.try_into().unwrap());
-            pid = program.number();
+            pid = program.read_number();
         }
         self.adopt(&node.machine, pid.try_into().unwrap());
         program
     }
 
     /// The agent sees no process in this container any more: all have ended.
-    pub(crate) fn empty(&self, node: &Node) {
+    pub(crate) fn remove_processes(&self, node: &Node) {
         let procs = node.machine.cgroup(&self.pod).join("main/cgroup.procs");
         for pid in std::fs::read_to_string(&procs).unwrap().lines() {
             let _ = std::fs::remove_dir_all(node.machine.path(&format!("proc/{pid}")));
@@ -282,16 +286,16 @@ impl Program {
     /// A command, and the number that it is answered with. It blocks.
     pub(crate) fn call(&mut self, line: &str) -> u64 {
         writeln!(self.input, "{line}").unwrap();
-        self.number()
+        self.read_number()
     }
 
     /// A command whose answer nobody waits for: the agent may have killed the process.
-    pub(crate) fn say(&mut self, line: &str) {
+    pub(crate) fn send(&mut self, line: &str) {
         let _ = writeln!(self.input, "{line}");
     }
 
     /// The next number that it says.
-    pub(crate) fn number(&mut self) -> u64 {
+    pub(crate) fn read_number(&mut self) -> u64 {
         let mut answer = String::new();
         self.output.read_line(&mut answer).unwrap();
         answer.trim().parse().unwrap()
@@ -315,9 +319,9 @@ impl Drop for Program {
     }
 }
 
-impl Has {
-    fn or_more(self, other: Has) -> Has {
-        Has {
+impl AgentUsage {
+    fn max(self, other: AgentUsage) -> AgentUsage {
+        AgentUsage {
             resident_kib: self.resident_kib.max(other.resident_kib),
             shared_kib: self.shared_kib.max(other.shared_kib),
             descriptors: self.descriptors.max(other.descriptors),
@@ -325,7 +329,7 @@ impl Has {
     }
 }
 
-fn has(machine: &Machine) -> Has {
+fn agent_usage(machine: &Machine) -> AgentUsage {
     let pid = machine.agent_pid();
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let kib = |name: &str| {
@@ -333,7 +337,7 @@ fn has(machine: &Machine) -> Has {
         let words = line.and_then(|line| line.split_whitespace().next());
         words.unwrap().parse().unwrap()
     };
-    Has {
+    AgentUsage {
         resident_kib: kib("VmRSS:"),
         shared_kib: kib("RssShmem:"),
         descriptors: std::fs::read_dir(format!("/proc/{pid}/fd"))
@@ -343,7 +347,7 @@ fn has(machine: &Machine) -> Has {
 }
 
 /// What a neighbour waits for each answer, sorted.
-fn ask(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
+fn measure_round_trips(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
     let mut stream = UnixStream::connect(socket).unwrap();
     let patience = Some(Duration::from_secs(60));
     stream.set_read_timeout(patience).unwrap();
@@ -356,7 +360,7 @@ fn ask(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
     let (_, page) = receive_with_fd(&stream, &mut [0; 4096]).unwrap();
     let _page = CreditPage::open(page.expect("the neighbour is welcome")).unwrap();
     let mut times = Vec::new();
-    while !over.load(Ordering::SeqCst) || times.len() < LEAST_TRIPS {
+    while !over.load(Ordering::SeqCst) || times.len() < MIN_ROUND_TRIPS {
         let begun = Instant::now();
         stream.write_all(&Request::Refresh.frame()).unwrap();
         assert_eq!(
@@ -371,7 +375,7 @@ fn ask(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
 }
 
 /// The program, compiled once.
-fn hostile() -> &'static Path {
+fn hostile_program() -> &'static Path {
     static HOSTILE: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
     let (_, program) = HOSTILE.get_or_init(|| {
         let folder = tempfile::tempdir().unwrap();
@@ -391,51 +395,58 @@ fn hostile() -> &'static Path {
 mod tests {
     use super::*;
 
-    const BEFORE: Has = Has {
+    const BEFORE: AgentUsage = AgentUsage {
         resident_kib: 30 << 10,
         shared_kib: 1 << 10,
         descriptors: 40,
     };
 
-    fn seen(milliseconds: u64, most: Has) -> Seen {
-        Seen::of(&[Duration::from_millis(milliseconds); LEAST_TRIPS], most)
+    fn load_result(milliseconds: u64, most: AgentUsage) -> LoadResult {
+        LoadResult::from_round_trips(
+            &[Duration::from_millis(milliseconds); MIN_ROUND_TRIPS],
+            most,
+        )
     }
 
     #[test]
-    fn complaint_is_none_when_agent_is_as_before() {
-        assert_eq!(complaint(&seen(99, BEFORE), BEFORE, BEFORE), None);
+    fn violation_is_none_when_agent_is_as_before() {
+        assert_eq!(violation(&load_result(99, BEFORE), BEFORE, BEFORE), None);
     }
 
     #[test]
-    fn complaint_names_each_thing_that_a_load_may_not_do() {
-        let grown = Has {
-            resident_kib: BEFORE.resident_kib + MORE_KIB,
+    fn violation_names_each_limit_that_a_load_exceeds() {
+        let grown = AgentUsage {
+            resident_kib: BEFORE.resident_kib + MAX_GROWTH_KIB,
             ..BEFORE
         };
-        let stays = Has {
-            resident_kib: BEFORE.resident_kib + MORE_AFTER_KIB,
+        let stays = AgentUsage {
+            resident_kib: BEFORE.resident_kib + MAX_LASTING_GROWTH_KIB,
             ..BEFORE
         };
-        let shares = Has {
-            shared_kib: BEFORE.shared_kib + MORE_SHARED_KIB,
+        let shares = AgentUsage {
+            shared_kib: BEFORE.shared_kib + MAX_SHARED_GROWTH_KIB,
             ..BEFORE
         };
-        let holds = Has {
-            descriptors: BEFORE.descriptors + MORE_DESCRIPTORS + 1,
+        let holds = AgentUsage {
+            descriptors: BEFORE.descriptors + MAX_DESCRIPTOR_GROWTH + 1,
             ..BEFORE
         };
         let mut stalls = vec![Duration::from_millis(1); 999];
         stalls.push(Duration::from_secs(2));
         let bad = [
-            (Seen::of(&stalls, BEFORE), BEFORE, "stood still"),
-            (seen(100, BEFORE), BEFORE, "the neighbour waited"),
-            (seen(1, grown), BEFORE, "memory grew"),
-            (seen(1, stays), stays, "is still grown"),
-            (seen(1, BEFORE), shares, "shared memory"),
-            (seen(1, BEFORE), holds, "descriptors"),
+            (
+                LoadResult::from_round_trips(&stalls, BEFORE),
+                BEFORE,
+                "stood still",
+            ),
+            (load_result(100, BEFORE), BEFORE, "the neighbour waited"),
+            (load_result(1, grown), BEFORE, "memory grew"),
+            (load_result(1, stays), stays, "is still grown"),
+            (load_result(1, BEFORE), shares, "shared memory"),
+            (load_result(1, BEFORE), holds, "descriptors"),
         ];
         for (seen, after, expected) in bad {
-            let told = complaint(&seen, BEFORE, after);
+            let told = violation(&seen, BEFORE, after);
             assert!(
                 told.as_ref().is_some_and(|told| told.contains(expected)),
                 "{told:?}"

@@ -2,12 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use crate::fixture::{Node, WITHIN};
+use crate::fixture::{Node, ROUND_TRIP_LIMIT};
 
 /// Connections that one pod makes.
 const CONNECTIONS: u64 = 10_000;
 /// The fewest probes that say something of the hundredth.
-const LEAST_PROBES: usize = 200;
+const MIN_PROBES: usize = 200;
 
 #[tokio::test]
 async fn probes_are_answered_when_headers_never_end() {
@@ -23,7 +23,7 @@ async fn probes_are_answered_when_headers_never_end() {
     };
     let probes = async {
         let mut took = Vec::new();
-        while !over.get() || took.len() < LEAST_PROBES {
+        while !over.get() || took.len() < MIN_PROBES {
             let begun = Instant::now();
             let (code, body) = node.machine.get("/healthz").await;
             took.push(begun.elapsed());
@@ -34,13 +34,13 @@ async fn probes_are_answered_when_headers_never_end() {
         took
     };
     let load = async { tokio::join!(connects, probes) };
-    let (((program, made), took), seen) = node.under(load).await;
+    let (((program, made), took), seen) = node.run_load(load).await;
     let p99 = took[took.len() * 99 / 100];
     println!("{made} connections, {} probes, p99 {p99:?}", took.len());
     assert_eq!(made, CONNECTIONS);
-    assert!(p99 < WITHIN, "probes waited: {p99:?}");
+    assert!(p99 < ROUND_TRIP_LIMIT, "probes waited: {p99:?}");
     // The process keeps all of its connections: the agent has closed them by itself.
-    node.holds(seen).await;
+    node.check_unharmed(seen).await;
     assert_eq!(node.machine.get("/metrics").await.0, 200);
     drop(program);
 }

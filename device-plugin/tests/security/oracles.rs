@@ -17,26 +17,26 @@ use crate::fixture::Node;
 /// The quota of each container of the fixture.
 pub(crate) const QUOTA: Units = Units(1 << 20);
 /// For how many looks a thread may sleep in the same close.
-const MOST_LOOKS: u32 = 4;
+const MAX_SLEEPING_SAMPLES: u32 = 4;
 
 /// Looks at the agent again and again.
 #[derive(Default)]
-pub(crate) struct Watch {
+pub(crate) struct Invariants {
     asleep: BTreeMap<PathBuf, u32>,
     /// The most that a record ever charged.
-    pub(crate) most_charged: u64,
+    pub(crate) max_charged: u64,
     /// How often a thread of the agent's runtime had a stack.
-    pub(crate) stacks: u64,
+    pub(crate) stacks_read: u64,
 }
 
-impl Watch {
+impl Invariants {
     /// The first complaint.
-    pub(crate) fn look(&mut self, node: &Node) -> Option<String> {
-        self.over_quota(node).or_else(|| self.closes(node))
+    pub(crate) fn check(&mut self, node: &Node) -> Option<String> {
+        self.check_quota(node).or_else(|| self.check_closes(node))
     }
 
     /// A container whose record charges more than its quota.
-    fn over_quota(&mut self, node: &Node) -> Option<String> {
+    fn check_quota(&mut self, node: &Node) -> Option<String> {
         let records = fs::read_dir(node.machine.path("run/sessions")).unwrap();
         let records = records.map(|record| record.unwrap().path());
         for path in records.filter(|path| path.extension().is_some_and(|it| it == "json")) {
@@ -45,8 +45,8 @@ impl Watch {
             let Ok(record) = serde_json::from_slice(&text) else {
                 continue;
             };
-            match charged(&record) {
-                Ok(units) => self.most_charged = self.most_charged.max(units),
+            match charged_units(&record) {
+                Ok(units) => self.max_charged = self.max_charged.max(units),
                 Err(complaint) => return Some(complaint),
             }
         }
@@ -55,29 +55,29 @@ impl Watch {
 
     /// A thread of the agent's runtime that has slept in a close, or in the release of what it
     /// received, for some looks.
-    fn closes(&mut self, node: &Node) -> Option<String> {
+    fn check_closes(&mut self, node: &Node) -> Option<String> {
         let tasks = format!("/proc/{}/task", node.machine.agent_pid());
         let mut closing = BTreeMap::new();
         for task in fs::read_dir(tasks).into_iter().flatten().flatten() {
             let task = task.path();
-            let read = |name: &str| read(&task, name);
+            let read = |name: &str| read_task_file(&task, name);
             let (name, stat, stack) = (read("comm"), read("stat"), read("stack"));
-            self.stacks += u64::from(name.starts_with("tokio") && !stack.is_empty());
+            self.stacks_read += u64::from(name.starts_with("tokio") && !stack.is_empty());
             if sleeps_in_a_close(&name, &stat, &stack) {
                 closing.insert(task, stack);
             }
         }
-        stuck(&mut self.asleep, closing)
+        stuck_task(&mut self.asleep, closing)
     }
 }
 
-fn read(task: &Path, name: &str) -> String {
+fn read_task_file(task: &Path, name: &str) -> String {
     fs::read_to_string(task.join(name)).unwrap_or_default()
 }
 
 /// What a session record charges to the container's GPU, at most its quota. Its other accounts have
 /// no quota.
-fn charged(record: &Value) -> Result<u64, String> {
+fn charged_units(record: &Value) -> Result<u64, String> {
     let list = |name: &str| {
         let list = record[name].as_array();
         list.ok_or_else(|| format!("no `{name}` in the record {record}"))
@@ -117,14 +117,14 @@ fn sleeps_in_a_close(name: &str, stat: &str, stack: &str) -> bool {
 }
 
 /// Counts for how many looks each thread slept, and complains of one that did so too long.
-fn stuck(
+fn stuck_task(
     asleep: &mut BTreeMap<PathBuf, u32>,
     closing: BTreeMap<PathBuf, String>,
 ) -> Option<String> {
     let before = std::mem::take(asleep);
     for (task, stack) in closing {
         let looks = before.get(&task).unwrap_or(&0) + 1;
-        if looks >= MOST_LOOKS {
+        if looks >= MAX_SLEEPING_SAMPLES {
             return Some(format!(
                 "a thread of the runtime sleeps in a close:\n{stack}"
             ));
@@ -135,7 +135,7 @@ fn stuck(
 }
 
 /// What an agent did to a neighbour's process that holds so much of its quota.
-pub(crate) fn wronged(page: &CreditPageLayout, held: Units) -> Option<String> {
+pub(crate) fn neighbour_violation(page: &CreditPageLayout, held: Units) -> Option<String> {
     let Some(slot) = page.slot(0) else {
         return Some("its account is gone".to_owned());
     };
@@ -152,7 +152,7 @@ pub(crate) fn wronged(page: &CreditPageLayout, held: Units) -> Option<String> {
 
 /// A finding that is not of one of these containers: the metrics count all, and the log says of
 /// which container each is.
-pub(crate) fn accused(metrics: &str, log: &str, hostile: &[&str]) -> Option<String> {
+pub(crate) fn false_finding(metrics: &str, log: &str, hostile: &[&str]) -> Option<String> {
     let count = |line: &str| {
         let labels = line.strip_prefix("bursar_agent_findings_total")?;
         labels.rsplit_once(' ')?.1.parse::<usize>().ok()
@@ -192,36 +192,39 @@ mod tests {
     }
 
     #[test]
-    fn charged_is_the_sum_of_a_record_up_to_the_quota() {
-        assert_eq!(charged(&record(QUOTA.0 - 6, 1, 2, 3)), Ok(QUOTA.0.into()));
+    fn charged_units_are_the_sum_of_a_record() {
+        assert_eq!(
+            charged_units(&record(QUOTA.0 - 6, 1, 2, 3)),
+            Ok(QUOTA.0.into())
+        );
     }
 
     #[test]
-    fn charged_complains_when_any_part_passes_the_quota() {
+    fn charged_units_fail_when_any_part_passes_the_quota() {
         for part in 0..4 {
             let mut parts = [QUOTA.0 / 4; 4];
             parts[part] += 1;
             let [granted, retired, kept, leased] = parts;
             assert!(
-                charged(&record(granted, retired, kept, leased)).is_err(),
+                charged_units(&record(granted, retired, kept, leased)).is_err(),
                 "{parts:?}"
             );
         }
         let other = json!({ "processes": [{ "granted": [0, 1] }], "retired": [], "kept": [], "leases": [] });
-        assert!(charged(&other).is_err());
+        assert!(charged_units(&other).is_err());
     }
 
     #[test]
-    fn charged_complains_when_a_list_has_another_name() {
+    fn charged_units_fail_when_a_list_has_another_name() {
         for name in ["processes", "retired", "kept", "leases"] {
             let mut record = record(0, 0, 0, 0);
             record.as_object_mut().unwrap().remove(name);
-            assert!(charged(&record).unwrap_err().contains(name));
+            assert!(charged_units(&record).unwrap_err().contains(name));
         }
     }
 
     #[test]
-    fn only_a_runtime_thread_asleep_in_a_close_is_seen() {
+    fn sleeps_in_a_close_is_true_for_runtime_threads_only() {
         let stack = "[<0>] tcp_close+0x1\n[<0>] __fput+0xb1/0x150\n";
         let (asleep, runs) = ("7 (a) b) S 1", "7 (tokio) R 1");
         assert!(sleeps_in_a_close("tokio-rt-worker\n", asleep, stack));
@@ -235,11 +238,11 @@ mod tests {
     }
 
     #[test]
-    fn stuck_complains_of_a_thread_that_closes_at_four_looks() {
+    fn stuck_task_is_reported_after_four_samples_in_a_close() {
         let mut asleep = BTreeMap::new();
         let mut look = |task: &str| {
             let closing = BTreeMap::from([(PathBuf::from(task), "__fput".to_owned())]);
-            stuck(&mut asleep, closing)
+            stuck_task(&mut asleep, closing)
         };
         let looks = ["1", "1", "1", "2", "1", "1", "1"];
         assert!(looks.into_iter().all(|task| look(task).is_none()));
@@ -247,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn wronged_names_what_a_neighbour_lost() {
+    fn neighbour_violation_names_what_the_neighbour_lost() {
         let (page, _file) = CreditPage::create(1).unwrap();
         let (slot, held) = (page.slot(0).unwrap(), Units(8));
         let honest = CreditWord {
@@ -256,42 +259,50 @@ mod tests {
         };
         slot.set_quota(QUOTA);
         slot.set(honest);
-        assert_eq!(wronged(&page, held), None);
+        assert_eq!(neighbour_violation(&page, held), None);
         slot.set(CreditWord {
             granted: 7,
             used: 8,
         });
-        assert!(wronged(&page, held).unwrap().contains("lost credit"));
+        assert!(
+            neighbour_violation(&page, held)
+                .unwrap()
+                .contains("lost credit")
+        );
         slot.set(CreditWord {
             granted: 9,
             used: 7,
         });
-        assert!(wronged(&page, held).unwrap().contains("its use"));
+        assert!(
+            neighbour_violation(&page, held)
+                .unwrap()
+                .contains("its use")
+        );
         slot.set(honest);
         slot.set_quota(Units(QUOTA.0 - 1));
-        assert!(wronged(&page, held).unwrap().contains("quota"));
+        assert!(neighbour_violation(&page, held).unwrap().contains("quota"));
         page.set_fence(Some(Fence::Drained));
-        assert!(wronged(&page, held).unwrap().contains("fenced"));
+        assert!(neighbour_violation(&page, held).unwrap().contains("fenced"));
     }
 
     const AUDITS: &str = "bursar_agent_audit_seconds_count 7\n";
 
     #[test]
-    fn accused_names_a_finding_of_another_container() {
+    fn false_finding_names_a_finding_of_another_container() {
         let count =
             |count| format!("{AUDITS}bursar_agent_findings_total{{finding=\"holder\"}} {count}\n");
         let finding = |name| format!("WARN audit finding=Holder {{ allocation: {name} }}\n");
         let (own, other) = (finding("aa"), finding("bb"));
-        assert_eq!(accused(AUDITS, "", &["aa"]), None);
-        assert_eq!(accused(&count(1), &own, &["aa"]), None);
-        let told = accused(&count(2), &format!("{own}{other}"), &["aa"]);
+        assert_eq!(false_finding(AUDITS, "", &["aa"]), None);
+        assert_eq!(false_finding(&count(1), &own, &["aa"]), None);
+        let told = false_finding(&count(2), &format!("{own}{other}"), &["aa"]);
         assert!(told.is_some_and(|told| told.contains("bb")));
     }
 
     #[test]
-    fn accused_complains_when_audits_or_findings_are_not_seen() {
+    fn false_finding_is_reported_when_no_audits_are_seen() {
         let counted = format!("{AUDITS}bursar_agent_findings_total{{finding=\"holder\"}} 1\n");
-        assert!(accused("bursar_agent_kills_total 0\n", "", &[]).is_some());
-        assert!(accused(&counted, "WARN audit found=Holder\n", &["aa"]).is_some());
+        assert!(false_finding("bursar_agent_kills_total 0\n", "", &[]).is_some());
+        assert!(false_finding(&counted, "WARN audit found=Holder\n", &["aa"]).is_some());
     }
 }

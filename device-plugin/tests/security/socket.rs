@@ -5,17 +5,17 @@ use std::time::{Duration, Instant};
 use crate::fixture::Node;
 
 /// What a process may get of credit pages at once: twice as many as there may be processes.
-const PAGES_AT_ONCE: u64 = 1024;
+const MAX_PAGES: u64 = 1024;
 
 #[tokio::test]
 async fn neighbour_is_answered_when_six_sockets_linger() {
     let node = Node::start().await;
     let tenant = node.tenant("hostile").await;
     let program = tenant.run(&node);
-    let ((program, taken), seen) = node.under(program.load("linger 6")).await;
+    let ((program, taken), seen) = node.run_load(program.load("linger 6")).await;
     println!("{taken} taken");
     drop(program);
-    node.holds(seen).await;
+    node.check_unharmed(seen).await;
 }
 
 #[tokio::test]
@@ -23,11 +23,11 @@ async fn neighbour_is_answered_when_six_sessions_linger() {
     let node = Node::start().await;
     let tenant = node.tenant("hostile").await;
     // A process has one session: its next hello ends the one before.
-    let program = tenant.crowd(&node, 6, "linger");
-    let ((program, taken), seen) = node.under(program.load("go")).await;
+    let program = tenant.run_many(&node, 6, "linger");
+    let ((program, taken), seen) = node.run_load(program.load("go")).await;
     println!("{taken} taken");
     drop(program);
-    node.holds(seen).await;
+    node.check_unharmed(seen).await;
 }
 
 #[tokio::test]
@@ -36,24 +36,24 @@ async fn credit_pages_are_bounded_when_a_process_keeps_them() {
     let tenant = node.tenant("hostile").await;
     let begun = Instant::now();
     let program = tenant.run(&node);
-    let ((program, kept), seen) = node.under(program.load("hellos 8000")).await;
+    let ((program, kept), seen) = node.run_load(program.load("hellos 8000")).await;
     println!("{kept} pages after {:?}", begun.elapsed());
-    let at_most = PAGES_AT_ONCE + begun.elapsed().as_secs() + 1;
+    let at_most = MAX_PAGES + begun.elapsed().as_secs() + 1;
     assert!((1..=at_most).contains(&kept), "{kept} pages");
     drop(program);
-    node.holds(seen).await;
+    node.check_unharmed(seen).await;
 }
 
 #[tokio::test]
 async fn neighbour_is_answered_when_512_processes_start() {
     let node = Node::start().await;
     let tenant = node.tenant("crowd").await;
-    let program = tenant.crowd(&node, 512, "grant");
+    let program = tenant.run_many(&node, 512, "grant");
     let begun = Instant::now();
-    let ((program, granted), seen) = node.under(program.load("go")).await;
+    let ((program, granted), seen) = node.run_load(program.load("go")).await;
     println!("{granted} granted after {:?}", begun.elapsed());
     assert_eq!(granted, 512);
     assert!(begun.elapsed() < Duration::from_secs(60));
     drop(program);
-    node.holds(seen).await;
+    node.check_unharmed(seen).await;
 }

@@ -4,11 +4,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use bursar_protocol::fdstore::{FdStoreRequest, FdStoreResponse, Refusal, StoredLease, VERSION};
 
-use crate::held::Held;
+use crate::held::FdStore;
 
 /// The answer, and the descriptor that goes with it. One that came and is not kept is closed here.
-pub(crate) fn answer<'a>(
-    held: &'a mut Held,
+pub(crate) fn handle<'a>(
+    held: &'a mut FdStore,
     message: FdStoreRequest,
     fd: Option<OwnedFd>,
 ) -> (FdStoreResponse, Option<BorrowedFd<'a>>) {
@@ -16,8 +16,8 @@ pub(crate) fn answer<'a>(
         FdStoreRequest::Hello { version: 0 } => Err(Refusal::Version),
         FdStoreRequest::Hello { version } => Ok(FdStoreResponse::Ready {
             version: version.min(VERSION),
-            leases: count(held.count()),
-            room: count(held.room()),
+            leases: to_u32(held.count()),
+            room: to_u32(held.room()),
         }),
         FdStoreRequest::Put { lease, blob } => match fd {
             Some(fd) => held.put(lease, fd, blob).map(|()| FdStoreResponse::Stored),
@@ -41,12 +41,12 @@ pub(crate) fn answer<'a>(
             Ok(FdStoreResponse::Dropped)
         }
         FdStoreRequest::List { from } => Ok(FdStoreResponse::Listed {
-            leases: held.from(from),
+            leases: held.list_from(from),
         }),
     };
     (done.unwrap_or_else(FdStoreResponse::Refused), None)
 }
 
-fn count(leases: usize) -> u32 {
+fn to_u32(leases: usize) -> u32 {
     u32::try_from(leases).unwrap_or(u32::MAX)
 }

@@ -6,36 +6,38 @@ use std::os::fd::OwnedFd;
 use bursar_protocol::fdstore::{Blob, MAX_LEASES, Refusal, StoredLease, fit_in_frame};
 
 /// Descriptors that are not leases': sockets, and what is in the hand for a moment.
-const OTHERS: u64 = 64;
+const RESERVED_FILES: u64 = 64;
 
 /// What the vault takes without a lease, and for the messages in its hand.
-const ITSELF: u64 = 16 << 20;
+const BASE_MEMORY: u64 = 16 << 20;
 
 /// The most that a lease takes: the longest blob, with what the allocator and the kernel keep for it. The rest is for
-/// what blobs of other lengths left behind (`the_fullest_vault_stays_within_its_memory`).
-const LEASE: u64 = 6 << 10;
+/// what blobs of other lengths left behind (`full_fd_store_stays_within_its_memory`).
+const LEASE_MEMORY: u64 = 6 << 10;
 
 /// How many leases these limits of open files and of memory allow; `None` is no limit. The kernel kills a vault that
 /// has more memory than its limit, and then all that is retained is lost.
-pub(crate) fn room(open_files: Option<u64>, memory: Option<u64>) -> usize {
-    let files = open_files.unwrap_or(u64::MAX).saturating_sub(OTHERS);
-    let blobs = memory.unwrap_or(u64::MAX).saturating_sub(ITSELF) / LEASE;
+pub(crate) fn capacity(open_files: Option<u64>, memory: Option<u64>) -> usize {
+    let files = open_files
+        .unwrap_or(u64::MAX)
+        .saturating_sub(RESERVED_FILES);
+    let blobs = memory.unwrap_or(u64::MAX).saturating_sub(BASE_MEMORY) / LEASE_MEMORY;
     usize::try_from(files.min(blobs)).map_or(MAX_LEASES, |room| room.min(MAX_LEASES))
 }
 
 /// All that is held.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct FdStore {
     leases: BTreeMap<u64, (OwnedFd, Blob)>,
     /// How many there may be.
-    most: usize,
+    capacity: usize,
 }
 
-impl Held {
-    pub(crate) fn with_room(most: usize) -> Held {
-        Held {
+impl FdStore {
+    pub(crate) fn with_capacity(most: usize) -> FdStore {
+        FdStore {
             leases: BTreeMap::new(),
-            most,
+            capacity: most,
         }
     }
 
@@ -44,7 +46,7 @@ impl Held {
     }
 
     pub(crate) fn room(&self) -> usize {
-        self.most.saturating_sub(self.count())
+        self.capacity.saturating_sub(self.count())
     }
 
     pub(crate) fn put(&mut self, lease: u64, fd: OwnedFd, blob: Blob) -> Result<(), Refusal> {
@@ -73,7 +75,7 @@ impl Held {
     }
 
     /// The leases from a number on, as many as fit into one answer.
-    pub(crate) fn from(&self, lease: u64) -> Vec<StoredLease> {
+    pub(crate) fn list_from(&self, lease: u64) -> Vec<StoredLease> {
         let leases = self.leases.range(lease..);
         fit_in_frame(leases.map(|(lease, (_, blob))| StoredLease {
             lease: *lease,
@@ -91,8 +93,8 @@ mod tests {
     }
 
     #[test]
-    fn a_full_vault_takes_no_more_until_one_is_dropped() {
-        let mut held = Held::with_room(1);
+    fn full_fd_store_refuses_until_a_lease_is_dropped() {
+        let mut held = FdStore::with_capacity(1);
         assert_eq!(held.put(1, fd(), Blob::default()), Ok(()));
         assert_eq!(held.put(1, fd(), Blob::default()), Err(Refusal::Exists));
         assert_eq!(held.put(2, fd(), Blob::default()), Err(Refusal::Full));
@@ -101,14 +103,14 @@ mod tests {
     }
 
     #[test]
-    fn room_is_what_files_and_memory_both_allow() {
-        assert_eq!(room(Some(1024), None), 960);
-        assert_eq!(room(Some(3), None), 0);
-        assert_eq!(room(None, None), MAX_LEASES);
-        assert_eq!(room(None, Some(ITSELF)), 0);
-        assert_eq!(room(None, Some(64 << 20)), 8192);
-        assert_eq!(room(Some(1024), Some(64 << 20)), 960);
+    fn capacity_is_bounded_by_files_and_memory() {
+        assert_eq!(capacity(Some(1024), None), 960);
+        assert_eq!(capacity(Some(3), None), 0);
+        assert_eq!(capacity(None, None), MAX_LEASES);
+        assert_eq!(capacity(None, Some(BASE_MEMORY)), 0);
+        assert_eq!(capacity(None, Some(64 << 20)), 8192);
+        assert_eq!(capacity(Some(1024), Some(64 << 20)), 960);
         // The chart's limit.
-        assert_eq!(room(None, Some(400 << 20)), MAX_LEASES);
+        assert_eq!(capacity(None, Some(400 << 20)), MAX_LEASES);
     }
 }

@@ -22,14 +22,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use bursar_protocol::fdstore::RUN_DIR;
-use held::Held;
+use held::FdStore;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args_os().skip(1);
     let folder = arguments.next();
     let folder = folder.map_or_else(|| PathBuf::from(RUN_DIR), PathBuf::from);
-    let memory = match arguments.next().map(memory).transpose() {
+    let memory = match arguments.next().map(parse_memory_limit).transpose() {
         Ok(memory) => memory,
         Err(given) => {
             log(format_args!(
@@ -38,8 +38,8 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let mut held = Held::with_room(held::room(open_files(), memory));
-    let ended = place::Place::take(&folder)
+    let mut held = FdStore::with_capacity(held::capacity(raise_open_file_limit(), memory));
+    let ended = place::Listener::bind(&folder)
         .map_err(Into::into)
         .and_then(|place| serve::serve(&place, &mut held));
     let Err(error): Result<std::convert::Infallible, Box<dyn std::error::Error>> = ended;
@@ -48,7 +48,7 @@ fn main() -> ExitCode {
 }
 
 /// A number of bytes; what was given where it is none.
-fn memory(given: OsString) -> Result<u64, OsString> {
+fn parse_memory_limit(given: OsString) -> Result<u64, OsString> {
     let bytes = given.to_str().and_then(|text| text.parse().ok());
     bytes.ok_or(given)
 }
@@ -60,7 +60,7 @@ fn log(text: Arguments<'_>) {
 }
 
 /// Raises the limit of open files to the most that is allowed; what it is then.
-fn open_files() -> Option<u64> {
+fn raise_open_file_limit() -> Option<u64> {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
         current: limit.maximum,

@@ -14,54 +14,54 @@ use rustix::fs::{FlockOperation, flock};
 
 /// The socket, and the right to it.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct Listener {
     pub(crate) listener: UnixListener,
     _lock: File,
 }
 
 /// Why there is no socket.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum PlaceError {
+pub(crate) enum ListenerError {
     #[error("making {0}: {1}")]
-    Folder(PathBuf, #[source] io::Error),
+    CreateDir(PathBuf, #[source] io::Error),
     #[error("another vault serves {0}: delete it first; what it holds is lost with it")]
-    Taken(PathBuf),
+    InUse(PathBuf),
     #[error("locking {0}: {1}")]
     Lock(PathBuf, #[source] io::Error),
     #[error("listening at {0}: {1}")]
     Listen(PathBuf, #[source] io::Error),
 }
 
-impl Place {
+impl Listener {
     /// Listens in a folder that only this user may enter.
-    pub(crate) fn take(folder: &Path) -> Result<Place, PlaceError> {
+    pub(crate) fn bind(folder: &Path) -> Result<Listener, ListenerError> {
         let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
         made.and_then(|()| std::fs::set_permissions(folder, Permissions::from_mode(0o700)))
-            .map_err(|error| PlaceError::Folder(folder.to_owned(), error))?;
+            .map_err(|error| ListenerError::CreateDir(folder.to_owned(), error))?;
         let lock = lock(&folder.join("vault.lock"))?;
         let socket = folder.join(SOCKET_NAME);
         match std::fs::remove_file(&socket) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(PlaceError::Listen(socket, error));
+                return Err(ListenerError::Listen(socket, error));
             }
             _ => {}
         }
         let listener =
-            UnixListener::bind(&socket).map_err(|error| PlaceError::Listen(socket, error))?;
-        Ok(Place {
+            UnixListener::bind(&socket).map_err(|error| ListenerError::Listen(socket, error))?;
+        Ok(Listener {
             listener,
             _lock: lock,
         })
     }
 }
 
-fn lock(path: &Path) -> Result<File, PlaceError> {
+fn lock(path: &Path) -> Result<File, ListenerError> {
     let mut options = OpenOptions::new();
     let opened = options.write(true).create(true).mode(0o600).open(path);
-    let file = opened.map_err(|error| PlaceError::Lock(path.to_owned(), error))?;
+    let file = opened.map_err(|error| ListenerError::Lock(path.to_owned(), error))?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(PlaceError::Taken(path.to_owned())),
-        Err(error) => Err(PlaceError::Lock(path.to_owned(), error.into())),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(ListenerError::InUse(path.to_owned())),
+        Err(error) => Err(ListenerError::Lock(path.to_owned(), error.into())),
     }
 }

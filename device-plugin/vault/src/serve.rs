@@ -9,16 +9,16 @@ use bursar_protocol::fd_passing::{receive_message, send_message};
 use bursar_protocol::fdstore::{FdStoreRequest, FdStoreResponse, Refusal};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::answer::answer;
-use crate::held::Held;
+use crate::answer::handle;
+use crate::held::FdStore;
 use crate::log;
-use crate::place::Place;
+use crate::place::Listener;
 
 /// How long the rest of a message may take, and room for an answer: agents write and read whole ones.
-const PATIENCE: Duration = Duration::from_secs(1);
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Connections at a time: the agent, its predecessor, and some that said nothing yet.
-const MOST_PEERS: usize = 8;
+const MAX_PEERS: usize = 8;
 
 /// How long to wait after a failed accept.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -32,22 +32,22 @@ struct Peer {
 
 /// Serves until the system fails it.
 pub(crate) fn serve(
-    place: &Place,
-    held: &mut Held,
+    place: &Listener,
+    held: &mut FdStore,
 ) -> Result<Infallible, Box<dyn std::error::Error>> {
     let mut peers: Vec<Peer> = Vec::new();
     loop {
-        let (knock, speaking) = wait(place, &peers)?;
+        let (knock, speaking) = wait_for_input(place, &peers)?;
         if knock {
             match place.listener.accept() {
-                Ok((stream, _)) => admit(&mut peers, stream),
+                Ok((stream, _)) => accept_peer(&mut peers, stream),
                 Err(error) => {
                     log(format_args!("accept failed: {error}"));
                     std::thread::sleep(ACCEPT_PAUSE);
                 }
             }
         } else if let Some(place) = speaking
-            && let Err(end) = converse(held, &mut peers, place)
+            && let Err(end) = serve_message(held, &mut peers, place)
             && peers.remove(place).is_agent
         {
             log(format_args!("the agent is gone: {end}"));
@@ -56,7 +56,7 @@ pub(crate) fn serve(
 }
 
 /// Whether somebody wants in, and the newest connection that something is to be read from.
-fn wait(place: &Place, peers: &[Peer]) -> io::Result<(bool, Option<usize>)> {
+fn wait_for_input(place: &Listener, peers: &[Peer]) -> io::Result<(bool, Option<usize>)> {
     let mut fds: Vec<_> = peers
         .iter()
         .map(|peer| PollFd::new(&peer.stream, PollFlags::IN))
@@ -75,14 +75,14 @@ fn wait(place: &Place, peers: &[Peer]) -> io::Result<(bool, Option<usize>)> {
 
 /// Takes a connection in; where there are too many, the oldest that said nothing goes. Who may enter the socket's folder
 /// may talk: no look at who it is, which nobody can tell of a process outside this one's PID namespace.
-fn admit(peers: &mut Vec<Peer>, stream: UnixStream) {
+fn accept_peer(peers: &mut Vec<Peer>, stream: UnixStream) {
     let bounded = stream
-        .set_read_timeout(Some(PATIENCE))
-        .and_then(|()| stream.set_write_timeout(Some(PATIENCE)));
+        .set_read_timeout(Some(MESSAGE_TIMEOUT))
+        .and_then(|()| stream.set_write_timeout(Some(MESSAGE_TIMEOUT)));
     if bounded.is_err() {
         return;
     }
-    if peers.len() == MOST_PEERS {
+    if peers.len() == MAX_PEERS {
         let silent = peers.iter().position(|peer| !peer.is_agent);
         peers.remove(silent.unwrap_or(0));
     }
@@ -93,11 +93,11 @@ fn admit(peers: &mut Vec<Peer>, stream: UnixStream) {
 }
 
 /// Reads one message and answers it.
-fn converse(held: &mut Held, peers: &mut Vec<Peer>, place: usize) -> io::Result<()> {
+fn serve_message(held: &mut FdStore, peers: &mut Vec<Peer>, place: usize) -> io::Result<()> {
     let (message, fd) = receive_message::<FdStoreRequest>(&peers[place].stream)?;
     let may = peers[place].is_agent || matches!(message, FdStoreRequest::Hello { .. });
     let (answer, fd) = if may {
-        answer(held, message, fd)
+        handle(held, message, fd)
     } else {
         (FdStoreResponse::Refused(Refusal::NoHello), None)
     };

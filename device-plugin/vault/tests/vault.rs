@@ -24,49 +24,49 @@ use tempfile::TempDir;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_bursar-vault");
 
-const BOUND: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Told by the test to itself, run again as an agent: the folder of the vault.
-const AS_AGENT: &str = "VAULT_TEST_AGENT";
+const AGENT_FOLDER_ENV: &str = "VAULT_TEST_AGENT";
 
-struct Vault {
+struct FdStore {
     folder: TempDir,
     process: Child,
 }
 
-impl Vault {
-    fn start() -> Vault {
+impl FdStore {
+    fn start() -> FdStore {
         let mut command = Command::new(PROGRAM);
         command.stderr(Stdio::null());
-        Vault::of(command)
+        FdStore::start_command(command)
     }
 
-    fn of(mut command: Command) -> Vault {
+    fn start_command(mut command: Command) -> FdStore {
         let folder = tempfile::tempdir().unwrap();
         let process = command.arg(folder.path()).spawn().unwrap();
-        Vault::listening(folder, process)
+        FdStore::wait_until_listening(folder, process)
     }
 
-    fn listening(folder: TempDir, process: Child) -> Vault {
-        let vault = Vault { folder, process };
+    fn wait_until_listening(folder: TempDir, process: Child) -> FdStore {
+        let vault = FdStore { folder, process };
         let since = Instant::now();
-        while vault.dial().is_none() {
-            assert!(since.elapsed() < BOUND, "the vault does not listen");
+        while vault.connect().is_none() {
+            assert!(since.elapsed() < TIMEOUT, "the vault does not listen");
             std::thread::sleep(Duration::from_millis(5));
         }
         vault
     }
 
-    fn dial(&self) -> Option<UnixStream> {
+    fn connect(&self) -> Option<UnixStream> {
         dial(self.folder.path())
     }
 
     fn agent(&self) -> Agent {
-        Agent::of(self.folder.path())
+        Agent::connect(self.folder.path())
     }
 
     /// Its resident memory, in bytes.
-    fn rss(&self) -> u64 {
+    fn resident_bytes(&self) -> u64 {
         let status = format!("/proc/{}/status", self.process.id());
         let status = std::fs::read_to_string(status).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
@@ -80,7 +80,7 @@ impl Vault {
     }
 
     /// How many descriptors of [`memory`] it has open.
-    fn memories(&self) -> usize {
+    fn open_memory_count(&self) -> usize {
         let fds = std::fs::read_dir(format!("/proc/{}/fd", self.process.id())).unwrap();
         let files = fds.filter_map(|fd| fd.unwrap().path().read_link().ok());
         let of_memory = |file: &PathBuf| file.to_string_lossy().starts_with("/memfd:kept");
@@ -88,7 +88,7 @@ impl Vault {
     }
 }
 
-impl Drop for Vault {
+impl Drop for FdStore {
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
@@ -97,7 +97,7 @@ impl Drop for Vault {
 
 fn dial(folder: &Path) -> Option<UnixStream> {
     let stream = UnixStream::connect(folder.join(SOCKET_NAME)).ok()?;
-    stream.set_read_timeout(Some(BOUND)).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     Some(stream)
 }
 
@@ -105,7 +105,7 @@ struct Agent(UnixStream);
 
 impl Agent {
     /// A connection that said hello.
-    fn of(folder: &Path) -> Agent {
+    fn connect(folder: &Path) -> Agent {
         let mut agent = Agent(dial(folder).unwrap());
         let ready = agent.ask(&FdStoreRequest::Hello { version: VERSION });
         assert!(matches!(ready, FdStoreResponse::Ready { .. }), "{ready:?}");
@@ -130,7 +130,7 @@ impl Agent {
             lease,
             blob: blob(lease),
         };
-        self.ask_with(&message, Some(&memory(lease))).0
+        self.ask_with(&message, Some(&memory_with(lease))).0
     }
 
     fn list(&mut self) -> Vec<StoredLease> {
@@ -148,19 +148,19 @@ impl Agent {
         }
     }
 
-    fn is_hung_up_on(&mut self) -> bool {
+    fn is_disconnected(&mut self) -> bool {
         matches!(self.0.read(&mut [0]), Ok(0) | Err(_))
     }
 }
 
-fn memory(content: u64) -> OwnedFd {
+fn memory_with(content: u64) -> OwnedFd {
     let fd = memfd_create("kept", MemfdFlags::CLOEXEC).unwrap();
     let mut file = File::from(fd);
     file.write_all(&content.to_le_bytes()).unwrap();
     file.into()
 }
 
-fn content(fd: OwnedFd) -> u64 {
+fn read_content(fd: OwnedFd) -> u64 {
     let (mut file, mut bytes) = (File::from(fd), [0; 8]);
     file.rewind().unwrap();
     file.read_exact(&mut bytes).unwrap();
@@ -172,14 +172,14 @@ fn blob(lease: u64) -> Blob {
     Blob::new(vec![lease as u8; length]).unwrap()
 }
 
-/// Run by [`what_was_acknowledged_outlives_agents_killed_at_any_time`] in a process of its own: puts leases
+/// Run by [`acknowledged_leases_outlive_killed_agents`] in a process of its own: puts leases
 /// and says which were acknowledged.
 #[test]
 fn an_agent_that_puts_leases_until_it_is_killed() {
-    let Some(folder) = std::env::var_os(AS_AGENT) else {
+    let Some(folder) = std::env::var_os(AGENT_FOLDER_ENV) else {
         return;
     };
-    let mut agent = Agent::of(Path::new(&folder));
+    let mut agent = Agent::connect(Path::new(&folder));
     let next = agent.list().last().map_or(1, |last| last.lease + 1);
     for lease in next.. {
         assert_eq!(agent.put(lease), FdStoreResponse::Stored);
@@ -193,8 +193,8 @@ fn an_agent_that_puts_leases_until_it_is_killed() {
 }
 
 #[test]
-fn what_was_acknowledged_outlives_agents_killed_at_any_time() {
-    let vault = Vault::start();
+fn acknowledged_leases_outlive_killed_agents() {
+    let vault = FdStore::start();
     let (mut last_put, mut acknowledged) = (0, std::collections::BTreeSet::new());
     for _ in 0..20 {
         let mut agent = Command::new(std::env::current_exe().unwrap())
@@ -203,7 +203,7 @@ fn what_was_acknowledged_outlives_agents_killed_at_any_time() {
                 "an_agent_that_puts_leases_until_it_is_killed",
                 "--nocapture",
             ])
-            .env(AS_AGENT, vault.folder.path())
+            .env(AGENT_FOLDER_ENV, vault.folder.path())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
@@ -217,11 +217,11 @@ fn what_was_acknowledged_outlives_agents_killed_at_any_time() {
         let enough = rand::rng().random_range(1..40);
         while heard < enough {
             let said = lines.next().expect("the agent says something").unwrap();
-            heard += usize::from(note(line(said), &mut acknowledged, &mut last_put));
+            heard += usize::from(record_line(line(said), &mut acknowledged, &mut last_put));
         }
         agent.kill().unwrap();
         for said in lines.map_while(Result::ok) {
-            note(line(said), &mut acknowledged, &mut last_put);
+            record_line(line(said), &mut acknowledged, &mut last_put);
         }
         agent.wait().unwrap();
 
@@ -252,11 +252,11 @@ fn what_was_acknowledged_outlives_agents_killed_at_any_time() {
             answer,
             FdStoreResponse::Lease(StoredLease { lease, blob: held })
         );
-        assert_eq!(content(fd.unwrap()), lease);
+        assert_eq!(read_content(fd.unwrap()), lease);
     }
 }
 
-fn note(
+fn record_line(
     said: Option<(String, u64)>,
     acknowledged: &mut std::collections::BTreeSet<u64>,
     last_put: &mut u64,
@@ -272,18 +272,18 @@ fn note(
 }
 
 #[test]
-fn the_newest_agent_is_served_and_the_one_before_hung_up_on() {
-    let vault = Vault::start();
+fn newest_agent_is_served_and_the_previous_disconnected() {
+    let vault = FdStore::start();
     let mut first = vault.agent();
     assert_eq!(first.put(7), FdStoreResponse::Stored);
-    let mut silent = Agent(vault.dial().unwrap());
+    let mut silent = Agent(vault.connect().unwrap());
     assert_eq!(
         first.put(8),
         FdStoreResponse::Stored,
         "a connection alone ends nobody"
     );
     let mut second = vault.agent();
-    assert!(first.is_hung_up_on());
+    assert!(first.is_disconnected());
     assert_eq!(second.list().len(), 2);
     let refused = FdStoreResponse::Refused(Refusal::NoHello);
     assert_eq!(silent.ask(&FdStoreRequest::Drop { lease: 7 }), refused);
@@ -291,26 +291,26 @@ fn the_newest_agent_is_served_and_the_one_before_hung_up_on() {
 }
 
 #[test]
-fn an_agent_outside_of_the_vaults_pid_namespace_is_served() {
+fn agent_in_another_pid_namespace_is_served() {
     let mut command = Command::new("unshare");
     command.args(["--pid", "--fork", "--kill-child", PROGRAM]);
-    let vault = Vault::of(command);
+    let vault = FdStore::start_command(command);
     assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
 }
 
 #[test]
-fn what_is_kept_outlives_whoever_read_the_vaults_log() {
+fn fd_store_survives_when_its_log_reader_exits() {
     let mut command = Command::new(PROGRAM);
     command.stderr(Stdio::piped());
-    let mut vault = Vault::of(command);
+    let mut vault = FdStore::start_command(command);
     drop(vault.process.stderr.take());
     assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
     assert_eq!(vault.agent().list().len(), 1);
 }
 
 #[test]
-fn a_lease_is_put_once_updated_and_dropped() {
-    let vault = Vault::start();
+fn lease_is_put_once_updated_and_dropped() {
+    let vault = FdStore::start();
     let mut agent = vault.agent();
     let put = |lease| FdStoreRequest::Put {
         lease,
@@ -346,27 +346,27 @@ fn a_lease_is_put_once_updated_and_dropped() {
 }
 
 #[test]
-fn descriptors_that_belong_to_no_lease_are_closed() {
-    let vault = Vault::start();
+fn descriptor_without_a_lease_is_closed() {
+    let vault = FdStore::start();
     let mut agent = vault.agent();
     for lease in 1..=50 {
-        agent.ask_with(&FdStoreRequest::List { from: 0 }, Some(&memory(0)));
+        agent.ask_with(&FdStoreRequest::List { from: 0 }, Some(&memory_with(0)));
         assert_eq!(agent.put(lease), FdStoreResponse::Stored);
         agent.put(lease);
     }
-    assert_eq!(vault.memories(), 50);
+    assert_eq!(vault.open_memory_count(), 50);
     for lease in 1..=50 {
         agent.ask(&FdStoreRequest::Drop { lease });
     }
-    assert_eq!(vault.memories(), 0);
+    assert_eq!(vault.open_memory_count(), 0);
 }
 
 #[test]
-fn a_vault_at_its_limit_of_open_files_says_so_and_goes_on() {
+fn fd_store_is_full_at_its_open_file_limit() {
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -n 84; exec \"$0\" \"$@\""]);
     command.arg(env!("CARGO_BIN_EXE_bursar-vault"));
-    let vault = Vault::of(command);
+    let vault = FdStore::start_command(command);
     let mut agent = vault.agent();
     let room = (1..).find(|lease| agent.put(*lease) != FdStoreResponse::Stored);
     assert_eq!(room, Some(21));
@@ -375,12 +375,12 @@ fn a_vault_at_its_limit_of_open_files_says_so_and_goes_on() {
 }
 
 #[test]
-fn the_fullest_vault_stays_within_its_memory() {
+fn full_fd_store_stays_within_its_memory() {
     const LIMIT: u64 = 64 << 20;
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new(PROGRAM);
     let process = command.arg(folder.path()).arg(LIMIT.to_string()).spawn();
-    let vault = Vault::listening(folder, process.unwrap());
+    let vault = FdStore::wait_until_listening(folder, process.unwrap());
     let mut agent = vault.agent();
     let fd = OwnedFd::from(File::open("/dev/null").unwrap());
     // The longest blobs that there are, and others that leave holes of all lengths between them.
@@ -410,7 +410,7 @@ fn the_fullest_vault_stays_within_its_memory() {
         };
         assert_eq!(agent.ask(&update), FdStoreResponse::Stored);
     }
-    let rss = vault.rss();
+    let rss = vault.resident_bytes();
     println!(
         "{leases} leases of the longest blobs: {rss} bytes, {} each",
         rss / leases
@@ -420,14 +420,14 @@ fn the_fullest_vault_stays_within_its_memory() {
 }
 
 #[test]
-fn half_a_message_and_garbage_hold_nobody_up_for_long() {
-    let vault = Vault::start();
-    let mut half = vault.dial().unwrap();
+fn partial_message_and_garbage_delay_no_agent_for_long() {
+    let vault = FdStore::start();
+    let mut half = vault.connect().unwrap();
     half.write_all(&FdStoreRequest::Hello { version: 1 }.frame()[..3])
         .unwrap();
-    let mut garbage = vault.dial().unwrap();
+    let mut garbage = vault.connect().unwrap();
     garbage.write_all(&[1, 0, 99]).unwrap();
-    let crowd: Vec<_> = (0..20).map(|_| vault.dial().unwrap()).collect();
+    let crowd: Vec<_> = (0..20).map(|_| vault.connect().unwrap()).collect();
     let since = Instant::now();
     assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
     assert!(since.elapsed() < Duration::from_secs(4), "{since:?}");
@@ -435,8 +435,8 @@ fn half_a_message_and_garbage_hold_nobody_up_for_long() {
 }
 
 #[test]
-fn a_second_vault_leaves_the_first_its_place() {
-    let vault = Vault::start();
+fn second_fd_store_leaves_the_socket_to_the_first() {
+    let vault = FdStore::start();
     assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
     let second = Command::new(env!("CARGO_BIN_EXE_bursar-vault"))
         .arg(vault.folder.path())
@@ -449,8 +449,8 @@ fn a_second_vault_leaves_the_first_its_place() {
 }
 
 #[test]
-fn the_place_of_a_killed_vault_is_taken_again_and_empty() {
-    let mut vault = Vault::start();
+fn fd_store_starts_empty_after_a_kill() {
+    let mut vault = FdStore::start();
     assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
     vault.process.kill().unwrap();
     vault.process.wait().unwrap();
@@ -458,8 +458,8 @@ fn the_place_of_a_killed_vault_is_taken_again_and_empty() {
     next.arg(vault.folder.path()).stderr(Stdio::null());
     vault.process = next.spawn().unwrap();
     let since = Instant::now();
-    while vault.dial().is_none() {
-        assert!(since.elapsed() < BOUND);
+    while vault.connect().is_none() {
+        assert!(since.elapsed() < TIMEOUT);
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(vault.agent().list().is_empty());

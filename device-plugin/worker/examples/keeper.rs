@@ -26,18 +26,18 @@ use bursar_protocol::messages::{Account, RejectReason, Request, Response};
 use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
 use rustix::net::sockopt::socket_peercred;
 
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 const EXPIRES_MS: u64 = 60_000;
 
-struct Worker {
+struct Provisioner {
     socket: UnixStream,
     _process: Child,
 }
 
-impl Worker {
-    fn start(program: &Path, gpu: &str) -> anyhow::Result<Worker> {
+impl Provisioner {
+    fn start(program: &Path, gpu: &str) -> anyhow::Result<Provisioner> {
         let (socket, theirs) = UnixStream::pair()?;
-        socket.set_read_timeout(Some(PATIENCE))?;
+        socket.set_read_timeout(Some(TIMEOUT))?;
         let process = Command::new(program)
             .args(["--gpu", gpu])
             .env("CUDA_VISIBLE_DEVICES", gpu)
@@ -45,7 +45,7 @@ impl Worker {
             .spawn()
             .with_context(|| format!("starting {}", program.display()))?;
         match receive_message(&socket)?.0 {
-            ProvisionerResponse::Ready { .. } => Ok(Worker {
+            ProvisionerResponse::Ready { .. } => Ok(Provisioner {
                 socket,
                 _process: process,
             }),
@@ -63,9 +63,9 @@ impl Worker {
     }
 }
 
-struct Vault(UnixStream);
+struct FdStore(UnixStream);
 
-impl Vault {
+impl FdStore {
     fn ask(
         &self,
         message: &FdStoreRequest,
@@ -77,7 +77,7 @@ impl Vault {
 }
 
 #[derive(PartialEq, Eq, Hash)]
-struct Title {
+struct LeaseKey {
     gpu: String,
     name: LeaseName,
     key: Key,
@@ -94,14 +94,14 @@ enum State {
     Committed { checksum: u64 },
 }
 
-struct Keeper {
-    vault: Vault,
-    workers: HashMap<String, Worker>,
-    leases: HashMap<Title, Lease>,
+struct FakeAgent {
+    vault: FdStore,
+    workers: HashMap<String, Provisioner>,
+    leases: HashMap<LeaseKey, Lease>,
     made: u64,
 }
 
-impl Keeper {
+impl FakeAgent {
     fn answer(
         &mut self,
         question: RetainedRequest,
@@ -118,7 +118,7 @@ impl Keeper {
             } if self.workers.contains_key(&gpu) => {
                 let early = (version >= CREATED_SINCE).then_some(client);
                 let pid = socket_peercred(client)?.pid.as_raw_nonzero().get();
-                return self.open(Title { gpu, name, key }, bytes, pid, early);
+                return self.open(LeaseKey { gpu, name, key }, bytes, pid, early);
             }
             RetainedRequest::Open { .. } => {
                 let reason = RejectReason::Account;
@@ -155,7 +155,7 @@ impl Keeper {
 
     fn open(
         &mut self,
-        title: Title,
+        title: LeaseKey,
         bytes: u64,
         pid: i32,
         early: Option<&UnixStream>,
@@ -170,7 +170,7 @@ impl Keeper {
                     let (_, fd) = self.vault.ask(&FdStoreRequest::Get { lease }, None)?;
                     return Ok((given, fd));
                 }
-                State::Writing { pid, .. } if lives(*pid) => {
+                State::Writing { pid, .. } if is_running(*pid) => {
                     return Ok((refused(RetainedRefusal::Writing), None));
                 }
                 State::Writing { .. } => {
@@ -238,7 +238,7 @@ fn refused(why: RetainedRefusal) -> Response {
 }
 
 /// Whether a process runs: one that only waits to be asked for its end does not.
-fn lives(pid: i32) -> bool {
+fn is_running(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat
         .rsplit_once(')')
@@ -251,9 +251,9 @@ fn main() -> anyhow::Result<()> {
     let [socket, folder, worker, gpus @ ..] = arguments.as_slice() else {
         bail!("usage: keeper SOCKET VAULT-FOLDER WORKER GPU...");
     };
-    let vault = Vault(connect_to(
+    let vault = FdStore(connect_to(
         &Path::new(folder).join(fdstore::SOCKET_NAME),
-        PATIENCE,
+        TIMEOUT,
     )?);
     let version = fdstore::VERSION;
     let (ready, _) = vault.ask(&FdStoreRequest::Hello { version }, None)?;
@@ -261,7 +261,7 @@ fn main() -> anyhow::Result<()> {
         matches!(ready, FdStoreResponse::Ready { leases: 0, .. }),
         "the vault is not a fresh one: {ready:?}"
     );
-    let mut keeper = Keeper {
+    let mut keeper = FakeAgent {
         vault,
         workers: HashMap::new(),
         leases: HashMap::new(),
@@ -269,7 +269,7 @@ fn main() -> anyhow::Result<()> {
     };
     for gpu in gpus {
         let gpu = gpu.to_string_lossy().into_owned();
-        let worker = Worker::start(Path::new(worker), &gpu)?;
+        let worker = Provisioner::start(Path::new(worker), &gpu)?;
         // As the agent does: exports are quick while one is open (F3 in docs/facts.md).
         if let Ok((_, sentinel)) = worker.create(1)? {
             let (lease, blob) = (fdstore::KEEP_ALIVE, Blob::default());
@@ -283,7 +283,7 @@ fn main() -> anyhow::Result<()> {
     println!("ready");
     loop {
         let (client, _) = listener.accept()?;
-        client.set_read_timeout(Some(PATIENCE))?;
+        client.set_read_timeout(Some(TIMEOUT))?;
         let Ok((Request::Retained(question), _)) = receive_message(&client) else {
             continue;
         };

@@ -16,16 +16,16 @@ use serde::Serialize;
 const ROUNDS: u32 = 12;
 
 /// How much of it, where the GPU has so much left.
-const MOST: u64 = 256 << 20;
+const MAX_BYTES: u64 = 256 << 20;
 
 /// How much at least, to see anything.
-const LEAST: u64 = 2 << 20;
+const MIN_BYTES: u64 = 2 << 20;
 
 /// How much is looked at at a time.
-const WINDOW: usize = 8 << 20;
+const READ_WINDOW: usize = 8 << 20;
 
 /// How long the agent may take to ask NVML what the context takes.
-const MEASURED_WITHIN: Timespec = Timespec {
+const MEASURE_TIMEOUT: Timespec = Timespec {
     tv_sec: 10,
     tv_nsec: 0,
 };
@@ -62,18 +62,18 @@ pub(crate) enum Verdict {
 
 /// Why nothing can be said.
 #[derive(Debug, thiserror::Error)]
-enum CanaryError {
+enum ScrubCheckError {
     #[error(transparent)]
     Driver(#[from] DriverError),
     #[error(transparent)]
     Cuda(#[from] CudaError),
     #[error("round {round}: what was filled does not read back as it was filled")]
-    Blind { round: u32 },
+    ReadbackMismatch { round: u32 },
 }
 
 /// Looks at a GPU's memory; calls `tell` once it has a context, before it takes any memory.
-pub(crate) fn look(gpu: GpuUuid, tell: impl FnOnce(&Verdict)) -> Verdict {
-    match seen(gpu, tell) {
+pub(crate) fn check(gpu: GpuUuid, tell: impl FnOnce(&Verdict)) -> Verdict {
+    match run_rounds(gpu, tell) {
         Ok((bytes, 0)) => Verdict::Scrubbed {
             rounds: ROUNDS,
             bytes,
@@ -89,39 +89,41 @@ pub(crate) fn look(gpu: GpuUuid, tell: impl FnOnce(&Verdict)) -> Verdict {
     }
 }
 
-fn seen(gpu: GpuUuid, tell: impl FnOnce(&Verdict)) -> Result<(u64, u64), CanaryError> {
+fn run_rounds(gpu: GpuUuid, tell: impl FnOnce(&Verdict)) -> Result<(u64, u64), ScrubCheckError> {
     let context = Driver::get()?.device_by_uuid(gpu)?.primary_context()?;
     tell(&Verdict::Context {});
-    let (mut bytes, mut old_words) = (MOST, 0);
+    let (mut bytes, mut old_words) = (MAX_BYTES, 0);
     for round in 1..=ROUNDS {
         // The first round finds out how much there is room for.
         let memory = loop {
-            match Memory::of(&context, bytes) {
+            match Memory::create(&context, bytes) {
                 Err(error)
-                    if round == 1 && bytes > LEAST && error.class() == ErrorClass::OutOfMemory =>
+                    if round == 1
+                        && bytes > MIN_BYTES
+                        && error.class() == ErrorClass::OutOfMemory =>
                 {
-                    bytes = (bytes / 8).max(LEAST);
+                    bytes = (bytes / 8).max(MIN_BYTES);
                 }
                 made => break made?,
             }
         };
-        old_words += memory.words_that_are_not(0)?;
+        old_words += memory.count_words_unlike(0)?;
         let pattern = round as u8;
         let mapping = &memory.mapping;
         mapping.fill(&context, 0, pattern, memory.bytes())?;
-        if memory.words_that_are_not(pattern)? > 0 {
-            return Err(CanaryError::Blind { round });
+        if memory.count_words_unlike(pattern)? > 0 {
+            return Err(ScrubCheckError::ReadbackMismatch { round });
         }
     }
     Ok((bytes, old_words))
 }
 
 /// Waits until the agent says or closes something on standard input, and not for ever.
-pub(crate) fn until_measured() {
+pub(crate) fn wait_for_measurement() {
     let input = std::io::stdin();
     let mut fds = [PollFd::new(&input, PollFlags::IN)];
     // Whatever the answer: the agent measures again another time.
-    let _ = poll(&mut fds, Some(&MEASURED_WITHIN));
+    let _ = poll(&mut fds, Some(&MEASURE_TIMEOUT));
 }
 
 /// Memory that is made as kept memory is, mapped; free when dropped.
@@ -131,7 +133,7 @@ struct Memory<'a> {
 }
 
 impl Memory<'_> {
-    fn of(context: &Context, bytes: u64) -> Result<Memory<'_>, CudaError> {
+    fn create(context: &Context, bytes: u64) -> Result<Memory<'_>, CudaError> {
         let handle = context.device().create(bytes)?;
         let addresses = Arc::new(context.driver().reserve(bytes)?);
         let mapping = addresses.map(0, &handle, Access::ReadWrite, context)?;
@@ -143,8 +145,8 @@ impl Memory<'_> {
     }
 
     /// How many words of 64 bits have a byte that is another.
-    fn words_that_are_not(&self, byte: u8) -> Result<u64, CudaError> {
-        let (wanted, mut window) = ([byte; 8], vec![0; WINDOW.min(self.bytes())]);
+    fn count_words_unlike(&self, byte: u8) -> Result<u64, CudaError> {
+        let (wanted, mut window) = ([byte; 8], vec![0; READ_WINDOW.min(self.bytes())]);
         let mut starts = (0..self.bytes()).step_by(window.len());
         starts.try_fold(0, |others, start| {
             self.mapping.read(self.context, start as u64, &mut window)?;
@@ -159,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_verdict_is_one_line_with_its_name() {
+    fn verdict_serializes_to_one_line_with_its_name() {
         let line = |verdict| serde_json::to_string(&verdict).unwrap();
         let seen = Verdict::NotScrubbed {
             rounds: 12,

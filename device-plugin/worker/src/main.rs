@@ -44,29 +44,29 @@ struct Gpu {
 
 fn main() -> anyhow::Result<()> {
     // Before the driver's code runs here, and before there is a thread.
-    bursar_confine::driver_process()?;
+    bursar_confine::restrict_driver_process()?;
     match Args::parse() {
         Args {
             command: Some(Command::Canary(Gpu { gpu })),
             ..
         } => {
-            let verdict = canary::look(gpu, |context| {
-                if say(context).is_ok() {
-                    canary::until_measured();
+            let verdict = canary::check(gpu, |context| {
+                if print_verdict(context).is_ok() {
+                    canary::wait_for_measurement();
                 }
             });
-            say(&verdict)
+            print_verdict(&verdict)
         }
         Args {
             serve: Some(Gpu { gpu }),
             ..
-        } => serve::serve(&agent()?, gpu).context("serving the agent"),
+        } => serve::serve(&agent_socket()?, gpu).context("serving the agent"),
         Args { .. } => anyhow::bail!("which GPU? say --gpu UUID"),
     }
 }
 
 /// Says something to the agent, in a line of its own.
-fn say(verdict: &canary::Verdict) -> anyhow::Result<()> {
+fn print_verdict(verdict: &canary::Verdict) -> anyhow::Result<()> {
     let verdict = serde_json::to_string(verdict)?;
     let mut out = std::io::stdout();
     writeln!(out, "{verdict}")
@@ -75,7 +75,7 @@ fn say(verdict: &canary::Verdict) -> anyhow::Result<()> {
 }
 
 /// The agent's socket, which it gave as standard input.
-fn agent() -> anyhow::Result<UnixStream> {
+fn agent_socket() -> anyhow::Result<UnixStream> {
     let input = std::io::stdin()
         .as_fd()
         .try_clone_to_owned()

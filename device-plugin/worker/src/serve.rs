@@ -12,17 +12,17 @@ use bursar_runtime::error::CudaError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// How quickly the driver scrubs freed memory, in bytes a second (F6 in docs/facts.md).
-const SCRUBBED_PER_SECOND: u64 = 350_000_000_000;
+const SCRUB_RATE: u64 = 350_000_000_000;
 
 /// How long what was made is kept here too, unless something else is to be done: to give it up
 /// takes the driver's locks, which the process that it was made for needs to map it.
-const MAPPED_WITHIN: Timespec = Timespec {
+const KEEP_HANDLE_FOR: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 10_000_000,
 };
 
 /// What a failure without a `CUresult` says for one.
-const NO_DRIVER: i32 = -1;
+const NO_CUDA_CODE: i32 = -1;
 
 /// `CUDA_ERROR_INVALID_VALUE`
 const INVALID_VALUE: i32 = 1;
@@ -32,15 +32,15 @@ const INVALID_VALUE: i32 = 1;
 /// # Errors
 /// The socket failed, or what came is no message.
 pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
-    let worker = match Worker::new(gpu) {
+    let worker = match Provisioner::new(gpu) {
         Ok(worker) => worker,
-        Err(error) => return send_message(agent, &failed(&error), None),
+        Err(error) => return send_message(agent, &failure_response(&error), None),
     };
     send_message(agent, &worker.ready(), None)?;
-    let mut made: Option<Made> = None;
+    let mut made: Option<CreatedMemory> = None;
     loop {
         if let Some(made) = made.take() {
-            wait(agent, &MAPPED_WITHIN)?;
+            wait_for_request(agent, &KEEP_HANDLE_FOR)?;
             drop(made);
         }
         let message = match receive_message(agent) {
@@ -49,14 +49,14 @@ pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
         };
         let (answer, created) = worker
             .answer(message)
-            .unwrap_or_else(|error| (failed(&DriverError::Cuda(error)), None));
+            .unwrap_or_else(|error| (failure_response(&DriverError::Cuda(error)), None));
         send_message(agent, &answer, created.as_ref().map(|(fd, _)| fd.as_fd()))?;
         made = created;
     }
 }
 
 /// Waits until there is something to read, or for so long.
-fn wait(agent: &UnixStream, patience: &Timespec) -> io::Result<()> {
+fn wait_for_request(agent: &UnixStream, patience: &Timespec) -> io::Result<()> {
     let mut fds = [PollFd::new(agent, PollFlags::IN)];
     match poll(&mut fds, Some(patience)) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
@@ -65,21 +65,21 @@ fn wait(agent: &UnixStream, patience: &Timespec) -> io::Result<()> {
 }
 
 /// Memory that was made: what keeps it for others, and what keeps it here.
-type Made = (OwnedFd, Handle);
+type CreatedMemory = (OwnedFd, Handle);
 
 /// What does not change about the GPU.
-struct Worker {
+struct Provisioner {
     device: Device,
     version: i32,
     granularity: u64,
     total: u64,
 }
 
-impl Worker {
-    fn new(gpu: GpuUuid) -> Result<Worker, DriverError> {
+impl Provisioner {
+    fn new(gpu: GpuUuid) -> Result<Provisioner, DriverError> {
         let driver = Driver::get()?;
         let device = driver.device_by_uuid(gpu)?;
-        Ok(Worker {
+        Ok(Provisioner {
             device,
             version: driver.version()?,
             granularity: device.granularity()?,
@@ -98,7 +98,7 @@ impl Worker {
     fn answer(
         &self,
         message: ProvisionerRequest,
-    ) -> Result<(ProvisionerResponse, Option<Made>), CudaError> {
+    ) -> Result<(ProvisionerResponse, Option<CreatedMemory>), CudaError> {
         match message {
             ProvisionerRequest::Create { bytes } => {
                 let made = self.create(bytes)?;
@@ -115,7 +115,7 @@ impl Worker {
         }
     }
 
-    fn create(&self, bytes: u64) -> Result<Made, CudaError> {
+    fn create(&self, bytes: u64) -> Result<CreatedMemory, CudaError> {
         let whole = bytes.checked_next_multiple_of(self.granularity);
         let bytes = whole.filter(|bytes| *bytes > 0).ok_or(CudaError {
             call: "cuMemCreate",
@@ -128,13 +128,13 @@ impl Worker {
 
 /// How long the driver takes to scrub so much.
 fn scrub_time(bytes: u64) -> Duration {
-    Duration::from_secs_f64(bytes as f64 / SCRUBBED_PER_SECOND as f64)
+    Duration::from_secs_f64(bytes as f64 / SCRUB_RATE as f64)
 }
 
-fn failed(error: &DriverError) -> ProvisionerResponse {
+fn failure_response(error: &DriverError) -> ProvisionerResponse {
     let (code, call) = match error {
         DriverError::Cuda(CudaError { code, call }) => (*code, (*call).to_owned()),
-        other => (NO_DRIVER, other.to_string()),
+        other => (NO_CUDA_CODE, other.to_string()),
     };
     ProvisionerResponse::Failed { code, call }
 }
@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sweep_of_35_gigabytes_waits_a_tenth_of_a_second() {
+    fn scrub_time_of_35_gigabytes_is_a_tenth_of_a_second() {
         assert_eq!(scrub_time(35_000_000_000), Duration::from_millis(100));
         assert_eq!(scrub_time(0), Duration::ZERO);
     }

@@ -15,37 +15,37 @@ use std::time::{Duration, Instant};
 use bursar_protocol::fd_passing::{receive_message, send_message};
 use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
 use bursar_runtime::driver::{Access, Driver};
-use bursar_sim_lab::{Lab, ONE_GPU, TWO_GPUS, inside};
+use bursar_sim_lab::{ONE_GPU, SimMachine, TWO_GPUS, run_in_subprocess};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_bursar-worker");
 const FIRST: &str = "GPU-00000000-0000-0000-0000-000000000001";
 const SECOND: &str = "GPU-00000000-0000-0000-0000-000000000002";
 const MIB: u64 = 1 << 20;
-const BOUND: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// `CUDA_ERROR_OUT_OF_MEMORY`
 const OUT_OF_MEMORY: i32 = 2;
 
-struct Worker {
+struct Provisioner {
     process: Child,
     socket: UnixStream,
 }
 
-impl Worker {
-    fn start(mut command: Command, gpu: &str) -> Worker {
+impl Provisioner {
+    fn start(mut command: Command, gpu: &str) -> Provisioner {
         let (socket, theirs) = UnixStream::pair().unwrap();
-        socket.set_read_timeout(Some(BOUND)).unwrap();
+        socket.set_read_timeout(Some(TIMEOUT)).unwrap();
         command
             .args(["--gpu", gpu])
             .stdin(Stdio::from(OwnedFd::from(theirs)));
         // The command has the worker's end of the socket until it is dropped here.
         let process = command.spawn().unwrap();
-        Worker { process, socket }
+        Provisioner { process, socket }
     }
 
-    fn ready(command: Command, gpu: &str) -> Worker {
-        let worker = Worker::start(command, gpu);
-        let (said, _) = worker.hear();
+    fn ready(command: Command, gpu: &str) -> Provisioner {
+        let worker = Provisioner::start(command, gpu);
+        let (said, _) = worker.receive();
         assert!(
             matches!(said, ProvisionerResponse::Ready { .. }),
             "{said:?}"
@@ -53,13 +53,13 @@ impl Worker {
         worker
     }
 
-    fn hear(&self) -> (ProvisionerResponse, Option<OwnedFd>) {
+    fn receive(&self) -> (ProvisionerResponse, Option<OwnedFd>) {
         receive_message(&self.socket).unwrap()
     }
 
     fn ask(&self, message: ProvisionerRequest) -> (ProvisionerResponse, Option<OwnedFd>) {
         send_message(&self.socket, &message, None).unwrap();
-        self.hear()
+        self.receive()
     }
 
     fn create(&self, bytes: u64) -> OwnedFd {
@@ -73,9 +73,9 @@ impl Worker {
         self.process.wait().unwrap();
     }
 
-    fn ends_by_itself(mut self) -> bool {
+    fn exits_by_itself(mut self) -> bool {
         let since = Instant::now();
-        while since.elapsed() < BOUND {
+        while since.elapsed() < TIMEOUT {
             if let Some(status) = self.process.try_wait().unwrap() {
                 return status.success();
             }
@@ -87,9 +87,9 @@ impl Worker {
 }
 
 #[test]
-fn what_a_worker_made_outlives_it_and_is_kept_by_the_descriptor_alone() {
-    inside(ONE_GPU, |machine| {
-        let worker = Worker::ready(Command::new(PROGRAM), FIRST);
+fn created_memory_outlives_its_provisioner() {
+    run_in_subprocess(ONE_GPU, |machine| {
+        let worker = Provisioner::ready(Command::new(PROGRAM), FIRST);
         let fd = worker.create(64 * MIB);
         let listed = machine.usage(0).processes;
         assert!(listed.is_empty(), "NVML lists a worker: {listed:?}");
@@ -116,9 +116,9 @@ fn what_a_worker_made_outlives_it_and_is_kept_by_the_descriptor_alone() {
 }
 
 #[test]
-fn sizes_are_rounded_up_and_what_cannot_be_made_is_said_by_the_drivers_code() {
-    let lab = Lab::new(ONE_GPU).unwrap();
-    let worker = Worker::ready(lab.command(PROGRAM), FIRST);
+fn create_rounds_sizes_up_and_reports_the_drivers_code() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let worker = Provisioner::ready(lab.command(PROGRAM), FIRST);
     let (said, fd) = worker.ask(ProvisionerRequest::Create { bytes: 2 * MIB + 1 });
     assert_eq!(said, ProvisionerResponse::Created { bytes: 4 * MIB });
     let refused = |bytes| match worker.ask(ProvisionerRequest::Create { bytes }) {
@@ -134,18 +134,18 @@ fn sizes_are_rounded_up_and_what_cannot_be_made_is_said_by_the_drivers_code() {
 }
 
 #[test]
-fn a_worker_makes_the_memory_of_the_gpu_that_it_was_told() {
-    let lab = Lab::new(TWO_GPUS).unwrap();
-    let worker = Worker::ready(lab.command(PROGRAM), SECOND);
+fn provisioner_creates_memory_of_its_gpu() {
+    let lab = SimMachine::new(TWO_GPUS).unwrap();
+    let worker = Provisioner::ready(lab.command(PROGRAM), SECOND);
     let _fd = worker.create(64 * MIB);
     let used = |unit| lab.sim().unwrap().used(unit) >= 64 * MIB;
     assert_eq!([used(0), used(1)], [false, true]);
 }
 
 #[test]
-fn a_sweep_waits_for_the_driver_to_scrub_and_leaves_nothing() {
-    let lab = Lab::new(ONE_GPU).unwrap();
-    let worker = Worker::ready(lab.command(PROGRAM), FIRST);
+fn await_scrub_waits_for_the_driver_and_leaves_nothing() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let worker = Provisioner::ready(lab.command(PROGRAM), FIRST);
     drop(worker.create(2 * MIB));
     // By now it has closed its own descriptor.
     assert_eq!(
@@ -166,32 +166,32 @@ fn a_sweep_waits_for_the_driver_to_scrub_and_leaves_nothing() {
 }
 
 #[test]
-fn a_worker_ends_with_its_agent() {
-    let lab = Lab::new(ONE_GPU).unwrap();
-    let mut worker = Worker::ready(lab.command(PROGRAM), FIRST);
+fn provisioner_exits_with_its_agent() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let mut worker = Provisioner::ready(lab.command(PROGRAM), FIRST);
     worker.socket = UnixStream::pair().unwrap().0;
-    assert!(worker.ends_by_itself());
+    assert!(worker.exits_by_itself());
 }
 
 #[test]
-fn a_worker_without_a_driver_or_its_gpu_says_so_and_ends() {
-    let lab = Lab::new(ONE_GPU).unwrap();
+fn provisioner_exits_without_a_driver_or_its_gpu() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
     let mut without = lab.command(PROGRAM);
     without.env("LD_LIBRARY_PATH", lab.path());
     for (command, gpu) in [(lab.command(PROGRAM), SECOND), (without, FIRST)] {
-        let worker = Worker::start(command, gpu);
-        let (said, _) = worker.hear();
+        let worker = Provisioner::start(command, gpu);
+        let (said, _) = worker.receive();
         assert!(
             matches!(said, ProvisionerResponse::Failed { code: -1, .. }),
             "{said:?}"
         );
-        assert!(worker.ends_by_itself());
+        assert!(worker.exits_by_itself());
     }
 }
 
 #[test]
-fn the_canary_has_a_context_alone_until_it_is_told_to_go_on() {
-    let lab = Lab::new(ONE_GPU).unwrap();
+fn scrub_check_has_only_a_context_until_it_continues() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
     let mut command = lab.command(PROGRAM);
     command.args(["canary", "--gpu", FIRST]);
     let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -209,8 +209,8 @@ fn the_canary_has_a_context_alone_until_it_is_told_to_go_on() {
 }
 
 #[test]
-fn the_canary_sees_whether_freed_memory_is_cleared_and_leaves_nothing() {
-    let lab = Lab::new(ONE_GPU).unwrap();
+fn scrub_check_reports_whether_freed_memory_is_cleared() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
     let canary = || {
         let mut command = lab.command(PROGRAM);
         let output = command.args(["canary", "--gpu", FIRST]).output().unwrap();
@@ -219,11 +219,11 @@ fn the_canary_sees_whether_freed_memory_is_cleared_and_leaves_nothing() {
     };
     let scrubbed = canary();
     assert!(scrubbed.contains(r#""verdict":"Scrubbed""#), "{scrubbed}");
-    lab.simgpu(&["scrub", "off"]).unwrap();
+    lab.run_simgpu(&["scrub", "off"]).unwrap();
     let old = canary();
     assert!(old.contains(r#""verdict":"NotScrubbed""#), "{old}");
     assert_eq!(lab.sim().unwrap().used(0), 0);
-    lab.simgpu(&["lose", "0"]).unwrap();
+    lab.run_simgpu(&["lose", "0"]).unwrap();
     let lost = canary();
     assert!(lost.contains(r#""verdict":"Failed""#), "{lost}");
 }

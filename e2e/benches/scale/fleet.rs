@@ -4,17 +4,17 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use anyhow::Context as _;
-use bursar_e2e::objects::Objects;
+use bursar_e2e::objects::RawApi;
 use futures::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::{Value, json};
 
 /// How many requests are on their way at a time.
-const AT_ONCE: usize = 48;
+const CONCURRENT_REQUESTS: usize = 48;
 /// A node's GPUs, and the memory of each in GiB.
-pub(crate) const GPUS: usize = 8;
-pub(crate) const GPU: i32 = 80;
+pub(crate) const GPUS_PER_NODE: usize = 8;
+pub(crate) const GPU_GIB: i32 = 80;
 /// What a pod asks for, in GiB.
-pub(crate) const POD: i32 = 16;
+pub(crate) const POD_GIB: i32 = 16;
 const RESOURCE: &str = "bursar.dev/gpu-memory-gib";
 const LABEL: &str = "bursar.dev/largest-free-gib";
 
@@ -28,7 +28,7 @@ pub(crate) struct Size {
 
 /// A pod on a GPU.
 #[derive(Clone, Debug)]
-pub(crate) struct Bound {
+pub(crate) struct BoundPod {
     pub(crate) namespace: usize,
     pub(crate) name: String,
     uid: String,
@@ -37,52 +37,63 @@ pub(crate) struct Bound {
 
 /// What a node's agent knows.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Agent {
-    pub(crate) pods: Vec<Bound>,
+pub(crate) struct FakeAgent {
+    pub(crate) pods: Vec<BoundPod>,
     /// Quanta of its last GPU that are not offered.
     pub(crate) withheld: i32,
     pub(crate) faults: Vec<Value>,
     /// Poisoned contexts and restarts, by namespace.
-    pub(crate) counts: BTreeMap<usize, (i64, i64)>,
+    pub(crate) context_counts: BTreeMap<usize, (i64, i64)>,
 }
 
-impl Agent {
+impl FakeAgent {
     fn free(&self, gpu: usize) -> i32 {
         let bound = self.pods.iter().filter(|pod| pod.gpu == gpu).count();
-        let withheld = if gpu + 1 == GPUS { self.withheld } else { 0 };
-        GPU - withheld - POD * i32::try_from(bound).unwrap_or(i32::MAX)
+        let withheld = if gpu + 1 == GPUS_PER_NODE {
+            self.withheld
+        } else {
+            0
+        };
+        GPU_GIB - withheld - POD_GIB * i32::try_from(bound).unwrap_or(i32::MAX)
     }
 
     pub(crate) fn largest_free(&self) -> i32 {
-        (0..GPUS).map(|gpu| self.free(gpu)).max().unwrap_or(0)
+        (0..GPUS_PER_NODE)
+            .map(|gpu| self.free(gpu))
+            .max()
+            .unwrap_or(0)
     }
 
     /// The GPU with the most room.
-    fn freest(&self) -> usize {
-        let best = (0..GPUS).max_by_key(|gpu| self.free(*gpu));
+    fn emptiest_gpu(&self) -> usize {
+        let best = (0..GPUS_PER_NODE).max_by_key(|gpu| self.free(*gpu));
         best.unwrap_or(0)
     }
 
     /// The `GpuNode`'s status.
     fn status(&self, node: usize) -> Value {
-        let gpus: Vec<Value> = (0..GPUS).map(|gpu| self.gpu(node, gpu)).collect();
+        let gpus: Vec<Value> = (0..GPUS_PER_NODE).map(|gpu| self.gpu(node, gpu)).collect();
         let mut namespaces: BTreeMap<usize, i32> = BTreeMap::new();
         for pod in &self.pods {
-            *namespaces.entry(pod.namespace).or_default() += POD;
+            *namespaces.entry(pod.namespace).or_default() += POD_GIB;
         }
-        for namespace in self.counts.keys() {
+        for namespace in self.context_counts.keys() {
             namespaces.entry(*namespace).or_default();
         }
         let namespaces: Vec<Value> = namespaces
             .into_iter()
             .map(|(namespace, observed)| {
-                let (poisoned, restarts) = self.counts.get(&namespace).copied().unwrap_or_default();
+                let (poisoned, restarts) = self
+                    .context_counts
+                    .get(&namespace)
+                    .copied()
+                    .unwrap_or_default();
                 json!({ "namespace": namespace_name(namespace), "observed": observed, "denials": 0,
                     "poisoned": poisoned, "restarts": restarts })
             })
             .collect();
-        let free: i32 = (0..GPUS).map(|gpu| self.free(gpu)).sum();
-        let all = GPU * i32::try_from(GPUS).unwrap_or(i32::MAX) - self.withheld;
+        let free: i32 = (0..GPUS_PER_NODE).map(|gpu| self.free(gpu)).sum();
+        let all = GPU_GIB * i32::try_from(GPUS_PER_NODE).unwrap_or(i32::MAX) - self.withheld;
         let conditions = ["Ready", "GpusFound", "Registered", "CdiReady", "Audited"].map(|type_| {
             json!({ "type": type_, "status": "True", "reason": "AsItShouldBe", "message": "",
                 "lastTransitionTime": "2026-01-01T00:00:00Z" })
@@ -97,20 +108,20 @@ impl Agent {
     fn gpu(&self, node: usize, gpu: usize) -> Value {
         let pods = self.pods.iter().filter(|pod| pod.gpu == gpu);
         let pods: Vec<Value> = pods
-            .map(|pod| json!({ "uid": pod.uid, "quanta": POD }))
+            .map(|pod| json!({ "uid": pod.uid, "quanta": POD_GIB }))
             .collect();
         let (uuid, free) = (gpu_uuid(node, gpu), self.free(gpu));
         json!({ "uuid": uuid, "index": gpu, "model": "NVIDIA H100 80GB HBM3", "memory": "80Gi", "state": "Active",
-            "generation": 1, "health": { "status": "Healthy", "reason": "Ok" }, "capacity": GPU, "free": free,
+            "generation": 1, "health": { "status": "Healthy", "reason": "Ok" }, "capacity": GPU_GIB, "free": free,
             "largestFree": free, "pods": pods })
     }
 
     /// A context of the node's first pod is poisoned; `action` is what its agent does about it.
-    pub(crate) fn is_poisoned(&mut self, node: usize, action: &str) {
+    pub(crate) fn report_poisoned(&mut self, node: usize, action: &str) {
         let Some(pod) = self.pods.first() else {
             return;
         };
-        let (poisoned, _) = self.counts.entry(pod.namespace).or_default();
+        let (poisoned, _) = self.context_counts.entry(pod.namespace).or_default();
         *poisoned += 1;
         self.faults = vec![json!({
             "id": format!("{node}-{poisoned}"), "kind": "Context", "gpu": gpu_uuid(node, pod.gpu), "gpuGeneration": 1,
@@ -121,10 +132,10 @@ impl Agent {
     }
 
     /// The faults are dealt with by a restart.
-    pub(crate) fn has_restarted(&mut self) {
+    pub(crate) fn report_restarted(&mut self) {
         self.faults.clear();
         if let Some(pod) = self.pods.first() {
-            let (_, restarts) = self.counts.entry(pod.namespace).or_default();
+            let (_, restarts) = self.context_counts.entry(pod.namespace).or_default();
             *restarts += 1;
         }
     }
@@ -133,31 +144,31 @@ impl Agent {
 /// All of it.
 pub(crate) struct Fleet {
     pub(crate) size: Size,
-    pub(crate) objects: Objects,
-    pub(crate) agents: Vec<Agent>,
+    pub(crate) objects: RawApi,
+    pub(crate) agents: Vec<FakeAgent>,
     next: usize,
 }
 
 impl Fleet {
     /// Makes all objects. Pods are on their nodes and run before there is any quota. Says how many pods a second.
-    pub(crate) async fn make(objects: Objects, size: Size) -> anyhow::Result<(Self, f64)> {
+    pub(crate) async fn make(objects: RawApi, size: Size) -> anyhow::Result<(Self, f64)> {
         let mut fleet = Self {
             size,
             objects,
-            agents: vec![Agent::default(); size.nodes],
+            agents: vec![FakeAgent::default(); size.nodes],
             next: size.pods,
         };
-        all(0..size.budgets, |number| fleet.make_namespace(number)).await?;
-        all(0..size.nodes, |number| fleet.make_node(number)).await?;
+        run_concurrently(0..size.budgets, |number| fleet.make_namespace(number)).await?;
+        run_concurrently(0..size.nodes, |number| fleet.make_node(number)).await?;
         let begin = Instant::now();
         let pods = stream::iter(0..size.pods)
             .map(|number| {
                 let (node, round) = (number % size.nodes, number / size.nodes);
                 let namespace = (node + 7 * round) % size.budgets;
-                fleet.make_pod(node, namespace, number, round % GPUS)
+                fleet.make_pod(node, namespace, number, round % GPUS_PER_NODE)
             })
-            .buffer_unordered(AT_ONCE);
-        let pods: Vec<(usize, Bound)> = pods.try_collect().await?;
+            .buffer_unordered(CONCURRENT_REQUESTS);
+        let pods: Vec<(usize, BoundPod)> = pods.try_collect().await?;
         let rate = size.pods as f64 / begin.elapsed().as_secs_f64();
         for (node, pod) in pods {
             fleet.agents[node].pods.push(pod);
@@ -191,7 +202,7 @@ impl Fleet {
                 json!({ "names": [format!("registry.example/team/image-{image}@sha256:{digest}")], "sizeBytes": 1_000_000 })
             })
             .collect();
-        let offered = json!({ RESOURCE: (GPUS as i32 * GPU).to_string(), "cpu": "128", "memory": "1Ti", "pods": "110" });
+        let offered = json!({ RESOURCE: (GPUS_PER_NODE as i32 * GPU_GIB).to_string(), "cpu": "128", "memory": "1Ti", "pods": "110" });
         let node = json!({
             "metadata": { "name": name, "labels": { "kubernetes.io/hostname": name, "kubernetes.io/os": "linux" } },
             "status": { "conditions": [{ "type": "Ready", "status": "True" }], "allocatable": offered,
@@ -212,7 +223,7 @@ impl Fleet {
         namespace: usize,
         number: usize,
         gpu: usize,
-    ) -> anyhow::Result<(usize, Bound)> {
+    ) -> anyhow::Result<(usize, BoundPod)> {
         let name = format!("pod-{number}");
         let class = number.is_multiple_of(3).then_some("bursar-borrowed");
         let env: Vec<Value> = (0..20)
@@ -223,7 +234,7 @@ impl Fleet {
             "spec": {
                 "priorityClassName": class, "nodeName": node_name(node), "terminationGracePeriodSeconds": 0,
                 "containers": [{ "name": "main", "image": "registry.example/team/image-1", "env": env,
-                    "resources": { "limits": { RESOURCE: POD.to_string(), "cpu": "4", "memory": "16Gi" } } }],
+                    "resources": { "limits": { RESOURCE: POD_GIB.to_string(), "cpu": "4", "memory": "16Gi" } } }],
             },
         });
         let pods = format!("/api/v1/namespaces/{}/pods", namespace_name(namespace));
@@ -242,12 +253,12 @@ impl Fleet {
                 "ready": true, "restartCount": 0, "state": { "running": { "startedAt": since } } }],
         } });
         self.objects
-            .merge(&format!("{pods}/{name}/status"), &status)
+            .merge_patch(&format!("{pods}/{name}/status"), &status)
             .await?;
         let uid = made["metadata"]["uid"]
             .as_str()
             .context("a pod has a UID")?;
-        let bound = Bound {
+        let bound = BoundPod {
             namespace,
             name,
             uid: uid.to_owned(),
@@ -270,26 +281,26 @@ impl Fleet {
         &self,
         nodes: impl IntoIterator<Item = usize>,
     ) -> anyhow::Result<()> {
-        all(nodes, |node| async move {
+        run_concurrently(nodes, |node| async move {
             let path = format!("{}/status", gpu_node_path(node));
             let status = self.agents[node].status(node);
-            self.objects.merge(&path, &status).await?;
+            self.objects.merge_patch(&path, &status).await?;
             Ok(())
         })
         .await
     }
 
     /// Changes every budget, in what no quota and no other budget depends on.
-    pub(crate) async fn amend(&self, most: usize) -> anyhow::Result<()> {
+    pub(crate) async fn patch_budgets(&self, most: usize) -> anyhow::Result<()> {
         let patch = json!({ "spec": { "perContainer": { "max": format!("{most}Gi") } } });
-        all(0..self.size.budgets, |number| {
+        run_concurrently(0..self.size.budgets, |number| {
             let patch = &patch;
             async move {
                 let namespace = namespace_name(number);
                 let path = format!(
                     "/apis/bursar.dev/v1alpha1/namespaces/{namespace}/gpumemorybudgets/default"
                 );
-                self.objects.merge(&path, patch).await?;
+                self.objects.merge_patch(&path, patch).await?;
                 Ok(())
             }
         })
@@ -299,7 +310,7 @@ impl Fleet {
     /// The oldest pod of each of these nodes ends, and another one of its namespace comes to the freest GPU; both are
     /// reported.
     pub(crate) async fn replace_pods(&mut self, nodes: &[usize]) -> anyhow::Result<()> {
-        let leaving: Vec<(usize, Bound)> = nodes
+        let leaving: Vec<(usize, BoundPod)> = nodes
             .iter()
             .filter_map(|node| {
                 let pods = &mut self.agents[*node].pods;
@@ -307,7 +318,7 @@ impl Fleet {
             })
             .collect();
         let fleet = &*self;
-        all(&leaving, |(node, pod)| async move {
+        run_concurrently(&leaving, |(node, pod)| async move {
             fleet.delete_pod(pod).await?;
             fleet.report([*node]).await
         })
@@ -317,25 +328,25 @@ impl Fleet {
         let fleet = &*self;
         let made = stream::iter(leaving.iter().enumerate())
             .map(|(at, (node, pod))| {
-                let gpu = fleet.agents[*node].freest();
+                let gpu = fleet.agents[*node].emptiest_gpu();
                 fleet.make_pod(*node, pod.namespace, first + at, gpu)
             })
-            .buffer_unordered(AT_ONCE);
-        let made: Vec<(usize, Bound)> = made.try_collect().await?;
+            .buffer_unordered(CONCURRENT_REQUESTS);
+        let made: Vec<(usize, BoundPod)> = made.try_collect().await?;
         for (node, pod) in made {
             self.agents[node].pods.push(pod);
         }
         self.report(leaving.iter().map(|(node, _)| *node)).await
     }
 
-    async fn delete_pod(&self, pod: &Bound) -> anyhow::Result<()> {
+    async fn delete_pod(&self, pod: &BoundPod) -> anyhow::Result<()> {
         let namespace = namespace_name(pod.namespace);
         let path = format!("/api/v1/namespaces/{namespace}/pods/{}", pod.name);
         Ok(self.objects.delete(&path).await?)
     }
 
     /// The nodes whose label does not say what their GPUs have.
-    pub(crate) async fn mislabelled(&self) -> anyhow::Result<usize> {
+    pub(crate) async fn mislabelled_nodes(&self) -> anyhow::Result<usize> {
         let nodes = self.objects.get("/api/v1/nodes").await?;
         let nodes = nodes["items"].as_array().context("a list of nodes")?;
         let labels: BTreeMap<_, _> = nodes
@@ -356,7 +367,7 @@ impl Fleet {
     }
 
     /// The budgets whose status is of an older spec, or which are not Ready.
-    pub(crate) async fn behind(&self) -> anyhow::Result<usize> {
+    pub(crate) async fn stale_budgets(&self) -> anyhow::Result<usize> {
         let path = "/apis/bursar.dev/v1alpha1/gpumemorybudgets";
         let budgets = self.objects.get(path).await?;
         let budgets = budgets["items"].as_array().context("a list of budgets")?;
@@ -371,11 +382,13 @@ impl Fleet {
 }
 
 /// Does it for all, some at a time.
-async fn all<T, F: Future<Output = anyhow::Result<()>>>(
+async fn run_concurrently<T, F: Future<Output = anyhow::Result<()>>>(
     of: impl IntoIterator<Item = T>,
     act: impl FnMut(T) -> F,
 ) -> anyhow::Result<()> {
-    let acts = stream::iter(of).map(act).buffer_unordered(AT_ONCE);
+    let acts = stream::iter(of)
+        .map(act)
+        .buffer_unordered(CONCURRENT_REQUESTS);
     acts.try_collect::<Vec<()>>().await.map(drop)
 }
 

@@ -81,7 +81,7 @@ async fn main() -> anyhow::Result<()> {
     let mut measured = Vec::new();
     for size in sizes {
         let harness = PathBuf::from(env!("CARGO_BIN_EXE_bursar-e2e"));
-        let plane = ControlPlane::up(CLUSTER, harness, &progress).await?;
+        let plane = ControlPlane::start(CLUSTER, harness, &progress).await?;
         let log = folders::runs().join(CLUSTER).join("logs/operator.log");
         let files = (program.clone(), log);
         let bench = Bench::make(&plane, &progress, files, size).await?;
@@ -95,7 +95,7 @@ async fn main() -> anyhow::Result<()> {
 /// The operator as users get it.
 fn build() -> anyhow::Result<PathBuf> {
     const NAME: &str = "bursar-operator";
-    let binaries = workspace::build_only(Profile::Release, &[NAME])?;
+    let binaries = workspace::build_packages(Profile::Release, &[NAME])?;
     let operator = binaries.get(NAME);
     Ok(operator.context("the operator is built")?.to_path_buf())
 }

@@ -13,9 +13,9 @@ use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
 /// Ticks of `/proc/PID/stat` in a second (`USER_HZ`, proc(5)).
-const TICKS: f64 = 100.0;
+const TICKS_PER_SECOND: f64 = 100.0;
 /// It ends within this time when it is told to.
-const END: Duration = Duration::from_secs(20);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The running operator.
 pub(crate) struct Operator {
@@ -29,7 +29,7 @@ pub(crate) struct Operator {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sample {
     /// Looks at a budget that did not fail.
-    pub(crate) looks: u64,
+    pub(crate) reconciles: u64,
     /// Those that did.
     pub(crate) failed: u64,
     /// Statuses of budgets written.
@@ -56,7 +56,7 @@ impl Sample {
             let says = |label: &str| series.contains(label);
             match name {
                 "bursar_operator_reconciles_total" if says("\"error\"") => sample.failed += count,
-                "bursar_operator_reconciles_total" => sample.looks += count,
+                "bursar_operator_reconciles_total" => sample.reconciles += count,
                 "bursar_operator_writes_total" => {
                     sample.writes += count;
                     if says("\"status\"") {
@@ -146,7 +146,7 @@ impl Operator {
     pub(crate) async fn stop(mut self) -> anyhow::Result<()> {
         let pid = rustix::process::Pid::from_raw(self.pid).context("a process id")?;
         rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
-        let status = timeout(END, self.child.wait()).await??;
+        let status = timeout(EXIT_TIMEOUT, self.child.wait()).await??;
         anyhow::ensure!(status.success(), "the operator ended with {status}");
         Ok(())
     }
@@ -158,5 +158,5 @@ pub(crate) fn cpu(pid: i32) -> anyhow::Result<f64> {
     let (_, fields) = stat.rsplit_once(") ").context("/proc/PID/stat")?;
     let ticks = fields.split(' ').skip(11).take(2);
     let ticks: f64 = ticks.filter_map(|field| field.parse::<f64>().ok()).sum();
-    Ok(ticks / TICKS)
+    Ok(ticks / TICKS_PER_SECOND)
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use bursar_e2e::control_plane::ControlPlane;
-use bursar_e2e::objects::Objects;
+use bursar_e2e::objects::RawApi;
 use bursar_e2e::progress::Progress;
 use http::Request;
 use rand::SeedableRng as _;
@@ -14,37 +14,37 @@ use tokio::time::sleep;
 
 use crate::fleet::{Fleet, Size};
 use crate::operator::{Operator, Sample, cpu};
-use crate::table::{Measured, Projected};
+use crate::table::{Measurement, Projection};
 
-const LOOK: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Nothing is written for so long: a label's small change waits 10 s.
-const QUIET: Duration = Duration::from_secs(12);
+const QUIET_PERIOD: Duration = Duration::from_secs(12);
 /// How long it is looked whether anything is written when nothing happens.
-const IDLE: Duration = Duration::from_secs(10);
+const IDLE_PERIOD: Duration = Duration::from_secs(10);
 /// How long budgets are changed as fast as the API server takes it.
-const AMENDED: Duration = Duration::from_secs(10);
-const CHURN: Duration = Duration::from_secs(20);
+const AMENDMENT_PERIOD: Duration = Duration::from_secs(10);
+const CHURN_PERIOD: Duration = Duration::from_secs(20);
 /// How many nodes change in one step of churn.
-const CHANGED: usize = 16;
+const NODES_PER_STEP: usize = 16;
 /// Nothing here takes longer.
-const BOUND: Duration = Duration::from_secs(400);
+const TIMEOUT: Duration = Duration::from_secs(400);
 
 /// The cluster, and what was measured.
 pub(crate) struct Bench<'a> {
-    plane: &'a ControlPlane,
+    control_plane: &'a ControlPlane,
     progress: &'a Progress,
     /// The operator, and where its log goes.
     program: PathBuf,
     log: PathBuf,
     kubeconfig: PathBuf,
     /// The processes of the API server and etcd.
-    servers: Vec<i32>,
+    server_pids: Vec<i32>,
     fleet: Fleet,
-    rows: Vec<Measured>,
+    rows: Vec<Measurement>,
 }
 
 /// The moment at which something began, and what was used up until then.
-struct Mark {
+struct Checkpoint {
     begin: Instant,
     sample: Sample,
     operator: f64,
@@ -60,24 +60,24 @@ impl<'a> Bench<'a> {
         (program, log): (PathBuf, PathBuf),
         size: Size,
     ) -> anyhow::Result<Self> {
-        let (fleet, rate) = Fleet::make(Objects::new(plane.client()), size).await?;
-        progress.say(format_args!("{size:?}: made, {rate:.0} pods a second"));
+        let (fleet, rate) = Fleet::make(RawApi::new(plane.client()), size).await?;
+        progress.report(format_args!("{size:?}: made, {rate:.0} pods a second"));
         let mut servers = plane.processes_named("kube-apiserver").await;
         servers.extend(plane.processes_named("etcd").await);
         Ok(Self {
-            kubeconfig: plane.operators_kubeconfig()?,
-            plane,
+            kubeconfig: plane.write_operator_kubeconfig()?,
+            control_plane: plane,
             progress,
             program,
             log,
-            servers,
+            server_pids: servers,
             fleet,
             rows: Vec::new(),
         })
     }
 
     /// Everything.
-    pub(crate) async fn run(mut self) -> anyhow::Result<Vec<Measured>> {
+    pub(crate) async fn run(mut self) -> anyhow::Result<Vec<Measurement>> {
         let mut operator = self.start()?;
         self.first_start(&mut operator).await?;
         let rows = ["idle: writes in 10 s", "idle: operator's processor, %"];
@@ -92,7 +92,7 @@ impl<'a> Bench<'a> {
         let mut operator = self.start()?;
         self.resync(&mut operator).await?;
         self.amendments(&mut operator).await?;
-        self.one_node_for_all(&mut operator).await?;
+        self.change_one_node_repeatedly(&mut operator).await?;
         self.restarted_contexts(&mut operator).await?;
         self.evicted_pods(&mut operator).await?;
         self.churn(&mut operator).await?;
@@ -102,16 +102,20 @@ impl<'a> Bench<'a> {
         ];
         self.idle(&mut operator, rows).await?;
         let (memory, peak) = operator.memory()?;
-        self.row("at the end: resident memory, MiB", memory, Projected::Line);
-        self.row("its peak, MiB", peak, Projected::Line);
+        self.row(
+            "at the end: resident memory, MiB",
+            memory,
+            Projection::Linear,
+        );
+        self.row("its peak, MiB", peak, Projection::Linear);
         operator.stop().await?;
         Ok(self.rows)
     }
 
-    fn row(&mut self, what: &'static str, value: f64, projected: Projected) {
-        self.progress.say(format_args!("  {what}: {value:.2}"));
-        self.rows.push(Measured {
-            what,
+    fn row(&mut self, what: &'static str, value: f64, projected: Projection) {
+        self.progress.report(format_args!("  {what}: {value:.2}"));
+        self.rows.push(Measurement {
+            name: what,
             value,
             projected,
         });
@@ -125,12 +129,16 @@ impl<'a> Bench<'a> {
         self.fleet.size.budgets as u64
     }
 
-    async fn mark(&self, operator: &mut Operator) -> anyhow::Result<Mark> {
-        Ok(Mark {
+    async fn mark(&self, operator: &mut Operator) -> anyhow::Result<Checkpoint> {
+        Ok(Checkpoint {
             begin: Instant::now(),
             sample: operator.sample().await?,
             operator: operator.cpu()?,
-            servers: self.servers.iter().filter_map(|pid| cpu(*pid).ok()).sum(),
+            servers: self
+                .server_pids
+                .iter()
+                .filter_map(|pid| cpu(*pid).ok())
+                .sum(),
             events: self.events().await?,
         })
     }
@@ -138,7 +146,7 @@ impl<'a> Bench<'a> {
     /// The Events that were made or changed, by the API server's own count; in this group the operator's only.
     async fn events(&self) -> anyhow::Result<u64> {
         let request = Request::get("/metrics").body(Vec::new())?;
-        let text = self.plane.client().request_text(request).await?;
+        let text = self.control_plane.client().request_text(request).await?;
         let of_events = text.lines().filter(|line| {
             line.starts_with("apiserver_request_total{")
                 && line.contains("group=\"events.k8s.io\"")
@@ -149,7 +157,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Waits until the operator's numbers say so.
-    async fn until(
+    async fn wait_until(
         &self,
         what: &str,
         operator: &mut Operator,
@@ -161,18 +169,18 @@ impl<'a> Bench<'a> {
             if done(&sample) {
                 return Ok(());
             }
-            anyhow::ensure!(begin.elapsed() < BOUND, "{what}: {sample:?}");
-            sleep(LOOK).await;
+            anyhow::ensure!(begin.elapsed() < TIMEOUT, "{what}: {sample:?}");
+            sleep(POLL_INTERVAL).await;
         }
     }
 
     /// Waits until nothing has been written for a while; when that began.
-    async fn settled(&self, operator: &mut Operator) -> anyhow::Result<Instant> {
+    async fn wait_until_quiet(&self, operator: &mut Operator) -> anyhow::Result<Instant> {
         let begin = Instant::now();
         let (mut last, mut since) = (operator.sample().await?, begin);
-        while since.elapsed() < QUIET {
-            anyhow::ensure!(begin.elapsed() < BOUND, "it writes and writes: {last:?}");
-            sleep(LOOK).await;
+        while since.elapsed() < QUIET_PERIOD {
+            anyhow::ensure!(begin.elapsed() < TIMEOUT, "it writes and writes: {last:?}");
+            sleep(POLL_INTERVAL).await;
             let now = operator.sample().await?;
             if now.writes != last.writes {
                 (last, since) = (now, Instant::now());
@@ -182,8 +190,11 @@ impl<'a> Bench<'a> {
     }
 
     /// Every label and every status says what is so.
-    async fn all_is_right(&self) -> anyhow::Result<()> {
-        let (wrong, behind) = (self.fleet.mislabelled().await?, self.fleet.behind().await?);
+    async fn check_labels_and_statuses(&self) -> anyhow::Result<()> {
+        let (wrong, behind) = (
+            self.fleet.mislabelled_nodes().await?,
+            self.fleet.stale_budgets().await?,
+        );
         anyhow::ensure!(
             wrong + behind == 0,
             "{wrong} nodes are labelled wrong, {behind} budgets are behind"
@@ -195,20 +206,25 @@ impl<'a> Bench<'a> {
         let (begin, budgets) = (operator.started, self.budgets());
         let nodes = self.fleet.size.nodes as u64;
         let is_ready = |now: &Sample| now.ready == budgets;
-        self.until("all budgets Ready", operator, is_ready).await?;
+        self.wait_until("all budgets Ready", operator, is_ready)
+            .await?;
         let took = begin.elapsed().as_secs_f64();
         self.row(
             "first start: every budget in force, s",
             took,
-            Projected::Line,
+            Projection::Linear,
         );
         let is_labelled = |now: &Sample| now.labels >= nodes;
-        self.until("all nodes labelled", operator, is_labelled)
+        self.wait_until("all nodes labelled", operator, is_labelled)
             .await?;
         let took = begin.elapsed().as_secs_f64();
-        self.row("first start: every node labelled, s", took, Projected::Line);
-        self.settled(operator).await?;
-        self.all_is_right().await
+        self.row(
+            "first start: every node labelled, s",
+            took,
+            Projection::Linear,
+        );
+        self.wait_until_quiet(operator).await?;
+        self.check_labels_and_statuses().await
     }
 
     async fn idle(
@@ -217,45 +233,46 @@ impl<'a> Bench<'a> {
         [what, processor]: [&'static str; 2],
     ) -> anyhow::Result<()> {
         let before = self.mark(operator).await?;
-        sleep(IDLE).await;
+        sleep(IDLE_PERIOD).await;
         let after = self.mark(operator).await?;
         let writes = after.sample.writes - before.sample.writes + after.events - before.events;
-        self.row(what, writes as f64, Projected::No);
+        self.row(what, writes as f64, Projection::NotProjected);
         let share = (after.operator - before.operator) / before.begin.elapsed().as_secs_f64();
-        self.row(processor, share * 100.0, Projected::Line);
+        self.row(processor, share * 100.0, Projection::Linear);
         Ok(())
     }
 
     /// The operator starts anew and finds everything as it should be.
     async fn restart(&mut self, operator: &mut Operator) -> anyhow::Result<()> {
         let budgets = self.budgets();
-        let all = |now: &Sample| now.looks >= budgets;
-        self.until("all budgets looked at", operator, all).await?;
+        let all = |now: &Sample| now.reconciles >= budgets;
+        self.wait_until("all budgets looked at", operator, all)
+            .await?;
         let took = operator.started.elapsed().as_secs_f64();
         self.row(
             "restart, nothing changed: every budget looked at, s",
             took,
-            Projected::Line,
+            Projection::Linear,
         );
-        self.settled(operator).await?;
+        self.wait_until_quiet(operator).await?;
         let writes = operator.sample().await?.writes;
         self.row(
             "restart, nothing changed: writes",
             writes as f64,
-            Projected::No,
+            Projection::NotProjected,
         );
         let (_, peak) = operator.memory()?;
         self.row(
             "restart: peak of resident memory, MiB",
             peak,
-            Projected::Line,
+            Projection::Linear,
         );
         Ok(())
     }
 
     /// Every budget, and a tenth of the nodes.
     async fn change_everything(&mut self) -> anyhow::Result<()> {
-        self.fleet.amend(32).await?;
+        self.fleet.patch_budgets(32).await?;
         let some: Vec<usize> = (0..self.fleet.size.nodes).step_by(10).collect();
         self.fleet.replace_pods(&some).await
     }
@@ -263,13 +280,13 @@ impl<'a> Bench<'a> {
     /// The operator starts anew, and much has changed.
     async fn resync(&mut self, operator: &mut Operator) -> anyhow::Result<()> {
         let begin = operator.started;
-        let settled = self.settled(operator).await?;
-        self.all_is_right().await?;
+        let settled = self.wait_until_quiet(operator).await?;
+        self.check_labels_and_statuses().await?;
         let took = settled.duration_since(begin).as_secs_f64();
         self.row(
             "restart, every budget and a tenth of the nodes changed: all as it should be, s",
             took,
-            Projected::Line,
+            Projection::Linear,
         );
         Ok(())
     }
@@ -278,17 +295,17 @@ impl<'a> Bench<'a> {
     async fn burst(
         &mut self,
         operator: &mut Operator,
-        before: &Mark,
+        before: &Checkpoint,
         [rate, processor, servers]: [&'static str; 3],
     ) -> anyhow::Result<()> {
         let after = self.mark(operator).await?;
         let took = after.begin.duration_since(before.begin).as_secs_f64();
-        let looks = (after.sample.looks - before.sample.looks).max(1) as f64;
-        self.row(rate, looks / took, Projected::No);
+        let looks = (after.sample.reconciles - before.sample.reconciles).max(1) as f64;
+        self.row(rate, looks / took, Projection::NotProjected);
         let each = (after.operator - before.operator) / looks;
-        self.row(processor, each * 1000.0, Projected::Line);
+        self.row(processor, each * 1000.0, Projection::Linear);
         let share = (after.servers - before.servers) / took;
-        self.row(servers, share, Projected::No);
+        self.row(servers, share, Projection::NotProjected);
         anyhow::ensure!(after.sample.failed == before.sample.failed, "looks failed");
         Ok(())
     }
@@ -297,8 +314,8 @@ impl<'a> Bench<'a> {
     async fn amendments(&mut self, operator: &mut Operator) -> anyhow::Result<()> {
         let before = self.mark(operator).await?;
         for round in 0.. {
-            self.fleet.amend(33 + round % 2).await?;
-            if before.begin.elapsed() > AMENDED {
+            self.fleet.patch_budgets(33 + round % 2).await?;
+            if before.begin.elapsed() > AMENDMENT_PERIOD {
                 break;
             }
         }
@@ -308,20 +325,20 @@ impl<'a> Bench<'a> {
             "the same: processors taken by API server and etcd",
         ];
         self.burst(operator, &before, rows).await?;
-        self.settled(operator).await?;
-        self.all_is_right().await
+        self.wait_until_quiet(operator).await?;
+        self.check_labels_and_statuses().await
     }
 
     /// What one node offers changes again before all are looked at, and that concerns every budget.
-    async fn one_node_for_all(&mut self, operator: &mut Operator) -> anyhow::Result<()> {
+    async fn change_one_node_repeatedly(&mut self, operator: &mut Operator) -> anyhow::Result<()> {
         let before = self.mark(operator).await?;
         for round in 1.. {
             self.fleet.agents[0].withheld = round;
             self.fleet.report([0]).await?;
-            if before.begin.elapsed() > AMENDED {
+            if before.begin.elapsed() > AMENDMENT_PERIOD {
                 break;
             }
-            sleep(LOOK).await;
+            sleep(POLL_INTERVAL).await;
         }
         let writes = operator.sample().await?.writes - before.sample.writes;
         let rows = [
@@ -330,9 +347,9 @@ impl<'a> Bench<'a> {
             "the same: processors taken by API server and etcd",
         ];
         self.burst(operator, &before, rows).await?;
-        self.progress.say(format_args!("  {writes} writes"));
-        self.settled(operator).await?;
-        self.all_is_right().await
+        self.progress.report(format_args!("  {writes} writes"));
+        self.wait_until_quiet(operator).await?;
+        self.check_labels_and_statuses().await
     }
 
     /// A context on every other node is poisoned, and restarted by its agent.
@@ -340,28 +357,28 @@ impl<'a> Bench<'a> {
         let nodes: Vec<usize> = (0..self.fleet.size.nodes).step_by(2).collect();
         let before = self.mark(operator).await?;
         for node in &nodes {
-            self.fleet.agents[*node].is_poisoned(*node, "Restart");
+            self.fleet.agents[*node].report_poisoned(*node, "Restart");
         }
         self.fleet.report(nodes.iter().copied()).await?;
         for node in &nodes {
-            self.fleet.agents[*node].has_restarted();
+            self.fleet.agents[*node].report_restarted();
         }
         self.fleet.report(nodes.iter().copied()).await?;
         let told = before.begin.elapsed().as_secs_f64();
-        self.settled(operator).await?;
+        self.wait_until_quiet(operator).await?;
         let writes = self.writes_since(operator, &before).await?;
         self.row(
             "storm on half of the nodes: told within, s",
             told,
-            Projected::No,
+            Projection::NotProjected,
         );
         let each = writes / nodes.len() as f64;
         self.row(
             "storm: writes per fault that the agent ends",
             each,
-            Projected::No,
+            Projection::NotProjected,
         );
-        self.all_is_right().await
+        self.check_labels_and_statuses().await
     }
 
     /// The same, restarted too often: its pod has to go.
@@ -369,12 +386,12 @@ impl<'a> Bench<'a> {
         let nodes: Vec<usize> = (0..self.fleet.size.nodes).step_by(2).collect();
         let before = self.mark(operator).await?;
         for node in &nodes {
-            self.fleet.agents[*node].is_poisoned(*node, "BeyondMaximum");
+            self.fleet.agents[*node].report_poisoned(*node, "BeyondMaximum");
         }
         self.fleet.report(nodes.iter().copied()).await?;
         let wanted = before.sample.evictions + nodes.len() as u64;
         let all = |now: &Sample| now.evictions >= wanted;
-        self.until("all pods evicted", operator, all).await?;
+        self.wait_until("all pods evicted", operator, all).await?;
         let took = before.begin.elapsed().as_secs_f64();
         for node in &nodes {
             let agent = &mut self.fleet.agents[*node];
@@ -382,24 +399,28 @@ impl<'a> Bench<'a> {
             agent.pods.remove(0);
         }
         self.fleet.report(nodes.iter().copied()).await?;
-        self.settled(operator).await?;
+        self.wait_until_quiet(operator).await?;
         let writes = self.writes_since(operator, &before).await?;
         self.row(
             "storm: every pod beyond its restarts evicted, s",
             took,
-            Projected::Line,
+            Projection::Linear,
         );
         let each = writes / nodes.len() as f64;
         self.row(
             "storm: writes per fault that evicts, labels of nodes and Events included",
             each,
-            Projected::No,
+            Projection::NotProjected,
         );
-        self.all_is_right().await
+        self.check_labels_and_statuses().await
     }
 
     /// Events included.
-    async fn writes_since(&self, operator: &mut Operator, before: &Mark) -> anyhow::Result<f64> {
+    async fn writes_since(
+        &self,
+        operator: &mut Operator,
+        before: &Checkpoint,
+    ) -> anyhow::Result<f64> {
         let after = self.mark(operator).await?;
         let writes = after.sample.writes - before.sample.writes;
         Ok((writes + after.events - before.events) as f64)
@@ -410,8 +431,8 @@ impl<'a> Bench<'a> {
         let mut random = StdRng::seed_from_u64(6);
         let before = self.mark(operator).await?;
         let (mut reports, mut replaced) = (0_u32, 0_u32);
-        while before.begin.elapsed() < CHURN {
-            let some = CHANGED.min(self.fleet.size.nodes);
+        while before.begin.elapsed() < CHURN_PERIOD {
+            let some = NODES_PER_STEP.min(self.fleet.size.nodes);
             let nodes = sample(&mut random, self.fleet.size.nodes, some).into_vec();
             self.fleet.replace_pods(&nodes).await?;
             reports += 2 * u32::try_from(some)?;
@@ -422,27 +443,39 @@ impl<'a> Bench<'a> {
         self.row(
             "churn: pods replaced/s",
             f64::from(replaced) / took,
-            Projected::No,
+            Projection::NotProjected,
         );
         self.row(
             "churn: GpuNodes' reports/s",
             f64::from(reports) / took,
-            Projected::No,
+            Projection::NotProjected,
         );
         let labels = (after.sample.labels - before.sample.labels) as f64;
-        self.row("churn: node label writes/s", labels / took, Projected::No);
+        self.row(
+            "churn: node label writes/s",
+            labels / took,
+            Projection::NotProjected,
+        );
         let others = (after.sample.writes - before.sample.writes) as f64 - labels;
-        self.row("churn: other writes/s", others / took, Projected::No);
+        self.row(
+            "churn: other writes/s",
+            others / took,
+            Projection::NotProjected,
+        );
         let share = (after.operator - before.operator) / took;
         self.row(
             "churn: operator's processor, %",
             share * 100.0,
-            Projected::Line,
+            Projection::Linear,
         );
         let ended = Instant::now();
-        let settled = self.settled(operator).await?;
+        let settled = self.wait_until_quiet(operator).await?;
         let took = settled.saturating_duration_since(ended).as_secs_f64();
-        self.row("churn: all labels right after it, s", took, Projected::No);
-        self.all_is_right().await
+        self.row(
+            "churn: all labels right after it, s",
+            took,
+            Projection::NotProjected,
+        );
+        self.check_labels_and_statuses().await
     }
 }

@@ -4,33 +4,33 @@ use crate::fleet::Size;
 
 /// How a value is projected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Projected {
+pub(crate) enum Projection {
     /// By a straight line through what was measured, over the number of nodes.
-    Line,
+    Linear,
     /// It is not.
-    No,
+    NotProjected,
 }
 
 /// One value.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Measured {
-    pub(crate) what: &'static str,
+pub(crate) struct Measurement {
+    pub(crate) name: &'static str,
     pub(crate) value: f64,
-    pub(crate) projected: Projected,
+    pub(crate) projected: Projection,
 }
 
 /// How much larger the projected cluster is than the largest measured one.
-const LARGER: usize = 5;
+const PROJECTION_FACTOR: usize = 5;
 
 /// The rows of all sizes, which are the same, in Markdown.
-pub(crate) fn table(sizes: &[(Size, Vec<Measured>)]) -> String {
+pub(crate) fn table(sizes: &[(Size, Vec<Measurement>)]) -> String {
     let Some((largest, rows)) = sizes.last() else {
         return String::new();
     };
     let far = Size {
-        nodes: largest.nodes * LARGER,
-        pods: largest.pods * LARGER,
-        budgets: largest.budgets * LARGER,
+        nodes: largest.nodes * PROJECTION_FACTOR,
+        pods: largest.pods * PROJECTION_FACTOR,
+        budgets: largest.budgets * PROJECTION_FACTOR,
     };
     let title = |size: &Size| format!(" {}/{}/{} |", size.nodes, size.pods, size.budgets);
     let titles: String = sizes.iter().map(|(size, _)| title(size)).collect();
@@ -43,11 +43,11 @@ pub(crate) fn table(sizes: &[(Size, Vec<Measured>)]) -> String {
             .collect();
         let values: String = points.iter().map(|(_, value)| cell(*value)).collect();
         let projected = match row.projected {
-            Projected::Line => line(&points, far.nodes as f64).map(cell),
-            Projected::No => None,
+            Projection::Linear => extrapolate(&points, far.nodes as f64).map(cell),
+            Projection::NotProjected => None,
         };
         let projected = projected.unwrap_or_else(|| " |".to_owned());
-        text += &format!("| {} |{values}{projected}\n", row.what);
+        text += &format!("| {} |{values}{projected}\n", row.name);
     }
     text
 }
@@ -63,7 +63,7 @@ fn cell(value: f64) -> String {
 }
 
 /// The straight line with the least squares through `points`, at `x`; none through fewer than two.
-fn line(points: &[(f64, f64)], x: f64) -> Option<f64> {
+fn extrapolate(points: &[(f64, f64)], x: f64) -> Option<f64> {
     let count = points.len() as f64;
     let mean = |of: fn(&(f64, f64)) -> f64| points.iter().map(of).sum::<f64>() / count;
     let (mean_x, mean_y) = (mean(|point| point.0), mean(|point| point.1));

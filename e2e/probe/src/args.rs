@@ -27,12 +27,12 @@ pub(crate) enum Command {
         #[arg(long, value_parser = bytes)]
         bytes: u64,
         #[command(flatten)]
-        take: Take,
+        take: AllocationArgs,
     },
     /// Allocate until the driver refuses
     Greedy {
         #[command(flatten)]
-        take: Take,
+        take: AllocationArgs,
     },
     /// Allocate an amount and free it, again and again until SIGTERM; ends when the driver refuses
     Churn {
@@ -93,23 +93,23 @@ pub(crate) enum Command {
 
 /// A line of [`Command::Obey`]'s input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Order {
+pub(crate) enum StdinCommand {
     /// Allocate this much more, until the driver refuses.
     Take(u64),
     /// Free this much.
     Free(u64),
     /// Say how things stand.
-    Look,
+    Report,
 }
 
-impl FromStr for Order {
+impl FromStr for StdinCommand {
     type Err = String;
 
     fn from_str(line: &str) -> Result<Self, String> {
         match line.split_once(' ') {
             Some(("take", amount)) => Ok(Self::Take(bytes(amount)?)),
             Some(("free", amount)) => Ok(Self::Free(bytes(amount)?)),
-            None if line == "look" => Ok(Self::Look),
+            None if line == "look" => Ok(Self::Report),
             _ => Err(format!("`{line}` is not take, free or look")),
         }
     }
@@ -117,7 +117,7 @@ impl FromStr for Order {
 
 /// How memory is taken, and what comes after.
 #[derive(Debug, Group)]
-pub(crate) struct Take {
+pub(crate) struct AllocationArgs {
     /// How much one allocation asks for
     #[arg(long, value_parser = bytes, default_value = "256Mi")]
     pub(crate) chunk: u64,
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn amounts_are_written_as_in_kubernetes() {
+    fn bytes_parses_kubernetes_quantities() {
         assert_eq!(bytes("6Gi"), Ok(6 << 30));
         assert_eq!(bytes("4096"), Ok(4096));
         for bad in ["", "0", "Gi", "6GB", "-1Gi", "1.5Gi", "99999999999Ti"] {
@@ -174,17 +174,17 @@ mod tests {
     }
 
     #[test]
-    fn an_order_is_a_word_with_an_amount() {
-        assert_eq!("take 4Gi".parse(), Ok(Order::Take(4 << 30)));
-        assert_eq!("free 256Mi".parse(), Ok(Order::Free(256 << 20)));
-        assert_eq!("look".parse(), Ok(Order::Look));
+    fn stdin_command_parses_word_and_amount() {
+        assert_eq!("take 4Gi".parse(), Ok(StdinCommand::Take(4 << 30)));
+        assert_eq!("free 256Mi".parse(), Ok(StdinCommand::Free(256 << 20)));
+        assert_eq!("look".parse(), Ok(StdinCommand::Report));
         for bad in ["", "take", "take 0", "look 1Gi", "give 1Gi"] {
-            assert!(bad.parse::<Order>().is_err(), "{bad}");
+            assert!(bad.parse::<StdinCommand>().is_err(), "{bad}");
         }
     }
 
     #[test]
-    fn the_arguments_are_consistent() {
+    fn arguments_pass_clap_debug_assert() {
         use clap::CommandFactory as _;
         Args::command().debug_assert();
     }

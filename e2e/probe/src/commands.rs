@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
-use crate::args::{Args, Command, Order, Take, Then};
+use crate::args::{AllocationArgs, Args, Command, StdinCommand, Then};
 use crate::cuda::{self, Refusal};
 use crate::kept;
 use crate::nvml;
@@ -22,8 +22,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     match &args.command {
         Command::Report => report(),
-        Command::Hold { bytes, take } => hold(*bytes, take),
-        Command::Greedy { take } => greedy(take),
+        Command::Hold { bytes, take } => allocate_and_hold(*bytes, take),
+        Command::Greedy { take } => allocate_until_refused(take),
         Command::Churn { bytes, chunk } => churn(*bytes, *chunk),
         Command::Fault {
             times,
@@ -33,23 +33,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             after,
             blind,
         } => {
-            let delay = Duration::from_secs(*after) + BEFORE_FAULT;
+            let delay = Duration::from_secs(*after) + FAULT_DELAY;
             fault(*times, file, *bytes, *keep, delay, *blind)
         }
         Command::Keep { bytes } => {
-            cuda::use_device(0)?;
-            let (_kept, told) = kept::keep(*bytes)?;
+            cuda::set_current_device(0)?;
+            let (_kept, told) = kept::open_or_write_lease(*bytes)?;
             println!("{}", json!({ "event": "kept", "kept": told }));
             Ok(ExitCode::SUCCESS)
         }
         Command::Export { bytes, to } => {
-            cuda::use_device(0)?;
-            parked::hand_over(&cuda::export(*bytes)?, to)?;
+            cuda::set_current_device(0)?;
+            parked::send_descriptor(&cuda::export(*bytes)?, to)?;
             println!("{}", json!({ "event": "exported", "bytes": bytes }));
             Ok(ExitCode::SUCCESS)
         }
-        Command::Park { socket } => parked::park(socket),
-        Command::Obey => obey(),
+        Command::Park { socket } => parked::hold_descriptors(socket),
+        Command::Obey => run_stdin_commands(),
     }
 }
 
@@ -67,45 +67,45 @@ fn report() -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn hold(bytes: u64, take: &Take) -> anyhow::Result<ExitCode> {
-    cuda::use_device(take.device)?;
+fn allocate_and_hold(bytes: u64, take: &AllocationArgs) -> anyhow::Result<ExitCode> {
+    cuda::set_current_device(take.device)?;
     let mut got = 0;
     while got < bytes {
         let chunk = take.chunk.min(bytes - got);
         if let Err(refusal) = cuda::allocate(chunk) {
-            refused(got, chunk, &refusal, take)?;
+            print_refusal(got, chunk, &refusal, take)?;
             return Ok(ExitCode::FAILURE);
         }
         got += chunk;
     }
     let device = cuda::describe(take.device)?;
-    let nvml = nvml::look(&device.uuid);
+    let nvml = nvml::report_device(&device.uuid);
     println!(
         "{}",
         json!({ "event": "holding", "got": got, "device": device, "nvml": nvml })
     );
-    Ok(finish(take.then))
+    Ok(exit_or_hold(take.then))
 }
 
-fn greedy(take: &Take) -> anyhow::Result<ExitCode> {
-    cuda::use_device(take.device)?;
+fn allocate_until_refused(take: &AllocationArgs) -> anyhow::Result<ExitCode> {
+    cuda::set_current_device(take.device)?;
     let mut got: u64 = 0;
     loop {
         match cuda::allocate(take.chunk) {
             Ok(_) => got = got.saturating_add(take.chunk),
             Err(refusal) => {
-                refused(got, take.chunk, &refusal, take)?;
-                return Ok(finish(take.then));
+                print_refusal(got, take.chunk, &refusal, take)?;
+                return Ok(exit_or_hold(take.then));
             }
         }
     }
 }
 
 /// How often a program that churns says that it does.
-const TELL: Duration = Duration::from_millis(500);
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 
 fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
-    cuda::use_device(0)?;
+    cuda::set_current_device(0)?;
     let (mut rounds, mut told) = (0_u64, Instant::now());
     loop {
         let mut held = Vec::new();
@@ -128,7 +128,7 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
             cuda::free(allocation)?;
         }
         rounds += 1;
-        if rounds == 1 || told.elapsed() >= TELL {
+        if rounds == 1 || told.elapsed() >= PROGRESS_INTERVAL {
             println!("{}", json!({ "event": "churning", "rounds": rounds }));
             told = Instant::now();
         }
@@ -136,7 +136,7 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
 }
 
 /// Long enough for what the last image had to be free again.
-const BEFORE_FAULT: Duration = Duration::from_millis(250);
+const FAULT_DELAY: Duration = Duration::from_millis(250);
 
 fn fault(
     times: usize,
@@ -155,22 +155,22 @@ fn fault(
         Err(error) => return Err(error.into()),
     };
     let before = starts.len();
-    cuda::use_device(0)?;
+    cuda::set_current_device(0)?;
     let held = cuda::allocate(bytes);
     // Mapped until the end of the image.
-    let (_kept, told) = keep.map(kept::keep).transpose()?.unzip();
-    let start = json!({ "event": "started", "at": now()?, "faults": before, "refused": held.as_ref().err(), "kept": told,
+    let (_kept, told) = keep.map(kept::open_or_write_lease).transpose()?.unzip();
+    let start = json!({ "event": "started", "at": unix_millis()?, "faults": before, "refused": held.as_ref().err(), "kept": told,
         "pid": std::process::id() });
     println!("{start}");
     if before < times {
         let mut record = File::options().create(true).append(true).open(file)?;
         record.write_all(format!("{start}\n").as_bytes())?;
         std::thread::sleep(delay);
-        println!("{}", json!({ "event": "faulting", "at": now()? }));
+        println!("{}", json!({ "event": "faulting", "at": unix_millis()? }));
         let answer = cuda::fault()?;
         println!("{}", json!({ "event": "faulted", "answer": answer }));
         return Ok(if blind {
-            finish(Then::Hold)
+            exit_or_hold(Then::Hold)
         } else {
             ExitCode::FAILURE
         });
@@ -180,51 +180,57 @@ fn fault(
         "{}",
         json!({ "event": "steady", "faults": before, "starts": starts })
     );
-    Ok(finish(Then::Hold))
+    Ok(exit_or_hold(Then::Hold))
 }
 
 /// In milliseconds of the Unix epoch, for times that begin in one image and end in the next.
-fn now() -> anyhow::Result<u64> {
+fn unix_millis() -> anyhow::Result<u64> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?;
     Ok(u64::try_from(now.as_millis())?)
 }
 
 /// What a program that obeys takes and frees at a time.
-const PIECE: u64 = 64 << 20;
+const STDIN_CHUNK: u64 = 64 << 20;
 
-fn obey() -> anyhow::Result<ExitCode> {
-    cuda::use_device(0)?;
+fn run_stdin_commands() -> anyhow::Result<ExitCode> {
+    cuda::set_current_device(0)?;
     let mut held = Vec::new();
     for line in std::io::stdin().lines() {
-        let order: Order = line?.parse().map_err(anyhow::Error::msg)?;
-        let pieces = |bytes: u64| usize::try_from(bytes.div_ceil(PIECE)).unwrap_or(usize::MAX);
+        let order: StdinCommand = line?.parse().map_err(anyhow::Error::msg)?;
+        let pieces =
+            |bytes: u64| usize::try_from(bytes.div_ceil(STDIN_CHUNK)).unwrap_or(usize::MAX);
         let mut refused = None;
         match order {
-            Order::Take(bytes) => {
+            StdinCommand::Take(bytes) => {
                 let wanted = held.len().saturating_add(pieces(bytes));
                 while held.len() < wanted && refused.is_none() {
-                    match cuda::allocate(PIECE) {
+                    match cuda::allocate(STDIN_CHUNK) {
                         Ok(allocation) => held.push(allocation),
                         Err(refusal) => refused = Some(refusal),
                     }
                 }
             }
-            Order::Free(bytes) => {
+            StdinCommand::Free(bytes) => {
                 let left = held.len().saturating_sub(pieces(bytes));
                 held.drain(left..).try_for_each(cuda::free)?;
             }
-            Order::Look => {}
+            StdinCommand::Report => {}
         }
         let device = cuda::describe(0)?;
         println!(
             "{}",
-            json!({ "event": "holds", "held": held.len() as u64 * PIECE, "refused": refused, "device": device })
+            json!({ "event": "holds", "held": held.len() as u64 * STDIN_CHUNK, "refused": refused, "device": device })
         );
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn refused(got: u64, asked: u64, refusal: &Refusal, take: &Take) -> anyhow::Result<()> {
+fn print_refusal(
+    got: u64,
+    asked: u64,
+    refusal: &Refusal,
+    take: &AllocationArgs,
+) -> anyhow::Result<()> {
     let device = cuda::describe(take.device)?;
     println!(
         "{}",
@@ -233,7 +239,7 @@ fn refused(got: u64, asked: u64, refusal: &Refusal, take: &Take) -> anyhow::Resu
     Ok(())
 }
 
-fn finish(then: Then) -> ExitCode {
+fn exit_or_hold(then: Then) -> ExitCode {
     match then {
         Then::Exit => ExitCode::SUCCESS,
         // The signals' thread ends the process.

@@ -56,34 +56,34 @@ pub(crate) fn init() -> Result<(), CudaError> {
     if !unsafe { sys::is_culib_present() } {
         return Err(CudaError::NoLibrary);
     }
-    result::init().map_err(failed("cuInit"))
+    result::init().map_err(call_error("cuInit"))
 }
 
 /// The number of devices that the driver shows.
 pub(crate) fn device_count() -> Result<i32, CudaError> {
-    result::device::get_count().map_err(failed("cuDeviceGetCount"))
+    result::device::get_count().map_err(call_error("cuDeviceGetCount"))
 }
 
 /// Makes the device's primary context current on this thread.
-pub(crate) fn use_device(ordinal: i32) -> Result<sys::CUdevice, CudaError> {
-    let device = result::device::get(ordinal).map_err(failed("cuDeviceGet"))?;
+pub(crate) fn set_current_device(ordinal: i32) -> Result<sys::CUdevice, CudaError> {
+    let device = result::device::get(ordinal).map_err(call_error("cuDeviceGet"))?;
     // SAFETY: the device was just returned by the driver.
     let context = unsafe { result::primary_ctx::retain(device) }
-        .map_err(failed("cuDevicePrimaryCtxRetain"))?;
+        .map_err(call_error("cuDevicePrimaryCtxRetain"))?;
     // SAFETY: the context was just returned by the driver, and is never released.
-    unsafe { result::ctx::set_current(context) }.map_err(failed("cuCtxSetCurrent"))?;
+    unsafe { result::ctx::set_current(context) }.map_err(call_error("cuCtxSetCurrent"))?;
     Ok(device)
 }
 
 /// Describes a device, and makes it current.
 pub(crate) fn describe(ordinal: i32) -> Result<Device, CudaError> {
-    let device = use_device(ordinal)?;
+    let device = set_current_device(ordinal)?;
     // SAFETY: the device was returned by the driver.
     let total_mem =
-        unsafe { result::device::total_mem(device) }.map_err(failed("cuDeviceTotalMem"))?;
-    let (free, total) = result::mem_get_info().map_err(failed("cuMemGetInfo"))?;
-    let name = result::device::get_name(device).map_err(failed("cuDeviceGetName"))?;
-    let uuid = result::device::get_uuid(device).map_err(failed("cuDeviceGetUuid"))?;
+        unsafe { result::device::total_mem(device) }.map_err(call_error("cuDeviceTotalMem"))?;
+    let (free, total) = result::mem_get_info().map_err(call_error("cuMemGetInfo"))?;
+    let name = result::device::get_name(device).map_err(call_error("cuDeviceGetName"))?;
+    let uuid = result::device::get_uuid(device).map_err(call_error("cuDeviceGetUuid"))?;
     Ok(Device {
         ordinal,
         uuid: uuid_text(uuid.bytes.map(|byte| byte as u8)),
@@ -111,14 +111,14 @@ pub(crate) fn allocate(bytes: u64) -> Result<Allocation, Refusal> {
 /// Gives it back.
 pub(crate) fn free(allocation: Allocation) -> Result<(), CudaError> {
     // SAFETY: it is from `malloc_sync`, and freed once: it is consumed.
-    unsafe { result::free_sync(allocation.0) }.map_err(failed("cuMemFree"))
+    unsafe { result::free_sync(allocation.0) }.map_err(call_error("cuMemFree"))
 }
 
 /// Allocates memory of the first device, maps it nowhere, and returns a descriptor that keeps it.
 pub(crate) fn export(bytes: u64) -> Result<OwnedFd, CudaError> {
     let size = usize::try_from(bytes)
         .map_err(|_| DriverError(sys::CUresult::CUDA_ERROR_INVALID_VALUE))
-        .map_err(failed("cuMemCreate"))?;
+        .map_err(call_error("cuMemCreate"))?;
     let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     // SAFETY: a structure of numbers and a pointer that is not read, for which zero is a value.
     let mut properties: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
@@ -129,11 +129,11 @@ pub(crate) fn export(bytes: u64) -> Result<OwnedFd, CudaError> {
     // SAFETY: the properties and the handle outlive the call.
     unsafe { sys::cuMemCreate(&raw mut handle, size, &raw const properties, 0) }
         .result()
-        .map_err(failed("cuMemCreate"))?;
+        .map_err(call_error("cuMemCreate"))?;
     // SAFETY: the driver just returned the handle, and writes a descriptor of this kind, an int.
     unsafe { sys::cuMemExportToShareableHandle((&raw mut descriptor).cast(), handle, kind, 0) }
         .result()
-        .map_err(failed("cuMemExportToShareableHandle"))?;
+        .map_err(call_error("cuMemExportToShareableHandle"))?;
     // SAFETY: the driver just opened it for this process.
     Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
 }
@@ -159,10 +159,10 @@ pub(crate) fn fault() -> Result<Refusal, CudaError> {
     let kernel = CString::new("fault").expect("no zero in it");
     // SAFETY: the text ends with a zero; the kernel takes no arguments; the stream is the context's own.
     let answer = unsafe {
-        let module =
-            result::module::load_data(FAULT.as_ptr().cast()).map_err(failed("cuModuleLoadData"))?;
-        let function =
-            result::module::get_function(module, kernel).map_err(failed("cuModuleGetFunction"))?;
+        let module = result::module::load_data(FAULT.as_ptr().cast())
+            .map_err(call_error("cuModuleLoadData"))?;
+        let function = result::module::get_function(module, kernel)
+            .map_err(call_error("cuModuleGetFunction"))?;
         result::launch_kernel(
             function,
             (1, 1, 1),
@@ -171,7 +171,7 @@ pub(crate) fn fault() -> Result<Refusal, CudaError> {
             std::ptr::null_mut(),
             &mut [],
         )
-        .map_err(failed("cuLaunchKernel"))?;
+        .map_err(call_error("cuLaunchKernel"))?;
         result::ctx::synchronize()
     };
     Ok(refusal(
@@ -188,7 +188,7 @@ fn refusal(error: DriverError) -> Refusal {
     }
 }
 
-fn failed(call: &'static str) -> impl FnOnce(DriverError) -> CudaError {
+fn call_error(call: &'static str) -> impl FnOnce(DriverError) -> CudaError {
     move |source| CudaError::Call { call, source }
 }
 
@@ -213,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_uuid_is_written_in_five_groups() {
+    fn uuid_text_has_five_groups() {
         let mut bytes = [0; 16];
         bytes[0] = 0x5e;
         bytes[15] = 1;

@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use tokio::signal::unix::{SignalKind, signal};
 
-static CODE: AtomicU8 = AtomicU8::new(0);
+static EXIT_CODE: AtomicU8 = AtomicU8::new(0);
 
 /// The code that the process ends with when it is told to end: 0, until another one is said.
-pub(crate) fn with_code(code: u8) {
-    CODE.store(code, Ordering::Relaxed);
+pub(crate) fn set_exit_code(code: u8) {
+    EXIT_CODE.store(code, Ordering::Relaxed);
 }
 
 /// Installs the handlers; from now on either signal ends the process, whatever it is doing. The driver takes the
@@ -17,7 +17,7 @@ pub(crate) fn with_code(code: u8) {
 ///
 /// # Errors
 /// When the system refuses a thread or a handler.
-pub(crate) fn on_signals() -> std::io::Result<()> {
+pub(crate) fn exit_on_signals() -> std::io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
@@ -37,7 +37,7 @@ pub(crate) fn on_signals() -> std::io::Result<()> {
                     _ = int.recv() => {}
                 }
             });
-            std::process::exit(CODE.load(Ordering::Relaxed).into());
+            std::process::exit(EXIT_CODE.load(Ordering::Relaxed).into());
         })?;
     Ok(())
 }

@@ -9,18 +9,18 @@ use bursar_runtime::retained::{Key, LeaseClient, LeaseState, RetainedLease};
 use serde::Serialize;
 
 /// For the node to look at its GPU first, which it does once.
-const PATIENCE: Duration = Duration::from_secs(60);
+const LEASE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What this program keeps.
-const NAME: &str = "probe";
-const KEY: Key = [1; 32];
+const LEASE_NAME: &str = "probe";
+const LEASE_KEY: Key = [1; 32];
 
 /// What is written at a time.
-const PIECE: u64 = 1 << 20;
+const CHUNK: u64 = 1 << 20;
 
 /// What was found or made.
 #[derive(Debug, Serialize)]
-pub(crate) struct Told {
+pub(crate) struct LeaseReport {
     found: bool,
     lease: u64,
     generation: u64,
@@ -28,26 +28,27 @@ pub(crate) struct Told {
 }
 
 /// Keeps so much, or finds what an image before kept. Every byte is as it was written.
-pub(crate) fn keep(bytes: u64) -> anyhow::Result<(RetainedLease, Told)> {
+pub(crate) fn open_or_write_lease(bytes: u64) -> anyhow::Result<(RetainedLease, LeaseReport)> {
     let context = Driver::get()?.device(0)?.primary_context()?;
-    let (found, kept) = match LeaseClient::new(&context).open(NAME, &KEY, bytes, PATIENCE)? {
-        LeaseState::Ready(kept) => (true, kept),
-        LeaseState::Writing(writing) => {
-            for at in pieces(writing.bytes()) {
-                writing.write(at, &piece(at))?;
+    let (found, kept) =
+        match LeaseClient::new(&context).open(LEASE_NAME, &LEASE_KEY, bytes, LEASE_TIMEOUT)? {
+            LeaseState::Ready(kept) => (true, kept),
+            LeaseState::Writing(writing) => {
+                for at in chunk_offsets(writing.bytes()) {
+                    writing.write(at, &chunk_contents(at))?;
+                }
+                (false, writing.commit()?)
             }
-            (false, writing.commit()?)
-        }
-    };
-    let mut read = vec![0; PIECE as usize];
-    for at in pieces(kept.bytes()) {
+        };
+    let mut read = vec![0; CHUNK as usize];
+    for at in chunk_offsets(kept.bytes()) {
         kept.read(at, &mut read)?;
         ensure!(
-            read == piece(at),
+            read == chunk_contents(at),
             "what was kept at {at} is not what was written"
         );
     }
-    let told = Told {
+    let told = LeaseReport {
         found,
         lease: kept.lease(),
         generation: kept.generation(),
@@ -57,13 +58,13 @@ pub(crate) fn keep(bytes: u64) -> anyhow::Result<(RetainedLease, Told)> {
 }
 
 /// Where pieces begin: leases are multiples of 2 MiB.
-fn pieces(bytes: u64) -> impl Iterator<Item = u64> {
-    (0..bytes).step_by(PIECE as usize)
+fn chunk_offsets(bytes: u64) -> impl Iterator<Item = u64> {
+    (0..bytes).step_by(CHUNK as usize)
 }
 
 /// Each is another, so that one in the place of another shows.
-fn piece(at: u64) -> Vec<u8> {
-    (at / PIECE)
+fn chunk_contents(at: u64) -> Vec<u8> {
+    (at / CHUNK)
         .to_le_bytes()
-        .repeat(PIECE as usize / size_of::<u64>())
+        .repeat(CHUNK as usize / size_of::<u64>())
 }

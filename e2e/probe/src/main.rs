@@ -17,10 +17,10 @@ use clap::Parser;
 
 fn main() -> ExitCode {
     // Before anything else: as process 1 of a container, a signal without a handler is ignored.
-    let ending = ending::on_signals();
+    let ending = ending::exit_on_signals();
     let outcome = ending.map_err(anyhow::Error::from).and_then(|()| {
         let args = args::Args::parse();
-        ending::with_code(args.told);
+        ending::set_exit_code(args.told);
         commands::run(&args)
     });
     match outcome {

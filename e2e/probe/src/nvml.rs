@@ -11,16 +11,16 @@ const LIBRARY: &str = "libnvidia-ml.so.1";
 /// What NVML says, or why it says nothing.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Look {
+pub(crate) enum NvmlReport {
     /// The device's memory and processes.
-    Seen(Seen),
+    Seen(DeviceUsage),
     /// NVML's error.
     Failed(String),
 }
 
 /// A device's memory and processes, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
-pub(crate) struct Seen {
+pub(crate) struct DeviceUsage {
     pub(crate) total: u64,
     pub(crate) free: u64,
     pub(crate) used: u64,
@@ -36,14 +36,14 @@ pub(crate) struct Process {
 }
 
 /// Looks at the device with this UUID.
-pub(crate) fn look(uuid: &str) -> Look {
-    match seen(uuid) {
-        Ok(seen) => Look::Seen(seen),
-        Err(error) => Look::Failed(error.to_string()),
+pub(crate) fn report_device(uuid: &str) -> NvmlReport {
+    match read_device(uuid) {
+        Ok(seen) => NvmlReport::Seen(seen),
+        Err(error) => NvmlReport::Failed(error.to_string()),
     }
 }
 
-fn seen(uuid: &str) -> Result<Seen, NvmlError> {
+fn read_device(uuid: &str) -> Result<DeviceUsage, NvmlError> {
     let nvml = Nvml::builder().lib_path(LIBRARY.as_ref()).init()?;
     let device = nvml.device_by_uuid(uuid)?;
     let memory = device.memory_info()?;
@@ -55,7 +55,7 @@ fn seen(uuid: &str) -> Result<Seen, NvmlError> {
             UsedGpuMemory::Unavailable => None,
         },
     };
-    Ok(Seen {
+    Ok(DeviceUsage {
         total: memory.total,
         free: memory.free,
         used: memory.used,

@@ -13,11 +13,11 @@ use bursar_protocol::fd_passing::{receive_with_fd, send_with_fd};
 use serde_json::json;
 
 /// The longest time that a sender waits until the holder listens.
-const PATIENCE: Duration = Duration::from_secs(30);
-const PAUSE: Duration = Duration::from_millis(50);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Holds each descriptor that arrives at a socket until this process is killed.
-pub(crate) fn park(socket: &Path) -> anyhow::Result<ExitCode> {
+pub(crate) fn hold_descriptors(socket: &Path) -> anyhow::Result<ExitCode> {
     let listener = UnixListener::bind(socket).with_context(|| socket.display().to_string())?;
     let mut parked = Vec::new();
     loop {
@@ -30,11 +30,11 @@ pub(crate) fn park(socket: &Path) -> anyhow::Result<ExitCode> {
 }
 
 /// Sends a descriptor to the process that listens, and returns once that process has it.
-pub(crate) fn hand_over(descriptor: &impl AsFd, socket: &Path) -> anyhow::Result<()> {
+pub(crate) fn send_descriptor(descriptor: &impl AsFd, socket: &Path) -> anyhow::Result<()> {
     let begun = Instant::now();
     let mut stream = loop {
         match UnixStream::connect(socket) {
-            Err(_) if begun.elapsed() < PATIENCE => std::thread::sleep(PAUSE),
+            Err(_) if begun.elapsed() < CONNECT_TIMEOUT => std::thread::sleep(RETRY_INTERVAL),
             connected => break connected.with_context(|| socket.display().to_string())?,
         }
     };

@@ -11,11 +11,11 @@ use rcgen::{
 use crate::node::{ADDRESS, SERVICE_ADDRESS};
 
 /// Files by name: `ca.crt`, and `<party>.crt` with `<party>.key` for each party.
-pub(super) type Files = BTreeMap<String, String>;
+pub(super) type PemFiles = BTreeMap<String, String>;
 
 /// Who gets a certificate: the user and group that Kubernetes takes from its subject
 /// (kubernetes.io, "PKI certificates and requirements").
-const PARTIES: &[(&str, &str, &str)] = &[
+const SUBJECTS: &[(&str, &str, &str)] = &[
     ("apiserver", "kube-apiserver", ""),
     (
         "apiserver-kubelet-client",
@@ -32,8 +32,8 @@ const PARTIES: &[(&str, &str, &str)] = &[
 ///
 /// # Errors
 /// When the cryptography library refuses.
-pub(super) fn make(node: &str) -> Result<Files, rcgen::Error> {
-    let mut files = Files::new();
+pub(super) fn issue(node: &str) -> Result<PemFiles, rcgen::Error> {
+    let mut files = PemFiles::new();
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     params.key_usages = vec![
@@ -48,7 +48,7 @@ pub(super) fn make(node: &str) -> Result<Files, rcgen::Error> {
     files.insert("ca.crt".to_owned(), authority.pem());
 
     let kubelet = format!("system:node:{node}");
-    let parties = PARTIES
+    let parties = SUBJECTS
         .iter()
         .copied()
         .chain([("kubelet", kubelet.as_str(), "system:nodes")]);
@@ -69,7 +69,7 @@ pub(super) fn make(node: &str) -> Result<Files, rcgen::Error> {
             ExtendedKeyUsagePurpose::ClientAuth,
             ExtendedKeyUsagePurpose::ServerAuth,
         ];
-        params.subject_alt_names = names(node)?;
+        params.subject_alt_names = subject_alt_names(node)?;
         let key = KeyPair::generate()?;
         files.insert(
             format!("{party}.crt"),
@@ -83,7 +83,7 @@ pub(super) fn make(node: &str) -> Result<Files, rcgen::Error> {
     Ok(files)
 }
 
-fn names(node: &str) -> Result<Vec<SanType>, rcgen::Error> {
+fn subject_alt_names(node: &str) -> Result<Vec<SanType>, rcgen::Error> {
     let hosts = [
         "localhost",
         "kubernetes",
@@ -108,9 +108,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_party_has_a_certificate_and_a_key() {
-        let files = make("node-1").unwrap();
-        for (party, ..) in PARTIES {
+    fn issue_returns_a_certificate_and_key_per_subject() {
+        let files = issue("node-1").unwrap();
+        for (party, ..) in SUBJECTS {
             assert!(files[&format!("{party}.crt")].starts_with("-----BEGIN CERTIFICATE"));
             assert!(files[&format!("{party}.key")].contains("PRIVATE KEY"));
         }

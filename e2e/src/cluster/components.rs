@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use super::certs;
-use super::local::Extent;
+use super::local::ClusterScope;
 use super::run_folder::RunFolder;
 use crate::kube::Toolbox;
 use crate::node::{ADDRESS, API_PORT, SERVICE_ADDRESS};
 
 /// The node's name in Kubernetes.
-pub(super) const NODE: &str = "node-1";
+pub(super) const NODE_NAME: &str = "node-1";
 /// containerd's socket, in the node's mount namespace.
 pub(super) const CONTAINERD_SOCKET: &str = "/run/containerd/containerd.sock";
 /// The image that holds a pod's namespaces open.
@@ -29,23 +29,23 @@ pub(super) struct Component {
 
 /// Everything of a cluster that is decided before it starts.
 #[derive(Debug, Clone)]
-pub(super) struct Layout {
+pub(super) struct ClusterConfig {
     pub(super) folder: RunFolder,
     pub(super) toolbox: Toolbox,
-    pub(super) extent: Extent,
+    pub(super) scope: ClusterScope,
     /// The node's only cgroup hierarchy is v2.
     pub(super) cgroup_v2: bool,
     /// `cgroupRoot` of the kubelet.
     pub(super) cgroup_root: String,
 }
 
-impl Layout {
+impl ClusterConfig {
     /// Writes the certificates and every configuration file.
     ///
     /// # Errors
     /// When a file cannot be written.
-    pub(super) fn write(&self) -> io::Result<()> {
-        for (name, text) in certs::make(NODE).map_err(io::Error::other)? {
+    pub(super) fn write_files(&self) -> io::Result<()> {
+        for (name, text) in certs::issue(NODE_NAME).map_err(io::Error::other)? {
             fs::write(self.folder.config(&name), text)?;
         }
         let inside = format!("https://{ADDRESS}:{API_PORT}");
@@ -53,12 +53,12 @@ impl Layout {
             let config = self.kubeconfig(party, &inside);
             fs::write(
                 self.folder.config(&format!("{party}.kubeconfig")),
-                pretty(&config)?,
+                to_json(&config)?,
             )?;
         }
         fs::write(
             self.folder.config("kubelet.json"),
-            pretty(&self.kubelet_config())?,
+            to_json(&self.kubelet_config())?,
         )?;
         fs::write(self.folder.config("resolv.conf"), "")?;
         fs::write(
@@ -67,7 +67,7 @@ impl Layout {
         )?;
         let cni = self.folder.config("cni");
         fs::create_dir_all(&cni)?;
-        fs::write(cni.join("10-bridge.conflist"), pretty(&cni_config())?)
+        fs::write(cni.join("10-bridge.conflist"), to_json(&cni_config())?)
     }
 
     /// The administrator's kubeconfig with the host's port of the API server.
@@ -76,20 +76,20 @@ impl Layout {
     /// When it cannot be written.
     pub(super) fn write_host_kubeconfig(&self, port: u16) -> io::Result<()> {
         let config = self.kubeconfig("admin", &format!("https://127.0.0.1:{port}"));
-        fs::write(self.folder.kubeconfig(), pretty(&config)?)
+        fs::write(self.folder.kubeconfig(), to_json(&config)?)
     }
 
-    fn path(&self, name: &str) -> String {
+    fn config_path(&self, name: &str) -> String {
         self.folder.config(name).display().to_string()
     }
 
     fn kubeconfig(&self, party: &str, server: &str) -> Value {
         json!({
             "apiVersion": "v1", "kind": "Config", "current-context": "bursar",
-            "clusters": [{"name": "bursar", "cluster": {"server": server, "certificate-authority": self.path("ca.crt")}}],
+            "clusters": [{"name": "bursar", "cluster": {"server": server, "certificate-authority": self.config_path("ca.crt")}}],
             "users": [{"name": party, "user": {
-                "client-certificate": self.path(&format!("{party}.crt")),
-                "client-key": self.path(&format!("{party}.key")),
+                "client-certificate": self.config_path(&format!("{party}.crt")),
+                "client-key": self.config_path(&format!("{party}.key")),
             }}],
             "contexts": [{"name": "bursar", "context": {"cluster": "bursar", "user": party}}],
         })
@@ -128,28 +128,28 @@ impl Layout {
                 ("secure-port", &API_PORT.to_string()),
                 ("advertise-address", &ADDRESS.to_string()),
                 ("service-cluster-ip-range", &format!("{SERVICE_ADDRESS}/24")),
-                ("tls-cert-file", &self.path("apiserver.crt")),
-                ("tls-private-key-file", &self.path("apiserver.key")),
-                ("client-ca-file", &self.path("ca.crt")),
-                ("kubelet-certificate-authority", &self.path("ca.crt")),
+                ("tls-cert-file", &self.config_path("apiserver.crt")),
+                ("tls-private-key-file", &self.config_path("apiserver.key")),
+                ("client-ca-file", &self.config_path("ca.crt")),
+                ("kubelet-certificate-authority", &self.config_path("ca.crt")),
                 (
                     "kubelet-client-certificate",
-                    &self.path("apiserver-kubelet-client.crt"),
+                    &self.config_path("apiserver-kubelet-client.crt"),
                 ),
                 (
                     "kubelet-client-key",
-                    &self.path("apiserver-kubelet-client.key"),
+                    &self.config_path("apiserver-kubelet-client.key"),
                 ),
                 // Nothing resolves the node's name.
                 ("kubelet-preferred-address-types", "InternalIP"),
                 ("service-account-issuer", "https://kubernetes.default.svc"),
                 (
                     "service-account-key-file",
-                    &self.path("service-account.pub"),
+                    &self.config_path("service-account.pub"),
                 ),
                 (
                     "service-account-signing-key-file",
-                    &self.path("service-account.key"),
+                    &self.config_path("service-account.key"),
                 ),
                 ("authorization-mode", "Node,RBAC"),
                 ("enable-admission-plugins", "NodeRestriction"),
@@ -159,18 +159,23 @@ impl Layout {
     }
 
     pub(super) fn controller_manager(&self) -> Component {
-        let controllers = match self.extent {
-            Extent::Node => "*",
-            Extent::ControlPlane => "*,-node-lifecycle-controller,-taint-eviction-controller",
+        let controllers = match self.scope {
+            ClusterScope::WithNode => "*",
+            ClusterScope::ControlPlaneOnly => {
+                "*,-node-lifecycle-controller,-taint-eviction-controller"
+            }
         };
         self.component(
             "kube-controller-manager",
             flags(&[
-                ("kubeconfig", &self.path("controller-manager.kubeconfig")),
-                ("root-ca-file", &self.path("ca.crt")),
+                (
+                    "kubeconfig",
+                    &self.config_path("controller-manager.kubeconfig"),
+                ),
+                ("root-ca-file", &self.config_path("ca.crt")),
                 (
                     "service-account-private-key-file",
-                    &self.path("service-account.key"),
+                    &self.config_path("service-account.key"),
                 ),
                 ("use-service-account-credentials", "true"),
                 ("controllers", controllers),
@@ -187,7 +192,7 @@ impl Layout {
         self.component(
             "kube-scheduler",
             flags(&[
-                ("kubeconfig", &self.path("scheduler.kubeconfig")),
+                ("kubeconfig", &self.config_path("scheduler.kubeconfig")),
                 ("leader-elect", "false"),
                 ("bind-address", "127.0.0.1"),
             ]),
@@ -197,7 +202,7 @@ impl Layout {
     pub(super) fn containerd(&self) -> Component {
         self.component(
             "containerd",
-            flags(&[("config", &self.path("containerd.toml"))]),
+            flags(&[("config", &self.config_path("containerd.toml"))]),
         )
     }
 
@@ -205,9 +210,9 @@ impl Layout {
         self.component(
             "kubelet",
             flags(&[
-                ("config", &self.path("kubelet.json")),
-                ("kubeconfig", &self.path("kubelet.kubeconfig")),
-                ("hostname-override", NODE),
+                ("config", &self.config_path("kubelet.json")),
+                ("kubeconfig", &self.config_path("kubelet.kubeconfig")),
+                ("hostname-override", NODE_NAME),
                 ("node-ip", &ADDRESS.to_string()),
             ]),
         )
@@ -218,9 +223,9 @@ impl Layout {
             "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
             "containerRuntimeEndpoint": format!("unix://{CONTAINERD_SOCKET}"),
             "authentication": {"anonymous": {"enabled": false}, "webhook": {"enabled": true},
-                               "x509": {"clientCAFile": self.path("ca.crt")}},
+                               "x509": {"clientCAFile": self.config_path("ca.crt")}},
             "authorization": {"mode": "Webhook"},
-            "tlsCertFile": self.path("kubelet.crt"), "tlsPrivateKeyFile": self.path("kubelet.key"),
+            "tlsCertFile": self.config_path("kubelet.crt"), "tlsPrivateKeyFile": self.config_path("kubelet.key"),
             "cgroupDriver": "cgroupfs",
             "cgroupRoot": self.cgroup_root,
             "enforceNodeAllocatable": [],
@@ -232,7 +237,7 @@ impl Layout {
             "imageGCHighThresholdPercent": 100,
             // Without an address every pod gets a warning event. Nothing answers there.
             "clusterDNS": [ADDRESS.to_string()], "clusterDomain": "cluster.local",
-            "resolvConf": self.path("resolv.conf"),
+            "resolvConf": self.config_path("resolv.conf"),
             "nodeStatusUpdateFrequency": "4s",
             // Tests kill containers again and again, and would wait for minutes.
             "featureGates": {"KubeletCrashLoopBackOffMax": true},
@@ -272,7 +277,7 @@ bin_dirs = ["{plugins}"]
 conf_dir = "{cni}"
 "#,
             plugins = plugins.display(),
-            cni = self.path("cni"),
+            cni = self.config_path("cni"),
         )
     }
 }
@@ -296,6 +301,6 @@ fn flags(flags: &[(&str, &str)]) -> Vec<String> {
         .collect()
 }
 
-fn pretty(value: &Value) -> io::Result<String> {
+fn to_json(value: &Value) -> io::Result<String> {
     Ok(serde_json::to_string_pretty(value)?)
 }

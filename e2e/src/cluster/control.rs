@@ -12,11 +12,11 @@ use crate::node::{Reply, Request};
 
 /// A connection to the node process.
 #[derive(Debug)]
-pub(super) struct Control {
+pub(super) struct ControlClient {
     stream: BufReader<UnixStream>,
 }
 
-impl Control {
+impl ControlClient {
     pub(super) async fn connect(socket: &Path) -> io::Result<Self> {
         Ok(Self {
             stream: BufReader::new(UnixStream::connect(socket).await?),
@@ -27,7 +27,7 @@ impl Control {
     ///
     /// # Errors
     /// When the node process is gone or refuses; its reason is the message.
-    pub(super) async fn ask(&mut self, request: &Request) -> io::Result<Reply> {
+    pub(super) async fn call(&mut self, request: &Request) -> io::Result<Reply> {
         let mut line = serde_json::to_string(request)?;
         line.push('\n');
         self.stream.get_mut().write_all(line.as_bytes()).await?;
@@ -55,7 +55,7 @@ impl Control {
         log: &Path,
     ) -> io::Result<()> {
         let environment = BTreeMap::from([("PATH".to_owned(), path.to_owned())]);
-        self.ask(&Request::Spawn {
+        self.call(&Request::Spawn {
             name: component.name.to_owned(),
             program: component.program.clone(),
             arguments: component.arguments.clone(),
@@ -70,9 +70,9 @@ impl Control {
     ///
     /// # Errors
     /// As [`Self::ask`].
-    pub(super) async fn ended(&mut self, component: &str) -> io::Result<Option<String>> {
+    pub(super) async fn exit_description(&mut self, component: &str) -> io::Result<Option<String>> {
         match self
-            .ask(&Request::Status {
+            .call(&Request::Status {
                 name: component.to_owned(),
             })
             .await?

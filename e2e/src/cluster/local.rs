@@ -11,22 +11,22 @@ use k8s_openapi::api::core::v1::{Namespace, Node, ServiceAccount};
 use kube::Client;
 use kube::api::Api;
 
-use super::components::{CONTAINERD_SOCKET, Component, Layout, NODE};
-use super::control::Control;
+use super::components::{CONTAINERD_SOCKET, ClusterConfig, Component, NODE_NAME};
+use super::control::ControlClient;
 use super::run_folder::{RunFolder, RunFolderError};
 use crate::kube::Toolbox;
 use crate::node::{CgroupError, Request};
 use crate::progress::Progress;
-use crate::wait::{self, Look, TimedOut};
+use crate::wait::{self, Poll, WaitError};
 
 /// How often a state is looked at while waiting for it.
-const PAUSE: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The bound of each step of the start on a loaded machine; an idle one takes 1 to 5 s.
-const STEP: Duration = Duration::from_secs(120);
+const STEP_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// What to start.
 #[derive(Debug, Clone)]
-pub struct Options {
+pub struct ClusterOptions {
     /// The cluster's name: of its run folder and its cgroup.
     pub name: String,
     /// The program whose subcommand `node` is the node process.
@@ -34,17 +34,17 @@ pub struct Options {
     /// Kubernetes and its friends.
     pub toolbox: Toolbox,
     /// How much of a cluster it is.
-    pub extent: Extent,
+    pub scope: ClusterScope,
 }
 
 /// How much of a cluster is started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Extent {
+pub enum ClusterScope {
     /// A node that runs pods.
-    Node,
+    WithNode,
     /// etcd, the API server and the controller manager, for nodes that are objects only. Nobody minds that they are
     /// never heard of.
-    ControlPlane,
+    ControlPlaneOnly,
 }
 
 /// Why a cluster could not be started or operated on.
@@ -71,7 +71,7 @@ pub enum LocalError {
     #[error("{source}\n--- the end of {log}:\n{tail}")]
     NotReady {
         /// What was waited for.
-        source: TimedOut,
+        source: WaitError,
         /// The log of the component that it depends on.
         log: PathBuf,
         /// Its last lines.
@@ -89,47 +89,49 @@ pub enum LocalError {
     },
 }
 
-fn step(what: impl Into<String>) -> impl FnOnce(io::Error) -> LocalError {
+fn step_error(what: impl Into<String>) -> impl FnOnce(io::Error) -> LocalError {
     let step = what.into();
     move |source| LocalError::Step { step, source }
 }
 
 /// A running cluster of one node. Dropping it takes it down and waits for that.
-pub struct Local {
-    layout: Layout,
+pub struct LocalCluster {
+    layout: ClusterConfig,
     /// The node process; killed clusters are taken down by it, not by us.
-    node: Child,
-    control: Option<Control>,
+    node_process: Child,
+    control: Option<ControlClient>,
     client: Client,
     /// Dropping leaves it running.
-    kept: bool,
+    detached: bool,
 }
 
-impl Local {
+impl LocalCluster {
     /// Starts a cluster and waits until its node, if it is to have one, is Ready and pods can be made in `default`.
     ///
     /// # Errors
     /// When anything of it does not start in its bound; the error has the end of its log. What
     /// was started is taken down again.
-    pub async fn up(options: Options, progress: &Progress) -> Result<Self, LocalError> {
+    pub async fn up(options: ClusterOptions, progress: &Progress) -> Result<Self, LocalError> {
         if !rustix::process::geteuid().is_root() {
             return Err(LocalError::NotRoot);
         }
         let folder = RunFolder::of(&options.name)?;
         folder.prepare()?;
         let cgroup = folder.cgroup()?;
-        let layout = Layout {
+        let layout = ClusterConfig {
             toolbox: options.toolbox,
-            extent: options.extent,
+            scope: options.scope,
             cgroup_v2: cgroup.is_v2(),
             cgroup_root: cgroup.root(),
             folder: folder.clone(),
         };
-        layout.write().map_err(step("configuration files"))?;
-        let mut start = Start::node(layout, &options.harness).await?;
-        start.components(progress).await?;
+        layout
+            .write_files()
+            .map_err(step_error("configuration files"))?;
+        let mut start = Startup::start_node_process(layout, &options.harness).await?;
+        start.start_components(progress).await?;
         let client = start.client().await?;
-        start.ready(&client, progress).await?;
+        start.wait_until_usable(&client, progress).await?;
         Ok(start.finish(client))
     }
 
@@ -145,7 +147,7 @@ impl Local {
 
     /// The node's name.
     pub fn node_name(&self) -> &'static str {
-        NODE
+        NODE_NAME
     }
 
     /// The run folder.
@@ -161,7 +163,8 @@ impl Local {
     /// A path of the node as this process can open it. Absolute symbolic links in it lead to the
     /// host's files, so name the target (`/run`, not `/var/run`).
     pub fn host_path(&self, path: &str) -> PathBuf {
-        PathBuf::from(format!("/proc/{}/root", self.node.id())).join(path.trim_start_matches('/'))
+        PathBuf::from(format!("/proc/{}/root", self.node_process.id()))
+            .join(path.trim_start_matches('/'))
     }
 
     /// Ids of the cluster's processes whose program has this name (at most 15 bytes count, proc(5)).
@@ -183,7 +186,7 @@ impl Local {
     /// When it does not end or does not start.
     pub async fn restart_kubelet(&mut self, kill: bool) -> Result<(), LocalError> {
         let kubelet = self.layout.kubelet();
-        self.restart(&kubelet, kill).await
+        self.restart_component(&kubelet, kill).await
     }
 
     /// Ends the kubelet, for a test that does something while it is away.
@@ -191,7 +194,7 @@ impl Local {
     /// # Errors
     /// When it does not end.
     pub async fn stop_kubelet(&mut self) -> Result<(), LocalError> {
-        self.end("kubelet", false).await
+        self.end_component("kubelet", false).await
     }
 
     /// Starts the kubelet again after [`Self::stop_kubelet`].
@@ -200,7 +203,7 @@ impl Local {
     /// When it does not start.
     pub async fn start_kubelet(&mut self) -> Result<(), LocalError> {
         let kubelet = self.layout.kubelet();
-        self.start(&kubelet).await
+        self.start_component(&kubelet).await
     }
 
     /// Ends the controller manager, for a test that does something while it is away.
@@ -208,7 +211,7 @@ impl Local {
     /// # Errors
     /// When it does not end.
     pub async fn stop_controller_manager(&mut self) -> Result<(), LocalError> {
-        self.end("kube-controller-manager", false).await
+        self.end_component("kube-controller-manager", false).await
     }
 
     /// Starts the controller manager again after [`Self::stop_controller_manager`].
@@ -217,7 +220,7 @@ impl Local {
     /// When it does not start.
     pub async fn start_controller_manager(&mut self) -> Result<(), LocalError> {
         let manager = self.layout.controller_manager();
-        self.start(&manager).await
+        self.start_component(&manager).await
     }
 
     /// Kills the API server, for a test that does something while it is away. What it stored stays.
@@ -225,7 +228,7 @@ impl Local {
     /// # Errors
     /// When it does not end.
     pub async fn kill_api_server(&mut self) -> Result<(), LocalError> {
-        self.end("kube-apiserver", true).await
+        self.end_component("kube-apiserver", true).await
     }
 
     /// Starts the API server again after [`Self::kill_api_server`]; it answers a few seconds later.
@@ -234,7 +237,7 @@ impl Local {
     /// When it does not start.
     pub async fn start_api_server(&mut self) -> Result<(), LocalError> {
         let server = self.layout.apiserver();
-        self.start(&server).await
+        self.start_component(&server).await
     }
 
     /// Copies etcd's data. etcd, the API server and the controller manager are restarted.
@@ -264,22 +267,22 @@ impl Local {
     ) -> Result<(), LocalError> {
         self.stop_controller_manager().await?;
         self.kill_api_server().await?;
-        self.end("etcd", false).await?;
+        self.end_component("etcd", false).await?;
         let scratch = self.layout.folder.scratch();
         let scratch = self.host_path(&scratch.to_string_lossy());
         change(&scratch.join("etcd"), &scratch.join("etcd-backup"))
-            .map_err(step("copy of etcd's data"))?;
+            .map_err(step_error("copy of etcd's data"))?;
         let etcd = self.layout.etcd();
-        self.start(&etcd).await?;
+        self.start_component(&etcd).await?;
         self.start_api_server().await?;
         let client = self.client();
         let answers = async || match Api::<Namespace>::all(client.clone()).get("default").await {
-            Ok(_) => Look::Found(()),
-            Err(error) => Look::NotYet(error.to_string()),
+            Ok(_) => Poll::Ready(()),
+            Err(error) => Poll::Pending(error.to_string()),
         };
-        wait::until("the API server", STEP, PAUSE, answers)
+        wait::poll_until("the API server", STEP_TIMEOUT, POLL_INTERVAL, answers)
             .await
-            .map_err(|source| not_ready(&self.layout.folder, "kube-apiserver", source))?;
+            .map_err(|source| not_ready_error(&self.layout.folder, "kube-apiserver", source))?;
         self.start_controller_manager().await
     }
 
@@ -289,37 +292,41 @@ impl Local {
     /// When it does not end or does not start.
     pub async fn restart_containerd(&mut self, kill: bool) -> Result<(), LocalError> {
         let containerd = self.layout.containerd();
-        self.restart(&containerd, kill).await
+        self.restart_component(&containerd, kill).await
     }
 
-    async fn restart(&mut self, component: &Component, kill: bool) -> Result<(), LocalError> {
-        self.end(component.name, kill).await?;
-        self.start(component).await
+    async fn restart_component(
+        &mut self,
+        component: &Component,
+        kill: bool,
+    ) -> Result<(), LocalError> {
+        self.end_component(component.name, kill).await?;
+        self.start_component(component).await
     }
 
-    async fn end(&mut self, name: &str, kill: bool) -> Result<(), LocalError> {
+    async fn end_component(&mut self, name: &str, kill: bool) -> Result<(), LocalError> {
         let request = Request::End {
             name: name.to_owned(),
             kill,
         };
         self.control()?
-            .ask(&request)
+            .call(&request)
             .await
             .map(drop)
-            .map_err(step(format!("end of {name}")))
+            .map_err(step_error(format!("end of {name}")))
     }
 
-    async fn start(&mut self, component: &Component) -> Result<(), LocalError> {
+    async fn start_component(&mut self, component: &Component) -> Result<(), LocalError> {
         let path = self.layout.toolbox.path().to_string_lossy().into_owned();
         let log = self.layout.folder.log(component.name);
         self.control()?
             .spawn(component, &path, &log)
             .await
-            .map_err(step(format!("start of {}", component.name)))
+            .map_err(step_error(format!("start of {}", component.name)))
     }
 
-    fn control(&mut self) -> Result<&mut Control, LocalError> {
-        let gone = || step("node process")(io::Error::other("its connection is closed"));
+    fn control(&mut self) -> Result<&mut ControlClient, LocalError> {
+        let gone = || step_error("node process")(io::Error::other("its connection is closed"));
         self.control.as_mut().ok_or_else(gone)
     }
 
@@ -327,7 +334,7 @@ impl Local {
     ///
     /// # Errors
     /// When `ctr` fails.
-    pub async fn import(&self, archive: &Path) -> Result<(), LocalError> {
+    pub async fn import_image(&self, archive: &Path) -> Result<(), LocalError> {
         let output = tokio::process::Command::new(self.layout.toolbox.program("ctr"))
             .arg("--address")
             .arg(self.host_path(CONTAINERD_SOCKET))
@@ -335,7 +342,7 @@ impl Local {
             .arg(archive)
             .output()
             .await
-            .map_err(step("ctr"))?;
+            .map_err(step_error("ctr"))?;
         if output.status.success() {
             return Ok(());
         }
@@ -351,12 +358,12 @@ impl Local {
     ///
     /// # Errors
     /// When the node process is gone.
-    pub async fn keep(mut self) -> Result<RunFolder, LocalError> {
+    pub async fn detach(mut self) -> Result<RunFolder, LocalError> {
         self.control()?
-            .ask(&Request::Keep)
+            .call(&Request::Detach)
             .await
-            .map_err(step("keep"))?;
-        self.kept = true;
+            .map_err(step_error("keep"))?;
+        self.detached = true;
         Ok(self.layout.folder.clone())
     }
 
@@ -365,33 +372,33 @@ impl Local {
     /// # Errors
     /// When something of it is left.
     pub fn down(mut self) -> Result<(), LocalError> {
-        self.end_node()
+        self.end_node_process()
     }
 
-    fn end_node(&mut self) -> Result<(), LocalError> {
+    fn end_node_process(&mut self) -> Result<(), LocalError> {
         // The node process takes everything down when its owner's connection closes.
         self.control = None;
         let folder = &self.layout.folder;
-        let status = reap(&mut self.node, Duration::from_secs(40))
-            .map_err(step("end of the node process"))?;
+        let status = wait_for_exit(&mut self.node_process, Duration::from_secs(40))
+            .map_err(step_error("end of the node process"))?;
         if status == Some(0) {
             return Ok(());
         }
         let tail = tail(&folder.log("node"), 10);
-        let _ = self.node.kill();
-        let _ = self.node.wait();
-        folder.sweep()?;
-        Err(step("end of the node process")(io::Error::other(format!(
-            "it had to be forced: {tail}"
-        ))))
+        let _ = self.node_process.kill();
+        let _ = self.node_process.wait();
+        folder.clean_up()?;
+        Err(step_error("end of the node process")(io::Error::other(
+            format!("it had to be forced: {tail}"),
+        )))
     }
 }
 
-impl Drop for Local {
+impl Drop for LocalCluster {
     fn drop(&mut self) {
-        if !self.kept && self.control.is_some() {
+        if !self.detached && self.control.is_some() {
             // Nothing can be done about a failure here; the next start sweeps.
-            let _ = self.end_node();
+            let _ = self.end_node_process();
         }
     }
 }
@@ -403,38 +410,39 @@ impl Drop for Local {
 pub async fn down(name: &str) -> Result<(), LocalError> {
     let folder = RunFolder::of(name)?;
     if folder.is_up()? {
-        let mut control = Control::connect(&folder.control())
+        let mut control = ControlClient::connect(&folder.control_socket())
             .await
-            .map_err(step("node process"))?;
+            .map_err(step_error("node process"))?;
         control
-            .ask(&Request::Stop { keep_logs: false })
+            .call(&Request::Stop { keep_logs: false })
             .await
-            .map_err(step("stop"))?;
+            .map_err(step_error("stop"))?;
         let gone = async || match folder.is_up() {
-            Ok(false) => Look::Found(()),
-            Ok(true) => Look::NotYet("the node process still works on it".to_owned()),
-            Err(error) => Look::NotYet(error.to_string()),
+            Ok(false) => Poll::Ready(()),
+            Ok(true) => Poll::Pending("the node process still works on it".to_owned()),
+            Err(error) => Poll::Pending(error.to_string()),
         };
         let bound = Duration::from_secs(40);
-        wait::until("the end of the cluster", bound, PAUSE, gone)
+        wait::poll_until("the end of the cluster", bound, POLL_INTERVAL, gone)
             .await
-            .map_err(|source| not_ready(&folder, "node", source))?;
+            .map_err(|source| not_ready_error(&folder, "node", source))?;
     }
-    Ok(folder.sweep()?)
+    Ok(folder.clean_up()?)
 }
 
 /// A cluster on its way up; dropped half-way, it is taken down.
-struct Start {
-    layout: Layout,
+struct Startup {
+    layout: ClusterConfig,
     node: Option<Child>,
-    control: Option<Control>,
+    control: Option<ControlClient>,
 }
 
-impl Start {
+impl Startup {
     /// Starts the node process and becomes its owner.
-    async fn node(layout: Layout, harness: &Path) -> Result<Self, LocalError> {
+    async fn start_node_process(layout: ClusterConfig, harness: &Path) -> Result<Self, LocalError> {
         let folder = layout.folder.clone();
-        let log = File::create(folder.log("node")).map_err(step("log of the node process"))?;
+        let log =
+            File::create(folder.log("node")).map_err(step_error("log of the node process"))?;
         let node = Command::new(harness)
             .args(["node", "--name", folder.name()])
             // Ctrl-C in a terminal goes to the harness alone, which then closes the connection.
@@ -443,7 +451,7 @@ impl Start {
             .stdout(Stdio::null())
             .stderr(log)
             .spawn()
-            .map_err(step(harness.display().to_string()))?;
+            .map_err(step_error(harness.display().to_string()))?;
         let mut start = Self {
             layout,
             node: Some(node),
@@ -451,133 +459,138 @@ impl Start {
         };
         let mut control = start.connect().await?;
         control
-            .ask(&Request::Own)
+            .call(&Request::TakeOwnership)
             .await
-            .map_err(step("node process"))?;
+            .map_err(step_error("node process"))?;
         start.control = Some(control);
         Ok(start)
     }
 
-    async fn connect(&mut self) -> Result<Control, LocalError> {
+    async fn connect(&mut self) -> Result<ControlClient, LocalError> {
         let begin = Instant::now();
         loop {
             let folder = &self.layout.folder;
             let ended = match self.node.as_mut() {
-                Some(node) => node.try_wait().map_err(step("node process"))?,
+                Some(node) => node.try_wait().map_err(step_error("node process"))?,
                 None => None,
             };
             if let Some(status) = ended {
                 let said = tail(&folder.log("node"), 10);
-                return Err(step("node process")(io::Error::other(format!(
+                return Err(step_error("node process")(io::Error::other(format!(
                     "{status}: {said}"
                 ))));
             }
-            match Control::connect(&folder.control()).await {
+            match ControlClient::connect(&folder.control_socket()).await {
                 Ok(control) => return Ok(control),
                 Err(error) if begin.elapsed() > Duration::from_secs(10) => {
-                    return Err(step("node process's socket")(error));
+                    return Err(step_error("node process's socket")(error));
                 }
                 Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
             }
         }
     }
 
-    fn control(&mut self) -> Result<&mut Control, LocalError> {
-        let gone = || step("node process")(io::Error::other("its connection is closed"));
+    fn control(&mut self) -> Result<&mut ControlClient, LocalError> {
+        let gone = || step_error("node process")(io::Error::other("its connection is closed"));
         self.control.as_mut().ok_or_else(gone)
     }
 
     /// Starts every component; they wait for each other themselves, but the API server for etcd.
-    async fn components(&mut self, progress: &Progress) -> Result<(), LocalError> {
+    async fn start_components(&mut self, progress: &Progress) -> Result<(), LocalError> {
         let layout = self.layout.clone();
         let path = layout.toolbox.path().to_string_lossy().into_owned();
         let folder = layout.folder.clone();
-        let port = fs::read_to_string(folder.port()).map_err(step("port of the API server"))?;
+        let port =
+            fs::read_to_string(folder.port()).map_err(step_error("port of the API server"))?;
         let port = port
             .parse()
-            .map_err(|error| step("port of the API server")(io::Error::other(error)))?;
+            .map_err(|error| step_error("port of the API server")(io::Error::other(error)))?;
         layout
             .write_host_kubeconfig(port)
-            .map_err(step("kubeconfig"))?;
+            .map_err(step_error("kubeconfig"))?;
         let mut components = vec![layout.etcd(), layout.apiserver()];
-        match layout.extent {
-            Extent::Node => components.extend([
+        match layout.scope {
+            ClusterScope::WithNode => components.extend([
                 layout.containerd(),
                 layout.controller_manager(),
                 layout.scheduler(),
                 layout.kubelet(),
             ]),
-            Extent::ControlPlane => components.push(layout.controller_manager()),
+            ClusterScope::ControlPlaneOnly => components.push(layout.controller_manager()),
         }
         for component in components {
             if component.name == "kube-controller-manager" {
-                self.api_ready(progress).await?;
+                self.wait_for_api_server(progress).await?;
             }
             let log = folder.log(component.name);
             let spawned = self.control()?.spawn(&component, &path, &log).await;
-            spawned.map_err(step(format!("start of {}", component.name)))?;
+            spawned.map_err(step_error(format!("start of {}", component.name)))?;
         }
         Ok(())
     }
 
-    async fn api_ready(&mut self, progress: &Progress) -> Result<(), LocalError> {
+    async fn wait_for_api_server(&mut self, progress: &Progress) -> Result<(), LocalError> {
         let client = self.client().await?;
         let look = async || {
             let request = http::Request::get("/readyz").body(Vec::new());
             match request {
-                Err(error) => Look::Never(error.to_string()),
+                Err(error) => Poll::Failed(error.to_string()),
                 Ok(request) => match client.request_text(request).await {
-                    Ok(_) => Look::Found(()),
-                    Err(error) => Look::NotYet(error.to_string()),
+                    Ok(_) => Poll::Ready(()),
+                    Err(error) => Poll::Pending(error.to_string()),
                 },
             }
         };
-        self.wait("the API server", &["etcd", "kube-apiserver"], look)
+        self.wait_for_components("the API server", &["etcd", "kube-apiserver"], look)
             .await?;
-        progress.say("API server is ready");
+        progress.report("API server is ready");
         Ok(())
     }
 
     /// Waits for something that the components `needs` bring about; the end of one of them ends
     /// the wait. The error has the end of its log, or of the last one's.
-    async fn wait(
+    async fn wait_for_components(
         &mut self,
         what: &str,
         needs: &[&'static str],
-        look: impl AsyncFn() -> Look<()>,
+        look: impl AsyncFn() -> Poll<()>,
     ) -> Result<(), LocalError> {
         let folder = self.layout.folder.clone();
         let control = self.control()?;
         let mut to_blame = needs.last().copied().unwrap_or("node");
-        let waited = wait::until(what, STEP, PAUSE, async || {
+        let waited = wait::poll_until(what, STEP_TIMEOUT, POLL_INTERVAL, async || {
             for name in needs {
-                if let Ok(Some(how)) = control.ended(name).await {
+                if let Ok(Some(how)) = control.exit_description(name).await {
                     to_blame = name;
-                    return Look::Never(format!("{name} ended with {how}"));
+                    return Poll::Failed(format!("{name} ended with {how}"));
                 }
             }
             look().await
         })
         .await;
-        waited.map_err(|source| not_ready(&folder, to_blame, source))
+        waited.map_err(|source| not_ready_error(&folder, to_blame, source))
     }
 
     async fn client(&self) -> Result<Client, LocalError> {
         let client = super::client(&self.layout.folder.kubeconfig()).await;
-        client.map_err(|error| step("kubeconfig")(io::Error::other(error)))
+        client.map_err(|error| step_error("kubeconfig")(io::Error::other(error)))
     }
 
-    async fn ready(&mut self, client: &Client, progress: &Progress) -> Result<(), LocalError> {
-        if self.layout.extent == Extent::Node {
-            self.node_ready(client, progress).await?;
+    async fn wait_until_usable(
+        &mut self,
+        client: &Client,
+        progress: &Progress,
+    ) -> Result<(), LocalError> {
+        if self.layout.scope == ClusterScope::WithNode {
+            self.wait_for_node(client, progress).await?;
         }
         let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), "default");
         let account = async || match accounts.get_opt("default").await {
-            Ok(Some(_)) => Look::Found(()),
-            Ok(None) => Look::NotYet("it is not there".to_owned()),
-            Err(error) => Look::NotYet(error.to_string()),
+            Ok(Some(_)) => Poll::Ready(()),
+            Ok(None) => Poll::Pending("it is not there".to_owned()),
+            Err(error) => Poll::Pending(error.to_string()),
         };
-        self.wait(
+        self.wait_for_components(
             "the default service account",
             &["kube-controller-manager"],
             account,
@@ -585,39 +598,43 @@ impl Start {
         .await
     }
 
-    async fn node_ready(&mut self, client: &Client, progress: &Progress) -> Result<(), LocalError> {
+    async fn wait_for_node(
+        &mut self,
+        client: &Client,
+        progress: &Progress,
+    ) -> Result<(), LocalError> {
         let nodes: Api<Node> = Api::all(client.clone());
-        let node = async || match nodes.get_opt(NODE).await {
-            Ok(Some(node)) => node_state(&node),
-            Ok(None) => Look::NotYet("it has not registered".to_owned()),
-            Err(error) => Look::NotYet(error.to_string()),
+        let node = async || match nodes.get_opt(NODE_NAME).await {
+            Ok(Some(node)) => node_readiness(&node),
+            Ok(None) => Poll::Pending("it has not registered".to_owned()),
+            Err(error) => Poll::Pending(error.to_string()),
         };
-        self.wait("the node to be Ready", &["containerd", "kubelet"], node)
+        self.wait_for_components("the node to be Ready", &["containerd", "kubelet"], node)
             .await?;
-        progress.say("node is Ready");
+        progress.report("node is Ready");
         Ok(())
     }
 
-    fn finish(mut self, client: Client) -> Local {
+    fn finish(mut self, client: Client) -> LocalCluster {
         let node = self
             .node
             .take()
             .expect("the node process is there until the start is finished");
-        Local {
+        LocalCluster {
             layout: self.layout.clone(),
-            node,
+            node_process: node,
             control: self.control.take(),
             client,
-            kept: false,
+            detached: false,
         }
     }
 }
 
-impl Drop for Start {
+impl Drop for Startup {
     fn drop(&mut self) {
         self.control = None;
         if let Some(mut node) = self.node.take() {
-            let _ = reap(&mut node, Duration::from_secs(40));
+            let _ = wait_for_exit(&mut node, Duration::from_secs(40));
         }
     }
 }
@@ -631,7 +648,7 @@ fn copy(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-fn node_state(node: &Node) -> Look<()> {
+fn node_readiness(node: &Node) -> Poll<()> {
     let conditions = node
         .status
         .iter()
@@ -640,13 +657,13 @@ fn node_state(node: &Node) -> Look<()> {
         .into_iter()
         .find(|condition| condition.type_ == "Ready")
     {
-        Some(ready) if ready.status == "True" => Look::Found(()),
-        Some(ready) => Look::NotYet(ready.message.clone().unwrap_or_default()),
-        None => Look::NotYet("it has no Ready condition".to_owned()),
+        Some(ready) if ready.status == "True" => Poll::Ready(()),
+        Some(ready) => Poll::Pending(ready.message.clone().unwrap_or_default()),
+        None => Poll::Pending("it has no Ready condition".to_owned()),
     }
 }
 
-fn not_ready(folder: &RunFolder, component: &str, source: TimedOut) -> LocalError {
+fn not_ready_error(folder: &RunFolder, component: &str, source: WaitError) -> LocalError {
     let log = folder.log(component);
     LocalError::NotReady {
         source,
@@ -663,7 +680,7 @@ fn tail(path: &Path, count: usize) -> String {
 }
 
 /// Waits for the process's end: its exit code, or none if it was killed or lives on.
-fn reap(node: &mut Child, bound: Duration) -> io::Result<Option<i32>> {
+fn wait_for_exit(node: &mut Child, bound: Duration) -> io::Result<Option<i32>> {
     let start = Instant::now();
     loop {
         if let Some(status) = node.try_wait()? {

@@ -11,15 +11,15 @@ use std::path::{Path, PathBuf};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 
-pub use local::{Extent, Local, LocalError, Options, down};
+pub use local::{ClusterOptions, ClusterScope, LocalCluster, LocalError, down};
 pub use run_folder::{RunFolder, RunFolderError};
 
 /// Where scenarios run.
 pub enum Cluster {
     /// On a cluster of our own.
-    Ours(Box<Local>),
+    Local(Box<LocalCluster>),
     /// On the user's.
-    Yours {
+    External {
         /// A client with the user's rights.
         client: Client,
         /// The file that `KUBECONFIG` names.
@@ -40,40 +40,40 @@ impl Cluster {
     ///
     /// # Errors
     /// When the file cannot be read or used.
-    pub async fn yours(kubeconfig: PathBuf) -> Result<Self, KubeconfigError> {
+    pub async fn external(kubeconfig: PathBuf) -> Result<Self, KubeconfigError> {
         let client = client(&kubeconfig).await?;
-        Ok(Self::Yours { client, kubeconfig })
+        Ok(Self::External { client, kubeconfig })
     }
 
     /// A client with all rights.
     pub fn client(&self) -> Client {
         match self {
-            Self::Ours(local) => local.client(),
-            Self::Yours { client, .. } => client.clone(),
+            Self::Local(local) => local.client(),
+            Self::External { client, .. } => client.clone(),
         }
     }
 
     /// The kubeconfig file for other programs.
     pub fn kubeconfig(&self) -> PathBuf {
         match self {
-            Self::Ours(local) => local.kubeconfig(),
-            Self::Yours { kubeconfig, .. } => kubeconfig.clone(),
+            Self::Local(local) => local.kubeconfig(),
+            Self::External { kubeconfig, .. } => kubeconfig.clone(),
         }
     }
 
     /// Our own cluster, whose node can be operated on.
-    pub fn ours(&self) -> Option<&Local> {
+    pub fn local(&self) -> Option<&LocalCluster> {
         match self {
-            Self::Ours(local) => Some(local),
-            Self::Yours { .. } => None,
+            Self::Local(local) => Some(local),
+            Self::External { .. } => None,
         }
     }
 
     /// As [`Self::ours`].
-    pub fn ours_mut(&mut self) -> Option<&mut Local> {
+    pub fn local_mut(&mut self) -> Option<&mut LocalCluster> {
         match self {
-            Self::Ours(local) => Some(local),
-            Self::Yours { .. } => None,
+            Self::Local(local) => Some(local),
+            Self::External { .. } => None,
         }
     }
 }

@@ -26,7 +26,7 @@ pub enum RunFolderError {
     #[error(
         "cluster {name} is up already (process {pid}, {path}); `bursar-e2e down --name {name}` ends it"
     )]
-    Taken {
+    InUse {
         /// The cluster's name.
         name: String,
         /// Its node process.
@@ -73,14 +73,14 @@ impl RunFolder {
     /// # Errors
     /// When one is up, or the leftovers do not go away.
     pub fn prepare(&self) -> Result<(), RunFolderError> {
-        self.sweep()?;
+        self.clean_up()?;
         for folder in [
             self.path.clone(),
             self.logs(),
             self.scratch(),
             self.configs(),
         ] {
-            fs::create_dir_all(&folder).map_err(self.file(&folder))?;
+            fs::create_dir_all(&folder).map_err(self.file_error(&folder))?;
         }
         Ok(())
     }
@@ -89,10 +89,10 @@ impl RunFolder {
     ///
     /// # Errors
     /// When the cluster is up, or something does not go away.
-    pub fn sweep(&self) -> Result<(), RunFolderError> {
+    pub fn clean_up(&self) -> Result<(), RunFolderError> {
         if self.is_up()? {
             let pid = fs::read_to_string(self.pid()).unwrap_or_else(|_| "unknown".to_owned());
-            return Err(RunFolderError::Taken {
+            return Err(RunFolderError::InUse {
                 name: self.name.clone(),
                 pid,
                 path: self.path.clone(),
@@ -103,7 +103,7 @@ impl RunFolder {
             cgroup.kill(Duration::from_secs(10))?;
             cgroup.remove(Duration::from_secs(10))?;
         }
-        self.remove().map_err(self.file(&self.path))
+        self.remove().map_err(self.file_error(&self.path))
     }
 
     /// A node process holds the folder.
@@ -114,7 +114,7 @@ impl RunFolder {
         let path = self.lock();
         let lock = match File::open(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-            other => other.map_err(self.file(&path))?,
+            other => other.map_err(self.file_error(&path))?,
         };
         match lock.try_lock() {
             Ok(()) => Ok(false),
@@ -138,7 +138,7 @@ impl RunFolder {
         }
     }
 
-    fn file(&self, path: &Path) -> impl FnOnce(io::Error) -> RunFolderError {
+    fn file_error(&self, path: &Path) -> impl FnOnce(io::Error) -> RunFolderError {
         let path = path.to_path_buf();
         move |source| RunFolderError::File { path, source }
     }
@@ -177,7 +177,7 @@ impl RunFolder {
     }
 
     /// The node process's socket.
-    pub fn control(&self) -> PathBuf {
+    pub fn control_socket(&self) -> PathBuf {
         self.path.join("control")
     }
 
@@ -217,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_that_would_leave_the_folder_is_refused() {
+    fn run_folder_rejects_names_that_leave_the_folder() {
         for name in ["", "..", "a/b", "A", "-a", "a-", "abcdefghijklmnopqrstu"] {
             assert!(RunFolder::of(name).is_err(), "{name}");
         }

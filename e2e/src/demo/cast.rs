@@ -1,23 +1,23 @@
 //! Who is in the demo: sizes that fit the cluster's GPUs.
 
 use super::{DemoError, NAMESPACES};
-use crate::pods::PodPlan;
-use crate::scene::Scene;
+use crate::pods::PodBuilder;
+use crate::scene::Environment;
 
 /// One pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Role {
+pub(super) struct Workload {
     pub(super) namespace: &'static str,
     pub(super) name: String,
     pub(super) gib: u32,
     /// It takes until it is refused; others take a quarter of what they asked for, beside their context.
-    pub(super) greedy: bool,
+    pub(super) fills_quota: bool,
 }
 
-impl Role {
-    pub(super) fn plan(&self, image: &str) -> PodPlan {
-        let plan = PodPlan::new(&self.name, image).gib(self.gib);
-        if self.greedy {
+impl Workload {
+    pub(super) fn pod(&self, image: &str) -> PodBuilder {
+        let plan = PodBuilder::new(&self.name, image).gib(self.gib);
+        if self.fills_quota {
             return plan.arguments(&["greedy"]);
         }
         let quarter = format!("{}Mi", self.gib * 256);
@@ -27,22 +27,22 @@ impl Role {
 
 /// All pods.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Cast {
+pub(super) struct Workloads {
     /// Those that find room, in order.
-    pub(super) running: Vec<Role>,
+    pub(super) initial: Vec<Workload>,
     /// The one of them that is deleted.
-    pub(super) leaves: usize,
+    pub(super) deleted: usize,
     /// The one that finds no GPU with room.
-    pub(super) late: Role,
+    pub(super) pending: Workload,
 }
 
-impl Cast {
+impl Workloads {
     /// Sizes for the GPUs of `scene`.
     ///
     /// # Errors
     /// When they are too small.
-    pub(super) async fn of(scene: &Scene) -> Result<Self, DemoError> {
-        let gpus = scene.gpu_sizes().await?;
+    pub(super) async fn for_environment(scene: &Environment) -> Result<Self, DemoError> {
+        let gpus = scene.gpu_sizes_in_quanta().await?;
         Self::for_gpus(&gpus).ok_or_else(|| DemoError::TooSmall(format!("{gpus:?} GiB")))
     }
 
@@ -53,11 +53,11 @@ impl Cast {
         if gib < 8 {
             return None;
         }
-        let role = |namespace, name: &str, gib: u32, greedy| Role {
+        let role = |namespace, name: &str, gib: u32, greedy| Workload {
             namespace,
             name: name.to_owned(),
             gib: gib.max(1),
-            greedy,
+            fills_quota: greedy,
         };
         let team = |number: usize| NAMESPACES[number % NAMESPACES.len()];
         let big = |(number, gpu): (usize, &u32)| {
@@ -68,19 +68,19 @@ impl Cast {
                 number == 1,
             )
         };
-        let mut running: Vec<Role> = gpus.iter().enumerate().map(big).collect();
+        let mut running: Vec<Workload> = gpus.iter().enumerate().map(big).collect();
         running.push(role(team(0), "infer-1", gib * 3 / 16, false));
         running.push(role(team(1), "infer-2", gib / 16, gpus.len() == 1));
         Some(Self {
-            running,
-            leaves: 0,
-            late: role(team(1), "late", gib.div_ceil(2), false),
+            initial: running,
+            deleted: 0,
+            pending: role(team(1), "late", gib.div_ceil(2), false),
         })
     }
 
     /// What each namespace may use: what its pods ask for.
     pub(super) fn budgets(&self) -> Vec<(&'static str, u32)> {
-        let all = || self.running.iter().chain([&self.late]);
+        let all = || self.initial.iter().chain([&self.pending]);
         let sum = |namespace| {
             all()
                 .filter(|role| role.namespace == namespace)
@@ -98,30 +98,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_late_one_fits_the_node_but_no_gpu_until_a_big_one_leaves() {
+    fn pending_pod_fits_no_gpu_until_a_large_pod_is_deleted() {
         for gib in 8..200 {
-            let cast = Cast::for_gpus(&[gib, gib]).unwrap();
-            let big = cast.running[cast.leaves].gib;
-            let asked: u32 = cast.running.iter().map(|role| role.gib).sum();
+            let cast = Workloads::for_gpus(&[gib, gib]).unwrap();
+            let big = cast.initial[cast.deleted].gib;
+            let asked: u32 = cast.initial.iter().map(|role| role.gib).sum();
             assert!(
-                2 * gib - asked >= cast.late.gib,
+                2 * gib - asked >= cast.pending.gib,
                 "the node has room of {gib}"
             );
-            assert!(gib - big < cast.late.gib, "no GPU of {gib} has room");
+            assert!(gib - big < cast.pending.gib, "no GPU of {gib} has room");
             let small = asked - 2 * big;
             assert!(
-                gib - small >= cast.late.gib,
+                gib - small >= cast.pending.gib,
                 "the freed GPU of {gib} has room, with both small ones on it"
             );
         }
     }
 
     #[test]
-    fn one_gpu_is_enough() {
-        let cast = Cast::for_gpus(&[16]).unwrap();
-        let used: u32 = cast.running.iter().map(|role| role.gib).sum();
-        assert!(used <= 16 && 16 - used < cast.late.gib);
-        assert_eq!(cast.running.iter().filter(|role| role.greedy).count(), 1);
-        assert_eq!(Cast::for_gpus(&[4]), None);
+    fn workloads_fit_a_single_gpu() {
+        let cast = Workloads::for_gpus(&[16]).unwrap();
+        let used: u32 = cast.initial.iter().map(|role| role.gib).sum();
+        assert!(used <= 16 && 16 - used < cast.pending.gib);
+        assert_eq!(
+            cast.initial.iter().filter(|role| role.fills_quota).count(),
+            1
+        );
+        assert_eq!(Workloads::for_gpus(&[4]), None);
     }
 }

@@ -15,15 +15,15 @@ use bursar_crds::GpuMemoryBudget;
 use kube::api::{Api, Patch, PatchParams};
 use serde_json::json;
 
-use self::cast::{Cast, Role};
+use self::cast::{Workload, Workloads};
 use self::table::Row;
-use self::view::View;
+use self::view::ProbeOutput;
 use crate::pods::{PodError, Pods};
 use crate::progress::Progress;
-use crate::scene::{Scene, SceneError};
+use crate::scene::{Environment, EnvironmentError};
 
 /// Bound of one pod's start; images are on the node, or pulled once.
-const BOUND: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Why the demo did not come to its table.
 #[derive(Debug, thiserror::Error)]
@@ -33,7 +33,7 @@ pub enum DemoError {
     Pod(#[from] PodError),
     /// The cluster did not answer.
     #[error(transparent)]
-    Scene(#[from] SceneError),
+    Scene(#[from] EnvironmentError),
     /// A budget was refused.
     #[error("budget of {namespace}: {source}")]
     Budget {
@@ -54,7 +54,7 @@ pub const NAMESPACES: [&str; 2] = ["team-a", "team-b"];
 ///
 /// # Errors
 /// When the API server refuses.
-pub async fn clean_up(scene: &Scene) -> Result<(), DemoError> {
+pub async fn clean_up(scene: &Environment) -> Result<(), DemoError> {
     for namespace in NAMESPACES {
         Pods::delete_namespace(&scene.cluster.client(), namespace).await?;
     }
@@ -65,49 +65,55 @@ pub async fn clean_up(scene: &Scene) -> Result<(), DemoError> {
 ///
 /// # Errors
 /// When a pod does not do what it is meant to within its bound.
-pub async fn run(scene: &Scene, progress: &Progress) -> Result<String, DemoError> {
-    let cast = Cast::of(scene).await?;
+pub async fn run(scene: &Environment, progress: &Progress) -> Result<String, DemoError> {
+    let cast = Workloads::for_environment(scene).await?;
     let client = scene.cluster.client();
     for (namespace, gib) in cast.budgets() {
         Pods::in_namespace(&client, namespace).await?;
-        budget(scene, namespace, gib).await?;
-        progress.say(format_args!(
+        apply_budget(scene, namespace, gib).await?;
+        progress.report(format_args!(
             "namespace {namespace} has a budget of {gib} GiB"
         ));
     }
     let mut rows = Vec::new();
-    for role in &cast.running {
+    for role in &cast.initial {
         let pods = Pods::in_namespace(&client, role.namespace).await?;
-        pods.create(&role.plan(&scene.probe)).await?;
-        pods.until_running(&role.name, BOUND).await?;
-        let view = pods.until_logged(&role.name, BOUND, View::parse).await?;
-        progress.say(format_args!(
+        pods.create(&role.pod(&scene.probe_image)).await?;
+        pods.wait_until_running(&role.name, TIMEOUT).await?;
+        let view = pods
+            .wait_for_log_line(&role.name, TIMEOUT, ProbeOutput::parse)
+            .await?;
+        progress.report(format_args!(
             "{}/{} asked for {} GiB and {}",
             role.namespace,
             role.name,
             role.gib,
-            view.sentence()
+            view.summary()
         ));
         rows.push(Row::new(role, &pods.node(&role.name).await?, &view));
     }
-    rows.push(late(scene, &cast, progress).await?);
-    rows[cast.leaves].note = "was deleted to make room".to_owned();
+    rows.push(run_pending_pod(scene, &cast, progress).await?);
+    rows[cast.deleted].note = "was deleted to make room".to_owned();
     Ok(table::render(&rows))
 }
 
 /// The pod that finds no GPU with room, waits with the reason, and runs when a big one has ended.
-async fn late(scene: &Scene, cast: &Cast, progress: &Progress) -> Result<Row, DemoError> {
+async fn run_pending_pod(
+    scene: &Environment,
+    cast: &Workloads,
+    progress: &Progress,
+) -> Result<Row, DemoError> {
     let client = scene.cluster.client();
-    let role: &Role = &cast.late;
+    let role: &Workload = &cast.pending;
     let pods = Pods::in_namespace(&client, role.namespace).await?;
-    pods.create(&role.plan(&scene.probe)).await?;
-    progress.say(format_args!(
+    pods.create(&role.pod(&scene.probe_image)).await?;
+    progress.report(format_args!(
         "{}/{} asks for {} GiB: no GPU has as much free. It waits; its status tells why after 25 s",
         role.namespace, role.name, role.gib
     ));
     let waits = pods
-        .until(&role.name, "to tell why it waits", BOUND, |state| {
-            state.tells_why()
+        .wait_until(&role.name, "to tell why it waits", TIMEOUT, |state| {
+            state.is_waiting_with_reason()
         })
         .await?;
     let place = if waits.scheduled {
@@ -115,33 +121,35 @@ async fn late(scene: &Scene, cast: &Cast, progress: &Progress) -> Result<Row, De
     } else {
         "for a node"
     };
-    progress.say(format_args!("it waits {place}: {}", waits.waiting));
+    progress.report(format_args!("it waits {place}: {}", waits.waiting_reason));
 
-    let leaving = &cast.running[cast.leaves];
+    let leaving = &cast.initial[cast.deleted];
     let theirs = Pods::in_namespace(&client, leaving.namespace).await?;
     let start = Instant::now();
     theirs.delete(&leaving.name).await?;
-    progress.say(format_args!(
+    progress.report(format_args!(
         "{}/{} is deleted to make room",
         leaving.namespace, leaving.name
     ));
-    pods.until_running(&role.name, BOUND).await?;
+    pods.wait_until_running(&role.name, TIMEOUT).await?;
     let took = start.elapsed().as_secs_f64();
-    let view = pods.until_logged(&role.name, BOUND, View::parse).await?;
-    progress.say(format_args!(
+    let view = pods
+        .wait_for_log_line(&role.name, TIMEOUT, ProbeOutput::parse)
+        .await?;
+    progress.report(format_args!(
         "{}/{} runs, {took:.1} s later",
         role.namespace, role.name
     ));
     let mut row = Row::new(role, &pods.node(&role.name).await?, &view);
     row.note = format!(
         "{}; ran {took:.1} s after {} was deleted",
-        waits.reason(),
+        waits.innermost_reason(),
         leaving.name
     );
     Ok(row)
 }
 
-async fn budget(scene: &Scene, namespace: &str, gib: u32) -> Result<(), DemoError> {
+async fn apply_budget(scene: &Environment, namespace: &str, gib: u32) -> Result<(), DemoError> {
     let budget = json!({
         "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
         "metadata": {"name": "default"},

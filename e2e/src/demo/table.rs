@@ -1,7 +1,7 @@
 //! The demo's table.
 
-use super::cast::Role;
-use super::view::{View, gib};
+use super::cast::Workload;
+use super::view::{ProbeOutput, format_gib};
 
 /// One pod's line.
 #[derive(Debug, Clone)]
@@ -16,7 +16,7 @@ pub(super) struct Row {
 }
 
 impl Row {
-    pub(super) fn new(role: &Role, node: &str, view: &View) -> Self {
+    pub(super) fn new(role: &Workload, node: &str, view: &ProbeOutput) -> Self {
         let told = view
             .refused
             .as_ref()
@@ -28,10 +28,10 @@ impl Row {
             quota: format!("{} GiB", role.gib),
             sees: format!(
                 "{} GiB, {} free",
-                gib(view.device.total),
-                gib(view.device.free)
+                format_gib(view.device.total),
+                format_gib(view.device.free)
             ),
-            took: format!("{} GiB", gib(view.got)),
+            took: format!("{} GiB", format_gib(view.got)),
             note: told.unwrap_or_default(),
         }
     }

@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn libraries_and_the_loader_are_found_and_the_kernels_object_is_not() {
+    fn parse_lists_libraries_and_loader_but_not_the_vdso() {
         let text = "\tlinux-vdso.so.1 (0x00007ffd)\n\tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x00007f)\n\
                     \t/lib64/ld-linux-x86-64.so.2 (0x00007f)\n";
         let found = parse(text).unwrap();
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_that_is_missing_is_named() {
+    fn parse_names_a_missing_library() {
         assert_eq!(
             parse("\tlibx.so.1 => not found\n").unwrap_err(),
             "libx.so.1"

@@ -219,7 +219,7 @@ impl Recipe {
                 file: file.to_owned(),
             })
         };
-        let mut files = skeleton();
+        let mut files = base_entries();
         let mut libraries = BTreeMap::new();
         let programs = self
             .programs
@@ -261,7 +261,7 @@ impl Recipe {
 }
 
 /// Folders and links that programs and the container runtime expect; merged `/usr`, as Debian's.
-fn skeleton() -> Vec<Entry> {
+fn base_entries() -> Vec<Entry> {
     let link = |path: &str, target: &str| Entry::Link {
         path: path.into(),
         target: target.into(),
@@ -337,7 +337,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_template_names_each_image() {
+    fn template_gives_each_image_a_reference() {
         let template: Template = "host:5000/bursar-{name}:1".parse().unwrap();
         assert_eq!(template.reference("probe"), "host:5000/bursar-probe:1");
         assert!("host/bursar:1".parse::<Template>().is_err());

@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn every_blob_is_named_by_its_digest() {
+    fn archive_names_each_blob_by_its_digest() {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("image.tar");
         image(folder.path()).write(&out).unwrap();
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn the_layer_has_the_parents_and_the_same_bytes_each_time() {
+    fn layer_has_parent_folders_and_is_reproducible() {
         let folder = tempfile::tempdir().unwrap();
         let image = image(folder.path());
         let layer = image.layer().unwrap();

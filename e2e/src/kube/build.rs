@@ -62,7 +62,7 @@ pub fn build(progress: &Progress) -> Result<Toolbox, CacheError<BuildError>> {
                 source,
             })
         })?;
-        found.push(cache::once(&root, &key, |out| {
+        found.push(cache::get_or_make(&root, &key, |out| {
             compile(part, &sources, out, progress)
         })?);
     }
@@ -79,7 +79,7 @@ fn go_version() -> Result<String, BuildError> {
 
 fn compile(part: &Part, sources: &Path, out: &Path, progress: &Progress) -> Result<(), BuildError> {
     packages::require(part.packages, progress)?;
-    progress.say(format_args!(
+    progress.report(format_args!(
         "{}: go build (once; kept in {})",
         part.name,
         folders::cache().display()
@@ -108,7 +108,7 @@ fn compile(part: &Part, sources: &Path, out: &Path, progress: &Progress) -> Resu
             break status;
         }
         if said.elapsed() >= Duration::from_secs(15) {
-            progress.say(format_args!(
+            progress.report(format_args!(
                 "{}: still building after {} s",
                 part.name,
                 start.elapsed().as_secs()
@@ -126,16 +126,16 @@ fn compile(part: &Part, sources: &Path, out: &Path, progress: &Progress) -> Resu
         return Err(BuildError::Go {
             part: part.name,
             status: status.to_string(),
-            hint: hint(&text),
+            hint: network_hint(&text),
             tail: tail(&text, 12),
         });
     }
-    for name in part.names {
+    for name in part.links {
         let link = out.join(name);
         std::os::unix::fs::symlink(part.programs[0], &link).map_err(file(&link))?;
     }
     fs::remove_file(&log).map_err(file(&log))?;
-    progress.say(format_args!(
+    progress.report(format_args!(
         "{}: built in {:.0} s",
         part.name,
         start.elapsed().as_secs_f64()
@@ -143,7 +143,7 @@ fn compile(part: &Part, sources: &Path, out: &Path, progress: &Progress) -> Resu
     Ok(())
 }
 
-fn hint(text: &str) -> &'static str {
+fn network_hint(text: &str) -> &'static str {
     let network = [
         "dial tcp",
         "no such host",
@@ -171,13 +171,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_network_is_named() {
-        assert!(hint("dial tcp: lookup proxy.golang.org: no such host").contains("GOPROXY"));
-        assert_eq!(hint("undefined: x"), "");
+    fn hint_names_a_missing_network() {
+        assert!(
+            network_hint("dial tcp: lookup proxy.golang.org: no such host").contains("GOPROXY")
+        );
+        assert_eq!(network_hint("undefined: x"), "");
     }
 
     #[test]
-    fn the_tail_is_the_last_lines() {
+    fn tail_returns_the_last_lines() {
         assert_eq!(tail("a\nb\nc", 2), "b\nc");
         assert_eq!(tail("a", 5), "a");
     }

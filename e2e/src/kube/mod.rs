@@ -12,10 +12,10 @@ pub use packages::PackageError;
 pub use toolbox::Toolbox;
 
 /// The programs that a node needs, each with its further names. helm stays: charts travel rendered.
-pub(crate) fn travelling() -> impl Iterator<Item = (&'static str, &'static [&'static str])> {
+pub(crate) fn archived_programs() -> impl Iterator<Item = (&'static str, &'static [&'static str])> {
     let parts = parts::PARTS.iter().filter(|part| part.name != "helm");
     parts.flat_map(|part| {
-        let names = |number| if number == 0 { part.names } else { &[] };
+        let names = |number| if number == 0 { part.links } else { &[] };
         part.programs
             .iter()
             .enumerate()

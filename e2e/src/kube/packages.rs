@@ -10,34 +10,34 @@ use crate::progress::Progress;
 pub(crate) struct Package {
     name: &'static str,
     /// The package is there if this file is.
-    proof: &'static str,
+    proof_path: &'static str,
 }
 
 impl Package {
     /// The C compiler.
     pub(crate) const GCC: Self = Self {
         name: "gcc",
-        proof: "/usr/bin/gcc",
+        proof_path: "/usr/bin/gcc",
     };
     /// libseccomp's header and static library.
     pub(crate) const SECCOMP: Self = Self {
         name: "libseccomp-dev",
-        proof: "/usr/include/seccomp.h",
+        proof_path: "/usr/include/seccomp.h",
     };
     /// The C compiler for 32-bit programs.
     pub(crate) const GCC_MULTILIB: Self = Self {
         name: "gcc-multilib",
-        proof: "/usr/lib32/libc.so.6",
+        proof_path: "/usr/lib32/libc.so.6",
     };
     /// The C compiler for programs over musl.
     pub(crate) const MUSL: Self = Self {
         name: "musl-tools",
-        proof: "/usr/bin/musl-gcc",
+        proof_path: "/usr/bin/musl-gcc",
     };
     /// The compressor of archives that travel.
     pub(crate) const XZ: Self = Self {
         name: "xz-utils",
-        proof: "/usr/bin/xz",
+        proof_path: "/usr/bin/xz",
     };
 }
 
@@ -61,13 +61,13 @@ pub enum PackageError {
 pub(crate) fn require(packages: &[Package], progress: &Progress) -> Result<(), PackageError> {
     let missing: Vec<&str> = packages
         .iter()
-        .filter(|package| !Path::new(package.proof).exists())
+        .filter(|package| !Path::new(package.proof_path).exists())
         .map(|package| package.name)
         .collect();
     if missing.is_empty() {
         return Ok(());
     }
-    progress.say(format_args!("installing {}", missing.join(" ")));
+    progress.report(format_args!("installing {}", missing.join(" ")));
     // Package lists may be stale or absent in a fresh container; updating them is worth one try.
     if apt_get(
         &[

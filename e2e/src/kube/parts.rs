@@ -24,7 +24,7 @@ pub(crate) struct Part {
     /// The programs that it makes.
     pub(crate) programs: &'static [&'static str],
     /// Further names of the first program, which acts by the name that it is called by.
-    pub(crate) names: &'static [&'static str],
+    pub(crate) links: &'static [&'static str],
     /// Debian packages needed to build it.
     pub(crate) packages: &'static [Package],
 }
@@ -37,7 +37,7 @@ pub(crate) const PARTS: &[Part] = &[
         cgo: false,
         tags: "",
         programs: &["kubernetes"],
-        names: &[
+        links: &[
             "etcd",
             "kube-apiserver",
             "kube-controller-manager",
@@ -53,7 +53,7 @@ pub(crate) const PARTS: &[Part] = &[
         cgo: false,
         tags: "no_btrfs no_zfs no_devmapper",
         programs: &["containerd", "containerd-shim-runc-v2", "ctr"],
-        names: &[],
+        links: &[],
         packages: &[],
     },
     Part {
@@ -63,7 +63,7 @@ pub(crate) const PARTS: &[Part] = &[
         // Without seccomp every unprivileged sandbox fails to start.
         tags: "seccomp netgo osusergo",
         programs: &["runc"],
-        names: &[],
+        links: &[],
         packages: &[Package::GCC, Package::SECCOMP],
     },
     Part {
@@ -72,7 +72,7 @@ pub(crate) const PARTS: &[Part] = &[
         cgo: false,
         tags: "",
         programs: &["bridge", "host-local", "loopback"],
-        names: &[],
+        links: &[],
         packages: &[],
     },
     Part {
@@ -81,7 +81,7 @@ pub(crate) const PARTS: &[Part] = &[
         cgo: false,
         tags: "",
         programs: &["helm"],
-        names: &[],
+        links: &[],
         packages: &[],
     },
 ];
@@ -156,14 +156,14 @@ mod tests {
     use crate::folders;
 
     #[test]
-    fn the_stamped_version_is_the_pinned_one() {
+    fn stamped_version_equals_the_pinned_version() {
         let pins =
             fs::read_to_string(folders::repository().join("e2e/kube/kubernetes/go.mod")).unwrap();
         assert!(pins.contains(&format!("k8s.io/kubernetes v{KUBERNETES_VERSION}\n")));
     }
 
     #[test]
-    fn a_changed_pin_changes_the_key() {
+    fn cache_key_changes_with_the_pinned_version() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("go.mod"), "one").unwrap();
         fs::write(folder.path().join("go.sum"), "").unwrap();

@@ -278,7 +278,7 @@ mod tests {
 32 24 0:28 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw";
 
     #[test]
-    fn every_hierarchy_of_a_hybrid_system_is_found() {
+    fn hierarchies_lists_every_mount_of_a_hybrid_system() {
         let found = hierarchies(HYBRID);
         let kinds: Vec<Kind> = found.iter().map(|hierarchy| hierarchy.kind).collect();
         assert_eq!(kinds, [Kind::V1Cpuset, Kind::V1, Kind::V2]);
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn hierarchy_is_used_by_its_first_mount_alone() {
+    fn hierarchies_lists_the_first_of_two_mounts_only() {
         let bound = "40 24 0:27 / /tmp/x/cgroup/memory rw - cgroup cgroup rw,memory";
         assert_eq!(
             hierarchies(&format!("{HYBRID}\n{bound}")),
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_system_with_one_unified_hierarchy_is_v2() {
+    fn cgroup_is_v2_when_the_only_hierarchy_is_unified() {
         let unified = "28 24 0:25 / /sys/fs/cgroup rw - cgroup2 cgroup rw,nsdelegate";
         assert!(
             Cgroup {

@@ -13,7 +13,7 @@ use super::netlink;
 use crate::scene::has_driver;
 
 /// Folders that are empty and private in the node, whatever the host has there.
-const PRIVATE: &[&str] = &[
+const PRIVATE_FOLDERS: &[&str] = &[
     "/var/lib/kubelet",
     "/var/lib/bursar",
     "/var/lib/containerd",
@@ -29,12 +29,12 @@ const PRIVATE: &[&str] = &[
 ];
 
 /// File systems that are mounted in `/dev`.
-const IN_DEV: &[&str] = &["/dev/pts", "/dev/shm"];
+const DEV_FILE_SYSTEMS: &[&str] = &["/dev/pts", "/dev/shm"];
 
 /// Kernel settings that the kubelet changes where they differ
 /// (kubernetes `pkg/kubelet/cm/container_manager_linux.go`, `setupKernelTunables`). It is shown
 /// the values that it wants, so that the host's stay as they are.
-const TUNABLES: &[(&str, &str)] = &[
+const SYSCTLS: &[(&str, &str)] = &[
     ("/proc/sys/vm/overcommit_memory", "1"),
     ("/proc/sys/vm/panic_on_oom", "0"),
     ("/proc/sys/kernel/panic", "10"),
@@ -68,9 +68,9 @@ pub(super) fn enter(scratch: &Path) -> Result<(), NamespaceError> {
     )]
     rustix::thread::unshare(UnshareFlags::NEWNS | UnshareFlags::NEWNET)
         .map_err(|error| at("new mount and network namespaces (root is needed)")(error.into()))?;
-    mounts(scratch)?;
+    set_up_mounts(scratch)?;
     let network = |source| at("the node's loopback link")(source);
-    netlink::up(netlink::LOOPBACK).map_err(network)?;
+    netlink::set_link_up(netlink::LOOPBACK).map_err(network)?;
     for address in [super::ADDRESS, super::SERVICE_ADDRESS] {
         netlink::add_address(netlink::LOOPBACK, address).map_err(network)?;
     }
@@ -85,7 +85,7 @@ pub(super) fn leave(scratch: &Path) -> io::Result<()> {
     Ok(unmount(scratch, UnmountFlags::DETACH)?)
 }
 
-fn mounts(scratch: &Path) -> Result<(), NamespaceError> {
+fn set_up_mounts(scratch: &Path) -> Result<(), NamespaceError> {
     // Nothing travels to the host; inside, mounts travel from the kubelet to containers.
     for change in [
         MountPropagationFlags::PRIVATE,
@@ -98,14 +98,14 @@ fn mounts(scratch: &Path) -> Result<(), NamespaceError> {
     for folder in ["/run", "/var/lib", "/var/log"] {
         copy_on_write(scratch, Path::new(folder))?;
     }
-    for folder in PRIVATE {
+    for folder in PRIVATE_FOLDERS {
         fs::create_dir_all(folder).map_err(at(*folder))?;
         tmpfs(Path::new(folder))?;
     }
-    for (path, value) in TUNABLES {
-        show(scratch, Path::new(path), value)?;
+    for (path, value) in SYSCTLS {
+        bind_value(scratch, Path::new(path), value)?;
     }
-    whole_proc(scratch)?;
+    mount_proc(scratch)?;
     if has_driver() {
         return Ok(());
     }
@@ -119,12 +119,12 @@ fn private_dev(scratch: &Path) -> Result<(), NamespaceError> {
         mount_bind(from, to).map_err(|error| at(step())(error.into()))
     };
     let kept = |folder: &str| scratch.join(folder.replace('/', "_"));
-    for folder in IN_DEV {
+    for folder in DEV_FILE_SYSTEMS {
         fs::create_dir_all(kept(folder)).map_err(at(*folder))?;
         bind(Path::new(folder), &kept(folder))?;
     }
     copy_on_write(scratch, Path::new("/dev"))?;
-    for folder in IN_DEV {
+    for folder in DEV_FILE_SYSTEMS {
         bind(&kept(folder), Path::new(folder))?;
     }
     Ok(())
@@ -132,7 +132,7 @@ fn private_dev(scratch: &Path) -> Result<(), NamespaceError> {
 
 /// Mounts a `/proc` that nothing is bound over. In a user namespace the kernel lets nobody mount one
 /// (`fs/namespace.c`, `mount_too_revealing`) unless a whole one is there already.
-fn whole_proc(scratch: &Path) -> Result<(), NamespaceError> {
+fn mount_proc(scratch: &Path) -> Result<(), NamespaceError> {
     let folder = scratch.join("proc");
     fs::create_dir_all(&folder).map_err(at(folder.display().to_string()))?;
     mount("proc", &folder, "proc", MountFlags::empty(), None)
@@ -171,7 +171,7 @@ fn copy_on_write(scratch: &Path, folder: &Path) -> Result<(), NamespaceError> {
 }
 
 /// Binds a file with `value` over the kernel setting `path`, where there is one.
-fn show(scratch: &Path, path: &Path, value: &str) -> Result<(), NamespaceError> {
+fn bind_value(scratch: &Path, path: &Path, value: &str) -> Result<(), NamespaceError> {
     if !path.exists() {
         return Ok(());
     }

@@ -29,7 +29,7 @@ const HEADER: usize = 16;
 ///
 /// # Errors
 /// What the kernel answered.
-pub(super) fn up(link: i32) -> io::Result<()> {
+pub(super) fn set_link_up(link: i32) -> io::Result<()> {
     let mut body = vec![0; 4];
     body.extend(link.to_ne_bytes());
     body.extend(IFF_UP.to_ne_bytes());
@@ -63,7 +63,7 @@ fn request(kind: u16, flags: u16, body: &[u8]) -> io::Result<()> {
     send(&socket, &message(kind, flags, body), SendFlags::empty())?;
     let mut answer = [0; 4096];
     let (_, length) = recv(&socket, &mut answer, RecvFlags::empty())?;
-    outcome(&answer[..length])
+    parse_reply(&answer[..length])
 }
 
 fn message(kind: u16, flags: u16, body: &[u8]) -> Vec<u8> {
@@ -79,7 +79,7 @@ fn message(kind: u16, flags: u16, body: &[u8]) -> Vec<u8> {
 }
 
 /// An acknowledgement is an error message with code 0.
-fn outcome(answer: &[u8]) -> io::Result<()> {
+fn parse_reply(answer: &[u8]) -> io::Result<()> {
     let field = |from: usize, to: usize| answer.get(from..to);
     let (Some([low, high]), Some(&[a, b, c, d])) = (field(4, 6), field(HEADER, HEADER + 4)) else {
         return Err(io::Error::new(
@@ -104,20 +104,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_message_states_its_own_length() {
+    fn message_header_holds_its_length() {
         let message = message(RTM_NEWLINK, 0, &[0; 16]);
         assert_eq!(message.len(), 32);
         assert_eq!(message[..4], 32u32.to_ne_bytes());
     }
 
     #[test]
-    fn a_refusal_becomes_the_system_error() {
+    fn parse_reply_returns_the_kernels_error() {
         let mut answer = message(NLMSG_ERROR, 0, &(-17i32).to_ne_bytes());
         assert_eq!(
-            outcome(&answer).unwrap_err().kind(),
+            parse_reply(&answer).unwrap_err().kind(),
             io::ErrorKind::AlreadyExists
         );
         answer.truncate(18);
-        assert!(outcome(&answer).is_err());
+        assert!(parse_reply(&answer).is_err());
     }
 }

@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, wait};
 
 /// How a program fares.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum ProcessState {
     Running(i32),
     Ended(String),
 }
@@ -21,13 +21,13 @@ pub(super) enum State {
 /// Programs by name.
 #[derive(Debug, Default)]
 pub(super) struct Processes {
-    states: Mutex<HashMap<String, State>>,
+    states: Mutex<HashMap<String, ProcessState>>,
     ended: Condvar,
 }
 
 impl Processes {
     /// A panicking thread leaves the map whole: each change is one insertion.
-    fn states(&self) -> MutexGuard<'_, HashMap<String, State>> {
+    fn states(&self) -> MutexGuard<'_, HashMap<String, ProcessState>> {
         self.states.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -45,7 +45,7 @@ impl Processes {
     ) -> io::Result<i32> {
         // Held until the child is in the map, or the reaper could take it for a stranger.
         let mut states = self.states();
-        if let Some(State::Running(pid)) = states.get(name) {
+        if let Some(ProcessState::Running(pid)) = states.get(name) {
             return Err(io::Error::new(
                 io::ErrorKind::AlreadyExists,
                 format!("{name} runs already, as {pid}"),
@@ -67,12 +67,12 @@ impl Processes {
             .stderr(log)
             .spawn()?;
         let pid = child.id().cast_signed();
-        states.insert(name.to_owned(), State::Running(pid));
+        states.insert(name.to_owned(), ProcessState::Running(pid));
         Ok(pid)
     }
 
     /// How the program fares.
-    pub(super) fn state(&self, name: &str) -> Option<State> {
+    pub(super) fn state(&self, name: &str) -> Option<ProcessState> {
         self.states().get(name).cloned()
     }
 
@@ -94,8 +94,8 @@ impl Processes {
                         format!("{name} was never started"),
                     ));
                 }
-                Some(State::Ended(how)) => return Ok(how),
-                Some(State::Running(pid)) => {
+                Some(ProcessState::Ended(how)) => return Ok(how),
+                Some(ProcessState::Running(pid)) => {
                     if let Some(pid) = Pid::from_raw(pid) {
                         kill_process(pid, *signal)?;
                     }
@@ -115,7 +115,7 @@ impl Processes {
         let until = Instant::now() + patience;
         let mut states = self.states();
         loop {
-            if let Some(State::Ended(how)) = states.get(name) {
+            if let Some(ProcessState::Ended(how)) = states.get(name) {
                 return Some(how.clone());
             }
             let left = until.checked_duration_since(Instant::now())?;
@@ -128,23 +128,23 @@ impl Processes {
     }
 
     /// Reaps children and adopted orphans for ever.
-    pub(super) fn reap(&self) {
+    pub(super) fn reap_forever(&self) {
         loop {
             match wait(WaitOptions::empty()) {
-                Ok(Some((pid, status))) => self.reaped(pid.as_raw_nonzero().get(), status),
+                Ok(Some((pid, status))) => self.record_exit(pid.as_raw_nonzero().get(), status),
                 // No child at present.
                 Ok(None) | Err(_) => std::thread::sleep(Duration::from_millis(50)),
             }
         }
     }
 
-    fn reaped(&self, pid: i32, status: WaitStatus) {
+    fn record_exit(&self, pid: i32, status: WaitStatus) {
         let mut states = self.states();
         for state in states
             .values_mut()
-            .filter(|state| **state == State::Running(pid))
+            .filter(|state| **state == ProcessState::Running(pid))
         {
-            *state = State::Ended(describe(status));
+            *state = ProcessState::Ended(describe(status));
         }
         self.ended.notify_all();
     }

@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Request {
     /// This connection is the owner's: when it closes, the cluster ends.
-    Own,
+    TakeOwnership,
     /// The cluster outlives its owner from now on.
-    Keep,
+    Detach,
     /// Start a program under a name that is not running.
     Spawn {
         /// What it is called from now on.

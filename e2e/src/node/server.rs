@@ -14,14 +14,14 @@ use std::time::Duration;
 use super::cgroups::CgroupError;
 use super::forward;
 use super::namespace::{self, NamespaceError};
-use super::processes::{Processes, State};
+use super::processes::{ProcessState, Processes};
 use super::protocol::{Reply, Request};
 use crate::cluster::RunFolder;
 
 /// A program that ignores a signal for this long is killed; everything is gone this long after.
-const PATIENCE: Duration = Duration::from_secs(10);
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// An owner connects within this time or the node ends.
-const OWNER_BOUND: Duration = Duration::from_secs(15);
+const OWNER_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Why the node process ended badly.
 #[derive(Debug, thiserror::Error)]
@@ -36,7 +36,7 @@ pub enum NodeError {
     },
     /// Another node process has the run folder.
     #[error("another cluster runs in {0}")]
-    Taken(PathBuf),
+    InUse(PathBuf),
     /// The cgroup cannot be made, emptied or removed.
     #[error(transparent)]
     Cgroup(#[from] CgroupError),
@@ -46,9 +46,9 @@ pub enum NodeError {
 }
 
 /// Why the node process ends.
-enum End {
+enum StopCause {
     OwnerGone,
-    Asked { keep_logs: bool },
+    Requested { keep_logs: bool },
 }
 
 /// Runs the node process of `folder` until it is told to stop or its owner is gone.
@@ -62,7 +62,7 @@ pub fn run(folder: &RunFolder) -> Result<(), NodeError> {
     };
     let lock = File::create(folder.lock()).map_err(file(&folder.lock()))?;
     lock.try_lock()
-        .map_err(|_| NodeError::Taken(folder.path().to_path_buf()))?;
+        .map_err(|_| NodeError::InUse(folder.path().to_path_buf()))?;
     let cgroup = folder.cgroup()?;
     cgroup.enter("node")?;
     // Both are opened before the namespaces change: they face the host.
@@ -77,19 +77,20 @@ pub fn run(folder: &RunFolder) -> Result<(), NodeError> {
     // Orphans (container shims) become our children, so that they leave no zombies.
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
         .map_err(|error| file(Path::new("subreaper"))(error.into()))?;
-    let control = UnixListener::bind(folder.control()).map_err(file(&folder.control()))?;
+    let control =
+        UnixListener::bind(folder.control_socket()).map_err(file(&folder.control_socket()))?;
 
     let processes = Arc::new(Processes::default());
     let reaper = Arc::clone(&processes);
-    thread::spawn(move || reaper.reap());
+    thread::spawn(move || reaper.reap_forever());
     thread::spawn(move || forward::serve(api));
     let keep_logs = match serve(control, processes) {
-        End::OwnerGone => false,
-        End::Asked { keep_logs } => keep_logs,
+        StopCause::OwnerGone => false,
+        StopCause::Requested { keep_logs } => keep_logs,
     };
-    cgroup.kill(PATIENCE)?;
+    cgroup.kill(KILL_TIMEOUT)?;
     cgroup.leave()?;
-    cgroup.remove(PATIENCE)?;
+    cgroup.remove(KILL_TIMEOUT)?;
     namespace::leave(&folder.scratch()).map_err(file(&folder.scratch()))?;
     if !keep_logs {
         folder.remove().map_err(file(folder.path()))?;
@@ -99,16 +100,16 @@ pub fn run(folder: &RunFolder) -> Result<(), NodeError> {
 }
 
 /// Answers requests until one of them, or the owner's end, ends the node.
-fn serve(control: UnixListener, processes: Arc<Processes>) -> End {
+fn serve(control: UnixListener, processes: Arc<Processes>) -> StopCause {
     let (ends, end) = mpsc::channel();
     let owned = Arc::new(AtomicBool::new(false));
     let kept = Arc::new(AtomicBool::new(false));
     {
         let (ends, owned) = (ends.clone(), Arc::clone(&owned));
         thread::spawn(move || {
-            thread::sleep(OWNER_BOUND);
+            thread::sleep(OWNER_TIMEOUT);
             if !owned.load(Ordering::SeqCst) {
-                let _ = ends.send(End::OwnerGone);
+                let _ = ends.send(StopCause::OwnerGone);
             }
         });
     }
@@ -116,24 +117,24 @@ fn serve(control: UnixListener, processes: Arc<Processes>) -> End {
         for stream in control.incoming().flatten() {
             let session = Session {
                 processes: Arc::clone(&processes),
-                ends: ends.clone(),
-                owned: Arc::clone(&owned),
-                kept: Arc::clone(&kept),
+                stop_sender: ends.clone(),
+                has_owner: Arc::clone(&owned),
+                detached: Arc::clone(&kept),
             };
             thread::spawn(move || session.serve(&stream));
         }
     });
-    end.recv().unwrap_or(End::OwnerGone)
+    end.recv().unwrap_or(StopCause::OwnerGone)
 }
 
 /// One connection to the control socket.
 struct Session {
     processes: Arc<Processes>,
-    ends: Sender<End>,
+    stop_sender: Sender<StopCause>,
     /// Some connection has said that it is the owner.
-    owned: Arc<AtomicBool>,
+    has_owner: Arc<AtomicBool>,
     /// The cluster outlives its owner.
-    kept: Arc<AtomicBool>,
+    detached: Arc<AtomicBool>,
 }
 
 impl Session {
@@ -142,7 +143,7 @@ impl Session {
         for line in BufReader::new(stream).lines().map_while(Result::ok) {
             let reply = match serde_json::from_str(&line) {
                 Ok(request) => {
-                    owner |= matches!(request, Request::Own);
+                    owner |= matches!(request, Request::TakeOwnership);
                     self.answer(request)
                 }
                 Err(error) => Reply::Failed {
@@ -156,19 +157,19 @@ impl Session {
                 break;
             }
         }
-        if owner && !self.kept.load(Ordering::SeqCst) {
-            let _ = self.ends.send(End::OwnerGone);
+        if owner && !self.detached.load(Ordering::SeqCst) {
+            let _ = self.stop_sender.send(StopCause::OwnerGone);
         }
     }
 
     fn answer(&self, request: Request) -> Reply {
         match request {
-            Request::Own => {
-                self.owned.store(true, Ordering::SeqCst);
+            Request::TakeOwnership => {
+                self.has_owner.store(true, Ordering::SeqCst);
                 Reply::Done
             }
-            Request::Keep => {
-                self.kept.store(true, Ordering::SeqCst);
+            Request::Detach => {
+                self.detached.store(true, Ordering::SeqCst);
                 Reply::Done
             }
             Request::Spawn {
@@ -188,21 +189,21 @@ impl Session {
                     },
                 }
             }
-            Request::End { name, kill } => match self.processes.end(&name, kill, PATIENCE) {
+            Request::End { name, kill } => match self.processes.end(&name, kill, KILL_TIMEOUT) {
                 Ok(how) => Reply::Ended { how },
                 Err(error) => Reply::Failed {
                     why: error.to_string(),
                 },
             },
             Request::Status { name } => match self.processes.state(&name) {
-                Some(State::Running(pid)) => Reply::Running { pid },
-                Some(State::Ended(how)) => Reply::Ended { how },
+                Some(ProcessState::Running(pid)) => Reply::Running { pid },
+                Some(ProcessState::Ended(how)) => Reply::Ended { how },
                 None => Reply::Failed {
                     why: format!("{name} was never started"),
                 },
             },
             Request::Stop { keep_logs } => {
-                let _ = self.ends.send(End::Asked { keep_logs });
+                let _ = self.stop_sender.send(StopCause::Requested { keep_logs });
                 Reply::Done
             }
         }

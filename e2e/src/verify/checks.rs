@@ -2,8 +2,8 @@
 
 use std::process::Command;
 
-use super::named::{self, NamedCheck, Tests};
-use super::{COMPILES, cluster, docs, faults, security, style, tools};
+use super::named::{self, NamedCheck, TestSelection};
+use super::{COMPILE_CHECK, cluster, docs, faults, security, style, tools};
 use crate::cargo;
 use crate::folders;
 use crate::kube;
@@ -13,32 +13,32 @@ use crate::progress::Progress;
 #[derive(Clone, Copy)]
 pub(super) struct Check {
     pub(super) name: &'static str,
-    pub(super) shows: &'static str,
-    how: How,
+    pub(super) promise: &'static str,
+    runner: Runner,
 }
 
 #[derive(Clone, Copy)]
-enum How {
+enum Runner {
     /// `cargo` with these arguments, in the repository.
     Cargo(&'static [&'static str]),
     /// `cargo test` of these targets, wherever in the workspace they are.
     Test(&'static [&'static str]),
     /// A function of this program.
-    Here(fn() -> anyhow::Result<()>),
+    Function(fn() -> anyhow::Result<()>),
     /// As `Test`, in a lane of its own: it waits for minutes and hardly computes.
-    Waits(&'static [&'static str]),
+    Waiting(&'static [&'static str]),
     /// A trial on the cluster that all of them share, in one lane.
-    OnCluster,
+    ClusterTrial,
     /// These tests and no others, all of which must run.
-    Named(&'static [Tests]),
+    Named(&'static [TestSelection]),
     /// As `Named`, in the long tier.
-    Long(&'static [Tests]),
+    Long(&'static [TestSelection]),
 }
 
 /// What may run beside other checks: one that waits, or the trials on the cluster.
-pub(super) struct Lane {
+pub(super) struct BackgroundJob {
     pub(super) name: &'static str,
-    pub(super) shows: String,
+    pub(super) promise: String,
     pub(super) command: Command,
 }
 
@@ -49,8 +49,8 @@ const fn cargo_check(
 ) -> Check {
     Check {
         name,
-        shows,
-        how: How::Cargo(arguments),
+        promise: shows,
+        runner: Runner::Cargo(arguments),
     }
 }
 
@@ -63,19 +63,19 @@ const fn test_check(
 ) -> Check {
     Check {
         name,
-        shows,
-        how: How::Test(targets),
+        promise: shows,
+        runner: Runner::Test(targets),
     }
 }
 
 /// For tests that wait for clocks and processes, and hardly compute.
-const WAITING: &str = "--test-threads=6";
+const SIX_TEST_THREADS: &str = "--test-threads=6";
 
 /// The properties whose histories the short tier cuts.
-const HISTORIES: &[Tests] = &[Tests {
+const HISTORY_TESTS: &[TestSelection] = &[TestSelection {
     target: &["--lib"],
     names: &[
-        "retained::leases::history::nothing_is_lost_shared_reused_or_left_in_a_million_operations_of_which_any_may_be_somebodys_last",
+        "retained::leases::history::leases_keep_their_promises_through_a_million_crashing_steps",
         "placement::plan::tests::guarantees::cohorts_get_their_guarantees",
         "placement::plan::tests::random::replayed_plan_evicts_nobody_else",
         "placement::plan::tests::random::crashing_operator_preempts_no_more_than_needed",
@@ -111,25 +111,25 @@ const CHECKS: &[Check] = &[
     ),
     Check {
         name: "main/style",
-        shows: "comments are written as CONTRIBUTING.md says, outside of folders that are still to be rewritten",
-        how: How::Here(style::check),
+        promise: "comments are written as CONTRIBUTING.md says, outside of folders that are still to be rewritten",
+        runner: Runner::Function(style::check),
     },
     Check {
         name: "main/docs",
-        shows: "paths, checks and links that the documentation names exist; the architecture page has every crate",
-        how: How::Here(docs::check),
+        promise: "paths, checks and links that the documentation names exist; the architecture page has every crate",
+        runner: Runner::Function(docs::check),
     },
     Check {
         name: "main/deny",
-        shows: "licences, bans and sources of every dependency",
-        how: How::Here(deny),
+        promise: "licences, bans and sources of every dependency",
+        runner: Runner::Function(deny),
     },
     Check {
         name: "main/chart",
-        shows: "helm lints and renders the chart for Kubernetes 1.34 to 1.37, and its schema refuses bad values",
-        how: How::Here(chart),
+        promise: "helm lints and renders the chart for Kubernetes 1.34 to 1.37, and its schema refuses bad values",
+        runner: Runner::Function(chart),
     },
-    test_check(COMPILES, "every test compiles", &["--no-run"]),
+    test_check(COMPILE_CHECK, "every test compiles", &["--no-run"]),
     test_check(
         "main/generated",
         "the CRDs in the chart are those of the types",
@@ -142,8 +142,8 @@ const CHECKS: &[Check] = &[
     ),
     Check {
         name: "main/histories",
-        shows: "placement and leases over histories at full length",
-        how: How::Long(HISTORIES),
+        promise: "placement and leases over histories at full length",
+        runner: Runner::Long(HISTORY_TESTS),
     },
     test_check(
         "main/binder",
@@ -165,7 +165,7 @@ const CHECKS: &[Check] = &[
     test_check(
         "main/agent",
         "the whole agent: killed, robbed of its records, full, without driver or GPU",
-        &["--test", "agent", "--", WAITING],
+        &["--test", "agent", "--", SIX_TEST_THREADS],
     ),
     test_check(
         "runtime/vault",
@@ -196,21 +196,21 @@ const CHECKS: &[Check] = &[
         "runtime/leases",
         "kept leases and tokens of memory through every death of tenants, workers, agents and vaults, by a real client \
          through the shim too",
-        &["--test", "leases", "--", WAITING],
+        &["--test", "leases", "--", SIX_TEST_THREADS],
     ),
     test_check(
         "operator/operator",
         "the whole operator against an API server in memory: a crash before and after each write, writes that \
          fail or are not answered, two operators at once",
-        &["--test", "operator", "--", WAITING],
+        &["--test", "operator", "--", SIX_TEST_THREADS],
     ),
     Check {
         name: "operator/api/server",
-        shows: "the operator against the real API server: crashes, failing and unanswered writes, watches that tell late, \
+        promise: "the operator against the real API server: crashes, failing and unanswered writes, watches that tell late, \
                 twice, again or nothing, silence, two operators, no controller manager, through changes of budgets, nodes \
                 and faults, then a minute without a write; etcd restored under operator and agent; quota churn; steering of every shape of pod; what policies and \
                 rights refuse",
-        how: How::Waits(&["--test", "api"]),
+        runner: Runner::Waiting(&["--test", "api"]),
     },
     test_check(
         "enforcement/quota",
@@ -233,7 +233,7 @@ const CHECKS: &[Check] = &[
         "enforcement/audit",
         "bypasses, mounts over our paths, garbage in the credit page: each found within 2 s, or held all the same; \
          what ended pods left to others is bound to nobody",
-        &["--test", "audit", "--", WAITING],
+        &["--test", "audit", "--", SIX_TEST_THREADS],
     ),
     test_check(
         "enforcement/pools",
@@ -306,8 +306,8 @@ const CHECKS: &[Check] = &[
     ),
     Check {
         name: "enforcement/loader",
-        shows: "every way to find a driver library, in every kind of image: held, none, or detected",
-        how: How::Here(loader),
+        promise: "every way to find a driver library, in every kind of image: held, none, or detected",
+        runner: Runner::Function(loader),
     },
 ];
 
@@ -315,45 +315,53 @@ const CHECKS: &[Check] = &[
 pub(super) fn all() -> Vec<Check> {
     let trials = cluster::TRIALS.iter().map(|(name, shows)| Check {
         name,
-        shows,
-        how: How::OnCluster,
+        promise: shows,
+        runner: Runner::ClusterTrial,
     });
     let named = security::CHECKS.iter().chain(faults::CHECKS).map(|check| {
         let NamedCheck {
             name,
-            shows,
+            promise: shows,
             tests,
             long,
         } = *check;
         let how = if long {
-            How::Long(tests)
+            Runner::Long(tests)
         } else {
-            How::Named(tests)
+            Runner::Named(tests)
         };
-        Check { name, shows, how }
+        Check {
+            name,
+            promise: shows,
+            runner: how,
+        }
     });
     let checks = CHECKS.iter().copied();
     checks.chain(named).chain(trials).collect()
 }
 
 /// The lanes of those of these checks that have one.
-pub(super) fn lanes(checks: &[&Check]) -> Vec<Lane> {
+pub(super) fn background_jobs(checks: &[&Check]) -> Vec<BackgroundJob> {
     let (mut lanes, mut trials) = (Vec::new(), Vec::new());
     for check in checks {
-        match check.how {
-            How::Waits(targets) => lanes.push(Lane {
+        match check.runner {
+            Runner::Waiting(targets) => lanes.push(BackgroundJob {
                 name: check.name,
-                shows: check.shows.to_owned(),
-                command: tests(targets),
+                promise: check.promise.to_owned(),
+                command: test_command(targets),
             }),
-            How::OnCluster => trials.push(check.name),
-            How::Cargo(_) | How::Test(_) | How::Here(_) | How::Named(_) | How::Long(_) => {}
+            Runner::ClusterTrial => trials.push(check.name),
+            Runner::Cargo(_)
+            | Runner::Test(_)
+            | Runner::Function(_)
+            | Runner::Named(_)
+            | Runner::Long(_) => {}
         }
     }
     if !trials.is_empty() {
-        lanes.push(Lane {
+        lanes.push(BackgroundJob {
             name: "main/cluster",
-            shows: format!("on a real cluster: {}", trials.join(", ")),
+            promise: format!("on a real cluster: {}", trials.join(", ")),
             command: cluster::command(&trials),
         });
     }
@@ -362,23 +370,23 @@ pub(super) fn lanes(checks: &[&Check]) -> Vec<Lane> {
 
 impl Check {
     pub(super) fn run(&self) -> anyhow::Result<()> {
-        match self.how {
-            How::Cargo(arguments) => succeed(cargo::command().args(arguments)),
-            How::Test(targets) | How::Waits(targets) => succeed(&mut tests(targets)),
-            How::Here(function) => function(),
-            How::OnCluster => succeed(&mut cluster::command(&[self.name])),
-            How::Named(tests) | How::Long(tests) => named::run(tests),
+        match self.runner {
+            Runner::Cargo(arguments) => succeed(cargo::command().args(arguments)),
+            Runner::Test(targets) | Runner::Waiting(targets) => succeed(&mut test_command(targets)),
+            Runner::Function(function) => function(),
+            Runner::ClusterTrial => succeed(&mut cluster::command(&[self.name])),
+            Runner::Named(tests) | Runner::Long(tests) => named::run(tests),
         }
     }
 
     /// It is of the long tier: it runs where `--long` is given or its whole name.
     pub(super) fn is_long(&self) -> bool {
-        matches!(self.how, How::Long(_))
+        matches!(self.runner, Runner::Long(_))
     }
 
     /// It has a lane.
-    pub(super) fn waits(&self) -> bool {
-        matches!(self.how, How::Waits(_) | How::OnCluster)
+    pub(super) fn runs_in_background(&self) -> bool {
+        matches!(self.runner, Runner::Waiting(_) | Runner::ClusterTrial)
     }
 }
 
@@ -393,7 +401,7 @@ pub(super) fn succeed(command: &mut Command) -> anyhow::Result<()> {
 }
 
 /// `cargo test` of these targets.
-fn tests(targets: &[&str]) -> Command {
+fn test_command(targets: &[&str]) -> Command {
     let mut command = cargo::command();
     command
         .args(["test", "--quiet", "--locked", "--workspace"])
@@ -412,7 +420,7 @@ fn deny() -> anyhow::Result<()> {
 
 fn loader() -> anyhow::Result<()> {
     kube::require_compilers(&Progress::start())?;
-    succeed(&mut tests(&["--test", "loader"]))
+    succeed(&mut test_command(&["--test", "loader"]))
 }
 
 fn chart() -> anyhow::Result<()> {

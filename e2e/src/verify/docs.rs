@@ -8,7 +8,7 @@ use super::checks;
 use crate::folders;
 
 /// The most lines of `docs/architecture.md`.
-const ARCHITECTURE: usize = 150;
+const MAX_ARCHITECTURE_LINES: usize = 150;
 
 /// The folders whose paths pages name.
 const FOLDERS: &[&str] = &["operator", "device-plugin", "charts", "crds", "e2e", "docs"];
@@ -101,9 +101,9 @@ pub(super) fn check() -> anyhow::Result<()> {
         wrong.extend(lacking.map(|name| format!("{}: {name:?} does not exist", path.display())));
     }
     let architecture = fs::read_to_string(repository.join("docs/architecture.md"))?;
-    if architecture.lines().count() > ARCHITECTURE {
+    if architecture.lines().count() > MAX_ARCHITECTURE_LINES {
         wrong.push(format!(
-            "docs/architecture.md has more than {ARCHITECTURE} lines"
+            "docs/architecture.md has more than {MAX_ARCHITECTURE_LINES} lines"
         ));
     }
     let manifest = fs::read_to_string(repository.join("Cargo.toml"))?;

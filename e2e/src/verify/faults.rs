@@ -1,6 +1,6 @@
 //! Names the checks of the area `faults/`, each with the tests that show it.
 
-use super::named::{NamedCheck, Tests};
+use super::named::{NamedCheck, TestSelection};
 
 /// The libraries' own tests.
 const LIB: &[&str] = &["--lib"];
@@ -13,7 +13,7 @@ const VERSIONS: &[&str] = &["--test", "versions"];
 const OPERATOR: &[&str] = &["--test", "operator"];
 
 /// Worlds with one node that lies.
-const LYING_WORLDS: &[&str] = &[
+const FAKE_API_SERVER: &[&str] = &[
     "placement::plan::tests::untrusted_reports::no_step_names_a_pod_of_another_node_for_any_report",
     "placement::plan::tests::untrusted_reports::honest_node_report_names_its_pods",
 ];
@@ -25,10 +25,10 @@ const AGENT: &[&str] = &["--test", "agent"];
 pub(super) const CHECKS: &[NamedCheck] = &[
     NamedCheck {
         name: "faults/api-restored",
-        shows: "agents and watches list anew after a restore of etcd, and the status is written again (on a real etcd: operator/api/server)",
+        promise: "agents and watches list anew after a restore of etcd, and the status is written again (on a real etcd: operator/api/server)",
         long: false,
         tests: &[
-            Tests {
+            TestSelection {
                 target: WATCH,
                 names: &[
                     "watch_lists_anew_when_etcd_was_restored",
@@ -39,10 +39,10 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 ignored: false,
                 env: &[],
             },
-            Tests {
+            TestSelection {
                 target: LIB,
                 names: &[
-                    "gpu_node::tests::orders_and_status_follow_a_restored_etcd",
+                    "gpu_node::tests::spec_and_status_follow_a_restored_etcd",
                     "history::tests::write_below_the_newest_revision_asks_for_a_list",
                 ],
                 ignored: false,
@@ -52,9 +52,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/api-backoff",
-        shows: "5,000 clients of an API server that is away back off, whether their lists fail or their watches end at once",
+        promise: "5,000 clients of an API server that is away back off, whether their lists fail or their watches end at once",
         long: false,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: WATCH,
             names: &[
                 "clients_back_off_while_their_lists_fail",
@@ -66,10 +66,10 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/api-versions",
-        shows: "a value or an order of another version of the API stops nothing but itself",
+        promise: "a value or an order of another version of the API stops nothing but itself",
         long: false,
         tests: &[
-            Tests {
+            TestSelection {
                 target: VERSIONS,
                 names: &[
                     "budget_is_read_when_an_enum_has_a_later_value",
@@ -79,12 +79,12 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 ignored: false,
                 env: &[],
             },
-            Tests {
+            TestSelection {
                 target: LIB,
                 names: &[
-                    "gpu_node::tests::order_of_another_version_stops_nothing_else",
-                    "gpu_node::spec::tests::order_of_another_shape_is_named_and_the_rest_is_read",
-                    "node::report::tests::unknown_orders_are_a_condition_and_the_node_stays_ready",
+                    "gpu_node::tests::spec_of_another_version_stops_nothing_else",
+                    "gpu_node::spec::tests::malformed_entry_is_named_and_the_rest_is_read",
+                    "node::report::tests::unknown_spec_entries_are_a_condition_only",
                 ],
                 ignored: false,
                 env: &[],
@@ -93,14 +93,14 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/api-deleted",
-        shows: "a GpuNode that is deleted is made again within seconds, owned by the present Node, and lifts no drain",
+        promise: "a GpuNode that is deleted is made again within seconds, owned by the present Node, and lifts no drain",
         long: false,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: LIB,
             names: &[
-                "gpu_node::tests::deleted_object_is_made_again_within_seconds",
-                "gpu_node::tests::object_is_owned_by_the_node_as_registered_now",
-                "gpu_node::tests::drain_outlives_the_object_that_ordered_it",
+                "gpu_node::tests::deleted_object_is_created_again_within_seconds",
+                "gpu_node::tests::object_is_owned_by_the_current_node",
+                "gpu_node::tests::drain_outlives_the_object_whose_spec_named_it",
                 "gpu_node::tests::drain_on_record_outlives_object_and_agent",
             ],
             ignored: false,
@@ -109,15 +109,15 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/api-agent",
-        shows: "an agent's status and orders arrive whatever becomes of one write, and however a watch tells",
+        promise: "an agent's status and orders arrive whatever becomes of one write, and however a watch tells",
         long: false,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: LIB,
             names: &[
-                "gpu_node::tests::status_and_orders_arrive_however_a_watch_tells",
-                "gpu_node::tests::status_arrives_whatever_becomes_of_a_write",
-                "gpu_node::tests::lost_answer_counts_as_silence_from_the_request_on",
-                "agent::tests::watch_goes_on_while_it_has_nothing_to_tell",
+                "gpu_node::tests::status_and_spec_arrive_through_every_watch_fault",
+                "gpu_node::tests::status_arrives_through_every_write_fault",
+                "gpu_node::tests::lost_answer_counts_as_outage_from_its_request",
+                "agent::tests::watch_continues_without_events",
             ],
             ignored: false,
             env: &[],
@@ -125,14 +125,14 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/clock-agent",
-        shows: "windows and deadlines of faults, and the numbers of process images, do not follow the wall clock",
+        promise: "windows and deadlines of faults, and the numbers of process images, do not follow the wall clock",
         long: false,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: LIB,
             names: &[
                 "sessions::recovery::tests::deadlines_hold_when_the_wall_clock_goes_back",
-                "sessions::recovery::tests::record_of_an_older_agent_is_read_and_its_times_are_long_ago",
-                "sessions::container::tests::poisoned::a_lost_record_issues_no_number_twice",
+                "sessions::recovery::tests::checkpoint_with_wall_clock_times_is_read",
+                "sessions::container::tests::poisoned::generation_is_unique_when_the_checkpoint_is_lost",
             ],
             ignored: false,
             env: &[],
@@ -140,10 +140,10 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/clocks",
-        shows: "no pod is evicted sooner, later or at all for clocks of API server, operator and node that are an hour apart",
+        promise: "no pod is evicted sooner, later or at all for clocks of API server, operator and node that are an hour apart",
         long: false,
         tests: &[
-            Tests {
+            TestSelection {
                 target: LIB,
                 names: &[
                     "budget::plan_tests::new_or_lowered_budget_evicts_no_running_pod",
@@ -157,7 +157,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 ignored: false,
                 env: &[],
             },
-            Tests {
+            TestSelection {
                 target: OPERATOR,
                 names: &[
                     "clocks::lost_gpu_has_the_same_grace_by_any_nodes_clock",
@@ -170,10 +170,10 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/etcd-restored",
-        shows: "the operator follows again within 30 s of a restore of etcd, whose versions go back (on a real etcd: operator/api/server)",
+        promise: "the operator follows again within 30 s of a restore of etcd, whose versions go back (on a real etcd: operator/api/server)",
         long: false,
         tests: &[
-            Tests {
+            TestSelection {
                 target: LIB,
                 names: &[
                     "cluster::own_writes::tests::response_counts_after_a_list_of_lower_versions",
@@ -182,7 +182,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 ignored: false,
                 env: &[],
             },
-            Tests {
+            TestSelection {
                 target: OPERATOR,
                 names: &["restored::operator_follows_again_after_a_restore_of_etcd"],
                 ignored: false,
@@ -192,10 +192,10 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/other-versions",
-        shows: "an object that cannot be read, or has a value of another version, stops nothing but itself, evicts nobody, and is named by a condition and a metric",
+        promise: "an object that cannot be read, or has a value of another version, stops nothing but itself, evicts nobody, and is named by a condition and a metric",
         long: false,
         tests: &[
-            Tests {
+            TestSelection {
                 target: LIB,
                 names: &[
                     "cluster::index::tests::unreadable_objects_are_named_and_no_budget_counts_as_gone",
@@ -203,7 +203,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 ignored: false,
                 env: &[],
             },
-            Tests {
+            TestSelection {
                 target: OPERATOR,
                 names: &[
                     "versions::later_action_evicts_nobody",
@@ -218,10 +218,10 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/dead-node",
-        shows: "the memory of a node that is not Ready or has no agent counts no more after a minute, as Covered says, and again when the node lives",
+        promise: "the memory of a node that is not Ready or has no agent counts no more after a minute, as Covered says, and again when the node lives",
         long: false,
         tests: &[
-            Tests {
+            TestSelection {
                 target: LIB,
                 names: &[
                     "budget::tests::excluded_nodes_are_named_by_reason",
@@ -234,7 +234,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 ignored: false,
                 env: &[],
             },
-            Tests {
+            TestSelection {
                 target: OPERATOR,
                 names: &["nodes::node_without_an_agent_leaves_its_cohort_and_comes_back"],
                 ignored: false,
@@ -244,32 +244,32 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/lying-worlds",
-        shows: "whatever one node says, no step of the operator names a pod of another node, in 5,000 worlds",
+        promise: "whatever one node says, no step of the operator names a pod of another node, in 5,000 worlds",
         long: false,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: LIB,
-            names: LYING_WORLDS,
+            names: FAKE_API_SERVER,
             ignored: false,
             env: &[],
         }],
     },
     NamedCheck {
         name: "faults/lying-worlds-long",
-        shows: "the same in 100,000 worlds",
+        promise: "the same in 100,000 worlds",
         long: true,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: LIB,
-            names: LYING_WORLDS,
+            names: FAKE_API_SERVER,
             ignored: false,
             env: &[("BURSAR_LONG", "1")],
         }],
     },
     NamedCheck {
         name: "faults/nvml-one-gpu",
-        shows: "while NVML hangs for one GPU that GPU is offered and bound to nobody, and the others are served as before",
+        promise: "while NVML hangs for one GPU that GPU is offered and bound to nobody, and the others are served as before",
         long: false,
         tests: &[
-            Tests {
+            TestSelection {
                 target: AGENT,
                 names: &[
                     "hangs::agent_serves_other_gpus_while_nvml_hangs_for_one",
@@ -278,7 +278,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 ignored: false,
                 env: &[],
             },
-            Tests {
+            TestSelection {
                 target: LIB,
                 names: &["gpu::health::tests::gpu_is_unhealthy_at_once_when_a_call_hangs"],
                 ignored: false,
@@ -288,9 +288,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/nvml-all-gpus",
-        shows: "while NVML hangs for all GPUs nothing is offered, bindings stay, and the agent ends and starts",
+        promise: "while NVML hangs for all GPUs nothing is offered, bindings stay, and the agent ends and starts",
         long: false,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: AGENT,
             names: &["hangs::agent_offers_nothing_and_ends_while_nvml_hangs_for_all"],
             ignored: false,
@@ -299,10 +299,10 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/state-disk",
-        shows: "while the disk of its state hangs the agent admits, binds and offers, and one that starts registers",
+        promise: "while the disk of its state hangs the agent admits, binds and offers, and one that starts registers",
         long: false,
         tests: &[
-            Tests {
+            TestSelection {
                 target: AGENT,
                 names: &[
                     "hangs::agent_offers_and_binds_while_the_state_disk_hangs",
@@ -311,12 +311,12 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 ignored: false,
                 env: &[],
             },
-            Tests {
+            TestSelection {
                 target: LIB,
                 names: &[
-                    "checkpoint::disk::tests::disk_gives_back_the_newest_value",
-                    "checkpoint::disk::tests::disk_blocks_no_caller_while_it_hangs",
-                    "checkpoint::disk::tests::disk_that_cannot_be_read_is_tried_again",
+                    "checkpoint::disk::tests::file_returns_the_newest_value",
+                    "checkpoint::disk::tests::file_blocks_no_caller_while_the_disk_hangs",
+                    "checkpoint::disk::tests::file_that_cannot_be_read_is_tried_again",
                     "gpu::generations::tests::generations_go_on_within_a_boot_when_the_disk_hangs",
                     "node::installer::tests::installer_waits_once_for_an_installation_that_hangs",
                 ],
@@ -327,21 +327,21 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/readiness",
-        shows: "an agent is ready when it does its work, on a node without a healthy GPU too: a cluster's upgrade goes on",
+        promise: "an agent is ready when it does its work, on a node without a healthy GPU too: a cluster's upgrade goes on",
         long: false,
         tests: &[
-            Tests {
+            TestSelection {
                 target: AGENT,
                 names: &["hangs::agent_is_ready_on_a_node_without_a_healthy_gpu"],
                 ignored: false,
                 env: &[],
             },
-            Tests {
+            TestSelection {
                 target: LIB,
                 names: &[
-                    "agent::publisher::tests::agent_is_not_ready_while_it_does_not_do_its_work",
-                    "agent::publisher::tests::agent_is_ready_unregistered_where_the_node_has_no_gpu",
-                    "agent::publisher::tests::agent_is_ready_whatever_ails_the_hardware",
+                    "agent::publisher::tests::agent_is_not_ready_while_it_cannot_serve",
+                    "agent::publisher::tests::agent_is_ready_unregistered_on_a_node_without_gpu",
+                    "agent::publisher::tests::agent_is_ready_whatever_the_state_of_the_hardware",
                 ],
                 ignored: false,
                 env: &[],
@@ -350,9 +350,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/hangs",
-        shows: "what is admitted, offered, bound and refused while NVML, the state's disk or the API server hangs for 20 s",
+        promise: "what is admitted, offered, bound and refused while NVML, the state's disk or the API server hangs for 20 s",
         long: false,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: AGENT,
             names: &["hangs::hangs_leave_the_rest_of_the_node_in_service"],
             ignored: false,
@@ -361,9 +361,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/hangs-of-a-minute",
-        shows: "the same for 60 s each, as the table of docs/reliability.md",
+        promise: "the same for 60 s each, as the table of docs/reliability.md",
         long: true,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: AGENT,
             names: &["hangs::hangs_of_a_minute_leave_the_rest_in_service"],
             ignored: true,
@@ -372,17 +372,17 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/bounded",
-        shows: "what the agent and the operator keep by GPU, by node or by build is bounded, whatever comes and goes, and no GPU gets a G twice",
+        promise: "what the agent and the operator keep by GPU, by node or by build is bounded, whatever comes and goes, and no GPU gets a G twice",
         long: false,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: LIB,
             names: &[
-                "retained::provisioners::tests::worker_threads_end_with_their_gpus",
+                "retained::provisioners::tests::provisioner_threads_end_with_their_gpus",
                 "gpu::generations::tests::generations_are_bounded_and_unique_when_gpus_are_recut",
-                "sessions::tests::tasks_of_gpus_end_when_no_container_has_them",
+                "sessions::tests::gpu_tasks_end_when_no_container_has_the_gpu",
                 "node::shim_install::tests::builds_are_removed_when_no_cdi_file_mounts_them",
-                "node::cdi::tests::mounts_are_not_told_when_a_cdi_file_cannot_be_read",
-                "sessions::container::denials::tests::line_is_due_once_for_all_containers",
+                "node::cdi::tests::mounted_paths_are_unknown_when_a_cdi_file_is_unreadable",
+                "sessions::container::denials::tests::log_line_is_due_once_for_all_containers",
                 "cluster::index::tests::orders_written_to_a_node_are_forgotten_when_it_is_gone",
             ],
             ignored: false,
@@ -391,40 +391,40 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/growth",
-        shows: "descriptors, threads, tasks, processes and files of an agent are as many after rounds of pods, MIG instances and builds as before",
+        promise: "descriptors, threads, tasks, processes and files of an agent are as many after rounds of pods, MIG instances and builds as before",
         long: false,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: AGENT,
-            names: &["growth::nothing_grows_when_pods_instances_and_builds_change"],
+            names: &["growth::agent_leaks_nothing_when_pods_and_instances_change"],
             ignored: false,
             env: &[],
         }],
     },
     NamedCheck {
         name: "faults/growth-long",
-        shows: "the same over 20 builds and 6,000 rounds of pods",
+        promise: "the same over 20 builds and 6,000 rounds of pods",
         long: true,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: AGENT,
-            names: &["growth::nothing_grows_over_many_builds_and_rounds"],
+            names: &["growth::agent_leaks_nothing_over_many_builds_and_rounds"],
             ignored: true,
             env: &[],
         }],
     },
     NamedCheck {
         name: "faults/idle-at-250-pods",
-        shows: "an idle agent makes at most 150 allocations a second for each of 250 pods, and no scrape misses a series",
+        promise: "an idle agent makes at most 150 allocations a second for each of 250 pods, and no scrape misses a series",
         long: false,
         tests: &[
-            Tests {
+            TestSelection {
                 target: &["--test", "idle"],
                 names: &["idle_agent_allocates_little_for_each_of_250_pods"],
                 ignored: false,
                 env: &[],
             },
-            Tests {
+            TestSelection {
                 target: LIB,
-                names: &["metrics::tests::page_is_whole_while_figures_are_replaced"],
+                names: &["metrics::tests::page_is_complete_while_figures_are_replaced"],
                 ignored: false,
                 env: &[],
             },
@@ -432,13 +432,13 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/on-record",
-        shows: "no restart is ordered that a record lacks, and no record comes back after its allocation's end",
+        promise: "no restart is ordered that a record lacks, and no record comes back after its allocation's end",
         long: false,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: LIB,
             names: &[
-                "sessions::container::tests::poisoned::no_restart_is_ordered_when_its_count_is_not_on_record",
-                "sessions::tests::a_record_stays_away_when_a_process_dies_during_the_end",
+                "sessions::container::tests::poisoned::no_restart_is_ordered_when_the_checkpoint_fails",
+                "sessions::tests::checkpoint_stays_removed_when_a_process_exits_meanwhile",
             ],
             ignored: false,
             env: &[],
@@ -446,14 +446,14 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/unread",
-        shows: "kept leases and CDI files that another agent wrote and this one cannot read are kept and charged",
+        promise: "kept leases and CDI files that another agent wrote and this one cannot read are kept and charged",
         long: false,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: LIB,
             names: &[
-                "retained::leases::tests::a_lease_that_cannot_be_read_ends_when_its_gpu_is_drained",
-                "retained::leases::tests::a_lease_that_cannot_be_read_is_kept_and_charged",
-                "node::allocator::tests::unreadable_cdi_file_stays_while_the_kubelet_knows_it",
+                "retained::leases::tests::unreadable_lease_is_dropped_when_its_gpu_is_drained",
+                "retained::leases::tests::unreadable_lease_stays_and_is_charged",
+                "node::allocator::tests::unreadable_cdi_file_stays_while_kubelet_lists_it",
             ],
             ignored: false,
             env: &[],
@@ -461,9 +461,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/override-of-each-gpu",
-        shows: "a lowered quota is of each GPU of a pod, also where an agent lists the pod with one of them",
+        promise: "a lowered quota is of each GPU of a pod, also where an agent lists the pod with one of them",
         long: false,
-        tests: &[Tests {
+        tests: &[TestSelection {
             target: LIB,
             names: &[
                 "placement::plan::tests::node_writes::override_covers_each_gpu_when_the_agent_lists_one_of_two",

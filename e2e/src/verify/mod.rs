@@ -28,11 +28,11 @@ use clap::Args;
 
 pub use self::cluster::TRIALS;
 
-use self::checks::{Check, Lane};
+use self::checks::{BackgroundJob, Check};
 use crate::progress::Progress;
 
 /// The last of the checks that have the processors to themselves.
-const COMPILES: &str = "main/tests";
+const COMPILE_CHECK: &str = "main/tests";
 
 /// What `cargo verify` is asked to do.
 #[derive(Debug, Args)]
@@ -74,30 +74,30 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
             .unwrap_or(0);
         for check in chosen {
             let tier = if check.is_long() { "(long) " } else { "" };
-            println!("{:width$}  {tier}{}", check.name, check.shows);
+            println!("{:width$}  {tier}{}", check.name, check.promise);
         }
         return Ok(ExitCode::SUCCESS);
     }
     let progress = Progress::start();
-    let mut lanes = checks::lanes(&chosen);
+    let mut lanes = checks::background_jobs(&chosen);
     let (mut outcomes, mut beside) = (Vec::new(), Vec::new());
-    for check in chosen.iter().filter(|check| !check.waits()) {
+    for check in chosen.iter().filter(|check| !check.runs_in_background()) {
         let run = || timed(|| check.run());
-        outcomes.push(carry_out(check.name, check.shows, run, &progress));
-        if check.name == COMPILES {
+        outcomes.push(run_check(check.name, check.promise, run, &progress));
+        if check.name == COMPILE_CHECK {
             for lane in lanes.drain(..) {
-                beside.push(Beside::start(lane)?);
+                beside.push(RunningJob::start(lane)?);
             }
         }
     }
     for lane in beside {
-        let (name, shows) = (lane.name, lane.shows.clone());
-        outcomes.push(carry_out(name, &shows, || lane.end(), &progress));
+        let (name, shows) = (lane.name, lane.promise.clone());
+        outcomes.push(run_check(name, &shows, || lane.join(), &progress));
     }
     // Those that nothing runs beside are seen while they run.
     for mut lane in lanes {
         let run = || timed(|| checks::succeed(&mut lane.command));
-        outcomes.push(carry_out(lane.name, &lane.shows, run, &progress));
+        outcomes.push(run_check(lane.name, &lane.promise, run, &progress));
     }
     Ok(report(&outcomes))
 }
@@ -131,18 +131,18 @@ fn select<'a>(
 }
 
 /// A lane that runs, and whose output is kept.
-struct Beside {
+struct RunningJob {
     name: &'static str,
-    shows: String,
+    promise: String,
     output: File,
     end: JoinHandle<Timed>,
 }
 
-impl Beside {
-    fn start(lane: Lane) -> io::Result<Self> {
-        let Lane {
+impl RunningJob {
+    fn start(lane: BackgroundJob) -> io::Result<Self> {
+        let BackgroundJob {
             name,
-            shows,
+            promise: shows,
             mut command,
         } = lane;
         let output = tempfile::tempfile()?;
@@ -152,14 +152,14 @@ impl Beside {
         let end = thread::spawn(move || timed(|| checks::succeed(&mut command)));
         Ok(Self {
             name,
-            shows,
+            promise: shows,
             output,
             end,
         })
     }
 
     /// Waits for its end, and prints what it printed.
-    fn end(mut self) -> Timed {
+    fn join(mut self) -> Timed {
         let (took, answer) = self.end.join().unwrap_or_else(|panic| resume_unwind(panic));
         let mut print = || {
             self.output.rewind()?;
@@ -181,21 +181,21 @@ fn timed(run: impl FnOnce() -> anyhow::Result<()>) -> Timed {
 
 struct Outcome {
     name: &'static str,
-    took: Duration,
+    duration: Duration,
     failure: Option<String>,
 }
 
-fn carry_out(
+fn run_check(
     name: &'static str,
     shows: &str,
     run: impl FnOnce() -> Timed,
     progress: &Progress,
 ) -> Outcome {
-    progress.say(format_args!("{name}: {shows}"));
+    progress.report(format_args!("{name}: {shows}"));
     let (took, answer) = run();
     Outcome {
         name,
-        took,
+        duration: took,
         failure: answer.err().map(|error| error.to_string()),
     }
 }
@@ -209,7 +209,7 @@ fn report(outcomes: &[Outcome]) -> ExitCode {
     println!();
     for Outcome {
         name,
-        took,
+        duration: took,
         failure,
     } in outcomes
     {
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn every_check_has_a_name_of_its_own_below_an_area() {
+    fn checks_have_unique_names_below_an_area() {
         let mut names = names(&[]).unwrap();
         assert!(names.iter().all(|name| name.split('/').count() >= 2));
         let all = names.len();
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn an_area_names_all_its_checks_and_a_name_one() {
+    fn select_accepts_an_area_or_a_full_name() {
         let area = names(&["main/"]).unwrap();
         assert!(area.len() > 1);
         assert_eq!(names(&["main"]).unwrap(), area);
@@ -261,11 +261,11 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_has_a_lane_and_the_trials_have_one_together() {
+    fn cluster_trials_share_one_background_job() {
         let all = checks::all();
         let lanes = |only: &str| {
             let chosen = select(&all, &[only.to_owned()], false).unwrap();
-            let lanes = checks::lanes(&chosen);
+            let lanes = checks::background_jobs(&chosen);
             lanes.iter().map(|lane| lane.name).collect::<Vec<_>>()
         };
         assert!(lanes("enforcement/quota").is_empty());
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_not_there_is_an_error_and_not_an_empty_run() {
+    fn select_rejects_an_unknown_name() {
         assert!(
             matches!(names(&["mainly/"]), Err(VerifyError::Unknown(word)) if word == "mainly/")
         );

@@ -8,7 +8,7 @@ use crate::folders;
 
 /// Tests of one target of the workspace, each by its path in it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tests {
+pub(super) struct TestSelection {
     /// What `cargo test` is told to choose the target: `--lib`, or `--test` and its name.
     pub(super) target: &'static [&'static str],
     /// The full name of each test.
@@ -25,20 +25,20 @@ pub(super) struct NamedCheck {
     /// The area, a slash and a word.
     pub(super) name: &'static str,
     /// The promise that its tests hold.
-    pub(super) shows: &'static str,
+    pub(super) promise: &'static str,
     /// Whether only `--long` runs it.
     pub(super) long: bool,
     /// The tests.
-    pub(super) tests: &'static [Tests],
+    pub(super) tests: &'static [TestSelection],
 }
 
 /// Runs these tests.
 ///
 /// # Errors
 /// When a test fails, or when fewer tests ran than were named: a test that was renamed would otherwise pass unseen.
-pub(super) fn run(tests: &[Tests]) -> anyhow::Result<()> {
+pub(super) fn run(tests: &[TestSelection]) -> anyhow::Result<()> {
     for tests in tests {
-        let ran = passed(&mut command(tests), &mut io::stdout())?;
+        let ran = run_and_count_passed(&mut command(tests), &mut io::stdout())?;
         anyhow::ensure!(
             ran >= tests.names.len(),
             "{ran} of {} named tests ran; compare the names with `cargo test -- --list`: {}",
@@ -50,8 +50,8 @@ pub(super) fn run(tests: &[Tests]) -> anyhow::Result<()> {
 }
 
 /// The call of `cargo test`. All crates are named, as in every other check, so that nothing is compiled twice.
-fn command(tests: &Tests) -> Command {
-    let Tests {
+fn command(tests: &TestSelection) -> Command {
+    let TestSelection {
         target,
         names,
         ignored,
@@ -70,13 +70,13 @@ fn command(tests: &Tests) -> Command {
 }
 
 /// Runs the command, passes on what it prints, and counts the tests that its test runners say have passed.
-fn passed(command: &mut Command, out: &mut impl Write) -> anyhow::Result<usize> {
+fn run_and_count_passed(command: &mut Command, out: &mut impl Write) -> anyhow::Result<usize> {
     let mut child = command.stdout(Stdio::piped()).spawn()?;
     let mut count = 0;
     if let Some(stdout) = child.stdout.take() {
         for line in BufReader::new(stdout).split(b'\n') {
             let line = line?;
-            count += passed_in(&String::from_utf8_lossy(&line)).unwrap_or_default();
+            count += parse_passed(&String::from_utf8_lossy(&line)).unwrap_or_default();
             out.write_all(&line)?;
             out.write_all(b"\n")?;
         }
@@ -87,7 +87,7 @@ fn passed(command: &mut Command, out: &mut impl Write) -> anyhow::Result<usize> 
 }
 
 /// How many tests a closing line of libtest says have passed.
-fn passed_in(line: &str) -> Option<usize> {
+fn parse_passed(line: &str) -> Option<usize> {
     let counts = line.strip_prefix("test result: ok. ")?;
     counts.split_once(" passed;")?.0.parse().ok()
 }
@@ -97,22 +97,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn closing_line_is_counted_and_no_other() {
+    fn parse_passed_reads_the_summary_line_only() {
         let line = "test result: ok. 12 passed; 0 failed; 1 ignored; 0 measured; 3 filtered out";
-        assert_eq!(passed_in(line), Some(12));
+        assert_eq!(parse_passed(line), Some(12));
         for other in ["12 passed, 0 failed", "test result: FAILED. 12 passed;", ""] {
-            assert_eq!(passed_in(other), None, "{other}");
+            assert_eq!(parse_passed(other), None, "{other}");
         }
     }
 
     #[test]
-    fn passed_tests_are_counted_and_a_failed_run_is_none() {
+    fn run_counts_passed_tests_and_fails_with_the_command() {
         let mut echo = Command::new("echo");
         echo.arg("-e")
             .arg("test result: ok. 1 passed;\ntest result: ok. 2 passed;");
         let mut printed = Vec::new();
-        assert_eq!(passed(&mut echo, &mut printed).ok(), Some(3));
+        assert_eq!(run_and_count_passed(&mut echo, &mut printed).ok(), Some(3));
         assert_eq!(printed.iter().filter(|byte| **byte == b'\n').count(), 2);
-        assert!(passed(&mut Command::new("false"), &mut printed).is_err());
+        assert!(run_and_count_passed(&mut Command::new("false"), &mut printed).is_err());
     }
 }

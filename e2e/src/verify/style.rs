@@ -6,7 +6,7 @@ use std::{fmt, fs, io};
 use crate::folders;
 
 /// The widest line that may hold a comment.
-const WIDTH: usize = 100;
+const MAX_WIDTH: usize = 100;
 
 /// First words of a comment that name no actor, or that refer to the comment before.
 const NO_ACTOR: &[&str] = &[
@@ -14,7 +14,7 @@ const NO_ACTOR: &[&str] = &[
 ];
 
 /// Documents that are not in the repository.
-const ELSEWHERE: &[&str] = &["design, section", "design, \"", "Design, \""];
+const OUTSIDE_DOCUMENTS: &[&str] = &["design, section", "design, \"", "Design, \""];
 
 /// Folders whose comments are still in older words.
 const TO_REWRITE: &[&str] = &[
@@ -28,18 +28,18 @@ const TO_REWRITE: &[&str] = &[
 
 /// A fault of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fault {
+enum Violation {
     Wide,
     NoActor(&'static str),
-    Elsewhere,
+    OutsideDocument,
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Wide => write!(f, "the comment is wider than {WIDTH} columns"),
+            Self::Wide => write!(f, "the comment is wider than {MAX_WIDTH} columns"),
             Self::NoActor(word) => write!(f, "the comment begins with {word:?}: name the actor"),
-            Self::Elsewhere => {
+            Self::OutsideDocument => {
                 f.write_str("the comment refers to a document outside the repository")
             }
         }
@@ -47,7 +47,7 @@ impl fmt::Display for Fault {
 }
 
 /// The faults of a source file, by line.
-fn faults(source: &str) -> Vec<(usize, Fault)> {
+fn violations(source: &str) -> Vec<(usize, Violation)> {
     let mut faults = Vec::new();
     let mut continues = false;
     for (number, line) in source.lines().enumerate() {
@@ -57,18 +57,18 @@ fn faults(source: &str) -> Vec<(usize, Fault)> {
             continue;
         };
         let mut note = |fault| faults.push((number + 1, fault));
-        if line.chars().count() > WIDTH {
-            note(Fault::Wide);
+        if line.chars().count() > MAX_WIDTH {
+            note(Violation::Wide);
         }
         let begins = |word: &&&str| {
             let rest = text.strip_prefix(**word);
             rest.is_some_and(|rest| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '\''))
         };
         if let Some(word) = NO_ACTOR.iter().find(begins).filter(|_| !continues) {
-            note(Fault::NoActor(word));
+            note(Violation::NoActor(word));
         }
-        if ELSEWHERE.iter().any(|words| text.contains(words)) {
-            note(Fault::Elsewhere);
+        if OUTSIDE_DOCUMENTS.iter().any(|words| text.contains(words)) {
+            note(Violation::OutsideDocument);
         }
         continues = !text.is_empty();
     }
@@ -113,7 +113,7 @@ pub(super) fn check() -> anyhow::Result<()> {
         }
         seen += 1;
         let said = |(line, fault)| format!("{name}:{line}: {fault}");
-        wrong.extend(faults(&fs::read_to_string(path)?).into_iter().map(said));
+        wrong.extend(violations(&fs::read_to_string(path)?).into_iter().map(said));
     }
     anyhow::ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
     println!("{seen} files are written as CONTRIBUTING.md says");
@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn faults_name_width_missing_actors_and_other_documents() {
+    fn violations_name_width_actor_and_outside_documents() {
         let wide = format!("    // {}", "word ".repeat(20));
         let source = [
             "/// Who goes is on record.",
@@ -138,19 +138,22 @@ mod tests {
         ]
         .join("\n");
         let expected = [
-            (1, Fault::NoActor("Who")),
-            (3, Fault::Wide),
-            (5, Fault::Elsewhere),
-            (7, Fault::NoActor("It")),
+            (1, Violation::NoActor("Who")),
+            (3, Violation::Wide),
+            (5, Violation::OutsideDocument),
+            (7, Violation::NoActor("It")),
         ];
-        assert_eq!(faults(&source), expected);
+        assert_eq!(violations(&source), expected);
     }
 
     #[test]
-    fn faults_are_none_where_a_sentence_goes_on_or_a_word_only_begins_so() {
+    fn violations_skip_continued_sentences_and_longer_words() {
         let source =
             "/// The agent kills the process that hangs.\n/// It waits for its end.\n\n// Item.\n";
-        assert_eq!(faults(source), []);
-        assert_eq!(faults("let text = \"// no comment, and It is long\";"), []);
+        assert_eq!(violations(source), []);
+        assert_eq!(
+            violations("let text = \"// no comment, and It is long\";"),
+            []
+        );
     }
 }

@@ -26,7 +26,7 @@ pub(super) enum ToolError {
 /// The path of `cargo-deny`, which is compiled at its first use (about 4 minutes on two cores).
 pub(super) fn cargo_deny() -> Result<PathBuf, CacheError<ToolError>> {
     let name = format!("cargo-deny-{CARGO_DENY}");
-    let folder = cache::once(&folders::cache().join("tools"), &name, |out| {
+    let folder = cache::get_or_make(&folders::cache().join("tools"), &name, |out| {
         install("cargo-deny", CARGO_DENY, out)
     })?;
     Ok(folder.join("bin/cargo-deny"))

@@ -17,21 +17,21 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
-use crate::place::Place;
-use crate::server::{Server, Turn, turn};
-use bursar_sim_api::faults::{Doomed, Fate, Faults, Telling};
+use crate::place::IsolatedScope;
+use crate::server::{Permit, Server, acquire_permit};
+use bursar_sim_api::faults::{Faults, FaultyWrites, WatchFault, WriteFault};
 
 /// The state that is declared is reached within this time, whatever happens to one write or watch.
-pub(crate) const PROMISED: Duration = Duration::from_secs(30);
+pub(crate) const PROMISED_TIME: Duration = Duration::from_secs(30);
 /// What takes longer hangs: a machine that has much else to do breaks a promise now and then, which is counted.
-pub(crate) const END: Duration = Duration::from_secs(120);
+pub(crate) const GIVE_UP_AFTER: Duration = Duration::from_secs(120);
 /// Then nothing is written any more, for longer than the longest wait between two tries.
-const QUIET: Duration = Duration::from_secs(60);
+const QUIET_PERIOD: Duration = Duration::from_secs(60);
 /// What is gathered is written by then.
-const SETTLED: Duration = Duration::from_millis(900);
+const SETTLE_TIME: Duration = Duration::from_millis(900);
 /// A client waits so long for a watch to say something, as in production.
-pub(crate) const SILENCE: Duration = Duration::from_secs(205);
-const LOOK: Duration = Duration::from_millis(300);
+pub(crate) const READ_TIMEOUT: Duration = Duration::from_secs(205);
+const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
 /// A running operator.
 pub(crate) struct Operator {
@@ -77,55 +77,55 @@ impl Operator {
     /// Asks it to end.
     pub(crate) async fn stop(self) -> Result<(), Failed> {
         self.shutdown.cancel();
-        Ok(tokio::time::timeout(END, self.task).await???)
+        Ok(tokio::time::timeout(GIVE_UP_AFTER, self.task).await???)
     }
 }
 
 /// What happens while a tour is made.
-pub(crate) struct Plan {
+pub(crate) struct FaultPlan {
     /// What the operator's writes and watches suffer.
     pub(crate) faults: Faults,
     /// Which writes, of each transition.
-    pub(crate) doomed: Doomed,
+    pub(crate) doomed: FaultyWrites,
     /// The operator is killed with a write that met its fate, and another one is started.
-    pub(crate) killed: bool,
+    pub(crate) kill_operator: bool,
     /// A second operator runs beside it.
-    pub(crate) two: bool,
+    pub(crate) two_operators: bool,
 }
 
-impl Plan {
+impl FaultPlan {
     /// Nothing; for others to be made from.
-    pub(crate) fn of(case: &str, fate: Fate, doomed: Doomed) -> Self {
+    pub(crate) fn with_fate(case: &str, fate: WriteFault, doomed: FaultyWrites) -> Self {
         Self {
-            faults: Faults::new(case, fate, Telling::Plain),
+            faults: Faults::new(case, fate, WatchFault::NoFault),
             doomed,
-            killed: false,
-            two: false,
+            kill_operator: false,
+            two_operators: false,
         }
     }
 
     /// Watches that tell so.
-    pub(crate) fn told(case: &str, telling: Telling) -> Self {
+    pub(crate) fn with_telling(case: &str, telling: WatchFault) -> Self {
         Self {
-            faults: Faults::new(case, Fate::Lost, telling),
-            doomed: Doomed::Nothing,
-            killed: false,
-            two: false,
+            faults: Faults::new(case, WriteFault::RequestDropped, telling),
+            doomed: FaultyWrites::NoWrite,
+            kill_operator: false,
+            two_operators: false,
         }
     }
 }
 
 /// A place with its operators.
-pub(crate) struct Case {
-    pub(crate) place: Place,
-    plan: Plan,
+pub(crate) struct TestCase {
+    pub(crate) scope: IsolatedScope,
+    plan: FaultPlan,
     config: Config,
     silence: Duration,
     /// What a change comes to may be told so much later.
-    late: Duration,
+    extra_delay: Duration,
     operators: Vec<Operator>,
     /// While it is at work.
-    turn: Option<Turn>,
+    permit: Option<Permit>,
     outcome: Outcome,
 }
 
@@ -136,162 +136,174 @@ pub(crate) struct Outcome {
     pub(crate) longest: Duration,
     pub(crate) transitions: Vec<Transition>,
     /// How many events of each kind watches did not tell plainly.
-    pub(crate) dealt: BTreeMap<String, usize>,
+    pub(crate) disturbed_events: BTreeMap<String, usize>,
 }
 
 /// A change, and what was written until all was as it asks for.
 #[derive(Clone, Debug)]
 pub(crate) struct Transition {
     /// The change.
-    pub(crate) what: String,
+    pub(crate) change: String,
     pub(crate) writes: Vec<String>,
     /// How many writes met their fate.
-    pub(crate) met: usize,
+    pub(crate) faults_met: usize,
     /// It took longer than was promised.
-    late: bool,
+    is_late: bool,
 }
 
 impl Outcome {
-    pub(crate) fn and(mut self, other: Self) -> Self {
+    pub(crate) fn merge(mut self, other: Self) -> Self {
         self.longest = self.longest.max(other.longest);
         self.transitions.extend(other.transitions);
-        for (event, count) in other.dealt {
-            *self.dealt.entry(event).or_default() += count;
+        for (event, count) in other.disturbed_events {
+            *self.disturbed_events.entry(event).or_default() += count;
         }
         self
     }
 
     /// How long transitions took, if no more than one in twenty of them took longer than was promised: none of a few.
-    pub(crate) fn lasted(&self) -> Result<String, Failed> {
-        let late = self.transitions.iter().filter(|one| one.late);
-        let late: Vec<_> = late.map(|one| one.what.as_str()).collect();
+    pub(crate) fn check_durations(&self) -> Result<String, Failed> {
+        let late = self.transitions.iter().filter(|one| one.is_late);
+        let late: Vec<_> = late.map(|one| one.change.as_str()).collect();
         let longest = self.longest;
         if late.len() > (self.transitions.len() + 10) / 20 {
             return Err(
-                format!("not within {PROMISED:?}, but up to {longest:.1?}: {late:?}").into(),
+                format!("not within {PROMISED_TIME:?}, but up to {longest:.1?}: {late:?}").into(),
             );
         }
         Ok(format!("at most {longest:.1?} to the end of a transition"))
     }
 }
 
-impl Case {
-    pub(crate) async fn start(server: &Server, name: &str, plan: Plan) -> Result<Self, Failed> {
-        Self::alone(server, turn().await, name, plan).await
+impl TestCase {
+    pub(crate) async fn start(
+        server: &Server,
+        name: &str,
+        plan: FaultPlan,
+    ) -> Result<Self, Failed> {
+        Self::with_permit(server, acquire_permit().await, name, plan).await
     }
 
     /// By a turn that is there.
-    pub(crate) async fn alone(
+    pub(crate) async fn with_permit(
         server: &Server,
-        turn: Turn,
+        turn: Permit,
         name: &str,
-        plan: Plan,
+        plan: FaultPlan,
     ) -> Result<Self, Failed> {
-        Self::over(server, turn, server.plane.operators(), SILENCE, name, plan).await
+        Self::with_config(
+            server,
+            turn,
+            server.control_plane.operator_config(),
+            READ_TIMEOUT,
+            name,
+            plan,
+        )
+        .await
     }
 
     /// With another way to the API server, and less patience with its silence.
-    pub(crate) async fn over(
+    pub(crate) async fn with_config(
         server: &Server,
-        turn: Turn,
+        turn: Permit,
         config: Config,
         silence: Duration,
         name: &str,
-        plan: Plan,
+        plan: FaultPlan,
     ) -> Result<Self, Failed> {
-        let place = Place::make(server, name).await?;
+        let place = IsolatedScope::set_up(server, name).await?;
         let mut case = Self {
-            place,
+            scope: place,
             config,
             silence,
-            late: plan.faults.latest(),
+            extra_delay: plan.faults.max_watch_delay(),
             operators: Vec::new(),
-            turn: Some(turn),
+            permit: Some(turn),
             outcome: Outcome::default(),
             plan,
         };
-        for _ in 0..=usize::from(case.plan.two) {
-            case.operate().await?;
+        for _ in 0..=usize::from(case.plan.two_operators) {
+            case.start_operator().await?;
         }
         Ok(case)
     }
 
     /// The same, and a change may be told of so much later.
-    pub(crate) fn late_by(mut self, late: Duration) -> Self {
-        self.late = late;
+    pub(crate) fn allow_delay(mut self, late: Duration) -> Self {
+        self.extra_delay = late;
         self
     }
 
     /// Whether no write ends badly.
     pub(crate) fn is_undisturbed(&self) -> bool {
-        self.plan.doomed == Doomed::Nothing
+        self.plan.doomed == FaultyWrites::NoWrite
     }
 
-    async fn operate(&mut self) -> Result<(), Failed> {
+    async fn start_operator(&mut self) -> Result<(), Failed> {
         let operator = Operator::start(self.config.clone(), self.silence, &self.plan.faults);
         self.operators.push(operator.await?);
         Ok(())
     }
 
     /// Makes a change, and waits for what it should come to while things go wrong by plan.
-    pub(crate) async fn through(
+    pub(crate) async fn transition(
         &mut self,
         what: &str,
-        change: impl AsyncFnOnce(&Place) -> Result<(), Failed>,
-        done: impl AsyncFn(&Place) -> Result<bool, Failed>,
+        change: impl AsyncFnOnce(&IsolatedScope) -> Result<(), Failed>,
+        done: impl AsyncFn(&IsolatedScope) -> Result<bool, Failed>,
     ) -> Result<(), Failed> {
         let faults = self.plan.faults.clone();
-        faults.doom(self.plan.doomed);
-        change(&self.place).await?;
+        faults.set_faulty_writes(self.plan.doomed);
+        change(&self.scope).await?;
         let (begin, mut killed, mut reached) = (Instant::now(), false, None);
         loop {
-            if self.plan.killed && !killed && faults.met() > 0 {
+            if self.plan.kill_operator && !killed && faults.fault_count() > 0 {
                 killed = true;
                 for operator in std::mem::take(&mut self.operators) {
                     operator.kill().await;
                 }
-                self.operate().await?;
+                self.start_operator().await?;
             }
-            self.operators_run().await?;
+            self.check_operators_run().await?;
             let elapsed = begin.elapsed();
-            reached = match done(&self.place).await? {
+            reached = match done(&self.scope).await? {
                 true => reached.or(Some(elapsed)),
                 false => None,
             };
             // It stays so, and nobody writes any more.
-            let settled = elapsed > SETTLED && faults.quiet() > SETTLED;
+            let settled = elapsed > SETTLE_TIME && faults.idle_time() > SETTLE_TIME;
             if let Some(took) = reached.filter(|_| settled) {
                 self.outcome.longest = self.outcome.longest.max(took);
                 self.outcome.transitions.push(Transition {
-                    what: what.to_owned(),
+                    change: what.to_owned(),
                     writes: faults.writes(),
-                    met: faults.met(),
-                    late: took > PROMISED + self.late,
+                    faults_met: faults.fault_count(),
+                    is_late: took > PROMISED_TIME + self.extra_delay,
                 });
                 return Ok(());
             }
-            if elapsed > END + self.late {
-                return Err(self.failed(&format!("{what}: not reached in time")).await);
+            if elapsed > GIVE_UP_AFTER + self.extra_delay {
+                return Err(self.failure(&format!("{what}: not reached in time")).await);
             }
-            sleep(LOOK).await;
+            sleep(POLL_INTERVAL).await;
         }
     }
 
     /// An operator ends when it is told to, and not before.
-    async fn operators_run(&mut self) -> Result<(), Failed> {
+    async fn check_operators_run(&mut self) -> Result<(), Failed> {
         match self.operators.iter().position(|one| one.task.is_finished()) {
             None => Ok(()),
             Some(ended) => {
                 let ended = self.operators.swap_remove(ended).task.await;
-                Err(format!("{}: the operator ended: {ended:?}", self.place.name).into())
+                Err(format!("{}: the operator ended: {ended:?}", self.scope.name).into())
             }
         }
     }
 
-    async fn failed(&self, what: &str) -> Failed {
-        let (name, writes) = (&self.place.name, self.plan.faults.writes());
-        let budget = self.place.budget().await.unwrap_or_default();
-        let gpus = self.place.gpus().await.unwrap_or_default();
+    async fn failure(&self, what: &str) -> Failed {
+        let (name, writes) = (&self.scope.name, self.plan.faults.writes());
+        let budget = self.scope.budget().await.unwrap_or_default();
+        let gpus = self.scope.gpu_node().await.unwrap_or_default();
         let last: Vec<_> = writes.iter().rev().take(8).collect();
         format!(
             "{name}: {what}; {} writes, the last first: {last:?}\n{}\n{}\n{gpus}",
@@ -304,31 +316,34 @@ impl Case {
 
     /// Waits until nothing is written any more, sees that what the last change asks for is so still, and ends the
     /// operators.
-    pub(crate) async fn end(
+    pub(crate) async fn finish(
         mut self,
-        done: impl AsyncFn(&Place) -> Result<bool, Failed>,
+        done: impl AsyncFn(&IsolatedScope) -> Result<bool, Failed>,
     ) -> Result<Outcome, Failed> {
         let faults = self.plan.faults.clone();
-        faults.doom(Doomed::Nothing);
+        faults.set_faulty_writes(FaultyWrites::NoWrite);
         // There is nothing to do any more: others may begin.
-        self.turn = None;
+        self.permit = None;
         let begin = Instant::now();
-        while faults.quiet() < QUIET {
-            if begin.elapsed() > END + self.late + faults.quiet() {
+        while faults.idle_time() < QUIET_PERIOD {
+            if begin.elapsed() > GIVE_UP_AFTER + self.extra_delay + faults.idle_time() {
                 return Err(self
-                    .failed(&format!("it writes and writes, {} now", faults.last()))
+                    .failure(&format!(
+                        "it writes and writes, {} now",
+                        faults.last_write()
+                    ))
                     .await);
             }
-            sleep(LOOK).await;
+            sleep(POLL_INTERVAL).await;
         }
-        self.operators_run().await?;
-        if !done(&self.place).await? {
-            return Err(self.failed("a minute later").await);
+        self.check_operators_run().await?;
+        if !done(&self.scope).await? {
+            return Err(self.failure("a minute later").await);
         }
         for operator in self.operators {
             operator.stop().await?;
         }
-        self.outcome.dealt = faults.dealt();
+        self.outcome.disturbed_events = faults.faulted_events();
         Ok(self.outcome)
     }
 }

@@ -13,32 +13,32 @@ use libtest_mimic::Failed;
 use serde_json::json;
 use tokio::time::{Instant, interval, sleep};
 
-use crate::case::{Case, END, Plan};
-use crate::place::{HARD as HARD_NAME, Place, condition};
-use crate::server::{Server, Turn};
-use bursar_sim_api::faults::Telling;
+use crate::case::{FaultPlan, GIVE_UP_AFTER, TestCase};
+use crate::place::{IsolatedScope, QUOTA_RESOURCE as HARD_NAME, condition};
+use crate::server::{Permit, Server};
+use bursar_sim_api::faults::WatchFault;
 
 const CLIENTS: usize = 8;
 /// How often all clients together try to create a pod; a second. About half of them come to something, and to a delete.
-const A_SECOND: u64 = 160;
+const CREATES_PER_SECOND: u64 = 160;
 /// Creates and deletes that have to come to something. 60 a second are meant, and two cores do 77 to 143 beside the
 /// cluster's trials, but 44 beside compilers: how many there are a second is the API server's affair.
-const AT_LEAST: usize = 400;
+const MIN_CHANGES: usize = 400;
 /// How many pods a client keeps, if it gets them. All want more than there is.
-const MOST: usize = 4;
+const MAX_PODS_PER_CLIENT: usize = 4;
 /// So many it does not give up while the quota is helped to count late: together more than fit, so that it does not
 /// end by itself.
-const KEPT: usize = 3;
+const PODS_KEPT_PER_CLIENT: usize = 3;
 /// What the namespace may have.
-const HARD: usize = 17;
+const QUOTA_GIB: usize = 17;
 /// So many more are asked for after the storm, at least.
-const LATE: usize = 5;
+const MIN_LATE_PODS: usize = 5;
 /// The quota is left to count late by itself for so long, and then helped.
-const UNAIDED: Duration = Duration::from_secs(5);
+const UNAIDED_TIME: Duration = Duration::from_secs(5);
 /// It is seen that there are too many pods, and some of them go, by then, or never.
-const STORM: Duration = Duration::from_secs(40);
-const AID: Duration = Duration::from_millis(50);
-const LOOK: Duration = Duration::from_millis(300);
+const CHURN_TIMEOUT: Duration = Duration::from_secs(40);
+const RESET_INTERVAL: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
 /// What all clients together have done.
 #[derive(Default)]
@@ -52,34 +52,40 @@ struct Counts {
     repaired: bool,
 }
 
-pub(crate) async fn churn(server: &Server, turn: Turn) -> Result<String, Failed> {
+pub(crate) async fn churn(server: &Server, turn: Permit) -> Result<String, Failed> {
     let name = "churn";
-    let mut case = Case::alone(server, turn, name, Plan::told(name, Telling::Plain)).await?;
-    let hard = format!("{HARD}Gi");
-    let ready = async |at: &Place| Ok(condition(&at.budget().await?, "Ready") == "True");
-    case.through(
+    let mut case = TestCase::with_permit(
+        server,
+        turn,
+        name,
+        FaultPlan::with_telling(name, WatchFault::NoFault),
+    )
+    .await?;
+    let hard = format!("{QUOTA_GIB}Gi");
+    let ready = async |at: &IsolatedScope| Ok(condition(&at.budget().await?, "Ready") == "True");
+    case.transition(
         "a budget is made",
-        async |at| at.declare(&hard, &hard).await,
+        async |at| at.create_budget(&hard, &hard).await,
         ready,
     )
     .await?;
     // Pods of the first seconds may be from before the budget, and are left alone.
     sleep(Duration::from_secs(6)).await;
-    let at = case.place.clone();
+    let at = case.scope.clone();
     let (counts, begin) = (Mutex::new(Counts::default()), Instant::now());
-    let storm = join_all((0..CLIENTS).map(|client| churns(&at, client, &counts)));
+    let storm = join_all((0..CLIENTS).map(|client| run_client(&at, client, &counts)));
     let aid = async {
-        sleep(UNAIDED).await;
+        sleep(UNAIDED_TIME).await;
         locked(&counts).aided = true;
         loop {
-            count_nothing(&at).await?;
-            sleep(AID).await;
+            reset_quota_count(&at).await?;
+            sleep(RESET_INTERVAL).await;
         }
     };
     let mut exceeded_after = None;
     let looks = async {
         loop {
-            sleep(LOOK).await;
+            sleep(POLL_INTERVAL).await;
             if exceeded_after.is_none() && condition(&at.budget().await?, "Exceeded") == "True" {
                 exceeded_after = Some(begin.elapsed());
             }
@@ -110,30 +116,33 @@ pub(crate) async fn churn(server: &Server, turn: Turn) -> Result<String, Failed>
     if !repaired {
         return Err(format!("not repaired in the storm: {told}").into());
     }
-    if created + deleted < AT_LEAST {
+    if created + deleted < MIN_CHANGES {
         return Err(format!("no storm: {told}").into());
     }
-    let fits = async || Ok::<_, Failed>(ready(&at).await? && alive(&at).await? <= HARD);
+    let fits = async || Ok::<_, Failed>(ready(&at).await? && alive(&at).await? <= QUOTA_GIB);
     until("all to fit after the storm", fits).await?;
     // Now that nobody else deletes any, nobody goes that need not.
     let mut number = 0;
     let over = async || {
-        count_nothing(&at).await?;
+        reset_quota_count(&at).await?;
         number += 1;
-        drop(at.pod(&format!("late-{number}"), 1, false, false).await);
+        drop(
+            at.create_pod(&format!("late-{number}"), 1, false, false)
+                .await,
+        );
         // Where this is slow the operator is there before all have come.
-        Ok(number >= LATE && alive(&at).await? > HARD)
+        Ok(number >= MIN_LATE_PODS && alive(&at).await? > QUOTA_GIB)
     };
     until("more than fit", over).await?;
     let exceeded = async || Ok(condition(&at.budget().await?, "Exceeded") == "True");
     until("that to be said", exceeded).await?;
     until("it to be repaired", async || ready(&at).await).await?;
-    let exact = async |at: &Place| Ok(ready(at).await? && alive(at).await? == HARD);
+    let exact = async |at: &IsolatedScope| Ok(ready(at).await? && alive(at).await? == QUOTA_GIB);
     if !exact(&at).await? {
         let after = alive(&at).await?;
         return Err(format!("{after} pods live: {told}").into());
     }
-    case.end(exact).await?;
+    case.finish(exact).await?;
     Ok(told)
 }
 
@@ -143,16 +152,16 @@ async fn until(
 ) -> Result<(), Failed> {
     let begin = Instant::now();
     while !is().await? {
-        if begin.elapsed() > END {
+        if begin.elapsed() > GIVE_UP_AFTER {
             return Err(format!("waited in vain for {what}").into());
         }
-        sleep(AID).await;
+        sleep(RESET_INTERVAL).await;
     }
     Ok(())
 }
 
 /// Sets back what the quotas count.
-async fn count_nothing(at: &Place) -> Result<(), Failed> {
+async fn reset_quota_count(at: &IsolatedScope) -> Result<(), Failed> {
     for which in ["guaranteed", "limit"] {
         let quota = format!("{}/status", at.quota_path(which));
         let unused = json!({ "status": { "used": { HARD_NAME: "0" } } });
@@ -162,7 +171,7 @@ async fn count_nothing(at: &Place) -> Result<(), Failed> {
 }
 
 /// How many pods the operator ended, by what it tells.
-async fn evicted(at: &Place) -> Result<usize, Failed> {
+async fn evicted(at: &IsolatedScope) -> Result<usize, Failed> {
     let events = at
         .get(&format!("/api/v1/namespaces/{}/events", at.name))
         .await?;
@@ -173,38 +182,44 @@ async fn evicted(at: &Place) -> Result<usize, Failed> {
     Ok(of_pods.count())
 }
 
-async fn alive(at: &Place) -> Result<usize, Failed> {
+async fn alive(at: &IsolatedScope) -> Result<usize, Failed> {
     let pods = at.get(&at.pods_path()).await?;
     Ok(pods["items"].as_array().map_or(0, Vec::len))
 }
 
 /// Creates pods, and deletes its own oldest when it is refused or has enough, until the operator has done its part.
-async fn churns(at: &Place, client: usize, counts: &Mutex<Counts>) -> Result<(), Failed> {
-    let mut every = interval(Duration::from_millis(1000 * CLIENTS as u64 / A_SECOND));
+async fn run_client(
+    at: &IsolatedScope,
+    client: usize,
+    counts: &Mutex<Counts>,
+) -> Result<(), Failed> {
+    let mut every = interval(Duration::from_millis(
+        1000 * CLIENTS as u64 / CREATES_PER_SECOND,
+    ));
     let mut own = VecDeque::new();
     let begin = Instant::now();
     for number in 0.. {
         every.tick().await;
         let name = format!("p-{client}-{number}");
-        let made = at.pod(&name, 1, false, false).await;
+        let made = at.create_pod(&name, 1, false, false).await;
         let oldest = {
             let mut counts = locked(counts);
             let full = match made {
                 Ok(_) => {
                     counts.created += 1;
                     own.push_back(name);
-                    own.len() > MOST
+                    own.len() > MAX_PODS_PER_CLIENT
                 }
                 Err(kube::Error::Api(status)) if status.code == 403 => {
                     counts.refused += 1;
-                    !counts.aided || own.len() > KEPT
+                    !counts.aided || own.len() > PODS_KEPT_PER_CLIENT
                 }
                 // The quota is written by many at once, and gives up now and then.
                 Err(kube::Error::Api(status)) if matches!(status.code, 409 | 500) => false,
                 Err(error) => return Err(error.into()),
             };
-            let enough = counts.repaired && counts.created + counts.deleted >= AT_LEAST;
-            if enough || begin.elapsed() > STORM {
+            let enough = counts.repaired && counts.created + counts.deleted >= MIN_CHANGES;
+            if enough || begin.elapsed() > CHURN_TIMEOUT {
                 return Ok(());
             }
             let oldest = if full { own.pop_front() } else { None };

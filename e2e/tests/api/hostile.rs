@@ -6,8 +6,8 @@ use kube::{Client, Config};
 use libtest_mimic::Failed;
 use serde_json::{Value, json};
 
-use crate::place::Place;
-use crate::server::{Server, turn};
+use crate::place::IsolatedScope;
+use crate::server::{Server, acquire_permit};
 
 const DEVICE: &str = "bursar.dev/gpu-memory-gib";
 const NVIDIA: &str = "nvidia.com/gpu";
@@ -15,8 +15,8 @@ const NVIDIA: &str = "nvidia.com/gpu";
 const NODE_CLAIM: &str = "impersonate-extra-authentication.kubernetes.io%2fnode-name";
 
 pub(crate) async fn hostile(server: &Server) -> Result<String, Failed> {
-    let _turn = turn().await;
-    let at = Place::make(server, "hostile").await?;
+    let _turn = acquire_permit().await;
+    let at = IsolatedScope::set_up(server, "hostile").await?;
     let pods = unmanaged(server, &at).await?;
     let later = ephemeral(&at).await?;
     labels(server, &at).await?;
@@ -61,7 +61,7 @@ fn host_path(path: &str) -> Value {
 }
 
 /// Pods that would get GPUs which nobody counts.
-async fn unmanaged(server: &Server, at: &Place) -> Result<usize, Failed> {
+async fn unmanaged(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
     let container = |env: Value| json!({ "name": "x", "image": "i", "env": env });
     let with = |env: Value| json!({ "containers": [container(env)] });
     let variable = "sets NVIDIA_VISIBLE_DEVICES";
@@ -126,8 +126,8 @@ async fn unmanaged(server: &Server, at: &Place) -> Result<usize, Failed> {
     let path = format!("{}?dryRun=All", exempt.pods_path());
     check("exempt", at.create(&path, row(classed)).await, "")?;
     let off = server
-        .plane
-        .chart(&["--set=policies.refuseUnmanagedGpus.enabled=false"]);
+        .control_plane
+        .chart_without_workloads(&["--set=policies.refuseUnmanagedGpus.enabled=false"]);
     let off = off.await?;
     let mut named = off.iter().map(|object| &object["metadata"]["name"]);
     assert!(!named.any(|name| name == "bursar-unmanaged-gpus"));
@@ -135,7 +135,7 @@ async fn unmanaged(server: &Server, at: &Place) -> Result<usize, Failed> {
 }
 
 /// Containers that are added to pods that are there.
-async fn ephemeral(at: &Place) -> Result<usize, Failed> {
+async fn ephemeral(at: &IsolatedScope) -> Result<usize, Failed> {
     let asking = pod(
         "asking",
         json!({ DEVICE: "1" }),
@@ -168,7 +168,7 @@ async fn ephemeral(at: &Place) -> Result<usize, Failed> {
 }
 
 /// The label of a budget in force, on a namespace that is made.
-async fn labels(server: &Server, at: &Place) -> Result<(), Failed> {
+async fn labels(server: &Server, at: &IsolatedScope) -> Result<(), Failed> {
     let path = "/api/v1/namespaces?dryRun=All";
     let labelled = json!({ "metadata": { "name": "labelled", "labels": { "bursar.dev/budget": "enforced" } } });
     let words = "the label bursar.dev/budget is set by Bursar's operator";
@@ -176,8 +176,8 @@ async fn labels(server: &Server, at: &Place) -> Result<(), Failed> {
     let plain = json!({ "metadata": { "name": "labelled", "labels": { "team": "a" } } });
     check("plain", at.create(path, plain).await, "")?;
     let chart = server
-        .plane
-        .chart(&["--set=policies.labelRestorers={restorer}"]);
+        .control_plane
+        .chart_without_workloads(&["--set=policies.labelRestorers={restorer}"]);
     let chart = chart.await?;
     let restores = |object: &&Value| object.to_string().contains("in ['restorer']");
     assert_eq!(chart.iter().filter(restores).count(), 1);
@@ -196,8 +196,8 @@ pub(crate) fn as_account(config: Config, part: &str, node: Option<&str>) -> Resu
 }
 
 /// What the operator writes of pods and quotas, and what it must not.
-async fn operators_writes(server: &Server, at: &Place) -> Result<usize, Failed> {
-    let operator = at.with(Client::try_from(server.plane.operators())?);
+async fn operators_writes(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
+    let operator = at.with_client(Client::try_from(server.control_plane.operator_config())?);
     let dry = |path: String| format!("{path}?dryRun=All");
     let status = |pod: &str| dry(format!("{}/status", at.pod_path(pod)));
     let nominates = json!({ "status": { "nominatedNodeName": at.name } });
@@ -236,10 +236,18 @@ async fn operators_writes(server: &Server, at: &Place) -> Result<usize, Failed> 
 }
 
 /// Events of an agent on the place's node.
-async fn agents_events(server: &Server, at: &Place) -> Result<usize, Failed> {
+async fn agents_events(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
     let mine = at.name.as_str();
-    let agent = at.with(as_account(server.plane.operators(), "agent", Some(mine))?);
-    let unbound = at.with(as_account(server.plane.operators(), "agent", None)?);
+    let agent = at.with_client(as_account(
+        server.control_plane.operator_config(),
+        "agent",
+        Some(mine),
+    )?);
+    let unbound = at.with_client(as_account(
+        server.control_plane.operator_config(),
+        "agent",
+        None,
+    )?);
     let event = |controller: &str, instance: &str, kind: &str, about: &str| {
         let namespace = (kind == "Pod").then_some(mine);
         json!({

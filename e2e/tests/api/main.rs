@@ -26,7 +26,7 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use tokio::runtime::{Builder, Runtime};
 use tracing_subscriber::EnvFilter;
 
-use server::{Server, Turn, all_turns};
+use server::{Permit, Server, acquire_all_permits};
 
 /// The server, once the first trial has started it.
 static SERVER: OnceLock<Result<(Runtime, Server), String>> = OnceLock::new();
@@ -53,11 +53,13 @@ fn trial(
 /// One that has the server alone until it is left to itself.
 fn alone(
     name: &'static str,
-    act: impl AsyncFnOnce(&'static Server, Turn) -> Result<String, Failed> + Send + 'static,
+    act: impl AsyncFnOnce(&'static Server, Permit) -> Result<String, Failed> + Send + 'static,
 ) -> Trial {
     Trial::test(name, move || {
         // Asked for before there is a server: the others ask when there is one.
-        let turn = Builder::new_current_thread().build()?.block_on(all_turns());
+        let turn = Builder::new_current_thread()
+            .build()?
+            .block_on(acquire_all_permits());
         run(name, async |server| act(server, turn).await)
     })
 }
@@ -74,7 +76,7 @@ fn run(
         let took = begin.elapsed();
         server
             .progress
-            .say(format_args!("{name}: {said} ({took:.1?})"));
+            .report(format_args!("{name}: {said} ({took:.1?})"));
         Ok(())
     })
 }
@@ -104,7 +106,7 @@ fn main() -> ExitCode {
     arguments.test_threads = Some(trials.len());
     let conclusion = libtest_mimic::run(&arguments, trials);
     if let Some(Ok((runtime, server))) = SERVER.get() {
-        runtime.block_on(server.plane.stop());
+        runtime.block_on(server.control_plane.stop());
     }
     conclusion.exit_code()
 }

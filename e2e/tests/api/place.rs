@@ -1,6 +1,6 @@
 //! A case's own part of the API server: a namespace, and nodes with one GPU each, which nobody else touches.
 
-use bursar_e2e::objects::Objects;
+use bursar_e2e::objects::RawApi;
 use kube::Client;
 use libtest_mimic::Failed;
 use serde_json::{Value, json};
@@ -10,25 +10,25 @@ use tokio::time::{Instant, sleep};
 use crate::server::Server;
 
 /// The GPU's memory, in GiB.
-pub(crate) const GPU: i32 = 32;
+pub(crate) const GPU_GIB: i32 = 32;
 const RESOURCE: &str = "bursar.dev/gpu-memory-gib";
 /// What quotas call it.
-pub(crate) const HARD: &str = "requests.bursar.dev/gpu-memory-gib";
+pub(crate) const QUOTA_RESOURCE: &str = "requests.bursar.dev/gpu-memory-gib";
 
 /// The objects of one case.
 #[derive(Clone)]
-pub(crate) struct Place {
+pub(crate) struct IsolatedScope {
     /// Of the case, its namespace, its cohort and its node.
     pub(crate) name: String,
-    objects: Objects,
+    objects: RawApi,
 }
 
-impl Place {
+impl IsolatedScope {
     /// Makes the namespace, the node and its GPU.
-    pub(crate) async fn make(server: &Server, name: &str) -> Result<Self, Failed> {
+    pub(crate) async fn set_up(server: &Server, name: &str) -> Result<Self, Failed> {
         let place = Self {
             name: name.to_owned(),
-            objects: Objects::new(server.plane.client()),
+            objects: RawApi::new(server.control_plane.client()),
         };
         let namespace = json!({ "metadata": { "name": name } });
         place.create("/api/v1/namespaces", namespace).await?;
@@ -65,7 +65,7 @@ impl Place {
         });
         self.create("/apis/bursar.dev/v1alpha1/gpunodes", gpus)
             .await?;
-        self.report(GPU, &[]).await
+        self.report_gpu(GPU_GIB, &[]).await
     }
 
     /// Makes another node of the case; there is no namespace of its name.
@@ -76,10 +76,10 @@ impl Place {
     }
 
     /// The same place with other rights.
-    pub(crate) fn with(&self, client: Client) -> Self {
+    pub(crate) fn with_client(&self, client: Client) -> Self {
         Self {
             name: self.name.clone(),
-            objects: Objects::new(client),
+            objects: RawApi::new(client),
         }
     }
 
@@ -101,12 +101,12 @@ impl Place {
     }
 
     pub(crate) async fn merge(&self, path: &str, patch: Value) -> Result<(), Failed> {
-        Ok(self.objects.merge(path, &patch).await.map(drop)?)
+        Ok(self.objects.merge_patch(path, &patch).await.map(drop)?)
     }
 
     /// Changes an object; what the API server says.
     pub(crate) async fn try_merge(&self, path: &str, patch: Value) -> kube::Result<Value> {
-        self.objects.merge(path, &patch).await
+        self.objects.merge_patch(path, &patch).await
     }
 
     /// The same of a deletion.
@@ -146,12 +146,12 @@ impl Place {
         format!("/api/v1/namespaces/{}", self.name)
     }
 
-    fn gpus_path(&self) -> String {
+    fn gpu_node_path(&self) -> String {
         format!("/apis/bursar.dev/v1alpha1/gpunodes/{}", self.name)
     }
 
     /// Declares the budget.
-    pub(crate) async fn declare(&self, guaranteed: &str, limit: &str) -> Result<(), Failed> {
+    pub(crate) async fn create_budget(&self, guaranteed: &str, limit: &str) -> Result<(), Failed> {
         let spec = json!({ "cohort": self.name, "deviceMemory": { "guaranteed": guaranteed, "limit": limit } });
         let budget = json!({
             "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
@@ -162,7 +162,7 @@ impl Place {
     }
 
     /// Changes the budget's spec.
-    pub(crate) async fn amend(&self, spec: Value) -> Result<(), Failed> {
+    pub(crate) async fn patch_budget(&self, spec: Value) -> Result<(), Failed> {
         self.merge(&self.budget_path(), json!({ "spec": spec }))
             .await
     }
@@ -171,14 +171,17 @@ impl Place {
         self.get(&self.budget_path()).await
     }
 
-    pub(crate) async fn gpus(&self) -> Result<Value, Failed> {
-        self.get(&self.gpus_path()).await
+    pub(crate) async fn gpu_node(&self) -> Result<Value, Failed> {
+        self.get(&self.gpu_node_path()).await
     }
 
     /// Writes orders of quotas by hand.
-    pub(crate) async fn order(&self, quotas: Value) -> Result<(), Failed> {
-        self.merge(&self.gpus_path(), json!({ "spec": { "quotas": quotas } }))
-            .await
+    pub(crate) async fn write_quota_overrides(&self, quotas: Value) -> Result<(), Failed> {
+        self.merge(
+            &self.gpu_node_path(),
+            json!({ "spec": { "quotas": quotas } }),
+        )
+        .await
     }
 
     pub(crate) async fn node_labels(&self) -> Result<Value, Failed> {
@@ -187,7 +190,7 @@ impl Place {
     }
 
     /// Makes a pod that asks for so many GiB, on the node where that is said, without a scheduler or a kubelet.
-    pub(crate) async fn pod(
+    pub(crate) async fn create_pod(
         &self,
         pod: &str,
         gib: i32,
@@ -207,7 +210,7 @@ impl Place {
     }
 
     /// Gives a pod something that would make another one; its UID.
-    pub(crate) async fn own(&self, pod: &str) -> Result<String, Failed> {
+    pub(crate) async fn create_owner(&self, pod: &str) -> Result<String, Failed> {
         let path = format!("/api/v1/namespaces/{}/configmaps", self.name);
         let owner = self.create(&path, json!({ "metadata": { "name": pod } }));
         let uid = owner.await?["metadata"]["uid"].clone();
@@ -218,7 +221,7 @@ impl Place {
     }
 
     /// Whether somebody was told this of the pod.
-    pub(crate) async fn was_told(&self, reason: &str, pod: &str) -> Result<bool, Failed> {
+    pub(crate) async fn has_event(&self, reason: &str, pod: &str) -> Result<bool, Failed> {
         let path = format!("/api/v1/namespaces/{}/events", self.name);
         let events = self.get(&path).await?["items"].take();
         let mut events = events.as_array().into_iter().flatten();
@@ -226,7 +229,7 @@ impl Place {
     }
 
     /// What the scheduler says of a pod for which it has no node.
-    pub(crate) async fn refuse(&self, pod: &str) -> Result<(), Failed> {
+    pub(crate) async fn mark_unschedulable(&self, pod: &str) -> Result<(), Failed> {
         let path = format!("{}/status", self.pod_path(pod));
         let refused = json!({ "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
             "lastTransitionTime": "2026-01-01T00:00:00Z" });
@@ -245,32 +248,36 @@ impl Place {
     }
 
     /// What the kubelet says.
-    pub(crate) async fn runs(&self, pod: &str) -> Result<(), Failed> {
+    pub(crate) async fn mark_running(&self, pod: &str) -> Result<(), Failed> {
         let path = format!("{}/status", self.pod_path(pod));
         self.merge(&path, json!({ "status": { "phase": "Running" } }))
             .await
     }
 
     /// What the agent says: the GPU's memory, and which pods are bound to how much of it.
-    pub(crate) async fn report(&self, memory: i32, bound: &[(String, i32)]) -> Result<(), Failed> {
-        self.report_waiter(memory, bound, None).await
+    pub(crate) async fn report_gpu(
+        &self,
+        memory: i32,
+        bound: &[(String, i32)],
+    ) -> Result<(), Failed> {
+        self.report_gpu_with_waiter(memory, bound, None).await
     }
 
     /// What the agent says of faults that nobody has dealt with.
     pub(crate) async fn report_faults(&self, faults: Value) -> Result<(), Failed> {
-        let path = format!("{}/status", self.gpus_path());
+        let path = format!("{}/status", self.gpu_node_path());
         self.merge(&path, json!({ "status": { "faults": faults } }))
             .await
     }
 
     /// As [`Self::report`], with a pod that waits for so much; whom the GPU is reserved for it is held for.
-    pub(crate) async fn report_waiter(
+    pub(crate) async fn report_gpu_with_waiter(
         &self,
         memory: i32,
         bound: &[(String, i32)],
         waiter: Option<(&str, &str, i32)>,
     ) -> Result<(), Failed> {
-        let before = self.gpus().await?;
+        let before = self.gpu_node().await?;
         let held = &before["spec"]["reservations"][0]["waiter"];
         let free = memory - bound.iter().map(|(_, gib)| gib).sum::<i32>();
         let pods: Vec<_> = bound
@@ -293,24 +300,24 @@ impl Place {
                 "generation": 1, "health": { "status": "Healthy", "reason": "Ok" }, "capacity": memory, "free": free,
                 "largestFree": largest, "heldFor": held, "pods": pods }],
         });
-        if is_within(&status, &before["status"]) {
+        if is_subset(&status, &before["status"]) {
             return Ok(());
         }
-        let path = format!("{}/status", self.gpus_path());
+        let path = format!("{}/status", self.gpu_node_path());
         self.merge(&path, json!({ "status": status })).await
     }
 }
 
 /// Whether everything that `wanted` says is so.
-fn is_within(wanted: &Value, there: &Value) -> bool {
+fn is_subset(wanted: &Value, there: &Value) -> bool {
     match (wanted, there) {
         (Value::Object(wanted), Value::Object(there)) => wanted.iter().all(|(key, value)| {
             let null = Value::Null;
-            is_within(value, there.get(key).unwrap_or(&null))
+            is_subset(value, there.get(key).unwrap_or(&null))
         }),
         (Value::Array(wanted), Value::Array(there)) => {
             let pairs = wanted.iter().zip(there);
-            wanted.len() == there.len() && pairs.fold(true, |all, (a, b)| all && is_within(a, b))
+            wanted.len() == there.len() && pairs.fold(true, |all, (a, b)| all && is_subset(a, b))
         }
         (wanted, Value::Null) => wanted.as_array().is_some_and(Vec::is_empty),
         (wanted, there) => wanted == there,

@@ -9,23 +9,23 @@ use libtest_mimic::Failed;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use crate::place::Place;
-use crate::server::{Server, turn};
+use crate::place::IsolatedScope;
+use crate::server::{Server, acquire_permit};
 
 const DEVICE: &str = "bursar.dev/gpu-memory-gib";
 const MANAGED: &str = "bursar.dev/managed-memory-gib";
 const OPERATOR: &str = "bursar-operator";
 const NO_BUDGET: &str = "namespace policed has no GpuMemoryBudget in force";
 /// A policy that was made, and a namespace that was labelled, are heeded within this time.
-const HEEDED: Duration = Duration::from_secs(30);
+const POLICY_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(crate) async fn policies(server: &Server) -> Result<String, Failed> {
-    let _turn = turn().await;
-    let at = Place::make(server, "policed").await?;
+    let _turn = acquire_permit().await;
+    let at = IsolatedScope::set_up(server, "policed").await?;
     let rows = rows(&at).await?;
     needs_a_budget(server, &at).await?;
     per_container(&at).await?;
-    let accounts = who_lists_pods(server).await?;
+    let accounts = check_accounts_that_list_pods(server).await?;
     Ok(format!(
         "{rows} pods let in or refused; of {accounts} accounts one lists pods"
     ))
@@ -49,7 +49,7 @@ fn mounting(path: &str) -> Value {
 }
 
 /// Why the API server would refuse the pod; empty where it would not.
-async fn refusal(at: &Place, pod: Value) -> Result<String, Failed> {
+async fn refusal(at: &IsolatedScope, pod: Value) -> Result<String, Failed> {
     let path = format!("{}?dryRun=All", at.pods_path());
     match at.create(&path, pod).await {
         Ok(_) => Ok(String::new()),
@@ -58,7 +58,7 @@ async fn refusal(at: &Place, pod: Value) -> Result<String, Failed> {
     }
 }
 
-async fn rows(at: &Place) -> Result<usize, Failed> {
+async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
     let none = || json!({});
     let tokens = |container: &str, resource: &str, write: u32, not: &str| {
         format!("container {container}: {resource} counts tokens of 1Gi: write {write}, not {not}")
@@ -128,10 +128,10 @@ async fn rows(at: &Place) -> Result<usize, Failed> {
 }
 
 /// With `policies.requireBudget`, here in one namespace: who asks is refused where no budget is in force.
-async fn needs_a_budget(server: &Server, at: &Place) -> Result<(), Failed> {
+async fn needs_a_budget(server: &Server, at: &IsolatedScope) -> Result<(), Failed> {
     let chart = server
-        .plane
-        .chart(&["--set=policies.requireBudget=true"])
+        .control_plane
+        .chart_without_workloads(&["--set=policies.requireBudget=true"])
         .await?;
     let about_pods = chart
         .into_iter()
@@ -145,18 +145,18 @@ async fn needs_a_budget(server: &Server, at: &Place) -> Result<(), Failed> {
         }
         object
     });
-    server.plane.apply(policy.collect()).await?;
-    until(at, NO_BUDGET).await?;
+    server.control_plane.apply(policy.collect()).await?;
+    wait_for_refusal(at, NO_BUDGET).await?;
     let quiet = refusal(at, pod(json!({}), json!({}), json!({}))).await?;
     assert_eq!(quiet, "");
-    let operator = at.with(Client::try_from(server.plane.operators())?);
+    let operator = at.with_client(Client::try_from(server.control_plane.operator_config())?);
     let in_force = json!({ "metadata": { "labels": { "bursar.dev/budget": "enforced" } } });
     operator.merge(&at.namespace_path(), in_force).await?;
-    until(at, "").await
+    wait_for_refusal(at, "").await
 }
 
 /// A budget's maximum for a container, here in a namespace with the label of one in force; none where a template left it empty.
-async fn per_container(at: &Place) -> Result<(), Failed> {
+async fn per_container(at: &IsolatedScope) -> Result<(), Failed> {
     let budget = |most: Value| {
         json!({
             "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget", "metadata": { "name": "default" },
@@ -166,17 +166,17 @@ async fn per_container(at: &Place) -> Result<(), Failed> {
     at.create(&at.budgets_path(), budget(json!({ "max": "2Gi" })))
         .await?;
     let most = "container c asks for 4 of bursar.dev/gpu-memory-gib: GpuMemoryBudget default of namespace policed allows 2 a";
-    until(at, most).await?;
+    wait_for_refusal(at, most).await?;
     at.delete(&at.budget_path()).await?;
     let made = at.create(&at.budgets_path(), budget(Value::Null)).await?;
     assert_eq!(made["spec"].get("perContainer"), Some(&Value::Null));
     // What is heeded for a moment is that there is none.
     sleep(Duration::from_secs(2)).await;
-    until(at, "").await
+    wait_for_refusal(at, "").await
 }
 
 /// Waits until a pod that asks for 4 is refused in such words, or let in where there are none.
-async fn until(at: &Place, words: &str) -> Result<(), Failed> {
+async fn wait_for_refusal(at: &IsolatedScope, words: &str) -> Result<(), Failed> {
     let begin = Instant::now();
     loop {
         let asks = pod(json!({ DEVICE: "4" }), json!({}), json!({}));
@@ -184,7 +184,7 @@ async fn until(at: &Place, words: &str) -> Result<(), Failed> {
         if said.contains(words) && said.is_empty() == words.is_empty() {
             return Ok(());
         }
-        if begin.elapsed() > HEEDED {
+        if begin.elapsed() > POLICY_TIMEOUT {
             return Err(format!("not {words:?} but {said:?}").into());
         }
         sleep(Duration::from_millis(200)).await;
@@ -192,8 +192,8 @@ async fn until(at: &Place, words: &str) -> Result<(), Failed> {
 }
 
 /// Of the chart's accounts, the operator's and no other may list pods; how many there are.
-async fn who_lists_pods(server: &Server) -> Result<usize, Failed> {
-    let chart = server.plane.chart(&[]).await?;
+async fn check_accounts_that_list_pods(server: &Server) -> Result<usize, Failed> {
+    let chart = server.control_plane.chart_without_workloads(&[]).await?;
     let name = |object: &Value| object["name"].as_str().unwrap_or_default().to_owned();
     let has = |list: &Value, words: &[&str]| {
         let mut list = list.as_array().into_iter().flatten();
@@ -231,7 +231,7 @@ async fn who_lists_pods(server: &Server) -> Result<usize, Failed> {
     let mut accounts = 0;
     for account in of_kinds(["ServiceAccount", ""]) {
         let account = name(&account["metadata"]);
-        let mut config = server.plane.operators();
+        let mut config = server.control_plane.operator_config();
         config.auth_info.impersonate = Some(format!("system:serviceaccount:{NAMESPACE}:{account}"));
         let listed = Client::try_from(config)?
             .request_text(http::Request::get("/api/v1/pods?limit=1").body(Vec::new())?)

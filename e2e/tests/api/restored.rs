@@ -2,15 +2,15 @@
 
 use std::time::Duration;
 
-use bursar_device_plugin::gpu::drain::Drain;
-use bursar_device_plugin::gpu_node::api::ApiObject;
+use bursar_device_plugin::gpu::drain::DrainState;
+use bursar_device_plugin::gpu_node::api::GpuNodeClient;
 use bursar_device_plugin::gpu_node::publish::{Publisher, Rate};
-use bursar_device_plugin::gpu_node::quota_overrides::{Ordered, Orders};
-use bursar_device_plugin::gpu_node::spec_watch::{self, Seen, Told};
-use bursar_device_plugin::gpu_node::{Memory, NodeReport};
+use bursar_device_plugin::gpu_node::quota_overrides::{AppliedSpec, ParsedSpec};
+use bursar_device_plugin::gpu_node::spec_watch::{self, Observation, WatchOutput};
+use bursar_device_plugin::gpu_node::{MemoryReport, NodeReport};
 use bursar_device_plugin::metrics::Metrics;
 use bursar_device_plugin::units::{Quanta, Quantum};
-use bursar_sim_api::Telling;
+use bursar_sim_api::WatchFault;
 use bursar_watch::History;
 use futures::try_join;
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace};
@@ -21,9 +21,9 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use crate::case::{Case, Outcome, PROMISED, Plan};
-use crate::place::Place;
-use crate::server::{Server, Turn};
+use crate::case::{FaultPlan, Outcome, PROMISED_TIME, TestCase};
+use crate::place::IsolatedScope;
+use crate::server::{Permit, Server};
 use crate::tours::in_force;
 
 /// The agent's Node and GpuNode.
@@ -37,42 +37,42 @@ const LOST: usize = 400;
 const POLL: Duration = Duration::from_millis(100);
 
 /// Runs on its own control plane, because a restore would revert the objects of other cases.
-pub(crate) async fn etcd_restored(shared: &Server, turn: Turn) -> Result<String, Failed> {
+pub(crate) async fn etcd_restored(shared: &Server, turn: Permit) -> Result<String, Failed> {
     let server = Server::named("restored", shared.progress.clone()).await?;
     let outcome = Box::pin(through_a_restore(&server, turn)).await;
-    server.plane.stop().await;
+    server.control_plane.stop().await;
     let (outcome, agent) = outcome?;
-    let operator = outcome.lasted()?;
+    let operator = outcome.check_durations()?;
     Ok(format!(
         "operator: {operator}; agent: {agent:.1?} after the API server's return"
     ))
 }
 
-async fn through_a_restore(server: &Server, turn: Turn) -> Result<(Outcome, Duration), Failed> {
+async fn through_a_restore(server: &Server, turn: Permit) -> Result<(Outcome, Duration), Failed> {
     let name = "restored";
-    let plan = Plan::told(name, Telling::Plain);
-    let mut case = Case::alone(server, turn, name, plan).await?;
-    let agent = FakeNodeAgent::start(&case.place, server).await?;
-    let declared = async |at: &Place| at.declare("16Gi", "24Gi").await;
-    let is_declared = async |at: &Place| in_force(at, "16", "24").await;
-    case.through("a budget is made", declared, is_declared)
+    let plan = FaultPlan::with_telling(name, WatchFault::NoFault);
+    let mut case = TestCase::with_permit(server, turn, name, plan).await?;
+    let agent = FakeNodeAgent::start(&case.scope, server).await?;
+    let declared = async |at: &IsolatedScope| at.create_budget("16Gi", "24Gi").await;
+    let is_declared = async |at: &IsolatedScope| in_force(at, "16", "24").await;
+    case.transition("a budget is made", declared, is_declared)
         .await?;
     agent.order("GPU-1").await?;
     agent.until_drained("GPU-1").await?;
 
-    server.plane.back_up_etcd().await?;
-    let configs = Api::<ConfigMap>::namespaced(server.plane.client(), name);
+    server.control_plane.back_up_etcd().await?;
+    let configs = Api::<ConfigMap>::namespaced(server.control_plane.client(), name);
     for number in 0..LOST {
         let config = json!({ "metadata": { "name": format!("lost-{number}") } });
         let config = serde_json::from_value(config)?;
         configs.create(&PostParams::default(), &config).await?;
     }
-    let raised = async |at: &Place| {
-        at.amend(json!({ "deviceMemory": { "guaranteed": "22Gi", "limit": "30Gi" } }))
+    let raised = async |at: &IsolatedScope| {
+        at.patch_budget(json!({ "deviceMemory": { "guaranteed": "22Gi", "limit": "30Gi" } }))
             .await
     };
-    let is_raised = async |at: &Place| in_force(at, "22", "30").await;
-    case.through("the budget is raised", raised, is_raised)
+    let is_raised = async |at: &IsolatedScope| in_force(at, "22", "30").await;
+    case.transition("the budget is raised", raised, is_raised)
         .await?;
     agent.order("GPU-2").await?;
     agent.until_drained("GPU-2").await?;
@@ -80,7 +80,7 @@ async fn through_a_restore(server: &Server, turn: Turn) -> Result<(Outcome, Dura
     agent.until_free(7).await?;
     let before = newest_revision(server).await?;
 
-    server.plane.restore_etcd().await?;
+    server.control_plane.restore_etcd().await?;
     let returned = Instant::now();
     let after = newest_revision(server).await?;
     if after + LOST as u64 / 2 > before {
@@ -88,12 +88,12 @@ async fn through_a_restore(server: &Server, turn: Turn) -> Result<(Outcome, Dura
         return Err(told.into());
     }
     // The amendment's generation is that of the lost one.
-    let amended = async |at: &Place| {
-        at.amend(json!({ "deviceMemory": { "guaranteed": "20Gi" } }))
+    let amended = async |at: &IsolatedScope| {
+        at.patch_budget(json!({ "deviceMemory": { "guaranteed": "20Gi" } }))
             .await
     };
-    let is_amended = async |at: &Place| in_force(at, "20", "24").await;
-    let operator = case.through("the budget is amended after a restore", amended, is_amended);
+    let is_amended = async |at: &IsolatedScope| in_force(at, "20", "24").await;
+    let operator = case.transition("the budget is amended after a restore", amended, is_amended);
     let agent = async {
         agent.until_drained("GPU-1").await?;
         agent.until_free(7).await?;
@@ -102,14 +102,14 @@ async fn through_a_restore(server: &Server, turn: Turn) -> Result<(Outcome, Dura
         Ok(returned.elapsed())
     };
     let ((), agent) = try_join!(operator, agent)?;
-    if agent > PROMISED {
+    if agent > PROMISED_TIME {
         return Err(format!("the agent followed after {agent:.1?}").into());
     }
-    Ok((case.end(is_amended).await?, agent))
+    Ok((case.finish(is_amended).await?, agent))
 }
 
 async fn newest_revision(server: &Server) -> Result<u64, Failed> {
-    let namespaces = Api::<Namespace>::all(server.plane.client());
+    let namespaces = Api::<Namespace>::all(server.control_plane.client());
     let list = namespaces.list_metadata(&ListParams::default()).await?;
     let revision = list.metadata.resource_version.unwrap_or_default();
     Ok(revision.parse()?)
@@ -117,35 +117,35 @@ async fn newest_revision(server: &Server) -> Result<u64, Failed> {
 
 /// The parts of an agent that speak with the API server, on a node without GPUs.
 struct FakeNodeAgent {
-    place: Place,
+    place: IsolatedScope,
     reports: watch::Sender<NodeReport>,
-    orders: watch::Receiver<Option<Orders>>,
+    orders: watch::Receiver<Option<ParsedSpec>>,
     _stop: DropGuard,
 }
 
 impl FakeNodeAgent {
-    async fn start(place: &Place, server: &Server) -> Result<Self, Failed> {
+    async fn start(place: &IsolatedScope, server: &Server) -> Result<Self, Failed> {
         let node = json!({ "metadata": { "name": NODE } });
         place.create("/api/v1/nodes", node).await?;
-        let (client, history) = (server.plane.client(), History::default());
+        let (client, history) = (server.control_plane.client(), History::default());
         let (metrics, stop) = (Metrics::new(), CancellationToken::new());
         let (reports, reported) = watch::channel(report());
         let (orders, ordered) = watch::channel(None);
-        let (seen, sees) = watch::channel(Seen::Nothing);
+        let (seen, sees) = watch::channel(Observation::Pending);
         let publisher = Publisher {
-            object: ApiObject::new(client.clone(), NODE, history.clone()),
+            api: GpuNodeClient::new(client.clone(), NODE, history.clone()),
             reports: reported,
-            seen: sees,
-            orders: ordered.clone(),
-            drain: watch::channel(Drain::default()).1,
+            observed: sees,
+            spec: ordered.clone(),
+            drain: watch::channel(DrainState::default()).1,
             rate: Rate::default(),
-            unheard: watch::channel(None).0,
+            unreachable_since: watch::channel(None).0,
             metrics: metrics.clone(),
         };
         tokio::spawn(publisher.run(stop.clone()));
-        let told = Told {
-            orders,
-            seen,
+        let told = WatchOutput {
+            spec: orders,
+            observed: seen,
             metrics,
         };
         let spec = spec_watch::run(client, NODE.to_owned(), history, told, stop.clone());
@@ -196,8 +196,8 @@ impl FakeNodeAgent {
 async fn until(what: &str, is: impl AsyncFn() -> Result<bool, Failed>) -> Result<(), Failed> {
     let begin = Instant::now();
     while !is().await? {
-        if begin.elapsed() > PROMISED {
-            return Err(format!("the agent has not seen {what} within {PROMISED:?}").into());
+        if begin.elapsed() > PROMISED_TIME {
+            return Err(format!("the agent has not seen {what} within {PROMISED_TIME:?}").into());
         }
         sleep(POLL).await;
     }
@@ -209,16 +209,16 @@ fn report() -> NodeReport {
         boot_id: "b007".to_owned(),
         driver_version: None,
         quantum: Quantum::Gib1,
-        device_memory: Memory {
+        device_memory: MemoryReport {
             allocatable: Quanta(32),
             free: Quanta(32),
             largest_free: Quanta(32),
         },
-        managed_memory: Memory::default(),
+        managed_memory: MemoryReport::default(),
         gpus: Vec::new(),
         waiting: Vec::new(),
         not_enforced: Vec::new(),
-        ordered: Ordered::default(),
+        applied_spec: AppliedSpec::default(),
         faults: Vec::new(),
         namespaces: Vec::new(),
         conditions: Vec::new(),

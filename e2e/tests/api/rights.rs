@@ -11,18 +11,18 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use crate::hostile::{as_account, check};
-use crate::place::Place;
-use crate::server::{Server, turn};
+use crate::place::IsolatedScope;
+use crate::server::{Server, acquire_permit};
 
 const DEVICE: &str = "bursar.dev/gpu-memory-gib";
 /// The API server's cache of pods knows of a new one within this time.
-const SEEN: Duration = Duration::from_secs(20);
+const AUTHORIZATION_TIMEOUT: Duration = Duration::from_secs(20);
 
 pub(crate) async fn rights(server: &Server) -> Result<String, Failed> {
-    let _turn = turn().await;
-    let manifests = server.plane.manifests(&[]).await?;
-    let rows = page(&manifests)?;
-    let at = Place::make(server, "rights").await?;
+    let _turn = acquire_permit().await;
+    let manifests = server.control_plane.manifests(&[]).await?;
+    let rows = compare_with_security_page(&manifests)?;
+    let at = IsolatedScope::set_up(server, "rights").await?;
     let beside = at.second_node().await?;
     for (name, node, limits) in [
         ("asks", &at, json!({ DEVICE: "1" })),
@@ -46,10 +46,18 @@ pub(crate) async fn rights(server: &Server) -> Result<String, Failed> {
 }
 
 /// What an agent on the place's node is let do, and what not.
-async fn agents(server: &Server, at: &Place) -> Result<usize, Failed> {
+async fn agents(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
     let mine = at.name.as_str();
-    let agent = at.with(as_account(server.plane.operators(), "agent", Some(mine))?);
-    let unbound = at.with(as_account(server.plane.operators(), "agent", None)?);
+    let agent = at.with_client(as_account(
+        server.control_plane.operator_config(),
+        "agent",
+        Some(mine),
+    )?);
+    let unbound = at.with_client(as_account(
+        server.control_plane.operator_config(),
+        "agent",
+        None,
+    )?);
     let namespace = at.namespace_path();
     let mut calls = 0;
     for path in [
@@ -124,7 +132,7 @@ async fn agents(server: &Server, at: &Place) -> Result<usize, Failed> {
     calls += rows.len();
     for (event, words) in rows {
         let about = event.to_string();
-        until(&about, words, async || {
+        wait_for_answer(&about, words, async || {
             agent.create(&events, event.clone()).await
         })
         .await?;
@@ -133,8 +141,8 @@ async fn agents(server: &Server, at: &Place) -> Result<usize, Failed> {
 }
 
 /// What the operator is let do to pods and quotas, and what not.
-async fn operators(server: &Server, at: &Place) -> Result<usize, Failed> {
-    let operator = at.with(Client::try_from(server.plane.operators())?);
+async fn operators(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
+    let operator = at.with_client(Client::try_from(server.control_plane.operator_config())?);
     let namespace = at.namespace_path();
     let mut calls = 0;
     for (path, object) in [
@@ -171,7 +179,7 @@ async fn operators(server: &Server, at: &Place) -> Result<usize, Failed> {
     ];
     calls += rows.len();
     for ((path, eviction), words) in rows {
-        until(&path, words, async || {
+        wait_for_answer(&path, words, async || {
             operator.create(&path, eviction.clone()).await
         })
         .await?;
@@ -202,7 +210,7 @@ async fn operators(server: &Server, at: &Place) -> Result<usize, Failed> {
 }
 
 /// Waits until the API server says this, for its cache may not know the pods yet.
-async fn until(
+async fn wait_for_answer(
     what: &str,
     words: &str,
     call: impl AsyncFn() -> kube::Result<Value>,
@@ -210,7 +218,9 @@ async fn until(
     let begun = Instant::now();
     loop {
         match check(what, call().await, words) {
-            Err(_) if begun.elapsed() < SEEN => sleep(Duration::from_millis(200)).await,
+            Err(_) if begun.elapsed() < AUTHORIZATION_TIMEOUT => {
+                sleep(Duration::from_millis(200)).await
+            }
             said => return said,
         }
     }
@@ -218,7 +228,7 @@ async fn until(
 
 /// Compares the tables of `docs/security.md` with the manifests and the code; how many rows they
 /// have.
-fn page(manifests: &[Value]) -> Result<usize, Failed> {
+fn compare_with_security_page(manifests: &[Value]) -> Result<usize, Failed> {
     let page = std::fs::read_to_string(folders::repository().join("docs/security.md"))?;
     let mut rows = 0;
     for (heading, columns, is) in [
@@ -372,7 +382,7 @@ fn facts(spec: &Value, container: &Value) -> Vec<String> {
 
 /// What the agent keeps of the capabilities of a privileged container, and why.
 fn capabilities() -> Rows {
-    let kept = bursar_confine::AGENTS_CAPABILITIES.iter();
+    let kept = bursar_confine::AGENT_CAPABILITIES.iter();
     kept.map(|(name, _, why)| vec![(*name).to_owned(), why.replace('`', "")])
         .collect()
 }

@@ -13,30 +13,30 @@ use crate::case::Outcome;
 const CLUSTER: &str = "api";
 
 /// So many cases are at work at the same time. More would starve each other of two cores.
-const AT_ONCE: u32 = 60;
-static TURNS: Semaphore = Semaphore::const_new(AT_ONCE as usize);
+const MAX_CONCURRENT_CASES: u32 = 60;
+static PERMITS: Semaphore = Semaphore::const_new(MAX_CONCURRENT_CASES as usize);
 
 /// Leave to be at work. Who only looks whether all stays as it is needs none.
-pub(crate) type Turn = SemaphorePermit<'static>;
+pub(crate) type Permit = SemaphorePermit<'static>;
 
 /// Waits for a turn.
-pub(crate) async fn turn() -> Turn {
-    turns(1).await
+pub(crate) async fn acquire_permit() -> Permit {
+    acquire_permits(1).await
 }
 
 /// Waits until nobody else is at work.
-pub(crate) async fn all_turns() -> Turn {
-    turns(AT_ONCE).await
+pub(crate) async fn acquire_all_permits() -> Permit {
+    acquire_permits(MAX_CONCURRENT_CASES).await
 }
 
-async fn turns(count: u32) -> Turn {
-    let turns = TURNS.acquire_many(count).await;
+async fn acquire_permits(count: u32) -> Permit {
+    let turns = PERMITS.acquire_many(count).await;
     turns.expect("nobody closes it")
 }
 
 /// A control plane, and what is known of it.
 pub(crate) struct Server {
-    pub(crate) plane: ControlPlane,
+    pub(crate) control_plane: ControlPlane,
     pub(crate) progress: Progress,
     /// How the tours go when nothing goes wrong.
     pub(crate) undisturbed: OnceCell<Result<Outcome, Failed>>,
@@ -52,7 +52,7 @@ impl Server {
     pub(crate) async fn named(name: &str, progress: Progress) -> Result<Self, ControlPlaneError> {
         let harness = PathBuf::from(env!("CARGO_BIN_EXE_bursar-e2e"));
         Ok(Self {
-            plane: ControlPlane::up(name, harness, &progress).await?,
+            control_plane: ControlPlane::start(name, harness, &progress).await?,
             progress,
             undisturbed: OnceCell::new(),
         })

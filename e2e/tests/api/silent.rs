@@ -13,27 +13,27 @@ use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use crate::case::{Case, Outcome, PROMISED, Plan, SILENCE};
-use crate::place::{Place, condition};
-use crate::server::{Server, turn};
-use bursar_sim_api::faults::{Doomed, Fate, Faults, Telling};
+use crate::case::{FaultPlan, Outcome, PROMISED_TIME, READ_TIMEOUT, TestCase};
+use crate::place::{IsolatedScope, condition};
+use crate::server::{Server, acquire_permit};
+use bursar_sim_api::faults::{Faults, FaultyWrites, WatchFault, WriteFault};
 
 /// The operator's own times are 200 s for a watch and 5 s more of silence. In the shorter case a watch ends after 5 s, and
 /// what is silent for longer is given up.
 const WATCH_SECONDS: u32 = 5;
 const SHORT_SILENCE: Duration = Duration::from_secs(8);
 /// With its own times all is as it should be within 210 s.
-const LATE: Duration = Duration::from_secs(210).saturating_sub(PROMISED);
+const EXTRA_DELAY: Duration = Duration::from_secs(210).saturating_sub(PROMISED_TIME);
 
 /// A way to the API server that can go silent.
-struct Line {
+struct FreezableProxy {
     /// How often it went silent.
     frozen: Arc<watch::Sender<u32>>,
     address: SocketAddr,
 }
 
-impl Line {
-    async fn to(server: SocketAddr) -> std::io::Result<Self> {
+impl FreezableProxy {
+    async fn to_server(server: SocketAddr) -> std::io::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
         let frozen = Arc::new(watch::Sender::new(0));
@@ -63,91 +63,99 @@ impl Line {
 }
 
 pub(crate) async fn silence(server: &Server) -> Result<String, Failed> {
-    let (short, long) = try_join(Box::pin(short(server)), Box::pin(long(server))).await?;
+    let (short, long) = try_join(
+        Box::pin(with_short_timeouts(server)),
+        Box::pin(with_production_timeouts(server)),
+    )
+    .await?;
     Ok(format!(
         "{}; with the operator's own times {}",
-        short.lasted()?,
-        long.lasted()?
+        short.check_durations()?,
+        long.check_durations()?
     ))
 }
 
 /// A case on a line to the API server that can go silent, with such patience.
-async fn on_a_line(
+async fn case_behind_proxy(
     server: &Server,
     name: &str,
     faults: Faults,
     silence: Duration,
-) -> Result<(Line, Case), Failed> {
-    let mut config = server.plane.operators();
+) -> Result<(FreezableProxy, TestCase), Failed> {
+    let mut config = server.control_plane.operator_config();
     let port = config.cluster_url.port_u16().ok_or("no port")?;
-    let line = Line::to(SocketAddr::from(([127, 0, 0, 1], port))).await?;
+    let line = FreezableProxy::to_server(SocketAddr::from(([127, 0, 0, 1], port))).await?;
     config.cluster_url = format!("https://{}", line.address).parse()?;
-    let plan = Plan {
+    let plan = FaultPlan {
         faults,
-        doomed: Doomed::Nothing,
-        killed: false,
-        two: false,
+        doomed: FaultyWrites::NoWrite,
+        kill_operator: false,
+        two_operators: false,
     };
-    let case = Case::over(server, turn().await, config, silence, name, plan).await?;
+    let case =
+        TestCase::with_config(server, acquire_permit().await, config, silence, name, plan).await?;
     Ok((line, case))
 }
 
-async fn is_ready(at: &Place) -> Result<bool, Failed> {
+async fn is_ready(at: &IsolatedScope) -> Result<bool, Failed> {
     let budget = at.budget().await?;
     let observed = budget["status"]["observedGeneration"] == budget["metadata"]["generation"];
     Ok(observed && condition(&budget, "Ready") == "True")
 }
 
 /// A budget is made, and raised in silence.
-async fn raised(line: &Line, case: &mut Case) -> Result<(), Failed> {
-    let made = async |at: &Place| at.declare("16Gi", "24Gi").await;
-    case.through("a budget is made", made, is_ready).await?;
-    let raised = async |at: &Place| {
+async fn raise_budget_while_frozen(
+    line: &FreezableProxy,
+    case: &mut TestCase,
+) -> Result<(), Failed> {
+    let made = async |at: &IsolatedScope| at.create_budget("16Gi", "24Gi").await;
+    case.transition("a budget is made", made, is_ready).await?;
+    let raised = async |at: &IsolatedScope| {
         line.freeze();
-        at.amend(json!({ "deviceMemory": { "guaranteed": "20Gi" } }))
+        at.patch_budget(json!({ "deviceMemory": { "guaranteed": "20Gi" } }))
             .await
     };
-    case.through("it is raised in silence", raised, is_ready)
+    case.transition("it is raised in silence", raised, is_ready)
         .await
 }
 
 /// As it is in production.
-async fn long(server: &Server) -> Result<Outcome, Failed> {
+async fn with_production_timeouts(server: &Server) -> Result<Outcome, Failed> {
     let name = "silent-long";
-    let faults = Faults::new(name, Fate::Lost, Telling::Plain);
-    let (line, case) = on_a_line(server, name, faults, SILENCE).await?;
-    let mut case = case.late_by(LATE);
-    raised(&line, &mut case).await?;
-    case.end(is_ready).await
+    let faults = Faults::new(name, WriteFault::RequestDropped, WatchFault::NoFault);
+    let (line, case) = case_behind_proxy(server, name, faults, READ_TIMEOUT).await?;
+    let mut case = case.allow_delay(EXTRA_DELAY);
+    raise_budget_while_frozen(&line, &mut case).await?;
+    case.finish(is_ready).await
 }
 
-async fn short(server: &Server) -> Result<Outcome, Failed> {
+async fn with_short_timeouts(server: &Server) -> Result<Outcome, Failed> {
     let name = "silent";
-    let faults = Faults::short_watches(name, WATCH_SECONDS);
-    let (line, mut case) = on_a_line(server, name, faults, SHORT_SILENCE).await?;
-    raised(&line, &mut case).await?;
-    case.through(
+    let faults = Faults::with_watch_timeout(name, WATCH_SECONDS);
+    let (line, mut case) = case_behind_proxy(server, name, faults, SHORT_SILENCE).await?;
+    raise_budget_while_frozen(&line, &mut case).await?;
+    case.transition(
         "a pod comes in silence",
         async |at| {
             line.freeze();
-            Ok(at.pod("p", 3, false, false).await.map(drop)?)
+            Ok(at.create_pod("p", 3, false, false).await.map(drop)?)
         },
         async |at| Ok(at.budget().await?["status"]["deviceMemory"]["requested"]["quanta"] == 3),
     )
     .await?;
-    let lost = async |at: &Place| {
+    let lost = async |at: &IsolatedScope| {
         let labels = at.node_labels().await?;
         Ok(condition(&at.budget().await?, "Covered") == "False"
             && labels["bursar.dev/largest-gpu-gib"] == "8")
     };
-    case.through(
+    case.transition(
         "the GPU is lost in silence",
         async |at| {
             line.freeze();
-            at.report(8, &[]).await
+            at.report_gpu(8, &[]).await
         },
         lost,
     )
     .await?;
-    case.end(lost).await
+    case.finish(lost).await
 }

@@ -7,15 +7,15 @@ use libtest_mimic::Failed;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use crate::place::{HARD, Place};
-use crate::server::{Server, turn};
+use crate::place::{IsolatedScope, QUOTA_RESOURCE};
+use crate::server::{Server, acquire_permit};
 
 /// What the pods ask for.
-const ASKED: i64 = 12;
+const REQUESTED_GIB: i64 = 12;
 const RESOURCE: &str = "bursar.dev/gpu-memory-gib";
-const BORROWED: &str = "bursar-borrowed";
-const FREE: &str = "bursar.dev/largest-free-gib";
-const RECLAIMABLE: &str = "bursar.dev/largest-reclaimable-gib";
+const BORROWED_CLASS: &str = "bursar-borrowed";
+const LARGEST_FREE_LABEL: &str = "bursar.dev/largest-free-gib";
+const LARGEST_RECLAIMABLE_LABEL: &str = "bursar.dev/largest-reclaimable-gib";
 /// The page that has the policy's work by hand, for a container of so much.
 const BY_HAND: (&str, i64) = (include_str!("../../../docs/placement.md"), 8);
 /// What the API server logs of a panic: of a request, of something else, and its stacks.
@@ -23,7 +23,7 @@ const PANICS: [&str; 3] = ["panicked: true", "Observed a panic", "goroutine "];
 /// A policy that was changed is in force within this time.
 const IN_FORCE: Duration = Duration::from_secs(30);
 /// The API server looks this often whether policies have changed, and then asks them in another order.
-const LOOKS: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Of two policies it would be a wonder if one came first in all of them.
 const ORDERS: u32 = 12;
 
@@ -130,7 +130,7 @@ fn pod(affinity: &Value, asks: &[(&str, i64)], meta: Value) -> Value {
 }
 
 /// The pod's spec as the API server would store it.
-async fn admitted(at: &Place, pod: Value) -> Result<Value, Failed> {
+async fn admitted(at: &IsolatedScope, pod: Value) -> Result<Value, Failed> {
     let path = format!("{}?dryRun=All", at.pods_path());
     Ok(at.create(&path, pod).await?["spec"].take())
 }
@@ -183,7 +183,12 @@ type Labels = BTreeMap<&'static str, String>;
 /// Nodes of every kind that matters, by name.
 fn nodes() -> Vec<(&'static str, Labels)> {
     let mut nodes = Vec::new();
-    let values = [None, Some(ASKED - 1), Some(ASKED), Some(ASKED + 50)];
+    let values = [
+        None,
+        Some(REQUESTED_GIB - 1),
+        Some(REQUESTED_GIB),
+        Some(REQUESTED_GIB + 50),
+    ];
     for name in ["node-a", "node-b"] {
         for zone in [None, Some("a"), Some("b")] {
             for rank in [None, Some(2), Some(5), Some(9)] {
@@ -262,27 +267,27 @@ fn has_room(label: &str, labels: &Labels) -> bool {
             .get(label)
             .and_then(|value| value.parse::<i64>().ok())
     };
-    value(label).is_none_or(|gib| gib >= ASKED)
-        || value("bursar.dev/largest-gpu-gib").is_some_and(|gib| gib < ASKED)
+    value(label).is_none_or(|gib| gib >= REQUESTED_GIB)
+        || value("bursar.dev/largest-gpu-gib").is_some_and(|gib| gib < REQUESTED_GIB)
 }
 
 /// Puts the policy into another mode, and waits until it acts so.
-async fn mode(server: &Server, at: &Place, mode: &str) -> Result<(), Failed> {
+async fn mode(server: &Server, at: &IsolatedScope, mode: &str) -> Result<(), Failed> {
     let chart = server
-        .plane
-        .chart(&[&format!("--set=steering.mode={mode}")])
+        .control_plane
+        .chart_without_workloads(&[&format!("--set=steering.mode={mode}")])
         .await?;
     let steers = |object: &Value| {
         let name = object["metadata"]["name"].as_str().unwrap_or_default();
         name.ends_with("-steering")
     };
     server
-        .plane
+        .control_plane
         .apply(chart.into_iter().filter(steers).collect())
         .await?;
     let begin = Instant::now();
     loop {
-        let spec = admitted(at, pod(&Value::Null, &[("c", ASKED)], json!({}))).await?;
+        let spec = admitted(at, pod(&Value::Null, &[("c", REQUESTED_GIB)], json!({}))).await?;
         let is = if required(&spec["affinity"]).is_null() {
             "preferred"
         } else {
@@ -299,21 +304,21 @@ async fn mode(server: &Server, at: &Place, mode: &str) -> Result<(), Failed> {
 }
 
 pub(crate) async fn steering(server: &Server) -> Result<String, Failed> {
-    let _turn = turn().await;
-    let at = Place::make(server, "steered").await?;
+    let _turn = acquire_permit().await;
+    let at = IsolatedScope::set_up(server, "steered").await?;
     mode(server, &at, "preferred").await?;
     by_hand(&at, "preferred").await?;
     let preferred = preferences(&at).await?;
-    let left_alone = who_is_left_alone(&at).await?;
+    let left_alone = check_exempt_pods_unchanged(&at).await?;
     by_controllers(&at).await?;
     mode(server, &at, "required").await?;
     by_hand(&at, "required").await?;
     let required = requirements(&at).await?;
-    let untouched = who_is_left_alone(&at).await?;
-    who_overflows(&at).await?;
+    let untouched = check_exempt_pods_unchanged(&at).await?;
+    check_overflowing_pods_steered_as_borrowers(&at).await?;
     // As the chart has it, for whoever comes after.
     mode(server, &at, "preferred").await?;
-    let log = server.plane.log().await?;
+    let log = server.control_plane.api_server_log().await?;
     let is_panic = |line: &&str| PANICS.iter().any(|words| line.contains(words));
     if let Some(panic) = log.lines().find(is_panic) {
         return Err(format!("the API server panicked: {panic}").into());
@@ -325,25 +330,25 @@ pub(crate) async fn steering(server: &Server) -> Result<String, Failed> {
 }
 
 /// One preference is added, and a constraint that spreads nothing where there is none; all else stays.
-async fn preferences(at: &Place) -> Result<usize, Failed> {
+async fn preferences(at: &IsolatedScope) -> Result<usize, Failed> {
     let mut shapes = 0;
     for (name, affinity) in affinities() {
         let own = admitted(at, pod(&affinity, &[("c", 0)], json!({}))).await?;
-        let steered = admitted(at, pod(&affinity, &[("c", ASKED)], json!({}))).await?;
+        let steered = admitted(at, pod(&affinity, &[("c", REQUESTED_GIB)], json!({}))).await?;
         assert_eq!(rest(&steered), rest(&own), "{name}");
         let (before, after) = (&own["affinity"], &steered["affinity"]);
         assert_eq!(required(after), required(before), "{name}");
         assert_eq!(of_pods(after), of_pods(before), "{name}");
         let mut wanted = preferred(before);
         wanted.push(json!({ "weight": 100, "preference": { "matchExpressions": [{
-            "key": "bursar.dev/largest-free-gib", "operator": "Gt", "values": [(ASKED - 1).to_string()] }] } }));
+            "key": "bursar.dev/largest-free-gib", "operator": "Gt", "values": [(REQUESTED_GIB - 1).to_string()] }] } }));
         assert_eq!(preferred(after), wanted, "{name}");
         let spread = steered["topologySpreadConstraints"].as_array();
         assert_eq!(spread.map(Vec::len), Some(1), "{name}");
-        shapes += 1 + alike(at, &affinity, &Value::Null, &steered).await?;
+        shapes += 1 + check_steered_like_scheduler(at, &affinity, &Value::Null, &steered).await?;
     }
     // Who spreads stays spread as it was.
-    let mut spread = pod(&Value::Null, &[("c", ASKED)], json!({}));
+    let mut spread = pod(&Value::Null, &[("c", REQUESTED_GIB)], json!({}));
     spread["spec"]["topologySpreadConstraints"] = json!([
         { "maxSkew": 2, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule",
           "labelSelector": { "matchLabels": { "a": "b" } } }]);
@@ -356,13 +361,16 @@ async fn preferences(at: &Place) -> Result<usize, Failed> {
 }
 
 /// The nodes that are left are the pod's own that have room, or of which nobody knows.
-async fn requirements(at: &Place) -> Result<usize, Failed> {
+async fn requirements(at: &IsolatedScope) -> Result<usize, Failed> {
     let nodes = nodes();
     let mut shapes = 0;
-    let classes = [(Value::Null, RECLAIMABLE), (json!(BORROWED), FREE)];
+    let classes = [
+        (Value::Null, LARGEST_RECLAIMABLE_LABEL),
+        (json!(BORROWED_CLASS), LARGEST_FREE_LABEL),
+    ];
     for (class, label) in classes {
         for (name, affinity) in affinities() {
-            let mut asking = pod(&affinity, &[("c", ASKED)], json!({}));
+            let mut asking = pod(&affinity, &[("c", REQUESTED_GIB)], json!({}));
             asking["spec"]["priorityClassName"] = class.clone();
             let mut plain = pod(&affinity, &[("c", 0)], json!({}));
             plain["spec"]["priorityClassName"] = class.clone();
@@ -379,7 +387,7 @@ async fn requirements(at: &Place) -> Result<usize, Failed> {
                 let is = selects(required(after), node, labels);
                 assert_eq!(is, wanted, "{name}, {node} {labels:?}: {after}");
             }
-            shapes += 1 + alike(at, &affinity, &class, &steered).await?;
+            shapes += 1 + check_steered_like_scheduler(at, &affinity, &class, &steered).await?;
         }
     }
     Ok(shapes)
@@ -387,18 +395,18 @@ async fn requirements(at: &Place) -> Result<usize, Failed> {
 
 /// The most that a container of any sort asks for is what counts, whatever the pod's node selector and its namespace:
 /// all are steered as `steered` is, the pod of one container. How many they are.
-async fn alike(
-    at: &Place,
+async fn check_steered_like_scheduler(
+    at: &IsolatedScope,
     affinity: &Value,
     class: &Value,
     steered: &Value,
 ) -> Result<usize, Failed> {
     let system = at.in_namespace("kube-system");
     let shapes: [&[(&str, i64)]; 4] = [
-        &[("c", ASKED)],
-        &[("c", 4), ("init", ASKED), ("web", 0)],
-        &[("c", ASKED - 1), ("d", ASKED), ("init", 1)],
-        &[("c", 4), ("init-sidecar", ASKED)],
+        &[("c", REQUESTED_GIB)],
+        &[("c", 4), ("init", REQUESTED_GIB), ("web", 0)],
+        &[("c", REQUESTED_GIB - 1), ("d", REQUESTED_GIB), ("init", 1)],
+        &[("c", 4), ("init-sidecar", REQUESTED_GIB)],
     ];
     for asks in shapes {
         let asking = |place, asks: &[(&str, i64)]| {
@@ -421,15 +429,15 @@ async fn alike(
 
 /// Who is made a borrower is sent to what is free, in whichever order the policies are asked; and nobody is as long as the
 /// quota has no status.
-async fn who_overflows(at: &Place) -> Result<(), Failed> {
+async fn check_overflowing_pods_steered_as_borrowers(at: &IsolatedScope) -> Result<(), Failed> {
     let quotas = format!("/api/v1/namespaces/{}/resourcequotas", at.name);
     let quota = json!({
         "metadata": { "name": "overflow", "labels": { "bursar.dev/overflow": "Borrow" } },
-        "spec": { "hard": { HARD: "0" }, "scopeSelector": { "matchExpressions": [
-            { "scopeName": "PriorityClass", "operator": "NotIn", "values": [BORROWED] }] } },
+        "spec": { "hard": { QUOTA_RESOURCE: "0" }, "scopeSelector": { "matchExpressions": [
+            { "scopeName": "PriorityClass", "operator": "NotIn", "values": [BORROWED_CLASS] }] } },
     });
     at.create(&quotas, quota).await?;
-    let asking = || admitted(at, pod(&terms(2), &[("c", ASKED)], json!({})));
+    let asking = || admitted(at, pod(&terms(2), &[("c", REQUESTED_GIB)], json!({})));
     let until = async |class: Value| {
         let begin = Instant::now();
         loop {
@@ -444,29 +452,30 @@ async fn who_overflows(at: &Place) -> Result<(), Failed> {
         }
     };
     let quota = format!("{quotas}/overflow");
-    let hard = |memory: Value| json!({ "spec": { "hard": { HARD: memory, "pods": "100" } } });
-    until(json!(BORROWED)).await?;
+    let hard =
+        |memory: Value| json!({ "spec": { "hard": { QUOTA_RESOURCE: memory, "pods": "100" } } });
+    until(json!(BORROWED_CLASS)).await?;
     at.merge(&quota, hard(Value::Null)).await?;
     until(Value::Null).await?;
     at.merge(&quota, hard(json!("0"))).await?;
     for order in 0..ORDERS {
-        let affinity = until(json!(BORROWED)).await?["affinity"].take();
+        let affinity = until(json!(BORROWED_CLASS)).await?["affinity"].take();
         let keys = required(&affinity).to_string();
         assert!(
-            keys.contains(FREE) && !keys.contains(RECLAIMABLE),
+            keys.contains(LARGEST_FREE_LABEL) && !keys.contains(LARGEST_RECLAIMABLE_LABEL),
             "{affinity}"
         );
         let policy =
             "/apis/admissionregistration.k8s.io/v1/mutatingadmissionpolicies/bursar-steering";
         let another = json!({ "metadata": { "annotations": { "order": order.to_string() } } });
         at.merge(policy, another).await?;
-        sleep(2 * LOOKS).await;
+        sleep(2 * POLL_INTERVAL).await;
     }
     at.delete(&quota).await
 }
 
 /// The policy adds to a pod what the page says that one can write by hand.
-async fn by_hand(at: &Place, mode: &str) -> Result<(), Failed> {
+async fn by_hand(at: &IsolatedScope, mode: &str) -> Result<(), Failed> {
     let (page, gib) = BY_HAND;
     let blocks = page
         .split("\n\n")
@@ -478,14 +487,19 @@ async fn by_hand(at: &Place, mode: &str) -> Result<(), Failed> {
     let [by_preference, by_requirement] = written.as_slice() else {
         return Err(format!("docs/placement.md has it {} times", written.len()).into());
     };
-    for (class, label) in [(Value::Null, RECLAIMABLE), (json!(BORROWED), FREE)] {
+    for (class, label) in [
+        (Value::Null, LARGEST_RECLAIMABLE_LABEL),
+        (json!(BORROWED_CLASS), LARGEST_FREE_LABEL),
+    ] {
         let mut asking = pod(&Value::Null, &[("c", gib)], json!({}));
         asking["spec"]["priorityClassName"] = class;
         let steered = admitted(at, asking).await?["affinity"].take();
         if mode == "preferred" {
             assert_eq!(steered, *by_preference);
         } else {
-            let wanted = by_requirement.to_string().replace(RECLAIMABLE, label);
+            let wanted = by_requirement
+                .to_string()
+                .replace(LARGEST_RECLAIMABLE_LABEL, label);
             assert_eq!(steered, serde_json::from_str::<Value>(&wanted)?);
         }
     }
@@ -494,7 +508,7 @@ async fn by_hand(at: &Place, mode: &str) -> Result<(), Failed> {
 
 /// Pods that do not ask, or for nothing, in whatever namespace; those of DaemonSets, on a node already, or that want
 /// several GPUs.
-async fn who_is_left_alone(at: &Place) -> Result<usize, Failed> {
+async fn check_exempt_pods_unchanged(at: &IsolatedScope) -> Result<usize, Failed> {
     let owned = json!({ "ownerReferences": [{ "apiVersion": "apps/v1", "kind": "DaemonSet", "name": "d", "uid": "u",
         "controller": true }] });
     let several = json!({ "annotations": { "bursar.dev/gpus": "2" } });
@@ -502,7 +516,7 @@ async fn who_is_left_alone(at: &Place) -> Result<usize, Failed> {
     let system = at.in_namespace("kube-system");
     for (_, affinity) in affinities() {
         let quiet = pod(&affinity, &[("c", 0), ("init", 0)], json!({}));
-        let mut on_node = pod(&affinity, &[("c", ASKED)], json!({}));
+        let mut on_node = pod(&affinity, &[("c", REQUESTED_GIB)], json!({}));
         on_node["spec"]["nodeName"] = json!(at.name);
         let mut nothing = quiet.clone();
         nothing["spec"]["containers"][0]["resources"] = json!({ "limits": { RESOURCE: "0" } });
@@ -510,8 +524,8 @@ async fn who_is_left_alone(at: &Place) -> Result<usize, Failed> {
             (at, quiet.clone()),
             (&system, quiet),
             (at, nothing),
-            (at, pod(&affinity, &[("c", ASKED)], owned.clone())),
-            (at, pod(&affinity, &[("c", ASKED)], several.clone())),
+            (at, pod(&affinity, &[("c", REQUESTED_GIB)], owned.clone())),
+            (at, pod(&affinity, &[("c", REQUESTED_GIB)], several.clone())),
             (at, on_node),
         ] {
             let spec = admitted(place, pod.clone()).await?;
@@ -524,14 +538,14 @@ async fn who_is_left_alone(at: &Place) -> Result<usize, Failed> {
 }
 
 /// What controllers make: a DaemonSet's pods keep their nodes, a Job's are steered.
-async fn by_controllers(at: &Place) -> Result<(), Failed> {
+async fn by_controllers(at: &IsolatedScope) -> Result<(), Failed> {
     let template = |restarts: &str| {
         // The API server takes a new node for one that is not ready.
         let everywhere = json!([{ "operator": "Exists" }]);
         json!({
             "metadata": { "labels": { "app": restarts } },
             "spec": { "restartPolicy": restarts, "tolerations": everywhere, "nodeSelector": { "bursar.dev/cohort": at.name }, "containers": [
-                { "name": "c", "image": "i", "resources": { "limits": { RESOURCE: ASKED.to_string() } } }] },
+                { "name": "c", "image": "i", "resources": { "limits": { RESOURCE: REQUESTED_GIB.to_string() } } }] },
         })
     };
     let daemons = json!({ "metadata": { "name": "d" }, "spec": {
@@ -559,7 +573,7 @@ async fn by_controllers(at: &Place) -> Result<(), Failed> {
 }
 
 /// The pod that a controller made by this template.
-async fn made(at: &Place, app: &str) -> Result<Value, Failed> {
+async fn made(at: &IsolatedScope, app: &str) -> Result<Value, Failed> {
     let begin = Instant::now();
     loop {
         let path = format!("{}?labelSelector=app%3D{app}", at.pods_path());

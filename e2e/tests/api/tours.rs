@@ -7,19 +7,19 @@ use libtest_mimic::Failed;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use crate::case::{Case, END, Outcome};
-use crate::place::{GPU, HARD, Place, condition};
+use crate::case::{GIVE_UP_AFTER, Outcome, TestCase};
+use crate::place::{GPU_GIB, IsolatedScope, QUOTA_RESOURCE, condition};
 
 /// What no quota of ours caps.
-const OTHER: &str = "requests.bursar.dev/other";
-const OVERFLOW: &str = "bursar.dev/overflow";
+const OTHER_RESOURCE: &str = "requests.bursar.dev/other";
+const OVERFLOW_LABEL: &str = "bursar.dev/overflow";
 
-async fn hard(place: &Place, which: &str) -> Result<Value, Failed> {
+async fn hard(place: &IsolatedScope, which: &str) -> Result<Value, Failed> {
     let quota = place.get(&place.quota_path(which)).await?;
-    Ok(quota["spec"]["hard"][HARD].clone())
+    Ok(quota["spec"]["hard"][QUOTA_RESOURCE].clone())
 }
 
-async fn is_labelled(place: &Place) -> Result<bool, Failed> {
+async fn is_labelled(place: &IsolatedScope) -> Result<bool, Failed> {
     let namespace = place.get(&place.namespace_path()).await?;
     Ok(namespace["metadata"]["labels"]["bursar.dev/budget"] == "enforced")
 }
@@ -34,7 +34,11 @@ fn is(budget: &Value, type_: &str) -> bool {
 }
 
 /// Both quotas are so, in force, and all is well.
-pub(crate) async fn in_force(place: &Place, guaranteed: &str, limit: &str) -> Result<bool, Failed> {
+pub(crate) async fn in_force(
+    place: &IsolatedScope,
+    guaranteed: &str,
+    limit: &str,
+) -> Result<bool, Failed> {
     Ok(is(&place.budget().await?, "Ready")
         && hard(place, "guaranteed").await? == guaranteed
         && hard(place, "limit").await? == limit
@@ -46,31 +50,36 @@ fn requested(budget: &Value) -> &Value {
 }
 
 /// Fourteen changes of a budget, its quotas and the pods of its namespace.
-pub(crate) async fn of_a_budget(mut case: Case, operator: Client) -> Result<Outcome, Failed> {
-    case.place.pod("p", 4, false, false).await?;
+pub(crate) async fn budget_scenario(
+    mut case: TestCase,
+    operator: Client,
+) -> Result<Outcome, Failed> {
+    case.scope.create_pod("p", 4, false, false).await?;
     let case_ = &mut case;
     case_
-        .through(
+        .transition(
             "a budget is made",
-            async |at| at.declare("16Gi", "24Gi").await,
+            async |at| at.create_budget("16Gi", "24Gi").await,
             async |at| in_force(at, "16", "24").await,
         )
         .await?;
     case_
-        .through(
+        .transition(
             "it is raised",
             async |at| {
-                at.amend(json!({ "deviceMemory": { "guaranteed": "20Gi", "limit": "32Gi" } }))
-                    .await
+                at.patch_budget(
+                    json!({ "deviceMemory": { "guaranteed": "20Gi", "limit": "32Gi" } }),
+                )
+                .await
             },
             async |at| in_force(at, "20", "32").await,
         )
         .await?;
     case_
-        .through(
+        .transition(
             "it is lowered below what runs",
             async |at| {
-                at.amend(json!({ "deviceMemory": { "guaranteed": "2Gi", "limit": "2Gi" } }))
+                at.patch_budget(json!({ "deviceMemory": { "guaranteed": "2Gi", "limit": "2Gi" } }))
                     .await
             },
             async |at| {
@@ -82,31 +91,31 @@ pub(crate) async fn of_a_budget(mut case: Case, operator: Client) -> Result<Outc
         )
         .await?;
     case_
-        .through(
+        .transition(
             "it lends",
             async |at| {
-                at.amend(json!({ "deviceMemory": { "guaranteed": "16Gi", "limit": "24Gi" }, "overflow": "Borrow" }))
+                at.patch_budget(json!({ "deviceMemory": { "guaranteed": "16Gi", "limit": "24Gi" }, "overflow": "Borrow" }))
                     .await
             },
             async |at| {
                 let quota = at.get(&at.quota_path("guaranteed")).await?;
-                Ok(quota["metadata"]["labels"][OVERFLOW] == "Borrow"
+                Ok(quota["metadata"]["labels"][OVERFLOW_LABEL] == "Borrow"
                     && in_force(at, "16", "24").await?)
             },
         )
         .await?;
     case_
-        .through(
+        .transition(
             "a quota is changed by hand",
             async |at| {
-                let more = json!({ "spec": { "hard": { HARD: "999" } } });
+                let more = json!({ "spec": { "hard": { QUOTA_RESOURCE: "999" } } });
                 at.merge(&at.quota_path("limit"), more).await
             },
             async |at| in_force(at, "16", "24").await,
         )
         .await?;
     case_
-        .through(
+        .transition(
             "a scope is put on a quota by hand",
             async |at| {
                 let terminating = json!({ "scopeName": "Terminating", "operator": "Exists" });
@@ -121,33 +130,33 @@ pub(crate) async fn of_a_budget(mut case: Case, operator: Client) -> Result<Outc
         )
         .await?;
     case_
-        .through(
+        .transition(
             "a quota is added to by hand",
             async |at| {
-                let more = json!({ "metadata": { "labels": { OVERFLOW: "Borrow" } }, "spec": { "hard": { OTHER: "1" } } });
+                let more = json!({ "metadata": { "labels": { OVERFLOW_LABEL: "Borrow" } }, "spec": { "hard": { OTHER_RESOURCE: "1" } } });
                 at.merge(&at.quota_path("limit"), more).await
             },
             async |at| {
                 let quota = at.get(&at.quota_path("limit")).await?;
-                Ok(quota["spec"]["hard"][OTHER].is_null()
-                    && quota["metadata"]["labels"][OVERFLOW].is_null()
+                Ok(quota["spec"]["hard"][OTHER_RESOURCE].is_null()
+                    && quota["metadata"]["labels"][OVERFLOW_LABEL].is_null()
                     && in_force(at, "16", "24").await?)
             },
         )
         .await?;
     case_
-        .through(
+        .transition(
             "a quota is deleted by hand",
             async |at| at.delete(&at.quota_path("guaranteed")).await,
             async |at| in_force(at, "16", "24").await,
         )
         .await?;
     case_
-        .through(
+        .transition(
             "the namespace's label is taken off",
             async |at| {
                 // Nobody but the operator may.
-                let at = at.with(operator);
+                let at = at.with_client(operator);
                 let off = json!({ "metadata": { "labels": { "bursar.dev/budget": null } } });
                 at.merge(&at.namespace_path(), off).await
             },
@@ -155,28 +164,28 @@ pub(crate) async fn of_a_budget(mut case: Case, operator: Client) -> Result<Outc
         )
         .await?;
     case_
-        .through(
+        .transition(
             "a pod comes",
-            async |at| Ok(at.pod("q", 3, false, false).await.map(drop)?),
+            async |at| Ok(at.create_pod("q", 3, false, false).await.map(drop)?),
             async |at| Ok(requested(&at.budget().await?) == 7),
         )
         .await?;
     case_
-        .through(
+        .transition(
             "a pod ends",
             async |at| at.delete(&at.pod_path("q")).await,
             async |at| Ok(requested(&at.budget().await?) == 4),
         )
         .await?;
     case_
-        .through("a pod slips in", slip_in, async |at| {
+        .transition("a pod slips in", create_pod_beyond_the_quota, async |at| {
             Ok(at.get(&at.pod_path("late")).await?.is_null()
                 && !at.get(&at.pod_path("p")).await?.is_null()
                 && in_force(at, "16", "24").await?)
         })
         .await?;
     case_
-        .through(
+        .transition(
             "the budget goes",
             async |at| at.delete(&at.budget_path()).await,
             async |at| {
@@ -186,43 +195,48 @@ pub(crate) async fn of_a_budget(mut case: Case, operator: Client) -> Result<Outc
             },
         )
         .await?;
-    let lets_in = async |at: &Place| {
+    let lets_in = async |at: &IsolatedScope| {
         if !in_force(at, "16", "24").await? {
             return Ok(false);
         }
-        match at.pod("again", 1, false, false).await {
+        match at.create_pod("again", 1, false, false).await {
             Err(kube::Error::Api(status)) if status.code == 409 => Ok(true),
             other => Ok(other.map(|_| true)?),
         }
     };
     case_
-        .through(
+        .transition(
             "it is made again, and lets a pod in",
-            async |at| at.declare("16Gi", "24Gi").await,
+            async |at| at.create_budget("16Gi", "24Gi").await,
             lets_in,
         )
         .await?;
-    case.end(lets_in).await
+    case.finish(lets_in).await
 }
 
 /// A quota counts late now and then; here its count is set back by hand.
-async fn slip_in(at: &Place) -> Result<(), Failed> {
+async fn create_pod_beyond_the_quota(at: &IsolatedScope) -> Result<(), Failed> {
     // A pod of the first seconds may be from before the budget.
     sleep(Duration::from_secs(6)).await;
     let begin = Instant::now();
     loop {
-        let unused = json!({ "status": { "used": { HARD: "0" } } });
+        let unused = json!({ "status": { "used": { QUOTA_RESOURCE: "0" } } });
         let quota = format!("{}/status", at.quota_path("limit"));
         at.merge(&quota, unused).await?;
-        match at.pod("late", 22, true, false).await {
+        match at.create_pod("late", 22, true, false).await {
             Ok(_) => return Ok(()),
-            Err(error) if begin.elapsed() > END => return Err(error.into()),
+            Err(error) if begin.elapsed() > GIVE_UP_AFTER => return Err(error.into()),
             Err(_) => sleep(Duration::from_millis(100)).await,
         }
     }
 }
 
-async fn labels_are(at: &Place, free: i32, reclaimable: i32, gpu: i32) -> Result<bool, Failed> {
+async fn labels_are(
+    at: &IsolatedScope,
+    free: i32,
+    reclaimable: i32,
+    gpu: i32,
+) -> Result<bool, Failed> {
     let labels = at.node_labels().await?;
     let is = |name: &str, value: i32| {
         let label = labels[format!("bursar.dev/largest-{name}-gib")].as_str();
@@ -232,23 +246,23 @@ async fn labels_are(at: &Place, free: i32, reclaimable: i32, gpu: i32) -> Result
 }
 
 /// Nine changes of a node's GPU and of what is ordered of its agent.
-pub(crate) async fn of_a_node(mut case: Case) -> Result<Outcome, Failed> {
+pub(crate) async fn node_scenario(mut case: TestCase) -> Result<Outcome, Failed> {
     let case_ = &mut case;
-    let p = case_.place.pod("p", 4, false, true).await?;
+    let p = case_.scope.create_pod("p", 4, false, true).await?;
     let p = uid(&p);
-    case_.place.runs("p").await?;
-    case_.place.report(GPU, &[(p.clone(), 4)]).await?;
+    case_.scope.mark_running("p").await?;
+    case_.scope.report_gpu(GPU_GIB, &[(p.clone(), 4)]).await?;
     case_
-        .through(
+        .transition(
             "a node's budget is made",
-            async |at| at.declare("20Gi", "60Gi").await,
+            async |at| at.create_budget("20Gi", "60Gi").await,
             async |at| Ok(in_force(at, "20", "60").await? && labels_are(at, 28, 28, 32).await?),
         )
         .await?;
     case_
-        .through(
+        .transition(
             "the cohort loses memory",
-            async |at| at.report(12, &[(p.clone(), 4)]).await,
+            async |at| at.report_gpu(12, &[(p.clone(), 4)]).await,
             async |at| {
                 let budget = at.budget().await?;
                 Ok(condition(&budget, "Covered") == "False" && labels_are(at, 8, 8, 12).await?)
@@ -256,50 +270,50 @@ pub(crate) async fn of_a_node(mut case: Case) -> Result<Outcome, Failed> {
         )
         .await?;
     case_
-        .through(
+        .transition(
             "it comes back",
-            async |at| at.report(GPU, &[(p.clone(), 4)]).await,
+            async |at| at.report_gpu(GPU_GIB, &[(p.clone(), 4)]).await,
             async |at| Ok(is(&at.budget().await?, "Covered") && labels_are(at, 28, 28, 32).await?),
         )
         .await?;
     case_
-        .through(
+        .transition(
             "poisoned contexts are restarted in place",
             async |at| {
-                at.amend(json!({ "contextPolicy": { "action": "InPlace" } }))
+                at.patch_budget(json!({ "contextPolicy": { "action": "InPlace" } }))
                     .await
             },
             async |at| {
-                let orders = &at.gpus().await?["spec"]["contextPolicies"];
+                let orders = &at.gpu_node().await?["spec"]["contextPolicies"];
                 Ok(orders[0]["namespace"] == at.name.as_str() && orders[0]["action"] == "InPlace")
             },
         )
         .await?;
     case_
-        .through(
+        .transition(
             "a pod's quota is lowered, after somebody ordered one by hand",
             async |at| {
                 let by_hand = json!({ "podUid": p, "container": "c", "quota": "3Gi" });
-                at.order(json!([by_hand])).await?;
-                at.order(json!([])).await?;
-                at.amend(json!({ "overrides": [{ "pod": "p", "deviceMemory": "2Gi" }] }))
+                at.write_quota_overrides(json!([by_hand])).await?;
+                at.write_quota_overrides(json!([])).await?;
+                at.patch_budget(json!({ "overrides": [{ "pod": "p", "deviceMemory": "2Gi" }] }))
                     .await
             },
             async |at| {
-                let orders = &at.gpus().await?["spec"]["quotas"];
+                let orders = &at.gpu_node().await?["spec"]["quotas"];
                 Ok(orders[0]["podUid"] == p.as_str() && orders[0]["quota"] == "2Gi")
             },
         )
         .await?;
     case_
-        .through(
+        .transition(
             "both are taken back",
             async |at| {
-                at.amend(json!({ "overrides": null, "contextPolicy": null }))
+                at.patch_budget(json!({ "overrides": null, "contextPolicy": null }))
                     .await
             },
             async |at| {
-                let spec = &at.gpus().await?["spec"];
+                let spec = &at.gpu_node().await?["spec"];
                 let none = |list: &Value| list.as_array().is_none_or(Vec::is_empty);
                 Ok(none(&spec["quotas"]) && none(&spec["contextPolicies"]))
             },
@@ -312,13 +326,13 @@ pub(crate) async fn of_a_node(mut case: Case) -> Result<Outcome, Failed> {
         owner_is_nominated(case_, bound).await?;
     }
     let (free, reclaimable) = if plain { (2, 2) } else { (4, 12) };
-    case.end(async |at| room_is_left(at, free, reclaimable).await)
+    case.finish(async |at| room_is_left(at, free, reclaimable).await)
         .await
 }
 
 /// Nobody waits for the GPU any more.
-async fn room_is_left(at: &Place, free: i32, reclaimable: i32) -> Result<bool, Failed> {
-    let reserved = at.gpus().await?["spec"]["reservations"].take();
+async fn room_is_left(at: &IsolatedScope, free: i32, reclaimable: i32) -> Result<bool, Failed> {
+    let reserved = at.gpu_node().await?["spec"]["reservations"].take();
     let none = reserved.as_array().is_none_or(Vec::is_empty);
     Ok(none && labels_are(at, free, reclaimable, 32).await?)
 }
@@ -329,38 +343,38 @@ fn uid(object: &Value) -> String {
 }
 
 /// A pod of 16 waits for a GPU that has 2 left and 26 of borrowers: the larger one goes, and no other. Who is bound then.
-async fn owner_waits(case: &mut Case, p: String) -> Result<[(String, i32); 3], Failed> {
+async fn owner_waits(case: &mut TestCase, p: String) -> Result<[(String, i32); 3], Failed> {
     let mut bound = vec![(p, 4)];
     for (name, gib) in [("large", 18), ("small", 8)] {
-        let pod = case.place.pod(name, gib, true, true).await?;
-        case.place.runs(name).await?;
+        let pod = case.scope.create_pod(name, gib, true, true).await?;
+        case.scope.mark_running(name).await?;
         bound.push((uid(&pod), gib));
     }
     let of_large = bound[1].0.clone();
-    case.through(
+    case.transition(
         "borrowers take what is idle",
-        async |at| at.report(GPU, &bound).await,
+        async |at| at.report_gpu(GPU_GIB, &bound).await,
         async |at| labels_are(at, 2, 28, 32).await,
     )
     .await?;
-    let owner = case.place.pod("owner", 16, false, true).await?;
+    let owner = case.scope.create_pod("owner", 16, false, true).await?;
     let owner = uid(&owner);
     let (after, waits) = (
         [bound[0].clone(), bound[2].clone(), (owner.clone(), 16)],
         Some((owner.as_str(), "owner", 16)),
     );
-    case.through(
+    case.transition(
         "an owner waits",
-        async |at| at.report_waiter(GPU, &bound, waits).await,
+        async |at| at.report_gpu_with_waiter(GPU_GIB, &bound, waits).await,
         async |at| {
             // The agent's part: it answers reservations, and binds who has room.
             let large = at.get(&at.pod_path("large")).await?;
             if uid(&large) == of_large {
-                at.report_waiter(GPU, &bound, waits).await?;
+                at.report_gpu_with_waiter(GPU_GIB, &bound, waits).await?;
                 return Ok(false);
             }
-            at.runs("owner").await?;
-            at.report(GPU, &after).await?;
+            at.mark_running("owner").await?;
+            at.report_gpu(GPU_GIB, &after).await?;
             let small = at.get(&at.pod_path("small")).await?;
             if small.is_null() {
                 return Err("who need not go went".into());
@@ -373,24 +387,24 @@ async fn owner_waits(case: &mut Case, p: String) -> Result<[(String, i32); 3], F
 }
 
 /// The scheduler has no node for a pod of 10; a GPU has 4 left and 8 of a borrower.
-async fn owner_is_nominated(case: &mut Case, bound: [(String, i32); 3]) -> Result<(), Failed> {
-    case.through(
+async fn owner_is_nominated(case: &mut TestCase, bound: [(String, i32); 3]) -> Result<(), Failed> {
+    case.transition(
         "more is guaranteed",
         async |at| {
-            at.amend(json!({ "deviceMemory": { "guaranteed": "30Gi" } }))
+            at.patch_budget(json!({ "deviceMemory": { "guaranteed": "30Gi" } }))
                 .await
         },
         async |at| in_force(at, "30", "60").await,
     )
     .await?;
-    let nowhere = uid(&case.place.pod("nowhere", 10, false, false).await?);
+    let nowhere = uid(&case.scope.create_pod("nowhere", 10, false, false).await?);
     let after = [bound[0].clone(), bound[2].clone(), (nowhere, 10)];
-    case.through(
+    case.transition(
         "the scheduler has no node for an owner",
-        async |at| at.refuse("nowhere").await,
+        async |at| at.mark_unschedulable("nowhere").await,
         async |at| {
             if !at.get(&at.pod_path("small")).await?.is_null() {
-                at.report(GPU, &bound).await?;
+                at.report_gpu(GPU_GIB, &bound).await?;
                 return Ok(false);
             }
             let pod = at.get(&at.pod_path("nowhere")).await?;
@@ -399,9 +413,9 @@ async fn owner_is_nominated(case: &mut Case, bound: [(String, i32); 3]) -> Resul
                     return Err("somebody went, and nobody keeps the room".into());
                 }
                 at.bind("nowhere").await?;
-                at.runs("nowhere").await?;
+                at.mark_running("nowhere").await?;
             }
-            at.report(GPU, &after).await?;
+            at.report_gpu(GPU_GIB, &after).await?;
             room_is_left(at, 2, 2).await
         },
     )
@@ -409,9 +423,13 @@ async fn owner_is_nominated(case: &mut Case, bound: [(String, i32); 3]) -> Resul
 }
 
 /// What is ordered of the agents of both nodes about poisoned contexts.
-async fn policies_are(at: &Place, other: &Place, action: Option<&str>) -> Result<bool, Failed> {
+async fn policies_are(
+    at: &IsolatedScope,
+    other: &IsolatedScope,
+    action: Option<&str>,
+) -> Result<bool, Failed> {
     for node in [at, other] {
-        let policies = node.gpus().await?["spec"]["contextPolicies"].take();
+        let policies = node.gpu_node().await?["spec"]["contextPolicies"].take();
         if policies[0]["action"].as_str() != action {
             return Ok(false);
         }
@@ -420,18 +438,23 @@ async fn policies_are(at: &Place, other: &Place, action: Option<&str>) -> Result
 }
 
 /// A poisoned context of the only container of a pod, and what its agent did about it.
-fn poisoned(at: &Place, pod: &str, pod_uid: &str, action: &str) -> Value {
+fn poisoned(at: &IsolatedScope, pod: &str, pod_uid: &str, action: &str) -> Value {
     let container = json!({ "podUid": pod_uid, "namespace": at.name, "pod": pod, "container": "c", "processGeneration": 3 });
     json!([{ "id": format!("{action}-3").to_lowercase(), "kind": "Context", "gpu": "GPU-0", "gpuGeneration": 1,
         "cudaError": 700, "action": action, "time": "2026-01-01T00:00:00Z", "container": container }])
 }
 
 /// Whether a pod is gone and the status says why, the newest of so many. As its agent does, closes its fault then.
-async fn went(at: &Place, pod: &str, reason: &str, evictions: usize) -> Result<bool, Failed> {
+async fn is_evicted(
+    at: &IsolatedScope,
+    pod: &str,
+    reason: &str,
+    evictions: usize,
+) -> Result<bool, Failed> {
     if !at.get(&at.pod_path(pod)).await?.is_null() {
         return Ok(false);
     }
-    at.report(GPU, &[]).await?;
+    at.report_gpu(GPU_GIB, &[]).await?;
     at.report_faults(json!([])).await?;
     let status = &at.budget().await?["status"];
     let told = status["evictions"].as_array();
@@ -444,111 +467,111 @@ async fn went(at: &Place, pod: &str, reason: &str, evictions: usize) -> Result<b
 }
 
 /// Nine changes of what is done about faults, and a pod that waits while another node has room.
-pub(crate) async fn of_faults(mut case: Case) -> Result<Outcome, Failed> {
-    let other = case.place.second_node().await?;
+pub(crate) async fn fault_scenario(mut case: TestCase) -> Result<Outcome, Failed> {
+    let other = case.scope.second_node().await?;
     let plain = case.is_undisturbed();
     let case_ = &mut case;
-    let p = uid(&case_.place.pod("p", 4, false, true).await?);
-    let q = uid(&case_.place.pod("q", 4, false, true).await?);
+    let p = uid(&case_.scope.create_pod("p", 4, false, true).await?);
+    let q = uid(&case_.scope.create_pod("q", 4, false, true).await?);
     for pod in ["p", "q"] {
-        case_.place.runs(pod).await?;
+        case_.scope.mark_running(pod).await?;
     }
     let none = |list: &Value| list.as_array().is_none_or(Vec::is_empty);
     case_
-        .through(
+        .transition(
             "a budget of two nodes is made",
-            async |at| at.declare("40Gi", "60Gi").await,
+            async |at| at.create_budget("40Gi", "60Gi").await,
             async |at| {
                 Ok(in_force(at, "40", "60").await?
-                    && labels_are(at, GPU, GPU, GPU).await?
-                    && labels_are(&other, GPU, GPU, GPU).await?)
+                    && labels_are(at, GPU_GIB, GPU_GIB, GPU_GIB).await?
+                    && labels_are(&other, GPU_GIB, GPU_GIB, GPU_GIB).await?)
             },
         )
         .await?;
     case_
-        .through(
+        .transition(
             "faults are only reported",
             async |at| {
-                at.amend(json!({ "contextPolicy": { "action": "Report" } }))
+                at.patch_budget(json!({ "contextPolicy": { "action": "Report" } }))
                     .await
             },
             async |at| policies_are(at, &other, Some("Report")).await,
         )
         .await?;
     case_
-        .through(
+        .transition(
             "a context is left poisoned",
             async |at| at.report_faults(poisoned(at, "p", &p, "Report")).await,
             async |at| {
-                let restarts = &at.gpus().await?["spec"]["restarts"];
+                let restarts = &at.gpu_node().await?["spec"]["restarts"];
                 Ok(at.budget().await?["status"]["contexts"]["open"] == 1 && none(restarts))
             },
         )
         .await?;
     case_
-        .through(
+        .transition(
             "poisoned contexts are restarted",
             async |at| {
-                at.amend(json!({ "contextPolicy": { "action": "Restart" } }))
+                at.patch_budget(json!({ "contextPolicy": { "action": "Restart" } }))
                     .await
             },
             async |at| {
                 let order = json!([{ "fault": "report-3", "podUid": p, "container": "c", "processGeneration": 4 }]);
-                Ok(at.gpus().await?["spec"]["restarts"] == order
+                Ok(at.gpu_node().await?["spec"]["restarts"] == order
                     && policies_are(at, &other, None).await?)
             },
         )
         .await?;
     case_
-        .through(
+        .transition(
             "the agent has restarted it",
             async |at| at.report_faults(json!([])).await,
             async |at| {
-                let restarts = &at.gpus().await?["spec"]["restarts"];
+                let restarts = &at.gpu_node().await?["spec"]["restarts"];
                 Ok(at.budget().await?["status"]["contexts"]["open"] == 0 && none(restarts))
             },
         )
         .await?;
     case_
-        .through(
+        .transition(
             "it is poisoned beyond the maximum",
             async |at| {
                 at.report_faults(poisoned(at, "p", &p, "BeyondMaximum"))
                     .await
             },
             async |at| {
-                let told = !plain || at.was_told("GpuContextPoisoned", "p").await?;
-                Ok(told && went(at, "p", "TooManyRestarts", 1).await?)
+                let told = !plain || at.has_event("GpuContextPoisoned", "p").await?;
+                Ok(told && is_evicted(at, "p", "TooManyRestarts", 1).await?)
             },
         )
         .await?;
     case_
-        .through(
+        .transition(
             "poisoned contexts are evicted",
             async |at| {
-                at.amend(json!({ "contextPolicy": { "action": "Evict" } }))
+                at.patch_budget(json!({ "contextPolicy": { "action": "Evict" } }))
                     .await
             },
             async |at| policies_are(at, &other, Some("Evict")).await,
         )
         .await?;
     case_
-        .through(
+        .transition(
             "another one is poisoned",
             async |at| at.report_faults(poisoned(at, "q", &q, "Evict")).await,
             async |at| {
-                let told = !plain || at.was_told("GpuContextPoisoned", "q").await?;
-                Ok(told && went(at, "q", "ContextPolicy", 2).await?)
+                let told = !plain || at.has_event("GpuContextPoisoned", "q").await?;
+                Ok(told && is_evicted(at, "q", "ContextPolicy", 2).await?)
             },
         )
         .await?;
     waiter_is_moved(case_, plain).await?;
-    let evicted = async |at: &Place| {
-        let told = !plain || at.was_told("GpuFault", "holder").await?;
-        Ok(told && went(at, "holder", "GpuFault", 3).await?)
+    let evicted = async |at: &IsolatedScope| {
+        let told = !plain || at.has_event("GpuFault", "holder").await?;
+        Ok(told && is_evicted(at, "holder", "GpuFault", 3).await?)
     };
     case_
-        .through(
+        .transition(
             "its GPU is lost",
             async |at| {
                 let fault = json!({ "id": "lost", "kind": "Gpu", "gpu": "GPU-0", "gpuGeneration": 1, "xid": 79,
@@ -558,34 +581,34 @@ pub(crate) async fn of_faults(mut case: Case) -> Result<Outcome, Failed> {
             evicted,
         )
         .await?;
-    case.end(evicted).await
+    case.finish(evicted).await
 }
 
 /// A pod of 10 waits for a GPU that has 6 left; another node's has 32.
-async fn waiter_is_moved(case: &mut Case, plain: bool) -> Result<(), Failed> {
-    let holder = case.place.pod("holder", 26, false, true).await?;
-    case.place.runs("holder").await?;
+async fn waiter_is_moved(case: &mut TestCase, plain: bool) -> Result<(), Failed> {
+    let holder = case.scope.create_pod("holder", 26, false, true).await?;
+    case.scope.mark_running("holder").await?;
     let bound = [(uid(&holder), 26)];
-    case.through(
+    case.transition(
         "one pod has most of a GPU",
-        async |at| at.report(GPU, &bound).await,
-        async |at| labels_are(at, 6, 6, GPU).await,
+        async |at| at.report_gpu(GPU_GIB, &bound).await,
+        async |at| labels_are(at, 6, 6, GPU_GIB).await,
     )
     .await?;
-    let waiter = uid(&case.place.pod("waiter", 10, false, true).await?);
-    let owner = case.place.own("waiter").await?;
-    case.through(
+    let waiter = uid(&case.scope.create_pod("waiter", 10, false, true).await?);
+    let owner = case.scope.create_owner("waiter").await?;
+    case.transition(
         "another one waits",
         async |at| {
-            at.report_waiter(GPU, &bound, Some((&waiter, "waiter", 10)))
+            at.report_gpu_with_waiter(GPU_GIB, &bound, Some((&waiter, "waiter", 10)))
                 .await
         },
         async |at| {
             if !at.get(&at.pod_path("waiter")).await?.is_null() {
                 return Ok(false);
             }
-            at.report(GPU, &bound).await?;
-            let spec = at.gpus().await?["spec"].take();
+            at.report_gpu(GPU_GIB, &bound).await?;
+            let spec = at.gpu_node().await?["spec"].take();
             let moved = &spec["moves"][0];
             // A crash between the count and the eviction costs one of three.
             let most = if plain { 1 } else { 2 };
@@ -594,7 +617,7 @@ async fn waiter_is_moved(case: &mut Case, plain: bool) -> Result<(), Failed> {
             {
                 return Err(format!("the record of moves: {}", spec["moves"]).into());
             }
-            let told = !plain || at.was_told("GpuMemoryWaiterMoved", "waiter").await?;
+            let told = !plain || at.has_event("GpuMemoryWaiterMoved", "waiter").await?;
             Ok(told && spec["reservations"].as_array().is_none_or(Vec::is_empty))
         },
     )

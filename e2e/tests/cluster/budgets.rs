@@ -5,7 +5,7 @@ use kube::api::{Api, DeleteParams, PostParams};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
-use crate::stage::{NAMESPACE, Stage, trial};
+use crate::stage::{NAMESPACE, TrialContext, trial};
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![trial("main/cluster/budgets", budgets)]
@@ -19,8 +19,8 @@ fn budget(name: &str, spec: &Value) -> Result<GpuMemoryBudget, Failed> {
     Ok(serde_json::from_value(budget)?)
 }
 
-async fn budgets(stage: &mut Stage) -> Result<(), Failed> {
-    let api: Api<GpuMemoryBudget> = Api::namespaced(stage.scene.cluster.client(), NAMESPACE);
+async fn budgets(stage: &mut TrialContext) -> Result<(), Failed> {
+    let api: Api<GpuMemoryBudget> = Api::namespaced(stage.environment.cluster.client(), NAMESPACE);
     let create = PostParams::default();
     let good = json!({"deviceMemory": {"guaranteed": "16Gi", "limit": "24Gi"}, "perContainer": {"max": "16Gi"}});
     let accepted = api.create(&create, &budget("default", &good)?).await?;

@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use bursar_e2e::pods::{PodPlan, Pods};
+use bursar_e2e::pods::{PodBuilder, Pods};
 use futures::future::try_join_all;
 use libtest_mimic::{Failed, Trial};
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 
-use crate::stage::{CLEARED, SOON, Stage, node_trial};
+use crate::stage::{RECLAIM_TIMEOUT, START_TIMEOUT, TrialContext, node_trial};
 
 const CYCLES: u64 = 200;
 /// Cycles at a time: with a mean size of 6, more than the node has room for.
@@ -20,29 +20,32 @@ pub(crate) fn trials() -> Vec<Trial> {
     vec![node_trial("main/cluster/churn", churn)]
 }
 
-async fn churn(stage: &mut Stage) -> Result<(), Failed> {
+async fn churn(stage: &mut TrialContext) -> Result<(), Failed> {
     let begin = Instant::now();
     let workers = (0..AT_ONCE).map(|worker| {
-        let (pods, probe) = (stage.pods.clone(), stage.scene.probe.clone());
+        let (pods, probe) = (stage.pods.clone(), stage.environment.probe_image.clone());
         come_and_go(worker, pods, probe)
     });
     try_join_all(workers).await?;
-    stage.progress.say(format_args!(
+    stage.progress.report(format_args!(
         "{CYCLES} creates and deletes took {:.1?}",
         begin.elapsed()
     ));
-    let lives = stage.witness.lives();
+    let lives = stage.history.records();
     let ran = lives.iter().filter(|life| life.ran).count();
     let never = lives.len() - ran;
-    stage.progress.say(format_args!(
+    stage.progress.report(format_args!(
         "{ran} pods ran, {never} were deleted before they could"
     ));
-    stage.witness.nobody_failed_or_restarted()?;
+    stage.history.check_none_failed_or_restarted()?;
     assert_eq!(lives.len() as u64, CYCLES, "pods that were seen");
     assert!(ran as u64 > CYCLES / 4, "only {ran} pods ran");
     let end = Instant::now();
-    stage.on_node()?.until_nothing_is_held(CLEARED).await?;
-    stage.progress.say(format_args!(
+    stage
+        .node_files()?
+        .wait_until_no_pod_state(RECLAIM_TIMEOUT)
+        .await?;
+    stage.progress.report(format_args!(
         "nothing is held {:.1?} after the last pod's end",
         end.elapsed()
     ));
@@ -62,18 +65,18 @@ async fn come_and_go(worker: u64, pods: Pods, probe: String) -> Result<(), Faile
         };
         let gib = random.random_range(1..=most);
         // Beside its context in the smallest of them.
-        let plan = PodPlan::new(&name, &probe)
+        let plan = PodBuilder::new(&name, &probe)
             .arguments(&["hold", "--bytes=256Mi"])
             .gib(gib);
         pods.create(&plan).await?;
         tokio::time::sleep(Duration::from_millis(random.random_range(0..3_000))).await;
         // One in four leaves its containers behind, and the next comes while they still end.
         if random.random_range(0..4) == 0 {
-            pods.forget(&name).await?;
+            pods.force_delete(&name).await?;
         } else {
             pods.delete(&name).await?;
         }
-        pods.until_gone(&name, SOON).await?;
+        pods.wait_until_deleted(&name, START_TIMEOUT).await?;
     }
     Ok(())
 }

@@ -4,15 +4,15 @@ use std::collections::BTreeSet;
 
 use bursar_crds::conditions::gpu_node::AUDITED;
 use bursar_crds::gpu_node::NotEnforced;
-use bursar_e2e::pods::PodPlan;
+use bursar_e2e::pods::PodBuilder;
 use bursar_e2e::sim;
 use jiff::SignedDuration;
 use k8s_openapi::api::events::v1::Event;
 use libtest_mimic::{Failed, Trial};
 
 use crate::enforcement::quota_holds;
-use crate::quota::event;
-use crate::stage::{SOON, Stage, node_trial};
+use crate::quota::event_line;
+use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
 use crate::told;
 
 const GIB: u64 = 1 << 30;
@@ -31,16 +31,20 @@ pub(crate) fn trials() -> Vec<Trial> {
 }
 
 /// A pod that holds one of its 3 GiB, on the GPU with this ordinal, and would see all of them.
-fn holder(stage: &Stage, name: &str, gpu: u32) -> PodPlan {
-    PodPlan::new(name, &stage.scene.probe)
+fn holder(stage: &TrialContext, name: &str, gpu: u32) -> PodBuilder {
+    PodBuilder::new(name, &stage.environment.probe_image)
         .arguments(&["hold", "--bytes=1Gi", &format!("--device={gpu}")])
-        .variable("NVIDIA_VISIBLE_DEVICES", "all")
+        .with_env("NVIDIA_VISIBLE_DEVICES", "all")
         .gib(3)
 }
 
-async fn what_a_pod_lays_over_our_files_is_held_or_told(stage: &mut Stage) -> Result<(), Failed> {
+async fn what_a_pod_lays_over_our_files_is_held_or_told(
+    stage: &mut TrialContext,
+) -> Result<(), Failed> {
     stage.pods.create(&holder(stage, "plain", 0)).await?;
-    let holding = stage.pods.until_logged("plain", SOON, event("holding"));
+    let holding = stage
+        .pods
+        .wait_for_log_line("plain", START_TIMEOUT, event_line("holding"));
     let uuid = holding.await?["device"]["uuid"].clone();
     // All are bound to the same GPU, for they fit on it.
     let mine = u32::from(uuid != sim::uuid(0));
@@ -49,31 +53,31 @@ async fn what_a_pod_lays_over_our_files_is_held_or_told(stage: &mut Stage) -> Re
     // containerd puts a device's variables and mounts in the place of the pod's own of the same name, and the deeper of
     // two mounts over the other.
     let covers = holder(stage, "covers", 0)
-        .empty_volume("/opt/bursar")
-        .empty_volume("/opt/bursar/lib")
-        .empty_volume("/run/bursar")
-        .empty_volume("/etc/ld.so.preload")
-        .file_volume("/etc//ld.so.preload")
-        .file_volume("/usr/lib64/libcuda.so.1");
-    let inside = holder(stage, "inside", 0).file_volume("/opt/bursar/lib/libcuda.so.1");
+        .with_empty_dir("/opt/bursar")
+        .with_empty_dir("/opt/bursar/lib")
+        .with_empty_dir("/run/bursar")
+        .with_empty_dir("/etc/ld.so.preload")
+        .with_downward_api_file("/etc//ld.so.preload")
+        .with_downward_api_file("/usr/lib64/libcuda.so.1");
+    let inside = holder(stage, "inside", 0).with_downward_api_file("/opt/bursar/lib/libcuda.so.1");
     // A node that its device cgroup does not let it open: nothing to tell. libcuda makes such nodes itself.
-    let sees = holder(stage, "sees", 0).host_volume(&format!("/dev/nvidia{other}"));
+    let sees = holder(stage, "sees", 0).with_host_path(&format!("/dev/nvidia{other}"));
     let mighty = holder(stage, "mighty", mine).privileged();
     for plan in [&covers, &inside, &sees, &mighty] {
         stage.pods.create(plan).await?;
     }
 
-    is_held(stage, "plain").await?;
-    is_held(stage, "covers").await?;
-    is_held(stage, "sees").await?;
+    assert_enforced(stage, "plain").await?;
+    assert_enforced(stage, "covers").await?;
+    assert_enforced(stage, "sees").await?;
     let mounted = "/opt/bursar/lib/libcuda.so.1";
     let times = [
-        is_told(stage, "inside", "MountedOver", mounted).await?,
-        is_told(stage, "mighty", "Privileged", "CAP_SYS_ADMIN").await?,
+        assert_reported(stage, "inside", "MountedOver", mounted).await?,
+        assert_reported(stage, "mighty", "Privileged", "CAP_SYS_ADMIN").await?,
     ];
     assert!(times.iter().min() <= Some(&DETECTED), "{times:?}");
     let node = stage.pods.node("plain").await?;
-    let status = told::until_status(stage, &node, "an audit", |status| {
+    let status = told::wait_for_status(stage, &node, "an audit", |status| {
         let mut conditions = status.conditions.iter();
         conditions.any(|it| (it.type_.as_str(), it.status.as_str()) == (AUDITED, "True"))
     })
@@ -86,42 +90,52 @@ async fn what_a_pod_lays_over_our_files_is_held_or_told(stage: &mut Stage) -> Re
     let wronged = |event: &&Event| told::pod_of(event).is_none_or(|pod| !at_fault.contains(pod));
     let wronged: Vec<_> = events.iter().filter(wronged).collect();
     assert!(wronged.is_empty(), "{wronged:#?}");
-    stage.witness.nobody_failed_or_restarted()
+    stage.history.check_none_failed_or_restarted()
 }
 
 /// The pod's programs see their quota and one GPU, and get no more than that; the agent says that they are held.
-async fn is_held(stage: &Stage, pod: &str) -> Result<(), Failed> {
-    stage.pods.until_logged(pod, SOON, event("holding")).await?;
+async fn assert_enforced(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
+    stage
+        .pods
+        .wait_for_log_line(pod, START_TIMEOUT, event_line("holding"))
+        .await?;
     quota_holds(stage, pod).await?;
     let said = stage.exec(pod, &["report"]).await?;
-    let report = said.lines().find_map(event("report"));
+    let report = said.lines().find_map(event_line("report"));
     let report = report.ok_or_else(|| format!("no report: {said}"))?;
     assert_eq!(report["count"], 1, "{report}");
     assert_eq!(report["devices"][0]["total"], 3 * GIB, "{report}");
     assert_eq!(report["visible"], "void", "{report}");
-    is_counted(stage, pod, "", 1.0).await
+    assert_enforced_metric(stage, pod, "", 1.0).await
 }
 
 /// The agent tells that the pod is not held to its quota, and why: in an Event, a metric and the `GpuNode`; how long
 /// after the pod's first word.
-async fn is_told(
-    stage: &Stage,
+async fn assert_reported(
+    stage: &TrialContext,
     pod: &str,
     reason: &str,
     what: &str,
 ) -> Result<SignedDuration, Failed> {
-    stage.pods.until_logged(pod, SOON, event("holding")).await?;
-    let began = stage.pods.spoke(pod).await?.ok_or("it said nothing")?;
-    let (at, note) = told::until_event(stage, pod, NOT_ENFORCED, what).await?;
+    stage
+        .pods
+        .wait_for_log_line(pod, START_TIMEOUT, event_line("holding"))
+        .await?;
+    let began = stage
+        .pods
+        .first_log_time(pod)
+        .await?
+        .ok_or("it said nothing")?;
+    let (at, note) = told::wait_for_event(stage, pod, NOT_ENFORCED, what).await?;
     let took = at.duration_since(began);
     stage
         .progress
-        .say(format_args!("{took:#} after {pod}'s first word: {note}"));
+        .report(format_args!("{took:#} after {pod}'s first word: {note}"));
     assert!(took <= DETECTED_AT_LAST, "{took:#}");
-    is_counted(stage, pod, reason, 0.0).await?;
+    assert_enforced_metric(stage, pod, reason, 0.0).await?;
     let node = stage.pods.node(pod).await?;
     let of_it = |it: &NotEnforced| it.pod == pod && it.reason == reason;
-    told::until_status(stage, &node, &format!("{pod} in it"), |status| {
+    told::wait_for_status(stage, &node, &format!("{pod} in it"), |status| {
         status.not_enforced.iter().any(of_it)
     })
     .await?;
@@ -129,9 +143,14 @@ async fn is_told(
 }
 
 /// The agent's metric of the pod has this reason, and this value.
-async fn is_counted(stage: &Stage, pod: &str, reason: &str, value: f64) -> Result<(), Failed> {
+async fn assert_enforced_metric(
+    stage: &TrialContext,
+    pod: &str,
+    reason: &str,
+    value: f64,
+) -> Result<(), Failed> {
     let node = stage.pods.node(pod).await?;
     let labels = [("pod", pod), ("container", "main"), ("reason", reason)];
-    told::until_metric(stage, &node, ENFORCED, &labels, |now| now == value).await?;
+    told::wait_for_metric(stage, &node, ENFORCED, &labels, |now| now == value).await?;
     Ok(())
 }

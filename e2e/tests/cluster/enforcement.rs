@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use bursar_e2e::chart;
 use bursar_e2e::images;
-use bursar_e2e::pods::PodPlan;
-use bursar_e2e::wait::{self, Look};
+use bursar_e2e::pods::PodBuilder;
+use bursar_e2e::wait::{self, Poll};
 use bursar_e2e::workspace::{self, Profile};
 use k8s_openapi::api::apps::v1::DaemonSet;
 use kube::ResourceExt;
@@ -16,8 +16,8 @@ use kube::api::{Api, ListParams, Patch, PatchParams};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
-use crate::quota::event;
-use crate::stage::{SOON, Stage, node_trial, trial};
+use crate::quota::event_line;
+use crate::stage::{START_TIMEOUT, TrialContext, node_trial, trial};
 
 const GIB: u64 = 1 << 30;
 /// Pods that allocate and free without end.
@@ -32,7 +32,10 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
-        trial("enforcement/cluster/users", pods_of_every_user_are_held),
+        trial(
+            "enforcement/cluster/users",
+            quota_holds_for_pods_of_every_user,
+        ),
         node_trial(
             "enforcement/cluster/upgrade",
             quotas_hold_while_the_agent_is_replaced,
@@ -40,10 +43,10 @@ pub(crate) fn trials() -> Vec<Trial> {
     ]
 }
 
-async fn pods_of_every_user_are_held(stage: &mut Stage) -> Result<(), Failed> {
-    let probe = stage.scene.probe.clone();
+async fn quota_holds_for_pods_of_every_user(stage: &mut TrialContext) -> Result<(), Failed> {
+    let probe = stage.environment.probe_image.clone();
     let greedy = |name: &str| {
-        PodPlan::new(name, &probe)
+        PodBuilder::new(name, &probe)
             .arguments(&["greedy", "--chunk=64Mi"])
             .gib(4)
     };
@@ -58,15 +61,15 @@ async fn pods_of_every_user_are_held(stage: &mut Stage) -> Result<(), Failed> {
     for plan in &plans {
         let refused = stage
             .pods
-            .until_logged(plan.name(), SOON, event("refused"))
+            .wait_for_log_line(plan.name(), START_TIMEOUT, event_line("refused"))
             .await?;
-        is_held(&refused, 4);
+        assert_refused_at_quota(&refused, 4);
     }
-    stage.witness.nobody_failed_or_restarted()
+    stage.history.check_none_failed_or_restarted()
 }
 
 /// A greedy program saw its quota, got all of it but for a context, and was told that memory is out.
-fn is_held(refused: &Value, gib: u64) {
+fn assert_refused_at_quota(refused: &Value, gib: u64) {
     let quota = gib * GIB;
     assert_eq!(refused["refused"]["code"], 2, "{refused}");
     assert_eq!(refused["device"]["total"], quota, "{refused}");
@@ -77,27 +80,29 @@ fn is_held(refused: &Value, gib: u64) {
     );
 }
 
-async fn quotas_hold_while_the_agent_is_replaced(stage: &mut Stage) -> Result<(), Failed> {
+async fn quotas_hold_while_the_agent_is_replaced(stage: &mut TrialContext) -> Result<(), Failed> {
     let before = agent_image(stage).await?;
     let folder = tempfile::tempdir()?;
-    let after = another_build(stage, folder.path()).await?;
+    let after = import_another_build(stage, folder.path()).await?;
     assert_ne!(before, after);
 
-    let probe = stage.scene.probe.clone();
+    let probe = stage.environment.probe_image.clone();
     let pods = stage.pods.clone();
     for name in CHURNING {
-        let plan = PodPlan::new(name, &probe)
+        let plan = PodBuilder::new(name, &probe)
             .arguments(&["churn", "--bytes=4Gi"])
             .gib(6);
         pods.create(&plan).await?;
-        pods.until_logged(name, SOON, event("churning")).await?;
+        pods.wait_for_log_line(name, START_TIMEOUT, event_line("churning"))
+            .await?;
     }
-    let plan = PodPlan::new(HALF, &probe)
+    let plan = PodBuilder::new(HALF, &probe)
         .arguments(&["hold", "--bytes=2Gi"])
         .gib(4);
     pods.create(&plan).await?;
-    pods.until_logged(HALF, SOON, event("holding")).await?;
-    assert_eq!(shims(stage)?.len(), 1);
+    pods.wait_for_log_line(HALF, START_TIMEOUT, event_line("holding"))
+        .await?;
+    assert_eq!(mapped_shims(stage)?.len(), 1);
 
     for (round, image) in [&after, &before].into_iter().enumerate() {
         quota_holds(stage, HALF).await?;
@@ -113,37 +118,39 @@ async fn quotas_hold_while_the_agent_is_replaced(stage: &mut Stage) -> Result<()
             }
             assert!(begun.elapsed() < REPLACED, "no agent of {image} is ready");
         }
-        stage.progress.say(format_args!(
+        stage.progress.report(format_args!(
             "the agent of another build is ready after {:.1?}; meanwhile {tried} greedy programs were held",
             begun.elapsed()
         ));
         quota_holds(stage, HALF).await?;
         let newcomer = format!("newcomer-{round}");
-        let plan = PodPlan::new(&newcomer, &probe)
+        let plan = PodBuilder::new(&newcomer, &probe)
             .arguments(&["greedy", "--chunk=64Mi"])
             .gib(4);
         pods.create(&plan).await?;
-        let refused = pods.until_logged(&newcomer, SOON, event("refused")).await?;
-        is_held(&refused, 4);
+        let refused = pods
+            .wait_for_log_line(&newcomer, START_TIMEOUT, event_line("refused"))
+            .await?;
+        assert_refused_at_quota(&refused, 4);
     }
     // The newcomer of the other build runs by the other build's library, all else by the first one's.
-    assert_eq!(shims(stage)?.len(), 2);
+    assert_eq!(mapped_shims(stage)?.len(), 2);
     for name in CHURNING {
-        goes_on(stage, name).await?;
+        assert_still_running(stage, name).await?;
         let log = pods.log(name).await?;
         assert!(!log.contains("refused"), "{name} was refused: {log}");
     }
-    stage.witness.nobody_failed_or_restarted()
+    stage.history.check_none_failed_or_restarted()
 }
 
 /// A greedy program beside the one that leaves 2 GiB of the quota gets those at most.
-pub(crate) async fn quota_holds(stage: &Stage, pod: &str) -> Result<(), Failed> {
+pub(crate) async fn quota_holds(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
     let said = stage
         .exec(pod, &["greedy", "--chunk=64Mi", "--then=exit"])
         .await?;
     let refused = said
         .lines()
-        .find_map(event("refused"))
+        .find_map(event_line("refused"))
         .ok_or_else(|| format!("not refused: {said}"))?;
     assert_eq!(refused["refused"]["code"], 2, "{refused}");
     let got = refused["got"].as_u64().unwrap_or(u64::MAX);
@@ -152,20 +159,23 @@ pub(crate) async fn quota_holds(stage: &Stage, pod: &str) -> Result<(), Failed> 
 }
 
 /// The program in the pod still takes and frees memory.
-async fn goes_on(stage: &Stage, pod: &str) -> Result<(), Failed> {
-    let rounds = |log: &str| log.lines().filter_map(event("churning")).count();
+async fn assert_still_running(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
+    let rounds = |log: &str| log.lines().filter_map(event_line("churning")).count();
     let seen = rounds(&stage.pods.log(pod).await?);
     let look = async || match stage.pods.log(pod).await {
-        Ok(log) if rounds(&log) > seen => Look::Found(()),
-        Ok(log) => Look::NotYet(format!("{} lines", rounds(&log))),
-        Err(error) => Look::NotYet(error.to_string()),
+        Ok(log) if rounds(&log) > seen => Poll::Ready(()),
+        Ok(log) => Poll::Pending(format!("{} lines", rounds(&log))),
+        Err(error) => Poll::Pending(error.to_string()),
     };
     let what = format!("{pod} to go on");
-    Ok(wait::until(&what, SOON, PAUSE, look).await?)
+    Ok(wait::poll_until(&what, START_TIMEOUT, PAUSE, look).await?)
 }
 
 /// The images of our programs with one byte more in the shim, on the node; the reference of the agent's.
-async fn another_build(stage: &mut Stage, folder: &std::path::Path) -> Result<String, Failed> {
+async fn import_another_build(
+    stage: &mut TrialContext,
+    folder: &std::path::Path,
+) -> Result<String, Failed> {
     const SHIM: &str = "libbursar_shim.so";
     let binaries = workspace::build(Profile::Dev, false)?;
     let built = binaries.get(SHIM).ok_or("no shim was built")?;
@@ -178,14 +188,14 @@ async fn another_build(stage: &mut Stage, folder: &std::path::Path) -> Result<St
         .write_all(b"2")?;
     let (_, archives) = images::write_all(&binaries.with(SHIM, shim), folder)?;
     let agent = archives.get("agent").ok_or("no image of the agent")?;
-    stage.local()?.import(&agent.path).await?;
+    stage.local()?.import_image(&agent.path).await?;
     Ok(agent.reference.clone())
 }
 
 /// The folders of shims that containers on the node were given.
-fn shims(stage: &mut Stage) -> Result<BTreeSet<String>, Failed> {
+fn mapped_shims(stage: &mut TrialContext) -> Result<BTreeSet<String>, Failed> {
     let mut found = BTreeSet::new();
-    for text in stage.on_node()?.cdi()?.values() {
+    for text in stage.node_files()?.cdi_files()?.values() {
         let spec: Value = serde_json::from_str(text)?;
         let mounts = &spec["devices"][0]["containerEdits"]["mounts"];
         let shim = mounts.as_array().into_iter().flatten().find_map(|mount| {
@@ -196,17 +206,17 @@ fn shims(stage: &mut Stage) -> Result<BTreeSet<String>, Failed> {
     Ok(found)
 }
 
-fn agents(stage: &Stage) -> Api<DaemonSet> {
-    Api::namespaced(stage.scene.cluster.client(), chart::NAMESPACE)
+fn agents(stage: &TrialContext) -> Api<DaemonSet> {
+    Api::namespaced(stage.environment.cluster.client(), chart::NAMESPACE)
 }
 
-async fn agent_set(stage: &Stage) -> Result<DaemonSet, Failed> {
+async fn agent_set(stage: &TrialContext) -> Result<DaemonSet, Failed> {
     let ours = ListParams::default().labels("app.kubernetes.io/component=agent");
     let sets = agents(stage).list(&ours).await?.items;
     Ok(sets.into_iter().next().ok_or("there is no agent")?)
 }
 
-async fn agent_image(stage: &Stage) -> Result<String, Failed> {
+async fn agent_image(stage: &TrialContext) -> Result<String, Failed> {
     let set = agent_set(stage).await?;
     let pod = set.spec.and_then(|spec| spec.template.spec);
     let image = pod.and_then(|pod| pod.containers.into_iter().next()?.image);
@@ -214,7 +224,7 @@ async fn agent_image(stage: &Stage) -> Result<String, Failed> {
 }
 
 /// Asks for agents of another image, as `helm upgrade` does.
-async fn replace_agent(stage: &Stage, image: &str) -> Result<(), Failed> {
+async fn replace_agent(stage: &TrialContext, image: &str) -> Result<(), Failed> {
     let set = agent_set(stage).await?;
     let pod = set
         .spec
@@ -235,7 +245,7 @@ async fn replace_agent(stage: &Stage, image: &str) -> Result<(), Failed> {
 }
 
 /// Every agent is ready, and of this image.
-async fn is_replaced(stage: &Stage, image: &str) -> Result<bool, Failed> {
+async fn is_replaced(stage: &TrialContext, image: &str) -> Result<bool, Failed> {
     let set = agent_set(stage).await?;
     let Some(status) = set.status else {
         return Ok(false);

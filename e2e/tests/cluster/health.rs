@@ -6,30 +6,33 @@ use bursar_e2e::sim;
 use libtest_mimic::{Failed, Trial};
 
 use crate::placement::run_each;
-use crate::quota::event;
-use crate::stage::{SOON, Stage, node_trial};
+use crate::quota::event_line;
+use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
 
 /// The agent sees an XID in 0.25 s; the kubelet writes the node's status every 4 s.
-const LOST: Duration = Duration::from_secs(30);
+const LOSS_TIMEOUT: Duration = Duration::from_secs(30);
 /// Quiet for 10 s, three good probes 2 s apart, and the kubelet's 4 s.
-const BACK: Duration = Duration::from_secs(60);
+const RESTORE_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![node_trial(
         "main/cluster/health",
-        a_gpu_is_lost_and_restored,
+        gpu_capacity_follows_loss_and_restore,
     )]
 }
 
-async fn a_gpu_is_lost_and_restored(stage: &mut Stage) -> Result<(), Failed> {
-    let Some(gpus) = stage.scene.gpus.clone() else {
+async fn gpu_capacity_follows_loss_and_restore(stage: &mut TrialContext) -> Result<(), Failed> {
+    let Some(gpus) = stage.environment.simulated_gpus.clone() else {
         return Err("GPUs that are real are not broken for a test".into());
     };
     run_each(stage, &[("on-one", 10), ("on-other", 10)]).await?;
-    let all = stage.scene.until_allocatable(|_| true, LOST).await?;
+    let all = stage
+        .environment
+        .wait_for_allocatable(|_| true, LOSS_TIMEOUT)
+        .await?;
     let holding = stage
         .pods
-        .until_logged("on-other", SOON, event("holding"))
+        .wait_for_log_line("on-other", START_TIMEOUT, event_line("holding"))
         .await?;
     let uuid = holding["device"]["uuid"].as_str().unwrap_or_default();
     let lost = (0..2)
@@ -39,10 +42,10 @@ async fn a_gpu_is_lost_and_restored(stage: &mut Stage) -> Result<(), Failed> {
     let begin = Instant::now();
     gpus.lose(lost)?;
     let followed = stage
-        .scene
-        .until_allocatable(|quanta| quanta == all / 2, LOST)
+        .environment
+        .wait_for_allocatable(|quanta| quanta == all / 2, LOSS_TIMEOUT)
         .await;
-    stage.progress.say(format_args!(
+    stage.progress.report(format_args!(
         "allocatable follows a lost GPU in {:.1?}",
         begin.elapsed()
     ));
@@ -56,14 +59,14 @@ async fn a_gpu_is_lost_and_restored(stage: &mut Stage) -> Result<(), Failed> {
     let unaware = unaware?;
     let unaware = unaware
         .lines()
-        .find_map(event("holding"))
+        .find_map(event_line("holding"))
         .ok_or_else(|| format!("the other GPU's pod was refused: {unaware}"))?;
     assert_ne!(unaware["device"]["uuid"], uuid);
     stage
-        .scene
-        .until_allocatable(|quanta| quanta == all, BACK)
+        .environment
+        .wait_for_allocatable(|quanta| quanta == all, RESTORE_TIMEOUT)
         .await?;
-    stage.progress.say(format_args!(
+    stage.progress.report(format_args!(
         "and a restored one in {:.1?}",
         restored.elapsed()
     ));
@@ -71,5 +74,5 @@ async fn a_gpu_is_lost_and_restored(stage: &mut Stage) -> Result<(), Failed> {
         let state = stage.pods.state(name).await?;
         assert!(state.running && state.restarts == 0, "{name}: {state:?}");
     }
-    stage.witness.nobody_failed_or_restarted()
+    stage.history.check_none_failed_or_restarted()
 }

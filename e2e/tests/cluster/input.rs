@@ -10,14 +10,14 @@ use kube::{Client, ResourceExt};
 use libtest_mimic::{Failed, Trial};
 use serde_json::json;
 
-use crate::stage::{NAMESPACE, SOON, Stage, trial};
+use crate::stage::{NAMESPACE, START_TIMEOUT, TrialContext, trial};
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![trial("main/cluster/bad-input", bad_configurations)]
 }
 
-async fn bad_configurations(stage: &mut Stage) -> Result<(), Failed> {
-    let client = stage.scene.cluster.client();
+async fn bad_configurations(stage: &mut TrialContext) -> Result<(), Failed> {
+    let client = stage.environment.cluster.client();
     let image = agents_image(&client).await?;
     let cases = [
         (
@@ -36,13 +36,15 @@ async fn bad_configurations(stage: &mut Stage) -> Result<(), Failed> {
         run_agent(&client, name, &image, config).await?;
         let ended = stage
             .pods
-            .until(name, "to fail", SOON, |state| state.phase == "Failed")
+            .wait_until(name, "to fail", START_TIMEOUT, |state| {
+                state.phase == "Failed"
+            })
             .await?;
         let log = stage.pods.log(name).await?;
         assert!(log.contains(said), "{name} ({ended:?}) said: {log}");
         stage
             .progress
-            .say(format_args!("{name}: {}", log.trim().replace('\n', " ")));
+            .report(format_args!("{name}: {}", log.trim().replace('\n', " ")));
     }
     Ok(())
 }

@@ -5,10 +5,10 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use bursar_e2e::cluster::{Extent, Local, Options, RunFolder};
+use bursar_e2e::cluster::{ClusterOptions, ClusterScope, LocalCluster, RunFolder};
 use bursar_e2e::images;
 use bursar_e2e::kube;
-use bursar_e2e::pods::{PodPlan, Pods};
+use bursar_e2e::pods::{PodBuilder, Pods};
 use bursar_e2e::progress::Progress;
 use libtest_mimic::{Failed, Trial};
 
@@ -33,7 +33,7 @@ pub(crate) fn trials() -> Vec<Trial> {
                 rustix::process::kill_process(pid.ok_or("no pid")?, rustix::process::Signal::KILL)?;
                 let folder = local.folder().clone();
                 drop(local);
-                Ok(folder.sweep()?)
+                Ok(folder.clean_up()?)
             })
         }),
     ];
@@ -43,51 +43,52 @@ pub(crate) fn trials() -> Vec<Trial> {
 }
 
 /// Starts a cluster, runs a pod, and ends it by `end`; twice, comparing the machine before and after.
-fn twice(end: impl Fn(Local) -> Result<(), Failed>) -> Result<(), Failed> {
+fn twice(end: impl Fn(LocalCluster) -> Result<(), Failed>) -> Result<(), Failed> {
     // The machine must be quiet to be compared with itself.
     stage::take_down();
     let progress = Progress::start();
     let toolbox = kube::build(&progress)?;
     let runtime = tokio::runtime::Runtime::new()?;
-    let before = Traces::now("life")?;
+    let before = SystemState::now("life")?;
     for _ in 0..2 {
         runtime.block_on(async {
-            let options = Options {
+            let options = ClusterOptions {
                 name: "life".to_owned(),
                 harness: crate::harness(),
                 toolbox: toolbox.clone(),
-                extent: Extent::Node,
+                scope: ClusterScope::WithNode,
             };
-            let local = Local::up(options, &progress).await?;
+            let local = LocalCluster::up(options, &progress).await?;
             run_a_pod(&local).await?;
             end(local)
         })?;
         // Orphans of a killed parent are reaped by the machine's first process, in its own time.
         let until = Instant::now() + REAPING;
-        let mut after = Traces::now("life")?;
-        while !after.beyond(&before).is_empty() && Instant::now() < until {
+        let mut after = SystemState::now("life")?;
+        while !after.leftovers_since(&before).is_empty() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(50));
-            after = Traces::now("life")?;
+            after = SystemState::now("life")?;
         }
-        let left = after.beyond(&before);
+        let left = after.leftovers_since(&before);
         assert!(left.is_empty(), "changed by the cluster: {left:#?}");
     }
     Ok(())
 }
 
-async fn run_a_pod(local: &Local) -> Result<(), Failed> {
+async fn run_a_pod(local: &LocalCluster) -> Result<(), Failed> {
     let folder = tempfile::tempdir()?;
     let archive = images::write_pause(folder.path())?;
-    local.import(&archive.path).await?;
+    local.import_image(&archive.path).await?;
     let pods = Pods::in_namespace(&local.client(), "default").await?;
-    pods.create(&PodPlan::new("plain", images::PAUSE)).await?;
-    pods.until_running("plain", BOUND).await?;
+    pods.create(&PodBuilder::new("plain", images::PAUSE))
+        .await?;
+    pods.wait_until_running("plain", BOUND).await?;
     Ok(())
 }
 
 /// What a cluster could leave on this machine.
 #[derive(Debug)]
-struct Traces {
+struct SystemState {
     mounts: BTreeSet<String>,
     links: BTreeSet<String>,
     cgroups: BTreeSet<String>,
@@ -97,7 +98,7 @@ struct Traces {
     settings: BTreeSet<String>,
 }
 
-impl Traces {
+impl SystemState {
     fn now(cluster: &str) -> Result<Self, Failed> {
         let mounts = fs::read_to_string("/proc/self/mounts")?;
         let run = RunFolder::of(cluster)?;
@@ -137,9 +138,9 @@ impl Traces {
     }
 }
 
-impl Traces {
+impl SystemState {
     /// What is different from `before`, with a `+` or a `-`.
-    fn beyond(&self, before: &Self) -> Vec<String> {
+    fn leftovers_since(&self, before: &Self) -> Vec<String> {
         let Self {
             mounts,
             links,
@@ -177,7 +178,7 @@ fn names(folder: &str) -> Result<BTreeSet<String>, Failed> {
 }
 
 /// The path is that of another cluster of the harness, which comes and goes by itself.
-fn is_anothers(cgroup: &str) -> bool {
+fn is_of_another_cluster(cgroup: &str) -> bool {
     cgroup.contains("bursar-e2e/") && !cgroup.contains("bursar-e2e/life")
 }
 
@@ -188,7 +189,7 @@ fn cgroups(folder: &Path) -> BTreeSet<String> {
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             let path = entry.path().display().to_string();
             let ours = path.contains("bursar-e2e/life") || path.contains("kubepods");
-            if ours && !is_anothers(&path) {
+            if ours && !is_of_another_cluster(&path) {
                 found.insert(path);
             }
             found.append(&mut cgroups(&entry.path()));
@@ -208,7 +209,7 @@ fn processes() -> BTreeSet<String> {
         // A test of the device plugin has a name that begins like the kubelet's.
         let is_ours =
             comm.trim_end() == "kubelet" || OURS.iter().any(|name| comm.starts_with(name));
-        if is_ours && !is_anothers(&cgroup) {
+        if is_ours && !is_of_another_cluster(&cgroup) {
             found.insert(format!("{pid} {}", comm.trim_end()));
         }
     }

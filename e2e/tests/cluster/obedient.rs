@@ -8,17 +8,17 @@ use serde_json::Value;
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 
-use crate::quota::event;
-use crate::stage::SOON;
+use crate::quota::event_line;
+use crate::stage::START_TIMEOUT;
 
 /// A running one. It ends when this is dropped.
-pub(crate) struct Obedient {
+pub(crate) struct ScriptedProgram {
     input: ChildStdin,
     output: Lines<BufReader<ChildStdout>>,
     _child: Child,
 }
 
-impl Obedient {
+impl ScriptedProgram {
     /// Starts it by `command`, which ends with this process's hand on it.
     ///
     /// # Errors
@@ -42,18 +42,18 @@ impl Obedient {
     ///
     /// # Errors
     /// When it ended, or does not answer.
-    pub(crate) async fn told(&mut self, order: &str) -> Result<Value, Failed> {
+    pub(crate) async fn execute(&mut self, order: &str) -> Result<Value, Failed> {
         self.input
             .write_all(format!("{order}\n").as_bytes())
             .await?;
         let answered = async {
             while let Some(line) = self.output.next_line().await? {
-                if let Some(answer) = event("holds")(&line) {
+                if let Some(answer) = event_line("holds")(&line) {
                     return Ok(answer);
                 }
             }
             Err(Failed::from(format!("it ended when told to {order}")))
         };
-        tokio::time::timeout(SOON, answered).await?
+        tokio::time::timeout(START_TIMEOUT, answered).await?
     }
 }

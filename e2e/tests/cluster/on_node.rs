@@ -6,26 +6,26 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use bursar_e2e::cluster::Local;
-use bursar_e2e::wait::{self, Look, TimedOut};
+use bursar_e2e::cluster::LocalCluster;
+use bursar_e2e::wait::{self, Poll, WaitError};
 use serde_json::Value;
 
 const CDI: &str = "/run/cdi";
 const ALLOCATIONS: &str = "/run/bursar/alloc";
 const CHECKPOINT: &str = "/run/bursar/checkpoint.json";
 const PLUGINS: &str = "/var/lib/kubelet/device-plugins";
-const PAUSE: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The node's files.
 #[derive(Debug, Clone)]
-pub(crate) struct OnNode {
+pub(crate) struct NodeFiles {
     /// The node's root folder, as this process can open it.
     root: PathBuf,
 }
 
 /// What stands for pods with GPU memory.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Holdings {
+pub(crate) struct PodStateOnNode {
     /// CDI files.
     cdi: BTreeSet<String>,
     /// Folders of allocations, with their sockets.
@@ -36,8 +36,8 @@ pub(crate) struct Holdings {
     claims: usize,
 }
 
-impl OnNode {
-    pub(crate) fn of(local: &Local) -> Self {
+impl NodeFiles {
+    pub(crate) fn of(local: &LocalCluster) -> Self {
         Self {
             root: local.host_path("/"),
         }
@@ -51,7 +51,7 @@ impl OnNode {
     ///
     /// # Errors
     /// When one cannot be read.
-    pub(crate) fn cdi(&self) -> io::Result<BTreeMap<String, String>> {
+    pub(crate) fn cdi_files(&self) -> io::Result<BTreeMap<String, String>> {
         let folder = self.path(CDI);
         let ours = names(&folder)?
             .into_iter()
@@ -71,7 +71,7 @@ impl OnNode {
     ///
     /// # Errors
     /// When something cannot be read, such as a file that is being replaced.
-    pub(crate) fn holdings(&self) -> io::Result<Holdings> {
+    pub(crate) fn pod_state(&self) -> io::Result<PodStateOnNode> {
         let text = fs::read_to_string(self.path(CHECKPOINT))?;
         let checkpoint: Value = serde_json::from_str(&text)?;
         let ledger = &checkpoint["data"]["ledger"];
@@ -80,8 +80,8 @@ impl OnNode {
         else {
             return Err(io::Error::other("the checkpoint has no ledger"));
         };
-        Ok(Holdings {
-            cdi: self.cdi()?.into_keys().collect(),
+        Ok(PodStateOnNode {
+            cdi: self.cdi_files()?.into_keys().collect(),
             allocations: names(&self.path(ALLOCATIONS))?,
             bookings: bookings
                 .iter()
@@ -95,13 +95,13 @@ impl OnNode {
     ///
     /// # Errors
     /// After `bound`, with what is left.
-    pub(crate) async fn until_nothing_is_held(&self, bound: Duration) -> Result<(), TimedOut> {
-        let look = async || match self.holdings() {
-            Ok(holdings) if holdings == Holdings::default() => Look::Found(()),
-            Ok(holdings) => Look::NotYet(format!("{holdings:?}")),
-            Err(error) => Look::NotYet(error.to_string()),
+    pub(crate) async fn wait_until_no_pod_state(&self, bound: Duration) -> Result<(), WaitError> {
+        let look = async || match self.pod_state() {
+            Ok(holdings) if holdings == PodStateOnNode::default() => Poll::Ready(()),
+            Ok(holdings) => Poll::Pending(format!("{holdings:?}")),
+            Err(error) => Poll::Pending(error.to_string()),
         };
-        wait::until("nothing to be held on the node", bound, PAUSE, look).await
+        wait::poll_until("nothing to be held on the node", bound, POLL_INTERVAL, look).await
     }
 
     /// Removes the agent's checkpoint.
@@ -116,7 +116,7 @@ impl OnNode {
     ///
     /// # Errors
     /// When it is not there.
-    pub(crate) fn spoil_checkpoint(&self) -> io::Result<()> {
+    pub(crate) fn truncate_checkpoint(&self) -> io::Result<()> {
         let path = self.path(CHECKPOINT);
         let whole = fs::read(&path)?;
         fs::write(&path, &whole[..whole.len() / 2])
@@ -125,7 +125,7 @@ impl OnNode {
     /// The cgroups of the pod, one in each hierarchy.
     pub(crate) fn cgroups(&self, uid: &str) -> Vec<PathBuf> {
         let mut found = Vec::new();
-        below(
+        find_folders(
             &self.path("/sys/fs/cgroup"),
             &format!("pod{uid}"),
             &mut found,
@@ -157,7 +157,7 @@ impl OnNode {
     ///
     /// # Errors
     /// When it is not there.
-    pub(crate) fn kubelet_socket_made(&self) -> io::Result<std::time::SystemTime> {
+    pub(crate) fn kubelet_socket_time(&self) -> io::Result<std::time::SystemTime> {
         self.path(PLUGINS)
             .join("kubelet.sock")
             .symlink_metadata()?
@@ -166,13 +166,13 @@ impl OnNode {
 }
 
 /// Every folder called `name` below `folder`.
-fn below(folder: &Path, name: &str, found: &mut Vec<PathBuf>) {
+fn find_folders(folder: &Path, name: &str, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             if entry.file_name() == name {
                 found.push(entry.path());
             } else {
-                below(&entry.path(), name, found);
+                find_folders(&entry.path(), name, found);
             }
         }
     }

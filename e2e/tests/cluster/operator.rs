@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bursar_e2e::chart;
-use bursar_e2e::wait::{self, Look};
+use bursar_e2e::wait::{self, Poll};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::core::v1::Pod;
 use kube::Client;
@@ -11,7 +11,7 @@ use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
 use libtest_mimic::Failed;
 use serde_json::json;
 
-use crate::stage::SOON;
+use crate::stage::START_TIMEOUT;
 
 const PAUSE: Duration = Duration::from_millis(200);
 
@@ -31,12 +31,12 @@ pub(crate) async fn kill(client: &Client) -> Result<(), Failed> {
                 .left()
                 .is_some_and(|list| list.items.is_empty()) =>
         {
-            Look::NotYet("there is none".to_owned())
+            Poll::Pending("there is none".to_owned())
         }
-        Ok(_) => Look::Found(()),
-        Err(error) => Look::Never(error.to_string()),
+        Ok(_) => Poll::Ready(()),
+        Err(error) => Poll::Failed(error.to_string()),
     };
-    Ok(wait::until("an operator to kill", SOON, PAUSE, look).await?)
+    Ok(wait::poll_until("an operator to kill", START_TIMEOUT, PAUSE, look).await?)
 }
 
 /// Runs so many of them, and waits until they are ready.
@@ -58,13 +58,13 @@ pub(crate) async fn scale(client: &Client, replicas: u32) -> Result<(), Failed> 
             );
             let wanted = i32::try_from(replicas).unwrap_or(0);
             if (ready, all) == (wanted, wanted) {
-                Look::Found(())
+                Poll::Ready(())
             } else {
-                Look::NotYet(format!("{ready} of {all} are ready"))
+                Poll::Pending(format!("{ready} of {all} are ready"))
             }
         }
-        Err(error) => Look::NotYet(error.to_string()),
+        Err(error) => Poll::Pending(error.to_string()),
     };
     let what = format!("{replicas} operators to be ready");
-    Ok(wait::until(&what, SOON, PAUSE, look).await?)
+    Ok(wait::poll_until(&what, START_TIMEOUT, PAUSE, look).await?)
 }

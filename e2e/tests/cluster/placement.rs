@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use bursar_e2e::pods::{PodPlan, State};
+use bursar_e2e::pods::{PodBuilder, PodState};
 use libtest_mimic::{Failed, Trial};
 
-use crate::stage::{SOON, Stage, trial};
+use crate::stage::{START_TIMEOUT, TrialContext, trial};
 
 /// A waiting pod runs this soon after the end of the pod that made room.
 const STARTED: Duration = Duration::from_secs(15);
@@ -20,58 +20,58 @@ pub(crate) fn trials() -> Vec<Trial> {
 }
 
 /// A pod that holds 1 GiB of the memory that it asks for.
-pub(crate) fn holder(stage: &Stage, name: &str, gib: u32) -> PodPlan {
-    PodPlan::new(name, &stage.scene.probe)
+pub(crate) fn holder(stage: &TrialContext, name: &str, gib: u32) -> PodBuilder {
+    PodBuilder::new(name, &stage.environment.probe_image)
         .arguments(&["hold", "--bytes=1Gi"])
         .gib(gib)
 }
 
 /// Creates holders one after another, each once the one before it runs.
-pub(crate) async fn run_each(stage: &Stage, holders: &[(&str, u32)]) -> Result<(), Failed> {
+pub(crate) async fn run_each(stage: &TrialContext, holders: &[(&str, u32)]) -> Result<(), Failed> {
     for (name, gib) in holders {
         stage.pods.create(&holder(stage, name, *gib)).await?;
-        stage.pods.until_running(name, SOON).await?;
+        stage.pods.wait_until_running(name, START_TIMEOUT).await?;
     }
     Ok(())
 }
 
-async fn an_8_waits(stage: &mut Stage) -> Result<(), Failed> {
+async fn an_8_waits(stage: &mut TrialContext) -> Result<(), Failed> {
     run_each(stage, &[("ten-a", 10), ("ten-b", 10)]).await?;
     let pods = stage.pods.clone();
     pods.create(&holder(stage, "eight", 8)).await?;
     let created = Instant::now();
     let state = pods
-        .until_waiting("eight", "waiting for 8 GiB on one GPU", REASON)
+        .wait_until_waiting("eight", "waiting for 8 GiB on one GPU", REASON)
         .await?;
-    stage.progress.say(format_args!(
+    stage.progress.report(format_args!(
         "after {:.1?} the 8's status says {:?}",
         created.elapsed(),
-        state.waiting
+        state.waiting_reason
     ));
     assert!(
-        state.waiting.contains("largest free 6 GiB"),
+        state.waiting_reason.contains("largest free 6 GiB"),
         "{}",
-        state.waiting
+        state.waiting_reason
     );
     pods.delete("ten-a").await?;
-    pods.until_gone("ten-a", SOON).await?;
+    pods.wait_until_deleted("ten-a", START_TIMEOUT).await?;
     let room = Instant::now();
-    pods.until_running("eight", STARTED).await?;
-    stage.progress.say(format_args!(
+    pods.wait_until_running("eight", STARTED).await?;
+    stage.progress.report(format_args!(
         "the 8 runs {:.1?} after the 10's end",
         room.elapsed()
     ));
-    stage.witness.nobody_failed_or_restarted()
+    stage.history.check_none_failed_or_restarted()
 }
 
-async fn two_12s_and_two_4s(stage: &mut Stage) -> Result<(), Failed> {
+async fn two_12s_and_two_4s(stage: &mut TrialContext) -> Result<(), Failed> {
     let all = [("12-a", 12), ("12-b", 12), ("4-a", 4), ("4-b", 4)];
     run_each(stage, &all).await?;
     let pods = stage.pods.clone();
     pods.create(&holder(stage, "five", 5)).await?;
-    let unscheduled = |state: &State| state.waiting.contains("Insufficient");
+    let unscheduled = |state: &PodState| state.waiting_reason.contains("Insufficient");
     let state = pods
-        .until("five", "to be unscheduled", SOON, unscheduled)
+        .wait_until("five", "to be unscheduled", START_TIMEOUT, unscheduled)
         .await?;
     assert!(!state.scheduled, "{state:?}");
     tokio::time::sleep(Duration::from_secs(3)).await;
@@ -81,5 +81,5 @@ async fn two_12s_and_two_4s(stage: &mut Stage) -> Result<(), Failed> {
         let state = pods.state(name).await?;
         assert!(state.running && state.restarts == 0, "{name}: {state:?}");
     }
-    stage.witness.nobody_failed_or_restarted()
+    stage.history.check_none_failed_or_restarted()
 }

@@ -6,16 +6,16 @@ use std::time::{Duration, Instant};
 
 use bursar_crds::gpu_node::{ContextOrder, FaultAction};
 use bursar_crds::{GpuMemoryBudget, GpuNode};
-use bursar_e2e::pods::{PodPlan, State};
-use bursar_e2e::wait::{self, Look};
+use bursar_e2e::pods::{PodBuilder, PodState};
+use bursar_e2e::wait::{self, Poll};
 use futures::FutureExt as _;
 use jiff::Timestamp;
 use kube::api::{Api, DeleteParams, PostParams};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
-use crate::quota::event;
-use crate::stage::{NAMESPACE, SOON, Stage, node_trial, trial};
+use crate::quota::event_line;
+use crate::stage::{NAMESPACE, START_TIMEOUT, TrialContext, node_trial, trial};
 use crate::{operator, told};
 
 /// The metric with P of the container's last image.
@@ -24,7 +24,7 @@ const POISONED: &str = "GpuContextPoisoned";
 /// How often the main process faults in a row.
 const IN_PLACE: u32 = 50;
 /// It computes again within this time, with what it had kept.
-const AGAIN: Duration = Duration::from_secs(1);
+const MAX_RECOVERY: Duration = Duration::from_secs(1);
 /// The kubelet waits 10, 20, 40 s ... between restarts, that of our cluster 1 s.
 const RESTARTS: u32 = 5;
 /// How long either take together, on a loaded machine.
@@ -32,23 +32,29 @@ const TOGETHER: Duration = Duration::from_secs(180);
 /// What the pods run.
 const PROGRAM: &str = "bursar-probe";
 /// The agent waits 30 s for the API server before it acts, and the program 5 s before it faults.
-const UNTOLD: Duration = Duration::from_secs(100);
+const OFFLINE_TIMEOUT: Duration = Duration::from_secs(100);
 const PAUSE: Duration = Duration::from_millis(100);
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("runtime/cluster/poison", poison),
-        trial("operator/cluster/contexts", beyond_the_maximum),
+        trial(
+            "operator/cluster/contexts",
+            pod_beyond_the_policys_maximum_is_evicted,
+        ),
     ]
 }
 
 /// For the end of the cluster: Kubernetes' own controllers take up to a minute to see that an API server is back.
 pub(crate) fn last_trials() -> Vec<Trial> {
-    vec![node_trial("operator/cluster/alone", nobody_to_tell)]
+    vec![node_trial(
+        "operator/cluster/alone",
+        agent_restarts_pods_while_the_api_server_is_down,
+    )]
 }
 
-async fn poison(stage: &mut Stage) -> Result<(), Failed> {
-    under_a_budget(stage, "InPlace", 2 * IN_PLACE, in_place).await?;
+async fn poison(stage: &mut TrialContext) -> Result<(), Failed> {
+    with_context_policy(stage, "InPlace", 2 * IN_PLACE, in_place).await?;
     // What that pod kept is of its namespace as long as it is there.
     stage.clear().await?;
     // Without a budget the container is restarted.
@@ -56,11 +62,11 @@ async fn poison(stage: &mut Stage) -> Result<(), Failed> {
 }
 
 /// Acts while this is done about poisoned contexts, and at most so many restarts.
-async fn under_a_budget(
-    stage: &mut Stage,
+async fn with_context_policy(
+    stage: &mut TrialContext,
     action: &str,
     most: u32,
-    act: impl AsyncFnOnce(&mut Stage) -> Result<(), Failed>,
+    act: impl AsyncFnOnce(&mut TrialContext) -> Result<(), Failed>,
 ) -> Result<(), Failed> {
     let budgets = budgets(stage);
     let budget: GpuMemoryBudget = serde_json::from_value(json!({
@@ -73,38 +79,44 @@ async fn under_a_budget(
     }))?;
     budgets.create(&PostParams::default(), &budget).await?;
     let outcome = async {
-        until_ordered(stage, |orders| !orders.is_empty()).await?;
+        wait_for_context_orders(stage, |orders| !orders.is_empty()).await?;
         act(stage).await
     };
     // A failed assertion too.
     let outcome = AssertUnwindSafe(outcome).catch_unwind().await;
-    operator::scale(&stage.scene.cluster.client(), 1).await?;
+    operator::scale(&stage.environment.cluster.client(), 1).await?;
     budgets.delete("default", &DeleteParams::default()).await?;
     outcome.unwrap_or_else(|panic| resume_unwind(panic))?;
-    until_ordered(stage, <[_]>::is_empty).await
+    wait_for_context_orders(stage, <[_]>::is_empty).await
 }
 
-fn budgets(stage: &Stage) -> Api<GpuMemoryBudget> {
-    Api::namespaced(stage.scene.cluster.client(), NAMESPACE)
+fn budgets(stage: &TrialContext) -> Api<GpuMemoryBudget> {
+    Api::namespaced(stage.environment.cluster.client(), NAMESPACE)
 }
 
 /// A pod faults once in place, and once too often: it goes, and the budget's status says why, with an operator there
 /// or with one that comes later.
-async fn beyond_the_maximum(stage: &mut Stage) -> Result<(), Failed> {
-    under_a_budget(stage, "InPlace", 1, async |stage| {
-        let client = stage.scene.cluster.client();
-        stage.pods.create(&plan(stage, "beyond", 9)).await?;
-        let faulting = event("faulting");
-        stage.pods.until_logged("beyond", SOON, faulting).await?;
+async fn pod_beyond_the_policys_maximum_is_evicted(stage: &mut TrialContext) -> Result<(), Failed> {
+    with_context_policy(stage, "InPlace", 1, async |stage| {
+        let client = stage.environment.cluster.client();
+        stage.pods.create(&faulting_pod(stage, "beyond", 9)).await?;
+        let faulting = event_line("faulting");
+        stage
+            .pods
+            .wait_for_log_line("beyond", START_TIMEOUT, faulting)
+            .await?;
         operator::kill(&client).await?;
         evicted(stage, "beyond").await?;
         let why = "after 1 restarts within";
-        told::until_event(stage, "beyond", POISONED, why).await?;
+        told::wait_for_event(stage, "beyond", POISONED, why).await?;
         operator::scale(&client, 0).await?;
-        stage.pods.create(&plan(stage, "unseen", 9)).await?;
-        stage.pods.until_running("unseen", SOON).await?;
+        stage.pods.create(&faulting_pod(stage, "unseen", 9)).await?;
+        stage
+            .pods
+            .wait_until_running("unseen", START_TIMEOUT)
+            .await?;
         let node = stage.pods.node("unseen").await?;
-        told::until_status(stage, &node, "a fault that is left open", |status| {
+        told::wait_for_status(stage, &node, "a fault that is left open", |status| {
             let mut actions = status.faults.iter().map(|fault| fault.action);
             actions.any(|action| action == Some(FaultAction::BeyondMaximum))
         })
@@ -117,48 +129,59 @@ async fn beyond_the_maximum(stage: &mut Stage) -> Result<(), Failed> {
 
 /// Who is to be evicted for a fault of which nobody can be told is restarted by the agent. Once the API server is back, the
 /// operator finds nothing left to do.
-async fn nobody_to_tell(stage: &mut Stage) -> Result<(), Failed> {
+async fn agent_restarts_pods_while_the_api_server_is_down(
+    stage: &mut TrialContext,
+) -> Result<(), Failed> {
     const POD: &str = "alone";
-    under_a_budget(stage, "Evict", 3, async |stage| {
-        let plan = plan_of(stage, POD, &["--times=1", "--after=5", "--blind"]);
+    with_context_policy(stage, "Evict", 3, async |stage| {
+        let plan = probe_pod(stage, POD, &["--times=1", "--after=5", "--blind"]);
         stage.pods.create(&plan).await?;
-        stage.pods.until_logged(POD, SOON, event("started")).await?;
+        stage
+            .pods
+            .wait_for_log_line(POD, START_TIMEOUT, event_line("started"))
+            .await?;
         let first = stage.local()?.processes_named(PROGRAM);
         stage.local()?.kill_api_server().await?;
         let away = Instant::now();
         let restarted = {
             let local = &*stage.local()?;
             let another = async || match local.processes_named(PROGRAM) {
-                now if !now.is_empty() && now != first => Look::Found(()),
-                now => Look::NotYet(format!("{now:?}, at first {first:?}")),
+                now if !now.is_empty() && now != first => Poll::Ready(()),
+                now => Poll::Pending(format!("{now:?}, at first {first:?}")),
             };
             let what = "the agent to restart the container";
-            wait::until(what, UNTOLD, PAUSE, another).await
+            wait::poll_until(what, OFFLINE_TIMEOUT, PAUSE, another).await
         };
         stage.local()?.start_api_server().await?;
         restarted?;
-        let client = stage.scene.cluster.client();
+        let client = stage.environment.cluster.client();
         let answers = async || match client.apiserver_version().await {
-            Ok(_) => Look::Found(()),
-            Err(error) => Look::NotYet(error.to_string()),
+            Ok(_) => Poll::Ready(()),
+            Err(error) => Poll::Pending(error.to_string()),
         };
-        wait::until("the API server to answer", SOON, PAUSE, answers).await?;
+        wait::poll_until("the API server to answer", START_TIMEOUT, PAUSE, answers).await?;
         // By its own pauses it would take up to a minute to see that the API server is back.
         stage.local()?.restart_kubelet(false).await?;
-        stage.progress.say(format_args!(
+        stage.progress.report(format_args!(
             "restarted {:.1?} after the API server was killed",
             away.elapsed()
         ));
-        let steady = stage.pods.until_logged(POD, SOON, event("steady")).await?;
+        let steady = stage
+            .pods
+            .wait_for_log_line(POD, START_TIMEOUT, event_line("steady"))
+            .await?;
         assert_eq!(steady["faults"], 1);
-        found_what_was_kept(&steady)?;
-        let once = |state: &State| state.running && state.restarts == 1;
+        recovered_leases(&steady)?;
+        let once = |state: &PodState| state.running && state.restarts == 1;
         let what = "to have been restarted once";
-        stage.pods.until(POD, what, SOON, once).await?;
+        stage
+            .pods
+            .wait_until(POD, what, START_TIMEOUT, once)
+            .await?;
         let node = stage.pods.node(POD).await?;
         let labels = [("pod", POD)];
-        told::until_metric(stage, &node, GENERATION, &labels, |value| value == 2.0).await?;
-        told::until_status(stage, &node, "a fault that is done with", |status| {
+        told::wait_for_metric(stage, &node, GENERATION, &labels, |value| value == 2.0).await?;
+        told::wait_for_status(stage, &node, "a fault that is done with", |status| {
             let mut namespaces = status.namespaces.iter();
             status.faults.is_empty() && namespaces.any(|one| one.poisoned > 0)
         })
@@ -173,8 +196,8 @@ async fn nobody_to_tell(stage: &mut Stage) -> Result<(), Failed> {
 }
 
 /// Waits until the pod is gone, with the reason on record.
-async fn evicted(stage: &Stage, pod: &str) -> Result<(), Failed> {
-    stage.pods.until_gone(pod, SOON).await?;
+async fn evicted(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
+    stage.pods.wait_until_deleted(pod, START_TIMEOUT).await?;
     let status = budgets(stage).get("default").await?.status;
     let evictions = status.unwrap_or_default().evictions;
     let Some(eviction) = evictions.iter().find(|eviction| eviction.pod == pod) else {
@@ -185,41 +208,41 @@ async fn evicted(stage: &Stage, pod: &str) -> Result<(), Failed> {
     }
     stage
         .progress
-        .say(format_args!("{pod}: {}", eviction.message));
+        .report(format_args!("{pod}: {}", eviction.message));
     Ok(())
 }
 
 /// Waits until every node has such orders about poisoned contexts.
-async fn until_ordered(
-    stage: &Stage,
+async fn wait_for_context_orders(
+    stage: &TrialContext,
     wanted: impl Fn(&[ContextOrder]) -> bool,
 ) -> Result<(), Failed> {
-    let nodes: Api<GpuNode> = Api::all(stage.scene.cluster.client());
+    let nodes: Api<GpuNode> = Api::all(stage.environment.cluster.client());
     let look = async || match nodes.list(&Default::default()).await {
-        Ok(list) if list.iter().all(|node| wanted(&node.spec.context_policies)) => Look::Found(()),
-        Ok(list) => Look::NotYet(format!("{:?}", list.items)),
-        Err(error) => Look::NotYet(error.to_string()),
+        Ok(list) if list.iter().all(|node| wanted(&node.spec.context_policies)) => Poll::Ready(()),
+        Ok(list) => Poll::Pending(format!("{:?}", list.items)),
+        Err(error) => Poll::Pending(error.to_string()),
     };
     // An operator may have to find the API server again.
-    Ok(wait::until("the orders on the nodes", 2 * SOON, PAUSE, look).await?)
+    Ok(wait::poll_until("the orders on the nodes", 2 * START_TIMEOUT, PAUSE, look).await?)
 }
 
-fn plan(stage: &Stage, name: &str, times: u32) -> PodPlan {
-    plan_of(stage, name, &[&format!("--times={times}")])
+fn faulting_pod(stage: &TrialContext, name: &str, times: u32) -> PodBuilder {
+    probe_pod(stage, name, &[&format!("--times={times}")])
 }
 
-fn plan_of(stage: &Stage, name: &str, how: &[&str]) -> PodPlan {
+fn probe_pod(stage: &TrialContext, name: &str, how: &[&str]) -> PodBuilder {
     let fault = ["fault", "--file=/count/faults", "--keep=64Mi"];
-    PodPlan::new(name, &stage.scene.probe)
+    PodBuilder::new(name, &stage.environment.probe_image)
         .arguments(&[&fault, how].concat())
-        .empty_volume("/count")
-        .restarts()
+        .with_empty_dir("/count")
+        .restart_always()
         .gib(4)
 }
 
 /// Checks what images say of the memory that the first one kept: every other found it, as it was. Returns what they say, as
 /// the last one printed it: the kubelet need not have the log of a container that was restarted.
-fn found_what_was_kept(steady: &Value) -> Result<&[Value], Failed> {
+fn recovered_leases(steady: &Value) -> Result<&[Value], Failed> {
     let starts = steady["starts"].as_array().map_or(&[][..], Vec::as_slice);
     let same = |start: &Value| {
         ["lease", "generation", "checksum"].map(|field| start["kept"][field].clone())
@@ -236,7 +259,7 @@ fn found_what_was_kept(steady: &Value) -> Result<&[Value], Failed> {
 /// The median and the 99th percentile from a fault until the next image had what was kept.
 fn times(log: &str, starts: &[Value]) -> (Duration, Duration) {
     let at = |event: &Value| event["at"].as_u64().unwrap_or(u64::MAX);
-    let faults = log.lines().filter_map(event("faulting"));
+    let faults = log.lines().filter_map(event_line("faulting"));
     let pairs = faults.zip(starts.iter().skip(1));
     let mut times: Vec<u64> = pairs
         .map(|(fault, start)| at(start).saturating_sub(at(&fault)))
@@ -247,31 +270,37 @@ fn times(log: &str, starts: &[Value]) -> (Duration, Duration) {
     (rank(50), rank(99))
 }
 
-async fn in_place(stage: &mut Stage) -> Result<(), Failed> {
+async fn in_place(stage: &mut TrialContext) -> Result<(), Failed> {
     const POD: &str = "in-place";
     let pods = &stage.pods;
-    pods.create(&plan(stage, POD, IN_PLACE)).await?;
-    pods.until_logged(POD, SOON, event("faulting")).await?;
-    operator::kill(&stage.scene.cluster.client()).await?;
-    let steady = pods.until_logged(POD, TOGETHER, event("steady")).await?;
+    pods.create(&faulting_pod(stage, POD, IN_PLACE)).await?;
+    pods.wait_for_log_line(POD, START_TIMEOUT, event_line("faulting"))
+        .await?;
+    operator::kill(&stage.environment.cluster.client()).await?;
+    let steady = pods
+        .wait_for_log_line(POD, TOGETHER, event_line("steady"))
+        .await?;
     assert_eq!(steady["faults"], IN_PLACE);
     let node = pods.node(POD).await?;
     let restarts = pods.state(POD).await?.restarts;
     assert_eq!(restarts, 0, "by the kubelet: {steady}");
-    let starts = found_what_was_kept(&steady)?;
+    let starts = recovered_leases(&steady)?;
     let (median, p99) = times(&pods.log(POD).await?, starts);
-    assert!(p99 < AGAIN, "from a fault to the kept memory: {p99:?}");
+    assert!(
+        p99 < MAX_RECOVERY,
+        "from a fault to the kept memory: {p99:?}"
+    );
     let wanted = f64::from(IN_PLACE + 1);
     let labels = [("pod", POD)];
-    told::until_metric(stage, &node, GENERATION, &labels, |value| value == wanted).await?;
-    told::until_status(stage, &node, "no open fault", |status| {
+    told::wait_for_metric(stage, &node, GENERATION, &labels, |value| value == wanted).await?;
+    told::wait_for_status(stage, &node, "no open fault", |status| {
         status.faults.is_empty()
     })
     .await?;
     // Of a storm of them some are told.
-    told::until_event(stage, POD, POISONED, "(generation 1): it is executed again").await?;
-    stage.witness.nobody_failed_or_restarted()?;
-    stage.progress.say(format_args!(
+    told::wait_for_event(stage, POD, POISONED, "(generation 1): it is executed again").await?;
+    stage.history.check_none_failed_or_restarted()?;
+    stage.progress.report(format_args!(
         "in place: {IN_PLACE} faults in a row, 0 restarts of the container, P {}, kept memory found each time, after \
          {median:?} (p50) and {p99:?} (p99)",
         IN_PLACE + 1
@@ -279,19 +308,19 @@ async fn in_place(stage: &mut Stage) -> Result<(), Failed> {
     Ok(pods.delete(POD).await?)
 }
 
-async fn restarted(stage: &Stage) -> Result<(), Failed> {
+async fn restarted(stage: &TrialContext) -> Result<(), Failed> {
     const POD: &str = "restarted";
     let pods = &stage.pods;
-    pods.create(&plan(stage, POD, RESTARTS)).await?;
+    pods.create(&faulting_pod(stage, POD, RESTARTS)).await?;
     let (mut known, mut starts) = (0, Vec::new());
     let look = async || match pods.get(POD).await {
         Ok(pod) => {
             let containers = pod.status.unwrap_or_default().container_statuses;
             let container = containers.unwrap_or_default().into_iter().next();
             let restarts = container.map_or(0, |container| container.restart_count);
-            Look::<i32>::Found(restarts)
+            Poll::<i32>::Ready(restarts)
         }
-        Err(error) => Look::NotYet(error.to_string()),
+        Err(error) => Poll::Pending(error.to_string()),
     };
     let begun = Timestamp::now();
     while known < RESTARTS {
@@ -299,31 +328,33 @@ async fn restarted(stage: &Stage) -> Result<(), Failed> {
         if left > TOGETHER {
             return Err(format!("{known} restarts after {left:?}").into());
         }
-        let now = wait::until("the pod", SOON, PAUSE, &look).await?;
+        let now = wait::poll_until("the pod", START_TIMEOUT, PAUSE, &look).await?;
         if now.unsigned_abs() > known {
             if known == 0 {
-                operator::kill(&stage.scene.cluster.client()).await?;
+                operator::kill(&stage.environment.cluster.client()).await?;
             }
             known = now.unsigned_abs();
             starts.push(left.as_secs_f64());
         }
         tokio::time::sleep(PAUSE).await;
     }
-    let steady = pods.until_logged(POD, SOON, event("steady")).await?;
+    let steady = pods
+        .wait_for_log_line(POD, START_TIMEOUT, event_line("steady"))
+        .await?;
     assert_eq!(steady["faults"], RESTARTS);
     assert_eq!(known, RESTARTS, "one restart each");
-    found_what_was_kept(&steady)?;
+    recovered_leases(&steady)?;
     let node = pods.node(POD).await?;
     let wanted = f64::from(RESTARTS + 1);
     let labels = [("pod", POD)];
-    told::until_metric(stage, &node, GENERATION, &labels, |value| value == wanted).await?;
+    told::wait_for_metric(stage, &node, GENERATION, &labels, |value| value == wanted).await?;
     let waits: Vec<String> = starts
         .iter()
         .scan(0.0, |last, start| {
             Some(format!("{:.1}", start - std::mem::replace(last, *start)))
         })
         .collect();
-    stage.progress.say(format_args!(
+    stage.progress.report(format_args!(
         "restarted by the kubelet: {RESTARTS} faults, {RESTARTS} restarts, kept memory found, {} s from one to the next",
         waits.join(", ")
     ));

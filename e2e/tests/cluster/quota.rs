@@ -1,10 +1,10 @@
 //! A pod sees, and gets, what it asked for.
 
-use bursar_e2e::pods::PodPlan;
+use bursar_e2e::pods::PodBuilder;
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
-use crate::stage::{SOON, Stage, trial};
+use crate::stage::{START_TIMEOUT, TrialContext, trial};
 
 const GIB: u64 = 1 << 30;
 /// What the greedy pod asks for at a time.
@@ -18,21 +18,21 @@ pub(crate) fn trials() -> Vec<Trial> {
 }
 
 /// Takes the probe's line about `event` out of a log.
-pub(crate) fn event(event: &str) -> impl Fn(&str) -> Option<Value> {
+pub(crate) fn event_line(event: &str) -> impl Fn(&str) -> Option<Value> {
     move |line| {
         let line: Value = serde_json::from_str(line).ok()?;
         (line["event"] == event).then_some(line)
     }
 }
 
-async fn a_pod_sees_its_quota(stage: &mut Stage) -> Result<(), Failed> {
-    let plan = PodPlan::new("viewer", &stage.scene.probe)
+async fn a_pod_sees_its_quota(stage: &mut TrialContext) -> Result<(), Failed> {
+    let plan = PodBuilder::new("viewer", &stage.environment.probe_image)
         .arguments(&["report"])
         .gib(10);
     stage.pods.create(&plan).await?;
     let report = stage
         .pods
-        .until_logged("viewer", SOON, event("report"))
+        .wait_for_log_line("viewer", START_TIMEOUT, event_line("report"))
         .await?;
     assert_eq!(report["count"], 1, "{report}");
     let device = &report["devices"][0];
@@ -45,22 +45,22 @@ async fn a_pod_sees_its_quota(stage: &mut Stage) -> Result<(), Failed> {
     );
     stage
         .pods
-        .until("viewer", "to succeed", SOON, |state| {
+        .wait_until("viewer", "to succeed", START_TIMEOUT, |state| {
             state.phase == "Succeeded"
         })
         .await?;
-    stage.witness.nobody_failed_or_restarted()
+    stage.history.check_none_failed_or_restarted()
 }
 
-async fn a_greedy_pod_is_refused(stage: &mut Stage) -> Result<(), Failed> {
-    let probe = stage.scene.probe.clone();
+async fn a_greedy_pod_is_refused(stage: &mut TrialContext) -> Result<(), Failed> {
+    let probe = stage.environment.probe_image.clone();
     let pods = stage.pods.clone();
-    let neighbour = PodPlan::new("neighbour", &probe)
+    let neighbour = PodBuilder::new("neighbour", &probe)
         .arguments(&["hold", "--bytes=4Gi"])
         .gib(8);
     pods.create(&neighbour).await?;
     let holding = pods
-        .until_logged("neighbour", SOON, event("holding"))
+        .wait_for_log_line("neighbour", START_TIMEOUT, event_line("holding"))
         .await?;
     // Through NVML, `nvidia-smi`'s view, it is the same: the quota, and itself as process 1.
     let seen = &holding["nvml"]["seen"];
@@ -70,11 +70,13 @@ async fn a_greedy_pod_is_refused(stage: &mut Stage) -> Result<(), Failed> {
     assert!((4 * GIB..5 * GIB).contains(&used), "{holding}");
     let alone = json!([{ "pid": 1, "bytes": used }]);
     assert_eq!(seen["processes"], alone, "{holding}");
-    let greedy = PodPlan::new("greedy", &probe)
+    let greedy = PodBuilder::new("greedy", &probe)
         .arguments(&["greedy", "--chunk=256Mi"])
         .gib(6);
     pods.create(&greedy).await?;
-    let refused = pods.until_logged("greedy", SOON, event("refused")).await?;
+    let refused = pods
+        .wait_for_log_line("greedy", START_TIMEOUT, event_line("refused"))
+        .await?;
     assert_eq!(refused["refused"]["code"], 2, "{refused}");
     assert_eq!(
         refused["refused"]["name"], "CUDA_ERROR_OUT_OF_MEMORY",
@@ -97,11 +99,11 @@ async fn a_greedy_pod_is_refused(stage: &mut Stage) -> Result<(), Failed> {
         .await?;
     let more = more
         .lines()
-        .find_map(event("holding"))
+        .find_map(event_line("holding"))
         .ok_or_else(|| format!("the neighbour was refused: {more}"))?;
     assert_eq!(more["got"], 2 * GIB, "{more}");
     assert_eq!(more["device"]["total"], 8 * GIB, "{more}");
-    let state = pods.until_running("neighbour", SOON).await?;
+    let state = pods.wait_until_running("neighbour", START_TIMEOUT).await?;
     assert_eq!(state.restarts, 0);
-    stage.witness.nobody_failed_or_restarted()
+    stage.history.check_none_failed_or_restarted()
 }

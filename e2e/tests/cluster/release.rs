@@ -6,39 +6,42 @@ use std::time::{Duration, Instant};
 use kube::ResourceExt;
 use libtest_mimic::{Failed, Trial};
 
-use crate::on_node::OnNode;
+use crate::on_node::NodeFiles;
 use crate::placement::holder;
 use crate::restarts::percentile;
-use crate::stage::{SOON, Stage, node_trial};
+use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
 
 const ROUNDS: usize = 5;
 /// Pods that end at the same time: as many 3s as two GPUs of 16 have room for.
-const AT_ONCE: usize = 10;
+const PODS: usize = 10;
 /// A pod's memory is free this soon after its cgroup is gone.
-const RELEASED: f64 = 2.0;
+const MAX_RELEASE_SECONDS: f64 = 2.0;
 const PAUSE: Duration = Duration::from_millis(10);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![node_trial("main/cluster/release", released)]
+    vec![node_trial(
+        "main/cluster/release",
+        memory_is_released_after_pods_end,
+    )]
 }
 
-async fn released(stage: &mut Stage) -> Result<(), Failed> {
+async fn memory_is_released_after_pods_end(stage: &mut TrialContext) -> Result<(), Failed> {
     let mut seconds = Vec::new();
     for _ in 0..ROUNDS {
-        seconds.append(&mut round(stage).await?);
+        seconds.append(&mut release_delays(stage).await?);
     }
     seconds.sort_by(f64::total_cmp);
     let (median, p99) = (percentile(&seconds, 50), percentile(&seconds, 99));
-    stage.progress.say(format_args!(
+    stage.progress.report(format_args!(
         "{} pods: released {median:.3} s (median), {p99:.3} s (p99) after the end of the cgroup",
         seconds.len()
     ));
-    assert!(p99 < RELEASED, "too late: {seconds:?}");
-    stage.witness.nobody_failed_or_restarted()
+    assert!(p99 < MAX_RELEASE_SECONDS, "too late: {seconds:?}");
+    stage.history.check_none_failed_or_restarted()
 }
 
 /// A pod that ends.
-struct Ending {
+struct PodEnd {
     uid: String,
     cgroups: Vec<PathBuf>,
     /// When its cgroups were gone.
@@ -48,22 +51,20 @@ struct Ending {
 }
 
 /// Seconds from each pod's end to the release of its memory.
-async fn round(stage: &mut Stage) -> Result<Vec<f64>, Failed> {
-    let names: Vec<String> = (0..AT_ONCE)
-        .map(|number| format!("three-{number}"))
-        .collect();
+async fn release_delays(stage: &mut TrialContext) -> Result<Vec<f64>, Failed> {
+    let names: Vec<String> = (0..PODS).map(|number| format!("three-{number}")).collect();
     for name in &names {
         stage.pods.create(&holder(stage, name, 3)).await?;
     }
     for name in &names {
-        stage.pods.until_running(name, SOON).await?;
+        stage.pods.wait_until_running(name, START_TIMEOUT).await?;
     }
-    let node = stage.on_node()?;
+    let node = stage.node_files()?;
     let pods = stage.pods.list().await?;
-    let mut endings: Vec<Ending> = pods
+    let mut endings: Vec<PodEnd> = pods
         .iter()
         .filter_map(|pod| pod.uid())
-        .map(|uid| Ending {
+        .map(|uid| PodEnd {
             cgroups: node.cgroups(&uid),
             uid,
             gone: None,
@@ -76,7 +77,7 @@ async fn round(stage: &mut Stage) -> Result<Vec<f64>, Failed> {
         .count();
     assert_eq!(
         (endings.len(), unseen),
-        (AT_ONCE, 0),
+        (PODS, 0),
         "pods, and those without a cgroup"
     );
     for name in &names {
@@ -87,21 +88,23 @@ async fn round(stage: &mut Stage) -> Result<Vec<f64>, Failed> {
         .iter()
         .any(|ending| ending.gone.is_none() || ending.released.is_none())
     {
-        if begin.elapsed() > SOON {
+        if begin.elapsed() > START_TIMEOUT {
             let left: Vec<&str> = endings
                 .iter()
                 .filter(|ending| ending.released.is_none())
                 .map(|ending| ending.uid.as_str())
                 .collect();
-            return Err(format!("after {SOON:?} these hold their memory: {left:?}").into());
+            return Err(
+                format!("after {START_TIMEOUT:?} these hold their memory: {left:?}").into(),
+            );
         }
-        watch(&node, &mut endings)?;
+        observe_ends(&node, &mut endings)?;
         tokio::time::sleep(PAUSE).await;
     }
     for name in &names {
-        stage.pods.until_gone(name, SOON).await?;
+        stage.pods.wait_until_deleted(name, START_TIMEOUT).await?;
     }
-    let delay = |ending: &Ending| {
+    let delay = |ending: &PodEnd| {
         Some(
             ending
                 .released?
@@ -112,8 +115,8 @@ async fn round(stage: &mut Stage) -> Result<Vec<f64>, Failed> {
     Ok(endings.iter().filter_map(delay).collect())
 }
 
-fn watch(node: &OnNode, endings: &mut [Ending]) -> Result<(), Failed> {
-    let held = node.cdi()?;
+fn observe_ends(node: &NodeFiles, endings: &mut [PodEnd]) -> Result<(), Failed> {
+    let held = node.cdi_files()?;
     let now = Instant::now();
     for ending in endings {
         if ending.gone.is_none() && !ending.cgroups.iter().any(|path| path.exists()) {

@@ -2,13 +2,13 @@
 
 use bursar_crds::GpuNode;
 use bursar_crds::gpu_node::{QuotaState, QuotaStatus};
-use bursar_e2e::pods::PodPlan;
+use bursar_e2e::pods::PodBuilder;
 use kube::api::{Api, Patch, PatchParams};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
-use crate::quota::event;
-use crate::stage::{SOON, Stage, trial};
+use crate::quota::event_line;
+use crate::stage::{START_TIMEOUT, TrialContext, trial};
 use crate::told;
 
 const GIB: u64 = 1 << 30;
@@ -20,21 +20,23 @@ const CONTEXTS: u64 = 2 * GIB;
 pub(crate) fn trials() -> Vec<Trial> {
     vec![trial(
         "enforcement/cluster/resize",
-        a_running_pods_quota_follows_its_orders,
+        running_pods_quota_follows_the_gpu_node,
     )]
 }
 
 /// Where a pod's quota is ordered.
-struct Desk {
+struct QuotaOverride {
     node: String,
     pod_uid: String,
     gpu: String,
 }
 
-impl Desk {
-    async fn of(stage: &Stage, pod: &str) -> Result<Self, Failed> {
+impl QuotaOverride {
+    async fn of(stage: &TrialContext, pod: &str) -> Result<Self, Failed> {
         let pods = &stage.pods;
-        let holding = pods.until_logged(pod, SOON, event("holding")).await?;
+        let holding = pods
+            .wait_for_log_line(pod, START_TIMEOUT, event_line("holding"))
+            .await?;
         let gpu = holding["device"]["uuid"].as_str();
         let pod_uid = pods.get(pod).await?.metadata.uid;
         Ok(Self {
@@ -45,18 +47,18 @@ impl Desk {
     }
 
     /// Orders a quota, or lifts what was ordered, and waits until the agent has seen it.
-    async fn order(&self, stage: &Stage, quota: Option<&str>) -> Result<(), Failed> {
+    async fn apply(&self, stage: &TrialContext, quota: Option<&str>) -> Result<(), Failed> {
         let Self { node, pod_uid, .. } = self;
         let quotas: Vec<Value> = quota
             .iter()
             .map(|quota| json!({ "podUid": pod_uid, "container": "main", "quota": quota }))
             .collect();
-        let nodes: Api<GpuNode> = Api::all(stage.scene.cluster.client());
+        let nodes: Api<GpuNode> = Api::all(stage.environment.cluster.client());
         let patch = Patch::Merge(json!({ "spec": { "quotas": quotas } }));
         let patched = nodes.patch(node, &PatchParams::default(), &patch).await?;
         let generation = patched.metadata.generation;
         let what = format!("{quota:?} to be seen");
-        told::until_status(stage, node, &what, |status| {
+        told::wait_for_status(stage, node, &what, |status| {
             status.observed_generation >= generation && status.quotas.len() == quotas.len()
         })
         .await?;
@@ -64,9 +66,9 @@ impl Desk {
     }
 
     /// Waits until the order has come to this.
-    async fn until(
+    async fn wait_for_state(
         &self,
-        stage: &Stage,
+        stage: &TrialContext,
         state: QuotaState,
         gib: u64,
     ) -> Result<QuotaStatus, Failed> {
@@ -77,7 +79,7 @@ impl Desk {
                 && matches!(in_force, Some(Ok(bytes)) if bytes == gib * GIB)
         };
         let what = format!("{gib} GiB to be {state:?}");
-        let status = told::until_status(stage, &self.node, &what, |status| {
+        let status = told::wait_for_status(stage, &self.node, &what, |status| {
             status.quotas.iter().any(|quota| is_so(&quota))
         })
         .await?;
@@ -86,15 +88,15 @@ impl Desk {
     }
 
     /// Waits until the agent's metric says that an amount of the pod's memory is as wanted.
-    async fn until_counted(
+    async fn wait_for_metric(
         &self,
-        stage: &Stage,
+        stage: &TrialContext,
         amount: &str,
         wanted: impl Fn(u64) -> bool,
     ) -> Result<(), Failed> {
         let labels = [("pod", POD), ("account", &self.gpu), ("amount", amount)];
         let name = "bursar_container_memory_bytes";
-        told::until_metric(stage, &self.node, name, &labels, |value| {
+        told::wait_for_metric(stage, &self.node, name, &labels, |value| {
             wanted(value as u64)
         })
         .await?;
@@ -102,81 +104,81 @@ impl Desk {
     }
 }
 
-fn held(answer: &Value) -> u64 {
+fn held_bytes(answer: &Value) -> u64 {
     answer["held"].as_u64().unwrap_or(u64::MAX)
 }
 
-async fn a_running_pods_quota_follows_its_orders(stage: &mut Stage) -> Result<(), Failed> {
-    let plan = PodPlan::new(POD, &stage.scene.probe)
+async fn running_pods_quota_follows_the_gpu_node(stage: &mut TrialContext) -> Result<(), Failed> {
+    let plan = PodBuilder::new(POD, &stage.environment.probe_image)
         .arguments(&["hold", "--bytes=1Gi"])
         .gib(8);
     stage.pods.create(&plan).await?;
-    let desk = Desk::of(stage, POD).await?;
-    let mut program = stage.obedient(POD)?;
-    let seen = program.told("look").await?;
+    let desk = QuotaOverride::of(stage, POD).await?;
+    let mut program = stage.scripted_program(POD)?;
+    let seen = program.execute("look").await?;
     assert_eq!(seen["device"]["total"], 8 * GIB, "{seen}");
 
     // Lowered before it is used: the program gets no more than that.
-    desk.order(stage, Some("4Gi")).await?;
-    desk.until(stage, QuotaState::Applied, 4).await?;
-    let full = program.told("take 8Gi").await?;
+    desk.apply(stage, Some("4Gi")).await?;
+    desk.wait_for_state(stage, QuotaState::Applied, 4).await?;
+    let full = program.execute("take 8Gi").await?;
     assert_eq!(full["refused"]["code"], 2, "{full}");
     assert_eq!(full["device"]["total"], 4 * GIB, "{full}");
-    let got = held(&full) + GIB;
+    let got = held_bytes(&full) + GIB;
     assert!(got <= 4 * GIB && got + CONTEXTS >= 4 * GIB, "{full}");
 
     // Raised: the program that was refused gets what was added, and sees it.
-    desk.order(stage, Some("7Gi")).await?;
-    desk.until(stage, QuotaState::Applied, 7).await?;
-    let more = program.told("take 2560Mi").await?;
+    desk.apply(stage, Some("7Gi")).await?;
+    desk.wait_for_state(stage, QuotaState::Applied, 7).await?;
+    let more = program.execute("take 2560Mi").await?;
     assert_eq!(more["refused"], Value::Null, "{more}");
     assert_eq!(more["device"]["total"], 7 * GIB, "{more}");
 
     // What it asked for is the most that it gets.
-    desk.order(stage, Some("100Gi")).await?;
-    desk.until(stage, QuotaState::Applied, 8).await?;
-    let seen = program.told("look").await?;
+    desk.apply(stage, Some("100Gi")).await?;
+    desk.wait_for_state(stage, QuotaState::Applied, 8).await?;
+    let seen = program.execute("look").await?;
     assert_eq!(seen["device"]["total"], 8 * GIB, "{seen}");
 
     // Lowered below what is used: nobody loses anything, and nobody gets more.
-    desk.order(stage, Some("4Gi")).await?;
-    let pending = desk.until(stage, QuotaState::Pending, 4).await?;
+    desk.apply(stage, Some("4Gi")).await?;
+    let pending = desk.wait_for_state(stage, QuotaState::Pending, 4).await?;
     let used = pending.used.as_ref().map(bursar_crds::Amount::bytes);
-    let holds = held(&more) + GIB;
+    let holds = held_bytes(&more) + GIB;
     assert!(
         matches!(used, Some(Ok(used)) if used >= holds && used <= 7 * GIB),
         "{pending:?}"
     );
-    let refused = program.told("take 64Mi").await?;
+    let refused = program.execute("take 64Mi").await?;
     assert_eq!(refused["refused"]["code"], 2, "{refused}");
-    assert_eq!(held(&refused), held(&more), "{refused}");
+    assert_eq!(held_bytes(&refused), held_bytes(&more), "{refused}");
     assert_eq!(refused["device"]["total"], 4 * GIB, "{refused}");
     assert_eq!(refused["device"]["free"], 0, "{refused}");
-    desk.until_counted(stage, "used", |used| used >= holds)
+    desk.wait_for_metric(stage, "used", |used| used >= holds)
         .await?;
 
     // The program frees: what it had above the quota is not granted to it any more.
-    let less = program.told("free 4Gi").await?;
-    desk.until(stage, QuotaState::Applied, 4).await?;
+    let less = program.execute("free 4Gi").await?;
+    desk.wait_for_state(stage, QuotaState::Applied, 4).await?;
     for amount in ["quota", "granted", "used"] {
-        desk.until_counted(stage, amount, |bytes| bytes <= 4 * GIB)
+        desk.wait_for_metric(stage, amount, |bytes| bytes <= 4 * GIB)
             .await?;
     }
     // Within it, another program of the pod gets what came free, and no more than that.
     let said = stage
         .exec(POD, &["greedy", "--chunk=64Mi", "--then=exit"])
         .await?;
-    let greedy = said.lines().find_map(event("refused"));
+    let greedy = said.lines().find_map(event_line("refused"));
     let greedy = greedy.ok_or_else(|| format!("not refused: {said}"))?;
     assert_eq!(greedy["refused"]["code"], 2, "{greedy}");
     let got = greedy["got"].as_u64().unwrap_or_default();
-    let all = got + held(&less) + GIB;
+    let all = got + held_bytes(&less) + GIB;
     assert!(got > 0 && all <= 4 * GIB, "{greedy}");
 
     // Lifted: it has what it asked for.
-    desk.order(stage, None).await?;
-    let whole = program.told("take 4Gi").await?;
+    desk.apply(stage, None).await?;
+    let whole = program.execute("take 4Gi").await?;
     assert_eq!(whole["refused"], Value::Null, "{whole}");
     assert_eq!(whole["device"]["total"], 8 * GIB, "{whole}");
-    stage.witness.nobody_failed_or_restarted()
+    stage.history.check_none_failed_or_restarted()
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use bursar_e2e::chart;
 use bursar_e2e::pods::GPU_MEMORY;
-use bursar_e2e::wait::{self, Look};
+use bursar_e2e::wait::{self, Poll};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
@@ -15,82 +15,85 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::placement::{holder, run_each};
-use crate::stage::{SOON, Stage, node_trial};
+use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
 
 const ROUNDS: usize = 10;
 /// The agent is registered again this soon after it can be.
-const REGISTERED: f64 = 2.0;
+const MAX_REGISTRATION_SECONDS: f64 = 2.0;
 /// As in [`crate::placement`].
 const STARTED: Duration = Duration::from_secs(15);
 const PAUSE: Duration = Duration::from_millis(50);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![node_trial("main/cluster/restarts", restarts)]
+    vec![node_trial(
+        "main/cluster/restarts",
+        agent_registers_again_after_disruptions,
+    )]
 }
 
 /// What is done to the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Blow {
+enum Disruption {
     KubeletRestarted,
     PluginFolderWiped,
     AgentKilled,
     CheckpointLost,
-    CheckpointSpoilt,
+    CheckpointTruncated,
 }
 
 /// The agent's registrations by what came before.
-type Delays = BTreeMap<Blow, Delay>;
+type Delays = BTreeMap<Disruption, Delay>;
 
 #[derive(Default)]
 struct Delay {
     /// In seconds after they became possible.
-    possible: Vec<f64>,
+    since_possible: Vec<f64>,
     /// In seconds after the blow: with the time that the kubelet takes to start again, or to start
     /// the agent again.
-    blow: Vec<f64>,
+    since_disruption: Vec<f64>,
 }
 
-async fn restarts(stage: &mut Stage) -> Result<(), Failed> {
+async fn agent_registers_again_after_disruptions(stage: &mut TrialContext) -> Result<(), Failed> {
     run_each(stage, &[("ten-a", 10), ("ten-b", 10)]).await?;
     let pods = stage.pods.clone();
     pods.create(&holder(stage, "eight", 8)).await?;
-    let scheduled = |state: &bursar_e2e::pods::State| state.scheduled;
-    pods.until("eight", "to be scheduled", SOON, scheduled)
+    let scheduled = |state: &bursar_e2e::pods::PodState| state.scheduled;
+    pods.wait_until("eight", "to be scheduled", START_TIMEOUT, scheduled)
         .await?;
-    let before = stage.on_node()?.cdi()?;
+    let before = stage.node_files()?.cdi_files()?;
     assert_eq!(before.len(), 2, "{before:?}");
 
     let blows = [
-        Blow::KubeletRestarted,
-        Blow::PluginFolderWiped,
-        Blow::AgentKilled,
-        Blow::CheckpointLost,
-        Blow::CheckpointSpoilt,
+        Disruption::KubeletRestarted,
+        Disruption::PluginFolderWiped,
+        Disruption::AgentKilled,
+        Disruption::CheckpointLost,
+        Disruption::CheckpointTruncated,
     ];
     let mut delays = Delays::new();
     for round in 0..ROUNDS {
         for blow in blows {
-            let (possible, since) = strike(stage, blow).await?;
+            let (possible, since) = disrupt(stage, blow).await?;
             let delay = delays.entry(blow).or_default();
-            delay.possible.push(possible);
-            delay.blow.push(since);
-            let after = stage.on_node()?.cdi()?;
+            delay.since_possible.push(possible);
+            delay.since_disruption.push(since);
+            let after = stage.node_files()?.cdi_files()?;
             assert_eq!(before, after, "bindings after {blow:?}, round {round}");
-            stage.witness.nobody_failed_or_restarted()?;
+            stage.history.check_none_failed_or_restarted()?;
         }
     }
     let mut late = Vec::new();
     for (blow, delay) in delays {
-        let (mut seconds, mut since) = (delay.possible, delay.blow);
+        let (mut seconds, mut since) = (delay.since_possible, delay.since_disruption);
         seconds.sort_by(f64::total_cmp);
         since.sort_by(f64::total_cmp);
         let (median, p99) = (percentile(&seconds, 50), percentile(&seconds, 99));
         let (all, longest) = (percentile(&since, 50), percentile(&since, 99));
-        stage.progress.say(format_args!(
+        stage.progress.report(format_args!(
             "{blow:?}, {ROUNDS} times: registered in {median:.3} s (median), {p99:.3} s (p99), \
              {all:.1} s and {longest:.1} s after the blow"
         ));
-        if p99 >= REGISTERED {
+        if p99 >= MAX_REGISTRATION_SECONDS {
             late.push((blow, seconds));
         }
     }
@@ -98,9 +101,9 @@ async fn restarts(stage: &mut Stage) -> Result<(), Failed> {
 
     assert!(!pods.state("eight").await?.running);
     pods.delete("ten-a").await?;
-    pods.until_gone("ten-a", SOON).await?;
-    pods.until_running("eight", STARTED).await?;
-    stage.witness.nobody_failed_or_restarted()
+    pods.wait_until_deleted("ten-a", START_TIMEOUT).await?;
+    pods.wait_until_running("eight", STARTED).await?;
+    stage.history.check_none_failed_or_restarted()
 }
 
 /// The value that `percent` of the sorted values do not exceed.
@@ -114,42 +117,44 @@ pub(crate) fn percentile(sorted: &[f64], percent: usize) -> f64 {
 
 /// Does it, waits until the agent is registered again, and answers the seconds from when it could, and
 /// from the blow.
-async fn strike(stage: &mut Stage, blow: Blow) -> Result<(f64, f64), Failed> {
-    let node = stage.on_node()?;
+async fn disrupt(stage: &mut TrialContext, blow: Disruption) -> Result<(f64, f64), Failed> {
+    let node = stage.node_files()?;
     let now = Timestamp::now();
     let line = match blow {
-        Blow::KubeletRestarted => {
+        Disruption::KubeletRestarted => {
             stage.local()?.restart_kubelet(false).await?;
-            let lines = registered(stage, now).await?;
+            let lines = wait_for_registration(stage, now).await?;
             // Until then the kubelet would fail it for good if it found no agent.
-            let waits = |lines: &Lines| lines.waiting > Some(now);
-            until_logged(stage, "eight to wait again", waits).await?;
+            let waits = |lines: &AgentLogTimes| lines.waiting > Some(now);
+            wait_for_log(stage, "eight to wait again", waits).await?;
             lines
         }
-        Blow::PluginFolderWiped => {
+        Disruption::PluginFolderWiped => {
             node.wipe_plugins()?;
-            registered(stage, now).await?
+            wait_for_registration(stage, now).await?
         }
-        Blow::AgentKilled => {
+        Disruption::AgentKilled => {
             kill_agent(stage)?;
-            registered(stage, now).await?
+            wait_for_registration(stage, now).await?
         }
-        Blow::CheckpointLost => {
+        Disruption::CheckpointLost => {
             // A running agent writes it again at the next change; a dead one does not.
             node.remove_checkpoint()?;
             kill_agent(stage)?;
-            registered(stage, now).await?
+            wait_for_registration(stage, now).await?
         }
-        Blow::CheckpointSpoilt => {
-            node.spoil_checkpoint()?;
+        Disruption::CheckpointTruncated => {
+            node.truncate_checkpoint()?;
             kill_agent(stage)?;
-            registered(stage, now).await?
+            wait_for_registration(stage, now).await?
         }
     };
     let possible = match blow {
-        Blow::KubeletRestarted => timestamp(node.kubelet_socket_made()?)?,
-        Blow::PluginFolderWiped => now,
-        Blow::AgentKilled | Blow::CheckpointLost | Blow::CheckpointSpoilt => line.first,
+        Disruption::KubeletRestarted => timestamp(node.kubelet_socket_time()?)?,
+        Disruption::PluginFolderWiped => now,
+        Disruption::AgentKilled | Disruption::CheckpointLost | Disruption::CheckpointTruncated => {
+            line.first
+        }
     };
     let since = |then| line.registered.duration_since(then).as_secs_f64();
     Ok((since(possible), since(now)))
@@ -159,7 +164,7 @@ fn timestamp(time: SystemTime) -> Result<Timestamp, Failed> {
     Ok(Timestamp::try_from(time)?)
 }
 
-fn kill_agent(stage: &mut Stage) -> Result<(), Failed> {
+fn kill_agent(stage: &mut TrialContext) -> Result<(), Failed> {
     let agents = stage.local()?.processes_named("bursar-agent");
     let [agent] = agents[..] else {
         return Err(format!("processes of the agent: {agents:?}").into());
@@ -169,7 +174,7 @@ fn kill_agent(stage: &mut Stage) -> Result<(), Failed> {
 }
 
 /// Moments in the log of the agent that runs.
-struct Lines {
+struct AgentLogTimes {
     /// Its first line.
     first: Timestamp,
     /// Its last registration.
@@ -179,40 +184,43 @@ struct Lines {
 }
 
 /// Waits until the agent's log has a registration after `since`.
-async fn registered(stage: &Stage, since: Timestamp) -> Result<Lines, Failed> {
-    let again = |lines: &Lines| lines.registered > since;
-    until_logged(stage, "the agent to register again", again).await
+async fn wait_for_registration(
+    stage: &TrialContext,
+    since: Timestamp,
+) -> Result<AgentLogTimes, Failed> {
+    let again = |lines: &AgentLogTimes| lines.registered > since;
+    wait_for_log(stage, "the agent to register again", again).await
 }
 
 /// Waits until the agent's log has such lines.
-async fn until_logged(
-    stage: &Stage,
+async fn wait_for_log(
+    stage: &TrialContext,
     what: &str,
-    wanted: impl Fn(&Lines) -> bool,
-) -> Result<Lines, Failed> {
-    let client = stage.scene.cluster.client();
+    wanted: impl Fn(&AgentLogTimes) -> bool,
+) -> Result<AgentLogTimes, Failed> {
+    let client = stage.environment.cluster.client();
     let api: Api<Pod> = Api::namespaced(client, chart::NAMESPACE);
     let agents = ListParams::default().labels("app.kubernetes.io/component=agent");
     let look = async || {
         let list = match api.list(&agents).await {
             Ok(list) => list,
-            Err(error) => return Look::NotYet(error.to_string()),
+            Err(error) => return Poll::Pending(error.to_string()),
         };
         let Some(agent) = list.items.first() else {
-            return Look::NotYet("there is no agent".to_owned());
+            return Poll::Pending("there is no agent".to_owned());
         };
         match api.logs(&agent.name_any(), &LogParams::default()).await {
             Ok(log) => match lines(&log) {
-                Some(lines) if wanted(&lines) => Look::Found(lines),
-                _ => Look::NotYet(format!("its log ends with {:?}", log.lines().last())),
+                Some(lines) if wanted(&lines) => Poll::Ready(lines),
+                _ => Poll::Pending(format!("its log ends with {:?}", log.lines().last())),
             },
-            Err(error) => Look::NotYet(error.to_string()),
+            Err(error) => Poll::Pending(error.to_string()),
         }
     };
-    Ok(wait::until(what, SOON, PAUSE, look).await?)
+    Ok(wait::poll_until(what, START_TIMEOUT, PAUSE, look).await?)
 }
 
-fn lines(log: &str) -> Option<Lines> {
+fn lines(log: &str) -> Option<AgentLogTimes> {
     let lines = log
         .lines()
         .filter_map(|line| serde_json::from_str::<Value>(line).ok());
@@ -230,7 +238,7 @@ fn lines(log: &str) -> Option<Lines> {
             waiting = time;
         }
     }
-    Some(Lines {
+    Some(AgentLogTimes {
         first: first?,
         registered: registered?,
         waiting,

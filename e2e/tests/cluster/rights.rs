@@ -6,13 +6,13 @@ use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 use std::time::Duration;
 
-use bursar_e2e::pods::PodPlan;
-use bursar_e2e::wait::{self, Look};
+use bursar_e2e::pods::PodBuilder;
+use bursar_e2e::wait::{self, Poll};
 use libtest_mimic::{Failed, Trial};
 use rustix::thread::CapabilitySet;
 
-use crate::quota::event;
-use crate::stage::{SOON, Stage, node_trial};
+use crate::quota::event_line;
+use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
 
 /// `driver.workerUser` of the chart.
 const WORKER_USER: u32 = 65531;
@@ -27,9 +27,9 @@ pub(crate) fn trials() -> Vec<Trial> {
     vec![node_trial("security/cluster/rights", confined)]
 }
 
-async fn confined(stage: &mut Stage) -> Result<(), Failed> {
-    let probe = stage.scene.probe.clone();
-    let keeps = PodPlan::new("keeps", &probe)
+async fn confined(stage: &mut TrialContext) -> Result<(), Failed> {
+    let probe = stage.environment.probe_image.clone();
+    let keeps = PodBuilder::new("keeps", &probe)
         .arguments(&[
             "fault",
             "--file=/count/faults",
@@ -37,23 +37,23 @@ async fn confined(stage: &mut Stage) -> Result<(), Failed> {
             "--times=1",
             "--after=600",
         ])
-        .empty_volume("/count")
+        .with_empty_dir("/count")
         .gib(4);
     stage.pods.create(&keeps).await?;
     stage
         .pods
-        .until_logged("keeps", SOON, event("started"))
+        .wait_for_log_line("keeps", START_TIMEOUT, event_line("started"))
         .await?;
     let local = stage.local()?;
     let worker = async || match local.processes_named("bursar-worker").first() {
-        Some(worker) => Look::Found(*worker),
-        None => Look::NotYet("there is none".to_owned()),
+        Some(worker) => Poll::Ready(*worker),
+        None => Poll::Pending("there is none".to_owned()),
     };
-    let worker = wait::until("a worker", SOON, PAUSE, worker).await?;
+    let worker = wait::poll_until("a worker", START_TIMEOUT, PAUSE, worker).await?;
     let agents = local.processes_named("bursar-agent");
     let agent = *agents.first().ok_or("there is no agent")?;
 
-    let kept = bursar_confine::AGENTS_CAPABILITIES.iter();
+    let kept = bursar_confine::AGENT_CAPABILITIES.iter();
     let kept = kept.fold(CapabilitySet::empty(), |set, (_, one, _)| set | *one);
     // A privileged container has those of the machine, which this process has too.
     let kept = kept & rustix::thread::capabilities(None)?.permitted;

@@ -10,13 +10,13 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bursar_e2e::chart::{self, Chart};
-use bursar_e2e::cluster::Local;
+use bursar_e2e::cluster::LocalCluster;
 use bursar_e2e::folders;
 use bursar_e2e::kube::{self, Toolbox};
 use bursar_e2e::pods::Pods;
 use bursar_e2e::progress::Progress;
-use bursar_e2e::scene::Scene;
-use bursar_e2e::supplies::Supplies;
+use bursar_e2e::scene::Environment;
+use bursar_e2e::supplies::Artifacts;
 use bursar_e2e::workspace::Profile;
 use futures::FutureExt;
 use libtest_mimic::{Failed, Trial};
@@ -24,67 +24,69 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 use tokio::runtime::Runtime;
 
-use crate::obedient::Obedient;
-use crate::on_node::OnNode;
-use crate::witness::Witness;
+use crate::obedient::ScriptedProgram;
+use crate::on_node::NodeFiles;
+use crate::witness::PodHistory;
 
 /// The cluster's name.
 const CLUSTER: &str = "checks";
 /// The namespace of the trials' pods.
 pub(crate) const NAMESPACE: &str = "trials";
 /// The probe in its image.
-const PROBE: &str = "/usr/local/bin/bursar-probe";
+const PROBE_PATH: &str = "/usr/local/bin/bursar-probe";
 /// No trial may take longer: what it waits for has bounds of its own, and the longest takes 5 minutes on two cores.
-const BOUND: Duration = Duration::from_secs(1800);
+const TRIAL_TIMEOUT: Duration = Duration::from_secs(1800);
 /// A pod that has room runs within this time, on a loaded machine.
-pub(crate) const SOON: Duration = Duration::from_secs(60);
+pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// A booking that never became a container is collected after two looks of the agent, 30 s apart, when it
 /// is at least 60 s old. Others are released when the pod's cgroup is gone.
-pub(crate) const CLEARED: Duration = Duration::from_secs(150);
+pub(crate) const RECLAIM_TIMEOUT: Duration = Duration::from_secs(150);
 
 /// What a trial works with.
-pub(crate) struct Stage {
+pub(crate) struct TrialContext {
     /// The cluster with Bursar on it.
-    pub(crate) scene: Scene,
+    pub(crate) environment: Environment,
     /// kubectl and helm.
     toolbox: Toolbox,
     /// The trial's pods. None is there when a trial begins.
     pub(crate) pods: Pods,
     /// Sees every one of them from the trial's beginning.
-    pub(crate) witness: Witness,
+    pub(crate) history: PodHistory,
     /// Tells what was measured.
     pub(crate) progress: Progress,
 }
 
-enum State {
+enum SharedCluster {
     /// Nothing was started.
-    Dark,
-    Up(Box<(Runtime, Stage)>),
+    NotStarted,
+    Up(Box<(Runtime, TrialContext)>),
     /// The start failed, with this.
     Broken(String),
 }
 
-static STATE: Mutex<State> = Mutex::new(State::Dark);
+static SHARED_CLUSTER: Mutex<SharedCluster> = Mutex::new(SharedCluster::NotStarted);
 
 /// A trial on the shared cluster.
 pub(crate) fn trial(
     name: &'static str,
-    act: impl AsyncFnOnce(&mut Stage) -> Result<(), Failed> + Send + 'static,
+    act: impl AsyncFnOnce(&mut TrialContext) -> Result<(), Failed> + Send + 'static,
 ) -> Trial {
     Trial::test(name, move || {
-        let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
-        if let State::Dark = *state {
+        let mut state = SHARED_CLUSTER
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let SharedCluster::NotStarted = *state {
             *state = start().unwrap_or_else(|failed| {
-                State::Broken(failed.message().unwrap_or("no reason").to_owned())
+                SharedCluster::Broken(failed.message().unwrap_or("no reason").to_owned())
             });
         }
         match &mut *state {
-            State::Up(up) => {
+            SharedCluster::Up(up) => {
                 let (runtime, stage) = &mut **up;
-                runtime.block_on(stage.play(name, act))
+                runtime.block_on(stage.run(name, act))
             }
-            State::Broken(why) => Err(format!("no cluster to try it on: {why}").into()),
-            State::Dark => unreachable!("it was just started"),
+            SharedCluster::Broken(why) => Err(format!("no cluster to try it on: {why}").into()),
+            SharedCluster::NotStarted => unreachable!("it was just started"),
         }
     })
 }
@@ -92,50 +94,53 @@ pub(crate) fn trial(
 /// As [`trial`], for what touches the node's own files and processes.
 pub(crate) fn node_trial(
     name: &'static str,
-    act: impl AsyncFnOnce(&mut Stage) -> Result<(), Failed> + Send + 'static,
+    act: impl AsyncFnOnce(&mut TrialContext) -> Result<(), Failed> + Send + 'static,
 ) -> Trial {
     trial(name, act).with_ignored_flag(kubeconfig().is_some())
 }
 
 /// Takes the cluster down, if there is one.
 pub(crate) fn take_down() {
-    let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
-    *state = State::Dark;
+    let mut state = SHARED_CLUSTER
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
+    *state = SharedCluster::NotStarted;
 }
 
-fn start() -> Result<State, Failed> {
+fn start() -> Result<SharedCluster, Failed> {
     let runtime = Runtime::new()?;
     let progress = Progress::start();
     let stage = runtime.block_on(async {
         let (toolbox, scene) = match kubeconfig() {
             Some(kubeconfig) => join(kubeconfig, &progress).await?,
             None => {
-                let supplies = Supplies::from_workspace(Profile::Dev, crate::harness(), &progress)?;
-                let scene = Scene::start(&supplies, CLUSTER, &progress).await?;
+                let supplies =
+                    Artifacts::from_workspace(Profile::Dev, crate::harness(), &progress)?;
+                let scene = Environment::start(&supplies, CLUSTER, &progress).await?;
                 (supplies.toolbox, scene)
             }
         };
         let client = scene.cluster.client();
         let pods = Pods::in_namespace(&client, NAMESPACE).await?;
-        let witness = Witness::of(&client, NAMESPACE);
-        Ok::<_, Failed>(Stage {
-            scene,
+        let witness = PodHistory::of(&client, NAMESPACE);
+        Ok::<_, Failed>(TrialContext {
+            environment: scene,
             toolbox,
             pods,
-            witness,
+            history: witness,
             progress: progress.clone(),
         })
     })?;
-    Ok(State::Up(Box::new((runtime, stage))))
+    Ok(SharedCluster::Up(Box::new((runtime, stage))))
 }
 
 /// The user's cluster, with the images that `BURSAR_IMAGES` names.
-async fn join(kubeconfig: PathBuf, progress: &Progress) -> Result<(Toolbox, Scene), Failed> {
+async fn join(kubeconfig: PathBuf, progress: &Progress) -> Result<(Toolbox, Environment), Failed> {
     let images = std::env::var("BURSAR_IMAGES")
         .map_err(|error| format!("BURSAR_IMAGES ({error}): where do its nodes find our images?"))?;
     let toolbox = kube::build(progress)?;
     let chart = Chart::of_repository(toolbox.program("helm"));
-    let scene = Scene::join(kubeconfig, &chart, &images.parse()?, progress).await?;
+    let scene = Environment::attach(kubeconfig, &chart, &images.parse()?, progress).await?;
     Ok((toolbox, scene))
 }
 
@@ -145,43 +150,45 @@ pub(crate) fn kubeconfig() -> Option<PathBuf> {
     path.map(PathBuf::from)
 }
 
-impl Stage {
-    async fn play(
+impl TrialContext {
+    async fn run(
         &mut self,
         name: &str,
         act: impl AsyncFnOnce(&mut Self) -> Result<(), Failed>,
     ) -> Result<(), Failed> {
         let begin = Instant::now();
-        self.witness = Witness::of(&self.scene.cluster.client(), NAMESPACE);
-        let acted = AssertUnwindSafe(tokio::time::timeout(BOUND, act(self))).catch_unwind();
+        self.history = PodHistory::of(&self.environment.cluster.client(), NAMESPACE);
+        let acted = AssertUnwindSafe(tokio::time::timeout(TRIAL_TIMEOUT, act(self))).catch_unwind();
         let outcome = match acted.await {
             Ok(Ok(outcome)) => outcome,
-            Ok(Err(_)) => Err(format!("it took longer than {BOUND:?}").into()),
-            Err(panic) => Err(message_of(&*panic).into()),
+            Ok(Err(_)) => Err(format!("it took longer than {TRIAL_TIMEOUT:?}").into()),
+            Err(panic) => Err(panic_message(&*panic).into()),
         };
         let outcome = match outcome {
             Ok(()) => Ok(()),
-            Err(failed) => Err(self.with_what_was_seen(&failed).await),
+            Err(failed) => Err(self.with_pod_history(&failed).await),
         };
         let cleared = self.clear().await;
         self.progress
-            .say(format_args!("{:.1?} for {name}", begin.elapsed()));
+            .report(format_args!("{:.1?} for {name}", begin.elapsed()));
         outcome.and(cleared)
     }
 
     /// Leaves nothing of this trial, or of a part of it, to the next.
     pub(crate) async fn clear(&mut self) -> Result<(), Failed> {
-        self.pods.clear().await?;
-        if self.scene.cluster.ours().is_some() {
-            self.on_node()?.until_nothing_is_held(CLEARED).await?;
+        self.pods.delete_all().await?;
+        if self.environment.cluster.local().is_some() {
+            self.node_files()?
+                .wait_until_no_pod_state(RECLAIM_TIMEOUT)
+                .await?;
         }
         Ok(())
     }
 
-    async fn with_what_was_seen(&self, failed: &Failed) -> Failed {
+    async fn with_pod_history(&self, failed: &Failed) -> Failed {
         let why = failed.message().unwrap_or("no reason");
-        let told = self.witness.tell();
-        let bursar = self.scene.state().await;
+        let told = self.history.summary();
+        let bursar = self.environment.pod_report().await;
         format!("{why}\n--- pods of the trial:\n{told}\n{bursar}").into()
     }
 
@@ -190,8 +197,8 @@ impl Stage {
     /// # Errors
     /// When it does not succeed.
     pub(crate) async fn exec(&self, pod: &str, arguments: &[&str]) -> Result<String, Failed> {
-        let output = self.probe(pod, arguments).output();
-        let output = tokio::time::timeout(SOON, output).await??;
+        let output = self.probe_command(pod, arguments).output();
+        let output = tokio::time::timeout(START_TIMEOUT, output).await??;
         let printed = String::from_utf8_lossy(&output.stdout).into_owned();
         if output.status.success() {
             return Ok(printed);
@@ -204,12 +211,12 @@ impl Stage {
     ///
     /// # Errors
     /// When kubectl does not run.
-    pub(crate) fn obedient(&self, pod: &str) -> std::io::Result<Obedient> {
-        Obedient::start(self.probe(pod, &["obey"]))
+    pub(crate) fn scripted_program(&self, pod: &str) -> std::io::Result<ScriptedProgram> {
+        ScriptedProgram::start(self.probe_command(pod, &["obey"]))
     }
 
     /// The probe in a pod's container.
-    fn probe(&self, pod: &str, arguments: &[&str]) -> Command {
+    fn probe_command(&self, pod: &str, arguments: &[&str]) -> Command {
         let mut command = Command::new(self.toolbox.program("kubectl"));
         command
             .args([
@@ -219,10 +226,10 @@ impl Stage {
                 "--namespace",
                 NAMESPACE,
                 "--",
-                PROBE,
+                PROBE_PATH,
             ])
             .args(arguments)
-            .env("KUBECONFIG", self.scene.cluster.kubeconfig())
+            .env("KUBECONFIG", self.environment.cluster.kubeconfig())
             .stdin(Stdio::null())
             .kill_on_drop(true);
         command
@@ -232,14 +239,14 @@ impl Stage {
     ///
     /// # Errors
     /// When helm or kubectl fails.
-    pub(crate) async fn steer(&self, mode: &str) -> Result<(), Failed> {
+    pub(crate) async fn set_steering_mode(&self, mode: &str) -> Result<(), Failed> {
         let chart = folders::repository().join("charts/bursar");
         let kubectl = async |arguments: &[&str], input: Vec<u8>| {
             let mut kubectl = Command::new(self.toolbox.program("kubectl"));
             kubectl
                 .args(arguments)
-                .env("KUBECONFIG", self.scene.cluster.kubeconfig());
-            succeed(kubectl, input).await
+                .env("KUBECONFIG", self.environment.cluster.kubeconfig());
+            run_to_success(kubectl, input).await
         };
         if mode == "off" {
             let policy = format!("{}-steering", chart::RELEASE);
@@ -253,7 +260,7 @@ impl Stage {
             "--show-only=templates/steering.yaml",
             &format!("--set=steering.mode={mode}"),
         ]);
-        let policy = succeed(helm, Vec::new()).await?;
+        let policy = run_to_success(helm, Vec::new()).await?;
         kubectl(
             &[
                 "apply",
@@ -271,22 +278,22 @@ impl Stage {
     ///
     /// # Errors
     /// When it is the user's: the trial should have been ignored.
-    pub(crate) fn local(&mut self) -> Result<&mut Local, Failed> {
+    pub(crate) fn local(&mut self) -> Result<&mut LocalCluster, Failed> {
         let none = "this needs a cluster of our own";
-        Ok(self.scene.cluster.ours_mut().ok_or(none)?)
+        Ok(self.environment.cluster.local_mut().ok_or(none)?)
     }
 
     /// What Bursar has on our cluster's node.
     ///
     /// # Errors
     /// As [`Self::local`].
-    pub(crate) fn on_node(&mut self) -> Result<OnNode, Failed> {
-        Ok(OnNode::of(self.local()?))
+    pub(crate) fn node_files(&mut self) -> Result<NodeFiles, Failed> {
+        Ok(NodeFiles::of(self.local()?))
     }
 }
 
 /// Runs a command on this input; what it printed.
-async fn succeed(mut command: Command, input: Vec<u8>) -> Result<Vec<u8>, Failed> {
+async fn run_to_success(mut command: Command, input: Vec<u8>) -> Result<Vec<u8>, Failed> {
     command
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -296,7 +303,7 @@ async fn succeed(mut command: Command, input: Vec<u8>) -> Result<Vec<u8>, Failed
     if let Some(mut stdin) = child.stdin.take() {
         stdin.write_all(&input).await?;
     }
-    let output = tokio::time::timeout(SOON, child.wait_with_output()).await??;
+    let output = tokio::time::timeout(START_TIMEOUT, child.wait_with_output()).await??;
     if output.status.success() {
         return Ok(output.stdout);
     }
@@ -304,7 +311,7 @@ async fn succeed(mut command: Command, input: Vec<u8>) -> Result<Vec<u8>, Failed
     Err(format!("{command:?}: {said}").into())
 }
 
-fn message_of(panic: &(dyn std::any::Any + Send)) -> String {
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
     format!("panicked: {}", text.unwrap_or("no message"))

@@ -8,7 +8,7 @@ use bursar_crds::resources::BORROWED_PRIORITY_CLASS;
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use bursar_e2e::chart;
 use bursar_e2e::pods::{PodError, Pods};
-use bursar_e2e::wait::{self, Look};
+use bursar_e2e::wait::{self, Poll};
 use futures::FutureExt as _;
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{Namespace, Node, Pod, ResourceQuota, ServiceAccount};
@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use crate::operator;
 use crate::placement::holder;
-use crate::stage::{SOON, Stage, trial};
+use crate::stage::{START_TIMEOUT, TrialContext, trial};
 
 const PAUSE: Duration = Duration::from_millis(200);
 const TEAMS: [&str; 2] = ["team-a", "team-b"];
@@ -28,29 +28,32 @@ const TEAMS: [&str; 2] = ["team-a", "team-b"];
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("operator/cluster/refused", async |stage| {
-            cleared(stage, beyond_the_budget).await
+            cleared(stage, pod_beyond_the_budget_is_refused).await
         }),
         trial("operator/cluster/reclaim", async |stage| {
-            cleared(stage, lent_and_taken_back).await
+            cleared(stage, lent_memory_is_reclaimed_by_its_owner).await
         }),
-        trial("operator/cluster/accounts", own_accounts),
+        trial("operator/cluster/accounts", service_accounts_are_limited),
     ]
 }
 
 /// Runs a trial that uses the teams' namespaces, and leaves nothing in them, however it ends.
 async fn cleared(
-    stage: &mut Stage,
-    act: impl AsyncFnOnce(&mut Stage) -> Result<(), Failed>,
+    stage: &mut TrialContext,
+    act: impl AsyncFnOnce(&mut TrialContext) -> Result<(), Failed>,
 ) -> Result<(), Failed> {
     // A failed assertion too.
     let outcome = AssertUnwindSafe(act(stage)).catch_unwind().await;
-    let client = stage.scene.cluster.client();
+    let client = stage.environment.cluster.client();
     operator::scale(&client, 1).await?;
     for team in TEAMS {
         Api::<GpuMemoryBudget>::namespaced(client.clone(), team)
             .delete_collection(&DeleteParams::default(), &ListParams::default())
             .await?;
-        Pods::in_namespace(&client, team).await?.clear().await?;
+        Pods::in_namespace(&client, team)
+            .await?
+            .delete_all()
+            .await?;
         let quotas: Api<ResourceQuota> = Api::namespaced(client.clone(), team);
         let namespaces: Api<Namespace> = Api::all(client.clone());
         let released = async || {
@@ -61,18 +64,18 @@ async fn cleared(
                 labels.contains_key("bursar.dev/budget")
             });
             match (left, label) {
-                (0, false) => Look::Found(()),
-                state => Look::NotYet(format!("{state:?} quotas and label are left")),
+                (0, false) => Poll::Ready(()),
+                state => Poll::Pending(format!("{state:?} quotas and label are left")),
             }
         };
         let what = format!("{team} to be rid of its budget");
-        wait::until(&what, SOON, PAUSE, released).await?;
+        wait::poll_until(&what, START_TIMEOUT, PAUSE, released).await?;
     }
     outcome.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
 /// Gives a team a budget and waits until it is in force, by an operator that is killed meanwhile.
-async fn give(client: &Client, team: &str, spec: Value) -> Result<Pods, Failed> {
+async fn create_team(client: &Client, team: &str, spec: Value) -> Result<Pods, Failed> {
     let pods = Pods::in_namespace(client, team).await?;
     let api: Api<GpuMemoryBudget> = Api::namespaced(client.clone(), team);
     let budget = json!({
@@ -82,11 +85,11 @@ async fn give(client: &Client, team: &str, spec: Value) -> Result<Pods, Failed> 
     api.create(&PostParams::default(), &serde_json::from_value(budget)?)
         .await?;
     operator::kill(client).await?;
-    until_condition(client, team, ENFORCED, "True", SOON).await?;
+    wait_for_condition(client, team, ENFORCED, "True", START_TIMEOUT).await?;
     Ok(pods)
 }
 
-async fn until_condition(
+async fn wait_for_condition(
     client: &Client,
     team: &str,
     type_: &str,
@@ -99,21 +102,21 @@ async fn until_condition(
             let conditions = budget.status.map(|status| status.conditions);
             let conditions = conditions.unwrap_or_default();
             match conditions.iter().find(|one| one.type_ == type_) {
-                Some(one) if one.status == status => Look::Found(()),
-                other => Look::NotYet(format!("{other:?}")),
+                Some(one) if one.status == status => Poll::Ready(()),
+                other => Poll::Pending(format!("{other:?}")),
             }
         }
-        Err(error) => Look::NotYet(error.to_string()),
+        Err(error) => Poll::Pending(error.to_string()),
     };
     let what = format!("the budget of {team} to be {type_} {status}");
-    Ok(wait::until(&what, bound, PAUSE, look).await?)
+    Ok(wait::poll_until(&what, bound, PAUSE, look).await?)
 }
 
 /// The words with which the API server refused.
 fn refusal<T>(result: Result<T, PodError>) -> Result<String, Failed> {
     match result {
         Ok(_) => Err("it was let in".into()),
-        Err(PodError::Api { source, .. }) => match *source {
+        Err(PodError::ApiServer { source, .. }) => match *source {
             kube::Error::Api(status) => Ok(status.message),
             other => Err(other.into()),
         },
@@ -121,12 +124,12 @@ fn refusal<T>(result: Result<T, PodError>) -> Result<String, Failed> {
     }
 }
 
-async fn beyond_the_budget(stage: &mut Stage) -> Result<(), Failed> {
-    let client = stage.scene.cluster.client();
+async fn pod_beyond_the_budget_is_refused(stage: &mut TrialContext) -> Result<(), Failed> {
+    let client = stage.environment.cluster.client();
     let spec = json!({ "deviceMemory": { "guaranteed": "8Gi" }, "perContainer": { "max": "6Gi" } });
-    let pods = give(&client, TEAMS[0], spec).await?;
+    let pods = create_team(&client, TEAMS[0], spec).await?;
     pods.create(&holder(stage, "fits", 5)).await?;
-    pods.until_running("fits", SOON).await?;
+    pods.wait_until_running("fits", START_TIMEOUT).await?;
     let refused = [
         (
             "beyond",
@@ -140,30 +143,30 @@ async fn beyond_the_budget(stage: &mut Stage) -> Result<(), Failed> {
         ),
         (
             "seeing",
-            holder(stage, "seeing", 1).variable("NVIDIA_VISIBLE_DEVICES", "all"),
+            holder(stage, "seeing", 1).with_env("NVIDIA_VISIBLE_DEVICES", "all"),
             "NVIDIA_VISIBLE_DEVICES",
         ),
         (
             "covering",
-            holder(stage, "covering", 1).empty_volume("/opt/bursar/lib"),
+            holder(stage, "covering", 1).with_empty_dir("/opt/bursar/lib"),
             "/opt/bursar/lib",
         ),
     ];
     for (name, plan, words) in refused {
         let said = refusal(pods.create(&plan).await)?;
-        stage.progress.say(format_args!("{name}: {said}"));
+        stage.progress.report(format_args!("{name}: {said}"));
         assert!(said.contains(words), "{said}");
     }
     pods.create(&holder(stage, "rest", 3)).await?;
-    pods.until_running("rest", SOON).await?;
+    pods.wait_until_running("rest", START_TIMEOUT).await?;
     Ok(())
 }
 
 /// Each team is guaranteed half of the GPUs. One takes all of them while the other sleeps, and gives back
 /// what is not its own as soon as that one wakes, though no operator is there.
-async fn lent_and_taken_back(stage: &mut Stage) -> Result<(), Failed> {
-    let client = stage.scene.cluster.client();
-    let sizes = stage.scene.gpu_sizes().await?;
+async fn lent_memory_is_reclaimed_by_its_owner(stage: &mut TrialContext) -> Result<(), Failed> {
+    let client = stage.environment.cluster.client();
+    let sizes = stage.environment.gpu_sizes_in_quanta().await?;
     let (all, half) = (sizes.iter().sum::<u32>(), sizes[0] / 2);
     let count = sizes.iter().map(|size| size / half).sum::<u32>();
     let guaranteed = half * (count / 2);
@@ -171,12 +174,12 @@ async fn lent_and_taken_back(stage: &mut Stage) -> Result<(), Failed> {
         "deviceMemory": { "guaranteed": format!("{guaranteed}Gi"), "limit": format!("{all}Gi") },
         "overflow": "Borrow",
     });
-    let borrower = give(&client, TEAMS[0], spec.clone()).await?;
-    let owner = give(&client, TEAMS[1], spec).await?;
+    let borrower = create_team(&client, TEAMS[0], spec.clone()).await?;
+    let owner = create_team(&client, TEAMS[1], spec).await?;
     let names: Vec<String> = (0..count).map(|index| format!("a-{index}")).collect();
     for name in &names {
         borrower.create(&holder(stage, name, half)).await?;
-        borrower.until_running(name, SOON).await?;
+        borrower.wait_until_running(name, START_TIMEOUT).await?;
     }
     let mut borrowed = Vec::new();
     for name in &names {
@@ -197,8 +200,8 @@ async fn lent_and_taken_back(stage: &mut Stage) -> Result<(), Failed> {
         let name = format!("b-{index}");
         let asked = Instant::now();
         owner.create(&holder(stage, &name, half)).await?;
-        owner.until_running(&name, SOON).await?;
-        stage.progress.say(format_args!(
+        owner.wait_until_running(&name, START_TIMEOUT).await?;
+        stage.progress.report(format_args!(
             "without an operator, {name} took {half} GiB back in {:.1?}",
             asked.elapsed()
         ));
@@ -213,14 +216,14 @@ async fn lent_and_taken_back(stage: &mut Stage) -> Result<(), Failed> {
     assert_eq!(left, names[..names.len() / 2], "the guarantee stays");
     operator::scale(&client, 1).await?;
     for team in TEAMS {
-        until_condition(&client, team, "Ready", "True", SOON).await?;
+        wait_for_condition(&client, team, "Ready", "True", START_TIMEOUT).await?;
     }
     Ok(())
 }
 
 /// The agent's token writes its own node's GpuNode and no other; the operator's changes its labels only.
-async fn own_accounts(stage: &mut Stage) -> Result<(), Failed> {
-    let client = stage.scene.cluster.client();
+async fn service_accounts_are_limited(stage: &mut TrialContext) -> Result<(), Failed> {
+    let client = stage.environment.cluster.client();
     let pods: Api<Pod> = Api::namespaced(client.clone(), chart::NAMESPACE);
     let agents = ListParams::default().labels("app.kubernetes.io/component=agent");
     let agent = pods.list(&agents).await?.items.into_iter().next();
@@ -322,8 +325,8 @@ fn refused<T>(result: Result<T, kube::Error>) -> Result<String, Failed> {
 }
 
 /// A client with a token of one of Bursar's accounts, bound to `pod`.
-async fn as_account(stage: &Stage, part: &str, pod: Option<&Pod>) -> Result<Client, Failed> {
-    let client = stage.scene.cluster.client();
+async fn as_account(stage: &TrialContext, part: &str, pod: Option<&Pod>) -> Result<Client, Failed> {
+    let client = stage.environment.cluster.client();
     let accounts: Api<ServiceAccount> = Api::namespaced(client, chart::NAMESPACE);
     let request = TokenRequest {
         spec: TokenRequestSpec {
@@ -344,7 +347,7 @@ async fn as_account(stage: &Stage, part: &str, pod: Option<&Pod>) -> Result<Clie
         .status
         .ok_or("no token")?
         .token;
-    let admin = Kubeconfig::read_from(stage.scene.cluster.kubeconfig())?;
+    let admin = Kubeconfig::read_from(stage.environment.cluster.kubeconfig())?;
     let mut config = Config::from_custom_kubeconfig(admin, &KubeConfigOptions::default()).await?;
     config.auth_info = serde_json::from_value(json!({ "token": token }))?;
     Ok(Client::try_from(config)?)

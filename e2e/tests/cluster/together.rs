@@ -2,63 +2,70 @@
 
 use std::time::Instant;
 
-use bursar_e2e::pods::PodPlan;
+use bursar_e2e::pods::PodBuilder;
 use libtest_mimic::{Failed, Trial};
 
-use crate::quota::event;
-use crate::stage::{SOON, Stage, trial};
+use crate::quota::event_line;
+use crate::stage::{START_TIMEOUT, TrialContext, trial};
 
 const MIB: u64 = 1 << 20;
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
-        trial("security/cluster/together", pods_start_whole),
-        trial("security/cluster/inherited", what_init_left_counts),
+        trial(
+            "security/cluster/together",
+            containers_of_a_pod_start_together,
+        ),
+        trial(
+            "security/cluster/inherited",
+            memory_left_by_init_container_is_charged,
+        ),
     ]
 }
 
 /// A pod of containers that hold 256 MiB each, of what they ask for.
-fn several(stage: &Stage, name: &str, gib: &[u32]) -> PodPlan {
-    let plan = PodPlan::new(name, &stage.scene.probe).arguments(&["hold", "--bytes=256Mi"]);
+fn pod_of_containers(stage: &TrialContext, name: &str, gib: &[u32]) -> PodBuilder {
+    let plan =
+        PodBuilder::new(name, &stage.environment.probe_image).arguments(&["hold", "--bytes=256Mi"]);
     match gib {
-        [first, rest @ ..] => plan.gib(*first).beside(rest),
+        [first, rest @ ..] => plan.gib(*first).additional_containers(rest),
         [] => plan,
     }
 }
 
-async fn pods_start_whole(stage: &mut Stage) -> Result<(), Failed> {
-    let complete = async |stage: &Stage, name: &str| {
+async fn containers_of_a_pod_start_together(stage: &mut TrialContext) -> Result<(), Failed> {
+    let complete = async |stage: &TrialContext, name: &str| {
         let created = Instant::now();
         let wanted = "to run all of its containers";
         let pods = &stage.pods;
-        let state = pods.until(name, wanted, SOON, |state| state.complete);
+        let state = pods.wait_until(name, wanted, START_TIMEOUT, |state| state.all_running);
         state.await?;
-        stage.progress.say(format_args!(
+        stage.progress.report(format_args!(
             "{name} is complete after {:.1?}",
             created.elapsed()
         ));
         Ok::<_, Failed>(())
     };
-    let four = several(stage, "four", &[4, 4, 12, 12]);
+    let four = pod_of_containers(stage, "four", &[4, 4, 12, 12]);
     stage.pods.create(&four).await?;
     complete(stage, "four").await?;
     stage.clear().await?;
     let pairs = ["pair-a", "pair-b"];
     for name in pairs {
-        let pair = several(stage, name, &[7, 9]);
+        let pair = pod_of_containers(stage, name, &[7, 9]);
         stage.pods.create(&pair).await?;
     }
     for name in pairs {
         complete(stage, name).await?;
     }
-    stage.witness.nobody_failed_or_restarted()
+    stage.history.check_none_failed_or_restarted()
 }
 
 /// The memory that the init container leaves.
 const LEFT: u64 = 512 * MIB;
 
 /// Gives a pod an init container that leaves memory.
-type Leaving = fn(PodPlan) -> PodPlan;
+type Leaving = fn(PodBuilder) -> PodBuilder;
 
 /// The node keeps the memory, or a sidecar that asks for no GPU has its descriptor.
 const WAYS: [(&str, Leaving); 2] = [
@@ -66,22 +73,22 @@ const WAYS: [(&str, Leaving); 2] = [
         plan.init_arguments(&["keep", "--bytes=512Mi"])
     }),
     ("exported", |plan| {
-        plan.empty_volume("/parked")
+        plan.with_empty_dir("/parked")
             .sidecar_arguments(&["park", "--socket=/parked/socket"])
             .init_arguments(&["export", "--bytes=512Mi", "--to=/parked/socket"])
     }),
 ];
 
-async fn what_init_left_counts(stage: &mut Stage) -> Result<(), Failed> {
-    let (pods, probe) = (stage.pods.clone(), stage.scene.probe.clone());
+async fn memory_left_by_init_container_is_charged(stage: &mut TrialContext) -> Result<(), Failed> {
+    let (pods, probe) = (stage.pods.clone(), stage.environment.probe_image.clone());
     let greedy = |name: &str, gib: u32| {
-        let plan = PodPlan::new(name, &probe);
+        let plan = PodBuilder::new(name, &probe);
         plan.arguments(&["greedy", "--chunk=64Mi"]).gib(gib)
     };
-    let got = async |plan: PodPlan| {
+    let got = async |plan: PodBuilder| {
         pods.create(&plan).await?;
         let refused = pods
-            .until_logged(plan.name(), SOON, event("refused"))
+            .wait_for_log_line(plan.name(), START_TIMEOUT, event_line("refused"))
             .await?;
         Ok::<_, Failed>(refused["got"].as_u64().unwrap_or_default())
     };
@@ -92,7 +99,7 @@ async fn what_init_left_counts(stage: &mut Stage) -> Result<(), Failed> {
             let after = greedy(&format!("{name}-{way}"), main).init_gib(init);
             let after = got(leaves(after)).await?;
             stage.clear().await?;
-            stage.progress.say(format_args!(
+            stage.progress.report(format_args!(
                 "{init} then {main} GiB: {} MiB alone, {} MiB after {} MiB were {way}",
                 alone / MIB,
                 after / MIB,
@@ -105,5 +112,5 @@ async fn what_init_left_counts(stage: &mut Stage) -> Result<(), Failed> {
             assert!(both <= u64::from(main) << 30, "{name}, {way}: {both}");
         }
     }
-    stage.witness.nobody_failed_or_restarted()
+    stage.history.check_none_failed_or_restarted()
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bursar_crds::{GpuNode, GpuNodeStatus};
 use bursar_e2e::chart;
-use bursar_e2e::wait::{self, Look};
+use bursar_e2e::wait::{self, Poll};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::events::v1::Event;
@@ -12,40 +12,40 @@ use kube::ResourceExt as _;
 use kube::api::{Api, ListParams};
 use libtest_mimic::Failed;
 
-use crate::stage::{NAMESPACE, SOON, Stage};
+use crate::stage::{NAMESPACE, START_TIMEOUT, TrialContext};
 
 /// The agent's port for metrics, by default.
-const PORT: u16 = 9400;
-const PAUSE: Duration = Duration::from_millis(100);
+const METRICS_PORT: u16 = 9400;
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Waits until the status of a node's `GpuNode` is as wanted.
 ///
 /// # Errors
 /// When it does not become so, with what it is.
-pub(crate) async fn until_status(
-    stage: &Stage,
+pub(crate) async fn wait_for_status(
+    stage: &TrialContext,
     node: &str,
     what: &str,
     wanted: impl Fn(&GpuNodeStatus) -> bool,
 ) -> Result<GpuNodeStatus, Failed> {
-    let nodes: Api<GpuNode> = Api::all(stage.scene.cluster.client());
+    let nodes: Api<GpuNode> = Api::all(stage.environment.cluster.client());
     let look = async || match nodes.get_status(node).await {
         Ok(GpuNode {
             status: Some(status),
             ..
-        }) if wanted(&status) => Look::Found(status),
-        Ok(GpuNode { status, .. }) => Look::NotYet(format!("{status:?}")),
-        Err(error) => Look::NotYet(error.to_string()),
+        }) if wanted(&status) => Poll::Ready(status),
+        Ok(GpuNode { status, .. }) => Poll::Pending(format!("{status:?}")),
+        Err(error) => Poll::Pending(error.to_string()),
     };
-    Ok(wait::until(what, SOON, PAUSE, look).await?)
+    Ok(wait::poll_until(what, START_TIMEOUT, POLL_INTERVAL, look).await?)
 }
 
 /// Waits until a node's agent has a series of the metric `name` with each of `labels` and a value as wanted.
 ///
 /// # Errors
 /// When it does not come, with all series of that name.
-pub(crate) async fn until_metric(
-    stage: &Stage,
+pub(crate) async fn wait_for_metric(
+    stage: &TrialContext,
     node: &str,
     name: &str,
     labels: &[(&str, &str)],
@@ -58,7 +58,7 @@ pub(crate) async fn until_metric(
     let look = async || {
         let text = match metrics(stage, node).await {
             Ok(text) => text,
-            Err(failed) => return Look::NotYet(failed.message().unwrap_or_default().to_owned()),
+            Err(failed) => return Poll::Pending(failed.message().unwrap_or_default().to_owned()),
         };
         let series = text.lines().filter(|line| {
             let rest = line.strip_prefix(name);
@@ -68,17 +68,17 @@ pub(crate) async fn until_metric(
         let value = |line: &str| line.rsplit(' ').next()?.parse().ok();
         let found = series.clone().filter(labelled).find_map(value);
         match found.filter(|value| wanted(*value)) {
-            Some(value) => Look::Found(value),
-            None => Look::NotYet(series.collect::<Vec<_>>().join("\n")),
+            Some(value) => Poll::Ready(value),
+            None => Poll::Pending(series.collect::<Vec<_>>().join("\n")),
         }
     };
     let what = format!("{name} {labels:?}");
-    Ok(wait::until(&what, SOON, PAUSE, look).await?)
+    Ok(wait::poll_until(&what, START_TIMEOUT, POLL_INTERVAL, look).await?)
 }
 
 /// What the agent of a node serves as its metrics.
-async fn metrics(stage: &Stage, node: &str) -> Result<String, Failed> {
-    let client = stage.scene.cluster.client();
+async fn metrics(stage: &TrialContext, node: &str) -> Result<String, Failed> {
+    let client = stage.environment.cluster.client();
     let pods: Api<Pod> = Api::namespaced(client.clone(), chart::NAMESPACE);
     let here = ListParams::default()
         .labels("app.kubernetes.io/component=agent")
@@ -86,7 +86,7 @@ async fn metrics(stage: &Stage, node: &str) -> Result<String, Failed> {
     let agents = pods.list(&here).await?.items;
     let agent = agents.first().ok_or("the node has no agent")?.name_any();
     let namespace = chart::NAMESPACE;
-    let path = format!("/api/v1/namespaces/{namespace}/pods/{agent}:{PORT}/proxy/metrics");
+    let path = format!("/api/v1/namespaces/{namespace}/pods/{agent}:{METRICS_PORT}/proxy/metrics");
     let request = http::Request::get(path).body(Vec::new())?;
     Ok(client.request_text(request).await?)
 }
@@ -95,8 +95,8 @@ async fn metrics(stage: &Stage, node: &str) -> Result<String, Failed> {
 ///
 /// # Errors
 /// When the API server refuses.
-pub(crate) async fn events(stage: &Stage, reason: &str) -> Result<Vec<Event>, Failed> {
-    let events: Api<Event> = Api::namespaced(stage.scene.cluster.client(), NAMESPACE);
+pub(crate) async fn events(stage: &TrialContext, reason: &str) -> Result<Vec<Event>, Failed> {
+    let events: Api<Event> = Api::namespaced(stage.environment.cluster.client(), NAMESPACE);
     let mut list = events.list(&ListParams::default()).await?.items;
     list.retain(|event| event.reason.as_deref() == Some(reason));
     Ok(list)
@@ -112,8 +112,8 @@ pub(crate) fn pod_of(event: &Event) -> Option<&str> {
 ///
 /// # Errors
 /// When none comes.
-pub(crate) async fn until_event(
-    stage: &Stage,
+pub(crate) async fn wait_for_event(
+    stage: &TrialContext,
     pod: &str,
     reason: &str,
     what: &str,
@@ -121,7 +121,7 @@ pub(crate) async fn until_event(
     let look = async || {
         let told = match events(stage, reason).await {
             Ok(told) => told,
-            Err(failed) => return Look::NotYet(failed.message().unwrap_or_default().to_owned()),
+            Err(failed) => return Poll::Pending(failed.message().unwrap_or_default().to_owned()),
         };
         let about_it = told.iter().filter(|event| pod_of(event) == Some(pod));
         let mut notes = about_it.filter_map(|event| {
@@ -129,10 +129,10 @@ pub(crate) async fn until_event(
             Some((time, event.note.clone()?))
         });
         match notes.find(|(_, note)| note.contains(what)) {
-            Some(found) => Look::Found(found),
-            None => Look::NotYet(format!("{told:?}")),
+            Some(found) => Poll::Ready(found),
+            None => Poll::Pending(format!("{told:?}")),
         }
     };
     let what = format!("an event {reason} about {pod} and {what}");
-    Ok(wait::until(&what, SOON, PAUSE, look).await?)
+    Ok(wait::poll_until(&what, START_TIMEOUT, POLL_INTERVAL, look).await?)
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use bursar_e2e::pods::State;
+use bursar_e2e::pods::PodState;
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
 use kube::api::Api;
@@ -15,14 +15,14 @@ use libtest_mimic::Failed;
 use tokio::task::JoinHandle;
 
 /// A running watch. Dropping it ends it.
-pub(crate) struct Witness {
-    lives: Arc<Mutex<BTreeMap<String, Life>>>,
+pub(crate) struct PodHistory {
+    lives: Arc<Mutex<BTreeMap<String, PodRecord>>>,
     watch: JoinHandle<()>,
 }
 
 /// What was seen of one pod.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Life {
+pub(crate) struct PodRecord {
     /// Its name, without what the server added.
     pub(crate) name: String,
     /// Its message when it was Failed.
@@ -32,12 +32,12 @@ pub(crate) struct Life {
     /// It ran at some time.
     pub(crate) ran: bool,
     /// Its last state, in words.
-    pub(crate) last: String,
+    pub(crate) last_state: String,
 }
 
-impl Life {
-    fn see(&mut self, pod: &Pod) {
-        let state = State::of(pod);
+impl PodRecord {
+    fn observe(&mut self, pod: &Pod) {
+        let state = PodState::of(pod);
         let status = pod.status.clone().unwrap_or_default();
         self.name = pod.name_any();
         self.ran |= state.running;
@@ -46,10 +46,10 @@ impl Life {
         if state.phase == "Failed" && !is_killed_by_its_deletion(pod, &codes) {
             let reason = status.reason.unwrap_or_default();
             let message = status.message.unwrap_or_default();
-            let said: Vec<String> = containers.iter().filter_map(last_words).collect();
+            let said: Vec<String> = containers.iter().filter_map(termination_message).collect();
             self.failed = Some(format!(
                 "{reason} {message} {}, exit codes {codes:?}, {said:?}",
-                state.waiting
+                state.waiting_reason
             ));
         }
         for container in containers {
@@ -61,14 +61,14 @@ impl Life {
         } else {
             ""
         };
-        self.last = format!(
+        self.last_state = format!(
             "{} {}, {} restarts{gone}",
-            state.phase, state.waiting, state.restarts
+            state.phase, state.waiting_reason, state.restarts
         );
     }
 }
 
-fn last_words(container: &ContainerStatus) -> Option<String> {
+fn termination_message(container: &ContainerStatus) -> Option<String> {
     container
         .state
         .as_ref()?
@@ -92,7 +92,7 @@ fn is_killed_by_its_deletion(pod: &Pod, codes: &[i32]) -> bool {
     deleted && !codes.is_empty() && codes.iter().all(|code| [0, SIGKILL, GO].contains(code))
 }
 
-impl Witness {
+impl PodHistory {
     /// Watches the pods of `namespace` from now on.
     pub(crate) fn of(client: &Client, namespace: &str) -> Self {
         let lives = Arc::default();
@@ -102,7 +102,7 @@ impl Witness {
     }
 
     /// Every pod that was seen.
-    pub(crate) fn lives(&self) -> Vec<Life> {
+    pub(crate) fn records(&self) -> Vec<PodRecord> {
         let lives = self.lives.lock().unwrap_or_else(PoisonError::into_inner);
         lives.values().cloned().collect()
     }
@@ -111,10 +111,10 @@ impl Witness {
     ///
     /// # Errors
     /// With the pods of which this is not so.
-    pub(crate) fn nobody_failed_or_restarted(&self) -> Result<(), Failed> {
-        let restarted = |life: &Life| life.containers.values().any(|ids| ids.len() > 1);
-        let bad = |life: &Life| life.failed.is_some() || restarted(life);
-        let bad: Vec<Life> = self.lives().into_iter().filter(bad).collect();
+    pub(crate) fn check_none_failed_or_restarted(&self) -> Result<(), Failed> {
+        let restarted = |life: &PodRecord| life.containers.values().any(|ids| ids.len() > 1);
+        let bad = |life: &PodRecord| life.failed.is_some() || restarted(life);
+        let bad: Vec<PodRecord> = self.records().into_iter().filter(bad).collect();
         if bad.is_empty() {
             return Ok(());
         }
@@ -122,16 +122,16 @@ impl Witness {
     }
 
     /// A line a pod.
-    pub(crate) fn tell(&self) -> String {
+    pub(crate) fn summary(&self) -> String {
         let mut text = String::new();
-        for life in self.lives() {
+        for life in self.records() {
             let failed = life.failed.map(|why| format!("; was Failed: {why}"));
             // Writing to a string cannot fail.
             let _ = writeln!(
                 text,
                 "{}: {}{}",
                 life.name,
-                life.last,
+                life.last_state,
                 failed.unwrap_or_default()
             );
         }
@@ -139,20 +139,20 @@ impl Witness {
     }
 }
 
-impl Drop for Witness {
+impl Drop for PodHistory {
     fn drop(&mut self) {
         self.watch.abort();
     }
 }
 
-async fn watch(api: Api<Pod>, lives: Arc<Mutex<BTreeMap<String, Life>>>) {
+async fn watch(api: Api<Pod>, lives: Arc<Mutex<BTreeMap<String, PodRecord>>>) {
     let events = watcher::watcher(api, watcher::Config::default());
     let mut events = Box::pin(events.default_backoff());
     while let Some(event) = events.next().await {
         if let Ok(Event::Apply(pod) | Event::InitApply(pod) | Event::Delete(pod)) = event {
             let mut lives = lives.lock().unwrap_or_else(PoisonError::into_inner);
             let uid = pod.uid().unwrap_or_default();
-            lives.entry(uid).or_default().see(&pod);
+            lives.entry(uid).or_default().observe(&pod);
         }
     }
 }

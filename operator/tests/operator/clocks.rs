@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use super::{BUDGETS, Running, budget, condition, pod, small};
-use bursar_sim_api::Api;
+use bursar_sim_api::SimApiServer;
 
 /// The difference of the clocks.
 const HOUR: SignedDuration = SignedDuration::from_hours(1);
@@ -30,7 +30,7 @@ fn made(name: &str, quanta: u64, seconds_ago: i64) -> Value {
 }
 
 /// Waits until the pod is gone.
-async fn until_gone(api: &Api, pod: &str) {
+async fn until_gone(api: &SimApiServer, pod: &str) {
     let begin = Instant::now();
     while !api.get("pods", "team", pod).is_null() {
         assert!(begin.elapsed() < END, "{pod} is there: {:?}", api.writes());
@@ -40,7 +40,7 @@ async fn until_gone(api: &Api, pod: &str) {
 
 /// Creates a budget over a running pod. A second pod passes the late quota.
 async fn over_a_running_pod(clock: Clock) {
-    let api = Api::start();
+    let api = SimApiServer::start();
     small(&api);
     api.put("pods", made("p", 4, 60));
     api.put(BUDGETS, budget("team", "2Gi"));

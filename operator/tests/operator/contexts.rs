@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use super::{BUDGETS, Running, budget, condition, gpu_node, pod, small};
-use bursar_sim_api::{Api, Fate};
+use bursar_sim_api::{SimApiServer, WriteFault};
 
 /// A wide bound: an unanswered write takes 5 s.
 const END: Duration = Duration::from_secs(30);
@@ -20,7 +20,7 @@ fn fault(action: &str) -> Value {
         "container": { "podUid": "p", "namespace": "team", "pod": "p", "container": "c", "processGeneration": 3 } }])
 }
 
-fn set_faults(api: &Api, faults: Value) {
+fn set_faults(api: &SimApiServer, faults: Value) {
     let mut node = api.get("gpunodes", "", "n");
     if node["status"]["faults"] != faults {
         node["status"]["faults"] = faults;
@@ -28,18 +28,18 @@ fn set_faults(api: &Api, faults: Value) {
     }
 }
 
-fn status(api: &Api) -> Value {
+fn status(api: &SimApiServer) -> Value {
     api.status(BUDGETS, "team", "default")
 }
 
 /// Simulates the agent: the fault is open while the pod exists.
-fn live(api: &Api) {
+fn live(api: &SimApiServer) {
     if api.get("pods", "team", "p").is_null() {
         set_faults(api, json!([]));
     }
 }
 
-fn is_done(api: &Api) -> bool {
+fn is_done(api: &SimApiServer) -> bool {
     let status = status(api);
     api.get("pods", "team", "p").is_null()
         && status["contexts"]["open"] == 0
@@ -49,19 +49,19 @@ fn is_done(api: &Api) -> bool {
 
 /// Runs the operator until the pod is evicted, and kills it at the given write. Returns the number
 /// of writes.
-async fn to_the_end(doom: Option<(usize, Fate, bool)>) -> usize {
+async fn to_the_end(doom: Option<(usize, WriteFault, bool)>) -> usize {
     let mut running = Running::start(small).await;
     running.until_ready().await;
     let before = running.api.writes().len();
     if let Some((number, fate, _)) = doom {
-        running.api.doom(number, fate);
+        running.api.fail_write(number, fate);
     }
     set_faults(&running.api, fault("BeyondMaximum"));
     let mut dies = doom.is_some_and(|(.., dies)| dies);
     let begin = Instant::now();
     while !is_done(&running.api) {
         live(&running.api);
-        if dies && running.api.has_doomed() {
+        if dies && running.api.has_failed_write() {
             dies = false;
             running = Running::over(running.kill().await).await;
         }
@@ -91,10 +91,13 @@ async fn pod_over_restart_limit_is_evicted_after_any_failed_write() {
     let writes = to_the_end(None).await;
     assert!(writes >= 3, "recorded, evicted, closed: {writes}");
     let fates = [
-        (Fate::Refused(StatusCode::INTERNAL_SERVER_ERROR), false),
-        (Fate::Garbled, false),
-        (Fate::Lost, true),
-        (Fate::Unanswered, true),
+        (
+            WriteFault::Refused(StatusCode::INTERNAL_SERVER_ERROR),
+            false,
+        ),
+        (WriteFault::ErrorAfterWrite, false),
+        (WriteFault::RequestDropped, true),
+        (WriteFault::ResponseDropped, true),
     ];
     let dooms = (1..=writes).flat_map(|number| fates.map(|(fate, dies)| (number, fate, dies)));
     let ends = stream::iter(dooms).map(|doom| to_the_end(Some(doom)));
@@ -106,7 +109,7 @@ async fn eviction_is_recorded_first_and_done_once_by_two_operators() {
     let first = Running::start(small).await;
     first.until_ready().await;
     let second = Running::over(first.api.clone()).await;
-    first.api.protect("p");
+    first.api.protect_pod("p");
     set_faults(&first.api, fault("BeyondMaximum"));
     let tried = first.until("it is on record", |status| {
         status["evictions"][0]["pod"] == "p"

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use axum::http::StatusCode;
-use bursar_sim_api::{Api, Fate};
+use bursar_sim_api::{SimApiServer, WriteFault};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep, timeout};
 
@@ -17,22 +17,22 @@ const HARD: &str = "requests.bursar.dev/gpu-memory-gib";
 const OTHER: &str = "requests.bursar.dev/gpu-memory-512mib";
 const OVERFLOW: &str = "bursar.dev/overflow";
 
-fn quota(api: &Api, which: &str) -> Value {
+fn quota(api: &SimApiServer, which: &str) -> Value {
     let name = format!("gpu-memory-budget-{which}");
     api.get("resourcequotas", "team", &name)
 }
 
-fn hard(api: &Api, which: &str) -> Value {
+fn hard(api: &SimApiServer, which: &str) -> Value {
     quota(api, which)["spec"]["hard"][HARD].clone()
 }
 
-fn by_hand(api: &Api, which: &str, change: impl FnOnce(&mut Value)) {
+fn by_hand(api: &SimApiServer, which: &str, change: impl FnOnce(&mut Value)) {
     let mut quota = quota(api, which);
     change(&mut quota);
     api.put("resourcequotas", quota);
 }
 
-fn labelled(api: &Api) -> bool {
+fn labelled(api: &SimApiServer) -> bool {
     api.get("namespaces", "", "team")["metadata"]["labels"]["bursar.dev/budget"] == "enforced"
 }
 
@@ -46,27 +46,27 @@ fn spec(guaranteed: &str, limit: &str, generation: u64) -> Value {
 /// A change of the cluster, and how its final state is recognized.
 struct Transition {
     name: &'static str,
-    change: fn(&Api),
-    done: fn(&Api) -> bool,
+    change: fn(&SimApiServer),
+    done: fn(&SimApiServer) -> bool,
 }
 
 /// Stores the budget with its present status.
-fn put_budget(api: &Api, mut wanted: Value) {
+fn put_budget(api: &SimApiServer, mut wanted: Value) {
     wanted["status"] = api.status(BUDGETS, "team", "default");
     api.put(BUDGETS, wanted);
 }
 
-fn ready(api: &Api, generation: u64) -> bool {
+fn ready(api: &SimApiServer, generation: u64) -> bool {
     let status = api.status(BUDGETS, "team", "default");
     status["observedGeneration"] == generation && condition(&status, "Ready")["status"] == "True"
 }
 
-fn enforced(api: &Api, generation: u64) -> bool {
+fn enforced(api: &SimApiServer, generation: u64) -> bool {
     let status = api.status(BUDGETS, "team", "default");
     status["observedGeneration"] == generation && condition(&status, "Enforced")["status"] == "True"
 }
 
-fn exceeded(api: &Api) -> bool {
+fn exceeded(api: &SimApiServer) -> bool {
     let status = api.status(BUDGETS, "team", "default");
     !status.is_null() && condition(&status, "Exceeded")["status"] == "True"
 }
@@ -191,7 +191,7 @@ const TRANSITIONS: [Transition; 14] = [
     },
 ];
 
-async fn until(what: &str, api: &Api, done: impl Fn(&Api) -> bool) {
+async fn until(what: &str, api: &SimApiServer, done: impl Fn(&SimApiServer) -> bool) {
     let reached = async {
         while !done(api) {
             sleep(Duration::from_millis(10)).await;
@@ -206,7 +206,7 @@ async fn until(what: &str, api: &Api, done: impl Fn(&Api) -> bool) {
 }
 
 /// Waits until the operator writes nothing more.
-async fn until_quiet(api: &Api) {
+async fn until_quiet(api: &SimApiServer) {
     let start = Instant::now();
     let mut before = api.writes().len();
     loop {
@@ -226,26 +226,27 @@ async fn until_quiet(api: &Api) {
 
 /// Runs every transition while write number `doomed` meets `fate`. With `killed` the operator
 /// crashes then. Returns how many such writes occurred.
-async fn tour(doomed: usize, fate: Fate, killed: bool) -> usize {
+async fn tour(doomed: usize, fate: WriteFault, killed: bool) -> usize {
     let mut running = Running::start(small).await;
     let mut met = 0;
     for Transition { name, change, done } in TRANSITIONS {
-        running.api.doom(doomed, fate);
+        running.api.fail_write(doomed, fate);
         change(&running.api);
         let what = format!("{name}, write {doomed} {fate:?}, killed {killed}");
         if killed {
             let start = Instant::now();
-            let settled = |api: &Api| done(api) && start.elapsed() > Duration::from_millis(900);
-            while !(running.api.has_doomed() || settled(&running.api)) {
+            let settled =
+                |api: &SimApiServer| done(api) && start.elapsed() > Duration::from_millis(900);
+            while !(running.api.has_failed_write() || settled(&running.api)) {
                 assert!(start.elapsed() < END, "{what}");
                 sleep(Duration::from_millis(5)).await;
             }
-            if running.api.has_doomed() {
+            if running.api.has_failed_write() {
                 running = Running::over(running.kill().await).await;
             }
         }
         until(&what, &running.api, done).await;
-        met += usize::from(running.api.has_doomed());
+        met += usize::from(running.api.has_failed_write());
     }
     until_quiet(&running.api).await;
     running.stop().await;
@@ -256,7 +257,7 @@ async fn tour(doomed: usize, fate: Fate, killed: bool) -> usize {
 async fn every_transition_converges_after_a_crash_at_any_write() {
     let mut tours = tokio::task::JoinSet::new();
     for doomed in 1..=4 {
-        for fate in [Fate::Lost, Fate::Unanswered] {
+        for fate in [WriteFault::RequestDropped, WriteFault::ResponseDropped] {
             tours.spawn(tour(doomed, fate, true));
         }
     }
@@ -269,11 +270,11 @@ async fn refused_garbled_or_unanswered_write_is_repaired() {
     let mut tours = tokio::task::JoinSet::new();
     for doomed in 1..=3 {
         for fate in [
-            Fate::Refused(StatusCode::CONFLICT),
-            Fate::Refused(StatusCode::INTERNAL_SERVER_ERROR),
-            Fate::Refused(StatusCode::TOO_MANY_REQUESTS),
-            Fate::Garbled,
-            Fate::Unanswered,
+            WriteFault::Refused(StatusCode::CONFLICT),
+            WriteFault::Refused(StatusCode::INTERNAL_SERVER_ERROR),
+            WriteFault::Refused(StatusCode::TOO_MANY_REQUESTS),
+            WriteFault::ErrorAfterWrite,
+            WriteFault::ResponseDropped,
         ] {
             tours.spawn(tour(doomed, fate, false));
         }
@@ -286,7 +287,7 @@ async fn refused_garbled_or_unanswered_write_is_repaired() {
 async fn budget_is_in_force_only_after_quota_status_is_synced() {
     let running = Running::start(|api| {
         small(api);
-        api.controller_manager(false);
+        api.set_controller_manager_running(false);
     })
     .await;
     let pending = |status: &Value| {
@@ -295,11 +296,14 @@ async fn budget_is_in_force_only_after_quota_status_is_synced() {
     running.until("it is pending", pending).await;
     sleep(Duration::from_millis(1500)).await;
     assert!(!labelled(&running.api));
-    running.api.controller_manager(true);
+    running.api.set_controller_manager_running(true);
     running.until_ready().await;
     assert!(labelled(&running.api));
-    until("it is told", &running.api, |api| !api.events().is_empty()).await;
-    assert_eq!(running.api.events(), ["QuotasInForce"]);
+    until("it is told", &running.api, |api| {
+        !api.event_reasons().is_empty()
+    })
+    .await;
+    assert_eq!(running.api.event_reasons(), ["QuotasInForce"]);
     running.stop().await;
 }
 
@@ -338,10 +342,10 @@ async fn excess_pod_is_evicted_once_with_an_event() {
         "WithinBudget",
     ];
     until("its end is told", &running.api, |api| {
-        api.events().len() >= told.len()
+        api.event_reasons().len() >= told.len()
     })
     .await;
-    assert_eq!(running.api.events(), told);
+    assert_eq!(running.api.event_reasons(), told);
     running.stop().await;
 }
 
@@ -352,13 +356,13 @@ async fn late_watch_alone_evicts_nobody() {
     running.api.put("pods", slipped_in("late", 14));
     running.api.put("pods", slipped_in("later", 1));
     until("it is told", &running.api, exceeded).await;
-    running.api.mute("pods", true);
+    running.api.set_watch_paused("pods", true);
     running.api.delete("pods", "team", "late");
     sleep(Duration::from_secs(10)).await;
     let writes = running.api.writes();
     let evictions = writes.iter().filter(|write| write.contains("/pods/"));
     assert_eq!(evictions.count(), 0, "{writes:?}");
-    running.api.mute("pods", false);
+    running.api.set_watch_paused("pods", false);
     running.until_ready().await;
     running.stop().await;
 }
@@ -368,7 +372,9 @@ async fn failed_eviction_does_not_block_the_status() {
     let running = Running::start(small).await;
     running.until_ready().await;
     let refused = StatusCode::INTERNAL_SERVER_ERROR;
-    running.api.refuse("/late/eviction", refused, usize::MAX);
+    running
+        .api
+        .refuse_requests("/late/eviction", refused, usize::MAX);
     running.api.put("pods", slipped_in("late", 14));
     until("it is told", &running.api, exceeded).await;
     // One eviction has failed by then and is retried.
@@ -384,12 +390,12 @@ async fn failed_eviction_does_not_block_the_status() {
 async fn disruption_budget_is_honoured_for_its_grace() {
     let running = Running::start(|api| {
         small(api);
-        api.protect("late");
+        api.protect_pod("late");
     })
     .await;
     running.until_ready().await;
     running.api.put("pods", slipped_in("late", 14));
-    let tried = |api: &Api| {
+    let tried = |api: &SimApiServer| {
         let writes = api.writes();
         writes
             .iter()
@@ -407,7 +413,7 @@ async fn late_watch_causes_no_second_write() {
     let running = Running::start(small).await;
     running.until_ready().await;
     for kind in ["resourcequotas", "namespaces", "gpunodes", "nodes"] {
-        running.api.mute(kind, true);
+        running.api.set_watch_paused(kind, true);
     }
     let before = running.api.writes().len();
     let mut raised = spec("20Gi", "32Gi", 2);
@@ -424,7 +430,7 @@ async fn late_watch_causes_no_second_write() {
     assert_eq!(of("/gpu-memory-budget-guaranteed"), 1, "{writes:?}");
     assert_eq!(of("/gpunodes/n"), 1, "{writes:?}");
     for kind in ["resourcequotas", "namespaces", "gpunodes", "nodes"] {
-        running.api.mute(kind, false);
+        running.api.set_watch_paused(kind, false);
     }
     until("it is in force", &running.api, |api| ready(api, 2)).await;
     until_quiet(&running.api).await;

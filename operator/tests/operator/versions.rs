@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bursar_sim_api::Api;
+use bursar_sim_api::SimApiServer;
 use futures::future::join_all;
 use serde_json::Value;
 use serde_json::json;
@@ -117,7 +117,7 @@ fn set_later(object: &mut Value, field: &str) {
 
 /// Runs an operator over `small` and one object with a later value, until `team` is ready. A new
 /// pod is counted and an amended budget applied.
-async fn goes_on(field: &str, put: impl FnOnce(&Api)) -> Running {
+async fn goes_on(field: &str, put: impl FnOnce(&SimApiServer)) -> Running {
     let running = Running::start(|api| {
         small(api);
         put(api);

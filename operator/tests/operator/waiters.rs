@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use super::Running;
-use bursar_sim_api::{Api, Fate};
+use bursar_sim_api::{SimApiServer, WriteFault};
 
 /// A wide bound: an unanswered write takes 5 s.
 const END: Duration = Duration::from_secs(30);
@@ -27,7 +27,7 @@ fn pod(name: &str, gib: u32, borrows: bool, runs: bool) -> Value {
 }
 
 /// Simulates the agent: bound pods, waiting containers and acknowledged reservations.
-fn report(api: &Api) {
+fn report(api: &SimApiServer) {
     let there = |name: &&str| !api.get("pods", "team", name).is_null();
     let [large, small] = [("large", 10), ("small", 4)].map(|(name, gib)| {
         let bound = there(&name);
@@ -65,7 +65,7 @@ fn report(api: &Api) {
     }
 }
 
-fn fill(api: &Api) {
+fn fill(api: &SimApiServer) {
     let ready = json!([{ "type": "Ready", "status": "True" }]);
     api.put(
         "nodes",
@@ -83,7 +83,7 @@ fn fill(api: &Api) {
     report(api);
 }
 
-fn is_done(api: &Api) -> bool {
+fn is_done(api: &SimApiServer) -> bool {
     let node = api.get("gpunodes", "", "n");
     let reserved = node["spec"]["reservations"].as_array().map_or(0, Vec::len);
     let labels = api.get("nodes", "", "n")["metadata"]["labels"].clone();
@@ -97,11 +97,11 @@ fn is_done(api: &Api) -> bool {
 }
 
 /// Runs the operator until the pod is bound. Returns the number of writes.
-async fn to_the_end(doom: Option<(usize, Fate)>) -> usize {
+async fn to_the_end(doom: Option<(usize, WriteFault)>) -> usize {
     let running = Running::start(|api| {
         fill(api);
         if let Some((number, fate)) = doom {
-            api.doom(number, fate);
+            api.fail_write(number, fate);
         }
     })
     .await;
@@ -133,10 +133,10 @@ async fn waiter_gets_its_gpu_after_any_failed_write() {
     let writes = to_the_end(None).await;
     assert!(writes >= 4, "label, reserve, evict, clear");
     let fates = [
-        Fate::Refused(StatusCode::CONFLICT),
-        Fate::Refused(StatusCode::INTERNAL_SERVER_ERROR),
-        Fate::Unanswered,
-        Fate::Garbled,
+        WriteFault::Refused(StatusCode::CONFLICT),
+        WriteFault::Refused(StatusCode::INTERNAL_SERVER_ERROR),
+        WriteFault::ResponseDropped,
+        WriteFault::ErrorAfterWrite,
     ];
     let dooms = (1..=writes).flat_map(|number| fates.map(|fate| (number, fate)));
     // Only a few at a time, because the other tests' operators have time bounds too.
@@ -187,7 +187,7 @@ async fn waiter_that_has_started_is_not_relocated() {
     .await;
     running.until_listed().await;
     let api = &running.api;
-    api.mute("gpunodes", true);
+    api.set_watch_paused("gpunodes", true);
     api.put("gpunodes", gpu_node("n", &[("other", 12), ("owner", 4)]));
     sleep(Duration::from_secs(12)).await;
     let gone = || api.get("pods", "team", "owner").is_null();
@@ -202,7 +202,7 @@ async fn waiter_that_has_started_is_not_relocated() {
 }
 
 /// Simulates an agent with two GPUs of 16. With `binds` a waiter is bound to its reserved GPU.
-fn report_two(api: &Api, pods: &[(&str, usize, u32)], binds: bool) {
+fn report_two(api: &SimApiServer, pods: &[(&str, usize, u32)], binds: bool) {
     let there = |name: &str| !api.get("pods", "team", name).is_null();
     let mut node = api.get("gpunodes", "", "n");
     let mut bound = false;
@@ -255,12 +255,12 @@ async fn two_operators_preempt_on_one_gpu_for_one_waiter() {
     .await;
     let api = first.api.clone();
     sleep(Duration::from_secs(1)).await;
-    let second = Running::over(api.another_way()).await;
+    let second = Running::over(api.with_separate_watch_pauses()).await;
     second.until_listed().await;
     // The second operator would evict one borrower from the first GPU, which by now has two. The
     // other GPU has one.
     for kind in ["gpunodes", "pods"] {
-        second.api.mute(kind, true);
+        second.api.set_watch_paused(kind, true);
     }
     for name in ["a1", "a2"] {
         api.put("pods", pod(name, 5, true, true));
@@ -273,7 +273,7 @@ async fn two_operators_preempt_on_one_gpu_for_one_waiter() {
         sleep(Duration::from_millis(100)).await;
     }
     for kind in ["gpunodes", "pods"] {
-        second.api.mute(kind, false);
+        second.api.set_watch_paused(kind, false);
     }
     let reserved = || api.get("gpunodes", "", "n")["spec"]["reservations"].clone();
     while reserved().as_array().is_none_or(|held| !held.is_empty()) {

@@ -3,7 +3,7 @@
 use std::pin::pin;
 use std::time::Duration;
 
-use bursar_sim_api::{Api, Fate, Faults, Telling};
+use bursar_sim_api::{Faults, SimApiServer, WatchFault, WriteFault};
 use bursar_watch::{History, Pauses, watch};
 use futures::StreamExt as _;
 use k8s_openapi::api::core::v1::ConfigMap;
@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep, timeout};
 const KIND: &str = "configmaps";
 const LONGEST: Duration = Duration::from_secs(10);
 
-fn put(api: &Api, name: &str, value: usize) {
+fn put(api: &SimApiServer, name: &str, value: usize) {
     let data = json!({ "value": value.to_string() });
     let object = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": name }, "data": data });
     api.put(KIND, object);
@@ -75,7 +75,7 @@ fn list(names: &[&str]) -> Told {
     Told::List(names.iter().map(|&name| name.to_owned()).collect())
 }
 
-fn lists(api: &Api) -> Vec<Instant> {
+fn lists(api: &SimApiServer) -> Vec<Instant> {
     let requests = api.requests().into_iter();
     let lists = requests.filter(|(_, request)| request.starts_with("LIST "));
     lists.map(|(at, _)| at).collect()
@@ -83,7 +83,7 @@ fn lists(api: &Api) -> Vec<Instant> {
 
 #[tokio::test(start_paused = true)]
 async fn watch_lists_anew_when_etcd_was_restored() {
-    let api = Api::start();
+    let api = SimApiServer::start();
     put(&api, "kept", 0);
     let backup = api.backup();
     let history = History::default();
@@ -103,7 +103,7 @@ async fn watch_lists_anew_when_etcd_was_restored() {
 
 #[tokio::test(start_paused = true)]
 async fn watch_resumes_where_it_was_after_each_end() {
-    let api = Api::start();
+    let api = SimApiServer::start();
     put(&api, "a", 0);
     let history = History::default();
     let mut told = follow(api.client(), &history);
@@ -117,7 +117,7 @@ async fn watch_resumes_where_it_was_after_each_end() {
 
 #[tokio::test(start_paused = true)]
 async fn watch_lists_anew_when_asked() {
-    let api = Api::start();
+    let api = SimApiServer::start();
     let history = History::default();
     let mut told = follow(api.client(), &history);
     assert_eq!(next(&mut told, LONGEST).await, list(&[]));
@@ -127,7 +127,7 @@ async fn watch_lists_anew_when_asked() {
 
 #[tokio::test(start_paused = true)]
 async fn watch_lists_anew_every_half_hour_at_least() {
-    let api = Api::start();
+    let api = SimApiServer::start();
     let mut told = follow(api.client(), &History::default());
     assert_eq!(next(&mut told, LONGEST).await, list(&[]));
     for _ in 0..20 {
@@ -140,8 +140,8 @@ async fn watch_lists_anew_every_half_hour_at_least() {
 #[tokio::test(start_paused = true)]
 async fn clients_back_off_while_their_lists_fail() {
     const CLIENTS: usize = 5_000;
-    let api = Api::start();
-    api.away(true);
+    let api = SimApiServer::start();
+    api.set_unavailable(true);
     let history = History::default();
     let mut told: Vec<_> = (0..CLIENTS)
         .map(|_| follow(api.client(), &history))
@@ -155,7 +155,7 @@ async fn clients_back_off_while_their_lists_fail() {
         (3.0..6.5).contains(&lists_of_each),
         "{lists_of_each} a minute"
     );
-    api.away(false);
+    api.set_unavailable(false);
     let back = Instant::now();
     for told in &mut told {
         assert_eq!(next(told, 2 * LONGEST).await, list(&[]));
@@ -174,9 +174,9 @@ async fn clients_back_off_while_their_lists_fail() {
 
 #[tokio::test(start_paused = true)]
 async fn clients_back_off_while_their_watches_end_at_once() {
-    let api = Api::start();
-    let ended = Faults::short_watches("case", 0);
-    let mut told = follow(api.client_through(&ended), &History::default());
+    let api = SimApiServer::start();
+    let ended = Faults::with_watch_timeout("case", 0);
+    let mut told = follow(api.client_with_faults(&ended), &History::default());
     assert_eq!(next(&mut told, LONGEST).await, list(&[]));
     sleep(Duration::from_secs(60)).await;
     let before = api.requests().len();
@@ -190,9 +190,9 @@ async fn clients_back_off_while_their_watches_end_at_once() {
 
 #[tokio::test(start_paused = true)]
 async fn watch_goes_on_after_its_connection_died_in_silence() {
-    let api = Api::start();
-    let silent = Faults::of_all(Fate::Lost, Telling::Silent);
-    let mut told = follow(api.client_through(&silent), &History::default());
+    let api = SimApiServer::start();
+    let silent = Faults::for_all_objects(WriteFault::RequestDropped, WatchFault::Stalled);
+    let mut told = follow(api.client_with_faults(&silent), &History::default());
     assert_eq!(next(&mut told, LONGEST).await, list(&[]));
     for value in 0..3 {
         put(&api, "a", value);

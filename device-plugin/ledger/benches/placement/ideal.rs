@@ -65,7 +65,7 @@ fn simulate(work: &Workload, fair: bool) -> Outcome {
         });
     }
     Outcome {
-        waits,
+        wait_times_ms: waits,
         failures: 0,
         used_gib_ms,
         window_ms: last,

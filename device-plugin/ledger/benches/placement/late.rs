@@ -4,9 +4,10 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
 
-use bursar_ledger::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenSet};
+use bursar_ledger::units::{AllocationId, DeviceIdSet, PodUid, Quanta, Quantum, Resource};
 use bursar_ledger::{
-    Answer, Binding, ClaimId, Gpu, Health, Ledger, Moment, Priority, Shape, Start, Ticket,
+    BindOutcome, BindRequest, Binding, BootTime, ClaimId, Gpu, GpuSpread, Health, Ledger, Priority,
+    WaitHandle,
 };
 
 use crate::Outcome;
@@ -26,7 +27,7 @@ enum Event {
     /// The pod is created.
     Created(usize),
     /// The kubelet calls `PreStartContainer`, for the n-th time.
-    Starts(usize, usize),
+    ContainerStarts(usize, usize),
     /// That call has waited long enough.
     CallEnds(usize, usize),
 }
@@ -38,13 +39,13 @@ struct Node<'a> {
     /// Pods that the scheduler has not placed, in order of creation.
     pending: Vec<usize>,
     free_tokens: BTreeSet<u16>,
-    tokens: HashMap<usize, TokenSet>,
+    tokens: HashMap<usize, DeviceIdSet>,
     /// Open calls.
-    calls: HashMap<ClaimId, (usize, Ticket)>,
-    waits: Vec<u64>,
+    calls: HashMap<ClaimId, (usize, WaitHandle)>,
+    wait_times_ms: Vec<u64>,
     failures: usize,
     used_gib_ms: u128,
-    last: u64,
+    last_event_ms: u64,
     /// Whether the scheduler heeds the node's label of the largest free GPU.
     steered: bool,
 }
@@ -67,51 +68,55 @@ pub(crate) fn run(work: &Workload, steered: bool) -> Outcome {
         free_tokens: (0..(GPUS as u16 * GPU_GIB as u16)).collect(),
         tokens: HashMap::new(),
         calls: HashMap::new(),
-        waits: vec![u64::MAX; work.pods.len()],
+        wait_times_ms: vec![u64::MAX; work.pods.len()],
         failures: 0,
         used_gib_ms: 0,
-        last: work.pods.last().map_or(0, |pod| pod.created_ms),
+        last_event_ms: work.pods.last().map_or(0, |pod| pod.created_ms),
         steered,
     };
     while let Some(Reverse((now, event))) = node.events.pop() {
-        node.happen(event, now);
+        node.handle(event, now);
         let at_once = node
             .events
             .peek()
             .is_some_and(|Reverse((at, _))| *at == now);
         if !at_once {
             node.schedule(now);
-            for binding in node.ledger.advance(Moment(now)) {
+            for binding in node.ledger.advance(BootTime(now)) {
                 node.run_pod(&binding, now);
             }
         }
     }
-    node.failures += node.waits.iter().filter(|&&wait| wait == u64::MAX).count();
+    node.failures += node
+        .wait_times_ms
+        .iter()
+        .filter(|&&wait| wait == u64::MAX)
+        .count();
     Outcome {
-        waits: node.waits,
+        wait_times_ms: node.wait_times_ms,
         failures: node.failures,
         used_gib_ms: node.used_gib_ms,
-        window_ms: node.last,
+        window_ms: node.last_event_ms,
     }
 }
 
 impl Node<'_> {
-    fn happen(&mut self, event: Event, now: u64) {
+    fn handle(&mut self, event: Event, now: u64) {
         match event {
             Event::Created(pod) => self.pending.push(pod),
             Event::Ended(pod) => {
-                self.ledger.pod_gone(&uid(pod));
+                self.ledger.release_pod(&uid(pod));
                 let tokens = self.tokens.remove(&pod).expect("a pod that ran had tokens");
                 self.free_tokens.extend(tokens.indexes());
             }
-            Event::Starts(pod, attempt) => self.start(pod, attempt, now),
+            Event::ContainerStarts(pod, attempt) => self.start(pod, attempt, now),
             Event::CallEnds(pod, attempt) => {
                 let call = self.calls.iter().find(|(_, (other, _))| *other == pod);
                 if let Some((&claim, &(_, ticket))) = call {
                     self.calls.remove(&claim);
-                    self.ledger.stop_waiting(ticket, Moment(now));
+                    self.ledger.stop_waiting(ticket, BootTime(now));
                     let retry = RETRY_MS[attempt.min(RETRY_MS.len() - 1)];
-                    let again = Event::Starts(pod, attempt + 1);
+                    let again = Event::ContainerStarts(pod, attempt + 1);
                     self.events.push(Reverse((now + retry, again)));
                 }
             }
@@ -132,10 +137,10 @@ impl Node<'_> {
             for token in &tokens {
                 self.free_tokens.remove(token);
             }
-            let tokens = TokenSet::from_indexes(tokens).expect("a pod asks for something");
+            let tokens = DeviceIdSet::from_indexes(tokens).expect("a pod asks for something");
             let id = AllocationId::from_bits(pod as u64);
             self.ledger
-                .book(id, Resource::DeviceMemory, tokens.clone(), Moment(now));
+                .add_pending(id, Resource::DeviceMemory, tokens.clone(), BootTime(now));
             self.tokens.insert(pod, tokens);
             self.start(pod, 0, now);
             label = self.largest_free(now);
@@ -146,26 +151,26 @@ impl Node<'_> {
     /// the seconds by which a real label lags.
     fn largest_free(&self, now: u64) -> usize {
         if self.steered {
-            self.ledger.view(Moment(now)).largest_free().0 as usize
+            self.ledger.view(BootTime(now)).largest_free().0 as usize
         } else {
             usize::MAX
         }
     }
 
     fn start(&mut self, pod: usize, attempt: usize, now: u64) {
-        let start = Start {
+        let start = BindRequest {
             resource: Resource::DeviceMemory,
-            tokens: self.tokens[&pod].clone(),
+            device_ids: self.tokens[&pod].clone(),
             containers: Vec::new(),
             pod: uid(pod),
-            shape: Shape::default(),
+            spread: GpuSpread::default(),
             priority: Priority::default(),
         };
-        match self.ledger.start(start, Moment(now)) {
+        match self.ledger.bind(start, BootTime(now)) {
             Err(_) => self.failures += 1,
-            Ok(started) => match started.answer {
-                Answer::Bound(binding) => self.run_pod(&binding, now),
-                Answer::Wait(ticket, _) => {
+            Ok(started) => match started.outcome {
+                BindOutcome::Bound(binding) => self.run_pod(&binding, now),
+                BindOutcome::Queued(ticket, _) => {
                     self.calls.insert(ticket.claim, (pod, ticket));
                     self.events
                         .push(Reverse((now + RPC_MS, Event::CallEnds(pod, attempt))));
@@ -183,9 +188,10 @@ impl Node<'_> {
             life_ms,
             created_ms,
         } = self.work.pods[pod];
-        self.waits[pod] = now - created_ms;
+        self.wait_times_ms[pod] = now - created_ms;
         let until = now + life_ms;
-        self.used_gib_ms += u128::from(until.min(self.last).saturating_sub(now)) * u128::from(gib);
+        self.used_gib_ms +=
+            u128::from(until.min(self.last_event_ms).saturating_sub(now)) * u128::from(gib);
         // Seen by the next poll.
         self.events.push(Reverse((
             until.next_multiple_of(POLL_MS),

@@ -15,7 +15,7 @@ use workload::{GPU_GIB, GPUS, Pod, Workload};
 /// What became of a run's pods.
 pub(crate) struct Outcome {
     /// For each pod the milliseconds from its creation to its start.
-    waits: Vec<u64>,
+    wait_times_ms: Vec<u64>,
     /// Pods that were refused for want of room (Failed for ever in Kubernetes).
     failures: usize,
     /// Memory times time that pods ran with until the last pod was created.
@@ -26,11 +26,11 @@ pub(crate) struct Outcome {
 
 impl Outcome {
     fn mean_s(&self) -> f64 {
-        self.waits.iter().sum::<u64>() as f64 / self.waits.len() as f64 / 1000.0
+        self.wait_times_ms.iter().sum::<u64>() as f64 / self.wait_times_ms.len() as f64 / 1000.0
     }
 
     fn quantile_s(&self, q: f64) -> f64 {
-        let mut waits = self.waits.clone();
+        let mut waits = self.wait_times_ms.clone();
         waits.sort_unstable();
         waits[((waits.len() - 1) as f64 * q) as usize] as f64 / 1000.0
     }
@@ -73,7 +73,7 @@ fn print_row(load: &str, who: &str, work: &Workload, run: &Outcome, ideal: &Outc
     let big: Vec<u64> = work
         .pods
         .iter()
-        .zip(&run.waits)
+        .zip(&run.wait_times_ms)
         .filter(|(Pod { gib, .. }, _)| *gib == 80)
         .map(|(_, wait)| *wait)
         .collect();

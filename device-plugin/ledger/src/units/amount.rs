@@ -28,7 +28,7 @@ impl Bytes {
     }
 
     /// The whole quanta of the amount; the rest is offered to no pod.
-    pub fn whole(self, quantum: Quantum) -> Quanta {
+    pub fn whole_quanta(self, quantum: Quantum) -> Quanta {
         Quanta(u32::try_from(quantum.floor(self.0)).unwrap_or(u32::MAX))
     }
 }
@@ -44,7 +44,7 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// A count of quanta, and so of device ids. [`Quantum`] is the size in bytes of each.
+/// A count of quanta, and so of device ids. [`QuantumChanged`] is the size in bytes of each.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -98,15 +98,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_are_shown_in_the_unit_that_divides_them() {
+    fn bytes_display_uses_the_largest_dividing_unit() {
         assert_eq!(Bytes::gib(12).to_string(), "12 GiB");
         assert_eq!(Bytes::mib(768).to_string(), "768 MiB");
         assert_eq!(Bytes(1000).to_string(), "1000 B");
     }
 
     #[test]
-    fn a_gpu_offers_whole_quanta_only() {
-        assert_eq!(Bytes::mib(2047).whole(Quantum::Gib1), Quanta(1));
-        assert_eq!(Bytes::mib(2047).whole(Quantum::Mib256), Quanta(7));
+    fn partial_quanta_are_not_counted() {
+        assert_eq!(Bytes::mib(2047).whole_quanta(Quantum::Gib1), Quanta(1));
+        assert_eq!(Bytes::mib(2047).whole_quanta(Quantum::Mib256), Quanta(7));
     }
 }

@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_allocation_id_is_16_lower_case_hex_digits() {
+    fn allocation_id_is_16_lower_case_hex_digits() {
         let id = AllocationId::from_bits(0xbeef);
         assert_eq!(id.to_string(), "000000000000beef");
         assert_eq!(id.to_string().parse(), Ok(id));
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_uid_cannot_leave_its_folder() {
+    fn pod_uid_with_path_characters_is_rejected() {
         assert!(
             "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11"
                 .parse::<PodUid>()
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn gpus_and_mig_instances_have_nvml_names() {
+    fn gpu_uuid_accepts_gpus_and_mig_instances() {
         assert!(
             "GPU-5e0d2ba4-6a6c-4d3d-9d0b-000000000001"
                 .parse::<GpuUuid>()

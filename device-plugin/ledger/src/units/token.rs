@@ -9,7 +9,7 @@ use std::str::FromStr;
 use super::{Quanta, Quantum, UnitError, serde_as_str};
 
 /// The most device ids of one resource that a node registers.
-pub const MAX_TOKENS: u16 = 4096;
+pub const MAX_DEVICE_IDS: u16 = 4096;
 
 /// An extended resource of the node.
 #[derive(
@@ -52,36 +52,36 @@ impl fmt::Display for Resource {
 
 /// One device id: `m-0417`, `u-0003`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct TokenId {
+pub struct DeviceId {
     resource: Resource,
     index: u16,
 }
 
-impl TokenId {
+impl DeviceId {
     /// The resource of the device id.
     pub const fn resource(self) -> Resource {
         self.resource
     }
 
-    /// The number of the device id, below [`MAX_TOKENS`].
+    /// The number of the device id, below [`MAX_DEVICE_IDS`].
     pub const fn index(self) -> u16 {
         self.index
     }
 
     /// The first `count` device ids of `resource`: those that a node of so many quanta registers,
-    /// at most [`MAX_TOKENS`].
+    /// at most [`MAX_DEVICE_IDS`].
     pub fn first(resource: Resource, count: u16) -> impl Iterator<Item = Self> {
-        (0..count.min(MAX_TOKENS)).map(move |index| Self { resource, index })
+        (0..count.min(MAX_DEVICE_IDS)).map(move |index| Self { resource, index })
     }
 }
 
-impl fmt::Display for TokenId {
+impl fmt::Display for DeviceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}-{:04}", self.resource.letter(), self.index)
     }
 }
 
-impl FromStr for TokenId {
+impl FromStr for DeviceId {
     type Err = UnitError;
 
     fn from_str(text: &str) -> Result<Self, UnitError> {
@@ -92,34 +92,37 @@ impl FromStr for TokenId {
                 _ => return None,
             };
             let canonical = digits.len() == 4 && digits.bytes().all(|b| b.is_ascii_digit());
-            let index = digits.parse().ok().filter(|&index| index < MAX_TOKENS)?;
+            let index = digits
+                .parse()
+                .ok()
+                .filter(|&index| index < MAX_DEVICE_IDS)?;
             canonical.then_some(Self { resource, index })
         };
-        parse().ok_or_else(|| UnitError::Token(text.to_owned()))
+        parse().ok_or_else(|| UnitError::DeviceId(text.to_owned()))
     }
 }
 
-serde_as_str!(TokenId);
+serde_as_str!(DeviceId);
 
 /// The device ids of one container's allocation: a sorted set, never empty. The kubelet's order and
 /// duplicates mean nothing and are dropped. Stored as `0-3,17`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct TokenSet(Box<[u16]>);
+pub struct DeviceIdSet(Box<[u16]>);
 
-impl TokenSet {
+impl DeviceIdSet {
     /// The set of these device ids, all of `resource`.
     ///
     /// # Errors
-    /// [`UnitError::Token`], [`UnitError::ForeignToken`] or [`UnitError::NoTokens`].
+    /// [`UnitError::DeviceId`], [`UnitError::ForeignDeviceId`] or [`UnitError::NoDeviceIds`].
     pub fn from_ids<S: AsRef<str>>(
         resource: Resource,
         ids: impl IntoIterator<Item = S>,
     ) -> Result<Self, UnitError> {
         let mut indexes = Vec::new();
         for id in ids {
-            let token: TokenId = id.as_ref().parse()?;
+            let token: DeviceId = id.as_ref().parse()?;
             if token.resource != resource {
-                return Err(UnitError::ForeignToken {
+                return Err(UnitError::ForeignDeviceId {
                     token,
                     expected: resource,
                 });
@@ -132,14 +135,14 @@ impl TokenSet {
     /// The set of these indexes.
     ///
     /// # Errors
-    /// [`UnitError::NoTokens`], or [`UnitError::TokenList`] for an index of [`MAX_TOKENS`] or more.
+    /// [`UnitError::NoDeviceIds`], or [`UnitError::DeviceIdSet`] for an index of [`MAX_DEVICE_IDS`] or more.
     pub fn from_indexes(indexes: impl IntoIterator<Item = u16>) -> Result<Self, UnitError> {
         let mut indexes: Vec<u16> = indexes.into_iter().collect();
         indexes.sort_unstable();
         indexes.dedup();
         match indexes.last() {
-            None => Err(UnitError::NoTokens),
-            Some(&last) if last >= MAX_TOKENS => Err(UnitError::TokenList(last.to_string())),
+            None => Err(UnitError::NoDeviceIds),
+            Some(&last) if last >= MAX_DEVICE_IDS => Err(UnitError::DeviceIdSet(last.to_string())),
             Some(_) => Ok(Self(indexes.into_boxed_slice())),
         }
     }
@@ -156,8 +159,9 @@ impl TokenSet {
     }
 
     /// The device ids of `resource`, in ascending order.
-    pub fn ids(&self, resource: Resource) -> impl Iterator<Item = TokenId> {
-        self.indexes().map(move |index| TokenId { resource, index })
+    pub fn ids(&self, resource: Resource) -> impl Iterator<Item = DeviceId> {
+        self.indexes()
+            .map(move |index| DeviceId { resource, index })
     }
 
     /// Whether the two sets share a device id.
@@ -171,7 +175,7 @@ impl TokenSet {
     }
 }
 
-impl fmt::Display for TokenSet {
+impl fmt::Display for DeviceIdSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, run) in self.0.chunk_by(|a, b| a + 1 == *b).enumerate() {
             let comma = if i == 0 { "" } else { "," };
@@ -185,18 +189,18 @@ impl fmt::Display for TokenSet {
     }
 }
 
-impl FromStr for TokenSet {
+impl FromStr for DeviceIdSet {
     type Err = UnitError;
 
     fn from_str(text: &str) -> Result<Self, UnitError> {
-        let wrong = || UnitError::TokenList(text.to_owned());
+        let wrong = || UnitError::DeviceIdSet(text.to_owned());
         let mut indexes = Vec::new();
         for run in text.split(',') {
             let (first, last) = run.split_once('-').unwrap_or((run, run));
             let first: u16 = first.parse().map_err(|_| wrong())?;
             let last: u16 = last.parse().map_err(|_| wrong())?;
             let sorted = indexes.last().is_none_or(|&before| before < first);
-            if !sorted || first > last || last >= MAX_TOKENS {
+            if !sorted || first > last || last >= MAX_DEVICE_IDS {
                 return Err(wrong());
             }
             indexes.extend(first..=last);
@@ -205,7 +209,7 @@ impl FromStr for TokenSet {
     }
 }
 
-serde_as_str!(TokenSet);
+serde_as_str!(DeviceIdSet);
 
 #[cfg(test)]
 mod tests {
@@ -214,8 +218,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_is_a_letter_and_four_digits() {
-        let token: TokenId = "m-0417".parse().unwrap();
+    fn device_id_is_a_letter_and_four_digits() {
+        let token: DeviceId = "m-0417".parse().unwrap();
         assert_eq!(
             (token.resource(), token.index()),
             (Resource::DeviceMemory, 417)
@@ -224,36 +228,36 @@ mod tests {
         for bad in [
             "", "m-", "m-417", "m-4096", "x-0001", "m-+417", "m-0417 ", "é-0001",
         ] {
-            assert!(bad.parse::<TokenId>().is_err(), "{bad:?}");
+            assert!(bad.parse::<DeviceId>().is_err(), "{bad:?}");
         }
     }
 
     #[test]
-    fn order_and_duplicates_of_the_ids_mean_nothing() {
-        let set = TokenSet::from_ids(Resource::ManagedMemory, ["u-0003", "u-0001", "u-0003"]);
+    fn device_id_set_ignores_order_and_duplicates() {
+        let set = DeviceIdSet::from_ids(Resource::ManagedMemory, ["u-0003", "u-0001", "u-0003"]);
         assert_eq!(set.unwrap().to_string(), "1,3");
     }
 
     #[test]
-    fn a_token_of_the_other_resource_is_refused() {
-        let set = TokenSet::from_ids(Resource::DeviceMemory, ["m-0001", "u-0001"]);
-        assert!(matches!(set, Err(UnitError::ForeignToken { .. })));
+    fn device_id_of_another_resource_is_rejected() {
+        let set = DeviceIdSet::from_ids(Resource::DeviceMemory, ["m-0001", "u-0001"]);
+        assert!(matches!(set, Err(UnitError::ForeignDeviceId { .. })));
     }
 
     #[test]
-    fn a_set_is_never_empty() {
+    fn empty_device_id_set_is_rejected() {
         let none: [&str; 0] = [];
         assert_eq!(
-            TokenSet::from_ids(Resource::DeviceMemory, none),
-            Err(UnitError::NoTokens)
+            DeviceIdSet::from_ids(Resource::DeviceMemory, none),
+            Err(UnitError::NoDeviceIds)
         );
         for bad in ["", "3-1", "1,1", "2,1", "4096", "1-", "a"] {
-            assert!(bad.parse::<TokenSet>().is_err(), "{bad:?}");
+            assert!(bad.parse::<DeviceIdSet>().is_err(), "{bad:?}");
         }
     }
 
     #[test]
-    fn a_resource_is_named_after_its_quantum() {
+    fn resource_name_contains_its_quantum() {
         let device = Resource::DeviceMemory;
         assert_eq!(device.name(Quantum::Gib1), "bursar.dev/gpu-memory-gib");
         assert_eq!(device.name(Quantum::Mib256), "bursar.dev/gpu-memory-256mib");
@@ -261,8 +265,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_set_survives_its_text(indexes in prop::collection::vec(0..MAX_TOKENS, 1..60)) {
-            let set = TokenSet::from_indexes(indexes).unwrap();
+        fn a_set_survives_its_text(indexes in prop::collection::vec(0..MAX_DEVICE_IDS, 1..60)) {
+            let set = DeviceIdSet::from_indexes(indexes).unwrap();
             prop_assert_eq!(set.to_string().parse(), Ok(set));
         }
 
@@ -272,7 +276,7 @@ mod tests {
             b in prop::collection::btree_set(0..40u16, 1..10),
         ) {
             let share = a.intersection(&b).next().is_some();
-            let (a, b) = (TokenSet::from_indexes(a).unwrap(), TokenSet::from_indexes(b).unwrap());
+            let (a, b) = (DeviceIdSet::from_indexes(a).unwrap(), DeviceIdSet::from_indexes(b).unwrap());
             prop_assert_eq!(a.overlaps(&b), share);
         }
     }

@@ -3,7 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_ledger::units::{AllocationId, GpuUuid, Quanta, Resource};
-use bursar_ledger::{Binding, ClaimId, Health, LATE, Moment, Placement, Start, View, Waiter};
+use bursar_ledger::{
+    AGING_AFTER, BindRequest, Binding, BootTime, ClaimId, Health, LedgerView, Placement,
+    QueuedClaim,
+};
 
 use crate::node::Node;
 
@@ -12,56 +15,58 @@ use crate::node::Node;
 pub(crate) struct Queue {
     /// The first that could ever have memory.
     pub(crate) head: Option<Head>,
-    waiters: Vec<Waiter>,
+    claims: Vec<QueuedClaim>,
     /// When a claim was first seen in the queue, even if its kubelet stayed away since.
-    queued: BTreeMap<ClaimId, Moment>,
+    queued_at: BTreeMap<ClaimId, BootTime>,
     bound: BTreeSet<AllocationId>,
 }
 
 impl Queue {
     /// Whether the claim waited, and is not in the queue any more.
-    pub(crate) fn may_be_held(&self, claim: ClaimId) -> bool {
-        self.queued.contains_key(&claim) && self.waiters.iter().all(|waiter| waiter.claim != claim)
+    pub(crate) fn may_be_granted(&self, claim: ClaimId) -> bool {
+        self.queued_at.contains_key(&claim)
+            && self.claims.iter().all(|waiter| waiter.claim != claim)
     }
 }
 
 /// The waiter of device memory whose turn is next, if one GPU can hold it.
 pub(crate) struct Head {
-    waiter: Waiter,
+    claim: QueuedClaim,
     late: bool,
     /// The most that is not bound on one healthy GPU that could hold it.
-    room: Quanta,
+    largest_free: Quanta,
 }
 
 /// Checks everything; answers the queue for the next step.
-pub(crate) fn all(node: &Node, before: Queue) -> Queue {
+pub(crate) fn check_all(node: &Node, before: Queue) -> Queue {
     let bindings: Vec<Binding> = node.ledger.bindings().collect();
     let view = node.ledger.view(node.now);
-    the_node_was_told_every_binding(node, &bindings);
-    no_gpu_is_over_booked(node, &bindings, &view);
-    let waiters = node.ledger.waiters(node.now);
-    the_queue_is_in_order(node, &waiters);
-    let head = head(node, &waiters, &view);
+    check_bindings_are_reported(node, &bindings);
+    check_no_overcommit(node, &bindings, &view);
+    let waiters = node.ledger.queued_claims(node.now);
+    check_queue_order(node, &waiters);
+    let head = queue_head(node, &waiters, &view);
     if let (Some(before_head), Some(head)) = (&before.head, &head)
-        && before_head.waiter.claim == head.waiter.claim
-        && takers(node, &before, &bindings, &waiters).all(|taker| is_behind(taker, before_head))
+        && before_head.claim.claim == head.claim.claim
+        && grants_since(node, &before, &bindings, &waiters)
+            .all(|taker| is_lower_ranked(taker, before_head))
     {
         assert!(
-            head.room >= before_head.room,
+            head.largest_free >= before_head.largest_free,
             "later claims took the memory that {:?} waits for: {} of {} left",
-            head.waiter,
-            head.room,
-            before_head.room,
+            head.claim,
+            head.largest_free,
+            before_head.largest_free,
         );
     }
-    let mut queued = before.queued;
+    let mut queued = before.queued_at;
     for waiter in &waiters {
-        queued.entry(waiter.claim).or_insert(waiter.queued);
+        queued.entry(waiter.claim).or_insert(waiter.queued_at);
     }
     Queue {
         head,
-        waiters,
-        queued,
+        claims: waiters,
+        queued_at: queued,
         bound: bindings
             .into_iter()
             .flat_map(|binding| binding.allocations)
@@ -69,7 +74,7 @@ pub(crate) fn all(node: &Node, before: Queue) -> Queue {
     }
 }
 
-fn the_node_was_told_every_binding(node: &Node, bindings: &[Binding]) {
+fn check_bindings_are_reported(node: &Node, bindings: &[Binding]) {
     let mut count = 0;
     for binding in bindings {
         for id in &binding.allocations {
@@ -89,7 +94,7 @@ fn the_node_was_told_every_binding(node: &Node, bindings: &[Binding]) {
     );
 }
 
-fn no_gpu_is_over_booked(node: &Node, bindings: &[Binding], view: &View) {
+fn check_no_overcommit(node: &Node, bindings: &[Binding], view: &LedgerView) {
     let mut used: BTreeMap<&GpuUuid, Quanta> = BTreeMap::new();
     let mut managed = Quanta::ZERO;
     for binding in bindings {
@@ -122,13 +127,13 @@ fn no_gpu_is_over_booked(node: &Node, bindings: &[Binding], view: &View) {
     );
 }
 
-fn the_queue_is_in_order(node: &Node, waiters: &[Waiter]) {
-    let key = |waiter: &Waiter| {
-        let late = node.now.since(waiter.queued) >= LATE;
+fn check_queue_order(node: &Node, waiters: &[QueuedClaim]) {
+    let key = |waiter: &QueuedClaim| {
+        let late = node.now.since(waiter.queued_at) >= AGING_AFTER;
         let size = if late {
             Quanta(u32::MAX)
         } else {
-            waiter.tokens.quanta()
+            waiter.device_ids.quanta()
         };
         (
             waiter.reason.resource != Resource::DeviceMemory,
@@ -138,13 +143,15 @@ fn the_queue_is_in_order(node: &Node, waiters: &[Waiter]) {
     assert!(waiters.is_sorted_by_key(key), "out of order: {waiters:?}");
 }
 
-fn head(node: &Node, waiters: &[Waiter], view: &View) -> Option<Head> {
-    let able = |waiter: &&Waiter| waiter.reason.gpus.is_some();
+fn queue_head(node: &Node, waiters: &[QueuedClaim], view: &LedgerView) -> Option<Head> {
+    let able = |waiter: &&QueuedClaim| waiter.reason.gpus.is_some();
     let waiter = waiters.iter().find(able)?.clone();
-    if waiter.reason.gpus.is_none_or(|gpus| gpus.get() > 1) || !waiter.reason.others.is_empty() {
+    if waiter.reason.gpus.is_none_or(|gpus| gpus.get() > 1)
+        || !waiter.reason.other_containers.is_empty()
+    {
         return None;
     }
-    let need = waiter.tokens.quanta();
+    let need = waiter.device_ids.quanta();
     let room = view
         .gpus
         .iter()
@@ -155,18 +162,22 @@ fn head(node: &Node, waiters: &[Waiter], view: &View) -> Option<Head> {
         room < need,
         "{waiter:?} waits, and {room} is free on one GPU"
     );
-    let late = node.now.since(waiter.queued) >= LATE;
-    Some(Head { waiter, late, room })
+    let late = node.now.since(waiter.queued_at) >= AGING_AFTER;
+    Some(Head {
+        claim: waiter,
+        late,
+        largest_free: room,
+    })
 }
 
 /// The claims that were given memory since `before`, bound or held: size, priority and whether each
 /// was late.
-fn takers<'a>(
+fn grants_since<'a>(
     node: &'a Node,
     before: &'a Queue,
     bindings: &'a [Binding],
-    waiters: &'a [Waiter],
-) -> impl Iterator<Item = Taker> + 'a {
+    waiters: &'a [QueuedClaim],
+) -> impl Iterator<Item = Grant> + 'a {
     let new = bindings.iter().filter(|binding| {
         !binding
             .allocations
@@ -174,43 +185,43 @@ fn takers<'a>(
             .any(|id| before.bound.contains(id))
     });
     let direct = new.map(move |binding| {
-        let queued = before.queued.get(&binding.claim);
-        Taker {
-            quanta: binding.tokens.quanta(),
+        let queued = before.queued_at.get(&binding.claim);
+        Grant {
+            quanta: binding.device_ids.quanta(),
             priority: node.priority_of(&binding.pod),
-            late: queued.is_some_and(|&queued| node.now.since(queued) >= LATE),
+            late: queued.is_some_and(|&queued| node.now.since(queued) >= AGING_AFTER),
         }
     });
     let left = before
-        .waiters
+        .claims
         .iter()
         .filter(|waiter| waiters.iter().all(|now| now.claim != waiter.claim))
-        .map(move |waiter| Taker {
-            quanta: waiter.tokens.quanta(),
+        .map(move |waiter| Grant {
+            quanta: waiter.device_ids.quanta(),
             priority: waiter.priority.0,
-            late: node.now.since(waiter.queued) >= LATE,
+            late: node.now.since(waiter.queued_at) >= AGING_AFTER,
         });
     direct.chain(left)
 }
 
-struct Taker {
+struct Grant {
     quanta: Quanta,
     priority: i32,
     late: bool,
 }
 
 /// Whether the head goes before this one by the queue's rules, whatever the order of arrival.
-fn is_behind(taker: Taker, head: &Head) -> bool {
-    let priority = head.waiter.priority.0;
+fn is_lower_ranked(taker: Grant, head: &Head) -> bool {
+    let priority = head.claim.priority.0;
     taker.priority < priority
         || (taker.priority == priority
             && !taker.late
-            && (head.late || taker.quanta < head.waiter.tokens.quanta()))
+            && (head.late || taker.quanta < head.claim.device_ids.quanta()))
 }
 
 /// A binding that the node is told of.
-pub(crate) fn placement(node: &Node, binding: &Binding) {
-    let quanta = binding.tokens.quanta();
+pub(crate) fn check_placement(node: &Node, binding: &Binding) {
+    let quanta = binding.device_ids.quanta();
     let Placement::Device(shares) = &binding.placement else {
         assert_eq!(binding.placement, Placement::Managed(quanta));
         return;
@@ -223,7 +234,8 @@ pub(crate) fn placement(node: &Node, binding: &Binding) {
         shares.is_sorted_by(|a, b| a.gpu < b.gpu),
         "a GPU twice: {shares:?}"
     );
-    if node.bound.contains_key(&binding.allocations[0]) || node.queue.may_be_held(binding.claim) {
+    if node.bound.contains_key(&binding.allocations[0]) || node.queue.may_be_granted(binding.claim)
+    {
         // Placed in an earlier step, for GPUs as they were then.
         return;
     }
@@ -238,7 +250,7 @@ pub(crate) fn placement(node: &Node, binding: &Binding) {
             "bound to a dead GPU: {share:?}"
         );
     }
-    if node.has_several(&binding.pod) {
+    if node.has_several_containers(&binding.pod) {
         // The claim may have been placed with another container, in an earlier step.
         return;
     }
@@ -267,7 +279,7 @@ pub(crate) fn placement(node: &Node, binding: &Binding) {
 
 /// What a start ended: memory of the same pod's containers that shared a token, or other pods'
 /// bookings without memory.
-pub(crate) fn ended(node: &Node, start: &Start, ended: &[AllocationId]) {
+pub(crate) fn check_ended(node: &Node, start: &BindRequest, ended: &[AllocationId]) {
     for id in ended {
         match node.bound.get(id) {
             Some((pod, _)) => assert_eq!(*pod, start.pod, "took the memory of {pod}"),
@@ -281,16 +293,16 @@ pub(crate) fn ended(node: &Node, start: &Start, ended: &[AllocationId]) {
     {
         assert!(
             binding.resource != start.resource
-                || binding.tokens == start.tokens
-                || !binding.tokens.overlaps(&start.tokens),
+                || binding.device_ids == start.device_ids
+                || !binding.device_ids.overlaps(&start.device_ids),
             "{binding:?} lives beside a container with its tokens"
         );
     }
 }
 
 /// No claim waits that could have memory, and no waiting pod has any: pods do not block each other.
-pub(crate) fn nobody_is_blocked(node: &Node) {
-    let waiters = node.ledger.waiters(node.now);
+pub(crate) fn check_no_claim_is_blocked(node: &Node) {
+    let waiters = node.ledger.queued_claims(node.now);
     let able = waiters.iter().find(|waiter| waiter.reason.gpus.is_some());
     assert!(able.is_none(), "{able:?} waits with {:?} bound", node.bound);
     assert!(
@@ -301,8 +313,8 @@ pub(crate) fn nobody_is_blocked(node: &Node) {
     );
 }
 
-pub(crate) fn somebody_holds_memory(node: &Node) {
-    let waiters = node.ledger.waiters(node.now);
+pub(crate) fn check_some_memory_is_bound(node: &Node) {
+    let waiters = node.ledger.queued_claims(node.now);
     let able = waiters.iter().any(|waiter| waiter.reason.gpus.is_some());
     assert!(
         !able || !node.bound.is_empty(),

@@ -4,8 +4,10 @@ use std::collections::{BTreeSet, VecDeque};
 use std::num::NonZeroU16;
 use std::time::Duration;
 
-use bursar_ledger::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenSet};
-use bursar_ledger::{Answer, Gpu, Health, LATE, Ledger, Moment, Priority, Shape, Start};
+use bursar_ledger::units::{AllocationId, DeviceIdSet, PodUid, Quanta, Quantum, Resource};
+use bursar_ledger::{
+    AGING_AFTER, BindOutcome, BindRequest, BootTime, Gpu, GpuSpread, Health, Ledger, Priority,
+};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
@@ -21,29 +23,29 @@ pub(crate) enum Kind {
 pub(crate) struct Container {
     pub(crate) id: AllocationId,
     pub(crate) resource: Resource,
-    pub(crate) tokens: TokenSet,
+    pub(crate) tokens: DeviceIdSet,
 }
 
 #[derive(Clone, Debug)]
 pub(crate) struct Pod {
     pub(crate) uid: PodUid,
     pub(crate) priority: Priority,
-    pub(crate) shape: Shape,
+    pub(crate) shape: GpuSpread,
     pub(crate) containers: Vec<Container>,
     /// How many of them the kubelet has begun to start; they start in order.
-    pub(crate) begun: usize,
+    pub(crate) started: usize,
     /// The kubelet has given its tokens away; its processes may live on.
     pub(crate) deleted: bool,
 }
 
 impl Pod {
-    pub(crate) fn start(&self, container: usize) -> Start {
+    pub(crate) fn bind_request(&self, container: usize) -> BindRequest {
         let Container {
             resource, tokens, ..
         } = &self.containers[container];
-        Start {
+        BindRequest {
             resource: *resource,
-            tokens: tokens.clone(),
+            device_ids: tokens.clone(),
             containers: self
                 .containers
                 .iter()
@@ -51,7 +53,7 @@ impl Pod {
                 .map(|container| container.tokens.clone())
                 .collect(),
             pod: self.uid.clone(),
-            shape: self.shape,
+            spread: self.shape,
             priority: self.priority,
         }
     }
@@ -98,7 +100,7 @@ pub(crate) fn admit(
         containers.push(Container {
             id: AllocationId::from_bits(number * 16 + i as u64),
             resource,
-            tokens: TokenSet::from_indexes(tokens).unwrap(),
+            tokens: DeviceIdSet::from_indexes(tokens).unwrap(),
         });
     }
     for container in &containers {
@@ -122,8 +124,8 @@ pub(crate) fn random_sizes(random: &mut StdRng, largest: usize) -> Vec<(Kind, us
     sizes
 }
 
-pub(crate) fn shape(gpus: u16) -> Shape {
-    Shape {
+pub(crate) fn spread_over(gpus: u16) -> GpuSpread {
+    GpuSpread {
         gpus: NonZeroU16::new(gpus).unwrap(),
     }
 }
@@ -143,12 +145,12 @@ pub(crate) fn stream_against_a_large_pod(seed: u64) {
     let mut free: BTreeSet<u16> = (0..32).collect();
     let mut pods: Vec<(Pod, Option<u64>)> = Vec::new();
     let large = uid(5);
-    for second in 0..=LATE.as_secs() + 3 * LIFE_S {
-        let now = Moment(second * 1000);
+    for second in 0..=AGING_AFTER.as_secs() + 3 * LIFE_S {
+        let now = BootTime(second * 1000);
         pods.retain(|(pod, ends)| {
             let over = *ends == Some(second);
             if over {
-                ledger.pod_gone(&pod.uid);
+                ledger.release_pod(&pod.uid);
                 free.extend(pod.tokens(Resource::DeviceMemory));
             }
             !over
@@ -168,13 +170,13 @@ pub(crate) fn stream_against_a_large_pod(seed: u64) {
                 break;
             };
             let Container { id, tokens, .. } = containers[0].clone();
-            ledger.book(id, device, tokens, now);
+            ledger.add_pending(id, device, tokens, now);
             let pod = Pod {
                 uid: uid(number),
                 priority: Priority(0),
-                shape: Shape::default(),
+                shape: GpuSpread::default(),
                 containers,
-                begun: 1,
+                started: 1,
                 deleted: false,
             };
             pods.push((pod, None));
@@ -182,8 +184,8 @@ pub(crate) fn stream_against_a_large_pod(seed: u64) {
         for (pod, ends) in &mut pods {
             if ends.is_none()
                 && matches!(
-                    ledger.start(pod.start(0), now).unwrap().answer,
-                    Answer::Bound(_)
+                    ledger.bind(pod.bind_request(0), now).unwrap().outcome,
+                    BindOutcome::Bound(_)
                 )
             {
                 if pod.uid == large {

@@ -20,7 +20,7 @@ use node::Node;
 const HISTORIES: u64 = 100_000;
 const STEPS: usize = 36;
 
-fn number(name: &str) -> Option<u64> {
+fn env_number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
     Some(
         text.parse()
@@ -29,7 +29,7 @@ fn number(name: &str) -> Option<u64> {
 }
 
 /// Runs one history of `steps` random steps, and then until everybody had his turn.
-fn run(seed: u64, steps: usize, log: bool) -> Node {
+fn run_history(seed: u64, steps: usize, log: bool) -> Node {
     let mut node = Node::new(seed, log);
     for _ in 0..steps {
         node.step();
@@ -39,41 +39,41 @@ fn run(seed: u64, steps: usize, log: bool) -> Node {
 }
 
 /// Runs it; a failure is told with the shortest failing number of steps.
-fn check(seed: u64) -> Node {
-    let fails = |steps| catch_unwind(AssertUnwindSafe(|| run(seed, steps, false))).err();
-    match catch_unwind(AssertUnwindSafe(|| run(seed, STEPS, false))) {
+fn check_history(seed: u64) -> Node {
+    let fails = |steps| catch_unwind(AssertUnwindSafe(|| run_history(seed, steps, false))).err();
+    match catch_unwind(AssertUnwindSafe(|| run_history(seed, STEPS, false))) {
         Ok(node) => node,
         Err(_) => {
             let steps = (0..=STEPS)
                 .find(|&steps| fails(steps).is_some())
                 .unwrap_or(STEPS);
             eprintln!("BURSAR_SEED={seed} fails after {steps} steps and the drain:");
-            run(seed, steps, true);
+            run_history(seed, steps, true);
             panic!("seed {seed} failed once and passed once");
         }
     }
 }
 
 #[test]
-fn every_history_keeps_the_promises() {
-    if let Some(seed) = number("BURSAR_SEED") {
-        run(seed, STEPS, true);
+fn random_histories_keep_all_invariants() {
+    if let Some(seed) = env_number("BURSAR_SEED") {
+        run_history(seed, STEPS, true);
         return;
     }
-    let histories = number("BURSAR_HISTORIES").unwrap_or(HISTORIES);
-    let mut seen = node::Seen::default();
+    let histories = env_number("BURSAR_HISTORIES").unwrap_or(HISTORIES);
+    let mut seen = node::Coverage::default();
     for seed in 0..histories {
-        seen.add(&check(seed).seen);
+        seen.add(&check_history(seed).coverage);
     }
     println!("{histories} histories: {seen:?}");
     // The histories are worth what happens in them.
     if histories >= 1000 {
-        seen.assert_everything_happened();
+        seen.assert_complete();
     }
 }
 
 #[test]
-fn a_stream_of_small_pods_does_not_starve_a_large_one() {
+fn small_pods_do_not_starve_a_large_pod() {
     for seed in 0..500 {
         kubelet::stream_against_a_large_pod(seed);
     }

@@ -4,10 +4,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use bursar_ledger::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenId};
+use bursar_ledger::units::{AllocationId, DeviceId, PodUid, Quanta, Quantum, Resource};
 use bursar_ledger::{
-    Answer, Binding, ClaimId, Gpu, HOLD, Health, Ledger, Moment, Placement, Priority, SENIORITY,
-    Shape, Ticket,
+    BindOutcome, Binding, BootTime, ClaimId, Gpu, GpuSpread, Health, Ledger, Placement, Priority,
+    RETRY_DEADLINE, RETRY_GRACE, WaitHandle,
 };
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -17,10 +17,10 @@ use crate::kubelet::{self, Pod};
 
 /// How often what happened, so that a generator that went lame is noticed.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Seen {
+pub(crate) struct Coverage {
     bound_at_once: u64,
     bound_later: u64,
-    bound_by_hold: u64,
+    bound_on_retry: u64,
     waited: u64,
     spread: u64,
     managed: u64,
@@ -28,20 +28,20 @@ pub(crate) struct Seen {
     crashes: u64,
     lost_events: u64,
     gpu_deaths: u64,
-    reused_tokens_of_living: u64,
-    collected: u64,
-    heads_watched: u64,
-    bound_with_its_pod: u64,
+    reused_device_ids: u64,
+    gc_collected: u64,
+    queue_heads_checked: u64,
+    bound_by_pod_group: u64,
 }
 
-impl Seen {
+impl Coverage {
     pub(crate) fn add(&mut self, other: &Self) {
         for (sum, n) in self.fields().into_iter().zip(other.clone().fields()) {
             *sum += *n;
         }
     }
 
-    pub(crate) fn assert_everything_happened(mut self) {
+    pub(crate) fn assert_complete(mut self) {
         let text = format!("{self:?}");
         assert!(self.fields().iter().all(|n| **n > 0), "{text}");
     }
@@ -50,7 +50,7 @@ impl Seen {
         let Self {
             bound_at_once,
             bound_later,
-            bound_by_hold,
+            bound_on_retry: bound_by_hold,
             waited,
             spread,
             managed,
@@ -58,10 +58,10 @@ impl Seen {
             crashes,
             lost_events,
             gpu_deaths,
-            reused_tokens_of_living,
-            collected,
-            heads_watched,
-            bound_with_its_pod,
+            reused_device_ids: reused_tokens_of_living,
+            gc_collected: collected,
+            queue_heads_checked: heads_watched,
+            bound_by_pod_group: bound_with_its_pod,
         } = self;
         [
             bound_at_once,
@@ -96,19 +96,19 @@ pub(crate) struct Node {
     log: bool,
     crashes: Crashes,
     pub(crate) ledger: Ledger,
-    pub(crate) now: Moment,
+    pub(crate) now: BootTime,
     pub(crate) gpus: Vec<Gpu>,
     pub(crate) pods: Vec<Pod>,
-    free: [BTreeSet<u16>; 2],
+    free_device_ids: [BTreeSet<u16>; 2],
     next_pod: u64,
-    calls: BTreeMap<ClaimId, Ticket>,
+    calls: BTreeMap<ClaimId, WaitHandle>,
     /// What is bound, as the node was told.
     pub(crate) bound: BTreeMap<AllocationId, (PodUid, Placement)>,
     pub(crate) queue: Queue,
     /// Whether pods may hold memory and wait: a GPU died after they were placed, or containers
     /// started again that had given their memory back.
     disturbed: bool,
-    pub(crate) seen: Seen,
+    pub(crate) coverage: Coverage,
 }
 
 const RESOURCES: [Resource; 2] = [Resource::DeviceMemory, Resource::ManagedMemory];
@@ -144,16 +144,16 @@ impl Node {
             log,
             crashes,
             ledger,
-            now: Moment(1_000_000),
+            now: BootTime(1_000_000),
             gpus,
             pods: Vec::new(),
-            free: [(0..tokens as u16).collect(), (0..MANAGED as u16).collect()],
+            free_device_ids: [(0..tokens as u16).collect(), (0..MANAGED as u16).collect()],
             next_pod: 0,
             calls: BTreeMap::new(),
             bound: BTreeMap::new(),
             queue: Queue::default(),
             disturbed: false,
-            seen: Seen::default(),
+            coverage: Coverage::default(),
         }
     }
 
@@ -167,19 +167,19 @@ impl Node {
     pub(crate) fn step(&mut self) {
         match self.random.random_range(0..100) {
             0..25 => self.create_pod(),
-            25..55 => self.begin_or_retry(),
+            25..55 => self.start_random_container(),
             55..60 => self.end_call(),
             60..64 => self.restart_pod(),
             64..75 => self.delete_pod(),
             75..84 => self.end_processes(),
             84..89 => self.flip_gpu(),
-            89..92 => self.collect(),
-            _ => self.let_time_pass(),
+            89..92 => self.gc_pending(),
+            _ => self.advance_clock(),
         }
         if self.crashes != Crashes::Sometimes || self.random.random_bool(0.05) {
             self.crash();
         }
-        self.settle();
+        self.advance_ledger();
     }
 
     /// No more pods come, the GPUs are well, those that run end: every waiter must get its turn.
@@ -193,81 +193,81 @@ impl Node {
         let mut progress = usize::MAX;
         let mut idle_rounds = 0;
         while let Some(first) = self.pods.iter().position(|pod| !pod.deleted) {
-            self.now = self.now + HOLD / 2;
+            self.now = self.now + RETRY_GRACE / 2;
             if self.random.random_bool(0.2) {
                 self.crash();
             }
             for pod in 0..self.pods.len() {
-                self.begin(pod);
+                self.start_next_container(pod);
             }
-            self.settle();
+            self.advance_ledger();
             let last = std::mem::replace(&mut progress, self.progress());
             idle_rounds = if progress == last { idle_rounds + 1 } else { 0 };
             if let Some(over) = self
                 .pods
                 .iter()
-                .position(|pod| pod.deleted || self.runs(pod))
+                .position(|pod| pod.deleted || self.is_running(pod))
             {
                 self.remove(over);
             } else if idle_rounds > 3 {
                 // What was held has been given up by now. What the node cannot hold waits for ever.
                 if self.disturbed {
-                    checks::somebody_holds_memory(self);
+                    checks::check_some_memory_is_bound(self);
                 } else {
-                    checks::nobody_is_blocked(self);
+                    checks::check_no_claim_is_blocked(self);
                 }
                 self.remove(first);
             }
-            self.settle();
+            self.advance_ledger();
         }
         while !self.pods.is_empty() {
             self.remove(0);
         }
-        self.settle();
+        self.advance_ledger();
         let view = self.ledger.view(self.now);
         assert!(
             view.gpus.iter().all(|gpu| gpu.bound == Quanta::ZERO),
             "memory leaked: {view:?}"
         );
         assert_eq!(view.managed.bound, Quanta::ZERO, "managed memory leaked");
-        assert_eq!(view.waiting, 0, "a waiter outlived its pod");
+        assert_eq!(view.queued_claims, 0, "a waiter outlived its pod");
     }
 
     /// Whether every container of the pod has had its memory.
-    fn runs(&self, pod: &Pod) -> bool {
+    fn is_running(&self, pod: &Pod) -> bool {
         let last = pod.containers.last();
-        pod.begun == pod.containers.len()
+        pod.started == pod.containers.len()
             && last.is_some_and(|last| self.bound.contains_key(&last.id))
     }
 
     fn progress(&self) -> usize {
-        let begun: usize = self.pods.iter().map(|pod| pod.begun).sum();
+        let begun: usize = self.pods.iter().map(|pod| pod.started).sum();
         1000 * self.pods.len() + begun + self.bound.len()
     }
 
     /// Every waiter whose turn it is, and all checks.
-    fn settle(&mut self) {
+    fn advance_ledger(&mut self) {
         for binding in self.ledger.advance(self.now) {
             self.say(|| format!("  advance bound {binding:?}"));
             let call = self.calls.remove(&binding.claim);
             assert!(call.is_some(), "bound for nobody: {binding:?}");
-            self.seen.bound_later += 1;
-            self.take(binding);
+            self.coverage.bound_later += 1;
+            self.record_binding(binding);
         }
         assert!(
             self.ledger.advance(self.now).is_empty(),
             "advance is not idempotent"
         );
         let before = std::mem::take(&mut self.queue);
-        self.queue = checks::all(self, before);
-        self.seen.heads_watched += u64::from(self.queue.head.is_some());
+        self.queue = checks::check_all(self, before);
+        self.coverage.queue_heads_checked += u64::from(self.queue.head.is_some());
     }
 
-    fn take(&mut self, binding: Binding) {
-        checks::placement(self, &binding);
+    fn record_binding(&mut self, binding: Binding) {
+        checks::check_placement(self, &binding);
         match &binding.placement {
-            Placement::Managed(_) => self.seen.managed += 1,
-            Placement::Device(shares) => self.seen.spread += u64::from(shares.len() > 1),
+            Placement::Managed(_) => self.coverage.managed += 1,
+            Placement::Device(shares) => self.coverage.spread += u64::from(shares.len() > 1),
         }
         for id in &binding.allocations {
             let new = (binding.pod.clone(), binding.placement.clone());
@@ -292,7 +292,7 @@ impl Node {
             largest
         };
         let sizes = kubelet::random_sizes(random, largest);
-        let free = &mut self.free[which];
+        let free = &mut self.free_device_ids[which];
         let Some(containers) = kubelet::admit(random, number, RESOURCES[which], &sizes, free)
         else {
             return;
@@ -309,9 +309,9 @@ impl Node {
             } else {
                 0
             }),
-            shape: kubelet::shape(gpus),
+            shape: kubelet::spread_over(gpus),
             containers,
-            begun: 0,
+            started: 0,
             deleted: false,
         };
         self.say(|| format!("create {pod:?}"));
@@ -321,7 +321,7 @@ impl Node {
             .filter(|other| other.deleted)
             .flat_map(|other| other.tokens(RESOURCES[which]).collect::<Vec<_>>())
             .collect();
-        self.seen.reused_tokens_of_living += u64::from(
+        self.coverage.reused_device_ids += u64::from(
             pod.tokens(RESOURCES[which])
                 .any(|token| others.contains(&token)),
         );
@@ -329,17 +329,17 @@ impl Node {
             let ids = container
                 .tokens
                 .ids(container.resource)
-                .map(|id: TokenId| id.to_string());
+                .map(|id: DeviceId| id.to_string());
             let mut ids: Vec<String> = ids.collect();
             ids.reverse();
             let tokens =
-                bursar_ledger::units::TokenSet::from_ids(container.resource, &ids).unwrap();
+                bursar_ledger::units::DeviceIdSet::from_ids(container.resource, &ids).unwrap();
             self.ledger
-                .book(container.id, container.resource, tokens.clone(), self.now);
+                .add_pending(container.id, container.resource, tokens.clone(), self.now);
             if self.log || number.is_multiple_of(4) {
                 let before = self.ledger.clone();
                 self.ledger
-                    .book(container.id, container.resource, tokens, self.now);
+                    .add_pending(container.id, container.resource, tokens, self.now);
                 assert_eq!(
                     self.ledger, before,
                     "a second booking of one allocation did something"
@@ -349,71 +349,74 @@ impl Node {
         self.pods.push(pod);
     }
 
-    fn some_pod(&mut self) -> Option<usize> {
+    fn random_pod(&mut self) -> Option<usize> {
         (!self.pods.is_empty()).then(|| self.random.random_range(0..self.pods.len()))
     }
 
-    fn begin_or_retry(&mut self) {
-        if let Some(pod) = self.some_pod() {
-            self.begin(pod);
+    fn start_random_container(&mut self) {
+        if let Some(pod) = self.random_pod() {
+            self.start_next_container(pod);
         }
     }
 
     /// Starts the pod's next container if the one before has its memory, or starts that again.
-    fn begin(&mut self, index: usize) {
+    fn start_next_container(&mut self, index: usize) {
         let pod = &self.pods[index];
         if pod.deleted {
             return;
         }
-        let started = pod.begun.checked_sub(1);
+        let started = pod.started.checked_sub(1);
         let ready = started.is_none_or(|last| self.bound.contains_key(&pod.containers[last].id));
         let next = match started {
-            _ if ready && pod.begun < pod.containers.len() => pod.begun,
+            _ if ready && pod.started < pod.containers.len() => pod.started,
             Some(last) => last,
             None => return,
         };
-        self.pods[index].begun = next + 1;
-        self.start(index, next);
+        self.pods[index].started = next + 1;
+        self.start_container(index, next);
     }
 
-    fn start(&mut self, index: usize, container: usize) {
-        let start = self.pods[index].start(container);
+    fn start_container(&mut self, index: usize, container: usize) {
+        let start = self.pods[index].bind_request(container);
         let lost = self.random.random_bool(0.05);
         if lost {
             // The agent dies before the checkpoint is written: the kubelet hears nothing, and
             // asks again.
-            self.seen.lost_events += 1;
+            self.coverage.lost_events += 1;
             let mut doomed = self.ledger.clone();
-            let _unheard = doomed.start(start.clone(), self.now).unwrap();
+            let _unheard = doomed.bind(start.clone(), self.now).unwrap();
             self.crash();
         }
-        let started = self.ledger.start(start.clone(), self.now).unwrap();
+        let started = self.ledger.bind(start.clone(), self.now).unwrap();
         self.say(|| format!("start {start:?}: {started:?}"));
-        self.seen.ended_by_pod += started.ended.len() as u64;
-        checks::ended(self, &start, &started.ended);
+        self.coverage.ended_by_pod += started.ended.len() as u64;
+        checks::check_ended(self, &start, &started.ended);
         for id in &started.ended {
             self.bound.remove(id);
         }
-        match started.answer {
-            Answer::Bound(binding) => {
-                let again = self.ledger.start(start, self.now).unwrap().answer;
+        match started.outcome {
+            BindOutcome::Bound(binding) => {
+                let again = self.ledger.bind(start, self.now).unwrap().outcome;
                 assert_eq!(
                     again,
-                    Answer::Bound(binding.clone()),
+                    BindOutcome::Bound(binding.clone()),
                     "a second start answers anew"
                 );
                 let known = self.bound.contains_key(&binding.allocations[0]);
                 let held = self.calls.remove(&binding.claim).is_none()
-                    && self.queue.may_be_held(binding.claim);
-                self.seen.bound_at_once += u64::from(!known && !held);
-                let later = !known && !held && self.pods[index].begun > 1;
-                self.seen.bound_with_its_pod += u64::from(later);
-                self.seen.bound_by_hold += u64::from(!known && held);
-                self.take(binding);
+                    && self.queue.may_be_granted(binding.claim);
+                self.coverage.bound_at_once += u64::from(!known && !held);
+                let later = !known && !held && self.pods[index].started > 1;
+                self.coverage.bound_by_pod_group += u64::from(later);
+                self.coverage.bound_on_retry += u64::from(!known && held);
+                self.record_binding(binding);
             }
-            Answer::Wait(ticket, reason) => {
-                self.seen.waited += 1;
-                assert_eq!(reason.needed, start.tokens.quanta().bytes(Quantum::Gib1));
+            BindOutcome::Queued(ticket, reason) => {
+                self.coverage.waited += 1;
+                assert_eq!(
+                    reason.needed,
+                    start.device_ids.quanta().bytes(Quantum::Gib1)
+                );
                 if let Some(stale) = self.calls.insert(ticket.claim, ticket) {
                     let before = self.ledger.clone();
                     self.ledger.stop_waiting(stale, self.now);
@@ -440,36 +443,36 @@ impl Node {
 
     /// The pod's sandbox is made anew: its containers start again from the first.
     fn restart_pod(&mut self) {
-        if let Some(index) = self.some_pod()
+        if let Some(index) = self.random_pod()
             && !self.pods[index].deleted
-            && self.pods[index].begun > 0
+            && self.pods[index].started > 0
         {
             self.say(|| format!("sandbox of {} anew", self.pods[index].uid));
-            self.pods[index].begun = 1;
+            self.pods[index].started = 1;
             self.disturbed = true;
-            self.start(index, 0);
+            self.start_container(index, 0);
         }
     }
 
     /// The kubelet forgets the pod and gives its tokens to others; its processes live on.
     fn delete_pod(&mut self) {
-        if let Some(index) = self.some_pod() {
+        if let Some(index) = self.random_pod() {
             self.say(|| format!("delete {}", self.pods[index].uid));
-            self.forget(index);
+            self.mark_deleted(index);
         }
     }
 
-    fn forget(&mut self, index: usize) {
+    fn mark_deleted(&mut self, index: usize) {
         let pod = &mut self.pods[index];
         if !std::mem::replace(&mut pod.deleted, true) {
-            for (resource, free) in RESOURCES.into_iter().zip(&mut self.free) {
+            for (resource, free) in RESOURCES.into_iter().zip(&mut self.free_device_ids) {
                 free.extend(pod.tokens(resource));
             }
         }
     }
 
     fn end_processes(&mut self) {
-        if let Some(index) = self.some_pod()
+        if let Some(index) = self.random_pod()
             && (self.pods[index].deleted || self.random.random_bool(0.3))
         {
             self.remove(index);
@@ -477,12 +480,12 @@ impl Node {
     }
 
     fn remove(&mut self, index: usize) {
-        self.forget(index);
+        self.mark_deleted(index);
         let pod = self.pods.remove(index);
         self.say(|| format!("gone {}", pod.uid));
-        let released = self.ledger.pod_gone(&pod.uid);
+        let released = self.ledger.release_pod(&pod.uid);
         assert!(
-            self.ledger.pod_gone(&pod.uid).is_empty(),
+            self.ledger.release_pod(&pod.uid).is_empty(),
             "a pod went twice"
         );
         let ours: BTreeSet<_> = pod
@@ -520,11 +523,11 @@ impl Node {
     }
 
     /// Whether the pod has containers that are placed with each other.
-    pub(crate) fn has_several(&self, uid: &PodUid) -> bool {
+    pub(crate) fn has_several_containers(&self, uid: &PodUid) -> bool {
         self.pod(uid).containers.len() > 1
     }
 
-    pub(crate) fn shape_of(&self, uid: &PodUid) -> Shape {
+    pub(crate) fn shape_of(&self, uid: &PodUid) -> GpuSpread {
         self.pod(uid).shape
     }
 
@@ -549,7 +552,7 @@ impl Node {
             Health::Healthy => Health::Unhealthy,
             Health::Unhealthy => Health::Healthy,
         };
-        self.seen.gpu_deaths += u64::from(gpu.health == Health::Unhealthy);
+        self.coverage.gpu_deaths += u64::from(gpu.health == Health::Unhealthy);
         self.disturbed = true;
         let vanishes = self.random.random_bool(0.3);
         self.say(|| format!("gpus {:?}, vanishes: {vanishes}", self.gpus));
@@ -561,7 +564,7 @@ impl Node {
         self.queue.head = None;
     }
 
-    fn collect(&mut self) {
+    fn gc_pending(&mut self) {
         self.now = self.now + Duration::from_secs(self.random.random_range(0..90));
         let known: BTreeSet<AllocationId> = self
             .pods
@@ -569,9 +572,9 @@ impl Node {
             .filter(|pod| !pod.deleted)
             .flat_map(|pod| pod.containers.iter().map(|container| container.id))
             .collect();
-        let collected = self.ledger.collect(&known, self.now);
+        let collected = self.ledger.gc_pending(&known, self.now);
         self.say(|| format!("collect {collected:?}"));
-        self.seen.collected += collected.len() as u64;
+        self.coverage.gc_collected += collected.len() as u64;
         for id in collected {
             assert!(
                 !known.contains(&id),
@@ -584,10 +587,10 @@ impl Node {
         }
     }
 
-    fn let_time_pass(&mut self) {
+    fn advance_clock(&mut self) {
         let far = self.random.random_bool(0.1);
         let most = if far {
-            2 * SENIORITY.as_millis() as u64
+            2 * RETRY_DEADLINE.as_millis() as u64
         } else {
             30_000
         };
@@ -597,7 +600,7 @@ impl Node {
 
     /// The agent dies and comes back with its checkpoint: every open call has ended.
     fn crash(&mut self) {
-        self.seen.crashes += 1;
+        self.coverage.crashes += 1;
         let mut snapshot = self.ledger.snapshot();
         if self.crashes == Crashes::AfterEveryStepThroughJson {
             let text = serde_json::to_string(&snapshot).unwrap();

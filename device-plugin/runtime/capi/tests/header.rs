@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use bursar_sim_lab::{Lab, ONE_GPU};
+use bursar_sim_lab::{ONE_GPU, SimMachine};
 use fake_agent::FakeAgent;
 use object::{Object, ObjectSymbol};
 
@@ -75,7 +75,7 @@ fn structs_and_statuses_have_the_layout_of_the_header() {
 
 #[test]
 fn c_program_finds_retained_memory_again() {
-    let lab = Lab::new(ONE_GPU).unwrap();
+    let lab = SimMachine::new(ONE_GPU).unwrap();
     let fake_agent = FakeAgent::start(|program| lab.command(program));
     let folder = tempfile::tempdir().unwrap();
     let mut client = lab.command(program(folder.path()));

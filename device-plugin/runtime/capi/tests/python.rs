@@ -11,7 +11,7 @@ mod fake_agent;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use bursar_sim_lab::{Lab, ONE_GPU};
+use bursar_sim_lab::{ONE_GPU, SimMachine};
 use fake_agent::FakeAgent;
 
 /// Array library of the tests.
@@ -84,7 +84,7 @@ fn wheel_installs_and_passes_its_tests() {
     ]);
     run(install.arg(&site).arg(&built));
 
-    let lab = Lab::new(ONE_GPU).unwrap();
+    let lab = SimMachine::new(ONE_GPU).unwrap();
     let fake_agent = FakeAgent::start(|program| lab.command(program));
     for test in ["test_index.py", "test_vllm.py", "test_kept.py"] {
         let mut tests = lab.command(&python);

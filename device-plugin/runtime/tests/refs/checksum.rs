@@ -3,7 +3,7 @@
 use bursar_runtime::checksum::{self, ChecksumError, DeviceChecksum};
 use bursar_runtime::driver::{Context, Driver};
 use bursar_runtime::{DeviceMemoryResource as _, Direct, Tag};
-use bursar_sim_lab::{ONE_GPU, inside};
+use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 
 use crate::raw::Raw as _;
 
@@ -22,7 +22,7 @@ fn memory(context: &Context, bytes: usize) -> u64 {
 
 #[test]
 fn device_checksum_equals_the_host_checksum() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context();
         let stream = context.stream().unwrap();
         let mut checksum = DeviceChecksum::new(&context).unwrap();
@@ -42,7 +42,7 @@ fn device_checksum_equals_the_host_checksum() {
 
 #[test]
 fn checksum_changes_with_one_byte() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context();
         let stream = context.default_stream();
         let mut checksum = DeviceChecksum::new(&context).unwrap();
@@ -58,7 +58,7 @@ fn checksum_changes_with_one_byte() {
 
 #[test]
 fn unaligned_memory_is_refused() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context();
         let mut checksum = DeviceChecksum::new(&context).unwrap();
         let address = memory(&context, 64) + 8;

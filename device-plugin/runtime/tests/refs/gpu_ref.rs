@@ -11,7 +11,7 @@ use bursar_runtime::{
     DeviceMemoryResource as _, DeviceRuntime, GpuRef, Launch, ResourceError, StaleReason,
     StreamOrdered, WriteToken,
 };
-use bursar_sim_lab::{ONE_GPU, inside};
+use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 
 use crate::{copy_kernel, fault, fill_kernel, runtime, slice, spin, untracked};
 
@@ -41,7 +41,7 @@ fn read(reference: &GpuRef<u32>, stream: &Stream) -> Result<(), MemoryError> {
 
 #[test]
 fn access_returns_the_address_until_the_image_is_poisoned() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let reference = reference(&runtime, &[1], &runtime.stream().unwrap());
         assert_eq!(reference.access(), Ok(reference.as_raw()));
@@ -55,7 +55,7 @@ fn access_returns_the_address_until_the_image_is_poisoned() {
 
 #[test]
 fn memory_is_stale_when_wrapped_after_a_poison() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let first = runtime(0);
         let old = slice(&first, &[1], &first.stream().unwrap());
         first.shut_down();
@@ -68,7 +68,7 @@ fn memory_is_stale_when_wrapped_after_a_poison() {
 
 #[test]
 fn read_in_another_stream_waits_for_the_last_write() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let [alloc_stream, writing, reading] = [(); 3].map(|()| runtime.stream().unwrap());
         let reference = reference(&runtime, &[1], &alloc_stream);
@@ -85,7 +85,7 @@ fn read_in_another_stream_waits_for_the_last_write() {
 
 #[test]
 fn write_in_another_stream_waits_for_reads() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let (alloc_stream, reading, writing) = (
             runtime.stream().unwrap(),
@@ -102,7 +102,7 @@ fn write_in_another_stream_waits_for_reads() {
 
 #[test]
 fn reads_do_not_wait_for_each_other() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let (alloc_stream, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
         let reference = reference(&runtime, &[1], &alloc_stream);
@@ -114,7 +114,7 @@ fn reads_do_not_wait_for_each_other() {
 
 #[test]
 fn free_waits_for_the_streams_that_used_the_memory() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let runtime = runtime.with_resource(|_| StreamOrdered::new(runtime.context()));
         let (alloc_stream, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
@@ -131,7 +131,7 @@ fn free_waits_for_the_streams_that_used_the_memory() {
 
 #[test]
 fn use_in_another_stream_is_refused_without_tracking() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = untracked();
         let (alloc_stream, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
         let reference = reference(&runtime, &[1], &alloc_stream);
@@ -147,7 +147,7 @@ fn use_in_another_stream_is_refused_without_tracking() {
 
 #[test]
 fn fenced_writer_gets_no_argument_and_no_commit() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
         let (reference, other) = (
@@ -186,7 +186,7 @@ fn fenced_writer_gets_no_argument_and_no_commit() {
 
 #[test]
 fn expired_writer_writes_but_does_not_commit() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
         let reference = reference(&runtime, &[1], &stream);
@@ -205,7 +205,7 @@ fn expired_writer_writes_but_does_not_commit() {
 
 #[test]
 fn launches_with_memory_in_opposite_order_do_not_deadlock() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let alloc_stream = runtime.stream().unwrap();
         let (one, other) = (
@@ -245,7 +245,7 @@ fn launches_with_memory_in_opposite_order_do_not_deadlock() {
 
 #[test]
 fn memory_passed_twice_to_a_launch_is_locked_once() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let (alloc_stream, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
         let reference = reference(&runtime, &[1, 2], &alloc_stream);

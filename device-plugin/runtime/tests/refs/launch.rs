@@ -3,7 +3,7 @@
 use bursar_runtime::driver::{Access, Grid, Parameter};
 use bursar_runtime::memory::launch::LaunchError;
 use bursar_runtime::{Launch, StaleReason};
-use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, run_in_subprocess};
 
 use crate::{copy_kernel, fault, fill_kernel, runtime, slice};
 
@@ -11,7 +11,7 @@ const ONE: Grid = Grid::linear(1, 1);
 
 #[test]
 fn kernel_gets_numbers_and_memory_in_order() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
         let (mut from, mut to) = (
@@ -38,7 +38,7 @@ fn kernel_gets_numbers_and_memory_in_order() {
 
 #[test]
 fn launch_is_refused_when_arguments_do_not_match() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
         let kernel = fill_kernel(runtime.context());
@@ -66,7 +66,7 @@ fn launch_is_refused_when_arguments_do_not_match() {
 
 #[test]
 fn read_only_argument_is_refused_for_a_writing_kernel() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
         let slice = slice(&runtime, &[5], &stream);
@@ -87,7 +87,7 @@ fn read_only_argument_is_refused_for_a_writing_kernel() {
 
 #[test]
 fn tracked_slice_is_refused_in_another_stream() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let (alloc_stream, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
         let mut slice = slice(&runtime, &[5], &alloc_stream);
@@ -110,7 +110,7 @@ fn tracked_slice_is_refused_in_another_stream() {
 
 #[test]
 fn launch_is_refused_on_another_devices_stream() {
-    inside(TWO_GPUS, |_| {
+    run_in_subprocess(TWO_GPUS, |_| {
         let (here, there) = (runtime(0), runtime(1));
         let kernel = fill_kernel(here.context());
         let refused = Launch::new(&kernel, &there.stream().unwrap(), ONE).submit();
@@ -126,7 +126,7 @@ fn launch_is_refused_on_another_devices_stream() {
 
 #[test]
 fn stale_memory_is_refused_by_a_launch() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
         let kernel = fill_kernel(runtime.context());

@@ -11,7 +11,7 @@ use bursar_runtime::{
     Budget, CudaError, DeviceMemoryResource as _, DeviceRuntime, Launch, Managed, ManagedRef,
     ResourceError, StaleReason, Tag,
 };
-use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, run_in_subprocess};
 
 use crate::{LONGEST_DELAY, SPIN_TIME, copy_kernel, fault, fill_kernel, runtime, spin, spin_for};
 
@@ -29,7 +29,7 @@ fn memory(runtime: &DeviceRuntime, len: usize, attach: Attach) -> ManagedRef<u32
 
 #[test]
 fn host_and_kernels_see_the_same_bytes() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = managed_runtime(0);
         let (mut from, mut to) = (
             memory(&runtime, 4, Attach::Global),
@@ -49,7 +49,7 @@ fn host_and_kernels_see_the_same_bytes() {
 
 #[test]
 fn host_access_waits_for_conflicting_kernels() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = managed_runtime(0);
         let (mut from, mut to) = (
             memory(&runtime, 4, Attach::Global),
@@ -84,7 +84,7 @@ fn host_access_waits_for_conflicting_kernels() {
 
 #[test]
 fn host_wait_does_not_block_submissions() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = managed_runtime(0);
         let (mut memory, mut other) = (
             memory(&runtime, 4, Attach::Global),
@@ -128,7 +128,7 @@ fn host_wait_does_not_block_submissions() {
 
 #[test]
 fn managed_memory_is_freed_once_after_its_work() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = managed_runtime(0);
         let mut memory = memory(&runtime, 4, Attach::Global);
         let stream = runtime.stream().unwrap();
@@ -149,7 +149,7 @@ fn managed_memory_is_freed_once_after_its_work() {
 
 #[test]
 fn managed_quota_is_enforced() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = managed_runtime(0);
         let all = memory(&runtime, 1 << 18, Attach::Global);
         let stream = runtime.stream().unwrap();
@@ -165,7 +165,7 @@ fn managed_quota_is_enforced() {
 
 #[test]
 fn unmanaged_memory_is_refused_and_freed() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
         let refused =
@@ -177,7 +177,7 @@ fn unmanaged_memory_is_refused_and_freed() {
 
 #[test]
 fn memory_attached_elsewhere_is_refused_by_a_launch() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = managed_runtime(0);
         let (own, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
         let kernel = fill_kernel(runtime.context());
@@ -210,7 +210,7 @@ fn memory_attached_elsewhere_is_refused_by_a_launch() {
 
 #[test]
 fn managed_memory_is_inert_after_shutdown_and_freed_once() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = managed_runtime(0);
         let mut memory = memory(&runtime, 4, Attach::Global);
         let resource = Arc::clone(runtime.resource());
@@ -231,7 +231,7 @@ fn managed_memory_is_inert_after_shutdown_and_freed_once() {
 
 #[test]
 fn poisoned_managed_memory_is_hidden_and_stays_charged() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = managed_runtime(0);
         let memory = memory(&runtime, 4, Attach::Global);
         fault(runtime.context());
@@ -246,7 +246,7 @@ fn poisoned_managed_memory_is_hidden_and_stays_charged() {
 
 #[test]
 fn prefetch_and_advice_reach_the_named_device() {
-    inside(TWO_GPUS, |_| {
+    run_in_subprocess(TWO_GPUS, |_| {
         let runtime = managed_runtime(0);
         let memory = memory(&runtime, 4096, Attach::Global);
         let stream = runtime.stream().unwrap();
@@ -258,7 +258,7 @@ fn prefetch_and_advice_reach_the_named_device() {
 
 #[test]
 fn prefetch_and_advice_work_before_cuda_12_2() {
-    inside(&format!("cuda-version = \"12.1\"\n{TWO_GPUS}"), |_| {
+    run_in_subprocess(&format!("cuda-version = \"12.1\"\n{TWO_GPUS}"), |_| {
         let runtime = managed_runtime(0);
         let memory = memory(&runtime, 4096, Attach::Global);
         let stream = runtime.stream().unwrap();
@@ -303,7 +303,7 @@ fn prefetch_and_advise(memory: &ManagedRef<u32>, stream: &Stream) {
 
 #[test]
 fn prefetch_is_refused_for_bad_ranges_and_devices() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = managed_runtime(0);
         let memory = memory(&runtime, 4, Attach::Global);
         let stream = runtime.stream().unwrap();

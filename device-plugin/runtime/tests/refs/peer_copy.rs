@@ -2,13 +2,13 @@
 
 use bursar_runtime::memory::slice::MemoryError;
 use bursar_runtime::{StaleReason, memory::peer_copy};
-use bursar_sim_lab::{TWO_GPUS, inside};
+use bursar_sim_lab::{TWO_GPUS, run_in_subprocess};
 
 use crate::{runtime, slice, spin};
 
 #[test]
 fn peer_copy_works_across_devices_and_on_one() {
-    inside(TWO_GPUS, |_| {
+    run_in_subprocess(TWO_GPUS, |_| {
         let (here, there) = (runtime(0), runtime(1));
         let from = slice(&here, &[1, 2, 3], &here.stream().unwrap());
         for target in [&there, &here] {
@@ -23,7 +23,7 @@ fn peer_copy_works_across_devices_and_on_one() {
 
 #[test]
 fn peer_copy_is_ordered_in_both_streams() {
-    inside(TWO_GPUS, |_| {
+    run_in_subprocess(TWO_GPUS, |_| {
         let (here, there) = (runtime(0), runtime(1));
         for late in ["source", "target"] {
             let (source, target) = (here.stream().unwrap(), there.stream().unwrap());
@@ -41,7 +41,7 @@ fn peer_copy_is_ordered_in_both_streams() {
 
 #[test]
 fn peer_copy_is_refused_for_other_lengths_or_stale_memory() {
-    inside(TWO_GPUS, |_| {
+    run_in_subprocess(TWO_GPUS, |_| {
         let (here, there) = (runtime(0), runtime(1));
         let from = slice(&here, &[1, 2], &here.stream().unwrap());
         let mut short = slice(&there, &[0], &there.stream().unwrap());

@@ -8,7 +8,7 @@ use bursar_runtime::{
     Budget, BudgetSnapshot, DeviceMemoryResource as _, DeviceRuntime, Direct, ResourceError, Tag,
     TrackedSlice,
 };
-use bursar_sim_lab::{ONE_GPU, inside};
+use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 
 use crate::{fault, runtime};
 
@@ -34,7 +34,7 @@ fn bytes(runtime: &DeviceRuntime, len: usize) -> Result<TrackedSlice<u8>, Memory
 
 #[test]
 fn reservation_counts_at_once_and_returns_its_rest() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let budget = budget(&runtime);
         let reservation = Arc::new(budget.reserve(600).unwrap());
@@ -64,7 +64,7 @@ fn reservation_counts_at_once_and_returns_its_rest() {
 
 #[test]
 fn reserved_bytes_are_exclusive_and_freed_bytes_shared() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let budget = budget(&runtime);
         let everybodys = runtime.with_resource(|_| Arc::clone(&budget));
@@ -80,7 +80,7 @@ fn reserved_bytes_are_exclusive_and_freed_bytes_shared() {
 
 #[test]
 fn reservation_stays_exact_when_the_driver_fails() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let budget = budget(&runtime);
         let reservation = Arc::new(budget.reserve(600).unwrap());
@@ -103,7 +103,7 @@ fn reservation_stays_exact_when_the_driver_fails() {
 
 #[test]
 fn eight_threads_use_a_reservation_to_the_last_byte() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let budget = budget(&runtime);
         let reservation = Arc::new(budget.reserve(512).unwrap());

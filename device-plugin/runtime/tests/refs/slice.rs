@@ -4,13 +4,13 @@ use bursar_runtime::memory::slice::MemoryError;
 use bursar_runtime::{
     DeviceMemoryResource as _, Direct, FreeError, ResourceError, StaleReason, Tag, TrackedSlice,
 };
-use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, run_in_subprocess};
 
 use crate::{fault, runtime, slice, spin, untracked};
 
 #[test]
 fn slice_returns_what_was_copied_in() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let slice = slice(&runtime, &[1, 2, 3], &runtime.stream().unwrap());
         let mut back = [0; 3];
@@ -21,7 +21,7 @@ fn slice_returns_what_was_copied_in() {
 
 #[test]
 fn slice_refuses_empty_huge_and_mismatched_lengths() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
         let allocate = |len| TrackedSlice::<u32>::allocate(&runtime, len, &stream, Tag::default());
@@ -41,7 +41,7 @@ fn slice_refuses_empty_huge_and_mismatched_lengths() {
 
 #[test]
 fn slice_is_freed_once_when_dropped_or_freed() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = untracked();
         let stream = runtime.stream().unwrap();
         let live = || runtime.resource().bytes_outstanding().live;
@@ -59,7 +59,7 @@ fn slice_is_freed_once_when_dropped_or_freed() {
 
 #[test]
 fn failed_free_stays_charged() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = untracked();
         let stream = runtime.stream().unwrap();
         let (dropped, freed) = (
@@ -80,7 +80,7 @@ fn failed_free_stays_charged() {
 
 #[test]
 fn slice_is_inert_when_drained_shut_down_or_poisoned() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
         let mut slice = slice(&runtime, &[1], &stream);
@@ -108,7 +108,7 @@ fn slice_is_inert_when_drained_shut_down_or_poisoned() {
 
 #[test]
 fn moved_slice_waits_for_its_first_stream() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let (first, second) = (runtime.stream().unwrap(), runtime.stream().unwrap());
         let mut slice = slice(&runtime, &[1], &first);
@@ -123,7 +123,7 @@ fn moved_slice_waits_for_its_first_stream() {
 
 #[test]
 fn another_devices_stream_is_refused() {
-    inside(TWO_GPUS, |_| {
+    run_in_subprocess(TWO_GPUS, |_| {
         let (here, there) = (runtime(0), runtime(1));
         let wrong = ResourceError::WrongOrdinal {
             ordinal: 0,
@@ -139,7 +139,7 @@ fn another_devices_stream_is_refused() {
 
 #[test]
 fn eight_threads_with_64_slices_each_leak_nothing() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let resource = runtime.with_resource(|_| Direct::new(runtime.context()));
         std::thread::scope(|scope| {

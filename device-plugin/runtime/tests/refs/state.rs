@@ -3,13 +3,13 @@
 use bursar_runtime::checksum::ChecksumError;
 use bursar_runtime::driver::Driver;
 use bursar_runtime::{DeviceChecksum, ErrorMonitor, StaleReason};
-use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside, role, twin};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, peer_command, peer_role, run_in_subprocess};
 
 use crate::{fault, runtime};
 
 #[test]
 fn fault_makes_all_states_stale_and_later_ones() {
-    inside(TWO_GPUS, |_| {
+    run_in_subprocess(TWO_GPUS, |_| {
         let (faulty, other) = (runtime(0), runtime(1));
         assert_eq!(faulty.state().check(), Ok(()));
         let mut checksum = DeviceChecksum::new(faulty.context()).unwrap();
@@ -24,7 +24,7 @@ fn fault_makes_all_states_stale_and_later_ones() {
 
 #[test]
 fn retaining_a_poisoned_context_does_not_recover_it() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = runtime(0).context().clone();
         fault(&context);
         let again = Driver::get().unwrap().device(0).unwrap().primary_context();
@@ -37,10 +37,10 @@ fn retaining_a_poisoned_context_does_not_recover_it() {
 
 #[test]
 fn unlisted_code_poisons_when_a_probe_repeats_it() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let runtime = runtime(0);
         runtime.context().synchronize().unwrap();
-        assert!(machine.inject(std::process::id(), 4321));
+        assert!(machine.inject_error(std::process::id(), 4321));
         runtime.context().synchronize().unwrap_err();
         assert_eq!(runtime.state().check(), Err(StaleReason::Poisoned(4321)));
     });
@@ -48,18 +48,18 @@ fn unlisted_code_poisons_when_a_probe_repeats_it() {
 
 /// Runs the test again on the same simulated machine, in a child process.
 fn run_in_child(role: &str) {
-    assert!(twin(role).status().unwrap().success());
+    assert!(peer_command(role).status().unwrap().success());
 }
 
 #[test]
 fn fault_affects_neither_neighbours_nor_the_next_image() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let good = |runtime: &bursar_runtime::DeviceRuntime| {
             runtime.context().synchronize().unwrap();
             runtime.state().check()
         };
-        match role().as_deref() {
+        match peer_role().as_deref() {
             Some("neighbour") => {
                 fault(runtime.context());
                 assert_eq!(runtime.state().check(), Err(StaleReason::Poisoned(700)));

@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use std::sync::Mutex;
 
 use bursar_runtime::{StaleReason, StreamPool};
-use bursar_sim_lab::{ONE_GPU, inside};
+use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 
 use crate::{runtime, spin};
 
@@ -13,7 +13,7 @@ const FOUR: NonZeroUsize = NonZeroUsize::new(4).unwrap();
 
 #[test]
 fn stream_pool_is_round_robin_and_bounded() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let pool = StreamPool::new(&runtime(0), FOUR);
         let keys: Vec<_> = (0..8).map(|_| pool.next().unwrap().key()).collect();
         assert_eq!(keys[..4], keys[4..]);
@@ -24,7 +24,7 @@ fn stream_pool_is_round_robin_and_bounded() {
 
 #[test]
 fn eight_threads_share_the_streams_of_a_pool() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let pool = StreamPool::new(&runtime(0), FOUR);
         let seen = Mutex::new(Vec::new());
         std::thread::scope(|scope| {
@@ -48,7 +48,7 @@ fn eight_threads_share_the_streams_of_a_pool() {
 
 #[test]
 fn stream_pool_synchronizes_all_and_ends_with_the_runtime() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = runtime(0);
         let pool = StreamPool::new(&runtime, FOUR);
         let streams = [(); 2].map(|()| pool.next().unwrap());

@@ -10,14 +10,14 @@ use bursar_runtime::{
     Block, Budget, DebugGuard, DeviceMemoryResource, Direct, FaultInjection, FreeError, Logging,
     OnFailure, Statistics, StreamOrdered, Tag,
 };
-use bursar_sim_lab::{ONE_GPU, inside};
+use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 
 use crate::raw::Raw as _;
 use crate::{MIB, bytes, context};
 
 #[test]
 fn log_has_a_line_with_a_tag_for_each_call() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let log = Arc::new(MemorySink::default());
         let (logged, stream) = (
@@ -90,7 +90,7 @@ impl std::io::Write for SharedBuffer {
 
 #[test]
 fn log_of_eight_threads_can_be_replayed() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let page = SharedBuffer::default();
         let csv = Arc::new(CsvSink::new(page.clone()).unwrap());
@@ -116,7 +116,7 @@ fn log_of_eight_threads_can_be_replayed() {
 
 #[test]
 fn statistics_count_current_peak_and_total() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let plan = FaultPlan {
             frees: [Some(1)].into(),
@@ -161,7 +161,7 @@ fn statistics_count_current_peak_and_total() {
 
 #[test]
 fn failure_callback_can_make_room() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let stream = context.default_stream();
         let budget = Arc::new(Budget::new(Direct::new(&context), 1 << 20));
@@ -192,7 +192,7 @@ fn failure_callback_can_make_room() {
 
 #[test]
 fn failure_callback_is_skipped_for_other_errors() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let plan = FaultPlan {
             allocations: [Some(700)].into(),
@@ -212,7 +212,7 @@ fn failure_callback_is_skipped_for_other_errors() {
 
 #[test]
 fn injected_free_failure_is_reaped() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let context = context(0);
         let plan = FaultPlan {
             frees: [Some(999)].into(),
@@ -242,7 +242,7 @@ fn injected_free_failure_is_reaped() {
 
 #[test]
 fn adaptors_compose_and_forward_uses() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let (alloc_stream, other) = (context.stream().unwrap(), context.stream().unwrap());
         let log = Arc::new(MemorySink::default());

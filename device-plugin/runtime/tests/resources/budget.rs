@@ -9,7 +9,7 @@ use bursar_runtime::{
     Budget, BudgetSnapshot, DebugGuard, DeviceMemoryResource, Direct, FaultInjection, FreeError,
     Pool, PoolSettings, ResourceError, StreamOrdered, Tag,
 };
-use bursar_sim_lab::{ONE_GPU, inside};
+use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 use proptest::prelude::*;
 
 use crate::{MIB, SPIN_TIME, bytes, context, spin};
@@ -18,7 +18,7 @@ const LIMIT: u64 = 1 << 20;
 
 #[test]
 fn request_is_over_budget_only_when_it_does_not_fit() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let (budget, stream) = (
             Budget::new(Direct::new(&context), LIMIT),
@@ -57,7 +57,7 @@ fn request_is_over_budget_only_when_it_does_not_fit() {
 
 #[test]
 fn block_cannot_bypass_its_budget_when_freed() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let direct = Arc::new(Direct::new(&context));
         let (budget, stream) = (
@@ -75,7 +75,7 @@ fn block_cannot_bypass_its_budget_when_freed() {
 
 #[test]
 fn budget_counts_only_its_own_blocks() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let (shared, stream) = (
             Arc::new(StreamOrdered::new(&context)),
@@ -98,7 +98,7 @@ fn budget_counts_only_its_own_blocks() {
 
 #[test]
 fn pending_free_still_counts() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let (budget, stream) = (
             Budget::new(StreamOrdered::new(&context), LIMIT),
@@ -121,7 +121,7 @@ fn pending_free_still_counts() {
 
 #[test]
 fn failed_allocation_charges_nothing() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let (budget, stream) = (
             Budget::new(Direct::new(&context), u64::MAX),
@@ -137,7 +137,7 @@ fn failed_allocation_charges_nothing() {
 
 #[test]
 fn budget_can_be_lowered_below_its_usage() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let (budget, stream) = (
             Budget::new(Direct::new(&context), LIMIT),
@@ -166,7 +166,7 @@ fn budget_can_be_lowered_below_its_usage() {
 fn eight_threads_fill_a_budget_to_the_last_byte() {
     const EACH: usize = 4096;
     const BLOCKS: usize = 37;
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let budget = Budget::new(Direct::new(&context), (BLOCKS * EACH) as u64);
         let stream = context.default_stream();
@@ -294,7 +294,7 @@ fn assert_exact(
 
 #[test]
 fn budget_never_drifts_when_its_upstream_fails() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let stream = context.stream().unwrap();
         let histories = prop::collection::vec(step(), 0..60);
@@ -308,7 +308,7 @@ fn budget_never_drifts_when_its_upstream_fails() {
 
 #[test]
 fn budget_never_drifts_over_a_quarantine_or_a_pool() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let stream = context.default_stream();
         let pool = || Pool::new(Direct::new(&context), &context, PoolSettings::default()).unwrap();

@@ -6,7 +6,7 @@ use bursar_runtime::driver::Stream;
 use bursar_runtime::{
     DebugGuard, DeviceMemoryResource, Direct, Exportable, FreeError, ResourceError, Tag,
 };
-use bursar_sim_lab::{ONE_GPU, inside};
+use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 
 use crate::raw::Raw as _;
 use crate::{MIB, bytes, context};
@@ -48,7 +48,7 @@ fn assert_overwrite_is_found(
 
 #[test]
 fn write_past_either_end_is_found_on_free() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let stream = context.default_stream();
         let direct = DebugGuard::new(Direct::new(&context), 0);
@@ -65,7 +65,7 @@ fn write_past_either_end_is_found_on_free() {
 
 #[test]
 fn write_inside_a_block_is_accepted() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let (guard, stream) = (
             DebugGuard::new(Direct::new(&context), 0),
@@ -90,7 +90,7 @@ fn write_inside_a_block_is_accepted() {
 
 #[test]
 fn write_after_free_is_found_when_quarantine_ends() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let (guard, stream) = (
             DebugGuard::new(Direct::new(&context), 1 << 20),
@@ -115,7 +115,7 @@ fn write_after_free_is_found_when_quarantine_ends() {
 
 #[test]
 fn full_device_empties_the_quarantine() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let (guard, stream) = (
             DebugGuard::new(Direct::new(&context), u64::MAX),

@@ -7,7 +7,7 @@ use bursar_runtime::{
     Block, Budget, DebugGuard, DeviceMemoryResource, Direct, Exportable, FreeError, Managed,
     ResourceError, StreamOrdered, Tag,
 };
-use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, run_in_subprocess};
 
 use crate::raw::Raw as _;
 use crate::{MIB, bytes, context, fault};
@@ -19,7 +19,7 @@ fn direct(ordinal: u32) -> (Direct, Stream) {
 
 #[test]
 fn allocation_is_counted_until_freed() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let (direct, stream) = direct(0);
         let before = machine.used(0);
         let block = direct
@@ -35,7 +35,7 @@ fn allocation_is_counted_until_freed() {
 
 #[test]
 fn zero_bytes_are_refused() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (direct, stream) = direct(0);
         let error = direct
             .allocate(bytes(0), &stream, Tag::default())
@@ -47,7 +47,7 @@ fn zero_bytes_are_refused() {
 
 #[test]
 fn alignment_above_the_drivers_is_refused() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (direct, stream) = direct(0);
         let layout = Layout::from_size_align(MIB, 4096).unwrap();
         let error = direct
@@ -59,7 +59,7 @@ fn alignment_above_the_drivers_is_refused() {
 
 #[test]
 fn free_in_another_devices_stream_returns_the_block() {
-    inside(TWO_GPUS, |_| {
+    run_in_subprocess(TWO_GPUS, |_| {
         let ((first, stream), (_, other)) = (direct(0), direct(1));
         let wrong = ResourceError::WrongOrdinal {
             ordinal: 0,
@@ -80,7 +80,7 @@ fn free_in_another_devices_stream_returns_the_block() {
 
 #[test]
 fn free_of_a_foreign_block_returns_the_block() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let ((first, stream), (second, _)) = (direct(0), direct(0));
         let block = first.allocate(bytes(1), &stream, Tag::default()).unwrap();
         let Err(FreeError::Refused { block, reason }) = second.deallocate(block, &stream) else {
@@ -117,7 +117,7 @@ fn assert_double_free_is_refused(memory: impl DeviceMemoryResource, stream: &Str
 
 #[test]
 fn double_free_is_refused_when_the_address_was_reused() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (direct, stream) = direct(0);
         let context = stream.context();
         let guarded = Exportable::guarded(context, 0).unwrap();
@@ -138,7 +138,7 @@ fn double_free_is_refused_when_the_address_was_reused() {
 
 #[test]
 fn only_a_full_device_is_out_of_memory() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (direct, stream) = direct(0);
         let error = direct
             .allocate(bytes(1 << 40), &stream, Tag::default())
@@ -150,7 +150,7 @@ fn only_a_full_device_is_out_of_memory() {
 
 #[test]
 fn block_use_is_a_stream_misuse_when_untracked() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (direct, stream) = direct(0);
         let block = direct.allocate(bytes(1), &stream, Tag::default()).unwrap();
         let misuse = ResourceError::StreamMisuse { resource: "direct" };
@@ -168,7 +168,7 @@ fn block_use_is_a_stream_misuse_when_untracked() {
 
 #[test]
 fn failed_free_stays_charged_and_is_reaped() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (direct, stream) = direct(0);
         let block = direct
             .allocate(bytes(MIB), &stream, Tag::default())
@@ -189,7 +189,7 @@ fn failed_free_stays_charged_and_is_reaped() {
 
 #[test]
 fn managed_memory_is_counted_and_uses_no_device_memory() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let context = context(0);
         let (managed, stream) = (
             Managed::with_allocator(&context, Attach::Global),
@@ -209,7 +209,7 @@ fn managed_memory_is_counted_and_uses_no_device_memory() {
 
 #[test]
 fn eight_threads_of_64_iterations_leak_nothing() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let (direct, stream) = direct(0);
         let before = machine.used(0);
         std::thread::scope(|scope| {

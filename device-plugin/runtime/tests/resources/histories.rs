@@ -7,7 +7,7 @@ use bursar_runtime::driver::Stream;
 use bursar_runtime::{
     Block, BlockRef, DeviceMemoryResource, Exportable, FreeError, StreamOrdered, Tag,
 };
-use bursar_sim_lab::{ONE_GPU, inside};
+use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 use proptest::prelude::*;
 
 use crate::{bytes, context, spin};
@@ -123,7 +123,7 @@ fn check(memory: &impl DeviceMemoryResource, streams: &[Stream], steps: Vec<Step
 
 #[test]
 fn memory_is_released_only_after_the_work_that_uses_it() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let streams: Vec<_> = (0..STREAMS).map(|_| context.stream().unwrap()).collect();
         let histories = prop::collection::vec(step(), 0..50);

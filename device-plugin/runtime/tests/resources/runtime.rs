@@ -6,7 +6,7 @@ use bursar_runtime::driver::DriverError;
 use bursar_runtime::{
     Budget, DeviceMemoryResource as _, DeviceRuntime, ResourceError, StaleReason, Tag,
 };
-use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, run_in_subprocess};
 
 use crate::{bytes, fault};
 
@@ -14,7 +14,7 @@ const FIRST_GPU: &str = "GPU-00000000-0000-0000-0000-000000000001";
 
 #[test]
 fn runtime_of_a_gpu_is_shared() {
-    inside(TWO_GPUS, |_| {
+    run_in_subprocess(TWO_GPUS, |_| {
         let first = DeviceRuntime::for_gpu(FIRST_GPU.parse().unwrap()).unwrap();
         assert!(Arc::ptr_eq(&first, &DeviceRuntime::for_ordinal(0).unwrap()));
         assert!(Arc::ptr_eq(
@@ -29,7 +29,7 @@ fn runtime_of_a_gpu_is_shared() {
 
 #[test]
 fn eight_concurrent_first_users_get_one_runtime() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let together = Barrier::new(8);
         let runtimes: Vec<_> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..8)
@@ -66,7 +66,7 @@ fn eight_concurrent_first_users_get_one_runtime() {
 
 #[test]
 fn runtime_of_a_missing_gpu_is_an_error() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let missing = DeviceRuntime::for_ordinal(1).unwrap_err();
         assert_eq!(
             missing,
@@ -85,7 +85,7 @@ fn runtime_of_a_missing_gpu_is_an_error() {
 
 #[test]
 fn failed_start_is_retried() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         machine.set_lost(0, true);
         let Err(DriverError::Cuda(error)) = DeviceRuntime::for_ordinal(0) else {
             panic!("it started");
@@ -98,7 +98,7 @@ fn failed_start_is_retried() {
 
 #[test]
 fn with_resource_leaves_the_original_runtime() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = DeviceRuntime::for_ordinal(0).unwrap();
         let small = runtime.with_resource(|resource| Budget::new(resource, 1000));
         let stream = small.stream().unwrap();
@@ -124,7 +124,7 @@ fn with_resource_leaves_the_original_runtime() {
 
 #[test]
 fn runtime_after_a_shutdown_is_a_new_one() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let first = DeviceRuntime::for_ordinal(0).unwrap();
         let stream = first.stream().unwrap();
         let block = first
@@ -144,7 +144,7 @@ fn runtime_after_a_shutdown_is_a_new_one() {
 
 #[test]
 fn poisoned_runtime_is_not_rebuilt_in_the_process() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let runtime = DeviceRuntime::for_ordinal(0).unwrap();
         let stream = runtime.stream().unwrap();
         fault(&stream);

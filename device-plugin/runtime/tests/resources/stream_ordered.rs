@@ -4,7 +4,7 @@ use bursar_runtime::driver::Stream;
 use bursar_runtime::{
     Budget, DeviceMemoryResource as _, FreeError, ResourceError, StreamOrdered, Tag,
 };
-use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, run_in_subprocess};
 
 use crate::{MIB, SPIN_TIME, bytes, context, spin};
 
@@ -16,7 +16,7 @@ fn memory() -> (StreamOrdered, Stream, Stream) {
 
 #[test]
 fn freed_block_is_retired_until_its_stream_is_done() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (memory, stream, _) = memory();
         let block = memory
             .allocate(bytes(MIB), &stream, Tag::default())
@@ -37,7 +37,7 @@ fn freed_block_is_retired_until_its_stream_is_done() {
 
 #[test]
 fn frees_complete_in_the_order_of_the_frees() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (memory, stream, _) = memory();
         let memory = Budget::new(memory, 2 << 20);
         let allocate = || memory.allocate(bytes(MIB), &stream, Tag::default());
@@ -53,7 +53,7 @@ fn frees_complete_in_the_order_of_the_frees() {
 
 #[test]
 fn free_waits_for_reported_uses_in_other_streams() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (memory, alloc_stream, other) = memory();
         let block = memory
             .allocate(bytes(MIB), &alloc_stream, Tag::default())
@@ -74,7 +74,7 @@ fn free_waits_for_reported_uses_in_other_streams() {
 
 #[test]
 fn prepared_use_waits_for_the_allocation() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (memory, alloc_stream, other) = memory();
         spin(&alloc_stream, SPIN_TIME);
         let block = memory
@@ -90,7 +90,7 @@ fn prepared_use_waits_for_the_allocation() {
 
 #[test]
 fn recorded_use_delays_the_free() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (memory, alloc_stream, other) = memory();
         let block = memory
             .allocate(bytes(MIB), &alloc_stream, Tag::default())
@@ -104,7 +104,7 @@ fn recorded_use_delays_the_free() {
 
 #[test]
 fn free_is_refused_while_a_use_is_open() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (memory, alloc_stream, other) = memory();
         let block = memory
             .allocate(bytes(MIB), &alloc_stream, Tag::default())
@@ -128,7 +128,7 @@ fn free_is_refused_while_a_use_is_open() {
 
 #[test]
 fn use_is_refused_when_finished_in_another_stream() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (memory, alloc_stream, other) = memory();
         let block = memory
             .allocate(bytes(MIB), &alloc_stream, Tag::default())
@@ -141,7 +141,7 @@ fn use_is_refused_when_finished_in_another_stream() {
 
 #[test]
 fn block_is_stale_after_its_free() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let (memory, alloc_stream, other) = memory();
         let block = memory
             .allocate(bytes(MIB), &alloc_stream, Tag::default())
@@ -164,7 +164,7 @@ fn block_is_stale_after_its_free() {
 
 #[test]
 fn use_in_another_devices_stream_is_refused() {
-    inside(TWO_GPUS, |_| {
+    run_in_subprocess(TWO_GPUS, |_| {
         let (memory, alloc_stream, _) = memory();
         let other = context(1).stream().unwrap();
         let block = memory
@@ -178,7 +178,7 @@ fn use_in_another_devices_stream_is_refused() {
 
 #[test]
 fn eight_threads_of_64_iterations_leak_nothing() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let memory = StreamOrdered::new(&context);
         std::thread::scope(|scope| {

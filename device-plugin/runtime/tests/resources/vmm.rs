@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bursar_runtime::driver::{Access, Context, Stream};
 use bursar_runtime::{DeviceMemoryResource as _, Exportable, Tag, source::vmm};
-use bursar_sim_lab::{ONE_GPU, inside, role, twin};
+use bursar_sim_lab::{ONE_GPU, peer_command, peer_role, run_in_subprocess};
 
 use crate::raw::Raw as _;
 use crate::{MIB, SPIN_TIME, bytes, context, spin};
@@ -21,7 +21,7 @@ fn exportable() -> (Context, Exportable, Stream) {
 
 #[test]
 fn exported_block_outlives_its_free_in_the_importer() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let (context, memory, stream) = exportable();
         let before = machine.used(0);
         let block = memory
@@ -65,8 +65,8 @@ fn importer() {
 
 #[test]
 fn shared_block_survives_the_exit_of_either_process() {
-    inside(ONE_GPU, |machine| {
-        if role().is_some() {
+    run_in_subprocess(ONE_GPU, |machine| {
+        if peer_role().is_some() {
             return importer();
         }
         let (context, memory, stream) = exportable();
@@ -76,7 +76,7 @@ fn shared_block_survives_the_exit_of_either_process() {
             .unwrap();
         context.copy_to_device(block.address(), b"bursar").unwrap();
         let descriptor = memory.export(block.as_ref()).unwrap();
-        let mut importer = twin("importer")
+        let mut importer = peer_command("importer")
             .stdin(descriptor)
             .stdout(Stdio::piped())
             .spawn()
@@ -100,7 +100,7 @@ fn shared_block_survives_the_exit_of_either_process() {
 
 #[test]
 fn freed_block_stays_mapped_until_its_stream_is_done() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let (_, memory, stream) = exportable();
         let block = memory
             .allocate(bytes(MIB), &stream, Tag::default())
@@ -118,7 +118,7 @@ fn freed_block_stays_mapped_until_its_stream_is_done() {
 
 #[test]
 fn dropped_resource_waits_for_the_work_before_a_free() {
-    inside(ONE_GPU, |machine| {
+    run_in_subprocess(ONE_GPU, |machine| {
         let context = context(0);
         let (memory, stream) = (
             Exportable::new(&context).unwrap(),
@@ -144,7 +144,7 @@ fn dropped_resource_waits_for_the_work_before_a_free() {
 
 #[test]
 fn guarded_block_faults_past_its_end_and_after_its_free() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let memory = Exportable::guarded(&context, 2).unwrap();
         let stream = context.default_stream();
@@ -169,7 +169,7 @@ fn guarded_block_faults_past_its_end_and_after_its_free() {
 
 #[test]
 fn quarantined_addresses_are_not_reused() {
-    inside(ONE_GPU, |_| {
+    run_in_subprocess(ONE_GPU, |_| {
         let context = context(0);
         let (memory, stream) = (
             Exportable::guarded(&context, 8).unwrap(),

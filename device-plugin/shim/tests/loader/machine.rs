@@ -9,12 +9,12 @@ use std::path::{Path, PathBuf};
 use bursar_device_plugin::config::{AuditConfig, AuditPolicy};
 use bursar_device_plugin::enforcement::attestation;
 use bursar_device_plugin::enforcement::audit::compare::{
-    Alive, Containers, Finding, GpuSeen, Listed, judge,
+    AttestedState, Finding, GpuSample, ListedProcess, LiveProcess, compare_accounts,
 };
-use bursar_device_plugin::node::cdi::{self, Binding, BoundGpu, ContainerEdits, HostMount};
+use bursar_device_plugin::node::cdi::{self, BoundGpu, CdiBinding, ContainerEdits, HostMount};
 use bursar_device_plugin::node::driver_files::{Driver, LIBCUDA, LIBNVML};
 use bursar_device_plugin::node::shim_install;
-use bursar_device_plugin::procfs::{Owner, Stat};
+use bursar_device_plugin::procfs::{ProcessOwner, Stat};
 use bursar_device_plugin::units::{AllocationId, Bytes};
 use bursar_sim_state::Sim;
 
@@ -122,37 +122,37 @@ impl Machine {
             .sum();
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
         let (pod, cgroup) = (POD.parse().unwrap(), "main".to_owned());
-        let owner = Owner::Container { pod, cgroup };
-        let seen = GpuSeen {
+        let owner = ProcessOwner::Container { pod, cgroup };
+        let seen = GpuSample {
             gpu: GPU.parse().unwrap(),
-            residual: 0,
-            unlisted: None,
-            left: Bytes::ZERO,
-            processes: vec![Listed {
+            unattributed_signed: 0,
+            unattributed: None,
+            unreclaimed_or_retained: Bytes::ZERO,
+            processes: vec![ListedProcess {
                 pid,
                 bytes: Some(Bytes(bytes)),
-                alive: Some(Alive {
-                    start: Stat::parse(&stat).unwrap().start,
+                live: Some(LiveProcess {
+                    start: Stat::parse(&stat).unwrap().start_ticks,
                     owner,
                 }),
             }],
         };
         let home = (POD.parse().unwrap(), "main".to_owned());
-        let running = attestation::Running {
-            start: Stat::parse(&stat).unwrap().start,
+        let running = attestation::AttestedProcess {
+            start: Stat::parse(&stat).unwrap().start_ticks,
             forked: false,
-            shim,
-            devices: Default::default(),
+            has_shim: shim,
+            device_mappings: Default::default(),
         };
-        let containers = Containers {
+        let containers = AttestedState {
             allocations: [(home, ALLOCATION)].into(),
             processes: [(pid, (ALLOCATION, running))].into(),
-            ..Containers::default()
+            ..AttestedState::default()
         };
-        let verdict = judge(&[seen], &self.agent.books(), &containers, &LIMITS);
+        let verdict = compare_accounts(&[seen], &self.agent.books(), &containers, &LIMITS);
         let concerns = |finding: &&Finding| match finding {
             Finding::OverQuota { processes, .. } => processes.iter().any(|one| one.pid == pid),
-            Finding::Intruder { process, .. } => process.pid == pid,
+            Finding::UntrackedProcess { process, .. } => process.pid == pid,
             _ => false,
         };
         verdict.findings.iter().find(concerns).map(Finding::kind)
@@ -204,7 +204,7 @@ fn edits(folder: &Path, agent: &support::Container) -> ContainerEdits {
         fs::copy(support::built().join(shim), image.join(soname)).unwrap();
     }
     let driver = Driver::find(&host, &host, &agent.sim().join("dev")).unwrap();
-    let node = cdi::Node {
+    let node = cdi::CdiNode {
         shim_dir: shim_install::install(&image, &driver, &folder.join("state")).unwrap(),
         driver,
         alloc_dir: agent.alloc_dir().parent().unwrap().to_owned(),
@@ -214,7 +214,7 @@ fn edits(folder: &Path, agent: &support::Container) -> ContainerEdits {
             read_only: false,
         }],
     };
-    let binding = Binding {
+    let binding = CdiBinding {
         allocation: ALLOCATION,
         pod: POD.parse().unwrap(),
         container: "main".to_owned(),
@@ -225,7 +225,7 @@ fn edits(folder: &Path, agent: &support::Container) -> ContainerEdits {
             nodes: vec!["nvidia0".to_owned()],
         }],
     };
-    let mut spec = cdi::spec(&node, &binding);
+    let mut spec = cdi::build_spec(&node, &binding);
     spec.devices.remove(0).container_edits
 }
 

@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bursar_device_plugin::sessions::{Served, Sessions};
+use bursar_device_plugin::sessions::{SessionSpec, Sessions};
 use bursar_device_plugin::units::{AllocationId, Bytes};
 
 use crate::support::{Everyone, GPU, SimCharges};
@@ -58,7 +58,7 @@ pub(crate) fn serve(folder: &Path, quota: u64) -> ! {
         Arc::new(Everyone::here()),
     ));
     for (allocation, quota) in [(CROWD, quota), (NEIGHBOUR, NEIGHBOURS_QUOTA)] {
-        let served = Served {
+        let served = SessionSpec {
             allocation,
             pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
             gpus: vec![(GPU.parse().unwrap(), Bytes(quota))],
@@ -76,7 +76,7 @@ pub(crate) fn serve(folder: &Path, quota: u64) -> ! {
     });
     let (mut over, mut looks) = (0, 0);
     loop {
-        let usage = sessions.usage();
+        let usage = sessions.account_usage();
         looks += 1;
         let above = |usage: &&_| above_quota(usage);
         over += usage.iter().filter(above).count() as u64;
@@ -88,7 +88,7 @@ pub(crate) fn serve(folder: &Path, quota: u64) -> ! {
             let descriptors = std::fs::read_dir("/proc/self/fd").unwrap().count();
             println!(
                 "{} {} {} {} {} {over} {looks} {descriptors}",
-                crowd.quota.0, crowd.granted.0, crowd.used.0, crowd.retired.0, crowd.processes,
+                crowd.quota.0, crowd.granted.0, crowd.used.0, crowd.exited.0, crowd.processes,
             );
         }
         for usage in usage.iter().filter(above) {
@@ -97,8 +97,8 @@ pub(crate) fn serve(folder: &Path, quota: u64) -> ! {
     }
 }
 
-fn above_quota(usage: &bursar_device_plugin::sessions::Usage) -> bool {
-    usage.granted.0 + usage.retired.0 > usage.quota.0
+fn above_quota(usage: &bursar_device_plugin::sessions::AccountUsage) -> bool {
+    usage.granted.0 + usage.exited.0 > usage.quota.0
 }
 
 /// The agent's process.

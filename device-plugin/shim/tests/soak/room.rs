@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use bursar_device_plugin::sessions::Sessions;
 use bursar_device_plugin::units::AllocationId;
-use bursar_sim_state::{Folder, Sim};
+use bursar_sim_state::{MachineDir, Sim};
 
 use crate::support::{GPU, built};
 
@@ -38,7 +38,7 @@ impl Room {
             "context = \"{CONTEXT}\"\n[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"{GPU}\"\nmemory = \"{MEMORY}\"\nminor = 0\n"
         );
         std::fs::write(&config, gpu).unwrap();
-        Folder::at(folder.path().join("sim"))
+        MachineDir::at(folder.path().join("sim"))
             .init(&config, &[])
             .unwrap();
         Room { folder }

@@ -2,21 +2,23 @@
 
 use std::path::Path;
 
-use bursar_device_plugin::sessions::{Cgroups, DriverCharges, Look, Membership, Process};
+use bursar_device_plugin::sessions::{
+    CgroupResolver, ContainerResolver, GpuMemorySample, MemorySampler, Process,
+};
 use bursar_device_plugin::units::{Bytes, GpuUuid, PodUid};
 use bursar_sim_state::Sim;
 
 /// Reports every process as a member of every container, because cgroups have tests of their own.
-pub struct Everyone(Cgroups);
+pub struct Everyone(CgroupResolver);
 
 impl Everyone {
     /// Reads the machine's own `/proc`.
     pub fn here() -> Everyone {
-        Everyone(Cgroups::new("/proc".into()))
+        Everyone(CgroupResolver::new("/proc".into()))
     }
 }
 
-impl Membership for Everyone {
+impl ContainerResolver for Everyone {
     fn process(&self, pid: u32) -> Option<Process> {
         self.0.process(pid)
     }
@@ -25,8 +27,8 @@ impl Membership for Everyone {
         Some("here".to_owned())
     }
 
-    fn pids(&self, pid: u32) -> Vec<u32> {
-        self.0.pids(pid)
+    fn namespace_pids(&self, pid: u32) -> Vec<u32> {
+        self.0.namespace_pids(pid)
     }
 }
 
@@ -40,16 +42,16 @@ impl SimCharges {
     }
 }
 
-impl DriverCharges for SimCharges {
-    fn look(&self, gpu: &GpuUuid) -> Option<Look> {
+impl MemorySampler for SimCharges {
+    fn sample(&self, gpu: &GpuUuid) -> Option<GpuMemorySample> {
         let unit = self.0.gpu_unit(self.0.find_gpu(gpu.as_str())?);
         let usage = self.0.usage(unit);
         let charged = usage.processes.iter();
         let charged = charged.map(|process| (process.pid, Some(Bytes(process.bytes))));
-        Some(Look {
+        Some(GpuMemorySample {
             used: Bytes(usage.used),
             charges: charged.collect(),
-            ..Look::default()
+            ..GpuMemorySample::default()
         })
     }
 }

@@ -12,13 +12,13 @@ use std::process::Command;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use bursar_device_plugin::clock::{self, Present};
-use bursar_device_plugin::ledger::Moment;
+use bursar_device_plugin::clock::{self, ClockReading};
+use bursar_device_plugin::ledger::BootTime;
 use bursar_device_plugin::sessions::{
-    Account, Books, Fault, Policy, Process, Served, Sessions, Usage,
+    Account, AccountUsage, ContainerUsage, Fault, Process, RecoveryPolicy, SessionSpec, Sessions,
 };
 use bursar_device_plugin::units::{AllocationId, Bytes};
-use bursar_sim_state::{Folder, Sim};
+use bursar_sim_state::{MachineDir, Sim};
 
 mod agent;
 mod program;
@@ -29,7 +29,7 @@ pub use program::Client;
 pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
 pub const MIB: u64 = 1 << 20;
 
-/// Returns the UUID of a GPU by its number; [`GPU`] is the first.
+/// Returns the UUID of a GPU by its number; [`GPU_GIB`] is the first.
 fn gpu(minor: usize) -> String {
     format!("GPU-5e000000-0000-0000-0000-{:012x}", minor + 1)
 }
@@ -43,7 +43,7 @@ pub fn built() -> &'static Path {
 /// One container with quotas on simulated GPUs of 16 GiB.
 pub struct Container {
     folder: tempfile::TempDir,
-    served: Served,
+    served: SessionSpec,
     runtime: tokio::runtime::Runtime,
     sessions: Option<Sessions>,
     /// How contexts are charged.
@@ -93,10 +93,10 @@ impl Container {
             })
             .collect();
         std::fs::write(&config, gpus).unwrap();
-        Folder::at(folder.path().join("sim"))
+        MachineDir::at(folder.path().join("sim"))
             .init(&config, &[])
             .unwrap();
-        let served = Served {
+        let served = SessionSpec {
             allocation: AllocationId::from_bits(7),
             pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
             gpus: quotas
@@ -133,11 +133,11 @@ impl Container {
         let sessions = match self.contexts {
             Contexts::Free => sessions,
             Contexts::Unmeasured | Contexts::Measured => {
-                sessions.charging_contexts(self.folder.path().join("contexts.json"))
+                sessions.with_context_sizes(self.folder.path().join("contexts.json"))
             }
         };
         if self.contexts == Contexts::Measured {
-            sessions.context_measured(&gpu(0).parse().unwrap(), "580", Bytes(self.context()));
+            sessions.record_context_size(&gpu(0).parse().unwrap(), "580", Bytes(self.context()));
         }
         self.runtime
             .block_on(sessions.serve(self.served.clone()))
@@ -156,7 +156,7 @@ impl Container {
         self.sessions
             .as_ref()
             .unwrap()
-            .resize(&self.served.allocation, account, quota)
+            .set_requested_quota(&self.served.allocation, account, quota)
             .unwrap();
     }
 
@@ -173,22 +173,26 @@ impl Container {
     }
 
     /// Returns the usage of the GPU's account.
-    pub fn usage(&self) -> Usage {
+    pub fn usage(&self) -> AccountUsage {
         self.usage_of(0)
     }
 
     /// Returns the usage of an account by number: the GPUs', then managed memory's.
-    pub fn usage_of(&self, account: usize) -> Usage {
-        self.sessions.as_ref().unwrap().usage().remove(account)
+    pub fn usage_of(&self, account: usize) -> AccountUsage {
+        self.sessions
+            .as_ref()
+            .unwrap()
+            .account_usage()
+            .remove(account)
     }
 
     /// Returns the agent's records of the container.
-    pub fn books(&self) -> Vec<Books> {
-        self.sessions.as_ref().unwrap().books()
+    pub fn books(&self) -> Vec<ContainerUsage> {
+        self.sessions.as_ref().unwrap().container_usage()
     }
 
     /// Waits until the usage of the GPU's account satisfies a condition.
-    pub fn wait_for(&self, what: &str, is_so: impl Fn(&Usage) -> bool) {
+    pub fn wait_for(&self, what: &str, is_so: impl Fn(&AccountUsage) -> bool) {
         let begun = Instant::now();
         while !is_so(&self.usage()) {
             assert!(
@@ -230,9 +234,9 @@ impl Container {
     }
 
     /// Sets the policy for poisoned contexts.
-    pub fn set_policy(&self, policy: Policy) {
+    pub fn set_policy(&self, policy: RecoveryPolicy) {
         let sessions = self.sessions.as_ref().unwrap();
-        sessions.set_context_policy(&self.served.allocation, policy);
+        sessions.set_recovery_policy(&self.served.allocation, policy);
     }
 
     /// Reports an XID of a program, as from the kernel's log.
@@ -244,8 +248,8 @@ impl Container {
             .iter()
             .map(|(gpu, _)| gpu.clone())
             .collect();
-        let suspect = sessions.suspect(program.pid(), &on, Moment(u64::MAX));
-        sessions.xid(&suspect.unwrap(), code, clock::present());
+        let suspect = sessions.find_xid_target(program.pid(), &on, BootTime(u64::MAX));
+        sessions.record_xid(&suspect.unwrap(), code, clock::read_clocks());
     }
 
     /// Returns a file: while it exists, programs print `busy` and do not call CUDA.
@@ -255,26 +259,26 @@ impl Container {
 
     /// Runs the decisions that are due after some time.
     pub fn overdue(&self, after: Duration) {
-        let now = clock::present();
-        let then = Present {
+        let now = clock::read_clocks();
+        let then = ClockReading {
             moment: now.moment + after,
             ..now
         };
         self.sessions
             .as_ref()
             .unwrap()
-            .new_faults(Duration::ZERO, then);
+            .take_new_faults(Duration::ZERO, then);
     }
 
     /// Returns the open faults.
     pub fn faults(&self) -> Vec<Fault> {
-        let faults = self.sessions.as_ref().unwrap().faults();
+        let faults = self.sessions.as_ref().unwrap().open_faults();
         faults.into_iter().map(|(_, fault)| fault).collect()
     }
 
     /// Returns the processes that the agent is to kill.
     pub fn condemned(&self) -> Vec<Process> {
-        let condemned = self.sessions.as_ref().unwrap().condemned();
+        let condemned = self.sessions.as_ref().unwrap().processes_to_kill();
         condemned.into_iter().map(|(_, process)| process).collect()
     }
 

@@ -19,23 +19,23 @@ use rustix::fs::{Access, AtFlags, CWD, accessat, statfs};
 use rustix::io::Errno;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
-use crate::node::pod_cgroups::cgroups_in;
+use crate::node::pod_cgroups::visit_cgroups;
 
-/// The first argument of the agent's program that makes it [`child`].
-pub const WORD: &str = "may-open";
+/// The first argument of the agent's program that makes it [`run_child`].
+pub const SUBCOMMAND: &str = "may-open";
 
 /// How long an answer may take.
 const LIMIT: Duration = Duration::from_secs(2);
 /// How often it is looked for.
-const EVERY: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// `CGROUP_SUPER_MAGIC` and `CGROUP2_SUPER_MAGIC` (linux/magic.h).
-const V1: u32 = 0x0027_e0eb;
-const V2: u32 = 0x6367_7270;
+const CGROUP_V1_MAGIC: u32 = 0x0027_e0eb;
+const CGROUP_V2_MAGIC: u32 = 0x6367_7270;
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
-pub enum AskError {
+pub enum DeviceAccessError {
     /// Nothing decides there which devices are opened.
     #[error("{} is in no hierarchy of cgroups that decides about devices", .0.display())]
     NoCgroup(PathBuf),
@@ -44,7 +44,7 @@ pub enum AskError {
     Start(#[from] io::Error),
     /// It did not answer in time.
     #[error("no answer in {LIMIT:?}")]
-    Late,
+    TimedOut,
     /// It ended without an answer.
     #[error("the process that tries ended with {0}")]
     Failed(ExitStatus),
@@ -52,30 +52,32 @@ pub enum AskError {
 
 /// Where a container is.
 #[derive(Clone, Copy, Debug)]
-pub struct Asked<'a> {
+pub struct AccessQuery<'a> {
     /// The host's process file system.
     pub proc: &'a Path,
     /// The host's cgroup file system.
-    pub root: &'a Path,
+    pub cgroup_root: &'a Path,
     /// The container's cgroup, in some hierarchy of it.
-    pub container: &'a Path,
+    pub container_cgroup: &'a Path,
 }
 
 /// The names of the `nodes` that a process in the container's cgroup may open. `program` is the agent's own.
 ///
 /// # Errors
 /// Whatever keeps it from an answer.
-pub fn openable(
+pub fn openable_nodes(
     program: &Path,
-    asked: Asked<'_>,
+    asked: AccessQuery<'_>,
     nodes: &BTreeMap<String, PathBuf>,
-) -> Result<BTreeSet<String>, AskError> {
-    let folders = folders(asked.root, asked.container, magic);
+) -> Result<BTreeSet<String>, DeviceAccessError> {
+    let folders = device_cgroups(asked.cgroup_root, asked.container_cgroup, fs_magic);
     if folders.is_empty() {
-        return Err(AskError::NoCgroup(asked.container.to_owned()));
+        return Err(DeviceAccessError::NoCgroup(
+            asked.container_cgroup.to_owned(),
+        ));
     }
     let mut child = Command::new(program)
-        .args([WORD.as_ref(), asked.proc.as_os_str()])
+        .args([SUBCOMMAND.as_ref(), asked.proc.as_os_str()])
         .arg(folders.len().to_string())
         .args(&folders)
         .args(nodes.values())
@@ -84,50 +86,50 @@ pub fn openable(
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()?;
-    let ended = wait(&mut child, Instant::now() + LIMIT);
+    let ended = wait_until(&mut child, Instant::now() + LIMIT);
     if !matches!(ended, Ok(Some(_))) {
         // A frozen process ends by SIGKILL too.
         child.kill()?;
         child.wait()?;
     }
-    let status = ended?.ok_or(AskError::Late)?;
+    let status = ended?.ok_or(DeviceAccessError::TimedOut)?;
     let mut answer = Vec::new();
     let output = child.stdout.take();
     let most = nodes.len() as u64 + 1;
     output.map_or(Ok(0), |output| output.take(most).read_to_end(&mut answer))?;
     if !status.success() || answer.len() != nodes.len() {
-        return Err(AskError::Failed(status));
+        return Err(DeviceAccessError::Failed(status));
     }
     let may = nodes.keys().zip(answer).filter(|(_, may)| *may == b'1');
     Ok(may.map(|(name, _)| name.clone()).collect())
 }
 
-fn wait(child: &mut Child, until: Instant) -> io::Result<Option<ExitStatus>> {
+fn wait_until(child: &mut Child, until: Instant) -> io::Result<Option<ExitStatus>> {
     loop {
         let ended = child.try_wait()?;
         if ended.is_some() || Instant::now() >= until {
             return Ok(ended);
         }
-        std::thread::sleep(EVERY);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
 /// The container's cgroups in the hierarchies that decide about devices: the devices controller's of v1, and v2. `magic`
 /// tells which file system a folder is of.
-fn folders(
+fn device_cgroups(
     root: &Path,
     container: &Path,
     magic: impl Fn(&Path) -> Option<u32>,
 ) -> BTreeSet<PathBuf> {
     let is = |folder: &Path, kind: u32| magic(folder) == Some(kind);
     let mut folders = BTreeSet::new();
-    if is(container, V2) {
+    if is(container, CGROUP_V2_MAGIC) {
         folders.insert(container.to_owned());
     }
     // With v1 the first folder names the hierarchy, and the rest is the same in each.
     let inside = container.strip_prefix(root).unwrap_or(container);
     let rest: PathBuf = inside.components().skip(1).collect();
-    let others = [("devices", V1), ("unified", V2)];
+    let others = [("devices", CGROUP_V1_MAGIC), ("unified", CGROUP_V2_MAGIC)];
     let others = others.map(|(hierarchy, kind)| (root.join(hierarchy).join(&rest), kind));
     let there = others
         .into_iter()
@@ -136,17 +138,17 @@ fn folders(
     folders
 }
 
-fn magic(folder: &Path) -> Option<u32> {
+fn fs_magic(folder: &Path) -> Option<u32> {
     statfs(folder).ok().map(|stat| stat.f_type as u32)
 }
 
-/// What the agent's program does after [`WORD`]: it joins the cgroups and prints a digit for each node.
-pub fn child(words: impl Iterator<Item = OsString>) -> ExitCode {
-    let answer = answer(words).and_then(|answer| io::stdout().write_all(&answer).ok());
+/// What the agent's program does after [`SUBCOMMAND`]: it joins the cgroups and prints a digit for each node.
+pub fn run_child(words: impl Iterator<Item = OsString>) -> ExitCode {
+    let answer = check_nodes(words).and_then(|answer| io::stdout().write_all(&answer).ok());
     answer.map_or(ExitCode::FAILURE, |()| ExitCode::SUCCESS)
 }
 
-fn answer(mut words: impl Iterator<Item = OsString>) -> Option<Vec<u8>> {
+fn check_nodes(mut words: impl Iterator<Item = OsString>) -> Option<Vec<u8>> {
     let proc = PathBuf::from(words.next()?);
     let folders: usize = words.next()?.to_str()?.parse().ok()?;
     // A cgroup namespace of the agent's own would keep it out of the container's cgroup (cgroups(7), nsdelegate).
@@ -154,15 +156,15 @@ fn answer(mut words: impl Iterator<Item = OsString>) -> Option<Vec<u8>> {
         let _ = move_into_link_name_space(host.as_fd(), Some(LinkNameSpaceType::ControlGroup));
     }
     for folder in words.by_ref().take(folders) {
-        joins(Path::new(&folder)).then_some(())?;
+        join_cgroup(Path::new(&folder)).then_some(())?;
     }
-    words.map(|node| may_open(Path::new(&node))).collect()
+    words.map(|node| can_open(Path::new(&node))).collect()
 }
 
 /// Joins a cgroup, or the first in it that takes processes: one that divides what it has among others takes none.
-fn joins(folder: &Path) -> bool {
+fn join_cgroup(folder: &Path) -> bool {
     let mut joined = false;
-    cgroups_in(folder, |inside| {
+    visit_cgroups(folder, |inside| {
         let procs = OpenOptions::new()
             .write(true)
             .open(inside.join("cgroup.procs"));
@@ -174,7 +176,7 @@ fn joins(folder: &Path) -> bool {
 }
 
 /// None where that cannot be told.
-fn may_open(node: &Path) -> Option<u8> {
+fn can_open(node: &Path) -> Option<u8> {
     match accessat(
         CWD,
         node,
@@ -192,30 +194,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_that_is_no_cgroup_is_not_asked() {
+    fn query_is_refused_when_folder_is_no_cgroup() {
         let root = tempfile::tempdir().unwrap();
         let container = root.path().join("devices/kubepods/pod1/main");
         std::fs::create_dir_all(&container).unwrap();
         std::fs::write(container.join("cgroup.procs"), "7\n").unwrap();
-        let asked = Asked {
+        let asked = AccessQuery {
             proc: Path::new("/proc"),
-            root: root.path(),
-            container: &container,
+            cgroup_root: root.path(),
+            container_cgroup: &container,
         };
         let nodes = BTreeMap::from([("nvidia1".to_owned(), PathBuf::from("/dev/null"))]);
-        let error = openable(Path::new("/bin/true"), asked, &nodes).unwrap_err();
-        assert!(matches!(error, AskError::NoCgroup(_)), "{error}");
+        let error = openable_nodes(Path::new("/bin/true"), asked, &nodes).unwrap_err();
+        assert!(matches!(error, DeviceAccessError::NoCgroup(_)), "{error}");
         let list = std::fs::read_to_string(container.join("cgroup.procs")).unwrap();
         assert_eq!(list, "7\n");
     }
 
     /// The container's cgroups on a node whose hierarchies are mounted at these folders.
-    fn folders_on(mounts: &[(&str, u32)], container: &str) -> Vec<String> {
+    fn device_cgroups_on(mounts: &[(&str, u32)], container: &str) -> Vec<String> {
         let magic = |folder: &Path| {
             let mount = mounts.iter().find(|(mount, _)| folder.starts_with(mount));
             mount.map(|(_, kind)| *kind)
         };
-        let found = folders(Path::new("/cgroup"), Path::new(container), magic);
+        let found = device_cgroups(Path::new("/cgroup"), Path::new(container), magic);
         let names = found.iter().map(|folder| folder.display().to_string());
         names.collect()
     }
@@ -223,16 +225,16 @@ mod tests {
     #[test]
     fn container_of_v2_alone_has_one_cgroup() {
         let container = "/cgroup/kubepods.slice/pod1/main";
-        let node = [("/cgroup/kubepods.slice", V2)];
-        assert_eq!(folders_on(&node, container), [container]);
+        let node = [("/cgroup/kubepods.slice", CGROUP_V2_MAGIC)];
+        assert_eq!(device_cgroups_on(&node, container), [container]);
     }
 
     #[test]
     fn container_has_a_cgroup_of_devices_and_one_of_v2_beside_v1() {
         let hybrid = [
-            ("/cgroup/devices", V1),
-            ("/cgroup/pids", V1),
-            ("/cgroup/unified", V2),
+            ("/cgroup/devices", CGROUP_V1_MAGIC),
+            ("/cgroup/pids", CGROUP_V1_MAGIC),
+            ("/cgroup/unified", CGROUP_V2_MAGIC),
         ];
         let both = [
             "/cgroup/devices/kubepods/pod1/main",
@@ -240,12 +242,12 @@ mod tests {
         ];
         for hierarchy in ["devices", "pids", "unified"] {
             let container = format!("/cgroup/{hierarchy}/kubepods/pod1/main");
-            assert_eq!(folders_on(&hybrid, &container), both, "{hierarchy}");
+            assert_eq!(device_cgroups_on(&hybrid, &container), both, "{hierarchy}");
         }
         let [_, pids, unified] = hybrid;
         let container = "/cgroup/pids/kubepods/pod1/main";
-        assert_eq!(folders_on(&[pids, unified], container), both[1..]);
-        assert!(folders_on(&[pids], container).is_empty());
+        assert_eq!(device_cgroups_on(&[pids, unified], container), both[1..]);
+        assert!(device_cgroups_on(&[pids], container).is_empty());
     }
 
     #[test]
@@ -254,9 +256,9 @@ mod tests {
         let (divided, leaf) = (root.path().join("main"), root.path().join("main/leaf"));
         // As with v2 a cgroup that has others takes no process: here it has no such file.
         std::fs::create_dir_all(&leaf).unwrap();
-        assert!(!joins(&divided));
+        assert!(!join_cgroup(&divided));
         std::fs::write(leaf.join("cgroup.procs"), "").unwrap();
-        assert!(joins(&divided));
+        assert!(join_cgroup(&divided));
         assert_eq!(
             std::fs::read_to_string(leaf.join("cgroup.procs")).unwrap(),
             "0"
@@ -264,19 +266,19 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_does_not_answer_is_ended_in_time() {
+    fn wait_ends_when_the_child_does_not_answer() {
         let sleeps = Command::new("sleep").arg("60").spawn();
         let mut child = sleeps.unwrap();
         let begun = Instant::now();
-        let ended = wait(&mut child, begun + Duration::from_millis(20)).unwrap();
+        let ended = wait_until(&mut child, begun + Duration::from_millis(20)).unwrap();
         assert!(ended.is_none() && begun.elapsed() < Duration::from_secs(20));
         child.kill().unwrap();
         child.wait().unwrap();
     }
 
     #[test]
-    fn what_can_neither_be_opened_nor_is_forbidden_is_no_answer() {
-        assert_eq!(may_open(Path::new("/dev/null")), Some(b'1'));
-        assert_eq!(may_open(Path::new("/dev/nothing-of-this-name")), None);
+    fn can_open_is_unknown_when_the_node_is_missing() {
+        assert_eq!(can_open(Path::new("/dev/null")), Some(b'1'));
+        assert_eq!(can_open(Path::new("/dev/nothing-of-this-name")), None);
     }
 }

@@ -7,9 +7,9 @@ use crate::node::cdi::CONTAINER_DRIVER_DIR;
 
 /// A mapped file that has to do with a driver.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Mapped {
+pub struct MappedFile {
     /// What it is by its name.
-    pub kind: Kind,
+    pub kind: FileKind,
     /// The file's number in its file system.
     pub inode: u64,
     /// Its path in the process's mount namespace. A file that was removed ends in ` (deleted)`.
@@ -18,7 +18,7 @@ pub struct Mapped {
 
 /// What a mapped file is, by its name alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
+pub enum FileKind {
     /// It is called as the driver API library is: the shim, or another.
     Libcuda,
     /// The real driver API library where we put it.
@@ -28,19 +28,19 @@ pub enum Kind {
 }
 
 /// What the paths of a process's files that have to do with a driver may take together. An honest one has a dozen.
-const MOST: usize = 64 << 10;
+const MAX_PATH_BYTES: usize = 64 << 10;
 
 /// The files of a memory map that have to do with a driver, each once.
 #[derive(Clone, Debug, Default)]
-pub struct Files {
-    files: BTreeSet<Mapped>,
+pub struct DriverFiles {
+    files: BTreeSet<MappedFile>,
     bytes: usize,
 }
 
-impl Files {
+impl DriverFiles {
     /// Takes in a line of `/proc/<pid>/maps` (proc_pid_maps(5)).
-    pub fn see(&mut self, line: &str) {
-        let Some(file) = file(line).filter(|_| self.bytes <= MOST) else {
+    pub fn add_line(&mut self, line: &str) {
+        let Some(file) = parse_line(line).filter(|_| self.bytes <= MAX_PATH_BYTES) else {
             return;
         };
         let bytes = file.path.as_os_str().len();
@@ -50,19 +50,19 @@ impl Files {
     }
 
     /// All of them; none where they are too many.
-    pub fn all(&self) -> Option<&BTreeSet<Mapped>> {
-        (self.bytes <= MOST).then_some(&self.files)
+    pub fn get(&self) -> Option<&BTreeSet<MappedFile>> {
+        (self.bytes <= MAX_PATH_BYTES).then_some(&self.files)
     }
 }
 
 /// The most mappings of device nodes that are kept of a process: a context of an H200 has some thirty.
-const MOST_DEVICES: usize = 256;
+const MAX_DEVICE_MAPPINGS: usize = 256;
 
 /// Takes in where a process has device nodes of the driver mapped, from a line of its memory map. Nowhere: it has not
 /// begun with the driver; NVML maps none.
-pub fn see_device(line: &str, devices: &mut BTreeSet<u64>) {
+pub fn add_device_mapping(line: &str, devices: &mut BTreeSet<u64>) {
     let path = line.find('/').and_then(|at| line.get(at..));
-    if path.and_then(kind) != Some(Kind::Device) || devices.len() >= MOST_DEVICES {
+    if path.and_then(kind_of) != Some(FileKind::Device) || devices.len() >= MAX_DEVICE_MAPPINGS {
         return;
     }
     let start = line.split_once('-').map(|(start, _)| start);
@@ -70,27 +70,27 @@ pub fn see_device(line: &str, devices: &mut BTreeSet<u64>) {
 }
 
 /// `7f00-7f01 r-xp 00000000 08:01 1234   /usr/lib/libcuda.so.1`: range, access, offset, device, inode, path.
-fn file(line: &str) -> Option<Mapped> {
+fn parse_line(line: &str) -> Option<MappedFile> {
     let path = &line[line.find('/')?..];
-    let kind = kind(path)?;
+    let kind = kind_of(path)?;
     let inode = line.split_ascii_whitespace().nth(4)?.parse().ok()?;
-    Some(Mapped {
+    Some(MappedFile {
         kind,
         inode,
         path: path.into(),
     })
 }
 
-fn kind(path: &str) -> Option<Kind> {
+fn kind_of(path: &str) -> Option<FileKind> {
     if path.starts_with("/dev/nvidia") {
-        return Some(Kind::Device);
+        return Some(FileKind::Device);
     }
     let path = Path::new(path);
     let name = path.file_name()?.to_str()?;
     if name.starts_with("libcuda.so") {
-        Some(Kind::Libcuda)
+        Some(FileKind::Libcuda)
     } else if name.starts_with("cuda.so") && path.starts_with(CONTAINER_DRIVER_DIR) {
-        Some(Kind::Driver)
+        Some(FileKind::Driver)
     } else {
         None
     }
@@ -100,10 +100,10 @@ fn kind(path: &str) -> Option<Kind> {
 pub(crate) mod tests {
     use super::*;
 
-    pub(crate) fn files(maps: &str) -> BTreeSet<Mapped> {
-        let mut files = Files::default();
-        maps.lines().for_each(|line| files.see(line));
-        files.all().unwrap().clone()
+    pub(crate) fn files(maps: &str) -> BTreeSet<MappedFile> {
+        let mut files = DriverFiles::default();
+        maps.lines().for_each(|line| files.add_line(line));
+        files.get().unwrap().clone()
     }
 
     const MAPS: &str = "\
@@ -122,46 +122,51 @@ pub(crate) mod tests {
 ";
 
     #[test]
-    fn each_file_of_a_driver_is_found_once_and_no_other() {
+    fn driver_files_are_found_once_each() {
         let found: Vec<_> = files(MAPS)
             .into_iter()
             .map(|file| (file.kind, file.inode, file.path.display().to_string()))
             .collect();
         let expected = [
-            (Kind::Libcuda, 9, "/tmp/x/libcuda.so.580.95.05 (deleted)"),
-            (Kind::Libcuda, 4711, "/opt/bursar/lib/libcuda.so.1"),
-            (Kind::Driver, 815, "/opt/bursar/drv/cuda.so.1"),
-            (Kind::Device, 77, "/dev/nvidiactl"),
-            (Kind::Device, 78, "/dev/nvidia0"),
+            (
+                FileKind::Libcuda,
+                9,
+                "/tmp/x/libcuda.so.580.95.05 (deleted)",
+            ),
+            (FileKind::Libcuda, 4711, "/opt/bursar/lib/libcuda.so.1"),
+            (FileKind::Driver, 815, "/opt/bursar/drv/cuda.so.1"),
+            (FileKind::Device, 77, "/dev/nvidiactl"),
+            (FileKind::Device, 78, "/dev/nvidia0"),
         ]
         .map(|(kind, inode, path)| (kind, inode, path.to_owned()));
         assert_eq!(found, expected);
     }
 
     #[test]
-    fn devices_are_known_by_where_they_are_mapped() {
+    fn device_mappings_are_known_by_address() {
         let mut devices = BTreeSet::new();
-        MAPS.lines().for_each(|line| see_device(line, &mut devices));
+        MAPS.lines()
+            .for_each(|line| add_device_mapping(line, &mut devices));
         assert_eq!(devices, [0x7f21_0000_0000, 0x7f22_0000_0000].into());
     }
 
     #[test]
-    fn a_name_that_only_begins_as_the_drivers_folder_does_is_not_in_it() {
-        assert_eq!(kind("/opt/bursar/drv/cuda.so.1"), Some(Kind::Driver));
-        assert_eq!(kind("/opt/bursar/drv2/cuda.so.1"), None);
-        assert_eq!(kind("/home/a b/libcuda.so"), Some(Kind::Libcuda));
+    fn file_is_no_driver_when_only_its_folder_prefix_matches() {
+        assert_eq!(kind_of("/opt/bursar/drv/cuda.so.1"), Some(FileKind::Driver));
+        assert_eq!(kind_of("/opt/bursar/drv2/cuda.so.1"), None);
+        assert_eq!(kind_of("/home/a b/libcuda.so"), Some(FileKind::Libcuda));
     }
 
     #[test]
-    fn more_files_of_a_driver_than_any_program_has_are_too_many() {
-        let mut files = Files::default();
+    fn driver_files_are_bounded() {
+        let mut files = DriverFiles::default();
         for number in 0..65_000 {
-            files.see(&format!(
+            files.add_line(&format!(
                 "7f00-7f01 r-xp 0 08:01 {number} /tmp/{number}/libcuda.so.1"
             ));
         }
-        assert!(files.all().is_none());
-        assert!(files.bytes < 2 * MOST, "{}", files.bytes);
+        assert!(files.get().is_none());
+        assert!(files.bytes < 2 * MAX_PATH_BYTES, "{}", files.bytes);
     }
 
     proptest::proptest! {

@@ -4,10 +4,10 @@
 //! folder that is read there, `/dev`, is read only where the mount table says that it is the kernel's.
 //!
 //! What a process has mapped is read again when the size of its address space, its image or its start changed, and
-//! after [`REREAD`] in any case. A container's mounts are read each time: nothing shows that they changed.
+//! after [`MAX_AGE`] in any case. A container's mounts are read each time: nothing shows that they changed.
 //!
 //! A tenant shapes all of it, so nothing is read without a bound: what is too large makes its container one that is not
-//! attested. One look at a pod reads [`PER_LOOK`] of memory maps, and the next one those that waited longest.
+//! attested. One look at a pod reads [`MAPS_BYTES_PER_PROBE`] of memory maps, and the next one those that waited longest.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, ErrorKind};
@@ -17,50 +17,50 @@ use std::time::{Duration, Instant};
 
 use tracing::warn;
 
-use super::device_access::{self, openable};
-use super::evaluate::{self, Expected, Installed, Lack, Uses};
-use super::maps::{self, Files};
-use super::mounts::{Location, Mounts};
+use super::device_access::{self, openable_nodes};
+use super::evaluate::{self, DriverUse, EnforcementGap, ExpectedMount, InstalledShim};
+use super::maps::{self, DriverFiles};
+use super::mounts::{Location, MountTable};
 use crate::config::{Config, DriverConfig, PathsConfig};
 use crate::node::cdi::CdiDir;
-use crate::node::pod_cgroups::{MOST_PROCESSES, container_folders, processes_in};
+use crate::node::pod_cgroups::{MAX_PROCESSES, container_cgroups, list_processes};
 use crate::procfs::{self, Bounds, Stat, bounding_capabilities};
 use crate::units::{AllocationId, PodUid};
 
 /// How old what is known of an unchanged process may become.
-const REREAD: Duration = Duration::from_secs(10);
+const MAX_AGE: Duration = Duration::from_secs(10);
 
 /// The largest memory map that is read: as many mappings as a process may have (`vm.max_map_count`), and four times that.
-const MAPS: Bounds = Bounds {
+const MAPS_BOUNDS: Bounds = Bounds {
     bytes: 16 << 20,
     lines: 1 << 18,
 };
 /// The largest mount table of a container that is read.
-const MOUNTS: Bounds = Bounds {
+const MOUNTS_BOUNDS: Bounds = Bounds {
     bytes: 4 << 20,
     lines: 4_096,
 };
 /// The agent's own has every pod's mounts.
-const OWN_MOUNTS: Bounds = Bounds {
+const OWN_MOUNTS_BOUNDS: Bounds = Bounds {
     bytes: 256 << 20,
     lines: 1 << 20,
 };
 /// Of how many bytes of memory maps one look at a pod reads, but for the last process's.
-const PER_LOOK: u64 = MAPS.bytes;
+const MAPS_BYTES_PER_PROBE: u64 = MAPS_BOUNDS.bytes;
 /// How long a process may wait to be read before its container counts as not attested.
-const OVERDUE: Duration = Duration::from_secs(60);
+const MAX_WAIT: Duration = Duration::from_secs(60);
 /// The most names in a container's `/dev`.
-const MOST_NODES: usize = 16_384;
+const MAX_DEV_NAMES: usize = 16_384;
 
 /// The agent's own program, also where its file was replaced.
-const PROGRAM: &str = "/proc/self/exe";
+const SELF_EXE: &str = "/proc/self/exe";
 
 /// Where the allocation's own folder is mounted, however the image's `/run` is linked.
-const RUN_POINTS: [&str; 2] = ["/run/bursar", "/var/run/bursar"];
+const RUN_DIR_MOUNT_POINTS: [&str; 2] = ["/run/bursar", "/var/run/bursar"];
 
 /// A pod with containers of ours.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Target {
+pub struct AttestationTarget {
     /// The pod.
     pub pod: PodUid,
     /// Its cgroup's folder.
@@ -69,7 +69,7 @@ pub struct Target {
 
 /// A container of ours that runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Attested {
+pub struct AttestedContainer {
     /// What it was given.
     pub allocation: AllocationId,
     /// Its pod.
@@ -77,125 +77,127 @@ pub struct Attested {
     /// The name of its cgroup.
     pub cgroup: String,
     /// Why it is not held to its quota; none where it is.
-    pub lack: Option<Lack>,
+    pub gap: Option<EnforcementGap>,
     /// Its processes.
-    pub processes: BTreeMap<u32, Running>,
+    pub processes: BTreeMap<u32, AttestedProcess>,
 }
 
 /// A process of a container of ours.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Running {
+pub struct AttestedProcess {
     /// When it started, in clock ticks since boot.
     pub start: u64,
     /// Whether it has executed no program since it was forked.
     pub forked: bool,
     /// Whether it has the shim mapped.
-    pub shim: bool,
+    pub has_shim: bool,
     /// Where it has device nodes of the driver mapped.
-    pub devices: BTreeSet<u64>,
+    pub device_mappings: BTreeSet<u64>,
 }
 
 /// Looks at the containers of a pod; keeps what it read.
 #[derive(Debug)]
-pub struct Attestor {
+pub struct PodAttestor {
     paths: PathsConfig,
     driver: DriverConfig,
     cdi: CdiDir,
     /// What each allocation's CDI file gave.
-    given: BTreeMap<AllocationId, Given>,
+    given: BTreeMap<AllocationId, ContainerGrant>,
     /// The containers by their cgroup's folder.
-    containers: BTreeMap<PathBuf, Container>,
-    processes: BTreeMap<u32, Seen>,
+    containers: BTreeMap<PathBuf, ContainerRecord>,
+    processes: BTreeMap<u32, ProcessRecord>,
     /// The processes that have changed and were not read since, each with since when.
-    waiting: BTreeMap<u32, Instant>,
+    waiting_since: BTreeMap<u32, Instant>,
 }
 
 /// What an allocation's container was given.
 #[derive(Clone, Debug)]
-struct Given {
-    mounts: Vec<Expected>,
+struct ContainerGrant {
+    mounts: Vec<ExpectedMount>,
     nodes: BTreeSet<String>,
 }
 
 /// A container by its first process.
 #[derive(Debug)]
-struct Container {
-    first: (u32, Stat),
+struct ContainerRecord {
+    first_process: (u32, Stat),
     /// None where it is none of ours.
     allocation: Option<AllocationId>,
     /// What its first process's rights come to.
-    rights: Rights,
+    rights: RightsRecord,
     /// Whether that could be told in full.
-    settled: bool,
-    at: Instant,
+    is_final: bool,
+    read_at: Instant,
 }
 
 /// What does not change of a container while its first process does not.
 #[derive(Clone, Debug, Default)]
-struct Rights {
-    lack: Option<Lack>,
+struct RightsRecord {
+    gap: Option<EnforcementGap>,
     /// Counts where it lacks nothing else.
-    least: Option<Lack>,
-    asked: Option<Asked>,
+    minor_gap: Option<EnforcementGap>,
+    device_check: Option<DeviceCheck>,
 }
 
 /// What a container was asked, and what it may open.
 #[derive(Clone, Debug)]
-struct Asked {
-    others: BTreeMap<String, PathBuf>,
+struct DeviceCheck {
+    other_gpus: BTreeMap<String, PathBuf>,
     /// The GPUs' nodes in its `/dev`.
-    seen: BTreeSet<String>,
+    visible_gpus: BTreeSet<String>,
     /// None where there was no answer.
     openable: Option<BTreeSet<String>>,
     /// Since when there was none.
-    silent: Option<Instant>,
+    unanswered_since: Option<Instant>,
 }
 
 /// What was read of a process.
 #[derive(Debug)]
-struct Seen {
+struct ProcessRecord {
     stat: Stat,
     /// None where it was too large to be read.
-    uses: Option<Uses>,
-    at: Instant,
+    driver_use: Option<DriverUse>,
+    read_at: Instant,
 }
 
 /// What looks at pods at the same time have in common.
 #[derive(Debug)]
-pub struct Around {
+pub struct HostView {
     now: Instant,
     uptime: Duration,
-    own: Mounts,
-    installed: Option<Installed>,
-    namespace: Option<PathBuf>,
+    own_mounts: MountTable,
+    shim: Option<InstalledShim>,
+    user_namespace: Option<PathBuf>,
     /// The device nodes of the node's GPUs, each with its device's number.
-    gpus: BTreeMap<String, (u64, PathBuf)>,
+    gpu_nodes: BTreeMap<String, (u64, PathBuf)>,
 }
 
-impl Around {
+impl HostView {
     /// As it is now.
     pub fn read(paths: &PathsConfig, driver: &DriverConfig) -> Self {
         let own = paths.proc.join("self");
-        let mut mounts = Mounts::default();
+        let mut mounts = MountTable::default();
         let table = own.join("mountinfo");
-        if let Err(error) = procfs::lines(&table, OWN_MOUNTS, |line| mounts.see(line)) {
+        if let Err(error) =
+            procfs::for_each_line(&table, OWN_MOUNTS_BOUNDS, |line| mounts.add_line(line))
+        {
             warn!(%error, "own mounts not read to their end");
         }
         Self {
             now: Instant::now(),
             uptime: uptime(),
-            installed: installed(&paths.state_dir.join("shim"), &mounts),
-            namespace: std::fs::read_link(own.join("ns/user")).ok(),
-            own: mounts,
-            gpus: gpus(&driver.dev_root),
+            shim: installed_shim(&paths.state_dir.join("shim"), &mounts),
+            user_namespace: std::fs::read_link(own.join("ns/user")).ok(),
+            own_mounts: mounts,
+            gpu_nodes: gpu_nodes_in(&driver.dev_root),
         }
     }
 
     /// The nodes of GPUs that are none of those `given`, by another name neither.
-    fn others(&self, given: &BTreeSet<String>) -> BTreeMap<String, PathBuf> {
-        let numbers = given.iter().filter_map(|name| self.gpus.get(name));
+    fn other_gpu_nodes(&self, given: &BTreeSet<String>) -> BTreeMap<String, PathBuf> {
+        let numbers = given.iter().filter_map(|name| self.gpu_nodes.get(name));
         let numbers: BTreeSet<u64> = numbers.map(|(number, _)| *number).collect();
-        let others = self.gpus.iter();
+        let others = self.gpu_nodes.iter();
         let others = others
             .filter(|(name, (number, _))| !given.contains(*name) && !numbers.contains(number));
         others
@@ -204,7 +206,7 @@ impl Around {
     }
 }
 
-impl Attestor {
+impl PodAttestor {
     /// Has seen nothing yet.
     pub fn new(config: &Config) -> Self {
         Self {
@@ -214,61 +216,68 @@ impl Attestor {
             given: BTreeMap::new(),
             containers: BTreeMap::new(),
             processes: BTreeMap::new(),
-            waiting: BTreeMap::new(),
+            waiting_since: BTreeMap::new(),
         }
     }
 
     /// The running containers of ours in the pod.
-    pub fn look(&mut self, Target { pod, cgroup }: &Target, around: &Around) -> Vec<Attested> {
+    pub fn probe(
+        &mut self,
+        AttestationTarget { pod, cgroup }: &AttestationTarget,
+        around: &HostView,
+    ) -> Vec<AttestedContainer> {
         let (mut found, mut folders, mut alive) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
-        let mut room = PER_LOOK;
-        for folder in container_folders(cgroup) {
-            let (processes, all) = self.stats(&folder);
+        let mut room = MAPS_BYTES_PER_PROBE;
+        for folder in container_cgroups(cgroup) {
+            let (processes, all) = self.processes_of(&folder);
             alive.extend(processes.iter().map(|(pid, _)| *pid));
             folders.insert(folder.clone());
-            let mut attested = self.container(pod, &folder, &processes, around, &mut room);
+            let mut attested = self.attest_container(pod, &folder, &processes, around, &mut room);
             if let Some(attested) = attested.as_mut().filter(|_| !all) {
-                let why = format!("it has more than {MOST_PROCESSES} processes");
-                attested.lack.get_or_insert(Lack::not_attested(why));
+                let why = format!("it has more than {MAX_PROCESSES} processes");
+                attested
+                    .gap
+                    .get_or_insert(EnforcementGap::not_attested(why));
             }
             found.extend(attested);
         }
         self.containers.retain(|folder, _| folders.contains(folder));
         self.processes.retain(|pid, _| alive.contains(pid));
-        self.waiting.retain(|pid, _| alive.contains(pid));
+        self.waiting_since.retain(|pid, _| alive.contains(pid));
         let ours: BTreeSet<_> = found.iter().map(|attested| attested.allocation).collect();
         self.given.retain(|allocation, _| ours.contains(allocation));
         found
     }
 
     /// The processes of a cgroup, the oldest first, and whether they are all.
-    fn stats(&self, folder: &Path) -> (Vec<(u32, Stat)>, bool) {
-        let (pids, all) = processes_in(folder);
-        let stat = |pid: u32| Stat::parse(&self.text(pid, "stat").ok()?);
+    fn processes_of(&self, folder: &Path) -> (Vec<(u32, Stat)>, bool) {
+        let (pids, all) = list_processes(folder);
+        let stat = |pid: u32| Stat::parse(&self.read_text(pid, "stat").ok()?);
         let mut stats: Vec<_> = pids
             .into_iter()
             .filter_map(|pid| Some((pid, stat(pid)?)))
             .collect();
-        stats.sort_unstable_by_key(|(pid, stat)| (stat.start, *pid));
+        stats.sort_unstable_by_key(|(pid, stat)| (stat.start_ticks, *pid));
         (stats, all)
     }
 
-    fn container(
+    fn attest_container(
         &mut self,
         pod: &PodUid,
         folder: &Path,
         processes: &[(u32, Stat)],
-        around: &Around,
+        around: &HostView,
         room: &mut u64,
-    ) -> Option<Attested> {
+    ) -> Option<AttestedContainer> {
         let &(first, stat) = processes.first()?;
         let known = self.containers.get(folder);
-        let known =
-            known.filter(|known| (known.first.0, known.first.1.start) == (first, stat.start));
+        let known = known.filter(|known| {
+            (known.first_process.0, known.first_process.1.start_ticks) == (first, stat.start_ticks)
+        });
         let unchanged = known.filter(|known| {
-            known.settled
-                && known.first.1.stack == stat.stack
-                && around.now.duration_since(known.at) < REREAD
+            known.is_final
+                && known.first_process.1.stack == stat.stack
+                && around.now.duration_since(known.read_at) < MAX_AGE
         });
         if unchanged.is_some_and(|known| known.allocation.is_none()) {
             return None;
@@ -276,67 +285,74 @@ impl Attestor {
         let (unchanged, mut allocation, asked) = (
             unchanged.map(|known| known.rights.clone()),
             known.and_then(|known| known.allocation),
-            known.and_then(|known| known.rights.asked.clone()),
+            known.and_then(|known| known.rights.device_check.clone()),
         );
-        let mut mounts = Mounts::default();
-        let table = self.path(first, "mountinfo");
-        let read = procfs::lines(&table, MOUNTS, |line| mounts.see(line));
+        let mut mounts = MountTable::default();
+        let table = self.proc_path(first, "mountinfo");
+        let read = procfs::for_each_line(&table, MOUNTS_BOUNDS, |line| mounts.add_line(line));
         let too_many = match read {
             Err(error) if error.kind() != ErrorKind::FileTooLarge => return None,
             // The runtime's mounts are the first of them: enough to tell whose container it is.
             read => read.is_err(),
         };
         // A process that ends has none any more.
-        mounts.locate(Path::new("/"))?;
+        mounts.resolve(Path::new("/"))?;
         // Once known for ours it stays so, also where it hides the mount that told it.
-        allocation = allocation.or_else(|| self.identify(&mounts, &around.own));
-        let given = allocation.and_then(|allocation| self.given(allocation, &around.own));
-        let made = evaluate::is_made(stat.forked, around.uptime.saturating_sub(stat.started()));
+        allocation = allocation.or_else(|| self.allocation_of(&mounts, &around.own_mounts));
+        let given = allocation.and_then(|allocation| self.grant_of(allocation, &around.own_mounts));
+        let made =
+            evaluate::is_set_up(stat.forked, around.uptime.saturating_sub(stat.start_time()));
         let judged = given.as_ref().filter(|_| made);
         let rights = match unchanged {
             Some(rights) => rights,
             None => {
                 let judge =
-                    |given| self.rights(folder, (first, stat), &mounts, given, asked, around);
+                    |given| self.check_rights(folder, (first, stat), &mounts, given, asked, around);
                 let rights = judged.map(judge).unwrap_or_default();
-                let container = Container {
-                    first: (first, stat),
+                let container = ContainerRecord {
+                    first_process: (first, stat),
                     allocation,
                     rights: rights.clone(),
-                    settled: made,
-                    at: around.now,
+                    is_final: made,
+                    read_at: around.now,
                 };
                 self.containers.insert(folder.to_owned(), container);
                 rights
             }
         };
         let of_mounts = match too_many {
-            true => judged.map(|_| Lack::not_attested("it has too many mounts to be read")),
-            false => judged.and_then(|given| evaluate::of_mounts(&given.mounts, &mounts)),
+            true => {
+                judged.map(|_| EnforcementGap::not_attested("it has too many mounts to be read"))
+            }
+            false => judged.and_then(|given| evaluate::check_mounts(&given.mounts, &mounts)),
         };
         let allocation = given.and(allocation)?;
-        let namespace = self.link(first, "ns/mnt");
-        let (running, uses) = self.uses_of(processes, (&namespace, &mounts), around, room);
-        let Rights { lack, least, .. } = rights;
-        Some(Attested {
+        let namespace = self.read_link(first, "ns/mnt");
+        let (running, uses) = self.probe_processes(processes, (&namespace, &mounts), around, room);
+        let RightsRecord {
+            gap: lack,
+            minor_gap: least,
+            ..
+        } = rights;
+        Some(AttestedContainer {
             allocation,
             pod: pod.clone(),
-            cgroup: name(folder),
-            lack: lack.or(of_mounts).or(uses).or(least),
+            cgroup: file_name(folder),
+            gap: lack.or(of_mounts).or(uses).or(least),
             processes: running,
         })
     }
 
     /// The allocation whose folder a container has.
-    fn identify(&self, mounts: &Mounts, own: &Mounts) -> Option<AllocationId> {
+    fn allocation_of(&self, mounts: &MountTable, own: &MountTable) -> Option<AllocationId> {
         let folder = self.paths.run_dir.join("alloc").canonicalize().ok()?;
-        let (_, alloc) = own.locate(&folder)?;
+        let (_, alloc) = own.resolve(&folder)?;
         mounts
             .iter()
             .filter(|mount| {
-                RUN_POINTS
+                RUN_DIR_MOUNT_POINTS
                     .iter()
-                    .any(|point| mount.point == Path::new(point))
+                    .any(|point| mount.mount_point == Path::new(point))
             })
             .filter(|mount| mount.source.device == alloc.device)
             .find_map(|mount| {
@@ -346,11 +362,11 @@ impl Attestor {
     }
 
     /// What the container of an allocation was given, by its CDI file; none where it cannot be read.
-    fn given(&mut self, allocation: AllocationId, own: &Mounts) -> Option<Given> {
+    fn grant_of(&mut self, allocation: AllocationId, own: &MountTable) -> Option<ContainerGrant> {
         if let Some(given) = self.given.get(&allocation) {
             return Some(given.clone());
         }
-        let edits = self.cdi.edits(&allocation)?;
+        let edits = self.cdi.read_edits(&allocation)?;
         let mounts = edits.mounts.iter().filter_map(|mount| {
             let of_admin = |extra: &crate::node::cdi::HostMount| {
                 (&extra.host_path, &extra.container_path)
@@ -359,21 +375,25 @@ impl Attestor {
             if self.driver.extra_mounts.iter().any(of_admin) {
                 return None;
             }
-            let (_, source) = own.locate(&self.here(&mount.host_path).canonicalize().ok()?)?;
+            let (_, source) =
+                own.resolve(&self.agent_path(&mount.host_path).canonicalize().ok()?)?;
             let point = mount.container_path.clone();
-            Some(Expected { point, source })
+            Some(ExpectedMount {
+                mount_point: point,
+                source,
+            })
         });
         let nodes = edits.device_nodes.iter();
-        let given = Given {
+        let given = ContainerGrant {
             mounts: mounts.collect(),
-            nodes: nodes.map(|node| name(&node.path)).collect(),
+            nodes: nodes.map(|node| file_name(&node.path)).collect(),
         };
         self.given.insert(allocation, given.clone());
         Some(given)
     }
 
     /// A path of the host as the agent sees it.
-    fn here(&self, host_path: &Path) -> PathBuf {
+    fn agent_path(&self, host_path: &Path) -> PathBuf {
         let PathsConfig {
             state_dir, run_dir, ..
         } = &self.paths;
@@ -387,26 +407,26 @@ impl Attestor {
     }
 
     /// What a container's first process, and so all of its, may do.
-    fn rights(
+    fn check_rights(
         &self,
         folder: &Path,
         first: (u32, Stat),
-        mounts: &Mounts,
-        given: &Given,
-        before: Option<Asked>,
-        around: &Around,
-    ) -> Rights {
+        mounts: &MountTable,
+        given: &ContainerGrant,
+        before: Option<DeviceCheck>,
+        around: &HostView,
+    ) -> RightsRecord {
         let asked = before.clone();
-        let of = |lack: Lack| Rights {
-            lack: Some(lack),
-            asked,
-            ..Rights::default()
+        let of = |lack: EnforcementGap| RightsRecord {
+            gap: Some(lack),
+            device_check: asked,
+            ..RightsRecord::default()
         };
         let (pid, _) = first;
-        let bounding = match self.text(pid, "status") {
+        let bounding = match self.read_text(pid, "status") {
             Ok(status) => bounding_capabilities(&status),
             Err(error) if error.kind() == ErrorKind::FileTooLarge => {
-                return of(Lack::not_attested(
+                return of(EnforcementGap::not_attested(
                     "its first process belongs to too many groups",
                 ));
             }
@@ -414,87 +434,97 @@ impl Attestor {
         };
         // It is gone.
         let Some(bounding) = bounding else {
-            return Rights::default();
+            return RightsRecord::default();
         };
-        let namespace = self.link(pid, "ns/user");
-        let over_the_host = namespace.is_some() && namespace == around.namespace;
-        if let Some(lack) = evaluate::of_rights(bounding, over_the_host) {
+        let namespace = self.read_link(pid, "ns/user");
+        let over_the_host = namespace.is_some() && namespace == around.user_namespace;
+        if let Some(lack) = evaluate::check_capabilities(bounding, over_the_host) {
             return of(lack);
         }
-        let Some(seen) = self.nodes(pid, mounts) else {
-            return of(Lack::not_attested("its /dev has too many names to be read"));
+        let Some(seen) = self.visible_gpu_nodes(pid, mounts) else {
+            return of(EnforcementGap::not_attested(
+                "its /dev has too many names to be read",
+            ));
         };
         let (mut lack, mut asked) = (None, before);
-        let others = around.others(&given.nodes);
-        let asks = evaluate::is_asked(&given.nodes, &seen, bounding, over_the_host);
+        let others = around.other_gpu_nodes(&given.nodes);
+        let asks = evaluate::needs_device_check(&given.nodes, &seen, bounding, over_the_host);
         if asks && !others.is_empty() {
-            let now = self.ask(folder, (others, seen), asked, around);
+            let now = self.check_devices(folder, (others, seen), asked, around);
             lack = match &now {
-                Asked {
+                DeviceCheck {
                     openable: Some(openable),
                     ..
-                } => evaluate::of_nodes(openable),
+                } => evaluate::check_openable(openable),
                 // A container that just ended does not answer either.
-                Asked { silent, .. } => silent
-                    .filter(|since| around.now.duration_since(*since) >= REREAD)
-                    .map(|_| Lack::not_attested("it keeps its cgroup from being asked for GPUs")),
+                DeviceCheck {
+                    unanswered_since: silent,
+                    ..
+                } => silent
+                    .filter(|since| around.now.duration_since(*since) >= MAX_AGE)
+                    .map(|_| {
+                        EnforcementGap::not_attested(
+                            "it keeps its cgroup from being asked for GPUs",
+                        )
+                    }),
             };
             asked = Some(now);
         }
-        Rights {
-            lack,
-            least: evaluate::of_scheduling(bounding, over_the_host),
-            asked,
+        RightsRecord {
+            gap: lack,
+            minor_gap: evaluate::check_scheduling(bounding, over_the_host),
+            device_check: asked,
         }
     }
 
     /// Which of `others` a container may open, where `seen` are the GPUs in its `/dev`: asked once, and when either
     /// changes.
-    fn ask(
+    fn check_devices(
         &self,
         folder: &Path,
         (others, seen): (BTreeMap<String, PathBuf>, BTreeSet<String>),
-        before: Option<Asked>,
-        around: &Around,
-    ) -> Asked {
-        let same = |before: &Asked| (&before.others, &before.seen) == (&others, &seen);
-        let answered = |before: &Asked| before.openable.is_some();
+        before: Option<DeviceCheck>,
+        around: &HostView,
+    ) -> DeviceCheck {
+        let same =
+            |before: &DeviceCheck| (&before.other_gpus, &before.visible_gpus) == (&others, &seen);
+        let answered = |before: &DeviceCheck| before.openable.is_some();
         if let Some(before) = before.as_ref().filter(|it| same(it) && answered(it)) {
             return before.clone();
         }
-        let asked = device_access::Asked {
+        let asked = device_access::AccessQuery {
             proc: &self.paths.proc,
-            root: &self.paths.cgroup_root,
-            container: folder,
+            cgroup_root: &self.paths.cgroup_root,
+            container_cgroup: folder,
         };
-        let openable = openable(Path::new(PROGRAM), asked, &others);
+        let openable = openable_nodes(Path::new(SELF_EXE), asked, &others);
         let openable = openable.inspect_err(|error| warn!(%error, ?folder, "not asked for GPUs"));
         let openable = openable.ok();
-        let silent = before.and_then(|before| before.silent);
-        Asked {
-            others,
-            seen,
-            silent: openable.is_none().then(|| silent.unwrap_or(around.now)),
+        let silent = before.and_then(|before| before.unanswered_since);
+        DeviceCheck {
+            other_gpus: others,
+            visible_gpus: seen,
+            unanswered_since: openable.is_none().then(|| silent.unwrap_or(around.now)),
             openable,
         }
     }
 
     /// The names of GPUs in a container's `/dev`; none where there are too many names.
-    fn nodes(&self, pid: u32, mounts: &Mounts) -> Option<BTreeSet<String>> {
+    fn visible_gpu_nodes(&self, pid: u32, mounts: &MountTable) -> Option<BTreeSet<String>> {
         let of_the_kernel = |kind: &str| matches!(kind, "tmpfs" | "devtmpfs");
-        let dev = mounts.locate(Path::new("/dev"));
-        if !dev.is_some_and(|(mount, _)| of_the_kernel(&mount.kind)) {
+        let dev = mounts.resolve(Path::new("/dev"));
+        if !dev.is_some_and(|(mount, _)| of_the_kernel(&mount.fs_type)) {
             return Some(BTreeSet::new());
         }
-        let entries = std::fs::read_dir(self.path(pid, "root/dev"));
+        let entries = std::fs::read_dir(self.proc_path(pid, "root/dev"));
         let (mut count, mut found) = (0, BTreeSet::new());
         for entry in entries.into_iter().flatten().flatten() {
             count += 1;
-            let name = name(&entry.path());
-            if evaluate::is_gpu(&name) {
+            let name = file_name(&entry.path());
+            if evaluate::is_gpu_node(&name) {
                 found.insert(name);
             }
-            if count > MOST_NODES {
+            if count > MAX_DEV_NAMES {
                 return None;
             }
         }
@@ -502,32 +532,32 @@ impl Attestor {
     }
 
     /// What each process of a container does, as far as that is known, and the first lack that one of them is. `first` is the mount namespace of its first process.
-    fn uses_of(
+    fn probe_processes(
         &mut self,
         processes: &[(u32, Stat)],
-        first: (&Option<PathBuf>, &Mounts),
-        around: &Around,
+        first: (&Option<PathBuf>, &MountTable),
+        around: &HostView,
         room: &mut u64,
-    ) -> (BTreeMap<u32, Running>, Option<Lack>) {
+    ) -> (BTreeMap<u32, AttestedProcess>, Option<EnforcementGap>) {
         let mut due = Vec::new();
         for &(pid, stat) in processes {
-            if self.is_due((pid, stat), around.now) {
-                self.waiting.entry(pid).or_insert(around.now);
+            if self.needs_reading((pid, stat), around.now) {
+                self.waiting_since.entry(pid).or_insert(around.now);
                 due.push((pid, stat));
             } else {
-                self.waiting.remove(&pid);
+                self.waiting_since.remove(&pid);
             }
         }
-        due.sort_by_key(|(pid, _)| self.waiting.get(pid).copied());
+        due.sort_by_key(|(pid, _)| self.waiting_since.get(pid).copied());
         for (pid, stat) in due {
             if *room == 0 {
                 break;
             }
-            self.waiting.remove(&pid);
-            let (uses, read) = match self.uses(pid, first, around) {
+            self.waiting_since.remove(&pid);
+            let (uses, read) = match self.probe_process(pid, first, around) {
                 Ok(Some((uses, read))) => (Some(uses), read),
                 Ok(None) => continue,
-                Err(error) if error.kind() == ErrorKind::FileTooLarge => (None, MAPS.bytes),
+                Err(error) if error.kind() == ErrorKind::FileTooLarge => (None, MAPS_BOUNDS.bytes),
                 Err(_) => {
                     self.processes.remove(&pid);
                     continue;
@@ -535,33 +565,40 @@ impl Attestor {
             };
             *room = room.saturating_sub(read);
             let at = around.now;
-            self.processes.insert(pid, Seen { stat, uses, at });
+            self.processes.insert(
+                pid,
+                ProcessRecord {
+                    stat,
+                    driver_use: uses,
+                    read_at: at,
+                },
+            );
         }
         let (mut running, mut lack) = (BTreeMap::new(), None);
         for (pid, stat) in processes {
-            let waits = self.waiting.get(pid);
-            if waits.is_some_and(|since| around.now.duration_since(*since) >= OVERDUE) {
+            let waits = self.waiting_since.get(pid);
+            if waits.is_some_and(|since| around.now.duration_since(*since) >= MAX_WAIT) {
                 let why = "its processes have more mapped than can be read";
-                lack = lack.or_else(|| Some(Lack::not_attested(why)));
+                lack = lack.or_else(|| Some(EnforcementGap::not_attested(why)));
             }
             let seen = self.processes.get(pid);
-            let Some(seen) = seen.filter(|seen| seen.stat.start == stat.start) else {
+            let Some(seen) = seen.filter(|seen| seen.stat.start_ticks == stat.start_ticks) else {
                 continue;
             };
-            match &seen.uses {
+            match &seen.driver_use {
                 Some(uses) => {
-                    let process = Running {
-                        start: stat.start,
+                    let process = AttestedProcess {
+                        start: stat.start_ticks,
                         forked: stat.forked,
-                        shim: uses.shim,
-                        devices: uses.devices.clone(),
+                        has_shim: uses.has_shim,
+                        device_mappings: uses.device_mappings.clone(),
                     };
                     running.insert(*pid, process);
-                    lack = lack.or_else(|| uses.lack.clone());
+                    lack = lack.or_else(|| uses.gap.clone());
                 }
                 None => {
                     let why = "a process has more mapped than can be read";
-                    lack = lack.or_else(|| Some(Lack::not_attested(why)));
+                    lack = lack.or_else(|| Some(EnforcementGap::not_attested(why)));
                 }
             }
         }
@@ -569,61 +606,61 @@ impl Attestor {
     }
 
     /// Whether a process has to be read again. What was too large is left alone for a while, whatever it does.
-    fn is_due(&self, (pid, stat): (u32, Stat), now: Instant) -> bool {
-        let fresh = |seen: &Seen| {
-            let same = match seen.uses {
+    fn needs_reading(&self, (pid, stat): (u32, Stat), now: Instant) -> bool {
+        let fresh = |seen: &ProcessRecord| {
+            let same = match seen.driver_use {
                 Some(_) => seen.stat == stat,
-                None => seen.stat.start == stat.start,
+                None => seen.stat.start_ticks == stat.start_ticks,
             };
-            same && now.duration_since(seen.at) < REREAD
+            same && now.duration_since(seen.read_at) < MAX_AGE
         };
         !self.processes.get(&pid).is_some_and(fresh)
     }
 
     /// What a process does with the driver, and how many bytes were read for that; none where the shim is not installed.
-    fn uses(
+    fn probe_process(
         &self,
         pid: u32,
-        first: (&Option<PathBuf>, &Mounts),
-        around: &Around,
-    ) -> io::Result<Option<(Uses, u64)>> {
-        let mut files = Files::default();
+        first: (&Option<PathBuf>, &MountTable),
+        around: &HostView,
+    ) -> io::Result<Option<(DriverUse, u64)>> {
+        let mut files = DriverFiles::default();
         let mut devices = BTreeSet::new();
-        let read = procfs::lines(&self.path(pid, "maps"), MAPS, |line| {
-            files.see(line);
-            maps::see_device(line, &mut devices);
+        let read = procfs::for_each_line(&self.proc_path(pid, "maps"), MAPS_BOUNDS, |line| {
+            files.add_line(line);
+            maps::add_device_mapping(line, &mut devices);
         })?;
-        let files = files.all().ok_or(ErrorKind::FileTooLarge)?;
-        let of_process = |mounts: &Mounts, installed: &Installed| Uses {
-            devices: devices.clone(),
-            ..evaluate::of_process(files, mounts, installed)
+        let files = files.get().ok_or(ErrorKind::FileTooLarge)?;
+        let of_process = |mounts: &MountTable, installed: &InstalledShim| DriverUse {
+            device_mappings: devices.clone(),
+            ..evaluate::check_process(files, mounts, installed)
         };
         if files.is_empty() {
-            return Ok(Some((Uses::default(), read)));
+            return Ok(Some((DriverUse::default(), read)));
         }
-        let Some(installed) = around.installed.as_ref() else {
+        let Some(installed) = around.shim.as_ref() else {
             return Ok(None);
         };
         let (namespace, mounts) = first;
-        if self.link(pid, "ns/mnt") == *namespace {
+        if self.read_link(pid, "ns/mnt") == *namespace {
             return Ok(Some((of_process(mounts, installed), read)));
         }
-        let mut own = Mounts::default();
-        let table = self.path(pid, "mountinfo");
-        let more = procfs::lines(&table, MOUNTS, |line| own.see(line))?;
+        let mut own = MountTable::default();
+        let table = self.proc_path(pid, "mountinfo");
+        let more = procfs::for_each_line(&table, MOUNTS_BOUNDS, |line| own.add_line(line))?;
         Ok(Some((of_process(&own, installed), read + more)))
     }
 
-    fn path(&self, pid: impl std::fmt::Display, file: &str) -> PathBuf {
+    fn proc_path(&self, pid: impl std::fmt::Display, file: &str) -> PathBuf {
         self.paths.proc.join(pid.to_string()).join(file)
     }
 
-    fn text(&self, pid: impl std::fmt::Display, file: &str) -> io::Result<String> {
-        procfs::read(&self.path(pid, file))
+    fn read_text(&self, pid: impl std::fmt::Display, file: &str) -> io::Result<String> {
+        procfs::read_small(&self.proc_path(pid, file))
     }
 
-    fn link(&self, pid: impl std::fmt::Display, file: &str) -> Option<PathBuf> {
-        std::fs::read_link(self.path(pid, file)).ok()
+    fn read_link(&self, pid: impl std::fmt::Display, file: &str) -> Option<PathBuf> {
+        std::fs::read_link(self.proc_path(pid, file)).ok()
     }
 }
 
@@ -634,11 +671,11 @@ fn uptime() -> Duration {
 }
 
 /// The device nodes of GPUs in a folder, each with its device's number.
-fn gpus(dev: &Path) -> BTreeMap<String, (u64, PathBuf)> {
+fn gpu_nodes_in(dev: &Path) -> BTreeMap<String, (u64, PathBuf)> {
     let entries = std::fs::read_dir(dev).into_iter().flatten().flatten();
     let paths = entries.map(|entry| entry.path());
     let gpu = |path: PathBuf| {
-        let name = Some(name(&path)).filter(|name| evaluate::is_gpu(name))?;
+        let name = Some(file_name(&path)).filter(|name| evaluate::is_gpu_node(name))?;
         let node = path.symlink_metadata().ok()?;
         let is_device = node.file_type().is_char_device();
         is_device.then(|| (name, (node.rdev(), path)))
@@ -647,22 +684,22 @@ fn gpus(dev: &Path) -> BTreeMap<String, (u64, PathBuf)> {
 }
 
 /// The shim's files in the folder of builds; none before there is one.
-fn installed(builds: &Path, own: &Mounts) -> Option<Installed> {
+fn installed_shim(builds: &Path, own: &MountTable) -> Option<InstalledShim> {
     let folder = builds.canonicalize().ok()?;
-    let (_, location) = own.locate(&folder)?;
+    let (_, location) = own.resolve(&folder)?;
     let list = |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten();
     let files = list(&folder).flat_map(|build| list(&build.path()));
     let number = |file: std::fs::DirEntry| {
         let inside = file.path().strip_prefix(&folder).ok()?.to_owned();
         Some((inside, file.path().symlink_metadata().ok()?.ino()))
     };
-    Some(Installed {
+    Some(InstalledShim {
         builds: Location { ..location },
         files: files.filter_map(number).collect(),
     })
 }
 
-fn name(path: &Path) -> String {
+fn file_name(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default();
     name.to_string_lossy().into_owned()
 }
@@ -670,11 +707,11 @@ fn name(path: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::enforcement::attestation::Reason;
+    use crate::enforcement::attestation::GapReason;
     use crate::procfs::tests::stat;
 
     /// An attestor over a `/proc` of plain files, in which each of these processes has one page mapped.
-    fn attestor(pids: &[u32]) -> (Attestor, tempfile::TempDir) {
+    fn attestor(pids: &[u32]) -> (PodAttestor, tempfile::TempDir) {
         let proc = tempfile::tempdir().unwrap();
         for pid in pids {
             let folder = proc.path().join(pid.to_string());
@@ -683,33 +720,33 @@ mod tests {
             std::fs::write(folder.join("maps"), line).unwrap();
         }
         let config = Config::parse(Path::new("agent.toml"), "").unwrap();
-        let mut attestor = Attestor::new(&config);
+        let mut attestor = PodAttestor::new(&config);
         attestor.paths.proc = proc.path().to_owned();
         (attestor, proc)
     }
 
-    fn around() -> Around {
-        Around {
+    fn host_view() -> HostView {
+        HostView {
             now: Instant::now(),
             uptime: Duration::ZERO,
-            own: Mounts::default(),
-            installed: None,
-            namespace: None,
-            gpus: BTreeMap::new(),
+            own_mounts: MountTable::default(),
+            shim: None,
+            user_namespace: None,
+            gpu_nodes: BTreeMap::new(),
         }
     }
 
     /// What a look with so much room to read tells of these processes, and why they are not attested.
     fn look(
-        attestor: &mut Attestor,
+        attestor: &mut PodAttestor,
         pids: &[u32],
         now: Instant,
         mut room: u64,
-    ) -> (Vec<u32>, Option<Reason>) {
-        let around = Around { now, ..around() };
+    ) -> (Vec<u32>, Option<GapReason>) {
+        let around = HostView { now, ..host_view() };
         let stats: Vec<_> = pids.iter().map(|pid| (*pid, stat(1, false))).collect();
-        let first = (&None, &Mounts::default());
-        let (running, lack) = attestor.uses_of(&stats, first, &around, &mut room);
+        let first = (&None, &MountTable::default());
+        let (running, lack) = attestor.probe_processes(&stats, first, &around, &mut room);
         let read = running.into_keys().collect();
         (read, lack.map(|lack| lack.reason))
     }
@@ -724,8 +761,8 @@ mod tests {
         assert_eq!(look(minute - Duration::from_millis(1), 0), (vec![], None));
         // One of them is read, and the other still waits.
         let (read, reason) = look(minute, 1);
-        assert_eq!((read.len(), reason), (1, Some(Reason::NotAttested)));
-        assert_eq!(look(minute, PER_LOOK), (vec![1, 2], None));
+        assert_eq!((read.len(), reason), (1, Some(GapReason::NotAttested)));
+        assert_eq!(look(minute, MAPS_BYTES_PER_PROBE), (vec![1, 2], None));
     }
 
     #[test]

@@ -10,47 +10,53 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 use tracing::debug;
 
-use super::compare::{Alive, GpuSeen, Listed};
+use super::compare::{GpuSample, ListedProcess, LiveProcess};
 use crate::gpu::nvml::QueryError;
-use crate::procfs::{self, Owner, Stat};
-use crate::sessions::Look;
+use crate::procfs::{self, ProcessOwner, Stat};
+use crate::sessions::GpuMemorySample;
 use crate::units::{Bytes, GpuUuid};
 
 /// An answer of NVML's that is still to come.
-pub type Pending = oneshot::Receiver<Result<Look, QueryError>>;
+pub type PendingSample = oneshot::Receiver<Result<GpuMemorySample, QueryError>>;
 
 /// The questions that were asked, each with when, in clock ticks since boot. One GPU has one at most, so a GPU that hangs
 /// gathers none.
 #[derive(Debug, Default)]
-pub struct Questions(BTreeMap<GpuUuid, (u64, Pending)>);
+pub struct SampleRequests(BTreeMap<GpuUuid, (u64, PendingSample)>);
 
 /// What NVML shows of a GPU.
 #[derive(Debug)]
-pub struct Answer {
+pub struct SampleAnswer {
     /// When NVML was asked, in clock ticks since boot.
-    pub asked: u64,
+    pub asked_at: u64,
     /// What it answered.
-    pub look: Look,
+    pub sample: GpuMemorySample,
 }
 
-impl Questions {
+impl SampleRequests {
     /// What NVML shows of `gpus` until `deadline`; those that do not answer by then are left out.
-    pub async fn ask(
+    pub async fn collect(
         &mut self,
         gpus: &BTreeSet<GpuUuid>,
-        ask: impl Fn(&GpuUuid) -> Pending,
+        ask: impl Fn(&GpuUuid) -> PendingSample,
         deadline: Instant,
-    ) -> BTreeMap<GpuUuid, Answer> {
+    ) -> BTreeMap<GpuUuid, SampleAnswer> {
         self.0.retain(|gpu, _| gpus.contains(gpu));
         for gpu in gpus {
-            let question = || (procfs::now(), ask(gpu));
+            let question = || (procfs::now_ticks(), ask(gpu));
             self.0.entry(gpu.clone()).or_insert_with(question);
         }
         let mut seen = BTreeMap::new();
         let mut open = BTreeMap::new();
         for (gpu, (asked, mut pending)) in std::mem::take(&mut self.0) {
             match timeout_at(deadline, &mut pending).await {
-                Ok(Ok(Ok(look))) => drop(seen.insert(gpu, Answer { asked, look })),
+                Ok(Ok(Ok(look))) => drop(seen.insert(
+                    gpu,
+                    SampleAnswer {
+                        asked_at: asked,
+                        sample: look,
+                    },
+                )),
                 Ok(Ok(Err(error))) => debug!(%gpu, %error, "not audited"),
                 // Its process was ended, or the GPU has none now.
                 Ok(Err(_)) => {}
@@ -64,16 +70,19 @@ impl Questions {
 
 /// An answer with who its processes are, by the host's `/proc` at `proc`; without those that the agent itself started, to
 /// look at a GPU. The ledger's books must be read before.
-pub fn identified(gpu: GpuUuid, answer: Answer, proc: &Path) -> GpuSeen {
-    let Answer { asked, look } = answer;
+pub fn identify(gpu: GpuUuid, answer: SampleAnswer, proc: &Path) -> GpuSample {
+    let SampleAnswer {
+        asked_at: asked,
+        sample: look,
+    } = answer;
     let listed = |(pid, bytes)| {
-        (!is_our_own(proc, pid)).then(|| Listed {
+        (!is_agent_child(proc, pid)).then(|| ListedProcess {
             pid,
             bytes,
-            alive: alive(proc, pid, asked),
+            live: find_live(proc, pid, asked),
         })
     };
-    let mut processes: Vec<Listed> = look.charges.iter().filter_map(listed).collect();
+    let mut processes: Vec<ListedProcess> = look.charges.iter().filter_map(listed).collect();
     let contextless = look
         .contextless
         .iter()
@@ -82,60 +91,60 @@ pub fn identified(gpu: GpuUuid, answer: Answer, proc: &Path) -> GpuSeen {
     let of_them = contextless.iter().filter_map(|listed| listed.bytes);
     let of_them = of_them.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
     processes.extend(contextless);
-    let unlisted = look.unlisted().0.saturating_sub(of_them);
-    GpuSeen {
+    let unlisted = look.unattributed().0.saturating_sub(of_them);
+    GpuSample {
         gpu,
-        residual: look.residual(),
-        unlisted: look.charges.are_told().then_some(Bytes(unlisted)),
-        left: Bytes::ZERO,
+        unattributed_signed: look.unattributed_signed(),
+        unattributed: look.charges.has_all_amounts().then_some(Bytes(unlisted)),
+        unreclaimed_or_retained: Bytes::ZERO,
         processes,
     }
 }
 
 /// Whether a process lives in a pod. What others own without a context stays charged to nobody: the driver's own
 /// services have some, and what a dead process owned has another holder.
-fn is_in_pod(listed: &Listed) -> bool {
-    let alive = listed.alive.as_ref();
-    alive.is_some_and(|alive| matches!(alive.owner, Owner::Container { .. }))
+fn is_in_pod(listed: &ListedProcess) -> bool {
+    let alive = listed.live.as_ref();
+    alive.is_some_and(|alive| matches!(alive.owner, ProcessOwner::Container { .. }))
 }
 
-fn is_our_own(proc: &Path, pid: u32) -> bool {
-    let stat = procfs::read(&proc.join(pid.to_string()).join("stat"));
+fn is_agent_child(proc: &Path, pid: u32) -> bool {
+    let stat = procfs::read_small(&proc.join(pid.to_string()).join("stat"));
     let stat = stat.ok().and_then(|text| Stat::parse(&text));
     stat.is_some_and(|stat| stat.parent == std::process::id())
 }
 
 /// Who has a pid that the driver listed when it was `asked`; none where that process is gone.
-fn alive(proc: &Path, pid: u32, asked: u64) -> Option<Alive> {
+fn find_live(proc: &Path, pid: u32, asked: u64) -> Option<LiveProcess> {
     let folder = proc.join(pid.to_string());
-    let stat = Stat::parse(&procfs::read(&folder.join("stat")).ok()?)?;
+    let stat = Stat::parse(&procfs::read_small(&folder.join("stat")).ok()?)?;
     // With cgroup v1 a thread that ended is shown in no container (cgroup(7), `proc_cgroup_show`).
-    let cgroup = match stat.is_led_by_the_dead() {
-        true => cgroup_of_a_thread(&folder, pid),
-        false => procfs::read(&folder.join("cgroup")).ok(),
+    let cgroup = match stat.has_zombie_leader() {
+        true => cgroup_of_thread(&folder, pid),
+        false => procfs::read_small(&folder.join("cgroup")).ok(),
     };
-    living(&stat, Owner::parse(&cgroup?), asked)
+    live_process(&stat, ProcessOwner::parse(&cgroup?), asked)
 }
 
 /// Whether a process that was seen is still there.
-pub fn is_there(proc: &Path, pid: u32, start: u64) -> bool {
-    let stat = procfs::read(&proc.join(pid.to_string()).join("stat"));
+pub fn is_running(proc: &Path, pid: u32, start: u64) -> bool {
+    let stat = procfs::read_small(&proc.join(pid.to_string()).join("stat"));
     let stat = stat.ok().and_then(|text| Stat::parse(&text));
-    stat.is_some_and(|stat| stat.start == start && !stat.has_ended())
+    stat.is_some_and(|stat| stat.start_ticks == start && !stat.has_exited())
 }
 
-fn cgroup_of_a_thread(folder: &Path, leader: u32) -> Option<String> {
+fn cgroup_of_thread(folder: &Path, leader: u32) -> Option<String> {
     let threads = std::fs::read_dir(folder.join("task")).ok()?.flatten();
     let leader = leader.to_string();
     let mut others = threads.filter(|thread| *thread.file_name() != *leader);
-    procfs::read(&others.next()?.path().join("cgroup")).ok()
+    procfs::read_small(&others.next()?.path().join("cgroup")).ok()
 }
 
 /// None for a process that ended, and for one that started after the driver was `asked`: it has the pid of the one
 /// that the driver listed.
-pub(super) fn living(stat: &Stat, owner: Owner, asked: u64) -> Option<Alive> {
-    let start = stat.start;
-    (!stat.has_ended() && start < asked).then_some(Alive { start, owner })
+pub(super) fn live_process(stat: &Stat, owner: ProcessOwner, asked: u64) -> Option<LiveProcess> {
+    let start = stat.start_ticks;
+    (!stat.has_exited() && start < asked).then_some(LiveProcess { start, owner })
 }
 
 #[cfg(test)]
@@ -148,15 +157,15 @@ mod tests {
         ["GPU-a", "GPU-b"].map(|gpu| gpu.parse().unwrap()).into()
     }
 
-    fn look() -> Look {
-        Look {
+    fn sample() -> GpuMemorySample {
+        GpuMemorySample {
             used: Bytes::gib(1),
-            ..Look::default()
+            ..GpuMemorySample::default()
         }
     }
 
     #[tokio::test]
-    async fn a_gpu_that_hangs_is_asked_once_and_left_out_until_it_answers() {
+    async fn hanging_gpu_is_asked_once_and_left_out_until_it_answers() {
         let (hung, held) = oneshot::channel();
         let held = std::cell::RefCell::new(Some(held));
         let asked = std::cell::Cell::new(0);
@@ -166,16 +175,16 @@ mod tests {
                 "GPU-a" => held.take().unwrap(),
                 _ => {
                     let (answer, answered) = oneshot::channel();
-                    answer.send(Ok(look())).unwrap();
+                    answer.send(Ok(sample())).unwrap();
                     answered
                 }
             }
         };
-        let mut questions = Questions::default();
+        let mut questions = SampleRequests::default();
         for _ in 0..5 {
             let begun = Instant::now();
             let deadline = begun + Duration::from_millis(20);
-            let seen = questions.ask(&gpus(), ask, deadline).await;
+            let seen = questions.collect(&gpus(), ask, deadline).await;
             assert_eq!(
                 seen.keys().map(GpuUuid::as_str).collect::<Vec<_>>(),
                 ["GPU-b"]
@@ -186,13 +195,13 @@ mod tests {
             );
         }
         assert_eq!(asked.get(), 1 + 5);
-        hung.send(Ok(look())).unwrap();
-        let seen = questions.ask(&gpus(), ask, Instant::now()).await;
+        hung.send(Ok(sample())).unwrap();
+        let seen = questions.collect(&gpus(), ask, Instant::now()).await;
         assert_eq!(seen.len(), 2, "what comes late is taken at the next audit");
     }
 
     /// What a process shows of itself below a folder that stands for `/proc`, in this cgroup.
-    fn shown(proc: &Path, pid: u32, cgroup: &str) {
+    fn write_process(proc: &Path, pid: u32, cgroup: &str) {
         let folder = proc.join(pid.to_string());
         std::fs::create_dir_all(&folder).unwrap();
         let stat = std::fs::read_to_string("/proc/1/stat").unwrap();
@@ -201,56 +210,56 @@ mod tests {
     }
 
     #[test]
-    fn contextless_memory_is_charged_to_pods_processes_alone() {
+    fn contextless_memory_is_charged_to_processes_of_pods_alone() {
         let proc = tempfile::tempdir().unwrap();
         let uid = "11111111-2222-3333-4444-555555555555";
-        shown(proc.path(), 7, &format!("0::/kubepods/pod{uid}/main\n"));
-        shown(proc.path(), 8, "0::/system.slice/driver.service\n");
+        write_process(proc.path(), 7, &format!("0::/kubepods/pod{uid}/main\n"));
+        write_process(proc.path(), 8, "0::/system.slice/driver.service\n");
         let contextless = [7, 8, 9].map(|pid| (pid, Bytes::gib(1)));
-        let answer = Answer {
-            asked: u64::MAX,
-            look: Look {
+        let answer = SampleAnswer {
+            asked_at: u64::MAX,
+            sample: GpuMemorySample {
                 used: Bytes::gib(4),
                 contextless: contextless.into(),
-                ..Look::default()
+                ..GpuMemorySample::default()
             },
         };
-        let seen = identified("GPU-a".parse().unwrap(), answer, proc.path());
+        let seen = identify("GPU-a".parse().unwrap(), answer, proc.path());
         let listed = seen.processes.iter().map(|listed| listed.pid);
         assert_eq!(listed.collect::<Vec<_>>(), [7]);
-        assert_eq!(seen.unlisted, Some(Bytes::gib(3)));
+        assert_eq!(seen.unattributed, Some(Bytes::gib(3)));
     }
 
     #[test]
-    fn this_process_is_alive_and_a_pid_that_nobody_has_is_not() {
+    fn own_process_is_live_and_an_unused_pid_is_not() {
         let proc = Path::new("/proc");
-        let me = alive(proc, std::process::id(), u64::MAX).unwrap();
-        assert_eq!(alive(proc, u32::MAX, u64::MAX), None);
-        let before = alive(proc, std::process::id(), me.start);
+        let me = find_live(proc, std::process::id(), u64::MAX).unwrap();
+        assert_eq!(find_live(proc, u32::MAX, u64::MAX), None);
+        let before = find_live(proc, std::process::id(), me.start);
         assert_eq!(before, None, "it started after the driver was asked");
     }
 
     #[test]
-    fn a_process_that_ended_and_is_not_reaped_is_gone() {
+    fn zombie_is_not_live() {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let proc = Path::new("/proc");
         let stat = proc.join(child.id().to_string()).join("stat");
-        while !crate::procfs::read(&stat).unwrap().contains(") Z ") {
+        while !crate::procfs::read_small(&stat).unwrap().contains(") Z ") {
             std::thread::yield_now();
         }
-        assert_eq!(alive(proc, child.id(), u64::MAX), None);
+        assert_eq!(find_live(proc, child.id(), u64::MAX), None);
         child.wait().unwrap();
     }
 
     #[test]
-    fn a_process_whose_name_is_no_text_is_alive_and_known_for_a_child_of_the_agents() {
-        let (mut child, _folder) = crate::procfs::tests::nameless();
+    fn process_is_live_when_its_name_is_not_utf8() {
+        let (mut child, _folder) = crate::procfs::tests::process_with_non_utf8_name();
         let proc = Path::new("/proc");
-        assert!(alive(proc, child.id(), u64::MAX).is_some());
-        assert!(is_our_own(proc, child.id()));
-        let start = alive(proc, child.id(), u64::MAX).unwrap().start;
-        assert!(is_there(proc, child.id(), start));
-        assert!(!is_there(proc, child.id(), start + 1));
+        assert!(find_live(proc, child.id(), u64::MAX).is_some());
+        assert!(is_agent_child(proc, child.id()));
+        let start = find_live(proc, child.id(), u64::MAX).unwrap().start;
+        assert!(is_running(proc, child.id(), start));
+        assert!(!is_running(proc, child.id(), start + 1));
         child.kill().unwrap();
         child.wait().unwrap();
     }

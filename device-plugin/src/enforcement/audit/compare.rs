@@ -32,57 +32,57 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::config::AuditConfig;
-use crate::enforcement::attestation::Running;
-use crate::procfs::Owner;
-use crate::sessions::{Account, AccountBooks, Books, Process};
+use crate::enforcement::attestation::AttestedProcess;
+use crate::procfs::ProcessOwner;
+use crate::sessions::{Account, AccountBalance, ContainerUsage, Process};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 
 /// One GPU, or MIG instance, as the driver shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GpuSeen {
+pub struct GpuSample {
     /// Which.
     pub gpu: GpuUuid,
     /// What of it is in use and charged to no process, in bytes.
-    pub residual: i64,
+    pub unattributed_signed: i64,
     /// What of that may be somebody's; none where the driver does not tell all.
-    pub unlisted: Option<Bytes>,
+    pub unattributed: Option<Bytes>,
     /// What pods that ended left of it, and is not bound again, and what is kept for pods without an owner.
-    pub left: Bytes,
+    pub unreclaimed_or_retained: Bytes,
     /// The processes that the driver lists on it.
-    pub processes: Vec<Listed>,
+    pub processes: Vec<ListedProcess>,
 }
 
 /// A process that the driver lists on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Listed {
+pub struct ListedProcess {
     /// In the host's pid namespace.
     pub pid: u32,
     /// What it is charged; none where the driver cannot tell.
     pub bytes: Option<Bytes>,
     /// Who it is; none where it is gone: the driver lists the dead while something keeps their memory.
-    pub alive: Option<Alive>,
+    pub live: Option<LiveProcess>,
 }
 
 /// A listed process that lives.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Alive {
+pub struct LiveProcess {
     /// When it started (`/proc/<pid>/stat`, field 22).
     pub start: u64,
     /// Whose it is.
-    pub owner: Owner,
+    pub owner: ProcessOwner,
 }
 
 /// What attestation knows of containers and their processes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Containers {
+pub struct AttestedState {
     /// The allocation of a pod's container, by the name of its cgroup.
     pub allocations: BTreeMap<(PodUid, String), AllocationId>,
     /// Their processes, each with the allocation of its container.
-    pub processes: BTreeMap<u32, (AllocationId, Running)>,
+    pub processes: BTreeMap<u32, (AllocationId, AttestedProcess)>,
     /// Pids of exited processes that the accounts still charged before the driver was asked.
-    pub exited: BTreeSet<u32>,
+    pub exited_pids: BTreeSet<u32>,
     /// When this agent started, in clock ticks since boot: the sessions of older processes may be lost.
-    pub since: u64,
+    pub agent_start: u64,
 }
 
 /// Something that the ledger does not account for.
@@ -102,7 +102,7 @@ pub enum Finding {
         processes: Vec<Process>,
     },
     /// A process uses a GPU, and no session stands for it.
-    Intruder {
+    UntrackedProcess {
         /// The GPU.
         gpu: GpuUuid,
         /// The process.
@@ -110,7 +110,7 @@ pub enum Finding {
         /// What the driver charges to it.
         bytes: Option<Bytes>,
         /// Whose it is.
-        owner: Owner,
+        owner: ProcessOwner,
         /// The allocation of its container, where it is one of ours.
         allocation: Option<AllocationId>,
     },
@@ -133,7 +133,7 @@ pub enum Finding {
         /// The allocation of its container.
         allocation: AllocationId,
         /// Whether no other container has such a process.
-        alone: bool,
+        is_only_suspect: bool,
     },
     /// A GPU has memory in use that neither the driver nor the ledger charges to anybody.
     Unaccounted {
@@ -142,7 +142,7 @@ pub enum Finding {
         /// How much.
         bytes: Bytes,
         /// The only container with processes that use the driver, where there is no other.
-        only: Option<AllocationId>,
+        only_container: Option<AllocationId>,
     },
 }
 
@@ -162,7 +162,7 @@ impl Finding {
         let [over_quota, intruder, forged_page, holder, unaccounted] = Self::KINDS;
         match self {
             Self::OverQuota { .. } => over_quota,
-            Self::Intruder { .. } => intruder,
+            Self::UntrackedProcess { .. } => intruder,
             Self::ForgedPage { .. } => forged_page,
             Self::Holder { .. } => holder,
             Self::Unaccounted { .. } => unaccounted,
@@ -172,34 +172,34 @@ impl Finding {
 
 /// What one audit comes to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Verdict {
+pub struct AuditResult {
     /// What is amiss.
     pub findings: Vec<Finding>,
     /// What the driver charges to a container's processes less what the ledger says that they use, in bytes.
     pub drift: BTreeMap<(AllocationId, GpuUuid), i64>,
     /// What is in use of a GPU less what the driver charges to processes, in bytes.
-    pub residual: BTreeMap<GpuUuid, i64>,
+    pub unattributed_signed: BTreeMap<GpuUuid, i64>,
     /// What of a GPU is in use, listed for no process, and in no ledger.
     pub unaccounted: BTreeMap<GpuUuid, Bytes>,
     /// How many processes use a GPU without the ledger's knowledge.
-    pub intruders: BTreeMap<GpuUuid, usize>,
+    pub untracked_processes: BTreeMap<GpuUuid, usize>,
     /// What processes without a session have of a container's account.
-    pub outside: BTreeMap<(AllocationId, GpuUuid), BTreeMap<u32, Bytes>>,
+    pub untracked_memory: BTreeMap<(AllocationId, GpuUuid), BTreeMap<u32, Bytes>>,
 }
 
 /// Judges the GPUs that were `seen`; `books` were read afterwards.
-pub fn judge(
-    seen: &[GpuSeen],
-    books: &[Books],
-    containers: &Containers,
+pub fn compare_accounts(
+    seen: &[GpuSample],
+    books: &[ContainerUsage],
+    containers: &AttestedState,
     limits: &AuditConfig,
-) -> Verdict {
-    let mut verdict = Verdict::default();
+) -> AuditResult {
+    let mut verdict = AuditResult::default();
     for gpu in seen {
-        verdict.of_gpu(gpu, books, containers, limits);
+        verdict.compare_gpu(gpu, books, containers, limits);
     }
     for books in books {
-        let forged = books.members.iter().filter(|member| member.forged);
+        let forged = books.processes.iter().filter(|member| member.tampered);
         let finding = |process| Finding::ForgedPage {
             allocation: books.allocation,
             process,
@@ -211,68 +211,72 @@ pub fn judge(
 }
 
 /// Who a listed process is to the ledger.
-enum Standing {
+enum Attribution {
     /// A member of this container, or a dead one whose memory is still charged there.
-    Known(AllocationId),
+    Tracked(AllocationId),
     /// It has the shim, in this container, and is older than this agent: it had a session of which the record is
     /// lost, and will have one when it next needs the agent.
-    Silent(AllocationId),
+    SessionLost(AllocationId),
     /// It should have one; where its container is ours, which.
-    Intruder(Option<AllocationId>),
+    Untracked(Option<AllocationId>),
     /// It died since the driver was asked.
-    Gone,
+    Exited,
 }
 
-impl Verdict {
+impl AuditResult {
     /// The driver's figures of a process are for all that it has, its context too.
-    fn of_gpu(
+    fn compare_gpu(
         &mut self,
-        seen: &GpuSeen,
-        books: &[Books],
-        containers: &Containers,
+        seen: &GpuSample,
+        books: &[ContainerUsage],
+        containers: &AttestedState,
         limits: &AuditConfig,
     ) {
-        let GpuSeen {
+        let GpuSample {
             gpu,
-            residual,
-            unlisted,
-            left,
+            unattributed_signed: residual,
+            unattributed: unlisted,
+            unreclaimed_or_retained: left,
             processes,
         } = seen;
-        let mut charged: BTreeMap<AllocationId, Vec<&Listed>> = BTreeMap::new();
+        let mut charged: BTreeMap<AllocationId, Vec<&ListedProcess>> = BTreeMap::new();
         let (mut intruders, mut of_dead) = (0, 0_u64);
         for listed in processes {
             let bytes = listed.bytes.unwrap_or_default();
-            let outside = match standing(listed, gpu, books, containers, limits) {
-                Standing::Known(allocation) => {
+            let outside = match attribute(listed, gpu, books, containers, limits) {
+                Attribution::Tracked(allocation) => {
                     charged.entry(allocation).or_default().push(listed);
                     continue;
                 }
-                Standing::Gone => {
+                Attribution::Exited => {
                     of_dead = of_dead.saturating_add(bytes.0);
                     continue;
                 }
-                Standing::Silent(allocation) => Some(allocation),
-                Standing::Intruder(allocation) => {
+                Attribution::SessionLost(allocation) => Some(allocation),
+                Attribution::Untracked(allocation) => {
                     intruders += 1;
-                    self.findings.extend(intruder(gpu, listed, allocation));
+                    self.findings
+                        .extend(untracked_finding(gpu, listed, allocation));
                     allocation
                 }
             };
             let Some(allocation) = outside else { continue };
             charged.entry(allocation).or_default().push(listed);
-            let outside = self.outside.entry((allocation, gpu.clone())).or_default();
+            let outside = self
+                .untracked_memory
+                .entry((allocation, gpu.clone()))
+                .or_default();
             outside.insert(listed.pid, bytes);
         }
         for of_it in books {
             let listed = charged.remove(&of_it.allocation).unwrap_or_default();
-            self.of_container(gpu, of_it, &listed, limits);
+            self.compare_container(gpu, of_it, &listed, limits);
         }
-        self.intruders.insert(gpu.clone(), intruders);
-        self.residual.insert(gpu.clone(), *residual);
+        self.untracked_processes.insert(gpu.clone(), intruders);
+        self.unattributed_signed.insert(gpu.clone(), *residual);
         let known = books
             .iter()
-            .map(|books| of_nobody(books, gpu, processes, limits))
+            .map(|books| known_unattributed(books, gpu, processes, limits))
             .fold(left.0, u64::saturating_add)
             .saturating_add(limits.tolerance.0);
         // The driver lists a dead process while another has its open files; most just end, so this is no finding.
@@ -288,28 +292,28 @@ impl Verdict {
     /// Who may hold what nobody is charged for.
     fn unaccounted(
         &mut self,
-        seen: &GpuSeen,
+        seen: &GpuSample,
         bytes: Bytes,
-        books: &[Books],
-        containers: &Containers,
+        books: &[ContainerUsage],
+        containers: &AttestedState,
     ) {
         let gpu = &seen.gpu;
-        let with_driver = with_driver(gpu, books, containers);
+        let with_driver = driver_users(gpu, books, containers);
         let mut of_them = with_driver.iter().map(|(books, ..)| books.allocation);
         let first = of_them.next();
         let only = first.filter(|first| of_them.all(|other| other == *first));
         self.findings.push(Finding::Unaccounted {
             gpu: gpu.clone(),
             bytes,
-            only,
+            only_container: only,
         });
         let is_listed = |pid: u32| seen.processes.iter().any(|listed| listed.pid == pid);
-        let is_holder = |(books, pid, running): &&(&Books, u32, &Running)| {
-            let known_before = running.shim && running.start < containers.since;
+        let is_holder = |(books, pid, running): &&(&ContainerUsage, u32, &AttestedProcess)| {
+            let known_before = running.has_shim && running.start < containers.agent_start;
             !is_listed(*pid)
                 && !known_before
-                && !books.has(*pid, running.start)
-                && !is_copy(running, books, containers)
+                && !books.has_session(*pid, running.start)
+                && !is_forked_copy(running, books, containers)
         };
         let holders: Vec<_> = with_driver.iter().filter(is_holder).collect();
         for (books, pid, running) in &holders {
@@ -323,27 +327,27 @@ impl Verdict {
                 },
                 bytes,
                 allocation,
-                alone: all.all(|(of_it, ..)| of_it.allocation == allocation),
+                is_only_suspect: all.all(|(of_it, ..)| of_it.allocation == allocation),
             });
         }
     }
 
-    fn of_container(
+    fn compare_container(
         &mut self,
         gpu: &GpuUuid,
-        books: &Books,
-        listed: &[&Listed],
+        books: &ContainerUsage,
+        listed: &[&ListedProcess],
         limits: &AuditConfig,
     ) {
-        let index = index(books, gpu);
+        let index = account_index(books, gpu);
         let Some((index, account)) = index.and_then(|i| Some((i, books.accounts.get(i)?))) else {
             return;
         };
-        let AccountBooks {
+        let AccountBalance {
             quota,
             granted,
             used,
-            retired,
+            exited: retired,
             ..
         } = account;
         let charged: u64 = listed
@@ -352,8 +356,8 @@ impl Verdict {
             .fold(0, |sum, bytes| sum.saturating_add(bytes.0));
         let known = used.0.saturating_add(retired.0);
         let key = (books.allocation, gpu.clone());
-        self.drift.insert(key, difference(charged, known));
-        let allowance = beyond(listed.len(), *quota, limits);
+        self.drift.insert(key, signed_difference(charged, known));
+        let allowance = allowance_of(listed.len(), *quota, limits);
         // A quota that was made smaller holds once frees have caught up.
         let allowed = quota.0.max(granted.0.saturating_add(retired.0));
         let allowed = allowed
@@ -362,14 +366,15 @@ impl Verdict {
         if charged <= allowed {
             return;
         }
-        let process = |listed: &&Listed| {
-            let start = listed.alive.as_ref()?.start;
+        let process = |listed: &&ListedProcess| {
+            let start = listed.live.as_ref()?.start;
             let pid = listed.pid;
             Some(Process { pid, start })
         };
-        let at_fault = |listed: &&&Listed| {
-            let member = |member: &&crate::sessions::MemberBooks| member.process.pid == listed.pid;
-            let member = books.members.iter().find(member);
+        let at_fault = |listed: &&&ListedProcess| {
+            let member =
+                |member: &&crate::sessions::ProcessCredit| member.process.pid == listed.pid;
+            let member = books.processes.iter().find(member);
             let granted = member.and_then(|member| member.granted.get(index).copied());
             let own = granted
                 .unwrap_or_default()
@@ -391,66 +396,73 @@ impl Verdict {
     }
 }
 
-fn standing(
-    listed: &Listed,
+fn attribute(
+    listed: &ListedProcess,
     gpu: &GpuUuid,
-    books: &[Books],
-    known: &Containers,
+    books: &[ContainerUsage],
+    known: &AttestedState,
     limits: &AuditConfig,
-) -> Standing {
+) -> Attribution {
     let pid = listed.pid;
-    let has_gpu = |books: &&Books| index(books, gpu).is_some();
+    let has_gpu = |books: &&ContainerUsage| account_index(books, gpu).is_some();
     let retired = || {
-        let retired = |books: &&Books| books.retired.contains(&pid);
+        let retired = |books: &&ContainerUsage| books.exited_pids.contains(&pid);
         books.iter().filter(has_gpu).find(retired)
     };
-    let Some(Alive { start, owner }) = &listed.alive else {
-        return retired().map_or(Standing::Gone, |books| Standing::Known(books.allocation));
+    let Some(LiveProcess { start, owner }) = &listed.live else {
+        return retired().map_or(Attribution::Exited, |books| {
+            Attribution::Tracked(books.allocation)
+        });
     };
-    let is_member = |books: &&Books| books.has(pid, *start);
+    let is_member = |books: &&ContainerUsage| books.has_session(pid, *start);
     if let Some(books) = books.iter().filter(has_gpu).find(is_member) {
-        return Standing::Known(books.allocation);
+        return Attribution::Tracked(books.allocation);
     }
     // A pid comes again while the driver lists the dead process that had it.
-    let left = |books: &&Books| {
-        let account = index(books, gpu).and_then(|index| books.accounts.get(index));
-        let left = account.map_or(0, |account| account.retired.0);
+    let left = |books: &&ContainerUsage| {
+        let account = account_index(books, gpu).and_then(|index| books.accounts.get(index));
+        let left = account.map_or(0, |account| account.exited.0);
         let most = left.saturating_add(limits.process_allowance.0);
         listed.bytes.is_some_and(|bytes| bytes.0 <= most)
     };
     if let Some(books) = retired().filter(left) {
-        return Standing::Known(books.allocation);
+        return Attribution::Tracked(books.allocation);
     }
     // The driver listed the exited process that had this pid, and has given its memory back since.
-    if retired().is_none() && known.exited.contains(&pid) {
-        return Standing::Gone;
+    if retired().is_none() && known.exited_pids.contains(&pid) {
+        return Attribution::Exited;
     }
-    let Owner::Container { pod, cgroup } = owner else {
-        return Standing::Intruder(None);
+    let ProcessOwner::Container { pod, cgroup } = owner else {
+        return Attribution::Untracked(None);
     };
-    let at_home = |books: &&Books| books.pod == *pod && books.home.as_ref() == Some(cgroup);
+    let at_home =
+        |books: &&ContainerUsage| books.pod == *pod && books.cgroup.as_ref() == Some(cgroup);
     let allocation = known
         .allocations
         .get(&(pod.clone(), cgroup.clone()))
         .copied()
         .or_else(|| books.iter().find(at_home).map(|books| books.allocation));
     let Some(allocation) = allocation else {
-        return Standing::Intruder(None);
+        return Attribution::Untracked(None);
     };
     let of_it = books.iter().find(|books| books.allocation == allocation);
     let attested = known.processes.get(&pid);
-    let has_shim = attested.is_none_or(|(_, running)| running.shim);
+    let has_shim = attested.is_none_or(|(_, running)| running.has_shim);
     // The shim says hello before it makes a context.
     match of_it.filter(has_gpu) {
-        Some(_) if has_shim && *start < known.since => Standing::Silent(allocation),
-        _ => Standing::Intruder(Some(allocation)),
+        Some(_) if has_shim && *start < known.agent_start => Attribution::SessionLost(allocation),
+        _ => Attribution::Untracked(Some(allocation)),
     }
 }
 
-fn intruder(gpu: &GpuUuid, listed: &Listed, allocation: Option<AllocationId>) -> Option<Finding> {
-    let Alive { start, owner } = listed.alive.clone()?;
+fn untracked_finding(
+    gpu: &GpuUuid,
+    listed: &ListedProcess,
+    allocation: Option<AllocationId>,
+) -> Option<Finding> {
+    let LiveProcess { start, owner } = listed.live.clone()?;
     let pid = listed.pid;
-    Some(Finding::Intruder {
+    Some(Finding::UntrackedProcess {
         gpu: gpu.clone(),
         process: Process { pid, start },
         bytes: listed.bytes,
@@ -459,22 +471,22 @@ fn intruder(gpu: &GpuUuid, listed: &Listed, allocation: Option<AllocationId>) ->
     })
 }
 
-fn index(books: &Books, gpu: &GpuUuid) -> Option<usize> {
+fn account_index(books: &ContainerUsage, gpu: &GpuUuid) -> Option<usize> {
     let is_it =
-        |account: &AccountBooks| matches!(&account.account, Account::Gpu(uuid) if uuid == gpu);
+        |account: &AccountBalance| matches!(&account.account, Account::Gpu(uuid) if uuid == gpu);
     books.accounts.iter().position(is_it)
 }
 
 /// The processes that use the driver, of containers with this GPU, each with the books of its container.
-fn with_driver<'a>(
+fn driver_users<'a>(
     gpu: &GpuUuid,
-    books: &'a [Books],
-    containers: &'a Containers,
-) -> Vec<(&'a Books, u32, &'a Running)> {
+    books: &'a [ContainerUsage],
+    containers: &'a AttestedState,
+) -> Vec<(&'a ContainerUsage, u32, &'a AttestedProcess)> {
     let processes = containers.processes.iter();
-    let uses_it = |(pid, (allocation, running)): (&u32, &'a (AllocationId, Running))| {
+    let uses_it = |(pid, (allocation, running)): (&u32, &'a (AllocationId, AttestedProcess))| {
         let of_it = books.iter().find(|books| books.allocation == *allocation)?;
-        let uses_it = !running.devices.is_empty() && index(of_it, gpu).is_some();
+        let uses_it = !running.device_mappings.is_empty() && account_index(of_it, gpu).is_some();
         uses_it.then_some((of_it, *pid, running))
     };
     processes.filter_map(uses_it).collect()
@@ -483,43 +495,53 @@ fn with_driver<'a>(
 /// Whether all that a process has of the driver it has from a process with a session that forked it: the driver refuses
 /// to be used in a child, and what a child has of its own is mapped elsewhere. Where the parent is dead nobody can tell:
 /// what it had stays charged as long as the child has it too.
-fn is_copy(running: &Running, books: &Books, containers: &Containers) -> bool {
-    if running.forked && !books.retired.is_empty() {
+fn is_forked_copy(
+    running: &AttestedProcess,
+    books: &ContainerUsage,
+    containers: &AttestedState,
+) -> bool {
+    if running.forked && !books.exited_pids.is_empty() {
         return true;
     }
-    let mut members = books.members.iter();
+    let mut members = books.processes.iter();
     members.any(|member| {
         let of_it = containers.processes.get(&member.process.pid);
         of_it.is_some_and(|(_, parent)| {
-            parent.start == member.process.start && running.devices.is_subset(&parent.devices)
+            parent.start == member.process.start
+                && running.device_mappings.is_subset(&parent.device_mappings)
         })
     })
 }
 
 /// What so many processes of a container may have besides its quota: the process allowance for each, and for all
 /// together one and a tenth of the quota.
-fn beyond(processes: usize, quota: Bytes, limits: &AuditConfig) -> u64 {
+fn allowance_of(processes: usize, quota: Bytes, limits: &AuditConfig) -> u64 {
     let each = limits.process_allowance.0.saturating_mul(processes as u64);
     let most = limits.process_allowance.0.saturating_add(quota.0 / 10);
     each.min(most)
 }
 
 /// What the driver may list for nobody on a GPU and a container's ledger knows, at most.
-fn of_nobody(books: &Books, gpu: &GpuUuid, listed: &[Listed], limits: &AuditConfig) -> u64 {
-    let account = index(books, gpu).and_then(|index| books.accounts.get(index));
+fn known_unattributed(
+    books: &ContainerUsage,
+    gpu: &GpuUuid,
+    listed: &[ListedProcess],
+    limits: &AuditConfig,
+) -> u64 {
+    let account = account_index(books, gpu).and_then(|index| books.accounts.get(index));
     let Some(account) = account else { return 0 };
-    let of_it = |listed: &&Listed| match &listed.alive {
-        Some(Alive { start, .. }) => books.has(listed.pid, *start),
-        None => books.retired.contains(&listed.pid),
+    let of_it = |listed: &&ListedProcess| match &listed.live {
+        Some(LiveProcess { start, .. }) => books.has_session(listed.pid, *start),
+        None => books.exited_pids.contains(&listed.pid),
     };
-    let of_it: Vec<&Listed> = listed.iter().filter(of_it).collect();
+    let of_it: Vec<&ListedProcess> = listed.iter().filter(of_it).collect();
     let charged = of_it.iter().filter_map(|listed| listed.bytes);
     let charged = charged.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
-    let of_dead = account.retired.0.saturating_add(account.leased.0);
+    let of_dead = account.exited.0.saturating_add(account.leased.0);
     let may = of_dead.saturating_add(account.exported.0);
     let has = of_dead
         .saturating_add(account.used.0)
-        .saturating_add(beyond(of_it.len(), account.quota, limits));
+        .saturating_add(allowance_of(of_it.len(), account.quota, limits));
     let managed = books.accounts.iter();
     let managed = managed.filter(|of_it| of_it.account == Account::Managed);
     // Managed memory that is on a GPU is charged to no process, and which GPU it is on cannot be told.
@@ -527,7 +549,7 @@ fn of_nobody(books: &Books, gpu: &GpuUuid, listed: &[Listed], limits: &AuditConf
     may.min(has.saturating_sub(charged)).saturating_add(managed)
 }
 
-fn difference(a: u64, b: u64) -> i64 {
+fn signed_difference(a: u64, b: u64) -> i64 {
     i64::try_from(i128::from(a) - i128::from(b)).unwrap_or(if a > b { i64::MAX } else { i64::MIN })
 }
 

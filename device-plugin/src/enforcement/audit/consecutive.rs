@@ -7,7 +7,7 @@ use crate::units::{AllocationId, GpuUuid};
 
 /// What stands for one finding from one audit to the next.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Key {
+enum FindingKey {
     OverQuota(AllocationId, GpuUuid),
     Intruder(GpuUuid, u32, u64),
     ForgedPage(AllocationId, u32, u64),
@@ -15,13 +15,13 @@ enum Key {
     Unaccounted(GpuUuid),
 }
 
-impl Key {
+impl FindingKey {
     fn of(finding: &Finding) -> Self {
         match finding {
             Finding::OverQuota {
                 allocation, gpu, ..
             } => Self::OverQuota(*allocation, gpu.clone()),
-            Finding::Intruder { gpu, process, .. } => {
+            Finding::UntrackedProcess { gpu, process, .. } => {
                 Self::Intruder(gpu.clone(), process.pid, process.start)
             }
             Finding::ForgedPage {
@@ -38,7 +38,7 @@ impl Key {
     /// For how many audits it is remembered when it is not found.
     fn window(&self) -> u32 {
         match self {
-            Self::Unaccounted(_) => WINDOW,
+            Self::Unaccounted(_) => UNACCOUNTED_WINDOW,
             _ => 1,
         }
     }
@@ -57,61 +57,61 @@ impl Key {
 
 /// The audits, one a second, among which those count in which memory was charged to nobody. A holder that lets go for one
 /// audit now and then is told of all the same.
-const WINDOW: u32 = 30;
+const UNACCOUNTED_WINDOW: u32 = 30;
 
 /// In how many audits each finding has stood. One that was not found for its window, one audit for most, begins anew; an
 /// audit that its GPU did not answer says nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Strikes(BTreeMap<Key, Found>);
+pub struct ConsecutiveFindings(BTreeMap<FindingKey, FindingHistory>);
 
 /// How a finding stood in the last audits.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Found {
+struct FindingHistory {
     /// A bit for each audit of its window, the last one lowest.
-    within: u32,
+    recent_audits: u32,
     /// The most that counted at a time.
-    strikes: u32,
+    most_counted: u32,
 }
 
-impl Found {
+impl FindingHistory {
     /// Takes in one more audit; whether anything is left within the window.
-    fn pass(&mut self, is_found: bool, window: u32) -> bool {
+    fn shift(&mut self, is_found: bool, window: u32) -> bool {
         let mask = u32::MAX >> (u32::BITS - window.clamp(1, u32::BITS));
-        self.within = (self.within << 1 | u32::from(is_found)) & mask;
-        self.within != 0
+        self.recent_audits = (self.recent_audits << 1 | u32::from(is_found)) & mask;
+        self.recent_audits != 0
     }
 
     /// How often it stood where that is more than ever before, or in a row; zero otherwise.
-    fn strike(&mut self, window: u32) -> u32 {
+    fn count_new(&mut self, window: u32) -> u32 {
         let now = match window {
-            1 => self.strikes.saturating_add(1),
-            _ => self.within.count_ones(),
+            1 => self.most_counted.saturating_add(1),
+            _ => self.recent_audits.count_ones(),
         };
-        let grown = now > self.strikes;
-        self.strikes = now.max(self.strikes);
+        let grown = now > self.most_counted;
+        self.most_counted = now.max(self.most_counted);
         if grown { now } else { 0 }
     }
 }
 
-impl Strikes {
+impl ConsecutiveFindings {
     /// Counts the findings of one more audit, which some GPUs did not answer; in how many each has stood now, or zero
     /// where that was said before.
     pub fn count(&mut self, findings: &[Finding], silent: &BTreeSet<GpuUuid>) -> Vec<u32> {
-        let keys: Vec<Key> = findings.iter().map(Key::of).collect();
-        let standing: BTreeSet<&Key> = keys.iter().collect();
-        let is_silent = |key: &Key| key.gpu().is_some_and(|gpu| silent.contains(gpu));
+        let keys: Vec<FindingKey> = findings.iter().map(FindingKey::of).collect();
+        let standing: BTreeSet<&FindingKey> = keys.iter().collect();
+        let is_silent = |key: &FindingKey| key.gpu().is_some_and(|gpu| silent.contains(gpu));
         self.0.retain(|key, before| {
-            is_silent(key) || before.pass(standing.contains(key), key.window())
+            is_silent(key) || before.shift(standing.contains(key), key.window())
         });
         let mut strikes = BTreeMap::new();
         for key in standing {
-            let found = self.0.entry(key.clone()).or_insert(Found {
-                within: 1,
-                strikes: 0,
+            let found = self.0.entry(key.clone()).or_insert(FindingHistory {
+                recent_audits: 1,
+                most_counted: 0,
             });
-            strikes.insert(key, found.strike(key.window()));
+            strikes.insert(key, found.count_new(key.window()));
         }
-        let of = |key: &Key| strikes.get(key).copied();
+        let of = |key: &FindingKey| strikes.get(key).copied();
         keys.iter().filter_map(of).collect()
     }
 }
@@ -123,15 +123,15 @@ mod tests {
     use crate::units::Bytes;
 
     #[test]
-    fn a_finding_that_was_away_once_begins_anew() {
+    fn count_starts_over_when_a_finding_was_absent_once() {
         let finding = |gpu: &str| Finding::Holder {
             gpu: gpu.parse().unwrap(),
             process: Process { pid: 5, start: 50 },
             bytes: Bytes(1),
             allocation: AllocationId::from_bits(1),
-            alone: true,
+            is_only_suspect: true,
         };
-        let mut strikes = Strikes::default();
+        let mut strikes = ConsecutiveFindings::default();
         let all = BTreeSet::new();
         let mut count = |findings: &[Finding]| strikes.count(findings, &all);
         assert_eq!(count(&[finding("GPU-a")]), [1]);
@@ -148,14 +148,14 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_nobody_counts_within_a_window_and_once() {
+    fn unaccounted_memory_counts_once_within_its_window() {
         let found = [Finding::Unaccounted {
             gpu: "GPU-a".parse().unwrap(),
             bytes: Bytes(1),
-            only: None,
+            only_container: None,
         }];
         let all = BTreeSet::new();
-        let mut strikes = Strikes::default();
+        let mut strikes = ConsecutiveFindings::default();
         let mut counted = Vec::new();
         // Its holder lets go for every third audit.
         for number in 0..60 {
@@ -165,10 +165,10 @@ mod tests {
             }
         }
         assert_eq!(counted.iter().filter(|strikes| **strikes == 10).count(), 1);
-        for _ in 0..WINDOW {
+        for _ in 0..UNACCOUNTED_WINDOW {
             strikes.count(&[], &all);
         }
-        assert_eq!(strikes, Strikes::default());
+        assert_eq!(strikes, ConsecutiveFindings::default());
         // Seldom enough to be what moves between two answers of the driver.
         for number in 0..300 {
             let found: &[Finding] = if number % 10 == 0 { &found } else { &[] };

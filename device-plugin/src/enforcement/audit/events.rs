@@ -3,45 +3,52 @@
 //! Tenants read them: no process is named by the pid that it has on the host. The agent's log names it.
 
 use super::compare::Finding;
-use crate::enforcement::attestation::Lack;
+use crate::enforcement::attestation::EnforcementGap;
 use crate::gpu_node::{Events, PodRef, Reason};
 use crate::node::allocator::BoundContainer;
-use crate::procfs::Owner;
+use crate::procfs::ProcessOwner;
 use crate::units::{AllocationId, Bytes};
 
 /// Tells of a finding.
-pub fn finding(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
+pub fn publish_finding(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
     let (reason, allocation) = match finding {
         Finding::OverQuota { allocation, .. } => (Reason::OverQuota, Some(allocation)),
-        Finding::Intruder { allocation, .. } => (Reason::Intruder, allocation.as_ref()),
+        Finding::UntrackedProcess { allocation, .. } => (Reason::Intruder, allocation.as_ref()),
         Finding::ForgedPage { allocation, .. } => (Reason::ForgedPage, Some(allocation)),
         Finding::Holder { allocation, .. } => (Reason::Intruder, Some(allocation)),
-        Finding::Unaccounted { only, .. } => (Reason::Unaccounted, only.as_ref()),
+        Finding::Unaccounted {
+            only_container: only,
+            ..
+        } => (Reason::Unaccounted, only.as_ref()),
     };
-    say(events, reason, message(finding), allocation, containers);
+    publish(events, reason, message(finding), allocation, containers);
 }
 
 /// Tells that a process was killed for a finding.
-pub fn killed(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
+pub fn publish_kill(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
     let allocation = match finding {
         Finding::OverQuota { allocation, .. }
         | Finding::ForgedPage { allocation, .. }
         | Finding::Holder { allocation, .. } => Some(allocation),
-        Finding::Intruder { allocation, .. } => allocation.as_ref(),
+        Finding::UntrackedProcess { allocation, .. } => allocation.as_ref(),
         Finding::Unaccounted { .. } => None,
     };
     let message = format!("a process was killed: {}", message(finding));
-    say(events, Reason::Killed, message, allocation, containers);
+    publish(events, Reason::Killed, message, allocation, containers);
 }
 
 /// Tells that a container is no longer held to its quota, or is again.
-pub fn enforcement(events: &Events, container: &BoundContainer, lack: Option<&Lack>) {
+pub fn publish_enforcement(
+    events: &Events,
+    container: &BoundContainer,
+    lack: Option<&EnforcementGap>,
+) {
     let (reason, message) = match lack {
         Some(lack) => (Reason::NotEnforced, lack.to_string()),
         None => (Reason::Enforced, "held to its quota again".to_owned()),
     };
     let allocation = Some(&container.allocation);
-    say(
+    publish(
         events,
         reason,
         message,
@@ -57,41 +64,45 @@ fn message(finding: &Finding) -> String {
             quota,
             charged,
             ..
-        } => format!("has {} of {gpu}, its quota is {quota}", rough(*charged)),
-        Finding::Intruder {
+        } => format!("has {} of {gpu}, its quota is {quota}", whole_mib(*charged)),
+        Finding::UntrackedProcess {
             gpu,
             owner,
             allocation,
             ..
         } => match (owner, allocation) {
             (_, Some(_)) => format!("a process uses {gpu} past the shim"),
-            (Owner::Container { pod, .. }, None) => {
+            (ProcessOwner::Container { pod, .. }, None) => {
                 format!("a process of pod {pod}, which was given none of it, uses {gpu}")
             }
-            (Owner::Host, None) => format!("a process of the host uses {gpu}"),
+            (ProcessOwner::Host, None) => format!("a process of the host uses {gpu}"),
         },
         Finding::ForgedPage { .. } => "a process wrote a grant into its own credit page".to_owned(),
         Finding::Holder { gpu, bytes, .. } => format!(
             "a process uses {gpu} past the shim and without a context, and {} of it is in use and charged to nobody",
-            rough(*bytes)
+            whole_mib(*bytes)
         ),
-        Finding::Unaccounted { gpu, bytes, only } => {
+        Finding::Unaccounted {
+            gpu,
+            bytes,
+            only_container: only,
+        } => {
             let only = only.map_or("", |_| "; no other container uses the GPU's driver");
             format!(
                 "{} of {gpu} is in use and charged to nobody{only}",
-                rough(*bytes)
+                whole_mib(*bytes)
             )
         }
     }
 }
 
 /// Whole MiB: the rest is noise.
-fn rough(Bytes(bytes): Bytes) -> Bytes {
+fn whole_mib(Bytes(bytes): Bytes) -> Bytes {
     Bytes(bytes & !((1 << 20) - 1))
 }
 
 /// On the pod where its name is known, otherwise on the node with the pod's UID.
-fn say(
+fn publish(
     events: &Events,
     reason: Reason,
     message: String,
@@ -106,7 +117,7 @@ fn say(
         return events.on_node(reason, message);
     };
     let name = container
-        .holder
+        .name
         .as_ref()
         .map(|holder| holder.container.as_str());
     let message = match name.filter(|name| !name.is_empty()) {
@@ -114,7 +125,7 @@ fn say(
         None => message,
     };
     let pod = container
-        .holder
+        .name
         .as_ref()
         .and_then(|holder| holder.pod.clone());
     match pod {
@@ -137,7 +148,7 @@ mod tests {
     use crate::units::GpuUuid;
 
     #[test]
-    fn no_event_of_a_finding_names_a_pid() {
+    fn event_of_a_finding_names_no_pid() {
         let (gpu, allocation) = ("GPU-a".parse().unwrap(), AllocationId::from_bits(1));
         let process = |pid| Process { pid, start: 7 };
         let told = |pid| {
@@ -145,14 +156,14 @@ mod tests {
                 allocation,
                 process: process(pid),
             };
-            let intruder = |owner: &Owner, allocation| Finding::Intruder {
+            let intruder = |owner: &ProcessOwner, allocation| Finding::UntrackedProcess {
                 gpu: GpuUuid::clone(&gpu),
                 process: process(pid),
                 bytes: None,
                 owner: owner.clone(),
                 allocation,
             };
-            let pod = Owner::Container {
+            let pod = ProcessOwner::Container {
                 pod: "p".parse().unwrap(),
                 cgroup: "c".into(),
             };
@@ -160,7 +171,7 @@ mod tests {
                 forged,
                 intruder(&pod, Some(allocation)),
                 intruder(&pod, None),
-                intruder(&Owner::Host, None),
+                intruder(&ProcessOwner::Host, None),
             ];
             all.map(|finding| message(&finding))
         };

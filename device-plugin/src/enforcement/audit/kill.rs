@@ -20,11 +20,11 @@ pub fn kill(proc: &Path, process: Process) -> io::Result<bool> {
         pinned => pinned?,
     };
     // Read while the pid is pinned: it is this process's start, or the process has ended.
-    let stat = procfs::read(&proc.join(process.pid.to_string()).join("stat"));
+    let stat = procfs::read_small(&proc.join(process.pid.to_string()).join("stat"));
     let start = stat
         .ok()
         .and_then(|text| Stat::parse(&text))
-        .map(|stat| stat.start);
+        .map(|stat| stat.start_ticks);
     if start != Some(process.start) {
         return Ok(false);
     }
@@ -42,12 +42,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_process_that_is_meant_ends_and_another_with_its_pid_does_not() {
+    fn kill_spares_a_process_that_reuses_the_pid() {
         let proc = Path::new("/proc");
         let mut child = Command::new("sleep").arg("60").spawn().unwrap();
         let pid = child.id();
         let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-        let start = Stat::parse(&text).unwrap().start;
+        let start = Stat::parse(&text).unwrap().start_ticks;
         let earlier = Process {
             pid,
             start: start - 1,
@@ -61,11 +61,11 @@ mod tests {
     }
 
     #[test]
-    fn a_process_whose_name_is_no_text_ends_too() {
-        let (mut child, _folder) = crate::procfs::tests::nameless();
+    fn kill_ends_a_process_when_its_name_is_not_utf8() {
+        let (mut child, _folder) = crate::procfs::tests::process_with_non_utf8_name();
         let pid = child.id();
-        let text = crate::procfs::read(Path::new(&format!("/proc/{pid}/stat"))).unwrap();
-        let start = Stat::parse(&text).unwrap().start;
+        let text = crate::procfs::read_small(Path::new(&format!("/proc/{pid}/stat"))).unwrap();
+        let start = Stat::parse(&text).unwrap().start_ticks;
         assert!(kill(Path::new("/proc"), Process { pid, start }).unwrap());
         assert_eq!(child.wait().unwrap().signal(), Some(9));
     }

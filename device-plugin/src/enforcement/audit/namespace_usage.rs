@@ -13,31 +13,31 @@ use tokio::time::Instant;
 
 use crate::gpu_node::NamespaceReport;
 use crate::node::allocator::BoundContainer;
-use crate::sessions::{Account, Books, by_allocation};
+use crate::sessions::{Account, ContainerUsage, by_allocation};
 use crate::units::{AllocationId, Bytes, Quanta, Quantum};
 
 /// How long use is watched before it is told.
-const WINDOW: Duration = Duration::from_secs(60);
+const REPORT_WINDOW: Duration = Duration::from_secs(60);
 
 /// What befell pods, or containers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Counts {
+struct EventCounts {
     denials: u64,
     poisoned: u64,
     restarts: u64,
 }
 
-impl Counts {
-    fn of(books: &Books) -> Counts {
-        Counts {
+impl EventCounts {
+    fn of(books: &ContainerUsage) -> EventCounts {
+        EventCounts {
             denials: books.denied.iter().map(|(_, count)| count).sum(),
-            poisoned: books.poisoned,
-            restarts: books.restarted,
+            poisoned: books.poisoned_images,
+            restarts: books.ordered_restarts,
         }
     }
 
     /// Adds what `now` has more than `before`; a count that is smaller has begun anew.
-    fn grow(&mut self, before: Counts, now: Counts) {
+    fn add_increase(&mut self, before: EventCounts, now: EventCounts) {
         let more = |before: u64, now: u64| if now < before { now } else { now - before };
         self.denials += more(before.denials, now.denials);
         self.poisoned += more(before.poisoned, now.poisoned);
@@ -48,49 +48,54 @@ impl Counts {
 /// What is kept in a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Kept {
-    namespaces: BTreeMap<String, Counts>,
+pub struct PersistedUsage {
+    namespaces: BTreeMap<String, EventCounts>,
     /// What was counted of each container that is there.
-    containers: BTreeMap<AllocationId, Counts>,
+    containers: BTreeMap<AllocationId, EventCounts>,
 }
 
 /// The sums.
 #[derive(Debug)]
-pub struct Tally {
+pub struct NamespaceUsage {
     quantum: Quantum,
-    kept: Kept,
+    kept: PersistedUsage,
     /// The most that each namespace used at a time within this window, and when it began.
-    most: BTreeMap<String, Bytes>,
-    begun: Option<Instant>,
+    peak: BTreeMap<String, Bytes>,
+    window_start: Option<Instant>,
     /// What of the last window is told, and the denials by its end: they come by the thousand.
-    told: BTreeMap<String, (Quanta, u64)>,
+    last_window: BTreeMap<String, (Quanta, u64)>,
 }
 
-impl Tally {
+impl NamespaceUsage {
     /// Goes on from what an agent before kept.
-    pub fn new(quantum: Quantum, kept: Kept) -> Tally {
-        Tally {
+    pub fn new(quantum: Quantum, kept: PersistedUsage) -> NamespaceUsage {
+        NamespaceUsage {
             quantum,
             kept,
-            most: BTreeMap::new(),
-            begun: None,
-            told: BTreeMap::new(),
+            peak: BTreeMap::new(),
+            window_start: None,
+            last_window: BTreeMap::new(),
         }
     }
 
     /// What has to be kept.
-    pub fn kept(&self) -> &Kept {
+    pub fn persisted(&self) -> &PersistedUsage {
         &self.kept
     }
 
     /// Takes in the node's containers and their books.
-    pub fn see(&mut self, containers: &[BoundContainer], books: &[Books], now: Instant) {
+    pub fn observe(
+        &mut self,
+        containers: &[BoundContainer],
+        books: &[ContainerUsage],
+        now: Instant,
+    ) {
         let mut used: BTreeMap<&str, Bytes> = BTreeMap::new();
         let mut there = BTreeSet::new();
         let books = by_allocation(books);
         for container in containers {
             let of_it = books.get(&container.allocation);
-            let holder = container.holder.as_ref();
+            let holder = container.name.as_ref();
             let pod = holder.and_then(|holder| holder.pod.as_ref());
             let (Some(books), Some(pod)) = (of_it, pod) else {
                 continue;
@@ -101,43 +106,45 @@ impl Tally {
             let (before, now) = (
                 self.kept
                     .containers
-                    .insert(container.allocation, Counts::of(books)),
-                Counts::of(books),
+                    .insert(container.allocation, EventCounts::of(books)),
+                EventCounts::of(books),
             );
             let counts = self.kept.namespaces.entry(pod.namespace.clone());
-            counts.or_default().grow(before.unwrap_or_default(), now);
+            counts
+                .or_default()
+                .add_increase(before.unwrap_or_default(), now);
         }
         self.kept.containers.retain(|one, _| there.contains(one));
         for (namespace, bytes) in used {
-            let most = self.most.entry(namespace.to_owned()).or_default();
+            let most = self.peak.entry(namespace.to_owned()).or_default();
             *most = bytes.max(*most);
         }
-        let begun = *self.begun.get_or_insert(now);
-        if now.duration_since(begun) >= WINDOW {
-            self.begun = Some(now);
-            self.tell();
+        let begun = *self.window_start.get_or_insert(now);
+        if now.duration_since(begun) >= REPORT_WINDOW {
+            self.window_start = Some(now);
+            self.close_window();
         }
     }
 
     /// The window is over.
-    fn tell(&mut self) {
-        self.forget();
-        let most = std::mem::take(&mut self.most);
+    fn close_window(&mut self) {
+        self.drop_idle();
+        let most = std::mem::take(&mut self.peak);
         let observed = |namespace: &str| {
             let bytes = most.get(namespace).copied().unwrap_or_default();
             let quanta = bytes.0.div_ceil(self.quantum.bytes());
             Quanta(u32::try_from(quanta).unwrap_or(u32::MAX))
         };
         let namespaces = self.kept.namespaces.iter();
-        self.told = namespaces
+        self.last_window = namespaces
             .map(|(namespace, counts)| (namespace.clone(), (observed(namespace), counts.denials)))
             .collect();
     }
 
     /// Where there are too many namespaces, those go that have used nothing for a window.
-    fn forget(&mut self) {
+    fn drop_idle(&mut self) {
         let mut over = self.kept.namespaces.len().saturating_sub(MAX_NAMESPACES);
-        let most = &self.most;
+        let most = &self.peak;
         self.kept.namespaces.retain(|namespace, _| {
             let goes = over > 0 && !most.contains_key(namespace);
             over -= usize::from(goes);
@@ -149,7 +156,7 @@ impl Tally {
     pub fn report(&self) -> Vec<NamespaceReport> {
         let namespaces = self.kept.namespaces.iter();
         let reports = namespaces.filter_map(|(namespace, counts)| {
-            let told = self.told.get(namespace).copied();
+            let told = self.last_window.get(namespace).copied();
             // A namespace that nothing befell yet is told of when its first window is over.
             let befell = counts.poisoned > 0 || counts.restarts > 0;
             let (observed, denials) = told.or(befell.then_some((Quanta(0), 0)))?;
@@ -166,11 +173,11 @@ impl Tally {
 }
 
 /// What a container has of its GPUs, by the ledger.
-fn device_memory(books: &Books) -> u64 {
+fn device_memory(books: &ContainerUsage) -> u64 {
     let of_gpus = books.accounts.iter();
     let of_gpus = of_gpus.filter(|of_it| matches!(of_it.account, Account::Gpu(_)));
     let amounts = of_gpus.flat_map(|of_it| {
-        let amounts = [of_it.used, of_it.retired, of_it.leased, of_it.outside];
+        let amounts = [of_it.used, of_it.exited, of_it.leased, of_it.untracked];
         amounts.map(|Bytes(bytes)| bytes)
     });
     amounts.fold(0, u64::saturating_add)
@@ -179,8 +186,8 @@ fn device_memory(books: &Books) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::node::checkpoint_state::{Holder, PodName};
-    use crate::sessions::AccountBooks;
+    use crate::node::checkpoint_state::{ContainerName, PodName};
+    use crate::sessions::AccountBalance;
 
     fn container(number: u64, namespace: &str) -> BoundContainer {
         let pod = Some(PodName {
@@ -188,53 +195,53 @@ mod tests {
             name: "p".to_owned(),
         });
         BoundContainer {
-            holder: Some(Holder {
+            name: Some(ContainerName {
                 container: "c".to_owned(),
                 pod,
             }),
-            ..BoundContainer::numbered(number, 1)
+            ..BoundContainer::with_ids(number, 1)
         }
     }
 
-    fn books(number: u64, mebibytes: u64, counts: [u64; 3]) -> Books {
+    fn books(number: u64, mebibytes: u64, counts: [u64; 3]) -> ContainerUsage {
         let gpu = Account::Gpu("GPU-a".parse().unwrap());
-        let account = AccountBooks {
+        let account = AccountBalance {
             used: Bytes(mebibytes << 20),
-            ..AccountBooks::unused(gpu, Bytes::gib(16))
+            ..AccountBalance::empty(gpu, Bytes::gib(16))
         };
-        let managed = AccountBooks {
+        let managed = AccountBalance {
             used: Bytes::gib(9),
-            ..AccountBooks::unused(Account::Managed, Bytes::gib(16))
+            ..AccountBalance::empty(Account::Managed, Bytes::gib(16))
         };
-        Books {
+        ContainerUsage {
             denied: vec![("f".to_owned(), counts[0])],
-            poisoned: counts[1],
-            restarted: counts[2],
-            ..Books::unused(number, vec![account, managed])
+            poisoned_images: counts[1],
+            ordered_restarts: counts[2],
+            ..ContainerUsage::empty(number, vec![account, managed])
         }
     }
 
-    struct Bed {
-        tally: Tally,
+    struct Fixture {
+        tally: NamespaceUsage,
         start: Instant,
     }
 
-    impl Bed {
-        fn over(kept: Kept) -> Bed {
-            Bed {
-                tally: Tally::new(Quantum::Gib1, kept),
+    impl Fixture {
+        fn with_persisted(kept: PersistedUsage) -> Fixture {
+            Fixture {
+                tally: NamespaceUsage::new(Quantum::Gib1, kept),
                 start: Instant::now(),
             }
         }
 
-        fn see(&mut self, second: u64, all: &[(u64, &str, u64, [u64; 3])]) {
+        fn observe(&mut self, second: u64, all: &[(u64, &str, u64, [u64; 3])]) {
             let containers: Vec<_> = all.iter().map(|one| container(one.0, one.1)).collect();
             let books: Vec<_> = all.iter().map(|one| books(one.0, one.2, one.3)).collect();
             let now = self.start + Duration::from_secs(second);
-            self.tally.see(&containers, &books, now);
+            self.tally.observe(&containers, &books, now);
         }
 
-        fn told(&self) -> Vec<(String, u32, [u64; 3])> {
+        fn reported(&self) -> Vec<(String, u32, [u64; 3])> {
             let reports = self.tally.report().into_iter();
             let told = reports.map(|one| {
                 let counts = [one.denials, one.poisoned, one.restarts];
@@ -249,51 +256,55 @@ mod tests {
     }
 
     #[test]
-    fn of_each_minute_the_most_that_a_namespace_used_at_a_time_is_told_in_whole_quanta() {
-        let mut bed = Bed::over(Kept::default());
-        bed.see(0, &[(1, "a", 1_500, [0; 3]), (2, "a", 1_500, [0; 3])]);
-        bed.see(30, &[(1, "a", 100, [0; 3]), (3, "b", 1_024, [0; 3])]);
-        assert_eq!(bed.told(), [], "not before the window is over");
-        bed.see(60, &[(1, "a", 100, [0; 3])]);
-        assert_eq!(bed.told(), [of("a", 3, [0; 3]), of("b", 1, [0; 3])]);
-        bed.see(90, &[(1, "a", 5_000, [0; 3])]);
-        assert_eq!(bed.told()[0], of("a", 3, [0; 3]), "nothing within a window");
-        bed.see(120, &[]);
-        assert_eq!(bed.told(), [of("a", 5, [0; 3]), of("b", 0, [0; 3])]);
+    fn usage_is_the_peak_of_each_minute_in_whole_quanta() {
+        let mut bed = Fixture::with_persisted(PersistedUsage::default());
+        bed.observe(0, &[(1, "a", 1_500, [0; 3]), (2, "a", 1_500, [0; 3])]);
+        bed.observe(30, &[(1, "a", 100, [0; 3]), (3, "b", 1_024, [0; 3])]);
+        assert_eq!(bed.reported(), [], "not before the window is over");
+        bed.observe(60, &[(1, "a", 100, [0; 3])]);
+        assert_eq!(bed.reported(), [of("a", 3, [0; 3]), of("b", 1, [0; 3])]);
+        bed.observe(90, &[(1, "a", 5_000, [0; 3])]);
+        assert_eq!(
+            bed.reported()[0],
+            of("a", 3, [0; 3]),
+            "nothing within a window"
+        );
+        bed.observe(120, &[]);
+        assert_eq!(bed.reported(), [of("a", 5, [0; 3]), of("b", 0, [0; 3])]);
     }
 
     #[test]
-    fn what_befell_contexts_is_told_at_once_and_denials_with_the_window() {
-        let mut bed = Bed::over(Kept::default());
-        bed.see(0, &[(1, "a", 1, [7, 1, 1])]);
-        assert_eq!(bed.told(), [of("a", 0, [0, 1, 1])]);
-        bed.see(60, &[(1, "a", 1, [9, 2, 1])]);
-        assert_eq!(bed.told(), [of("a", 1, [9, 2, 1])]);
+    fn poisonings_are_reported_at_once_and_denials_per_window() {
+        let mut bed = Fixture::with_persisted(PersistedUsage::default());
+        bed.observe(0, &[(1, "a", 1, [7, 1, 1])]);
+        assert_eq!(bed.reported(), [of("a", 0, [0, 1, 1])]);
+        bed.observe(60, &[(1, "a", 1, [9, 2, 1])]);
+        assert_eq!(bed.reported(), [of("a", 1, [9, 2, 1])]);
     }
 
     #[test]
-    fn counts_outlive_containers_and_agents_and_nothing_is_counted_twice() {
-        let mut bed = Bed::over(Kept::default());
-        bed.see(0, &[(1, "a", 1, [5, 2, 2])]);
-        bed.see(1, &[(1, "a", 1, [5, 2, 2]), (2, "a", 1, [1, 1, 0])]);
-        bed.see(2, &[(2, "a", 1, [1, 1, 0])]);
-        let kept = serde_json::to_string(bed.tally.kept()).unwrap();
-        let mut next = Bed::over(serde_json::from_str(&kept).unwrap());
+    fn counts_outlive_containers_and_agents() {
+        let mut bed = Fixture::with_persisted(PersistedUsage::default());
+        bed.observe(0, &[(1, "a", 1, [5, 2, 2])]);
+        bed.observe(1, &[(1, "a", 1, [5, 2, 2]), (2, "a", 1, [1, 1, 0])]);
+        bed.observe(2, &[(2, "a", 1, [1, 1, 0])]);
+        let kept = serde_json::to_string(bed.tally.persisted()).unwrap();
+        let mut next = Fixture::with_persisted(serde_json::from_str(&kept).unwrap());
         // What the sessions do not keep over an agent's restart begins at zero there.
-        next.see(3, &[(2, "a", 1, [0, 1, 0])]);
-        next.see(4, &[(2, "a", 1, [2, 2, 1])]);
-        next.see(63, &[(2, "a", 1, [2, 2, 1])]);
-        assert_eq!(next.told(), [of("a", 1, [5 + 1 + 2, 4, 3])]);
+        next.observe(3, &[(2, "a", 1, [0, 1, 0])]);
+        next.observe(4, &[(2, "a", 1, [2, 2, 1])]);
+        next.observe(63, &[(2, "a", 1, [2, 2, 1])]);
+        assert_eq!(next.reported(), [of("a", 1, [5 + 1 + 2, 4, 3])]);
     }
 
     #[test]
-    fn there_are_never_more_namespaces_than_the_status_has_room_for_and_those_in_use_stay() {
-        let mut bed = Bed::over(Kept::default());
+    fn idle_namespaces_are_dropped_when_the_status_is_full() {
+        let mut bed = Fixture::with_persisted(PersistedUsage::default());
         for number in 0..100 {
             let name = format!("n{number}");
-            bed.see(number * 60, &[(number, &name, 1, [1, 1, 1])]);
+            bed.observe(number * 60, &[(number, &name, 1, [1, 1, 1])]);
         }
-        let told = bed.told();
+        let told = bed.reported();
         assert!(told.len() <= MAX_NAMESPACES + 1, "{}", told.len());
         assert!(told.iter().any(|one| one.0 == "n99"));
     }

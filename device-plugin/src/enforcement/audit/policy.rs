@@ -14,7 +14,7 @@ const HOLDER_AFTER: u32 = 2;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Action {
     /// Tell people of it: once for as long as it stands.
-    pub tell: bool,
+    pub publish_event: bool,
     /// Kill these.
     pub kill: Vec<Process>,
 }
@@ -24,16 +24,20 @@ pub struct Action {
 pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
     let (told_at, at_fault) = match finding {
         Finding::OverQuota { processes, .. } => (1, processes.clone()),
-        Finding::Intruder {
+        Finding::UntrackedProcess {
             process,
             allocation: Some(_),
             ..
         }
         | Finding::ForgedPage { process, .. } => (1, vec![*process]),
-        Finding::Intruder {
+        Finding::UntrackedProcess {
             allocation: None, ..
         } => (1, Vec::new()),
-        Finding::Holder { process, alone, .. } => (
+        Finding::Holder {
+            process,
+            is_only_suspect: alone,
+            ..
+        } => (
             HOLDER_AFTER,
             alone.then_some(*process).into_iter().collect(),
         ),
@@ -45,7 +49,7 @@ pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
         AuditPolicy::Kill => strikes > 0 && strikes.is_multiple_of(config.kill_after),
     };
     Action {
-        tell: strikes == told_at,
+        publish_event: strikes == told_at,
         kill: if kills { at_fault } else { Vec::new() },
     }
 }
@@ -53,7 +57,7 @@ pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::procfs::Owner;
+    use crate::procfs::ProcessOwner;
     use crate::units::{AllocationId, Bytes};
 
     const ONE: Process = Process { pid: 7, start: 70 };
@@ -78,21 +82,21 @@ mod tests {
     }
 
     fn intruder(allocation: Option<AllocationId>) -> Finding {
-        Finding::Intruder {
+        Finding::UntrackedProcess {
             gpu: "GPU-a".parse().unwrap(),
             process: ONE,
             bytes: None,
-            owner: Owner::Host,
+            owner: ProcessOwner::Host,
             allocation,
         }
     }
 
     #[test]
-    fn a_finding_is_told_once_and_kills_only_when_it_has_stood_as_long_as_the_policy_says() {
+    fn finding_kills_after_as_many_audits_as_configured() {
         let config = config(AuditPolicy::Kill);
         let steps: Vec<(bool, usize)> = (1..=7)
             .map(|strikes| action(&over_quota(), strikes, &config))
-            .map(|action| (action.tell, action.kill.len()))
+            .map(|action| (action.publish_event, action.kill.len()))
             .collect();
         let expected = [
             (true, 0),
@@ -107,33 +111,33 @@ mod tests {
     }
 
     #[test]
-    fn with_the_policy_report_nobody_is_killed_however_long_it_stands() {
+    fn policy_report_kills_nothing() {
         let config = config(AuditPolicy::Report);
         let kills = (1..=100).map(|strikes| action(&over_quota(), strikes, &config).kill.len());
         assert_eq!(kills.sum::<usize>(), 0);
     }
 
     #[test]
-    fn processes_outside_our_containers_are_told_of_and_left_alive() {
+    fn process_outside_our_containers_is_reported_and_not_killed() {
         let config = config(AuditPolicy::Kill);
-        assert!(action(&intruder(None), 1, &config).tell);
+        assert!(action(&intruder(None), 1, &config).publish_event);
         assert_eq!(action(&intruder(None), 3, &config).kill, []);
         let ours = intruder(Some(AllocationId::from_bits(1)));
         assert_eq!(action(&ours, 3, &config).kill, [ONE]);
     }
 
     #[test]
-    fn a_holder_is_told_at_the_second_audit_and_killed_only_where_it_is_alone() {
+    fn holder_is_killed_only_when_it_is_the_only_suspect() {
         let config = config(AuditPolicy::Kill);
         let holder = |alone| Finding::Holder {
             gpu: "GPU-a".parse().unwrap(),
             process: ONE,
             bytes: Bytes::gib(1),
             allocation: AllocationId::from_bits(1),
-            alone,
+            is_only_suspect: alone,
         };
         let told: Vec<bool> = (1..=4)
-            .map(|strikes| action(&holder(true), strikes, &config).tell)
+            .map(|strikes| action(&holder(true), strikes, &config).publish_event)
             .collect();
         assert_eq!(told, [false, true, false, false]);
         assert_eq!(action(&holder(true), 3, &config).kill, [ONE]);

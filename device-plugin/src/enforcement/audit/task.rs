@@ -7,7 +7,7 @@
 //!
 //! [`judge`](super::judge) and [`gather`](super::gather) say why in this order. No step waits longer
 //! than its deadline: the auditor leaves out a GPU or a pod that hangs, and reports it after
-//! [`STALE`].
+//! [`STALE_AFTER`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -21,18 +21,20 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::collect::{Questions, identified, is_there};
-use super::compare::{Containers, Finding, GpuSeen, Verdict, judge};
-use super::consecutive::Strikes;
+use super::collect::{SampleRequests, identify, is_running};
+use super::compare::{AttestedState, AuditResult, Finding, GpuSample, compare_accounts};
+use super::consecutive::ConsecutiveFindings;
 use super::events;
 use super::kill::kill;
-use super::namespace_usage::{Kept, Tally};
+use super::namespace_usage::{NamespaceUsage, PersistedUsage};
 use super::policy::action;
-use super::withheld::Withheld;
+use super::withheld::WithheldMemory;
 use crate::checkpoint::Checkpoint;
-use crate::checkpoint::disk::Disk;
+use crate::checkpoint::disk::WriteBehindFile;
 use crate::config::{AuditConfig, Config};
-use crate::enforcement::attestation::{Around, Attested, Attestor, Lack, Reason, Target};
+use crate::enforcement::attestation::{
+    AttestationTarget, AttestedContainer, EnforcementGap, GapReason, HostView, PodAttestor,
+};
 use crate::enforcement::driver_limits::{self, Limits};
 use crate::gpu::nvml::NvmlHandle;
 use crate::gpu_node::{Events, NamespaceReport};
@@ -40,32 +42,32 @@ use crate::metrics::{AuditFigures, Metrics};
 use crate::node::actor::Snapshot;
 use crate::node::allocator::BoundContainer;
 use crate::procfs::Stat;
-use crate::sessions::{Account, Books, Sessions};
+use crate::sessions::{Account, ContainerUsage, Sessions};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 
 /// From one audit to the next.
-const EVERY: Duration = Duration::from_secs(1);
+const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
 /// How long NVML may take for all GPUs together.
-const NVML_LIMIT: Duration = Duration::from_millis(500);
+const NVML_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long attestation may take.
-const ATTEST_LIMIT: Duration = Duration::from_millis(400);
+const ATTESTATION_TIMEOUT: Duration = Duration::from_millis(400);
 /// How long a GPU, or a look at a pod, may go without an answer before that is told.
-const STALE: Duration = Duration::from_secs(5);
+const STALE_AFTER: Duration = Duration::from_secs(5);
 
 /// How long the agent's start waits for the disk to tell the counts of namespaces.
-const TALLY_READ: Duration = Duration::from_secs(1);
+const USAGE_READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What the audit says of the node, for its status.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Audited {
+pub struct AuditStatus {
     /// Whether there was an audit.
-    pub begun: bool,
+    pub has_run: bool,
     /// The healthy GPUs that NVML has told nothing about for a while; of others that is known.
-    pub stale: BTreeSet<GpuUuid>,
+    pub stale_gpus: BTreeSet<GpuUuid>,
     /// The pods that no look came back from for a while.
-    pub hanging: BTreeSet<PodUid>,
+    pub hanging_pods: BTreeSet<PodUid>,
     /// The containers that are not held to their quota.
-    pub not_enforced: Vec<(BoundContainer, Lack)>,
+    pub not_enforced: Vec<(BoundContainer, EnforcementGap)>,
     /// What the pods of each namespace use, and what befell them.
     pub namespaces: Vec<NamespaceReport>,
 }
@@ -81,41 +83,41 @@ pub struct Auditor {
     withhold: watch::Sender<BTreeMap<GpuUuid, Bytes>>,
     events: Events,
     metrics: Metrics,
-    audited: watch::Sender<Audited>,
-    questions: Questions,
+    audited: watch::Sender<AuditStatus>,
+    sample_requests: SampleRequests,
     /// When this agent started, in clock ticks since boot.
-    since: u64,
+    agent_start: u64,
     /// A reading that has not come back.
-    around: Option<JoinHandle<Around>>,
-    pods: BTreeMap<PodUid, Pod>,
-    strikes: Strikes,
-    withheld: Withheld,
+    host_view: Option<JoinHandle<HostView>>,
+    attestations: BTreeMap<PodUid, PodAttestation>,
+    consecutive: ConsecutiveFindings,
+    withheld: WithheldMemory,
     /// When each GPU last answered; when it was first seen, before that.
-    answered: BTreeMap<GpuUuid, Instant>,
+    last_answers: BTreeMap<GpuUuid, Instant>,
     /// What was said of each running container last.
-    enforced: BTreeMap<AllocationId, Option<Reason>>,
-    tally: Tally,
-    tally_file: Disk<Kept>,
+    last_gaps: BTreeMap<AllocationId, Option<GapReason>>,
+    usage: NamespaceUsage,
+    usage_file: WriteBehindFile<PersistedUsage>,
 }
 
 /// The attestor with what it found.
-type Look = JoinHandle<(Box<Attestor>, Vec<Attested>)>;
+type ProbeTask = JoinHandle<(Box<PodAttestor>, Vec<AttestedContainer>)>;
 
 /// The attestor of a pod: here, or in a look that has not come back.
-enum Attesting {
-    Idle(Box<Attestor>),
-    Looking(Look),
+enum AttestorState {
+    Idle(Box<PodAttestor>),
+    Probing(ProbeTask),
     /// A look panicked: what was known of containers is lost.
     Lost,
 }
 
 /// A pod with containers of ours. A process of one may hang in the kernel, and who looks at it with it.
-struct Pod {
-    attesting: Attesting,
+struct PodAttestation {
+    state: AttestorState,
     /// What the last look that came back found.
-    attested: Vec<Attested>,
+    attested: Vec<AttestedContainer>,
     /// When it did; when the pod was first seen, before that.
-    answered: Instant,
+    answered_at: Instant,
 }
 
 impl Auditor {
@@ -131,11 +133,12 @@ impl Auditor {
         limits: watch::Receiver<Limits>,
         events: Events,
         metrics: Metrics,
-    ) -> std::io::Result<(Self, watch::Receiver<Audited>)> {
-        let (audited, told) = watch::channel(Audited::default());
+    ) -> std::io::Result<(Self, watch::Receiver<AuditStatus>)> {
+        let (audited, told) = watch::channel(AuditStatus::default());
         let tally_file = Checkpoint::new(config.paths.state_dir.join("namespaces.json"));
-        let tally_file: Disk<Kept> = Disk::open(tally_file, Checkpoint::save)?;
-        let kept = tally_file.read(TALLY_READ);
+        let tally_file: WriteBehindFile<PersistedUsage> =
+            WriteBehindFile::open(tally_file, Checkpoint::save)?;
+        let kept = tally_file.read(USAGE_READ_TIMEOUT);
         if kept.is_none() {
             warn!("counts of namespaces begin anew: the disk does not tell them");
         }
@@ -150,30 +153,30 @@ impl Auditor {
             events,
             metrics,
             audited,
-            questions: Questions::default(),
-            since: own_start(),
-            around: None,
-            pods: BTreeMap::new(),
-            strikes: Strikes::default(),
-            withheld: Withheld::default(),
-            answered: BTreeMap::new(),
-            enforced: BTreeMap::new(),
-            tally: Tally::new(config.resources.quantum, kept.unwrap_or_default()),
-            tally_file,
+            sample_requests: SampleRequests::default(),
+            agent_start: agent_start_ticks(),
+            host_view: None,
+            attestations: BTreeMap::new(),
+            consecutive: ConsecutiveFindings::default(),
+            withheld: WithheldMemory::default(),
+            last_answers: BTreeMap::new(),
+            last_gaps: BTreeMap::new(),
+            usage: NamespaceUsage::new(config.resources.quantum, kept.unwrap_or_default()),
+            usage_file: tally_file,
         };
         Ok((auditor, told))
     }
 
     /// Tells what of each GPU is not to be bound.
     #[must_use]
-    pub fn withholding(mut self, withhold: watch::Sender<BTreeMap<GpuUuid, Bytes>>) -> Self {
+    pub fn with_withheld(mut self, withhold: watch::Sender<BTreeMap<GpuUuid, Bytes>>) -> Self {
         self.withhold = withhold;
         self
     }
 
     /// Audits until `stop`.
     pub async fn run(mut self, config: Config, stop: CancellationToken) {
-        let mut every = interval(EVERY);
+        let mut every = interval(AUDIT_INTERVAL);
         every.set_missed_tick_behavior(MissedTickBehavior::Delay);
         while stop.run_until_cancelled(every.tick()).await.is_some() {
             if stop
@@ -199,57 +202,58 @@ impl Auditor {
         let exited = self.sessions.exited_pids();
         let nvml = self.nvml.clone();
         let answers = self
-            .questions
-            .ask(&gpus, |gpu| nvml.ask(gpu), begun + NVML_LIMIT)
+            .sample_requests
+            .collect(&gpus, |gpu| nvml.request_sample(gpu), begun + NVML_TIMEOUT)
             .await;
-        self.attest(config, &containers).await;
-        let attested = self.pods.values().flat_map(|pod| &pod.attested);
-        let attested: Vec<Attested> = attested.cloned().collect();
-        let hangs = |pod: &Pod| begun.duration_since(pod.answered) >= STALE;
-        let hanging = self.pods.iter().filter(|(_, pod)| hangs(pod));
+        self.attest_pods(config, &containers).await;
+        let attested = self.attestations.values().flat_map(|pod| &pod.attested);
+        let attested: Vec<AttestedContainer> = attested.cloned().collect();
+        let hangs = |pod: &PodAttestation| begun.duration_since(pod.answered_at) >= STALE_AFTER;
+        let hanging = self.attestations.iter().filter(|(_, pod)| hangs(pod));
         let hanging: BTreeSet<PodUid> = hanging.map(|(uid, _)| uid.clone()).collect();
-        let books = self.sessions.books();
-        let mut seen: Vec<GpuSeen> = answers
+        let books = self.sessions.container_usage();
+        let mut seen: Vec<GpuSample> = answers
             .into_iter()
-            .map(|(gpu, answer)| identified(gpu, answer, &self.proc))
+            .map(|(gpu, answer)| identify(gpu, answer, &self.proc))
             .collect();
         // After the books: what a pod leaves is in one of both.
         for gpu in &self.snapshots.borrow().view.gpus {
             let of_it = seen.iter_mut().find(|seen| seen.gpu == gpu.uuid);
             of_it.into_iter().for_each(|seen| {
-                seen.left = Bytes(gpu.left.0.saturating_add(gpu.kept.0));
+                seen.unreclaimed_or_retained =
+                    Bytes(gpu.unreclaimed.0.saturating_add(gpu.orphaned_leases.0));
             });
         }
-        let mut known = known(&attested, exited, self.since);
+        let mut known = attested_state(&attested, exited, self.agent_start);
         // After the books, as the driver's processes: what was attested may have ended, and its session with it.
         known
             .processes
-            .retain(|pid, (_, process)| is_there(&self.proc, *pid, process.start));
-        let verdict = judge(&seen, &books, &known, &self.config);
-        self.charge(&books, &seen, &verdict);
-        self.withhold(&seen, &verdict, &gpus);
-        let stale = self.stale(&gpus, &seen, begun);
+            .retain(|pid, (_, process)| is_running(&self.proc, *pid, process.start));
+        let verdict = compare_accounts(&seen, &books, &known, &self.config);
+        self.charge_untracked(&books, &seen, &verdict);
+        self.update_withheld(&seen, &verdict, &gpus);
+        let stale = self.stale_gpus(&gpus, &seen, begun);
         let answered = |gpu: &&GpuUuid| seen.iter().any(|seen| seen.gpu == **gpu);
         let silent = gpus.iter().filter(|gpu| !answered(gpu)).cloned().collect();
-        self.act(&verdict.findings, &silent, &containers);
-        let not_enforced = self.transitions(&containers, &attested);
-        self.count(&containers, &books, begun);
-        let after = Audited {
-            begun: true,
-            stale: stale.intersection(&healthy).cloned().collect(),
-            hanging: hanging.clone(),
+        self.act_on_findings(&verdict.findings, &silent, &containers);
+        let not_enforced = self.publish_transitions(&containers, &attested);
+        self.count_usage(&containers, &books, begun);
+        let after = AuditStatus {
+            has_run: true,
+            stale_gpus: stale.intersection(&healthy).cloned().collect(),
+            hanging_pods: hanging.clone(),
             not_enforced,
-            namespaces: self.tally.report(),
+            namespaces: self.usage.report(),
         };
         let figures = AuditFigures {
             verdict,
             gpus,
             stale,
             hanging,
-            ..self.measured(containers, books, &attested)
+            ..self.container_figures(containers, books, &attested)
         };
         self.metrics.set_audit(figures);
-        self.metrics.audited(begun.elapsed());
+        self.metrics.observe_audit(begun.elapsed());
         self.audited.send_if_modified(|before| {
             let changed = *before != after;
             *before = after;
@@ -258,58 +262,70 @@ impl Auditor {
     }
 
     /// Looks at what runs; where that takes too long, what was known of the pod before stands until it comes back.
-    async fn attest(&mut self, config: &Config, containers: &[BoundContainer]) {
-        let deadline = Instant::now() + ATTEST_LIMIT;
-        let mut reading = self.around.take().unwrap_or_else(|| {
+    async fn attest_pods(&mut self, config: &Config, containers: &[BoundContainer]) {
+        let deadline = Instant::now() + ATTESTATION_TIMEOUT;
+        let mut reading = self.host_view.take().unwrap_or_else(|| {
             let (paths, driver) = (config.paths.clone(), config.driver.clone());
-            spawn_blocking(move || Around::read(&paths, &driver))
+            spawn_blocking(move || HostView::read(&paths, &driver))
         });
         let around = match timeout_at(deadline, &mut reading).await {
             Ok(Ok(around)) => Arc::new(around),
             Ok(Err(error)) => return warn!(%error, "attestation failed"),
             Err(_) => {
-                self.around = Some(reading);
+                self.host_view = Some(reading);
                 return;
             }
         };
-        let mut before = std::mem::take(&mut self.pods);
+        let mut before = std::mem::take(&mut self.attestations);
         let looks = targets(containers).into_iter().map(|target| {
             let uid = target.pod.clone();
-            let mut pod = before.remove(&uid).unwrap_or_else(|| Pod {
-                attesting: Attesting::Lost,
+            let mut pod = before.remove(&uid).unwrap_or_else(|| PodAttestation {
+                state: AttestorState::Lost,
                 attested: Vec::new(),
-                answered: Instant::now(),
+                answered_at: Instant::now(),
             });
             let around = around.clone();
             async move {
-                pod.look(config, target, around, deadline).await;
+                pod.probe(config, target, around, deadline).await;
                 (uid, pod)
             }
         });
-        self.pods = join_all(looks).await.into_iter().collect();
+        self.attestations = join_all(looks).await.into_iter().collect();
     }
 
     /// What processes without a session have is granted to nobody else.
-    fn charge(&self, books: &[Books], seen: &[GpuSeen], verdict: &Verdict) {
-        for GpuSeen { gpu, .. } in seen {
+    fn charge_untracked(
+        &self,
+        books: &[ContainerUsage],
+        seen: &[GpuSample],
+        verdict: &AuditResult,
+    ) {
+        for GpuSample { gpu, .. } in seen {
             for books in books {
-                let outside = verdict.outside.get(&(books.allocation, gpu.clone()));
+                let outside = verdict
+                    .untracked_memory
+                    .get(&(books.allocation, gpu.clone()));
                 let account = Account::Gpu(gpu.clone());
                 let had = books.accounts.iter().find(|had| had.account == account);
-                if had.is_some_and(|had| had.outside > Bytes::ZERO || outside.is_some()) {
+                if had.is_some_and(|had| had.untracked > Bytes::ZERO || outside.is_some()) {
                     let charged = outside.cloned().unwrap_or_default();
                     self.sessions
-                        .set_outside(&books.allocation, &account, charged);
+                        .set_untracked(&books.allocation, &account, charged);
                 }
             }
         }
     }
 
     /// What is in use and charged to nobody is bound to nobody.
-    fn withhold(&mut self, seen: &[GpuSeen], verdict: &Verdict, gpus: &BTreeSet<GpuUuid>) {
-        let told = seen.iter().filter(|seen| seen.unlisted.is_some());
+    fn update_withheld(
+        &mut self,
+        seen: &[GpuSample],
+        verdict: &AuditResult,
+        gpus: &BTreeSet<GpuUuid>,
+    ) {
+        let told = seen.iter().filter(|seen| seen.unattributed.is_some());
         let told = told.map(|seen| seen.gpu.clone()).collect();
-        let after = self.withheld.see(&told, verdict, gpus);
+        let after = self.withheld.observe(&told, verdict, gpus);
         self.withhold.send_if_modified(|before| {
             let changed = *before != after;
             if changed {
@@ -320,36 +336,36 @@ impl Auditor {
         });
     }
 
-    fn stale(
+    fn stale_gpus(
         &mut self,
         gpus: &BTreeSet<GpuUuid>,
-        seen: &[GpuSeen],
+        seen: &[GpuSample],
         now: Instant,
     ) -> BTreeSet<GpuUuid> {
-        self.answered.retain(|gpu, _| gpus.contains(gpu));
+        self.last_answers.retain(|gpu, _| gpus.contains(gpu));
         for gpu in gpus {
-            let answered = self.answered.entry(gpu.clone()).or_insert(now);
+            let answered = self.last_answers.entry(gpu.clone()).or_insert(now);
             if seen.iter().any(|seen| seen.gpu == *gpu) {
                 *answered = now;
             }
         }
         let old = self
-            .answered
+            .last_answers
             .iter()
-            .filter(|(_, at)| now.duration_since(**at) >= STALE);
+            .filter(|(_, at)| now.duration_since(**at) >= STALE_AFTER);
         old.map(|(gpu, _)| gpu.clone()).collect()
     }
 
     /// The figures of containers for the metrics.
-    fn measured(
+    fn container_figures(
         &self,
         containers: Arc<[BoundContainer]>,
-        books: Vec<Books>,
-        attested: &[Attested],
+        books: Vec<ContainerUsage>,
+        attested: &[AttestedContainer],
     ) -> AuditFigures {
-        let mut lacks: BTreeMap<AllocationId, Option<Reason>> = BTreeMap::new();
+        let mut lacks: BTreeMap<AllocationId, Option<GapReason>> = BTreeMap::new();
         for attested in attested {
-            let lack = attested.lack.as_ref().map(|lack| lack.reason);
+            let lack = attested.gap.as_ref().map(|lack| lack.reason);
             // One that is restarting has two for a moment.
             let most = lacks.entry(attested.allocation).or_insert(lack);
             *most = lack.max(*most);
@@ -359,7 +375,7 @@ impl Auditor {
         let limits = self.limits.borrow();
         let limited = containers.iter().filter(|container| {
             let books = books.get(&container.allocation);
-            books.is_some_and(|books| driver_limits::holds(&limits, container, books))
+            books.is_some_and(|books| driver_limits::is_limited(&limits, container, books))
         });
         AuditFigures {
             limited: limited.map(|container| container.allocation).collect(),
@@ -370,26 +386,26 @@ impl Auditor {
         }
     }
 
-    fn act(
+    fn act_on_findings(
         &mut self,
         findings: &[Finding],
         silent: &BTreeSet<GpuUuid>,
         containers: &[BoundContainer],
     ) {
-        let strikes = self.strikes.count(findings, silent);
+        let strikes = self.consecutive.count(findings, silent);
         for (finding, strikes) in findings.iter().zip(strikes) {
             let action = action(finding, strikes, &self.config);
-            if action.tell {
+            if action.publish_event {
                 warn!(?finding, "audit");
-                self.metrics.found(finding);
-                events::finding(&self.events, finding, containers);
+                self.metrics.count_finding(finding);
+                events::publish_finding(&self.events, finding, containers);
             }
             for process in action.kill {
                 match kill(&self.proc, process) {
                     Ok(true) => {
                         warn!(pid = process.pid, kind = finding.kind(), "killed");
-                        self.metrics.killed();
-                        events::killed(&self.events, finding, containers);
+                        self.metrics.count_kill();
+                        events::publish_kill(&self.events, finding, containers);
                     }
                     Ok(false) => {}
                     Err(error) => warn!(pid = process.pid, %error, "not killed"),
@@ -398,27 +414,32 @@ impl Auditor {
         }
     }
 
-    fn count(&mut self, containers: &[BoundContainer], books: &[Books], now: Instant) {
-        let before = self.tally.kept().clone();
-        self.tally.see(containers, books, now);
-        if *self.tally.kept() != before {
+    fn count_usage(
+        &mut self,
+        containers: &[BoundContainer],
+        books: &[ContainerUsage],
+        now: Instant,
+    ) {
+        let before = self.usage.persisted().clone();
+        self.usage.observe(containers, books, now);
+        if *self.usage.persisted() != before {
             // What is lost with a file that cannot be written are counts.
-            self.tally_file.write(self.tally.kept().clone());
+            self.usage_file.write(self.usage.persisted().clone());
         }
     }
 
     /// Tells of containers that are enforced no longer or again; those that are not now.
-    fn transitions(
+    fn publish_transitions(
         &mut self,
         containers: &[BoundContainer],
-        attested: &[Attested],
-    ) -> Vec<(BoundContainer, Lack)> {
-        let mut lacking: BTreeMap<AllocationId, Option<&Lack>> = BTreeMap::new();
+        attested: &[AttestedContainer],
+    ) -> Vec<(BoundContainer, EnforcementGap)> {
+        let mut lacking: BTreeMap<AllocationId, Option<&EnforcementGap>> = BTreeMap::new();
         for attested in attested {
             let lack = lacking.entry(attested.allocation).or_default();
-            *lack = lack.or(attested.lack.as_ref());
+            *lack = lack.or(attested.gap.as_ref());
         }
-        self.enforced
+        self.last_gaps
             .retain(|allocation, _| lacking.contains_key(allocation));
         let mut not_enforced = Vec::new();
         for container in containers {
@@ -426,10 +447,13 @@ impl Auditor {
                 continue;
             };
             let reason = lack.map(|lack| lack.reason);
-            let before = self.enforced.insert(container.allocation, reason).flatten();
+            let before = self
+                .last_gaps
+                .insert(container.allocation, reason)
+                .flatten();
             if before != reason {
                 info!(pod = %container.pod, lack = lack.map(ToString::to_string), "enforcement");
-                events::enforcement(&self.events, container, *lack);
+                events::publish_enforcement(&self.events, container, *lack);
             }
             if let Some(lack) = lack {
                 not_enforced.push((container.clone(), (*lack).clone()));
@@ -439,57 +463,61 @@ impl Auditor {
     }
 }
 
-impl Pod {
-    async fn look(
+impl PodAttestation {
+    async fn probe(
         &mut self,
         config: &Config,
-        target: Target,
-        around: Arc<Around>,
+        target: AttestationTarget,
+        around: Arc<HostView>,
         deadline: Instant,
     ) {
-        let begin = |mut attestor: Box<Attestor>| {
+        let begin = |mut attestor: Box<PodAttestor>| {
             spawn_blocking(move || {
-                let attested = attestor.look(&target, &around);
+                let attested = attestor.probe(&target, &around);
                 (attestor, attested)
             })
         };
-        let mut looking = match std::mem::replace(&mut self.attesting, Attesting::Lost) {
-            Attesting::Looking(looking) => looking,
-            Attesting::Idle(attestor) => begin(attestor),
-            Attesting::Lost => begin(Box::new(Attestor::new(config))),
+        let mut looking = match std::mem::replace(&mut self.state, AttestorState::Lost) {
+            AttestorState::Probing(looking) => looking,
+            AttestorState::Idle(attestor) => begin(attestor),
+            AttestorState::Lost => begin(Box::new(PodAttestor::new(config))),
         };
         match timeout_at(deadline, &mut looking).await {
             Ok(Ok((attestor, attested))) => {
-                self.attesting = Attesting::Idle(attestor);
+                self.state = AttestorState::Idle(attestor);
                 self.attested = attested;
-                self.answered = Instant::now();
+                self.answered_at = Instant::now();
             }
             Ok(Err(error)) => warn!(%error, "attestation failed"),
-            Err(_) => self.attesting = Attesting::Looking(looking),
+            Err(_) => self.state = AttestorState::Probing(looking),
         }
     }
 }
 
 /// Each pod once.
-fn targets(containers: &[BoundContainer]) -> Vec<Target> {
+fn targets(containers: &[BoundContainer]) -> Vec<AttestationTarget> {
     let pods = containers.iter().filter_map(|container| {
         let cgroup = container.cgroup.clone()?;
         Some((container.pod.clone(), cgroup))
     });
     let pods: BTreeMap<_, _> = pods.collect();
     pods.into_iter()
-        .map(|(pod, cgroup)| Target { pod, cgroup })
+        .map(|(pod, cgroup)| AttestationTarget { pod, cgroup })
         .collect()
 }
 
 /// Zero where the system does not tell: then no process is older.
-fn own_start() -> u64 {
-    let text = crate::procfs::read(Path::new("/proc/self/stat")).unwrap_or_default();
-    Stat::parse(&text).map_or(0, |stat| stat.start)
+fn agent_start_ticks() -> u64 {
+    let text = crate::procfs::read_small(Path::new("/proc/self/stat")).unwrap_or_default();
+    Stat::parse(&text).map_or(0, |stat| stat.start_ticks)
 }
 
-fn known(attested: &[Attested], exited: BTreeSet<u32>, since: u64) -> Containers {
-    let named = |attested: &Attested| {
+fn attested_state(
+    attested: &[AttestedContainer],
+    exited: BTreeSet<u32>,
+    since: u64,
+) -> AttestedState {
+    let named = |attested: &AttestedContainer| {
         let name = (attested.pod.clone(), attested.cgroup.clone());
         (name, attested.allocation)
     };
@@ -497,12 +525,12 @@ fn known(attested: &[Attested], exited: BTreeSet<u32>, since: u64) -> Containers
         let processes = attested.processes.iter();
         processes.map(|(pid, running)| (attested.allocation, pid, running))
     });
-    Containers {
+    AttestedState {
         allocations: attested.iter().map(named).collect(),
         processes: processes
             .map(|(of, pid, running)| (*pid, (of, running.clone())))
             .collect(),
-        exited,
-        since,
+        exited_pids: exited,
+        agent_start: since,
     }
 }

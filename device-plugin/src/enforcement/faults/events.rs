@@ -2,31 +2,31 @@
 
 use crate::gpu_node::{Events, FaultReport, ImageReport, PodRef, Reason};
 use crate::node::allocator::BoundContainer;
-use crate::sessions::{Decision, Fault};
+use crate::sessions::{Fault, RecoveryAction};
 use crate::units::AllocationId;
 
 /// Names a fault for ever: an image is poisoned once.
-pub fn id(allocation: &AllocationId, fault: &Fault) -> String {
+pub fn fault_id(allocation: &AllocationId, fault: &Fault) -> String {
     format!("{allocation}-{}", fault.image.generation)
 }
 
 /// What the status says of an open fault.
-pub fn report(
+pub fn fault_report(
     allocation: &AllocationId,
     fault: &Fault,
     gpu_generation: u64,
     containers: &[BoundContainer],
 ) -> FaultReport {
-    let container = container(allocation, containers);
-    let holder = container.and_then(|container| container.holder.as_ref());
+    let container = find_container(allocation, containers);
+    let holder = container.and_then(|container| container.name.as_ref());
     let pod = holder.and_then(|holder| holder.pod.as_ref());
     FaultReport {
-        id: id(allocation, fault),
+        id: fault_id(allocation, fault),
         gpu: fault.gpu.clone(),
         gpu_generation,
         cuda_error: fault.cuda_error,
         xid: fault.xid,
-        action: fault.decision().map(Decision::action),
+        action: fault.decision().map(RecoveryAction::to_api),
         image: Some(ImageReport {
             pod_uid: container.map(|container| container.pod.clone()),
             namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
@@ -41,15 +41,15 @@ pub fn report(
 }
 
 /// Tells of a fault that was opened: on the pod where its name is known, otherwise on the node.
-pub fn event(
+pub fn publish_fault(
     events: &Events,
     allocation: &AllocationId,
     fault: &Fault,
     containers: &[BoundContainer],
 ) {
     let message = message(fault);
-    let container = container(allocation, containers);
-    let holder = container.and_then(|container| container.holder.as_ref());
+    let container = find_container(allocation, containers);
+    let holder = container.and_then(|container| container.name.as_ref());
     let named =
         container.zip(holder.and_then(|holder| Some((&holder.container, holder.pod.clone()?))));
     match named {
@@ -76,13 +76,19 @@ fn message(fault: &Fault) -> String {
         (None, None) => "a fault".to_owned(),
     };
     let done = match fault.decision() {
-        Some(Decision::Execute) => "it is executed again in its place",
-        Some(Decision::Kill { beyond: false }) => "its container is restarted",
-        Some(Decision::Kill { beyond: true }) => {
+        Some(RecoveryAction::ReexecInPlace) => "it is executed again in its place",
+        Some(RecoveryAction::RestartContainer { over_limit: false }) => {
+            "its container is restarted"
+        }
+        Some(RecoveryAction::RestartContainer { over_limit: true }) => {
             "its container has been restarted too often and is killed"
         }
-        Some(Decision::Leave { open: true }) => "its pod is to be evicted",
-        Some(Decision::Leave { open: false }) => "nothing is done",
+        Some(RecoveryAction::NoAction {
+            await_eviction: true,
+        }) => "its pod is to be evicted",
+        Some(RecoveryAction::NoAction {
+            await_eviction: false,
+        }) => "nothing is done",
         None => "it is fenced",
     };
     // A tenant reads it, and must not learn a pid of the host.
@@ -90,7 +96,7 @@ fn message(fault: &Fault) -> String {
     format!("{cause} poisoned the context of a process (generation {generation}): {done}")
 }
 
-fn container<'a>(
+fn find_container<'a>(
     allocation: &AllocationId,
     containers: &'a [BoundContainer],
 ) -> Option<&'a BoundContainer> {
@@ -104,12 +110,12 @@ mod tests {
     use jiff::Timestamp;
 
     use super::*;
-    use crate::ledger::Moment;
-    use crate::sessions::{Image, Process, Since};
+    use crate::ledger::BootTime;
+    use crate::sessions::{Process, ProcessImage, RecordedMoment};
 
     fn fault() -> Fault {
         Fault {
-            image: Image {
+            image: ProcessImage {
                 process: Process { pid: 7, start: 70 },
                 generation: 3,
             },
@@ -117,15 +123,18 @@ mod tests {
             cuda_error: Some(700),
             xid: Some(31),
             time: Timestamp::UNIX_EPOCH,
-            since: Moment::default(),
-            decided: Some((Decision::Execute, Since(Moment::default()))),
+            since: BootTime::default(),
+            decided: Some((
+                RecoveryAction::ReexecInPlace,
+                RecordedMoment(BootTime::default()),
+            )),
             executed: false,
             ended: false,
         }
     }
 
     #[test]
-    fn a_fault_is_told_with_its_cause_its_image_and_what_is_done() {
+    fn message_of_a_fault_has_cause_generation_and_action() {
         let said = "CUDA error 700 poisoned the context of a process (generation 3): \
             it is executed again in its place";
         assert_eq!(message(&fault()), said);
@@ -138,17 +147,17 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_of_a_container_that_is_not_known_is_reported_all_the_same() {
+    fn fault_is_reported_when_its_container_is_unknown() {
         let allocation = AllocationId::from_bits(0xaa);
-        let known = BoundContainer::numbered(0xaa, 1);
-        let said = report(&allocation, &fault(), 5, &[known]);
+        let known = BoundContainer::with_ids(0xaa, 1);
+        let said = fault_report(&allocation, &fault(), 5, &[known]);
         assert_eq!(
             (said.id.as_str(), said.gpu_generation),
             ("00000000000000aa-3", 5)
         );
         assert_eq!(said.action, Some(FaultAction::InPlace));
         assert_eq!(said.image.unwrap().pod_uid, Some("p".parse().unwrap()));
-        let unknown = report(&allocation, &fault(), 5, &[]);
+        let unknown = fault_report(&allocation, &fault(), 5, &[]);
         assert_eq!(unknown.image.unwrap().pod_uid, None);
     }
 }

@@ -17,20 +17,20 @@ use rustix::fs::OFlags;
 
 use crate::gpu::pci::PciAddress;
 use crate::gpu::xid::loses_context;
-use crate::ledger::Moment;
+use crate::ledger::BootTime;
 
 /// A record of `/dev/kmsg` is no longer (printk.c, `PRINTK_MESSAGE_MAX`); of another file, what is read at once.
-const LONGEST: usize = 8192;
+const MAX_RECORD: usize = 8192;
 
 /// The facility of what the kernel writes; it gives no other text that one (printk.c, `devkmsg_write`).
-const KERNEL: u64 = 0;
+const KERNEL_FACILITY: u64 = 0;
 
 /// How much is read at most in one go: a log that floods must not hold up its reader.
-const MOST_RECORDS: usize = 1024;
+const MAX_RECORDS_PER_READ: usize = 1024;
 
 /// An XID and the process that it names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Named {
+pub struct XidLine {
     /// The GPU.
     pub gpu: PciAddress,
     /// The code.
@@ -41,20 +41,20 @@ pub struct Named {
 
 /// A record of `/dev/kmsg`: `<facility and level>,<number>,<microseconds>,<flags>[,...];<text>` (the kernel's
 /// `Documentation/ABI/testing/dev-kmsg`).
-struct Record<'a> {
+struct KmsgRecord<'a> {
     facility: u64,
     /// By a clock of the kernel's own, which stands still while the machine sleeps and drifts from every other.
     micros: u64,
     text: &'a str,
 }
 
-impl<'a> Record<'a> {
+impl<'a> KmsgRecord<'a> {
     fn parse(line: &'a str) -> Option<Self> {
         let (header, text) = line.split_once(';')?;
         let mut fields = header.split(',');
-        let prefix: u64 = number(fields.next()?)?;
-        let _: u64 = number(fields.next()?)?;
-        let micros = number(fields.next()?)?;
+        let prefix: u64 = parse_decimal(fields.next()?)?;
+        let _: u64 = parse_decimal(fields.next()?)?;
+        let micros = parse_decimal(fields.next()?)?;
         fields.next()?;
         Some(Self {
             facility: prefix >> 3,
@@ -65,50 +65,50 @@ impl<'a> Record<'a> {
 }
 
 /// The XID of a context and its process, if the driver's text of a record tells of one.
-fn named(text: &str) -> Option<Named> {
+fn parse_xid(text: &str) -> Option<XidLine> {
     let rest = text.strip_prefix("NVRM: Xid (")?;
     let (gpu, rest) = rest.split_once("): ")?;
     let (code, rest) = rest.split_once(", pid=")?;
     // An unknown process is `'<unknown>'`.
     let pid = rest.split([',', '\n']).next()?;
-    let named = Named {
+    let named = XidLine {
         gpu: Some(gpu)
             .filter(|gpu| gpu.starts_with("PCI:"))?
             .parse()
             .ok()?,
-        xid: number(code)?,
-        pid: number(pid)?,
+        xid: parse_decimal(code)?,
+        pid: parse_decimal(pid)?,
     };
     loses_context(named.xid).then_some(named)
 }
 
 /// A number of decimal digits, which has no sign.
-fn number<T: FromStr>(text: &str) -> Option<T> {
+fn parse_decimal<T: FromStr>(text: &str) -> Option<T> {
     let is_decimal = text.bytes().all(|byte| byte.is_ascii_digit());
     text.parse().ok().filter(|_| is_decimal)
 }
 
 /// The XID of a context and its process, if a line of the log tells of one; when, in the log's microseconds.
-pub fn parse(line: &str) -> Option<(Named, u64)> {
-    let record = Record::parse(line)?;
-    let is_kernels = record.facility == KERNEL;
-    Some((named(record.text)?, record.micros)).filter(|_| is_kernels)
+pub fn parse(line: &str) -> Option<(XidLine, u64)> {
+    let record = KmsgRecord::parse(line)?;
+    let is_kernels = record.facility == KERNEL_FACILITY;
+    Some((parse_xid(record.text)?, record.micros)).filter(|_| is_kernels)
 }
 
 /// The log, from its end on.
 #[derive(Debug)]
-pub struct Log {
+pub struct KernelLog {
     file: File,
     /// The begin of a line whose end was not read yet.
-    begun: Vec<u8>,
+    partial_line: Vec<u8>,
 }
 
-impl Log {
+impl KernelLog {
     /// Opens it, for reads that wait for nothing.
     ///
     /// # Errors
     /// What the system says: none where the agent may not read it.
-    pub fn open(path: &Path) -> io::Result<Log> {
+    pub fn open(path: &Path) -> io::Result<KernelLog> {
         let flags = OFlags::NONBLOCK.bits();
         let mut file = OpenOptions::new()
             .read(true)
@@ -116,26 +116,29 @@ impl Log {
             .open(path)?;
         file.seek(SeekFrom::End(0))?;
         let begun = Vec::new();
-        Ok(Log { file, begun })
+        Ok(KernelLog {
+            file,
+            partial_line: begun,
+        })
     }
 
     /// The XIDs of contexts since the last call, each with a moment that it was no later than, and whether there is
     /// nothing more to read. What the kernel has overwritten meanwhile is lost.
-    pub fn read(&mut self, now: Moment) -> (Vec<(Named, Moment)>, bool) {
+    pub fn read(&mut self, now: BootTime) -> (Vec<(XidLine, BootTime)>, bool) {
         let (mut named, mut newest) = (Vec::new(), 0);
         let is_whole = self.read_lines(|line| {
-            newest = newest.max(Record::parse(line).map_or(0, |record| record.micros));
+            newest = newest.max(KmsgRecord::parse(line).map_or(0, |record| record.micros));
             named.extend(parse(line));
         });
         // The log's clock says how far apart records are; the newest of these was written before now.
-        let at = |micros: u64| Moment(now.0.saturating_sub((newest - micros) / 1_000));
+        let at = |micros: u64| BootTime(now.0.saturating_sub((newest - micros) / 1_000));
         let named = named.into_iter().map(|(named, micros)| (named, at(micros)));
         (named.collect(), is_whole)
     }
 
     fn read_lines(&mut self, mut take: impl FnMut(&str)) -> bool {
-        let mut bytes = [0; LONGEST];
-        for _ in 0..MOST_RECORDS {
+        let mut bytes = [0; MAX_RECORD];
+        for _ in 0..MAX_RECORDS_PER_READ {
             let read = match self.file.read(&mut bytes) {
                 Ok(0) => return true,
                 Ok(read) => read,
@@ -143,13 +146,13 @@ impl Log {
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => continue,
                 Err(_) => return true,
             };
-            self.begun
+            self.partial_line
                 .extend_from_slice(bytes.get(..read).unwrap_or_default());
-            while let Some(end) = self.begun.iter().position(|byte| *byte == b'\n') {
-                let line: Vec<u8> = self.begun.drain(..=end).collect();
+            while let Some(end) = self.partial_line.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.partial_line.drain(..=end).collect();
                 take(&String::from_utf8_lossy(&line));
             }
-            self.begun.truncate(LONGEST);
+            self.partial_line.truncate(MAX_RECORD);
         }
         false
     }
@@ -164,11 +167,11 @@ mod tests {
     const HEADER: &str = "4,1234,567890,-;";
 
     fn named(text: &str) -> Option<(u32, u32)> {
-        parse(&format!("{HEADER}{text}")).map(|(Named { xid, pid, .. }, _)| (xid, pid))
+        parse(&format!("{HEADER}{text}")).map(|(XidLine { xid, pid, .. }, _)| (xid, pid))
     }
 
     #[test]
-    fn a_fault_of_a_context_is_found_with_the_pid_that_it_names() {
+    fn xid_line_is_parsed_with_its_pid() {
         let kmsg = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4711, name=python3, Ch 00000008, intr 00000000. \
             MMU Fault: ENGINE GRAPHICS GPCCLIENT_T1_0 faulted @ 0x7f45_00000000.\n";
         assert_eq!(named(kmsg), Some((31, 4711)));
@@ -186,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn the_line_says_which_gpu_it_was() {
+    fn xid_line_names_its_gpu() {
         for said in ["PCI:0000:3b:00", "PCI:0000:3B:00.0", "PCI:00000000:3b:00"] {
             let line = format!("{HEADER}NVRM: Xid ({said}): 31, pid=5");
             let (named, _) = parse(&line).unwrap();
@@ -195,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_a_tenant_chose_decides_nothing_in_a_record() {
+    fn tenant_text_in_a_record_is_no_xid_line() {
         let said = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4711, name=x";
         for text in [
             format!(
@@ -215,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn what_names_no_process_or_is_not_of_a_context_is_nobodys() {
+    fn line_is_ignored_without_pid_or_context_xid() {
         for line in [
             "",
             "usb 1-1: new device",
@@ -238,17 +241,17 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_written_after_the_log_was_opened_counts_and_a_line_counts_when_it_is_whole() {
+    fn log_is_read_from_its_end_in_whole_lines() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         let line =
             |pid: u32| format!("{HEADER}NVRM: Xid (PCI:0000:01:00): 31, pid={pid}, name=a\n");
-        let now = Moment(5);
+        let now = BootTime(5);
         write!(file, "{}", line(1)).unwrap();
-        let mut log = Log::open(file.path()).unwrap();
+        let mut log = KernelLog::open(file.path()).unwrap();
         assert_eq!(log.read(now), (vec![], true));
         let (begin, end) = (&line(2)[..40], &line(2)[40..]);
         write!(file, "{}{begin}", line(3)).unwrap();
-        let pids = |log: &mut Log| {
+        let pids = |log: &mut KernelLog| {
             let (named, _) = log.read(now);
             named
                 .into_iter()
@@ -262,9 +265,9 @@ mod tests {
     }
 
     #[test]
-    fn records_read_together_are_as_far_apart_as_their_stamps_say() {
+    fn records_are_as_far_apart_as_their_timestamps() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
-        let mut log = Log::open(file.path()).unwrap();
+        let mut log = KernelLog::open(file.path()).unwrap();
         let xid = "NVRM: Xid (PCI:0000:01:00): 31, pid=4, name=a";
         // A machine whose log is a day behind the clock that counts its sleep.
         for (micros, text) in [
@@ -274,23 +277,23 @@ mod tests {
         ] {
             writeln!(file, "4,1,{micros},-;{text}").unwrap();
         }
-        let (named, _) = log.read(Moment(86_400_000));
+        let (named, _) = log.read(BootTime(86_400_000));
         let at: Vec<u64> = named.into_iter().map(|(_, at)| at.0).collect();
         assert_eq!(at, [86_397_000, 86_399_500]);
     }
 
     #[test]
-    fn a_log_that_floods_is_read_in_parts_and_its_end_is_known() {
+    fn log_is_read_in_parts_when_it_floods() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
-        let mut log = Log::open(file.path()).unwrap();
-        let line = "x".repeat(LONGEST - 1) + "\n";
-        for _ in 0..=MOST_RECORDS {
+        let mut log = KernelLog::open(file.path()).unwrap();
+        let line = "x".repeat(MAX_RECORD - 1) + "\n";
+        for _ in 0..=MAX_RECORDS_PER_READ {
             file.write_all(line.as_bytes()).unwrap();
         }
         let xid = "NVRM: Xid (PCI:0000:01:00): 31, pid=4, name=a";
         writeln!(file, "{HEADER}{xid}").unwrap();
-        assert_eq!(log.read(Moment(5)), (vec![], false));
-        let (named, is_whole) = log.read(Moment(5));
+        assert_eq!(log.read(BootTime(5)), (vec![], false));
+        let (named, is_whole) = log.read(BootTime(5));
         assert_eq!((named.len(), is_whole), (1, true));
     }
 }

@@ -3,20 +3,23 @@
 use bursar_crds::gpu_node::{ContextOrder, RestartOrder};
 
 use crate::node::allocator::BoundContainer;
-use crate::sessions::Policy;
+use crate::sessions::RecoveryPolicy;
 
 /// The policy of a container, by the orders for namespaces. None where its namespace is not known: what it had stands.
-pub fn policy(orders: &[ContextOrder], container: &BoundContainer) -> Option<Policy> {
-    let namespace = &container.holder.as_ref()?.pod.as_ref()?.namespace;
+pub fn context_policy(
+    orders: &[ContextOrder],
+    container: &BoundContainer,
+) -> Option<RecoveryPolicy> {
+    let namespace = &container.name.as_ref()?.pod.as_ref()?.namespace;
     let order = orders.iter().find(|order| order.namespace == *namespace);
-    Some(order.map_or_else(Policy::default, |order| {
-        Policy::new(order.action, order.max_restarts, order.window_seconds)
+    Some(order.map_or_else(RecoveryPolicy::default, |order| {
+        RecoveryPolicy::new(order.action, order.max_restarts, order.window_seconds)
     }))
 }
 
 /// The number that the container's images are ordered to reach; none where no order is about it.
-pub fn reach(orders: &[RestartOrder], container: &BoundContainer) -> Option<u64> {
-    let holder = container.holder.as_ref()?;
+pub fn required_generation(orders: &[RestartOrder], container: &BoundContainer) -> Option<u64> {
+    let holder = container.name.as_ref()?;
     let of_it = orders.iter().filter(|order| {
         order.pod_uid == container.pod.as_str() && order.container == holder.container
     });
@@ -29,47 +32,50 @@ mod tests {
     use bursar_crds::budget::ContextAction;
 
     use super::*;
-    use crate::node::checkpoint_state::{Holder, PodName};
+    use crate::node::checkpoint_state::{ContainerName, PodName};
 
-    fn of(namespace: Option<&str>) -> BoundContainer {
+    fn container_in(namespace: Option<&str>) -> BoundContainer {
         let pod = namespace.map(|namespace| PodName {
             namespace: namespace.to_owned(),
             name: "p".to_owned(),
         });
         BoundContainer {
-            holder: Some(Holder {
+            name: Some(ContainerName {
                 container: "c".to_owned(),
                 pod,
             }),
-            ..BoundContainer::numbered(1, 1)
+            ..BoundContainer::with_ids(1, 1)
         }
     }
 
     #[test]
-    fn a_container_has_its_namespaces_policy_and_without_one_is_restarted() {
+    fn policy_is_that_of_the_namespace_or_restart() {
         let orders = [ContextOrder {
             namespace: "here".to_owned(),
             action: ContextAction::InPlace,
             max_restarts: 9,
             window_seconds: 60,
         }];
-        let here = Policy::new(ContextAction::InPlace, 9, 60);
-        assert_eq!(policy(&orders, &of(Some("here"))), Some(here));
-        let elsewhere = policy(&orders, &of(Some("there"))).unwrap();
-        assert_eq!(elsewhere, Policy::default());
+        let here = RecoveryPolicy::new(ContextAction::InPlace, 9, 60);
+        assert_eq!(
+            context_policy(&orders, &container_in(Some("here"))),
+            Some(here)
+        );
+        let elsewhere = context_policy(&orders, &container_in(Some("there"))).unwrap();
+        assert_eq!(elsewhere, RecoveryPolicy::default());
         assert_eq!(elsewhere.action, ContextAction::Restart);
-        assert_eq!(policy(&orders, &of(None)), None);
+        assert_eq!(context_policy(&orders, &container_in(None)), None);
     }
 
     #[test]
-    fn of_several_orders_for_a_container_the_furthest_counts_and_others_are_not_its() {
+    fn required_generation_is_the_highest_of_its_orders() {
         let order = |pod: &str, container: &str, process_generation| RestartOrder {
             fault: "f".into(),
             pod_uid: pod.into(),
             container: container.into(),
             process_generation,
         };
-        let container = of(Some("here"));
+        let container = container_in(Some("here"));
         let uid = container.pod.as_str();
         let orders = [
             order(uid, "c", 3),
@@ -77,7 +83,7 @@ mod tests {
             order(uid, "d", 8),
             order("q", "c", 9),
         ];
-        assert_eq!(reach(&orders, &container), Some(5));
-        assert_eq!(reach(&orders[2..], &container), None);
+        assert_eq!(required_generation(&orders, &container), Some(5));
+        assert_eq!(required_generation(&orders[2..], &container), None);
     }
 }

@@ -18,26 +18,26 @@ use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, EventSet, Nvml};
 use rustix::process::{Signal, set_parent_process_death_signal};
 
-use super::protocol::{Found, Refusal, Request, Response, Scope};
-use crate::gpu::cgroup_limit::{self, is_not_offered};
+use super::protocol::{CallError, GpuProbe, Request, Response, Scope};
+use crate::gpu::cgroup_limit::{self, is_unsupported};
 use crate::gpu::holders;
-use crate::gpu::mig::{CAPABILITIES, Instance};
+use crate::gpu::mig::{CAPABILITIES_DIR, MigInstance};
 use crate::gpu::pci::PciAddress;
 use crate::gpu::{Gpu, NoDriver};
-use crate::sessions::{Charges, Look};
+use crate::sessions::{GpuMemorySample, ProcessMemory};
 use crate::units::{Bytes, GpuUuid, UnitError};
 
-/// The first argument of the agent's program that makes it [`child`].
-pub const WORD: &str = "nvml";
+/// The first argument of the agent's program that makes it [`run_child`].
+pub const SUBCOMMAND: &str = "nvml";
 
 /// The name that `ps` shows for the process.
-const NAME: &std::ffi::CStr = c"bursar-nvml";
+const PROCESS_NAME: &std::ffi::CStr = c"bursar-nvml";
 
-/// What the agent's program does after [`WORD`]: it answers the agent's questions until the agent
+/// What the agent's program does after [`SUBCOMMAND`]: it answers the agent's questions until the agent
 /// ends.
-pub fn child(words: impl Iterator<Item = OsString>) -> ExitCode {
+pub fn run_child(words: impl Iterator<Item = OsString>) -> ExitCode {
     // The name is for people, and an agent that has ended closes the standard input too.
-    let _ = rustix::thread::set_name(NAME);
+    let _ = rustix::thread::set_name(PROCESS_NAME);
     let _ = set_parent_process_death_signal(Some(Signal::KILL));
     match serve(words) {
         Some(()) => ExitCode::SUCCESS,
@@ -50,8 +50,8 @@ fn serve(mut words: impl Iterator<Item = OsString>) -> Option<()> {
     let library = PathBuf::from(words.next()?);
     let scope = serde_json::from_str(words.next()?.to_str()?).ok()?;
     let nvml = Nvml::builder().lib_path(library.as_os_str()).init();
-    let nvml = nvml.map_err(|error| no_driver(&library.display(), &error));
-    let mut calls = Calls {
+    let nvml = nvml.map_err(|error| driver_error(&library.display(), &error));
+    let mut calls = NvmlCalls {
         nvml: nvml.as_ref(),
         scope,
         device: None,
@@ -60,7 +60,7 @@ fn serve(mut words: impl Iterator<Item = OsString>) -> Option<()> {
     let mut answers = io::stdout().lock();
     for line in io::stdin().lock().lines() {
         let request = serde_json::from_str(&line.ok()?).ok()?;
-        let mut response = serde_json::to_vec(&calls.answer(request)).ok()?;
+        let mut response = serde_json::to_vec(&calls.handle(request)).ok()?;
         response.push(b'\n');
         answers.write_all(&response).ok()?;
         answers.flush().ok()?;
@@ -68,7 +68,7 @@ fn serve(mut words: impl Iterator<Item = OsString>) -> Option<()> {
     Some(())
 }
 
-fn no_driver(asked: &dyn std::fmt::Display, error: &NvmlError) -> NoDriver {
+fn driver_error(asked: &dyn std::fmt::Display, error: &NvmlError) -> NoDriver {
     let why = format!("{asked}: {error}");
     match error {
         NvmlError::DriverNotLoaded => NoDriver::NotLoaded(why),
@@ -77,7 +77,7 @@ fn no_driver(asked: &dyn std::fmt::Display, error: &NvmlError) -> NoDriver {
 }
 
 /// One opening of the library.
-struct Calls<'nvml> {
+struct NvmlCalls<'nvml> {
     nvml: Result<&'nvml Nvml, &'nvml NoDriver>,
     scope: Scope,
     device: Option<Device<'nvml>>,
@@ -94,23 +94,25 @@ enum GpuError {
     Unit(#[from] UnitError),
 }
 
-impl<'nvml> Calls<'nvml> {
-    fn answer(&mut self, request: Request) -> Response {
+impl<'nvml> NvmlCalls<'nvml> {
+    fn handle(&mut self, request: Request) -> Response {
         let nvml = match self.nvml {
             Ok(nvml) => nvml,
             Err(why) => return Response::NoDriver(why.clone()),
         };
         match request {
-            Request::Probe if self.scope == Scope::Driver => driver(nvml),
+            Request::Probe if self.scope == Scope::Driver => probe_driver(nvml),
             Request::Probe => self.probe(nvml),
-            Request::Xids => Response::Xids(self.xids()),
-            Request::Look(gpu) => {
-                let look = |device: &Device<'_>| look(device, &gpu);
-                Response::Look(self.ask(nvml, &gpu, look))
+            Request::Xids => Response::Xids(self.pending_xids()),
+            Request::Sample(gpu) => {
+                let look = |device: &Device<'_>| sample_memory(device, &gpu);
+                Response::Sample(self.call(nvml, &gpu, look))
             }
-            Request::Limit { gpu, cgroup, hard } => {
-                let limit = |device: &Device<'_>| cgroup_limit::set(nvml, device, &cgroup, hard);
-                Response::Limit(self.ask(nvml, &gpu, limit))
+            Request::SetLimit { gpu, cgroup, hard } => {
+                let limit = |device: &Device<'_>| {
+                    cgroup_limit::set_memory_limit(nvml, device, &cgroup, hard)
+                };
+                Response::SetLimit(self.call(nvml, &gpu, limit))
             }
         }
     }
@@ -120,19 +122,19 @@ impl<'nvml> Calls<'nvml> {
         let uuid = match named.and_then(|device| Ok(device.uuid()?.parse()?)) {
             Ok(uuid) => uuid,
             Err(error) => {
-                let found = not_found(&error);
+                let found = failed_probe(&error);
                 return Response::Gpu { uuid: None, found };
             }
         };
-        let found = self.found(nvml, &uuid);
+        let found = self.probe_gpu(nvml, &uuid);
         Response::Gpu {
             uuid: Some(uuid),
-            found: found.unwrap_or_else(|error| not_found(&error)),
+            found: found.unwrap_or_else(|error| failed_probe(&error)),
         }
     }
 
     /// The XIDs are registered for before the probe, which takes its time where a GPU is sick.
-    fn found(&mut self, nvml: &'nvml Nvml, uuid: &GpuUuid) -> Result<Found, GpuError> {
+    fn probe_gpu(&mut self, nvml: &'nvml Nvml, uuid: &GpuUuid) -> Result<GpuProbe, GpuError> {
         if self.events.is_none()
             && let (Ok(set), device) = (nvml.create_event_set(), self.device(nvml)?)
         {
@@ -141,7 +143,10 @@ impl<'nvml> Calls<'nvml> {
             self.events = registered.ok();
         }
         let device = self.device(nvml)?;
-        Ok(Found::Gpus(describe(nvml, device, uuid)?, pci(device)))
+        Ok(GpuProbe::Gpus(
+            describe_instances(nvml, device, uuid)?,
+            pci_address(device),
+        ))
     }
 
     /// The GPU of the scope; the handle is made once.
@@ -150,12 +155,12 @@ impl<'nvml> Calls<'nvml> {
             (Some(device), _) => device,
             (None, Scope::Driver) => return Err(NvmlError::NotFound),
             (None, Scope::Index(index)) => nvml.device_by_index(index)?,
-            (None, Scope::Place(place)) => nvml.device_by_pci_bus_id(place.to_string())?,
+            (None, Scope::Address(place)) => nvml.device_by_pci_bus_id(place.to_string())?,
         };
         Ok(self.device.insert(device))
     }
 
-    fn xids(&self) -> Vec<u64> {
+    fn pending_xids(&self) -> Vec<u64> {
         let next = || self.events.as_ref()?.wait(0).ok();
         std::iter::from_fn(next)
             .filter_map(|event| match event.event_data {
@@ -166,63 +171,67 @@ impl<'nvml> Calls<'nvml> {
     }
 
     /// Asks about the GPU, or about the MIG instance of that UUID.
-    fn ask<T>(
+    fn call<T>(
         &mut self,
         nvml: &'nvml Nvml,
         gpu: &GpuUuid,
         what: impl FnOnce(&Device<'_>) -> Result<T, NvmlError>,
-    ) -> Result<T, Refusal> {
+    ) -> Result<T, CallError> {
         let physical = self.device(nvml);
         let answer = physical.and_then(|physical| match gpu.is_mig() {
-            true => what(&instance(physical, gpu)?),
+            true => what(&find_instance(physical, gpu)?),
             false => what(physical),
         });
-        answer.map_err(|error| match is_not_offered(&error) {
-            true => Refusal::NotOffered,
-            false => Refusal::Nvml(error.to_string()),
+        answer.map_err(|error| match is_unsupported(&error) {
+            true => CallError::Unsupported,
+            false => CallError::Nvml(error.to_string()),
         })
     }
 }
 
-fn not_found(error: &GpuError) -> Found {
+fn failed_probe(error: &GpuError) -> GpuProbe {
     match error {
-        GpuError::Nvml(NvmlError::GpuLost | NvmlError::NotFound) => Found::Lost,
-        error => Found::Silent(error.to_string()),
+        GpuError::Nvml(NvmlError::GpuLost | NvmlError::NotFound) => GpuProbe::Lost,
+        error => GpuProbe::Failed(error.to_string()),
     }
 }
 
-fn driver(nvml: &Nvml) -> Response {
+fn probe_driver(nvml: &Nvml) -> Response {
     match nvml.device_count() {
         Ok(gpus) => Response::Driver {
             gpus,
             version: nvml.sys_driver_version().ok(),
         },
-        Err(error) => Response::NoDriver(no_driver(&"nvmlDeviceGetCount", &error)),
+        Err(error) => Response::NoDriver(driver_error(&"nvmlDeviceGetCount", &error)),
     }
 }
 
 /// The GPU itself, or its MIG instances where it is cut.
-fn describe(nvml: &Nvml, device: &Device<'_>, uuid: &GpuUuid) -> Result<Vec<Gpu>, GpuError> {
+fn describe_instances(
+    nvml: &Nvml,
+    device: &Device<'_>,
+    uuid: &GpuUuid,
+) -> Result<Vec<Gpu>, GpuError> {
     let minor = device.minor_number()?;
     // GPUs without MIG answer NotSupported, old drivers FunctionNotFound.
     let cut = device.mig_mode().is_ok_and(|mode| mode.current == 1);
     if !cut {
-        return Ok(vec![gpu(device, uuid.clone(), minor)?]);
+        return Ok(vec![describe_gpu(device, uuid.clone(), minor)?]);
     }
     let mut instances = Vec::new();
     for index in 0..device.mig_device_count()? {
         match device.mig_device_by_index(index) {
             Ok(instance) => {
                 let name = instance.uuid()?.parse()?;
-                let numbers = Instance::of(nvml, &instance);
+                let numbers = MigInstance::query(nvml, &instance);
                 let capabilities = numbers
-                    .map(|numbers| numbers.capabilities(Path::new(CAPABILITIES), minor))
+                    .map(|numbers| numbers.capability_minors(Path::new(CAPABILITIES_DIR), minor))
                     .unwrap_or_default();
                 instances.push(Gpu {
-                    pci: pci(device),
+                    pci: pci_address(device),
                     mig_parent: Some(uuid.clone()),
                     capabilities,
-                    ..gpu(&instance, name, minor)?
+                    ..describe_gpu(&instance, name, minor)?
                 });
             }
             // The count is what the GPU can be cut into at most.
@@ -233,25 +242,28 @@ fn describe(nvml: &Nvml, device: &Device<'_>, uuid: &GpuUuid) -> Result<Vec<Gpu>
     Ok(instances)
 }
 
-fn gpu(device: &Device<'_>, uuid: GpuUuid, minor: u32) -> Result<Gpu, NvmlError> {
+fn describe_gpu(device: &Device<'_>, uuid: GpuUuid, minor: u32) -> Result<Gpu, NvmlError> {
     let memory = device.memory_info()?;
     Ok(Gpu {
         uuid,
         minor,
         model: device.name()?,
         memory: Bytes(memory.total.saturating_sub(memory.reserved)),
-        pci: pci(device),
+        pci: pci_address(device),
         mig_parent: None,
         capabilities: Vec::new(),
     })
 }
 
-fn pci(device: &Device<'_>) -> Option<PciAddress> {
+fn pci_address(device: &Device<'_>) -> Option<PciAddress> {
     device.pci_info().ok()?.bus_id.parse().ok()
 }
 
 /// The MIG instance of that UUID.
-fn instance<'nvml>(physical: &Device<'nvml>, gpu: &GpuUuid) -> Result<Device<'nvml>, NvmlError> {
+fn find_instance<'nvml>(
+    physical: &Device<'nvml>,
+    gpu: &GpuUuid,
+) -> Result<Device<'nvml>, NvmlError> {
     for index in 0..physical.mig_device_count()? {
         match physical.mig_device_by_index(index) {
             Ok(instance) if instance.uuid()? == gpu.as_str() => return Ok(instance),
@@ -263,7 +275,7 @@ fn instance<'nvml>(physical: &Device<'nvml>, gpu: &GpuUuid) -> Result<Device<'nv
 }
 
 /// The memory first: a process that is in it is listed then, unless it has ended.
-fn look(device: &Device<'_>, gpu: &GpuUuid) -> Result<Look, NvmlError> {
+fn sample_memory(device: &Device<'_>, gpu: &GpuUuid) -> Result<GpuMemorySample, NvmlError> {
     let used = Bytes(device.memory_info()?.used);
     let compute = device.running_compute_processes()?;
     // A GPU without graphics answers NotSupported.
@@ -275,9 +287,9 @@ fn look(device: &Device<'_>, gpu: &GpuUuid) -> Result<Look, NvmlError> {
         };
         (process.pid, bytes)
     });
-    let charges: Charges = charged.collect();
-    let contextless = contextless(gpu, &charges);
-    Ok(Look {
+    let charges: ProcessMemory = charged.collect();
+    let contextless = contextless_memory(gpu, &charges);
+    Ok(GpuMemorySample {
         used,
         charges,
         contextless,
@@ -286,11 +298,11 @@ fn look(device: &Device<'_>, gpu: &GpuUuid) -> Result<Look, NvmlError> {
 
 /// What processes own that NVML does not list; empty where the kernel module does not tell. A MIG
 /// instance has none: the kernel module tells of the whole GPU.
-fn contextless(gpu: &GpuUuid, charges: &Charges) -> BTreeMap<u32, Bytes> {
+fn contextless_memory(gpu: &GpuUuid, charges: &ProcessMemory) -> BTreeMap<u32, Bytes> {
     if gpu.is_mig() {
         return BTreeMap::new();
     }
-    let mut contextless = holders::holders(gpu).unwrap_or_default();
-    contextless.retain(|pid, _| !charges.lists(*pid));
+    let mut contextless = holders::query_holders(gpu).unwrap_or_default();
+    contextless.retain(|pid, _| !charges.contains(*pid));
     contextless
 }

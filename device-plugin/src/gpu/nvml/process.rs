@@ -16,57 +16,60 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::calls;
-use super::protocol::{Refusal, Request, Response, Scope};
-use super::{ANSWER, QueryError, START};
-use crate::sessions::Look;
+use super::protocol::{CallError, Request, Response, Scope};
+use super::{ANSWER, FIRST_ANSWER, QueryError};
+use crate::sessions::GpuMemorySample;
 
 /// The program of this process, which needs no look at a disk that may hang.
-const PROGRAM: &str = "/proc/self/exe";
+const SELF_EXE: &str = "/proc/self/exe";
 
 /// The number of a process among all that this agent has started.
-pub(super) type Id = u64;
+pub(super) type ProcessNumber = u64;
 
 /// A question to a process, and where its answer goes.
 #[derive(Debug)]
 pub(super) enum Job {
     Probe,
-    Look(Request, oneshot::Sender<Result<Look, QueryError>>),
-    Limit(Request, oneshot::Sender<Result<(), QueryError>>),
+    Sample(
+        Request,
+        oneshot::Sender<Result<GpuMemorySample, QueryError>>,
+    ),
+    SetLimit(Request, oneshot::Sender<Result<(), QueryError>>),
 }
 
 /// What a process's task tells.
 #[derive(Debug)]
-pub(super) enum Report {
+pub(super) enum ProcessReport {
     /// The answer to a probe.
     Probed(Response),
     /// XIDs of its GPU, at least one.
     Xids(Vec<u64>),
     /// A call did not return in time: the process is being killed.
-    Hung,
+    TimedOut,
     /// The process has ended.
-    Ended,
+    Exited,
 }
 
 /// Why a process did not answer.
-enum Unanswered {
-    Late,
-    Died,
+enum NoAnswer {
+    TimedOut,
+    Exited,
 }
 
 /// A running process.
-pub(super) struct Process {
+pub(super) struct NvmlProcess {
     child: Child,
     requests: ChildStdin,
     answers: Lines<BufReader<ChildStdout>>,
     /// How long its next answer may take: the first waits for the driver to open the GPU.
-    patience: Duration,
+    answer_timeout: Duration,
 }
 
-impl Process {
+impl NvmlProcess {
     pub(super) fn start(library: &Path, scope: Scope) -> io::Result<Self> {
-        let mut child = Command::new(PROGRAM)
+        let mut child = Command::new(SELF_EXE)
             .arg0("bursar-agent")
-            .arg(calls::WORD)
+            .arg(calls::SUBCOMMAND)
             .arg(library)
             .arg(serde_json::to_string(&scope)?)
             .stdin(Stdio::piped())
@@ -80,16 +83,16 @@ impl Process {
             child,
             requests,
             answers: BufReader::new(answers).lines(),
-            patience: START,
+            answer_timeout: FIRST_ANSWER,
         })
     }
 
-    async fn ask(&mut self, request: &Request) -> Result<Response, Unanswered> {
-        let patience = std::mem::replace(&mut self.patience, ANSWER);
+    async fn call(&mut self, request: &Request) -> Result<Response, NoAnswer> {
+        let patience = std::mem::replace(&mut self.answer_timeout, ANSWER);
         match timeout(patience, self.exchange(request)).await {
             Ok(Ok(response)) => Ok(response),
-            Ok(Err(_)) => Err(Unanswered::Died),
-            Err(_) => Err(Unanswered::Late),
+            Ok(Err(_)) => Err(NoAnswer::Exited),
+            Err(_) => Err(NoAnswer::TimedOut),
         }
     }
 
@@ -106,31 +109,31 @@ impl Process {
     /// that hangs.
     pub(super) async fn run(
         mut self,
-        id: Id,
+        id: ProcessNumber,
         mut jobs: mpsc::Receiver<Job>,
-        reports: mpsc::UnboundedSender<(Id, Report)>,
+        reports: mpsc::UnboundedSender<(ProcessNumber, ProcessReport)>,
         events: Option<Duration>,
         stop: CancellationToken,
     ) {
-        let work = self.work(id, &mut jobs, &reports, events);
-        if let Some(Unanswered::Late) = stop.run_until_cancelled(work).await {
+        let work = self.serve(id, &mut jobs, &reports, events);
+        if let Some(NoAnswer::TimedOut) = stop.run_until_cancelled(work).await {
             // The watcher has ended with the agent.
-            let _ = reports.send((id, Report::Hung));
+            let _ = reports.send((id, ProcessReport::TimedOut));
         }
         // The callers of pending questions learn now that there is no answer.
         drop(jobs);
         let _ = self.child.start_kill();
         let _ = self.child.wait().await;
-        let _ = reports.send((id, Report::Ended));
+        let _ = reports.send((id, ProcessReport::Exited));
     }
 
-    async fn work(
+    async fn serve(
         &mut self,
-        id: Id,
+        id: ProcessNumber,
         jobs: &mut mpsc::Receiver<Job>,
-        reports: &mpsc::UnboundedSender<(Id, Report)>,
+        reports: &mpsc::UnboundedSender<(ProcessNumber, ProcessReport)>,
         events: Option<Duration>,
-    ) -> Unanswered {
+    ) -> NoAnswer {
         let mut tick = interval(events.unwrap_or(ANSWER));
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut probed = false;
@@ -139,14 +142,14 @@ impl Process {
                 job = jobs.recv() => match job {
                     Some(job) => {
                         probed |= matches!(job, Job::Probe);
-                        self.take(job).await
+                        self.handle_job(job).await
                     }
-                    None => return Unanswered::Died,
+                    None => return NoAnswer::Exited,
                 },
                 // The GPU's events are registered for by the first probe.
                 _ = tick.tick(), if probed && events.is_some() => {
-                    self.ask(&Request::Xids).await.map(|response| match response {
-                        Response::Xids(codes) if !codes.is_empty() => Some(Report::Xids(codes)),
+                    self.call(&Request::Xids).await.map(|response| match response {
+                        Response::Xids(codes) if !codes.is_empty() => Some(ProcessReport::Xids(codes)),
                         _ => None,
                     })
                 }
@@ -159,22 +162,24 @@ impl Process {
         }
     }
 
-    async fn take(&mut self, job: Job) -> Result<Option<Report>, Unanswered> {
+    async fn handle_job(&mut self, job: Job) -> Result<Option<ProcessReport>, NoAnswer> {
         match job {
-            Job::Probe => Ok(Some(Report::Probed(self.ask(&Request::Probe).await?))),
+            Job::Probe => Ok(Some(ProcessReport::Probed(
+                self.call(&Request::Probe).await?,
+            ))),
             // The caller has stopped waiting, so NVML need not be asked.
-            Job::Look(_, answer) if answer.is_closed() => Ok(None),
-            Job::Look(request, answer) => {
-                let look = match self.ask(&request).await? {
-                    Response::Look(look) => look.map_err(|why| refused(&request, why)),
+            Job::Sample(_, answer) if answer.is_closed() => Ok(None),
+            Job::Sample(request, answer) => {
+                let look = match self.call(&request).await? {
+                    Response::Sample(look) => look.map_err(|why| query_error(&request, why)),
                     _ => Err(QueryError::NotAvailable),
                 };
                 let _ = answer.send(look);
                 Ok(None)
             }
-            Job::Limit(request, answer) => {
-                let set = match self.ask(&request).await? {
-                    Response::Limit(set) => set.map_err(|why| refused(&request, why)),
+            Job::SetLimit(request, answer) => {
+                let set = match self.call(&request).await? {
+                    Response::SetLimit(set) => set.map_err(|why| query_error(&request, why)),
                     _ => Err(QueryError::NotAvailable),
                 };
                 let _ = answer.send(set);
@@ -184,9 +189,9 @@ impl Process {
     }
 }
 
-fn refused(request: &Request, why: Refusal) -> QueryError {
+fn query_error(request: &Request, why: CallError) -> QueryError {
     match request {
-        Request::Look(gpu) | Request::Limit { gpu, .. } => QueryError::Nvml {
+        Request::Sample(gpu) | Request::SetLimit { gpu, .. } => QueryError::Nvml {
             gpu: gpu.clone(),
             source: why,
         },

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::gpu::pci::PciAddress;
 use crate::gpu::{Gpu, NoDriver};
-use crate::sessions::Look;
+use crate::sessions::GpuMemorySample;
 use crate::units::{Bytes, GpuUuid};
 
 /// The part of the driver that a process calls NVML about.
@@ -19,7 +19,7 @@ pub(super) enum Scope {
     /// The GPU of this number in NVML's order.
     Index(u32),
     /// The GPU at this place on the PCI bus.
-    Place(PciAddress),
+    Address(PciAddress),
 }
 
 /// A question.
@@ -31,9 +31,9 @@ pub(super) enum Request {
     /// The XIDs of the GPU since the last question.
     Xids,
     /// The memory and processes of the GPU, or of a MIG instance that is cut from it.
-    Look(GpuUuid),
+    Sample(GpuUuid),
     /// Have the driver hold the processes of a cgroup to so much of the GPU.
-    Limit {
+    SetLimit {
         gpu: GpuUuid,
         cgroup: PathBuf,
         hard: Bytes,
@@ -55,21 +55,21 @@ pub(super) enum Response {
     Gpu {
         /// NVML's UUID, where it tells.
         uuid: Option<GpuUuid>,
-        found: Found,
+        found: GpuProbe,
     },
     Xids(Vec<u64>),
-    Look(Result<Look, Refusal>),
-    Limit(Result<(), Refusal>),
+    Sample(Result<GpuMemorySample, CallError>),
+    SetLimit(Result<(), CallError>),
 }
 
 /// What a probe found of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum Found {
+pub(super) enum GpuProbe {
     /// The GPU, or its MIG instances where it is cut, and its place on the PCI bus.
     Gpus(Vec<Gpu>, Option<PciAddress>),
     /// NVML answers about it with this error.
-    Silent(String),
+    Failed(String),
     /// NVML does not find it, or calls it lost.
     Lost,
 }
@@ -77,10 +77,10 @@ pub(super) enum Found {
 /// Why NVML did not do what it was asked.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "kebab-case")]
-pub enum Refusal {
+pub enum CallError {
     /// This driver has no such call, or not for this GPU.
     #[error("the driver does not offer it")]
-    NotOffered,
+    Unsupported,
     /// Another error, in NVML's words.
     #[error("{0}")]
     Nvml(String),

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{Binding, ContainerEdits, Node, Spec, spec};
+use super::{CdiBinding, CdiNode, ContainerEdits, Spec, build_spec};
 use crate::units::AllocationId;
 
 const PREFIX: &str = "bursar.dev-gpu-";
@@ -18,11 +18,11 @@ pub struct CdiDir {
 
 /// What the folder holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Listed {
+pub struct CdiListing {
     /// The bindings of our files, by allocation.
-    pub bindings: Vec<Binding>,
+    pub bindings: Vec<CdiBinding>,
     /// The allocations of files with our name that hold no binding which this agent can read.
-    pub unread: BTreeSet<AllocationId>,
+    pub unreadable: BTreeSet<AllocationId>,
 }
 
 /// What went wrong with a CDI file.
@@ -80,10 +80,10 @@ impl CdiDir {
     /// it or nothing: the runtime reads every file in the folder at every container start.
     ///
     /// # Errors
-    /// [`CdiError::Write`]; the folder then holds what it held before.
-    pub fn write(&self, node: &Node, binding: &Binding) -> Result<(), CdiError> {
-        let path = self.file(&binding.allocation);
-        let text = serde_json::to_vec_pretty(&spec(node, binding))
+    /// [`CdiError::WriteStatus`]; the folder then holds what it held before.
+    pub fn write(&self, node: &CdiNode, binding: &CdiBinding) -> Result<(), CdiError> {
+        let path = self.file_path(&binding.allocation);
+        let text = serde_json::to_vec_pretty(&build_spec(node, binding))
             .expect("a spec has no map with keys that are not text");
         // The runtime takes `.json` and `.yaml` only: it does not look at this one.
         let temporary = self
@@ -100,14 +100,14 @@ impl CdiDir {
     }
 
     /// What the file of `allocation` does to its container; none where it is not there or not ours.
-    pub fn edits(&self, allocation: &AllocationId) -> Option<ContainerEdits> {
-        let text = std::fs::read(self.file(allocation)).ok()?;
+    pub fn read_edits(&self, allocation: &AllocationId) -> Option<ContainerEdits> {
+        let text = std::fs::read(self.file_path(allocation)).ok()?;
         let spec: Spec = serde_json::from_slice(&text).ok()?;
         Some(spec.devices.into_iter().next()?.container_edits)
     }
 
     /// The host's paths that our files mount; `None` where a file cannot be read.
-    pub fn mounted(&self) -> Option<Vec<PathBuf>> {
+    pub fn mounted_host_paths(&self) -> Option<Vec<PathBuf>> {
         let mut mounted = Vec::new();
         for entry in std::fs::read_dir(&self.dir).ok()? {
             let path = entry.ok()?.path();
@@ -130,7 +130,7 @@ impl CdiDir {
     /// # Errors
     /// [`CdiError::Remove`].
     pub fn remove(&self, allocation: &AllocationId) -> Result<(), CdiError> {
-        let path = self.file(allocation);
+        let path = self.file_path(allocation);
         match std::fs::remove_file(&path) {
             Err(source) if source.kind() != io::ErrorKind::NotFound => {
                 Err(CdiError::Remove { path, source })
@@ -143,12 +143,12 @@ impl CdiDir {
     ///
     /// # Errors
     /// [`CdiError::List`].
-    pub fn list(&self) -> Result<Listed, CdiError> {
+    pub fn list(&self) -> Result<CdiListing, CdiError> {
         let failed = |source| CdiError::List {
             path: self.dir.clone(),
             source,
         };
-        let mut listed = Listed::default();
+        let mut listed = CdiListing::default();
         let entries = match std::fs::read_dir(&self.dir) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(listed),
             entries => entries.map_err(failed)?,
@@ -158,16 +158,16 @@ impl CdiDir {
             let Some(allocation) = allocation_of(&path) else {
                 continue;
             };
-            match read(&path) {
+            match read_binding(&path) {
                 Some(binding) if binding.allocation == allocation => listed.bindings.push(binding),
-                _ => drop(listed.unread.insert(allocation)),
+                _ => drop(listed.unreadable.insert(allocation)),
             }
         }
         listed.bindings.sort_by_key(|binding| binding.allocation);
         Ok(listed)
     }
 
-    fn file(&self, allocation: &AllocationId) -> PathBuf {
+    fn file_path(&self, allocation: &AllocationId) -> PathBuf {
         self.dir.join(format!("{PREFIX}{allocation}{SUFFIX}"))
     }
 }
@@ -181,7 +181,7 @@ fn allocation_of(path: &Path) -> Option<AllocationId> {
         .ok()
 }
 
-fn read(path: &Path) -> Option<Binding> {
+fn read_binding(path: &Path) -> Option<CdiBinding> {
     let text = std::fs::read(path).ok()?;
     serde_json::from_slice::<Spec>(&text).ok()?.binding()
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::{BINDING_ANNOTATION, Binding, HostMount};
+use super::{BINDING_ANNOTATION, CdiBinding, HostMount};
 
 /// A CDI file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,7 +75,7 @@ impl Mount {
         Mount::new(host_path, container_path, "ro")
     }
 
-    pub(super) fn of(mount: &HostMount) -> Mount {
+    pub(super) fn from_host_mount(mount: &HostMount) -> Mount {
         let access = if mount.read_only { "ro" } else { "rw" };
         Mount::new(&mount.host_path, &mount.container_path, access)
     }
@@ -92,7 +92,7 @@ impl Mount {
 }
 
 /// The file's annotations: the binding, as JSON.
-pub(super) fn annotations(binding: &Binding) -> BTreeMap<String, String> {
+pub(super) fn binding_annotations(binding: &CdiBinding) -> BTreeMap<String, String> {
     let text =
         serde_json::to_string(binding).expect("a binding has no map with keys that are not text");
     BTreeMap::from([(BINDING_ANNOTATION.to_owned(), text)])
@@ -100,7 +100,7 @@ pub(super) fn annotations(binding: &Binding) -> BTreeMap<String, String> {
 
 impl Spec {
     /// The binding that the file was made for; `None` if the file is not one of ours.
-    pub fn binding(&self) -> Option<Binding> {
+    pub fn binding(&self) -> Option<CdiBinding> {
         serde_json::from_str(self.annotations.get(BINDING_ANNOTATION)?).ok()
     }
 }

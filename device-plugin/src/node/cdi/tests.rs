@@ -1,5 +1,5 @@
 use super::*;
-use crate::node::driver_files::{LIBNVML, SMI};
+use crate::node::driver_files::{LIBNVML, NVIDIA_SMI};
 use std::collections::BTreeSet;
 
 fn file(soname: &str) -> DriverFile {
@@ -10,13 +10,13 @@ fn file(soname: &str) -> DriverFile {
     }
 }
 
-fn node() -> Node {
-    Node {
+fn node() -> CdiNode {
+    CdiNode {
         driver: Driver {
             libcuda: file(LIBCUDA),
             libnvml: file(LIBNVML),
             helpers: vec![file("libnvidia-ptxjitcompiler.so.1")],
-            smi: Some(file(SMI)),
+            smi: Some(file(NVIDIA_SMI)),
             version: None,
             control_nodes: vec!["nvidiactl".to_owned(), "nvidia-uvm".to_owned()],
             dev_root: "/host/dev".into(),
@@ -31,13 +31,13 @@ fn node() -> Node {
     }
 }
 
-fn binding(id: u64) -> Binding {
+fn binding(id: u64) -> CdiBinding {
     let gpu = |uuid: &str, node: &str| BoundGpu {
         uuid: uuid.parse().unwrap(),
         quota: Bytes::gib(10),
         nodes: vec![node.to_owned()],
     };
-    Binding {
+    CdiBinding {
         allocation: AllocationId::from_bits(id),
         pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
         container: "main".to_owned(),
@@ -47,7 +47,10 @@ fn binding(id: u64) -> Binding {
 }
 
 fn edits() -> ContainerEdits {
-    spec(&node(), &binding(7)).devices.remove(0).container_edits
+    build_spec(&node(), &binding(7))
+        .devices
+        .remove(0)
+        .container_edits
 }
 
 fn source_of(container_path: &str) -> Option<PathBuf> {
@@ -59,7 +62,7 @@ fn source_of(container_path: &str) -> Option<PathBuf> {
 }
 
 #[test]
-fn a_container_gets_the_nodes_of_its_gpus_and_no_others() {
+fn container_gets_the_device_nodes_of_its_gpus_only() {
     let nodes: Vec<_> = edits()
         .device_nodes
         .into_iter()
@@ -75,7 +78,7 @@ fn a_container_gets_the_nodes_of_its_gpus_and_no_others() {
 }
 
 #[test]
-fn the_shim_stands_wherever_a_loader_looks_for_the_driver() {
+fn shim_is_mounted_in_every_default_library_dir() {
     let shim = Some("/var/lib/bursar/shim/0123456789abcdef/libcuda.so.1".into());
     for dir in CONTAINER_DEFAULT_DIRS {
         assert_eq!(source_of(&format!("{dir}/libcuda.so.1")), shim);
@@ -100,7 +103,7 @@ fn the_shim_stands_wherever_a_loader_looks_for_the_driver() {
 }
 
 #[test]
-fn nvidia_smi_stands_where_programs_look_for_it() {
+fn nvidia_smi_is_mounted_in_usr_bin() {
     assert_eq!(
         source_of("/usr/bin/nvidia-smi"),
         Some("/usr/lib64/nvidia-smi".into())
@@ -108,7 +111,7 @@ fn nvidia_smi_stands_where_programs_look_for_it() {
 }
 
 #[test]
-fn the_real_driver_hides_under_names_that_ldconfig_passes_over() {
+fn driver_files_have_names_that_ldconfig_ignores() {
     assert_eq!(
         source_of("/opt/bursar/drv/cuda.so.1"),
         Some("/usr/lib64/libcuda.so.1".into())
@@ -135,7 +138,7 @@ fn the_real_driver_hides_under_names_that_ldconfig_passes_over() {
 }
 
 #[test]
-fn a_container_sees_its_own_socket_only_and_may_write_nothing_but_extra_mounts() {
+fn container_sees_its_socket_only_and_read_only_mounts() {
     assert_eq!(
         source_of("/run/bursar"),
         Some("/run/bursar/alloc/0000000000000007".into())
@@ -149,8 +152,8 @@ fn a_container_sees_its_own_socket_only_and_may_write_nothing_but_extra_mounts()
 }
 
 #[test]
-fn the_file_is_what_the_runtime_expects() {
-    let value = serde_json::to_value(spec(&node(), &binding(7))).unwrap();
+fn cdi_file_has_the_format_that_runtimes_read() {
+    let value = serde_json::to_value(build_spec(&node(), &binding(7))).unwrap();
     assert_eq!(value["cdiVersion"], "0.6.0");
     assert_eq!(value["kind"], "bursar.dev/gpu");
     let device = &value["devices"][0];
@@ -164,18 +167,18 @@ fn the_file_is_what_the_runtime_expects() {
 }
 
 #[test]
-fn bindings_are_read_back_from_the_files() {
+fn bindings_are_read_back_from_cdi_files() {
     let folder = tempfile::tempdir().unwrap();
     let dir = CdiDir::new(folder.path().join("cdi"));
-    assert_eq!(dir.list().unwrap(), Listed::default());
+    assert_eq!(dir.list().unwrap(), CdiListing::default());
     dir.write(&node(), &binding(9)).unwrap();
     dir.write(&node(), &binding(8)).unwrap();
     dir.write(&node(), &binding(8)).unwrap();
     assert_eq!(
         dir.list().unwrap(),
-        Listed {
+        CdiListing {
             bindings: vec![binding(8), binding(9)],
-            unread: BTreeSet::new()
+            unreadable: BTreeSet::new()
         }
     );
     dir.remove(&AllocationId::from_bits(9)).unwrap();
@@ -191,7 +194,7 @@ fn bindings_are_read_back_from_the_files() {
 }
 
 #[test]
-fn files_of_others_are_passed_over_and_broken_ones_of_ours_are_named() {
+fn foreign_cdi_files_are_ignored_and_broken_ones_named() {
     let folder = tempfile::tempdir().unwrap();
     let dir = CdiDir::new(folder.path().to_owned());
     let broken = folder.path().join("bursar.dev-gpu-0000000000000001.json");
@@ -201,33 +204,33 @@ fn files_of_others_are_passed_over_and_broken_ones_of_ours_are_named() {
     dir.write(&node(), &binding(2)).unwrap();
     assert_eq!(
         dir.list().unwrap(),
-        Listed {
+        CdiListing {
             bindings: vec![binding(2)],
-            unread: BTreeSet::from([AllocationId::from_bits(1)])
+            unreadable: BTreeSet::from([AllocationId::from_bits(1)])
         }
     );
 }
 
 #[test]
-fn mounts_are_not_told_when_a_cdi_file_cannot_be_read() {
+fn mounted_paths_are_unknown_when_a_cdi_file_is_unreadable() {
     let folder = tempfile::tempdir().unwrap();
     let dir = CdiDir::new(folder.path().to_owned());
     dir.write(&node(), &binding(1)).unwrap();
-    let mounted = dir.mounted().unwrap();
+    let mounted = dir.mounted_host_paths().unwrap();
     let shim = node().shim_dir;
     assert!(
         mounted.iter().any(|path| path.starts_with(&shim)),
         "{mounted:?}"
     );
     std::fs::write(folder.path().join("nvidia.yaml"), "kind: nvidia.com/gpu").unwrap();
-    assert_eq!(dir.mounted(), Some(mounted));
+    assert_eq!(dir.mounted_host_paths(), Some(mounted));
     let later = folder.path().join("bursar.dev-gpu-0000000000000002.json");
     std::fs::write(later, "{}").unwrap();
-    assert_eq!(dir.mounted(), None);
+    assert_eq!(dir.mounted_host_paths(), None);
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_is_named() {
+fn unwritable_cdi_dir_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let blocked = folder.path().join("file");
     std::fs::write(&blocked, "").unwrap();

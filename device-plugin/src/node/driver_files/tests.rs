@@ -5,32 +5,32 @@ use tempfile::TempDir;
 use super::*;
 
 /// A host in a folder.
-struct Host(TempDir);
+struct FakeHost(TempDir);
 
-impl Host {
-    fn new() -> Host {
-        Host(tempfile::tempdir().unwrap())
+impl FakeHost {
+    fn new() -> FakeHost {
+        FakeHost(tempfile::tempdir().unwrap())
     }
 
     fn root(&self) -> &Path {
         self.0.path()
     }
 
-    fn file(self, path: &str) -> Host {
+    fn file(self, path: &str) -> FakeHost {
         let path = self.root().join(path);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(path, "").unwrap();
         self
     }
 
-    fn link(self, path: &str, target: &str) -> Host {
+    fn link(self, path: &str, target: &str) -> FakeHost {
         let path = self.root().join(path);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         symlink(target, path).unwrap();
         self
     }
 
-    fn driver_in(self, dir: &str) -> Host {
+    fn driver_in(self, dir: &str) -> FakeHost {
         self.file(&format!("{dir}/libcuda.so.580.95.05"))
             .link(&format!("{dir}/libcuda.so.1"), "libcuda.so.580.95.05")
             .file(&format!("{dir}/libnvidia-ml.so.580.95.05"))
@@ -42,11 +42,11 @@ impl Host {
             .file(&format!("{dir}/libnvidia-gpucomp.so.580.95.05"))
     }
 
-    fn nodes(self) -> Host {
+    fn nodes(self) -> FakeHost {
         self.nodes_in("dev")
     }
 
-    fn nodes_in(self, dir: &str) -> Host {
+    fn nodes_in(self, dir: &str) -> FakeHost {
         ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia0"]
             .iter()
             .fold(self, |host, name| host.file(&format!("{dir}/{name}")))
@@ -58,9 +58,9 @@ impl Host {
 }
 
 #[test]
-fn the_driver_is_found_in_every_folder_of_the_list() {
+fn driver_is_found_in_every_library_dir() {
     for dir in LIBRARY_DIRS {
-        let host = Host::new().driver_in(dir).nodes();
+        let host = FakeHost::new().driver_in(dir).nodes();
         let driver = host.find().unwrap();
         assert_eq!(
             driver.libcuda.path,
@@ -92,7 +92,7 @@ fn the_driver_is_found_in_every_folder_of_the_list() {
 }
 
 /// Where everything was found: libcuda, the version, what helpers there are, and the device nodes' folder.
-fn found(host: &Host) -> (PathBuf, Option<String>, Vec<PathBuf>, PathBuf) {
+fn found(host: &FakeHost) -> (PathBuf, Option<String>, Vec<PathBuf>, PathBuf) {
     let driver = host.find().unwrap();
     assert_eq!(
         driver.libnvml.host_path.parent(),
@@ -109,12 +109,12 @@ fn found(host: &Host) -> (PathBuf, Option<String>, Vec<PathBuf>, PathBuf) {
 
 #[test]
 #[cfg(target_arch = "x86_64")]
-fn debians_alternatives_are_followed_to_the_driver_and_to_what_lies_beside_it_only() {
+fn debian_alternatives_lead_to_files_beside_the_driver_only() {
     let (multiarch, current) = (
         "usr/lib/x86_64-linux-gnu",
         "usr/lib/x86_64-linux-gnu/nvidia/current",
     );
-    let mut host = Host::new().driver_in(current).nodes();
+    let mut host = FakeHost::new().driver_in(current).nodes();
     for soname in [LIBCUDA, LIBNVML] {
         let alternative = format!("etc/alternatives/glx--{soname}-x86_64-linux-gnu");
         host = host
@@ -137,8 +137,8 @@ fn debians_alternatives_are_followed_to_the_driver_and_to_what_lies_beside_it_on
 }
 
 #[test]
-fn red_hats_folder_has_the_driver_on_a_host_with_32_bit_libraries_too() {
-    let host = Host::new()
+fn driver_is_found_in_usr_lib64_beside_32_bit_libraries() {
+    let host = FakeHost::new()
         .driver_in("usr/lib64")
         .file("usr/lib/libcuda.so.1")
         .link("lib64", "usr/lib64")
@@ -150,30 +150,32 @@ fn red_hats_folder_has_the_driver_on_a_host_with_32_bit_libraries_too() {
 }
 
 #[test]
-fn the_gpu_operators_driver_container_has_libraries_and_device_nodes() {
+fn driver_container_has_libraries_and_device_nodes() {
     let dir = "run/nvidia/driver/usr/lib64";
-    let host = Host::new().driver_in(dir).nodes();
+    let host = FakeHost::new().driver_in(dir).nodes();
     assert_eq!(
         found(&host).3,
         host.root().join("dev"),
         "the host's come first"
     );
-    let host = Host::new().driver_in(dir).nodes_in("run/nvidia/driver/dev");
+    let host = FakeHost::new()
+        .driver_in(dir)
+        .nodes_in("run/nvidia/driver/dev");
     let (libcuda, _, _, nodes) = found(&host);
     assert_eq!(
         libcuda,
         Path::new("/host").join(dir).join("libcuda.so.580.95.05")
     );
     assert_eq!(nodes, Path::new("/host/run/nvidia/driver/dev"));
-    let elsewhere = Host::new()
+    let elsewhere = FakeHost::new()
         .driver_in("usr/lib64")
         .nodes_in("run/nvidia/driver/dev");
     assert_eq!(elsewhere.find().unwrap_err().reason(), "DeviceNodeMissing");
 }
 
 #[test]
-fn the_driver_containers_own_root_can_be_the_root() {
-    let host = Host::new().driver_in("usr/lib64").nodes();
+fn driver_root_can_be_the_driver_containers_root() {
+    let host = FakeHost::new().driver_in("usr/lib64").nodes();
     let driver = Driver::find(
         host.root(),
         Path::new("/run/nvidia/driver"),
@@ -186,9 +188,9 @@ fn the_driver_containers_own_root_can_be_the_root() {
 }
 
 #[test]
-fn container_optimized_os_has_the_driver_in_the_kubelets_folder() {
+fn driver_is_found_on_container_optimized_os() {
     let dir = "home/kubernetes/bin/nvidia/lib64";
-    let host = Host::new()
+    let host = FakeHost::new()
         .driver_in(dir)
         .file("usr/lib64/libc.so.6")
         .nodes();
@@ -200,15 +202,15 @@ fn container_optimized_os_has_the_driver_in_the_kubelets_folder() {
 
 #[test]
 #[cfg(target_arch = "x86_64")]
-fn bottlerocket_has_the_driver_in_its_sys_root_before_and_since_driver_580() {
+fn driver_is_found_on_bottlerocket_before_and_since_580() {
     let sys_root = "x86_64-bottlerocket-linux-gnu/sys-root/usr/lib";
     let old = format!("{sys_root}/nvidia/tesla");
-    let host = Host::new().driver_in(&old).nodes();
+    let host = FakeHost::new().driver_in(&old).nodes();
     assert_eq!(
         found(&host).0,
         Path::new("/host").join(&old).join("libcuda.so.580.95.05")
     );
-    let mut host = Host::new()
+    let mut host = FakeHost::new()
         .driver_in(sys_root)
         .link("usr", "x86_64-bottlerocket-linux-gnu/sys-root/usr")
         .nodes();
@@ -226,7 +228,7 @@ fn bottlerocket_has_the_driver_in_its_sys_root_before_and_since_driver_580() {
 }
 
 #[test]
-fn nvidia_smi_is_taken_from_beside_the_libraries_and_its_absence_is_no_error() {
+fn nvidia_smi_is_optional_and_found_beside_the_libraries() {
     for (libraries, tools) in [
         ("usr/lib64", "usr/bin"),
         ("run/nvidia/driver/usr/lib64", "run/nvidia/driver/usr/bin"),
@@ -237,7 +239,7 @@ fn nvidia_smi_is_taken_from_beside_the_libraries_and_its_absence_is_no_error() {
         ("usr/lib/nvidia/tesla", "usr/bin"),
         ("usr/local/nvidia/lib64", "usr/local/nvidia/bin"),
     ] {
-        let host = Host::new().driver_in(libraries).nodes();
+        let host = FakeHost::new().driver_in(libraries).nodes();
         assert_eq!(host.find().unwrap().smi, None, "{libraries}");
         let smi = host
             .file(&format!("{tools}/nvidia-smi"))
@@ -250,8 +252,8 @@ fn nvidia_smi_is_taken_from_beside_the_libraries_and_its_absence_is_no_error() {
 }
 
 #[test]
-fn an_absolute_link_leads_below_the_root_and_not_to_the_agents_own_files() {
-    let host = Host::new()
+fn absolute_link_resolves_below_the_root() {
+    let host = FakeHost::new()
         .file("opt/driver/libcuda.so.1")
         .file("opt/driver/libnvidia-ml.so.1")
         .link("usr/lib64", "/opt/driver")
@@ -265,16 +267,16 @@ fn an_absolute_link_leads_below_the_root_and_not_to_the_agents_own_files() {
 }
 
 #[test]
-fn a_link_that_climbs_out_of_the_root_stays_in_it() {
-    let host = Host::new()
+fn link_with_parent_parts_stays_below_the_root() {
+    let host = FakeHost::new()
         .link("usr/lib64/libcuda.so.1", "../../../../../../etc/hostname")
         .nodes();
     assert!(matches!(host.find(), Err(DriverError::NoLibrary { .. })));
 }
 
 #[test]
-fn links_in_a_circle_are_an_error_that_names_the_file() {
-    let host = Host::new()
+fn link_loop_is_an_error_that_names_the_file() {
+    let host = FakeHost::new()
         .link("usr/lib64/libcuda.so.1", "libcuda.so.1")
         .nodes();
     let error = host.find().unwrap_err();
@@ -286,8 +288,8 @@ fn links_in_a_circle_are_an_error_that_names_the_file() {
 }
 
 #[test]
-fn a_host_without_a_driver_is_told_where_it_was_looked_for_and_what_to_do() {
-    let host = Host::new().nodes();
+fn missing_driver_names_searched_dirs_and_remedy() {
+    let host = FakeHost::new().nodes();
     let error = host.find().unwrap_err().to_string();
     for part in [
         "usr/lib64",
@@ -300,16 +302,16 @@ fn a_host_without_a_driver_is_told_where_it_was_looked_for_and_what_to_do() {
 }
 
 #[test]
-fn a_driver_without_its_management_library_is_incomplete() {
-    let host = Host::new().file("usr/lib64/libcuda.so.1").nodes();
+fn driver_without_nvml_is_incomplete() {
+    let host = FakeHost::new().file("usr/lib64/libcuda.so.1").nodes();
     let error = host.find().unwrap_err();
     assert_eq!(error.reason(), "DriverIncomplete");
     assert!(error.to_string().contains("libnvidia-ml.so.1"), "{error}");
 }
 
 #[test]
-fn a_missing_control_node_is_named_with_the_command_that_makes_it() {
-    let host = Host::new().driver_in("usr/lib64").file("dev/nvidiactl");
+fn missing_control_node_is_named_with_the_remedy() {
+    let host = FakeHost::new().driver_in("usr/lib64").file("dev/nvidiactl");
     let error = host.find().unwrap_err();
     assert_eq!(error.reason(), "DeviceNodeMissing");
     assert!(

@@ -3,12 +3,12 @@ use std::path::PathBuf;
 
 use super::*;
 use crate::gpu::Gpu;
-use crate::gpu::health::Memory as GpuMemory;
-use crate::kubelet::devices::{Devices, TokenHealth};
+use crate::gpu::health::PersistedHealth as GpuMemory;
+use crate::kubelet::devices::{DeviceHealth, Devices};
 use crate::ledger::{Health as LedgerHealth, ManagedView};
 use crate::metrics::Counts;
-use crate::node::allocator::{Troubles, Wait};
-use crate::node::checkpoint_state::{Holder, PodName};
+use crate::node::allocator::{NodeProblems, QueuedClaim};
+use crate::node::checkpoint_state::{ContainerName, PodName};
 use crate::units::{Bytes, GpuUuid, Quantum, Resource};
 
 fn uuid() -> GpuUuid {
@@ -18,32 +18,32 @@ fn uuid() -> GpuUuid {
 /// One healthy GPU of 16 GiB with 10 bound and 2 kept for a waiter.
 fn snapshot() -> Snapshot {
     Snapshot {
-        inventory: inventory(Health::Healthy),
-        view: View {
+        inventory: inventory_with(Health::Healthy),
+        view: LedgerView {
             gpus: vec![GpuView {
                 uuid: uuid(),
                 health: LedgerHealth::Healthy,
                 capacity: Quanta(16),
                 bound: Quanta(10),
-                left: Bytes::gib(1),
+                unreclaimed: Bytes::gib(1),
                 leaked: Bytes::ZERO,
                 withheld: Bytes::ZERO,
-                kept: Bytes::ZERO,
+                orphaned_leases: Bytes::ZERO,
                 free: Quanta(4),
                 reserved: Quanta(2),
                 pods: [("pod-0".parse().unwrap(), Quanta(10))].into(),
-                held_for: None,
+                reserved_for: None,
             }],
             managed: ManagedView::default(),
-            booked: 1,
-            waiting: 1,
+            unbound_allocations: 1,
+            queued_claims: 1,
         },
-        waits: vec![Wait {
+        queued_claims: vec![QueuedClaim {
             pod: "pod-1".parse().unwrap(),
             resource: Resource::DeviceMemory,
             quanta: Quanta(8),
             since: jiff::Timestamp::from_second(1_000).unwrap(),
-            holder: Some(Holder {
+            name: Some(ContainerName {
                 container: "main".into(),
                 pod: Some(PodName {
                     namespace: "team-a".into(),
@@ -54,13 +54,13 @@ fn snapshot() -> Snapshot {
         counts: [Resource::DeviceMemory, Resource::ManagedMemory]
             .map(|resource| (resource, Counts::default())),
         generations: BTreeMap::from([(uuid(), 3)]),
-        troubles: Troubles::default(),
-        too_many: None,
+        problems: NodeProblems::default(),
+        devices_error: None,
         containers: [].into(),
     }
 }
 
-fn inventory(health: Health) -> Inventory {
+fn inventory_with(health: Health) -> Inventory {
     let gpu = Gpu {
         uuid: uuid(),
         minor: 5,
@@ -75,36 +75,36 @@ fn inventory(health: Health) -> Inventory {
         gpus: vec![GpuState {
             gpu,
             health,
-            memory: Default::default(),
+            persisted: Default::default(),
         }],
     }
 }
 
-fn around() -> Around {
-    Around {
+fn inputs() -> ReportInputs {
+    ReportInputs {
         config: ResourcesConfig {
             quantum: Quantum::Gib1,
             managed_capacity: Bytes(0),
             reserved: Bytes(0),
         },
-        boot: "boot-1".into(),
+        boot_id: "boot-1".into(),
         registration: Registration::Registered,
-        runtime: None,
-        audited: Audited {
-            begun: true,
-            ..Audited::default()
+        runtime_problem: None,
+        audited: AuditStatus {
+            has_run: true,
+            ..AuditStatus::default()
         },
-        limits: [(("/cg/pod".into(), uuid()), Limit::Set(Bytes::gib(1)))].into(),
-        ordered: Ordered {
+        limits: [(("/cg/pod".into(), uuid()), LimitState::Set(Bytes::gib(1)))].into(),
+        overrides: AppliedSpec {
             generation: Some(1),
-            ..Ordered::default()
+            ..AppliedSpec::default()
         },
         faults: Vec::new(),
-        kept: KeptStatus {
+        retained: RetainedStatus {
             enabled: true,
-            heard: true,
-            cleared: [uuid()].into(),
-            ..KeptStatus::default()
+            is_store_connected: true,
+            scrubbed: [uuid()].into(),
+            ..RetainedStatus::default()
         },
     }
 }
@@ -119,25 +119,28 @@ fn condition(report: &NodeReport, type_: &str) -> (Option<bool>, &'static str) {
 }
 
 #[test]
-fn a_gpu_that_is_held_says_for_whom_and_who_has_its_memory() {
+fn reserved_gpu_names_its_reservation_and_pods() {
     let mut held = snapshot();
     let waiter: crate::units::PodUid = "pod-1".parse().unwrap();
-    held.view.gpus[0].held_for = Some(waiter.clone());
-    let gpu = &report(&held, &around()).gpus[0];
-    assert_eq!((gpu.state, &gpu.held_for), (State::Reserved, &Some(waiter)));
+    held.view.gpus[0].reserved_for = Some(waiter.clone());
+    let gpu = &node_report(&held, &inputs()).gpus[0];
+    assert_eq!(
+        (gpu.state, &gpu.reserved_for),
+        (State::Reserved, &Some(waiter))
+    );
     assert_eq!(gpu.pods, [("pod-0".parse().unwrap(), Quanta(10))].into());
 }
 
 #[test]
-fn only_who_waits_for_a_gpu_is_told_to_wait_for_one() {
+fn only_claims_for_device_memory_are_reported_waiting() {
     let mut managed = snapshot();
-    managed.waits[0].resource = Resource::ManagedMemory;
-    assert_eq!(report(&managed, &around()).waiting, []);
+    managed.queued_claims[0].resource = Resource::ManagedMemory;
+    assert_eq!(node_report(&managed, &inputs()).waiting, []);
 }
 
 #[test]
-fn a_node_at_work_shows_its_gpus_its_room_and_who_waits() {
-    let report = report(&snapshot(), &around());
+fn working_node_reports_gpus_room_and_waiting_pods() {
+    let report = node_report(&snapshot(), &inputs());
     assert!(
         report
             .conditions
@@ -163,7 +166,7 @@ fn a_node_at_work_shows_its_gpus_its_room_and_who_waits() {
 }
 
 #[test]
-fn each_kind_of_missing_gpu_has_its_reason() {
+fn missing_gpus_have_a_reason_each() {
     for (inventory, holds, reason) in [
         (Inventory::Starting, None, names::PENDING),
         (
@@ -178,7 +181,7 @@ fn each_kind_of_missing_gpu_has_its_reason() {
         ),
         (Inventory::NoGpu, Some(false), names::NO_GPUS),
         (
-            inventory(Health::Unhealthy(Sickness::Lost)),
+            inventory_with(Health::Unhealthy(UnhealthyReason::Lost)),
             Some(false),
             names::NO_HEALTHY_GPU,
         ),
@@ -187,25 +190,25 @@ fn each_kind_of_missing_gpu_has_its_reason() {
             inventory,
             ..snapshot()
         };
-        let report = report(&snapshot, &around());
+        let report = node_report(&snapshot, &inputs());
         assert_eq!(condition(&report, names::GPUS_FOUND), (holds, reason));
     }
 }
 
 #[test]
-fn a_sick_gpu_offers_nothing_and_says_why() {
+fn unhealthy_gpu_has_no_capacity_and_a_reason() {
     for (sickness, state, reason) in [
-        (Sickness::Lost, State::Lost, "GpuLost"),
-        (Sickness::Xid(79), State::Active, "Xid79"),
-        (Sickness::WorkerStuck, State::Active, "WorkerStuck"),
-        (Sickness::Draining, State::Draining, "Draining"),
-        (Sickness::Drained, State::Draining, "Drained"),
+        (UnhealthyReason::Lost, State::Lost, "GpuLost"),
+        (UnhealthyReason::Xid(79), State::Active, "Xid79"),
+        (UnhealthyReason::WorkerStuck, State::Active, "WorkerStuck"),
+        (UnhealthyReason::Draining, State::Draining, "Draining"),
+        (UnhealthyReason::Drained, State::Draining, "Drained"),
     ] {
         let snapshot = Snapshot {
-            inventory: inventory(Health::Unhealthy(sickness)),
+            inventory: inventory_with(Health::Unhealthy(sickness)),
             ..snapshot()
         };
-        let gpu = &report(&snapshot, &around()).gpus[0];
+        let gpu = &node_report(&snapshot, &inputs()).gpus[0];
         assert_eq!((gpu.state, gpu.capacity), (state, Quanta::ZERO));
         assert_eq!(
             gpu.health,
@@ -217,45 +220,45 @@ fn a_sick_gpu_offers_nothing_and_says_why() {
 }
 
 #[test]
-fn a_gpu_whose_memory_is_lost_has_a_fault_of_one_name_until_it_is_back() {
+fn lost_gpu_has_one_fault_id_until_it_is_back() {
     let sick = |away, awaits_reset, sickness| {
         let mut snapshot = snapshot();
-        snapshot.inventory = inventory(Health::Unhealthy(sickness));
+        snapshot.inventory = inventory_with(Health::Unhealthy(sickness));
         if let Inventory::Gpus { gpus, .. } = &mut snapshot.inventory {
-            gpus[0].memory = GpuMemory {
+            gpus[0].persisted = GpuMemory {
                 away,
                 awaits_reset,
                 drained: false,
             };
         }
-        report(&snapshot, &around())
+        node_report(&snapshot, &inputs())
     };
     for (away, awaits_reset, sickness, action, state) in [
         (
             false,
             Some(48),
-            Sickness::Xid(48),
+            UnhealthyReason::Xid(48),
             FaultAction::ResetGpu,
             State::Draining,
         ),
         (
             false,
             Some(79),
-            Sickness::Xid(79),
+            UnhealthyReason::Xid(79),
             FaultAction::RestartNode,
             State::Draining,
         ),
         (
             true,
             Some(79),
-            Sickness::Lost,
+            UnhealthyReason::Lost,
             FaultAction::RestartNode,
             State::Lost,
         ),
         (
             true,
             None,
-            Sickness::NoAnswer,
+            UnhealthyReason::NoAnswer,
             FaultAction::Wait,
             State::Lost,
         ),
@@ -268,18 +271,18 @@ fn a_gpu_whose_memory_is_lost_has_a_fault_of_one_name_until_it_is_back() {
         assert_eq!(fault.xid.map(u64::from), awaits_reset);
         assert_eq!((&fault.image, said.gpus[0].state), (&None, state));
     }
-    let back = sick(false, None, Sickness::Xid(79));
+    let back = sick(false, None, UnhealthyReason::Xid(79));
     assert_eq!(
         back.faults,
         [],
         "quiet for a while still, and all is lost already"
     );
-    assert_eq!(sick(false, None, Sickness::Xid(74)).faults, []);
-    assert_eq!(report(&snapshot(), &around()).faults, []);
+    assert_eq!(sick(false, None, UnhealthyReason::Xid(74)).faults, []);
+    assert_eq!(node_report(&snapshot(), &inputs()).faults, []);
 }
 
 #[test]
-fn each_way_not_to_be_registered_has_its_reason() {
+fn registration_failures_have_a_reason_each() {
     for (why, holds, reason) in [
         (NotRegistered::Starting, None, names::PENDING),
         (NotRegistered::Stopped, None, names::PENDING),
@@ -309,44 +312,44 @@ fn each_way_not_to_be_registered_has_its_reason() {
             names::REGISTRATION_REFUSED,
         ),
     ] {
-        let around = Around {
+        let around = ReportInputs {
             registration: Registration::NotRegistered(why),
-            ..around()
+            ..inputs()
         };
-        let report = report(&snapshot(), &around);
+        let report = node_report(&snapshot(), &around);
         assert_eq!(condition(&report, names::REGISTERED), (holds, reason));
     }
 }
 
 #[test]
-fn troubles_are_said_under_the_condition_that_they_are_about() {
+fn problems_appear_in_the_condition_of_their_subsystem() {
     let troubled = |troubles| {
         let snapshot = Snapshot {
-            troubles,
+            problems: troubles,
             ..snapshot()
         };
-        report(&snapshot, &around())
+        node_report(&snapshot, &inputs())
     };
-    let none = Troubles::default();
+    let none = NodeProblems::default();
     for (troubles, type_, said) in [
         (
-            Troubles {
-                host: Some((Concern::Driver, "no nvidiactl".into())),
+            NodeProblems {
+                host: Some((Subsystem::Driver, "no nvidiactl".into())),
                 ..none.clone()
             },
             names::GPUS_FOUND,
             (Some(false), names::DRIVER_FAILED),
         ),
         (
-            Troubles {
-                host: Some((Concern::Cdi, "full".into())),
+            NodeProblems {
+                host: Some((Subsystem::Cdi, "full".into())),
                 ..none.clone()
             },
             names::CDI_READY,
             (Some(false), names::CDI_FOLDER),
         ),
         (
-            Troubles {
+            NodeProblems {
                 cdi: Some("read-only".into()),
                 ..none.clone()
             },
@@ -354,7 +357,7 @@ fn troubles_are_said_under_the_condition_that_they_are_about() {
             (Some(false), names::CDI_FOLDER),
         ),
         (
-            Troubles {
+            NodeProblems {
                 checkpoint: Some("full".into()),
                 ..none.clone()
             },
@@ -362,7 +365,7 @@ fn troubles_are_said_under_the_condition_that_they_are_about() {
             (Some(false), names::CHECKPOINT_UNWRITABLE),
         ),
         (
-            Troubles {
+            NodeProblems {
                 rebuilt: Some("malformed".into()),
                 ..none.clone()
             },
@@ -381,18 +384,18 @@ fn troubles_are_said_under_the_condition_that_they_are_about() {
 }
 
 #[test]
-fn a_runtime_without_cdi_and_too_many_tokens_are_said() {
-    let around = Around {
-        runtime: Some("containerd 1.7".into()),
-        ..around()
+fn runtime_without_cdi_and_token_limit_are_reported() {
+    let around = ReportInputs {
+        runtime_problem: Some("containerd 1.7".into()),
+        ..inputs()
     };
     let refused =
-        Devices::new(Resource::DeviceMemory, vec![TokenHealth::Healthy; 5_000]).unwrap_err();
+        Devices::new(Resource::DeviceMemory, vec![DeviceHealth::Healthy; 5_000]).unwrap_err();
     let snapshot = Snapshot {
-        too_many: Some(refused),
+        devices_error: Some(refused),
         ..snapshot()
     };
-    let report = report(&snapshot, &around);
+    let report = node_report(&snapshot, &around);
     assert_eq!(
         condition(&report, names::CDI_READY),
         (Some(false), names::CDI_UNSUPPORTED)
@@ -405,21 +408,21 @@ fn a_runtime_without_cdi_and_too_many_tokens_are_said() {
 }
 
 #[test]
-fn an_event_is_told_when_something_changes_and_not_again() {
-    let well = report(&snapshot(), &around());
-    assert_eq!(events(None, &well), []);
+fn event_is_published_once_per_change() {
+    let well = node_report(&snapshot(), &inputs());
+    assert_eq!(transition_events(None, &well), []);
     let sick = Snapshot {
-        inventory: inventory(Health::Unhealthy(Sickness::Xid(79))),
+        inventory: inventory_with(Health::Unhealthy(UnhealthyReason::Xid(79))),
         ..snapshot()
     };
-    let sick = report(&sick, &around());
-    let told: Vec<_> = events(Some(&well), &sick)
+    let sick = node_report(&sick, &inputs());
+    let told: Vec<_> = transition_events(Some(&well), &sick)
         .into_iter()
         .map(|(reason, _)| reason)
         .collect();
     assert_eq!(told, [Reason::GpusMissing, Reason::GpuUnhealthy]);
-    assert_eq!(events(Some(&sick), &sick), []);
-    let told = events(Some(&sick), &well);
+    assert_eq!(transition_events(Some(&sick), &sick), []);
+    let told = transition_events(Some(&sick), &well);
     assert_eq!(
         told,
         [(Reason::GpuHealthy, "GPU-a gets new pods again".to_owned())]
@@ -427,67 +430,71 @@ fn an_event_is_told_when_something_changes_and_not_again() {
 }
 
 #[test]
-fn limits_of_the_drivers_own_are_told_and_keep_no_node_from_being_ready() {
-    let said = |limits: &[Limit]| {
+fn driver_limits_are_reported_and_do_not_affect_readiness() {
+    let said = |limits: &[LimitState]| {
         let places = (0..).map(|pod| (PathBuf::from(format!("/cg/pod{pod}")), uuid()));
-        let around = Around {
+        let around = ReportInputs {
             limits: places.zip(limits.iter().cloned()).collect(),
-            ..around()
+            ..inputs()
         };
-        let report = report(&snapshot(), &around);
+        let report = node_report(&snapshot(), &around);
         assert!(!report.conditions.iter().any(Statement::is_amiss));
         condition(&report, names::DRIVER_LIMITS)
     };
-    let set = Limit::Set(Bytes::gib(1));
-    let refused = Limit::Refused {
+    let set = LimitState::Set(Bytes::gib(1));
+    let refused = LimitState::Failed {
         bytes: Bytes::gib(1),
         why: "not found".into(),
     };
     assert_eq!(said(&[]), (None, names::PENDING));
     assert_eq!(said(std::slice::from_ref(&set)), (Some(true), names::OK));
     assert_eq!(
-        said(&[set.clone(), Limit::NotOffered]),
+        said(&[set.clone(), LimitState::Unsupported]),
         (Some(false), names::NOT_OFFERED)
     );
     assert_eq!(
-        said(&[Limit::NotOffered, refused, set]),
+        said(&[LimitState::Unsupported, refused, set]),
         (Some(false), names::LIMIT_REFUSED)
     );
 }
 
 #[test]
-fn a_kubelet_that_restarts_is_no_event() {
-    let well = report(&snapshot(), &around());
-    let gone = Around {
+fn kubelet_restart_publishes_no_event() {
+    let well = node_report(&snapshot(), &inputs());
+    let gone = ReportInputs {
         registration: Registration::NotRegistered(NotRegistered::NoStream),
-        ..around()
+        ..inputs()
     };
-    assert_eq!(events(Some(&well), &report(&snapshot(), &gone)), []);
+    assert_eq!(
+        transition_events(Some(&well), &node_report(&snapshot(), &gone)),
+        []
+    );
 }
 
 #[test]
-fn a_gpu_that_is_not_audited_and_a_container_that_is_not_enforced_are_named() {
-    let mut around = around();
-    let stated = |around: &Around| condition(&report(&snapshot(), around), names::AUDITED);
+fn stale_audit_and_unenforced_container_are_named() {
+    let mut around = inputs();
+    let stated =
+        |around: &ReportInputs| condition(&node_report(&snapshot(), around), names::AUDITED);
     assert_eq!(stated(&around), (Some(true), names::OK));
-    around.audited.stale.insert(uuid());
+    around.audited.stale_gpus.insert(uuid());
     assert_eq!(stated(&around), (Some(false), names::AUDIT_STALE));
-    around.audited.stale.clear();
-    around.audited.hanging.insert("pod-1".parse().unwrap());
+    around.audited.stale_gpus.clear();
+    around.audited.hanging_pods.insert("pod-1".parse().unwrap());
     assert_eq!(stated(&around), (Some(false), names::AUDIT_STALE));
-    around.audited.begun = false;
+    around.audited.has_run = false;
     assert_eq!(stated(&around), (None, names::PENDING));
     let container = BoundContainer {
         pod: "pod-1".parse().unwrap(),
-        holder: snapshot().waits[0].holder.clone(),
-        ..BoundContainer::numbered(1, 1)
+        name: snapshot().queued_claims[0].name.clone(),
+        ..BoundContainer::with_ids(1, 1)
     };
-    let lack = Lack {
-        reason: crate::enforcement::attestation::Reason::MountedOver,
+    let lack = EnforcementGap {
+        reason: crate::enforcement::attestation::GapReason::MountedOver,
         detail: "/opt/bursar/lib".into(),
     };
     around.audited.not_enforced.push((container, lack));
-    let report = report(&snapshot(), &around);
+    let report = node_report(&snapshot(), &around);
     let said = &report.not_enforced[0];
     assert_eq!(
         (said.pod.as_str(), said.container.as_str()),
@@ -498,54 +505,54 @@ fn a_gpu_that_is_not_audited_and_a_container_that_is_not_enforced_are_named() {
 }
 
 #[test]
-fn why_no_memory_is_kept_is_told_and_keeps_no_node_from_being_ready() {
-    let said = |kept: KeptStatus| {
-        let mut around = around();
-        around.kept = kept;
-        let report = report(&snapshot(), &around);
+fn missing_retained_memory_is_reported_with_a_reason() {
+    let said = |kept: RetainedStatus| {
+        let mut around = inputs();
+        around.retained = kept;
+        let report = node_report(&snapshot(), &around);
         assert!(report.conditions.iter().all(|said| !said.is_amiss()));
         let of = |type_| condition(&report, type_);
         let scrubbed = of(names::MEMORY_SCRUBBED);
         assert_eq!(
             scrubbed.1 == names::NOT_SCRUBBED,
-            !around.kept.refused.is_empty()
+            !around.retained.refused.is_empty()
         );
         of(names::KEPT_MEMORY)
     };
-    let well = around().kept;
+    let well = inputs().retained;
     assert_eq!(said(well.clone()), (Some(true), names::OK));
     assert_eq!(
-        said(KeptStatus::default()),
+        said(RetainedStatus::default()),
         (Some(false), names::SWITCHED_OFF)
     );
-    let away = KeptStatus {
-        heard: false,
+    let away = RetainedStatus {
+        is_store_connected: false,
         ..well.clone()
     };
     assert_eq!(said(away), (Some(false), names::VAULT_AWAY));
-    let dirty = KeptStatus {
+    let dirty = RetainedStatus {
         refused: BTreeMap::from([(uuid(), "why".to_owned())]),
         ..well.clone()
     };
     assert_eq!(said(dirty.clone()), (Some(false), names::NOT_SCRUBBED));
-    let stuck = KeptStatus {
-        stuck: [uuid()].into(),
+    let stuck = RetainedStatus {
+        hung: [uuid()].into(),
         ..dirty
     };
     assert_eq!(said(stuck), (Some(false), names::WORKER_STUCK));
 }
 
 #[test]
-fn unknown_orders_are_a_condition_and_the_node_stays_ready() {
-    let mut around = around();
-    let said = |around: &Around| {
-        let report = report(&snapshot(), around);
+fn unknown_spec_entries_are_a_condition_only() {
+    let mut around = inputs();
+    let said = |around: &ReportInputs| {
+        let report = node_report(&snapshot(), around);
         assert!(report.conditions.iter().all(|said| !said.is_amiss()));
         condition(&report, names::ACCEPTED)
     };
     assert_eq!(said(&around), (Some(true), names::OK));
-    around.ordered.not_understood = vec!["contextPolicies[0]".to_owned()];
+    around.overrides.unrecognized = vec!["contextPolicies[0]".to_owned()];
     assert_eq!(said(&around), (Some(false), names::NOT_UNDERSTOOD));
-    around.ordered = Ordered::default();
+    around.overrides = AppliedSpec::default();
     assert_eq!(said(&around), (None, names::PENDING));
 }

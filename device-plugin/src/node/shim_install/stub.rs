@@ -19,20 +19,20 @@ const MACHINE: u16 = elf::EM_AARCH64;
 
 const HEADER: u64 = size_of::<FileHeader64<LittleEndian>>() as u64;
 const SEGMENT: u64 = size_of::<ProgramHeader64<LittleEndian>>() as u64;
-const ENTRY: u64 = size_of::<Dyn64<LittleEndian>>() as u64;
+const DYNAMIC_ENTRY: u64 = size_of::<Dyn64<LittleEndian>>() as u64;
 const SYMBOL: u64 = size_of::<Sym64<LittleEndian>>() as u64;
 
 /// An ELF library with the SONAME `soname` that needs `needed` and has no symbol (System V gABI, "Dynamic Linking").
 /// In the file, and at the same addresses in memory: the header, three segments, the dynamic section, the empty
 /// table of symbols, its hash table, the names.
-pub(super) fn stub(soname: &str, needed: &str) -> Vec<u8> {
+pub(super) fn build_stub(soname: &str, needed: &str) -> Vec<u8> {
     // The empty name first.
     let names = format!("\0{needed}\0{soname}\0");
     // One bucket, one symbol; both chains end at once.
     let hash = [1_u32, 1, 0, 0].map(|word| U32::new(LITTLE, word));
 
     let dynamic_at = HEADER + 3 * SEGMENT;
-    let symbols_at = dynamic_at + 8 * ENTRY;
+    let symbols_at = dynamic_at + 8 * DYNAMIC_ENTRY;
     let hash_at = symbols_at + SYMBOL;
     let names_at = hash_at + size_of_val(&hash) as u64;
     let end = names_at + names.len() as u64;
@@ -48,13 +48,13 @@ pub(super) fn stub(soname: &str, needed: &str) -> Vec<u8> {
         (elf::DT_SYMENT, SYMBOL),
         (elf::DT_NULL, 0),
     ]
-    .map(|(tag, value)| entry(tag, value));
+    .map(|(tag, value)| dynamic_entry(tag, value));
     let segments = [
         // Writable, for a loader before glibc 2.35 notes the addresses in the dynamic section itself.
-        segment(elf::PT_LOAD, 0, end, PAGE),
-        segment(elf::PT_DYNAMIC, dynamic_at, symbols_at - dynamic_at, 8),
+        program_header(elf::PT_LOAD, 0, end, PAGE),
+        program_header(elf::PT_DYNAMIC, dynamic_at, symbols_at - dynamic_at, 8),
         // Without it the loader would make the program's stack executable.
-        segment(elf::PT_GNU_STACK, 0, 0, 16),
+        program_header(elf::PT_GNU_STACK, 0, 0, 16),
     ];
 
     let mut file = Vec::new();
@@ -95,7 +95,7 @@ fn header(segments: usize) -> FileHeader64<LittleEndian> {
     }
 }
 
-fn segment(kind: u32, at: u64, size: u64, align: u64) -> ProgramHeader64<LittleEndian> {
+fn program_header(kind: u32, at: u64, size: u64, align: u64) -> ProgramHeader64<LittleEndian> {
     let [at, size, align] = [at, size, align].map(|value| U64::new(LITTLE, value));
     ProgramHeader64 {
         p_type: U32::new(LITTLE, kind),
@@ -109,7 +109,7 @@ fn segment(kind: u32, at: u64, size: u64, align: u64) -> ProgramHeader64<LittleE
     }
 }
 
-fn entry(tag: i64, value: u64) -> Dyn64<LittleEndian> {
+fn dynamic_entry(tag: i64, value: u64) -> Dyn64<LittleEndian> {
     Dyn64 {
         d_tag: object::I64::new(LITTLE, tag),
         d_val: U64::new(LITTLE, value),

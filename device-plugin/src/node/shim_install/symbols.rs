@@ -22,7 +22,7 @@ type Symbol = Sym64<LittleEndian>;
 ///
 /// # Errors
 /// It cannot be read, or is no little-endian 64-bit ELF file.
-pub(super) fn exported(library: &Path) -> io::Result<BTreeSet<Vec<u8>>> {
+pub(super) fn exported_names(library: &Path) -> io::Result<BTreeSet<Vec<u8>>> {
     // A driver's library has 90 MB; its table of symbols is all that is read.
     let file = ReadCache::new(File::open(library)?);
     let (symbols, _) = dynamic_symbols(&file)?;
@@ -37,7 +37,7 @@ pub(super) fn exported(library: &Path) -> io::Result<BTreeSet<Vec<u8>>> {
 ///
 /// # Errors
 /// It is no little-endian 64-bit ELF file.
-pub(super) fn hide(library: &mut [u8], kept: &BTreeSet<Vec<u8>>) -> io::Result<()> {
+pub(super) fn hide_names(library: &mut [u8], kept: &BTreeSet<Vec<u8>>) -> io::Result<()> {
     let (symbols, offset) = dynamic_symbols(&*library)?;
     let lacking = |symbol: &Symbol| {
         let name = symbol.name(LITTLE, symbols.strings());

@@ -7,7 +7,7 @@ use std::process::Command;
 const FUNCTIONS: &[&str] = &["cuInit", "cuMemAlloc_v2", "cuNewest"];
 
 /// A shared library of these functions.
-fn library(path: &Path, functions: &[&str]) {
+fn compile_library(path: &Path, functions: &[&str]) {
     let source: String = functions
         .iter()
         .map(|name| format!("int {name}(void) {{ return 0; }}\n"))
@@ -24,23 +24,23 @@ fn library(path: &Path, functions: &[&str]) {
 }
 
 /// The agent's image, the host's driver, and the node's folder.
-struct Machine {
+struct FakeMachine {
     folder: tempfile::TempDir,
 }
 
-impl Machine {
+impl FakeMachine {
     /// The driver has these functions.
-    fn new(driver: &[&str]) -> Machine {
-        let machine = Machine {
+    fn new(driver: &[&str]) -> FakeMachine {
+        let machine = FakeMachine {
             folder: tempfile::tempdir().unwrap(),
         };
         for name in ["image", "state"] {
             fs::create_dir(machine.path(name)).unwrap();
         }
-        library(&machine.path("image/libcuda.so.1"), FUNCTIONS);
-        library(&machine.path("image/libnvidia-ml.so.1"), &["nvmlInit_v2"]);
-        library(&machine.path("driver.so"), driver);
-        library(&machine.path("nvml.so"), &["nvmlInit_v2"]);
+        compile_library(&machine.path("image/libcuda.so.1"), FUNCTIONS);
+        compile_library(&machine.path("image/libnvidia-ml.so.1"), &["nvmlInit_v2"]);
+        compile_library(&machine.path("driver.so"), driver);
+        compile_library(&machine.path("nvml.so"), &["nvmlInit_v2"]);
         machine
     }
 
@@ -48,7 +48,7 @@ impl Machine {
         self.folder.path().join(name)
     }
 
-    fn install(&self) -> Result<PathBuf, ShimFilesError> {
+    fn install(&self) -> Result<PathBuf, ShimInstallError> {
         let file = |soname: &str, path: &str| DriverFile {
             soname: soname.to_owned(),
             path: self.path(path),
@@ -71,8 +71,8 @@ impl Machine {
     }
 }
 
-fn functions(build: &Path) -> Vec<String> {
-    let names = symbols::exported(&build.join(LIBCUDA)).unwrap();
+fn exported_functions(build: &Path) -> Vec<String> {
+    let names = symbols::exported_names(&build.join(LIBCUDA)).unwrap();
     names
         .into_iter()
         .map(|name| String::from_utf8(name).unwrap())
@@ -81,8 +81,8 @@ fn functions(build: &Path) -> Vec<String> {
 }
 
 #[test]
-fn a_second_start_of_the_same_build_touches_nothing() {
-    let machine = Machine::new(FUNCTIONS);
+fn second_install_of_the_same_build_changes_nothing() {
+    let machine = FakeMachine::new(FUNCTIONS);
     let first = machine.install().unwrap();
     let inode = first.join(LIBCUDA).metadata().unwrap().ino();
     assert_eq!(machine.install().unwrap(), first);
@@ -91,27 +91,27 @@ fn a_second_start_of_the_same_build_touches_nothing() {
 }
 
 #[test]
-fn an_upgrade_of_shim_or_driver_leaves_the_files_that_containers_have_mapped() {
-    let machine = Machine::new(FUNCTIONS);
+fn upgrade_leaves_files_that_containers_have_mapped() {
+    let machine = FakeMachine::new(FUNCTIONS);
     let old = machine.install().unwrap();
     let before = fs::read(old.join(LIBCUDA)).unwrap();
-    library(&machine.path("image/libcuda.so.1"), &["cuInit", "cuOther"]);
+    compile_library(&machine.path("image/libcuda.so.1"), &["cuInit", "cuOther"]);
     let shim = machine.install().unwrap();
-    library(&machine.path("driver.so"), &["cuOther"]);
+    compile_library(&machine.path("driver.so"), &["cuOther"]);
     let driver = machine.install().unwrap();
     assert_eq!(machine.builds(), 3);
     assert_eq!(fs::read(old.join(LIBCUDA)).unwrap(), before);
-    assert_eq!(functions(&shim), ["cuInit"]);
-    assert_eq!(functions(&driver), ["cuOther"]);
+    assert_eq!(exported_functions(&shim), ["cuInit"]);
+    assert_eq!(exported_functions(&driver), ["cuOther"]);
 }
 
 #[test]
 fn builds_are_removed_when_no_cdi_file_mounts_them() {
-    let machine = Machine::new(FUNCTIONS);
+    let machine = FakeMachine::new(FUNCTIONS);
     let state = machine.path("state");
     let mounted = machine.install().unwrap();
     for number in 0..10 {
-        library(
+        compile_library(
             &machine.path("image/libcuda.so.1"),
             &["cuInit", &format!("cuOther{number}")],
         );
@@ -135,10 +135,10 @@ fn builds_are_removed_when_no_cdi_file_mounts_them() {
 }
 
 #[test]
-fn names_that_the_driver_lacks_are_hidden_and_others_are_not() {
-    let machine = Machine::new(&["cuMemAlloc_v2", "cuInit", "cuUnknownToTheShim"]);
+fn symbols_that_the_driver_lacks_are_hidden() {
+    let machine = FakeMachine::new(&["cuMemAlloc_v2", "cuInit", "cuUnknownToTheShim"]);
     let build = machine.install().unwrap();
-    assert_eq!(functions(&build), ["cuInit", "cuMemAlloc_v2"]);
+    assert_eq!(exported_functions(&build), ["cuInit", "cuMemAlloc_v2"]);
     let image = fs::read(machine.path("image/libcuda.so.1")).unwrap();
     let copy = fs::read(build.join(LIBCUDA)).unwrap();
     assert_eq!(image.len(), copy.len());
@@ -147,8 +147,8 @@ fn names_that_the_driver_lacks_are_hidden_and_others_are_not() {
 }
 
 #[test]
-fn a_driver_that_knows_every_name_gets_the_shim_as_it_is() {
-    let machine = Machine::new(FUNCTIONS);
+fn shim_is_unchanged_when_the_driver_has_every_symbol() {
+    let machine = FakeMachine::new(FUNCTIONS);
     let build = machine.install().unwrap();
     assert_eq!(
         fs::read(build.join(LIBCUDA)).unwrap(),
@@ -157,16 +157,16 @@ fn a_driver_that_knows_every_name_gets_the_shim_as_it_is() {
 }
 
 #[test]
-fn a_driver_that_is_no_library_is_named() {
-    let machine = Machine::new(FUNCTIONS);
+fn malformed_driver_library_is_named() {
+    let machine = FakeMachine::new(FUNCTIONS);
     fs::write(machine.path("driver.so"), "").unwrap();
     let error = machine.install().unwrap_err().to_string();
     assert!(error.contains("driver.so"), "{error}");
 }
 
 #[test]
-fn any_user_can_read_the_files_and_the_loaders_list_names_shims_and_stub() {
-    let machine = Machine::new(FUNCTIONS);
+fn files_are_world_readable_and_preload_lists_them() {
+    let machine = FakeMachine::new(FUNCTIONS);
     let build = machine.install().unwrap();
     for (name, mode) in [
         (LIBCUDA, 0o755),
@@ -189,8 +189,8 @@ fn any_user_can_read_the_files_and_the_loaders_list_names_shims_and_stub() {
 }
 
 #[test]
-fn the_stub_is_called_libcuda_so_and_needs_the_shim() {
-    let machine = Machine::new(FUNCTIONS);
+fn stub_is_called_libcuda_so_and_needs_the_shim() {
+    let machine = FakeMachine::new(FUNCTIONS);
     let build = machine.install().unwrap();
     let output = Command::new("readelf")
         .args(["--dynamic", "--segments", "--wide"])
@@ -210,8 +210,8 @@ fn the_stub_is_called_libcuda_so_and_needs_the_shim() {
 }
 
 #[test]
-fn an_image_without_the_shim_is_told_which_file_is_missing() {
-    let machine = Machine::new(FUNCTIONS);
+fn missing_shim_in_the_image_is_named() {
+    let machine = FakeMachine::new(FUNCTIONS);
     fs::remove_file(machine.path("image/libcuda.so.1")).unwrap();
     let error = machine.install().unwrap_err().to_string();
     assert!(
@@ -221,15 +221,15 @@ fn an_image_without_the_shim_is_told_which_file_is_missing() {
 }
 
 #[test]
-fn a_damaged_build_is_mended_and_who_has_it_mapped_keeps_his_file() {
-    let machine = Machine::new(FUNCTIONS);
+fn damaged_build_is_repaired_without_changing_mapped_files() {
+    let machine = FakeMachine::new(FUNCTIONS);
     let build = machine.install().unwrap();
     let whole = fs::read(build.join(LIBCUDA)).unwrap();
     let files = fs::read_dir(&build).unwrap().count();
     for damage in ["", "bui", "BUILD"] {
         let mapped = File::open(build.join(LIBCUDA)).unwrap();
         fs::write(build.join(LIBCUDA), damage).unwrap();
-        for name in [PRELOAD_FILE, LINK, STUB] {
+        for name in [PRELOAD_FILE, DEV_LINK, STUB] {
             fs::remove_file(build.join(name)).unwrap();
         }
         assert_eq!(machine.install().unwrap(), build);
@@ -241,13 +241,13 @@ fn a_damaged_build_is_mended_and_who_has_it_mapped_keeps_his_file() {
 }
 
 #[test]
-fn what_an_agent_that_died_left_half_done_is_removed_and_what_another_does_now_is_not() {
-    let machine = Machine::new(FUNCTIONS);
+fn stale_temporary_dirs_are_removed_and_fresh_ones_stay() {
+    let machine = FakeMachine::new(FUNCTIONS);
     let builds = machine.path("state/shim");
     for name in [".old.1", ".new.2"] {
         fs::create_dir_all(builds.join(name)).unwrap();
     }
-    let long_ago = std::time::SystemTime::now() - 2 * STALE;
+    let long_ago = std::time::SystemTime::now() - 2 * STALE_AFTER;
     File::open(builds.join(".old.1"))
         .and_then(|folder| folder.set_modified(long_ago))
         .unwrap();

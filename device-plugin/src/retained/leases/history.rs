@@ -26,20 +26,20 @@ fn pod(number: usize) -> PodUid {
 
 /// What a process remembers of a lease that it opened.
 #[derive(Clone, Debug)]
-struct Grip {
+struct OpenLease {
     lease: LeaseId,
-    title: Title,
+    title: LeaseKey,
     /// None where it reads.
-    token: Option<(u64, Moment)>,
+    token: Option<(u64, BootTime)>,
 }
 
 #[derive(Clone, Debug)]
 struct Tenant {
-    asker: Asker,
+    asker: Caller,
     image: u64,
-    grips: Vec<Grip>,
+    open_leases: Vec<OpenLease>,
     /// What images of it before this one had, as long as the agent was not told of their end.
-    before: Vec<Grip>,
+    previous_images: Vec<OpenLease>,
     /// Leases whose memory it was handed while they were made, whatever became of them.
     handed: BTreeSet<LeaseId>,
 }
@@ -69,88 +69,88 @@ enum Expected {
 
 /// A lease that is being made: what the agent does step by step.
 #[derive(Clone, Debug)]
-struct Making {
+struct Creation {
     lease: LeaseId,
     tenant: usize,
-    title: Title,
+    title: LeaseKey,
     token: u64,
-    until: Moment,
+    until: BootTime,
     /// The worker has made it: the agent has its descriptor.
     created: bool,
     /// On which connection to the vault it is put.
-    line: u32,
+    connection: u32,
 }
 
-struct World {
-    dice: StdRng,
-    now: Moment,
-    book: Leases,
-    node: Node,
+struct Model {
+    rng: StdRng,
+    now: BootTime,
+    table: LeaseTable,
+    node: NodeView,
     tenants: Vec<Tenant>,
     /// What the vault has: it answers on this connection, if there is one.
-    vault: BTreeMap<LeaseId, Meta>,
-    line: u32,
-    linked: bool,
-    making: Vec<Making>,
+    fd_store: BTreeMap<LeaseId, LeaseRecord>,
+    connection: u32,
+    is_connected: bool,
+    creations: Vec<Creation>,
     /// Leases that were ever made, with what they have.
     sizes: BTreeMap<LeaseId, u64>,
     /// Descriptors in the agent's hands.
-    hands: BTreeSet<LeaseId>,
+    agent_fds: BTreeSet<LeaseId>,
     /// On disk: each bound container's account, and what the node's ledger has.
     accounts: BTreeMap<AllocationId, Account>,
-    kept: BTreeMap<LeaseId, u64>,
+    orphaned: BTreeMap<LeaseId, u64>,
     leaked: u64,
-    expected: BTreeMap<Title, Expected>,
+    expected: BTreeMap<LeaseKey, Expected>,
     /// Who was given the right to commit last, of each title.
-    newest: BTreeMap<Title, (LeaseId, u64)>,
+    newest_writers: BTreeMap<LeaseKey, (LeaseId, u64)>,
     /// Rights of images that have ended, and on GPUs that were reset.
-    stale: Vec<(Asker, Grip)>,
-    next: u64,
+    stale: Vec<(Caller, OpenLease)>,
+    last_number: u64,
     /// What happened, for a history that shows nothing to be found out.
     counts: BTreeMap<&'static str, u64>,
 }
 
-impl World {
-    fn new(seed: u64) -> World {
-        let mut world = World {
-            dice: StdRng::seed_from_u64(seed),
-            now: Moment(0),
-            book: Leases::default(),
-            node: Node {
+impl Model {
+    fn new(seed: u64) -> Model {
+        let mut world = Model {
+            rng: StdRng::seed_from_u64(seed),
+            now: BootTime(0),
+            table: LeaseTable::default(),
+            node: NodeView {
                 generations: BTreeMap::from([(gpu(), 1)]),
-                ..Node::default()
+                ..NodeView::default()
             },
             tenants: Vec::new(),
-            vault: BTreeMap::new(),
-            line: 0,
-            linked: false,
-            making: Vec::new(),
+            fd_store: BTreeMap::new(),
+            connection: 0,
+            is_connected: false,
+            creations: Vec::new(),
             sizes: BTreeMap::new(),
-            hands: BTreeSet::new(),
+            agent_fds: BTreeSet::new(),
             accounts: BTreeMap::new(),
-            kept: BTreeMap::new(),
+            orphaned: BTreeMap::new(),
             leaked: 0,
             expected: BTreeMap::new(),
-            newest: BTreeMap::new(),
+            newest_writers: BTreeMap::new(),
             stale: Vec::new(),
-            next: 1,
+            last_number: 1,
             counts: BTreeMap::new(),
         };
-        world.link();
+        world.reconnect();
         world
     }
 
-    fn below(&mut self, sides: usize) -> usize {
-        self.dice.random_range(0..sides.max(1))
+    fn random_below(&mut self, sides: usize) -> usize {
+        self.rng.random_range(0..sides.max(1))
     }
 
     fn one_in(&mut self, many: u32) -> bool {
-        self.dice.random_range(0..many) == 0
+        self.rng.random_range(0..many) == 0
     }
 
-    fn number(&mut self) -> u64 {
-        self.next += 1;
-        self.next
+    fn next_number(&mut self) -> u64 {
+        self.last_number += 1;
+        self.last_number
     }
 
     fn count(&mut self, what: &'static str) {
@@ -160,14 +160,15 @@ impl World {
     /// Whether there is memory of a lease.
     fn exists(&self, lease: LeaseId) -> bool {
         let mapped = |tenant: &Tenant| {
-            tenant.handed.contains(&lease) || tenant.grips.iter().any(|grip| grip.lease == lease)
+            tenant.handed.contains(&lease)
+                || tenant.open_leases.iter().any(|grip| grip.lease == lease)
         };
-        self.vault.contains_key(&lease)
-            || self.hands.contains(&lease)
+        self.fd_store.contains_key(&lease)
+            || self.agent_fds.contains(&lease)
             || self.tenants.iter().any(mapped)
     }
 
-    fn memory(&self) -> u64 {
+    fn memory_in_use(&self) -> u64 {
         let sizes = self.sizes.iter();
         sizes
             .filter(|(lease, _)| self.exists(**lease))
@@ -178,10 +179,10 @@ impl World {
     // The agent's part, in the order of `serve`.
 
     /// Does what the book says, unless the agent dies in between: whether it lives.
-    fn carry_out(&mut self, effects: Vec<Effect>) -> bool {
+    fn apply_effects(&mut self, effects: Vec<Effect>) -> bool {
         for effect in effects {
             if self.one_in(400) {
-                self.agent_dies();
+                self.crash_agent();
                 return false;
             }
             match effect {
@@ -189,22 +190,22 @@ impl World {
                     let Some(account) = self.accounts.get_mut(&owner) else {
                         continue;
                     };
-                    let Some((_, Bytes(bytes))) = self.book.extent(lease) else {
+                    let Some((_, Bytes(bytes))) = self.table.extent(lease) else {
                         continue;
                     };
                     account.dead += account.leases.remove(&lease).unwrap_or(bytes);
                     if self.one_in(400) {
-                        self.agent_dies();
+                        self.crash_agent();
                         return false;
                     }
-                    if let Some(Effect::Drop(lease)) = self.book.charged(lease) {
+                    if let Some(Effect::Drop(lease)) = self.table.confirm_charged(lease) {
                         self.close(lease);
                     }
                 }
                 Effect::Drop(lease) => self.close(lease),
                 Effect::Update(lease, meta) => {
-                    if self.linked
-                        && let Some(held) = self.vault.get_mut(&lease)
+                    if self.is_connected
+                        && let Some(held) = self.fd_store.get_mut(&lease)
                     {
                         *held = *meta;
                     }
@@ -215,36 +216,36 @@ impl World {
     }
 
     fn close(&mut self, lease: LeaseId) {
-        if self.linked {
-            self.vault.remove(&lease);
-            self.book.dropped(lease);
+        if self.is_connected {
+            self.fd_store.remove(&lease);
+            self.table.confirm_dropped(lease);
         }
     }
 
-    fn agent_dies(&mut self) {
+    fn crash_agent(&mut self) {
         self.count("agent deaths");
-        self.book = Leases::default();
-        self.making.clear();
-        self.hands.clear();
-        self.link();
+        self.table = LeaseTable::default();
+        self.creations.clear();
+        self.agent_fds.clear();
+        self.reconnect();
     }
 
     /// The agent and the vault find each other.
-    fn link(&mut self) {
-        self.line += 1;
-        self.linked = true;
-        let held = self.vault.iter();
+    fn reconnect(&mut self) {
+        self.connection += 1;
+        self.is_connected = true;
+        let held = self.fd_store.iter();
         let held = held
-            .map(|(lease, meta)| (*lease, Heard::Read(meta.clone())))
+            .map(|(lease, meta)| (*lease, StoredRecord::Read(meta.clone())))
             .collect();
         let alive: BTreeSet<Process> = self.tenants.iter().map(|t| t.asker.process).collect();
-        let effects = self.book.heard(held, |process| alive.contains(&process));
+        let effects = self.table.resync(held, |process| alive.contains(&process));
         self.reconcile();
-        self.carry_out(effects);
+        self.apply_effects(effects);
     }
 
     fn reconcile(&mut self) {
-        for (lease, (owner, _, bytes)) in self.book.owned() {
+        for (lease, (owner, _, bytes)) in self.table.lease_owners() {
             if let Some(account) = self.accounts.get_mut(&owner) {
                 account.leases.entry(lease).or_insert(bytes.0);
             }
@@ -254,11 +255,11 @@ impl World {
                 .leases
                 .keys()
                 .copied()
-                .filter(|lease| self.book.owner(*lease) != Some(*allocation))
+                .filter(|lease| self.table.owner(*lease) != Some(*allocation))
                 .collect();
             for lease in gone {
                 let bytes = account.leases.remove(&lease).unwrap_or(0);
-                if self.book.owner(lease).is_none() {
+                if self.table.owner(lease).is_none() {
                     account.dead += bytes;
                 }
             }
@@ -266,18 +267,18 @@ impl World {
     }
 
     /// As the node's ledger does.
-    fn set_kept(&mut self, orphaned: &BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>) {
+    fn set_orphaned(&mut self, orphaned: &BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>) {
         let of_gpus = orphaned.values().flatten();
         let kept: BTreeMap<_, _> = of_gpus.map(|(lease, bytes)| (*lease, bytes.0)).collect();
         let left = self
-            .kept
+            .orphaned
             .iter()
             .filter(|(lease, _)| !kept.contains_key(lease));
         self.leaked += left.map(|(_, bytes)| bytes).sum::<u64>();
-        self.kept = kept;
+        self.orphaned = kept;
     }
 
-    fn charged(&self) -> Charged {
+    fn charged_leases(&self) -> ChargedLeases {
         let accounts = self.accounts.iter();
         accounts
             .map(|(allocation, account)| {
@@ -289,33 +290,33 @@ impl World {
     }
 
     /// The node's tick.
-    fn stand(&mut self) {
-        let late = self.book.late(self.now);
-        if !self.carry_out(late) {
+    fn tick(&mut self) {
+        let late = self.table.expire_writers(self.now);
+        if !self.apply_effects(late) {
             return;
         }
-        if self.book.is_heard() {
+        if self.table.is_store_connected() {
             self.reconcile();
         }
-        let charged = self.charged();
-        let (turn, effects) = self.book.stand(self.node.clone(), &charged);
-        if self.book.is_heard() {
+        let charged = self.charged_leases();
+        let (turn, effects) = self.table.reconcile(self.node.clone(), &charged);
+        if self.table.is_store_connected() {
             self.reconcile();
         }
-        if !self.carry_out(effects) {
+        if !self.apply_effects(effects) {
             return;
         }
         if let Some(orphaned) = turn.orphaned {
-            self.set_kept(&orphaned);
+            self.set_orphaned(&orphaned);
         }
-        let left: u64 = turn.left.iter().map(|(_, _, bytes)| bytes.0).sum();
+        let left: u64 = turn.unreclaimed.iter().map(|(_, _, bytes)| bytes.0).sum();
         self.leaked += left;
-        for (lease, _, _) in turn.left {
+        for (lease, _, _) in turn.unreclaimed {
             if self.one_in(100) {
-                return self.agent_dies();
+                return self.crash_agent();
             }
-            if let Some(effect) = self.book.charged(lease)
-                && !self.carry_out(vec![effect])
+            if let Some(effect) = self.table.confirm_charged(lease)
+                && !self.apply_effects(vec![effect])
             {
                 return;
             }
@@ -326,43 +327,43 @@ impl World {
 
     fn step(&mut self) {
         self.now = self.now + Duration::from_millis(200);
-        match self.below(1_000) {
-            0..30 => self.container_begins(),
-            30..45 => self.container_ends(),
-            45..120 => self.process_begins(),
-            120..150 => self.process_ends(),
-            150..165 => self.process_execs(),
+        match self.random_below(1_000) {
+            0..30 => self.start_container(),
+            30..45 => self.end_container(),
+            45..120 => self.start_process(),
+            120..150 => self.end_process(),
+            150..165 => self.exec_process(),
             165..500 => self.open(),
-            500..640 => self.making_goes_on(),
+            500..640 => self.advance_creation(),
             640..740 => self.commit(),
             740..760 => self.commit_stale(),
             760..785 => self.discard(),
             785..850 => self.unmap(),
-            850..930 => self.stand(),
-            930..980 => self.prove(),
-            980..984 => self.agent_dies(),
-            984..988 => self.vault_dies(),
-            988..993 => self.line_breaks(),
-            993..995 => self.gpu_is_reset(),
-            995..998 => self.now = self.now + WRITE_TIME,
-            _ => self.worker_dies(),
+            850..930 => self.tick(),
+            930..980 => self.prove_free(),
+            980..984 => self.crash_agent(),
+            984..988 => self.crash_fd_store(),
+            988..993 => self.break_connection(),
+            993..995 => self.reset_gpu(),
+            995..998 => self.now = self.now + WRITE_TOKEN_LIFETIME,
+            _ => self.kill_provisioner(),
         }
     }
 
-    fn container_begins(&mut self) {
+    fn start_container(&mut self) {
         let bound = self.accounts.len() as u64 * QUOTA;
         // What the node's ledger binds.
-        let kept: u64 = self.kept.values().sum();
+        let kept: u64 = self.orphaned.values().sum();
         if bound + kept + self.leaked + QUOTA > CAPACITY {
             return;
         }
-        let allocation = AllocationId::from_bits(self.number());
+        let allocation = AllocationId::from_bits(self.next_number());
         // Of a pod that has none now, and perhaps had one.
         let pods: BTreeSet<PodUid> = (0..PODS).map(pod).collect();
         let containers = self.node.containers.values();
         let bound: BTreeSet<PodUid> = containers.map(|container| container.pod.clone()).collect();
         let begins: Vec<&PodUid> = pods.difference(&bound).collect();
-        let Some(pod) = begins.get(self.below(begins.len())) else {
+        let Some(pod) = begins.get(self.random_below(begins.len())) else {
             return;
         };
         let namespace = if **pod == self::pod(0) {
@@ -370,7 +371,7 @@ impl World {
         } else {
             "team"
         };
-        let standing = Standing {
+        let standing = ContainerBinding {
             pod: (*pod).clone(),
             namespace: Some(namespace.to_owned()),
             gpus: BTreeSet::from([gpu()]),
@@ -378,7 +379,7 @@ impl World {
         self.node.containers.insert(allocation, standing);
         self.accounts.insert(allocation, Account::default());
         self.set_quotas();
-        self.stand();
+        self.tick();
     }
 
     fn set_quotas(&mut self) {
@@ -390,8 +391,8 @@ impl World {
         }
     }
 
-    fn container_ends(&mut self) {
-        let at = self.below(self.accounts.len());
+    fn end_container(&mut self) {
+        let at = self.random_below(self.accounts.len());
         let Some(allocation) = self.accounts.keys().nth(at).copied() else {
             return;
         };
@@ -399,7 +400,7 @@ impl World {
             .rev()
             .filter(|at| self.tenants[*at].asker.allocation == allocation)
             .collect();
-        dying.into_iter().for_each(|at| self.kill(at));
+        dying.into_iter().for_each(|at| self.kill_process(at));
         self.unbind(allocation);
         // Whether or not the agent lived to the end of it.
         self.forget_ended();
@@ -409,12 +410,12 @@ impl World {
         // In the order of the core: the book knows, then what the account has is the ledger's, at once on disk.
         self.node.containers.remove(&allocation);
         self.set_quotas();
-        if self.book.is_heard() {
+        if self.table.is_store_connected() {
             self.reconcile();
         }
-        let charged = self.charged();
-        let (turn, effects) = self.book.stand(self.node.clone(), &charged);
-        if self.book.is_heard() {
+        let charged = self.charged_leases();
+        let (turn, effects) = self.table.reconcile(self.node.clone(), &charged);
+        if self.table.is_store_connected() {
             self.reconcile();
         }
         let known = turn.orphaned.is_some();
@@ -424,31 +425,35 @@ impl World {
         self.leaked += account.dead;
         if known {
             let orphaned = turn.orphaned.unwrap_or_default();
-            self.set_kept(&orphaned);
+            self.set_orphaned(&orphaned);
         } else {
             self.leaked += account.leases.values().sum::<u64>();
         }
-        self.leaked += turn.left.iter().map(|(_, _, bytes)| bytes.0).sum::<u64>();
-        for (lease, _, _) in turn.left {
-            if let Some(effect) = self.book.charged(lease)
-                && !self.carry_out(vec![effect])
+        self.leaked += turn
+            .unreclaimed
+            .iter()
+            .map(|(_, _, bytes)| bytes.0)
+            .sum::<u64>();
+        for (lease, _, _) in turn.unreclaimed {
+            if let Some(effect) = self.table.confirm_charged(lease)
+                && !self.apply_effects(vec![effect])
             {
                 return;
             }
         }
-        self.carry_out(effects);
+        self.apply_effects(effects);
     }
 
     /// Nothing is promised of leases whose openers' pods have all ended.
     fn forget_ended(&mut self) {
         let bound: BTreeSet<&PodUid> = self.node.containers.values().map(|c| &c.pod).collect();
-        let vault: BTreeMap<LeaseId, &Title> = self
-            .vault
+        let vault: BTreeMap<LeaseId, &LeaseKey> = self
+            .fd_store
             .iter()
             .map(|(lease, meta)| (*lease, &meta.title))
             .collect();
         let is_open = |lease: &LeaseId| {
-            let meta = self.book.get(*lease);
+            let meta = self.table.get(*lease);
             meta.is_some_and(|meta| meta.openers.iter().any(|opener| bound.contains(opener)))
         };
         self.expected.retain(|title, expected| match expected {
@@ -460,44 +465,44 @@ impl World {
         });
     }
 
-    fn process_begins(&mut self) {
-        let at = self.below(self.accounts.len());
+    fn start_process(&mut self) {
+        let at = self.random_below(self.accounts.len());
         let Some(allocation) = self.accounts.keys().nth(at).copied() else {
             return;
         };
         if self.tenants.len() < 16 {
-            let number = self.number();
+            let number = self.next_number();
             let process = Process {
                 pid: number as u32,
                 start: number,
             };
             self.tenants.push(Tenant {
-                asker: Asker {
+                asker: Caller {
                     allocation,
                     process,
                 },
                 image: number,
-                grips: Vec::new(),
-                before: Vec::new(),
+                open_leases: Vec::new(),
+                previous_images: Vec::new(),
                 handed: BTreeSet::new(),
             });
         }
     }
 
-    fn process_ends(&mut self) {
+    fn end_process(&mut self) {
         if !self.tenants.is_empty() {
-            let at = self.below(self.tenants.len());
-            self.kill(at);
+            let at = self.random_below(self.tenants.len());
+            self.kill_process(at);
         }
     }
 
     /// SIGKILL.
-    fn kill(&mut self, at: usize) {
+    fn kill_process(&mut self, at: usize) {
         self.count("process deaths");
         let tenant = self.tenants.remove(at);
-        self.are_stale(tenant.asker, tenant.grips);
-        self.are_stale(tenant.asker, tenant.before);
-        self.making.retain_mut(|making| {
+        self.mark_stale(tenant.asker, tenant.open_leases);
+        self.mark_stale(tenant.asker, tenant.previous_images);
+        self.creations.retain_mut(|making| {
             if making.tenant > at {
                 making.tenant -= 1;
             } else if making.tenant == at {
@@ -505,20 +510,20 @@ impl World {
             }
             true
         });
-        let effects = self.book.ended(tenant.asker.process);
-        self.carry_out(effects);
+        let effects = self.table.process_ended(tenant.asker.process);
+        self.apply_effects(effects);
     }
 
-    fn process_execs(&mut self) {
+    fn exec_process(&mut self) {
         if self.tenants.is_empty() {
             return;
         }
-        let (at, image) = (self.below(self.tenants.len()), self.number());
+        let (at, image) = (self.random_below(self.tenants.len()), self.next_number());
         let tenant = &mut self.tenants[at];
         tenant.image = image;
-        tenant.before.append(&mut tenant.grips);
+        tenant.previous_images.append(&mut tenant.open_leases);
         tenant.handed.clear();
-        for making in &mut self.making {
+        for making in &mut self.creations {
             // Nobody takes the answer.
             if making.tenant == at {
                 making.tenant = usize::MAX;
@@ -527,32 +532,32 @@ impl World {
         if self.one_in(2) {
             // The shim says hello; otherwise the next open tells.
             let asker = self.tenants[at].asker;
-            let is_known = self.linked && self.book.is_bound(&asker.allocation);
-            let effects = self.book.ended(asker.process);
-            if self.carry_out(effects) && is_known {
-                let before = std::mem::take(&mut self.tenants[at].before);
-                self.are_stale(asker, before);
+            let is_known = self.is_connected && self.table.is_bound(&asker.allocation);
+            let effects = self.table.process_ended(asker.process);
+            if self.apply_effects(effects) && is_known {
+                let before = std::mem::take(&mut self.tenants[at].previous_images);
+                self.mark_stale(asker, before);
             }
         }
     }
 
     /// From now on nobody may commit with these.
-    fn are_stale(&mut self, asker: Asker, grips: Vec<Grip>) {
+    fn mark_stale(&mut self, asker: Caller, grips: Vec<OpenLease>) {
         for grip in grips.into_iter().filter(|grip| grip.token.is_some()) {
             if self.stale.len() == 32 {
-                let at = self.below(32);
+                let at = self.random_below(32);
                 self.stale.swap_remove(at);
             }
             self.stale.push((asker, grip));
         }
     }
 
-    fn title(&mut self, tenant: &Tenant) -> Title {
+    fn random_key(&mut self, tenant: &Tenant) -> LeaseKey {
         let standing = &self.node.containers[&tenant.asker.allocation];
         let namespace = standing.namespace.clone().unwrap_or_default();
-        Title {
+        LeaseKey {
             namespace,
-            name: ["a", "b", "c"][self.below(3)].to_owned(),
+            name: ["a", "b", "c"][self.random_below(3)].to_owned(),
             key: [0; 32],
             gpu: gpu(),
         }
@@ -562,15 +567,15 @@ impl World {
         if self.tenants.is_empty() {
             return;
         }
-        let at = self.below(self.tenants.len());
+        let at = self.random_below(self.tenants.len());
         let tenant = self.tenants[at].clone();
-        let title = self.title(&tenant);
-        let bytes = match self.below(4) {
+        let title = self.random_key(&tenant);
+        let bytes = match self.random_below(4) {
             0 => 0,
             blocks => blocks as u64 * 2 * MIB,
         };
-        let token = self.number();
-        let open = Open {
+        let token = self.next_number();
+        let open = OpenRequest {
             gpu: gpu(),
             name: title.name.clone(),
             key: title.key,
@@ -579,14 +584,14 @@ impl World {
             token,
         };
         let expected = self.expected.get(&title).copied();
-        let (opened, effects) = self.book.open(tenant.asker, open, self.now);
-        if !self.carry_out(effects) {
+        let (opened, effects) = self.table.open(tenant.asker, open, self.now);
+        if !self.apply_effects(effects) {
             return;
         }
         if opened != Err(RetainedRefusal::Unavailable) {
             self.count("opens");
-            let before = std::mem::take(&mut self.tenants[at].before);
-            self.are_stale(tenant.asker, before);
+            let before = std::mem::take(&mut self.tenants[at].previous_images);
+            self.mark_stale(tenant.asker, before);
         }
         let promised = |found: Option<(LeaseId, u64)>| match expected {
             Some(Expected::Content(lease, checksum)) => {
@@ -598,7 +603,7 @@ impl World {
         match opened {
             Ok(Opened::Read(lease)) => {
                 // The vault has it, and says what it is.
-                let Some(meta) = self.vault.get(&lease).filter(|_| self.linked) else {
+                let Some(meta) = self.fd_store.get(&lease).filter(|_| self.is_connected) else {
                     return;
                 };
                 let Content::Committed { checksum, .. } = meta.content else {
@@ -607,7 +612,7 @@ impl World {
                 promised(Some((lease, checksum)));
                 self.count("reads");
                 let token = None;
-                self.tenants[at].grips.push(Grip {
+                self.tenants[at].open_leases.push(OpenLease {
                     lease,
                     title,
                     token,
@@ -615,27 +620,27 @@ impl World {
             }
             Ok(Opened::Write(lease)) => {
                 promised(None);
-                if self.linked && self.vault.contains_key(&lease) {
-                    self.newest.insert(title.clone(), (lease, token));
-                    let token = Some((token, self.now + WRITE_TIME));
-                    self.tenants[at].grips.push(Grip {
+                if self.is_connected && self.fd_store.contains_key(&lease) {
+                    self.newest_writers.insert(title.clone(), (lease, token));
+                    let token = Some((token, self.now + WRITE_TOKEN_LIFETIME));
+                    self.tenants[at].open_leases.push(OpenLease {
                         lease,
                         title,
                         token,
                     });
                 }
             }
-            Ok(Opened::Make(meta)) => {
+            Ok(Opened::Create(meta)) => {
                 promised(None);
-                self.make(at, *meta, title, token);
+                self.begin_create(at, *meta, title, token);
             }
             Err(RetainedRefusal::Missing | RetainedRefusal::Writing) => promised(None),
             Err(_) => {}
         }
     }
 
-    fn make(&mut self, at: usize, meta: Meta, title: Title, token: u64) {
-        let lease = LeaseId(self.number());
+    fn begin_create(&mut self, at: usize, meta: LeaseRecord, title: LeaseKey, token: u64) {
+        let lease = LeaseId(self.next_number());
         let bytes = meta.bytes.0;
         let account = self.accounts.get_mut(&meta.owner).unwrap();
         if account.charged() + bytes > QUOTA {
@@ -643,108 +648,108 @@ impl World {
         }
         account.leases.insert(lease, bytes);
         if self.one_in(200) {
-            return self.agent_dies();
+            return self.crash_agent();
         }
         self.sizes.insert(lease, bytes);
-        self.book.begin(lease, meta);
-        self.making.push(Making {
+        self.table.begin_create(lease, meta);
+        self.creations.push(Creation {
             lease,
             tenant: at,
             title,
             token,
-            until: self.now + WRITE_TIME,
+            until: self.now + WRITE_TOKEN_LIFETIME,
             created: false,
-            line: self.line,
+            connection: self.connection,
         });
     }
 
-    fn making_goes_on(&mut self) {
-        if self.making.is_empty() {
+    fn advance_creation(&mut self) {
+        if self.creations.is_empty() {
             return;
         }
-        let at = self.below(self.making.len());
-        let making = self.making[at].clone();
+        let at = self.random_below(self.creations.len());
+        let making = self.creations[at].clone();
         if !making.created {
-            self.making[at].created = true;
-            self.hands.insert(making.lease);
+            self.creations[at].created = true;
+            self.agent_fds.insert(making.lease);
             if let Some(tenant) = self.tenants.get_mut(making.tenant) {
                 tenant.handed.insert(making.lease);
             }
             return;
         }
-        self.making.remove(at);
-        self.hands.remove(&making.lease);
-        if !self.linked || self.line != making.line {
-            let effects = self.book.lost(making.lease);
-            self.carry_out(effects);
+        self.creations.remove(at);
+        self.agent_fds.remove(&making.lease);
+        if !self.is_connected || self.connection != making.connection {
+            let effects = self.table.release_uncertain(making.lease);
+            self.apply_effects(effects);
             return;
         }
         // What it is when the vault gets it: as it was when it began, but for who died.
-        let Some(meta) = self.book.making(making.lease) else {
+        let Some(meta) = self.table.creating(making.lease) else {
             return;
         };
         let meta = meta.clone();
-        self.vault.insert(making.lease, meta);
+        self.fd_store.insert(making.lease, meta);
         if self.one_in(200) {
-            return self.agent_dies();
+            return self.crash_agent();
         }
-        let (made, effects) = self.book.made(making.lease);
+        let (made, effects) = self.table.finish_create(making.lease);
         let is_his = made.is_some();
         // The answer goes out, to whoever still takes it.
         if is_his && let Some(tenant) = self.tenants.get_mut(making.tenant) {
             let newest = (making.lease, making.token);
-            self.newest.insert(making.title.clone(), newest);
-            tenant.grips.push(Grip {
+            self.newest_writers.insert(making.title.clone(), newest);
+            tenant.open_leases.push(OpenLease {
                 lease: making.lease,
                 title: making.title,
                 token: Some((making.token, making.until)),
             });
         }
         self.count("made");
-        self.carry_out(effects);
+        self.apply_effects(effects);
     }
 
     fn commit(&mut self) {
-        let Some((at, grip)) = self.some_grip(|grip| grip.token.is_some()) else {
+        let Some((at, grip)) = self.random_open_lease(|grip| grip.token.is_some()) else {
             return;
         };
         let Some((token, until)) = grip.token else {
             return;
         };
-        let checksum = self.number();
+        let checksum = self.next_number();
         let asker = self.tenants[at].asker;
         let committed = self
-            .book
+            .table
             .commit(asker, grip.lease, token, checksum, self.now);
         self.count("commits asked for");
         let Ok(effects) = committed else {
             return;
         };
         assert!(self.now < until, "an expired token commits");
-        let newest = self.newest.get(&grip.title);
+        let newest = self.newest_writers.get(&grip.title);
         assert_eq!(newest, Some(&(grip.lease, token)), "a superseded one does");
         // From here on what is promised is either, until it is answered.
         self.expected.insert(grip.title.clone(), Expected::Anything);
-        if !self.carry_out(effects) || self.one_in(100) || !self.linked {
+        if !self.apply_effects(effects) || self.one_in(100) || !self.is_connected {
             return;
         }
-        let content = self.vault.get(&grip.lease).map(|meta| &meta.content);
+        let content = self.fd_store.get(&grip.lease).map(|meta| &meta.content);
         assert_eq!(content, Some(&Content::Committed { token, checksum }));
         self.count("commits");
         self.expected
             .insert(grip.title.clone(), Expected::Content(grip.lease, checksum));
         if let Some(held) = self.tenants[at]
-            .grips
+            .open_leases
             .iter_mut()
             .find(|held| held.token == grip.token)
         {
             // It may say so again.
-            if self.dice.random_range(0..2) == 0 {
+            if self.rng.random_range(0..2) == 0 {
                 held.token = None;
             }
         }
         // Others of the title may be there, given up before.
-        let newest = self.vault.iter().rfind(|(_, meta)| {
+        let newest = self.fd_store.iter().rfind(|(_, meta)| {
             meta.title == grip.title && matches!(meta.content, Content::Committed { .. })
         });
         assert_eq!(newest.map(|(lease, _)| *lease), Some(grip.lease));
@@ -752,46 +757,53 @@ impl World {
 
     /// A right that has ended is tried all the same.
     fn commit_stale(&mut self) {
-        let at = self.below(self.stale.len());
+        let at = self.random_below(self.stale.len());
         let Some((asker, grip)) = self.stale.get(at).cloned() else {
             return;
         };
         let Some((token, _)) = grip.token else {
             return;
         };
-        let committed = self.book.commit(asker, grip.lease, token, 0, self.now);
+        let committed = self.table.commit(asker, grip.lease, token, 0, self.now);
         assert!(committed.is_err(), "{asker:?} of before commits {grip:?}");
-        if self.linked && self.book.is_bound(&asker.allocation) {
+        if self.is_connected && self.table.is_bound(&asker.allocation) {
             self.count("stale commits");
         }
     }
 
-    fn some_grip(&mut self, is_one: impl Fn(&Grip) -> bool) -> Option<(usize, Grip)> {
+    fn random_open_lease(
+        &mut self,
+        is_one: impl Fn(&OpenLease) -> bool,
+    ) -> Option<(usize, OpenLease)> {
         let tenants = self.tenants.iter().enumerate();
-        let all = tenants.flat_map(|(at, tenant)| tenant.grips.iter().map(move |grip| (at, grip)));
+        let all =
+            tenants.flat_map(|(at, tenant)| tenant.open_leases.iter().map(move |grip| (at, grip)));
         let grips: Vec<_> = all.filter(|(_, grip)| is_one(grip)).collect();
-        let which = self.dice.random_range(0..grips.len().max(1));
+        let which = self.rng.random_range(0..grips.len().max(1));
         let (at, grip) = grips.get(which)?;
         Some((*at, (*grip).clone()))
     }
 
     fn discard(&mut self) {
-        let Some((at, grip)) = self.some_grip(|_| true) else {
+        let Some((at, grip)) = self.random_open_lease(|_| true) else {
             return;
         };
         let asker = self.tenants[at].asker;
         self.count("discards asked for");
-        if let Ok(effects) = self.book.discard(asker, grip.lease) {
+        if let Ok(effects) = self.table.discard(asker, grip.lease) {
             // Its title may be another lease's by now.
             if let Some(expected) = self.expected.get_mut(&grip.title)
                 && matches!(expected, Expected::Content(lease, _) if *lease == grip.lease)
             {
                 *expected = Expected::Anything;
             }
-            if self.carry_out(effects) && self.linked && self.book.get(grip.lease).is_none() {
+            if self.apply_effects(effects)
+                && self.is_connected
+                && self.table.get(grip.lease).is_none()
+            {
                 self.count("discards");
                 // It is answered once the vault has closed it.
-                if self.vault.values().all(|held| held.title != grip.title) {
+                if self.fd_store.values().all(|held| held.title != grip.title) {
                     self.expected.remove(&grip.title);
                 }
             }
@@ -800,81 +812,81 @@ impl World {
 
     /// A process lets go of a lease.
     fn unmap(&mut self) {
-        let at = self.below(self.tenants.len());
+        let at = self.random_below(self.tenants.len());
         if let Some(tenant) = self.tenants.get_mut(at) {
             tenant.handed.pop_first();
         }
-        if let Some((at, grip)) = self.some_grip(|_| true) {
+        if let Some((at, grip)) = self.random_open_lease(|_| true) {
             self.tenants[at]
-                .grips
+                .open_leases
                 .retain(|held| held.lease != grip.lease);
         }
     }
 
-    fn vault_dies(&mut self) {
+    fn crash_fd_store(&mut self) {
         self.count("vault deaths");
-        self.vault.clear();
+        self.fd_store.clear();
         self.expected.clear();
-        self.linked = false;
-        self.line += 1;
-        self.lost_after_some_steps();
+        self.is_connected = false;
+        self.connection += 1;
+        self.reconnect_after_some_steps();
     }
 
-    fn line_breaks(&mut self) {
-        self.linked = false;
-        self.line += 1;
-        self.lost_after_some_steps();
+    fn break_connection(&mut self) {
+        self.is_connected = false;
+        self.connection += 1;
+        self.reconnect_after_some_steps();
     }
 
     /// The agent notices, and later finds a vault again.
-    fn lost_after_some_steps(&mut self) {
+    fn reconnect_after_some_steps(&mut self) {
         // Commits that nobody was answered: either.
-        self.book.vault_lost();
-        for _ in 0..self.below(6) {
-            match self.below(5) {
+        self.table.store_disconnected();
+        for _ in 0..self.random_below(6) {
+            match self.random_below(5) {
                 0 => self.open(),
-                1 => self.making_goes_on(),
+                1 => self.advance_creation(),
                 2 => self.commit(),
-                3 => self.process_ends(),
-                _ => self.stand(),
+                3 => self.end_process(),
+                _ => self.tick(),
             }
-            if self.linked {
+            if self.is_connected {
                 // The agent died meanwhile.
                 return;
             }
         }
-        self.link();
+        self.reconnect();
     }
 
-    fn gpu_is_reset(&mut self) {
+    fn reset_gpu(&mut self) {
         *self.node.generations.get_mut(&gpu()).unwrap() += 1;
         // Whatever is committed on it is gone.
         self.expected.clear();
         for at in 0..self.tenants.len() {
             let tenant = &mut self.tenants[at];
             tenant.handed.clear();
-            let (asker, mut grips) = (tenant.asker, std::mem::take(&mut tenant.grips));
-            grips.append(&mut tenant.before);
-            self.are_stale(asker, grips);
+            let (asker, mut grips) = (tenant.asker, std::mem::take(&mut tenant.open_leases));
+            grips.append(&mut tenant.previous_images);
+            self.mark_stale(asker, grips);
         }
-        let making: Vec<Making> = self.making.drain(..).collect();
+        let making: Vec<Creation> = self.creations.drain(..).collect();
         for making in making {
-            self.hands.remove(&making.lease);
-            let effects = self.book.lost(making.lease);
-            if !self.carry_out(effects) {
+            self.agent_fds.remove(&making.lease);
+            let effects = self.table.release_uncertain(making.lease);
+            if !self.apply_effects(effects) {
                 return;
             }
         }
-        self.stand();
+        self.tick();
     }
 
-    fn worker_dies(&mut self) {
-        let Some(at) = self.making.iter().position(|making| !making.created) else {
+    fn kill_provisioner(&mut self) {
+        let Some(at) = self.creations.iter().position(|making| !making.created) else {
             return;
         };
-        let making = self.making.remove(at);
+        let making = self.creations.remove(at);
         self.count("worker deaths");
-        if let Some(owner) = self.book.never_made(making.lease)
+        if let Some(owner) = self.table.abort_create(making.lease)
             && let Some(account) = self.accounts.get_mut(&owner)
         {
             account.leases.remove(&making.lease);
@@ -882,22 +894,22 @@ impl World {
     }
 
     /// The residual: what is in use, less what the vault is known to keep.
-    fn prove(&mut self) {
+    fn prove_free(&mut self) {
         let known: u64 = self
-            .book
-            .living()
+            .table
+            .live_leases()
             .values()
             .flat_map(BTreeMap::values)
             .map(|bytes| bytes.0)
             .sum();
-        let held = self.memory().saturating_sub(known);
+        let held = self.memory_in_use().saturating_sub(known);
         self.leaked = self.leaked.min(held);
         for account in self.accounts.values_mut() {
             account.dead = account.dead.min(held);
         }
     }
 
-    fn has_shown_enough(&self) {
+    fn assert_coverage(&self) {
         for what in [
             "made",
             "commits",
@@ -918,62 +930,62 @@ impl World {
     // What must hold in the end.
 
     /// All processes end, and every pod gives up what it has open: nobody is charged for anything any more.
-    fn all_is_given_up(&mut self) {
+    fn discard_all(&mut self) {
         while !self.tenants.is_empty() {
-            self.process_ends();
+            self.end_process();
         }
         // The agent may die in any of these.
         for _ in 0..20 {
-            self.comes_to_rest();
+            self.settle();
             for allocation in self.accounts.keys().copied().collect::<Vec<_>>() {
                 let process = Process { pid: 0, start: 0 };
-                let asker = Asker {
+                let asker = Caller {
                     allocation,
                     process,
                 };
-                for lease in self.vault.keys().copied().collect::<Vec<_>>() {
-                    if let Ok(effects) = self.book.discard(asker, lease) {
-                        self.carry_out(effects);
+                for lease in self.fd_store.keys().copied().collect::<Vec<_>>() {
+                    if let Ok(effects) = self.table.discard(asker, lease) {
+                        self.apply_effects(effects);
                     }
                 }
             }
         }
-        self.comes_to_rest();
+        self.settle();
         self.expected.clear();
-        self.is_empty();
+        self.assert_empty();
     }
 
     /// Every container ends.
-    fn all_ends(&mut self) {
+    fn end_all_containers(&mut self) {
         while !self.accounts.is_empty() {
-            self.container_ends();
+            self.end_container();
         }
         // The agent may die in any of these.
         for _ in 0..20 {
-            self.comes_to_rest();
+            self.settle();
         }
-        self.is_empty();
+        self.assert_empty();
     }
 
     /// What was begun is done, and the node's tick comes.
-    fn comes_to_rest(&mut self) {
-        if !self.linked {
-            self.link();
+    fn settle(&mut self) {
+        if !self.is_connected {
+            self.reconnect();
         }
-        while !self.making.is_empty() {
-            self.making_goes_on();
+        while !self.creations.is_empty() {
+            self.advance_creation();
         }
-        self.stand();
-        self.prove();
-        self.check();
+        self.tick();
+        self.prove_free();
+        self.check_invariants();
     }
 
-    fn is_empty(&self) {
-        assert_eq!(self.vault, BTreeMap::new());
-        assert_eq!(self.book.leases, BTreeMap::new());
+    fn assert_empty(&self) {
+        assert_eq!(self.fd_store, BTreeMap::new());
+        assert_eq!(self.table.leases, BTreeMap::new());
         let accounts = self.accounts.values().map(Account::charged).sum::<u64>();
-        assert_eq!((self.memory(), accounts, self.leaked), (0, 0, 0));
-        assert_eq!(self.kept, BTreeMap::new());
+        assert_eq!((self.memory_in_use(), accounts, self.leaked), (0, 0, 0));
+        assert_eq!(self.orphaned, BTreeMap::new());
     }
 
     /// Questions that the book was asked, and leases that were made.
@@ -984,25 +996,25 @@ impl World {
 
     // What must hold after every step.
 
-    fn check(&mut self) {
+    fn check_invariants(&mut self) {
         let gone: Vec<LeaseId> = self
             .sizes
             .keys()
             .copied()
             .filter(|lease| !self.exists(*lease))
-            .filter(|lease| self.making.iter().all(|making| making.lease != *lease))
+            .filter(|lease| self.creations.iter().all(|making| making.lease != *lease))
             .collect();
         for lease in gone {
             self.sizes.remove(&lease);
         }
-        let memory = self.memory();
+        let memory = self.memory_in_use();
         let accounts: u64 = self.accounts.values().map(Account::charged).sum();
-        let kept: u64 = self.kept.values().sum();
+        let kept: u64 = self.orphaned.values().sum();
         let charged = accounts + kept + self.leaked;
         assert!(
             memory <= charged,
             "{memory} in use, {charged} charged: {:?}",
-            self.book
+            self.table
         );
         assert!(
             memory <= CAPACITY,
@@ -1012,8 +1024,7 @@ impl World {
 }
 
 #[test]
-fn nothing_is_lost_shared_reused_or_left_in_a_million_operations_of_which_any_may_be_somebodys_last()
- {
+fn leases_keep_their_promises_through_a_million_crashing_steps() {
     let mut operations = 0;
     // The long tier of `cargo verify` runs four such histories.
     let histories = match std::env::var_os("BURSAR_LONG") {
@@ -1021,17 +1032,17 @@ fn nothing_is_lost_shared_reused_or_left_in_a_million_operations_of_which_any_ma
         None => 1,
     };
     for seed in 7..7 + histories {
-        let mut world = World::new(seed);
+        let mut world = Model::new(seed);
         for step in 1..=STEPS {
             world.step();
-            world.check();
+            world.check_invariants();
             match step % (STEPS / 50) {
-                0 => world.all_ends(),
-                at if at == STEPS / 100 => world.all_is_given_up(),
+                0 => world.end_all_containers(),
+                at if at == STEPS / 100 => world.discard_all(),
                 _ => {}
             }
         }
-        world.has_shown_enough();
+        world.assert_coverage();
         operations += world.operations();
     }
     assert!(operations > 250_000 * histories, "{operations}");

@@ -11,27 +11,27 @@ use tracing::{info, warn};
 pub type Secret = [u8; 32];
 
 /// The file in the run folder.
-pub const FILE: &str = "token.key";
+pub const FILE_NAME: &str = "token.key";
 
 /// Nobody but the agent's user reads or writes it.
 const MODE: u32 = 0o600;
 
 /// The key of the file at `path`; a new one where there is none, where the file is no key, or others may have read it.
 /// One that cannot be kept there lasts as long as this agent.
-pub fn load(path: &Path) -> Secret {
-    match read(path) {
+pub fn load_or_create(path: &Path) -> Secret {
+    match read_key(path) {
         Ok(Some(secret)) => return secret,
         Ok(None) => info!(path = %path.display(), "new key for memory tokens"),
         Err(error) => warn!(path = %path.display(), %error, "new key for memory tokens"),
     }
     let secret = rand::random();
-    if let Err(error) = write(path, &secret) {
+    if let Err(error) = write_key(path, &secret) {
         warn!(path = %path.display(), %error, "key for memory tokens is lost with this agent");
     }
     secret
 }
 
-fn read(path: &Path) -> io::Result<Option<Secret>> {
+fn read_key(path: &Path) -> io::Result<Option<Secret>> {
     let file = match File::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         opened => opened?,
@@ -48,7 +48,7 @@ fn read(path: &Path) -> io::Result<Option<Secret>> {
 }
 
 /// A crash leaves the file as it was, or whole.
-fn write(path: &Path, secret: &Secret) -> io::Result<()> {
+fn write_key(path: &Path, secret: &Secret) -> io::Result<()> {
     let beside = path.with_extension("new");
     match fs::remove_file(&beside) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -78,43 +78,43 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_made_once_and_is_the_agents_alone() {
+    fn key_is_created_once_with_mode_0600() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("run").join(FILE);
-        let secret = load(&path);
-        assert_eq!((load(&path), mode(&path)), (secret, MODE));
+        let path = folder.path().join("run").join(FILE_NAME);
+        let secret = load_or_create(&path);
+        assert_eq!((load_or_create(&path), mode(&path)), (secret, MODE));
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
     }
 
     #[test]
-    fn a_file_that_is_no_key_or_was_open_to_others_is_replaced() {
+    fn malformed_or_readable_key_is_replaced() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join(FILE);
-        let secret = load(&path);
+        let path = folder.path().join(FILE_NAME);
+        let secret = load_or_create(&path);
         for garbage in [&b""[..], &[7; 31], &[7; 33], &[7; 1 << 16]] {
             fs::write(&path, garbage).unwrap();
-            let anew = load(&path);
+            let anew = load_or_create(&path);
             assert_ne!(anew, secret);
-            assert_eq!((load(&path), mode(&path)), (anew, MODE));
+            assert_eq!((load_or_create(&path), mode(&path)), (anew, MODE));
         }
-        let before = load(&path);
+        let before = load_or_create(&path);
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
-        assert_ne!(load(&path), before);
+        assert_ne!(load_or_create(&path), before);
     }
 
     #[test]
-    fn what_a_crash_left_beside_it_is_in_nobodys_way() {
+    fn temporary_file_of_a_crash_is_replaced() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join(FILE);
+        let path = folder.path().join(FILE_NAME);
         fs::write(path.with_extension("new"), "half").unwrap();
-        assert_eq!(load(&path), load(&path));
+        assert_eq!(load_or_create(&path), load_or_create(&path));
     }
 
     #[test]
-    fn where_it_cannot_be_kept_there_is_a_key_all_the_same() {
+    fn key_is_made_when_it_cannot_be_written() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join(FILE);
+        let path = folder.path().join(FILE_NAME);
         fs::create_dir(&path).unwrap();
-        assert_ne!(load(&path), load(&path));
+        assert_ne!(load_or_create(&path), load_or_create(&path));
     }
 }

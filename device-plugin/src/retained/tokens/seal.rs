@@ -19,12 +19,12 @@ use sha2::Sha256;
 use crate::units::{AllocationId, GpuUuid};
 
 const FORMAT: u8 = 1;
-const MAC: usize = 32;
+const MAC_LENGTH: usize = 32;
 /// Nothing else that the key may ever seal starts with this.
 const LABEL: &[u8] = b"bursar.dev/gpu-token\0";
 
 // The longest UUID that is parsed has 100 bytes.
-const _: () = assert!(1 + 1 + MAX_NODE + 1 + 100 + 5 * 8 + MAC <= MAX_TOKEN);
+const _: () = assert!(1 + 1 + MAX_NODE + 1 + 100 + 5 * 8 + MAC_LENGTH <= MAX_TOKEN);
 
 /// A node's name that is too long for a token.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -76,7 +76,7 @@ impl NodeKey {
         };
         let mut bytes = vec![FORMAT];
         bytes.extend(id.encode());
-        let seal = self.mac_of(&bytes).finalize().into_bytes();
+        let seal = self.keyed_mac(&bytes).finalize().into_bytes();
         bytes.extend(seal);
         GpuToken::try_from(bytes).expect("both names are bounded")
     }
@@ -87,7 +87,7 @@ impl NodeKey {
     /// It is none, another node's, or none that was sealed with this key.
     pub fn unseal(&self, token: &GpuToken) -> Result<MemoryId, TokenRefusal> {
         let malformed = TokenRefusal::Malformed;
-        let Some((said, seal)) = token.as_bytes().split_last_chunk::<MAC>() else {
+        let Some((said, seal)) = token.as_bytes().split_last_chunk::<MAC_LENGTH>() else {
             return Err(malformed);
         };
         let [FORMAT, body @ ..] = said else {
@@ -99,12 +99,12 @@ impl NodeKey {
             return Err(TokenRefusal::Elsewhere { node: id.node });
         }
         // In constant time.
-        let sealed = self.mac_of(said).verify_slice(seal);
+        let sealed = self.keyed_mac(said).verify_slice(seal);
         sealed.map_err(|_| TokenRefusal::Forged)?;
         Ok(id)
     }
 
-    fn mac_of(&self, said: &[u8]) -> Hmac<Sha256> {
+    fn keyed_mac(&self, said: &[u8]) -> Hmac<Sha256> {
         self.mac.clone().chain_update(LABEL).chain_update(said)
     }
 }
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_sealed_is_what_is_read() {
+    fn token_unseals_to_what_was_sealed() {
         let id = unseal(&key("node-a", 1), token()).expect("it is good");
         assert_eq!(
             (id.node.as_str(), id.container, id.generations, id.block),
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn another_key_and_another_node_are_told_apart() {
+    fn unseal_distinguishes_forged_from_elsewhere() {
         let forged = unseal(&key("node-a", 2), token());
         assert_eq!(forged, Err(TokenRefusal::Forged));
         let node = "node-a".to_owned();
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn the_seal_is_hmac_sha_256_as_others_compute_it() {
+    fn seal_is_hmac_sha_256() {
         // python3: hmac.new(bytes([1])*32, b"bursar.dev/gpu-token\0" + token[:-32], "sha256")
         let expected = [
             0x80, 0x18, 0xef, 0x95, 0x4e, 0x5a, 0xa3, 0x80, 0x8f, 0x13, 0x4f, 0xa5, 0xe9, 0x9b,
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_names_fit_and_a_name_that_no_node_can_have_has_no_key() {
+    fn longest_names_fit_and_longer_ones_are_refused() {
         let longest = NodeKey::new("n".repeat(MAX_NODE), [0; 32]).unwrap();
         let gpu = format!("MIG-{}", "a".repeat(96)).parse().unwrap();
         let sealed = longest.seal(&gpu, AllocationId::from_bits(1), NOW, 0);
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_shows_no_secret() {
+    fn debug_of_a_key_hides_the_secret() {
         assert_eq!(
             format!("{:?}", key("node-a", 1)),
             "NodeKey { node: \"node-a\", .. }"

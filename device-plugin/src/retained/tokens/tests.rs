@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 
 use super::*;
-use crate::ledger::Moment;
-use crate::retained::leases::{Charged, Node, Open, Opened, Standing};
+use crate::ledger::BootTime;
+use crate::retained::leases::{ChargedLeases, ContainerBinding, NodeView, OpenRequest, Opened};
 use crate::sessions::Process;
 use crate::units::Bytes;
 
@@ -17,7 +17,7 @@ const C: AllocationId = AllocationId::from_bits(3);
 const LEASE: LeaseId = LeaseId(7);
 
 type Redeemed = Result<MemoryId, TokenRefusal>;
-type Event = fn(&mut Bed);
+type Event = fn(&mut Fixture);
 
 fn gpu() -> GpuUuid {
     "GPU-a".parse().unwrap()
@@ -27,29 +27,29 @@ fn process(pid: u32) -> Process {
     Process { pid, start: 1 }
 }
 
-fn of(allocation: AllocationId, pid: u32) -> Asker {
-    Asker {
+fn caller(allocation: AllocationId, pid: u32) -> Caller {
+    Caller {
         allocation,
         process: process(pid),
     }
 }
 
 /// The node, with processes 10, 20 and 30 in its containers and a lease that 10 committed.
-struct Bed {
+struct Fixture {
     key: NodeKey,
-    leases: Leases,
-    node: Node,
-    images: BTreeMap<AllocationId, Vec<Image>>,
+    leases: LeaseTable,
+    node: NodeView,
+    images: BTreeMap<AllocationId, Vec<ProcessImage>>,
 }
 
-impl Bed {
-    fn new() -> Bed {
-        let standing = |name: &str, namespace: &str| Standing {
+impl Fixture {
+    fn new() -> Fixture {
+        let standing = |name: &str, namespace: &str| ContainerBinding {
             pod: name.parse().unwrap(),
             namespace: Some(namespace.to_owned()),
             gpus: BTreeSet::from([gpu()]),
         };
-        let node = Node {
+        let node = NodeView {
             containers: BTreeMap::from([
                 (A, standing("a", "team")),
                 (B, standing("b", "team")),
@@ -59,13 +59,13 @@ impl Bed {
             free: BTreeMap::new(),
             generations: BTreeMap::from([(gpu(), 4)]),
         };
-        let image = |pid, generation| Image {
+        let image = |pid, generation| ProcessImage {
             process: process(pid),
             generation,
         };
-        let mut bed = Bed {
+        let mut bed = Fixture {
             key: NodeKey::new("node-a".to_owned(), [1; 32]).unwrap(),
-            leases: Leases::default(),
+            leases: LeaseTable::default(),
             node,
             images: BTreeMap::from([
                 (A, vec![image(10, 5), image(11, 6)]),
@@ -73,9 +73,9 @@ impl Bed {
                 (C, vec![image(30, 5)]),
             ]),
         };
-        bed.leases.heard(BTreeMap::new(), |_| true);
-        bed.stand();
-        let open = Open {
+        bed.leases.resync(BTreeMap::new(), |_| true);
+        bed.reconcile();
+        let open = OpenRequest {
             gpu: gpu(),
             name: "weights".to_owned(),
             key: [7; 32],
@@ -83,39 +83,40 @@ impl Bed {
             image: 1,
             token: 99,
         };
-        let opened = bed.leases.open(of(A, 10), open, Moment(0)).0;
-        let Ok(Opened::Make(meta)) = opened else {
+        let opened = bed.leases.open(caller(A, 10), open, BootTime(0)).0;
+        let Ok(Opened::Create(meta)) = opened else {
             panic!("{opened:?}");
         };
-        bed.leases.begin(LEASE, *meta);
-        assert!(bed.leases.made(LEASE).0.is_some());
+        bed.leases.begin_create(LEASE, *meta);
+        assert!(bed.leases.finish_create(LEASE).0.is_some());
         bed
     }
 
-    fn committed() -> Bed {
-        let mut bed = Bed::new();
-        let committed = bed.leases.commit(of(A, 10), LEASE, 99, 0, Moment(1));
+    fn committed() -> Fixture {
+        let mut bed = Fixture::new();
+        let committed = bed.leases.commit(caller(A, 10), LEASE, 99, 0, BootTime(1));
         assert!(committed.is_ok());
         bed
     }
 
-    fn stand(&mut self) {
-        self.leases.stand(self.node.clone(), &Charged::new());
+    fn reconcile(&mut self) {
+        self.leases
+            .reconcile(self.node.clone(), &ChargedLeases::new());
     }
 
-    fn seal(&self, asker: Asker, lease: LeaseId) -> Result<GpuToken, TokenRefusal> {
-        self.judge(|judge| judge.seal(asker, &gpu(), lease, 42))
+    fn seal(&self, asker: Caller, lease: LeaseId) -> Result<GpuToken, TokenRefusal> {
+        self.with_authority(|judge| judge.seal(asker, &gpu(), lease, 42))
     }
 
-    fn redeem(&self, asker: Asker, token: &GpuToken) -> Redeemed {
-        self.judge(|judge| judge.redeem(asker, token))
+    fn redeem(&self, asker: Caller, token: &GpuToken) -> Redeemed {
+        self.with_authority(|judge| judge.redeem(asker, token))
     }
 
-    fn judge<T>(
+    fn with_authority<T>(
         &self,
-        act: impl FnOnce(Judge<'_, &dyn Fn(&AllocationId) -> Option<Vec<Image>>>) -> T,
+        act: impl FnOnce(TokenAuthority<'_, &dyn Fn(&AllocationId) -> Option<Vec<ProcessImage>>>) -> T,
     ) -> T {
-        act(Judge {
+        act(TokenAuthority {
             key: &self.key,
             leases: &self.leases,
             images: &|allocation| self.images.get(allocation).cloned(),
@@ -126,7 +127,7 @@ impl Bed {
     fn exec(&mut self) {
         let images = self.images.get_mut(&A).unwrap();
         images.retain(|image| image.process != process(10));
-        images.push(Image {
+        images.push(ProcessImage {
             process: process(10),
             generation: 7,
         });
@@ -138,10 +139,10 @@ fn fenced(which: Generation, generation: u64) -> Redeemed {
 }
 
 #[test]
-fn a_token_says_what_the_agent_knows_and_is_its_namespaces() {
-    let bed = Bed::committed();
+fn token_carries_generations_and_is_of_its_namespace() {
+    let bed = Fixture::committed();
     for lease in [NO_LEASE, LEASE] {
-        let token = bed.seal(of(A, 10), lease).unwrap();
+        let token = bed.seal(caller(A, 10), lease).unwrap();
         let expected = MemoryId {
             node: "node-a".to_owned(),
             gpu: "GPU-a".to_owned(),
@@ -153,41 +154,50 @@ fn a_token_says_what_the_agent_knows_and_is_its_namespaces() {
             },
             block: 42,
         };
-        for asker in [of(A, 10), of(A, 11), of(B, 20), of(B, 999)] {
+        for asker in [caller(A, 10), caller(A, 11), caller(B, 20), caller(B, 999)] {
             assert_eq!(bed.redeem(asker, &token).as_ref(), Ok(&expected));
         }
-        let stranger = bed.redeem(of(C, 30), &token);
+        let stranger = bed.redeem(caller(C, 30), &token);
         assert_eq!(stranger, Err(TokenRefusal::Unknown));
     }
 }
 
 #[test]
-fn who_has_no_session_or_has_not_opened_the_lease_gets_no_token() {
-    let mut bed = Bed::new();
-    let refused = |bed: &Bed, asker, lease| bed.seal(asker, lease).unwrap_err();
-    assert_eq!(refused(&bed, of(A, 12), NO_LEASE), TokenRefusal::NoSession);
-    assert_eq!(refused(&bed, of(B, 20), LEASE), TokenRefusal::NoLease);
-    assert_eq!(refused(&bed, of(A, 10), LeaseId(8)), TokenRefusal::NoLease);
+fn seal_needs_a_session_and_the_lease_open() {
+    let mut bed = Fixture::new();
+    let refused = |bed: &Fixture, asker, lease| bed.seal(asker, lease).unwrap_err();
     assert_eq!(
-        refused(&bed, of(A, 11), LEASE),
+        refused(&bed, caller(A, 12), NO_LEASE),
+        TokenRefusal::NoSession
+    );
+    assert_eq!(refused(&bed, caller(B, 20), LEASE), TokenRefusal::NoLease);
+    assert_eq!(
+        refused(&bed, caller(A, 10), LeaseId(8)),
+        TokenRefusal::NoLease
+    );
+    assert_eq!(
+        refused(&bed, caller(A, 11), LEASE),
         TokenRefusal::NoLease,
         "another writes it"
     );
-    assert!(bed.seal(of(A, 10), LEASE).is_ok());
-    bed.leases.vault_lost();
-    assert_eq!(refused(&bed, of(A, 10), LEASE), TokenRefusal::Unavailable);
-    assert!(bed.seal(of(A, 10), NO_LEASE).is_ok());
+    assert!(bed.seal(caller(A, 10), LEASE).is_ok());
+    bed.leases.store_disconnected();
+    assert_eq!(
+        refused(&bed, caller(A, 10), LEASE),
+        TokenRefusal::Unavailable
+    );
+    assert!(bed.seal(caller(A, 10), NO_LEASE).is_ok());
 }
 
 #[test]
-fn each_event_ends_the_tokens_of_its_generation_and_no_others() {
+fn each_event_fences_tokens_of_its_generation_only() {
     let gpu_lost: Event = |bed| {
         bed.node.generations.insert(gpu(), 5);
-        bed.stand();
+        bed.reconcile();
     };
-    let discarded: Event = |bed| drop(bed.leases.discard(of(A, 10), LEASE).unwrap());
+    let discarded: Event = |bed| drop(bed.leases.discard(caller(A, 10), LEASE).unwrap());
     let abandoned: Event = |bed| {
-        let open = Open {
+        let open = OpenRequest {
             gpu: gpu(),
             name: "weights".to_owned(),
             key: [7; 32],
@@ -198,24 +208,24 @@ fn each_event_ends_the_tokens_of_its_generation_and_no_others() {
         bed.node
             .quotas
             .insert("team".to_owned(), BTreeMap::from([(gpu(), Bytes::gib(1))]));
-        bed.stand();
-        assert!(bed.leases.open(of(B, 20), open, Moment(2)).0.is_ok());
-        drop(bed.leases.discard(of(A, 10), LEASE).unwrap());
+        bed.reconcile();
+        assert!(bed.leases.open(caller(B, 20), open, BootTime(2)).0.is_ok());
+        drop(bed.leases.discard(caller(A, 10), LEASE).unwrap());
     };
     let vault_died: Event = |bed| {
-        bed.leases.vault_lost();
-        bed.leases.heard(BTreeMap::new(), |_| true);
+        bed.leases.store_disconnected();
+        bed.leases.resync(BTreeMap::new(), |_| true);
     };
     let ended: Event = |bed| {
         bed.node.containers.remove(&A);
-        bed.stand();
+        bed.reconcile();
     };
     let unknown = || Err(TokenRefusal::Unknown);
-    let good = |bed: &Bed, lease| {
-        let token = bed.seal(of(A, 10), lease).unwrap();
-        bed.redeem(of(B, 20), &token)
+    let good = |bed: &Fixture, lease| {
+        let token = bed.seal(caller(A, 10), lease).unwrap();
+        bed.redeem(caller(B, 20), &token)
     };
-    let before = [NO_LEASE, LEASE].map(|lease| good(&Bed::committed(), lease));
+    let before = [NO_LEASE, LEASE].map(|lease| good(&Fixture::committed(), lease));
     let [own, of_lease] = before;
     let table: [(&str, Event, [Redeemed; 2]); 8] = [
         ("nothing", |_| {}, [own.clone(), of_lease]),
@@ -226,7 +236,7 @@ fn each_event_ends_the_tokens_of_its_generation_and_no_others() {
         ),
         (
             "exec",
-            Bed::exec,
+            Fixture::exec,
             [
                 fenced(Generation::Process, 5),
                 fenced(Generation::Process, 5),
@@ -258,57 +268,60 @@ fn each_event_ends_the_tokens_of_its_generation_and_no_others() {
         ("its pod ended", ended, [unknown(), unknown()]),
     ];
     for (what, event, expected) in table {
-        let mut bed = Bed::committed();
-        let tokens = [NO_LEASE, LEASE].map(|lease| bed.seal(of(A, 10), lease).unwrap());
+        let mut bed = Fixture::committed();
+        let tokens = [NO_LEASE, LEASE].map(|lease| bed.seal(caller(A, 10), lease).unwrap());
         event(&mut bed);
-        let found = tokens.map(|token| bed.redeem(of(B, 20), &token));
+        let found = tokens.map(|token| bed.redeem(caller(B, 20), &token));
         assert_eq!(found, expected, "{what}");
     }
 }
 
 #[test]
-fn what_an_agent_that_starts_does_not_know_yet_is_not_told_apart_wrongly() {
-    let bed = Bed::committed();
-    let token = bed.seal(of(A, 10), NO_LEASE).unwrap();
+fn redeem_is_unavailable_while_the_agent_starts() {
+    let bed = Fixture::committed();
+    let token = bed.seal(caller(A, 10), NO_LEASE).unwrap();
     let unavailable = Err(TokenRefusal::Unavailable);
-    let mut started = Bed::committed();
-    started.leases = Leases::default();
-    assert_eq!(started.redeem(of(B, 20), &token), unavailable);
-    let mut unserved = Bed::committed();
+    let mut started = Fixture::committed();
+    started.leases = LeaseTable::default();
+    assert_eq!(started.redeem(caller(B, 20), &token), unavailable);
+    let mut unserved = Fixture::committed();
     unserved.images.remove(&A);
-    assert_eq!(unserved.redeem(of(B, 20), &token), unavailable);
+    assert_eq!(unserved.redeem(caller(B, 20), &token), unavailable);
     for nameless in [A, B] {
-        let mut bed = Bed::committed();
+        let mut bed = Fixture::committed();
         let standing = bed.node.containers.get_mut(&nameless).unwrap();
         standing.namespace = None;
-        bed.stand();
-        assert_eq!(bed.redeem(of(B, 20), &token), unavailable);
+        bed.reconcile();
+        assert_eq!(bed.redeem(caller(B, 20), &token), unavailable);
     }
-    let mut away = Bed::committed();
-    away.leases.vault_lost();
-    let of_lease = bed.seal(of(A, 10), LEASE).unwrap();
-    assert_eq!(away.redeem(of(B, 20), &of_lease), unavailable);
-    assert!(away.redeem(of(B, 20), &token).is_ok());
+    let mut away = Fixture::committed();
+    away.leases.store_disconnected();
+    let of_lease = bed.seal(caller(A, 10), LEASE).unwrap();
+    assert_eq!(away.redeem(caller(B, 20), &of_lease), unavailable);
+    assert!(away.redeem(caller(B, 20), &token).is_ok());
 }
 
 #[test]
-fn a_new_key_knows_no_token_of_before() {
-    let bed = Bed::committed();
-    let token = bed.seal(of(A, 10), NO_LEASE).unwrap();
-    let mut next = Bed::committed();
+fn new_key_refuses_earlier_tokens() {
+    let bed = Fixture::committed();
+    let token = bed.seal(caller(A, 10), NO_LEASE).unwrap();
+    let mut next = Fixture::committed();
     next.key = NodeKey::new("node-a".to_owned(), [2; 32]).unwrap();
-    assert_eq!(next.redeem(of(B, 20), &token), Err(TokenRefusal::Forged));
+    assert_eq!(
+        next.redeem(caller(B, 20), &token),
+        Err(TokenRefusal::Forged)
+    );
 }
 
 proptest! {
     /// Only the present generations are good, whichever way others differ.
     #[test]
     fn a_token_is_redeemed_by_exactly_its_own_lives(g in 3..6u64, p in 4..8u64, l in 6..9u64) {
-        let bed = Bed::committed();
+        let bed = Fixture::committed();
         let generations = Generations { gpu: g, process: p, lease: l };
         let token = bed.key.seal(&gpu(), A, generations, 1);
         // P 6 is process 11's: its pod has the lease open too.
         let is_good = g == 4 && (p == 5 || p == 6) && l == LEASE.0;
-        prop_assert_eq!(bed.redeem(of(B, 20), &token).is_ok(), is_good);
+        prop_assert_eq!(bed.redeem(caller(B, 20), &token).is_ok(), is_good);
     }
 }

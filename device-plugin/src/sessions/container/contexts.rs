@@ -11,28 +11,28 @@ use super::Container;
 
 impl Container {
     /// Charges contexts from now on what these sizes say.
-    pub(in super::super) fn charge_contexts(&mut self, sizes: Arc<ContextSizes>) {
-        self.contexts = Some(sizes);
+    pub(in super::super) fn set_context_sizes(&mut self, sizes: Arc<ContextSizes>) {
+        self.context_sizes = Some(sizes);
     }
 
     /// What a context is charged; nothing where contexts are not.
-    pub(super) fn context_of(&self, account: &Account) -> Units {
-        match (account, &self.contexts) {
+    pub(super) fn context_charge(&self, account: &Account) -> Units {
+        match (account, &self.context_sizes) {
             (Account::Gpu(gpu), Some(sizes)) => {
-                Units::holding(sizes.of_gpu(gpu).0).unwrap_or(Units::ZERO)
+                Units::holding(sizes.size_on(gpu).0).unwrap_or(Units::ZERO)
             }
             _ => Units::ZERO,
         }
     }
 
     /// A process made a context: what one is charged now, here and on the pages of all processes.
-    pub(in super::super) fn context_made(&mut self, pid: u32, account: u8) -> Response {
-        self.heard(pid);
+    pub(in super::super) fn handle_context_made(&mut self, pid: u32, account: u8) -> Response {
+        self.mark_active(pid);
         let index = usize::from(account);
         let here = self.accounts.get(index);
-        let units = here.map_or(Units::ZERO, |account| self.context_of(account));
+        let units = here.map_or(Units::ZERO, |account| self.context_charge(account));
         for slot in self
-            .members
+            .processes
             .values()
             .filter_map(|member| member.page.as_ref()?.slot(index))
         {

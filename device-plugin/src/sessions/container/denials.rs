@@ -9,14 +9,14 @@ use bursar_protocol::messages::Response;
 use bursar_protocol::units::Units;
 
 use super::super::lock;
-use super::{Container, Member};
+use super::{Container, ProcessState};
 
 /// How often a container's refusals for the same reason are told: a program may ask in a loop.
-const TELL_EVERY: Duration = Duration::from_secs(60);
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Why a request is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Why {
+pub(super) enum RefusalReason {
     /// Its image is poisoned, or its GPU is drained.
     Fenced,
     /// The record was lost, and the driver has not said yet who has memory.
@@ -29,30 +29,30 @@ pub(super) enum Why {
     NoPage,
 }
 
-impl Why {
+impl RefusalReason {
     fn as_str(self) -> &'static str {
         match self {
-            Why::Fenced => "fenced",
-            Why::RecordLost => "record-lost",
-            Why::Quota => "quota",
-            Why::Unrecorded => "unrecorded",
-            Why::NoPage => "no-page",
+            RefusalReason::Fenced => "fenced",
+            RefusalReason::RecordLost => "record-lost",
+            RefusalReason::Quota => "quota",
+            RefusalReason::Unrecorded => "unrecorded",
+            RefusalReason::NoPage => "no-page",
         }
     }
 }
 
 /// When refusals were told last, by reason.
 #[derive(Debug, Default)]
-pub(super) struct Told(BTreeMap<String, (Instant, u64)>);
+pub(super) struct LogLimiter(BTreeMap<String, (Instant, u64)>);
 
-impl Told {
+impl LogLimiter {
     /// Whether this one is to be told: how many for the same reason were not, since the last that was.
     pub(super) fn due(&mut self, reason: &str, now: Instant) -> Option<u64> {
         let Some((told, untold)) = self.0.get_mut(reason) else {
             self.0.insert(reason.to_owned(), (now, 0));
             return Some(0);
         };
-        if now.saturating_duration_since(*told) < TELL_EVERY {
+        if now.saturating_duration_since(*told) < LOG_INTERVAL {
             *untold = untold.saturating_add(1);
             return None;
         }
@@ -64,9 +64,9 @@ impl Told {
 /// Limits log lines for all containers together: a full `/run` or a lack of descriptors affects all of
 /// them at the same time.
 #[derive(Clone, Debug, Default)]
-pub(in super::super) struct ToldOfAll(Arc<Mutex<Told>>);
+pub(in super::super) struct SharedLogLimiter(Arc<Mutex<LogLimiter>>);
 
-impl ToldOfAll {
+impl SharedLogLimiter {
     /// How many lines of this reason were left out, where this line is due.
     pub(in super::super) fn due(&self, reason: &str, now: Instant) -> Option<u64> {
         lock(&self.0).due(reason, now)
@@ -75,39 +75,47 @@ impl ToldOfAll {
 
 impl Container {
     /// The answer to a request that is refused.
-    pub(super) fn refuse(&mut self, pid: u32, account: u8, need: Units, why: Why) -> Response {
+    pub(super) fn refuse_credit(
+        &mut self,
+        pid: u32,
+        account: u8,
+        need: Units,
+        why: RefusalReason,
+    ) -> Response {
         let index = usize::from(account);
-        if let Some(untold) = self.told.due(why.as_str(), Instant::now()) {
+        if let Some(untold) = self.log_limiter.due(why.as_str(), Instant::now()) {
             let credit = &self.credit;
             tracing::info!(
-                allocation = %self.served.allocation,
-                pod = %self.served.pod,
+                allocation = %self.spec.allocation,
+                pod = %self.spec.pod,
                 pid,
                 account,
                 reason = why.as_str(),
                 asked = need.bytes(),
                 free = credit.free(index).bytes(),
-                idle = self.idle_of_others(pid, index).bytes(),
+                idle = self.idle_credit_of_others(pid, index).bytes(),
                 quota = credit.quota(index).bytes(),
                 granted = credit.granted(index).bytes(),
                 own = credit.granted_to(pid, index).bytes(),
-                retired = credit.retired(index).bytes(),
+                retired = credit.exited(index).bytes(),
                 leased = credit.leased(index).bytes(),
-                outside = credit.outside(index).bytes(),
+                outside = credit.untracked(index).bytes(),
                 untold,
                 "memory refused"
             );
         }
-        let knows = |member: &Member| member.version >= POISON_SINCE;
+        let knows = |member: &ProcessState| member.protocol_version >= POISON_SINCE;
         match why {
-            Why::Fenced if self.members.get(&pid).is_some_and(knows) => {
+            RefusalReason::Fenced if self.processes.get(&pid).is_some_and(knows) => {
                 Response::Fenced { account }
             }
-            Why::Fenced | Why::RecordLost | Why::Unrecorded => Response::Refused {
-                account,
-                free: Units::ZERO,
-            },
-            Why::Quota | Why::NoPage => Response::Refused {
+            RefusalReason::Fenced | RefusalReason::RecordLost | RefusalReason::Unrecorded => {
+                Response::Refused {
+                    account,
+                    free: Units::ZERO,
+                }
+            }
+            RefusalReason::Quota | RefusalReason::NoPage => Response::Refused {
                 account,
                 free: self.credit.free(index),
             },
@@ -115,15 +123,21 @@ impl Container {
     }
 
     /// A process was denied memory. Without a refusal at the same time the agent was not asked, or not heard.
-    pub(in super::super) fn denied(&mut self, pid: u32, account: u8, bytes: u64, function: &str) {
-        if let Some(count) = self.denied.get_mut(usize::from(account)) {
+    pub(in super::super) fn record_denial(
+        &mut self,
+        pid: u32,
+        account: u8,
+        bytes: u64,
+        function: &str,
+    ) {
+        if let Some(count) = self.denials.get_mut(usize::from(account)) {
             *count = count.saturating_add(1);
         }
         let function = self.count_denial(function);
         // A peer names the function, and may name it as a reason is.
         let what = format!("denied {function}");
-        if let Some(untold) = self.told.due(&what, Instant::now()) {
-            let allocation = self.served.allocation;
+        if let Some(untold) = self.log_limiter.due(&what, Instant::now()) {
+            let allocation = self.spec.allocation;
             tracing::info!(%allocation, pid, account, bytes, function, untold, "allocation denied");
         }
     }
@@ -134,8 +148,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_refusals_for_one_reason_one_a_minute_is_told_with_how_many_were_not() {
-        let (mut told, begun) = (Told::default(), Instant::now());
+    fn refusals_are_logged_once_a_minute_for_each_reason() {
+        let (mut told, begun) = (LogLimiter::default(), Instant::now());
         let after = |seconds| begun + Duration::from_secs(seconds);
         assert_eq!(told.due("quota", after(0)), Some(0));
         assert_eq!(told.due("fenced", after(1)), Some(0), "each by itself");
@@ -147,8 +161,8 @@ mod tests {
     }
 
     #[test]
-    fn line_is_due_once_for_all_containers() {
-        let (one, begun) = (ToldOfAll::default(), Instant::now());
+    fn log_line_is_due_once_for_all_containers() {
+        let (one, begun) = (SharedLogLimiter::default(), Instant::now());
         let other = one.clone();
         assert_eq!(one.due("record", begun), Some(0));
         assert_eq!(other.due("record", begun), None);

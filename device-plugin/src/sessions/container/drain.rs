@@ -6,7 +6,7 @@ use super::Container;
 use crate::units::{GpuUuid, PodUid};
 
 /// A process that holds GPUs.
-pub(in super::super) struct Holder {
+pub(in super::super) struct GpuHolder {
     pub(in super::super) pid: u32,
     pub(in super::super) pod: PodUid,
     pub(in super::super) gpus: Vec<GpuUuid>,
@@ -15,21 +15,21 @@ pub(in super::super) struct Holder {
 impl Container {
     /// These GPUs are to be drained: the processes that hold some of them, with a session or without. Not on record: who
     /// drains says it again and again.
-    pub(in super::super) fn drain(&mut self, gpus: &BTreeSet<GpuUuid>) -> Vec<Holder> {
+    pub(in super::super) fn drain_gpus(&mut self, gpus: &BTreeSet<GpuUuid>) -> Vec<GpuHolder> {
         let mut its = self.gpus();
         its.retain(|gpu| gpus.contains(gpu));
-        if self.drained == its.is_empty() {
-            self.drained = !its.is_empty();
-            self.tell_fences();
+        if self.is_drained == its.is_empty() {
+            self.is_drained = !its.is_empty();
+            self.publish_fences();
         }
-        if !self.drained {
+        if !self.is_drained {
             return Vec::new();
         }
-        let members = self.members.keys().copied();
-        let pids: BTreeSet<u32> = members.chain(self.credit.outsiders()).collect();
-        let holder = |pid| Holder {
+        let members = self.processes.keys().copied();
+        let pids: BTreeSet<u32> = members.chain(self.credit.untracked_pids()).collect();
+        let holder = |pid| GpuHolder {
             pid,
-            pod: self.served.pod.clone(),
+            pod: self.spec.pod.clone(),
             gpus: its.clone(),
         };
         pids.into_iter().map(holder).collect()

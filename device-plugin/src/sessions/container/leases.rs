@@ -5,35 +5,40 @@ use std::collections::BTreeMap;
 use bursar_protocol::messages::{Account, RejectReason};
 use bursar_protocol::units::Units;
 
-use super::{Container, Membership};
-use crate::sessions::accounts::NOBODY;
+use super::{Container, ContainerResolver};
+use crate::sessions::accounts::NO_PID;
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
 /// Why a process may not ask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in super::super) enum NotAsked {
+pub(in super::super) enum NotAuthorized {
     /// It is none of the container's, or asks for another one's GPU.
-    Unwelcome(RejectReason),
+    Rejected(RejectReason),
     /// It is poisoned, or its GPU is drained.
     Fenced,
 }
 
 impl Container {
     /// The allocation that a process asks about kept memory for, or about tokens; of this GPU where it names one.
-    pub(in super::super) fn may_ask(
+    pub(in super::super) fn authorize(
         &self,
         pid: u32,
         gpu: Option<&Account>,
-        membership: &dyn Membership,
-    ) -> Result<AllocationId, NotAsked> {
-        self.home_of(pid, membership).map_err(NotAsked::Unwelcome)?;
+        membership: &dyn ContainerResolver,
+    ) -> Result<AllocationId, NotAuthorized> {
+        self.resolve_cgroup(pid, membership)
+            .map_err(NotAuthorized::Rejected)?;
         if self.is_fenced(pid) {
-            return Err(NotAsked::Fenced);
+            return Err(NotAuthorized::Fenced);
         }
-        let has = |account: &Account| self.gpus().iter().any(|gpu| *account == on_wire(gpu));
+        let has = |account: &Account| {
+            self.gpus()
+                .iter()
+                .any(|gpu| *account == to_wire_account(gpu))
+        };
         match gpu.is_none_or(has) {
-            true => Ok(self.served.allocation),
-            false => Err(NotAsked::Unwelcome(RejectReason::Account)),
+            true => Ok(self.spec.allocation),
+            false => Err(NotAuthorized::Rejected(RejectReason::Account)),
         }
     }
 
@@ -41,43 +46,43 @@ impl Container {
     ///
     /// # Errors
     /// What the quota has left.
-    pub(in super::super) fn lease(
+    pub(in super::super) fn charge_lease(
         &mut self,
         gpu: &GpuUuid,
         lease: LeaseId,
         bytes: Bytes,
     ) -> Result<(), Bytes> {
-        let (Some(index), false) = (self.index_of(gpu), self.record_lost) else {
+        let (Some(index), false) = (self.account_index(gpu), self.is_checkpoint_lost) else {
             return Err(Bytes::ZERO);
         };
         let need = Units::holding(bytes.0).unwrap_or(Units::MAX);
-        self.hear_siblings();
-        let idle = self.idle_of_others(NOBODY, index);
+        self.update_from_siblings();
+        let idle = self.idle_credit_of_others(NO_PID, index);
         let free = self.credit.free(index);
         let missing = need.saturating_sub(free);
         if missing > idle {
             return Err(Bytes(free.saturating_add(idle).bytes()));
         }
-        self.take_idle(NOBODY, index, missing);
-        let leased = self.credit.lease(lease.0, index, need);
+        self.reclaim_idle(NO_PID, index, missing);
+        let leased = self.credit.charge_lease(lease.0, index, need);
         leased.map_err(|free| Bytes(free.bytes()))?;
-        if !self.write_record() {
-            self.credit.forget_lease(lease.0);
+        if !self.write_checkpoint() {
+            self.credit.refund_lease(lease.0);
             return Err(Bytes::ZERO);
         }
-        self.refresh();
+        self.refresh_pages();
         Ok(())
     }
 
     /// Charges a lease that the vault has, if it is not charged by now.
     pub(in super::super) fn adopt_lease(&mut self, gpu: &GpuUuid, lease: LeaseId, bytes: Bytes) {
-        let Some(index) = self.index_of(gpu) else {
+        let Some(index) = self.account_index(gpu) else {
             return;
         };
         if !self.credit.leases().contains_key(&lease.0) {
             let units = Units::holding(bytes.0).unwrap_or(Units::MAX);
             self.credit.adopt_lease(lease.0, index, units);
-            self.note_leases();
+            self.record_leases();
         }
     }
 
@@ -92,7 +97,7 @@ impl Container {
         self.adopt_lease(gpu, lease, bytes);
         let before = self.credit.clone();
         self.credit.release_lease(lease.0);
-        let is_on_record = self.note_leases();
+        let is_on_record = self.record_leases();
         if !is_on_record {
             self.credit = before;
         }
@@ -100,13 +105,13 @@ impl Container {
     }
 
     /// There is no memory of a lease that was charged.
-    pub(in super::super) fn forget_lease(&mut self, lease: LeaseId) {
-        self.credit.forget_lease(lease.0);
-        self.note_leases();
+    pub(in super::super) fn refund_lease(&mut self, lease: LeaseId) {
+        self.credit.refund_lease(lease.0);
+        self.record_leases();
     }
 
     /// The leases that are charged, each with its GPU and what it has.
-    pub(in super::super) fn leases(&self) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
+    pub(in super::super) fn charged_leases(&self) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
         let gpus = self.gpus();
         let leases = self.credit.leases().iter();
         leases
@@ -117,12 +122,12 @@ impl Container {
             .collect()
     }
 
-    fn note_leases(&mut self) -> bool {
-        self.refresh();
-        self.write_record()
+    fn record_leases(&mut self) -> bool {
+        self.refresh_pages();
+        self.write_checkpoint()
     }
 }
 
-fn on_wire(gpu: &GpuUuid) -> Account {
+fn to_wire_account(gpu: &GpuUuid) -> Account {
     Account::Device(gpu.as_str().to_owned())
 }

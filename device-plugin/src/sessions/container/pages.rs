@@ -11,69 +11,69 @@ use std::time::{Duration, Instant};
 use bursar_protocol::credit_page::{CreditPage, PageError};
 
 use super::super::MAX_PROCESSES;
-use super::super::rate_limit::Pace;
+use super::super::rate_limit::RateLimiter;
 
 /// How often a container may have one more page, beyond twice as many at once as it may have processes.
-const EVERY: Duration = Duration::from_secs(1);
+const PAGE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Pages of the dead that wait for a process: each is a descriptor of the agent.
-const MOST_FREE: usize = 64;
+const MAX_FREE_PAGES: usize = 64;
 
 /// Makes a page with so many accounts.
-type Make = fn(usize) -> Result<(CreditPage, OwnedFd), PageError>;
+type MakePage = fn(usize) -> Result<(CreditPage, OwnedFd), PageError>;
 
 /// The pages of one container.
 #[derive(Debug)]
-pub(super) struct Pages {
-    make: Make,
-    budget: Pace,
+pub(super) struct PagePool {
+    make: MakePage,
+    rate_limiter: RateLimiter,
     free: Vec<Arc<OwnedFd>>,
-    most_free: usize,
+    max_free: usize,
 }
 
 /// Why there is no page.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum NoPage {
+pub(super) enum PageUnavailable {
     #[error("{0}")]
     Failed(#[from] PageError),
     #[error("the container had too many")]
     TooMany,
 }
 
-impl Pages {
-    pub(super) fn new(make: Make) -> Pages {
-        Pages {
+impl PagePool {
+    pub(super) fn new(make: MakePage) -> PagePool {
+        PagePool {
             make,
-            budget: Pace::new(2 * MAX_PROCESSES as u32 * EVERY),
+            rate_limiter: RateLimiter::new(2 * MAX_PROCESSES as u32 * PAGE_INTERVAL),
             free: Vec::new(),
-            most_free: MOST_FREE,
+            max_free: MAX_FREE_PAGES,
         }
     }
 
     /// Keeps no more than so many of the dead.
-    pub(super) fn keep_at_most(&mut self, count: usize) {
-        self.most_free = count.min(MOST_FREE);
+    pub(super) fn set_max_free(&mut self, count: usize) {
+        self.max_free = count.min(MAX_FREE_PAGES);
     }
 
     /// A page for a process, mapped and blank.
-    pub(super) fn take(
+    pub(super) fn take_page(
         &mut self,
         accounts: usize,
         now: Instant,
-    ) -> Result<(CreditPage, Arc<OwnedFd>), NoPage> {
+    ) -> Result<(CreditPage, Arc<OwnedFd>), PageUnavailable> {
         if let Some(fd) = self.free.pop() {
             return Ok((CreditPage::recycle(&fd, accounts)?, fd));
         }
-        if !self.budget.try_charge(EVERY, now) {
-            return Err(NoPage::TooMany);
+        if !self.rate_limiter.try_charge(PAGE_INTERVAL, now) {
+            return Err(PageUnavailable::TooMany);
         }
         let (page, fd) = (self.make)(accounts)?;
         Ok((page, Arc::new(fd)))
     }
 
     /// A process died that had this one.
-    pub(super) fn give_back(&mut self, fd: Arc<OwnedFd>) {
-        if self.free.len() < self.most_free {
+    pub(super) fn return_page(&mut self, fd: Arc<OwnedFd>) {
+        if self.free.len() < self.max_free {
             self.free.push(fd);
         }
     }
@@ -85,25 +85,30 @@ mod tests {
 
     #[test]
     fn pages_are_few_when_processes_keep_them() {
-        let (mut pages, now) = (Pages::new(CreditPage::create), Instant::now());
+        let (mut pages, now) = (PagePool::new(CreditPage::create), Instant::now());
         let mut kept = Vec::new();
-        while let Ok((_, fd)) = pages.take(1, now) {
+        while let Ok((_, fd)) = pages.take_page(1, now) {
             kept.push(fd);
         }
         assert_eq!(kept.len(), 2 * MAX_PROCESSES);
-        let later = now + 3 * EVERY;
-        let more = (0..10).filter_map(|_| pages.take(1, later).ok()).count();
+        let later = now + 3 * PAGE_INTERVAL;
+        let more = (0..10)
+            .filter_map(|_| pages.take_page(1, later).ok())
+            .count();
         assert_eq!(more, 3);
-        pages.give_back(kept.remove(0));
-        assert!(pages.take(1, later).is_ok(), "that of a dead process");
-        assert!(matches!(pages.take(1, later), Err(NoPage::TooMany)));
+        pages.return_page(kept.remove(0));
+        assert!(pages.take_page(1, later).is_ok(), "that of a dead process");
+        assert!(matches!(
+            pages.take_page(1, later),
+            Err(PageUnavailable::TooMany)
+        ));
     }
 
     #[test]
-    fn pages_never_end_when_processes_die() {
-        let (mut pages, now) = (Pages::new(CreditPage::create), Instant::now());
+    fn pages_are_reused_when_processes_exit() {
+        let (mut pages, now) = (PagePool::new(CreditPage::create), Instant::now());
         for _ in 0..10 * MAX_PROCESSES {
-            let (page, fd) = pages.take(2, now).unwrap();
+            let (page, fd) = pages.take_page(2, now).unwrap();
             let slot = page.slot(1).unwrap();
             assert_eq!(
                 (slot.word().granted, slot.quota().0, page.fence()),
@@ -112,7 +117,7 @@ mod tests {
             assert!(slot.grant(bursar_protocol::units::Units(5)));
             slot.set_quota(bursar_protocol::units::Units(7));
             page.set_fence(Some(bursar_protocol::fence::Fence::Drained));
-            pages.give_back(fd);
+            pages.return_page(fd);
         }
     }
 }

@@ -12,103 +12,107 @@ use bursar_protocol::messages::Response;
 use bursar_protocol::units::Units;
 use tokio::sync::{Notify, oneshot, watch};
 
-use super::super::rate_limit::{Pace, measured};
+use super::super::rate_limit::{RateLimiter, measure_cpu_time};
 use super::Container;
-use super::denials::Why;
+use super::denials::RefusalReason;
 
 /// Writes take one in so many parts of a processor's time at most.
-const SHARE: u32 = 20;
+const WRITE_TIME_DIVISOR: u32 = 20;
 
 /// The longest that one write delays the next: 20 a second, whatever they cost.
-pub(super) const LONGEST: Duration = Duration::from_millis(50);
+pub(super) const MAX_WRITE_DELAY: Duration = Duration::from_millis(50);
 
 /// What writes may owe before one is delayed: 20 of those.
-pub(super) const AT_ONCE: Duration = Duration::from_secs(1);
+pub(super) const WRITE_BURST: Duration = Duration::from_secs(1);
 
 /// Numbers what has to be on record.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(in super::super) struct Change(u64);
+pub(in super::super) struct ChangeNumber(u64);
 
 /// What has to be on record.
 #[derive(Debug)]
-pub(super) struct Changes {
-    pub(super) pace: Pace,
-    pub(super) last: Change,
+pub(super) struct PendingChanges {
+    pub(super) rate_limiter: RateLimiter,
+    pub(super) last: ChangeNumber,
     /// The last that a write was tried for.
-    written: Change,
+    written: ChangeNumber,
     /// Whether anything changed since then but by requests.
-    any: bool,
-    asked: Vec<Asked>,
+    has_changes: bool,
+    credit_requests: Vec<CreditRequest>,
 }
 
 /// A request for credit.
 #[derive(Debug)]
-struct Asked {
+struct CreditRequest {
     pid: u32,
     account: u8,
     need: Units,
     answer: oneshot::Sender<Response>,
 }
 
-impl Default for Changes {
-    fn default() -> Changes {
-        Changes {
-            pace: Pace::new(AT_ONCE),
-            last: Change::default(),
-            written: Change::default(),
-            any: false,
-            asked: Vec::new(),
+impl Default for PendingChanges {
+    fn default() -> PendingChanges {
+        PendingChanges {
+            rate_limiter: RateLimiter::new(WRITE_BURST),
+            last: ChangeNumber::default(),
+            written: ChangeNumber::default(),
+            has_changes: false,
+            credit_requests: Vec::new(),
         }
     }
 }
 
 impl Container {
     /// Requests credit for a process: answered once it is on record.
-    pub(in super::super) fn ask(
+    pub(in super::super) fn request_credit(
         &mut self,
         pid: u32,
         account: u8,
         need: Units,
-    ) -> (Change, oneshot::Receiver<Response>) {
+    ) -> (ChangeNumber, oneshot::Receiver<Response>) {
         let (answer, answered) = oneshot::channel();
         self.requests = self.requests.saturating_add(1);
-        self.changes.asked.push(Asked {
+        self.pending_changes.credit_requests.push(CreditRequest {
             pid,
             account,
             need,
             answer,
         });
-        (self.number(), answered)
+        (self.next_change(), answered)
     }
 
     /// A process asks for what the others use: what has to be on record before it is answered.
-    pub(in super::super) fn asks_refresh(&mut self, pid: u32) -> Option<Change> {
-        let news = self.hear(pid);
-        self.refresh();
-        news.then(|| self.changed())
+    pub(in super::super) fn handle_refresh(&mut self, pid: u32) -> Option<ChangeNumber> {
+        let news = self.update_exports(pid);
+        self.refresh_pages();
+        news.then(|| self.note_change())
     }
 
     /// Something changed that is to be on record: at once, or with the next write.
-    pub(super) fn changed(&mut self) -> Change {
-        self.changes.any = true;
-        self.tell_siblings();
-        self.number()
+    pub(super) fn note_change(&mut self) -> ChangeNumber {
+        self.pending_changes.has_changes = true;
+        self.publish_to_siblings();
+        self.next_change()
     }
 
-    fn number(&mut self) -> Change {
-        self.stir();
-        self.changes.last.0 += 1;
-        let change = self.changes.last;
-        self.recorded(change, Instant::now());
+    fn next_change(&mut self) -> ChangeNumber {
+        self.notify_change();
+        self.pending_changes.last.0 += 1;
+        let change = self.pending_changes.last;
+        self.poll_recorded(change, Instant::now());
         change
     }
 
     /// Writes what is not on record, if writes are paid for: how long to wait before this is tried again.
-    pub(in super::super) fn recorded(&mut self, change: Change, now: Instant) -> Option<Duration> {
-        if self.changes.written >= change {
+    pub(in super::super) fn poll_recorded(
+        &mut self,
+        change: ChangeNumber,
+        now: Instant,
+    ) -> Option<Duration> {
+        if self.pending_changes.written >= change {
             return None;
         }
-        let wait = self.changes.pace.debt(now);
+        let wait = self.pending_changes.rate_limiter.wait_time(now);
         if !wait.is_zero() {
             return Some(wait);
         }
@@ -118,78 +122,80 @@ impl Container {
 
     /// Whether nothing waits for a write.
     pub(in super::super) fn is_recorded(&self) -> bool {
-        self.changes.written >= self.changes.last
+        self.pending_changes.written >= self.pending_changes.last
     }
 
     /// Notified each time that something changed which is to be on record.
-    pub(in super::super) fn stirred(&self) -> Arc<Notify> {
-        Arc::clone(&self.stirred)
+    pub(in super::super) fn change_notify(&self) -> Arc<Notify> {
+        Arc::clone(&self.change_notify)
     }
 
     /// Tells `exports` each time that something changed while dead processes' exports are charged.
-    pub(in super::super) fn tell_exports(&mut self, exports: watch::Sender<()>) {
-        self.exports = exports;
+    pub(in super::super) fn set_orphans_sender(&mut self, exports: watch::Sender<()>) {
+        self.orphans_changed = exports;
     }
 
-    fn stir(&self) {
-        self.stirred.notify_one();
-        let [_, kept] = self.credit.retirements();
+    fn notify_change(&self) {
+        self.change_notify.notify_one();
+        let [_, kept] = self.credit.exited_and_orphaned();
         if !kept.is_empty() {
-            self.exports.send_replace(());
+            self.orphans_changed.send_replace(());
         }
     }
 
     /// Nothing more is put on record: the allocation has ended.
-    pub(in super::super) fn end_record(&mut self) {
-        self.record.close();
+    pub(in super::super) fn close_checkpoint(&mut self) {
+        self.checkpoint.close();
     }
 
     /// The same of all that changed.
-    pub(in super::super) fn record_all(&mut self, now: Instant) {
-        self.recorded(self.changes.last, now);
+    pub(in super::super) fn flush_changes(&mut self, now: Instant) {
+        self.poll_recorded(self.pending_changes.last, now);
     }
 
     fn write_changes(&mut self) {
-        let asked = std::mem::take(&mut self.changes.asked);
-        let mut any = std::mem::take(&mut self.changes.any);
+        let asked = std::mem::take(&mut self.pending_changes.credit_requests);
+        let mut any = std::mem::take(&mut self.pending_changes.has_changes);
         let mut granted = Vec::new();
-        for Asked {
+        for CreditRequest {
             pid,
             account,
             need,
             answer,
         } in asked
         {
-            any |= self.hear(pid);
-            let units = self.take_credit(pid, usize::from(account), need);
+            any |= self.update_exports(pid);
+            let units = self.reserve_credit(pid, usize::from(account), need);
             any |= units.is_ok();
             granted.push((pid, account, need, units, answer));
         }
-        let written = !any || self.write_record();
-        self.changes.written = self.changes.last;
+        let written = !any || self.write_checkpoint();
+        self.pending_changes.written = self.pending_changes.last;
         for (pid, account, need, units, answer) in granted {
             let index = usize::from(account);
             let handed = units.and_then(|units| match written {
-                true => self.hand_out(pid, index, units),
+                true => self.grant_to_page(pid, index, units),
                 false => {
-                    self.credit.give_back(pid, index, units);
-                    Err(Why::Unrecorded)
+                    self.credit.revoke(pid, index, units);
+                    Err(RefusalReason::Unrecorded)
                 }
             });
             // Who does not wait for it any more has the credit in its page.
             let _ = answer.send(match handed {
                 Ok(units) => Response::Granted { account, units },
-                Err(why) => self.refuse(pid, account, need, why),
+                Err(why) => self.refuse_credit(pid, account, need, why),
             });
         }
     }
 
     /// Whether the record holds what the books say now. Each write delays the next that can wait.
-    pub(super) fn write_record(&mut self) -> bool {
-        self.stir();
-        let (written, took) = measured(|| self.write_now());
-        let delays = took.saturating_mul(SHARE).min(LONGEST);
-        self.changes.pace.charge(delays, Instant::now());
+    pub(super) fn write_checkpoint(&mut self) -> bool {
+        self.notify_change();
+        let (written, took) = measure_cpu_time(|| self.store_checkpoint());
+        let delays = took.saturating_mul(WRITE_TIME_DIVISOR).min(MAX_WRITE_DELAY);
+        self.pending_changes
+            .rate_limiter
+            .charge(delays, Instant::now());
         written
     }
 }

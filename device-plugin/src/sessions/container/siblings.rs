@@ -15,97 +15,100 @@ use crate::units::{AllocationId, Bytes, GpuUuid};
 
 /// What each container of a claim has. Its lock is taken last, and nothing is done while it is held.
 #[derive(Clone, Debug, Default)]
-pub(in super::super) struct Siblings(Arc<Mutex<BTreeMap<AllocationId, Taken>>>);
+pub(in super::super) struct ClaimSiblings(Arc<Mutex<BTreeMap<AllocationId, SiblingCharges>>>);
 
 /// What one container has.
 #[derive(Clone, Debug, Default)]
-struct Taken {
+struct SiblingCharges {
     /// By account of a GPU.
     units: Vec<Units>,
-    retired_at: Option<Instant>,
+    last_exit: Option<Instant>,
 }
 
-impl Siblings {
-    fn with<T>(&self, act: impl FnOnce(&mut BTreeMap<AllocationId, Taken>) -> T) -> T {
+impl ClaimSiblings {
+    fn with_lock<T>(
+        &self,
+        act: impl FnOnce(&mut BTreeMap<AllocationId, SiblingCharges>) -> T,
+    ) -> T {
         act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Whether no container has it any more but who asks.
-    pub(in super::super) fn is_alone(&self) -> bool {
+    pub(in super::super) fn is_unshared(&self) -> bool {
         Arc::strong_count(&self.0) == 1
     }
 }
 
 impl Container {
     /// Shares the claim's quota from now on.
-    pub(in super::super) fn join(&mut self, siblings: Siblings) {
+    pub(in super::super) fn join_claim(&mut self, siblings: ClaimSiblings) {
         self.siblings = Some(siblings);
-        self.tell_siblings();
-        self.hear_siblings();
+        self.publish_to_siblings();
+        self.update_from_siblings();
     }
 
     /// It is served no more: what it had is accounted for elsewhere.
-    pub(in super::super) fn leave_siblings(&mut self) {
-        let allocation = self.served.allocation;
+    pub(in super::super) fn leave_claim(&mut self) {
+        let allocation = self.spec.allocation;
         if let Some(siblings) = self.siblings.take() {
-            siblings.with(|all| all.remove(&allocation));
+            siblings.with_lock(|all| all.remove(&allocation));
         }
     }
 
     /// Tells the others of its claim what it has.
-    pub(super) fn tell_siblings(&self) {
+    pub(super) fn publish_to_siblings(&self) {
         let Some(siblings) = &self.siblings else {
             return;
         };
-        let gpus = 0..self.served.gpus.len();
-        let taken = Taken {
-            units: gpus.map(|index| self.credit.own(index)).collect(),
-            retired_at: self.retired_at,
+        let gpus = 0..self.spec.gpus.len();
+        let taken = SiblingCharges {
+            units: gpus.map(|index| self.credit.own_charged(index)).collect(),
+            last_exit: self.last_exit,
         };
-        siblings.with(|all| drop(all.insert(self.served.allocation, taken)));
+        siblings.with_lock(|all| drop(all.insert(self.spec.allocation, taken)));
     }
 
     /// Counts against its quota what the others of its claim have now.
-    pub(super) fn hear_siblings(&mut self) {
+    pub(super) fn update_from_siblings(&mut self) {
         let Some(siblings) = &self.siblings else {
             return;
         };
-        let own = self.served.allocation;
-        let mut inherited = vec![Units::ZERO; self.served.gpus.len()];
-        siblings.with(|all| {
+        let own = self.spec.allocation;
+        let mut inherited = vec![Units::ZERO; self.spec.gpus.len()];
+        siblings.with_lock(|all| {
             for (_, had) in all.iter().filter(|(other, _)| **other != own) {
                 for (sum, units) in inherited.iter_mut().zip(&had.units) {
                     *sum = sum.saturating_add(*units);
                 }
             }
         });
-        self.credit.set_inherited(inherited);
+        self.credit.set_sibling_charges(inherited);
     }
 
     /// When an image of it, or of another container of its claim, ended last.
-    pub(super) fn last_retired_at(&self) -> Option<Instant> {
+    pub(super) fn last_exit_in_claim(&self) -> Option<Instant> {
         let Some(siblings) = &self.siblings else {
-            return self.retired_at;
+            return self.last_exit;
         };
-        let others = siblings.with(|all| all.values().filter_map(|had| had.retired_at).max());
-        self.retired_at.max(others)
+        let others = siblings.with_lock(|all| all.values().filter_map(|had| had.last_exit).max());
+        self.last_exit.max(others)
     }
 
     /// Charges what a container before it, of another claim, had exported of a GPU, as far as its quota goes: how much
     /// that is. It is on record.
-    pub(in super::super) fn inherit(&mut self, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
-        let Some(index) = self.index_of(gpu) else {
+    pub(in super::super) fn inherit_exports(&mut self, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
+        let Some(index) = self.account_index(gpu) else {
             return Bytes::ZERO;
         };
         let units = Units::holding(bytes.0).unwrap_or(Units::MAX);
         let units = units.min(self.credit.quota(index));
         let before = self.credit.clone();
-        self.credit.inherit(index, units);
-        if !self.write_record() {
+        self.credit.charge_orphaned(index, units);
+        if !self.write_checkpoint() {
             self.credit = before;
             return Bytes::ZERO;
         }
-        self.refresh();
+        self.refresh_pages();
         Bytes(units.bytes())
     }
 }

@@ -6,9 +6,9 @@ use crate::units::{LeaseId, PodUid};
 const MIB: u64 = 1 << 20;
 
 /// Processes with a pid below 1000 live in the container "a", below 2000 in "b"; others are foreign.
-struct Host;
+struct FakeHost;
 
-impl Membership for Host {
+impl ContainerResolver for FakeHost {
     fn process(&self, pid: u32) -> Option<Process> {
         (pid != 666).then_some(Process { pid, start: 1 })
     }
@@ -22,7 +22,7 @@ impl Membership for Host {
     }
 
     /// Those below 100 are in no namespace but the host's.
-    fn pids(&self, pid: u32) -> Vec<u32> {
+    fn namespace_pids(&self, pid: u32) -> Vec<u32> {
         match pid {
             0..100 => vec![pid],
             _ => vec![pid, pid % 100],
@@ -33,7 +33,7 @@ impl Membership for Host {
 impl Container {
     /// The answer to a request whose write is paid for.
     fn request(&mut self, pid: u32, account: u8, need: Units) -> Response {
-        let (_, mut answer) = self.ask(pid, account, need);
+        let (_, mut answer) = self.request_credit(pid, account, need);
         answer.try_recv().unwrap()
     }
 }
@@ -42,7 +42,7 @@ struct Fixture {
     folder: tempfile::TempDir,
     quota: Bytes,
     served_before: bool,
-    now: Moment,
+    now: BootTime,
 }
 
 impl Fixture {
@@ -51,7 +51,7 @@ impl Fixture {
             folder: tempfile::tempdir().unwrap(),
             quota,
             served_before: false,
-            now: Moment(3_600_000),
+            now: BootTime(3_600_000),
         }
     }
 
@@ -59,8 +59,8 @@ impl Fixture {
         self.restart().0
     }
 
-    fn restart(&self) -> (Container, Vec<Known>) {
-        let served = Served {
+    fn restart(&self) -> (Container, Vec<RestoredProcess>) {
+        let served = SessionSpec {
             allocation: "00000000000000aa".parse().unwrap(),
             pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
             gpus: vec![("GPU-aaaa".parse().unwrap(), self.quota)],
@@ -70,9 +70,9 @@ impl Fixture {
         let record = self.folder.path().join("record.json");
         Container::restore(
             served,
-            Record::at(record).unwrap(),
+            SessionCheckpoint::open(record).unwrap(),
             self.served_before,
-            &Host,
+            &FakeHost,
             self.now,
         )
     }
@@ -88,7 +88,13 @@ fn hello_with(
     image: u64,
     holdings: &[HeldCredit],
 ) -> Result<CreditPage, RejectReason> {
-    let admitted = container.hello(Process { pid, start: 1 }, image, VERSION, holdings, &Host)?;
+    let admitted = container.handle_hello(
+        Process { pid, start: 1 },
+        image,
+        VERSION,
+        holdings,
+        &FakeHost,
+    )?;
     Ok(CreditPage::open(admitted.page).unwrap())
 }
 
@@ -97,22 +103,22 @@ fn units(bytes: u64) -> Units {
 }
 
 /// The driver charges this to one process, and to others nothing.
-fn settle(container: &mut Container, pid: u32, charged: Bytes) {
+fn settle_one(container: &mut Container, pid: u32, charged: Bytes) {
     settle_with(container, &[(pid, charged)]);
 }
 
 fn settle_with(container: &mut Container, charged: &[(u32, Bytes)]) {
     let charged = charged.iter();
     let charges = charged.map(|(pid, bytes)| (*pid, Some(*bytes))).collect();
-    let asked = container.questions().unwrap_or_default();
-    container.settle(&asked, &[charges], &Host);
+    let asked = container.reclaim_query().unwrap_or_default();
+    container.apply_samples(&asked, &[charges], &FakeHost);
 }
 
 fn is_granted(answer: &Response) -> bool {
     matches!(answer, Response::Granted { .. })
 }
 
-fn use_all(container: &mut Container, page: &CreditPage, pid: u32, bytes: u64) {
+fn charge_all(container: &mut Container, page: &CreditPage, pid: u32, bytes: u64) {
     let need = units(bytes);
     let slot = page.slot(0).unwrap();
     if let Err(bursar_protocol::credit::CreditError::Short(missing)) = slot.charge(need) {
@@ -140,12 +146,12 @@ fn credit_is_in_the_page_when_the_grant_arrives() {
 }
 
 #[test]
-fn idle_credit_of_one_process_is_taken_back_for_another_to_the_last_unit() {
+fn idle_credit_is_reclaimed_for_another_process() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let first = hello(&mut container, 1, 7).unwrap();
     let second = hello(&mut container, 2, 8).unwrap();
-    use_all(&mut container, &first, 1, MIB);
+    charge_all(&mut container, &first, 1, MIB);
     assert!(first.slot(0).unwrap().word().idle() > 0);
     let rest = units((1 << 30) - MIB);
     assert!(!is_granted(&container.request(2, 0, Units(rest.0 + 1))));
@@ -155,12 +161,12 @@ fn idle_credit_of_one_process_is_taken_back_for_another_to_the_last_unit() {
 }
 
 #[test]
-fn a_page_full_of_lies_gains_nothing() {
+fn tampered_page_gains_nothing() {
     let fixture = Fixture::with_quota(Bytes::mib(256));
     let mut container = fixture.start();
     let liar = hello(&mut container, 1, 7).unwrap();
     let honest = hello(&mut container, 2, 8).unwrap();
-    use_all(&mut container, &honest, 2, 128 * MIB);
+    charge_all(&mut container, &honest, 2, 128 * MIB);
     for word in [
         CreditWord {
             granted: u32::MAX - 1,
@@ -177,21 +183,21 @@ fn a_page_full_of_lies_gains_nothing() {
         },
     ] {
         liar.slot(0).unwrap().set(word);
-        container.refresh();
+        container.refresh_pages();
         assert!(honest.slot(0).unwrap().others() <= units(128 * MIB));
         let _ = container.request(1, 0, units(MIB));
         assert!(!is_granted(&container.request(2, 0, units(256 * MIB))));
-        let usage = container.usage().remove(0);
+        let usage = container.account_usage().remove(0);
         assert!(usage.granted.0 <= usage.quota.0, "{usage:?}");
     }
 }
 
 #[test]
-fn an_exec_retires_what_the_image_before_it_had() {
+fn exec_marks_the_former_images_grants_exited() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
-    use_all(&mut container, &page, 1, 1 << 30);
+    charge_all(&mut container, &page, 1, 1 << 30);
     let after = hello(&mut container, 1, 8).unwrap();
     assert_eq!(
         after.slot(0).unwrap().word(),
@@ -200,29 +206,29 @@ fn an_exec_retires_what_the_image_before_it_had() {
             used: 0
         }
     );
-    assert_eq!(container.usage()[0].retired, Bytes::gib(1));
+    assert_eq!(container.account_usage()[0].exited, Bytes::gib(1));
     assert!(!is_granted(&container.request(1, 0, units(1))));
-    settle(&mut container, 1, Bytes::mib(1500));
+    settle_one(&mut container, 1, Bytes::mib(1500));
     assert!(
         !is_granted(&container.request(1, 0, units(1))),
         "more than a context is still charged"
     );
-    settle(&mut container, 1, Bytes::mib(518));
+    settle_one(&mut container, 1, Bytes::mib(518));
     assert!(is_granted(&container.request(1, 0, units(1 << 30))));
 }
 
 #[test]
-fn the_dead_stay_charged_until_the_driver_charges_them_nothing() {
+fn exited_process_stays_charged_until_the_driver_freed_all() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let dead = hello(&mut container, 1, 7).unwrap();
     let other = hello(&mut container, 2, 8).unwrap();
-    use_all(&mut container, &dead, 1, 1 << 30);
-    container.died(Process { pid: 1, start: 1 }, 7);
+    charge_all(&mut container, &dead, 1, 1 << 30);
+    container.handle_exit(Process { pid: 1, start: 1 }, 7);
     assert_eq!(other.slot(0).unwrap().others(), units(1 << 30));
-    settle(&mut container, 1, Bytes::gib(1));
+    settle_one(&mut container, 1, Bytes::gib(1));
     assert!(!is_granted(&container.request(2, 0, units(1))));
-    settle(&mut container, 1, Bytes::ZERO);
+    settle_one(&mut container, 1, Bytes::ZERO);
     assert!(is_granted(&container.request(2, 0, units(1 << 30))));
     assert_eq!(
         (
@@ -234,21 +240,21 @@ fn the_dead_stay_charged_until_the_driver_charges_them_nothing() {
 }
 
 #[test]
-fn a_late_death_of_an_image_that_exec_replaced_ends_nothing() {
+fn late_exit_of_a_replaced_image_changes_nothing() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     hello(&mut container, 1, 7).unwrap();
     hello(&mut container, 1, 8).unwrap();
-    container.died(Process { pid: 1, start: 1 }, 7);
-    assert_eq!(container.usage()[0].processes, 1);
+    container.handle_exit(Process { pid: 1, start: 1 }, 7);
+    assert_eq!(container.account_usage()[0].processes, 1);
 }
 
 #[test]
-fn a_restarted_agent_charges_silent_processes_and_knows_them_when_they_say_hello() {
+fn restarted_agent_charges_processes_before_their_hello() {
     let fixture = Fixture::with_quota(Bytes::mib(256));
     let mut before = fixture.start();
     let page = hello(&mut before, 1, 7).unwrap();
-    use_all(&mut before, &page, 1, 255 * MIB);
+    charge_all(&mut before, &page, 1, 255 * MIB);
     drop(before);
 
     let (mut after, known) = fixture.restart();
@@ -273,29 +279,30 @@ fn a_restarted_agent_charges_silent_processes_and_knows_them_when_they_say_hello
     };
     let moved = hello_with(&mut after, 1, 7, &[held]).unwrap();
     assert_eq!(moved.slot(0).unwrap().word(), word);
-    after.heard(1);
+    after.mark_active(1);
     assert!(moved.slot(0).unwrap().discharge(units(255 * MIB)));
     assert!(is_granted(&after.request(2, 0, units(255 * MIB))));
 }
 
 #[test]
-fn a_process_that_died_while_the_agent_was_away_is_retired() {
+fn process_is_marked_exited_when_it_ended_without_an_agent() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut before = fixture.start();
     let page = hello(&mut before, 666, 7).unwrap();
-    use_all(&mut before, &page, 666, 1 << 30);
+    charge_all(&mut before, &page, 666, 1 << 30);
     let (mut after, known) = fixture.restart();
     assert!(known.is_empty());
-    assert_eq!(after.usage()[0].retired, Bytes::gib(1));
-    let is_settling = |after: &Container| after.is_settling(1, 0, units(1 << 30), Instant::now());
+    assert_eq!(after.account_usage()[0].exited, Bytes::gib(1));
+    let is_settling =
+        |after: &Container| after.is_reclaim_pending(1, 0, units(1 << 30), Instant::now());
     assert!(is_settling(&after), "refused before the driver was asked");
-    settle(&mut after, 666, Bytes::ZERO);
+    settle_one(&mut after, 666, Bytes::ZERO);
     assert!(!is_settling(&after));
-    assert_eq!(fixture.restart().0.usage()[0].retired, Bytes::ZERO);
+    assert_eq!(fixture.restart().0.account_usage()[0].exited, Bytes::ZERO);
 }
 
 #[test]
-fn an_unknown_process_is_taken_at_its_word_only_within_the_quota() {
+fn unknown_process_is_admitted_within_the_quota() {
     let fixture = Fixture::with_quota(Bytes::mib(256));
     let mut container = fixture.start();
     let account = messages::Account::Device("GPU-aaaa".to_owned());
@@ -309,7 +316,7 @@ fn an_unknown_process_is_taken_at_its_word_only_within_the_quota() {
 }
 
 #[test]
-fn processes_of_other_pods_and_of_sibling_containers_are_not_admitted() {
+fn process_of_another_container_is_rejected() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     assert_eq!(
@@ -321,30 +328,30 @@ fn processes_of_other_pods_and_of_sibling_containers_are_not_admitted() {
         hello(&mut container, 1001, 1).err(),
         Some(RejectReason::Identity)
     );
-    container.died(Process { pid: 1, start: 1 }, 7);
+    container.handle_exit(Process { pid: 1, start: 1 }, 7);
     hello(&mut container, 1001, 1).expect("the container was restarted under another id");
 }
 
 #[test]
-fn a_query_tells_what_the_container_uses_with_the_pids_that_the_asker_sees() {
+fn query_lists_pids_of_the_callers_namespace() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     for (pid, mib) in [(101, 100), (102, 20), (3, 3), (104, 4)] {
         let page = hello(&mut container, pid, 7).unwrap();
-        use_all(&mut container, &page, pid, mib * MIB);
+        charge_all(&mut container, &page, pid, mib * MIB);
     }
     hello(&mut container, 105, 7).unwrap();
-    container.died(Process { pid: 104, start: 1 }, 7);
+    container.handle_exit(Process { pid: 104, start: 1 }, 7);
     let gpu = messages::Account::Device("GPU-aaaa".to_owned());
     let Response::Usage {
         quota,
         used,
         processes,
-    } = container.query(199, &gpu, &Host).unwrap()
+    } = container.query_usage(199, &gpu, &FakeHost).unwrap()
     else {
         panic!("not a usage");
     };
-    let retired = container.usage()[0].retired.0;
+    let retired = container.account_usage()[0].exited.0;
     assert!(retired >= 4 * MIB);
     assert_eq!((quota, used), (1 << 30, 123 * MIB + retired));
     let listed: Vec<_> = processes
@@ -352,7 +359,7 @@ fn a_query_tells_what_the_container_uses_with_the_pids_that_the_asker_sees() {
         .map(|process| (process.pid, process.bytes / MIB))
         .collect();
     assert_eq!(listed, [(1, 100), (2, 20)], "by the pids inside");
-    let Ok(Response::Usage { processes, .. }) = container.query(50, &gpu, &Host) else {
+    let Ok(Response::Usage { processes, .. }) = container.query_usage(50, &gpu, &FakeHost) else {
         panic!("not a usage");
     };
     let pids: Vec<_> = processes.iter().map(|process| process.pid).collect();
@@ -360,30 +367,30 @@ fn a_query_tells_what_the_container_uses_with_the_pids_that_the_asker_sees() {
 }
 
 #[test]
-fn a_query_is_answered_to_the_containers_own_processes_about_its_own_accounts_only() {
+fn query_is_rejected_for_other_processes_and_accounts() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let gpu = messages::Account::Device("GPU-aaaa".to_owned());
     assert!(
-        container.query(1001, &gpu, &Host).is_ok(),
+        container.query_usage(1001, &gpu, &FakeHost).is_ok(),
         "nobody is here yet"
     );
     hello(&mut container, 1, 7).unwrap();
     for stranger in [1001, 5000] {
         assert_eq!(
-            container.query(stranger, &gpu, &Host),
+            container.query_usage(stranger, &gpu, &FakeHost),
             Err(RejectReason::Identity)
         );
     }
     let other = messages::Account::Device("GPU-bbbb".to_owned());
     assert_eq!(
-        container.query(2, &other, &Host),
+        container.query_usage(2, &other, &FakeHost),
         Err(RejectReason::Account)
     );
 }
 
 #[test]
-fn a_container_has_a_bounded_number_of_processes() {
+fn process_is_rejected_when_the_container_is_full() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     for pid in 0..MAX_PROCESSES as u32 {
@@ -397,26 +404,30 @@ fn a_container_has_a_bounded_number_of_processes() {
 }
 
 #[test]
-fn a_process_that_gets_no_new_page_stays_what_it_was() {
+fn process_keeps_its_state_when_no_page_is_left() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
-    use_all(&mut container, &page, 1, 512 * MIB);
-    let before = container.usage();
-    container.pages = Pages::new(|_| Err(PageError::NotAPage("out of descriptors")));
+    charge_all(&mut container, &page, 1, 512 * MIB);
+    let before = container.account_usage();
+    container.pages = PagePool::new(|_| Err(PageError::NotAPage("out of descriptors")));
     for image in [7, 8] {
         assert_eq!(
             hello(&mut container, 1, image).err(),
             Some(RejectReason::Busy)
         );
-        assert_eq!(container.usage(), before, "as image {image}");
+        assert_eq!(container.account_usage(), before, "as image {image}");
     }
-    container.died(Process { pid: 1, start: 1 }, 7);
-    assert_eq!(container.usage()[0].processes, 0, "its death still counts");
+    container.handle_exit(Process { pid: 1, start: 1 }, 7);
+    assert_eq!(
+        container.account_usage()[0].processes,
+        0,
+        "its death still counts"
+    );
 }
 
 #[test]
-fn a_refresh_takes_time_by_the_number_of_processes_and_not_by_its_square() {
+fn refresh_takes_time_linear_in_processes() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let mut quickest = |from: u32, to: u32| {
@@ -425,7 +436,7 @@ fn a_refresh_takes_time_by_the_number_of_processes_and_not_by_its_square() {
         }
         let time = || {
             let begun = std::time::Instant::now();
-            container.refresh();
+            container.refresh_pages();
             begun.elapsed()
         };
         (0..50).map(|_| time()).min().unwrap()
@@ -436,33 +447,36 @@ fn a_refresh_takes_time_by_the_number_of_processes_and_not_by_its_square() {
 }
 
 #[test]
-fn a_record_that_would_not_change_is_not_written() {
+fn checkpoint_is_not_written_when_unchanged() {
     let fixture = Fixture::with_quota(Bytes::mib(64));
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
-    use_all(&mut container, &page, 1, 64 * MIB);
+    charge_all(&mut container, &page, 1, 64 * MIB);
     let path = fixture.folder.path().join("record.json");
     std::fs::remove_file(&path).unwrap();
     container.request(1, 0, Units::ZERO);
-    container.refresh();
+    container.refresh_pages();
     assert!(!path.exists());
     page.slot(0).unwrap().discharge(units(MIB));
     let other = hello(&mut container, 2, 7).unwrap();
-    use_all(&mut container, &other, 2, MIB);
-    assert_eq!(fixture.restart().0.usage()[0].granted, Bytes::mib(64));
+    charge_all(&mut container, &other, 2, MIB);
+    assert_eq!(
+        fixture.restart().0.account_usage()[0].granted,
+        Bytes::mib(64)
+    );
 }
 
 #[test]
-fn a_lower_quota_refuses_until_frees_have_caught_up() {
+fn lower_quota_refuses_until_enough_is_freed() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
-    use_all(&mut container, &page, 1, 512 * MIB);
+    charge_all(&mut container, &page, 1, 512 * MIB);
     let gpu = Account::Gpu("GPU-aaaa".parse().unwrap());
-    container.resize(&gpu, Bytes::mib(256));
+    container.set_requested_quota(&gpu, Bytes::mib(256));
     assert_eq!(page.slot(0).unwrap().quota(), units(256 * MIB));
     assert!(!is_granted(&container.request(1, 0, units(MIB))));
-    container.resize(&gpu, Bytes::gib(1));
+    container.set_requested_quota(&gpu, Bytes::gib(1));
     assert!(is_granted(&container.request(1, 0, units(MIB))));
 }
 
@@ -471,40 +485,43 @@ fn gpu() -> Account {
 }
 
 #[test]
-fn an_ordered_quota_shows_at_once_keeps_what_is_freed_and_never_exceeds_what_was_given() {
+fn quota_override_reclaims_freed_credit_and_is_capped() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
-    use_all(&mut container, &page, 1, 800 * MIB);
-    container.order(&gpu(), Some(Bytes::mib(500)));
+    charge_all(&mut container, &page, 1, 800 * MIB);
+    container.override_quota(&gpu(), Some(Bytes::mib(500)));
     let slot = page.slot(0).unwrap();
     assert_eq!(slot.quota(), units(500 * MIB));
-    let books = container.books();
+    let books = container.container_usage();
     assert_eq!(
         books.accounts[0].granted,
         Bytes::mib(800),
         "what is used stays"
     );
     assert!(slot.discharge(units(200 * MIB)));
-    container.reclaim();
+    container.reclaim_excess();
     assert!(
         slot.charge(Units(1)).is_err(),
         "what was freed above it is not used again"
     );
     assert!(slot.discharge(units(200 * MIB)));
-    container.reclaim();
-    assert_eq!(container.books().accounts[0].granted, Bytes::mib(500));
+    container.reclaim_excess();
+    assert_eq!(
+        container.container_usage().accounts[0].granted,
+        Bytes::mib(500)
+    );
     assert!(slot.charge(units(100 * MIB)).is_ok());
     assert!(!is_granted(&container.request(1, 0, Units(1))));
-    container.order(&gpu(), Some(Bytes::gib(100)));
+    container.override_quota(&gpu(), Some(Bytes::gib(100)));
     assert_eq!(slot.quota(), units(1 << 30));
-    container.order(&gpu(), None);
-    use_all(&mut container, &page, 1, 524 * MIB);
+    container.override_quota(&gpu(), None);
+    charge_all(&mut container, &page, 1, 524 * MIB);
     assert!(slot.charge(Units(1)).is_err() && !is_granted(&container.request(1, 0, Units(1))));
 }
 
 #[test]
-fn an_ordered_quota_takes_what_is_idle_beside_kept_leases_and_processes_without_a_session() {
+fn quota_override_reclaims_idle_credit_beside_other_charges() {
     let [eight, ten] = [Bytes::gib(8), Bytes::gib(10)];
     for leased in [true, false] {
         let fixture = Fixture::with_quota(Bytes::gib(16));
@@ -512,16 +529,16 @@ fn an_ordered_quota_takes_what_is_idle_beside_kept_leases_and_processes_without_
         let page = hello(&mut container, 1, 7).unwrap();
         match leased {
             true => container
-                .lease(&"GPU-aaaa".parse().unwrap(), LeaseId(7), eight)
+                .charge_lease(&"GPU-aaaa".parse().unwrap(), LeaseId(7), eight)
                 .unwrap(),
-            false => container.set_outside(&gpu(), [(2, eight)].into()),
+            false => container.set_untracked(&gpu(), [(2, eight)].into()),
         }
-        use_all(&mut container, &page, 1, eight.0);
+        charge_all(&mut container, &page, 1, eight.0);
         let slot = page.slot(0).unwrap();
         assert!(slot.discharge(units(eight.0)));
-        container.order(&gpu(), Some(ten));
+        container.override_quota(&gpu(), Some(ten));
         assert_eq!(
-            container.books().accounts[0].granted,
+            container.container_usage().accounts[0].granted,
             Bytes::gib(2),
             "leased: {leased}"
         );
@@ -530,25 +547,25 @@ fn an_ordered_quota_takes_what_is_idle_beside_kept_leases_and_processes_without_
 }
 
 #[test]
-fn an_ordered_quota_outlives_the_agent_and_what_was_given_may_still_come_later() {
+fn quota_override_outlives_the_agent() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
-    container.order(&gpu(), Some(Bytes::mib(500)));
-    container.order(&Account::Managed, Some(Bytes::mib(10)));
+    container.override_quota(&gpu(), Some(Bytes::mib(500)));
+    container.override_quota(&Account::Managed, Some(Bytes::mib(10)));
     let mut container = fixture.start();
-    container.resize(&Account::Managed, Bytes::mib(64));
+    container.set_requested_quota(&Account::Managed, Bytes::mib(64));
     let quotas: Vec<_> = container
-        .books()
+        .container_usage()
         .accounts
         .iter()
         .map(|account| account.quota)
         .collect();
     assert_eq!(quotas, [Bytes::mib(500), Bytes::mib(10)]);
-    container.order(&gpu(), None);
-    container.order(&Account::Managed, None);
+    container.override_quota(&gpu(), None);
+    container.override_quota(&Account::Managed, None);
     let quotas = fixture
         .start()
-        .books()
+        .container_usage()
         .accounts
         .into_iter()
         .map(|account| account.quota);
@@ -556,11 +573,11 @@ fn an_ordered_quota_outlives_the_agent_and_what_was_given_may_still_come_later()
 }
 
 #[test]
-fn what_a_silent_process_has_is_granted_to_nobody_and_shown_to_all_until_it_says_hello() {
+fn untracked_bytes_count_for_all_until_hello() {
     let fixture = Fixture::with_quota(Bytes::mib(100));
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
-    container.set_outside(
+    container.set_untracked(
         &gpu(),
         BTreeMap::from([(2, Bytes::mib(60)), (1, Bytes::mib(90))]),
     );
@@ -577,26 +594,29 @@ fn what_a_silent_process_has_is_granted_to_nobody_and_shown_to_all_until_it_says
     };
     let silent = hello_with(&mut container, 2, 8, &[holding]).unwrap();
     assert_eq!(silent.slot(0).unwrap().word().granted, units(60 * MIB).0);
-    assert_eq!(container.books().accounts[0].outside, Bytes::ZERO);
+    assert_eq!(
+        container.container_usage().accounts[0].untracked,
+        Bytes::ZERO
+    );
     assert!(is_granted(&container.request(1, 0, units(40 * MIB))));
 }
 
 #[test]
-fn a_page_with_another_grant_than_the_books_is_known_for_forged() {
+fn page_is_tampered_when_its_grant_differs() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let (first, second) = (
         hello(&mut container, 1, 7).unwrap(),
         hello(&mut container, 2, 8).unwrap(),
     );
-    use_all(&mut container, &first, 1, 300 * MIB);
-    use_all(&mut container, &second, 2, 300 * MIB);
+    charge_all(&mut container, &first, 1, 300 * MIB);
+    charge_all(&mut container, &second, 2, 300 * MIB);
     let forged = |container: &Container| -> Vec<bool> {
         container
-            .books()
-            .members
+            .container_usage()
+            .processes
             .iter()
-            .map(|member| member.forged)
+            .map(|member| member.tampered)
             .collect()
     };
     assert_eq!(forged(&container), [false, false]);
@@ -611,30 +631,30 @@ fn a_page_with_another_grant_than_the_books_is_known_for_forged() {
 }
 
 #[test]
-fn denials_are_counted_by_function_and_names_that_are_none_or_too_many_together() {
+fn denials_are_counted_by_a_bounded_set_of_functions() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
-    container.denied(1, 0, 1, "cuMemAlloc_v2");
-    container.denied(1, 0, 1, "cuMemAlloc_v2");
-    container.denied(1, 0, 1, "a b");
+    container.record_denial(1, 0, 1, "cuMemAlloc_v2");
+    container.record_denial(1, 0, 1, "cuMemAlloc_v2");
+    container.record_denial(1, 0, 1, "a b");
     assert_eq!(
-        container.books().denied,
+        container.container_usage().denied,
         [("cuMemAlloc_v2".into(), 2), ("other".into(), 1)]
     );
     for number in 0..100 {
-        container.denied(1, 0, 1, &format!("f{number}"));
+        container.record_denial(1, 0, 1, &format!("f{number}"));
     }
-    let denied = container.books().denied;
+    let denied = container.container_usage().denied;
     assert!(denied.len() <= 32, "{}", denied.len());
     assert_eq!(denied.iter().map(|(_, count)| count).sum::<u64>(), 103);
 }
 
 #[test]
-fn a_process_that_gave_up_waiting_for_its_page_keeps_what_the_one_before_it_holds() {
+fn process_keeps_its_grant_when_it_never_adopts_a_new_page() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
-    use_all(&mut container, &page, 1, MIB);
+    charge_all(&mut container, &page, 1, MIB);
     let granted = page.slot(0).unwrap().word().granted;
     // It connects again, was stopped meanwhile, and goes on with the page that it has.
     hello(&mut container, 1, 7).unwrap();
@@ -648,7 +668,7 @@ fn a_process_that_gave_up_waiting_for_its_page_keeps_what_the_one_before_it_hold
             .charge(units(units_of(granted) - MIB))
             .is_ok()
     );
-    let usage = container.usage().remove(0);
+    let usage = container.account_usage().remove(0);
     assert!(usage.granted.0 <= usage.quota.0, "{usage:?}");
 }
 
@@ -656,131 +676,139 @@ fn units_of(granted: u32) -> u64 {
     Units(granted).bytes()
 }
 
-fn exporter(container: &mut Container, bytes: u64) -> CreditPage {
+fn start_exporter(container: &mut Container, bytes: u64) -> CreditPage {
     let page = hello(container, 1, 7).unwrap();
-    use_all(container, &page, 1, bytes);
+    charge_all(container, &page, 1, bytes);
     page.slot(0).unwrap().export(units(bytes));
-    container.heard(1);
+    container.mark_active(1);
     page
 }
 
 #[test]
-fn what_a_dead_exporter_left_with_others_stays_charged_until_nobody_has_it() {
+fn orphaned_exports_stay_charged_until_the_bound_is_zero() {
     let fixture = Fixture::with_quota(Bytes::gib(4));
     let mut container = fixture.start();
-    exporter(&mut container, 4 << 30);
+    start_exporter(&mut container, 4 << 30);
     hello(&mut container, 2, 8).unwrap();
-    container.died(Process { pid: 1, start: 1 }, 7);
-    settle(&mut container, 1, Bytes::ZERO);
+    container.handle_exit(Process { pid: 1, start: 1 }, 7);
+    settle_one(&mut container, 1, Bytes::ZERO);
     assert!(
         !is_granted(&container.request(2, 0, units(1))),
         "it was not looked for"
     );
     let gpu = "GPU-aaaa".parse().unwrap();
-    let asked = container.kept(&gpu).unwrap();
-    assert!(!container.keep_at_most(&gpu, Bytes::gib(5), &asked));
-    assert!(container.keep_at_most(&gpu, Bytes::gib(3), &asked));
-    assert_eq!(container.usage()[0].retired, Bytes::gib(3));
-    assert_eq!(container.exported(), [(gpu.clone(), Bytes::gib(3))]);
+    let asked = container.orphaned_exports(&gpu).unwrap();
+    assert!(!container.cap_orphaned_exports(&gpu, Bytes::gib(5), &asked));
+    assert!(container.cap_orphaned_exports(&gpu, Bytes::gib(3), &asked));
+    assert_eq!(container.account_usage()[0].exited, Bytes::gib(3));
+    assert_eq!(container.exported_bytes(), [(gpu.clone(), Bytes::gib(3))]);
     assert!(
-        !container.keep_at_most(&gpu, Bytes::ZERO, &asked),
+        !container.cap_orphaned_exports(&gpu, Bytes::ZERO, &asked),
         "it is another question by now"
     );
-    let asked = container.kept(&gpu).unwrap();
-    assert!(container.keep_at_most(&gpu, Bytes::ZERO, &asked));
-    assert_eq!(container.kept(&gpu), None);
+    let asked = container.orphaned_exports(&gpu).unwrap();
+    assert!(container.cap_orphaned_exports(&gpu, Bytes::ZERO, &asked));
+    assert_eq!(container.orphaned_exports(&gpu), None);
     assert!(is_granted(&container.request(2, 0, units(4 << 30))));
 }
 
 #[test]
-fn what_a_process_has_by_its_own_doing_is_what_it_uses_and_not_what_it_may() {
+fn own_memory_is_used_credit_and_not_granted_credit() {
     let fixture = Fixture::with_quota(Bytes::gib(4));
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
-    use_all(&mut container, &page, 1, 3 << 30);
+    charge_all(&mut container, &page, 1, 3 << 30);
     assert!(page.slot(0).unwrap().discharge(units(2 << 30)));
-    let own = container.own_of(&"GPU-aaaa".parse().unwrap());
-    let expected = Own {
-        of: "00000000000000aa".parse().unwrap(),
-        uses: Bytes::gib(1),
+    let own = container.own_memory_on(&"GPU-aaaa".parse().unwrap());
+    let expected = OwnMemory {
+        allocation: "00000000000000aa".parse().unwrap(),
+        charged: Bytes::gib(1),
         exported: Bytes::ZERO,
-        besides: UNCHARGED_WITH_CONTEXT,
+        uncharged_margin: UNCHARGED_MARGIN_WITH_CONTEXT,
     };
     assert_eq!(own, [(1, expected)].into());
     assert_eq!(
-        container.own_of(&"GPU-bbbb".parse().unwrap()),
+        container.own_memory_on(&"GPU-bbbb".parse().unwrap()),
         BTreeMap::new()
     );
 }
 
 #[test]
-fn an_exporter_that_lies_keeps_no_more_than_it_was_granted() {
+fn exports_are_capped_by_the_grant() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
-    exporter(&mut container, 64 * MIB);
+    start_exporter(&mut container, 64 * MIB);
     let page = hello(&mut container, 2, 8).unwrap();
-    use_all(&mut container, &page, 2, 64 * MIB);
+    charge_all(&mut container, &page, 2, 64 * MIB);
     page.slot(0).unwrap().export(Units::MAX);
-    let granted = container.usage()[0].granted;
+    let granted = container.account_usage()[0].granted;
     for (pid, image) in [(1, 7), (2, 8)] {
-        container.died(Process { pid, start: 1 }, image);
+        container.handle_exit(Process { pid, start: 1 }, image);
     }
-    assert_eq!(container.usage()[0].retired, granted);
+    assert_eq!(container.account_usage()[0].exited, granted);
 }
 
 #[test]
-fn an_exporter_that_unsays_its_exports_keeps_them_charged() {
+fn exports_stay_charged_when_the_page_is_lowered() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
-    let page = exporter(&mut container, 512 * MIB);
+    let page = start_exporter(&mut container, 512 * MIB);
     page.slot(0).unwrap().set_exported(Units::ZERO);
-    container.heard(1);
-    container.died(Process { pid: 1, start: 1 }, 7);
-    settle(&mut container, 1, Bytes::ZERO);
-    assert_eq!(container.usage()[0].retired, Bytes(512 * MIB));
+    container.mark_active(1);
+    container.handle_exit(Process { pid: 1, start: 1 }, 7);
+    settle_one(&mut container, 1, Bytes::ZERO);
+    assert_eq!(container.account_usage()[0].exited, Bytes(512 * MIB));
 }
 
 #[test]
-fn what_was_exported_is_known_to_the_next_agent_whether_its_process_lives_or_not() {
+fn exports_outlive_the_agent_and_the_process() {
     for dies in [false, true] {
         let fixture = Fixture::with_quota(Bytes::gib(1));
         let mut before = fixture.start();
-        exporter(&mut before, 1 << 30);
+        start_exporter(&mut before, 1 << 30);
         if dies {
-            before.died(Process { pid: 1, start: 1 }, 7);
-            settle(&mut before, 1, Bytes::ZERO);
+            before.handle_exit(Process { pid: 1, start: 1 }, 7);
+            settle_one(&mut before, 1, Bytes::ZERO);
         }
         drop(before);
         let mut after = fixture.start();
-        after.died(Process { pid: 1, start: 1 }, 7);
-        settle(&mut after, 1, Bytes::ZERO);
+        after.handle_exit(Process { pid: 1, start: 1 }, 7);
+        settle_one(&mut after, 1, Bytes::ZERO);
         assert_eq!(
-            after.usage()[0].retired,
+            after.account_usage()[0].exited,
             Bytes::gib(1),
             "dead before: {dies}"
         );
         let record = fixture.folder.path().join("record.json");
-        let found = Record::at(record).unwrap().read().unwrap().exported();
-        assert_eq!(found, after.exported(), "whoever finds it knows as much");
+        let found = SessionCheckpoint::open(record)
+            .unwrap()
+            .read()
+            .unwrap()
+            .exported_bytes();
+        assert_eq!(
+            found,
+            after.exported_bytes(),
+            "whoever finds it knows as much"
+        );
     }
 }
 
 #[test]
-fn an_answer_of_before_a_death_releases_nothing() {
+fn sample_from_before_an_exit_releases_nothing() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
-    let asked = container.questions().unwrap_or_default();
-    use_all(&mut container, &page, 1, 1 << 30);
-    container.died(Process { pid: 1, start: 1 }, 7);
-    container.settle(&asked, &[Charges::default()], &Host);
-    assert_eq!(container.usage()[0].retired, Bytes::gib(1));
-    settle(&mut container, 1, Bytes::ZERO);
-    assert_eq!(container.usage()[0].retired, Bytes::ZERO);
+    let asked = container.reclaim_query().unwrap_or_default();
+    charge_all(&mut container, &page, 1, 1 << 30);
+    container.handle_exit(Process { pid: 1, start: 1 }, 7);
+    container.apply_samples(&asked, &[ProcessMemory::default()], &FakeHost);
+    assert_eq!(container.account_usage()[0].exited, Bytes::gib(1));
+    settle_one(&mut container, 1, Bytes::ZERO);
+    assert_eq!(container.account_usage()[0].exited, Bytes::ZERO);
 }
 
 /// The agent starts again over a record with this content, or none.
-fn restart_over(content: Option<&str>) -> (Fixture, Container) {
+fn restart_with_checkpoint(content: Option<&str>) -> (Fixture, Container) {
     let mut fixture = Fixture::with_quota(Bytes::gib(4));
     fixture.served_before = true;
     let path = fixture.folder.path().join("record.json");
@@ -792,7 +820,7 @@ fn restart_over(content: Option<&str>) -> (Fixture, Container) {
 }
 
 #[test]
-fn after_a_lost_record_who_has_memory_is_charged_what_the_driver_says() {
+fn lost_checkpoint_is_replaced_by_the_drivers_figures() {
     let truncated = r#"{"processes":[{"process":{"pid":1,"sta"#;
     for content in [
         None,
@@ -801,7 +829,7 @@ fn after_a_lost_record_who_has_memory_is_charged_what_the_driver_says() {
         Some(truncated),
         Some("[]"),
     ] {
-        let (fixture, mut container) = restart_over(content);
+        let (fixture, mut container) = restart_with_checkpoint(content);
         hello(&mut container, 2, 8).unwrap();
         assert!(
             !is_granted(&container.request(2, 0, units(1))),
@@ -820,14 +848,18 @@ fn after_a_lost_record_who_has_memory_is_charged_what_the_driver_says() {
         assert!(!is_granted(&again.request(2, 0, over)), "{content:?}");
         // One that says hello is charged what it claims, and no less than beyond a context.
         hello(&mut again, 1, 7).unwrap();
-        assert_eq!(again.usage()[0].granted, Bytes::gib(2), "{content:?}");
+        assert_eq!(
+            again.account_usage()[0].granted,
+            Bytes::gib(2),
+            "{content:?}"
+        );
         assert!(is_granted(&again.request(2, 0, units(2 << 30))));
-        assert!(!fixture.start().record_lost);
+        assert!(!fixture.start().is_checkpoint_lost);
     }
 }
 
 #[test]
-fn a_container_that_is_served_for_the_first_time_waits_for_no_driver() {
+fn new_container_is_granted_without_a_sample() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     hello(&mut container, 1, 7).unwrap();
@@ -835,21 +867,27 @@ fn a_container_that_is_served_for_the_first_time_waits_for_no_driver() {
 }
 
 #[test]
-fn a_full_disk_refuses_what_could_not_be_remembered_and_forgets_nothing() {
+fn request_is_refused_when_the_checkpoint_fails() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
-    use_all(&mut container, &page, 1, MIB);
-    let before = container.usage();
+    charge_all(&mut container, &page, 1, MIB);
+    let before = container.account_usage();
     // A folder in the place of the file to be written: no write can succeed.
     let temporary = fixture.folder.path().join("record.tmp");
     std::fs::create_dir(&temporary).unwrap();
     assert!(!is_granted(&container.request(1, 0, units(512 * MIB))));
     assert_eq!(
-        (container.usage()[0].granted, container.usage()[0].used),
+        (
+            container.account_usage()[0].granted,
+            container.account_usage()[0].used
+        ),
         (before[0].granted, before[0].used)
     );
-    assert_eq!(fixture.start().usage()[0].granted, before[0].granted);
+    assert_eq!(
+        fixture.start().account_usage()[0].granted,
+        before[0].granted
+    );
     std::fs::remove_dir(temporary).unwrap();
     assert!(is_granted(&container.request(1, 0, units(512 * MIB))));
 }
@@ -860,13 +898,19 @@ mod recording;
 mod siblings;
 
 #[test]
-fn a_lease_that_was_not_charged_is_so_when_it_is_released() {
+fn uncharged_lease_is_charged_when_it_is_released() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let gpu: GpuUuid = "GPU-aaaa".parse().unwrap();
     let half = Bytes::mib(512);
     assert!(container.release_lease(&gpu, LeaseId(7), half));
-    assert_eq!(container.lease(&gpu, LeaseId(8), Bytes::gib(1)), Err(half));
+    assert_eq!(
+        container.charge_lease(&gpu, LeaseId(8), Bytes::gib(1)),
+        Err(half)
+    );
     let mut again = fixture.start();
-    assert_eq!(again.lease(&gpu, LeaseId(8), Bytes::gib(1)), Err(half));
+    assert_eq!(
+        again.charge_lease(&gpu, LeaseId(8), Bytes::gib(1)),
+        Err(half)
+    );
 }

@@ -3,18 +3,18 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn at(second: u64) -> Present {
-    Present {
-        moment: Moment(1_000_000 + 1_000 * second),
+fn at(second: u64) -> ClockReading {
+    ClockReading {
+        moment: BootTime(1_000_000 + 1_000 * second),
         // Each test passes whatever the wall clock says: here it goes back.
         wall: Timestamp::from_second(1_800_000_000 - 3_600 * i64::try_from(second).unwrap())
             .unwrap(),
     }
 }
 
-fn image(generation: u64) -> Image {
+fn image(generation: u64) -> ProcessImage {
     let process = Process { pid: 7, start: 70 };
-    Image {
+    ProcessImage {
         process,
         generation,
     }
@@ -24,82 +24,85 @@ fn gpu() -> GpuUuid {
     "GPU-a".parse().unwrap()
 }
 
-fn under(action: ContextAction) -> Poisonings {
-    let mut book = Poisonings::default();
-    book.set_policy(Policy::new(action, 2, 60));
+fn log_with_policy(action: ContextAction) -> FaultLog {
+    let mut book = FaultLog::default();
+    book.set_policy(RecoveryPolicy::new(action, 2, 60));
     book
 }
 
-const REPORT: Cause = Cause::Cuda {
+const REPORT: FaultSource = FaultSource::Cuda {
     code: 700,
-    able: true,
+    can_reexec: true,
 };
 
-impl Poisonings {
-    fn report(&mut self, generation: u64, second: u64) -> Option<Decision> {
-        self.strike(image(generation), &gpu(), REPORT, at(second)).0
+impl FaultLog {
+    fn report(&mut self, generation: u64, second: u64) -> Option<RecoveryAction> {
+        self.record(image(generation), &gpu(), REPORT, at(second)).0
     }
 
-    fn xid(&mut self, generation: u64, second: u64) -> Option<Decision> {
-        let cause = Cause::Xid(31);
-        self.strike(image(generation), &gpu(), cause, at(second)).0
+    fn xid(&mut self, generation: u64, second: u64) -> Option<RecoveryAction> {
+        let cause = FaultSource::Xid(31);
+        self.record(image(generation), &gpu(), cause, at(second)).0
     }
 
     fn end(&mut self, generation: u64) {
-        let Image {
+        let ProcessImage {
             process,
             generation,
         } = image(generation);
-        self.ended(process, generation);
+        self.record_exit(process, generation);
     }
 
     fn fences(&self, generation: u64) -> bool {
-        self.of(image(generation).process, generation).is_some()
+        self.fault_of(image(generation).process, generation)
+            .is_some()
     }
 }
 
-const RESTART: Option<Decision> = Some(Decision::Kill { beyond: false });
-const TOO_MANY: Option<Decision> = Some(Decision::Kill { beyond: true });
+const RESTART_CONTAINER: Option<RecoveryAction> =
+    Some(RecoveryAction::RestartContainer { over_limit: false });
+const OVER_LIMIT: Option<RecoveryAction> =
+    Some(RecoveryAction::RestartContainer { over_limit: true });
 
 #[test]
-fn without_an_order_the_container_is_restarted_at_most_five_times_in_ten_minutes() {
-    let mut book = Poisonings::default();
+fn default_policy_allows_five_restarts_in_ten_minutes() {
+    let mut book = FaultLog::default();
     let decisions: Vec<_> = (1..=6).map(|image| book.report(image, image)).collect();
-    assert_eq!(decisions[..5], [RESTART; 5]);
-    assert_eq!(decisions[5], TOO_MANY);
+    assert_eq!(decisions[..5], [RESTART_CONTAINER; 5]);
+    assert_eq!(decisions[5], OVER_LIMIT);
 }
 
 #[test]
-fn in_place_is_for_who_can_and_others_are_restarted() {
-    let mut book = under(ContextAction::InPlace);
-    assert_eq!(book.report(1, 0), Some(Decision::Execute));
-    assert_eq!(book.condemned().count(), 0);
-    let cause = Cause::Cuda {
+fn container_is_restarted_when_the_image_cannot_reexec() {
+    let mut book = log_with_policy(ContextAction::InPlace);
+    assert_eq!(book.report(1, 0), Some(RecoveryAction::ReexecInPlace));
+    assert_eq!(book.images_to_kill().count(), 0);
+    let cause = FaultSource::Cuda {
         code: 719,
-        able: false,
+        can_reexec: false,
     };
-    let (decision, _) = book.strike(image(2), &gpu(), cause, at(1));
-    assert_eq!(decision, RESTART);
-    assert_eq!(book.condemned().collect::<Vec<_>>(), [&image(2)]);
+    let (decision, _) = book.record(image(2), &gpu(), cause, at(1));
+    assert_eq!(decision, RESTART_CONTAINER);
+    assert_eq!(book.images_to_kill().collect::<Vec<_>>(), [&image(2)]);
 }
 
 #[test]
-fn both_kinds_of_restart_count_and_the_window_moves_on() {
-    let mut book = under(ContextAction::InPlace);
-    assert_eq!(book.report(1, 0), Some(Decision::Execute));
+fn window_counts_both_kinds_of_restart() {
+    let mut book = log_with_policy(ContextAction::InPlace);
+    assert_eq!(book.report(1, 0), Some(RecoveryAction::ReexecInPlace));
     book.end(1);
-    assert_eq!(book.report(2, 30), Some(Decision::Execute));
+    assert_eq!(book.report(2, 30), Some(RecoveryAction::ReexecInPlace));
     book.end(2);
-    assert_eq!(book.report(3, 59), TOO_MANY);
+    assert_eq!(book.report(3, 59), OVER_LIMIT);
     book.end(3);
-    assert_eq!(book.report(4, 60), Some(Decision::Execute));
+    assert_eq!(book.report(4, 60), Some(RecoveryAction::ReexecInPlace));
     book.end(4);
-    assert_eq!(book.report(5, 89), TOO_MANY);
+    assert_eq!(book.report(5, 89), OVER_LIMIT);
 }
 
 #[test]
-fn an_image_is_fenced_from_its_first_fault_and_its_successor_is_not() {
-    let mut book = under(ContextAction::Restart);
+fn image_is_fenced_from_its_first_fault() {
+    let mut book = log_with_policy(ContextAction::Restart);
     assert!(!book.fences(1));
     book.xid(1, 0);
     assert!(book.fences(1));
@@ -110,12 +113,15 @@ fn an_image_is_fenced_from_its_first_fault_and_its_successor_is_not() {
 }
 
 #[test]
-fn a_second_telling_of_a_fault_is_no_second_fault() {
-    let mut book = under(ContextAction::InPlace);
-    let (_, first) = book.strike(image(1), &gpu(), Cause::Xid(31), at(0));
+fn fault_is_recorded_once_when_it_is_reported_twice() {
+    let mut book = log_with_policy(ContextAction::InPlace);
+    let (_, first) = book.record(image(1), &gpu(), FaultSource::Xid(31), at(0));
     assert_eq!(first.unwrap().decided, None);
-    let (decision, second) = book.strike(image(1), &gpu(), REPORT, at(1));
-    assert_eq!((decision, second), (Some(Decision::Execute), None));
+    let (decision, second) = book.record(image(1), &gpu(), REPORT, at(1));
+    assert_eq!(
+        (decision, second),
+        (Some(RecoveryAction::ReexecInPlace), None)
+    );
     book.report(1, 2);
     book.xid(1, 2);
     let [fault] = book.faults() else { panic!() };
@@ -124,50 +130,50 @@ fn a_second_telling_of_a_fault_is_no_second_fault() {
 }
 
 #[test]
-fn an_xid_alone_restarts_the_container_only_of_an_image_that_lives_on() {
-    let mut book = under(ContextAction::InPlace);
+fn xid_alone_restarts_the_container_of_a_live_image() {
+    let mut book = log_with_policy(ContextAction::InPlace);
     assert_eq!(book.xid(1, 0), None);
-    assert!(!book.overdue(Duration::ZERO, at(4)));
-    assert!(book.overdue(Duration::ZERO, at(5)));
-    assert_eq!(book.faults()[0].decision(), RESTART);
-    let mut dying = under(ContextAction::InPlace);
+    assert!(!book.tick(Duration::ZERO, at(4)));
+    assert!(book.tick(Duration::ZERO, at(5)));
+    assert_eq!(book.faults()[0].decision(), RESTART_CONTAINER);
+    let mut dying = log_with_policy(ContextAction::InPlace);
     dying.xid(1, 0);
     dying.end(1);
-    assert!(!dying.overdue(Duration::ZERO, at(100)));
+    assert!(!dying.tick(Duration::ZERO, at(100)));
     assert!(dying.faults().is_empty() && dying.restarts.is_empty());
 }
 
 #[test]
-fn who_does_not_execute_itself_in_time_is_killed_and_that_counts_once() {
-    let mut book = under(ContextAction::InPlace);
+fn image_is_killed_when_it_does_not_reexec_in_time() {
+    let mut book = log_with_policy(ContextAction::InPlace);
     book.report(1, 0);
-    assert!(!book.overdue(Duration::ZERO, at(4)));
-    assert!(book.overdue(Duration::ZERO, at(5)));
-    assert_eq!(book.condemned().count(), 1);
+    assert!(!book.tick(Duration::ZERO, at(4)));
+    assert!(book.tick(Duration::ZERO, at(5)));
+    assert_eq!(book.images_to_kill().count(), 1);
     assert_eq!(book.restarts.len(), 1);
-    assert!(!book.overdue(Duration::ZERO, at(50)));
+    assert!(!book.tick(Duration::ZERO, at(50)));
 }
 
 #[test]
-fn a_fault_closes_with_its_image_unless_somebody_else_has_to_deal_with_it() {
+fn fault_closes_with_its_image_unless_it_awaits_eviction() {
     for (action, open) in [
         (ContextAction::InPlace, 0),
         (ContextAction::Restart, 0),
         (ContextAction::Report, 0),
         (ContextAction::Evict, 1),
     ] {
-        let mut book = under(action);
+        let mut book = log_with_policy(action);
         book.report(1, 0);
         assert_eq!(book.faults().len(), 1);
         book.end(1);
         assert_eq!(book.faults().len(), open, "{action:?}");
-        assert_eq!(book.condemned().count(), 0);
+        assert_eq!(book.images_to_kill().count(), 0);
     }
 }
 
 #[test]
-fn of_restarts_that_were_too_many_the_last_stays_open() {
-    let mut book = under(ContextAction::Restart);
+fn newest_over_limit_fault_stays_open() {
+    let mut book = log_with_policy(ContextAction::Restart);
     for generation in 1..=9 {
         book.report(generation, generation);
         book.end(generation);
@@ -177,23 +183,28 @@ fn of_restarts_that_were_too_many_the_last_stays_open() {
 }
 
 #[test]
-fn what_is_decided_stands_whatever_the_policy_becomes() {
-    let mut book = under(ContextAction::Report);
+fn decision_is_unchanged_when_the_policy_changes() {
+    let mut book = log_with_policy(ContextAction::Report);
     book.report(1, 0);
-    book.set_policy(Policy::new(ContextAction::Restart, 5, 600));
-    assert_eq!(book.report(1, 1), Some(Decision::Leave { open: false }));
-    assert_eq!(book.condemned().count(), 0);
+    book.set_policy(RecoveryPolicy::new(ContextAction::Restart, 5, 600));
+    assert_eq!(
+        book.report(1, 1),
+        Some(RecoveryAction::NoAction {
+            await_eviction: false
+        })
+    );
+    assert_eq!(book.images_to_kill().count(), 0);
 }
 
 #[test]
-fn who_waits_for_an_eviction_is_restarted_once_nobody_has_been_reached_for_long() {
-    let mut book = under(ContextAction::Evict);
+fn container_is_restarted_when_its_eviction_times_out() {
+    let mut book = log_with_policy(ContextAction::Evict);
     book.report(1, 0);
-    assert!(!book.overdue(Duration::ZERO, at(100)), "somebody will come");
-    assert!(!book.overdue(ALONE, at(29)));
-    assert!(!book.overdue(ALONE / 2, at(100)));
-    assert!(book.overdue(ALONE, at(100)));
-    assert_eq!(book.condemned().collect::<Vec<_>>(), [&image(1)]);
+    assert!(!book.tick(Duration::ZERO, at(100)), "somebody will come");
+    assert!(!book.tick(EVICTION_TIMEOUT, at(29)));
+    assert!(!book.tick(EVICTION_TIMEOUT / 2, at(100)));
+    assert!(book.tick(EVICTION_TIMEOUT, at(100)));
+    assert_eq!(book.images_to_kill().collect::<Vec<_>>(), [&image(1)]);
     book.end(1);
     assert!(
         book.faults().is_empty(),
@@ -202,39 +213,42 @@ fn who_waits_for_an_eviction_is_restarted_once_nobody_has_been_reached_for_long(
     // Beyond the maximum it is killed all the same, and stays open for who comes.
     for generation in 2..=3 {
         book.report(generation, 101);
-        book.overdue(ALONE, at(131));
+        book.tick(EVICTION_TIMEOUT, at(131));
         book.end(generation);
     }
     let [fault] = book.faults() else { panic!() };
-    assert_eq!((&fault.image, fault.decision()), (&image(3), TOO_MANY));
-    let mut only_told = under(ContextAction::Report);
+    assert_eq!((&fault.image, fault.decision()), (&image(3), OVER_LIMIT));
+    let mut only_told = log_with_policy(ContextAction::Report);
     only_told.report(1, 0);
-    assert!(!only_told.overdue(ALONE, at(100)));
+    assert!(!only_told.tick(EVICTION_TIMEOUT, at(100)));
 }
 
 #[test]
-fn an_ordered_restart_ends_what_was_left_below_its_number_and_a_second_one_changes_nothing() {
+fn required_generation_restarts_each_fault_below_it_once() {
     for action in [ContextAction::Report, ContextAction::Evict] {
-        let mut book = under(action);
+        let mut book = log_with_policy(action);
         book.report(1, 0);
-        assert!(!book.reach(1, at(1)), "that number is reached");
-        assert!(book.reach(2, at(1)));
-        assert_eq!(book.faults()[0].decision(), RESTART);
-        assert!(!book.reach(2, at(2)));
+        assert!(!book.require_generation(1, at(1)), "that number is reached");
+        assert!(book.require_generation(2, at(1)));
+        assert_eq!(book.faults()[0].decision(), RESTART_CONTAINER);
+        assert!(!book.require_generation(2, at(2)));
         assert_eq!((book.restarts.len(), book.restarted), (1, 1));
         book.end(1);
         book.report(2, 3);
-        assert!(!book.reach(2, at(4)), "the next fault is another one");
-        assert_eq!(book.condemned().count(), 0);
+        assert!(
+            !book.require_generation(2, at(4)),
+            "the next fault is another one"
+        );
+        assert_eq!(book.images_to_kill().count(), 0);
     }
 }
 
 #[test]
-fn an_ordered_restart_closes_a_fault_whose_image_has_ended() {
-    let mut book = under(ContextAction::Evict);
+fn required_generation_closes_a_fault_of_an_ended_image() {
+    let mut book = log_with_policy(ContextAction::Evict);
     book.report(1, 0);
     book.end(1);
-    assert!(book.reach(2, at(1)));
+    assert!(book.require_generation(2, at(1)));
     assert!(book.faults().is_empty());
     assert_eq!(book.restarted, 0);
 }
@@ -261,29 +275,29 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     /// And a book that went through its record is the same book.
     #[test]
-    fn no_window_has_more_restarts_than_the_maximum(steps in vec(step(), 0..60), action in 0..4_usize) {
+    fn restarts_in_a_window_never_exceed_the_maximum(steps in vec(step(), 0..60), action in 0..4_usize) {
         let actions = [
             ContextAction::InPlace, ContextAction::Restart, ContextAction::Evict, ContextAction::Report,
         ];
         let action = actions[action];
-        let mut book = under(action);
+        let mut book = log_with_policy(action);
         let (mut now, mut restarts) = (0, Vec::new());
         for step in steps {
             let before = book.restarts.len();
             match step {
-                Step::Report(generation, able) => {
-                    let cause = Cause::Cuda { code: 700, able };
-                    book.strike(image(generation), &gpu(), cause, at(now));
+                Step::Report(generation, can_reexec) => {
+                    let cause = FaultSource::Cuda { code: 700, can_reexec };
+                    book.record(image(generation), &gpu(), cause, at(now));
                 }
                 Step::Xid(generation) => drop(book.xid(generation, now)),
                 Step::End(generation) => book.end(generation),
                 Step::Wait(seconds) => {
                     now += seconds;
-                    book.overdue(ALONE, at(now));
+                    book.tick(EVICTION_TIMEOUT, at(now));
                 }
-                Step::Reach(generation) => drop(book.reach(generation, at(now))),
+                Step::Reach(generation) => drop(book.require_generation(generation, at(now))),
             }
-            let new = book.restarts.iter().filter(|Since(then)| *then == at(now).moment).count();
+            let new = book.restarts.iter().filter(|RecordedMoment(then)| *then == at(now).moment).count();
             let known = restarts.iter().filter(|then| **then == now).count();
             restarts.extend(std::iter::repeat_n(now, new.saturating_sub(known)));
             let recent = restarts.iter().filter(|then| now - **then < 60).count();
@@ -295,30 +309,30 @@ proptest! {
 }
 
 #[test]
-fn an_image_that_executed_its_program_again_may_take_its_time_and_stays_fenced() {
-    let mut book = under(ContextAction::InPlace);
-    assert_eq!(book.report(1, 0), Some(Decision::Execute));
-    book.hung_up(image(1).process, 1);
-    book.overdue(Duration::ZERO, at(3600));
-    assert_eq!(book.condemned().next(), None);
+fn reexecuted_image_has_no_deadline_and_stays_fenced() {
+    let mut book = log_with_policy(ContextAction::InPlace);
+    assert_eq!(book.report(1, 0), Some(RecoveryAction::ReexecInPlace));
+    book.record_disconnect(image(1).process, 1);
+    book.tick(Duration::ZERO, at(3600));
+    assert_eq!(book.images_to_kill().next(), None);
     assert!(book.fences(1));
     book.end(1);
     assert!(book.faults().is_empty());
 }
 
 #[test]
-fn who_hangs_up_without_an_order_to_execute_gains_nothing() {
-    let mut book = under(ContextAction::InPlace);
-    book.hung_up(image(1).process, 1);
+fn disconnect_without_a_reexec_changes_nothing() {
+    let mut book = log_with_policy(ContextAction::InPlace);
+    book.record_disconnect(image(1).process, 1);
     book.xid(1, 0);
-    book.hung_up(image(1).process, 1);
-    book.overdue(Duration::ZERO, at(10));
-    assert_eq!(book.condemned().next(), Some(&image(1)));
+    book.record_disconnect(image(1).process, 1);
+    book.tick(Duration::ZERO, at(10));
+    assert_eq!(book.images_to_kill().next(), Some(&image(1)));
 }
 
 #[test]
-fn record_of_an_older_agent_is_read_and_its_times_are_long_ago() {
-    let mut book = under(ContextAction::InPlace);
+fn checkpoint_with_wall_clock_times_is_read() {
+    let mut book = log_with_policy(ContextAction::InPlace);
     book.report(1, 0);
     book.xid(2, 0);
     let mut record = serde_json::to_value(&book).unwrap();
@@ -326,31 +340,32 @@ fn record_of_an_older_agent_is_read_and_its_times_are_long_ago() {
     record["restarts"][0] = wall.clone();
     record["faults"][0]["decided"][1] = wall;
     record["faults"][1].as_object_mut().unwrap().remove("since");
-    let mut book: Poisonings = serde_json::from_value(record).unwrap();
-    assert!(book.overdue(Duration::ZERO, at(1)));
+    let mut book: FaultLog = serde_json::from_value(record).unwrap();
+    assert!(book.tick(Duration::ZERO, at(1)));
     // The first did not execute its program in time, of the second there was no report.
-    assert_eq!(book.condemned().count(), 2);
+    assert_eq!(book.images_to_kill().count(), 2);
 }
 
 #[test]
 fn deadlines_hold_when_the_wall_clock_goes_back() {
-    let earlier = |second: u64| Present {
+    let earlier = |second: u64| ClockReading {
         wall: Timestamp::from_second(0).unwrap(),
         ..at(second)
     };
-    let mut book = under(ContextAction::InPlace);
+    let mut book = log_with_policy(ContextAction::InPlace);
     book.xid(1, 0);
-    assert!(book.overdue(Duration::ZERO, earlier(5)));
-    assert_eq!(book.faults()[0].decision(), RESTART);
+    assert!(book.tick(Duration::ZERO, earlier(5)));
+    assert_eq!(book.faults()[0].decision(), RESTART_CONTAINER);
     book.end(1);
     book.report(2, 1);
-    assert!(
-        book.overdue(Duration::ZERO, earlier(6)),
-        "it did not execute"
-    );
+    assert!(book.tick(Duration::ZERO, earlier(6)), "it did not execute");
     book.end(2);
-    assert_eq!(book.report(3, 7), TOO_MANY);
+    assert_eq!(book.report(3, 7), OVER_LIMIT);
     book.end(3);
-    let (decision, _) = book.strike(image(4), &gpu(), REPORT, earlier(66));
-    assert_eq!(decision, Some(Decision::Execute), "the window is over");
+    let (decision, _) = book.record(image(4), &gpu(), REPORT, earlier(66));
+    assert_eq!(
+        decision,
+        Some(RecoveryAction::ReexecInPlace),
+        "the window is over"
+    );
 }

@@ -20,9 +20,9 @@ const THREADS: u64 = 4;
 /// for seconds; on a machine that is busy with other tests, a thread waits a good part of this to be run.
 const NEIGHBOUR_WITHIN: Duration = Duration::from_millis(500);
 
-struct Dice(StdRng);
+struct HostileInput(StdRng);
 
-impl Dice {
+impl HostileInput {
     fn below(&mut self, sides: u64) -> u64 {
         self.0.random_range(0..sides)
     }
@@ -75,7 +75,7 @@ impl Dice {
 }
 
 /// One conversation with whatever comes to mind.
-fn converse(run_dir: &Path, dice: &mut Dice) {
+fn run_hostile_peer(run_dir: &Path, dice: &mut HostileInput) {
     let (stream, page) = match dice.below(3) {
         0 => (connect(run_dir), None),
         _ => match try_hello(run_dir, dice.below(4)) {
@@ -136,18 +136,18 @@ fn try_hello(run_dir: &Path, image: u64) -> Option<(UnixStream, CreditPage)> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn hostile_peers_gain_nothing_and_slow_no_neighbour_down() {
+async fn hostile_peers_gain_nothing_and_delay_no_neighbour() {
     let (folder, next_door) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let sessions = sessions(folder.path(), true);
-    sessions.serve(served()).await.unwrap();
+    sessions.serve(session_spec()).await.unwrap();
     let neighbours = self::sessions(next_door.path(), true);
-    neighbours.serve(served()).await.unwrap();
+    neighbours.serve(session_spec()).await.unwrap();
     let crowd: Vec<_> = (0..THREADS)
         .map(|seed| {
             let run_dir = folder.path().to_owned();
             tokio::task::spawn_blocking(move || {
-                let mut dice = Dice(StdRng::seed_from_u64(seed));
-                (0..CONVERSATIONS).for_each(|_| converse(&run_dir, &mut dice));
+                let mut dice = HostileInput(StdRng::seed_from_u64(seed));
+                (0..CONVERSATIONS).for_each(|_| run_hostile_peer(&run_dir, &mut dice));
             })
         })
         .collect();
@@ -166,9 +166,9 @@ async fn hostile_peers_gain_nothing_and_slow_no_neighbour_down() {
         times[times.len() * 99 / 100]
     });
     while !crowd.iter().all(tokio::task::JoinHandle::is_finished) {
-        for usage in sessions.usage() {
+        for usage in sessions.account_usage() {
             assert!(
-                usage.granted.0 + usage.retired.0 <= usage.quota.0,
+                usage.granted.0 + usage.exited.0 <= usage.quota.0,
                 "{usage:?}"
             );
         }
@@ -182,7 +182,7 @@ async fn hostile_peers_gain_nothing_and_slow_no_neighbour_down() {
         most < NEIGHBOUR_WITHIN,
         "one in a hundred took more than {most:?}"
     );
-    beside(folder.path(), |run_dir| {
+    run_blocking(folder.path(), |run_dir| {
         let (mut stream, page) = hello_as(run_dir, 99);
         let all = Request::Credit {
             account: 0,

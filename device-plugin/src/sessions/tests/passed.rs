@@ -18,20 +18,20 @@ const NEIGHBOUR_WITHIN: Duration = Duration::from_millis(100);
 /// The neighbour's allocation, of the same sessions.
 const NEIGHBOUR: u64 = 8;
 
-fn next_door() -> Served {
-    Served {
+fn neighbour_spec() -> SessionSpec {
+    SessionSpec {
         allocation: AllocationId::from_bits(NEIGHBOUR),
-        ..served()
+        ..session_spec()
     }
 }
 
 /// A listener that accepts nothing and reads nothing.
-fn deaf() -> TcpListener {
+fn silent_listener() -> TcpListener {
     TcpListener::bind("127.0.0.1:0").unwrap()
 }
 
 /// A socket with more to send than its peer takes: closing it takes as long as it lingers.
-fn lingering(peer: &TcpListener) -> TcpStream {
+fn lingering_socket(peer: &TcpListener) -> TcpStream {
     let stream = TcpStream::connect(peer.local_addr().unwrap()).unwrap();
     sockopt::set_socket_linger(&stream, Some(LINGERS)).unwrap();
     stream.set_nonblocking(true).unwrap();
@@ -40,8 +40,8 @@ fn lingering(peer: &TcpListener) -> TcpStream {
 }
 
 /// Sends one byte, in band or out of it, with the last reference to a socket that lingers; whether it was taken.
-fn pass(to: &UnixStream, peer: &TcpListener, flags: SendFlags) -> bool {
-    let stream = lingering(peer);
+fn pass_descriptor(to: &UnixStream, peer: &TcpListener, flags: SendFlags) -> bool {
+    let stream = lingering_socket(peer);
     let fds = [stream.as_fd()];
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut with = SendAncillaryBuffer::new(&mut space);
@@ -57,24 +57,24 @@ fn pass(to: &UnixStream, peer: &TcpListener, flags: SendFlags) -> bool {
 
 /// How a process passes a descriptor.
 #[derive(Clone, Copy, Debug)]
-enum How {
+enum PassedWhen {
     BeforeHello,
     AfterHello,
     OutOfBand,
     /// There is no seat for it.
-    Refused,
+    WithoutPermit,
 }
 
-fn attack(run_dir: &Path, peer: &TcpListener, how: How) -> (UnixStream, bool) {
+fn attack(run_dir: &Path, peer: &TcpListener, how: PassedWhen) -> (UnixStream, bool) {
     let stream = match how {
-        How::AfterHello => hello(run_dir).0,
+        PassedWhen::AfterHello => hello(run_dir).0,
         _ => connect(run_dir),
     };
     let flags = match how {
-        How::OutOfBand => SendFlags::OOB,
+        PassedWhen::OutOfBand => SendFlags::OOB,
         _ => SendFlags::empty(),
     };
-    let passed = pass(&stream, peer, flags);
+    let passed = pass_descriptor(&stream, peer, flags);
     // After it: the agent reads on where the byte out of band was.
     let _ = (&stream).write_all(&[0]);
     (stream, passed)
@@ -82,10 +82,10 @@ fn attack(run_dir: &Path, peer: &TcpListener, how: How) -> (UnixStream, bool) {
 
 /// What a neighbour waits for an answer, all but one time in a hundred.
 fn round_trip(run_dir: &Path) -> Duration {
-    trips(hello_to(run_dir, NEIGHBOUR).0)
+    p99_round_trip(hello_to(run_dir, NEIGHBOUR).0)
 }
 
-fn trips(mut stream: UnixStream) -> Duration {
+fn p99_round_trip(mut stream: UnixStream) -> Duration {
     let trip = |_| {
         std::thread::sleep(Duration::from_millis(2));
         let begun = Instant::now();
@@ -114,15 +114,23 @@ fn hello_to(run_dir: &Path, allocation: u64) -> (UnixStream, CreditPage) {
     (stream, CreditPage::open(page.unwrap()).unwrap())
 }
 
-fn unclosed(sessions: &Sessions) -> usize {
-    sessions.books().iter().map(|books| books.unclosed).sum()
+fn unclosed_sockets(sessions: &Sessions) -> usize {
+    sessions
+        .container_usage()
+        .iter()
+        .map(|books| books.unclosed_sockets)
+        .sum()
 }
 
 /// Six processes pass a socket each; what a neighbour waits, and how many were taken.
-async fn six(sessions: &Sessions, run_dir: &Path, how: How) -> (Duration, usize) {
+async fn attack_six_times(
+    sessions: &Sessions,
+    run_dir: &Path,
+    how: PassedWhen,
+) -> (Duration, usize) {
     let run_dir = run_dir.to_owned();
     let six = tokio::task::spawn_blocking(move || {
-        let peer = deaf();
+        let peer = silent_listener();
         let attacks: Vec<_> = (0..6).map(|_| attack(&run_dir, &peer, how)).collect();
         let taken = attacks.iter().filter(|(_, passed)| *passed).count();
         std::thread::sleep(Duration::from_millis(100));
@@ -132,26 +140,30 @@ async fn six(sessions: &Sessions, run_dir: &Path, how: How) -> (Duration, usize)
     let (trip, taken, attacks, peer) = six.await.unwrap();
     println!(
         "{how:?}: {trip:?}, {taken} taken, {} unclosed",
-        unclosed(sessions)
+        unclosed_sockets(sessions)
     );
     assert!(
-        taken == 0 || unclosed(sessions) > 0,
+        taken == 0 || unclosed_sockets(sessions) > 0,
         "none was the last reference"
     );
     drop((attacks, peer));
     let begun = Instant::now();
-    while unclosed(sessions) > 0 {
+    while unclosed_sockets(sessions) > 0 {
         assert!(begun.elapsed() < Duration::from_secs(30), "never closed");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     (trip, taken)
 }
 
-async fn neighbour_waits_for_nobody(sessions: Sessions, run_dir: &Path, taken: usize) {
-    sessions.serve(next_door()).await.unwrap();
-    sessions.serve(served()).await.unwrap();
-    for how in [How::BeforeHello, How::AfterHello, How::OutOfBand] {
-        let (trip, passed) = six(&sessions, run_dir, how).await;
+async fn assert_neighbour_is_fast(sessions: Sessions, run_dir: &Path, taken: usize) {
+    sessions.serve(neighbour_spec()).await.unwrap();
+    sessions.serve(session_spec()).await.unwrap();
+    for how in [
+        PassedWhen::BeforeHello,
+        PassedWhen::AfterHello,
+        PassedWhen::OutOfBand,
+    ] {
+        let (trip, passed) = attack_six_times(&sessions, run_dir, how).await;
         assert_eq!(passed, taken, "{how:?}");
         assert!(trip < NEIGHBOUR_WITHIN, "{how:?}: {trip:?}");
     }
@@ -161,18 +173,18 @@ async fn neighbour_waits_for_nobody(sessions: Sessions, run_dir: &Path, taken: u
 async fn neighbour_is_served_when_kernel_refuses_descriptors() {
     let folder = tempfile::tempdir().unwrap();
     let sessions = sessions(folder.path(), true);
-    neighbour_waits_for_nobody(sessions, folder.path(), 0).await;
+    assert_neighbour_is_fast(sessions, folder.path(), 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn neighbour_is_served_when_passed_sockets_linger() {
     let folder = tempfile::tempdir().unwrap();
-    let sessions = sessions(folder.path(), true).passed_descriptors();
-    neighbour_waits_for_nobody(sessions, folder.path(), 6).await;
+    let sessions = sessions(folder.path(), true).with_passed_descriptors();
+    assert_neighbour_is_fast(sessions, folder.path(), 6).await;
 }
 
 /// Blocks the runtime's only worker until the guard is dropped, so that the agent accepts nothing.
-fn held_worker() -> Sender<()> {
+fn block_worker() -> Sender<()> {
     let (started, blocked) = channel();
     let (guard, dropped) = channel();
     tokio::runtime::Handle::current().spawn(async move {
@@ -187,20 +199,20 @@ fn held_worker() -> Sender<()> {
 async fn neighbour_is_served_when_refused_sockets_linger() {
     let folder = tempfile::tempdir().unwrap();
     let sessions = sessions(folder.path(), true);
-    let sessions = sessions.limited_to(2).passed_descriptors();
-    sessions.serve(next_door()).await.unwrap();
-    sessions.serve(served()).await.unwrap();
+    let sessions = sessions.with_connection_limit(2).with_passed_descriptors();
+    sessions.serve(neighbour_spec()).await.unwrap();
+    sessions.serve(session_spec()).await.unwrap();
     let run_dir = folder.path().to_owned();
     let attacked = tokio::task::spawn_blocking(move || {
         let (neighbour, _page) = hello_to(&run_dir, NEIGHBOUR);
-        let (_seated, peer) = (hello(&run_dir), deaf());
+        let (_seated, peer) = (hello(&run_dir), silent_listener());
         for _ in 0..20 {
-            let agent = held_worker();
-            let (_stream, passed) = attack(&run_dir, &peer, How::Refused);
+            let agent = block_worker();
+            let (_stream, passed) = attack(&run_dir, &peer, PassedWhen::WithoutPermit);
             assert!(passed);
             drop(agent);
         }
-        trips(neighbour)
+        p99_round_trip(neighbour)
     });
     let trip = attacked.await.unwrap();
     assert!(trip < NEIGHBOUR_WITHIN, "{trip:?}");
@@ -210,16 +222,20 @@ async fn neighbour_is_served_when_refused_sockets_linger() {
 async fn neighbour_is_served_when_sessions_end_with_lingering_sockets() {
     let (folder, next) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let neighbours = sessions(next.path(), true);
-    neighbours.serve(next_door()).await.unwrap();
-    let sessions = sessions(folder.path(), true).passed_descriptors();
-    sessions.serve(served()).await.unwrap();
-    let peer = deaf();
+    neighbours.serve(neighbour_spec()).await.unwrap();
+    let sessions = sessions(folder.path(), true).with_passed_descriptors();
+    sessions.serve(session_spec()).await.unwrap();
+    let peer = silent_listener();
     let run_dir = folder.path().to_owned();
     let greeted = tokio::task::spawn_blocking(move || hello(&run_dir));
     let (session, _page) = greeted.await.unwrap();
     // More than the agent reads: some of it is unread.
-    assert!(pass(&session, &peer, SendFlags::empty()));
-    assert!(pass(&connect(folder.path()), &peer, SendFlags::empty()));
+    assert!(pass_descriptor(&session, &peer, SendFlags::empty()));
+    assert!(pass_descriptor(
+        &connect(folder.path()),
+        &peer,
+        SendFlags::empty()
+    ));
     drop(sessions);
     let path = next.path().to_owned();
     let trip = tokio::task::spawn_blocking(move || round_trip(&path));
@@ -230,14 +246,14 @@ async fn neighbour_is_served_when_sessions_end_with_lingering_sockets() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn container_is_not_accepted_while_its_sockets_linger() {
     let folder = tempfile::tempdir().unwrap();
-    let sessions = sessions(folder.path(), true).passed_descriptors();
-    sessions.serve(next_door()).await.unwrap();
-    sessions.serve(served()).await.unwrap();
+    let sessions = sessions(folder.path(), true).with_passed_descriptors();
+    sessions.serve(neighbour_spec()).await.unwrap();
+    sessions.serve(session_spec()).await.unwrap();
     let run_dir = folder.path().to_owned();
     let many = tokio::task::spawn_blocking(move || {
-        let peer = deaf();
-        let attack = |_| attack(&run_dir, &peer, How::BeforeHello).0;
-        let attacks: Vec<_> = (0..closer::MOST_WAIT + 16).map(attack).collect();
+        let peer = silent_listener();
+        let attack = |_| attack(&run_dir, &peer, PassedWhen::BeforeHello).0;
+        let attacks: Vec<_> = (0..closer::MAX_UNCLOSED + 16).map(attack).collect();
         std::thread::sleep(Duration::from_millis(500));
         let shut_out = connect(&run_dir);
         shut_out
@@ -257,16 +273,16 @@ async fn container_is_not_accepted_while_its_sockets_linger() {
         (attacks, peer)
     });
     let held = many.await.unwrap();
-    let waiting = unclosed(&sessions);
+    let waiting = unclosed_sockets(&sessions);
     println!("{waiting} wait to be closed");
     assert!(
-        (closer::MOST_WAIT..closer::MOST_WAIT + 16).contains(&waiting),
+        (closer::MAX_UNCLOSED..closer::MAX_UNCLOSED + 16).contains(&waiting),
         "{waiting}"
     );
     drop(held);
-    beside(folder.path(), |run_dir| {
+    run_blocking(folder.path(), |run_dir| {
         let begun = Instant::now();
-        while std::panic::catch_unwind(|| is_served(run_dir)).is_err() {
+        while std::panic::catch_unwind(|| assert_served(run_dir)).is_err() {
             assert!(begun.elapsed() < Duration::from_secs(60));
         }
     })
@@ -278,12 +294,12 @@ async fn accepted_socket_takes_no_descriptor_when_told_so() {
     let folder = tempfile::tempdir().unwrap();
     for asked in [true, false] {
         let path = folder.path().join(format!("{asked}.sock"));
-        let closer = Closer::of(AllocationId::from_bits(1));
+        let closer = SocketCloser::new(AllocationId::from_bits(1));
         let listener = Listener::bind(&path, Arc::clone(&closer), asked).unwrap();
         let client = UnixStream::connect(&path).unwrap();
-        let early = pass(&client, &deaf(), SendFlags::empty());
+        let early = pass_descriptor(&client, &silent_listener(), SendFlags::empty());
         let accepted = listener.accept().await.unwrap();
-        let takes = options::takes_descriptors(&accepted).unwrap();
+        let takes = options::accepts_descriptors(&accepted).unwrap();
         assert_eq!((early, takes), (!asked, !asked));
         let refused = send_with_fd(&client, &[0], client.as_fd()).is_err();
         assert_eq!(refused, asked);
@@ -294,10 +310,10 @@ async fn accepted_socket_takes_no_descriptor_when_told_so() {
 async fn listener_is_dropped_at_once_when_unaccepted_sockets_linger() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("agent.sock");
-    let closer = Closer::of(AllocationId::from_bits(1));
+    let closer = SocketCloser::new(AllocationId::from_bits(1));
     let listener = Listener::bind(&path, Arc::clone(&closer), false).unwrap();
-    let (client, peer) = (UnixStream::connect(&path).unwrap(), deaf());
-    assert!(pass(&client, &peer, SendFlags::empty()));
+    let (client, peer) = (UnixStream::connect(&path).unwrap(), silent_listener());
+    assert!(pass_descriptor(&client, &peer, SendFlags::empty()));
     let begun = Instant::now();
     drop(listener);
     assert!(
@@ -305,5 +321,5 @@ async fn listener_is_dropped_at_once_when_unaccepted_sockets_linger() {
         "{:?}",
         begun.elapsed()
     );
-    assert_eq!(closer.waiting(), 1);
+    assert_eq!(closer.unclosed(), 1);
 }

@@ -29,57 +29,57 @@ use tower::{BoxError, Layer, Service};
 
 /// What becomes of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fate {
+pub enum WriteFault {
     /// It is refused with this code, and nothing is written.
     Refused(StatusCode),
     /// It is never answered, and nothing is written.
-    Lost,
+    RequestDropped,
     /// It is written and never answered.
-    Unanswered,
+    ResponseDropped,
     /// It is written, and answered with an error.
-    Garbled,
+    ErrorAfterWrite,
 }
 
 /// Which writes end badly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Doomed {
+pub enum FaultyWrites {
     /// None.
-    Nothing,
+    NoWrite,
     /// The one of this number, counted from 1.
-    Number(usize),
+    Nth(usize),
     /// Each, when it is tried for the first time.
-    FirstTries,
+    FirstAttempts,
 }
 
 /// How a watch tells what happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Telling {
+pub enum WatchFault {
     /// At once.
-    Plain,
+    NoFault,
     /// Each event some time later, another one for each kind.
-    Late,
+    Delayed,
     /// What happens to pods and to GPU nodes by turns, later than the operator's own timers end.
     Lagging,
     /// Each event two times.
-    Twice,
+    Duplicated,
     /// After each event the last few once more, as a watch does that began anew from an old version.
-    Again,
+    Replayed,
     /// Instead of each event the watch ends; it is told to the next one.
-    Cut,
+    Disconnected,
     /// Instead of an event the watch ends, and the API server has forgotten what came after the last one.
     Expired,
     /// From an event on the connection is dead: nothing more is told, and the watch does not end. The next watch tells it.
-    Silent,
+    Stalled,
 }
 
 /// How often a kind's watch expires: the library waits twice as long each time, up to 30 s.
-const EXPIRES_AT_MOST: usize = 3;
+const MAX_EXPIRIES: usize = 3;
 /// With a lagging watch, pods are behind for so long, then GPU nodes.
-const LAGS: Duration = Duration::from_secs(15);
+const LAG_PERIOD: Duration = Duration::from_secs(15);
 /// The kinds that a lagging watch is late with.
-pub const LAGGING: [&str; 2] = ["pods", "gpunodes"];
+pub const LAGGING_KINDS: [&str; 2] = ["pods", "gpunodes"];
 /// By so many seconds, in turn.
-const BEHIND: [u64; 3] = [6, 9, 12];
+const LAG_SECONDS: [u64; 3] = [6, 9, 12];
 
 /// The faults of one operator. Clones are the same ones.
 #[derive(Clone)]
@@ -88,87 +88,92 @@ pub struct Faults(Arc<Shared>);
 struct Shared {
     /// The name of the case: of its namespace, and of its node. None: all objects are shown.
     case: Option<String>,
-    fate: Fate,
-    telling: Telling,
+    write_fault: WriteFault,
+    watch_fault: WatchFault,
     /// How long the API server keeps a watch, where it is not as long as the operator asks for.
     watch_seconds: Option<u32>,
-    begin: Instant,
-    state: Mutex<State>,
+    started: Instant,
+    state: Mutex<FaultState>,
 }
 
-struct State {
-    doomed: Doomed,
+struct FaultState {
+    faulty_writes: FaultyWrites,
     /// The writes since faults were last set, as `METHOD path`; Events are none.
     writes: Vec<String>,
     /// The last write and when it was, Events too.
-    last: (Instant, String),
-    tried: BTreeSet<String>,
+    last_write: (Instant, String),
+    attempted: BTreeSet<String>,
     /// How many writes met their fate.
-    met: usize,
+    fault_count: usize,
     /// The versions that watches have been told.
-    told: BTreeSet<String>,
-    expired: BTreeMap<String, usize>,
+    seen_versions: BTreeSet<String>,
+    event_counts: BTreeMap<String, usize>,
     /// How many events of each kind were not told plainly.
-    dealt: BTreeMap<String, usize>,
+    faulted_events: BTreeMap<String, usize>,
 }
 
 impl Faults {
     /// Writes end by `fate`, once [`Self::doom`] says which; watches tell by `telling`.
-    pub fn new(case: &str, fate: Fate, telling: Telling) -> Self {
-        Self::within(Some(case), fate, telling, None)
+    pub fn new(case: &str, fate: WriteFault, telling: WatchFault) -> Self {
+        Self::build(Some(case), fate, telling, None)
     }
 
     /// The same for a client that is shown all objects.
-    pub fn of_all(fate: Fate, telling: Telling) -> Self {
-        Self::within(None, fate, telling, None)
+    pub fn for_all_objects(fate: WriteFault, telling: WatchFault) -> Self {
+        Self::build(None, fate, telling, None)
     }
 
     /// None, and watches that the API server ends after so many seconds.
-    pub fn short_watches(case: &str, seconds: u32) -> Self {
-        Self::within(Some(case), Fate::Lost, Telling::Plain, Some(seconds))
+    pub fn with_watch_timeout(case: &str, seconds: u32) -> Self {
+        Self::build(
+            Some(case),
+            WriteFault::RequestDropped,
+            WatchFault::NoFault,
+            Some(seconds),
+        )
     }
 
-    fn within(
+    fn build(
         case: Option<&str>,
-        fate: Fate,
-        telling: Telling,
+        fate: WriteFault,
+        telling: WatchFault,
         watch_seconds: Option<u32>,
     ) -> Self {
         Self(Arc::new(Shared {
             case: case.map(str::to_owned),
-            fate,
-            telling,
+            write_fault: fate,
+            watch_fault: telling,
             watch_seconds,
-            begin: Instant::now(),
-            state: Mutex::new(State {
-                doomed: Doomed::Nothing,
+            started: Instant::now(),
+            state: Mutex::new(FaultState {
+                faulty_writes: FaultyWrites::NoWrite,
                 writes: Vec::new(),
-                last: (Instant::now(), String::new()),
-                tried: BTreeSet::new(),
-                met: 0,
-                told: BTreeSet::new(),
-                expired: BTreeMap::new(),
-                dealt: BTreeMap::new(),
+                last_write: (Instant::now(), String::new()),
+                attempted: BTreeSet::new(),
+                fault_count: 0,
+                seen_versions: BTreeSet::new(),
+                event_counts: BTreeMap::new(),
+                faulted_events: BTreeMap::new(),
             }),
         }))
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, FaultState> {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// From now on these writes end badly; they are counted anew.
-    pub fn doom(&self, doomed: Doomed) {
+    pub fn set_faulty_writes(&self, doomed: FaultyWrites) {
         let mut state = self.state();
-        state.doomed = doomed;
+        state.faulty_writes = doomed;
         state.writes.clear();
-        state.tried.clear();
-        state.met = 0;
+        state.attempted.clear();
+        state.fault_count = 0;
     }
 
     /// How many writes met their fate since [`Self::doom`].
-    pub fn met(&self) -> usize {
-        self.state().met
+    pub fn fault_count(&self) -> usize {
+        self.state().fault_count
     }
 
     /// The writes since [`Self::doom`].
@@ -177,49 +182,49 @@ impl Faults {
     }
 
     /// For how long nothing has been written, no Event either.
-    pub fn quiet(&self) -> Duration {
-        self.state().last.0.elapsed()
+    pub fn idle_time(&self) -> Duration {
+        self.state().last_write.0.elapsed()
     }
 
     /// What was written last.
-    pub fn last(&self) -> String {
-        self.state().last.1.clone()
+    pub fn last_write(&self) -> String {
+        self.state().last_write.1.clone()
     }
 
     /// How many events of each kind watches have not told plainly.
-    pub fn dealt(&self) -> BTreeMap<String, usize> {
-        self.state().dealt.clone()
+    pub fn faulted_events(&self) -> BTreeMap<String, usize> {
+        self.state().faulted_events.clone()
     }
 
     /// What a change comes to may wait for a pod and for a GPU node to be told of.
-    pub fn latest(&self) -> Duration {
-        let lags = self.0.telling == Telling::Lagging;
-        Duration::from_secs(if lags { 2 * BEHIND[2] } else { 0 })
+    pub fn max_watch_delay(&self) -> Duration {
+        let lags = self.0.watch_fault == WatchFault::Lagging;
+        Duration::from_secs(if lags { 2 * LAG_SECONDS[2] } else { 0 })
     }
 
     /// Counts a write and tells its fate.
-    fn fate(&self, method: &Method, path: &str) -> Option<Fate> {
+    fn record_write(&self, method: &Method, path: &str) -> Option<WriteFault> {
         let write = format!("{method} {path}");
         let mut state = self.state();
-        state.last = (Instant::now(), write.clone());
+        state.last_write = (Instant::now(), write.clone());
         if path.starts_with("/apis/events.k8s.io/") {
             return None;
         }
         state.writes.push(write.clone());
-        let doomed = match state.doomed {
-            Doomed::Nothing => false,
-            Doomed::Number(number) => number == state.writes.len(),
-            Doomed::FirstTries => state.tried.insert(write),
+        let doomed = match state.faulty_writes {
+            FaultyWrites::NoWrite => false,
+            FaultyWrites::Nth(number) => number == state.writes.len(),
+            FaultyWrites::FirstAttempts => state.attempted.insert(write),
         };
-        doomed.then_some(self.0.fate)
+        doomed.then_some(self.0.write_fault)
     }
 
-    fn has_met(&self) {
-        self.state().met += 1;
+    fn count_fault(&self) {
+        self.state().fault_count += 1;
     }
 
     /// A list or a watch of the case's objects only.
-    fn scoped(&self, request: &mut Request<Body>) -> Result<(), http::Error> {
+    fn restrict_to_case(&self, request: &mut Request<Body>) -> Result<(), http::Error> {
         let Some(case) = &self.0.case else {
             return Ok(());
         };
@@ -245,9 +250,9 @@ impl Faults {
     }
 
     /// The answer to a watch, told as it is told here.
-    fn told(&self, kind: String, answer: Response<body::Body>) -> Response<body::Body> {
+    fn disturb_watch(&self, kind: String, answer: Response<body::Body>) -> Response<body::Body> {
         let (parts, events) = answer.into_parts();
-        if self.0.telling == Telling::Plain || !parts.status.is_success() {
+        if self.0.watch_fault == WatchFault::NoFault || !parts.status.is_success() {
             return Response::from_parts(parts, events);
         }
         let (sender, receiver) = mpsc::channel(16);
@@ -264,12 +269,12 @@ impl Faults {
                     () = queue.closed() => return,
                 };
                 let Ok(Some(line)) = line else { return };
-                let dealt = faults.deal(&kind, line, &mut past);
-                if dealt.hangs {
+                let dealt = faults.disturb_event(&kind, line, &mut past);
+                if dealt.stalls_watch {
                     return queue.closed().await;
                 }
-                let ends = dealt.ends;
-                if queue.send((Instant::now() + dealt.after, dealt)).is_err() || ends {
+                let ends = dealt.ends_watch;
+                if queue.send((Instant::now() + dealt.delay, dealt)).is_err() || ends {
                     return;
                 }
             }
@@ -294,75 +299,83 @@ impl Faults {
         Response::from_parts(parts, events)
     }
 
-    fn deal(&self, kind: &str, line: String, past: &mut VecDeque<String>) -> Dealt {
+    fn disturb_event(
+        &self,
+        kind: &str,
+        line: String,
+        past: &mut VecDeque<String>,
+    ) -> DisturbedEvent {
         let event: Value = serde_json::from_str(&line).unwrap_or_default();
-        let plain = Dealt {
-            after: Duration::ZERO,
+        let plain = DisturbedEvent {
+            delay: Duration::ZERO,
             lines: vec![line.clone()],
-            ends: false,
-            hangs: false,
+            ends_watch: false,
+            stalls_watch: false,
         };
         if event["type"] == "BOOKMARK" || event["type"] == "ERROR" {
             return plain;
         }
         let version = &event["object"]["metadata"]["resourceVersion"];
         let version = format!("{kind} {version}");
-        let is_new = || self.state().told.insert(version.clone());
-        let dealt = match self.0.telling {
-            Telling::Late => Dealt {
+        let is_new = || self.state().seen_versions.insert(version.clone());
+        let dealt = match self.0.watch_fault {
+            WatchFault::Delayed => DisturbedEvent {
                 // Kinds overtake each other.
-                after: Duration::from_millis(100 * (kind.len() as u64 % 8) + 100),
+                delay: Duration::from_millis(100 * (kind.len() as u64 % 8) + 100),
                 ..plain
             },
-            Telling::Lagging if let Some(after) = self.lag(kind) => Dealt { after, ..plain },
-            Telling::Twice => Dealt {
+            WatchFault::Lagging if let Some(after) = self.current_lag(kind) => DisturbedEvent {
+                delay: after,
+                ..plain
+            },
+            WatchFault::Duplicated => DisturbedEvent {
                 lines: vec![line.clone(), line],
                 ..plain
             },
-            Telling::Again => {
+            WatchFault::Replayed => {
                 past.push_back(line);
                 let lines = plain.lines.into_iter().chain(past.iter().cloned());
                 let lines = lines.collect();
                 while past.len() > 4 {
                     past.pop_front();
                 }
-                Dealt { lines, ..plain }
+                DisturbedEvent { lines, ..plain }
             }
-            Telling::Cut if is_new() => Dealt {
+            WatchFault::Disconnected if is_new() => DisturbedEvent {
                 lines: Vec::new(),
-                ends: true,
+                ends_watch: true,
                 ..plain
             },
-            Telling::Expired if self.expires(kind, &event) => Dealt {
-                lines: vec![gone().to_string()],
-                ends: true,
+            WatchFault::Expired if self.counts_to_expiry(kind, &event) => DisturbedEvent {
+                lines: vec![expired_event().to_string()],
+                ends_watch: true,
                 ..plain
             },
-            Telling::Silent if is_new() => Dealt {
-                hangs: true,
+            WatchFault::Stalled if is_new() => DisturbedEvent {
+                stalls_watch: true,
                 ..plain
             },
-            Telling::Plain
-            | Telling::Lagging
-            | Telling::Cut
-            | Telling::Expired
-            | Telling::Silent => return plain,
+            WatchFault::NoFault
+            | WatchFault::Lagging
+            | WatchFault::Disconnected
+            | WatchFault::Expired
+            | WatchFault::Stalled => return plain,
         };
         let event = format!("{} {kind}", event["type"].as_str().unwrap_or_default());
-        *self.state().dealt.entry(event).or_default() += 1;
+        *self.state().faulted_events.entry(event).or_default() += 1;
         dealt
     }
 
     /// By how much a lagging watch of this kind is behind now.
-    fn lag(&self, kind: &str) -> Option<Duration> {
-        let turn = self.0.begin.elapsed().as_secs() / LAGS.as_secs();
-        let behind = BEHIND[turn as usize / 2 % BEHIND.len()];
-        let lags = LAGGING[turn as usize % 2] == kind;
+    fn current_lag(&self, kind: &str) -> Option<Duration> {
+        let turn = self.0.started.elapsed().as_secs() / LAG_PERIOD.as_secs();
+        let behind = LAG_SECONDS[turn as usize / 2 % LAG_SECONDS.len()];
+        let lags = LAGGING_KINDS[turn as usize % 2] == kind;
         lags.then(|| Duration::from_secs(behind))
     }
 
     /// The first event of a kind, the third and so on; and the first that an object is gone.
-    fn expires(&self, kind: &str, event: &Value) -> bool {
+    fn counts_to_expiry(&self, kind: &str, event: &Value) -> bool {
         let deleted = event["type"] == "DELETED";
         let mut state = self.state();
         let key = if deleted {
@@ -370,46 +383,46 @@ impl Faults {
         } else {
             kind.to_owned()
         };
-        let events = state.expired.entry(key).or_default();
+        let events = state.event_counts.entry(key).or_default();
         *events += 1;
-        let at_most = if deleted { 1 } else { EXPIRES_AT_MOST };
+        let at_most = if deleted { 1 } else { MAX_EXPIRIES };
         *events % 2 == 1 && *events < 2 * at_most
     }
 }
 
 /// What a watch is told in place of one event.
-struct Dealt {
-    after: Duration,
+struct DisturbedEvent {
+    delay: Duration,
     lines: Vec<String>,
     /// The watch ends with it.
-    ends: bool,
+    ends_watch: bool,
     /// The watch tells nothing from here on, and does not end.
-    hangs: bool,
+    stalls_watch: bool,
 }
 
-fn gone() -> Value {
-    let status = status(StatusCode::GONE, "Expired");
+fn expired_event() -> Value {
+    let status = status_object(StatusCode::GONE, "Expired");
     json!({ "type": "ERROR", "object": status })
 }
 
-fn status(code: StatusCode, reason: &str) -> Value {
+fn status_object(code: StatusCode, reason: &str) -> Value {
     json!({
         "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
         "message": "by the test", "reason": reason, "code": code.as_u16(),
     })
 }
 
-fn failure(code: StatusCode) -> Response<body::Body> {
-    let mut answer = Response::new(body::Body::from(status(code, "Test").to_string()));
+fn error_response(code: StatusCode) -> Response<body::Body> {
+    let mut answer = Response::new(body::Body::from(status_object(code, "Test").to_string()));
     *answer.status_mut() = code;
     answer
 }
 
 impl<S> Layer<S> for Faults {
-    type Service = Faulty<S>;
+    type Service = FaultyService<S>;
 
-    fn layer(&self, inner: S) -> Faulty<S> {
-        Faulty {
+    fn layer(&self, inner: S) -> FaultyService<S> {
+        FaultyService {
             inner,
             faults: self.clone(),
         }
@@ -417,12 +430,12 @@ impl<S> Layer<S> for Faults {
 }
 
 /// A way to the API server with faults.
-pub struct Faulty<S> {
+pub struct FaultyService<S> {
     inner: S,
     faults: Faults,
 }
 
-impl<S, B> Service<Request<Body>> for Faulty<S>
+impl<S, B> Service<Request<Body>> for FaultyService<S>
 where
     S: Service<Request<Body>, Response = Response<B>, Error = BoxError>,
     S::Future: Send + 'static,
@@ -444,7 +457,7 @@ where
             let query = request.uri().query().unwrap_or_default();
             let watches = query.contains("watch=true");
             let lists = watches || query.contains("limit=");
-            if lists && let Err(error) = faults.scoped(&mut request) {
+            if lists && let Err(error) = faults.restrict_to_case(&mut request) {
                 return ready(Err(error.into())).boxed();
             }
             let answer = self.inner.call(request);
@@ -454,32 +467,32 @@ where
                     return Ok(answer.map(body::Body::new));
                 }
                 let kind = path.rsplit('/').next().unwrap_or_default();
-                Ok(faults.told(kind.to_owned(), answer.map(body::Body::new)))
+                Ok(faults.disturb_watch(kind.to_owned(), answer.map(body::Body::new)))
             }
             .boxed();
         }
-        match faults.fate(&method, &path) {
+        match faults.record_write(&method, &path) {
             None => {
                 let answer = self.inner.call(request);
                 async move { Ok(answer.await?.map(body::Body::new)) }.boxed()
             }
-            Some(Fate::Refused(code)) => {
-                faults.has_met();
-                ready(Ok(failure(code))).boxed()
+            Some(WriteFault::Refused(code)) => {
+                faults.count_fault();
+                ready(Ok(error_response(code))).boxed()
             }
-            Some(Fate::Lost) => {
-                faults.has_met();
+            Some(WriteFault::RequestDropped) => {
+                faults.count_fault();
                 pending().boxed()
             }
-            Some(fate @ (Fate::Unanswered | Fate::Garbled)) => {
+            Some(fate @ (WriteFault::ResponseDropped | WriteFault::ErrorAfterWrite)) => {
                 let answer = self.inner.call(request);
                 async move {
                     drop(answer.await);
-                    faults.has_met();
-                    if fate == Fate::Unanswered {
+                    faults.count_fault();
+                    if fate == WriteFault::ResponseDropped {
                         pending::<()>().await;
                     }
-                    Ok(failure(StatusCode::INTERNAL_SERVER_ERROR))
+                    Ok(error_response(StatusCode::INTERNAL_SERVER_ERROR))
                 }
                 .boxed()
             }

@@ -11,5 +11,5 @@
 pub mod faults;
 pub mod server;
 
-pub use faults::{Doomed, Fate, Faults, Telling};
-pub use server::Api;
+pub use faults::{Faults, FaultyWrites, WatchFault, WriteFault};
+pub use server::SimApiServer;

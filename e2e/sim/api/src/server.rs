@@ -20,17 +20,17 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tower::{BoxError, Layer, Service, ServiceExt as _, service_fn};
 
-use crate::faults::{Fate, Faults};
+use crate::faults::{Faults, WriteFault};
 
 /// How often a quiet watch is told how far the history is.
-const BOOKMARKS: Duration = Duration::from_secs(60);
+const BOOKMARK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// One fake API server. Clones are the same one.
 #[derive(Clone)]
-pub struct Api {
-    state: Arc<Mutex<Data>>,
+pub struct SimApiServer {
+    state: Arc<Mutex<ServerState>>,
     /// The version of the newest event that watches may see.
-    told: Arc<watch::Sender<u64>>,
+    latest_version: Arc<watch::Sender<u64>>,
     /// Kinds whose watches are told nothing, of those that came this way.
     mute: Arc<Mutex<Vec<String>>>,
 }
@@ -46,12 +46,12 @@ pub struct Backup {
 }
 
 #[derive(Default)]
-struct Data {
+struct ServerState {
     etcd: Backup,
     /// How often etcd was restored: watches from before have ended.
     restores: usize,
     /// No request is answered.
-    is_away: bool,
+    is_unavailable: bool,
     /// When each request came, with its verb and path.
     requests: Vec<(Instant, String)>,
     /// Version, kind and event.
@@ -59,29 +59,29 @@ struct Data {
     /// What is answered instead, how often, to requests whose path ends so.
     refusals: Vec<(String, StatusCode, usize)>,
     /// The fate of the write of this number.
-    fate: Option<(usize, Fate)>,
+    pending_fault: Option<(usize, WriteFault)>,
     /// The writes so far, as `METHOD path`; Events are none.
     writes: Vec<String>,
     /// Reasons of the Events that were sent.
-    told: Vec<String>,
+    event_reasons: Vec<String>,
     /// Quotas are not taken up.
     no_controller_manager: bool,
     /// Pods that a disruption budget keeps.
-    protected: Vec<String>,
+    protected_pods: Vec<String>,
 }
 
-impl Api {
+impl SimApiServer {
     /// Serves until the test ends.
     pub fn start() -> Self {
         Self {
             state: Arc::default(),
-            told: Arc::new(watch::Sender::new(0)),
+            latest_version: Arc::new(watch::Sender::new(0)),
             mute: Arc::default(),
         }
     }
 
     /// Another way to the same one.
-    pub fn another_way(&self) -> Self {
+    pub fn with_separate_watch_pauses(&self) -> Self {
         Self {
             mute: Arc::default(),
             ..self.clone()
@@ -94,7 +94,7 @@ impl Api {
     }
 
     /// A client whose requests and answers `faults` spoil.
-    pub fn client_through(&self, faults: &Faults) -> Client {
+    pub fn client_with_faults(&self, faults: &Faults) -> Client {
         Client::new(faults.layer(self.service().boxed_clone()), "default")
     }
 
@@ -111,13 +111,13 @@ impl Api {
         let api = self.clone();
         service_fn(move |request: http::Request<kube::client::Body>| {
             let api = api.clone();
-            async move { answer(api, request.map(Body::new)).await }
+            async move { handle_request(api, request.map(Body::new)).await }
         })
     }
 
     /// Answers no request and ends no watch, or answers again.
-    pub fn away(&self, is_away: bool) {
-        self.data().is_away = is_away;
+    pub fn set_unavailable(&self, is_away: bool) {
+        self.data().is_unavailable = is_away;
     }
 
     /// When each request so far came, with its verb and path: `LIST /api/v1/pods`.
@@ -138,16 +138,16 @@ impl Api {
             .retain(|(version, _, _)| *version <= backup.version);
         data.restores += 1;
         drop(data);
-        self.told.send_replace(backup.version);
+        self.latest_version.send_replace(backup.version);
     }
 
-    fn data(&self) -> MutexGuard<'_, Data> {
+    fn data(&self) -> MutexGuard<'_, ServerState> {
         self.state
             .lock()
             .expect("no test panics while it holds this")
     }
 
-    fn muted(&self) -> MutexGuard<'_, Vec<String>> {
+    fn paused_kinds(&self) -> MutexGuard<'_, Vec<String>> {
         self.mute
             .lock()
             .expect("no test panics while it holds this")
@@ -155,7 +155,7 @@ impl Api {
 
     /// Makes or replaces an object.
     pub fn put(&self, kind: &str, object: Value) {
-        drop(self.change(kind, object, None));
+        drop(self.store_object(kind, object, None));
     }
 
     /// Deletes an object, where it is there.
@@ -166,15 +166,15 @@ impl Api {
             .objects
             .remove(&(kind.to_owned(), format!("{namespace}/{name}")));
         if let Some(object) = object {
-            self.data().etcd.applied.remove(&path(&object));
-            drop(self.change(kind, object, Some("DELETED")));
+            self.data().etcd.applied.remove(&object_key(&object));
+            drop(self.store_object(kind, object, Some("DELETED")));
         }
     }
 
     /// The object as it is then.
-    fn change(&self, kind: &str, mut object: Value, deleted: Option<&str>) -> Value {
+    fn store_object(&self, kind: &str, mut object: Value, deleted: Option<&str>) -> Value {
         let mut data = self.data();
-        let at = (kind.to_owned(), path(&object));
+        let at = (kind.to_owned(), object_key(&object));
         let same = data.etcd.objects.get(&at).filter(|before| {
             let version = &before["metadata"]["resourceVersion"];
             object["metadata"]["resourceVersion"] = version.clone();
@@ -192,51 +192,51 @@ impl Api {
         let event = json!({ "type": deleted.unwrap_or("MODIFIED"), "object": object });
         data.events.push((version, kind.to_owned(), event));
         drop(data);
-        self.told.send_replace(version);
+        self.latest_version.send_replace(version);
         object
     }
 
     /// Keeps events of `kind` from its watches, or tells what was kept.
-    pub fn mute(&self, kind: &str, mute: bool) {
-        let mut muted = self.muted();
+    pub fn set_watch_paused(&self, kind: &str, mute: bool) {
+        let mut muted = self.paused_kinds();
         muted.retain(|muted| muted != kind);
         if mute {
             muted.push(kind.to_owned());
         }
         drop(muted);
-        self.told.send_modify(|_| {});
+        self.latest_version.send_modify(|_| {});
     }
 
     /// Answers the next `times` requests whose path ends in `path` with `code`.
-    pub fn refuse(&self, path: &str, code: StatusCode, times: usize) {
+    pub fn refuse_requests(&self, path: &str, code: StatusCode, times: usize) {
         self.data().refusals.push((path.to_owned(), code, times));
     }
 
     /// The write of this number, counted from now on, ends so.
-    pub fn doom(&self, number: usize, fate: Fate) {
+    pub fn fail_write(&self, number: usize, fate: WriteFault) {
         let mut data = self.data();
-        data.fate = Some((data.writes.len() + number, fate));
+        data.pending_fault = Some((data.writes.len() + number, fate));
     }
 
     /// Whether the doomed write has come.
-    pub fn has_doomed(&self) -> bool {
-        self.data().fate.is_none()
+    pub fn has_failed_write(&self) -> bool {
+        self.data().pending_fault.is_none()
     }
 
     /// Stops or starts the controller manager.
-    pub fn controller_manager(&self, runs: bool) {
+    pub fn set_controller_manager_running(&self, runs: bool) {
         self.data().no_controller_manager = !runs;
         if runs {
-            self.take_up_quotas();
+            self.sync_quota_status();
         }
     }
 
     /// A disruption budget keeps this pod.
-    pub fn protect(&self, pod: &str) {
-        self.data().protected.push(pod.to_owned());
+    pub fn protect_pod(&self, pod: &str) {
+        self.data().protected_pods.push(pod.to_owned());
     }
 
-    fn take_up_quotas(&self) {
+    fn sync_quota_status(&self) {
         let quotas: Vec<Value> = {
             let data = self.data();
             let kinds = data.etcd.objects.iter();
@@ -253,7 +253,7 @@ impl Api {
             quota["metadata"]["managedFields"] = json!([{
                 "manager": "kube-controller-manager", "operation": "Update", "subresource": "status",
                 "time": Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string() }]);
-            drop(self.change("resourcequotas", quota, None));
+            drop(self.store_object("resourcequotas", quota, None));
         }
     }
 
@@ -263,15 +263,15 @@ impl Api {
     }
 
     /// How many of them wrote a status.
-    pub fn statuses_written(&self) -> usize {
+    pub fn status_write_count(&self) -> usize {
         let writes = self.writes();
         let statuses = writes.iter().filter(|write| write.ends_with("/status"));
         statuses.count()
     }
 
     /// The reasons of all Events so far.
-    pub fn events(&self) -> Vec<String> {
-        self.data().told.clone()
+    pub fn event_reasons(&self) -> Vec<String> {
+        self.data().event_reasons.clone()
     }
 
     /// An object; null while there is none.
@@ -286,37 +286,38 @@ impl Api {
         self.get(kind, namespace, name)["status"].clone()
     }
 
-    fn refusal(&self, path: &str) -> Option<Response> {
+    fn take_refusal(&self, path: &str) -> Option<Response> {
         let mut data = self.data();
         let (_, code, times) = data
             .refusals
             .iter_mut()
             .find(|(end, _, times)| path.ends_with(end.as_str()) && *times > 0)?;
         *times -= 1;
-        Some(failure(*code))
+        Some(error_response(*code))
     }
 
     /// Counts a write and tells its fate.
-    fn fate(&self, write: String) -> Option<Fate> {
+    fn record_write(&self, write: String) -> Option<WriteFault> {
         let mut data = self.data();
         data.writes.push(write);
-        let (number, fate) = data.fate?;
+        let (number, fate) = data.pending_fault?;
         (number == data.writes.len()).then(|| {
-            data.fate = None;
+            data.pending_fault = None;
             fate
         })
     }
 
-    fn list(&self, kind: &str, namespace: &str, selected: &Selected, query: &str) -> Response {
+    fn list(&self, kind: &str, namespace: &str, selected: &Selector, query: &str) -> Response {
         let data = self.data();
         let of_kind = data.etcd.objects.iter().filter(|((of, at), _)| {
             of == kind && (namespace.is_empty() || at.starts_with(&format!("{namespace}/")))
         });
         let items: Vec<_> = of_kind
             .map(|(_, object)| object)
-            .filter(|object| selected.has(object))
+            .filter(|object| selected.matches(object))
             .collect();
-        let number = |name| parameter(query, name).and_then(|text| text.parse::<usize>().ok());
+        let number =
+            |name| query_parameter(query, name).and_then(|text| text.parse::<usize>().ok());
         let from = number("continue").unwrap_or(0).min(items.len());
         let until = number("limit").map_or(items.len(), |limit| items.len().min(from + limit));
         let mut metadata = json!({ "resourceVersion": data.etcd.version.to_string() });
@@ -326,20 +327,20 @@ impl Api {
         json_body(&json!({ "kind": "List", "metadata": metadata, "items": items[from..until] }))
     }
 
-    fn watch(&self, kind: String, selected: Selected, from: u64, query: &str) -> Response {
-        let seconds = parameter(query, "timeoutSeconds").and_then(|text| text.parse().ok());
+    fn watch(&self, kind: String, selected: Selector, from: u64, query: &str) -> Response {
+        let seconds = query_parameter(query, "timeoutSeconds").and_then(|text| text.parse().ok());
         let end = Instant::now() + Duration::from_secs(seconds.unwrap_or(3600));
-        let watched = Watched {
+        let watched = WatchStream {
             api: self.clone(),
-            news: self.told.subscribe(),
+            version_changes: self.latest_version.subscribe(),
             restores: self.data().restores,
             kind,
             selected,
-            seen: from,
-            end,
+            seen_version: from,
+            deadline: end,
         };
         let lines = stream::unfold(watched, |mut watched| async move {
-            let line = watched.next().await?;
+            let line = watched.next_event().await?;
             Some((
                 Ok::<_, io::Error>(Bytes::from(format!("{line}\n"))),
                 watched,
@@ -349,14 +350,14 @@ impl Api {
     }
 
     /// Of an object that loses the label, a watch by label is told the end.
-    fn next_event(&self, kind: &str, selected: &Selected, seen: u64) -> Option<(u64, Value)> {
+    fn next_event(&self, kind: &str, selected: &Selector, seen: u64) -> Option<(u64, Value)> {
         let data = self.data();
         let mut news = data.events.iter().filter(|(version, of, event)| {
-            of == kind && *version > seen && selected.has_name(&event["object"])
+            of == kind && *version > seen && selected.matches_name(&event["object"])
         });
         news.next().map(|(version, _, event)| {
             let mut event = event.clone();
-            if !selected.has(&event["object"]) {
+            if !selected.matches(&event["object"]) {
                 event["type"] = json!("DELETED");
             }
             (*version, event)
@@ -371,20 +372,20 @@ impl Api {
     /// A server-side apply of a status, as the operator has to make it.
     fn apply_status(&self, kind: &str, at: &str, patch: &Value) -> Response {
         let Some(mut object) = self.stored(kind, at) else {
-            return failure(StatusCode::NOT_FOUND);
+            return error_response(StatusCode::NOT_FOUND);
         };
         let uid = patch["metadata"].get("uid");
         // An agent writes the status of its node's object, whichever that is.
         let is_any = uid.is_none() && kind == "gpunodes";
         if !is_any && uid != object["metadata"].get("uid") {
-            return failure(StatusCode::CONFLICT);
+            return error_response(StatusCode::CONFLICT);
         }
         object["status"] = patch["status"].clone();
-        json_body(&self.change(kind, object, None))
+        json_body(&self.store_object(kind, object, None))
     }
 
     /// A server-side apply of a quota: it takes off what was applied before, and nothing that others put there.
-    fn apply(&self, at: &str, patch: Value) -> Response {
+    fn apply_quota(&self, at: &str, patch: Value) -> Response {
         let new = format!("{at} of {}", self.data().etcd.version);
         let stored = self.stored("resourcequotas", at);
         let mut object = stored.unwrap_or_else(|| json!({ "metadata": { "uid": new } }));
@@ -392,54 +393,54 @@ impl Api {
         let mut data = self.data();
         let before = data.etcd.applied.insert(at.to_owned(), patch.clone());
         drop(data);
-        take_off(&mut object, &before.unwrap_or_default(), &patch);
-        self.written("resourcequotas", object)
+        remove_unapplied(&mut object, &before.unwrap_or_default(), &patch);
+        self.store_and_respond("resourcequotas", object)
     }
 
-    fn written(&self, kind: &str, object: Value) -> Response {
-        let written = self.change(kind, object, None);
+    fn store_and_respond(&self, kind: &str, object: Value) -> Response {
+        let written = self.store_object(kind, object, None);
         if kind == "resourcequotas" && !self.data().no_controller_manager {
-            self.take_up_quotas();
+            self.sync_quota_status();
         }
         json_body(&written)
     }
 
     /// A server-side apply of a list of the spec, by somebody who writes all of it.
-    fn apply_part(&self, kind: &str, at: &str, patch: &Value) -> Response {
+    fn apply_spec_list(&self, kind: &str, at: &str, patch: &Value) -> Response {
         let Some(mut object) = self.stored(kind, at) else {
-            return failure(StatusCode::CONFLICT);
+            return error_response(StatusCode::CONFLICT);
         };
         let same = |field: &str| object["metadata"][field] == patch["metadata"][field];
         let version = patch["metadata"].get("resourceVersion");
         if !same("uid") || version.is_some() && !same("resourceVersion") {
-            return failure(StatusCode::CONFLICT);
+            return error_response(StatusCode::CONFLICT);
         }
         for (list, value) in patch["spec"].as_object().into_iter().flatten() {
             object["spec"][list] = value.clone();
         }
-        json_body(&self.change(kind, object, None))
+        json_body(&self.store_object(kind, object, None))
     }
 
-    fn merge(&self, kind: &str, at: &str, patch: &Value) -> Response {
+    fn merge_patch(&self, kind: &str, at: &str, patch: &Value) -> Response {
         let Some(mut object) = self.stored(kind, at) else {
-            return failure(StatusCode::NOT_FOUND);
+            return error_response(StatusCode::NOT_FOUND);
         };
         let differs = |field: &str| {
             let wanted = patch["metadata"].get(field);
             wanted.is_some_and(|wanted| *wanted != object["metadata"][field])
         };
         if differs("uid") || differs("resourceVersion") {
-            return failure(StatusCode::CONFLICT);
+            return error_response(StatusCode::CONFLICT);
         }
         merge(&mut object, patch);
-        self.written(kind, object)
+        self.store_and_respond(kind, object)
     }
 
     /// Makes an object whose kind has no namespace.
     fn create(&self, kind: &str, mut object: Value) -> Response {
-        let at = path(&object);
+        let at = object_key(&object);
         if self.stored(kind, &at).is_some() {
-            return failure(StatusCode::CONFLICT);
+            return error_response(StatusCode::CONFLICT);
         }
         let uid = format!("{at} of {}", self.data().etcd.version);
         object["metadata"]["uid"] = json!(uid);
@@ -447,36 +448,36 @@ impl Api {
         if let Some(object) = object.as_object_mut() {
             object.remove("status");
         }
-        json_body(&self.change(kind, object, None))
+        json_body(&self.store_object(kind, object, None))
     }
 
     fn delete_quota(&self, namespace: &str, name: &str, uid: &Value) -> Response {
         let Some(quota) = self.stored("resourcequotas", &format!("{namespace}/{name}")) else {
-            return failure(StatusCode::NOT_FOUND);
+            return error_response(StatusCode::NOT_FOUND);
         };
         if quota["metadata"]["uid"] != *uid {
-            return failure(StatusCode::CONFLICT);
+            return error_response(StatusCode::CONFLICT);
         }
         self.delete("resourcequotas", namespace, name);
         json_body(&json!({ "kind": "Status", "apiVersion": "v1", "status": "Success" }))
     }
 
     /// The kubelet is quick: a pod that is to end is gone.
-    fn end_pod(&self, namespace: &str, name: &str, uid: &Value, evicted: bool) -> Response {
+    fn delete_pod(&self, namespace: &str, name: &str, uid: &Value, evicted: bool) -> Response {
         let Some(pod) = self.stored("pods", &format!("{namespace}/{name}")) else {
-            return failure(StatusCode::NOT_FOUND);
+            return error_response(StatusCode::NOT_FOUND);
         };
         if pod["metadata"]["uid"] != *uid {
-            return failure(StatusCode::CONFLICT);
+            return error_response(StatusCode::CONFLICT);
         }
-        if evicted && self.data().protected.iter().any(|pod| pod == name) {
-            return kept();
+        if evicted && self.data().protected_pods.iter().any(|pod| pod == name) {
+            return disruption_budget_response();
         }
         self.delete("pods", namespace, name);
         json_body(&json!({ "kind": "Status", "apiVersion": "v1", "status": "Success" }))
     }
 
-    fn write(&self, method: &Method, path: &[&str], query: &str, body: &Value) -> Response {
+    fn handle_write(&self, method: &Method, path: &[&str], query: &str, body: &Value) -> Response {
         let applies =
             query.contains("fieldManager=bursar-operator") && query.contains("force=true");
         match (method, path) {
@@ -487,20 +488,20 @@ impl Api {
             (&Method::PATCH, [.., "namespaces", namespace, "resourcequotas", name]) => {
                 let at = format!("{namespace}/{name}");
                 if applies {
-                    self.apply(&at, body.clone())
+                    self.apply_quota(&at, body.clone())
                 } else {
-                    self.merge("resourcequotas", &at, body)
+                    self.merge_patch("resourcequotas", &at, body)
                 }
             }
             (&Method::DELETE, [.., "namespaces", namespace, "resourcequotas", name]) => {
                 self.delete_quota(namespace, name, &body["preconditions"]["uid"])
             }
             (&Method::PATCH, [.., "gpunodes", name]) if applies => {
-                self.apply_part("gpunodes", &format!("/{name}"), body)
+                self.apply_spec_list("gpunodes", &format!("/{name}"), body)
             }
             (&Method::PATCH, [.., "gpunodes", name]) => {
                 assert!(query.contains("fieldManager=bursar-agent"), "{query}");
-                self.merge("gpunodes", &format!("/{name}"), body)
+                self.merge_patch("gpunodes", &format!("/{name}"), body)
             }
             (&Method::PATCH, [.., "gpunodes", name, "status"]) => {
                 let agents = query.contains("fieldManager=bursar-agent");
@@ -508,17 +509,19 @@ impl Api {
                 self.apply_status("gpunodes", &format!("/{name}"), body)
             }
             (&Method::POST, [.., "gpunodes"]) => self.create("gpunodes", body.clone()),
-            (&Method::PATCH, [.., "nodes", name]) => self.merge("nodes", &format!("/{name}"), body),
+            (&Method::PATCH, [.., "nodes", name]) => {
+                self.merge_patch("nodes", &format!("/{name}"), body)
+            }
             (&Method::PATCH, [.., "namespaces", namespace]) => {
-                self.merge("namespaces", &format!("/{namespace}"), body)
+                self.merge_patch("namespaces", &format!("/{namespace}"), body)
             }
             (&Method::POST, [.., "namespaces", namespace, "pods", name, "eviction"]) => {
                 let uid = &body["deleteOptions"]["preconditions"]["uid"];
-                self.end_pod(namespace, name, uid, true)
+                self.delete_pod(namespace, name, uid, true)
             }
             (&Method::DELETE, [.., "namespaces", namespace, "pods", name]) => {
                 let uid = &body["preconditions"]["uid"];
-                self.end_pod(namespace, name, uid, false)
+                self.delete_pod(namespace, name, uid, false)
             }
             (method, path) => panic!("no client has business with {method} {path:?}"),
         }
@@ -542,17 +545,17 @@ fn merge(object: &mut Value, patch: &Value) {
 }
 
 /// Takes off what was applied `before` and is not `now`.
-fn take_off(object: &mut Value, before: &Value, now: &Value) {
+fn remove_unapplied(object: &mut Value, before: &Value, now: &Value) {
     for (field, value) in before.as_object().into_iter().flatten() {
         match (now.get(field), object.as_object_mut()) {
             (None, Some(object)) => drop(object.remove(field)),
-            (Some(now), Some(_)) => take_off(&mut object[field], value, now),
+            (Some(now), Some(_)) => remove_unapplied(&mut object[field], value, now),
             (_, None) => {}
         }
     }
 }
 
-fn failure(code: StatusCode) -> Response {
+fn error_response(code: StatusCode) -> Response {
     // Clients go by the reason where Kubernetes defines it.
     let reason = match code {
         StatusCode::NOT_FOUND => "NotFound",
@@ -567,7 +570,7 @@ fn failure(code: StatusCode) -> Response {
 }
 
 /// As the eviction API says that a disruption budget keeps a pod.
-fn kept() -> Response {
+fn disruption_budget_response() -> Response {
     let code = StatusCode::TOO_MANY_REQUESTS;
     let causes =
         json!([{ "reason": "DisruptionBudget", "message": "needs 1 healthy pods and has 1" }]);
@@ -580,76 +583,78 @@ fn kept() -> Response {
 
 /// What a list or a watch is about.
 #[derive(Clone, Default)]
-struct Selected {
+struct Selector {
     label: Option<String>,
     name: Option<String>,
 }
 
-impl Selected {
-    fn of(query: &str) -> Self {
-        let field = parameter(query, "fieldSelector");
+impl Selector {
+    fn from_query(query: &str) -> Self {
+        let field = query_parameter(query, "fieldSelector");
         let name = field.and_then(|field| Some(field.strip_prefix("metadata.name=")?.to_owned()));
         Self {
-            label: parameter(query, "labelSelector"),
+            label: query_parameter(query, "labelSelector"),
             name,
         }
     }
 
-    fn has_name(&self, object: &Value) -> bool {
+    fn matches_name(&self, object: &Value) -> bool {
         let name = self.name.as_deref();
         name.is_none_or(|name| object["metadata"]["name"] == name)
     }
 
-    fn has(&self, object: &Value) -> bool {
+    fn matches(&self, object: &Value) -> bool {
         let label = self.label.as_deref();
         let labels = &object["metadata"]["labels"];
-        self.has_name(object) && label.is_none_or(|label| labels.get(label).is_some())
+        self.matches_name(object) && label.is_none_or(|label| labels.get(label).is_some())
     }
 }
 
 /// A watch in progress.
-struct Watched {
-    api: Api,
-    news: watch::Receiver<u64>,
+struct WatchStream {
+    api: SimApiServer,
+    version_changes: watch::Receiver<u64>,
     restores: usize,
     kind: String,
-    selected: Selected,
-    seen: u64,
-    end: Instant,
+    selected: Selector,
+    seen_version: u64,
+    deadline: Instant,
 }
 
-impl Watched {
+impl WatchStream {
     /// None at its end.
-    async fn next(&mut self) -> Option<Value> {
-        let bookmark = Instant::now() + BOOKMARKS;
+    async fn next_event(&mut self) -> Option<Value> {
+        let bookmark = Instant::now() + BOOKMARK_INTERVAL;
         loop {
             if self.api.data().restores != self.restores {
                 return None;
             }
-            let is_muted = self.api.muted().contains(&self.kind);
-            let next = self.api.next_event(&self.kind, &self.selected, self.seen);
+            let is_muted = self.api.paused_kinds().contains(&self.kind);
+            let next = self
+                .api
+                .next_event(&self.kind, &self.selected, self.seen_version);
             if let Some((version, event)) = next.filter(|_| !is_muted) {
-                self.seen = version;
+                self.seen_version = version;
                 return Some(event);
             }
             // Nothing is told of a history that is behind what the client has seen.
             let version = self.api.data().etcd.version;
-            if Instant::now() >= bookmark && version > self.seen && !is_muted {
-                self.seen = version;
+            if Instant::now() >= bookmark && version > self.seen_version && !is_muted {
+                self.seen_version = version;
                 let metadata = json!({ "resourceVersion": version.to_string() });
                 return Some(json!({ "type": "BOOKMARK", "object": { "metadata": metadata } }));
             }
             let is_due = Instant::now() < bookmark;
             tokio::select! {
-                changed = self.news.changed() => changed.ok()?,
-                () = sleep_until(self.end) => return None,
+                changed = self.version_changes.changed() => changed.ok()?,
+                () = sleep_until(self.deadline) => return None,
                 () = sleep_until(bookmark), if is_due => {}
             }
         }
     }
 }
 
-fn path(object: &Value) -> String {
+fn object_key(object: &Value) -> String {
     let text = |field: &str| {
         object["metadata"][field]
             .as_str()
@@ -667,13 +672,13 @@ fn json_body(value: &Value) -> Response {
         .into_response()
 }
 
-fn parameter(query: &str, name: &str) -> Option<String> {
+fn query_parameter(query: &str, name: &str) -> Option<String> {
     let mut pairs = query.split('&').filter_map(|pair| pair.split_once('='));
     let (_, value) = pairs.find(|(key, _)| *key == name)?;
     Some(value.replace("%2F", "/").replace("%3D", "="))
 }
 
-async fn answer(api: Api, request: Request) -> Result<Response, BoxError> {
+async fn handle_request(api: SimApiServer, request: Request) -> Result<Response, BoxError> {
     let (parts, body) = request.into_parts();
     let (path, query) = (parts.uri.path(), parts.uri.query().unwrap_or_default());
     let is_away = {
@@ -685,39 +690,45 @@ async fn answer(api: Api, request: Request) -> Result<Response, BoxError> {
         };
         let request = format!("{verb} {path}");
         data.requests.push((Instant::now(), request));
-        data.is_away
+        data.is_unavailable
     };
     if is_away {
         return Err("connection refused by the test".into());
     }
-    if let Some(refusal) = api.refusal(path) {
+    if let Some(refusal) = api.take_refusal(path) {
         return Ok(refusal);
     }
     let body = axum::body::to_bytes(body, 1 << 20)
         .await
         .expect("a whole body");
-    Ok(answered(&api, &parts, &body).await)
+    Ok(route_request(&api, &parts, &body).await)
 }
 
-async fn answered(api: &Api, parts: &http::request::Parts, body: &[u8]) -> Response {
+async fn route_request(api: &SimApiServer, parts: &http::request::Parts, body: &[u8]) -> Response {
     let (path, query) = (parts.uri.path(), parts.uri.query().unwrap_or_default());
     let segments: Vec<&str> = path
         .split('/')
         .filter(|segment| !segment.is_empty())
         .collect();
-    let selected = Selected::of(query);
+    let selected = Selector::from_query(query);
     if parts.method == Method::GET {
         let kind = segments.last().copied().unwrap_or_default();
         if let [.., "namespaces", namespace, "pods", name] = segments.as_slice() {
             let pod = api.stored("pods", &format!("{namespace}/{name}"));
-            return pod.map_or_else(|| failure(StatusCode::NOT_FOUND), |pod| json_body(&pod));
+            return pod.map_or_else(
+                || error_response(StatusCode::NOT_FOUND),
+                |pod| json_body(&pod),
+            );
         }
         if let [.., kind @ ("gpunodes" | "nodes"), name] = segments.as_slice() {
             let node = api.stored(kind, &format!("/{name}"));
-            return node.map_or_else(|| failure(StatusCode::NOT_FOUND), |node| json_body(&node));
+            return node.map_or_else(
+                || error_response(StatusCode::NOT_FOUND),
+                |node| json_body(&node),
+            );
         }
         return if query.contains("watch=true") {
-            let from = parameter(query, "resourceVersion").and_then(|text| text.parse().ok());
+            let from = query_parameter(query, "resourceVersion").and_then(|text| text.parse().ok());
             api.watch(kind.to_owned(), selected, from.unwrap_or(0), query)
         } else {
             let namespace = match segments.as_slice() {
@@ -730,20 +741,20 @@ async fn answered(api: &Api, parts: &http::request::Parts, body: &[u8]) -> Respo
     let body: Value = serde_json::from_slice(body).expect("JSON");
     if segments.last() == Some(&"events") {
         let reason = body["reason"].as_str().unwrap_or_default().to_owned();
-        api.data().told.push(reason);
+        api.data().event_reasons.push(reason);
         return json_body(&body);
     }
-    match api.fate(format!("{} {path}", parts.method)) {
-        None => api.write(&parts.method, &segments, query, &body),
-        Some(Fate::Refused(code)) => failure(code),
-        Some(Fate::Lost) => std::future::pending().await,
-        Some(Fate::Unanswered) => {
-            drop(api.write(&parts.method, &segments, query, &body));
+    match api.record_write(format!("{} {path}", parts.method)) {
+        None => api.handle_write(&parts.method, &segments, query, &body),
+        Some(WriteFault::Refused(code)) => error_response(code),
+        Some(WriteFault::RequestDropped) => std::future::pending().await,
+        Some(WriteFault::ResponseDropped) => {
+            drop(api.handle_write(&parts.method, &segments, query, &body));
             std::future::pending().await
         }
-        Some(Fate::Garbled) => {
-            drop(api.write(&parts.method, &segments, query, &body));
-            failure(StatusCode::INTERNAL_SERVER_ERROR)
+        Some(WriteFault::ErrorAfterWrite) => {
+            drop(api.handle_write(&parts.method, &segments, query, &body));
+            error_response(StatusCode::INTERNAL_SERVER_ERROR)
         }
     }
 }

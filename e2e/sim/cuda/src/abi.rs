@@ -16,7 +16,7 @@ pub type Text = ffi::Text<Code>;
 pub struct Code(pub i32);
 
 /// What an entry point ends with.
-pub(crate) type Answer = Result<(), Code>;
+pub(crate) type DriverResult = Result<(), Code>;
 
 impl Code {
     pub(crate) const INVALID_VALUE: Code = Code(1);
@@ -42,12 +42,12 @@ impl Code {
 impl From<SimError> for Code {
     fn from(error: SimError) -> Code {
         match error {
-            SimError::OutOfMemory { .. } | SimError::Full(_) => Code::OUT_OF_MEMORY,
+            SimError::OutOfMemory { .. } | SimError::TableFull(_) => Code::OUT_OF_MEMORY,
             SimError::NotAnObject => Code::INVALID_VALUE,
             SimError::Config(_)
             | SimError::Table(_)
             | SimError::Io { .. }
-            | SimError::Collected => Code::UNKNOWN,
+            | SimError::ImageCollected => Code::UNKNOWN,
         }
     }
 }
@@ -59,7 +59,7 @@ impl From<NullPointer> for Code {
 }
 
 /// Writes a string with its NUL into a caller's buffer, cut to fit.
-pub(crate) fn put_text(buffer: &Out<u8>, len: i32, text: &str) -> Answer {
+pub(crate) fn put_text(buffer: &Out<u8>, len: i32, text: &str) -> DriverResult {
     let room = usize::try_from(len)
         .ok()
         .filter(|len| *len > 0)

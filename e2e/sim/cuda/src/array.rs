@@ -1,19 +1,19 @@
 //! Arrays and mipmapped arrays: opaque layouts whose sizes follow what was measured on an H200. Of the tiles of
 //! sparse ones it is known which memory is mapped into them, and nothing else.
 
-use crate::abi::{Answer, Code, In, Out};
-use crate::context::{Current, current};
+use crate::abi::{Code, DriverResult, In, Out};
+use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
-use crate::memory::taken;
+use crate::memory::charged_bytes;
 use crate::process::{Process, lock};
-use crate::vmm::Kept;
+use crate::vmm::PinnedObject;
 use bursar_sim_state::Charge;
 use std::collections::BTreeMap;
 
 /// `CUDA_ARRAY_DESCRIPTOR`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct Flat {
+pub struct ArrayDescriptor {
     width: u64,
     height: u64,
     format: u32,
@@ -23,7 +23,7 @@ pub struct Flat {
 /// `CUDA_ARRAY3D_DESCRIPTOR`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct Shape {
+pub struct Array3dDescriptor {
     width: u64,
     height: u64,
     depth: u64,
@@ -35,7 +35,7 @@ pub struct Shape {
 /// `CUDA_ARRAY_MEMORY_REQUIREMENTS`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct Requirements {
+pub struct MemoryRequirements {
     size: u64,
     alignment: u64,
     reserved: [u32; 4],
@@ -44,7 +44,7 @@ pub struct Requirements {
 /// `CUarrayMapInfo`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct Mapping {
+pub struct ArrayMapInfo {
     resource_kind: i32,
     resource: u64,
     subresource_kind: i32,
@@ -58,7 +58,7 @@ pub struct Mapping {
     reserved: [u32; 2],
 }
 
-const _: () = assert!(size_of::<Mapping>() == 96);
+const _: () = assert!(size_of::<ArrayMapInfo>() == 96);
 
 /// `CUmemOperationType`.
 const MAP: i32 = 1;
@@ -71,7 +71,7 @@ const DEFERRED: u32 = 0x80;
 /// An array of this image.
 #[derive(Debug, Clone, Copy)]
 struct Array {
-    shape: Shape,
+    shape: Array3dDescriptor,
     /// Zero for an array without levels.
     levels: u32,
     /// Bytes of its layout.
@@ -85,8 +85,8 @@ struct Array {
 pub(crate) struct Arrays {
     live: BTreeMap<u64, Array>,
     /// What is mapped into sparse ones, by array and part of it.
-    tiles: BTreeMap<(u64, [u64; 4]), Kept>,
-    made: u64,
+    tiles: BTreeMap<(u64, [u64; 4]), PinnedObject>,
+    handle_count: u64,
 }
 
 const FIRST: u64 = 0x51a7_0000_0000;
@@ -94,7 +94,7 @@ const STEP: u64 = 0x100;
 /// A level's handle is its array's, this much further on for each level.
 const LEVEL: u64 = 0x8;
 
-impl Shape {
+impl Array3dDescriptor {
     /// Bytes of the layout: rows in multiples of 64 bytes, blocks of 8 to 128 rows and 1 to 16 slices.
     fn size(&self, level: u32) -> Result<u64, Code> {
         let element = match self.format {
@@ -123,16 +123,21 @@ impl Shape {
 
 impl Array {
     /// What it takes of its GPU: nothing where memory is mapped into it later.
-    fn taken(&self) -> u64 {
+    fn charged_bytes(&self) -> u64 {
         match self.shape.flags & (SPARSE | DEFERRED) {
-            0 => taken(self.size),
+            0 => charged_bytes(self.size),
             _ => 0,
         }
     }
 }
 
 impl Process {
-    fn create_array(&self, current: &Current, shape: Shape, levels: u32) -> Result<u64, Code> {
+    fn create_array(
+        &self,
+        current: &CurrentContext,
+        shape: Array3dDescriptor,
+        levels: u32,
+    ) -> Result<u64, Code> {
         if shape.width == 0 || ![1, 2, 4].contains(&shape.channels) {
             return Err(Code::INVALID_VALUE);
         }
@@ -150,15 +155,15 @@ impl Process {
             context: current.context,
         };
         self.image
-            .charge(array.unit, Charge::Memory, array.taken())?;
+            .charge(array.unit, Charge::Memory, array.charged_bytes())?;
         let mut arrays = lock(&self.arrays);
-        arrays.made += 1;
-        let handle = FIRST + arrays.made * STEP;
+        arrays.handle_count += 1;
+        let handle = FIRST + arrays.handle_count * STEP;
         arrays.live.insert(handle, array);
         Ok(handle)
     }
 
-    fn destroy_array(&self, handle: u64, mipmapped: bool) -> Answer {
+    fn destroy_array(&self, handle: u64, mipmapped: bool) -> DriverResult {
         let mut arrays = lock(&self.arrays);
         let known = arrays
             .live
@@ -166,21 +171,21 @@ impl Process {
             .filter(|array| (array.levels > 0) == mipmapped);
         let array = *known.ok_or(Code::INVALID_HANDLE)?;
         arrays.live.remove(&handle);
-        self.let_tiles_go(&mut arrays, handle);
+        self.unpin_tiles(&mut arrays, handle);
         Ok(self
             .image
-            .release(array.unit, Charge::Memory, array.taken())?)
+            .release(array.unit, Charge::Memory, array.charged_bytes())?)
     }
 
-    fn let_tiles_go(&self, arrays: &mut Arrays, handle: u64) {
+    fn unpin_tiles(&self, arrays: &mut Arrays, handle: u64) {
         let parts = (handle, [0; 4])..=(handle, [u64::MAX; 4]);
         let gone = arrays.tiles.extract_if(parts, |_, _| true);
-        gone.for_each(|(_, gone)| self.let_go(gone));
+        gone.for_each(|(_, gone)| self.unpin(gone));
     }
 
     /// Maps memory into a part of a sparse array, or takes it out.
-    fn map_tile(&self, mapping: &Mapping) -> Answer {
-        let Mapping {
+    fn map_tile(&self, mapping: &ArrayMapInfo) -> DriverResult {
+        let ArrayMapInfo {
             resource,
             subresource,
             operation,
@@ -194,13 +199,13 @@ impl Process {
         let part = (resource, subresource);
         let before = match operation {
             MAP => {
-                let memory = self.keep(handle)?;
+                let memory = self.pin_handle(handle)?;
                 lock(&self.arrays).tiles.insert(part, memory)
             }
             UNMAP => lock(&self.arrays).tiles.remove(&part),
             _ => return Err(Code::INVALID_VALUE),
         };
-        before.into_iter().for_each(|gone| self.let_go(gone));
+        before.into_iter().for_each(|gone| self.unpin(gone));
         Ok(())
     }
 
@@ -212,17 +217,17 @@ impl Process {
             .partition::<BTreeMap<_, _>, _>(|(_, array)| array.context == context);
         arrays.live = left;
         for (handle, array) in gone {
-            self.let_tiles_go(&mut arrays, handle);
+            self.unpin_tiles(&mut arrays, handle);
             // Collected means: given back already.
             let _ = self
                 .image
-                .release(array.unit, Charge::Memory, array.taken());
+                .release(array.unit, Charge::Memory, array.charged_bytes());
         }
     }
 }
 
-fn create(out: &Out<u64>, shape: Shape, levels: u32) -> Answer {
-    let current = current()?;
+fn create(out: &Out<u64>, shape: Array3dDescriptor, levels: u32) -> DriverResult {
+    let current = current_context()?;
     if out.is_null() {
         return Err(Code::INVALID_VALUE);
     }
@@ -231,7 +236,7 @@ fn create(out: &Out<u64>, shape: Shape, levels: u32) -> Answer {
 
 /// An array as it was made, or a level of a mipmapped one.
 fn find(handle: u64) -> Result<Array, Code> {
-    let current = current()?;
+    let current = current_context()?;
     let found = lock(&current.process.arrays)
         .live
         .get(&(handle - handle % STEP))
@@ -239,12 +244,12 @@ fn find(handle: u64) -> Result<Array, Code> {
     found.ok_or(Code::INVALID_HANDLE)
 }
 
-fn requirements(out: &Out<Requirements>, handle: u64, mipmapped: bool) -> Answer {
+fn requirements(out: &Out<MemoryRequirements>, handle: u64, mipmapped: bool) -> DriverResult {
     let array = find(handle)?;
     if (array.levels > 0) != mipmapped || array.shape.flags & DEFERRED == 0 {
         return Err(Code::INVALID_VALUE);
     }
-    out.set(Requirements {
+    out.set(MemoryRequirements {
         size: array.size,
         alignment: 64 << 10,
         reserved: [0; 4],
@@ -252,34 +257,34 @@ fn requirements(out: &Out<Requirements>, handle: u64, mipmapped: bool) -> Answer
 }
 
 exports! {
-    fn cuMemMapArrayAsync(list: In<Mapping>, count: u32, stream: u64) = {
-        let current = current()?;
+    fn cuMemMapArrayAsync(list: In<ArrayMapInfo>, count: u32, stream: u64) = {
+        let current = current_context()?;
         current.check_stream(stream)?;
         (0..count as usize).try_for_each(|place| current.process.map_tile(&list.at(place)?))
     };
-    fn cuArrayCreate_v2(array: Out<u64>, flat: In<Flat>) = {
-        let Flat { width, height, format, channels } = flat.get()?;
-        create(&array, Shape { width, height, depth: 0, format, channels, flags: 0 }, 0)
+    fn cuArrayCreate_v2(array: Out<u64>, flat: In<ArrayDescriptor>) = {
+        let ArrayDescriptor { width, height, format, channels } = flat.get()?;
+        create(&array, Array3dDescriptor { width, height, depth: 0, format, channels, flags: 0 }, 0)
     };
-    fn cuArray3DCreate_v2(array: Out<u64>, shape: In<Shape>) = create(&array, shape.get()?, 0);
-    fn cuMipmappedArrayCreate(array: Out<u64>, shape: In<Shape>, levels: u32) = {
+    fn cuArray3DCreate_v2(array: Out<u64>, shape: In<Array3dDescriptor>) = create(&array, shape.get()?, 0);
+    fn cuMipmappedArrayCreate(array: Out<u64>, shape: In<Array3dDescriptor>, levels: u32) = {
         create(&array, shape.get()?, levels.clamp(1, 31))
     };
-    fn cuArrayDestroy(array: u64) = current()?.process.destroy_array(array, false);
-    fn cuMipmappedArrayDestroy(array: u64) = current()?.process.destroy_array(array, true);
-    fn cuArrayGetDescriptor_v2(flat: Out<Flat>, array: u64) = {
-        let Shape { width, height, format, channels, .. } = find(array)?.shape;
-        flat.set(Flat { width, height, format, channels })
+    fn cuArrayDestroy(array: u64) = current_context()?.process.destroy_array(array, false);
+    fn cuMipmappedArrayDestroy(array: u64) = current_context()?.process.destroy_array(array, true);
+    fn cuArrayGetDescriptor_v2(flat: Out<ArrayDescriptor>, array: u64) = {
+        let Array3dDescriptor { width, height, format, channels, .. } = find(array)?.shape;
+        flat.set(ArrayDescriptor { width, height, format, channels })
     };
-    fn cuArray3DGetDescriptor_v2(shape: Out<Shape>, array: u64) = shape.set(find(array)?.shape);
+    fn cuArray3DGetDescriptor_v2(shape: Out<Array3dDescriptor>, array: u64) = shape.set(find(array)?.shape);
     fn cuMipmappedArrayGetLevel(level: Out<u64>, array: u64, number: u32) = {
         if number >= find(array)?.levels {
             return Err(Code::INVALID_VALUE);
         }
         level.set(array + u64::from(number) * LEVEL)
     };
-    fn cuArrayGetMemoryRequirements(needs: Out<Requirements>, array: u64, _device: i32) = requirements(&needs, array, false);
-    fn cuMipmappedArrayGetMemoryRequirements(needs: Out<Requirements>, array: u64, _device: i32) = {
+    fn cuArrayGetMemoryRequirements(needs: Out<MemoryRequirements>, array: u64, _device: i32) = requirements(&needs, array, false);
+    fn cuMipmappedArrayGetMemoryRequirements(needs: Out<MemoryRequirements>, array: u64, _device: i32) = {
         requirements(&needs, array, true)
     };
 }

@@ -5,11 +5,11 @@
 //! `cuMemAlloc`; waiting for the context ends every capture in it, whatever the thread's mode. A graph
 //! that comes of a capture has the memory nodes of what was allocated and freed in it.
 
-use crate::abi::{Answer, Code, Out};
-use crate::context::current;
+use crate::abi::{Code, DriverResult, Out};
+use crate::context::current_context;
 use crate::entry::exports;
 use crate::graph::Node;
-use crate::process::{Process, healthy, lock};
+use crate::process::{Process, healthy_process, lock};
 use std::cell::Cell;
 use std::collections::BTreeMap;
 
@@ -46,26 +46,26 @@ impl Process {
     }
 
     /// Adds a node to what a stream captures.
-    pub(crate) fn capture(&self, stream: u64, node: Node) {
+    pub(crate) fn append_captured_node(&self, stream: u64, node: Node) {
         if let Some(capture) = lock(&self.captures).streams.get_mut(&stream) {
             capture.nodes.push(node);
         }
     }
 
     /// What every unsafe call begins with.
-    pub(crate) fn check_captures(&self) -> Answer {
+    pub(crate) fn invalidate_unsafe_captures(&self) -> DriverResult {
         if MODE.get() == RELAXED {
             return Ok(());
         }
-        self.end_captures(|capture| capture.mode == GLOBAL)
+        self.invalidate_captures(|capture| capture.mode == GLOBAL)
     }
 
     /// What waiting for a context begins with.
-    pub(crate) fn check_no_captures(&self) -> Answer {
-        self.end_captures(|_| true)
+    pub(crate) fn invalidate_all_captures(&self) -> DriverResult {
+        self.invalidate_captures(|_| true)
     }
 
-    fn end_captures(&self, of: impl Fn(&Capture) -> bool) -> Answer {
+    fn invalidate_captures(&self, of: impl Fn(&Capture) -> bool) -> DriverResult {
         let mut captures = lock(&self.captures);
         let mut found = Ok(());
         for capture in captures.streams.values_mut().filter(|capture| of(capture)) {
@@ -78,7 +78,7 @@ impl Process {
 
 exports! {
     fn cuStreamBeginCapture_v2(stream: u64, mode: i32) = {
-        let current = current()?;
+        let current = current_context()?;
         let stream = current.stream_key(stream)?;
         let begun = Capture { mode, valid: true, nodes: Vec::new() };
         match lock(&current.process.captures).streams.insert(stream, begun) {
@@ -87,7 +87,7 @@ exports! {
         }
     };
     fn cuStreamEndCapture(stream: u64, graph: Out<u64>) = {
-        let current = current()?;
+        let current = current_context()?;
         let stream = current.stream_key(stream)?;
         let ended = lock(&current.process.captures).streams.remove(&stream);
         let ended = ended.ok_or(Code::INVALID_VALUE)?;
@@ -95,16 +95,16 @@ exports! {
             graph.set(0)?;
             return Err(Code::CAPTURE_INVALIDATED);
         }
-        graph.set(lock(&current.process.graphs).captured(ended.nodes)?)
+        graph.set(lock(&current.process.graphs).insert_captured(ended.nodes)?)
     };
     fn cuStreamIsCapturing(stream: u64, status: Out<i32>) = {
-        let current = current()?;
+        let current = current_context()?;
         let stream = current.stream_key(stream)?;
         let captures = lock(&current.process.captures);
         status.set(captures.streams.get(&stream).map_or(0, |capture| if capture.valid { 1 } else { 2 }))
     };
     fn cuThreadExchangeStreamCaptureMode(mode: Out<i32>) = {
-        healthy()?;
+        healthy_process()?;
         let before = MODE.get();
         MODE.set(mode.get()?);
         mode.set(before)

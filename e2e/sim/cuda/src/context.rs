@@ -1,16 +1,16 @@
 //! Contexts: primary and plain ones, each thread's stack of them, and what their limits cost.
 
-use crate::abi::{Answer, Code, Out};
+use crate::abi::{Code, DriverResult, Out};
 use crate::entry::exports;
-use crate::process::{Process, healthy, lock, process};
+use crate::process::{Process, healthy_process, lock, process};
 use bursar_sim_state::Charge;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 /// Bytes of stack that a thread has in a fresh context; they are part of the context's own bytes.
-const FIRST_STACK: u64 = 1024;
+const DEFAULT_STACK_BYTES: u64 = 1024;
 /// Threads that can be resident on a multiprocessor.
-const THREADS: u64 = 2048;
+const MAX_RESIDENT_THREADS: u64 = 2048;
 
 const STACK_SIZE: i32 = 0;
 
@@ -24,7 +24,7 @@ pub(crate) struct Context {
     /// The limit that `cuCtxSetLimit` set, in bytes per thread.
     stack_limit: u64,
     /// Bytes per thread that are taken now: the limit, or more where a kernel's locals need it.
-    stack: u64,
+    stack_per_thread: u64,
     /// Limits other than the stack's. They are remembered, and cost nothing here.
     limits: BTreeMap<i32, u64>,
 }
@@ -43,11 +43,11 @@ pub(crate) struct Contexts {
     live: BTreeMap<u64, Context>,
     /// Green contexts, by the device whose primary context they live in.
     green: BTreeMap<u64, usize>,
-    made: u64,
+    handle_count: u64,
 }
 
 /// Bytes that a green context takes of its GPU.
-const GREEN: u64 = 6 << 20;
+const GREEN_CONTEXT_BYTES: u64 = 6 << 20;
 
 thread_local! {
     static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
@@ -59,20 +59,20 @@ impl Contexts {
             primaries: vec![Primary::default(); devices],
             live: BTreeMap::new(),
             green: BTreeMap::new(),
-            made: 0,
+            handle_count: 0,
         }
     }
 
     /// A handle looks like a pointer, as programs expect of one.
-    fn enter(&mut self, device: usize, flags: u32) -> u64 {
-        self.made += 1;
-        let id = 0x5147_0000_0000 + self.made * 0x100;
+    fn insert(&mut self, device: usize, flags: u32) -> u64 {
+        self.handle_count += 1;
+        let id = 0x5147_0000_0000 + self.handle_count * 0x100;
         let context = Context {
             device,
             flags,
             users: 1,
-            stack_limit: FIRST_STACK,
-            stack: FIRST_STACK,
+            stack_limit: DEFAULT_STACK_BYTES,
+            stack_per_thread: DEFAULT_STACK_BYTES,
             limits: BTreeMap::new(),
         };
         self.live.insert(id, context);
@@ -82,36 +82,36 @@ impl Contexts {
 
 /// A healthy image with a current context.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Current {
+pub(crate) struct CurrentContext {
     pub(crate) process: &'static Process,
     pub(crate) context: u64,
     pub(crate) device: usize,
 }
 
 /// The calling thread's context, where the image is not poisoned and the device is there.
-pub(crate) fn current() -> Result<Current, Code> {
-    let process = healthy()?;
-    let context = top().ok_or(Code::INVALID_CONTEXT)?;
+pub(crate) fn current_context() -> Result<CurrentContext, Code> {
+    let process = healthy_process()?;
+    let context = current_handle().ok_or(Code::INVALID_CONTEXT)?;
     let device = process.context(context)?.device;
     process.check_present(device)?;
-    Ok(Current {
+    Ok(CurrentContext {
         process,
         context,
         device,
     })
 }
 
-impl Current {
+impl CurrentContext {
     pub(crate) fn unit(&self) -> usize {
         self.process.devices[self.device].unit
     }
 }
 
-fn top() -> Option<u64> {
+fn current_handle() -> Option<u64> {
     STACK.with_borrow(|stack| stack.last().copied())
 }
 
-fn replace_top(context: u64) {
+fn set_current_handle(context: u64) {
     STACK.with_borrow_mut(|stack| {
         stack.pop();
         if context != 0 {
@@ -130,7 +130,7 @@ impl Process {
     }
 
     fn create_context(&self, device: usize, flags: u32) -> Result<u64, Code> {
-        self.check()?;
+        self.check_sticky_error()?;
         self.check_present(device)?;
         let unit = self.devices[device].unit;
         self.image
@@ -138,10 +138,10 @@ impl Process {
         // What the process took without a context is part of what a context takes.
         let client = self.image.charged(unit, Charge::Client);
         self.image.release(unit, Charge::Client, client)?;
-        Ok(lock(&self.contexts).enter(device, flags))
+        Ok(lock(&self.contexts).insert(device, flags))
     }
 
-    fn destroy_context(&self, id: u64) -> Answer {
+    fn destroy_context(&self, id: u64) -> DriverResult {
         let context = lock(&self.contexts)
             .live
             .remove(&id)
@@ -150,16 +150,17 @@ impl Process {
         self.free_context_memory(id);
         self.free_context_arrays(id);
         self.trim_graphs(context.device);
-        lock(&self.streams).forget_context(id);
-        let bytes = self.sim.config.context + self.stack_bytes(context.device, context.stack);
+        lock(&self.streams).remove_context(id);
+        let bytes =
+            self.sim.config.context + self.stack_bytes(context.device, context.stack_per_thread);
         Ok(self
             .image
             .release(self.devices[context.device].unit, Charge::Context, bytes)?)
     }
 
     /// The last user of a context ends it; a primary one's users do not count (as on an H200).
-    fn detach(&self, id: u64) -> Answer {
-        if top() != Some(id) {
+    fn detach(&self, id: u64) -> DriverResult {
+        if current_handle() != Some(id) {
             return Err(Code::INVALID_CONTEXT);
         }
         {
@@ -175,12 +176,12 @@ impl Process {
             }
         }
         self.destroy_context(id)?;
-        replace_top(0);
+        set_current_handle(0);
         Ok(())
     }
 
     fn retain_primary(&self, device: usize) -> Result<u64, Code> {
-        self.check()?;
+        self.check_sticky_error()?;
         let flags = {
             let primary = &mut lock(&self.contexts).primaries[device];
             if let Some(id) = primary.context {
@@ -202,7 +203,7 @@ impl Process {
         Ok(first)
     }
 
-    fn release_primary(&self, device: usize) -> Answer {
+    fn release_primary(&self, device: usize) -> DriverResult {
         let last = {
             let mut contexts = lock(&self.contexts);
             let primary = &mut contexts.primaries[device];
@@ -215,7 +216,7 @@ impl Process {
     }
 
     /// F1: answers success, and heals nothing.
-    fn reset_primary(&self, device: usize) -> Answer {
+    fn reset_primary(&self, device: usize) -> DriverResult {
         let context = {
             let mut contexts = lock(&self.contexts);
             contexts.primaries[device].users = 0;
@@ -228,37 +229,41 @@ impl Process {
     fn create_green(&self, device: usize) -> Result<u64, Code> {
         self.retain_primary(device)?;
         let unit = self.devices[device].unit;
-        if let Err(error) = self.image.charge(unit, Charge::Context, GREEN) {
+        if let Err(error) = self
+            .image
+            .charge(unit, Charge::Context, GREEN_CONTEXT_BYTES)
+        {
             self.release_primary(device)?;
             return Err(error.into());
         }
         let mut contexts = lock(&self.contexts);
-        contexts.made += 1;
-        let handle = 0x5157_0000_0000 + contexts.made * 0x100;
+        contexts.handle_count += 1;
+        let handle = 0x5157_0000_0000 + contexts.handle_count * 0x100;
         contexts.green.insert(handle, device);
         Ok(handle)
     }
 
-    fn destroy_green(&self, handle: u64) -> Answer {
+    fn destroy_green(&self, handle: u64) -> DriverResult {
         let known = lock(&self.contexts).green.remove(&handle);
         let device = known.ok_or(Code::INVALID_CONTEXT)?;
         let unit = self.devices[device].unit;
-        self.image.release(unit, Charge::Context, GREEN)?;
+        self.image
+            .release(unit, Charge::Context, GREEN_CONTEXT_BYTES)?;
         self.release_primary(device)
     }
 
     fn stack_bytes(&self, device: usize, per_thread: u64) -> u64 {
-        let threads = u64::from(self.card(device).multiprocessors) * THREADS;
-        threads.saturating_mul(per_thread.saturating_sub(FIRST_STACK))
+        let threads = u64::from(self.gpu_config(device).multiprocessors) * MAX_RESIDENT_THREADS;
+        threads.saturating_mul(per_thread.saturating_sub(DEFAULT_STACK_BYTES))
     }
 
     /// Takes or gives back memory so that every thread that can be resident has that much stack (F14).
-    fn resize_stack(&self, id: u64, wanted: u64) -> Answer {
+    fn resize_stack(&self, id: u64, wanted: u64) -> DriverResult {
         let context = self.context(id)?;
-        let wanted = wanted.max(FIRST_STACK);
+        let wanted = wanted.max(DEFAULT_STACK_BYTES);
         let unit = self.devices[context.device].unit;
         let (now, then) = (
-            self.stack_bytes(context.device, context.stack),
+            self.stack_bytes(context.device, context.stack_per_thread),
             self.stack_bytes(context.device, wanted),
         );
         if then > now {
@@ -267,21 +272,21 @@ impl Process {
             self.image.release(unit, Charge::Context, now - then)?;
         }
         if let Some(context) = lock(&self.contexts).live.get_mut(&id) {
-            context.stack = wanted;
+            context.stack_per_thread = wanted;
         }
         Ok(())
     }
 
     /// Makes room for a kernel's local memory, which then stays (F14).
-    pub(crate) fn ensure_stack(&self, id: u64, wanted: u64) -> Answer {
-        if self.context(id)?.stack >= wanted {
+    pub(crate) fn ensure_stack(&self, id: u64, wanted: u64) -> DriverResult {
+        if self.context(id)?.stack_per_thread >= wanted {
             Ok(())
         } else {
             self.resize_stack(id, wanted)
         }
     }
 
-    fn set_limit(&self, id: u64, limit: i32, value: u64) -> Answer {
+    fn set_limit(&self, id: u64, limit: i32, value: u64) -> DriverResult {
         if limit == STACK_SIZE {
             self.resize_stack(id, value)?;
         }
@@ -314,11 +319,11 @@ impl Process {
 /// The device of the current context, also of a poisoned image.
 fn current_device() -> Result<(&'static Process, u64, usize), Code> {
     let process = process()?;
-    let context = top().ok_or(Code::INVALID_CONTEXT)?;
+    let context = current_handle().ok_or(Code::INVALID_CONTEXT)?;
     Ok((process, context, process.context(context)?.device))
 }
 
-fn create(out: &Out<u64>, flags: u32, device: i32) -> Answer {
+fn create(out: &Out<u64>, flags: u32, device: i32) -> DriverResult {
     if out.is_null() {
         return Err(Code::INVALID_VALUE);
     }
@@ -358,13 +363,13 @@ exports! {
     fn cuCtxDetach(context: u64) = process()?.detach(context);
     fn cuCtxGetCurrent(context: Out<u64>) = {
         process()?;
-        context.set(top().unwrap_or(0))
+        context.set(current_handle().unwrap_or(0))
     };
     fn cuCtxSetCurrent(context: u64) = {
         if context != 0 {
             process()?.context(context)?;
         }
-        replace_top(context);
+        set_current_handle(context);
         Ok(())
     };
     fn cuCtxPushCurrent_v2(context: u64) = {
@@ -375,12 +380,12 @@ exports! {
     fn cuCtxPopCurrent_v2(context: Out<u64>) = {
         process()?;
         let popped = STACK.with_borrow_mut(Vec::pop).ok_or(Code::INVALID_CONTEXT)?;
-        context.set_if_asked(popped);
+        context.set_if_not_null(popped);
         Ok(())
     };
     fn cuCtxGetDevice(device: Out<i32>) = device.set(i32::try_from(current_device()?.2).map_err(|_| Code::UNKNOWN)?);
     fn cuCtxGetId(context: u64, id: Out<u64>) = {
-        let context = if context == 0 { top().ok_or(Code::INVALID_CONTEXT)? } else { context };
+        let context = if context == 0 { current_handle().ok_or(Code::INVALID_CONTEXT)? } else { context };
         process()?.context(context)?;
         id.set(context)
     };
@@ -396,34 +401,34 @@ exports! {
         Ok(())
     };
     fn cuCtxGetApiVersion(context: u64, version: Out<u32>) = {
-        process()?.context(if context == 0 { top().ok_or(Code::INVALID_CONTEXT)? } else { context })?;
+        process()?.context(if context == 0 { current_handle().ok_or(Code::INVALID_CONTEXT)? } else { context })?;
         version.set(3020)
     };
     fn cuCtxSynchronize() = {
-        let current = current()?;
+        let current = current_context()?;
         current.process.synchronize_context(current.context)
     };
     fn cuCtxSetLimit(limit: i32, value: u64) = {
-        let current = current()?;
+        let current = current_context()?;
         current.process.set_limit(current.context, limit, value)
     };
     fn cuCtxGetLimit(value: Out<u64>, limit: i32) = {
-        let current = current()?;
+        let current = current_context()?;
         value.set(current.process.limit(current.context, limit)?)
     };
     fn cuCtxGetCacheConfig(config: Out<i32>) = {
-        current()?;
+        current_context()?;
         config.set(0)
     };
-    fn cuCtxSetCacheConfig(_config: i32) = current().map(|_| ());
+    fn cuCtxSetCacheConfig(_config: i32) = current_context().map(|_| ());
     fn cuCtxGetStreamPriorityRange(least: Out<i32>, greatest: Out<i32>) = {
-        current()?;
-        least.set_if_asked(0);
-        greatest.set_if_asked(-5);
+        current_context()?;
+        least.set_if_not_null(0);
+        greatest.set_if_not_null(-5);
         Ok(())
     };
-    fn cuCtxEnablePeerAccess(peer: u64, _flags: u32) = current()?.process.context(peer).map(|_| ());
-    fn cuCtxDisablePeerAccess(peer: u64) = current()?.process.context(peer).map(|_| ());
+    fn cuCtxEnablePeerAccess(peer: u64, _flags: u32) = current_context()?.process.context(peer).map(|_| ());
+    fn cuCtxDisablePeerAccess(peer: u64) = current_context()?.process.context(peer).map(|_| ());
     fn cuDevicePrimaryCtxRetain(context: Out<u64>, device: i32) = {
         if context.is_null() {
             return Err(Code::INVALID_VALUE);
@@ -443,8 +448,8 @@ exports! {
         let process = process()?;
         let device = process.device(device)?;
         let contexts = lock(&process.contexts);
-        flags.set_if_asked(contexts.primaries[device].flags);
-        active.set_if_asked(i32::from(contexts.primaries[device].context.is_some()));
+        flags.set_if_not_null(contexts.primaries[device].flags);
+        active.set_if_not_null(i32::from(contexts.primaries[device].context.is_some()));
         Ok(())
     };
     fn cuDevicePrimaryCtxSetFlags_v2(device: i32, flags: u32) = {

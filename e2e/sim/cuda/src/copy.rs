@@ -1,13 +1,13 @@
 //! Copies and fills. Asynchronous ones are done at once, in the caller's thread.
 
-use crate::abi::{Answer, Code};
-use crate::context::{Current, current};
+use crate::abi::{Code, DriverResult};
+use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::process::lock;
 
 /// One side of a copy.
 #[derive(Debug, Clone, Copy)]
-enum Side {
+enum Endpoint {
     /// Must be memory of ours.
     Device(u64),
     /// The caller's word.
@@ -16,37 +16,39 @@ enum Side {
 
 /// When a call answers.
 #[derive(Debug, Clone, Copy)]
-enum When {
+enum Completion {
     /// After all work of the context.
-    Done,
+    Synchronous,
     /// At once, in a stream.
-    In(u64),
+    Stream(u64),
 }
 
-fn begin(when: When) -> Result<Current, Code> {
-    let current = current()?;
+fn begin_copy(when: Completion) -> Result<CurrentContext, Code> {
+    let current = current_context()?;
     match when {
-        When::Done => current.process.wait_for_context(current.context)?,
-        When::In(stream) => current.check_stream(stream)?,
+        Completion::Synchronous => current.process.wait_for_context(current.context)?,
+        Completion::Stream(stream) => current.check_stream(stream)?,
     }
     Ok(current)
 }
 
-impl Current {
-    fn address(&self, side: Side, len: u64, write: bool) -> Result<u64, Code> {
+impl CurrentContext {
+    fn address(&self, side: Endpoint, len: u64, write: bool) -> Result<u64, Code> {
         match side {
-            Side::Host(0) => Err(Code::INVALID_VALUE),
-            Side::Host(address) => Ok(address),
-            Side::Device(address) if lock(&self.process.space).allows(address, len, write) => {
+            Endpoint::Host(0) => Err(Code::INVALID_VALUE),
+            Endpoint::Host(address) => Ok(address),
+            Endpoint::Device(address)
+                if lock(&self.process.space).is_accessible(address, len, write) =>
+            {
                 Ok(address)
             }
-            Side::Device(_) => Err(Code::INVALID_VALUE),
+            Endpoint::Device(_) => Err(Code::INVALID_VALUE),
         }
     }
 }
 
-fn copy(to: Side, from: Side, len: u64, when: When) -> Answer {
-    let current = begin(when)?;
+fn copy(to: Endpoint, from: Endpoint, len: u64, when: Completion) -> DriverResult {
+    let current = begin_copy(when)?;
     if len == 0 {
         return Ok(());
     }
@@ -59,8 +61,8 @@ fn copy(to: Side, from: Side, len: u64, when: When) -> Answer {
     Ok(())
 }
 
-fn fill<T: Copy>(to: u64, value: T, count: u64, when: When) -> Answer {
-    let current = begin(when)?;
+fn fill<T: Copy>(to: u64, value: T, count: u64, when: Completion) -> DriverResult {
+    let current = begin_copy(when)?;
     let len = count
         .checked_mul(size_of::<T>() as u64)
         .ok_or(Code::INVALID_VALUE)?;
@@ -68,7 +70,7 @@ fn fill<T: Copy>(to: u64, value: T, count: u64, when: When) -> Answer {
         return Err(Code::INVALID_VALUE);
     }
     if len != 0 {
-        let to = current.address(Side::Device(to), len, true)?;
+        let to = current.address(Endpoint::Device(to), len, true)?;
         // SAFETY: the range was looked up, and is aligned for `T`.
         unsafe { std::slice::from_raw_parts_mut(to as *mut T, count as usize) }.fill(value);
     }
@@ -76,38 +78,46 @@ fn fill<T: Copy>(to: u64, value: T, count: u64, when: When) -> Answer {
 }
 
 /// A unified copy: what is not ours is the host's.
-fn side(current: &Current, address: u64) -> Side {
-    if lock(&current.process.space).around(address).is_some() {
-        Side::Device(address)
+fn classify_address(current: &CurrentContext, address: u64) -> Endpoint {
+    if lock(&current.process.space)
+        .find_containing(address)
+        .is_some()
+    {
+        Endpoint::Device(address)
     } else {
-        Side::Host(address)
+        Endpoint::Host(address)
     }
 }
 
-fn unified(to: u64, from: u64, len: u64, when: When) -> Answer {
-    let current = current()?;
-    copy(side(&current, to), side(&current, from), len, when)
+fn copy_unified(to: u64, from: u64, len: u64, when: Completion) -> DriverResult {
+    let current = current_context()?;
+    copy(
+        classify_address(&current, to),
+        classify_address(&current, from),
+        len,
+        when,
+    )
 }
 
 exports! {
-    fn cuMemcpy(to: u64, from: u64, len: u64) = unified(to, from, len, When::Done);
-    fn cuMemcpyAsync(to: u64, from: u64, len: u64, stream: u64) = unified(to, from, len, When::In(stream));
+    fn cuMemcpy(to: u64, from: u64, len: u64) = copy_unified(to, from, len, Completion::Synchronous);
+    fn cuMemcpyAsync(to: u64, from: u64, len: u64, stream: u64) = copy_unified(to, from, len, Completion::Stream(stream));
     fn cuMemcpyPeer(to: u64, _to_context: u64, from: u64, _from_context: u64, len: u64) = {
-        copy(Side::Device(to), Side::Device(from), len, When::Done)
+        copy(Endpoint::Device(to), Endpoint::Device(from), len, Completion::Synchronous)
     };
     fn cuMemcpyPeerAsync(to: u64, _to_context: u64, from: u64, _from_context: u64, len: u64, stream: u64) = {
-        copy(Side::Device(to), Side::Device(from), len, When::In(stream))
+        copy(Endpoint::Device(to), Endpoint::Device(from), len, Completion::Stream(stream))
     };
-    fn cuMemcpyHtoD_v2(to: u64, from: u64, len: u64) = copy(Side::Device(to), Side::Host(from), len, When::Done);
-    fn cuMemcpyDtoH_v2(to: u64, from: u64, len: u64) = copy(Side::Host(to), Side::Device(from), len, When::Done);
-    fn cuMemcpyDtoD_v2(to: u64, from: u64, len: u64) = copy(Side::Device(to), Side::Device(from), len, When::Done);
-    fn cuMemcpyHtoDAsync_v2(to: u64, from: u64, len: u64, stream: u64) = copy(Side::Device(to), Side::Host(from), len, When::In(stream));
-    fn cuMemcpyDtoHAsync_v2(to: u64, from: u64, len: u64, stream: u64) = copy(Side::Host(to), Side::Device(from), len, When::In(stream));
-    fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, len: u64, stream: u64) = copy(Side::Device(to), Side::Device(from), len, When::In(stream));
-    fn cuMemsetD8_v2(to: u64, value: u8, count: u64) = fill(to, value, count, When::Done);
-    fn cuMemsetD16_v2(to: u64, value: u16, count: u64) = fill(to, value, count, When::Done);
-    fn cuMemsetD32_v2(to: u64, value: u32, count: u64) = fill(to, value, count, When::Done);
-    fn cuMemsetD8Async(to: u64, value: u8, count: u64, stream: u64) = fill(to, value, count, When::In(stream));
-    fn cuMemsetD16Async(to: u64, value: u16, count: u64, stream: u64) = fill(to, value, count, When::In(stream));
-    fn cuMemsetD32Async(to: u64, value: u32, count: u64, stream: u64) = fill(to, value, count, When::In(stream));
+    fn cuMemcpyHtoD_v2(to: u64, from: u64, len: u64) = copy(Endpoint::Device(to), Endpoint::Host(from), len, Completion::Synchronous);
+    fn cuMemcpyDtoH_v2(to: u64, from: u64, len: u64) = copy(Endpoint::Host(to), Endpoint::Device(from), len, Completion::Synchronous);
+    fn cuMemcpyDtoD_v2(to: u64, from: u64, len: u64) = copy(Endpoint::Device(to), Endpoint::Device(from), len, Completion::Synchronous);
+    fn cuMemcpyHtoDAsync_v2(to: u64, from: u64, len: u64, stream: u64) = copy(Endpoint::Device(to), Endpoint::Host(from), len, Completion::Stream(stream));
+    fn cuMemcpyDtoHAsync_v2(to: u64, from: u64, len: u64, stream: u64) = copy(Endpoint::Host(to), Endpoint::Device(from), len, Completion::Stream(stream));
+    fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, len: u64, stream: u64) = copy(Endpoint::Device(to), Endpoint::Device(from), len, Completion::Stream(stream));
+    fn cuMemsetD8_v2(to: u64, value: u8, count: u64) = fill(to, value, count, Completion::Synchronous);
+    fn cuMemsetD16_v2(to: u64, value: u16, count: u64) = fill(to, value, count, Completion::Synchronous);
+    fn cuMemsetD32_v2(to: u64, value: u32, count: u64) = fill(to, value, count, Completion::Synchronous);
+    fn cuMemsetD8Async(to: u64, value: u8, count: u64, stream: u64) = fill(to, value, count, Completion::Stream(stream));
+    fn cuMemsetD16Async(to: u64, value: u16, count: u64, stream: u64) = fill(to, value, count, Completion::Stream(stream));
+    fn cuMemsetD32Async(to: u64, value: u32, count: u64, stream: u64) = fill(to, value, count, Completion::Stream(stream));
 }

@@ -1,6 +1,6 @@
 //! Devices: which ones this process sees, and what they say about themselves.
 
-use crate::abi::{Answer, Code, Out, Text, put_text};
+use crate::abi::{Code, DriverResult, Out, Text, put_text};
 use crate::entry::exports;
 use crate::process::{Process, process};
 use bursar_sim_state::{Sim, config::uuid_bytes};
@@ -16,7 +16,7 @@ pub(crate) struct Device {
 /// The devices of a process: those whose node is there, as `CUDA_VISIBLE_DEVICES` orders them. A GPU in MIG
 /// mode is not one, its instances are; without the variable CUDA shows an instance only where there is
 /// nothing else, and then one.
-pub(crate) fn visible(sim: &Sim, dev: &Path, order: Option<&str>) -> Vec<Device> {
+pub(crate) fn visible_devices(sim: &Sim, dev: &Path, order: Option<&str>) -> Vec<Device> {
     let units = || {
         sim.units
             .iter()
@@ -56,7 +56,7 @@ impl Process {
             .ok_or(Code::INVALID_DEVICE)
     }
 
-    pub(crate) fn card(&self, device: usize) -> &bursar_sim_state::config::Gpu {
+    pub(crate) fn gpu_config(&self, device: usize) -> &bursar_sim_state::config::Gpu {
         &self.sim.config.gpu[self.sim.units[self.devices[device].unit].gpu]
     }
 
@@ -66,7 +66,7 @@ impl Process {
 
     fn name(&self, device: usize) -> String {
         let (card, unit) = (
-            self.card(device),
+            self.gpu_config(device),
             &self.sim.units[self.devices[device].unit],
         );
         unit.mig.map_or_else(
@@ -77,7 +77,7 @@ impl Process {
 
     /// The bytes of the GPU's UUID.
     fn gpu_uuid(&self, device: usize) -> Result<[u8; 16], Code> {
-        uuid_bytes(&self.card(device).uuid, "GPU-").ok_or(Code::UNKNOWN)
+        uuid_bytes(&self.gpu_config(device).uuid, "GPU-").ok_or(Code::UNKNOWN)
     }
 
     /// The bytes of the instance's UUID, or of the GPU's.
@@ -89,13 +89,13 @@ impl Process {
     }
 
     fn bus_id(&self, device: usize) -> String {
-        self.card(device)
+        self.gpu_config(device)
             .bus_id(self.sim.units[self.devices[device].unit].gpu)
     }
 
     /// The values that programs ask for before they do anything; 0 means: this device cannot.
     fn attribute(&self, device: usize, attribute: i32) -> Result<i32, Code> {
-        let card = self.card(device);
+        let card = self.gpu_config(device);
         let bus = |from: usize, to: usize| {
             let text = self.bus_id(device);
             text.get(from..to)
@@ -144,7 +144,7 @@ fn text(
     buffer: &Out<u8>,
     len: i32,
     what: impl FnOnce(&Process, usize) -> String,
-) -> Answer {
+) -> DriverResult {
     let process = process()?;
     put_text(buffer, len, &what(process, process.device(ordinal)?))
 }
@@ -174,7 +174,7 @@ exports! {
     };
     fn cuDeviceComputeCapability(major: Out<i32>, minor: Out<i32>, device: i32) = {
         let process = process()?;
-        let capability = process.card(process.device(device)?).compute_capability;
+        let capability = process.gpu_config(process.device(device)?).compute_capability;
         major.set(capability.major)?;
         minor.set(capability.minor)
     };

@@ -1,11 +1,11 @@
 //! What every entry point goes through: no panic leaves the library, and every function is on one list.
 
-use crate::abi::{Answer, Code};
+use crate::abi::{Code, DriverResult};
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Runs an entry point's body.
-pub(crate) fn call(body: impl FnOnce() -> Answer) -> i32 {
+pub(crate) fn call(body: impl FnOnce() -> DriverResult) -> i32 {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => 0,
         Ok(Err(Code(code))) => code,

@@ -8,7 +8,7 @@ use crate::memory::allocate;
 use std::ffi::c_void;
 
 /// Its UUID.
-const ID: [u8; 16] = *b"bursar-sim-alloc";
+const TABLE_UUID: [u8; 16] = *b"bursar-sim-alloc";
 
 #[repr(C)]
 struct Table {
@@ -19,16 +19,16 @@ struct Table {
 
 static TABLE: Table = Table {
     size: size_of::<Table>(),
-    allocate: by_table,
+    allocate: allocate_by_table,
 };
 
-extern "C" fn by_table(address: Out<u64>, len: u64) -> i32 {
+extern "C" fn allocate_by_table(address: Out<u64>, len: u64) -> i32 {
     call(|| allocate(&address, len))
 }
 
 exports! {
     fn cuGetExportTable(table: Out<*const c_void>, id: In<[u8; 16]>) = {
-        if id.get()? == ID {
+        if id.get()? == TABLE_UUID {
             return table.set((&raw const TABLE).cast());
         }
         table.set(std::ptr::null())?;

@@ -5,11 +5,11 @@
 //! too, as measured on an H200. (The real driver lets the graphs of a stream share; here each has its own in every
 //! stream.) A launch allocates and frees as soon as its stream gets to it: no other node does anything.
 
-use crate::abi::{Answer, Code, In, Out};
-use crate::context::{Current, current};
+use crate::abi::{Code, DriverResult, In, Out};
+use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
-use crate::memory::rounded;
-use crate::process::{Process, healthy, lock};
+use crate::memory::round_up;
+use crate::process::{Process, healthy_process, lock};
 use bursar_sim_state::Charge;
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -26,7 +26,7 @@ const RELEASE: i32 = 11;
 /// `CUDA_MEM_ALLOC_NODE_PARAMS`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Allocation {
+pub struct AllocNodeParams {
     kind: i32,
     handle_types: i32,
     location_kind: i32,
@@ -41,7 +41,7 @@ pub struct Allocation {
 /// `CUDA_GRAPH_INSTANTIATE_PARAMS`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct Parameters {
+pub struct InstantiateParams {
     flags: u64,
     stream: u64,
     failed_node: u64,
@@ -53,8 +53,8 @@ const UPLOAD: u64 = 2;
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Node {
-    Allocation(Allocation),
-    Release,
+    Allocation(AllocNodeParams),
+    Free,
     Child(u64),
     Empty,
 }
@@ -62,13 +62,13 @@ pub(crate) enum Node {
 impl Node {
     /// Of what a stream allocated on a device while it was captured.
     pub(crate) fn allocation(device: usize, bytes: u64, address: u64) -> Node {
-        Node::Allocation(Allocation {
+        Node::Allocation(AllocNodeParams {
             kind: 1,
             location_kind: 1,
             location: i32::try_from(device).unwrap_or(i32::MAX),
             bytes,
             address,
-            ..Allocation::default()
+            ..AllocNodeParams::default()
         })
     }
 }
@@ -78,11 +78,11 @@ struct Executable {
     /// What its large allocations take of each device, and the sum of its small ones.
     needs: BTreeMap<usize, (u64, u64)>,
     /// The streams that the pools hold them in, and when each is done with its last launch.
-    placed: BTreeMap<u64, Option<Instant>>,
+    uploaded_streams: BTreeMap<u64, Option<Instant>>,
 }
 
 /// What allocations take: large ones whole steps, small ones share them.
-fn taken((large, small): (u64, u64)) -> u64 {
+fn pool_bytes((large, small): (u64, u64)) -> u64 {
     large + small.next_multiple_of(STEP)
 }
 
@@ -90,7 +90,7 @@ fn taken((large, small): (u64, u64)) -> u64 {
 #[derive(Debug, Clone, Copy, Default)]
 struct Pool {
     reserved: u64,
-    high: u64,
+    reserved_high: u64,
 }
 
 /// All graphs of this image, by handle.
@@ -100,17 +100,17 @@ pub(crate) struct Graphs {
     nodes: BTreeMap<u64, Node>,
     executables: BTreeMap<u64, Executable>,
     pools: BTreeMap<usize, Pool>,
-    made: u64,
+    handle_count: u64,
 }
 
 impl Graphs {
-    fn handle(&mut self) -> u64 {
-        self.made += 1;
-        0x51b7_0000_0000 + self.made * 0x100
+    fn next_handle(&mut self) -> u64 {
+        self.handle_count += 1;
+        0x51b7_0000_0000 + self.handle_count * 0x100
     }
 
     fn add(&mut self, graph: u64, node: Node) -> Result<u64, Code> {
-        let handle = self.handle();
+        let handle = self.next_handle();
         self.graphs
             .get_mut(&graph)
             .ok_or(Code::INVALID_VALUE)?
@@ -120,8 +120,8 @@ impl Graphs {
     }
 
     /// A graph that a stream captured.
-    pub(crate) fn captured(&mut self, nodes: Vec<Node>) -> Result<u64, Code> {
-        let graph = self.handle();
+    pub(crate) fn insert_captured(&mut self, nodes: Vec<Node>) -> Result<u64, Code> {
+        let graph = self.next_handle();
         self.graphs.insert(graph, Vec::new());
         for node in nodes {
             self.add(graph, node)?;
@@ -129,12 +129,12 @@ impl Graphs {
         Ok(graph)
     }
 
-    fn needs(&self, graph: u64, needs: &mut BTreeMap<usize, (u64, u64)>) -> Answer {
+    fn needs(&self, graph: u64, needs: &mut BTreeMap<usize, (u64, u64)>) -> DriverResult {
         for node in self.graphs.get(&graph).ok_or(Code::INVALID_VALUE)? {
             match self.nodes.get(node) {
                 Some(Node::Allocation(wanted)) => {
                     let (large, small) = needs.entry(wanted.location as usize).or_default();
-                    match rounded(wanted.bytes)? {
+                    match round_up(wanted.bytes)? {
                         bytes if bytes > STEP / 2 => *large += bytes.next_multiple_of(STEP),
                         bytes => *small += bytes,
                     }
@@ -152,11 +152,15 @@ impl Process {
         let mut graphs = lock(&self.graphs);
         let mut needs = BTreeMap::new();
         graphs.needs(graph, &mut needs)?;
-        let handle = graphs.handle();
+        let handle = graphs.next_handle();
         let placed = BTreeMap::new();
-        graphs
-            .executables
-            .insert(handle, Executable { needs, placed });
+        graphs.executables.insert(
+            handle,
+            Executable {
+                needs,
+                uploaded_streams: placed,
+            },
+        );
         Ok(handle)
     }
 
@@ -165,9 +169,9 @@ impl Process {
         let (mut graphs, now) = (lock(&self.graphs), Instant::now());
         let kept = graphs.executables.values_mut().filter_map(|executable| {
             let need = executable.needs.get(&device)?;
-            let placed = &mut executable.placed;
+            let placed = &mut executable.uploaded_streams;
             placed.retain(|_, done| done.is_some_and(|done| done > now));
-            Some(placed.len() as u64 * taken(*need))
+            Some(placed.len() as u64 * pool_bytes(*need))
         });
         let kept = kept.sum();
         let pool = graphs.pools.entry(device).or_default();
@@ -181,20 +185,20 @@ impl Process {
     }
 }
 
-impl Current {
+impl CurrentContext {
     /// What an upload and a launch do.
-    fn place(&self, executable: u64, stream: u64) -> Answer {
+    fn upload_graph(&self, executable: u64, stream: u64) -> DriverResult {
         let (done, stream) = (self.busy_until(stream)?, self.stream_key(stream)?);
         let mut graphs = lock(&self.process.graphs);
         let found = graphs.executables.get(&executable).cloned();
         let mut found = found.ok_or(Code::INVALID_VALUE)?;
-        if found.placed.insert(stream, done).is_none() {
+        if found.uploaded_streams.insert(stream, done).is_none() {
             for (device, need) in &found.needs {
-                let (unit, growth) = (self.process.devices[*device].unit, taken(*need));
+                let (unit, growth) = (self.process.devices[*device].unit, pool_bytes(*need));
                 self.process.image.charge(unit, Charge::Memory, growth)?;
                 let pool = graphs.pools.entry(*device).or_default();
                 pool.reserved += growth;
-                pool.high = pool.high.max(pool.reserved);
+                pool.reserved_high = pool.reserved_high.max(pool.reserved);
             }
         }
         graphs.executables.insert(executable, found);
@@ -202,30 +206,30 @@ impl Current {
     }
 }
 
-fn add(out: &Out<u64>, graph: u64, node: Node) -> Answer {
-    let handle = lock(&healthy()?.graphs).add(graph, node)?;
+fn add(out: &Out<u64>, graph: u64, node: Node) -> DriverResult {
+    let handle = lock(&healthy_process()?.graphs).add(graph, node)?;
     out.set(handle)
 }
 
 fn node(handle: u64) -> Result<Node, Code> {
-    let found = lock(&healthy()?.graphs).nodes.get(&handle).copied();
+    let found = lock(&healthy_process()?.graphs).nodes.get(&handle).copied();
     found.ok_or(Code::INVALID_VALUE)
 }
 
 exports! {
     fn cuGraphCreate(out: Out<u64>, _flags: u32) = {
-        let mut graphs = lock(&healthy()?.graphs);
-        let handle = graphs.handle();
+        let mut graphs = lock(&healthy_process()?.graphs);
+        let handle = graphs.next_handle();
         graphs.graphs.insert(handle, Vec::new());
         out.set(handle)
     };
     fn cuGraphDestroy(graph: u64) = {
-        let gone = lock(&healthy()?.graphs).graphs.remove(&graph);
+        let gone = lock(&healthy_process()?.graphs).graphs.remove(&graph);
         gone.map(|_| ()).ok_or(Code::INVALID_VALUE)
     };
     fn cuGraphAddEmptyNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64) = add(&out, graph, Node::Empty);
-    fn cuGraphAddMemAllocNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64, wanted: Out<Allocation>) = {
-        let (process, mut found) = (healthy()?, wanted.get()?);
+    fn cuGraphAddMemAllocNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64, wanted: Out<AllocNodeParams>) = {
+        let (process, mut found) = (healthy_process()?, wanted.get()?);
         // Pinned memory on a device: the only kind there is here.
         if (found.kind, found.location_kind) != (1, 1) || found.bytes == 0 {
             return Err(Code::INVALID_VALUE);
@@ -237,13 +241,13 @@ exports! {
         add(&out, graph, Node::Allocation(found))
     };
     fn cuGraphAddMemFreeNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64, _address: u64) = {
-        add(&out, graph, Node::Release)
+        add(&out, graph, Node::Free)
     };
     fn cuGraphAddChildGraphNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64, child: u64) = {
         add(&out, graph, Node::Child(child))
     };
     fn cuGraphGetNodes(graph: u64, out: Out<u64>, count: Out<u64>) = {
-        let found = lock(&healthy()?.graphs).graphs.get(&graph).cloned();
+        let found = lock(&healthy_process()?.graphs).graphs.get(&graph).cloned();
         let found = found.ok_or(Code::INVALID_VALUE)?;
         if !out.is_null() {
             out.set_all(found.iter().copied().take(count.get()? as usize))?;
@@ -253,12 +257,12 @@ exports! {
     fn cuGraphNodeGetType(handle: u64, out: Out<i32>) = {
         out.set(match node(handle)? {
             Node::Allocation(_) => ALLOCATION,
-            Node::Release => RELEASE,
+            Node::Free => RELEASE,
             Node::Child(_) => CHILD,
             Node::Empty => EMPTY,
         })
     };
-    fn cuGraphMemAllocNodeGetParams(handle: u64, out: Out<Allocation>) = match node(handle)? {
+    fn cuGraphMemAllocNodeGetParams(handle: u64, out: Out<AllocNodeParams>) = match node(handle)? {
         Node::Allocation(found) => out.set(found),
         _ => Err(Code::INVALID_VALUE),
     };
@@ -267,35 +271,35 @@ exports! {
         _ => Err(Code::INVALID_VALUE),
     };
     fn cuGraphInstantiateWithFlags(out: Out<u64>, graph: u64, _flags: u64) = {
-        out.set(healthy()?.instantiate(graph)?)
+        out.set(healthy_process()?.instantiate(graph)?)
     };
-    fn cuGraphInstantiateWithParams(out: Out<u64>, graph: u64, parameters: In<Parameters>) = {
-        let (current, parameters) = (current()?, parameters.get()?);
+    fn cuGraphInstantiateWithParams(out: Out<u64>, graph: u64, parameters: In<InstantiateParams>) = {
+        let (current, parameters) = (current_context()?, parameters.get()?);
         let handle = current.process.instantiate(graph)?;
         if parameters.flags & UPLOAD != 0 {
-            current.place(handle, parameters.stream)?;
+            current.upload_graph(handle, parameters.stream)?;
         }
         out.set(handle)
     };
     fn cuGraphExecDestroy(executable: u64) = {
-        let gone = lock(&healthy()?.graphs).executables.remove(&executable);
+        let gone = lock(&healthy_process()?.graphs).executables.remove(&executable);
         gone.map(|_| ()).ok_or(Code::INVALID_VALUE)
     };
-    fn cuGraphUpload(executable: u64, stream: u64) = current()?.place(executable, stream);
-    fn cuGraphLaunch(executable: u64, stream: u64) = current()?.place(executable, stream);
+    fn cuGraphUpload(executable: u64, stream: u64) = current_context()?.upload_graph(executable, stream);
+    fn cuGraphLaunch(executable: u64, stream: u64) = current_context()?.upload_graph(executable, stream);
     fn cuDeviceGetGraphMemAttribute(device: i32, attribute: i32, value: Out<u64>) = {
-        let process = healthy()?;
+        let process = healthy_process()?;
         let device = process.device(device)?;
         let pool = lock(&process.graphs).pools.get(&device).copied().unwrap_or_default();
         match attribute {
             0 | 1 => value.set(0),
             2 => value.set(pool.reserved),
-            3 => value.set(pool.high),
+            3 => value.set(pool.reserved_high),
             _ => Err(Code::INVALID_VALUE),
         }
     };
     fn cuDeviceGraphMemTrim(device: i32) = {
-        let process = healthy()?;
+        let process = healthy_process()?;
         process.trim_graphs(process.device(device)?);
         Ok(())
     };

@@ -1,49 +1,49 @@
 //! Managed and pinned host memory: not charged to a GPU. Managed memory is never resident on a device; what prefetches
 //! and advice said is remembered by page, and told.
 
-use crate::abi::{Answer, Code, Out};
-use crate::context::current;
+use crate::abi::{Code, DriverResult, Out};
+use crate::context::current_context;
 use crate::entry::exports;
-use crate::memory::{Allocation, Kind};
-use crate::process::{Process, healthy, lock};
+use crate::memory::{Allocation, AllocationKind};
+use crate::process::{Process, healthy_process, lock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 
-fn allocate(address: &Out<u64>, len: u64, kind: Kind) -> Answer {
-    let current = current()?;
+fn allocate(address: &Out<u64>, len: u64, kind: AllocationKind) -> DriverResult {
+    let current = current_context()?;
     if address.is_null() || len == 0 {
         return Err(Code::INVALID_VALUE);
     }
-    address.set(current.process.make(&current, len, kind)?)
+    address.set(current.process.map_allocation(&current, len, kind)?)
 }
 
 /// A place as `CUmemLocation` has it: its type is the low half of the number that C passes, its id the high one.
-const DEVICE: u32 = 1;
-const HOST: u32 = 2;
-const HOST_NUMA: u32 = 3;
+const LOCATION_DEVICE: u32 = 1;
+const LOCATION_HOST: u32 = 2;
+const LOCATION_HOST_NUMA: u32 = 3;
 /// `CU_DEVICE_CPU` and `CU_DEVICE_INVALID`, as attributes have them.
-const ON_HOST: i32 = -1;
-const NOWHERE: i32 = -2;
+const DEVICE_CPU: i32 = -1;
+const DEVICE_INVALID: i32 = -2;
 
 /// What was last said about a page of managed memory. Places are as attributes have them.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Hints {
+struct PageHints {
     read_mostly: bool,
     preferred: i32,
     accessed_by: BTreeSet<i32>,
     prefetched: i32,
 }
 
-static NONE: Hints = Hints {
+static NO_HINTS: PageHints = PageHints {
     read_mostly: false,
-    preferred: NOWHERE,
+    preferred: DEVICE_INVALID,
     accessed_by: BTreeSet::new(),
-    prefetched: NOWHERE,
+    prefetched: DEVICE_INVALID,
 };
 
 /// All hints of this image, by page.
 #[derive(Debug, Default)]
-pub(crate) struct Residency(BTreeMap<u64, Hints>);
+pub(crate) struct Residency(BTreeMap<u64, PageHints>);
 
 const PAGE: u64 = 4096;
 
@@ -61,12 +61,12 @@ impl Residency {
 }
 
 /// Fails where not all of a range is managed.
-fn check_managed(process: &Process, address: u64, len: u64) -> Answer {
+fn check_managed(process: &Process, address: u64, len: u64) -> DriverResult {
     let space = lock(&process.space);
     let managed = space
-        .around(address)
-        .is_some_and(|(_, found)| found.kind == Kind::Managed);
-    if managed && space.allows(address, len, false) {
+        .find_containing(address)
+        .is_some_and(|(_, found)| found.kind == AllocationKind::Managed);
+    if managed && space.is_accessible(address, len, false) {
         Ok(())
     } else {
         Err(Code::INVALID_VALUE)
@@ -74,46 +74,53 @@ fn check_managed(process: &Process, address: u64, len: u64) -> Answer {
 }
 
 /// A device's number, or the host, as attributes have it.
-fn place(process: &Process, device: i32) -> Result<i32, Code> {
+fn check_device(process: &Process, device: i32) -> Result<i32, Code> {
     match usize::try_from(device) {
         Ok(device) if device >= process.devices.len() => Err(Code::INVALID_DEVICE),
-        Err(_) if device != ON_HOST => Err(Code::INVALID_DEVICE),
+        Err(_) if device != DEVICE_CPU => Err(Code::INVALID_DEVICE),
         _ => Ok(device),
     }
 }
 
 /// A `CUmemLocation`, as attributes have it.
-fn place_of(process: &Process, location: u64) -> Result<i32, Code> {
+fn device_of_location(process: &Process, location: u64) -> Result<i32, Code> {
     match location as u32 {
-        DEVICE => {
+        LOCATION_DEVICE => {
             let device = i32::try_from(location >> 32).map_err(|_| Code::INVALID_DEVICE)?;
             usize::try_from(device).map_err(|_| Code::INVALID_DEVICE)?;
-            place(process, device)
+            check_device(process, device)
         }
-        HOST | HOST_NUMA => Ok(ON_HOST),
+        LOCATION_HOST | LOCATION_HOST_NUMA => Ok(DEVICE_CPU),
         _ => Err(Code::INVALID_VALUE),
     }
 }
 
 /// Notes something about managed memory.
-fn hint(
+fn update_hints(
     address: u64,
     len: u64,
     at: impl FnOnce(&Process) -> Result<i32, Code>,
-    note: impl Fn(&mut Hints, i32) -> Answer,
-) -> Answer {
-    let process = healthy()?;
+    note: impl Fn(&mut PageHints, i32) -> DriverResult,
+) -> DriverResult {
+    let process = healthy_process()?;
     check_managed(process, address, len)?;
     let at = at(process)?;
     let mut residency = lock(&process.residency);
     for page in pages(address, len) {
-        note(residency.0.entry(page).or_insert_with(|| NONE.clone()), at)?;
+        note(
+            residency.0.entry(page).or_insert_with(|| NO_HINTS.clone()),
+            at,
+        )?;
     }
     Ok(())
 }
 
-fn prefetch(address: u64, len: u64, at: impl FnOnce(&Process) -> Result<i32, Code>) -> Answer {
-    hint(address, len, at, |hints, at| {
+fn prefetch(
+    address: u64,
+    len: u64,
+    at: impl FnOnce(&Process) -> Result<i32, Code>,
+) -> DriverResult {
+    update_hints(address, len, at, |hints, at| {
         hints.prefetched = at;
         Ok(())
     })
@@ -125,20 +132,20 @@ fn advise(
     len: u64,
     advice: i32,
     at: impl FnOnce(&Process) -> Result<i32, Code>,
-) -> Answer {
+) -> DriverResult {
     let at = |process: &Process| {
         if matches!(advice, 1 | 2) {
-            Ok(ON_HOST)
+            Ok(DEVICE_CPU)
         } else {
             at(process)
         }
     };
-    hint(address, len, at, |hints, at| {
+    update_hints(address, len, at, |hints, at| {
         match advice {
             1 => hints.read_mostly = true,
             2 => hints.read_mostly = false,
             3 => hints.preferred = at,
-            4 => hints.preferred = NOWHERE,
+            4 => hints.preferred = DEVICE_INVALID,
             5 => drop(hints.accessed_by.insert(at)),
             6 => drop(hints.accessed_by.remove(&at)),
             _ => return Err(Code::INVALID_VALUE),
@@ -148,19 +155,25 @@ fn advise(
 }
 
 /// `CUmem_range_attribute`: what holds for every page of a range.
-fn range_attribute(data: &Out<i32>, size: u64, attribute: i32, address: u64, len: u64) -> Answer {
-    let process = healthy()?;
+fn range_attribute(
+    data: &Out<i32>,
+    size: u64,
+    attribute: i32,
+    address: u64,
+    len: u64,
+) -> DriverResult {
+    let process = healthy_process()?;
     check_managed(process, address, len)?;
     let residency = lock(&process.residency);
-    let all: Vec<&Hints> = pages(address, len)
-        .map(|page| residency.0.get(&page).unwrap_or(&NONE))
+    let all: Vec<&PageHints> = pages(address, len)
+        .map(|page| residency.0.get(&page).unwrap_or(&NO_HINTS))
         .collect();
-    let same = |of: fn(&Hints) -> i32| {
+    let same = |of: fn(&PageHints) -> i32| {
         let first = of(all[0]);
         if all.iter().all(|hints| of(hints) == first) {
             first
         } else {
-            NOWHERE
+            DEVICE_INVALID
         }
     };
     match (attribute, size) {
@@ -169,7 +182,7 @@ fn range_attribute(data: &Out<i32>, size: u64, attribute: i32, address: u64, len
         (3, size) if size != 0 && size.is_multiple_of(4) => {
             let by_all = all[0].accessed_by.iter().copied();
             let by_all = by_all.filter(|at| all.iter().all(|hints| hints.accessed_by.contains(at)));
-            let places = by_all.chain(std::iter::repeat(NOWHERE));
+            let places = by_all.chain(std::iter::repeat(DEVICE_INVALID));
             data.set_all(places.take((size / 4) as usize))
         }
         (4, 4) => data.set(same(|hints| hints.prefetched)),
@@ -182,27 +195,27 @@ exports! {
         if !matches!(flags, 1 | 2) {
             return Err(Code::INVALID_VALUE);
         }
-        allocate(&address, len, Kind::Managed)
+        allocate(&address, len, AllocationKind::Managed)
     };
     fn cuMemPrefetchAsync(address: u64, len: u64, device: i32, stream: u64) = {
-        current()?.check_stream(stream)?;
-        prefetch(address, len, |process| place(process, device))
+        current_context()?.check_stream(stream)?;
+        prefetch(address, len, |process| check_device(process, device))
     };
     fn cuMemPrefetchAsync_v2(address: u64, len: u64, location: u64, _flags: u32, stream: u64) = {
-        current()?.check_stream(stream)?;
-        prefetch(address, len, |process| place_of(process, location))
+        current_context()?.check_stream(stream)?;
+        prefetch(address, len, |process| device_of_location(process, location))
     };
     fn cuMemAdvise(address: u64, len: u64, advice: i32, device: i32) = {
-        advise(address, len, advice, |process| place(process, device))
+        advise(address, len, advice, |process| check_device(process, device))
     };
     fn cuMemAdvise_v2(address: u64, len: u64, advice: i32, location: u64) = {
-        advise(address, len, advice, |process| place_of(process, location))
+        advise(address, len, advice, |process| device_of_location(process, location))
     };
     fn cuMemRangeGetAttribute(data: Out<i32>, size: u64, attribute: i32, address: u64, len: u64) = {
         range_attribute(&data, size, attribute, address, len)
     };
     fn cuStreamAttachMemAsync(stream: u64, address: u64, _len: u64, flags: u32) = {
-        let current = current()?;
+        let current = current_context()?;
         current.check_stream(stream)?;
         // A stream's own (4) is no context's default stream.
         if !matches!((flags, stream), (1 | 2, _) | (4, 3..)) {
@@ -210,38 +223,38 @@ exports! {
         }
         check_managed(current.process, address, 1)
     };
-    fn cuMemAllocHost_v2(address: Out<u64>, len: u64) = allocate(&address, len, Kind::Host);
-    fn cuMemHostAlloc(address: Out<u64>, len: u64, _flags: u32) = allocate(&address, len, Kind::Host);
+    fn cuMemAllocHost_v2(address: Out<u64>, len: u64) = allocate(&address, len, AllocationKind::Host);
+    fn cuMemHostAlloc(address: Out<u64>, len: u64, _flags: u32) = allocate(&address, len, AllocationKind::Host);
     fn cuMemFreeHost(address: u64) = {
-        let process = healthy()?;
-        let gone = process.take(address, |kind| *kind == Kind::Host)?;
-        process.end(address, gone);
+        let process = healthy_process()?;
+        let gone = process.remove_allocation(address, |kind| *kind == AllocationKind::Host)?;
+        process.free_allocation(address, gone);
         Ok(())
     };
     fn cuMemHostRegister_v2(address: u64, len: u64, _flags: u32) = {
-        let current = current()?;
+        let current = current_context()?;
         if address == 0 || len == 0 {
             return Err(Code::INVALID_VALUE);
         }
-        let kind = Kind::Registered;
+        let kind = AllocationKind::HostRegistered;
         let registered = Allocation { len, kind, context: current.context, unit: current.unit(), readable: true, writable: true };
         let mut space = lock(&current.process.space);
-        if space.around(address).is_some() {
+        if space.find_containing(address).is_some() {
             return Err(Code(712)); // HOST_MEMORY_ALREADY_REGISTERED
         }
         space.allocations.insert(address, registered);
         Ok(())
     };
     fn cuMemHostUnregister(address: u64) = {
-        let gone = healthy()?.take(address, |kind| *kind == Kind::Registered);
+        let gone = healthy_process()?.remove_allocation(address, |kind| *kind == AllocationKind::HostRegistered);
         gone.map(|_| ()).map_err(|_| Code(713)) // HOST_MEMORY_NOT_REGISTERED
     };
     fn cuMemHostGetDevicePointer_v2(device: Out<u64>, host: u64, _flags: u32) = {
-        let known = lock(&healthy()?.space).around(host).is_some();
+        let known = lock(&healthy_process()?.space).find_containing(host).is_some();
         if known { device.set(host) } else { Err(Code::INVALID_VALUE) }
     };
     fn cuMemHostGetFlags(flags: Out<u32>, host: u64) = {
-        let known = lock(&healthy()?.space).around(host).is_some();
+        let known = lock(&healthy_process()?.space).find_containing(host).is_some();
         if known { flags.set(0) } else { Err(Code::INVALID_VALUE) }
     };
 }

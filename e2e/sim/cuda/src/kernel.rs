@@ -3,8 +3,8 @@
 //! A launch runs the kernel once, whatever the grid, before it returns; only `spin` keeps its stream busy
 //! afterwards. As with a GPU, a fault is not the launch's answer but every later call's.
 
-use crate::abi::{Answer, Code, In};
-use crate::context::{Current, current};
+use crate::abi::{Code, DriverResult, In};
+use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::process::lock;
 use bursar_protocol::checksum;
@@ -16,7 +16,7 @@ pub(crate) struct Kernel {
     pub(crate) name: &'static str,
     /// Local memory per thread, in bytes (F14).
     pub(crate) local_bytes: u64,
-    run: fn(&Current, &Arguments, u64) -> Answer,
+    run: fn(&CurrentContext, &Arguments, u64) -> DriverResult,
 }
 
 /// `void *kernelParams[]`.
@@ -35,7 +35,7 @@ impl Arguments {
 }
 
 /// A century: a `spin` without an end.
-const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+const UNBOUNDED_SPIN: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 pub(crate) static KERNELS: &[Kernel] = &[
     // fill(uint8_t *to, uint8_t value, size_t len)
@@ -44,7 +44,7 @@ pub(crate) static KERNELS: &[Kernel] = &[
         local_bytes: 0,
         run: |current, arguments, _| {
             let (to, value, len) = arguments.three::<u64, u8, u64>()?;
-            if current.may(to, len, true) {
+            if current.check_access(to, len, true) {
                 // SAFETY: `may` looked the range up.
                 unsafe { std::ptr::write_bytes(to as *mut u8, value, len as usize) };
             }
@@ -57,7 +57,7 @@ pub(crate) static KERNELS: &[Kernel] = &[
         local_bytes: 0,
         run: |current, arguments, _| {
             let (to, from, len) = arguments.three::<u64, u64, u64>()?;
-            if current.may(from, len, false) && current.may(to, len, true) {
+            if current.check_access(from, len, false) && current.check_access(to, len, true) {
                 // SAFETY: `may` looked both ranges up.
                 unsafe { std::ptr::copy(from as *const u8, to as *mut u8, len as usize) };
             }
@@ -69,7 +69,7 @@ pub(crate) static KERNELS: &[Kernel] = &[
         name: "checksum",
         local_bytes: 0,
         run: |current, arguments, _| {
-            sum(current, arguments, |bytes, _| {
+            run_checksum(current, arguments, |bytes, _| {
                 bytes.iter().map(|byte| u64::from(*byte)).sum()
             })
         },
@@ -79,7 +79,7 @@ pub(crate) static KERNELS: &[Kernel] = &[
         name: "bursar_checksum",
         local_bytes: 0,
         run: |current, arguments, _| {
-            sum(current, arguments, |bytes, before| {
+            run_checksum(current, arguments, |bytes, before| {
                 before.wrapping_add(checksum::partial(bytes, 0))
             })
         },
@@ -90,10 +90,10 @@ pub(crate) static KERNELS: &[Kernel] = &[
         local_bytes: 0,
         run: |current, arguments, stream| {
             let time = arguments.get::<u64>(0)?;
-            current.occupy(
+            current.extend_busy(
                 stream,
                 if time == 0 {
-                    FOR_EVER
+                    UNBOUNDED_SPIN
                 } else {
                     Duration::from_nanos(time)
                 },
@@ -111,7 +111,7 @@ pub(crate) static KERNELS: &[Kernel] = &[
         name: "fault",
         local_bytes: 0,
         run: |current, _, _| {
-            current.may(0, 1, true);
+            current.check_access(0, 1, true);
             Ok(())
         },
     },
@@ -149,9 +149,13 @@ pub(crate) static KERNELS: &[Kernel] = &[
 ];
 
 /// A kernel of (const uint8_t *from, size_t len, uint64_t *sum): what the sum becomes, by the bytes and by what it was.
-fn sum(current: &Current, arguments: &Arguments, of: impl Fn(&[u8], u64) -> u64) -> Answer {
+fn run_checksum(
+    current: &CurrentContext,
+    arguments: &Arguments,
+    of: impl Fn(&[u8], u64) -> u64,
+) -> DriverResult {
     let (from, len, to) = arguments.three::<u64, u64, u64>()?;
-    if current.may(from, len, false) && current.may(to, 8, true) {
+    if current.check_access(from, len, false) && current.check_access(to, 8, true) {
         let to = to as *mut u64;
         // SAFETY: `may` looked both ranges up.
         unsafe { to.write_unaligned(of(crate::memory::bytes(from, len), to.read_unaligned())) };
@@ -159,18 +163,18 @@ fn sum(current: &Current, arguments: &Arguments, of: impl Fn(&[u8], u64) -> u64)
     Ok(())
 }
 
-impl Current {
+impl CurrentContext {
     /// Whether a kernel may access a range; where not, that was its illegal address.
-    fn may(&self, address: u64, len: u64, write: bool) -> bool {
-        let allowed = lock(&self.process.space).allows(address, len, write);
+    fn check_access(&self, address: u64, len: u64, write: bool) -> bool {
+        let allowed = lock(&self.process.space).is_accessible(address, len, write);
         if !allowed {
             self.process.poison(self.device, Code::ILLEGAL_ADDRESS, 31);
         }
         allowed
     }
 
-    fn launch(&self, function: u64, stream: u64, arguments: In<u64>) -> Answer {
-        let kernel = crate::module::kernel(function)?;
+    fn launch(&self, function: u64, stream: u64, arguments: In<u64>) -> DriverResult {
+        let kernel = crate::module::find_kernel(function)?;
         self.check_stream(stream)?;
         self.process
             .ensure_stack(self.context, kernel.local_bytes)?;
@@ -181,29 +185,29 @@ impl Current {
 /// `CUlaunchConfig`, up to what is read.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Config {
+pub(crate) struct LaunchConfig {
     sizes: [u32; 7],
     stream: u64,
 }
 
-fn sized(sizes: &[u32], function: u64, stream: u64, arguments: In<u64>) -> Answer {
+fn launch_sized(sizes: &[u32], function: u64, stream: u64, arguments: In<u64>) -> DriverResult {
     if sizes.contains(&0) {
         return Err(Code::INVALID_VALUE);
     }
-    current()?.launch(function, stream, arguments)
+    current_context()?.launch(function, stream, arguments)
 }
 
 exports! {
     fn cuLaunchKernel(
         function: u64, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32, block_z: u32,
         _shared: u32, stream: u64, arguments: In<u64>, _extra: u64,
-    ) = sized(&[grid_x, grid_y, grid_z, block_x, block_y, block_z], function, stream, arguments);
+    ) = launch_sized(&[grid_x, grid_y, grid_z, block_x, block_y, block_z], function, stream, arguments);
     fn cuLaunchCooperativeKernel(
         function: u64, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32, block_z: u32,
         _shared: u32, stream: u64, arguments: In<u64>,
-    ) = sized(&[grid_x, grid_y, grid_z, block_x, block_y, block_z], function, stream, arguments);
-    fn cuLaunchKernelEx(config: In<Config>, function: u64, arguments: In<u64>, _extra: u64) = {
+    ) = launch_sized(&[grid_x, grid_y, grid_z, block_x, block_y, block_z], function, stream, arguments);
+    fn cuLaunchKernelEx(config: In<LaunchConfig>, function: u64, arguments: In<u64>, _extra: u64) = {
         let config = config.get()?;
-        sized(&config.sizes[..6], function, config.stream, arguments)
+        launch_sized(&config.sizes[..6], function, config.stream, arguments)
     };
 }

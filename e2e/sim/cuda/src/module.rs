@@ -1,59 +1,59 @@
 //! Modules and functions. Any image loads; it is not read. Every module has the same functions: the kernels
-//! of [`crate::kernel`].
+//! of [`crate::find_kernel`].
 
-use crate::abi::{Answer, Code, In, Out, Text};
-use crate::context::current;
+use crate::abi::{Code, DriverResult, In, Out, Text};
+use crate::context::current_context;
 use crate::entry::exports;
 use crate::kernel::{KERNELS, Kernel};
-use crate::process::{healthy, lock};
+use crate::process::{healthy_process, lock};
 use std::collections::BTreeSet;
 
 /// The modules of this image.
 #[derive(Debug, Default)]
 pub(crate) struct Modules {
     loaded: BTreeSet<u64>,
-    made: u64,
+    handle_count: u64,
 }
 
 const FIRST: u64 = 0x5187_0000_0000;
 const STEP: u64 = 0x10;
 
-fn load(module: &Out<u64>) -> Answer {
-    let current = current()?;
+fn load(module: &Out<u64>) -> DriverResult {
+    let current = current_context()?;
     let mut modules = lock(&current.process.modules);
-    modules.made += 1;
-    let handle = FIRST + modules.made * STEP;
+    modules.handle_count += 1;
+    let handle = FIRST + modules.handle_count * STEP;
     module.set(handle)?;
     modules.loaded.insert(handle);
     Ok(())
 }
 
 /// A function's handle is its kernel's place.
-fn function(place: usize) -> u64 {
+fn function_handle(place: usize) -> u64 {
     0x5197_0000_0000 + (place as u64 + 1) * STEP
 }
 
-pub(crate) fn kernel(handle: u64) -> Result<&'static Kernel, Code> {
+pub(crate) fn find_kernel(handle: u64) -> Result<&'static Kernel, Code> {
     let found = KERNELS
         .iter()
         .enumerate()
-        .find(|(place, _)| function(*place) == handle);
+        .find(|(place, _)| function_handle(*place) == handle);
     found.map(|(_, kernel)| kernel).ok_or(Code::INVALID_HANDLE)
 }
 
 /// The function of that name.
-pub(crate) fn named(name: &str) -> Result<u64, Code> {
+pub(crate) fn find_function(name: &str) -> Result<u64, Code> {
     let place = KERNELS.iter().position(|kernel| kernel.name == name);
-    place.map(function).ok_or(Code::NOT_FOUND)
+    place.map(function_handle).ok_or(Code::NOT_FOUND)
 }
 
 /// Every function of a module.
-pub(crate) fn functions() -> impl Iterator<Item = u64> {
-    (0..KERNELS.len()).map(function)
+pub(crate) fn function_handles() -> impl Iterator<Item = u64> {
+    (0..KERNELS.len()).map(function_handle)
 }
 
 pub(crate) fn attribute(handle: u64, attribute: i32) -> Result<i32, Code> {
-    let kernel = kernel(handle)?;
+    let kernel = find_kernel(handle)?;
     Ok(match attribute {
         0 => 1024, // threads per block
         3 => i32::try_from(kernel.local_bytes).map_err(|_| Code::UNKNOWN)?,
@@ -66,8 +66,8 @@ pub(crate) fn attribute(handle: u64, attribute: i32) -> Result<i32, Code> {
 }
 
 /// Fails when no such module is loaded.
-fn check(module: u64) -> Answer {
-    let known = lock(&healthy()?.modules).loaded.contains(&module);
+fn check_loaded(module: u64) -> DriverResult {
+    let known = lock(&healthy_process()?.modules).loaded.contains(&module);
     if known {
         Ok(())
     } else {
@@ -93,35 +93,35 @@ exports! {
         load(&module)
     };
     fn cuModuleUnload(module: u64) = {
-        let known = lock(&healthy()?.modules).loaded.remove(&module);
+        let known = lock(&healthy_process()?.modules).loaded.remove(&module);
         if known { Ok(()) } else { Err(Code::INVALID_HANDLE) }
     };
     fn cuModuleGetFunction(out: Out<u64>, module: u64, name: Text) = {
-        check(module)?;
-        out.set(named(&name.get()?)?)
+        check_loaded(module)?;
+        out.set(find_function(&name.get()?)?)
     };
     fn cuModuleGetFunctionCount(count: Out<u32>, module: u64) = {
-        check(module)?;
+        check_loaded(module)?;
         count.set(u32::try_from(KERNELS.len()).map_err(|_| Code::UNKNOWN)?)
     };
     fn cuModuleEnumerateFunctions(out: Out<u64>, room: u32, module: u64) = {
-        check(module)?;
-        out.set_all(functions().take(room as usize))
+        check_loaded(module)?;
+        out.set_all(function_handles().take(room as usize))
     };
     fn cuModuleGetGlobal_v2(_address: Out<u64>, _len: Out<u64>, module: u64, _name: Text) = {
-        let known = lock(&healthy()?.modules).loaded.contains(&module);
+        let known = lock(&healthy_process()?.modules).loaded.contains(&module);
         Err(if known { Code::NOT_FOUND } else { Code::INVALID_HANDLE })
     };
     fn cuFuncGetAttribute(value: Out<i32>, which: i32, function: u64) = {
-        healthy()?;
+        healthy_process()?;
         value.set(attribute(function, which)?)
     };
     fn cuFuncSetAttribute(function: u64, which: i32, _value: i32) = {
-        healthy()?;
+        healthy_process()?;
         attribute(function, which).map(|_| ())
     };
     fn cuFuncSetCacheConfig(function: u64, _config: i32) = {
-        healthy()?;
-        kernel(function).map(|_| ())
+        healthy_process()?;
+        find_kernel(function).map(|_| ())
     };
 }

@@ -1,16 +1,16 @@
 //! Multicast objects, as far as memory is concerned: memory that is bound to one is kept until it is unbound or the
 //! object is released. Nothing is mapped through one.
 
-use crate::abi::{Answer, Code, In, Out};
+use crate::abi::{Code, DriverResult, In, Out};
 use crate::entry::exports;
-use crate::process::{Process, healthy, lock};
-use crate::vmm::{GRANULARITY, Kept};
+use crate::process::{Process, healthy_process, lock};
+use crate::vmm::{GRANULARITY, PinnedObject};
 use std::collections::BTreeMap;
 
 /// `CUmulticastObjectProp`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub struct Properties {
+pub struct MulticastProperties {
     devices: u32,
     size: u64,
     handle_types: u64,
@@ -21,7 +21,7 @@ pub struct Properties {
 #[derive(Debug)]
 struct Binding {
     len: u64,
-    memory: Kept,
+    memory: PinnedObject,
 }
 
 #[derive(Debug)]
@@ -34,7 +34,7 @@ struct Multicast {
 #[derive(Debug, Default)]
 pub(crate) struct Multicasts {
     live: BTreeMap<u64, Multicast>,
-    made: u64,
+    handle_count: u64,
 }
 
 impl Multicasts {
@@ -43,16 +43,16 @@ impl Multicasts {
     }
 }
 
-fn is_whole(bytes: u64) -> bool {
+fn is_aligned(bytes: u64) -> bool {
     bytes.is_multiple_of(GRANULARITY)
 }
 
 impl Process {
-    fn bind(&self, object: u64, offset: u64, len: u64, memory: Kept) -> Answer {
+    fn bind(&self, object: u64, offset: u64, len: u64, memory: PinnedObject) -> DriverResult {
         let mut multicasts = lock(&self.multicasts);
         let found = multicasts.find(object)?;
         let end = offset.checked_add(len).ok_or(Code::INVALID_VALUE)?;
-        let fits = len > 0 && is_whole(offset) && is_whole(len) && end <= found.size;
+        let fits = len > 0 && is_aligned(offset) && is_aligned(len) && end <= found.size;
         let mut before = found.bindings.range(..end);
         let taken = before
             .next_back()
@@ -64,7 +64,7 @@ impl Process {
         Ok(())
     }
 
-    fn unbind(&self, object: u64, offset: u64, len: u64) -> Answer {
+    fn unbind(&self, object: u64, offset: u64, len: u64) -> DriverResult {
         let end = offset.checked_add(len).ok_or(Code::INVALID_VALUE)?;
         let gone: Vec<Binding> = {
             let mut multicasts = lock(&self.multicasts);
@@ -74,7 +74,7 @@ impl Process {
                 .map(|(_, gone)| gone)
                 .collect()
         };
-        gone.into_iter().for_each(|gone| self.let_go(gone.memory));
+        gone.into_iter().for_each(|gone| self.unpin(gone.memory));
         Ok(())
     }
 
@@ -85,35 +85,35 @@ impl Process {
         let bindings = gone
             .into_iter()
             .flat_map(|gone| gone.bindings.into_values());
-        bindings.for_each(|gone| self.let_go(gone.memory));
+        bindings.for_each(|gone| self.unpin(gone.memory));
         is_one
     }
 }
 
-fn bind_memory(object: u64, to: u64, handle: u64, len: u64) -> Answer {
-    let process = healthy()?;
-    process.bind(object, to, len, process.keep(handle)?)
+fn bind_memory(object: u64, to: u64, handle: u64, len: u64) -> DriverResult {
+    let process = healthy_process()?;
+    process.bind(object, to, len, process.pin_handle(handle)?)
 }
 
-fn bind_address(object: u64, to: u64, address: u64, len: u64) -> Answer {
-    let process = healthy()?;
-    process.bind(object, to, len, process.keep_at(address)?)
+fn bind_address(object: u64, to: u64, address: u64, len: u64) -> DriverResult {
+    let process = healthy_process()?;
+    process.bind(object, to, len, process.pin_mapping(address)?)
 }
 
 exports! {
-    fn cuMulticastCreate(object: Out<u64>, wanted: In<Properties>) = {
-        let (process, wanted) = (healthy()?, wanted.get()?);
-        if wanted.size == 0 || !is_whole(wanted.size) || wanted.devices == 0 || object.is_null() {
+    fn cuMulticastCreate(object: Out<u64>, wanted: In<MulticastProperties>) = {
+        let (process, wanted) = (healthy_process()?, wanted.get()?);
+        if wanted.size == 0 || !is_aligned(wanted.size) || wanted.devices == 0 || object.is_null() {
             return Err(Code::INVALID_VALUE);
         }
         let mut multicasts = lock(&process.multicasts);
-        multicasts.made += 1;
-        let handle = 0x5197_0000_0000 + multicasts.made * 0x10;
+        multicasts.handle_count += 1;
+        let handle = 0x5197_0000_0000 + multicasts.handle_count * 0x10;
         multicasts.live.insert(handle, Multicast { size: wanted.size, bindings: BTreeMap::new() });
         object.set(handle)
     };
     fn cuMulticastAddDevice(object: u64, device: i32) = {
-        let process = healthy()?;
+        let process = healthy_process()?;
         process.device(device)?;
         lock(&process.multicasts).find(object).map(|_| ())
     };
@@ -129,9 +129,9 @@ exports! {
     fn cuMulticastBindAddr_v2(object: u64, _device: i32, to: u64, address: u64, len: u64, _flags: u64) = {
         bind_address(object, to, address, len)
     };
-    fn cuMulticastUnbind(object: u64, _device: i32, offset: u64, len: u64) = healthy()?.unbind(object, offset, len);
-    fn cuMulticastGetGranularity(bytes: Out<u64>, _wanted: In<Properties>, _option: i32) = {
-        healthy()?;
+    fn cuMulticastUnbind(object: u64, _device: i32, offset: u64, len: u64) = healthy_process()?.unbind(object, offset, len);
+    fn cuMulticastGetGranularity(bytes: Out<u64>, _wanted: In<MulticastProperties>, _option: i32) = {
+        healthy_process()?;
         bytes.set(GRANULARITY)
     };
 }

@@ -1,16 +1,19 @@
 //! What is known about an address.
 
-use crate::abi::{Answer, Code, Out};
+use crate::abi::{Code, DriverResult, Out};
 use crate::entry::exports;
-use crate::memory::Kind;
-use crate::process::{healthy, lock};
+use crate::memory::AllocationKind;
+use crate::process::{healthy_process, lock};
 
-fn attribute(data: &Out<u64>, attribute: i32, address: u64) -> Answer {
-    let process = healthy()?;
-    let around = lock(&process.space).around(address);
+fn attribute(data: &Out<u64>, attribute: i32, address: u64) -> DriverResult {
+    let process = healthy_process()?;
+    let around = lock(&process.space).find_containing(address);
     let (base, found) = around.ok_or(Code::INVALID_VALUE)?;
-    let on_host = matches!(found.kind, Kind::Host | Kind::Registered);
-    let managed = found.kind == Kind::Managed;
+    let on_host = matches!(
+        found.kind,
+        AllocationKind::Host | AllocationKind::HostRegistered
+    );
+    let managed = found.kind == AllocationKind::Managed;
     let device = || {
         process
             .devices
@@ -32,7 +35,7 @@ fn attribute(data: &Out<u64>, attribute: i32, address: u64) -> Answer {
         11 => data.set(base),
         12 => data.set(found.len),
         13 => data.cast::<u8>().set(u8::from(found.readable)),
-        17 => data.set(if let Kind::Pool(pool) = found.kind {
+        17 => data.set(if let AllocationKind::Pool(pool) = found.kind {
             pool
         } else {
             0
@@ -44,7 +47,7 @@ fn attribute(data: &Out<u64>, attribute: i32, address: u64) -> Answer {
 exports! {
     fn cuPointerGetAttribute(data: Out<u64>, which: i32, address: u64) = attribute(&data, which, address);
     fn cuPointerSetAttribute(_value: u64, _which: i32, address: u64) = {
-        let known = lock(&healthy()?.space).around(address).is_some();
+        let known = lock(&healthy_process()?.space).find_containing(address).is_some();
         if known { Ok(()) } else { Err(Code::INVALID_VALUE) }
     };
 }

@@ -5,12 +5,12 @@
 //! when there is no other memory; `cuMemFree` gives back at once; `cuMemFreeAsync` takes linear memory,
 //! which goes at the next synchronise; pools and their allocations outlive contexts.
 
-use crate::abi::{Answer, Code, In, Out};
-use crate::context::{Current, current};
+use crate::abi::{Code, DriverResult, In, Out};
+use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::graph::Node;
-use crate::memory::{Kind, rounded};
-use crate::process::{Process, healthy, lock};
+use crate::memory::{AllocationKind, round_up};
+use crate::process::{Process, healthy_process, lock};
 use crate::vmm::Location;
 use bursar_sim_state::Charge;
 use std::collections::BTreeMap;
@@ -22,7 +22,7 @@ const STEP: u64 = 32 << 20;
 
 /// The sizes of a pool. Where in its memory an allocation lies is not modelled: it never fragments.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct Sizes {
+struct PoolSizes {
     /// Bytes in use.
     used: u64,
     used_high: u64,
@@ -33,14 +33,14 @@ struct Sizes {
     threshold: u64,
     /// Bytes that were freed in the order of a stream, and that no synchronise has seen freed: that
     /// stream may use them again, and the pool cannot give them back.
-    unseen: BTreeMap<u64, u64>,
+    freed_in_stream: BTreeMap<u64, u64>,
 }
 
-impl Sizes {
+impl PoolSizes {
     /// Bytes to take of the GPU before `len` more can be used in a stream; with `waits`, memory that
     /// other streams have yet to free is used too.
     fn growth(&self, len: u64, stream: u64, waits: bool) -> u64 {
-        let others = self.unseen.iter().filter(|(of, _)| **of != stream);
+        let others = self.freed_in_stream.iter().filter(|(of, _)| **of != stream);
         let others: u64 = if waits {
             0
         } else {
@@ -58,41 +58,41 @@ impl Sizes {
         self.reserved_high = self.reserved_high.max(self.reserved);
         // What is used again is not freed any more: the stream's own first.
         let streams: Vec<u64> = std::iter::once(stream)
-            .chain(self.unseen.keys().copied())
+            .chain(self.freed_in_stream.keys().copied())
             .collect();
         for of in streams {
-            let excess = (self.used + self.waiting()).saturating_sub(self.reserved);
-            if let Some(bytes) = self.unseen.get_mut(&of) {
+            let excess = (self.used + self.unsynchronized()).saturating_sub(self.reserved);
+            if let Some(bytes) = self.freed_in_stream.get_mut(&of) {
                 *bytes -= excess.min(*bytes);
             }
         }
     }
 
     /// Bytes that no synchronise has seen freed.
-    fn waiting(&self) -> u64 {
-        self.unseen.values().sum()
+    fn unsynchronized(&self) -> u64 {
+        self.freed_in_stream.values().sum()
     }
 
     /// Bytes that go back to the GPU when `keep` may stay, in whole steps.
     fn surplus(&self, keep: u64) -> u64 {
         let keep = keep.min(self.reserved) / STEP * STEP;
-        let busy = (self.used + self.waiting()).next_multiple_of(STEP);
+        let busy = (self.used + self.unsynchronized()).next_multiple_of(STEP);
         self.reserved - keep.max(busy).min(self.reserved)
     }
 }
 
 /// Where a pool's memory is, and so who is charged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum PoolLocation {
     Device(usize),
     /// The host, or wherever managed memory is: no GPU is charged.
-    Elsewhere,
+    Host,
 }
 
 #[derive(Debug, Clone)]
 struct Pool {
-    place: Place,
-    sizes: Sizes,
+    place: PoolLocation,
+    sizes: PoolSizes,
     /// The REUSE attributes, 1 to 3: remembered, no more.
     reuse: [i32; 3],
     /// Made for export.
@@ -105,7 +105,7 @@ struct Pool {
 
 /// Linear memory that was freed in the order of a stream: it goes when a synchronise sees that.
 #[derive(Debug, Clone, Copy)]
-struct Leaving {
+struct DeferredFree {
     stream: u64,
     unit: usize,
     len: u64,
@@ -113,16 +113,16 @@ struct Leaving {
 
 /// What a synchronise has seen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Seen {
+pub(crate) enum SyncScope {
     /// All work of a stream.
     Stream(u64),
     /// All work.
     All,
 }
 
-impl Seen {
+impl SyncScope {
     fn covers(self, stream: u64) -> bool {
-        self == Seen::All || self == Seen::Stream(stream)
+        self == SyncScope::All || self == SyncScope::Stream(stream)
     }
 }
 
@@ -131,11 +131,11 @@ impl Seen {
 pub(crate) struct Pools {
     pools: BTreeMap<u64, Pool>,
     /// The pool that each device allocates from.
-    present: Vec<u64>,
+    current_pools: Vec<u64>,
     /// The default pools of other memory than the devices', by allocation type, location and number.
-    others: BTreeMap<(i32, i32, i32), u64>,
-    leaving: Vec<Leaving>,
-    made: u64,
+    host_defaults: BTreeMap<(i32, i32, i32), u64>,
+    deferred_frees: Vec<DeferredFree>,
+    handle_count: u64,
 }
 
 fn default_pool(device: usize) -> u64 {
@@ -146,16 +146,16 @@ impl Pools {
     pub(crate) fn new(devices: usize) -> Pools {
         let default = |device| Pool {
             default: true,
-            ..Pool::new(Place::Device(device))
+            ..Pool::new(PoolLocation::Device(device))
         };
         Pools {
             pools: (0..devices)
                 .map(|device| (default_pool(device), default(device)))
                 .collect(),
-            present: (0..devices).map(default_pool).collect(),
-            others: BTreeMap::new(),
-            leaving: Vec::new(),
-            made: devices as u64,
+            current_pools: (0..devices).map(default_pool).collect(),
+            host_defaults: BTreeMap::new(),
+            deferred_frees: Vec::new(),
+            handle_count: devices as u64,
         }
     }
 
@@ -166,19 +166,19 @@ impl Pools {
             .ok_or(Code::INVALID_VALUE)
     }
 
-    fn enter(&mut self, pool: Pool) -> u64 {
-        self.made += 1;
-        let handle = default_pool(self.made as usize);
+    fn insert(&mut self, pool: Pool) -> u64 {
+        self.handle_count += 1;
+        let handle = default_pool(self.handle_count as usize);
         self.pools.insert(handle, pool);
         handle
     }
 }
 
 impl Pool {
-    fn new(place: Place) -> Pool {
+    fn new(place: PoolLocation) -> Pool {
         Pool {
             place,
-            sizes: Sizes::default(),
+            sizes: PoolSizes::default(),
             reuse: [1; 3],
             exportable: false,
             default: false,
@@ -190,7 +190,7 @@ impl Pool {
 impl Process {
     fn allocate_from(
         &self,
-        current: &Current,
+        current: &CurrentContext,
         pool: u64,
         len: u64,
         stream: u64,
@@ -198,28 +198,28 @@ impl Process {
         if len == 0 {
             return Err(Code::INVALID_VALUE);
         }
-        let len = rounded(len)?;
+        let len = round_up(len)?;
         // Held throughout, so that the charge and the sizes agree.
         let mut pools = lock(&self.pools);
         let found = pools.live(pool)?;
         let mut growth = found.sizes.growth(len, stream, false);
-        if self.take_for(found.place, growth).is_err() {
+        if self.charge_location(found.place, growth).is_err() {
             growth = found.sizes.growth(len, stream, true);
-            self.take_for(found.place, growth)?;
+            self.charge_location(found.place, growth)?;
         }
         found.sizes.grow(len, stream, growth);
         drop(pools);
-        self.make(current, len, Kind::Pool(pool))
+        self.map_allocation(current, len, AllocationKind::Pool(pool))
             .inspect_err(|_| self.return_to_pool(pool, len, None))
     }
 
-    fn take_for(&self, place: Place, bytes: u64) -> Answer {
+    fn charge_location(&self, place: PoolLocation, bytes: u64) -> DriverResult {
         match place {
-            Place::Device(device) => {
+            PoolLocation::Device(device) => {
                 let unit = self.devices[device].unit;
                 Ok(self.image.charge(unit, Charge::Memory, bytes)?)
             }
-            Place::Elsewhere => Ok(()),
+            PoolLocation::Host => Ok(()),
         }
     }
 
@@ -232,11 +232,11 @@ impl Process {
         };
         found.sizes.used = found.sizes.used.saturating_sub(len);
         match stream {
-            Some(stream) => *found.sizes.unseen.entry(stream).or_default() += len,
+            Some(stream) => *found.sizes.freed_in_stream.entry(stream).or_default() += len,
             None => self.trim(found, found.sizes.threshold),
         }
         if found.destroyed && found.sizes.used == 0 {
-            found.sizes.unseen.clear();
+            found.sizes.freed_in_stream.clear();
             self.trim(found, 0);
             pools.pools.remove(&pool);
         }
@@ -245,40 +245,42 @@ impl Process {
     fn trim(&self, pool: &mut Pool, keep: u64) {
         let surplus = pool.sizes.surplus(keep);
         pool.sizes.reserved -= surplus;
-        if let Place::Device(device) = pool.place {
-            self.give_back(self.devices[device].unit, surplus);
+        if let PoolLocation::Device(device) = pool.place {
+            self.release_charge(self.devices[device].unit, surplus);
         }
     }
 
-    fn give_back(&self, unit: usize, bytes: u64) {
+    fn release_charge(&self, unit: usize, bytes: u64) {
         // Collected means: given back already.
         let _ = self.image.release(unit, Charge::Memory, bytes);
     }
 
     /// What every synchronise does.
-    pub(crate) fn shrink_pools(&self, seen: Seen) {
+    pub(crate) fn shrink_pools(&self, seen: SyncScope) {
         let mut pools = lock(&self.pools);
         for pool in pools.pools.values_mut() {
-            pool.sizes.unseen.retain(|stream, _| !seen.covers(*stream));
+            pool.sizes
+                .freed_in_stream
+                .retain(|stream, _| !seen.covers(*stream));
             self.trim(pool, pool.sizes.threshold);
         }
-        pools.leaving.retain(|leaving| {
+        pools.deferred_frees.retain(|leaving| {
             let gone = seen.covers(leaving.stream);
             if gone {
-                self.give_back(leaving.unit, leaving.len);
+                self.release_charge(leaving.unit, leaving.len);
             }
             !gone
         });
     }
 
     /// Frees linear memory in the order of a stream.
-    pub(crate) fn leave(&self, unit: usize, len: u64, stream: u64) {
-        let leaving = Leaving { stream, unit, len };
-        lock(&self.pools).leaving.push(leaving);
+    pub(crate) fn defer_free(&self, unit: usize, len: u64, stream: u64) {
+        let leaving = DeferredFree { stream, unit, len };
+        lock(&self.pools).deferred_frees.push(leaving);
     }
 
     /// A pool with allocations goes when the last of them is freed.
-    fn destroy_pool(&self, pool: u64) -> Answer {
+    fn destroy_pool(&self, pool: u64) -> DriverResult {
         let mut pools = lock(&self.pools);
         let found = pools.live(pool)?;
         if found.default {
@@ -287,51 +289,53 @@ impl Process {
         let place = found.place;
         found.destroyed = true;
         if found.sizes.used == 0 {
-            found.sizes.unseen.clear();
+            found.sizes.freed_in_stream.clear();
             self.trim(found, 0);
             pools.pools.remove(&pool);
         }
-        if let Place::Device(device) = place
-            && pools.present[device] == pool
+        if let PoolLocation::Device(device) = place
+            && pools.current_pools[device] == pool
         {
-            pools.present[device] = default_pool(device);
+            pools.current_pools[device] = default_pool(device);
         }
         Ok(())
     }
 
-    fn place_of(&self, kind: i32, location: Location) -> Result<Place, Code> {
+    fn pool_location(&self, kind: i32, location: Location) -> Result<PoolLocation, Code> {
         match (kind, location.kind) {
-            (PINNED, ON_DEVICE) => Ok(Place::Device(self.device(location.id)?)),
-            (PINNED, ON_HOST | ON_NUMA_NODE) | (MANAGED, 0..=ON_NUMA_NODE) => Ok(Place::Elsewhere),
+            (PINNED, ON_DEVICE) => Ok(PoolLocation::Device(self.device(location.id)?)),
+            (PINNED, ON_HOST | ON_NUMA_NODE) | (MANAGED, 0..=ON_NUMA_NODE) => {
+                Ok(PoolLocation::Host)
+            }
             _ => Err(Code::INVALID_VALUE),
         }
     }
 
     /// The default pool of a location and an allocation type (CUDA 13).
-    fn default_of(&self, kind: i32, location: Location) -> Result<u64, Code> {
-        let place = self.place_of(kind, location)?;
-        if let Place::Device(device) = place {
+    fn default_pool_of(&self, kind: i32, location: Location) -> Result<u64, Code> {
+        let place = self.pool_location(kind, location)?;
+        if let PoolLocation::Device(device) = place {
             return Ok(default_pool(device));
         }
         let mut pools = lock(&self.pools);
         let name = (kind, location.kind, location.id);
-        if let Some(known) = pools.others.get(&name) {
+        if let Some(known) = pools.host_defaults.get(&name) {
             return Ok(*known);
         }
-        let handle = pools.enter(Pool {
+        let handle = pools.insert(Pool {
             default: true,
             ..Pool::new(place)
         });
-        pools.others.insert(name, handle);
+        pools.host_defaults.insert(name, handle);
         Ok(handle)
     }
 
-    fn set_present(&self, device: usize, pool: u64) -> Answer {
+    fn set_current_pool(&self, device: usize, pool: u64) -> DriverResult {
         let mut pools = lock(&self.pools);
-        if pools.live(pool)?.place != Place::Device(device) {
+        if pools.live(pool)?.place != PoolLocation::Device(device) {
             return Err(Code::INVALID_VALUE);
         }
-        pools.present[device] = pool;
+        pools.current_pools[device] = pool;
         Ok(())
     }
 }
@@ -353,7 +357,7 @@ pub(crate) struct PoolProperties {
     location: Location,
 }
 
-fn get_attribute(pool: &Pool, attribute: i32, value: &Out<u64>) -> Answer {
+fn get_attribute(pool: &Pool, attribute: i32, value: &Out<u64>) -> DriverResult {
     let sizes = &pool.sizes;
     match attribute {
         1..=3 => value.cast::<i32>().set(pool.reuse[attribute as usize - 1]),
@@ -366,7 +370,7 @@ fn get_attribute(pool: &Pool, attribute: i32, value: &Out<u64>) -> Answer {
     }
 }
 
-fn set_attribute(pool: &mut Pool, attribute: i32, value: &Out<u64>) -> Answer {
+fn set_attribute(pool: &mut Pool, attribute: i32, value: &Out<u64>) -> DriverResult {
     match attribute {
         1..=3 => pool.reuse[attribute as usize - 1] = value.cast::<i32>().get()?,
         4 => pool.sizes.threshold = value.get()?,
@@ -379,41 +383,42 @@ fn set_attribute(pool: &mut Pool, attribute: i32, value: &Out<u64>) -> Answer {
     Ok(())
 }
 
-fn allocate(address: &Out<u64>, len: u64, pool: Option<u64>, stream: u64) -> Answer {
-    let current = current()?;
+fn allocate(address: &Out<u64>, len: u64, pool: Option<u64>, stream: u64) -> DriverResult {
+    let current = current_context()?;
     if address.is_null() {
         return Err(Code::INVALID_VALUE);
     }
     let stream = current.stream_key(stream)?;
     if current.process.is_captured(stream)? {
-        let made = current
-            .process
-            .make(&current, rounded(len)?, Kind::Captured)?;
+        let made =
+            current
+                .process
+                .map_allocation(&current, round_up(len)?, AllocationKind::Captured)?;
         let node = Node::allocation(current.device, len, made);
-        current.process.capture(stream, node);
+        current.process.append_captured_node(stream, node);
         return address.set(made);
     }
-    let pool = pool.unwrap_or_else(|| lock(&current.process.pools).present[current.device]);
+    let pool = pool.unwrap_or_else(|| lock(&current.process.pools).current_pools[current.device]);
     address.set(current.process.allocate_from(&current, pool, len, stream)?)
 }
 
-fn free(address: u64, stream: u64) -> Answer {
-    let current = current()?;
+fn free(address: u64, stream: u64) -> DriverResult {
+    let current = current_context()?;
     let stream = current.stream_key(stream)?;
     let process = current.process;
-    let around = lock(&process.space).around(address);
-    if around.is_some_and(|(_, found)| found.kind == Kind::Managed) {
+    let around = lock(&process.space).find_containing(address);
+    if around.is_some_and(|(_, found)| found.kind == AllocationKind::Managed) {
         return Err(Code::NOT_SUPPORTED);
     }
     let captured = process.is_captured(stream)?;
-    let gone = process.take(address, |kind| match kind {
-        Kind::Captured => captured,
-        kind => !captured && matches!(kind, Kind::Pool(_) | Kind::Linear),
+    let gone = process.remove_allocation(address, |kind| match kind {
+        AllocationKind::Captured => captured,
+        kind => !captured && matches!(kind, AllocationKind::Pool(_) | AllocationKind::Linear),
     })?;
     if captured {
-        process.capture(stream, Node::Release);
+        process.append_captured_node(stream, Node::Free);
     }
-    process.end_in(address, gone, Some(stream));
+    process.free_allocation_in_stream(address, gone, Some(stream));
     Ok(())
 }
 
@@ -425,41 +430,41 @@ exports! {
     fn cuMemFreeAsync(address: u64, stream: u64) = free(address, stream);
     fn cuMemFreeAsync_ptsz(address: u64, stream: u64) = free(address, stream);
     fn cuDeviceGetDefaultMemPool(pool: Out<u64>, device: i32) = {
-        let process = healthy()?;
+        let process = healthy_process()?;
         pool.set(default_pool(process.device(device)?))
     };
     fn cuDeviceGetMemPool(pool: Out<u64>, device: i32) = {
-        let process = healthy()?;
+        let process = healthy_process()?;
         let device = process.device(device)?;
-        let present = lock(&process.pools).present[device];
+        let present = lock(&process.pools).current_pools[device];
         pool.set(present)
     };
     fn cuDeviceSetMemPool(device: i32, pool: u64) = {
-        let process = healthy()?;
-        process.set_present(process.device(device)?, pool)
+        let process = healthy_process()?;
+        process.set_current_pool(process.device(device)?, pool)
     };
     fn cuMemGetDefaultMemPool(pool: Out<u64>, location: In<Location>, kind: i32) = {
-        pool.set(healthy()?.default_of(kind, location.get()?)?)
+        pool.set(healthy_process()?.default_pool_of(kind, location.get()?)?)
     };
     fn cuMemGetMemPool(pool: Out<u64>, location: In<Location>, kind: i32) = {
-        let (process, location) = (healthy()?, location.get()?);
-        match process.place_of(kind, location)? {
-            Place::Device(device) => {
-                let present = lock(&process.pools).present[device];
+        let (process, location) = (healthy_process()?, location.get()?);
+        match process.pool_location(kind, location)? {
+            PoolLocation::Device(device) => {
+                let present = lock(&process.pools).current_pools[device];
                 pool.set(present)
             }
-            Place::Elsewhere => pool.set(process.default_of(kind, location)?),
+            PoolLocation::Host => pool.set(process.default_pool_of(kind, location)?),
         }
     };
     fn cuMemSetMemPool(location: In<Location>, kind: i32, pool: u64) = {
-        let process = healthy()?;
-        match process.place_of(kind, location.get()?)? {
-            Place::Device(device) => process.set_present(device, pool),
-            Place::Elsewhere => Err(Code::NOT_SUPPORTED),
+        let process = healthy_process()?;
+        match process.pool_location(kind, location.get()?)? {
+            PoolLocation::Device(device) => process.set_current_pool(device, pool),
+            PoolLocation::Host => Err(Code::NOT_SUPPORTED),
         }
     };
     fn cuMemPoolCreate(pool: Out<u64>, properties: In<PoolProperties>) = {
-        let (process, wanted) = (healthy()?, properties.get()?);
+        let (process, wanted) = (healthy_process()?, properties.get()?);
         if wanted.handle_types & !DESCRIPTOR != 0 {
             return Err(Code::NOT_SUPPORTED);
         }
@@ -468,29 +473,29 @@ exports! {
         }
         let made = Pool {
             exportable: wanted.handle_types != 0,
-            ..Pool::new(process.place_of(wanted.kind, wanted.location)?)
+            ..Pool::new(process.pool_location(wanted.kind, wanted.location)?)
         };
-        let handle = lock(&process.pools).enter(made);
+        let handle = lock(&process.pools).insert(made);
         pool.set(handle)
     };
-    fn cuMemPoolDestroy(pool: u64) = healthy()?.destroy_pool(pool);
+    fn cuMemPoolDestroy(pool: u64) = healthy_process()?.destroy_pool(pool);
     fn cuMemPoolGetAttribute(pool: u64, attribute: i32, value: Out<u64>) = {
-        let process = healthy()?;
-        process.check_captures()?;
+        let process = healthy_process()?;
+        process.invalidate_unsafe_captures()?;
         get_attribute(lock(&process.pools).live(pool)?, attribute, &value)
     };
     fn cuMemPoolSetAttribute(pool: u64, attribute: i32, value: Out<u64>) = {
-        set_attribute(lock(&healthy()?.pools).live(pool)?, attribute, &value)
+        set_attribute(lock(&healthy_process()?.pools).live(pool)?, attribute, &value)
     };
     fn cuMemPoolTrimTo(pool: u64, keep: u64) = {
-        let process = healthy()?;
-        process.check_captures()?;
+        let process = healthy_process()?;
+        process.invalidate_unsafe_captures()?;
         let mut pools = lock(&process.pools);
         process.trim(pools.live(pool)?, keep);
         Ok(())
     };
     fn cuMemPoolExportToShareableHandle(shared: Out<i32>, pool: u64, kind: i32, flags: u64) = {
-        let process = healthy()?;
+        let process = healthy_process()?;
         let exportable = lock(&process.pools).live(pool)?.exportable;
         if shared.is_null() || !exportable || kind != DESCRIPTOR || flags != 0 {
             return Err(Code::INVALID_VALUE);
@@ -506,7 +511,7 @@ mod tests {
     use super::*;
 
     fn taken(requests: &[u64]) -> u64 {
-        let mut sizes = Sizes::default();
+        let mut sizes = PoolSizes::default();
         for len in requests {
             let growth = sizes.growth(*len, 0, false);
             sizes.grow(*len, 0, growth);
@@ -515,7 +520,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_grows_in_steps_of_32_mib() {
+    fn pool_grows_in_steps_of_32_mib() {
         assert_eq!(taken(&[1]), 32 << 20);
         assert_eq!(taken(&[33 << 20]), 64 << 20);
         assert_eq!(taken(&[32 << 20]), 32 << 20);
@@ -523,11 +528,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_used_is_never_surplus() {
-        let sizes = Sizes {
+    fn surplus_excludes_memory_in_use() {
+        let sizes = PoolSizes {
             used: 33 << 20,
             reserved: 128 << 20,
-            ..Sizes::default()
+            ..PoolSizes::default()
         };
         assert_eq!(sizes.surplus(0), 64 << 20);
         assert_eq!(sizes.surplus(96 << 20), 32 << 20);
@@ -535,16 +540,16 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_another_stream_has_yet_to_free_is_used_only_when_there_is_no_other() {
-        let mut sizes = Sizes::default();
+    fn pool_reuses_other_streams_memory_only_as_last_resort() {
+        let mut sizes = PoolSizes::default();
         sizes.grow(64 << 20, 1, 64 << 20);
         sizes.used = 0;
-        sizes.unseen.insert(1, 64 << 20);
+        sizes.freed_in_stream.insert(1, 64 << 20);
         assert_eq!(sizes.surplus(0), 0, "no synchronise has seen it");
         assert_eq!(sizes.growth(64 << 20, 1, false), 0);
         assert_eq!(sizes.growth(64 << 20, 2, false), 64 << 20);
         assert_eq!(sizes.growth(64 << 20, 2, true), 0);
         sizes.grow(64 << 20, 2, 0);
-        assert_eq!((sizes.used, sizes.waiting()), (64 << 20, 0));
+        assert_eq!((sizes.used, sizes.unsynchronized()), (64 << 20, 0));
     }
 }

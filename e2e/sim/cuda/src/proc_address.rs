@@ -1,10 +1,10 @@
 //! Finding functions by name and version, as static runtimes do.
 
-use crate::abi::{Answer, Code, Out, Text};
+use crate::abi::{Code, DriverResult, Out, Text};
 use crate::entry::{Export, exports};
 use std::ffi::c_void;
 
-fn all() -> impl Iterator<Item = &'static Export> {
+fn all_exports() -> impl Iterator<Item = &'static Export> {
     let lists = [
         crate::init::EXPORTS,
         crate::device::EXPORTS,
@@ -32,7 +32,7 @@ fn all() -> impl Iterator<Item = &'static Export> {
 }
 
 /// Functions whose newest form has other arguments, with the first CUDA version that means that form.
-const CHANGED: &[(&str, i32, &str, &str)] = &[
+const VERSIONED_SYMBOLS: &[(&str, i32, &str, &str)] = &[
     (
         "cuGraphInstantiate",
         12_000,
@@ -63,9 +63,9 @@ const CHANGED: &[(&str, i32, &str, &str)] = &[
 
 /// The function that a program built for a CUDA version means by a name without a suffix: the newest form,
 /// for all others of ours agree in their arguments.
-fn find(name: &str, version: i32) -> Option<&'static Export> {
-    let exact = |name: &str| all().find(|export| export.name == name);
-    if let Some((_, since, old, new)) = CHANGED.iter().find(|(base, ..)| *base == name) {
+fn resolve_symbol(name: &str, version: i32) -> Option<&'static Export> {
+    let exact = |name: &str| all_exports().find(|export| export.name == name);
+    if let Some((_, since, old, new)) = VERSIONED_SYMBOLS.iter().find(|(base, ..)| *base == name) {
         return exact(if version < *since { old } else { new });
     }
     let newest = ["_v4", "_v3", "_v2", ""]
@@ -74,29 +74,29 @@ fn find(name: &str, version: i32) -> Option<&'static Export> {
     newest.filter(|_| name.starts_with("cu"))
 }
 
-fn put(name: &Text, version: i32, address: &Out<*const c_void>) -> Result<bool, Code> {
-    let found = find(&name.get()?, version);
+fn put_address(name: &Text, version: i32, address: &Out<*const c_void>) -> Result<bool, Code> {
+    let found = resolve_symbol(&name.get()?, version);
     address.set(found.map_or(std::ptr::null(), |export| export.address))?;
     Ok(found.is_some())
 }
 
 /// `CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND`.
-const MISSING: i32 = 1;
+const SYMBOL_NOT_FOUND: i32 = 1;
 
 fn with_status(
     name: &Text,
     version: i32,
     address: &Out<*const c_void>,
     status: &Out<i32>,
-) -> Answer {
-    let found = put(name, version, address)?;
-    status.set_if_asked(if found { 0 } else { MISSING });
+) -> DriverResult {
+    let found = put_address(name, version, address)?;
+    status.set_if_not_null(if found { 0 } else { SYMBOL_NOT_FOUND });
     if found { Ok(()) } else { Err(Code::NOT_FOUND) }
 }
 
 exports! {
     fn cuGetProcAddress(name: Text, address: Out<*const c_void>, version: i32, _flags: u64) = {
-        if put(&name, version, &address)? { Ok(()) } else { Err(Code::NOT_FOUND) }
+        if put_address(&name, version, &address)? { Ok(()) } else { Err(Code::NOT_FOUND) }
     };
     fn cuGetProcAddress_v2(name: Text, address: Out<*const c_void>, version: i32, _flags: u64, status: Out<i32>) = {
         with_status(&name, version, &address, &status)

@@ -4,7 +4,7 @@ use crate::abi::Code;
 use crate::array::Arrays;
 use crate::graph::Graphs;
 use crate::host::Residency;
-use crate::memory::Space;
+use crate::memory::AddressSpace;
 use crate::{
     capture::Captures, context::Contexts, device::Device, library::Libraries, module::Modules,
     multicast::Multicasts, pool::Pools, stream::Streams, vmm::Vmm,
@@ -22,7 +22,7 @@ pub(crate) struct Process {
     pub(crate) image: Image,
     pub(crate) devices: Vec<Device>,
     pub(crate) contexts: Mutex<Contexts>,
-    pub(crate) space: Mutex<Space>,
+    pub(crate) space: Mutex<AddressSpace>,
     pub(crate) arrays: Mutex<Arrays>,
     pub(crate) graphs: Mutex<Graphs>,
     pub(crate) streams: Mutex<Streams>,
@@ -39,7 +39,7 @@ pub(crate) struct Process {
 }
 
 static PROCESS: OnceLock<Process> = OnceLock::new();
-static STARTING: Mutex<()> = Mutex::new(());
+static INIT_LOCK: Mutex<()> = Mutex::new(());
 
 /// Locks; a panic of another thread inside is caught at its entry point and leaves the value usable.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -47,18 +47,18 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The machine's folder: `SIMGPU_DIR`, or the usual place.
-pub(crate) fn folder() -> PathBuf {
+pub(crate) fn machine_dir() -> PathBuf {
     std::env::var_os("SIMGPU_DIR").map_or_else(|| "/run/simgpu".into(), PathBuf::from)
 }
 
 /// The folder of device nodes: `SIMGPU_DEV`, or the usual place.
-fn dev() -> PathBuf {
+fn device_dir() -> PathBuf {
     std::env::var_os("SIMGPU_DEV").map_or_else(|| "/dev".into(), PathBuf::from)
 }
 
 /// Opens and maps the control node for good, as a real `cuInit` does with it and the GPUs' (seen on an H200 with driver
 /// 580). A system that does not allow it has no such mapping.
-fn keep_open(node: &Path) {
+fn map_control_node(node: &Path) {
     let Ok(file) = std::fs::File::open(node) else {
         return;
     };
@@ -77,8 +77,8 @@ fn keep_open(node: &Path) {
 }
 
 /// What `cuInit` does, once.
-pub(crate) fn start() -> Result<(), Code> {
-    let _one = lock(&STARTING);
+pub(crate) fn init_driver() -> Result<(), Code> {
+    let _one = lock(&INIT_LOCK);
     if PROCESS.get().is_none() {
         let process = Process::new()?;
         // Nobody else can have set it: `STARTING` is held.
@@ -98,27 +98,27 @@ pub(crate) fn process() -> Result<&'static Process, Code> {
 }
 
 /// The image, if no fault has poisoned it.
-pub(crate) fn healthy() -> Result<&'static Process, Code> {
+pub(crate) fn healthy_process() -> Result<&'static Process, Code> {
     let process = process()?;
-    process.check()?;
+    process.check_sticky_error()?;
     Ok(process)
 }
 
 impl Process {
     fn new() -> Result<Process, Code> {
-        if !dev().join("nvidiactl").exists() {
+        if !device_dir().join("nvidiactl").exists() {
             return Err(Code::NO_DEVICE);
         }
-        let sim = Sim::open(&folder()).map_err(|error| {
+        let sim = Sim::open(&machine_dir()).map_err(|error| {
             eprintln!("simulated libcuda: {error}");
             Code::from(error)
         })?;
         for gpu in &sim.config.gpu {
-            bursar_sim_state::folder::make_gpu_node(&dev(), gpu.minor);
+            bursar_sim_state::folder::create_gpu_node(&device_dir(), gpu.minor);
         }
-        let devices = crate::device::visible(
+        let devices = crate::device::visible_devices(
             &sim,
-            &dev(),
+            &device_dir(),
             std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref(),
         );
         if devices.is_empty() {
@@ -126,7 +126,7 @@ impl Process {
         }
         let sim = Arc::new(sim);
         let image = Image::register(&sim)?;
-        keep_open(&dev().join("nvidiactl"));
+        map_control_node(&device_dir().join("nvidiactl"));
         Ok(Process {
             pools: Mutex::new(Pools::new(devices.len())),
             contexts: Mutex::new(Contexts::new(devices.len())),
@@ -149,7 +149,7 @@ impl Process {
     }
 
     /// The sticky code, if there is one.
-    pub(crate) fn check(&self) -> Result<(), Code> {
+    pub(crate) fn check_sticky_error(&self) -> Result<(), Code> {
         let injected = self.image.injected();
         if injected != 0 {
             let _ = self.sticky.compare_exchange(0, injected, Relaxed, Relaxed);

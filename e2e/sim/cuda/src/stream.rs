@@ -3,11 +3,11 @@
 //! Work is done when it is submitted, in the caller's thread; only `spin` takes time. A stream is therefore
 //! an instant until which it is busy, and an event the instant that its stream had reached.
 
-use crate::abi::{Answer, Code, Out};
-use crate::context::{Current, current};
+use crate::abi::{Code, DriverResult, Out};
+use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
-use crate::pool::Seen;
-use crate::process::{Process, healthy, lock};
+use crate::pool::SyncScope;
+use crate::process::{Process, healthy_process, lock};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ struct Stream {
     flags: u32,
     priority: i32,
     /// None when it has nothing to do.
-    busy: Option<Instant>,
+    busy_until: Option<Instant>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -26,7 +26,7 @@ struct Event {
     context: u64,
     flags: u32,
     /// When its work is done; none before it is recorded.
-    at: Option<Instant>,
+    completes_at: Option<Instant>,
     /// The stream that it was last recorded in.
     stream: u64,
 }
@@ -38,27 +38,27 @@ const DISABLE_TIMING: u32 = 2;
 pub(crate) struct Streams {
     streams: BTreeMap<u64, Stream>,
     events: BTreeMap<u64, Event>,
-    made: u64,
+    handle_count: u64,
 }
 
 impl Streams {
-    fn handle(&mut self) -> u64 {
-        self.made += 1;
-        0x5157_0000_0000 + self.made * 0x10
+    fn next_handle(&mut self) -> u64 {
+        self.handle_count += 1;
+        0x5157_0000_0000 + self.handle_count * 0x10
     }
 
-    pub(crate) fn forget_context(&mut self, context: u64) {
+    pub(crate) fn remove_context(&mut self, context: u64) {
         self.streams.retain(|_, stream| stream.context != context);
         self.events.retain(|_, event| event.context != context);
     }
 
     /// The stream that a handle means to a context.
-    fn find(&mut self, current: &Current, handle: u64) -> Result<&mut Stream, Code> {
+    fn find(&mut self, current: &CurrentContext, handle: u64) -> Result<&mut Stream, Code> {
         let idle = Stream {
             context: current.context,
             flags: 0,
             priority: 0,
-            busy: None,
+            busy_until: None,
         };
         match handle {
             0..=2 => Ok(self.streams.entry(current.context).or_insert(idle)),
@@ -70,37 +70,37 @@ impl Streams {
         self.streams
             .values()
             .filter(|stream| stream.context == context)
-            .filter_map(|stream| stream.busy)
+            .filter_map(|stream| stream.busy_until)
             .max()
     }
 }
 
 impl Process {
     /// Sleeps until an instant, or until the image is poisoned.
-    fn wait_until(&self, end: Option<Instant>) -> Answer {
+    fn wait_until(&self, end: Option<Instant>) -> DriverResult {
         while let Some(left) = end.and_then(|end| end.checked_duration_since(Instant::now())) {
-            self.check()?;
+            self.check_sticky_error()?;
             std::thread::sleep(left.min(Duration::from_millis(5)));
         }
-        self.check()
+        self.check_sticky_error()
     }
 
     /// Waits for all work of a context.
-    pub(crate) fn wait_for_context(&self, context: u64) -> Answer {
+    pub(crate) fn wait_for_context(&self, context: u64) -> DriverResult {
         let end = lock(&self.streams).busy_until(context);
         self.wait_until(end)
     }
 
     /// Waits as a synchronise does: pools give back what is idle (F15).
-    pub(crate) fn synchronize_context(&self, context: u64) -> Answer {
-        self.check_no_captures()?;
+    pub(crate) fn synchronize_context(&self, context: u64) -> DriverResult {
+        self.invalidate_all_captures()?;
         self.wait_for_context(context)?;
-        self.shrink_pools(Seen::All);
+        self.shrink_pools(SyncScope::All);
         Ok(())
     }
 }
 
-impl Current {
+impl CurrentContext {
     /// A stream's handle is good; what tells it from others: the handles 0, 1 and 2 are one stream.
     pub(crate) fn stream_key(&self, stream: u64) -> Result<u64, Code> {
         lock(&self.process.streams).find(self, stream)?;
@@ -108,23 +108,23 @@ impl Current {
     }
 
     /// A stream's handle is good.
-    pub(crate) fn check_stream(&self, stream: u64) -> Answer {
+    pub(crate) fn check_stream(&self, stream: u64) -> DriverResult {
         self.stream_key(stream).map(|_| ())
     }
 
     /// Keeps a stream busy for some time after what it already has to do.
-    pub(crate) fn occupy(&self, stream: u64, time: Duration) -> Answer {
+    pub(crate) fn extend_busy(&self, stream: u64, time: Duration) -> DriverResult {
         let mut streams = lock(&self.process.streams);
         let stream = streams.find(self, stream)?;
         let now = Instant::now();
-        let start = stream.busy.map_or(now, |busy| busy.max(now));
-        stream.busy = Some(start + time);
+        let start = stream.busy_until.map_or(now, |busy| busy.max(now));
+        stream.busy_until = Some(start + time);
         Ok(())
     }
 
     /// Until when a stream is busy.
     pub(crate) fn busy_until(&self, stream: u64) -> Result<Option<Instant>, Code> {
-        Ok(lock(&self.process.streams).find(self, stream)?.busy)
+        Ok(lock(&self.process.streams).find(self, stream)?.busy_until)
     }
 
     fn event(&self, event: u64) -> Result<Event, Code> {
@@ -135,24 +135,24 @@ impl Current {
             .ok_or(Code::INVALID_HANDLE)
     }
 
-    fn record(&self, event: u64, stream: u64) -> Answer {
+    fn record(&self, event: u64, stream: u64) -> DriverResult {
         let key = self.stream_key(stream)?;
         let mut streams = lock(&self.process.streams);
         let now = Instant::now();
         let at = streams
             .find(self, stream)?
-            .busy
+            .busy_until
             .map_or(now, |busy| busy.max(now));
         let event = streams.events.get_mut(&event).ok_or(Code::INVALID_HANDLE)?;
-        (event.at, event.stream) = (Some(at), key);
+        (event.completes_at, event.stream) = (Some(at), key);
         Ok(())
     }
 }
 
-fn create(out: &Out<u64>, flags: u32, priority: i32) -> Answer {
-    let current = current()?;
+fn create(out: &Out<u64>, flags: u32, priority: i32) -> DriverResult {
+    let current = current_context()?;
     let mut streams = lock(&current.process.streams);
-    let handle = streams.handle();
+    let handle = streams.next_handle();
     out.set(handle)?;
     streams.streams.insert(
         handle,
@@ -160,13 +160,13 @@ fn create(out: &Out<u64>, flags: u32, priority: i32) -> Answer {
             context: current.context,
             flags,
             priority,
-            busy: None,
+            busy_until: None,
         },
     );
     Ok(())
 }
 
-fn ready(until: Option<Instant>) -> Answer {
+fn check_completed(until: Option<Instant>) -> DriverResult {
     if until.is_some_and(|until| until > Instant::now()) {
         Err(Code::NOT_READY)
     } else {
@@ -174,14 +174,17 @@ fn ready(until: Option<Instant>) -> Answer {
     }
 }
 
-fn elapsed(milliseconds: &Out<f32>, start: u64, end: u64) -> Answer {
-    let current = current()?;
+fn elapsed(milliseconds: &Out<f32>, start: u64, end: u64) -> DriverResult {
+    let current = current_context()?;
     let (start, end) = (current.event(start)?, current.event(end)?);
     if (start.flags | end.flags) & DISABLE_TIMING != 0 {
         return Err(Code::INVALID_HANDLE);
     }
-    let (start, end) = start.at.zip(end.at).ok_or(Code::INVALID_HANDLE)?;
-    ready(Some(start.max(end)))?;
+    let (start, end) = start
+        .completes_at
+        .zip(end.completes_at)
+        .ok_or(Code::INVALID_HANDLE)?;
+    check_completed(Some(start.max(end)))?;
     let (forward, back) = (
         end.saturating_duration_since(start),
         start.saturating_duration_since(end),
@@ -193,59 +196,59 @@ exports! {
     fn cuStreamCreate(stream: Out<u64>, flags: u32) = create(&stream, flags, 0);
     fn cuStreamCreateWithPriority(stream: Out<u64>, flags: u32, priority: i32) = create(&stream, flags, priority);
     fn cuStreamDestroy_v2(stream: u64) = {
-        lock(&healthy()?.streams).streams.remove(&stream).map(|_| ()).ok_or(Code::INVALID_HANDLE)
+        lock(&healthy_process()?.streams).streams.remove(&stream).map(|_| ()).ok_or(Code::INVALID_HANDLE)
     };
     fn cuStreamSynchronize(stream: u64) = {
-        let current = current()?;
+        let current = current_context()?;
         let key = current.stream_key(stream)?;
         current.process.wait_until(current.busy_until(stream)?)?;
-        current.process.shrink_pools(Seen::Stream(key));
+        current.process.shrink_pools(SyncScope::Stream(key));
         Ok(())
     };
-    fn cuStreamQuery(stream: u64) = ready(current()?.busy_until(stream)?);
+    fn cuStreamQuery(stream: u64) = check_completed(current_context()?.busy_until(stream)?);
     fn cuStreamGetFlags(stream: u64, flags: Out<u32>) = {
-        let current = current()?;
+        let current = current_context()?;
         let found = lock(&current.process.streams).find(&current, stream)?.flags;
         flags.set(found)
     };
     fn cuStreamGetPriority(stream: u64, priority: Out<i32>) = {
-        let current = current()?;
+        let current = current_context()?;
         let found = lock(&current.process.streams).find(&current, stream)?.priority;
         priority.set(found)
     };
-    fn cuStreamGetId(stream: u64, id: Out<u64>) = id.set(current()?.stream_key(stream)?);
+    fn cuStreamGetId(stream: u64, id: Out<u64>) = id.set(current_context()?.stream_key(stream)?);
     fn cuStreamGetCtx(stream: u64, context: Out<u64>) = {
-        let current = current()?;
+        let current = current_context()?;
         let found = lock(&current.process.streams).find(&current, stream)?.context;
         context.set(found)
     };
     fn cuStreamWaitEvent(stream: u64, event: u64, _flags: u32) = {
-        let current = current()?;
-        let at = current.event(event)?.at;
+        let current = current_context()?;
+        let at = current.event(event)?.completes_at;
         let mut streams = lock(&current.process.streams);
         let stream = streams.find(&current, stream)?;
-        stream.busy = stream.busy.max(at);
+        stream.busy_until = stream.busy_until.max(at);
         Ok(())
     };
     fn cuEventCreate(event: Out<u64>, flags: u32) = {
-        let current = current()?;
+        let current = current_context()?;
         let mut streams = lock(&current.process.streams);
-        let handle = streams.handle();
+        let handle = streams.next_handle();
         event.set(handle)?;
-        streams.events.insert(handle, Event { context: current.context, flags, at: None, stream: 0 });
+        streams.events.insert(handle, Event { context: current.context, flags, completes_at: None, stream: 0 });
         Ok(())
     };
     fn cuEventDestroy_v2(event: u64) = {
-        lock(&healthy()?.streams).events.remove(&event).map(|_| ()).ok_or(Code::INVALID_HANDLE)
+        lock(&healthy_process()?.streams).events.remove(&event).map(|_| ()).ok_or(Code::INVALID_HANDLE)
     };
-    fn cuEventRecord(event: u64, stream: u64) = current()?.record(event, stream);
-    fn cuEventRecordWithFlags(event: u64, stream: u64, _flags: u32) = current()?.record(event, stream);
-    fn cuEventQuery(event: u64) = ready(current()?.event(event)?.at);
+    fn cuEventRecord(event: u64, stream: u64) = current_context()?.record(event, stream);
+    fn cuEventRecordWithFlags(event: u64, stream: u64, _flags: u32) = current_context()?.record(event, stream);
+    fn cuEventQuery(event: u64) = check_completed(current_context()?.event(event)?.completes_at);
     fn cuEventSynchronize(event: u64) = {
-        let current = current()?;
+        let current = current_context()?;
         let event = current.event(event)?;
-        current.process.wait_until(event.at)?;
-        current.process.shrink_pools(Seen::Stream(event.stream));
+        current.process.wait_until(event.completes_at)?;
+        current.process.shrink_pools(SyncScope::Stream(event.stream));
         Ok(())
     };
     fn cuEventElapsedTime(milliseconds: Out<f32>, start: u64, end: u64) = elapsed(&milliseconds, start, end);

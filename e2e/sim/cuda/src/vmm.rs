@@ -1,11 +1,11 @@
 //! Virtual memory management: handles, reservations, mappings, export and import (F2 to F5).
 
-use crate::abi::{Answer, Code, In, Out};
+use crate::abi::{Code, DriverResult, In, Out};
 use crate::entry::exports;
-use crate::memory::{Allocation, Kind, map, unmap};
-use crate::process::{Process, healthy, lock};
+use crate::memory::{Allocation, AllocationKind, map_pages, unmap_pages};
+use crate::process::{Process, healthy_process, lock};
 use bursar_sim_state::Charge;
-use bursar_sim_state::object::{Hold, Object};
+use bursar_sim_state::object::{Object, ObjectPin};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::{BorrowedFd, IntoRawFd};
@@ -25,7 +25,7 @@ struct Handle {
     /// `cuMemRetainAllocationHandle` adds one, `cuMemRelease` takes one. A handle without any is known
     /// by its mappings: it comes again from `cuMemRetainAllocationHandle`.
     references: u32,
-    hold: Option<Hold>,
+    pin: Option<ObjectPin>,
 }
 
 /// All VMM handles and reserved ranges of this image.
@@ -34,12 +34,12 @@ pub(crate) struct Vmm {
     handles: BTreeMap<u64, Handle>,
     /// Address to length.
     reserved: BTreeMap<u64, u64>,
-    made: u64,
+    handle_count: u64,
 }
 
 /// Keeps an object that is bound or mapped into something.
 #[derive(Debug)]
-pub(crate) struct Kept(Object, Hold);
+pub(crate) struct PinnedObject(Object, ObjectPin);
 
 /// `CUmemLocation`.
 #[repr(C)]
@@ -52,7 +52,7 @@ pub(crate) struct Location {
 /// `CUmemAllocationProp`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Properties {
+pub(crate) struct AllocationProperties {
     kind: i32,
     handle_types: i32,
     location: Location,
@@ -63,22 +63,22 @@ pub(crate) struct Properties {
 /// `CUmemAccessDesc`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Access {
+pub(crate) struct AccessDescriptor {
     location: Location,
     flags: i32,
 }
 
 impl Vmm {
-    fn enter(&mut self, object: Object, exportable: bool, hold: Hold) -> u64 {
-        self.made += 1;
-        let handle = 0x5177_0000_0000 + self.made * 0x10;
+    fn insert(&mut self, object: Object, exportable: bool, hold: ObjectPin) -> u64 {
+        self.handle_count += 1;
+        let handle = 0x5177_0000_0000 + self.handle_count * 0x10;
         self.handles.insert(
             handle,
             Handle {
                 object,
                 exportable,
                 references: 1,
-                hold: Some(hold),
+                pin: Some(hold),
             },
         );
         handle
@@ -101,7 +101,7 @@ impl Vmm {
     }
 }
 
-fn aligned(len: u64) -> Answer {
+fn check_aligned(len: u64) -> DriverResult {
     if len != 0 && len.is_multiple_of(GRANULARITY) {
         Ok(())
     } else {
@@ -110,8 +110,8 @@ fn aligned(len: u64) -> Answer {
 }
 
 impl Process {
-    fn create(&self, len: u64, wanted: &Properties) -> Result<u64, Code> {
-        aligned(len)?;
+    fn create(&self, len: u64, wanted: &AllocationProperties) -> Result<u64, Code> {
+        check_aligned(len)?;
         if wanted.kind != 1 || wanted.location.kind != ON_DEVICE {
             return Err(Code::INVALID_VALUE);
         }
@@ -131,36 +131,36 @@ impl Process {
                 .charge(unit, Charge::Client, self.sim.config.client)?;
         }
         let (object, hold) = Object::create(&self.sim, &self.image, unit, len)?;
-        Ok(vmm.enter(object, wanted.handle_types & DESCRIPTOR != 0, hold))
+        Ok(vmm.insert(object, wanted.handle_types & DESCRIPTOR != 0, hold))
     }
 
     /// Keeps the object of a handle.
-    pub(crate) fn keep(&self, handle: u64) -> Result<Kept, Code> {
+    pub(crate) fn pin_handle(&self, handle: u64) -> Result<PinnedObject, Code> {
         let object = lock(&self.vmm).find(handle)?.object;
-        Ok(Kept(object, object.hold(&self.sim, &self.image)?))
+        Ok(PinnedObject(object, object.pin(&self.sim, &self.image)?))
     }
 
     /// Keeps the object that is mapped at an address.
-    pub(crate) fn keep_at(&self, address: u64) -> Result<Kept, Code> {
-        match lock(&self.space).around(address) {
+    pub(crate) fn pin_mapping(&self, address: u64) -> Result<PinnedObject, Code> {
+        match lock(&self.space).find_containing(address) {
             Some((
                 _,
                 Allocation {
-                    kind: Kind::Mapped(object),
+                    kind: AllocationKind::Mapped(object),
                     ..
                 },
-            )) => Ok(Kept(object, object.hold(&self.sim, &self.image)?)),
+            )) => Ok(PinnedObject(object, object.pin(&self.sim, &self.image)?)),
             _ => Err(Code::INVALID_VALUE),
         }
     }
 
     /// Ends what [`Process::keep`] began.
-    pub(crate) fn let_go(&self, Kept(object, hold): Kept) {
+    pub(crate) fn unpin(&self, PinnedObject(object, hold): PinnedObject) {
         drop(hold);
-        object.let_go(&self.sim);
+        object.free_if_unreferenced(&self.sim);
     }
 
-    fn release_handle(&self, handle: u64) -> Answer {
+    fn release_handle(&self, handle: u64) -> DriverResult {
         if self.release_multicast(handle) {
             return Ok(());
         }
@@ -168,17 +168,18 @@ impl Process {
         let found = vmm.find(handle)?;
         found.references -= 1;
         if found.references == 0 {
-            found.hold = None;
+            found.pin = None;
             let object = found.object;
             self.forget_unmapped(&mut vmm, object);
-            object.let_go(&self.sim);
+            object.free_if_unreferenced(&self.sim);
         }
         Ok(())
     }
 
     /// Forgets the handles of an object that have neither a reference nor a mapping.
     fn forget_unmapped(&self, vmm: &mut Vmm, object: Object) {
-        let is_mapped = |left: &Allocation| matches!(left.kind, Kind::Mapped(of) if of == object);
+        let is_mapped =
+            |left: &Allocation| matches!(left.kind, AllocationKind::Mapped(of) if of == object);
         if !lock(&self.space).allocations.values().any(is_mapped) {
             vmm.handles
                 .retain(|_, handle| handle.object != object || handle.references > 0);
@@ -205,32 +206,32 @@ impl Process {
                 .try_clone_to_owned()
                 .map_err(|_| Code::INVALID_VALUE)?,
         );
-        let object = Object::of_descriptor(&self.sim, &file)?;
+        let object = Object::from_descriptor(&self.sim, &file)?;
         let visible = self.devices.iter().any(|device| device.unit == object.unit);
         if !visible {
             return Err(Code::INVALID_DEVICE);
         }
-        let hold = object.hold(&self.sim, &self.image)?;
-        Ok(lock(&self.vmm).enter(object, false, hold))
+        let hold = object.pin(&self.sim, &self.image)?;
+        Ok(lock(&self.vmm).insert(object, false, hold))
     }
 
     fn reserve(&self, len: u64) -> Result<u64, Code> {
-        aligned(len)?;
+        check_aligned(len)?;
         // More than asked for, so that an aligned range is inside.
         let room = len.checked_add(GRANULARITY).ok_or(Code::OUT_OF_MEMORY)?;
-        let (start, mut vmm) = (map(room)?, lock(&self.vmm));
+        let (start, mut vmm) = (map_pages(room)?, lock(&self.vmm));
         let address = start.next_multiple_of(GRANULARITY);
         // SAFETY: the parts of the new mapping before and behind the aligned range; nobody knows them.
         unsafe {
-            unmap_some(start, address - start);
-            unmap_some(address + len, start + room - address - len);
+            unmap_nonempty(start, address - start);
+            unmap_nonempty(address + len, start + room - address - len);
         }
-        cover(address, len)?;
+        map_inaccessible(address, len)?;
         vmm.reserved.insert(address, len);
         Ok(address)
     }
 
-    fn free_range(&self, address: u64, len: u64) -> Answer {
+    fn free_range(&self, address: u64, len: u64) -> DriverResult {
         let mut vmm = lock(&self.vmm);
         let whole = vmm.reserved.get(&address) == Some(&len);
         if !whole
@@ -244,12 +245,12 @@ impl Process {
         }
         vmm.reserved.remove(&address);
         // SAFETY: a whole reservation that is off the list and has no mapping.
-        unsafe { unmap(address, len) };
+        unsafe { unmap_pages(address, len) };
         Ok(())
     }
 
-    fn map_handle(&self, address: u64, len: u64, offset: u64, handle: u64) -> Answer {
-        aligned(len)?;
+    fn map_handle(&self, address: u64, len: u64, offset: u64, handle: u64) -> DriverResult {
+        check_aligned(len)?;
         let mut vmm = lock(&self.vmm);
         let object = vmm.find(handle)?.object;
         let fits = offset
@@ -268,7 +269,7 @@ impl Process {
             .range(address..address + len)
             .next()
             .is_some()
-            || space.around(address).is_some()
+            || space.find_containing(address).is_some()
         {
             return Err(Code::INVALID_VALUE);
         }
@@ -283,7 +284,7 @@ impl Process {
                 libc::PROT_NONE,
             )?
         };
-        let kind = Kind::Mapped(object);
+        let kind = AllocationKind::Mapped(object);
         let mapping = Allocation {
             len,
             kind,
@@ -306,7 +307,8 @@ impl Process {
             .map(|(at, mapping)| (*at, *mapping))
             .collect();
         let next = inside.iter().try_fold(address, |next, (at, mapping)| {
-            (*at == next && matches!(mapping.kind, Kind::Mapped(_))).then_some(at + mapping.len)
+            (*at == next && matches!(mapping.kind, AllocationKind::Mapped(_)))
+                .then_some(at + mapping.len)
         });
         if next == Some(end) && !inside.is_empty() {
             Ok(inside)
@@ -315,20 +317,20 @@ impl Process {
         }
     }
 
-    fn unmap_range(&self, address: u64, len: u64) -> Answer {
+    fn unmap_range(&self, address: u64, len: u64) -> DriverResult {
         for (at, mapping) in self.mappings(address, len)? {
             lock(&self.space).allocations.remove(&at);
-            cover(at, mapping.len)?;
-            if let Kind::Mapped(object) = mapping.kind {
+            map_inaccessible(at, mapping.len)?;
+            if let AllocationKind::Mapped(object) = mapping.kind {
                 self.forget_unmapped(&mut lock(&self.vmm), object);
-                object.let_go(&self.sim);
+                object.free_if_unreferenced(&self.sim);
             }
         }
         Ok(())
     }
 
     /// The last descriptor wins; the device that it names is not looked at, for every device here sees all.
-    fn set_access(&self, address: u64, len: u64, access: &Access) -> Answer {
+    fn set_access(&self, address: u64, len: u64, access: &AccessDescriptor) -> DriverResult {
         let (readable, writable, protection) = match access.flags {
             0 => (false, false, libc::PROT_NONE),
             1 => (true, false, libc::PROT_READ),
@@ -351,16 +353,16 @@ impl Process {
 }
 
 /// # Safety
-/// As [`unmap`]; nothing is unmapped of length 0.
-unsafe fn unmap_some(address: u64, len: u64) {
+/// As [`unmap_pages`]; nothing is unmapped of length 0.
+unsafe fn unmap_nonempty(address: u64, len: u64) {
     if len != 0 {
         // SAFETY: the caller's promise.
-        unsafe { unmap(address, len) };
+        unsafe { unmap_pages(address, len) };
     }
 }
 
 /// Puts inaccessible address space over a range of a reservation.
-fn cover(address: u64, len: u64) -> Answer {
+fn map_inaccessible(address: u64, len: u64) -> DriverResult {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
     let at = address as *mut libc::c_void;
     // SAFETY: only called for ranges inside a reservation of ours that nothing is mapped in any more.
@@ -373,21 +375,21 @@ fn cover(address: u64, len: u64) -> Answer {
 }
 
 exports! {
-    fn cuMemCreate(handle: Out<u64>, len: u64, wanted: In<Properties>, flags: u64) = {
+    fn cuMemCreate(handle: Out<u64>, len: u64, wanted: In<AllocationProperties>, flags: u64) = {
         if handle.is_null() || flags != 0 {
             return Err(Code::INVALID_VALUE);
         }
-        handle.set(healthy()?.create(len, &wanted.get()?)?)
+        handle.set(healthy_process()?.create(len, &wanted.get()?)?)
     };
-    fn cuMemRelease(handle: u64) = healthy()?.release_handle(handle);
+    fn cuMemRelease(handle: u64) = healthy_process()?.release_handle(handle);
     fn cuMemRetainAllocationHandle(handle: Out<u64>, address: u64) = {
-        let process = healthy()?;
-        let around = lock(&process.space).around(address);
-        let Some((_, Allocation { kind: Kind::Mapped(object), .. })) = around else { return Err(Code::INVALID_VALUE) };
+        let process = healthy_process()?;
+        let around = lock(&process.space).find_containing(address);
+        let Some((_, Allocation { kind: AllocationKind::Mapped(object), .. })) = around else { return Err(Code::INVALID_VALUE) };
         let mut vmm = lock(&process.vmm);
         if let Some((known, found)) = vmm.handles.iter_mut().find(|(_, found)| found.object == object) {
             if found.references == 0 {
-                found.hold = Some(object.hold(&process.sim, &process.image)?);
+                found.pin = Some(object.pin(&process.sim, &process.image)?);
             }
             found.references += 1;
             return handle.set(*known);
@@ -398,47 +400,47 @@ exports! {
         if shared.is_null() || kind != DESCRIPTOR || flags != 0 {
             return Err(Code::INVALID_VALUE);
         }
-        shared.set(healthy()?.export(handle)?)
+        shared.set(healthy_process()?.export(handle)?)
     };
     fn cuMemImportFromShareableHandle(handle: Out<u64>, shared: u64, kind: i32) = {
         // Descriptor 0 is a null pointer to it, as on driver 580.
         if handle.is_null() || shared == 0 || kind != DESCRIPTOR {
             return Err(Code::INVALID_VALUE);
         }
-        handle.set(healthy()?.import(i32::try_from(shared).map_err(|_| Code::INVALID_VALUE)?)?)
+        handle.set(healthy_process()?.import(i32::try_from(shared).map_err(|_| Code::INVALID_VALUE)?)?)
     };
-    fn cuMemGetAllocationGranularity(bytes: Out<u64>, _wanted: In<Properties>, _option: i32) = {
-        healthy()?;
+    fn cuMemGetAllocationGranularity(bytes: Out<u64>, _wanted: In<AllocationProperties>, _option: i32) = {
+        healthy_process()?;
         bytes.set(GRANULARITY)
     };
-    fn cuMemGetAllocationPropertiesFromHandle(properties: Out<Properties>, handle: u64) = {
-        let process = healthy()?;
+    fn cuMemGetAllocationPropertiesFromHandle(properties: Out<AllocationProperties>, handle: u64) = {
+        let process = healthy_process()?;
         let mut vmm = lock(&process.vmm);
         let found = vmm.find(handle)?;
         let device = process.devices.iter().position(|device| device.unit == found.object.unit);
         let location = Location { kind: ON_DEVICE, id: device.and_then(|device| i32::try_from(device).ok()).ok_or(Code::UNKNOWN)? };
-        properties.set(Properties { kind: 1, handle_types: i32::from(found.exportable), location, windows: 0, flags: [0; 8] })
+        properties.set(AllocationProperties { kind: 1, handle_types: i32::from(found.exportable), location, windows: 0, flags: [0; 8] })
     };
     fn cuMemAddressReserve(address: Out<u64>, len: u64, _alignment: u64, _wish: u64, flags: u64) = {
         if address.is_null() || flags != 0 {
             return Err(Code::INVALID_VALUE);
         }
-        address.set(healthy()?.reserve(len)?)
+        address.set(healthy_process()?.reserve(len)?)
     };
-    fn cuMemAddressFree(address: u64, len: u64) = healthy()?.free_range(address, len);
+    fn cuMemAddressFree(address: u64, len: u64) = healthy_process()?.free_range(address, len);
     fn cuMemMap(address: u64, len: u64, offset: u64, handle: u64, flags: u64) = {
         if flags != 0 {
             return Err(Code::INVALID_VALUE);
         }
-        healthy()?.map_handle(address, len, offset, handle)
+        healthy_process()?.map_handle(address, len, offset, handle)
     };
-    fn cuMemUnmap(address: u64, len: u64) = healthy()?.unmap_range(address, len);
-    fn cuMemSetAccess(address: u64, len: u64, access: In<Access>, count: u64) = {
-        let process = healthy()?;
+    fn cuMemUnmap(address: u64, len: u64) = healthy_process()?.unmap_range(address, len);
+    fn cuMemSetAccess(address: u64, len: u64, access: In<AccessDescriptor>, count: u64) = {
+        let process = healthy_process()?;
         (0..count as usize).try_for_each(|place| process.set_access(address, len, &access.at(place)?))
     };
     fn cuMemGetAccess(flags: Out<u64>, _location: In<Location>, address: u64) = {
-        let around = lock(&healthy()?.space).around(address);
+        let around = lock(&healthy_process()?.space).find_containing(address);
         let (_, found) = around.ok_or(Code::INVALID_VALUE)?;
         flags.set(u64::from(found.readable) | u64::from(found.writable) << 1)
     };

@@ -12,18 +12,18 @@ use std::os::unix::net::UnixStream;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
 /// What an actor was answered by the driver: words, or a `CUresult`.
-pub type Answer = Result<String, i32>;
+pub type Reply = Result<String, i32>;
 
 /// A running actor; killed when dropped.
 #[derive(Debug)]
-pub struct Actor {
+pub struct DriverClient {
     child: Child,
     socket: UnixStream,
-    answers: BufReader<ChildStdout>,
+    replies: BufReader<ChildStdout>,
 }
 
-impl Actor {
-    pub(crate) fn start(mut command: Command) -> Result<Actor> {
+impl DriverClient {
+    pub(crate) fn spawn(mut command: Command) -> Result<DriverClient> {
         let (socket, theirs) = UnixStream::pair()?;
         let mut child = command
             .stdin(OwnedFd::from(theirs))
@@ -31,10 +31,10 @@ impl Actor {
             .spawn()
             .context("starting an actor")?;
         let answers = BufReader::new(child.stdout.take().context("an actor has no output")?);
-        Ok(Actor {
+        Ok(DriverClient {
             child,
             socket,
-            answers,
+            replies: answers,
         })
     }
 
@@ -47,18 +47,18 @@ impl Actor {
     ///
     /// # Panics
     /// The actor died or does not understand.
-    pub fn ask(&mut self, line: &str) -> Answer {
-        self.tell(line);
-        self.answer()
+    pub fn request(&mut self, line: &str) -> Reply {
+        self.send_request(line);
+        self.read_reply()
     }
 
     /// As [`Actor::ask`], for what must succeed and answers a number.
     ///
     /// # Panics
     /// It does not.
-    pub fn number(&mut self, line: &str) -> u64 {
+    pub fn request_number(&mut self, line: &str) -> u64 {
         let answer = self
-            .ask(line)
+            .request(line)
             .unwrap_or_else(|code| panic!("`{line}` answered {code}"));
         answer
             .parse()
@@ -69,17 +69,18 @@ impl Actor {
     ///
     /// # Panics
     /// The actor is gone.
-    pub fn tell(&mut self, line: &str) {
-        send(&self.socket, format!("{line}\n").as_bytes(), None).expect("the actor listens");
+    pub fn send_request(&mut self, line: &str) {
+        send_with_fd(&self.socket, format!("{line}\n").as_bytes(), None)
+            .expect("the actor listens");
     }
 
     /// The next answer.
     ///
     /// # Panics
     /// The actor is gone, or did not understand.
-    pub fn answer(&mut self) -> Answer {
+    pub fn read_reply(&mut self) -> Reply {
         let mut line = String::new();
-        self.answers
+        self.replies
             .read_line(&mut line)
             .expect("the actor answers");
         match line.trim_end_matches('\n').split_once(' ') {
@@ -96,19 +97,20 @@ impl Actor {
     ///
     /// # Panics
     /// The driver refused to export.
-    pub fn take_export(&mut self, handle: u64) -> Result<OwnedFd> {
-        self.ask(&format!("export {handle}"))
+    pub fn export_fd(&mut self, handle: u64) -> Result<OwnedFd> {
+        self.request(&format!("export {handle}"))
             .unwrap_or_else(|code| panic!("export answered {code}"));
-        receive(&self.socket)
+        receive_fd(&self.socket)
     }
 
     /// Sends a descriptor and has it imported.
     ///
     /// # Panics
     /// The actor is gone.
-    pub fn import(&mut self, descriptor: &OwnedFd) -> Answer {
-        send(&self.socket, b"import\n", Some(descriptor.as_fd())).expect("the actor listens");
-        self.answer()
+    pub fn import_fd(&mut self, descriptor: &OwnedFd) -> Reply {
+        send_with_fd(&self.socket, b"import\n", Some(descriptor.as_fd()))
+            .expect("the actor listens");
+        self.read_reply()
     }
 
     /// SIGKILLs it and waits until it is gone.
@@ -121,7 +123,7 @@ impl Actor {
     }
 }
 
-impl Drop for Actor {
+impl Drop for DriverClient {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -132,7 +134,11 @@ impl Drop for Actor {
 ///
 /// # Errors
 /// The system's.
-pub fn send(socket: &UnixStream, bytes: &[u8], descriptor: Option<BorrowedFd<'_>>) -> Result<()> {
+pub fn send_with_fd(
+    socket: &UnixStream,
+    bytes: &[u8],
+    descriptor: Option<BorrowedFd<'_>>,
+) -> Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let descriptors = descriptor.map(|descriptor| [descriptor]);
@@ -152,7 +158,7 @@ pub fn send(socket: &UnixStream, bytes: &[u8], descriptor: Option<BorrowedFd<'_>
 ///
 /// # Errors
 /// The system's, or there was no descriptor.
-pub fn receive(socket: impl AsFd) -> Result<OwnedFd> {
+pub fn receive_fd(socket: impl AsFd) -> Result<OwnedFd> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];

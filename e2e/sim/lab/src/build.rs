@@ -7,14 +7,14 @@ use std::sync::{Mutex, PoisonError};
 
 /// What was built, and where it is.
 #[derive(Debug, Clone)]
-pub(crate) struct Driver {
+pub(crate) struct DriverArtifacts {
     pub(crate) cuda: PathBuf,
     pub(crate) nvml: PathBuf,
     pub(crate) simgpu: PathBuf,
-    pub(crate) actor: PathBuf,
+    pub(crate) client: PathBuf,
 }
 
-static BUILT: Mutex<Option<Driver>> = Mutex::new(None);
+static ARTIFACTS: Mutex<Option<DriverArtifacts>> = Mutex::new(None);
 
 const PACKAGES: [&str; 4] = [
     "bursar-sim-cuda",
@@ -23,16 +23,16 @@ const PACKAGES: [&str; 4] = [
     "bursar-sim-lab",
 ];
 
-pub(crate) fn driver() -> Result<Driver> {
-    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+pub(crate) fn driver_artifacts() -> Result<DriverArtifacts> {
+    let mut built = ARTIFACTS.lock().unwrap_or_else(PoisonError::into_inner);
     match &*built {
         Some(driver) => Ok(driver.clone()),
-        None => Ok(built.insert(build()?).clone()),
+        None => Ok(built.insert(build_artifacts()?).clone()),
     }
 }
 
 /// Cargo holds no lock while tests run, so it can be called from one. Its own messages say where it put things.
-fn build() -> Result<Driver> {
+fn build_artifacts() -> Result<DriverArtifacts> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command
@@ -72,10 +72,10 @@ fn build() -> Result<Driver> {
             file.with_context(|| format!("{target} has no file"))?,
         ))
     };
-    Ok(Driver {
+    Ok(DriverArtifacts {
         cuda: find("bursar_sim_cuda", "cdylib")?,
         nvml: find("bursar_sim_nvml", "cdylib")?,
         simgpu: find("simgpu", "bin")?,
-        actor: find("sim-actor", "bin")?,
+        client: find("sim-actor", "bin")?,
     })
 }

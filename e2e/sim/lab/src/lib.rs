@@ -4,17 +4,17 @@
 //! dependency), once per test process, and lays out a folder of its own under the system's temporary folder.
 //! [`Lab::actor`] starts `sim-actor`, a CUDA and NVML program (over unchanged cudarc and nvml-wrapper) that
 //! does what it is told line by line, so that a test can stage forks, kills and descriptors in flight.
-//! [`inside`] runs a test's own code on such a machine.
+//! [`run_in_subprocess`] runs a test's own code on such a machine.
 
 mod actor;
 mod build;
 mod inside;
 
-pub use actor::{Actor, Answer, receive, send};
-pub use inside::{inside, role, twin};
+pub use actor::{DriverClient, Reply, receive_fd, send_with_fd};
+pub use inside::{peer_command, peer_role, run_in_subprocess};
 
 use anyhow::{Context as _, Result, ensure};
-use bursar_sim_state::{Folder, Sim};
+use bursar_sim_state::{MachineDir, Sim};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -53,22 +53,22 @@ minor = 0
 
 /// A laid-out machine; gone when dropped.
 #[derive(Debug)]
-pub struct Lab {
+pub struct SimMachine {
     folder: tempfile::TempDir,
 }
 
-impl Lab {
+impl SimMachine {
     /// Lays out a machine with that `config.toml`.
     ///
     /// # Errors
     /// The libraries cannot be built, or the configuration is refused.
-    pub fn new(config: &str) -> Result<Lab> {
-        let built = build::driver()?;
+    pub fn new(config: &str) -> Result<SimMachine> {
+        let built = build::driver_artifacts()?;
         let folder = tempfile::Builder::new().prefix("simgpu-").tempdir()?;
         let file = folder.path().join("given.toml");
         std::fs::write(&file, config)?;
-        Folder::at(folder.path()).init(&file, &[built.cuda.clone(), built.nvml.clone()])?;
-        Ok(Lab { folder })
+        MachineDir::at(folder.path()).init(&file, &[built.cuda.clone(), built.nvml.clone()])?;
+        Ok(SimMachine { folder })
     }
 
     /// The machine's folder, `SIMGPU_DIR`.
@@ -78,7 +78,7 @@ impl Lab {
 
     /// A driver library: `libcuda.so.1` or `libnvidia-ml.so.1`.
     pub fn library(&self, name: &str) -> PathBuf {
-        Folder::at(self.path()).libraries().join(name)
+        MachineDir::at(self.path()).libraries().join(name)
     }
 
     /// The machine as the tests' own process sees it.
@@ -92,7 +92,7 @@ impl Lab {
     /// A command that finds this machine and its libraries.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new(program);
-        let folder = Folder::at(self.path());
+        let folder = MachineDir::at(self.path());
         command
             .env("SIMGPU_DIR", self.path())
             .env("SIMGPU_DEV", folder.dev());
@@ -106,9 +106,9 @@ impl Lab {
     ///
     /// # Errors
     /// It failed; with what it said.
-    pub fn simgpu(&self, arguments: &[&str]) -> Result<String> {
+    pub fn run_simgpu(&self, arguments: &[&str]) -> Result<String> {
         let output = self
-            .command(&build::driver()?.simgpu)
+            .command(&build::driver_artifacts()?.simgpu)
             .args(arguments)
             .output()
             .context("running simgpu")?;
@@ -124,15 +124,15 @@ impl Lab {
     ///
     /// # Errors
     /// It cannot be built or started.
-    pub fn actor(&self) -> Result<Actor> {
-        Actor::start(self.command(&build::driver()?.actor))
+    pub fn spawn_client(&self) -> Result<DriverClient> {
+        DriverClient::spawn(self.command(&build::driver_artifacts()?.client))
     }
 
     /// Starts an actor as the first process of a pid namespace of its own, as a container has one.
     ///
     /// # Errors
     /// As [`Lab::actor`]; or the system lets us make no namespaces.
-    pub fn actor_in_pid_namespace(&self) -> Result<Actor> {
+    pub fn spawn_client_in_pid_namespace(&self) -> Result<DriverClient> {
         let mut command = self.command("unshare");
         command.args([
             "--user",
@@ -142,7 +142,7 @@ impl Lab {
             "--mount-proc",
             "--kill-child",
         ]);
-        command.arg(build::driver()?.actor);
-        Actor::start(command)
+        command.arg(build::driver_artifacts()?.client);
+        DriverClient::spawn(command)
     }
 }

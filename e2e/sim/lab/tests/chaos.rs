@@ -4,25 +4,25 @@
     reason = "a failed `unwrap` is a failed test, with its place"
 )]
 
-use bursar_sim_lab::{Actor, Lab, ONE_GPU};
+use bursar_sim_lab::{DriverClient, ONE_GPU, SimMachine};
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-const ACTORS: u64 = 8;
+const CLIENTS: u64 = 8;
 const STEPS: u64 = 1000;
 
 /// One life after the other, each ended by SIGKILL, sometimes in the middle of a call.
-fn live(lab: &Lab, seed: u64) {
+fn allocate_and_crash(lab: &SimMachine, seed: u64) {
     let mut dice = StdRng::seed_from_u64(seed);
-    let mut actor: Option<Actor> = None;
+    let mut actor: Option<DriverClient> = None;
     let mut held: Vec<String> = Vec::new();
     for _ in 0..STEPS {
         let Some(living) = &mut actor else {
-            let mut fresh = lab.actor().unwrap();
+            let mut fresh = lab.spawn_client().unwrap();
             // A full card refuses a context: the next life is luckier.
-            if fresh.ask("context 0").is_ok() {
+            if fresh.request("context 0").is_ok() {
                 actor = Some(fresh);
             }
             continue;
@@ -31,39 +31,39 @@ fn live(lab: &Lab, seed: u64) {
         match dice.random_range(0..12) {
             0..=3 => held.extend(
                 living
-                    .ask(&format!("alloc {size}"))
+                    .request(&format!("alloc {size}"))
                     .ok()
                     .map(|at| format!("free {at}")),
             ),
             4..=6 => held.extend(
                 living
-                    .ask(&format!("create {size}"))
+                    .request(&format!("create {size}"))
                     .ok()
                     .map(|handle| format!("release {handle}")),
             ),
             7 => held.extend(
                 living
-                    .ask(&format!("poolalloc {size}"))
+                    .request(&format!("poolalloc {size}"))
                     .ok()
                     .map(|at| format!("poolfree {at}")),
             ),
             8..=10 if !held.is_empty() => {
                 let place = dice.random_range(0..held.len());
-                living.ask(&held.swap_remove(place)).unwrap();
+                living.request(&held.swap_remove(place)).unwrap();
             }
             11 => {
-                living.tell(&format!("alloc {size}"));
+                living.send_request(&format!("alloc {size}"));
                 actor.take().unwrap().kill();
                 held.clear();
             }
-            _ => drop(living.ask("sync").unwrap()),
+            _ => drop(living.request("sync").unwrap()),
         }
     }
 }
 
 #[test]
-fn the_sum_never_exceeds_the_card_and_all_of_it_comes_back() {
-    let lab = Lab::new(ONE_GPU).unwrap();
+fn usage_stays_within_gpu_and_returns_to_zero_after_kills() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
     let done = AtomicBool::new(false);
     let highest = thread::scope(|scope| {
         let watcher = scope.spawn(|| {
@@ -84,11 +84,11 @@ fn the_sum_never_exceeds_the_card_and_all_of_it_comes_back() {
             }
             highest
         });
-        let lives: Vec<_> = (0..ACTORS)
+        let lives: Vec<_> = (0..CLIENTS)
             .map(|seed| {
                 scope.spawn({
                     let lab = &lab;
-                    move || live(lab, seed)
+                    move || allocate_and_crash(lab, seed)
                 })
             })
             .collect();

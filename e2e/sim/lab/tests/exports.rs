@@ -6,7 +6,7 @@
     reason = "a failed `unwrap` is a failed test, with its place"
 )]
 
-use bursar_sim_lab::{Lab, ONE_GPU};
+use bursar_sim_lab::{ONE_GPU, SimMachine};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -46,8 +46,8 @@ fn check(readme: PathBuf, expected: &str) {
 }
 
 #[test]
-fn the_documentation_of_libcuda_lists_its_entry_points() {
-    let lab = Lab::new(ONE_GPU).unwrap();
+fn readme_lists_entry_points_of_libcuda() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cuda");
     let source = std::fs::read_to_string(folder.join("src/unsupported.rs")).unwrap();
     let (_, block) = source.split_once("unsupported! {\n").unwrap();
@@ -69,8 +69,8 @@ fn the_documentation_of_libcuda_lists_its_entry_points() {
 }
 
 #[test]
-fn the_documentation_of_libnvidia_ml_lists_its_entry_points() {
-    let lab = Lab::new(ONE_GPU).unwrap();
+fn readme_lists_entry_points_of_libnvidia_ml() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../nvml");
     check(
         folder.join("README.md"),

@@ -4,7 +4,7 @@
     reason = "a failed `unwrap` is a failed test, with its place"
 )]
 
-use bursar_sim_lab::{Lab, ONE_GPU};
+use bursar_sim_lab::{ONE_GPU, SimMachine};
 use std::process::Command;
 use std::time::Duration;
 
@@ -20,8 +20,8 @@ fn run(command: &mut Command) -> String {
 }
 
 #[test]
-fn a_plain_c_program_linked_against_libcuda_runs() {
-    let lab = Lab::new(ONE_GPU).unwrap();
+fn c_program_runs_when_linked_against_libcuda() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
     let (source, program) = (lab.path().join("program.c"), lab.path().join("program"));
     std::fs::write(&source, include_str!("program.c")).unwrap();
     let mut compile = Command::new("cc");
@@ -42,8 +42,8 @@ fn a_plain_c_program_linked_against_libcuda_runs() {
 }
 
 #[test]
-fn python_ctypes_runs() {
-    let lab = Lab::new(ONE_GPU).unwrap();
+fn python_program_runs_over_ctypes() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
     let program = r#"
 import ctypes
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -64,23 +64,23 @@ print(back.raw.decode())
 }
 
 #[test]
-fn cudarcs_safe_interface_runs_unchanged() {
-    let lab = Lab::new(ONE_GPU).unwrap();
-    let mut actor = lab.actor().unwrap();
+fn cudarc_program_runs_unchanged() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let mut actor = lab.spawn_client().unwrap();
     assert_eq!(
-        actor.ask("cudarc"),
+        actor.request("cudarc"),
         Ok(format!("sum 8128 used {}", CONTEXT + (32 << 20)))
     );
 }
 
 #[test]
-fn untouched_device_memory_takes_no_host_memory() {
-    let lab = Lab::new(ONE_GPU).unwrap();
-    let mut actor = lab.actor().unwrap();
-    actor.ask("context 0").unwrap();
-    actor.number("alloc 8589934592");
-    let handle = actor.number("create 4294967296");
-    actor.number(&format!("attach {handle} 4294967296"));
+fn device_memory_takes_no_host_memory_until_touched() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let mut actor = lab.spawn_client().unwrap();
+    actor.request("context 0").unwrap();
+    actor.request_number("alloc 8589934592");
+    let handle = actor.request_number("create 4294967296");
+    actor.request_number(&format!("attach {handle} 4294967296"));
     let status = std::fs::read_to_string(format!("/proc/{}/status", actor.pid())).unwrap();
     let resident = status
         .lines()
@@ -91,53 +91,53 @@ fn untouched_device_memory_takes_no_host_memory() {
 }
 
 #[test]
-fn a_lost_gpu_answers_gpu_is_lost_until_it_is_restored() {
-    let lab = Lab::new(ONE_GPU).unwrap();
-    let (mut observer, mut program) = (lab.actor().unwrap(), lab.actor().unwrap());
-    program.ask("context 0").unwrap();
-    assert_eq!(observer.number("nvml-used 0"), 518 << 20);
-    lab.simgpu(&["lose", UUID]).unwrap();
-    assert_eq!(observer.ask("nvml-used 0"), Err(15));
-    assert_eq!(observer.number("nvml-count"), 1);
-    assert_eq!(program.ask("sync"), Err(46));
-    lab.simgpu(&["restore", "0"]).unwrap();
-    assert_eq!(observer.number("nvml-used 0"), 518 << 20);
-    assert_eq!(program.ask("sync"), Ok(String::new()));
+fn nvml_returns_gpu_is_lost_until_gpu_is_restored() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let (mut observer, mut program) = (lab.spawn_client().unwrap(), lab.spawn_client().unwrap());
+    program.request("context 0").unwrap();
+    assert_eq!(observer.request_number("nvml-used 0"), 518 << 20);
+    lab.run_simgpu(&["lose", UUID]).unwrap();
+    assert_eq!(observer.request("nvml-used 0"), Err(15));
+    assert_eq!(observer.request_number("nvml-count"), 1);
+    assert_eq!(program.request("sync"), Err(46));
+    lab.run_simgpu(&["restore", "0"]).unwrap();
+    assert_eq!(observer.request_number("nvml-used 0"), 518 << 20);
+    assert_eq!(program.request("sync"), Ok(String::new()));
 }
 
 #[test]
-fn an_xid_wakes_a_waiting_event_set() {
-    let lab = Lab::new(ONE_GPU).unwrap();
-    let mut observer = lab.actor().unwrap();
-    observer.tell("nvml-wait 10000");
-    assert_eq!(observer.answer(), Ok("waiting".to_owned()));
-    lab.simgpu(&["xid", "0", "48", "--pid", "77"]).unwrap();
-    let event = observer.answer().unwrap();
+fn event_set_wakes_when_xid_is_raised() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let mut observer = lab.spawn_client().unwrap();
+    observer.send_request("nvml-wait 10000");
+    assert_eq!(observer.read_reply(), Ok("waiting".to_owned()));
+    lab.run_simgpu(&["xid", "0", "48", "--pid", "77"]).unwrap();
+    let event = observer.read_reply().unwrap();
     assert!(event.contains("48"), "{event}");
     assert!(
-        lab.simgpu(&["status"])
+        lab.run_simgpu(&["status"])
             .unwrap()
             .contains(&format!("xid 48 on {UUID} pid 77"))
     );
 }
 
 #[test]
-fn a_fault_raises_an_xid_and_silence_is_a_timeout() {
-    let lab = Lab::new(ONE_GPU).unwrap();
-    let (mut observer, mut program) = (lab.actor().unwrap(), lab.actor().unwrap());
-    program.ask("context 0").unwrap();
-    observer.tell("nvml-wait 10000");
-    observer.answer().unwrap();
-    program.ask("launch fault").unwrap();
-    assert!(observer.answer().unwrap().contains("31"));
-    observer.tell("nvml-wait 50");
-    observer.answer().unwrap();
-    assert_eq!(observer.answer(), Err(10));
+fn event_wait_gets_fault_xid_and_times_out_without_one() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let (mut observer, mut program) = (lab.spawn_client().unwrap(), lab.spawn_client().unwrap());
+    program.request("context 0").unwrap();
+    observer.send_request("nvml-wait 10000");
+    observer.read_reply().unwrap();
+    program.request("launch fault").unwrap();
+    assert!(observer.read_reply().unwrap().contains("31"));
+    observer.send_request("nvml-wait 50");
+    observer.read_reply().unwrap();
+    assert_eq!(observer.read_reply(), Err(10));
 }
 
 #[test]
-fn a_device_without_its_node_is_not_there() {
-    let lab = Lab::new(&format!(
+fn device_is_absent_when_its_node_is_missing() {
+    let lab = SimMachine::new(&format!(
         "{ONE_GPU}{}",
         ONE_GPU
             .replace("0001", "0002")
@@ -148,32 +148,32 @@ fn a_device_without_its_node_is_not_there() {
     std::fs::remove_file(&node).unwrap();
     // `cuInit` of root would make it again; it makes nothing in the place of a link.
     std::os::unix::fs::symlink("nothing", node).unwrap();
-    let mut actor = lab.actor().unwrap();
-    assert_eq!(actor.number("nvml-count"), 1);
-    actor.ask("context 0").unwrap();
-    assert_eq!(actor.ask("context 1"), Err(101));
+    let mut actor = lab.spawn_client().unwrap();
+    assert_eq!(actor.request_number("nvml-count"), 1);
+    actor.request("context 0").unwrap();
+    assert_eq!(actor.request("context 1"), Err(101));
     std::thread::sleep(Duration::from_millis(1));
     let sim = lab.sim().unwrap();
     assert_eq!((sim.used(0), sim.used(1)), (0, 518 << 20));
 }
 
 #[test]
-fn an_instance_has_its_own_memory_and_its_gpu_the_sum() {
+fn gpu_usage_is_sum_of_mig_instances() {
     let mig = "mig = [{ profile = \"3g.8gb\", uuid = \"MIG-00000000-0000-0000-0000-000000000009\", memory = \"8Gi\" }]\n";
-    let lab = Lab::new(&format!("{ONE_GPU}{mig}")).unwrap();
-    let mut actor = lab.actor().unwrap();
-    actor.ask("context 0").unwrap();
-    assert_eq!(actor.ask("alloc 8589934592"), Err(2));
-    actor.number("alloc 4294967296");
-    assert_eq!(actor.number("nvml-used 0"), (4 << 30) + (518 << 20));
+    let lab = SimMachine::new(&format!("{ONE_GPU}{mig}")).unwrap();
+    let mut actor = lab.spawn_client().unwrap();
+    actor.request("context 0").unwrap();
+    assert_eq!(actor.request("alloc 8589934592"), Err(2));
+    actor.request_number("alloc 4294967296");
+    assert_eq!(actor.request_number("nvml-used 0"), (4 << 30) + (518 << 20));
     let sim = lab.sim().unwrap();
     assert_eq!(sim.usage(1).total, 8 << 30);
     assert_eq!(sim.used(1), (4 << 30) + (518 << 20));
 }
 
 #[test]
-fn a_call_that_is_not_supported_says_so_and_is_logged() {
-    let lab = Lab::new(ONE_GPU).unwrap();
+fn unsupported_call_returns_not_supported_and_is_logged() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
     let program = "import ctypes\ncuda = ctypes.CDLL('libcuda.so.1')\ncuda.cuInit(0)\nprint(cuda.cuTexRefCreate(0))";
     assert_eq!(run(lab.command("python3").args(["-c", program])), "801\n");
     let log = std::fs::read_to_string(lab.path().join("state/log")).unwrap();
@@ -181,19 +181,21 @@ fn a_call_that_is_not_supported_says_so_and_is_logged() {
 }
 
 #[test]
-fn a_container_process_has_the_hosts_pid_on_the_hosts_list_and_its_own_on_that_of_its_namespace() {
-    let lab = Lab::new(ONE_GPU).unwrap();
-    let (mut contained, mut observer) =
-        (lab.actor_in_pid_namespace().unwrap(), lab.actor().unwrap());
-    contained.ask("context 0").unwrap();
-    assert_eq!(contained.ask("pid"), Ok("1".to_owned()));
+fn nvml_lists_pids_of_observers_pid_namespace() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let (mut contained, mut observer) = (
+        lab.spawn_client_in_pid_namespace().unwrap(),
+        lab.spawn_client().unwrap(),
+    );
+    contained.request("context 0").unwrap();
+    assert_eq!(contained.request("pid"), Ok("1".to_owned()));
     assert_eq!(
-        contained.ask("nvml-processes 0"),
+        contained.request("nvml-processes 0"),
         Ok(format!("1:{CONTEXT}"))
     );
-    let mut elsewhere = lab.actor_in_pid_namespace().unwrap();
-    assert_eq!(elsewhere.ask("nvml-processes 0"), Ok(String::new()));
-    let listed = observer.ask("nvml-processes 0").unwrap();
+    let mut elsewhere = lab.spawn_client_in_pid_namespace().unwrap();
+    assert_eq!(elsewhere.request("nvml-processes 0"), Ok(String::new()));
+    let listed = observer.request("nvml-processes 0").unwrap();
     let (pid, bytes) = listed.split_once(':').unwrap();
     assert_eq!(bytes.parse(), Ok(CONTEXT));
     assert_eq!(

@@ -14,7 +14,7 @@ pub type Text = ffi::Text<Code>;
 pub struct Code(pub(crate) u32);
 
 /// What an entry point ends with.
-pub(crate) type Answer = Result<(), Code>;
+pub(crate) type NvmlResult = Result<(), Code>;
 
 impl Code {
     pub(crate) const UNINITIALIZED: Code = Code(1);
@@ -37,7 +37,7 @@ impl From<NullPointer> for Code {
 }
 
 /// Runs an entry point's body; no panic leaves the library.
-pub(crate) fn call(body: impl FnOnce() -> Answer) -> u32 {
+pub(crate) fn call(body: impl FnOnce() -> NvmlResult) -> u32 {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => 0,
         Ok(Err(Code(code))) => code,
@@ -46,7 +46,7 @@ pub(crate) fn call(body: impl FnOnce() -> Answer) -> u32 {
 }
 
 /// Writes a string with its NUL into a caller's buffer.
-pub(crate) fn put_text(buffer: &Out<u8>, len: u32, text: &str) -> Answer {
+pub(crate) fn put_text(buffer: &Out<u8>, len: u32, text: &str) -> NvmlResult {
     if text.len() >= len as usize {
         return Err(Code::INSUFFICIENT_SIZE);
     }

@@ -1,6 +1,6 @@
 //! Handles, and who a device is.
 
-use crate::abi::{Answer, Code, Out, Text, exports, put_text};
+use crate::abi::{Code, NvmlResult, Out, Text, exports, put_text};
 use crate::library::{Library, library};
 use bursar_sim_state::Unit;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 const FIRST: u64 = 0x4e56_0000_0100;
 const STEP: u64 = 0x100;
 
-pub(crate) fn handle(unit: &Unit) -> u64 {
+pub(crate) fn device_handle(unit: &Unit) -> u64 {
     FIRST + unit.index as u64 * STEP
 }
 
@@ -21,21 +21,21 @@ pub(crate) struct Device {
 }
 
 /// The device of a handle, lost or not.
-pub(crate) fn known(device: u64) -> Result<Device, Code> {
+pub(crate) fn find_device(device: u64) -> Result<Device, Code> {
     let library = library()?;
     let unit = library
         .sim
         .units
         .iter()
-        .find(|unit| handle(unit) == device)
+        .find(|unit| device_handle(unit) == device)
         .cloned()
         .ok_or(Code::INVALID_ARGUMENT)?;
     Ok(Device { library, unit })
 }
 
 /// The device of a handle, if it is on the bus.
-pub(crate) fn present(device: u64) -> Result<Device, Code> {
-    let device = known(device)?;
+pub(crate) fn present_device(device: u64) -> Result<Device, Code> {
+    let device = find_device(device)?;
     device.library.sim.wait_while_hung(Some(device.unit.gpu));
     if device.library.sim.is_lost(device.unit.index) {
         Err(Code::GPU_IS_LOST)
@@ -45,12 +45,12 @@ pub(crate) fn present(device: u64) -> Result<Device, Code> {
 }
 
 impl Device {
-    pub(crate) fn card(&self) -> &bursar_sim_state::config::Gpu {
+    pub(crate) fn gpu_config(&self) -> &bursar_sim_state::config::Gpu {
         &self.library.sim.config.gpu[self.unit.gpu]
     }
 
     fn name(&self) -> String {
-        let card = self.card();
+        let card = self.gpu_config();
         self.unit.mig.map_or_else(
             || card.name.clone(),
             |mig| format!("{} MIG {}", card.name, card.mig[mig].profile),
@@ -58,30 +58,30 @@ impl Device {
     }
 
     fn bus_id(&self) -> String {
-        self.card().bus_id(self.unit.gpu)
+        self.gpu_config().bus_id(self.unit.gpu)
     }
 }
 
-fn by_index(index: u32, out: &Out<u64>) -> Answer {
+fn by_index(index: u32, out: &Out<u64>) -> NvmlResult {
     let library = library()?;
     let gpus = library.gpus();
     let unit = gpus.get(index as usize).ok_or(Code::INVALID_ARGUMENT)?;
-    library.hold(unit);
-    out.set(handle(unit))
+    library.open_device_node(unit);
+    out.set(device_handle(unit))
 }
 
 /// Every GPU is opened that it is compared with.
-fn by_uuid(text: &Text, out: &Out<u64>) -> Answer {
+fn by_uuid(text: &Text, out: &Out<u64>) -> NvmlResult {
     let (library, wanted) = (library()?, text.get()?);
     let mut units = library.units();
     let found = units.find(|unit| {
-        library.hold(unit);
+        library.open_device_node(unit);
         library.sim.uuid(unit) == wanted
     });
-    out.set(handle(found.ok_or(Code::NOT_FOUND)?))
+    out.set(device_handle(found.ok_or(Code::NOT_FOUND)?))
 }
 
-fn by_bus_id(text: &Text, out: &Out<u64>) -> Answer {
+fn by_bus_id(text: &Text, out: &Out<u64>) -> NvmlResult {
     let (library, wanted) = (library()?, text.get()?.to_uppercase());
     // Callers write the domain with 4 digits, 8, or not at all.
     let wanted = wanted.trim_start_matches('0').trim_start_matches(':');
@@ -95,8 +95,8 @@ fn by_bus_id(text: &Text, out: &Out<u64>) -> Answer {
         .into_iter()
         .find(|unit| bus_id(unit).trim_start_matches('0').trim_start_matches(':') == wanted);
     let unit = found.ok_or(Code::NOT_FOUND)?;
-    library.hold(unit);
-    out.set(handle(unit))
+    library.open_device_node(unit);
+    out.set(device_handle(unit))
 }
 
 /// `nvmlPciInfo_t`.
@@ -112,7 +112,7 @@ pub(crate) struct PciInfo {
     bus_id: [u8; 32],
 }
 
-fn fixed<const N: usize>(text: &str) -> [u8; N] {
+fn to_fixed_bytes<const N: usize>(text: &str) -> [u8; N] {
     let mut bytes = [0; N];
     for (place, byte) in bytes.iter_mut().take(N - 1).zip(text.bytes()) {
         *place = byte;
@@ -120,7 +120,7 @@ fn fixed<const N: usize>(text: &str) -> [u8; N] {
     bytes
 }
 
-fn pci(device: &Device) -> PciInfo {
+fn pci_info(device: &Device) -> PciInfo {
     let id = device.bus_id();
     let part = |from: usize, to: usize| {
         id.get(from..to)
@@ -128,13 +128,13 @@ fn pci(device: &Device) -> PciInfo {
             .unwrap_or(0)
     };
     PciInfo {
-        bus_id_legacy: fixed(id.get(4..).unwrap_or_default()),
+        bus_id_legacy: to_fixed_bytes(id.get(4..).unwrap_or_default()),
         domain: part(0, 8),
         bus: part(9, 11),
         device: part(12, 14),
         device_id: 0x2335_10de,
         subsystem_id: 0x18be_10de,
-        bus_id: fixed(&id),
+        bus_id: to_fixed_bytes(&id),
     }
 }
 
@@ -146,31 +146,31 @@ exports! {
     fn nvmlDeviceGetHandleByUUID(uuid: Text, device: Out<u64>) = by_uuid(&uuid, &device);
     fn nvmlDeviceGetHandleByPciBusId(bus_id: Text, device: Out<u64>) = by_bus_id(&bus_id, &device);
     fn nvmlDeviceGetHandleByPciBusId_v2(bus_id: Text, device: Out<u64>) = by_bus_id(&bus_id, &device);
-    fn nvmlDeviceGetName(device: u64, text: Out<u8>, len: u32) = put_text(&text, len, &present(device)?.name());
+    fn nvmlDeviceGetName(device: u64, text: Out<u8>, len: u32) = put_text(&text, len, &present_device(device)?.name());
     fn nvmlDeviceGetUUID(device: u64, text: Out<u8>, len: u32) = {
-        let device = present(device)?;
+        let device = present_device(device)?;
         put_text(&text, len, device.library.sim.uuid(&device.unit))
     };
     fn nvmlDeviceGetIndex(device: u64, index: Out<u32>) = {
-        let device = present(device)?;
+        let device = present_device(device)?;
         let place = device.library.gpus().iter().position(|unit| unit.index == device.unit.index);
         index.set(place.ok_or(Code::INVALID_ARGUMENT)? as u32)
     };
-    fn nvmlDeviceGetMinorNumber(device: u64, minor: Out<u32>) = minor.set(present(device)?.card().minor);
-    fn nvmlDeviceGetPciInfo(device: u64, info: Out<PciInfo>) = info.set(pci(&present(device)?));
-    fn nvmlDeviceGetPciInfo_v2(device: u64, info: Out<PciInfo>) = info.set(pci(&present(device)?));
-    fn nvmlDeviceGetPciInfo_v3(device: u64, info: Out<PciInfo>) = info.set(pci(&present(device)?));
+    fn nvmlDeviceGetMinorNumber(device: u64, minor: Out<u32>) = minor.set(present_device(device)?.gpu_config().minor);
+    fn nvmlDeviceGetPciInfo(device: u64, info: Out<PciInfo>) = info.set(pci_info(&present_device(device)?));
+    fn nvmlDeviceGetPciInfo_v2(device: u64, info: Out<PciInfo>) = info.set(pci_info(&present_device(device)?));
+    fn nvmlDeviceGetPciInfo_v3(device: u64, info: Out<PciInfo>) = info.set(pci_info(&present_device(device)?));
     fn nvmlDeviceGetCudaComputeCapability(device: u64, major: Out<i32>, minor: Out<i32>) = {
-        let capability = present(device)?.card().compute_capability;
+        let capability = present_device(device)?.gpu_config().compute_capability;
         major.set(capability.major)?;
         minor.set(capability.minor)
     };
     fn nvmlDeviceGetBrand(device: u64, brand: Out<u32>) = {
-        present(device)?;
+        present_device(device)?;
         brand.set(14) // NVML_BRAND_NVIDIA
     };
     fn nvmlDeviceGetArchitecture(device: u64, architecture: Out<u32>) = {
-        let capability = present(device)?.card().compute_capability;
+        let capability = present_device(device)?.gpu_config().compute_capability;
         architecture.set(match (capability.major, capability.minor) {
             (7, 0 | 2) => 5, // Volta
             (7, _) => 6,     // Turing
@@ -182,11 +182,11 @@ exports! {
         })
     };
     fn nvmlDeviceGetPersistenceMode(device: u64, mode: Out<u32>) = {
-        present(device)?;
+        present_device(device)?;
         mode.set(1)
     };
     fn nvmlDeviceGetComputeMode(device: u64, mode: Out<u32>) = {
-        present(device)?;
+        present_device(device)?;
         mode.set(0)
     };
 }

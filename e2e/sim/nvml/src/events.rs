@@ -1,7 +1,7 @@
 //! Event sets: a wait for XIDs.
 
-use crate::abi::{Answer, Code, Out, exports};
-use crate::device::{handle, present};
+use crate::abi::{Code, NvmlResult, Out, exports};
+use crate::device::{device_handle, present_device};
 use crate::library::library;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,23 +12,23 @@ const XID: u64 = 8;
 
 /// A set: the GPUs it listens to, and how far it has read.
 #[derive(Debug, Clone, Default)]
-struct Set {
+struct EventSet {
     gpus: Vec<usize>,
     seen: u32,
 }
 
 #[derive(Debug)]
-struct Sets {
-    sets: BTreeMap<u64, Set>,
-    made: u64,
+struct EventSets {
+    sets: BTreeMap<u64, EventSet>,
+    handle_count: u64,
 }
 
-static SETS: Mutex<Sets> = Mutex::new(Sets {
+static SETS: Mutex<EventSets> = Mutex::new(EventSets {
     sets: BTreeMap::new(),
-    made: 0,
+    handle_count: 0,
 });
 
-fn sets() -> MutexGuard<'static, Sets> {
+fn sets() -> MutexGuard<'static, EventSets> {
     SETS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -43,15 +43,15 @@ pub(crate) struct Event {
     compute_instance: u32,
 }
 
-fn create(out: &Out<u64>) -> Answer {
-    let seen = library()?.sim.xids_seen();
+fn create(out: &Out<u64>) -> NvmlResult {
+    let seen = library()?.sim.xid_count();
     let mut sets = sets();
-    sets.made += 1;
-    let handle = 0x4e57_0000_0000 + sets.made * 0x10;
+    sets.handle_count += 1;
+    let handle = 0x4e57_0000_0000 + sets.handle_count * 0x10;
     out.set(handle)?;
     sets.sets.insert(
         handle,
-        Set {
+        EventSet {
             gpus: Vec::new(),
             seen,
         },
@@ -59,8 +59,8 @@ fn create(out: &Out<u64>) -> Answer {
     Ok(())
 }
 
-fn register(device: u64, kinds: u64, set: u64) -> Answer {
-    let device = present(device)?;
+fn register(device: u64, kinds: u64, set: u64) -> NvmlResult {
+    let device = present_device(device)?;
     if kinds & !XID != 0 {
         return Err(Code::NOT_SUPPORTED);
     }
@@ -74,7 +74,7 @@ fn register(device: u64, kinds: u64, set: u64) -> Answer {
 }
 
 /// Waits without holding the list, so that other sets can be used meanwhile.
-fn wait(set: u64, event: &Out<Event>, timeout: Duration) -> Answer {
+fn wait(set: u64, event: &Out<Event>, timeout: Duration) -> NvmlResult {
     let library = library()?;
     let end = Instant::now() + timeout;
     let mut mine = sets()
@@ -100,7 +100,7 @@ fn wait(set: u64, event: &Out<Event>, timeout: Duration) -> Answer {
             let compute_instance = if unit.mig.is_some() { 0 } else { u32::MAX };
             let data = u64::from(xid.code);
             return event.set(Event {
-                device: handle(gpu),
+                device: device_handle(gpu),
                 kind: XID,
                 data,
                 gpu_instance: instance,
@@ -117,7 +117,7 @@ exports! {
     fn nvmlEventSetWait_v2(set: u64, event: Out<Event>, milliseconds: u32) = wait(set, &event, Duration::from_millis(milliseconds.into()));
     fn nvmlDeviceRegisterEvents(device: u64, kinds: u64, set: u64) = register(device, kinds, set);
     fn nvmlDeviceGetSupportedEventTypes(device: u64, kinds: Out<u64>) = {
-        present(device)?;
+        present_device(device)?;
         kinds.set(XID)
     };
 }

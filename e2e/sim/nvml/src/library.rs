@@ -1,6 +1,6 @@
 //! The opened machine: what `nvmlInit` makes and the last `nvmlShutdown` ends.
 
-use crate::abi::{Answer, Code, exports};
+use crate::abi::{Code, NvmlResult, exports};
 use bursar_sim_state::{Sim, Unit};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -35,7 +35,7 @@ pub(crate) fn library() -> Result<Arc<Library>, Code> {
     Ok(library)
 }
 
-fn init() -> Answer {
+fn init() -> NvmlResult {
     let mut held = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = std::env::var_os("SIMGPU_DIR").map_or_else(|| "/run/simgpu".into(), PathBuf::from);
     let dev = std::env::var_os("SIMGPU_DEV").map_or_else(|| "/dev".into(), PathBuf::from);
@@ -59,7 +59,7 @@ fn init() -> Answer {
     library().map(drop)
 }
 
-fn shutdown() -> Answer {
+fn shutdown() -> NvmlResult {
     let mut held = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
     held.1 = held.1.checked_sub(1).ok_or(Code::UNINITIALIZED)?;
     if let (Some(library), 0) = &*held {
@@ -75,7 +75,7 @@ impl Library {
 
     /// Holds the GPU of a unit from now on, as far as its node is there. Its number has no driver behind it, so the
     /// node is held by its path. A GPU that hangs is not opened before it is released.
-    pub(crate) fn hold(&self, unit: &Unit) {
+    pub(crate) fn open_device_node(&self, unit: &Unit) {
         self.sim.wait_while_hung(Some(unit.gpu));
         let minor = self.sim.config.gpu[unit.gpu].minor;
         let node = self.dev.join(format!("nvidia{minor}"));

@@ -1,14 +1,14 @@
 //! Memory limits of cgroups, from driver r615 on: checked and recorded, and not enforced.
 
-use crate::abi::{Answer, Code, Out, Text, exports};
-use crate::device::present;
+use crate::abi::{Code, NvmlResult, Out, Text, exports};
+use crate::device::present_device;
 use std::fs::File;
 use std::io::Write as _;
 
 /// The first driver with them.
-const SINCE: u32 = 615;
+const FIRST_DRIVER_BRANCH: u32 = 615;
 /// `NVML_DEVICE_MEMORY_LIMIT_MAX`.
-const MAX: u64 = u64::MAX;
+const UNLIMITED: u64 = u64::MAX;
 
 /// `nvmlSetMemoryLimits_v1_t`.
 #[repr(C)]
@@ -20,12 +20,12 @@ pub(crate) struct MemoryLimits {
     hard: u64,
 }
 
-fn set(device: u64, limits: &Out<MemoryLimits>) -> Answer {
-    let device = present(device)?;
+fn set_limits(device: u64, limits: &Out<MemoryLimits>) -> NvmlResult {
+    let device = present_device(device)?;
     let sim = &device.library.sim;
     let branch = sim.config.driver_version.split('.').next();
     let branch: Option<u32> = branch.and_then(|branch| branch.parse().ok());
-    if branch < Some(SINCE) || device.unit.mig.is_some() {
+    if branch < Some(FIRST_DRIVER_BRANCH) || device.unit.mig.is_some() {
         return Err(Code::NOT_SUPPORTED);
     }
     let MemoryLimits {
@@ -33,7 +33,7 @@ fn set(device: u64, limits: &Out<MemoryLimits>) -> Answer {
         soft,
         hard,
     } = limits.get()?;
-    if soft > hard || (hard != MAX && hard > device.unit.total) {
+    if soft > hard || (hard != UNLIMITED && hard > device.unit.total) {
         return Err(Code::INVALID_ARGUMENT);
     }
     let cgroup = Text::at_address(name_space).get()?;
@@ -49,5 +49,5 @@ fn set(device: u64, limits: &Out<MemoryLimits>) -> Answer {
 }
 
 exports! {
-    fn nvmlDeviceSetMemoryLimits_v1(device: u64, limits: Out<MemoryLimits>) = set(device, &limits);
+    fn nvmlDeviceSetMemoryLimits_v1(device: u64, limits: Out<MemoryLimits>) = set_limits(device, &limits);
 }

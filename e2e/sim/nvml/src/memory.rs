@@ -1,7 +1,7 @@
 //! Memory in use.
 
 use crate::abi::{Code, Out, exports};
-use crate::device::present;
+use crate::device::present_device;
 
 /// `nvmlMemory_t`.
 #[repr(C)]
@@ -26,7 +26,7 @@ pub(crate) struct MemoryV2 {
 const VERSION_2: u32 = size_of::<MemoryV2>() as u32 | 2 << 24;
 
 fn memory(device: u64) -> Result<Memory, Code> {
-    let device = present(device)?;
+    let device = present_device(device)?;
     let used = device.library.sim.used(device.unit.index);
     Ok(Memory {
         total: device.unit.total,

@@ -1,7 +1,7 @@
 //! Processes with a context.
 
-use crate::abi::{Answer, Code, Out, exports};
-use crate::device::{Device, present};
+use crate::abi::{Code, NvmlResult, Out, exports};
+use crate::device::{Device, present_device};
 use bursar_sim_state::usage::ProcessUsage;
 
 /// `nvmlProcessInfo_v1_t`.
@@ -50,7 +50,7 @@ const ALL: u32 = 3;
 const NO_INSTANCE: u32 = u32::MAX;
 
 /// The processes of a device with the instance that they run in; a GPU in MIG mode lists its instances'.
-pub(crate) fn listed(device: &Device) -> Vec<(ProcessUsage, u32)> {
+pub(crate) fn list_processes(device: &Device) -> Vec<(ProcessUsage, u32)> {
     let sim = &device.library.sim;
     let parts = sim.units.iter().filter(|unit| match device.unit.mig {
         Some(_) => unit.index == device.unit.index,
@@ -67,13 +67,13 @@ pub(crate) fn listed(device: &Device) -> Vec<(ProcessUsage, u32)> {
 }
 
 /// The caller's `count` places, or the number that is needed.
-fn put<T>(
+fn put_processes<T>(
     device: u64,
     count: &Out<u32>,
     places: &Out<T>,
     convert: fn((ProcessUsage, u32)) -> T,
-) -> Answer {
-    let processes = listed(&present(device)?);
+) -> NvmlResult {
+    let processes = list_processes(&present_device(device)?);
     let room = count.get()? as usize;
     count.set(processes.len() as u32)?;
     if processes.len() > room {
@@ -86,14 +86,14 @@ fn put<T>(
     }
 }
 
-fn v1((process, _): (ProcessUsage, u32)) -> Process {
+fn to_v1((process, _): (ProcessUsage, u32)) -> Process {
     Process {
         pid: process.pid,
         bytes: process.bytes,
     }
 }
 
-fn v2((process, instance): (ProcessUsage, u32)) -> ProcessV2 {
+fn to_v2((process, instance): (ProcessUsage, u32)) -> ProcessV2 {
     let compute_instance = if instance == NO_INSTANCE {
         NO_INSTANCE
     } else {
@@ -107,13 +107,13 @@ fn v2((process, instance): (ProcessUsage, u32)) -> ProcessV2 {
     }
 }
 
-fn details(device: u64, list: &Out<Details>) -> Answer {
+fn details(device: u64, list: &Out<Details>) -> NvmlResult {
     let mut details = list.get()?;
     if details.version != DETAILS_1 {
         return Err(Code::ARGUMENT_VERSION_MISMATCH);
     }
     let processes = match details.mode {
-        COMPUTE | ALL => listed(&present(device)?),
+        COMPUTE | ALL => list_processes(&present_device(device)?),
         mode if mode < ALL => Vec::new(),
         _ => return Err(Code::INVALID_ARGUMENT),
     };
@@ -126,27 +126,27 @@ fn details(device: u64, list: &Out<Details>) -> Answer {
         return Ok(());
     }
     let detail = |process| Detail {
-        process: v2(process),
+        process: to_v2(process),
         protected: 0,
     };
     Out::at_address(details.places).set_all(processes.into_iter().map(detail))
 }
 
 /// Nobody draws here.
-fn none(device: u64, count: &Out<u32>) -> Answer {
-    present(device)?;
+fn put_no_processes(device: u64, count: &Out<u32>) -> NvmlResult {
+    present_device(device)?;
     count.set(0)
 }
 
 exports! {
-    fn nvmlDeviceGetComputeRunningProcesses(device: u64, count: Out<u32>, places: Out<Process>) = put(device, &count, &places, v1);
-    fn nvmlDeviceGetComputeRunningProcesses_v2(device: u64, count: Out<u32>, places: Out<ProcessV2>) = put(device, &count, &places, v2);
-    fn nvmlDeviceGetComputeRunningProcesses_v3(device: u64, count: Out<u32>, places: Out<ProcessV2>) = put(device, &count, &places, v2);
-    fn nvmlDeviceGetGraphicsRunningProcesses(device: u64, count: Out<u32>, _places: Out<Process>) = none(device, &count);
-    fn nvmlDeviceGetGraphicsRunningProcesses_v2(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = none(device, &count);
-    fn nvmlDeviceGetGraphicsRunningProcesses_v3(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = none(device, &count);
+    fn nvmlDeviceGetComputeRunningProcesses(device: u64, count: Out<u32>, places: Out<Process>) = put_processes(device, &count, &places, to_v1);
+    fn nvmlDeviceGetComputeRunningProcesses_v2(device: u64, count: Out<u32>, places: Out<ProcessV2>) = put_processes(device, &count, &places, to_v2);
+    fn nvmlDeviceGetComputeRunningProcesses_v3(device: u64, count: Out<u32>, places: Out<ProcessV2>) = put_processes(device, &count, &places, to_v2);
+    fn nvmlDeviceGetGraphicsRunningProcesses(device: u64, count: Out<u32>, _places: Out<Process>) = put_no_processes(device, &count);
+    fn nvmlDeviceGetGraphicsRunningProcesses_v2(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = put_no_processes(device, &count);
+    fn nvmlDeviceGetGraphicsRunningProcesses_v3(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = put_no_processes(device, &count);
     fn nvmlDeviceGetRunningProcessDetailList(device: u64, list: Out<Details>) = details(device, &list);
-    fn nvmlDeviceGetMPSComputeRunningProcesses(device: u64, count: Out<u32>, _places: Out<Process>) = none(device, &count);
-    fn nvmlDeviceGetMPSComputeRunningProcesses_v2(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = none(device, &count);
-    fn nvmlDeviceGetMPSComputeRunningProcesses_v3(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = none(device, &count);
+    fn nvmlDeviceGetMPSComputeRunningProcesses(device: u64, count: Out<u32>, _places: Out<Process>) = put_no_processes(device, &count);
+    fn nvmlDeviceGetMPSComputeRunningProcesses_v2(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = put_no_processes(device, &count);
+    fn nvmlDeviceGetMPSComputeRunningProcesses_v3(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = put_no_processes(device, &count);
 }

@@ -1,8 +1,8 @@
 //! How busy processes keep a device: a sample of each, and nothing in it, for no time is simulated.
 
-use crate::abi::{Answer, Code, Out, exports};
-use crate::device::present;
-use crate::processes::listed;
+use crate::abi::{Code, NvmlResult, Out, exports};
+use crate::device::present_device;
+use crate::processes::list_processes;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// `nvmlProcessUtilizationSample_t`.
@@ -36,9 +36,9 @@ pub(crate) struct Infos {
 const INFOS_1: u32 = size_of::<Infos>() as u32 | 1 << 24;
 
 /// The pids, in `count` places or the number that is needed, and the time in microseconds.
-fn samples(device: u64, count: &Out<u32>, has_places: bool) -> Result<(Vec<u32>, u64), Code> {
-    let device = present(device)?;
-    let pids: Vec<u32> = listed(&device)
+fn sample_pids(device: u64, count: &Out<u32>, has_places: bool) -> Result<(Vec<u32>, u64), Code> {
+    let device = present_device(device)?;
+    let pids: Vec<u32> = list_processes(&device)
         .iter()
         .map(|(process, _)| process.pid)
         .collect();
@@ -55,13 +55,13 @@ fn samples(device: u64, count: &Out<u32>, has_places: bool) -> Result<(Vec<u32>,
     Ok((pids, u64::try_from(now).map_err(|_| Code::UNKNOWN)?))
 }
 
-fn version_1(device: u64, list: &Out<Infos>) -> Answer {
+fn version_1(device: u64, list: &Out<Infos>) -> NvmlResult {
     let mut infos = list.get()?;
     if infos.version != INFOS_1 {
         return Err(Code::ARGUMENT_VERSION_MISMATCH);
     }
     let count = Out::at_address(&raw mut infos.count as u64);
-    let sampled = samples(device, &count, infos.places != 0);
+    let sampled = sample_pids(device, &count, infos.places != 0);
     list.set(infos)?;
     let (pids, time) = sampled?;
     Out::at_address(infos.places).set_all(pids.into_iter().map(|pid| Info {
@@ -73,7 +73,7 @@ fn version_1(device: u64, list: &Out<Infos>) -> Answer {
 
 exports! {
     fn nvmlDeviceGetProcessUtilization(device: u64, places: Out<Sample>, count: Out<u32>, _last_seen: u64) = {
-        let (pids, time) = samples(device, &count, !places.is_null())?;
+        let (pids, time) = sample_pids(device, &count, !places.is_null())?;
         places.set_all(pids.into_iter().map(|pid| Sample { pid, time, engines: [0; 4] }))
     };
     fn nvmlDeviceGetProcessesUtilizationInfo(device: u64, list: Out<Infos>) = version_1(device, &list);

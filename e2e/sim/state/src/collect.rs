@@ -1,10 +1,10 @@
 //! Collects what is dead, whenever somebody looks.
 
 use crate::sim::{Sim, SimError};
-use crate::table::{Books, RawObject};
+use crate::table::{RawObject, TableGuard};
 use std::sync::atomic::Ordering::Relaxed;
 
-impl Books<'_> {
+impl TableGuard<'_> {
     /// Takes `bytes` of a unit's room, collecting the dead when it does not fit otherwise. The caller
     /// adds them to an image or an object before it lets go of the books.
     pub(crate) fn reserve(&self, sim: &Sim, unit: usize, bytes: u64) -> Result<(), SimError> {
@@ -38,14 +38,14 @@ impl Books<'_> {
         let mut died = false;
         for (number, image) in self.images() {
             // Where the kernel does not answer, the image is taken to live: memory is never free by mistake.
-            let alive = crate::lock::holder_in(&sim.images_lock, number as u64, 1);
+            let alive = crate::lock::find_locked_byte(&sim.images_lock, number as u64, 1);
             if matches!(alive, Ok(None)) {
                 image.used.store(0, Relaxed);
                 died = true;
             }
         }
         if died {
-            self.sum_up();
+            self.recompute_usage();
         }
     }
 
@@ -53,15 +53,15 @@ impl Books<'_> {
     pub(crate) fn collect_object(&self, sim: &Sim, object: &RawObject) {
         let path = sim.folder.object(object.id.load(Relaxed));
         let free = match crate::lock::open(&path) {
-            Ok(file) => matches!(crate::lock::holder_in(&file, 0, 0), Ok(None)),
+            Ok(file) => matches!(crate::lock::find_locked_byte(&file, 0, 0), Ok(None)),
             Err(error) => error.kind() == std::io::ErrorKind::NotFound,
         };
         if !free {
             return;
         }
         let unit = object.unit.load(Relaxed) as usize;
-        if !sim.scrubs() {
-            crate::residue::keep_file(sim, unit, &path);
+        if !sim.is_scrub_enabled() {
+            crate::residue::save_from_file(sim, unit, &path);
         }
         object.used.store(0, Relaxed);
         self.raw().units[unit]

@@ -1,7 +1,7 @@
 //! The commands of `simgpu`.
 
 use anyhow::{Context as _, Result};
-use bursar_sim_state::{Folder, Sim, xid::Xid};
+use bursar_sim_state::{MachineDir, Sim, xid::Xid};
 use clap::{Parser, Subcommand, ValueEnum};
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -82,7 +82,7 @@ enum Switch {
 
 pub(crate) fn run(args: Args) -> Result<String> {
     if let Command::Init { config, libraries } = &args.command {
-        Folder::at(&args.dir).init(config, libraries)?;
+        MachineDir::at(&args.dir).init(config, libraries)?;
         return Ok(String::new());
     }
     let sim = Sim::open(&args.dir)?;
@@ -114,9 +114,12 @@ pub(crate) fn run(args: Args) -> Result<String> {
         } => raise(gpu(&name)?, code, pid),
         Command::Poison { pid, code } => {
             anyhow::ensure!(code > 0, "{code} is not an error of CUDA's");
-            anyhow::ensure!(sim.inject(pid, code), "process {pid} does not use a GPU");
+            anyhow::ensure!(
+                sim.inject_error(pid, code),
+                "process {pid} does not use a GPU"
+            );
         }
-        Command::Scrub { state } => sim.set_scrub(matches!(state, Switch::On)),
+        Command::Scrub { state } => sim.set_scrub_enabled(matches!(state, Switch::On)),
     }
     Ok(String::new())
 }
@@ -176,7 +179,11 @@ fn status(sim: &Sim) -> String {
             xid.pid
         );
     }
-    let _ = writeln!(text, "scrub {}", if sim.scrubs() { "on" } else { "off" });
+    let _ = writeln!(
+        text,
+        "scrub {}",
+        if sim.is_scrub_enabled() { "on" } else { "off" }
+    );
     text
 }
 

@@ -138,11 +138,11 @@ impl Config {
             path: "config".to_owned(),
             message: error.to_string(),
         })?;
-        config.check()?;
+        config.validate()?;
         Ok(config)
     }
 
-    fn check(&self) -> Result<(), ConfigError> {
+    fn validate(&self) -> Result<(), ConfigError> {
         let mut uuids = std::collections::BTreeSet::new();
         let mut minors = std::collections::BTreeSet::new();
         for (gpu, card) in self.gpu.iter().enumerate() {
@@ -284,12 +284,12 @@ fn yes() -> bool {
 mod tests {
     use super::*;
 
-    const CARD: &str = "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"GPU-00000000-0000-0000-0000-000000000001\"\n\
+    const GPU_CONFIG: &str = "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"GPU-00000000-0000-0000-0000-000000000001\"\n\
                         memory = \"16Gi\"\nminor = 0\n";
 
     #[test]
-    fn a_card_needs_only_name_uuid_memory_and_minor() {
-        let config = Config::parse(CARD).unwrap();
+    fn gpu_is_valid_when_only_required_fields_are_set() {
+        let config = Config::parse(GPU_CONFIG).unwrap();
         assert_eq!(config.gpu[0].memory, 16 << 30);
         assert_eq!(config.context, 518 << 20);
         assert_eq!(
@@ -302,16 +302,16 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_field_is_an_error_that_names_it() {
-        let error = Config::parse(&format!("{CARD}memroy = \"1Gi\"\n"))
+    fn config_names_field_when_it_is_unknown() {
+        let error = Config::parse(&format!("{GPU_CONFIG}memroy = \"1Gi\"\n"))
             .unwrap_err()
             .to_string();
         assert!(error.contains("memroy"), "{error}");
     }
 
     #[test]
-    fn a_bad_amount_is_an_error_that_shows_it() {
-        let error = Config::parse(&CARD.replace("16Gi", "16GB"))
+    fn config_shows_amount_when_it_is_malformed() {
+        let error = Config::parse(&GPU_CONFIG.replace("16Gi", "16GB"))
             .unwrap_err()
             .to_string();
         assert!(
@@ -321,16 +321,19 @@ mod tests {
     }
 
     #[test]
-    fn two_cards_cannot_share_a_uuid() {
-        let error = Config::parse(&format!("{CARD}{}", CARD.replace("minor = 0", "minor = 1")))
-            .unwrap_err();
+    fn config_is_refused_when_two_gpus_share_a_uuid() {
+        let error = Config::parse(&format!(
+            "{GPU_CONFIG}{}",
+            GPU_CONFIG.replace("minor = 0", "minor = 1")
+        ))
+        .unwrap_err();
         assert!(error.to_string().starts_with("gpu[1].uuid"), "{error}");
     }
 
     #[test]
-    fn instances_cannot_have_more_than_their_card() {
+    fn config_is_refused_when_mig_exceeds_gpu_memory() {
         let mig = "[[gpu.mig]]\nprofile = \"7g.141gb\"\nuuid = \"MIG-00000000-0000-0000-0000-000000000002\"\nmemory = \"17Gi\"\n";
-        let error = Config::parse(&format!("{CARD}{mig}")).unwrap_err();
+        let error = Config::parse(&format!("{GPU_CONFIG}{mig}")).unwrap_err();
         assert!(
             error.to_string().starts_with("gpu[0].mig.memory"),
             "{error}"

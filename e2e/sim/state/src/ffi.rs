@@ -38,7 +38,7 @@ impl<T, E: From<NullPointer>> Out<T, E> {
     }
 
     /// Writes unless the caller did not ask.
-    pub fn set_if_asked(&self, value: T) {
+    pub fn set_if_not_null(&self, value: T) {
         let _ = self.set(value);
     }
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// Where a machine's files are.
 #[derive(Debug, Clone)]
-pub struct Folder(PathBuf);
+pub struct MachineDir(PathBuf);
 
 /// Why a folder could not be laid out.
 #[derive(Debug, thiserror::Error)]
@@ -36,10 +36,10 @@ pub enum InitError {
     UnknownLibrary(PathBuf),
 }
 
-impl Folder {
+impl MachineDir {
     /// A folder at this path, which need not exist.
-    pub fn at(path: impl Into<PathBuf>) -> Folder {
-        Folder(path.into())
+    pub fn at(path: impl Into<PathBuf>) -> MachineDir {
+        MachineDir(path.into())
     }
 
     /// The folder itself.
@@ -109,38 +109,38 @@ impl Folder {
             "dev",
             "driver/usr/lib/x86_64-linux-gnu",
         ] {
-            make_folder(&self.0.join(folder))?;
+            create_dir(&self.0.join(folder))?;
         }
         let text = std::fs::read(config).map_err(io_error("reading", config))?;
-        write(&self.config(), &text)?;
+        write_file(&self.config(), &text)?;
         for file in [
             self.images_lock(),
             self.pids_lock(),
             self.log(),
             self.kernel_log(),
         ] {
-            write(&file, b"")?;
-            open_to_all(&file, 0o666)?;
+            write_file(&file, b"")?;
+            set_mode(&file, 0o666)?;
         }
         let namespace = crate::lock::pid_namespace();
         let namespace = namespace.map_err(io_error("asking for", &self.pid_namespace()))?;
-        write(&self.pid_namespace(), namespace.to_string().as_bytes())?;
+        write_file(&self.pid_namespace(), namespace.to_string().as_bytes())?;
         for mode in [
             (self.0.join("state"), 0o777),
             (self.0.join("state/mem"), 0o777),
         ] {
-            open_to_all(&mode.0, mode.1)?;
+            set_mode(&mode.0, mode.1)?;
         }
         Table::create(&self.table(), &parsed)?;
         for gpu in &parsed.gpu {
             let node = format!("nvidia{}", gpu.minor);
-            make_node(&self.dev().join(node), gpu_number(gpu.minor))?;
+            create_node(&self.dev().join(node), gpu_device_number(gpu.minor))?;
         }
         // `/dev/zero` underneath: libcuda opens and maps it in `cuInit`.
-        make_node(&self.dev().join("nvidiactl"), libc::makedev(1, 5))?;
+        create_node(&self.dev().join("nvidiactl"), libc::makedev(1, 5))?;
         let others = ["nvidia-uvm", "nvidia-uvm-tools"];
         for (node, minor) in others.into_iter().zip(0..) {
-            make_node(&self.dev().join(node), libc::makedev(OTHERS, minor))?;
+            create_node(&self.dev().join(node), libc::makedev(UVM_MAJOR, minor))?;
         }
         libraries
             .iter()
@@ -160,17 +160,17 @@ impl Folder {
         );
         std::fs::copy(library, &fresh).map_err(io_error("copying", library))?;
         if (version.major, version.minor) < (12, 2) {
-            hide(&fresh, SINCE_12_2).map_err(io_error("changing", &fresh))?;
+            hide_symbols(&fresh, SYMBOLS_SINCE_CUDA_12_2).map_err(io_error("changing", &fresh))?;
         }
         std::fs::rename(&fresh, &target).map_err(io_error("renaming to", &target))
     }
 }
 
 /// Functions that an older driver does not export.
-const SINCE_12_2: [&str; 2] = ["cuMemAdvise_v2", "cuMemPrefetchAsync_v2"];
+const SYMBOLS_SINCE_CUDA_12_2: [&str; 2] = ["cuMemAdvise_v2", "cuMemPrefetchAsync_v2"];
 
 /// Has a library export functions under names that nobody asks for.
-fn hide(library: &Path, names: [&str; 2]) -> io::Result<()> {
+fn hide_symbols(library: &Path, names: [&str; 2]) -> io::Result<()> {
     let mut bytes = std::fs::read(library)?;
     for name in names.map(|name| format!("\0{name}\0")) {
         let find = |bytes: &[u8]| {
@@ -190,51 +190,51 @@ fn io_error(step: &'static str, path: &Path) -> impl FnOnce(io::Error) -> InitEr
     move |source| InitError::Io { step, path, source }
 }
 
-fn make_folder(path: &Path) -> Result<(), InitError> {
+fn create_dir(path: &Path) -> Result<(), InitError> {
     std::fs::create_dir_all(path).map_err(io_error("creating", path))
 }
 
-fn write(path: &Path, bytes: &[u8]) -> Result<(), InitError> {
+fn write_file(path: &Path, bytes: &[u8]) -> Result<(), InitError> {
     std::fs::write(path, bytes).map_err(io_error("writing", path))
 }
 
-fn open_to_all(path: &Path, mode: u32) -> Result<(), InitError> {
+fn set_mode(path: &Path, mode: u32) -> Result<(), InitError> {
     let mode = std::fs::Permissions::from_mode(mode);
     std::fs::set_permissions(path, mode).map_err(io_error("changing the mode of", path))
 }
 
 /// Majors that no driver has (Documentation/admin-guide/devices.txt: local and experimental use). A device cgroup tells
 /// GPUs apart by the number, and who opens one gets ENXIO.
-const GPUS: u32 = 120;
-const OTHERS: u32 = 121;
+const GPU_MAJOR: u32 = 120;
+const UVM_MAJOR: u32 = 121;
 
 /// The number of the device of the GPU with that minor.
-fn gpu_number(minor: u32) -> libc::dev_t {
-    libc::makedev(GPUS, minor)
+fn gpu_device_number(minor: u32) -> libc::dev_t {
+    libc::makedev(GPU_MAJOR, minor)
 }
 
 /// Makes the node of a GPU in `dev`, as libcuda does in `cuInit` for every GPU of the machine: where the process is
 /// root and has `CAP_MKNOD` (seen on an H200 with driver 580). Elsewhere nothing happens.
-pub fn make_gpu_node(dev: &Path, minor: u32) {
+pub fn create_gpu_node(dev: &Path, minor: u32) {
     let path = dev.join(format!("nvidia{minor}"));
-    if in_first_user_namespace()
+    if is_initial_user_namespace()
         && path.symlink_metadata().is_err()
-        && mknod(&path, gpu_number(minor)).is_ok()
+        && mknod(&path, gpu_device_number(minor)).is_ok()
     {
-        let _ = open_to_all(&path, 0o666);
+        let _ = set_mode(&path, 0o666);
     }
 }
 
 /// Whether this process has users of the host's: no other process can make a node that is of any use.
-fn in_first_user_namespace() -> bool {
+fn is_initial_user_namespace() -> bool {
     let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
     map.split_whitespace().eq(["0", "0", "4294967295"])
 }
 
 /// Whether a container was given this node: libcuda makes those of other GPUs too, but the device cgroup lets the
 /// process open its own only, as access(2) says. In a user namespace of its own a process makes none.
-pub fn is_given(path: &Path) -> bool {
-    if !in_first_user_namespace() {
+pub fn is_device_allowed(path: &Path) -> bool {
+    if !is_initial_user_namespace() {
         return path.exists();
     }
     let name = CString::new(path.as_os_str().as_bytes());
@@ -253,11 +253,11 @@ fn mknod(path: &Path, number: libc::dev_t) -> io::Result<()> {
 
 /// A character device: real enough to be mounted as a device, and for a device cgroup. Where the
 /// system does not let us make one, a plain file: the libraries only ask whether the node may be opened.
-fn make_node(path: &Path, number: libc::dev_t) -> Result<(), InitError> {
+fn create_node(path: &Path, number: libc::dev_t) -> Result<(), InitError> {
     let _ = std::fs::remove_file(path);
     match mknod(path, number) {
-        Err(error) if error.raw_os_error() == Some(libc::EPERM) => write(path, b"")?,
+        Err(error) if error.raw_os_error() == Some(libc::EPERM) => write_file(path, b"")?,
         made => made.map_err(io_error("making", path))?,
     }
-    open_to_all(path, 0o666)
+    set_mode(path, 0o666)
 }

@@ -1,7 +1,7 @@
 //! A process image: its place in the books, which the kernel ends with it.
 
 use crate::sim::{Sim, SimError};
-use crate::table::{Books, MAX_IMAGES, RawImage};
+use crate::table::{MAX_IMAGES, RawImage, TableGuard};
 use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -24,8 +24,8 @@ pub struct Image {
     sim: Arc<Sim>,
     number: usize,
     serial: u64,
-    _alive: File,
-    _signature: File,
+    _liveness_lock: File,
+    _pid_lock: File,
 }
 
 impl Image {
@@ -46,26 +46,28 @@ impl Image {
             }
             let byte = number as u64;
             // A place whose lock is still held belongs to somebody who is just dying.
-            if !crate::lock::hold_alone(&alive, byte).map_err(at("locking", lock_path.clone()))? {
+            if !crate::lock::try_lock_exclusive(&alive, byte)
+                .map_err(at("locking", lock_path.clone()))?
+            {
                 continue;
             }
-            crate::lock::sign(&signature, byte).map_err(at("signing", pid_path))?;
+            crate::lock::lock_for_process(&signature, byte).map_err(at("signing", pid_path))?;
             let serial = books.raw().next_id.fetch_add(1, Relaxed) + 1;
-            fill(raw, serial, sim.namespace);
+            reset_row(raw, serial, sim.namespace);
             drop(books);
             return Ok(Image {
                 sim: Arc::clone(sim),
                 number,
                 serial,
-                _alive: alive,
-                _signature: signature,
+                _liveness_lock: alive,
+                _pid_lock: signature,
             });
         }
-        Err(SimError::Full(MAX_IMAGES))
+        Err(SimError::TableFull(MAX_IMAGES))
     }
 
     /// This image's place.
-    pub fn number(&self) -> usize {
+    pub fn slot(&self) -> usize {
         self.number
     }
 
@@ -89,7 +91,7 @@ impl Image {
     /// [`SimError::OutOfMemory`] when they are not there.
     pub fn charge(&self, unit: usize, charge: Charge, bytes: u64) -> Result<(), SimError> {
         let books = self.sim.table.lock();
-        self.check(&books)?;
+        self.check_registered(&books)?;
         books.reserve(&self.sim, unit, bytes)?;
         self.raw().charges[unit][charge as usize].fetch_add(bytes, Relaxed);
         Ok(())
@@ -98,10 +100,10 @@ impl Image {
     /// Gives bytes back.
     ///
     /// # Errors
-    /// [`SimError::Collected`]: they were given back for it.
+    /// [`SimError::ImageCollected`]: they were given back for it.
     pub fn release(&self, unit: usize, charge: Charge, bytes: u64) -> Result<(), SimError> {
         let books = self.sim.table.lock();
-        self.check(&books)?;
+        self.check_registered(&books)?;
         let held = &self.raw().charges[unit][charge as usize];
         let freed = bytes.min(held.load(Relaxed));
         debug_assert_eq!(freed, bytes, "more is released than was charged");
@@ -115,13 +117,13 @@ impl Image {
         self.raw().charges[unit][charge as usize].load(Relaxed)
     }
 
-    fn check(&self, _books: &Books<'_>) -> Result<(), SimError> {
+    fn check_registered(&self, _books: &TableGuard<'_>) -> Result<(), SimError> {
         let mine =
             self.raw().used.load(Relaxed) != 0 && self.raw().serial.load(Relaxed) == self.serial;
         if mine {
             Ok(())
         } else {
-            Err(SimError::Collected)
+            Err(SimError::ImageCollected)
         }
     }
 }
@@ -129,14 +131,14 @@ impl Image {
 impl Drop for Image {
     fn drop(&mut self) {
         let books = self.sim.table.lock();
-        if self.check(&books).is_ok() {
+        if self.check_registered(&books).is_ok() {
             self.raw().used.store(0, Relaxed);
-            books.sum_up();
+            books.recompute_usage();
         }
     }
 }
 
-fn fill(raw: &RawImage, serial: u64, namespace: u64) {
+fn reset_row(raw: &RawImage, serial: u64, namespace: u64) {
     for part in raw.charges.iter().flatten() {
         part.store(0, Relaxed);
     }

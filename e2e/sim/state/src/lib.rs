@@ -9,7 +9,7 @@
 //! | `state/table` | the books: one shared mapping with every image, object and event ([`table`]) |
 //! | `state/images.lock` | one byte per process image, locked by that image as long as it lives ([`image`]) |
 //! | `state/pids.lock` | the same bytes, locked so that an observer in another pid namespace learns the pid |
-//! | `state/mem/` | one sparse file per shared allocation, locked by everything that refers to it ([`object`]) |
+//! | `state/mem/` | one sparse file per shared allocation, locked by everything that refers to it ([`api`]) |
 //! | `state/log` | calls that the libraries do not know |
 //! | `dev/`, `driver/` | device nodes and the two libraries, as a node's `/dev` and driver root would have them |
 //!
@@ -34,6 +34,6 @@ pub mod usage;
 pub mod xid;
 
 pub use config::Config;
-pub use folder::Folder;
+pub use folder::MachineDir;
 pub use image::{Charge, Image};
 pub use sim::{Sim, SimError, Unit};

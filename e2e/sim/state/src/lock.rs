@@ -38,7 +38,7 @@ fn fcntl(file: &File, command: libc::c_int, lock: &mut libc::flock) -> io::Resul
 ///
 /// # Errors
 /// What the system said, other than that the byte is taken.
-pub fn hold_alone(file: &File, byte: u64) -> io::Result<bool> {
+pub fn try_lock_exclusive(file: &File, byte: u64) -> io::Result<bool> {
     match fcntl(
         file,
         libc::F_OFD_SETLK,
@@ -56,7 +56,7 @@ pub fn hold_alone(file: &File, byte: u64) -> io::Result<bool> {
 ///
 /// # Errors
 /// What the system said.
-pub fn hold_shared(file: &File, byte: u64) -> io::Result<()> {
+pub fn lock_shared(file: &File, byte: u64) -> io::Result<()> {
     fcntl(
         file,
         libc::F_OFD_SETLK,
@@ -68,7 +68,7 @@ pub fn hold_shared(file: &File, byte: u64) -> io::Result<()> {
 ///
 /// # Errors
 /// What the system said.
-pub fn holder_in(file: &File, start: u64, len: u64) -> io::Result<Option<u64>> {
+pub fn find_locked_byte(file: &File, start: u64, len: u64) -> io::Result<Option<u64>> {
     let mut lock = request(libc::F_WRLCK, start, len);
     fcntl(file, libc::F_OFD_GETLK, &mut lock)?;
     Ok((lock.l_type != libc::F_UNLCK as libc::c_short).then_some(lock.l_start as u64))
@@ -79,7 +79,7 @@ pub fn holder_in(file: &File, start: u64, len: u64) -> io::Result<Option<u64>> {
 ///
 /// # Errors
 /// What the system said.
-pub fn sign(file: &File, byte: u64) -> io::Result<()> {
+pub fn lock_for_process(file: &File, byte: u64) -> io::Result<()> {
     fcntl(file, libc::F_SETLK, &mut request(libc::F_WRLCK, byte, 1))
 }
 
@@ -88,7 +88,7 @@ pub fn sign(file: &File, byte: u64) -> io::Result<()> {
 ///
 /// # Errors
 /// What the system said.
-pub fn pid_of(file: &File, byte: u64) -> io::Result<Option<u32>> {
+pub fn locking_pid(file: &File, byte: u64) -> io::Result<Option<u32>> {
     let mut lock = request(libc::F_WRLCK, byte, 1);
     fcntl(file, libc::F_GETLK, &mut lock)?;
     let held = lock.l_type != libc::F_UNLCK as libc::c_short;

@@ -7,16 +7,16 @@
 
 use crate::image::Image;
 use crate::sim::{Sim, SimError};
-use crate::table::{Books, MAX_OBJECTS, RawObject};
+use crate::table::{MAX_OBJECTS, RawObject, TableGuard};
 use std::fs::File;
 use std::io::Write as _;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::sync::atomic::Ordering::Relaxed;
 
-const CREATOR: u64 = 0;
-const EXPORT: u64 = 1;
-const IMPORTER: u64 = 2;
+const CREATOR_BYTE: u64 = 0;
+const EXPORT_BYTE: u64 = 1;
+const FIRST_IMPORTER_BYTE: u64 = 2;
 
 /// A shared allocation, by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,19 +28,19 @@ pub struct Object {
     /// Bytes.
     pub size: u64,
     /// Whether this process made it.
-    pub mine: bool,
+    pub is_creator: bool,
 }
 
 /// Keeps an object alive; a page of address space, no descriptor.
 #[derive(Debug)]
-pub struct Hold(*mut libc::c_void);
+pub struct ObjectPin(*mut libc::c_void);
 
 // SAFETY: an address that only `drop` uses.
-unsafe impl Send for Hold {}
+unsafe impl Send for ObjectPin {}
 // SAFETY: as above.
-unsafe impl Sync for Hold {}
+unsafe impl Sync for ObjectPin {}
 
-impl Drop for Hold {
+impl Drop for ObjectPin {
     fn drop(&mut self) {
         // SAFETY: mapped by `pin` with this size, and nobody else knows it.
         unsafe { libc::munmap(self.0, PAGE) };
@@ -51,46 +51,54 @@ const PAGE: usize = 4096;
 
 /// Who refers to an object, besides the one who asks.
 #[derive(Debug, Default)]
-pub(crate) struct Holders {
+pub(crate) struct References {
     creator: Option<usize>,
-    made: bool,
-    exported: bool,
+    has_creator: bool,
+    is_exported: bool,
     importers: Vec<usize>,
 }
 
-impl Holders {
-    pub(crate) fn of(sim: &Sim, object: &RawObject) -> Holders {
+impl References {
+    pub(crate) fn of(sim: &Sim, object: &RawObject) -> References {
         let path = sim.folder.object(object.id.load(Relaxed));
         let Ok(file) = crate::lock::open(&path) else {
-            return Holders::default();
+            return References::default();
         };
-        let held = |start, len| crate::lock::holder_in(&file, start, len).ok().flatten();
+        let held = |start, len| {
+            crate::lock::find_locked_byte(&file, start, len)
+                .ok()
+                .flatten()
+        };
         let number = object.creator.load(Relaxed) as usize;
         let same = sim.table.raw().images[number].serial.load(Relaxed)
             == object.creator_serial.load(Relaxed);
-        let made = held(CREATOR, 1).is_some();
+        let made = held(CREATOR_BYTE, 1).is_some();
         let mut importers = Vec::new();
-        let mut ranges = vec![(IMPORTER, crate::table::MAX_IMAGES as u64)];
+        let mut ranges = vec![(FIRST_IMPORTER_BYTE, crate::table::MAX_IMAGES as u64)];
         while let Some((start, len)) = ranges.pop() {
             let Some(byte) = (len > 0).then(|| held(start, len)).flatten() else {
                 continue;
             };
-            importers.push((byte - IMPORTER) as usize);
+            importers.push((byte - FIRST_IMPORTER_BYTE) as usize);
             ranges.push((start, byte - start));
             ranges.push((byte + 1, start + len - byte - 1));
         }
-        Holders {
+        References {
             creator: same.then_some(number),
-            made,
-            exported: held(EXPORT, 1).is_some(),
+            has_creator: made,
+            is_exported: held(EXPORT_BYTE, 1).is_some(),
             importers,
         }
     }
 
     /// The image that NVML charges: who made it, while it refers to it itself, as measured; then the one that refers
     /// to it, if nothing else does (F5, F13).
-    pub(crate) fn charged(&self) -> Option<usize> {
-        match (self.made, self.exported, self.importers.as_slice()) {
+    pub(crate) fn charged_image(&self) -> Option<usize> {
+        match (
+            self.has_creator,
+            self.is_exported,
+            self.importers.as_slice(),
+        ) {
             (true, ..) => self.creator,
             (false, false, [one]) => Some(*one),
             _ => None,
@@ -108,25 +116,25 @@ impl Object {
         image: &Image,
         unit: usize,
         size: u64,
-    ) -> Result<(Object, Hold), SimError> {
+    ) -> Result<(Object, ObjectPin), SimError> {
         let books = sim.table.lock();
         let free = books
             .raw()
             .objects
             .iter()
             .position(|place| place.used.load(Relaxed) == 0);
-        let number = free.ok_or(SimError::Full(MAX_OBJECTS))?;
+        let number = free.ok_or(SimError::TableFull(MAX_OBJECTS))?;
         books.reserve(sim, unit, size)?;
         let id = books.raw().next_id.fetch_add(1, Relaxed) + 1;
         let object = Object {
             id,
             unit,
             size,
-            mine: true,
+            is_creator: true,
         };
-        match object.make_file(sim, image) {
+        match object.create_file(sim, image) {
             Ok((hold, inode)) => {
-                object.enter(&books, number, image, inode);
+                object.insert_row(&books, number, image, inode);
                 Ok((object, hold))
             }
             Err(error) => {
@@ -136,7 +144,7 @@ impl Object {
         }
     }
 
-    fn make_file(&self, sim: &Sim, image: &Image) -> Result<(Hold, u64), SimError> {
+    fn create_file(&self, sim: &Sim, image: &Image) -> Result<(ObjectPin, u64), SimError> {
         let path = sim.folder.object(self.id);
         let at = |step| {
             let path = path.clone();
@@ -151,32 +159,32 @@ impl Object {
         // Containers of other users import it.
         file.set_permissions(std::fs::Permissions::from_mode(0o666))
             .map_err(at("opening to all"))?;
-        file.write_all(&crate::residue::take(sim, self.unit, self.size))
+        file.write_all(&crate::residue::load(sim, self.unit, self.size))
             .map_err(at("writing"))?;
         file.set_len(self.size).map_err(at("sizing"))?;
         let inode = file.metadata().map_err(at("asking"))?.ino();
-        crate::lock::hold_shared(&file, self.role(image)).map_err(at("locking"))?;
-        Ok((pin(&file).map_err(at("mapping"))?, inode))
+        crate::lock::lock_shared(&file, self.lock_byte(image)).map_err(at("locking"))?;
+        Ok((pin_description(&file).map_err(at("mapping"))?, inode))
     }
 
-    fn enter(&self, books: &Books<'_>, number: usize, image: &Image, inode: u64) {
+    fn insert_row(&self, books: &TableGuard<'_>, number: usize, image: &Image, inode: u64) {
         let place = &books.raw().objects[number];
         place.unit.store(self.unit as u32, Relaxed);
         place.id.store(self.id, Relaxed);
         place.size.store(self.size, Relaxed);
         place.inode.store(inode, Relaxed);
-        place.creator.store(image.number() as u32, Relaxed);
+        place.creator.store(image.slot() as u32, Relaxed);
         place.creator_serial.store(image.serial(), Relaxed);
         place.used.store(1, Relaxed);
-        let high = &books.raw().objects_high;
+        let high = &books.raw().objects_high_water;
         high.fetch_max(number as u32 + 1, Relaxed);
     }
 
-    fn role(&self, image: &Image) -> u64 {
-        if self.mine {
-            CREATOR
+    fn lock_byte(&self, image: &Image) -> u64 {
+        if self.is_creator {
+            CREATOR_BYTE
         } else {
-            IMPORTER + image.number() as u64
+            FIRST_IMPORTER_BYTE + image.slot() as u64
         }
     }
 
@@ -184,14 +192,14 @@ impl Object {
     ///
     /// # Errors
     /// [`SimError::NotAnObject`].
-    pub fn of_descriptor(sim: &Sim, file: &File) -> Result<Object, SimError> {
+    pub fn from_descriptor(sim: &Sim, file: &File) -> Result<Object, SimError> {
         let inode = file.metadata().map_err(|_| SimError::NotAnObject)?.ino();
         let books = sim.table.lock();
         let found = books
             .objects()
             .find(|(_, place)| place.inode.load(Relaxed) == inode);
         let (_, place) = found.ok_or(SimError::NotAnObject)?;
-        let object = read(place);
+        let object = read_row(place);
         // Another file system may use the same number.
         let path = sim.folder.object(object.id);
         let same = std::fs::metadata(path)
@@ -207,14 +215,14 @@ impl Object {
     ///
     /// # Errors
     /// [`SimError::NotAnObject`]: it is gone.
-    pub fn named(sim: &Sim, id: u64) -> Result<Object, SimError> {
+    pub fn find(sim: &Sim, id: u64) -> Result<Object, SimError> {
         let books = sim.table.lock();
         books.collect(sim);
         let found = books
             .objects()
             .find(|(_, place)| place.id.load(Relaxed) == id);
         found
-            .map(|(_, place)| read(place))
+            .map(|(_, place)| read_row(place))
             .ok_or(SimError::NotAnObject)
     }
 
@@ -222,9 +230,9 @@ impl Object {
     ///
     /// # Errors
     /// Its file is gone or cannot be locked.
-    pub fn hold(&self, sim: &Sim, image: &Image) -> Result<Hold, SimError> {
-        let file = self.open(sim, self.role(image))?;
-        pin(&file).map_err(|source| SimError::Io {
+    pub fn pin(&self, sim: &Sim, image: &Image) -> Result<ObjectPin, SimError> {
+        let file = self.open_locked(sim, self.lock_byte(image))?;
+        pin_description(&file).map_err(|source| SimError::Io {
             step: "mapping",
             path: sim.folder.object(self.id),
             source,
@@ -236,7 +244,7 @@ impl Object {
     /// # Errors
     /// Its file is gone or cannot be locked.
     pub fn export(&self, sim: &Sim) -> Result<OwnedFd, SimError> {
-        self.open(sim, EXPORT).map(OwnedFd::from)
+        self.open_locked(sim, EXPORT_BYTE).map(OwnedFd::from)
     }
 
     /// Maps `len` bytes from `offset` over address space that the caller owns, without access. The mapping
@@ -256,7 +264,7 @@ impl Object {
         offset: u64,
         access: i32,
     ) -> Result<(), SimError> {
-        let file = self.open(sim, self.role(image))?;
+        let file = self.open_locked(sim, self.lock_byte(image))?;
         let (flags, at) = (
             libc::MAP_SHARED | libc::MAP_FIXED,
             address as *mut libc::c_void,
@@ -284,7 +292,7 @@ impl Object {
     }
 
     /// Frees the object now if the caller's reference was the last.
-    pub fn let_go(&self, sim: &Sim) {
+    pub fn free_if_unreferenced(&self, sim: &Sim) {
         let books = sim.table.lock();
         if let Some((_, place)) = books
             .objects()
@@ -296,7 +304,7 @@ impl Object {
 
     /// Opens the file and locks a byte, with the books held: a collector that found no lock must not remove
     /// the file in between.
-    fn open(&self, sim: &Sim, byte: u64) -> Result<File, SimError> {
+    fn open_locked(&self, sim: &Sim, byte: u64) -> Result<File, SimError> {
         let path = sim.folder.object(self.id);
         let at = |step| {
             let path = path.clone();
@@ -304,21 +312,21 @@ impl Object {
         };
         let _books = sim.table.lock();
         let file = crate::lock::open(&path).map_err(at("opening"))?;
-        crate::lock::hold_shared(&file, byte).map_err(at("locking"))?;
+        crate::lock::lock_shared(&file, byte).map_err(at("locking"))?;
         Ok(file)
     }
 }
 
-fn read(place: &RawObject) -> Object {
+fn read_row(place: &RawObject) -> Object {
     Object {
         id: place.id.load(Relaxed),
         unit: place.unit.load(Relaxed) as usize,
         size: place.size.load(Relaxed),
-        mine: false,
+        is_creator: false,
     }
 }
 
-fn pin(file: &File) -> std::io::Result<Hold> {
+fn pin_description(file: &File) -> std::io::Result<ObjectPin> {
     // SAFETY: a new mapping without access, at an address of the kernel's choice.
     let page = unsafe {
         libc::mmap(
@@ -333,5 +341,5 @@ fn pin(file: &File) -> std::io::Result<Hold> {
     if page == libc::MAP_FAILED {
         return Err(std::io::Error::last_os_error());
     }
-    Ok(Hold(page))
+    Ok(ObjectPin(page))
 }

@@ -11,24 +11,24 @@ use std::path::Path;
 const LIMIT: usize = 1 << 20;
 
 /// Keeps the start of memory that is being freed.
-pub fn keep(sim: &Sim, unit: usize, memory: &[u8]) {
+pub fn save(sim: &Sim, unit: usize, memory: &[u8]) {
     // As far as that is possible: without a residue, memory is merely cleaner than asked for.
     let _ = std::fs::write(sim.folder.residue(unit), &memory[..memory.len().min(LIMIT)]);
 }
 
 /// Keeps the start of a shared allocation that is being freed.
-pub(crate) fn keep_file(sim: &Sim, unit: usize, path: &Path) {
+pub(crate) fn save_from_file(sim: &Sim, unit: usize, path: &Path) {
     let mut bytes = Vec::new();
     let read =
         std::fs::File::open(path).and_then(|file| file.take(LIMIT as u64).read_to_end(&mut bytes));
     if read.is_ok() {
-        keep(sim, unit, &bytes);
+        save(sim, unit, &bytes);
     }
 }
 
 /// Takes what was kept, at most `len` bytes of it; nothing while scrubbing is on.
-pub fn take(sim: &Sim, unit: usize, len: u64) -> Vec<u8> {
-    if sim.scrubs() {
+pub fn load(sim: &Sim, unit: usize, len: u64) -> Vec<u8> {
+    if sim.is_scrub_enabled() {
         return Vec::new();
     }
     let mut bytes = std::fs::read(sim.folder.residue(unit)).unwrap_or_default();

@@ -1,7 +1,7 @@
 //! One opened simulated machine.
 
 use crate::config::{Config, ConfigError};
-use crate::folder::Folder;
+use crate::folder::MachineDir;
 use crate::table::{MAX_XIDS, Table, TableError};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -10,13 +10,13 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 /// How soon a call that hangs notices that it may go on.
-const HANGS: Duration = Duration::from_millis(10);
+const HANG_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A simulated machine, as this process sees it.
 #[derive(Debug)]
 pub struct Sim {
     /// Its files.
-    pub folder: Folder,
+    pub folder: MachineDir,
     /// Its configuration, read once.
     pub config: Config,
     /// GPUs, each followed by its MIG instances: what memory is accounted by.
@@ -32,7 +32,7 @@ pub struct Sim {
 /// A GPU or a MIG instance.
 #[derive(Debug, Clone)]
 pub struct Unit {
-    /// Position in [`Sim::units`].
+    /// Position in [`Sim::random_units`].
     pub index: usize,
     /// Position in [`Config::gpu`].
     pub gpu: usize,
@@ -73,10 +73,10 @@ pub enum SimError {
     },
     /// A table's places are all taken.
     #[error("all {0} places are taken")]
-    Full(usize),
+    TableFull(usize),
     /// This image's lock is gone (somebody closed its descriptor), and its place was given away.
     #[error("this process image was collected: its descriptors were closed")]
-    Collected,
+    ImageCollected,
     /// A descriptor is not one of an allocation.
     #[error("the descriptor is not an allocation's")]
     NotAnObject,
@@ -88,7 +88,7 @@ impl Sim {
     /// # Errors
     /// It was not, or its configuration no longer parses.
     pub fn open(path: &Path) -> Result<Sim, SimError> {
-        let folder = Folder::at(path);
+        let folder = MachineDir::at(path);
         let config = Config::read(&folder.config())?;
         let at = |step, path: PathBuf| move |source| SimError::Io { step, path, source };
         let open = |path: PathBuf| crate::lock::open(&path).map_err(at("opening", path));
@@ -106,12 +106,12 @@ impl Sim {
     }
 
     /// Whether freed memory is zeroed.
-    pub fn scrubs(&self) -> bool {
+    pub fn is_scrub_enabled(&self) -> bool {
         self.table.raw().scrub.load(Relaxed) != 0
     }
 
     /// Switches scrubbing.
-    pub fn set_scrub(&self, on: bool) {
+    pub fn set_scrub_enabled(&self, on: bool) {
         self.table.raw().scrub.store(u32::from(on), Relaxed);
     }
 
@@ -128,25 +128,25 @@ impl Sim {
             .store(u32::from(lost), Relaxed);
     }
 
-    fn hung(&self, gpu: Option<usize>) -> &AtomicU32 {
+    fn hung_flag(&self, gpu: Option<usize>) -> &AtomicU32 {
         let raw = self.table.raw();
         gpu.map_or(&raw.hung, |gpu| &raw.units[self.gpu_unit(gpu)].hung)
     }
 
     /// Whether NVML's calls about a GPU, or about none, wait.
     pub fn is_hung(&self, gpu: Option<usize>) -> bool {
-        self.hung(gpu).load(Relaxed) != 0
+        self.hung_flag(gpu).load(Relaxed) != 0
     }
 
     /// Makes NVML's calls about a GPU, or about none, wait, or lets them go on.
     pub fn set_hung(&self, gpu: Option<usize>, hung: bool) {
-        self.hung(gpu).store(u32::from(hung), Relaxed);
+        self.hung_flag(gpu).store(u32::from(hung), Relaxed);
     }
 
     /// Waits as long as NVML's calls about a GPU, or about none, do.
     pub fn wait_while_hung(&self, gpu: Option<usize>) {
         while self.is_hung(gpu) {
-            std::thread::sleep(HANGS);
+            std::thread::sleep(HANG_POLL_INTERVAL);
         }
     }
 
@@ -173,7 +173,7 @@ impl Sim {
     /// Whether the device node of a GPU in `dev` is one that this process's container was given.
     pub fn is_visible(&self, gpu: usize, dev: &Path) -> bool {
         let node = dev.join(format!("nvidia{}", self.config.gpu[gpu].minor));
-        crate::folder::is_given(&node)
+        crate::folder::is_device_allowed(&node)
     }
 
     /// Appends a line to the log, as far as that is possible.
@@ -185,7 +185,7 @@ impl Sim {
     }
 
     /// The place of the `n`th XID.
-    pub(crate) fn xid_place(n: u32) -> usize {
+    pub(crate) fn xid_slot(n: u32) -> usize {
         n as usize % MAX_XIDS
     }
 }

@@ -1,9 +1,9 @@
 //! Who uses how much of a unit: NVML's view.
 
 use crate::image::Charge;
-use crate::object::Holders;
+use crate::object::References;
 use crate::sim::Sim;
-use crate::table::{Books, RawImage};
+use crate::table::{RawImage, TableGuard};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -35,7 +35,7 @@ impl Sim {
         self.sum_used(&books, unit)
     }
 
-    fn sum_used(&self, books: &Books<'_>, unit: usize) -> u64 {
+    fn sum_used(&self, books: &TableGuard<'_>, unit: usize) -> u64 {
         let used = |unit: usize| books.raw().units[unit].used.load(Relaxed);
         match self.units[unit].mig {
             Some(_) => used(unit),
@@ -59,7 +59,7 @@ impl Sim {
         }
     }
 
-    fn processes(&self, books: &Books<'_>, unit: usize) -> Vec<ProcessUsage> {
+    fn processes(&self, books: &TableGuard<'_>, unit: usize) -> Vec<ProcessUsage> {
         let on_host = books.raw().host_namespace.load(Relaxed) == self.namespace;
         let mut bytes: BTreeMap<usize, u64> = books
             .images()
@@ -79,7 +79,7 @@ impl Sim {
             .objects()
             .filter(|(_, object)| object.unit.load(Relaxed) as usize == unit)
         {
-            let owner = Holders::of(self, object).charged();
+            let owner = References::of(self, object).charged_image();
             if let Some(listed) = owner.and_then(|owner| bytes.get_mut(&owner)) {
                 *listed += object.size.load(Relaxed);
             }
@@ -99,14 +99,14 @@ impl Sim {
         if image.namespace.load(Relaxed) == self.namespace {
             return image.pid.load(Relaxed);
         }
-        if let Ok(Some(pid)) = crate::lock::pid_of(&self.pids_lock, number as u64) {
+        if let Ok(Some(pid)) = crate::lock::locking_pid(&self.pids_lock, number as u64) {
             image.host_pid.store(pid, Relaxed);
         }
         image.host_pid.load(Relaxed)
     }
 
     /// Injects a sticky code into a process; false when it has no image.
-    pub fn inject(&self, pid: u32, code: i32) -> bool {
+    pub fn inject_error(&self, pid: u32, code: i32) -> bool {
         let books = self.table.lock();
         books.collect_images(self);
         let image = books

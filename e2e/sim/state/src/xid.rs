@@ -18,8 +18,8 @@ pub struct Xid {
 
 impl Sim {
     /// How many events there were so far: where a new reader starts.
-    pub fn xids_seen(&self) -> u32 {
-        self.table.raw().xids_seen.load(Acquire)
+    pub fn xid_count(&self) -> u32 {
+        self.table.raw().xid_count.load(Acquire)
     }
 
     /// Tells an event to every reader.
@@ -27,17 +27,17 @@ impl Sim {
         self.log_xid(xid);
         let books = self.table.lock();
         let raw = books.raw();
-        let number = raw.xids_seen.load(Relaxed);
-        let place = &raw.xids[Sim::xid_place(number)];
+        let number = raw.xid_count.load(Relaxed);
+        let place = &raw.xids[Sim::xid_slot(number)];
         place.unit.store(xid.unit as u32, Relaxed);
         place.code.store(xid.code, Relaxed);
         place.pid.store(xid.pid, Relaxed);
-        raw.xids_seen.store(number.wrapping_add(1), Release);
+        raw.xid_count.store(number.wrapping_add(1), Release);
         // SAFETY: a futex word in a mapping that lives as long as `self`.
         unsafe {
             libc::syscall(
                 libc::SYS_futex,
-                raw.xids_seen.as_ptr(),
+                raw.xid_count.as_ptr(),
                 libc::FUTEX_WAKE,
                 i32::MAX,
             )
@@ -65,7 +65,7 @@ impl Sim {
         unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
         let (micros, number) = (
             now.tv_sec * 1_000_000 + now.tv_nsec / 1_000,
-            self.xids_seen(),
+            self.xid_count(),
         );
         let line = format!(
             "4,{number},{micros},-;NVRM: Xid (PCI:{address}): {}, {process}\n",
@@ -91,7 +91,7 @@ impl Sim {
                 tv_sec: left.as_secs() as i64,
                 tv_nsec: i64::from(left.subsec_nanos()),
             };
-            let word = self.table.raw().xids_seen.as_ptr();
+            let word = self.table.raw().xid_count.as_ptr();
             // SAFETY: as above; the kernel reads `wait` before it returns.
             unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, *seen, &wait) };
         }
@@ -99,7 +99,7 @@ impl Sim {
 
     fn next_xid(&self, seen: &mut u32) -> Option<Xid> {
         let books = self.table.lock();
-        let now = books.raw().xids_seen.load(Relaxed);
+        let now = books.raw().xid_count.load(Relaxed);
         if now == *seen {
             return None;
         }
@@ -107,7 +107,7 @@ impl Sim {
         if now.wrapping_sub(*seen) > crate::table::MAX_XIDS as u32 {
             *seen = oldest;
         }
-        let place = &books.raw().xids[Sim::xid_place(*seen)];
+        let place = &books.raw().xids[Sim::xid_slot(*seen)];
         *seen = seen.wrapping_add(1);
         Some(Xid {
             unit: place.unit.load(Relaxed) as usize,
@@ -118,7 +118,7 @@ impl Sim {
 
     /// The last events, oldest first.
     pub fn recent_xids(&self, most: u32) -> Vec<Xid> {
-        let now = self.xids_seen();
+        let now = self.xid_count();
         let mut seen = now.wrapping_sub(most.min(now));
         std::iter::from_fn(|| self.next_xid(&mut seen)).collect()
     }

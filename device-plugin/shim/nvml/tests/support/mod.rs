@@ -12,9 +12,9 @@ use std::process::Command;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use bursar_device_plugin::sessions::{Account, Served, Sessions};
+use bursar_device_plugin::sessions::{Account, SessionSpec, Sessions};
 use bursar_device_plugin::units::{AllocationId, Bytes};
-use bursar_sim_state::Folder;
+use bursar_sim_state::MachineDir;
 
 #[path = "../../../tests/support/agent.rs"]
 mod agent;
@@ -47,7 +47,7 @@ pub fn built() -> &'static Path {
 /// A node with one GPU of 16 GiB, and a container for each quota.
 pub struct Node {
     folder: tempfile::TempDir,
-    served: Vec<Served>,
+    served: Vec<SessionSpec>,
     runtime: tokio::runtime::Runtime,
     sessions: Option<Sessions>,
 }
@@ -82,10 +82,10 @@ impl Node {
             "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"{GPU}\"\nmemory = \"16Gi\"\nminor = 0\n{instances}"
         );
         std::fs::write(&config, gpu).unwrap();
-        Folder::at(folder.path().join("sim"))
+        MachineDir::at(folder.path().join("sim"))
             .init(&config, &[])
             .unwrap();
-        let served = |(number, quota): (u64, &u64)| Served {
+        let served = |(number, quota): (u64, &u64)| SessionSpec {
             allocation: AllocationId::from_bits(number),
             pod: format!("8b2e3f0a-1f5c-4c41-9d53-{number:012}")
                 .parse()
@@ -132,7 +132,7 @@ impl Node {
         let account = Account::Gpu(GPU.parse().unwrap());
         let sessions = self.sessions.as_ref().unwrap();
         sessions
-            .resize(&self.served[container].allocation, &account, Bytes(quota))
+            .set_requested_quota(&self.served[container].allocation, &account, Bytes(quota))
             .unwrap();
     }
 

@@ -3,14 +3,14 @@ use proptest::prelude::*;
 use super::super::maps::tests::files;
 use super::*;
 
-fn at(path: &str) -> Location {
+fn location(path: &str) -> Location {
     Location {
         device: "8:1".into(),
         path: path.into(),
     }
 }
 
-const OURS: [(&str, &str); 6] = [
+const MOUNTS: [(&str, &str); 6] = [
     ("/state/shim/1", "/opt/bursar/lib"),
     ("/state/shim/1/ld.so.preload", "/etc/ld.so.preload"),
     ("/state/shim/1/libcuda.so.1", "/usr/lib64/libcuda.so.1"),
@@ -19,38 +19,38 @@ const OURS: [(&str, &str); 6] = [
     ("/run/alloc/7", "/run/bursar"),
 ];
 
-fn expected() -> Vec<Expected> {
-    let mount = |(source, point): (&str, &str)| Expected {
-        point: point.into(),
-        source: at(source),
+fn expected() -> Vec<ExpectedMount> {
+    let mount = |(source, point): (&str, &str)| ExpectedMount {
+        mount_point: point.into(),
+        source: location(source),
     };
-    OURS.map(mount).to_vec()
+    MOUNTS.map(mount).to_vec()
 }
 
 /// A container with all of our mounts, a `/proc`, and `more`.
-fn table(more: &str) -> Mounts {
-    let ours = OURS.iter().zip(200..).map(|((source, point), id)| {
+fn table(more: &str) -> MountTable {
+    let ours = MOUNTS.iter().zip(200..).map(|((source, point), id)| {
         format!("{id} 100 8:1 {source} {point} ro - ext4 /dev/sda1 rw\n")
     });
     let rest = "100 90 0:50 / / rw - overlay overlay rw\n101 100 0:51 / /proc rw - proc proc rw\n";
-    Mounts::parse(&(rest.to_owned() + &ours.collect::<String>() + more))
+    MountTable::parse(&(rest.to_owned() + &ours.collect::<String>() + more))
 }
 
-fn reason(mounts: &Mounts) -> Option<Reason> {
-    of_mounts(&expected(), mounts).map(|lack| lack.reason)
+fn gap_reason(mounts: &MountTable) -> Option<GapReason> {
+    check_mounts(&expected(), mounts).map(|lack| lack.reason)
 }
 
 #[test]
-fn a_container_with_every_mount_lacks_nothing() {
-    assert_eq!(of_mounts(&expected(), &table("")), None);
+fn container_has_no_gap_when_every_mount_is_present() {
+    assert_eq!(check_mounts(&expected(), &table("")), None);
     let beside = "300 100 0:60 / /usr/lib/x/other rw - tmpfs t rw\n";
-    assert_eq!(of_mounts(&expected(), &table(beside)), None);
+    assert_eq!(check_mounts(&expected(), &table(beside)), None);
 }
 
 #[test]
-fn a_mount_that_is_not_there_is_named() {
-    for (source, point) in OURS {
-        let without: String = OURS
+fn missing_mount_is_named() {
+    for (source, point) in MOUNTS {
+        let without: String = MOUNTS
             .iter()
             .filter(|ours| ours.1 != point)
             .zip(200..)
@@ -58,19 +58,19 @@ fn a_mount_that_is_not_there_is_named() {
                 format!("{id} 100 8:1 {source} {point} ro - ext4 /dev/sda1 rw\n")
             })
             .collect();
-        let mounts = Mounts::parse(&format!("100 90 0:50 / / rw - overlay o rw\n{without}"));
-        let lack = of_mounts(&expected(), &mounts).unwrap();
+        let mounts = MountTable::parse(&format!("100 90 0:50 / / rw - overlay o rw\n{without}"));
+        let lack = check_mounts(&expected(), &mounts).unwrap();
         assert_eq!(
             (lack.reason, lack.detail.as_str()),
-            (Reason::MountMissing, point),
+            (GapReason::MountMissing, point),
             "{source}"
         );
     }
 }
 
 #[test]
-fn a_folder_that_is_a_link_in_the_image_has_its_mount_where_the_link_leads() {
-    let linked: String = OURS
+fn mount_is_found_when_its_folder_is_a_link_in_the_image() {
+    let linked: String = MOUNTS
         .iter()
         .zip(200..)
         .map(|((source, point), id)| {
@@ -78,34 +78,33 @@ fn a_folder_that_is_a_link_in_the_image_has_its_mount_where_the_link_leads() {
             format!("{id} 100 8:1 {source} {point} ro - ext4 /dev/sda1 rw\n")
         })
         .collect();
-    let mounts = Mounts::parse(&format!("100 90 0:50 / / rw - overlay o rw\n{linked}"));
-    assert_eq!(of_mounts(&expected(), &mounts), None);
+    let mounts = MountTable::parse(&format!("100 90 0:50 / / rw - overlay o rw\n{linked}"));
+    assert_eq!(check_mounts(&expected(), &mounts), None);
 }
 
 #[test]
-fn a_file_of_another_build_in_the_place_of_ours_is_told() {
+fn file_of_another_build_is_a_gap_when_mounted_over_ours() {
     let swapped = "300 202 8:1 /state/shim/0/libcuda.so.1 /usr/lib64/libcuda.so.1 ro - ext4 d rw\n";
-    let lack = of_mounts(&expected(), &table(swapped)).unwrap();
+    let lack = check_mounts(&expected(), &table(swapped)).unwrap();
     assert_eq!(
         (lack.reason, lack.detail.as_str()),
-        (Reason::MountedOver, "/usr/lib64/libcuda.so.1")
+        (GapReason::MountedOver, "/usr/lib64/libcuda.so.1")
     );
 }
 
 #[test]
-fn a_container_has_its_rights_and_mounts_when_its_program_runs_and_its_runtime_is_not_waited_for_for_ever()
- {
-    assert!(is_made(false, Duration::ZERO));
-    assert!(!is_made(true, Duration::ZERO));
-    assert!(!is_made(true, MAKING / 2), "a machine may be busy");
-    assert!(is_made(true, MAKING));
+fn container_is_set_up_when_its_program_runs_or_time_is_over() {
+    assert!(is_set_up(false, Duration::ZERO));
+    assert!(!is_set_up(true, Duration::ZERO));
+    assert!(!is_set_up(true, MAX_SETUP / 2), "a machine may be busy");
+    assert!(is_set_up(true, MAX_SETUP));
 }
 
 /// A place to mount at: one of our paths, a folder above one, or something in one.
 fn place() -> impl Strategy<Value = PathBuf> {
     let below = prop_oneof![Just(None), Just(Some("libcuda.so.1")), Just(Some("a/b"))];
-    (0..OURS.len(), 0..4_usize, below).prop_map(|(ours, up, below)| {
-        let point = Path::new(OURS[ours].1);
+    (0..MOUNTS.len(), 0..4_usize, below).prop_map(|(ours, up, below)| {
+        let point = Path::new(MOUNTS[ours].1);
         match below {
             Some(below) if up == 0 => point.join(below),
             _ => point
@@ -119,19 +118,19 @@ fn place() -> impl Strategy<Value = PathBuf> {
 
 proptest! {
     #[test]
-    fn whatever_is_mounted_over_above_or_in_one_of_our_paths_is_told(place in place()) {
-        let (parent, _) = { let table = table(""); let (mount, at) = table.locate(&place).unwrap(); (mount.clone(), at) };
+    fn mount_over_any_of_our_paths_is_a_gap(place in place()) {
+        let (parent, _) = { let table = table(""); let (mount, at) = table.resolve(&place).unwrap(); (mount.clone(), at) };
         let id = table("").iter().position(|mount| *mount == parent).unwrap();
         // Ids in the order of `table`: the root, /proc, then ours from 200 on.
         let id = match id { 0 => 100, 1 => 101, ours => 198 + ours };
         let over = format!("300 {id} 0:60 / {} rw - tmpfs t rw\n", place.display());
-        prop_assert_eq!(reason(&table(&over)), Some(Reason::MountedOver), "{}", over);
+        prop_assert_eq!(gap_reason(&table(&over)), Some(GapReason::MountedOver), "{}", over);
     }
 }
 
-fn installed() -> Installed {
-    Installed {
-        builds: at("/state/shim"),
+fn installed() -> InstalledShim {
+    InstalledShim {
+        builds: location("/state/shim"),
         files: BTreeMap::from([
             ("0/libcuda.so.1".into(), 10),
             ("1/libcuda.so.1".into(), 11),
@@ -140,46 +139,49 @@ fn installed() -> Installed {
     }
 }
 
-fn uses(maps: &[&str]) -> (bool, Option<Reason>) {
+fn check_maps(maps: &[&str]) -> (bool, Option<GapReason>) {
     let text: String = maps
         .iter()
         .map(|file| format!("7f00-7f01 r-xp 0 08:01 {file}\n"))
         .collect();
-    let uses = of_process(&files(&text), &table(""), &installed());
-    (uses.shim, uses.lack.map(|lack| lack.reason))
+    let uses = check_process(&files(&text), &table(""), &installed());
+    (uses.has_shim, uses.gap.map(|lack| lack.reason))
 }
 
 const SHIM: &str = "11 /opt/bursar/lib/libcuda.so.1";
 const DRIVER: &str = "20 /opt/bursar/drv/cuda.so.1";
 
 #[test]
-fn a_process_with_the_shim_may_have_the_driver_and_its_device_nodes() {
-    assert_eq!(uses(&[]), (false, None));
-    assert_eq!(uses(&[SHIM]), (true, None));
+fn process_has_no_gap_when_the_shim_is_mapped() {
+    assert_eq!(check_maps(&[]), (false, None));
+    assert_eq!(check_maps(&[SHIM]), (true, None));
     assert_eq!(
-        uses(&["11 /usr/lib64/libcuda.so.1", DRIVER, "5 /dev/nvidia0"]),
+        check_maps(&["11 /usr/lib64/libcuda.so.1", DRIVER, "5 /dev/nvidia0"]),
         (true, None)
     );
-    assert_eq!(uses(&["12 /opt/bursar/lib/libcuda.so", SHIM]), (true, None));
+    assert_eq!(
+        check_maps(&["12 /opt/bursar/lib/libcuda.so", SHIM]),
+        (true, None)
+    );
 }
 
 #[test]
-fn a_process_that_uses_the_driver_without_the_shim_is_told() {
+fn process_has_a_gap_when_it_uses_driver_without_shim() {
     for maps in [
         &[DRIVER][..],
         &["5 /dev/nvidiactl"],
         &["5 /dev/nvidia0", DRIVER],
     ] {
         assert_eq!(
-            uses(maps),
-            (false, Some(Reason::DriverWithoutShim)),
+            check_maps(maps),
+            (false, Some(GapReason::DriverWithoutShim)),
             "{maps:?}"
         );
     }
 }
 
 #[test]
-fn a_libcuda_that_is_not_the_shim_is_told_with_the_shim_mapped_or_not() {
+fn foreign_libcuda_is_a_gap_with_or_without_the_shim() {
     for file in [
         "99 /tmp/libcuda.so.1",
         "99 /usr/lib64/libcuda.so.580.95.05",
@@ -190,80 +192,90 @@ fn a_libcuda_that_is_not_the_shim_is_told_with_the_shim_mapped_or_not() {
         "99 /home/compat/libcuda.so.1",
     ] {
         assert_eq!(
-            uses(&[file]),
-            (false, Some(Reason::ForeignDriver)),
+            check_maps(&[file]),
+            (false, Some(GapReason::ForeignDriver)),
             "{file}"
         );
         assert_eq!(
-            uses(&[SHIM, file]),
-            (true, Some(Reason::ForeignDriver)),
+            check_maps(&[SHIM, file]),
+            (true, Some(GapReason::ForeignDriver)),
             "{file}"
         );
     }
 }
 
 #[test]
-fn a_compat_library_is_the_shims_to_open_and_nobody_elses() {
+fn compat_library_is_a_gap_without_the_shim_alone() {
     let compat = "30 /usr/local/cuda-12.4/compat/libcuda.so.550.54.15";
-    assert_eq!(uses(&[SHIM, compat]), (true, None));
-    assert_eq!(uses(&[compat]), (false, Some(Reason::ForeignDriver)));
+    assert_eq!(check_maps(&[SHIM, compat]), (true, None));
+    assert_eq!(
+        check_maps(&[compat]),
+        (false, Some(GapReason::ForeignDriver))
+    );
 }
 
 #[test]
-fn on_an_overlay_the_path_decides() {
+fn shim_file_is_known_by_path_on_an_overlay() {
     let over = "300 100 8:1 /state /mnt rw - overlay o rw\n";
     let mapped = files("7f00-7f01 r-xp 0 08:01 99 /mnt/shim/0/libcuda.so.1\n");
-    let uses = of_process(&mapped, &table(over), &installed());
-    assert_eq!((uses.shim, uses.lack), (true, None));
+    let uses = check_process(&mapped, &table(over), &installed());
+    assert_eq!((uses.has_shim, uses.gap), (true, None));
 }
 
 #[test]
-fn who_can_make_nodes_or_has_others_is_asked_what_it_may_open() {
+fn device_check_is_needed_with_mknod_or_other_nodes() {
     let given = BTreeSet::from(["nvidia0".to_owned()]);
     let more = BTreeSet::from(["nvidia0", "nvidia1"].map(str::to_owned));
     let (usual, bare) = (0xa80425fb, 0);
-    assert!(is_asked(&given, &given, usual, true));
+    assert!(needs_device_check(&given, &given, usual, true));
     assert!(
-        !is_asked(&given, &given, usual, false),
+        !needs_device_check(&given, &given, usual, false),
         "in a user namespace of its own"
     );
-    assert!(!is_asked(&given, &given, bare, true));
-    assert!(is_asked(&given, &more, bare, false));
-    assert!(is_gpu("nvidia0") && !is_gpu("nvidiactl") && !is_gpu("nvidia-uvm"));
+    assert!(!needs_device_check(&given, &given, bare, true));
+    assert!(needs_device_check(&given, &more, bare, false));
+    assert!(is_gpu_node("nvidia0") && !is_gpu_node("nvidiactl") && !is_gpu_node("nvidia-uvm"));
 }
 
 #[test]
-fn what_may_be_opened_is_told_and_a_node_alone_is_not() {
-    assert_eq!(of_nodes(&BTreeSet::new()), None);
-    let lack = of_nodes(&BTreeSet::from(["nvidia1", "nvidia2"].map(str::to_owned))).unwrap();
+fn openable_node_of_another_gpu_is_a_gap() {
+    assert_eq!(check_openable(&BTreeSet::new()), None);
+    let lack = check_openable(&BTreeSet::from(["nvidia1", "nvidia2"].map(str::to_owned))).unwrap();
     assert_eq!(
         (lack.reason, lack.detail.as_str()),
-        (Reason::OtherGpus, "nvidia1, nvidia2")
+        (GapReason::OtherGpus, "nvidia1, nvidia2")
     );
 }
 
 #[test]
-fn rights_over_the_hosts_scheduling_are_a_lack_of_their_own() {
+fn sys_nice_over_the_host_is_a_gap_of_its_own() {
     let (usual, nice) = (0xa80425fb, 0xa80425fb | 1 << 23);
-    assert_eq!(of_scheduling(nice, true).unwrap().reason, Reason::SysNice);
-    assert_eq!(of_scheduling(nice, false), None);
-    assert_eq!(of_scheduling(usual, true), None);
-    assert_eq!(of_rights(nice, true), None, "and no other");
+    assert_eq!(
+        check_scheduling(nice, true).unwrap().reason,
+        GapReason::SysNice
+    );
+    assert_eq!(check_scheduling(nice, false), None);
+    assert_eq!(check_scheduling(usual, true), None);
+    assert_eq!(check_capabilities(nice, true), None, "and no other");
 }
 
 #[test]
-fn a_path_in_a_lack_is_cut() {
-    let lack = Lack::not_attested("ü".repeat(10_000));
+fn gap_detail_is_truncated() {
+    let lack = EnforcementGap::not_attested("ü".repeat(10_000));
     assert_eq!(lack.detail.len(), 256);
 }
 
 #[test]
-fn admin_rights_over_the_host_are_a_lack_and_those_over_an_own_user_namespace_none() {
+fn sys_admin_is_a_gap_over_the_host_alone() {
     assert_eq!(
-        of_rights(u64::MAX, true).unwrap().reason,
-        Reason::Privileged
+        check_capabilities(u64::MAX, true).unwrap().reason,
+        GapReason::Privileged
     );
-    assert_eq!(of_rights(u64::MAX, false), None);
+    assert_eq!(check_capabilities(u64::MAX, false), None);
     let usual = 0xa80425fb;
-    assert_eq!(of_rights(usual, true), None, "a container's usual set");
+    assert_eq!(
+        check_capabilities(usual, true),
+        None,
+        "a container's usual set"
+    );
 }

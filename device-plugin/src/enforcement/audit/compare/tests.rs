@@ -4,7 +4,7 @@ mod interleavings;
 
 use super::*;
 use crate::config::AuditPolicy;
-use crate::sessions::MemberBooks;
+use crate::sessions::ProcessCredit;
 
 const LIMITS: AuditConfig = AuditConfig {
     policy: AuditPolicy::Report,
@@ -28,130 +28,153 @@ fn process(pid: u32) -> Process {
 }
 
 /// A container with a quota in MiB, and its members with what each was granted and uses.
-fn books(number: u64, quota: u64, members: &[(u32, u64)]) -> Books {
+fn books(number: u64, quota: u64, members: &[(u32, u64)]) -> ContainerUsage {
     let granted: u64 = members.iter().map(|(_, granted)| granted).sum();
-    let account = AccountBooks {
+    let account = AccountBalance {
         granted: Bytes::mib(granted),
         used: Bytes::mib(granted),
         peak: Bytes::mib(granted),
-        ..AccountBooks::unused(Account::Gpu(gpu()), Bytes::mib(quota))
+        ..AccountBalance::empty(Account::Gpu(gpu()), Bytes::mib(quota))
     };
-    let member = |(pid, granted): &(u32, u64)| MemberBooks {
+    let member = |(pid, granted): &(u32, u64)| ProcessCredit {
         process: process(*pid),
         granted: vec![Bytes::mib(*granted)],
-        forged: false,
+        tampered: false,
     };
-    Books {
+    ContainerUsage {
         pod: pod(number),
-        home: Some("c".into()),
-        members: members.iter().map(member).collect(),
-        ..Books::unused(number, vec![account])
+        cgroup: Some("c".into()),
+        processes: members.iter().map(member).collect(),
+        ..ContainerUsage::empty(number, vec![account])
     }
 }
 
 /// A listed process in the container of that number; the host's for zero.
-fn listed(number: u64, pid: u32, mib: u64) -> Listed {
+fn listed(number: u64, pid: u32, mib: u64) -> ListedProcess {
     let owner = match number {
-        0 => Owner::Host,
-        number => Owner::Container {
+        0 => ProcessOwner::Host,
+        number => ProcessOwner::Container {
             pod: pod(number),
             cgroup: "c".into(),
         },
     };
     let start = process(pid).start;
-    Listed {
+    ListedProcess {
         pid,
         bytes: Some(Bytes::mib(mib)),
-        alive: Some(Alive { start, owner }),
+        live: Some(LiveProcess { start, owner }),
     }
 }
 
-fn seen(processes: Vec<Listed>) -> GpuSeen {
-    GpuSeen {
+fn sample(processes: Vec<ListedProcess>) -> GpuSample {
+    GpuSample {
         gpu: gpu(),
-        residual: 0,
-        unlisted: Some(Bytes::ZERO),
-        left: Bytes::ZERO,
+        unattributed_signed: 0,
+        unattributed: Some(Bytes::ZERO),
+        unreclaimed_or_retained: Bytes::ZERO,
         processes,
     }
 }
 
-fn found(processes: Vec<Listed>, books: &[Books], containers: &Containers) -> Vec<&'static str> {
-    let verdict = judge(&[seen(processes)], books, containers, &LIMITS);
+fn finding_kinds(
+    processes: Vec<ListedProcess>,
+    books: &[ContainerUsage],
+    containers: &AttestedState,
+) -> Vec<&'static str> {
+    let verdict = compare_accounts(&[sample(processes)], books, containers, &LIMITS);
     verdict.findings.iter().map(Finding::kind).collect()
 }
 
-fn shims(pids: &[(u32, bool)]) -> Containers {
+fn attested_shims(pids: &[(u32, bool)]) -> AttestedState {
     let pids = pids.iter().map(|(pid, shim)| (1, *pid, *shim, &[][..]));
     attested(pids)
 }
 
 /// Processes: the container of each, its pid, whether it has the shim, and where it has the driver's devices mapped.
-fn attested<'a>(processes: impl IntoIterator<Item = (u64, u32, bool, &'a [u64])>) -> Containers {
+fn attested<'a>(processes: impl IntoIterator<Item = (u64, u32, bool, &'a [u64])>) -> AttestedState {
     let running = |(number, pid, shim, devices): (u64, u32, bool, &[u64])| {
-        let running = Running {
+        let running = AttestedProcess {
             start: process(pid).start,
             forked: false,
-            shim,
-            devices: devices.iter().copied().collect(),
+            has_shim: shim,
+            device_mappings: devices.iter().copied().collect(),
         };
         (pid, (AllocationId::from_bits(number), running))
     };
-    Containers {
+    AttestedState {
         processes: processes.into_iter().map(running).collect(),
-        ..Containers::default()
+        ..AttestedState::default()
     }
 }
 
 /// A GPU with 600 MiB that are charged to nobody.
-fn held(processes: Vec<Listed>) -> GpuSeen {
-    GpuSeen {
-        unlisted: Some(Bytes::mib(600)),
-        ..seen(processes)
+fn sample_with_unattributed(processes: Vec<ListedProcess>) -> GpuSample {
+    GpuSample {
+        unattributed: Some(Bytes::mib(600)),
+        ..sample(processes)
     }
 }
 
 /// The processes that may hold memory of nobody, and whether each is of the only container with such.
-fn holders(seen: GpuSeen, books: &[Books], containers: &Containers) -> Vec<(u32, bool)> {
-    let verdict = judge(&[seen], books, containers, &LIMITS);
+fn holders(
+    seen: GpuSample,
+    books: &[ContainerUsage],
+    containers: &AttestedState,
+) -> Vec<(u32, bool)> {
+    let verdict = compare_accounts(&[seen], books, containers, &LIMITS);
     let holder = |finding: &Finding| match finding {
-        Finding::Holder { process, alone, .. } => Some((process.pid, *alone)),
+        Finding::Holder {
+            process,
+            is_only_suspect: alone,
+            ..
+        } => Some((process.pid, *alone)),
         _ => None,
     };
     verdict.findings.iter().filter_map(holder).collect()
 }
 
 #[test]
-fn a_process_with_the_driver_and_no_session_is_a_holder_while_memory_is_of_nobody() {
+fn process_is_a_holder_when_driver_is_mapped_without_session() {
     let books = [books(1, 1024, &[])];
     let containers = attested([(1, 5, true, &[100][..])]);
-    assert_eq!(holders(held(vec![]), &books, &containers), [(5, true)]);
-    assert_eq!(holders(seen(vec![]), &books, &containers), []);
+    assert_eq!(
+        holders(sample_with_unattributed(vec![]), &books, &containers),
+        [(5, true)]
+    );
+    assert_eq!(holders(sample(vec![]), &books, &containers), []);
     let without = attested([(1, 5, false, &[100][..])]);
-    assert_eq!(holders(held(vec![]), &books, &without), [(5, true)]);
+    assert_eq!(
+        holders(sample_with_unattributed(vec![]), &books, &without),
+        [(5, true)]
+    );
 }
 
 #[test]
 fn contextless_memory_beyond_the_quota_is_found_with_a_session() {
     let member = books(1, 4096, &[(5, 0)]);
     let beyond = vec![listed(1, 5, 20 * 1024)];
-    let kinds = found(beyond, &[member], &Containers::default());
+    let kinds = finding_kinds(beyond, &[member], &AttestedState::default());
     assert_eq!(kinds, ["over-quota"]);
 }
 
 #[test]
-fn listed_dead_that_no_ledger_knows_are_of_nobody() {
-    let dead = Listed {
-        alive: None,
+fn listed_exited_process_is_unaccounted_when_not_in_books() {
+    let dead = ListedProcess {
+        live: None,
         ..listed(1, 5, 600)
     };
     let books = [books(1, 1024, &[])];
-    let verdict = judge(&[seen(vec![dead])], &books, &Containers::default(), &LIMITS);
+    let verdict = compare_accounts(
+        &[sample(vec![dead])],
+        &books,
+        &AttestedState::default(),
+        &LIMITS,
+    );
     assert_eq!(verdict.unaccounted[&gpu()], Bytes::mib(600 - 64));
 }
 
 #[test]
-fn honest_processes_are_no_holders_whatever_is_of_nobody() {
+fn honest_process_is_no_holder_when_memory_is_unattributed() {
     let books = [books(1, 1024, &[(5, 100)])];
     let processes = [
         (1, 5, true, &[100, 200][..]),
@@ -161,53 +184,80 @@ fn honest_processes_are_no_holders_whatever_is_of_nobody() {
     let containers = attested(processes);
     let listed = vec![listed(1, 5, 100)];
     assert_eq!(
-        holders(held(listed), &books, &containers),
+        holders(sample_with_unattributed(listed), &books, &containers),
         [],
         "a session, its forked child, and a program that asks NVML"
     );
     let mut older = attested([(1, 8, true, &[300][..])]);
-    older.since = process(8).start + 1;
-    assert_eq!(holders(held(vec![]), &books, &older), []);
+    older.agent_start = process(8).start + 1;
+    assert_eq!(
+        holders(sample_with_unattributed(vec![]), &books, &older),
+        []
+    );
 }
 
 #[test]
-fn a_forked_child_is_no_holder_while_its_dead_parent_is_charged() {
+fn forked_child_is_no_holder_while_its_parent_is_charged() {
     let mut of_it = books(1, 1024, &[]);
     let mut containers = attested([(1, 6, true, &[100][..])]);
     let child = &mut containers.processes.get_mut(&6).unwrap().1;
     child.forked = true;
     assert_eq!(
-        holders(held(vec![]), &[of_it.clone()], &containers),
+        holders(
+            sample_with_unattributed(vec![]),
+            &[of_it.clone()],
+            &containers
+        ),
         [(6, true)]
     );
-    of_it.retired = vec![5];
-    assert_eq!(holders(held(vec![]), &[of_it], &containers), []);
+    of_it.exited_pids = vec![5];
+    assert_eq!(
+        holders(sample_with_unattributed(vec![]), &[of_it], &containers),
+        []
+    );
 }
 
 #[test]
-fn a_child_with_a_driver_of_its_own_is_a_holder() {
+fn child_is_a_holder_when_it_maps_the_driver_itself() {
     let books = [books(1, 1024, &[(5, 100)])];
     let processes = [(1, 5, true, &[100][..]), (1, 6, true, &[100, 300][..])];
     let containers = attested(processes);
-    assert_eq!(holders(held(vec![]), &books, &containers), [(6, true)]);
+    assert_eq!(
+        holders(sample_with_unattributed(vec![]), &books, &containers),
+        [(6, true)]
+    );
 }
 
 #[test]
-fn holders_of_several_containers_are_all_named_and_none_is_alone() {
+fn holders_are_all_named_when_of_several_containers() {
     let books = [books(1, 1024, &[]), books(2, 1024, &[])];
     let processes = [(1, 5, true, &[100][..]), (2, 6, true, &[100][..])];
-    let found = holders(held(vec![]), &books, &attested(processes));
+    let found = holders(
+        sample_with_unattributed(vec![]),
+        &books,
+        &attested(processes),
+    );
     assert_eq!(found, [(5, false), (6, false)]);
 }
 
 #[test]
-fn memory_of_nobody_is_of_the_only_container_that_uses_the_driver() {
+fn unaccounted_memory_names_the_only_container_with_driver() {
     let of = |processes: &[(u64, u32, bool, &[u64])]| {
         let members = [books(1, 1024, &[(5, 0)]), books(2, 1024, &[(6, 0)])];
         let containers = attested(processes.iter().copied());
-        let verdict = judge(&[held(vec![])], &members, &containers, &LIMITS);
+        let verdict = compare_accounts(
+            &[sample_with_unattributed(vec![])],
+            &members,
+            &containers,
+            &LIMITS,
+        );
         match verdict.findings.as_slice() {
-            [Finding::Unaccounted { only, .. }] => *only,
+            [
+                Finding::Unaccounted {
+                    only_container: only,
+                    ..
+                },
+            ] => *only,
             other => panic!("{other:?}"),
         }
     };
@@ -218,15 +268,15 @@ fn memory_of_nobody_is_of_the_only_container_that_uses_the_driver() {
 }
 
 #[test]
-fn a_process_without_session_or_shim_is_an_intruder_of_its_container() {
+fn process_is_untracked_without_session_or_shim() {
     let books = [books(1, 1024, &[])];
-    let verdict = judge(
-        &[seen(vec![listed(1, 5, 600)])],
+    let verdict = compare_accounts(
+        &[sample(vec![listed(1, 5, 600)])],
         &books,
-        &shims(&[(5, false)]),
+        &attested_shims(&[(5, false)]),
         &LIMITS,
     );
-    let Finding::Intruder {
+    let Finding::UntrackedProcess {
         process: who,
         allocation,
         ..
@@ -238,8 +288,8 @@ fn a_process_without_session_or_shim_is_an_intruder_of_its_container() {
         (*who, *allocation),
         (process(5), Some(AllocationId::from_bits(1)))
     );
-    assert_eq!(verdict.intruders[&gpu()], 1);
-    let outside = &verdict.outside[&(AllocationId::from_bits(1), gpu())];
+    assert_eq!(verdict.untracked_processes[&gpu()], 1);
+    let outside = &verdict.untracked_memory[&(AllocationId::from_bits(1), gpu())];
     assert_eq!(
         outside[&5],
         Bytes::mib(600),
@@ -248,22 +298,22 @@ fn a_process_without_session_or_shim_is_an_intruder_of_its_container() {
 }
 
 #[test]
-fn a_process_with_the_shim_and_no_session_went_past_it_unless_an_earlier_agent_may_have_known_it() {
+fn process_is_untracked_without_session_unless_agent_is_newer() {
     let books = [books(1, 4096, &[])];
-    let mut containers = shims(&[(5, true)]);
-    let judged = |containers: &Containers| {
-        judge(
-            &[seen(vec![listed(1, 5, 600)])],
+    let mut containers = attested_shims(&[(5, true)]);
+    let judged = |containers: &AttestedState| {
+        compare_accounts(
+            &[sample(vec![listed(1, 5, 600)])],
             &books,
             containers,
             &LIMITS,
         )
     };
     assert_eq!(judged(&containers).findings[0].kind(), "intruder");
-    containers.since = process(5).start + 1;
+    containers.agent_start = process(5).start + 1;
     let verdict = judged(&containers);
     assert_eq!(verdict.findings, []);
-    let outside = &verdict.outside[&(AllocationId::from_bits(1), gpu())];
+    let outside = &verdict.untracked_memory[&(AllocationId::from_bits(1), gpu())];
     assert_eq!(
         outside[&5],
         Bytes::mib(600),
@@ -272,24 +322,24 @@ fn a_process_with_the_shim_and_no_session_went_past_it_unless_an_earlier_agent_m
     containers
         .processes
         .values_mut()
-        .for_each(|(_, running)| running.shim = false);
+        .for_each(|(_, running)| running.has_shim = false);
     assert_eq!(judged(&containers).findings[0].kind(), "intruder");
 }
 
 #[test]
-fn the_hosts_processes_and_those_of_other_pods_are_intruders_that_nobody_is_charged_for() {
+fn process_of_host_or_other_pod_is_untracked_and_uncharged() {
     let books = [books(1, 1024, &[])];
-    let verdict = judge(
-        &[seen(vec![listed(0, 5, 600), listed(9, 6, 600)])],
+    let verdict = compare_accounts(
+        &[sample(vec![listed(0, 5, 600), listed(9, 6, 600)])],
         &books,
-        &shims(&[]),
+        &attested_shims(&[]),
         &LIMITS,
     );
     let owners: Vec<_> = verdict
         .findings
         .iter()
         .map(|finding| match finding {
-            Finding::Intruder {
+            Finding::UntrackedProcess {
                 owner,
                 allocation: None,
                 ..
@@ -297,53 +347,64 @@ fn the_hosts_processes_and_those_of_other_pods_are_intruders_that_nobody_is_char
             other => panic!("{other:?}"),
         })
         .collect();
-    assert_eq!(owners[0], Owner::Host);
-    assert_eq!(owners[1], listed(9, 6, 0).alive.unwrap().owner);
-    assert!(verdict.outside.is_empty());
+    assert_eq!(owners[0], ProcessOwner::Host);
+    assert_eq!(owners[1], listed(9, 6, 0).live.unwrap().owner);
+    assert!(verdict.untracked_memory.is_empty());
 }
 
 #[test]
-fn a_pid_that_came_again_is_not_the_member_that_had_it() {
+fn reused_pid_is_not_the_session_that_had_it() {
     let mut again = listed(1, 5, 600);
-    again.alive.as_mut().unwrap().start += 1;
+    again.live.as_mut().unwrap().start += 1;
     let books = [books(1, 1024, &[(5, 600)])];
     assert_eq!(
-        found(vec![again], &books, &shims(&[(5, false)])),
+        finding_kinds(vec![again], &books, &attested_shims(&[(5, false)])),
         ["intruder"]
     );
 }
 
 #[test]
-fn the_dead_whose_memory_stays_are_known_and_one_that_is_gone_is_no_finding() {
+fn exited_process_is_no_finding_and_charged_while_in_books() {
     let mut dead = listed(1, 5, 600);
-    dead.alive = None;
+    dead.live = None;
     let mut of_it = books(1, 1024, &[]);
     assert_eq!(
-        found(vec![dead.clone()], &[of_it.clone()], &shims(&[])),
+        finding_kinds(vec![dead.clone()], &[of_it.clone()], &attested_shims(&[])),
         [""; 0]
     );
-    of_it.retired = vec![5];
-    of_it.accounts[0].retired = Bytes::mib(600);
-    let verdict = judge(&[seen(vec![dead])], &[of_it], &shims(&[]), &LIMITS);
+    of_it.exited_pids = vec![5];
+    of_it.accounts[0].exited = Bytes::mib(600);
+    let verdict = compare_accounts(
+        &[sample(vec![dead])],
+        &[of_it],
+        &attested_shims(&[]),
+        &LIMITS,
+    );
     assert_eq!(verdict.findings, []);
     assert_eq!(verdict.drift[&(AllocationId::from_bits(1), gpu())], 0);
 }
 
 #[test]
-fn who_gets_the_pid_of_a_dead_process_is_charged_for_what_that_left() {
+fn reused_pid_is_charged_for_exited_process_up_to_its_bytes() {
     let mut of_it = books(1, 8192, &[]);
-    of_it.retired = vec![5];
-    of_it.accounts[0].retired = Bytes::mib(600);
+    of_it.exited_pids = vec![5];
+    of_it.accounts[0].exited = Bytes::mib(600);
     // Of the host, of another pod, and of the container itself.
     for number in [0, 9, 1] {
-        let again = |mib| found(vec![listed(number, 5, mib)], &[of_it.clone()], &shims(&[]));
+        let again = |mib| {
+            finding_kinds(
+                vec![listed(number, 5, mib)],
+                &[of_it.clone()],
+                &attested_shims(&[]),
+            )
+        };
         assert_eq!(again(600), [""; 0], "{number}");
         assert_eq!(again(600 + 1024 + 1), ["intruder"], "{number}");
     }
 }
 
 #[test]
-fn a_quota_with_its_tolerance_and_one_allowance_may_be_used_and_one_byte_more_may_not() {
+fn container_is_over_quota_one_byte_beyond_its_allowance() {
     let of_it = [books(1, 1024, &[(5, 1024), (6, 0)])];
     // The second process adds a tenth of the quota, not an allowance of its own.
     let most = Bytes(Bytes::mib(1024 + 64 + 1024).0 + Bytes::mib(1024).0 / 10);
@@ -352,9 +413,17 @@ fn a_quota_with_its_tolerance_and_one_allowance_may_be_used_and_one_byte_more_ma
         first.bytes = Some(bytes);
         vec![first, listed(1, 6, 0)]
     };
-    assert_eq!(found(listed(most), &of_it, &shims(&[])), [""; 0]);
+    assert_eq!(
+        finding_kinds(listed(most), &of_it, &attested_shims(&[])),
+        [""; 0]
+    );
     let more = Bytes(most.0 + 1);
-    let verdict = judge(&[seen(listed(more))], &of_it, &shims(&[]), &LIMITS);
+    let verdict = compare_accounts(
+        &[sample(listed(more))],
+        &of_it,
+        &attested_shims(&[]),
+        &LIMITS,
+    );
     let Finding::OverQuota { processes, .. } = &verdict.findings[0] else {
         panic!("{verdict:?}");
     };
@@ -366,25 +435,29 @@ fn a_quota_with_its_tolerance_and_one_allowance_may_be_used_and_one_byte_more_ma
 }
 
 #[test]
-fn processes_without_room_for_their_contexts_are_a_finding() {
+fn container_is_over_quota_when_contexts_do_not_fit() {
     // Sixteen contexts of 518 MiB that nobody charges, in a quota of 4 GiB.
     let members: Vec<_> = (5..21).map(|pid| (pid, 0)).collect();
     let listed = (5..21).map(|pid| listed(1, pid, 518)).collect();
     let of_it = [books(1, 4096, &members)];
-    assert_eq!(found(listed, &of_it, &shims(&[])), ["over-quota"]);
+    assert_eq!(
+        finding_kinds(listed, &of_it, &attested_shims(&[])),
+        ["over-quota"]
+    );
 }
 
 #[test]
-fn an_export_that_is_listed_accounts_for_nothing_unlisted() {
+fn listed_export_accounts_for_no_unattributed_memory() {
     let quota = 7 * 1024;
     let mut of_it = books(1, quota, &[(5, quota)]);
     of_it.accounts[0].exported = Bytes::mib(quota);
-    let judged = |listed: Listed, unlisted: u64| {
-        let gpu_seen = GpuSeen {
-            unlisted: Some(Bytes::mib(unlisted)),
-            ..seen(vec![listed])
+    let judged = |listed: ListedProcess, unlisted: u64| {
+        let gpu_seen = GpuSample {
+            unattributed: Some(Bytes::mib(unlisted)),
+            ..sample(vec![listed])
         };
-        let verdict = judge(&[gpu_seen], &[of_it.clone()], &shims(&[]), &LIMITS);
+        let verdict =
+            compare_accounts(&[gpu_seen], &[of_it.clone()], &attested_shims(&[]), &LIMITS);
         let kinds = verdict.findings.iter().map(Finding::kind);
         kinds.collect::<Vec<_>>()
     };
@@ -396,71 +469,80 @@ fn an_export_that_is_listed_accounts_for_nothing_unlisted() {
 }
 
 #[test]
-fn managed_memory_on_a_gpu_is_accounted_for() {
+fn managed_memory_on_a_gpu_is_accounted_for_in_books() {
     let mut of_it = books(1, 1024, &[(5, 600)]);
-    let managed = AccountBooks {
+    let managed = AccountBalance {
         used: Bytes::gib(8),
-        ..AccountBooks::unused(Account::Managed, Bytes::gib(8))
+        ..AccountBalance::empty(Account::Managed, Bytes::gib(8))
     };
     of_it.accounts.push(managed);
-    let gpu_seen = GpuSeen {
-        unlisted: Some(Bytes::gib(8)),
-        ..seen(vec![listed(1, 5, 600)])
+    let gpu_seen = GpuSample {
+        unattributed: Some(Bytes::gib(8)),
+        ..sample(vec![listed(1, 5, 600)])
     };
-    let verdict = judge(&[gpu_seen], &[of_it], &shims(&[]), &LIMITS);
+    let verdict = compare_accounts(&[gpu_seen], &[of_it], &attested_shims(&[]), &LIMITS);
     assert_eq!(verdict.findings, []);
 }
 
 #[test]
-fn a_quota_made_smaller_than_what_is_granted_is_no_finding_while_frees_catch_up() {
+fn lowered_quota_is_no_finding_until_frees_catch_up() {
     let mut of_it = books(1, 4096, &[(5, 4096)]);
     of_it.accounts[0].quota = Bytes::mib(1024);
     assert_eq!(
-        found(vec![listed(1, 5, 4096 + 518)], &[of_it], &shims(&[])),
+        finding_kinds(
+            vec![listed(1, 5, 4096 + 518)],
+            &[of_it],
+            &attested_shims(&[])
+        ),
         [""; 0]
     );
 }
 
 #[test]
-fn memory_that_nobody_is_charged_for_is_told_unless_the_ledger_knows_who_exported_it() {
-    let mut gpu_seen = GpuSeen {
-        residual: 600 << 20,
-        unlisted: Some(Bytes::mib(600)),
-        ..seen(vec![])
+fn unattributed_memory_is_a_finding_unless_books_know_it() {
+    let mut gpu_seen = GpuSample {
+        unattributed_signed: 600 << 20,
+        unattributed: Some(Bytes::mib(600)),
+        ..sample(vec![])
     };
     let mut of_it = books(1, 1024, &[]);
-    let verdict = judge(&[gpu_seen.clone()], &[of_it.clone()], &shims(&[]), &LIMITS);
+    let verdict = compare_accounts(
+        &[gpu_seen.clone()],
+        &[of_it.clone()],
+        &attested_shims(&[]),
+        &LIMITS,
+    );
     assert_eq!(verdict.findings.len(), 1);
-    assert_eq!(verdict.residual[&gpu()], 600 << 20);
+    assert_eq!(verdict.unattributed_signed[&gpu()], 600 << 20);
     let mut untold = gpu_seen.clone();
-    untold.unlisted = None;
-    untold.processes = vec![Listed {
+    untold.unattributed = None;
+    untold.processes = vec![ListedProcess {
         bytes: None,
         ..listed(0, 5, 0)
     }];
-    let verdict = judge(&[untold], &[of_it.clone()], &shims(&[]), &LIMITS);
+    let verdict = compare_accounts(&[untold], &[of_it.clone()], &attested_shims(&[]), &LIMITS);
     let kinds: Vec<_> = verdict.findings.iter().map(Finding::kind).collect();
     assert_eq!(kinds, ["intruder"], "it may be that process's");
-    of_it.accounts[0].retired = Bytes::mib(300);
+    of_it.accounts[0].exited = Bytes::mib(300);
     of_it.accounts[0].exported = Bytes::mib(300);
     of_it.accounts[0].used = Bytes::mib(300);
     assert_eq!(
-        judge(&[gpu_seen.clone()], &[of_it], &shims(&[]), &LIMITS).findings,
+        compare_accounts(&[gpu_seen.clone()], &[of_it], &attested_shims(&[]), &LIMITS).findings,
         []
     );
-    gpu_seen.left = Bytes::mib(600);
+    gpu_seen.unreclaimed_or_retained = Bytes::mib(600);
     assert_eq!(
-        judge(&[gpu_seen], &[], &shims(&[]), &LIMITS).findings,
+        compare_accounts(&[gpu_seen], &[], &attested_shims(&[]), &LIMITS).findings,
         [],
         "of pods that ended"
     );
 }
 
 #[test]
-fn a_page_with_another_grant_than_the_books_is_a_finding_without_any_gpu_seen() {
+fn forged_page_is_a_finding_without_any_gpu_sample() {
     let mut of_it = books(1, 1024, &[(5, 10), (6, 10)]);
-    of_it.members[1].forged = true;
-    let verdict = judge(&[], &[of_it], &shims(&[]), &LIMITS);
+    of_it.processes[1].tampered = true;
+    let verdict = compare_accounts(&[], &[of_it], &attested_shims(&[]), &LIMITS);
     let expected = Finding::ForgedPage {
         allocation: AllocationId::from_bits(1),
         process: process(6),
@@ -484,7 +566,7 @@ fn world() -> impl Strategy<Value = Vec<(u64, Vec<Program>)>> {
 
 proptest! {
     #[test]
-    fn honest_containers_are_no_finding_and_whatever_is_listed_is_accounted_for(world in world()) {
+    fn honest_containers_are_no_finding_in_any_world(world in world()) {
         let (mut all, mut processes, mut pid) = (Vec::new(), Vec::new(), 100);
         for (number, (quota, of_it)) in (1..).zip(&world) {
             let mut members = Vec::new();
@@ -498,26 +580,26 @@ proptest! {
             all.push(books(number, *quota, &members));
         }
         let charged: u64 = processes.iter().filter_map(|listed| listed.bytes).map(|bytes| bytes.0).sum();
-        let gpu_seen = seen(processes);
+        let gpu_seen = sample(processes);
         // Sessions are lacking because an earlier agent's records are lost.
-        let containers = Containers { since: u64::MAX, ..Containers::default() };
-        let verdict = judge(std::slice::from_ref(&gpu_seen), &all, &containers, &LIMITS);
+        let containers = AttestedState { agent_start: u64::MAX, ..AttestedState::default() };
+        let verdict = compare_accounts(std::slice::from_ref(&gpu_seen), &all, &containers, &LIMITS);
         prop_assert_eq!(&verdict.findings, &[]);
-        prop_assert_eq!(verdict.residual[&gpu()], 0);
+        prop_assert_eq!(verdict.unattributed_signed[&gpu()], 0);
         let known: i64 = all.iter().map(|books| books.accounts[0].used.0 as i64).sum();
         let drift: i64 = verdict.drift.values().sum();
         prop_assert_eq!(drift + known, charged as i64, "each process counts once");
     }
 
     #[test]
-    fn memory_beyond_all_allowances_is_always_found_whoever_has_it(
+    fn memory_beyond_all_allowances_is_always_a_finding(
         quota in 0..4096_u64, granted in 0..4096_u64, over in 1..4096_u64, session: bool, mapped: bool,
     ) {
         let granted = granted.min(quota);
         let members = if session { vec![(5, granted)] } else { vec![] };
         // One process: its allowance alone, no part of the quota besides.
         let has = listed(1, 5, quota + 64 + 1024 + over);
-        let found = found(vec![has], &[books(1, quota, &members)], &shims(&[(5, mapped)]));
+        let found = finding_kinds(vec![has], &[books(1, quota, &members)], &attested_shims(&[(5, mapped)]));
         prop_assert!(found.contains(&"over-quota"));
         prop_assert_eq!(found.contains(&"intruder"), !session);
     }

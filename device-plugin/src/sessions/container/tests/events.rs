@@ -7,20 +7,23 @@ use std::collections::BTreeSet;
 use bursar_crds::budget::ContextAction;
 use bursar_protocol::messages::Recovery;
 
-use super::super::super::recovery::Policy;
+use super::super::super::recovery::RecoveryPolicy;
 use super::*;
 use crate::checkpoint::Checkpoint;
-use crate::clock::Present;
-use crate::gpu::generations::Generations;
-use crate::gpu::health::{Health, Memory, Sickness};
+use crate::clock::ClockReading;
+use crate::gpu::generations::GpuGenerations;
+use crate::gpu::health::{Health, PersistedHealth, UnhealthyReason};
 use crate::gpu::{Gpu, GpuState};
-use crate::retained::lease_ids::Numbers;
-use crate::retained::leases::{Asker, Charged, Heard, Leases, Meta, Node, Open, Opened, Standing};
+use crate::retained::lease_ids::LeaseIds;
+use crate::retained::leases::{
+    Caller, ChargedLeases, ContainerBinding, LeaseRecord, LeaseTable, NodeView, OpenRequest,
+    Opened, StoredRecord,
+};
 use crate::units::{AllocationId, LeaseId};
 
 /// What becomes of a generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Is {
+enum Outcome {
     /// It is what it was.
     Same,
     /// It is the next one.
@@ -33,41 +36,45 @@ enum Is {
     Anew,
 }
 
-use Is::{Anew, Later, Lost, Next, Same};
+use Outcome::{Anew, Later, Lost, Next, Same};
 
-type Event = fn(&mut Machine);
+type Event = fn(&mut FakeNode);
 
 /// An event, then what becomes of G, P and L.
-const EVENTS: &[(&str, Event, [Is; 3])] = &[
+const EVENTS: &[(&str, Event, [Outcome; 3])] = &[
     ("nothing", |_| {}, [Same, Same, Same]),
     // The process.
     (
         "the process connects again",
-        Machine::hello,
+        FakeNode::hello,
         [Same, Same, Same],
     ),
-    ("a fault poisons it", Machine::fault, [Same, Same, Same]),
-    ("an XID names it", Machine::xid, [Same, Same, Same]),
-    ("exec", Machine::exec, [Same, Next, Same]),
+    ("a fault poisons it", FakeNode::poison, [Same, Same, Same]),
+    (
+        "an XID names it",
+        FakeNode::poison_by_xid,
+        [Same, Same, Same],
+    ),
+    ("exec", FakeNode::exec, [Same, Next, Same]),
     (
         "a restart in place",
-        Machine::restart_in_place,
+        FakeNode::restart_in_place,
         [Same, Next, Same],
     ),
     (
         "it dies, and another is started",
-        Machine::restart,
+        FakeNode::restart,
         [Same, Next, Same],
     ),
     ("it starts a child", |m| m.start(8), [Same, Next, Same]),
     (
         "its container is replaced in the same pod",
-        Machine::replace,
+        FakeNode::replace_container,
         [Same, Anew, Same],
     ),
     (
         "its pod ends, and another comes",
-        Machine::end_pod,
+        FakeNode::end_pod,
         [Same, Anew, Lost],
     ),
     // The agent.
@@ -84,41 +91,49 @@ const EVENTS: &[(&str, Event, [Is; 3])] = &[
     // Kept memory.
     (
         "the worker dies with what it was making",
-        Machine::worker_dies,
+        FakeNode::end_provisioner,
         [Same, Same, Same],
     ),
-    ("the vault connects again", |m| m.hear(), [Same, Same, Same]),
-    ("the vault dies", Machine::vault_dies, [Same, Same, Lost]),
+    (
+        "the vault connects again",
+        |m| m.reconnect_store(),
+        [Same, Same, Same],
+    ),
+    ("the vault dies", FakeNode::end_store, [Same, Same, Lost]),
     (
         "the lease is discarded",
-        Machine::discard,
+        FakeNode::discard,
         [Same, Same, Lost],
     ),
     // The GPU.
     (
         "the GPU is sick and recovers",
-        Machine::sickness,
+        FakeNode::fail_and_recover,
         [Same, Same, Same],
     ),
-    ("it is away", |m| m.see(AWAY, false), [Same, Same, Same]),
-    ("it is reset", Machine::reset, [Next, Same, Lost]),
+    (
+        "it is away",
+        |m| m.observe_gpu(AWAY, false),
+        [Same, Same, Same],
+    ),
+    ("it is reset", FakeNode::reset, [Next, Same, Lost]),
     (
         "it is reset while no agent runs",
-        Machine::reset_unseen,
+        FakeNode::reset_unseen,
         [Next, Same, Lost],
     ),
     (
         "it is drained, and that is over",
-        Machine::drained,
+        FakeNode::drain,
         [Next, Same, Lost],
     ),
-    ("the machine boots", Machine::boot, [Next, Anew, Lost]),
+    ("the machine boots", FakeNode::boot, [Next, Anew, Lost]),
 ];
 
 #[test]
-fn each_event_moves_the_generations_of_what_it_ends_and_no_other() {
+fn event_moves_only_the_generations_that_it_ends() {
     for (event, happens, expected) in EVENTS {
-        let mut machine = Machine::new();
+        let mut machine = FakeNode::new();
         let [g, p, l] = machine.generations().map(Option::unwrap);
         happens(&mut machine);
         let after = machine.generations();
@@ -136,52 +151,52 @@ fn each_event_moves_the_generations_of_what_it_ends_and_no_other() {
         ];
         assert_eq!(found, *expected, "{event}: {:?} then {after:?}", [g, p, l]);
         // What is made from now on is told apart from what was before.
-        let made = machine.keep();
+        let made = machine.commit_lease();
         assert_eq!(made == l, found[2] == Same, "{event}: {made} after {l}");
         assert!(made >= l, "{event}");
     }
 }
 
-const WELL: Memory = Memory {
+const PRESENT: PersistedHealth = PersistedHealth {
     away: false,
     awaits_reset: None,
     drained: false,
 };
-const DRAINED: Memory = Memory {
+const DRAINED: PersistedHealth = PersistedHealth {
     away: true,
     awaits_reset: None,
     drained: true,
 };
-const AWAY: Memory = Memory {
+const AWAY: PersistedHealth = PersistedHealth {
     away: true,
     awaits_reset: None,
     drained: false,
 };
 
-const SUM: u64 = 0xfeed;
+const CHECKSUM: u64 = 0xfeed;
 
 /// A node with one GPU, and on it a container whose process keeps a lease.
-struct Machine {
+struct FakeNode {
     /// What a boot leaves.
     disk: tempfile::TempDir,
     boot: u32,
-    gpus: Generations,
+    gpus: GpuGenerations,
     fixture: Fixture,
     container: Container,
     process: Process,
     image: u64,
     allocation: u64,
     pod: u32,
-    leases: Leases,
+    leases: LeaseTable,
     /// What the vault has, as the agent put it there.
-    vault: BTreeMap<LeaseId, Option<Meta>>,
+    vault: BTreeMap<LeaseId, Option<LeaseRecord>>,
 }
 
-impl Machine {
-    fn new() -> Machine {
+impl FakeNode {
+    fn new() -> FakeNode {
         let disk = tempfile::tempdir().unwrap();
         let fixture = Fixture::with_quota(Bytes::gib(1));
-        let mut machine = Machine {
+        let mut machine = FakeNode {
             gpus: generations(&disk, 1),
             disk,
             boot: 1,
@@ -191,21 +206,21 @@ impl Machine {
             image: 1,
             allocation: 1,
             pod: 1,
-            leases: Leases::default(),
+            leases: LeaseTable::default(),
             vault: BTreeMap::new(),
         };
-        machine.see(WELL, false);
+        machine.observe_gpu(PRESENT, false);
         machine.hello();
         machine.exec();
-        machine.hear();
-        machine.keep();
+        machine.reconnect_store();
+        machine.commit_lease();
         machine
     }
 
     /// G, P and L as they are on the books.
     fn generations(&mut self) -> [Option<u64>; 3] {
-        let g = self.gpus.all().into_values().next();
-        let member = self.container.members.get(&self.process.pid);
+        let g = self.gpus.by_gpu().into_values().next();
+        let member = self.container.processes.get(&self.process.pid);
         let p = member.map(|member| member.generation);
         let l = match self.open(Bytes::ZERO) {
             Some(Opened::Read(lease)) => Some(lease.0),
@@ -214,15 +229,15 @@ impl Machine {
         [g, p, l]
     }
 
-    fn asker(&self) -> Asker {
-        Asker {
+    fn asker(&self) -> Caller {
+        Caller {
             allocation: AllocationId::from_bits(self.allocation),
             process: self.process,
         }
     }
 
     fn open(&mut self, bytes: Bytes) -> Option<Opened> {
-        let open = Open {
+        let open = OpenRequest {
             gpu: gpu().uuid,
             name: "weights".to_owned(),
             key: [7; 32],
@@ -230,23 +245,23 @@ impl Machine {
             image: self.image,
             token: 99,
         };
-        self.leases.open(self.asker(), open, Moment(1)).0.ok()
+        self.leases.open(self.asker(), open, BootTime(1)).0.ok()
     }
 
     /// Opens the lease and commits it where it is new; L.
-    fn keep(&mut self) -> u64 {
+    fn commit_lease(&mut self) -> u64 {
         match self.open(Bytes::mib(64)) {
-            Some(Opened::Make(meta)) => {
-                let mut numbers = Numbers::of(self.file("numbers"));
-                if let Some(order) = numbers.order() {
-                    numbers.arrived(order.carry_out());
+            Some(Opened::Create(meta)) => {
+                let mut numbers = LeaseIds::new(self.file("numbers"));
+                if let Some(order) = numbers.next_reservation() {
+                    numbers.complete_reservation(order.reserve());
                 }
                 let lease = numbers.peek().unwrap();
-                numbers.seen(lease);
-                self.leases.begin(lease, *meta);
-                assert!(self.leases.made(lease).0.is_some());
+                numbers.observe(lease);
+                self.leases.begin_create(lease, *meta);
+                assert!(self.leases.finish_create(lease).0.is_some());
                 self.leases
-                    .commit(self.asker(), lease, 99, SUM, Moment(2))
+                    .commit(self.asker(), lease, 99, CHECKSUM, BootTime(2))
                     .unwrap();
                 self.vault.insert(lease, self.leases.get(lease).cloned());
                 lease.0
@@ -261,33 +276,33 @@ impl Machine {
     }
 
     /// The agent sees the GPU, and tells of the node as it stands.
-    fn see(&mut self, memory: Memory, sick: bool) {
+    fn observe_gpu(&mut self, memory: PersistedHealth, sick: bool) {
         let health = match sick {
-            true => Health::Unhealthy(Sickness::Xid(74)),
+            true => Health::Unhealthy(UnhealthyReason::Xid(74)),
             false => Health::Healthy,
         };
-        self.gpus.see(&[GpuState {
+        self.gpus.observe(&[GpuState {
             gpu: gpu(),
             health,
-            memory,
+            persisted: memory,
         }]);
-        let standing = Standing {
+        let standing = ContainerBinding {
             pod: format!("pod-{}", self.pod).parse().unwrap(),
             namespace: Some("team".to_owned()),
             gpus: BTreeSet::from([gpu().uuid]),
         };
-        let node = Node {
+        let node = NodeView {
             containers: BTreeMap::from([(AllocationId::from_bits(self.allocation), standing)]),
-            generations: self.gpus.all(),
-            ..Node::default()
+            generations: self.gpus.by_gpu(),
+            ..NodeView::default()
         };
-        self.leases.stand(node, &Charged::new());
+        self.leases.reconcile(node, &ChargedLeases::new());
     }
 
     fn hello(&mut self) {
         let (process, image) = (self.process, self.image);
         self.container
-            .hello(process, image, VERSION, &[], &Host)
+            .handle_hello(process, image, VERSION, &[], &FakeHost)
             .unwrap();
     }
 
@@ -302,52 +317,52 @@ impl Machine {
     }
 
     fn restart(&mut self) {
-        self.container.died(self.process, self.image);
+        self.container.handle_exit(self.process, self.image);
         self.start(8);
     }
 
-    fn fault(&mut self) {
+    fn poison(&mut self) {
         let pid = self.process.pid;
-        self.container.poisoned(pid, 0, 700, true, now());
+        self.container.handle_poisoned(pid, 0, 700, true, now());
         assert!(self.container.is_fenced(pid));
     }
 
-    fn xid(&mut self) {
+    fn poison_by_xid(&mut self) {
         let pid = self.process.pid;
         assert!(poisoned::xid(&mut self.container, pid, &[gpu().uuid]));
         assert!(self.container.is_fenced(self.process.pid));
     }
 
-    fn drained(&mut self) {
+    fn drain(&mut self) {
         let gpu = gpu().uuid;
         self.leases.drain(BTreeSet::from([gpu]));
-        self.see(DRAINED, false);
+        self.observe_gpu(DRAINED, false);
         self.leases.drain(BTreeSet::new());
-        self.see(WELL, false);
+        self.observe_gpu(PRESENT, false);
     }
 
     fn restart_in_place(&mut self) {
-        let policy = Policy::new(ContextAction::InPlace, 1, 600);
+        let policy = RecoveryPolicy::new(ContextAction::InPlace, 1, 600);
         self.container.set_policy(policy);
         let pid = self.process.pid;
-        let verdict = self.container.poisoned(pid, 0, 700, true, now());
+        let verdict = self.container.handle_poisoned(pid, 0, 700, true, now());
         assert_eq!(verdict, Response::Recovery(Recovery::Reexec));
         self.exec();
         assert!(!self.container.is_fenced(pid));
     }
 
     /// Another container takes the place of this one.
-    fn replace(&mut self) {
+    fn replace_container(&mut self) {
         self.fixture = Fixture::with_quota(Bytes::gib(1));
         self.container = self.fixture.start();
         self.allocation += 1;
-        self.see(WELL, false);
+        self.observe_gpu(PRESENT, false);
         self.start(8);
     }
 
     fn end_pod(&mut self) {
         self.pod += 1;
-        self.replace();
+        self.replace_container();
     }
 
     fn start_agent(&mut self, lose_record: bool) {
@@ -357,31 +372,32 @@ impl Machine {
         }
         self.container = self.fixture.start();
         self.gpus = generations(&self.disk, self.boot);
-        self.leases = Leases::default();
-        self.hear();
-        self.see(WELL, false);
+        self.leases = LeaseTable::default();
+        self.reconnect_store();
+        self.observe_gpu(PRESENT, false);
         self.hello();
     }
 
     /// The vault says what it has.
-    fn hear(&mut self) {
-        self.leases.vault_lost();
+    fn reconnect_store(&mut self) {
+        self.leases.store_disconnected();
         let held = self.vault.iter();
-        let held = held.filter_map(|(lease, meta)| Some((*lease, Heard::Read(meta.clone()?))));
-        self.leases.heard(held.collect(), |_| true);
-        self.see(WELL, false);
+        let held =
+            held.filter_map(|(lease, meta)| Some((*lease, StoredRecord::Read(meta.clone()?))));
+        self.leases.resync(held.collect(), |_| true);
+        self.observe_gpu(PRESENT, false);
     }
 
-    fn vault_dies(&mut self) {
+    fn end_store(&mut self) {
         self.vault.clear();
-        self.hear();
+        self.reconnect_store();
     }
 
-    fn worker_dies(&mut self) {
+    fn end_provisioner(&mut self) {
         let other = LeaseId(1 << 40);
         let meta = self.vault.values().next().cloned().flatten().unwrap();
-        self.leases.begin(other, meta);
-        self.leases.lost(other);
+        self.leases.begin_create(other, meta);
+        self.leases.release_uncertain(other);
     }
 
     fn discard(&mut self) {
@@ -389,18 +405,18 @@ impl Machine {
         self.leases.discard(self.asker(), lease).unwrap();
     }
 
-    fn sickness(&mut self) {
-        self.see(WELL, true);
-        self.see(WELL, false);
+    fn fail_and_recover(&mut self) {
+        self.observe_gpu(PRESENT, true);
+        self.observe_gpu(PRESENT, false);
     }
 
     fn reset(&mut self) {
-        self.see(AWAY, false);
-        self.see(WELL, false);
+        self.observe_gpu(AWAY, false);
+        self.observe_gpu(PRESENT, false);
     }
 
     fn reset_unseen(&mut self) {
-        self.see(AWAY, false);
+        self.observe_gpu(AWAY, false);
         self.start_agent(false);
     }
 
@@ -408,19 +424,19 @@ impl Machine {
     fn boot(&mut self) {
         self.boot += 1;
         self.vault.clear();
-        assert!(self.gpus.is_on_disk());
+        assert!(self.gpus.flush());
         self.gpus = generations(&self.disk, self.boot);
-        self.leases = Leases::default();
-        self.hear();
-        self.replace();
+        self.leases = LeaseTable::default();
+        self.reconnect_store();
+        self.replace_container();
     }
 }
 
-fn generations(disk: &tempfile::TempDir, boot: u32) -> Generations {
+fn generations(disk: &tempfile::TempDir, boot: u32) -> GpuGenerations {
     let boot = format!("boot-{boot}");
     let run = Checkpoint::new(disk.path().join(&boot));
     let disk = Checkpoint::new(disk.path().join("generations.json"));
-    Generations::load(run, disk, boot).unwrap()
+    GpuGenerations::load(run, disk, boot).unwrap()
 }
 
 fn gpu() -> Gpu {
@@ -435,9 +451,9 @@ fn gpu() -> Gpu {
     }
 }
 
-fn now() -> Present {
-    Present {
-        moment: Moment(3_600_000),
+fn now() -> ClockReading {
+    ClockReading {
+        moment: BootTime(3_600_000),
         wall: jiff::Timestamp::UNIX_EPOCH,
     }
 }

@@ -1,28 +1,31 @@
 //! Writes of the record, and what waits for them.
 
-use super::super::recording::{AT_ONCE, LONGEST};
+use super::super::recording::{MAX_WRITE_DELAY, WRITE_BURST};
 use super::*;
 
 /// A container of many processes whose writes are not paid for.
-fn indebted(fixture: &Fixture, processes: u32) -> Container {
+fn start_with_delayed_writes(fixture: &Fixture, processes: u32) -> Container {
     let mut container = fixture.start();
     for pid in 0..processes {
         hello(&mut container, pid, 1).unwrap();
     }
-    container.changes.pace.charge(2 * AT_ONCE, Instant::now());
+    container
+        .pending_changes
+        .rate_limiter
+        .charge(2 * WRITE_BURST, Instant::now());
     container
 }
 
 #[test]
 fn requests_share_a_write_when_writes_are_late() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
-    let mut container = indebted(&fixture, 50);
+    let mut container = start_with_delayed_writes(&fixture, 50);
     let path = fixture.folder.path().join("record.json");
     let before = std::fs::read(&path).unwrap();
-    let ask = |pid| container.ask(pid, 0, Units(1));
+    let ask = |pid| container.request_credit(pid, 0, Units(1));
     let mut answers: Vec<_> = (0..50).map(ask).collect();
-    let last = container.changes.last;
-    assert!(container.recorded(last, Instant::now()).is_some());
+    let last = container.pending_changes.last;
+    assert!(container.poll_recorded(last, Instant::now()).is_some());
     assert!(
         answers
             .iter_mut()
@@ -31,45 +34,48 @@ fn requests_share_a_write_when_writes_are_late() {
     assert_eq!(std::fs::read(&path).unwrap(), before);
     assert_eq!(container.credit.granted(0), Units::ZERO, "nor in the books");
     assert_eq!(
-        container.recorded(answers[0].0, Instant::now() + 3 * AT_ONCE),
+        container.poll_recorded(answers[0].0, Instant::now() + 3 * WRITE_BURST),
         None
     );
     for (change, answer) in &mut answers {
         assert!(is_granted(&answer.try_recv().unwrap()));
-        assert_eq!(container.recorded(*change, Instant::now()), None);
+        assert_eq!(container.poll_recorded(*change, Instant::now()), None);
     }
     let (after, _) = fixture.restart();
     assert_eq!(after.credit.granted(0), container.credit.granted(0));
 }
 
 #[test]
-fn record_is_written_20_times_a_second_at_most() {
+fn checkpoint_is_written_at_most_20_times_a_second() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
-    let mut container = indebted(&fixture, 1);
+    let mut container = start_with_delayed_writes(&fixture, 1);
     let begun = Instant::now();
     let (mut now, mut writes) = (begun, 0);
     while now < begun + Duration::from_secs(100) {
-        let last = container.changes.last;
-        let change = container.changed();
+        let last = container.pending_changes.last;
+        let change = container.note_change();
         assert!(change > last);
-        if let Some(wait) = container.recorded(change, now) {
+        if let Some(wait) = container.poll_recorded(change, now) {
             now += wait;
             continue;
         }
         writes += 1;
         // One that costs more than any.
-        container.changes.pace.charge(LONGEST, now);
+        container
+            .pending_changes
+            .rate_limiter
+            .charge(MAX_WRITE_DELAY, now);
     }
     assert!((1_000..=2_000).contains(&writes), "{writes} in 100 s");
 }
 
 #[test]
-fn request_is_refused_when_the_record_is_not_written() {
+fn request_is_refused_when_the_checkpoint_is_not_written() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
-    let mut container = indebted(&fixture, 1);
-    let (_, mut answer) = container.ask(0, 0, Units(5));
+    let mut container = start_with_delayed_writes(&fixture, 1);
+    let (_, mut answer) = container.request_credit(0, 0, Units(5));
     std::fs::remove_dir_all(fixture.folder.path()).unwrap();
-    container.record_all(Instant::now() + 3 * AT_ONCE);
+    container.flush_changes(Instant::now() + 3 * WRITE_BURST);
     let refused = Response::Refused {
         account: 0,
         free: Units::ZERO,
@@ -79,15 +85,15 @@ fn request_is_refused_when_the_record_is_not_written() {
 }
 
 #[test]
-fn hello_waits_for_the_record_when_writes_are_late() {
+fn hello_waits_for_the_checkpoint_when_writes_are_late() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
-    let mut container = indebted(&fixture, 1);
+    let mut container = start_with_delayed_writes(&fixture, 1);
     let process = Process { pid: 9, start: 1 };
-    let admitted = container.hello(process, 1, VERSION, &[], &Host);
-    let Admitted { change, .. } = admitted.unwrap();
-    assert!(container.recorded(change, Instant::now()).is_some());
+    let admitted = container.handle_hello(process, 1, VERSION, &[], &FakeHost);
+    let Admission { change, .. } = admitted.unwrap();
+    assert!(container.poll_recorded(change, Instant::now()).is_some());
     assert_eq!(
-        container.recorded(change, Instant::now() + 3 * AT_ONCE),
+        container.poll_recorded(change, Instant::now() + 3 * WRITE_BURST),
         None
     );
     let (_, known) = fixture.restart();
@@ -95,7 +101,7 @@ fn hello_waits_for_the_record_when_writes_are_late() {
 }
 
 #[test]
-fn image_gets_nothing_more_when_its_page_took_no_grant() {
+fn image_is_fenced_when_its_page_takes_no_grant() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     let (page, other) = (

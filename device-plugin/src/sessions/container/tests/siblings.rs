@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::sessions::container::siblings::Siblings;
+use crate::sessions::container::siblings::ClaimSiblings;
 
 /// An init container and the main one, of one claim.
 struct Claim {
@@ -13,7 +13,7 @@ struct Claim {
 }
 
 fn container(folder: &tempfile::TempDir, allocation: &str, quota: Bytes) -> Container {
-    let served = Served {
+    let served = SessionSpec {
         allocation: allocation.parse().unwrap(),
         pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
         gpus: vec![(gpu(), quota)],
@@ -23,10 +23,10 @@ fn container(folder: &tempfile::TempDir, allocation: &str, quota: Bytes) -> Cont
     let record = folder.path().join(format!("{allocation}.json"));
     Container::restore(
         served,
-        Record::at(record).unwrap(),
+        SessionCheckpoint::open(record).unwrap(),
         false,
-        &Host,
-        Moment::default(),
+        &FakeHost,
+        BootTime::default(),
     )
     .0
 }
@@ -37,10 +37,10 @@ fn gpu() -> GpuUuid {
 
 fn claim(quota: Bytes) -> Claim {
     let folder = tempfile::tempdir().unwrap();
-    let siblings = Siblings::default();
+    let siblings = ClaimSiblings::default();
     let [init, main] = ["00000000000000aa", "00000000000000bb"].map(|allocation| {
         let mut container = container(&folder, allocation, quota);
-        container.join(siblings.clone());
+        container.join_claim(siblings.clone());
         container
     });
     Claim {
@@ -54,73 +54,77 @@ fn claim(quota: Bytes) -> Claim {
 fn can_have(container: &mut Container, pid: u32, bytes: u64) -> bool {
     let answer = container.request(pid, 0, units(bytes));
     if let Response::Granted { units, .. } = answer {
-        container.credit.give_back(pid, 0, units);
-        container.write_record();
+        container.credit.revoke(pid, 0, units);
+        container.write_checkpoint();
     }
     is_granted(&answer)
 }
 
 #[test]
-fn what_the_first_exported_counts_against_the_next() {
+fn exports_count_against_the_next_container_of_a_claim() {
     let Claim {
         mut init,
         mut main,
         _folder,
     } = claim(Bytes::gib(4));
-    exporter(&mut init, 3 << 30);
-    init.died(Process { pid: 1, start: 1 }, 7);
-    settle(&mut init, 1, Bytes::ZERO);
+    start_exporter(&mut init, 3 << 30);
+    init.handle_exit(Process { pid: 1, start: 1 }, 7);
+    settle_one(&mut init, 1, Bytes::ZERO);
     let page = hello(&mut main, 1002, 9).unwrap();
     assert_eq!(page.slot(0).unwrap().others(), units(3 << 30));
     assert!(!can_have(&mut main, 1002, (1 << 30) + 1));
     assert!(can_have(&mut main, 1002, 1 << 30));
-    let asked = init.kept(&gpu()).unwrap();
-    assert!(init.keep_at_most(&gpu(), Bytes::ZERO, &asked));
+    let asked = init.orphaned_exports(&gpu()).unwrap();
+    assert!(init.cap_orphaned_exports(&gpu(), Bytes::ZERO, &asked));
     assert!(can_have(&mut main, 1002, 4 << 30));
 }
 
 #[test]
-fn what_the_first_retains_counts_against_the_next_until_it_is_gone() {
+fn charges_count_against_the_next_container_of_a_claim() {
     let Claim {
         mut init,
         mut main,
         _folder,
     } = claim(Bytes::gib(4));
     let page = hello(&mut init, 1, 7).unwrap();
-    use_all(&mut init, &page, 1, 4 << 30);
+    charge_all(&mut init, &page, 1, 4 << 30);
     hello(&mut main, 1002, 9).unwrap();
     assert!(!can_have(&mut main, 1002, 1), "its process lives");
-    init.died(Process { pid: 1, start: 1 }, 7);
+    init.handle_exit(Process { pid: 1, start: 1 }, 7);
     assert!(!can_have(&mut main, 1002, 1), "the driver was not asked");
     assert!(
-        main.is_settling(1002, 0, units(1 << 30), Instant::now()),
+        main.is_reclaim_pending(1002, 0, units(1 << 30), Instant::now()),
         "it is about to be back"
     );
-    settle(&mut init, 1, Bytes::ZERO);
+    settle_one(&mut init, 1, Bytes::ZERO);
     assert!(can_have(&mut main, 1002, 4 << 30));
-    init.lease(&gpu(), LeaseId(5), Bytes::gib(3)).unwrap();
+    init.charge_lease(&gpu(), LeaseId(5), Bytes::gib(3))
+        .unwrap();
     assert!(!can_have(&mut main, 1002, 2 << 30), "a kept lease");
-    assert!(main.lease(&gpu(), LeaseId(6), Bytes::gib(2)).is_err());
-    assert!(main.lease(&gpu(), LeaseId(6), Bytes::gib(1)).is_ok());
-    init.leave_siblings();
+    assert!(
+        main.charge_lease(&gpu(), LeaseId(6), Bytes::gib(2))
+            .is_err()
+    );
+    assert!(main.charge_lease(&gpu(), LeaseId(6), Bytes::gib(1)).is_ok());
+    init.leave_claim();
     assert!(can_have(&mut main, 1002, 3 << 30));
 }
 
 #[test]
-fn what_another_claim_exported_is_inherited_within_the_quota() {
+fn exports_of_another_claim_are_inherited_within_the_quota() {
     let folder = tempfile::tempdir().unwrap();
     let main = || container(&folder, "00000000000000bb", Bytes::gib(4));
-    assert_eq!(main().inherit(&gpu(), Bytes::gib(6)), Bytes::gib(4));
+    assert_eq!(main().inherit_exports(&gpu(), Bytes::gib(6)), Bytes::gib(4));
     // The next agent knows it.
     let mut main = main();
     hello(&mut main, 1002, 9).unwrap();
     assert!(!can_have(&mut main, 1002, 1));
-    assert_eq!(main.exported(), [(gpu(), Bytes::gib(4))]);
-    let asked = main.kept(&gpu()).unwrap();
-    assert!(main.keep_at_most(&gpu(), Bytes::gib(1), &asked));
+    assert_eq!(main.exported_bytes(), [(gpu(), Bytes::gib(4))]);
+    let asked = main.orphaned_exports(&gpu()).unwrap();
+    assert!(main.cap_orphaned_exports(&gpu(), Bytes::gib(1), &asked));
     assert!(can_have(&mut main, 1002, 3 << 30));
     let elsewhere = "GPU-bbbb".parse().unwrap();
-    assert_eq!(main.inherit(&elsewhere, Bytes::gib(1)), Bytes::ZERO);
+    assert_eq!(main.inherit_exports(&elsewhere, Bytes::gib(1)), Bytes::ZERO);
 }
 
 #[derive(Clone, Debug)]
@@ -146,7 +150,7 @@ proptest! {
 
     /// Whichever of them lives, both at once too.
     #[test]
-    fn the_containers_of_a_claim_never_have_more_than_its_quota(steps in prop::collection::vec(step(), 0..30)) {
+    fn containers_of_a_claim_never_exceed_its_quota(steps in prop::collection::vec(step(), 0..30)) {
         let Claim { init, main, _folder } = claim(Bytes::gib(1));
         let mut both = [(init, 1, None), (main, 1002, None)];
         for (number, step) in steps.into_iter().enumerate() {
@@ -161,14 +165,14 @@ proptest! {
                 }
                 Step::Exports(_, mib) => if let Some((page, _)) = page {
                     page.slot(0).unwrap().export(units(mib * MIB));
-                    container.heard(*pid);
+                    container.mark_active(*pid);
                 },
                 Step::Dies(_) => if let Some((_, image)) = page.take() {
-                    container.died(process, image);
+                    container.handle_exit(process, image);
                 },
-                Step::Settles(_) => settle(container, *pid, Bytes::ZERO),
+                Step::Settles(_) => settle_one(container, *pid, Bytes::ZERO),
             }
-            let had: u64 = both.iter().map(|(container, ..)| container.credit.own(0).bytes()).sum();
+            let had: u64 = both.iter().map(|(container, ..)| container.credit.own_charged(0).bytes()).sum();
             prop_assert!(had <= 1 << 30, "{had}");
         }
     }

@@ -41,18 +41,20 @@ macro_rules! cu {
 }
 
 /// The words of an answer, or the driver's code; a test's mistake is the outer error.
-type Done = Result<Result<String, i32>>;
+type CommandResult = Result<Result<String, i32>>;
 
 fn main() -> Result<()> {
-    let mut actor = Actor {
+    let mut actor = Client {
         pending: Vec::new(),
         descriptors: VecDeque::new(),
-        kept: Vec::new(),
+        held_descriptors: Vec::new(),
         nvml: None,
     };
-    while let Some(line) = actor.line()? {
+    while let Some(line) = actor.read_line()? {
         let words: Vec<&str> = line.split_whitespace().collect();
-        let answer = actor.act(&words).with_context(|| format!("`{line}`"))?;
+        let answer = actor
+            .run_command(&words)
+            .with_context(|| format!("`{line}`"))?;
         let mut out = std::io::stdout().lock();
         match answer {
             Ok(words) => writeln!(out, "ok {words}")?,
@@ -63,14 +65,14 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-struct Actor {
+struct Client {
     pending: Vec<u8>,
     descriptors: VecDeque<OwnedFd>,
-    kept: Vec<OwnedFd>,
+    held_descriptors: Vec<OwnedFd>,
     nvml: Option<&'static Nvml>,
 }
 
-fn number(words: &[&str], place: usize) -> Result<u64> {
+fn parse_number(words: &[&str], place: usize) -> Result<u64> {
     words
         .get(place)
         .context("a number is missing")?
@@ -78,9 +80,9 @@ fn number(words: &[&str], place: usize) -> Result<u64> {
         .context("not a number")
 }
 
-impl Actor {
+impl Client {
     /// The next line; none at the end.
-    fn line(&mut self) -> Result<Option<String>> {
+    fn read_line(&mut self) -> Result<Option<String>> {
         loop {
             if let Some(end) = self.pending.iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = self.pending.drain(..=end).collect();
@@ -109,8 +111,8 @@ impl Actor {
         }
     }
 
-    fn act(&mut self, words: &[&str]) -> Done {
-        let n = |place| number(words, place);
+    fn run_command(&mut self, words: &[&str]) -> CommandResult {
+        let n = |place| parse_number(words, place);
         match *words.first().context("an empty line")? {
             "context" => context(n(1)? as i32),
             "reset" => {
@@ -129,7 +131,7 @@ impl Actor {
                 ));
                 Ok(Ok(String::new()))
             }
-            "alloc" => answer(|at| {
+            "alloc" => call_for_number(|at| {
                 // SAFETY: `at` is a local of `answer`.
                 unsafe { sys::cuMemAlloc_v2(at, n(1).unwrap_or(0) as usize) }
             }),
@@ -146,7 +148,7 @@ impl Actor {
                 cu!(cuMemcpyDtoH_v2((&raw mut byte).cast(), n(1)?, 1));
                 Ok(Ok(byte.to_string()))
             }
-            "poolalloc" => answer(|at| {
+            "poolalloc" => call_for_number(|at| {
                 // SAFETY: `at` is a local of `answer`.
                 unsafe {
                     sys::cuMemAllocAsync(at, n(1).unwrap_or(0) as usize, std::ptr::null_mut())
@@ -163,7 +165,7 @@ impl Actor {
                 cu!(cuMemRelease(n(1)?));
                 Ok(Ok(String::new()))
             }
-            "reserve" => answer(|at| {
+            "reserve" => call_for_number(|at| {
                 // SAFETY: `at` is a local of `answer`.
                 unsafe { sys::cuMemAddressReserve(at, n(1).unwrap_or(0) as usize, 0, 0, 0) }
             }),
@@ -180,7 +182,7 @@ impl Actor {
             "export" => export(n(1)?),
             "import" => self.import(),
             "keep" => {
-                self.kept
+                self.held_descriptors
                     .push(self.descriptors.pop_front().context("no descriptor came")?);
                 Ok(Ok(String::new()))
             }
@@ -194,7 +196,7 @@ impl Actor {
         }
     }
 
-    fn import(&mut self) -> Done {
+    fn import(&mut self) -> CommandResult {
         let descriptor = self.descriptors.pop_front().context("no descriptor came")?;
         let mut handle = 0;
         let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
@@ -206,7 +208,7 @@ impl Actor {
         Ok(Ok(handle.to_string()))
     }
 
-    fn nvml(&mut self, command: &str, words: &[&str]) -> Done {
+    fn nvml(&mut self, command: &str, words: &[&str]) -> CommandResult {
         let nvml = match self.nvml {
             Some(nvml) => nvml,
             None => {
@@ -217,7 +219,7 @@ impl Actor {
             }
         };
         let device = || {
-            nvml.device_by_index(number(words, 1)? as u32)
+            nvml.device_by_index(parse_number(words, 1)? as u32)
                 .context("no such GPU")
         };
         let told = match command {
@@ -245,7 +247,7 @@ impl Actor {
                         .map_err(|error| anyhow::anyhow!(error.error))
                 })?;
                 println!("ok waiting");
-                set.wait(number(words, 1)? as u32)
+                set.wait(parse_number(words, 1)? as u32)
                     .map(|event| format!("{:?}", event.event_data))
             }
             other => bail!("unknown command {other}"),
@@ -260,7 +262,7 @@ impl Actor {
 }
 
 /// Calls a function that writes one number.
-fn answer(call: impl FnOnce(*mut u64) -> CUresult) -> Done {
+fn call_for_number(call: impl FnOnce(*mut u64) -> CUresult) -> CommandResult {
     let mut value = 0;
     match call(&mut value) {
         CUresult::CUDA_SUCCESS => Ok(Ok(value.to_string())),
@@ -268,7 +270,7 @@ fn answer(call: impl FnOnce(*mut u64) -> CUresult) -> Done {
     }
 }
 
-fn context(device: i32) -> Done {
+fn context(device: i32) -> CommandResult {
     let mut context = std::ptr::null_mut();
     cu!(cuInit(0));
     cu!(cuDevicePrimaryCtxRetain(&mut context, device));
@@ -276,13 +278,13 @@ fn context(device: i32) -> Done {
     Ok(Ok(String::new()))
 }
 
-fn info() -> Done {
+fn info() -> CommandResult {
     let (mut free, mut total) = (0, 0);
     cu!(cuMemGetInfo_v2(&mut free, &mut total));
     Ok(Ok((total - free).to_string()))
 }
 
-fn reserved() -> Done {
+fn reserved() -> CommandResult {
     let (mut pool, mut bytes) = (std::ptr::null_mut(), 0u64);
     cu!(cuDeviceGetDefaultMemPool(&mut pool, 0));
     let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT;
@@ -294,13 +296,13 @@ fn reserved() -> Done {
     Ok(Ok(bytes.to_string()))
 }
 
-fn launch(words: &[&str]) -> Done {
+fn launch(words: &[&str]) -> CommandResult {
     let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
     let name = CString::new(*words.get(1).context("which kernel?")?)?;
     cu!(cuModuleLoadData(&mut module, c"any".as_ptr().cast()));
     cu!(cuModuleGetFunction(&mut function, module, name.as_ptr()));
     let mut values = (2..words.len())
-        .map(|place| number(words, place))
+        .map(|place| parse_number(words, place))
         .collect::<Result<Vec<u64>>>()?;
     let mut arguments: Vec<*mut std::ffi::c_void> = values
         .iter_mut()
@@ -330,7 +332,7 @@ fn location() -> sys::CUmemLocation {
     location
 }
 
-fn create(len: u64) -> Done {
+fn create(len: u64) -> CommandResult {
     cu!(cuInit(0));
     let mut handle = 0;
     let properties = sys::CUmemAllocationProp {
@@ -346,7 +348,7 @@ fn create(len: u64) -> Done {
     Ok(Ok(handle.to_string()))
 }
 
-fn access(at: u64, len: u64, flags: u64) -> Done {
+fn access(at: u64, len: u64, flags: u64) -> CommandResult {
     use sys::CUmemAccess_flags as Flags;
     let flags = match flags {
         0 => Flags::CU_MEM_ACCESS_FLAGS_PROT_NONE,
@@ -361,14 +363,14 @@ fn access(at: u64, len: u64, flags: u64) -> Done {
     Ok(Ok(String::new()))
 }
 
-fn attach(handle: u64, len: u64) -> Done {
+fn attach(handle: u64, len: u64) -> CommandResult {
     let mut at = 0;
     cu!(cuMemAddressReserve(&mut at, len as usize, 0, 0, 0));
     cu!(cuMemMap(at, len as usize, 0, handle, 0));
     Ok(access(at, len, 3)?.map(|_| at.to_string()))
 }
 
-fn export(handle: u64) -> Done {
+fn export(handle: u64) -> CommandResult {
     let mut descriptor = -1i32;
     let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     cu!(cuMemExportToShareableHandle(
@@ -380,12 +382,12 @@ fn export(handle: u64) -> Done {
     // SAFETY: the driver has just made it for us.
     let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
     let socket = std::io::stdin().as_fd().try_clone_to_owned()?;
-    bursar_sim_lab::send(&socket.into(), b"!", Some(descriptor.as_fd()))?;
+    bursar_sim_lab::send_with_fd(&socket.into(), b"!", Some(descriptor.as_fd()))?;
     Ok(Ok(String::new()))
 }
 
 /// Answers the object's name, the first number of the IPC handle.
-fn share(at: u64) -> Done {
+fn share(at: u64) -> CommandResult {
     // SAFETY: plain data, for which zero is a valid value.
     let mut handle: sys::CUipcMemHandle = unsafe { std::mem::zeroed() };
     cu!(cuIpcGetMemHandle(&mut handle, at));
@@ -393,7 +395,7 @@ fn share(at: u64) -> Done {
     Ok(Ok(u64::from_ne_bytes(name).to_string()))
 }
 
-fn open(object: u64) -> Done {
+fn open(object: u64) -> CommandResult {
     // SAFETY: plain data, for which zero is a valid value.
     let mut handle: sys::CUipcMemHandle = unsafe { std::mem::zeroed() };
     for (place, byte) in handle.reserved.iter_mut().zip(object.to_ne_bytes()) {
@@ -404,7 +406,7 @@ fn open(object: u64) -> Done {
     Ok(Ok(at.to_string()))
 }
 
-fn fork() -> Done {
+fn fork() -> CommandResult {
     // SAFETY: the actor has one thread, and the child calls nothing but `sleep`.
     match unsafe { libc::fork() } {
         -1 => bail!(std::io::Error::last_os_error()),
@@ -416,7 +418,7 @@ fn fork() -> Done {
 }
 
 /// Answers a sum over memory that went to the device and back, and the bytes in use meanwhile.
-fn cudarc() -> Done {
+fn cudarc() -> CommandResult {
     let context = cudarc::driver::CudaContext::new(0)?;
     let stream = context.default_stream();
     let data = stream.clone_htod(&(0u64..128).collect::<Vec<_>>())?;

@@ -11,12 +11,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 
 pub use raw::{MAX_IMAGES, MAX_OBJECTS, MAX_UNITS, MAX_XIDS};
-pub(crate) use raw::{Raw, RawImage, RawObject};
+pub(crate) use raw::{RawImage, RawObject, RawTable};
 
 /// The shared mapping of `state/table`.
 #[derive(Debug)]
 pub struct Table {
-    raw: *mut Raw,
+    raw: *mut RawTable,
 }
 
 // SAFETY: the mapping lives as long as the value, and everything in it is atomic or the mutex itself.
@@ -63,7 +63,7 @@ impl Table {
             .truncate(true)
             .open(&fresh);
         let file = file.map_err(at("creating"))?;
-        file.set_len(size_of::<Raw>() as u64)
+        file.set_len(size_of::<RawTable>() as u64)
             .map_err(at("sizing"))?;
         file.set_permissions(std::fs::Permissions::from_mode(0o666))
             .map_err(at("opening to all"))?;
@@ -91,7 +91,7 @@ impl Table {
         };
         let file = crate::lock::open(path).map_err(at("opening"))?;
         let len = file.metadata().map_err(at("sizing"))?.len();
-        if len != size_of::<Raw>() as u64 {
+        if len != size_of::<RawTable>() as u64 {
             return Err(TableError::Version(path.to_owned()));
         }
         let table = Table::map(&file).map_err(at("mapping"))?;
@@ -107,7 +107,7 @@ impl Table {
         let raw = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
-                size_of::<Raw>(),
+                size_of::<RawTable>(),
                 access,
                 libc::MAP_SHARED,
                 file.as_raw_fd(),
@@ -120,7 +120,7 @@ impl Table {
         Ok(Table { raw: raw.cast() })
     }
 
-    pub(crate) fn raw(&self) -> &Raw {
+    pub(crate) fn raw(&self) -> &RawTable {
         // SAFETY: mapped, of the right size and alignment, until `self` is dropped; every field is
         // atomic or in an `UnsafeCell`, and all-zero bytes are valid for each.
         unsafe { &*self.raw }
@@ -148,15 +148,15 @@ impl Table {
     ///
     /// # Panics
     /// The mutex is not one: somebody overwrote the table.
-    pub(crate) fn lock(&self) -> Books<'_> {
+    pub(crate) fn lock(&self) -> TableGuard<'_> {
         // SAFETY: the mutex was initialised by `create` and lives in our mapping.
         match unsafe { libc::pthread_mutex_lock(self.raw().mutex.get()) } {
-            0 => Books { table: self },
+            0 => TableGuard { table: self },
             libc::EOWNERDEAD => {
                 // SAFETY: we own the mutex, which is what `consistent` asks for.
                 unsafe { libc::pthread_mutex_consistent(self.raw().mutex.get()) };
-                let books = Books { table: self };
-                books.sum_up();
+                let books = TableGuard { table: self };
+                books.recompute_usage();
                 books
             }
             code => panic!("the table's mutex answers {code}: the table is damaged"),
@@ -167,17 +167,17 @@ impl Table {
 impl Drop for Table {
     fn drop(&mut self) {
         // SAFETY: mapped by `map` with this size, and no reference outlives `self`.
-        unsafe { libc::munmap(self.raw.cast(), size_of::<Raw>()) };
+        unsafe { libc::munmap(self.raw.cast(), size_of::<RawTable>()) };
     }
 }
 
 /// The books, held.
-pub(crate) struct Books<'a> {
+pub(crate) struct TableGuard<'a> {
     table: &'a Table,
 }
 
-impl Books<'_> {
-    pub(crate) fn raw(&self) -> &Raw {
+impl TableGuard<'_> {
+    pub(crate) fn raw(&self) -> &RawTable {
         self.table.raw()
     }
 
@@ -193,7 +193,7 @@ impl Books<'_> {
     /// Used objects with their numbers. Objects are given the lowest free place, so that a walk ends at
     /// the highest place that was ever used.
     pub(crate) fn objects(&self) -> impl Iterator<Item = (usize, &RawObject)> {
-        let high = self.raw().objects_high.load(Relaxed) as usize;
+        let high = self.raw().objects_high_water.load(Relaxed) as usize;
         let objects = &self.raw().objects[..high.min(MAX_OBJECTS)];
         objects
             .iter()
@@ -202,7 +202,7 @@ impl Books<'_> {
     }
 
     /// Makes the sum of each unit again from the images and objects.
-    pub(crate) fn sum_up(&self) {
+    pub(crate) fn recompute_usage(&self) {
         let mut sums = [0u64; MAX_UNITS];
         for (_, image) in self.images() {
             for (sum, charge) in sums.iter_mut().zip(&image.charges) {
@@ -218,7 +218,7 @@ impl Books<'_> {
     }
 }
 
-impl Drop for Books<'_> {
+impl Drop for TableGuard<'_> {
     fn drop(&mut self) {
         // SAFETY: a `Books` exists only while its thread owns the mutex, and is not `Send`: it holds a
         // reference, and is dropped in the function that made it.
@@ -231,7 +231,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_dies_with_the_books_leaves_them_usable_and_summed_up() {
+    fn table_recovers_when_lock_owner_dies() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("table");
         Table::create(&path, &Config::parse("").unwrap()).unwrap();

@@ -18,7 +18,7 @@ pub(crate) const MAGIC: u64 = 0x5349_4d47_5055_0004;
 /// zeros mean: nothing there.
 #[repr(C)]
 #[derive(Debug)]
-pub(crate) struct Raw {
+pub(crate) struct RawTable {
     pub(crate) magic: AtomicU64,
     pub(crate) mutex: UnsafeCell<libc::pthread_mutex_t>,
     /// The pid namespace that `simgpu init` ran in: the host's.
@@ -26,9 +26,9 @@ pub(crate) struct Raw {
     /// Read at any time.
     pub(crate) scrub: AtomicU32,
     /// XIDs so far; readers wait on it as a futex.
-    pub(crate) xids_seen: AtomicU32,
+    pub(crate) xid_count: AtomicU32,
     pub(crate) next_id: AtomicU64,
-    pub(crate) objects_high: AtomicU32,
+    pub(crate) objects_high_water: AtomicU32,
     /// Read at any time: NVML's calls that are about no GPU wait.
     pub(crate) hung: AtomicU32,
     pub(crate) units: [RawUnit; MAX_UNITS],

@@ -5,21 +5,21 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 
 use super::*;
-use crate::enforcement::audit::collect::living;
+use crate::enforcement::audit::collect::live_process;
 use crate::procfs::tests::stat;
 
 /// Few pids, so that they come again.
 const PIDS: u32 = 4;
 /// What each process takes, in MiB.
-const TAKES: u64 = 600;
+const PROCESS_MIB: u64 = 600;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Stage {
-    Born,
+    Started,
     /// It said hello, as the shim does before it makes a context.
-    Member,
+    HasSession,
     /// The driver lists it.
-    Context,
+    HasContext,
     /// Ended, and neither reaped nor known to the ledger for dead.
     Ended,
     /// The ledger knows that it ended. It may still be there as a zombie.
@@ -27,7 +27,7 @@ enum Stage {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Actor {
+struct FakeProcess {
     start: u64,
     stage: Stage,
 }
@@ -40,9 +40,9 @@ enum Step {
     Reap(u32),
     /// A forked child holds what a process has, for as long as it likes.
     Hold(u32),
-    LetGo(u32),
+    Release(u32),
     /// The ledger asks the driver about the dead.
-    Settle,
+    Reclaim,
     /// The clock goes on.
     Tick,
 }
@@ -55,13 +55,13 @@ enum Audit {
     Identify,
 }
 
-const AS_IT_IS: [Audit; 3] = [Audit::Driver, Audit::Books, Audit::Identify];
-const BOOKS_LAST: [Audit; 3] = [Audit::Driver, Audit::Identify, Audit::Books];
+const AUDIT_ORDER: [Audit; 3] = [Audit::Driver, Audit::Books, Audit::Identify];
+const ORDER_WITH_BOOKS_LAST: [Audit; 3] = [Audit::Driver, Audit::Identify, Audit::Books];
 
 #[derive(Default)]
-struct Node {
+struct FakeNode {
     now: u64,
-    actors: BTreeMap<u32, Actor>,
+    actors: BTreeMap<u32, FakeProcess>,
     /// Pids of the dead that the ledger charges.
     retired: BTreeSet<u32>,
     held: BTreeSet<u32>,
@@ -69,7 +69,7 @@ struct Node {
     left: BTreeSet<u32>,
 }
 
-impl Node {
+impl FakeNode {
     fn step(&mut self, step: Step) {
         match step {
             Step::Advance(pid) => self.advance(pid),
@@ -81,15 +81,15 @@ impl Node {
             }
             Step::Hold(pid) => {
                 let lives = self.actors.get(&pid);
-                if lives.is_some_and(|actor| actor.stage == Stage::Context) {
+                if lives.is_some_and(|actor| actor.stage == Stage::HasContext) {
                     self.held.insert(pid);
                 }
             }
-            Step::LetGo(pid) => {
+            Step::Release(pid) => {
                 self.held.remove(&pid);
                 self.left.remove(&pid);
             }
-            Step::Settle => {
+            Step::Reclaim => {
                 let listed: BTreeSet<u32> = self.listed().into_iter().collect();
                 self.retired.retain(|pid| listed.contains(pid));
             }
@@ -99,18 +99,18 @@ impl Node {
 
     fn advance(&mut self, pid: u32) {
         let Some(actor) = self.actors.get_mut(&pid) else {
-            let (start, stage) = (self.now, Stage::Born);
-            self.actors.insert(pid, Actor { start, stage });
+            let (start, stage) = (self.now, Stage::Started);
+            self.actors.insert(pid, FakeProcess { start, stage });
             return;
         };
         actor.stage = match actor.stage {
-            Stage::Born => Stage::Member,
-            Stage::Member => {
+            Stage::Started => Stage::HasSession,
+            Stage::HasSession => {
                 // A driver takes more than a tick to make a context.
                 self.now += 1;
-                Stage::Context
+                Stage::HasContext
             }
-            Stage::Context => {
+            Stage::HasContext => {
                 if self.held.remove(&pid) {
                     self.left.insert(pid);
                 }
@@ -124,62 +124,66 @@ impl Node {
     }
 
     fn listed(&self) -> Vec<u32> {
-        let uses = |(pid, actor): (&u32, &Actor)| (actor.stage == Stage::Context).then_some(*pid);
+        let uses =
+            |(pid, actor): (&u32, &FakeProcess)| (actor.stage == Stage::HasContext).then_some(*pid);
         let living: BTreeSet<u32> = self.actors.iter().filter_map(uses).collect();
         living.union(&self.left).copied().collect()
     }
 
-    fn books(&self) -> Books {
-        let member = |(pid, actor): (&u32, &Actor)| {
-            let is_member = matches!(actor.stage, Stage::Member | Stage::Context | Stage::Ended);
-            is_member.then_some(MemberBooks {
+    fn books(&self) -> ContainerUsage {
+        let member = |(pid, actor): (&u32, &FakeProcess)| {
+            let is_member = matches!(
+                actor.stage,
+                Stage::HasSession | Stage::HasContext | Stage::Ended
+            );
+            is_member.then_some(ProcessCredit {
                 process: Process {
                     pid: *pid,
                     start: actor.start,
                 },
-                granted: vec![Bytes::mib(TAKES)],
-                forged: false,
+                granted: vec![Bytes::mib(PROCESS_MIB)],
+                tampered: false,
             })
         };
         let members: Vec<_> = self.actors.iter().filter_map(member).collect();
-        let amount = |count: usize| Bytes::mib(TAKES * count as u64);
-        let account = AccountBooks {
+        let amount = |count: usize| Bytes::mib(PROCESS_MIB * count as u64);
+        let account = AccountBalance {
             granted: amount(members.len()),
             used: amount(members.len()),
-            retired: amount(self.retired.len()),
-            ..AccountBooks::unused(Account::Gpu(gpu()), Bytes::gib(16))
+            exited: amount(self.retired.len()),
+            ..AccountBalance::empty(Account::Gpu(gpu()), Bytes::gib(16))
         };
-        Books {
+        ContainerUsage {
             pod: pod(1),
-            home: Some("c".into()),
-            members,
-            retired: self.retired.iter().copied().collect(),
-            ..Books::unused(1, vec![account])
+            cgroup: Some("c".into()),
+            processes: members,
+            exited_pids: self.retired.iter().copied().collect(),
+            ..ContainerUsage::empty(1, vec![account])
         }
     }
 
-    fn alive(&self, pid: u32, asked: u64) -> Option<Alive> {
+    fn alive(&self, pid: u32, asked: u64) -> Option<LiveProcess> {
         let actor = self.actors.get(&pid)?;
         let ended = matches!(actor.stage, Stage::Ended | Stage::Retired);
-        let owner = Owner::Container {
+        let owner = ProcessOwner::Container {
             pod: pod(1),
             cgroup: "c".into(),
         };
-        living(&stat(actor.start, ended), owner, asked)
+        live_process(&stat(actor.start, ended), owner, asked)
     }
 }
 
 /// What an audit finds whose steps are done in that order, each before the program's step of that number.
-fn found_among(steps: &[Step], order: [Audit; 3], at: [usize; 3]) -> Vec<Finding> {
-    let mut node = Node::default();
+fn findings_among(steps: &[Step], order: [Audit; 3], at: [usize; 3]) -> Vec<Finding> {
+    let mut node = FakeNode::default();
     let (mut asked, mut listed, mut books) = (0, Vec::new(), None);
-    let mut containers = Containers::default();
+    let mut containers = AttestedState::default();
     let mut alive = BTreeMap::new();
     for number in 0..=steps.len() {
         for (audit, _) in order.into_iter().zip(at).filter(|(_, at)| *at == number) {
             match audit {
                 Audit::Driver => {
-                    containers.exited.clone_from(&node.retired);
+                    containers.exited_pids.clone_from(&node.retired);
                     asked = node.now;
                     listed = node.listed();
                 }
@@ -194,13 +198,13 @@ fn found_among(steps: &[Step], order: [Audit; 3], at: [usize; 3]) -> Vec<Finding
             node.step(*step);
         }
     }
-    let listed = listed.into_iter().map(|pid| Listed {
+    let listed = listed.into_iter().map(|pid| ListedProcess {
         pid,
-        bytes: Some(Bytes::mib(TAKES)),
-        alive: alive.remove(&pid).flatten(),
+        bytes: Some(Bytes::mib(PROCESS_MIB)),
+        live: alive.remove(&pid).flatten(),
     });
-    let books: Vec<Books> = books.into_iter().collect();
-    judge(&[seen(listed.collect())], &books, &containers, &LIMITS).findings
+    let books: Vec<ContainerUsage> = books.into_iter().collect();
+    compare_accounts(&[sample(listed.collect())], &books, &containers, &LIMITS).findings
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -209,8 +213,8 @@ fn step() -> impl Strategy<Value = Step> {
         6 => pid.clone().prop_map(Step::Advance),
         2 => pid.clone().prop_map(Step::Reap),
         1 => pid.clone().prop_map(Step::Hold),
-        1 => pid.prop_map(Step::LetGo),
-        1 => Just(Step::Settle),
+        1 => pid.prop_map(Step::Release),
+        1 => Just(Step::Reclaim),
         2 => Just(Step::Tick),
     ]
 }
@@ -229,8 +233,8 @@ fn history() -> impl Strategy<Value = (Vec<Step>, [usize; 3])> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(20_000))]
     #[test]
-    fn no_order_of_honest_lives_and_an_audit_is_a_finding((steps, at) in history()) {
-        prop_assert_eq!(found_among(&steps, AS_IT_IS, at), []);
+    fn honest_processes_are_no_finding_in_any_interleaving((steps, at) in history()) {
+        prop_assert_eq!(findings_among(&steps, AUDIT_ORDER, at), []);
     }
 }
 
@@ -247,14 +251,14 @@ fn reused_pid_is_no_finding_when_its_memory_is_freed_meanwhile() {
         Step::Advance(1),
         Step::Tick,
     ];
-    let is_freed = [Step::LetGo(1), Step::Settle];
+    let is_freed = [Step::Release(1), Step::Reclaim];
     let steps: Vec<Step> = dies_and_comes_again.into_iter().chain(is_freed).collect();
     let (asked, end) = (dies_and_comes_again.len(), steps.len());
-    assert_eq!(found_among(&steps, AS_IT_IS, [asked, end, end]), []);
+    assert_eq!(findings_among(&steps, AUDIT_ORDER, [asked, end, end]), []);
 }
 
 #[test]
-fn a_death_between_the_list_and_the_books_is_no_finding() {
+fn exit_between_nvml_and_books_is_no_finding() {
     let uses = [
         Step::Tick,
         Step::Advance(1),
@@ -266,12 +270,15 @@ fn a_death_between_the_list_and_the_books_is_no_finding() {
         Step::Advance(1),
         Step::Advance(1),
         Step::Reap(1),
-        Step::Settle,
+        Step::Reclaim,
     ];
     let steps: Vec<Step> = uses.into_iter().chain(dies).collect();
     let (before, after) = (uses.len(), steps.len());
-    assert_eq!(found_among(&steps, AS_IT_IS, [before, after, after]), []);
+    assert_eq!(
+        findings_among(&steps, AUDIT_ORDER, [before, after, after]),
+        []
+    );
     // What was so once: who NVML's processes are was found out before the books were read.
-    let accused = found_among(&steps, BOOKS_LAST, [before, before, after]);
+    let accused = findings_among(&steps, ORDER_WITH_BOOKS_LAST, [before, before, after]);
     assert_eq!(accused.len(), 1, "the model can accuse: {accused:?}");
 }
