@@ -1,11 +1,13 @@
-//! Kept memory: leases that outlive the processes that use them.
+//! Keeps retained memory: leases on device memory that outlive the processes that use them.
 //!
 //! ```text
-//! tenants --> sessions --> desk --> serve --> leases (pure: what each lease is, and what is to be done)
-//!                                     |--> tokens (pure): what of a tenant's memory others may be told
-//!                                     |--> workers: one process per GPU that makes the memory and keeps none of it
-//!                                     |--> vault: the process that holds the descriptors; it is the truth
-//!                                     +--> sessions: who is charged; the node's ledger: what nobody living is
+//! tenants --> sessions --> handle --> service
+//!                                       |--> leases (pure): the state and effects of each lease
+//!                                       |--> tokens (pure): seals and redeems memory tokens
+//!                                       |--> provisioners: one process per GPU creates memory
+//!                                       |--> fd store: a process that holds the descriptors
+//!                                       |--> sessions: charge containers
+//!                                       +--> the node's ledger: counts leases without an owner
 //! ```
 
 pub mod fdstore_client;

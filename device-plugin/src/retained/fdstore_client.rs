@@ -1,8 +1,9 @@
-//! Talks to the vault: a thread of its own, one message at a time, each answered within a deadline.
+//! Talks to the fd store from a thread of its own: one message at a time, each with a deadline.
 //!
-//! Each connection has a number, and so has everything that is to be said on it. What was meant for an earlier one
-//! is not said on a later one: between the two the vault may have lost all that it had, and what it has then is
-//! known first ([`News::Heard`]).
+//! Each connection has a number, and each call carries the number of the connection that it is for.
+//! The thread fails a call for an earlier connection: the fd store may have lost everything in
+//! between. The agent learns what the fd store has before it calls again
+//! ([`StoreEvent::Connected`]).
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,43 +22,43 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::sync::{mpsc, oneshot};
 use tracing::{debug, info};
 
-/// How long the vault may take for one message; it does nothing that waits.
+/// The deadline of one message. The fd store waits for nothing while it answers.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a connection that has ended may go unnoticed: ten looks at a GPU take longer.
+/// How often the thread checks that the connection is open. The proof that memory is free samples
+/// the driver for longer than this.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// From one try to connect to the next.
 const RECONNECT_DELAY: Duration = Duration::from_millis(250);
 
-/// Why the vault did not do what it was told.
+/// Why a call to the fd store failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum FdStoreError {
-    /// It is away, or was in between: what became of it shows once it is back.
+    /// The connection was lost. The next connection tells whether the fd store carried the call
+    /// out.
     #[error("the vault is away")]
     Disconnected,
-    /// It refused.
+    /// The fd store refused the call.
     #[error(transparent)]
     Refused(#[from] Refusal),
 }
 
-/// What becomes of the vault.
+/// A change of the connection to the fd store.
 #[derive(Debug)]
 pub enum StoreEvent {
-    /// It is there.
+    /// The agent is connected.
     Connected {
-        /// The connection.
+        /// The connection for further calls.
         connection: Connection,
-        /// The leases that it has.
+        /// The leases that the fd store has.
         leases: BTreeMap<LeaseId, Blob>,
-        /// How many it can hold in all.
+        /// How many leases the fd store can have in all.
         capacity: usize,
     },
-    /// It is away.
+    /// The connection is lost.
     Lost,
 }
 
-/// One thing to say.
 struct Call {
     connection: u64,
     message: FdStoreRequest,
@@ -67,7 +68,8 @@ struct Call {
 
 type CallResult = Result<(FdStoreResponse, Option<OwnedFd>), FdStoreError>;
 
-/// One connection to the vault. What is said is said in the order of the calls, whoever waits for the answers.
+/// One connection to the fd store. The fd store gets calls in their order, whichever answer is
+/// awaited first.
 #[derive(Clone, Debug)]
 pub struct Connection {
     number: u64,
@@ -75,7 +77,7 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Hands over a descriptor.
+    /// Stores a descriptor with its blob.
     pub fn put(
         &self,
         lease: LeaseId,
@@ -87,7 +89,7 @@ impl Connection {
         async move { answer.await.map(drop) }
     }
 
-    /// Replaces what is kept beside a descriptor.
+    /// Replaces the blob of a lease.
     pub fn update(
         &self,
         lease: LeaseId,
@@ -98,7 +100,7 @@ impl Connection {
         async move { answer.await.map(drop) }
     }
 
-    /// A duplicate of a descriptor.
+    /// Returns a duplicate of a lease's descriptor.
     pub fn get(
         &self,
         lease: LeaseId,
@@ -107,13 +109,13 @@ impl Connection {
         async move { answer.await?.1.ok_or(FdStoreError::Disconnected) }
     }
 
-    /// Has a descriptor closed.
+    /// Lets the fd store close a lease's descriptor.
     pub fn close(&self, lease: LeaseId) -> impl Future<Output = Result<(), FdStoreError>> + use<> {
         let answer = self.call(FdStoreRequest::Drop { lease: lease.0 }, None);
         async move { answer.await.map(drop) }
     }
 
-    /// Queued when this returns.
+    /// Queues a call. The returned future waits for its answer.
     fn call(
         &self,
         message: FdStoreRequest,
@@ -126,13 +128,13 @@ impl Connection {
             fd,
             reply,
         };
-        // Where its thread has ended the answer says so.
+        // A call to a thread that has exited is answered by the dropped reply channel.
         let _ = self.calls.send(call);
         async move { answer.await.unwrap_or(Err(FdStoreError::Disconnected)) }
     }
 }
 
-/// Looks for the vault at `socket` for as long as its news are taken.
+/// Connects to the fd store at `socket` until the receiver of the events is dropped.
 ///
 /// # Errors
 /// The thread cannot be started.
@@ -157,7 +159,7 @@ struct ClientThread {
     events: mpsc::UnboundedSender<StoreEvent>,
     calls: Sender<Call>,
     queue: Receiver<Call>,
-    /// The number of the connection.
+    /// The number of the current connection.
     connection: u64,
 }
 
@@ -194,7 +196,7 @@ impl ClientThread {
         }
     }
 
-    /// A connection, all that the vault has, and how much it can hold.
+    /// Connects; returns the leases that the fd store has and its capacity.
     fn connect(&self) -> io::Result<(UnixStream, BTreeMap<LeaseId, Blob>, usize)> {
         let stream = UnixStream::connect(&self.socket)?;
         stream.set_read_timeout(Some(REQUEST_TIMEOUT))?;
@@ -223,7 +225,7 @@ impl ClientThread {
         }
     }
 
-    /// Until the connection fails: why.
+    /// Serves calls until the connection fails; returns the error.
     fn serve(&self, stream: &UnixStream) -> io::Error {
         loop {
             match self.queue.recv_timeout(POLL_INTERVAL) {
@@ -255,7 +257,7 @@ impl ClientThread {
         }
     }
 
-    /// Nothing is said for so long.
+    /// Fails every call that arrives within `pause`.
     fn fail_calls_for(&self, pause: Duration) {
         let until = std::time::Instant::now() + pause;
         while let Some(left) = until.checked_duration_since(std::time::Instant::now()) {
@@ -280,7 +282,7 @@ fn send_request(
     receive_message(stream)
 }
 
-/// A vault that says something unasked, or hangs up, is none.
+/// Fails when the fd store has closed the connection or sent a message without a request.
 fn ensure_idle(stream: &UnixStream) -> io::Result<()> {
     let mut fds = [PollFd::new(stream, PollFlags::IN)];
     match poll(&mut fds, Some(&Timespec::default()))? {

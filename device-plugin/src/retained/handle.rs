@@ -1,4 +1,4 @@
-//! Where questions about kept memory and tokens are handed in: by the conversations with tenants, and by the node.
+//! Passes requests of tenants and state of the node to the lease service.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -14,26 +14,27 @@ use crate::units::{Bytes, GpuUuid, LeaseId};
 
 pub use super::leases::Caller;
 
-/// How long an answer may take: longer than what a worker and the vault may.
+/// How long a tenant waits for an answer: longer than the provisioner and the fd store may take
+/// together.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// Questions of tenants that wait for the desk, and notes of the node.
+/// The requests of tenants, and the commands of the node, that may wait for the service.
 const QUEUE_CAPACITY: usize = 256;
 
-/// What the vault keeps of each GPU, by lease.
+/// The leases of each GPU that the fd store has and an account is charged for.
 pub type LiveLeases = BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>;
 
-/// An answer, with the lease's descriptor where one goes with it.
+/// An answer to a tenant, with the lease's descriptor if the tenant gets one.
 #[derive(Debug)]
 pub struct Reply {
-    /// The answer.
+    /// The message.
     pub response: RetainedResponse,
-    /// The descriptor.
+    /// The lease's descriptor.
     pub fd: Option<OwnedFd>,
 }
 
 impl Reply {
-    /// A refusal.
+    /// A reply that refuses the request.
     pub fn refused(why: RetainedRefusal) -> Reply {
         Reply {
             response: RetainedResponse::Refused(why),
@@ -42,59 +43,60 @@ impl Reply {
     }
 }
 
-/// The memory of a lease that the vault does not have yet.
+/// Memory of a lease that the fd store does not have yet.
 #[derive(Debug)]
 pub struct CreatedMemory {
-    /// How large it is.
+    /// The size.
     pub bytes: Bytes,
-    /// Its descriptor.
+    /// The descriptor.
     pub fd: OwnedFd,
 }
 
-/// What is handed in.
+/// A command for the lease service.
 #[derive(Debug)]
 pub enum Command {
-    /// A tenant asks.
+    /// A tenant's request for a lease.
     Request {
-        /// Who.
+        /// The container and process that ask.
         asker: Caller,
-        /// What.
+        /// The request.
         question: RetainedRequest,
-        /// Where the descriptor of a lease that is made goes before the answer: then none goes with that.
+        /// Gets the descriptor of a new lease as soon as the memory exists; then the reply has
+        /// none.
         made: Option<oneshot::Sender<CreatedMemory>>,
-        /// Where the answer goes.
+        /// Gets the answer.
         reply: oneshot::Sender<Reply>,
     },
-    /// A tenant asks about a token.
+    /// A tenant's request for a memory token.
     Token {
-        /// Who.
+        /// The container and process that ask.
         asker: Caller,
-        /// What.
+        /// The request.
         question: TokenRequest,
-        /// Where the answer goes.
+        /// Gets the answer.
         reply: oneshot::Sender<TokenResponse>,
     },
-    /// A process image ended, by its death or an exec.
+    /// A process image ended, by exit or by `execve`.
     ProcessEnded(Process),
-    /// The node stands like this.
+    /// The node's containers, quotas or GPUs have changed, or a tick has passed.
     Reconcile {
-        /// The node.
+        /// The node's state.
         node: NodeView,
-        /// What its ledger is told.
+        /// Gets the changes for the node's ledger.
         reply: oneshot::Sender<LedgerUpdate>,
     },
-    /// The node's ledger has on record what it was told that leases left.
+    /// The node's ledger has recorded the bytes of these leases as unreclaimed.
     Recorded(Vec<LeaseId>),
 }
 
-/// The desk.
+/// Sends commands to the lease service. Clones send to the same service.
 #[derive(Clone, Debug)]
 pub struct LeaseHandle {
     tenants: mpsc::Sender<Command>,
     node: mpsc::Sender<Command>,
 }
 
-/// What is handed in at the desk.
+/// The commands that the lease service receives.
 #[derive(Debug)]
 pub struct Commands {
     tenants: mpsc::Receiver<Command>,
@@ -102,8 +104,8 @@ pub struct Commands {
 }
 
 impl Commands {
-    /// The next note; none once nobody can hand one in. The node's come first: its pods start no sooner, however much
-    /// tenants ask.
+    /// Returns the next command; none once every handle is dropped. Commands of the node come
+    /// first, so that tenants cannot delay the start of pods.
     pub async fn recv(&mut self) -> Option<Command> {
         tokio::select! {
             biased;
@@ -114,7 +116,7 @@ impl Commands {
 }
 
 impl LeaseHandle {
-    /// A desk, and what is handed in there.
+    /// Creates a handle and the receiver of its commands.
     pub fn channel() -> (LeaseHandle, Commands) {
         let (tenants, asked) = mpsc::channel(QUEUE_CAPACITY);
         let (node, told) = mpsc::channel(QUEUE_CAPACITY);
@@ -125,7 +127,8 @@ impl LeaseHandle {
         (LeaseHandle { tenants, node }, notes)
     }
 
-    /// The answer to a tenant's question, in bounded time; where a lease is made, `made` is told first.
+    /// Sends a tenant's request and waits for the reply, at most for a fixed time. `made` gets the
+    /// memory of a new lease first.
     pub async fn request(
         &self,
         asker: Caller,
@@ -142,7 +145,7 @@ impl LeaseHandle {
         self.send(asked).await.unwrap_or_else(unavailable)
     }
 
-    /// The answer to a tenant's question about a token, in bounded time.
+    /// Sends a tenant's token request and waits for the reply, at most for a fixed time.
     pub async fn request_token(&self, asker: Caller, question: TokenRequest) -> TokenResponse {
         let asked = |reply| Command::Token {
             asker,
@@ -165,19 +168,20 @@ impl LeaseHandle {
             .flatten()
     }
 
-    /// A process image ended; what it asked before comes first.
+    /// Reports that a process image ended, after the requests that it sent.
     pub async fn process_ended(&self, process: Process) {
         let _ = self.tenants.send(Command::ProcessEnded(process)).await;
     }
 
-    /// The node stands like this; what its ledger is told. Nothing where nobody keeps any more: the agent is ending.
+    /// Reports the node's state; returns the changes for its ledger. They are empty when the
+    /// service has exited.
     pub async fn reconcile(&self, node: NodeView) -> LedgerUpdate {
         let (reply, turn) = oneshot::channel();
         let _ = self.node.send(Command::Reconcile { node, reply }).await;
         turn.await.unwrap_or_default()
     }
 
-    /// What leases left is on record in the node's ledger.
+    /// Reports that the node's ledger has recorded the bytes of these leases.
     pub async fn confirm_recorded(&self, leases: Vec<LeaseId>) {
         let _ = self.node.send(Command::Recorded(leases)).await;
     }
@@ -211,7 +215,8 @@ mod tests {
         while desk.tenants.capacity() > 0 {
             tokio::task::yield_now().await;
         }
-        // As many as chance would not let pass before a question.
+        // An unbiased `select` would let all these commands pass before a request with negligible
+        // probability.
         for _ in 0..NOTES {
             desk.node.try_send(Command::Recorded(Vec::new())).unwrap();
         }

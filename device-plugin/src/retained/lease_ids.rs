@@ -1,36 +1,37 @@
-//! The numbers of leases: each is given once, over reboots too, and is larger than all before it.
+//! Assigns lease ids: each is used once, also across reboots, and is larger than all before it.
 //!
-//! So a lease's number is its generation L as well: whatever takes the place of a lease that was lost has a larger
-//! one. They are on disk by the thousand: those that an agent did not get to give are given by none. Who gives them
-//! does not wait for the disk: the next thousand is [`Order`]ed while there are some left.
+//! The id is therefore also the lease generation: the successor of a lost lease has a larger one.
+//! The agent reserves ids on disk in blocks; ids that an agent reserved and did not use stay
+//! unused. Assigning does not wait for the disk: the next [`Reservation`] starts while half a block
+//! is left.
 
 use crate::checkpoint::{Checkpoint, LoadError};
 use crate::units::LeaseId;
 
-/// Numbers that are taken from the disk at a time.
+/// How many ids one reservation takes.
 const BLOCK_SIZE: u64 = 1024;
 
-/// The numbers.
+/// The ids that this agent may assign.
 #[derive(Debug)]
 pub struct LeaseIds {
     file: Checkpoint,
     next: u64,
-    /// On disk: none from here on was given. Zero before the disk was read.
+    /// The first id that is not reserved on disk; zero before the disk was read.
     end: u64,
-    /// The disk is at it.
+    /// Whether a reservation is under way.
     is_reserving: bool,
 }
 
-/// Numbers to take from the disk.
+/// A block of ids to reserve on disk.
 #[derive(Debug)]
 pub struct Reservation {
     file: Checkpoint,
-    /// From here on, or from where the disk says if that was not read.
+    /// The first id to reserve. A larger one on disk takes precedence.
     from: u64,
     is_read: bool,
 }
 
-/// Numbers that may be given.
+/// A block of ids that is reserved on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IdBlock {
     from: u64,
@@ -38,7 +39,7 @@ pub struct IdBlock {
 }
 
 impl LeaseIds {
-    /// Those of the file.
+    /// Assigns ids that `file` records. Reads nothing yet.
     pub fn new(file: Checkpoint) -> LeaseIds {
         LeaseIds {
             file,
@@ -48,7 +49,8 @@ impl LeaseIds {
         }
     }
 
-    /// What the disk is to be asked for now; then [`complete_reservation`](Self::arrived).
+    /// Returns the reservation to carry out now;
+    /// [`complete_reservation`](Self::complete_reservation) takes its result.
     pub fn next_reservation(&mut self) -> Option<Reservation> {
         let is_needed = !self.is_reserving && self.next.saturating_add(BLOCK_SIZE / 2) > self.end;
         is_needed.then(|| {
@@ -61,7 +63,7 @@ impl LeaseIds {
         })
     }
 
-    /// The disk has taken an order in, or has not.
+    /// Takes the result of a reservation; none if it failed.
     pub fn complete_reservation(&mut self, block: Option<IdBlock>) {
         self.is_reserving = false;
         if let Some(IdBlock { from, end }) = block {
@@ -72,19 +74,19 @@ impl LeaseIds {
         }
     }
 
-    /// The next number; none before the disk has it.
+    /// The next id; none before a block is reserved.
     pub fn peek(&self) -> Option<LeaseId> {
         (self.next < self.end).then_some(LeaseId(self.next))
     }
 
-    /// There is a lease of this number.
+    /// Raises the next id above that of an existing lease.
     pub fn observe(&mut self, lease: LeaseId) {
         self.next = self.next.max(lease.0.saturating_add(1));
     }
 }
 
 impl Reservation {
-    /// Waits for the disk; nothing where it does not take it.
+    /// Writes the reservation to disk; returns none if that fails.
     pub fn reserve(self) -> Option<IdBlock> {
         let read = if self.is_read {
             0
@@ -115,7 +117,7 @@ impl Reservation {
 mod tests {
     use super::*;
 
-    /// As the disk has each order taken in at once.
+    /// Assigns an id, with a disk that completes each reservation at once.
     fn take(numbers: &mut LeaseIds) -> Option<LeaseId> {
         if let Some(order) = numbers.next_reservation() {
             numbers.complete_reservation(order.reserve());
@@ -171,7 +173,7 @@ mod tests {
             (given, last) = (given + 1, number);
         }
         assert_eq!(given, BLOCK_SIZE / 2 - 1);
-        // What the vault has may be above what was ordered.
+        // The fd store may have ids above the reserved block.
         numbers.observe(LeaseId(last.0 + 3 * BLOCK_SIZE));
         numbers.complete_reservation(order.reserve());
         assert_eq!(numbers.peek(), None);

@@ -1,23 +1,29 @@
-//! The book of the node's kept leases: pure.
+//! Decides what becomes of the node's leases: a state machine without I/O.
 //!
 //! ```text
-//!            begin            made              commit
-//!   (charged) ----> Making ---------> Writing -----------> Committed
-//!                     |                  |  its image ended,    |  discarded while other pods have it open
-//!                     | failed           |  another took over   v
-//!                     |                  |                   Abandoned (no open finds it)
-//!                     v                  v                      |
-//!                 Releasing: Due <-------+---- discarded, its last opener's pod ended, its GPU lost it
-//!                     |  its owner, or the node, is charged as for what a dead process exported
-//!                     v
-//!                 Releasing: Charged --- the vault closed its descriptor ---> (forgotten)
+//!           begin_create          finish_create           commit
+//! (charged) -----------> Creating ------------> Writing -----------> Committed
+//!                           |                      |                     |  discarded while other
+//!                           |      its image ended |                     |  pods have it open
+//!                           |    another took over |                     v
+//!                    failed |                      |                 Discarded (no open finds it)
+//!                           v                      v                     |
+//!                     ReleasePending <-------------+---------------------+
+//!                           |           discarded, its last opener's pod ended, its GPU lost it
+//!                           |
+//!                           |  the owner, or the node, is charged as for orphaned exports
+//!                           v
+//!                       Releasing --- the fd store closed the descriptor ---> (forgotten)
 //! ```
 //!
-//! The vault is the truth: what a lease is stands in a blob beside its descriptor, and what the vault lists replaces
-//! what stands here ([`Leases::heard`]). So every answer to a tenant follows the vault's to the change that it tells
-//! of, and what an agent did not live to see done is done by its successor or was never told.
-//! From `Due` on a lease is in the residual of its GPU like anything that the dead exported: it is bound again once that
-//! proves it free. Nothing here waits, asks or tells: what is to be done comes out as [`Effect`]s.
+//! The fd store is the source of truth: a blob beside each descriptor describes the lease, and
+//! [`LeaseTable::resync`] replaces the table by what the fd store lists. The agent therefore
+//! answers a tenant only after the fd store has acknowledged the change. The next agent completes
+//! what this agent did not.
+//!
+//! From `ReleasePending` on the bytes of a lease are unreclaimed, like orphaned exports: the node
+//! binds them again once the driver's figures prove them free. Functions return [`Effect`]s for the
+//! service to carry out.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -29,16 +35,17 @@ use crate::ledger::BootTime;
 use crate::sessions::Process;
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid};
 
-/// The leases that one container may own.
+/// How many leases one container may own.
 pub const MAX_OWNED: usize = 64;
 
-/// The pods that may have one lease open: their names are in the lease's blob.
+/// How many pods may have one lease open. The blob names each of them.
 pub const MAX_OPENERS: usize = 64;
 
-/// For how long a writer may commit; opening its lease again begins it anew.
+/// How long a write token is valid. The writer renews it when it opens the lease again.
 pub const WRITE_TOKEN_LIFETIME: Duration = Duration::from_secs(15 * 60);
 
-/// A key as 64 hex digits: blobs are the vault's memory. Agents before wrote a list of numbers.
+/// Serializes a key as 64 hex digits, because blobs occupy the fd store's memory. Older agents
+/// wrote a list of numbers.
 mod hex {
     use std::fmt::Write as _;
 
@@ -49,7 +56,7 @@ mod hex {
     pub(super) fn serialize<S: Serializer>(key: &Key, serializer: S) -> Result<S::Ok, S::Error> {
         let mut text = String::with_capacity(2 * key.len());
         for byte in key {
-            // A string takes whatever is written.
+            // Writing to a `String` cannot fail.
             let _ = write!(text, "{byte:02x}");
         }
         serializer.serialize_str(&text)
@@ -77,7 +84,7 @@ mod hex {
         }
         for (byte, pair) in key.iter_mut().zip(pairs) {
             let pair = str::from_utf8(pair).ok()?;
-            // The parser takes a sign as well.
+            // `from_str_radix` accepts a sign as well.
             let digits = pair.bytes().all(|digit| digit.is_ascii_hexdigit());
             *byte = u8::from_str_radix(pair, 16).ok().filter(|_| digits)?;
         }
@@ -85,158 +92,163 @@ mod hex {
     }
 }
 
-/// What a lease is found by.
+/// The key of a lease.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct LeaseKey {
-    /// The namespace that shares it.
+    /// The namespace whose pods share the lease.
     pub namespace: String,
-    /// What the namespace calls it.
+    /// The lease's name in its namespace.
     pub name: String,
-    /// What its content is of.
+    /// A digest that identifies the content.
     #[serde(with = "hex")]
     pub key: Key,
-    /// Where it is.
+    /// The GPU that has the memory.
     pub gpu: GpuUuid,
 }
 
-/// What a lease is: the blob beside its descriptor.
+/// The description of a lease: the blob beside its descriptor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct LeaseRecord {
-    /// What it is found by.
+    /// The lease's key.
     pub title: LeaseKey,
-    /// How large it is.
+    /// The size.
     pub bytes: Bytes,
-    /// G of its GPU when it was made: under any other its memory is lost. G may start again where its file is lost.
+    /// The GPU's generation when the memory was created; in any other generation the memory is
+    /// lost. The count starts again when its file is lost.
     pub gpu_generation: u64,
-    /// The container that is charged for it: who made it; when that ends before its pod does, another of the pod
-    /// that has the GPU.
+    /// The container that is charged: the creator, and after it another container of its pod with
+    /// the same GPU.
     pub owner: AllocationId,
-    /// Its pod.
+    /// The owner's pod.
     pub pod: PodUid,
-    /// The pods that opened it and have not discarded it: it lives as long as one of them.
+    /// The pods that opened the lease and did not discard it. The lease lives as long as one of
+    /// them.
     pub openers: BTreeSet<PodUid>,
-    /// What is in it.
+    /// What the memory holds.
     pub content: Content,
 }
 
 impl LeaseRecord {
-    /// Whether a pod that does not own it has it open.
+    /// Whether a pod other than the owner's has the lease open.
     fn is_shared(&self) -> bool {
         self.openers.iter().any(|opener| *opener != self.pod)
     }
 }
 
-/// What is in a lease.
+/// What the memory of a lease holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Content {
-    /// Nothing yet.
+    /// A process is writing it.
     Writing(Writer),
-    /// What was committed.
+    /// A writer has committed it.
     Committed {
-        /// What it was committed by: saying it again is no error.
+        /// The write token of the commit; a repeated commit with this token succeeds.
         token: u64,
-        /// Of all of its bytes.
+        /// The checksum of all bytes.
         checksum: u64,
     },
-    /// What somebody discarded and others may have mapped.
+    /// A pod discarded the lease while other pods may have it mapped.
     Discarded,
 }
 
-/// Who writes a lease.
+/// The writer of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Writer {
     /// The process.
     pub process: Process,
-    /// Which of its images.
+    /// The process image.
     pub image: u64,
-    /// The right to commit.
+    /// The write token.
     pub token: u64,
-    /// How long that lasts.
+    /// When the token expires.
     pub until: BootTime,
 }
 
-/// Who asks.
+/// The container and process that send a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caller {
-    /// Its container.
+    /// The container.
     pub allocation: AllocationId,
     /// The process.
     pub process: Process,
 }
 
-/// What is opened.
+/// A request to open a lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenRequest {
     /// The GPU.
     pub gpu: GpuUuid,
     /// The lease's name.
     pub name: String,
-    /// What its content is of.
+    /// A digest that identifies the content.
     pub key: Key,
-    /// How large to make it; zero makes nothing.
+    /// The size of a new lease; zero opens existing leases only.
     pub bytes: Bytes,
-    /// The process's image.
+    /// The process image that asks.
     pub image: u64,
-    /// A number that nobody can guess.
+    /// The write token for this open: a random number.
     pub token: u64,
 }
 
-/// What an open comes to.
+/// The outcome of an open.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Opened {
-    /// The lease has what was committed.
+    /// The lease is committed; the process may read it.
     Read(LeaseId),
-    /// The lease is the asker's to write, and was before.
+    /// The process was writing the lease and may go on.
     Write(LeaseId),
-    /// Such a lease is to be made: charge its owner, then [`begin`](Leases::begin).
+    /// The caller creates the lease: charge its owner, then call
+    /// [`begin_create`](LeaseTable::begin_create).
     Create(Box<LeaseRecord>),
 }
 
-/// What is to be done.
+/// A side effect for the service to carry out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Charge a lease's owner as for what a dead process exported; then [`charged`](Leases::charged). Where the owner
-    /// is not served it is asked for again.
+    /// Charge the owner for the bytes as orphaned exports, then call
+    /// [`confirm_charged`](LeaseTable::confirm_charged). The table repeats the effect while the
+    /// owner has no session.
     Charge(LeaseId, AllocationId),
-    /// Have the vault keep this with the lease.
+    /// Replace the lease's blob in the fd store.
     Update(LeaseId, Box<LeaseRecord>),
-    /// Have the vault close the lease's descriptor; then [`confirm_dropped`](Leases::dropped).
+    /// Close the lease's descriptor in the fd store, then call
+    /// [`confirm_dropped`](LeaseTable::confirm_dropped).
     Drop(LeaseId),
 }
 
-/// A container that is bound.
+/// A bound container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ContainerBinding {
-    /// Its pod.
+    /// The pod.
     pub pod: PodUid,
-    /// The pod's namespace, once it is known.
+    /// The pod's namespace, once the agent knows it.
     pub namespace: Option<String>,
-    /// The GPUs that it has memory of.
+    /// The GPUs that the container has memory of.
     pub gpus: BTreeSet<GpuUuid>,
 }
 
-/// The leases that containers are charged for, each with its GPU and what it has.
+/// The leases that each container is charged for, with GPU and size.
 pub type ChargedLeases = BTreeMap<AllocationId, BTreeMap<LeaseId, (GpuUuid, Bytes)>>;
 
-/// The node as it stands.
+/// The state of the node that decisions about leases depend on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeView {
-    /// The containers that are bound.
+    /// The bound containers.
     pub containers: BTreeMap<AllocationId, ContainerBinding>,
-    /// What the pods of each namespace may use of each GPU.
+    /// How much of each GPU the pods of each namespace may use.
     pub quotas: BTreeMap<String, BTreeMap<GpuUuid, Bytes>>,
-    /// G of each GPU.
+    /// The generation of each GPU.
     pub generations: BTreeMap<GpuUuid, u64>,
-    /// What of each GPU no pod was promised.
+    /// How much of each GPU is bound to no pod.
     pub free: BTreeMap<GpuUuid, Bytes>,
 }
 
 impl NodeView {
-    /// Who owns a lease from now on, where that is another container.
+    /// The container that takes over a lease whose owner has ended.
     fn new_owner(&self, meta: &LeaseRecord) -> Option<AllocationId> {
         if self.containers.contains_key(&meta.owner) {
             return None;
@@ -249,28 +261,29 @@ impl NodeView {
     }
 }
 
-/// What the node's ledger is told.
+/// Changes for the node's ledger.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LedgerUpdate {
-    /// What living leases have whose owner is gone; none while the vault was not heard. What of before is not among
-    /// them is left by pods that ended.
+    /// The live leases whose owner has ended; none while the fd store is away. The ledger turns
+    /// leases that are no longer listed into unreclaimed bytes.
     pub orphaned: Option<BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>>,
-    /// What is to be charged to the node as left by pods that ended, once each; then [`Leases::charged`].
+    /// Bytes that the ledger counts as unreclaimed from now on, once for each lease; then
+    /// [`LeaseTable::confirm_charged`].
     pub unreclaimed: Vec<(LeaseId, GpuUuid, Bytes)>,
 }
 
-/// Where a lease is on its way.
+/// How far a lease is on its way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// The worker and the vault are at it.
+    /// The provisioner and the fd store have not both answered.
     Creating,
-    /// The vault has it.
+    /// The fd store has the lease.
     Live,
-    /// To be charged to the dead.
+    /// The bytes are to be charged as orphaned exports.
     ReleasePending,
-    /// The node's ledger was told to.
+    /// The node's ledger has got the bytes to charge.
     ReleaseReported,
-    /// Charged; the vault is to close it.
+    /// The bytes are charged; the fd store is to close the descriptor.
     Releasing,
 }
 
@@ -278,13 +291,14 @@ enum Stage {
 struct Lease {
     record: LeaseRecord,
     stage: Stage,
-    /// Its owner, or the node, is charged for it. Of what another agent left that is not known before the node stood.
+    /// Whether the owner or the node is charged. For leases of an earlier agent this is unknown
+    /// until the first [`reconcile`](LeaseTable::reconcile).
     is_charged: bool,
-    /// The node's ledger was told of it as one without an owner.
+    /// Whether the node's ledger counts the lease as one without an owner.
     is_orphaned: bool,
 }
 
-/// The blob that the vault keeps beside a lease, as this agent reads it.
+/// The blob of a lease, as this agent reads it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StoredRecord {
     /// The lease's description.
@@ -298,23 +312,24 @@ pub enum StoredRecord {
     },
 }
 
-/// The book.
+/// The node's leases.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LeaseTable {
     leases: BTreeMap<LeaseId, Lease>,
-    /// Leases that only another version of the agent can read: the vault holds them, and they stay charged.
+    /// Leases that only another version of the agent can read. The fd store has them, and they stay
+    /// charged.
     unreadable: BTreeMap<LeaseId, Option<(GpuUuid, Bytes)>>,
     node: NodeView,
-    /// GPUs that nothing is kept on.
+    /// GPUs on which no lease may exist.
     drained: BTreeSet<GpuUuid>,
-    /// Whether the vault is there and what it has is known.
+    /// Whether the fd store is connected and has listed its leases.
     store_connected: bool,
-    /// How many leases the vault can hold in all; none before it said.
+    /// How many leases the fd store can have; none before it said so.
     capacity: Option<usize>,
 }
 
 impl LeaseTable {
-    /// Whether what the vault has is known.
+    /// Whether the fd store is connected and has listed its leases.
     pub fn is_store_connected(&self) -> bool {
         self.store_connected
     }
@@ -324,24 +339,24 @@ impl LeaseTable {
         self.node.containers.contains_key(allocation)
     }
 
-    /// The namespace of a container, if that is bound and known.
+    /// The namespace of a bound container, if the agent knows it.
     pub fn namespace(&self, allocation: &AllocationId) -> Option<&str> {
         let standing = self.node.containers.get(allocation)?;
         standing.namespace.as_deref()
     }
 
-    /// G of a GPU.
+    /// The generation of a GPU.
     pub fn generation(&self, gpu: &GpuUuid) -> Option<u64> {
         self.node.generations.get(gpu).copied()
     }
 
-    /// What of a GPU no pod was promised.
+    /// How much of a GPU is bound to no pod.
     pub fn free(&self, gpu: &GpuUuid) -> Bytes {
         self.node.free.get(gpu).copied().unwrap_or_default()
     }
 
-    /// Whether a process may use a lease of a GPU: its pod opened it and nobody discarded it; before the commit only its
-    /// writer.
+    /// Whether a process may use a lease: its pod has the lease open, and before the commit the
+    /// process is the writer.
     pub fn is_open(&self, who: Caller, id: LeaseId, gpu: &GpuUuid) -> bool {
         let pod = self.node.containers.get(&who.allocation);
         self.get(id).zip(pod).is_some_and(|(meta, standing)| {
@@ -357,7 +372,7 @@ impl LeaseTable {
     /// Opens a lease for `asker`.
     ///
     /// # Errors
-    /// What the tenant is answered.
+    /// The refusal for the tenant.
     pub fn open(
         &mut self,
         asker: Caller,
@@ -408,7 +423,8 @@ impl LeaseTable {
                     return (Ok(Opened::Read(id)), effects);
                 }
                 Content::Writing(at_it) => {
-                    // Who only looks takes nothing from another of its threads.
+                    // An open with size zero does not take the write token from another thread of
+                    // the process.
                     let is_again = (at_it.process, at_it.image) == (writer.process, writer.image)
                         && found.stage == Stage::Live
                         && found.record.owner == asker.allocation
@@ -423,7 +439,7 @@ impl LeaseTable {
                     }
                     self.release(id, &mut effects);
                 }
-                // None is found.
+                // `find` returns no discarded lease.
                 Content::Discarded => {}
             }
         }
@@ -437,7 +453,7 @@ impl LeaseTable {
         if owned.count() >= MAX_OWNED || !self.is_within_share(&title.namespace) {
             return (Err(RetainedRefusal::TooMany), effects);
         }
-        // A lease of a generation that is not known could not be told from one of the next.
+        // Without the GPU's generation the agent could not tell later whether the memory was lost.
         let generations = &self.node.generations;
         let generation = generations.get(&title.gpu);
         let Some(generation) = generation.filter(|_| !self.drained.contains(&title.gpu)) else {
@@ -455,7 +471,7 @@ impl LeaseTable {
         (Ok(Opened::Create(Box::new(meta))), effects)
     }
 
-    /// A lease is being made; its owner is charged for it.
+    /// Records that a lease is being created; its owner is charged for it.
     pub fn begin_create(&mut self, id: LeaseId, meta: LeaseRecord) {
         let lease = Lease {
             record: meta,
@@ -466,14 +482,15 @@ impl LeaseTable {
         self.leases.insert(id, lease);
     }
 
-    /// The vault has a lease that was being made: what it is, if it is its writer's to have.
+    /// Records that the fd store has a new lease; returns its description if the writer still gets
+    /// it.
     pub fn finish_create(&mut self, id: LeaseId) -> (Option<&LeaseRecord>, Vec<Effect>) {
         let mut effects = Vec::new();
         match self.leases.get_mut(&id) {
             Some(lease) if lease.stage == Stage::Creating => lease.stage = Stage::Live,
             _ => {}
         }
-        // While it was made its writer may have ended.
+        // The writer may have ended during the creation.
         let ended = self.get(id).is_some_and(|meta| {
             !matches!(meta.content, Content::Writing(_)) || meta.openers.is_empty()
         });
@@ -483,34 +500,35 @@ impl LeaseTable {
         (self.get(id), effects)
     }
 
-    /// A lease that is being made, and what it will be.
+    /// The description of a lease that is being created.
     pub fn creating(&self, id: LeaseId) -> Option<&LeaseRecord> {
         let lease = self.leases.get(&id)?;
         (lease.stage == Stage::Creating).then_some(&lease.record)
     }
 
-    /// A lease was not made, and there is certainly no memory of it: who is to be charged no more.
+    /// Forgets a lease whose memory does not exist; returns the owner, whose charge ends.
     pub fn abort_create(&mut self, id: LeaseId) -> Option<AllocationId> {
         self.leases.remove(&id).map(|lease| lease.record.owner)
     }
 
-    /// A lease was perhaps made, and nobody will know of it.
+    /// Releases a lease of which it is not known whether its memory exists.
     pub fn release_uncertain(&mut self, id: LeaseId) -> Vec<Effect> {
         let mut effects = Vec::new();
         self.release(id, &mut effects);
         effects
     }
 
-    /// A lease that the vault has, and what it is.
+    /// The description of a lease that the fd store has.
     pub fn get(&self, id: LeaseId) -> Option<&LeaseRecord> {
         let lease = self.leases.get(&id)?;
         (lease.stage == Stage::Live).then_some(&lease.record)
     }
 
-    /// Commits what a writer wrote: tell it once the vault has taken that in.
+    /// Commits a lease. The service answers the tenant after the fd store has acknowledged the
+    /// effect.
     ///
     /// # Errors
-    /// What the tenant is answered.
+    /// The refusal for the tenant.
     pub fn commit(
         &mut self,
         asker: Caller,
@@ -540,14 +558,14 @@ impl LeaseTable {
             _ => return Err(RetainedRefusal::Fenced),
         }
         meta.content = after;
-        // The vault's answer to the same again is what the tenant waits for.
+        // A repeated commit also waits until the fd store has acknowledged the record.
         Ok(vec![Effect::Update(id, Box::new(meta.clone()))])
     }
 
-    /// Gives a lease up: who writes it may, and every pod that has it open.
+    /// Discards a lease for the pod of `asker`. Before the commit only the writer may do so.
     ///
     /// # Errors
-    /// What the tenant is answered.
+    /// The refusal for the tenant.
     pub fn discard(&mut self, asker: Caller, id: LeaseId) -> Result<Vec<Effect>, RetainedRefusal> {
         let (pod, _) = self
             .pod_and_namespace(asker)
@@ -575,21 +593,21 @@ impl LeaseTable {
         Ok(effects)
     }
 
-    /// A process image ended, or the agent does nothing more for it: what it was writing is discarded.
+    /// Releases what a process image was writing: the image ended, or its session did.
     pub fn process_ended(&mut self, process: Process) -> Vec<Effect> {
         let mut effects = Vec::new();
         self.release_writers(|writer| writer.process == process, &mut effects);
         effects
     }
 
-    /// It is so late: what writers whose time is over were writing is discarded.
+    /// Releases what writers with an expired token were writing.
     pub fn expire_writers(&mut self, now: BootTime) -> Vec<Effect> {
         let mut effects = Vec::new();
         self.release_writers(|writer| writer.until <= now, &mut effects);
         effects
     }
 
-    /// Who is writing.
+    /// The processes that are writing.
     pub fn writers(&self) -> BTreeSet<Process> {
         let leases = self.leases.values();
         leases
@@ -601,25 +619,26 @@ impl LeaseTable {
             .collect()
     }
 
-    /// What these GPUs have is lost: none is made there, and those that there are end as the node stands next.
+    /// Refuses new leases on these GPUs; the next [`reconcile`](Self::reconcile) releases the
+    /// existing ones.
     pub fn drain(&mut self, gpus: BTreeSet<GpuUuid>) {
         self.drained = gpus;
     }
 
-    /// Whether the vault may have something of a GPU.
+    /// Whether the fd store may have a lease of a GPU.
     pub fn has_leases_on(&self, gpu: &GpuUuid) -> bool {
         let mut leases = self.leases.values();
         leases.any(|lease| lease.record.title.gpu == *gpu)
             || self.unreadable.values().flatten().any(|(at, _)| at == gpu)
     }
 
-    /// Whether the vault has a lease that this agent cannot read.
+    /// Whether the fd store has a lease that this agent cannot read.
     pub fn is_unreadable(&self, id: LeaseId) -> bool {
         self.unreadable.contains_key(&id)
     }
 
-    /// The node as it stands now: leases whose last opener is gone end, and what has no owner any more is the
-    /// node's to account for. Containers are `charged` for these.
+    /// Takes the node's new state: releases leases whose last opener has ended, and reports leases
+    /// without an owner. `charged` are the charges of the containers.
     pub fn reconcile(
         &mut self,
         node: NodeView,
@@ -639,7 +658,8 @@ impl LeaseTable {
                 && let Some(heir) = self.node.new_owner(&lease.record)
             {
                 lease.record.owner = heir;
-                // It has it open: its pod's next container is there before this one's end, or was a moment later.
+                // The next container of a pod starts before the previous one is removed, or a
+                // moment after; the pod keeps the lease open.
                 if lease.record.content != Content::Discarded {
                     lease.record.openers.insert(lease.record.pod.clone());
                 }
@@ -665,7 +685,8 @@ impl LeaseTable {
             match (lease.stage, self.node.containers.contains_key(owner)) {
                 (Stage::ReleasePending, true) => effects.push(Effect::Charge(*id, *owner)),
                 (Stage::ReleasePending, false) => {
-                    // With what it had without an owner the ledger does the same by itself.
+                    // The ledger turns the bytes of a lease that it counted as orphaned into
+                    // unreclaimed bytes itself.
                     let left = if lease.is_orphaned {
                         Bytes::ZERO
                     } else {
@@ -675,7 +696,7 @@ impl LeaseTable {
                     lease.stage = Stage::ReleaseReported;
                 }
                 (Stage::Creating | Stage::Live, false) => {
-                    // Where the vault is away the ledger is not told.
+                    // While the fd store is away the ledger gets no list.
                     lease.is_charged = self.store_connected;
                     lease.is_orphaned = self.store_connected;
                     let of_gpu = orphaned.entry(title.gpu.clone()).or_default();
@@ -704,7 +725,7 @@ impl LeaseTable {
         (turn, effects)
     }
 
-    /// A lease's bytes are charged as what the dead exported, on record: its descriptor may go.
+    /// Confirms that a lease's bytes are charged as orphaned exports; its descriptor may be closed.
     pub fn confirm_charged(&mut self, id: LeaseId) -> Option<Effect> {
         let lease = self.leases.get_mut(&id)?;
         let is_due = matches!(lease.stage, Stage::ReleasePending | Stage::ReleaseReported);
@@ -716,7 +737,7 @@ impl LeaseTable {
         (is_due && self.store_connected).then_some(Effect::Drop(id))
     }
 
-    /// The vault has closed a lease's descriptor.
+    /// Confirms that the fd store has closed a lease's descriptor.
     pub fn confirm_dropped(&mut self, id: LeaseId) {
         self.unreadable.remove(&id);
         if self.leases.get(&id).map(|lease| lease.stage) == Some(Stage::Releasing) {
@@ -724,18 +745,18 @@ impl LeaseTable {
         }
     }
 
-    /// The vault can hold so many leases in all.
+    /// Sets how many leases the fd store can have in all.
     pub fn set_capacity(&mut self, most: usize) {
         self.capacity = Some(most);
     }
 
-    /// The vault is away: nothing is known of its descriptors any more.
+    /// Records that the connection to the fd store is lost: which descriptors exist is unknown.
     pub fn store_disconnected(&mut self) {
         self.store_connected = false;
     }
 
-    /// What the vault has, with what it keeps beside it: that counts, whatever stood here. Leases that are not in it are
-    /// lost with their memory. Of who `lives` not what they were writing is discarded.
+    /// Replaces the table by what the fd store lists. Leases that it does not list are lost with
+    /// their memory. Writers that are not alive by `lives` lose their leases.
     pub fn resync(
         &mut self,
         held: BTreeMap<LeaseId, StoredRecord>,
@@ -781,8 +802,8 @@ impl LeaseTable {
         effects
     }
 
-    /// What of a GPU the vault keeps, by lease: no process is charged for it, and somebody is. Nothing while the vault
-    /// is away: its descriptors may be closed.
+    /// The leases that the fd store has and an account is charged for. Empty while the fd store is
+    /// away, because it may have closed their descriptors.
     pub fn live_leases(&self) -> BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> {
         let mut living: BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> = BTreeMap::new();
         if self.store_connected {
@@ -801,14 +822,14 @@ impl LeaseTable {
         living
     }
 
-    /// Who is charged for a lease as one.
+    /// The container that is charged for a lease, until the lease is charged as orphaned exports.
     pub fn owner(&self, id: LeaseId) -> Option<AllocationId> {
         let lease = self.leases.get(&id)?;
         let is_one = !matches!(lease.stage, Stage::ReleaseReported | Stage::Releasing);
         is_one.then_some(lease.record.owner)
     }
 
-    /// Where a lease is, and what it has.
+    /// The GPU and the size of a lease.
     pub fn extent(&self, id: LeaseId) -> Option<(GpuUuid, Bytes)> {
         if let Some(extent) = self.unreadable.get(&id) {
             return extent.clone();
@@ -822,7 +843,7 @@ impl LeaseTable {
         self.node.generations.keys()
     }
 
-    /// Whom each lease that may be used is charged to.
+    /// The owner, GPU and size of each usable lease.
     pub fn lease_owners(&self) -> BTreeMap<LeaseId, (AllocationId, GpuUuid, Bytes)> {
         let leases = self.leases.iter();
         leases
@@ -834,15 +855,16 @@ impl LeaseTable {
             .collect()
     }
 
-    /// The pod and the namespace of who asks, if its container is bound and they are known.
+    /// The pod and the namespace of a caller whose container is bound.
     fn pod_and_namespace(&self, asker: Caller) -> Option<(PodUid, String)> {
         let ContainerBinding { pod, namespace, .. } =
             self.node.containers.get(&asker.allocation)?;
         Some((pod.clone(), namespace.clone()?))
     }
 
-    /// How much more of a GPU may be open in pods that do not own it, of the leases of a namespace: when an owner's pod
-    /// ends nobody's quota has its lease any more, so all of these together have no more than its pods may use.
+    /// How many bytes of the namespace's leases further pods that do not own them may open. After
+    /// its owner's end such a lease counts against no pod's quota; the namespace's quotas therefore
+    /// bound the sum of these leases.
     fn shareable_bytes(&self, title: &LeaseKey) -> Bytes {
         let quotas = self.node.quotas.get(&title.namespace);
         let quota = quotas.and_then(|quotas| quotas.get(&title.gpu));
@@ -856,8 +878,8 @@ impl LeaseTable {
         Bytes(quota.map_or(0, |quota| quota.0.saturating_sub(shared)))
     }
 
-    /// Whether a namespace may have one more lease: it leaves as much of the vault to others as it has itself. What is
-    /// on its way out counts as well, for the vault has it still.
+    /// Whether a namespace may have one more lease: a namespace leaves as many free places as it
+    /// occupies. Leases on their way out count, because the fd store still has them.
     fn is_within_share(&self, namespace: &str) -> bool {
         let Some(most) = self.capacity else {
             return true;
@@ -877,15 +899,15 @@ impl LeaseTable {
         found.map(|(id, lease)| (*id, lease))
     }
 
-    /// A lease is begun where none of its title is found: others of the title were given up before, by an agent that
-    /// did not live to see them closed.
+    /// Releases all but the newest lease of each key: an earlier agent gave the older ones up and
+    /// exited before the fd store closed them.
     fn release_replaced(&mut self, effects: &mut Vec<Effect>) {
         let found = self.leases.iter().filter(|(_, lease)| {
             matches!(lease.stage, Stage::Creating | Stage::Live)
                 && lease.record.content != Content::Discarded
         });
         let mut newest = BTreeMap::new();
-        // In the order of their numbers.
+        // Ids ascend, so the last insert is the newest.
         let replaced: Vec<LeaseId> = found
             .filter_map(|(id, lease)| newest.insert(&lease.record.title, *id))
             .collect();
@@ -905,7 +927,7 @@ impl LeaseTable {
             .collect();
         for id in over {
             match self.leases.get_mut(&id) {
-                // Its end is waited for: who makes it asks what became of it.
+                // The task that creates the lease finds it discarded and releases it.
                 Some(lease) if lease.stage == Stage::Creating => {
                     lease.record.content = Content::Discarded;
                 }
@@ -914,7 +936,7 @@ impl LeaseTable {
         }
     }
 
-    /// From now on nobody opens it, and what it has is in the residual.
+    /// Ends a lease: no open finds it, and its bytes become unreclaimed.
     fn release(&mut self, id: LeaseId, effects: &mut Vec<Effect>) {
         let Some(lease) = self.leases.get_mut(&id) else {
             return;

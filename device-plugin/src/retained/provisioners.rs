@@ -1,8 +1,9 @@
-//! Keeps one worker per GPU: started when there is something to do, started again when it has died, killed when it
-//! does not answer in time.
+//! Runs one provisioner per GPU: starts it for a request, restarts it after an exit, kills it after
+//! a timeout.
 //!
-//! A worker that cannot be killed hangs in the driver: its GPU is [`stuck`](Workers::stuck) until it has ended, and
-//! nothing more is asked of it. Each GPU has a thread, so that one that hangs holds up nobody else.
+//! A provisioner that SIGKILL does not end hangs in the driver. Its GPU counts as
+//! [`hung`](Provisioners::hung) and gets no request until the process has exited. Each GPU has its
+//! own thread, so a hung one delays no other.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -26,78 +27,82 @@ use crate::node::driver_files::LIBCUDA;
 use crate::node::host::find_driver;
 use crate::units::{Bytes, GpuUuid};
 
-/// How long a worker may take to have the driver and its GPU.
+/// How long a provisioner may take to initialize the driver and its GPU.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long the driver may take to make memory: it waits for what is scrubbed, 141 GiB in half a second (F6).
+/// How long the driver may take to create memory: it waits for scrubbing, 141 GiB in half a second
+/// (F6 in docs/facts.md).
 const CREATE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the driver scrubs in a second, at the least.
+/// The lowest rate of the driver's scrubbing, in bytes per second.
 const MIN_SCRUB_RATE: u64 = 100 << 30;
 
-/// How long a worker may take to die.
+/// How long a provisioner may take to exit after SIGKILL.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The shortest and the longest pause after a worker that did not start.
+/// The first and the longest delay after a failed start.
 const RESTART_BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
 
-/// Why a worker did not do what it was asked.
+/// Why a provisioner did not carry out a request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProvisionerError {
-    /// The driver said no.
+    /// A driver call failed.
     #[error("{call} answered {code}")]
     Driver {
         /// The `CUresult`.
         code: i32,
-        /// The driver's function.
+        /// The driver function.
         call: String,
     },
-    /// It could not be started, or has died, and with it what it made.
+    /// The provisioner could not be started, or has exited; its unsent memory is freed.
     #[error("no worker: {0}")]
     Exited(String),
-    /// It did not answer, and lives on.
+    /// The provisioner did not answer, and SIGKILL did not end it.
     #[error("the worker hangs in the driver")]
     Hung,
 }
 
-/// How workers are run.
+/// How provisioners are started.
 #[derive(Clone, Debug)]
 pub struct Program {
-    /// The worker's file.
+    /// The executable.
     pub path: PathBuf,
     /// Where the driver is.
     pub driver: DriverConfig,
-    /// A folder for a link to the driver's library, under the name by which it is asked for.
+    /// The folder for a link to `libcuda.so.1`.
     pub libraries: PathBuf,
 }
 
 impl Program {
-    /// The program for one GPU.
+    /// The command that runs the program for one GPU.
     pub fn command(&self, gpu: &GpuUuid) -> Command {
         let mut command = Command::new(&self.path);
         command.env("CUDA_VISIBLE_DEVICES", gpu.as_str());
-        // Another user than the agent's can read neither its service account's token nor what else is root's on the host.
+        // A user of its own can read neither the agent's service account token nor root's files on
+        // the host.
         if let Some(user) = self.driver.provisioner_user {
             command.uid(user).gid(user);
         }
         match self.link_driver() {
             Ok(()) => drop(command.env("LD_LIBRARY_PATH", &self.libraries)),
-            // The system may know it.
+            // The system's loader may find the library without the link.
             Err(error) => warn!(%error, "driver not linked for the worker"),
         }
         command
     }
 
-    /// The version of the driver that there is now, as far as it says; empty where it does not.
+    /// The version of the installed driver; empty if the driver's files do not tell.
     pub fn driver_version(&self) -> String {
         let driver = find_driver(&self.driver).ok();
         driver.and_then(|driver| driver.version).unwrap_or_default()
     }
 
-    /// The agent sees the driver below the host's root, where no loader looks.
+    /// Links the driver's library: the agent sees it below the host's root, outside every loader
+    /// path.
     fn link_driver(&self) -> io::Result<()> {
         let driver = find_driver(&self.driver).map_err(io::Error::other)?;
-        // Several start at the same time.
+        // Provisioners of several GPUs start at the same time, so each link has a fresh name before
+        // its rename.
         let fresh = self
             .libraries
             .join(format!("new-{:x}", rand::random::<u64>()));
@@ -116,7 +121,7 @@ struct Job {
 
 type JobResult = Result<(ProvisionerResponse, Option<OwnedFd>), ProvisionerError>;
 
-/// A GPU's thread. It ends its worker, and itself, when nobody can give it jobs any more.
+/// A GPU's thread. The thread kills its provisioner and exits once every sender of jobs is dropped.
 struct ProvisionerThread {
     jobs: Sender<Job>,
     join: JoinHandle<()>,
@@ -125,14 +130,15 @@ struct ProvisionerThread {
 #[derive(Default)]
 struct Threads {
     running: BTreeMap<GpuUuid, ProvisionerThread>,
-    /// Those of GPUs that are drained or gone, until they have ended.
+    /// Threads of drained or removed GPUs that have not exited.
     ending: BTreeMap<GpuUuid, JoinHandle<()>>,
-    /// GPUs that nobody is to hold.
+    /// GPUs that must have no provisioner.
     drained: BTreeSet<GpuUuid>,
 }
 
 impl Threads {
-    /// Ends the workers of these GPUs, and their threads.
+    /// Closes the job queues of the GPUs that `ends` selects, so that their threads kill the
+    /// provisioners and exit.
     fn end_where(&mut self, ends: impl Fn(&GpuUuid) -> bool) {
         self.ending.retain(|_, life| !life.is_finished());
         let ended = self.running.extract_if(.., |gpu, _| ends(gpu));
@@ -153,7 +159,7 @@ impl Threads {
     }
 }
 
-/// The workers.
+/// The provisioners of all GPUs.
 pub struct Provisioners {
     program: Program,
     threads: Mutex<Threads>,
@@ -161,7 +167,7 @@ pub struct Provisioners {
 }
 
 impl Provisioners {
-    /// None runs yet.
+    /// Starts no process.
     pub fn new(program: Program) -> Provisioners {
         Provisioners {
             program,
@@ -170,15 +176,15 @@ impl Provisioners {
         }
     }
 
-    /// The GPUs whose worker hangs.
+    /// The GPUs whose provisioner hangs in the driver.
     pub fn hung(&self) -> watch::Receiver<BTreeSet<GpuUuid>> {
         self.hung.subscribe()
     }
 
-    /// Memory of a GPU: its descriptor is the only thing that keeps it.
+    /// Creates memory on a GPU. The returned descriptor is the only reference to it.
     ///
     /// # Errors
-    /// [`ProvisionerError`]. But for [`WorkerError::Hung`] there is no such memory then.
+    /// [`ProvisionerError`]. Except with [`ProvisionerError::Hung`], no memory exists then.
     pub async fn create(&self, gpu: &GpuUuid, bytes: Bytes) -> Result<OwnedFd, ProvisionerError> {
         let call = ProvisionerRequest::Create { bytes: bytes.0 };
         match self.ask(gpu, call, CREATE_TIMEOUT).await? {
@@ -187,7 +193,7 @@ impl Provisioners {
         }
     }
 
-    /// Waits until the driver has scrubbed what was freed, so that the next create is quick.
+    /// Waits until the driver has scrubbed freed memory, so that the next create need not.
     pub async fn await_scrub(&self, gpu: &GpuUuid, bytes: Bytes) {
         let patience = CREATE_TIMEOUT + Duration::from_secs(bytes.0 / MIN_SCRUB_RATE);
         let swept = self
@@ -202,24 +208,24 @@ impl Provisioners {
         }
     }
 
-    /// The workers of these GPUs end, and none is started there before they are no more among them.
+    /// Kills the provisioners of these GPUs, and starts none while the GPUs are drained.
     pub fn drain(&self, gpus: BTreeSet<GpuUuid>) {
         let mut threads = self.threads();
         threads.end_where(|gpu| gpus.contains(gpu));
         threads.drained = gpus;
     }
 
-    /// Ends the workers of all other GPUs: a new MIG instance has a new UUID.
+    /// Kills the provisioners of all other GPUs: a new MIG instance has a new UUID.
     pub fn retain_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
         self.threads().end_where(|gpu| !gpus.contains(gpu));
     }
 
-    /// Whether nobody is to hold a GPU.
+    /// Whether a GPU must have no provisioner.
     pub fn is_drained(&self, gpu: &GpuUuid) -> bool {
         self.threads().drained.contains(gpu)
     }
 
-    /// Whether a GPU has a worker, or may have.
+    /// Whether a GPU may have a provisioner.
     pub fn may_hold(&self, gpu: &GpuUuid) -> bool {
         self.threads().may_hold(gpu)
     }
@@ -275,15 +281,15 @@ impl Provisioners {
     }
 }
 
-/// What looks after one GPU's worker.
+/// Runs the provisioner of one GPU.
 struct Supervisor {
     gpu: GpuUuid,
     program: Program,
     worker: Option<Provisioner>,
-    /// One that was killed and has not ended.
+    /// A process that got SIGKILL and has not exited.
     killed: Option<Child>,
     backoff: Duration,
-    /// No other is started before, and why.
+    /// When the next start may be tried, and why the last one failed.
     retry_after: Option<(Instant, ProvisionerError)>,
     hung: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
 }
@@ -309,7 +315,7 @@ impl Supervisor {
             }
         }
         self.kill();
-        // Where the whole agent ends nobody waits for this.
+        // The process does not wait for these threads when the agent exits.
         while self.killed.is_some() {
             std::thread::sleep(KILL_TIMEOUT);
             self.reap();
@@ -321,7 +327,7 @@ impl Supervisor {
         if self.killed.is_some() {
             return Err(ProvisionerError::Hung);
         }
-        // One that died since it was asked last is no news to who asks now.
+        // A provisioner that exited between two requests is no error of the second one.
         let was_there = self.worker.is_some();
         match self.try_job(call, patience) {
             Err(ProvisionerError::Exited(_)) if was_there => self.try_job(call, patience),
@@ -345,7 +351,7 @@ impl Supervisor {
         }
     }
 
-    /// The worker, started where there is none.
+    /// Returns the provisioner; starts one if there is none.
     fn ensure_started(&mut self) -> Result<&Provisioner, ProvisionerError> {
         if self.worker.is_none() {
             if let Some((until, why)) = &self.retry_after
@@ -385,7 +391,8 @@ impl Supervisor {
             .stdin(Stdio::from(OwnedFd::from(its)))
             .stdout(Stdio::null());
         let child = command.spawn().map_err(dead)?;
-        // Its end of the socket is in the command too: while that is open here its death goes unnoticed.
+        // The command holds the provisioner's end of the socket: while it is open, an exit closes
+        // nothing.
         drop(command);
         let ready = receive_message::<ProvisionerResponse>(&socket);
         self.worker = Some(Provisioner { child, socket });
@@ -406,7 +413,7 @@ impl Supervisor {
             .ok_or_else(|| ProvisionerError::Exited("killed".to_owned()))
     }
 
-    /// The worker makes no sense any more, or does not answer: it ends, or hangs.
+    /// Kills a provisioner that sent an invalid message or missed its deadline.
     fn kill_after(&mut self, error: &io::Error) -> ProvisionerError {
         warn!(gpu = %self.gpu, %error, "worker given up");
         self.kill();
@@ -416,7 +423,7 @@ impl Supervisor {
         }
     }
 
-    /// Kills the worker, and waits for its end, not for ever.
+    /// Kills the provisioner and waits for its exit, at most [`KILL_TIMEOUT`].
     fn kill(&mut self) {
         let Some(Provisioner { mut child, socket }) = self.worker.take() else {
             return;
@@ -437,7 +444,7 @@ impl Supervisor {
         });
     }
 
-    /// Looks whether one that was killed has ended by now.
+    /// Checks whether the killed process has exited.
     fn reap(&mut self) {
         if let Some(child) = &mut self.killed
             && !matches!(child.try_wait(), Ok(None))

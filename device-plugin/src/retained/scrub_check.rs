@@ -1,9 +1,9 @@
-//! Finds out whether the driver clears memory between tenants: once per boot, GPU, its generation
-//! and driver, by a process of its own, the canary.
+//! Checks whether the driver clears memory between tenants: once per boot, GPU generation and
+//! driver, in a process of its own.
 //!
-//! Nothing of ours clears kept memory (F6 in docs/facts.md), so there is none on a GPU before the
-//! canary saw that the driver does. What its context takes is measured on the way: that is what
-//! every tenant's context is charged.
+//! Bursar does not clear retained memory itself (F6 in docs/facts.md), so a GPU gets none before
+//! the check has passed. The same process measures what a CUDA context takes, which is what every
+//! tenant's context is charged.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
@@ -22,33 +22,33 @@ use crate::checkpoint::Checkpoint;
 use crate::sessions::MemorySampler;
 use crate::units::{Bytes, GpuUuid};
 
-/// How long the canary may take: it makes a context, and looks at less than 4 GiB.
+/// How long the process may take: it creates a context and reads less than 4 GiB.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What the canary takes of a GPU at the most: a context, and what it looks at
+/// The most memory that the process takes of a GPU: a context, and what it reads
 /// (`worker/src/canary.rs`).
 pub const MAX_MEMORY: Bytes = Bytes::mib(1024 + 256);
 
-/// The longest line that is read of it.
+/// The longest line that the agent reads of the output.
 const MAX_LINE_LENGTH: usize = 4096;
 
-/// What is known of one GPU.
+/// The result for one GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
     /// Freed memory comes back cleared.
     Scrubbed,
-    /// It does not.
+    /// Freed memory comes back with old content.
     NotScrubbed,
-    /// It was not seen: why.
+    /// The check failed, with this error.
     Unknown(String),
 }
 
-/// What the canary prints.
+/// The lines that the process prints.
 #[derive(Deserialize)]
 #[serde(tag = "verdict")]
 enum ScrubOutput {
-    /// It has a context and nothing else, and waits until its input ends.
+    /// The process has a context and no other memory, and waits until its input is closed.
     Context {},
     Scrubbed {},
     NotScrubbed {
@@ -59,18 +59,18 @@ enum ScrubOutput {
     },
 }
 
-/// What a verdict is of: a driver that is loaded anew may have other options, and has lost what
-/// each GPU had.
+/// The state that a verdict is valid for: a driver that is loaded again may have other options, and
+/// its GPUs other memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct DriverEpoch {
     /// The driver's version.
     pub driver: String,
-    /// G of the GPU, where it is known.
+    /// The GPU's generation, if the agent knows it.
     pub generation: Option<u64>,
 }
 
-/// What was seen, on a file that a reboot takes away.
+/// The verdicts, in a file that a reboot removes.
 #[derive(Debug)]
 pub struct ScrubCache {
     file: Checkpoint,
@@ -78,7 +78,7 @@ pub struct ScrubCache {
 }
 
 impl ScrubCache {
-    /// Those that earlier agents of this boot came to.
+    /// Loads the verdicts of earlier agents of this boot.
     pub fn load(file: Checkpoint) -> ScrubCache {
         let seen = file.load().ok().flatten().unwrap_or_default();
         ScrubCache {
@@ -87,13 +87,13 @@ impl ScrubCache {
         }
     }
 
-    /// Whether a GPU clears memory as it is now; none where that was not looked at.
+    /// The verdict on a GPU that is valid for `now`.
     pub fn get(&self, gpu: &GpuUuid, now: &DriverEpoch) -> Option<&Verdict> {
         let (with, verdict) = self.verdicts.get(gpu)?;
         (with == now).then_some(verdict)
     }
 
-    /// A GPU was looked at.
+    /// Records the verdict on a GPU.
     pub fn record(&mut self, gpu: GpuUuid, with: DriverEpoch, verdict: Verdict) {
         match &verdict {
             Verdict::Scrubbed => info!(%gpu, "freed memory comes back cleared"),
@@ -103,7 +103,7 @@ impl ScrubCache {
         self.save();
     }
 
-    /// Forgets the verdicts of all other GPUs.
+    /// Removes the verdicts on all other GPUs.
     pub fn retain_gpus(&mut self, gpus: &BTreeSet<GpuUuid>) {
         let before = self.verdicts.len();
         self.verdicts.retain(|gpu, _| gpus.contains(gpu));
@@ -112,7 +112,7 @@ impl ScrubCache {
         }
     }
 
-    /// Nothing is known of a GPU any more.
+    /// Removes the verdict on a GPU.
     pub fn forget(&mut self, gpu: &GpuUuid) {
         if self.verdicts.remove(gpu).is_some() {
             self.save();
@@ -120,7 +120,7 @@ impl ScrubCache {
     }
 
     fn save(&self) {
-        // What was not seen is looked at again by a successor.
+        // The next agent repeats failed checks.
         let definite: BTreeMap<_, _> = self
             .verdicts
             .iter()
@@ -132,31 +132,32 @@ impl ScrubCache {
     }
 }
 
-/// The process that looks.
+/// The process of a check.
 #[derive(Debug, Default)]
 pub struct ScrubProcess(Option<Child>);
 
 impl ScrubProcess {
-    /// Whether it has ended: one that hangs in the driver does not, killed or not.
+    /// Whether the process has exited. A process that hangs in the driver has not, though it got
+    /// SIGKILL.
     pub fn has_ended(&mut self) -> bool {
         let status = self.0.as_mut().map(Child::try_wait);
         !matches!(status, Some(Ok(None)))
     }
 }
 
-/// What came of a look.
+/// The outcome of a check.
 #[derive(Debug)]
 pub struct ScrubCheckResult {
     /// Whether freed memory comes back cleared.
     pub verdict: Verdict,
-    /// What a context takes, where NVML told.
+    /// The memory of a context, if NVML reported it.
     pub context: Option<Bytes>,
-    /// The process that looked.
+    /// The process of the check.
     pub process: ScrubProcess,
 }
 
-/// Looks; takes up to [`PATIENCE`], and as long as `charges` takes. On a thread of its own, which
-/// nobody waits for when the agent ends.
+/// Runs a check for at most [`CHECK_TIMEOUT`] and the time of `charges`. The thread does not delay
+/// the agent's exit.
 pub async fn run_check(
     program: Program,
     gpu: GpuUuid,
@@ -193,7 +194,8 @@ pub async fn run_check(
     }
 }
 
-/// Runs the canary to its end; `measure` is told its pid while it has a context and nothing else.
+/// Runs the process until it exits; calls `measure` with its pid while it has a context and no
+/// other memory.
 fn run_process(
     mut command: Command,
     patience: Duration,
@@ -210,13 +212,13 @@ fn run_process(
     let verdict = read_verdict(child, until, measure)
         .and_then(|verdict| wait_for_exit(child, until).map(|()| verdict));
     if verdict.is_err() {
-        // It may hang in the driver: its end is not waited for here.
+        // A process that hangs in the driver would block this thread.
         let _ = child.kill();
     }
     verdict
 }
 
-/// What the canary says in the end.
+/// Reads the verdict from the output.
 fn read_verdict(
     child: &mut Child,
     until: Instant,
@@ -242,7 +244,7 @@ fn read_verdict(
     }
 }
 
-/// A line of what the canary prints, as far as it goes.
+/// Reads one line of the output, at most [`MAX_LINE_LENGTH`] bytes.
 fn read_line(output: &mut ChildStdout, until: Instant) -> Result<String, String> {
     let mut line = Vec::new();
     while line.len() < MAX_LINE_LENGTH {
@@ -264,7 +266,7 @@ fn read_line(output: &mut ChildStdout, until: Instant) -> Result<String, String>
     Ok(String::from_utf8_lossy(&line).into_owned())
 }
 
-/// Waits for the canary's end, so that it leaves no zombie.
+/// Waits for the exit, so that the process leaves no zombie.
 fn wait_for_exit(child: &mut Child, until: Instant) -> Result<(), String> {
     loop {
         match child.try_wait() {

@@ -1,8 +1,8 @@
-//! Has done what the book says: asks the workers and the vault, charges, and answers. Decides
-//! nothing itself.
+//! Executes the effects of the lease state machine: calls the provisioners and the fd store,
+//! charges sessions, and replies to tenants.
 //!
-//! One task holds the book and never waits; what takes time runs beside it and comes back as
-//! [`Done`]. What is to be said to the vault is queued in the order in which the book said it.
+//! One task owns the lease table and never waits. Work that takes time runs in tasks that return a
+//! [`Completion`]. Calls to the fd store are queued in the order of the effects.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
@@ -40,121 +40,122 @@ use crate::sessions::pidfd::ProcessExit;
 use crate::sessions::{ContainerResolver, Process, Sessions};
 use crate::units::{Bytes, GpuUuid, LeaseId};
 
-/// What sizes are rounded up to: the granularity of every NVIDIA GPU's memory.
+/// The granularity of device memory of every NVIDIA GPU; sizes are rounded up to it.
 const GRANULARITY: u64 = 2 << 20;
 
-/// How large the sentinel is.
+/// The size of the export keep-alive.
 const KEEP_ALIVE_BYTES: Bytes = Bytes(GRANULARITY);
 
-/// After so much was given back the next create would wait for the driver (F6 in docs/facts.md).
+/// After freeing this much, the next create would wait for the driver's scrubbing (F6 in
+/// docs/facts.md).
 const SCRUB_WAIT_THRESHOLD: Bytes = Bytes::gib(1);
 
-/// From one try to see whether a GPU's memory is cleared to the next.
+/// The delay between two scrub checks of a GPU without a verdict.
 const SCRUB_CHECK_RETRY: Duration = Duration::from_secs(60);
 
-/// From one try to measure a context to the next, where NVML does not tell what a process has.
+/// The delay between two measurements of a context, when NVML does not report memory of processes.
 const MEASURE_RETRY: Duration = Duration::from_secs(3600);
 
-/// From one try to watch a process to the next.
+/// The delay between two attempts to watch a process.
 const WATCH_RETRY: Duration = Duration::from_secs(1);
 
-/// How often what is known of all leases is told at the most: it takes longer, the more there are.
+/// The shortest interval between two publications, whose cost grows with the number of leases.
 const PUBLISH_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What the part works with.
+/// The lease service and what it works with.
 pub struct LeaseService {
-    /// What is handed in at the desk.
+    /// The commands of tenants and of the node.
     pub commands: Commands,
-    /// What becomes of the vault; none where nothing is kept.
+    /// The events of the fd store; none if retained memory is disabled.
     pub store_events: Option<mpsc::UnboundedReceiver<StoreEvent>>,
-    /// Who is charged.
+    /// The sessions, which charge containers.
     pub sessions: Arc<Sessions>,
-    /// Who processes are.
+    /// Identifies processes.
     pub membership: Arc<dyn ContainerResolver>,
-    /// Who makes memory.
+    /// Creates memory.
     pub provisioners: Arc<Provisioners>,
-    /// How the canary is run.
+    /// The program that runs scrub checks.
     pub program: Program,
-    /// What it saw.
+    /// The verdicts of scrub checks.
     pub scrub_cache: ScrubCache,
-    /// The leases' numbers.
+    /// Assigns lease ids.
     pub lease_ids: LeaseIds,
-    /// What tokens are sealed with.
+    /// The key that seals memory tokens.
     pub key: NodeKey,
-    /// What the vault keeps of each GPU.
+    /// Publishes the live leases of each GPU.
     pub live_leases: watch::Sender<LiveLeases>,
-    /// The GPUs that nothing is to hold.
+    /// The GPUs to release.
     pub drain: watch::Receiver<DrainState>,
-    /// Those that nothing of this part holds any more.
+    /// Publishes the drained GPUs that this service has released.
     pub released_gpus: watch::Sender<BTreeSet<GpuUuid>>,
-    /// How it stands.
+    /// Publishes the state of retained memory.
     pub status: watch::Sender<RetainedStatus>,
 }
 
-/// What came back.
+/// The result of a task.
 enum Completion {
-    /// A lease was made, or not.
+    /// The creation of a lease ended.
     Created {
         lease: LeaseId,
-        /// Its descriptor for who asked, if that was not handed out yet.
+        /// The descriptor for the tenant, unless it got one before.
         made: Result<Option<OwnedFd>, CreateError>,
         reply: oneshot::Sender<Reply>,
     },
-    /// The vault has closed a lease's descriptor.
+    /// The fd store has closed a lease's descriptor.
     Dropped(LeaseId, GpuUuid, Bytes),
-    /// A process has ended.
+    /// A process has exited.
     ProcessEnded(Process),
-    /// A GPU was looked at.
+    /// A scrub check ended.
     ScrubChecked(GpuUuid, DriverEpoch, ScrubCheckResult),
-    /// A sentinel was made on a GPU, or not.
+    /// The creation of the export keep-alive ended; true if it succeeded.
     KeepAliveCreated(GpuUuid, bool),
-    /// The vault has closed the sentinel.
+    /// The fd store has closed the export keep-alive.
     KeepAliveClosed,
-    /// A GPU may be looked at again.
+    /// A GPU may be checked again.
     ScrubCheckAllowed(GpuUuid),
-    /// The disk was asked for numbers.
+    /// A reservation of lease ids ended.
     IdsReserved(Option<IdBlock>),
-    /// Nothing that anybody waits for.
+    /// The task has no result.
     Nothing,
 }
 
-/// Why there is no lease.
+/// Why a lease was not created.
 enum CreateError {
-    /// There is no memory either.
+    /// No memory exists.
     NotCreated(RetainedRefusal),
-    /// There may be memory.
+    /// The memory may exist.
     Unknown,
 }
 
-/// The part while it runs.
+/// The state of the running service.
 struct State {
     service: LeaseService,
     leases: LeaseTable,
     connection: Option<Connection>,
     jobs: JoinSet<Completion>,
-    /// Writers whose end is waited for.
+    /// The tasks that wait for the exit of each writer.
     watched_writers: BTreeMap<Process, AbortHandle>,
-    /// Who waits for a lease's end.
+    /// The tenants that wait until the fd store has closed a discarded lease.
     discarding: BTreeMap<LeaseId, Vec<oneshot::Sender<Reply>>>,
-    /// The node's GPUs when this was last told.
+    /// The GPUs of the last reported node state.
     gpus: BTreeSet<GpuUuid>,
-    /// GPUs that are being looked at, or were not long ago.
+    /// GPUs with a running scrub check, or one that failed a short time ago.
     scrub_checks: BTreeSet<GpuUuid>,
-    /// GPUs whose contexts could not be measured, and when that was.
+    /// When the last measurement of a GPU's context failed.
     unmeasured: BTreeMap<GpuUuid, Instant>,
-    /// The driver's version: it is of each verdict.
+    /// The driver's version, for which verdicts are valid.
     driver_version: String,
-    /// The GPUs that nothing is to hold.
+    /// The GPUs to release.
     drained: BTreeSet<GpuUuid>,
     keep_alive: KeepAlive,
 }
 
-/// The descriptor that the vault holds so that others are quick.
+/// A descriptor that the fd store keeps open, because exports are fast while one exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum KeepAlive {
     None,
     Creating(GpuUuid),
-    /// On some GPU that was not drained when it was made.
+    /// The fd store has it, for a GPU that was not drained at its creation.
     Stored,
     Closing,
 }
@@ -179,8 +180,6 @@ impl LeaseService {
             keep_alive: KeepAlive::None,
         };
         serving.apply_drain();
-        // After the token pods' ends are still to be accounted for: the node's last calls come
-        // before its end.
         serving.reserve_ids();
         let mut telling = tokio::time::interval(PUBLISH_INTERVAL);
         telling.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -205,8 +204,8 @@ impl LeaseService {
                     Err(error) => warn!(%error, "kept memory"),
                 },
             }
-            // At once: who writes may end at any time, and the next to open its lease does not wait
-            // for that.
+            // A writer may exit at any time, and the next open of its lease must not wait for a
+            // publication.
             serving.watch_writers();
             is_news = true;
         }
@@ -214,7 +213,7 @@ impl LeaseService {
     }
 }
 
-/// The next news; never any where nothing is kept.
+/// Waits for the next event of the fd store; waits forever if retained memory is disabled.
 async fn next_store_event(
     news: &mut Option<mpsc::UnboundedReceiver<StoreEvent>>,
 ) -> Option<StoreEvent> {
@@ -225,7 +224,7 @@ async fn next_store_event(
 }
 
 impl State {
-    /// Whether anything may be otherwise now: what is said of a token changes nothing.
+    /// Returns whether the published state may have changed; token requests change nothing.
     fn handle_command(&mut self, note: Command) -> bool {
         match note {
             Command::Request {
@@ -239,14 +238,14 @@ impl State {
                 question,
                 reply,
             } => {
-                // Who asked may have gone.
+                // The session may have ended.
                 let _ = reply.send(self.handle_token_request(asker, question));
                 return false;
             }
             Command::ProcessEnded(process) => self.process_ended(process),
             Command::Reconcile { node, reply } => {
                 let turn = self.reconcile(node);
-                // Who asked may be ending.
+                // The node's task may have exited.
                 let _ = reply.send(turn);
             }
             Command::Recorded(leases) => {
@@ -377,7 +376,7 @@ impl State {
         }
     }
 
-    /// Whether kept memory may be made on a GPU.
+    /// The connection with which a lease may be created on a GPU.
     fn connection_for_create(&self, gpu: &GpuUuid) -> Result<Connection, RetainedRefusal> {
         match self.service.scrub_cache.get(gpu, &self.driver_epoch(gpu)) {
             Some(Verdict::Scrubbed) => self.connection.clone().ok_or(RetainedRefusal::Unavailable),
@@ -386,7 +385,7 @@ impl State {
         }
     }
 
-    /// Charges for a lease, then has it made.
+    /// Charges the owner, then starts the creation.
     fn create(
         &mut self,
         meta: LeaseRecord,
@@ -418,7 +417,7 @@ impl State {
         });
     }
 
-    /// Has the disk take in the next numbers of leases, before they are needed.
+    /// Reserves the next lease ids on disk before the current block is used up.
     fn reserve_ids(&mut self) {
         if let Some(order) = self.service.lease_ids.next_reservation() {
             self.jobs
@@ -426,7 +425,7 @@ impl State {
         }
     }
 
-    /// Fetches a lease's descriptor, and answers with what the lease is now.
+    /// Replies with a lease's descriptor and current state.
     fn fetch_and_reply(&mut self, lease: LeaseId, told: Acks, reply: oneshot::Sender<Reply>) {
         let (Some(line), Some(meta)) = (&self.connection, self.leases.get(lease)) else {
             return reply_refused(reply, RetainedRefusal::Unavailable);
@@ -448,7 +447,7 @@ impl State {
         });
     }
 
-    /// Answers once the vault has taken in what it was told.
+    /// Replies once the fd store has acknowledged the calls.
     fn reply_after_acks(
         &mut self,
         told: Acks,
@@ -475,7 +474,7 @@ impl State {
                 self.leases.confirm_dropped(lease);
                 for reply in self.discarding.remove(&lease).unwrap_or_default() {
                     let answer = RetainedResponse::Discarded;
-                    // Who asked may have gone.
+                    // The session may have ended.
                     let _ = reply.send(Reply {
                         response: answer,
                         fd: None,
@@ -493,7 +492,7 @@ impl State {
                 self.watched_writers.remove(&process);
                 self.process_ended(process);
             }
-            // Of a driver that may be gone once it lets go.
+            // The verdict may be of a driver that is replaced once the GPU is released.
             Completion::ScrubChecked(gpu, ..) if self.drained.contains(&gpu) => {
                 self.scrub_checks.remove(&gpu);
             }
@@ -501,7 +500,7 @@ impl State {
                 self.record_scrub_check(gpu, with, looked)
             }
             Completion::KeepAliveCreated(gpu, made) => {
-                // Where there is none, the next look at the GPU tries again.
+                // After a failure the next tick of the node tries again.
                 self.keep_alive = if made {
                     KeepAlive::Stored
                 } else {
@@ -538,7 +537,8 @@ impl State {
                 info!(%lease, "kept lease made");
                 self.apply_effects(effects);
                 if told.is_err() {
-                    // Nobody waited so long: nobody would write it, nor give it up.
+                    // The requester timed out, so no process would ever write or discard this
+                    // lease.
                     let effects = self.leases.release_uncertain(lease);
                     self.apply_effects(effects);
                 }
@@ -573,7 +573,7 @@ impl State {
         let charged = self.service.sessions.all_charged_leases();
         let (turn, effects) = self.leases.reconcile(node, &charged);
         if self.leases.is_store_connected() {
-            // Who came into a lease now is charged now.
+            // Containers that took leases over are charged for them now.
             self.reconcile_charges();
         }
         self.apply_effects(effects);
@@ -585,8 +585,8 @@ impl State {
         turn
     }
 
-    /// Forgets GPUs that have left the node: a new MIG instance has a new UUID. The node has none
-    /// before NVML has answered.
+    /// Forgets GPUs that have left the node: a new MIG instance has a new UUID. An empty list means
+    /// that NVML has not answered.
     fn retain_gpus(&mut self, gpus: BTreeSet<GpuUuid>) {
         if gpus.is_empty() || gpus == self.gpus {
             return;
@@ -619,7 +619,7 @@ impl State {
         self.service.scrub_cache.record(gpu, with, verdict);
     }
 
-    /// Has each container charged for the leases that it owns, and for no other.
+    /// Charges each container for the leases that it owns, and for no other.
     fn reconcile_charges(&mut self) {
         let sessions = &self.service.sessions;
         let charged = sessions.all_charged_leases();
@@ -636,18 +636,19 @@ impl State {
             for (lease, (gpu, bytes)) in leases {
                 match self.leases.owner(lease) {
                     Some(owner) if owner == allocation => {}
-                    // The unread blob names the owner: the container that is charged stays charged.
+                    // The unreadable blob names the owner, so the charged container stays charged.
                     _ if self.leases.is_unreadable(lease) => {}
-                    // Its heir is charged.
+                    // The new owner is charged.
                     Some(_) => sessions.refund_lease(&allocation, lease),
-                    // It ended with an agent, a vault, or before it was made.
+                    // The lease ended with an earlier agent, with the fd store, or before its
+                    // creation.
                     None => drop(sessions.release_lease(&allocation, &gpu, lease, bytes)),
                 }
             }
         }
     }
 
-    /// What a verdict on a GPU is of now.
+    /// The state that a verdict on a GPU must be valid for.
     fn driver_epoch(&self, gpu: &GpuUuid) -> DriverEpoch {
         DriverEpoch {
             driver: self.driver_version.clone(),
@@ -655,8 +656,8 @@ impl State {
         }
     }
 
-    /// Sees once whether a GPU's memory is cleared and what a context takes, and makes the sentinel
-    /// on the first where it is cleared.
+    /// Starts a scrub check or a measurement if the GPU lacks one, and creates the keep-alive on
+    /// the first scrubbed GPU.
     fn ensure_scrub_checked(&mut self, gpu: GpuUuid) {
         let seen = self.service.scrub_cache.get(&gpu, &self.driver_epoch(&gpu));
         let is_seen = matches!(seen, Some(Verdict::Scrubbed | Verdict::NotScrubbed));
@@ -664,7 +665,7 @@ impl State {
             self.create_keep_alive(gpu.clone());
         }
         let has_room = self.leases.free(&gpu) >= scrub_check::MAX_MEMORY;
-        // What pods were promised is never taken from them.
+        // The check takes only memory that is bound to no pod.
         if (!is_seen || self.needs_measurement(&gpu))
             && has_room
             && self.scrub_checks.insert(gpu.clone())
@@ -682,7 +683,6 @@ impl State {
                 .lacks_context_size(gpu, &self.driver_version)
     }
 
-    /// Looks at a GPU.
     fn start_scrub_check(&mut self, gpu: GpuUuid) {
         let (program, with) = (self.service.program.clone(), self.driver_epoch(&gpu));
         let charges = self.service.sessions.sampler();
@@ -696,7 +696,8 @@ impl State {
         });
     }
 
-    /// Looks at a GPU again after a while, once a canary that saw nothing has ended.
+    /// Allows the next check of a GPU after a delay, once the process of the failed check has
+    /// exited.
     fn allow_scrub_check_later(&mut self, gpu: GpuUuid, mut before: ScrubProcess) {
         self.jobs.spawn(async move {
             tokio::time::sleep(SCRUB_CHECK_RETRY).await;
@@ -707,7 +708,7 @@ impl State {
         });
     }
 
-    /// While one exported descriptor is open on a system, further ones are quick (F3 in
+    /// Creates the export keep-alive: exports are fast while one exported descriptor is open (F3 in
     /// docs/facts.md).
     fn create_keep_alive(&mut self, gpu: GpuUuid) {
         let Some(line) = self.connection.clone() else {
@@ -717,7 +718,7 @@ impl State {
         let workers = Arc::clone(&self.service.provisioners);
         self.jobs.spawn(async move {
             let lease = LeaseId(KEEP_ALIVE);
-            // Without one everything is slower, and nothing else.
+            // Without a keep-alive exports are only slower.
             let made = match workers.create(&gpu, KEEP_ALIVE_BYTES).await {
                 Ok(fd) => line.put(lease, Blob::default(), fd).await.is_ok(),
                 Err(_) => false,
@@ -726,21 +727,21 @@ impl State {
         });
     }
 
-    /// Has the sentinel closed: nobody knows which GPU it is on. The next is made on one that is
-    /// not drained.
+    /// Closes the keep-alive. Its GPU is unknown after a restart; the next one is created on a GPU
+    /// that is not drained.
     fn close_keep_alive(&mut self) {
         if let (KeepAlive::Stored, Some(line)) = (&self.keep_alive, &self.connection) {
             self.keep_alive = KeepAlive::Closing;
             let closed = line.close(LeaseId(KEEP_ALIVE));
             self.jobs.spawn(async move {
-                // Where the vault is away, it says what it has when it is back.
+                // A disconnected fd store lists what it has on the next connection.
                 let _ = closed.await;
                 Completion::KeepAliveClosed
             });
         }
     }
 
-    /// Other GPUs are drained, or none any more.
+    /// Takes the GPUs to drain; releases the new ones.
     fn apply_drain(&mut self) {
         let drained = self.service.drain.borrow_and_update().requested.clone();
         if drained == self.drained {
@@ -749,14 +750,15 @@ impl State {
         let is_more = !drained.is_subset(&self.drained);
         self.service.provisioners.drain(drained.clone());
         self.leases.drain(drained.clone());
-        // Before its G has grown the driver may be another, or loaded with other options.
+        // Until the GPU's generation has grown, the driver may be replaced or loaded with other
+        // options.
         let verdicts = &mut self.service.scrub_cache;
         drained.iter().for_each(|gpu| verdicts.forget(gpu));
         self.drained = drained;
         if is_more {
             self.close_keep_alive();
         }
-        // It may be another one afterwards.
+        // The driver may have been replaced.
         self.driver_version = self.service.program.driver_version();
         self.service
             .sessions
@@ -764,7 +766,7 @@ impl State {
         self.unmeasured.clear();
     }
 
-    /// The drained GPUs that nothing here holds.
+    /// The drained GPUs of which this service holds nothing.
     fn released_gpus(&self) -> BTreeSet<GpuUuid> {
         let may_be_held = self.service.store_events.is_some() && !self.leases.is_store_connected();
         let is_held = |gpu: &GpuUuid| {
@@ -791,7 +793,7 @@ impl State {
                 capacity: most,
             }) => {
                 self.connection = Some(line);
-                // The sentinel is no tenant's.
+                // The keep-alive takes one place.
                 self.leases.set_capacity(most.saturating_sub(1));
                 self.keep_alive = match held.contains_key(&LeaseId(KEEP_ALIVE)) {
                     true => KeepAlive::Stored,
@@ -819,7 +821,7 @@ impl State {
                 let waiting = std::mem::take(&mut self.discarding).into_values().flatten();
                 waiting.for_each(|reply| reply_refused(reply, RetainedRefusal::Unavailable));
             }
-            // Its thread has ended.
+            // The client's thread has exited.
             None => {
                 self.service.store_events = None;
                 self.connection = None;
@@ -828,10 +830,11 @@ impl State {
         }
     }
 
-    /// Has the effects done in their order; what the vault answers to what it is told.
+    /// Carries the effects out in order; returns the pending acknowledgements of the fd store.
     fn apply_effects(&mut self, effects: Vec<Effect>) -> Acks {
         if !effects.is_empty() {
-            // Before a descriptor is closed nothing may take it for known.
+            // The proof of freed memory must not count a lease as live while its descriptor is
+            // being closed.
             self.publish_live_leases();
         }
         let mut told = Acks::default();
@@ -849,7 +852,7 @@ impl State {
                 Effect::Drop(lease) => self.close_descriptor(lease),
                 Effect::Update(lease, meta) => match (&self.connection, encode_record(&meta)) {
                     (Some(line), Some(blob)) => told.0.push(Box::pin(line.update(lease, blob))),
-                    // What the vault has counts when it is back.
+                    // The fd store's own record counts on the next connection.
                     _ => told
                         .0
                         .push(Box::pin(async { Err(FdStoreError::Disconnected) })),
@@ -868,13 +871,13 @@ impl State {
         self.jobs.spawn(async move {
             match (closed.await, gpu, bytes) {
                 (Ok(()), Some(gpu), Some(bytes)) => Completion::Dropped(lease, gpu, bytes),
-                // Tried again when the vault is heard.
+                // The next connection repeats the call.
                 _ => Completion::Nothing,
             }
         });
     }
 
-    /// Waits for the ends of those that write, and of nobody else: each costs a descriptor.
+    /// Waits for the exit of writers only, because each wait takes a descriptor.
     fn watch_writers(&mut self) {
         let writers = self.leases.writers();
         self.watched_writers.retain(|process, watch| {
@@ -895,7 +898,7 @@ impl State {
         }
     }
 
-    /// Tells the residual what the vault keeps.
+    /// Publishes the live leases for the proof of freed memory.
     fn publish_live_leases(&mut self) {
         let living = self.leases.live_leases();
         self.service.live_leases.send_if_modified(|before| {
@@ -905,7 +908,7 @@ impl State {
         });
     }
 
-    /// The same, and tells people how it stands.
+    /// Publishes the live leases, the released GPUs and the status.
     fn publish(&mut self) {
         self.publish_live_leases();
         let let_go = self.released_gpus();
@@ -929,7 +932,7 @@ impl State {
     }
 }
 
-/// What the vault was told and has still to answer.
+/// Calls to the fd store that wait for their acknowledgement.
 #[derive(Default)]
 struct Acks(Vec<BoxFuture<'static, Result<(), FdStoreError>>>);
 
@@ -942,24 +945,24 @@ impl Acks {
     }
 }
 
-/// Returns once a process has ended.
+/// Returns once a process has exited.
 async fn wait_for_exit(process: Process, membership: &dyn ContainerResolver) {
     loop {
-        // In this order: the pidfd first, then what `/proc` says, so that both are of one process.
+        // The pidfd comes first: if `/proc` then shows the process, both are the same one.
         match ProcessExit::open(process.pid) {
             Ok(life) if membership.process(process.pid) == Some(process) => {
                 return life.wait().await;
             }
             Ok(_) => return,
             Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => return,
-            // No descriptor is left, say: it may live.
+            // The process may run: the agent may be out of descriptors, for example.
             Err(error) => warn!(pid = process.pid, %error, "writer not watched yet"),
         }
         tokio::time::sleep(WATCH_RETRY).await;
     }
 }
 
-/// Has a lease's memory made.
+/// Creates the memory of a lease.
 async fn create_memory(
     workers: &Provisioners,
     gpu: &GpuUuid,
@@ -978,9 +981,9 @@ async fn create_memory(
     }
 }
 
-/// Has a lease's memory held. Whoever takes it `early` maps it meanwhile; it is charged for, and
-/// stays so until it is proven free, whatever becomes of the vault or of this agent. The descriptor
-/// for who asked, if it was not taken.
+/// Stores a lease's descriptor in the fd store. A tenant that takes the memory `early` maps it
+/// meanwhile. Its charge stays until the memory is proven free. Returns the descriptor for the
+/// tenant that did not take it early.
 async fn store_memory(
     line: &Connection,
     lease: LeaseId,
@@ -993,7 +996,7 @@ async fn store_memory(
         return Err(CreateError::Unknown);
     };
     let tenants = match early {
-        // Who asked may have gone.
+        // The session may have ended.
         Some(early) => early
             .send(CreatedMemory { bytes, fd: tenants })
             .err()
@@ -1009,7 +1012,7 @@ async fn store_memory(
     }
 }
 
-/// What who opens a lease is answered.
+/// The response to an open of a lease.
 fn answer(lease: LeaseId, meta: &LeaseRecord) -> Option<RetainedResponse> {
     let (lease, bytes) = (lease.0, meta.bytes.0);
     match &meta.content {
@@ -1030,8 +1033,8 @@ fn answer(lease: LeaseId, meta: &LeaseRecord) -> Option<RetainedResponse> {
     }
 }
 
-/// Parses the blob that the vault keeps beside a lease. GPU and size are enough to charge a lease
-/// whose other fields this agent does not know.
+/// Parses the blob of a lease. The GPU and the size suffice to charge a lease whose other fields
+/// this agent cannot read.
 fn parse_record(blob: &Blob) -> StoredRecord {
     #[derive(Deserialize)]
     struct Title {
@@ -1054,7 +1057,7 @@ fn parse_record(blob: &Blob) -> StoredRecord {
     }
 }
 
-/// Logs all unread leases in one line.
+/// Logs all unreadable leases in one line.
 fn log_unread(held: &BTreeMap<LeaseId, StoredRecord>) {
     let mut unread = held.iter().filter_map(|(lease, heard)| match heard {
         StoredRecord::Unreadable { why, .. } => Some((lease, why)),
@@ -1079,6 +1082,6 @@ fn account_gpu(account: &Account) -> Option<GpuUuid> {
 }
 
 fn reply_refused(reply: oneshot::Sender<Reply>, why: RetainedRefusal) {
-    // Who asked may have gone.
+    // The session may have ended.
     let _ = reply.send(Reply::refused(why));
 }

@@ -1,4 +1,4 @@
-//! How kept memory stands on this node, for conditions and metrics: pure.
+//! Summarizes retained memory of the node for conditions and metrics. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,24 +6,23 @@ use super::leases::LeaseTable;
 use super::scrub_check::{DriverEpoch, ScrubCache, Verdict};
 use crate::units::{Bytes, GpuUuid};
 
-/// How it stands.
+/// The state of retained memory on this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RetainedStatus {
-    /// Whether it is switched on.
+    /// Whether the chart enables retained memory.
     pub enabled: bool,
-    /// Whether the vault is there.
+    /// Whether the fd store is connected.
     pub is_store_connected: bool,
-    /// The GPUs whose driver was seen to clear freed memory.
+    /// The GPUs whose driver clears freed memory.
     pub scrubbed: BTreeSet<GpuUuid>,
-    /// Those where it was not, so that no memory may be kept on them, and why.
+    /// The GPUs that get no retained memory after their scrub check, with the reason.
     pub refused: BTreeMap<GpuUuid, String>,
-    /// The GPUs whose worker hangs in the driver.
+    /// The GPUs whose provisioner hangs in the driver.
     pub hung: BTreeSet<GpuUuid>,
-    /// What is kept of each GPU: how many leases, and what they have.
+    /// The number of live leases of each GPU, and their bytes.
     pub live: BTreeMap<GpuUuid, (usize, Bytes)>,
 }
 
-/// How these stand.
 pub(super) fn build_status(
     enabled: bool,
     leases: &LeaseTable,

@@ -1,18 +1,19 @@
-//! Tokens of memory: who may have one, and whether what one names is still there. Pure.
+//! Seals and redeems memory tokens. Pure.
 //!
 //! ```text
-//! tenant --Seal--> which of its own memory it means
-//!                    the agent adds: node, container, G (node), P (its session), L (the lease's number) --key--> token
-//!        ...any channel...
-//! tenant --Redeem--> seal, node --> its container is of the asker's namespace --> G, P, L are the present ones
+//! tenant --Seal--> names memory of its own process
+//!                  the agent adds the node, the container and the generations of GPU, process
+//!                  and lease, and seals all of it with the node's key
+//!    ...any channel...
+//! tenant --Redeem--> the agent checks the seal, the node, the namespace and the generations
 //! ```
 //!
-//! Nothing is on record: a token has all that it takes, and is compared with what the agent knows
-//! by then. So an answer is true of the moment at which it is given, and memory that is to be used
-//! is asked for again.
+//! The agent records nothing: a token carries all that it needs, and the agent compares it with the
+//! current state. An answer holds for the moment at which it is given, so a tenant redeems a token
+//! again before each use.
 //!
-//! * [`seal`] is the node's key, and what it seals
-//! * [`key`] is the file of that key
+//! * [`seal`] seals with the node's key
+//! * [`key`] stores the key
 
 pub mod key;
 pub mod seal;
@@ -25,22 +26,23 @@ use crate::sessions::ProcessImage;
 use crate::units::{AllocationId, GpuUuid, LeaseId};
 use seal::NodeKey;
 
-/// What tokens are judged by.
+/// The state by which tokens are sealed and redeemed.
 pub struct TokenAuthority<'a, I> {
     /// The node's key.
     pub key: &'a NodeKey,
-    /// The node as it stands, and its leases.
+    /// The node's leases and bound containers.
     pub leases: &'a LeaseTable,
-    /// The process images of a container that are not fenced; none where it is not served.
+    /// The process images of a container that are not fenced; none for a container without a
+    /// session.
     pub images: I,
 }
 
 impl<I: Fn(&AllocationId) -> Option<Vec<ProcessImage>>> TokenAuthority<'_, I> {
-    /// A token for memory of a GPU that the asker's container has: a block of the lease, or of the
-    /// process's own memory where that is [`NO_LEASE`].
+    /// Seals a token for memory of a GPU that the caller's container has: a block of the lease, or
+    /// of the process's own memory for [`NO_LEASE`].
     ///
     /// # Errors
-    /// What the tenant is answered.
+    /// The refusal for the tenant.
     pub fn seal(
         &self,
         asker: Caller,
@@ -48,8 +50,8 @@ impl<I: Fn(&AllocationId) -> Option<Vec<ProcessImage>>> TokenAuthority<'_, I> {
         lease: LeaseId,
         block: u64,
     ) -> Result<GpuToken, TokenRefusal> {
-        // After an exec this is the image before until the next says hello: then its token ends
-        // before it is used.
+        // Between an exec and the next hello the token names the previous image, which is fenced
+        // before the token is used.
         let image = self.find_image(&asker.allocation, |image| image.process == asker.process)?;
         let image = image.ok_or(TokenRefusal::NoSession)?;
         if !self.has_open(asker, lease, gpu)? {
@@ -67,16 +69,16 @@ impl<I: Fn(&AllocationId) -> Option<Vec<ProcessImage>>> TokenAuthority<'_, I> {
         ))
     }
 
-    /// What a token names, where that is still there and is of the asker's namespace.
+    /// Unseals a token, if its memory still exists and belongs to the caller's namespace.
     ///
     /// # Errors
-    /// What the tenant is answered.
+    /// The refusal for the tenant.
     pub fn redeem(&self, asker: Caller, token: &GpuToken) -> Result<MemoryId, TokenRefusal> {
         let id = self.key.unseal(token)?;
         let gpu: GpuUuid = id.gpu.parse().map_err(|_| TokenRefusal::Malformed)?;
         let allocation = AllocationId::from_bits(id.container);
         let asks = self.namespace(&asker.allocation)?;
-        // Another namespace's memory is not told apart from none.
+        // The answer does not reveal whether another namespace has such memory.
         if !self.leases.is_bound(&allocation) || self.namespace(&allocation)? != asks {
             return Err(TokenRefusal::Unknown);
         }
@@ -121,14 +123,14 @@ impl<I: Fn(&AllocationId) -> Option<Vec<ProcessImage>>> TokenAuthority<'_, I> {
     fn has_open(&self, who: Caller, lease: LeaseId, gpu: &GpuUuid) -> Result<bool, TokenRefusal> {
         match lease {
             NO_LEASE => Ok(true),
-            // Of a vault that is away nothing is known.
+            // While the fd store is away the agent does not know which leases exist.
             _ if !self.leases.is_store_connected() => Err(TokenRefusal::Unavailable),
             _ => Ok(self.leases.is_open(who, lease, gpu)),
         }
     }
 }
 
-/// What memory that is no lease's has for a lease.
+/// The lease number in tokens for memory that is no lease.
 pub const NO_LEASE: LeaseId = LeaseId(KEEP_ALIVE);
 
 #[cfg(test)]

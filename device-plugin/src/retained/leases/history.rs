@@ -1,8 +1,9 @@
-//! A million operations of tenants, agents, workers and vaults that die at any moment, held against what was promised.
+//! Tests the lease table against a model: a million operations of tenants, agents, provisioners and
+//! fd stores that may die at any step.
 //!
-//! The world around the book is a model: memory lives while a descriptor or a mapping does; charges, and what the
-//! node's ledger has, are on disk; the vault's answers are its truth. The agent does what the book says in the order of
-//! `serve`, and may die between any two steps.
+//! In the model memory exists while a descriptor or a mapping does. Charges and the ledger are on
+//! disk, and the fd store's answers are correct. The agent carries effects out in the order of
+//! `service.rs`, and may crash between any two of them.
 
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
@@ -10,26 +11,26 @@ use rand::{RngExt as _, SeedableRng as _};
 use super::tests::gpu;
 use super::*;
 
-/// Of each history; not every step finds something to do.
+/// The steps of one run. Some steps find nothing to do.
 const STEPS: u32 = 1_000_000;
 const MIB: u64 = 1 << 20;
-/// What the GPU has.
+/// The memory of the GPU.
 const CAPACITY: u64 = 64 * MIB;
-/// What each container may use.
+/// The quota of each container.
 const QUOTA: u64 = 16 * MIB;
-/// Pods, whose containers begin and end.
+/// How many pods there are; their containers start and end.
 const PODS: usize = 5;
 
 fn pod(number: usize) -> PodUid {
     format!("p{number}").parse().unwrap()
 }
 
-/// What a process remembers of a lease that it opened.
+/// A lease that a process has open.
 #[derive(Clone, Debug)]
 struct OpenLease {
     lease: LeaseId,
     title: LeaseKey,
-    /// None where it reads.
+    /// The write token and its expiry; none for a reader.
     token: Option<(u64, BootTime)>,
 }
 
@@ -38,17 +39,17 @@ struct Tenant {
     asker: Caller,
     image: u64,
     open_leases: Vec<OpenLease>,
-    /// What images of it before this one had, as long as the agent was not told of their end.
+    /// Leases that earlier images of the process had open, until the agent hears of their end.
     previous_images: Vec<OpenLease>,
-    /// Leases whose memory it was handed while they were made, whatever became of them.
+    /// Leases whose memory the process got during the creation.
     handed: BTreeSet<LeaseId>,
 }
 
-/// What is on disk of a container's account.
+/// The account of a container, on disk.
 #[derive(Clone, Debug, Default)]
 struct Account {
     leases: BTreeMap<LeaseId, u64>,
-    /// As what dead processes exported.
+    /// Bytes charged as orphaned exports.
     dead: u64,
 }
 
@@ -58,16 +59,16 @@ impl Account {
     }
 }
 
-/// What a lease of some title must hold when it is opened.
+/// What the next open of a key must find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Expected {
-    /// Anything: the last commit or discard was not answered.
+    /// Any content: the last commit or discard was not acknowledged.
     Anything,
-    /// What was committed.
+    /// This committed content.
     Content(LeaseId, u64),
 }
 
-/// A lease that is being made: what the agent does step by step.
+/// The steps of a lease's creation.
 #[derive(Clone, Debug)]
 struct Creation {
     lease: LeaseId,
@@ -75,9 +76,9 @@ struct Creation {
     title: LeaseKey,
     token: u64,
     until: BootTime,
-    /// The worker has made it: the agent has its descriptor.
+    /// Whether the agent has the descriptor.
     created: bool,
-    /// On which connection to the vault it is put.
+    /// The connection on which the agent stores the descriptor.
     connection: u32,
 }
 
@@ -87,26 +88,27 @@ struct Model {
     table: LeaseTable,
     node: NodeView,
     tenants: Vec<Tenant>,
-    /// What the vault has: it answers on this connection, if there is one.
+    /// The leases of the fd store, which serves connection number `connection` while
+    /// `is_connected`.
     fd_store: BTreeMap<LeaseId, LeaseRecord>,
     connection: u32,
     is_connected: bool,
     creations: Vec<Creation>,
-    /// Leases that were ever made, with what they have.
+    /// The size of each lease that was ever created.
     sizes: BTreeMap<LeaseId, u64>,
-    /// Descriptors in the agent's hands.
+    /// Leases whose descriptor the agent has open.
     agent_fds: BTreeSet<LeaseId>,
-    /// On disk: each bound container's account, and what the node's ledger has.
+    /// On disk: the account of each bound container, and the ledger.
     accounts: BTreeMap<AllocationId, Account>,
     orphaned: BTreeMap<LeaseId, u64>,
     leaked: u64,
     expected: BTreeMap<LeaseKey, Expected>,
-    /// Who was given the right to commit last, of each title.
+    /// The last write token for each key.
     newest_writers: BTreeMap<LeaseKey, (LeaseId, u64)>,
-    /// Rights of images that have ended, and on GPUs that were reset.
+    /// Write tokens of images that have ended, and of GPUs that were reset.
     stale: Vec<(Caller, OpenLease)>,
     last_number: u64,
-    /// What happened, for a history that shows nothing to be found out.
+    /// How often each event occurred, to prove that the run covers them.
     counts: BTreeMap<&'static str, u64>,
 }
 
@@ -157,7 +159,7 @@ impl Model {
         *self.counts.entry(what).or_default() += 1;
     }
 
-    /// Whether there is memory of a lease.
+    /// Whether memory of a lease exists.
     fn exists(&self, lease: LeaseId) -> bool {
         let mapped = |tenant: &Tenant| {
             tenant.handed.contains(&lease)
@@ -176,9 +178,9 @@ impl Model {
             .sum()
     }
 
-    // The agent's part, in the order of `serve`.
+    // The agent, in the order of `service.rs`.
 
-    /// Does what the book says, unless the agent dies in between: whether it lives.
+    /// Carries the effects out; returns false if the agent crashes in between.
     fn apply_effects(&mut self, effects: Vec<Effect>) -> bool {
         for effect in effects {
             if self.one_in(400) {
@@ -230,7 +232,7 @@ impl Model {
         self.reconnect();
     }
 
-    /// The agent and the vault find each other.
+    /// The agent connects to the fd store.
     fn reconnect(&mut self) {
         self.connection += 1;
         self.is_connected = true;
@@ -266,7 +268,7 @@ impl Model {
         }
     }
 
-    /// As the node's ledger does.
+    /// Replaces the orphaned leases as the node's ledger does.
     fn set_orphaned(&mut self, orphaned: &BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>) {
         let of_gpus = orphaned.values().flatten();
         let kept: BTreeMap<_, _> = of_gpus.map(|(lease, bytes)| (*lease, bytes.0)).collect();
@@ -323,7 +325,7 @@ impl Model {
         }
     }
 
-    // What happens.
+    // The events.
 
     fn step(&mut self) {
         self.now = self.now + Duration::from_millis(200);
@@ -352,13 +354,13 @@ impl Model {
 
     fn start_container(&mut self) {
         let bound = self.accounts.len() as u64 * QUOTA;
-        // What the node's ledger binds.
+        // The ledger binds only what is free.
         let kept: u64 = self.orphaned.values().sum();
         if bound + kept + self.leaked + QUOTA > CAPACITY {
             return;
         }
         let allocation = AllocationId::from_bits(self.next_number());
-        // Of a pod that has none now, and perhaps had one.
+        // The pod has no container now, and may have had one before.
         let pods: BTreeSet<PodUid> = (0..PODS).map(pod).collect();
         let containers = self.node.containers.values();
         let bound: BTreeSet<PodUid> = containers.map(|container| container.pod.clone()).collect();
@@ -402,12 +404,13 @@ impl Model {
             .collect();
         dying.into_iter().for_each(|at| self.kill_process(at));
         self.unbind(allocation);
-        // Whether or not the agent lived to the end of it.
+        // The agent may have crashed meanwhile.
         self.forget_ended();
     }
 
     fn unbind(&mut self, allocation: AllocationId) {
-        // In the order of the core: the book knows, then what the account has is the ledger's, at once on disk.
+        // In the allocator's order: the table learns of the end, then the ledger takes the account
+        // over, at once on disk.
         self.node.containers.remove(&allocation);
         self.set_quotas();
         if self.table.is_store_connected() {
@@ -444,7 +447,7 @@ impl Model {
         self.apply_effects(effects);
     }
 
-    /// Nothing is promised of leases whose openers' pods have all ended.
+    /// Drops the expectations for leases whose openers' pods have all ended.
     fn forget_ended(&mut self) {
         let bound: BTreeSet<&PodUid> = self.node.containers.values().map(|c| &c.pod).collect();
         let vault: BTreeMap<LeaseId, &LeaseKey> = self
@@ -496,7 +499,7 @@ impl Model {
         }
     }
 
-    /// SIGKILL.
+    /// Kills a process with SIGKILL.
     fn kill_process(&mut self, at: usize) {
         self.count("process deaths");
         let tenant = self.tenants.remove(at);
@@ -524,13 +527,14 @@ impl Model {
         tenant.previous_images.append(&mut tenant.open_leases);
         tenant.handed.clear();
         for making in &mut self.creations {
-            // Nobody takes the answer.
+            // The exec dropped the connection that waits for the answer.
             if making.tenant == at {
                 making.tenant = usize::MAX;
             }
         }
         if self.one_in(2) {
-            // The shim says hello; otherwise the next open tells.
+            // In half of the cases the shim says hello; otherwise the agent learns of the exec at
+            // the next open.
             let asker = self.tenants[at].asker;
             let is_known = self.is_connected && self.table.is_bound(&asker.allocation);
             let effects = self.table.process_ended(asker.process);
@@ -541,7 +545,7 @@ impl Model {
         }
     }
 
-    /// From now on nobody may commit with these.
+    /// Records tokens with which no commit may succeed from now on.
     fn mark_stale(&mut self, asker: Caller, grips: Vec<OpenLease>) {
         for grip in grips.into_iter().filter(|grip| grip.token.is_some()) {
             if self.stale.len() == 32 {
@@ -602,7 +606,7 @@ impl Model {
         };
         match opened {
             Ok(Opened::Read(lease)) => {
-                // The vault has it, and says what it is.
+                // The fd store's record counts.
                 let Some(meta) = self.fd_store.get(&lease).filter(|_| self.is_connected) else {
                     return;
                 };
@@ -684,7 +688,7 @@ impl Model {
             self.apply_effects(effects);
             return;
         }
-        // What it is when the vault gets it: as it was when it began, but for who died.
+        // The record is as at the begin of the creation, except for a writer that ended.
         let Some(meta) = self.table.creating(making.lease) else {
             return;
         };
@@ -695,7 +699,7 @@ impl Model {
         }
         let (made, effects) = self.table.finish_create(making.lease);
         let is_his = made.is_some();
-        // The answer goes out, to whoever still takes it.
+        // The process gets the answer if it still runs.
         if is_his && let Some(tenant) = self.tenants.get_mut(making.tenant) {
             let newest = (making.lease, making.token);
             self.newest_writers.insert(making.title.clone(), newest);
@@ -728,7 +732,7 @@ impl Model {
         assert!(self.now < until, "an expired token commits");
         let newest = self.newest_writers.get(&grip.title);
         assert_eq!(newest, Some(&(grip.lease, token)), "a superseded one does");
-        // From here on what is promised is either, until it is answered.
+        // Until the commit is acknowledged either content may be found.
         self.expected.insert(grip.title.clone(), Expected::Anything);
         if !self.apply_effects(effects) || self.one_in(100) || !self.is_connected {
             return;
@@ -743,19 +747,19 @@ impl Model {
             .iter_mut()
             .find(|held| held.token == grip.token)
         {
-            // It may say so again.
+            // The process may commit again with the same token.
             if self.rng.random_range(0..2) == 0 {
                 held.token = None;
             }
         }
-        // Others of the title may be there, given up before.
+        // The fd store may have older leases of the key that were given up.
         let newest = self.fd_store.iter().rfind(|(_, meta)| {
             meta.title == grip.title && matches!(meta.content, Content::Committed { .. })
         });
         assert_eq!(newest.map(|(lease, _)| *lease), Some(grip.lease));
     }
 
-    /// A right that has ended is tried all the same.
+    /// Tries a commit with a token that has ended.
     fn commit_stale(&mut self) {
         let at = self.random_below(self.stale.len());
         let Some((asker, grip)) = self.stale.get(at).cloned() else {
@@ -791,7 +795,7 @@ impl Model {
         let asker = self.tenants[at].asker;
         self.count("discards asked for");
         if let Ok(effects) = self.table.discard(asker, grip.lease) {
-            // Its title may be another lease's by now.
+            // The key may be another lease's by now.
             if let Some(expected) = self.expected.get_mut(&grip.title)
                 && matches!(expected, Expected::Content(lease, _) if *lease == grip.lease)
             {
@@ -802,7 +806,7 @@ impl Model {
                 && self.table.get(grip.lease).is_none()
             {
                 self.count("discards");
-                // It is answered once the vault has closed it.
+                // The tenant gets its answer once the fd store has closed the lease.
                 if self.fd_store.values().all(|held| held.title != grip.title) {
                     self.expected.remove(&grip.title);
                 }
@@ -810,7 +814,7 @@ impl Model {
         }
     }
 
-    /// A process lets go of a lease.
+    /// A process unmaps a lease.
     fn unmap(&mut self) {
         let at = self.random_below(self.tenants.len());
         if let Some(tenant) = self.tenants.get_mut(at) {
@@ -838,9 +842,9 @@ impl Model {
         self.reconnect_after_some_steps();
     }
 
-    /// The agent notices, and later finds a vault again.
+    /// The agent notices the lost connection, and later connects again.
     fn reconnect_after_some_steps(&mut self) {
-        // Commits that nobody was answered: either.
+        // Commits without an answer may have happened or not.
         self.table.store_disconnected();
         for _ in 0..self.random_below(6) {
             match self.random_below(5) {
@@ -851,7 +855,7 @@ impl Model {
                 _ => self.tick(),
             }
             if self.is_connected {
-                // The agent died meanwhile.
+                // The agent crashed meanwhile and has connected again.
                 return;
             }
         }
@@ -860,7 +864,7 @@ impl Model {
 
     fn reset_gpu(&mut self) {
         *self.node.generations.get_mut(&gpu()).unwrap() += 1;
-        // Whatever is committed on it is gone.
+        // The reset destroys all content.
         self.expected.clear();
         for at in 0..self.tenants.len() {
             let tenant = &mut self.tenants[at];
@@ -893,7 +897,7 @@ impl Model {
         }
     }
 
-    /// The residual: what is in use, less what the vault is known to keep.
+    /// Proves memory free: what is in use, less the live leases.
     fn prove_free(&mut self) {
         let known: u64 = self
             .table
@@ -927,14 +931,14 @@ impl Model {
         }
     }
 
-    // What must hold in the end.
+    // Final states.
 
-    /// All processes end, and every pod gives up what it has open: nobody is charged for anything any more.
+    /// Ends all processes and discards every lease: afterwards nothing may be charged.
     fn discard_all(&mut self) {
         while !self.tenants.is_empty() {
             self.end_process();
         }
-        // The agent may die in any of these.
+        // The agent may crash in any of these.
         for _ in 0..20 {
             self.settle();
             for allocation in self.accounts.keys().copied().collect::<Vec<_>>() {
@@ -955,19 +959,19 @@ impl Model {
         self.assert_empty();
     }
 
-    /// Every container ends.
+    /// Ends every container.
     fn end_all_containers(&mut self) {
         while !self.accounts.is_empty() {
             self.end_container();
         }
-        // The agent may die in any of these.
+        // The agent may crash in any of these.
         for _ in 0..20 {
             self.settle();
         }
         self.assert_empty();
     }
 
-    /// What was begun is done, and the node's tick comes.
+    /// Completes all creations and ticks the node.
     fn settle(&mut self) {
         if !self.is_connected {
             self.reconnect();
@@ -988,13 +992,13 @@ impl Model {
         assert_eq!(self.orphaned, BTreeMap::new());
     }
 
-    /// Questions that the book was asked, and leases that were made.
+    /// The number of requests and of created leases.
     fn operations(&self) -> u64 {
         let of = ["opens", "made", "commits asked for", "discards asked for"];
         of.iter().filter_map(|what| self.counts.get(what)).sum()
     }
 
-    // What must hold after every step.
+    // Invariants after every step.
 
     fn check_invariants(&mut self) {
         let gone: Vec<LeaseId> = self
@@ -1026,7 +1030,7 @@ impl Model {
 #[test]
 fn leases_keep_their_promises_through_a_million_crashing_steps() {
     let mut operations = 0;
-    // The long tier of `cargo verify` runs four such histories.
+    // The long tier of `cargo verify` runs four seeds.
     let histories = match std::env::var_os("BURSAR_LONG") {
         Some(_) => 4,
         None => 1,

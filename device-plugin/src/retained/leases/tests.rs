@@ -1,4 +1,4 @@
-//! What each step of a lease comes to.
+//! Tests each transition of a lease.
 
 use super::*;
 
@@ -39,7 +39,7 @@ fn node() -> NodeView {
     }
 }
 
-/// A container is charged for a lease of 1 GiB.
+/// The charge of a container for a lease of 1 GiB.
 fn charged(allocation: AllocationId, lease: LeaseId) -> ChargedLeases {
     let leases = BTreeMap::from([(lease, (gpu(), Bytes::gib(1)))]);
     BTreeMap::from([(allocation, leases)])
@@ -64,7 +64,8 @@ fn weights(bytes: Bytes, image: u64, token: u64) -> OpenRequest {
     }
 }
 
-/// The book with the node, a vault, and lease 1, which process 10 of container A writes with token 99.
+/// A table with the node, a connected fd store, and lease 1, which process 10 of container A writes
+/// with token 99.
 fn writing() -> LeaseTable {
     let mut book = LeaseTable::default();
     book.resync(BTreeMap::new(), |_| true);
@@ -178,7 +179,7 @@ fn shared_leases_are_bounded_by_the_namespaces_quota() {
     let mut book = committed();
     reopen(&mut book, caller(B, 20)).unwrap();
     let mut node = node();
-    // Pods that make a lease, and end.
+    // Pods that create a lease and end.
     for number in 2..4 {
         let allocation = AllocationId::from_bits(100 + number);
         let maker = binding(&format!("maker-{number}"), "team");
@@ -276,7 +277,7 @@ fn write_token_expires_and_another_writer_takes_over() {
     let (opened, effects) = book.open(caller(B, 20), weights(Bytes::gib(1), 5, 1), late);
     assert!(matches!(opened, Ok(Opened::Create(_))), "{opened:?}");
     assert_eq!(effects, [Effect::Charge(LeaseId(1), A)]);
-    // Reading does not end.
+    // Reading does not expire.
     let mut book = committed();
     let (opened, _) = book.open(caller(A, 10), weights(Bytes::ZERO, 5, 1), late);
     assert_eq!(opened, Ok(Opened::Read(LeaseId(1))));
@@ -375,7 +376,7 @@ fn discarded_lease_is_charged_until_other_pods_end() {
     );
     let (_, effects) = book.reconcile(node(), &charged(A, LeaseId(1)));
     assert_eq!(effects, [], "the other pod may have it mapped");
-    // Its pod's next container owns it, and does not have it open.
+    // The pod's next container owns the lease, and does not have it open.
     let next = AllocationId::from_bits(9);
     let mut node = node();
     node.containers.remove(&A);
@@ -432,7 +433,7 @@ fn resync_takes_over_what_the_fd_store_has() {
     );
     book.reconcile(node(), &charged(A, LeaseId(1)));
     assert_eq!(book.live_leases()[&gpu()].len(), 1);
-    // A writer's death counts, whoever saw it.
+    // A writer that exited before the agent connected loses its lease.
     let meta = writing().get(LeaseId(1)).cloned().unwrap();
     let held = BTreeMap::from([(LeaseId(1), StoredRecord::Read(meta))]);
     let mut book = LeaseTable::default();
@@ -456,14 +457,14 @@ fn unreadable_lease_stays_and_is_charged() {
     let mut book = LeaseTable::default();
     assert_eq!(book.resync(held.clone(), |_| false), []);
     let of_lease_1 = BTreeMap::from([(gpu(), BTreeMap::from([(LeaseId(1), Bytes::gib(1))]))]);
-    // To the container that its record charges, and to the node where there is none.
+    // The container whose record has the charge stays charged; without one the node is.
     let (turn, effects) = book.reconcile(node(), &charged(A, LeaseId(1)));
     assert_eq!((turn.orphaned, effects), (Some(BTreeMap::new()), vec![]));
     let (turn, effects) = book.reconcile(node(), &ChargedLeases::new());
     assert_eq!((turn.orphaned, effects), (Some(of_lease_1.clone()), vec![]));
     assert_eq!(book.live_leases(), of_lease_1);
     assert!(book.is_unreadable(LeaseId(1)) && book.is_unreadable(LeaseId(2)));
-    // Another agent can read it again.
+    // Another version of the agent can read the blob again.
     let mut read = held;
     let meta = committed().get(LeaseId(1)).cloned().unwrap();
     read.insert(LeaseId(1), StoredRecord::Read(meta));
@@ -509,7 +510,7 @@ fn leases_are_lost_with_the_fd_store_or_their_gpu() {
         reopen(&mut book, caller(A, 10)),
         Err(RetainedRefusal::Missing)
     );
-    // A lower one is of a count that started again.
+    // A lower generation comes from a count that started again.
     for generation in [0, 2] {
         let mut book = committed();
         assert_eq!(book.reconcile(node(), &charged(A, LeaseId(1))).1, []);
@@ -587,7 +588,7 @@ fn container_owns_a_bounded_number_of_leases() {
     panic!("nothing was refused");
 }
 
-/// Begins leases in containers of these until one is refused; how many there were.
+/// Creates leases in these containers until one is refused; returns how many it created.
 fn fill(book: &mut LeaseTable, containers: impl Iterator<Item = u64>, from: u64) -> u64 {
     let mut made = 0;
     for container in containers {
@@ -631,7 +632,7 @@ fn namespace_that_fills_the_fd_store_leaves_others_a_share() {
     let first = fill(&mut book, 1000..1300, 1);
     let second = fill(&mut book, 2000..2300, 1 + first);
     assert_eq!((first, second), (512, 256));
-    // What is on its way out is in the vault still.
+    // The fd store still has a lease that is being released.
     book.finish_create(LeaseId(1));
     book.release_uncertain(LeaseId(1));
     assert_eq!(fill(&mut book, 1000..1300, 10_000), 0);

@@ -1,4 +1,4 @@
-//! The file of the node's key, on tmpfs: it ends with the boot, and with it every token that was sealed.
+//! Stores the node's token key on tmpfs: a reboot removes the key and so invalidates every token.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -7,17 +7,17 @@ use std::path::Path;
 
 use tracing::{info, warn};
 
-/// A key's bytes.
+/// The bytes of a key.
 pub type Secret = [u8; 32];
 
-/// The file in the run folder.
+/// The name of the file in the agent's run folder.
 pub const FILE_NAME: &str = "token.key";
 
-/// Nobody but the agent's user reads or writes it.
+/// Only the agent's user reads and writes the file.
 const MODE: u32 = 0o600;
 
-/// The key of the file at `path`; a new one where there is none, where the file is no key, or others may have read it.
-/// One that cannot be kept there lasts as long as this agent.
+/// Reads the key at `path`; creates a new one if the file is missing, malformed, or readable by
+/// others. If the key cannot be written, its tokens end with this agent.
 pub fn load_or_create(path: &Path) -> Secret {
     match read_key(path) {
         Ok(Some(secret)) => return secret,
@@ -47,7 +47,7 @@ fn read_key(path: &Path) -> io::Result<Option<Secret>> {
     }
 }
 
-/// A crash leaves the file as it was, or whole.
+/// Replaces the file atomically, so that a crash leaves the old key or the new one.
 fn write_key(path: &Path, secret: &Secret) -> io::Result<()> {
     let beside = path.with_extension("new");
     match fs::remove_file(&beside) {

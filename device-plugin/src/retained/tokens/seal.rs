@@ -1,12 +1,12 @@
-//! Seals what identifies memory, so that nobody but the node can make it up.
+//! Seals memory ids, so that only the node's agent can produce a token.
 //!
-//! | bytes | what |
+//! | bytes | content |
 //! |---|---|
 //! | 1 | the format, 1 |
-//! | 1 + n | the node's name, with its length |
-//! | 1 + n | the GPU's UUID as NVML prints it, with its length |
-//! | 5 x 8 | the container, G, P, L and block, little endian |
-//! | 32 | HMAC-SHA-256 of a label and all before |
+//! | 1 + n | the node's name, after its length |
+//! | 1 + n | the GPU's UUID as NVML prints it, after its length |
+//! | 5 x 8 | the container, the GPU, process and lease generations, and the block, little endian |
+//! | 32 | HMAC-SHA-256 of a label and all bytes before |
 
 use std::fmt;
 
@@ -20,18 +20,19 @@ use crate::units::{AllocationId, GpuUuid};
 
 const FORMAT: u8 = 1;
 const MAC_LENGTH: usize = 32;
-/// Nothing else that the key may ever seal starts with this.
+/// Separates tokens from anything else that the key may seal later.
 const LABEL: &[u8] = b"bursar.dev/gpu-token\0";
 
-// The longest UUID that is parsed has 100 bytes.
+// The longest UUID that the parser accepts has 100 bytes.
 const _: () = assert!(1 + 1 + MAX_NODE + 1 + 100 + 5 * 8 + MAC_LENGTH <= MAX_TOKEN);
 
-/// A node's name that is too long for a token.
+/// The node's name is too long for a token.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the node's name has {0} bytes, a token holds {MAX_NODE}")]
 pub struct NameTooLong(usize);
 
-/// Seals and unseals the tokens of one node. Whoever has the key can make tokens: it stays with the agent.
+/// Seals and unseals the tokens of one node. The key can make any token, so it stays within the
+/// agent.
 #[derive(Clone)]
 pub struct NodeKey {
     node: String,
@@ -47,7 +48,7 @@ impl fmt::Debug for NodeKey {
 }
 
 impl NodeKey {
-    /// The key of a node: 32 random bytes that nobody else has.
+    /// A key from the node's name and 32 secret random bytes.
     ///
     /// # Errors
     /// [`NameTooLong`].
@@ -59,7 +60,7 @@ impl NodeKey {
         Ok(NodeKey { node, mac })
     }
 
-    /// Seals what identifies memory of this node.
+    /// Seals memory of this node.
     pub fn seal(
         &self,
         gpu: &GpuUuid,
@@ -81,10 +82,10 @@ impl NodeKey {
         GpuToken::try_from(bytes).expect("both names are bounded")
     }
 
-    /// What a token of this node says.
+    /// Returns what a token of this node names.
     ///
     /// # Errors
-    /// It is none, another node's, or none that was sealed with this key.
+    /// The token is malformed, another node's, or sealed with another key.
     pub fn unseal(&self, token: &GpuToken) -> Result<MemoryId, TokenRefusal> {
         let malformed = TokenRefusal::Malformed;
         let Some((said, seal)) = token.as_bytes().split_last_chunk::<MAC_LENGTH>() else {
@@ -94,11 +95,11 @@ impl NodeKey {
             return Err(malformed);
         };
         let id = MemoryId::decode(body).map_err(|_| malformed)?;
-        // The name is not secret, and a token of another node's key cannot be verified here.
+        // The node's name is not secret, and this node cannot verify tokens of other nodes.
         if id.node != self.node {
             return Err(TokenRefusal::Elsewhere { node: id.node });
         }
-        // In constant time.
+        // The comparison takes constant time.
         let sealed = self.keyed_mac(said).verify_slice(seal);
         sealed.map_err(|_| TokenRefusal::Forged)?;
         Ok(id)

@@ -1,4 +1,4 @@
-//! What each event does to a token.
+//! Tests what each event does to a token.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,7 +10,7 @@ use crate::retained::leases::{ChargedLeases, ContainerBinding, NodeView, OpenReq
 use crate::sessions::Process;
 use crate::units::Bytes;
 
-/// The issuer's container, another of its pod's namespace and one of another namespace.
+/// The issuer's container, another one of its pod's namespace, and one of another namespace.
 const A: AllocationId = AllocationId::from_bits(1);
 const B: AllocationId = AllocationId::from_bits(2);
 const C: AllocationId = AllocationId::from_bits(3);
@@ -34,7 +34,7 @@ fn caller(allocation: AllocationId, pid: u32) -> Caller {
     }
 }
 
-/// The node, with processes 10, 20 and 30 in its containers and a lease that 10 committed.
+/// A node with processes 10, 20 and 30 in its containers, and a lease that process 10 committed.
 struct Fixture {
     key: NodeKey,
     leases: LeaseTable,
@@ -123,7 +123,7 @@ impl Fixture {
         })
     }
 
-    /// The image of process 10 becomes another.
+    /// Process 10 executes another image.
     fn exec(&mut self) {
         let images = self.images.get_mut(&A).unwrap();
         images.retain(|image| image.process != process(10));
@@ -314,13 +314,13 @@ fn new_key_refuses_earlier_tokens() {
 }
 
 proptest! {
-    /// Only the present generations are good, whichever way others differ.
+    /// Exactly the current generations are redeemed.
     #[test]
     fn a_token_is_redeemed_by_exactly_its_own_lives(g in 3..6u64, p in 4..8u64, l in 6..9u64) {
         let bed = Fixture::committed();
         let generations = Generations { gpu: g, process: p, lease: l };
         let token = bed.key.seal(&gpu(), A, generations, 1);
-        // P 6 is process 11's: its pod has the lease open too.
+        // Process generation 6 is process 11's, whose pod has the lease open too.
         let is_good = g == 4 && (p == 5 || p == 6) && l == LEASE.0;
         prop_assert_eq!(bed.redeem(caller(B, 20), &token).is_ok(), is_good);
     }
