@@ -1,8 +1,8 @@
-//! Makes and writes this node's `GpuNode`.
+//! Creates this node's `GpuNode` and writes its status.
 //!
-//! The agent makes the object where it is missing, owned by its Node, so that it goes when the Node goes. The status
-//! has one writer, this agent, by server-side apply. The object is read without its types, for it may be of another
-//! version.
+//! The agent creates the missing object with its Node as the owner, so that the garbage collector
+//! deletes it with the Node. This agent alone writes the status, by server-side apply. The agent
+//! reads the object as untyped JSON, because it may be of another version.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -20,76 +20,77 @@ use tracing::debug;
 
 use crate::units::GpuUuid;
 
-/// A call that failed. All are worth another try later.
+/// A failed request. Each may be tried again later.
 #[derive(Debug, thiserror::Error)]
 pub enum GpuNodeError {
-    /// Reading this node's `GpuNode`.
+    /// Reading this node's `GpuNode` failed.
     #[error("cannot read GpuNode {node}")]
     Read {
         /// The node's name.
         node: String,
-        /// Why.
+        /// The cause.
         source: Box<kube::Error>,
     },
-    /// Reading the Node that owns it.
+    /// Reading the owning Node failed.
     #[error("cannot read Node {node}")]
     ReadNode {
         /// The node's name.
         node: String,
-        /// Why.
+        /// The cause.
         source: Box<kube::Error>,
     },
-    /// Making the object.
+    /// Creating the object failed.
     #[error("cannot create GpuNode {node}")]
     Create {
         /// The node's name.
         node: String,
-        /// Why.
+        /// The cause.
         source: Box<kube::Error>,
     },
-    /// Writing who owns it.
+    /// Writing the owner reference failed.
     #[error("cannot write the owner of GpuNode {node}")]
     WriteOwner {
         /// The node's name.
         node: String,
-        /// Why.
+        /// The cause.
         source: Box<kube::Error>,
     },
-    /// Writing its status.
+    /// Writing the status failed.
     #[error("cannot write the status of GpuNode {node}")]
     WriteStatus {
         /// The node's name.
         node: String,
-        /// Why.
+        /// The cause.
         source: Box<kube::Error>,
     },
-    /// The object was deleted while it was written.
+    /// The object was deleted before the write.
     #[error("GpuNode {node} is gone")]
     NotFound {
         /// The node's name.
         node: String,
     },
-    /// A request was not answered in time. It may have been carried out.
+    /// The API server did not answer in time. The request may have taken effect.
     #[error("no answer from the API server within {} s", .within.as_secs())]
     Timeout {
-        /// How long the agent waited.
+        /// The timeout.
         within: std::time::Duration,
     },
 }
 
-/// What is known of the object after a call or an event.
+/// The object as of the last response or watch event.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ObservedObject {
     /// `metadata.resourceVersion`.
     pub resource_version: String,
     /// `metadata.generation`.
     pub generation: Option<i64>,
-    /// The status as the API server has it; empty where another version wrote what this agent cannot read.
+    /// The status in the API server; empty if another version wrote a status that this agent cannot
+    /// read.
     pub status: GpuNodeStatus,
 }
 
 impl ObservedObject {
-    /// What `object` says.
+    /// Reads `object`.
     pub fn from_object(object: &DynamicObject) -> Self {
         let status = object.data.get("status").filter(|status| !status.is_null());
         let status =
@@ -104,15 +105,15 @@ impl ObservedObject {
     }
 }
 
-/// This node's `GpuNode`, wherever it is kept.
+/// The access to this node's `GpuNode`. Tests replace the API server.
 pub trait GpuNodeApi: Send + Sync {
-    /// The object as it is. Where it is missing it is made, with the GPUs of `drain` to be drained.
+    /// Reads the object; creates it with the drain of these GPUs if it is missing.
     fn ensure(
         &self,
         drain: &BTreeSet<GpuUuid>,
     ) -> impl Future<Output = Result<ObservedObject, GpuNodeError>> + Send;
 
-    /// Writes the status of the object, which is known as `before`.
+    /// Writes the status of the object that was last observed as `before`.
     fn write_status(
         &self,
         before: &ObservedObject,
@@ -120,12 +121,12 @@ pub trait GpuNodeApi: Send + Sync {
     ) -> impl Future<Output = Result<ObservedObject, GpuNodeError>> + Send;
 }
 
-/// The `GpuNode`s, read without their types.
+/// The `GpuNode`s as untyped objects.
 pub fn gpu_nodes(client: Client) -> Api<DynamicObject> {
     Api::all_with(client, &ApiResource::erase::<GpuNode>(&()))
 }
 
-/// The object in the API server.
+/// This node's `GpuNode` in the API server.
 #[derive(Clone)]
 pub struct GpuNodeClient {
     nodes: Api<Node>,
@@ -160,7 +161,7 @@ impl GpuNodeClient {
         })
     }
 
-    /// A plain creation, which changes no object that somebody else makes at the same time.
+    /// Creates the object. A plain create fails if another writer has created the object meanwhile.
     async fn create(
         &self,
         owner: OwnerReference,
@@ -184,7 +185,7 @@ impl GpuNodeClient {
         created.map(|object| ObservedObject::from_object(&object))
     }
 
-    /// Makes the present Node the owner: it was registered anew, with another UID.
+    /// Makes the current Node the owner: a Node that registers again has a new UID.
     async fn write_owner(
         &self,
         object: &DynamicObject,

@@ -1,4 +1,5 @@
-//! Events on the node and its pods, bounded in kind, number and rate: a pod's own rate within that of all pods.
+//! Publishes Events on the node and its pods at a bounded rate: one limit per pod, one for all
+//! pods, one for the node.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,24 +22,24 @@ use tracing::debug;
 use crate::metrics::Metrics;
 use crate::units::PodUid;
 
-/// Every reason that the agent gives in an Event.
+/// The reasons of all Events that the agent publishes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Reason {
-    /// A container was bound to a GPU (or to managed memory).
+    /// A container was bound to a GPU or to managed memory.
     Bound,
-    /// A container waits on the node for room.
+    /// A container waits on the node until memory is free.
     WaitingForRoom,
-    /// A container cannot be bound for another reason than room.
+    /// A container cannot be bound, for another reason than lack of memory.
     NotBound,
-    /// A GPU stopped working.
+    /// A GPU became unhealthy.
     GpuUnhealthy,
-    /// A GPU works again.
+    /// A GPU became healthy again.
     GpuHealthy,
-    /// No driver, or it has no GPU.
+    /// There is no driver, or the driver has no GPU.
     GpusMissing,
-    /// More tokens than the kubelet can handle.
+    /// The node has more device ids than the kubelet can handle.
     TooManyTokens,
-    /// The checkpoint was malformed and was rebuilt from the node.
+    /// The checkpoint was malformed; the agent rebuilt it from the node.
     CheckpointRebuilt,
     /// The checkpoint cannot be written.
     CheckpointUnwritable,
@@ -46,28 +47,28 @@ pub enum Reason {
     CdiUnusable,
     /// The kubelet does not accept the plugin.
     RegistrationFailed,
-    /// A container has more than its quota.
+    /// A container uses more than its quota.
     OverQuota,
-    /// A process uses a GPU without the ledger's knowledge.
+    /// A process uses a GPU without a session.
     Intruder,
-    /// A process wrote a grant into its own credit page.
+    /// A process wrote credit into its own credit page.
     ForgedPage,
-    /// Memory of a GPU is in use and charged to nobody.
+    /// Memory of a GPU is in use and charged to no container.
     Unaccounted,
-    /// Memory that ended pods had exported is held by others.
+    /// Processes still hold memory that ended pods had exported.
     MemoryLeaked,
-    /// A process was killed by the audit's policy.
+    /// The audit's policy killed a process.
     Killed,
     /// A fault has poisoned a process's context.
     ContextPoisoned,
-    /// A container is not held to its quota.
+    /// The quota of a container is not enforced.
     NotEnforced,
-    /// A container is held to its quota again.
+    /// The quota of a container is enforced again.
     Enforced,
 }
 
 impl Reason {
-    /// The word in the Event and in metric labels.
+    /// The reason in the Event and in metric labels.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Bound => "GpuMemoryBound",
@@ -120,11 +121,11 @@ impl Reason {
 /// The pod that an Event is about.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PodRef {
-    /// Its namespace.
+    /// The namespace.
     pub namespace: String,
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// Its UID.
+    /// The UID.
     pub uid: PodUid,
 }
 
@@ -135,7 +136,7 @@ enum Subject {
 }
 
 impl Subject {
-    /// Where Events about it are. Those about what has no namespace are in `default` (kubectl looks there).
+    /// The namespace of the Event. For a Node, `kubectl describe` looks in `default`.
     fn namespace(&self) -> &str {
         match self {
             Subject::Node => "default",
@@ -151,32 +152,32 @@ struct EventKey {
     message: String,
 }
 
-/// How many events may wait to be sent; more are dropped and counted.
+/// How many Events may wait to be sent; further ones are dropped and counted.
 const QUEUE_CAPACITY: usize = 256;
-/// The same thing about the same object is one Event for this time, with a count.
+/// For how long equal Events are one Event with a count.
 const DEDUP_WINDOW: Duration = Duration::from_secs(300);
-/// How often counts are brought up to date.
+/// How often the counts in the API server are updated.
 const COUNT_INTERVAL: Duration = Duration::from_secs(60);
-/// Events at once after a quiet time, on the node and on all of its pods.
+/// The burst of the node, and of all pods together.
 const BURST: u32 = 25;
-/// From one event to the next when it is not quiet.
+/// The interval between two Events after the burst.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// The same for one pod.
+/// The burst of one pod.
 const POD_BURST: u32 = 8;
 const POD_INTERVAL: Duration = Duration::from_secs(30);
-/// The longest note that the API server takes (`events.k8s.io/v1`).
+/// The longest note that the API server accepts (`events.k8s.io/v1`).
 const MAX_NOTE_LENGTH: usize = 1024;
 
-/// Says things, and never waits for the API server. Cheap to clone.
+/// Accepts Events without waiting for the API server. Clones share the limits.
 #[derive(Clone, Debug)]
 pub struct Events {
-    /// Before the queue: what one pod says too often takes nobody's place in it.
+    /// The limits apply before the queue, so that a noisy pod cannot fill it.
     limiter: Arc<Mutex<RateLimiter>>,
     queue: mpsc::Sender<EventKey>,
     metrics: Metrics,
 }
 
-/// The other end of [`Events`]: sends them.
+/// Sends the Events that [`Events`] accepted.
 #[derive(Debug)]
 pub struct EventSender {
     gate: Arc<Mutex<RateLimiter>>,
@@ -184,7 +185,7 @@ pub struct EventSender {
 }
 
 impl Events {
-    /// A handle, and what [`Outbox::run`] sends from.
+    /// Returns a handle, and the sender that [`EventSender::run`] drives.
     pub fn new(metrics: Metrics) -> (Self, EventSender) {
         let (sender, queue) = mpsc::channel(QUEUE_CAPACITY);
         let gate = Arc::new(Mutex::new(RateLimiter::new(Instant::now())));
@@ -196,12 +197,12 @@ impl Events {
         (events, EventSender { gate, queue })
     }
 
-    /// Says something about this node.
+    /// Publishes an Event on this node.
     pub fn on_node(&self, reason: Reason, message: impl Into<String>) {
         self.enqueue(Subject::Node, reason, message.into());
     }
 
-    /// Says something about a pod.
+    /// Publishes an Event on a pod.
     pub fn on_pod(&self, pod: PodRef, reason: Reason, message: impl Into<String>) {
         self.enqueue(Subject::Pod(pod), reason, message.into());
     }
@@ -229,8 +230,8 @@ fn lock(gate: &Mutex<RateLimiter>) -> MutexGuard<'_, RateLimiter> {
 }
 
 impl EventSender {
-    /// Sends what is said, until `shutdown` or until nobody can say anything any more. What the API
-    /// server does not take is dropped and counted.
+    /// Sends Events until `shutdown`, or until the last [`Events`] is dropped. Events that the API
+    /// server refuses are dropped and counted.
     pub async fn run(
         mut self,
         client: Client,
@@ -267,7 +268,7 @@ impl EventSender {
     }
 }
 
-/// Makes an Event; its name.
+/// Creates an Event; returns its name.
 async fn create_event(client: &Client, node: &str, said: &EventKey) -> kube::Result<String> {
     let event = build_event(said, node);
     let api = Api::<Event>::namespaced(client.clone(), said.subject.namespace());
@@ -275,7 +276,7 @@ async fn create_event(client: &Client, node: &str, said: &EventKey) -> kube::Res
     Ok(made.name_any())
 }
 
-/// Tells how often each was said until now. One that is not taken is told the next time.
+/// Updates the counts of repeated Events. A failed update is included in the next one.
 async fn update_counts(client: &Client, repeated: Vec<CountUpdate>) {
     for CountUpdate {
         namespace,
@@ -304,7 +305,7 @@ fn build_event(said: &EventKey, node: &str) -> Event {
     let now = Timestamp::now();
     Event {
         metadata: ObjectMeta {
-            // As client-go names them.
+            // client-go formats the names of events likewise.
             name: Some(format!("{name}.{:x}", now.as_nanosecond())),
             namespace: Some(said.subject.namespace().to_owned()),
             labels: Some(BTreeMap::from([(
@@ -330,7 +331,8 @@ fn build_event(said: &EventKey, node: &str) -> Event {
 
 fn object_reference(about: &Subject, node: &str) -> ObjectReference {
     match about {
-        // The kubelet gives its own events the node's name for a UID, and so does `kubectl describe`.
+        // The kubelet sets the node's name as the UID in its own events, and `kubectl describe`
+        // searches for that.
         Subject::Node => ObjectReference {
             api_version: Some("v1".to_owned()),
             kind: Some("Node".to_owned()),
@@ -385,26 +387,26 @@ impl Bucket {
     }
 }
 
-/// What becomes of something that is said.
+/// Whether an Event is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Admission {
     New,
-    /// It was said a moment ago: its Event counts it.
+    /// The Event was sent a short time ago, and its count grows.
     Repeated,
     RateLimited,
 }
 
-/// An Event that was made, with how often it was said.
+/// An Event that was sent, with its count.
 #[derive(Debug)]
 struct SentEvent {
     first_seen: Instant,
-    /// None until it is made.
+    /// None until the API server has created it.
     name: Option<String>,
     count: u32,
     reported_count: u32,
 }
 
-/// An Event whose count changed.
+/// A changed count of an Event.
 #[derive(Debug, PartialEq, Eq)]
 struct CountUpdate {
     namespace: String,
@@ -412,7 +414,7 @@ struct CountUpdate {
     count: u32,
 }
 
-/// Lets through what is new, at a bounded rate: for each pod, for all pods, and for the node.
+/// Limits the rate of new Events: per pod, for all pods, and for the node.
 #[derive(Debug)]
 struct RateLimiter {
     node: Bucket,
@@ -453,7 +455,7 @@ impl RateLimiter {
         Admission::New
     }
 
-    /// Takes a token for an event, where there is one in each bucket that it needs.
+    /// Takes a token from each bucket that the Event needs, or from none.
     fn take_token(&mut self, about: &Subject, now: Instant) -> bool {
         let Subject::Pod(pod) = about else {
             self.node.refill(now);
@@ -461,7 +463,7 @@ impl RateLimiter {
             self.node.tokens -= f64::from(u8::from(takes));
             return takes;
         };
-        // A pod whose bucket is full is as one that never said anything.
+        // A pod with a full bucket needs no entry.
         self.pods.retain(|_, bucket| {
             bucket.refill(now);
             bucket.tokens < f64::from(bucket.burst)
@@ -480,14 +482,14 @@ impl RateLimiter {
         true
     }
 
-    /// The Event was made under this name.
+    /// Records the name of the created Event.
     fn set_name(&mut self, said: &EventKey, name: String) {
         if let Some(heard) = self.sent.get_mut(said) {
             heard.name = Some(name);
         }
     }
 
-    /// The Events whose count is more than was told.
+    /// Returns the counts that have grown since the last call.
     fn take_count_updates(&mut self) -> Vec<CountUpdate> {
         let changed = self.sent.iter_mut();
         let changed = changed.filter(|(_, heard)| heard.count > heard.reported_count);
@@ -582,7 +584,7 @@ mod tests {
         assert_eq!(of_others, 20, "each of them");
         assert!(of_storm <= POD_BURST + 2, "{of_storm} in a minute");
         assert_eq!(gate.admit(&node_event("n"), start), Admission::New);
-        // As many pods as have said something lately are remembered.
+        // The number of entries is bounded by the pods with recent Events.
         assert!(gate.pods.len() <= 21, "{}", gate.pods.len());
     }
 
@@ -650,7 +652,7 @@ mod tests {
                 .encode()
                 .contains("bursar_agent_events_dropped_total 3")
         );
-        // What was said already takes no place.
+        // A repeated Event takes no place in the queue.
         events.on_node(Reason::GpuHealthy, "0");
         assert!(
             metrics

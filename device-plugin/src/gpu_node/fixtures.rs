@@ -1,4 +1,4 @@
-//! Builders for this module's tests.
+//! Builds reports for this module's tests.
 
 use bursar_crds::conditions::{Statement, gpu_node as names};
 use bursar_crds::gpu_node::GpuState;

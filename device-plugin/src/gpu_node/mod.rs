@@ -1,17 +1,18 @@
-//! Tells the API server about this node.
+//! Publishes this node's state as a `GpuNode` and as Events, and reads the operator's spec.
 //!
 //! | module | job |
 //! |---|---|
-//! | [`report`] | what the agent knows, in its own types |
-//! | [`render`] | the `GpuNode` status that a report comes to: pure |
-//! | [`publish`] | writes that status when it changed, at a bounded rate |
-//! | [`api_error`] | makes and writes this node's `GpuNode` |
-//! | [`spec_watch`] | follows that object |
-//! | [`build_spec`] | reads the orders in its spec: pure |
-//! | [`events`] | Events on the node and its pods, bounded in kind, number and rate |
+//! | [`report`] | the node's state in the agent's types |
+//! | [`render`] | builds the `GpuNode` status from a report: pure |
+//! | [`publish`] | writes the status when it changed, at a bounded rate |
+//! | [`api`] | creates this node's `GpuNode` and writes it |
+//! | [`spec_watch`] | watches that object |
+//! | [`spec`] | parses its spec: pure |
+//! | [`quota_overrides`] | applies the spec's quotas to the sessions |
+//! | [`events`] | publishes Events on the node and its pods |
 //!
-//! Nothing here is on a pod's way: with the API server away the agent works on, and says later what
-//! is true then.
+//! No pod's start depends on the API server: without it the agent works on, and publishes the state
+//! later.
 
 pub mod api;
 pub mod events;

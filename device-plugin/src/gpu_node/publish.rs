@@ -1,10 +1,11 @@
 //! Writes the node's report to its `GpuNode` when it changed, at a bounded rate.
 //!
 //! ```text
-//!   a new report, an object that is not as it was written --> gather (more may follow) --> render --> same: nothing
-//!                         ^                           \--> write --> ok: quiet for `between`
-//!                         |                                     \--> failed: back off, then the newest report
-//!                         +------------------------------------------+
+//! new report or changed object --> wait `batch_delay` --> render --> equal: no write
+//!           ^                                               |
+//!           |                                               +--> write --> wait `min_interval`
+//!           |                                                      |
+//!           +----------- with the newest report --- back off <-----+ failed
 //! ```
 
 use std::collections::BTreeSet;
@@ -26,26 +27,27 @@ use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::metrics::Metrics;
 use crate::units::GpuUuid;
 
-/// How often the object may be written.
+/// The rate of writes.
 #[derive(Clone, Copy, Debug)]
 pub struct Rate {
-    /// How long a change waits for others to come with it.
+    /// How long a change waits for further changes.
     pub batch_delay: Duration,
-    /// From one write to the next.
+    /// The shortest interval between two writes.
     pub min_interval: Duration,
-    /// The first wait after a failure; doubled from then on.
+    /// The first delay after a failure; each further failure doubles it.
     pub min_backoff: Duration,
-    /// The longest wait after a failure.
+    /// The longest delay after a failure.
     pub max_backoff: Duration,
-    /// From one look at the API server to the next while a fault is open: whoever leaves it to somebody else has to notice
-    /// that nobody can be reached.
+    /// How often the agent reads the object while a fault is open. A fault may wait for the
+    /// operator, so the agent must notice that the API server is unreachable.
     pub probe_interval: Duration,
-    /// How long the requests of one attempt may take together.
+    /// The timeout of all requests of one attempt.
     pub request_timeout: Duration,
 }
 
 impl Default for Rate {
-    /// One write a second at most: 1,000 nodes in uproar cost the API server 10 s of work (10 ms each).
+    /// At most one write a second: with 10 ms per write, 1,000 nodes cost the API server 10 s of
+    /// work each second.
     fn default() -> Self {
         Self {
             batch_delay: Duration::from_millis(100),
@@ -58,28 +60,29 @@ impl Default for Rate {
     }
 }
 
-/// Keeps the `GpuNode` of this node at what the agent reports.
+/// Keeps the status of this node's `GpuNode` equal to the agent's report.
 pub struct Publisher<O> {
-    /// The object.
+    /// The object's API.
     pub api: O,
-    /// What the agent reports.
+    /// The node's reports.
     pub reports: watch::Receiver<NodeReport>,
-    /// What the watch of the object tells.
+    /// The object as the watch observes it.
     pub observed: watch::Receiver<Observation>,
-    /// What the object orders.
+    /// The parsed spec of the object.
     pub spec: watch::Receiver<Option<ParsedSpec>>,
-    /// The GPUs that are drained, also by the orders of an object that an earlier agent read.
+    /// The GPUs to drain, including those that an earlier agent read from a spec.
     pub drain: watch::Receiver<DrainState>,
-    /// How often the object may be written.
+    /// The rate of writes.
     pub rate: Rate,
-    /// Since when the API server is away; none while it answers.
+    /// Since when the API server is unreachable; none while it answers.
     pub unreachable_since: watch::Sender<Option<Instant>>,
-    /// Where writes are counted.
+    /// Counts writes.
     pub metrics: Metrics,
 }
 
 impl<O: GpuNodeApi> Publisher<O> {
-    /// Works until `shutdown`, or until there are no more reports. The API server being away is waited out.
+    /// Publishes until `shutdown`, or until the sender of reports is dropped. Waits while the API
+    /// server is unreachable.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let rate = self.rate;
         let mut known = None;
@@ -131,7 +134,7 @@ impl<O: GpuNodeApi> Publisher<O> {
                     next_write = Instant::now() + rate.min_interval;
                 }
                 Err(error) => {
-                    // What the API server has is unknown after a failure: a write may have arrived.
+                    // A failed write may have taken effect, so the object must be read again.
                     known = None;
                     self.metrics.count_gpu_node_write(false);
                     if failures == 0 {
@@ -148,7 +151,7 @@ impl<O: GpuNodeApi> Publisher<O> {
         }
     }
 
-    /// Writes `report` if the object says something else. True if it wrote.
+    /// Writes `report` if the status differs; returns whether it wrote.
     async fn sync(
         &self,
         known: &mut Option<ObservedObject>,
@@ -168,7 +171,7 @@ impl<O: GpuNodeApi> Publisher<O> {
         Ok(!same)
     }
 
-    /// The GPUs that an object is made with where it is missing.
+    /// The GPUs to drain in the spec of a new object.
     fn drained_gpus(&self) -> BTreeSet<GpuUuid> {
         match &*self.spec.borrow() {
             Some(orders) => orders.drain.clone(),
@@ -177,17 +180,17 @@ impl<O: GpuNodeApi> Publisher<O> {
     }
 }
 
-/// Takes over what the watch told. Whether the object may have to be made or written.
+/// Takes an observation of the watch. Returns whether the object may need a write.
 fn apply_observation(known: &mut Option<ObservedObject>, seen: Observation) -> bool {
     match (seen, known.as_ref()) {
         (Observation::NotFound, _) => {
             *known = None;
             true
         }
-        // The next attempt asks for the object as it is.
+        // The next attempt reads the object.
         (Observation::Pending, _) | (Observation::Object { .. }, None) => false,
         (Observation::Object { known: now, .. }, Some(before)) if *now == *before => false,
-        // A late event tells what was so before the agent's last write. A list tells what is so.
+        // An event may be older than the agent's last write. A list is always current.
         (
             Observation::Object {
                 known: now,
@@ -203,8 +206,8 @@ fn apply_observation(known: &mut Option<ObservedObject>, seen: Observation) -> b
     }
 }
 
-/// Doubles from `min_backoff` to `max_backoff`, spread over half of it: nodes that lost the API server
-/// together must not come back together.
+/// Doubles from `min_backoff` to `max_backoff`, with jitter over half of it, so that nodes do not
+/// retry together after an outage.
 fn backoff(rate: Rate, failures: u32) -> Duration {
     let full = rate
         .min_backoff
@@ -222,7 +225,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{Arc, Mutex};
 
-    /// An API server in memory that can be away. Clones are the same one.
+    /// An API server in memory that can be unreachable. Clones share its state.
     #[derive(Clone, Default)]
     struct FakeApi(Arc<FakeState>);
 
@@ -303,7 +306,7 @@ mod tests {
         }
     }
 
-    /// Publishes while `act` goes on.
+    /// Publishes while `act` runs.
     async fn publish_during<F: Future<Output = ()>>(
         fake: &FakeApi,
         act: impl FnOnce(watch::Sender<NodeReport>) -> F,
@@ -323,7 +326,7 @@ mod tests {
         reports.send_modify(|report| report.device_memory.free.0 = free);
     }
 
-    /// Waits until the API server has `free`.
+    /// Waits until the status in the API server has this `free`.
     async fn wait_until_written(fake: &FakeApi, free: i32) {
         let arrived = async {
             while fake.object.lock().unwrap().status.device_memory.free != free {

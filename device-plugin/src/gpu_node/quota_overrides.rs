@@ -1,8 +1,8 @@
-//! Lowers quotas of running containers as the node's `GpuNode` says.
+//! Lowers the quotas of running containers as the spec of the node's `GpuNode` says.
 //!
-//! What is ordered there is applied to the sessions at once, and stays with them: an agent that starts without the
-//! API server goes on with what was ordered last. An order that is gone is lifted. Nothing is ever given above what
-//! a container asked for.
+//! Overrides are applied to the sessions at once and recorded with them, so an agent that starts
+//! without the API server keeps the last ones. An override that leaves the spec is lifted. No
+//! override raises a quota above the container's request.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -21,10 +21,10 @@ use crate::node::allocator::BoundContainer;
 use crate::sessions::{Account, AccountBalance, ContainerUsage, Sessions};
 use crate::units::{AllocationId, Bytes, GpuUuid};
 
-/// How often what is freed is taken from the idle, and a pending order looked at again.
+/// How often idle credit is reclaimed and pending overrides are checked again.
 const RECLAIM_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What a generation of the node's `GpuNode` orders.
+/// The parsed spec of one generation of the node's `GpuNode`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ParsedSpec {
     /// `metadata.generation`.
@@ -39,39 +39,39 @@ pub struct ParsedSpec {
     pub restarts: Vec<RestartOrder>,
     /// `spec.drain`.
     pub drain: BTreeSet<GpuUuid>,
-    /// The places in the spec of orders that this agent does not understand.
+    /// The paths of entries that this agent cannot read.
     pub unrecognized: Vec<String>,
 }
 
-/// What became of the orders.
+/// What became of the spec's quotas.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AppliedSpec {
-    /// The generation that they are of; none before one was read.
+    /// The generation of the spec; none before a spec was read.
     pub generation: Option<i64>,
-    /// Each order, in its place.
+    /// Each override with its outcome, in the order of the spec.
     pub quotas: Vec<(QuotaOrder, QuotaOutcome)>,
-    /// The places in the spec of orders that this agent does not understand.
+    /// The paths of entries that this agent cannot read.
     pub unrecognized: Vec<String>,
 }
 
-/// What became of one order.
+/// The outcome of one override.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QuotaOutcome {
-    /// No such container has such memory here.
+    /// The node has no such container or account.
     NotFound,
-    /// This quota is in force, and no more than it is used.
+    /// The quota is in force, and the container uses no more than that.
     Applied(Bytes),
-    /// This quota is in force, and more than it is used.
+    /// The quota is in force, and the container still uses more.
     Pending {
         /// The quota.
         quota: Bytes,
-        /// What is used.
+        /// The bytes in use.
         used: Bytes,
     },
 }
 
 impl QuotaOutcome {
-    /// As the API says it.
+    /// The state for the API.
     pub fn state(self) -> QuotaState {
         match self {
             Self::NotFound => QuotaState::NotFound,
@@ -81,7 +81,8 @@ impl QuotaOutcome {
     }
 }
 
-/// The quota of every account of every bound container that orders name; a container that none names has none.
+/// Returns the quota of each account of each bound container; none for accounts without an
+/// override.
 pub fn plan_quotas(
     orders: &[QuotaOrder],
     containers: &[BoundContainer],
@@ -91,7 +92,7 @@ pub fn plan_quotas(
     let mut plan = Vec::new();
     for books in books {
         let Some(container) = containers.get(&books.allocation) else {
-            // Not known to the node: its orders cannot be told.
+            // The node does not know the container, so its overrides cannot be determined.
             continue;
         };
         let mut lowered: BTreeMap<&Account, Bytes> = BTreeMap::new();
@@ -115,7 +116,7 @@ pub fn plan_quotas(
     plan
 }
 
-/// What became of an order.
+/// Returns the outcome of an override.
 pub fn quota_outcome(
     order: &QuotaOrder,
     containers: &[BoundContainer],
@@ -165,12 +166,12 @@ fn matches_container(order: &QuotaOrder, container: &BoundContainer) -> bool {
         && holder.is_some_and(|holder| holder.container == order.container)
 }
 
-/// The accounts that an order names, with what each is ordered to.
+/// The accounts that an override names, with the quota of each.
 fn matching_accounts<'a>(
     order: &QuotaOrder,
     books: &'a ContainerUsage,
 ) -> Vec<(&'a Account, Bytes)> {
-    // The schema takes amounts only that can be read; one that cannot lowers nothing.
+    // The schema admits only readable amounts; an unreadable one lowers nothing.
     let Ok(bytes) = order.quota.bytes() else {
         return Vec::new();
     };
@@ -180,7 +181,7 @@ fn matching_accounts<'a>(
     };
     let accounts = books.accounts.iter().map(|of_it| &of_it.account);
     let named: Vec<_> = accounts.filter(is_named).collect();
-    // Device memory is spread evenly over a container's GPUs.
+    // Device memory is divided evenly among a container's GPUs.
     let share = bytes / u64::try_from(named.len().max(1)).unwrap_or(u64::MAX);
     named
         .into_iter()
@@ -188,8 +189,8 @@ fn matching_accounts<'a>(
         .collect()
 }
 
-/// Applies `orders` to `sessions` as they and the node's containers change, and says what became of them, until
-/// `stop`. None before the API server told any: then what is on record stands.
+/// Applies the overrides to `sessions` whenever they or the node's containers change, and publishes
+/// the outcomes, until `stop`. Before the first spec is read the recorded overrides stay.
 pub async fn run(
     sessions: Arc<Sessions>,
     snapshots: watch::Receiver<Snapshot>,
@@ -203,7 +204,7 @@ pub async fn run(
         tokio::select! {
             () = stop.cancelled() => return,
             _ = every.tick() => {}
-            // Without the API server nothing will be ordered: the ticks go on.
+            // Without the API server the spec never changes; the ticks go on.
             Ok(()) = orders.changed() => {}
         }
         sessions.reclaim_excess();
@@ -220,7 +221,7 @@ pub async fn run(
         for (allocation, account, bytes) in
             plan_quotas(&quotas, &containers, &sessions.container_usage())
         {
-            // Ended since it was planned for: nothing is left to lower.
+            // The container may have ended since the plan was made.
             let _ = sessions.override_quota(&allocation, &account, bytes);
         }
         let books = sessions.container_usage();
@@ -285,7 +286,8 @@ mod tests {
         }
     }
 
-    /// The planned quotas in GiB by account, of two containers: one with a GPU and managed memory, one with two GPUs.
+    /// Plans the quotas in GiB for two containers: one with a GPU and managed memory, one with two
+    /// GPUs.
     fn planned(orders: &[QuotaOrder]) -> Vec<Option<u64>> {
         let containers = [container(1, "main"), container(2, "side")];
         let books = [

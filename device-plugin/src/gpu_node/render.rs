@@ -1,4 +1,4 @@
-//! The `GpuNode` status that a report comes to: pure.
+//! Builds the `GpuNode` status from a report. Pure.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -22,9 +22,9 @@ use crate::units::{PodUid, Quanta};
 /// The longest message of [`NotEnforced`].
 const MAX_MESSAGE_LENGTH: usize = 512;
 
-/// The status to write for `report`, after `before` was written. Times of what stays as it was stay.
+/// Returns the status for `report` after `before`. Entries that did not change keep their times.
 ///
-/// `generation` is the object's `metadata.generation`, as far as it is known.
+/// `generation` is the object's `metadata.generation`, if known.
 pub fn render(
     report: &NodeReport,
     before: &GpuNodeStatus,
@@ -48,7 +48,8 @@ pub fn render(
     let mut statements = vec![ready_condition(conditions)];
     statements.extend_from_slice(conditions);
     GpuNodeStatus {
-        // Before the spec was read, what an earlier agent saw of it stands, as what it ordered does.
+        // Before this agent has read the spec, the status of the earlier agent's spec stays, as its
+        // overrides do.
         observed_generation: ordered.generation.or(before.observed_generation),
         boot_id: Some(boot_id.clone()),
         agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
@@ -96,7 +97,7 @@ pub fn render(
     }
 }
 
-/// `Ready` is the sum of the others; the first that does not hold gives the message.
+/// `Ready` holds if all other conditions hold; the first that does not hold supplies the message.
 fn ready_condition(others: &[Statement]) -> Statement {
     match others.iter().find(|said| said.is_amiss()) {
         None if others.is_empty() => Statement {
@@ -180,7 +181,7 @@ fn memory_status(memory: &MemoryReport) -> NodeMemory {
     }
 }
 
-/// Those with the most memory first, and in one order.
+/// The pods with the most memory, in a stable order.
 fn largest_pods(pods: &BTreeMap<PodUid, Quanta>) -> Vec<GpuPod> {
     let mut pods: Vec<_> = pods.iter().collect();
     pods.sort_by_key(|(pod, quanta)| (Reverse(**quanta), *pod));
@@ -207,7 +208,7 @@ fn waiting_status(waiting: &WaitingReport) -> Waiting {
         pod: pod.clone(),
         container: container.clone(),
         quanta: to_i32(*quanta),
-        // The API keeps whole seconds; what is read back must equal what was written.
+        // The API stores whole seconds; the status read back must equal the written one.
         since: truncate_to_seconds(*since),
     }
 }
@@ -248,8 +249,9 @@ fn namespace_use(used: &NamespaceReport) -> NamespaceUse {
     }
 }
 
-/// A GPU's come first: there are few, and each concerns many. Then those that somebody else has to deal with. Of
-/// either, the oldest, by turns of namespaces and of their containers: nobody's many keep another's from being told.
+/// Selects the faults to publish. GPU faults come first, because each concerns many pods, and then
+/// faults that wait for the operator. Among equals the oldest come first, in turns of namespaces
+/// and containers, so that none crowds out others.
 fn select_faults(mut faults: Vec<Fault>) -> Vec<Fault> {
     let rank = |fault: &Fault| {
         let is_asked = |action| matches!(action, FaultAction::Evict | FaultAction::BeyondMaximum);
@@ -271,7 +273,7 @@ fn select_faults(mut faults: Vec<Fault>) -> Vec<Fault> {
     faults
 }
 
-/// The first of each, then the second of each, and so on.
+/// Orders the faults in rounds: the first of each key, then the second of each, and so on.
 fn round_robin<K: Ord>(faults: Vec<Fault>, whose: impl Fn(&Fault) -> K) -> Vec<Fault> {
     let mut turns = BTreeMap::new();
     let mut faults: Vec<(usize, Fault)> = faults
@@ -315,7 +317,7 @@ fn fault_status(fault: &FaultReport, before: &GpuNodeStatus, now: &Time) -> Faul
     }
 }
 
-/// None where nobody knows whose it is.
+/// None if the pod is unknown.
 fn fault_container(image: &ImageReport) -> Option<FaultContainer> {
     let ImageReport {
         pod_uid,
@@ -365,7 +367,7 @@ fn to_i32(quanta: Quanta) -> i32 {
     i32::try_from(quanta.0).unwrap_or(i32::MAX)
 }
 
-/// `at` in the precision that the API keeps.
+/// Truncates `at` to the API's precision.
 pub fn truncate_to_seconds(at: jiff::Timestamp) -> Time {
     Time(jiff::Timestamp::from_second(at.as_second()).unwrap_or(at))
 }

@@ -1,4 +1,4 @@
-//! What the agent knows of its node, in its own types.
+//! Describes the node's state in the agent's own types.
 
 use std::collections::BTreeMap;
 
@@ -9,46 +9,46 @@ use jiff::Timestamp;
 use crate::gpu_node::quota_overrides::AppliedSpec;
 use crate::units::{Bytes, GpuUuid, PodUid, Quanta, Quantum};
 
-/// The node as the agent sees it. Two equal reports make no write.
+/// The node's state. Equal reports cause no write.
 ///
-/// It should hold nothing that changes all the time: use belongs in the metrics.
+/// Nothing in a report may change continuously; such figures are metrics.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NodeReport {
-    /// This boot (`/proc/sys/kernel/random/boot_id`).
+    /// The boot id (`/proc/sys/kernel/random/boot_id`).
     pub boot_id: String,
     /// The NVIDIA driver's version, while it answers.
     pub driver_version: Option<String>,
-    /// How much one token stands for.
+    /// The size of one device id.
     pub quantum: Quantum,
-    /// Device memory of the healthy GPUs together.
+    /// Device memory of all healthy GPUs.
     pub device_memory: MemoryReport,
-    /// Managed memory; all zero where none is offered.
+    /// Managed memory; all zero if the node offers none.
     pub managed_memory: MemoryReport,
-    /// The GPUs, in NVML's order, lost ones included.
+    /// The GPUs in NVML's order, including lost ones.
     pub gpus: Vec<GpuReport>,
-    /// Containers that wait for room, the longest waiting first. More than 16 are cut off.
+    /// Queued containers, the longest waiting first. The status has the first 16.
     pub waiting: Vec<WaitingReport>,
-    /// Containers that are not held to their quota. More than 16 are counted and cut off.
+    /// Containers whose quota is not enforced. The status has the first 16 and the number of all.
     pub not_enforced: Vec<NotEnforcedReport>,
-    /// What became of the quotas that `spec` orders.
+    /// The outcomes of the spec's quotas.
     pub applied_spec: AppliedSpec,
-    /// Faults that nobody has dealt with. More than 16 are cut off.
+    /// Open faults. The status has the first 16.
     pub faults: Vec<FaultReport>,
-    /// What the pods of each namespace use, and what befell them. More than 32 are cut off.
+    /// The use and the incidents of each namespace. The status has the first 32.
     pub namespaces: Vec<NamespaceReport>,
-    /// One statement per condition type of [`bursar_crds::conditions::gpu_node`], but for `Ready`, which
-    /// [`render`](super::render) concludes from them.
+    /// The state of each condition of [`bursar_crds::conditions::gpu_node`] except `Ready`, which
+    /// [`render`](super::render) derives.
     pub conditions: Vec<Statement>,
 }
 
-/// Memory of the node.
+/// Amounts of one kind of memory on the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryReport {
-    /// What the kubelet is told there is.
+    /// The amount that the agent reports to the kubelet.
     pub allocatable: Quanta,
-    /// What nothing is bound to.
+    /// The amount that is bound to no container.
     pub free: Quanta,
-    /// The most that one newcomer can be bound to now.
+    /// The largest amount that a new container can be bound to now.
     pub largest_free: Quanta,
 }
 
@@ -57,127 +57,127 @@ pub struct MemoryReport {
 pub struct GpuReport {
     /// NVML's UUID.
     pub uuid: GpuUuid,
-    /// The number of its device node; a MIG instance has its parent's.
+    /// The number of its device node; for a MIG instance, its parent's.
     pub index: u32,
-    /// The model's name.
+    /// The name of the model.
     pub model: String,
-    /// All of its memory.
+    /// The total memory.
     pub memory: Bytes,
-    /// What becomes of new pods on it.
+    /// Whether new pods are placed on it.
     pub state: GpuState,
-    /// G, the generation of its memory.
+    /// The GPU's generation.
     pub generation: u64,
-    /// Whether it works.
+    /// The health.
     pub health: GpuHealth,
-    /// What pods can be given; zero while it is unhealthy.
+    /// The amount that can be bound to pods; zero while the GPU is unhealthy.
     pub capacity: Quanta,
-    /// What nothing is bound to.
+    /// The amount that is bound to no container.
     pub free: Quanta,
-    /// `free`, less what is held for others.
+    /// The part of `free` that is reserved for no pod.
     pub largest_free: Quanta,
-    /// What ended pods left, and others hold.
+    /// Bytes that ended pods left and others still hold.
     pub leaked: Bytes,
-    /// What is in use and charged to no pod.
+    /// Bytes that are in use and charged to no container.
     pub withheld: Bytes,
-    /// The pod that it is held for by a reservation of the operator.
+    /// The pod that a reservation of the operator names.
     pub reserved_for: Option<PodUid>,
-    /// The pods with memory on it, each with how much. Those with least are cut off beyond 32.
+    /// The pods with memory on it, and how much each has. The status has the 32 largest.
     pub pods: BTreeMap<PodUid, Quanta>,
 }
 
-/// Whether a GPU works.
+/// The health of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GpuHealth {
-    /// It does.
+    /// The GPU works.
     Healthy,
-    /// It does not.
+    /// The GPU does not work.
     Unhealthy {
-        /// One word: `GpuLost`, `Timeout`, `Xid79`.
+        /// The reason in one word: `GpuLost`, `NoAnswer`, `Xid79`.
         reason: String,
     },
 }
 
-/// A container that waits for room.
+/// A container in the node's queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WaitingReport {
-    /// Its pod.
+    /// The pod's UID.
     pub pod_uid: PodUid,
-    /// Its pod's namespace.
+    /// The pod's namespace.
     pub namespace: String,
-    /// Its pod's name.
+    /// The pod's name.
     pub pod: String,
-    /// Its name.
+    /// The container's name.
     pub container: String,
-    /// What it waits for.
+    /// The amount that the container asks for.
     pub quanta: Quanta,
-    /// Since when.
+    /// When the container was queued.
     pub since: Timestamp,
 }
 
-/// A container that is not held to its quota.
+/// A container whose quota is not enforced.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NotEnforcedReport {
-    /// Its pod.
+    /// The pod's UID.
     pub pod_uid: PodUid,
-    /// Its pod's namespace.
+    /// The pod's namespace.
     pub namespace: String,
-    /// Its pod's name.
+    /// The pod's name.
     pub pod: String,
-    /// Its name.
+    /// The container's name.
     pub container: String,
-    /// Why, in one word.
+    /// The reason in one word.
     pub reason: &'static str,
-    /// Why, for people. Does not change while nothing changes.
+    /// The message. An unchanged state has an unchanged message.
     pub message: String,
 }
 
-/// What a namespace's pods use of the node, and what befell them.
+/// The use and the incidents of a namespace's pods on the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamespaceReport {
     /// The namespace.
     pub namespace: String,
-    /// The most that they had at a time lately, rounded up.
+    /// The peak of their use in the recent past, rounded up.
     pub observed: Quanta,
-    /// Allocations that were denied to them.
+    /// How many allocations were denied to them.
     pub denials: u64,
-    /// Images of theirs that were poisoned.
+    /// How many of their process images were poisoned.
     pub poisoned: u64,
-    /// Restarts of theirs for that.
+    /// How often they were restarted for that.
     pub restarts: u64,
 }
 
-/// A process image whose context is poisoned, or a GPU that is at fault itself.
+/// A process image with a poisoned context, or a faulty GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FaultReport {
-    /// Names this occurrence for ever.
+    /// A unique id of this occurrence.
     pub id: String,
     /// The GPU.
     pub gpu: GpuUuid,
-    /// G of the GPU when the fault was first seen.
+    /// The GPU's generation when the fault was first seen.
     pub gpu_generation: u64,
-    /// The CUDA error, where the process reported one.
+    /// The CUDA error, if the process reported one.
     pub cuda_error: Option<i32>,
-    /// The XID, where there was one.
+    /// The XID, if there was one.
     pub xid: Option<u32>,
-    /// What is done about it, or has to be, once that is decided.
+    /// The decided action, if any.
     pub action: Option<FaultAction>,
-    /// Whose context it was; none where the GPU itself is at fault.
+    /// The process image; none for a fault of the GPU itself.
     pub image: Option<ImageReport>,
-    /// When it was first told; none: when it is first written.
+    /// When the fault was reported; none takes the time of the first write.
     pub time: Option<Timestamp>,
 }
 
 /// A process image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ImageReport {
-    /// Its pod, where that is known.
+    /// The pod's UID, if known.
     pub pod_uid: Option<PodUid>,
-    /// Its pod's namespace.
+    /// The pod's namespace.
     pub namespace: String,
-    /// Its pod's name.
+    /// The pod's name.
     pub pod: String,
-    /// Its container's name.
+    /// The container's name.
     pub container: String,
-    /// P of the image.
+    /// The image's process generation.
     pub process_generation: u64,
 }

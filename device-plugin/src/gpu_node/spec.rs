@@ -1,7 +1,7 @@
-//! Reads the orders out of a `GpuNode.spec`: pure.
+//! Parses a `GpuNode.spec`. Pure.
 //!
-//! The operator may be of another version. Each order is read by itself, and an order that this
-//! agent does not understand stops no other.
+//! The operator may be of another version. The agent parses each entry by itself, so an unreadable
+//! entry affects no other.
 
 use bursar_crds::budget::ContextAction;
 use bursar_crds::gpu_node::ContextOrder;
@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::units::GpuUuid;
 
-/// What `object` orders, with the places of what cannot be understood.
+/// Parses the spec of `object`, with the paths of unreadable entries.
 pub fn parse_spec(object: &DynamicObject) -> ParsedSpec {
     let mut list = SpecReader {
         spec: object.data.get("spec"),
@@ -31,14 +31,14 @@ pub fn parse_spec(object: &DynamicObject) -> ParsedSpec {
     }
 }
 
-/// The lists of a spec.
+/// Reads the lists of a spec.
 struct SpecReader<'a> {
     spec: Option<&'a Value>,
     unrecognized: Vec<String>,
 }
 
 impl SpecReader<'_> {
-    /// The orders of one list that are of the right shape and `is_known`.
+    /// Reads the entries of one list that have the right shape and that `is_known` accepts.
     fn read_list<T: DeserializeOwned>(&mut self, name: &str, is_known: fn(&T) -> bool) -> Vec<T> {
         let list = match self.spec.and_then(|spec| spec.get(name)) {
             None | Some(Value::Null) => return Vec::new(),

@@ -1,4 +1,4 @@
-//! Follows this node's `GpuNode`: what is ordered in it, and whether it still is as the agent wrote it.
+//! Watches this node's `GpuNode` for changes of the spec, and of the status that the agent wrote.
 
 use std::time::Duration;
 
@@ -16,44 +16,44 @@ use super::spec;
 use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::metrics::Metrics;
 
-/// How many seconds one watch lives: what the server is asked to end it after.
+/// The timeout that the watch asks the API server for.
 const WATCH_TIMEOUT_SECONDS: u32 = 200;
 
-/// The first pause before a watch that failed is taken up again.
+/// The first delay before a failed watch is restarted.
 const MIN_BACKOFF: Duration = Duration::from_secs(1);
 
-/// The longest pause, to which chance adds as much at most. It is short, for orders wait that long for an agent once
-/// an API server is back.
+/// The longest delay without its jitter, which may double it. The delay is short because the node's
+/// spec waits for it after an outage.
 const MAX_BACKOFF: Duration = Duration::from_secs(10);
 
-/// What the watch tells of the object.
+/// The object as the watch observes it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Observation {
-    /// Nothing so far.
+    /// The watch has reported nothing.
     #[default]
     Pending,
-    /// The object is not there.
+    /// The object does not exist.
     NotFound,
-    /// The object as an event or a list has it.
+    /// The object of an event or a list.
     Object {
-        /// What it says.
+        /// The object.
         known: Box<ObservedObject>,
-        /// Whether a list has it, which is the newest state whatever its revision.
+        /// Whether a list returned the object; a list is current whatever its resource version.
         is_listed: bool,
     },
 }
 
-/// Where the watch tells it.
+/// Where the watch publishes what it observes.
 pub struct WatchOutput {
-    /// What is ordered; none before the object was seen.
+    /// The parsed spec; none before the first observation.
     pub spec: watch::Sender<Option<ParsedSpec>>,
-    /// The object itself.
+    /// The object.
     pub observed: watch::Sender<Observation>,
-    /// Where failures are counted.
+    /// Counts failures.
     pub metrics: Metrics,
 }
 
-/// Follows the `GpuNode` of `node` until `stop`.
+/// Watches the `GpuNode` of `node` until `stop`.
 pub async fn run(
     client: Client,
     node: String,
@@ -121,8 +121,8 @@ impl WatchOutput {
     }
 }
 
-/// What is ordered, after what was `before`. An object that is not there lifts no drain, for somebody may have a GPU in
-/// hand by now; an object that is there has to say so.
+/// Returns the spec that is in force after `before`. A missing object lifts no drain, because an
+/// administrator may be working on the GPU; only a spec without the drain lifts it.
 fn next_spec(before: Option<&ParsedSpec>, object: Option<&DynamicObject>) -> Option<ParsedSpec> {
     match object {
         Some(object) => Some(spec::parse_spec(object)),

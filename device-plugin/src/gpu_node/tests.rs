@@ -1,6 +1,7 @@
-//! The agent's own way to the API server, in virtual time: what is ordered is heard and the report
-//! is written, through deletions, restores of etcd, objects of another version, and every fault of
-//! a write or a watch.
+//! Tests the agent against a simulated API server in virtual time.
+//!
+//! The spec arrives and the status is written through deletions, restores of etcd, objects of other
+//! versions, and every fault of a write or a watch.
 
 use std::time::Duration;
 
@@ -23,7 +24,7 @@ use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::metrics::Metrics;
 use crate::units::GpuUuid;
 
-/// The end state is reached within this time, whatever happens to one write or event.
+/// The final state is reached within this time after any one fault.
 const PROMISED_TIME: Duration = Duration::from_secs(30);
 
 const KIND: &str = "gpunodes";
@@ -37,7 +38,7 @@ fn node(uid: &str) -> Value {
     json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": NODE, "uid": uid } })
 }
 
-/// An agent's status and orders over an API server.
+/// The publisher and the spec watch of an agent, with their API server.
 struct Fixture {
     api: SimApiServer,
     reports: watch::Sender<NodeReport>,
@@ -114,7 +115,7 @@ impl Fixture {
         drain.cloned().collect()
     }
 
-    /// Somebody else writes the spec.
+    /// Writes the spec as the operator does.
     fn write_spec(&mut self, spec: Value) {
         let mut object = self.object();
         self.generation += 1;
@@ -146,7 +147,7 @@ impl Fixture {
         .await;
     }
 
-    /// Nothing is written for a minute.
+    /// Asserts that nothing is written for a minute.
     async fn assert_quiet(&self, what: &str) {
         sleep(Duration::from_secs(5)).await;
         let before = self.api.writes().len();
@@ -182,13 +183,13 @@ async fn object_is_owned_by_the_current_node() {
     let owner = |bed: &Fixture| bed.object()["metadata"]["ownerReferences"][0]["uid"].clone();
     assert_eq!(owner(&bed), "first");
     bed.api.put("nodes", node("second"));
-    // As the garbage collector does.
+    // The garbage collector deletes an object whose owner is gone.
     bed.api.delete(KIND, "", NODE);
     bed.wait_until("it has the present owner", Duration::from_secs(3), |bed| {
         owner(bed) == "second"
     })
     .await;
-    // A restarted agent finds an object that the garbage collector has not come to.
+    // A restarted agent finds an object that the garbage collector has not deleted yet.
     bed.stop.cancel();
     bed.api.put("nodes", node("third"));
     let bed = Fixture::start_with(bed.api.clone(), bed.api.client(), DrainState::default());
@@ -344,7 +345,7 @@ async fn status_and_spec_arrive_through_every_watch_fault() {
         let mut bed = Fixture::start_with(api, client, DrainState::default());
         bed.wait_until_written().await;
         if telling == WatchFault::Lagging {
-            // GPU nodes are behind from then on.
+            // From now on the API server's watch cache lags behind.
             sleep(Duration::from_secs(15)).await;
         }
         for round in 0..8 {
