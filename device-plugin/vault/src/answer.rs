@@ -1,4 +1,4 @@
-//! What the vault answers to a message: values in, values out.
+//! Answers one message of the agent. Does no I/O.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -6,7 +6,8 @@ use bursar_protocol::fdstore::{FdStoreRequest, FdStoreResponse, Refusal, StoredL
 
 use crate::held::FdStore;
 
-/// The answer, and the descriptor that goes with it. One that came and is not kept is closed here.
+/// Returns the answer and the descriptor to send with it. A received descriptor that is not stored
+/// is closed.
 pub(crate) fn handle<'a>(
     held: &'a mut FdStore,
     message: FdStoreRequest,

@@ -1,22 +1,23 @@
-//! The descriptors that the vault holds, by the number of their lease.
+//! Stores descriptors and their blobs by the number of their lease.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 
 use bursar_protocol::fdstore::{Blob, MAX_LEASES, Refusal, StoredLease, fit_in_frame};
 
-/// Descriptors that are not leases': sockets, and what is in the hand for a moment.
+/// Open files of the process itself: sockets, and descriptors in transit.
 const RESERVED_FILES: u64 = 64;
 
-/// What the vault takes without a lease, and for the messages in its hand.
+/// The memory of the process without leases, and of the messages that it handles.
 const BASE_MEMORY: u64 = 16 << 20;
 
-/// The most that a lease takes: the longest blob, with what the allocator and the kernel keep for it. The rest is for
-/// what blobs of other lengths left behind (`full_fd_store_stays_within_its_memory`).
+/// The most memory of one lease: the longest blob with the overhead of allocator and kernel. The
+/// remainder covers fragmentation by blobs of other lengths
+/// (`full_fd_store_stays_within_its_memory`).
 const LEASE_MEMORY: u64 = 6 << 10;
 
-/// How many leases these limits of open files and of memory allow; `None` is no limit. The kernel kills a vault that
-/// has more memory than its limit, and then all that is retained is lost.
+/// How many leases the limits of open files and of memory allow; `None` is no limit. The kernel
+/// kills an fd store that exceeds its memory limit, and with it all retained memory is lost.
 pub(crate) fn capacity(open_files: Option<u64>, memory: Option<u64>) -> usize {
     let files = open_files
         .unwrap_or(u64::MAX)
@@ -25,11 +26,11 @@ pub(crate) fn capacity(open_files: Option<u64>, memory: Option<u64>) -> usize {
     usize::try_from(files.min(blobs)).map_or(MAX_LEASES, |room| room.min(MAX_LEASES))
 }
 
-/// All that is held.
+/// The stored leases.
 #[derive(Debug)]
 pub(crate) struct FdStore {
     leases: BTreeMap<u64, (OwnedFd, Blob)>,
-    /// How many there may be.
+    /// How many leases the fd store may have.
     capacity: usize,
 }
 
@@ -110,7 +111,7 @@ mod tests {
         assert_eq!(capacity(None, Some(BASE_MEMORY)), 0);
         assert_eq!(capacity(None, Some(64 << 20)), 8192);
         assert_eq!(capacity(Some(1024), Some(64 << 20)), 960);
-        // The chart's limit.
+        // The limit in the chart.
         assert_eq!(capacity(None, Some(400 << 20)), MAX_LEASES);
     }
 }

@@ -1,14 +1,16 @@
-//! The vault: `bursar-vault [FOLDER [BYTES]]` holds the descriptors of kept memory and serves them
-//! below FOLDER. It takes as many as fit into BYTES of memory, its own limit.
+//! The fd store: `bursar-vault [FOLDER [BYTES]]` stores the descriptors of retained memory and
+//! serves them below FOLDER. BYTES is the memory limit of its container and bounds how many leases
+//! it takes.
 //!
-//! Kept memory lives as long as its descriptor is open somewhere (F4 in docs/facts.md), so it lives
-//! as long as this process: it has no CUDA, starts nothing, reads nothing that a tenant writes, and
-//! is replaced only when somebody deletes it. What it keeps of one agent it hands to the next.
+//! Retained memory lives while a descriptor of it is open (F4 in docs/facts.md), so it lives as
+//! long as this process. The process therefore uses no CUDA, starts nothing, reads nothing that a
+//! tenant writes, and is replaced only when an administrator deletes its pod. A new agent gets the
+//! leases of the previous one.
 //!
-//! * `held` is what it holds
-//! * `answer` is what it answers
-//! * `place` is its socket, of which there is one
-//! * `serve` is its loop
+//! * `held` stores the descriptors
+//! * `answer` answers messages
+//! * `place` owns the socket
+//! * `serve` runs the poll loop
 
 mod answer;
 mod held;
@@ -47,19 +49,19 @@ fn main() -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// A number of bytes; what was given where it is none.
+/// Parses a number of bytes; returns the argument if it is none.
 fn parse_memory_limit(given: OsString) -> Result<u64, OsString> {
     let bytes = given.to_str().and_then(|text| text.parse().ok());
     bytes.ok_or(given)
 }
 
-/// A line for whoever reads them. Where nobody does, what is kept matters more: `eprintln` would
-/// panic.
+/// Logs a line. `eprintln` would panic after the log's reader has exited, and lose all retained
+/// memory.
 fn log(text: Arguments<'_>) {
     let _ = writeln!(io::stderr(), "bursar-vault: {text}");
 }
 
-/// Raises the limit of open files to the most that is allowed; what it is then.
+/// Raises the limit of open files to the hard limit; returns the limit in force.
 fn raise_open_file_limit() -> Option<u64> {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {

@@ -1,7 +1,7 @@
-//! The vault's socket, of which there is one on a node.
+//! Owns the fd store's socket. A node has one.
 //!
-//! A second vault that took the path over would leave the first with memory that nobody can reach, so a lock
-//! beside the socket says that one lives. The system takes it back when its holder ends, however it does.
+//! A second fd store that replaced the socket would leave the memory of the first out of reach. A
+//! lock beside the socket prevents this; the kernel releases it when the process exits.
 
 use std::fs::{DirBuilder, File, OpenOptions, Permissions};
 use std::io;
@@ -12,14 +12,14 @@ use std::path::{Path, PathBuf};
 use bursar_protocol::fdstore::SOCKET_NAME;
 use rustix::fs::{FlockOperation, flock};
 
-/// The socket, and the right to it.
+/// The listening socket and its lock.
 #[derive(Debug)]
 pub(crate) struct Listener {
     pub(crate) listener: UnixListener,
     _lock: File,
 }
 
-/// Why there is no socket.
+/// Why the socket cannot be bound.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ListenerError {
     #[error("making {0}: {1}")]

@@ -1,4 +1,4 @@
-//! The vault's loop: one thread, one message at a time, the newest agent only.
+//! Runs the fd store's poll loop: one thread, one message at a time, for the newest agent only.
 
 use std::convert::Infallible;
 use std::io;
@@ -14,23 +14,22 @@ use crate::held::FdStore;
 use crate::log;
 use crate::place::Listener;
 
-/// How long the rest of a message may take, and room for an answer: agents write and read whole ones.
+/// How long the rest of a message, or an answer, may take: agents read and write whole messages.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Connections at a time: the agent, its predecessor, and some that said nothing yet.
+/// How many connections may be open: the agent, its predecessor, and some before their hello.
 const MAX_PEERS: usize = 8;
 
 /// How long to wait after a failed accept.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// One connection.
 struct Peer {
     stream: UnixStream,
-    /// Whether it said hello.
+    /// Whether the peer said hello.
     is_agent: bool,
 }
 
-/// Serves until the system fails it.
+/// Serves until a system call fails.
 pub(crate) fn serve(
     place: &Listener,
     held: &mut FdStore,
@@ -55,7 +54,7 @@ pub(crate) fn serve(
     }
 }
 
-/// Whether somebody wants in, and the newest connection that something is to be read from.
+/// Returns whether a connection waits for accept, and the newest peer that has sent something.
 fn wait_for_input(place: &Listener, peers: &[Peer]) -> io::Result<(bool, Option<usize>)> {
     let mut fds: Vec<_> = peers
         .iter()
@@ -73,8 +72,8 @@ fn wait_for_input(place: &Listener, peers: &[Peer]) -> io::Result<(bool, Option<
     Ok((fds.last().is_some_and(ready), speaking))
 }
 
-/// Takes a connection in; where there are too many, the oldest that said nothing goes. Who may enter the socket's folder
-/// may talk: no look at who it is, which nobody can tell of a process outside this one's PID namespace.
+/// Accepts a connection; beyond the limit the oldest peer without a hello is closed. The folder's
+/// mode is the only access check, because a peer outside of this PID namespace has no pid here.
 fn accept_peer(peers: &mut Vec<Peer>, stream: UnixStream) {
     let bounded = stream
         .set_read_timeout(Some(MESSAGE_TIMEOUT))

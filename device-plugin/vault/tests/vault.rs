@@ -1,4 +1,4 @@
-//! The vault as a process, with agents that come, crash and lie.
+//! Tests the fd store as a process, with agents that crash and send garbage.
 
 #![allow(
     clippy::unwrap_used,
@@ -26,7 +26,7 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_bursar-vault");
 
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Told by the test to itself, run again as an agent: the folder of the vault.
+/// Set when the test binary runs itself as an agent: the folder of the fd store.
 const AGENT_FOLDER_ENV: &str = "VAULT_TEST_AGENT";
 
 struct FdStore {
@@ -65,7 +65,7 @@ impl FdStore {
         Agent::connect(self.folder.path())
     }
 
-    /// Its resident memory, in bytes.
+    /// The resident memory of the process, in bytes.
     fn resident_bytes(&self) -> u64 {
         let status = format!("/proc/{}/status", self.process.id());
         let status = std::fs::read_to_string(status).unwrap();
@@ -79,7 +79,7 @@ impl FdStore {
         kib << 10
     }
 
-    /// How many descriptors of [`memory`] it has open.
+    /// How many descriptors of [`memory_with`] the process has open.
     fn open_memory_count(&self) -> usize {
         let fds = std::fs::read_dir(format!("/proc/{}/fd", self.process.id())).unwrap();
         let files = fds.filter_map(|fd| fd.unwrap().path().read_link().ok());
@@ -104,7 +104,7 @@ fn dial(folder: &Path) -> Option<UnixStream> {
 struct Agent(UnixStream);
 
 impl Agent {
-    /// A connection that said hello.
+    /// Connects and says hello.
     fn connect(folder: &Path) -> Agent {
         let mut agent = Agent(dial(folder).unwrap());
         let ready = agent.ask(&FdStoreRequest::Hello { version: VERSION });
@@ -172,8 +172,8 @@ fn blob(lease: u64) -> Blob {
     Blob::new(vec![lease as u8; length]).unwrap()
 }
 
-/// Run by [`acknowledged_leases_outlive_killed_agents`] in a process of its own: puts leases
-/// and says which were acknowledged.
+/// Runs in a process of its own for [`acknowledged_leases_outlive_killed_agents`]: puts leases and
+/// prints which were acknowledged.
 #[test]
 fn an_agent_that_puts_leases_until_it_is_killed() {
     let Some(folder) = std::env::var_os(AGENT_FOLDER_ENV) else {
@@ -227,7 +227,7 @@ fn acknowledged_leases_outlive_killed_agents() {
 
         let mut next = vault.agent();
         let there: Vec<u64> = next.list().iter().map(|entry| entry.lease).collect();
-        // The kill may have come between what was done and what was said of it: one put more, one drop more.
+        // The kill may come between an operation and its line: one put more, one drop more.
         let more: Vec<_> = there
             .iter()
             .filter(|lease| !acknowledged.contains(lease))
@@ -383,7 +383,7 @@ fn full_fd_store_stays_within_its_memory() {
     let vault = FdStore::wait_until_listening(folder, process.unwrap());
     let mut agent = vault.agent();
     let fd = OwnedFd::from(File::open("/dev/null").unwrap());
-    // The longest blobs that there are, and others that leave holes of all lengths between them.
+    // The longest blobs, after blobs of other lengths that leave holes of all sizes.
     let blob = |lease: u64, round: u64| {
         let length = match round {
             0 => usize::try_from(lease * 37).unwrap() % (MAX_BLOB + 1),

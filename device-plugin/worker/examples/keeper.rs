@@ -1,9 +1,9 @@
-//! Stands in for the agent where there is no cluster: `keeper SOCKET VAULT-FOLDER WORKER GPU...`.
+//! Replaces the agent where there is no cluster: `keeper SOCKET VAULT-FOLDER WORKER GPU...`.
 //!
-//! Answers what clients ask about kept memory, with the real vault and real workers behind it, for
-//! any process of this machine: it knows no containers, quotas or namespaces. A writer that ends
-//! before it commits is discarded, as the agent does. For tests of the clients and for
-//! measurements; not part of any image.
+//! Answers lease requests with the real fd store and real provisioners, for any process of the
+//! machine: there are no containers, quotas or namespaces. As with the agent, a writer that exits
+//! before its commit loses its lease. For tests of the clients and for measurements; no image
+//! contains it.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -162,7 +162,7 @@ impl FakeAgent {
     ) -> io::Result<(Response, Option<OwnedFd>)> {
         if let Some(held) = self.leases.get_mut(&title) {
             match &mut held.state {
-                // As the agent does: an answer may have been lost.
+                // As in the agent: the first answer may have been lost.
                 State::Writing { pid: writer, token } if *writer == pid && bytes > 0 => {
                     *token = token.wrapping_add(1);
                     let given = write(held.lease, held.bytes, *token);
@@ -203,7 +203,7 @@ impl FakeAgent {
         };
         if let Some(client) = early {
             let made = Response::Retained(RetainedResponse::Created { bytes });
-            // One that hung up is found to have ended by the next open.
+            // A client that hung up loses its lease at the next open.
             let _ = send_message(client, &made, Some(fd.as_fd()));
         }
         self.made += 1;
@@ -237,7 +237,7 @@ fn refused(why: RetainedRefusal) -> Response {
     Response::Retained(RetainedResponse::Refused(why))
 }
 
-/// Whether a process runs: one that only waits to be asked for its end does not.
+/// Whether a process runs; zombies do not.
 fn is_running(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat
@@ -270,7 +270,7 @@ fn main() -> anyhow::Result<()> {
     for gpu in gpus {
         let gpu = gpu.to_string_lossy().into_owned();
         let worker = Provisioner::start(Path::new(worker), &gpu)?;
-        // As the agent does: exports are quick while one is open (F3 in docs/facts.md).
+        // As in the agent: exports are fast while one descriptor is open (F3 in docs/facts.md).
         if let Ok((_, sentinel)) = worker.create(1)? {
             let (lease, blob) = (fdstore::KEEP_ALIVE, Blob::default());
             keeper
@@ -288,7 +288,7 @@ fn main() -> anyhow::Result<()> {
             continue;
         };
         let (answer, fd) = keeper.answer(question, &client)?;
-        // A client that hung up has no use for it.
+        // The client may have hung up.
         let _ = send_message(&client, &answer, fd.as_ref().map(AsFd::as_fd));
     }
 }

@@ -1,9 +1,8 @@
-//! Looks whether memory that was freed comes back cleared.
+//! Checks whether freed memory comes back cleared.
 //!
 //! Bursar has no scrubber of its own: between tenants memory goes back to the driver, which clears
-//! it (F6 in docs/facts.md) but not on every machine. Each round takes memory in the way kept
-//! memory is made, looks at every word of it, fills it, and gives it back, as one tenant after the
-//! other.
+//! it (F6 in docs/facts.md), but not on every machine. Each round creates memory as the provisioner
+//! does, reads every word of it, fills it and frees it, like one tenant after the other.
 
 use std::sync::Arc;
 
@@ -12,55 +11,54 @@ use bursar_runtime::error::{CudaError, ErrorClass};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
 
-/// How often memory is given back and taken again.
+/// How often memory is created and freed.
 const ROUNDS: u32 = 12;
 
-/// How much of it, where the GPU has so much left.
+/// How much memory a round takes, if the GPU has as much free.
 const MAX_BYTES: u64 = 256 << 20;
 
-/// How much at least, to see anything.
+/// The least memory of a round.
 const MIN_BYTES: u64 = 2 << 20;
 
-/// How much is looked at at a time.
+/// How much memory is read at a time.
 const READ_WINDOW: usize = 8 << 20;
 
-/// How long the agent may take to ask NVML what the context takes.
+/// How long the agent may take to ask NVML for the context's memory.
 const MEASURE_TIMEOUT: Timespec = Timespec {
     tv_sec: 10,
     tv_nsec: 0,
 };
 
-/// What the canary says, one line each.
+/// A line of the output.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "verdict")]
 pub(crate) enum Verdict {
-    /// It has a context and nothing else: no verdict yet, and the time to measure what a context
-    /// takes.
+    /// The process has a context and no other memory: the agent may measure the context now.
     Context {},
     /// Every word of every round was zero.
     Scrubbed {
-        /// How often memory was taken.
+        /// The number of rounds.
         rounds: u32,
-        /// How much each time.
+        /// The bytes of each round.
         bytes: u64,
     },
-    /// Words were not.
+    /// Some words were not zero.
     NotScrubbed {
-        /// How often memory was taken.
+        /// The number of rounds.
         rounds: u32,
-        /// How much each time.
+        /// The bytes of each round.
         bytes: u64,
-        /// Words of 64 bits that were not zero, in all rounds.
+        /// The number of 64-bit words that were not zero, in all rounds.
         old_words: u64,
     },
-    /// It could not be seen.
+    /// The check failed.
     Failed {
-        /// What failed.
+        /// The error.
         error: String,
     },
 }
 
-/// Why nothing can be said.
+/// Why the check failed.
 #[derive(Debug, thiserror::Error)]
 enum ScrubCheckError {
     #[error(transparent)]
@@ -71,7 +69,7 @@ enum ScrubCheckError {
     ReadbackMismatch { round: u32 },
 }
 
-/// Looks at a GPU's memory; calls `tell` once it has a context, before it takes any memory.
+/// Checks a GPU's memory; calls `tell` once the context exists and before other memory does.
 pub(crate) fn check(gpu: GpuUuid, tell: impl FnOnce(&Verdict)) -> Verdict {
     match run_rounds(gpu, tell) {
         Ok((bytes, 0)) => Verdict::Scrubbed {
@@ -94,7 +92,7 @@ fn run_rounds(gpu: GpuUuid, tell: impl FnOnce(&Verdict)) -> Result<(u64, u64), S
     tell(&Verdict::Context {});
     let (mut bytes, mut old_words) = (MAX_BYTES, 0);
     for round in 1..=ROUNDS {
-        // The first round finds out how much there is room for.
+        // The first round finds out how much memory is free.
         let memory = loop {
             match Memory::create(&context, bytes) {
                 Err(error)
@@ -118,15 +116,15 @@ fn run_rounds(gpu: GpuUuid, tell: impl FnOnce(&Verdict)) -> Result<(u64, u64), S
     Ok((bytes, old_words))
 }
 
-/// Waits until the agent says or closes something on standard input, and not for ever.
+/// Waits until the agent closes standard input, or for [`MEASURE_TIMEOUT`].
 pub(crate) fn wait_for_measurement() {
     let input = std::io::stdin();
     let mut fds = [PollFd::new(&input, PollFlags::IN)];
-    // Whatever the answer: the agent measures again another time.
+    // The agent measures again another time if this wait fails.
     let _ = poll(&mut fds, Some(&MEASURE_TIMEOUT));
 }
 
-/// Memory that is made as kept memory is, mapped; free when dropped.
+/// Mapped memory that is created as retained memory is; freed when dropped.
 struct Memory<'a> {
     context: &'a Context,
     mapping: Mapping,
@@ -144,7 +142,7 @@ impl Memory<'_> {
         self.mapping.bytes() as usize
     }
 
-    /// How many words of 64 bits have a byte that is another.
+    /// Counts the 64-bit words with a byte other than `byte`.
     fn count_words_unlike(&self, byte: u8) -> Result<u64, CudaError> {
         let (wanted, mut window) = ([byte; 8], vec![0; READ_WINDOW.min(self.bytes())]);
         let mut starts = (0..self.bytes()).step_by(window.len());

@@ -1,13 +1,13 @@
-//! The worker of one GPU: `bursar-worker --gpu UUID` makes kept memory for the agent that started
-//! it.
+//! The provisioner of one GPU: `bursar-worker --gpu UUID` creates retained memory for the agent
+//! that started it.
 //!
-//! It never has a context, so no fault of a kernel reaches it (F3 in docs/facts.md), and it keeps
-//! nothing: what it made is gone from it before the answer is sent. `bursar-worker canary --gpu
-//! UUID` is another process with another end: it takes a context, lets the agent measure that,
-//! looks whether freed memory comes back cleared, prints what it saw and ends.
+//! The provisioner never has a CUDA context, so no kernel's fault reaches it (F3 in docs/facts.md),
+//! and it holds no memory after its answer. `bursar-worker canary --gpu UUID` is the scrub check, a
+//! process of another kind: it creates a context, lets the agent measure that, checks whether freed
+//! memory comes back cleared, prints the verdict and exits.
 //!
 //! * `serve` answers the agent
-//! * `canary` looks at freed memory
+//! * `canary` is the scrub check
 
 mod canary;
 mod serve;
@@ -31,19 +31,19 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Looks whether memory that was freed comes back cleared; prints one line of JSON.
+    /// Checks whether freed memory comes back cleared; prints one line of JSON.
     Canary(Gpu),
 }
 
 #[derive(clap::Args)]
 struct Gpu {
-    /// The UUID of the GPU or MIG instance; `CUDA_VISIBLE_DEVICES` best names it alone.
+    /// The UUID of the GPU or MIG instance; `CUDA_VISIBLE_DEVICES` should name it alone.
     #[arg(long, value_name = "UUID")]
     gpu: GpuUuid,
 }
 
 fn main() -> anyhow::Result<()> {
-    // Before the driver's code runs here, and before there is a thread.
+    // Confinement comes before the driver's code runs and before a second thread exists.
     bursar_confine::restrict_driver_process()?;
     match Args::parse() {
         Args {
@@ -65,7 +65,7 @@ fn main() -> anyhow::Result<()> {
     }
 }
 
-/// Says something to the agent, in a line of its own.
+/// Prints a line for the agent.
 fn print_verdict(verdict: &canary::Verdict) -> anyhow::Result<()> {
     let verdict = serde_json::to_string(verdict)?;
     let mut out = std::io::stdout();
@@ -74,7 +74,7 @@ fn print_verdict(verdict: &canary::Verdict) -> anyhow::Result<()> {
         .context("telling the verdict")
 }
 
-/// The agent's socket, which it gave as standard input.
+/// The agent's socket, which is standard input.
 fn agent_socket() -> anyhow::Result<UnixStream> {
     let input = std::io::stdin()
         .as_fd()

@@ -1,4 +1,4 @@
-//! Answers the agent, one request after the other, until the agent ends.
+//! Answers the agent's requests in order, until the agent exits.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,26 +11,26 @@ use bursar_runtime::driver::{Device, Driver, DriverError, GpuUuid, Handle};
 use bursar_runtime::error::CudaError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// How quickly the driver scrubs freed memory, in bytes a second (F6 in docs/facts.md).
+/// The rate of the driver's scrubbing, in bytes per second (F6 in docs/facts.md).
 const SCRUB_RATE: u64 = 350_000_000_000;
 
-/// How long what was made is kept here too, unless something else is to be done: to give it up
-/// takes the driver's locks, which the process that it was made for needs to map it.
+/// How long the provisioner keeps its handle of new memory if no request comes. Releasing it takes
+/// locks of the driver that the tenant's process needs to map the memory.
 const KEEP_HANDLE_FOR: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 10_000_000,
 };
 
-/// What a failure without a `CUresult` says for one.
+/// The code of a failure that has no `CUresult`.
 const NO_CUDA_CODE: i32 = -1;
 
 /// `CUDA_ERROR_INVALID_VALUE`
 const INVALID_VALUE: i32 = 1;
 
-/// Serves one agent; ends with its end of the socket.
+/// Serves one agent until it closes the socket.
 ///
 /// # Errors
-/// The socket failed, or what came is no message.
+/// The socket failed, or a message is malformed.
 pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
     let worker = match Provisioner::new(gpu) {
         Ok(worker) => worker,
@@ -55,7 +55,7 @@ pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
     }
 }
 
-/// Waits until there is something to read, or for so long.
+/// Waits for a request, at most for `patience`.
 fn wait_for_request(agent: &UnixStream, patience: &Timespec) -> io::Result<()> {
     let mut fds = [PollFd::new(agent, PollFlags::IN)];
     match poll(&mut fds, Some(patience)) {
@@ -64,10 +64,10 @@ fn wait_for_request(agent: &UnixStream, patience: &Timespec) -> io::Result<()> {
     }
 }
 
-/// Memory that was made: what keeps it for others, and what keeps it here.
+/// New memory: the exported descriptor and the provisioner's own handle.
 type CreatedMemory = (OwnedFd, Handle);
 
-/// What does not change about the GPU.
+/// Constant properties of the GPU.
 struct Provisioner {
     device: Device,
     version: i32,
@@ -106,8 +106,7 @@ impl Provisioner {
                 Ok((ProvisionerResponse::Created { bytes }, Some(made)))
             }
             ProvisionerRequest::AwaitScrub { bytes } => {
-                // A create that comes meanwhile waits here for what it would wait for in the
-                // driver.
+                // A create that arrives meanwhile would wait in the driver for as long.
                 std::thread::sleep(scrub_time(bytes.min(self.total)));
                 self.device.create(self.granularity)?;
                 Ok((ProvisionerResponse::Scrubbed, None))
@@ -126,7 +125,7 @@ impl Provisioner {
     }
 }
 
-/// How long the driver takes to scrub so much.
+/// How long the driver takes to scrub `bytes`.
 fn scrub_time(bytes: u64) -> Duration {
     Duration::from_secs_f64(bytes as f64 / SCRUB_RATE as f64)
 }

@@ -1,4 +1,4 @@
-//! The worker and the canary as processes over the simulated driver.
+//! Tests the provisioner and the scrub check as processes over the simulated driver.
 
 #![allow(
     clippy::unwrap_used,
@@ -38,7 +38,7 @@ impl Provisioner {
         command
             .args(["--gpu", gpu])
             .stdin(Stdio::from(OwnedFd::from(theirs)));
-        // The command has the worker's end of the socket until it is dropped here.
+        // The command holds the provisioner's end of the socket until the command is dropped.
         let process = command.spawn().unwrap();
         Provisioner { process, socket }
     }
@@ -147,7 +147,7 @@ fn await_scrub_waits_for_the_driver_and_leaves_nothing() {
     let lab = SimMachine::new(ONE_GPU).unwrap();
     let worker = Provisioner::ready(lab.command(PROGRAM), FIRST);
     drop(worker.create(2 * MIB));
-    // By now it has closed its own descriptor.
+    // An answer to this request shows that the provisioner has released its handle.
     assert_eq!(
         worker.ask(ProvisionerRequest::AwaitScrub { bytes: 0 }).0,
         ProvisionerResponse::Scrubbed
@@ -159,7 +159,7 @@ fn await_scrub_waits_for_the_driver_and_leaves_nothing() {
         .0;
     let took = since.elapsed();
     assert_eq!(swept, ProvisionerResponse::Scrubbed);
-    // 16 GiB, which is all there is.
+    // The simulated GPU has 16 GiB.
     assert!(took >= Duration::from_millis(49), "{took:?}");
     assert!(took < Duration::from_secs(5), "{took:?}");
     assert_eq!(lab.sim().unwrap().used(0), used);
