@@ -1,4 +1,4 @@
-//! The command line.
+//! //! Defines the command line of the harness.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Build Kubernetes and what it stands on, once, into the cache.
+    /// Build Kubernetes and its dependencies, once, into the cache.
     Build,
     /// Start a cluster with Bursar on it and leave it running.
     Up {
@@ -29,19 +29,20 @@ pub(crate) enum Command {
         #[command(flatten)]
         bursar: BursarArgs,
     },
-    /// Show pods of two teams sharing GPUs, on a cluster that is started for it and taken down after.
+    /// Show pods of two teams sharing GPUs, on a cluster that is started for it and taken down
+    /// after.
     Demo {
         #[command(flatten)]
         cluster: ClusterName,
         #[command(flatten)]
         yours: ExternalCluster,
-        /// Leave everything running and say how to use it.
+        /// Leave everything running, and print how to use it.
         #[arg(long)]
         keep: bool,
         #[command(flatten)]
         bursar: BursarArgs,
     },
-    /// Write one archive with everything, for another machine: there, unpack it and say `run demo`.
+    /// Write one archive with everything, for another machine: unpack it there and call `run demo`.
     Pack {
         /// The archive.
         #[arg(long, default_value = "bursar-e2e.tar.xz")]
@@ -54,7 +55,7 @@ pub(crate) enum Command {
     },
     /// Run the checks of this repository.
     Verify(VerifyArgs),
-    /// The process that a cluster descends from. Started by the other commands.
+    /// The node process of a cluster. The other commands start it.
     #[command(hide = true)]
     Node {
         #[command(flatten)]
@@ -69,24 +70,25 @@ pub(crate) struct ClusterName {
     pub(crate) name: String,
 }
 
-/// What of Bursar is put on the cluster.
+/// The parts of Bursar that the harness installs on the cluster.
 #[derive(Debug, clap::Args)]
 pub(crate) struct BursarArgs {
     /// The chart's folder; this repository's unless given.
     #[arg(long)]
     pub(crate) chart: Option<PathBuf>,
-    /// Compile as users get it, not as the tests are.
+    /// Compile in the release profile, as users get it, instead of the profile of the tests.
     #[arg(long)]
     pub(crate) release: bool,
 }
 
-/// A cluster of the user's.
+/// A cluster of the user.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ExternalCluster {
     /// Use this cluster, and start none.
     #[arg(long, env = "KUBECONFIG", value_parser = clap::builder::NonEmptyStringValueParser::new().map(PathBuf::from))]
     pub(crate) kubeconfig: Option<PathBuf>,
-    /// Where that cluster's nodes find our images; `{name}` stands for agent, operator and probe.
+    /// The references of our images for that cluster; `{name}` is replaced by agent, operator and
+    /// probe.
     #[arg(long, env = "BURSAR_IMAGES", default_value = concat!("ghcr.io/bursar/{name}:", env!("CARGO_PKG_VERSION")))]
     pub(crate) images: Template,
 }

@@ -1,18 +1,18 @@
-//! A folder of results that are made once: complete or absent, never half.
+//! Caches results in folders that are complete or absent, never half made.
 
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why a result could not be taken from the cache or made.
+/// The error of [`get_or_make`].
 #[derive(Debug, thiserror::Error)]
 pub enum CacheError<E: std::error::Error + 'static> {
     /// The cache's own folder cannot be used.
     #[error("cache folder {path}: {source}")]
     Folder {
-        /// The folder or file at fault.
+        /// The affected folder or file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The result could not be made.
@@ -20,14 +20,14 @@ pub enum CacheError<E: std::error::Error + 'static> {
     Make(E),
 }
 
-/// The folder `root/name`, made by `make` unless it is there already.
+/// Returns the folder `root/name`, and fills it by `make` unless it exists.
 ///
-/// `make` fills an empty folder beside the final place, which is renamed when it returns. A second
-/// process that wants the same result meanwhile waits for the first (an advisory lock that dies
-/// with its holder).
+/// `make` fills an empty folder beside the final path, which is renamed once `make` returns. A
+/// second process that wants the same result waits for the first. Both take an advisory lock, which
+/// the kernel releases when its holder exits.
 ///
 /// # Errors
-/// When the cache cannot be written, or with whatever `make` answered.
+/// When the cache cannot be written, or with the error of `make`.
 pub fn get_or_make<E: std::error::Error + 'static>(
     root: &Path,
     name: &str,

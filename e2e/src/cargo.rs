@@ -1,12 +1,13 @@
-//! The cargo that this program calls: the one that runs it, without the variables of this package.
+//! Calls the cargo that runs this program, without the variables of this package.
 
 use std::process::Command;
 
-/// A call of cargo. The cargo that runs us, so that a `+toolchain` on the command line holds here too.
+/// Returns a command for the cargo that runs this program, so that a `+toolchain` on the command
+/// line counts for it too.
 ///
-/// What it told us about our own package would reach build scripts: ring's is run again, and all that
-/// stands on it compiled again, whenever `CARGO_PKG_NAME` and the like change (The Cargo Book,
-/// "Environment Variables").
+/// The variables that cargo sets for this package are removed, because they would reach build
+/// scripts. The build script of ring runs again whenever `CARGO_PKG_NAME` changes, and every crate
+/// over ring is compiled again (The Cargo Book, "Environment Variables").
 pub(crate) fn command() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     for (name, _) in std::env::vars_os() {

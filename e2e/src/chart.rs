@@ -1,4 +1,4 @@
-//! Puts the Helm chart on a cluster, with helm or as manifests that were rendered before.
+//! Installs the Helm chart, by helm or as manifests rendered before.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ pub const NAMESPACE: &str = "bursar-system";
 /// The release's name.
 pub const RELEASE: &str = "bursar";
 
-/// The chart in one of its forms.
+/// The chart, as a folder or as rendered manifests.
 #[derive(Debug, Clone)]
 pub enum Chart {
     /// A folder for helm.
@@ -28,50 +28,51 @@ pub enum Chart {
     Rendered {
         /// The kubectl program.
         kubectl: PathBuf,
-        /// The folder with both.
+        /// The folder of both manifests.
         folder: PathBuf,
     },
 }
 
-/// Why the chart is not on the cluster.
+/// The error of an installation of the chart.
 #[derive(Debug, thiserror::Error)]
 pub enum ChartError {
-    /// The program could not be run.
+    /// The program could not be started.
     #[error("{program}: {source}")]
     Run {
         /// The program.
         program: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// It failed.
+    /// The program exited with a failure.
     #[error("{program} failed ({status}): {said}")]
     Failed {
         /// The program.
         program: PathBuf,
-        /// How it ended.
+        /// Its exit status.
         status: String,
-        /// What it said.
+        /// Its standard error.
         said: String,
     },
 }
 
-/// An image reference as the chart's values have it: repository and tag.
+/// Splits an image reference into the repository and the tag of the chart's values.
 fn image(reference: &str) -> Value {
     let (repository, tag) = reference.rsplit_once(':').unwrap_or((reference, ""));
     json!({"repository": repository, "tag": tag})
 }
 
-/// How long a disruption budget keeps a pod from an eviction for an owner: half of what it is by default, for trials wait
-/// for it.
+/// The seconds for which the operator waits for a disruption budget before it preempts for an
+/// owner. Half of the default, because trials wait for it.
 pub const DISRUPTION_GRACE_SECONDS: u64 = 30;
 
-/// The values for our images, on nodes with simulated GPUs or with a real driver.
+/// Returns the chart's values for our images, on nodes with simulated GPUs or with a real driver.
 fn values(images: &Template, simulated: bool) -> Value {
     let mut values = json!({
         "agent": {"image": image(&images.reference("agent"))},
         "operator": {"image": image(&images.reference("operator"))},
-        // Pods of the trials lay volumes over our files, to see what comes of that.
+        // Pods of the trials mount volumes over the driver files, and the policies would reject
+        // them.
         "policies": {"exemptNamespaces": ["trials"]},
         "placement": {"disruptionGraceSeconds": DISRUPTION_GRACE_SECONDS},
     });
@@ -82,7 +83,7 @@ fn values(images: &Template, simulated: bool) -> Value {
             "devRoot": format!("{folder}/dev"),
             "extraMounts": [{"hostPath": folder, "containerPath": folder, "readOnly": false}],
         });
-        // The agent's own process opens the simulated driver as well, and sees every GPU.
+        // The agent process opens the simulated driver as well, and must see every GPU.
         values["agent"]["extraEnv"] =
             json!([{"name": "SIMGPU_DEV", "value": format!("{folder}/dev")}]);
         values["agent"]["extraVolumes"] =
@@ -93,24 +94,24 @@ fn values(images: &Template, simulated: bool) -> Value {
 }
 
 impl Chart {
-    /// This repository's chart.
+    /// Returns the chart of this repository.
     pub fn of_repository(helm: PathBuf) -> Self {
         let folder = folders::repository().join("charts/bursar");
         Self::Helm { helm, folder }
     }
 
-    /// The chart in this folder instead, if one is given and helm can be used.
+    /// Uses the chart in the folder `chosen`, if there is one and helm is available.
     pub fn replace(&mut self, chosen: Option<PathBuf>) {
         if let (Some(chosen), Self::Helm { folder, .. }) = (chosen, self) {
             *folder = chosen;
         }
     }
 
-    /// Installs or upgrades the chart, with these images, on the cluster of `kubeconfig`. Rendered
-    /// manifests have the images that they were rendered with.
+    /// Installs or upgrades the chart with these images on the cluster of `kubeconfig`. Rendered
+    /// manifests keep the images that they were rendered with.
     ///
     /// # Errors
-    /// When helm or kubectl fails; with what it said.
+    /// When helm or kubectl fails, with its standard error.
     pub async fn install(
         &self,
         kubeconfig: &Path,
@@ -135,10 +136,10 @@ impl Chart {
         }
     }
 
-    /// The manifests that helm would apply, and the namespace that they go to.
+    /// Renders the manifests that helm would apply, and the namespace of their objects.
     ///
     /// # Errors
-    /// When helm fails, or these are manifests already.
+    /// When helm fails, or the chart is already rendered.
     pub async fn render(&self, images: &Template, simulated: bool) -> Result<String, ChartError> {
         let Self::Helm { helm, folder } = self else {
             return Err(ChartError::Run {
@@ -162,7 +163,7 @@ impl Chart {
         ))
     }
 
-    /// The file of manifests for simulated or for real GPUs.
+    /// Returns the file name of the manifests for simulated or for real GPUs.
     pub(crate) fn rendered_name(simulated: bool) -> &'static str {
         if simulated {
             "simulated.yaml"
@@ -172,7 +173,7 @@ impl Chart {
     }
 }
 
-/// `--set-json=a={...},b={...}`, as helm takes top-level keys.
+/// Formats top-level values as helm's `--set-json=a={...},b={...}`.
 fn set_json(values: &Value) -> String {
     let entries = values.as_object().into_iter().flatten();
     let entries: Vec<String> = entries

@@ -1,4 +1,4 @@
-//! One function a command.
+//! Runs each command of the harness.
 
 use std::future::Future;
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ use crate::args::{Args, BursarArgs, ClusterName, Command, ExternalCluster};
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let progress = Progress::start();
     match args.command {
-        // Before any thread exists: it changes namespaces.
+        // The node process changes namespaces, which requires that no thread exists.
         Command::Node { cluster } => node::run(&RunFolder::of(&cluster.name)?)?,
         Command::Verify(args) => return Ok(verify::run(&args)?),
         Command::Build => {
@@ -74,8 +74,8 @@ fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<
     runtime.block_on(work)
 }
 
-/// Runs `work` until it is done or a signal asks to stop; either way what it holds is dropped,
-/// which takes clusters down.
+/// Runs `work` until it completes or the process receives a signal. Both drop the values of `work`,
+/// which takes local clusters down.
 fn interruptible<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
     block_on(async {
         tokio::select! {
@@ -85,7 +85,7 @@ fn interruptible<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Re
     })
 }
 
-/// Waits for Ctrl-C or SIGTERM; answers what it was.
+/// Waits for Ctrl-C or SIGTERM, and returns which of them arrived.
 async fn stop_signal() -> anyhow::Result<&'static str> {
     let mut terminate = signal(SignalKind::terminate()).context("signals")?;
     tokio::select! {
@@ -163,7 +163,8 @@ fn into_local(scene: Environment) -> anyhow::Result<LocalCluster> {
     }
 }
 
-/// The demo on the user's cluster. Its namespaces go when it ends, however that is; Bursar stays.
+/// Runs the demo on the user's cluster. The harness deletes the demo's namespaces afterwards, even
+/// after a failure; Bursar stays installed.
 async fn demo_on_external_cluster(
     kubeconfig: PathBuf,
     images: Template,

@@ -1,4 +1,4 @@
-//! A control plane without nodes, with what the chart puts on it but its workloads.
+//! Starts a control plane without nodes, with the objects of the chart except its workloads.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -21,29 +21,29 @@ use crate::folders;
 use crate::kube::{self as supplies, BuildError, Toolbox};
 use crate::progress::Progress;
 
-/// Of the chart, what is no workload.
+/// The kinds of the chart's workloads, which need nodes.
 const WORKLOAD_KINDS: [&str; 2] = ["Deployment", "DaemonSet"];
-/// How long helm and kubectl may take.
+/// The timeout of a call of helm or kubectl.
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Why there is no control plane, or something cannot be put on it.
+/// The error of a control plane's start or of an operation on it.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlPlaneError {
     /// Kubernetes could not be built.
     #[error(transparent)]
     Supplies(#[from] CacheError<BuildError>),
-    /// It did not start, or one of its processes did not.
+    /// The control plane, or one of its processes, did not start.
     #[error(transparent)]
     Local(#[from] LocalError),
-    /// Its kubeconfig cannot be used.
+    /// The kubeconfig of the control plane cannot be used.
     #[error("the cluster's kubeconfig")]
     Kubeconfig(#[from] KubeconfigError),
-    /// A program could not be run, or a file not be written.
+    /// A program could not be started, or a file could not be written.
     #[error("{what}: {source}")]
     System {
         /// The program or the file.
         what: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// A program failed.
@@ -51,13 +51,13 @@ pub enum ControlPlaneError {
     Program {
         /// The program.
         program: PathBuf,
-        /// What it said.
+        /// Its standard error.
         said: String,
     },
-    /// What helm rendered is no YAML.
+    /// The output of helm is not valid YAML.
     #[error("the rendered chart: {0}")]
     Chart(#[from] serde_yaml_ng::Error),
-    /// It was taken down.
+    /// The control plane was stopped.
     #[error("the control plane is down")]
     Stopped,
 }
@@ -74,10 +74,11 @@ pub struct ControlPlane {
 }
 
 impl ControlPlane {
-    /// Starts one of this name. `harness` is the program whose subcommand `node` is the node process.
+    /// Starts a control plane of this name. `harness` is the program whose subcommand `node` is the
+    /// node process.
     ///
     /// # Errors
-    /// When something does not start, or the chart is refused.
+    /// When a component does not start, or the API server rejects the chart.
     pub async fn start(
         name: &str,
         harness: PathBuf,
@@ -91,7 +92,7 @@ impl ControlPlane {
             scope: ClusterScope::ControlPlaneOnly,
         };
         let mut local = LocalCluster::up(options, progress).await?;
-        // The garbage collector learns of new types every 30 s, and when it starts.
+        // The garbage collector discovers new types when it starts, and every 30 s.
         local.stop_controller_manager().await?;
         let kubeconfig = Kubeconfig::read_from(local.kubeconfig())?;
         let config =
@@ -114,7 +115,7 @@ impl ControlPlane {
         Ok(plane)
     }
 
-    /// Everything but workloads of the chart with these settings.
+    /// Renders the objects of the chart with these settings, without workloads.
     ///
     /// # Errors
     /// When helm fails.
@@ -131,7 +132,7 @@ impl ControlPlane {
         Ok(objects)
     }
 
-    /// Everything of the chart with these settings.
+    /// Renders all objects of the chart with these settings.
     ///
     /// # Errors
     /// When helm fails.
@@ -146,7 +147,7 @@ impl ControlPlane {
         let mut objects = Vec::new();
         for document in serde_yaml_ng::Deserializer::from_slice(&rendered) {
             let object = Value::deserialize(document)?;
-            // A template may come to nothing.
+            // Some templates render to an empty document.
             if !object.is_null() {
                 objects.push(object);
             }
@@ -154,7 +155,7 @@ impl ControlPlane {
         Ok(objects)
     }
 
-    /// Makes or changes these objects.
+    /// Creates or updates these objects by server-side apply.
     ///
     /// # Errors
     /// When kubectl fails.
@@ -177,7 +178,7 @@ impl ControlPlane {
     /// Starts or stops the controller manager.
     ///
     /// # Errors
-    /// When it does not start or end.
+    /// When the controller manager does not start or exit.
     pub async fn set_controller_manager_running(
         &self,
         runs: bool,
@@ -210,22 +211,23 @@ impl ControlPlane {
         Ok(local.restore_etcd().await?)
     }
 
-    /// A client with all rights.
+    /// Returns a client with the administrator's rights.
     pub fn client(&self) -> Client {
         self.client.clone()
     }
 
-    /// The way to the API server with the operator's rights, and no others.
+    /// Returns a client configuration with the operator's rights, by impersonation.
     pub fn operator_config(&self) -> Config {
         let mut config = self.config.clone();
         config.auth_info.impersonate = Some(operator_user());
         config
     }
 
-    /// The same as a file, for a process of its own.
+    /// Writes [`Self::operator_config`] to a kubeconfig file, for an operator in a process of its
+    /// own.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// When the file cannot be written.
     pub fn write_operator_kubeconfig(&self) -> Result<PathBuf, ControlPlaneError> {
         let mut kubeconfig = Kubeconfig::read_from(&self.kubeconfig)?;
         for user in &mut kubeconfig.auth_infos {
@@ -239,7 +241,7 @@ impl ControlPlane {
         Ok(path)
     }
 
-    /// Ids of its processes whose program has this name.
+    /// Returns the ids of the control plane's processes by program name.
     pub async fn processes_named(&self, program: &str) -> Vec<i32> {
         let local = self.local.lock().await;
         let local = local.as_ref();
@@ -248,16 +250,16 @@ impl ControlPlane {
             .unwrap_or_default()
     }
 
-    /// What the API server has logged so far.
+    /// Reads the API server's log.
     ///
     /// # Errors
-    /// When its log cannot be read.
+    /// When the log cannot be read.
     pub async fn api_server_log(&self) -> Result<String, ControlPlaneError> {
         let log = tokio::fs::read_to_string(&self.log).await;
         log.map_err(system_error(&self.log))
     }
 
-    /// Takes it down.
+    /// Takes the control plane down.
     pub async fn stop(&self) {
         drop(self.local.lock().await.take());
     }
@@ -272,7 +274,7 @@ fn system_error(what: &Path) -> impl FnOnce(io::Error) -> ControlPlaneError {
     move |source| ControlPlaneError::System { what, source }
 }
 
-/// Runs a command on this input; what it printed.
+/// Runs a command with this input, and returns its standard output.
 async fn run_to_success(
     program: &Path,
     mut command: Command,

@@ -1,14 +1,14 @@
-//! Where the harness finds the repository, and where it keeps what outlives a run.
+//! Locates the repository, the cache and the run folders.
 
 use std::path::{Path, PathBuf};
 
-/// The repository that this program was built from.
+/// Returns the repository that this program was built from.
 pub fn repository() -> PathBuf {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     package.parent().unwrap_or(package).to_path_buf()
 }
 
-/// `$XDG_CACHE_HOME/bursar`, or `~/.cache/bursar` (XDG Base Directory Specification).
+/// Returns `$XDG_CACHE_HOME/bursar`, or `~/.cache/bursar` (XDG Base Directory Specification).
 pub fn cache() -> PathBuf {
     let base = std::env::var_os("XDG_CACHE_HOME")
         .map(PathBuf::from)
@@ -18,7 +18,7 @@ pub fn cache() -> PathBuf {
     base.join("bursar")
 }
 
-/// The folder that holds the run folders of clusters.
+/// Returns the folder of all clusters' run folders.
 pub fn runs() -> PathBuf {
     std::env::temp_dir().join("bursar-e2e")
 }

@@ -1,5 +1,4 @@
-//! Bursar's end-to-end harness: a real Kubernetes on one machine, Bursar on it, and the checks
-//! that both hold.
+//! Starts a real Kubernetes with Bursar on one machine, and runs the checks of the repository.
 
 pub mod cache;
 mod cargo;

@@ -17,7 +17,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// The error and its causes, without those that the one before has told already.
+/// Joins the messages of the error and its causes, without a cause that the message before
+/// contains.
 fn format_error_chain(error: &anyhow::Error) -> String {
     let mut told = String::new();
     for cause in error.chain().map(ToString::to_string) {

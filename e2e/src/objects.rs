@@ -1,23 +1,23 @@
-//! Objects of the API server by their path, as JSON.
+//! Reads and writes objects of the API server by path, as JSON.
 
 use http::{Method, Request};
 use kube::Client;
 use serde_json::Value;
 
-/// A way to objects. Cheap to clone.
+/// A client for raw JSON. Cheap to clone.
 #[derive(Clone)]
 pub struct RawApi(Client);
 
 impl RawApi {
-    /// With the rights of `client`.
+    /// Sends requests with the rights of `client`.
     pub fn new(client: Client) -> Self {
         Self(client)
     }
 
-    /// What is at `path`: an object, or a list. Null where there is none.
+    /// Returns the object or list at `path`, or null if the server has none.
     ///
     /// # Errors
-    /// What the API server or the way to it says, but for 404.
+    /// The error of the API server or the connection, except 404.
     pub async fn get(&self, path: &str) -> kube::Result<Value> {
         match self.request(Method::GET, path, &Value::Null).await {
             Err(kube::Error::Api(status)) if status.code == 404 => Ok(Value::Null),
@@ -25,10 +25,10 @@ impl RawApi {
         }
     }
 
-    /// Makes an object below `path`.
+    /// Creates an object below `path`.
     ///
     /// # Errors
-    /// What the API server or the way to it says.
+    /// The error of the API server or the connection.
     pub async fn create(&self, path: &str, object: &Value) -> kube::Result<Value> {
         self.request(Method::POST, path, object).await
     }
@@ -36,15 +36,15 @@ impl RawApi {
     /// Changes the object at `path` by a merge patch.
     ///
     /// # Errors
-    /// What the API server or the way to it says.
+    /// The error of the API server or the connection.
     pub async fn merge_patch(&self, path: &str, patch: &Value) -> kube::Result<Value> {
         self.request(Method::PATCH, path, patch).await
     }
 
-    /// Deletes the object at `path`, if it is there.
+    /// Deletes the object at `path`, if it exists.
     ///
     /// # Errors
-    /// What the API server or the way to it says, but for 404.
+    /// The error of the API server or the connection, except 404.
     pub async fn delete(&self, path: &str) -> kube::Result<()> {
         match self.request(Method::DELETE, path, &Value::Null).await {
             Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),

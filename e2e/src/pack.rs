@@ -1,4 +1,4 @@
-//! One archive with everything of a cluster with Bursar, for a machine that can build nothing.
+//! Packs all artifacts into one archive, for a machine without compilers.
 //!
 //! ```text
 //! bursar-e2e/run                     the harness: `run demo`, `run up`, `run down`
@@ -21,17 +21,17 @@ use crate::progress::Progress;
 use crate::sim;
 use crate::supplies::{Artifacts, IMAGE_NAMES, SIMULATED_DRIVER_FILES};
 
-/// An archive may be no bigger: other machines' ways in are narrow.
+/// The maximum size of an archive in bytes, for slow uploads to the other machine.
 pub const MOST: u64 = 60 << 20;
 
-/// The folder that the archive unpacks to.
+/// The folder in the archive.
 const FOLDER: &str = "bursar-e2e";
-/// The harness in it.
+/// The harness's file name in the archive.
 const HARNESS_NAME: &str = "run";
-/// The template of the images' references.
+/// The file with the template of the images' references.
 const IMAGE_TEMPLATE_FILE: &str = "images.txt";
 
-/// Why an archive could not be made or used.
+/// The error of packing or opening an archive.
 #[derive(Debug, thiserror::Error)]
 pub enum PackError {
     /// A file cannot be read or written.
@@ -39,7 +39,7 @@ pub enum PackError {
     File {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The compressor is missing.
@@ -51,18 +51,18 @@ pub enum PackError {
     /// The chart cannot be rendered.
     #[error(transparent)]
     Chart(#[from] ChartError),
-    /// The archive is too big to travel.
+    /// The archive exceeds its maximum size.
     #[error("the archive has {bytes} bytes; it may have {MOST}")]
     TooBig {
         /// Its size.
         bytes: u64,
     },
-    /// The unpacked folder's file of references is spoilt.
+    /// The file of references of the unpacked folder is invalid.
     #[error("{path}: {source}")]
     References {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The error of its content.
         source: TemplateError,
     },
 }
@@ -72,7 +72,7 @@ fn file_error(path: &Path) -> impl FnOnce(io::Error) -> PackError {
     move |source| PackError::File { path, source }
 }
 
-/// Writes `supplies`, whose programs are as users get them, to the archive `out`; answers its size.
+/// Writes the artifacts, built in the release profile, to the archive `out`, and returns its size.
 ///
 /// # Errors
 /// When a file cannot be read or written, or the archive is bigger than [`MOST`].
@@ -114,7 +114,8 @@ pub async fn write(
     Ok(bytes)
 }
 
-/// The images' libraries are the same files, far apart: hence a big dictionary and one block.
+/// The images contain the same libraries far apart, hence the large dictionary and the single
+/// block.
 fn spawn_xz(target: File) -> io::Result<Child> {
     Command::new("xz")
         .args(["--threads=1", "--x86", "--lzma2=preset=6e,dict=128MiB"])
@@ -185,7 +186,7 @@ fn image_path(name: &str) -> PathBuf {
     Path::new("images").join(format!("{name}.tar"))
 }
 
-/// The folder of an unpacked archive, if `program` is its harness.
+/// Returns the folder of an unpacked archive, if `program` is its harness.
 pub fn unpacked_folder(program: &Path) -> Option<PathBuf> {
     let folder = program.parent()?;
     folder
@@ -194,10 +195,10 @@ pub fn unpacked_folder(program: &Path) -> Option<PathBuf> {
         .then(|| folder.to_path_buf())
 }
 
-/// What an archive that was unpacked to `folder` has.
+/// Returns the artifacts of an archive unpacked to `folder`.
 ///
 /// # Errors
-/// When its file of references cannot be read.
+/// When the file of references cannot be read or parsed.
 pub fn open(folder: &Path) -> Result<Artifacts, PackError> {
     let path = folder.join(IMAGE_TEMPLATE_FILE);
     let text = fs::read_to_string(&path).map_err(file_error(&path))?;
@@ -242,7 +243,7 @@ pub fn open(folder: &Path) -> Result<Artifacts, PackError> {
 mod tests {
     use super::*;
 
-    /// Supplies of small files in `folder`.
+    /// Makes artifacts of small files in `folder`.
     fn supplies(folder: &Path) -> Artifacts {
         let make = |name: &str| {
             let path = folder.join(name);

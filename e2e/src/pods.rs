@@ -1,4 +1,4 @@
-//! Pods of scenarios: built, watched and read with bounds.
+//! Creates, watches and reads pods, each step with a timeout.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,13 +16,13 @@ use kube::api::{Api, DeleteParams, ListParams, LogParams, PostParams};
 
 use crate::wait::{self, Poll, WaitError};
 
-/// The resource that pods ask for, with the default quantum.
+/// The resource name of GPU memory with the default quantum.
 pub const GPU_MEMORY: &str = "bursar.dev/gpu-memory-gib";
 
-/// How often a pod is looked at.
+/// The pause between two polls of a pod.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// A pod of one container, to be.
+/// Builds a pod of one container or more.
 #[derive(Debug, Clone)]
 pub struct PodBuilder {
     name: String,
@@ -42,7 +42,7 @@ pub struct PodBuilder {
 }
 
 impl PodBuilder {
-    /// A pod called `name` that runs the entry point of `image`.
+    /// Makes a pod called `name` that runs the entry point of `image`.
     pub fn new(name: impl Into<String>, image: impl Into<String>) -> Self {
         Self {
             name: name.into(),
@@ -62,7 +62,7 @@ impl PodBuilder {
         }
     }
 
-    /// Its arguments.
+    /// Sets the arguments.
     pub fn arguments(mut self, arguments: &[&str]) -> Self {
         self.arguments = arguments
             .iter()
@@ -71,27 +71,27 @@ impl PodBuilder {
         self
     }
 
-    /// It asks for this much GPU memory, in GiB.
+    /// Requests this much GPU memory, in GiB.
     pub fn gib(mut self, gib: u32) -> Self {
         self.gib = Some(gib);
         self
     }
 
-    /// An init container of the same image asks for this much GPU memory, in GiB; it shows what it
-    /// sees and ends.
+    /// Adds an init container of the same image that requests this much GPU memory, in GiB. By
+    /// default the container reports its devices and exits.
     pub fn init_gib(mut self, gib: u32) -> Self {
         self.init_gib = Some(gib);
         self
     }
 
-    /// What its init container does instead.
+    /// Sets the arguments of the init container.
     pub fn init_arguments(mut self, arguments: &[&str]) -> Self {
         let arguments = arguments.iter();
         self.init_arguments = arguments.map(|argument| (*argument).to_owned()).collect();
         self
     }
 
-    /// A sidecar of the same image starts before its init container, and asks for no GPU memory.
+    /// Adds a sidecar of the same image without GPU memory, which starts before the init container.
     pub fn sidecar_arguments(mut self, arguments: &[&str]) -> Self {
         let arguments = arguments.iter();
         let arguments = arguments.map(|argument| (*argument).to_owned()).collect();
@@ -99,38 +99,37 @@ impl PodBuilder {
         self
     }
 
-    /// Further containers do the same, and ask for so much GPU memory each, in GiB.
+    /// Adds containers with the same arguments, each with a request for GPU memory in GiB.
     pub fn additional_containers(mut self, gib: &[u32]) -> Self {
         self.beside = gib.to_vec();
         self
     }
 
-    /// Its PriorityClass.
+    /// Sets the PriorityClass.
     pub fn priority_class(mut self, name: &str) -> Self {
         self.priority_class = Some(name.to_owned());
         self
     }
 
-    /// It runs as Kubernetes' restricted profile asks, with a root file system that it can only read:
-    /// no root, no capabilities.
+    /// Runs the containers by Kubernetes' restricted profile, with a read-only root file system.
     pub fn restricted(mut self) -> Self {
         self.security_context = Some(restricted());
         self
     }
 
-    /// It may do to the node what it likes.
+    /// Runs the containers privileged.
     pub fn privileged(mut self) -> Self {
         self.security_context = Some(privileged());
         self
     }
 
-    /// Its users are not the host's (`hostUsers: false`).
+    /// Runs the pod in a user namespace (`hostUsers: false`).
     pub fn user_namespace(mut self) -> Self {
         self.user_namespace = true;
         self
     }
 
-    /// A variable of its environment.
+    /// Adds a variable to the environment.
     pub fn with_env(mut self, name: &str, value: &str) -> Self {
         self.environment.push(EnvVar {
             name: name.to_owned(),
@@ -140,13 +139,13 @@ impl PodBuilder {
         self
     }
 
-    /// Its container is started again whenever it ends.
+    /// Makes the kubelet restart the containers whenever they exit.
     pub fn restart_always(mut self) -> Self {
         self.restarts = true;
         self
     }
 
-    /// It has an empty volume at `path`.
+    /// Mounts an empty volume at `path`.
     pub fn with_empty_dir(self, path: &str) -> Self {
         let volume = Volume {
             empty_dir: Some(EmptyDirVolumeSource::default()),
@@ -155,7 +154,7 @@ impl PodBuilder {
         self.volume(path, volume, None)
     }
 
-    /// It has a volume's file at `path`, in which its name stands.
+    /// Mounts a file of a downward API volume at `path`, which contains the pod's name.
     pub fn with_downward_api_file(self, path: &str) -> Self {
         let file = DownwardAPIVolumeFile {
             path: "name".to_owned(),
@@ -175,7 +174,7 @@ impl PodBuilder {
         self.volume(path, volume, Some("name"))
     }
 
-    /// It has what the node has at `path`.
+    /// Mounts the node's `path` at the same path.
     pub fn with_host_path(self, path: &str) -> Self {
         let volume = Volume {
             host_path: Some(HostPathVolumeSource {
@@ -199,7 +198,7 @@ impl PodBuilder {
         self
     }
 
-    /// Its name.
+    /// Returns the pod's name.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -223,7 +222,7 @@ impl PodBuilder {
                 ..ResourceRequirements::default()
             }),
             security_context: self.security_context.clone(),
-            // What a program that failed said last is in its pod's status.
+            // The kubelet copies the last lines of a failed program's log to the pod's status.
             termination_message_policy: Some("FallbackToLogsOnError".to_owned()),
             ..Container::default()
         }
@@ -262,7 +261,8 @@ impl PodBuilder {
                 priority_class_name: self.priority_class.clone(),
                 restart_policy: Some(if self.restarts { "Always" } else { "Never" }.to_owned()),
                 automount_service_account_token: Some(false),
-                // Not 0: the API server would forget a deleted pod before the kubelet has ended it.
+                // With 0 the API server would delete the pod before the kubelet has stopped the
+                // containers.
                 termination_grace_period_seconds: Some(1),
                 host_users: self.user_namespace.then_some(false),
                 ..PodSpec::default()
@@ -272,7 +272,7 @@ impl PodBuilder {
     }
 }
 
-/// What Kubernetes' restricted profile asks for, and a root file system that cannot be written.
+/// Returns Kubernetes' restricted profile with a read-only root file system.
 fn restricted() -> SecurityContext {
     SecurityContext {
         run_as_user: Some(1000),
@@ -299,18 +299,18 @@ fn privileged() -> SecurityContext {
     }
 }
 
-/// Why something could not be done with pods.
+/// The error of an operation on pods.
 #[derive(Debug, thiserror::Error)]
 pub enum PodError {
     /// The API server refused.
     #[error("{what}: {source}")]
     ApiServer {
-        /// What was being done.
+        /// The operation.
         what: String,
-        /// What the server said.
+        /// The API server's error.
         source: Box<kube::Error>,
     },
-    /// A bound passed.
+    /// The wait timed out or cannot succeed.
     #[error(transparent)]
     Wait(#[from] WaitError),
 }
@@ -323,25 +323,25 @@ fn api_error(what: impl Into<String>) -> impl FnOnce(kube::Error) -> PodError {
     }
 }
 
-/// How a pod fares, as far as scenarios care.
+/// The parts of a pod's status that tests read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PodState {
     /// Its phase.
     pub phase: String,
-    /// It has a node.
+    /// Whether the pod has a node.
     pub scheduled: bool,
-    /// A container of it runs.
+    /// Whether some container runs.
     pub running: bool,
-    /// All of its containers run.
+    /// Whether all containers run.
     pub all_running: bool,
-    /// How often its container was restarted.
+    /// The restarts of all containers.
     pub restarts: i32,
-    /// Why its container waits: `reason: message`, or the scheduler's reason.
+    /// The reason for which a container waits: `reason: message`, or the scheduler's message.
     pub waiting_reason: String,
 }
 
 impl PodState {
-    /// Reads it from the pod's status.
+    /// Extracts the state from the pod's status.
     pub fn of(pod: &Pod) -> Self {
         let status = pod.status.clone().unwrap_or_default();
         let containers = status.container_statuses.unwrap_or_default();
@@ -387,22 +387,23 @@ impl PodState {
         }
     }
 
-    /// It waits and says for what: on its node for a GPU, or for a node.
+    /// Returns whether the pod is pending with a reason: a container that waits for a GPU, or a pod
+    /// without a node.
     pub fn is_waiting_with_reason(&self) -> bool {
         self.phase == "Pending"
             && !self.waiting_reason.is_empty()
             && !self.waiting_reason.starts_with("ContainerCreating")
     }
 
-    /// Why it waits, in the words of the agent or the scheduler: without what gRPC and the kubelet put
-    /// before them.
+    /// Returns the reason as written by the agent or the scheduler, without the prefixes of gRPC
+    /// and the kubelet.
     pub fn innermost_reason(&self) -> &str {
         self.waiting_reason
             .rsplit_once(" desc = ")
             .map_or(self.waiting_reason.as_str(), |(_, reason)| reason)
     }
 
-    /// One line for errors.
+    /// Formats the state in one line, for errors.
     fn summary(&self) -> String {
         format!("{} {}", self.phase, self.waiting_reason)
     }
@@ -416,7 +417,7 @@ pub struct Pods {
 }
 
 impl Pods {
-    /// The pods of `namespace`, which is made if it is not there.
+    /// Returns the pods of `namespace`, and creates the namespace if it does not exist.
     ///
     /// # Errors
     /// When the API server refuses.
@@ -447,7 +448,7 @@ impl Pods {
         })
     }
 
-    /// Deletes the namespace with everything in it, and does not wait for its end.
+    /// Deletes the namespace with its objects, and does not wait for the end of the deletion.
     ///
     /// # Errors
     /// When the API server refuses.
@@ -462,8 +463,8 @@ impl Pods {
         }
     }
 
-    /// Creates the pod. The namespace's default service account may still be on its way: that is
-    /// waited for.
+    /// Creates the pod. The API server refuses pods until the namespace's default service account
+    /// exists, so creation is tried again until then.
     ///
     /// # Errors
     /// When the API server refuses the pod.
@@ -487,7 +488,7 @@ impl Pods {
         created.map_err(api_error(what))
     }
 
-    /// Asks for the pod's end and does not wait for it.
+    /// Deletes the pod, and does not wait for the end of the deletion.
     ///
     /// # Errors
     /// When the API server refuses.
@@ -495,7 +496,8 @@ impl Pods {
         self.delete_with(name, &DeleteParams::default()).await
     }
 
-    /// Makes the API server forget the pod at once; its containers end later, by themselves.
+    /// Deletes the pod with a grace period of 0, so that the API server removes the object before
+    /// its containers stop.
     ///
     /// # Errors
     /// When the API server refuses.
@@ -512,10 +514,10 @@ impl Pods {
         }
     }
 
-    /// Deletes every pod of the namespace and waits until they are gone.
+    /// Deletes every pod of the namespace and waits until the API server has none.
     ///
     /// # Errors
-    /// When the API server refuses, or one stays.
+    /// When the API server refuses, or a pod remains.
     pub async fn delete_all(&self) -> Result<(), PodError> {
         let all = ListParams::default();
         self.api
@@ -531,7 +533,7 @@ impl Pods {
         Ok(wait::poll_until(&what, Duration::from_secs(60), POLL_INTERVAL, look).await?)
     }
 
-    /// Every pod, as the API server has it.
+    /// Returns every pod of the namespace.
     ///
     /// # Errors
     /// When the API server refuses.
@@ -544,7 +546,7 @@ impl Pods {
             .items)
     }
 
-    /// How the pod fares.
+    /// Returns the state of the pod.
     ///
     /// # Errors
     /// As [`Self::get`].
@@ -552,10 +554,10 @@ impl Pods {
         Ok(PodState::of(&self.get(name).await?))
     }
 
-    /// The pod, as the API server has it.
+    /// Returns the pod.
     ///
     /// # Errors
-    /// When the API server refuses or does not know it.
+    /// When the API server refuses or has no such pod.
     pub async fn get(&self, name: &str) -> Result<Pod, PodError> {
         self.api
             .get(name)
@@ -563,7 +565,7 @@ impl Pods {
             .map_err(api_error(format!("pod {}/{name}", self.namespace)))
     }
 
-    /// The node that the pod is on.
+    /// Returns the name of the pod's node.
     ///
     /// # Errors
     /// As [`Self::get`].
@@ -572,7 +574,8 @@ impl Pods {
         Ok(pod.spec.and_then(|spec| spec.node_name).unwrap_or_default())
     }
 
-    /// Waits until the pod's state is as wanted. A pod that Failed, and is not wanted so, ends the wait.
+    /// Waits until the pod's state is as wanted. A pod that is Failed ends the wait, unless Failed
+    /// is wanted.
     ///
     /// # Errors
     /// After `bound`, with the pod's state.
@@ -605,10 +608,10 @@ impl Pods {
         Ok(wait::poll_until(&what, bound, POLL_INTERVAL, look).await?)
     }
 
-    /// Waits until the pod's container runs.
+    /// Waits until a container of the pod runs.
     ///
     /// # Errors
-    /// As [`Self::until`].
+    /// As [`Self::wait_until`].
     pub async fn wait_until_running(
         &self,
         name: &str,
@@ -618,10 +621,10 @@ impl Pods {
             .await
     }
 
-    /// Waits until the pod waits on its node, with a reason that contains `reason`.
+    /// Waits until the pod is scheduled and a container waits for a reason that contains `reason`.
     ///
     /// # Errors
-    /// As [`Self::until`].
+    /// As [`Self::wait_until`].
     pub async fn wait_until_waiting(
         &self,
         name: &str,
@@ -649,15 +652,15 @@ impl Pods {
         Ok(wait::poll_until(&what, bound, POLL_INTERVAL, look).await?)
     }
 
-    /// What the pod's container has printed.
+    /// Returns the log of the pod's container.
     ///
     /// # Errors
-    /// When it cannot be read.
+    /// When the log cannot be read.
     pub async fn log(&self, name: &str) -> Result<String, PodError> {
         self.read_log(name, LogParams::default()).await
     }
 
-    /// When the pod's container printed its first line, by the node's clock; none before it did.
+    /// Returns the node's time of the first line in the container's log, if there is one.
     ///
     /// # Errors
     /// When the log cannot be read.
@@ -676,10 +679,10 @@ impl Pods {
         self.api.logs(name, &params).await.map_err(api_error(what))
     }
 
-    /// Waits for a line of the pod's log that `wanted` makes something of.
+    /// Waits for a line of the pod's log from which `wanted` returns a value.
     ///
     /// # Errors
-    /// After `bound`, with the end of the log.
+    /// After `bound`, with the last line of the log.
     pub async fn wait_for_log_line<T>(
         &self,
         name: &str,

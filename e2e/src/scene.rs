@@ -1,4 +1,4 @@
-//! A cluster with GPUs and Bursar on it, ready for pods.
+//! Sets up the environment of tests: a cluster with GPUs and Bursar, ready for pods.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -21,65 +21,65 @@ use crate::sim::{SimError, SimulatedGpus};
 use crate::supplies::Artifacts;
 use crate::wait::{self, Poll, WaitError};
 
-/// Bound of the chart's start: images are local, or pulled once.
+/// The timeout of the chart's start, for images that are local or pulled once.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(180);
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// The simulated GPUs of a scene: how many, and GiB of each.
+/// The simulated GPUs of an environment: their number, and the GiB of each.
 pub const SIMULATED_GPUS: (u32, u32) = (2, 16);
 
 /// A cluster with Bursar on it.
 pub struct Environment {
-    /// Where it is.
+    /// The cluster.
     pub cluster: Cluster,
-    /// The simulated GPUs, unless the GPUs are real.
+    /// The simulated GPUs, unless the environment uses real ones.
     pub simulated_gpus: Option<SimulatedGpus>,
     /// The image of the CUDA program that pods run.
     pub probe_image: String,
 }
 
-/// Why there is no scene.
+/// The error of an environment's set-up.
 #[derive(Debug, thiserror::Error)]
 pub enum EnvironmentError {
-    /// Our cluster did not start.
+    /// The local cluster did not start.
     #[error(transparent)]
     Local(#[from] LocalError),
     /// The user's cluster cannot be used.
     #[error(transparent)]
     Kubeconfig(#[from] KubeconfigError),
-    /// The simulated GPUs could not be laid out.
+    /// The simulated GPUs could not be set up.
     #[error(transparent)]
     Sim(#[from] SimError),
     /// The chart could not be installed.
     #[error(transparent)]
     Chart(#[from] ChartError),
-    /// A pod could not be handled.
+    /// An operation on a pod failed.
     #[error(transparent)]
     Pod(#[from] PodError),
     /// The API server refused.
     #[error("API server: {0}")]
     Api(#[from] kube::Error),
-    /// Bursar does not come up.
+    /// Bursar does not become ready.
     #[error("{source}\n{state}")]
     NotReady {
-        /// What was waited for.
+        /// The timeout of the wait.
         source: WaitError,
         /// The pods of Bursar, with the ends of their logs.
         state: String,
     },
 }
 
-/// This machine has an NVIDIA driver that answers.
+/// Returns whether this machine has a loaded NVIDIA driver.
 pub fn has_driver() -> bool {
     Path::new("/proc/driver/nvidia/version").exists() && Path::new("/dev/nvidiactl").exists()
 }
 
 impl Environment {
     /// Starts a cluster called `name` with the real GPUs of this machine, or simulated ones, and
-    /// puts Bursar on it.
+    /// installs Bursar.
     ///
     /// # Errors
-    /// When a step fails or outlasts its bound; the cluster is taken down again.
+    /// When a step fails or times out; the cluster is taken down again.
     pub async fn start(
         supplies: &Artifacts,
         name: &str,
@@ -127,11 +127,11 @@ impl Environment {
         Ok(scene)
     }
 
-    /// The cluster of `kubeconfig`, whose nodes can pull `images`. Bursar is put on it unless it is
-    /// there.
+    /// Uses the cluster of `kubeconfig`, whose nodes can pull `images`, and installs Bursar unless
+    /// it is present.
     ///
     /// # Errors
-    /// As [`Self::start`]; nothing is taken down.
+    /// As [`Self::start`], but the cluster stays.
     pub async fn attach(
         kubeconfig: PathBuf,
         chart: &Chart,
@@ -207,7 +207,7 @@ impl Environment {
             .await
     }
 
-    /// An error with the state of Bursar's pods.
+    /// Adds the report of Bursar's pods to an error.
     async fn with_pod_report<T>(
         &self,
         waited: Result<T, WaitError>,
@@ -221,10 +221,10 @@ impl Environment {
         }
     }
 
-    /// Waits until the sum over all nodes of the allocatable GPU memory, in quanta, is as wanted.
+    /// Waits until the GPU memory allocatable on all nodes, in quanta, satisfies `wanted`.
     ///
     /// # Errors
-    /// After `bound`, with the state of Bursar's pods.
+    /// After `bound`, with the report of Bursar's pods.
     pub async fn wait_for_allocatable(
         &self,
         wanted: impl Fn(i64) -> bool,
@@ -247,7 +247,7 @@ impl Environment {
         self.with_pod_report(waited).await
     }
 
-    /// Bursar's own pods and the ends of their logs, for an error message.
+    /// Describes Bursar's own pods with the ends of their logs, for an error message.
     pub async fn pod_report(&self) -> String {
         let pods: Api<Pod> = Api::namespaced(self.cluster.client(), chart::NAMESPACE);
         let mut text = String::new();
@@ -274,7 +274,8 @@ impl Environment {
         text
     }
 
-    /// Sizes of the healthy GPUs, in quanta, the largest first: as laid out, or as agents report.
+    /// Returns the sizes of the healthy GPUs in quanta, the largest first. Simulated GPUs have the
+    /// sizes of their set-up, real ones the sizes that agents report.
     ///
     /// # Errors
     /// When the API server refuses.
@@ -296,7 +297,7 @@ impl Environment {
         Ok(sizes)
     }
 
-    /// Allocatable GPU memory by node, in quanta.
+    /// Returns each node's allocatable GPU memory, in quanta.
     ///
     /// # Errors
     /// When the API server refuses.
@@ -318,7 +319,7 @@ fn has_ready_replica(deployment: &Deployment) -> bool {
     status.is_some_and(|status| status.ready_replicas.unwrap_or(0) > 0)
 }
 
-/// Every node that should have an agent has a ready one.
+/// Returns whether every node of the DaemonSet has a ready agent.
 fn is_fully_ready(agents: &DaemonSet) -> bool {
     let status = agents.status.as_ref();
     status.is_some_and(|status| {

@@ -1,4 +1,4 @@
-//! Simulated GPUs for a node without a driver: laid out by `simgpu`, broken and mended by it.
+//! Sets up simulated GPUs by `simgpu` on a node without a driver, and injects their loss.
 
 use std::fmt::Write as _;
 use std::io;
@@ -9,7 +9,7 @@ use std::process::Command;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::io::Errno;
 
-/// The folder of the simulated machine, on its node.
+/// The folder of the simulated machine on its node.
 pub const FOLDER: &str = "/run/simgpu";
 
 /// The programs and libraries of the simulated driver.
@@ -25,32 +25,32 @@ pub struct SimulatedDriver {
 #[derive(Debug, Clone)]
 pub struct SimulatedGpus {
     driver: SimulatedDriver,
-    /// [`FOLDER`] as this process can open it.
+    /// [`FOLDER`] as a path that this process can open.
     folder: PathBuf,
 }
 
-/// Why `simgpu` did not do what it was asked.
+/// The error of a call of `simgpu`.
 #[derive(Debug, thiserror::Error)]
 pub enum SimError {
-    /// It could not be run, or its configuration not written.
+    /// `simgpu` could not be started, or its configuration could not be written.
     #[error("{path}: {source}")]
     File {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// It failed.
+    /// `simgpu` exited with a failure.
     #[error("simgpu {arguments}: {said}")]
     Failed {
         /// Its arguments.
         arguments: String,
-        /// What it said.
+        /// Its standard error.
         said: String,
     },
 }
 
-/// The configuration of `count` GPUs of `gib` GiB each.
+/// Returns the configuration of `count` GPUs of `gib` GiB each.
 fn config(count: u32, gib: u32) -> String {
     let mut text = String::new();
     for gpu in 0..count {
@@ -64,17 +64,17 @@ fn config(count: u32, gib: u32) -> String {
     text
 }
 
-/// The UUID of the simulated GPU at this position.
+/// Returns the UUID of the simulated GPU with this index.
 pub fn uuid(gpu: u32) -> String {
     format!("GPU-00000000-0000-4000-8000-{gpu:012x}")
 }
 
 impl SimulatedGpus {
-    /// Lays out `count` GPUs of `gib` GiB in [`FOLDER`] of the node whose root folder is `root`, as this
-    /// process can open it. `configs` is a folder for the configuration file.
+    /// Sets up `count` GPUs of `gib` GiB in [`FOLDER`] of a node. `root` is the node's root folder
+    /// as this process can open it, `configs` the folder of the configuration file.
     ///
     /// # Errors
-    /// When `simgpu` refuses, or a device node cannot be made.
+    /// When `simgpu` fails, or a device node cannot be created.
     pub fn set_up(
         driver: SimulatedDriver,
         root: &Path,
@@ -103,8 +103,8 @@ impl SimulatedGpus {
         Ok(gpus)
     }
 
-    /// Makes the GPUs' device nodes in the node's own `/dev` too. For a pod with users of its own, runc binds
-    /// the node that the host has at the container's path, wherever CDI says that it is.
+    /// Creates the GPUs' device nodes in the node's own `/dev` too. For a pod in a user namespace,
+    /// runc binds the host's node at the container's path, whatever host path the CDI file has.
     fn create_device_nodes(&self, dev: &Path) -> io::Result<()> {
         for entry in std::fs::read_dir(self.folder.join("dev"))? {
             let entry = entry?;
@@ -130,15 +130,15 @@ impl SimulatedGpus {
     /// Takes a GPU off the bus, as XID 79 does.
     ///
     /// # Errors
-    /// When `simgpu` refuses.
+    /// When `simgpu` fails.
     pub fn lose(&self, gpu: u32) -> Result<(), SimError> {
         self.run(&["lose".to_owned(), gpu.to_string()])
     }
 
-    /// Puts a lost GPU back.
+    /// Restores a lost GPU.
     ///
     /// # Errors
-    /// When `simgpu` refuses.
+    /// When `simgpu` fails.
     pub fn restore(&self, gpu: u32) -> Result<(), SimError> {
         self.run(&["restore".to_owned(), gpu.to_string()])
     }

@@ -1,4 +1,4 @@
-//! Everything that a cluster with Bursar is made from, built or unpacked.
+//! Builds or unpacks the artifacts of a cluster with Bursar.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -11,14 +11,14 @@ use crate::progress::Progress;
 use crate::sim;
 use crate::workspace::{self, Binaries, Profile, WorkspaceError};
 
-/// Programs, images and the simulated driver.
+/// Programs, images, the simulated driver and the chart.
 #[derive(Debug, Clone)]
 pub struct Artifacts {
-    /// Kubernetes and its friends.
+    /// The programs of Kubernetes and containerd.
     pub toolbox: Toolbox,
     /// The program whose subcommand `node` is the node process.
     pub harness: PathBuf,
-    /// The references of our images.
+    /// The template of our images' references.
     pub image_template: Template,
     /// Our images by name: agent, operator, probe, pause.
     pub images: BTreeMap<&'static str, Archive>,
@@ -28,7 +28,7 @@ pub struct Artifacts {
     pub chart: Chart,
 }
 
-/// Why there are no supplies.
+/// The error of a build.
 #[derive(Debug, thiserror::Error)]
 pub enum ArtifactsError {
     /// Kubernetes cannot be built.
@@ -45,7 +45,7 @@ pub enum ArtifactsError {
     NotBuilt(&'static str),
 }
 
-/// The simulated driver's files, as cargo names them.
+/// The file names that cargo gives to the simulated driver.
 pub(crate) const SIMULATED_DRIVER_FILES: [&str; 3] =
     ["simgpu", "libbursar_sim_cuda.so", "libbursar_sim_nvml.so"];
 
@@ -53,18 +53,18 @@ pub(crate) const SIMULATED_DRIVER_FILES: [&str; 3] =
 pub(crate) const IMAGE_NAMES: [&str; 4] = ["agent", "operator", "pause", "probe"];
 
 impl Artifacts {
-    /// Builds everything that travels, as users get it.
+    /// Builds every artifact of an archive in the release profile.
     ///
     /// # Errors
-    /// When a part cannot be built.
+    /// When an artifact cannot be built.
     pub fn for_archive(progress: &Progress) -> Result<Self, ArtifactsError> {
         Self::build(Profile::Release, None, progress)
     }
 
-    /// Builds everything from this repository.
+    /// Builds every artifact from this repository.
     ///
     /// # Errors
-    /// When a part cannot be built.
+    /// When an artifact cannot be built.
     pub fn from_workspace(
         profile: Profile,
         harness: PathBuf,

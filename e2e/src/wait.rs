@@ -1,8 +1,8 @@
-//! Waiting with a bound, and an error that says for what.
+//! Polls a state until it is ready, with a timeout and an error that names the last state.
 
 use std::time::{Duration, Instant};
 
-/// A wait that outlasted its bound, or cannot succeed any more.
+/// A wait that timed out, or cannot succeed any more.
 #[derive(Debug, thiserror::Error)]
 #[error("waited {waited:.1?} for {what}: {last}")]
 pub struct WaitError {
@@ -11,21 +11,21 @@ pub struct WaitError {
     last: String,
 }
 
-/// What one look found.
+/// The result of one poll.
 #[derive(Debug)]
 pub enum Poll<T> {
-    /// It is there.
+    /// The state is reached, with its value.
     Ready(T),
-    /// Not yet; how things stand, in words.
+    /// The state is not reached yet, with a description for the error.
     Pending(String),
-    /// It cannot come any more, and why.
+    /// The state cannot be reached any more, with the cause.
     Failed(String),
 }
 
-/// Looks every `pause` until `look` finds something.
+/// Calls `look` every `pause` until it returns [`Poll::Ready`].
 ///
 /// # Errors
-/// After `bound`, or when `look` says never; with what it said last.
+/// After `bound`, or at [`Poll::Failed`], with the last description.
 pub async fn poll_until<T>(
     what: &str,
     bound: Duration,
@@ -47,7 +47,7 @@ pub async fn poll_until<T>(
             Ok(Poll::Pending(state)) => last = state,
             Err(_) => return Err(done(last)),
         }
-        // A look that answers at once is never cut off by the timeout above.
+        // The timeout above never cuts off a poll that returns at once.
         if start.elapsed() >= bound {
             return Err(done(last));
         }

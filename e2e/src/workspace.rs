@@ -24,25 +24,25 @@ const PACKAGES: &[&str] = &[
     "bursar-sim-nvml",
 ];
 
-/// This package.
+/// The package of the harness.
 const HARNESS: &str = env!("CARGO_PKG_NAME");
 
-/// How programs are compiled.
+/// The cargo profile of a build.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Profile {
-    /// As the tests are, so that dependencies compile once.
+    /// The profile of the tests, so that dependencies compile once.
     Dev,
-    /// As users get them.
+    /// The profile of releases.
     Release,
 }
 
-/// Why the workspace could not be built.
+/// The error of a build.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkspaceError {
     /// Cargo could not be run.
     #[error("cargo: {0}")]
     Cargo(#[from] io::Error),
-    /// A program does not compile; the compiler has said why.
+    /// A program does not compile; cargo has printed the cause.
     #[error("cargo build failed ({0})")]
     Build(std::process::ExitStatus),
 }
@@ -52,26 +52,26 @@ pub enum WorkspaceError {
 pub struct Binaries(BTreeMap<String, PathBuf>);
 
 impl Binaries {
-    /// The file of this name.
+    /// Returns the path of the file with this name.
     pub fn get(&self, name: &str) -> Option<&Path> {
         self.0.get(name).map(PathBuf::as_path)
     }
 
-    /// The same, with another file of this name.
+    /// Replaces the file of this name.
     #[must_use]
     pub fn with(mut self, name: &str, path: PathBuf) -> Self {
         self.0.insert(name.to_owned(), path);
         self
     }
 
-    /// The folder that cargo put the programs in.
+    /// Returns cargo's output folder.
     pub fn folder(&self) -> Option<&Path> {
         self.0.values().next().and_then(|path| path.parent())
     }
 }
 
-/// The lines of `cargo build --message-format=json` that matter
-/// (The Cargo Book, "External tools").
+/// The fields of `cargo build --message-format=json` that the harness reads (The Cargo Book,
+/// "External tools").
 #[derive(Deserialize)]
 struct Message {
     reason: String,
@@ -86,14 +86,16 @@ struct Target {
     kind: Vec<String>,
 }
 
-/// Cargo unifies features over what it is told to build, development dependencies among it where a test is. So this is
-/// what `cargo test --workspace` builds: with fewer packages, or no test, nearly every crate is compiled once more.
+/// The targets of `cargo test --workspace`, which have its features. Cargo unifies features over
+/// all selected packages and, with a test target, over development dependencies. Another selection
+/// would compile nearly every crate once more.
 const TEST_SELECTION: &[&str] = &["--workspace", "--lib", "--bins", "--test", "cluster"];
 
-/// Compiles everything that runs in a cluster, and the harness if asked to. The compiler's messages go to standard error.
+/// Compiles the programs and libraries of a cluster, and on request the harness. Compiler messages
+/// go to standard error.
 ///
 /// # Errors
-/// When cargo is missing or something does not compile.
+/// When cargo is missing or a package does not compile.
 pub fn build(profile: Profile, harness: bool) -> Result<Binaries, WorkspaceError> {
     let selection = match profile {
         Profile::Dev => TEST_SELECTION.to_vec(),

@@ -1,4 +1,4 @@
-//! The cluster's certificates: one authority, and a pair for each party.
+//! Issues the cluster's certificates: an authority, and a key pair for each subject.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -10,11 +10,11 @@ use rcgen::{
 
 use crate::node::{ADDRESS, SERVICE_ADDRESS};
 
-/// Files by name: `ca.crt`, and `<party>.crt` with `<party>.key` for each party.
+/// PEM files by name: `ca.crt`, and `<subject>.crt` with `<subject>.key` for each subject.
 pub(super) type PemFiles = BTreeMap<String, String>;
 
-/// Who gets a certificate: the user and group that Kubernetes takes from its subject
-/// (kubernetes.io, "PKI certificates and requirements").
+/// The file name, user and group of each certificate. Kubernetes takes user and group from the
+/// certificate's subject (kubernetes.io, "PKI certificates and requirements").
 const SUBJECTS: &[(&str, &str, &str)] = &[
     ("apiserver", "kube-apiserver", ""),
     (
@@ -27,11 +27,11 @@ const SUBJECTS: &[(&str, &str, &str)] = &[
     ("scheduler", "system:kube-scheduler", ""),
 ];
 
-/// Makes every certificate and key, and the key that signs service accounts' tokens
+/// Issues every certificate and key, and the key that signs the tokens of service accounts
 /// (`service-account.key`, `.pub`).
 ///
 /// # Errors
-/// When the cryptography library refuses.
+/// When the cryptography library fails.
 pub(super) fn issue(node: &str) -> Result<PemFiles, rcgen::Error> {
     let mut files = PemFiles::new();
     let mut params = CertificateParams::default();

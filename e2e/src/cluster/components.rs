@@ -1,4 +1,4 @@
-//! The command line and the configuration file of each component.
+//! Writes the command line and the configuration file of each component.
 
 use std::fs;
 use std::io;
@@ -16,10 +16,10 @@ use crate::node::{ADDRESS, API_PORT, SERVICE_ADDRESS};
 pub(super) const NODE_NAME: &str = "node-1";
 /// containerd's socket, in the node's mount namespace.
 pub(super) const CONTAINERD_SOCKET: &str = "/run/containerd/containerd.sock";
-/// The image that holds a pod's namespaces open.
+/// The image of the container that holds a pod's namespaces.
 pub(super) const PAUSE_IMAGE: &str = crate::images::PAUSE;
 
-/// One program of the cluster: how to start it.
+/// The name, program and arguments of one component.
 #[derive(Debug, Clone)]
 pub(super) struct Component {
     pub(super) name: &'static str,
@@ -27,15 +27,15 @@ pub(super) struct Component {
     pub(super) arguments: Vec<String>,
 }
 
-/// Everything of a cluster that is decided before it starts.
+/// The decisions about a cluster that precede its start.
 #[derive(Debug, Clone)]
 pub(super) struct ClusterConfig {
     pub(super) folder: RunFolder,
     pub(super) toolbox: Toolbox,
     pub(super) scope: ClusterScope,
-    /// The node's only cgroup hierarchy is v2.
+    /// Whether the node's only cgroup hierarchy is v2.
     pub(super) cgroup_v2: bool,
-    /// `cgroupRoot` of the kubelet.
+    /// The kubelet's `cgroupRoot`.
     pub(super) cgroup_root: String,
 }
 
@@ -70,10 +70,10 @@ impl ClusterConfig {
         fs::write(cni.join("10-bridge.conflist"), to_json(&cni_config())?)
     }
 
-    /// The administrator's kubeconfig with the host's port of the API server.
+    /// Writes the administrator's kubeconfig with the host's port of the API server.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// When the file cannot be written.
     pub(super) fn write_host_kubeconfig(&self, port: u16) -> io::Result<()> {
         let config = self.kubeconfig("admin", &format!("https://127.0.0.1:{port}"));
         fs::write(self.folder.kubeconfig(), to_json(&config)?)
@@ -103,7 +103,7 @@ impl ClusterConfig {
         }
     }
 
-    /// The store of the API server. Its data is gone with the cluster, so it need not reach a disk.
+    /// etcd skips fsync, because its data is deleted with the cluster.
     pub(super) fn etcd(&self) -> Component {
         let data = self.folder.scratch().join("etcd").display().to_string();
         self.component(
@@ -140,7 +140,7 @@ impl ClusterConfig {
                     "kubelet-client-key",
                     &self.config_path("apiserver-kubelet-client.key"),
                 ),
-                // Nothing resolves the node's name.
+                // No DNS server resolves the node's name.
                 ("kubelet-preferred-address-types", "InternalIP"),
                 ("service-account-issuer", "https://kubernetes.default.svc"),
                 (
@@ -179,7 +179,8 @@ impl ClusterConfig {
                 ),
                 ("use-service-account-credentials", "true"),
                 ("controllers", controllers),
-                // One account for each of 40 controllers, before anything else.
+                // The controller manager first creates a service account for each of 40
+                // controllers.
                 ("kube-api-qps", "500"),
                 ("kube-api-burst", "1000"),
                 ("leader-elect", "false"),
@@ -230,16 +231,18 @@ impl ClusterConfig {
             "cgroupRoot": self.cgroup_root,
             "enforceNodeAllocatable": [],
             "failSwapOn": false,
-            // The node's file systems are a view of the host's: their fill is not ours to manage.
+            // The node's file systems are overlays of the host's, so the kubelet must not manage
+            // their usage.
             "localStorageCapacityIsolation": false,
             "evictionHard": {"memory.available": "0%", "nodefs.available": "0%", "nodefs.inodesFree": "0%",
                              "imagefs.available": "0%", "imagefs.inodesFree": "0%"},
             "imageGCHighThresholdPercent": 100,
-            // Without an address every pod gets a warning event. Nothing answers there.
+            // Without a DNS address the kubelet sends a warning event for every pod. No server
+            // listens there.
             "clusterDNS": [ADDRESS.to_string()], "clusterDomain": "cluster.local",
             "resolvConf": self.config_path("resolv.conf"),
             "nodeStatusUpdateFrequency": "4s",
-            // Tests kill containers again and again, and would wait for minutes.
+            // Tests kill containers repeatedly, and the default back-off grows to minutes.
             "featureGates": {"KubeletCrashLoopBackOffMax": true},
             "crashLoopBackOff": {"maxContainerRestartPeriod": "1s"},
         });
@@ -249,7 +252,8 @@ impl ClusterConfig {
         config
     }
 
-    /// Configuration version 3 (containerd `docs/cri/config.md`). No CAP_SYS_RESOURCE is needed.
+    /// Returns containerd's configuration in version 3 (containerd `docs/cri/config.md`).
+    /// containerd needs no CAP_SYS_RESOURCE with these settings.
     fn containerd_config(&self) -> String {
         let plugins = self
             .toolbox
@@ -282,7 +286,7 @@ conf_dir = "{cni}"
     }
 }
 
-/// Pods are on one bridge, whose address is their gateway to the node.
+/// Connects pods by one bridge, whose address is their gateway to the node.
 fn cni_config() -> Value {
     json!({
         "cniVersion": "1.0.0", "name": "bursar-e2e",

@@ -1,4 +1,4 @@
-//! The harness's end of the node process's socket.
+//! Sends the harness's requests to the node process.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -23,10 +23,10 @@ impl ControlClient {
         })
     }
 
-    /// Sends a request and answers the reply.
+    /// Sends a request and returns the reply.
     ///
     /// # Errors
-    /// When the node process is gone or refuses; its reason is the message.
+    /// When the node process has exited or refuses the request, with its cause.
     pub(super) async fn call(&mut self, request: &Request) -> io::Result<Reply> {
         let mut line = serde_json::to_string(request)?;
         line.push('\n');
@@ -47,7 +47,7 @@ impl ControlClient {
     /// Starts a component.
     ///
     /// # Errors
-    /// As [`Self::ask`].
+    /// As [`Self::call`].
     pub(super) async fn spawn(
         &mut self,
         component: &Component,
@@ -66,10 +66,10 @@ impl ControlClient {
         .map(drop)
     }
 
-    /// How a component ended, if it has.
+    /// Returns how a component exited, if it has.
     ///
     /// # Errors
-    /// As [`Self::ask`].
+    /// As [`Self::call`].
     pub(super) async fn exit_description(&mut self, component: &str) -> io::Result<Option<String>> {
         match self
             .call(&Request::Status {

@@ -1,4 +1,4 @@
-//! A cluster of our own: started, operated on and taken down.
+//! Starts, operates and takes down a cluster on this machine.
 
 use std::fs::{self, File};
 use std::io;
@@ -19,38 +19,38 @@ use crate::node::{CgroupError, Request};
 use crate::progress::Progress;
 use crate::wait::{self, Poll, WaitError};
 
-/// How often a state is looked at while waiting for it.
+/// The pause between two polls of a state.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// The bound of each step of the start on a loaded machine; an idle one takes 1 to 5 s.
+/// The timeout of each step of the start on a loaded machine; an idle machine takes 1 to 5 s.
 const STEP_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// What to start.
+/// The name, programs and scope of a cluster to start.
 #[derive(Debug, Clone)]
 pub struct ClusterOptions {
-    /// The cluster's name: of its run folder and its cgroup.
+    /// The cluster's name, also that of its run folder and cgroup.
     pub name: String,
     /// The program whose subcommand `node` is the node process.
     pub harness: PathBuf,
-    /// Kubernetes and its friends.
+    /// The programs of Kubernetes and containerd.
     pub toolbox: Toolbox,
-    /// How much of a cluster it is.
+    /// The components to start.
     pub scope: ClusterScope,
 }
 
-/// How much of a cluster is started.
+/// Which components of a cluster are started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClusterScope {
-    /// A node that runs pods.
+    /// All components, with a node that runs pods.
     WithNode,
-    /// etcd, the API server and the controller manager, for nodes that are objects only. Nobody minds that they are
-    /// never heard of.
+    /// etcd, the API server and the controller manager, for nodes that exist as objects only. The
+    /// controllers that evict pods from silent nodes are off.
     ControlPlaneOnly,
 }
 
-/// Why a cluster could not be started or operated on.
+/// The error of a cluster's start or of an operation on it.
 #[derive(Debug, thiserror::Error)]
 pub enum LocalError {
-    /// Namespaces, mounts and cgroups need it.
+    /// The harness does not run as root, which namespaces, mounts and cgroups require.
     #[error("a cluster on this machine needs root (namespaces, mounts and cgroups)")]
     NotRoot,
     /// The run folder cannot be used.
@@ -62,29 +62,29 @@ pub enum LocalError {
     /// A step failed.
     #[error("{step}: {source}")]
     Step {
-        /// What was being done.
+        /// The step.
         step: String,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// A component did not become ready.
     #[error("{source}\n--- the end of {log}:\n{tail}")]
     NotReady {
-        /// What was waited for.
+        /// The timeout of the wait.
         source: WaitError,
-        /// The log of the component that it depends on.
+        /// The log of the component that the wait depends on.
         log: PathBuf,
-        /// Its last lines.
+        /// The last lines of the log.
         tail: String,
     },
     /// A program that acts on the cluster failed.
     #[error("{program} failed ({status}): {stderr}")]
     Program {
-        /// Its name.
+        /// The program's name.
         program: String,
-        /// How it ended.
+        /// Its exit status.
         status: String,
-        /// What it said.
+        /// Its standard error.
         stderr: String,
     },
 }
@@ -94,23 +94,24 @@ fn step_error(what: impl Into<String>) -> impl FnOnce(io::Error) -> LocalError {
     move |source| LocalError::Step { step, source }
 }
 
-/// A running cluster of one node. Dropping it takes it down and waits for that.
+/// A running cluster of at most one node. Dropping it takes the cluster down and waits until that
+/// is done.
 pub struct LocalCluster {
     layout: ClusterConfig,
-    /// The node process; killed clusters are taken down by it, not by us.
+    /// The node process, which takes the cluster down even if the harness is killed.
     node_process: Child,
     control: Option<ControlClient>,
     client: Client,
-    /// Dropping leaves it running.
+    /// Whether the cluster outlives this value.
     detached: bool,
 }
 
 impl LocalCluster {
-    /// Starts a cluster and waits until its node, if it is to have one, is Ready and pods can be made in `default`.
+    /// Starts a cluster, and waits until its node is Ready and `default` accepts pods.
     ///
     /// # Errors
-    /// When anything of it does not start in its bound; the error has the end of its log. What
-    /// was started is taken down again.
+    /// When a component does not start in time, with the end of its log. The components that were
+    /// started are taken down again.
     pub async fn up(options: ClusterOptions, progress: &Progress) -> Result<Self, LocalError> {
         if !rustix::process::geteuid().is_root() {
             return Err(LocalError::NotRoot);
@@ -135,12 +136,12 @@ impl LocalCluster {
         Ok(start.finish(client))
     }
 
-    /// A client with all rights.
+    /// Returns a client with the administrator's rights.
     pub fn client(&self) -> Client {
         self.client.clone()
     }
 
-    /// The kubeconfig file of the administrator, for programs on the host.
+    /// Returns the administrator's kubeconfig file, for programs on the host.
     pub fn kubeconfig(&self) -> PathBuf {
         self.layout.folder.kubeconfig()
     }
@@ -155,19 +156,20 @@ impl LocalCluster {
         &self.layout.folder
     }
 
-    /// Kubernetes and its friends.
+    /// Returns the programs of Kubernetes and containerd.
     pub fn toolbox(&self) -> &Toolbox {
         &self.layout.toolbox
     }
 
-    /// A path of the node as this process can open it. Absolute symbolic links in it lead to the
-    /// host's files, so name the target (`/run`, not `/var/run`).
+    /// Returns a path of the node as this process can open it. Absolute symbolic links in it lead
+    /// to the host's files, so callers name the target (`/run`, not `/var/run`).
     pub fn host_path(&self, path: &str) -> PathBuf {
         PathBuf::from(format!("/proc/{}/root", self.node_process.id()))
             .join(path.trim_start_matches('/'))
     }
 
-    /// Ids of the cluster's processes whose program has this name (at most 15 bytes count, proc(5)).
+    /// Returns the ids of the cluster's processes by program name, of which the kernel keeps 15
+    /// bytes (proc(5)).
     pub fn processes_named(&self, program: &str) -> Vec<i32> {
         let wanted = &program[..program.len().min(15)];
         let named = |pid: &i32| {
@@ -180,61 +182,62 @@ impl LocalCluster {
             .unwrap_or_default()
     }
 
-    /// Ends the kubelet and starts it again; `kill` is SIGKILL, otherwise SIGTERM.
+    /// Stops the kubelet and starts it again; `kill` sends SIGKILL instead of SIGTERM.
     ///
     /// # Errors
-    /// When it does not end or does not start.
+    /// When the kubelet does not exit or does not start.
     pub async fn restart_kubelet(&mut self, kill: bool) -> Result<(), LocalError> {
         let kubelet = self.layout.kubelet();
         self.restart_component(&kubelet, kill).await
     }
 
-    /// Ends the kubelet, for a test that does something while it is away.
+    /// Stops the kubelet, for tests of the time without it.
     ///
     /// # Errors
-    /// When it does not end.
+    /// When the kubelet does not exit.
     pub async fn stop_kubelet(&mut self) -> Result<(), LocalError> {
         self.end_component("kubelet", false).await
     }
 
-    /// Starts the kubelet again after [`Self::stop_kubelet`].
+    /// Starts the kubelet after [`Self::stop_kubelet`].
     ///
     /// # Errors
-    /// When it does not start.
+    /// When the kubelet does not start.
     pub async fn start_kubelet(&mut self) -> Result<(), LocalError> {
         let kubelet = self.layout.kubelet();
         self.start_component(&kubelet).await
     }
 
-    /// Ends the controller manager, for a test that does something while it is away.
+    /// Stops the controller manager, for tests of the time without it.
     ///
     /// # Errors
-    /// When it does not end.
+    /// When the controller manager does not exit.
     pub async fn stop_controller_manager(&mut self) -> Result<(), LocalError> {
         self.end_component("kube-controller-manager", false).await
     }
 
-    /// Starts the controller manager again after [`Self::stop_controller_manager`].
+    /// Starts the controller manager after [`Self::stop_controller_manager`].
     ///
     /// # Errors
-    /// When it does not start.
+    /// When the controller manager does not start.
     pub async fn start_controller_manager(&mut self) -> Result<(), LocalError> {
         let manager = self.layout.controller_manager();
         self.start_component(&manager).await
     }
 
-    /// Kills the API server, for a test that does something while it is away. What it stored stays.
+    /// Kills the API server, for tests of the time without it. etcd keeps its objects.
     ///
     /// # Errors
-    /// When it does not end.
+    /// When the API server does not exit.
     pub async fn kill_api_server(&mut self) -> Result<(), LocalError> {
         self.end_component("kube-apiserver", true).await
     }
 
-    /// Starts the API server again after [`Self::kill_api_server`]; it answers a few seconds later.
+    /// Starts the API server after [`Self::kill_api_server`]; the server answers a few seconds
+    /// later.
     ///
     /// # Errors
-    /// When it does not start.
+    /// When the API server does not start.
     pub async fn start_api_server(&mut self) -> Result<(), LocalError> {
         let server = self.layout.apiserver();
         self.start_component(&server).await
@@ -286,10 +289,10 @@ impl LocalCluster {
         self.start_controller_manager().await
     }
 
-    /// Ends containerd and starts it again; containers live on.
+    /// Stops containerd and starts it again; containers keep running.
     ///
     /// # Errors
-    /// When it does not end or does not start.
+    /// When containerd does not exit or does not start.
     pub async fn restart_containerd(&mut self, kill: bool) -> Result<(), LocalError> {
         let containerd = self.layout.containerd();
         self.restart_component(&containerd, kill).await
@@ -354,10 +357,10 @@ impl LocalCluster {
         })
     }
 
-    /// Leaves the cluster running when this value is dropped; `down` ends it then.
+    /// Leaves the cluster running when this value is dropped, until `down` is called.
     ///
     /// # Errors
-    /// When the node process is gone.
+    /// When the node process has exited.
     pub async fn detach(mut self) -> Result<RunFolder, LocalError> {
         self.control()?
             .call(&Request::Detach)
@@ -367,16 +370,16 @@ impl LocalCluster {
         Ok(self.layout.folder.clone())
     }
 
-    /// Takes the cluster down and says how that went; dropping does the same silently.
+    /// Takes the cluster down and reports failures, which dropping ignores.
     ///
     /// # Errors
-    /// When something of it is left.
+    /// When a part of the cluster cannot be removed.
     pub fn down(mut self) -> Result<(), LocalError> {
         self.end_node_process()
     }
 
     fn end_node_process(&mut self) -> Result<(), LocalError> {
-        // The node process takes everything down when its owner's connection closes.
+        // The node process takes the cluster down when its owner's connection closes.
         self.control = None;
         let folder = &self.layout.folder;
         let status = wait_for_exit(&mut self.node_process, Duration::from_secs(40))
@@ -397,16 +400,16 @@ impl LocalCluster {
 impl Drop for LocalCluster {
     fn drop(&mut self) {
         if !self.detached && self.control.is_some() {
-            // Nothing can be done about a failure here; the next start sweeps.
+            // A drop cannot report a failure; the next start removes the remains.
             let _ = self.end_node_process();
         }
     }
 }
 
-/// Takes down the cluster of this name, if there is one.
+/// Takes down the cluster of this name, if it exists.
 ///
 /// # Errors
-/// When something of it is left.
+/// When a part of the cluster cannot be removed.
 pub async fn down(name: &str) -> Result<(), LocalError> {
     let folder = RunFolder::of(name)?;
     if folder.is_up()? {
@@ -430,7 +433,7 @@ pub async fn down(name: &str) -> Result<(), LocalError> {
     Ok(folder.clean_up()?)
 }
 
-/// A cluster on its way up; dropped half-way, it is taken down.
+/// A cluster that is being started. Dropping it takes the cluster down.
 struct Startup {
     layout: ClusterConfig,
     node: Option<Child>,
@@ -438,14 +441,14 @@ struct Startup {
 }
 
 impl Startup {
-    /// Starts the node process and becomes its owner.
+    /// Starts the node process and takes ownership of it.
     async fn start_node_process(layout: ClusterConfig, harness: &Path) -> Result<Self, LocalError> {
         let folder = layout.folder.clone();
         let log =
             File::create(folder.log("node")).map_err(step_error("log of the node process"))?;
         let node = Command::new(harness)
             .args(["node", "--name", folder.name()])
-            // Ctrl-C in a terminal goes to the harness alone, which then closes the connection.
+            // Ctrl-C in a terminal signals the harness alone, which then closes the connection.
             .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -495,7 +498,8 @@ impl Startup {
         self.control.as_mut().ok_or_else(gone)
     }
 
-    /// Starts every component; they wait for each other themselves, but the API server for etcd.
+    /// Starts every component. They wait for each other by themselves, except the API server, which
+    /// needs etcd.
     async fn start_components(&mut self, progress: &Progress) -> Result<(), LocalError> {
         let layout = self.layout.clone();
         let path = layout.toolbox.path().to_string_lossy().into_owned();
@@ -547,8 +551,8 @@ impl Startup {
         Ok(())
     }
 
-    /// Waits for something that the components `needs` bring about; the end of one of them ends
-    /// the wait. The error has the end of its log, or of the last one's.
+    /// Polls until the components `needs` have brought about a state; the exit of one of them ends
+    /// the wait. The error has the end of the log of that component, or of the last one.
     async fn wait_for_components(
         &mut self,
         what: &str,
@@ -672,14 +676,15 @@ fn not_ready_error(folder: &RunFolder, component: &str, source: WaitError) -> Lo
     }
 }
 
-/// The last lines of a log.
+/// Returns the last lines of a log.
 fn tail(path: &Path, count: usize) -> String {
     let text = fs::read_to_string(path).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(count)..].join("\n")
 }
 
-/// Waits for the process's end: its exit code, or none if it was killed or lives on.
+/// Waits for the process's exit, and returns its exit code: none if a signal or nothing has ended
+/// it in time.
 fn wait_for_exit(node: &mut Child, bound: Duration) -> io::Result<Option<i32>> {
     let start = Instant::now();
     loop {

@@ -1,4 +1,4 @@
-//! A cluster to run scenarios on: one of our own on this machine, or the user's by `KUBECONFIG`.
+//! Provides the cluster of a run: a local one, or the user's by `KUBECONFIG`.
 
 mod certs;
 mod components;
@@ -14,15 +14,15 @@ use kube::{Client, Config};
 pub use local::{ClusterOptions, ClusterScope, LocalCluster, LocalError, down};
 pub use run_folder::{RunFolder, RunFolderError};
 
-/// Where scenarios run.
+/// The cluster of a run.
 pub enum Cluster {
-    /// On a cluster of our own.
+    /// A cluster that the harness has started on this machine.
     Local(Box<LocalCluster>),
-    /// On the user's.
+    /// A cluster of the user.
     External {
         /// A client with the user's rights.
         client: Client,
-        /// The file that `KUBECONFIG` names.
+        /// The file named by `KUBECONFIG`.
         kubeconfig: PathBuf,
     },
 }
@@ -36,7 +36,7 @@ pub struct KubeconfigError {
 }
 
 impl Cluster {
-    /// The user's cluster.
+    /// Connects to the user's cluster.
     ///
     /// # Errors
     /// When the file cannot be read or used.
@@ -45,7 +45,7 @@ impl Cluster {
         Ok(Self::External { client, kubeconfig })
     }
 
-    /// A client with all rights.
+    /// Returns a client with the rights of an administrator, or of the user.
     pub fn client(&self) -> Client {
         match self {
             Self::Local(local) => local.client(),
@@ -53,7 +53,7 @@ impl Cluster {
         }
     }
 
-    /// The kubeconfig file for other programs.
+    /// Returns the kubeconfig file for other programs.
     pub fn kubeconfig(&self) -> PathBuf {
         match self {
             Self::Local(local) => local.kubeconfig(),
@@ -61,7 +61,7 @@ impl Cluster {
         }
     }
 
-    /// Our own cluster, whose node can be operated on.
+    /// Returns the local cluster, whose node the harness can operate.
     pub fn local(&self) -> Option<&LocalCluster> {
         match self {
             Self::Local(local) => Some(local),
@@ -69,7 +69,7 @@ impl Cluster {
         }
     }
 
-    /// As [`Self::ours`].
+    /// Returns the local cluster as [`Self::local`] does, for changes.
     pub fn local_mut(&mut self) -> Option<&mut LocalCluster> {
         match self {
             Self::Local(local) => Some(local),
@@ -78,7 +78,7 @@ impl Cluster {
     }
 }
 
-/// A client by a kubeconfig file.
+/// Makes a client from a kubeconfig file.
 async fn client(path: &Path) -> Result<Client, KubeconfigError> {
     let failed = |why: String| KubeconfigError {
         path: path.to_path_buf(),

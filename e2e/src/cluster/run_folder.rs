@@ -1,4 +1,4 @@
-//! The run folder of one cluster: its name, its files, and what is left of one whose harness died.
+//! Manages the run folder of one cluster: its name, its files, and the remains of a killed harness.
 
 use std::fs::{self, File, TryLockError};
 use std::io;
@@ -8,8 +8,9 @@ use std::time::Duration;
 use crate::folders;
 use crate::node::{Cgroup, CgroupError};
 
-/// `<temp>/bursar-e2e/<name>`: logs, certificates and sockets; the node's own state is in its
-/// namespaces. Unix socket paths have 107 bytes at most (unix(7)), so names are short.
+/// `<temp>/bursar-e2e/<name>`, with logs, certificates and sockets. The node's own files are in its
+/// mount namespace. Names are short, because paths of Unix sockets have at most 107 bytes
+/// (unix(7)).
 #[derive(Debug, Clone)]
 pub struct RunFolder {
     name: String,
@@ -19,7 +20,7 @@ pub struct RunFolder {
 /// Why a run folder cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum RunFolderError {
-    /// The name is no name for a folder, a cgroup and a node.
+    /// The name does not fit a folder, a cgroup and a node.
     #[error("cluster name {0:?}: 1 to 20 lower-case letters, digits and dashes")]
     Name(String),
     /// A cluster of this name is up.
@@ -29,7 +30,7 @@ pub enum RunFolderError {
     InUse {
         /// The cluster's name.
         name: String,
-        /// Its node process.
+        /// The id of its node process.
         pid: String,
         /// Its run folder.
         path: PathBuf,
@@ -39,16 +40,16 @@ pub enum RunFolderError {
     File {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// What a killed cluster left cannot be removed.
+    /// The cgroup of a killed cluster cannot be removed.
     #[error(transparent)]
     Cgroup(#[from] CgroupError),
 }
 
 impl RunFolder {
-    /// The run folder of the cluster `name`, which need not exist.
+    /// Returns the run folder of the cluster `name`, which need not exist.
     ///
     /// # Errors
     /// When the name does not fit.
@@ -68,10 +69,10 @@ impl RunFolder {
         })
     }
 
-    /// Makes the folder, after removing what a cluster of this name left that was killed.
+    /// Makes the folder, and removes the remains of a killed cluster of this name.
     ///
     /// # Errors
-    /// When one is up, or the leftovers do not go away.
+    /// When a cluster of this name is up, or its remains cannot be removed.
     pub fn prepare(&self) -> Result<(), RunFolderError> {
         self.clean_up()?;
         for folder in [
@@ -85,10 +86,10 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Removes what is left of a cluster that was killed.
+    /// Removes the remains of a killed cluster.
     ///
     /// # Errors
-    /// When the cluster is up, or something does not go away.
+    /// When the cluster is up, or its remains cannot be removed.
     pub fn clean_up(&self) -> Result<(), RunFolderError> {
         if self.is_up()? {
             let pid = fs::read_to_string(self.pid()).unwrap_or_else(|_| "unknown".to_owned());
@@ -106,10 +107,10 @@ impl RunFolder {
         self.remove().map_err(self.file_error(&self.path))
     }
 
-    /// A node process holds the folder.
+    /// Returns whether a node process holds the lock of the folder.
     ///
     /// # Errors
-    /// When its lock cannot be looked at.
+    /// When the lock cannot be opened or tested.
     pub fn is_up(&self) -> Result<bool, RunFolderError> {
         let path = self.lock();
         let lock = match File::open(&path) {
@@ -123,7 +124,7 @@ impl RunFolder {
         }
     }
 
-    /// Removes the folder, if it is there.
+    /// Removes the folder, if it exists.
     ///
     /// # Errors
     /// When the system refuses.
@@ -131,7 +132,7 @@ impl RunFolder {
         match fs::remove_dir_all(&self.path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => {
-                // The last one removes the parent as well.
+                // The removal of the parent succeeds for the last cluster only.
                 let _ = fs::remove_dir(folders::runs());
                 Ok(())
             }
@@ -153,7 +154,7 @@ impl RunFolder {
         &self.path
     }
 
-    /// The cgroup that every process of the cluster is in.
+    /// Returns the cgroup of every process of the cluster.
     ///
     /// # Errors
     /// When the system's cgroups cannot be listed.
@@ -161,52 +162,52 @@ impl RunFolder {
         Cgroup::new(Path::new("bursar-e2e").join(&self.name))
     }
 
-    /// Held by the node process while it lives.
+    /// Returns the lock file, which the node process locks while it runs.
     pub fn lock(&self) -> PathBuf {
         self.path.join("lock")
     }
 
-    /// The node process's id.
+    /// Returns the file with the node process's id.
     pub fn pid(&self) -> PathBuf {
         self.path.join("pid")
     }
 
-    /// The host's port of the API server.
+    /// Returns the file with the host's port of the API server.
     pub fn port(&self) -> PathBuf {
         self.path.join("port")
     }
 
-    /// The node process's socket.
+    /// Returns the path of the node process's socket.
     pub fn control_socket(&self) -> PathBuf {
         self.path.join("control")
     }
 
-    /// The folder of all logs.
+    /// Returns the folder of all logs.
     pub fn logs(&self) -> PathBuf {
         self.path.join("logs")
     }
 
-    /// The log of one component.
+    /// Returns the log file of one component.
     pub fn log(&self, component: &str) -> PathBuf {
         self.logs().join(format!("{component}.log"))
     }
 
-    /// A folder that is private to the node's namespaces.
+    /// Returns a folder that is private to the node's namespaces.
     pub fn scratch(&self) -> PathBuf {
         self.path.join("scratch")
     }
 
-    /// Certificates and configuration files.
+    /// Returns the folder of certificates and configuration files.
     pub fn configs(&self) -> PathBuf {
         self.path.join("config")
     }
 
-    /// One certificate or configuration file.
+    /// Returns the path of one certificate or configuration file.
     pub fn config(&self, name: &str) -> PathBuf {
         self.configs().join(name)
     }
 
-    /// The administrator's kubeconfig, for use on the host.
+    /// Returns the administrator's kubeconfig file, for use on the host.
     pub fn kubeconfig(&self) -> PathBuf {
         self.path.join("kubeconfig")
     }

@@ -1,16 +1,17 @@
-//! Who is in the demo: sizes that fit the cluster's GPUs.
+//! Chooses the demo's workloads by the sizes of the cluster's GPUs.
 
 use super::{DemoError, NAMESPACES};
 use crate::pods::PodBuilder;
 use crate::scene::Environment;
 
-/// One pod.
+/// One pod of the demo.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Workload {
     pub(super) namespace: &'static str,
     pub(super) name: String,
     pub(super) gib: u32,
-    /// It takes until it is refused; others take a quarter of what they asked for, beside their context.
+    /// Whether the pod allocates until the shim refuses. Others allocate a quarter of their
+    /// request, beside their context.
     pub(super) fills_quota: bool,
 }
 
@@ -25,29 +26,29 @@ impl Workload {
     }
 }
 
-/// All pods.
+/// All pods of the demo.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Workloads {
-    /// Those that find room, in order.
+    /// The pods that find room, in order of creation.
     pub(super) initial: Vec<Workload>,
-    /// The one of them that is deleted.
+    /// The index of the pod that the demo deletes.
     pub(super) deleted: usize,
-    /// The one that finds no GPU with room.
+    /// The pod that waits, because no GPU has room for it.
     pub(super) pending: Workload,
 }
 
 impl Workloads {
-    /// Sizes for the GPUs of `scene`.
+    /// Chooses workloads for the GPUs of the environment.
     ///
     /// # Errors
-    /// When they are too small.
+    /// When the GPUs are too small.
     pub(super) async fn for_environment(scene: &Environment) -> Result<Self, DemoError> {
         let gpus = scene.gpu_sizes_in_quanta().await?;
         Self::for_gpus(&gpus).ok_or_else(|| DemoError::TooSmall(format!("{gpus:?} GiB")))
     }
 
-    /// On each GPU a pod of 5/8 of it, then one of 3/16 and one of 1/16: no GPU has half of the
-    /// largest free then, but all together have.
+    /// Sizes the pods: 5/8 on each GPU, then 3/16 and 1/16. No GPU then has half of the largest one
+    /// free, although the node has as much in total.
     fn for_gpus(gpus: &[u32]) -> Option<Self> {
         let gib = *gpus.first()?;
         if gib < 8 {
@@ -78,7 +79,7 @@ impl Workloads {
         })
     }
 
-    /// What each namespace may use: what its pods ask for.
+    /// Returns each namespace's budget, the sum of its pods' requests.
     pub(super) fn budgets(&self) -> Vec<(&'static str, u32)> {
         let all = || self.initial.iter().chain([&self.pending]);
         let sum = |namespace| {

@@ -1,8 +1,8 @@
-//! The demo: two teams' pods on the GPUs of a cluster, and what each of them sees.
+//! Runs the demo: pods of two teams on the GPUs of a cluster.
 //!
 //! ```text
-//! budgets -> big pods, one a GPU -> small pods (one of them greedy) -> one that finds no GPU with room
-//!         -> what each sees -> a big pod ends -> the waiting one runs -> the table
+//! budgets -> large pods, one a GPU -> small pods (one fills its quota) -> a pod that no GPU fits
+//!         -> probe output of each -> a large pod is deleted -> the pending pod runs -> the table
 //! ```
 
 mod cast;
@@ -22,27 +22,27 @@ use crate::pods::{PodError, Pods};
 use crate::progress::Progress;
 use crate::scene::{Environment, EnvironmentError};
 
-/// Bound of one pod's start; images are on the node, or pulled once.
+/// The timeout of one pod's start, for images on the node or pulled once.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Why the demo did not come to its table.
+/// The error of a demo that did not complete.
 #[derive(Debug, thiserror::Error)]
 pub enum DemoError {
-    /// A pod did not do what it was meant to.
+    /// A pod could not be created, or did not reach its expected state.
     #[error(transparent)]
     Pod(#[from] PodError),
-    /// The cluster did not answer.
+    /// The environment did not answer.
     #[error(transparent)]
     Scene(#[from] EnvironmentError),
-    /// A budget was refused.
+    /// The API server refused a budget.
     #[error("budget of {namespace}: {source}")]
     Budget {
         /// Its namespace.
         namespace: String,
-        /// What the API server said.
+        /// The API server's error.
         source: Box<kube::Error>,
     },
-    /// The nodes offer too little.
+    /// The GPUs are too small.
     #[error("the demo needs a node with at least 8 GiB on a GPU; the nodes offer {0}")]
     TooSmall(String),
 }
@@ -61,10 +61,10 @@ pub async fn clean_up(scene: &Environment) -> Result<(), DemoError> {
     Ok(())
 }
 
-/// Runs the demo on `scene` and answers its table.
+/// Runs the demo and returns its table.
 ///
 /// # Errors
-/// When a pod does not do what it is meant to within its bound.
+/// When a pod does not reach its expected state in time.
 pub async fn run(scene: &Environment, progress: &Progress) -> Result<String, DemoError> {
     let cast = Workloads::for_environment(scene).await?;
     let client = scene.cluster.client();
@@ -97,7 +97,8 @@ pub async fn run(scene: &Environment, progress: &Progress) -> Result<String, Dem
     Ok(table::render(&rows))
 }
 
-/// The pod that finds no GPU with room, waits with the reason, and runs when a big one has ended.
+/// Creates the pod that finds no GPU with room, and deletes a large pod once the status names the
+/// reason.
 async fn run_pending_pod(
     scene: &Environment,
     cast: &Workloads,

@@ -1,9 +1,9 @@
-//! The demo's table.
+//! Renders the demo's table.
 
 use super::cast::Workload;
 use super::view::{ProbeOutput, format_gib};
 
-/// One pod's line.
+/// One pod's row.
 #[derive(Debug, Clone)]
 pub(super) struct Row {
     node: String,
@@ -59,7 +59,6 @@ const HEAD: [&str; 7] = [
     "WHAT IT WAS TOLD",
 ];
 
-/// The table as text.
 pub(super) fn render(rows: &[Row]) -> String {
     let lines: Vec<[&str; 7]> = std::iter::once(HEAD)
         .chain(rows.iter().map(Row::cells))

@@ -1,14 +1,14 @@
-//! What a pod itself saw, from the line that the probe prints.
+//! Parses the line that the probe prints about its GPU.
 
 use serde::Deserialize;
 
-/// A line of `bursar-probe`.
+/// One line of `bursar-probe`.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub(super) struct ProbeOutput {
-    /// Bytes that it got.
+    /// The bytes that the probe has allocated.
     #[serde(default)]
     pub(super) got: u64,
-    /// What it was told when it asked for more.
+    /// The CUDA error of the allocation that the shim refused.
     pub(super) refused: Option<Refused>,
     pub(super) device: Device,
 }
@@ -21,7 +21,7 @@ pub(super) struct Refused {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub(super) struct Device {
     pub(super) uuid: String,
-    /// `cuMemGetInfo`.
+    /// Free bytes by `cuMemGetInfo`.
     pub(super) free: u64,
     pub(super) total: u64,
 }
@@ -31,7 +31,7 @@ impl ProbeOutput {
         serde_json::from_str(line).ok()
     }
 
-    /// What it saw, after "asked for 10 GiB and".
+    /// Summarizes the line, to follow "asked for 10 GiB and".
     pub(super) fn summary(&self) -> String {
         let sees = format!("sees a GPU of {} GiB", format_gib(self.device.total));
         match &self.refused {
@@ -45,7 +45,7 @@ impl ProbeOutput {
     }
 }
 
-/// GiB with as many digits as it needs, two at most.
+/// Formats bytes in GiB with at most two decimals.
 pub(super) fn format_gib(bytes: u64) -> String {
     let text = format!("{:.2}", bytes as f64 / f64::from(1 << 30));
     text.trim_end_matches('0').trim_end_matches('.').to_owned()

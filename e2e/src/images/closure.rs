@@ -1,4 +1,4 @@
-//! The shared libraries that a program needs, found as its own loader finds them.
+//! Lists the shared libraries of a program by asking its own loader.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,10 +13,10 @@ pub enum ClosureError {
     Ldd {
         /// The program.
         program: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// A library is nowhere on this machine.
+    /// The loader does not find a library on this machine.
     #[error("{program} needs {library}, which is not on this machine")]
     Missing {
         /// The program.
@@ -26,10 +26,11 @@ pub enum ClosureError {
     },
 }
 
-/// The libraries of `program` by name, its loader among them, with their files on this machine.
+/// Returns the libraries of `program` by name with their paths on this machine, its loader
+/// included.
 ///
 /// # Errors
-/// When `ldd` (glibc) fails or does not find one.
+/// When `ldd` (glibc) fails or does not find a library.
 pub(super) fn libraries(program: &Path) -> Result<BTreeMap<String, PathBuf>, ClosureError> {
     let output = Command::new("ldd")
         .arg(program)
@@ -46,7 +47,8 @@ pub(super) fn libraries(program: &Path) -> Result<BTreeMap<String, PathBuf>, Clo
     })
 }
 
-/// Reads `ldd`'s lines `name => path (address)` and `path (address)`; the error is a name not found.
+/// Parses `ldd`'s lines `name => path (address)` and `path (address)`; the error is the name of a
+/// missing library.
 fn parse(text: &str) -> Result<BTreeMap<String, PathBuf>, String> {
     let mut found = BTreeMap::new();
     for line in text.lines() {
@@ -58,7 +60,7 @@ fn parse(text: &str) -> Result<BTreeMap<String, PathBuf>, String> {
                 (path.rsplit('/').next().unwrap_or_default(), path)
             }
         };
-        // The kernel's own object (linux-vdso.so.1) has no file.
+        // The vdso (linux-vdso.so.1) has no file.
         if path.starts_with('/') {
             found.insert(name.to_owned(), PathBuf::from(path));
         }

@@ -1,4 +1,4 @@
-//! The images of our programs: what is in each. The `Dockerfile` builds the same layouts for users.
+//! Builds the images of our programs. The `Dockerfile` builds the same layouts for users.
 
 mod closure;
 mod oci;
@@ -16,7 +16,7 @@ pub use oci::{Entry, Image};
 
 use crate::workspace::Binaries;
 
-/// The reference of the image that holds pods' namespaces.
+/// The reference of the pause image, whose container holds a pod's namespaces.
 pub const PAUSE: &str = "localhost/bursar-e2e-pause:1";
 
 /// Why an image could not be made.
@@ -38,7 +38,7 @@ pub enum ImageError {
     Pause {
         /// Its source.
         source_file: PathBuf,
-        /// What the compiler said.
+        /// The compiler's output.
         said: String,
     },
     /// A file cannot be read or written.
@@ -46,31 +46,31 @@ pub enum ImageError {
     File {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// An image in an archive.
+/// The archive of one image.
 #[derive(Debug, Clone)]
 pub struct Archive {
-    /// Its full reference.
+    /// The image's full reference.
     pub reference: String,
     /// The archive's file.
     pub path: PathBuf,
 }
 
-/// What an image of ours has beside the libraries that its programs need.
+/// The content of one image, beside the libraries that its programs need.
 struct Recipe {
     name: &'static str,
-    /// Programs of the workspace, the first is the entry point.
+    /// Programs of the workspace; the first is the entry point.
     programs: &'static [&'static str],
-    /// Libraries of the workspace, and where they go.
+    /// Libraries of the workspace with their paths in the image.
     libraries: &'static [(&'static str, &'static str)],
 }
 
-/// glibc's own libraries that a library loaded at run time may need: the NVIDIA driver's are opened
-/// by the agent and by pods, and need them by name.
+/// Libraries of glibc that the agent and pods need by name: the NVIDIA driver's libraries, which
+/// are opened at run time, link to them.
 const GLIBC: &[&str] = &[
     "libc.so.6",
     "libm.so.6",
@@ -104,14 +104,14 @@ const RECIPES: &[Recipe] = &[
     },
 ];
 
-/// What stands for an image's name in a template of references.
+/// The placeholder of an image's name in a template.
 const NAME: &str = "{name}";
 
-/// References of our images: a template such as `localhost/bursar-{name}:1`.
+/// A template of our images' references, such as `localhost/bursar-{name}:1`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Template(String);
 
-/// A template that makes one reference of all names.
+/// The template has no placeholder, so that all images would have one reference.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}: has no {NAME} in it, which stands for agent, operator and probe")]
 pub struct TemplateError(String);
@@ -140,7 +140,7 @@ impl Template {
         self.0.replace(NAME, name)
     }
 
-    /// The references that the harness gives to images with this content.
+    /// Makes the template for images with this content.
     fn of(content: Sha256) -> Self {
         let digest = content.finalize();
         let tag: String = digest
@@ -152,11 +152,11 @@ impl Template {
     }
 }
 
-/// Writes the archive of every image into `folder`, from what the workspace built; answers their
-/// references too. The tag is made of the programs, so that another build is another image.
+/// Writes the archive of every image into `folder`, and returns the template of their references.
+/// The tag is a hash of the content, so that another build gets other references.
 ///
 /// # Errors
-/// When something that an image needs is missing, or a file cannot be written.
+/// When a part of an image is missing, or a file cannot be written.
 pub fn write_all(
     binaries: &Binaries,
     folder: &Path,
@@ -193,10 +193,10 @@ pub fn write_all(
     Ok((template, archives))
 }
 
-/// Writes the archive of the image that holds pods' namespaces into `folder`.
+/// Writes the archive of the pause image into `folder`.
 ///
 /// # Errors
-/// When its program does not compile, or the archive cannot be written.
+/// When the pause program does not compile, or the archive cannot be written.
 pub fn write_pause(folder: &Path) -> Result<Archive, ImageError> {
     let path = folder.join("pause.tar");
     let written = pause(folder)?.write(&path);
@@ -211,7 +211,7 @@ pub fn write_pause(folder: &Path) -> Result<Archive, ImageError> {
 }
 
 impl Recipe {
-    /// What is in the image; `content` takes in what makes it another one.
+    /// Lists the image's entries, and adds to `content` the bytes that identify the image.
     fn files(&self, binaries: &Binaries, content: &mut Sha256) -> Result<Vec<Entry>, ImageError> {
         let built = |file: &str| {
             binaries.get(file).ok_or_else(|| ImageError::NotBuilt {
@@ -242,7 +242,7 @@ impl Recipe {
                 source: source.to_path_buf(),
             });
         }
-        // Not beside the loader, which the ABI has in a folder of its own.
+        // libc's folder differs from the loader's, which the ABI fixes.
         let libc = libraries.get(GLIBC[0]);
         let system = libc.and_then(|path| path.parent()).map(Path::to_path_buf);
         let system = system.unwrap_or_default();
@@ -260,7 +260,8 @@ impl Recipe {
     }
 }
 
-/// Folders and links that programs and the container runtime expect; merged `/usr`, as Debian's.
+/// Returns the folders and links that programs and the container runtime expect, with a merged
+/// `/usr` as in Debian.
 fn base_entries() -> Vec<Entry> {
     let link = |path: &str, target: &str| Entry::Link {
         path: path.into(),
@@ -282,7 +283,7 @@ fn base_entries() -> Vec<Entry> {
     ]
 }
 
-/// Where a library of this name is looked for by default; the loader has its place by the ABI.
+/// Returns the default search path of a library; the ABI fixes that of the loader.
 fn library_path(name: &str) -> PathBuf {
     if name.starts_with("ld-linux") {
         let folder = if cfg!(target_arch = "x86_64") {
@@ -297,7 +298,7 @@ fn library_path(name: &str) -> PathBuf {
         .join(name)
 }
 
-/// A program that sleeps for ever, linked statically: the image has nothing else.
+/// Builds an image of one statically linked program that sleeps forever.
 fn pause(folder: &Path) -> Result<Image, ImageError> {
     let source_file = crate::folders::repository().join("e2e/images/pause.rs");
     let program = folder.join("pause");

@@ -1,6 +1,7 @@
-//! Writes an OCI image archive: one layer, made of files, the same bytes for the same files.
+//! Writes a reproducible OCI image archive of one layer.
 //!
-//! OCI image layout and image specification 1.1, as `ctr images import` and `skopeo` read it.
+//! The archive follows the OCI image layout and image specification 1.1, for `ctr images import`
+//! and `skopeo`.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -11,21 +12,21 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tar::{Builder, EntryType, Header};
 
-/// What an image is made of.
+/// The content of an image.
 #[derive(Debug, Clone)]
 pub struct Image {
-    /// Its full reference, with a registry and a tag.
+    /// The full reference, with a registry and a tag.
     pub reference: String,
-    /// The program that it runs.
+    /// The command line of the entry point.
     pub entrypoint: Vec<String>,
-    /// Its files, by path.
+    /// The entries of the layer, by path.
     pub files: Vec<Entry>,
 }
 
 /// One entry of an image's layer.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Entry {
-    /// A folder; the parents of everything else are made without being named.
+    /// A folder. The parents of other entries are added without being listed.
     Folder {
         /// Its path in the image.
         path: PathBuf,
@@ -36,14 +37,14 @@ pub enum Entry {
     File {
         /// Its path in the image.
         path: PathBuf,
-        /// Where its content is.
+        /// The file on the host with the content.
         source: PathBuf,
     },
     /// A symbolic link.
     Link {
         /// Its path in the image.
         path: PathBuf,
-        /// Where it leads.
+        /// The target of the link.
         target: PathBuf,
     },
 }
@@ -145,7 +146,7 @@ impl Image {
     }
 }
 
-/// Content that is named by its digest.
+/// Content addressed by its digest.
 struct Blob {
     data: Vec<u8>,
     digest: String,
@@ -163,7 +164,7 @@ impl Blob {
     }
 }
 
-/// The media type's digest of a blob.
+/// Returns the digest of a blob, as media types write it.
 fn digest(blob: &[u8]) -> String {
     let digest: String = Sha256::digest(blob)
         .iter()

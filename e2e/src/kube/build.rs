@@ -16,7 +16,7 @@ use crate::progress::Progress;
 /// Why a part could not be built.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
-    /// There is no Go compiler.
+    /// No Go compiler is in `PATH`.
     #[error(
         "Go is needed to build Kubernetes and is not in PATH ({0}); get it from https://go.dev/dl (at least the version in e2e/kube/*/go.mod)"
     )]
@@ -26,7 +26,7 @@ pub enum BuildError {
     File {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// A Debian package is missing.
@@ -37,16 +37,16 @@ pub enum BuildError {
     Go {
         /// The part.
         part: &'static str,
-        /// How the compiler ended.
+        /// The compiler's exit status.
         status: String,
-        /// What to do about it, if that is known.
+        /// The remedy, if the output suggests one.
         hint: &'static str,
         /// The last lines that it printed.
         tail: String,
     },
 }
 
-/// Builds every part that the cache lacks and answers where all are.
+/// Builds every part that is not in the cache, and returns the programs of all parts.
 ///
 /// # Errors
 /// When Go, a Debian package or the network is missing, or a part does not compile.
@@ -160,7 +160,7 @@ fn network_hint(text: &str) -> &'static str {
     }
 }
 
-/// The last `count` lines of `text`.
+/// Returns the last `count` lines of `text`.
 fn tail(text: &str, count: usize) -> String {
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(count)..].join("\n")

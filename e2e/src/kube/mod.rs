@@ -1,4 +1,4 @@
-//! Kubernetes and what it stands on, built from the Go modules pinned in `e2e/kube`.
+//! Builds Kubernetes, containerd, runc, CNI and helm from the Go modules pinned in `e2e/kube`.
 
 mod build;
 mod packages;
@@ -11,7 +11,8 @@ pub use build::{BuildError, build};
 pub use packages::PackageError;
 pub use toolbox::Toolbox;
 
-/// The programs that a node needs, each with its further names. helm stays: charts travel rendered.
+/// Returns the programs that a node needs, each with its links. Archives lack helm, because their
+/// charts are rendered.
 pub(crate) fn archived_programs() -> impl Iterator<Item = (&'static str, &'static [&'static str])> {
     let parts = parts::PARTS.iter().filter(|part| part.name != "helm");
     parts.flat_map(|part| {
@@ -23,7 +24,7 @@ pub(crate) fn archived_programs() -> impl Iterator<Item = (&'static str, &'stati
     })
 }
 
-/// Installs the C compilers of the loader's tests where they are missing.
+/// Installs the missing C compilers of the loader's tests.
 pub(crate) fn require_compilers(progress: &Progress) -> Result<(), PackageError> {
     use packages::Package;
     packages::require(
@@ -32,7 +33,7 @@ pub(crate) fn require_compilers(progress: &Progress) -> Result<(), PackageError>
     )
 }
 
-/// Installs `xz` where it is missing.
+/// Installs `xz` if it is missing.
 pub(crate) fn require_xz(progress: &Progress) -> Result<(), PackageError> {
     packages::require(&[packages::Package::XZ], progress)
 }

@@ -1,15 +1,15 @@
-//! Debian packages that a build needs, installed where they are missing.
+//! Installs Debian packages that a build needs.
 
 use std::path::Path;
 use std::process::Command;
 
 use crate::progress::Progress;
 
-/// Something a Debian package brings.
+/// A Debian package, and the file that shows its presence.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Package {
     name: &'static str,
-    /// The package is there if this file is.
+    /// A file that exists if the package is installed.
     proof_path: &'static str,
 }
 
@@ -34,14 +34,14 @@ impl Package {
         name: "musl-tools",
         proof_path: "/usr/bin/musl-gcc",
     };
-    /// The compressor of archives that travel.
+    /// The compressor of archives.
     pub(crate) const XZ: Self = Self {
         name: "xz-utils",
         proof_path: "/usr/bin/xz",
     };
 }
 
-/// Why a package is still missing.
+/// The error of an installation.
 #[derive(Debug, thiserror::Error)]
 pub enum PackageError {
     /// There is no `apt-get`, or it failed.
@@ -49,15 +49,15 @@ pub enum PackageError {
     Install {
         /// The packages' names.
         names: String,
-        /// What went wrong.
+        /// The cause.
         why: String,
     },
 }
 
-/// Installs those of `packages` that are missing.
+/// Installs the missing ones of `packages`.
 ///
 /// # Errors
-/// When `apt-get` is not there or fails; the message has the packages' names and its last lines.
+/// When `apt-get` is missing or fails, with the packages' names and its last lines.
 pub(crate) fn require(packages: &[Package], progress: &Progress) -> Result<(), PackageError> {
     let missing: Vec<&str> = packages
         .iter()
@@ -68,7 +68,7 @@ pub(crate) fn require(packages: &[Package], progress: &Progress) -> Result<(), P
         return Ok(());
     }
     progress.report(format_args!("installing {}", missing.join(" ")));
-    // Package lists may be stale or absent in a fresh container; updating them is worth one try.
+    // A fresh container may have stale package lists or none, so they are updated once.
     if apt_get(
         &[
             &["install", "-y", "--no-install-recommends"],

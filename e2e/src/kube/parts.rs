@@ -1,4 +1,4 @@
-//! The table of Go parts: what each is built from, with which flags, into which programs.
+//! Lists the Go parts: the module, flags and programs of each.
 
 use std::fs;
 use std::io;
@@ -8,24 +8,24 @@ use sha2::{Digest, Sha256};
 
 use super::packages::Package;
 
-/// The Kubernetes release in `e2e/kube/kubernetes/go.mod`; a test holds them together.
+/// The Kubernetes release of `e2e/kube/kubernetes/go.mod`; a test compares both.
 pub(crate) const KUBERNETES_VERSION: &str = "1.36.3";
 
-/// One folder of `e2e/kube`, built by one `go build`.
+/// One folder of `e2e/kube`, which one `go build` compiles.
 #[derive(Debug)]
 pub(crate) struct Part {
     /// Its folder below `e2e/kube`.
     pub(crate) name: &'static str,
-    /// What `go build` is asked for: `.` or the module's `tool` lines.
+    /// The argument of `go build`: `.` or the module's `tool` lines.
     target: &'static str,
-    /// C code is linked in.
+    /// Whether C code is linked in.
     pub(crate) cgo: bool,
     tags: &'static str,
-    /// The programs that it makes.
+    /// The programs of the part.
     pub(crate) programs: &'static [&'static str],
-    /// Further names of the first program, which acts by the name that it is called by.
+    /// Links to the first program, which chooses its function by the name of its call.
     pub(crate) links: &'static [&'static str],
-    /// Debian packages needed to build it.
+    /// The Debian packages that the build needs.
     pub(crate) packages: &'static [Package],
 }
 
@@ -87,7 +87,7 @@ pub(crate) const PARTS: &[Part] = &[
 ];
 
 impl Part {
-    /// The arguments of `go` that build this part into `out`.
+    /// Returns the arguments of `go` that build this part into `out`.
     pub(crate) fn arguments(&self, out: &Path) -> Vec<String> {
         let mut arguments = vec!["build".to_owned(), "-trimpath".to_owned()];
         if !self.tags.is_empty() {
@@ -119,7 +119,7 @@ impl Part {
         flags
     }
 
-    /// The name of its result in the cache: the same sources, flags and compiler have the same.
+    /// Returns the key of the part's build in the cache, a hash of sources, flags and compiler.
     ///
     /// # Errors
     /// When a pinned file cannot be read.

@@ -1,4 +1,4 @@
-//! Where the built programs are.
+//! Finds the built programs.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -10,12 +10,12 @@ pub struct Toolbox {
 }
 
 impl Toolbox {
-    /// Programs in these folders.
+    /// Finds programs in these folders.
     pub fn new(folders: Vec<PathBuf>) -> Self {
         Self { folders }
     }
 
-    /// The program of this name; a bare name, left to `PATH`, if no folder has it.
+    /// Returns the program of this name, or the bare name for `PATH` if no folder has it.
     pub fn program(&self, name: &str) -> PathBuf {
         self.folders
             .iter()
@@ -24,7 +24,7 @@ impl Toolbox {
             .unwrap_or_else(|| PathBuf::from(name))
     }
 
-    /// The folder that has `name`.
+    /// Returns the folder that has `name`.
     pub fn folder_of(&self, name: &str) -> Option<&Path> {
         self.folders
             .iter()
@@ -32,7 +32,7 @@ impl Toolbox {
             .find(|folder| folder.join(name).exists())
     }
 
-    /// `PATH` with every folder first.
+    /// Returns a `PATH` that begins with every folder.
     pub fn path(&self) -> OsString {
         let rest = std::env::var_os("PATH").unwrap_or_default();
         let folders = self

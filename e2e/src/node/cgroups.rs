@@ -1,4 +1,4 @@
-//! The cgroup that holds all of a cluster, in every hierarchy: v1, hybrid or v2.
+//! Manages the cgroup of a whole cluster in every hierarchy: v1, hybrid or v2.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
-/// Why a cgroup could not be used.
+/// The error of an operation on a cgroup.
 #[derive(Debug, thiserror::Error)]
 #[error("cgroup {path}: {source}")]
 pub struct CgroupError {
@@ -44,7 +44,7 @@ enum Kind {
 }
 
 impl Cgroup {
-    /// The cgroup `path`, relative to the root of each hierarchy that is mounted here.
+    /// Returns the cgroup `path`, relative to the root of each mounted hierarchy.
     ///
     /// # Errors
     /// When `/proc/self/mountinfo` cannot be read.
@@ -57,19 +57,19 @@ impl Cgroup {
         })
     }
 
-    /// The only hierarchy is cgroup v2.
+    /// Returns whether cgroup v2 is the only hierarchy.
     pub fn is_v2(&self) -> bool {
         self.mounts
             .iter()
             .all(|hierarchy| hierarchy.kind == Kind::V2)
     }
 
-    /// The path as the kubelet's `cgroupRoot` has it.
+    /// Returns the path in the form of the kubelet's `cgroupRoot`.
     pub fn root(&self) -> String {
         format!("/{}", self.path.display())
     }
 
-    /// Makes the cgroup and moves this process into its child `leaf`.
+    /// Creates the cgroup and moves this process into its child `leaf`.
     ///
     /// # Errors
     /// When a hierarchy refuses.
@@ -96,7 +96,7 @@ impl Cgroup {
         Ok(())
     }
 
-    /// Every process in the cgroup and below, but this one.
+    /// Returns every process in the cgroup and below, except this one.
     pub fn processes(&self) -> BTreeSet<i32> {
         let mut found = BTreeSet::new();
         for hierarchy in &self.mounts {
@@ -106,10 +106,10 @@ impl Cgroup {
         found
     }
 
-    /// Kills every process in the cgroup but this one, until none is left.
+    /// Kills every process in the cgroup except this one, until none is left.
     ///
     /// # Errors
-    /// When some live on after `bound`; their process ids are in the message.
+    /// When processes survive for `bound`, with their ids.
     pub fn kill(&self, bound: Duration) -> Result<(), CgroupError> {
         let start = Instant::now();
         loop {
@@ -124,14 +124,14 @@ impl Cgroup {
                 return Err(CgroupError::at(&self.path)(error));
             }
             for pid in processes.into_iter().filter_map(Pid::from_raw) {
-                // It may have ended meanwhile.
+                // The process may have exited meanwhile.
                 let _ = kill_process(pid, Signal::KILL);
             }
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 
-    /// Removes the cgroup, and its parent if that is empty then.
+    /// Removes the cgroup, and its parent once that is empty.
     ///
     /// # Errors
     /// When a folder is still busy after `bound`.
@@ -159,7 +159,7 @@ impl Cgroup {
         Ok(())
     }
 
-    /// It exists in some hierarchy.
+    /// Returns whether the cgroup exists in some hierarchy.
     pub fn exists(&self) -> bool {
         self.mounts
             .iter()
@@ -168,7 +168,7 @@ impl Cgroup {
 }
 
 impl Hierarchy {
-    /// Makes `path` and its parents, each ready to have processes.
+    /// Creates `path` and its parents, each ready for processes.
     fn make(&self, path: &Path) -> Result<PathBuf, CgroupError> {
         let mut folder = self.mount.clone();
         for name in path {
@@ -184,7 +184,7 @@ impl Hierarchy {
                 _ => {}
             }
             if self.kind == Kind::V1Cpuset {
-                // A cpuset has no processors and no memory until it is given some.
+                // The kernel creates a cpuset without processors and memory.
                 for file in ["cpuset.cpus", "cpuset.mems"] {
                     let value =
                         fs::read_to_string(parent.join(file)).map_err(CgroupError::at(&parent))?;
@@ -196,8 +196,8 @@ impl Hierarchy {
     }
 }
 
-/// Gives every controller of a v2 cgroup to its children. One that cannot be given is left out:
-/// the kubelet names those that it misses.
+/// Delegates every controller of a v2 cgroup to its children. A controller that cannot be delegated
+/// is left out, because the kubelet names the controllers that it misses.
 fn delegate(folder: &Path) {
     let controllers = fs::read_to_string(folder.join("cgroup.controllers")).unwrap_or_default();
     for controller in controllers.split_whitespace() {
@@ -236,8 +236,9 @@ fn remove_tree(folder: &Path) -> io::Result<()> {
     fs::remove_dir(folder)
 }
 
-/// The cgroup hierarchies in the text of `/proc/self/mountinfo` (proc_pid_mountinfo(5)), each by its
-/// first mount: another program may mount it elsewhere too, and unmount that at any time.
+/// Lists the cgroup hierarchies in the text of `/proc/self/mountinfo` (proc_pid_mountinfo(5)), each
+/// by its first mount. Another program may mount a hierarchy elsewhere too, and unmount that at any
+/// time.
 fn hierarchies(mountinfo: &str) -> Vec<Hierarchy> {
     let mut found: Vec<Hierarchy> = Vec::new();
     let mut devices = BTreeSet::new();

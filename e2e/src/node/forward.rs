@@ -4,12 +4,12 @@ use std::io;
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::thread;
 
-/// Accepts on `listener`, which was opened in the host's network, and connects each to the API
-/// server in the network of the calling thread.
+/// Accepts on `listener`, which was opened in the host's network. Each connection is joined to the
+/// API server in the network of the calling thread.
 pub(super) fn serve(listener: TcpListener) {
     for client in listener.incoming().flatten() {
         thread::spawn(move || {
-            // Without a server the client sees its connection closed, as it would without us.
+            // Without a server the client's connection closes, as it would without a forwarder.
             if let Ok(server) = TcpStream::connect((super::ADDRESS, super::API_PORT)) {
                 let _ = join(client, server);
             }

@@ -1,15 +1,16 @@
-//! The node process: one process in namespaces of its own, from which everything of a cluster descends.
+//! Runs the node process: the parent of all processes of a cluster, in namespaces of its own.
 //!
 //! ```text
-//! harness --control socket--> node process --spawns--> etcd, kube-apiserver, ..., kubelet, containerd --> pods
-//!    |                             |
+//! harness --control socket--> node process --spawns--> etcd, kube-apiserver, ..., kubelet,
+//!    |                             |                   containerd --> pods
 //!    |   127.0.0.1:PORT ---------> forwarder ---> kube-apiserver (in the node's network namespace)
 //! ```
 //!
-//! It has a network and a mount namespace, so that addresses, links and mounts die with its last
-//! process and fixed paths such as `/var/lib/kubelet` are free; and a cgroup, by which every
-//! descendant is found and killed. When its owner goes away, however that happens, it takes
-//! everything down and removes its run folder.
+//! The node process has a network and a mount namespace. Addresses, links and mounts therefore
+//! disappear with its last process, and fixed paths such as `/var/lib/kubelet` are free. Every
+//! descendant is in one cgroup, by which the node process finds and kills all of them. When its
+//! owner disconnects for any cause, the node process takes everything down and removes its run
+//! folder.
 
 mod cgroups;
 mod forward;
@@ -25,10 +26,10 @@ pub use cgroups::{Cgroup, CgroupError};
 pub use protocol::{Reply, Request};
 pub use server::{NodeError, run};
 
-/// The node's own address. It is on the node's loopback link; pods reach it through their gateway.
+/// The node's own address, on its loopback link. Pods reach the address through their gateway.
 pub const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
-/// The address of the Service `kubernetes`. The API server listens on it itself, so that pods need
-/// no kube-proxy to reach it.
+/// The address of the Service `kubernetes`. The API server listens on the address itself, so that
+/// pods need no kube-proxy.
 pub const SERVICE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 1);
 /// The API server's port on every address of the node.
 pub const API_PORT: u16 = 443;

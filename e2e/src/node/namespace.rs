@@ -1,4 +1,4 @@
-//! The node's own view: its mounts and its network.
+//! Sets up the node's mount and network namespaces.
 
 use std::fs;
 use std::io;
@@ -12,7 +12,7 @@ use rustix::thread::UnshareFlags;
 use super::netlink;
 use crate::scene::has_driver;
 
-/// Folders that are empty and private in the node, whatever the host has there.
+/// Folders that are empty and private in the node, whatever the host has in them.
 const PRIVATE_FOLDERS: &[&str] = &[
     "/var/lib/kubelet",
     "/var/lib/bursar",
@@ -28,12 +28,12 @@ const PRIVATE_FOLDERS: &[&str] = &[
     "/var/log/pods",
 ];
 
-/// File systems that are mounted in `/dev`.
+/// The file systems mounted in `/dev`.
 const DEV_FILE_SYSTEMS: &[&str] = &["/dev/pts", "/dev/shm"];
 
-/// Kernel settings that the kubelet changes where they differ
-/// (kubernetes `pkg/kubelet/cm/container_manager_linux.go`, `setupKernelTunables`). It is shown
-/// the values that it wants, so that the host's stay as they are.
+/// Kernel settings that the kubelet would change (kubernetes
+/// `pkg/kubelet/cm/container_manager_linux.go`, `setupKernelTunables`). The kubelet reads its
+/// desired values from bind mounts, so that the host's settings stay.
 const SYSCTLS: &[(&str, &str)] = &[
     ("/proc/sys/vm/overcommit_memory", "1"),
     ("/proc/sys/vm/panic_on_oom", "0"),
@@ -43,7 +43,7 @@ const SYSCTLS: &[(&str, &str)] = &[
     ("/proc/sys/kernel/keys/root_maxbytes", "25000000"),
 ];
 
-/// Why the view could not be made.
+/// The error of a step of the set-up.
 #[derive(Debug, thiserror::Error)]
 #[error("{step}: {source}")]
 pub struct NamespaceError {
@@ -56,8 +56,9 @@ fn at(step: impl Into<String>) -> impl FnOnce(io::Error) -> NamespaceError {
     move |source| NamespaceError { step, source }
 }
 
-/// Moves this thread, and those that it starts from now on, into a mount and a network namespace
-/// of their own and lays both out. `scratch` is an empty folder of the run folder.
+/// Moves this thread into a mount and a network namespace of its own and sets both up. Threads that
+/// this thread starts later are in the same namespaces. `scratch` is an empty folder of the run
+/// folder.
 ///
 /// # Errors
 /// When the kernel refuses a step; root is needed.
@@ -77,7 +78,7 @@ pub(super) fn enter(scratch: &Path) -> Result<(), NamespaceError> {
     Ok(())
 }
 
-/// Detaches what hides the run folder's own `scratch`, so that the folder can be removed.
+/// Unmounts the file system over the run folder's own `scratch`, so that the folder can be removed.
 ///
 /// # Errors
 /// When the kernel refuses.
@@ -86,7 +87,8 @@ pub(super) fn leave(scratch: &Path) -> io::Result<()> {
 }
 
 fn set_up_mounts(scratch: &Path) -> Result<(), NamespaceError> {
-    // Nothing travels to the host; inside, mounts travel from the kubelet to containers.
+    // No mount propagates to the host; inside the namespace, mounts propagate from the kubelet to
+    // containers.
     for change in [
         MountPropagationFlags::PRIVATE,
         MountPropagationFlags::SHARED,
@@ -112,7 +114,8 @@ fn set_up_mounts(scratch: &Path) -> Result<(), NamespaceError> {
     private_dev(scratch)
 }
 
-/// A `/dev` that simulated GPUs can have device nodes in, and the host's has none of them.
+/// Mounts a `/dev` with room for device nodes of simulated GPUs, which the host's `/dev` must not
+/// get.
 fn private_dev(scratch: &Path) -> Result<(), NamespaceError> {
     let bind = |from: &Path, to: &Path| {
         let step = || format!("bind {} to {}", from.display(), to.display());
@@ -130,8 +133,8 @@ fn private_dev(scratch: &Path) -> Result<(), NamespaceError> {
     Ok(())
 }
 
-/// Mounts a `/proc` that nothing is bound over. In a user namespace the kernel lets nobody mount one
-/// (`fs/namespace.c`, `mount_too_revealing`) unless a whole one is there already.
+/// Mounts a `/proc` without bind mounts over its files. Within a user namespace the kernel refuses
+/// to mount a `/proc` unless such a whole one exists (`fs/namespace.c`, `mount_too_revealing`).
 fn mount_proc(scratch: &Path) -> Result<(), NamespaceError> {
     let folder = scratch.join("proc");
     fs::create_dir_all(&folder).map_err(at(folder.display().to_string()))?;
@@ -144,7 +147,7 @@ fn tmpfs(folder: &Path) -> Result<(), NamespaceError> {
         .map_err(|error| at(format!("tmpfs on {}", folder.display()))(error.into()))
 }
 
-/// Lays a layer of the scratch folder over `folder`, so that the host's is only read.
+/// Mounts an overlay in the scratch folder over `folder`, so that the host's folder is only read.
 fn copy_on_write(scratch: &Path, folder: &Path) -> Result<(), NamespaceError> {
     let layer = |kind: &str| -> Result<PathBuf, NamespaceError> {
         let name = folder.display().to_string().replace('/', "_");
@@ -170,7 +173,7 @@ fn copy_on_write(scratch: &Path, folder: &Path) -> Result<(), NamespaceError> {
     .map_err(|error| at(format!("overlay on {}", folder.display()))(error.into()))
 }
 
-/// Binds a file with `value` over the kernel setting `path`, where there is one.
+/// Binds a file with `value` over the kernel setting `path`, if the setting exists.
 fn bind_value(scratch: &Path, path: &Path, value: &str) -> Result<(), NamespaceError> {
     if !path.exists() {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Two requests of rtnetlink(7), so that the node's namespace needs no `ip` program.
+//! Sends two requests of rtnetlink(7), so that the node's namespace needs no `ip` program.
 
 use std::io;
 use std::net::Ipv4Addr;
@@ -11,7 +11,7 @@ use rustix::net::{
 /// The index of the loopback link in every network namespace.
 pub(super) const LOOPBACK: i32 = 1;
 
-// linux/rtnetlink.h, linux/netlink.h, linux/if.h, linux/if_addr.h
+// Constants of linux/rtnetlink.h, linux/netlink.h, linux/if.h and linux/if_addr.h.
 const RTM_NEWLINK: u16 = 16;
 const RTM_NEWADDR: u16 = 20;
 const NLMSG_ERROR: u16 = 2;
@@ -28,7 +28,7 @@ const HEADER: usize = 16;
 /// Sets the link's state to up.
 ///
 /// # Errors
-/// What the kernel answered.
+/// When the kernel refuses.
 pub(super) fn set_link_up(link: i32) -> io::Result<()> {
     let mut body = vec![0; 4];
     body.extend(link.to_ne_bytes());
@@ -37,10 +37,10 @@ pub(super) fn set_link_up(link: i32) -> io::Result<()> {
     request(RTM_NEWLINK, 0, &body)
 }
 
-/// Gives the link one address, by itself in its network.
+/// Adds an address with a prefix length of 32 to the link.
 ///
 /// # Errors
-/// What the kernel answered.
+/// When the kernel refuses.
 pub(super) fn add_address(link: i32, address: Ipv4Addr) -> io::Result<()> {
     let mut body = vec![AF_INET, 32, 0, 0];
     body.extend(link.to_ne_bytes());
@@ -78,7 +78,7 @@ fn message(kind: u16, flags: u16, body: &[u8]) -> Vec<u8> {
     message
 }
 
-/// An acknowledgement is an error message with code 0.
+/// Parses an acknowledgement, which is an error message with code 0.
 fn parse_reply(answer: &[u8]) -> io::Result<()> {
     let field = |from: usize, to: usize| answer.get(from..to);
     let (Some([low, high]), Some(&[a, b, c, d])) = (field(4, 6), field(HEADER, HEADER + 4)) else {

@@ -1,4 +1,4 @@
-//! The programs that the node process started, and the reaping of every descendant.
+//! Starts the programs of the node process, and reaps every descendant.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::OpenOptions;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, wait};
 
-/// How a program fares.
+/// The state of a program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum ProcessState {
     Running(i32),
@@ -26,7 +26,7 @@ pub(super) struct Processes {
 }
 
 impl Processes {
-    /// A panicking thread leaves the map whole: each change is one insertion.
+    /// Locks the map. A poisoned lock is harmless, because each change is one insertion.
     fn states(&self) -> MutexGuard<'_, HashMap<String, ProcessState>> {
         self.states.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -34,7 +34,7 @@ impl Processes {
     /// Starts a program.
     ///
     /// # Errors
-    /// When the name is taken, or the program or its log cannot be opened.
+    /// When the name is in use, or the program or its log cannot be opened.
     pub(super) fn spawn(
         &self,
         name: &str,
@@ -43,7 +43,7 @@ impl Processes {
         environment: &BTreeMap<String, String>,
         log: &Path,
     ) -> io::Result<i32> {
-        // Held until the child is in the map, or the reaper could take it for a stranger.
+        // The lock is released once the child is in the map, or the reaper would miss its exit.
         let mut states = self.states();
         if let Some(ProcessState::Running(pid)) = states.get(name) {
             return Err(io::Error::new(
@@ -71,15 +71,16 @@ impl Processes {
         Ok(pid)
     }
 
-    /// How the program fares.
+    /// Returns the state of the program.
     pub(super) fn state(&self, name: &str) -> Option<ProcessState> {
         self.states().get(name).cloned()
     }
 
-    /// Signals the program and waits for its end; one that ignores SIGTERM for `patience` is killed.
+    /// Signals the program and waits for its exit. A program that ignores SIGTERM for `patience` is
+    /// killed.
     ///
     /// # Errors
-    /// When there is no such program, or it outlives SIGKILL by `patience`.
+    /// When the program was never started, or survives SIGKILL by `patience`.
     pub(super) fn end(&self, name: &str, kill: bool, patience: Duration) -> io::Result<String> {
         let signals: &[Signal] = if kill {
             &[Signal::KILL]
@@ -127,12 +128,12 @@ impl Processes {
         }
     }
 
-    /// Reaps children and adopted orphans for ever.
+    /// Reaps children and adopted orphans forever.
     pub(super) fn reap_forever(&self) {
         loop {
             match wait(WaitOptions::empty()) {
                 Ok(Some((pid, status))) => self.record_exit(pid.as_raw_nonzero().get(), status),
-                // No child at present.
+                // The process has no child at present.
                 Ok(None) | Err(_) => std::thread::sleep(Duration::from_millis(50)),
             }
         }

@@ -1,53 +1,53 @@
-//! What the harness and the node process say to each other: one JSON object a line.
+//! Defines the messages between the harness and the node process: one JSON object per line.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// What the harness asks for.
+/// A request of the harness.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Request {
-    /// This connection is the owner's: when it closes, the cluster ends.
+    /// Takes ownership: the cluster ends when this connection closes.
     TakeOwnership,
-    /// The cluster outlives its owner from now on.
+    /// Detaches the cluster from its owner, so that the cluster outlives the connection.
     Detach,
-    /// Start a program under a name that is not running.
+    /// Starts a program under a name that is not running.
     Spawn {
-        /// What it is called from now on.
+        /// The name in later requests.
         name: String,
         /// The program's path.
         program: PathBuf,
         /// Its arguments.
         arguments: Vec<String>,
-        /// Its environment, beside the node process's own.
+        /// Variables in addition to those of the node process.
         environment: BTreeMap<String, String>,
-        /// The file that its output is appended to.
+        /// The file to which the program's output is appended.
         log: PathBuf,
     },
-    /// Send a signal to a program and wait for its end.
+    /// Sends a signal to a program and waits for its exit.
     End {
         /// Its name.
         name: String,
-        /// SIGKILL at once, or SIGTERM first.
+        /// Whether SIGKILL is sent at once instead of SIGTERM first.
         kill: bool,
     },
-    /// How a program fares.
+    /// Asks for the state of a program.
     Status {
         /// Its name.
         name: String,
     },
-    /// Take everything down and exit.
+    /// Takes everything down and exits.
     Stop {
-        /// Leave the run folder with its logs.
+        /// Whether the run folder stays with its logs.
         keep_logs: bool,
     },
 }
 
-/// The node process's answer to each request.
+/// The node process's reply to a request.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Reply {
-    /// It is done.
+    /// The request was carried out.
     Done,
     /// The program runs.
     Running {
@@ -56,12 +56,12 @@ pub enum Reply {
     },
     /// The program has ended.
     Ended {
-        /// How, in words.
+        /// A description of the exit.
         how: String,
     },
-    /// It could not be done.
+    /// The request failed.
     Failed {
-        /// Why.
+        /// The cause.
         why: String,
     },
 }

@@ -1,4 +1,4 @@
-//! The node process's life: enter the namespaces, serve the control socket, take everything down.
+//! Serves the control socket from inside the namespaces, and takes everything down at the end.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Write};
@@ -18,12 +18,13 @@ use super::processes::{ProcessState, Processes};
 use super::protocol::{Reply, Request};
 use crate::cluster::RunFolder;
 
-/// A program that ignores a signal for this long is killed; everything is gone this long after.
+/// The time after which a program that ignores a signal is killed, and the bound of the removal of
+/// cgroups.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
-/// An owner connects within this time or the node ends.
+/// The node process exits unless an owner connects within this time.
 const OWNER_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Why the node process ended badly.
+/// The error of a node process that fails.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
     /// The run folder cannot be used.
@@ -31,7 +32,7 @@ pub enum NodeError {
     File {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// Another node process has the run folder.
@@ -45,16 +46,16 @@ pub enum NodeError {
     Namespace(#[from] NamespaceError),
 }
 
-/// Why the node process ends.
+/// The cause of the node process's exit.
 enum StopCause {
     OwnerGone,
     Requested { keep_logs: bool },
 }
 
-/// Runs the node process of `folder` until it is told to stop or its owner is gone.
+/// Runs the node process of `folder` until a request stops it or its owner disconnects.
 ///
 /// # Errors
-/// When it cannot start, or cannot take everything down.
+/// When the node process cannot start, or cannot take everything down.
 pub fn run(folder: &RunFolder) -> Result<(), NodeError> {
     let file = |path: &Path| {
         let path = path.to_path_buf();
@@ -65,7 +66,7 @@ pub fn run(folder: &RunFolder) -> Result<(), NodeError> {
         .map_err(|_| NodeError::InUse(folder.path().to_path_buf()))?;
     let cgroup = folder.cgroup()?;
     cgroup.enter("node")?;
-    // Both are opened before the namespaces change: they face the host.
+    // Both sockets are opened before the namespaces change, because they face the host.
     let api = TcpListener::bind(("127.0.0.1", 0)).map_err(file(Path::new("127.0.0.1")))?;
     let port = api
         .local_addr()
@@ -74,7 +75,7 @@ pub fn run(folder: &RunFolder) -> Result<(), NodeError> {
     fs::write(folder.port(), port.to_string()).map_err(file(&folder.port()))?;
     fs::write(folder.pid(), std::process::id().to_string()).map_err(file(&folder.pid()))?;
     namespace::enter(&folder.scratch())?;
-    // Orphans (container shims) become our children, so that they leave no zombies.
+    // Orphans (container shims) become children of the node process, which reaps them.
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
         .map_err(|error| file(Path::new("subreaper"))(error.into()))?;
     let control =
@@ -99,7 +100,7 @@ pub fn run(folder: &RunFolder) -> Result<(), NodeError> {
     Ok(())
 }
 
-/// Answers requests until one of them, or the owner's end, ends the node.
+/// Answers requests until one of them stops the node, or its owner disconnects.
 fn serve(control: UnixListener, processes: Arc<Processes>) -> StopCause {
     let (ends, end) = mpsc::channel();
     let owned = Arc::new(AtomicBool::new(false));
@@ -131,9 +132,9 @@ fn serve(control: UnixListener, processes: Arc<Processes>) -> StopCause {
 struct Session {
     processes: Arc<Processes>,
     stop_sender: Sender<StopCause>,
-    /// Some connection has said that it is the owner.
+    /// Whether some connection has taken ownership.
     has_owner: Arc<AtomicBool>,
-    /// The cluster outlives its owner.
+    /// Whether the cluster outlives its owner.
     detached: Arc<AtomicBool>,
 }
 

@@ -1,4 +1,4 @@
-//! The table of checks.
+//! Lists the checks in the order in which they run.
 
 use std::process::Command;
 
@@ -9,7 +9,7 @@ use crate::folders;
 use crate::kube;
 use crate::progress::Progress;
 
-/// One check: a name `area/what`, what it shows, and how it is run.
+/// One check: a name `area/name`, its promise, and the way to run it.
 #[derive(Clone, Copy)]
 pub(super) struct Check {
     pub(super) name: &'static str,
@@ -23,19 +23,19 @@ enum Runner {
     Cargo(&'static [&'static str]),
     /// `cargo test` of these targets, wherever in the workspace they are.
     Test(&'static [&'static str]),
-    /// A function of this program.
+    /// Calls a function of this program.
     Function(fn() -> anyhow::Result<()>),
-    /// As `Test`, in a lane of its own: it waits for minutes and hardly computes.
+    /// Runs tests as `Test` does, in the background: they wait for minutes and hardly compute.
     Waiting(&'static [&'static str]),
-    /// A trial on the cluster that all of them share, in one lane.
+    /// Runs a trial on the cluster that all trials share, in one background job.
     ClusterTrial,
-    /// These tests and no others, all of which must run.
+    /// Runs these tests and no others, and fails unless all of them ran.
     Named(&'static [TestSelection]),
-    /// As `Named`, in the long tier.
+    /// Runs tests as `Named` does, in the long tier.
     Long(&'static [TestSelection]),
 }
 
-/// What may run beside other checks: one that waits, or the trials on the cluster.
+/// A command that runs beside other checks: a check that mostly waits, or the cluster's trials.
 pub(super) struct BackgroundJob {
     pub(super) name: &'static str,
     pub(super) promise: String,
@@ -54,8 +54,8 @@ const fn cargo_check(
     }
 }
 
-/// Tests that these filters choose. All are compiled as one workspace, so that each crate and its
-/// dependencies are compiled once.
+/// Makes a check of the tests that these filters choose. The workspace is compiled as a whole, so
+/// that each crate is compiled once.
 const fn test_check(
     name: &'static str,
     shows: &'static str,
@@ -68,10 +68,10 @@ const fn test_check(
     }
 }
 
-/// For tests that wait for clocks and processes, and hardly compute.
+/// Lets six tests run at once, for tests that wait for clocks and processes.
 const SIX_TEST_THREADS: &str = "--test-threads=6";
 
-/// The properties whose histories the short tier cuts.
+/// The properties that run with shorter histories outside of the long tier.
 const HISTORY_TESTS: &[TestSelection] = &[TestSelection {
     target: &["--lib"],
     names: &[
@@ -88,7 +88,7 @@ const HISTORY_TESTS: &[TestSelection] = &[TestSelection {
     env: &[("BURSAR_LONG", "1")],
 }];
 
-/// Every check, in the order in which they run: what fails fastest comes first.
+/// The checks that are no named tests, in order: the fastest to fail come first.
 const CHECKS: &[Check] = &[
     cargo_check(
         "main/fmt",
@@ -311,7 +311,8 @@ const CHECKS: &[Check] = &[
     },
 ];
 
-/// [`CHECKS`], those of `security/` and `faults/`, and the cluster's trials last: they take minutes.
+/// Returns every check: [`CHECKS`], the areas `security/` and `faults/`, and last the cluster's
+/// trials, which take minutes.
 pub(super) fn all() -> Vec<Check> {
     let trials = cluster::TRIALS.iter().map(|(name, shows)| Check {
         name,
@@ -340,7 +341,7 @@ pub(super) fn all() -> Vec<Check> {
     checks.chain(named).chain(trials).collect()
 }
 
-/// The lanes of those of these checks that have one.
+/// Returns the background jobs of these checks.
 pub(super) fn background_jobs(checks: &[&Check]) -> Vec<BackgroundJob> {
     let (mut lanes, mut trials) = (Vec::new(), Vec::new());
     for check in checks {
@@ -379,12 +380,12 @@ impl Check {
         }
     }
 
-    /// It is of the long tier: it runs where `--long` is given or its whole name.
+    /// Returns whether the check runs only under `--long` or by its full name.
     pub(super) fn is_long(&self) -> bool {
         matches!(self.runner, Runner::Long(_))
     }
 
-    /// It has a lane.
+    /// Returns whether the check runs in the background.
     pub(super) fn runs_in_background(&self) -> bool {
         matches!(self.runner, Runner::Waiting(_) | Runner::ClusterTrial)
     }
@@ -400,7 +401,7 @@ pub(super) fn succeed(command: &mut Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// `cargo test` of these targets.
+/// Returns a `cargo test` of these targets.
 fn test_command(targets: &[&str]) -> Command {
     let mut command = cargo::command();
     command
@@ -410,8 +411,8 @@ fn test_command(targets: &[&str]) -> Command {
 }
 
 fn deny() -> anyhow::Result<()> {
-    // The advisory database is a git repository of its own: `cargo deny check advisories`, where
-    // there is a network.
+    // The advisory database is a separate git repository, which needs a network: `cargo deny check
+    // advisories` reads it.
     succeed(
         Command::new(tools::cargo_deny()?)
             .args(["--locked", "check", "licenses", "bans", "sources"]),

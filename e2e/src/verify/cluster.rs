@@ -1,12 +1,12 @@
-//! The trials on a real cluster: one test program, and one cluster for all that are asked for.
+//! Runs trials on a real cluster: one test program, and one cluster for all selected trials.
 
 use std::process::Command;
 
 use crate::cargo;
 use crate::folders;
 
-/// Every trial of `e2e/tests/cluster` by its name, and what it shows. That program refuses to run
-/// when its trials are others.
+/// Every trial of `e2e/tests/cluster` by name, with its promise. That program refuses to run when
+/// its trials differ.
 pub const TRIALS: &[(&str, &str)] = &[
     (
         "main/cluster/quota",
@@ -130,10 +130,10 @@ pub const TRIALS: &[(&str, &str)] = &[
     ),
 ];
 
-/// The command that runs these trials, on one cluster.
+/// Returns the command that runs these trials on one cluster.
 pub(super) fn command(names: &[&str]) -> Command {
     let mut command = cargo::command();
-    // As the other tests are compiled.
+    // Other tests are selected alike, so that no crate is compiled with other features.
     command.args(["test", "--quiet", "--locked", "--workspace"]);
     command.args(["--test", "cluster", "--", "--exact"]);
     let others = TRIALS.iter().filter(|(name, _)| !names.contains(name));

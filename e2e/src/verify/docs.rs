@@ -1,5 +1,5 @@
-//! Holds the documentation to the tree: paths, checks and links that it names exist, and the
-//! architecture page has every crate.
+//! Checks the documentation against the tree: its paths, checks and links, and the rows of the
+//! architecture page.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use super::checks;
 use crate::folders;
 
-/// The most lines of `docs/architecture.md`.
+/// The maximum number of lines of `docs/architecture.md`.
 const MAX_ARCHITECTURE_LINES: usize = 150;
 
-/// The folders whose paths pages name.
+/// The folders whose paths are checked.
 const FOLDERS: &[&str] = &["operator", "device-plugin", "charts", "crds", "e2e", "docs"];
 
 /// A name in a page: text in backticks, or the target of a link.
@@ -20,7 +20,7 @@ enum Name<'a> {
     Link(&'a str),
 }
 
-/// The names in a page, without those in code blocks.
+/// Returns the names in a page, without those in code blocks.
 fn names(page: &str) -> Vec<Name<'_>> {
     let text = page.split("```").step_by(2);
     let mut names = Vec::new();
@@ -35,7 +35,7 @@ fn names(page: &str) -> Vec<Name<'_>> {
     names
 }
 
-/// Whether a name in backticks is a path or a check, and not some other code.
+/// Returns whether a name in backticks is a path or a check rather than other code.
 fn is_path_or_check(code: &str, areas: &[&str]) -> bool {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
     let top = code.split_once('/').map(|(top, _)| top);
@@ -43,7 +43,7 @@ fn is_path_or_check(code: &str, areas: &[&str]) -> bool {
         && top.is_some_and(|top| FOLDERS.contains(&top) || areas.contains(&top))
 }
 
-/// The pages of the repository.
+/// Returns the pages of the repository.
 fn pages() -> std::io::Result<Vec<PathBuf>> {
     let repository = folders::repository();
     let mut pages = vec![
@@ -59,7 +59,7 @@ fn pages() -> std::io::Result<Vec<PathBuf>> {
     Ok(pages)
 }
 
-/// The members of the workspace, as `Cargo.toml` lists them.
+/// Returns the members of the workspace that `Cargo.toml` lists.
 fn members(manifest: &str) -> Vec<&str> {
     let list = manifest
         .split_once("members = [")
@@ -68,10 +68,10 @@ fn members(manifest: &str) -> Vec<&str> {
     list.split('"').skip(1).step_by(2).collect()
 }
 
-/// Fails where a page names a path, a check or a link that does not exist.
+/// Fails if a page names a path, a check or a link that does not exist.
 ///
 /// # Errors
-/// Names each page and name, or what could not be read.
+/// Names each page and name, or the file that could not be read.
 pub(super) fn check() -> anyhow::Result<()> {
     let repository = folders::repository();
     let checks: Vec<&str> = checks::all().iter().map(|check| check.name).collect();

@@ -1,27 +1,27 @@
-//! Names the checks of the area `faults/`, each with the tests that show it.
+//! Names the checks of the area `faults/`, each with its tests.
 
 use super::named::{NamedCheck, TestSelection};
 
-/// The libraries' own tests.
+/// Unit tests of the libraries.
 const LIB: &[&str] = &["--lib"];
-/// The tests of the watch that agent and operator share.
+/// Tests of the watch that agent and operator share.
 const WATCH: &[&str] = &["--test", "watch"];
-/// The tests of objects that another version wrote.
+/// Tests of objects that another version wrote.
 const VERSIONS: &[&str] = &["--test", "versions"];
 
-/// The whole operator over a simulated API server.
+/// Tests of the whole operator with a fake API server.
 const OPERATOR: &[&str] = &["--test", "operator"];
 
-/// Worlds with one node that lies.
+/// Tests with one node that reports false facts.
 const FAKE_API_SERVER: &[&str] = &[
     "placement::plan::tests::untrusted_reports::no_step_names_a_pod_of_another_node_for_any_report",
     "placement::plan::tests::untrusted_reports::honest_node_report_names_its_pods",
 ];
 
-/// The whole agent as a process, over a simulated driver.
+/// Tests of the whole agent as a process, with a simulated driver.
 const AGENT: &[&str] = &["--test", "agent"];
 
-/// Every check of the area that runs without a cluster.
+/// The checks of the area that run without a cluster.
 pub(super) const CHECKS: &[NamedCheck] = &[
     NamedCheck {
         name: "faults/api-restored",

@@ -1,11 +1,11 @@
-//! `cargo verify`: every check of this repository by name, and the running of them.
+//! Runs the checks of this repository for `cargo verify`.
 //!
-//! A check is a command whose exit code is its answer; what it prints goes straight to the terminal,
-//! so that a test runner's closing line is seen where it is said.
+//! A check is a command that passes by its exit code. Its output goes straight to the terminal, so
+//! that the summary line of a test runner appears below the check's name.
 //!
 //! ```text
-//!   what compiles --> most checks, one after another --> what those beside them printed
-//!                \--> what waits for minutes, in lanes --/
+//!   checks that compile --> most checks, one after another --> output of the background jobs
+//!                      \--> background jobs: checks that wait for minutes --/
 //! ```
 
 mod checks;
@@ -31,10 +31,10 @@ pub use self::cluster::TRIALS;
 use self::checks::{BackgroundJob, Check};
 use crate::progress::Progress;
 
-/// The last of the checks that have the processors to themselves.
+/// The last check that has the processors to itself; background jobs start after it.
 const COMPILE_CHECK: &str = "main/tests";
 
-/// What `cargo verify` is asked to do.
+/// The arguments of `cargo verify`.
 #[derive(Debug, Args)]
 pub struct VerifyArgs {
     /// Print the checks, a line each, and run none.
@@ -48,21 +48,21 @@ pub struct VerifyArgs {
     long: bool,
 }
 
-/// Why the checks could not be run; a check that fails is no error but an answer.
+/// The error of a run. A failed check is no error but an outcome.
 #[derive(Debug, thiserror::Error)]
 pub enum VerifyError {
-    /// `--only` names nothing.
+    /// A word of `--only` matches no check and no area.
     #[error("--only {0}: no check or area has this name; `cargo verify --list` prints them")]
     Unknown(String),
-    /// There is no file for what a check prints.
+    /// No temporary file could be created for the output of a background job.
     #[error("no file for the output of checks that run beside others: {0}")]
     Output(#[from] io::Error),
 }
 
-/// Runs the checks asked for, the cheap ones first, all of them even when one fails.
+/// Runs the selected checks, the cheap ones first, and all of them even after a failure.
 ///
 /// # Errors
-/// When `args` name a check that is not there, or no temporary file can be made.
+/// When `args` name an unknown check, or no temporary file can be created.
 pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     let all = checks::all();
     let chosen = select(&all, &args.only, args.long || args.list)?;
@@ -94,7 +94,7 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
         let (name, shows) = (lane.name, lane.promise.clone());
         outcomes.push(run_check(name, &shows, || lane.join(), &progress));
     }
-    // Those that nothing runs beside are seen while they run.
+    // Jobs without other checks beside them print straight to the terminal.
     for mut lane in lanes {
         let run = || timed(|| checks::succeed(&mut lane.command));
         outcomes.push(run_check(lane.name, &lane.promise, run, &progress));
@@ -102,8 +102,8 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     Ok(report(&outcomes))
 }
 
-/// The checks that `only` names; all of them when it names none. Those of the long tier are left out unless `long`, or
-/// named in full.
+/// Returns the checks that `only` names, or all of them for an empty `only`. Checks of the long
+/// tier need `long` or their full name.
 fn select<'a>(
     checks: &'a [Check],
     only: &[String],
@@ -130,7 +130,7 @@ fn select<'a>(
     Ok(checks.iter().filter(wanted).collect())
 }
 
-/// A lane that runs, and whose output is kept.
+/// A running background job and the file with its output.
 struct RunningJob {
     name: &'static str,
     promise: String,
@@ -158,7 +158,7 @@ impl RunningJob {
         })
     }
 
-    /// Waits for its end, and prints what it printed.
+    /// Waits for the job's exit, and prints its output.
     fn join(mut self) -> Timed {
         let (took, answer) = self.end.join().unwrap_or_else(|panic| resume_unwind(panic));
         let mut print = || {
@@ -170,7 +170,7 @@ impl RunningJob {
     }
 }
 
-/// How long a check took, and its answer.
+/// The duration and the outcome of a check.
 type Timed = (Duration, anyhow::Result<()>);
 
 fn timed(run: impl FnOnce() -> anyhow::Result<()>) -> Timed {

@@ -1,4 +1,4 @@
-//! Runs tests by their full names, and fails where fewer ran than were named.
+//! Runs tests by their full names, and fails if fewer ran than were named.
 
 use std::io::{self, BufRead as _, BufReader, Write};
 use std::process::{Command, Stdio};
@@ -6,16 +6,16 @@ use std::process::{Command, Stdio};
 use crate::cargo;
 use crate::folders;
 
-/// Tests of one target of the workspace, each by its path in it.
+/// Tests of one target of the workspace by their paths.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TestSelection {
-    /// What `cargo test` is told to choose the target: `--lib`, or `--test` and its name.
+    /// The arguments of `cargo test` that select the target: `--lib`, or `--test` and its name.
     pub(super) target: &'static [&'static str],
     /// The full name of each test.
     pub(super) names: &'static [&'static str],
-    /// Whether they are marked `#[ignore]`, for they take minutes.
+    /// Whether the tests are marked `#[ignore]`, because they take minutes.
     pub(super) ignored: bool,
-    /// Variables that they are run with.
+    /// Additional environment variables of the tests.
     pub(super) env: &'static [(&'static str, &'static str)],
 }
 
@@ -24,18 +24,18 @@ pub(super) struct TestSelection {
 pub(super) struct NamedCheck {
     /// The area, a slash and a word.
     pub(super) name: &'static str,
-    /// The promise that its tests hold.
+    /// The promise that the tests hold.
     pub(super) promise: &'static str,
-    /// Whether only `--long` runs it.
+    /// Whether the check runs only under `--long`.
     pub(super) long: bool,
-    /// The tests.
     pub(super) tests: &'static [TestSelection],
 }
 
 /// Runs these tests.
 ///
 /// # Errors
-/// When a test fails, or when fewer tests ran than were named: a test that was renamed would otherwise pass unseen.
+/// When a test fails, or when fewer tests ran than were named: a renamed test would otherwise go
+/// unnoticed.
 pub(super) fn run(tests: &[TestSelection]) -> anyhow::Result<()> {
     for tests in tests {
         let ran = run_and_count_passed(&mut command(tests), &mut io::stdout())?;
@@ -49,7 +49,8 @@ pub(super) fn run(tests: &[TestSelection]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The call of `cargo test`. All crates are named, as in every other check, so that nothing is compiled twice.
+/// Returns the call of `cargo test`. All crates are selected, as in every other check, so that no
+/// crate is compiled twice.
 fn command(tests: &TestSelection) -> Command {
     let TestSelection {
         target,
@@ -69,7 +70,7 @@ fn command(tests: &TestSelection) -> Command {
     command
 }
 
-/// Runs the command, passes on what it prints, and counts the tests that its test runners say have passed.
+/// Runs the command, passes its output on, and sums the passed tests of its summary lines.
 fn run_and_count_passed(command: &mut Command, out: &mut impl Write) -> anyhow::Result<usize> {
     let mut child = command.stdout(Stdio::piped()).spawn()?;
     let mut count = 0;
@@ -86,7 +87,7 @@ fn run_and_count_passed(command: &mut Command, out: &mut impl Write) -> anyhow::
     Ok(count)
 }
 
-/// How many tests a closing line of libtest says have passed.
+/// Parses the number of passed tests in a summary line of libtest.
 fn parse_passed(line: &str) -> Option<usize> {
     let counts = line.strip_prefix("test result: ok. ")?;
     counts.split_once(" passed;")?.0.parse().ok()

@@ -1,11 +1,11 @@
-//! Names the checks of the area `security/`, each with the tests that show it.
+//! Names the checks of the area `security/`, each with its tests.
 
 use super::named::{NamedCheck, TestSelection};
 
-/// The libraries' own tests.
+/// Unit tests of the libraries.
 const LIB: &[&str] = &["--lib"];
 
-/// The search targets of frames and credit pages.
+/// Fuzz targets of frames and credit pages.
 const FRAMES: &[&str] = &[
     "fdstore::fdstore_requests_round_trip",
     "fdstore::fdstore_responses_round_trip",
@@ -18,7 +18,7 @@ const FRAMES: &[&str] = &[
     "provisioner::provisioner_responses_round_trip",
 ];
 
-/// The search targets of texts and files.
+/// Fuzz targets of texts and files.
 const TEXTS: &[&str] = &[
     "files::cdi_file_is_a_binding_of_its_name_or_malformed",
     "files::device_checkpoint_is_parsed_by_whole_entries",
@@ -32,7 +32,7 @@ const TEXTS: &[&str] = &[
     "seal::changed_token_is_never_unsealed",
 ];
 
-/// A test of the target `confined`, whose runner (libtest-mimic) takes a single name.
+/// Selects a test of the target `confined`, whose runner (libtest-mimic) takes a single name.
 const fn confined(names: &'static [&'static str; 1]) -> TestSelection {
     TestSelection {
         target: &["--test", "confined"],
@@ -42,7 +42,7 @@ const fn confined(names: &'static [&'static str; 1]) -> TestSelection {
     }
 }
 
-/// Every check of the area, but for the trials on a cluster and what `operator/api/server` shows.
+/// The checks of the area, except the cluster's trials and the tests of `operator/api/server`.
 pub(super) const CHECKS: &[NamedCheck] = &[
     NamedCheck {
         name: "security/confined",

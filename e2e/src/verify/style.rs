@@ -1,11 +1,11 @@
-//! Holds the language of comments to what CONTRIBUTING.md says of it, as far as a program can.
+//! Checks the rules of CONTRIBUTING.md for comments, as far as a program can.
 
 use std::path::{Path, PathBuf};
 use std::{fmt, fs, io};
 
 use crate::folders;
 
-/// The widest line that may hold a comment.
+/// The maximum width of a line with a comment, in columns.
 const MAX_WIDTH: usize = 100;
 
 /// First words of a comment that name no actor, or that refer to the comment before.
@@ -16,7 +16,7 @@ const NO_ACTOR: &[&str] = &[
 /// Documents that are not in the repository.
 const OUTSIDE_DOCUMENTS: &[&str] = &["design, section", "design, \"", "Design, \""];
 
-/// Folders whose comments are still in older words.
+/// Folders whose comments still need to be rewritten.
 const TO_REWRITE: &[&str] = &[
     "device-plugin/benches/",
     "device-plugin/src/",
@@ -26,7 +26,7 @@ const TO_REWRITE: &[&str] = &[
     "e2e/",
 ];
 
-/// A fault of a line.
+/// A violation of the rules by one line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Violation {
     Wide,
@@ -46,7 +46,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// The faults of a source file, by line.
+/// Returns the violations of a source file with their line numbers.
 fn violations(source: &str) -> Vec<(usize, Violation)> {
     let mut faults = Vec::new();
     let mut continues = false;
@@ -75,7 +75,7 @@ fn violations(source: &str) -> Vec<(usize, Violation)> {
     faults
 }
 
-/// The text of a line that is a comment.
+/// Returns the text of a line that is a comment.
 fn comment(line: &str) -> Option<&str> {
     let marked = line.trim_start().strip_prefix("//")?;
     Some(marked.trim_start_matches(['/', '!']).trim())
@@ -97,10 +97,10 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
     Ok(())
 }
 
-/// Fails on the faults of every Rust file outside of [`TO_REWRITE`].
+/// Fails on violations in any Rust file outside of [`TO_REWRITE`].
 ///
 /// # Errors
-/// Names each line and its fault, or what could not be read.
+/// Names each line and its violation, or the file that could not be read.
 pub(super) fn check() -> anyhow::Result<()> {
     let repository = folders::repository();
     let mut paths = Vec::new();

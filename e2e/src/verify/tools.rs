@@ -1,4 +1,4 @@
-//! Programs that checks need and a fresh machine lacks: pinned, built once into the cache.
+//! Installs pinned programs that checks need, once, into the cache.
 
 use std::path::{Path, PathBuf};
 
@@ -6,10 +6,10 @@ use crate::cache::{self, CacheError};
 use crate::cargo;
 use crate::folders;
 
-/// The pinned cargo-deny.
+/// The pinned version of cargo-deny.
 const CARGO_DENY: &str = "0.20.2";
 
-/// Why a tool is not to be had.
+/// The error of an installation.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ToolError {
     #[error("cargo install {tool}: {source}")]
@@ -23,7 +23,8 @@ pub(super) enum ToolError {
     Failed { tool: String },
 }
 
-/// The path of `cargo-deny`, which is compiled at its first use (about 4 minutes on two cores).
+/// Returns the path of `cargo-deny`, which is compiled at its first use (about 4 minutes on two
+/// cores).
 pub(super) fn cargo_deny() -> Result<PathBuf, CacheError<ToolError>> {
     let name = format!("cargo-deny-{CARGO_DENY}");
     let folder = cache::get_or_make(&folders::cache().join("tools"), &name, |out| {
@@ -38,7 +39,8 @@ fn install(package: &str, version: &str, out: &Path) -> Result<(), ToolError> {
         .args(["install", "--quiet", "--locked", "--root"])
         .arg(out)
         .arg(&tool)
-        // Not into the target folder of the workspace: it would be rebuilt with every lock file.
+        // A separate target folder, because the workspace's own would be rebuilt after each change
+        // of lock files.
         .env("CARGO_TARGET_DIR", out.join("target"))
         .status()
         .map_err(|source| ToolError::Start {
