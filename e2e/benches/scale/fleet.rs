@@ -1,4 +1,4 @@
-//! The objects of a large cluster, and what stands in for its kubelets and agents.
+//! Creates the objects of a large cluster, and acts for its kubelets and agents.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -8,17 +8,17 @@ use bursar_e2e::objects::RawApi;
 use futures::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::{Value, json};
 
-/// How many requests are on their way at a time.
+/// The number of concurrent requests.
 const CONCURRENT_REQUESTS: usize = 48;
-/// A node's GPUs, and the memory of each in GiB.
+/// The GPUs of a node, and the memory of each in GiB.
 pub(crate) const GPUS_PER_NODE: usize = 8;
 pub(crate) const GPU_GIB: i32 = 80;
-/// What a pod asks for, in GiB.
+/// The request of a pod in GiB.
 pub(crate) const POD_GIB: i32 = 16;
 const RESOURCE: &str = "bursar.dev/gpu-memory-gib";
 const LABEL: &str = "bursar.dev/largest-free-gib";
 
-/// How many there are of each.
+/// The numbers of objects.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Size {
     pub(crate) nodes: usize,
@@ -26,7 +26,7 @@ pub(crate) struct Size {
     pub(crate) budgets: usize,
 }
 
-/// A pod on a GPU.
+/// A pod bound to a GPU.
 #[derive(Clone, Debug)]
 pub(crate) struct BoundPod {
     pub(crate) namespace: usize,
@@ -35,11 +35,11 @@ pub(crate) struct BoundPod {
     gpu: usize,
 }
 
-/// What a node's agent knows.
+/// A fake agent of a node.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct FakeAgent {
     pub(crate) pods: Vec<BoundPod>,
-    /// Quanta of its last GPU that are not offered.
+    /// Quanta of the last GPU that the agent withholds.
     pub(crate) withheld: i32,
     pub(crate) faults: Vec<Value>,
     /// Poisoned contexts and restarts, by namespace.
@@ -64,13 +64,13 @@ impl FakeAgent {
             .unwrap_or(0)
     }
 
-    /// The GPU with the most room.
+    /// Returns the GPU with the most free memory.
     fn emptiest_gpu(&self) -> usize {
         let best = (0..GPUS_PER_NODE).max_by_key(|gpu| self.free(*gpu));
         best.unwrap_or(0)
     }
 
-    /// The `GpuNode`'s status.
+    /// Returns the `GpuNode` status.
     fn status(&self, node: usize) -> Value {
         let gpus: Vec<Value> = (0..GPUS_PER_NODE).map(|gpu| self.gpu(node, gpu)).collect();
         let mut namespaces: BTreeMap<usize, i32> = BTreeMap::new();
@@ -116,7 +116,7 @@ impl FakeAgent {
             "largestFree": free, "pods": pods })
     }
 
-    /// A context of the node's first pod is poisoned; `action` is what its agent does about it.
+    /// Reports a poisoned context of the node's first pod, with the agent's action.
     pub(crate) fn report_poisoned(&mut self, node: usize, action: &str) {
         let Some(pod) = self.pods.first() else {
             return;
@@ -131,7 +131,7 @@ impl FakeAgent {
         })];
     }
 
-    /// The faults are dealt with by a restart.
+    /// Reports that a restart has closed the faults.
     pub(crate) fn report_restarted(&mut self) {
         self.faults.clear();
         if let Some(pod) = self.pods.first() {
@@ -141,7 +141,7 @@ impl FakeAgent {
     }
 }
 
-/// All of it.
+/// All objects of the cluster.
 pub(crate) struct Fleet {
     pub(crate) size: Size,
     pub(crate) objects: RawApi,
@@ -150,7 +150,8 @@ pub(crate) struct Fleet {
 }
 
 impl Fleet {
-    /// Makes all objects. Pods are on their nodes and run before there is any quota. Says how many pods a second.
+    /// Creates all objects, and returns the fleet with the rate of pods per second. Pods are bound
+    /// and running before any quota exists.
     pub(crate) async fn make(objects: RawApi, size: Size) -> anyhow::Result<(Self, f64)> {
         let mut fleet = Self {
             size,
@@ -181,7 +182,8 @@ impl Fleet {
         let name = namespace_name(number);
         let namespace = json!({ "metadata": { "name": name } });
         self.create("/api/v1/namespaces", &namespace).await?;
-        // The controller manager makes it too; no pod is admitted before.
+        // The API server admits pods once the account exists; the controller manager may create it
+        // first.
         let account = json!({ "metadata": { "name": "default" } });
         let accounts = format!("/api/v1/namespaces/{name}/serviceaccounts");
         self.create(&accounts, &account).await?;
@@ -193,7 +195,7 @@ impl Fleet {
         self.create(&budgets, &budget).await
     }
 
-    /// With what a kubelet tells of its images, which is most of a Node.
+    /// Creates a node with a kubelet's list of images, which is most of a Node's size.
     async fn make_node(&self, number: usize) -> anyhow::Result<()> {
         let name = node_name(number);
         let images: Vec<Value> = (0..50)
@@ -216,7 +218,7 @@ impl Fleet {
             .await
     }
 
-    /// A pod that runs on a GPU. One in three borrows.
+    /// Creates a running pod on a GPU. Each third pod is a borrower.
     async fn make_pod(
         &self,
         node: usize,
@@ -238,7 +240,7 @@ impl Fleet {
             },
         });
         let pods = format!("/api/v1/namespaces/{}/pods", namespace_name(namespace));
-        // A quota gives up on a pod now and then when much is written.
+        // The API server sometimes refuses a pod with a conflict when many requests update a quota.
         let made = loop {
             match self.objects.create(&pods, &pod).await {
                 Err(kube::Error::Api(status)) if status.reason == "Conflict" => continue,
@@ -276,7 +278,7 @@ impl Fleet {
         }
     }
 
-    /// These nodes' agents write what they know.
+    /// Writes the status of these nodes' agents.
     pub(crate) async fn report(
         &self,
         nodes: impl IntoIterator<Item = usize>,
@@ -290,7 +292,7 @@ impl Fleet {
         .await
     }
 
-    /// Changes every budget, in what no quota and no other budget depends on.
+    /// Changes a field of every budget on which no quota and no other budget depends.
     pub(crate) async fn patch_budgets(&self, most: usize) -> anyhow::Result<()> {
         let patch = json!({ "spec": { "perContainer": { "max": format!("{most}Gi") } } });
         run_concurrently(0..self.size.budgets, |number| {
@@ -307,8 +309,8 @@ impl Fleet {
         .await
     }
 
-    /// The oldest pod of each of these nodes ends, and another one of its namespace comes to the freest GPU; both are
-    /// reported.
+    /// Deletes the oldest pod of each of these nodes, and binds another pod of its namespace to the
+    /// emptiest GPU. The agents report both.
     pub(crate) async fn replace_pods(&mut self, nodes: &[usize]) -> anyhow::Result<()> {
         let leaving: Vec<(usize, BoundPod)> = nodes
             .iter()
@@ -345,7 +347,7 @@ impl Fleet {
         Ok(self.objects.delete(&path).await?)
     }
 
-    /// The nodes whose label does not say what their GPUs have.
+    /// Counts the nodes whose label differs from the largest free amount of their GPUs.
     pub(crate) async fn mislabelled_nodes(&self) -> anyhow::Result<usize> {
         let nodes = self.objects.get("/api/v1/nodes").await?;
         let nodes = nodes["items"].as_array().context("a list of nodes")?;
@@ -366,7 +368,7 @@ impl Fleet {
         Ok(wrong.count())
     }
 
-    /// The budgets whose status is of an older spec, or which are not Ready.
+    /// Counts the budgets whose status is of an older spec, or which are not Ready.
     pub(crate) async fn stale_budgets(&self) -> anyhow::Result<usize> {
         let path = "/apis/bursar.dev/v1alpha1/gpumemorybudgets";
         let budgets = self.objects.get(path).await?;
@@ -381,7 +383,7 @@ impl Fleet {
     }
 }
 
-/// Does it for all, some at a time.
+/// Runs `act` for all items, with bounded concurrency.
 async fn run_concurrently<T, F: Future<Output = anyhow::Result<()>>>(
     of: impl IntoIterator<Item = T>,
     act: impl FnMut(T) -> F,

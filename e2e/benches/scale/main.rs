@@ -1,14 +1,19 @@
-//! The operator and a large cluster: the real API server, nodes and pods that are objects only.
+//! Measures the operator on a large cluster: a real API server, with nodes and pods as objects
+//! only.
 //!
 //! ```text
-//!   fleet (stands in for kubelets and agents) --> etcd, kube-apiserver, controller manager <--> bursar-operator,
-//!                                                                                              a process of its own
+//!   fleet (acts for kubelets and agents) --> etcd, kube-apiserver, controller manager
+//!                                                            ^
+//!                                                            |
+//!                                              bursar-operator, a process of its own
 //! ```
 //!
-//! Objects are made first, then the operator starts; what it does is read from its `/metrics`, what it takes from
-//! `/proc`. Each size has a control plane of its own. All of it shares this machine's processors.
+//! The fleet creates its objects before the operator starts. The benchmark reads the operator's
+//! work from its `/metrics`, and its resources from `/proc`. Each size has a control plane of its
+//! own. All processes share this machine's processors.
 //!
-//! `cargo bench -p bursar-e2e --bench scale`, or one size only: `... -- --nodes 250 --pods 2500 --budgets 125`
+//! `cargo bench -p bursar-e2e --bench scale`, or one size only: `... -- --nodes 250 --pods 2500
+//! --budgets 125`
 
 mod fleet;
 mod operator;
@@ -54,10 +59,10 @@ struct Args {
     pods: Option<usize>,
     #[arg(long)]
     budgets: Option<usize>,
-    /// An operator that is built already
+    /// An operator program that is already built
     #[arg(long, value_name = "FILE")]
     operator: Option<PathBuf>,
-    /// What cargo passes
+    /// The argument that cargo passes
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -92,7 +97,7 @@ async fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The operator as users get it.
+/// Builds the operator in the release profile.
 fn build() -> anyhow::Result<PathBuf> {
     const NAME: &str = "bursar-operator";
     let binaries = workspace::build_packages(Profile::Release, &[NAME])?;

@@ -1,4 +1,4 @@
-//! The operator's process, and what it and the kernel say of it.
+//! Runs the operator's process, and reads its metrics and its resources.
 
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -14,7 +14,7 @@ use tokio::time::timeout;
 
 /// Ticks of `/proc/PID/stat` in a second (`USER_HZ`, proc(5)).
 const TICKS_PER_SECOND: f64 = 100.0;
-/// It ends within this time when it is told to.
+/// The timeout of the operator's exit after SIGTERM.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The running operator.
@@ -25,20 +25,20 @@ pub(crate) struct Operator {
     pub(crate) started: Instant,
 }
 
-/// What its `/metrics` say.
+/// Values of the operator's `/metrics`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sample {
-    /// Looks at a budget that did not fail.
+    /// Reconciles of a budget that succeeded.
     pub(crate) reconciles: u64,
-    /// Those that did.
+    /// Reconciles of a budget that failed.
     pub(crate) failed: u64,
-    /// Statuses of budgets written.
+    /// Written statuses of budgets.
     pub(crate) statuses: u64,
-    /// Labels of nodes written.
+    /// Written labels of nodes.
     pub(crate) labels: u64,
-    /// Pods asked to go.
+    /// Requested evictions of pods.
     pub(crate) evictions: u64,
-    /// Writes of all kinds, tries that failed included. Events are none.
+    /// Writes of all kinds, failed attempts included. Events are not counted.
     pub(crate) writes: u64,
     /// Budgets that are Ready.
     pub(crate) ready: u64,
@@ -66,7 +66,7 @@ impl Sample {
                         sample.evictions += count;
                     }
                 }
-                // The others' writes are pods' evictions, which are counted there.
+                // The other steps write evictions, which the metric above counts.
                 "bursar_operator_placement_steps_total"
                     if says("\"label\"") || says("\"reserve\"") || says("\"lower\"") =>
                 {
@@ -86,9 +86,9 @@ impl Sample {
 }
 
 impl Operator {
-    /// Starts it; its log goes to `log`.
+    /// Starts the operator with its log in the file `log`.
     pub(crate) fn start(program: &Path, kubeconfig: &Path, log: &Path) -> anyhow::Result<Self> {
-        // Whoever takes the port in between makes it fail loudly.
+        // Another process may bind the port first; the operator then exits with an error.
         let listen = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?;
         let child = Command::new(program)
             .arg(format!("--listen={listen}"))
@@ -108,7 +108,7 @@ impl Operator {
         })
     }
 
-    /// What it has done so far; nothing while it does not answer.
+    /// Reads the metrics; all values are 0 while the operator does not answer.
     pub(crate) async fn sample(&mut self) -> anyhow::Result<Sample> {
         if let Some(status) = self.child.try_wait()? {
             anyhow::bail!("the operator ended: {status}");
@@ -126,7 +126,7 @@ impl Operator {
         Ok(answer)
     }
 
-    /// Its resident memory in MiB: now, and the most that it was.
+    /// Returns the resident memory in MiB: the present value and the peak.
     pub(crate) fn memory(&self) -> anyhow::Result<(f64, f64)> {
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid))?;
         let of = |name: &str| {
@@ -137,12 +137,12 @@ impl Operator {
         Ok((now / 1024.0, of("VmHWM:").context("VmHWM")? / 1024.0))
     }
 
-    /// Seconds of processor that it has taken.
+    /// Returns the processor seconds that the operator has used.
     pub(crate) fn cpu(&self) -> anyhow::Result<f64> {
         cpu(self.pid)
     }
 
-    /// Ends it as the kubelet does.
+    /// Stops the operator by SIGTERM, as the kubelet does.
     pub(crate) async fn stop(mut self) -> anyhow::Result<()> {
         let pid = rustix::process::Pid::from_raw(self.pid).context("a process id")?;
         rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
@@ -152,7 +152,7 @@ impl Operator {
     }
 }
 
-/// Seconds of processor that a process has taken (proc(5): `utime` and `stime`).
+/// Returns the processor seconds that a process has used (proc(5): `utime` and `stime`).
 pub(crate) fn cpu(pid: i32) -> anyhow::Result<f64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let (_, fields) = stat.rsplit_once(") ").context("/proc/PID/stat")?;

@@ -1,4 +1,4 @@
-//! What happens to the cluster, one after another, and what is measured of it.
+//! Runs the phases of the benchmark one after another, and records their measurements.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -17,33 +17,34 @@ use crate::operator::{Operator, Sample, cpu};
 use crate::table::{Measurement, Projection};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// Nothing is written for so long: a label's small change waits 10 s.
+/// The time without writes after which the operator counts as quiet: the update of a label may wait
+/// 10 s.
 const QUIET_PERIOD: Duration = Duration::from_secs(12);
-/// How long it is looked whether anything is written when nothing happens.
+/// The time for which an idle operator's writes are counted.
 const IDLE_PERIOD: Duration = Duration::from_secs(10);
-/// How long budgets are changed as fast as the API server takes it.
+/// The time for which budgets are changed as fast as the API server accepts.
 const AMENDMENT_PERIOD: Duration = Duration::from_secs(10);
 const CHURN_PERIOD: Duration = Duration::from_secs(20);
-/// How many nodes change in one step of churn.
+/// The number of nodes that change in one step of churn.
 const NODES_PER_STEP: usize = 16;
-/// Nothing here takes longer.
+/// The timeout of each wait.
 const TIMEOUT: Duration = Duration::from_secs(400);
 
-/// The cluster, and what was measured.
+/// The cluster and its measurements.
 pub(crate) struct Bench<'a> {
     control_plane: &'a ControlPlane,
     progress: &'a Progress,
-    /// The operator, and where its log goes.
+    /// The operator's program.
     program: PathBuf,
     log: PathBuf,
     kubeconfig: PathBuf,
-    /// The processes of the API server and etcd.
+    /// The process ids of the API server and etcd.
     server_pids: Vec<i32>,
     fleet: Fleet,
     rows: Vec<Measurement>,
 }
 
-/// The moment at which something began, and what was used up until then.
+/// A point in time, with the counts and resources used until then.
 struct Checkpoint {
     begin: Instant,
     sample: Sample,
@@ -53,7 +54,7 @@ struct Checkpoint {
 }
 
 impl<'a> Bench<'a> {
-    /// Makes the objects.
+    /// Creates the objects.
     pub(crate) async fn make(
         plane: &'a ControlPlane,
         progress: &'a Progress,
@@ -76,7 +77,7 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// Everything.
+    /// Runs all phases.
     pub(crate) async fn run(mut self) -> anyhow::Result<Vec<Measurement>> {
         let mut operator = self.start()?;
         self.first_start(&mut operator).await?;
@@ -143,7 +144,8 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// The Events that were made or changed, by the API server's own count; in this group the operator's only.
+    /// Returns the API server's count of Event writes. Only the operator writes Events of this API
+    /// group.
     async fn events(&self) -> anyhow::Result<u64> {
         let request = Request::get("/metrics").body(Vec::new())?;
         let text = self.control_plane.client().request_text(request).await?;
@@ -156,7 +158,7 @@ impl<'a> Bench<'a> {
         Ok(counts.sum::<f64>() as u64)
     }
 
-    /// Waits until the operator's numbers say so.
+    /// Waits until the operator's metrics satisfy `done`.
     async fn wait_until(
         &self,
         what: &str,
@@ -174,7 +176,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Waits until nothing has been written for a while; when that began.
+    /// Waits for a quiet period, and returns when it began.
     async fn wait_until_quiet(&self, operator: &mut Operator) -> anyhow::Result<Instant> {
         let begin = Instant::now();
         let (mut last, mut since) = (operator.sample().await?, begin);
@@ -189,7 +191,7 @@ impl<'a> Bench<'a> {
         Ok(since)
     }
 
-    /// Every label and every status says what is so.
+    /// Fails unless every label and every status is up to date.
     async fn check_labels_and_statuses(&self) -> anyhow::Result<()> {
         let (wrong, behind) = (
             self.fleet.mislabelled_nodes().await?,
@@ -242,7 +244,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// The operator starts anew and finds everything as it should be.
+    /// Measures a restart of the operator without any change.
     async fn restart(&mut self, operator: &mut Operator) -> anyhow::Result<()> {
         let budgets = self.budgets();
         let all = |now: &Sample| now.reconciles >= budgets;
@@ -270,14 +272,14 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Every budget, and a tenth of the nodes.
+    /// Changes every budget and a tenth of the nodes.
     async fn change_everything(&mut self) -> anyhow::Result<()> {
         self.fleet.patch_budgets(32).await?;
         let some: Vec<usize> = (0..self.fleet.size.nodes).step_by(10).collect();
         self.fleet.replace_pods(&some).await
     }
 
-    /// The operator starts anew, and much has changed.
+    /// Measures a restart of the operator after many changes.
     async fn resync(&mut self, operator: &mut Operator) -> anyhow::Result<()> {
         let begin = operator.started;
         let settled = self.wait_until_quiet(operator).await?;
@@ -291,7 +293,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// What a burst came to, from `before` to the last look.
+    /// Records the rates of a burst since `before`.
     async fn burst(
         &mut self,
         operator: &mut Operator,
@@ -310,7 +312,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Every budget is changed again and again.
+    /// Changes every budget repeatedly.
     async fn amendments(&mut self, operator: &mut Operator) -> anyhow::Result<()> {
         let before = self.mark(operator).await?;
         for round in 0.. {
@@ -329,7 +331,8 @@ impl<'a> Bench<'a> {
         self.check_labels_and_statuses().await
     }
 
-    /// What one node offers changes again before all are looked at, and that concerns every budget.
+    /// Changes the allocatable memory of one node, which concerns every budget, faster than the
+    /// operator reconciles all budgets.
     async fn change_one_node_repeatedly(&mut self, operator: &mut Operator) -> anyhow::Result<()> {
         let before = self.mark(operator).await?;
         for round in 1.. {
@@ -352,7 +355,7 @@ impl<'a> Bench<'a> {
         self.check_labels_and_statuses().await
     }
 
-    /// A context on every other node is poisoned, and restarted by its agent.
+    /// Poisons a context on every other node, which its agent restarts.
     async fn restarted_contexts(&mut self, operator: &mut Operator) -> anyhow::Result<()> {
         let nodes: Vec<usize> = (0..self.fleet.size.nodes).step_by(2).collect();
         let before = self.mark(operator).await?;
@@ -381,7 +384,8 @@ impl<'a> Bench<'a> {
         self.check_labels_and_statuses().await
     }
 
-    /// The same, restarted too often: its pod has to go.
+    /// Poisons a context on every other node beyond the maximum of restarts, so that the operator
+    /// evicts its pod.
     async fn evicted_pods(&mut self, operator: &mut Operator) -> anyhow::Result<()> {
         let nodes: Vec<usize> = (0..self.fleet.size.nodes).step_by(2).collect();
         let before = self.mark(operator).await?;
@@ -415,7 +419,7 @@ impl<'a> Bench<'a> {
         self.check_labels_and_statuses().await
     }
 
-    /// Events included.
+    /// Counts the writes since `before`, Events included.
     async fn writes_since(
         &self,
         operator: &mut Operator,
@@ -426,7 +430,7 @@ impl<'a> Bench<'a> {
         Ok((writes + after.events - before.events) as f64)
     }
 
-    /// Pods come and go everywhere.
+    /// Replaces pods on random nodes.
     async fn churn(&mut self, operator: &mut Operator) -> anyhow::Result<()> {
         let mut random = StdRng::seed_from_u64(6);
         let before = self.mark(operator).await?;

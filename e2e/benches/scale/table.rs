@@ -1,17 +1,17 @@
-//! What was measured at each size, and what that comes to at five times the largest.
+//! Renders the measurements of each size, and their projection to five times the largest.
 
 use crate::fleet::Size;
 
-/// How a value is projected.
+/// The projection of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Projection {
-    /// By a straight line through what was measured, over the number of nodes.
+    /// A straight line through the measurements, over the number of nodes.
     Linear,
-    /// It is not.
+    /// No projection.
     NotProjected,
 }
 
-/// One value.
+/// The value of one row.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Measurement {
     pub(crate) name: &'static str,
@@ -19,10 +19,10 @@ pub(crate) struct Measurement {
     pub(crate) projected: Projection,
 }
 
-/// How much larger the projected cluster is than the largest measured one.
+/// The ratio of the projected cluster to the largest measured one.
 const PROJECTION_FACTOR: usize = 5;
 
-/// The rows of all sizes, which are the same, in Markdown.
+/// Renders a table in Markdown. All sizes have the same rows.
 pub(crate) fn table(sizes: &[(Size, Vec<Measurement>)]) -> String {
     let Some((largest, rows)) = sizes.last() else {
         return String::new();
@@ -62,7 +62,7 @@ fn cell(value: f64) -> String {
     }
 }
 
-/// The straight line with the least squares through `points`, at `x`; none through fewer than two.
+/// Returns the value at `x` of the least-squares line through `points`, which needs two points.
 fn extrapolate(points: &[(f64, f64)], x: f64) -> Option<f64> {
     let count = points.len() as f64;
     let mean = |of: fn(&(f64, f64)) -> f64| points.iter().map(of).sum::<f64>() / count;

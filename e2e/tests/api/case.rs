@@ -1,4 +1,4 @@
-//! One case: its place on the API server, the operators that look after it, and what happens to them.
+//! Runs one test case: its objects, the operators that reconcile them, and the injected faults.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -21,15 +21,16 @@ use crate::place::IsolatedScope;
 use crate::server::{Permit, Server, acquire_permit};
 use bursar_sim_api::faults::{Faults, FaultyWrites, WatchFault, WriteFault};
 
-/// The state that is declared is reached within this time, whatever happens to one write or watch.
+/// The operator reaches the declared state within this time, even if a write or a watch fails.
 pub(crate) const PROMISED_TIME: Duration = Duration::from_secs(30);
-/// What takes longer hangs: a machine that has much else to do breaks a promise now and then, which is counted.
+/// The time after which a case fails. A busy machine exceeds the promised time now and then, which
+/// is counted.
 pub(crate) const GIVE_UP_AFTER: Duration = Duration::from_secs(120);
-/// Then nothing is written any more, for longer than the longest wait between two tries.
+/// The time without writes at the end of a case, longer than the longest back-off.
 const QUIET_PERIOD: Duration = Duration::from_secs(60);
-/// What is gathered is written by then.
+/// The time after which the operator has written its debounced changes.
 const SETTLE_TIME: Duration = Duration::from_millis(900);
-/// A client waits so long for a watch to say something, as in production.
+/// The operator's client reconnects after this time without data, as in production.
 pub(crate) const READ_TIMEOUT: Duration = Duration::from_secs(205);
 const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
@@ -40,7 +41,7 @@ pub(crate) struct Operator {
 }
 
 impl Operator {
-    /// Starts one with the chart's rights.
+    /// Starts an operator with the chart's rights.
     pub(crate) async fn start(
         config: Config,
         silence: Duration,
@@ -68,33 +69,33 @@ impl Operator {
         })
     }
 
-    /// Ends it where it stands.
+    /// Aborts the operator at once.
     async fn kill(self) {
         self.task.abort();
         drop(self.task.await);
     }
 
-    /// Asks it to end.
+    /// Stops the operator by its shutdown token.
     pub(crate) async fn stop(self) -> Result<(), Failed> {
         self.shutdown.cancel();
         Ok(tokio::time::timeout(GIVE_UP_AFTER, self.task).await???)
     }
 }
 
-/// What happens while a tour is made.
+/// The faults of a case.
 pub(crate) struct FaultPlan {
-    /// What the operator's writes and watches suffer.
+    /// The faults of the operator's writes and watches.
     pub(crate) faults: Faults,
-    /// Which writes, of each transition.
+    /// The writes of each transition that fail.
     pub(crate) doomed: FaultyWrites,
-    /// The operator is killed with a write that met its fate, and another one is started.
+    /// Whether the operator is killed together with the failing write, and another one starts.
     pub(crate) kill_operator: bool,
-    /// A second operator runs beside it.
+    /// Whether a second operator runs beside the first.
     pub(crate) two_operators: bool,
 }
 
 impl FaultPlan {
-    /// Nothing; for others to be made from.
+    /// Makes a plan whose doomed writes have this fate.
     pub(crate) fn with_fate(case: &str, fate: WriteFault, doomed: FaultyWrites) -> Self {
         Self {
             faults: Faults::new(case, fate, WatchFault::NoFault),
@@ -104,7 +105,7 @@ impl FaultPlan {
         }
     }
 
-    /// Watches that tell so.
+    /// Makes a plan without failing writes, with watches of this kind.
     pub(crate) fn with_telling(case: &str, telling: WatchFault) -> Self {
         Self {
             faults: Faults::new(case, WriteFault::RequestDropped, telling),
@@ -115,39 +116,39 @@ impl FaultPlan {
     }
 }
 
-/// A place with its operators.
+/// Isolated objects with the operators that reconcile them.
 pub(crate) struct TestCase {
     pub(crate) scope: IsolatedScope,
     plan: FaultPlan,
     config: Config,
     silence: Duration,
-    /// What a change comes to may be told so much later.
+    /// Additional time that the faults may add to a transition.
     extra_delay: Duration,
     operators: Vec<Operator>,
-    /// While it is at work.
+    /// The permit that the case holds while it makes changes.
     permit: Option<Permit>,
     outcome: Outcome,
 }
 
-/// How cases went.
+/// The results of one case or more.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Outcome {
-    /// The longest time from a change to the state that it asks for.
+    /// The longest time from a change to the declared state.
     pub(crate) longest: Duration,
     pub(crate) transitions: Vec<Transition>,
-    /// How many events of each kind watches did not tell plainly.
+    /// The number of disturbed watch events by kind.
     pub(crate) disturbed_events: BTreeMap<String, usize>,
 }
 
-/// A change, and what was written until all was as it asks for.
+/// A change, and the writes until the declared state was reached.
 #[derive(Clone, Debug)]
 pub(crate) struct Transition {
-    /// The change.
+    /// The description of the change.
     pub(crate) change: String,
     pub(crate) writes: Vec<String>,
-    /// How many writes met their fate.
+    /// The number of writes that failed as planned.
     pub(crate) faults_met: usize,
-    /// It took longer than was promised.
+    /// Whether the transition exceeded the promised time.
     is_late: bool,
 }
 
@@ -161,7 +162,8 @@ impl Outcome {
         self
     }
 
-    /// How long transitions took, if no more than one in twenty of them took longer than was promised: none of a few.
+    /// Summarizes the durations. At most one transition in twenty may exceed the promised time, and
+    /// none of a few.
     pub(crate) fn check_durations(&self) -> Result<String, Failed> {
         let late = self.transitions.iter().filter(|one| one.is_late);
         let late: Vec<_> = late.map(|one| one.change.as_str()).collect();
@@ -184,7 +186,7 @@ impl TestCase {
         Self::with_permit(server, acquire_permit().await, name, plan).await
     }
 
-    /// By a turn that is there.
+    /// Starts a case that already has its permit.
     pub(crate) async fn with_permit(
         server: &Server,
         turn: Permit,
@@ -202,7 +204,7 @@ impl TestCase {
         .await
     }
 
-    /// With another way to the API server, and less patience with its silence.
+    /// Starts a case with another configuration of the operator's client and another read timeout.
     pub(crate) async fn with_config(
         server: &Server,
         turn: Permit,
@@ -228,13 +230,13 @@ impl TestCase {
         Ok(case)
     }
 
-    /// The same, and a change may be told of so much later.
+    /// Allows each transition this additional time.
     pub(crate) fn allow_delay(mut self, late: Duration) -> Self {
         self.extra_delay = late;
         self
     }
 
-    /// Whether no write ends badly.
+    /// Returns whether no write fails by plan.
     pub(crate) fn is_undisturbed(&self) -> bool {
         self.plan.doomed == FaultyWrites::NoWrite
     }
@@ -245,7 +247,7 @@ impl TestCase {
         Ok(())
     }
 
-    /// Makes a change, and waits for what it should come to while things go wrong by plan.
+    /// Makes a change, and waits for its declared state while the planned faults are injected.
     pub(crate) async fn transition(
         &mut self,
         what: &str,
@@ -270,7 +272,7 @@ impl TestCase {
                 true => reached.or(Some(elapsed)),
                 false => None,
             };
-            // It stays so, and nobody writes any more.
+            // The state lasts, and the operator has stopped writing.
             let settled = elapsed > SETTLE_TIME && faults.idle_time() > SETTLE_TIME;
             if let Some(took) = reached.filter(|_| settled) {
                 self.outcome.longest = self.outcome.longest.max(took);
@@ -289,7 +291,7 @@ impl TestCase {
         }
     }
 
-    /// An operator ends when it is told to, and not before.
+    /// Fails if an operator has exited.
     async fn check_operators_run(&mut self) -> Result<(), Failed> {
         match self.operators.iter().position(|one| one.task.is_finished()) {
             None => Ok(()),
@@ -314,15 +316,15 @@ impl TestCase {
         .into()
     }
 
-    /// Waits until nothing is written any more, sees that what the last change asks for is so still, and ends the
-    /// operators.
+    /// Waits until the operator stops writing, checks that the last declared state lasts, and stops
+    /// the operators.
     pub(crate) async fn finish(
         mut self,
         done: impl AsyncFn(&IsolatedScope) -> Result<bool, Failed>,
     ) -> Result<Outcome, Failed> {
         let faults = self.plan.faults.clone();
         faults.set_faulty_writes(FaultyWrites::NoWrite);
-        // There is nothing to do any more: others may begin.
+        // The case makes no further changes, so other cases may start.
         self.permit = None;
         let begin = Instant::now();
         while faults.idle_time() < QUIET_PERIOD {

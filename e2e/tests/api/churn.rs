@@ -1,8 +1,8 @@
-//! Many clients that create and delete pods against one quota, which then counts too late.
+//! Creates and deletes pods by many clients against one quota, which counts them late.
 //!
-//! On a control plane without nodes it may be in time for as long as one looks. Then its count is set back by hand
-//! in the middle of the storm, which is what a late count does. The storm goes on until the operator has said so, and
-//! has ended pods.
+//! On a control plane without nodes the quota may always count in time. The test therefore resets
+//! the quota's count during the churn, which has the effect of a late count. The churn continues
+//! until the operator has reported the overage and has evicted pods.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,36 +19,38 @@ use crate::server::{Permit, Server};
 use bursar_sim_api::faults::WatchFault;
 
 const CLIENTS: usize = 8;
-/// How often all clients together try to create a pod; a second. About half of them come to something, and to a delete.
+/// The attempts of all clients to create a pod, per second. About half of them succeed and lead to
+/// a delete.
 const CREATES_PER_SECOND: u64 = 160;
-/// Creates and deletes that have to come to something. 60 a second are meant, and two cores do 77 to 143 beside the
-/// cluster's trials, but 44 beside compilers: how many there are a second is the API server's affair.
+/// The minimum of successful creates and deletes. The target is 60 per second. Two cores reach 77
+/// to 143 beside the cluster's trials, but 44 beside compilers, because the API server is the
+/// bottleneck.
 const MIN_CHANGES: usize = 400;
-/// How many pods a client keeps, if it gets them. All want more than there is.
+/// The maximum number of pods of one client. All clients together want more than the quota.
 const MAX_PODS_PER_CLIENT: usize = 4;
-/// So many it does not give up while the quota is helped to count late: together more than fit, so that it does not
-/// end by itself.
+/// The pods that each client keeps while the quota is reset. Together these exceed the quota, so
+/// that the overage lasts.
 const PODS_KEPT_PER_CLIENT: usize = 3;
-/// What the namespace may have.
+/// The namespace's quota in GiB.
 const QUOTA_GIB: usize = 17;
-/// So many more are asked for after the storm, at least.
+/// The minimum number of pods created after the churn.
 const MIN_LATE_PODS: usize = 5;
-/// The quota is left to count late by itself for so long, and then helped.
+/// The time before the test begins to reset the quota's count.
 const UNAIDED_TIME: Duration = Duration::from_secs(5);
-/// It is seen that there are too many pods, and some of them go, by then, or never.
+/// The timeout for the operator to report the overage and evict pods.
 const CHURN_TIMEOUT: Duration = Duration::from_secs(40);
 const RESET_INTERVAL: Duration = Duration::from_millis(50);
 const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
-/// What all clients together have done.
+/// The totals of all clients.
 #[derive(Default)]
 struct Counts {
     created: usize,
     refused: usize,
     deleted: usize,
-    /// The quota is helped to count late.
+    /// Whether the test resets the quota's count.
     aided: bool,
-    /// They may end: the operator has done its part.
+    /// Whether the operator has evicted pods, so that clients may stop.
     repaired: bool,
 }
 
@@ -69,7 +71,8 @@ pub(crate) async fn churn(server: &Server, turn: Permit) -> Result<String, Faile
         ready,
     )
     .await?;
-    // Pods of the first seconds may be from before the budget, and are left alone.
+    // Pods of the first seconds may be older than the budget, and the operator does not evict
+    // these.
     sleep(Duration::from_secs(6)).await;
     let at = case.scope.clone();
     let (counts, begin) = (Mutex::new(Counts::default()), Instant::now());
@@ -121,7 +124,7 @@ pub(crate) async fn churn(server: &Server, turn: Permit) -> Result<String, Faile
     }
     let fits = async || Ok::<_, Failed>(ready(&at).await? && alive(&at).await? <= QUOTA_GIB);
     until("all to fit after the storm", fits).await?;
-    // Now that nobody else deletes any, nobody goes that need not.
+    // No client deletes pods any more, so every eviction below is the operator's.
     let mut number = 0;
     let over = async || {
         reset_quota_count(&at).await?;
@@ -130,7 +133,7 @@ pub(crate) async fn churn(server: &Server, turn: Permit) -> Result<String, Faile
             at.create_pod(&format!("late-{number}"), 1, false, false)
                 .await,
         );
-        // Where this is slow the operator is there before all have come.
+        // On a slow machine the operator evicts pods before all late pods exist.
         Ok(number >= MIN_LATE_PODS && alive(&at).await? > QUOTA_GIB)
     };
     until("more than fit", over).await?;
@@ -160,7 +163,7 @@ async fn until(
     Ok(())
 }
 
-/// Sets back what the quotas count.
+/// Resets the quotas' count to 0.
 async fn reset_quota_count(at: &IsolatedScope) -> Result<(), Failed> {
     for which in ["guaranteed", "limit"] {
         let quota = format!("{}/status", at.quota_path(which));
@@ -170,7 +173,7 @@ async fn reset_quota_count(at: &IsolatedScope) -> Result<(), Failed> {
     Ok(())
 }
 
-/// How many pods the operator ended, by what it tells.
+/// Counts the operator's evictions by their Events.
 async fn evicted(at: &IsolatedScope) -> Result<usize, Failed> {
     let events = at
         .get(&format!("/api/v1/namespaces/{}/events", at.name))
@@ -187,7 +190,8 @@ async fn alive(at: &IsolatedScope) -> Result<usize, Failed> {
     Ok(pods["items"].as_array().map_or(0, Vec::len))
 }
 
-/// Creates pods, and deletes its own oldest when it is refused or has enough, until the operator has done its part.
+/// Creates pods until the operator has evicted some. The client deletes its oldest pod when a
+/// create is refused, or at its maximum.
 async fn run_client(
     at: &IsolatedScope,
     client: usize,
@@ -214,7 +218,8 @@ async fn run_client(
                     counts.refused += 1;
                     !counts.aided || own.len() > PODS_KEPT_PER_CLIENT
                 }
-                // The quota is written by many at once, and gives up now and then.
+                // The API server sometimes fails a create with a conflict when many requests update
+                // the quota.
                 Err(kube::Error::Api(status)) if matches!(status.code, 409 | 500) => false,
                 Err(error) => return Err(error.into()),
             };

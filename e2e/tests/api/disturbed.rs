@@ -1,4 +1,5 @@
-//! Crashes, writes and watches that fail, two operators, and no controller manager.
+//! Injects faults: crashes, failing writes and watches, a second operator, and no controller
+//! manager.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,11 +16,11 @@ use crate::server::{Permit, Server};
 use crate::tours;
 use bursar_sim_api::faults::{FaultyWrites, LAGGING_KINDS, WatchFault, WriteFault};
 
-/// The writes of a transition that are met by number.
+/// The numbers of the writes in a transition that fail, one per case.
 const WRITE_NUMBERS: std::ops::RangeInclusive<usize> = 1..=8;
-/// Watches tell so.
+/// The kinds of disturbed watches.
 const TELLINGS: [WatchFault; 6] = [
-    // It takes longest.
+    // The first case takes longest.
     WatchFault::Lagging,
     WatchFault::Delayed,
     WatchFault::Duplicated,
@@ -28,7 +29,7 @@ const TELLINGS: [WatchFault; 6] = [
     WatchFault::Expired,
 ];
 
-/// What the operator watches: first what comes and goes in the tours.
+/// The watched resources. The scenarios also delete objects of the first four.
 const KINDS: [&str; 6] = [
     "gpumemorybudgets",
     "namespaces",
@@ -37,10 +38,10 @@ const KINDS: [&str; 6] = [
     "gpunodes",
     "nodes",
 ];
-/// At least so many events of a kind are not told plainly.
+/// The minimum number of disturbed events of each resource.
 const MIN_EVENTS: usize = 5;
 
-/// All tours, at the same time.
+/// Runs all scenarios concurrently.
 async fn run_scenarios(
     server: &Server,
     name: &str,
@@ -83,7 +84,7 @@ async fn merge_outcomes(
     Err(failures.join("\n\n").into())
 }
 
-/// The tours when nothing goes wrong; they are made once for all that compare with them.
+/// Returns the outcome of the scenarios without faults, which run once for all comparisons.
 async fn undisturbed_outcome(server: &Server) -> Result<&Outcome, Failed> {
     let plan = |case: &str| FaultPlan::with_telling(case, WatchFault::NoFault);
     let tour = server
@@ -92,8 +93,9 @@ async fn undisturbed_outcome(server: &Server) -> Result<&Outcome, Failed> {
     tour.await.as_ref().map_err(Clone::clone)
 }
 
-/// Of the transitions that were made with faults, three writes in four have to have met theirs, each `times`: of what is
-/// written in the same transition when nothing goes wrong, `of` it. How much that is differs a little from run to run.
+/// Checks that three in four of the expected writes have failed as planned. The undisturbed run has
+/// `of` writes in each transition, and each must fail `times`. The number of writes differs a
+/// little from run to run.
 fn check_faults_met(
     outcome: &Outcome,
     plain: &Outcome,
@@ -115,7 +117,7 @@ fn check_faults_met(
     Ok(told)
 }
 
-/// Nothing happens but the tours. What is written in them is what has to be met elsewhere.
+/// Runs the scenarios without faults. Their writes are those that must fail in other trials.
 pub(crate) async fn undisturbed(server: &Server) -> Result<String, Failed> {
     let outcome = undisturbed_outcome(server).await?;
     let counts = || outcome.transitions.iter().map(|one| one.writes.len());
@@ -159,7 +161,7 @@ pub(crate) async fn failing_writes(server: &Server) -> Result<String, Failed> {
         run_scenarios(server, name, plan).await
     });
     let (plain, outcome) = try_join!(undisturbed_outcome(server), merge_outcomes(tours))?;
-    // Each is met when it is tried for the first time.
+    // Each distinct write fails at its first attempt.
     let once = |writes: &[String]| writes.iter().collect::<BTreeSet<_>>().len();
     check_faults_met(&outcome, plain, fates.len(), once)
 }
@@ -189,7 +191,7 @@ pub(crate) async fn watches(server: &Server) -> Result<String, Failed> {
     Ok(format!("{events} events not told plainly; {lasted}"))
 }
 
-/// Whether each kind's events were told so, and that an object is gone too, where the tours do that to one.
+/// Checks that events of every resource were disturbed, deletions included.
 fn check_every_kind_disturbed(
     telling: WatchFault,
     dealt: &BTreeMap<String, usize>,
@@ -225,7 +227,8 @@ pub(crate) async fn two_operators(server: &Server) -> Result<String, Failed> {
     run_scenarios(server, "two", plan).await?.check_durations()
 }
 
-/// Without it no quota comes into force, and none goes with its budget.
+/// Checks the operator without a controller manager, which neither enforces a quota nor collects
+/// that of a deleted budget.
 pub(crate) async fn no_controller_manager(server: &Server, turn: Permit) -> Result<String, Failed> {
     let name = "unmanaged";
     let ready = async |at: &IsolatedScope| Ok(condition(&at.budget().await?, "Ready") == "True");

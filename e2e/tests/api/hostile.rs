@@ -1,4 +1,5 @@
-//! What tenants and Bursar's own accounts may not do: the policies beside those about amounts.
+//! Checks what the policies refuse to tenants and to Bursar's own accounts, beside those on
+//! amounts.
 
 use bursar_e2e::chart::NAMESPACE;
 use http::{HeaderName, HeaderValue};
@@ -11,7 +12,7 @@ use crate::server::{Server, acquire_permit};
 
 const DEVICE: &str = "bursar.dev/gpu-memory-gib";
 const NVIDIA: &str = "nvidia.com/gpu";
-/// The account's node, as its token says.
+/// The extra field that carries the node of an account's token.
 const NODE_CLAIM: &str = "impersonate-extra-authentication.kubernetes.io%2fnode-name";
 
 pub(crate) async fn hostile(server: &Server) -> Result<String, Failed> {
@@ -27,7 +28,7 @@ pub(crate) async fn hostile(server: &Server) -> Result<String, Failed> {
     ))
 }
 
-/// Fails unless it was refused in such words, or let in where there are none.
+/// Fails unless the API server has refused with these words, or has accepted if there are none.
 pub(crate) fn check(what: &str, said: kube::Result<Value>, words: &str) -> Result<(), Failed> {
     let said = match said {
         Ok(_) => String::new(),
@@ -40,7 +41,7 @@ pub(crate) fn check(what: &str, said: kube::Result<Value>, words: &str) -> Resul
     }
 }
 
-/// A pod with these limits of its container, and what else its spec says.
+/// Makes a pod with these limits and further fields of its spec.
 fn pod(name: &str, limits: Value, more: Value) -> Value {
     let mut pod = json!({
         "metadata": { "name": name },
@@ -60,7 +61,7 @@ fn host_path(path: &str) -> Value {
     json!({ "volumes": [{ "name": "v", "hostPath": { "path": path } }] })
 }
 
-/// Pods that would get GPUs which nobody counts.
+/// Checks pods that would use GPUs without being counted.
 async fn unmanaged(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
     let container = |env: Value| json!({ "name": "x", "image": "i", "env": env });
     let with = |env: Value| json!({ "containers": [container(env)] });
@@ -100,13 +101,13 @@ async fn unmanaged(server: &Server, at: &IsolatedScope) -> Result<usize, Failed>
         (row(host_path("//dev/./nvidiactl")), device),
         (row(host_path("/dev/nvidia-caps")), device),
         (row(host_path("/dev/char/195:0")), device),
-        // What an honest mixed cluster has.
+        // A mixed cluster has such pods legitimately.
         (row(host_path("/dev")), ""),
         (row(host_path("/dev/disk")), ""),
         (row(host_path("/data/dev/nvidia0")), ""),
         (pod("row", json!({ NVIDIA: "1" }), json!({})), ""),
         (counted(None, "1"), ""),
-        // Past the scheduler, and for nothing.
+        // Such a pod would bypass the scheduler, or request nothing.
         (counted(Some(&at.name), "1"), variable),
         (counted(None, "0"), variable),
     ];
@@ -121,7 +122,7 @@ async fn unmanaged(server: &Server, at: &IsolatedScope) -> Result<usize, Failed>
     at.create("/api/v1/namespaces", namespace).await?;
     let account = json!({ "metadata": { "name": "default" } });
     let accounts = format!("{}/serviceaccounts", exempt.namespace_path());
-    // The controller manager may have made it.
+    // The controller manager may have created the account already.
     let _ = at.create(&accounts, account).await;
     let path = format!("{}?dryRun=All", exempt.pods_path());
     check("exempt", at.create(&path, row(classed)).await, "")?;
@@ -134,7 +135,7 @@ async fn unmanaged(server: &Server, at: &IsolatedScope) -> Result<usize, Failed>
     Ok(count + 1)
 }
 
-/// Containers that are added to pods that are there.
+/// Checks containers that are added to existing pods.
 async fn ephemeral(at: &IsolatedScope) -> Result<usize, Failed> {
     let asking = pod(
         "asking",
@@ -167,7 +168,7 @@ async fn ephemeral(at: &IsolatedScope) -> Result<usize, Failed> {
     Ok(count)
 }
 
-/// The label of a budget in force, on a namespace that is made.
+/// Checks the label of an enforced budget on a new namespace.
 async fn labels(server: &Server, at: &IsolatedScope) -> Result<(), Failed> {
     let path = "/api/v1/namespaces?dryRun=All";
     let labelled = json!({ "metadata": { "name": "labelled", "labels": { "bursar.dev/budget": "enforced" } } });
@@ -195,7 +196,7 @@ pub(crate) fn as_account(config: Config, part: &str, node: Option<&str>) -> Resu
     Ok(Client::try_from(config)?)
 }
 
-/// What the operator writes of pods and quotas, and what it must not.
+/// Checks the operator's writes to pods and quotas, allowed and refused.
 async fn operators_writes(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
     let operator = at.with_client(Client::try_from(server.control_plane.operator_config())?);
     let dry = |path: String| format!("{path}?dryRun=All");
@@ -235,7 +236,7 @@ async fn operators_writes(server: &Server, at: &IsolatedScope) -> Result<usize, 
     Ok(patches.len() + 4)
 }
 
-/// Events of an agent on the place's node.
+/// Checks Events of an agent on the scope's node.
 async fn agents_events(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
     let mine = at.name.as_str();
     let agent = at.with_client(as_account(

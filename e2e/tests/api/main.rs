@@ -1,8 +1,9 @@
-//! The operator against the real API server, and everything that can go wrong between them.
+//! Tests the operator against the real API server, with faults between both.
 //!
-//! One server for all trials: etcd, kube-apiserver and the controller manager, without nodes. Trials run at the same
-//! time, each operator seeing one namespace and one node; those that take something from the server run alone, and
-//! first, so that the minute in which nothing may be written passes beside the others' work.
+//! All trials share one server: etcd, kube-apiserver and the controller manager, without nodes.
+//! Trials run concurrently, and each operator watches one namespace and one node. Trials that
+//! impair the server run alone and first, so that their final quiet minute overlaps with the other
+//! trials.
 
 mod case;
 mod churn;
@@ -28,7 +29,7 @@ use tracing_subscriber::EnvFilter;
 
 use server::{Permit, Server, acquire_all_permits};
 
-/// The server, once the first trial has started it.
+/// The server, after the first trial has started it.
 static SERVER: OnceLock<Result<(Runtime, Server), String>> = OnceLock::new();
 
 fn server() -> Result<&'static (Runtime, Server), Failed> {
@@ -42,7 +43,7 @@ fn server() -> Result<&'static (Runtime, Server), Failed> {
     server.as_ref().map_err(|why| Failed::from(why.clone()))
 }
 
-/// A trial whose cases share the server.
+/// Makes a trial whose cases share the server.
 fn trial(
     name: &'static str,
     act: impl AsyncFnOnce(&'static Server) -> Result<String, Failed> + Send + 'static,
@@ -50,13 +51,13 @@ fn trial(
     Trial::test(name, move || run(name, act))
 }
 
-/// One that has the server alone until it is left to itself.
+/// Makes a trial that has the server alone until its final quiet period.
 fn alone(
     name: &'static str,
     act: impl AsyncFnOnce(&'static Server, Permit) -> Result<String, Failed> + Send + 'static,
 ) -> Trial {
     Trial::test(name, move || {
-        // Asked for before there is a server: the others ask when there is one.
+        // The trial acquires all permits before the server exists, ahead of the other trials.
         let turn = Builder::new_current_thread()
             .build()?
             .block_on(acquire_all_permits());
@@ -71,7 +72,7 @@ fn run(
     let (runtime, server) = server()?;
     runtime.block_on(async {
         let begin = Instant::now();
-        // Large futures do not fit on a test's stack.
+        // Large futures overflow the stack of a test thread.
         let said = Box::pin(act(server)).await?;
         let took = begin.elapsed();
         server
@@ -102,7 +103,7 @@ fn main() -> ExitCode {
         trial("hostile", hostile::hostile),
         trial("rights", rights::rights),
     ];
-    // Each waits for its turn by itself.
+    // Each trial waits for its own permit.
     arguments.test_threads = Some(trials.len());
     let conclusion = libtest_mimic::run(&arguments, trials);
     if let Some(Ok((runtime, server))) = SERVER.get() {

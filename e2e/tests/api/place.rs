@@ -1,4 +1,4 @@
-//! A case's own part of the API server: a namespace, and nodes with one GPU each, which nobody else touches.
+//! Creates the isolated objects of one case: a namespace, and nodes with one GPU each.
 
 use bursar_e2e::objects::RawApi;
 use kube::Client;
@@ -9,22 +9,22 @@ use tokio::time::{Instant, sleep};
 
 use crate::server::Server;
 
-/// The GPU's memory, in GiB.
+/// The GPU's memory in GiB.
 pub(crate) const GPU_GIB: i32 = 32;
 const RESOURCE: &str = "bursar.dev/gpu-memory-gib";
-/// What quotas call it.
+/// The resource name in quotas.
 pub(crate) const QUOTA_RESOURCE: &str = "requests.bursar.dev/gpu-memory-gib";
 
 /// The objects of one case.
 #[derive(Clone)]
 pub(crate) struct IsolatedScope {
-    /// Of the case, its namespace, its cohort and its node.
+    /// The name of the case, its namespace, its cohort and its node.
     pub(crate) name: String,
     objects: RawApi,
 }
 
 impl IsolatedScope {
-    /// Makes the namespace, the node and its GPU.
+    /// Creates the namespace, the node and its GpuNode.
     pub(crate) async fn set_up(server: &Server, name: &str) -> Result<Self, Failed> {
         let place = Self {
             name: name.to_owned(),
@@ -34,7 +34,7 @@ impl IsolatedScope {
         place.create("/api/v1/namespaces", namespace).await?;
         place.make_node(name).await?;
         let begin = Instant::now();
-        // A pod is refused until its service account is there.
+        // The API server refuses pods until their service account exists.
         let account = format!("/api/v1/namespaces/{name}/serviceaccounts/default");
         while place.get(&account).await?.is_null() {
             if begin.elapsed() > Duration::from_secs(30) {
@@ -45,18 +45,19 @@ impl IsolatedScope {
         Ok(place)
     }
 
-    /// Makes a node named as the place, and its GPU.
+    /// Creates a node of this scope's name, and its GpuNode.
     async fn make_node(&self, case: &str) -> Result<(), Failed> {
-        // By the label an operator sees them, and no other case's.
+        // By this label an operator sees the nodes of its own case only.
         let metadata = json!({ "name": self.name, "labels": { "bursar.dev/cohort": case } });
         let ready = json!([{ "type": "Ready", "status": "True" }]);
         let node = json!({
             "metadata": metadata,
-            // Its other GPU is of no interest here.
+            // Capacity for a second GPU, which the test does not use.
             "status": { "conditions": ready, "allocatable": { RESOURCE: "64", "pods": "110" }, "capacity": { RESOURCE: "64", "pods": "110" } },
         });
         self.create("/api/v1/nodes", node).await?;
-        // Whoever sees that it is Ready takes off what the API server taints a new node with.
+        // Removes the taint that the API server puts on a new node, as the node controller does for
+        // Ready nodes.
         let path = format!("/api/v1/nodes/{}", self.name);
         self.merge(&path, json!({ "spec": { "taints": null } }))
             .await?;
@@ -68,14 +69,14 @@ impl IsolatedScope {
         self.report_gpu(GPU_GIB, &[]).await
     }
 
-    /// Makes another node of the case; there is no namespace of its name.
+    /// Creates another node of the case. No namespace has its name.
     pub(crate) async fn second_node(&self) -> Result<Self, Failed> {
         let node = self.in_namespace(&format!("{}-b", self.name));
         node.make_node(&self.name).await?;
         Ok(node)
     }
 
-    /// The same place with other rights.
+    /// Returns this scope with the rights of another client.
     pub(crate) fn with_client(&self, client: Client) -> Self {
         Self {
             name: self.name.clone(),
@@ -83,7 +84,7 @@ impl IsolatedScope {
         }
     }
 
-    /// Another namespace.
+    /// Returns a scope of another name with the same client.
     pub(crate) fn in_namespace(&self, name: &str) -> Self {
         Self {
             name: name.to_owned(),
@@ -91,7 +92,7 @@ impl IsolatedScope {
         }
     }
 
-    /// An object; null where there is none.
+    /// Returns an object, or null if the server has none.
     pub(crate) async fn get(&self, path: &str) -> Result<Value, Failed> {
         Ok(self.objects.get(path).await?)
     }
@@ -104,22 +105,21 @@ impl IsolatedScope {
         Ok(self.objects.merge_patch(path, &patch).await.map(drop)?)
     }
 
-    /// Changes an object; what the API server says.
+    /// Changes an object, and returns the API server's answer.
     pub(crate) async fn try_merge(&self, path: &str, patch: Value) -> kube::Result<Value> {
         self.objects.merge_patch(path, &patch).await
     }
 
-    /// The same of a deletion.
+    /// Deletes an object, and returns the API server's answer.
     pub(crate) async fn try_delete(&self, path: &str) -> kube::Result<Value> {
         self.objects.delete(path).await.map(|()| Value::Null)
     }
 
-    /// Deletes an object, if it is there.
+    /// Deletes an object, if it exists.
     pub(crate) async fn delete(&self, path: &str) -> Result<(), Failed> {
         Ok(self.objects.delete(path).await?)
     }
 
-    /// The paths of things.
     pub(crate) fn budget_path(&self) -> String {
         format!("{}/default", self.budgets_path())
     }
@@ -161,7 +161,6 @@ impl IsolatedScope {
         Ok(())
     }
 
-    /// Changes the budget's spec.
     pub(crate) async fn patch_budget(&self, spec: Value) -> Result<(), Failed> {
         self.merge(&self.budget_path(), json!({ "spec": spec }))
             .await
@@ -175,7 +174,7 @@ impl IsolatedScope {
         self.get(&self.gpu_node_path()).await
     }
 
-    /// Writes orders of quotas by hand.
+    /// Writes quota overrides to the GpuNode, in the operator's place.
     pub(crate) async fn write_quota_overrides(&self, quotas: Value) -> Result<(), Failed> {
         self.merge(
             &self.gpu_node_path(),
@@ -189,7 +188,7 @@ impl IsolatedScope {
         Ok(node["metadata"]["labels"].clone())
     }
 
-    /// Makes a pod that asks for so many GiB, on the node where that is said, without a scheduler or a kubelet.
+    /// Creates a pod that requests this many GiB, and binds the pod to the node if `on_node`.
     pub(crate) async fn create_pod(
         &self,
         pod: &str,
@@ -209,7 +208,7 @@ impl IsolatedScope {
         self.create(&self.pods_path(), pod).await
     }
 
-    /// Gives a pod something that would make another one; its UID.
+    /// Gives a pod a controlling owner, which could create it again, and returns the owner's UID.
     pub(crate) async fn create_owner(&self, pod: &str) -> Result<String, Failed> {
         let path = format!("/api/v1/namespaces/{}/configmaps", self.name);
         let owner = self.create(&path, json!({ "metadata": { "name": pod } }));
@@ -220,7 +219,7 @@ impl IsolatedScope {
         Ok(uid.as_str().unwrap_or_default().to_owned())
     }
 
-    /// Whether somebody was told this of the pod.
+    /// Returns whether there is an Event about the pod with this reason.
     pub(crate) async fn has_event(&self, reason: &str, pod: &str) -> Result<bool, Failed> {
         let path = format!("/api/v1/namespaces/{}/events", self.name);
         let events = self.get(&path).await?["items"].take();
@@ -228,7 +227,7 @@ impl IsolatedScope {
         Ok(events.any(|event| event["reason"] == reason && event["involvedObject"]["name"] == pod))
     }
 
-    /// What the scheduler says of a pod for which it has no node.
+    /// Marks a pod Unschedulable, in the scheduler's place.
     pub(crate) async fn mark_unschedulable(&self, pod: &str) -> Result<(), Failed> {
         let path = format!("{}/status", self.pod_path(pod));
         let refused = json!({ "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
@@ -237,7 +236,7 @@ impl IsolatedScope {
             .await
     }
 
-    /// The scheduler's part: the pod is on the node from now on.
+    /// Binds a pod to the node, in the scheduler's place.
     pub(crate) async fn bind(&self, pod: &str) -> Result<(), Failed> {
         let path = format!("{}/binding", self.pod_path(pod));
         let target = json!({ "apiVersion": "v1", "kind": "Node", "name": self.name });
@@ -247,14 +246,14 @@ impl IsolatedScope {
         Ok(self.create(&path, binding).await.map(drop)?)
     }
 
-    /// What the kubelet says.
+    /// Marks a pod Running, in the kubelet's place.
     pub(crate) async fn mark_running(&self, pod: &str) -> Result<(), Failed> {
         let path = format!("{}/status", self.pod_path(pod));
         self.merge(&path, json!({ "status": { "phase": "Running" } }))
             .await
     }
 
-    /// What the agent says: the GPU's memory, and which pods are bound to how much of it.
+    /// Reports the GPU's memory and its bound pods, in the agent's place.
     pub(crate) async fn report_gpu(
         &self,
         memory: i32,
@@ -263,14 +262,15 @@ impl IsolatedScope {
         self.report_gpu_with_waiter(memory, bound, None).await
     }
 
-    /// What the agent says of faults that nobody has dealt with.
+    /// Reports open faults, in the agent's place.
     pub(crate) async fn report_faults(&self, faults: Value) -> Result<(), Failed> {
         let path = format!("{}/status", self.gpu_node_path());
         self.merge(&path, json!({ "status": { "faults": faults } }))
             .await
     }
 
-    /// As [`Self::report`], with a pod that waits for so much; whom the GPU is reserved for it is held for.
+    /// Reports as [`Self::report_gpu`] does, with a queued claim. A GPU reserved for a waiter is
+    /// reported as held for it.
     pub(crate) async fn report_gpu_with_waiter(
         &self,
         memory: i32,
@@ -308,7 +308,7 @@ impl IsolatedScope {
     }
 }
 
-/// Whether everything that `wanted` says is so.
+/// Returns whether `there` has every value of `wanted`.
 fn is_subset(wanted: &Value, there: &Value) -> bool {
     match (wanted, there) {
         (Value::Object(wanted), Value::Object(there)) => wanted.iter().all(|(key, value)| {
@@ -324,7 +324,7 @@ fn is_subset(wanted: &Value, there: &Value) -> bool {
     }
 }
 
-/// The status of one of a budget's conditions.
+/// Returns the status of a budget's condition.
 pub(crate) fn condition<'a>(budget: &'a Value, type_: &str) -> &'a str {
     let conditions = budget["status"]["conditions"].as_array();
     let mut conditions = conditions.into_iter().flatten();

@@ -1,4 +1,4 @@
-//! What the policies about pods refuse, in which words; and whose rights reach the pods of all namespaces.
+//! Checks the refusals of the policies on pods, and which accounts may list all pods.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -16,7 +16,7 @@ const DEVICE: &str = "bursar.dev/gpu-memory-gib";
 const MANAGED: &str = "bursar.dev/managed-memory-gib";
 const OPERATOR: &str = "bursar-operator";
 const NO_BUDGET: &str = "namespace policed has no GpuMemoryBudget in force";
-/// A policy that was made, and a namespace that was labelled, are heeded within this time.
+/// The API server applies a new policy or a namespace's new label within this time.
 const POLICY_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(crate) async fn policies(server: &Server) -> Result<String, Failed> {
@@ -31,7 +31,7 @@ pub(crate) async fn policies(server: &Server) -> Result<String, Failed> {
     ))
 }
 
-/// A pod with a container that asks for this and an init container that asks for that.
+/// Makes a pod with the limits `asks` of its container and `init` of its init container.
 fn pod(asks: Value, init: Value, annotations: Value) -> Value {
     let container = |name: &str, limits| json!({ "name": name, "image": "i", "resources": { "limits": limits } });
     json!({
@@ -40,7 +40,7 @@ fn pod(asks: Value, init: Value, annotations: Value) -> Value {
     })
 }
 
-/// A pod that asks, and mounts something there.
+/// Makes a pod with GPU memory that mounts a volume at `path`.
 fn mounting(path: &str) -> Value {
     let mut pod = pod(json!({ DEVICE: "16" }), json!({}), json!({}));
     pod["spec"]["volumes"] = json!([{ "name": "v", "emptyDir": {} }]);
@@ -48,7 +48,7 @@ fn mounting(path: &str) -> Value {
     pod
 }
 
-/// Why the API server would refuse the pod; empty where it would not.
+/// Returns the API server's refusal of the pod, empty if the server accepts.
 async fn refusal(at: &IsolatedScope, pod: Value) -> Result<String, Failed> {
     let path = format!("{}?dryRun=All", at.pods_path());
     match at.create(&path, pod).await {
@@ -127,7 +127,8 @@ async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
     Ok(count)
 }
 
-/// With `policies.requireBudget`, here in one namespace: who asks is refused where no budget is in force.
+/// Checks `policies.requireBudget` in one namespace: pods with GPU memory are refused until a
+/// budget is enforced.
 async fn needs_a_budget(server: &Server, at: &IsolatedScope) -> Result<(), Failed> {
     let chart = server
         .control_plane
@@ -155,7 +156,7 @@ async fn needs_a_budget(server: &Server, at: &IsolatedScope) -> Result<(), Faile
     wait_for_refusal(at, "").await
 }
 
-/// A budget's maximum for a container, here in a namespace with the label of one in force; none where a template left it empty.
+/// Checks a budget's maximum per container, which is absent if a template left the field empty.
 async fn per_container(at: &IsolatedScope) -> Result<(), Failed> {
     let budget = |most: Value| {
         json!({
@@ -170,12 +171,12 @@ async fn per_container(at: &IsolatedScope) -> Result<(), Failed> {
     at.delete(&at.budget_path()).await?;
     let made = at.create(&at.budgets_path(), budget(Value::Null)).await?;
     assert_eq!(made["spec"].get("perContainer"), Some(&Value::Null));
-    // What is heeded for a moment is that there is none.
+    // The API server may apply the absence of any budget for a moment.
     sleep(Duration::from_secs(2)).await;
     wait_for_refusal(at, "").await
 }
 
-/// Waits until a pod that asks for 4 is refused in such words, or let in where there are none.
+/// Waits until a pod with 4 GiB is refused with these words, or is accepted if there are none.
 async fn wait_for_refusal(at: &IsolatedScope, words: &str) -> Result<(), Failed> {
     let begin = Instant::now();
     loop {
@@ -191,7 +192,8 @@ async fn wait_for_refusal(at: &IsolatedScope, words: &str) -> Result<(), Failed>
     }
 }
 
-/// Of the chart's accounts, the operator's and no other may list pods; how many there are.
+/// Checks that only the operator's account may list pods, and returns the number of the chart's
+/// accounts.
 async fn check_accounts_that_list_pods(server: &Server) -> Result<usize, Failed> {
     let chart = server.control_plane.chart_without_workloads(&[]).await?;
     let name = |object: &Value| object["name"].as_str().unwrap_or_default().to_owned();

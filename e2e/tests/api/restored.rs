@@ -164,7 +164,7 @@ impl FakeNodeAgent {
         format!("/apis/bursar.dev/v1alpha1/gpunodes/{NODE}")
     }
 
-    /// Orders a drain of this GPU alone.
+    /// Requests a drain of this GPU alone.
     async fn order(&self, gpu: &str) -> Result<(), Failed> {
         let spec = json!({ "spec": { "drain": [gpu] } });
         self.place.merge(&Self::path(), spec).await

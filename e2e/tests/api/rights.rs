@@ -1,5 +1,5 @@
-//! What each of Bursar's accounts and containers may do: as `docs/security.md` says, and nothing
-//! beyond.
+//! Checks that Bursar's accounts and containers have the rights in `docs/security.md`, and no
+//! others.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::place::IsolatedScope;
 use crate::server::{Server, acquire_permit};
 
 const DEVICE: &str = "bursar.dev/gpu-memory-gib";
-/// The API server's cache of pods knows of a new one within this time.
+/// The API server's cache has a new pod within this time.
 const AUTHORIZATION_TIMEOUT: Duration = Duration::from_secs(20);
 
 pub(crate) async fn rights(server: &Server) -> Result<String, Failed> {
@@ -45,7 +45,7 @@ pub(crate) async fn rights(server: &Server) -> Result<String, Failed> {
     ))
 }
 
-/// What an agent on the place's node is let do, and what not.
+/// Checks the calls of an agent on the scope's node, allowed and refused.
 async fn agents(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
     let mine = at.name.as_str();
     let agent = at.with_client(as_account(
@@ -140,7 +140,7 @@ async fn agents(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
     Ok(calls)
 }
 
-/// What the operator is let do to pods and quotas, and what not.
+/// Checks the operator's calls about pods and quotas, allowed and refused.
 async fn operators(server: &Server, at: &IsolatedScope) -> Result<usize, Failed> {
     let operator = at.with_client(Client::try_from(server.control_plane.operator_config())?);
     let namespace = at.namespace_path();
@@ -209,7 +209,7 @@ async fn operators(server: &Server, at: &IsolatedScope) -> Result<usize, Failed>
     Ok(calls)
 }
 
-/// Waits until the API server says this, for its cache may not know the pods yet.
+/// Waits for this answer of the API server, whose cache may lack the pods at first.
 async fn wait_for_answer(
     what: &str,
     words: &str,
@@ -226,8 +226,8 @@ async fn wait_for_answer(
     }
 }
 
-/// Compares the tables of `docs/security.md` with the manifests and the code; how many rows they
-/// have.
+/// Compares the tables of `docs/security.md` with the manifests and the code, and returns the
+/// number of rows.
 fn compare_with_security_page(manifests: &[Value]) -> Result<usize, Failed> {
     let page = std::fs::read_to_string(folders::repository().join("docs/security.md"))?;
     let mut rows = 0;
@@ -251,7 +251,7 @@ fn compare_with_security_page(manifests: &[Value]) -> Result<usize, Failed> {
 
 type Rows = BTreeSet<Vec<String>>;
 
-/// The first columns of the table below a heading.
+/// Parses the first columns of the table below a heading.
 fn table(page: &str, heading: &str, columns: usize) -> Rows {
     let lines = page.lines().skip_while(|line| *line != heading);
     let table = lines
@@ -280,7 +280,7 @@ fn of_kinds<'a>(manifests: &'a [Value], kinds: &'a [&str]) -> impl Iterator<Item
     manifests.iter().filter(is)
 }
 
-/// Each rule of each role: whose, on what, and which verbs.
+/// Returns the rules of all roles: account, resource and verbs.
 fn accounts(manifests: &[Value]) -> Rows {
     let roles = of_kinds(manifests, &["Role", "ClusterRole"]);
     roles
@@ -298,7 +298,7 @@ fn accounts(manifests: &[Value]) -> Rows {
         .collect()
 }
 
-/// What the kernel and the kubelet let each container do, beyond or short of the default.
+/// Returns the settings of each container that differ from the kernel's and the kubelet's defaults.
 fn containers(manifests: &[Value]) -> Rows {
     let workloads = of_kinds(manifests, &["DaemonSet", "Deployment"]);
     workloads
@@ -380,7 +380,7 @@ fn facts(spec: &Value, container: &Value) -> Vec<String> {
     facts
 }
 
-/// What the agent keeps of the capabilities of a privileged container, and why.
+/// Returns the capabilities that the agent keeps of a privileged container, each with its reason.
 fn capabilities() -> Rows {
     let kept = bursar_confine::AGENT_CAPABILITIES.iter();
     kept.map(|(name, _, why)| vec![(*name).to_owned(), why.replace('`', "")])

@@ -1,4 +1,4 @@
-//! Starts the API server for the trials, and orders the turns of their cases.
+//! Starts the API server of the trials, and limits how many cases make changes at once.
 
 use std::path::PathBuf;
 
@@ -12,19 +12,19 @@ use crate::case::Outcome;
 /// The cluster's name.
 const CLUSTER: &str = "api";
 
-/// So many cases are at work at the same time. More would starve each other of two cores.
+/// The number of cases that make changes concurrently. More would starve each other on two cores.
 const MAX_CONCURRENT_CASES: u32 = 60;
 static PERMITS: Semaphore = Semaphore::const_new(MAX_CONCURRENT_CASES as usize);
 
-/// Leave to be at work. Who only looks whether all stays as it is needs none.
+/// The permission to make changes. Cases that only watch a state need none.
 pub(crate) type Permit = SemaphorePermit<'static>;
 
-/// Waits for a turn.
+/// Waits for a permit.
 pub(crate) async fn acquire_permit() -> Permit {
     acquire_permits(1).await
 }
 
-/// Waits until nobody else is at work.
+/// Waits until no other case makes changes.
 pub(crate) async fn acquire_all_permits() -> Permit {
     acquire_permits(MAX_CONCURRENT_CASES).await
 }
@@ -34,11 +34,11 @@ async fn acquire_permits(count: u32) -> Permit {
     turns.expect("nobody closes it")
 }
 
-/// A control plane, and what is known of it.
+/// The control plane with results that the trials share.
 pub(crate) struct Server {
     pub(crate) control_plane: ControlPlane,
     pub(crate) progress: Progress,
-    /// How the tours go when nothing goes wrong.
+    /// The outcome of the scenarios without faults.
     pub(crate) undisturbed: OnceCell<Result<Outcome, Failed>>,
 }
 

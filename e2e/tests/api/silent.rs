@@ -1,4 +1,4 @@
-//! Connections that die in silence: nothing arrives on them any more, and nobody closes them.
+//! Checks half-open connections: no data arrives on them, and no side closes them.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -18,16 +18,16 @@ use crate::place::{IsolatedScope, condition};
 use crate::server::{Server, acquire_permit};
 use bursar_sim_api::faults::{Faults, FaultyWrites, WatchFault, WriteFault};
 
-/// The operator's own times are 200 s for a watch and 5 s more of silence. In the shorter case a watch ends after 5 s, and
-/// what is silent for longer is given up.
+/// In production a watch ends after 200 s, and its connection is dropped 5 s later. The short case
+/// uses 5 s and 8 s.
 const WATCH_SECONDS: u32 = 5;
 const SHORT_SILENCE: Duration = Duration::from_secs(8);
-/// With its own times all is as it should be within 210 s.
+/// With the timeouts of production the operator reaches the declared state within 210 s.
 const EXTRA_DELAY: Duration = Duration::from_secs(210).saturating_sub(PROMISED_TIME);
 
-/// A way to the API server that can go silent.
+/// A proxy to the API server that can freeze its connections.
 struct FreezableProxy {
-    /// How often it went silent.
+    /// The number of freezes so far.
     frozen: Arc<watch::Sender<u32>>,
     address: SocketAddr,
 }
@@ -47,7 +47,7 @@ impl FreezableProxy {
                     };
                     tokio::select! {
                         _ = copy_bidirectional(&mut near, &mut far) => {}
-                        // Both ends stay open.
+                        // Both sides of the connection stay open.
                         _ = frozen.changed() => pending().await,
                     }
                 });
@@ -56,7 +56,7 @@ impl FreezableProxy {
         Ok(Self { frozen, address })
     }
 
-    /// Connections that there are die in silence.
+    /// Freezes the present connections without closing them.
     fn freeze(&self) {
         self.frozen.send_modify(|times| *times += 1);
     }
@@ -75,7 +75,7 @@ pub(crate) async fn silence(server: &Server) -> Result<String, Failed> {
     ))
 }
 
-/// A case on a line to the API server that can go silent, with such patience.
+/// Starts a case whose operator connects through a proxy, with this read timeout.
 async fn case_behind_proxy(
     server: &Server,
     name: &str,
@@ -103,7 +103,7 @@ async fn is_ready(at: &IsolatedScope) -> Result<bool, Failed> {
     Ok(observed && condition(&budget, "Ready") == "True")
 }
 
-/// A budget is made, and raised in silence.
+/// Creates a budget, and raises it right after a freeze.
 async fn raise_budget_while_frozen(
     line: &FreezableProxy,
     case: &mut TestCase,
@@ -119,7 +119,7 @@ async fn raise_budget_while_frozen(
         .await
 }
 
-/// As it is in production.
+/// Runs with the timeouts of production.
 async fn with_production_timeouts(server: &Server) -> Result<Outcome, Failed> {
     let name = "silent-long";
     let faults = Faults::new(name, WriteFault::RequestDropped, WatchFault::NoFault);

@@ -1,4 +1,5 @@
-//! The policy that steers pods, over every shape of pod: what it adds is what it should be, and nothing is lost.
+//! Checks the steering policy with every shape of pod: its additions are right, and no field is
+//! lost.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,24 +11,25 @@ use tokio::time::{Instant, sleep};
 use crate::place::{IsolatedScope, QUOTA_RESOURCE};
 use crate::server::{Server, acquire_permit};
 
-/// What the pods ask for.
+/// The pods' request in GiB.
 const REQUESTED_GIB: i64 = 12;
 const RESOURCE: &str = "bursar.dev/gpu-memory-gib";
 const BORROWED_CLASS: &str = "bursar-borrowed";
 const LARGEST_FREE_LABEL: &str = "bursar.dev/largest-free-gib";
 const LARGEST_RECLAIMABLE_LABEL: &str = "bursar.dev/largest-reclaimable-gib";
-/// The page that has the policy's work by hand, for a container of so much.
+/// The page that shows the policy's additions for manual use, and the request of its example in
+/// GiB.
 const BY_HAND: (&str, i64) = (include_str!("../../../docs/placement.md"), 8);
-/// What the API server logs of a panic: of a request, of something else, and its stacks.
+/// The API server's log lines about a panic: of a request, of another task, and its stacks.
 const PANICS: [&str; 3] = ["panicked: true", "Observed a panic", "goroutine "];
-/// A policy that was changed is in force within this time.
+/// A changed policy is in force within this time.
 const IN_FORCE: Duration = Duration::from_secs(30);
-/// The API server looks this often whether policies have changed, and then asks them in another order.
+/// The API server reloads changed policies at this interval, and then calls them in another order.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Of two policies it would be a wonder if one came first in all of them.
+/// The number of reloads, enough for both orders of two policies to occur.
 const ORDERS: u32 = 12;
 
-/// Terms on the pod's own, as many as wanted.
+/// Makes node selector terms of the pod's own.
 fn terms(count: usize) -> Value {
     let term = |number: usize| {
         let zone = if number.is_multiple_of(2) { "a" } else { "b" };
@@ -129,13 +131,13 @@ fn pod(affinity: &Value, asks: &[(&str, i64)], meta: Value) -> Value {
     pod
 }
 
-/// The pod's spec as the API server would store it.
+/// Returns the pod's spec as the API server would store it.
 async fn admitted(at: &IsolatedScope, pod: Value) -> Result<Value, Failed> {
     let path = format!("{}?dryRun=All", at.pods_path());
     Ok(at.create(&path, pod).await?["spec"].take())
 }
 
-/// What it says of other pods.
+/// Returns the affinity to other pods.
 fn of_pods(affinity: &Value) -> [&Value; 2] {
     ["podAffinity", "podAntiAffinity"].map(|about| &affinity[about])
 }
@@ -149,7 +151,7 @@ fn preferred(affinity: &Value) -> Vec<Value> {
     list.as_array().cloned().unwrap_or_default()
 }
 
-/// Empty lists are left out.
+/// Returns the affinity as the API server stores it, without empty lists.
 fn stored(mut affinity: Value) -> Value {
     let of_nodes = affinity
         .get_mut("nodeAffinity")
@@ -160,14 +162,14 @@ fn stored(mut affinity: Value) -> Value {
     affinity
 }
 
-/// What the policy looks at, taken out, so that the rest can be compared.
+/// Returns the spec without the fields of the policy, to compare the other fields.
 fn rest(spec: &Value) -> Value {
     let mut spec = spec.clone();
     let of = |field: &str| field == "affinity" || field == "topologySpreadConstraints";
     if let Some(fields) = spec.as_object_mut() {
         fields.retain(|field, _| !of(field));
     }
-    // Of each pod another one.
+    // Volumes differ from pod to pod.
     spec["volumes"] = Value::Null;
     for containers in ["containers", "initContainers"] {
         for container in spec[containers].as_array_mut().into_iter().flatten() {
@@ -180,7 +182,7 @@ fn rest(spec: &Value) -> Value {
 
 type Labels = BTreeMap<&'static str, String>;
 
-/// Nodes of every kind that matters, by name.
+/// Returns nodes of every relevant kind, by name.
 fn nodes() -> Vec<(&'static str, Labels)> {
     let mut nodes = Vec::new();
     let values = [
@@ -220,7 +222,8 @@ fn nodes() -> Vec<(&'static str, Labels)> {
     nodes
 }
 
-/// Whether a node selector selects a node, as the scheduler has it; without one any.
+/// Returns whether a node selector matches a node, as in the scheduler; an absent selector matches
+/// any.
 fn selects(selector: &Value, name: &str, labels: &Labels) -> bool {
     let Some(terms) = selector["nodeSelectorTerms"].as_array() else {
         return true;
@@ -253,14 +256,14 @@ fn selects(selector: &Value, name: &str, labels: &Labels) -> bool {
     let length = |list: &Value| list.as_array().map_or(0, Vec::len);
     terms.iter().any(|term| {
         let (expressions, fields) = (&term["matchExpressions"], &term["matchFields"]);
-        // A term without a requirement selects nothing.
+        // A term without requirements matches no node.
         length(expressions) + length(fields) > 0
             && all(expressions, &|key| labels.get(key).cloned())
             && all(fields, &|_| Some(name.to_owned()))
     })
 }
 
-/// Whether the node is one that the pod should be sent to.
+/// Returns whether the pod should be steered to the node.
 fn has_room(label: &str, labels: &Labels) -> bool {
     let value = |label: &str| {
         labels
@@ -271,7 +274,7 @@ fn has_room(label: &str, labels: &Labels) -> bool {
         || value("bursar.dev/largest-gpu-gib").is_some_and(|gib| gib < REQUESTED_GIB)
 }
 
-/// Puts the policy into another mode, and waits until it acts so.
+/// Sets the policy's mode, and waits until it is in force.
 async fn mode(server: &Server, at: &IsolatedScope, mode: &str) -> Result<(), Failed> {
     let chart = server
         .control_plane
@@ -316,7 +319,7 @@ pub(crate) async fn steering(server: &Server) -> Result<String, Failed> {
     let required = requirements(&at).await?;
     let untouched = check_exempt_pods_unchanged(&at).await?;
     check_overflowing_pods_steered_as_borrowers(&at).await?;
-    // As the chart has it, for whoever comes after.
+    // Later trials expect the chart's default.
     mode(server, &at, "preferred").await?;
     let log = server.control_plane.api_server_log().await?;
     let is_panic = |line: &&str| PANICS.iter().any(|words| line.contains(words));
@@ -329,7 +332,7 @@ pub(crate) async fn steering(server: &Server) -> Result<String, Failed> {
     ))
 }
 
-/// One preference is added, and a constraint that spreads nothing where there is none; all else stays.
+/// Checks that the policy adds one preference, and a neutral spread constraint if there is none.
 async fn preferences(at: &IsolatedScope) -> Result<usize, Failed> {
     let mut shapes = 0;
     for (name, affinity) in affinities() {
@@ -347,7 +350,7 @@ async fn preferences(at: &IsolatedScope) -> Result<usize, Failed> {
         assert_eq!(spread.map(Vec::len), Some(1), "{name}");
         shapes += 1 + check_steered_like_scheduler(at, &affinity, &Value::Null, &steered).await?;
     }
-    // Who spreads stays spread as it was.
+    // The policy keeps an existing spread constraint.
     let mut spread = pod(&Value::Null, &[("c", REQUESTED_GIB)], json!({}));
     spread["spec"]["topologySpreadConstraints"] = json!([
         { "maxSkew": 2, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule",
@@ -360,7 +363,7 @@ async fn preferences(at: &IsolatedScope) -> Result<usize, Failed> {
     Ok(shapes)
 }
 
-/// The nodes that are left are the pod's own that have room, or of which nobody knows.
+/// Checks that the required nodes are those of the pod's own terms that have room or unknown room.
 async fn requirements(at: &IsolatedScope) -> Result<usize, Failed> {
     let nodes = nodes();
     let mut shapes = 0;
@@ -393,8 +396,9 @@ async fn requirements(at: &IsolatedScope) -> Result<usize, Failed> {
     Ok(shapes)
 }
 
-/// The most that a container of any sort asks for is what counts, whatever the pod's node selector and its namespace:
-/// all are steered as `steered` is, the pod of one container. How many they are.
+/// Checks that the largest request of any container counts, whatever the pod's node selector and
+/// namespace. Each shape is compared with `steered`, the pod of one container. Returns the number
+/// of shapes.
 async fn check_steered_like_scheduler(
     at: &IsolatedScope,
     affinity: &Value,
@@ -427,8 +431,8 @@ async fn check_steered_like_scheduler(
     Ok(2 * shapes.len())
 }
 
-/// Who is made a borrower is sent to what is free, in whichever order the policies are asked; and nobody is as long as the
-/// quota has no status.
+/// Checks that a pod that a quota turns into a borrower is steered by free memory, in either order
+/// of the policies. Pods stay owners while the quota has no status.
 async fn check_overflowing_pods_steered_as_borrowers(at: &IsolatedScope) -> Result<(), Failed> {
     let quotas = format!("/api/v1/namespaces/{}/resourcequotas", at.name);
     let quota = json!({
@@ -474,7 +478,7 @@ async fn check_overflowing_pods_steered_as_borrowers(at: &IsolatedScope) -> Resu
     at.delete(&quota).await
 }
 
-/// The policy adds to a pod what the page says that one can write by hand.
+/// Checks that the policy's additions equal the manual ones in docs/placement.md.
 async fn by_hand(at: &IsolatedScope, mode: &str) -> Result<(), Failed> {
     let (page, gib) = BY_HAND;
     let blocks = page
@@ -506,8 +510,8 @@ async fn by_hand(at: &IsolatedScope, mode: &str) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Pods that do not ask, or for nothing, in whatever namespace; those of DaemonSets, on a node already, or that want
-/// several GPUs.
+/// Checks that the policy skips pods without a request or with one of 0, pods of DaemonSets, bound
+/// pods, and pods with several GPUs.
 async fn check_exempt_pods_unchanged(at: &IsolatedScope) -> Result<usize, Failed> {
     let owned = json!({ "ownerReferences": [{ "apiVersion": "apps/v1", "kind": "DaemonSet", "name": "d", "uid": "u",
         "controller": true }] });
@@ -537,10 +541,10 @@ async fn check_exempt_pods_unchanged(at: &IsolatedScope) -> Result<usize, Failed
     Ok(shapes)
 }
 
-/// What controllers make: a DaemonSet's pods keep their nodes, a Job's are steered.
+/// Checks pods of controllers: those of a DaemonSet keep their nodes, those of a Job are steered.
 async fn by_controllers(at: &IsolatedScope) -> Result<(), Failed> {
     let template = |restarts: &str| {
-        // The API server takes a new node for one that is not ready.
+        // The API server taints a new node as not ready.
         let everywhere = json!([{ "operator": "Exists" }]);
         json!({
             "metadata": { "labels": { "app": restarts } },
@@ -572,7 +576,7 @@ async fn by_controllers(at: &IsolatedScope) -> Result<(), Failed> {
     Ok(())
 }
 
-/// The pod that a controller made by this template.
+/// Waits for the pod that a controller creates from this template.
 async fn made(at: &IsolatedScope, app: &str) -> Result<Value, Failed> {
     let begin = Instant::now();
     loop {

@@ -1,4 +1,4 @@
-//! The changes that a case goes through, each with what it should come to.
+//! Defines the scenarios: sequences of changes, each with its expected state.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep};
 use crate::case::{GIVE_UP_AFTER, Outcome, TestCase};
 use crate::place::{GPU_GIB, IsolatedScope, QUOTA_RESOURCE, condition};
 
-/// What no quota of ours caps.
+/// A resource that Bursar's quotas do not cap.
 const OTHER_RESOURCE: &str = "requests.bursar.dev/other";
 const OVERFLOW_LABEL: &str = "bursar.dev/overflow";
 
@@ -24,7 +24,7 @@ async fn is_labelled(place: &IsolatedScope) -> Result<bool, Failed> {
     Ok(namespace["metadata"]["labels"]["bursar.dev/budget"] == "enforced")
 }
 
-/// What the status says is of the spec as it is.
+/// Returns whether the status is of the present spec.
 fn is_observed(budget: &Value) -> bool {
     budget["status"]["observedGeneration"] == budget["metadata"]["generation"]
 }
@@ -33,7 +33,7 @@ fn is(budget: &Value, type_: &str) -> bool {
     is_observed(budget) && condition(budget, type_) == "True"
 }
 
-/// Both quotas are so, in force, and all is well.
+/// Returns whether both quotas have these amounts and are enforced, and the budget is Ready.
 pub(crate) async fn in_force(
     place: &IsolatedScope,
     guaranteed: &str,
@@ -49,7 +49,7 @@ fn requested(budget: &Value) -> &Value {
     &budget["status"]["deviceMemory"]["requested"]["quanta"]
 }
 
-/// Fourteen changes of a budget, its quotas and the pods of its namespace.
+/// Makes fourteen changes of a budget, its quotas and the pods of its namespace.
 pub(crate) async fn budget_scenario(
     mut case: TestCase,
     operator: Client,
@@ -155,7 +155,7 @@ pub(crate) async fn budget_scenario(
         .transition(
             "the namespace's label is taken off",
             async |at| {
-                // Nobody but the operator may.
+                // Only the operator may make this change.
                 let at = at.with_client(operator);
                 let off = json!({ "metadata": { "labels": { "bursar.dev/budget": null } } });
                 at.merge(&at.namespace_path(), off).await
@@ -214,9 +214,9 @@ pub(crate) async fn budget_scenario(
     case.finish(lets_in).await
 }
 
-/// A quota counts late now and then; here its count is set back by hand.
+/// Creates a pod beyond the quota, whose count is reset first, as if the quota counted late.
 async fn create_pod_beyond_the_quota(at: &IsolatedScope) -> Result<(), Failed> {
-    // A pod of the first seconds may be from before the budget.
+    // A pod of the first seconds may be older than the budget.
     sleep(Duration::from_secs(6)).await;
     let begin = Instant::now();
     loop {
@@ -245,7 +245,7 @@ async fn labels_are(
     Ok(is("free", free) && is("reclaimable", reclaimable) && is("gpu", gpu))
 }
 
-/// Nine changes of a node's GPU and of what is ordered of its agent.
+/// Makes nine changes of a node's GPU and of the settings for its agent.
 pub(crate) async fn node_scenario(mut case: TestCase) -> Result<Outcome, Failed> {
     let case_ = &mut case;
     let p = case_.scope.create_pod("p", 4, false, true).await?;
@@ -321,7 +321,7 @@ pub(crate) async fn node_scenario(mut case: TestCase) -> Result<Outcome, Failed>
         .await?;
     let plain = case_.is_undisturbed();
     let bound = owner_waits(case_, p).await?;
-    // The operator gives the scheduler 10 s first: with a crash on top it would take too long here.
+    // The operator first gives the scheduler 10 s, too long for a transition with a crash.
     if plain {
         owner_is_nominated(case_, bound).await?;
     }
@@ -330,7 +330,7 @@ pub(crate) async fn node_scenario(mut case: TestCase) -> Result<Outcome, Failed>
         .await
 }
 
-/// Nobody waits for the GPU any more.
+/// Returns whether no reservation is left and the labels show this room.
 async fn room_is_left(at: &IsolatedScope, free: i32, reclaimable: i32) -> Result<bool, Failed> {
     let reserved = at.gpu_node().await?["spec"]["reservations"].take();
     let none = reserved.as_array().is_none_or(Vec::is_empty);
@@ -342,7 +342,8 @@ fn uid(object: &Value) -> String {
     uid.unwrap_or_default().to_owned()
 }
 
-/// A pod of 16 waits for a GPU that has 2 left and 26 of borrowers: the larger one goes, and no other. Who is bound then.
+/// Queues a claim of 16 GiB on a GPU with 2 free and 26 of borrowers. The operator must evict the
+/// larger borrower only. Returns the pods bound in the end.
 async fn owner_waits(case: &mut TestCase, p: String) -> Result<[(String, i32); 3], Failed> {
     let mut bound = vec![(p, 4)];
     for (name, gib) in [("large", 18), ("small", 8)] {
@@ -367,7 +368,7 @@ async fn owner_waits(case: &mut TestCase, p: String) -> Result<[(String, i32); 3
         "an owner waits",
         async |at| at.report_gpu_with_waiter(GPU_GIB, &bound, waits).await,
         async |at| {
-            // The agent's part: it answers reservations, and binds who has room.
+            // The test answers reservations and binds pods, in the agent's place.
             let large = at.get(&at.pod_path("large")).await?;
             if uid(&large) == of_large {
                 at.report_gpu_with_waiter(GPU_GIB, &bound, waits).await?;
@@ -386,7 +387,7 @@ async fn owner_waits(case: &mut TestCase, p: String) -> Result<[(String, i32); 3
     Ok(after)
 }
 
-/// The scheduler has no node for a pod of 10; a GPU has 4 left and 8 of a borrower.
+/// Marks a pod of 10 GiB Unschedulable; a GPU has 4 free and 8 of a borrower.
 async fn owner_is_nominated(case: &mut TestCase, bound: [(String, i32); 3]) -> Result<(), Failed> {
     case.transition(
         "more is guaranteed",
@@ -422,7 +423,7 @@ async fn owner_is_nominated(case: &mut TestCase, bound: [(String, i32); 3]) -> R
     .await
 }
 
-/// What is ordered of the agents of both nodes about poisoned contexts.
+/// Returns whether both nodes have this context policy.
 async fn policies_are(
     at: &IsolatedScope,
     other: &IsolatedScope,
@@ -437,14 +438,15 @@ async fn policies_are(
     Ok(is(&at.budget().await?, "Ready"))
 }
 
-/// A poisoned context of the only container of a pod, and what its agent did about it.
+/// Makes the fault of a poisoned context in a pod's only container, with the agent's action.
 fn poisoned(at: &IsolatedScope, pod: &str, pod_uid: &str, action: &str) -> Value {
     let container = json!({ "podUid": pod_uid, "namespace": at.name, "pod": pod, "container": "c", "processGeneration": 3 });
     json!([{ "id": format!("{action}-3").to_lowercase(), "kind": "Context", "gpu": "GPU-0", "gpuGeneration": 1,
         "cudaError": 700, "action": action, "time": "2026-01-01T00:00:00Z", "container": container }])
 }
 
-/// Whether a pod is gone and the status says why, the newest of so many. As its agent does, closes its fault then.
+/// Returns whether a pod is evicted, and is the newest of this number of evictions in the status.
+/// Closes its fault, in the agent's place.
 async fn is_evicted(
     at: &IsolatedScope,
     pod: &str,
@@ -466,7 +468,7 @@ async fn is_evicted(
     )
 }
 
-/// Nine changes of what is done about faults, and a pod that waits while another node has room.
+/// Makes nine changes around faults and context policies, and moves a waiting pod to another node.
 pub(crate) async fn fault_scenario(mut case: TestCase) -> Result<Outcome, Failed> {
     let other = case.scope.second_node().await?;
     let plain = case.is_undisturbed();
@@ -584,7 +586,7 @@ pub(crate) async fn fault_scenario(mut case: TestCase) -> Result<Outcome, Failed
     case.finish(evicted).await
 }
 
-/// A pod of 10 waits for a GPU that has 6 left; another node's has 32.
+/// Queues a claim of 10 GiB on a GPU with 6 free, while another node has 32.
 async fn waiter_is_moved(case: &mut TestCase, plain: bool) -> Result<(), Failed> {
     let holder = case.scope.create_pod("holder", 26, false, true).await?;
     case.scope.mark_running("holder").await?;
@@ -610,7 +612,7 @@ async fn waiter_is_moved(case: &mut TestCase, plain: bool) -> Result<(), Failed>
             at.report_gpu(GPU_GIB, &bound).await?;
             let spec = at.gpu_node().await?["spec"].take();
             let moved = &spec["moves"][0];
-            // A crash between the count and the eviction costs one of three.
+            // A crash between the count and the eviction uses up one of three attempts.
             let most = if plain { 1 } else { 2 };
             if moved["owner"] != owner.as_str()
                 || !(1..=most).contains(&moved["count"].as_i64().unwrap_or(0))

@@ -1,4 +1,4 @@
-//! Budgets that make no sense are refused by the API server itself, and told why.
+//! Checks that the API server itself refuses invalid budgets, and names the cause.
 
 use bursar_crds::GpuMemoryBudget;
 use kube::api::{Api, DeleteParams, PostParams};

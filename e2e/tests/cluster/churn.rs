@@ -1,4 +1,4 @@
-//! Pods of random sizes come and go in every state, and nothing of them stays.
+//! Creates and deletes pods of random sizes in every state, and checks that no state remains.
 
 use std::time::{Duration, Instant};
 
@@ -11,9 +11,9 @@ use rand::{RngExt as _, SeedableRng as _};
 use crate::stage::{RECLAIM_TIMEOUT, START_TIMEOUT, TrialContext, node_trial};
 
 const CYCLES: u64 = 200;
-/// Cycles at a time: with a mean size of 6, more than the node has room for.
+/// The number of concurrent cycles: at a mean size of 6 GiB, more than the node has room for.
 const AT_ONCE: u64 = 8;
-/// The same sizes and lives in every run.
+/// The seed, so that every run has the same sizes and durations.
 const SEED: u64 = 0x0b75_a12f_4c0f_fee5;
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -52,25 +52,26 @@ async fn churn(stage: &mut TrialContext) -> Result<(), Failed> {
     Ok(())
 }
 
-/// One worker's share of the cycles: a pod of a random size, deleted after a random time.
+/// Runs one worker's share of the cycles: a pod of a random size, deleted after a random time.
 async fn come_and_go(worker: u64, pods: Pods, probe: String) -> Result<(), Failed> {
     let mut random = StdRng::seed_from_u64(SEED ^ worker);
     for cycle in 0..CYCLES / AT_ONCE {
         let name = format!("churn-{worker}-{cycle}");
-        // Mostly small; one in eight is as big as a GPU.
+        // One pod in eight may be as large as a GPU.
         let most = if random.random_range(0..8) == 0 {
             16
         } else {
             10
         };
         let gib = random.random_range(1..=most);
-        // Beside its context in the smallest of them.
+        // The smallest pods have room for their context beside this.
         let plan = PodBuilder::new(&name, &probe)
             .arguments(&["hold", "--bytes=256Mi"])
             .gib(gib);
         pods.create(&plan).await?;
         tokio::time::sleep(Duration::from_millis(random.random_range(0..3_000))).await;
-        // One in four leaves its containers behind, and the next comes while they still end.
+        // One pod in four is deleted by force, so that the next starts while its containers still
+        // stop.
         if random.random_range(0..4) == 0 {
             pods.force_delete(&name).await?;
         } else {

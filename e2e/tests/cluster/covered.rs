@@ -1,4 +1,5 @@
-//! Containers as a real runtime makes them are attested; volumes and variables of a pod's own hide nothing from it.
+//! Checks the attestation of containers of a real runtime, whose pods cover driver files by volumes
+//! and variables.
 
 use std::collections::BTreeSet;
 
@@ -16,9 +17,10 @@ use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
 use crate::told;
 
 const GIB: u64 = 1 << 30;
-/// A bypass is told of this soon after the program's first word, unless the machine is busy.
+/// The agent reports a bypass within this time of the program's first line, unless the machine is
+/// busy.
 const DETECTED: SignedDuration = SignedDuration::from_secs(2);
-/// Each is, on a busy machine too.
+/// The agent reports every bypass within this time, also on a busy machine.
 const DETECTED_AT_LAST: SignedDuration = SignedDuration::from_secs(20);
 const ENFORCED: &str = "bursar_container_enforced";
 const NOT_ENFORCED: &str = "GpuQuotaNotEnforced";
@@ -30,7 +32,8 @@ pub(crate) fn trials() -> Vec<Trial> {
     )]
 }
 
-/// A pod that holds one of its 3 GiB, on the GPU with this ordinal, and would see all of them.
+/// Makes a pod that holds 1 of its 3 GiB on the GPU with this ordinal, with a variable that asks
+/// for all GPUs.
 fn holder(stage: &TrialContext, name: &str, gpu: u32) -> PodBuilder {
     PodBuilder::new(name, &stage.environment.probe_image)
         .arguments(&["hold", "--bytes=1Gi", &format!("--device={gpu}")])
@@ -46,12 +49,12 @@ async fn what_a_pod_lays_over_our_files_is_held_or_told(
         .pods
         .wait_for_log_line("plain", START_TIMEOUT, event_line("holding"));
     let uuid = holding.await?["device"]["uuid"].clone();
-    // All are bound to the same GPU, for they fit on it.
+    // All pods are bound to the same GPU, which has room for them.
     let mine = u32::from(uuid != sim::uuid(0));
     let other = 1 - mine;
 
-    // containerd puts a device's variables and mounts in the place of the pod's own of the same name, and the deeper of
-    // two mounts over the other.
+    // containerd replaces the pod's variables and mounts by the device's of the same name. Of two
+    // nested mounts it mounts the deeper one last.
     let covers = holder(stage, "covers", 0)
         .with_empty_dir("/opt/bursar")
         .with_empty_dir("/opt/bursar/lib")
@@ -60,7 +63,8 @@ async fn what_a_pod_lays_over_our_files_is_held_or_told(
         .with_downward_api_file("/etc//ld.so.preload")
         .with_downward_api_file("/usr/lib64/libcuda.so.1");
     let inside = holder(stage, "inside", 0).with_downward_api_file("/opt/bursar/lib/libcuda.so.1");
-    // A node that its device cgroup does not let it open: nothing to tell. libcuda makes such nodes itself.
+    // The device cgroup denies this device node, so the agent must not report it. libcuda creates
+    // such nodes itself.
     let sees = holder(stage, "sees", 0).with_host_path(&format!("/dev/nvidia{other}"));
     let mighty = holder(stage, "mighty", mine).privileged();
     for plan in [&covers, &inside, &sees, &mighty] {
@@ -85,7 +89,7 @@ async fn what_a_pod_lays_over_our_files_is_held_or_told(
     let at_fault = BTreeSet::from(["inside", "mighty"]);
     let pods = status.not_enforced.iter().map(|it| it.pod.as_str());
     assert_eq!(pods.collect::<BTreeSet<_>>(), at_fault, "{status:?}");
-    // Nor was that ever said of another, in the trials before either.
+    // The agent has reported no other pod either, in earlier trials included.
     let events = told::events(stage, NOT_ENFORCED).await?;
     let wronged = |event: &&Event| told::pod_of(event).is_none_or(|pod| !at_fault.contains(pod));
     let wronged: Vec<_> = events.iter().filter(wronged).collect();
@@ -93,7 +97,8 @@ async fn what_a_pod_lays_over_our_files_is_held_or_told(
     stage.history.check_none_failed_or_restarted()
 }
 
-/// The pod's programs see their quota and one GPU, and get no more than that; the agent says that they are held.
+/// Checks that the pod's programs see one GPU of their quota and get no more, and that the agent
+/// counts the pod as enforced.
 async fn assert_enforced(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
     stage
         .pods
@@ -109,8 +114,8 @@ async fn assert_enforced(stage: &TrialContext, pod: &str) -> Result<(), Failed> 
     assert_enforced_metric(stage, pod, "", 1.0).await
 }
 
-/// The agent tells that the pod is not held to its quota, and why: in an Event, a metric and the `GpuNode`; how long
-/// after the pod's first word.
+/// Checks that the agent reports the pod in an Event, a metric and the `GpuNode` with the reason.
+/// Returns the time since the pod's first line.
 async fn assert_reported(
     stage: &TrialContext,
     pod: &str,
@@ -142,7 +147,7 @@ async fn assert_reported(
     Ok(took)
 }
 
-/// The agent's metric of the pod has this reason, and this value.
+/// Checks that the agent's metric of the pod has this reason and value.
 async fn assert_enforced_metric(
     stage: &TrialContext,
     pod: &str,

@@ -1,4 +1,4 @@
-//! Quotas hold for pods of every kind, and while the agent is replaced.
+//! Checks that quotas hold for pods of every user, and while the agent is replaced.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -20,13 +20,13 @@ use crate::quota::event_line;
 use crate::stage::{START_TIMEOUT, TrialContext, node_trial, trial};
 
 const GIB: u64 = 1 << 30;
-/// Pods that allocate and free without end.
+/// Pods that allocate and free continuously.
 const CHURNING: [&str; 2] = ["churns-a", "churns-b"];
 /// A pod that holds half of its quota.
 const HALF: &str = "half";
-/// What a context may take of a quota, with room to spare.
+/// The part of a quota that a context may take, with a margin.
 const CONTEXT: u64 = GIB;
-/// The kubelet ends the old agent within its grace period of 30 s, and starts the new one.
+/// The kubelet stops the old agent within its grace period of 30 s, and starts the new one.
 const REPLACED: Duration = Duration::from_secs(90);
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -68,7 +68,8 @@ async fn quota_holds_for_pods_of_every_user(stage: &mut TrialContext) -> Result<
     stage.history.check_none_failed_or_restarted()
 }
 
-/// A greedy program saw its quota, got all of it but for a context, and was told that memory is out.
+/// Checks that a greedy program saw its quota, got all of it except a context, and was refused for
+/// lack of memory.
 fn assert_refused_at_quota(refused: &Value, gib: u64) {
     let quota = gib * GIB;
     assert_eq!(refused["refused"]["code"], 2, "{refused}");
@@ -108,7 +109,7 @@ async fn quotas_hold_while_the_agent_is_replaced(stage: &mut TrialContext) -> Re
         quota_holds(stage, HALF).await?;
         let begun = Instant::now();
         replace_agent(stage, image).await?;
-        // The old agent goes, the new one comes: from here to there nobody may take more.
+        // The old agent exits and the new one starts; quotas must hold throughout.
         let mut tried = 0;
         loop {
             quota_holds(stage, HALF).await?;
@@ -133,7 +134,8 @@ async fn quotas_hold_while_the_agent_is_replaced(stage: &mut TrialContext) -> Re
             .await?;
         assert_refused_at_quota(&refused, 4);
     }
-    // The newcomer of the other build runs by the other build's library, all else by the first one's.
+    // The newcomer of the other build uses the other shim, and all other containers use the first
+    // one.
     assert_eq!(mapped_shims(stage)?.len(), 2);
     for name in CHURNING {
         assert_still_running(stage, name).await?;
@@ -143,7 +145,7 @@ async fn quotas_hold_while_the_agent_is_replaced(stage: &mut TrialContext) -> Re
     stage.history.check_none_failed_or_restarted()
 }
 
-/// A greedy program beside the one that leaves 2 GiB of the quota gets those at most.
+/// Checks that a greedy program gets at most the 2 GiB that the other program leaves of the quota.
 pub(crate) async fn quota_holds(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
     let said = stage
         .exec(pod, &["greedy", "--chunk=64Mi", "--then=exit"])
@@ -158,7 +160,7 @@ pub(crate) async fn quota_holds(stage: &TrialContext, pod: &str) -> Result<(), F
     Ok(())
 }
 
-/// The program in the pod still takes and frees memory.
+/// Checks that the program in the pod still allocates and frees.
 async fn assert_still_running(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
     let rounds = |log: &str| log.lines().filter_map(event_line("churning")).count();
     let seen = rounds(&stage.pods.log(pod).await?);
@@ -171,7 +173,8 @@ async fn assert_still_running(stage: &TrialContext, pod: &str) -> Result<(), Fai
     Ok(wait::poll_until(&what, START_TIMEOUT, PAUSE, look).await?)
 }
 
-/// The images of our programs with one byte more in the shim, on the node; the reference of the agent's.
+/// Imports images whose shim has an additional byte into the node, and returns the reference of the
+/// agent's.
 async fn import_another_build(
     stage: &mut TrialContext,
     folder: &std::path::Path,
@@ -181,7 +184,7 @@ async fn import_another_build(
     let built = binaries.get(SHIM).ok_or("no shim was built")?;
     let shim = folder.join(SHIM);
     fs::copy(built, &shim)?;
-    // Behind the last section, where no loader looks.
+    // The byte follows the last section, which no loader reads.
     fs::OpenOptions::new()
         .append(true)
         .open(&shim)?
@@ -192,7 +195,7 @@ async fn import_another_build(
     Ok(agent.reference.clone())
 }
 
-/// The folders of shims that containers on the node were given.
+/// Returns the folders of shims that containers on the node have mounted.
 fn mapped_shims(stage: &mut TrialContext) -> Result<BTreeSet<String>, Failed> {
     let mut found = BTreeSet::new();
     for text in stage.node_files()?.cdi_files()?.values() {
@@ -223,7 +226,7 @@ async fn agent_image(stage: &TrialContext) -> Result<String, Failed> {
     Ok(image.ok_or("the agent has no image")?)
 }
 
-/// Asks for agents of another image, as `helm upgrade` does.
+/// Changes the agents' image, as `helm upgrade` does.
 async fn replace_agent(stage: &TrialContext, image: &str) -> Result<(), Failed> {
     let set = agent_set(stage).await?;
     let pod = set
@@ -244,7 +247,7 @@ async fn replace_agent(stage: &TrialContext, image: &str) -> Result<(), Failed> 
     Ok(())
 }
 
-/// Every agent is ready, and of this image.
+/// Returns whether every agent is ready with this image.
 async fn is_replaced(stage: &TrialContext, image: &str) -> Result<bool, Failed> {
     let set = agent_set(stage).await?;
     let Some(status) = set.status else {

@@ -1,4 +1,4 @@
-//! A GPU falls off the bus and comes back.
+//! Loses a GPU and restores it, and checks that the node's capacity follows.
 
 use std::time::{Duration, Instant};
 
@@ -9,9 +9,10 @@ use crate::placement::run_each;
 use crate::quota::event_line;
 use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
 
-/// The agent sees an XID in 0.25 s; the kubelet writes the node's status every 4 s.
+/// The agent reads an XID within 0.25 s; the kubelet updates the node's status every 4 s.
 const LOSS_TIMEOUT: Duration = Duration::from_secs(30);
-/// Quiet for 10 s, three good probes 2 s apart, and the kubelet's 4 s.
+/// The agent waits for 10 s without errors and three good probes 2 s apart, the kubelet another 4
+/// s.
 const RESTORE_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -49,7 +50,7 @@ async fn gpu_capacity_follows_loss_and_restore(stage: &mut TrialContext) -> Resu
         "allocatable follows a lost GPU in {:.1?}",
         begin.elapsed()
     ));
-    // The other GPU's pod goes on: it can still take memory, and sees what it saw.
+    // The pod on the other GPU can still allocate, and sees the same device.
     let unaware = stage
         .exec("on-one", &["hold", "--bytes=1Gi", "--then=exit"])
         .await;

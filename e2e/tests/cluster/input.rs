@@ -1,4 +1,4 @@
-//! A configuration that makes no sense ends the agent, and its log says which field it is.
+//! Checks that an agent with an invalid configuration exits, and names the field in its log.
 
 use std::collections::BTreeMap;
 
@@ -49,7 +49,7 @@ async fn bad_configurations(stage: &mut TrialContext) -> Result<(), Failed> {
     Ok(())
 }
 
-/// The image that the agent's DaemonSet runs.
+/// Returns the image of the agent's DaemonSet.
 async fn agents_image(client: &Client) -> Result<String, Failed> {
     let api: Api<DaemonSet> = Api::namespaced(client.clone(), chart::NAMESPACE);
     let agents = ListParams::default().labels("app.kubernetes.io/component=agent");
@@ -64,8 +64,8 @@ async fn agents_image(client: &Client) -> Result<String, Failed> {
         .ok_or("the agent's DaemonSet has no image")?)
 }
 
-/// A pod of the agent's image, beside the real one, with this configuration. It touches nothing of the
-/// node: the configuration is read first.
+/// Runs a pod of the agent's image with this configuration, beside the real agent. The agent reads
+/// its configuration first, and so changes nothing on the node.
 async fn run_agent(client: &Client, name: &str, image: &str, config: &str) -> Result<(), Failed> {
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
     let map = ConfigMap {

@@ -1,4 +1,5 @@
-//! A cluster comes up, runs a pod, and leaves nothing behind: not in the end, and not when it is killed.
+//! Checks that a cluster which ran a pod leaves nothing behind, neither after a stop nor after a
+//! kill.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -42,9 +43,10 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials.into_iter().map(ignored).collect()
 }
 
-/// Starts a cluster, runs a pod, and ends it by `end`; twice, comparing the machine before and after.
+/// Starts a cluster, runs a pod and ends the cluster by `end`, twice, and compares the machine
+/// before and after.
 fn twice(end: impl Fn(LocalCluster) -> Result<(), Failed>) -> Result<(), Failed> {
-    // The machine must be quiet to be compared with itself.
+    // The shared cluster would change the machine between both comparisons.
     stage::take_down();
     let progress = Progress::start();
     let toolbox = kube::build(&progress)?;
@@ -62,7 +64,7 @@ fn twice(end: impl Fn(LocalCluster) -> Result<(), Failed>) -> Result<(), Failed>
             run_a_pod(&local).await?;
             end(local)
         })?;
-        // Orphans of a killed parent are reaped by the machine's first process, in its own time.
+        // The machine's first process reaps orphans with some delay.
         let until = Instant::now() + REAPING;
         let mut after = SystemState::now("life")?;
         while !after.leftovers_since(&before).is_empty() && Instant::now() < until {
@@ -86,7 +88,7 @@ async fn run_a_pod(local: &LocalCluster) -> Result<(), Failed> {
     Ok(())
 }
 
-/// What a cluster could leave on this machine.
+/// The traces that a cluster could leave on this machine.
 #[derive(Debug)]
 struct SystemState {
     mounts: BTreeSet<String>,
@@ -139,7 +141,7 @@ impl SystemState {
 }
 
 impl SystemState {
-    /// What is different from `before`, with a `+` or a `-`.
+    /// Returns the differences from `before`, with a `+` or a `-`.
     fn leftovers_since(&self, before: &Self) -> Vec<String> {
         let Self {
             mounts,
@@ -163,7 +165,7 @@ impl SystemState {
             found.extend(now.difference(then).map(|new| format!("+ {new}")));
             found.extend(then.difference(now).map(|lost| format!("- {lost}")));
         }
-        // What was there before and has ended since was another's.
+        // Processes that existed before and have exited belong to others.
         let new = processes.difference(&before.processes);
         found.extend(new.map(|new| format!("+ {new}")));
         found
@@ -177,12 +179,14 @@ fn names(folder: &str) -> Result<BTreeSet<String>, Failed> {
         .collect())
 }
 
-/// The path is that of another cluster of the harness, which comes and goes by itself.
+/// Returns whether the path is that of another cluster of the harness, which may start and stop
+/// meanwhile.
 fn is_of_another_cluster(cgroup: &str) -> bool {
     cgroup.contains("bursar-e2e/") && !cgroup.contains("bursar-e2e/life")
 }
 
-/// Every cgroup with our name, or the kubelet's, in its path. Others come and go by themselves.
+/// Lists every cgroup with our name or the kubelet's in its path. Others appear and disappear by
+/// themselves.
 fn cgroups(folder: &Path) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -198,7 +202,7 @@ fn cgroups(folder: &Path) -> BTreeSet<String> {
     found
 }
 
-/// Every process, zombies too, that runs one of the cluster's programs.
+/// Lists every process of a program of the cluster, zombies included.
 fn processes() -> BTreeSet<String> {
     const OURS: &[&str] = &["etcd", "kube-", "containerd", "runc", "pause", "bursar-e2e"];
     let mut found = BTreeSet::new();
@@ -206,7 +210,7 @@ fn processes() -> BTreeSet<String> {
         let pid = entry.file_name().to_string_lossy().into_owned();
         let comm = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
         let cgroup = fs::read_to_string(entry.path().join("cgroup")).unwrap_or_default();
-        // A test of the device plugin has a name that begins like the kubelet's.
+        // The name of a test of the device plugin begins like the kubelet's.
         let is_ours =
             comm.trim_end() == "kubelet" || OURS.iter().any(|name| comm.starts_with(name));
         if is_ours && !is_of_another_cluster(&cgroup) {

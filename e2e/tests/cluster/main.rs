@@ -1,6 +1,7 @@
-//! Tests on a real cluster: one is started for all of them, and they run one after another.
+//! Runs the trials on a real cluster, which is started once and shared.
 //!
-//! With `KUBECONFIG` set they use that cluster; those that operate on the node itself are ignored then.
+//! With `KUBECONFIG` set the trials use that cluster. Trials that operate on the node itself are
+//! ignored then.
 
 mod budgets;
 mod churn;
@@ -32,7 +33,7 @@ use std::process::ExitCode;
 use bursar_e2e::verify::TRIALS;
 use libtest_mimic::{Arguments, Trial};
 
-/// The program whose subcommand `node` a cluster descends from.
+/// Returns the program whose subcommand `node` is the node process.
 fn harness() -> PathBuf {
     PathBuf::from(env!("CARGO_BIN_EXE_bursar-e2e"))
 }

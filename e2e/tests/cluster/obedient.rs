@@ -1,4 +1,4 @@
-//! A program in a pod that takes and frees memory as it is told.
+//! Controls a program in a pod that allocates and frees by command.
 
 use std::io;
 use std::process::Stdio;
@@ -11,7 +11,7 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use crate::quota::event_line;
 use crate::stage::START_TIMEOUT;
 
-/// A running one. It ends when this is dropped.
+/// A running program. Dropping this value ends the program.
 pub(crate) struct ScriptedProgram {
     input: ChildStdin,
     output: Lines<BufReader<ChildStdout>>,
@@ -19,10 +19,10 @@ pub(crate) struct ScriptedProgram {
 }
 
 impl ScriptedProgram {
-    /// Starts it by `command`, which ends with this process's hand on it.
+    /// Starts the program by `command`, which is killed when this value is dropped.
     ///
     /// # Errors
-    /// When the command does not run.
+    /// When the command cannot be started.
     pub(crate) fn start(mut command: Command) -> io::Result<Self> {
         let mut child = command
             .stdin(Stdio::piped())
@@ -38,10 +38,11 @@ impl ScriptedProgram {
         })
     }
 
-    /// Tells it `order`, such as `take 4Gi`; what it holds then, whether it was refused, and the device as it sees it.
+    /// Sends an order such as `take 4Gi`, and returns the answer: the bytes held, a refusal, and
+    /// the device as the program sees it.
     ///
     /// # Errors
-    /// When it ended, or does not answer.
+    /// When the program has exited or does not answer.
     pub(crate) async fn execute(&mut self, order: &str) -> Result<Value, Failed> {
         self.input
             .write_all(format!("{order}\n").as_bytes())

@@ -1,4 +1,4 @@
-//! What Bursar has on the node: its files, as the node sees them.
+//! Reads and changes Bursar's files on the node.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -16,23 +16,23 @@ const CHECKPOINT: &str = "/run/bursar/checkpoint.json";
 const PLUGINS: &str = "/var/lib/kubelet/device-plugins";
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The node's files.
+/// Bursar's files in the node's mount namespace.
 #[derive(Debug, Clone)]
 pub(crate) struct NodeFiles {
     /// The node's root folder, as this process can open it.
     root: PathBuf,
 }
 
-/// What stands for pods with GPU memory.
+/// The state of pods with GPU memory that the agent has on the node.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct PodStateOnNode {
-    /// CDI files.
+    /// The names of CDI files.
     cdi: BTreeSet<String>,
-    /// Folders of allocations, with their sockets.
+    /// The folders of allocations, with their sockets.
     allocations: BTreeSet<String>,
-    /// Bookings in the checkpoint.
+    /// The ids of bookings in the checkpoint.
     bookings: BTreeSet<String>,
-    /// Claims in the checkpoint.
+    /// The number of claims in the checkpoint.
     claims: usize,
 }
 
@@ -47,10 +47,10 @@ impl NodeFiles {
         self.root.join(path.trim_start_matches('/'))
     }
 
-    /// Bursar's CDI files with what is in them: each holds the binding of one container.
+    /// Reads Bursar's CDI files. Each contains the binding of one container.
     ///
     /// # Errors
-    /// When one cannot be read.
+    /// When a file cannot be read.
     pub(crate) fn cdi_files(&self) -> io::Result<BTreeMap<String, String>> {
         let folder = self.path(CDI);
         let ours = names(&folder)?
@@ -59,7 +59,7 @@ impl NodeFiles {
         let mut files = BTreeMap::new();
         for name in ours {
             match fs::read_to_string(folder.join(&name)) {
-                // It was removed meanwhile.
+                // The agent has removed the file meanwhile.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 text => drop(files.insert(name, text?)),
             }
@@ -67,10 +67,10 @@ impl NodeFiles {
         Ok(files)
     }
 
-    /// Everything that stands for a pod.
+    /// Reads all state of pods.
     ///
     /// # Errors
-    /// When something cannot be read, such as a file that is being replaced.
+    /// When a file cannot be read, for instance because the agent is replacing it.
     pub(crate) fn pod_state(&self) -> io::Result<PodStateOnNode> {
         let text = fs::read_to_string(self.path(CHECKPOINT))?;
         let checkpoint: Value = serde_json::from_str(&text)?;
@@ -91,10 +91,10 @@ impl NodeFiles {
         })
     }
 
-    /// Waits until nothing stands for a pod.
+    /// Waits until the agent has no state of any pod.
     ///
     /// # Errors
-    /// After `bound`, with what is left.
+    /// After `bound`, with the remaining state.
     pub(crate) async fn wait_until_no_pod_state(&self, bound: Duration) -> Result<(), WaitError> {
         let look = async || match self.pod_state() {
             Ok(holdings) if holdings == PodStateOnNode::default() => Poll::Ready(()),
@@ -107,22 +107,22 @@ impl NodeFiles {
     /// Removes the agent's checkpoint.
     ///
     /// # Errors
-    /// When it is not there.
+    /// When the checkpoint does not exist.
     pub(crate) fn remove_checkpoint(&self) -> io::Result<()> {
         fs::remove_file(self.path(CHECKPOINT))
     }
 
-    /// Cuts the agent's checkpoint in half.
+    /// Truncates the agent's checkpoint to half of its size.
     ///
     /// # Errors
-    /// When it is not there.
+    /// When the checkpoint does not exist.
     pub(crate) fn truncate_checkpoint(&self) -> io::Result<()> {
         let path = self.path(CHECKPOINT);
         let whole = fs::read(&path)?;
         fs::write(&path, &whole[..whole.len() / 2])
     }
 
-    /// The cgroups of the pod, one in each hierarchy.
+    /// Returns the cgroups of the pod, one in each hierarchy.
     pub(crate) fn cgroups(&self, uid: &str) -> Vec<PathBuf> {
         let mut found = Vec::new();
         find_folders(
@@ -133,10 +133,10 @@ impl NodeFiles {
         found
     }
 
-    /// Removes what plugins put in the kubelet's plugin folder: all but what is the kubelet's own.
+    /// Removes the files of plugins from the kubelet's plugin folder, and leaves the kubelet's own.
     ///
     /// # Errors
-    /// When there is nothing to remove.
+    /// When no plugin has a file in the folder.
     pub(crate) fn wipe_plugins(&self) -> io::Result<()> {
         let folder = self.path(PLUGINS);
         let theirs = names(&folder)?
@@ -153,10 +153,10 @@ impl NodeFiles {
         Ok(())
     }
 
-    /// When the kubelet's registration socket was made.
+    /// Returns when the kubelet created its registration socket.
     ///
     /// # Errors
-    /// When it is not there.
+    /// When the socket does not exist.
     pub(crate) fn kubelet_socket_time(&self) -> io::Result<std::time::SystemTime> {
         self.path(PLUGINS)
             .join("kubelet.sock")
@@ -165,7 +165,7 @@ impl NodeFiles {
     }
 }
 
-/// Every folder called `name` below `folder`.
+/// Finds every folder called `name` below `folder`.
 fn find_folders(folder: &Path, name: &str, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {

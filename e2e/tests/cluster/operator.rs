@@ -1,4 +1,4 @@
-//! The operator's own pods: none, or killed in the middle of its work.
+//! Kills, stops and starts the operator's pods.
 
 use std::time::Duration;
 
@@ -15,15 +15,15 @@ use crate::stage::START_TIMEOUT;
 
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// Kills the operator where it stands. Another one takes over by itself.
+/// Kills the operator without a grace period. Its Deployment creates another one.
 ///
 /// # Errors
-/// When there is none, or the API server refuses.
+/// When there is no operator, or the API server refuses.
 pub(crate) async fn kill(client: &Client) -> Result<(), Failed> {
     let pods: Api<Pod> = Api::namespaced(client.clone(), chart::NAMESPACE);
     let operators = ListParams::default().labels("app.kubernetes.io/component=operator");
     let at_once = DeleteParams::default().grace_period(0);
-    // One that was killed a moment ago may not have a successor yet.
+    // After an earlier kill the next operator may not exist yet.
     let look = async || match pods.delete_collection(&at_once, &operators).await {
         Ok(gone)
             if gone
@@ -39,10 +39,10 @@ pub(crate) async fn kill(client: &Client) -> Result<(), Failed> {
     Ok(wait::poll_until("an operator to kill", START_TIMEOUT, PAUSE, look).await?)
 }
 
-/// Runs so many of them, and waits until they are ready.
+/// Sets the number of operators, and waits until they are ready.
 ///
 /// # Errors
-/// When that does not become so.
+/// When they do not become ready in time.
 pub(crate) async fn scale(client: &Client, replicas: u32) -> Result<(), Failed> {
     let api: Api<Deployment> = Api::namespaced(client.clone(), chart::NAMESPACE);
     let name = format!("{}-operator", chart::RELEASE);

@@ -1,4 +1,5 @@
-//! The node has room in all, and no GPU has: a pod waits, is never Failed, and starts when there is room.
+//! Checks pods that fit the node in total but no GPU: they wait, never fail, and start once a GPU
+//! has room.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ use crate::stage::{START_TIMEOUT, TrialContext, trial};
 
 /// A waiting pod runs this soon after the end of the pod that made room.
 const STARTED: Duration = Duration::from_secs(15);
-/// The reason is in the status after one attempt of the agent (25 s) and the kubelet's status update.
+/// The status has the reason after one attempt of the agent (25 s) and the kubelet's status update.
 const REASON: Duration = Duration::from_secs(60);
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -19,14 +20,14 @@ pub(crate) fn trials() -> Vec<Trial> {
     ]
 }
 
-/// A pod that holds 1 GiB of the memory that it asks for.
+/// Makes a pod that holds 1 GiB of its requested memory.
 pub(crate) fn holder(stage: &TrialContext, name: &str, gib: u32) -> PodBuilder {
     PodBuilder::new(name, &stage.environment.probe_image)
         .arguments(&["hold", "--bytes=1Gi"])
         .gib(gib)
 }
 
-/// Creates holders one after another, each once the one before it runs.
+/// Creates holders one after another, each once the previous one runs.
 pub(crate) async fn run_each(stage: &TrialContext, holders: &[(&str, u32)]) -> Result<(), Failed> {
     for (name, gib) in holders {
         stage.pods.create(&holder(stage, name, *gib)).await?;

@@ -1,5 +1,5 @@
-//! A pod whose main process faults again and again: executed again in its place, or restarted by the kubelet, and finds the
-//! memory that its first image had kept.
+//! Checks a pod whose main process faults repeatedly, and recovers its retained memory after each
+//! fault. The shim executes the process again, or the kubelet restarts the container.
 
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::time::{Duration, Instant};
@@ -18,18 +18,18 @@ use crate::quota::event_line;
 use crate::stage::{NAMESPACE, START_TIMEOUT, TrialContext, node_trial, trial};
 use crate::{operator, told};
 
-/// The metric with P of the container's last image.
+/// The metric with the process generation of a container.
 const GENERATION: &str = "bursar_container_generation";
 const POISONED: &str = "GpuContextPoisoned";
-/// How often the main process faults in a row.
+/// The number of faults in a row of the main process.
 const IN_PLACE: u32 = 50;
-/// It computes again within this time, with what it had kept.
+/// The process computes again within this time, with its retained memory.
 const MAX_RECOVERY: Duration = Duration::from_secs(1);
-/// The kubelet waits 10, 20, 40 s ... between restarts, that of our cluster 1 s.
+/// The kubelet waits 10, 20, 40 s ... between restarts, and that of this cluster 1 s.
 const RESTARTS: u32 = 5;
-/// How long either take together, on a loaded machine.
+/// The timeout of all faults of a pod, on a loaded machine.
 const TOGETHER: Duration = Duration::from_secs(180);
-/// What the pods run.
+/// The program of the pods.
 const PROGRAM: &str = "bursar-probe";
 /// The agent waits 30 s for the API server before it acts, and the program 5 s before it faults.
 const OFFLINE_TIMEOUT: Duration = Duration::from_secs(100);
@@ -45,7 +45,8 @@ pub(crate) fn trials() -> Vec<Trial> {
     ]
 }
 
-/// For the end of the cluster: Kubernetes' own controllers take up to a minute to see that an API server is back.
+/// Returns trials for the end of the run, because Kubernetes' own controllers need up to a minute
+/// to reconnect to an API server.
 pub(crate) fn last_trials() -> Vec<Trial> {
     vec![node_trial(
         "operator/cluster/alone",
@@ -55,13 +56,13 @@ pub(crate) fn last_trials() -> Vec<Trial> {
 
 async fn poison(stage: &mut TrialContext) -> Result<(), Failed> {
     with_context_policy(stage, "InPlace", 2 * IN_PLACE, in_place).await?;
-    // What that pod kept is of its namespace as long as it is there.
+    // The namespace is charged for the pod's retained memory until the pod is removed.
     stage.clear().await?;
-    // Without a budget the container is restarted.
+    // Without a budget the agent restarts the container.
     restarted(stage).await
 }
 
-/// Acts while this is done about poisoned contexts, and at most so many restarts.
+/// Runs `act` under a budget with this context policy and at most `most` restarts.
 async fn with_context_policy(
     stage: &mut TrialContext,
     action: &str,
@@ -82,7 +83,7 @@ async fn with_context_policy(
         wait_for_context_orders(stage, |orders| !orders.is_empty()).await?;
         act(stage).await
     };
-    // A failed assertion too.
+    // The budget is deleted also after a failed assertion.
     let outcome = AssertUnwindSafe(outcome).catch_unwind().await;
     operator::scale(&stage.environment.cluster.client(), 1).await?;
     budgets.delete("default", &DeleteParams::default()).await?;
@@ -94,8 +95,8 @@ fn budgets(stage: &TrialContext) -> Api<GpuMemoryBudget> {
     Api::namespaced(stage.environment.cluster.client(), NAMESPACE)
 }
 
-/// A pod faults once in place, and once too often: it goes, and the budget's status says why, with an operator there
-/// or with one that comes later.
+/// A pod faults once more than its policy allows. The operator evicts the pod and records the
+/// reason in the budget's status, also when the operator starts only later.
 async fn pod_beyond_the_policys_maximum_is_evicted(stage: &mut TrialContext) -> Result<(), Failed> {
     with_context_policy(stage, "InPlace", 1, async |stage| {
         let client = stage.environment.cluster.client();
@@ -127,8 +128,8 @@ async fn pod_beyond_the_policys_maximum_is_evicted(stage: &mut TrialContext) -> 
     .await
 }
 
-/// Who is to be evicted for a fault of which nobody can be told is restarted by the agent. Once the API server is back, the
-/// operator finds nothing left to do.
+/// The agent restarts a pod instead of its eviction while the API server is down. After the API
+/// server's return the operator finds nothing left to do.
 async fn agent_restarts_pods_while_the_api_server_is_down(
     stage: &mut TrialContext,
 ) -> Result<(), Failed> {
@@ -160,7 +161,7 @@ async fn agent_restarts_pods_while_the_api_server_is_down(
             Err(error) => Poll::Pending(error.to_string()),
         };
         wait::poll_until("the API server to answer", START_TIMEOUT, PAUSE, answers).await?;
-        // By its own pauses it would take up to a minute to see that the API server is back.
+        // By its own back-off the kubelet would need up to a minute to reconnect to the API server.
         stage.local()?.restart_kubelet(false).await?;
         stage.progress.report(format_args!(
             "restarted {:.1?} after the API server was killed",
@@ -189,13 +190,13 @@ async fn agent_restarts_pods_while_the_api_server_is_down(
         .map(drop)
     })
     .await?;
-    // The operator has seen all of it: it took the orders away.
+    // The operator is up to date, because it has removed the context policies.
     let state = stage.pods.state(POD).await?;
     assert!(state.running && state.restarts == 1, "{state:?}");
     Ok(())
 }
 
-/// Waits until the pod is gone, with the reason on record.
+/// Waits until the pod is evicted and the budget's status has the reason.
 async fn evicted(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
     stage.pods.wait_until_deleted(pod, START_TIMEOUT).await?;
     let status = budgets(stage).get("default").await?.status;
@@ -212,7 +213,7 @@ async fn evicted(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Waits until every node has such orders about poisoned contexts.
+/// Waits until the context policies of every node satisfy `wanted`.
 async fn wait_for_context_orders(
     stage: &TrialContext,
     wanted: impl Fn(&[ContextOrder]) -> bool,
@@ -223,7 +224,7 @@ async fn wait_for_context_orders(
         Ok(list) => Poll::Pending(format!("{:?}", list.items)),
         Err(error) => Poll::Pending(error.to_string()),
     };
-    // An operator may have to find the API server again.
+    // The operator may have to reconnect to the API server.
     Ok(wait::poll_until("the orders on the nodes", 2 * START_TIMEOUT, PAUSE, look).await?)
 }
 
@@ -240,8 +241,9 @@ fn probe_pod(stage: &TrialContext, name: &str, how: &[&str]) -> PodBuilder {
         .gib(4)
 }
 
-/// Checks what images say of the memory that the first one kept: every other found it, as it was. Returns what they say, as
-/// the last one printed it: the kubelet need not have the log of a container that was restarted.
+/// Checks that every later image found the retained memory of the first one unchanged. Returns the
+/// reports of all images as the last one printed them, because the kubelet need not keep the logs
+/// of restarted containers.
 fn recovered_leases(steady: &Value) -> Result<&[Value], Failed> {
     let starts = steady["starts"].as_array().map_or(&[][..], Vec::as_slice);
     let same = |start: &Value| {
@@ -256,7 +258,8 @@ fn recovered_leases(steady: &Value) -> Result<&[Value], Failed> {
         .ok_or_else(|| format!("kept memory: {steady}").into())
 }
 
-/// The median and the 99th percentile from a fault until the next image had what was kept.
+/// Returns the median and the 99th percentile of the time from a fault until the next image has its
+/// retained memory.
 fn times(log: &str, starts: &[Value]) -> (Duration, Duration) {
     let at = |event: &Value| event["at"].as_u64().unwrap_or(u64::MAX);
     let faults = log.lines().filter_map(event_line("faulting"));
@@ -297,7 +300,7 @@ async fn in_place(stage: &mut TrialContext) -> Result<(), Failed> {
         status.faults.is_empty()
     })
     .await?;
-    // Of a storm of them some are told.
+    // The agent sends Events for some of many faults only.
     told::wait_for_event(stage, POD, POISONED, "(generation 1): it is executed again").await?;
     stage.history.check_none_failed_or_restarted()?;
     stage.progress.report(format_args!(

@@ -1,4 +1,4 @@
-//! A pod sees, and gets, what it asked for.
+//! Checks that a pod sees and gets its requested memory.
 
 use bursar_e2e::pods::PodBuilder;
 use libtest_mimic::{Failed, Trial};
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::stage::{START_TIMEOUT, TrialContext, trial};
 
 const GIB: u64 = 1 << 30;
-/// What the greedy pod asks for at a time.
+/// The size of the greedy pod's allocations.
 const CHUNK: u64 = 256 << 20;
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -17,7 +17,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     ]
 }
 
-/// Takes the probe's line about `event` out of a log.
+/// Parses the probe's line about `event` in a log.
 pub(crate) fn event_line(event: &str) -> impl Fn(&str) -> Option<Value> {
     move |line| {
         let line: Value = serde_json::from_str(line).ok()?;
@@ -62,11 +62,11 @@ async fn a_greedy_pod_is_refused(stage: &mut TrialContext) -> Result<(), Failed>
     let holding = pods
         .wait_for_log_line("neighbour", START_TIMEOUT, event_line("holding"))
         .await?;
-    // Through NVML, `nvidia-smi`'s view, it is the same: the quota, and itself as process 1.
+    // NVML, which `nvidia-smi` uses, also shows the quota, and the program as process 1.
     let seen = &holding["nvml"]["seen"];
     assert_eq!(seen["total"], 8 * GIB, "{holding}");
     let used = seen["used"].as_u64().unwrap_or_default();
-    // What it took, and a context.
+    // The allocation and a context.
     assert!((4 * GIB..5 * GIB).contains(&used), "{holding}");
     let alone = json!([{ "pid": 1, "bytes": used }]);
     assert_eq!(seen["processes"], alone, "{holding}");
@@ -87,13 +87,13 @@ async fn a_greedy_pod_is_refused(stage: &mut TrialContext) -> Result<(), Failed>
         got <= 6 * GIB && got + CHUNK > 6 * GIB - GIB,
         "it got {got} bytes of its 6 GiB: {refused}"
     );
-    // Both are on the same GPU, or nothing was shown.
+    // Both pods must be on the same GPU, or the test would show nothing.
     assert_eq!(
         refused["device"]["uuid"], holding["device"]["uuid"],
         "{refused} {holding}"
     );
-    // The greedy one holds all that it got; the neighbour still gets of its own what it asks for. (Its
-    // two processes' contexts take 518 MiB each of its 8 GiB.)
+    // The greedy pod holds all of its quota, and its neighbour still gets its own. (The contexts of
+    // the neighbour's two processes take 518 MiB each of its 8 GiB.)
     let more = stage
         .exec("neighbour", &["hold", "--bytes=2Gi", "--then=exit"])
         .await?;

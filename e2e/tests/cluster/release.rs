@@ -1,4 +1,4 @@
-//! A pod ends, and its memory is free for the next.
+//! Measures the time from a pod's end to the release of its memory.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -12,9 +12,9 @@ use crate::restarts::percentile;
 use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
 
 const ROUNDS: usize = 5;
-/// Pods that end at the same time: as many 3s as two GPUs of 16 have room for.
+/// The pods that end at the same time: as many of 3 GiB as two GPUs of 16 GiB have room for.
 const PODS: usize = 10;
-/// A pod's memory is free this soon after its cgroup is gone.
+/// The agent releases a pod's memory this soon after the kubelet has removed its cgroup.
 const MAX_RELEASE_SECONDS: f64 = 2.0;
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -40,17 +40,17 @@ async fn memory_is_released_after_pods_end(stage: &mut TrialContext) -> Result<(
     stage.history.check_none_failed_or_restarted()
 }
 
-/// A pod that ends.
+/// A pod that is being deleted.
 struct PodEnd {
     uid: String,
     cgroups: Vec<PathBuf>,
-    /// When its cgroups were gone.
+    /// The time at which its cgroups were removed.
     gone: Option<Instant>,
-    /// When its CDI file was.
+    /// The time at which its CDI file was removed.
     released: Option<Instant>,
 }
 
-/// Seconds from each pod's end to the release of its memory.
+/// Returns the seconds from each pod's end to the release of its memory.
 async fn release_delays(stage: &mut TrialContext) -> Result<Vec<f64>, Failed> {
     let names: Vec<String> = (0..PODS).map(|number| format!("three-{number}")).collect();
     for name in &names {

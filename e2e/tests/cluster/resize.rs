@@ -1,4 +1,4 @@
-//! The quota of a running pod follows what its node's `GpuNode` orders.
+//! Checks that the quota of a running pod follows the quota overrides of its `GpuNode`.
 
 use bursar_crds::GpuNode;
 use bursar_crds::gpu_node::{QuotaState, QuotaStatus};
@@ -12,9 +12,9 @@ use crate::stage::{START_TIMEOUT, TrialContext, trial};
 use crate::told;
 
 const GIB: u64 = 1 << 30;
-/// A pod that asks for 8 GiB and holds one.
+/// A pod that requests 8 GiB and holds one.
 const POD: &str = "resized";
-/// What its two programs' contexts take of its quota, with room to spare.
+/// The part of the quota that the contexts of its two programs take, with a margin.
 const CONTEXTS: u64 = 2 * GIB;
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -24,7 +24,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     )]
 }
 
-/// Where a pod's quota is ordered.
+/// The pod, container and GPU of a quota override.
 struct QuotaOverride {
     node: String,
     pod_uid: String,
@@ -46,7 +46,7 @@ impl QuotaOverride {
         })
     }
 
-    /// Orders a quota, or lifts what was ordered, and waits until the agent has seen it.
+    /// Sets or lifts the override, and waits until the agent has observed it.
     async fn apply(&self, stage: &TrialContext, quota: Option<&str>) -> Result<(), Failed> {
         let Self { node, pod_uid, .. } = self;
         let quotas: Vec<Value> = quota
@@ -65,7 +65,7 @@ impl QuotaOverride {
         Ok(())
     }
 
-    /// Waits until the order has come to this.
+    /// Waits until the override has this state and amount.
     async fn wait_for_state(
         &self,
         stage: &TrialContext,
@@ -87,7 +87,7 @@ impl QuotaOverride {
         Ok(found.ok_or("it was there")?.clone())
     }
 
-    /// Waits until the agent's metric says that an amount of the pod's memory is as wanted.
+    /// Waits until the agent's metric of an amount of the pod's memory satisfies `wanted`.
     async fn wait_for_metric(
         &self,
         stage: &TrialContext,
@@ -118,7 +118,7 @@ async fn running_pods_quota_follows_the_gpu_node(stage: &mut TrialContext) -> Re
     let seen = program.execute("look").await?;
     assert_eq!(seen["device"]["total"], 8 * GIB, "{seen}");
 
-    // Lowered before it is used: the program gets no more than that.
+    // Lowered before use: the program gets no more than the override.
     desk.apply(stage, Some("4Gi")).await?;
     desk.wait_for_state(stage, QuotaState::Applied, 4).await?;
     let full = program.execute("take 8Gi").await?;
@@ -127,20 +127,20 @@ async fn running_pods_quota_follows_the_gpu_node(stage: &mut TrialContext) -> Re
     let got = held_bytes(&full) + GIB;
     assert!(got <= 4 * GIB && got + CONTEXTS >= 4 * GIB, "{full}");
 
-    // Raised: the program that was refused gets what was added, and sees it.
+    // Raised: the refused program gets the added memory, and sees it.
     desk.apply(stage, Some("7Gi")).await?;
     desk.wait_for_state(stage, QuotaState::Applied, 7).await?;
     let more = program.execute("take 2560Mi").await?;
     assert_eq!(more["refused"], Value::Null, "{more}");
     assert_eq!(more["device"]["total"], 7 * GIB, "{more}");
 
-    // What it asked for is the most that it gets.
+    // The pod's request is the maximum of an override.
     desk.apply(stage, Some("100Gi")).await?;
     desk.wait_for_state(stage, QuotaState::Applied, 8).await?;
     let seen = program.execute("look").await?;
     assert_eq!(seen["device"]["total"], 8 * GIB, "{seen}");
 
-    // Lowered below what is used: nobody loses anything, and nobody gets more.
+    // Lowered below use: no process loses memory, and no process gets more.
     desk.apply(stage, Some("4Gi")).await?;
     let pending = desk.wait_for_state(stage, QuotaState::Pending, 4).await?;
     let used = pending.used.as_ref().map(bursar_crds::Amount::bytes);
@@ -157,14 +157,14 @@ async fn running_pods_quota_follows_the_gpu_node(stage: &mut TrialContext) -> Re
     desk.wait_for_metric(stage, "used", |used| used >= holds)
         .await?;
 
-    // The program frees: what it had above the quota is not granted to it any more.
+    // The program frees; the agent does not grant the freed memory above the quota again.
     let less = program.execute("free 4Gi").await?;
     desk.wait_for_state(stage, QuotaState::Applied, 4).await?;
     for amount in ["quota", "granted", "used"] {
         desk.wait_for_metric(stage, amount, |bytes| bytes <= 4 * GIB)
             .await?;
     }
-    // Within it, another program of the pod gets what came free, and no more than that.
+    // Another program of the pod gets the freed memory within the quota, and no more.
     let said = stage
         .exec(POD, &["greedy", "--chunk=64Mi", "--then=exit"])
         .await?;
@@ -175,7 +175,7 @@ async fn running_pods_quota_follows_the_gpu_node(stage: &mut TrialContext) -> Re
     let all = got + held_bytes(&less) + GIB;
     assert!(got > 0 && all <= 4 * GIB, "{greedy}");
 
-    // Lifted: it has what it asked for.
+    // Lifted: the pod has its requested memory.
     desk.apply(stage, None).await?;
     let whole = program.execute("take 4Gi").await?;
     assert_eq!(whole["refused"], Value::Null, "{whole}");

@@ -1,4 +1,5 @@
-//! Everything that pods do not depend on ends and comes back, and they notice nothing.
+//! Restarts the kubelet and the agent repeatedly, and checks that pods keep their bindings and
+//! notice nothing.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
@@ -18,9 +19,9 @@ use crate::placement::{holder, run_each};
 use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
 
 const ROUNDS: usize = 10;
-/// The agent is registered again this soon after it can be.
+/// The agent registers again this soon after registration becomes possible.
 const MAX_REGISTRATION_SECONDS: f64 = 2.0;
-/// As in [`crate::placement`].
+/// The limit of [`crate::placement`].
 const STARTED: Duration = Duration::from_secs(15);
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -31,7 +32,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     )]
 }
 
-/// What is done to the node.
+/// A disruption of the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Disruption {
     KubeletRestarted,
@@ -41,15 +42,15 @@ enum Disruption {
     CheckpointTruncated,
 }
 
-/// The agent's registrations by what came before.
+/// The delays of the agent's registrations by the disruption before them.
 type Delays = BTreeMap<Disruption, Delay>;
 
 #[derive(Default)]
 struct Delay {
-    /// In seconds after they became possible.
+    /// Seconds since registration became possible.
     since_possible: Vec<f64>,
-    /// In seconds after the blow: with the time that the kubelet takes to start again, or to start
-    /// the agent again.
+    /// Seconds since the disruption, which include the restart of the kubelet or of the agent by
+    /// the kubelet.
     since_disruption: Vec<f64>,
 }
 
@@ -106,7 +107,7 @@ async fn agent_registers_again_after_disruptions(stage: &mut TrialContext) -> Re
     stage.history.check_none_failed_or_restarted()
 }
 
-/// The value that `percent` of the sorted values do not exceed.
+/// Returns the value that `percent` of the sorted values do not exceed.
 pub(crate) fn percentile(sorted: &[f64], percent: usize) -> f64 {
     let rank = (sorted.len() * percent).div_ceil(100);
     sorted
@@ -115,8 +116,8 @@ pub(crate) fn percentile(sorted: &[f64], percent: usize) -> f64 {
         .unwrap_or(f64::NAN)
 }
 
-/// Does it, waits until the agent is registered again, and answers the seconds from when it could, and
-/// from the blow.
+/// Disrupts the node and waits for the agent's registration. Returns the seconds since registration
+/// became possible, and since the disruption.
 async fn disrupt(stage: &mut TrialContext, blow: Disruption) -> Result<(f64, f64), Failed> {
     let node = stage.node_files()?;
     let now = Timestamp::now();
@@ -124,7 +125,7 @@ async fn disrupt(stage: &mut TrialContext, blow: Disruption) -> Result<(f64, f64
         Disruption::KubeletRestarted => {
             stage.local()?.restart_kubelet(false).await?;
             let lines = wait_for_registration(stage, now).await?;
-            // Until then the kubelet would fail it for good if it found no agent.
+            // Without a registered agent the kubelet would fail the waiting pod for good.
             let waits = |lines: &AgentLogTimes| lines.waiting > Some(now);
             wait_for_log(stage, "eight to wait again", waits).await?;
             lines
@@ -138,7 +139,7 @@ async fn disrupt(stage: &mut TrialContext, blow: Disruption) -> Result<(f64, f64
             wait_for_registration(stage, now).await?
         }
         Disruption::CheckpointLost => {
-            // A running agent writes it again at the next change; a dead one does not.
+            // A running agent would write its checkpoint again at the next change.
             node.remove_checkpoint()?;
             kill_agent(stage)?;
             wait_for_registration(stage, now).await?
@@ -173,13 +174,13 @@ fn kill_agent(stage: &mut TrialContext) -> Result<(), Failed> {
     Ok(kill_process(pid, Signal::KILL)?)
 }
 
-/// Moments in the log of the agent that runs.
+/// Times in the log of the running agent.
 struct AgentLogTimes {
-    /// Its first line.
+    /// The time of the first line.
     first: Timestamp,
-    /// Its last registration.
+    /// The time of the last registration.
     registered: Timestamp,
-    /// When a pod last began to wait.
+    /// The time at which a pod last began to wait.
     waiting: Option<Timestamp>,
 }
 
@@ -192,7 +193,7 @@ async fn wait_for_registration(
     wait_for_log(stage, "the agent to register again", again).await
 }
 
-/// Waits until the agent's log has such lines.
+/// Waits until the times in the agent's log satisfy `wanted`.
 async fn wait_for_log(
     stage: &TrialContext,
     what: &str,

@@ -1,4 +1,5 @@
-//! What the kernel lets the agent do, and the processes that load the driver for it.
+//! Checks the capabilities of the agent, and the rights of the processes that load the driver for
+//! it.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -17,7 +18,7 @@ use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
 /// `driver.workerUser` of the chart.
 const WORKER_USER: u32 = 65531;
 const PAUSE: Duration = Duration::from_millis(100);
-/// The token as a process of the agent's pod sees it.
+/// The paths of the token in the agent's pod.
 const TOKENS: [&str; 2] = [
     "var/run/secrets/kubernetes.io/serviceaccount/token",
     "run/secrets/kubernetes.io/serviceaccount/token",
@@ -55,7 +56,7 @@ async fn confined(stage: &mut TrialContext) -> Result<(), Failed> {
 
     let kept = bursar_confine::AGENT_CAPABILITIES.iter();
     let kept = kept.fold(CapabilitySet::empty(), |set, (_, one, _)| set | *one);
-    // A privileged container has those of the machine, which this process has too.
+    // A privileged container has the machine's capabilities, which this process has too.
     let kept = kept & rustix::thread::capabilities(None)?.permitted;
     let capabilities = format!("{:016x}", kept.bits());
     let none = "0".repeat(16);
@@ -87,7 +88,7 @@ async fn confined(stage: &mut TrialContext) -> Result<(), Failed> {
     let token = token.ok_or("the agent's pod has no token")?;
     let metadata = fs::metadata(token)?;
     assert_eq!((metadata.uid(), metadata.mode() & 0o777), (0, 0o600));
-    // As the worker: it sees its root folder, and what is root's in there it cannot read.
+    // The worker's user sees its root folder, but cannot read root's files in it.
     let config = format!("{root}/etc/bursar/agent.toml");
     assert!(reads(&config)?, "nothing is read there as the worker");
     assert!(!reads(token)?, "the token is read as the worker");
@@ -95,7 +96,7 @@ async fn confined(stage: &mut TrialContext) -> Result<(), Failed> {
     Ok(())
 }
 
-/// A field of a process's status.
+/// Reads a field of a process's status.
 fn status(process: i32, field: &str) -> Result<String, Failed> {
     let status = fs::read_to_string(format!("/proc/{process}/status"))?;
     let value = status
@@ -107,7 +108,7 @@ fn status(process: i32, field: &str) -> Result<String, Failed> {
         .to_owned())
 }
 
-/// Whether the worker's user reads a file.
+/// Returns whether the worker's user can read a file.
 fn reads(path: &str) -> Result<bool, Failed> {
     let mut cat = Command::new("cat");
     let output = cat.arg(path).uid(WORKER_USER).gid(WORKER_USER).output()?;

@@ -1,7 +1,7 @@
-//! The cluster that the trials share: started by the first that needs it, taken down after the last.
+//! Shares one cluster between the trials. The first trial starts it, and `main` takes it down.
 //!
-//! A trial that panics is caught, so the end of `main` is always reached. Where this process is
-//! killed, the node process takes the cluster down: its owner's connection has closed.
+//! The harness catches panics of trials, so that `main` always reaches its end. If this process is
+//! killed, its connection closes and the node process takes the cluster down.
 
 use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
@@ -32,41 +32,42 @@ use crate::witness::PodHistory;
 const CLUSTER: &str = "checks";
 /// The namespace of the trials' pods.
 pub(crate) const NAMESPACE: &str = "trials";
-/// The probe in its image.
+/// The probe's path in its image.
 const PROBE_PATH: &str = "/usr/local/bin/bursar-probe";
-/// No trial may take longer: what it waits for has bounds of its own, and the longest takes 5 minutes on two cores.
+/// The timeout of a trial. Its waits have shorter timeouts, and the longest trial takes 5 minutes
+/// on two cores.
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(1800);
-/// A pod that has room runs within this time, on a loaded machine.
+/// A pod with room starts within this time on a loaded machine.
 pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(60);
-/// A booking that never became a container is collected after two looks of the agent, 30 s apart, when it
-/// is at least 60 s old. Others are released when the pod's cgroup is gone.
+/// The agent collects a booking without a container after two checks, 30 s apart, once the booking
+/// is 60 s old. Other bookings are released when the pod's cgroup is removed.
 pub(crate) const RECLAIM_TIMEOUT: Duration = Duration::from_secs(150);
 
-/// What a trial works with.
+/// The environment and the pods of one trial.
 pub(crate) struct TrialContext {
-    /// The cluster with Bursar on it.
+    /// The cluster with Bursar.
     pub(crate) environment: Environment,
     /// kubectl and helm.
     toolbox: Toolbox,
-    /// The trial's pods. None is there when a trial begins.
+    /// The trial's pods, none at its start.
     pub(crate) pods: Pods,
-    /// Sees every one of them from the trial's beginning.
+    /// The history of the pods since the trial's start.
     pub(crate) history: PodHistory,
-    /// Tells what was measured.
+    /// Prints measurements.
     pub(crate) progress: Progress,
 }
 
 enum SharedCluster {
-    /// Nothing was started.
+    /// No trial has started the cluster.
     NotStarted,
     Up(Box<(Runtime, TrialContext)>),
-    /// The start failed, with this.
+    /// The start failed with this cause.
     Broken(String),
 }
 
 static SHARED_CLUSTER: Mutex<SharedCluster> = Mutex::new(SharedCluster::NotStarted);
 
-/// A trial on the shared cluster.
+/// Makes a trial on the shared cluster.
 pub(crate) fn trial(
     name: &'static str,
     act: impl AsyncFnOnce(&mut TrialContext) -> Result<(), Failed> + Send + 'static,
@@ -91,7 +92,7 @@ pub(crate) fn trial(
     })
 }
 
-/// As [`trial`], for what touches the node's own files and processes.
+/// Makes a trial as [`trial`] does, for access to the node's own files and processes.
 pub(crate) fn node_trial(
     name: &'static str,
     act: impl AsyncFnOnce(&mut TrialContext) -> Result<(), Failed> + Send + 'static,
@@ -99,7 +100,7 @@ pub(crate) fn node_trial(
     trial(name, act).with_ignored_flag(kubeconfig().is_some())
 }
 
-/// Takes the cluster down, if there is one.
+/// Takes the cluster down, if it is up.
 pub(crate) fn take_down() {
     let mut state = SHARED_CLUSTER
         .lock()
@@ -134,7 +135,7 @@ fn start() -> Result<SharedCluster, Failed> {
     Ok(SharedCluster::Up(Box::new((runtime, stage))))
 }
 
-/// The user's cluster, with the images that `BURSAR_IMAGES` names.
+/// Uses the user's cluster with the images of `BURSAR_IMAGES`.
 async fn join(kubeconfig: PathBuf, progress: &Progress) -> Result<(Toolbox, Environment), Failed> {
     let images = std::env::var("BURSAR_IMAGES")
         .map_err(|error| format!("BURSAR_IMAGES ({error}): where do its nodes find our images?"))?;
@@ -144,7 +145,7 @@ async fn join(kubeconfig: PathBuf, progress: &Progress) -> Result<(Toolbox, Envi
     Ok((toolbox, scene))
 }
 
-/// The file of the user's cluster, if the trials are to use that.
+/// Returns the user's kubeconfig file, if trials run on that cluster.
 pub(crate) fn kubeconfig() -> Option<PathBuf> {
     let path = std::env::var_os("KUBECONFIG").filter(|path| !path.is_empty());
     path.map(PathBuf::from)
@@ -174,7 +175,7 @@ impl TrialContext {
         outcome.and(cleared)
     }
 
-    /// Leaves nothing of this trial, or of a part of it, to the next.
+    /// Deletes the trial's pods, and waits until the node has no state of them.
     pub(crate) async fn clear(&mut self) -> Result<(), Failed> {
         self.pods.delete_all().await?;
         if self.environment.cluster.local().is_some() {
@@ -192,10 +193,11 @@ impl TrialContext {
         format!("{why}\n--- pods of the trial:\n{told}\n{bursar}").into()
     }
 
-    /// Runs the probe with these arguments in the container of a pod that runs it; what it printed.
+    /// Runs the probe with these arguments in the container of a probe's pod, and returns its
+    /// output.
     ///
     /// # Errors
-    /// When it does not succeed.
+    /// When the probe fails.
     pub(crate) async fn exec(&self, pod: &str, arguments: &[&str]) -> Result<String, Failed> {
         let output = self.probe_command(pod, arguments).output();
         let output = tokio::time::timeout(START_TIMEOUT, output).await??;
@@ -207,15 +209,15 @@ impl TrialContext {
         Err(format!("{arguments:?} in {pod}: {printed} {said}").into())
     }
 
-    /// Starts the probe in the container of a pod that runs it, to do what it is told.
+    /// Starts a probe in the container of a probe's pod that executes orders.
     ///
     /// # Errors
-    /// When kubectl does not run.
+    /// When kubectl cannot be started.
     pub(crate) fn scripted_program(&self, pod: &str) -> std::io::Result<ScriptedProgram> {
         ScriptedProgram::start(self.probe_command(pod, &["obey"]))
     }
 
-    /// The probe in a pod's container.
+    /// Returns the command that runs the probe in a pod's container.
     fn probe_command(&self, pod: &str, arguments: &[&str]) -> Command {
         let mut command = Command::new(self.toolbox.program("kubectl"));
         command
@@ -235,7 +237,7 @@ impl TrialContext {
         command
     }
 
-    /// Puts the chart's steering policy into another mode.
+    /// Sets the mode of the chart's steering policy.
     ///
     /// # Errors
     /// When helm or kubectl fails.
@@ -274,16 +276,16 @@ impl TrialContext {
         Ok(())
     }
 
-    /// Our own cluster.
+    /// Returns the local cluster.
     ///
     /// # Errors
-    /// When it is the user's: the trial should have been ignored.
+    /// When the cluster is the user's, where the trial should have been ignored.
     pub(crate) fn local(&mut self) -> Result<&mut LocalCluster, Failed> {
         let none = "this needs a cluster of our own";
         Ok(self.environment.cluster.local_mut().ok_or(none)?)
     }
 
-    /// What Bursar has on our cluster's node.
+    /// Returns Bursar's files on the local cluster's node.
     ///
     /// # Errors
     /// As [`Self::local`].
@@ -292,7 +294,7 @@ impl TrialContext {
     }
 }
 
-/// Runs a command on this input; what it printed.
+/// Runs a command with this input, and returns its standard output.
 async fn run_to_success(mut command: Command, input: Vec<u8>) -> Result<Vec<u8>, Failed> {
     command
         .stdin(Stdio::piped())

@@ -1,4 +1,5 @@
-//! Budgets in force: pods beyond them are refused, idle memory is lent and comes back, what slips in goes.
+//! Checks enforced budgets: pods beyond them are refused, idle memory is lent and reclaimed, and
+//! pods beyond a quota are evicted.
 
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::time::{Duration, Instant};
@@ -37,12 +38,12 @@ pub(crate) fn trials() -> Vec<Trial> {
     ]
 }
 
-/// Runs a trial that uses the teams' namespaces, and leaves nothing in them, however it ends.
+/// Runs a trial in the teams' namespaces, and deletes its objects however the trial ends.
 async fn cleared(
     stage: &mut TrialContext,
     act: impl AsyncFnOnce(&mut TrialContext) -> Result<(), Failed>,
 ) -> Result<(), Failed> {
-    // A failed assertion too.
+    // The objects are deleted also after a failed assertion.
     let outcome = AssertUnwindSafe(act(stage)).catch_unwind().await;
     let client = stage.environment.cluster.client();
     operator::scale(&client, 1).await?;
@@ -74,7 +75,7 @@ async fn cleared(
     outcome.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
-/// Gives a team a budget and waits until it is in force, by an operator that is killed meanwhile.
+/// Creates a team's budget, and waits until an operator that is killed meanwhile has enforced it.
 async fn create_team(client: &Client, team: &str, spec: Value) -> Result<Pods, Failed> {
     let pods = Pods::in_namespace(client, team).await?;
     let api: Api<GpuMemoryBudget> = Api::namespaced(client.clone(), team);
@@ -112,7 +113,7 @@ async fn wait_for_condition(
     Ok(wait::poll_until(&what, bound, PAUSE, look).await?)
 }
 
-/// The words with which the API server refused.
+/// Returns the message of the API server's refusal.
 fn refusal<T>(result: Result<T, PodError>) -> Result<String, Failed> {
     match result {
         Ok(_) => Err("it was let in".into()),
@@ -162,8 +163,8 @@ async fn pod_beyond_the_budget_is_refused(stage: &mut TrialContext) -> Result<()
     Ok(())
 }
 
-/// Each team is guaranteed half of the GPUs. One takes all of them while the other sleeps, and gives back
-/// what is not its own as soon as that one wakes, though no operator is there.
+/// Each team is guaranteed half of the GPUs. One team borrows the other's half while that is idle,
+/// and yields the half as soon as the other needs it, without an operator.
 async fn lent_memory_is_reclaimed_by_its_owner(stage: &mut TrialContext) -> Result<(), Failed> {
     let client = stage.environment.cluster.client();
     let sizes = stage.environment.gpu_sizes_in_quanta().await?;
@@ -206,7 +207,7 @@ async fn lent_memory_is_reclaimed_by_its_owner(stage: &mut TrialContext) -> Resu
             asked.elapsed()
         ));
     }
-    // The room of a pod that has ended is free a moment before its object is gone.
+    // The agent releases the memory of an ended pod a moment before the API server deletes the pod.
     let left = borrower.list().await?.into_iter();
     let left: Vec<_> = left
         .map(|pod| pod.metadata)
@@ -221,7 +222,8 @@ async fn lent_memory_is_reclaimed_by_its_owner(stage: &mut TrialContext) -> Resu
     Ok(())
 }
 
-/// The agent's token writes its own node's GpuNode and no other; the operator's changes its labels only.
+/// The agent's token writes its own node's GpuNode and no other; the operator's changes its labels
+/// only.
 async fn service_accounts_are_limited(stage: &mut TrialContext) -> Result<(), Failed> {
     let client = stage.environment.cluster.client();
     let pods: Api<Pod> = Api::namespaced(client.clone(), chart::NAMESPACE);
@@ -250,7 +252,7 @@ async fn service_accounts_are_limited(stage: &mut TrialContext) -> Result<(), Fa
         json!({ "metadata": { "name": "another" }, "spec": {} }),
     );
     let mut others = Vec::new();
-    // One that is not there, and one that is.
+    // A GpuNode that does not exist, and an existing one.
     others.push(nodes.patch("another", &dry, &apply("another")).await);
     gpu_nodes
         .create(&post, &serde_json::from_value(none)?)
@@ -324,7 +326,7 @@ fn refused<T>(result: Result<T, kube::Error>) -> Result<String, Failed> {
     }
 }
 
-/// A client with a token of one of Bursar's accounts, bound to `pod`.
+/// Returns a client with a token of one of Bursar's accounts, bound to `pod`.
 async fn as_account(stage: &TrialContext, part: &str, pod: Option<&Pod>) -> Result<Client, Failed> {
     let client = stage.environment.cluster.client();
     let accounts: Api<ServiceAccount> = Api::namespaced(client, chart::NAMESPACE);

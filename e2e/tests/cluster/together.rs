@@ -1,4 +1,5 @@
-//! Pods of several containers: all of them have their memory or none has, and what one leaves counts against the next.
+//! Checks pods of several containers. They get all of their memory or none, and memory left by a
+//! container is charged to the next.
 
 use std::time::Instant;
 
@@ -23,7 +24,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     ]
 }
 
-/// A pod of containers that hold 256 MiB each, of what they ask for.
+/// Makes a pod of containers that hold 256 MiB each of their requests.
 fn pod_of_containers(stage: &TrialContext, name: &str, gib: &[u32]) -> PodBuilder {
     let plan =
         PodBuilder::new(name, &stage.environment.probe_image).arguments(&["hold", "--bytes=256Mi"]);
@@ -61,13 +62,13 @@ async fn containers_of_a_pod_start_together(stage: &mut TrialContext) -> Result<
     stage.history.check_none_failed_or_restarted()
 }
 
-/// The memory that the init container leaves.
+/// The memory that the init container leaves, in bytes.
 const LEFT: u64 = 512 * MIB;
 
 /// Gives a pod an init container that leaves memory.
 type Leaving = fn(PodBuilder) -> PodBuilder;
 
-/// The node keeps the memory, or a sidecar that asks for no GPU has its descriptor.
+/// The memory is retained on the node, or a sidecar without a GPU holds its descriptor.
 const WAYS: [(&str, Leaving); 2] = [
     ("kept", |plan| {
         plan.init_arguments(&["keep", "--bytes=512Mi"])

@@ -1,4 +1,4 @@
-//! What the agents tell of containers: in `GpuNode`s, in metrics and in Events.
+//! Waits for reports of the agents about containers: in `GpuNode`s, metrics and Events.
 
 use std::time::Duration;
 
@@ -14,14 +14,14 @@ use libtest_mimic::Failed;
 
 use crate::stage::{NAMESPACE, START_TIMEOUT, TrialContext};
 
-/// The agent's port for metrics, by default.
+/// The default port of the agent's metrics.
 const METRICS_PORT: u16 = 9400;
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Waits until the status of a node's `GpuNode` is as wanted.
+/// Waits until the status of a node's `GpuNode` satisfies `wanted`.
 ///
 /// # Errors
-/// When it does not become so, with what it is.
+/// After the timeout, with the present status.
 pub(crate) async fn wait_for_status(
     stage: &TrialContext,
     node: &str,
@@ -40,10 +40,11 @@ pub(crate) async fn wait_for_status(
     Ok(wait::poll_until(what, START_TIMEOUT, POLL_INTERVAL, look).await?)
 }
 
-/// Waits until a node's agent has a series of the metric `name` with each of `labels` and a value as wanted.
+/// Waits for a series of the metric `name` with each of `labels` and a value that satisfies
+/// `wanted`, at a node's agent.
 ///
 /// # Errors
-/// When it does not come, with all series of that name.
+/// After the timeout, with all series of that name.
 pub(crate) async fn wait_for_metric(
     stage: &TrialContext,
     node: &str,
@@ -76,7 +77,7 @@ pub(crate) async fn wait_for_metric(
     Ok(wait::poll_until(&what, START_TIMEOUT, POLL_INTERVAL, look).await?)
 }
 
-/// What the agent of a node serves as its metrics.
+/// Reads the metrics of a node's agent.
 async fn metrics(stage: &TrialContext, node: &str) -> Result<String, Failed> {
     let client = stage.environment.cluster.client();
     let pods: Api<Pod> = Api::namespaced(client.clone(), chart::NAMESPACE);
@@ -91,7 +92,7 @@ async fn metrics(stage: &TrialContext, node: &str) -> Result<String, Failed> {
     Ok(client.request_text(request).await?)
 }
 
-/// The Events about pods of this and earlier trials with this reason.
+/// Returns the Events with this reason about pods of this and earlier trials.
 ///
 /// # Errors
 /// When the API server refuses.
@@ -102,16 +103,16 @@ pub(crate) async fn events(stage: &TrialContext, reason: &str) -> Result<Vec<Eve
     Ok(list)
 }
 
-/// The name of the pod that an Event is about.
+/// Returns the name of the pod that an Event is about.
 pub(crate) fn pod_of(event: &Event) -> Option<&str> {
     event.regarding.as_ref()?.name.as_deref()
 }
 
-/// Waits for an Event about a pod of this trial with this reason that speaks of `what`; when it happened, and what it
-/// says.
+/// Waits for an Event about the pod with this reason and a note that contains `what`. Returns its
+/// time and its note.
 ///
 /// # Errors
-/// When none comes.
+/// After the timeout, with all Events of that reason.
 pub(crate) async fn wait_for_event(
     stage: &TrialContext,
     pod: &str,

@@ -1,5 +1,5 @@
-//! Pods that wait for a GPU: kept from nodes that have none for them, moved to one that has, or given room; by an
-//! operator that is killed in the middle of it.
+//! Checks pods that wait for a GPU: steered, moved to another node, or served by preemption, while
+//! the operator is killed.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -23,14 +23,14 @@ use crate::stage::{NAMESPACE, START_TIMEOUT, TrialContext, trial};
 use crate::told;
 
 const PAUSE: Duration = Duration::from_millis(200);
-/// A node that exists in the API server only: pods can be scheduled to it.
+/// A node that exists in the API server only, to which pods can be scheduled.
 const ELSEWHERE: &str = "elsewhere";
 const LARGEST_FREE: &str = "bursar.dev/largest-free-gib";
-/// How long the chart lets a disruption budget keep a pod.
+/// The time that the chart grants to disruption budgets before preemption.
 const GRACE: Duration = Duration::from_secs(bursar_e2e::chart::DISRUPTION_GRACE_SECONDS);
-/// Owner against borrower, so many times.
+/// The number of owners that preempt borrowers.
 const ROUNDS: usize = 100;
-/// Each time that so many pairs have come the operator is killed.
+/// The operator is killed after each such number of pairs of owners.
 const KILLED: usize = 10;
 
 pub(crate) fn trials() -> Vec<Trial> {
@@ -57,7 +57,7 @@ fn nodes(stage: &TrialContext) -> Api<Node> {
     Api::all(stage.environment.cluster.client())
 }
 
-/// Waits until a label of a node says so much; how long that took.
+/// Waits until a label of a node has this value, and returns the duration.
 async fn wait_for_label(
     stage: &TrialContext,
     node: &str,
@@ -78,7 +78,7 @@ async fn wait_for_label(
     Ok(begin.elapsed())
 }
 
-/// Makes the node that is not there, with one GPU of 16 GiB.
+/// Creates the node that exists as an object only, with one GPU of 16 GiB.
 async fn add_elsewhere(stage: &TrialContext) -> Result<(), Failed> {
     let room = json!({ "cpu": "8", "memory": "32Gi", "pods": "110", GPU_MEMORY: "16" });
     let ready = json!([{ "type": "Ready", "status": "True", "reason": "Here", "message": "",
@@ -113,7 +113,7 @@ async fn add_elsewhere(stage: &TrialContext) -> Result<(), Failed> {
     let status = json!({ "status": { "quantum": "1Gi", "deviceMemory": memory, "gpus": [gpu] } });
     gpus.patch_status(ELSEWHERE, &PatchParams::default(), &Patch::Merge(status))
         .await?;
-    // New nodes are tainted until they are seen to be Ready.
+    // The API server taints new nodes until the node controller sees them Ready.
     let look = async || match nodes.get(ELSEWHERE).await {
         Ok(node) if node.spec.clone().unwrap_or_default().taints.is_none() => Poll::Ready(()),
         Ok(node) => Poll::Pending(format!("{:?}", node.spec)),
@@ -129,7 +129,7 @@ async fn add_elsewhere(stage: &TrialContext) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Takes it away, with all that was sent there.
+/// Deletes that node with the pods bound to it.
 async fn remove_elsewhere(stage: &TrialContext) -> Result<(), Failed> {
     let client = stage.environment.cluster.client();
     let delete = DeleteParams::default();
@@ -147,7 +147,7 @@ async fn remove_elsewhere(stage: &TrialContext) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Deletes what makes pods.
+/// Deletes the workload objects, which create pods.
 async fn remove_workloads(stage: &TrialContext) -> Result<(), Failed> {
     let client = stage.environment.cluster.client();
     let (delete, all) = (DeleteParams::background(), ListParams::default());
@@ -162,7 +162,7 @@ async fn remove_workloads(stage: &TrialContext) -> Result<(), Failed> {
     Ok(())
 }
 
-/// A pod's template: it holds 1 GiB of what it asks for.
+/// Makes a pod template that holds 1 GiB of its request.
 fn template(stage: &TrialContext, app: &str, gib: u32, borrows: bool, restart: &str) -> Value {
     let class = borrows.then_some("bursar-borrowed");
     json!({
@@ -194,7 +194,7 @@ async fn replicas(
     Ok(())
 }
 
-/// Waits until the pods of an app that are not ending are as wanted.
+/// Waits until the pods of an app that are not being deleted satisfy `wanted`.
 async fn wait_for_pods(
     stage: &TrialContext,
     app: &str,
@@ -234,7 +234,8 @@ async fn wait_until_running(
     .await
 }
 
-/// With steering preferred, a node with room is taken; required, a pod is held back until there is one.
+/// Preferred steering chooses a node with room; required steering holds a pod back until a node has
+/// room.
 async fn pods_are_steered_to_nodes_with_room(stage: &mut TrialContext) -> Result<(), Failed> {
     run_each(stage, &[("ten-a", 10), ("ten-b", 10)]).await?;
     let here = stage.pods.node("ten-a").await?;
@@ -293,7 +294,7 @@ async fn held_back(stage: &TrialContext) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Policies take a moment to come into force.
+/// The API server takes a moment to apply changed policies.
 async fn wait_for_required_steering(stage: &TrialContext) -> Result<(), Failed> {
     let pods = Api::<Pod>::namespaced(stage.environment.cluster.client(), NAMESPACE);
     let mut pod = template(stage, "tried", 8, false, "Always");
@@ -319,7 +320,8 @@ async fn wait_for_required_steering(stage: &TrialContext) -> Result<(), Failed> 
     Ok(wait::poll_until("steering to be required", START_TIMEOUT, PAUSE, look).await?)
 }
 
-/// Without steering, a pod that waits is moved to a node that has room, and nobody else notices.
+/// Without steering, the operator moves a waiting pod to a node with room, and no other pod is
+/// disturbed.
 async fn pending_pod_is_moved_to_a_node_with_room(stage: &mut TrialContext) -> Result<(), Failed> {
     run_each(stage, &[("ten-a", 10), ("ten-b", 10)]).await?;
     stage.set_steering_mode("off").await?;
@@ -361,7 +363,7 @@ async fn moves(stage: &TrialContext) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Borrowers have everything; two owners of half a GPU come, and get it, again and again.
+/// Borrowers hold all memory; two owners of half a GPU get theirs, again and again.
 async fn owners_against_borrowers(stage: &mut TrialContext) -> Result<(), Failed> {
     let outcome = preempt_in_rounds(stage).await;
     remove_workloads(stage).await?;
@@ -401,7 +403,7 @@ async fn preempt_in_rounds(stage: &TrialContext) -> Result<(), Failed> {
     let gone: Vec<_> = events.iter().filter_map(told::pod_of).collect();
     let once: BTreeSet<_> = gone.iter().collect();
     assert_eq!(once.len(), gone.len(), "somebody went twice: {gone:?}");
-    // Beside those whom the scheduler chose at most one had to go for each.
+    // Beside the scheduler's victims the operator evicts at most one borrower per owner.
     for round in 0..ROUNDS / 2 {
         for one in ["a", "b"] {
             let owner = format!("/owner-{round}-{one},");
@@ -421,8 +423,8 @@ async fn preempt_in_rounds(stage: &TrialContext) -> Result<(), Failed> {
     Ok(())
 }
 
-/// A borrowing Job's pod goes, and a Job's pod that does not borrow stays; a pod with a disruption budget goes when that
-/// has had its time.
+/// A borrowing Job yields a pod, and a Job of an owner keeps its pods. A pod with a disruption
+/// budget yields after the grace.
 async fn a_disruption_budget_and_a_job(stage: &mut TrialContext) -> Result<(), Failed> {
     let outcome = match job_yields_to_an_owner(stage).await {
         Ok(()) => disruption_budget_delays_preemption(stage).await,
@@ -432,12 +434,12 @@ async fn a_disruption_budget_and_a_job(stage: &mut TrialContext) -> Result<(), F
     outcome
 }
 
-/// A Job that ignores disruptions gives as any other does, and counts no failure.
+/// A Job that ignores disruptions yields as any other, and counts no failure.
 async fn job_yields_to_an_owner(stage: &TrialContext) -> Result<(), Failed> {
     let ignores =
         json!([{ "action": "Ignore", "onPodConditions": [{ "type": "DisruptionTarget" }] }]);
     let mut template = template(stage, "gives", 10, true, "Never");
-    // Its pods have failed then: with 0 they would have succeeded.
+    // With this exit code the Job's evicted pods have failed; with 0 they would have succeeded.
     let arguments = json!(["hold", "--bytes=1Gi", "--told=143"]);
     template["spec"]["containers"][0]["args"] = arguments;
     let job = json!({
@@ -468,7 +470,8 @@ async fn job_yields_to_an_owner(stage: &TrialContext) -> Result<(), Failed> {
         "a Job that ignores disruptions gave and counted no failure, in {:.1?}",
         begin.elapsed()
     ));
-    // Its pods go before it: the scheduler counts them while they end.
+    // The pods are deleted before their Job, because the scheduler counts pods that are being
+    // deleted.
     jobs.delete("gives", &DeleteParams::foreground()).await?;
     let look = async || match jobs.get_opt("gives").await {
         Ok(None) => Poll::Ready(()),
@@ -505,7 +508,7 @@ async fn disruption_budget_delays_preemption(stage: &TrialContext) -> Result<(),
         !status.waiting.is_empty()
     })
     .await?;
-    // It has asked for the eviction by then, or the next one will.
+    // The operator has tried the eviction by then, or its next attempt follows.
     tokio::time::sleep(GRACE / 10).await;
     kill_operator(stage).await?;
     tokio::time::sleep((GRACE / 2).saturating_sub(begin.elapsed())).await;
@@ -531,7 +534,7 @@ async fn disruption_budget_delays_preemption(stage: &TrialContext) -> Result<(),
     Ok(())
 }
 
-/// A budget's override lowers the quota of a running pod, and ends with it.
+/// A budget's override lowers the quota of a running pod, and ends with the override.
 async fn an_override_lowers_a_quota(stage: &mut TrialContext) -> Result<(), Failed> {
     let outcome = overridden(stage).await;
     remove_workloads(stage).await?;

@@ -1,4 +1,4 @@
-//! Sees every state of every pod of a namespace, also of those that are gone.
+//! Records every state of every pod of a namespace, deleted pods included.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -14,24 +14,25 @@ use kube::{Client, ResourceExt};
 use libtest_mimic::Failed;
 use tokio::task::JoinHandle;
 
-/// A running watch. Dropping it ends it.
+/// A running watch, which ends when this value is dropped.
 pub(crate) struct PodHistory {
     lives: Arc<Mutex<BTreeMap<String, PodRecord>>>,
     watch: JoinHandle<()>,
 }
 
-/// What was seen of one pod.
+/// The record of one pod.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct PodRecord {
-    /// Its name, without what the server added.
+    /// The pod's name.
     pub(crate) name: String,
-    /// Its message when it was Failed.
+    /// The message of the pod's status when it was Failed.
     pub(crate) failed: Option<String>,
-    /// The runtime's ids of each container that ran, by its name: more than one is a restart.
+    /// The runtime's ids of each container that ran, by container name. More than one id is a
+    /// restart.
     pub(crate) containers: BTreeMap<String, BTreeSet<String>>,
-    /// It ran at some time.
+    /// Whether the pod ever ran.
     pub(crate) ran: bool,
-    /// Its last state, in words.
+    /// A description of the last state.
     pub(crate) last_state: String,
 }
 
@@ -83,8 +84,8 @@ fn exit_code(container: &ContainerStatus) -> Option<i32> {
     Some(terminated.exit_code)
 }
 
-/// A deleted pod that is Failed in its last moment, because its program was too young to hear SIGTERM:
-/// it ends by SIGKILL then, or while it is still runc's, by the exit code of Go programs.
+/// Returns whether a Failed pod was killed by its deletion. A program too young to handle SIGTERM
+/// ends by SIGKILL, or with the exit code of Go programs while runc still sets up its container.
 fn is_killed_by_its_deletion(pod: &Pod, codes: &[i32]) -> bool {
     const SIGKILL: i32 = 128 + 9;
     const GO: i32 = 2;
@@ -93,7 +94,7 @@ fn is_killed_by_its_deletion(pod: &Pod, codes: &[i32]) -> bool {
 }
 
 impl PodHistory {
-    /// Watches the pods of `namespace` from now on.
+    /// Starts to watch the pods of `namespace`.
     pub(crate) fn of(client: &Client, namespace: &str) -> Self {
         let lives = Arc::default();
         let api: Api<Pod> = Api::namespaced(client.clone(), namespace);
@@ -101,16 +102,16 @@ impl PodHistory {
         Self { lives, watch }
     }
 
-    /// Every pod that was seen.
+    /// Returns the record of every pod.
     pub(crate) fn records(&self) -> Vec<PodRecord> {
         let lives = self.lives.lock().unwrap_or_else(PoisonError::into_inner);
         lives.values().cloned().collect()
     }
 
-    /// Checks that no pod was ever Failed, and that no container was started twice.
+    /// Fails if a pod was ever Failed, or a container was started twice.
     ///
     /// # Errors
-    /// With the pods of which this is not so.
+    /// Names the pods with their records.
     pub(crate) fn check_none_failed_or_restarted(&self) -> Result<(), Failed> {
         let restarted = |life: &PodRecord| life.containers.values().any(|ids| ids.len() > 1);
         let bad = |life: &PodRecord| life.failed.is_some() || restarted(life);
@@ -121,7 +122,7 @@ impl PodHistory {
         Err(format!("Failed or restarted pods: {bad:#?}").into())
     }
 
-    /// A line a pod.
+    /// Formats a line for each pod.
     pub(crate) fn summary(&self) -> String {
         let mut text = String::new();
         for life in self.records() {
