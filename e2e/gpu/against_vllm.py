@@ -1,11 +1,12 @@
-"""Holds the loader of the package bursar against vLLM itself: tiny models, loaded by vLLM, killed, and loaded again.
+"""Checks the loader of the package bursar with vLLM itself: vLLM loads small models, is killed, and loads them again.
 
 usage: against_vllm.py PROGRAMS [--simulated | --gpu UUID] [--python PATH]
 
-PROGRAMS is a folder with bursar-vault, bursar-worker, keeper and the wheel of the package bursar, as kept.py has it; with
---simulated also simgpu, libbursar_sim_cuda.so and libbursar_sim_nvml.so, and then no GPU is needed. PATH is a Python that has vLLM
-0.33.0; without one, an environment is made in PROGRAMS/vllm of the packages that against_vllm.txt names: what vLLM's loaders
-import, about 5 GB. Not a part of CI. Prints one table. Exits with 1 if a row is not as it must be.
+PROGRAMS is a folder with bursar-vault, bursar-worker, keeper and the wheel of the package bursar, as for kept.py.
+With --simulated the folder also has simgpu, libbursar_sim_cuda.so and libbursar_sim_nvml.so, and no GPU is needed.
+PATH is a Python that has vLLM 0.33.0. Without PATH the script makes an environment in PROGRAMS/vllm of the packages
+in against_vllm.txt, the imports of vLLM's loaders, of about 5 GB. CI does not run this script. It prints one table,
+and exits with 1 if a row fails.
 """
 
 import argparse
@@ -38,7 +39,7 @@ LINEAR = {
 
 
 def write_model(folder, tied=False, head=True, scales=False, seed=1):
-    """A Llama of two layers with random weights. Its output is the embedding's weights (`tied`), or says so and has its own."""
+    """Writes a Llama of two layers with random weights. `tied` makes its output use the embedding's weights."""
     rng = random.Random(seed)
 
     def tensor(*shape):
@@ -80,13 +81,13 @@ def write_model(folder, tied=False, head=True, scales=False, seed=1):
 
 
 class Trial:
-    """Loads of models, one process each."""
+    """Loads models, each in a process of its own."""
 
     def __init__(self, machine, python, site, device):
         self.machine, self.python, self.site, self.device = machine, python, site, device
 
     def load(self, model, load_format="bursar", then="exit", engine=None, socket=None):
-        """How a process that loaded it ended, and what it said."""
+        """Loads a model in a process, and returns its exit and its output."""
         command = [self.python, os.path.join(HERE, "against_vllm_worker.py"), socket or self.machine.socket, model]
         command += ["--device", self.device, "--format", load_format, "--then", then, "--engine", json.dumps(engine or {})]
         path = os.pathsep.join([self.site, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -99,7 +100,7 @@ class Trial:
 
 
 def again(trial, table, what, model, engine=None):
-    """A model is loaded as without kept memory, then by two workers, the first of which is killed."""
+    """Loads a model without retained memory, then by two workers, the first of which is killed."""
     _, plain = trial.load(model, "auto", engine=engine)
     ended, first = trial.load(model, then="kill", engine=engine)
     _, second = trial.load(model, engine=engine)
@@ -114,7 +115,7 @@ def again(trial, table, what, model, engine=None):
 
 
 def run(trial, table, folder):
-    """All that is shown."""
+    """Runs all rows."""
     model = lambda name, **how: write_model(os.path.join(folder, name), **how) or os.path.join(folder, name)
     plain = model("plain")
     second = again(trial, table, "Llama", plain)
@@ -136,7 +137,7 @@ def run(trial, table, folder):
 
 
 def environment(programs):
-    """A Python with what vLLM's loaders import: made once."""
+    """Returns a Python with the imports of vLLM's loaders, whose environment is made once."""
     folder = os.path.join(programs, "vllm")
     python = os.path.join(folder, "bin/python")
     if not os.path.exists(os.path.join(folder, "whole")):
@@ -148,7 +149,7 @@ def environment(programs):
 
 
 def simulate(machine, folder):
-    """Lays out a simulated GPU, which the programs and the workers find as a driver."""
+    """Sets up a simulated GPU, which the programs and the workers use as a driver."""
     config = os.path.join(folder, "lab.toml")
     with open(config, "w", encoding="ascii") as file:
         file.write(f'[[gpu]]\nname = "NVIDIA H200"\nuuid = "{SIMULATED}"\nmemory = "16Gi"\nminor = 0\n')

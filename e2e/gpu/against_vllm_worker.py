@@ -1,9 +1,9 @@
-"""One load of a model by vLLM with the load format `bursar`, as vLLM's worker does it; prints what came of it as JSON.
+"""Loads a model once by vLLM with the load format `bursar`, as vLLM's worker does, and prints the result as JSON.
 
 usage: against_vllm_worker.py SOCKET MODEL [--device host|cuda] [--format FORMAT] [--engine JSON] [--then exit|kill|write]
 
-On `host`, vLLM runs on a platform of its out-of-tree kind whose device is the CPU, and PyTorch's tensors lie in the simulated
-driver's memory, which is the host's: what is made read-only there is read-only for PyTorch.
+With `host`, vLLM runs on an out-of-tree platform whose device is the CPU. PyTorch's tensors then lie in the simulated
+driver's memory, which is host memory, so that PyTorch cannot write to memory that is read-only there.
 """
 
 import argparse
@@ -21,7 +21,7 @@ METHODS = ("get_external_weight_memory", "download_model", "load_weights", "load
 
 
 class Log(logging.Handler):
-    """What the loader said."""
+    """Collects the loader's log messages."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -35,7 +35,7 @@ class Log(logging.Handler):
 
 
 def on_the_host():
-    """Makes the CPU what vLLM takes for its device, and what kept memory is mapped into."""
+    """Makes the CPU the device of vLLM, into which retained memory is mapped."""
     import numpy
     import torch
     import vllm.platforms
@@ -62,7 +62,7 @@ def on_the_host():
 
 
 def read_only(address):
-    """Whether this process may not write there, as the system has it."""
+    """Returns whether the kernel denies this process writes to the address."""
     with open("/proc/self/maps", encoding="ascii") as maps:
         for line in maps:
             span, rights = line.split()[:2]
@@ -73,7 +73,7 @@ def read_only(address):
 
 
 def tensors(model):
-    """Every parameter and buffer, under every name: shape, and a digest of the content."""
+    """Returns the shape and a digest of every parameter and buffer, under every name."""
     import torch
 
     found = {}
@@ -84,7 +84,7 @@ def tensors(model):
 
 
 def parameters_of(loader, name):
-    """The names of what a method takes, but for itself."""
+    """Returns the names of a method's parameters without `self`."""
     return [parameter for parameter in inspect.signature(getattr(loader, name)).parameters if parameter != "self"]
 
 
@@ -147,7 +147,7 @@ def main():
             next(iter(parameters.values())).data.fill_(1)
             torch.accelerator.synchronize()
         except RuntimeError:
-            # An illegal address: the context is lost, and an ordinary end would ask it for more.
+            # After an illegal address the context is lost, and a regular exit would call into the context.
             os._exit(3)
 
 

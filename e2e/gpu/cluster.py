@@ -1,4 +1,4 @@
-"""A cluster of one node with Bursar on it, on this machine's GPU, and pods that run what is installed here."""
+"""Starts a cluster of one node with Bursar on this machine's GPU, and pods that run this machine's programs."""
 
 import datetime
 import json
@@ -16,7 +16,7 @@ FINDINGS = ("GpuIntruder", "GpuMemoryOverQuota", "GpuMemoryUnaccounted", "GpuCre
 
 
 class Cluster:
-    """The cluster, from its start to its end."""
+    """Manages the cluster from its start to its removal."""
 
     def __init__(self, archive, scratch):
         self.scratch = scratch
@@ -34,7 +34,7 @@ class Cluster:
         subprocess.run([f"{self.folder}/run", "down", "--name", NAME], check=False)
 
     def load(self, archive):
-        """Puts an image into the node's containerd."""
+        """Imports an image into the node's containerd."""
         with open(os.path.join(os.path.dirname(self.kubeconfig), "pid"), encoding="ascii") as file:
             root = f"/proc/{file.read().strip()}/root"
         subprocess.run(
@@ -45,7 +45,7 @@ class Cluster:
         )
 
     def kubectl(self, *arguments, **options):
-        """Runs kubectl; its output."""
+        """Runs kubectl and returns its output."""
         options = {"check": True, "text": True, "stdout": subprocess.PIPE} | options
         return subprocess.run(
             [f"{self.folder}/programs/kubectl", *arguments],
@@ -54,11 +54,10 @@ class Cluster:
         ).stdout
 
     def apply(self, manifest):
-        """Creates an object."""
         self.kubectl("apply", "--filename", "-", input=json.dumps(manifest), stdout=subprocess.DEVNULL)
 
     def complaint(self):
-        """What node and agent say of themselves: for a row that is not as it must be."""
+        """Returns the status of the node and the agent's log, for a failed row."""
         nodes = json.loads(self.kubectl("get", "gpunodes", "--output", "json"))["items"]
         said = [json.dumps(condition) for node in nodes for condition in node["status"]["conditions"]]
         said.append(self.kubectl("get", "pods", "--namespace", NAMESPACE, "--output", "wide"))
@@ -67,7 +66,7 @@ class Cluster:
         return "\n".join(said)
 
     def kill_findings(self):
-        """Sets the agent's policy to `kill` and waits for the agent that has it."""
+        """Sets the agent's policy to `kill`, and waits for an agent with this policy."""
         name = "bursar-agent"
         config = json.loads(self.kubectl("get", "configmap", name, "--namespace", NAMESPACE, "--output", "json"))
         for key, text in config["data"].items():
@@ -78,7 +77,7 @@ class Cluster:
         self.kubectl("rollout", "status", f"daemonset/{name}", "--namespace", NAMESPACE, "--timeout=60s")
 
     def findings(self, about=None, but=None):
-        """Moments, reasons and notes of the findings about a pod, or about anything but a pod, oldest first."""
+        """Returns times, reasons and notes of the findings about a pod, or about other objects, oldest first."""
         said = []
         for event in json.loads(self.kubectl("get", "events.events.k8s.io", "--all-namespaces", "--output", "json"))["items"]:
             name = event["regarding"].get("name")
@@ -88,7 +87,7 @@ class Cluster:
         return sorted(said)
 
     def answer(self, name, bound):
-        """Waits for a pod's end: its phase, and the last line of its log that is JSON."""
+        """Waits for a pod's end, and returns its phase and the last JSON line of its log."""
         deadline = time.monotonic() + bound
         while True:
             phase = self.kubectl("get", "pod", name, "--output", "jsonpath={.status.phase}")
@@ -107,7 +106,7 @@ class Cluster:
 
 
 def pod(name, gib, command, programs, env=()):
-    """A pod that runs `command` on this machine's Python and programs, with a quota of `gib`."""
+    """Makes a pod that runs `command` with this machine's Python and programs, and a quota of `gib`."""
     folders = {"torch": "/opt/torch", "cuda": CUDA, "programs": programs}
     files = {"nvidia-smi": "/usr/local/nvidia/bin/nvidia-smi"}
     mounts = [

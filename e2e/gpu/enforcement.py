@@ -1,10 +1,10 @@
-"""Shows on a real GPU that programs are held to their quota, and what that costs.
+"""Shows on a real GPU that quotas hold for programs, and measures the cost.
 
 usage: enforcement.py ARCHIVE [--rounds N] [--only NAME...]
 
-ARCHIVE is what `cargo e2e pack` wrote. Needs root, an NVIDIA driver, nvcc and gcc, and a Python with torch, triton,
-cupy, jax and numba; no network. Starts a cluster of one node with Bursar on it, runs each program in a pod of its
-own, and prints one table. Exits with 1 if a row is not as it must be.
+ARCHIVE is the output of `cargo e2e pack`. Needs root, an NVIDIA driver, nvcc and gcc, and a Python with torch, triton,
+cupy, jax and numba; no network. The script starts a cluster of one node with Bursar, runs each program in a pod of
+its own, and prints one table. It exits with 1 if a row fails.
 """
 
 import argparse
@@ -24,7 +24,7 @@ MIB_OF_GIB = 1024
 
 
 def filled(gib):
-    """It sees its quota, gets all of it but for a context and what its allocator keeps, and computes after."""
+    """Checks that a program saw its quota, got all of it but a context and its allocator's reserve, and computed."""
 
     def judge(answer):
         quota = gib * MIB_OF_GIB
@@ -40,7 +40,7 @@ def filled(gib):
 
 
 def part_of(gib):
-    """As [`filled`], for an allocator that manages a part of what it sees and reports that."""
+    """Checks as [`filled`] does, for an allocator that manages and reports a part of its quota."""
 
     def judge(answer):
         quota = gib * MIB_OF_GIB
@@ -52,17 +52,17 @@ def part_of(gib):
 
 
 def field(name, *allowed):
-    """One field of the answer has one of these values."""
+    """Checks that a field of the answer has one of these values."""
     return lambda answer: None if answer[name] in allowed else f"{name} is {answer[name]}, not {allowed}"
 
 
 def all_of(*judges):
-    """Every judge is content."""
+    """Combines checks, all of which must pass."""
     return lambda answer: next((said for said in (judge(answer) for judge in judges) if said), None)
 
 
 def rows(rounds):
-    """Every program: its name, its quota in GiB, its command, its variables, and how it is judged."""
+    """Returns every program: its name, quota in GiB, command, variables and check."""
     quota = ["/programs/quota.py"]
     direct = "/programs/direct"
     alloc = "PYTORCH_CUDA_ALLOC_CONF"
@@ -104,9 +104,9 @@ def rows(rounds):
 
 
 def together(cluster, programs):
-    """Two pods with PyTorch on the one GPU at the same time: one computes, the other takes all that it can get.
+    """Runs two pods with PyTorch on the GPU at the same time: one computes, the other allocates until it is refused.
 
-    Rows as [`rows`] has them in the table; prints the demo's table too.
+    Returns rows as [`rows`] does for the table, and prints the demo's table.
     """
     cluster.apply(pod("steady", 16, [PYTHON, "/programs/steady.py", "30"], programs))
     deadline = time.monotonic() + 60
@@ -151,7 +151,7 @@ def compile_programs(into):
 
 
 def show(answer):
-    """An answer as a cell of the table."""
+    """Formats an answer as a cell of the table."""
     if answer is None:
         return "no answer"
     return ", ".join(
@@ -163,7 +163,7 @@ def show(answer):
 
 
 def main():
-    """Runs everything; the process's exit code."""
+    """Runs all rows, and returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("archive")
     parser.add_argument("--rounds", type=int, default=9)
@@ -204,7 +204,7 @@ def main():
             shown = log.strip().replace("\n", " ")[-200:]
             right = phase == "Succeeded" and shown.startswith("4096 MiB")
             table.add("nvidia-smi", 4, shown, wrong=None if right else phase)
-            # The program that compares calls uses the driver past the shim, for its other half.
+            # The second half of the comparison calls the driver without the shim.
             said = cluster.findings(but=compared)
             table.add("findings about honest programs", "", len(said), wrong=str(said) if said else None)
     return table.show()

@@ -1,10 +1,10 @@
-"""Shows on a real GPU that a tenant that takes more than its quota is found, named and ended.
+"""Shows on a real GPU that the agent finds, names and ends a tenant that takes more than its quota.
 
 usage: hostile.py ARCHIVE [--rounds N]
 
-ARCHIVE is what `cargo e2e pack` wrote. Needs root, an NVIDIA driver and gcc; no network. Starts a cluster of one node
-with Bursar on it under `audit.policy: kill`, makes each attack in a pod of its own, then runs an honest neighbour's
-program, and prints one table. Exits with 1 if a row is not as it must be.
+ARCHIVE is the output of `cargo e2e pack`. Needs root, an NVIDIA driver and gcc; no network. The script starts a
+cluster of one node with Bursar under `audit.policy: kill`, and makes each attack in a pod of its own. Then it runs the
+program of an honest neighbour, and prints one table. It exits with 1 if a row fails.
 """
 
 import argparse
@@ -25,7 +25,7 @@ FOUND_WITHIN, ENDED_WITHIN = 2.0, 5.0
 
 
 def ended(cluster, name, answer):
-    """What is wrong with how an attacker was found and ended; and what is shown of it."""
+    """Returns the failures in how an attacker was found and ended, and the text of its row."""
     if "signal" not in answer:
         return f"no end: {answer}", str(answer)
     found = cluster.findings(name)
@@ -39,13 +39,13 @@ def ended(cluster, name, answer):
 
 
 def held(cluster, name, answer):
-    """What is wrong with what was given while memory of the container's dead was held."""
+    """Returns the failures in allocations granted while memory of the container's exited processes was held."""
     right = answer.get("while_held") == OUT_OF_MEMORY and answer.get("after") == 0
     return None if right else "given twice", json.dumps(answer)
 
 
 def honest(cluster, name, answer):
-    """An honest program gets its quota, and no finding names it."""
+    """Checks that an honest program gets its quota, and that no finding names it."""
     said = cluster.findings(name)
     return (f"accused: {said}" if said else None), f"got {answer.get('got_mib')} MiB"
 
@@ -60,7 +60,7 @@ ROWS = (
 
 
 def main():
-    """Runs everything; the process's exit code."""
+    """Runs all rows, and returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("archive")
     parser.add_argument("--rounds", type=int, default=2)

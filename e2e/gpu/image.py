@@ -1,7 +1,7 @@
-"""This machine's Python and compiler as a container image, so that pods can run what is installed here.
+"""Packs this machine's Python and compiler into a container image, for pods that run its programs.
 
-Frameworks are not in it: pods mount their folder. Nothing of the NVIDIA driver is in it: pods get that from
-Bursar. Libraries of CUDA's are left out too, for size.
+The image lacks frameworks, whose folder pods mount, and files of the NVIDIA driver, which Bursar gives to pods.
+Libraries of CUDA are left out for size.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import tarfile
 
 FOLDERS = ["usr/bin", "usr/sbin", "usr/lib", "usr/lib64", "usr/libexec", "usr/include", "opt/gcc", "etc/alternatives"]
 FILES = ["etc/passwd", "etc/group", "etc/nsswitch.conf"]
-# The usr merge, and what programs expect.
+# The usr merge, and links that programs expect.
 LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64", "usr/local/cuda": "cuda-13.0"}
 EMPTY = ["tmp", "proc", "sys", "dev", "run", "root", "usr/local"]
 MOST = 48 << 20
@@ -20,7 +20,7 @@ NVIDIA = ("libcuda", "libnvidia", "libcudnn", "libnccl", "libcublas", "libnvrtc"
 
 
 def wanted(path):
-    """Whether a file of this machine goes into the image."""
+    """Returns whether a file of this machine belongs into the image."""
     name = os.path.basename(path)
     if name.startswith(NVIDIA) or "/dist-packages/" in path or "/jvm/" in path:
         return False
@@ -42,7 +42,7 @@ def layer(out):
             archive.add("/" + name, name)
         for folder in FOLDERS:
             for parent, _, names in os.walk("/" + folder):
-                # Mount points of this machine's own container stay behind.
+                # Mount points of this machine's own container are left out.
                 archive.add(parent, parent[1:], recursive=False)
                 for name in names:
                     path = os.path.join(parent, name)
@@ -55,7 +55,7 @@ def layer(out):
 
 
 def write(reference, folder):
-    """Makes the image `reference` below `folder`; the archive's path, in Docker's format (`docker save`)."""
+    """Makes the image `reference` below `folder`, and returns its archive in Docker's format (`docker save`)."""
     root = os.path.join(folder, "layer.tar")
     layer(root)
     digest = hashlib.sha256()

@@ -1,10 +1,11 @@
-"""Shows on a real GPU what kept memory costs, and that it is there after faults and kills.
+"""Shows on a real GPU the cost of retained memory, and that it survives faults and kills.
 
 usage: kept.py PROGRAMS [--gpu UUID] [--rounds N] [--gib N] [--python PATH] [--only lease faults kills canary example]
 
-PROGRAMS is a folder with bursar-vault, bursar-worker, keeper, kept and the wheel of the package bursar; docs/benchmarks.md says
-how it is made. Needs an NVIDIA driver, and for `example` a Python with torch; no network, no root, no cluster: keeper
-stands in for the agent, over the real vault and worker. Prints one table. Exits with 1 if a row is not as it must be.
+PROGRAMS is a folder with bursar-vault, bursar-worker, keeper, kept and the wheel of the package bursar;
+docs/benchmarks.md describes how to make it. Needs an NVIDIA driver, and for `example` a Python with torch; no network,
+no root, no cluster: keeper acts for the agent, with the real vault and worker. The script prints one table, and exits
+with 1 if a row fails.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import zipfile
 from table import Table, milliseconds, percentile
 
 GIB = 1 << 30
-# The goals of the rows that have one, in milliseconds.
+# The goals of rows in milliseconds.
 LEASE_OF_64_GIB = 2.5
 FIRST_KERNEL_P99 = 400.0
 FAULTS = ("fault", "trap", "misaligned")
@@ -33,7 +34,7 @@ TORCH = "/opt/torch/.venv/bin/python3"
 
 
 class Machine:
-    """The programs, and what they run beside: a vault, a worker, and what stands in for the agent."""
+    """The programs and their environment: a vault, a worker, and a substitute for the agent."""
 
     def __init__(self, programs, gpu):
         self.programs = os.path.abspath(programs)
@@ -41,12 +42,12 @@ class Machine:
         self.socket = None
 
     def program(self, name):
-        """A program's path."""
+        """Returns a program's path."""
         return os.path.join(self.programs, name)
 
     @contextlib.contextmanager
     def keeper(self):
-        """Runs them; `socket` is where clients ask."""
+        """Runs vault, worker and keeper; clients connect to `socket`."""
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
             vault = os.path.join(folder, "vault")
             running.enter_context(ended(subprocess.Popen([self.program("bursar-vault"), vault], stderr=subprocess.DEVNULL)))
@@ -59,13 +60,13 @@ class Machine:
             yield
 
     def lines(self, *arguments):
-        """Runs `kept` to its end; the lines that it printed."""
+        """Runs `kept` to its end, and returns its output lines."""
         command = [self.program("kept"), *map(str, arguments)]
         output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
         return [json.loads(line) for line in output.splitlines()]
 
     def start(self, *arguments):
-        """Runs `kept`, to be talked to."""
+        """Starts `kept` for a dialogue."""
         command = [self.program("kept"), *map(str, arguments)]
         return Talker(subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
 
@@ -77,19 +78,19 @@ class Talker:
         self.process = process
 
     def hear(self):
-        """Its next line."""
+        """Returns the next line."""
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"it ended with {self.process.wait()}")
         return json.loads(line)
 
     def say(self, line):
-        """Sends it a line."""
+        """Sends a line."""
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
     def end(self):
-        """Ends its input, and waits for its end; what it said last."""
+        """Closes the input, waits for the exit, and returns the last line."""
         said, _ = self.process.communicate(timeout=60)
         return [json.loads(line) for line in said.splitlines()]
 
@@ -105,7 +106,7 @@ def ended(process):
 
 
 def wait_for(path):
-    """Waits until somebody listens."""
+    """Waits until a server listens."""
     deadline = time.monotonic() + 10
     while True:
         with socket.socket(socket.AF_UNIX) as client:
@@ -117,7 +118,7 @@ def wait_for(path):
 
 
 def lease(machine, table, options):
-    """What a lease costs over the driver's own calls, and at least what of it the system takes to wake two one after the other."""
+    """Measures the cost of a lease beyond the driver's calls, and the kernel's minimum to wake two processes."""
     woken = [row["ns"] for row in machine.lines("wakes", 20)]
     table.add("(b) a connection, two that sleep, and back, p50 / p99", milliseconds(woken), "")
     for gib in options.sizes:
@@ -132,7 +133,7 @@ def lease(machine, table, options):
 
 
 def images(machine, table, options, name, orders):
-    """Ends an image of a process in one way after the other, and looks what the next one finds."""
+    """Ends images of a process repeatedly in one way, and reads what the next image finds."""
     size = options.gib * GIB
     with machine.keeper():
         neighbour = machine.start("neighbour", min(size, GIB))
@@ -163,20 +164,20 @@ def images(machine, table, options, name, orders):
 
 
 def faults(machine, table, options):
-    """Real faults, each answered by an exec of the same program, as the shim does."""
+    """Answers real faults by an exec of the same program, as the shim does."""
     images(machine, table, options, "faults", [options.faults[round_ % len(options.faults)] for round_ in range(options.rounds)])
 
 
 def kills(machine, table, options):
-    """SIGKILLs, each answered by a new process."""
+    """Answers SIGKILLs by a new process."""
     images(machine, table, options, "SIGKILLs", ["kill"] * options.rounds)
 
 
 def canary(machine, table, options):
-    """Whether memory that one tenant gave back comes to another cleared."""
+    """Checks that the driver clears freed memory before another tenant gets it."""
     command = [machine.program("bursar-worker"), "canary", "--gpu", machine.gpu]
     said = subprocess.run(command, check=True, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE).stdout
-    # The first line says that it has a context, for the agent to measure.
+    # The first line reports that the process has a context, for the agent to measure.
     verdict = json.loads(said.splitlines()[-1])
     table.add("(d) the canary's verdict", json.dumps(verdict), "Scrubbed", wrong=verdict["verdict"] != "Scrubbed")
     tenants = [machine.start("tenant", options.sizes[0] * GIB) for _ in range(2)]
@@ -194,7 +195,7 @@ def canary(machine, table, options):
 
 
 def example(machine, table, options):
-    """The Python example under PyTorch, across SIGKILL and an illegal address."""
+    """Runs the Python example under PyTorch across SIGKILL and an illegal address."""
     here = os.path.dirname(os.path.abspath(__file__))
     program = os.path.join(here, "../../device-plugin/runtime/python/examples/transformer.py")
     wheels = glob.glob(machine.program("bursar-*.whl"))
@@ -238,7 +239,7 @@ def main():
     if options.gpu is None:
         command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
         options.gpu = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.split()[0]
-    # Copies that can be run, whatever became of their modes on the way here.
+    # Copies are executable, even if the transfer has lost the modes.
     with tempfile.TemporaryDirectory() as folder:
         for name in os.listdir(options.programs):
             shutil.copy(os.path.join(options.programs, name), folder)

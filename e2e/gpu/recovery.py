@@ -1,12 +1,12 @@
-"""Shows on a real GPU that a container computes again after faults and kills with the memory that it had kept, and how soon.
+"""Shows on a real GPU how soon a container computes again after faults and kills, with its retained memory.
 
 usage: recovery.py ARCHIVE PROGRAM [--gib N] [--times N]
 
-ARCHIVE is what `cargo e2e pack` wrote, PROGRAM what `cargo build --release --package bursar-runtime --example kept`
-made. Needs root, an NVIDIA driver and a Python with torch; no network. Starts a cluster of one node with Bursar on it.
-The main process of one pod faults again and again and is restarted in place, that of a second one has its child killed;
-a third one computes beside them. Prints one table. Exits with 1 if a row is not as it must be: no fault may take longer than it
-takes without Bursar, in a process of the node that has as much memory and executes itself again.
+ARCHIVE is the output of `cargo e2e pack`, PROGRAM that of `cargo build --release --package bursar-runtime --example
+kept`. Needs root, an NVIDIA driver and a Python with torch; no network. The script starts a cluster of one node with
+Bursar. The main process of one pod faults repeatedly and is executed again in its place, a second pod has its child
+killed, and a third pod computes beside them. The script prints one table, and exits with 1 if a row fails. No recovery
+may take longer than without Bursar, in a process of the node with as much memory that executes itself again.
 """
 
 import argparse
@@ -27,7 +27,7 @@ FLOOR = "fault", "exec", "init", "context", "take", "whole"
 
 
 def floor(table, program, size, times):
-    """Rows on what driver and kernel take without Bursar; the 99th percentile of the whole."""
+    """Returns rows on the times of driver and kernel without Bursar, and the 99th percentile of the total."""
     made = subprocess.run([program, "floor", size, str(times)], capture_output=True, text=True, timeout=30 + 2 * times)
     images = [json.loads(line) for line in made.stdout.splitlines()]
     table.add("without Bursar: faults", str(len(images)), str(times), wrong=made.stderr[-600:] if len(images) != times else None)
@@ -37,7 +37,7 @@ def floor(table, program, size, times):
 
 
 def judge(table, name, times, log, goal):
-    """Rows on the images of one pod, of which the first kept the memory; `goal` in ns."""
+    """Returns rows on the images of one pod, of which the first created the memory; `goal` in ns."""
     images = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     first, *later = images or [{"checksum": None}]
     right = sum(row["found"] and row["checksum"] == first["checksum"] for row in later)
@@ -52,7 +52,7 @@ def judge(table, name, times, log, goal):
 
 
 def main():
-    """Runs everything; the process's exit code."""
+    """Runs all rows, and returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("archive")
     parser.add_argument("program")
@@ -92,7 +92,7 @@ def main():
                 ("SIGKILLs", [PYTHON, "/programs/killed.py", "/programs/kept", size, str(times)]),
             ):
                 manifest = pod(name.lower(), gib + 4, command, programs)
-                # Outlives the images of a process, not the pod: how often it has faulted.
+                # The number of faults survives the images of a process, but not the pod.
                 manifest["spec"]["containers"][0]["volumeMounts"].append({"name": "state", "mountPath": "/state"})
                 manifest["spec"]["volumes"].append({"name": "state", "emptyDir": {}})
                 manifest["spec"]["restartPolicy"] = "OnFailure"

@@ -1,12 +1,13 @@
-"""Shows on a real GPU what the runtime's pool costs, and that it is correct there.
+"""Shows on a real GPU the cost of the runtime's pool, and that it is correct there.
 
 usage: runtime.py FOLDER [--only random|pair|steal|planted|sources|references...]
 
-FOLDER has `runtime-bench`, `sources` and `references`, made by `cargo build --release -p bursar-runtime --example
-runtime-bench --example sources --example references`, and `rmm`, made of programs/rmm.cpp; docs/benchmarks.md says how.
-Needs an NVIDIA driver and compute-sanitizer; no network, no cluster. Runs RMM's random allocations and the pair, RMM's own
-resources beside them, a two-stream steal, planted overflows, every source of memory and references to it, and prints one
-table last. Exits with 1 if a row is not as it must be. Without `rmm` it goes by what RMM took on another day.
+FOLDER has `runtime-bench`, `sources` and `references`, built by `cargo build --release -p bursar-runtime --example
+runtime-bench --example sources --example references`, and `rmm`, built of programs/rmm.cpp as docs/benchmarks.md
+describes. Needs an NVIDIA driver and compute-sanitizer; no network, no cluster. The script runs RMM's random
+allocations and the pair beside RMM's own resources, a two-stream steal, planted overflows, and every source of memory
+and references to it. It prints one table last, and exits with 1 if a row fails. Without `rmm` it compares with times
+of RMM from an earlier day.
 """
 
 import argparse
@@ -21,22 +22,22 @@ import sys
 from table import Table
 
 SANITIZERS = ["/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda-13.0/bin/compute-sanitizer"]
-# What RMM 26.10 took at best on an H200 of another day, in milliseconds, by allocations and MiB, and a pair in ns.
+# The best times of RMM 26.10 on an H200 of an earlier day: ms by allocations and MiB, and a pair in ns.
 RMM = {
     (1000, 1): 0.61, (1000, 64): 0.65, (1000, 1024): 0.41,
     (10000, 1): 14.1, (10000, 64): 12.0, (10000, 1024): 4.29,
     (100000, 1): 206, (100000, 64): 127, (100000, 1024): 43,
 }  # fmt: skip
 RMM_PAIR = 142
-# What the pool is to be: three times as fast in every cell, and on that day's machine 50 ns a pair.
+# The pool's goals: three times as fast in every cell, and 50 ns a pair on that day's machine.
 AHEAD = 3
 PAIR_SHARE = 50 / RMM_PAIR
-# What each of two programs that take turns has of the GPU, in percent.
+# The percentage of the GPU's memory for each of two programs that run in turn.
 SHARE = 34
 
 
 def rows_of(program, *arguments, bound=500):
-    """Runs the program; its rows, its exit code and all that it said."""
+    """Runs the program, and returns its rows, its exit code and its output."""
     ran = subprocess.run([*program, *arguments], text=True, capture_output=True, timeout=bound, check=False)
     rows = []
     for line in ran.stdout.splitlines():
@@ -49,7 +50,7 @@ def rows_of(program, *arguments, bound=500):
 
 @functools.cache
 def peer(program):
-    """What RMM's best resource takes: milliseconds by cell, nanoseconds of a pair, and the name of each best one."""
+    """Returns the times of RMM's best resources: ms by cell, ns of a pair, and each resource's name."""
     program = os.path.join(os.path.dirname(program), "rmm")
     if not os.path.exists(program):
         return {**{cell: (ms, "another day") for cell, ms in RMM.items()}, "pair": (RMM_PAIR, "another day")}
@@ -66,7 +67,7 @@ def peer(program):
 
 
 class Turns:
-    """A program that runs a cell whenever it is told to."""
+    """A program that runs a cell for each line of its input."""
 
     def __init__(self, *command):
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -79,7 +80,7 @@ class Turns:
         self.process.wait()
 
     def run(self, cell):
-        """Milliseconds, and allocations that failed."""
+        """Returns milliseconds and failed allocations."""
         self.process.stdin.write("{} {}\n".format(*cell))
         self.process.stdin.flush()
         line = self.process.stdout.readline()
@@ -90,9 +91,9 @@ class Turns:
 
 
 def by_turns(program, rmm):
-    """For each cell medians of the pool's and of RMM's best resource's milliseconds and of how they compare, and what failed in each.
+    """Returns for each cell the medians of the pool and of RMM's best resource, their ratio, and the failures.
 
-    A host that has other work to do makes a program half as fast for seconds: neighbours in time are compared."""
+    A busy host halves a program's speed for seconds, so neighbouring runs are compared."""
     found = {}
     peers = os.path.join(os.path.dirname(program), "rmm")
     with Turns(program, "turns", str(SHARE)) as pool:
@@ -110,7 +111,7 @@ def by_turns(program, rmm):
 
 
 def random(program):
-    """RMM's nine cells, and how often an allocation failed."""
+    """Runs RMM's nine cells, and counts failed allocations."""
     rmm = peer(program)
     turns = by_turns(program, rmm) if all(source != "another day" for _, source in rmm.values()) else {}
     rows, code, said = rows_of([program], "random")
@@ -141,7 +142,7 @@ def random(program):
 
 
 def pair(program):
-    """One allocation and its free."""
+    """Measures one allocation and its free."""
     best, resource = peer(program)["pair"]
     goal = best * PAIR_SHARE
     rows, code, said = rows_of([program], "pair")
@@ -149,7 +150,7 @@ def pair(program):
     for row in rows:
         if row["source"] == "cuMemAllocAsync":
             continue
-        # The goal is the pool's with its exact limit, in every thread that has a stream of its own.
+        # The goal applies to the pool with its exact limit, in every thread that has a stream of its own.
         judged = row["source"] in ("pool", "pool, a stream each")
         wrong = f"goal {goal:.3g} ns" if judged and row["ns"] > goal else None
         took = f"{row['ns']:.1f} ns, best {row['best_ns']:.1f}"
@@ -160,7 +161,7 @@ def pair(program):
 
 
 def steal(program):
-    """A block goes from one stream to another, with its data checked, and the same under compute-sanitizer."""
+    """Moves a block from one stream to another and checks its data, also under compute-sanitizer."""
     for title, command in ("steal", [program]), ("steal, memcheck", sanitized(program)):
         if command is None:
             yield title, "no compute-sanitizer", "", "not run"
@@ -170,7 +171,7 @@ def steal(program):
 
 
 def planted(program):
-    """Overflows by one byte, which somebody has to find."""
+    """Plants overflows by one byte, which the guard or the sanitizer must find."""
     for how in "direct", "guarded":
         command = sanitized(program)
         if command is None:
@@ -185,19 +186,19 @@ def planted(program):
 
 
 def sources(program):
-    """Every source of memory and the layers over it."""
+    """Runs every source of memory and the layers over it."""
     yield from clean(program, "sources")
 
 
 def references(program):
-    """Typed references, managed memory and checksums, the last ones over 1 GiB."""
+    """Runs typed references, managed memory and checksums, the last ones over 1 GiB."""
     yield from clean(program, "references", "1")
 
 
 def clean(program, name, *arguments):
-    """An example beside the program, alone and under compute-sanitizer."""
+    """Runs an example of the program's folder, alone and under compute-sanitizer."""
     program = os.path.join(os.path.dirname(program), name)
-    # Calls that the driver refuses are a part of it.
+    # The example provokes refusals of the driver.
     checked = sanitized(program, "--report-api-errors", "no")
     for title, command in (name, [program]), (f"{name}, memcheck", checked):
         if command is None:
@@ -208,20 +209,20 @@ def clean(program, name, *arguments):
 
 
 def sanitized(program, *options):
-    """The program under memcheck, which answers 9 where it found something."""
+    """Runs the program under memcheck, which exits with 9 after a finding."""
     found = shutil.which("compute-sanitizer") or next((path for path in SANITIZERS if os.path.exists(path)), None)
     return found and [found, "--tool", "memcheck", "--error-exitcode", "9", *options, program]
 
 
 def show(row):
-    """A row of the program as a cell of the table."""
+    """Formats a row of the program as a cell of the table."""
     if row is None:
         return "no answer"
     return ", ".join(f"{key} {value}" for key, value in row.items() if key != "row" and value is not None)
 
 
 def main():
-    """Runs everything; the process's exit code."""
+    """Runs all rows, and returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--only", nargs="*")

@@ -1,10 +1,10 @@
-"""The table that a script prints last, and what is wrong in it."""
+"""Collects the rows of a script, and prints their table with the failures."""
 
 import time
 
 
 class Table:
-    """Rows as they come, each with whether it is as it must be."""
+    """Rows in order, each with its failure if there is one."""
 
     def __init__(self, *columns):
         self.begun = time.monotonic()
@@ -12,11 +12,11 @@ class Table:
         self.rows = []
 
     def say(self, text):
-        """A line on the way, with the time since the start."""
+        """Prints a progress line with the time since the start."""
         print(f"[{time.monotonic() - self.begun:5.1f}s] {text}", flush=True)
 
     def add(self, *cells, wrong=False):
-        """One more row; `wrong` says what is not as it must be, or only that something is not."""
+        """Adds a row; `wrong` describes its failure, or is only true."""
         if wrong is None or wrong is False:
             verdict = "right"
         else:
@@ -25,7 +25,7 @@ class Table:
         self.say(f"{cells[0]}: {self.rows[-1][-1]}")
 
     def show(self):
-        """Prints all of it; the process's exit code."""
+        """Prints all rows, and returns the exit code."""
         print("\n| " + " | ".join((*self.columns, "verdict")) + " |")
         print("|---" * (len(self.columns) + 1) + "|")
         for row in self.rows:
@@ -36,10 +36,10 @@ class Table:
 
 
 def percentile(values, part):
-    """The smallest value that so many hundredths are not above."""
+    """Returns the smallest value that `percent` hundredths of the values do not exceed."""
     return sorted(values)[max(0, -(-len(values) * part // 100) - 1)]
 
 
 def milliseconds(values):
-    """p50 and p99 of nanoseconds, as text."""
+    """Formats p50 and p99 of nanoseconds."""
     return f"{percentile(values, 50) / 1e6:.2f} / {percentile(values, 99) / 1e6:.2f} ms"

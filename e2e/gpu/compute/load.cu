@@ -1,10 +1,12 @@
-// A tenant's process: a loop that keeps the GPU busy, or a probe that times short kernels. `shares.py` runs it.
+// Runs as a tenant process: a loop that keeps the GPU busy, or a probe that times short kernels.
+// `shares.py` starts it.
 //
 // usage: load BOARD loop|probe ITERATIONS_PER_US    or: load - calibrate
 //
-// BOARD is a file that the process and `shares.py` map: settings on its first page, then finished work in slots of 1 ms
-// (microseconds of work as calibrated on the idle GPU; MiB where it copies), then the probe's latencies. A line
-// `FD CLIENT OBJECT COMMAND PARAMS` on stdin (hex, but FD) is sent to the driver as this process; stdout gets the status.
+// BOARD is a file that the process and `shares.py` map. Settings are on its first page, then
+// finished work in slots of 1 ms, then the probe's latencies. Work is in microseconds as calibrated
+// on the idle GPU, or in MiB of copies. The process sends each line `FD CLIENT OBJECT COMMAND
+// PARAMS` of stdin (hex, except FD) to the driver, and prints the status.
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
 #include <fcntl.h>
@@ -33,7 +35,7 @@
 
 enum Mode : uint32_t { PLAIN, GRAPH, COOPERATIVE, COPY, FAULT };
 
-// `shares.py` knows this layout.
+// `shares.py` depends on this layout.
 constexpr size_t SLOTS = 600 * 1000, LATENCIES = 300 * 1000;
 struct Board {
     volatile uint32_t stop, pause, mode, kernel_us, ready, pid;
@@ -55,7 +57,8 @@ static uint64_t now_ns() {
     return time.tv_sec * 1000000000ull + time.tv_nsec;
 }
 
-// fp16 products on the tensor cores, out of registers: the time is the iterations' alone.
+// fp16 products on the tensor cores, from registers only, so that the time depends on the
+// iterations alone.
 __device__ void multiply(int iterations, float *out) {
     using namespace nvcuda::wmma;
     fragment<matrix_a, 16, 16, 16, half, row_major> a;
@@ -115,7 +118,7 @@ static int calibrate() {
     return 0;
 }
 
-// What one step of the loop queues, and how much work that is.
+// Queues one step of the loop, and computes its amount of work.
 class Work {
     Gpu &gpu_;
     const double per_us_;
@@ -214,7 +217,7 @@ static void probe(Board *board, double per_us) {
     }
 }
 
-// Sends what stdin says to the driver, as this process with its own capabilities.
+// Sends the commands of stdin to the driver, as this process with its own capabilities.
 static void obey() {
     int fd;
     unsigned client, object, command;

@@ -1,4 +1,4 @@
-"""Starts tenants' processes (`load.cu`), reads what they finished, and finds their channel groups."""
+"""Starts tenant processes (`load.cu`), reads their finished work, and finds their channel groups."""
 
 import mmap
 import os
@@ -14,14 +14,14 @@ PLAIN, GRAPH, COOPERATIVE, COPY, FAULT = range(5)
 
 
 class Group:
-    """A channel group that runs kernels: what a control command names it by."""
+    """A channel group that runs kernels, by the handles of control commands."""
 
     def __init__(self, fd, client, handle, channel):
         self.fd, self.client, self.handle, self.channel = fd, client, handle, channel
 
 
 class Load:
-    """One process of a tenant."""
+    """One tenant process."""
 
     program = work = per_us = None  # set once by shares.py
     begun_ns = 0
@@ -59,7 +59,7 @@ class Load:
 
     @staticmethod
     def several(count, **options):
-        """Starts many at once and waits for all."""
+        """Starts several processes at once and waits for all."""
         return [load.wait() for load in [Load(**options) for _ in range(count)]]
 
     def wait(self):
@@ -82,17 +82,17 @@ class Load:
         self.words[KERNEL_US], self.words[MODE] = kernel_us, mode
 
     def done(self, from_ns, to_ns):
-        """Work finished between two moments."""
+        """Returns the work finished between two times."""
         slots = [1024 + (at - Load.begun_ns) // 1_000_000 for at in (from_ns, to_ns)]
         return sum(self.words[slots[0] : slots[1]])
 
     def latencies(self, from_ns, to_ns):
-        """The probe's latencies of that time, in nanoseconds."""
+        """Returns the probe's latencies between two times, in nanoseconds."""
         pairs = memoryview(self.map).cast("B")[LATENCY_AT : LATENCY_AT + 16 * self.words[8]].cast("Q")
         return [pairs[at + 1] for at in range(0, len(pairs), 2) if from_ns <= pairs[at] < to_ns]
 
     def handles(self):
-        """Every group and channel that libcuda allocated here: fd, class, client, parent, handle, engine."""
+        """Returns all groups and channels that libcuda has allocated: fd, class, client, parent, handle, engine."""
         rows = []
         for line in self.log.read_text().splitlines():
             fd, *hexes, engine = line.split()
@@ -100,7 +100,7 @@ class Load:
         return rows
 
     def groups(self):
-        """The groups that run kernels, each with one of its channels."""
+        """Returns the groups that run kernels, each with one of its channels."""
         rows = self.handles()
         channels = {}
         for _, kind, client, parent, handle, _ in rows:
@@ -113,20 +113,20 @@ class Load:
         ]
 
     def ask(self, group, target, command, params):
-        """The process sends the command itself, with its own capabilities: status and answer."""
+        """Makes the process send a command with its own capabilities, and returns status and answer."""
         self.process.stdin.write(f"{group.fd} {group.client:x} {target:x} {command:x} {params.hex()}\n")
         self.process.stdin.flush()
         status, _, answer = self.process.stdout.readline().split()
         return int(status, 16), bytes.fromhex(answer)
 
     def file(self, fd):
-        """This process's duplicate of the load's open /dev/nvidiactl."""
+        """Returns this process's duplicate of the load's open /dev/nvidiactl."""
         if fd not in self.files:
             self.files[fd] = rm.fetch(self.pid, fd)
         return self.files[fd]
 
     def end(self):
-        """Ends the process, also where it failed before."""
+        """Ends the process, also after a failure."""
         Load.alive.remove(self)
         self.words[STOP] = 1
         try:
@@ -139,13 +139,13 @@ class Load:
 
 
 def slice_of(load, group):
-    """The slice that the driver says the group has."""
+    """Returns the group's slice by the driver."""
     status, answer, _ = rm.control(load.file(group.fd), group.client, group.handle, rm.GET_TIMESLICE, bytes(8))
     return int.from_bytes(answer, "little") if status == 0 else rm.status_name(status)
 
 
 def set_slices(pairs, restart=True):
-    """The agent gives each load's groups a slice, then restarts the run list once; statuses."""
+    """Sets the slices of each load's groups, then restarts the run list once, and returns the statuses."""
     statuses = []
     for load, slice_us in pairs:
         for group in load.groups():
@@ -157,7 +157,7 @@ def set_slices(pairs, restart=True):
 
 
 def restart_run_list(load):
-    """The agent restarts the run list by one channel of the load: status and nanoseconds."""
+    """Restarts the run list by one channel of the load, and returns status and nanoseconds."""
     group = load.groups()[0]
     status, _, took = rm.control(load.file(group.fd), group.client, group.channel, rm.RESTART_RUNLIST, rm.FORCE)
     return status, took

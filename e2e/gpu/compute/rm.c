@@ -1,8 +1,10 @@
-// Notes the channel groups and channels that libcuda allocates. The program that links this exports `ioctl`, so the
-// dynamic linker binds libcuda's calls to it, as it would with LD_PRELOAD.
+// Records the channel groups and channels that libcuda allocates. The program that links this file
+// exports `ioctl`, so that the dynamic linker binds libcuda's calls to it, as with LD_PRELOAD.
 //
-// RM_LOG names the file that gets a line for each: fd, class, client, parent, object, engine (groups only).
-// RM_BIRTH_US is the time slice that a group gets right after its allocation, before it is scheduled.
+// RM_LOG names the file for a line on each: fd, class, client, parent, object, engine (groups
+// only).
+// RM_BIRTH_US is the time slice that a group gets right after its allocation, before it is
+// scheduled.
 #define _GNU_SOURCE
 #include "rm.h"
 

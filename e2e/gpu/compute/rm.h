@@ -1,5 +1,6 @@
-// The part of NVIDIA's resource manager interface that sets a channel group's time slice. Numbers and layouts are those
-// of NVIDIA/open-gpu-kernel-modules 580.142; each names its header. They are no stable ABI.
+// Declares the part of NVIDIA's resource manager interface that sets a channel group's time slice.
+// Numbers and layouts are those of NVIDIA/open-gpu-kernel-modules 580.142; each names its header.
+// They are no stable ABI.
 #pragma once
 #include <stdint.h>
 
@@ -19,14 +20,14 @@ struct rm_control {
     uint32_t params_size, status;
 };
 
-// NVOS21_PARAMETERS in nvos.h: what the ioctl of 32 bytes carries.
+// NVOS21_PARAMETERS in nvos.h, the argument of the ioctl of 32 bytes.
 struct rm_alloc {
     uint32_t client, parent, object, class_id;
     uint64_t params;
     uint32_t params_size, status;
 };
 
-// NVOS64_PARAMETERS in nvos.h: what the ioctl of 48 bytes carries.
+// NVOS64_PARAMETERS in nvos.h, the argument of the ioctl of 48 bytes.
 struct rm_alloc_rights {
     uint32_t client, parent, object, class_id;
     uint64_t params, rights;
@@ -38,7 +39,8 @@ struct rm_group_params {
     uint32_t error, ecc_error, address_space, engine;
 };
 
-// Sends one control command as this process; RM's status, or UINT32_MAX when the ioctl itself fails.
+// Sends one control command as this process. Returns RM's status, or UINT32_MAX if the ioctl itself
+// fails.
 #ifdef __cplusplus
 extern "C"
 #endif

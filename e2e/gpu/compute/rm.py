@@ -1,4 +1,4 @@
-"""Sends control commands to NVIDIA's resource manager, as this process or as one with fewer capabilities.
+"""Sends control commands to NVIDIA's resource manager, as this process or with fewer capabilities.
 
 Numbers and layouts are those of NVIDIA/open-gpu-kernel-modules 580.142; each names its header. They are no stable ABI.
 """
@@ -26,11 +26,11 @@ HIGH = struct.pack("<I", 2)
 STATUS = {0: "ok", 0x1B: "not permitted", 0x1F: "invalid argument", 0x23: "invalid client", 0x56: "not supported"}
 
 SYS_NICE, SYS_ADMIN = 23, 21
-# What containerd gives a container that asks for nothing.
+# The default capabilities of a container of containerd.
 CONTAINER = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31)
 EVERY = tuple(range(41))
 NOBODY = 65534
-# name: uid, capabilities (None: as this process), whether in a user namespace of its own (where it has all of them)
+# name: uid, capabilities (None: unchanged), whether in a user namespace of its own (with all of them)
 ACTORS = {
     "no capability": (NOBODY, (), False),
     "container's default": (0, CONTAINER, False),
@@ -44,7 +44,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def microseconds(value):
-    """A time slice as SET_TIMESLICE takes it."""
+    """Encodes a time slice for SET_TIMESLICE."""
     return struct.pack("<Q", value)
 
 
@@ -60,7 +60,7 @@ def _checked(result, what):
 
 
 def become(actor):
-    """Gives this process the actor's user, capabilities and namespace, also past an exec."""
+    """Gives this process the actor's user, capabilities and namespace, which an exec preserves."""
     uid, capabilities, own_namespace = ACTORS[actor]
     if capabilities is None:
         return
@@ -88,7 +88,7 @@ def become(actor):
 
 
 def fetch(pid, fd):
-    """A duplicate of another process's open file."""
+    """Duplicates an open file of another process."""
     pidfd = os.pidfd_open(pid)
     try:
         return _checked(libc.syscall(438, pidfd, fd, 0), "duplicate a file of another process")  # pidfd_getfd
@@ -97,7 +97,7 @@ def fetch(pid, fd):
 
 
 def control(fd, client, target, command, params):
-    """Sends one command; status, answer and nanoseconds."""
+    """Sends one command, and returns status, answer and nanoseconds."""
     answer = ctypes.create_string_buffer(params, len(params))
     call = ctypes.create_string_buffer(
         struct.pack("<IIIIQII", client, target, command, 0, ctypes.addressof(answer), len(params), 0), 32
@@ -109,7 +109,7 @@ def control(fd, client, target, command, params):
 
 
 def in_child(actor, function):
-    """What `function` returns (as JSON) in a child process that became the actor first."""
+    """Calls `function` in a child process that becomes the actor first, and returns its result (as JSON)."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
-"""Measures who gets how much of one GPU's time, and who can change it with the time slices of channel groups.
+"""Measures the shares of tenants in one GPU's time, and who can change them by the time slices of channel groups.
 
 usage: sudo shares.py [--only PHASE,...] [--seconds N] [--out FOLDER]
 
-Needs one NVIDIA GPU that nobody else uses, root, nvcc and nvidia-ml-py (pynvml). It changes no setting of the GPU: a
-channel group's time slice belongs to the process and ends with it.
+Needs one otherwise unused NVIDIA GPU, root, nvcc and nvidia-ml-py (pynvml). The script changes no setting of the GPU:
+a channel group's time slice belongs to the process and ends with it.
 
 Every row is a window of time over processes that run throughout. Its columns:
   share   of each tenant, its finished work over what the idle GPU finishes in that time (1.00 is the whole GPU)
-  sum     of the shares: what turns cost is what is missing to 1.00
+  sum     of the shares: the rest to 1.00 is the cost of time slicing
   probe   latency of a short kernel of one warp from a process of its own, launch to return: p50 / p99 / maximum, ms
-  status  what the driver answered; no verdict comes from it
+  status  the driver's answer, which decides no verdict
 
 Phases:
   attack    a tenant changes its own slice, as each of `rm.ACTORS`, by every command that an own group takes
-  baseline  what the driver does by default, with NVML's per-process utilisation beside the true shares
+  baseline  the driver's default, with NVML's per-process utilisation beside the true shares
   agent     a root process changes other processes' slices through their open /dev/nvidiactl
   contest   a tenant and a root process set the tenant's slice against each other
-  weights   shares by weight, for 2 to 4 tenants of 1 to 4 processes; what a restart of the run list costs
+  weights   shares by weight, for 2 to 4 tenants of 1 to 4 processes; the cost of a restart of the run list
   conserve  how soon others take the time of a tenant that pauses
   kinds     graphs, cooperative launches, long kernels, copies, a fault, a new process, a debugger, an agent that ends
 """
@@ -52,7 +52,7 @@ def milliseconds(values):
 
 
 def window(title, tenants, probe=None, seconds=2.0, status="", nvml=None, settle=0.3):
-    """Adds a row: the shares of tenants (lists of loads) over the next seconds; the shares."""
+    """Adds a row with the shares of tenants (lists of loads) over the next seconds, and returns the shares."""
     time.sleep(settle)
     wall_us, begun = int(time.time() * 1e6), time.monotonic_ns()
     time.sleep(seconds)
@@ -67,7 +67,7 @@ def window(title, tenants, probe=None, seconds=2.0, status="", nvml=None, settle
 
 
 class Nvml:
-    """NVML's per-process utilisation, by both of its calls."""
+    """Reads NVML's per-process utilisation, by both of its calls."""
 
     def __init__(self):
         import pynvml
@@ -78,7 +78,7 @@ class Nvml:
         say(f"{pynvml.nvmlDeviceGetName(self.device)}, driver {pynvml.nvmlSystemGetDriverVersion()}")
 
     def shares(self, tenants, since_us):
-        """Each tenant's mean smUtil by both calls, and the samples that a process had."""
+        """Returns each tenant's mean smUtil by both calls, and the samples of a process."""
         return "; ".join(
             self._shares(call, tenants, since_us)
             for call in (self.nvml.nvmlDeviceGetProcessUtilization, self.nvml.nvmlDeviceGetProcessesUtilizationInfo)
@@ -101,7 +101,7 @@ class Nvml:
 
 
 def attack(_):
-    """A tenant changes its own slice; a neighbour and a probe are watched."""
+    """Lets a tenant change its own slice, and watches a neighbour and a probe."""
     victim = Load().wait()
     probe = Load(kind="probe").wait()
     for actor in rm.ACTORS:
@@ -150,7 +150,7 @@ def one_attacker(actor, victim, probe):
 
 
 def baseline(nvml):
-    """What the driver does by default."""
+    """Measures the driver's default."""
     probe = Load(kind="probe").wait()
     pool = Load.several(5, paused=True)
     say(f"handles of one process (fd, class, client, parent, handle, engine): {pool[0].handles()}")
@@ -168,14 +168,14 @@ def baseline(nvml):
 
 
 def run(pool, count):
-    """The first of the pool run, the others pause."""
+    """Runs the first `count` of the pool, and pauses the others."""
     for at, load in enumerate(pool):
         load.mode(PLAIN)
         load.pause(at >= count)
 
 
 def agent(_):
-    """Another process changes slices through the loads' own open files."""
+    """Changes slices from another process, through the loads' own open files."""
     probe = Load(kind="probe").wait()
     a, b = Load.several(2)
     tenants = [[a], [b]]
@@ -212,7 +212,7 @@ def weigh(tenants, weights, round_us=ROUND_US):
 
 
 def divide(pool, counts):
-    """The pool's loads by tenant; those of no tenant pause."""
+    """Returns the pool's loads by tenant, and pauses those without a tenant."""
     tenants, at = [], 0
     for count in counts:
         tenants.append(pool[at : at + count])
@@ -222,7 +222,7 @@ def divide(pool, counts):
 
 
 def weights(nvml):
-    """Shares by weight."""
+    """Measures shares by weight."""
     probe = Load(kind="probe").wait()
     pool = Load.several(10, paused=True)
     tenants = divide(pool, (1, 1))
@@ -256,7 +256,7 @@ def weights(nvml):
 
 
 class Repeat:
-    """A child process that calls a function again and again; as text, what its calls took, once it is asked."""
+    """A child process that calls a function repeatedly. As text, the durations of its calls."""
 
     def __init__(self, actor, function, every, seconds):
         read, write = os.pipe()
@@ -283,7 +283,7 @@ class Repeat:
 
 
 def contest(_):
-    """A tenant sets its slice to 100 ms each millisecond, and a root process sets it back."""
+    """Lets a tenant set its slice to 100 ms each millisecond, while a root process sets it back."""
     probe = Load(kind="probe").wait()
     victim, attacker = Load.several(2)
     tenants = [[attacker], [victim]]
@@ -325,7 +325,7 @@ def contest(_):
 
 
 class Both:
-    """Two repeats, as text."""
+    """The text of two repeats."""
 
     def __init__(self, tenant, root):
         self.tenant, self.root = tenant, root
@@ -335,7 +335,7 @@ class Both:
 
 
 def conserve(_):
-    """One tenant pauses and comes back."""
+    """Pauses one tenant and resumes it."""
     pool = Load.several(3)
     tenants = [[load] for load in pool]
     weigh(tenants, (50, 25, 25))
@@ -357,12 +357,12 @@ def conserve(_):
 
 
 def first(from_ns, true):
-    """Milliseconds from that moment to the first 50 ms for which it is true."""
+    """Returns the milliseconds from a time to the first 50 ms for which `true` holds."""
     return next((at for at in range(600) if true(from_ns + at * 1_000_000)), "over 600")
 
 
 def kinds(_):
-    """75 : 25 while the second tenant does other things."""
+    """Measures 75 : 25 while the second tenant does other things."""
     probe = Load(kind="probe").wait()
     a, b = Load.several(2)
     tenants = [[a], [b]]

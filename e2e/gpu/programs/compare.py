@@ -1,4 +1,4 @@
-"""What the shim costs: `overhead` compares single calls in one process, and this the start of processes in turn.
+"""Measures the cost of the shim: `overhead` compares single calls in one process, this script process starts in turn.
 
 usage: compare.py OVERHEAD CUBIN ROUNDS
 """

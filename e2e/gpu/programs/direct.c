@@ -1,6 +1,6 @@
-// A program that is linked with libcuda.so.1, one command a run: takes memory in one way until the driver refuses,
-// or does one thing that costs memory without asking for it. Prints one JSON object; exits with 0 unless a call
-// fails that should not.
+// Links with libcuda.so.1, and runs one command: allocates in one way until the driver refuses, or
+// makes one call that costs memory without a request. Prints one JSON object. Exits with 0 unless a
+// call fails that should succeed.
 #include <cuda.h>
 #include <signal.h>
 #include <stdio.h>
@@ -50,7 +50,8 @@ static CUmemAllocationProp on_device(void) {
     return prop;
 }
 
-// Takes `size` bytes in the way `how`; the handle is not needed again: the process ends.
+// Allocates `size` bytes in the way `how`. The handle is not needed again, because the process
+// ends.
 static CUresult take(const char *how, size_t size) {
     CUdeviceptr pointer;
     if (!strcmp(how, "linear")) return cuMemAlloc(&pointer, size);
@@ -82,12 +83,13 @@ static void greedy(const char *how) {
     CUresult after = cuCtxGetCurrent(&other);
     printf("{\"sees_mib\":%zu,\"got_mib\":%zu,\"refused\":%d,\"ran_on\":%s}\n", total() >> 20, got >> 20, result,
            after == CUDA_SUCCESS ? "true" : "false");
-    // What it has is its own until whoever started it closes its input.
+    // The process holds its memory until its parent closes its input.
     fflush(stdout);
     while (getchar() != EOF) {}
 }
 
-// What a call that looks neutral answers, and what is free before and after it.
+// Prints the answer of a call that seems to need no memory, and the free memory before and after
+// it.
 static void limit(size_t bytes) {
     begin();
     size_t before = free_now();
@@ -113,7 +115,7 @@ static void locals(const char *cubin) {
            (ssize_t)(before - free_now()) / (ssize_t)MIB);
 }
 
-// A graph with a memory node of `mib`, launched ten times.
+// Launches a graph with a memory node of `mib` ten times.
 static void graph(size_t mib) {
     begin();
     CUgraph graph;
@@ -135,7 +137,8 @@ static void graph(size_t mib) {
     printf("{\"sees_mib\":%zu,\"answer\":%d,\"free_mib\":%zu}\n", total() >> 20, result, free_now() >> 20);
 }
 
-// Sleeps and wakes as an inference server does: the addresses stay, the memory goes and comes back.
+// Sleeps and wakes as an inference server does: the addresses stay, and the memory is freed and
+// allocated again.
 static void sleep_wake(int rounds, size_t mib) {
     begin();
     CUmemAllocationProp prop = on_device();
@@ -163,8 +166,8 @@ static void sleep_wake(int rounds, size_t mib) {
            awake >> 20, asleep >> 20);
 }
 
-// `holder` keeps as much of a process that was just killed. Whether this one is given as much while it lives, and
-// after it was killed too.
+// Prints whether this process gets as much memory as `holder` holds of a process that was just
+// killed, before and after `holder` is killed too.
 static void print_given(size_t mib, pid_t holder) {
     sleep(3);
     begin();
@@ -181,8 +184,8 @@ static void print_given(size_t mib, pid_t holder) {
            waited * 100);
 }
 
-// Design fact F13: the parent of a forked child is killed. Its memory stays until the child is gone; nobody else gets
-// it before. A third process of the container tries.
+// Kills the parent of a forked child. The parent's memory stays in use until the child has exited,
+// and no other process gets it before. A third process of the container tries.
 static void orphan(size_t mib) {
     int ready[2];
     if (pipe(ready)) exit(2);
@@ -223,7 +226,7 @@ static void give(int socket, int descriptor, const void *bytes, size_t size) {
     if (sendmsg(socket, &message, 0) != (ssize_t)size) exit(2);
 }
 
-// Receives bytes; the descriptor that came with them stays open, whatever its number.
+// Receives bytes. A descriptor that came with them stays open.
 static void get(int socket, void *bytes, size_t size) {
     char control[CMSG_SPACE(sizeof(int))];
     struct iovec part = {bytes, size};
@@ -231,8 +234,9 @@ static void get(int socket, void *bytes, size_t size) {
     if (recvmsg(socket, &message, 0) != (ssize_t)size) exit(2);
 }
 
-// A process exports what it has and is killed, while another holds it: by a descriptor that it never uses (`parked`)
-// or by a mapping. Whether others are given as much meanwhile, and after the holder is gone.
+// Exports memory and kills the exporter, while another process holds the memory by an unused
+// descriptor (`parked`) or by a mapping. Prints whether others get as much meanwhile, and after the
+// holder's exit.
 static void exported(size_t mib, int parked) {
     int pair[2], ready[2];
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair) || pipe(ready)) exit(2);
@@ -280,8 +284,9 @@ static size_t reserved(CUmemoryPool pool) {
     return bytes;
 }
 
-// Random allocations and frees in four streams: whether a pool ever grew by more since it was last looked at than
-// one step and, for each request, twice its size and no less than 2 MiB, or its steps if it is above half a step.
+// Allocates and frees at random in four streams, and checks each growth of a pool. A pool may grow
+// by one step and, for each request, by twice its size and at least 2 MiB. A request above half a
+// step counts as its size in whole steps instead.
 static void pool_growth(int rounds) {
     enum { STREAMS = 4, HELD = 512 };
     const size_t step = 32 * MIB;

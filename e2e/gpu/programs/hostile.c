@@ -1,5 +1,6 @@
-// A tenant that takes more than its quota, in one way a run. The first process of the container starts the others, uses
-// no GPU itself, and prints one JSON object: when the memory was taken, when its holder was ended, and by which signal.
+// Takes more than the quota of a tenant, in one way a run. The first process of the container
+// starts the others and uses no GPU itself. It prints one JSON object: when the memory was taken,
+// when its holder was ended, and by which signal.
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <dlfcn.h>
@@ -39,7 +40,7 @@ static CUmemAllocationProp exportable(void) {
     return prop;
 }
 
-// Takes memory through the driver's own file, without a context, so that the driver lists no process.
+// Allocates through the driver's own file without a context, so that the driver lists no process.
 static void take_without_context(size_t mib) {
     CUmemAllocationProp prop = exportable();
     CUmemGenericAllocationHandle handle;
@@ -55,13 +56,14 @@ static void take_without_context(size_t mib) {
     CHECK(create(&handle, mib * MIB, &prop, 0));
 }
 
-// The same in a process that the agent knows: the shim says hello in cuInit.
+// Allocates without a context in a process that the agent knows, because the shim opens a session
+// in cuInit.
 static void take_with_session(size_t mib) {
     CHECK(cuInit(0));
     take_without_context(mib);
 }
 
-// Takes memory through the shim and exports it: a descriptor.
+// Allocates through the shim and exports the memory as a descriptor.
 static int take_and_export(size_t mib) {
     CUmemAllocationProp prop = exportable();
     CUmemGenericAllocationHandle handle;
@@ -75,7 +77,7 @@ static int take_and_export(size_t mib) {
     return descriptor;
 }
 
-// Writes 0 into the page that this process shares with the agent, where its exports are counted.
+// Writes 0 into the page shared with the agent that counts the exports of this process.
 static void unsay_exports(void) {
     FILE *maps = fopen("/proc/self/maps", "r");
     char line[512], rights[5];
@@ -101,7 +103,7 @@ static void await(int told) {
     }
 }
 
-// Forks a child that runs `body` and stays, and returns once `body` has ended.
+// Forks a child that runs `body` and stays, and returns once `body` has returned.
 static pid_t child(void (*body)(size_t), size_t mib) {
     int told[2];
     if (pipe(told)) exit(2);
@@ -119,7 +121,7 @@ static pid_t child(void (*body)(size_t), size_t mib) {
 
 static void export_and_stay(size_t mib) { take_and_export(mib); }
 
-// How the process ends, with the times; after `bound` seconds it is not waited for.
+// Prints how the process ended, with the times, and waits for at most `bound` seconds.
 static void judge(pid_t holder, double held_at, int bound) {
     int status = 0, signal = 0;
     double until = now() + bound;
@@ -133,8 +135,9 @@ static void judge(pid_t holder, double held_at, int bound) {
     printf("{\"held_at\":%.3f,\"ended_s\":%.2f,\"signal\":%d}\n", held_at, now() - held_at, signal);
 }
 
-// An exporter hands its memory to a process without a session, unsays the export and dies. Whether another process of
-// the container is given as much meanwhile, and after the holder's end.
+// Passes exported memory to a process without a session, erases the export's count and kills the
+// exporter. Prints whether another process of the container gets as much meanwhile, and after the
+// holder's exit.
 static void parked(size_t mib) {
     int pair[2], told[2];
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair) || pipe(told)) exit(2);
@@ -156,7 +159,7 @@ static void parked(size_t mib) {
     }
     close(told[1]);
     await(told[0]);
-    // The descriptor lies in the socket, which this process holds.
+    // The descriptor is in the socket's queue, and this process holds the socket.
     close(pair[0]);
     kill(exporter, SIGKILL);
     waitpid(exporter, 0, 0);

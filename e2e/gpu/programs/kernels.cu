@@ -1,4 +1,4 @@
-// Kernels of direct.c and overhead.c, loaded by name.
+// Defines kernels that direct.c and overhead.c load by name.
 extern "C" __global__ void nothing(char *) {}
 
 extern "C" __global__ void locals(char *out) {

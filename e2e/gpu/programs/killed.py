@@ -1,4 +1,4 @@
-"""Ends a process by SIGKILL again and again, and starts the next one. Prints what each one said.
+"""Ends a process by SIGKILL repeatedly, starts the next one, and prints the output of each.
 
 usage: killed.py PROGRAM BYTES TIMES
 """

@@ -1,6 +1,7 @@
-// What calls cost through the real library and through the shim, in one process: blocks of calls in turn, so that
-// both meet the same machine. One JSON object: the median nanoseconds of a native call, and of the neighbouring
-// blocks' ratios. Or how long one library takes to start, which a process can do once.
+// Measures calls through the real library and through the shim in one process: blocks of calls in
+// turn, so that both meet the same machine. Prints one JSON object: the median nanoseconds of a
+// native call, and of the neighbouring blocks' ratios. Or measures how long one library takes to
+// start, which a process can do once.
 #include <cuda.h>
 #include <dlfcn.h>
 #include <stdio.h>
@@ -43,7 +44,7 @@ static void *named(void *library, const char *name) {
     return function;
 }
 
-// The calls that are measured, as a library has them.
+// The measured calls of one library.
 struct calls {
     __typeof__(&cuMemAlloc) alloc;
     __typeof__(&cuMemFree) free;
@@ -98,7 +99,8 @@ static void compare(const char *name, void (*once)(const struct calls *), int ti
     static double native[BLOCKS], ratio[BLOCKS];
     block(once, real, times), block(once, shim, times);
     for (int i = 0; i < BLOCKS; i++) {
-        // Whoever comes second finds what the first left in the caches and the queue.
+        // The order alternates, because the second block benefits from caches and the queue of the
+        // first.
         double hooked = i % 2 ? block(once, shim, times) : 0;
         native[i] = block(once, real, times);
         if (i % 2 == 0) hooked = block(once, shim, times);
@@ -120,7 +122,7 @@ static int start(const char *path) {
     return 0;
 }
 
-// Is linked with libcuda.so.1: what is not measured goes through the shim, which is preloaded.
+// The program links with libcuda.so.1, so that unmeasured calls go through the preloaded shim.
 int main(int count, char **words) {
     if (count == 3 && !strcmp(words[1], "start")) return start(words[2]);
     if (count != 5 || strcmp(words[1], "calls")) {

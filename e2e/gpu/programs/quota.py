@@ -1,4 +1,4 @@
-"""Takes memory with a framework's own allocator until it is refused, then computes. Prints one JSON object.
+"""Allocates by a framework's own allocator until it is refused, then computes. Prints one JSON object.
 
 usage: quota.py FRAMEWORK
 """
@@ -11,7 +11,7 @@ STEP = 64 * MIB
 
 
 def take(allocate, refused):
-    """Allocates STEP at a time until `refused` is raised; how many bytes that were, and the error's text."""
+    """Allocates STEP at a time until `refused` is raised, and returns the bytes and the error's text."""
     held, said = [], ""
     try:
         while True:
@@ -29,7 +29,7 @@ def with_torch():
     total = torch.cuda.mem_get_info()[1]
     got, said = take(lambda: torch.empty(STEP, dtype=torch.uint8, device="cuda"), torch.OutOfMemoryError)
     torch.cuda.empty_cache()
-    # A graph of CUDA's, replayed.
+    # A replayed CUDA graph.
     x = torch.ones(1024, 1024, device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -97,7 +97,7 @@ def with_jax():
 def with_numba():
     import numpy
 
-    # numba-cuda of this year names it, numpy 2.5 has it no more.
+    # numba-cuda refers to this name, which numpy 2.5 has removed.
     if not hasattr(numpy, "row_stack"):
         numpy.row_stack = numpy.vstack
     from numba import cuda

@@ -1,7 +1,9 @@
-// RMM's resources on RMM's random allocations and on one allocation and its free, for e2e/gpu/runtime.py: the peer on the
-// same machine in the same minutes. The steps are those of device-plugin/runtime/examples/runtime_bench/random.rs, the
-// numbers libstdc++'s own. docs/benchmarks.md says how it is built. Prints a line of JSON for each row; with the arguments
-// `turns SOURCE PERCENT` one for each line "ALLOCATIONS MIB" that it reads: that cell once, from so much of the GPU.
+// Measures RMM's resources on RMM's random allocations, and on one allocation and its free.
+// e2e/gpu/runtime.py compares the pool with them on the same machine in the same minutes. The steps
+// are those of device-plugin/runtime/examples/runtime_bench/random.rs, the numbers libstdc++'s own.
+// docs/benchmarks.md describes the build. Prints a line of JSON for each row. With the arguments
+// `turns SOURCE PERCENT`, runs one cell for each line "ALLOCATIONS MIB" of its input, within this
+// percentage of the GPU's memory.
 
 #include <cuda/stream_ref>
 #include <rmm/cuda_device.hpp>
@@ -28,13 +30,13 @@
 namespace {
 
 constexpr std::uint64_t MIB = 1 << 20;
-// What may be live, as in RMM's run.
+// The maximum of live bytes, as in RMM's benchmark.
 constexpr std::uint64_t MOST_LIVE = 16'000 * MIB;
 constexpr std::size_t ALIGN = 256;
-// As in measure.rs.
+// The constant of measure.rs.
 constexpr std::uint64_t ENOUGH = 500'000;
 constexpr int PAIRS = 2'000, BLOCKS = 301;
-// A resource that takes this long for a tenth of a cell is far from the best there.
+// A resource that needs this long for a tenth of a cell is far slower than the best one.
 constexpr double HOPELESS_MS = 60;
 constexpr std::pair<std::uint64_t, std::uint64_t> CELLS[] = {
     {1'000, 1},      {1'000, 64},      {1'000, 1'024},   {10'000, 1},   {10'000, 64},
@@ -51,7 +53,7 @@ struct Live {
   std::uint64_t bytes;
 };
 
-// One run of a cell; how many allocations failed.
+// Runs a cell once, and returns the number of failed allocations.
 std::uint64_t run(Resource resource, cuda::stream_ref stream, std::uint64_t allocations, std::uint64_t max_mib) {
   std::default_random_engine engine;
   std::uniform_int_distribution<std::uint64_t> size{1, max_mib * MIB}, chance{0, 99}, index{0, allocations - 1};
@@ -132,7 +134,7 @@ void measure(std::string const& source, Resource resource, cuda::stream_ref stre
   }
 }
 
-// Cells by turns with another program.
+// Runs cells in turn with another program.
 void turns(Resource resource, cuda::stream_ref stream) {
   std::uint64_t allocations, max_mib;
   while (std::cin >> allocations >> max_mib) {
@@ -145,12 +147,12 @@ void turns(Resource resource, cuda::stream_ref stream) {
 
 std::string const OWN_STREAM = ", own stream";
 
-// What is measured: all of it, or turns of one source.
+// The selection of measurements: all of them, or turns of one source.
 struct Wanted {
   std::string source;
   std::uint64_t bytes;
 
-  // In the default stream, as RMM's own benchmark does, and in one of its own.
+  // Measures in the default stream, as RMM's own benchmark does, and in a separate one.
   void of(std::string const& name, Resource resource) const {
     rmm::cuda_stream const stream{};
     if (source.empty()) {
@@ -169,7 +171,7 @@ struct Wanted {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // Rows that were measured are there, whatever happens next.
+  // Rows are written line by line, so that a later crash loses none.
   std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
   rmm::mr::cuda_memory_resource const cuda{};
   bool const by_turns = argc == 4 && argv[1] == std::string{"turns"};

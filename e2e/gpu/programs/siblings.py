@@ -1,4 +1,4 @@
-"""Two processes of one container take all that they can at the same time. Prints what they got together."""
+"""Runs two processes of one container that allocate all they can at the same time, and prints their sum."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ programs = [
     subprocess.Popen([sys.argv[1], "greedy", "linear"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     for _ in range(2)
 ]
-# Each keeps what it has until both were refused.
+# Each process holds its memory until both were refused.
 answers = [json.loads(program.stdout.readline()) for program in programs]
 for program in programs:
     program.communicate()

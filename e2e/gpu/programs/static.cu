@@ -1,4 +1,4 @@
-// A program with the CUDA runtime linked in statically: takes memory until it is refused, then computes.
+// Links the CUDA runtime statically: allocates until the shim refuses, then computes.
 #include <cstdio>
 
 __global__ void fill(float *values, int count) {

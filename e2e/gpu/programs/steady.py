@@ -19,7 +19,7 @@ rounds, wrong, slowest, most = 0, 0, 0.0, 0
 deadline = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < deadline:
     begun = time.monotonic()
-    # A fresh one each time: the allocator asks for memory too.
+    # A new tensor each time, so that the allocator requests memory too.
     scratch = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
     wrong += (x @ x).sum().item() != expected
     del scratch
