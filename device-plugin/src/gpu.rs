@@ -1,17 +1,17 @@
-//! What GPUs the node has and whether each is fit for new pods, as a `watch`.
+//! Discovers the node's GPUs and decides which of them are fit for new pods.
 //!
 //! | module | job |
 //! |---|---|
 //! | [`health`] | decides whether one GPU is fit: pure |
 //! | [`holders`] | asks the kernel module which processes hold memory without a context |
-//! | [`registry`] | keeps the GPUs that NVML listed, with their health: pure |
+//! | [`registry`] | records the GPUs that NVML listed, with their health: pure |
 //! | [`cgroup_limit`] | sets the driver's own memory limit of a cgroup |
 //! | [`mig`] | finds the capability nodes of a MIG instance |
-//! | [`pci`] | where a GPU is on the PCI bus |
+//! | [`pci`] | parses a GPU's address on the PCI bus |
 //! | [`drain`] | decides and carries out the drain of GPUs |
-//! | [`gpu_generations`] | counts how often each GPU's memory was lost |
-//! | [`read_nvml`] | asks NVML, through a process for each GPU |
-//! | [`xid`] | what each XID asks for: a table |
+//! | [`generations`] | counts how often each GPU's memory was lost |
+//! | [`nvml`] | asks NVML, through a process for each GPU |
+//! | [`xid`] | lists the remedy of each XID: a table |
 
 pub mod cgroup_limit;
 pub mod drain;
@@ -33,72 +33,73 @@ use crate::units::{Bytes, GpuUuid};
 use health::{Health, PersistedHealth, UnhealthyReason};
 use pci::PciAddress;
 
-/// A GPU, or a MIG instance, which is a GPU to its programs.
+/// A GPU, or a MIG instance, which programs use like a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Gpu {
     /// NVML's UUID.
     pub uuid: GpuUuid,
-    /// The number of its device node (`/dev/nvidia<minor>`); a MIG instance has its parent's.
+    /// The number of the device node (`/dev/nvidia<minor>`); a MIG instance has its parent's.
     pub minor: u32,
-    /// The model, as NVML names it.
+    /// NVML's name of the model.
     pub model: String,
-    /// What programs can allocate in all: NVML's total less what the driver keeps for itself.
+    /// The bytes that programs can allocate in all: NVML's total less the driver's own reserve.
     pub memory: Bytes,
-    /// Where it is on the PCI bus; a MIG instance is where its parent is. None where NVML does not tell.
+    /// The address on the PCI bus; a MIG instance has its parent's. None where NVML reports none.
     pub pci: Option<PciAddress>,
-    /// The GPU that a MIG instance is cut from.
+    /// The GPU of which a MIG instance is a part.
     pub mig_parent: Option<GpuUuid>,
     /// The numbers of a MIG instance's capability nodes (`/dev/nvidia-caps/nvidia-cap<N>`).
     pub capabilities: Vec<u32>,
 }
 
 impl Gpu {
-    /// Whether these are it, or the GPU that it is cut from.
+    /// Whether `gpus` has this GPU, or the parent of this MIG instance.
     pub fn is_in(&self, gpus: &BTreeSet<GpuUuid>) -> bool {
         let parent = self.mig_parent.as_ref();
         gpus.contains(&self.uuid) || parent.is_some_and(|parent| gpus.contains(parent))
     }
 }
 
-/// A GPU as it stands.
+/// A GPU with its present health.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuState {
     /// The GPU.
     pub gpu: Gpu,
-    /// Whether new pods may get it.
+    /// Whether new pods may use the GPU.
     pub health: Health,
-    /// What of its health outlives the agent.
+    /// The part of its health that outlives the agent.
     pub persisted: PersistedHealth,
 }
 
-/// The node's GPUs as they stand.
+/// The node's GPUs, or why the agent knows none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Inventory {
     /// NVML has not answered yet.
     Starting,
-    /// There is no driver that answers. Tried again quietly.
+    /// No driver answers. The agent tries again and logs nothing more.
     NoDriver(NoDriver),
-    /// The driver answers, and there is no GPU. Tried again quietly.
+    /// The driver answers, and the node has no GPU. The agent tries again and logs nothing more.
     NoGpu,
-    /// There are GPUs.
+    /// NVML has listed at least one GPU.
     Gpus {
-        /// The driver's version, while it answers.
+        /// The driver's version; none while the driver does not answer.
         driver: Option<String>,
-        /// In NVML's order. A GPU that went missing stays in the list, Unhealthy.
+        /// The GPUs in NVML's order. A missing GPU stays in the list as unhealthy.
         gpus: Vec<GpuState>,
     },
 }
 
-/// Why there is no driver to ask; the text is for people.
+/// Why NVML cannot be used, in a text for logs and status.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NoDriver {
-    /// Its files or device nodes are not there.
+    /// The driver's files or device nodes are missing.
     Missing(String),
-    /// It is there and does not work.
+    /// The driver is installed and does not work.
     Failed(String),
-    /// It is there and says that its kernel module is not loaded: no GPU keeps any memory then.
+    /// The driver says that its kernel module is not loaded: GPUs keep no memory without the
+    /// module.
     NotLoaded(String),
 }
 
@@ -111,7 +112,7 @@ impl std::fmt::Display for NoDriver {
 }
 
 impl Inventory {
-    /// The GPUs, where there are any.
+    /// The GPUs; empty where the agent knows none.
     pub fn gpus(&self) -> &[GpuState] {
         match self {
             Self::Gpus { gpus, .. } => gpus,
@@ -119,15 +120,15 @@ impl Inventory {
         }
     }
 
-    /// The GPU at `address`, or the MIG instances that it is cut into.
+    /// The GPU at `address`, or its MIG instances.
     pub fn gpus_at(&self, address: PciAddress) -> Vec<GpuUuid> {
         let there = self.gpus().iter().map(|state| &state.gpu);
         let there = there.filter(|gpu| gpu.pci == Some(address));
         there.map(|gpu| gpu.uuid.clone()).collect()
     }
 
-    /// The same, where a worker of these GPUs hangs in the driver: what a GPU does to one process it may do to the next,
-    /// however well it answers NVML.
+    /// Marks these GPUs unhealthy, since a provisioner of theirs hangs in the driver. Other
+    /// processes would hang on such a GPU too, however well it answers NVML.
     #[must_use]
     pub fn with_stuck_provisioners(mut self, stuck: &BTreeSet<GpuUuid>) -> Self {
         if let Self::Gpus { gpus, .. } = &mut self {
@@ -141,7 +142,7 @@ impl Inventory {
         self
     }
 
-    /// The same, where these GPUs are to be drained and something holds some still.
+    /// Marks the GPUs unhealthy whose drain was requested and which are still in use.
     #[must_use]
     pub fn with_draining(
         mut self,

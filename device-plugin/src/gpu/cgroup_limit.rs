@@ -1,5 +1,6 @@
-//! The driver's own memory limit of a cgroup: `nvmlDeviceSetMemoryLimits_v1` (`nvml.h` of CUDA 13.4, driver r615),
-//! which the wrapper lacks.
+//! Sets the driver's own memory limit of a cgroup, for which nvml-wrapper has no call.
+//!
+//! The call is `nvmlDeviceSetMemoryLimits_v1` (`nvml.h` of CUDA 13.4, driver r615).
 
 use std::ffi::{CString, c_char, c_int, c_ulonglong, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -13,21 +14,21 @@ use crate::units::Bytes;
 /// `nvmlSetMemoryLimits_v1_t`.
 #[repr(C)]
 struct MemoryLimits {
-    /// Full path of the cgroup's folder.
+    /// The full path of the cgroup's folder.
     name_space: *const c_char,
     soft: c_ulonglong,
     hard: c_ulonglong,
 }
 
-/// `nvmlReturn_t nvmlDeviceSetMemoryLimits_v1(nvmlDevice_t, nvmlSetMemoryLimits_v1_t *)`; the code is read as an
-/// integer, for a newer driver may have more of them.
+/// `nvmlReturn_t nvmlDeviceSetMemoryLimits_v1(nvmlDevice_t, nvmlSetMemoryLimits_v1_t *)`. The code
+/// is an integer, since a newer driver may have more codes.
 type SetMemoryLimits = unsafe extern "C" fn(*mut c_void, *mut MemoryLimits) -> c_int;
 
 const SYMBOL: &[u8] = b"nvmlDeviceSetMemoryLimits_v1\0";
 
-/// Has the driver refuse what processes in `cgroup` allocate of `device` beyond `hard`. Nothing is reserved for
-/// them: a soft limit is added to every cgroup above, and stays there when this one is removed without the driver
-/// (NVIDIA's "MPS v3 Memory Partitioning").
+/// Limits what processes in `cgroup` can allocate of `device` to `hard`. The soft limit stays zero:
+/// the driver adds soft limits to every parent cgroup, and they remain when the cgroup is removed
+/// without the driver (NVIDIA's "MPS v3 Memory Partitioning").
 #[expect(unsafe_code, reason = "nvml-wrapper has no call for it")]
 pub fn set_memory_limit(
     nvml: &Nvml,
@@ -41,8 +42,8 @@ pub fn set_memory_limit(
         soft: 0,
         hard,
     };
-    // SAFETY: the function of this name has this prototype in `nvml.h`; the library, the device and the text
-    // outlive the call, which keeps none of them.
+    // SAFETY: the function of this name has this prototype in `nvml.h`; the library, the device and
+    // the text outlive the call, which keeps none of them.
     let code = unsafe {
         let set = nvml.lib().__library.get::<SetMemoryLimits>(SYMBOL)?;
         set(device.handle().cast(), &raw mut limits)
@@ -50,7 +51,7 @@ pub fn set_memory_limit(
     nvml_try(code.unsigned_abs())
 }
 
-/// Whether `error` says that this driver sets no limits: it is older, or they were switched off (`RmMemacctMode`).
+/// Whether this driver sets no limits: it is too old, or limits are switched off (`RmMemacctMode`).
 pub fn is_unsupported(error: &NvmlError) -> bool {
     matches!(
         error,

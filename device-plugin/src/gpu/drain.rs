@@ -1,15 +1,16 @@
-//! Has everything of ours let go of the GPUs that are to be drained, so that they can be reset or get another driver.
+//! Drains GPUs: ends every use by the agent and its pods, for a reset or another driver.
 //!
 //! ```text
-//!   ordered ---------------------------------------------------------> released ---------------> drained
-//!     no pod is bound to it or started on it (node)                     its process that calls     `Drained`
-//!     its containers get nothing more, and are killed (sessions)        NVML ends
-//!     its leases, its worker, the sentinel end (kept)
+//!   requested -------------------------------------------------> released ----------> drained
+//!     the allocator binds and starts no pod on the GPU             its NVML process     `Drained`
+//!     its containers get no more memory and are killed             ends
+//!     its leases and its provisioner end (retained memory)
 //! ```
 //!
-//! An order that is gone is undone by itself: NVML is asked about the GPU again, its G grows as with every GPU
-//! that was away, and once it is well it takes pods. Nothing of this is on record but that a GPU is drained
-//! (`Memory::drained`): an agent that starts in the middle begins with the first step.
+//! A withdrawn order needs no step of its own: NVML is asked about the GPU again, its generation
+//! grows as for every GPU that was absent, and it takes pods once it is healthy. Only the fact that
+//! a GPU is drained is persisted (`PersistedHealth::drained`); an agent that starts during a drain
+//! begins with the first step.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -27,33 +28,34 @@ use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::sessions::Sessions;
 use crate::units::GpuUuid;
 
-/// How often is looked who holds them.
+/// How often the sessions are asked which GPUs are in use.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// How long nobody holds a GPU before it is released: by then an audit has seen who went past the shim.
+/// How long a GPU must be unused before it is released. By then an audit has seen processes that
+/// use the driver past the shim.
 const IDLE_BEFORE_RELEASE: Duration = Duration::from_secs(2);
 
-/// How far the GPUs are.
+/// The state of all drains.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DrainState {
-    /// Nothing new begins on these, and what there is ends.
+    /// GPUs whose drain was requested: nothing new starts there, and running containers end.
     pub requested: BTreeSet<GpuUuid>,
-    /// Of these, something other than the NVML watcher holds these.
+    /// Requested GPUs that are in use by more than their NVML process.
     pub in_use: BTreeSet<GpuUuid>,
-    /// Only the NVML watcher held these for a while: the watcher lets them go too.
+    /// Requested GPUs that were unused for [`IDLE_BEFORE_RELEASE`]: their NVML process ends too.
     pub released: BTreeSet<GpuUuid>,
 }
 
-/// Decides who is released: pure.
+/// Decides which GPUs are released: pure.
 #[derive(Debug)]
 struct DrainPlan {
     state: DrainState,
-    /// Since when nobody holds a GPU.
+    /// The time since which each GPU is unused.
     idle_since: BTreeMap<GpuUuid, Instant>,
 }
 
 impl DrainPlan {
-    /// With what a predecessor `drained`.
+    /// Starts with the GPUs that the previous agent drained.
     fn new(drained: BTreeSet<GpuUuid>) -> Self {
         let drain = DrainState {
             requested: drained.clone(),
@@ -66,8 +68,8 @@ impl DrainPlan {
         }
     }
 
-    /// These are to be drained, and these are held. What was released stays so until its order is gone: who comes
-    /// later than that is ended, and NVML is not needed for it.
+    /// Takes the requested GPUs and those in use. A released GPU stays released until its order is
+    /// gone: a later user is killed, for which NVML is not needed.
     fn update(&mut self, ordered: BTreeSet<GpuUuid>, held: &BTreeSet<GpuUuid>, now: Instant) {
         let busy: BTreeSet<_> = ordered.intersection(held).cloned().collect();
         self.idle_since
@@ -83,7 +85,7 @@ impl DrainPlan {
     }
 }
 
-/// What is to be drained by these orders, with the MIG instances of a GPU; what was before they are told.
+/// The GPUs to drain, with their MIG instances; `before` while the API server has sent no orders.
 fn requested_gpus(
     orders: Option<&ParsedSpec>,
     inventory: &Inventory,
@@ -98,26 +100,26 @@ fn requested_gpus(
     named.chain(drain.iter().cloned()).collect()
 }
 
-/// What the part works with.
+/// The inputs of the drain task.
 pub struct DrainInputs {
     /// The host's `/proc`.
     pub proc: PathBuf,
-    /// Whose containers end.
+    /// The sessions whose containers end.
     pub sessions: Arc<Sessions>,
-    /// What the node's `GpuNode` orders; none before the API server told any.
+    /// The orders in the node's `GpuNode`; none before the API server has sent the object.
     pub orders: watch::Receiver<Option<ParsedSpec>>,
-    /// The GPUs.
+    /// The node's GPUs.
     pub inventory: watch::Receiver<Inventory>,
-    /// What of the ordered GPUs kept memory has let go.
+    /// The requested GPUs on which no lease and no provisioner is left.
     pub released_by_leases: watch::Receiver<BTreeSet<GpuUuid>>,
 }
 
-/// As it begins, where a predecessor had `drained` these.
+/// The initial state, with the GPUs that the previous agent `drained`.
 pub fn initial_state(drained: BTreeSet<GpuUuid>) -> watch::Sender<DrainState> {
     watch::Sender::new(DrainPlan::new(drained).state)
 }
 
-/// Drains until `stop`, and keeps `drain` at how far that is.
+/// Drains GPUs until `stop` and publishes the state in `drain`.
 pub async fn run(
     mut around: DrainInputs,
     drain: watch::Sender<DrainState>,
@@ -130,7 +132,7 @@ pub async fn run(
         tokio::select! {
             () = stop.cancelled() => return,
             _ = every.tick() => {}
-            // Without the API server nothing is ordered: the ticks go on.
+            // Without the API server no order arrives, and the ticks go on.
             Ok(()) = around.orders.changed() => {}
         }
         let ordered = requested_gpus(
@@ -184,7 +186,7 @@ mod tests {
             }
         }
 
-        /// What is busy and what is released at that second.
+        /// The GPUs in use and the released GPUs at that second.
         fn at(&mut self, second: u64, ordered: &[&str], held: &[&str]) -> [Vec<&str>; 2] {
             let now = self.start + Duration::from_secs(second);
             self.plan.update(gpus(ordered), &gpus(held), now);

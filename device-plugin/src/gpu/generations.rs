@@ -1,13 +1,12 @@
-//! G of each GPU: how often its memory was lost. It only grows, and outlives boots.
+//! Counts each GPU's generations: how often its memory was lost. A generation outlives boots.
 //!
-//! It grows when nothing on the GPU can have survived: with every boot, and when a GPU is back that
-//! was away, for a reset or a return to the bus is the end of what was in it. A recovery without
-//! that is none.
+//! A generation grows with every boot and with every return of an absent GPU: a reset or a return
+//! to the bus clears the memory. A GPU that recovers without an absence keeps its generation.
 //!
-//! MIG instances and replaced GPUs leave entries behind, and the agent keeps [`MOST`] of them. The
-//! agent drops entries of absent GPUs with the least G and never the largest, so any number above
-//! all kept ones is new. Once entries may have been dropped, a GPU without an entry gets such a
-//! number: no GPU gets a G that it had before.
+//! MIG instances and replaced GPUs leave entries behind; the agent keeps [`MAX_ENTRIES`] of them.
+//! The agent drops the entries of absent GPUs with the lowest generations and never the highest, so
+//! any number above all kept ones is new. Once entries may have been dropped, a GPU without an
+//! entry gets such a number, so that no GPU has the same generation twice.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -23,22 +22,22 @@ use crate::gpu::registry::PersistedGpu;
 use crate::gpu::{Gpu, GpuState};
 use crate::units::GpuUuid;
 
-/// The most entries of present and absent GPUs; present ones are always kept. A node of 16 GPUs
-/// with seven MIG instances each has 112.
+/// The most entries; those of present GPUs are always kept. A node of 16 GPUs with seven MIG
+/// instances each has 112.
 const MAX_ENTRIES: usize = 512;
 
-/// One GPU's entry. Fields that it does not know are left alone: numbers that start again are
-/// worse.
+/// One GPU's entry. Unknown fields are ignored: a file of another version must not restart the
+/// numbers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Entry {
     generation: u64,
-    /// The boot that it was last seen in.
+    /// The boot in which the GPU was last seen.
     boot: String,
-    /// What was known of its health then.
+    /// Its health at that time.
     #[serde(default)]
     memory: PersistedHealth,
-    /// What it was then; none where another agent's record of that makes no sense here.
+    /// Its description at that time; none where another version wrote one that cannot be parsed.
     #[serde(default, deserialize_with = "if_it_makes_sense")]
     gpu: Option<Gpu>,
 }
@@ -49,13 +48,14 @@ fn if_it_makes_sense<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Gpu>, 
 
 type Entries = BTreeMap<GpuUuid, Entry>;
 
-/// How long the disk may take before that is logged.
+/// How long the disk may take before the agent logs the delay.
 const WARN_AFTER: Duration = Duration::from_secs(5);
 
 /// How long the agent's start waits for the disk.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// G of a GPU without an entry: above all others where its own entry may have been dropped.
+/// The generation of a GPU without an entry: above all others where its own entry may have been
+/// dropped.
 fn first_generation(entries: &Entries) -> u64 {
     let largest = entries.values().map(|entry| entry.generation).max();
     match entries.len() < MAX_ENTRIES {
@@ -64,30 +64,30 @@ fn first_generation(entries: &Entries) -> u64 {
     }
 }
 
-/// The generations of this node's GPUs and of the last that have left, with the files that keep
-/// them. One file is in the run folder, which a reboot clears and no disk can hold up; the other is
-/// on the disk. An agent needs either.
+/// The generations of present GPUs and of the last absent ones, with their two files. One file is
+/// in the run folder, which a reboot clears and which needs no disk; the other is on the disk.
+/// Either file is enough for the agent.
 #[derive(Debug)]
 pub struct GpuGenerations {
     run_file: Checkpoint,
     disk_file: WriteBehindFile<Entries>,
     boot: String,
     entries: Entries,
-    /// Neither file could be read so far: nothing is written before the numbers are known.
+    /// Neither file could be read so far, so nothing is written: the numbers are unknown.
     is_unread: bool,
-    /// The run folder's file lacks something.
+    /// The run folder's file lacks the latest change.
     has_unsaved: bool,
-    /// The disk has not taken the newest numbers for long.
+    /// The disk has lacked the latest change for longer than [`WARN_AFTER`].
     is_lagging: bool,
 }
 
 impl GpuGenerations {
-    /// Reads both files. One that makes no sense is moved aside: without the other the numbers
-    /// start again at 1. Where there is none in the run folder and the disk does not tell in time,
-    /// it is looked at again with every [`see`](Self::see).
+    /// Reads both files. A file that cannot be parsed is moved aside; without the other file the
+    /// numbers start again at 1. If the run folder has no file and the disk does not answer in
+    /// time, each [`observe`](Self::observe) tries the disk again.
     ///
     /// # Errors
-    /// The system starts no thread.
+    /// When the system starts no thread.
     pub fn load(run: Checkpoint, disk: Checkpoint, boot: String) -> std::io::Result<Self> {
         let disk = WriteBehindFile::open(disk, Checkpoint::save_durably)?;
         let of_disk: Option<Entries> = disk.read(READ_TIMEOUT);
@@ -105,7 +105,7 @@ impl GpuGenerations {
         let unread = of_disk.is_none() && of_run.is_none();
         let mut entries = of_disk.unwrap_or_default();
         for (uuid, entry) in of_run.unwrap_or_default() {
-            // An agent of another version may have written the disk's alone.
+            // An agent of another version may have written the disk's file alone.
             let newer = entries.get(&uuid).map(|other| other.generation);
             if newer <= Some(entry.generation) {
                 entries.insert(uuid, entry);
@@ -122,7 +122,7 @@ impl GpuGenerations {
         })
     }
 
-    /// What a predecessor in this boot knew of its GPUs.
+    /// The GPUs that the previous agent of this boot recorded.
     pub fn persisted_gpus(&self) -> BTreeMap<GpuUuid, PersistedGpu> {
         let of_this_boot = self
             .entries
@@ -142,7 +142,7 @@ impl GpuGenerations {
             .collect()
     }
 
-    /// Takes in what the disk has told at last.
+    /// Merges the disk's entries, which were read late.
     fn merge_disk(&mut self, read: Entries) {
         self.is_unread = false;
         let first = first_generation(&read);
@@ -154,7 +154,7 @@ impl GpuGenerations {
             seen.generation += first - 1;
         }
         for (uuid, read) in read {
-            // What was seen meanwhile started at 1: it goes on from what is on record.
+            // Entries made meanwhile started at 1: they continue from the recorded number.
             let meanwhile = self.entries.remove(&uuid);
             let mut entry = read;
             if let Some(seen) = meanwhile {
@@ -168,8 +168,8 @@ impl GpuGenerations {
         }
     }
 
-    /// Takes in the GPUs as they are now. The run folder has them before this returns, unless it
-    /// takes nothing: then with the next call. The disk has them when it takes them.
+    /// Records the present GPUs. The run folder has the change when this returns, or with a later
+    /// call if the write fails. The disk has it later.
     pub fn observe(&mut self, gpus: &[GpuState]) {
         let mut changed = false;
         if self.is_unread
@@ -197,7 +197,7 @@ impl GpuGenerations {
             entry.memory = state.persisted;
             entry.gpu = Some(state.gpu.clone());
         }
-        // Who is lost is among them: the others were cut anew.
+        // Lost GPUs are among the listed ones, so unlisted GPUs were repartitioned.
         let is_here = |uuid: &GpuUuid| gpus.iter().any(|state| state.gpu.uuid == *uuid);
         for (uuid, entry) in &mut self.entries {
             if !gpus.is_empty() && !is_here(uuid) {
@@ -225,16 +225,17 @@ impl GpuGenerations {
         }
     }
 
-    /// Waits for the disk to have everything that was seen.
+    /// Waits until the disk has every change.
     #[cfg(test)]
     pub(crate) fn flush(&self) -> bool {
         self.disk_file.flush(Duration::from_secs(20))
     }
 
-    /// Drops entries of absent GPUs above [`MOST`], those with the least G, but for one.
+    /// Drops the entries of absent GPUs above [`MAX_ENTRIES`], lowest generations first, except
+    /// one.
     fn evict_absent(&mut self) {
         let over = self.entries.len().saturating_sub(MAX_ENTRIES);
-        // The file may have more entries, and decides which are the least.
+        // The disk's file may have more entries, which decide which generations are the lowest.
         if over == 0 || self.is_unread {
             return;
         }
@@ -243,16 +244,15 @@ impl GpuGenerations {
             .map(|(uuid, entry)| (entry.generation, uuid.clone()))
             .collect();
         absent.sort_unstable();
-        // The last entry has the largest G of the absent, which keeps later numbers above all
-        // others.
+        // The entry with the highest generation stays, which keeps later numbers above all others.
         absent.pop();
         for (_, uuid) in absent.into_iter().take(over) {
             self.entries.remove(&uuid);
         }
     }
 
-    /// G of every GPU that has an entry; of none before a file was read, since another G means that
-    /// a GPU's memory is lost.
+    /// The generation of every GPU that has an entry. Empty before a file was read, since another
+    /// generation would mean that a GPU's memory is lost.
     pub fn by_gpu(&self) -> BTreeMap<GpuUuid, u64> {
         let known = self.entries.iter().filter(|_| !self.is_unread);
         known
@@ -321,13 +321,13 @@ mod tests {
             self.0.path().join("generations.json")
         }
 
-        /// Of that boot, whose run folder is its own.
+        /// An agent of that boot, which has a run folder of its own.
         fn load(&self, boot: &str) -> GpuGenerations {
             let run = Checkpoint::new(self.0.path().join(boot));
             GpuGenerations::load(run, Checkpoint::new(self.path()), boot.into()).unwrap()
         }
 
-        /// The same, once the disk has what was seen.
+        /// An agent that starts after the disk has all changes of `before`.
         fn load_after(&self, before: &GpuGenerations, boot: &str) -> GpuGenerations {
             assert!(before.flush());
             self.load(boot)
@@ -446,7 +446,7 @@ mod tests {
             let now = see(&mut agent, &[number])[0];
             assert!(now > given[number], "{number}: {now}");
         }
-        // The next agent sees a GPU before it has read the file.
+        // The next agent observes a GPU before it has read the file.
         assert!(agent.flush());
         let away = bed.path().with_extension("away");
         std::fs::rename(bed.path(), &away).unwrap();
@@ -482,7 +482,7 @@ mod tests {
         bed.load("boot-2").observe(&state(HEALTHY));
         let away = bed.path().with_extension("away");
         std::fs::rename(bed.path(), &away).unwrap();
-        // A link to itself in its place: reading it is an error of the system.
+        // A symbolic link to itself makes the read fail.
         std::os::unix::fs::symlink("generations.json", bed.path()).unwrap();
         let mut agent = bed.load("boot-3");
         agent.observe(&state(HEALTHY));
@@ -502,7 +502,7 @@ mod tests {
     fn generations_go_on_within_a_boot_when_the_disk_hangs() {
         let bed = Fixture::new();
         bed.load("boot-0").observe(&state(HEALTHY));
-        // Nobody reads it: each write of the disk's file hangs.
+        // A named pipe without a reader makes each write of the disk's file hang.
         let beside = bed.path().with_extension("new");
         let made = std::process::Command::new("mkfifo").arg(&beside).status();
         assert!(made.unwrap().success());
@@ -511,7 +511,7 @@ mod tests {
         agent.observe(&state(ABSENT));
         agent.observe(&state(HEALTHY));
         assert_eq!(generation(&agent), 3);
-        // Nor does the disk tell the next agent anything.
+        // A named pipe in place of the file makes each read hang.
         std::fs::remove_file(bed.path()).unwrap();
         let made = std::process::Command::new("mkfifo")
             .arg(bed.path())

@@ -1,19 +1,19 @@
 //! Decides whether one GPU is fit for new pods, from XIDs and probes.
 //!
 //! ```text
-//!            xid of the GPU, lost, a call that hangs, or N failed probes in a row
+//!            XID of the GPU, GPU lost, call hangs, or N failed probes in a row
 //!   Healthy ------------------------------------------------------> Unhealthy
-//!      ^                                                               |  | any bad news: the quiet
-//!      |        quiet for `quiet` and `probes` good ones in a row      |  | time starts again
+//!      ^                                                               |  | failure: recovery
+//!      |   no failure for `recovery_time`, `good_probes` in a row      |  | time starts again
 //!      +---------------------------------------------------------------+ <+
 //! ```
 //!
-//! After an XID whose remedy is a reset, good probes mean nothing by themselves: the GPU must have been away
-//! since, as every reset takes it away, or the node must have booted ([`Memory`] outlives the agent). Nobody sees what is
-//! done to a GPU that is drained: afterwards it counts as having been away.
+//! After an XID whose remedy is a reset, good probes alone prove nothing. The GPU must have been
+//! absent since, as in every reset, or the node must have booted ([`PersistedHealth`] outlives the
+//! agent). The agent does not see a reset of a drained GPU, so a drained GPU counts as absent.
 //!
-//! A GPU that falls sick again soon after a recovery must stay quiet twice as long, up to a
-//! bound: so a flapping GPU settles. Pure: time comes in as an argument.
+//! A GPU that fails again soon after a recovery needs twice the recovery time, up to a bound, so
+//! that a flapping GPU settles. Pure: time is an argument.
 
 use std::time::{Duration, Instant};
 
@@ -24,22 +24,22 @@ use super::xid::{XidAction, required_action};
 /// Why a GPU is unfit for new pods.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UnhealthyReason {
-    /// An XID that condemns the whole GPU.
+    /// The GPU reported an XID that makes the whole GPU unfit.
     Xid(u64),
-    /// NVML no longer finds it.
+    /// NVML no longer lists the GPU.
     Lost,
-    /// NVML finds it and cannot read it, or a call about it hangs.
+    /// NVML lists the GPU and cannot read it, or a call about it hangs.
     NoAnswer,
-    /// The process that makes its kept memory hangs in the driver, and cannot be killed.
+    /// The provisioner of its retained memory hangs in the driver and cannot be killed.
     WorkerStuck,
-    /// It is to be drained, and something holds it still.
+    /// A drain of the GPU is requested, and the GPU is still in use.
     Draining,
-    /// Nothing of ours holds it: it is not even looked at.
+    /// The GPU is drained, and the agent does not probe it.
     Drained,
 }
 
 impl UnhealthyReason {
-    /// One word for conditions, events and metric labels.
+    /// The word for conditions, events and metric labels.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Xid(_) => "Xid",
@@ -68,9 +68,9 @@ impl std::fmt::Display for UnhealthyReason {
 /// Whether new pods may get a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Health {
-    /// Fit.
+    /// New pods may use it.
     Healthy,
-    /// Unfit, and why.
+    /// No new pod may use it, for this reason.
     Unhealthy(UnhealthyReason),
 }
 
@@ -81,37 +81,37 @@ impl Health {
     }
 }
 
-/// One piece of news about a GPU.
+/// An event that changes a GPU's health.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HealthEvent {
-    /// A probe read its memory.
+    /// A probe read the GPU's memory.
     ProbeSucceeded,
-    /// A probe found the GPU and got an error from it.
+    /// NVML answered a probe of the GPU with an error.
     ProbeFailed,
-    /// NVML could not be asked: nothing is known of what the GPU has.
+    /// NVML could not be asked, so nothing is known of the GPU's memory.
     NvmlUnavailable,
-    /// A call about it did not return in time: nothing is known of what the GPU has.
+    /// A call about the GPU did not return in time, so nothing is known of its memory.
     CallTimedOut,
     /// NVML did not list the GPU, or called it lost.
     NotListed,
     /// NVML reported this XID.
     Xid(u64),
-    /// It is drained: nobody looks at it any more.
+    /// The GPU was drained; the agent stops its probes.
     Drained,
 }
 
-/// How quickly a [`HealthMonitor`] changes its mind.
+/// How quickly a [`HealthMonitor`] changes its verdict.
 #[derive(Debug, Clone, Copy)]
 pub struct HealthThresholds {
-    /// Failed probes in a row before the GPU is Unhealthy.
+    /// The number of failed probes in a row that makes a GPU unhealthy.
     pub failed_probes: u32,
-    /// Good probes in a row before it is Healthy again.
+    /// The number of good probes in a row that a recovery needs.
     pub good_probes: u32,
-    /// Time without bad news before it is Healthy again.
+    /// The time without a failure that a recovery needs.
     pub recovery_time: Duration,
-    /// The longest quiet time that relapses can lead to.
+    /// The longest recovery time after repeated relapses.
     pub max_recovery_time: Duration,
-    /// A relapse within this time of a recovery doubles the quiet time.
+    /// A relapse within this time of a recovery doubles the recovery time.
     pub relapse_window: Duration,
 }
 
@@ -127,20 +127,20 @@ impl Default for HealthThresholds {
     }
 }
 
-/// What of a GPU's health a successor in the same boot must know.
+/// The part of a GPU's health that the next agent of the same boot needs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case")]
 pub struct PersistedHealth {
-    /// Whether the GPU is away: missing, or without an answer for long. Its memory is lost when it is back.
+    /// Whether the GPU is absent: missing, or without an answer for long. Its memory is lost then.
     pub away: bool,
-    /// The XID that only a reset cures, until the GPU was away.
+    /// The XID that only a reset cures, until the GPU was absent.
     pub awaits_reset: Option<u64>,
-    /// Whether it is away because it is drained.
+    /// Whether the GPU is absent because it is drained.
     pub drained: bool,
 }
 
 impl PersistedHealth {
-    /// The same once whatever took the GPU away is over.
+    /// The record after the GPU has returned.
     fn after_return(self) -> Self {
         Self {
             away: false,
@@ -150,7 +150,7 @@ impl PersistedHealth {
     }
 }
 
-/// What is known of one GPU's health.
+/// The health of one GPU.
 #[derive(Debug, Clone)]
 pub struct HealthMonitor {
     policy: HealthThresholds,
@@ -158,9 +158,9 @@ pub struct HealthMonitor {
     memory: PersistedHealth,
     /// Failed probes in a row.
     failures: u32,
-    /// Those of them that the GPU itself did not answer.
+    /// The number of those in which NVML answered and the GPU did not.
     unanswered: u32,
-    /// The quiet time that the next recovery takes.
+    /// The recovery time that the next recovery needs.
     recovery_time: Duration,
     recovered_at: Option<Instant>,
 }
@@ -176,8 +176,8 @@ enum State {
 }
 
 impl HealthMonitor {
-    /// A GPU that NVML listed just now: healthy until there is news, unless a predecessor in the same boot
-    /// left it waiting for a reset.
+    /// Monitors a GPU that NVML just listed; unhealthy if the previous agent left it awaiting a
+    /// reset.
     pub fn new(policy: HealthThresholds, memory: PersistedHealth, now: Instant) -> Self {
         let memory = match memory.drained {
             true => memory,
@@ -186,7 +186,7 @@ impl HealthMonitor {
         Self::unlisted(policy, memory, now)
     }
 
-    /// A GPU that NVML does not list, as a predecessor in the same boot left it.
+    /// Monitors a GPU that NVML does not list, as the previous agent of the same boot recorded it.
     pub fn unlisted(policy: HealthThresholds, memory: PersistedHealth, now: Instant) -> Self {
         let mut monitor = Self {
             policy,
@@ -212,7 +212,7 @@ impl HealthMonitor {
         monitor
     }
 
-    /// A GPU that did not answer and was well before: nobody here has seen it so.
+    /// Marks a GPU unhealthy that this agent has never seen answer.
     pub fn mark_unverified(&mut self, now: Instant) {
         if matches!(self.state, State::Healthy) {
             self.state = self.enter_unhealthy(UnhealthyReason::NoAnswer, now);
@@ -227,12 +227,12 @@ impl HealthMonitor {
         }
     }
 
-    /// What a successor must know.
+    /// The record for the next agent.
     pub fn memory(&self) -> PersistedHealth {
         self.memory
     }
 
-    /// Takes one piece of news in.
+    /// Records one event.
     pub fn record(&mut self, news: HealthEvent, now: Instant) {
         self.memory.drained = news == HealthEvent::Drained;
         match news {
@@ -267,7 +267,7 @@ impl HealthMonitor {
             },
             HealthEvent::Drained => {
                 self.memory.away = true;
-                // Whatever ailed it: it is no relapse to be taken up again.
+                // A drain ends every earlier failure, so the next one is no relapse.
                 self.recovery_time = self.policy.recovery_time;
                 self.state = unhealthy(UnhealthyReason::Drained, now);
             }
@@ -279,7 +279,7 @@ impl HealthMonitor {
         self.memory = self.memory.after_return();
     }
 
-    /// The first cause stands: what follows an XID 79 is its consequence.
+    /// The first reason stays: failures that follow an XID 79 are its consequence.
     fn mark_unhealthy(&mut self, why: UnhealthyReason, now: Instant) {
         self.state = match self.state {
             State::Healthy
@@ -291,7 +291,7 @@ impl HealthMonitor {
         };
     }
 
-    /// The cause that asks for a reset is the one to tell, unless the GPU is away already.
+    /// A reason that needs a reset replaces the first one, unless the GPU is absent already.
     fn require_reset(&mut self, code: u64, now: Instant) {
         let first = self.memory.awaits_reset.is_none();
         self.mark_unhealthy(UnhealthyReason::Xid(code), now);
@@ -331,7 +331,6 @@ impl HealthMonitor {
     }
 }
 
-/// Unfit since now.
 fn unhealthy(why: UnhealthyReason, now: Instant) -> State {
     State::Unhealthy {
         reason: why,
@@ -355,7 +354,7 @@ mod tests {
             Self::with_persisted(PersistedHealth::default())
         }
 
-        /// With what a predecessor left.
+        /// A monitor that continues from a record of the previous agent.
         fn with_persisted(memory: PersistedHealth) -> Self {
             let start = Instant::now();
             Self {
@@ -370,7 +369,7 @@ mod tests {
             self.monitor.health()
         }
 
-        /// Good probes each second from `from` on; the second at which the GPU was healthy.
+        /// Probes well each second from `from` on; returns the second at which the GPU is healthy.
         fn recovers_at(&mut self, from: u64) -> u64 {
             (from..from + 100_000)
                 .find(|second| {

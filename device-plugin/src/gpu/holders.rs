@@ -1,14 +1,14 @@
-//! Asks NVIDIA's kernel module which processes hold memory of a GPU, also those without a context.
+//! Asks NVIDIA's kernel module which processes hold memory of a GPU, with or without a context.
 //!
 //! NVML lists the processes that have a channel on the GPU, which comes with a CUDA context.
-//! `cuMemCreate` needs no context, so a process can hold memory that NVML lists for nobody. The
-//! kernel module's resource manager tells of it: `GPU_GET_PIDS` for the class of subdevices lists
-//! "PIDs with or without GPU contexts", and `GPU_GET_PID_INFO` says what each owns
+//! `cuMemCreate` needs no context, so a process can hold memory without being listed. The kernel
+//! module's resource manager reports such memory: `GPU_GET_PIDS` for the class of subdevices lists
+//! "PIDs with or without GPU contexts", and `GPU_GET_PID_INFO` reports the bytes of each process
 //! (`ctrl/ctrl2080/ctrl2080gpu.h` in NVIDIA/open-gpu-kernel-modules). Neither needs a privilege.
 //!
-//! The commands are no stable interface. The kernel module refuses parameters of another size, and
-//! an answer is believed only where it lists this process, which opened a subdevice to ask. Without
-//! an answer the audit goes by mapped device nodes (`audit/judge.rs`).
+//! The commands are no stable interface. The kernel module refuses parameters of another size. The
+//! agent opens a subdevice to ask, so it accepts an answer only if its own process is listed.
+//! Without an answer the audit relies on mapped device nodes (`enforcement/audit/compare.rs`).
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,13 +20,13 @@ use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 
 use crate::units::{Bytes, GpuUuid};
 
-/// `NV01_ROOT_CLIENT`, `NV01_DEVICE_0` and `NV20_SUBDEVICE_0`, each below the one before
+/// `NV01_ROOT_CLIENT`, `NV01_DEVICE_0` and `NV20_SUBDEVICE_0`, each the next one's parent
 /// (`class/`).
 const CLIENT: u32 = 0x41;
 const DEVICE: u32 = 0x80;
 const SUBDEVICE: u32 = 0x2080;
 
-/// The handles that this client gives its two objects.
+/// The handles that this client chooses for its two objects.
 const DEVICE_HANDLE: u32 = 0xb0b0_0080;
 const SUBDEVICE_HANDLE: u32 = 0xb0b0_2080;
 
@@ -40,7 +40,7 @@ const GET_PID_INFO: u32 = 0x2080_018e;
 const MAX_PIDS: usize = 950;
 const MAX_INFOS: usize = 200;
 
-/// Why the kernel module did not tell.
+/// Why the kernel module gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum HoldersError {
     /// The control node cannot be opened.
@@ -57,12 +57,12 @@ pub enum HoldersError {
         /// Its status.
         status: u32,
     },
-    /// The answer does not list this process.
+    /// The answer does not list this process, so its layout is unknown.
     #[error("the kernel module's answer has another layout than {GET_PIDS:#x} had")]
     UnknownLayout,
 }
 
-/// Where the kernel module takes commands.
+/// The device node that takes the kernel module's commands.
 const CONTROL_NODE: &str = "/dev/nvidiactl";
 
 /// `NVOS64_PARAMETERS` of `NV_ESC_RM_ALLOC` (`nvos.h`).
@@ -97,7 +97,7 @@ const CONTROL: Opcode = opcode::read_write::<Control>(b'F', 0x2a);
 /// Parameters that the kernel module reads and writes in place.
 ///
 /// # Safety
-/// Any bytes are a value of the type, and it has the layout of the command that it is passed with.
+/// Any bytes are a value of the type, and the type has the layout of the command that takes it.
 #[expect(unsafe_code, reason = "the kernel module writes into these values")]
 unsafe trait RmParams {}
 
@@ -176,18 +176,18 @@ mod layouts {
     unsafe impl RmParams for PidInfos {}
 }
 
-/// A client of the resource manager with a subdevice of one GPU. The kernel module frees it with
-/// its file.
+/// A client of the resource manager with a subdevice of one GPU; closing the file frees it.
 struct RmClient {
     file: File,
     root: u32,
 }
 
-/// What each process owns of `gpu`, in the pid namespace of this process; without those that own
-/// nothing, and without what a process imported. It may block as long as the driver does.
+/// The bytes that each process owns of `gpu`, by its pid in this process's pid namespace. Processes
+/// that own nothing and imported memory are left out. The call may block as long as the driver
+/// does.
 ///
 /// # Errors
-/// When the kernel module does not tell, or not in the layout that is known.
+/// When the kernel module does not answer, or not in the known layout.
 pub fn query_holders(gpu: &GpuUuid) -> Result<BTreeMap<u32, Bytes>, HoldersError> {
     let client = RmClient::open(gpu)?;
     let pids = client.query_pids()?;
@@ -231,7 +231,7 @@ impl RmClient {
         Ok(client)
     }
 
-    /// The processes that opened this GPU. This one is among them.
+    /// The processes that opened this GPU, this process included.
     fn query_pids(&self) -> Result<Vec<u32>, HoldersError> {
         let mut pids = Box::new(Pids {
             by_class: 0,
@@ -277,7 +277,7 @@ impl RmClient {
             flags: 0,
             status: 0,
         };
-        // SAFETY: the number says the size of `Alloc`, and the kernel module writes to it and to
+        // SAFETY: the number has the size of `Alloc`. The kernel module writes to this value and to
         // `params_size` bytes at `params`, which the caller lends until the call returns.
         let called = unsafe { ioctl(self.file.as_fd(), Updater::<ALLOC, _>::new(&mut call)) };
         called.map_err(|error| HoldersError::Ioctl(error.into()))?;
@@ -304,8 +304,8 @@ impl RmClient {
             params_size: size_of::<P>() as u32,
             status: 0,
         };
-        // SAFETY: the number says the size of `Control`, and the kernel module writes to it and to
-        // `params_size` bytes at `params`, which is borrowed until the call returns.
+        // SAFETY: the number has the size of `Control`. The kernel module writes to this value and
+        // to `params_size` bytes at `params`, which is borrowed until the call returns.
         let called = unsafe { ioctl(self.file.as_fd(), Updater::<CONTROL, _>::new(&mut call)) };
         called.map_err(|error| HoldersError::Ioctl(error.into()))?;
         match call.status {
@@ -315,14 +315,14 @@ impl RmClient {
     }
 }
 
-/// The processes of an answer; none where it does not list `own`.
+/// The processes of an answer; none where the answer does not list `own`.
 fn parse_pids(answer: &Pids, own: u32) -> Option<Vec<u32>> {
     let count = usize::try_from(answer.count).ok()?;
     let pids = answer.pids.get(..count)?;
     pids.contains(&own).then(|| pids.to_vec())
 }
 
-/// What the processes of an answer own, where that is not nothing.
+/// The bytes of each process in an answer, without processes that own nothing.
 fn owned(answer: &PidInfos) -> BTreeMap<u32, Bytes> {
     let infos = answer.infos.iter().take(answer.count as usize);
     let owned = infos.filter(|info| info.status == 0).map(|info| {

@@ -1,27 +1,27 @@
-//! Which capability nodes open a MIG instance: `/dev/nvidia-caps/nvidia-cap<N>`, one for the GPU instance and one
-//! for the compute instance.
+//! Finds the capability nodes that open a MIG instance: `/dev/nvidia-caps/nvidia-cap<N>`.
 //!
-//! The driver gives each capability a number in `/proc/driver/nvidia/capabilities`, in the line
-//! `DeviceFileMinor: <N>` (NVIDIA's MIG user guide, "Device Nodes and Capabilities").
+//! An instance needs two, for its GPU instance and its compute instance. The driver lists the
+//! number of each capability in `/proc/driver/nvidia/capabilities`, in the line `DeviceFileMinor:
+//! <N>` (NVIDIA's MIG user guide, "Device Nodes and Capabilities").
 
 use std::path::Path;
 
 use nvml_wrapper::{Device, Nvml};
 
-/// Where the driver tells its capabilities.
+/// The folder in which the driver lists its capabilities.
 pub const CAPABILITIES_DIR: &str = "/proc/driver/nvidia/capabilities";
 
 /// A MIG instance by NVML's numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MigInstance {
-    /// The GPU instance.
+    /// The number of the GPU instance.
     pub gpu_instance: u32,
-    /// The compute instance in it.
+    /// The number of the compute instance in it.
     pub compute_instance: u32,
 }
 
 impl MigInstance {
-    /// The instance that `device` is; none where the driver does not tell.
+    /// Asks NVML for the numbers of `device`; none where the driver reports none.
     #[expect(unsafe_code, reason = "nvml-wrapper has no call for the two numbers")]
     pub fn query(nvml: &Nvml, device: &Device<'_>) -> Option<Self> {
         let library = nvml.lib();
@@ -30,8 +30,8 @@ impl MigInstance {
             library.nvmlDeviceGetComputeInstanceId.as_ref().ok()?,
         );
         let (mut gpu, mut compute) = (0, 0);
-        // SAFETY: the handle is used within this block only, while `device` borrows the library that it came
-        // from; both functions take it and write one number, to a place that lives on this stack.
+        // SAFETY: the handle is used within this block only, while `device` borrows its library.
+        // Both functions take the handle and write one number each, to this stack.
         let told = unsafe {
             let handle = device.handle();
             of_gpu(handle, &mut gpu) == 0 && of_compute(handle, &mut compute) == 0
@@ -42,8 +42,8 @@ impl MigInstance {
         })
     }
 
-    /// The numbers of its capability nodes, on the GPU of this minor number; empty where the driver has none,
-    /// as without MIG's own device nodes.
+    /// The numbers of its capability nodes, on the GPU with this minor number. Empty where the
+    /// driver has none, as on a node without MIG's own device nodes.
     pub fn capability_minors(self, folder: &Path, minor: u32) -> Vec<u32> {
         let Self {
             gpu_instance: gpu,
@@ -58,12 +58,12 @@ impl MigInstance {
             let text = std::fs::read_to_string(file).ok()?;
             parse_device_minor(&text)
         });
-        // One without the other opens nothing.
+        // A container needs both nodes to open the instance.
         numbers.collect::<Option<_>>().unwrap_or_default()
     }
 }
 
-/// The number in the text of an `access` file.
+/// Parses the device number in the text of an `access` file.
 fn parse_device_minor(text: &str) -> Option<u32> {
     let minor = text
         .lines()

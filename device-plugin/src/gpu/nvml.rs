@@ -1,24 +1,24 @@
-//! Asks NVML about the GPUs, through one process for each: a call that hangs holds up nothing but
-//! its own GPU.
+//! Asks NVML about the GPUs, through one process for each: a call that hangs blocks one GPU alone.
 //!
 //! ```text
-//!   Watcher --probe each `Pace::poll`, questions--> process of a GPU (`calls`) --> NVML
-//!           <--answers, XIDs each `Pace::events`--  and one for the driver: how many GPUs there are
+//!   NvmlWatcher --probes, requests--> process of a GPU (`calls`) --> NVML
+//!      |        <--answers, XIDs----- and one for the driver: GPU count
 //!      |
-//!      +--> Roster --> Inventory
+//!      +--> GpuRegistry --> Inventory
 //! ```
 //!
-//! A GPU that is not told of within [`ANSWER`] does not answer: its process is killed, and the next
-//! one starts when that has ended. A call that hangs in the kernel keeps its process from ending,
-//! so one process a GPU is the most there is.
+//! A GPU does not answer if its process takes longer than [`ANSWER`]. The agent kills the process
+//! and starts the next one after its end. A call that hangs in the kernel delays that end, so a GPU
+//! never has two processes.
 //!
-//! After a reset, or an update of the driver, old handles stay broken for ever: while NVML cannot
-//! be used every probe has a process of its own. A process whose probe failed is replaced each
-//! [`Pace::replace_failed`], and once when its GPU answers again: its registration for XIDs may be broken.
-//! A GPU has to answer for [`Policy::quiet`] before it is well, so none of its XIDs is missed then.
+//! After a reset or an update of the driver old handles stay broken for ever. While NVML cannot be
+//! used every probe has a new process. A process whose probe failed is replaced each
+//! [`PollIntervals::replace_failed`], and once when its GPU answers again, since its registration
+//! for XIDs may be broken. A GPU must answer for [`HealthThresholds::recovery_time`] before it is
+//! healthy, so no XID is missed in between.
 //!
-//! A GPU that is drained has no process: the last one has ended before that is said. The others
-//! are asked for by their place on the bus meanwhile (`calls`).
+//! A drained GPU has no process: its state becomes drained after the end of the last one. Meanwhile
+//! the other GPUs are opened by their PCI addresses (`calls`).
 
 mod calls;
 mod process;
@@ -53,29 +53,29 @@ use protocol::{GpuProbe, Request, Response, Scope};
 /// How long one answer of NVML may take.
 const ANSWER: Duration = Duration::from_secs(5);
 
-/// How long the first answer of a process may take: without persistence mode the driver initialises
+/// How long the first answer of a process may take. Without persistence mode the driver initialises
 /// the GPU for it.
 const FIRST_ANSWER: Duration = Duration::from_secs(20);
 
-/// How long a look for the library may hold up the rounds of probes.
+/// How long a search for the library may delay a round of probes.
 const FIND: Duration = Duration::from_secs(1);
 
-/// Questions that may wait for one GPU.
+/// The most requests that wait for one GPU.
 const JOB_QUEUE_LENGTH: usize = 32;
 
-/// Questions that may wait until the GPUs are known.
+/// The most requests that wait until the GPUs are known.
 const MAX_DEFERRED: usize = 1_024;
 
-/// How often NVML is asked.
+/// How often the watcher asks NVML.
 #[derive(Debug, Clone, Copy)]
 pub struct PollIntervals {
     /// Between two probes of all GPUs.
     pub probe: Duration,
-    /// Between two probes while a GPU ails or there is none.
+    /// Between two probes while a GPU is unhealthy or none is known.
     pub probe_unhealthy: Duration,
     /// The age at which a process is replaced whose probe failed.
     pub replace_failed: Duration,
-    /// Between two looks for XID events; the longest time that an XID goes unseen.
+    /// Between two queries for XIDs, and so the longest delay of an XID.
     pub xids: Duration,
 }
 
@@ -90,26 +90,26 @@ impl Default for PollIntervals {
     }
 }
 
-/// Says where `libnvidia-ml.so.1` is now, or why nowhere; asked again before processes start.
+/// Finds `libnvidia-ml.so.1`, or says why not; called again before processes start.
 pub type LibraryLocator = Arc<dyn Fn() -> Result<PathBuf, String> + Send + Sync>;
 
-/// Why NVML did not answer a question.
+/// Why NVML did not answer a request.
 #[derive(Debug, thiserror::Error)]
 pub enum QueryError {
-    /// There is no driver at the moment.
+    /// No driver is available at present.
     #[error("NVML is not available")]
     NotAvailable,
     /// NVML answered with an error.
     #[error("NVML does not answer about {gpu}")]
     Nvml {
-        /// The GPU that was asked about.
+        /// The GPU of the request.
         gpu: GpuUuid,
-        /// What NVML said.
+        /// NVML's error.
         source: CallError,
     },
 }
 
-/// Asks NVML; the watcher ends when the last handle is dropped.
+/// Sends requests to NVML; the watcher ends when the last handle is dropped.
 #[derive(Debug, Clone)]
 pub struct NvmlHandle {
     requests: mpsc::UnboundedSender<(GpuUuid, Job)>,
@@ -122,21 +122,21 @@ impl MemorySampler for NvmlHandle {
 }
 
 impl NvmlHandle {
-    /// Asks for a GPU's memory and processes. There is no answer where the GPU gives none within
-    /// [`ANSWER`].
+    /// Requests a GPU's memory and processes. The channel closes without an answer if the GPU gives
+    /// none within [`ANSWER`].
     pub fn request_sample(
         &self,
         gpu: &GpuUuid,
     ) -> oneshot::Receiver<Result<GpuMemorySample, QueryError>> {
         let (answer, answered) = oneshot::channel();
         let job = Job::Sample(Request::Sample(gpu.clone()), answer);
-        // The watcher has ended with the agent: the receiver finds that out.
+        // After the watcher's end the receiver reports the closed channel.
         let _ = self.requests.send((gpu.clone(), job));
         answered
     }
 
-    /// Has the driver hold the processes in `cgroup` to so much of a GPU. No answer, as with
-    /// [`ask`](Self::ask).
+    /// Requests a driver limit for the processes in `cgroup`. The channel may close without an
+    /// answer, as with [`request_sample`](Self::request_sample).
     pub fn request_limit(
         &self,
         gpu: &GpuUuid,
@@ -156,8 +156,8 @@ impl NvmlHandle {
     }
 }
 
-/// Starts the watcher. `find` says where the driver's library is; `remembered` is what a
-/// predecessor in the same boot knew of its GPUs; of `drain`, nothing is held that is released.
+/// Starts the watcher. `find` locates the driver's library; `remembered` has the GPUs that the
+/// previous agent of the same boot recorded; the watcher holds no GPU that `drain` has released.
 pub fn start(
     find: LibraryLocator,
     pace: PollIntervals,
@@ -206,12 +206,11 @@ pub fn start(
     )
 }
 
-/// The task's state.
 struct NvmlWatcher {
     locate_library: LibraryLocator,
     intervals: PollIntervals,
     requests: mpsc::UnboundedReceiver<(GpuUuid, Job)>,
-    /// Questions from before the first round was over.
+    /// Requests that arrived before the end of the first round.
     deferred: Vec<(GpuUuid, Job)>,
     report_sender: mpsc::UnboundedSender<(ProcessNumber, ProcessReport)>,
     reports: mpsc::UnboundedReceiver<(ProcessNumber, ProcessReport)>,
@@ -219,50 +218,49 @@ struct NvmlWatcher {
     xids: watch::Sender<RecentXids>,
     drain: watch::Receiver<DrainState>,
     registry: GpuRegistry,
-    /// The trouble that was logged last: each is logged once.
+    /// The last failure that was logged, so that each is logged once.
     logged_failure: Option<NoDriver>,
-    /// How many processes were started.
+    /// The number of the next process.
     next_process: ProcessNumber,
     library: Option<PathBuf>,
-    /// A look for the library that has not come back.
+    /// A search for the library that has not ended.
     locating: Option<JoinHandle<Result<PathBuf, String>>>,
     driver_slot: ProbeSlot,
-    /// The driver's version, as it last told.
+    /// The driver's version, as last reported.
     driver_version: Option<String>,
-    /// How many GPUs the driver last told of.
+    /// The number of GPUs that the driver last reported.
     gpu_count: u32,
     gpu_slots: Vec<ProbeSlot>,
-    /// Processes that no slot has any more and that have not ended, with the GPU of each where that
-    /// is known.
+    /// Processes without a slot that have not ended, with the GPU of each where that is known.
     exiting: BTreeMap<ProcessNumber, Option<GpuUuid>>,
-    /// When the next round of probes begins.
+    /// The time of the next round of probes.
     next_round: Instant,
-    /// When the running round of probes ends at the latest.
+    /// The latest end of the running round of probes.
     round_deadline: Option<Instant>,
 }
 
-/// A part of the driver that is looked at.
+/// A part of the driver that the watcher probes through one process.
 struct ProbeSlot {
     scope: Scope,
-    /// The physical GPU, once it told.
+    /// The physical GPU, once NVML has reported it.
     uuid: Option<GpuUuid>,
     process: Option<SlotProcess>,
-    /// The last call did not return in time, and none has since.
+    /// The last call did not return in time, and no later call has returned.
     is_hung: bool,
-    /// What the last probe found.
+    /// The result of the last probe.
     found: Option<GpuProbe>,
 }
 
-/// A process, as its slot knows it.
+/// A running process, from its slot's view.
 struct SlotProcess {
     id: ProcessNumber,
     jobs: mpsc::Sender<Job>,
-    /// Ends the process; none once that has begun.
+    /// Stops the process when dropped; none while the process is being stopped.
     stop_guard: Option<DropGuard>,
     started_at: Instant,
-    /// A probe was sent and not answered.
+    /// A probe was sent and is not answered.
     is_probing: bool,
-    /// A probe of this process failed.
+    /// A probe of this process has failed.
     has_failed: bool,
 }
 
@@ -283,13 +281,13 @@ impl ProbeSlot {
             .is_some_and(|running| running.is_probing)
     }
 
-    /// Whether a round waits for its answer, or for the end of its process.
+    /// Whether a round waits for this slot's answer, or for the end of its process.
     fn is_awaited(&self) -> bool {
         let ends = |running: &SlotProcess| running.stop_guard.is_none();
         (self.is_probing() || self.process.as_ref().is_some_and(ends)) && !self.is_hung
     }
 
-    /// Sends a probe, unless one is under way.
+    /// Sends a probe, unless one is pending.
     fn probe(&mut self) {
         if let Some(running) = &mut self.process
             && !running.is_probing
@@ -301,7 +299,7 @@ impl ProbeSlot {
         }
     }
 
-    /// Begins to end its process; the slot has it until it has ended.
+    /// Starts to stop the process, which stays in the slot until its end.
     fn stop_process(&mut self) {
         if let Some(running) = &mut self.process {
             running.stop_guard = None;
@@ -309,7 +307,7 @@ impl ProbeSlot {
         }
     }
 
-    /// Ends a process whose probe failed, once its GPU answers or the process is `old`.
+    /// Stops a process whose probe failed, once its GPU answers or the process is `old`.
     fn replace_failed(&mut self, old: Duration) {
         let Some(running) = &mut self.process else {
             return;
@@ -338,7 +336,7 @@ impl NvmlWatcher {
             tokio::select! {
                 question = self.requests.recv() => match question {
                     Some((gpu, job)) => self.dispatch(&gpu, job),
-                    // Every handle is gone: the agent ends.
+                    // All handles were dropped: the agent ends.
                     None => return,
                 },
                 Some((id, report)) = self.reports.recv() => self.handle_report(id, report),
@@ -359,10 +357,11 @@ impl NvmlWatcher {
         }
     }
 
-    /// Drops a question about a GPU without a process: its caller gets no answer.
+    /// Passes a request to the process of its GPU. A request about a GPU without a process is
+    /// dropped, and its caller gets no answer.
     ///
-    /// Questions wait until the first round has found the GPUs: a starting agent without an answer
-    /// would refuse memory that dead processes gave back long ago.
+    /// Requests wait until the first round has found the GPUs. Otherwise a starting agent would get
+    /// no answers, and would refuse memory that exited processes freed long ago.
     fn dispatch(&mut self, gpu: &GpuUuid, job: Job) {
         if matches!(*self.publish.borrow(), Inventory::Starting) {
             if self.deferred.len() < MAX_DEFERRED {
@@ -381,7 +380,7 @@ impl NvmlWatcher {
             .find(of_it)
             .and_then(|s| s.process.as_ref())
         {
-            // A full queue holds a question of every caller that the agent has.
+            // The queue has room for a request of every caller in the agent.
             let _ = running.jobs.try_send(job);
         }
     }
@@ -420,15 +419,15 @@ impl NvmlWatcher {
         self.probe_all();
     }
 
-    /// Ends the processes of all GPUs but those at these places.
+    /// Stops the processes of all GPUs except those at these addresses.
     fn retain_at(&mut self, places: &BTreeSet<PciAddress>) {
         let goes = |slot: &mut ProbeSlot| !slot.is_at(places);
         let gone: Vec<ProbeSlot> = self.gpu_slots.extract_if(.., goes).collect();
         gone.into_iter().for_each(|slot| self.retire(slot));
     }
 
-    /// Looks where the library is now. While a disk hangs that is where it was, and one look waits
-    /// at most.
+    /// Searches for the library. At most one search waits; while a disk hangs the last known path
+    /// is used.
     async fn find_library(&mut self) -> Result<(), String> {
         let find = self.locate_library.clone();
         let mut finding = match self.locating.take() {
@@ -506,7 +505,7 @@ impl NvmlWatcher {
                     ));
                 }
                 if !slot.is_hung {
-                    // Its events are lost until the next one has registered for them.
+                    // The GPU's XIDs are lost until the next process has registered for them.
                     self.next_round = now;
                 }
             }
@@ -521,7 +520,7 @@ impl NvmlWatcher {
                 let is_hung = self.gpu_slots.iter().any(|slot| slot.is_hung);
                 if gpus as usize > self.gpu_slots.len() && !self.registry.has_drained() && !is_hung
                 {
-                    // The count does not tell which of them is new.
+                    // The count does not say which of the GPUs is new.
                     for slot in std::mem::take(&mut self.gpu_slots) {
                         self.retire(slot);
                     }
@@ -536,7 +535,8 @@ impl NvmlWatcher {
                 if let GpuProbe::Gpus(gpus, place) = &found {
                     slot.scope = place.map_or(slot.scope, Scope::Address);
                     if !gpus.is_empty() && gpus.iter().all(|gpu| gpu.is_in(drained)) {
-                        // An agent that starts looks at all GPUs once, to know which are which.
+                        // A starting agent probes all GPUs once, since their UUIDs are unknown
+                        // before.
                         slot.stop_process();
                     }
                 }
@@ -566,7 +566,7 @@ impl NvmlWatcher {
         }
     }
 
-    /// Ends the process of a slot that is gone.
+    /// Moves the process of a removed slot to those that are ending.
     fn retire(&mut self, slot: ProbeSlot) {
         if let Some(running) = slot.process {
             self.exiting.insert(running.id, slot.uuid);
@@ -587,7 +587,7 @@ impl NvmlWatcher {
         self.record_probe(ProbeResult::NoDriver(why));
     }
 
-    /// Looks at all GPUs by their numbers, once nothing else looks at any.
+    /// Probes all GPUs by NVML's index, once no other process is left.
     fn enumerate_gpus(&mut self) {
         let is_due = self.gpu_slots.is_empty() && self.exiting.is_empty() && self.gpu_count > 0;
         if is_due && self.round_deadline.is_some() && !self.registry.has_drained() {
@@ -599,8 +599,7 @@ impl NvmlWatcher {
         }
     }
 
-    /// Ends the processes of GPUs that are drained now, and says that they are when those have
-    /// ended.
+    /// Stops the processes of drained GPUs, and publishes the drain after their end.
     fn apply_drain(&mut self) {
         let released = self.drain.borrow_and_update().released.clone();
         if released == *self.registry.drained() {
@@ -645,7 +644,7 @@ impl NvmlWatcher {
         self.next_round = Instant::now() + pause;
     }
 
-    /// What a round found.
+    /// The result of a round, for the registry.
     fn round_result(&self) -> ProbeResult {
         let (mut gpus, mut silent, mut lost, mut hung) =
             <(Vec<_>, Vec<_>, Vec<_>, Vec<_>)>::default();
@@ -669,7 +668,7 @@ impl NvmlWatcher {
                     None => all_told = false,
                 },
                 Some(GpuProbe::Gpus(found, _)) => gpus.extend(found.iter().cloned()),
-                // Without a name the one that is not listed is the one that is lost.
+                // Without an UUID the registry takes the unlisted GPU for the lost one.
                 Some(GpuProbe::Lost) => lost.extend(uuid),
                 Some(GpuProbe::Failed(why)) => {
                     debug!(
@@ -727,7 +726,7 @@ impl NvmlWatcher {
     }
 }
 
-/// Starts a process; none where the system does not let the agent.
+/// Starts a process; none where the system refuses.
 fn run(
     scope: Scope,
     library: &Path,

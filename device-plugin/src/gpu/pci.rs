@@ -1,11 +1,11 @@
-//! Where a GPU is on the PCI bus: the name that the kernel's log has for it.
+//! Parses a GPU's address on the PCI bus, by which the kernel's log names the GPU.
 
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// Domain, bus and device. Functions are not told apart: a GPU's others are its sound and its USB.
+/// Domain, bus and device. The function is left out: a GPU's other functions are audio and USB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct PciAddress {
     domain: u32,
@@ -13,7 +13,7 @@ pub struct PciAddress {
     device: u8,
 }
 
-/// It is not written as one.
+/// The text is no PCI address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("no PCI address: {0:?}")]
 pub struct InvalidPciAddress(String);
@@ -21,7 +21,8 @@ pub struct InvalidPciAddress(String);
 impl FromStr for PciAddress {
     type Err = InvalidPciAddress;
 
-    /// As NVML writes it (`00000000:3B:00.0`), the driver's lines (`PCI:0000:3b:00`), or `lspci -D`.
+    /// Accepts NVML's form (`00000000:3B:00.0`), the driver's log (`PCI:0000:3b:00`) and `lspci
+    /// -D`.
     fn from_str(text: &str) -> Result<Self, InvalidPciAddress> {
         let parsed = || {
             let mut parts = text.strip_prefix("PCI:").unwrap_or(text).split(':');
@@ -39,7 +40,7 @@ impl FromStr for PciAddress {
     }
 }
 
-/// A number of so many hexadecimal digits, which has no sign.
+/// Parses a hexadecimal number of so many digits, without a sign.
 fn parse_hex(text: &str, digits: RangeInclusive<usize>) -> Option<u32> {
     let is_hex = text.bytes().all(|byte| byte.is_ascii_hexdigit());
     (is_hex && digits.contains(&text.len())).then_some(())?;
@@ -47,7 +48,7 @@ fn parse_hex(text: &str, digits: RangeInclusive<usize>) -> Option<u32> {
 }
 
 impl std::fmt::Display for PciAddress {
-    /// As NVML writes it.
+    /// Writes NVML's form.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self {
             domain,

@@ -1,4 +1,4 @@
-//! Keeps the GPUs that NVML listed since the agent started, each with its health.
+//! Records every GPU that NVML listed since the agent started, with its health.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
@@ -8,32 +8,34 @@ use super::pci::PciAddress;
 use super::{Gpu, GpuState, Inventory, NoDriver};
 use crate::units::GpuUuid;
 
-/// What one probe of all GPUs found.
+/// The result of one probe of all GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ProbeResult {
-    /// NVML cannot be used. Says nothing about the GPUs that were there, unless the driver is not loaded.
+    /// NVML cannot be used. Known GPUs may be there still, unless the driver is not loaded.
     NoDriver(NoDriver),
-    /// The GPUs that NVML lists.
+    /// NVML answered.
     Listed {
         /// The driver's version.
         driver: Option<String>,
         /// GPUs that answered.
         gpus: Vec<Gpu>,
-        /// GPUs that NVML knows and that did not answer; for MIG instances, the GPU that they are cut from.
+        /// GPUs that NVML knows and that did not answer. In this list and the next two, a MIG
+        /// instance is represented by its parent.
         unresponsive: Vec<GpuUuid>,
-        /// GPUs that NVML knows and calls lost, in the same way.
+        /// GPUs that NVML calls lost.
         lost: Vec<GpuUuid>,
-        /// GPUs about which a call hangs, in the same way.
+        /// GPUs about which a call hangs.
         timed_out: Vec<GpuUuid>,
-        /// False where NVML could not name some GPU: one that is not listed may be that one.
+        /// Whether each GPU that failed is named. If not, an unlisted GPU may be the one that
+        /// failed.
         failures_named: bool,
-        /// False where a call hangs before its GPU was named: one that is not listed may be that one.
+        /// Whether each GPU whose call hangs is named. If not, an unlisted GPU may be that one.
         timeouts_named: bool,
     },
 }
 
 impl ProbeResult {
-    /// The news of `gpu`, with what was found of it.
+    /// The event that this probe means for `gpu`, with the new description where there is one.
     fn event_of(&self, gpu: &Gpu) -> (HealthEvent, Option<&Gpu>) {
         let Self::Listed {
             gpus,
@@ -67,27 +69,27 @@ impl ProbeResult {
     }
 }
 
-/// What a predecessor in the same boot left of a GPU.
+/// A GPU as the previous agent of the same boot recorded it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PersistedGpu {
-    /// The GPU, where that is on record.
+    /// The GPU's description, where the record has one.
     pub gpu: Option<Gpu>,
-    /// What of its health is.
+    /// The recorded part of its health.
     pub health: PersistedHealth,
 }
 
-/// Every GPU since the start, and those of the same boot that a predecessor knew.
+/// The GPUs since the agent's start, and those that the previous agent of the same boot recorded.
 #[derive(Debug)]
 pub struct GpuRegistry {
     policy: HealthThresholds,
-    /// What a predecessor in the same boot left of GPUs that are not here.
+    /// GPUs that the previous agent recorded and NVML has not listed yet.
     persisted: BTreeMap<GpuUuid, PersistedGpu>,
-    /// NVML has listed its GPUs.
+    /// Whether NVML has listed its GPUs.
     has_listed: bool,
     entries: Vec<Entry>,
-    /// Those that nobody is to look at.
+    /// GPUs that the agent does not probe.
     drained: BTreeSet<GpuUuid>,
-    /// What stands where there has never been a GPU.
+    /// The inventory while no GPU was ever listed.
     without_gpus: Inventory,
     driver: Option<String>,
 }
@@ -99,8 +101,8 @@ struct Entry {
 }
 
 impl GpuRegistry {
-    /// No GPU before NVML has listed those that there are; then also those that are `remembered` from earlier in this
-    /// boot.
+    /// An empty registry. With NVML's first list the GPUs that were `remembered` from earlier in
+    /// this boot are added.
     pub fn new(policy: HealthThresholds, remembered: BTreeMap<GpuUuid, PersistedGpu>) -> Self {
         Self {
             policy,
@@ -113,7 +115,7 @@ impl GpuRegistry {
         }
     }
 
-    /// Takes a probe in.
+    /// Records the result of a probe.
     pub fn record_probe(&mut self, probe: ProbeResult, now: Instant) {
         match &probe {
             ProbeResult::NoDriver(why) => {
@@ -142,15 +144,15 @@ impl GpuRegistry {
         }
     }
 
-    /// Takes in an XID of a GPU; one of a GPU that is not listed is dropped.
+    /// Records an XID of a physical GPU; the XID of an unlisted GPU is dropped.
     pub fn record_xid(&mut self, uuid: &GpuUuid, code: u64, now: Instant) {
-        // An XID names the physical GPU: its MIG instances share its fate.
+        // An XID names the physical GPU, so all its MIG instances get the event.
         for entry in self.entries_of(uuid) {
             entry.monitor.record(HealthEvent::Xid(code), now);
         }
     }
 
-    /// A call about a physical GPU hangs.
+    /// Records that a call about a physical GPU hangs.
     pub fn record_timeout(&mut self, uuid: &GpuUuid, now: Instant) {
         for entry in self.entries_of(uuid) {
             entry.monitor.record(HealthEvent::CallTimedOut, now);
@@ -162,14 +164,14 @@ impl GpuRegistry {
         self.entries.iter_mut().filter(move |entry| is(&entry.gpu))
     }
 
-    /// Where a physical GPU is, if it or an instance of it is listed.
+    /// The PCI address of a physical GPU, if the GPU or an instance of it is listed.
     pub fn pci_address_of(&self, uuid: &GpuUuid) -> Option<PciAddress> {
         let is = |gpu: &Gpu| gpu.uuid == *uuid || gpu.mig_parent.as_ref() == Some(uuid);
         let mut gpus = self.entries.iter().map(|entry| &entry.gpu);
         gpus.find(|gpu| is(gpu)).and_then(|gpu| gpu.pci)
     }
 
-    /// Nobody looks at these from now on, nor holds them.
+    /// Replaces the set of drained GPUs, which the agent neither probes nor holds.
     pub fn set_drained(&mut self, drained: BTreeSet<GpuUuid>, now: Instant) {
         for entry in &mut self.entries {
             if entry.gpu.is_in(&drained) {
@@ -179,23 +181,23 @@ impl GpuRegistry {
         self.drained = drained;
     }
 
-    /// Those that nobody looks at.
+    /// The GPUs that the agent does not probe.
     pub fn drained(&self) -> &BTreeSet<GpuUuid> {
         &self.drained
     }
 
-    /// Whether there is a GPU that nobody is to look at.
+    /// Whether some listed GPU is drained.
     pub fn has_drained(&self) -> bool {
         let mut entries = self.entries.iter();
         entries.any(|entry| entry.gpu.is_in(&self.drained))
     }
 
-    /// Where the GPUs are that may be looked at; none where all may, or where that is not known.
+    /// The addresses of the GPUs to probe; none where no GPU is drained or an address is unknown.
     pub fn probed_addresses(&self) -> Option<BTreeSet<PciAddress>> {
         self.addresses_except(&self.drained)
     }
 
-    /// The same if these were those that nobody is to look at.
+    /// The addresses to probe if `drained` were the drained GPUs.
     pub fn addresses_except(&self, drained: &BTreeSet<GpuUuid>) -> Option<BTreeSet<PciAddress>> {
         let entries = || self.entries.iter();
         let spared = entries().filter(|entry| !entry.gpu.is_in(drained));
@@ -203,20 +205,21 @@ impl GpuRegistry {
         places.filter(|_| entries().any(|entry| entry.gpu.is_in(drained)))
     }
 
-    /// A GPU, if it may be looked at.
+    /// A listed GPU that is not drained.
     pub fn probed_gpu(&self, uuid: &GpuUuid) -> Option<&Gpu> {
         let entry = self.entries.iter().find(|entry| entry.gpu.uuid == *uuid)?;
         (!entry.gpu.is_in(&self.drained)).then_some(&entry.gpu)
     }
 
-    /// Whether some GPU is not well: probe sooner, and open NVML afresh. None that is drained will be better for that.
+    /// Whether some GPU that is not drained is unhealthy, so that NVML is reopened and probed
+    /// sooner.
     pub fn has_unhealthy(&self) -> bool {
         self.entries
             .iter()
             .any(|entry| !entry.monitor.health().is_healthy() && !entry.gpu.is_in(&self.drained))
     }
 
-    /// The GPUs as they stand.
+    /// The GPUs with their present health.
     pub fn inventory(&self) -> Inventory {
         if self.entries.is_empty() {
             return self.without_gpus.clone();
@@ -245,7 +248,8 @@ impl GpuRegistry {
         }
     }
 
-    /// What else a predecessor knew did not go with it: this `probe`, the first that lists `gpus`, has news of that.
+    /// Adds the GPUs that only the previous agent knew. Their first event comes from this `probe`,
+    /// which is the first that lists `gpus`.
     fn add_persisted(&mut self, probe: &ProbeResult, gpus: &[Gpu], now: Instant) {
         if std::mem::replace(&mut self.has_listed, true) {
             return;
@@ -259,7 +263,7 @@ impl GpuRegistry {
         ) in std::mem::take(&mut self.persisted)
         {
             let Some(gpu) = gpu.filter(|gpu| !is_repartitioned(gpu, gpus)) else {
-                // Its memory is that of who is listed by this name later.
+                // A GPU that is listed under this UUID later gets the recorded health.
                 self.persisted.insert(
                     uuid,
                     PersistedGpu {
@@ -284,8 +288,8 @@ impl GpuRegistry {
     }
 }
 
-/// A GPU that was cut into MIG instances, or made whole again, has not died: its old shape is
-/// forgotten where the new one is listed.
+/// Whether a GPU was partitioned into MIG instances, or is whole again. NVML lists its new shape,
+/// so the old shape is not a lost GPU.
 fn is_repartitioned(old: &Gpu, gpus: &[Gpu]) -> bool {
     let listed = gpus.iter().any(|gpu| gpu.uuid == old.uuid);
     let cut = gpus
@@ -310,7 +314,7 @@ mod tests {
         with_persisted([])
     }
 
-    /// With what a predecessor left.
+    /// A registry with records of a previous agent.
     fn with_persisted<const N: usize>(remembered: [(GpuUuid, PersistedGpu); N]) -> GpuRegistry {
         GpuRegistry::new(HealthThresholds::default(), remembered.into())
     }
@@ -397,7 +401,7 @@ mod tests {
         assert!(!roster.has_unhealthy());
     }
 
-    /// Which of `gpus` are well after each of `looks`.
+    /// The number of healthy GPUs after each of `looks`.
     fn healthy_counts(gpus: &[Gpu], looks: &[ProbeResult]) -> Vec<usize> {
         let mut roster = registry();
         roster.record_probe(listed(gpus), Instant::now());
@@ -570,7 +574,7 @@ mod tests {
             was(gpu("GPU-b"), well),
             was(gpu("GPU-c"), away),
             was(gpu("GPU-d"), fell),
-            // It is cut now.
+            // This GPU is partitioned now.
             was(gpu("GPU-e"), well),
             was(gpu("GPU-f"), away),
         ]);
@@ -631,7 +635,7 @@ mod tests {
                 uuid("GPU-b"),
                 remembered(Some(gpu("GPU-b")), PersistedHealth::default()),
             ),
-            // As an agent that did not say what a GPU is left it.
+            // The record of an agent that stored no description.
             (uuid("GPU-c"), remembered(None, awaits)),
         ]);
         let now = Instant::now();
@@ -681,7 +685,7 @@ mod tests {
             roster.probed_gpu(&uuid("MIG-1")).is_none()
                 && roster.probed_gpu(&uuid("GPU-b")).is_some()
         );
-        // Nobody looked: that it is not listed is no news.
+        // A drained GPU is not probed, so its absence from the list is no event.
         roster.record_probe(listed(&gpus[2..]), start);
         let drained = Health::Unhealthy(UnhealthyReason::Drained);
         let expected = [

@@ -1,10 +1,11 @@
-//! What each XID asks for: nothing, a restart of the program, a reset of the GPU, a restart of the machine.
+//! Lists the remedy of each XID: none, or a restart of the program, the GPU or the machine.
 //!
-//! Source: NVIDIA's XID catalogue (<https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html>), column
-//! "immediate action" (RESTART_APP, RESET_GPU and WORKFLOW_XID_48, RESTART_BM and RESTART_VM, the NVLink workflows).
-//! XID 154 only announces what another one of the table asks for, and comes again when that is done: it says nothing
-//! by itself. An XID that this table does not know asks for nothing, for a healthy GPU that is not offered helps
-//! nobody and the probes find one that is truly gone.
+//! Source: NVIDIA's XID catalogue
+//! (<https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html>), column "immediate
+//! action" (RESTART_APP, RESET_GPU and WORKFLOW_XID_48, RESTART_BM and RESTART_VM, the NVLink
+//! workflows). XID 154 only announces the remedy of another XID and is reported again after it, so
+//! it has no remedy of its own. XIDs outside the table are ignored: the probes find a GPU that is
+//! lost, and a healthy GPU should stay in use.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -13,18 +14,19 @@ use std::time::Duration;
 use super::pci::PciAddress;
 use crate::ledger::BootTime;
 
-/// What an XID asks for.
+/// The remedy that an XID needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum XidAction {
-    /// Nothing, or nothing that anybody but the driver could do.
+    /// No remedy, or none outside the driver.
     Ignore,
-    /// One program did wrong or was hit, and has to start again; the GPU goes on.
+    /// A restart of one program, which caused the fault or was hit by it; the GPU stays healthy.
     RestartApplication,
-    /// A look at a link, which may mend itself: no new pod gets the GPU until it has been well for a while.
+    /// A check of a link, which may recover: new pods wait until the GPU has been healthy for a
+    /// while.
     Transient,
-    /// A reset of the GPU: no new pod gets it before, and what runs on it has to go.
+    /// A reset of the GPU: until then it gets no new pod, and its programs have to end.
     ResetGpu,
-    /// A restart of the machine, in the same way.
+    /// A restart of the machine; until then the GPU is treated as for [`XidAction::ResetGpu`].
     RestartNode,
 }
 
@@ -74,7 +76,7 @@ const NODE: Codes = &[
     151..=151, // key rotation
 ];
 
-/// XIDs beside the applications' that name a process whose context is lost: the driver ended its channels.
+/// Further XIDs that name a process whose context is lost: the driver ended its channels.
 const FOLLOWED_BY_LOSS: &[u32] = &[
     43,  // GPU stopped processing
     45,  // preemptive clean-up, due to previous errors
@@ -85,7 +87,7 @@ fn is_in(codes: Codes, code: u32) -> bool {
     codes.iter().any(|codes| codes.contains(&code))
 }
 
-/// The verdict on XID `code`.
+/// The remedy of XID `code`.
 pub fn required_action(code: u64) -> XidAction {
     let Ok(code) = u32::try_from(code) else {
         return XidAction::Ignore;
@@ -100,26 +102,26 @@ pub fn required_action(code: u64) -> XidAction {
     found.map_or(XidAction::Ignore, |(_, verdict)| verdict)
 }
 
-/// Whether a context of the process that XID `code` names is lost.
+/// Whether the process that XID `code` names has lost a context.
 pub fn loses_context(code: u32) -> bool {
     is_in(APPLICATION, code) || FOLLOWED_BY_LOSS.contains(&code)
 }
 
-/// How long it is kept that NVML told of an XID.
+/// For how long an XID that NVML reported is remembered.
 const RETENTION: Duration = Duration::from_secs(60);
 
-/// When NVML last told of each XID of each physical GPU, as far as that is not long ago.
+/// The times at which NVML last reported each XID of each physical GPU, for [`RETENTION`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RecentXids(BTreeMap<(PciAddress, u64), BootTime>);
 
 impl RecentXids {
-    /// NVML tells of one.
+    /// Records a report of NVML.
     pub fn record(&mut self, gpu: PciAddress, code: u64, now: BootTime) {
         self.0.retain(|_, then| now.since(*then) <= RETENTION);
         self.0.insert((gpu, code), now);
     }
 
-    /// When NVML last told of this one.
+    /// The time of NVML's last report of this XID.
     pub fn last_reported(&self, gpu: PciAddress, code: u64) -> Option<BootTime> {
         self.0.get(&(gpu, code)).copied()
     }

@@ -1,9 +1,9 @@
-//! Calls NVML about one GPU, or about the driver, in a process of its own: the agent kills a
-//! process whose call hangs.
+//! Calls NVML about one GPU, or about the driver, in a process that the agent kills if a call
+//! hangs.
 //!
-//! NVML holds every GPU that it has made a handle of until its process ends, and opens each that it
-//! walks past or that it compares an UUID with. So a process asks for its GPU by the place on the
-//! bus, as soon as that is known.
+//! NVML holds each GPU of which it has made a handle until its process ends. It also opens each GPU
+//! that it enumerates or compares with a UUID. So a process opens its GPU by the PCI address, as
+//! soon as that is known.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -27,16 +27,15 @@ use crate::gpu::{Gpu, NoDriver};
 use crate::sessions::{GpuMemorySample, ProcessMemory};
 use crate::units::{Bytes, GpuUuid, UnitError};
 
-/// The first argument of the agent's program that makes it [`run_child`].
+/// The first argument with which the agent's program runs [`run_child`].
 pub const SUBCOMMAND: &str = "nvml";
 
-/// The name that `ps` shows for the process.
+/// The process name that `ps` shows.
 const PROCESS_NAME: &std::ffi::CStr = c"bursar-nvml";
 
-/// What the agent's program does after [`SUBCOMMAND`]: it answers the agent's questions until the agent
-/// ends.
+/// Answers requests from standard input until the agent ends.
 pub fn run_child(words: impl Iterator<Item = OsString>) -> ExitCode {
-    // The name is for people, and an agent that has ended closes the standard input too.
+    // Neither call is needed: an agent that has ended closes the standard input too.
     let _ = rustix::thread::set_name(PROCESS_NAME);
     let _ = set_parent_process_death_signal(Some(Signal::KILL));
     match serve(words) {
@@ -76,16 +75,16 @@ fn driver_error(asked: &dyn std::fmt::Display, error: &NvmlError) -> NoDriver {
     }
 }
 
-/// One opening of the library.
+/// The library and the GPU that this process has opened.
 struct NvmlCalls<'nvml> {
     nvml: Result<&'nvml Nvml, &'nvml NoDriver>,
     scope: Scope,
     device: Option<Device<'nvml>>,
-    /// The GPU's events, once NVML takes the registration.
+    /// The GPU's events, once NVML has accepted the registration.
     events: Option<EventSet<'nvml>>,
 }
 
-/// Why a GPU cannot be told of.
+/// Why NVML could not describe a GPU.
 #[derive(Debug, thiserror::Error)]
 enum GpuError {
     #[error(transparent)]
@@ -133,12 +132,12 @@ impl<'nvml> NvmlCalls<'nvml> {
         }
     }
 
-    /// The XIDs are registered for before the probe, which takes its time where a GPU is sick.
+    /// Registers for XIDs before the probe, which may take long on a failing GPU.
     fn probe_gpu(&mut self, nvml: &'nvml Nvml, uuid: &GpuUuid) -> Result<GpuProbe, GpuError> {
         if self.events.is_none()
             && let (Ok(set), device) = (nvml.create_event_set(), self.device(nvml)?)
         {
-            // A registration that fails destroys the set, and is tried again at the next probe.
+            // A registration that fails destroys the set; the next probe tries again.
             let registered = device.register_events(EventTypes::CRITICAL_XID_ERROR, set);
             self.events = registered.ok();
         }
@@ -149,7 +148,7 @@ impl<'nvml> NvmlCalls<'nvml> {
         ))
     }
 
-    /// The GPU of the scope; the handle is made once.
+    /// The GPU of the scope; its handle is made once.
     fn device(&mut self, nvml: &'nvml Nvml) -> Result<&Device<'nvml>, NvmlError> {
         let device = match (self.device.take(), self.scope) {
             (Some(device), _) => device,
@@ -170,7 +169,7 @@ impl<'nvml> NvmlCalls<'nvml> {
             .collect()
     }
 
-    /// Asks about the GPU, or about the MIG instance of that UUID.
+    /// Calls NVML about the GPU, or about its MIG instance of that UUID.
     fn call<T>(
         &mut self,
         nvml: &'nvml Nvml,
@@ -206,14 +205,14 @@ fn probe_driver(nvml: &Nvml) -> Response {
     }
 }
 
-/// The GPU itself, or its MIG instances where it is cut.
+/// Describes the GPU itself, or its MIG instances if it is partitioned.
 fn describe_instances(
     nvml: &Nvml,
     device: &Device<'_>,
     uuid: &GpuUuid,
 ) -> Result<Vec<Gpu>, GpuError> {
     let minor = device.minor_number()?;
-    // GPUs without MIG answer NotSupported, old drivers FunctionNotFound.
+    // NVML answers NotSupported for GPUs without MIG, and FunctionNotFound with old drivers.
     let cut = device.mig_mode().is_ok_and(|mode| mode.current == 1);
     if !cut {
         return Ok(vec![describe_gpu(device, uuid.clone(), minor)?]);
@@ -234,7 +233,7 @@ fn describe_instances(
                     ..describe_gpu(&instance, name, minor)?
                 });
             }
-            // The count is what the GPU can be cut into at most.
+            // NVML's count is the largest number of instances, not the present one.
             Err(NvmlError::NotFound) => {}
             Err(error) => return Err(error.into()),
         }
@@ -274,11 +273,11 @@ fn find_instance<'nvml>(
     Err(NvmlError::NotFound)
 }
 
-/// The memory first: a process that is in it is listed then, unless it has ended.
+/// Reads the memory first: a process whose memory it includes is listed then, or has ended.
 fn sample_memory(device: &Device<'_>, gpu: &GpuUuid) -> Result<GpuMemorySample, NvmlError> {
     let used = Bytes(device.memory_info()?.used);
     let compute = device.running_compute_processes()?;
-    // A GPU without graphics answers NotSupported.
+    // NVML answers NotSupported for a GPU without graphics.
     let graphics = device.running_graphics_processes().unwrap_or_default();
     let charged = compute.into_iter().chain(graphics).map(|process| {
         let bytes = match process.used_gpu_memory {
@@ -296,8 +295,8 @@ fn sample_memory(device: &Device<'_>, gpu: &GpuUuid) -> Result<GpuMemorySample, 
     })
 }
 
-/// What processes own that NVML does not list; empty where the kernel module does not tell. A MIG
-/// instance has none: the kernel module tells of the whole GPU.
+/// The bytes of processes that NVML does not list; empty where the kernel module gives no answer. A
+/// MIG instance has none, since the kernel module reports the whole GPU.
 fn contextless_memory(gpu: &GpuUuid, charges: &ProcessMemory) -> BTreeMap<u32, Bytes> {
     if gpu.is_mig() {
         return BTreeMap::new();

@@ -1,8 +1,7 @@
-//! Runs one process that calls NVML, and ends it when an answer is late.
+//! Runs one process that calls NVML, and kills it when an answer is late.
 //!
-//! A process is asked one thing at a time. A killed process may hang in the driver for longer: its
-//! task goes on until the kernel has ended it, so that there is never a second one for the same
-//! GPU.
+//! A process gets one request at a time. A killed process may hang in the driver for longer: its
+//! task goes on until the kernel has ended it, so that a GPU never has two processes.
 
 use std::io;
 use std::path::Path;
@@ -20,13 +19,13 @@ use super::protocol::{CallError, Request, Response, Scope};
 use super::{ANSWER, FIRST_ANSWER, QueryError};
 use crate::sessions::GpuMemorySample;
 
-/// The program of this process, which needs no look at a disk that may hang.
+/// The agent's own program. This path is valid even while the disk hangs.
 const SELF_EXE: &str = "/proc/self/exe";
 
 /// The number of a process among all that this agent has started.
 pub(super) type ProcessNumber = u64;
 
-/// A question to a process, and where its answer goes.
+/// A request to a process, with the channel of its answer.
 #[derive(Debug)]
 pub(super) enum Job {
     Probe,
@@ -37,31 +36,29 @@ pub(super) enum Job {
     SetLimit(Request, oneshot::Sender<Result<(), QueryError>>),
 }
 
-/// What a process's task tells.
+/// A report of a process's task.
 #[derive(Debug)]
 pub(super) enum ProcessReport {
     /// The answer to a probe.
     Probed(Response),
     /// XIDs of its GPU, at least one.
     Xids(Vec<u64>),
-    /// A call did not return in time: the process is being killed.
+    /// A call did not return in time, and the process is being killed.
     TimedOut,
-    /// The process has ended.
     Exited,
 }
 
-/// Why a process did not answer.
 enum NoAnswer {
     TimedOut,
     Exited,
 }
 
-/// A running process.
+/// A running process with its pipes.
 pub(super) struct NvmlProcess {
     child: Child,
     requests: ChildStdin,
     answers: Lines<BufReader<ChildStdout>>,
-    /// How long its next answer may take: the first waits for the driver to open the GPU.
+    /// The timeout of the next answer; the first is longer, since the driver has to open the GPU.
     answer_timeout: Duration,
 }
 
@@ -105,7 +102,7 @@ impl NvmlProcess {
         Ok(serde_json::from_str(&answer)?)
     }
 
-    /// Answers jobs and asks for XIDs each `events` until `stop`, the end of the jobs, or a call
+    /// Serves jobs and queries XIDs each `events`, until `stop`, the end of the jobs, or a call
     /// that hangs.
     pub(super) async fn run(
         mut self,
@@ -117,10 +114,10 @@ impl NvmlProcess {
     ) {
         let work = self.serve(id, &mut jobs, &reports, events);
         if let Some(NoAnswer::TimedOut) = stop.run_until_cancelled(work).await {
-            // The watcher has ended with the agent.
+            // The watcher may have ended with the agent.
             let _ = reports.send((id, ProcessReport::TimedOut));
         }
-        // The callers of pending questions learn now that there is no answer.
+        // The callers of pending requests learn now that there is no answer.
         drop(jobs);
         let _ = self.child.start_kill();
         let _ = self.child.wait().await;
@@ -146,7 +143,7 @@ impl NvmlProcess {
                     }
                     None => return NoAnswer::Exited,
                 },
-                // The GPU's events are registered for by the first probe.
+                // The first probe registers for the GPU's events.
                 _ = tick.tick(), if probed && events.is_some() => {
                     self.call(&Request::Xids).await.map(|response| match response {
                         Response::Xids(codes) if !codes.is_empty() => Some(ProcessReport::Xids(codes)),

@@ -1,5 +1,4 @@
-//! Defines what the agent asks a process that calls NVML, and what that answers: one line of JSON
-//! each.
+//! Defines the messages between the agent and a process that calls NVML: one line of JSON each.
 
 use std::path::PathBuf;
 
@@ -10,29 +9,28 @@ use crate::gpu::{Gpu, NoDriver};
 use crate::sessions::GpuMemorySample;
 use crate::units::{Bytes, GpuUuid};
 
-/// The part of the driver that a process calls NVML about.
+/// The part of the driver about which a process calls NVML.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Scope {
-    /// No GPU: how many there are, and the driver's version.
+    /// No GPU: the number of GPUs, and the driver's version.
     Driver,
-    /// The GPU of this number in NVML's order.
+    /// The GPU of this index in NVML's order.
     Index(u32),
-    /// The GPU at this place on the PCI bus.
+    /// The GPU at this PCI address.
     Address(PciAddress),
 }
 
-/// A question.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Request {
-    /// What there is in the scope.
+    /// Probe the scope.
     Probe,
-    /// The XIDs of the GPU since the last question.
+    /// Return the GPU's XIDs since the last query.
     Xids,
-    /// The memory and processes of the GPU, or of a MIG instance that is cut from it.
+    /// Return the memory and processes of the GPU, or of one of its MIG instances.
     Sample(GpuUuid),
-    /// Have the driver hold the processes of a cgroup to so much of the GPU.
+    /// Set the driver's memory limit of a cgroup.
     SetLimit {
         gpu: GpuUuid,
         cgroup: PathBuf,
@@ -40,20 +38,19 @@ pub(super) enum Request {
     },
 }
 
-/// An answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Response {
     /// The library cannot be used.
     NoDriver(NoDriver),
-    /// To a probe of [`Scope::Driver`].
+    /// The answer to a probe of [`Scope::Driver`].
     Driver {
         gpus: u32,
         version: Option<String>,
     },
-    /// To a probe of a GPU.
+    /// The answer to a probe of a GPU.
     Gpu {
-        /// NVML's UUID, where it tells.
+        /// NVML's UUID of the GPU, where NVML reports it.
         uuid: Option<GpuUuid>,
         found: GpuProbe,
     },
@@ -62,26 +59,26 @@ pub(super) enum Response {
     SetLimit(Result<(), CallError>),
 }
 
-/// What a probe found of a GPU.
+/// The result of a probe of one GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum GpuProbe {
-    /// The GPU, or its MIG instances where it is cut, and its place on the PCI bus.
+    /// The GPU, or its MIG instances if it is partitioned, with the PCI address.
     Gpus(Vec<Gpu>, Option<PciAddress>),
-    /// NVML answers about it with this error.
+    /// NVML answered about the GPU with this error.
     Failed(String),
-    /// NVML does not find it, or calls it lost.
+    /// NVML does not find the GPU, or calls it lost.
     Lost,
 }
 
-/// Why NVML did not do what it was asked.
+/// Why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "kebab-case")]
 pub enum CallError {
-    /// This driver has no such call, or not for this GPU.
+    /// The driver does not support the call, at all or for this GPU.
     #[error("the driver does not offer it")]
     Unsupported,
-    /// Another error, in NVML's words.
+    /// Another error, with NVML's text.
     #[error("{0}")]
     Nvml(String),
 }
