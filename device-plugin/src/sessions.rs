@@ -1,19 +1,20 @@
-//! Serves every allocation's socket and keeps its credit.
+//! Serves the session socket of each allocation, and accounts for the memory of its processes.
 //!
 //! ```text
-//! Sessions -- one task per allocation (allocation) -- one task per process (conversation)
+//! Sessions -- one task per allocation (listener) -- one task per process (connection)
 //!                      |                                        |
-//!                      +------ Container: credit (pure), pages, processes ------+
-//!          \-- one task per GPU (leftovers): what the dead exported, proven free (held, pure)
+//!                      +-- Container: accounts (pure), pages, processes --+
+//!          \-- one task per GPU (reclaim): proves orphaned exports free (orphan_bound, pure)
 //! ```
 //!
-//! A process is known from its first hello until its pidfd says that it died; closing the socket
-//! ends nothing. What it was granted is then *retired*: it stays charged until [`MemorySampler`]
-//! no longer shows that the driver charges the process (a forked child can keep its memory), and what it
-//! had exported until nobody can hold that.
-//! Grants are on record in `<run-dir>/sessions/<id>.json` before a process learns of them, so that
-//! an agent that starts again never grants them twice; the shim says hello again when it next needs
-//! the agent.
+//! The agent knows a process from its first hello until its pidfd reports the exit. Closing the
+//! socket ends nothing. The grants of an exited process stay charged until [`MemorySampler`] shows
+//! that the driver charges the process nothing: a forked child can keep its memory. Exported memory
+//! of an exited process stays charged until no other process can hold it.
+//!
+//! The agent writes grants to `<run-dir>/sessions/<id>.json` before a process learns of them, so
+//! that a restarted agent never grants them twice. The shim says hello again when it next needs the
+//! agent.
 
 mod accounts;
 mod checkpoint;
@@ -72,123 +73,123 @@ pub use recovery::{
 };
 pub use usage::{AccountBalance, ContainerUsage, ProcessCredit, by_allocation};
 
-/// The processes of one container that are served at the same time. A container with more gets
-/// `Rejected`, and its further processes no memory.
+/// The most processes of one container that have a session at the same time. The agent answers
+/// `Rejected` to further processes, which then get no memory.
 pub const MAX_PROCESSES: usize = 512;
 
-/// What a container may use.
+/// The allocation to serve, and what its container may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionSpec {
-    /// Names the socket's folder.
+    /// The allocation, whose id names the socket's folder.
     pub allocation: AllocationId,
     /// The pod that every peer must belong to.
     pub pod: PodUid,
-    /// The GPUs, and how much of each.
+    /// The GPUs of the container, each with its quota.
     pub gpus: Vec<(GpuUuid, Bytes)>,
-    /// Managed memory; zero is none.
+    /// The quota of managed memory; zero allows none.
     pub managed: Bytes,
-    /// The tokens of its claim: allocations of the pod that have the same share the GPUs' quotas.
+    /// The tokens of the claim: allocations of the pod with the same tokens share the GPUs' quotas.
     pub tokens: Option<DeviceIdSet>,
 }
 
-/// What a memory account counts.
+/// The memory that an account counts.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Account {
-    /// One GPU's memory.
+    /// The memory of one GPU.
     Gpu(GpuUuid),
     /// CUDA managed memory.
     Managed,
 }
 
-/// One account of one container, at a moment.
+/// The figures of one account of one container at a moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AccountUsage {
     /// The container's allocation.
     pub allocation: AllocationId,
-    /// Which memory.
+    /// The account.
     pub account: Account,
-    /// What the container may use.
+    /// The bytes that the container may use.
     pub quota: Bytes,
-    /// What its living processes may use without asking.
+    /// The bytes that live processes may use without asking the agent.
     pub granted: Bytes,
-    /// What they say that they use, never more than was granted.
+    /// The bytes that live processes report as used, at most what the agent granted.
     pub used: Bytes,
-    /// What dead processes had been granted and the driver may still charge.
+    /// The grants of exited processes that the driver may still charge.
     pub exited: Bytes,
-    /// The most that was ever granted and retired together.
+    /// The largest sum of granted and exited bytes so far.
     pub peak: Bytes,
-    /// Allocations that were denied.
+    /// The number of denied allocations.
     pub denied: u64,
-    /// Living processes that said hello.
+    /// The number of live processes that have a session.
     pub processes: usize,
 }
 
-/// What went wrong with an allocation's socket.
+/// Why a request about an allocation's socket failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionsError {
-    /// The folder or the socket in it could not be made.
+    /// The agent could not create the folder or the socket in it.
     #[error("serve {}: {source}", path.display())]
     Serve {
-        /// The socket or folder.
+        /// The socket or the folder.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system call.
         source: io::Error,
     },
-    /// The folder could not be removed.
+    /// The agent could not remove the folder.
     #[error("remove {}: {source}", path.display())]
     Remove {
         /// The folder.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system call.
         source: io::Error,
     },
-    /// Nothing is served under this name.
+    /// The agent serves no allocation with this id.
     #[error("allocation {0} is not served")]
     Unknown(AllocationId),
-    /// More accounts than a credit page has.
+    /// The allocation has more accounts than a credit page has slots.
     #[error("allocation {allocation} has {gpus} GPUs: more than a credit page has accounts")]
     TooManyGpus {
         /// The allocation.
         allocation: AllocationId,
-        /// Its GPUs.
+        /// The number of its GPUs.
         gpus: usize,
     },
 }
 
-/// The sockets of this node's allocations. Dropping it stops serving and leaves the folders.
+/// The session sockets of this node. Dropping this value stops the service and leaves the folders.
 pub struct Sessions {
     run_dir: PathBuf,
     shared: Arc<Shared>,
     resolver: Arc<dyn ContainerResolver>,
     connection_limit: ConnectionLimit,
-    /// Whether the kernel is asked to refuse descriptors.
+    /// Whether the agent asks the kernel to refuse passed descriptors.
     refuses_descriptors: bool,
-    /// None where contexts are not charged.
+    /// `None` where the agent does not charge contexts.
     context_sizes: Option<Arc<ContextSizes>>,
     fault_notifier: FaultNotifier,
-    /// None where nothing is kept.
+    /// `None` where the node has no retained memory.
     lease_service: Option<LeaseHandle>,
-    /// The claims with allocations that are served.
+    /// The claims whose allocations the agent serves.
     siblings_by_claim: Mutex<BTreeMap<(PodUid, DeviceIdSet), ClaimSiblings>>,
     /// The tasks of the GPUs, which end with these sessions.
     reclaim_tasks: Mutex<JoinSet<()>>,
-    /// Log lines that are written once for all containers.
+    /// Limits the log lines that concern all containers.
     log_limiter: SharedLogLimiter,
 }
 
-/// What the tasks of the GPUs see.
+/// The state that the tasks of the GPUs share.
 struct Shared {
     sampler: Arc<dyn MemorySampler>,
-    /// The same for those who wait for what ended images had.
+    /// The samples for the containers that wait for the driver to free memory of exited images.
     shared_sampler: Arc<SharedSampler>,
     containers: Mutex<BTreeMap<AllocationId, RunningContainer>>,
-    /// What pods that ended left.
+    /// The bytes that ended pods may still occupy.
     unreclaimed: Mutex<BTreeMap<GpuUuid, Unreclaimed>>,
-    /// The GPUs that have a task.
+    /// The GPUs that have a reclaim task.
     gpus_with_task: Mutex<BTreeSet<GpuUuid>>,
-    /// Changes each time that there may be something to prove, or no more.
+    /// Changes each time that orphaned memory or the set of containers may have changed.
     orphans_changed: watch::Sender<()>,
-    /// The kept leases that the vault has; none where nothing is kept.
+    /// The leases whose memory the fd store has; `None` where the node has no retained memory.
     live_leases: Option<watch::Receiver<LiveLeases>>,
 }
 
@@ -204,8 +205,8 @@ impl Drop for RunningContainer {
 }
 
 impl Shared {
-    /// Ends the task of a GPU that no container has and on which no dead process left memory; whether it
-    /// has ended.
+    /// Releases the task of a GPU that no container uses and where ended pods left nothing. Returns
+    /// whether the task ends.
     fn release_unused_gpu(&self, gpu: &GpuUuid) -> bool {
         let mut watched = lock(&self.gpus_with_task);
         let has_it = |running: &RunningContainer| lock(&running.container).gpus().contains(gpu);
@@ -220,14 +221,14 @@ impl Shared {
 
 impl Drop for Sessions {
     fn drop(&mut self) {
-        // The GPUs' tasks hold on to them until they have ended.
+        // The GPUs' tasks hold references to the containers until they have ended.
         lock(&self.shared.containers).clear();
     }
 }
 
 impl Sessions {
-    /// Serves below `run_dir`, as many processes at the same time as this process's limit of
-    /// descriptors allows. Must be dropped inside the runtime that it serves on.
+    /// Serves below `run_dir`. The agent's limit of descriptors bounds the number of peers. The
+    /// caller drops the value inside the runtime that serves it.
     pub fn new(
         run_dir: PathBuf,
         charges: Arc<dyn MemorySampler>,
@@ -256,8 +257,8 @@ impl Sessions {
         }
     }
 
-    /// Charges each CUDA context what one takes of its GPU, which the agent [measures](Self::context_measured) and
-    /// keeps in a file at `path`.
+    /// Charges each CUDA context its size on that GPU. The agent
+    /// [measures](Self::record_context_size) the sizes and saves them in the file at `path`.
     #[must_use]
     pub fn with_context_sizes(mut self, path: PathBuf) -> Sessions {
         let file = Checkpoint::new(path);
@@ -265,45 +266,46 @@ impl Sessions {
         self
     }
 
-    /// Who looks at GPUs.
+    /// The source of memory samples of the GPUs.
     pub(crate) fn sampler(&self) -> Arc<dyn MemorySampler> {
         Arc::clone(&self.shared.sampler)
     }
 
-    /// The agent saw a context of `gpu` take `bytes` with this driver, by a process of its own.
+    /// Records that a context of `gpu` takes `bytes` with this driver, as measured by a process of
+    /// the agent.
     pub fn record_context_size(&self, gpu: &GpuUuid, driver: &str, bytes: Bytes) {
         if let Some(sizes) = &self.context_sizes {
             sizes.record(gpu, driver, bytes);
         }
     }
 
-    /// Whether the agent has still to measure what a context of `gpu` takes with this driver.
+    /// Whether the agent has not yet measured a context of `gpu` with this driver.
     pub fn lacks_context_size(&self, gpu: &GpuUuid, driver: &str) -> bool {
         let sizes = self.context_sizes.as_ref();
         sizes.is_some_and(|sizes| !sizes.is_measured(gpu, driver))
     }
 
-    /// What a context of `gpu` takes, as far as it is known.
+    /// The size of a context of `gpu`, as far as the agent knows it.
     pub fn context_size(&self, gpu: &GpuUuid) -> Option<Bytes> {
         Some(self.context_sizes.as_ref()?.size_on(gpu))
     }
 
-    /// Forgets the sizes of contexts on all other GPUs.
+    /// Removes the context sizes of all other GPUs.
     pub fn retain_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
         if let Some(sizes) = &self.context_sizes {
             sizes.retain_gpus(gpus);
         }
     }
 
-    /// From now on there is this driver: what contexts of another one took counts no more.
+    /// Removes the context sizes that were measured with another version of the driver.
     pub fn set_driver_version(&self, driver: &str) {
         if let Some(sizes) = &self.context_sizes {
             sizes.retain_driver(driver);
         }
     }
 
-    /// Passes questions about kept memory on to a desk, and takes what is `living` for no residual. Before anything
-    /// is served.
+    /// Passes lease requests to `desk`, and counts the memory of `living` leases as explained. The
+    /// caller does this before the first [`serve`](Self::serve).
     #[must_use]
     pub fn with_leases(
         mut self,
@@ -324,23 +326,23 @@ impl Sessions {
         self
     }
 
-    /// Serves as on a kernel before 6.16, which lets processes pass any descriptor.
+    /// Behaves as on a kernel before 6.16, where tenant processes can pass any descriptor.
     #[must_use]
     pub fn with_passed_descriptors(mut self) -> Sessions {
         self.refuses_descriptors = false;
         self
     }
 
-    /// The folder of the allocations' folders: what a CDI device mounts one of.
+    /// The folder of the allocations' folders. A CDI device mounts the folder of its allocation.
     pub fn alloc_dir(run_dir: &Path) -> PathBuf {
         run_dir.join("alloc")
     }
 
-    /// Serves an allocation from now on; one that is served already goes on as it is. After a
-    /// restart of the agent the processes that were known are charged at once.
+    /// Starts to serve an allocation; a served allocation stays unchanged. After a restart the
+    /// agent charges the processes in the checkpoint at once.
     ///
     /// # Errors
-    /// [`SessionsError::Serve`] when the folder or the socket cannot be made.
+    /// [`SessionsError::Serve`] when the agent cannot create the folder or the socket.
     pub async fn serve(&self, served: SessionSpec) -> Result<(), SessionsError> {
         let allocation = served.allocation;
         if lock(&self.shared.containers).contains_key(&allocation) {
@@ -409,18 +411,20 @@ impl Sessions {
             log_limiter: self.log_limiter.clone(),
         };
         let task = tokio::spawn(task.run(listener, known)).abort_handle();
-        // A second serve of the same allocation at the same time: the later listener has replaced
-        // the earlier's socket, so the later one stays.
+        // When two calls serve the same allocation at once, the later listener has replaced the
+        // earlier socket, so the later entry stays.
         lock(&self.shared.containers).insert(allocation, RunningContainer { container, task });
-        // After the container is listed: the task of a GPU that no container has may be ending.
+        // The task of a GPU that no container uses may be ending, so the agent lists the container
+        // first.
         gpus.into_iter().for_each(|gpu| self.start_reclaim(gpu));
         Ok(())
     }
 
-    /// Ends an allocation: its pod is gone. One that is not served is ended already.
+    /// Stops serving an allocation whose pod has ended, and removes its files. An allocation that
+    /// is not served needs nothing.
     ///
     /// # Errors
-    /// [`SessionsError::Remove`] when its folder cannot be removed.
+    /// [`SessionsError::Remove`] when the agent cannot remove the folder.
     pub async fn remove(&self, allocation: &AllocationId) -> Result<(), SessionsError> {
         let ended = lock(&self.shared.containers).remove(allocation);
         if let Some(running) = &ended {
@@ -451,7 +455,8 @@ impl Sessions {
         Ok(())
     }
 
-    /// Starts the task of a GPU: it runs while a container has the GPU or dead processes left memory there.
+    /// Starts the reclaim task of a GPU, which runs while a container uses the GPU or exited
+    /// processes left memory there.
     fn start_reclaim(&self, gpu: GpuUuid) {
         if lock(&self.shared.gpus_with_task).insert(gpu.clone()) {
             let mut watches = lock(&self.reclaim_tasks);
@@ -461,8 +466,9 @@ impl Sessions {
         self.shared.orphans_changed.send_replace(());
     }
 
-    /// What of each GPU an allocation's processes had exported, living or dead: what may be held by others when its
-    /// pod ends. One that is not served is known by its record.
+    /// The bytes of each GPU that the allocation's processes have exported, live or exited. Other
+    /// processes may hold them after the pod has ended. The checkpoint answers for an allocation
+    /// that is not served.
     pub fn exported_bytes(&self, allocation: &AllocationId) -> Vec<(GpuUuid, Bytes)> {
         if let Some(running) = lock(&self.shared.containers).get(allocation) {
             return lock(&running.container).exported_bytes();
@@ -474,18 +480,19 @@ impl Sessions {
             .unwrap_or_default()
     }
 
-    /// Charges an allocation for what a container before it had exported of a GPU: how much of it, on record.
+    /// Charges an allocation for exports that an earlier container left on a GPU. Returns the bytes
+    /// that the checkpoint now holds.
     pub fn inherit_exports(&self, allocation: &AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
         let mut inherited = Bytes::ZERO;
-        // One that is not served takes nothing.
+        // An allocation that is not served inherits nothing.
         let _ = self.with_container(allocation, |container| {
             inherited = container.inherit_exports(gpu, bytes)
         });
         inherited
     }
 
-    /// The kept leases that an allocation is charged for, each with its GPU and what it has. One that is not served
-    /// is known by its record.
+    /// The leases that an allocation is charged for, each with its GPU and bytes. The checkpoint
+    /// answers for an allocation that is not served.
     pub fn charged_leases(&self, allocation: &AllocationId) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
         if let Some(running) = lock(&self.shared.containers).get(allocation) {
             return lock(&running.container).charged_leases();
@@ -510,7 +517,7 @@ impl Sessions {
             .collect()
     }
 
-    /// The kept leases that the allocations which are served are charged for.
+    /// The leases that all served allocations are charged for.
     pub fn all_charged_leases(&self) -> ChargedLeases {
         let running = lock(&self.shared.containers);
         running
@@ -519,10 +526,10 @@ impl Sessions {
             .collect()
     }
 
-    /// Charges an allocation for a kept lease that is to be made, on record.
+    /// Charges an allocation for a new lease, and saves the charge in the checkpoint.
     ///
     /// # Errors
-    /// What its quota has left; nothing where it is not served.
+    /// The bytes that the quota has left; zero where the allocation is not served.
     pub fn charge_lease(
         &self,
         allocation: &AllocationId,
@@ -537,7 +544,7 @@ impl Sessions {
         served.map_err(|_| Bytes::ZERO).and(leased)
     }
 
-    /// Charges an allocation for a kept lease that there is, if it is not.
+    /// Charges an allocation for an existing lease, unless the account charges the lease already.
     pub fn adopt_lease(
         &self,
         allocation: &AllocationId,
@@ -545,14 +552,14 @@ impl Sessions {
         lease: LeaseId,
         bytes: Bytes,
     ) {
-        // One that is not served is charged when it is.
+        // An allocation that is not served is charged when the agent serves it again.
         let _ = self.with_container(allocation, |container| {
             container.adopt_lease(gpu, lease, bytes)
         });
     }
 
-    /// Charges what a kept lease has as what dead processes exported from now on, whether or not it was charged by now:
-    /// whether that is on record.
+    /// Charges the bytes of a lease as orphaned exports from now on, whether or not the account
+    /// charged the lease. Returns whether the checkpoint holds the change.
     pub fn release_lease(
         &self,
         allocation: &AllocationId,
@@ -567,13 +574,14 @@ impl Sessions {
         served.is_ok() && released
     }
 
-    /// There is no memory of a kept lease that an allocation was charged for.
+    /// Refunds a lease that has no memory.
     pub fn refund_lease(&self, allocation: &AllocationId, lease: LeaseId) {
         let _ = self.with_container(allocation, |container| container.refund_lease(lease));
     }
 
-    /// Looks after what pods that ended left on GPUs, and nothing else of the kind: the most that is held of it, where
-    /// that is proven. It has another number whenever something was left.
+    /// Tracks the memory that ended pods left on these GPUs, and no other. Returns the upper bound
+    /// of each GPU that has a proven bound. The revision of a GPU changes whenever another pod
+    /// leaves memory there.
     pub fn bound_unreclaimed(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
         let gpus: Vec<GpuUuid> = left.keys().cloned().collect();
         let mut known = lock(&self.shared.unreclaimed);
@@ -598,8 +606,8 @@ impl Sessions {
         proven
     }
 
-    /// Sets what an account is given at birth, which may become known while the container runs. Of what is used
-    /// above it nothing is taken away; nothing more is granted until frees have caught up.
+    /// Sets the requested quota of an account, which may become known while the container runs.
+    /// Used bytes above the quota stay; the account grants nothing until enough is freed.
     ///
     /// # Errors
     /// [`SessionsError::Unknown`].
@@ -614,8 +622,9 @@ impl Sessions {
         })
     }
 
-    /// Lowers an account of a running container below what it was given at birth; none lifts that again. It
-    /// outlives the agent. What is used above it stays; see [`Sessions::reclaim_excess`].
+    /// Lowers the quota of an account below the requested one; `None` removes the override. The
+    /// override outlives the agent. Used bytes above the quota stay; see
+    /// [`Sessions::reclaim_excess`].
     ///
     /// # Errors
     /// [`SessionsError::Unknown`].
@@ -630,15 +639,15 @@ impl Sessions {
         })
     }
 
-    /// Takes credit that lies idle above a quota that was made smaller.
+    /// Reclaims idle credit above quotas that have been lowered.
     pub fn reclaim_excess(&self) {
         for running in lock(&self.shared.containers).values() {
             lock(&running.container).reclaim_excess();
         }
     }
 
-    /// Charges what processes without a session have of an account of a container, by pid; it replaces what was
-    /// told before. An allocation that has ended is nobody's.
+    /// Replaces the bytes that untracked processes have of a container's account, by pid. An
+    /// allocation that has ended is ignored.
     pub fn set_untracked(
         &self,
         allocation: &AllocationId,
@@ -650,7 +659,7 @@ impl Sessions {
         });
     }
 
-    /// The books of every allocation that is served.
+    /// The usage of every served allocation.
     pub fn container_usage(&self) -> Vec<ContainerUsage> {
         let running = lock(&self.shared.containers);
         running
@@ -659,44 +668,49 @@ impl Sessions {
             .collect()
     }
 
-    /// The images of an allocation's container that live and are not fenced; none where it is not served.
+    /// The live images of an allocation's container that are not fenced; `None` where the
+    /// allocation is not served.
     pub fn process_images(&self, allocation: &AllocationId) -> Option<Vec<ProcessImage>> {
         let running = lock(&self.shared.containers);
         let running = running.get(allocation)?;
         Some(lock(&running.container).process_images())
     }
 
-    /// Told each time that a process reported poison.
+    /// Notified each time that a process reports a sticky error.
     pub fn fault_reports(&self) -> Arc<Notify> {
         self.fault_notifier.reports()
     }
 
-    /// Who waits until the kernel's log was read to its end: from now on every image does before it is greeted, so that
-    /// no XID of the image before it, nor of a process that had its pid, is taken for its own.
+    /// Registers the reader of the kernel log, and returns the barriers that it has to release.
+    /// From now on each hello waits until the reader has drained the log. Otherwise an XID of the
+    /// former image, or of a former process with that pid, would count for the new image.
     pub fn register_kmsg_reader(&self) -> mpsc::Receiver<KmsgBarrier> {
         self.fault_notifier.register_kmsg_reader()
     }
 
-    /// What is done about poisoned contexts of an allocation's container from now on. One that has ended needs nothing.
+    /// Sets what the agent does about poisoned contexts of an allocation's container. An allocation
+    /// that has ended is ignored.
     pub fn set_recovery_policy(&self, allocation: &AllocationId, policy: RecoveryPolicy) {
         let _ = self.with_container(allocation, |container| container.set_policy(policy));
     }
 
-    /// The image that a process of the host is, if one of the GPUs `on` is its container's and it had started by then.
+    /// Finds the image of a host process, if its container uses one of the GPUs `on` and the
+    /// process had started by then.
     pub fn find_xid_target(&self, pid: u32, on: &[GpuUuid], by: BootTime) -> Option<XidTarget> {
         let running = lock(&self.shared.containers);
         let mut running = running.values();
         running.find_map(|running| lock(&running.container).find_xid_target(pid, on, by))
     }
 
-    /// An image's context is lost by this XID. One that has ended needs nothing.
+    /// Records that an image lost its context by this XID. An allocation that has ended is ignored.
     pub fn record_xid(&self, suspect: &XidTarget, code: u32, now: ClockReading) {
         let _ = self.with_container(&suspect.allocation, |container| {
             container.record_xid(suspect, code, now);
         });
     }
 
-    /// The poisoned images of an allocation's container below this number are to be ended. One that has ended needs nothing.
+    /// Restarts the poisoned images of an allocation's container below this process generation. An
+    /// allocation that has ended is ignored.
     pub fn require_generation(
         &self,
         allocation: &AllocationId,
@@ -708,8 +722,8 @@ impl Sessions {
         });
     }
 
-    /// The faults that were opened since this was last asked, after deciding about those that waited long enough.
-    /// `alone`: for how long nobody could be told of them.
+    /// Returns the faults since the last call, after the agent has decided about faults whose
+    /// deadline has passed. `alone` is the time since the agent last reached the API server.
     pub fn take_new_faults(
         &self,
         alone: Duration,
@@ -721,12 +735,13 @@ impl Sessions {
         })
     }
 
-    /// The faults that are open.
+    /// The open faults of all containers.
     pub fn open_faults(&self) -> Vec<(AllocationId, Fault)> {
         self.collect_from_containers(|container| container.open_faults().to_vec())
     }
 
-    /// The first processes of containers that are to be killed for a fault, one of each container at a time.
+    /// The root processes of containers that the agent has to kill for a fault, at most one of each
+    /// container at a time.
     pub fn processes_to_kill(&self) -> Vec<(AllocationId, Process)> {
         let poisoned = self.collect_from_containers(|container| {
             let pod = container.pod().clone();
@@ -736,7 +751,7 @@ impl Sessions {
                 .into_iter()
                 .collect()
         });
-        // Outside of the locks: it reads files.
+        // Reading `/proc` takes time, so the agent does it without the locks.
         let first = |(allocation, (process, pod)): (AllocationId, (Process, PodUid))| {
             let first = self.resolver.root_process(process, &pod)?;
             Some((allocation, first))
@@ -744,12 +759,12 @@ impl Sessions {
         poisoned.into_iter().filter_map(first).collect()
     }
 
-    /// Containers with memory of these GPUs get nothing more: which of the GPUs living processes hold so, and the first
-    /// processes of their containers, which are to be killed.
+    /// Fences all containers that use these GPUs. Returns the GPUs that live processes still hold,
+    /// and the root processes to kill.
     pub fn drain_gpus(&self, gpus: &BTreeSet<GpuUuid>) -> (BTreeSet<GpuUuid>, BTreeSet<Process>) {
         let found = self.collect_from_containers(|container| container.drain_gpus(gpus));
         let (mut held, mut doomed) = (BTreeSet::new(), BTreeSet::new());
-        // Outside of the locks: it reads files.
+        // Reading `/proc` takes time, so the agent does it without the locks.
         for (_, GpuHolder { pid, pod, gpus }) in found {
             let process = self.resolver.process(pid);
             if let Some(first) =
@@ -787,7 +802,7 @@ impl Sessions {
         Ok(())
     }
 
-    /// Every account of every allocation that is served.
+    /// Every account of every served allocation.
     pub fn account_usage(&self) -> Vec<AccountUsage> {
         let running = lock(&self.shared.containers);
         running
@@ -807,7 +822,8 @@ impl Sessions {
     }
 }
 
-/// Any user of the container may connect; its cgroup is what counts.
+/// Creates the socket for any user of the container, since the agent identifies a peer by its
+/// cgroup.
 fn bind_listener(
     folder: &Path,
     socket: &Path,
@@ -819,8 +835,8 @@ fn bind_listener(
         |path: &Path, mode| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode));
     std::fs::create_dir_all(folder)?;
     mode(folder, 0o755)?;
-    // Bound under another name and moved: a shim that connects finds a socket that is served, or
-    // the old one, never none.
+    // The agent binds another name and renames it, so that a shim that connects always finds a
+    // served socket or the old one.
     let fresh = folder.join(".agent.sock.new");
     match std::fs::remove_file(&fresh) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -832,8 +848,8 @@ fn bind_listener(
     Ok(listener)
 }
 
-/// A panic while a lock is held leaves plain counters: they are usable, and the agent's other
-/// containers must not suffer.
+/// Locks a mutex and ignores poisoning: a panic leaves plain counters, and must not affect other
+/// containers.
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,47 +1,48 @@
-//! The books of one container: who was granted how much of which account.
+//! Accounts for the credit of one container: which process was granted how much of which account.
 //!
-//! Pure. The sum of what is granted, retired and leased never exceeds the quota; the last unit of a quota
-//! can be granted.
+//! Pure. The sum of granted, exited and leased bytes never exceeds the quota, and the last unit of
+//! a quota can be granted.
 
 use std::collections::BTreeMap;
 
 use bursar_protocol::units::{UNIT, Units};
 
-/// The most credit that a process gets beyond what it asked for: 64 MiB.
+/// The most credit that a process gets beyond its need: 64 MiB.
 const MAX_PREFETCH: Units = Units((64 << 20) / UNIT as u32);
 
-/// Credit beyond the need comes in steps of the driver's own block size: 2 MiB.
+/// The granularity of prefetched credit: the block size of the driver, 2 MiB.
 const PREFETCH_STEP: u32 = (2 << 20) / UNIT as u32;
 
-/// The part of what is free that a process may get beyond its need: one in so many. So slabs get
-/// finer near the limit, and many processes share what is left.
+/// A process may prefetch one part in this many of the free bytes. So prefetches get smaller near
+/// the quota, and many processes share the rest.
 const PREFETCH_DIVISOR: u32 = 8;
 
-/// Amounts by pid and account.
 pub(super) type AmountsByPid = BTreeMap<u32, Vec<Units>>;
 
-/// The books. Accounts are indexes; processes are pids of the host.
+/// The accounts of one container. An account is named by its index, a process by its pid on the
+/// host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CreditAccounts {
     quotas: Vec<Units>,
     granted: AmountsByPid,
     exited: AmountsByPid,
-    /// By account, what processes without a session have, by pid: the driver's figures.
+    /// The bytes of untracked processes by account and pid, as the driver reports them.
     untracked: Vec<BTreeMap<u32, Units>>,
-    /// What of the dead's grants was exported: others may hold it when the driver charges the dead no more.
+    /// Orphaned exports: other processes may hold them after the driver has stopped charging the
+    /// exporter.
     orphaned: AmountsByPid,
-    /// What kept leases have that the container owns, by lease: of which account, and how much.
+    /// The leases that the container owns, each with its account and units.
     leases: BTreeMap<u64, (usize, Units)>,
-    /// By account, what other containers have that share the quota.
+    /// By account, the charges of the other containers that share the quota.
     sibling_charges: Vec<Units>,
     peaks: Vec<Units>,
 }
 
-/// Stands in for the process that exported what a kept lease has: no process has this pid.
+/// Stands for the exporter of a released lease: no process has this pid.
 pub(super) const NO_PID: u32 = 0;
 
 impl CreditAccounts {
-    /// Empty books over accounts with these quotas.
+    /// Creates empty accounts with these quotas.
     pub fn new(quotas: Vec<Units>) -> CreditAccounts {
         let peaks = vec![Units::ZERO; quotas.len()];
         CreditAccounts {
@@ -52,50 +53,50 @@ impl CreditAccounts {
         }
     }
 
-    /// What an account allows in all; nothing for an account that does not exist.
+    /// The quota of an account; zero for an account that does not exist.
     pub fn quota(&self, account: usize) -> Units {
         self.quotas.get(account).copied().unwrap_or(Units::ZERO)
     }
 
-    /// Changes what an account allows. What is granted stays granted.
+    /// Changes the quota of an account. Granted units stay granted.
     pub fn set_quota(&mut self, account: usize, quota: Units) {
         if let Some(slot) = self.quotas.get_mut(account) {
             *slot = quota;
         }
     }
 
-    /// What a process was granted.
+    /// The units granted to a process.
     pub fn granted_to(&self, pid: u32, account: usize) -> Units {
         amount(&self.granted, pid, account)
     }
 
-    /// What all living processes were granted.
+    /// The units granted to all live processes.
     pub fn granted(&self, account: usize) -> Units {
         total(&self.granted, account)
     }
 
-    /// What dead processes had been granted, what they had exported of it among it.
+    /// The units of exited processes, with their orphaned exports.
     pub fn exited(&self, account: usize) -> Units {
         total(&self.exited, account).saturating_add(self.orphaned(account))
     }
 
-    /// What dead processes had exported, and others may hold.
+    /// The exports of exited processes that other processes may hold.
     pub fn orphaned(&self, account: usize) -> Units {
         total(&self.orphaned, account)
     }
 
-    /// The most that an account ever had granted, retired and leased.
+    /// The largest sum of granted, exited and leased units of an account so far.
     pub fn peak(&self, account: usize) -> Units {
         self.peaks.get(account).copied().unwrap_or(Units::ZERO)
     }
 
-    /// What can still be granted.
+    /// The units that can still be granted.
     pub fn free(&self, account: usize) -> Units {
         self.quota(account)
             .saturating_sub(self.total_charged(account))
     }
 
-    /// What is taken beyond the quota, as after it was made smaller.
+    /// The charged units beyond the quota, as after the quota was lowered.
     pub(super) fn excess(&self, account: usize) -> Units {
         self.total_charged(account)
             .saturating_sub(self.quota(account))
@@ -106,24 +107,25 @@ impl CreditAccounts {
             .saturating_add(self.sibling_charges(account))
     }
 
-    /// What the container has of an account, living or dead, with a session or without.
+    /// The units of an account that this container has: live, exited, leased and untracked.
     pub(super) fn own_charged(&self, account: usize) -> Units {
         self.tracked_charged(account)
             .saturating_add(self.untracked(account))
     }
 
-    /// What other containers have that share the quota.
+    /// The charges of the other containers that share the quota.
     pub(super) fn sibling_charges(&self, account: usize) -> Units {
         let inherited = self.sibling_charges.get(account);
         inherited.copied().unwrap_or(Units::ZERO)
     }
 
-    /// Replaces what other containers have that share the quota.
+    /// Replaces the charges of the other containers that share the quota.
     pub(super) fn set_sibling_charges(&mut self, inherited: Vec<Units>) {
         self.sibling_charges = inherited;
     }
 
-    /// Charges what a container that has ended had exported, as what the container's own dead did.
+    /// Charges exports of a container that has ended, or of a released lease, as orphaned exports
+    /// of this container.
     pub(super) fn charge_orphaned(&mut self, account: usize, units: Units) {
         let mut amounts = vec![Units::ZERO; self.quotas.len()];
         if let Some(slot) = amounts.get_mut(account) {
@@ -133,7 +135,7 @@ impl CreditAccounts {
         self.update_peak(account);
     }
 
-    /// What kept leases have of an account.
+    /// The units of leases that an account is charged for.
     pub fn leased(&self, account: usize) -> Units {
         let leases = self.leases.values();
         leases
@@ -142,21 +144,21 @@ impl CreditAccounts {
             .sum()
     }
 
-    /// What counts against an account, whoever has it, but for processes without a session.
+    /// The charged units of an account, without untracked processes.
     fn tracked_charged(&self, account: usize) -> Units {
         let processes = self.granted(account).saturating_add(self.exited(account));
         processes.saturating_add(self.leased(account))
     }
 
-    /// The kept leases, each with its account and what it has.
+    /// The leases, each with its account and units.
     pub(super) fn leases(&self) -> &BTreeMap<u64, (usize, Units)> {
         &self.leases
     }
 
-    /// Charges a kept lease.
+    /// Charges a lease.
     ///
     /// # Errors
-    /// What the account has free, where that is less.
+    /// The free units of the account, where they are fewer.
     pub(super) fn charge_lease(
         &mut self,
         lease: u64,
@@ -171,31 +173,31 @@ impl CreditAccounts {
         Ok(())
     }
 
-    /// Charges a kept lease that there is, whether or not the quota allows it.
+    /// Charges an existing lease, whether or not the quota allows it.
     pub(super) fn adopt_lease(&mut self, lease: u64, account: usize, units: Units) {
         self.leases.insert(lease, (account, units));
         self.update_peak(account);
     }
 
-    /// There is no memory of a kept lease.
+    /// Refunds a lease that has no memory.
     pub(super) fn refund_lease(&mut self, lease: u64) {
         self.leases.remove(&lease);
     }
 
-    /// A kept lease is one no more. Others may hold what it has, as they may what dead processes exported.
+    /// Ends a lease. Other processes may hold its memory, so its units become orphaned exports.
     pub(super) fn release_lease(&mut self, lease: u64) {
         if let Some((account, units)) = self.leases.remove(&lease) {
             self.charge_orphaned(account, units);
         }
     }
 
-    /// What processes without a session have of an account.
+    /// The units of an account that untracked processes have.
     pub fn untracked(&self, account: usize) -> Units {
         let charged = self.untracked.get(account);
         charged.map_or(Units::ZERO, |charged| charged.values().copied().sum())
     }
 
-    /// What a process without a session has of an account.
+    /// The units of an account that one untracked process has.
     pub(super) fn untracked_by(&self, pid: u32, account: usize) -> Units {
         let charged = self
             .untracked
@@ -204,29 +206,31 @@ impl CreditAccounts {
         charged.copied().unwrap_or(Units::ZERO)
     }
 
-    /// The processes without a session that have something.
+    /// The pids of untracked processes that have memory.
     pub(super) fn untracked_pids(&self) -> impl Iterator<Item = u32> {
         self.untracked.iter().flat_map(BTreeMap::keys).copied()
     }
 
-    /// Replaces what processes without a session have of an account, by pid. It is not granted to anybody else.
+    /// Replaces the units of untracked processes of an account, by pid. The account grants these
+    /// units to no other process.
     pub fn set_untracked(&mut self, account: usize, charged: BTreeMap<u32, Units>) {
         if let Some(slot) = self.untracked.get_mut(account) {
             *slot = charged;
         }
     }
 
-    /// A process has a session from now on: what it has is what it says, within the quota.
+    /// Removes a process that now has a session from the untracked ones: from now on its own report
+    /// counts, within the quota.
     pub fn clear_untracked(&mut self, pid: u32) {
         for charged in &mut self.untracked {
             charged.remove(&pid);
         }
     }
 
-    /// Grants `need` and, where there is plenty, somewhat more; how much it was.
+    /// Grants `need`, and a prefetch where enough is free. Returns the granted units.
     ///
     /// # Errors
-    /// How much is missing.
+    /// The missing units.
     pub fn grant(&mut self, pid: u32, account: usize, need: Units) -> Result<Units, Units> {
         let free = self.free(account);
         if need > free {
@@ -237,15 +241,15 @@ impl CreditAccounts {
         Ok(amount)
     }
 
-    /// Charges what a process that the books don't know says that it holds, as far as the quota
-    /// allows; how much it was.
+    /// Charges the claim of an unknown process, as far as the quota allows. Returns the charged
+    /// units.
     pub fn admit_claimed(&mut self, pid: u32, account: usize, claimed: Units) -> Units {
         let amount = claimed.min(self.free(account));
         self.add_grant(pid, account, amount);
         amount
     }
 
-    /// Takes credit off a process, at most what it was granted; how much it was.
+    /// Revokes credit of a process, at most its grant. Returns the revoked units.
     pub fn revoke(&mut self, pid: u32, account: usize, units: Units) -> Units {
         let Some(slot) = self
             .granted
@@ -259,8 +263,8 @@ impl CreditAccounts {
         taken
     }
 
-    /// A process image ended: what it was granted stays charged, to nobody who could use it. Of each account
-    /// it had exported so much, at most what it was granted: that part outlives it by itself.
+    /// Marks the grants of a process image as exited: they stay charged, and no process can use
+    /// them. The exported part, at most the grant, becomes orphaned.
     pub fn mark_exited(&mut self, pid: u32, exported: &[Units]) {
         let Some(granted) = self.granted.remove(&pid) else {
             return;
@@ -280,14 +284,15 @@ impl CreditAccounts {
         add_amounts(&mut self.orphaned, pid, kept);
     }
 
-    /// The driver no longer charges what a process image had: it is free again, but for what others may hold.
+    /// Releases the units of an exited image that the driver no longer charges. Its orphaned
+    /// exports stay charged.
     pub fn release_exited(&mut self, pid: u32) {
         self.exited.remove(&pid);
     }
 
-    /// At most this much of an account can be held by others than the processes that it was granted to, of what
-    /// the dead had exported when it was this: beyond that it is free again. Which of it is held cannot be told,
-    /// so each may be.
+    /// Caps the orphaned exports of an account by a proven bound. The bound concerns the exports
+    /// that were orphaned when `of` was copied. The bound does not say which exporter's bytes are
+    /// still mapped, so each may have up to `most`.
     pub(super) fn cap_orphaned(&mut self, account: usize, most: Units, of: &AmountsByPid) {
         for (pid, accounts) in &mut self.orphaned {
             let asked = of.get(pid).and_then(|asked| asked.get(account));
@@ -300,22 +305,22 @@ impl CreditAccounts {
         self.orphaned.retain(|_, accounts| is_any_nonzero(accounts));
     }
 
-    /// The pids of process images that ended and are still charged.
+    /// The pids of exited process images that are still charged.
     pub fn exited_pids(&self) -> Vec<u32> {
         self.exited.keys().copied().collect()
     }
 
-    /// Living processes' grants, for the record.
+    /// The grants of live processes, for the checkpoint.
     pub(super) fn grants(&self) -> &AmountsByPid {
         &self.granted
     }
 
-    /// Dead processes' grants, for the record; and what of them was exported.
+    /// The grants of exited processes, and their orphaned exports, for the checkpoint.
     pub(super) fn exited_and_orphaned(&self) -> [&AmountsByPid; 2] {
         [&self.exited, &self.orphaned]
     }
 
-    /// Puts back what the record says. It was within the quota when it was granted.
+    /// Restores the grant of a process from the checkpoint. The grant was within the quota.
     pub(super) fn restore_grant(&mut self, pid: u32, granted: &[Units]) {
         for (account, units) in granted.iter().enumerate().take(self.quotas.len()) {
             self.add_grant(pid, account, *units);
@@ -342,7 +347,7 @@ impl CreditAccounts {
     }
 }
 
-/// Adds amounts to a book, where there are any.
+/// Adds the amounts of a process, if any is above zero.
 fn add_amounts(books: &mut AmountsByPid, pid: u32, amounts: Vec<Units>) {
     if !is_any_nonzero(&amounts) {
         return;
@@ -359,7 +364,7 @@ fn is_any_nonzero(amounts: &[Units]) -> bool {
     amounts.iter().any(|units| *units != Units::ZERO)
 }
 
-/// What a process gets beyond its need when `left` would be free.
+/// The prefetch of a process when `left` units would remain free.
 fn prefetch(left: Units) -> Units {
     let share = (left.0 / PREFETCH_DIVISOR).min(MAX_PREFETCH.0);
     Units(share - share % PREFETCH_STEP)

@@ -1,8 +1,8 @@
-//! What a container's processes were granted, on disk: so that a restarted agent charges them.
+//! Saves the grants of a container's processes, so that a restarted agent charges them.
 //!
-//! The file is on tmpfs (`<run-dir>/sessions`): it is gone after a reboot, as the processes are.
-//! A grant is written before the process learns of it; credit that comes back may be written
-//! later, for charging too much is safe and corrected by the next write.
+//! The file is on tmpfs (`<run-dir>/sessions`), and so is gone after a reboot, as the processes
+//! are. The agent writes a grant before the process learns of it. Returned credit may be written
+//! later: to charge too much is safe, and the next write corrects it.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,66 +16,65 @@ use super::Process;
 use super::recovery::FaultLog;
 use crate::units::{Bytes, GpuUuid};
 
-/// The file of one container.
+/// The checkpoint file of one container.
 #[derive(Debug)]
 pub(super) struct SessionCheckpoint {
     path: PathBuf,
-    /// What the file holds, where that is known: the same is not written again.
+    /// The content of the file, where the agent knows it; equal content is not written again.
     written: Option<CheckpointContent>,
-    /// The allocation has ended, and the file is removed for good.
+    /// Whether the allocation has ended and the file is removed.
     closed: bool,
 }
 
-/// The file's content.
+/// The content of a checkpoint file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CheckpointContent {
-    /// Living processes.
+    /// The live processes.
     pub(super) processes: Vec<ProcessEntry>,
-    /// Pids of ended images that are still charged, with their units by account.
+    /// The pids of exited images that are still charged, with their units by account.
     pub(super) retired: Vec<(u32, Vec<u32>)>,
-    /// What accounts were lowered to, in units, by account.
+    /// The quota overrides in units, by account.
     #[serde(default)]
     pub(super) orders: Vec<Option<u32>>,
-    /// The same of what ended images had exported, and others may hold.
+    /// The orphaned exports of exited images, by pid, with their units by account.
     #[serde(default)]
     pub(super) kept: Vec<(u32, Vec<u32>)>,
-    /// Kept leases that the container owns: each with its account and its units.
+    /// The leases that the container owns, each with its account and units.
     #[serde(default)]
     pub(super) leases: Vec<(u64, usize, u32)>,
-    /// The GPUs, in the order of the accounts: for whoever finds the record when the container is gone.
+    /// The GPUs, in the order of the accounts, for a reader without the container's binding.
     #[serde(default)]
     pub(super) gpus: Vec<GpuUuid>,
-    /// There may be more processes with memory than these: an earlier record was lost, and the driver was not
-    /// asked yet who they are, or they have not said hello since.
+    /// Whether further processes may have memory: an earlier checkpoint was lost, and the agent has
+    /// not sampled since, or these processes have not said hello.
     #[serde(default)]
     pub(super) incomplete: bool,
-    /// P of the image that said hello last.
+    /// The process generation of the last image that said hello.
     #[serde(default)]
     pub(super) generation: u64,
-    /// Poisoned images, and what is done about them.
+    /// The poisoned images, and the decisions about them.
     #[serde(default)]
     pub(super) poisonings: FaultLog,
 }
 
-/// One process.
+/// One process of the container.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ProcessEntry {
-    /// The process.
     pub(super) process: Process,
-    /// Its image, from its hello.
+    /// The image number from the hello.
     pub(super) image: u64,
-    /// P, the number of that image.
+    /// The process generation of that image.
     #[serde(default)]
     pub(super) generation: u64,
-    /// Its grants in units, by account.
+    /// The grants in units, by account.
     pub(super) granted: Vec<u32>,
-    /// What of its use it had exported when it last told.
+    /// The units that the process last reported as exported, by account.
     #[serde(default)]
     pub(super) exported: Vec<u32>,
 }
 
 impl CheckpointContent {
-    /// The kept leases, each with its GPU and what it has.
+    /// The leases, each with its GPU and bytes.
     pub(super) fn leases_by_id(&self) -> BTreeMap<u64, (GpuUuid, Bytes)> {
         let leases = self.leases.iter();
         let on_gpu = |(lease, index, units): &(u64, usize, u32)| {
@@ -85,7 +84,7 @@ impl CheckpointContent {
         leases.filter_map(on_gpu).collect()
     }
 
-    /// What of each GPU processes had exported, living or dead.
+    /// The bytes of each GPU that processes have exported, live or exited.
     pub(super) fn exported_bytes(&self) -> Vec<(GpuUuid, Bytes)> {
         let of = |units: &[u32], index: usize| units.get(index).copied().unwrap_or_default();
         let exported = |index: usize| {
@@ -103,7 +102,7 @@ impl CheckpointContent {
 }
 
 impl SessionCheckpoint {
-    /// The record at `path`, whose folder is made.
+    /// Opens the checkpoint at `path`, and creates its folder.
     pub(super) fn open(path: PathBuf) -> io::Result<SessionCheckpoint> {
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder)?;
@@ -124,7 +123,7 @@ impl SessionCheckpoint {
         self.closed
     }
 
-    /// What was written last; `None` when nothing was, or when it cannot be read.
+    /// Reads the last content; `None` when there is none, or when it cannot be read.
     pub(super) fn read(&self) -> Option<CheckpointContent> {
         match std::fs::read(&self.path) {
             Ok(text) => serde_json::from_slice(&text)
@@ -139,7 +138,7 @@ impl SessionCheckpoint {
         }
     }
 
-    /// Replaces the content; nothing where it is the same.
+    /// Replaces the content, unless it is equal.
     pub(super) fn write(&mut self, content: CheckpointContent) -> io::Result<()> {
         if self.written.as_ref() == Some(&content) {
             return Ok(());
@@ -154,7 +153,7 @@ impl SessionCheckpoint {
     }
 }
 
-/// Where a record is written before it replaces the one at `path`.
+/// The path of the temporary file that a write renames to `path`.
 pub(super) fn temporary_path(path: &Path) -> PathBuf {
     path.with_extension("tmp")
 }

@@ -1,11 +1,11 @@
-//! Closes what tenant processes shaped, on a thread that may take as long as it likes.
+//! Closes sockets of tenant processes on a thread of their container, because the close may block.
 //!
 //! ```text
-//!   task of the runtime --hand over, shut down--> queue of one container --its thread--> close
+//!   task of the runtime --shut down--> queue of one container --its thread--> close
 //! ```
 //!
-//! A thread is there while its container has something to close: one that is stuck is stuck for
-//! that container only.
+//! A container has a thread while its queue is not empty, so that a blocked close delays no other
+//! container.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -18,29 +18,28 @@ use tokio::sync::Notify;
 use super::lock;
 use crate::units::AllocationId;
 
-/// Sockets that may wait to be closed before no further one is accepted.
+/// The sockets that may wait to be closed before the agent accepts no further one.
 pub(super) const MAX_UNCLOSED: usize = 64;
 
-/// For how long none of as many is closed before that is told.
+/// How long a full queue stays full before the agent logs a warning.
 const WARN_AFTER: Duration = Duration::from_secs(1);
 
-/// What closes the sockets of one container.
+/// Closes the sockets of one container.
 #[derive(Debug)]
 pub(super) struct SocketCloser {
     allocation: AllocationId,
     queue: Mutex<CloseQueue>,
-    /// Notified each time that a socket was closed.
+    /// Notified each time that the thread has closed a socket.
     closed: Notify,
 }
 
 #[derive(Debug, Default)]
 struct CloseQueue {
     waiting: VecDeque<OwnedFd>,
-    /// Sockets that are not closed yet: those that wait, and the one that the thread is at.
+    /// The sockets in the queue, and the socket that the thread is closing.
     unclosed: usize,
-    /// Whether there is a thread.
     has_thread: bool,
-    /// Whether it was told that too many wait.
+    /// Whether the agent has logged that the queue is full.
     has_warned: bool,
 }
 
@@ -53,9 +52,9 @@ impl SocketCloser {
         })
     }
 
-    /// Closes a socket. Its peer is told at once, and can send nothing more.
+    /// Closes a socket. The shutdown informs the peer at once, which can then send nothing more.
     pub(super) fn close(self: &Arc<SocketCloser>, socket: OwnedFd) {
-        // A listener has no peer.
+        // A listener has no peer, so its shutdown fails.
         let _ = rustix::net::shutdown(&socket, Shutdown::Both);
         let mut queue = lock(&self.queue);
         queue.waiting.push_back(socket);
@@ -67,7 +66,7 @@ impl SocketCloser {
         let closer = Arc::clone(self);
         let thread = std::thread::Builder::new().name("closer".to_owned());
         if let Err(error) = thread.spawn(move || closer.close_queued()) {
-            // The next socket tries again.
+            // The next socket starts a thread.
             queue.has_thread = false;
             tracing::warn!(%error, "failed to start a thread that closes sockets");
         }
@@ -90,12 +89,12 @@ impl SocketCloser {
         }
     }
 
-    /// Sockets that are not closed yet.
+    /// The number of sockets that are not closed yet.
     pub(super) fn unclosed(&self) -> usize {
         lock(&self.queue).unclosed
     }
 
-    /// Waits until few enough wait to be closed.
+    /// Waits until the queue has room.
     pub(super) async fn wait_for_room(&self) {
         loop {
             let closed = self.closed.notified();

@@ -1,5 +1,5 @@
-//! One process's connection: hello, then requests, until the process is dead or says hello anew; or
-//! one query.
+//! Serves one process's connection: the hello, then requests until the process exits or says hello
+//! again. A connection may also carry a single query.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -29,22 +29,24 @@ use crate::units::AllocationId;
 /// How long a peer may take to say hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a peer may take to make room in its socket for an answer to its hello.
+/// How long a peer may take to make room in its socket for the answer to a hello.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Messages of one process that are answered at once: more than a program's start takes.
+/// The messages of one process that the agent answers at once: more than the start of a program
+/// sends.
 const MESSAGE_BURST: u32 = 64;
 
-/// How often a request looks whether what ended images had is free.
+/// How often a request checks whether the driver has freed the bytes of exited images.
 const RECLAIM_POLL: Duration = Duration::from_millis(10);
 
-/// An answer that takes longer is late: at worst a request waits for what ended images had, and for the driver.
+/// The time after which an answer is logged as late. At worst a request waits for the bytes of
+/// exited images, and for the driver.
 const LATE_ANSWER: Duration = Duration::from_secs(3);
 
-/// The oldest version of the protocol that is served.
+/// The oldest protocol version that the agent serves.
 const OLDEST_VERSION: u16 = 1;
 
-/// Why a conversation ended.
+/// Why a connection ended.
 #[derive(Debug, thiserror::Error)]
 enum ConnectionError {
     #[error("{0}")]
@@ -61,20 +63,20 @@ enum ConnectionError {
     OutOfOrder,
 }
 
-/// A conversation to be had.
+/// The connection of one peer.
 pub(super) struct Connection {
     container: Arc<Mutex<Container>>,
     resolver: Arc<dyn ContainerResolver>,
-    /// The budget that the container's processes share: each message costs time that grows with
-    /// their number.
+    /// Limits the messages of all processes of the container together: each costs time that grows
+    /// with their number.
     rate_limiter: Arc<Mutex<RateLimiter>>,
     fault_notifier: FaultNotifier,
-    /// None where nothing is kept.
+    /// `None` where the node has no retained memory.
     lease_service: Option<LeaseHandle>,
     log_limiter: SharedLogLimiter,
 }
 
-/// A peer that said hello.
+/// A peer that has said hello.
 struct Session {
     process: Process,
     image: u64,
@@ -101,7 +103,7 @@ impl Connection {
         }
     }
 
-    /// Serves one connection.
+    /// Serves the connection until the process exits, or says hello on another connection.
     pub(super) async fn run(self, mut stream: PeerStream) {
         let session = match self.handshake(&mut stream).await {
             Ok(Some(session)) => session,
@@ -109,13 +111,13 @@ impl Connection {
             Err(error) => return tracing::debug!(%error, "peer turned away"),
         };
         tokio::select! {
-            // A death that is seen at the same time as a last request comes first.
+            // An exit that is seen together with a last request comes first.
             biased;
             () = session.superseded.cancelled() => return,
             () = session.exit.wait() => {}
             Err(error) = self.serve_requests(&mut stream, session.process.pid) => {
-                // The socket ends nothing: the process may live on with what it has, or a child
-                // of it may hold the socket long after its death.
+                // A closed socket ends nothing: the process may live on with its grants, or a child
+                // may keep the socket long after its exit.
                 tracing::debug!(pid = session.process.pid, %error, "peer hung up");
                 if !matches!(error, ConnectionError::NotTaken(_)) {
                     lock(&self.container).handle_disconnect(session.process, session.image);
@@ -130,7 +132,8 @@ impl Connection {
         lock(&self.container).handle_exit(session.process, session.image);
     }
 
-    /// From the connection to the welcome; no session where the peer only asked a question.
+    /// Handles the first message, up to the welcome. Returns no session where the peer sent a
+    /// single query.
     async fn handshake(&self, stream: &mut PeerStream) -> Result<Option<Session>, ConnectionError> {
         let (process, life) = match self.resolve_peer(stream) {
             Some(peer) => peer,
@@ -163,7 +166,7 @@ impl Connection {
         if version < OLDEST_VERSION {
             return reject(stream, RejectReason::Version).await;
         }
-        // An exec keeps the pid that the log names.
+        // An exec keeps the pid that the kernel log names.
         self.fault_notifier.wait_kmsg_drained().await;
         self.wait_turn().await;
         let admitted = self.run_charged(|| {
@@ -190,7 +193,8 @@ impl Connection {
             exit: life,
             superseded: ended,
         };
-        // From here on the process is known: whatever becomes of the welcome, its death counts.
+        // From here on the agent knows the process, so that its exit counts even if the welcome is
+        // lost.
         let sent =
             tokio::time::timeout(ANSWER_TIMEOUT, send_with_descriptor(stream, &welcome, page))
                 .await;
@@ -200,7 +204,7 @@ impl Connection {
         Ok(Some(session))
     }
 
-    /// Answers a query.
+    /// Answers a query for the container's usage.
     async fn answer_query(
         &self,
         stream: &mut PeerStream,
@@ -225,7 +229,7 @@ impl Connection {
         }
     }
 
-    /// Passes a question about kept memory on, and the answer back.
+    /// Passes a request about retained memory to the lease service, and returns the answer.
     async fn answer_lease_request(
         &self,
         stream: &mut PeerStream,
@@ -273,7 +277,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Passes a question about a token on, and the answer back.
+    /// Passes a request about a memory token to the lease service, and returns the answer.
     async fn answer_token_request(
         &self,
         stream: &mut PeerStream,
@@ -298,7 +302,8 @@ impl Connection {
         Ok(())
     }
 
-    /// The allocation that a process may ask at the desk for, in the container's pace.
+    /// The allocation for which a process may send requests to the lease service. The container's
+    /// rate limit applies.
     async fn authorize(
         &self,
         process: Process,
@@ -313,15 +318,15 @@ impl Connection {
         self.run_charged(|| lock(&self.container).authorize(process.pid, gpu, membership))
     }
 
-    /// The process that connected, pinned by a pidfd. Taken in this order: the pidfd first, then
-    /// what `/proc` says, so that both are of one process.
+    /// Resolves the process that connected, pinned by a pidfd. The agent opens the pidfd before it
+    /// reads `/proc`, so that both are of the same process.
     fn resolve_peer(&self, stream: &PeerStream) -> Option<(Process, ProcessExit)> {
         let pid = stream.peer_pid()?;
         let life = ProcessExit::open(pid).ok()?;
         Some((self.resolver.process(pid)?, life))
     }
 
-    /// Answers requests for as long as the peer makes sense.
+    /// Answers requests until the peer breaks the protocol.
     async fn serve_requests(
         &self,
         stream: &mut PeerStream,
@@ -330,7 +335,8 @@ impl Connection {
         let mut own = RateLimiter::for_messages(MESSAGE_BURST);
         loop {
             let message = read_request(stream).await?;
-            // First its own, so that who floods uses up its own budget and not its siblings'.
+            // The limit of the process comes first, so that a flood uses up its own budget and not
+            // that of its siblings.
             rate_limit::wait(own.charge_message(Instant::now())).await;
             self.wait_turn().await;
             let heard = Instant::now();
@@ -390,11 +396,12 @@ impl Connection {
                 | Request::Token(_) => return Err(ConnectionError::OutOfOrder),
             };
             if let Some(answer) = answer {
-                // A peer that reads late is not the agent's doing.
+                // A peer that reads late does not make the answer late.
                 let took = heard.elapsed();
                 let sent = stream.write_all(&answer.frame()).await;
                 sent.map_err(ConnectionError::NotTaken)?;
-                // A shim that waited too long goes without, and the program is out of memory.
+                // A shim that waited too long refuses the allocation, and the program is out of
+                // memory.
                 if took > LATE_ANSWER
                     && let Some(untold) = self.log_limiter.due("late", Instant::now())
                 {
@@ -412,20 +419,20 @@ impl Connection {
 }
 
 impl Connection {
-    /// Waits for the container's turn.
+    /// Waits until the container's rate limit allows another message.
     async fn wait_turn(&self) {
         let wait = lock(&self.rate_limiter).charge_message(Instant::now());
         rate_limit::wait(wait).await;
     }
 
-    /// Does work that the container pays for.
+    /// Does work, and charges its processor time to the container.
     fn run_charged<T>(&self, work: impl FnOnce() -> T) -> T {
         let (came_to, took) = rate_limit::measure_cpu_time(work);
         lock(&self.rate_limiter).charge_cpu_time(took, Instant::now());
         came_to
     }
 
-    /// Waits until a change is on record.
+    /// Waits until the checkpoint holds a change.
     async fn wait_recorded(&self, change: ChangeNumber) {
         let record = || lock(&self.container).poll_recorded(change, Instant::now());
         while let Some(wait) = self.run_charged(record) {
@@ -433,7 +440,8 @@ impl Connection {
         }
     }
 
-    /// Whether a process is the container's main one. Without the lock: it reads files.
+    /// Whether a process is the container's main process. Reading `/proc` takes time, so the agent
+    /// does it without the lock.
     fn is_main_process(&self, pid: u32) -> bool {
         let container = lock(&self.container);
         let (first, pod) = (container.pid_namespace_init(pid), container.pod().clone());
@@ -442,7 +450,7 @@ impl Connection {
     }
 }
 
-/// Waits for the death of a process that the record knows.
+/// Waits for the exit of a process that the checkpoint lists.
 pub(super) async fn watch_exit(
     container: Arc<Mutex<Container>>,
     process: Process,
@@ -472,11 +480,11 @@ async fn read_request(stream: &mut PeerStream) -> Result<Request, ConnectionErro
     Ok(Request::parse(&payload)?)
 }
 
-/// Sends the memory of a lease that the vault does not have yet, where one is made.
+/// Sends the memory of a new lease to its creator, before the fd store has it.
 async fn send_created_lease(stream: &mut PeerStream, made: oneshot::Receiver<CreatedMemory>) {
     if let Ok(CreatedMemory { bytes, fd }) = made.await {
         let made = Response::Retained(RetainedResponse::Created { bytes: bytes.0 });
-        // Who does not take it gets the answer, and no lease.
+        // A peer that does not take the memory gets the final answer, and no lease.
         let _ = tokio::time::timeout(ANSWER_TIMEOUT, send_with_descriptor(stream, &made, fd)).await;
     }
 }

@@ -1,45 +1,48 @@
-//! How many peers are served at the same time, on the whole node.
+//! Limits how many peers the agent serves at the same time, on the whole node.
 //!
-//! A peer costs descriptors of the agent: its socket, its pidfd, and for a moment its credit page.
-//! With the agent's limit used up it could not write its own files either, so peers get a part of it.
+//! Each peer costs the agent descriptors: a socket, a pidfd, and for a moment a credit page.
+//! Without free descriptors the agent could not write its own files, so peers get only a part of
+//! the limit.
 
 use std::sync::Arc;
 
 use rustix::process::{Resource, Rlimit};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Peers: one in so many descriptors. Each has at most three, so a quarter stays the agent's own.
+/// One peer in this many descriptors: a peer has at most three, so a quarter stays for the agent
+/// itself.
 const DESCRIPTORS_PER_PEER: u64 = 4;
 
-/// The seats of a node.
+/// The permits of a node.
 #[derive(Clone, Debug)]
 pub(super) struct ConnectionLimit(Arc<Semaphore>);
 
-/// Held for as long as a peer has descriptors of the agent.
+/// Permission to use descriptors of the agent for one peer.
 #[derive(Debug)]
 pub(super) struct ConnectionPermit {
     _permit: OwnedSemaphorePermit,
 }
 
 impl ConnectionLimit {
-    /// So many seats.
+    /// Creates a limit of `count` peers.
     pub(super) fn new(count: usize) -> ConnectionLimit {
         ConnectionLimit(Arc::new(Semaphore::new(count.min(Semaphore::MAX_PERMITS))))
     }
 
-    /// As many as this process's descriptors allow now.
+    /// Derives the limit from this process's current limit of descriptors.
     pub(super) fn from_rlimit() -> ConnectionLimit {
         let Rlimit { current, .. } = rustix::process::getrlimit(Resource::Nofile);
         ConnectionLimit::new(max_peers(current))
     }
 
-    /// How many pages of dead processes a container may keep: the descriptors of one seat in 64.
+    /// The number of free pages that a container may keep for reuse: the descriptors of one permit
+    /// in 64.
     pub(super) fn max_free_pages(&self) -> usize {
         self.0.available_permits() / 64
     }
 
-    /// A seat for a container that has `taken` already, if more than that are left: however many a container
-    /// asks for, it leaves as many as it has to others.
+    /// Acquires a permit for a container that has `taken` permits, if more than `taken` are free.
+    /// So one container never takes more than half of the permits.
     pub(super) fn try_acquire(&self, taken: usize) -> Option<ConnectionPermit> {
         if taken > 0 && self.0.available_permits() <= taken {
             return None;
@@ -49,7 +52,7 @@ impl ConnectionLimit {
     }
 }
 
-/// How many peers a limit of descriptors allows; `None` is no limit.
+/// The number of peers that a limit of descriptors allows; `None` means no limit.
 fn max_peers(descriptors: Option<u64>) -> usize {
     descriptors.map_or(usize::MAX, |limit| {
         usize::try_from(limit / DESCRIPTORS_PER_PEER).unwrap_or(usize::MAX)

@@ -1,6 +1,6 @@
-//! One container's processes, their credit pages, and the books that they are held to.
+//! Tracks the processes of one container, their credit pages and its accounts.
 //!
-//! Nothing here waits: every call is a few memory operations and at most one small write to tmpfs.
+//! No call waits: each takes a few memory operations and at most one small write to tmpfs.
 
 mod contexts;
 pub(super) mod denials;
@@ -43,109 +43,109 @@ use pages::PagePool;
 use recording::{ChangeNumber, PendingChanges};
 use siblings::ClaimSiblings;
 
-/// What a process may take besides what it charges: kernels' code, heaps of the device. It decides
-/// only when the memory of an image that exec replaced counts as gone, or what an exporter left
-/// with an importer.
+/// The bytes that a process may take without a charge: code of kernels, heaps of the device. The
+/// margin only decides when memory of a replaced image counts as freed, and which part of an
+/// importer's bytes an exporter left.
 const UNCHARGED_MARGIN: Bytes = Bytes::mib(256);
 
-/// The same where contexts are not charged: a little more than any model's context.
+/// The margin where the agent does not charge contexts: a little more than a context of any model.
 const UNCHARGED_MARGIN_WITH_CONTEXT: Bytes = Bytes::gib(1);
 
-/// The state of one container.
 pub(super) struct Container {
     spec: SessionSpec,
     accounts: Vec<Account>,
     credit: CreditAccounts,
     checkpoint: SessionCheckpoint,
     processes: BTreeMap<u32, ProcessState>,
-    /// The record was lost, and the driver has not said yet who has memory: until then nobody gets
-    /// more.
+    /// Whether the checkpoint is lost and the driver has not yet shown which processes have memory.
+    /// Until then the agent grants nothing.
     is_checkpoint_lost: bool,
-    /// The cgroup of the container that its living processes are in.
+    /// The cgroup of the container that its live processes are in.
     cgroup: Option<String>,
     denials: Vec<u64>,
-    /// None where contexts are not charged.
+    /// `None` where the agent does not charge contexts.
     context_sizes: Option<Arc<ContextSizes>>,
     denials_by_function: BTreeMap<String, u64>,
-    /// What of it is on record.
+    /// Limits the log lines of this container.
     log_limiter: LogLimiter,
-    /// The log lines that are written once for all containers.
+    /// Limits the log lines that concern all containers.
     shared_log_limiter: SharedLogLimiter,
     requests: u64,
-    /// What each account was given at birth.
+    /// The quota that the pod requested, by account.
     requested: Vec<Units>,
-    /// What accounts were lowered to since.
+    /// The lower quotas that the operator has ordered since, by account.
     overrides: Vec<Option<Units>>,
-    /// When an image ended last.
+    /// When the last image exited.
     last_exit: Option<Instant>,
-    /// P of the image that said hello last.
+    /// The process generation of the last image that said hello.
     generation: u64,
     fault_log: FaultLog,
-    /// Faults that nobody was told of yet.
+    /// The faults that the fault task has not taken yet.
     unreported_faults: Vec<Fault>,
-    /// Whether a GPU of it is drained.
+    /// Whether a GPU of the container is being drained.
     is_drained: bool,
     pages: PagePool,
-    /// What is to be on record.
+    /// The changes that the checkpoint does not hold yet.
     pending_changes: PendingChanges,
-    /// Wakes the task that settles what ended images had.
+    /// Wakes the task that releases the bytes of exited images.
     change_notify: Arc<Notify>,
-    /// Wakes the tasks that prove free what dead processes exported.
+    /// Wakes the tasks that prove orphaned exports free.
     orphans_changed: watch::Sender<()>,
-    /// None in tests without sockets.
+    /// `None` in tests without sockets.
     closer: Option<Arc<SocketCloser>>,
-    /// The containers of its claim, which share its quota.
+    /// The containers of the same claim, which share the quota.
     siblings: Option<ClaimSiblings>,
 }
 
-/// How long the driver takes to have back what an image had: 112 ms for 100 GiB (F8 in
-/// docs/facts.md), and some.
+/// How long a request waits for the driver to free the memory of an exited image. The driver takes
+/// 112 ms for 100 GiB (F8 in docs/facts.md).
 const RECLAIM_WINDOW: Duration = Duration::from_secs(1);
 
 const _: () = assert!(MAX_PROCESSES <= messages::MAX_LISTED);
 
-/// A process that said hello, or that the record knows.
+/// A process that has said hello, or that the checkpoint lists.
 struct ProcessState {
     process: Process,
     image: u64,
-    /// P: which of the container's images it is.
+    /// The process generation of the image.
     generation: u64,
-    /// The version of the protocol that it speaks; 1 while that is not known.
+    /// The protocol version that the process speaks; 1 while the agent does not know.
     protocol_version: u16,
-    /// What it is called in each pid namespace around it: fixed when it began.
+    /// The pid in each pid namespace around the process, which the kernel fixes at the start.
     namespace_pids: Vec<u32>,
-    /// None until it says hello again to a restarted agent.
+    /// `None` until the process says hello to a restarted agent.
     page: Option<CreditPage>,
-    /// The descriptor of that page, for the next process when this one dies.
+    /// The descriptor of that page, for reuse after the process has exited.
     page_fd: Option<Arc<OwnedFd>>,
-    /// Whether it said anything after its hello: only then does it use the page that it was sent.
-    /// One that was stopped, or gave up waiting, goes on with the page that it had.
+    /// Whether the process has sent a message after its hello, and so uses the page that it
+    /// received. A process that was stopped, or stopped waiting, goes on with its former page.
     has_adopted_page: bool,
-    /// The most of its use that it had exported whenever it told, by account.
+    /// The most that the process has reported as exported, by account.
     exported: Vec<Units>,
-    /// Whether a grant did not go into its page, which it never does to a process that charges: it
-    /// gets nothing more.
+    /// Whether the page did not accept a grant, which never happens to a process that charges by
+    /// the rules. Such a process is fenced.
     has_broken_page: bool,
-    /// Ends the task that looks after it, when another takes over.
+    /// Cancels the task of the process when another connection takes over.
     superseded: CancellationToken,
 }
 
-/// Whom the driver is asked about: who was dead before it was, by pid and account.
+/// The exited processes to look up in a sample, by pid and account. The agent takes this copy
+/// before it samples, since later exits are not in the sample.
 pub(super) type ReclaimQuery = AmountsByPid;
 
-/// What a process is answered to its hello.
+/// The answer to a hello, and what must happen before the agent sends it.
 pub(super) struct Admission {
     pub(super) welcome: Response,
     pub(super) page: Arc<OwnedFd>,
-    /// What has to be on record before the process is answered.
+    /// The change that the checkpoint must hold before the agent answers.
     pub(super) change: ChangeNumber,
-    /// Cancelled when another connection takes this process over.
+    /// Cancelled when another connection takes over this process.
     pub(super) superseded: CancellationToken,
     /// Whether the process had another image before.
     pub(super) replaced_image: bool,
 }
 
-/// A process that the record knows.
+/// A live process that the checkpoint lists.
 pub(super) struct RestoredProcess {
     pub(super) process: Process,
     pub(super) image: u64,
@@ -153,8 +153,8 @@ pub(super) struct RestoredProcess {
 }
 
 impl Container {
-    /// A container as the record left it, and the processes of it that still live. `served_before`:
-    /// processes may live that a missing record does not tell of.
+    /// Restores a container from its checkpoint, with its live processes. Where the agent
+    /// `served_before`, a missing checkpoint means that unknown processes may live.
     pub(super) fn restore(
         served: SessionSpec,
         record: SessionCheckpoint,
@@ -205,8 +205,8 @@ impl Container {
             overrides: orders,
             last_exit: None,
             generation: match content.generation {
-                // Whatever was issued in this boot is less: images are no more than one in a
-                // microsecond. The wall clock may have been set back meanwhile.
+                // Generations issued since the boot are lower, since a container has at most one
+                // image each microsecond. The wall clock may have been set back.
                 0 if lost => now.0.saturating_mul(1_000),
                 known => known,
             },
@@ -278,16 +278,16 @@ impl Container {
         }
         let [retired, _] = container.credit.exited_and_orphaned();
         if !retired.is_empty() {
-            // This agent has not asked the driver about the exited processes yet.
+            // This agent has not sampled the memory of the exited processes yet.
             container.last_exit = Some(Instant::now());
         }
-        // So that a record that is missing next time was lost.
+        // After this write, a checkpoint that is missing next time is a lost one.
         container.write_checkpoint();
         (container, known)
     }
 
-    /// Admits a process that says hello: as another image than before after an exec, as the same
-    /// one when it connects again.
+    /// Admits a process that says hello. A process has a new image after an exec, and the same
+    /// image when it connects again.
     pub(super) fn handle_hello(
         &mut self,
         process: Process,
@@ -305,7 +305,8 @@ impl Container {
         if !self.processes.contains_key(&pid) && self.processes.len() >= MAX_PROCESSES {
             return Err(RejectReason::Busy);
         }
-        // Before anything changes: a process that gets no page stays what it was.
+        // The agent takes a page before it changes anything, so that a process without a page keeps
+        // its state.
         let page = self.pages.take_page(self.accounts.len(), Instant::now());
         let (page, fd) = page.map_err(|error| {
             if let Some(untold) = self.log_limiter.due("no page", Instant::now()) {
@@ -366,7 +367,7 @@ impl Container {
         })
     }
 
-    /// The cgroup of a process, if that is this container's.
+    /// The cgroup of a process, if the process belongs to this container.
     fn resolve_cgroup(
         &self,
         pid: u32,
@@ -382,8 +383,8 @@ impl Container {
         }
     }
 
-    /// What the container uses of an account, told to one of its processes: each process by the pid
-    /// that it has in the pid namespace of who asks, and only those that it has one in.
+    /// Answers a query for the container's usage of an account. The answer lists each process by
+    /// its pid in the caller's pid namespace, and omits processes without a pid there.
     pub(super) fn query_usage(
         &self,
         pid: u32,
@@ -424,9 +425,9 @@ impl Container {
         })
     }
 
-    /// Fills a process's new page. What the books say that it was granted counts, not what it says;
-    /// only a process that they don't know is taken at its word, within the quota, and for no less
-    /// than the driver was `found` to charge it beyond what is never charged.
+    /// Fills the new page of a process. For a known process the accounts count, not the holdings
+    /// that it reports. An unknown process is admitted with its claim, within the quota. The
+    /// driver's figure (`found`) without the uncharged margin is the least that counts.
     fn fill_page(
         &mut self,
         page: &CreditPage,
@@ -462,7 +463,7 @@ impl Container {
         }
     }
 
-    /// What a process had without a session, by account.
+    /// The bytes that a process had as an untracked process, by account.
     fn untracked_by(&self, pid: u32) -> Vec<Units> {
         let accounts = 0..self.accounts.len();
         accounts
@@ -474,7 +475,7 @@ impl Container {
         (0..self.accounts.len()).any(|index| self.credit.untracked(index) > Units::ZERO)
     }
 
-    /// In the lower of both versions.
+    /// The answer to a hello, in the lower of both protocol versions.
     fn welcome(&self, version: u16, generation: u64) -> Response {
         let quota = |(index, account): (usize, &Account)| Quota {
             account: to_wire_account(account),
@@ -487,15 +488,16 @@ impl Container {
         }
     }
 
-    /// A process said something after its hello, so it has its page. What it exported by now is on
-    /// record before it is answered.
+    /// Notes that a process has sent a message, and so has its page. The checkpoint holds its
+    /// exports before the agent answers.
     fn mark_active(&mut self, pid: u32) {
         if self.update_exports(pid) {
             self.write_checkpoint();
         }
     }
 
-    /// The same; whether it exported something that is to be on record.
+    /// Notes that a process has sent a message. Returns whether its exports have changed and the
+    /// checkpoint must hold them.
     fn update_exports(&mut self, pid: u32) -> bool {
         let Some(member) = self.processes.get_mut(&pid) else {
             return false;
@@ -507,9 +509,9 @@ impl Container {
         news
     }
 
-    /// Whether a request would be refused for what an image had that ended a moment ago: the driver
-    /// is about to have it back. A program that is executed again asks for all of its quota at
-    /// once. One that was `heard` so long ago waits no more, whoever else ended since.
+    /// Whether a request would be refused only for bytes of an image that exited a moment ago,
+    /// which the driver is about to free. A re-executed program requests its whole quota at once. A
+    /// request that was `heard` before the window waits no more, whatever exited since.
     pub(super) fn is_reclaim_pending(
         &self,
         pid: u32,
@@ -533,8 +535,8 @@ impl Container {
             && (free.saturating_add(Units(1))..=with_retired).contains(&need)
     }
 
-    /// Credit for a process in the books: from what is free, then from what other processes have
-    /// idle.
+    /// Reserves credit for a process in the accounts: first from free bytes, then from idle credit
+    /// of other processes.
     fn reserve_credit(
         &mut self,
         pid: u32,
@@ -550,7 +552,7 @@ impl Container {
         self.update_from_siblings();
         if self.credit.free(index) < need {
             let missing = need.saturating_sub(self.credit.free(index));
-            // Taking idle credit only helps if it is enough.
+            // Reclaiming idle credit helps only if it is enough.
             if self.idle_credit_of_others(pid, index) >= missing {
                 self.reclaim_idle(pid, index, missing);
             }
@@ -559,8 +561,8 @@ impl Container {
         granted.map_err(|_| RefusalReason::Quota)
     }
 
-    /// Credit of the books into the process's page. A page that it has moved away from is frozen;
-    /// any other that takes none is written to without pause, or was.
+    /// Grants reserved credit to the page of a process. A page that the process has left is frozen.
+    /// Any other page that rejects a grant is being overwritten without pause, or was.
     fn grant_to_page(
         &mut self,
         pid: u32,
@@ -584,7 +586,7 @@ impl Container {
         Err(RefusalReason::NoPage)
     }
 
-    /// A process image ended. What it had stays charged.
+    /// Handles the exit of a process image, whose grants stay charged.
     pub(super) fn handle_exit(&mut self, process: Process, image: u64) {
         let member = self.processes.get(&process.pid);
         if member.is_none_or(|member| (member.process, member.image) != (process, image)) {
@@ -604,21 +606,21 @@ impl Container {
         self.note_change();
     }
 
-    /// Whom the driver has to be asked about; `None` where there is nothing to ask.
+    /// The exited processes to look up in the driver; `None` where the agent need not sample.
     pub(super) fn reclaim_query(&self) -> Option<ReclaimQuery> {
         let [retired, _] = self.credit.exited_and_orphaned();
         (!retired.is_empty() || self.is_checkpoint_lost).then(|| retired.clone())
     }
 
-    /// The GPUs, in the accounts' order.
+    /// The GPUs, in the order of the accounts.
     pub(super) fn gpus(&self) -> Vec<GpuUuid> {
         let gpus = self.spec.gpus.iter();
         gpus.map(|(gpu, _)| gpu.clone()).collect()
     }
 
-    /// The driver says what it charges on each GPU: what it charges the dead no more is free again,
-    /// but for what others may hold, and who has memory without a session is known. Who died after
-    /// the question is not in the answer.
+    /// Applies a sample of each GPU. Bytes that the driver no longer charges to an exited process
+    /// become free, except its exports. Processes that have exited since the query are not in the
+    /// sample.
     pub(super) fn apply_samples(
         &mut self,
         asked: &ReclaimQuery,
@@ -640,7 +642,7 @@ impl Container {
         }
     }
 
-    /// Whether the driver charges nothing any more of what an image had that ended.
+    /// Whether the driver has freed all memory of an exited image.
     fn is_reclaimed(&self, pid: u32, found: &[ProcessMemory]) -> bool {
         found.iter().enumerate().all(|(index, charges)| {
             // After an exec the pid lives on with a new image.
@@ -653,7 +655,7 @@ impl Container {
         })
     }
 
-    /// What the driver charges a living process by its own doing.
+    /// The bytes that a live process itself has allocated.
     fn own_memory(&self, pid: u32, member: &ProcessState, index: usize) -> OwnMemory {
         let exported = self.exports_of(pid, member, index);
         OwnMemory {
@@ -671,8 +673,8 @@ impl Container {
         }
     }
 
-    /// After the record was lost: who has memory of these GPUs and did not say hello since is
-    /// charged what the driver says. From then on the audit keeps the figures.
+    /// Finds untracked processes after the loss of a checkpoint, and charges them what the driver
+    /// reports. From then on the audit maintains the figures.
     fn find_untracked(&mut self, found: &[ProcessMemory], membership: &dyn ContainerResolver) {
         if !self.is_checkpoint_lost {
             return;
@@ -683,7 +685,7 @@ impl Container {
                 let is_member = self.processes.contains_key(pid);
                 !is_member && membership.container(*pid, &self.spec.pod).is_some()
             });
-            // Where the driver cannot tell how much, it may be everything.
+            // Where the driver does not report an amount, the process may have all of the quota.
             let all = self.credit.quota(index);
             let units = |bytes: Option<Bytes>| Units::holding(bytes?.0);
             let outside = outside
@@ -693,7 +695,7 @@ impl Container {
         }
     }
 
-    /// Changes what an account was given at birth.
+    /// Changes the requested quota of an account.
     pub(super) fn set_requested_quota(&mut self, account: &Account, quota: Bytes) {
         let Some(index) = self.accounts.iter().position(|here| here == account) else {
             return;
@@ -704,7 +706,7 @@ impl Container {
         self.apply_quota(index);
     }
 
-    /// Writes into every page what the container's other processes use.
+    /// Writes the usage of the container's other processes into every page.
     pub(super) fn refresh_pages(&self) {
         let dead = self
             .credit
@@ -755,8 +757,8 @@ impl Container {
         self.accounts.iter().enumerate().map(usage).collect()
     }
 
-    /// What a process uses: what its page says, never more than it was granted; all of that
-    /// while it has no page.
+    /// The bytes that a process uses: the figure of its page, at most its grant. Without a page the
+    /// whole grant counts.
     fn used_by(&self, pid: u32, member: &ProcessState, account: usize) -> Units {
         let granted = self.credit.granted_to(pid, account);
         let slot = member.adopted_page().and_then(|page| page.slot(account));
@@ -784,7 +786,8 @@ impl Container {
         }
     }
 
-    /// Whether the record holds what the books say now. To be called where writes are paid for.
+    /// Writes the accounts to the checkpoint, and returns whether the checkpoint now holds them.
+    /// The caller accounts for the time of the write.
     fn store_checkpoint(&mut self) -> bool {
         if self.checkpoint.is_closed() {
             return false;
@@ -846,13 +849,13 @@ impl Container {
 }
 
 impl ProcessState {
-    /// The page that the process charges to, as far as the agent can see it.
+    /// The page that the process charges to, as far as the agent can see.
     fn adopted_page(&self) -> Option<&CreditPage> {
         self.page.as_ref().filter(|_| self.has_adopted_page)
     }
 
-    /// What of its use it has exported, by account; nothing where it never did. Never less than is
-    /// on record: a tenant process may write less into its page while others hold what it exported.
+    /// The bytes that the process has exported, by account; empty where it never did. The figure
+    /// never falls: a tenant process may lower its page while others hold its exports.
     fn current_exports(&self) -> Vec<Units> {
         let Some(page) = self.adopted_page() else {
             return self.exported.clone();

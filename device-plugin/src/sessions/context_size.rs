@@ -1,9 +1,9 @@
-//! What a context takes of each GPU: measured by the agent with a process of its own, and
-//! remembered for the boot.
+//! Remembers the size of a CUDA context on each GPU, which the agent measures with a process of its
+//! own.
 //!
-//! The driver does not tell. It is what NVML charges a process that has its first context and has
-//! allocated nothing: the canary (`kept/scrub.rs`). No tenant has a part in it: what is charged for
-//! a context is charged to every tenant of the GPU.
+//! The driver does not report the size. The scrub check measures it: the bytes that NVML charges a
+//! process with one context and no allocation. Tenants cannot influence the size, which every
+//! tenant of the GPU is charged.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
@@ -14,18 +14,18 @@ use super::lock;
 use crate::checkpoint::Checkpoint;
 use crate::units::{Bytes, GpuUuid};
 
-/// What a context is taken to need where the agent has measured none: a little less than on an H200
-/// (F5 in docs/facts.md), so that a quota of 1 GiB is usable.
+/// The assumed size before a measurement: a little less than on an H200 (F5 in docs/facts.md), so
+/// that a quota of 1 GiB is usable.
 const DEFAULT_CONTEXT_SIZE: Bytes = Bytes::mib(512);
 
-/// The most that is believed of a context.
+/// The largest plausible size of a context.
 pub(crate) const MAX_CONTEXT_SIZE: Bytes = Bytes::gib(1);
 
-/// What a context took when it was measured.
+/// The measured size of a context.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Measurement {
-    /// The driver's version: another one's contexts are of another size.
+    /// The driver's version, since another version has contexts of another size.
     driver: String,
     bytes: Bytes,
 }
@@ -36,7 +36,7 @@ impl Measurement {
     }
 }
 
-/// The sizes on this node, kept in a file that a reboot takes away.
+/// The sizes on this node, in a file that does not survive a reboot.
 #[derive(Debug)]
 pub(super) struct ContextSizes {
     file: Checkpoint,
@@ -44,7 +44,7 @@ pub(super) struct ContextSizes {
 }
 
 impl ContextSizes {
-    /// The sizes that the file remembers; none where it cannot be read, for they can be measured
+    /// Loads the sizes from the file. An unreadable file gives none, since the agent can measure
     /// again.
     pub(super) fn load(file: Checkpoint) -> ContextSizes {
         let mut known: BTreeMap<GpuUuid, Measurement> = match file.load() {
@@ -62,7 +62,7 @@ impl ContextSizes {
         }
     }
 
-    /// What a context of `gpu` takes, as far as it is known.
+    /// The size of a context of `gpu`, or the assumed one.
     pub(super) fn size_on(&self, gpu: &GpuUuid) -> Bytes {
         let known = lock(&self.measurements);
         known
@@ -70,7 +70,7 @@ impl ContextSizes {
             .map_or(DEFAULT_CONTEXT_SIZE, |measured| measured.bytes)
     }
 
-    /// Whether a context of `gpu` was measured with this driver.
+    /// Whether the agent has measured a context of `gpu` with this driver.
     pub(super) fn is_measured(&self, gpu: &GpuUuid, driver: &str) -> bool {
         let known = lock(&self.measurements);
         known
@@ -78,17 +78,17 @@ impl ContextSizes {
             .is_some_and(|measured| measured.driver == driver)
     }
 
-    /// Forgets the sizes of all other GPUs.
+    /// Removes the sizes of all other GPUs.
     pub(super) fn retain_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
         lock(&self.measurements).retain(|gpu, _| gpus.contains(gpu));
     }
 
-    /// From now on there is this driver: sizes of others count no more.
+    /// Removes the sizes that were measured with another version of the driver.
     pub(super) fn retain_driver(&self, driver: &str) {
         lock(&self.measurements).retain(|_, measured| measured.driver == driver);
     }
 
-    /// The agent saw a context of `gpu` take `bytes` with this driver.
+    /// Records that a context of `gpu` takes `bytes` with this driver.
     pub(super) fn record(&self, gpu: &GpuUuid, driver: &str, bytes: Bytes) {
         let measured = Measurement {
             driver: driver.to_owned(),
@@ -160,7 +160,7 @@ mod tests {
     fn context_sizes_are_unmeasured_when_the_file_is_malformed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("contexts.json");
-        // As agents wrote it that believed tenants.
+        // The format of older agents, which trusted sizes from tenants.
         let former = format!(r#"{{"{}":1067450368}}"#, gpu());
         for text in [former.as_str(), "half"] {
             std::fs::write(&path, text).unwrap();

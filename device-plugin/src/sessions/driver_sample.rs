@@ -1,4 +1,4 @@
-//! What the driver shows of one GPU, at a moment.
+//! Describes one sample of a GPU's memory and processes, as the driver reports them.
 
 use std::collections::BTreeMap;
 
@@ -6,44 +6,45 @@ use serde::{Deserialize, Serialize};
 
 use crate::units::{Bytes, GpuUuid};
 
-/// What a process with a context has of a GPU that the driver does not list: 8.8 MiB on an H200
-/// with driver 580.
+/// The bytes of a process with a context that the driver does not list: 8.8 MiB on an H200 with
+/// driver 580.
 const UNLISTED_PER_PROCESS: Bytes = Bytes::mib(9);
 
-/// Who looks at GPUs: NVML, in the agent.
+/// Samples the memory of GPUs; the agent implements this with NVML.
 pub trait MemorySampler: Send + Sync + 'static {
-    /// What the driver shows of `gpu`; `None` when it cannot be told now. It may block.
+    /// Samples `gpu`, and may block. `None` when the driver cannot answer now.
     fn sample(&self, gpu: &GpuUuid) -> Option<GpuMemorySample>;
 }
 
-/// A GPU's memory and its processes: two answers, the memory first.
+/// A sample of a GPU's memory and its processes: two answers of the driver, the memory first.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuMemorySample {
-    /// What is in use, whoever has it; not what the driver keeps for itself.
+    /// The bytes in use, without the driver's own reserve.
     pub used: Bytes,
-    /// What is charged to processes.
+    /// The bytes that the driver charges to processes.
     pub charges: ProcessMemory,
-    /// What processes own that have no context, so that NVML does not list them; empty where the
-    /// driver cannot tell.
+    /// The bytes of processes without a context, which NVML does not list; empty where the driver
+    /// cannot report them.
     pub contextless: BTreeMap<u32, Bytes>,
 }
 
 impl GpuMemorySample {
-    /// What is in use and charged to no process, in bytes: what only descriptors hold is among it
-    /// (F4 in docs/facts.md, F13). Below zero where a process allocated between the two answers.
+    /// The used bytes that the driver charges to no process, with those that only descriptors hold
+    /// (F4, F13 in docs/facts.md). Negative where a process allocated between the two answers.
     pub fn unattributed_signed(&self) -> i64 {
         let charged = self.charges.total();
         i64::try_from(i128::from(self.used.0) - i128::from(charged)).unwrap_or(i64::MAX)
     }
 
-    /// What of the residual may be somebody's: all but what every process has unlisted.
+    /// The unattributed bytes that may belong to a tenant: all but the unlisted overhead of each
+    /// process.
     pub fn unattributed(&self) -> Bytes {
         let residual = u64::try_from(self.unattributed_signed()).unwrap_or_default();
         Bytes(residual.saturating_sub(unlisted_overhead(self.charges.0.len())))
     }
 }
 
-/// What so many processes have that the driver does not list.
+/// The overhead of `processes` that the driver does not list.
 pub(super) fn unlisted_overhead(processes: usize) -> u64 {
     UNLISTED_PER_PROCESS.0.saturating_mul(processes as u64)
 }
@@ -53,14 +54,13 @@ pub(super) fn unlisted_overhead(processes: usize) -> u64 {
 pub struct ProcessMemory(BTreeMap<u32, Option<Bytes>>);
 
 impl ProcessMemory {
-    /// What the driver charges to `pid`: zero when it does not list the process, `None` when it
-    /// cannot tell how much the process has.
+    /// The bytes that the driver charges to `pid`: zero when the process is not listed, `None` when
+    /// the amount is unknown.
     pub fn bytes_of(&self, pid: u32) -> Option<Bytes> {
         self.0.get(&pid).copied().unwrap_or(Some(Bytes::ZERO))
     }
 
-    /// The processes that are listed, with what they are charged; none where the driver cannot
-    /// tell.
+    /// The listed processes with their bytes; `None` where the amount is unknown.
     pub fn iter(&self) -> impl Iterator<Item = (u32, Option<Bytes>)> {
         self.0.iter().map(|(pid, bytes)| (*pid, *bytes))
     }
@@ -70,7 +70,7 @@ impl ProcessMemory {
         self.0.contains_key(&pid)
     }
 
-    /// Whether the driver tells of every process how much it has.
+    /// Whether the driver reports the amount of every process.
     pub fn has_all_amounts(&self) -> bool {
         self.0.values().all(Option::is_some)
     }
@@ -82,8 +82,8 @@ impl ProcessMemory {
 }
 
 impl FromIterator<(u32, Option<Bytes>)> for ProcessMemory {
-    /// Of pids with what they are charged. One that computes and draws is listed twice, each time
-    /// with all that it has.
+    /// Collects pids with their bytes. A process that computes and draws is listed twice, each time
+    /// with all its bytes.
     fn from_iter<T: IntoIterator<Item = (u32, Option<Bytes>)>>(listed: T) -> ProcessMemory {
         let mut charges = BTreeMap::new();
         for (pid, bytes) in listed {
@@ -127,7 +127,7 @@ mod tests {
         let parked = look(1_551, &[(1, Some(518))]);
         assert_eq!(parked.unattributed_signed(), 1_033 << 20);
         assert_eq!(parked.unattributed(), Bytes::mib(1_033 - 9));
-        // As measured: 526.8 MiB in use, 518 of them listed.
+        // Measured on an H200: 526.8 MiB in use, 518 MiB of them listed.
         assert_eq!(look(527, &[(1, Some(518))]).unattributed(), Bytes::ZERO);
         let torn = look(518, &[(1, Some(1_542))]);
         assert_eq!(

@@ -1,4 +1,4 @@
-//! The task of one allocation: accepts its container's processes, and settles the dead.
+//! Accepts the processes of one allocation, and releases the bytes of exited ones.
 
 use std::io;
 use std::sync::{Arc, Mutex};
@@ -20,23 +20,23 @@ use super::stream::{Listener, PeerStream};
 use super::{ContainerResolver, MAX_PROCESSES, lock};
 use crate::retained::handle::LeaseHandle;
 
-/// How often the driver is asked about the dead, while there are any. A kill's memory is back
-/// after about 0.1 s (F8 in docs/facts.md).
+/// How often the agent samples the GPUs while exited processes are charged. The memory of a killed
+/// process is free after about 0.1 s (F8 in docs/facts.md).
 const SETTLE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Connections beyond the processes that are known: reconnects, and peers before their hello.
+/// Connections beyond the known processes: processes that connect again, and peers before their
+/// hello.
 const SPARE_CONNECTIONS: usize = 64;
 
-/// How long to wait after a failed accept (out of descriptors, say).
+/// How long the agent waits after a failed accept, for example without free descriptors.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// Connections that are accepted at once: all of a container's processes may start together.
+/// The connections that the agent accepts at once: all processes of a container may start together.
 const CONNECTION_BURST: u32 = (MAX_PROCESSES + SPARE_CONNECTIONS) as u32;
 
-/// Messages of all processes of a container that are answered at once: two of each.
+/// The messages of all processes of a container that the agent answers at once: two each.
 const MESSAGE_BURST: u32 = 2 * MAX_PROCESSES as u32;
 
-/// What the task works with.
 pub(super) struct ListenerTask {
     pub(super) container: Arc<Mutex<Container>>,
     pub(super) shared_sampler: Arc<SharedSampler>,
@@ -49,9 +49,9 @@ pub(super) struct ListenerTask {
 }
 
 impl ListenerTask {
-    /// Runs until it is aborted.
+    /// Runs until the caller aborts the task.
     pub(super) async fn run(self, listener: Listener, known: Vec<RestoredProcess>) {
-        // Dropped with this future: its tasks end with it.
+        // The peers' tasks end with this future, which owns them.
         let mut peers = JoinSet::new();
         for RestoredProcess {
             process,
@@ -59,7 +59,7 @@ impl ListenerTask {
             superseded: ended,
         } in known
         {
-            // Its death counts, seat or not.
+            // The exit of a known process counts, with a permit or without.
             let seat = self.connection_limit.try_acquire(peers.len());
             let mourn = connection::watch_exit(Arc::clone(&self.container), process, image, ended);
             peers.spawn(async move {
@@ -67,7 +67,7 @@ impl ListenerTask {
                 drop(seat);
             });
         }
-        // A GPU that hangs holds up this task only.
+        // A GPU that hangs blocks this task only.
         let mut settler = JoinSet::new();
         settler.spawn(settle_exited(
             Arc::clone(&self.container),
@@ -102,13 +102,13 @@ impl ListenerTask {
         }
     }
 
-    /// The next connection, once few enough of those before it wait to be closed.
+    /// Accepts the next connection, once few enough earlier sockets wait to be closed.
     async fn accept(&self, listener: &Listener) -> io::Result<PeerStream> {
         self.closer.wait_for_room().await;
         listener.accept().await
     }
 
-    /// One connection's task; its seat is free again when it ends.
+    /// Serves one connection, whose permit is free again when the task ends.
     fn serve_connection(
         &self,
         stream: PeerStream,
@@ -130,17 +130,17 @@ impl ListenerTask {
     }
 }
 
-/// Says that there is no seat: a peer that gets no answer would wait for one.
+/// Rejects a peer when no permit is free; without an answer the peer would wait.
 fn reject_busy(stream: PeerStream) {
     let goodbye = Response::Rejected {
         reason: RejectReason::Busy,
     };
-    // A new socket has room for it.
+    // The buffer of a new socket has room for the answer.
     stream.try_write(&goodbye.frame());
 }
 
-/// Asks the driver about every image that ended, and about strangers, for ever. While there is
-/// nothing to ask or to write, a change alone wakes this task: a node has hundreds of them.
+/// Samples the GPUs for exited images and untracked processes, for ever. With nothing to sample or
+/// write, only a change wakes the task, since a node has hundreds of these tasks.
 async fn settle_exited(
     container: Arc<Mutex<Container>>,
     looks: Arc<SharedSampler>,

@@ -3,10 +3,11 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-/// `SO_PASSRIGHTS` (asm-generic/socket.h, Linux 6.16): 1 at first; with 0 who sends a descriptor gets `EPERM`.
+/// `SO_PASSRIGHTS` (asm-generic/socket.h, Linux 6.16), which is 1 by default. With 0, a peer that
+/// sends a descriptor gets `EPERM`.
 const SO_PASSRIGHTS: libc::c_int = 83;
 
-/// Refuses descriptors on a socket, and on those that are accepted from it afterwards.
+/// Refuses descriptors on a socket, and on sockets that are accepted from it afterwards.
 ///
 /// # Errors
 /// `ENOPROTOOPT` from a kernel before 6.16.
@@ -29,9 +30,10 @@ pub(super) fn refuse_descriptors(socket: impl AsFd) -> io::Result<()> {
     Err(io::Error::last_os_error())
 }
 
-/// The pid of who connected a socket; none where it has no pid in the agent's namespace.
+/// The pid of the process that connected a socket; `None` where it has no pid in the agent's
+/// namespace.
 pub(super) fn peer_pid(socket: impl AsFd) -> Option<u32> {
-    // Here and not by rustix, whose pid is never 0.
+    // The call of rustix cannot return the pid 0 of a foreign namespace.
     let mut peer = libc::ucred {
         pid: 0,
         uid: 0,
@@ -41,7 +43,7 @@ pub(super) fn peer_pid(socket: impl AsFd) -> Option<u32> {
     u32::try_from(peer.pid).ok().filter(|pid| *pid > 0)
 }
 
-/// Whether the kernel takes descriptors on a socket.
+/// Whether the kernel accepts descriptors on a socket.
 #[cfg(test)]
 pub(super) fn accepts_descriptors(socket: impl AsFd) -> io::Result<bool> {
     let mut takes: libc::c_int = -1;
@@ -49,7 +51,7 @@ pub(super) fn accepts_descriptors(socket: impl AsFd) -> io::Result<bool> {
     Ok(takes != 0)
 }
 
-/// Types of C that any bytes are a value of.
+/// C types for which any bytes are a valid value.
 trait Plain {}
 impl Plain for libc::ucred {}
 #[cfg(test)]
@@ -62,7 +64,8 @@ fn get_option<T: Plain>(
     value: &mut T,
 ) -> io::Result<()> {
     let mut length = size_of::<T>() as libc::socklen_t;
-    // SAFETY: the descriptor is open; the kernel writes at most `length` bytes, any of which are a value.
+    // SAFETY: the descriptor is open; the kernel writes at most `length` bytes, any of which are a
+    // value.
     let code = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),

@@ -1,21 +1,21 @@
-//! What at most is held of what the dead exported: pure.
+//! Bounds the exports of exited processes that other processes may still hold: pure.
 //!
-//! Such memory is charged to nobody while a descriptor keeps it, and to whoever has it mapped once
-//! none does, on top of what that process has itself (F4, F5, F13 in docs/facts.md). So what is
-//! held is part of what a GPU has in use less what its living processes have by their own doing.
-//! Which part cannot be told: all of it may be.
+//! While only a descriptor holds such memory, the driver charges it to no process. Afterwards the
+//! driver charges it to each process that maps it, on top of that process's own memory (F4, F5, F13
+//! in docs/facts.md). So the bound is the used memory of a GPU without the own memory of its live
+//! processes. All of this memory may be orphaned.
 //!
-//! What living processes have exported may be charged to nobody as well, and no more of it than
-//! they use and the driver does not list for them. It is no part of what the dead of other
-//! containers left, so that no tenant holds up a neighbour's quota. For the dead of its own
-//! container it counts as held: a tenant process could say that it exported what its dead sibling
-//! did, and both would be free.
+//! Exports of live processes may be charged to no process as well, at most what they use and the
+//! driver does not list for them. These bytes do not count for the exited processes of other
+//! containers, so that no tenant delays the refund of a neighbour. They do count for exited
+//! processes of the same container. Otherwise a process could report an exited sibling's exports as
+//! its own, and both would be free.
 //!
-//! One look can be wrong: the driver is asked for the GPU's bytes and for its processes one after
-//! the other, and one that frees before the first answer and allocates before the second hides as
-//! much. So [`LOOKS`] in a row must agree: the most that was used in any of them counts, and the
-//! least that each process had. Then what moves meanwhile, a context that is torn down too, is
-//! taken for held; what hides does so before each of them.
+//! A single sample can be wrong, since the driver reports the used bytes and the processes one
+//! after the other. A process that frees before the first answer and allocates before the second
+//! hides as much. So [`WINDOW`] samples in a row must agree: the largest used figure counts, and
+//! the least of each process. Memory that moves meanwhile, such as that of a context that is torn
+//! down, then counts as orphaned. Bytes stay hidden only if a process hides them in every sample.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -23,29 +23,29 @@ use super::GpuMemorySample;
 use super::driver_sample::unlisted_overhead;
 use crate::units::{AllocationId, Bytes, LeaseId};
 
-/// The looks in a row that prove something.
+/// The samples in a row that prove a bound.
 pub(super) const WINDOW: usize = 10;
 
-/// Less than this is held by nobody: a process without a context has 3.3 MiB that the driver does
-/// not list, and one with a context may have a little more than is known.
+/// A smaller bound counts as zero. A process without a context has 3.3 MiB that the driver does not
+/// list, and a context may take slightly more than measured.
 const NOISE_FLOOR: u64 = 16 << 20;
 
-/// What a living process has of a GPU by its own doing.
+/// The bytes of a GPU that a live process itself has allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct OwnMemory {
     /// The allocation of its container.
     pub(super) allocation: AllocationId,
-    /// What it charges.
+    /// The bytes that the process charges.
     pub(super) charged: Bytes,
-    /// What of that it says it exported.
+    /// The part of these bytes that the process reports as exported.
     pub(super) exported: Bytes,
-    /// What it may have besides, that nobody charges.
+    /// The bytes that the process may have without a charge.
     pub(super) uncharged_margin: Bytes,
 }
 
 impl OwnMemory {
-    /// What of so much is its own. Where it is more than it may have, it has something of others,
-    /// and how much of the rest is its own cannot be told.
+    /// The own part of the bytes that the driver charges. Beyond charge and margin the process maps
+    /// memory of others, so that only its charge surely is its own.
     pub(super) fn own_part(self, charged: Bytes) -> Bytes {
         let most = self.charged.0.saturating_add(self.uncharged_margin.0);
         if charged.0 <= most {
@@ -55,24 +55,27 @@ impl OwnMemory {
         }
     }
 
-    /// What of its exports can be charged to nobody where the driver charges it so much.
+    /// The part of its exports that the driver may charge to no process, when the driver charges
+    /// the process these bytes.
     fn unlisted(self, charged: Bytes) -> Bytes {
         let rest = self.charged.0.saturating_sub(self.own_part(charged).0);
         self.exported.min(Bytes(rest))
     }
 }
 
-/// The most that is held on a GPU of what the dead exported.
+/// The largest amount of orphaned exports on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct OrphanBound {
-    /// Before what the living exported is taken off.
+    /// The bound before exports of live processes are subtracted.
     total: u64,
-    /// What living processes exported and the driver lists for nobody, by container.
+    /// The bytes that live processes have exported and the driver charges to no process, by
+    /// container.
     exported: BTreeMap<AllocationId, u64>,
 }
 
 impl OrphanBound {
-    /// Of what a container's dead exported; of what ended pods left where there is none.
+    /// The bound for a container's orphaned exports; without a container, for memory that ended
+    /// pods left.
     pub(super) fn for_container(&self, container: Option<&AllocationId>) -> Bytes {
         let others = self.exported.iter();
         let others = others.filter(|(of, _)| Some(*of) != container);
@@ -81,19 +84,19 @@ impl OrphanBound {
     }
 }
 
-/// The last looks at one GPU, each with what was asked about before it.
+/// The last samples of one GPU, each with the candidates that were read before the sample.
 #[derive(Debug)]
 pub(super) struct SampleWindow<T>(VecDeque<(T, Sample)>);
 
-/// What one look showed.
+/// The figures of one sample.
 #[derive(Debug)]
 struct Sample {
     used: u64,
-    /// What living processes have by their own doing.
+    /// The own bytes of live processes, by pid.
     own: BTreeMap<u32, u64>,
-    /// What living processes exported and are not charged for.
+    /// The exported bytes of live processes that the driver does not charge to them, by pid.
     exported: BTreeMap<u32, (AllocationId, u64)>,
-    /// What kept leases have that were there before the look and after it.
+    /// The bytes of the leases that existed before and after the sample.
     leases: BTreeMap<LeaseId, u64>,
 }
 
@@ -104,8 +107,8 @@ impl<T> Default for SampleWindow<T> {
 }
 
 impl<T> SampleWindow<T> {
-    /// Takes one more look in. `asked` was read before it, as was what each living process has by
-    /// its own doing; the kept leases were there before it and after it.
+    /// Adds a sample. The caller read `asked` and the own memory of live processes before the
+    /// sample. The leases existed before and after it.
     pub(super) fn push(
         &mut self,
         asked: T,
@@ -131,13 +134,13 @@ impl<T> SampleWindow<T> {
         }
     }
 
-    /// Forgets every look.
+    /// Forgets all samples.
     pub(super) fn clear(&mut self) {
         self.0.clear();
     }
 
-    /// The most that can be held now of what was asked about before the first look; nothing before
-    /// there were enough.
+    /// The bound on the candidates that were read before the first sample; `None` while the window
+    /// is not full.
     pub(super) fn bound(&self) -> Option<(&T, OrphanBound)> {
         let (asked, first) = self.0.front().filter(|_| self.0.len() == WINDOW)?;
         let seen = || self.0.iter().map(|(_, seen)| seen);
@@ -156,7 +159,8 @@ impl<T> SampleWindow<T> {
         let known = own.iter().fold(unlisted_overhead(own.len()), |sum, bytes| {
             sum.saturating_add(*bytes)
         });
-        // Charged to nobody as long as the vault holds them (F5 in docs/facts.md).
+        // The driver charges leases to no process as long as the fd store holds them (F5 in
+        // docs/facts.md).
         let stayed = first
             .leases
             .iter()
@@ -201,7 +205,7 @@ mod tests {
         }
     }
 
-    /// Each may have 64 MiB besides.
+    /// Each process has an uncharged margin of 64 MiB.
     fn own(processes: &[(u32, u64)]) -> BTreeMap<u32, OwnMemory> {
         let own = |uses: u64| OwnMemory {
             allocation: AllocationId::from_bits(1),
@@ -279,7 +283,7 @@ mod tests {
         assert_eq!(held(leases(&[])), Some(Bytes::gib(3)), "the vault is away");
     }
 
-    /// A living process of container 1 that uses 3 GiB and exported 2.
+    /// A live process of container 1 that uses 3 GiB and has exported 2 GiB.
     fn living_exporter() -> BTreeMap<u32, OwnMemory> {
         let mut own = own(&[(1, 3 << 30)]);
         own.values_mut()
@@ -330,7 +334,8 @@ mod tests {
     #[test]
     fn process_hides_nothing_when_it_moves_within_a_sample() {
         let own = own(&[(1, 4 << 30), (2, 4 << 30)]);
-        // Every second time one frees before the first answer and allocates before the second.
+        // In every second sample a process frees before the first answer and allocates before the
+        // second.
         let looks = (0..WINDOW).map(|number| match number % 2 {
             0 => look(2 << 30, &[(1, 2 << 30)]),
             _ => look(4 << 30, &[(1, 2 << 30)]),
@@ -349,12 +354,12 @@ mod tests {
 
     #[derive(Clone, Debug)]
     enum Step {
-        /// A living process has so much, by its own doing.
+        /// A live process allocates this amount itself.
         Has(u32, u64),
         Dies(u32),
-        /// A holder of what the dead exported comes or goes.
+        /// A process starts or stops to hold orphaned exports by a descriptor.
         Parked(u64),
-        /// The same, mapped by a living process, which is charged for it.
+        /// A live process maps orphaned exports, and the driver charges it for them.
         Mapped(u32, u64),
         Look,
     }
@@ -371,8 +376,9 @@ mod tests {
     }
 
     proptest! {
-        /// Holders only go, as nobody can hold anew what the dead exported. Whatever else happens,
-        /// no more is proven free than is, but for noise; and once all is quiet, all of it.
+        /// Holders of orphaned exports only become fewer, as no process can start to hold them. The
+        /// bound never falls below the orphaned bytes, but for noise, and reaches zero once all
+        /// holders have exited.
         #[test]
         fn bound_never_falls_below_orphaned_bytes_and_reaches_zero(steps in prop::collection::vec(step(), 0..200)) {
             let (mut has, mut mapped) = (BTreeMap::new(), BTreeMap::new());
@@ -403,8 +409,8 @@ mod tests {
                     Step::Look => take(&mut looks, &has, &mapped, parked),
                 }
                 if let Some(bound) = looks.bound().map(|(_, held)| held.for_container(None)) {
-                    // Each living process may have so much besides what it charges: as little may
-                    // be others'.
+                    // Each live process may have this margin beyond its charge, which may also hide
+                    // bytes of others.
                     let besides = 64 * MIB * mapped.len() as u64;
                     prop_assert!(bound.0 + NOISE_FLOOR + besides >= parked + mapped.values().sum::<u64>());
                 }

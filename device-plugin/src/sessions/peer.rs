@@ -1,4 +1,4 @@
-//! Who is on the other end of a socket: a process, and the container that its cgroup names.
+//! Resolves the peer of a socket: its process, and the container that its cgroup names.
 
 use std::path::PathBuf;
 
@@ -6,58 +6,59 @@ use crate::ledger::BootTime;
 use crate::procfs;
 use crate::units::PodUid;
 
-/// One process of the host, told apart from a later one with the same pid.
+/// A process of the host, distinct from a later one with the same pid.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
 )]
 pub struct Process {
-    /// The pid in the agent's (the host's) pid namespace.
+    /// The pid in the host's pid namespace, which is the agent's.
     pub pid: u32,
-    /// When it started, in clock ticks since boot (`/proc/<pid>/stat`, field 22).
+    /// The start time in clock ticks since boot (`/proc/<pid>/stat`, field 22).
     pub start: u64,
 }
 
 impl Process {
-    /// When it started, rounded down.
+    /// When the process started, rounded down.
     pub fn start_moment(&self) -> BootTime {
-        // Programs are shown ticks of 10 ms on every machine (`USER_HZ`).
+        // Linux reports ticks of 10 ms to programs on every machine (`USER_HZ`).
         BootTime(self.start.saturating_mul(10))
     }
 }
 
-/// A process has no more ancestors inside its container that are looked at.
+/// The most ancestors inside a container that the agent follows.
 const MAX_ANCESTORS: u32 = 1024;
 
-/// Tells which container a process belongs to.
+/// Resolves the container of a process.
 pub trait ContainerResolver: Send + Sync + 'static {
-    /// The process behind a pid; `None` when it is gone.
+    /// The process behind a pid; `None` when it has exited.
     fn process(&self, pid: u32) -> Option<Process>;
 
-    /// A name of the container of `pod` that the process runs in, the same for all of its
-    /// processes; `None` when it is no process of that pod.
+    /// The name of the container of `pod` that the process runs in, equal for all of its processes.
+    /// `None` when the process does not belong to the pod.
     fn container(&self, pid: u32, pod: &PodUid) -> Option<String>;
 
-    /// The process that a process of a container of `pod` descends from and that was begun from outside of that
-    /// container: its main process, or what was executed into it. The process itself where it has ancestors without
-    /// end. `None` when the process is gone.
+    /// The root process from which a process of a container of `pod` descends, and whose parent is
+    /// outside of the container. This is the main process, or a process that the container runtime
+    /// executed into the container. Returns the process itself where it has too many ancestors, and
+    /// `None` when it has exited.
     fn root_process(&self, process: Process, pod: &PodUid) -> Option<Process> {
         let _ = pod;
         (self.process(process.pid)? == process).then_some(process)
     }
 
-    /// Whether a process of a container of `pod` was itself begun from outside of that container.
+    /// Whether the parent of a process of a container of `pod` is outside of that container.
     fn is_container_root(&self, process: Process, pod: &PodUid) -> bool {
         self.root_process(process, pod) == Some(process)
     }
 
-    /// What a process is called in the agent's pid namespace and in each one nested in that, down
-    /// to its own. Nothing when that cannot be told; the pid alone where none is nested.
+    /// The pids of a process in the agent's pid namespace and in each nested one, down to its own.
+    /// Empty when the pids cannot be read.
     fn namespace_pids(&self, pid: u32) -> Vec<u32> {
         vec![pid]
     }
 }
 
-/// Membership by `/proc/<pid>/cgroup`, whose path no tenant can choose.
+/// Resolves containers by `/proc/<pid>/cgroup`, whose path no tenant can choose.
 #[derive(Clone, Debug)]
 pub struct CgroupResolver {
     proc: PathBuf,
@@ -111,7 +112,8 @@ impl ContainerResolver for CgroupResolver {
 }
 
 impl CgroupResolver {
-    /// The parent of a process, if that is in the same container; `None` when the process is gone.
+    /// The parent of a process, if the parent is in the same container; `None` when the process has
+    /// exited.
     fn parent_in_container(&self, pid: u32, container: &str, pod: &PodUid) -> Option<Option<u32>> {
         let status = self.proc.join(pid.to_string()).join("status");
         let parent = parse_parent(&procfs::read_small(&status).ok()?)?;
@@ -120,8 +122,8 @@ impl CgroupResolver {
     }
 }
 
-/// The container that `/proc/<pid>/cgroup` names, if it is one of the pod's. The outermost pod's folder counts: a
-/// container may make folders below its own, with any name.
+/// The container that `/proc/<pid>/cgroup` names, if it is one of the pod's. The outermost pod
+/// folder counts: a container may create folders with any name below its own.
 fn parse_container(cgroup: &str, pod: &PodUid) -> Option<String> {
     match procfs::ProcessOwner::parse(cgroup) {
         procfs::ProcessOwner::Container { pod: owner, cgroup } if owner == *pod => Some(cgroup),
@@ -129,8 +131,8 @@ fn parse_container(cgroup: &str, pod: &PodUid) -> Option<String> {
     }
 }
 
-/// The line `NSpid:` of `/proc/<pid>/status` (proc(5), Linux 4.1). The name of a process stands in a
-/// line before it, with its line breaks escaped.
+/// Parses the line `NSpid:` of `/proc/<pid>/status` (proc(5), Linux 4.1). The process name is on an
+/// earlier line, with its line breaks escaped.
 fn parse_namespace_pids(status: &str) -> Vec<u32> {
     let line = status
         .lines()
@@ -141,14 +143,14 @@ fn parse_namespace_pids(status: &str) -> Vec<u32> {
         .collect()
 }
 
-/// The line `PPid:`, before which the name's line breaks are escaped.
+/// Parses the line `PPid:`, which follows the process name with its escaped line breaks.
 fn parse_parent(status: &str) -> Option<u32> {
     let line = status.lines().find_map(|line| line.strip_prefix("PPid:"))?;
     line.trim().parse().ok()
 }
 
-/// Field 22 of `/proc/<pid>/stat` (proc(5)). The second field, the name, may hold anything: what
-/// counts stands after its last parenthesis.
+/// Parses field 22 of `/proc/<pid>/stat` (proc(5)). The second field, the name, may contain
+/// anything, so parsing starts after the last parenthesis.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_whitespace().nth(19)?.parse().ok()
@@ -191,7 +193,7 @@ mod tests {
             "0::/kubepods/pod00000000-1f5c-4c41-9d53-0a5f4f7a9d11/c0ffee",
             "0::/kubepods/pod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11",
             "0::/kubepods/xpod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11/c0ffee",
-            // Its own process may make folders below its container's.
+            // A process of another pod may create this folder below its container's.
             "0::/kubepods/pod00000000-1f5c-4c41-9d53-0a5f4f7a9d11/c0ffee/pod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11/x",
         ] {
             assert_eq!(container(cgroup), None, "{cgroup}");

@@ -1,4 +1,4 @@
-//! Waits for the death of a process, by its pidfd.
+//! Waits for the exit of a process, by its pidfd.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -7,14 +7,14 @@ use rustix::process::{Pid, PidfdFlags};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// A process whose death can be waited for: never one that later has the same pid.
+/// A pidfd: its process is never confused with a later one that has the same pid.
 pub(crate) struct ProcessExit(AsyncFd<OwnedFd>);
 
 impl ProcessExit {
-    /// The process that has this pid now.
+    /// Opens the process that has this pid now.
     ///
     /// # Errors
-    /// `ESRCH` when there is none, and what else `pidfd_open(2)` answers.
+    /// `ESRCH` when no process has the pid, and the other errors of `pidfd_open(2)`.
     pub(crate) fn open(pid: u32) -> io::Result<ProcessExit> {
         let pid = i32::try_from(pid)
             .ok()
@@ -28,9 +28,9 @@ impl ProcessExit {
         AsyncFd::with_interest(pidfd, Interest::READABLE).map(ProcessExit)
     }
 
-    /// Returns once the process has ended (a zombie has).
+    /// Returns once the process has exited, also as a zombie.
     pub(crate) async fn wait(&self) {
-        // An error means that the runtime shuts down.
+        // An error means that the runtime is shutting down.
         let _ = self.0.readable().await;
     }
 }

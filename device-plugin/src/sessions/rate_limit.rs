@@ -1,26 +1,27 @@
-//! How fast what containers ask for is done: for a time at once, then as fast as it is paid for.
+//! Limits the rate of messages by processor time: a burst at once, then no faster than time passes.
 
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// The least time that a message takes of a budget.
+/// The least cost of a message.
 const MESSAGE_COST: Duration = Duration::from_millis(1);
 
-/// What a message takes of its container's budget for each time that it took of a processor: one container keeps a
-/// processor busy for an eighth of the time at most.
+/// The cost of a message for each unit of processor time: one container keeps a processor busy for
+/// an eighth of the time at most.
 const CPU_COST_FACTOR: u32 = 8;
 
-/// A budget of time: so much of it at once, and as much as passes in the long run.
+/// A budget of time, as in the generic cell rate algorithm (GCRA): a burst at once, and real time
+/// in the long run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RateLimiter {
     burst: Duration,
-    /// When everything that was taken so far is paid for; later than now while there is a debt.
+    /// The time at which all charges are paid; a time in the future is a debt.
     paid_until: Option<Instant>,
 }
 
 impl RateLimiter {
-    /// A budget that nothing was taken of.
+    /// Creates a full budget.
     pub(super) const fn new(allowance: Duration) -> RateLimiter {
         RateLimiter {
             burst: allowance,
@@ -28,30 +29,30 @@ impl RateLimiter {
         }
     }
 
-    /// One of so many messages at once, and one every millisecond in the long run.
+    /// Allows `burst` messages at once, and one each millisecond in the long run.
     pub(super) fn for_messages(burst: u32) -> RateLimiter {
         RateLimiter::new(MESSAGE_COST * burst)
     }
 
-    /// Takes one message of the budget; how long to wait before it is dealt with.
+    /// Charges one message, and returns the time to wait before it is handled.
     pub(super) fn charge_message(&mut self, now: Instant) -> Duration {
         self.charge(MESSAGE_COST, now);
         self.wait_time(now)
     }
 
-    /// Takes what a message cost beyond the least, once that is known.
+    /// Charges the processor time of a message beyond the least cost, once the time is known.
     pub(super) fn charge_cpu_time(&mut self, processor: Duration, now: Instant) {
         let cost = processor.saturating_mul(CPU_COST_FACTOR);
         self.charge(cost.saturating_sub(MESSAGE_COST), now);
     }
 
-    /// Takes so much time of the budget.
+    /// Charges a cost, whether or not the budget has it.
     pub(super) fn charge(&mut self, cost: Duration, now: Instant) {
         let paid = self.paid_until.map_or(now, |paid| paid.max(now)) + cost;
         self.paid_until = Some(paid);
     }
 
-    /// The same, where the budget has it.
+    /// Charges a cost if the budget has it, and returns whether it does.
     pub(super) fn try_charge(&mut self, cost: Duration, now: Instant) -> bool {
         let before = *self;
         self.charge(cost, now);
@@ -62,7 +63,7 @@ impl RateLimiter {
         has
     }
 
-    /// How long to wait until no more than the allowance is owed.
+    /// The time until the debt is no more than the burst.
     pub(super) fn wait_time(&self, now: Instant) -> Duration {
         let owed = self
             .paid_until
@@ -71,22 +72,20 @@ impl RateLimiter {
     }
 }
 
-/// What `work` takes of a processor: a machine that is busy with others is not its doing.
+/// Measures the processor time of `work`, which other load on the machine does not change.
 pub(super) fn measure_cpu_time<T>(work: impl FnOnce() -> T) -> (T, Duration) {
     let before = thread_cpu_time();
     let came_to = work();
     (came_to, thread_cpu_time().saturating_sub(before))
 }
 
-/// What this thread had of a processor.
 fn thread_cpu_time() -> Duration {
     clock_gettime(ClockId::ThreadCPUTime)
         .try_into()
         .unwrap_or_default()
 }
 
-/// Waits so long; not at all where there is nothing to wait for, while a sleep of zero takes a
-/// tick of the timer.
+/// Waits, but not at all for a time of zero: a sleep of zero takes a tick of the timer.
 pub(super) async fn wait(time: Duration) {
     if !time.is_zero() {
         tokio::time::sleep(time).await;

@@ -1,12 +1,12 @@
-//! Proves what the dead exported free: one task per GPU.
+//! Proves orphaned exports free, in one task for each GPU.
 //!
 //! ```text
-//!   every LOOK_EVERY, while there is anything to prove, and until no container has the GPU:
-//!   what the dead exported (all containers), what ended pods left --> what the living have --> the driver --> held (pure)
+//!   every SAMPLE_INTERVAL, while there are candidates, and until no container uses the GPU:
+//!   candidates (containers, ended pods) --> own memory of live processes --> sample --> bound
 //! ```
 //!
-//! In this order: who died, or exported, or allocated after it was asked about is in the driver's answer, and
-//! counts as holding.
+//! The order matters: memory of a process that exits, exports or allocates after it was read is in
+//! the sample, and counts as orphaned.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,27 +17,28 @@ use super::orphan_bound::{OrphanBound, OwnMemory, SampleWindow};
 use super::{Shared, lock};
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
-/// From one look to the next: [`LOOKS`](super::held::LOOKS) of them take half a second.
+/// The time from one sample to the next: [`WINDOW`](super::orphan_bound::WINDOW) of them take half
+/// a second.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What pods that ended left on a GPU, to be proven free.
+/// The memory that ended pods may still occupy on a GPU, until a proof that it is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Unreclaimed {
-    /// Another number for each time that something was left.
+    /// Changes each time that another pod leaves memory.
     pub(super) revision: u64,
-    /// The most that is held of it; none before that is proven.
+    /// The largest amount that may still be held; `None` before a proof.
     pub(super) upper_bound: Option<Bytes>,
 }
 
-/// What is asked about.
+/// The orphaned memory that a sample can prove free.
 #[derive(Debug)]
 struct Candidates {
     orphaned: BTreeMap<AllocationId, AmountsByPid>,
     unreclaimed: Option<u64>,
 }
 
-/// Runs until no container has the GPU and dead processes left nothing there. A GPU that hangs holds up
-/// its own task only.
+/// Runs until no container uses the GPU and exited processes left nothing there. A GPU that hangs
+/// blocks its own task only.
 pub(super) async fn run(gpu: GpuUuid, shared: Arc<Shared>) {
     let mut every = tokio::time::interval(SAMPLE_INTERVAL);
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -67,7 +68,7 @@ pub(super) async fn run(gpu: GpuUuid, shared: Arc<Shared>) {
             .bound()
             .is_some_and(|(asked, held)| apply_bound(&shared, &gpu, asked, &held));
         if news {
-            // A process that ends with the same exports as one before it is another question.
+            // A process that exits with the same exports as an earlier one is a new candidate.
             looks.clear();
         }
     }
@@ -93,14 +94,14 @@ fn own_memory(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<u32, OwnMemory> {
         .collect()
 }
 
-/// The kept leases on a GPU that the vault has.
+/// The leases of a GPU whose memory the fd store has.
 fn live_leases(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<LeaseId, Bytes> {
     let living = shared.live_leases.as_ref().map(|living| living.borrow());
     let of_it = living.as_ref().and_then(|living| living.get(gpu));
     of_it.cloned().unwrap_or_default()
 }
 
-/// At most `held` is held of what was asked about: whether that frees anything.
+/// Applies a bound to the candidates. Returns whether any bytes became free.
 fn apply_bound(shared: &Shared, gpu: &GpuUuid, asked: &Candidates, held: &OrphanBound) -> bool {
     let of_nobody = held.for_container(None);
     if let Some(left) = lock(&shared.unreclaimed).get_mut(gpu)

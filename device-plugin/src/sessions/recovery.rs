@@ -1,20 +1,23 @@
-//! Decides what is done about a container's poisoned process images: pure, time included.
+//! Decides how a container recovers from poisoned process images: pure, with time as an argument.
 //!
 //! ```text
-//!            report (the shim)           Execute -- it hung up: executed, and closed once the new image says hello
-//!   living -----------------> decided --<           still there after `GRACE`: Kill
-//!      \                       ^         Kill ----- its image ends: closed, or stays open where it was one too many
-//!       \ XID    no report     |         Leave ---- its image ends: closed, or stays open for who evicts
-//!        +-----> fenced -------+
-//!                after GRACE
+//!            report (shim)
+//!   live ------------------> decided -- ReexecInPlace: closed when the new image says hello
+//!      \                      ^  |  \-- RestartContainer: closed at the exit unless over limit
+//!       \ XID  REPORT_GRACE   |   \---- NoAction: closed at the exit unless it awaits eviction
+//!        +----> fenced -------+
+//!
+//!   ReexecInPlace --not executed within REPORT_GRACE--> RestartContainer
 //! ```
 //!
-//! Who is left for eviction and cannot be evicted, because the API server has been away for `ALONE`, is restarted. What
-//! was left as it is can be ordered to be restarted later, by the number that its container's images have to reach.
+//! A container that awaits eviction is restarted instead once the API server has been unreachable
+//! for `EVICTION_TIMEOUT`. A fault without an action can be restarted later, by an order that names
+//! the process generation to reach.
 //!
-//! An image is fenced from its first fault on: the agent grants it nothing more. It is decided about once, however
-//! often and by whichever way it is told of. An XID alone decides nothing for a while: its process may be dying
-//! already, or its shim be about to report, with the chance to restart in place.
+//! The agent fences an image from its first fault on, and grants it nothing more. Each image gets
+//! one decision, whatever number of reports and XIDs name it. An XID alone decides nothing before
+//! `REPORT_GRACE`. The process may be exiting, or its shim may be about to report, and can then
+//! restart in place.
 
 use std::time::Duration;
 
@@ -28,20 +31,21 @@ use crate::clock::ClockReading;
 use crate::ledger::BootTime;
 use crate::units::{AllocationId, GpuUuid};
 
-/// How long an image may take to report what an XID said of it, and to do what it was told.
+/// How long the agent waits for the report of an image that an XID names, and for an ordered
+/// re-exec.
 const REPORT_GRACE: Duration = Duration::from_secs(5);
 
-/// How long an image waits for its pod's eviction while nobody can be told of it.
+/// How long an image awaits the eviction of its pod while the API server is unreachable.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What is done about poisoned contexts of a container.
+/// What the agent does about poisoned contexts of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecoveryPolicy {
-    /// What is done first.
+    /// The action of first choice.
     pub action: ContextAction,
-    /// How many restarts, of either kind, the container gets within the window.
+    /// The number of restarts, of either kind, that the container gets within the window.
     pub max_restarts: u32,
-    /// The window.
+    /// The window in which restarts count.
     pub window: Duration,
 }
 
@@ -57,7 +61,7 @@ impl Default for RecoveryPolicy {
 }
 
 impl RecoveryPolicy {
-    /// As the API says it; its schema allows no negative numbers.
+    /// Converts the API's values; the schema allows no negative numbers.
     pub fn new(action: ContextAction, max_restarts: i32, window_seconds: i32) -> RecoveryPolicy {
         RecoveryPolicy {
             action,
@@ -67,25 +71,25 @@ impl RecoveryPolicy {
     }
 }
 
-/// What is done about a poisoned image.
+/// What the agent does about a poisoned image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RecoveryAction {
-    /// It executes its program again.
+    /// The shim executes the program again, in the same process.
     ReexecInPlace,
-    /// Its container's main process is killed; the kubelet restarts the container.
+    /// The agent kills the container's root process, and the kubelet restarts the container.
     RestartContainer {
-        /// The container was restarted too often: the fault stays open.
+        /// Whether the container exceeded its restarts: the fault then stays open.
         over_limit: bool,
     },
-    /// Nothing but the fence.
+    /// The agent only fences the image.
     NoAction {
-        /// The fault stays open for who evicts the pod.
+        /// Whether the fault stays open until the operator evicts the pod.
         await_eviction: bool,
     },
 }
 
 impl RecoveryAction {
-    /// One word for metrics and messages.
+    /// The label for metrics and messages.
     pub fn as_str(self) -> &'static str {
         match self {
             RecoveryAction::ReexecInPlace => "in-place",
@@ -100,7 +104,7 @@ impl RecoveryAction {
         }
     }
 
-    /// As the API says it.
+    /// Converts to the value of the API.
     pub fn to_api(self) -> FaultAction {
         match self {
             RecoveryAction::ReexecInPlace => FaultAction::InPlace,
@@ -126,17 +130,17 @@ impl RecoveryAction {
     }
 }
 
-/// How a fault became known.
+/// The source of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FaultSource {
-    /// The process says that the driver answered this `CUresult`.
+    /// The process reported this `CUresult`.
     Cuda {
         /// The code.
         code: i32,
-        /// Whether its program could be executed again in its place.
+        /// Whether the shim can execute the program again in place.
         can_reexec: bool,
     },
-    /// The kernel's log, or NVML, named the process with this XID.
+    /// The kernel log or NVML named the process with this XID.
     Xid(u32),
 }
 
@@ -145,86 +149,86 @@ pub(super) enum FaultSource {
 pub struct ProcessImage {
     /// The process.
     pub process: Process,
-    /// P, its number among the container's images.
+    /// The process generation: the image's number among the images of its container.
     pub generation: u64,
 }
 
-/// An image that a record of the kernel's log names.
+/// The image that a record of the kernel log names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct XidTarget {
-    /// Its container's.
+    /// The allocation of its container.
     pub allocation: AllocationId,
     /// The image.
     pub image: ProcessImage,
-    /// The container's GPU that the record names.
+    /// The GPU of the container that the record names.
     pub gpu: GpuUuid,
 }
 
-/// A poisoned image that is still to be dealt with, or that somebody else has to deal with.
+/// An open fault: a poisoned image that the agent or the operator has yet to handle.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
-    /// Whose context it was.
+    /// The image whose context is poisoned.
     pub image: ProcessImage,
-    /// The GPU, as far as it is known.
+    /// The GPU, as far as the agent knows it.
     pub gpu: GpuUuid,
-    /// The driver's code, if the process reported one.
+    /// The `CUresult`, if the process reported one.
     pub cuda_error: Option<i32>,
     /// The XID, if one named the process.
     pub xid: Option<u32>,
-    /// When it was first told, for people.
+    /// The wall-clock time of the first report, for users.
     pub time: Timestamp,
-    /// When it was first told, for decisions.
+    /// The boot time of the first report, for decisions.
     #[serde(default)]
     pub since: BootTime,
-    /// What is done about it, since when; none while a report is waited for.
+    /// The decision and its time; `None` while the agent waits for a report.
     pub decided: Option<(RecoveryAction, RecordedMoment)>,
-    /// Whether an image that was told to execute its program again has done so. The new one may take its time to say
-    /// hello: a program imports for minutes before it calls CUDA.
+    /// Whether the image has followed the order to execute its program again. The new image may say
+    /// hello minutes later: a program imports modules before it calls CUDA.
     #[serde(default)]
     pub executed: bool,
-    /// Whether the image has ended.
+    /// Whether the image has exited.
     pub ended: bool,
 }
 
 impl Fault {
-    /// What is done about it, once that was decided.
+    /// The decision, once it was made.
     pub fn decision(&self) -> Option<RecoveryAction> {
         self.decided.map(|(decision, _)| decision)
     }
 }
 
-/// The poisoned images of one container. On record with its grants.
+/// The poisoned images of one container. The checkpoint of the container holds this log.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct FaultLog {
     policy: RecoveryPolicy,
-    /// When restarts were ordered, the oldest first, as far as the window reaches.
+    /// When restarts were ordered within the window, the oldest first.
     restarts: Vec<RecordedMoment>,
     faults: Vec<Fault>,
-    /// How many images were poisoned, and how many restarts were ordered, ever.
+    /// The number of poisoned images, and of ordered restarts, so far.
     pub(super) poisoned: u64,
     pub(super) restarted: u64,
 }
 
 impl FaultLog {
-    /// What is done about faults from now on. What was decided stands.
+    /// Sets the policy for later faults; decisions stay.
     pub(super) fn set_policy(&mut self, policy: RecoveryPolicy) {
         self.policy = policy;
     }
 
-    /// The faults that are open.
+    /// The open faults.
     pub(super) fn faults(&self) -> &[Fault] {
         &self.faults
     }
 
-    /// The fault by which an image gets nothing more.
+    /// The fault that fences an image.
     pub(super) fn fault_of(&self, process: Process, generation: u64) -> Option<&Fault> {
         let mut faults = self.faults.iter();
         faults
             .find(|Fault { image, .. }| (image.process, image.generation) == (process, generation))
     }
 
-    /// An image is poisoned; the fault, where that is new.
+    /// Records a fault of an image. Returns the decision, and the fault if it is new.
     pub(super) fn record(
         &mut self,
         image: ProcessImage,
@@ -234,7 +238,7 @@ impl FaultLog {
     ) -> (Option<RecoveryAction>, Option<Fault>) {
         let known = self.faults.iter().position(|fault| fault.image == image);
         let at = known.unwrap_or_else(|| {
-            // One that ended stands for all before it that were one too many.
+            // An ended over-limit fault makes all earlier ones obsolete.
             self.faults.retain(|fault| !fault.ended);
             self.poisoned += 1;
             self.faults.push(Fault {
@@ -277,7 +281,7 @@ impl FaultLog {
         )
     }
 
-    /// An image heard what was decided, and then its socket ended, as an exec ends it.
+    /// Records that the socket of an image closed after the agent's answer, as an exec closes it.
     pub(super) fn record_disconnect(&mut self, process: Process, generation: u64) {
         for fault in &mut self.faults {
             let image = &fault.image;
@@ -286,7 +290,7 @@ impl FaultLog {
         }
     }
 
-    /// An image ended: whatever was decided about it is done.
+    /// Records the exit of an image, which completes any decision about it.
     pub(super) fn record_exit(&mut self, process: Process, generation: u64) {
         for fault in &mut self.faults {
             let image = &fault.image;
@@ -296,9 +300,9 @@ impl FaultLog {
         self.faults.retain(|fault| !fault.ended || stays(fault));
     }
 
-    /// Decides about those that were told of by an XID alone, about those that did not do what they were told, and,
-    /// where nobody has been reached for so long (`alone`), about those that were left for eviction. Whether anything
-    /// changed.
+    /// Makes the decisions whose deadline has passed, and returns whether a fault changed. They
+    /// concern faults known by an XID alone, re-execs that did not follow, and evictions while the
+    /// API server has been unreachable for `alone`.
     pub(super) fn tick(&mut self, alone: Duration, now: ClockReading) -> bool {
         let before = self.faults.clone();
         for at in 0..self.faults.len() {
@@ -329,8 +333,8 @@ impl FaultLog {
         before != self.faults
     }
 
-    /// The container's images have to reach the number `generation`: poisoned ones below it that were left as they
-    /// are end, and faults of those that have ended are done. Whether anything changed.
+    /// Restarts poisoned images without an action below `generation`, and closes faults of such
+    /// images that have exited. Returns whether a fault changed.
     pub(super) fn require_generation(&mut self, generation: u64, now: ClockReading) -> bool {
         let before = self.faults.clone();
         self.faults
@@ -347,8 +351,8 @@ impl FaultLog {
         before != self.faults
     }
 
-    /// Takes back the decisions since `before`: the next agent would not count these restarts. The faults
-    /// stay, so that their images stay fenced and are decided about again.
+    /// Rolls back the decisions since `before`, because a later agent would not count these
+    /// restarts. The faults stay, so that the images stay fenced and get a new decision.
     pub(super) fn roll_back(&mut self, before: &FaultLog) {
         self.restarts.clone_from(&before.restarts);
         self.restarted = before.restarted;
@@ -363,7 +367,7 @@ impl FaultLog {
         }
     }
 
-    /// The images whose containers are to be killed.
+    /// The images whose containers the agent has to kill.
     pub(super) fn images_to_kill(&self) -> impl Iterator<Item = &ProcessImage> {
         let killed = |fault: &&Fault| {
             !fault.ended
@@ -392,7 +396,7 @@ impl FaultLog {
                 await_eviction: true,
             },
             ContextAction::InPlace if able && has_restarts => RecoveryAction::ReexecInPlace,
-            // The agent takes no order with an unknown action; a session record may have one.
+            // The agent rejects an order with an unknown action, but a checkpoint may hold one.
             ContextAction::InPlace | ContextAction::Restart | ContextAction::Unknown => {
                 return self.restart_container(at, now);
             }
@@ -435,7 +439,7 @@ impl FaultLog {
     }
 }
 
-/// A moment in a record. Records of older agents have times of the wall clock there, which count as long ago.
+/// A moment in a checkpoint. Older agents wrote times of the wall clock, which count as long ago.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub struct RecordedMoment(pub BootTime);

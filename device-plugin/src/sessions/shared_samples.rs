@@ -1,4 +1,4 @@
-//! Looks at each GPU once for all containers that wait for what the driver says of it.
+//! Samples each GPU once for all containers that wait for a sample.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -9,20 +9,20 @@ use tokio::time::Instant;
 use super::{MemorySampler, ProcessMemory, lock};
 use crate::units::GpuUuid;
 
-/// From the beginning of one look at a GPU to that of the next.
+/// The time from the start of one sample of a GPU to the start of the next.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The looks at a node's GPUs.
+/// Samples a node's GPUs, one sample of each at a time.
 pub(super) struct SharedSampler {
     driver: Arc<dyn MemorySampler>,
     gpus: Mutex<BTreeMap<GpuUuid, Arc<tokio::sync::Mutex<LastSample>>>>,
 }
 
-/// The last look at a GPU. Its lock is held while there is one.
+/// The last sample of a GPU. Its lock is held while the driver answers.
 #[derive(Default)]
 struct LastSample {
     begun: Option<Instant>,
-    /// None where the driver could not tell, or nobody waited for it to.
+    /// `None` where the driver could not answer, or the waiting task was cancelled.
     charges: Option<ProcessMemory>,
 }
 
@@ -34,8 +34,8 @@ impl SharedSampler {
         }
     }
 
-    /// The last look at a GPU. A new GPU removes those at GPUs that no task waits for, which loses the
-    /// pause between two looks alone.
+    /// The last sample of a GPU. A new GPU removes the samples that no task waits for; only the
+    /// interval between two samples is lost.
     fn last_sample(&self, gpu: &GpuUuid) -> Arc<tokio::sync::Mutex<LastSample>> {
         let mut gpus = lock(&self.gpus);
         if let Some(last) = gpus.get(gpu) {
@@ -45,7 +45,8 @@ impl SharedSampler {
         Arc::clone(gpus.entry(gpu.clone()).or_default())
     }
 
-    /// What the driver charges on a GPU, by a look that begins after this was called; none where it cannot tell.
+    /// The memory of a GPU's processes, from a sample that starts after this call; `None` where the
+    /// driver cannot answer.
     pub(super) async fn sample_processes(&self, gpu: &GpuUuid) -> Option<ProcessMemory> {
         let asked = Instant::now();
         let of_gpu = self.last_sample(gpu);

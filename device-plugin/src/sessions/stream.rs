@@ -1,8 +1,9 @@
-//! A tenant process's connection, and the listener that it came by.
+//! Wraps the connection of a tenant process, and the listener that accepted it.
 //!
-//! Nothing that a process passes is released on a thread of the runtime. Where the kernel refuses
-//! descriptors there is nothing to release. Elsewhere no byte is read that a descriptor came with,
-//! and the socket is closed with what it has left [by others](super::closer).
+//! No thread of the runtime releases a descriptor that a process passed. Where the kernel refuses
+//! descriptors there is nothing to release. Elsewhere the agent reads no byte that came with a
+//! descriptor, and [the container's thread](super::closer) closes the socket with its unread
+//! messages.
 
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -20,10 +21,10 @@ use tokio::io::unix::AsyncFd;
 use super::closer::SocketCloser;
 use super::options;
 
-/// Connections that wait to be accepted: as many as the kernel lets wait at all.
+/// The connections that may wait to be accepted: as many as the kernel allows.
 const BACKLOG: i32 = i32::MAX;
 
-/// A socket; who closes it, where tenant processes may have passed descriptors.
+/// A socket, with its closer where tenant processes may have passed descriptors.
 #[derive(Debug)]
 struct Socket {
     fd: Option<OwnedFd>,
@@ -64,8 +65,8 @@ fn register(socket: Socket) -> io::Result<AsyncFd<Socket>> {
 pub(super) struct Listener(AsyncFd<Socket>);
 
 impl Listener {
-    /// Listens at a path that there is nothing at. `closer` closes what comes, where the kernel does not refuse
-    /// descriptors, or is not `asked` to.
+    /// Listens at an unused path. `closer` closes the sockets where the kernel does not refuse
+    /// descriptors, or where the agent has not `asked` for it.
     pub(super) fn bind(
         path: &Path,
         closer: Arc<SocketCloser>,
@@ -73,7 +74,8 @@ impl Listener {
     ) -> io::Result<Listener> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-        // Before a process can connect: what waits to be accepted was refused, or was not.
+        // The agent sets the option before a process can connect, so that it holds for all waiting
+        // connections.
         let refused = asked && options::refuse_descriptors(&fd).is_ok();
         rustix::net::bind(&fd, &SocketAddrUnix::new(path)?)?;
         rustix::net::listen(&fd, BACKLOG)?;
@@ -85,7 +87,7 @@ impl Listener {
         Ok(Listener(register(socket)?))
     }
 
-    /// The next connection.
+    /// Accepts the next connection.
     pub(super) async fn accept(&self) -> io::Result<PeerStream> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let accept = |listener: &Socket| Ok(rustix::net::accept_with(listener.as_fd(), flags)?);
@@ -94,19 +96,19 @@ impl Listener {
             closer: self.0.get_ref().closer.clone(),
         };
         if socket.closer.is_some() {
-            // The kernel passes over a byte out of band unseen, and releases its descriptors.
+            // Otherwise the kernel skips an out-of-band byte unseen, and releases its descriptors.
             sockopt::set_socket_oobinline(socket.as_fd(), true)?;
         }
         Ok(PeerStream(register(socket)?))
     }
 }
 
-/// A connection.
+/// The connection of one peer.
 #[derive(Debug)]
 pub(super) struct PeerStream(AsyncFd<Socket>);
 
 impl PeerStream {
-    /// The pid of who connected it.
+    /// The pid of the process that connected.
     pub(super) fn peer_pid(&self) -> Option<u32> {
         options::peer_pid(self.0.get_ref().as_fd())
     }
@@ -114,7 +116,8 @@ impl PeerStream {
     /// Fills `into`.
     ///
     /// # Errors
-    /// What the system answers; `UnexpectedEof` where the peer ends, `InvalidData` where it passes a descriptor.
+    /// The error of the system call; `UnexpectedEof` where the peer closes the socket,
+    /// `InvalidData` where it passes a descriptor.
     pub(super) async fn read_exact(&mut self, mut into: &mut [u8]) -> io::Result<()> {
         while !into.is_empty() {
             let take = |socket: &Socket| read_bytes(socket, into);
@@ -130,7 +133,7 @@ impl PeerStream {
     /// Sends all of `bytes`.
     ///
     /// # Errors
-    /// What the system answers.
+    /// The error of the system call.
     pub(super) async fn write_all(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             let send = |socket: &Socket| send_bytes(socket, bytes);
@@ -143,7 +146,7 @@ impl PeerStream {
     /// Sends all of `bytes`, the first of them with a descriptor.
     ///
     /// # Errors
-    /// What the system answers.
+    /// The error of the system call.
     pub(super) async fn write_with_descriptor(
         &mut self,
         bytes: &[u8],
@@ -154,7 +157,7 @@ impl PeerStream {
         self.write_all(&bytes[sent..]).await
     }
 
-    /// Sends what there is room for, and does not wait.
+    /// Sends as much as the socket has room for, without waiting.
     pub(super) fn try_write(&self, bytes: &[u8]) {
         let _ = send_bytes(self.0.get_ref(), bytes);
     }
@@ -172,7 +175,8 @@ fn send_bytes(socket: &Socket, bytes: &[u8]) -> io::Result<usize> {
     Ok(rustix::net::send(socket.as_fd(), bytes, flags)?)
 }
 
-/// Takes bytes that no descriptor came with: those that did stay, and whoever closes the socket lets go of them.
+/// Reads bytes that came without a descriptor. Passed descriptors stay in the socket, and the
+/// thread that closes the socket releases them.
 fn read_bytes(socket: &Socket, into: &mut [u8]) -> io::Result<usize> {
     let mut most = into.len();
     if socket.closer.is_some() {

@@ -16,7 +16,7 @@ use super::*;
 mod hostile;
 mod passed;
 
-/// Every process belongs to every pod, or none does.
+/// Resolves every process to every pod, or to none.
 struct FakeResolver(bool);
 
 impl ContainerResolver for FakeResolver {
@@ -37,7 +37,8 @@ impl MemorySampler for FakeIdleSampler {
     }
 }
 
-/// A driver that charges nothing, answers only once it is let go on, and counts its questions.
+/// A driver that charges nothing and counts its samples. The first sample waits until the test
+/// resumes it.
 #[derive(Default)]
 struct FakeHungSampler {
     samples: AtomicUsize,
@@ -48,7 +49,7 @@ impl MemorySampler for FakeHungSampler {
     fn sample(&self, _gpu: &GpuUuid) -> Option<GpuMemorySample> {
         self.samples.fetch_add(1, Ordering::SeqCst);
         let held = lock(&self.resume).take();
-        // Let go on by a message, or by the end of the test.
+        // The receive ends by a message, or with the test.
         let _ = held.map(|held| held.recv());
         Some(GpuMemorySample::default())
     }
@@ -72,7 +73,7 @@ fn sessions(run_dir: &Path, members: bool) -> Sessions {
     )
 }
 
-/// Sessions whose driver does not answer before the sender says so, or is gone.
+/// Sessions whose driver answers once the returned sender has sent a message or was dropped.
 fn sessions_with_hung_sampler(run_dir: &Path) -> (Sessions, Arc<FakeHungSampler>, Sender<()>) {
     let (go_on, held) = channel();
     let charges = Arc::new(FakeHungSampler {
@@ -139,8 +140,8 @@ fn assert_served(run_dir: &Path) {
     assert!(page.slot(0).unwrap().charge(Units(1)).is_ok());
 }
 
-/// The best of three takes less than a second: a busy machine may be late now and then. A peer that does not speak or
-/// read may cost another one two seconds, every time, where they are not told apart.
+/// Asserts that the best of three attempts takes less than a second, as a busy machine may be late.
+/// A silent peer that blocked others would cost two seconds every time.
 fn assert_fast(attempt: impl Fn() -> Duration) {
     let times = [(); 3].map(|()| attempt());
     let best = times.iter().min();
@@ -216,7 +217,7 @@ async fn peer_is_served_beside_garbage_silence_and_floods() {
             b"GET / HTTP/1.1\r\n\r\n",
         ] {
             let mut stream = connect(run_dir);
-            // The agent may have hung up before all of it was taken.
+            // The agent may have closed the socket before it took all bytes.
             let _ = stream.write_all(garbage);
             drop(stream);
         }
@@ -231,7 +232,7 @@ async fn peer_is_served_beside_garbage_silence_and_floods() {
             flood
                 .set_write_timeout(Some(Duration::from_millis(200)))
                 .unwrap();
-            // It reads no answer: the agent stops reading it, and only it.
+            // The peer reads no answer, so the agent stops reading from this peer alone.
             assert!(flood.write_all(&request).is_err());
             let begun = Instant::now();
             assert_served(run_dir);
@@ -300,7 +301,7 @@ async fn kmsg_before_a_hello_counts_for_the_image_before() {
     let execs = run_blocking(folder.path(), |run_dir| drop(hello_as(run_dir, 2)));
     tokio::join!(reader, execs);
     assert_eq!((images().len(), sessions.open_faults()), (1, vec![]));
-    // Whoever hangs there, or has ended, keeps nobody out.
+    // A reader of the log that hangs, or has stopped, must not keep a process out.
     let begun = Instant::now();
     run_blocking(folder.path(), |run_dir| drop(hello_as(run_dir, 3))).await;
     assert!(begun.elapsed() < Duration::from_secs(3));
@@ -315,7 +316,7 @@ async fn process_is_admitted_while_a_gpu_hangs() {
     sessions.serve(session_spec()).await.unwrap();
     run_blocking(folder.path(), move |run_dir| {
         assert_served(run_dir);
-        // An exec: what the image before it had is asked about, without an answer.
+        // After this exec the agent asks the driver about the former image, and gets no answer.
         let _exec = hello_as(run_dir, 2);
         let begun = Instant::now();
         while charges.samples.load(Ordering::SeqCst) == 0 {
@@ -334,7 +335,7 @@ async fn process_is_admitted_while_a_gpu_hangs() {
 async fn context_size_is_independent_of_what_tenants_say() {
     let folder = tempfile::tempdir().unwrap();
     let me = std::process::id();
-    // What NVML shows of a tenant that took 400 MiB past the shim and has a context besides.
+    // The sample that NVML gives of a tenant with a context that has taken 400 MiB past the shim.
     let charges = FakeSampler(Mutex::new(GpuMemorySample {
         used: Bytes::mib(1_018),
         charges: [(me, Some(Bytes::mib(1_018)))].into_iter().collect(),
@@ -399,7 +400,7 @@ async fn driver_is_sampled_once_for_all_exited_processes_of_a_gpu() {
     assert_eq!(charges.samples.load(Ordering::SeqCst), 1);
 }
 
-/// A driver that charges one dead process for ever, and counts its questions.
+/// A driver that always charges one exited process, and counts its samples.
 #[derive(Default)]
 struct FakeChargingSampler(AtomicUsize);
 
@@ -531,7 +532,7 @@ async fn requests_are_rate_limited_when_a_peer_floods() {
     .await;
 }
 
-/// A driver that shows what it is told to.
+/// A driver that returns the sample that the test has set.
 #[derive(Default)]
 struct FakeSampler(Mutex<GpuMemorySample>);
 
@@ -607,7 +608,7 @@ async fn checkpoint_stays_removed_when_a_process_exits_meanwhile() {
     sessions.serve(session_spec()).await.unwrap();
     run_blocking(folder.path(), |run_dir| drop(hello(run_dir))).await;
     let allocation = session_spec().allocation;
-    // A task that is being polled has the container too.
+    // A task that is being polled may have the container too.
     let container = Arc::clone(&lock(&sessions.shared.containers)[&allocation].container);
     let path = sessions.checkpoint_path(&allocation);
     assert!(path.exists());
@@ -618,7 +619,7 @@ async fn checkpoint_stays_removed_when_a_process_exits_meanwhile() {
     assert!(!path.exists());
 }
 
-/// Waits until `reached`, for the tasks have to run.
+/// Waits until `reached` is true, since the tasks need time to run.
 async fn wait_until(reached: impl Fn() -> bool) {
     let until = Instant::now() + Duration::from_secs(10);
     while !reached() {
@@ -643,7 +644,7 @@ async fn gpu_tasks_end_when_no_container_has_the_gpu() {
         sessions.remove(&before.allocation).await.unwrap();
         wait_until(|| lock(&sessions.shared.gpus_with_task).len() == 1).await;
     }
-    // The task goes on while memory of an ended pod may be held.
+    // The task runs on while another process may hold memory of an ended pod.
     let gpu = recut(20).gpus[0].0.clone();
     sessions.bound_unreclaimed(BTreeMap::from([(gpu, 1)]));
     sessions.remove(&recut(20).allocation).await.unwrap();

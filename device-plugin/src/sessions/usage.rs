@@ -1,36 +1,36 @@
-//! What the ledger says of one container, for the audit and the metrics.
+//! Describes the usage of one container, for the audit and the metrics.
 
 use std::collections::BTreeMap;
 
 use super::{Account, Process};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 
-/// A container's books at a moment.
+/// The usage of one container at a moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ContainerUsage {
     /// The container's allocation.
     pub allocation: AllocationId,
     /// Its pod.
     pub pod: PodUid,
-    /// The name of its cgroup, once a process of it said hello.
+    /// The name of its cgroup, once one of its processes has said hello.
     pub cgroup: Option<String>,
-    /// Its accounts; in the same order wherever there is one amount per account.
+    /// Its accounts. Every list with one amount per account has the same order.
     pub accounts: Vec<AccountBalance>,
-    /// Its living processes that said hello.
+    /// Its live processes that have a session.
     pub processes: Vec<ProcessCredit>,
-    /// P of the image that said hello last.
+    /// The process generation of the last image that said hello.
     pub generation: u64,
-    /// Its process images that ended and are still charged.
+    /// The pids of exited images that the accounts still charge.
     pub exited_pids: Vec<u32>,
-    /// Requests for credit that were answered.
+    /// The number of answered requests for credit.
     pub requests: u64,
-    /// Denied allocations by the driver's function.
+    /// The number of denied allocations, by function of the driver.
     pub denied: Vec<(String, u64)>,
-    /// Sockets of its processes that wait to be closed.
+    /// The number of its sockets that wait to be closed.
     pub unclosed_sockets: usize,
-    /// Its process images whose context was poisoned.
+    /// The number of its process images with a poisoned context.
     pub poisoned_images: u64,
-    /// Restarts that were ordered for that.
+    /// The number of restarts that the agent ordered for these.
     pub ordered_restarts: u64,
 }
 
@@ -43,7 +43,7 @@ impl ContainerUsage {
             .any(|member| member.process == process)
     }
 
-    /// The GPUs that it has an account of.
+    /// The GPUs that the container has an account of.
     pub fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
         let accounts = self.accounts.iter();
         accounts.filter_map(|of_it| match &of_it.account {
@@ -53,7 +53,7 @@ impl ContainerUsage {
     }
 }
 
-/// Indexes books by their container.
+/// Indexes the usage of containers by their allocation.
 pub fn by_allocation(books: &[ContainerUsage]) -> BTreeMap<AllocationId, &ContainerUsage> {
     books
         .iter()
@@ -61,31 +61,32 @@ pub fn by_allocation(books: &[ContainerUsage]) -> BTreeMap<AllocationId, &Contai
         .collect()
 }
 
-/// One account of a container.
+/// The balance of one account of a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AccountBalance {
-    /// Which memory.
+    /// The account.
     pub account: Account,
-    /// What the container may use.
+    /// The bytes that the container may use.
     pub quota: Bytes,
-    /// What its living processes may use without asking.
+    /// The bytes that live processes may use without asking the agent.
     pub granted: Bytes,
-    /// What they say that they use, never more than was granted.
+    /// The bytes that live processes report as used, at most what the agent granted.
     pub used: Bytes,
-    /// What ended images had been granted and the driver may still charge.
+    /// The grants of exited images that the driver may still charge.
     pub exited: Bytes,
-    /// What of `granted` its living processes have exported, as they say: it need not be charged to them.
+    /// The part of `granted` that live processes report as exported; the driver need not charge
+    /// these bytes to them.
     pub exported: Bytes,
-    /// What kept leases have that the container owns.
+    /// The bytes of the leases that the container owns.
     pub leased: Bytes,
-    /// What processes without a session have, by the driver's figures.
+    /// The bytes of untracked processes, as the driver reports them.
     pub untracked: Bytes,
-    /// The most that was ever granted, retired and leased together.
+    /// The largest sum of granted, exited and leased bytes so far.
     pub peak: Bytes,
 }
 
 impl AccountBalance {
-    /// What counts as used, whoever has it.
+    /// The bytes that count as used.
     pub fn in_use(&self) -> Bytes {
         let amounts = [self.used, self.exited, self.leased, self.untracked];
         let sum = amounts
@@ -95,20 +96,20 @@ impl AccountBalance {
     }
 }
 
-/// One process of a container.
+/// The credit of one process of a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessCredit {
     /// The process.
     pub process: Process,
-    /// What it was granted, by account.
+    /// The granted bytes, by account.
     pub granted: Vec<Bytes>,
-    /// Whether its page says that it was granted another amount: nobody but the agent may write that.
+    /// Whether the page shows another grant than the accounts: only the agent may write grants.
     pub tampered: bool,
 }
 
 #[cfg(test)]
 impl ContainerUsage {
-    /// Of a container that has not begun.
+    /// The usage of a container before its first process.
     pub(crate) fn empty(number: u64, accounts: Vec<AccountBalance>) -> ContainerUsage {
         ContainerUsage {
             allocation: AllocationId::from_bits(number),
@@ -129,7 +130,7 @@ impl ContainerUsage {
 
 #[cfg(test)]
 impl AccountBalance {
-    /// Of an account that nothing was granted of.
+    /// The balance of an account without grants.
     pub(crate) fn empty(account: Account, quota: Bytes) -> AccountBalance {
         AccountBalance {
             account,

@@ -1,4 +1,4 @@
-//! What the container's contexts are charged.
+//! Charges the container's CUDA contexts.
 
 use std::sync::Arc;
 
@@ -10,12 +10,12 @@ use super::super::context_size::ContextSizes;
 use super::Container;
 
 impl Container {
-    /// Charges contexts from now on what these sizes say.
+    /// Charges contexts by these sizes from now on.
     pub(in super::super) fn set_context_sizes(&mut self, sizes: Arc<ContextSizes>) {
         self.context_sizes = Some(sizes);
     }
 
-    /// What a context is charged; nothing where contexts are not.
+    /// The charge for a context; zero where the agent does not charge contexts.
     pub(super) fn context_charge(&self, account: &Account) -> Units {
         match (account, &self.context_sizes) {
             (Account::Gpu(gpu), Some(sizes)) => {
@@ -25,7 +25,8 @@ impl Container {
         }
     }
 
-    /// A process made a context: what one is charged now, here and on the pages of all processes.
+    /// Handles a new context of a process: answers the current size, and writes it into the pages
+    /// of all processes.
     pub(in super::super) fn handle_context_made(&mut self, pid: u32, account: u8) -> Response {
         self.mark_active(pid);
         let index = usize::from(account);

@@ -1,4 +1,4 @@
-//! Why a process is refused memory: answered, and told on record with the figures.
+//! Answers requests that the agent refuses, and logs the reason with the figures.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -11,21 +11,22 @@ use bursar_protocol::units::Units;
 use super::super::lock;
 use super::{Container, ProcessState};
 
-/// How often a container's refusals for the same reason are told: a program may ask in a loop.
+/// How often a container's refusals for the same reason are logged, since a program may ask in a
+/// loop.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Why a request is refused.
+/// Why the agent refuses a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RefusalReason {
-    /// Its image is poisoned, or its GPU is drained.
+    /// The image is poisoned, or its GPU is being drained.
     Fenced,
-    /// The record was lost, and the driver has not said yet who has memory.
+    /// The checkpoint is lost, and the driver has not yet shown which processes have memory.
     RecordLost,
-    /// The quota has less.
+    /// The quota has too few free bytes.
     Quota,
-    /// The grant could not be put on record.
+    /// The agent could not write the grant to the checkpoint.
     Unrecorded,
-    /// The process has no page that takes it.
+    /// The process has no page that accepts the grant.
     NoPage,
 }
 
@@ -41,12 +42,13 @@ impl RefusalReason {
     }
 }
 
-/// When refusals were told last, by reason.
+/// The last log line of each reason, and the lines left out since.
 #[derive(Debug, Default)]
 pub(super) struct LogLimiter(BTreeMap<String, (Instant, u64)>);
 
 impl LogLimiter {
-    /// Whether this one is to be told: how many for the same reason were not, since the last that was.
+    /// Returns the number of lines left out for the same reason if a line is due now; otherwise
+    /// counts another one.
     pub(super) fn due(&mut self, reason: &str, now: Instant) -> Option<u64> {
         let Some((told, untold)) = self.0.get_mut(reason) else {
             self.0.insert(reason.to_owned(), (now, 0));
@@ -61,20 +63,20 @@ impl LogLimiter {
     }
 }
 
-/// Limits log lines for all containers together: a full `/run` or a lack of descriptors affects all of
-/// them at the same time.
+/// Limits log lines for all containers together: a full `/run` or a lack of descriptors affects all
+/// of them at the same time.
 #[derive(Clone, Debug, Default)]
 pub(in super::super) struct SharedLogLimiter(Arc<Mutex<LogLimiter>>);
 
 impl SharedLogLimiter {
-    /// How many lines of this reason were left out, where this line is due.
+    /// Returns the number of lines left out for the same reason if a line is due now.
     pub(in super::super) fn due(&self, reason: &str, now: Instant) -> Option<u64> {
         lock(&self.0).due(reason, now)
     }
 }
 
 impl Container {
-    /// The answer to a request that is refused.
+    /// Logs a refusal, and returns the answer to the request.
     pub(super) fn refuse_credit(
         &mut self,
         pid: u32,
@@ -122,7 +124,8 @@ impl Container {
         }
     }
 
-    /// A process was denied memory. Without a refusal at the same time the agent was not asked, or not heard.
+    /// Records that a process was denied memory. Without a refusal at the same time the shim did
+    /// not ask the agent, or got no answer.
     pub(in super::super) fn record_denial(
         &mut self,
         pid: u32,
@@ -134,7 +137,7 @@ impl Container {
             *count = count.saturating_add(1);
         }
         let function = self.count_denial(function);
-        // A peer names the function, and may name it as a reason is.
+        // The prefix keeps a function name that a peer chose apart from the agent's own reasons.
         let what = format!("denied {function}");
         if let Some(untold) = self.log_limiter.due(&what, Instant::now()) {
             let allocation = self.spec.allocation;

@@ -1,11 +1,11 @@
-//! A container with a GPU that is drained: it gets nothing more, and what runs in it ends.
+//! Fences a container whose GPU is being drained, and names its processes.
 
 use std::collections::BTreeSet;
 
 use super::Container;
 use crate::units::{GpuUuid, PodUid};
 
-/// A process that holds GPUs.
+/// A process that holds memory of GPUs.
 pub(in super::super) struct GpuHolder {
     pub(in super::super) pid: u32,
     pub(in super::super) pod: PodUid,
@@ -13,8 +13,9 @@ pub(in super::super) struct GpuHolder {
 }
 
 impl Container {
-    /// These GPUs are to be drained: the processes that hold some of them, with a session or without. Not on record: who
-    /// drains says it again and again.
+    /// Drains these GPUs: fences the container if it uses any, and returns the processes that hold
+    /// memory, with a session or untracked. The checkpoint does not hold this state, since the
+    /// drain task repeats the call.
     pub(in super::super) fn drain_gpus(&mut self, gpus: &BTreeSet<GpuUuid>) -> Vec<GpuHolder> {
         let mut its = self.gpus();
         its.retain(|gpu| gpus.contains(gpu));

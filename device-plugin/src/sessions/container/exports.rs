@@ -1,4 +1,4 @@
-//! What the container's processes had exported, and others may hold.
+//! Tracks the exports of the container's processes, which other processes may hold.
 
 use std::collections::BTreeMap;
 
@@ -16,14 +16,14 @@ impl Container {
         self.accounts.iter().position(is_it)
     }
 
-    /// What the dead had exported, where it is of this GPU and not proven free.
+    /// The orphaned exports of this GPU that are not proven free.
     pub(in super::super) fn orphaned_exports(&self, gpu: &GpuUuid) -> Option<AmountsByPid> {
         let any = self.credit.orphaned(self.account_index(gpu)?) > Units::ZERO;
         let [_, kept] = self.credit.exited_and_orphaned();
         any.then(|| kept.clone())
     }
 
-    /// What each living process has of a GPU by its own doing.
+    /// The bytes of a GPU that each live process itself has allocated.
     pub(in super::super) fn own_memory_on(&self, gpu: &GpuUuid) -> BTreeMap<u32, OwnMemory> {
         let Some(index) = self.account_index(gpu) else {
             return BTreeMap::new();
@@ -34,8 +34,8 @@ impl Container {
             .collect()
     }
 
-    /// At most this much of a GPU is held of what the dead had exported when that was `asked`: whether that frees
-    /// anything.
+    /// Caps the orphaned exports of a GPU by a proven bound for those that were `asked` about.
+    /// Returns whether any bytes became free.
     pub(in super::super) fn cap_orphaned_exports(
         &mut self,
         gpu: &GpuUuid,
@@ -56,7 +56,7 @@ impl Container {
         changed
     }
 
-    /// What of each GPU its processes had exported, living or dead.
+    /// The bytes of each GPU that processes have exported, live or exited.
     pub(in super::super) fn exported_bytes(&self) -> Vec<(GpuUuid, Bytes)> {
         let exported = |index: usize| {
             let living = self.live_exports(index);
@@ -66,14 +66,14 @@ impl Container {
         gpus.map(|(index, gpu)| (gpu, exported(index))).collect()
     }
 
-    /// What living processes say that they exported, never more than they were granted.
+    /// The units that live processes report as exported, at most their grants.
     pub(super) fn live_exports(&self, index: usize) -> Units {
         let members = self.processes.iter();
         let exported = members.map(|(pid, member)| self.exports_of(*pid, member, index));
         exported.sum()
     }
 
-    /// The same of one of them.
+    /// The units that one live process reports as exported, at most its grant.
     pub(super) fn exports_of(&self, pid: u32, member: &ProcessState, index: usize) -> Units {
         let exported = member.current_exports().get(index).copied();
         let granted = self.credit.granted_to(pid, index);

@@ -1,4 +1,5 @@
-//! The container's poisoned process images: told of, fenced, and decided about.
+//! Records the container's poisoned process images, fences them, and commits the decisions about
+//! them.
 
 use std::time::Duration;
 
@@ -15,11 +16,11 @@ use crate::clock::ClockReading;
 use crate::ledger::BootTime;
 use crate::units::{GpuUuid, PodUid};
 
-/// News that are kept for who tells them. Older ones are dropped: they were of the same container.
+/// The faults that wait for the fault task at most; the oldest of the container are dropped first.
 const MAX_UNREPORTED_FAULTS: usize = 64;
 
 impl Container {
-    /// What is done about faults from now on. It outlives the agent.
+    /// Sets the policy for later faults, which outlives the agent.
     pub(in super::super) fn set_policy(&mut self, policy: RecoveryPolicy) {
         let before = self.fault_log.clone();
         self.fault_log.set_policy(policy);
@@ -28,7 +29,8 @@ impl Container {
         }
     }
 
-    /// A process says that its context is poisoned; what it is to do. A code that poisons nothing is no fault.
+    /// Handles a process's report of a sticky error, and answers how to recover. A code that is not
+    /// sticky is no fault.
     pub(in super::super) fn handle_poisoned(
         &mut self,
         pid: u32,
@@ -55,15 +57,15 @@ impl Container {
         })
     }
 
-    /// A process, where it is the first of its pid namespace: then it is the container's main one if it was begun from
-    /// outside of the container. What `kubectl exec` begins is the first of none, and who is the first of a namespace
-    /// that the container made was begun inside.
+    /// A process that is the init of its pid namespace. Such a process is the container's main
+    /// process if its parent is outside of the container. `kubectl exec` starts no init of a
+    /// namespace, and the init of a namespace that the container created has its parent inside.
     pub(in super::super) fn pid_namespace_init(&self, pid: u32) -> Option<Process> {
         let member = self.processes.get(&pid)?;
         (member.namespace_pids.last() == Some(&1)).then_some(member.process)
     }
 
-    /// A process's socket ended, after it took what it was told last.
+    /// Handles the close of a process's socket after the agent's last answer.
     pub(in super::super) fn handle_disconnect(&mut self, process: Process, image: u64) {
         let member = self.processes.get(&process.pid);
         let same = member.filter(|member| (member.process, member.image) == (process, image));
@@ -81,7 +83,8 @@ impl Container {
         &self.spec.pod
     }
 
-    /// The image that a process is, if one of the GPUs `on` is this container's and it had started `by` then.
+    /// Finds the image of a process, if this container uses one of the GPUs `on` and the process
+    /// had started `by` then.
     pub(in super::super) fn find_xid_target(
         &self,
         pid: u32,
@@ -101,7 +104,7 @@ impl Container {
         })
     }
 
-    /// An image's context is lost by this XID.
+    /// Records that an image lost its context by this XID.
     pub(in super::super) fn record_xid(
         &mut self,
         suspect: &XidTarget,
@@ -123,7 +126,8 @@ impl Container {
         }
     }
 
-    /// Decides what waited long enough; nobody has been reached for `alone`.
+    /// Makes the decisions whose deadline has passed. The API server has been unreachable for
+    /// `alone`.
     pub(in super::super) fn tick_faults(&mut self, alone: Duration, now: ClockReading) {
         let before = self.fault_log.clone();
         if self.fault_log.tick(alone, now) {
@@ -131,7 +135,7 @@ impl Container {
         }
     }
 
-    /// Ends what is poisoned and has a number below `generation`, as was ordered.
+    /// Restarts the poisoned images below this process generation, as the operator ordered.
     pub(in super::super) fn require_generation(&mut self, generation: u64, now: ClockReading) {
         let before = self.fault_log.clone();
         if self.fault_log.require_generation(generation, now) && self.commit_decisions(&before) {
@@ -139,23 +143,23 @@ impl Container {
         }
     }
 
-    /// A process whose container is to be killed for its fault.
+    /// A process whose container the agent has to kill for a fault.
     pub(in super::super) fn process_to_kill(&self) -> Option<Process> {
         let mut images = self.fault_log.images_to_kill();
         images.next().map(|image| image.process)
     }
 
-    /// The faults that are open.
+    /// The open faults.
     pub(in super::super) fn open_faults(&self) -> &[Fault] {
         self.fault_log.faults()
     }
 
-    /// The faults that were opened since this was last asked.
+    /// The faults since the last call.
     pub(in super::super) fn take_unreported_faults(&mut self) -> Vec<Fault> {
         std::mem::take(&mut self.unreported_faults)
     }
 
-    /// The images that live and are not fenced.
+    /// The live images that are not fenced.
     pub(in super::super) fn process_images(&self) -> Vec<ProcessImage> {
         let members = self.processes.values();
         members
@@ -167,7 +171,7 @@ impl Container {
             .collect()
     }
 
-    /// Whether a process's image gets nothing more.
+    /// Whether the agent grants nothing more to a process's image.
     pub(super) fn is_fenced(&self, pid: u32) -> bool {
         let member = self.processes.get(&pid);
         self.is_drained
@@ -175,7 +179,7 @@ impl Container {
                 .is_some_and(|member| member.has_broken_page || self.fence_of(member).is_some())
     }
 
-    /// Tells every process in its page whether it gets nothing more, and why.
+    /// Writes into every process's page whether the agent has fenced it, and why.
     pub(super) fn publish_fences(&self) {
         for member in self.processes.values() {
             if let Some(page) = &member.page {
@@ -197,7 +201,7 @@ impl Container {
         poisoned.or(self.is_drained.then_some(Fence::Drained))
     }
 
-    /// `gpu`: the container's first where it is not known.
+    /// Records a fault of a process; the container's first GPU stands for an unknown one.
     fn record_fault(
         &mut self,
         pid: u32,
@@ -230,8 +234,8 @@ impl Container {
         decision
     }
 
-    /// Records the decisions since `before`, or takes them back where no record can be written: the
-    /// maximum of restarts holds over restarts of the agent.
+    /// Writes the decisions since `before` to the checkpoint, or rolls them back where the write
+    /// fails. So the maximum of restarts holds over restarts of the agent.
     fn commit_decisions(&mut self, before: &FaultLog) -> bool {
         let written = self.write_checkpoint();
         if !written {

@@ -1,4 +1,4 @@
-//! The kept leases that the container owns, on its account; and who of it may ask about kept memory.
+//! Charges the leases that the container owns, and authorizes its processes for lease requests.
 
 use std::collections::BTreeMap;
 
@@ -9,17 +9,18 @@ use super::{Container, ContainerResolver};
 use crate::sessions::accounts::NO_PID;
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
-/// Why a process may not ask.
+/// Why a process may not send a request to the lease service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) enum NotAuthorized {
-    /// It is none of the container's, or asks for another one's GPU.
+    /// The process belongs to another container, or names a GPU of another one.
     Rejected(RejectReason),
-    /// It is poisoned, or its GPU is drained.
+    /// The process is poisoned, or its GPU is being drained.
     Fenced,
 }
 
 impl Container {
-    /// The allocation that a process asks about kept memory for, or about tokens; of this GPU where it names one.
+    /// Authorizes a process to request leases or memory tokens. Returns the allocation that the
+    /// request counts for; a named GPU must be the allocation's.
     pub(in super::super) fn authorize(
         &self,
         pid: u32,
@@ -42,10 +43,11 @@ impl Container {
         }
     }
 
-    /// Charges a lease: from what is free, then from what processes have idle. It is on record when this returns.
+    /// Charges a lease: first free bytes, then idle credit of processes. The checkpoint holds the
+    /// charge when this returns.
     ///
     /// # Errors
-    /// What the quota has left.
+    /// The bytes that the quota has left.
     pub(in super::super) fn charge_lease(
         &mut self,
         gpu: &GpuUuid,
@@ -74,7 +76,7 @@ impl Container {
         Ok(())
     }
 
-    /// Charges a lease that the vault has, if it is not charged by now.
+    /// Charges a lease that the fd store has, unless the account charges it already.
     pub(in super::super) fn adopt_lease(&mut self, gpu: &GpuUuid, lease: LeaseId, bytes: Bytes) {
         let Some(index) = self.account_index(gpu) else {
             return;
@@ -86,8 +88,9 @@ impl Container {
         }
     }
 
-    /// Charges what a lease has as what dead processes exported from now on, whether or not it was charged by now:
-    /// whether that is on record. Where it is not, nothing has changed.
+    /// Charges the bytes of a lease as orphaned exports from now on, whether or not the account
+    /// charged the lease. Returns whether the checkpoint holds the change; otherwise nothing has
+    /// changed.
     pub(in super::super) fn release_lease(
         &mut self,
         gpu: &GpuUuid,
@@ -104,13 +107,13 @@ impl Container {
         is_on_record
     }
 
-    /// There is no memory of a lease that was charged.
+    /// Refunds a charged lease that has no memory.
     pub(in super::super) fn refund_lease(&mut self, lease: LeaseId) {
         self.credit.refund_lease(lease.0);
         self.record_leases();
     }
 
-    /// The leases that are charged, each with its GPU and what it has.
+    /// The charged leases, each with its GPU and bytes.
     pub(in super::super) fn charged_leases(&self) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
         let gpus = self.gpus();
         let leases = self.credit.leases().iter();

@@ -1,8 +1,8 @@
-//! Makes credit pages, and hands those of the dead out again.
+//! Creates credit pages, and reuses those of exited processes.
 //!
-//! A page is the agent's memory for as long as any process keeps its descriptor, and processes may
-//! keep as many as they get. So a container gets few, and what it does to a page of a process that
-//! died it does to its own.
+//! A page occupies the agent's memory as long as any process keeps its descriptor, and processes
+//! may keep every descriptor that they receive. So each container gets a bounded number. A reused
+//! page stays within its container, which can only tamper with its own pages.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -13,13 +13,14 @@ use bursar_protocol::credit_page::{CreditPage, PageError};
 use super::super::MAX_PROCESSES;
 use super::super::rate_limit::RateLimiter;
 
-/// How often a container may have one more page, beyond twice as many at once as it may have processes.
+/// The time in which a container earns one more page, beyond an initial budget of two pages for
+/// each possible process.
 const PAGE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Pages of the dead that wait for a process: each is a descriptor of the agent.
+/// The pages that wait for reuse at most: each costs the agent a descriptor.
 const MAX_FREE_PAGES: usize = 64;
 
-/// Makes a page with so many accounts.
+/// Creates a page with this number of accounts.
 type MakePage = fn(usize) -> Result<(CreditPage, OwnedFd), PageError>;
 
 /// The pages of one container.
@@ -31,7 +32,7 @@ pub(super) struct PagePool {
     max_free: usize,
 }
 
-/// Why there is no page.
+/// Why a process gets no page.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum PageUnavailable {
     #[error("{0}")]
@@ -50,12 +51,12 @@ impl PagePool {
         }
     }
 
-    /// Keeps no more than so many of the dead.
+    /// Limits the number of pages that wait for reuse.
     pub(super) fn set_max_free(&mut self, count: usize) {
         self.max_free = count.min(MAX_FREE_PAGES);
     }
 
-    /// A page for a process, mapped and blank.
+    /// Takes a page for a process, mapped and blank.
     pub(super) fn take_page(
         &mut self,
         accounts: usize,
@@ -71,7 +72,7 @@ impl PagePool {
         Ok((page, Arc::new(fd)))
     }
 
-    /// A process died that had this one.
+    /// Takes back the page of an exited process.
     pub(super) fn return_page(&mut self, fd: Arc<OwnedFd>) {
         if self.free.len() < self.max_free {
             self.free.push(fd);

@@ -1,8 +1,8 @@
-//! Puts what changed on record, and answers requests for credit once they are.
+//! Writes changes to the checkpoint, and answers requests for credit after the write.
 //!
 //! ```text
-//!   change, request --> at once, while writes are paid for --> one write --> answers
-//!                  \--> else all that come meanwhile --------^
+//!   change, request --> at once, while the rate limit allows --> one write --> answers
+//!                  \--> otherwise together with later ones ------^
 //! ```
 
 use std::sync::Arc;
@@ -16,32 +16,32 @@ use super::super::rate_limit::{RateLimiter, measure_cpu_time};
 use super::Container;
 use super::denials::RefusalReason;
 
-/// Writes take one in so many parts of a processor's time at most.
+/// Writes take one part in this many of a processor's time at most.
 const WRITE_TIME_DIVISOR: u32 = 20;
 
-/// The longest that one write delays the next: 20 a second, whatever they cost.
+/// The longest that one write delays the next: 20 writes a second, whatever they cost.
 pub(super) const MAX_WRITE_DELAY: Duration = Duration::from_millis(50);
 
-/// What writes may owe before one is delayed: 20 of those.
+/// The debt of writes before one is delayed: 20 times the longest delay.
 pub(super) const WRITE_BURST: Duration = Duration::from_secs(1);
 
-/// Numbers what has to be on record.
+/// Numbers the changes of the container.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(in super::super) struct ChangeNumber(u64);
 
-/// What has to be on record.
+/// The changes that the checkpoint does not hold yet.
 #[derive(Debug)]
 pub(super) struct PendingChanges {
     pub(super) rate_limiter: RateLimiter,
     pub(super) last: ChangeNumber,
-    /// The last that a write was tried for.
+    /// The last change that a write was tried for.
     written: ChangeNumber,
-    /// Whether anything changed since then but by requests.
+    /// Whether there are changes besides the requests.
     has_changes: bool,
     credit_requests: Vec<CreditRequest>,
 }
 
-/// A request for credit.
+/// A request for credit that waits for a write.
 #[derive(Debug)]
 struct CreditRequest {
     pid: u32,
@@ -63,7 +63,7 @@ impl Default for PendingChanges {
 }
 
 impl Container {
-    /// Requests credit for a process: answered once it is on record.
+    /// Requests credit for a process. The answer comes after the checkpoint holds the grant.
     pub(in super::super) fn request_credit(
         &mut self,
         pid: u32,
@@ -81,14 +81,15 @@ impl Container {
         (self.next_change(), answered)
     }
 
-    /// A process asks for what the others use: what has to be on record before it is answered.
+    /// Handles a query for the use of other processes. Returns the change that the checkpoint must
+    /// hold before the answer.
     pub(in super::super) fn handle_refresh(&mut self, pid: u32) -> Option<ChangeNumber> {
         let news = self.update_exports(pid);
         self.refresh_pages();
         news.then(|| self.note_change())
     }
 
-    /// Something changed that is to be on record: at once, or with the next write.
+    /// Notes a change, and writes it now or with the next write.
     pub(super) fn note_change(&mut self) -> ChangeNumber {
         self.pending_changes.has_changes = true;
         self.publish_to_siblings();
@@ -103,7 +104,8 @@ impl Container {
         change
     }
 
-    /// Writes what is not on record, if writes are paid for: how long to wait before this is tried again.
+    /// Writes all changes if the rate limit allows, and otherwise returns the time to wait before
+    /// the next try.
     pub(in super::super) fn poll_recorded(
         &mut self,
         change: ChangeNumber,
@@ -120,17 +122,17 @@ impl Container {
         None
     }
 
-    /// Whether nothing waits for a write.
+    /// Whether no change waits for a write.
     pub(in super::super) fn is_recorded(&self) -> bool {
         self.pending_changes.written >= self.pending_changes.last
     }
 
-    /// Notified each time that something changed which is to be on record.
+    /// Notified each time that a change must be written.
     pub(in super::super) fn change_notify(&self) -> Arc<Notify> {
         Arc::clone(&self.change_notify)
     }
 
-    /// Tells `exports` each time that something changed while dead processes' exports are charged.
+    /// Sets the sender that is notified of each change while orphaned exports are charged.
     pub(in super::super) fn set_orphans_sender(&mut self, exports: watch::Sender<()>) {
         self.orphans_changed = exports;
     }
@@ -143,12 +145,12 @@ impl Container {
         }
     }
 
-    /// Nothing more is put on record: the allocation has ended.
+    /// Ends all writes, since the allocation has ended.
     pub(in super::super) fn close_checkpoint(&mut self) {
         self.checkpoint.close();
     }
 
-    /// The same of all that changed.
+    /// Writes all changes if the rate limit allows.
     pub(in super::super) fn flush_changes(&mut self, now: Instant) {
         self.poll_recorded(self.pending_changes.last, now);
     }
@@ -180,7 +182,7 @@ impl Container {
                     Err(RefusalReason::Unrecorded)
                 }
             });
-            // Who does not wait for it any more has the credit in its page.
+            // A process that no longer waits for the answer still has the credit in its page.
             let _ = answer.send(match handed {
                 Ok(units) => Response::Granted { account, units },
                 Err(why) => self.refuse_credit(pid, account, need, why),
@@ -188,7 +190,8 @@ impl Container {
         }
     }
 
-    /// Whether the record holds what the books say now. Each write delays the next that can wait.
+    /// Writes the checkpoint, and returns whether it holds the accounts. Each write delays the next
+    /// one that can wait.
     pub(super) fn write_checkpoint(&mut self) -> bool {
         self.notify_change();
         let (written, took) = measure_cpu_time(|| self.store_checkpoint());

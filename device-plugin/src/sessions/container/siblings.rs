@@ -1,8 +1,8 @@
-//! What the containers of one claim have of its GPUs: they share one quota.
+//! Shares the quota of one claim among its containers.
 //!
-//! The kubelet gives an init container's tokens to the containers that follow it. Those with the same tokens have one
-//! claim and are never alive together, but what the first exported, or kept, may outlive it: it counts against the
-//! next.
+//! The kubelet gives an init container's tokens to the containers that follow it. Containers with
+//! the same tokens have one claim and never run together. Exports and leases of an earlier
+//! container may outlive it, and so count against the next one.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,14 +13,15 @@ use bursar_protocol::units::Units;
 use super::Container;
 use crate::units::{AllocationId, Bytes, GpuUuid};
 
-/// What each container of a claim has. Its lock is taken last, and nothing is done while it is held.
+/// The charges of each container of a claim. A container takes this lock last, and calls nothing
+/// while it holds the lock.
 #[derive(Clone, Debug, Default)]
 pub(in super::super) struct ClaimSiblings(Arc<Mutex<BTreeMap<AllocationId, SiblingCharges>>>);
 
-/// What one container has.
+/// The charges of one container.
 #[derive(Clone, Debug, Default)]
 struct SiblingCharges {
-    /// By account of a GPU.
+    /// The charged units, by account of a GPU.
     units: Vec<Units>,
     last_exit: Option<Instant>,
 }
@@ -33,7 +34,7 @@ impl ClaimSiblings {
         act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Whether no container has it any more but who asks.
+    /// Whether no container shares this value any more, so that only the caller has it.
     pub(in super::super) fn is_unshared(&self) -> bool {
         Arc::strong_count(&self.0) == 1
     }
@@ -47,7 +48,7 @@ impl Container {
         self.update_from_siblings();
     }
 
-    /// It is served no more: what it had is accounted for elsewhere.
+    /// Leaves the claim. The agent accounts for the container's remaining bytes elsewhere.
     pub(in super::super) fn leave_claim(&mut self) {
         let allocation = self.spec.allocation;
         if let Some(siblings) = self.siblings.take() {
@@ -55,7 +56,7 @@ impl Container {
         }
     }
 
-    /// Tells the others of its claim what it has.
+    /// Publishes the container's charges to the others of its claim.
     pub(super) fn publish_to_siblings(&self) {
         let Some(siblings) = &self.siblings else {
             return;
@@ -68,7 +69,7 @@ impl Container {
         siblings.with_lock(|all| drop(all.insert(self.spec.allocation, taken)));
     }
 
-    /// Counts against its quota what the others of its claim have now.
+    /// Counts the current charges of the others of its claim against its quota.
     pub(super) fn update_from_siblings(&mut self) {
         let Some(siblings) = &self.siblings else {
             return;
@@ -85,7 +86,7 @@ impl Container {
         self.credit.set_sibling_charges(inherited);
     }
 
-    /// When an image of it, or of another container of its claim, ended last.
+    /// When the last image of this container, or of another one of its claim, exited.
     pub(super) fn last_exit_in_claim(&self) -> Option<Instant> {
         let Some(siblings) = &self.siblings else {
             return self.last_exit;
@@ -94,8 +95,8 @@ impl Container {
         self.last_exit.max(others)
     }
 
-    /// Charges what a container before it, of another claim, had exported of a GPU, as far as its quota goes: how much
-    /// that is. It is on record.
+    /// Charges exports that an earlier container of another claim left on a GPU, within the quota.
+    /// Returns the bytes that the checkpoint now holds.
     pub(in super::super) fn inherit_exports(&mut self, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
         let Some(index) = self.account_index(gpu) else {
             return Bytes::ZERO;

@@ -5,7 +5,8 @@ use crate::units::{LeaseId, PodUid};
 
 const MIB: u64 = 1 << 20;
 
-/// Processes with a pid below 1000 live in the container "a", below 2000 in "b"; others are foreign.
+/// Resolves pids below 1000 to the container "a" and pids below 2000 to "b"; other pids are
+/// foreign.
 struct FakeHost;
 
 impl ContainerResolver for FakeHost {
@@ -21,7 +22,7 @@ impl ContainerResolver for FakeHost {
         }
     }
 
-    /// Those below 100 are in no namespace but the host's.
+    /// Processes below 100 are in no namespace but the host's.
     fn namespace_pids(&self, pid: u32) -> Vec<u32> {
         match pid {
             0..100 => vec![pid],
@@ -31,7 +32,7 @@ impl ContainerResolver for FakeHost {
 }
 
 impl Container {
-    /// The answer to a request whose write is paid for.
+    /// Requests credit while the rate limit allows a write, and returns the answer.
     fn request(&mut self, pid: u32, account: u8, need: Units) -> Response {
         let (_, mut answer) = self.request_credit(pid, account, need);
         answer.try_recv().unwrap()
@@ -102,7 +103,7 @@ fn units(bytes: u64) -> Units {
     Units::holding(bytes).unwrap()
 }
 
-/// The driver charges this to one process, and to others nothing.
+/// Applies a sample in which the driver charges only one process.
 fn settle_one(container: &mut Container, pid: u32, charged: Bytes) {
     settle_with(container, &[(pid, charged)]);
 }
@@ -442,7 +443,8 @@ fn refresh_takes_time_linear_in_processes() {
         (0..50).map(|_| time()).min().unwrap()
     };
     let (few, many) = (quickest(0, 32), quickest(32, 512));
-    // 16 times as many processes: 256 times as long if each looked at all others.
+    // 16 times as many processes take 256 times as long if the work for each grows with their
+    // number.
     assert!(many < few * 80, "{few:?} for 32, {many:?} for 512");
 }
 
@@ -656,7 +658,7 @@ fn process_keeps_its_grant_when_it_never_adopts_a_new_page() {
     let page = hello(&mut container, 1, 7).unwrap();
     charge_all(&mut container, &page, 1, MIB);
     let granted = page.slot(0).unwrap().word().granted;
-    // It connects again, was stopped meanwhile, and goes on with the page that it has.
+    // The process connects again, was stopped meanwhile, and goes on with its former page.
     hello(&mut container, 1, 7).unwrap();
     hello(&mut container, 2, 8).unwrap();
     let rest = (1 << 30) - units_of(granted);
@@ -807,7 +809,7 @@ fn sample_from_before_an_exit_releases_nothing() {
     assert_eq!(container.account_usage()[0].exited, Bytes::ZERO);
 }
 
-/// The agent starts again over a record with this content, or none.
+/// Restarts the agent with this content of the checkpoint, or without one.
 fn restart_with_checkpoint(content: Option<&str>) -> (Fixture, Container) {
     let mut fixture = Fixture::with_quota(Bytes::gib(4));
     fixture.served_before = true;
@@ -840,13 +842,14 @@ fn lost_checkpoint_is_replaced_by_the_drivers_figures() {
         let over = units(1 << 30).saturating_add(Units(1));
         assert!(!is_granted(&container.request(2, 0, over)), "{content:?}");
         hello(&mut container, 2, 8).unwrap();
-        // It is remembered, however often the agent starts.
+        // Each further agent reads the loss from the checkpoint.
         let mut again = fixture.start();
         hello(&mut again, 2, 8).unwrap();
         assert!(!is_granted(&again.request(2, 0, units(1))), "{content:?}");
         settle_with(&mut again, &charged);
         assert!(!is_granted(&again.request(2, 0, over)), "{content:?}");
-        // One that says hello is charged what it claims, and no less than beyond a context.
+        // A process that says hello is charged its claim, and no less than the driver's figure
+        // without a context.
         hello(&mut again, 1, 7).unwrap();
         assert_eq!(
             again.account_usage()[0].granted,
@@ -873,7 +876,7 @@ fn request_is_refused_when_the_checkpoint_fails() {
     let page = hello(&mut container, 1, 7).unwrap();
     charge_all(&mut container, &page, 1, MIB);
     let before = container.account_usage();
-    // A folder in the place of the file to be written: no write can succeed.
+    // A folder in the place of the temporary file makes every write fail.
     let temporary = fixture.folder.path().join("record.tmp");
     std::fs::create_dir(&temporary).unwrap();
     assert!(!is_granted(&container.request(1, 0, units(512 * MIB))));

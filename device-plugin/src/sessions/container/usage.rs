@@ -1,4 +1,4 @@
-//! What the audit and a resize see of a container, and what they change of it.
+//! Reports the container's usage to the audit and the metrics, and applies quotas.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,9 +11,10 @@ use super::denials::SharedLogLimiter;
 use super::{Account, Container, ProcessState};
 use crate::units::Bytes;
 
-/// The names of functions that are kept for one container: they are what its processes say.
+/// The most function names that the agent counts for one container, since its processes choose the
+/// names.
 const MAX_FUNCTIONS: usize = 32;
-/// What denials of further functions are counted under.
+/// The name under which denials of all further functions count.
 const OTHER_FUNCTIONS: &str = "other";
 
 impl Container {
@@ -22,7 +23,7 @@ impl Container {
         self.credit.exited_pids()
     }
 
-    /// The books at this moment.
+    /// The usage at this moment.
     pub(in super::super) fn container_usage(&self) -> ContainerUsage {
         let bytes = |units: Units| Bytes(units.bytes());
         let accounts = self
@@ -65,23 +66,23 @@ impl Container {
         }
     }
 
-    /// Who closes its sockets.
+    /// Sets the closer of the container's sockets.
     pub(in super::super) fn set_closer(&mut self, closer: Arc<SocketCloser>) {
         self.closer = Some(closer);
     }
 
-    /// Shares the log lines that are written once for all containers.
+    /// Sets the limiter of log lines that concern all containers.
     pub(in super::super) fn set_log_limiter(&mut self, told: SharedLogLimiter) {
         self.shared_log_limiter = told;
     }
 
-    /// Keeps no more than so many pages of dead processes for living ones.
+    /// Limits the number of pages that wait for reuse.
     pub(in super::super) fn set_free_page_limit(&mut self, count: usize) {
         self.pages.set_max_free(count);
     }
 
-    /// Whether a process's page says another grant than the books. Nobody but this agent writes grants, and it
-    /// writes both under one lock. A page that its process has moved away from is frozen.
+    /// Whether a process's page shows another grant than the accounts. Only the agent writes
+    /// grants, and it writes both under one lock. A page that its process has left is frozen.
     fn is_page_tampered(&self, pid: u32, member: &ProcessState) -> bool {
         let Some(page) = &member.page else {
             return false;
@@ -94,8 +95,8 @@ impl Container {
         })
     }
 
-    /// What processes without a session have of an account, by pid, replaces what was known before. Those that
-    /// have one by now are in the books already.
+    /// Replaces the bytes of untracked processes of an account, by pid. Processes that have a
+    /// session by now are charged already.
     pub(in super::super) fn set_untracked(
         &mut self,
         account: &Account,
@@ -114,8 +115,8 @@ impl Container {
         }
     }
 
-    /// Lowers an account below what was asked for at birth, or with none lifts that again. It is on record, and
-    /// holds until it is lifted.
+    /// Lowers an account below the requested quota; `None` removes the override. The checkpoint
+    /// holds the override.
     pub(in super::super) fn override_quota(&mut self, account: &Account, bytes: Option<Bytes>) {
         let Some(index) = self.accounts.iter().position(|here| here == account) else {
             return;
@@ -132,15 +133,15 @@ impl Container {
         self.write_checkpoint();
     }
 
-    /// Takes credit that lies idle where more is taken than the quota: after a quota was made smaller, what is
-    /// freed must not be used again.
+    /// Reclaims idle credit beyond the quota: after the quota was lowered, freed bytes must not be
+    /// used again.
     pub(in super::super) fn reclaim_excess(&mut self) {
         let mut changed = false;
         for index in 0..self.accounts.len() {
             let excess = self.credit.excess(index);
             if excess > Units::ZERO {
                 let before = self.credit.granted(index);
-                // No process has the pid 0: none is spared.
+                // No process has the pid 0, so the call reclaims from every process.
                 self.reclaim_idle(0, index, excess);
                 changed |= self.credit.granted(index) != before;
             }
@@ -150,7 +151,7 @@ impl Container {
         }
     }
 
-    /// Brings an account to what was asked for at birth, or less where that was ordered.
+    /// Applies the requested quota of an account, or a lower override.
     pub(super) fn apply_quota(&mut self, index: usize) {
         let ceiling = self.requested.get(index).copied().unwrap_or(Units::ZERO);
         let ordered = self.overrides.get(index).copied().flatten();
@@ -166,13 +167,13 @@ impl Container {
         self.reclaim_excess();
     }
 
-    /// Counts a denial by its function, as far as the names are few and look like names.
+    /// Counts a denial by its function, if the name is valid and the names are few.
     pub(super) fn count_denial(&mut self, function: &str) -> String {
         let is_name = (1..=64).contains(&function.len())
             && function
                 .bytes()
                 .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
-        // One place is for all others.
+        // One entry is reserved for all other functions.
         let has_room = self.denials_by_function.len() + 1 < MAX_FUNCTIONS;
         let known = self.denials_by_function.contains_key(function) || has_room;
         let name = if is_name && known {

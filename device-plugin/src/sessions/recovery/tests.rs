@@ -6,7 +6,7 @@ use super::*;
 fn at(second: u64) -> ClockReading {
     ClockReading {
         moment: BootTime(1_000_000 + 1_000 * second),
-        // Each test passes whatever the wall clock says: here it goes back.
+        // The wall clock goes back here, so that each test passes whatever it shows.
         wall: Timestamp::from_second(1_800_000_000 - 3_600 * i64::try_from(second).unwrap())
             .unwrap(),
     }
@@ -210,7 +210,7 @@ fn container_is_restarted_when_its_eviction_times_out() {
         book.faults().is_empty(),
         "who comes later finds nothing to do"
     );
-    // Beyond the maximum it is killed all the same, and stays open for who comes.
+    // A container over the limit is killed as well, and its fault stays open for the operator.
     for generation in 2..=3 {
         book.report(generation, 101);
         book.tick(EVICTION_TIMEOUT, at(131));
@@ -273,7 +273,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// And a book that went through its record is the same book.
+    /// The limit holds for every window, and a log that went through its checkpoint is equal.
     #[test]
     fn restarts_in_a_window_never_exceed_the_maximum(steps in vec(step(), 0..60), action in 0..4_usize) {
         let actions = [
@@ -342,7 +342,7 @@ fn checkpoint_with_wall_clock_times_is_read() {
     record["faults"][1].as_object_mut().unwrap().remove("since");
     let mut book: FaultLog = serde_json::from_value(record).unwrap();
     assert!(book.tick(Duration::ZERO, at(1)));
-    // The first did not execute its program in time, of the second there was no report.
+    // The first image did not re-exec in time, and the second sent no report.
     assert_eq!(book.images_to_kill().count(), 2);
 }
 

@@ -1,4 +1,4 @@
-//! Peers that say anything: a container may ruin its own books, and nobody else's day.
+//! Shows that peers with arbitrary messages harm only their own container.
 
 use std::os::fd::AsFd;
 
@@ -10,14 +10,15 @@ use rand::{RngExt as _, SeedableRng as _};
 
 use super::*;
 
-/// Conversations of each hostile thread.
+/// The connections of each hostile thread.
 const CONVERSATIONS: u32 = 150;
 
-/// Hostile threads: all of one container.
+/// The hostile threads, all of one container.
 const THREADS: u64 = 4;
 
-/// A neighbour's round trip takes this long, all but one in a hundred. Who had to wait for a hostile peer would wait
-/// for seconds; on a machine that is busy with other tests, a thread waits a good part of this to be run.
+/// The time in which 99 of 100 round trips of a neighbour end. A neighbour that waited for a
+/// hostile peer would take seconds. On a machine that runs other tests, a thread waits a good part
+/// of this time to run.
 const NEIGHBOUR_WITHIN: Duration = Duration::from_millis(500);
 
 struct HostileInput(StdRng);
@@ -27,7 +28,7 @@ impl HostileInput {
         self.0.random_range(0..sides)
     }
 
-    /// A number of units, often at an edge.
+    /// A number of units, often at a limit of the range.
     fn units(&mut self) -> Units {
         let edges = [0, 1, 4096, 1 << 18, u32::MAX - 1];
         let number = match self.below(2) {
@@ -74,7 +75,7 @@ impl HostileInput {
     }
 }
 
-/// One conversation with whatever comes to mind.
+/// Sends random messages on one connection.
 fn run_hostile_peer(run_dir: &Path, dice: &mut HostileInput) {
     let (stream, page) = match dice.below(3) {
         0 => (connect(run_dir), None),
@@ -91,7 +92,7 @@ fn run_hostile_peer(run_dir: &Path, dice: &mut HostileInput) {
         .unwrap();
     let mut peer = &stream;
     for _ in 0..dice.below(20) {
-        // The agent may have hung up, or read no further: that is its right.
+        // The agent may have closed the socket, or may read no further.
         let _ = match dice.below(8) {
             0 => peer.write_all(&[dice.below(256) as u8; 40]),
             1 => peer.write_all(&u16::MAX.to_le_bytes()),

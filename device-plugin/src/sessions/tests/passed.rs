@@ -1,5 +1,8 @@
-//! Descriptors that processes pass: the last reference to a socket that lingers for seconds, in front of an agent
-//! with two threads, where the kernel refuses them and where it cannot.
+//! Shows that descriptors which tenant processes pass delay no neighbour, with an agent of two
+//! threads.
+//!
+//! Each descriptor is the last reference to a socket that lingers for seconds. The tests run with
+//! and without the kernel's refusal of descriptors.
 
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
@@ -9,13 +12,13 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sockopt}
 
 use super::*;
 
-/// Who closes such a socket waits so long.
+/// How long the close of such a socket blocks.
 const LINGERS: Duration = Duration::from_secs(12);
 
-/// What a neighbour's round trip takes, but one in a hundred.
+/// The time in which 99 of 100 round trips of a neighbour end.
 const NEIGHBOUR_WITHIN: Duration = Duration::from_millis(100);
 
-/// The neighbour's allocation, of the same sessions.
+/// The allocation of the neighbour, in the same sessions.
 const NEIGHBOUR: u64 = 8;
 
 fn neighbour_spec() -> SessionSpec {
@@ -25,12 +28,12 @@ fn neighbour_spec() -> SessionSpec {
     }
 }
 
-/// A listener that accepts nothing and reads nothing.
+/// A listener that accepts no connection and reads no byte.
 fn silent_listener() -> TcpListener {
     TcpListener::bind("127.0.0.1:0").unwrap()
 }
 
-/// A socket with more to send than its peer takes: closing it takes as long as it lingers.
+/// A socket with more to send than its peer reads, so that its close lingers.
 fn lingering_socket(peer: &TcpListener) -> TcpStream {
     let stream = TcpStream::connect(peer.local_addr().unwrap()).unwrap();
     sockopt::set_socket_linger(&stream, Some(LINGERS)).unwrap();
@@ -39,7 +42,8 @@ fn lingering_socket(peer: &TcpListener) -> TcpStream {
     stream
 }
 
-/// Sends one byte, in band or out of it, with the last reference to a socket that lingers; whether it was taken.
+/// Sends a byte, in band or out of band, with the last reference to a lingering socket. Returns
+/// whether the kernel accepted the descriptor.
 fn pass_descriptor(to: &UnixStream, peer: &TcpListener, flags: SendFlags) -> bool {
     let stream = lingering_socket(peer);
     let fds = [stream.as_fd()];
@@ -49,19 +53,19 @@ fn pass_descriptor(to: &UnixStream, peer: &TcpListener, flags: SendFlags) -> boo
     let bytes = [std::io::IoSlice::new(&[0])];
     let sent = rustix::net::sendmsg(to, &bytes, &mut with, flags | SendFlags::NOSIGNAL);
     if sent.is_err() {
-        // This process closes it.
+        // The test process itself now closes the socket.
         sockopt::set_socket_linger(&stream, None).unwrap();
     }
     sent.is_ok()
 }
 
-/// How a process passes a descriptor.
+/// When a process passes a descriptor.
 #[derive(Clone, Copy, Debug)]
 enum PassedWhen {
     BeforeHello,
     AfterHello,
     OutOfBand,
-    /// There is no seat for it.
+    /// The connection has no permit.
     WithoutPermit,
 }
 
@@ -75,12 +79,12 @@ fn attack(run_dir: &Path, peer: &TcpListener, how: PassedWhen) -> (UnixStream, b
         _ => SendFlags::empty(),
     };
     let passed = pass_descriptor(&stream, peer, flags);
-    // After it: the agent reads on where the byte out of band was.
+    // The agent reads this byte after the out-of-band one.
     let _ = (&stream).write_all(&[0]);
     (stream, passed)
 }
 
-/// What a neighbour waits for an answer, all but one time in a hundred.
+/// The round trip of a neighbour that 99 of 100 do not exceed.
 fn round_trip(run_dir: &Path) -> Duration {
     p99_round_trip(hello_to(run_dir, NEIGHBOUR).0)
 }
@@ -122,7 +126,8 @@ fn unclosed_sockets(sessions: &Sessions) -> usize {
         .sum()
 }
 
-/// Six processes pass a socket each; what a neighbour waits, and how many were taken.
+/// Lets six processes pass a socket each. Returns a neighbour's round trip, and how many
+/// descriptors were accepted.
 async fn attack_six_times(
     sessions: &Sessions,
     run_dir: &Path,
@@ -229,7 +234,7 @@ async fn neighbour_is_served_when_sessions_end_with_lingering_sockets() {
     let run_dir = folder.path().to_owned();
     let greeted = tokio::task::spawn_blocking(move || hello(&run_dir));
     let (session, _page) = greeted.await.unwrap();
-    // More than the agent reads: some of it is unread.
+    // The agent has not read all bytes when the sessions end.
     assert!(pass_descriptor(&session, &peer, SendFlags::empty()));
     assert!(pass_descriptor(
         &connect(folder.path()),

@@ -1,6 +1,7 @@
-//! Shows how each event moves the three generations, over the code that keeps them: the GPU
-//! generation (`node/generations.rs`), the process generation (sessions) and the lease id
-//! (`kept/leases.rs`).
+//! Shows how each event moves the three generations, with the code that maintains them.
+//!
+//! These are the GPU generation (`gpu/generations.rs`), the process generation (sessions) and the
+//! lease id (`retained/leases.rs`).
 
 use std::collections::BTreeSet;
 
@@ -21,18 +22,18 @@ use crate::retained::leases::{
 };
 use crate::units::{AllocationId, LeaseId};
 
-/// What becomes of a generation.
+/// The effect of an event on a generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
-    /// It is what it was.
+    /// The value is unchanged.
     Same,
-    /// It is the next one.
+    /// The value grows by one.
     Next,
-    /// It is a later one: how much later nobody can tell.
+    /// The value grows by an unknown number.
     Later,
-    /// Nothing has it any more; what takes its place has a later one.
+    /// The holder has ended; the next holder gets a larger value.
     Lost,
-    /// It begins anew, with a later G.
+    /// The values start again, with a larger GPU generation.
     Anew,
 }
 
@@ -40,10 +41,10 @@ use Outcome::{Anew, Later, Lost, Next, Same};
 
 type Event = fn(&mut FakeNode);
 
-/// An event, then what becomes of G, P and L.
+/// Each event, with its effect on the GPU generation, the process generation and the lease id.
 const EVENTS: &[(&str, Event, [Outcome; 3])] = &[
     ("nothing", |_| {}, [Same, Same, Same]),
-    // The process.
+    // Events of the process.
     (
         "the process connects again",
         FakeNode::hello,
@@ -77,7 +78,7 @@ const EVENTS: &[(&str, Event, [Outcome; 3])] = &[
         FakeNode::end_pod,
         [Same, Anew, Lost],
     ),
-    // The agent.
+    // Events of the agent.
     (
         "the agent starts again",
         |m| m.start_agent(false),
@@ -88,7 +89,7 @@ const EVENTS: &[(&str, Event, [Outcome; 3])] = &[
         |m| m.start_agent(true),
         [Same, Later, Same],
     ),
-    // Kept memory.
+    // Events of retained memory.
     (
         "the worker dies with what it was making",
         FakeNode::end_provisioner,
@@ -105,7 +106,7 @@ const EVENTS: &[(&str, Event, [Outcome; 3])] = &[
         FakeNode::discard,
         [Same, Same, Lost],
     ),
-    // The GPU.
+    // Events of the GPU.
     (
         "the GPU is sick and recovers",
         FakeNode::fail_and_recover,
@@ -150,7 +151,7 @@ fn event_moves_only_the_generations_that_it_ends() {
             became(l, after[2]),
         ];
         assert_eq!(found, *expected, "{event}: {:?} then {after:?}", [g, p, l]);
-        // What is made from now on is told apart from what was before.
+        // The id of a lease that is made afterwards differs from the former one.
         let made = machine.commit_lease();
         assert_eq!(made == l, found[2] == Same, "{event}: {made} after {l}");
         assert!(made >= l, "{event}");
@@ -175,9 +176,9 @@ const AWAY: PersistedHealth = PersistedHealth {
 
 const CHECKSUM: u64 = 0xfeed;
 
-/// A node with one GPU, and on it a container whose process keeps a lease.
+/// A node with one GPU, and a container on it whose process has a lease.
 struct FakeNode {
-    /// What a boot leaves.
+    /// The files that survive a boot.
     disk: tempfile::TempDir,
     boot: u32,
     gpus: GpuGenerations,
@@ -188,7 +189,7 @@ struct FakeNode {
     allocation: u64,
     pod: u32,
     leases: LeaseTable,
-    /// What the vault has, as the agent put it there.
+    /// The leases that the agent has put into the fd store.
     vault: BTreeMap<LeaseId, Option<LeaseRecord>>,
 }
 
@@ -217,7 +218,7 @@ impl FakeNode {
         machine
     }
 
-    /// G, P and L as they are on the books.
+    /// The GPU generation, the process generation and the lease id as the agent has them.
     fn generations(&mut self) -> [Option<u64>; 3] {
         let g = self.gpus.by_gpu().into_values().next();
         let member = self.container.processes.get(&self.process.pid);
@@ -248,7 +249,7 @@ impl FakeNode {
         self.leases.open(self.asker(), open, BootTime(1)).0.ok()
     }
 
-    /// Opens the lease and commits it where it is new; L.
+    /// Opens the lease, commits it where it is new, and returns its id.
     fn commit_lease(&mut self) -> u64 {
         match self.open(Bytes::mib(64)) {
             Some(Opened::Create(meta)) => {
@@ -275,7 +276,7 @@ impl FakeNode {
         Checkpoint::new(self.disk.path().join(name))
     }
 
-    /// The agent sees the GPU, and tells of the node as it stands.
+    /// Lets the agent observe the GPU, and report the node's containers.
     fn observe_gpu(&mut self, memory: PersistedHealth, sick: bool) {
         let health = match sick {
             true => Health::Unhealthy(UnhealthyReason::Xid(74)),
@@ -351,7 +352,7 @@ impl FakeNode {
         assert!(!self.container.is_fenced(pid));
     }
 
-    /// Another container takes the place of this one.
+    /// Replaces the container by another one.
     fn replace_container(&mut self) {
         self.fixture = Fixture::with_quota(Bytes::gib(1));
         self.container = self.fixture.start();
@@ -378,7 +379,7 @@ impl FakeNode {
         self.hello();
     }
 
-    /// The vault says what it has.
+    /// Lets the fd store list its leases.
     fn reconnect_store(&mut self) {
         self.leases.store_disconnected();
         let held = self.vault.iter();
@@ -420,7 +421,7 @@ impl FakeNode {
         self.start_agent(false);
     }
 
-    /// What is on tmpfs is gone, and every process with it.
+    /// Boots the machine: files on tmpfs and all processes are gone.
     fn boot(&mut self) {
         self.boot += 1;
         self.vault.clear();

@@ -1,4 +1,4 @@
-//! Generations of images, their fences, and how poison and the books go together.
+//! Shows the generations of images, their fences, and the effect of poison on the accounts.
 
 use bursar_crds::budget::ContextAction;
 use bursar_protocol::messages::Recovery;
@@ -28,14 +28,15 @@ pub(super) fn own_gpu() -> [GpuUuid; 1] {
     ["GPU-aaaa".parse().unwrap()]
 }
 
-/// An XID 31 of one of the GPUs `on` names a process; whether that is one of this container's.
+/// Lets an XID 31 of one of the GPUs `on` name a process. Returns whether the process belongs to
+/// the container.
 pub(super) fn xid(container: &mut Container, pid: u32, on: &[GpuUuid]) -> bool {
     let suspect = container.find_xid_target(pid, on, BootTime(u64::MAX));
     let named = suspect.inspect(|suspect| container.record_xid(suspect, 31, now()));
     named.is_some()
 }
 
-/// P of an image, as its welcome says it.
+/// The process generation of an image, as its welcome reports it.
 fn hello_generation(container: &mut Container, pid: u32, image: u64, version: u16) -> Option<u64> {
     let process = Process { pid, start: 1 };
     let admitted = container
@@ -93,7 +94,7 @@ fn no_restart_is_ordered_when_the_checkpoint_fails() {
     assert_eq!(container.process_to_kill(), None);
     std::fs::rename(&away, fixture.folder.path()).unwrap();
     assert_eq!(report(&mut container, 1, 700), REEXEC);
-    // The next agent counts it.
+    // The next agent counts the restart.
     let mut again = fixture.start();
     hello(&mut again, 1, 8).unwrap();
     assert_eq!(report(&mut again, 1, 700), CONTINUE);
@@ -112,7 +113,7 @@ fn generation_is_unique_when_the_checkpoint_is_lost() {
     let (mut fixture, mut after) = restart_with_checkpoint(None);
     let first = hello_generation(&mut after, 1, 7, VERSION).unwrap();
     assert!(first > most);
-    // Another record is lost a moment later.
+    // The checkpoint is lost again a moment later.
     std::fs::remove_file(fixture.folder.path().join("record.json")).unwrap();
     fixture.now = fixture.now + Duration::from_millis(1);
     let most = (1..100).map(|image| hello_generation(&mut after, 1, image, VERSION));
@@ -133,7 +134,7 @@ fn version_1_shim_gets_no_generation_and_no_fence() {
         free: Units::ZERO,
     };
     assert_eq!(container.request(1, 0, units(1)), refused);
-    // A version that is not made yet speaks this one.
+    // A shim with a later version gets the agent's version.
     assert_eq!(hello_generation(&mut container, 2, 7, VERSION + 9), Some(2));
 }
 
@@ -148,7 +149,7 @@ fn poisoned_image_is_fenced_and_its_siblings_are_not() {
     let fenced = Response::Fenced { account: 0 };
     assert_eq!(container.request(1, 0, units(1)), fenced);
     assert!(is_granted(&container.request(2, 0, units(1))));
-    // The same image, to this agent and the next.
+    // An image keeps its generation, also with the next agent.
     hello(&mut container, 1, 7).unwrap();
     assert_eq!(container.request(1, 0, units(1)), fenced);
     let mut again = fixture.start();
@@ -173,7 +174,7 @@ fn poisoned_image_is_marked_exited_once_by_its_exec() {
         let usage = &container.account_usage()[0];
         assert_eq!((usage.granted, usage.exited), (Bytes::ZERO, granted));
     }
-    // The old image's pidfd is the new one's: nothing of it ends.
+    // The pidfd of the former image is that of the new one, so this exit ends nothing of it.
     container.handle_exit(Process { pid: 1, start: 1 }, 7);
     assert_eq!(container.account_usage()[0].exited, granted);
     settle_one(&mut container, 1, Bytes::ZERO);
@@ -251,7 +252,7 @@ fn xid_of_another_process_is_ignored() {
 fn xid_is_ignored_when_it_predates_the_process() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
-    // Clock ticks: it started 10 ms after the boot.
+    // In clock ticks: the process started 10 ms after the boot.
     hello(&mut container, 1, 7).unwrap();
     let on = own_gpu();
     assert_eq!(container.find_xid_target(1, &on, BootTime(9)), None);
@@ -309,7 +310,7 @@ fn faults_and_restart_counts_outlive_the_agent() {
     hello(&mut again, 1, 8).unwrap();
     assert_eq!(report(&mut again, 1, 700), CONTINUE, "one is the maximum");
     assert_eq!(again.process_to_kill(), Some(Process { pid: 1, start: 1 }));
-    // Its process dies while there is no agent: one too many stays open.
+    // The process exits while no agent runs, and its over-limit fault stays open.
     let path = fixture.folder.path().join("record.json");
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replace("\"pid\":1,", "\"pid\":666,")).unwrap();
@@ -331,7 +332,7 @@ fn main_process_is_the_init_of_a_nested_pid_namespace() {
         .into_iter()
         .filter(|pid| container.pid_namespace_init(*pid).is_some())
         .collect();
-    // By their pids in the tests' namespaces; the process 1 is the machine's own first.
+    // The pids below are those of the tests' namespaces; process 1 is the machine's own init.
     assert_eq!(main, [1, 101]);
 }
 

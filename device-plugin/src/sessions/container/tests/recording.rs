@@ -1,9 +1,9 @@
-//! Writes of the record, and what waits for them.
+//! Shows the writes of the checkpoint, and the answers that wait for them.
 
 use super::super::recording::{MAX_WRITE_DELAY, WRITE_BURST};
 use super::*;
 
-/// A container of many processes whose writes are not paid for.
+/// A container of many processes whose next write the rate limit delays.
 fn start_with_delayed_writes(fixture: &Fixture, processes: u32) -> Container {
     let mut container = fixture.start();
     for pid in 0..processes {
@@ -60,7 +60,7 @@ fn checkpoint_is_written_at_most_20_times_a_second() {
             continue;
         }
         writes += 1;
-        // One that costs more than any.
+        // A write that costs more than any real one.
         container
             .pending_changes
             .rate_limiter
@@ -108,7 +108,7 @@ fn image_is_fenced_when_its_page_takes_no_grant() {
         hello(&mut container, 1, 7).unwrap(),
         hello(&mut container, 2, 7),
     );
-    // As many units as a word can hold: it takes none of the agent's.
+    // The word holds as many units as possible, so that it accepts no further grant.
     page.slot(0).unwrap().set(CreditWord {
         granted: u32::MAX - 1,
         used: 0,

@@ -1,11 +1,12 @@
-//! Containers of one claim share its quota, and what the first left counts against the next.
+//! Shows that the containers of one claim share its quota, and that charges of the first count
+//! against the next.
 
 use proptest::prelude::*;
 
 use super::*;
 use crate::sessions::container::siblings::ClaimSiblings;
 
-/// An init container and the main one, of one claim.
+/// An init container and the main container of one claim.
 struct Claim {
     _folder: tempfile::TempDir,
     init: Container,
@@ -50,7 +51,7 @@ fn claim(quota: Bytes) -> Claim {
     }
 }
 
-/// What a container's process can have.
+/// Whether a container's process can get these bytes.
 fn can_have(container: &mut Container, pid: u32, bytes: u64) -> bool {
     let answer = container.request(pid, 0, units(bytes));
     if let Response::Granted { units, .. } = answer {
@@ -115,7 +116,7 @@ fn exports_of_another_claim_are_inherited_within_the_quota() {
     let folder = tempfile::tempdir().unwrap();
     let main = || container(&folder, "00000000000000bb", Bytes::gib(4));
     assert_eq!(main().inherit_exports(&gpu(), Bytes::gib(6)), Bytes::gib(4));
-    // The next agent knows it.
+    // The next agent reads the inherited exports from the checkpoint.
     let mut main = main();
     hello(&mut main, 1002, 9).unwrap();
     assert!(!can_have(&mut main, 1002, 1));
@@ -148,7 +149,7 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whichever of them lives, both at once too.
+    /// The quota holds whichever of the containers live, also for both at once.
     #[test]
     fn containers_of_a_claim_never_exceed_its_quota(steps in prop::collection::vec(step(), 0..30)) {
         let Claim { init, main, _folder } = claim(Bytes::gib(1));
