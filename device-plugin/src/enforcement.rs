@@ -1,11 +1,11 @@
-//! Holds programs to their quota beyond the shim: attests containers, audits the driver, acts on faults.
+//! Enforces quotas beyond the shim: attests containers, audits the driver, acts on faults.
 //!
 //! | module | job |
 //! |---|---|
 //! | [`attestation`] | checks that every container with a GPU runs under the shim |
 //! | [`audit`] | compares the driver's figures with the accounts of the sessions |
-//! | [`driver_limits`] | sets the driver's own memory limit of each container |
-//! | [`faults`] | carries out what follows a fault of a GPU or a context |
+//! | [`driver_limits`] | sets the driver's own memory limit of each pod |
+//! | [`faults`] | acts on faults of contexts by each container's policy |
 
 pub mod attestation;
 pub mod audit;

@@ -1,10 +1,11 @@
-//! Attests that containers are held to their quota: our mounts in place, the shim where a driver is used.
+//! Attests that containers are under enforcement: mounts in place, the shim loaded before the
+//! driver.
 //!
 //! | module | job |
 //! |---|---|
-//! | [`mounts`] | which file a path leads to, by a mount table: pure |
-//! | [`maps`] | which files of a driver a process has mapped: pure |
-//! | [`evaluate`] | what is amiss: pure |
+//! | [`mounts`] | resolves a path by a mount table: pure |
+//! | [`maps`] | finds the driver's files in a memory map: pure |
+//! | [`evaluate`] | decides which gap in the enforcement a container has: pure |
 //! | [`device_access`] | asks which device nodes a container may open |
 //! | [`probe`] | reads `/proc` of the containers that have GPUs |
 

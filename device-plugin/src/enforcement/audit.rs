@@ -1,16 +1,16 @@
-//! Audits what programs have against the ledger, and does something about it.
+//! Audits the memory that programs have against the agent's accounts, and acts on differences.
 //!
 //! | module | job |
 //! |---|---|
 //! | [`collect`] | asks NVML about every GPU, with a deadline |
-//! | [`compare`] | sets what the driver charges against the ledger: pure |
-//! | [`consecutive`] | counts for how long findings stand: pure |
-//! | [`context_policy`] | what is done about a finding: pure |
-//! | [`kill`] | kills a process, and never a later one with its pid |
-//! | [`namespace_usage`] | sums up by namespace, for its budget's status: pure |
-//! | [`events`] | Events |
-//! | `withheld` | how much of each GPU is charged to nobody, as far as that lasts: pure |
-//! | [`task`] | the loop |
+//! | [`compare`] | compares the driver's figures with the accounts: pure |
+//! | [`consecutive`] | counts in how many audits a finding was present: pure |
+//! | [`policy`] | decides what follows a finding: pure |
+//! | [`kill`] | kills a process, and never another one that reuses its pid |
+//! | [`namespace_usage`] | sums usage by namespace, for the budget's status: pure |
+//! | [`events`] | publishes Events about findings |
+//! | `withheld` | decides how much memory of each GPU is withheld: pure |
+//! | [`task`] | runs an audit each second |
 
 pub mod collect;
 pub mod compare;

@@ -1,12 +1,14 @@
-//! Has the driver itself hold pods to their quota, where it can.
+//! Sets the driver's own memory limit of each pod, where the driver has such limits.
 //!
-//! Driver r615 limits what the processes of a cgroup allocate of a GPU: by the kernel's dmem controller, or by
-//! counting itself where the kernel has none. It takes cgroup v2 and no MIG instance. Which of the two it is, is the
-//! driver's to know: limits are set through NVML, never in the kernel's files (NVIDIA's "MPS v3 Memory Partitioning").
+//! Driver r615 limits what the processes of a cgroup allocate of a GPU: with the kernel's dmem
+//! controller, or by its own counting if the kernel has none. The driver supports cgroup v2 and no
+//! MIG instance. Since the driver chooses between the two, the agent sets limits through NVML and
+//! never in the kernel's files (NVIDIA's "MPS v3 Memory Partitioning").
 //!
-//! The limit is the pod's, not the container's: the pod's cgroup is there before any container is, and memory from
-//! before a limit is not counted by a driver that counts itself. A limit ends with its cgroup, so none is taken away
-//! here; what cannot be set is told and tried again, and keeps no pod waiting.
+//! A limit is set for the pod and not for its containers. The pod's cgroup exists before any
+//! container, and a driver that counts by itself does not count memory from before the limit. A
+//! limit ends with its cgroup, so the agent removes none. A limit that cannot be set is logged and
+//! tried again, and delays no pod.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,35 +26,35 @@ use crate::node::allocator::BoundContainer;
 use crate::sessions::{Account, ContainerUsage, Sessions, by_allocation};
 use crate::units::{Bytes, GpuUuid};
 
-/// How often quotas are looked at, and what was refused is tried again.
+/// How often the quotas are compared with the limits, and failed limits are tried again.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// How often all are set again: a driver that is loaded anew has forgotten them.
+/// How often all limits are set again, since a reloaded driver has none.
 const REAPPLY_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A pod's cgroup and a GPU.
 pub type LimitKey = (PathBuf, GpuUuid);
 
-/// What became of each limit.
+/// The state of each limit.
 pub type Limits = BTreeMap<LimitKey, LimitState>;
 
-/// What became of one limit.
+/// The state of one limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LimitState {
-    /// The driver refuses what goes beyond.
+    /// The driver denies allocations above this amount.
     Set(Bytes),
-    /// The driver has none for this GPU, or the host has no cgroup v2.
+    /// The driver has no limits for this GPU, or the host has no cgroup v2.
     Unsupported,
-    /// The driver should have set it and did not.
+    /// The driver supports the limit and returned an error.
     Failed {
-        /// What was to be set.
+        /// The limit that should be set.
         bytes: Bytes,
-        /// What NVML said.
+        /// NVML's error.
         why: String,
     },
 }
 
-/// What the driver is to hold pods to: the sum of their containers' quotas. Of containers that share a claim only
-/// one is alive.
+/// The limits to set: each pod's sum of its containers' quotas. Containers that share a claim count
+/// once, since only one of them is alive.
 pub fn desired_limits(
     containers: &[BoundContainer],
     books: &[ContainerUsage],
@@ -80,8 +82,7 @@ pub fn desired_limits(
     wanted
 }
 
-/// Whether there is something to do about `wanted` after `last`: a driver that offers no limits is not asked for
-/// the same one again.
+/// Whether to set `wanted` after `last`. A driver without limits is asked once for each limit.
 fn needs_update(wanted: Bytes, last: Option<&LimitState>) -> bool {
     match last {
         None | Some(LimitState::Failed { .. }) => true,
@@ -90,12 +91,12 @@ fn needs_update(wanted: Bytes, last: Option<&LimitState>) -> bool {
     }
 }
 
-/// Whether the cgroup is of version 2: the folders of version 1 have no such file.
+/// Whether the cgroup is of version 2: folders of version 1 have no such file.
 fn is_cgroup_v2(cgroup: &Path) -> bool {
     cgroup.join("cgroup.controllers").exists()
 }
 
-/// Whether the driver holds the container's pod to its quota, on each of its GPUs.
+/// Whether the driver limits the container's pod on each of the container's GPUs.
 pub fn is_limited(limits: &Limits, container: &BoundContainer, books: &ContainerUsage) -> bool {
     books.gpus().all(|gpu| {
         let cgroup = container.cgroup.clone();
@@ -104,7 +105,7 @@ pub fn is_limited(limits: &Limits, container: &BoundContainer, books: &Container
     })
 }
 
-/// Keeps the limits as the node's containers and their quotas are, and says what became of them, until `stop`.
+/// Sets the limits of the node's pods until `stop`, and publishes their states.
 pub async fn run(
     nvml: NvmlHandle,
     sessions: Arc<Sessions>,
@@ -121,7 +122,7 @@ pub async fn run(
             () = stop.cancelled() => return,
             _ = every.tick() => {}
             _ = again.tick() => limits.clear(),
-            // The node ends with the agent.
+            // The channel is closed only when the agent ends.
             Ok(()) = snapshots.changed() => {}
         }
         let containers = snapshots.borrow_and_update().containers.clone();
@@ -129,7 +130,7 @@ pub async fn run(
         limits.retain(|place, _| wanted.contains_key(place));
         for (place, bytes) in wanted {
             if needs_update(bytes, limits.get(&place)) {
-                // As long as NVML may take to answer about a sick GPU.
+                // NVML may take seconds to answer about a failing GPU.
                 let Some(limit) = stop
                     .run_until_cancelled(set_limit(&nvml, &place, bytes))
                     .await
@@ -165,7 +166,7 @@ async fn set_limit(nvml: &NvmlHandle, (cgroup, gpu): &LimitKey, bytes: Bytes) ->
             ..
         })) => refused(why),
         Ok(Err(error @ QueryError::NotAvailable)) => refused(error.to_string()),
-        // Its process was ended, or the GPU has none now.
+        // The process of the GPU has ended, or the GPU has none at present.
         Err(_) => refused(QueryError::NotAvailable.to_string()),
     }
 }

@@ -1,19 +1,19 @@
-//! Acts on poisoned contexts: carries the sessions' decisions out, and tells of them.
+//! Acts on poisoned contexts: carries out the sessions' decisions and reports them.
 //!
 //! ```text
 //!   shim's report --> sessions: fence, decide (pure) --+--> verdict to the shim
-//!   kernel's log: XID with a pid --> belief --> sessions --> here: kill, Event, metrics, GpuNode.status.faults
-//!   NVML: XID of a GPU ---------------^
-//!   GpuNode.spec.contextPolicies --> here --> sessions
+//!   kernel's log: XID with a pid --> confirmation -----+--> task: kill, Event, GpuNode.status
+//!   NVML: XID of a GPU ------------------^
+//!   GpuNode.spec.contextPolicies --> task --> sessions
 //! ```
 //!
 //! | module | job |
 //! |---|---|
-//! | [`confirmation`] | which records of the kernel's log NVML confirms: pure |
+//! | [`confirmation`] | decides which XIDs of the kernel's log NVML confirms: pure |
 //! | [`kmsg`] | finds XIDs with pids in the kernel's log |
-//! | [`context_policy`] | what is done in which container: pure |
-//! | [`task`] | the loop |
-//! | [`events`] | Events, and what the status says |
+//! | [`policy`] | decides what follows a fault in which container: pure |
+//! | [`task`] | reads the log and carries out decisions |
+//! | [`events`] | publishes Events and builds fault reports |
 
 pub mod confirmation;
 pub mod events;

@@ -1,10 +1,11 @@
-//! Asks which device nodes a container may open: a process of the agent's own program joins its cgroup and tries.
+//! Asks which device nodes a container may open: a process of the agent joins its cgroup and tries.
 //!
-//! What a device cgroup allows (the devices controller of cgroup v1, BPF programs with v2) is asked of the cgroup of who
-//! opens. access(2) asks it as open(2) does and wakes no driver (`inode_permission`, linux fs/namei.c).
+//! The kernel checks device access (the devices controller of cgroup v1, BPF programs with v2) by
+//! the cgroup of the opening process. access(2) does the same check as open(2) and does not reach
+//! the driver (`inode_permission`, linux fs/namei.c).
 //!
-//! The process belongs to the tenant's cgroup while it tries: what is done to that (frozen, killed, out of memory) may
-//! keep it from an answer, and never keeps the agent longer than [`LIMIT`].
+//! The process is in the tenant's cgroup while it tries. A tenant that freezes or kills its cgroup,
+//! or uses up its memory, may prevent an answer. The agent never waits longer than [`LIMIT`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -21,12 +22,12 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::node::pod_cgroups::visit_cgroups;
 
-/// The first argument of the agent's program that makes it [`run_child`].
+/// The first argument with which the agent's program runs [`run_child`].
 pub const SUBCOMMAND: &str = "may-open";
 
-/// How long an answer may take.
+/// The timeout of an answer.
 const LIMIT: Duration = Duration::from_secs(2);
-/// How often it is looked for.
+/// How often the agent checks whether the process has ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// `CGROUP_SUPER_MAGIC` and `CGROUP2_SUPER_MAGIC` (linux/magic.h).
@@ -36,35 +37,36 @@ const CGROUP_V2_MAGIC: u32 = 0x6367_7270;
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceAccessError {
-    /// Nothing decides there which devices are opened.
+    /// The container is in no cgroup that decides about devices.
     #[error("{} is in no hierarchy of cgroups that decides about devices", .0.display())]
     NoCgroup(PathBuf),
     /// The process could not be started, or not be waited for.
     #[error("failed to start a process that tries: {0}")]
     Start(#[from] io::Error),
-    /// It did not answer in time.
+    /// The process did not answer in time.
     #[error("no answer in {LIMIT:?}")]
     TimedOut,
-    /// It ended without an answer.
+    /// The process ended without an answer.
     #[error("the process that tries ended with {0}")]
     Failed(ExitStatus),
 }
 
-/// Where a container is.
+/// The cgroup of a container, with the file systems through which it is reached.
 #[derive(Clone, Copy, Debug)]
 pub struct AccessQuery<'a> {
     /// The host's process file system.
     pub proc: &'a Path,
     /// The host's cgroup file system.
     pub cgroup_root: &'a Path,
-    /// The container's cgroup, in some hierarchy of it.
+    /// The container's cgroup, in any hierarchy.
     pub container_cgroup: &'a Path,
 }
 
-/// The names of the `nodes` that a process in the container's cgroup may open. `program` is the agent's own.
+/// The names of the `nodes` that a process in the container's cgroup may open. `program` is the
+/// agent's own.
 ///
 /// # Errors
-/// Whatever keeps it from an answer.
+/// When the process cannot be started or gives no answer.
 pub fn openable_nodes(
     program: &Path,
     asked: AccessQuery<'_>,
@@ -88,7 +90,7 @@ pub fn openable_nodes(
         .spawn()?;
     let ended = wait_until(&mut child, Instant::now() + LIMIT);
     if !matches!(ended, Ok(Some(_))) {
-        // A frozen process ends by SIGKILL too.
+        // SIGKILL ends a frozen process too.
         child.kill()?;
         child.wait()?;
     }
@@ -114,8 +116,8 @@ fn wait_until(child: &mut Child, until: Instant) -> io::Result<Option<ExitStatus
     }
 }
 
-/// The container's cgroups in the hierarchies that decide about devices: the devices controller's of v1, and v2. `magic`
-/// tells which file system a folder is of.
+/// The container's cgroups that decide about devices: in the devices controller of v1, and in v2.
+/// `magic` returns a folder's file system type.
 fn device_cgroups(
     root: &Path,
     container: &Path,
@@ -126,7 +128,7 @@ fn device_cgroups(
     if is(container, CGROUP_V2_MAGIC) {
         folders.insert(container.to_owned());
     }
-    // With v1 the first folder names the hierarchy, and the rest is the same in each.
+    // With v1 the first folder names the hierarchy, and the rest of the path is the same in each.
     let inside = container.strip_prefix(root).unwrap_or(container);
     let rest: PathBuf = inside.components().skip(1).collect();
     let others = [("devices", CGROUP_V1_MAGIC), ("unified", CGROUP_V2_MAGIC)];
@@ -142,7 +144,7 @@ fn fs_magic(folder: &Path) -> Option<u32> {
     statfs(folder).ok().map(|stat| stat.f_type as u32)
 }
 
-/// What the agent's program does after [`SUBCOMMAND`]: it joins the cgroups and prints a digit for each node.
+/// Joins the cgroups and prints a digit for each node.
 pub fn run_child(words: impl Iterator<Item = OsString>) -> ExitCode {
     let answer = check_nodes(words).and_then(|answer| io::stdout().write_all(&answer).ok());
     answer.map_or(ExitCode::FAILURE, |()| ExitCode::SUCCESS)
@@ -151,7 +153,8 @@ pub fn run_child(words: impl Iterator<Item = OsString>) -> ExitCode {
 fn check_nodes(mut words: impl Iterator<Item = OsString>) -> Option<Vec<u8>> {
     let proc = PathBuf::from(words.next()?);
     let folders: usize = words.next()?.to_str()?.parse().ok()?;
-    // A cgroup namespace of the agent's own would keep it out of the container's cgroup (cgroups(7), nsdelegate).
+    // In a cgroup namespace of its own the agent could not join the cgroup (cgroups(7),
+    // nsdelegate).
     if let Ok(host) = File::open(proc.join("1/ns/cgroup")) {
         let _ = move_into_link_name_space(host.as_fd(), Some(LinkNameSpaceType::ControlGroup));
     }
@@ -161,21 +164,22 @@ fn check_nodes(mut words: impl Iterator<Item = OsString>) -> Option<Vec<u8>> {
     words.map(|node| can_open(Path::new(&node))).collect()
 }
 
-/// Joins a cgroup, or the first in it that takes processes: one that divides what it has among others takes none.
+/// Joins a cgroup, or the first one below it that accepts processes: a cgroup that distributes
+/// resources to children accepts none.
 fn join_cgroup(folder: &Path) -> bool {
     let mut joined = false;
     visit_cgroups(folder, |inside| {
         let procs = OpenOptions::new()
             .write(true)
             .open(inside.join("cgroup.procs"));
-        // Zero is the process that writes.
+        // The kernel takes zero for the writing process.
         joined = procs.is_ok_and(|mut procs| procs.write_all(b"0").is_ok());
         joined
     });
     joined
 }
 
-/// None where that cannot be told.
+/// None where the answer is neither yes nor no.
 fn can_open(node: &Path) -> Option<u8> {
     match accessat(
         CWD,
@@ -254,7 +258,8 @@ mod tests {
     fn first_cgroup_inside_that_takes_processes_is_joined() {
         let root = tempfile::tempdir().unwrap();
         let (divided, leaf) = (root.path().join("main"), root.path().join("main/leaf"));
-        // As with v2 a cgroup that has others takes no process: here it has no such file.
+        // A v2 cgroup with children accepts no process; in this fixture the file is missing
+        // instead.
         std::fs::create_dir_all(&leaf).unwrap();
         assert!(!join_cgroup(&divided));
         std::fs::write(leaf.join("cgroup.procs"), "").unwrap();

@@ -1,5 +1,6 @@
-//! Whether a container is held to its quota, as far as its mounts, its device nodes and its processes' memory maps
-//! tell: pure.
+//! Decides which gap in the enforcement a container has: pure.
+//!
+//! The inputs are its mounts, its device nodes, its capabilities and its processes' memory maps.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
@@ -9,24 +10,24 @@ use super::maps::{FileKind, MappedFile};
 use super::mounts::{Location, MountTable};
 use crate::node::driver_files::LIBCUDA;
 
-/// Why a container is not held to its quota.
+/// Why a container is not under enforcement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum GapReason {
-    /// It may change its share of a GPU's time: it has `CAP_SYS_NICE` over the host.
+    /// The container has `CAP_SYS_NICE` over the host and may change its share of a GPU's time.
     SysNice,
-    /// Too much of it would have to be read, or what it may do could not be asked.
+    /// The agent could not read enough, or got no answer about device access.
     NotAttested,
-    /// It may undo everything: it has `CAP_SYS_ADMIN` over the host.
+    /// The container has `CAP_SYS_ADMIN` over the host and can undo any enforcement.
     Privileged,
-    /// One of our mounts is not there.
+    /// A mount that the agent ordered is missing.
     MountMissing,
-    /// Something is mounted over one of our paths.
+    /// Another file system is mounted over a path of the shim.
     MountedOver,
     /// A process has another libcuda mapped than the shim.
     ForeignDriver,
-    /// A process uses the driver, or a device node of it, without the shim.
+    /// A process uses the driver, or one of its device nodes, without the shim.
     DriverWithoutShim,
-    /// It may open device nodes of GPUs that it was not given.
+    /// The container may open device nodes of GPUs that it was not given.
     OtherGpus,
 }
 
@@ -46,16 +47,16 @@ impl GapReason {
     }
 }
 
-/// What keeps a container from being held to its quota.
+/// A gap in a container's enforcement.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct EnforcementGap {
-    /// In one word.
+    /// The reason as one word.
     pub reason: GapReason,
-    /// For people: the path or process that is at fault. Does not change while nothing changes.
+    /// The path or process at fault, for people. The text is the same for the same fault.
     pub detail: String,
 }
 
-/// The longest detail: tenants choose the paths in it.
+/// The longest detail; the paths in it are chosen by tenants.
 const MAX_DETAIL: usize = 256;
 
 impl EnforcementGap {
@@ -65,7 +66,7 @@ impl EnforcementGap {
         Self { reason, detail }
     }
 
-    /// Nothing can be said of a container, for this reason.
+    /// The gap of a container that the agent could not attest.
     pub fn not_attested(why: impl Into<String>) -> Self {
         Self::new(GapReason::NotAttested, why)
     }
@@ -97,27 +98,28 @@ impl std::fmt::Display for EnforcementGap {
     }
 }
 
-/// A mount that a container of ours must have.
+/// A mount that a container with a GPU must have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExpectedMount {
-    /// Where the container sees it.
+    /// The mount point in the container.
     pub mount_point: PathBuf,
-    /// What is mounted there.
+    /// The mounted file or folder.
     pub source: Location,
 }
 
-/// The shim's files on this node, of every build that a container may still have.
+/// The shim's files on this node, of every build that a container may still use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InstalledShim {
-    /// The folder of the builds' folders.
+    /// The folder that has a folder for each build.
     pub builds: Location,
-    /// The files' numbers, by `<build>/<file>`.
+    /// The inode of each file, by `<build>/<file>`.
     pub files: BTreeMap<PathBuf, u64>,
 }
 
 impl InstalledShim {
-    /// Whether a mapped file is a file of the shim's: its path leads to one, and it has that one's number (on an
-    /// overlay a map may show another number than the file has).
+    /// Whether a mapped file belongs to the shim: its path resolves to an installed file with the
+    /// same inode. On an overlay the map may show another inode than the file has, so the path is
+    /// enough.
     fn contains(&self, mapped: &MappedFile, mounts: &MountTable) -> bool {
         let Some((mount, found)) = mounts.resolve(&mapped.path) else {
             return false;
@@ -131,8 +133,8 @@ impl InstalledShim {
     }
 }
 
-/// What a container lacks of the mounts that it must have. A path may be a link in the image: what counts is that
-/// each source is shown as often as it is expected, and that nothing lies on it.
+/// Checks a container's mounts. The image may have links in a path, so the check counts how often
+/// each source is visible. Nothing may be mounted on a source.
 pub fn check_mounts(expected: &[ExpectedMount], mounts: &MountTable) -> Option<EnforcementGap> {
     let ours: BTreeSet<&Location> = expected.iter().map(|mount| &mount.source).collect();
     for source in &ours {
@@ -175,18 +177,18 @@ pub fn check_mounts(expected: &[ExpectedMount], mounts: &MountTable) -> Option<E
     ))
 }
 
-/// What a process does with the driver.
+/// How a process uses the driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DriverUse {
-    /// It has the shim mapped.
+    /// Whether the process has the shim mapped.
     pub has_shim: bool,
-    /// Where it has device nodes of the driver mapped.
+    /// The addresses at which the process has device nodes of the driver mapped.
     pub device_mappings: BTreeSet<u64>,
-    /// What it does that the shim does not see.
+    /// The process's use of the driver that bypasses the shim.
     pub gap: Option<EnforcementGap>,
 }
 
-/// What a process with these `mapped` files does with the driver, where `mounts` is its mount table.
+/// Checks the `mapped` files of a process whose mount table is `mounts`.
 pub fn check_process(
     mapped: &BTreeSet<MappedFile>,
     mounts: &MountTable,
@@ -196,7 +198,7 @@ pub fn check_process(
     let named = |kind: FileKind| mapped.iter().filter(move |file| file.kind == kind);
     let is_shim = |file: &MappedFile| file.path.file_name().is_some_and(|name| name == LIBCUDA);
     let shim = named(FileKind::Libcuda).filter(ours).any(is_shim);
-    // NVIDIA's rule for newer programs on older drivers: the shim opens an image's compat library itself.
+    // For newer programs on older drivers the shim itself opens the image's compat library.
     let foreign = named(FileKind::Libcuda)
         .filter(|file| !ours(file))
         .find(|file| !(shim && is_compat_library(&file.path)));
@@ -217,20 +219,21 @@ pub fn check_process(
     }
 }
 
-/// `/usr/local/cuda*/compat/`, where NVIDIA's images have it.
+/// NVIDIA's images have their compat libraries in `/usr/local/cuda*/compat/`.
 fn is_compat_library(path: &Path) -> bool {
     let mut parts = path.components().rev().skip(1);
     parts.next() == Some(Component::Normal("compat".as_ref())) && path.starts_with("/usr/local")
 }
 
-/// Whether a name in `/dev` is a GPU's node.
+/// Whether a name in `/dev` is that of a GPU's node.
 pub fn is_gpu_node(name: &str) -> bool {
     let number = name.strip_prefix("nvidia");
     number.is_some_and(|number| number.parse::<u32>().is_ok())
 }
 
-/// Whether a container has to be asked which GPUs it may open: it can make device nodes where it likes, or has one of
-/// a GPU that it was not `given`. libcuda makes the nodes of every GPU where it may, so that `seen` says nothing more.
+/// Whether the agent has to ask which GPUs a container may open: if the container can make device
+/// nodes, or has a node of a GPU that it was not `given`. libcuda makes the nodes of all GPUs where
+/// it may, so a node in `seen` alone proves nothing.
 pub fn needs_device_check(
     given: &BTreeSet<String>,
     seen: &BTreeSet<String>,
@@ -242,25 +245,26 @@ pub fn needs_device_check(
     over_the_host && bounding & MKNOD != 0 || !seen.is_subset(given)
 }
 
-/// What a container may open of GPUs that it was not given.
+/// Checks which GPUs a container may open that it was not given.
 pub fn check_openable(openable: &BTreeSet<String>) -> Option<EnforcementGap> {
     let names: Vec<&str> = openable.iter().map(String::as_str).collect();
     (!names.is_empty()).then(|| EnforcementGap::new(GapReason::OtherGpus, names.join(", ")))
 }
 
-/// For how long a container's runtime may make it, at most. Its own process is the container's first until it executes the
-/// program, in the container's cgroup and mounts: it gives up its rights late, and has the host's root over the container's
-/// for a moment (`pivot_root`(2), "pivot_root(".", ".")").
+/// The longest time that a runtime may need to set up a container. Until it executes the program,
+/// the runtime's own process is the container's first: in its cgroup and mounts, with the
+/// capabilities not dropped yet and the host's root above its own (`pivot_root`(2),
+/// "pivot_root(".", ".")").
 const MAX_SETUP: Duration = Duration::from_secs(60);
 
-/// Whether a container's rights and mounts are those that its program has. `forked`: its first process, of this age, has
-/// executed nothing, as the runtime's own.
+/// Whether a container's capabilities and mounts are those of its program. `forked`: its first
+/// process, of this age, has executed no program and may be the runtime's.
 pub fn is_set_up(forked: bool, age: Duration) -> bool {
     !forked || age >= MAX_SETUP
 }
 
-/// What a container may do to the host: `bounding` are the capabilities that its processes may ever have, over the
-/// host or over a user namespace of its own.
+/// Checks what a container may do to the host. `bounding` are the capabilities that its processes
+/// may ever have, over the host or over a user namespace of their own.
 pub fn check_capabilities(bounding: u64, over_the_host: bool) -> Option<EnforcementGap> {
     /// `CAP_SYS_ADMIN` (linux/capability.h).
     const SYS_ADMIN: u64 = 1 << 21;
@@ -268,8 +272,9 @@ pub fn check_capabilities(bounding: u64, over_the_host: bool) -> Option<Enforcem
         .then(|| EnforcementGap::new(GapReason::Privileged, "CAP_SYS_ADMIN over the host"))
 }
 
-/// What a container may do to its neighbours' time: the driver lets who has this capability set time slices and
-/// restart run lists (`RS_ACCESS_NICE`, open-gpu-kernel-modules `rs_access.h`).
+/// Checks what a container may do to the time of others: with this capability the driver lets a
+/// process set time slices and restart run lists (`RS_ACCESS_NICE`, open-gpu-kernel-modules
+/// `rs_access.h`).
 pub fn check_scheduling(bounding: u64, over_the_host: bool) -> Option<EnforcementGap> {
     /// `CAP_SYS_NICE` (linux/capability.h).
     const SYS_NICE: u64 = 1 << 23;

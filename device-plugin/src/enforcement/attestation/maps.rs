@@ -1,36 +1,37 @@
-//! Which files of a driver a process has mapped, by its memory map: pure.
+//! Finds the driver's files in a process's memory map: pure.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use crate::node::cdi::CONTAINER_DRIVER_DIR;
 
-/// A mapped file that has to do with a driver.
+/// A mapped file of a driver.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct MappedFile {
-    /// What it is by its name.
+    /// The kind of file, by its name.
     pub kind: FileKind,
-    /// The file's number in its file system.
+    /// The file's inode.
     pub inode: u64,
-    /// Its path in the process's mount namespace. A file that was removed ends in ` (deleted)`.
+    /// The path in the process's mount namespace. The kernel appends ` (deleted)` to a removed
+    /// file.
     pub path: PathBuf,
 }
 
-/// What a mapped file is, by its name alone.
+/// The kind of a mapped file, by its name alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FileKind {
-    /// It is called as the driver API library is: the shim, or another.
+    /// A file with the name of the driver API library: the shim, or another library.
     Libcuda,
-    /// The real driver API library where we put it.
+    /// The driver's own library, at the path where the agent mounts it.
     Driver,
-    /// A device node: what talks to the GPU.
+    /// A device node, through which processes use the GPU.
     Device,
 }
 
-/// What the paths of a process's files that have to do with a driver may take together. An honest one has a dozen.
+/// The most bytes of paths that are stored for a process. An honest one has a dozen files.
 const MAX_PATH_BYTES: usize = 64 << 10;
 
-/// The files of a memory map that have to do with a driver, each once.
+/// The driver's files in a memory map, each once.
 #[derive(Clone, Debug, Default)]
 pub struct DriverFiles {
     files: BTreeSet<MappedFile>,
@@ -38,7 +39,7 @@ pub struct DriverFiles {
 }
 
 impl DriverFiles {
-    /// Takes in a line of `/proc/<pid>/maps` (proc_pid_maps(5)).
+    /// Adds a line of `/proc/<pid>/maps` (proc_pid_maps(5)).
     pub fn add_line(&mut self, line: &str) {
         let Some(file) = parse_line(line).filter(|_| self.bytes <= MAX_PATH_BYTES) else {
             return;
@@ -49,17 +50,18 @@ impl DriverFiles {
         }
     }
 
-    /// All of them; none where they are too many.
+    /// The files; none where they are too many.
     pub fn get(&self) -> Option<&BTreeSet<MappedFile>> {
         (self.bytes <= MAX_PATH_BYTES).then_some(&self.files)
     }
 }
 
-/// The most mappings of device nodes that are kept of a process: a context of an H200 has some thirty.
+/// The most mappings of device nodes that are stored for a process; a context of an H200 has
+/// thirty.
 const MAX_DEVICE_MAPPINGS: usize = 256;
 
-/// Takes in where a process has device nodes of the driver mapped, from a line of its memory map. Nowhere: it has not
-/// begun with the driver; NVML maps none.
+/// Adds the address at which a line of a memory map has a device node of the driver. A process
+/// without any has not initialised the driver; NVML maps none.
 pub fn add_device_mapping(line: &str, devices: &mut BTreeSet<u64>) {
     let path = line.find('/').and_then(|at| line.get(at..));
     if path.and_then(kind_of) != Some(FileKind::Device) || devices.len() >= MAX_DEVICE_MAPPINGS {
@@ -69,7 +71,8 @@ pub fn add_device_mapping(line: &str, devices: &mut BTreeSet<u64>) {
     devices.extend(start.and_then(|start| u64::from_str_radix(start, 16).ok()));
 }
 
-/// `7f00-7f01 r-xp 00000000 08:01 1234   /usr/lib/libcuda.so.1`: range, access, offset, device, inode, path.
+/// `7f00-7f01 r-xp 00000000 08:01 1234 /usr/lib/libcuda.so.1`: range, access, offset, device,
+/// inode, path.
 fn parse_line(line: &str) -> Option<MappedFile> {
     let path = &line[line.find('/')?..];
     let kind = kind_of(path)?;

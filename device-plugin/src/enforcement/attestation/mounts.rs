@@ -1,13 +1,13 @@
-//! Which file a path leads to, by a process's mount table: pure.
+//! Resolves a path by a process's mount table: pure.
 //!
-//! A mount table (`/proc/<pid>/mountinfo`, proc_pid_mountinfo(5)) names for each mount the device of its file
-//! system and the folder or file in it. So where a container's path leads to can be told without following it
-//! into file systems that a tenant made, and compared with where a path of the agent's leads to.
+//! A mount table (`/proc/<pid>/mountinfo`, proc_pid_mountinfo(5)) lists each mount with its file
+//! system's device and the mounted path in that file system. So the agent can resolve a container's
+//! path without entering a tenant's file systems, and compare the result with a path of its own.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// A file or folder by the file system that it is in. The same in every mount namespace.
+/// A file or folder by its file system. It is equal in every mount namespace.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Location {
     /// The file system's device, `major:minor`.
@@ -16,31 +16,31 @@ pub struct Location {
     pub path: PathBuf,
 }
 
-/// One mount.
+/// One mount of a table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
     id: u32,
     parent: u32,
-    /// What is mounted.
+    /// The mounted file or folder.
     pub source: Location,
-    /// Where, below the root of the process.
+    /// The mount point, relative to the root of the process.
     pub mount_point: PathBuf,
     /// The file system's type.
     pub fs_type: String,
 }
 
-/// A mount table.
+/// The mounts of one mount namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MountTable {
     mounts: Vec<Mount>,
-    /// The places in `all` of those that lie on each mount, by its number.
+    /// The indices in `mounts` of the mounts on each mount, by the parent's id.
     children: BTreeMap<u32, Vec<usize>>,
-    /// The numbers of those at the root of the process.
+    /// The ids of the mounts at the root of the process.
     root_ids: BTreeSet<u32>,
 }
 
 impl MountTable {
-    /// Reads a `mountinfo`. Lines that are none are passed over.
+    /// Parses a `mountinfo`; malformed lines are skipped.
     #[cfg(test)]
     pub fn parse(text: &str) -> Self {
         let mut mounts = Self::default();
@@ -48,7 +48,7 @@ impl MountTable {
         mounts
     }
 
-    /// Takes in a line of a `mountinfo`; one that is none is passed over.
+    /// Adds a line of a `mountinfo`; a malformed line is skipped.
     pub fn add_line(&mut self, line: &str) {
         let Some(mount) = parse_line(line) else {
             return;
@@ -68,13 +68,13 @@ impl MountTable {
         self.mounts.iter()
     }
 
-    /// What an absolute `path` without symbolic links leads to, and the mount that it is in: the path is walked from
-    /// the root, into each mount on the way. None where the table has no root.
+    /// Resolves an absolute `path` without symbolic links, and returns the last mount on its way.
+    /// None where the table has no root.
     pub fn resolve(&self, path: &Path) -> Option<(&Mount, Location)> {
         let is_root = |mount: &&Mount| mount.mount_point == Path::new("/");
         let mut roots = self.iter().filter(is_root);
         let mut here = roots.find(|root| !self.root_ids.contains(&root.parent))?;
-        // Each step enters a mount that lies on the one before; a table with a circle ends it too.
+        // Each step enters a mount on the one before; the bound ends a table with a cycle.
         for _ in 0..self.mounts.len() {
             let leads =
                 |mount: &&Mount| mount.id != here.id && path.starts_with(&mount.mount_point);
@@ -98,15 +98,15 @@ impl MountTable {
         Some((here, Location { device, path }))
     }
 
-    /// Whether a walk to the mount's own point ends where the mount says: nothing hides it.
+    /// Whether the mount's own point resolves to its source, so that no other mount hides it.
     pub fn is_visible(&self, mount: &Mount) -> bool {
         self.resolve(&mount.mount_point)
             .is_some_and(|(_, found)| found == mount.source)
     }
 }
 
-/// `36 35 98:0 /mnt1 /mnt/point rw,noatime master:1 - ext3 /dev/root rw`: id, parent, device, root, point, options,
-/// any number of optional fields, a dash, the type.
+/// `36 35 98:0 /mnt1 /mnt/point rw,noatime master:1 - ext3 /dev/root rw`: id, parent, device, root,
+/// point, options, any number of optional fields, a dash, the type.
 fn parse_line(line: &str) -> Option<Mount> {
     let (fields, rest) = line.split_once(" - ")?;
     let mut fields = fields.split(' ');
@@ -116,7 +116,7 @@ fn parse_line(line: &str) -> Option<Mount> {
     let path = unescape(fields.next()?);
     let point = unescape(fields.next()?);
     let kind = rest.split(' ').next()?.to_owned();
-    // The rest of a walk is taken relative to the point.
+    // `resolve` takes the rest of a path relative to the mount point.
     point.is_absolute().then_some(Mount {
         id,
         parent,

@@ -1,13 +1,16 @@
-//! Reads `/proc` of the containers that have GPUs, as little of it as shows a change.
+//! Reads `/proc` of the containers that have GPUs, and rereads only what may have changed.
 //!
-//! Nothing here follows a path in a container's own file systems, which a tenant may have made to hang; the one
-//! folder that is read there, `/dev`, is read only where the mount table says that it is the kernel's.
+//! The agent follows no path in a container's own file systems, since a tenant may make them hang.
+//! It reads one folder there, `/dev`, and only if the mount table shows a file system of the
+//! kernel.
 //!
-//! What a process has mapped is read again when the size of its address space, its image or its start changed, and
-//! after [`MAX_AGE`] in any case. A container's mounts are read each time: nothing shows that they changed.
+//! The agent rereads a process's memory map when the process's size, image or start time has
+//! changed, and after [`MAX_AGE`] in any case. It rereads the mounts each time, since nothing
+//! indicates a change.
 //!
-//! A tenant shapes all of it, so nothing is read without a bound: what is too large makes its container one that is not
-//! attested. One look at a pod reads [`MAPS_BYTES_PER_PROBE`] of memory maps, and the next one those that waited longest.
+//! Tenants control the size of these files, so each read has a bound. A container whose files are
+//! too large counts as not attested. One probe of a pod reads [`MAPS_BYTES_PER_PROBE`] of memory
+//! maps, and the next one starts with the processes that have waited longest.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, ErrorKind};
@@ -27,10 +30,10 @@ use crate::node::pod_cgroups::{MAX_PROCESSES, container_cgroups, list_processes}
 use crate::procfs::{self, Bounds, Stat, bounding_capabilities};
 use crate::units::{AllocationId, PodUid};
 
-/// How old what is known of an unchanged process may become.
+/// The longest time before an unchanged process is read again.
 const MAX_AGE: Duration = Duration::from_secs(10);
 
-/// The largest memory map that is read: as many mappings as a process may have (`vm.max_map_count`), and four times that.
+/// The largest memory map that is read: four times the mappings of `vm.max_map_count`.
 const MAPS_BOUNDS: Bounds = Bounds {
     bytes: 16 << 20,
     lines: 1 << 18,
@@ -40,114 +43,114 @@ const MOUNTS_BOUNDS: Bounds = Bounds {
     bytes: 4 << 20,
     lines: 4_096,
 };
-/// The agent's own has every pod's mounts.
+/// The largest mount table of the agent, which has every pod's mounts.
 const OWN_MOUNTS_BOUNDS: Bounds = Bounds {
     bytes: 256 << 20,
     lines: 1 << 20,
 };
-/// Of how many bytes of memory maps one look at a pod reads, but for the last process's.
+/// The bytes of memory maps that one probe of a pod reads; the last process may exceed them.
 const MAPS_BYTES_PER_PROBE: u64 = MAPS_BOUNDS.bytes;
 /// How long a process may wait to be read before its container counts as not attested.
 const MAX_WAIT: Duration = Duration::from_secs(60);
 /// The most names in a container's `/dev`.
 const MAX_DEV_NAMES: usize = 16_384;
 
-/// The agent's own program, also where its file was replaced.
+/// The agent's own program, even after its file was replaced.
 const SELF_EXE: &str = "/proc/self/exe";
 
-/// Where the allocation's own folder is mounted, however the image's `/run` is linked.
+/// The mount points of the allocation's own folder; the image may have a link at `/run`.
 const RUN_DIR_MOUNT_POINTS: [&str; 2] = ["/run/bursar", "/var/run/bursar"];
 
-/// A pod with containers of ours.
+/// A pod with containers that have GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AttestationTarget {
-    /// The pod.
+    /// The pod's UID.
     pub pod: PodUid,
-    /// Its cgroup's folder.
+    /// The pod's cgroup.
     pub cgroup: PathBuf,
 }
 
-/// A container of ours that runs.
+/// A running container with a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AttestedContainer {
-    /// What it was given.
+    /// The container's allocation.
     pub allocation: AllocationId,
-    /// Its pod.
+    /// The container's pod.
     pub pod: PodUid,
-    /// The name of its cgroup.
+    /// The name of the container's cgroup.
     pub cgroup: String,
-    /// Why it is not held to its quota; none where it is.
+    /// The gap in its enforcement; none where it has none.
     pub gap: Option<EnforcementGap>,
-    /// Its processes.
+    /// The container's processes, by pid.
     pub processes: BTreeMap<u32, AttestedProcess>,
 }
 
-/// A process of a container of ours.
+/// A process of a container with a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AttestedProcess {
-    /// When it started, in clock ticks since boot.
+    /// The start time, in clock ticks since boot.
     pub start: u64,
-    /// Whether it has executed no program since it was forked.
+    /// Whether the process has executed no program since it was forked.
     pub forked: bool,
-    /// Whether it has the shim mapped.
+    /// Whether the process has the shim mapped.
     pub has_shim: bool,
-    /// Where it has device nodes of the driver mapped.
+    /// The addresses at which the process has device nodes of the driver mapped.
     pub device_mappings: BTreeSet<u64>,
 }
 
-/// Looks at the containers of a pod; keeps what it read.
+/// Attests the containers of a pod, and caches what it has read.
 #[derive(Debug)]
 pub struct PodAttestor {
     paths: PathsConfig,
     driver: DriverConfig,
     cdi: CdiDir,
-    /// What each allocation's CDI file gave.
+    /// The mounts and nodes in each allocation's CDI file.
     given: BTreeMap<AllocationId, ContainerGrant>,
-    /// The containers by their cgroup's folder.
+    /// The containers by their cgroup.
     containers: BTreeMap<PathBuf, ContainerRecord>,
     processes: BTreeMap<u32, ProcessRecord>,
-    /// The processes that have changed and were not read since, each with since when.
+    /// The processes that have changed and were not reread, each with the time of the change.
     waiting_since: BTreeMap<u32, Instant>,
 }
 
-/// What an allocation's container was given.
+/// The mounts and device nodes that an allocation's container was given.
 #[derive(Clone, Debug)]
 struct ContainerGrant {
     mounts: Vec<ExpectedMount>,
     nodes: BTreeSet<String>,
 }
 
-/// A container by its first process.
+/// A container, identified by its first process.
 #[derive(Debug)]
 struct ContainerRecord {
     first_process: (u32, Stat),
-    /// None where it is none of ours.
+    /// None for a container without a GPU.
     allocation: Option<AllocationId>,
-    /// What its first process's rights come to.
+    /// The rights of its first process.
     rights: RightsRecord,
-    /// Whether that could be told in full.
+    /// Whether the record needs no second read: its runtime has set the container up.
     is_final: bool,
     read_at: Instant,
 }
 
-/// What does not change of a container while its first process does not.
+/// The result that changes only with a container's first process.
 #[derive(Clone, Debug, Default)]
 struct RightsRecord {
     gap: Option<EnforcementGap>,
-    /// Counts where it lacks nothing else.
+    /// The gap that is reported only if the container has no other.
     minor_gap: Option<EnforcementGap>,
     device_check: Option<DeviceCheck>,
 }
 
-/// What a container was asked, and what it may open.
+/// The GPUs that a container was checked for, and those that it may open.
 #[derive(Clone, Debug)]
 struct DeviceCheck {
     other_gpus: BTreeMap<String, PathBuf>,
-    /// The GPUs' nodes in its `/dev`.
+    /// The GPU nodes in the container's `/dev`.
     visible_gpus: BTreeSet<String>,
-    /// None where there was no answer.
+    /// None where the check gave no answer.
     openable: Option<BTreeSet<String>>,
-    /// Since when there was none.
+    /// Since when the check gives no answer.
     unanswered_since: Option<Instant>,
 }
 
@@ -155,12 +158,12 @@ struct DeviceCheck {
 #[derive(Debug)]
 struct ProcessRecord {
     stat: Stat,
-    /// None where it was too large to be read.
+    /// None where the memory map was too large.
     driver_use: Option<DriverUse>,
     read_at: Instant,
 }
 
-/// What looks at pods at the same time have in common.
+/// The host's state, read once for all pods of an audit.
 #[derive(Debug)]
 pub struct HostView {
     now: Instant,
@@ -168,12 +171,12 @@ pub struct HostView {
     own_mounts: MountTable,
     shim: Option<InstalledShim>,
     user_namespace: Option<PathBuf>,
-    /// The device nodes of the node's GPUs, each with its device's number.
+    /// The device nodes of the node's GPUs, each with its device number.
     gpu_nodes: BTreeMap<String, (u64, PathBuf)>,
 }
 
 impl HostView {
-    /// As it is now.
+    /// Reads the present state.
     pub fn read(paths: &PathsConfig, driver: &DriverConfig) -> Self {
         let own = paths.proc.join("self");
         let mut mounts = MountTable::default();
@@ -193,7 +196,7 @@ impl HostView {
         }
     }
 
-    /// The nodes of GPUs that are none of those `given`, by another name neither.
+    /// The nodes of GPUs that are not `given`; other names of a given device are left out.
     fn other_gpu_nodes(&self, given: &BTreeSet<String>) -> BTreeMap<String, PathBuf> {
         let numbers = given.iter().filter_map(|name| self.gpu_nodes.get(name));
         let numbers: BTreeSet<u64> = numbers.map(|(number, _)| *number).collect();
@@ -207,7 +210,7 @@ impl HostView {
 }
 
 impl PodAttestor {
-    /// Has seen nothing yet.
+    /// An attestor with an empty cache.
     pub fn new(config: &Config) -> Self {
         Self {
             paths: config.paths.clone(),
@@ -220,7 +223,7 @@ impl PodAttestor {
         }
     }
 
-    /// The running containers of ours in the pod.
+    /// Attests the running containers with GPUs in the pod.
     pub fn probe(
         &mut self,
         AttestationTarget { pod, cgroup }: &AttestationTarget,
@@ -249,7 +252,7 @@ impl PodAttestor {
         found
     }
 
-    /// The processes of a cgroup, the oldest first, and whether they are all.
+    /// The processes of a cgroup, the oldest first, and whether the list is complete.
     fn processes_of(&self, folder: &Path) -> (Vec<(u32, Stat)>, bool) {
         let (pids, all) = list_processes(folder);
         let stat = |pid: u32| Stat::parse(&self.read_text(pid, "stat").ok()?);
@@ -292,12 +295,12 @@ impl PodAttestor {
         let read = procfs::for_each_line(&table, MOUNTS_BOUNDS, |line| mounts.add_line(line));
         let too_many = match read {
             Err(error) if error.kind() != ErrorKind::FileTooLarge => return None,
-            // The runtime's mounts are the first of them: enough to tell whose container it is.
+            // The runtime's mounts come first, so a truncated table still identifies the container.
             read => read.is_err(),
         };
-        // A process that ends has none any more.
+        // A process that is ending has no mounts.
         mounts.resolve(Path::new("/"))?;
-        // Once known for ours it stays so, also where it hides the mount that told it.
+        // A container that hides the identifying mount later keeps its allocation.
         allocation = allocation.or_else(|| self.allocation_of(&mounts, &around.own_mounts));
         let given = allocation.and_then(|allocation| self.grant_of(allocation, &around.own_mounts));
         let made =
@@ -343,7 +346,7 @@ impl PodAttestor {
         })
     }
 
-    /// The allocation whose folder a container has.
+    /// The allocation whose folder is mounted in a container.
     fn allocation_of(&self, mounts: &MountTable, own: &MountTable) -> Option<AllocationId> {
         let folder = self.paths.run_dir.join("alloc").canonicalize().ok()?;
         let (_, alloc) = own.resolve(&folder)?;
@@ -361,7 +364,7 @@ impl PodAttestor {
             })
     }
 
-    /// What the container of an allocation was given, by its CDI file; none where it cannot be read.
+    /// The mounts and nodes in an allocation's CDI file; none where it cannot be read.
     fn grant_of(&mut self, allocation: AllocationId, own: &MountTable) -> Option<ContainerGrant> {
         if let Some(given) = self.given.get(&allocation) {
             return Some(given.clone());
@@ -392,7 +395,7 @@ impl PodAttestor {
         Some(given)
     }
 
-    /// A path of the host as the agent sees it.
+    /// The path at which the agent sees a path of the host.
     fn agent_path(&self, host_path: &Path) -> PathBuf {
         let PathsConfig {
             state_dir, run_dir, ..
@@ -406,7 +409,7 @@ impl PodAttestor {
         }
     }
 
-    /// What a container's first process, and so all of its, may do.
+    /// Checks the rights of a container's first process, which limit those of all its processes.
     fn check_rights(
         &self,
         folder: &Path,
@@ -432,7 +435,7 @@ impl PodAttestor {
             }
             Err(_) => None,
         };
-        // It is gone.
+        // The process has ended.
         let Some(bounding) = bounding else {
             return RightsRecord::default();
         };
@@ -456,7 +459,7 @@ impl PodAttestor {
                     openable: Some(openable),
                     ..
                 } => evaluate::check_openable(openable),
-                // A container that just ended does not answer either.
+                // A container that just ended gives no answer either.
                 DeviceCheck {
                     unanswered_since: silent,
                     ..
@@ -477,8 +480,8 @@ impl PodAttestor {
         }
     }
 
-    /// Which of `others` a container may open, where `seen` are the GPUs in its `/dev`: asked once, and when either
-    /// changes.
+    /// Checks which of `others` a container may open, where `seen` are the GPU nodes in its `/dev`.
+    /// A result is reused until either changes.
     fn check_devices(
         &self,
         folder: &Path,
@@ -509,7 +512,7 @@ impl PodAttestor {
         }
     }
 
-    /// The names of GPUs in a container's `/dev`; none where there are too many names.
+    /// The names of GPU nodes in a container's `/dev`; none where `/dev` has too many names.
     fn visible_gpu_nodes(&self, pid: u32, mounts: &MountTable) -> Option<BTreeSet<String>> {
         let of_the_kernel = |kind: &str| matches!(kind, "tmpfs" | "devtmpfs");
         let dev = mounts.resolve(Path::new("/dev"));
@@ -531,7 +534,8 @@ impl PodAttestor {
         Some(found)
     }
 
-    /// What each process of a container does, as far as that is known, and the first lack that one of them is. `first` is the mount namespace of its first process.
+    /// Probes each process of a container, and returns the first gap. `first` is the mount
+    /// namespace of the container's first process.
     fn probe_processes(
         &mut self,
         processes: &[(u32, Stat)],
@@ -605,7 +609,8 @@ impl PodAttestor {
         (running, lack)
     }
 
-    /// Whether a process has to be read again. What was too large is left alone for a while, whatever it does.
+    /// Whether a process has to be reread. A process whose map was too large is reread after
+    /// [`MAX_AGE`] alone.
     fn needs_reading(&self, (pid, stat): (u32, Stat), now: Instant) -> bool {
         let fresh = |seen: &ProcessRecord| {
             let same = match seen.driver_use {
@@ -617,7 +622,8 @@ impl PodAttestor {
         !self.processes.get(&pid).is_some_and(fresh)
     }
 
-    /// What a process does with the driver, and how many bytes were read for that; none where the shim is not installed.
+    /// How a process uses the driver, and how many bytes were read; none where the shim is not
+    /// installed.
     fn probe_process(
         &self,
         pid: u32,
@@ -664,13 +670,13 @@ impl PodAttestor {
     }
 }
 
-/// How long the machine has been up, sleep included: what processes' starts are told by.
+/// The time since boot, suspend included, like the start times of processes.
 fn uptime() -> Duration {
     let clock = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     Duration::try_from(clock).unwrap_or_default()
 }
 
-/// The device nodes of GPUs in a folder, each with its device's number.
+/// The GPU nodes in a folder, each with its device number.
 fn gpu_nodes_in(dev: &Path) -> BTreeMap<String, (u64, PathBuf)> {
     let entries = std::fs::read_dir(dev).into_iter().flatten().flatten();
     let paths = entries.map(|entry| entry.path());
@@ -683,7 +689,7 @@ fn gpu_nodes_in(dev: &Path) -> BTreeMap<String, (u64, PathBuf)> {
     paths.filter_map(gpu).collect()
 }
 
-/// The shim's files in the folder of builds; none before there is one.
+/// The shim's files in the folder of builds; none before the first build is installed.
 fn installed_shim(builds: &Path, own: &MountTable) -> Option<InstalledShim> {
     let folder = builds.canonicalize().ok()?;
     let (_, location) = own.resolve(&folder)?;
@@ -710,7 +716,7 @@ mod tests {
     use crate::enforcement::attestation::GapReason;
     use crate::procfs::tests::stat;
 
-    /// An attestor over a `/proc` of plain files, in which each of these processes has one page mapped.
+    /// An attestor over a `/proc` of plain files, in which each process has one page mapped.
     fn attestor(pids: &[u32]) -> (PodAttestor, tempfile::TempDir) {
         let proc = tempfile::tempdir().unwrap();
         for pid in pids {
@@ -736,7 +742,7 @@ mod tests {
         }
     }
 
-    /// What a look with so much room to read tells of these processes, and why they are not attested.
+    /// The processes that a probe with this bound has read, and why the container is not attested.
     fn look(
         attestor: &mut PodAttestor,
         pids: &[u32],
@@ -759,7 +765,7 @@ mod tests {
         let mut look = |after, room| look(&mut attestor, &pids, begun + after, room);
         assert_eq!(look(Duration::ZERO, 0), (vec![], None));
         assert_eq!(look(minute - Duration::from_millis(1), 0), (vec![], None));
-        // One of them is read, and the other still waits.
+        // One of both processes is read, and the other still waits.
         let (read, reason) = look(minute, 1);
         assert_eq!((read.len(), reason), (1, Some(GapReason::NotAttested)));
         assert_eq!(look(minute, MAPS_BYTES_PER_PROBE), (vec![1, 2], None));

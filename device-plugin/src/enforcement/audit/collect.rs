@@ -1,7 +1,7 @@
-//! Asks NVML about every GPU, never longer than a deadline, and finds out who the processes are.
+//! Asks NVML about every GPU, with a deadline, and identifies the listed processes.
 //!
-//! The ledger's books are read between both. A process that lives after that is no member that died meanwhile, and one
-//! that started after NVML was asked is not the one that NVML listed.
+//! The audit reads the accounts in between. A process that lives afterwards is no session that
+//! ended meanwhile. A process that started after the request is not the one that NVML listed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -16,25 +16,25 @@ use crate::procfs::{self, ProcessOwner, Stat};
 use crate::sessions::GpuMemorySample;
 use crate::units::{Bytes, GpuUuid};
 
-/// An answer of NVML's that is still to come.
+/// An answer of NVML that is pending.
 pub type PendingSample = oneshot::Receiver<Result<GpuMemorySample, QueryError>>;
 
-/// The questions that were asked, each with when, in clock ticks since boot. One GPU has one at most, so a GPU that hangs
-/// gathers none.
+/// Pending requests, each with its time in clock ticks since boot. A GPU has one at most, so a GPU
+/// that hangs accumulates none.
 #[derive(Debug, Default)]
 pub struct SampleRequests(BTreeMap<GpuUuid, (u64, PendingSample)>);
 
-/// What NVML shows of a GPU.
+/// NVML's sample of a GPU.
 #[derive(Debug)]
 pub struct SampleAnswer {
-    /// When NVML was asked, in clock ticks since boot.
+    /// The time of the request, in clock ticks since boot.
     pub asked_at: u64,
-    /// What it answered.
+    /// The memory and processes that NVML reported.
     pub sample: GpuMemorySample,
 }
 
 impl SampleRequests {
-    /// What NVML shows of `gpus` until `deadline`; those that do not answer by then are left out.
+    /// Requests a sample of each of `gpus`; those that do not answer by `deadline` are left out.
     pub async fn collect(
         &mut self,
         gpus: &BTreeSet<GpuUuid>,
@@ -58,7 +58,7 @@ impl SampleRequests {
                     },
                 )),
                 Ok(Ok(Err(error))) => debug!(%gpu, %error, "not audited"),
-                // Its process was ended, or the GPU has none now.
+                // The process of the GPU has ended, or the GPU has none at present.
                 Ok(Err(_)) => {}
                 Err(_) => drop(open.insert(gpu, (asked, pending))),
             }
@@ -68,8 +68,8 @@ impl SampleRequests {
     }
 }
 
-/// An answer with who its processes are, by the host's `/proc` at `proc`; without those that the agent itself started, to
-/// look at a GPU. The ledger's books must be read before.
+/// Identifies an answer's processes by the host's `/proc` at `proc`, and leaves out the agent's own
+/// children. The accounts must be read before.
 pub fn identify(gpu: GpuUuid, answer: SampleAnswer, proc: &Path) -> GpuSample {
     let SampleAnswer {
         asked_at: asked,
@@ -101,8 +101,8 @@ pub fn identify(gpu: GpuUuid, answer: SampleAnswer, proc: &Path) -> GpuSample {
     }
 }
 
-/// Whether a process lives in a pod. What others own without a context stays charged to nobody: the driver's own
-/// services have some, and what a dead process owned has another holder.
+/// Whether a process lives in a pod. Contextless memory of others stays unattributed: the driver's
+/// own services have some, and that of an exited process has another holder.
 fn is_in_pod(listed: &ListedProcess) -> bool {
     let alive = listed.live.as_ref();
     alive.is_some_and(|alive| matches!(alive.owner, ProcessOwner::Container { .. }))
@@ -114,11 +114,11 @@ fn is_agent_child(proc: &Path, pid: u32) -> bool {
     stat.is_some_and(|stat| stat.parent == std::process::id())
 }
 
-/// Who has a pid that the driver listed when it was `asked`; none where that process is gone.
+/// The process with a pid that the driver listed when it was `asked`; none where it has ended.
 fn find_live(proc: &Path, pid: u32, asked: u64) -> Option<LiveProcess> {
     let folder = proc.join(pid.to_string());
     let stat = Stat::parse(&procfs::read_small(&folder.join("stat")).ok()?)?;
-    // With cgroup v1 a thread that ended is shown in no container (cgroup(7), `proc_cgroup_show`).
+    // With cgroup v1 an exited thread is shown in no container (cgroup(7), `proc_cgroup_show`).
     let cgroup = match stat.has_zombie_leader() {
         true => cgroup_of_thread(&folder, pid),
         false => procfs::read_small(&folder.join("cgroup")).ok(),
@@ -126,7 +126,7 @@ fn find_live(proc: &Path, pid: u32, asked: u64) -> Option<LiveProcess> {
     live_process(&stat, ProcessOwner::parse(&cgroup?), asked)
 }
 
-/// Whether a process that was seen is still there.
+/// Whether a process that was seen earlier still runs.
 pub fn is_running(proc: &Path, pid: u32, start: u64) -> bool {
     let stat = procfs::read_small(&proc.join(pid.to_string()).join("stat"));
     let stat = stat.ok().and_then(|text| Stat::parse(&text));
@@ -140,8 +140,8 @@ fn cgroup_of_thread(folder: &Path, leader: u32) -> Option<String> {
     procfs::read_small(&others.next()?.path().join("cgroup")).ok()
 }
 
-/// None for a process that ended, and for one that started after the driver was `asked`: it has the pid of the one
-/// that the driver listed.
+/// None for a process that has ended, and for one that started after the driver was `asked` and
+/// reuses the pid of the listed one.
 pub(super) fn live_process(stat: &Stat, owner: ProcessOwner, asked: u64) -> Option<LiveProcess> {
     let start = stat.start_ticks;
     (!stat.has_exited() && start < asked).then_some(LiveProcess { start, owner })
@@ -200,7 +200,7 @@ mod tests {
         assert_eq!(seen.len(), 2, "what comes late is taken at the next audit");
     }
 
-    /// What a process shows of itself below a folder that stands for `/proc`, in this cgroup.
+    /// Writes the files of a process, in this cgroup, to a folder in place of `/proc`.
     fn write_process(proc: &Path, pid: u32, cgroup: &str) {
         let folder = proc.join(pid.to_string());
         std::fs::create_dir_all(&folder).unwrap();

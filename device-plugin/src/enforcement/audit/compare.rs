@@ -1,33 +1,42 @@
-//! Sets what the driver charges against the ledger: pure.
+//! Compares what the driver charges with the agent's accounts: pure.
 //!
-//! The driver must be asked before the ledger. A process that allocated was granted it before, so what the driver
-//! shows is in books that are read later. Who the driver's processes are must be found out after that: one that died
-//! meanwhile is known to the books or gone, and one that lives was in them if it ever said hello.
+//! The audit asks the driver before it reads the accounts. A process is granted memory before it
+//! allocates, so memory that the driver shows is in accounts that are read later. The audit
+//! identifies the driver's processes last. A process that has ended meanwhile is in the accounts or
+//! gone; one that lives has a session there if it ever connected.
 //!
-//! A container may be listed with more than its quota: kernels' code and the device's own heaps are charged to no
-//! quota. That is [`beyond`], for all of its processes together. Contexts get no allowance, for the ledger charges each:
-//! a container with more processes than its quota has contexts for is over it.
+//! The driver may list a container with more than its quota, since kernels' code and the device's
+//! own heaps are charged to no quota. [`allowance_of`] bounds this for all processes of the
+//! container together. Contexts have no allowance, for the accounts charge each: a container with
+//! more processes than its quota has contexts for is over its quota.
 //!
-//! Memory in use that the driver lists for nobody is known where a container's ledger has it: what its processes
-//! exported, what its dead left, what is kept for it. All of that together is at most what the container has and the
-//! driver does not list for it ([`of_nobody`]): what is listed cannot be unlisted as well, whatever a process says that
-//! it exported.
+//! The driver lists some memory for no process. A container's accounts explain what its processes
+//! exported, what exited ones left, and its leases. [`known_unattributed`] bounds the sum by what
+//! the container has and the driver does not list for it: listed memory cannot be unlisted as well,
+//! whatever a process says that it exported.
 //!
-//! The kernel module says what a pod's process owns without a context ([`crate::inventory::holders`]). The audit lists that
-//! process like any other, so that it is within its quota, over it, or an intruder.
+//! The kernel module reports memory that a process of a pod owns without a context
+//! ([`crate::gpu::holders`]). The audit treats that process as listed, so it is within its quota,
+//! over it, or untracked.
 //!
-//! Memory that is in use beyond that has a holder, and the driver does not say which: a descriptor alone holds it, or the
-//! kernel module does not tell. What can be seen of a process is
-//! its session, what the driver lists, and which device nodes it has mapped: `cuInit` maps them, NVML does not. The shim
-//! says hello in `cuInit`. So a process that has them mapped without a session uses the driver past the shim: no honest
-//! program does, whatever the neighbours do. It is a [`Finding::Holder`] while its GPU has memory of nobody. These are
-//! none: programs that ask NVML, which map nothing; a forked child, whose mappings are its parent's; a program within
-//! `cuInit`, for it is told at the second audit; a process that is older than the agent, whose record may be lost. It
-//! may be killed where no other container has such a process: of several one may be innocent all the same, as where a
-//! container has a shim from before this agent.
+//! Memory in use beyond that has a holder that the driver does not report: a file descriptor alone
+//! holds it, or the kernel module gave no answer. The audit sees of a process its session, what the
+//! driver lists, and which device nodes it has mapped. `cuInit` maps device nodes, and NVML maps
+//! none. The shim connects in `cuInit`. So a process with such mappings and without a session uses
+//! the driver past the shim, which no honest program does. It is a [`Finding::Holder`] while its
+//! GPU has unaccounted memory. Exempt are:
 //!
-//! A process with a session can hold such memory too, by a descriptor. Nothing tells it from honest ones, so that nobody
-//! is accused: the memory is [`Finding::Unaccounted`], with the pod where only one container uses the driver.
+//! - programs that call NVML, which map nothing
+//! - a forked child, whose mappings are its parent's
+//! - a program within `cuInit`, since the finding is reported at the second audit
+//! - a process that is older than the agent, whose session's record may be lost
+//!
+//! A holder may be killed if no other container has such a process. Of several one may be innocent,
+//! for example where a container has a shim from before this agent.
+//!
+//! A process with a session can hold such memory too, by a descriptor. Nothing distinguishes this
+//! process from honest ones, so none is accused: the finding is [`Finding::Unaccounted`], with the
+//! container if only one uses the driver.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -37,116 +46,116 @@ use crate::procfs::ProcessOwner;
 use crate::sessions::{Account, AccountBalance, ContainerUsage, Process};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 
-/// One GPU, or MIG instance, as the driver shows it.
+/// The driver's figures of one GPU or MIG instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuSample {
-    /// Which.
+    /// The GPU's UUID.
     pub gpu: GpuUuid,
-    /// What of it is in use and charged to no process, in bytes.
+    /// The bytes in use that are charged to no process; negative where the driver charges more.
     pub unattributed_signed: i64,
-    /// What of that may be somebody's; none where the driver does not tell all.
+    /// The part of these bytes that a process may hold; none where the driver lists not all
+    /// amounts.
     pub unattributed: Option<Bytes>,
-    /// What pods that ended left of it, and is not bound again, and what is kept for pods without an owner.
+    /// The bytes that ended pods may still occupy, and those of leases without an owner.
     pub unreclaimed_or_retained: Bytes,
-    /// The processes that the driver lists on it.
+    /// The processes that the driver lists on the GPU.
     pub processes: Vec<ListedProcess>,
 }
 
 /// A process that the driver lists on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ListedProcess {
-    /// In the host's pid namespace.
+    /// The pid in the host's pid namespace.
     pub pid: u32,
-    /// What it is charged; none where the driver cannot tell.
+    /// The bytes that the driver charges to it; none where the driver does not know.
     pub bytes: Option<Bytes>,
-    /// Who it is; none where it is gone: the driver lists the dead while something keeps their memory.
+    /// The process, if it lives. The driver also lists exited ones while their memory is held.
     pub live: Option<LiveProcess>,
 }
 
 /// A listed process that lives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LiveProcess {
-    /// When it started (`/proc/<pid>/stat`, field 22).
+    /// The start time (`/proc/<pid>/stat`, field 22).
     pub start: u64,
-    /// Whose it is.
+    /// The pod or host to which the process belongs.
     pub owner: ProcessOwner,
 }
 
-/// What attestation knows of containers and their processes.
+/// What the attestation knows of containers and their processes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AttestedState {
     /// The allocation of a pod's container, by the name of its cgroup.
     pub allocations: BTreeMap<(PodUid, String), AllocationId>,
-    /// Their processes, each with the allocation of its container.
+    /// The containers' processes, each with its container's allocation.
     pub processes: BTreeMap<u32, (AllocationId, AttestedProcess)>,
     /// Pids of exited processes that the accounts still charged before the driver was asked.
     pub exited_pids: BTreeSet<u32>,
-    /// When this agent started, in clock ticks since boot: the sessions of older processes may be lost.
+    /// The agent's start in clock ticks since boot: the sessions of older processes may be lost.
     pub agent_start: u64,
 }
 
-/// Something that the ledger does not account for.
+/// A difference between the driver's figures and the accounts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finding {
-    /// A container has more of a GPU than its quota with all tolerance.
+    /// A container has more of a GPU than its quota and all allowances.
     OverQuota {
-        /// The container.
+        /// The container's allocation.
         allocation: AllocationId,
-        /// The GPU.
+        /// The GPU's UUID.
         gpu: GpuUuid,
-        /// Its quota.
+        /// The container's quota.
         quota: Bytes,
-        /// What the driver charges to its processes.
+        /// The bytes that the driver charges to the container's processes.
         charged: Bytes,
-        /// Those that have more than they were granted and its allowance; all where none has.
+        /// The processes with more than their grant and allowance; all of them if none has more.
         processes: Vec<Process>,
     },
-    /// A process uses a GPU, and no session stands for it.
+    /// A process without a session uses a GPU.
     UntrackedProcess {
-        /// The GPU.
+        /// The GPU's UUID.
         gpu: GpuUuid,
         /// The process.
         process: Process,
-        /// What the driver charges to it.
+        /// The bytes that the driver charges to the process.
         bytes: Option<Bytes>,
-        /// Whose it is.
+        /// The pod or host to which the process belongs.
         owner: ProcessOwner,
-        /// The allocation of its container, where it is one of ours.
+        /// The allocation of its container, if the agent gave it a GPU.
         allocation: Option<AllocationId>,
     },
     /// A process wrote another grant into its credit page.
     ForgedPage {
-        /// Its container.
+        /// The allocation of its container.
         allocation: AllocationId,
         /// The process.
         process: Process,
     },
-    /// A process uses the driver past the shim without a context, so that the driver does not list it, and its GPU has
-    /// memory in use that is charged to nobody.
+    /// A process uses the driver past the shim and without a context, so that the driver does not
+    /// list it. Its GPU has unaccounted memory.
     Holder {
-        /// The GPU.
+        /// The GPU's UUID.
         gpu: GpuUuid,
         /// The process.
         process: Process,
-        /// What of the GPU is charged to nobody.
+        /// The GPU's unaccounted bytes.
         bytes: Bytes,
         /// The allocation of its container.
         allocation: AllocationId,
         /// Whether no other container has such a process.
         is_only_suspect: bool,
     },
-    /// A GPU has memory in use that neither the driver nor the ledger charges to anybody.
+    /// A GPU has memory in use that neither the driver nor the accounts charge.
     Unaccounted {
-        /// The GPU.
+        /// The GPU's UUID.
         gpu: GpuUuid,
-        /// How much.
+        /// The number of bytes.
         bytes: Bytes,
-        /// The only container with processes that use the driver, where there is no other.
+        /// The container whose processes use the driver, if there is only one.
         only_container: Option<AllocationId>,
     },
 }
 
-/// A finding's kind, for metrics.
 impl Finding {
     /// Every kind.
     pub const KINDS: [&'static str; 5] = [
@@ -157,7 +166,7 @@ impl Finding {
         "unaccounted",
     ];
 
-    /// The word in metrics.
+    /// The kind of the finding, for metrics.
     pub fn kind(&self) -> &'static str {
         let [over_quota, intruder, forged_page, holder, unaccounted] = Self::KINDS;
         match self {
@@ -170,24 +179,24 @@ impl Finding {
     }
 }
 
-/// What one audit comes to.
+/// The result of one audit.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AuditResult {
-    /// What is amiss.
+    /// The differences.
     pub findings: Vec<Finding>,
-    /// What the driver charges to a container's processes less what the ledger says that they use, in bytes.
+    /// The driver's charges to a container's processes less the accounts' used bytes, in bytes.
     pub drift: BTreeMap<(AllocationId, GpuUuid), i64>,
-    /// What is in use of a GPU less what the driver charges to processes, in bytes.
+    /// The GPU's bytes in use less the driver's charges to processes, in bytes.
     pub unattributed_signed: BTreeMap<GpuUuid, i64>,
-    /// What of a GPU is in use, listed for no process, and in no ledger.
+    /// The GPU's bytes in use that are listed for no process and in no account.
     pub unaccounted: BTreeMap<GpuUuid, Bytes>,
-    /// How many processes use a GPU without the ledger's knowledge.
+    /// The number of processes that use a GPU without a session.
     pub untracked_processes: BTreeMap<GpuUuid, usize>,
-    /// What processes without a session have of a container's account.
+    /// The bytes that processes without a session have of a container's account.
     pub untracked_memory: BTreeMap<(AllocationId, GpuUuid), BTreeMap<u32, Bytes>>,
 }
 
-/// Judges the GPUs that were `seen`; `books` were read afterwards.
+/// Compares the GPUs in `seen` with `books`, which were read afterwards.
 pub fn compare_accounts(
     seen: &[GpuSample],
     books: &[ContainerUsage],
@@ -210,21 +219,21 @@ pub fn compare_accounts(
     verdict
 }
 
-/// Who a listed process is to the ledger.
+/// The account to which a listed process belongs.
 enum Attribution {
-    /// A member of this container, or a dead one whose memory is still charged there.
+    /// A session of this container, or an exited process whose memory is still charged there.
     Tracked(AllocationId),
-    /// It has the shim, in this container, and is older than this agent: it had a session of which the record is
-    /// lost, and will have one when it next needs the agent.
+    /// A process of this container that has the shim and is older than this agent. The record of
+    /// its session is lost; it connects again when it next needs the agent.
     SessionLost(AllocationId),
-    /// It should have one; where its container is ours, which.
+    /// A process that lacks a session; with its container's allocation, if the agent gave it a GPU.
     Untracked(Option<AllocationId>),
-    /// It died since the driver was asked.
+    /// The process has ended since the driver was asked.
     Exited,
 }
 
 impl AuditResult {
-    /// The driver's figures of a process are for all that it has, its context too.
+    /// The driver's figure of a process includes its context.
     fn compare_gpu(
         &mut self,
         seen: &GpuSample,
@@ -279,7 +288,8 @@ impl AuditResult {
             .map(|books| known_unattributed(books, gpu, processes, limits))
             .fold(left.0, u64::saturating_add)
             .saturating_add(limits.tolerance.0);
-        // The driver lists a dead process while another has its open files; most just end, so this is no finding.
+        // The driver lists an exited process while another has its open files. Most such processes
+        // are just ending, so they are no finding.
         let of_nobody = unlisted.map(|bytes| bytes.0.saturating_add(of_dead));
         let unaccounted = of_nobody.map(|bytes| Bytes(bytes.saturating_sub(known)));
         self.unaccounted
@@ -289,7 +299,7 @@ impl AuditResult {
         }
     }
 
-    /// Who may hold what nobody is charged for.
+    /// Finds processes that may hold unaccounted memory.
     fn unaccounted(
         &mut self,
         seen: &GpuSample,
@@ -358,7 +368,7 @@ impl AuditResult {
         let key = (books.allocation, gpu.clone());
         self.drift.insert(key, signed_difference(charged, known));
         let allowance = allowance_of(listed.len(), *quota, limits);
-        // A quota that was made smaller holds once frees have caught up.
+        // A lowered quota applies once frees have caught up.
         let allowed = quota.0.max(granted.0.saturating_add(retired.0));
         let allowed = allowed
             .saturating_add(limits.tolerance.0)
@@ -418,7 +428,7 @@ fn attribute(
     if let Some(books) = books.iter().filter(has_gpu).find(is_member) {
         return Attribution::Tracked(books.allocation);
     }
-    // A pid comes again while the driver lists the dead process that had it.
+    // A new process may get a pid that the driver still lists for an exited one.
     let left = |books: &&ContainerUsage| {
         let account = account_index(books, gpu).and_then(|index| books.accounts.get(index));
         let left = account.map_or(0, |account| account.exited.0);
@@ -428,7 +438,7 @@ fn attribute(
     if let Some(books) = retired().filter(left) {
         return Attribution::Tracked(books.allocation);
     }
-    // The driver listed the exited process that had this pid, and has given its memory back since.
+    // The driver listed the exited process that had this pid, and has freed its memory since.
     if retired().is_none() && known.exited_pids.contains(&pid) {
         return Attribution::Exited;
     }
@@ -448,7 +458,7 @@ fn attribute(
     let of_it = books.iter().find(|books| books.allocation == allocation);
     let attested = known.processes.get(&pid);
     let has_shim = attested.is_none_or(|(_, running)| running.has_shim);
-    // The shim says hello before it makes a context.
+    // The shim connects before it makes a context.
     match of_it.filter(has_gpu) {
         Some(_) if has_shim && *start < known.agent_start => Attribution::SessionLost(allocation),
         _ => Attribution::Untracked(Some(allocation)),
@@ -477,7 +487,7 @@ fn account_index(books: &ContainerUsage, gpu: &GpuUuid) -> Option<usize> {
     books.accounts.iter().position(is_it)
 }
 
-/// The processes that use the driver, of containers with this GPU, each with the books of its container.
+/// The processes that use the driver, of containers with this GPU, each with its container's usage.
 fn driver_users<'a>(
     gpu: &GpuUuid,
     books: &'a [ContainerUsage],
@@ -492,9 +502,10 @@ fn driver_users<'a>(
     processes.filter_map(uses_it).collect()
 }
 
-/// Whether all that a process has of the driver it has from a process with a session that forked it: the driver refuses
-/// to be used in a child, and what a child has of its own is mapped elsewhere. Where the parent is dead nobody can tell:
-/// what it had stays charged as long as the child has it too.
+/// Whether all driver mappings of a process come from a fork of a process with a session. The
+/// driver refuses to work in a forked child, and a child's own mappings have other addresses. If
+/// the parent has exited, a comparison is impossible; its memory stays charged as long as the child
+/// holds it.
 fn is_forked_copy(
     running: &AttestedProcess,
     books: &ContainerUsage,
@@ -513,15 +524,15 @@ fn is_forked_copy(
     })
 }
 
-/// What so many processes of a container may have besides its quota: the process allowance for each, and for all
-/// together one and a tenth of the quota.
+/// The bytes that this number of processes may have besides their container's quota: an allowance
+/// for each, and in all at most one allowance and a tenth of the quota.
 fn allowance_of(processes: usize, quota: Bytes, limits: &AuditConfig) -> u64 {
     let each = limits.process_allowance.0.saturating_mul(processes as u64);
     let most = limits.process_allowance.0.saturating_add(quota.0 / 10);
     each.min(most)
 }
 
-/// What the driver may list for nobody on a GPU and a container's ledger knows, at most.
+/// The most that a container's accounts explain of the memory that the driver lists for no process.
 fn known_unattributed(
     books: &ContainerUsage,
     gpu: &GpuUuid,
@@ -544,7 +555,7 @@ fn known_unattributed(
         .saturating_add(allowance_of(of_it.len(), account.quota, limits));
     let managed = books.accounts.iter();
     let managed = managed.filter(|of_it| of_it.account == Account::Managed);
-    // Managed memory that is on a GPU is charged to no process, and which GPU it is on cannot be told.
+    // Managed memory on a GPU is charged to no process, and the driver does not say on which GPU.
     let managed = managed.fold(0, |sum: u64, managed| sum.saturating_add(managed.used.0));
     may.min(has.saturating_sub(charged)).saturating_add(managed)
 }

@@ -1,11 +1,11 @@
-//! Counts for how long findings stand: pure.
+//! Counts in how many audits each finding was present: pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::compare::Finding;
 use crate::units::{AllocationId, GpuUuid};
 
-/// What stands for one finding from one audit to the next.
+/// Identifies a finding from one audit to the next.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum FindingKey {
     OverQuota(AllocationId, GpuUuid),
@@ -35,7 +35,7 @@ impl FindingKey {
         }
     }
 
-    /// For how many audits it is remembered when it is not found.
+    /// The number of audits for which a finding is remembered while it is absent.
     fn window(&self) -> u32 {
         match self {
             Self::Unaccounted(_) => UNACCOUNTED_WINDOW,
@@ -43,7 +43,7 @@ impl FindingKey {
         }
     }
 
-    /// Where it was found.
+    /// The GPU of the finding.
     fn gpu(&self) -> Option<&GpuUuid> {
         match self {
             Self::OverQuota(_, gpu)
@@ -55,33 +55,34 @@ impl FindingKey {
     }
 }
 
-/// The audits, one a second, among which those count in which memory was charged to nobody. A holder that lets go for one
-/// audit now and then is told of all the same.
+/// The number of audits, one a second, within which unaccounted memory is counted. So a holder that
+/// frees the memory for single audits is reported all the same.
 const UNACCOUNTED_WINDOW: u32 = 30;
 
-/// In how many audits each finding has stood. One that was not found for its window, one audit for most, begins anew; an
-/// audit that its GPU did not answer says nothing.
+/// The number of audits in which each finding was present. A finding that was absent for its
+/// window, one audit for most, starts over. An audit that its GPU did not answer changes nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ConsecutiveFindings(BTreeMap<FindingKey, FindingHistory>);
 
-/// How a finding stood in the last audits.
+/// The presence of a finding in the last audits.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct FindingHistory {
-    /// A bit for each audit of its window, the last one lowest.
+    /// A bit for each audit of the window, the last audit lowest.
     recent_audits: u32,
-    /// The most that counted at a time.
+    /// The highest count so far.
     most_counted: u32,
 }
 
 impl FindingHistory {
-    /// Takes in one more audit; whether anything is left within the window.
+    /// Adds one more audit; returns whether the finding was present within the window.
     fn shift(&mut self, is_found: bool, window: u32) -> bool {
         let mask = u32::MAX >> (u32::BITS - window.clamp(1, u32::BITS));
         self.recent_audits = (self.recent_audits << 1 | u32::from(is_found)) & mask;
         self.recent_audits != 0
     }
 
-    /// How often it stood where that is more than ever before, or in a row; zero otherwise.
+    /// The number of audits with the finding, in a row or if it is higher than before; otherwise
+    /// zero.
     fn count_new(&mut self, window: u32) -> u32 {
         let now = match window {
             1 => self.most_counted.saturating_add(1),
@@ -94,8 +95,8 @@ impl FindingHistory {
 }
 
 impl ConsecutiveFindings {
-    /// Counts the findings of one more audit, which some GPUs did not answer; in how many each has stood now, or zero
-    /// where that was said before.
+    /// Adds the findings of one more audit, which the `silent` GPUs did not answer. Returns each
+    /// finding's number of audits, or zero if that number was returned before.
     pub fn count(&mut self, findings: &[Finding], silent: &BTreeSet<GpuUuid>) -> Vec<u32> {
         let keys: Vec<FindingKey> = findings.iter().map(FindingKey::of).collect();
         let standing: BTreeSet<&FindingKey> = keys.iter().collect();
@@ -138,7 +139,7 @@ mod tests {
         assert_eq!(count(&[finding("GPU-b"), finding("GPU-a")]), [1, 2]);
         assert_eq!(count(&[finding("GPU-b")]), [2]);
         assert_eq!(count(&[finding("GPU-a"), finding("GPU-b")]), [1, 3]);
-        // An audit that a GPU did not answer.
+        // An audit that GPU-a did not answer.
         let silent = BTreeSet::from(["GPU-a".parse().unwrap()]);
         assert_eq!(strikes.count(&[], &silent), [0; 0]);
         assert_eq!(
@@ -157,7 +158,7 @@ mod tests {
         let all = BTreeSet::new();
         let mut strikes = ConsecutiveFindings::default();
         let mut counted = Vec::new();
-        // Its holder lets go for every third audit.
+        // The holder frees the memory in every third audit.
         for number in 0..60 {
             match number % 3 {
                 2 => drop(strikes.count(&[], &all)),
@@ -169,7 +170,7 @@ mod tests {
             strikes.count(&[], &all);
         }
         assert_eq!(strikes, ConsecutiveFindings::default());
-        // Seldom enough to be what moves between two answers of the driver.
+        // Memory that is seldom unaccounted may be in motion between two answers of the driver.
         for number in 0..300 {
             let found: &[Finding] = if number % 10 == 0 { &found } else { &[] };
             assert!(

@@ -1,6 +1,6 @@
-//! What people are told of findings: Events on pods, or on the node where no pod's name is known.
+//! Publishes Events about findings: on pods, or on the node where the pod's name is unknown.
 //!
-//! Tenants read them: no process is named by the pid that it has on the host. The agent's log names it.
+//! Tenants read Events, so Events name no process by its pid on the host. The agent's log does.
 
 use super::compare::Finding;
 use crate::enforcement::attestation::EnforcementGap;
@@ -9,7 +9,7 @@ use crate::node::allocator::BoundContainer;
 use crate::procfs::ProcessOwner;
 use crate::units::{AllocationId, Bytes};
 
-/// Tells of a finding.
+/// Publishes a finding.
 pub fn publish_finding(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
     let (reason, allocation) = match finding {
         Finding::OverQuota { allocation, .. } => (Reason::OverQuota, Some(allocation)),
@@ -24,7 +24,7 @@ pub fn publish_finding(events: &Events, finding: &Finding, containers: &[BoundCo
     publish(events, reason, message(finding), allocation, containers);
 }
 
-/// Tells that a process was killed for a finding.
+/// Publishes that a process was killed for a finding.
 pub fn publish_kill(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
     let allocation = match finding {
         Finding::OverQuota { allocation, .. }
@@ -37,7 +37,7 @@ pub fn publish_kill(events: &Events, finding: &Finding, containers: &[BoundConta
     publish(events, Reason::Killed, message, allocation, containers);
 }
 
-/// Tells that a container is no longer held to its quota, or is again.
+/// Publishes that a container has left the enforcement, or is under enforcement again.
 pub fn publish_enforcement(
     events: &Events,
     container: &BoundContainer,
@@ -96,12 +96,12 @@ fn message(finding: &Finding) -> String {
     }
 }
 
-/// Whole MiB: the rest is noise.
+/// Rounds down to whole MiB, since smaller changes are noise.
 fn whole_mib(Bytes(bytes): Bytes) -> Bytes {
     Bytes(bytes & !((1 << 20) - 1))
 }
 
-/// On the pod where its name is known, otherwise on the node with the pod's UID.
+/// Publishes on the pod if its name is known, otherwise on the node with the pod's UID.
 fn publish(
     events: &Events,
     reason: Reason,

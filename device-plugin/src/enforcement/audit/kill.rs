@@ -1,4 +1,4 @@
-//! Kills a process, and never a later one that has its pid.
+//! Kills a process, and never another one that reuses its pid.
 
 use std::io;
 use std::path::Path;
@@ -8,10 +8,10 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use crate::procfs::{self, Stat};
 use crate::sessions::Process;
 
-/// SIGKILL to `process`, if it still lives; whether it did. `proc` is the host's `/proc`.
+/// Sends SIGKILL to `process`; false where it has ended. `proc` is the host's `/proc`.
 ///
 /// # Errors
-/// What `pidfd_open(2)` and `pidfd_send_signal(2)` answer.
+/// Errors of `pidfd_open(2)` and `pidfd_send_signal(2)`.
 pub fn kill(proc: &Path, process: Process) -> io::Result<bool> {
     let pid = i32::try_from(process.pid).ok().and_then(Pid::from_raw);
     let pid = pid.ok_or(io::ErrorKind::InvalidInput)?;
@@ -19,7 +19,7 @@ pub fn kill(proc: &Path, process: Process) -> io::Result<bool> {
         Err(rustix::io::Errno::SRCH) => return Ok(false),
         pinned => pinned?,
     };
-    // Read while the pid is pinned: it is this process's start, or the process has ended.
+    // The pidfd pins the pid, so this is the start time of the pinned process, or it has ended.
     let stat = procfs::read_small(&proc.join(process.pid.to_string()).join("stat"));
     let start = stat
         .ok()

@@ -1,8 +1,8 @@
-//! Sums up by namespace what its pods use of the node, and what befell them: pure, time included.
+//! Sums by namespace the node's memory that pods use, and their denials and faults: pure.
 //!
-//! What is used changes all the time, so of each minute only the most counts, in whole quanta: a status that is
-//! written for it is written once a minute at worst. What befell pods is counted for good: it outlives the containers
-//! and, with the file that keeps it, the agent.
+//! Usage changes all the time, so the agent reports each minute's peak in whole quanta. A status is
+//! thus written at most once a minute for it. Denials and faults are counted for good: the counts
+//! outlive the containers and, through a file, the agent.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -16,10 +16,10 @@ use crate::node::allocator::BoundContainer;
 use crate::sessions::{Account, ContainerUsage, by_allocation};
 use crate::units::{AllocationId, Bytes, Quanta, Quantum};
 
-/// How long use is watched before it is told.
+/// How long usage is observed before it is reported.
 const REPORT_WINDOW: Duration = Duration::from_secs(60);
 
-/// What befell pods, or containers.
+/// Counts of a namespace or a container.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct EventCounts {
     denials: u64,
@@ -36,7 +36,7 @@ impl EventCounts {
         }
     }
 
-    /// Adds what `now` has more than `before`; a count that is smaller has begun anew.
+    /// Adds the increase from `before` to `now`; a smaller count has started over.
     fn add_increase(&mut self, before: EventCounts, now: EventCounts) {
         let more = |before: u64, now: u64| if now < before { now } else { now - before };
         self.denials += more(before.denials, now.denials);
@@ -45,29 +45,30 @@ impl EventCounts {
     }
 }
 
-/// What is kept in a file.
+/// The counts that are stored in a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PersistedUsage {
     namespaces: BTreeMap<String, EventCounts>,
-    /// What was counted of each container that is there.
+    /// The counts of each present container that are already added.
     containers: BTreeMap<AllocationId, EventCounts>,
 }
 
-/// The sums.
+/// The usage and the counts of the node's namespaces.
 #[derive(Debug)]
 pub struct NamespaceUsage {
     quantum: Quantum,
     kept: PersistedUsage,
-    /// The most that each namespace used at a time within this window, and when it began.
+    /// Each namespace's peak in this window, and the window's start.
     peak: BTreeMap<String, Bytes>,
     window_start: Option<Instant>,
-    /// What of the last window is told, and the denials by its end: they come by the thousand.
+    /// The usage of the last window, and the denials at its end, which change too often for each
+    /// status.
     last_window: BTreeMap<String, (Quanta, u64)>,
 }
 
 impl NamespaceUsage {
-    /// Goes on from what an agent before kept.
+    /// Continues from the counts of the previous agent.
     pub fn new(quantum: Quantum, kept: PersistedUsage) -> NamespaceUsage {
         NamespaceUsage {
             quantum,
@@ -78,12 +79,12 @@ impl NamespaceUsage {
         }
     }
 
-    /// What has to be kept.
+    /// The counts to store.
     pub fn persisted(&self) -> &PersistedUsage {
         &self.kept
     }
 
-    /// Takes in the node's containers and their books.
+    /// Adds the node's containers with their accounts.
     pub fn observe(
         &mut self,
         containers: &[BoundContainer],
@@ -126,7 +127,7 @@ impl NamespaceUsage {
         }
     }
 
-    /// The window is over.
+    /// Ends the window and keeps its figures.
     fn close_window(&mut self) {
         self.drop_idle();
         let most = std::mem::take(&mut self.peak);
@@ -141,7 +142,7 @@ impl NamespaceUsage {
             .collect();
     }
 
-    /// Where there are too many namespaces, those go that have used nothing for a window.
+    /// Above the status's limit, drops namespaces that used nothing in the window.
     fn drop_idle(&mut self) {
         let mut over = self.kept.namespaces.len().saturating_sub(MAX_NAMESPACES);
         let most = &self.peak;
@@ -152,12 +153,12 @@ impl NamespaceUsage {
         });
     }
 
-    /// What is told: the last window's use and denials, and what befell contexts until now.
+    /// The last window's usage and denials, and the present counts of faults.
     pub fn report(&self) -> Vec<NamespaceReport> {
         let namespaces = self.kept.namespaces.iter();
         let reports = namespaces.filter_map(|(namespace, counts)| {
             let told = self.last_window.get(namespace).copied();
-            // A namespace that nothing befell yet is told of when its first window is over.
+            // A namespace without faults is reported after its first window.
             let befell = counts.poisoned > 0 || counts.restarts > 0;
             let (observed, denials) = told.or(befell.then_some((Quanta(0), 0)))?;
             Some(NamespaceReport {
@@ -172,7 +173,7 @@ impl NamespaceUsage {
     }
 }
 
-/// What a container has of its GPUs, by the ledger.
+/// The bytes of GPU memory that a container's accounts have.
 fn device_memory(books: &ContainerUsage) -> u64 {
     let of_gpus = books.accounts.iter();
     let of_gpus = of_gpus.filter(|of_it| matches!(of_it.account, Account::Gpu(_)));
@@ -290,7 +291,7 @@ mod tests {
         bed.observe(2, &[(2, "a", 1, [1, 1, 0])]);
         let kept = serde_json::to_string(bed.tally.persisted()).unwrap();
         let mut next = Fixture::with_persisted(serde_json::from_str(&kept).unwrap());
-        // What the sessions do not keep over an agent's restart begins at zero there.
+        // Counts that the sessions do not store start at zero in the next agent.
         next.observe(3, &[(2, "a", 1, [0, 1, 0])]);
         next.observe(4, &[(2, "a", 1, [2, 2, 1])]);
         next.observe(63, &[(2, "a", 1, [2, 2, 1])]);

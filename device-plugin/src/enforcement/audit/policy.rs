@@ -1,26 +1,26 @@
-//! What is done about a finding: pure.
+//! Decides what follows a finding: pure.
 
 use super::compare::Finding;
 use crate::config::{AuditConfig, AuditPolicy};
 use crate::sessions::Process;
 
-/// Memory comes and goes in the driver while a process ends: nobody is told before it has stayed so long.
+/// Unaccounted memory is usual while a process ends, so it is reported after this many audits.
 const UNACCOUNTED_AFTER: u32 = 10;
 
-/// A program may be within `cuInit`, which takes 0.2 s, at one audit; at two it is not.
+/// A program may be within `cuInit` at one audit, but not at two: `cuInit` takes 0.2 s.
 const HOLDER_AFTER: u32 = 2;
 
-/// What to do about a finding.
+/// What the agent does about a finding.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Action {
-    /// Tell people of it: once for as long as it stands.
+    /// Whether to publish an Event: once as long as the finding is present.
     pub publish_event: bool,
-    /// Kill these.
+    /// The processes to kill.
     pub kill: Vec<Process>,
 }
 
-/// What to do about a finding that has stood in `strikes` audits, in a row for most. Only processes of containers that were
-/// given memory by us are killed; what others do on a GPU is their admin's to judge.
+/// Decides about a finding that was present in `strikes` audits, for most kinds in a row. The agent
+/// kills only processes of containers that it gave memory; other processes are the administrator's.
 pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
     let (told_at, at_fault) = match finding {
         Finding::OverQuota { processes, .. } => (1, processes.clone()),
@@ -45,7 +45,7 @@ pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
     };
     let kills = match config.policy {
         AuditPolicy::Report => false,
-        // Again after as many, should a kill have failed.
+        // A kill may fail, so it is repeated after as many audits.
         AuditPolicy::Kill => strikes > 0 && strikes.is_multiple_of(config.kill_after),
     };
     Action {

@@ -1,13 +1,13 @@
-//! Audits the node once a second: gathers, compares, reports and acts.
+//! Audits the node once a second: collects, compares, reports and acts.
 //!
 //! ```text
 //!   pids of exited processes --> NVML (deadline) --> attestation (deadline) --> accounts
-//!     --> identities of NVML's processes --> judge --> charges, metrics, Events, kills
+//!     --> identities of NVML's processes --> compare --> charges, metrics, Events, kills
 //! ```
 //!
-//! [`judge`](super::judge) and [`gather`](super::gather) say why in this order. No step waits longer
-//! than its deadline: the auditor leaves out a GPU or a pod that hangs, and reports it after
-//! [`STALE_AFTER`].
+//! [`compare`](super::compare) and [`collect`](super::collect) give the reasons for this order. No
+//! step waits longer than its deadline: the auditor leaves out a GPU or a pod that hangs, and
+//! reports it after [`STALE_AFTER`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -45,34 +45,34 @@ use crate::procfs::Stat;
 use crate::sessions::{Account, ContainerUsage, Sessions};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 
-/// From one audit to the next.
+/// The time from one audit to the next.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
-/// How long NVML may take for all GPUs together.
+/// The deadline of NVML for all GPUs together.
 const NVML_TIMEOUT: Duration = Duration::from_millis(500);
-/// How long attestation may take.
+/// The deadline of the attestation.
 const ATTESTATION_TIMEOUT: Duration = Duration::from_millis(400);
-/// How long a GPU, or a look at a pod, may go without an answer before that is told.
+/// How long a GPU or a pod's probe may give no answer before that is reported.
 const STALE_AFTER: Duration = Duration::from_secs(5);
 
-/// How long the agent's start waits for the disk to tell the counts of namespaces.
+/// How long the agent's start waits for the disk to read the counts of namespaces.
 const USAGE_READ_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What the audit says of the node, for its status.
+/// The audit's part of the node's status.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AuditStatus {
-    /// Whether there was an audit.
+    /// Whether an audit has ended.
     pub has_run: bool,
-    /// The healthy GPUs that NVML has told nothing about for a while; of others that is known.
+    /// The healthy GPUs that NVML has not answered about for a while.
     pub stale_gpus: BTreeSet<GpuUuid>,
-    /// The pods that no look came back from for a while.
+    /// The pods whose probe has not ended for a while.
     pub hanging_pods: BTreeSet<PodUid>,
-    /// The containers that are not held to their quota.
+    /// The containers that are not under enforcement.
     pub not_enforced: Vec<(BoundContainer, EnforcementGap)>,
-    /// What the pods of each namespace use, and what befell them.
+    /// The usage and the counts of each namespace.
     pub namespaces: Vec<NamespaceReport>,
 }
 
-/// What the audit works with.
+/// The state of the audit task.
 pub struct Auditor {
     config: AuditConfig,
     proc: PathBuf,
@@ -85,46 +85,46 @@ pub struct Auditor {
     metrics: Metrics,
     audited: watch::Sender<AuditStatus>,
     sample_requests: SampleRequests,
-    /// When this agent started, in clock ticks since boot.
+    /// The agent's start, in clock ticks since boot.
     agent_start: u64,
-    /// A reading that has not come back.
+    /// A read of the host's state that has not ended.
     host_view: Option<JoinHandle<HostView>>,
     attestations: BTreeMap<PodUid, PodAttestation>,
     consecutive: ConsecutiveFindings,
     withheld: WithheldMemory,
-    /// When each GPU last answered; when it was first seen, before that.
+    /// The time of each GPU's last answer; before the first answer, of its first sight.
     last_answers: BTreeMap<GpuUuid, Instant>,
-    /// What was said of each running container last.
+    /// The last published gap of each running container.
     last_gaps: BTreeMap<AllocationId, Option<GapReason>>,
     usage: NamespaceUsage,
     usage_file: WriteBehindFile<PersistedUsage>,
 }
 
-/// The attestor with what it found.
+/// A probe, which returns the attestor with its result.
 type ProbeTask = JoinHandle<(Box<PodAttestor>, Vec<AttestedContainer>)>;
 
-/// The attestor of a pod: here, or in a look that has not come back.
+/// The attestor of a pod, which a running probe owns.
 enum AttestorState {
     Idle(Box<PodAttestor>),
     Probing(ProbeTask),
-    /// A look panicked: what was known of containers is lost.
+    /// A probe panicked and lost its cache.
     Lost,
 }
 
-/// A pod with containers of ours. A process of one may hang in the kernel, and who looks at it with it.
+/// A pod's attestation. A process may hang in the kernel, and a probe that reads it hangs too.
 struct PodAttestation {
     state: AttestorState,
-    /// What the last look that came back found.
+    /// The result of the last probe that ended.
     attested: Vec<AttestedContainer>,
-    /// When it did; when the pod was first seen, before that.
+    /// The time of that result; before the first result, of the pod's first sight.
     answered_at: Instant,
 }
 
 impl Auditor {
-    /// An audit that has not begun, and what it will say.
+    /// An audit that has not begun, with the channel of its status.
     ///
     /// # Errors
-    /// The system starts no thread.
+    /// When the system starts no thread.
     pub fn new(
         config: &Config,
         nvml: NvmlHandle,
@@ -167,7 +167,7 @@ impl Auditor {
         Ok((auditor, told))
     }
 
-    /// Tells what of each GPU is not to be bound.
+    /// Sets the channel for the memory of each GPU that must not be bound.
     #[must_use]
     pub fn with_withheld(mut self, withhold: watch::Sender<BTreeMap<GpuUuid, Bytes>>) -> Self {
         self.withhold = withhold;
@@ -216,7 +216,7 @@ impl Auditor {
             .into_iter()
             .map(|(gpu, answer)| identify(gpu, answer, &self.proc))
             .collect();
-        // After the books: what a pod leaves is in one of both.
+        // Read after the accounts, so that memory of an ending pod is in one of both.
         for gpu in &self.snapshots.borrow().view.gpus {
             let of_it = seen.iter_mut().find(|seen| seen.gpu == gpu.uuid);
             of_it.into_iter().for_each(|seen| {
@@ -225,7 +225,8 @@ impl Auditor {
             });
         }
         let mut known = attested_state(&attested, exited, self.agent_start);
-        // After the books, as the driver's processes: what was attested may have ended, and its session with it.
+        // Checked after the accounts were read: attested processes may have ended with their
+        // sessions.
         known
             .processes
             .retain(|pid, (_, process)| is_running(&self.proc, *pid, process.start));
@@ -261,7 +262,8 @@ impl Auditor {
         });
     }
 
-    /// Looks at what runs; where that takes too long, what was known of the pod before stands until it comes back.
+    /// Probes all pods. A pod whose probe takes too long keeps its last result until the probe
+    /// ends.
     async fn attest_pods(&mut self, config: &Config, containers: &[BoundContainer]) {
         let deadline = Instant::now() + ATTESTATION_TIMEOUT;
         let mut reading = self.host_view.take().unwrap_or_else(|| {
@@ -293,7 +295,7 @@ impl Auditor {
         self.attestations = join_all(looks).await.into_iter().collect();
     }
 
-    /// What processes without a session have is granted to nobody else.
+    /// Charges the memory of processes without a session to their containers' accounts.
     fn charge_untracked(
         &self,
         books: &[ContainerUsage],
@@ -316,7 +318,7 @@ impl Auditor {
         }
     }
 
-    /// What is in use and charged to nobody is bound to nobody.
+    /// Publishes each GPU's memory that is in use and charged to no container.
     fn update_withheld(
         &mut self,
         seen: &[GpuSample],
@@ -366,7 +368,7 @@ impl Auditor {
         let mut lacks: BTreeMap<AllocationId, Option<GapReason>> = BTreeMap::new();
         for attested in attested {
             let lack = attested.gap.as_ref().map(|lack| lack.reason);
-            // One that is restarting has two for a moment.
+            // A container that is restarting has two cgroups for a moment.
             let most = lacks.entry(attested.allocation).or_insert(lack);
             *most = lack.max(*most);
         }
@@ -423,12 +425,12 @@ impl Auditor {
         let before = self.usage.persisted().clone();
         self.usage.observe(containers, books, now);
         if *self.usage.persisted() != before {
-            // What is lost with a file that cannot be written are counts.
+            // Only counts are lost if the file cannot be written.
             self.usage_file.write(self.usage.persisted().clone());
         }
     }
 
-    /// Tells of containers that are enforced no longer or again; those that are not now.
+    /// Publishes containers that left or entered the enforcement; returns those that are outside.
     fn publish_transitions(
         &mut self,
         containers: &[BoundContainer],
@@ -494,7 +496,6 @@ impl PodAttestation {
     }
 }
 
-/// Each pod once.
 fn targets(containers: &[BoundContainer]) -> Vec<AttestationTarget> {
     let pods = containers.iter().filter_map(|container| {
         let cgroup = container.cgroup.clone()?;
@@ -506,7 +507,7 @@ fn targets(containers: &[BoundContainer]) -> Vec<AttestationTarget> {
         .collect()
 }
 
-/// Zero where the system does not tell: then no process is older.
+/// Zero where the start time is unknown: then no process counts as older.
 fn agent_start_ticks() -> u64 {
     let text = crate::procfs::read_small(Path::new("/proc/self/stat")).unwrap_or_default();
     Stat::parse(&text).map_or(0, |stat| stat.start_ticks)

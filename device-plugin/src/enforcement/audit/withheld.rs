@@ -1,24 +1,24 @@
-//! Tells how much of each GPU is in use and charged to nobody, as far as that lasts: pure.
+//! Decides how much memory of each GPU is withheld, since it is in use and charged to no container.
 //!
-//! One look can be wrong: a process that ends is listed no more before its memory is back, and one that begins has
-//! memory before it is listed. So what is withheld stood in nearly all of the last looks, and it falls with the last
-//! few: soon after it is gone.
+//! A single sample can be wrong: an ending process is unlisted before its memory is freed, and a
+//! new one has memory before it is listed. So memory is withheld if it was present in nearly all of
+//! the last samples, and no longer withheld soon after it is gone. Pure.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::compare::{AuditResult, Finding};
 use crate::units::{Bytes, GpuUuid};
 
-/// The looks, one a second, that tell what lasts.
+/// The number of samples, one a second, that decide.
 const WINDOW: usize = 10;
-/// So many of them may show less: who lets go for one look in ten hides nothing.
+/// So many of these samples may show less, so that freeing for single samples hides nothing.
 const OUTLIERS: usize = 2;
-/// So many looks in a row that show less are believed.
+/// After so many lower samples in a row the withheld amount falls.
 const FALL_AFTER: usize = 3;
-/// Less of a change is none: the ledger is written for each.
+/// Smaller changes are ignored, since the node's checkpoint is written for each.
 const STEP: u64 = 64 << 20;
 
-/// The last looks at each GPU.
+/// The last samples of each GPU.
 #[derive(Debug, Default)]
 pub(super) struct WithheldMemory {
     samples: BTreeMap<GpuUuid, VecDeque<u64>>,
@@ -26,8 +26,8 @@ pub(super) struct WithheldMemory {
 }
 
 impl WithheldMemory {
-    /// Takes one more audit in, of GPUs which all that is in use was told of; what of each GPU is withheld now, where
-    /// that is known. One that does not answer stays as it was.
+    /// Adds one audit, in which the `told` GPUs have complete samples. Returns the withheld memory
+    /// of each GPU for which it is known; a GPU without a complete sample keeps its value.
     pub(super) fn observe(
         &mut self,
         told: &BTreeSet<GpuUuid>,
@@ -55,7 +55,7 @@ impl WithheldMemory {
     }
 }
 
-/// What is charged to no pod: what nobody is listed for, and what processes of others are.
+/// The bytes charged to no pod: unaccounted memory, and that of processes outside our containers.
 fn uncharged(gpu: &GpuUuid, verdict: &AuditResult) -> u64 {
     let unlisted = verdict.unaccounted.get(gpu).copied().unwrap_or_default();
     let outsiders = verdict.findings.iter().filter_map(|finding| match finding {
@@ -70,7 +70,7 @@ fn uncharged(gpu: &GpuUuid, verdict: &AuditResult) -> u64 {
     outsiders.fold(unlisted.0, |sum, bytes| sum.saturating_add(bytes.0))
 }
 
-/// What lasts by these looks; nothing before there were enough.
+/// The amount that nearly all samples show; none before there are enough samples.
 fn sustained(looks: &VecDeque<u64>) -> Option<u64> {
     if looks.len() < WINDOW {
         return None;
@@ -100,7 +100,7 @@ mod tests {
         }
     }
 
-    /// What is withheld after each of these looks.
+    /// The withheld memory after each of these samples.
     fn withheld_after(looks: impl IntoIterator<Item = u64>) -> Vec<Option<u64>> {
         let (mut withheld, gpus) = (WithheldMemory::default(), BTreeSet::from([gpu()]));
         let see = |bytes| {

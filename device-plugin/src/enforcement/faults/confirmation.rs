@@ -1,8 +1,8 @@
-//! Decides which XIDs of the kernel's log are believed: pure, time included.
+//! Decides which XIDs of the kernel's log NVML confirms: pure, with time as an argument.
 //!
-//! The log says which process an XID is of, and other text than the driver's gets into it. NVML says that there was an
-//! XID, not whose. A record is believed once NVML has told of the same XID of the same GPU at about the same time;
-//! either may be heard of first.
+//! The log names the process of an XID, but tenants can get text into the log. NVML reports an XID
+//! of a GPU without its process. A record is confirmed once NVML has reported the same XID of the
+//! same GPU at about the same time; either may arrive first.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -11,19 +11,20 @@ use super::kmsg::XidLine;
 use crate::gpu::xid::RecentXids;
 use crate::ledger::BootTime;
 
-/// How far apart the log's record and NVML's event may be. NVML's thread hears an event late where another GPU is sick.
+/// The longest time between a record and NVML's event. NVML's process may report an event late
+/// while another GPU fails.
 pub const WINDOW: Duration = Duration::from_secs(5);
 
-/// So many records wait for NVML at most. The oldest makes room.
+/// The most records that wait for NVML; the oldest is dropped first.
 const MAX_PENDING: usize = 256;
 
-/// Whether NVML told of the same, at about the same time.
+/// Whether NVML reported this XID of this GPU at about that time.
 pub fn is_confirmed(named: &XidLine, at: BootTime, told: &RecentXids) -> bool {
     let then = told.last_reported(named.gpu, named.xid.into());
     then.is_some_and(|then| then.since(at).max(at.since(then)) <= WINDOW)
 }
 
-/// Records that NVML has not confirmed yet, each with whom it named when it was read.
+/// Records that NVML has not confirmed, each with its process as of the time when it was read.
 #[derive(Debug)]
 pub struct PendingXids<T>(VecDeque<(XidLine, BootTime, T)>);
 
@@ -34,7 +35,7 @@ impl<T> Default for PendingXids<T> {
 }
 
 impl<T> PendingXids<T> {
-    /// One more, of about that moment.
+    /// Adds a record of about that time.
     pub fn push(&mut self, named: XidLine, at: BootTime, whom: T) {
         if self.0.len() >= MAX_PENDING {
             self.0.pop_front();
@@ -42,7 +43,7 @@ impl<T> PendingXids<T> {
         self.0.push_back((named, at, whom));
     }
 
-    /// Those that NVML has confirmed; those that it has not confirmed in time are dropped.
+    /// Removes and returns confirmed records; drops those that NVML has not confirmed in time.
     pub fn take_confirmed(&mut self, told: &RecentXids, now: BootTime) -> Vec<(XidLine, T)> {
         let all = std::mem::take(&mut self.0).into_iter();
         let (confirmed, rest) =
@@ -137,7 +138,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is heard in whatever order: what is believed has an event of its GPU and code within the window.
+        /// In any order: each confirmed record has an event of its GPU and code within the window.
         #[test]
         fn confirmation_needs_an_event_of_that_gpu_and_code(
             steps in prop::collection::vec((0..2u8, 0..2usize, 0..2usize, 0..3_000u64), 0..60),

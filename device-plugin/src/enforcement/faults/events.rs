@@ -1,16 +1,16 @@
-//! What people and the operator are told of a fault.
+//! Publishes Events about faults and builds their reports for the GpuNode's status.
 
 use crate::gpu_node::{Events, FaultReport, ImageReport, PodRef, Reason};
 use crate::node::allocator::BoundContainer;
 use crate::sessions::{Fault, RecoveryAction};
 use crate::units::AllocationId;
 
-/// Names a fault for ever: an image is poisoned once.
+/// The identifier of a fault; an image is poisoned at most once.
 pub fn fault_id(allocation: &AllocationId, fault: &Fault) -> String {
     format!("{allocation}-{}", fault.image.generation)
 }
 
-/// What the status says of an open fault.
+/// The report of an open fault for the GpuNode's status.
 pub fn fault_report(
     allocation: &AllocationId,
     fault: &Fault,
@@ -40,7 +40,7 @@ pub fn fault_report(
     }
 }
 
-/// Tells of a fault that was opened: on the pod where its name is known, otherwise on the node.
+/// Publishes an Event about a new fault: on the pod if its name is known, otherwise on the node.
 pub fn publish_fault(
     events: &Events,
     allocation: &AllocationId,
@@ -91,7 +91,7 @@ fn message(fault: &Fault) -> String {
         }) => "nothing is done",
         None => "it is fenced",
     };
-    // A tenant reads it, and must not learn a pid of the host.
+    // Tenants read the Event and must not learn a pid of the host.
     let generation = fault.image.generation;
     format!("{cause} poisoned the context of a process (generation {generation}): {done}")
 }

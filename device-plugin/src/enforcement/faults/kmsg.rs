@@ -1,11 +1,13 @@
 //! Finds XIDs that name a process in the kernel's log.
 //!
-//! NVML's events say which GPU, not which process; the driver's records in `/dev/kmsg` do, in the host's pid namespace:
-//! `4,1234,567890,-;NVRM: Xid (PCI:0000:3b:00): 31, pid=1234, name=python, Ch 00000008, ...`.
+//! NVML's events name the GPU and no process. The driver's records in `/dev/kmsg` name both, with
+//! the pid in the host's pid namespace: `4,1234,567890,-;NVRM: Xid (PCI:0000:3b:00): 31, pid=1234,
+//! name=python, Ch 00000008, ...`.
 //!
-//! Tenants get text into the log as well: the kernel reports a crash with the program's name, which can *begin* with
-//! `NVRM: Xid (PCI:` (15 letters), and with the name of its file. So the driver's text must begin the record, with a
-//! whole address in it, and what a program wrote to `/dev/kmsg` decides nothing. [`super::belief`] asks NVML as well.
+//! Tenants get text into the log as well. The kernel reports a crash with the program's name, which
+//! can *begin* with `NVRM: Xid (PCI:` (15 letters), and with the name of its file. So the driver's
+//! text must begin the record and have a complete address, and text that a program wrote to
+//! `/dev/kmsg` is ignored. [`super::confirmation`] then asks NVML.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _, Seek as _, SeekFrom};
@@ -19,31 +21,31 @@ use crate::gpu::pci::PciAddress;
 use crate::gpu::xid::loses_context;
 use crate::ledger::BootTime;
 
-/// A record of `/dev/kmsg` is no longer (printk.c, `PRINTK_MESSAGE_MAX`); of another file, what is read at once.
+/// The kernel's limit of a record (printk.c, `PRINTK_MESSAGE_MAX`), and the size of one read.
 const MAX_RECORD: usize = 8192;
 
-/// The facility of what the kernel writes; it gives no other text that one (printk.c, `devkmsg_write`).
+/// The facility of the kernel's own records; programs cannot use it (printk.c, `devkmsg_write`).
 const KERNEL_FACILITY: u64 = 0;
 
-/// How much is read at most in one go: a log that floods must not hold up its reader.
+/// The most records of one call, so that a flooded log does not block its reader.
 const MAX_RECORDS_PER_READ: usize = 1024;
 
-/// An XID and the process that it names.
+/// An XID with the process that it names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct XidLine {
-    /// The GPU.
+    /// The GPU's address.
     pub gpu: PciAddress,
-    /// The code.
+    /// The XID's number.
     pub xid: u32,
     /// The process, in the host's pid namespace.
     pub pid: u32,
 }
 
-/// A record of `/dev/kmsg`: `<facility and level>,<number>,<microseconds>,<flags>[,...];<text>` (the kernel's
-/// `Documentation/ABI/testing/dev-kmsg`).
+/// A record of `/dev/kmsg`: `<facility and level>,<number>,<microseconds>,<flags>[,...];<text>`
+/// (the kernel's `Documentation/ABI/testing/dev-kmsg`).
 struct KmsgRecord<'a> {
     facility: u64,
-    /// By a clock of the kernel's own, which stands still while the machine sleeps and drifts from every other.
+    /// The time of the log's own clock, which stops in suspend and drifts from every other clock.
     micros: u64,
     text: &'a str,
 }
@@ -64,12 +66,12 @@ impl<'a> KmsgRecord<'a> {
     }
 }
 
-/// The XID of a context and its process, if the driver's text of a record tells of one.
+/// Parses the driver's text of a record, if its XID names a process whose context is lost.
 fn parse_xid(text: &str) -> Option<XidLine> {
     let rest = text.strip_prefix("NVRM: Xid (")?;
     let (gpu, rest) = rest.split_once("): ")?;
     let (code, rest) = rest.split_once(", pid=")?;
-    // An unknown process is `'<unknown>'`.
+    // The driver writes `'<unknown>'` for an unknown process.
     let pid = rest.split([',', '\n']).next()?;
     let named = XidLine {
         gpu: Some(gpu)
@@ -82,32 +84,33 @@ fn parse_xid(text: &str) -> Option<XidLine> {
     loses_context(named.xid).then_some(named)
 }
 
-/// A number of decimal digits, which has no sign.
+/// Parses a decimal number without a sign.
 fn parse_decimal<T: FromStr>(text: &str) -> Option<T> {
     let is_decimal = text.bytes().all(|byte| byte.is_ascii_digit());
     text.parse().ok().filter(|_| is_decimal)
 }
 
-/// The XID of a context and its process, if a line of the log tells of one; when, in the log's microseconds.
+/// Parses a line of the log, if its XID names a process whose context is lost. The second value is
+/// the record's time in the log's microseconds.
 pub fn parse(line: &str) -> Option<(XidLine, u64)> {
     let record = KmsgRecord::parse(line)?;
     let is_kernels = record.facility == KERNEL_FACILITY;
     Some((parse_xid(record.text)?, record.micros)).filter(|_| is_kernels)
 }
 
-/// The log, from its end on.
+/// The kernel's log, from its end at the time of opening.
 #[derive(Debug)]
 pub struct KernelLog {
     file: File,
-    /// The begin of a line whose end was not read yet.
+    /// The start of a line whose end was not read yet.
     partial_line: Vec<u8>,
 }
 
 impl KernelLog {
-    /// Opens it, for reads that wait for nothing.
+    /// Opens the log for reads that do not block.
     ///
     /// # Errors
-    /// What the system says: none where the agent may not read it.
+    /// When the agent may not read the log.
     pub fn open(path: &Path) -> io::Result<KernelLog> {
         let flags = OFlags::NONBLOCK.bits();
         let mut file = OpenOptions::new()
@@ -122,15 +125,16 @@ impl KernelLog {
         })
     }
 
-    /// The XIDs of contexts since the last call, each with a moment that it was no later than, and whether there is
-    /// nothing more to read. What the kernel has overwritten meanwhile is lost.
+    /// Reads the records since the last call, each with a time that is not before its own, and
+    /// returns whether the log has no more. Records that the kernel has overwritten are lost.
     pub fn read(&mut self, now: BootTime) -> (Vec<(XidLine, BootTime)>, bool) {
         let (mut named, mut newest) = (Vec::new(), 0);
         let is_whole = self.read_lines(|line| {
             newest = newest.max(KmsgRecord::parse(line).map_or(0, |record| record.micros));
             named.extend(parse(line));
         });
-        // The log's clock says how far apart records are; the newest of these was written before now.
+        // The log's clock gives distances between records; the newest record was written before
+        // now.
         let at = |micros: u64| BootTime(now.0.saturating_sub((newest - micros) / 1_000));
         let named = named.into_iter().map(|(named, micros)| (named, at(micros)));
         (named.collect(), is_whole)
@@ -142,7 +146,8 @@ impl KernelLog {
             let read = match self.file.read(&mut bytes) {
                 Ok(0) => return true,
                 Ok(read) => read,
-                // EPIPE: records were overwritten; the next read goes on behind them.
+                // EPIPE: the kernel has overwritten records, and the next read continues after
+                // these.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => continue,
                 Err(_) => return true,
             };
@@ -269,7 +274,7 @@ mod tests {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         let mut log = KernelLog::open(file.path()).unwrap();
         let xid = "NVRM: Xid (PCI:0000:01:00): 31, pid=4, name=a";
-        // A machine whose log is a day behind the clock that counts its sleep.
+        // The log's clock is a day behind the clock that counts suspend.
         for (micros, text) in [
             (1_000_000, xid),
             (3_500_000, xid),

@@ -1,11 +1,12 @@
-//! What is done about poisoned contexts of which container: pure.
+//! Decides what follows a poisoned context in which container: pure.
 
 use bursar_crds::gpu_node::{ContextOrder, RestartOrder};
 
 use crate::node::allocator::BoundContainer;
 use crate::sessions::RecoveryPolicy;
 
-/// The policy of a container, by the orders for namespaces. None where its namespace is not known: what it had stands.
+/// The policy of a container, by the orders for namespaces. None where the container's namespace is
+/// unknown, so that its present policy stays.
 pub fn context_policy(
     orders: &[ContextOrder],
     container: &BoundContainer,
@@ -17,7 +18,7 @@ pub fn context_policy(
     }))
 }
 
-/// The number that the container's images are ordered to reach; none where no order is about it.
+/// The process generation that a container is ordered to reach; none without an order.
 pub fn required_generation(orders: &[RestartOrder], container: &BoundContainer) -> Option<u64> {
     let holder = container.name.as_ref()?;
     let of_it = orders.iter().filter(|order| {

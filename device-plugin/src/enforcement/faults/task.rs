@@ -1,4 +1,4 @@
-//! The loop: reads the kernel's log, applies policies, tells, kills.
+//! Reads the kernel's log, applies context policies, publishes faults and kills processes.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -24,30 +24,30 @@ use crate::metrics::Metrics;
 use crate::node::actor::Snapshot;
 use crate::sessions::{Sessions, XidTarget};
 
-/// How often the kernel's log is read, and what is overdue looked for.
+/// How often the task reads the kernel's log and checks for overdue faults.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// What the loop works with.
+/// The inputs of the task.
 pub struct FaultInputs {
-    /// Where the log is, and `/proc`.
+    /// The paths of the log and of `/proc`.
     pub paths: PathsConfig,
-    /// Who knows the processes.
+    /// The sessions, which know the containers' processes.
     pub sessions: Arc<Sessions>,
     /// The node's containers.
     pub snapshots: watch::Receiver<Snapshot>,
-    /// What the node's `GpuNode` orders; none before the API server told any.
+    /// The orders in the node's `GpuNode`; none before the API server has sent the object.
     pub orders: watch::Receiver<Option<ParsedSpec>>,
-    /// What NVML told of XIDs lately.
+    /// The XIDs that NVML reported recently.
     pub xids: watch::Receiver<RecentXids>,
-    /// Since when the node's status could not be written; none while it can.
+    /// Since when the agent cannot write the node's status; none while it can.
     pub disconnected_since: watch::Receiver<Option<Instant>>,
-    /// Where people are told.
+    /// The publisher of Events.
     pub events: Events,
-    /// Where it is counted.
+    /// The counters.
     pub metrics: Metrics,
 }
 
-/// Acts on faults until `stop`, and keeps `faults` at those that are open.
+/// Acts on faults until `stop`, and publishes the open ones in `faults`.
 pub async fn run(
     around: FaultInputs,
     faults: watch::Sender<Vec<FaultReport>>,
@@ -73,7 +73,7 @@ pub async fn run(
         let read = log.as_mut().map(|log| log.read(now.moment));
         let (named, is_whole) = read.unwrap_or((Vec::new(), true));
         for (named, at) in named {
-            // Before an image is greeted that took the process over.
+            // The process is looked up before another image in the same process connects.
             if let Some(suspect) = around.find_suspect(named, at) {
                 claims.push(named, at, suspect);
             }
@@ -89,7 +89,7 @@ pub async fn run(
         }
         if is_whole {
             for waits in waiting.drain(..) {
-                // One that waited too long has gone.
+                // A session that waited too long has dropped its receiver.
                 let _ = waits.send(());
             }
         } else if !waiting.is_empty() {
@@ -151,7 +151,7 @@ impl FaultInputs {
         }
     }
 
-    /// Again and again until the image has ended.
+    /// Tried each time until the image has ended.
     fn kill_condemned(&self) {
         for (allocation, process) in self.sessions.processes_to_kill() {
             match kill(&self.paths.proc, process) {
@@ -162,7 +162,7 @@ impl FaultInputs {
         }
     }
 
-    /// `generations`: G of the GPU when each fault was first seen.
+    /// `generations`: the GPU's generation at the first sight of each fault.
     fn open_faults(&self, generations: &mut BTreeMap<String, u64>) -> Vec<FaultReport> {
         let open = self.sessions.open_faults();
         let snapshot = self.snapshots.borrow();
@@ -178,7 +178,7 @@ impl FaultInputs {
     }
 }
 
-/// None where it cannot be read: the shims' reports are all that is known then.
+/// None where the log cannot be read; only the shims report faults then.
 fn open_log(path: &Path) -> Option<KernelLog> {
     KernelLog::open(path)
         .inspect_err(|error| {

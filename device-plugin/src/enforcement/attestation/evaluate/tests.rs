@@ -27,7 +27,7 @@ fn expected() -> Vec<ExpectedMount> {
     MOUNTS.map(mount).to_vec()
 }
 
-/// A container with all of our mounts, a `/proc`, and `more`.
+/// A container with all expected mounts, a `/proc`, and `more`.
 fn table(more: &str) -> MountTable {
     let ours = MOUNTS.iter().zip(200..).map(|((source, point), id)| {
         format!("{id} 100 8:1 {source} {point} ro - ext4 /dev/sda1 rw\n")
@@ -100,7 +100,7 @@ fn container_is_set_up_when_its_program_runs_or_time_is_over() {
     assert!(is_set_up(true, MAX_SETUP));
 }
 
-/// A place to mount at: one of our paths, a folder above one, or something in one.
+/// A mount point: an expected one, a folder above one, or a path in one.
 fn place() -> impl Strategy<Value = PathBuf> {
     let below = prop_oneof![Just(None), Just(Some("libcuda.so.1")), Just(Some("a/b"))];
     (0..MOUNTS.len(), 0..4_usize, below).prop_map(|(ours, up, below)| {
@@ -121,7 +121,7 @@ proptest! {
     fn mount_over_any_of_our_paths_is_a_gap(place in place()) {
         let (parent, _) = { let table = table(""); let (mount, at) = table.resolve(&place).unwrap(); (mount.clone(), at) };
         let id = table("").iter().position(|mount| *mount == parent).unwrap();
-        // Ids in the order of `table`: the root, /proc, then ours from 200 on.
+        // Ids in the order of `table`: the root, /proc, then the expected mounts from 200 on.
         let id = match id { 0 => 100, 1 => 101, ours => 198 + ours };
         let over = format!("300 {id} 0:60 / {} rw - tmpfs t rw\n", place.display());
         prop_assert_eq!(gap_reason(&table(&over)), Some(GapReason::MountedOver), "{}", over);
@@ -185,7 +185,7 @@ fn foreign_libcuda_is_a_gap_with_or_without_the_shim() {
     for file in [
         "99 /tmp/libcuda.so.1",
         "99 /usr/lib64/libcuda.so.580.95.05",
-        // At the shim's path, with another file's number: mapped while something lay over it.
+        // The shim's path with another inode: mapped while another file was mounted over it.
         "99 /opt/bursar/lib/libcuda.so.1",
         "11 /opt/bursar/lib/libcuda.so.1 (deleted)",
         "11 /libcuda.so.1",

@@ -21,13 +21,13 @@ fn pod(number: u64) -> PodUid {
     format!("pod-{number}").parse().unwrap()
 }
 
-/// A process, its start ten times its pid.
+/// A process whose start time is ten times its pid.
 fn process(pid: u32) -> Process {
     let start = u64::from(pid) * 10;
     Process { pid, start }
 }
 
-/// A container with a quota in MiB, and its members with what each was granted and uses.
+/// A container's usage, with a quota in MiB and sessions that use what they were granted.
 fn books(number: u64, quota: u64, members: &[(u32, u64)]) -> ContainerUsage {
     let granted: u64 = members.iter().map(|(_, granted)| granted).sum();
     let account = AccountBalance {
@@ -49,7 +49,7 @@ fn books(number: u64, quota: u64, members: &[(u32, u64)]) -> ContainerUsage {
     }
 }
 
-/// A listed process in the container of that number; the host's for zero.
+/// A listed process in the container of that number; zero stands for the host.
 fn listed(number: u64, pid: u32, mib: u64) -> ListedProcess {
     let owner = match number {
         0 => ProcessOwner::Host,
@@ -90,7 +90,7 @@ fn attested_shims(pids: &[(u32, bool)]) -> AttestedState {
     attested(pids)
 }
 
-/// Processes: the container of each, its pid, whether it has the shim, and where it has the driver's devices mapped.
+/// Processes, each with its container, pid, whether it has the shim, and its device mappings.
 fn attested<'a>(processes: impl IntoIterator<Item = (u64, u32, bool, &'a [u64])>) -> AttestedState {
     let running = |(number, pid, shim, devices): (u64, u32, bool, &[u64])| {
         let running = AttestedProcess {
@@ -107,7 +107,7 @@ fn attested<'a>(processes: impl IntoIterator<Item = (u64, u32, bool, &'a [u64])>
     }
 }
 
-/// A GPU with 600 MiB that are charged to nobody.
+/// A sample with 600 MiB that are charged to no process.
 fn sample_with_unattributed(processes: Vec<ListedProcess>) -> GpuSample {
     GpuSample {
         unattributed: Some(Bytes::mib(600)),
@@ -115,7 +115,7 @@ fn sample_with_unattributed(processes: Vec<ListedProcess>) -> GpuSample {
     }
 }
 
-/// The processes that may hold memory of nobody, and whether each is of the only container with such.
+/// The suspected holders, each with whether its container is the only one that has any.
 fn holders(
     seen: GpuSample,
     books: &[ContainerUsage],
@@ -389,7 +389,7 @@ fn reused_pid_is_charged_for_exited_process_up_to_its_bytes() {
     let mut of_it = books(1, 8192, &[]);
     of_it.exited_pids = vec![5];
     of_it.accounts[0].exited = Bytes::mib(600);
-    // Of the host, of another pod, and of the container itself.
+    // The new process is of the host, of another pod, or of the container itself.
     for number in [0, 9, 1] {
         let again = |mib| {
             finding_kinds(
@@ -436,7 +436,7 @@ fn container_is_over_quota_one_byte_beyond_its_allowance() {
 
 #[test]
 fn container_is_over_quota_when_contexts_do_not_fit() {
-    // Sixteen contexts of 518 MiB that nobody charges, in a quota of 4 GiB.
+    // Sixteen contexts of 518 MiB that no account charges, in a quota of 4 GiB.
     let members: Vec<_> = (5..21).map(|pid| (pid, 0)).collect();
     let listed = (5..21).map(|pid| listed(1, pid, 518)).collect();
     let of_it = [books(1, 4096, &members)];
@@ -463,7 +463,7 @@ fn listed_export_accounts_for_no_unattributed_memory() {
     };
     assert_eq!(judged(listed(1, 5, 518), quota - 518), [""; 0], "honest");
     assert_eq!(judged(listed(1, 5, quota), quota), ["unaccounted"]);
-    // What another listed process of the container imported is not unlisted either.
+    // Memory that another listed process of the container imported is listed too.
     let imported = quota / 2;
     assert_eq!(judged(listed(1, 5, imported), quota), ["unaccounted"]);
 }
@@ -550,12 +550,12 @@ fn forged_page_is_a_finding_without_any_gpu_sample() {
     assert_eq!(verdict.findings, [expected]);
 }
 
-/// A process: what it was granted and what it has besides, in MiB, and whether it has a session.
+/// A process: its grant and its further memory in MiB, and whether it has a session.
 type Program = (u64, u64, bool);
 
-/// Containers with their quota in MiB and their processes.
+/// Containers, each with its quota in MiB and its processes.
 fn world() -> impl Strategy<Value = Vec<(u64, Vec<Program>)>> {
-    // All of a container together have no more besides than one allowance.
+    // The further memory of a container's processes stays within one allowance.
     let process = (0..2048_u64, 0..=256_u64, any::<bool>());
     let container = prop::collection::vec(process, 0..5).prop_flat_map(|processes| {
         let granted: u64 = processes.iter().map(|(granted, ..)| granted).sum();
@@ -581,7 +581,7 @@ proptest! {
         }
         let charged: u64 = processes.iter().filter_map(|listed| listed.bytes).map(|bytes| bytes.0).sum();
         let gpu_seen = sample(processes);
-        // Sessions are lacking because an earlier agent's records are lost.
+        // Sessions are missing because the records of an earlier agent are lost.
         let containers = AttestedState { agent_start: u64::MAX, ..AttestedState::default() };
         let verdict = compare_accounts(std::slice::from_ref(&gpu_seen), &all, &containers, &LIMITS);
         prop_assert_eq!(&verdict.findings, &[]);
@@ -597,7 +597,7 @@ proptest! {
     ) {
         let granted = granted.min(quota);
         let members = if session { vec![(5, granted)] } else { vec![] };
-        // One process: its allowance alone, no part of the quota besides.
+        // A single process gets the process allowance and no part of the quota.
         let has = listed(1, 5, quota + 64 + 1024 + over);
         let found = finding_kinds(vec![has], &[books(1, quota, &members)], &attested_shims(&[(5, mapped)]));
         prop_assert!(found.contains(&"over-quota"));

@@ -1,4 +1,4 @@
-//! Processes that come, use a GPU and end, in every order with the steps of an audit.
+//! Interleaves processes that start, use a GPU and exit with the steps of an audit.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,21 +8,20 @@ use super::*;
 use crate::enforcement::audit::collect::live_process;
 use crate::procfs::tests::stat;
 
-/// Few pids, so that they come again.
+/// Few pids, so that they are reused.
 const PIDS: u32 = 4;
-/// What each process takes, in MiB.
 const PROCESS_MIB: u64 = 600;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Stage {
     Started,
-    /// It said hello, as the shim does before it makes a context.
+    /// The shim has connected, as it does before it makes a context.
     HasSession,
-    /// The driver lists it.
+    /// The driver lists the process.
     HasContext,
-    /// Ended, and neither reaped nor known to the ledger for dead.
+    /// The process has exited; it is not reaped, and the accounts still have its session.
     Ended,
-    /// The ledger knows that it ended. It may still be there as a zombie.
+    /// The accounts know that the process has exited; it may still be a zombie.
     Retired,
 }
 
@@ -34,16 +33,16 @@ struct FakeProcess {
 
 #[derive(Clone, Copy, Debug)]
 enum Step {
-    /// A process comes, or goes on to its next stage.
+    /// A process starts, or reaches its next stage.
     Advance(u32),
-    /// A process that ended is reaped.
+    /// The parent reaps an exited process.
     Reap(u32),
-    /// A forked child holds what a process has, for as long as it likes.
+    /// A forked child holds the memory of a process until `Release`.
     Hold(u32),
     Release(u32),
-    /// The ledger asks the driver about the dead.
+    /// The agent asks the driver which exited processes it still lists.
     Reclaim,
-    /// The clock goes on.
+    /// The clock advances.
     Tick,
 }
 
@@ -62,10 +61,10 @@ const ORDER_WITH_BOOKS_LAST: [Audit; 3] = [Audit::Driver, Audit::Identify, Audit
 struct FakeNode {
     now: u64,
     actors: BTreeMap<u32, FakeProcess>,
-    /// Pids of the dead that the ledger charges.
+    /// Pids of exited processes that the accounts charge.
     retired: BTreeSet<u32>,
     held: BTreeSet<u32>,
-    /// Pids of the dead that the driver lists, for somebody holds what they had.
+    /// Pids of exited processes that the driver lists, since a child holds their memory.
     left: BTreeSet<u32>,
 }
 
@@ -106,7 +105,7 @@ impl FakeNode {
         actor.stage = match actor.stage {
             Stage::Started => Stage::HasSession,
             Stage::HasSession => {
-                // A driver takes more than a tick to make a context.
+                // The driver takes more than a tick to make a context.
                 self.now += 1;
                 Stage::HasContext
             }
@@ -173,7 +172,7 @@ impl FakeNode {
     }
 }
 
-/// What an audit finds whose steps are done in that order, each before the program's step of that number.
+/// The findings of an audit whose steps, in that order, come before the given steps of the program.
 fn findings_among(steps: &[Step], order: [Audit; 3], at: [usize; 3]) -> Vec<Finding> {
     let mut node = FakeNode::default();
     let (mut asked, mut listed, mut books) = (0, Vec::new(), None);
@@ -278,7 +277,8 @@ fn exit_between_nvml_and_books_is_no_finding() {
         findings_among(&steps, AUDIT_ORDER, [before, after, after]),
         []
     );
-    // What was so once: who NVML's processes are was found out before the books were read.
+    // In the wrong order, with processes identified before the accounts are read, the audit
+    // accuses.
     let accused = findings_among(&steps, ORDER_WITH_BOOKS_LAST, [before, before, after]);
     assert_eq!(accused.len(), 1, "the model can accuse: {accused:?}");
 }
