@@ -1,4 +1,4 @@
-//! Schedules the queue: gives memory to queued claims as the binder places them.
+//! Schedules the queue: assigns memory to queued claims as the binder places them.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -11,11 +11,11 @@ use super::types::{Binding, ClaimId, Health, Placement, Share, WaitReason};
 use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
 impl Ledger {
-    /// Binds every queued claim whose turn it is and whose call is open. The agent writes the CDI
-    /// files and answers the kubelet.
+    /// Binds every queued claim that the binder places and whose call is open. The agent writes the
+    /// CDI files and answers the kubelet.
     ///
-    /// Where the call of a claim has ended a moment ago, the ledger holds the memory until the
-    /// kubelet retries. Call this after every event and once a second.
+    /// Where the call of a claim has just ended, the ledger sets the memory aside until the kubelet
+    /// retries. Call this after every event and once a second.
     pub fn advance(&mut self, now: BootTime) -> Vec<Binding> {
         self.expire(now);
         let mut bound = Vec::new();
@@ -25,7 +25,7 @@ impl Ledger {
         bound
     }
 
-    /// Goes through the queue once; true where a claim was given memory.
+    /// Schedules the queue once. True where a claim was assigned memory.
     fn advance_once(&mut self, now: BootTime, bound: &mut Vec<Binding>) -> bool {
         let waiting = self.queued_count();
         for resource in [Resource::DeviceMemory, Resource::ManagedMemory] {
@@ -218,7 +218,7 @@ impl Ledger {
         }
     }
 
-    /// Gives the claim the first of these places, and holds the others for its pod.
+    /// Assigns the first of these places to the claim, and sets the others aside for its pod.
     fn assign(&mut self, id: ClaimId, places: &[Vec<Part>]) -> Option<Binding> {
         let claim = self.claims.get(&id)?;
         let want = self.request_of(claim);
@@ -240,8 +240,8 @@ impl Ledger {
         self.grant(id, placement)
     }
 
-    /// Gives the claim its memory: bound where its call is open, held until the kubelet's retry
-    /// otherwise.
+    /// Grants the claim its memory: bound where its call is open, otherwise set aside until the
+    /// kubelet's retry.
     fn grant(&mut self, id: ClaimId, placement: Placement) -> Option<Binding> {
         let pod = self.claims.get(&id)?.pod.clone();
         self.record_tenant(&pod, &placement);
@@ -275,9 +275,9 @@ impl Ledger {
 /// The rank of a queued claim among those of its priority.
 ///
 /// A pending pod keeps the device ids of memory that it cannot get, so the memory of a large claim
-/// lies idle while that waits. So large claims come first, until one has waited for [`LATE`]; then
-/// the order of arrival keeps every claim from starving. `benches/placement` compares this order
-/// with others.
+/// is idle while that waits. So large claims come first, until one has waited for [`AGING_AFTER`].
+/// Then the order of arrival prevents starvation. `benches/placement` compares this order with
+/// others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum QueueRank {
     Aged {
@@ -299,7 +299,7 @@ fn queue_rank(claim: &Claim, want: QueuedRequest, now: BootTime) -> QueueRank {
     }
 }
 
-/// Whether the ledger may set memory aside for the claim.
+/// Whether the call is open or ended so recently that memory may be set aside for the claim.
 fn is_call_recent(call: Call, now: BootTime) -> bool {
     match call {
         Call::Open { .. } => true,

@@ -1,22 +1,22 @@
 //! Places queued claims on GPUs: a pure function of free memory and queue.
 //!
 //! The binder goes through the queue in its order. A claim that fits takes the fullest GPU with
-//! room (best fit). The first claim that does not fit gets a reservation: the free memory of the
-//! GPU that lacks least is set aside for it, and later claims must fit into the rest.
+//! room (best fit). For the first claim that does not fit, the binder sets aside the free memory of
+//! the GPU with the smallest shortage, and later claims must fit into the rest.
 //!
-//! No state is kept between two runs. The reserved memory only grows until the claim fits, and a
-//! reservation moves only to a GPU with more of it, so small claims cannot starve a large one.
+//! No state is kept between two runs. The memory set aside only grows until the claim fits, and
+//! moves only to a GPU with more of it, so small claims cannot starve a large one.
 //!
 //! A request is all containers of a pod that have no memory yet: all of them are placed, or none.
-//! The largest is placed first. A choice that leaves no place for another container is taken back,
-//! within [`TRIES`].
+//! The largest is placed first. The search backtracks from a choice that leaves no place for
+//! another container, within [`MAX_TRIES`].
 //!
 //! Memory that the operator reserved on a GPU is free for one pod alone. That pod takes it there if
-//! it can, and gets no other reservation meanwhile.
+//! it can, and nothing else is set aside for it meanwhile.
 
 use std::cmp::Reverse;
 
-/// The most places that are tried for one request: this bounds what a pod's shape costs the agent.
+/// The most places that are tried for one request. This bounds the agent's work for a pod's spread.
 const MAX_TRIES: u32 = 256;
 
 /// A GPU, or the node's managed memory, in quanta.
@@ -26,7 +26,7 @@ pub(super) struct Bin {
     pub(super) capacity: u32,
     /// The free part of the capacity.
     pub(super) free: u32,
-    /// Whether one program can use the bin beside others: not a MIG instance.
+    /// Whether one program can use the bin together with others. It cannot for a MIG instance.
     pub(super) is_combinable: bool,
 }
 
@@ -41,7 +41,7 @@ pub(super) struct Request {
     pub(super) reserved_bin: Option<usize>,
     /// The memory that other containers of the pod have already.
     pub(super) bound: Vec<Vec<Part>>,
-    /// The sets of containers that may live at the same time, by number: those of `quanta` first,
+    /// The sets of containers that may run at the same time, by number: those of `quanta` first,
     /// then `bound`.
     pub(super) concurrent_sets: Vec<u64>,
 }
@@ -52,10 +52,10 @@ pub(super) type Part = (usize, u32);
 /// The result of one run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// For each request of the queue, the parts of each container in order of bins; none where it
-    /// waits on.
+    /// For each request of the queue, the parts of each container in order of bins. None where it
+    /// keeps waiting.
     pub(super) places: Vec<Option<Vec<Vec<Part>>>>,
-    /// For each bin, the memory that is free there and set aside by a reservation.
+    /// For each bin, the free memory that is set aside for a request.
     pub(super) set_aside: Vec<u32>,
 }
 
@@ -85,7 +85,7 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
             bins[bin].free += kept;
         }
         let search = |aim| Search::new(&bins, want, &shares, aim).run();
-        // Empty bins that could hold the request do hold it: the second search is that of
+        // A request that empty bins could hold must fit empty bins: the second search is that of
         // `fits_when_empty`.
         let place = search(Aim::BestFit).or_else(|| search(Aim::WorstFit));
         let taken = |place: &Vec<Vec<Part>>, bin| want.taken(place, bin);
@@ -128,7 +128,7 @@ impl Request {
             .saturating_sub(self.bound.iter().map(|parts| amount_on(parts, bin)).sum())
     }
 
-    /// The most that containers which live at the same time have of a bin.
+    /// The most that containers which run at the same time have of a bin.
     pub(super) fn peak(&self, placed: &[Vec<Part>], bin: usize) -> u32 {
         let sets = self.concurrent_sets.iter();
         sets.map(|set| self.usage_of_set(*set, placed, bin))
@@ -147,7 +147,7 @@ impl Request {
         new.chain(bound).map(of).sum()
     }
 
-    /// The memory of a bin that other containers of the pod may have while this one lives.
+    /// The memory of a bin that other containers of the pod may have while this one runs.
     fn concurrent_usage(&self, container: usize, placed: &[Vec<Part>], bin: usize) -> u32 {
         let sets = self
             .concurrent_sets
@@ -301,7 +301,7 @@ impl<'a> Search<'a> {
         let mut ranked: Vec<_> = able
             .filter_map(|(index, bin)| {
                 let beside = self.want.concurrent_usage(container, &self.placed, index);
-                // Memory bound to the pod is not free, and counts among what is beside.
+                // Memory bound to the pod is not free, and is part of the concurrent usage.
                 let bound: u32 = self
                     .want
                     .bound
@@ -319,8 +319,8 @@ impl<'a> Search<'a> {
                     Aim::BestFit => free,
                     Aim::WorstFit | Aim::SmallestShortage => u32::MAX - free,
                 };
-                // A container may add nothing to the pod's memory beside containers that never live
-                // with it.
+                // A container may add nothing to the pod's peak if it runs only while other
+                // containers do not.
                 let peak = self.want.peak(&self.placed, index);
                 let adds = beside.saturating_add(share).saturating_sub(peak).min(share);
                 (could >= share).then_some((!own, adds, rank, index))
@@ -374,7 +374,7 @@ mod tests {
         }
     }
 
-    /// Containers of one pod that live at the same time.
+    /// Containers of one pod that run at the same time.
     fn concurrent(quanta: &[u32]) -> Request {
         Request {
             quanta: quanta.to_vec(),
@@ -383,7 +383,7 @@ mod tests {
         }
     }
 
-    /// The places of waiters of one container.
+    /// The places of requests with one container.
     fn single_places(plan: &Plan) -> Vec<Option<Vec<Part>>> {
         let places = plan.places.iter();
         places

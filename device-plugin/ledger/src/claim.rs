@@ -9,13 +9,13 @@ use super::types::{Binding, ClaimId, GpuSpread, Placement, Priority};
 use crate::units::{AllocationId, DeviceIdSet, PodUid, Resource};
 
 /// How long a queued claim keeps its place after its call ended. The kubelet retries after 0.5 s,
-/// or after 10 to 15 s; a claim without a retry for longer has lost its pod.
+/// or after 10 to 15 s. A claim without a retry for longer has lost its pod.
 pub const RETRY_DEADLINE: Duration = Duration::from_secs(300);
 
 /// How long larger claims may overtake a queued one.
 pub const AGING_AFTER: Duration = Duration::from_secs(60);
 
-/// How long the ledger holds memory for a claim whose call has ended: two of the kubelet's retries.
+/// How long memory stays set aside for a claim whose call has ended: two of the kubelet's retries.
 pub const RETRY_GRACE: Duration = Duration::from_secs(40);
 
 /// An answered `Allocate` without a started container, so that its pod is not known yet.
@@ -24,7 +24,7 @@ pub(super) struct PendingAllocation {
     pub(super) resource: Resource,
     pub(super) device_ids: DeviceIdSet,
     pub(super) allocated_at: BootTime,
-    /// Whether the last reading of the kubelet's checkpoint lacked it.
+    /// Whether the last read of the kubelet's checkpoint lacked it.
     pub(super) was_missing: bool,
 }
 
@@ -36,8 +36,8 @@ pub(super) struct Claim {
     pub(super) device_ids: DeviceIdSet,
     /// The allocations, oldest first; never empty.
     pub(super) allocations: Vec<AllocationId>,
-    /// The pod's place in the order of arrival. A pod's later containers inherit it: a pod that
-    /// already holds memory must not wait behind pods that came after it.
+    /// The pod's place in the order of arrival. A pod's later containers inherit it, because a pod
+    /// with memory must not wait behind pods that came after it.
     pub(super) arrival: u64,
     pub(super) state: State,
 }
@@ -50,7 +50,7 @@ pub(super) enum State {
     Idle,
     /// The claim is in the queue.
     Queued { want: QueuedRequest, call: Call },
-    /// The ledger holds memory until the kubelet retries.
+    /// Memory is set aside until the kubelet retries.
     AwaitingRetry {
         want: QueuedRequest,
         since: BootTime,
@@ -80,7 +80,7 @@ pub(super) enum Call {
 }
 
 impl Claim {
-    /// The memory that the claim occupies, bound or held.
+    /// The memory that the claim occupies, bound or set aside.
     pub(super) fn placement(&self) -> Option<&Placement> {
         match &self.state {
             State::AwaitingRetry { placement, .. } | State::Bound { placement } => Some(placement),
@@ -88,7 +88,7 @@ impl Claim {
         }
     }
 
-    /// Gives up the held memory: the claim queues as before.
+    /// Frees the memory that was set aside. The claim queues as before.
     pub(super) fn requeue(&mut self) {
         if let State::AwaitingRetry { want, since, .. } = self.state {
             let call = Call::Ended { since };
@@ -101,7 +101,7 @@ impl Claim {
         self.resource == resource && self.device_ids.overlaps(tokens)
     }
 
-    /// The claim as the rest of the agent sees it once it has `placement`.
+    /// The claim's binding once it has `placement`.
     pub(super) fn binding(&self, claim: ClaimId, placement: Placement) -> Binding {
         Binding {
             claim,

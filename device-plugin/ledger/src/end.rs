@@ -9,7 +9,7 @@ use super::time::BootTime;
 use super::types::{Health, Placement};
 use crate::units::{AllocationId, PodUid};
 
-/// The youngest age at which a pending allocation is collected: the kubelet writes its checkpoint
+/// The youngest age at which a pending allocation is dropped. The kubelet writes its checkpoint
 /// soon after the agent's answer, however long it pulls images afterwards.
 pub const PENDING_GC_AGE: Duration = Duration::from_secs(60);
 
@@ -17,7 +17,7 @@ impl Ledger {
     /// Releases all memory of a pod whose cgroup is gone. Returns its allocations, whose CDI files
     /// and sockets the agent removes; none for an unknown pod.
     pub fn release_pod(&mut self, pod: &PodUid) -> Vec<AllocationId> {
-        // The reservation for an ended pod is of no use, even if the operator still orders it.
+        // The reservation for an ended pod is of no use, even if the operator still requests it.
         self.reservations.retain(|_, reserved| reserved.pod != *pod);
         self.pod_groups.remove(pod);
         self.claims
@@ -29,8 +29,8 @@ impl Ledger {
     /// Drops pending allocations that the kubelet's checkpoint lacks; `known` are the allocations
     /// in the checkpoint. Not called from `Allocate`, whose answer is not in the checkpoint yet.
     ///
-    /// An allocation without a pod is dropped, and returned, when it is [`PENDING_GC_AGE`] old and two
-    /// readings in a row lacked it. A claim ends with its pod.
+    /// An allocation without a pod is dropped, and returned, when it is [`PENDING_GC_AGE`] old and
+    /// two reads in a row lacked it. A claim ends with its pod.
     pub fn gc_pending(
         &mut self,
         known: &BTreeSet<AllocationId>,
@@ -61,7 +61,7 @@ impl Ledger {
             let ours = other.pod == started.pod;
             let bound = matches!(other.state, State::Bound { .. });
             if bound != ours {
-                // A claim of this pod without a binding has nothing to take down. Memory of another
+                // A claim of this pod without a binding has no memory to free. Memory of another
                 // pod counts until that pod is gone.
                 if ours {
                     other.state = State::Idle;
@@ -76,7 +76,7 @@ impl Ledger {
         ended
     }
 
-    /// Ends queued claims and held memory whose kubelet did not retry in time.
+    /// Ends queued claims, and frees memory set aside, where the kubelet did not retry in time.
     pub(super) fn expire(&mut self, now: BootTime) {
         let mut given_up = Vec::new();
         for claim in self.claims.values_mut() {
@@ -100,7 +100,7 @@ impl Ledger {
         }
     }
 
-    /// Memory held on an unhealthy GPU is of no use: its claim queues again.
+    /// Queues claims again whose memory was set aside on an unhealthy GPU.
     pub(super) fn requeue_unhealthy(&mut self) {
         let gpus = &self.gpus;
         let healthy = |placement: &Placement| match placement {

@@ -1,4 +1,4 @@
-//! Keeps memory of leases without an owner from being bound. Their owner's pod has ended while
+//! Withholds memory of leases without an owner from binding. Their owner's pod has ended while
 //! other pods have them open, so no quota covers them.
 
 use std::collections::BTreeMap;
@@ -7,8 +7,8 @@ use super::Ledger;
 use super::time::BootTime;
 use crate::units::{Bytes, GpuUuid, LeaseId, Quanta};
 
-/// Leases of each GPU with their sizes. The leases are told apart: when one ends while another
-/// loses its owner, the memory of the first is unreclaimed all the same.
+/// The leases of each GPU with their sizes. The ledger distinguishes them: when one ends while
+/// another loses its owner, the memory of the first becomes unreclaimed.
 pub(super) type OrphanedLeases = BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>;
 
 fn total<'a>(bytes: impl Iterator<Item = &'a Bytes>) -> Bytes {
@@ -19,8 +19,8 @@ fn total<'a>(bytes: impl Iterator<Item = &'a Bytes>) -> Bytes {
 
 impl Ledger {
     /// Replaces the leases that no bound container owns. True where this changed them. Leases that
-    /// ended leave their memory unreclaimed: they may be lost with an agent and the fd store, and
-    /// still be mapped.
+    /// ended leave their memory unreclaimed: a crash of the agent and the fd store may have ended
+    /// them while other processes still map them.
     pub fn set_orphaned_leases(&mut self, kept: OrphanedLeases, now: BootTime) -> bool {
         let news = self.orphaned_leases != kept;
         for (gpu, before) in self.orphaned_leases.clone() {
@@ -36,7 +36,7 @@ impl Ledger {
         news
     }
 
-    /// The memory of a GPU that leases without an owner have.
+    /// The memory of leases without an owner on a GPU.
     pub(super) fn orphaned_leases_on(&self, gpu: &GpuUuid) -> Bytes {
         total(
             self.orphaned_leases
@@ -46,8 +46,8 @@ impl Ledger {
         )
     }
 
-    /// The memory of a GPU that may be bound to no pod: unreclaimed, of leases without an owner,
-    /// and withheld.
+    /// The memory of a GPU that may be bound to no pod: unreclaimed, of leases without an owner, or
+    /// withheld.
     pub(super) fn unavailable_on(&self, gpu: &GpuUuid) -> Quanta {
         let bytes = self
             .unreclaimed_on(gpu)

@@ -1,4 +1,5 @@
-//! Accounts for unreclaimed memory: ended pods left it on a GPU, and it is not proven free yet.
+//! Accounts for unreclaimed memory, which ended pods left on a GPU and which is not proven free
+//! yet.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -17,14 +18,14 @@ pub const LEAKED_AFTER: Duration = Duration::from_secs(5);
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct Unreclaimed {
     bytes: Bytes,
-    /// The time since which there is any.
+    /// The time since which the GPU has unreclaimed memory.
     since: BootTime,
-    /// A number that changes with each addition: a proof covers additions before it.
+    /// A number that changes with each addition. A proof covers only additions before it.
     version: u64,
 }
 
 impl Ledger {
-    /// Adds memory of ended pods that other processes may hold.
+    /// Adds memory of ended pods that other processes may map.
     pub fn add_unreclaimed(&mut self, gpu: GpuUuid, bytes: Bytes, now: BootTime) {
         if bytes == Bytes::ZERO {
             return;
@@ -39,7 +40,7 @@ impl Ledger {
         leaked.version = number;
     }
 
-    /// The GPUs with unreclaimed memory, each with its number.
+    /// The GPUs with unreclaimed memory, each with its version.
     pub fn unreclaimed_versions(&self) -> BTreeMap<GpuUuid, u64> {
         let leaked = self.unreclaimed.iter();
         leaked
@@ -47,8 +48,8 @@ impl Ledger {
             .collect()
     }
 
-    /// Lowers the unreclaimed memory of a GPU to `held`, as proven when it had this number; the
-    /// rest can be bound again. True where this changed it.
+    /// Lowers the unreclaimed memory of a GPU to `held`, as proven at this version. The rest can be
+    /// bound again. True where this changed it.
     pub fn lower_unreclaimed(&mut self, gpu: &GpuUuid, number: u64, held: Bytes) -> bool {
         let leaked = self.unreclaimed.get_mut(gpu);
         let Some(leaked) = leaked.filter(|leaked| leaked.version == number && leaked.bytes > held)
@@ -187,7 +188,8 @@ mod tests {
     }
 
     proptest! {
-        /// Pods end and leave something, holders go one by one; each proof is late by some steps.
+        /// Random pods end and leave memory, and holders release it one by one. Each proof is late
+        /// by some steps.
         #[test]
         fn nothing_held_is_bound_again_and_nothing_is_kept_once_nobody_holds_it(
             steps in prop::collection::vec((0..4_u8, 0..3_000_u64), 0..60),
@@ -196,7 +198,7 @@ mod tests {
             let mut proof = None;
             for (step, mib) in steps {
                 match step {
-                    // What is left is at most what had been exported, and may be less.
+                    // Unreclaimed memory is at most the exported memory, and may be less.
                     0 => {
                         held += mib / 2;
                         ledger.add_unreclaimed(gpu(), Bytes::mib(mib), BootTime(0));

@@ -1,42 +1,42 @@
-//! Accounts for the node's GPU memory: a pure ledger that is told events and their times.
+//! Accounts for the node's GPU memory: a pure state machine over events and their times.
 //!
-//! The kubelet's `Allocate` *books*: it never fails, and does not name the pod. Its
-//! `PreStartContainer` names the device ids, and the agent finds the pod. The pod's *claim* on
-//! those device ids is then *bound* to GPUs, or waits for room.
+//! The kubelet's `Allocate` adds a *pending allocation*: it never fails, and does not name the pod.
+//! Its `PreStartContainer` names the device ids, and the agent finds the pod. The pod's *claim* on
+//! those device ids is then *bound* to GPUs, or queued until a GPU has room.
 //!
 //! ```text
-//!   book            start                       room, call open
-//!  ------> booking -------> Idle --> Waiting -----------------------> Bound
-//!             |              ^        |   ^  \                         |  ^
-//!     collect |              |  5 min |   |   \ room, call ended       |  | start
-//!             v              |<-------+   |    v                       |  |
-//!            gone            |            +-- Held --------------------|--+
-//!                            |     40 s, or the GPU died               |
-//!                            +-----------------------------------------+
-//!                                 the pod starts another container with one of these tokens
-//!  pod_gone: from every state to gone.
-//!  Waiting: a call is open (`start`), or ended (`stop_waiting`); its place in the queue outlives
-//!  the call, for the kubelet comes back.
+//!   add_pending         bind                          room, call open
+//!  -----------> pending -----> Idle --> Queued ------------------------> Bound
+//!                |              ^        |   ^  \                         |  ^
+//!     gc_pending |              |  5 min |   |   \ room, call ended       |  | bind
+//!                v              |<-------+   |    v                       |  |
+//!               gone            |            +-- AwaitingRetry -----------|--+
+//!                               |     40 s, or the GPU failed             |
+//!                               +-----------------------------------------+
+//!                          bind: the pod starts another container with one of these device ids
+//!  release_pod: from every state to gone.
+//!  Queued: a call is open (`bind`), or ended (`stop_waiting`). The claim keeps its place in the
+//!  queue after the call, because the kubelet retries.
 //! ```
 //!
 //! - Device ids only count. The size of a claim is the number of its device ids; which ones does
 //!   not matter.
 //! - The kubelet gives the device ids of finished init containers to later containers of the pod.
-//!   So containers that share a device id never live together, and the start of one ends the claims
-//!   of the others. Containers with the same set share one claim, as nothing tells them apart.
-//! - The queue: higher priority first; then those that have waited for a minute, in order of
+//!   So containers that share a device id never run together, and the start of one ends the claims
+//!   of the others. Containers with the same set share one claim, as nothing distinguishes them.
+//! - The queue: higher priority first; then claims that have waited for a minute, in order of
 //!   arrival; then the others, largest first.
 //! - The containers of a pod are placed together at the first start ([`together`]). The memory of
-//!   those that start later is held until the pod is gone, so that no pod waits while it has
-//!   memory.
+//!   those that start later stays set aside until the pod is gone, so that no pod waits while it
+//!   has memory.
 //! - Memory counts until the pod is gone, even if the kubelet has given its device ids away. Memory
-//!   of an ended pod that other processes may hold is unreclaimed, and bound to no pod until it is
+//!   of an ended pod that other processes may map is unreclaimed, and bound to no pod until it is
 //!   proven free.
-//! - A GPU whose driver has not been seen to clear freed memory serves one namespace in a boot.
+//! - A GPU whose driver is not proven to clear freed memory serves one namespace in a boot.
 //! - A reservation sets a GPU's free memory aside for one pod.
-//! - Nothing here does I/O or reads a clock. Every event may come twice.
+//! - The ledger does no I/O and reads no clock. Every event may come twice.
 //!
-//! After each event, and at least once a second, call [`Ledger::bind_queued`].
+//! After each event, and at least once a second, call [`Ledger::advance`].
 
 mod advance;
 mod binder;
@@ -140,8 +140,8 @@ impl Ledger {
     }
 
     /// Replaces the inventory. A missing GPU counts as unhealthy while memory is bound on it, and
-    /// is dropped by a later call. Held memory on an unhealthy GPU is given up; bound memory stays
-    /// bound.
+    /// is dropped by a later call. Memory of claims that await a retry on an unhealthy GPU is
+    /// freed; bound memory stays bound.
     pub fn set_gpus(&mut self, gpus: impl IntoIterator<Item = Gpu>) {
         let mut listed: BTreeMap<GpuUuid, GpuState> = gpus
             .into_iter()
@@ -170,8 +170,8 @@ impl Ledger {
         self.managed = capacity;
     }
 
-    /// Notes an answer of `Allocate` for these device ids. A known id changes nothing. A rebuild
-    /// calls this for every entry of the kubelet's checkpoint.
+    /// Adds the answer of an `Allocate` for these device ids. A known id changes nothing. After a
+    /// lost checkpoint, the agent adds every entry of the kubelet's checkpoint.
     pub fn add_pending(
         &mut self,
         id: AllocationId,
@@ -194,7 +194,7 @@ impl Ledger {
     }
 
     /// Restores a binding from its CDI file after the checkpoint was lost. Never fails, even where
-    /// that over-books a GPU. True where the binding was not known.
+    /// that overcommits a GPU. True where the binding was not known.
     pub fn restore_binding(
         &mut self,
         id: AllocationId,
@@ -257,7 +257,7 @@ impl Ledger {
                 .any(|claim| claim.allocations.contains(&id))
     }
 
-    /// A number that was never given before.
+    /// A number that no claim, arrival or call had before.
     fn next_id(&mut self) -> u64 {
         let number = self.next_id;
         self.next_id += 1;

@@ -1,4 +1,5 @@
-//! Sets memory of a GPU aside for one pod, as the operator orders while victims are evicted there.
+//! Sets memory of a GPU aside for one pod, as the operator requests while victims are evicted
+//! there.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -18,8 +19,8 @@ const UNCLAIMED_TIMEOUT: Duration = Duration::from_secs(300);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Unclaimed {
     since: BootTime,
-    /// Set where the pod has stayed away for too long: the reservation counts again once the pod
-    /// comes.
+    /// Whether the pod has had no claim for too long. The reservation counts again once the pod has
+    /// one.
     is_suspended: bool,
 }
 
@@ -29,12 +30,12 @@ pub(super) struct Unclaimed {
 pub struct Reserved {
     /// The pod whose claim may use the memory.
     pub pod: PodUid,
-    /// The memory set aside, what is bound to the pod there already included.
+    /// The memory set aside, including memory that is bound to the pod there already.
     pub quanta: Quanta,
 }
 
 impl Ledger {
-    /// Replaces all reservations. Bound memory yields to none. True where this changed them.
+    /// Replaces all reservations. Bound memory stays bound. True where this changed them.
     pub fn set_reservations(&mut self, reserved: BTreeMap<GpuUuid, Reserved>) -> bool {
         self.unclaimed
             .retain(|gpu, _| reserved.get(gpu) == self.reservations.get(gpu));
@@ -43,7 +44,8 @@ impl Ledger {
         news
     }
 
-    /// Suspends reservations for pods that have had no claim for too long, until those pods come.
+    /// Suspends reservations for pods that have had no claim for too long, until those pods have
+    /// one.
     pub fn suspend_unclaimed_reservations(&mut self, now: BootTime) {
         let pods = self.pods();
         let unheard = self.reservations.iter();
@@ -62,7 +64,7 @@ impl Ledger {
         self.unclaimed = unheard.collect();
     }
 
-    /// The reservation that is in force on a GPU.
+    /// The reservation on a GPU, unless it is suspended.
     fn active_reservation(&self, gpu: &GpuUuid) -> Option<&Reserved> {
         let lapsed = self
             .unclaimed
@@ -118,7 +120,7 @@ mod tests {
         ledger
     }
 
-    /// `pod` starts with the tokens from `first` on.
+    /// Starts a container of `pod` with the device ids from `first` on.
     fn start(ledger: &mut Ledger, pod: &str, first: u16, quanta: u16) -> BindOutcome {
         let tokens = DeviceIdSet::from_indexes(first..first + quanta).unwrap();
         let (id, resource) = (
@@ -228,7 +230,7 @@ mod tests {
         assert_eq!(free(&ledger), [0, 0]);
         ledger.suspend_unclaimed_reservations(NOW + UNCLAIMED_TIMEOUT);
         assert_eq!(free(&ledger), [0, 8]);
-        // Repeated orders change nothing, and the pod has its GPU once it comes.
+        // A repeated request changes nothing, and the pod gets its GPU once it starts.
         assert!(!ledger.set_reservations(both));
         assert_eq!(free(&ledger), [0, 8]);
         assert!(matches!(

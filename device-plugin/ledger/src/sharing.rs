@@ -1,7 +1,7 @@
-//! Keeps a GPU whose driver does not clear freed memory to the pods of one namespace.
+//! Restricts a GPU whose driver does not clear freed memory to the pods of one namespace.
 //!
-//! A pod can read what an ended pod left on such a GPU. So the GPU belongs to the namespace of its
-//! first pod for as long as the node does not reboot. A pod of unknown namespace gets no such GPU.
+//! A pod can read memory that an ended pod left on such a GPU. So the GPU belongs to the namespace
+//! of its first pod until the node reboots. A pod of unknown namespace gets no such GPU.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,12 +12,12 @@ use super::binder::{self, Bin, Plan};
 use super::types::{ClaimId, Health, Placement};
 use crate::units::{GpuUuid, PodUid};
 
-/// The GPUs that namespaces may share.
+/// The namespaces that may use each GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct NamespaceIsolation {
     /// The GPUs that pods of several namespaces may share; all GPUs where this is none.
     pub(super) shareable: Option<BTreeSet<GpuUuid>>,
-    /// The part that the checkpoint keeps.
+    /// The part that is written to the checkpoint.
     pub(super) past_tenants: PastTenants,
 }
 
@@ -41,7 +41,7 @@ enum Tenants {
 }
 
 impl PastTenants {
-    /// The past of GPUs of unknown tenants.
+    /// The history of GPUs whose tenants are unknown.
     pub(super) fn unknown<'a>(gpus: impl IntoIterator<Item = &'a GpuUuid>) -> PastTenants {
         let several = |gpu: &GpuUuid| (gpu.clone(), Tenants::Several);
         PastTenants {
@@ -50,7 +50,7 @@ impl PastTenants {
         }
     }
 
-    /// Notes that the pod has memory of the GPU.
+    /// Records that the pod has memory of the GPU.
     pub(super) fn record(&mut self, gpu: &GpuUuid, pod: &PodUid) {
         let tenants = match (self.namespaces.get(pod), self.tenants.get(gpu)) {
             (Some(namespace), None) => Tenants::One(namespace.clone()),
@@ -86,7 +86,7 @@ impl Ledger {
         news
     }
 
-    /// Notes the namespace of a pod that is about to start.
+    /// Records the namespace of a pod that is about to start.
     pub fn set_namespace(&mut self, pod: &PodUid, namespace: &str) {
         let pods: BTreeSet<PodUid> = self.pods().into_iter().cloned().collect();
         let namespaces = &mut self.isolation.past_tenants.namespaces;
@@ -94,13 +94,14 @@ impl Ledger {
         namespaces.insert(pod.clone(), namespace.to_owned());
     }
 
-    /// Forgets whose pods had memory of a GPU.
+    /// Marks the former tenants of a GPU as unknown, so that it counts as used by several
+    /// namespaces.
     pub fn mark_tenants_unknown(&mut self, gpu: &GpuUuid) {
         let tenants = &mut self.isolation.past_tenants.tenants;
         tenants.insert(gpu.clone(), Tenants::Several);
     }
 
-    /// Notes that the pod has this memory.
+    /// Records that the pod has this memory.
     pub(super) fn record_tenant(&mut self, pod: &PodUid, placement: &Placement) {
         if let Placement::Device(shares) = placement {
             for share in shares {
@@ -109,7 +110,7 @@ impl Ledger {
         }
     }
 
-    /// A healthy GPU that is closed to the claim's pod, whatever is free there.
+    /// A healthy GPU that is closed to the claim's pod, even if it has free memory.
     pub fn closed_gpu(&self, claim: ClaimId) -> Option<&GpuUuid> {
         let pod = &self.claims.get(&claim)?.pod;
         let mut gpus = self.gpus.iter();
@@ -130,8 +131,8 @@ impl Ledger {
         without_closed_bins(&self.isolation, self.gpus.keys(), pod, bins)
     }
 
-    /// The binder's plan where some GPUs are closed to some pods: each claim is placed by itself,
-    /// among the GPUs that are open to it by then.
+    /// The binder's plan where some GPUs are closed to some pods. Each claim is placed by itself,
+    /// among the GPUs that are open to it then.
     pub(super) fn plan_isolated(
         &self,
         mut bins: Vec<Bin>,
@@ -153,7 +154,7 @@ impl Ledger {
             let open = without_closed_bins(&sharing, self.gpus.keys(), &claim.pod, &bins);
             let mut step = binder::plan(&open, &kept, std::slice::from_ref(&want));
             let place = step.places.pop().flatten();
-            // Only the first claim that waits gets a reservation.
+            // Memory is set aside for the first waiting claim only.
             if place.is_some() || !(waits || has_own) {
                 waits |= place.is_none();
                 let news = open.iter().zip(step.set_aside).enumerate();
@@ -202,7 +203,7 @@ mod tests {
 
     const NOW: BootTime = BootTime(0);
 
-    /// Two GPUs of 8 quanta, neither of them seen to be cleared.
+    /// Two GPUs of 8 quanta, neither of them shareable.
     fn ledger() -> Ledger {
         let mut ledger = Ledger::new(Quantum::Gib1);
         ledger.set_gpus(["GPU-a", "GPU-b"].map(|uuid| Gpu {
@@ -218,7 +219,7 @@ mod tests {
         gpus.iter().map(|gpu| gpu.parse().unwrap()).collect()
     }
 
-    /// A pod of a namespace starts; its name begins with the namespace's.
+    /// Starts a container of a pod whose name begins with its namespace.
     fn start(ledger: &mut Ledger, pod: &str, first: u16, quanta: u16) -> BindOutcome {
         let uid: PodUid = pod.parse().unwrap();
         if let Some((namespace, _)) = pod.split_once('-') {
@@ -278,7 +279,7 @@ mod tests {
             BindOutcome::Bound(_)
         ));
         assert_eq!(gpus_of(&ledger, "one-b"), ["GPU-a"]);
-        // What ended pods left is there still, after the agent's restart too.
+        // Memory of ended pods is still readable, also after the agent's restart.
         ledger.release_pod(&"two-a".parse().unwrap());
         let mut ledger = Ledger::restore(ledger.snapshot(), Quantum::Gib1, NOW).unwrap();
         ledger.set_shareable_gpus(BTreeSet::new());
@@ -303,8 +304,7 @@ mod tests {
         ledger.set_shareable_gpus(gpu_set(&["GPU-b"]));
         assert_eq!(ledger.advance(NOW).len(), 1);
         assert_eq!(gpus_of(&ledger, "nameless"), ["GPU-b"]);
-        // From here on the past tenants are unknown, should the driver turn out not to clear
-        // memory.
+        // From here on the former tenants are unknown, in case the driver does not clear memory.
         ledger.set_shareable_gpus(BTreeSet::new());
         assert!(matches!(
             start(&mut ledger, "one-a", 10, 4),

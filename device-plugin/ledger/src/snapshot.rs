@@ -30,7 +30,7 @@ pub struct Snapshot {
     reservations: Vec<(GpuUuid, Reserved)>,
     #[serde(default)]
     orphaned_leases: super::kept::OrphanedLeases,
-    /// None of an agent that shared all GPUs.
+    /// None in the checkpoint of an agent that shared all GPUs.
     #[serde(default)]
     past: Option<PastTenants>,
     #[serde(default)]
@@ -55,12 +55,12 @@ pub enum RestoreError {
     #[error("allocation {0} occurs twice")]
     DuplicateAllocation(AllocationId),
     /// A claim without an allocation, with a placement of the other resource or of nothing, or with
-    /// a number that is still to be given.
+    /// a number that was not given yet.
     #[error("claim of pod {pod} on tokens {tokens} contradicts itself")]
     InconsistentClaim {
         /// The claim's pod.
         pod: crate::units::PodUid,
-        /// The claim's tokens.
+        /// The claim's device ids.
         tokens: crate::units::DeviceIdSet,
     },
 }
@@ -183,8 +183,8 @@ fn validate(snapshot: &Snapshot, expected: Quantum) -> Result<(), RestoreError> 
     }
 }
 
-/// A placement need not have the size of its device ids: one restored from a CDI file may be of
-/// another quantum's time.
+/// A placement may differ from the size of its device ids: a placement from a CDI file may be of
+/// another quantum.
 fn is_consistent(claim: &Claim) -> bool {
     let placed = match (claim.placement(), claim.resource) {
         (None, _) | (Some(Placement::Managed(_)), Resource::ManagedMemory) => true,

@@ -12,11 +12,11 @@ impl Ledger {
     ///
     /// The claim is bound where the queue's rules leave room for it and for all containers of its
     /// pod that are yet to start. Claims of the same pod that share a device id end. Claims of
-    /// other pods that share one and have no memory are dropped: the kubelet has given their device
-    /// ids away.
+    /// other pods that share one and have no memory are dropped, because the kubelet has given
+    /// their device ids away.
     ///
     /// # Errors
-    /// [`StartError::NotBooked`]; nothing has changed then.
+    /// [`BindError::UnknownAllocation`]; nothing has changed then.
     pub fn bind(&mut self, start: BindRequest, now: BootTime) -> Result<BindResponse, BindError> {
         let BindRequest {
             resource,
@@ -72,8 +72,9 @@ impl Ledger {
         })
     }
 
-    /// Notes that this call ended without a binding. The claim keeps its place for
-    /// [`RETRY_DEADLINE`](super::SENIORITY). Nothing happens if the claim was bound or called again.
+    /// Records that this call ended without a binding. The claim keeps its place for
+    /// [`RETRY_DEADLINE`](super::RETRY_DEADLINE). Nothing happens if the claim was bound or called
+    /// again.
     pub fn stop_waiting(&mut self, ticket: WaitHandle, now: BootTime) {
         if let Some(claim) = self.claims.get_mut(&ticket.claim)
             && let State::Queued { call, .. } = &mut claim.state

@@ -1,12 +1,12 @@
-//! Defines the time that events bring with them.
+//! Defines the time of events.
 
 use std::ops::Add;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Milliseconds of `CLOCK_BOOTTIME`, which only grows within a boot and goes on while the agent is
-/// down: times in a checkpoint mean the same to the next agent.
+/// Milliseconds of `CLOCK_BOOTTIME`. The clock only grows within a boot and continues while the
+/// agent is down, so times in a checkpoint mean the same to the next agent.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]

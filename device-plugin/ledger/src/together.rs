@@ -1,10 +1,11 @@
-//! Places the containers of one pod together, and holds the memory of those that have not started.
+//! Places the containers of one pod together, and sets memory aside for those that have not
+//! started.
 //!
 //! The kubelet's checkpoint lists all containers of a pod before the first one starts. All of them
-//! are placed then, or none: pods with memory for one container that wait for another one's would
-//! block each other for ever. Containers that share a device id never live at the same time and
-//! share their memory. The memory that a pod's containers can have at the same time stays taken
-//! until the pod ends.
+//! are placed then, or none. Otherwise pods with memory for one container could block each other
+//! for ever while they wait for another. Containers that share a device id never run at the same
+//! time and share their memory. The memory that a pod's containers can have at the same time stays
+//! taken until the pod ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,7 +20,7 @@ use crate::units::{DeviceIdSet, GpuUuid, PodUid, Quanta, Resource};
 /// The most containers that are placed together; those of a larger pod are placed one by one.
 const MAX_CONTAINERS: usize = 16;
 
-/// The most steps of the search for containers that may live at the same time.
+/// The most steps of the search for containers that may run at the same time.
 const MAX_STEPS: u32 = 1_000;
 
 /// A pod whose containers are placed together.
@@ -42,7 +43,7 @@ impl PodGroup {
 }
 
 impl Ledger {
-    /// Notes the pod's containers. Places for other containers are given up.
+    /// Records the pod's containers. Places for other containers are dropped.
     pub(super) fn register_containers(
         &mut self,
         pod: &PodUid,
@@ -67,14 +68,14 @@ impl Ledger {
         }
     }
 
-    /// Drops pods without a claim.
+    /// Drops groups of pods without a claim, except that of `but`.
     pub(super) fn drop_groups_without_claim(&mut self, but: Option<&PodUid>) {
         let claims = &self.claims;
         self.pod_groups
             .retain(|pod, _| Some(pod) == but || claims.values().any(|claim| claim.pod == *pod));
     }
 
-    /// The place that was held for the claim when the pod's containers were placed.
+    /// The place that was planned for the claim when the pod's containers were placed.
     pub(super) fn planned_placement(&self, claim: &Claim) -> Option<Placement> {
         if claim.resource != Resource::DeviceMemory {
             return None;
@@ -134,8 +135,8 @@ impl Ledger {
             .collect()
     }
 
-    /// Adds what the other containers of the pod need to the claim's request. A claim is placed
-    /// alone where a bounded number of sets does not tell the containers apart.
+    /// Adds the needs of the pod's other containers to the claim's request. A claim is placed alone
+    /// where the containers have too many concurrent sets.
     pub(super) fn add_other_containers(&self, claim: &Claim, want: &mut binder::Request) {
         let tokens = self.placed_with(claim);
         if tokens.len() == 1 {
@@ -161,7 +162,7 @@ impl Ledger {
         want.concurrent_sets = alive;
     }
 
-    /// Notes the places of the claim and of the containers that are placed with it.
+    /// Records the places of the claim and of the containers that are placed with it.
     pub(super) fn record_places(
         &mut self,
         id: ClaimId,
@@ -207,14 +208,14 @@ impl Ledger {
         })
     }
 
-    /// Gives up the places of the pod's containers that have not started.
+    /// Drops the planned places of the pod's containers that have not started.
     pub(super) fn drop_places_of(&mut self, pod: &PodUid) {
         if let Some(together) = self.pod_groups.get_mut(pod) {
             together.drop_places();
         }
     }
 
-    /// Gives up places on unhealthy GPUs, which are of no use.
+    /// Drops planned places on unhealthy GPUs, which are of no use.
     pub(super) fn drop_unhealthy_places(&mut self) {
         let is_bound = |pod: &PodUid, tokens: &DeviceIdSet| {
             let mut claims = self.claims.values().filter(|claim| claim.pod == *pod);
@@ -240,8 +241,8 @@ impl Ledger {
     }
 }
 
-/// The maximal sets of containers that may live at the same time, as no two share a device id. None
-/// where there are too many sets.
+/// The maximal sets of containers that may run at the same time, because no two share a device id.
+/// None where there are too many sets.
 fn concurrent_sets(tokens: &[&DeviceIdSet]) -> Option<Vec<u64>> {
     if tokens.len() > 2 * MAX_CONTAINERS {
         return None;
@@ -259,8 +260,8 @@ fn concurrent_sets(tokens: &[&DeviceIdSet]) -> Option<Vec<u64>> {
     (sets.len() <= MAX_CONTAINERS).then_some(sets)
 }
 
-/// The Bron-Kerbosch algorithm with a pivot: extends `set` by all of `more` that go with it,
-/// without those in `done`. None where that takes too many steps.
+/// The Bron-Kerbosch algorithm with a pivot: extends `set` by all of `more` that are compatible
+/// with it, without those in `done`. None where that takes too many steps.
 fn extend_sets(
     apart: &[u64],
     set: u64,

@@ -40,7 +40,7 @@ pub struct Priority(pub i32);
 /// The least number of GPUs that a claim is spread over (annotation `bursar.dev/gpus`).
 ///
 /// A spread grants no memory. A claim that no single GPU can hold is spread in any case, and a
-/// claim never has more GPUs than quanta. Managed memory has none.
+/// claim never has more GPUs than quanta. Managed memory is never spread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuSpread {
     /// The number of GPUs.
@@ -58,12 +58,12 @@ impl Default for GpuSpread {
 /// A call of `PreStartContainer` with the pod that the agent has found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BindRequest {
-    /// The resource of the tokens.
+    /// The resource of the device ids.
     pub resource: Resource,
     /// The container's device ids, as the kubelet names them.
     pub device_ids: DeviceIdSet,
-    /// The device ids of all containers of the pod, which are placed together; empty where the
-    /// kubelet did not tell.
+    /// The device ids of all containers of the pod, which are placed together. Empty where the
+    /// kubelet's checkpoint does not list them.
     pub containers: Vec<DeviceIdSet>,
     /// The pod of the container.
     pub pod: PodUid,
@@ -87,11 +87,11 @@ pub struct WaitHandle {
     pub(super) call: u64,
 }
 
-/// The result of a start.
+/// The result of [`Ledger::bind`](crate::Ledger::bind).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct BindResponse {
-    /// The answer for this call.
+    /// The outcome of this call.
     pub outcome: BindOutcome,
     /// Allocations of the same pod whose claims this start has ended (finished init containers);
     /// the agent removes their sessions and CDI files.
@@ -103,20 +103,20 @@ pub struct BindResponse {
 pub enum BindOutcome {
     /// The claim has its memory: the agent writes the CDI files and answers the kubelet.
     Bound(Binding),
-    /// No GPU has room: the agent holds the call until `advance` names the claim, or ends it with
-    /// `stop_waiting` and tells the kubelet the reason.
+    /// No GPU has room: the agent keeps the call open until `advance` names the claim, or ends it
+    /// with `stop_waiting` and returns the reason to the kubelet.
     Queued(WaitHandle, WaitReason),
 }
 
-/// A claim with its memory. All its allocations share the memory: the kubelet does not tell which
-/// container of one set of device ids it starts, and such containers never live together.
+/// A claim with its memory. All its allocations share the memory: the kubelet does not say which
+/// container of one set of device ids it starts, and such containers never run together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Binding {
     /// The claim.
     pub claim: ClaimId,
     /// The allocations that share the memory, oldest first; never empty.
     pub allocations: Vec<AllocationId>,
-    /// The resource of the tokens.
+    /// The resource of the device ids.
     pub resource: Resource,
     /// The device ids.
     pub device_ids: DeviceIdSet,
@@ -126,18 +126,18 @@ pub struct Binding {
     pub placement: Placement,
 }
 
-/// A binding as the ledger has it, but for its tokens.
+/// A binding by reference, without its device ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BindingRef<'a> {
     /// The claim.
     pub claim: ClaimId,
-    /// Its allocations, the oldest first; never empty.
+    /// Its allocations, oldest first; never empty.
     pub allocations: &'a [AllocationId],
-    /// The resource that its tokens count.
+    /// The resource of its device ids.
     pub resource: Resource,
     /// The pod that has the claim.
     pub pod: &'a PodUid,
-    /// Where its memory is.
+    /// The place of its memory.
     pub placement: &'a Placement,
 }
 
@@ -172,7 +172,7 @@ pub struct WaitReason {
     /// The number of GPUs; none for managed memory, and where the node's healthy GPUs together
     /// could not hold the claim and the others.
     pub gpus: Option<NonZeroU16>,
-    /// Whether the claim exceeds one MIG instance while other instances have the rest: nothing is
+    /// Whether the claim exceeds one MIG instance while other instances have the rest. Nothing is
     /// spread over instances.
     pub beyond_instance: bool,
     /// The most free memory of one healthy GPU (or the managed memory), reserved or not.
@@ -180,7 +180,7 @@ pub struct WaitReason {
     /// The GPU with the most; none for managed memory, and without a healthy GPU.
     pub largest_free_gpu: Option<GpuUuid>,
     /// A healthy GPU that is closed to the pod: another namespace's pods had memory of it, and its
-    /// driver has not been seen to clear that.
+    /// driver is not proven to clear freed memory.
     pub closed_gpu: Option<GpuUuid>,
     /// The number of claims before this one in the queue.
     pub claims_ahead: usize,
@@ -238,11 +238,11 @@ impl fmt::Display for WaitReason {
     }
 }
 
-/// The reason why a start is refused.
+/// The reason why a bind fails.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BindError {
     /// No known `Allocate` answered these device ids for this pod. The agent reads the kubelet's
-    /// checkpoint, books its entries, and tries again.
+    /// checkpoint, adds its entries, and retries.
     #[error("no booking of {resource} with tokens {tokens} for pod {pod}")]
     UnknownAllocation {
         /// The requested resource.
@@ -293,11 +293,11 @@ pub struct GpuView {
     pub health: Health,
     /// The memory that may be bound in all.
     pub capacity: Quanta,
-    /// The memory that is bound, or held until the kubelet's retry.
+    /// The memory that is bound, or set aside until the kubelet's retry.
     pub bound: Quanta,
     /// Unreclaimed memory of ended pods.
     pub unreclaimed: Bytes,
-    /// The unreclaimed memory for which the proof is overdue: other processes hold it.
+    /// The unreclaimed memory whose proof is overdue, so that other processes hold it.
     pub leaked: Bytes,
     /// The memory of leases that no bound container owns.
     pub orphaned_leases: Bytes,
@@ -309,18 +309,18 @@ pub struct GpuView {
     pub reserved: Quanta,
     /// The pods with memory on the GPU, and their amounts.
     pub pods: BTreeMap<PodUid, Quanta>,
-    /// The pod that some of it is reserved for.
+    /// The pod that has a reservation on this GPU.
     pub reserved_for: Option<PodUid>,
 }
 
 /// The node's managed memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ManagedView {
-    /// What may be bound in all.
+    /// The memory that may be bound in all.
     pub capacity: Quanta,
-    /// What is bound.
+    /// The bound memory.
     pub bound: Quanta,
-    /// What is free.
+    /// The free memory.
     pub free: Quanta,
 }
 
@@ -334,7 +334,7 @@ impl LedgerView {
             .unwrap_or_default()
     }
 
-    /// The capacity of the healthy GPUs: as many tokens are Healthy.
+    /// The capacity of the healthy GPUs. The agent lists as many device ids as Healthy.
     pub fn healthy_capacity(&self) -> Quanta {
         self.gpus
             .iter()

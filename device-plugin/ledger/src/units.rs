@@ -1,4 +1,5 @@
-//! The node's units of account: amounts, tokens and identities, each parsed once at the edge.
+//! Defines the node's units of account: amounts, device ids and identities, each parsed once at the
+//! edge.
 
 mod amount;
 mod identity;
@@ -18,24 +19,24 @@ pub enum UnitError {
     /// An allocation name that is not 16 lower-case hex digits.
     #[error("allocation id {0:?} is not 16 lower-case hex digits")]
     Allocation(String),
-    /// A pod UID that is empty, too long or could not stand in a path.
+    /// A pod UID that is empty, too long, or unsafe in a path.
     #[error("pod UID {0:?} is not 1 to 64 letters, digits and dashes")]
     Pod(String),
-    /// A device id that is none of ours.
+    /// A device id that is not Bursar's.
     #[error("token {0:?} is not m-0000..m-4095 or u-0000..u-4095")]
     DeviceId(String),
-    /// A token of the other resource.
+    /// A device id of the other resource.
     #[error("token {token} does not count {expected}")]
     ForeignDeviceId {
-        /// The token that was found.
+        /// The device id that was found.
         token: DeviceId,
-        /// The resource that was asked for.
+        /// The requested resource.
         expected: Resource,
     },
-    /// A request for no tokens.
+    /// A request without device ids.
     #[error("a token set must not be empty")]
     NoDeviceIds,
-    /// A compact token list (`0-3,17`) that is malformed, unsorted or out of range.
+    /// A compact list of device ids (`0-3,17`) that is malformed, unsorted or out of range.
     #[error("token list {0:?} is malformed")]
     DeviceIdSet(String),
 }

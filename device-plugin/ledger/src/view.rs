@@ -10,7 +10,7 @@ use super::types::{
 use super::{GpuState, Ledger};
 use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid, Quanta, Resource};
 
-/// The bound and held memory of one GPU.
+/// The taken memory of one GPU: bound, or set aside until a retry.
 #[derive(Default)]
 pub(super) struct GpuUsage<'a> {
     pub(super) quanta: Quanta,
@@ -189,7 +189,7 @@ impl Ledger {
         self.claims.values().map(|claim| &claim.pod).collect()
     }
 
-    /// The taken memory of each GPU with bound or held memory.
+    /// The taken memory of each GPU.
     pub(super) fn usage(&self) -> BTreeMap<&GpuUuid, GpuUsage<'_>> {
         let mut usage: BTreeMap<&GpuUuid, GpuUsage<'_>> = BTreeMap::new();
         for claim in self.claims.values() {
@@ -210,8 +210,8 @@ impl Ledger {
         usage
     }
 
-    /// The memory of a GPU that may be bound now: not bound, unreclaimed, of leases without an
-    /// owner, or withheld.
+    /// The memory of a GPU that may be bound now: not bound, not unreclaimed, not of leases without
+    /// an owner, and not withheld.
     pub(super) fn free_on(&self, uuid: &GpuUuid, gpu: &GpuState, bound: Quanta) -> Quanta {
         match gpu.health {
             Health::Healthy => gpu

@@ -1,4 +1,5 @@
-//! The containers of one pod are placed together: a pod holds memory for all of them, or for none.
+//! Tests that the containers of one pod are placed together: a pod has memory for all of them, or
+//! for none.
 
 #![allow(
     clippy::unwrap_used,
@@ -16,7 +17,7 @@ use bursar_ledger::{
 
 const NOW: BootTime = BootTime(0);
 
-/// A pod with the tokens of its containers, in the order in which they start.
+/// A pod with the device ids of its containers, in their starting order.
 struct Pod {
     uid: PodUid,
     containers: Vec<DeviceIdSet>,
@@ -26,7 +27,7 @@ fn device_ids(range: std::ops::Range<u16>) -> DeviceIdSet {
     DeviceIdSet::from_indexes(range).unwrap()
 }
 
-/// A node of GPUs with so many quanta.
+/// A ledger with one GPU for each number of quanta.
 fn ledger_with_gpus(gpus: &[u32]) -> Ledger {
     let mut ledger = Ledger::new(Quantum::Gib1);
     ledger.set_gpus(listed(gpus));
@@ -41,7 +42,7 @@ fn listed(gpus: &[u32]) -> impl Iterator<Item = Gpu> {
     })
 }
 
-/// The kubelet admits a pod: it allocates for all containers before it starts the first.
+/// Admits a pod as the kubelet does: allocates for all containers before the first starts.
 fn allocate_pod(ledger: &mut Ledger, uid: &str, containers: &[std::ops::Range<u16>]) -> Pod {
     let containers: Vec<DeviceIdSet> = containers.iter().cloned().map(device_ids).collect();
     for tokens in &containers {
@@ -66,7 +67,7 @@ fn start_at(ledger: &mut Ledger, pod: &Pod, container: usize, now: BootTime) -> 
     ledger.bind(start, now).unwrap().outcome
 }
 
-/// Starts a container that has its memory at once: where.
+/// Starts a container that is bound at once. Returns its places.
 fn start_bound(ledger: &mut Ledger, pod: &Pod, container: usize) -> Vec<(String, u32)> {
     match start_at(ledger, pod, container, NOW) {
         BindOutcome::Bound(binding) => places(&binding),
@@ -91,7 +92,7 @@ fn places(binding: &Binding) -> Vec<(String, u32)> {
         .collect()
 }
 
-/// What is taken of each GPU.
+/// The taken memory of each GPU.
 fn bound_by_gpu(ledger: &Ledger) -> Vec<u32> {
     let gpus = ledger.view(NOW).gpus;
     gpus.iter().map(|gpu| gpu.bound.0).collect()
@@ -172,7 +173,8 @@ fn planned_places_are_dropped_when_no_retry_comes() {
 #[test]
 fn init_and_main_containers_share_memory() {
     let mut ledger = ledger_with_gpus(&[16]);
-    // An init container, a sidecar, and the main container, which has the tokens of the first.
+    // The pod has an init container, a sidecar, and the main container, which reuses the device ids
+    // of the init container.
     let pod = allocate_pod(&mut ledger, "p", &[0..8, 12..16, 0..12]);
     assert_eq!(start_bound(&mut ledger, &pod, 0), [("GPU-0".to_owned(), 8)]);
     assert_eq!(bound_by_gpu(&ledger), [16]);
@@ -182,7 +184,7 @@ fn init_and_main_containers_share_memory() {
         [("GPU-0".to_owned(), 12)]
     );
     assert_eq!(bound_by_gpu(&ledger), [16]);
-    // Its sandbox is made anew.
+    // The kubelet recreates the pod's sandbox.
     for container in 0..3 {
         start_bound(&mut ledger, &pod, container);
     }
@@ -226,7 +228,8 @@ fn restarted_container_leaves_planned_places_of_others() {
     let mut ledger = ledger_with_gpus(&[16, 16, 16]);
     let pod = allocate_pod(&mut ledger, "p", &[0..6, 6..18, 18..30]);
     start_bound(&mut ledger, &pod, 0);
-    // The GPU of another container fails before that starts: both to come are placed anew.
+    // The GPU of another container fails before that container starts, so both later containers are
+    // placed again.
     let lost = |ledger: &mut Ledger, lost: &str| {
         ledger.set_gpus(listed(&[16, 16, 16]).map(|gpu| Gpu {
             health: match gpu.uuid.as_str() == lost {

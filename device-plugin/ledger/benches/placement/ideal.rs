@@ -1,5 +1,5 @@
-//! The ideal: a central scheduler that sees every GPU and starts a pod the moment it fits.
-//! Deliberately its own few lines, and not the binder that it is the measure of.
+//! Simulates the ideal: a central scheduler that sees every GPU and starts a pod as soon as it
+//! fits. It is independent code, because it is the measure of the binder.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -7,8 +7,8 @@ use std::collections::BinaryHeap;
 use crate::Outcome;
 use crate::workload::{GPU_GIB, GPUS, Workload};
 
-/// First come first served, best fit, later pods may overtake; the free memory of the GPU that
-/// lacks least is kept for the first pod that does not fit.
+/// First come first served, best fit, later pods may overtake. The free memory of the GPU with the
+/// smallest shortage is set aside for the first pod that does not fit.
 pub(crate) fn run(work: &Workload) -> Outcome {
     simulate(work, true)
 }

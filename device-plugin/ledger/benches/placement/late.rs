@@ -1,5 +1,5 @@
-//! Ours: the scheduler sends pods by node totals, the kubelet books and starts, the real ledger
-//! binds late.
+//! Simulates Bursar: the scheduler places pods by node totals, the kubelet allocates and starts,
+//! and the real ledger binds late.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
@@ -13,11 +13,11 @@ use bursar_ledger::{
 use crate::Outcome;
 use crate::workload::{GPU_GIB, GPUS, Pod, Workload};
 
-/// How long `PreStartContainer` waits for room.
+/// How long `PreStartContainer` waits for memory.
 const RPC_MS: u64 = 25_000;
-/// When the kubelet comes back after a failed start: the first time, and later.
+/// When the kubelet retries a failed start: the first time, and later.
 const RETRY_MS: [u64; 2] = [500, 14_000];
-/// How often the agent looks whether a pod's cgroup is gone.
+/// How often the agent checks whether a pod's cgroup is gone.
 const POLL_MS: u64 = 500;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,9 +26,9 @@ enum Event {
     Ended(usize),
     /// The pod is created.
     Created(usize),
-    /// The kubelet calls `PreStartContainer`, for the n-th time.
+    /// The kubelet calls `PreStartContainer` for the n-th time.
     ContainerStarts(usize, usize),
-    /// That call has waited long enough.
+    /// This call has reached its timeout.
     CallEnds(usize, usize),
 }
 
@@ -46,7 +46,7 @@ struct Node<'a> {
     failures: usize,
     used_gib_ms: u128,
     last_event_ms: u64,
-    /// Whether the scheduler heeds the node's label of the largest free GPU.
+    /// Whether the scheduler uses the node's label of the largest free GPU.
     steered: bool,
 }
 
@@ -123,8 +123,8 @@ impl Node<'_> {
         }
     }
 
-    /// Sends every pod that the node's total (and label) has room for, in order of creation; one
-    /// that does not fit is passed over, as kube-scheduler does. Its back-off is left out.
+    /// Places every pod that the node's total (and label) has room for, in order of creation. A pod
+    /// that does not fit is skipped, as kube-scheduler does, but without its back-off.
     fn schedule(&mut self, now: u64) {
         let mut label = self.largest_free(now);
         for pod in std::mem::take(&mut self.pending) {
@@ -147,8 +147,8 @@ impl Node<'_> {
         }
     }
 
-    /// What the steered scheduler reads on the node: the largest pod that it may send, without
-    /// the seconds by which a real label lags.
+    /// The label that the steered scheduler reads: the largest pod that it may place. A real label
+    /// lags by some seconds.
     fn largest_free(&self, now: u64) -> usize {
         if self.steered {
             self.ledger.view(BootTime(now)).largest_free().0 as usize
@@ -192,7 +192,7 @@ impl Node<'_> {
         let until = now + life_ms;
         self.used_gib_ms +=
             u128::from(until.min(self.last_event_ms).saturating_sub(now)) * u128::from(gib);
-        // Seen by the next poll.
+        // The next poll sees the end.
         self.events.push(Reverse((
             until.next_multiple_of(POLL_MS),
             Event::Ended(pod),

@@ -1,6 +1,8 @@
-//! How long pods wait for GPU memory, and how full the GPUs get, with the real binder behind a
-//! scheduler that sees node totals only: a discrete-event model, against an ideal scheduler that
-//! sees every GPU, over the same pods in the same run.
+//! Measures how long pods wait for GPU memory, and how full the GPUs get, with the real binder
+//! behind a scheduler that sees node totals only.
+//!
+//! The benchmark is a discrete-event simulation. An ideal scheduler, which sees every GPU, runs
+//! over the same pods.
 //!
 //! `cargo bench -p bursar-ledger --bench placement`
 
@@ -12,15 +14,15 @@ use std::process::ExitCode;
 
 use workload::{GPU_GIB, GPUS, Pod, Workload};
 
-/// What became of a run's pods.
+/// The results for a run's pods.
 pub(crate) struct Outcome {
     /// For each pod the milliseconds from its creation to its start.
     wait_times_ms: Vec<u64>,
-    /// Pods that were refused for want of room (Failed for ever in Kubernetes).
+    /// Pods that were refused for lack of memory (Failed for ever in Kubernetes).
     failures: usize,
     /// Memory times time that pods ran with until the last pod was created.
     used_gib_ms: u128,
-    /// When that was.
+    /// The time of the last pod's creation.
     window_ms: u64,
 }
 
@@ -42,7 +44,7 @@ impl Outcome {
 }
 
 fn main() -> ExitCode {
-    // `cargo test --benches` runs this target too, to see that it starts.
+    // `cargo test --benches` runs this target too, to check that it starts.
     let quick = !std::env::args().any(|arg| arg == "--bench");
     let scale = if quick { 20 } else { 1 };
     println!(

@@ -1,4 +1,4 @@
-//! The pods: sizes, arrivals in bursts, lives.
+//! Generates the pods: sizes, arrivals in bursts, and run times.
 
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -14,7 +14,7 @@ const SIZES: [u32; 16] = [4, 4, 4, 8, 8, 8, 10, 10, 16, 16, 20, 24, 32, 40, 64, 
 pub(crate) struct Pod {
     pub(crate) created_ms: u64,
     pub(crate) gib: u32,
-    /// How long it runs once it has started.
+    /// How long the pod runs once it has started.
     pub(crate) life_ms: u64,
 }
 
@@ -24,7 +24,7 @@ pub(crate) struct Workload {
 }
 
 impl Workload {
-    /// `bursts` bursts that come at random and offer `load` times what the GPUs could carry.
+    /// `bursts` bursts at random times that request `load` times the capacity of the GPUs.
     pub(crate) fn new(seed: u64, load: f64, bursts: usize) -> Self {
         let mut random = StdRng::seed_from_u64(seed);
         let mean_gib = f64::from(SIZES.iter().sum::<u32>()) / SIZES.len() as f64;

@@ -27,7 +27,7 @@ impl Bytes {
         Self(n << 30)
     }
 
-    /// The whole quanta of the amount; the rest is offered to no pod.
+    /// The whole quanta of the amount. No pod gets the rest.
     pub fn whole_quanta(self, quantum: Quantum) -> Quanta {
         Quanta(u32::try_from(quantum.floor(self.0)).unwrap_or(u32::MAX))
     }

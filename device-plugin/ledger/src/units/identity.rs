@@ -18,8 +18,7 @@ impl GpuUuid {
         &self.0
     }
 
-    /// Whether the UUID is of a MIG instance. A program opens one instance, and no other GPU beside
-    /// it.
+    /// Whether the UUID is of a MIG instance. A program can open one instance and no other GPU.
     pub fn is_mig(&self) -> bool {
         self.0.starts_with("MIG-")
     }
@@ -61,7 +60,7 @@ serde_as_str!(GpuUuid);
 pub struct AllocationId(u64);
 
 impl AllocationId {
-    /// The id with these bits; the caller brings the randomness.
+    /// The id with these bits, which the caller draws at random.
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits)
     }

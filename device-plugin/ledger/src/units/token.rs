@@ -1,7 +1,8 @@
 //! Defines the device ids that the kubelet counts and assigns.
 //!
-//! A device id stands for one quantum of the node, not of a GPU. The kubelet takes at most 4 MiB a
-//! message, and time quadratic in the number of ids when they change, so ids are short and few.
+//! A device id stands for one quantum of the node, not of a GPU. The kubelet accepts at most 4 MiB
+//! a message, and needs time quadratic in the number of ids when they change. So ids are short and
+//! few.
 
 use std::fmt;
 use std::str::FromStr;
@@ -68,8 +69,8 @@ impl DeviceId {
         self.index
     }
 
-    /// The first `count` device ids of `resource`: those that a node of so many quanta registers,
-    /// at most [`MAX_DEVICE_IDS`].
+    /// The first `count` device ids of `resource`, at most [`MAX_DEVICE_IDS`]. A node of `count`
+    /// quanta registers these.
     pub fn first(resource: Resource, count: u16) -> impl Iterator<Item = Self> {
         (0..count.min(MAX_DEVICE_IDS)).map(move |index| Self { resource, index })
     }
@@ -135,7 +136,8 @@ impl DeviceIdSet {
     /// The set of these indexes.
     ///
     /// # Errors
-    /// [`UnitError::NoDeviceIds`], or [`UnitError::DeviceIdSet`] for an index of [`MAX_DEVICE_IDS`] or more.
+    /// [`UnitError::NoDeviceIds`], or [`UnitError::DeviceIdSet`] for an index of [`MAX_DEVICE_IDS`]
+    /// or more.
     pub fn from_indexes(indexes: impl IntoIterator<Item = u16>) -> Result<Self, UnitError> {
         let mut indexes: Vec<u16> = indexes.into_iter().collect();
         indexes.sort_unstable();
@@ -149,7 +151,7 @@ impl DeviceIdSet {
 
     /// The amount of memory that the device ids stand for.
     pub fn quanta(&self) -> Quanta {
-        // A set has at most MAX_TOKENS elements.
+        // A set has at most MAX_DEVICE_IDS elements.
         Quanta(self.0.len() as u32)
     }
 

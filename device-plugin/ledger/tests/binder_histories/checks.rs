@@ -1,4 +1,4 @@
-//! What must hold after every step.
+//! Checks the invariants after every step.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,10 +13,10 @@ use crate::node::Node;
 /// The queue after a step.
 #[derive(Default)]
 pub(crate) struct Queue {
-    /// The first that could ever have memory.
+    /// The first claim that could ever have memory.
     pub(crate) head: Option<Head>,
     claims: Vec<QueuedClaim>,
-    /// When a claim was first seen in the queue, even if its kubelet stayed away since.
+    /// The time at which a claim was first in the queue, even if the kubelet did not retry since.
     queued_at: BTreeMap<ClaimId, BootTime>,
     bound: BTreeSet<AllocationId>,
 }
@@ -29,15 +29,15 @@ impl Queue {
     }
 }
 
-/// The waiter of device memory whose turn is next, if one GPU can hold it.
+/// The first queued claim of device memory, if one GPU can hold it.
 pub(crate) struct Head {
     claim: QueuedClaim,
     late: bool,
-    /// The most that is not bound on one healthy GPU that could hold it.
+    /// The most unbound memory of one healthy GPU that could hold it.
     largest_free: Quanta,
 }
 
-/// Checks everything; answers the queue for the next step.
+/// Checks all invariants. Returns the queue for the next step.
 pub(crate) fn check_all(node: &Node, before: Queue) -> Queue {
     let bindings: Vec<Binding> = node.ledger.bindings().collect();
     let view = node.ledger.view(node.now);
@@ -170,8 +170,8 @@ fn queue_head(node: &Node, waiters: &[QueuedClaim], view: &LedgerView) -> Option
     })
 }
 
-/// The claims that were given memory since `before`, bound or held: size, priority and whether each
-/// was late.
+/// The claims that were granted memory since `before`, bound or set aside: size, priority and
+/// whether each had aged.
 fn grants_since<'a>(
     node: &'a Node,
     before: &'a Queue,
@@ -210,7 +210,7 @@ struct Grant {
     late: bool,
 }
 
-/// Whether the head goes before this one by the queue's rules, whatever the order of arrival.
+/// Whether the queue's rules rank the head before this claim, whatever the order of arrival.
 fn is_lower_ranked(taker: Grant, head: &Head) -> bool {
     let priority = head.claim.priority.0;
     taker.priority < priority
@@ -219,7 +219,7 @@ fn is_lower_ranked(taker: Grant, head: &Head) -> bool {
             && (head.late || taker.quanta < head.claim.device_ids.quanta()))
 }
 
-/// A binding that the node is told of.
+/// Checks a binding that the ledger reports.
 pub(crate) fn check_placement(node: &Node, binding: &Binding) {
     let quanta = binding.device_ids.quanta();
     let Placement::Device(shares) = &binding.placement else {
@@ -236,7 +236,7 @@ pub(crate) fn check_placement(node: &Node, binding: &Binding) {
     );
     if node.bound.contains_key(&binding.allocations[0]) || node.queue.may_be_granted(binding.claim)
     {
-        // Placed in an earlier step, for GPUs as they were then.
+        // The claim was placed in an earlier step, when the GPUs had other amounts.
         return;
     }
     let healthy: Vec<_> = node
@@ -277,8 +277,8 @@ pub(crate) fn check_placement(node: &Node, binding: &Binding) {
     }
 }
 
-/// What a start ended: memory of the same pod's containers that shared a token, or other pods'
-/// bookings without memory.
+/// Checks the allocations that a start ended: those of the same pod's containers that shared a
+/// device id, or those of other pods without memory.
 pub(crate) fn check_ended(node: &Node, start: &BindRequest, ended: &[AllocationId]) {
     for id in ended {
         match node.bound.get(id) {
@@ -300,7 +300,8 @@ pub(crate) fn check_ended(node: &Node, start: &BindRequest, ended: &[AllocationI
     }
 }
 
-/// No claim waits that could have memory, and no waiting pod has any: pods do not block each other.
+/// Checks that no claim waits that could have memory, and no waiting pod has any. So pods do not
+/// block each other.
 pub(crate) fn check_no_claim_is_blocked(node: &Node) {
     let waiters = node.ledger.queued_claims(node.now);
     let able = waiters.iter().find(|waiter| waiter.reason.gpus.is_some());

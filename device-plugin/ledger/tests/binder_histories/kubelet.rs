@@ -1,4 +1,4 @@
-//! The kubelet's manners: which tokens the containers of a pod get, and in which order they start.
+//! Models the kubelet: the device ids of a pod's containers, and the order in which they start.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::num::NonZeroU16;
@@ -32,9 +32,9 @@ pub(crate) struct Pod {
     pub(crate) priority: Priority,
     pub(crate) shape: GpuSpread,
     pub(crate) containers: Vec<Container>,
-    /// How many of them the kubelet has begun to start; they start in order.
+    /// The number of containers that the kubelet has begun to start. They start in order.
     pub(crate) started: usize,
-    /// The kubelet has given its tokens away; its processes may live on.
+    /// Whether the kubelet has given its device ids away. Its processes may still run.
     pub(crate) deleted: bool,
 }
 
@@ -70,8 +70,8 @@ pub(crate) fn uid(number: u64) -> PodUid {
     format!("p{number}").parse().unwrap()
 }
 
-/// A pod's containers as `devicemanager.Manager` gives them tokens: from those of the pod's
-/// finished init containers first, then free ones, in no order. None if too few are free.
+/// A pod's containers with device ids as `devicemanager.Manager` assigns them: from those of the
+/// pod's finished init containers first, then free ones, in no order. None if too few are free.
 pub(crate) fn admit(
     random: &mut StdRng,
     number: u64,
@@ -130,9 +130,10 @@ pub(crate) fn spread_over(gpus: u16) -> GpuSpread {
     }
 }
 
-/// Two GPUs of 16, and small pods that never leave room for a whole one: whenever tokens are free,
-/// a small pod is sent. The large one must have its GPU once it has waited for `LATE` and every
-/// small pod that was there by then has ended.
+/// Sends small pods that never leave room for a large one on two GPUs of 16 quanta.
+///
+/// A small pod starts whenever device ids are free. The large pod must have its GPU once it has
+/// waited for `AGING_AFTER` and every small pod of that time has ended.
 pub(crate) fn stream_against_a_large_pod(seed: u64) {
     const LIFE_S: u64 = 20;
     let mut random = StdRng::seed_from_u64(seed);

@@ -1,8 +1,8 @@
-//! The ledger and its binder, held to their promises over random histories of a node.
+//! Tests the ledger and its binder over random histories of a node.
 //!
-//! `cargo test -p bursar-ledger --test binder_histories`; `BURSAR_HISTORIES` says how many
-//! (100,000), `BURSAR_SEED` which one alone. A failure prints its seed and its history, cut to the
-//! shortest beginning that fails.
+//! `cargo test -p bursar-ledger --test binder_histories`. `BURSAR_HISTORIES` sets their number
+//! (100,000), and `BURSAR_SEED` selects a single one. A failure prints its seed and its history,
+//! cut to the shortest beginning that fails.
 
 #![allow(
     clippy::unwrap_used,
@@ -28,7 +28,7 @@ fn env_number(name: &str) -> Option<u64> {
     )
 }
 
-/// Runs one history of `steps` random steps, and then until everybody had his turn.
+/// Runs one history of `steps` random steps, and then until every claim was bound.
 fn run_history(seed: u64, steps: usize, log: bool) -> Node {
     let mut node = Node::new(seed, log);
     for _ in 0..steps {
@@ -38,7 +38,7 @@ fn run_history(seed: u64, steps: usize, log: bool) -> Node {
     node
 }
 
-/// Runs it; a failure is told with the shortest failing number of steps.
+/// Runs one history. A failure is reported with the shortest failing number of steps.
 fn check_history(seed: u64) -> Node {
     let fails = |steps| catch_unwind(AssertUnwindSafe(|| run_history(seed, steps, false))).err();
     match catch_unwind(AssertUnwindSafe(|| run_history(seed, STEPS, false))) {
@@ -66,7 +66,7 @@ fn random_histories_keep_all_invariants() {
         seen.add(&check_history(seed).coverage);
     }
     println!("{histories} histories: {seen:?}");
-    // The histories are worth what happens in them.
+    // The histories must contain every kind of event.
     if histories >= 1000 {
         seen.assert_complete();
     }

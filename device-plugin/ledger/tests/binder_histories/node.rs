@@ -1,5 +1,5 @@
-//! A node's random history: a kubelet that follows its rules, GPUs that die, an agent that
-//! crashes.
+//! Generates a node's random history: a kubelet that follows its rules, GPUs that fail, an agent
+//! that crashes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,7 +15,7 @@ use rand::{RngExt, SeedableRng};
 use crate::checks::{self, Queue};
 use crate::kubelet::{self, Pod};
 
-/// How often what happened, so that a generator that went lame is noticed.
+/// The number of each kind of event. It shows a generator that no longer produces some kind.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Coverage {
     bound_at_once: u64,
@@ -82,12 +82,12 @@ impl Coverage {
     }
 }
 
-/// How the agent of this history crashes.
+/// The crashes of the agent in this history.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Crashes {
     Sometimes,
     AfterEveryStep,
-    /// A snapshot and its restoration through the checkpoint's JSON.
+    /// A snapshot, restored through the checkpoint's JSON.
     AfterEveryStepThroughJson,
 }
 
@@ -102,11 +102,11 @@ pub(crate) struct Node {
     free_device_ids: [BTreeSet<u16>; 2],
     next_pod: u64,
     calls: BTreeMap<ClaimId, WaitHandle>,
-    /// What is bound, as the node was told.
+    /// The bindings that the ledger has reported.
     pub(crate) bound: BTreeMap<AllocationId, (PodUid, Placement)>,
     pub(crate) queue: Queue,
-    /// Whether pods may hold memory and wait: a GPU died after they were placed, or containers
-    /// started again that had given their memory back.
+    /// Whether pods may have memory and wait: a GPU failed after they were placed, or restarted
+    /// containers had released their memory.
     disturbed: bool,
     pub(crate) coverage: Coverage,
 }
@@ -163,7 +163,7 @@ impl Node {
         }
     }
 
-    /// Something happens, and then everything that must hold is checked.
+    /// Takes a random step, then checks all invariants.
     pub(crate) fn step(&mut self) {
         match self.random.random_range(0..100) {
             0..25 => self.create_pod(),
@@ -182,7 +182,8 @@ impl Node {
         self.advance_ledger();
     }
 
-    /// No more pods come, the GPUs are well, those that run end: every waiter must get its turn.
+    /// Drains the node: no more pods come, the GPUs are healthy, and running pods end. Every queued
+    /// claim must be bound.
     pub(crate) fn drain(&mut self) {
         self.say(|| "drain".to_owned());
         for gpu in &mut self.gpus {
@@ -210,7 +211,8 @@ impl Node {
             {
                 self.remove(over);
             } else if idle_rounds > 3 {
-                // What was held has been given up by now. What the node cannot hold waits for ever.
+                // Memory that was set aside has been freed by now. Claims that the node cannot hold
+                // wait for ever.
                 if self.disturbed {
                     checks::check_some_memory_is_bound(self);
                 } else {
@@ -245,7 +247,7 @@ impl Node {
         1000 * self.pods.len() + begun + self.bound.len()
     }
 
-    /// Every waiter whose turn it is, and all checks.
+    /// Binds the queued claims and checks all invariants.
     fn advance_ledger(&mut self) {
         for binding in self.ledger.advance(self.now) {
             self.say(|| format!("  advance bound {binding:?}"));
@@ -359,7 +361,8 @@ impl Node {
         }
     }
 
-    /// Starts the pod's next container if the one before has its memory, or starts that again.
+    /// Starts the pod's next container if the one before has its memory. Otherwise starts the one
+    /// before again.
     fn start_next_container(&mut self, index: usize) {
         let pod = &self.pods[index];
         if pod.deleted {
@@ -380,8 +383,8 @@ impl Node {
         let start = self.pods[index].bind_request(container);
         let lost = self.random.random_bool(0.05);
         if lost {
-            // The agent dies before the checkpoint is written: the kubelet hears nothing, and
-            // asks again.
+            // The agent crashes before it writes the checkpoint, so the kubelet gets no answer and
+            // retries.
             self.coverage.lost_events += 1;
             let mut doomed = self.ledger.clone();
             let _unheard = doomed.bind(start.clone(), self.now).unwrap();
@@ -441,7 +444,7 @@ impl Node {
         }
     }
 
-    /// The pod's sandbox is made anew: its containers start again from the first.
+    /// Recreates the pod's sandbox: its containers start again from the first.
     fn restart_pod(&mut self) {
         if let Some(index) = self.random_pod()
             && !self.pods[index].deleted
@@ -454,7 +457,7 @@ impl Node {
         }
     }
 
-    /// The kubelet forgets the pod and gives its tokens to others; its processes live on.
+    /// Deletes the pod: the kubelet gives its device ids to others while its processes still run.
     fn delete_pod(&mut self) {
         if let Some(index) = self.random_pod() {
             self.say(|| format!("delete {}", self.pods[index].uid));
@@ -494,7 +497,8 @@ impl Node {
             .map(|container| container.id)
             .collect();
         let strangers: Vec<_> = released.iter().filter(|id| !ours.contains(id)).collect();
-        // A booking of a rejected pod with the very same tokens goes with the pod that started.
+        // A pending allocation of a rejected pod with the same device ids ends with the pod that
+        // started.
         assert!(
             strangers.iter().all(|id| !self.is_live(**id)),
             "took {strangers:?} along"
@@ -505,7 +509,7 @@ impl Node {
         let outlives = self.bound.values().any(|(other, _)| *other == pod.uid);
         assert!(!outlives, "memory of {} outlived it", pod.uid);
         let waiting: BTreeSet<ClaimId> = self.calls.keys().copied().collect();
-        // Its calls are answered by nobody; the agent ends them.
+        // No agent will answer these calls, so the restarted agent ends them.
         for claim in waiting {
             let ticket = self.calls[&claim];
             let before = self.ledger.clone();
@@ -522,7 +526,7 @@ impl Node {
         self.pod(uid).priority.0
     }
 
-    /// Whether the pod has containers that are placed with each other.
+    /// Whether the pod has containers that are placed together.
     pub(crate) fn has_several_containers(&self, uid: &PodUid) -> bool {
         self.pod(uid).containers.len() > 1
     }
@@ -598,7 +602,7 @@ impl Node {
         self.say(|| "time passes".to_owned());
     }
 
-    /// The agent dies and comes back with its checkpoint: every open call has ended.
+    /// Restarts the agent from its checkpoint: every open call has ended.
     fn crash(&mut self) {
         self.coverage.crashes += 1;
         let mut snapshot = self.ledger.snapshot();
