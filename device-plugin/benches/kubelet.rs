@@ -1,14 +1,16 @@
-//! What the kubelet waits for: Allocate, PreStartContainer and ListAndWatch through gRPC on a Unix socket.
+//! Measures the kubelet's waiting times for Allocate, PreStartContainer and ListAndWatch, through
+//! gRPC on a Unix socket.
 //!
-//! The agent is `bursar-agent` itself, a process of its own over the simulated driver, with its checkpoint, CDI files
-//! and sessions; the tests' fake kubelet asks. Beside each time stands the floor: the same caller's empty
-//! call to the same socket in the same minute. Pods take 1 to 16 tokens, and the oldest makes room; a pod's memory is
-//! free when the agent has seen its cgroup end, so flat out comes in bursts.
+//! The agent is a real `bursar-agent` process over the simulated driver, with its checkpoint, CDI
+//! files and sessions. The tests' fake kubelet is the client. Beside each time, a floor shows the
+//! same client's empty call to the same socket in the same minute. Pods take 1 to 16 device ids,
+//! and the oldest pod ends for each new one. A pod's memory is free when the agent has seen its
+//! cgroup end, so the pods at full speed come in bursts.
 //!
 //! `cargo bench -p bursar-device-plugin --bench kubelet`
 //!
-//! With the argument `idle` the benchmark measures instead how much of a processor an idle agent takes
-//! at 50, 250 and 500 pods. `BURSAR_AGENT` names another build of the agent.
+//! With the argument `idle` the benchmark measures instead the processor time of an idle agent at
+//! 50, 250 and 500 pods. `BURSAR_AGENT` names another build of the agent.
 
 #[path = "../tests/common/mod.rs"]
 mod common;
@@ -27,14 +29,14 @@ use common::kubelet::Pod;
 use common::node::{Node, Outcome};
 
 const GPUS: usize = 8;
-/// Quanta of each.
+/// Quanta of each GPU.
 const QUANTA: usize = 141;
-/// Tokens that are held at a time.
+/// The device ids that are allocated at a time.
 const BUSY: usize = 400;
-/// How long the last pod's start is left alone, and for how long an idle agent is looked at.
+/// The pause after the last pod's start, and the time for which an idle agent is observed.
 const SETTLE_TIME: Duration = Duration::from_secs(4);
 const IDLE_TIME: Duration = Duration::from_secs(20);
-/// Pods of a burst, and the pause after it: two looks at the cgroups.
+/// The pods of a burst, and the pause after it, in which the agent polls the cgroups twice.
 const BURST: (usize, Duration) = (60, Duration::from_millis(1000));
 
 fn main() -> Outcome<()> {
@@ -62,7 +64,7 @@ struct BusyNode {
     random: StdRng,
 }
 
-/// A node with the agent's process: `BURSAR_AGENT` names another build of it.
+/// Starts a node with the agent's process. `BURSAR_AGENT` names another build of the agent.
 async fn start_node(count: usize, quanta: usize) -> Outcome<Node> {
     let built = env!("CARGO_BIN_EXE_bursar-agent").into();
     let program = std::env::var_os("BURSAR_AGENT").unwrap_or(built);
@@ -93,7 +95,7 @@ impl BusyNode {
         Ok(start.elapsed())
     }
 
-    /// One pod comes, and those that are too many go.
+    /// Starts one pod and ends the oldest ones beyond the limit.
     async fn run_one_pod(&mut self) -> Outcome<()> {
         let size = self.random.random_range(1..=16);
         while self.busy + size > BUSY {
@@ -110,7 +112,7 @@ impl BusyNode {
     }
 }
 
-/// Measures how much of a processor an idle agent takes.
+/// Measures the processor time of an idle agent.
 async fn measure_idle() -> Outcome<()> {
     println!("Idle: {GPUS} GPUs of {QUANTA} tokens, pods of one token");
     println!(

@@ -1,4 +1,4 @@
-//! The system calls that are denied, with `EPERM`.
+//! Denies system calls with `EPERM`.
 
 use std::collections::BTreeMap;
 
@@ -7,8 +7,8 @@ use seccompiler::{
     SeccompRule, TargetArch, apply_filter,
 };
 
-/// Denied to the agent and to each process that it starts: other processes' memory, mounts, kernel
-/// code, keys, and what changes the whole machine.
+/// Denied to the agent and each process that it starts: other processes' memory, mounts, kernel
+/// code, keys, and calls that change the whole machine.
 pub(crate) const AGENT_DENIED_SYSCALLS: &[i64] = &[
     libc::SYS_ptrace,
     libc::SYS_process_vm_readv,
@@ -57,11 +57,11 @@ pub(crate) const AGENT_DENIED_SYSCALLS: &[i64] = &[
     libc::SYS_ioperm,
 ];
 
-/// Denied besides to a process that loads the driver.
+/// Denied in addition to a process that loads the driver.
 const DRIVER_PROCESS_DENIED_SYSCALLS: &[i64] =
     &[libc::SYS_execve, libc::SYS_execveat, libc::SYS_setns];
 
-/// The bit of x32 calls, which a kernel may know beside those of the machine.
+/// The bit of x32 calls, which a kernel may support beside those of the machine.
 #[cfg(target_arch = "x86_64")]
 const X32_SYSCALL_BIT: i64 = 0x4000_0000;
 
@@ -76,15 +76,16 @@ const CLONE_NEW_NAMESPACES: i32 = libc::CLONE_NEWNS
 
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
-/// Denies these calls.
 pub(crate) fn deny(calls: &[i64]) -> Result<(), seccompiler::Error> {
     let rules = calls.iter().map(|call| (*call, Vec::new())).collect();
     install(rules, libc::EPERM)
 }
 
-/// Denies what a process that loads the driver does not need besides.
+/// Denies the calls that a process with the driver does not need, in addition to those of the
+/// agent.
 pub(crate) fn deny_to_driver_process() -> Result<(), seccompiler::Error> {
-    // Its flags lie in memory, where no filter looks; the C library falls back on clone(2).
+    // The flags of clone3 are in memory, where a filter cannot read. The C library falls back on
+    // clone(2).
     install(Rules::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS)?;
     let mut rules: Rules = DRIVER_PROCESS_DENIED_SYSCALLS
         .iter()
@@ -109,7 +110,8 @@ fn rule(argument: u8, is: SeccompCmpOp, value: u64) -> Result<SeccompRule, secco
     Ok(SeccompRule::new(vec![condition])?)
 }
 
-/// Installs a filter for this thread and for all that it starts; it sets `no_new_privs`.
+/// Installs a filter for this thread and for all threads and processes that it starts. It also sets
+/// `no_new_privs`.
 fn install(rules: Rules, error: i32) -> Result<(), seccompiler::Error> {
     #[cfg(target_arch = "x86_64")]
     let (arch, rules) = {

@@ -1,10 +1,9 @@
-//! Takes from a process of Bursar the rights that it never needs, before it has threads.
+//! Drops the rights that a process of Bursar never needs, before it has threads.
 //!
-//! The device nodes need a privileged container, and a privileged container has every capability
-//! and no seccomp filter. So the agent takes both upon itself ([`agent`]), and so does each process
-//! that loads the driver ([`restrict_driver_process`]). The filters deny what is listed and let the rest
-//! through: NVIDIA's libraries are closed, so no list of all that they need would hold for the next
-//! driver.
+//! The device nodes need a privileged container, which has every capability and no seccomp filter.
+//! So the agent restricts itself ([`restrict_agent`]), and so does each process that loads the
+//! driver ([`restrict_driver_process`]). The filters deny listed calls and permit all others.
+//! NVIDIA's libraries are closed, so no list of permitted calls would be right for the next driver.
 
 mod filter;
 
@@ -60,22 +59,22 @@ pub const AGENT_CAPABILITIES: &[(&str, CapabilitySet, &str)] = &[
     ),
 ];
 
-/// Why a process has rights left that it was to lose.
+/// The step that failed, so that the process still has rights that it should lose.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfineError {
-    /// The kernel did not take a capability.
+    /// The kernel refused to drop a capability.
     #[error("failed to drop capabilities: {0}")]
     Capabilities(#[source] io::Error),
-    /// The kernel did not take the filter.
+    /// The kernel refused the filter.
     #[error("failed to install the seccomp filter: {0}; the kernel needs CONFIG_SECCOMP_FILTER")]
     Filter(#[from] seccompiler::Error),
 }
 
-/// Confines the agent, and with it every process that it starts: [`AGENT_CAPABILITIES`] and no
-/// others, `no_new_privs`, and system calls as [`filter::AGENT_DENIED_SYSCALLS`] has them.
+/// Confines the agent and every process that it starts: [`AGENT_CAPABILITIES`] and no others,
+/// `no_new_privs`, and no system calls of [`filter::AGENT_DENIED_SYSCALLS`].
 ///
 /// # Errors
-/// [`ConfineError`]; what was taken before stays taken.
+/// [`ConfineError`]; rights that were dropped before stay dropped.
 pub fn restrict_agent() -> Result<(), ConfineError> {
     let kept = AGENT_CAPABILITIES
         .iter()
@@ -84,11 +83,11 @@ pub fn restrict_agent() -> Result<(), ConfineError> {
     Ok(filter::deny(filter::AGENT_DENIED_SYSCALLS)?)
 }
 
-/// Confines a process that is about to load the driver: no capability, `no_new_privs`, no other
-/// program, no socket but Unix ones, no namespace, and what is kept from the agent.
+/// Confines a process that is about to load the driver: no capability, `no_new_privs`, no exec,
+/// only Unix sockets, no new namespace, and the limits of the agent.
 ///
 /// # Errors
-/// [`ConfineError`]; what was taken before stays taken.
+/// [`ConfineError`]; rights that were dropped before stay dropped.
 pub fn restrict_driver_process() -> Result<(), ConfineError> {
     limit_capabilities_to(CapabilitySet::empty()).map_err(ConfineError::Capabilities)?;
     filter::deny(filter::AGENT_DENIED_SYSCALLS)?;
@@ -96,13 +95,13 @@ pub fn restrict_driver_process() -> Result<(), ConfineError> {
 }
 
 /// Drops every capability but `kept`. A process that may not narrow its bounding set has none to
-/// lose: `no_new_privs` keeps it from gaining one by another program.
+/// lose, and `no_new_privs` prevents gaining one by exec.
 fn limit_capabilities_to(kept: CapabilitySet) -> io::Result<()> {
     let mut sets = capabilities(None)?;
     if sets.effective.contains(CapabilitySet::SETPCAP) {
         let others = CapabilitySet::all().difference(kept);
         for (_, capability) in others.iter_names() {
-            // A kernel that does not know it answers with an error.
+            // The kernel answers with an error for a capability that it does not know.
             if capability_is_in_bounding_set(capability).unwrap_or(false) {
                 remove_capability_from_bounding_set(capability)?;
             }

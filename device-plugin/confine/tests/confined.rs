@@ -1,5 +1,5 @@
-//! Shows the calls that the kernel refuses to a confined process. A process is confined for good,
-//! so each test confines a child of its own: this program with another argument.
+//! Tests the calls that the kernel denies to a confined process. A process stays confined for ever,
+//! so each test confines a child: this program with another argument.
 
 use std::io;
 use std::net::UdpSocket;
@@ -10,7 +10,7 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use rustix::mount::{FsOpenFlags, fsopen};
 use rustix::thread::{CapabilitySet, capabilities};
 
-/// The argument that makes this program a child, before the name of its confinement.
+/// The argument before the name of a confinement, which makes this program a child.
 const CHILD: &str = "--confined-as=";
 
 fn main() -> ExitCode {
@@ -26,7 +26,8 @@ fn main() -> ExitCode {
             )
         }),
         Trial::test("agent_starts_programs_and_is_refused_mounts", || {
-            // This machine may have fewer, and without CAP_SETPCAP the bounding set stays.
+            // This machine may permit fewer capabilities, and without CAP_SETPCAP the bounding set
+            // stays.
             let kept = bursar_confine::AGENT_CAPABILITIES.iter();
             let kept = kept.filter(|(_, one, _)| has_capability(*one));
             let kept = kept.fold(CapabilitySet::empty(), |set, (_, one, _)| set | *one);
@@ -57,7 +58,7 @@ fn has_capability(capability: CapabilitySet) -> bool {
     capabilities(None).is_ok_and(|sets| sets.effective.contains(capability))
 }
 
-/// Fails unless a child so confined says what is expected first.
+/// Fails unless a child with this confinement prints `expected` first.
 fn check_confinement(confinement: &str, expected: &str) -> Result<(), Failed> {
     let own = std::env::current_exe()?;
     let output = Command::new(own)
