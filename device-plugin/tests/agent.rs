@@ -1,4 +1,4 @@
-//! The whole agent as a process, between a kubelet that is not one and a simulated driver.
+//! Tests the agent as a process, between a fake kubelet and the simulated driver.
 
 #![allow(
     clippy::unwrap_used,

@@ -1,5 +1,7 @@
-//! The whole agent and programs in containers, as a runtime makes them of their CDI files, over the simulated driver
-//! and the real shim: what an honest program does is no finding, and what another does is found.
+//! Tests the audit: the agent, the simulated driver, the real shim, and programs in containers made
+//! of their CDI files.
+//!
+//! An honest program causes no finding. A program that goes past the shim is found.
 
 #![allow(
     clippy::unwrap_used,

@@ -1,9 +1,11 @@
-//! Text and tokens that a tenant, the kubelet or a file shapes, searched for a second each.
+//! Fuzzes the parsers of text and tokens that a tenant, the kubelet or a file shapes, for a second
+//! each.
 //!
-//! Each test starts from the samples in `fuzz/corpus/<target>` and changes them. Inputs differ from run to run; a
-//! failure prints the seed that repeats it (`BOLERO_RANDOM_SEED`). A longer search:
-//! `BOLERO_RANDOM_ITERATIONS=1000000 cargo test -p bursar-device-plugin --test fuzz`, or with a time,
-//! `BOLERO_RANDOM_TEST_TIME_MS`. Frames are searched by the protocol's own test of this name.
+//! Each test starts from the samples in `fuzz/corpus/<target>` and mutates them. The inputs differ
+//! between runs. A failure prints the seed that repeats the failure (`BOLERO_RANDOM_SEED`).
+//! `BOLERO_RANDOM_ITERATIONS=1000000 cargo test -p bursar-device-plugin --test fuzz` searches
+//! longer, and `BOLERO_RANDOM_TEST_TIME_MS` sets a time. The protocol crate has a test of the same
+//! name for frames.
 
 #![allow(
     clippy::unwrap_used,
@@ -25,7 +27,7 @@ mod proc;
 #[path = "fuzz/seal.rs"]
 mod seal;
 
-/// Checks what becomes of the samples of a target.
+/// Runs `check` on mutations of a target's samples.
 fn search(target: &str, check: impl Fn(&[u8]) + RefUnwindSafe) {
     let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fuzz/corpus")).join(target);
     let files = std::fs::read_dir(folder).unwrap();
@@ -40,7 +42,8 @@ fn search(target: &str, check: impl Fn(&[u8]) + RefUnwindSafe) {
         .for_each(|edits| check(&edits.apply(&samples)));
 }
 
-/// The same where bytes that are no UTF-8 were replaced, as the agent reads such files.
+/// Runs `check` on mutated text. Bytes that are not UTF-8 are replaced, as the agent does when it
+/// reads such files.
 fn search_text(target: &str, check: impl Fn(&str) + RefUnwindSafe) {
     search(target, |bytes| check(&String::from_utf8_lossy(bytes)));
 }

@@ -1,7 +1,7 @@
-//! Counts the allocations of memory that an idle agent makes for each pod. This program is the agent too.
+//! Counts the allocations that an idle agent makes for each pod. This program is also the agent.
 //!
-//! A processor's time depends on the machine, a count of allocations on the agent's work alone. The count leaves out
-//! work that needs no memory.
+//! Processor time depends on the machine, but the number of allocations depends on the agent's work
+//! alone. The count leaves out work that needs no memory.
 
 #![allow(
     clippy::unwrap_used,
@@ -32,15 +32,17 @@ use common::node::{Node, Outcome};
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
-/// The first argument of the program that is the agent; the second is the configuration's path.
+/// The first argument of the program when it runs as the agent. The second is the path of the
+/// configuration.
 const AGENT: &str = "agent";
 
 const PODS: usize = 250;
 
-/// How long an idle agent is observed: four rounds of what the agent does each second.
+/// How long an idle agent is observed: four rounds of its work of each second.
 const WINDOW: Duration = Duration::from_secs(4);
 
-/// The most allocations for a pod in a second: the agent looks once at the pod's books, cgroup and processes.
+/// The most allocations for a pod in a second. The agent reads the pod's usage, cgroup and
+/// processes once a second.
 const MOST: usize = 150;
 
 fn main() -> ExitCode {
@@ -85,8 +87,8 @@ fn run_agent(config: &Path) {
     }
 }
 
-/// The allocations for a pod in a second of the first idle window, or of the last within [`PATIENCE`]: the work for the
-/// last pod's start ends by then.
+/// Returns the allocations for a pod in a second. The count is that of the first idle window, or of
+/// the last one within [`PATIENCE`], because the agent may still work on the last pod's start.
 async fn count_idle_allocations() -> Outcome<usize> {
     let mut node = Node::new(8, 80, |lab, config| {
         let mut command = lab.command(env::current_exe().unwrap());

@@ -1,4 +1,4 @@
-//! The agent's side of the kubelet's API, against a kubelet that is not one.
+//! Tests the agent's side of the kubelet's API against a fake kubelet.
 
 #![allow(
     clippy::unwrap_used,
@@ -23,16 +23,16 @@ use tempfile::TempDir;
 use common::agent::{Agent, GPU, devices, ledger};
 use common::kubelet::{FakeKubelet, Pod};
 
-/// A node with its agent, registered.
+/// A node with a registered agent.
 struct Fixture {
     kubelet: FakeKubelet,
-    /// None while it is killed.
+    /// None while the agent is killed.
     agent: Option<Agent>,
     root: TempDir,
 }
 
 impl Fixture {
-    /// One GPU of 8 quanta.
+    /// A node with one GPU of 8 quanta.
     async fn new() -> Self {
         Self::with_gpus(&[8], 8).await
     }
@@ -65,8 +65,11 @@ impl Fixture {
         self.agent().until_registered().await;
     }
 
-    /// SIGKILL for the agent; what its successor starts with. A process's end closes its sockets at once, that of threads
-    /// in this one does not: an end that the kubelet hears of later it takes for the successor's.
+    /// Kills the agent as SIGKILL does, and returns the state for its successor.
+    ///
+    /// A process's exit closes its sockets at once, but the exit of threads in this process does
+    /// not. If the kubelet saw a stream end later, it would attribute the end to the successor. So
+    /// this waits until the kubelet has seen the end.
     async fn kill_agent(&mut self) -> (Ledger, Devices) {
         let agent = self.agent.take().expect("a living agent");
         let tokens = agent.devices.borrow().clone();
@@ -75,7 +78,7 @@ impl Fixture {
         (books, tokens)
     }
 
-    /// Another agent with the books of the one before.
+    /// Starts another agent with the ledger of the agent before.
     async fn start_agent(&mut self, (books, tokens): (Ledger, Devices)) {
         let healthy = tokens.healthy_count();
         self.agent = Some(Agent::start(self.kubelet.dir(), books, tokens));
@@ -93,13 +96,13 @@ impl Fixture {
         self.until_ready(tokens).await;
     }
 
-    /// Admits and starts a pod of one container; its CDI devices.
+    /// Admits and starts a pod of one container. Returns the container's CDI devices.
     async fn run_pod(&self, pod: &Pod) -> Vec<String> {
         self.kubelet.admit(pod).await.unwrap();
         self.start_pod(pod).await
     }
 
-    /// Starts the pod's container, again; its CDI devices.
+    /// Starts the pod's container, also repeatedly. Returns its CDI devices.
     async fn start_pod(&self, pod: &Pod) -> Vec<String> {
         self.kubelet
             .start_container(pod, "main")
@@ -112,7 +115,7 @@ impl Fixture {
         self.kubelet.assigned(pod, "main", GPU)
     }
 
-    /// The pods that have memory, with how much.
+    /// The pods with bound memory and their amounts.
     fn bound(&self) -> Vec<(String, u32)> {
         let bindings = self.agent().allocator.bindings();
         let mut bound: Vec<_> = bindings

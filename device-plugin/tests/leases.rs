@@ -1,5 +1,8 @@
-//! The whole agent with a real vault and real workers over the simulated driver, and tenants as processes: what is kept
-//! outlives all of them but the vault, and what they leave is charged until nobody holds it.
+//! Tests retained memory: the agent, a real fd store, real provisioners, the simulated driver, and
+//! tenants as processes.
+//!
+//! Retained memory outlives all of these processes except the fd store. Memory that a process
+//! leaves behind stays charged until no process maps it.
 
 #![allow(
     clippy::unwrap_used,

@@ -1,5 +1,5 @@
-//! The whole agent under what hostile tenants do to it: a neighbour is answered as soon as ever, and the agent has
-//! afterwards what it had before. [`fixture`] says how to add a load.
+//! Tests the agent under hostile tenants. A neighbour is answered as fast as before, and afterwards
+//! the agent uses no more resources than before. [`fixture`] describes how to add a load.
 
 #![allow(
     clippy::unwrap_used,

@@ -1,9 +1,9 @@
-//! The agent's limit of open files.
+//! Tests the agent's limit of open files.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// The soft and the hard limit of open files of a process.
+/// Returns the soft and the hard limit of a process's open files.
 fn descriptor_limits(pid: u32) -> Option<(String, String)> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/limits")).ok()?;
     let line = text
@@ -16,7 +16,7 @@ fn descriptor_limits(pid: u32) -> Option<(String, String)> {
 #[test]
 fn agent_raises_its_descriptor_limit_to_the_maximum() {
     let folder = tempfile::tempdir().unwrap();
-    // Nobody writes it: the agent waits for its configuration, with nothing else begun.
+    // This file never exists: the agent waits for its configuration before it starts anything else.
     let config = folder.path().join("agent.toml");
     let made = Command::new("mkfifo").arg(&config).status().unwrap();
     assert!(made.success());
@@ -32,7 +32,7 @@ fn agent_raises_its_descriptor_limit_to_the_maximum() {
         .unwrap();
     let begun = Instant::now();
     let name = format!("/proc/{}/comm", agent.id());
-    // The shell that lowers the limit has this pid first.
+    // The shell that lowers the limit has the same pid before it executes the agent.
     let is_agent = || std::fs::read_to_string(&name).is_ok_and(|name| name != "sh\n");
     let raised = loop {
         match descriptor_limits(agent.id()) {

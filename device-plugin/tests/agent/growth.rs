@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::common::eventually;
 use crate::machine::Machine;
 
-/// Builds of the agent, each on a node that is cut anew.
+/// Builds of the agent. Each runs on a node with new MIG instances.
 const BUILDS: usize = 3;
 /// Rounds of pods for each build.
 const ROUNDS: usize = 10;
@@ -17,13 +17,15 @@ const ROUNDS: usize = 10;
 const LONG_BUILDS_AND_ROUNDS: (usize, usize) = (20, 300);
 /// Pods of a round.
 const PODS: usize = 4;
-/// The growth that is no leak: the runtime's blocking threads, the sockets of a scrape, files with a late
-/// first write. A leak for each pod or each build is more.
+/// The growth that is no leak: the runtime's blocking threads, the sockets of a scrape, files with
+/// a late first write. A leak for each pod or each build exceeds this.
 const SLACK: usize = 10;
-/// How long an idle agent is looked at: threads that have nothing to do end after ten seconds.
+/// How long the counts of an idle agent are sampled. The runtime ends its idle threads after ten
+/// seconds.
 const SAMPLE_TIME: Duration = Duration::from_secs(3);
 
-/// The simulated node: a GPU with two MIG instances, whose UUIDs no other round has.
+/// The configuration of the simulated node: a GPU with two MIG instances, whose UUIDs no other
+/// round uses.
 fn driver_config(round: usize) -> String {
     let instance = |slice: usize| {
         format!(
@@ -37,13 +39,13 @@ fn driver_config(round: usize) -> String {
     )
 }
 
-/// Cuts the node anew, and gives the agent's image another shim.
+/// Replaces the node's MIG instances and the shim in the agent's image.
 fn change_instances_and_shim(machine: &Machine, round: usize) {
     fs::write(machine.lab.path().join("config.toml"), driver_config(round)).unwrap();
     let shim = machine.path("shim/libcuda.so.1");
     fs::copy(machine.lab.library("libcuda.so.1"), &shim).unwrap();
     let mut bytes = fs::read(&shim).unwrap();
-    // The loader does not read behind the last section.
+    // The loader ignores bytes after the last section.
     bytes.extend(format!("{round}").bytes());
     fs::write(&shim, bytes).unwrap();
 }
@@ -57,7 +59,7 @@ fn count_files(folder: &Path) -> usize {
     entries.map(|entry| count(&entry.path())).sum()
 }
 
-/// The largest of each count within [`LOOKS`].
+/// The largest of each count within [`SAMPLE_TIME`].
 async fn peak_counts(machine: &Machine) -> BTreeMap<&'static str, usize> {
     let mut most = BTreeMap::new();
     let begun = Instant::now();
@@ -88,7 +90,7 @@ async fn current_counts(machine: &Machine) -> BTreeMap<&'static str, usize> {
     ])
 }
 
-/// Waits until no count is above `before` by more than [`SLACK`].
+/// Waits until no count exceeds `before` by more than [`SLACK`].
 async fn wait_until_not_above(machine: &Machine, before: &BTreeMap<&'static str, usize>) {
     let begun = Instant::now();
     loop {
@@ -131,7 +133,7 @@ async fn check_no_growth(builds: usize, rounds_each: usize) {
     let mut machine = Machine::with_driver(&driver_config(0)).await;
     change_instances_and_shim(&machine, 0);
     machine.come_back().await;
-    // The first pods bring files and threads that exist once.
+    // The first pods create files and threads that exist once.
     run_rounds(&machine, 0, 0..1).await;
     let first = peak_counts(&machine).await;
     println!("at first {first:?}");

@@ -1,4 +1,4 @@
-//! A node where something hangs: NVML, the disk of the agent's state, the API server.
+//! Tests a node on which NVML, the disk of the agent's state or the API server hangs.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,7 +17,8 @@ const GPUS: [&str; 2] = [
     "GPU-00000000-0000-0000-0000-000000000002",
 ];
 
-/// The most that a GPU takes to be offered again: a quiet time of 10 s, on a busy machine.
+/// The longest time until a recovered GPU is allocatable again: a quiet time of 10 s, on a busy
+/// machine.
 const RECOVERY_LIMIT: Duration = Duration::from_secs(90);
 
 fn allocatable(machine: &Machine) -> Option<usize> {
@@ -37,12 +38,12 @@ async fn wait_until_allocatable(machine: &Machine, tokens: usize) -> Duration {
     begun.elapsed()
 }
 
-/// Has every access to a file hang until [`Fifo::release`].
+/// Lets every access to a file hang until [`Fifo::release`].
 struct Fifo(PathBuf);
 
 impl Fifo {
     fn at(path: PathBuf) -> Self {
-        // The agent may be writing a file of that name: one step replaces it.
+        // The agent may be writing a file of this name, so a rename replaces it in one step.
         let made = path.with_extension("fifo");
         let status = Command::new("mkfifo").arg(&made).status();
         assert!(status.unwrap().success());
@@ -50,10 +51,10 @@ impl Fifo {
         Self(path)
     }
 
-    /// A reader finds an empty file, and a writer goes on.
+    /// Ends the hang: a reader finds an empty file, and a writer continues.
     fn release(self) {
         let aside = self.0.with_extension("aside");
-        // A write that went on has renamed it already.
+        // A writer that continued may have renamed the file already.
         let path = match fs::rename(&self.0, &aside) {
             Ok(()) => aside,
             Err(_) => return,
@@ -66,12 +67,13 @@ impl Fifo {
     }
 }
 
-/// Has every write of the agent's state hang.
+/// Lets every write of the agent's state hang.
 fn hang_state(machine: &Machine) -> [Fifo; 2] {
     ["generations.new", "namespaces.new"].map(|file| Fifo::at(machine.path("state").join(file)))
 }
 
-/// An API server that takes connections and says nothing, for the next agent of this machine.
+/// Starts an API server for the next agent of this machine. It accepts connections and never
+/// answers.
 fn silent_api(machine: &Machine) -> TcpListener {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let config = serde_json::json!({
@@ -89,7 +91,7 @@ fn silent_api(machine: &Machine) -> TcpListener {
     silent
 }
 
-/// The GPU that each container was bound to.
+/// The GPU of each container's binding.
 fn gpus_of(devices: &BTreeMap<String, String>) -> Vec<String> {
     let gpu = |binding: &String| {
         let binding: serde_json::Value = serde_json::from_str(binding).unwrap();
@@ -98,7 +100,7 @@ fn gpus_of(devices: &BTreeMap<String, String>) -> Vec<String> {
     devices.values().map(gpu).collect()
 }
 
-/// Waits until the agent says that it is ready, and that it lives.
+/// Waits until the agent reports that it is ready and live.
 async fn wait_until_ready(machine: &Machine) {
     let begun = Instant::now();
     loop {
@@ -137,7 +139,7 @@ async fn agent_serves_other_gpus_while_nvml_hangs_for_one() {
     let begun = Instant::now();
     loop {
         let metrics = machine.get("/metrics").await.1;
-        // A busy machine may hold up the audits of the other GPU as well, for a while.
+        // On a busy machine the audits of the other GPU may be late for a while too.
         if metrics.contains(&stale(GPUS[0], 1)) && metrics.contains(&stale(GPUS[1], 0)) {
             break;
         }
@@ -145,7 +147,7 @@ async fn agent_serves_other_gpus_while_nvml_hangs_for_one() {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     wait_until_ready(&machine).await;
-    // Each is asked by one process, the driver by another: calls that hang do not pile up.
+    // One process queries each GPU, and another one the driver. Hanging calls must not accumulate.
     assert!(machine.callers().len() <= 3, "{:?}", machine.callers());
     machine.lab.run_simgpu(&["release", "0"]).unwrap();
     wait_until_allocatable(&machine, 32).await;
@@ -222,7 +224,7 @@ async fn agent_offers_and_binds_while_the_state_disk_hangs() {
     .await;
 }
 
-/// The generation of the first GPU, as the file in that folder has it.
+/// The generation of the first GPU in the file of this folder.
 fn generation(folder: &Path) -> u64 {
     let text = fs::read_to_string(folder.join("generations.json")).unwrap_or_default();
     let file: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
@@ -264,8 +266,8 @@ async fn agent_is_ready_on_a_node_without_a_healthy_gpu() {
     machine.lab.run_simgpu(&["xid", "1", "48"]).unwrap();
     wait_until_allocatable(&machine, 0).await;
     wait_until_ready(&machine).await;
-    // As an upgrade of the DaemonSet does, which goes on to the next node once this one's agent is
-    // ready.
+    // An upgrade of the DaemonSet does the same. It continues with the next node once this node's
+    // agent is ready.
     assert!(machine.stop_agent().await.success());
     machine.start_agent();
     wait_until_ready(&machine).await;
@@ -282,14 +284,14 @@ async fn agent_is_ready_on_a_node_without_a_healthy_gpu() {
     }
 }
 
-/// What a kubelet saw while something hung.
+/// The kubelet's view of the agent while a component hung.
 struct Measurement {
     hung_part: &'static str,
     admission_times: Vec<Duration>,
     admission_errors: usize,
     bind_times: Vec<Duration>,
     bind_errors: Vec<(Duration, String)>,
-    /// The tokens offered, each time that they changed.
+    /// The number of allocatable device ids, with the time of each change.
     allocatable_changes: Vec<(Duration, usize)>,
 }
 
@@ -317,7 +319,7 @@ impl std::fmt::Display for Measurement {
     }
 }
 
-/// Has a pod of 1 GiB admitted and started four times a second, each ended at once, for as long as
+/// Admits and starts a pod of 1 GiB four times a second, and ends each at once, for the time of
 /// `hang`.
 async fn measure_pods(machine: &Machine, what: &'static str, hang: Duration) -> Measurement {
     let mut seen = Measurement {
@@ -358,7 +360,7 @@ async fn measure_pods(machine: &Machine, what: &'static str, hang: Duration) -> 
     seen
 }
 
-/// Prints a row for each thing that hangs; the rows of a minute stand in `docs/reliability.md`.
+/// Prints a row for each hanging component. `docs/reliability.md` shows the rows of a minute.
 async fn measure_hangs(hang: Duration) {
     let of_one = async {
         let machine = Machine::started().await;
@@ -373,7 +375,7 @@ async fn measure_hangs(hang: Duration) {
     let disk = async {
         let machine = Machine::started().await;
         let _hung = hang_state(&machine);
-        // Each change of a GPU is written.
+        // The agent writes its state at each change of a GPU.
         machine.lab.run_simgpu(&["lose", "0"]).unwrap();
         measure_pods(&machine, "the state's disk, one of two GPUs lost", hang).await
     };

@@ -1,4 +1,4 @@
-//! The agent dies, loses its records, stops, and comes back: bindings stay.
+//! Tests that bindings stay when the agent dies, loses its checkpoint, stops or restarts.
 
 use std::fs;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::common::{eventually, in_time_as_a_rule};
 use crate::machine::{GPU, Machine};
 
-/// Two pods that run and one that waits.
+/// A machine with two running pods and one that waits.
 async fn machine_with_pods() -> Machine {
     let machine = Machine::started().await;
     machine.run("a", 10).await;

@@ -1,4 +1,4 @@
-//! The driver's own memory limits, over simulated drivers that have them and that do not.
+//! Tests the driver's own memory limits, over simulated drivers with and without them.
 
 use std::fs;
 use std::time::Duration;
@@ -7,7 +7,8 @@ use crate::common::eventually;
 use crate::common::kubelet::Pod;
 use crate::machine::{GPU, Machine, TWO_GPUS};
 
-/// What the simulated driver was told, in order: the hard limits in GiB of `pod`'s cgroup.
+/// The hard limits in GiB that the agent has set in the simulated driver for `pod`'s cgroup, in
+/// order.
 fn limits_set(machine: &Machine, pod: &Pod) -> Vec<u64> {
     let path = machine.lab.path().join("state/memory-limits");
     let text = fs::read_to_string(path).unwrap_or_default();
@@ -22,7 +23,7 @@ fn limits_set(machine: &Machine, pod: &Pod) -> Vec<u64> {
     text.lines().filter_map(limit).collect()
 }
 
-/// An agent over the driver of this branch, registered.
+/// A machine with a registered agent over a driver of this branch.
 async fn machine_with_driver(driver: &str) -> Machine {
     let config = format!("driver-version = \"{driver}\"\n{TWO_GPUS}");
     let mut machine = Machine::with_driver(&config).await;
@@ -31,7 +32,7 @@ async fn machine_with_driver(driver: &str) -> Machine {
     machine
 }
 
-/// A pod, admitted, whose cgroup is of version 2.
+/// Admits a pod with a cgroup of version 2.
 async fn admit_with_cgroup_v2(machine: &Machine, name: &str, gib: usize) -> Pod {
     let pod = machine.admit(name, gib).await;
     fs::write(machine.cgroup(&pod).join("cgroup.controllers"), "dmem\n").unwrap();
@@ -59,7 +60,7 @@ async fn driver_limit_is_not_set_without_support_or_cgroup_v2() {
     new.start(&pod_of_2).await.unwrap();
     eventually("a limit", || limits_set(&new, &pod_of_2) == [4]).await;
     assert_eq!(limits_set(&new, &pod_of_1), [0_u64; 0]);
-    // Longer than the agent takes from one look to the next.
+    // This is longer than the agent's interval between two polls.
     tokio::time::sleep(Duration::from_millis(1_500)).await;
     assert_eq!(limits_set(&old, &pod), [0_u64; 0]);
     assert!(!old.log().contains("driver limit refused"));
@@ -68,7 +69,7 @@ async fn driver_limit_is_not_set_without_support_or_cgroup_v2() {
 #[tokio::test]
 async fn refused_driver_limit_is_reported_and_retried() {
     let machine = machine_with_driver("615.71.09").await;
-    // A folder where the driver keeps its record, so that it cannot.
+    // A folder in the place of the simulated driver's record makes the write fail.
     let record = machine.lab.path().join("state/memory-limits");
     fs::create_dir(&record).unwrap();
     let pod = admit_with_cgroup_v2(&machine, "a", 10).await;

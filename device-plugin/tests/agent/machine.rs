@@ -1,4 +1,5 @@
-//! A node: simulated GPUs, the fake kubelet, cgroups that are plain folders, and the agent's process.
+//! Fixture of a node: simulated GPUs, the fake kubelet, cgroups that are plain folders, and the
+//! agent as a process.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,7 +17,7 @@ pub(crate) use crate::common::agent::GPU;
 use crate::common::kubelet::{FakeKubelet, Phase, Pod};
 use crate::common::{PATIENCE, eventually};
 
-/// The agent's error while the installation of the shim's files takes longer than it waits.
+/// The agent's error while the installation of the shim exceeds its timeout.
 pub(crate) const INSTALLATION_LATE: &str = "failed to install the shim's files within 2s";
 
 pub(crate) struct Machine {
@@ -24,17 +25,17 @@ pub(crate) struct Machine {
     pub(crate) kubelet: FakeKubelet,
     pub(crate) root: TempDir,
     agent: Option<Child>,
-    /// The length of the log when the agent was started.
+    /// The length of the log at the agent's start.
     log_before: usize,
 }
 
 impl Machine {
-    /// Two GPUs of 16 GiB, the kubelet running, no agent yet.
+    /// A machine with two GPUs of 16 GiB and a running kubelet, without an agent.
     pub(crate) async fn new() -> Self {
         Self::with_driver(TWO_GPUS).await
     }
 
-    /// The same with this configuration of the simulated driver.
+    /// A machine like that of [`Machine::new`], with this configuration of the simulated driver.
     pub(crate) async fn with_driver(config: &str) -> Self {
         let (lab, root) = (
             SimMachine::new(config).unwrap(),
@@ -62,7 +63,7 @@ impl Machine {
         machine
     }
 
-    /// With the agent registered.
+    /// A machine with a registered agent.
     pub(crate) async fn started() -> Self {
         let mut machine = Self::new().await;
         machine.start_agent();
@@ -86,7 +87,7 @@ impl Machine {
             .arg(self.path("agent.toml"))
             .args(["--node-name", "node-1", "--log-format", "text"])
             .env("HOME", self.root.path())
-            // As on a small node, whatever this machine has.
+            // A small node has two cores. The number on this machine must not matter.
             .env("TOKIO_WORKER_THREADS", "2")
             .env_remove("KUBECONFIG")
             .env_remove("KUBERNETES_SERVICE_HOST")
@@ -101,7 +102,7 @@ impl Machine {
         self.agent = Some(self.command().spawn().unwrap());
     }
 
-    /// SIGKILL: the agent gets no chance to do anything.
+    /// Kills the agent with SIGKILL, so that it runs no cleanup.
     pub(crate) fn kill_agent(&mut self) {
         let mut agent = self.agent.take().expect("a running agent");
         agent.kill().unwrap();
@@ -113,21 +114,21 @@ impl Machine {
         self.come_back().await
     }
 
-    /// Starts the agent's successor; how long it took to register.
+    /// Starts another agent. Returns the time until it registered.
     pub(crate) async fn come_back(&mut self) -> Duration {
         let before = self.registrations();
         self.start_agent();
         self.until_registered(before).await
     }
 
-    /// Waits for one more registration than there were before; how long that took.
+    /// Waits until there are more than `before` registrations. Returns the time that this took.
     pub(crate) async fn until_registered(&self, before: usize) -> Duration {
         let time = eventually("a registration", || self.registrations() > before).await;
         self.kubelet.until_allocatable(GPU, 32).await;
         time
     }
 
-    /// SIGTERM, and how it ended.
+    /// Stops the agent with SIGTERM and returns its exit status.
     pub(crate) async fn stop_agent(&mut self) -> ExitStatus {
         let agent = self.agent.as_mut().expect("a running agent");
         let pid = rustix::process::Pid::from_child(agent);
@@ -174,7 +175,7 @@ impl Machine {
         fs::read_to_string(self.path("agent.log")).unwrap_or_default()
     }
 
-    /// Where the agent serves `path`, as its log says.
+    /// The address at which the agent serves `path`, according to its log.
     pub(crate) async fn address(&self, path: &str) -> SocketAddr {
         let field = if path == "/metrics" {
             " address="
@@ -199,7 +200,7 @@ impl Machine {
         address.expect("it said so")
     }
 
-    /// What the agent answers to an HTTP GET of `path`: the status code and the body.
+    /// Sends a GET of `path` to the agent. Returns the status code and the body.
     pub(crate) async fn get(&self, path: &str) -> (u16, String) {
         let address = self.address(path).await;
         let request = format!("GET {path} HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n");
@@ -222,7 +223,7 @@ impl Machine {
     }
 
     #[allow(dead_code, reason = "the audit's tests have processes")]
-    /// Puts a process into the pod's container `main`, for the agent to see.
+    /// Places a process in the pod's container `main`, as the agent sees it.
     pub(crate) fn adopt(&self, pod: &Pod, pid: u32) {
         let folder = self.cgroup(pod).join("main");
         fs::create_dir_all(&folder).unwrap();
@@ -233,7 +234,7 @@ impl Machine {
     }
 
     #[allow(dead_code, reason = "as above")]
-    /// Shows the agent a process, in that cgroup.
+    /// Creates the `/proc` entry of a process in this cgroup for the agent.
     pub(crate) fn show(&self, pid: u32, cgroup: &str) {
         let folder = self.path(&format!("proc/{pid}"));
         fs::create_dir_all(&folder).unwrap();
@@ -252,7 +253,7 @@ impl Machine {
         fs::write(folder.join("cgroup"), cgroup).unwrap();
     }
 
-    /// A pod with one container of `gib`, admitted: its pod has a cgroup.
+    /// Admits a pod with one container of `gib` GiB and creates its cgroup.
     pub(crate) async fn admit(&self, name: &str, gib: usize) -> Pod {
         let pod = Pod::with(name, GPU, gib);
         self.kubelet.admit(&pod).await.unwrap();
@@ -260,13 +261,13 @@ impl Machine {
         pod
     }
 
-    /// Has the kubelet start the pod's container once.
+    /// Lets the kubelet start the pod's container once.
     pub(crate) async fn start_once(&self, pod: &Pod) -> Result<Vec<String>, String> {
         Ok(self.kubelet.start_container(pod, "main").await?.cdi_devices)
     }
 
-    /// Has the kubelet start the container, and start it again while a busy machine is late with
-    /// the shim's files.
+    /// Lets the kubelet start the container. It retries while a busy machine is late with the
+    /// installation of the shim.
     pub(crate) async fn start(&self, pod: &Pod) -> Result<Vec<String>, String> {
         let begun = Instant::now();
         loop {
@@ -278,7 +279,8 @@ impl Machine {
         }
     }
 
-    /// Waits until the pod is refused in such words: a new agent looks for half a second whether what was used is free.
+    /// Waits until the agent refuses the pod with these words. A new agent first checks for half a
+    /// second whether used memory is free.
     pub(crate) async fn until_refused(&self, pod: &Pod, words: &str) {
         let begun = Instant::now();
         loop {
@@ -296,13 +298,13 @@ impl Machine {
         pod
     }
 
-    /// The pod's last process is gone, and so is its cgroup.
+    /// Ends the pod's last process and removes its cgroup.
     pub(crate) fn end(&self, pod: &Pod) {
         self.kubelet.pod_ended(pod, Phase::Succeeded);
         fs::remove_dir_all(self.cgroup(pod)).unwrap();
     }
 
-    /// The kubelet's retries, until the container starts; how long that took.
+    /// Retries as the kubelet does until the container starts. Returns the time that this took.
     pub(crate) async fn until_started(&self, pod: &Pod) -> Duration {
         let start = Instant::now();
         while let Err(error) = self.start(pod).await {
@@ -311,10 +313,10 @@ impl Machine {
         start.elapsed()
     }
 
-    /// The CDI files: by name, the GPUs and quotas that they give to which pod.
+    /// The CDI files by name, each with the GPUs and quotas of its pod.
     pub(crate) fn devices(&self) -> BTreeMap<String, String> {
         let entries = fs::read_dir(self.path("cdi")).unwrap().flatten();
-        // None where the agent removed the file after it was listed.
+        // None where the agent removed the file after the listing.
         let binding = |path: &Path| {
             let spec = fs::read(path).ok()?;
             let spec: serde_json::Value = serde_json::from_slice(&spec).unwrap();
@@ -328,7 +330,7 @@ impl Machine {
             .collect()
     }
 
-    /// The sockets that a shim can connect to.
+    /// The number of sockets that a shim can connect to.
     pub(crate) fn sockets(&self) -> usize {
         let folders = fs::read_dir(self.path("run/alloc")).unwrap().flatten();
         folders

@@ -1,11 +1,11 @@
-//! Pods get memory, wait for it, and give it back.
+//! Tests that pods get memory, wait for memory, and release it.
 
 use std::time::{Duration, Instant};
 
 use crate::common::{eventually, in_time, in_time_as_a_rule};
 use crate::machine::{GPU, Machine};
 
-/// What a pod had is another's within this time of its cgroup's end.
+/// The longest time from the end of a pod's cgroup until its memory is free for another pod.
 const CLEANUP_LIMIT: Duration = Duration::from_secs(2);
 
 #[tokio::test]
@@ -66,7 +66,7 @@ async fn two_hundred_ended_pods_leave_no_files() {
     let machine = Machine::started().await;
     let mut alive = std::collections::VecDeque::new();
     for round in 0..200_usize {
-        // At most 6 x 5 of 32 GiB are asked for, so every one is admitted.
+        // All pods together request at most 6 x 5 of 32 GiB, so the kubelet admits each.
         if alive.len() == 6 {
             machine.end(&alive.pop_front().unwrap());
         }

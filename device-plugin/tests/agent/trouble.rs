@@ -1,4 +1,4 @@
-//! A node with something wrong: a clear answer, nothing lost, and well again when it is mended.
+//! Tests a degraded node: the agent names the fault, loses nothing, and recovers after the repair.
 
 use std::fs;
 use std::process::Stdio;
@@ -24,7 +24,8 @@ async fn unwritable_cdi_folder_is_named_and_binding_survives() {
 #[tokio::test]
 async fn full_run_folder_is_named_and_recovers() {
     let machine = Machine::started().await;
-    // What a full tmpfs does to the checkpoint, without a mount: its temporary name is taken by a folder.
+    // A folder with the checkpoint's temporary name makes its write fail, as a full tmpfs does,
+    // without a mount.
     let beside = machine.path("run/checkpoint.new");
     fs::create_dir(&beside).unwrap();
     let pod = machine.admit("a", 10).await;
@@ -48,7 +49,8 @@ async fn lost_gpu_withdraws_its_device_ids_until_it_returns() {
         machine.lab.run_simgpu(&["lose", "0"]).unwrap();
         let unhealthy = machine.kubelet.until_allocatable(GPU, 16).await;
         assert_eq!(machine.devices(), before);
-        // What the scheduler would still send: 16 healthy tokens less the 10 that are taken.
+        // The scheduler would still bind this pod: 16 healthy device ids less the 10 that are
+        // taken.
         machine.run("b", 6).await;
         machine.lab.run_simgpu(&["restore", "0"]).unwrap();
         let time = machine.kubelet.until_allocatable(GPU, 32).await;
@@ -77,7 +79,7 @@ async fn gpu_needing_a_reset_stays_withdrawn_until_it_was_away() {
     machine.start_agent();
     eventually("a registration", || machine.registrations() > registrations).await;
     machine.kubelet.until_allocatable(GPU, 16).await;
-    // Longer than good probes take to make a GPU healthy.
+    // This is longer than good probes need to make a GPU healthy.
     tokio::time::sleep(Duration::from_secs(14)).await;
     assert_eq!(
         machine.kubelet.capacity(GPU).map(|c| c.allocatable),

@@ -1,11 +1,11 @@
-//! What the agent tells those who watch it: probes and metrics.
+//! Tests the agent's probes and metrics.
 
 use std::time::{Duration, Instant};
 
 use crate::common::PATIENCE;
 use crate::machine::Machine;
 
-/// Until the answer to a GET of `path` is as `wanted`; its body.
+/// Waits until the answer to a GET of `path` is as `wanted`. Returns its body.
 async fn wait_for_status(
     machine: &Machine,
     path: &str,

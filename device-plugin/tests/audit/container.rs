@@ -1,5 +1,5 @@
-//! A container made of its CDI file, as a runtime makes one: a root file system of its own, the device's mounts and
-//! nodes in it, and a cgroup and a `/proc` entry that say whose it is.
+//! Creates a container of its CDI file as a runtime does: a root file system with the device's
+//! mounts and nodes, a cgroup, and a `/proc` entry.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,11 +14,11 @@ use serde_json::Value;
 use crate::common::kubelet::Pod;
 use crate::machine::Machine;
 
-/// What the runtime does after the mounts of the device, and the program that it starts.
+/// The additions to a container's start: setup by the runtime, and a wrapper of its program.
 pub(crate) struct Start<'a> {
-    /// Shell lines with `$ROOT`, the container's root.
+    /// Shell lines that run after the device's mounts. `$ROOT` is the container's root.
     pub(crate) more: &'a str,
-    /// The words before the program, as `env -i`.
+    /// The words before the program, such as `env -i`.
     pub(crate) with: &'a str,
 }
 
@@ -35,7 +35,7 @@ pub(crate) struct Container {
     output: BufReader<ChildStdout>,
 }
 
-/// Where cargo puts the shim, built once.
+/// The path of the shim, which cargo builds once.
 fn shim_library() -> &'static Path {
     static SHIM: OnceLock<PathBuf> = OnceLock::new();
     SHIM.get_or_init(|| {
@@ -49,7 +49,7 @@ fn shim_library() -> &'static Path {
     })
 }
 
-/// The program, compiled once.
+/// The path of the tenant program, compiled once.
 fn tenant_program() -> &'static Path {
     static TENANT: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
     let (_, program) = TENANT.get_or_init(|| {
@@ -67,7 +67,7 @@ fn tenant_program() -> &'static Path {
     program
 }
 
-/// Copies a program with the libraries that it needs, to the same paths below `root`.
+/// Copies a program and the libraries that it needs to the same paths below `root`.
 fn copy_with_libraries(program: &Path, root: &Path) {
     copy_libraries(program, root);
     copy(program, root);
@@ -98,8 +98,7 @@ fn which(program: &str) -> PathBuf {
     found.unwrap_or_else(|| panic!("{program} is not installed"))
 }
 
-/// The agent's configuration for containers that run: the real shim, a `/proc` of this test's, and what a program
-/// needs of the simulated driver. `audit` are lines of `[audit]`.
+/// A machine whose agent is configured for running containers ([`configure`]).
 pub(crate) async fn machine(audit: &str) -> Machine {
     let mut machine = Machine::new().await;
     configure(&machine, audit);
@@ -111,7 +110,8 @@ pub(crate) async fn machine(audit: &str) -> Machine {
     machine
 }
 
-/// The same for an agent that has not started.
+/// Configures an agent that has not started: the real shim, this test's `/proc`, and the files of
+/// the simulated driver that a program needs. `audit` are lines of `[audit]`.
 pub(crate) fn configure(machine: &Machine, audit: &str) {
     fs::copy(shim_library(), machine.path("shim/libcuda.so.1")).unwrap();
     fs::create_dir_all(machine.path("proc")).unwrap();
@@ -130,8 +130,8 @@ pub(crate) fn configure(machine: &Machine, audit: &str) {
 }
 
 impl Container {
-    /// Runs `pod`, which is admitted, and starts a program in its container; a second time, a second one in a
-    /// container of the same device.
+    /// Starts the admitted `pod` and a program in its container. A second call starts another
+    /// program in a container of the same device.
     pub(crate) async fn start(machine: &Machine, pod: &Pod, start: Start<'_>) -> Container {
         let mut container = Self::run(machine, pod, start, tenant_program(), "").await;
         assert_eq!(container.read(), "ready");
@@ -139,7 +139,8 @@ impl Container {
         container
     }
 
-    /// The same as root of the host, with the capabilities that containers usually have and `more` of them.
+    /// Starts a program as root of the host, with the default capabilities of containers and those
+    /// in `more`.
     pub(crate) async fn as_root(machine: &Machine, pod: &Pod, more: &str) -> Container {
         let with = format!("setpriv --inh-caps=-all --bounding-set=-all,{USUAL}{more}");
         let start = Start {
@@ -153,7 +154,7 @@ impl Container {
         container
     }
 
-    /// The same with another program, which no cgroup is of yet.
+    /// Starts another program, whose process is in no cgroup yet.
     pub(crate) async fn run(
         machine: &Machine,
         pod: &Pod,
@@ -183,7 +184,8 @@ impl Container {
             copy_with_libraries(&path, &root);
         }
         copy_with_libraries(program, &root);
-        // As every image with glibc has; the simulated driver, unlike a real one, needs more than that.
+        // Every image with glibc has these libraries. The simulated driver, unlike the real one,
+        // needs more.
         copy_libraries(shim_library(), &root);
         copy_libraries(&machine.lab.library("libcuda.so.1"), &root);
         for folder in ["dev", "proc", "old"] {
@@ -217,20 +219,20 @@ impl Container {
         self.child.id()
     }
 
-    /// The next line that it prints.
+    /// Reads the next line that the program prints.
     pub(crate) fn read(&mut self) -> String {
         let mut line = String::new();
         self.output.read_line(&mut line).unwrap();
         line.trim_end().to_owned()
     }
 
-    /// One call and its answer.
+    /// Sends one call and returns its answer.
     pub(crate) fn call(&mut self, line: &str) -> String {
         writeln!(self.input, "{line}").unwrap();
         self.read()
     }
 
-    /// A call that succeeds.
+    /// Sends a call that must succeed.
     pub(crate) fn ok(&mut self, line: &str) {
         let answer = self.call(line);
         assert!(answer.starts_with("ok"), "{line}: {answer}");
@@ -248,7 +250,8 @@ impl Drop for Container {
     }
 }
 
-/// What a runtime does: the root, the device's nodes and mounts in it, then the program in that root alone.
+/// The shell script of the runtime: it creates the root with the device's nodes and mounts, then
+/// runs the program there.
 fn runtime_script(edits: &Value, more: &str, run: &str) -> String {
     let mut lines = vec![
         "set -e".to_owned(),

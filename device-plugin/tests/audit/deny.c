@@ -1,5 +1,5 @@
-/* Attaches a program to a cgroup of v2, the argument, that lets its processes open no device but those of major 1, as a
- * container runtime's program lets them open no other GPU. */
+/* Attaches a BPF program to the cgroup of v2 in the argument. The program permits devices of major 1
+ * only, as a container runtime's program permits the GPUs of the container only. */
 #include <fcntl.h>
 #include <linux/bpf.h>
 #include <stdint.h>

@@ -1,4 +1,5 @@
-//! Containers of root, where `cuInit` makes the nodes of every GPU: what they may open is what counts.
+//! Tests containers that run as root, where `cuInit` creates the nodes of every GPU. The device
+//! cgroup alone decides which ones they may open.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,10 +14,11 @@ use crate::found::{
 use crate::machine::Machine;
 
 const GIB: u64 = 1 << 30;
-/// A container is looked at anew after 10 s.
+/// Two attestations of a container, which the agent repeats after 10 s.
 const TWO_ATTESTATIONS: Duration = Duration::from_secs(22);
 
-/// A real cgroup of a hierarchy that decides about devices, where the agent of a machine looks for it.
+/// A real cgroup of a hierarchy that controls devices, mounted where the agent of a machine expects
+/// it.
 pub(crate) struct DeviceCgroups {
     folder: PathBuf,
     mount_point: PathBuf,
@@ -24,12 +26,12 @@ pub(crate) struct DeviceCgroups {
 }
 
 impl DeviceCgroups {
-    /// Of the devices controller of v1.
+    /// A cgroup of the devices controller of v1.
     pub(crate) fn v1(machine: &Machine) -> DeviceCgroups {
         Self::mount_hierarchy(machine, Path::new("/sys/fs/cgroup/devices"), "devices")
     }
 
-    /// Of v2, where programs decide ([`Devices::deny_gpus`]).
+    /// A cgroup of v2, where BPF programs decide ([`DeviceCgroups::deny_gpus`]).
     fn v2(machine: &Machine) -> DeviceCgroups {
         let mounts = ["/sys/fs/cgroup/unified", "/sys/fs/cgroup"].map(Path::new);
         let mut mounts = mounts.into_iter();
@@ -52,7 +54,8 @@ impl DeviceCgroups {
         }
     }
 
-    /// Puts a container's process into a cgroup that may open what its device has, as a runtime does.
+    /// Moves a container's process into a cgroup that may open the nodes of its device, as a
+    /// runtime does.
     pub(crate) fn add_container(&mut self, machine: &Machine, pod: &Pod, container: &Container) {
         self.add_process(pod, container.pid());
         let main = self.container_cgroup(pod);
@@ -72,7 +75,8 @@ impl DeviceCgroups {
         assert!(machine.cgroup(pod).join("main").is_dir());
     }
 
-    /// Has a program of v2 forbid the pod's cgroup, in which no process is yet, the node's GPUs.
+    /// Attaches a BPF program that denies the node's GPUs to the pod's cgroup, which has no process
+    /// yet.
     fn deny_gpus(&mut self, pod: &Pod) {
         self.create_cgroup(pod);
         let folder = tempfile::tempdir().unwrap();
@@ -87,7 +91,7 @@ impl DeviceCgroups {
         self.pods.push(pod.uid.to_string());
     }
 
-    /// Puts a process into the pod's cgroup, which may open everything that nothing forbids.
+    /// Moves a process into the pod's cgroup, which may open every device that is not denied.
     fn add_process(&mut self, pod: &Pod, pid: u32) {
         self.create_cgroup(pod);
         std::fs::write(
@@ -119,7 +123,7 @@ fn run_command(program: &str, arguments: &[&Path]) {
     assert!(ended.unwrap().success(), "{program} {arguments:?}");
 }
 
-/// The GPUs' nodes in a container's `/dev`.
+/// The GPU nodes in a container's `/dev`.
 fn gpu_nodes(container: &Container) -> Vec<String> {
     let dev = format!("/proc/{}/root/dev", container.pid());
     let names = std::fs::read_dir(dev).unwrap().flatten();
@@ -136,7 +140,8 @@ async fn is_enforced(machine: &Machine, pod: &str) -> bool {
     metric_value(machine, "bursar_container_enforced", &labels).await == Some(1)
 }
 
-/// Honest programs of root on both GPUs, for so long.
+/// Runs honest programs of root on both GPUs for `long`, and checks that the agent reports no
+/// finding.
 async fn check_honest_programs(long: Duration) {
     let machine = machine("policy = \"kill\"\nkill-after = 1").await;
     let mut devices = DeviceCgroups::v1(&machine);
@@ -219,7 +224,7 @@ async fn container_is_attested_when_cgroup_v2_decides() {
 async fn container_is_reported_unattested_when_probe_fails() {
     let machine = machine("").await;
     let pod = machine.admit("a", 8).await;
-    // Its cgroup is a plain folder.
+    // The agent cannot probe this container's cgroup, which is a plain folder.
     let _container = Container::as_root(&machine, &pod, "").await;
     wait_until_not_enforced(&machine, "NotAttested").await;
 }

@@ -1,4 +1,5 @@
-//! Programs that go past the shim, over it or under it: each is found within two seconds, or held all the same.
+//! Tests programs that bypass the shim. The agent reports each within two seconds, or its memory
+//! stays limited all the same.
 
 use std::time::{Duration, Instant};
 
@@ -8,17 +9,18 @@ use crate::container::{Container, PLAIN, Start, machine};
 use crate::machine::Machine;
 
 const GIB: u64 = 1 << 30;
-/// The most that a finding may take.
+/// The longest time until a finding is reported.
 const FINDING_LIMIT: Duration = Duration::from_secs(2);
-/// Some audits.
+/// The time of several audits.
 const SEVERAL_AUDITS: Duration = Duration::from_millis(3_500);
 
-/// A pod that is admitted, with 8 GiB.
+/// Admits a pod of 8 GiB.
 async fn admit_pod(machine: &Machine, name: &str) -> Pod {
     machine.admit(name, 8).await
 }
 
-/// The value of a metric's series that has each of `labels`, which a space divides; none where there is none.
+/// The value of a metric's series that has each of the space-separated `labels`. None where there
+/// is no such series.
 pub(crate) async fn metric_value(machine: &Machine, name: &str, labels: &str) -> Option<i64> {
     let (_, text) = machine.get("/metrics").await;
     let line = text.lines().find(|line| {
@@ -30,7 +32,7 @@ pub(crate) async fn metric_value(machine: &Machine, name: &str, labels: &str) ->
     line.rsplit(' ').next()?.parse().ok()
 }
 
-/// Waits until a metric is as wanted; how long that took.
+/// Waits until `wanted` accepts the metric's value. Returns the time that this took.
 pub(crate) async fn wait_for_metric(
     machine: &Machine,
     name: &str,
@@ -49,7 +51,7 @@ pub(crate) async fn wait_for_metric(
     }
 }
 
-/// Waits until a metric has the value; how long that took.
+/// Waits until a metric has this value. Returns the time that this took.
 pub(crate) async fn wait_for_value(
     machine: &Machine,
     name: &str,
@@ -71,7 +73,7 @@ pub(crate) async fn wait_until_not_enforced(machine: &Machine, reason: &str) -> 
     wait_for_value(machine, "bursar_container_enforced", &labels, 0).await
 }
 
-/// The agent's log says `what` soon: the metrics are set before it does.
+/// Waits until the agent's log contains `what`. The agent sets its metrics before it logs.
 pub(crate) async fn wait_for_log(machine: &Machine, what: &str) {
     crate::common::eventually(what, || machine.log().contains(what)).await;
 }
@@ -89,7 +91,7 @@ async fn honest_container_is_enforced_and_its_usage_is_shown() {
         assert_eq!(honest.call(&format!("alloc {}", 4 * GIB)), "err 2");
         let of =
             |amount: &str| format!(r#"pod="a",container="main",account="GPU- amount="{amount}""#);
-        // Its context may be charged as well.
+        // The context of the program may be charged as well.
         let memory = "bursar_container_memory_bytes";
         wait_for_metric(&machine, memory, &of("used"), |used| {
             used >= (5 * GIB) as i64
@@ -185,7 +187,7 @@ async fn kill_policy_kills_the_finding_alone_after_three_audits() {
     neighbour.ok("open libcuda.so.1");
     neighbour.ok(&format!("alloc {}", 7 * GIB));
     let mut bypass = Container::start(&machine, &mine, PLAIN).await;
-    // The first finding may be before the answer to either call.
+    // The first finding may precede the answer to either call.
     let begun = Instant::now();
     bypass.ok("open /opt/bursar/drv/cuda.so.1");
     bypass.ok("alloc 4096");
@@ -199,7 +201,7 @@ async fn kill_policy_kills_the_finding_alone_after_three_audits() {
     honest.ok(&format!("alloc {}", 6 * GIB));
 }
 
-/// Seven of eight GiB without a context, through the driver's own file.
+/// Allocates seven of eight GiB without a context, through the driver's own file.
 fn hold_without_context(program: &mut Container) {
     program.ok("raw /opt/bursar/drv/cuda.so.1");
     program.ok(&format!("export {}", 7 * GIB));
@@ -213,7 +215,7 @@ async fn process_that_holds_memory_without_context_is_found() {
         let mut honest = Container::start(&machine, &pod, PLAIN).await;
         honest.ok("open libcuda.so.1");
         honest.ok(&format!("alloc {}", 7 * GIB));
-        // As if it had exported what the driver lists for it.
+        // The program reports the memory that the driver lists for it as exported.
         honest.ok(&format!("tell {}", 7 * GIB));
         let mut holder = Container::start(&machine, &pod, PLAIN).await;
         hold_without_context(&mut holder);
@@ -227,8 +229,8 @@ async fn process_that_holds_memory_without_context_is_found() {
     .await;
 }
 
-/// What honest programs do without a context beside one that holds memory so: they begin with the driver, fork a child,
-/// or export.
+/// Beside a process that holds memory without a context, honest programs start, fork a child, or
+/// export.
 #[tokio::test]
 async fn process_that_holds_memory_without_context_is_killed() {
     let machine = machine("policy = \"kill\"\nkill-after = 3").await;
@@ -320,7 +322,7 @@ async fn driver_copy_in_the_image_is_found_when_mapped() {
     .await;
 }
 
-/// As one that waits in the kernel for a file of a server that is away.
+/// Simulates a process that waits in the kernel for a file of an unreachable server.
 #[tokio::test]
 async fn unreadable_process_hides_no_other_pod() {
     let mut machine = machine("").await;
@@ -333,7 +335,7 @@ async fn unreadable_process_hides_no_other_pod() {
     let maps = machine.path(&format!("proc/{}/maps", container.pid()));
     std::fs::remove_file(&maps).unwrap();
     rustix::fs::mkfifoat(rustix::fs::CWD, &maps, 0o600.into()).unwrap();
-    // It changes, and the next look at it never ends.
+    // The process's mappings change, so the agent reads them again, and this read never ends.
     container.ok("open libcuda.so.1");
     let audited = r#"layer="audit""#;
     wait_for_value(&machine, "bursar_container_layer", audited, 0).await;
@@ -418,7 +420,7 @@ async fn memory_of_silent_processes_stays_withheld_after_restart() {
         0,
         "it was there before the agent"
     );
-    // More than it may without asking.
+    // This is more than the program's credit allows without a request to the agent.
     silent.ok(&format!("alloc {}", GIB / 2));
     wait_for_value(&machine, "bursar_container_memory_bytes", outside, 0).await;
     assert_eq!(other.call(&format!("alloc {}", 3 * GIB)), "err 2");

@@ -1,4 +1,5 @@
-//! Honest programs are never accused, whenever they end and whatever the audit does meanwhile.
+//! Tests that honest programs cause no finding, whenever they exit and whatever the audit does
+//! meanwhile.
 
 use crate::common::kubelet::Pod;
 use crate::container::{Container, PLAIN, machine};
@@ -7,7 +8,7 @@ use crate::machine::Machine;
 
 const GIB: u64 = 1 << 30;
 
-/// No finding of any kind, and no kill.
+/// Checks that there is no finding of any kind and no kill.
 async fn check_no_findings(machine: &Machine) {
     for kind in [
         "over-quota",
@@ -22,8 +23,8 @@ async fn check_no_findings(machine: &Machine) {
     assert_eq!(kills, Some(0));
 }
 
-/// A process of another pod that no look comes back from: each audit waits for it, between the driver's list and the
-/// ledger's books, for as long as attestation may take.
+/// Starts a process of another pod whose `/proc` files cannot be read. Each audit waits for
+/// attestation's timeout between the driver's list and the sessions' accounts.
 async fn start_unreadable_process(machine: &Machine) -> (Pod, Container) {
     let pod = machine.admit("slow", 1).await;
     let container = Container::start(machine, &pod, PLAIN).await;
@@ -39,7 +40,7 @@ async fn run_crash_loops(loops: u32) {
     let pod = machine.admit("a", 8).await;
     let mut program = Container::start(&machine, &pod, PLAIN).await;
     for number in 0..loops {
-        // From one that ends at once to one that outlives an audit's wait.
+        // These range from a program that exits at once to one that outlives an audit's timeout.
         let milliseconds = [0, 20, 60, 150, 300][number as usize % 5];
         let answer = program.call(&format!("child {} {milliseconds}", 8 * GIB));
         let child = answer.strip_prefix("ok ").unwrap().parse().unwrap();

@@ -1,4 +1,5 @@
-//! Processes that make much of themselves: the agent reads none of it without a bound.
+//! Tests that the agent reads a bounded amount of processes with huge mappings, environments and
+//! paths.
 
 use std::time::{Duration, Instant};
 
@@ -7,10 +8,10 @@ use crate::found::{count_findings, metric_value, wait_until_not_enforced};
 use crate::machine::Machine;
 
 const GIB: u64 = 1 << 30;
-/// What the agent may take beyond what it had, in KiB.
+/// The most by which the agent's resident memory may grow, in KiB.
 const MAX_GROWTH_KIB: u64 = 64 << 10;
 
-/// The agent's resident memory in KiB, now or at its most.
+/// The agent's resident memory in KiB, now or at its peak.
 fn resident_kib(machine: &Machine, field: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", machine.agent_pid()));
     let status = status.unwrap();
@@ -19,7 +20,7 @@ fn resident_kib(machine: &Machine, field: &str) -> u64 {
     number.trim().parse().unwrap()
 }
 
-/// How long a program's requests take while `during` lasts, sorted.
+/// The times of a program's requests while `during` lasts, sorted.
 async fn time_requests(program: &mut Container, during: Duration) -> Vec<Duration> {
     let (begun, mut took) = (Instant::now(), Vec::new());
     while begun.elapsed() < during {
@@ -51,7 +52,7 @@ async fn attestation_memory_is_bounded_for_huge_processes() {
     tokio::time::sleep(Duration::from_secs(3)).await;
     let before = resident_kib(&machine, "VmRSS:");
     for (container, folders) in &mut hostile {
-        // The program reads words of up to 511 characters: it goes there by links.
+        // The program reads words of up to 511 characters, so links shorten the path.
         let link = format!("/proc/{}/root/l", container.pid());
         std::os::unix::fs::symlink(&folders[1..], link).unwrap();
         container.ok("map 65000 /l/libcuda.so.1");

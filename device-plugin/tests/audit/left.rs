@@ -1,4 +1,5 @@
-//! What a pod leaves to others: bound to nobody while they hold it, and bound again once they do not.
+//! Tests memory of ended pods: it is bound to no pod while a process maps it, and is bound again
+//! afterwards.
 
 use std::time::{Duration, Instant};
 
@@ -8,10 +9,10 @@ use crate::found::{count_findings, metric_value};
 use crate::machine::Machine;
 
 const GIB: u64 = 1 << 30;
-/// What is proven free is bound again after at most this long, on a busy machine too.
+/// The longest time until memory that is proven free is bound again, also on a busy machine.
 const RECLAIM_LIMIT: Duration = Duration::from_secs(5);
 
-/// A process that has a descriptor, in no container.
+/// A process in no container that holds a descriptor.
 struct ParkedProcess(i32);
 
 impl Drop for ParkedProcess {
@@ -21,7 +22,7 @@ impl Drop for ParkedProcess {
     }
 }
 
-/// The other GPU is full; a pod of 8 GiB has a program that exports 6.
+/// Starts a program that exports 6 GiB in a pod of 8 GiB. The other GPU is full.
 async fn start_exporter(machine: &Machine) -> (Pod, Container) {
     machine.run("full", 16).await;
     let pod = machine.admit("a", 8).await;
@@ -36,7 +37,7 @@ fn park(program: &mut Container) -> ParkedProcess {
     ParkedProcess(answer.strip_prefix("ok ").unwrap().parse().unwrap())
 }
 
-/// Waits until so much of both GPUs is in a state.
+/// Waits until this much memory of both GPUs is in a state.
 async fn wait_for_bytes_in_state(machine: &Machine, state: &str, bytes: u64) {
     let begun = Instant::now();
     while bytes_in_state(machine, state).await < bytes as i64 {
@@ -88,13 +89,13 @@ async fn uncharged_memory_is_withheld() {
     machine.run("full", 16).await;
     let pod = machine.admit("a", 8).await;
     let mut program = Container::start(&machine, &pod, PLAIN).await;
-    // Past the shim: no ledger knows of it.
+    // This call bypasses the shim, so no account contains the memory.
     program.ok("open /opt/bursar/drv/cuda.so.1");
     program.ok(&format!("export {}", 6 * GIB));
     let parked = park(&mut program);
     drop(program);
     machine.end(&pod);
-    // All but the tolerance.
+    // The audit's tolerance is not withheld.
     wait_for_bytes_in_state(&machine, "withheld", 6 * GIB - (64 << 20)).await;
     let waiter = machine.admit("b", 12).await;
     let expected = "of the node's GPUs are in use and charged to no pod";

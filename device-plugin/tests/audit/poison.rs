@@ -1,4 +1,4 @@
-//! Programs whose kernels fault, and what the agent does about their containers.
+//! Tests the agent's recovery of containers whose kernels fault.
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
@@ -9,15 +9,15 @@ use crate::container::{Container, PLAIN, machine};
 use crate::found::{metric_value, wait_for_value};
 use crate::machine::Machine;
 
-/// How long the agent may take to act on what it was told.
+/// The longest time until the agent acts on a reported fault.
 const KILL_LIMIT: Duration = Duration::from_secs(2);
-/// How long it waits for a report of what the kernel's log says.
+/// How long the agent waits for the shim's report of a fault in the kernel log.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Counts what was done about faults.
+/// The metric that counts the agent's actions on faults.
 const POISONED: &str = "bursar_agent_poisoned_contexts_total";
 
-/// How long the program lives on after `begun`.
+/// Waits until the program has ended. Returns the time since `begun`.
 async fn wait_until_killed(program: &mut Container, begun: Instant) -> Duration {
     while program.is_alive() {
         assert!(begun.elapsed() < Duration::from_secs(20), "it lives on");
@@ -66,7 +66,8 @@ async fn fault_of_a_silent_program_is_found_in_the_kernel_log() {
     .await;
 }
 
-/// Appends a record to the kernel's log, stamped as the kernel stamps it, of this facility and level.
+/// Appends a record of this facility and level to the kernel log, with a time stamp as the kernel
+/// writes it.
 fn log_record(machine: &Machine, facility_and_level: u32, text: &str) {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let stamp = now.tv_sec * 1_000_000 + now.tv_nsec / 1_000;
@@ -83,17 +84,17 @@ async fn foreign_kernel_log_record_fences_no_process() {
     victim.ok("open libcuda.so.1");
     let pid = victim.pid();
     let xid = |gpu: &str| format!("NVRM: Xid ({gpu}): 31, pid={pid}, name=x");
-    // What the kernel writes of a tenant's program of that name, and of its file's.
+    // The kernel writes such a record for a program and a file whose names the tenant chooses.
     let segfault = |name: &str, file: &str| {
         format!("{name}[6895]: segfault at 0 ip 000055 sp 00007f error 6 in {file}[1132,55+1000]")
     };
-    // The simulated GPUs' addresses.
+    // These are the addresses of the simulated GPUs.
     for gpu in ["PCI:0000:17:00", "PCI:0000:18:00"] {
         log_record(&machine, 6, &segfault("NVRM: Xid (PCI:", &xid(gpu)));
         log_record(&machine, 6, &segfault("python3", &xid(gpu)));
-        // A program wrote it to `/dev/kmsg`: the kernel says so by the facility.
+        // A program wrote this record to `/dev/kmsg`, and the kernel marks that by the facility.
         log_record(&machine, 14, &xid(gpu));
-        // As the driver writes it, but NVML has no event of it.
+        // The record is in the driver's format, but NVML reports no such event.
         log_record(&machine, 6, &xid(gpu));
     }
     log_record(&machine, 6, &xid("PCI:0000:ff:1f"));

@@ -1,23 +1,24 @@
-/* A program in a container, that does what its standard input says, a line a call.
+/* A program in a container. It executes the commands of its standard input, one per line.
  *
- *   open FILE      -> ok | err N     the driver of that name, and a context on its first GPU
- *   raw FILE       -> ok | err N     the same without a context
+ *   open FILE      -> ok | err N     loads this driver and creates a context on its first GPU
+ *   raw FILE       -> ok | err N     loads this driver without a context
  *   alloc BYTES    -> ok | err N
- *   table BYTES    -> ok | err N     by a function of a private table of the simulated driver's
+ *   table BYTES    -> ok | err N     allocates through a private table of the simulated driver
  *   info           -> ok FREE TOTAL | err N
- *   export BYTES   -> ok | err N     memory with a descriptor
- *   park           -> ok PID         a process that has nothing but that descriptor, and stays
- *   fork           -> ok PID         a child that has all that this process has, and stays
- *   tell BYTES     -> ok | err N     as what it exported, into its credit page
- *   scribble       -> ok             over its credit page
- *   truncate       -> ok | err N     its credit page
- *   fault          -> ok | err N     a kernel that writes to address 0, which a launch does not see
- *   sync           -> ok | err N     what the context's work came to
- *   close          -> ok             every socket but its standard ones
- *   child BYTES MS -> ok PID         a child that waits for `crash`
- *   crash          -> ok | err N     lets it open libcuda.so.1, be refused BYTES, and end after MS; waits for its end
- *   map COUNT FILE -> ok | err N     as many mappings of that file, which is made
- *   environ GIB    -> ok | err N     the environment is that large, and touched nowhere
+ *   export BYTES   -> ok | err N     exports memory as a descriptor
+ *   park           -> ok PID         starts a process that has only that descriptor, and stays
+ *   fork           -> ok PID         forks a child with all of this process's state, which stays
+ *   tell BYTES     -> ok | err N     writes this amount as exported into its credit page
+ *   scribble       -> ok             overwrites its credit page
+ *   truncate       -> ok | err N     truncates its credit page
+ *   fault          -> ok | err N     launches a kernel that writes to address 0
+ *   sync           -> ok | err N     returns the status of the context's work
+ *   close          -> ok             closes every socket but its standard ones
+ *   child BYTES MS -> ok PID         forks a child that waits for `crash`
+ *   crash          -> ok | err N     lets the child open libcuda.so.1, fail to allocate BYTES, and
+ *                                    exit after MS, and waits for the exit
+ *   map COUNT FILE -> ok | err N     creates the file and maps it COUNT times
+ *   environ GIB    -> ok | err N     sets an environment of this size without touching its pages
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -83,14 +84,14 @@ static int fault(void) {
 static int park(void) {
     int child = fork();
     if (child) return child;
-    /* The copy is not closed by exec; everything else of the driver is gone with it. */
+    /* exec keeps the copy and drops everything else of the driver. */
     if (dup(exported) >= 0) execl("/proc/self/exe", "tenant", "stay", NULL);
     _exit(1);
 }
 
 static int gate[2];
 
-/* A program that asks for more than it gets, and ends: its code, and 0 where it was refused. */
+/* Forks a child that allocates BYTES and exits. Its exit code is 0 where the driver refused. */
 static int child(uint64_t bytes, unsigned milliseconds) {
     int code, process;
     uint64_t at = 0;
@@ -118,7 +119,7 @@ static int crash(void) {
 static int map(unsigned long long count, const char *file) {
     int made = open(file, O_RDWR | O_CREAT, 0600), page = 4096;
     if (made < 0 || ftruncate(made, page)) return errno;
-    /* The same page each time: no two of them are one mapping. */
+    /* Every mapping is of the same page, so the kernel cannot merge two of them. */
     while (count--)
         if (mmap(NULL, page, PROT_READ, MAP_SHARED, made, 0) == MAP_FAILED) return errno;
     return 0;
@@ -147,7 +148,7 @@ static int environment(unsigned long long gib) {
     return prctl(PR_SET_MM, PR_SET_MM_MAP, &map, sizeof map, 0) ? errno : 0;
 }
 
-/* Where the credit page is mapped; none is 0. */
+/* The address range of the credit page; 0 where there is none. */
 static int page(unsigned long *from, unsigned long *to) {
     char line[512];
     FILE *maps = fopen("/proc/self/maps", "r");

@@ -1,4 +1,4 @@
-//! A small agent: the real plugin, lifecycle and ledger, and nothing of a node.
+//! Fixture of a small agent: the real plugin, lifecycle and ledger, without a node.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -19,10 +19,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::PATIENCE;
 
-/// The name under which device memory is registered.
+/// The resource name of device memory.
 pub const GPU: &str = "bursar.dev/gpu-memory-gib";
 
-/// A ledger with GPUs of so many quanta each.
+/// A ledger with one GPU for each number of quanta.
 pub fn ledger(gpus: &[u32]) -> Ledger {
     let mut ledger = Ledger::new(Quantum::Gib1);
     ledger.set_gpus(gpus.iter().enumerate().map(|(i, quanta)| Gpu {
@@ -33,7 +33,7 @@ pub fn ledger(gpus: &[u32]) -> Ledger {
     ledger
 }
 
-/// So many tokens, the first `healthy` of them healthy.
+/// A list of `all` device ids, of which the first `healthy` are healthy.
 pub fn devices(healthy: usize, all: usize) -> Devices {
     let health = |i| {
         if i < healthy {
@@ -45,8 +45,8 @@ pub fn devices(healthy: usize, all: usize) -> Devices {
     Devices::new(Resource::DeviceMemory, (0..all).map(health).collect()).unwrap()
 }
 
-/// The agent's configuration for a node whose every folder is under `root`, the fake kubelet's too,
-/// with the driver of the lab at `lab`.
+/// The agent's configuration for a node with all folders under `root`, also those of the fake
+/// kubelet. The driver is that of the lab at `lab`.
 pub fn config(root: &Path, lab: &Path) -> String {
     let (root, lab) = (root.display(), lab.display());
     format!(
@@ -78,23 +78,23 @@ probes = "127.0.0.1:0"
     )
 }
 
-/// Books and binds over a ledger; pods come from the kubelet's checkpoint.
+/// An allocator over a ledger. It finds pods in the kubelet's checkpoint.
 #[derive(Debug)]
 pub struct LedgerAllocator {
     state: Mutex<State>,
-    /// Room may have come.
+    /// Notified when memory may have become free.
     changed: Notify,
     start: Instant,
     /// The kubelet's plugin directory.
     dir: PathBuf,
-    /// How long a bind waits for room.
+    /// How long a bind waits for memory.
     patience: Duration,
 }
 
 #[derive(Debug)]
 struct State {
     ledger: Ledger,
-    /// Allocations in the order of their booking.
+    /// The allocations in order of their `Allocate` calls.
     booked: Vec<AllocationId>,
 }
 
@@ -112,17 +112,17 @@ impl LedgerAllocator {
         }
     }
 
-    /// What is bound.
+    /// The bindings.
     pub fn bindings(&self) -> Vec<Binding> {
         self.state().ledger.bindings().collect()
     }
 
-    /// A copy of the books.
+    /// A copy of the ledger.
     pub fn ledger(&self) -> Ledger {
         self.state().ledger.clone()
     }
 
-    /// The pod's cgroup is gone.
+    /// Releases the memory of a pod whose cgroup is gone.
     pub fn pod_gone(&self, uid: &str) {
         self.state().ledger.release_pod(&uid.parse().unwrap());
         self.changed.notify_waiters();
@@ -136,7 +136,7 @@ impl LedgerAllocator {
         BootTime(self.start.elapsed().as_millis() as u64)
     }
 
-    /// The pod that holds these tokens: by the newest booking.
+    /// The pod that has these device ids by its newest allocation.
     fn holder(&self, resource: Resource, tokens: &DeviceIdSet) -> Option<PodUid> {
         let names = [(Resource::DeviceMemory, GPU.to_owned())];
         let checkpoint = DeviceCheckpoint::read(&self.dir, &names).ok()?;
@@ -148,7 +148,7 @@ impl LedgerAllocator {
         newest.map(|held| held.pod.clone())
     }
 
-    /// The tokens of all containers of a pod.
+    /// The device ids of all containers of a pod.
     fn containers(&self, pod: &PodUid) -> Vec<DeviceIdSet> {
         let names = [(Resource::DeviceMemory, GPU.to_owned())];
         let checkpoint = DeviceCheckpoint::read(&self.dir, &names).unwrap_or_default();
@@ -226,7 +226,7 @@ impl Allocator for LedgerAllocator {
     }
 }
 
-/// A running agent, on threads of its own so that it can be killed.
+/// A running agent, on threads of its own so that a test can kill it.
 #[derive(Debug)]
 pub struct Agent {
     pub allocator: Arc<LedgerAllocator>,
@@ -238,12 +238,12 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// An agent in the kubelet's directory, with these books and tokens.
+    /// Starts an agent in the kubelet's directory, with this ledger and these device ids.
     pub fn start(dir: &Path, ledger: Ledger, tokens: Devices) -> Self {
         Self::start_patient(dir, ledger, tokens, Duration::from_millis(200))
     }
 
-    /// The same, whose binds wait for room for so long.
+    /// Starts an agent whose binds wait for memory for `patience`.
     pub fn start_patient(dir: &Path, ledger: Ledger, tokens: Devices, patience: Duration) -> Self {
         let mut threads = tokio::runtime::Builder::new_multi_thread();
         let runtime = threads.worker_threads(1).enable_all().build().unwrap();
@@ -271,17 +271,17 @@ impl Agent {
         self.registration.borrow().is_registered()
     }
 
-    /// Waits until the kubelet follows it; how long that took.
+    /// Waits until the kubelet follows the agent's device list. Returns the time that this took.
     pub async fn until_registered(&self) -> Duration {
         super::eventually("registered", || self.is_registered()).await
     }
 
-    /// Waits until the kubelet does not.
+    /// Waits until the kubelet no longer follows the agent's device list.
     pub async fn until_not_registered(&self) -> Duration {
         super::eventually("not registered", || !self.is_registered()).await
     }
 
-    /// As on SIGTERM; its books.
+    /// Stops the agent as SIGTERM does, and returns its ledger.
     pub async fn stop(mut self) -> Ledger {
         self.shutdown.cancel();
         let life = &mut self.life;
@@ -289,7 +289,7 @@ impl Agent {
         self.allocator.ledger()
     }
 
-    /// As on SIGKILL; its books, as its checkpoint would have them.
+    /// Kills the agent as SIGKILL does, and returns the ledger that its checkpoint would have.
     pub fn kill(self) -> Ledger {
         self.allocator.ledger()
     }
@@ -297,8 +297,8 @@ impl Agent {
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        // A killed process does nothing more: this waits until the last task has ended, on another
-        // thread because a runtime must not end in another's task.
+        // A killed process does nothing more, so this waits until the last task has ended. It waits
+        // on another thread, because a runtime must not be dropped in another one's task.
         if let Some(runtime) = self.runtime.take() {
             let end = std::thread::spawn(move || runtime.shutdown_timeout(PATIENCE));
             let _ended = end.join();

@@ -1,4 +1,4 @@
-//! What several tests and benchmarks share: a kubelet that is not one, and a small agent.
+//! Shares fixtures between tests and benchmarks: a fake kubelet and a small agent.
 
 #![allow(dead_code, unreachable_pub, reason = "each test uses a part of it")]
 #![allow(
@@ -12,10 +12,10 @@ pub mod node;
 
 use std::time::{Duration, Instant};
 
-/// The most that any test waits for anything.
+/// The longest time that a test waits for a condition.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Looks until `reached` says so; how long that took.
+/// Polls until `reached` returns true. Returns the time that this took.
 ///
 /// # Panics
 /// After [`PATIENCE`].
@@ -28,10 +28,11 @@ pub async fn eventually(what: &str, mut reached: impl FnMut() -> bool) -> Durati
     start.elapsed()
 }
 
-/// Holds a promise on the best of three: a busy machine may break it now and then, a wrong agent breaks it every time.
+/// Checks a promise by the best of three attempts. A busy machine may miss the time now and then,
+/// but a wrong agent misses it every time.
 ///
 /// # Panics
-/// When three in a row took longer.
+/// When three attempts in a row took longer.
 pub async fn in_time(promise: Duration, attempt: impl AsyncFn() -> Duration) {
     let mut times = Vec::new();
     while times.last().is_none_or(|last| *last >= promise) {
@@ -41,10 +42,11 @@ pub async fn in_time(promise: Duration, attempt: impl AsyncFn() -> Duration) {
     println!("took {times:?}");
 }
 
-/// Holds a promise on the median, and five times as much on each: a busy machine may break it now and then.
+/// Checks a promise by the median, and five times the promise by each. A busy machine may miss the
+/// time now and then.
 ///
 /// # Panics
-/// When it is not held.
+/// When the median or the worst time is too long.
 pub fn in_time_as_a_rule(promise: Duration, what: &str, mut times: Vec<Duration>) {
     times.sort_unstable();
     let (count, median, worst) = (times.len(), times[times.len() / 2], times[times.len() - 1]);

@@ -1,5 +1,5 @@
-//! A node with many tokens: a simulated driver, the fake kubelet, cgroups that are plain folders, and
-//! the agent's process.
+//! Fixture of a node with many device ids: the simulated driver, the fake kubelet, cgroups that are
+//! plain folders, and the agent as a process.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -10,10 +10,9 @@ use bursar_sim_lab::SimMachine;
 use super::agent::{GPU, config};
 use super::kubelet::{Call, FakeKubelet, Pod};
 
-/// The result of a step.
+/// The result of a step of a test.
 pub type Outcome<T> = Result<T, Box<dyn Error>>;
 
-/// The node.
 pub struct Node {
     pub kubelet: FakeKubelet,
     pub agent: Child,
@@ -33,14 +32,14 @@ fn gpus(count: usize, quanta: usize) -> String {
 }
 
 impl Node {
-    /// Starts a node with `count` GPUs of `quanta` each. `agent` makes the agent's command of the path of
-    /// its configuration.
+    /// Starts a node with `count` GPUs of `quanta` each. `agent` makes the agent's command from the
+    /// path of its configuration.
     pub async fn new(
         count: usize,
         quanta: usize,
         agent: impl FnOnce(&SimMachine, &Path) -> Command,
     ) -> Outcome<Self> {
-        // As on a node, where the agent's run folder and the CDI folder are on a tmpfs.
+        // On a real node the agent's run folder and the CDI folder are on a tmpfs too.
         let root = tempfile::tempdir_in("/dev/shm")?;
         let lab = SimMachine::new(&gpus(count, quanta))?;
         let cgroups = root.path().join("cgroup/kubepods");
@@ -69,7 +68,7 @@ impl Node {
         Ok(node)
     }
 
-    /// The command of the agent's program.
+    /// The agent's command.
     pub fn program(
         lab: &SimMachine,
         program: impl AsRef<std::ffi::OsStr>,
@@ -83,7 +82,7 @@ impl Node {
         command
     }
 
-    /// The socket that the agent registered.
+    /// The socket that the agent has registered.
     pub fn socket(&self) -> Option<PathBuf> {
         self.kubelet
             .calls()
@@ -94,7 +93,7 @@ impl Node {
             })
     }
 
-    /// Admits a pod with `size` tokens, and starts its container.
+    /// Admits a pod with `size` device ids and starts its container.
     pub async fn start(&self, name: &str, size: usize) -> Outcome<Pod> {
         let pod = Pod::with(name, GPU, size);
         self.kubelet.admit(&pod).await?;
@@ -103,7 +102,7 @@ impl Node {
         Ok(pod)
     }
 
-    /// Deletes a pod.
+    /// Deletes the pod.
     pub fn end(&self, pod: &Pod) -> Outcome<()> {
         self.kubelet.pod_deleted(pod);
         Ok(std::fs::remove_dir(self.cgroup(pod))?)

@@ -1,4 +1,4 @@
-//! JSON of the kubelet's, and of the agent's own, that something else may have written.
+//! Fuzzes JSON files of the kubelet and of the agent, which another program may have written.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -13,7 +13,8 @@ use bursar_protocol::units::Units;
 
 use crate::search;
 
-/// What the kubelet's checkpoint says is counted entry by entry, and each that is believed has tokens.
+/// The parser counts the kubelet's checkpoint entry by entry, and each accepted entry has device
+/// ids.
 #[test]
 fn device_checkpoint_is_parsed_by_whole_entries() {
     let names = [(
@@ -24,7 +25,7 @@ fn device_checkpoint_is_parsed_by_whole_entries() {
         let Ok(checkpoint) = DeviceCheckpoint::parse(bytes, &names) else {
             return;
         };
-        // What is passed over may be no text.
+        // A skipped entry may be no text.
         if let Ok(file) = serde_json::from_slice::<serde_json::Value>(bytes) {
             let entries = file["Data"]["PodDeviceEntries"].as_array();
             let ours = checkpoint.entries.len() + checkpoint.skipped;
@@ -37,7 +38,7 @@ fn device_checkpoint_is_parsed_by_whole_entries() {
     });
 }
 
-/// A CDI file is the binding of the allocation that it is named after, or malformed.
+/// A CDI file is the binding of the allocation in its name, or malformed.
 #[test]
 fn cdi_file_is_a_binding_of_its_name_or_malformed() {
     let folder = tempfile::tempdir().unwrap();
@@ -60,7 +61,8 @@ impl MemorySampler for EmptySampler {
     }
 }
 
-/// An agent that finds a record of any content serves the container, counts no more than a word can, and goes on.
+/// An agent with a session record of any content serves the container and counts no more than a
+/// credit word holds.
 #[test]
 fn session_record_of_any_content_is_served() {
     let folder = tempfile::tempdir().unwrap();

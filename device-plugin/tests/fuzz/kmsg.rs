@@ -1,10 +1,11 @@
-//! Records of the kernel's log.
+//! Fuzzes records of the kernel log.
 
 use bursar_device_plugin::enforcement::faults::kmsg::{XidLine, parse};
 
 use crate::search_text;
 
-/// Only a record of the kernel's that begins with the driver's words names a process, and nothing behind the pid counts.
+/// Only a record of the kernel that begins with the driver's words names a process. Text after the
+/// pid does not matter.
 #[test]
 fn kernel_log_record_is_classified_by_its_start() {
     search_text("kmsg", |text| {

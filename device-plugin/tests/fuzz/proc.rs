@@ -1,4 +1,4 @@
-//! Files of `/proc` that tenant processes shape.
+//! Fuzzes files of `/proc` that tenant processes shape.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use bursar_device_plugin::procfs::{ProcessOwner, Stat, bounding_capabilities};
 
 use crate::search_text;
 
-/// Each file found stands at the end of a line, and no line hides one of another.
+/// Each file found is the end of a line, and no line hides a file of another line.
 #[test]
 fn memory_map_lines_are_distinguished() {
     search_text("maps", |text| {
@@ -26,7 +26,8 @@ fn memory_map_lines_are_distinguished() {
     });
 }
 
-/// A mount table of any content leads every path somewhere or nowhere, in a bounded number of steps.
+/// A mount table of any content resolves every path to some place or none, in a bounded number of
+/// steps.
 #[test]
 fn mount_table_walk_always_ends() {
     search_text("mountinfo", |text| {
@@ -48,7 +49,7 @@ fn mount_table_walk_always_ends() {
     });
 }
 
-/// A process's name moves no field behind it.
+/// A process's name shifts no field after it.
 #[test]
 fn process_name_shifts_no_field_of_stat() {
     search_text("stat", |text| {
@@ -66,7 +67,7 @@ fn process_name_shifts_no_field_of_stat() {
     });
 }
 
-/// Capabilities are those of a line that begins with the field's name.
+/// Capabilities come from a line that begins with the field's name.
 #[test]
 fn capabilities_come_from_their_field_alone() {
     search_text("status", |text| {
@@ -76,12 +77,12 @@ fn capabilities_come_from_their_field_alone() {
     });
 }
 
-/// Whose a process is stands in its cgroup: a pod's name that is there, and a folder below it.
+/// A process's owner comes from its cgroup path: a pod's name and a folder below it.
 #[test]
 fn cgroup_owner_is_parsed_from_the_path() {
     search_text("cgroup", |text| {
         if let ProcessOwner::Container { pod, cgroup } = ProcessOwner::parse(text) {
-            // systemd's names have no dashes.
+            // systemd's names contain no dashes.
             let plain = |text: &str| text.replace('_', "-");
             assert!(plain(text).contains(&plain(pod.as_str())), "{pod:?}");
             assert!(!cgroup.is_empty() && !cgroup.contains('/'), "{cgroup}");

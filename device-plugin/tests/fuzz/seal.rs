@@ -1,4 +1,4 @@
-//! Tokens of memory, made from valid ones.
+//! Fuzzes memory tokens, made from valid ones.
 
 use bursar_device_plugin::retained::tokens::seal::NodeKey;
 use bursar_device_plugin::units::AllocationId;
@@ -6,7 +6,7 @@ use bursar_protocol::messages::token::{Generations, GpuToken};
 
 use crate::mutate::edits;
 
-/// Nothing but what a node sealed is unsealed, and that to what was sealed.
+/// Only tokens that the node sealed are unsealed, and each to the content that was sealed.
 #[test]
 fn changed_token_is_never_unsealed() {
     let key = |secret| NodeKey::new("node-a".to_owned(), [secret; 32]).unwrap();

@@ -1,4 +1,4 @@
-//! What the kubelet is told when it allocates and starts containers.
+//! Tests the agent's answers when the kubelet allocates and starts containers.
 
 use std::time::Duration;
 
@@ -42,7 +42,8 @@ async fn pod_is_admitted_and_waits_when_no_gpu_fits() {
     );
 }
 
-/// One GPU of 4 quanta, whose agent lets a bind wait for longer than any of these tests does.
+/// A node with one GPU of 4 quanta. A bind there may wait for memory longer than any of these tests
+/// runs.
 async fn fixture_with_long_bind_wait() -> Fixture {
     let mut node = Fixture::with_gpus(&[4], 4).await;
     let (books, tokens) = node.kill_agent().await;
@@ -57,7 +58,7 @@ async fn waiting_call_returns_when_memory_is_free() {
     let node = fixture_with_long_bind_wait().await;
     let (a, b) = (Pod::with("a", GPU, 4), Pod::with("b", GPU, 4));
     node.run_pod(&a).await;
-    // The kubelet may give a's tokens away as soon as a is not active; its memory still counts.
+    // The kubelet may reuse the device ids of pod a once it is not active. Its memory still counts.
     node.kubelet.pod_ended(&a, Phase::Succeeded);
     node.kubelet.admit(&b).await.unwrap();
     let waiting = node.kubelet.start_container(&b, "main");
@@ -78,7 +79,7 @@ async fn cancelled_call_does_not_block_the_next() {
     node.run_pod(&a).await;
     node.kubelet.pod_ended(&a, Phase::Succeeded);
     node.kubelet.admit(&b).await.unwrap();
-    // Only the call that cannot be answered in time.
+    // Only the call without an answer in time is affected.
     let mut limit = Duration::from_millis(50);
     let mut exchange = || {
         let faults = |faults: &mut Faults| std::mem::swap(&mut faults.pre_start_limit, &mut limit);

@@ -1,4 +1,5 @@
-//! Registered, whatever happens to the kubelet, its directory and the agent's predecessors.
+//! Tests that the agent registers again after each event at the kubelet, its directory or the
+//! agent's predecessors.
 
 use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixListener;
@@ -10,7 +11,7 @@ use crate::common::agent::{Agent, GPU, devices, ledger};
 use crate::common::kubelet::{Call, FakeKubelet, Pod};
 use crate::common::{eventually, in_time, in_time_as_a_rule};
 
-/// The goal of design and issue.
+/// The longest time from a kubelet's start until the agent has registered.
 const REGISTRATION_LIMIT: Duration = Duration::from_secs(2);
 
 fn sockets(dir: &Path) -> Vec<String> {
@@ -81,7 +82,8 @@ async fn agent_serves_again_after_plugin_sockets_are_wiped() {
             now.len() == 1 && now != served
         })
         .await;
-        // The old streams are let go when they are many; the kubelet then drops the registration.
+        // The agent drops old streams when there are many, and the kubelet then drops the
+        // registration.
         assert!(unhealthy == 0 || wipe >= 4, "wipe {wipe}");
         node.until_ready(8).await;
     }
@@ -182,9 +184,9 @@ async fn agent_keeps_sockets_of_other_plugins() {
     let mut kubelet = FakeKubelet::new(root.path(), 1);
     kubelet.start();
     drop(UnixListener::bind(kubelet.dir().join("nvidia-gpu.sock")).unwrap());
-    // Process 1 always lives.
+    // Process 1 always runs.
     drop(UnixListener::bind(kubelet.dir().join("bursar-gpu-memory-1-0.sock")).unwrap());
-    // No process has this number: the largest on Linux is 2^22.
+    // No process has this pid: the largest on Linux is 2^22.
     drop(UnixListener::bind(kubelet.dir().join("bursar-gpu-memory-4999999-0.sock")).unwrap());
     let agent = Agent::start(kubelet.dir(), ledger(&[8]), devices(8, 8));
     agent.until_registered().await;
@@ -203,7 +205,7 @@ async fn agent_backs_off_when_the_kubelet_cuts_each_stream() {
     let begun = Instant::now();
     let _agent = Agent::start(kubelet.dir(), ledger(&[8]), devices(8, 8));
     eventually("five registrations", || count_registrations(&kubelet) >= 5).await;
-    // The pauses are 0.1, 0.2, 0.4 and 0.8 s: a busy machine only makes them longer.
+    // The pauses are 0.1, 0.2, 0.4 and 0.8 s. A busy machine only lengthens them.
     let least = Duration::from_millis(1_500);
     assert!(begun.elapsed() >= least, "{:?}", begun.elapsed());
 }

@@ -1,6 +1,9 @@
-//! `test/e2e_node/device_plugin_failures_test.go` and `device_plugin_failures_pod_status_test.go` of Kubernetes 1.36.3,
-//! case by case: the names are its names. Those files break the plugin and look at the kubelet; here the
-//! connection is broken, and the agent must come back by itself.
+//! Mirrors `test/e2e_node/device_plugin_failures_test.go` and
+//! `device_plugin_failures_pod_status_test.go` of Kubernetes 1.36.3, case by case and with their
+//! names.
+//!
+//! Those files break the plugin and check the kubelet. These tests break the connection, and the
+//! agent must recover by itself.
 
 use std::time::Duration;
 
@@ -93,7 +96,8 @@ async fn will_lower_allocatable_to_a_number_of_unhealthy_devices_and_then_back()
     }
 }
 
-/// Upstream: "and kubelet will not retry to list resources". It does not; the agent registers again.
+/// Upstream: "and kubelet will not retry to list resources". This kubelet does not retry either,
+/// but the agent registers again.
 #[tokio::test]
 async fn when_list_and_watch_fails_immediately_the_agent_registers_again() {
     let root = tempfile::tempdir().unwrap();
@@ -111,7 +115,7 @@ async fn when_list_and_watch_fails_immediately_the_agent_registers_again() {
     );
 }
 
-/// Upstream: allocatable becomes zero for ever. Here it comes back.
+/// Upstream: allocatable stays zero for ever. Here the agent restores it.
 #[tokio::test]
 async fn when_list_and_watch_fails_after_provisioning_devices_the_agent_registers_again() {
     let node = Fixture::with_gpus(&[2], 2).await;
@@ -154,7 +158,7 @@ async fn will_report_a_healthy_and_then_unhealthy_single_device_in_the_pod_statu
     assert_eq!(status(), [("m-0000".to_owned(), false)]);
 }
 
-/// Upstream: a pod whose image cannot be pulled. Here: one that was admitted and never started.
+/// Upstream: a pod whose image cannot be pulled. Here: a pod that was admitted and never started.
 #[tokio::test]
 async fn will_report_a_device_status_for_the_failed_pod_in_the_pod_status() {
     let node = Fixture::with_gpus(&[1], 1).await;

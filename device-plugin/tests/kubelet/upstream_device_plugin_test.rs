@@ -1,5 +1,6 @@
-//! `test/e2e_node/device_plugin_test.go` of Kubernetes 1.36.3, case by case: the names are its names. Where the sample
-//! plugin of that file would break the case, this agent must do better, and the comment says so.
+//! Mirrors `test/e2e_node/device_plugin_test.go` of Kubernetes 1.36.3, case by case and with its
+//! names. Where the sample plugin of that file would fail a case, this agent must pass, and the
+//! comment says so.
 
 use crate::Fixture;
 use crate::common::agent::{Agent, GPU, devices, ledger};
@@ -96,7 +97,7 @@ async fn keeps_device_plugin_assignments_after_kubelet_restart_and_device_plugin
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 }
 
-/// Upstream has no case for it: everything restarts, the pod too.
+/// Upstream has no such case: kubelet, plugin and pod all restart.
 #[tokio::test]
 async fn keeps_device_plugin_assignments_across_pod_kubelet_and_device_plugin_restarts() {
     let mut node = Fixture::new().await;
@@ -155,7 +156,8 @@ async fn can_schedule_a_pod_with_a_restartable_init_container() {
     );
 }
 
-/// "node reboots": the kubelet admits the pod before the plugin has registered, and fails it.
+/// Upstream "node reboots": the kubelet admits the pod before the plugin has registered, and fails
+/// it.
 #[tokio::test]
 async fn does_not_keep_device_plugin_assignments_across_node_reboots_if_fails_admission() {
     let mut node = Fixture::new().await;
@@ -171,7 +173,8 @@ async fn does_not_keep_device_plugin_assignments_across_node_reboots_if_fails_ad
     };
     assert!(message.contains("no healthy devices present"), "{message}");
 
-    // A reboot loses the agent's books, too: a new agent, and a pod in place of the failed one.
+    // A reboot also loses the agent's ledger, so a new agent starts, and a new pod replaces the
+    // failed one.
     node.agent = Some(Agent::start(
         node.kubelet.dir(),
         ledger(&[8]),
@@ -182,7 +185,8 @@ async fn does_not_keep_device_plugin_assignments_across_node_reboots_if_fails_ad
     assert_eq!(node.bound(), [("b-uid".to_owned(), 8)]);
 }
 
-/// Upstream's sample plugin has no such case; a waiting pod is this agent's own: admitted, not started.
+/// Upstream's sample plugin has no such case. Only this agent has pods that are admitted and wait
+/// to start.
 #[tokio::test]
 async fn waiting_pod_survives_a_kubelet_restart() {
     let mut node = Fixture::with_gpus(&[4, 4], 8).await;

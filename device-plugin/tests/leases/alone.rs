@@ -1,4 +1,5 @@
-//! An agent that reaches nobody acts alone on what it left for the operator, which finds the same truth afterwards.
+//! Tests an agent without an API server. It restarts containers that await eviction, and the
+//! operator finds the same state afterwards.
 
 use std::time::{Duration, Instant};
 
@@ -11,10 +12,10 @@ use crate::common::kubelet::Pod;
 use crate::container::{Container, PLAIN, configure};
 use crate::machine::{GPU, Machine};
 
-/// How long an agent waits for somebody to evict (`sessions/poison.rs`).
+/// How long an agent waits for an eviction (`sessions/recovery.rs`).
 const OFFLINE_AFTER: Duration = Duration::from_secs(30);
 
-/// Waits until the API server has it of the agent.
+/// Waits until the agent's status in the API server satisfies `is`.
 async fn until(
     api: &FakeGpuNodeApi,
     what: &str,
@@ -26,7 +27,7 @@ async fn until(
         if is(&status) {
             return status;
         }
-        // A write that failed is made again after 30 s at most.
+        // The agent repeats a failed write after 30 s at most.
         assert!(
             begun.elapsed() < OFFLINE_AFTER + OFFLINE_AFTER,
             "{what}: {status:?}"
@@ -64,7 +65,8 @@ async fn pod_awaiting_eviction_is_restarted_while_offline() {
         status.faults.len() == 2
     })
     .await;
-    // From here on the agent has nothing to write, by which it would learn that it is alone.
+    // From here on the agent has nothing to write, so no failed write tells it that the API server
+    // is unreachable.
     api.set_unreachable(true);
     let begun = Instant::now();
     while programs.iter_mut().any(Container::is_alive) {
@@ -73,7 +75,7 @@ async fn pod_awaiting_eviction_is_restarted_while_offline() {
     }
     assert!(begun.elapsed() >= OFFLINE_AFTER, "{:?}", begun.elapsed());
     api.set_unreachable(false);
-    // A restart is done with. What was one too many is open, for whoever evicts for that.
+    // A restart closes the fault. The fault beyond the restart limit stays open for an eviction.
     let status = until(&api, "what became of them", |status| {
         let [fault] = status.faults.as_slice() else {
             return false;

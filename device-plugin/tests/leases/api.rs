@@ -1,4 +1,4 @@
-//! An API server that knows one `GpuNode`: it orders what a test says, and hears its status.
+//! Fake API server with one `GpuNode`: a test sets its spec, and the agent writes its status.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -12,13 +12,13 @@ use crate::machine::Machine;
 
 const OBJECTS: &str = "/apis/bursar.dev/v1alpha1/gpunodes";
 
-/// The object's spec and status, and how often its spec changed.
+/// The object's spec and status, and its generation.
 #[derive(Default)]
 struct GpuNodeObject {
     generation: u64,
     spec: Value,
     status: Value,
-    /// It answers nobody.
+    /// Whether the server closes each connection.
     away: bool,
 }
 
@@ -41,7 +41,7 @@ impl GpuNodeObject {
 pub(crate) struct FakeGpuNodeApi(Arc<Mutex<GpuNodeObject>>);
 
 impl FakeGpuNodeApi {
-    /// The API server of the next agent of this machine.
+    /// Starts the API server of this machine's next agent.
     pub(crate) fn start(machine: &Machine) -> FakeGpuNodeApi {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let server = format!("http://{}", listener.local_addr().unwrap());
@@ -65,36 +65,36 @@ impl FakeGpuNodeApi {
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let object = Arc::clone(&served);
-                // One that hangs up is served no longer.
+                // An error means that the client has closed the connection.
                 std::thread::spawn(move || serve(stream, &object).unwrap_or_default());
             }
         });
         FakeGpuNodeApi(object)
     }
 
-    /// Orders that these GPUs are drained, and no others.
+    /// Sets the spec so that these GPUs alone are drained.
     pub(crate) fn drain(&self, gpus: &[&str]) {
         self.set_spec(json!({ "drain": gpus }));
     }
 
-    /// Orders this and nothing else.
+    /// Replaces the spec.
     pub(crate) fn set_spec(&self, spec: Value) {
         let mut object = self.0.lock().unwrap();
         object.spec = spec;
         object.generation += 1;
     }
 
-    /// From now on it hangs up on everybody, or answers again.
+    /// From now on the server closes each connection, or answers again.
     pub(crate) fn set_unreachable(&self, away: bool) {
         self.0.lock().unwrap().away = away;
     }
 
-    /// What the agent said last.
+    /// The status that the agent wrote last.
     pub(crate) fn status(&self) -> Value {
         self.0.lock().unwrap().status.clone()
     }
 
-    /// What the agent said last of a GPU.
+    /// The status of a GPU that the agent wrote last.
     pub(crate) fn gpu(&self, uuid: &str) -> Value {
         let object = self.0.lock().unwrap();
         let mut gpus = object.status["gpus"].as_array().into_iter().flatten();
@@ -149,7 +149,8 @@ fn serve(stream: TcpStream, object: &Mutex<GpuNodeObject>) -> std::io::Result<()
             "items": [held.to_json()],
         }),
         "GET" if is_object => held.to_json(),
-        // Of what is posted, events, nobody reads the answer; what else is asked for is the Node.
+        // The agent ignores the answer to an Event, which is the only POST. Other requests read the
+        // Node.
         "POST" => serde_json::from_slice(&body)?,
         _ => json!({
             "kind": "Node",

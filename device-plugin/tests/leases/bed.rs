@@ -1,4 +1,4 @@
-//! A machine with a vault.
+//! Fixture of a machine with an fd store.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -17,10 +17,10 @@ use crate::tenant::{Opened, Tenant};
 
 pub(crate) const GIB: u64 = 1 << 30;
 
-/// How long anything may take.
+/// The longest time that a test waits for anything.
 const WAIT_LIMIT: Duration = Duration::from_secs(120);
 
-/// How soon what was discarded, and nobody holds, is free again.
+/// The longest time until discarded memory that no process maps is free again.
 const RECLAIM_LIMIT: Duration = Duration::from_secs(3);
 
 pub(crate) struct Fixture {
@@ -28,7 +28,7 @@ pub(crate) struct Fixture {
     vault: Option<Child>,
 }
 
-/// Where cargo puts programs of other packages, built once.
+/// The folder of other packages' programs, which cargo builds once.
 pub(crate) fn program_folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
@@ -45,7 +45,7 @@ pub(crate) fn program_folder() -> &'static Path {
     })
 }
 
-/// A program of one of the C files beside this one.
+/// Compiles one of the C files beside this one. The folder is removed when the value is dropped.
 pub(crate) fn compile_c(source: &str) -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("program");
@@ -62,14 +62,14 @@ pub(crate) fn compile_c(source: &str) -> (TempDir, PathBuf) {
 }
 
 impl Fixture {
-    /// Two GPUs of 16 GiB, the agent registered, the vault heard.
+    /// A fixture with two GPUs of 16 GiB, a registered agent and a connected fd store.
     pub(crate) async fn new() -> Fixture {
         let mut bed = Self::with_driver(TWO_GPUS).await;
         bed.start_vault();
         bed
     }
 
-    /// The same with this configuration of the simulated driver, and no vault.
+    /// A fixture with this configuration of the simulated driver and no fd store.
     pub(crate) async fn with_driver(config: &str) -> Fixture {
         let mut machine = Self::machine(config).await;
         machine.start_agent();
@@ -80,7 +80,7 @@ impl Fixture {
         }
     }
 
-    /// The machine, whose agent has a worker and is to be started.
+    /// A machine whose agent has provisioners and is not started.
     pub(crate) async fn machine(config: &str) -> Machine {
         let machine = Machine::with_driver(config).await;
         container::configure(&machine, "");
@@ -111,7 +111,7 @@ impl Fixture {
         vault.wait().unwrap();
     }
 
-    /// The workers of this machine's agent.
+    /// The pids of this agent's provisioners.
     pub(crate) fn workers(&self) -> Vec<Pid> {
         let agent = self.machine.agent_pid();
         let children = fs::read_to_string(format!("/proc/{agent}/task/{agent}/children"));
@@ -138,13 +138,13 @@ impl Fixture {
             .collect()
     }
 
-    /// SIGKILL to every worker of this machine's agent.
+    /// Sends SIGKILL to every provisioner of this agent. Returns their number.
     pub(crate) fn kill_workers(&self) -> usize {
         let gone = |pid: &Pid| kill_process(*pid, Signal::KILL).is_ok();
         self.workers().iter().filter(|pid| gone(pid)).count()
     }
 
-    /// A process in a pod's container that knows where the agent is.
+    /// Starts a process in a pod's container and passes it the agent's socket.
     pub(crate) fn tenant(&self, pod: &Pod) -> Tenant {
         let mut tenant = Tenant::spawn();
         self.machine.adopt(pod, tenant.pid());
@@ -152,7 +152,7 @@ impl Fixture {
         tenant
     }
 
-    /// Tells a process of a pod where the agent is.
+    /// Passes the agent's socket to a process of a pod.
     pub(crate) fn connect_tenant(&self, pod: &Pod, tenant: &mut Tenant) {
         let (allocation, gpu) = self.allocation_and_gpu(pod);
         let socket = self
@@ -162,7 +162,7 @@ impl Fixture {
         assert_eq!(tenant.ask(&at).as_deref(), Some("ok"));
     }
 
-    /// The allocation and the GPU that a pod was given.
+    /// The pod's allocation and its GPU.
     pub(crate) fn allocation_and_gpu(&self, pod: &Pod) -> (String, String) {
         let devices = self.machine.devices();
         let of_pod = devices.iter().find_map(|(file, binding)| {
@@ -186,17 +186,18 @@ impl Drop for Fixture {
     }
 }
 
-/// Waits for what a canary finds out: over the simulated driver the processor looks at some GiB, whatever else it does.
+/// Waits for the result of a scrub check. Over the simulated driver, the check reads some GiB by
+/// processor on a busy machine.
 pub(crate) async fn wait_for_scrub_check(what: &str, is_seen: impl Fn() -> bool) {
     let begun = Instant::now();
     while !is_seen() {
-        // One that is starved is killed after a minute, and the next begins a minute later.
+        // The agent kills a starved scrub check after a minute and starts the next a minute later.
         assert!(begun.elapsed() < 4 * WAIT_LIMIT, "not seen: {what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
-/// Opens until that is no longer refused for what passes by itself.
+/// Opens a lease, and retries while the agent refuses for a transient reason.
 pub(crate) fn open_retrying(tenant: &mut Tenant, name: &str, bytes: u64) -> Result<Opened, String> {
     let begun = Instant::now();
     loop {
@@ -216,14 +217,14 @@ fn retry_limit(why: &str) -> Duration {
     }
 }
 
-/// Whether to ask again.
+/// Whether the reason for a refusal is transient.
 pub(crate) fn is_transient(why: &str) -> bool {
     why.starts_with("refused Unavailable")
         || why.starts_with("refused Quota")
         || why.starts_with("away")
 }
 
-/// Opens a lease that is there; what it is marked with.
+/// Opens an existing lease. Returns its id and its mark.
 pub(crate) fn read_lease(tenant: &mut Tenant, name: &str) -> (u64, u64) {
     match open_retrying(tenant, name, 0) {
         Ok(Opened::Ready { lease, mark }) => (lease, mark),

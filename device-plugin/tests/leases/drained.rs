@@ -1,4 +1,4 @@
-//! A GPU that is drained.
+//! Tests the drain of a GPU.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::machine::GPU;
 use crate::real::start_client;
 use crate::tenant::Opened;
 
-/// The device nodes that the agent and the processes that it started have open.
+/// The device nodes that the agent and its child processes have open.
 fn open_device_nodes(bed: &Fixture) -> Vec<String> {
     let workers = bed.workers().into_iter();
     let workers = workers.map(|pid| pid.as_raw_nonzero().get().unsigned_abs());
@@ -34,7 +34,7 @@ fn open_device_nodes(bed: &Fixture) -> Vec<String> {
     nodes.collect()
 }
 
-/// How much memory of a GPU is used, and by how many processes.
+/// The used memory of a GPU and the number of its processes.
 fn gpu_usage(bed: &Fixture, gpu: &str) -> (u64, usize) {
     let sim = bed.machine.lab.sim().unwrap();
     let usage = sim.usage(sim.gpu_unit(sim.find_gpu(gpu).unwrap()));
@@ -51,7 +51,8 @@ async fn wait_for_gpu_state(api: &FakeGpuNodeApi, gpu: &str, state: &str, reason
     api.gpu(gpu)
 }
 
-/// The kubelet's tries, until the agent, which may still have to register, refuses.
+/// Starts the pod as the kubelet does until the agent refuses. The agent may still have to
+/// register.
 async fn wait_until_refused(bed: &Fixture, pod: &Pod) {
     let begun = Instant::now();
     loop {
@@ -69,7 +70,7 @@ async fn drained_gpu_is_released_and_serves_again_afterwards() {
     let mut bed = Fixture::new().await;
     let api = FakeGpuNodeApi::start(&bed.machine);
     bed.machine.restart_agent().await;
-    // Each on a GPU of its own.
+    // Each pod has a GPU of its own.
     let (pod, other) = (
         bed.machine.admit("a", 4).await,
         bed.machine.run("b", 14).await,
@@ -80,7 +81,7 @@ async fn drained_gpu_is_released_and_serves_again_afterwards() {
     let (_, gpu) = bed.allocation_and_gpu(&pod);
     let (_, elsewhere) = bed.allocation_and_gpu(&other);
     let mut first = bed.tenant(&pod);
-    // Once this answers the GPU was seen to clear freed memory.
+    // An answer to this request means that the GPU has passed the scrub check.
     assert!(open_retrying(&mut first, "first", GIB).is_ok());
     first.kill();
     let (mut tenant, made) = start_client(&bed, &pod).await;
@@ -108,7 +109,7 @@ async fn drained_gpu_is_released_and_serves_again_afterwards() {
     eventually("the other GPU is looked at", || only_the_other(&bed)).await;
     bed.machine.kubelet.until_allocatable(GPU, 16).await;
     wait_until_refused(&bed, &pod).await;
-    // The others' GPU goes on.
+    // The other GPU serves as before.
     assert!(matches!(
         open_retrying(&mut neighbour, "meanwhile", GIB),
         Ok(Opened::Write { .. })
@@ -127,7 +128,7 @@ async fn drained_gpu_is_released_and_serves_again_afterwards() {
         before["generation"].as_u64().map(|before| before + 1)
     );
     assert_eq!(api.gpu(&elsewhere)["generation"], before["generation"]);
-    // Once this answers the GPU was seen to clear freed memory anew.
+    // An answer to this request means that the GPU has passed the scrub check again.
     assert!(open_retrying(&mut bed.tenant(&pod), "seen", GIB).is_ok());
     let (_tenant, anew) = start_client(&bed, &pod).await;
     assert_eq!(anew["found"], false, "what was kept is lost");
@@ -145,7 +146,7 @@ async fn reloaded_driver_passes_the_scrub_check_before_leases() {
     tenant.kill();
     api.drain(&[&gpu]);
     wait_for_gpu_state(&api, &gpu, "Draining", "Drained").await;
-    // As a module that is loaded with RmDisableScrubOnFree.
+    // A kernel module loaded with RmDisableScrubOnFree behaves like this.
     bed.machine.lab.run_simgpu(&["scrub", "off"]).unwrap();
     api.drain(&[]);
     wait_for_gpu_state(&api, &gpu, "Active", "Ok").await;

@@ -1,11 +1,11 @@
-//! How kept memory ends, and who is charged until it is free.
+//! Tests how retained memory ends, and which container is charged until the memory is free.
 
 use std::time::{Duration, Instant};
 
 use crate::bed::{Fixture, GIB, compile_c, open_retrying, read_lease};
 use crate::tenant::{Opened, Tenant};
 
-/// A process that holds a descriptor, in no container.
+/// A process in no container that holds a descriptor.
 struct ParkedHolder(i32);
 
 impl Drop for ParkedHolder {
@@ -29,7 +29,7 @@ async fn lease_memory_is_bound_again_only_when_no_process_maps_it() {
     assert_eq!(read_lease(&mut reader, "weights"), (lease, 7));
     writer.kill();
     bed.machine.end(&first);
-    // 16 - 2 - 6: its owner is gone, and it is not.
+    // 16 - 2 - 6 GiB are free: the lease's owner has ended, but the lease has not.
     let waiter = bed.machine.admit("c", 11).await;
     let expected = "waiting for 11 GiB on one GPU: largest free 8 GiB";
     bed.machine.until_refused(&waiter, expected).await;
@@ -47,7 +47,8 @@ async fn lease_memory_is_bound_again_only_when_no_process_maps_it() {
     bed.machine.until_started(&waiter).await;
 }
 
-/// A lease is discarded while somebody holds its memory: who owned it is charged until that has ended.
+/// Discards a lease while a process holds its memory. The owner is charged until that process has
+/// ended.
 async fn charged_while_held(hold: impl FnOnce(&mut Tenant, u64) -> Option<ParkedHolder>) {
     let bed = Fixture::new().await;
     let pod = bed.machine.run("a", 8).await;

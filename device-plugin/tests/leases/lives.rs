@@ -1,4 +1,4 @@
-//! What kept memory outlives.
+//! Tests which processes retained memory outlives.
 
 use crate::bed::{Fixture, GIB, open_retrying, read_lease};
 use crate::tenant::Opened;

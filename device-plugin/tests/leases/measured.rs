@@ -1,4 +1,4 @@
-//! What the agent finds out about GPUs by itself, whether or not anything is retained: what a context takes.
+//! Tests the agent's own measurement of a CUDA context's size, which needs no retained memory.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,10 +8,10 @@ use serde_json::Value;
 use crate::bed::{Fixture, wait_for_scrub_check};
 use crate::machine::TWO_GPUS;
 
-/// What a context of the simulated GPU takes.
+/// The size of a context of the simulated GPU.
 const CONTEXT_BYTES: u64 = 518 << 20;
 
-/// What the agent has measured, by GPU.
+/// The sizes that the agent has measured, by GPU.
 fn context_sizes(bed: &Fixture) -> BTreeMap<String, u64> {
     let text = fs::read_to_string(bed.machine.path("run/contexts.json")).unwrap_or_default();
     let file: Value = serde_json::from_str(&text).unwrap_or_default();
@@ -22,7 +22,7 @@ fn context_sizes(bed: &Fixture) -> BTreeMap<String, u64> {
 
 #[tokio::test]
 async fn agent_measures_contexts_itself_and_once_a_boot() {
-    // No vault: nothing is retained.
+    // There is no fd store, so no memory is retained.
     let mut bed = Fixture::with_driver(TWO_GPUS).await;
     wait_for_scrub_check("a context of each GPU", || context_sizes(&bed).len() == 2).await;
     let measured = context_sizes(&bed);
@@ -30,7 +30,7 @@ async fn agent_measures_contexts_itself_and_once_a_boot() {
         measured.values().all(|size| *size == CONTEXT_BYTES),
         "{measured:?}"
     );
-    // What agents wrote that believed tenants.
+    // Former agents wrote such sizes as reported by tenants.
     let former: BTreeMap<&String, u64> = measured.keys().map(|gpu| (gpu, 1 << 30)).collect();
     let former = serde_json::to_string(&former).unwrap();
     fs::write(bed.machine.path("state/contexts.json"), &former).unwrap();
@@ -38,7 +38,7 @@ async fn agent_measures_contexts_itself_and_once_a_boot() {
     assert_eq!(context_sizes(&bed), measured);
     let said = bed.machine.log();
     assert_eq!(said.matches("context measured").count(), 2, "once a boot");
-    // A file of the former format is no reason not to start.
+    // An agent must start despite a file of the former format.
     fs::write(bed.machine.path("run/contexts.json"), &former).unwrap();
     bed.machine.restart_agent().await;
     wait_for_scrub_check("a context of each GPU", || context_sizes(&bed) == measured).await;

@@ -1,4 +1,4 @@
-//! A tenant as users have it: the runtime's own client, in a container of its CDI file, through the shim.
+//! Tests the runtime's own lease client, in a container made of its CDI file and through the shim.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,8 @@ use crate::common::kubelet::Pod;
 use crate::container::{Container, PLAIN};
 use crate::tokens::{is_fenced, redeem};
 
-/// An image of the client in a pod's container, and what it says of the memory that it found or kept.
+/// Starts the client in a pod's container. Returns its report of the memory that it found or
+/// created.
 pub(crate) async fn start_client(bed: &Fixture, pod: &Pod) -> (Container, Value) {
     let program = program_folder().join("examples/kept");
     let mut client = Container::run(&bed.machine, pod, PLAIN, &program, "image - 67108864").await;
@@ -27,7 +28,8 @@ pub(crate) async fn start_client(bed: &Fixture, pod: &Pod) -> (Container, Value)
 #[tokio::test]
 async fn runtime_client_finds_its_lease_after_restarts() {
     let mut bed = Fixture::new().await;
-    // Once this answers, the GPUs were seen to clear freed memory: the client would not wait so long.
+    // An answer means that both GPUs have passed the scrub check. The client would not wait so
+    // long.
     let other = bed.machine.run("other", 2).await;
     let mut reader = bed.tenant(&other);
     assert!(open_retrying(&mut reader, "other", GIB).is_ok());
@@ -39,7 +41,8 @@ async fn runtime_client_finds_its_lease_after_restarts() {
     let lease = redeem(&mut reader, of_lease).map(|(lease, block)| (lease > 0, block));
     assert_eq!(lease, Ok((true, 1)));
     assert_eq!(redeem(&mut reader, own), Ok((0, 2)));
-    // It kills itself: what is read is the end of its output, which may come before it has ended.
+    // The client kills itself. The test reads the end of its output, which may come before the
+    // process has ended.
     assert_eq!(first.call("kill"), "");
     drop(first);
     for token in [of_lease, own] {
@@ -73,7 +76,8 @@ async fn fenced_lease_is_stale_in_its_process_alone() {
     for pod in [&pod, &other] {
         let program = program_folder().join("examples/references");
         let mut image = Container::run(&bed.machine, pod, PLAIN, &program, "watch").await;
-        // Before it says hello, which it does once it has the driver.
+        // The client sends its first message only once it has loaded the driver, so this comes
+        // before.
         bed.machine.adopt(pod, image.pid());
         assert_eq!(image.call("?"), "good");
         images.push(image);
@@ -83,7 +87,7 @@ async fn fenced_lease_is_stale_in_its_process_alone() {
     let xid = ["xid", &gpu, "31", "--pid", &pid];
     bed.machine.lab.run_simgpu(&xid).unwrap();
     let told = Instant::now();
-    // Nothing was called that could tell it, and nobody has ended it yet.
+    // The client has made no call that could report the fault, and the agent has not killed it yet.
     while images[0].call("?") != "Poisoned(999)" {
         assert!(
             told.elapsed() < Duration::from_secs(3),

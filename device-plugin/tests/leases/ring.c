@@ -1,5 +1,5 @@
-// Keeps its standard input open in no table of descriptors but in an io_uring's files, where /proc does not show it (design
-// F4). Prints "holds" or "cannot", and stays.
+// Registers its standard input with an io_uring and closes it, so that no descriptor table lists it
+// and /proc does not show it (F4 in docs/facts.md). Prints "holds" or "cannot", and stays.
 #include <linux/io_uring.h>
 #include <stdio.h>
 #include <sys/syscall.h>

@@ -1,4 +1,4 @@
-//! A GPU whose driver does not clear freed memory is shared by no two namespaces without the admin's word.
+//! Tests that namespaces share a GPU without scrubbing only if the admin allows it.
 
 use std::fs;
 
@@ -6,10 +6,11 @@ use crate::bed::{Fixture, wait_for_scrub_check};
 use crate::common::kubelet::Pod;
 use crate::machine::{GPU, Machine, TWO_GPUS};
 
-/// Why a pod gets nothing of a GPU that has room.
+/// The reason that a pod waits although a GPU has room.
 const NOT_SHARED: &str = "is not shared with other namespaces";
 
-/// A machine whose driver clears freed memory or not, and whose admin allows what that leads to or not.
+/// A machine whose driver clears freed memory or not, and whose configuration allows sharing
+/// without it or not.
 async fn machine_with_scrubbing(scrub: &str, allow: bool) -> Machine {
     let mut machine = Fixture::machine(TWO_GPUS).await;
     machine.lab.run_simgpu(&["scrub", scrub]).unwrap();
@@ -24,7 +25,7 @@ async fn machine_with_scrubbing(scrub: &str, allow: bool) -> Machine {
     machine
 }
 
-/// A pod of a namespace with `gib`, admitted.
+/// Admits a pod of `gib` GiB in a namespace.
 async fn admit(machine: &Machine, namespace: &str, name: &str, gib: usize) -> Pod {
     let pod = Pod {
         namespace: namespace.to_owned(),
@@ -35,11 +36,11 @@ async fn admit(machine: &Machine, namespace: &str, name: &str, gib: usize) -> Po
     pod
 }
 
-/// The same on both GPUs: a pod of one namespace on each.
+/// Starts a pod of one namespace on each of both GPUs.
 async fn two_tenants(machine: &Machine) -> [Pod; 2] {
     let one = admit(machine, "one", "one-a", 4).await;
     machine.until_started(&one).await;
-    // Larger than what is left of the first.
+    // This pod exceeds the free memory of the first GPU.
     let two = admit(machine, "two", "two-a", 14).await;
     machine.until_started(&two).await;
     [one, two]
@@ -53,7 +54,7 @@ async fn unscrubbed_gpu_serves_one_namespace_until_reboot() {
     machine.until_refused(&third, NOT_SHARED).await;
     let mate = admit(&machine, "one", "one-b", 2).await;
     machine.until_started(&mate).await;
-    // What its pods left can be read still, whoever looks after it.
+    // Memory of the ended pods is still readable, whatever namespace comes next.
     machine.end(&two);
     machine.until_refused(&third, NOT_SHARED).await;
     machine.restart_agent().await;

@@ -1,5 +1,5 @@
-//! Tenants that keep and read, while they, the workers, the agent and the vault are killed at any moment: between two
-//! questions, and while one is asked.
+//! Tests leases while tenants, provisioners, the agent and the fd store are killed at random
+//! moments: between two requests, and during one.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc;
@@ -15,18 +15,18 @@ use crate::tenant::{GONE, Opened, Tenant};
 
 const ROUNDS: u32 = 250;
 
-/// How long after a question was asked somebody dies, at most, in microseconds.
+/// The longest time from a request to the kill, in microseconds.
 const MAX_KILL_DELAY_US: u64 = 20_000;
 
-/// What a name must hold.
+/// The expected content of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Expected {
-    /// The last commit or discard was not answered.
+    /// The last commit or discard had no answer, so either result is valid.
     Unknown,
     Content(u64, u64),
 }
 
-/// Who is killed.
+/// The process to kill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Victim {
     Tenant,
@@ -43,7 +43,7 @@ impl Victim {
         Victim::Vault,
     ];
 
-    /// SIGKILL. The agent and the vault have successors at once.
+    /// Sends SIGKILL. The agent and the fd store are restarted at once.
     fn kill(self, bed: &mut Fixture, tenant: u32) {
         match self {
             Victim::Tenant => {
@@ -63,11 +63,11 @@ impl Victim {
     }
 }
 
-/// What a tenant was told.
+/// The agent's reply to a tenant.
 enum Reply {
-    /// What it read; what it was told when it discarded that.
+    /// The lease and its mark, and the reply to a discard if there was one.
     Read(u64, u64, Option<String>),
-    /// What it wrote, and what it was told when it committed that.
+    /// The lease and its mark, and the reply to the commit.
     Wrote(u64, u64, String),
     Refused(String),
 }
@@ -97,17 +97,18 @@ fn open_and_use(tenant: &mut Tenant, name: &str, dice: &mut StdRng, mark: u64) -
     }
 }
 
-/// What each name must hold; nothing was committed of others.
+/// The expected content of each committed lease.
 #[derive(Default)]
 struct ExpectedLeases(BTreeMap<&'static str, Expected>);
 
 impl ExpectedLeases {
-    /// The vault dies, before or after what a name held was looked at.
+    /// Forgets all leases after a kill of the fd store. The kill may have come before or after the
+    /// request on `name`.
     fn forget_all_but(&mut self, name: &'static str) {
         self.0 = BTreeMap::from([(name, Expected::Unknown)]);
     }
 
-    /// Holds what a tenant was told against what was promised.
+    /// Checks a reply against the expected content of the lease.
     fn check_reply(&mut self, name: &'static str, told: &Reply) {
         let before = self.0.get(name).copied();
         let unanswered = |why: &str, of: &str| {
@@ -159,7 +160,7 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
     let mut tenants: Vec<Tenant> = pods.iter().map(|pod| bed.tenant(pod)).collect();
     let mut promises = ExpectedLeases::default();
     let (mut commits, mut reads, mut all_pods) = (0, 0, 0);
-    // Between two questions, and amid one.
+    // For each victim, the kills between two requests and the kills during one.
     let mut deaths = BTreeMap::<Victim, [u32; 2]>::new();
     for round in 0..ROUNDS {
         let at = dice.random_range(0..pods.len());
@@ -171,11 +172,12 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
             38..42 => Some(Victim::Vault),
             _ => None,
         };
-        // Short ones are likelier, for most questions are answered within 2 ms: the more so where few die.
+        // Short delays are likelier because most requests are answered within 2 ms, even more so
+        // for rare victims.
         let is_rare = matches!(victim, Some(Victim::Agent | Victim::Vault));
         let halvings = dice.random_range(if is_rare { 3..6 } else { 0..6 });
         let delay = dice.random_range(0..MAX_KILL_DELAY_US) >> halvings;
-        // However long an answer takes, some die after it.
+        // Some kills come after the answer, however long that takes.
         let after = !is_rare && dice.random_ratio(1, 3);
         let registered = bed.machine.registrations();
         if victim == Some(Victim::Vault) {
@@ -202,14 +204,14 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
             let killed = killing.map(|killing| killing.join().unwrap());
             (told, killed.is_some_and(|killed| killed < answered))
         });
-        // One that is not killed ends where what it reads is not what was committed.
+        // A tenant that is not killed exits only if it reads other content than was committed.
         assert!(!told.is_gone() || victim == Some(Victim::Tenant));
         promises.check_reply(name, &told);
         if let Some(victim) = victim {
             deaths.entry(victim).or_default()[usize::from(was_amid)] += 1;
         }
         match victim {
-            // What it was writing is discarded.
+            // The lease that the tenant was writing is discarded.
             Some(Victim::Tenant) => tenants[at] = bed.tenant(&pods[at]),
             Some(Victim::Agent) => drop(bed.machine.until_registered(registered).await),
             Some(Victim::Vault) => promises.forget_all_but(name),
@@ -218,12 +220,12 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
         match told {
             Reply::Read(..) => reads += 1,
             Reply::Wrote(_, _, answer) => commits += u32::from(answer == "committed"),
-            // What was discarded and the other pod has open is charged until that pod ends.
+            // Discarded memory that the other pod has open stays charged until that pod ends.
             Reply::Refused(why) if why.contains("Quota") => {
                 tenants.clear();
                 pods.iter().for_each(|pod| bed.machine.end(pod));
                 for (at, pod) in pods.iter_mut().enumerate() {
-                    // What the pod's leases had is proven free first.
+                    // The memory of the pod's leases is proven free first.
                     *pod = bed.machine.admit(&format!("p{round}-{at}"), 6).await;
                     bed.machine.until_started(pod).await;
                     tenants.push(bed.tenant(pod));

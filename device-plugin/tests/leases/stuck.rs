@@ -1,4 +1,4 @@
-//! A worker that cannot be killed, and one that does not answer.
+//! Tests a provisioner that cannot be killed, and one that does not answer.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -13,7 +13,8 @@ use crate::common::kubelet::Pod;
 use crate::machine::GPU;
 use crate::tenant::Opened;
 
-/// Holds on to a process that dies, until it is dropped. None where this machine lets nobody.
+/// Traces a dying process so that it stays, until this is dropped. None where the machine permits
+/// no tracing.
 struct Tracer(Child);
 
 impl Tracer {
@@ -49,7 +50,7 @@ async fn gpu_takes_no_pods_while_its_provisioner_cannot_be_killed() {
         open_retrying(&mut tenant, "weights", GIB),
         Ok(Opened::Write { .. })
     ));
-    // The sentinel's GPU may be another one: its worker goes on.
+    // The export keep-alive may be on the other GPU, whose provisioner continues.
     let workers = bed.workers();
     let held: Vec<_> = workers.iter().map(|pid| Tracer::attach(*pid)).collect();
     let Some(held) = held.into_iter().collect::<Option<Vec<Tracer>>>() else {
@@ -61,7 +62,7 @@ async fn gpu_takes_no_pods_while_its_provisioner_cannot_be_killed() {
     let refused = tenant.open("more", GIB).unwrap_err();
     assert!(refused.starts_with("refused Unavailable"), "{refused}");
     bed.machine.kubelet.until_allocatable(GPU, 16).await;
-    // Who has memory of it keeps that.
+    // Containers with memory of the GPU keep it.
     assert!(bed.machine.devices().len() == 1);
     drop(held);
     let time = bed.machine.kubelet.until_allocatable(GPU, 32).await;
@@ -72,17 +73,18 @@ async fn gpu_takes_no_pods_while_its_provisioner_cannot_be_killed() {
     ));
 }
 
-/// How long a worker may take to make a GiB, or to sweep as much (`kept/workers.rs`).
+/// The time limit of a provisioner to create a GiB, or to sweep as much
+/// (`retained/provisioners.rs`).
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// What a worker takes of its GPU (F3 in docs/facts.md), and the sentinel.
+/// The GPU memory of a provisioner (F3 in docs/facts.md), and that of the export keep-alive.
 const PROVISIONER_BYTES: u64 = 4 << 20;
 const EXPORT_KEEP_ALIVE_BYTES: u64 = 2 << 20;
 
-/// A process that is stopped, until this is dropped.
+/// A process that is stopped until this is dropped.
 struct StoppedProvisioner(Pid);
 
-/// The worker of a pod's GPU.
+/// The provisioner of a pod's GPU.
 fn worker(bed: &Fixture, pod: &Pod) -> Pid {
     let (_, gpu) = bed.allocation_and_gpu(pod);
     let mut workers = bed.workers().into_iter();
@@ -94,8 +96,8 @@ fn worker(bed: &Fixture, pod: &Pod) -> Pid {
 }
 
 impl StoppedProvisioner {
-    /// The worker of a pod's GPU, of which a GiB was made: once the sentinel is made too nobody
-    /// else asks it.
+    /// Stops the provisioner of a pod's GPU after it has created a GiB. The export keep-alive
+    /// exists by then, so the agent sends no other request.
     async fn worker(bed: &Fixture, pod: &Pod) -> StoppedProvisioner {
         let sim = bed.machine.lab.sim().unwrap();
         let is_all = || {
@@ -111,7 +113,7 @@ impl StoppedProvisioner {
 
 impl Drop for StoppedProvisioner {
     fn drop(&mut self) {
-        // It was killed, unless the test failed.
+        // The agent has killed the process, unless the test failed.
         let _ = kill_process(self.0, Signal::CONT);
     }
 }
@@ -138,7 +140,7 @@ async fn provisioner_sweeps_after_many_releases() {
     let Ok(Opened::Write { lease, .. }) = open_retrying(&mut tenant, "weights", GIB) else {
         panic!("it is there");
     };
-    // Who asks it for anything gives it up.
+    // The request to sweep times out, so the agent kills this provisioner.
     let (stopped, begun) = (StoppedProvisioner::worker(&bed, &pod).await, Instant::now());
     let discarded = tenant.ask(&format!("discard {lease}"));
     assert_eq!(discarded.as_deref(), Some("discarded"));

@@ -1,4 +1,5 @@
-//! A tenant's process: this program once more, which does what it is told over its standard input.
+//! Runs a tenant's process: this test program once more, which reads commands from its standard
+//! input.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -14,10 +15,10 @@ use bursar_protocol::messages::retained::{RetainedRequest, RetainedResponse};
 use bursar_protocol::messages::token::{GpuToken, TokenRequest, TokenResponse};
 use bursar_protocol::messages::{Account, HEADER, Message, Request, Response};
 
-/// Bytes of a lease that say what is in it.
+/// The length of the mark at the start of a lease, which identifies its content.
 const MARK: usize = 8;
 
-/// What is said for a process that is gone.
+/// The answer in the name of a process that has ended.
 pub(crate) const GONE: &str = "gone";
 
 /// A process in a pod's container.
@@ -26,7 +27,7 @@ pub(crate) struct Tenant {
     channel: BufReader<UnixStream>,
 }
 
-/// What an open comes to.
+/// The result of an open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Opened {
     Ready { lease: u64, mark: u64 },
@@ -34,7 +35,7 @@ pub(crate) enum Opened {
 }
 
 impl Tenant {
-    /// A process that nobody knows yet.
+    /// Starts a process that is in no container yet.
     pub(crate) fn spawn() -> Tenant {
         let (ours, its) = UnixStream::pair().unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());
@@ -56,7 +57,7 @@ impl Tenant {
         self.child.id()
     }
 
-    /// What it answers; none where it is gone.
+    /// Sends a command. Returns the answer, or none where the process has ended.
     pub(crate) fn ask(&mut self, line: &str) -> Option<String> {
         writeln!(self.channel.get_mut(), "{line}").ok()?;
         let mut answer = String::new();
@@ -64,7 +65,7 @@ impl Tenant {
         (read > 0).then(|| answer.trim_end().to_owned())
     }
 
-    /// Opens a lease of its namespace; or why not.
+    /// Opens a lease of its namespace. Fails with the reason.
     pub(crate) fn open(&mut self, name: &str, bytes: u64) -> Result<Opened, String> {
         let answer = self.ask(&format!("open {name} {bytes}")).ok_or(GONE)?;
         let words: Vec<&str> = answer.split(' ').collect();
@@ -82,7 +83,7 @@ impl Tenant {
         }
     }
 
-    /// Becomes another image, which knows nothing.
+    /// Executes a new process image, which has no state.
     pub(crate) fn exec(&mut self) {
         assert_eq!(self.ask("exec").as_deref(), Some("ok"));
     }
@@ -98,7 +99,7 @@ impl Tenant {
         told.unwrap_or(GONE.to_owned())
     }
 
-    /// SIGKILL; it has ended when this returns.
+    /// Sends SIGKILL and waits until the process has ended.
     pub(crate) fn kill(mut self) {
         self.kill_and_wait();
     }
@@ -125,7 +126,7 @@ fn a_tenants_process() {
     let mut line = String::new();
     while lines.read_line(&mut line).unwrap_or(0) > 0 {
         if line == "exec\n" {
-            // Before the next line comes, which is for the next image.
+            // The answer precedes the exec, because the next command is for the next process image.
             writeln!(&words, "ok").unwrap();
             let failed = Command::new(std::env::current_exe().unwrap())
                 .args(["tenant::a_tenants_process", "--exact", "--ignored"])
@@ -144,7 +145,7 @@ fn a_tenants_process() {
 struct TenantProcess {
     socket: String,
     gpu: String,
-    /// Another one in each image.
+    /// A random number for each process image.
     process_image: u64,
     leases: BTreeMap<u64, OwnedFd>,
     session: Option<UnixStream>,
@@ -183,7 +184,7 @@ impl TenantProcess {
                     lease: number(1),
                 }))
             }
-            // As a shim does.
+            // A shim sends the same messages.
             "hello" => {
                 let hello = Request::Hello {
                     version: VERSION,
@@ -208,7 +209,7 @@ impl TenantProcess {
                 version: VERSION,
                 token: token_from_hex(words[1]),
             }),
-            // A token of so many bytes, more than one may have.
+            // Sends a token of this length, which exceeds the limit.
             "babble" => {
                 let longest = TokenRequest::Redeem {
                     version: VERSION,
@@ -228,7 +229,7 @@ impl TenantProcess {
                     other => format!("{other:?}"),
                 }
             }
-            // A process that holds the descriptor, in no container.
+            // Starts a process in no container that holds the descriptor.
             "park" => {
                 let kept = rustix::io::dup(&self.leases[&number(1)]).unwrap();
                 #[expect(
@@ -239,7 +240,7 @@ impl TenantProcess {
                 drop(kept);
                 holder.id().to_string()
             }
-            // The same, in the queue of a socket that nobody reads.
+            // Leaves the descriptor in the queue of a socket that no process reads.
             "queue" => {
                 let (ours, its) = UnixStream::pair().unwrap();
                 let kept = self.leases[&number(1)].as_fd();
@@ -250,7 +251,7 @@ impl TenantProcess {
                 let holder = holder.spawn().unwrap();
                 holder.id().to_string()
             }
-            // The same, of which no table of descriptors tells.
+            // Registers the descriptor with an io_uring, so that no descriptor table lists it.
             "ring" => {
                 let kept = rustix::io::dup(&self.leases[&number(1)]).unwrap();
                 let mut holder = Command::new(words[2]);
@@ -310,7 +311,7 @@ impl TenantProcess {
         }
     }
 
-    /// The first answer on a new connection.
+    /// Sends a message on a new connection and returns the first answer.
     fn request(
         &self,
         message: &Request,
@@ -327,7 +328,7 @@ impl TenantProcess {
         question: RetainedRequest,
     ) -> Result<(RetainedResponse, Option<OwnedFd>), String> {
         let told = || -> std::io::Result<_> {
-            // What is made comes before the answer.
+            // The response about created memory precedes the answer.
             match self.request(&Request::Retained(question))? {
                 (stream, Response::Retained(RetainedResponse::Created { .. }), made) => {
                     Ok((receive_message::<Response>(&stream)?.0, made))
@@ -349,7 +350,7 @@ fn token_from_hex(text: &str) -> GpuToken {
     GpuToken::try_from(bytes.collect::<Vec<u8>>()).unwrap()
 }
 
-/// The simulated driver's memory is a file.
+/// Reads the mark. The simulated driver's memory is a file.
 fn read_mark(fd: &OwnedFd) -> u64 {
     let mut mark = [0; MARK];
     assert_eq!(rustix::io::pread(fd, &mut mark, 0), Ok(MARK));

@@ -1,4 +1,5 @@
-//! Tokens of memory: told to whoever is to know, and good until what they name has ended.
+//! Tests memory tokens: each is valid in its namespace until its lease, process image or GPU
+//! generation has ended.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -13,7 +14,7 @@ use crate::tenant::{Opened, Tenant};
 
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
-/// Asks until that is no longer refused for what passes by itself.
+/// Sends a command, and repeats it while the agent refuses for a transient reason.
 fn ask_retrying(tenant: &mut Tenant, line: &str) -> String {
     let begun = Instant::now();
     loop {
@@ -26,14 +27,14 @@ fn ask_retrying(tenant: &mut Tenant, line: &str) -> String {
     }
 }
 
-/// A token for a block of a lease, or of the process's own memory where that is zero.
+/// Returns a token for a block of a lease, or of the process's own memory where `lease` is zero.
 fn seal(tenant: &mut Tenant, lease: u64, block: u64) -> Result<String, String> {
     let said = ask_retrying(tenant, &format!("seal {lease} {block}"));
     let token = said.strip_prefix("token ").map(str::to_owned);
     token.ok_or(said)
 }
 
-/// L and the block that a token names; or why not.
+/// Redeems a token. Returns its lease id and block, or the refusal.
 pub(crate) fn redeem(tenant: &mut Tenant, token: &str) -> Result<(u64, u64), String> {
     let said = ask_retrying(tenant, &format!("redeem {token}"));
     let words: Vec<&str> = said.split(' ').collect();
@@ -47,7 +48,7 @@ fn refusal_text(why: TokenRefusal) -> String {
     format!("refused {why:?}")
 }
 
-/// Whether a generation has ended that a token has.
+/// Whether the agent refused a token because this kind of generation has ended.
 pub(crate) fn is_fenced(redeemed: &Result<(u64, u64), String>, which: Generation) -> bool {
     let begins = format!("refused Fenced {{ which: {which:?},");
     redeemed
@@ -55,7 +56,7 @@ pub(crate) fn is_fenced(redeemed: &Result<(u64, u64), String>, which: Generation
         .is_err_and(|said| said.starts_with(&begins))
 }
 
-/// A pod of another namespace, started.
+/// Starts a pod of another namespace.
 pub(crate) async fn start_pod_of_other_namespace(bed: &Fixture, name: &str) -> Pod {
     let mut pod = Pod::with(name, GPU, 1);
     pod.namespace = "other".to_owned();

@@ -1,5 +1,5 @@
-// Holds on to a process: while it is traced, its parent does not hear of its death, as of that of a process that the
-// kernel does not let die. Prints "holds" or "cannot", and lets go when its standard input ends.
+// Traces a process, so that its parent does not learn of its death, as with a process that the
+// kernel cannot end. Prints "holds" or "cannot", and detaches when its standard input ends.
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/ptrace.h>

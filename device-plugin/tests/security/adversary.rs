@@ -1,21 +1,22 @@
-//! A hostile tenant that does anything in any order: messages, page writes, descriptors, deaths,
-//! hoards and lies.
+//! Runs a hostile tenant that takes random steps: messages, page writes, descriptors, exits, kept
+//! pages and false reports.
 //!
-//! Processes of two hostile containers draw their steps from a seed. Each is a copy of this program
-//! that the agent sees in its container; what it does next stands in its trace before it is done.
-//! Meanwhile, and at the end ([`oracles`](crate::oracles)):
+//! The processes of two hostile containers draw their steps from a seed. Each is a copy of this
+//! program that the agent sees in its container. A process writes each step to its trace before it
+//! takes the step. Meanwhile and at the end, the test checks these promises
+//! ([`oracles`](crate::oracles)):
 //!
-//! | what holds | how it is seen |
+//! | promise | evidence |
 //! |---|---|
 //! | no container is charged more than its quota | the agent's records, read every 50 ms |
 //! | the neighbour is answered | its round trips |
-//! | the agent has afterwards what it had before | resident memory, descriptors |
+//! | the agent uses no more afterwards than before | resident memory, descriptors |
 //! | no thread of the agent's runtime sleeps in a close | the kernel's stacks of its threads |
-//! | nobody else is killed, refused or accused, nor loses credit | an honest process, and the agent's findings |
-//! | a hostile container has its quota again when all is dead | a process that asks for all of it |
+//! | no other process is killed, refused or reported | an honest process, and the findings |
+//! | a hostile container has its whole quota again at the end | a process that requests all of it |
 //!
-//! `BURSAR_ADVERSARY_STEPS=1000000` takes so many steps instead of some seconds of them, and
-//! `BURSAR_ADVERSARY_SEED` those of an earlier run.
+//! `BURSAR_ADVERSARY_STEPS=1000000` sets a number of steps instead of a time.
+//! `BURSAR_ADVERSARY_SEED` repeats the steps of an earlier run.
 
 use std::collections::VecDeque;
 use std::fs::{self, File};
@@ -46,16 +47,16 @@ use rustix::process::{Signal, getpid, kill_process};
 use crate::fixture::{Node, Tenant};
 use crate::oracles::{Invariants, QUOTA, false_finding, neighbour_violation};
 
-/// How long the search is without a number of steps.
+/// How long the search runs without a number of steps.
 const DEFAULT_TIME: Duration = Duration::from_secs(20);
-/// Hostile containers, and processes of each at a time.
+/// Hostile containers, and the processes of each at a time.
 const CONTAINERS: usize = 2;
 const PROCESSES_PER_CONTAINER: usize = 2;
 /// The most steps of one process.
 const MAX_STEPS_PER_PROCESS: u32 = 2_000;
-/// Connections that a process has at most.
+/// The most connections of a process.
 const MAX_CONNECTIONS: usize = 64;
-/// Steps of a failed run that are shown, of each process.
+/// The number of steps of each process that a failed run prints.
 const SHOWN_STEPS: usize = 30;
 
 const ROLE: &str = "BURSAR_ADVERSARY_ROLE";
@@ -128,7 +129,7 @@ async fn adversary_harms_nobody_but_itself() {
     node.check_unharmed(seen).await;
 }
 
-/// The hostile processes of one run.
+/// The state of one run of hostile processes.
 struct Search {
     seed: u64,
     processes: AtomicU64,
@@ -136,7 +137,7 @@ struct Search {
     max_steps: Option<u64>,
     begun: Instant,
     is_stopped: AtomicBool,
-    /// The last steps of the processes that ended last, the latest at the end.
+    /// The last steps of the processes that ended last, oldest first.
     traces: Mutex<Vec<String>>,
 }
 
@@ -149,7 +150,7 @@ impl Search {
         is_done || self.is_stopped.load(Ordering::SeqCst)
     }
 
-    /// One process after the other.
+    /// Runs one process after the other.
     fn run_processes(&self, node: &Arc<Node>, tenant: &Arc<Tenant>) {
         while !self.is_over() {
             let life = self.processes.fetch_add(1, Ordering::SeqCst);
@@ -159,8 +160,7 @@ impl Search {
             while process.child.try_wait().unwrap().is_none() && Instant::now() < end {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            // A panic of the test harness: it died of its own mistake, and did nothing hostile any
-            // more.
+            // A panic is a fault of the test: the process would take no more hostile steps.
             let panicked = process
                 .child
                 .try_wait()
@@ -186,7 +186,7 @@ impl Search {
         }
     }
 
-    /// What holds meanwhile.
+    /// Checks the promises that hold during the run.
     async fn check_invariants(&self, node: &Node, honest: &mut RoleProcess) {
         let mut watch = Invariants::default();
         while !self.is_over() {
@@ -217,7 +217,7 @@ struct RoleProcess {
     trace: PathBuf,
 }
 
-/// Keeps the files that show the agent its processes whole.
+/// Serializes writes of the files that show processes to the agent.
 static PROCESS_FILES_LOCK: Mutex<()> = Mutex::new(());
 
 impl RoleProcess {
@@ -246,7 +246,7 @@ impl RoleProcess {
             let _showing = PROCESS_FILES_LOCK.lock().unwrap();
             tenant.adopt(&node.machine, child.id());
         }
-        // It may have been told to wait for this by nobody but us.
+        // The process may have been killed already, so a failed write is no error.
         let _ = child.stdin.as_mut().unwrap().write_all(b"go\n");
         RoleProcess {
             child,
@@ -264,7 +264,7 @@ impl RoleProcess {
         fs::read_to_string(&self.trace).unwrap_or_default()
     }
 
-    /// Tells an honest process that all is over; it had nothing to complain about.
+    /// Ends an honest process, which must have found no violation.
     fn end(mut self) {
         drop(self.child.stdin.take());
         assert!(
@@ -306,8 +306,8 @@ fn receive(stream: &mut UnixStream) -> Response {
     connect::read_message(stream).unwrap()
 }
 
-/// Holds a quarter of its quota until its standard input ends, and then has all of it; `greedy`: at
-/// once.
+/// Runs an honest process: it uses a quarter of its quota until its standard input ends, then all.
+/// With `greedy` it uses all at once.
 fn run_honest(greedy: bool) {
     wait_until_visible();
     let mut stream = UnixStream::connect(std::env::var_os(SOCKET).unwrap()).unwrap();
@@ -330,7 +330,7 @@ fn run_honest(greedy: bool) {
         while let Err(CreditError::Short(missing)) = slot.charge(units) {
             let units = Units(missing);
             let answer = ask(Request::Credit { account: 0, units });
-            // What others of a hostile container had may be settling.
+            // Memory of the container's former processes may be reclaimed a moment later.
             let may_wait = greedy && begun.elapsed() < Duration::from_secs(20);
             let is_granted = matches!(answer, Response::Granted { .. });
             assert!(is_granted || may_wait, "{answer:?}");
@@ -353,25 +353,24 @@ fn run_honest(greedy: bool) {
     take(Units(QUOTA.0 - held.0));
 }
 
-/// One connection.
 struct Peer {
     stream: UnixStream,
     page: Option<File>,
 }
 
-/// A process that lives by its dice.
+/// A process that takes random steps.
 struct Hostile {
     random: StdRng,
     socket: PathBuf,
     trace: File,
     peers: Vec<Peer>,
-    /// Pages of connections that are closed.
+    /// Pages of closed connections.
     closed_pages: Vec<File>,
-    /// What tokens of memory it was given.
+    /// The memory tokens that the process received.
     tokens: Vec<GpuToken>,
 }
 
-/// What is done next.
+/// A step of a hostile process.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Connect,
@@ -390,7 +389,7 @@ enum Step {
     Die,
 }
 
-/// Each as often as it stands here.
+/// The steps with their relative frequency.
 const STEP_WEIGHTS: &[(Step, u32)] = &[
     (Step::Connect, 60),
     (Step::Hello, 60),
@@ -423,7 +422,7 @@ impl Hostile {
     }
 
     fn run(mut self) {
-        // After an exec nobody says it again.
+        // After an exec the process prints this no more.
         if env_number(STEPS) != Some(0) {
             wait_until_visible();
         }
@@ -452,7 +451,8 @@ impl Hostile {
         self.peers.get_mut(index)
     }
 
-    /// The agent may have hung up, or read no further: that is its right.
+    /// Takes one step. The agent may have closed the connection or stopped reading, so errors are
+    /// ignored.
     fn take_step(&mut self, step: Step) {
         match step {
             Step::Connect => self.connect(),
@@ -495,7 +495,7 @@ impl Hostile {
             }
             Step::Fork => {
                 self.clear_cloexec();
-                // Forked and not executed, with all connections and pages.
+                // The child forks without exec, with all connections and pages.
                 let sleep = format!(
                     "(sleep 0.{}; :) & (sleep 0.1; :) & :",
                     1 + self.random_below(8)
@@ -571,8 +571,8 @@ impl Hostile {
         }
     }
 
-    /// Any field: the magic number, how many accounts there are, the fence, or one of the first
-    /// accounts.
+    /// Writes to any field: the magic number, the number of accounts, the fence, or one of the
+    /// first accounts.
     fn write_page(&mut self) {
         let places = [0, 8, 12, 16];
         let place = match self.random_below(4) {
@@ -618,19 +618,19 @@ impl Hostile {
         };
         let is_sent = send_with_fd(&peer.stream, &message, descriptor).is_ok();
         if let Some(socket) = lingers.filter(|_| !is_sent) {
-            // Nobody but this process would wait for it.
+            // Only this process would wait for the close.
             let _ = rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::ZERO));
         }
     }
 
-    /// What is executed from now on has every connection.
+    /// Clears close-on-exec on every connection, so that executed programs inherit them.
     fn clear_cloexec(&self) {
         for peer in &self.peers {
             let _ = rustix::io::fcntl_setfd(&peer.stream, rustix::io::FdFlags::empty());
         }
     }
 
-    /// A number of units, often at an edge.
+    /// A random number of units, often at an edge of its range.
     fn random_units(&mut self) -> Units {
         let edges = [0, 1, 4096, QUOTA.0 / 2, QUOTA.0, u32::MAX];
         match self.random_below(2) {
@@ -744,10 +744,10 @@ impl Hostile {
     }
 }
 
-/// Where the first account says what is exported.
+/// The offset of the first account's exported amount.
 const EXPORTED: u64 = 64 + 20;
 
-/// A TCP socket whose close waits for a peer that reads nothing.
+/// A TCP socket whose close waits for a peer that never reads.
 fn lingering_socket() -> io::Result<OwnedFd> {
     let mut stream = TcpStream::connect(std::env::var(DEAF).unwrap())?;
     stream.set_nonblocking(true)?;
@@ -756,7 +756,7 @@ fn lingering_socket() -> io::Result<OwnedFd> {
     Ok(stream.into())
 }
 
-/// Where a peer listens that reads nothing. It outlives the processes that connect to it.
+/// The address of a listener that never reads. It outlives the processes that connect.
 fn deaf() -> &'static str {
     static DEAF: OnceLock<String> = OnceLock::new();
     DEAF.get_or_init(|| {

@@ -1,4 +1,4 @@
-//! An API server that answers late or never, and records the Events that it is given.
+//! Fake API server that answers late or never, and records the Events that it receives.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -13,10 +13,10 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
-/// The longest request that is read.
+/// The longest request that the server reads.
 const MAX_BODY: usize = 1 << 20;
 
-/// A server that knows no object and takes every Event.
+/// A server without objects that accepts every Event.
 pub(crate) struct FakeApiServer {
     address: SocketAddr,
     events: Arc<Mutex<Vec<Value>>>,
@@ -31,7 +31,7 @@ struct ServerState {
 }
 
 impl FakeApiServer {
-    /// A server that answers each request after `delay`.
+    /// Starts a server that answers each request after `delay`.
     pub(crate) async fn start(delay: Duration) -> FakeApiServer {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -56,7 +56,7 @@ impl FakeApiServer {
         self.delay.send_replace(None);
     }
 
-    /// What the agent's kubeconfig says.
+    /// The agent's kubeconfig for this server.
     pub(crate) fn kubeconfig(&self) -> String {
         let config = json!({
             "apiVersion": "v1",
@@ -69,7 +69,7 @@ impl FakeApiServer {
         config.to_string()
     }
 
-    /// How many Events about an object of this name were created.
+    /// The number of Events about an object of this name.
     pub(crate) fn events_about(&self, name: &str) -> usize {
         let events = self.events.lock().unwrap();
         let about = events.iter();
@@ -78,7 +78,7 @@ impl FakeApiServer {
             .count()
     }
 
-    /// How many Events were created.
+    /// The number of Events.
     pub(crate) fn events(&self) -> usize {
         self.events.lock().unwrap().len()
     }

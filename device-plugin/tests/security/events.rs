@@ -1,24 +1,24 @@
-//! What a container does to be told of in Events without end.
+//! Tests that a hostile container cannot cause Events without bound.
 
 use std::time::{Duration, Instant};
 
 use crate::api_server::FakeApiServer;
 use crate::fixture::{Node, Tenant};
 
-/// Events about one pod at once, and the time from each to the next (`status::events`).
+/// The Events about one pod in a burst, and the seconds from each to the next.
 const POD_BURST: u64 = 8;
 const POD_INTERVAL: u64 = 30;
-/// The same about the node, and about all of its pods: an Event a second.
+/// The burst of Events about the node, and about all of its pods. Later ones come once a second.
 const BURST: u64 = 25;
 
-/// Processes of a wave: each fault is another Event until the agent kills the container for it, and
+/// The processes of a wave. Each fault is an Event until the agent kills the container, and
 /// processes past the shim are findings.
 const PROCESSES_PER_WAVE: u32 = 8;
 const WAVES: usize = 16;
-/// Longer than from one audit to the next.
+/// This is longer than the time from one audit to the next.
 const WAVE: Duration = Duration::from_millis(1_200);
 
-/// Short-lived processes of two containers.
+/// Starts short-lived processes in two containers.
 async fn start_wave(node: &Node, tenants: &[(Tenant, &str); 2]) {
     let crowds = tenants.each_ref().map(|(tenant, how)| {
         let mut crowd = tenant.run_many(node, PROCESSES_PER_WAVE, how);

@@ -1,19 +1,23 @@
-//! Measures a neighbour's round trip, and what the agent has, while a load runs.
+//! Measures a neighbour's round trip and the agent's resources while a load runs.
 //!
 //! ```text
-//! let node = Node::start().await;                   the agent with two threads, and a neighbour's session
-//! let tenant = node.tenant("hostile").await;        a pod with a container, and its socket
-//! let mut program = tenant.run(&node);              a process in it: hostile.c, commands on its standard input
-//! let load = async { program.ok("hellos 8000") };   any future is a load
-//! let (kept, seen) = node.under(load).await;        the neighbour asks every 2 ms until the load is over
+//! // The agent with two threads, and a neighbour's session.
+//! let node = Node::start().await;
+//! // A pod with a container, and its socket.
+//! let tenant = node.tenant("hostile").await;
+//! // A process in the container: hostile.c, which reads commands from its standard input.
+//! let program = tenant.run(&node);
+//! // Any future is a load. The neighbour sends a request every 2 ms until the load is over.
+//! let ((program, pages), seen) = node.run_load(program.load("hellos 8000")).await;
 //! drop(program);
-//! node.holds(seen).await;                           p99, resident memory, descriptors
+//! // Checks round trips, resident memory and descriptors.
+//! node.check_unharmed(seen).await;
 //! ```
 //!
-//! The neighbour is this test's own process: `/proc` as the agent sees it says that it is in the neighbour's
-//! container. A load that needs another kind of process adds a command to `hostile.c`, or starts its own and has it
-//! shown by [`Tenant::adopt`]. A load that needs many processes is a [`Tenant::run_many`]; a load that needs none is a
-//! future over [`Node::machine`].
+//! The neighbour is this test's own process: in the `/proc` that the agent reads, it is in the
+//! neighbour's container. A load that needs another kind of process adds a command to `hostile.c`,
+//! or starts its own and shows it with [`Tenant::adopt`]. A load that needs many processes is a
+//! [`Tenant::run_many`]. A load that needs none is a future over [`Node::machine`].
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -33,27 +37,30 @@ use crate::common::eventually;
 use crate::common::kubelet::Pod;
 use crate::machine::{GPU, Machine};
 
-/// What a neighbour's round trip takes under any load, all but one time in a hundred.
+/// The limit of a neighbour's round trip under any load, at the 99th percentile.
 pub(crate) const ROUND_TRIP_LIMIT: Duration = Duration::from_millis(100);
 
-/// The neighbour may spend one part in so many of its time on round trips of [`WITHIN`] or more: a stall is one round
-/// trip, however long, so the hundredth tells nothing of a few. A machine with other work has stalls of its own.
+/// One part in this many of the neighbour's time may be spent on round trips beyond
+/// [`ROUND_TRIP_LIMIT`].
+///
+/// A stall is one round trip, however long, so the percentile does not show a few stalls. A machine
+/// with other work has stalls of its own.
 const MIN_TIME_PER_STALL: u32 = 3;
 
-/// What the agent may have more of memory while a load runs, and after it.
+/// The most by which the agent's memory may grow during a load, and after it.
 const MAX_GROWTH_KIB: u64 = 64 << 10;
 const MAX_LASTING_GROWTH_KIB: u64 = 8 << 10;
 
-/// What the agent may have more of shared memory after a load: 128 credit pages.
+/// The most by which the agent's shared memory may grow after a load: 128 credit pages.
 const MAX_SHARED_GROWTH_KIB: u64 = 512;
 
-/// Descriptors that come and go without a load, and 64 pages of processes that died, for those that come.
+/// Descriptors that come and go without a load, and 64 pages of ended processes.
 const MAX_DESCRIPTOR_GROWTH: usize = 16 + 64;
 
-/// From one question of the neighbour to the next.
+/// The pause between two requests of the neighbour.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// The fewest round trips that say something of the hundredth.
+/// The fewest round trips from which a 99th percentile is meaningful.
 const MIN_ROUND_TRIPS: usize = 500;
 
 /// A running agent and its neighbour.
@@ -63,7 +70,7 @@ pub(crate) struct Node {
     before: AgentUsage,
 }
 
-/// What the agent has.
+/// The agent's resources.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AgentUsage {
     resident_kib: u64,
@@ -71,22 +78,22 @@ pub(crate) struct AgentUsage {
     descriptors: usize,
 }
 
-/// What was seen while a load ran.
+/// The measurements during a load.
 #[derive(Debug)]
 pub(crate) struct LoadResult {
-    /// All round trips but one in a hundred took at most this.
+    /// The 99th percentile of the round trips.
     pub(crate) p99: Duration,
     trips: usize,
-    /// What the round trips took with their pauses, and what those of [`WITHIN`] or more did.
+    /// The time of all round trips with their pauses, and of those beyond [`ROUND_TRIP_LIMIT`].
     total: Duration,
     stalled: Duration,
     peak: AgentUsage,
 }
 
-/// A pod whose container started.
+/// A pod with a started container.
 pub(crate) struct Tenant {
     pub(crate) pod: Pod,
-    /// The agent's socket, as its container has it.
+    /// The agent's socket in its container.
     pub(crate) socket: PathBuf,
 }
 
@@ -102,10 +109,10 @@ impl Node {
         Self::start_on(Machine::new().await).await
     }
 
-    /// The same on a machine whose agent finds this API server.
+    /// Starts a node whose agent uses this API server.
     pub(crate) async fn start_with(api_server: &FakeApiServer) -> Node {
         let machine = Machine::new().await;
-        // The agent's home is the machine's folder.
+        // The agent's home directory is the machine's folder.
         let folder = machine.path(".kube");
         std::fs::create_dir_all(&folder).unwrap();
         std::fs::write(folder.join("config"), api_server.kubeconfig()).unwrap();
@@ -127,7 +134,7 @@ impl Node {
         machine.kubelet.until_allocatable(GPU, 32).await;
         let neighbour = Tenant::start(&machine, "neighbour").await;
         neighbour.adopt(&machine, std::process::id());
-        // Warm: what the agent has once and for all is there.
+        // A first run lets the agent allocate what it needs once.
         let first = measure_round_trips(&neighbour.socket, &AtomicBool::new(true));
         println!("alone: {:?} of {}", p99(&first), first.len());
         let before = agent_usage(&machine);
@@ -138,12 +145,12 @@ impl Node {
         }
     }
 
-    /// Another pod, with its container.
+    /// Starts another pod with its container.
     pub(crate) async fn tenant(&self, name: &str) -> Tenant {
         Tenant::start(&self.machine, name).await
     }
 
-    /// Runs a load; what it came to, and what was seen meanwhile.
+    /// Runs a load. Returns its result and the measurements.
     pub(crate) async fn run_load<T>(&self, load: impl Future<Output = T>) -> (T, LoadResult) {
         let over = Arc::new(AtomicBool::new(false));
         let (socket, until) = (self.neighbour.socket.clone(), Arc::clone(&over));
@@ -163,7 +170,8 @@ impl Node {
         (came_to, LoadResult::from_round_trips(&times, most))
     }
 
-    /// The neighbour waited for nobody, the agent's memory is what it was, and its descriptors are again.
+    /// Checks that the neighbour never waited, and that the agent's memory and descriptors are as
+    /// before.
     pub(crate) async fn check_unharmed(&self, seen: LoadResult) {
         let before = self.before;
         println!("{} trips: {seen:?}", seen.trips);
@@ -178,7 +186,7 @@ impl Node {
 }
 
 impl LoadResult {
-    /// By the neighbour's round trips, sorted.
+    /// Evaluates the neighbour's sorted round trips.
     fn from_round_trips(times: &[Duration], most: AgentUsage) -> LoadResult {
         LoadResult {
             p99: p99(times),
@@ -190,12 +198,12 @@ impl LoadResult {
     }
 }
 
-/// All of the sorted times but one in a hundred are at most this.
+/// The 99th percentile of sorted times.
 fn p99(times: &[Duration]) -> Duration {
     times[times.len() * 99 / 100]
 }
 
-/// What a load did to the neighbour or the agent beyond what it may.
+/// Describes the first limit that a load exceeded for the neighbour or the agent.
 pub(crate) fn violation(
     seen: &LoadResult,
     before: AgentUsage,
@@ -234,12 +242,12 @@ impl Tenant {
         folder.unwrap().to_str().unwrap()
     }
 
-    /// Has the agent see a process in this container.
+    /// Shows a process in this container to the agent.
     pub(crate) fn adopt(&self, machine: &Machine, pid: u32) {
         machine.adopt(&self.pod, pid);
     }
 
-    /// A hostile process in this container, that waits for a command.
+    /// Starts a hostile process in this container, which waits for a command.
     pub(crate) fn run(&self, node: &Node) -> Program {
         let mut child = node
             .machine
@@ -260,7 +268,7 @@ impl Tenant {
         }
     }
 
-    /// So many processes of this container that wait for `go`, and then act as `how` says.
+    /// Starts `count` processes of this container. They wait for `go` and then act as `how` says.
     pub(crate) fn run_many(&self, node: &Node, count: u32, how: &str) -> Program {
         let mut program = self.run(node);
         let mut pid = program.call(&format!("crowd {count} {how}"));
@@ -272,7 +280,7 @@ impl Tenant {
         program
     }
 
-    /// The agent sees no process in this container any more: all have ended.
+    /// Removes all processes of this container from the agent's view, because they have ended.
     pub(crate) fn remove_processes(&self, node: &Node) {
         let procs = node.machine.cgroup(&self.pod).join("main/cgroup.procs");
         for pid in std::fs::read_to_string(&procs).unwrap().lines() {
@@ -283,25 +291,25 @@ impl Tenant {
 }
 
 impl Program {
-    /// A command, and the number that it is answered with. It blocks.
+    /// Sends a command and returns the number in its answer. Blocks.
     pub(crate) fn call(&mut self, line: &str) -> u64 {
         writeln!(self.input, "{line}").unwrap();
         self.read_number()
     }
 
-    /// A command whose answer nobody waits for: the agent may have killed the process.
+    /// Sends a command without waiting for an answer: the agent may have killed the process.
     pub(crate) fn send(&mut self, line: &str) {
         let _ = writeln!(self.input, "{line}");
     }
 
-    /// The next number that it says.
+    /// Reads the next number that the program prints.
     pub(crate) fn read_number(&mut self) -> u64 {
         let mut answer = String::new();
         self.output.read_line(&mut answer).unwrap();
         answer.trim().parse().unwrap()
     }
 
-    /// A command as a load, beside the runtime of the test.
+    /// Runs a command as a load, outside the test's runtime.
     pub(crate) async fn load(mut self, line: &str) -> (Program, u64) {
         let line = line.to_owned();
         let call = move || {
@@ -346,7 +354,7 @@ fn agent_usage(machine: &Machine) -> AgentUsage {
     }
 }
 
-/// What a neighbour waits for each answer, sorted.
+/// The neighbour's times until each answer, sorted.
 fn measure_round_trips(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
     let mut stream = UnixStream::connect(socket).unwrap();
     let patience = Some(Duration::from_secs(60));
@@ -374,7 +382,7 @@ fn measure_round_trips(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
     times
 }
 
-/// The program, compiled once.
+/// The path of the hostile program, compiled once.
 fn hostile_program() -> &'static Path {
     static HOSTILE: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
     let (_, program) = HOSTILE.get_or_init(|| {

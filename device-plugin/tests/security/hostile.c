@@ -1,17 +1,18 @@
-/* A hostile process of a container, with the agent's socket as its argument. It does what its standard input says, a
- * line a command, and answers each with a number, once it is done.
+/* A hostile process of a container. Its argument is the agent's socket. It executes the commands of
+ * its standard input, one per line, and answers each with a number when it is done.
  *
- *   linger COUNT                       connections, each with the last reference to a TCP socket that lingers and has a
- *                                      peer that reads nothing: how many were taken
- *   hellos COUNT                       so many images, whose credit pages are kept: how many pages it got
- *   crowd COUNT HOW                    so many processes, that stay and wait: a line with the pid of each
- *   go                                 all of them act at once, and stay: how many succeeded
- *                                        grant   says hello and is granted memory
- *                                        fault   says hello, and that its context is poisoned
- *                                        linger  says hello and, once all have, passes a socket as above
- *                                        past    has a context and a MiB of a GPU, without the shim
- *   connect COUNT PORT                 so many connections to this port of the machine, each with 12 KiB of a header
- *                                      that does not end, all kept: how many were made
+ *   linger COUNT        opens connections, each with the last reference to a lingering TCP socket
+ *                       whose peer never reads: the number that the agent accepted
+ *   hellos COUNT        says hello as COUNT process images and keeps their credit pages: the
+ *                       number of pages
+ *   crowd COUNT HOW     forks COUNT processes that wait: a line with the pid of each
+ *   go                  lets all of them act at once and stay: the number that succeeded
+ *                         grant   says hello and is granted memory
+ *                         fault   says hello, and reports a poisoned context
+ *                         linger  says hello and, once all have, passes a lingering socket
+ *                         past    has a context and a MiB of a GPU, without the shim
+ *   connect COUNT PORT  opens COUNT connections to this local port, each with 12 KiB of a header
+ *                       that never ends, and keeps them: the number of connections
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -29,7 +30,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-/* For so many seconds a passed socket lingers. */
+/* The time for which a passed socket lingers, in seconds. */
 #define LINGERS 12
 
 static const char *path;
@@ -46,7 +47,7 @@ static int dial(void) {
     return fd;
 }
 
-/* Sends bytes, with a descriptor where that is not negative. */
+/* Sends bytes, with the descriptor unless it is negative. */
 static int give(int to, const void *bytes, size_t length, int fd) {
     struct iovec part = {(void *)bytes, length};
     union {
@@ -59,7 +60,7 @@ static int give(int to, const void *bytes, size_t length, int fd) {
     return sendmsg(to, &message, MSG_NOSIGNAL) == (ssize_t)length;
 }
 
-/* Takes a frame, and the descriptor that comes with it: none is -1. */
+/* Receives a frame and its descriptor, which is -1 where there is none. */
 static int take(int from, unsigned char *bytes, size_t length, int *fd) {
     struct iovec part = {bytes, length};
     char space[CMSG_SPACE(sizeof(int))];
@@ -72,7 +73,7 @@ static int take(int from, unsigned char *bytes, size_t length, int *fd) {
     return got > 2 ? bytes[2] : -1;
 }
 
-/* A connection whose hello was answered, and its credit page: none is -1. */
+/* A connection after hello, and its credit page, which is -1 where there is none. */
 static int hello(int *page) {
     unsigned char frame[14] = {12, 0, 1, 1, 0}, answer[4096];
     int fd = dial();
@@ -83,7 +84,7 @@ static int hello(int *page) {
     return fd;
 }
 
-/* Sends a byte with the last reference to a TCP socket that lingers, and has a peer that reads nothing. */
+/* Sends a byte with the last reference to a lingering TCP socket whose peer never reads. */
 static int pass(int to) {
     struct sockaddr_in here = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
     struct linger on = {1, LINGERS}, off = {0, 0};
@@ -106,7 +107,7 @@ static int pass(int to) {
 static int linger(int count) {
     int to[count], taken = 0;
     for (int index = 0; index < count; index++) to[index] = dial();
-    /* All of them are accepted before the agent is held up by one. */
+    /* The agent accepts all of them before one of them can block it. */
     usleep(200000);
     for (int index = 0; index < count; index++) taken += pass(to[index]);
     return taken;
@@ -130,13 +131,13 @@ static int granted(void) {
 }
 
 static int faults(void) {
-    /* Account 0, CUDA error 700, and it cannot be executed again. */
+    /* Account 0, CUDA error 700, and no re-exec is possible. */
     unsigned char frame[9] = {7, 0, 8, 0, 0xbc, 2, 0, 0, 0}, answer[64];
     int page, fd = hello(&page);
     return page >= 0 && give(fd, frame, sizeof frame, -1) && take(fd, answer, sizeof answer, &page) >= 0;
 }
 
-/* The processes of the crowd, and how many of them have an answer to their hello. */
+/* The forked processes, and the number of them whose hello was answered. */
 static int members;
 static int *greeted;
 
@@ -163,7 +164,7 @@ static void member(int (*act)(void)) {
     char done, end;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     close(start[1]);
-    /* Until the other end is closed. */
+    /* Reads until the other end is closed. */
     if (read(start[0], &end, 1) < 0) perror("read");
     done = act();
     if (write(answers[1], &done, 1) < 0) perror("write");
@@ -182,7 +183,7 @@ static int connections(int count, int port) {
             perror("connect");
             break;
         }
-        /* The agent may have closed it already. */
+        /* The agent may have closed the connection already. */
         send(fd, header, sizeof header, MSG_NOSIGNAL);
     }
     return made;
@@ -219,7 +220,7 @@ int main(int count, char **words) {
         } else if (!strncmp(line, "go", 2)) {
             close(start[1]);
             close(answers[1]);
-            /* Until each of them has written or ended. */
+            /* Reads until each process has written or ended. */
             for (number = 0; read(answers[0], &done, 1) == 1;) number += done;
             printf("%d\n", number);
         }

@@ -1,12 +1,12 @@
-//! What pods do to the agent's metrics port.
+//! Tests hostile clients of the agent's metrics port.
 
 use std::time::{Duration, Instant};
 
 use crate::fixture::{Node, ROUND_TRIP_LIMIT};
 
-/// Connections that one pod makes.
+/// The connections of one pod.
 const CONNECTIONS: u64 = 10_000;
-/// The fewest probes that say something of the hundredth.
+/// The fewest probes from which a 99th percentile is meaningful.
 const MIN_PROBES: usize = 200;
 
 #[tokio::test]
@@ -39,7 +39,7 @@ async fn probes_are_answered_when_headers_never_end() {
     println!("{made} connections, {} probes, p99 {p99:?}", took.len());
     assert_eq!(made, CONNECTIONS);
     assert!(p99 < ROUND_TRIP_LIMIT, "probes waited: {p99:?}");
-    // The process keeps all of its connections: the agent has closed them by itself.
+    // The process keeps all of its connections. The agent has closed its side already.
     node.check_unharmed(seen).await;
     assert_eq!(node.machine.get("/metrics").await.0, 200);
     drop(program);

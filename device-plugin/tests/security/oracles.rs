@@ -1,8 +1,8 @@
-//! Says which promise to others an agent breaks while a hostile tenant is at work.
+//! Detects broken promises of the agent while a hostile tenant runs.
 //!
-//! Each oracle is a function of what was read, so that a bad world can be shown to it. One that
-//! reads nothing, because a record or a metric has another name today, complains as well: it could
-//! never fail.
+//! Each oracle is a pure function of the data read, so that a test can show it a violation. An
+//! oracle also fails if it finds no data, because a renamed record or metric would make it pass
+//! always.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,31 +16,31 @@ use crate::fixture::Node;
 
 /// The quota of each container of the fixture.
 pub(crate) const QUOTA: Units = Units(1 << 20);
-/// For how many looks a thread may sleep in the same close.
+/// The number of samples in which a thread may sleep in the same close.
 const MAX_SLEEPING_SAMPLES: u32 = 4;
 
-/// Looks at the agent again and again.
+/// Samples the agent's state repeatedly.
 #[derive(Default)]
 pub(crate) struct Invariants {
     asleep: BTreeMap<PathBuf, u32>,
     /// The most that a record ever charged.
     pub(crate) max_charged: u64,
-    /// How often a thread of the agent's runtime had a stack.
+    /// The number of stacks read of the agent's runtime threads.
     pub(crate) stacks_read: u64,
 }
 
 impl Invariants {
-    /// The first complaint.
+    /// Returns the first violation.
     pub(crate) fn check(&mut self, node: &Node) -> Option<String> {
         self.check_quota(node).or_else(|| self.check_closes(node))
     }
 
-    /// A container whose record charges more than its quota.
+    /// Finds a container whose record charges more than its quota.
     fn check_quota(&mut self, node: &Node) -> Option<String> {
         let records = fs::read_dir(node.machine.path("run/sessions")).unwrap();
         let records = records.map(|record| record.unwrap().path());
         for path in records.filter(|path| path.extension().is_some_and(|it| it == "json")) {
-            // The agent may replace it just now.
+            // The agent may be replacing the file.
             let Ok(text) = fs::read(&path) else { continue };
             let Ok(record) = serde_json::from_slice(&text) else {
                 continue;
@@ -53,8 +53,8 @@ impl Invariants {
         None
     }
 
-    /// A thread of the agent's runtime that has slept in a close, or in the release of what it
-    /// received, for some looks.
+    /// Finds a runtime thread of the agent that has slept in a close, or in the release of a
+    /// received descriptor, for some samples.
     fn check_closes(&mut self, node: &Node) -> Option<String> {
         let tasks = format!("/proc/{}/task", node.machine.agent_pid());
         let mut closing = BTreeMap::new();
@@ -75,8 +75,8 @@ fn read_task_file(task: &Path, name: &str) -> String {
     fs::read_to_string(task.join(name)).unwrap_or_default()
 }
 
-/// What a session record charges to the container's GPU, at most its quota. Its other accounts have
-/// no quota.
+/// The amount that a session record charges to the container's GPU, at most its quota. The other
+/// accounts have no quota.
 fn charged_units(record: &Value) -> Result<u64, String> {
     let list = |name: &str| {
         let list = record[name].as_array();
@@ -109,14 +109,13 @@ fn charged_units(record: &Value) -> Result<u64, String> {
     Ok(of_gpu)
 }
 
-/// Whether a thread is one of the runtime's and sleeps while the kernel releases a file, by what
-/// `/proc` tells of it.
+/// Whether `/proc` shows a thread of the runtime that sleeps while the kernel releases a file.
 fn sleeps_in_a_close(name: &str, stat: &str, stack: &str) -> bool {
     let state = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
     name.starts_with("tokio") && !state.starts_with('R') && stack.contains("__fput")
 }
 
-/// Counts for how many looks each thread slept, and complains of one that did so too long.
+/// Counts the samples in which each thread slept, and reports a thread that slept too long.
 fn stuck_task(
     asleep: &mut BTreeMap<PathBuf, u32>,
     closing: BTreeMap<PathBuf, String>,
@@ -134,7 +133,7 @@ fn stuck_task(
     None
 }
 
-/// What an agent did to a neighbour's process that holds so much of its quota.
+/// Describes a loss of credit in a neighbour's process that holds this much of its quota.
 pub(crate) fn neighbour_violation(page: &CreditPageLayout, held: Units) -> Option<String> {
     let Some(slot) = page.slot(0) else {
         return Some("its account is gone".to_owned());
@@ -150,8 +149,8 @@ pub(crate) fn neighbour_violation(page: &CreditPageLayout, held: Units) -> Optio
     Some(format!("{what}: fence {fence}, {word:?}, quota {quota:?}"))
 }
 
-/// A finding that is not of one of these containers: the metrics count all, and the log says of
-/// which container each is.
+/// Finds a finding about any other container. The metrics count all findings, and the log names the
+/// container of each.
 pub(crate) fn false_finding(metrics: &str, log: &str, hostile: &[&str]) -> Option<String> {
     let count = |line: &str| {
         let labels = line.strip_prefix("bursar_agent_findings_total")?;
@@ -160,7 +159,7 @@ pub(crate) fn false_finding(metrics: &str, log: &str, hostile: &[&str]) -> Optio
     let counts: Vec<usize> = metrics.lines().filter_map(count).collect();
     let told = log.lines().filter(|line| line.contains("audit finding="));
     let told: Vec<&str> = told.collect();
-    // A kind that was never found is not among the metrics: the audits are.
+    // The metrics lack kinds without a finding, but always contain the audits.
     let audits = metrics.lines().any(|line| {
         let count = line.strip_prefix("bursar_agent_audit_seconds_count ");
         count.is_some_and(|count| count != "0")

@@ -1,10 +1,10 @@
-//! What processes do to their container's socket.
+//! Tests hostile processes on their container's socket.
 
 use std::time::{Duration, Instant};
 
 use crate::fixture::Node;
 
-/// What a process may get of credit pages at once: twice as many as there may be processes.
+/// The most credit pages that a process may get at once: twice the limit of processes.
 const MAX_PAGES: u64 = 1024;
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! The kubelet's checkpoint file, in its JSON form.
+//! Reads and writes the kubelet's checkpoint file in its JSON form.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -19,7 +19,7 @@ pub struct Entry {
     pub answer: ContainerAllocateResponse,
 }
 
-/// What the file holds.
+/// The content of the file.
 #[derive(Debug, Default)]
 pub struct Content {
     pub entries: Vec<Entry>,
@@ -30,7 +30,8 @@ pub struct Content {
 #[serde(rename_all = "PascalCase")]
 struct File {
     data: Data,
-    /// FNV-1a of the data. The real one hashes Go's rendering of Go values, which only Go can make.
+    /// FNV-1a of the data. The real kubelet hashes Go's text form of Go values, which only Go
+    /// produces.
     checksum: u32,
 }
 
@@ -74,7 +75,8 @@ pub fn write(dir: &Path, content: &Content) {
     std::fs::rename(temporary, dir.join(FILE_NAME)).unwrap();
 }
 
-/// What is in the file; nothing where there is none or it is damaged, as the real one goes on without.
+/// Returns the content of the file. A missing or damaged file counts as empty, as it does for the
+/// real kubelet.
 pub fn read(dir: &Path) -> Content {
     let Ok(json) = std::fs::read(dir.join(FILE_NAME)) else {
         return Content::default();

@@ -1,4 +1,4 @@
-//! The kubelet's connection to one plugin, in the words of `plugin/v1beta1/client.go`.
+//! Connects the kubelet to one plugin, with the names of `plugin/v1beta1/client.go`.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::{Call, Shared};
 
-/// A connection. Cutting it ends its stream and fails the calls under way.
+/// A connection. Cutting it ends its stream and fails the open calls.
 #[derive(Debug)]
 pub struct Client {
     api: DevicePluginClient<Channel>,
@@ -23,7 +23,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// `connectClient`: dials, asks for the options, and follows the devices in the background.
+    /// `connectClient`: connects, reads the options, and follows the device list in the background.
     pub async fn connect(
         shared: &Arc<Shared>,
         resource: &str,
@@ -68,7 +68,7 @@ impl Client {
         Ok(())
     }
 
-    /// Takes in device lists until the stream ends, for whatever reason.
+    /// Receives device lists until the stream ends for any reason.
     async fn follow(&self, shared: &Shared, resource: &str) {
         shared.note(Call::ListAndWatch(resource.to_owned()));
         let Ok(stream) = self.api.clone().list_and_watch(Empty {}).await else {
@@ -89,7 +89,7 @@ impl Client {
         }
     }
 
-    /// Allocate has no limit.
+    /// Calls Allocate, which has no time limit.
     pub async fn allocate(&self, ids: Vec<String>) -> Result<ContainerAllocateResponse, String> {
         let container_requests = vec![ContainerAllocateRequest { devices_ids: ids }];
         let mut api = self.api.clone();
@@ -100,7 +100,7 @@ impl Client {
         first.ok_or_else(|| "no containers return in allocation response".to_owned())
     }
 
-    /// PreStartContainer has one, which gRPC tells the plugin as well.
+    /// Calls PreStartContainer with a time limit, which gRPC sends to the plugin too.
     pub async fn pre_start(&self, ids: Vec<String>, limit: Duration) -> Result<(), String> {
         let mut request = tonic::Request::new(PreStartContainerRequest { devices_ids: ids });
         request.set_timeout(limit);
@@ -145,7 +145,7 @@ async fn dial(socket: &Path) -> Result<Channel, String> {
     dialled.map_err(|error| format!("failed to dial device plugin: {error}"))
 }
 
-/// Uses up one of `left`, if there is one.
+/// Takes one of the `left` failures. True where there was one.
 fn take(left: &mut u32) -> bool {
     let any = *left > 0;
     *left = left.saturating_sub(1);

@@ -1,4 +1,4 @@
-//! The device manager's books: pure, in the words of `manager.go` and `pod_devices.go`.
+//! Keeps the device manager's state, with the names of `manager.go` and `pod_devices.go`. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -22,19 +22,19 @@ pub struct Capacity {
     pub allocatable: usize,
 }
 
-/// What the runtime is told for a container.
+/// The options that the kubelet passes to the runtime for a container.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Options {
     pub cdi_devices: Vec<String>,
     pub annotations: BTreeMap<String, String>,
 }
 
-/// What `devicesToAllocate` found.
+/// The result of `devicesToAllocate`.
 #[derive(Debug)]
 pub enum Wanted {
     /// No call is needed: the container has its devices, or runs.
     Nothing,
-    /// These are to be asked for, in this order.
+    /// The devices to allocate, in this order.
     Ids(Vec<String>),
 }
 
@@ -60,7 +60,7 @@ pub struct Manager {
     /// `devicesToReuse` of the pod that is being admitted.
     reuse: Option<(String, BTreeMap<String, Ids>)>,
     active: BTreeMap<String, Pod>,
-    /// Containers with a process; known to the runtime, so it outlives the kubelet.
+    /// The containers with a process. The runtime knows them, so they outlive the kubelet.
     running: BTreeSet<(String, String)>,
     pub sources_ready: bool,
     random: StdRng,
@@ -145,7 +145,7 @@ impl Manager {
         self.clients.get(resource).cloned()
     }
 
-    /// `registerClient`: replaces the client of before without a word to it.
+    /// `registerClient`: replaces the former client without closing it.
     pub fn register_client(&mut self, resource: &str, client: Arc<Client>) {
         self.clients.insert(resource.to_owned(), client);
     }
@@ -164,7 +164,8 @@ impl Manager {
         self.endpoints.insert(resource.to_owned(), endpoint);
     }
 
-    /// `runClient` after its stream ended: disconnects whoever is registered now.
+    /// `runClient` after its stream ended: disconnects the client that is registered now, whichever
+    /// it is.
     pub fn stream_ended(&mut self, resource: &str) {
         let Some(client) = self.clients.remove(resource) else {
             return;
@@ -183,7 +184,7 @@ impl Manager {
         }
     }
 
-    /// The process ends.
+    /// Disconnects all clients, because the kubelet's process ends.
     pub fn disconnect_all(&mut self) {
         for client in std::mem::take(&mut self.clients).into_values() {
             client.cut.cancel();
@@ -235,7 +236,7 @@ impl Manager {
         self.healthy.contains_key(resource) || self.allocated.contains_key(resource)
     }
 
-    /// The plugin to call.
+    /// The client of the resource's plugin.
     pub fn endpoint(&self, resource: &str) -> Result<Arc<Client>, String> {
         let endpoint = self.endpoints.get(resource);
         let endpoint = endpoint.ok_or_else(|| format!("unknown Device Plugin {resource}"))?;
@@ -245,7 +246,8 @@ impl Manager {
         }
     }
 
-    /// Whether PreStartContainer is to be called: never while the plugin has not registered anew.
+    /// Whether the kubelet calls PreStartContainer. It does not until the plugin has registered
+    /// again.
     pub fn needs_pre_start(&self, resource: &str) -> Result<bool, String> {
         let endpoint = self.endpoints.get(resource);
         let endpoint = endpoint.ok_or_else(|| format!("endpoint not found for {resource}"))?;
@@ -308,7 +310,7 @@ impl Manager {
         Ok(Wanted::Ids(chosen))
     }
 
-    /// What init containers of the pod under admission left for its later containers.
+    /// The devices that init containers of the pod under admission leave to its later containers.
     fn reusable(&mut self, uid: &str, resource: &str) -> Ids {
         if self.reuse.as_ref().is_none_or(|(pod, _)| pod != uid) {
             self.reuse = Some((uid.to_owned(), BTreeMap::new()));
@@ -320,7 +322,8 @@ impl Manager {
         reuse.cloned().unwrap_or_default()
     }
 
-    /// After a container's allocation: a plain init container's devices may be used again, any other's not.
+    /// Updates the reusable devices after a container's allocation. Those of a plain init container
+    /// become reusable, those of any other do not.
     pub fn settle_reuse(&mut self, uid: &str, container: &Container) {
         for (resource, _) in &container.limits {
             let ids = self.assigned(uid, &container.name, resource);

@@ -1,18 +1,23 @@
-//! A kubelet's device manager with the real one's manners, for fast tests.
+//! Fake kubelet: a device manager that behaves like the real one, for fast tests.
 //!
-//! Taken from `pkg/kubelet/cm/devicemanager` of Kubernetes 1.36.3:
-//! - At start it reads its checkpoint, then removes every socket of its directory, then serves.
-//! - Register dials back and asks for the options before it answers; the options in Register are ignored.
-//! - A ListAndWatch that ends is never asked for again, all its devices become Unhealthy, and the handler of the end
+//! The fake follows `pkg/kubelet/cm/devicemanager` of Kubernetes 1.36.3:
+//! - At its start the kubelet reads its checkpoint, then removes every socket of its directory,
+//!   then serves.
+//! - Register dials back and reads the options before it answers. The options in Register are
+//!   ignored.
+//! - A ListAndWatch that ends is never retried. All its devices become Unhealthy, and the handler
 //!   disconnects *whatever client the resource has by then*.
-//! - Allocate is called once per container, with IDs chosen at random, in no order. Tokens of plain init containers are
-//!   used again by later containers of the pod; a sidecar's are not. A failure fails the pod for ever.
-//! - PreStartContainer is called before each start with a limit of 30 s, and not at all while the plugin has not
-//!   registered with this kubelet.
-//! - The checkpoint is replaced (temporary file, rename) after each Allocate and each device update, and is all that a
-//!   restart keeps. A pod that is gone stays in it until something else is allocated or listed.
+//! - Allocate is called once per container, with device ids chosen at random, in no order. Later
+//!   containers of the pod reuse device ids of plain init containers, but not those of a sidecar. A
+//!   failure fails the pod for ever.
+//! - PreStartContainer is called before each start with a limit of 30 s. It is not called while the
+//!   plugin has not registered with this kubelet.
+//! - The checkpoint is replaced (temporary file, rename) after each Allocate and each device
+//!   update, and is all that survives a restart. A deleted pod stays in the checkpoint until the
+//!   next allocation or listing.
 //!
-//! Not here: topology, NUMA, GetPreferredAllocation (this agent does not offer it), pods' back-off.
+//! The fake lacks topology, NUMA, GetPreferredAllocation (the agent does not offer it) and the
+//! back-off of pods.
 
 mod checkpoint;
 mod client;
@@ -42,16 +47,16 @@ pub use pod::{Container, Kind, Phase, Pod};
 /// `endpointStopGracePeriod`: how long capacity outlives a plugin.
 const STOP_GRACE: Duration = Duration::from_secs(5 * 60);
 
-/// What a test can break.
+/// Faults that a test can inject.
 #[derive(Debug, Clone)]
 pub struct Faults {
-    /// So many GetDevicePluginOptions calls fail.
+    /// How many GetDevicePluginOptions calls fail.
     pub options: u32,
-    /// So many streams are cut as soon as they are open.
+    /// How many streams are cut as soon as they are open.
     pub streams: u32,
     /// Whether PodResources serves Get.
     pub serves_get: bool,
-    /// PreStartContainer's limit: 30 s in the real one.
+    /// PreStartContainer's time limit: 30 s in the real kubelet.
     pub pre_start_limit: Duration,
 }
 
@@ -66,14 +71,14 @@ impl Default for Faults {
     }
 }
 
-/// How long plugins took to answer, seen from here.
+/// The plugins' response times, as the kubelet measures them.
 #[derive(Debug, Clone, Default)]
 pub struct Times {
     pub allocate: Vec<Duration>,
     pub pre_start: Vec<Duration>,
 }
 
-/// What the kubelet asked of plugins, and what was asked of it, in order.
+/// The calls between the kubelet and plugins in both directions, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Call {
     /// A plugin's registration: resource and endpoint.
@@ -88,22 +93,21 @@ pub enum Call {
 struct Shared {
     dir: PathBuf,
     manager: Mutex<Manager>,
-    /// What the API server knows: outlives the kubelet's restarts.
+    /// The pods in the API server, which outlive the kubelet's restarts.
     pods: Mutex<Vec<Pod>>,
     faults: Mutex<Faults>,
     calls: Mutex<Vec<Call>>,
-    /// How long each Allocate and PreStartContainer took.
+    /// The times of each Allocate and PreStartContainer.
     times: Mutex<Times>,
-    /// Admission is one pod at a time.
+    /// The kubelet admits one pod at a time.
     admission: tokio::sync::Mutex<()>,
 }
 
-/// The fake kubelet of one node.
 #[derive(Debug)]
 pub struct FakeKubelet {
     shared: Arc<Shared>,
     pod_resources: PathBuf,
-    /// Ends the servers; none while stopped.
+    /// Stops the servers. None while the kubelet is stopped.
     running: Option<Running>,
 }
 
@@ -114,7 +118,8 @@ struct Running {
 }
 
 impl FakeKubelet {
-    /// A kubelet under `root` that is not started; `seed` chooses its device IDs.
+    /// Creates a kubelet under `root` without starting it. `seed` determines its choice of device
+    /// ids.
     pub fn new(root: &Path, seed: u64) -> Self {
         let dir = root.join("device-plugins");
         std::fs::create_dir_all(&dir).unwrap();
@@ -145,7 +150,8 @@ impl FakeKubelet {
         &self.pod_resources
     }
 
-    /// Starts the device manager and its servers. Pods are not looked at before [`Self::sync_pods`].
+    /// Starts the device manager and its servers. The kubelet admits no pods before
+    /// [`Self::sync_pods`].
     pub fn start(&mut self) {
         assert!(self.running.is_none(), "running already");
         let entries = checkpoint::read(&self.shared.dir);
@@ -159,13 +165,13 @@ impl FakeKubelet {
         self.running = Some(Running { stop, servers });
     }
 
-    /// Ends as on SIGTERM: connections are closed and the socket is removed.
+    /// Stops as on SIGTERM: closes connections and removes the socket.
     pub async fn stop(&mut self) {
         self.kill().await;
         let _not_there = std::fs::remove_file(self.shared.dir.join("kubelet.sock"));
     }
 
-    /// Ends as on SIGKILL: connections are closed and the socket stays.
+    /// Stops as on SIGKILL: closes connections and leaves the socket.
     pub async fn kill(&mut self) {
         let Some(running) = self.running.take() else {
             return;
@@ -178,7 +184,7 @@ impl FakeKubelet {
         self.shared.manager().disconnect_all();
     }
 
-    /// Stops, starts, and looks at all pods, before any plugin had time to register.
+    /// Stops, starts, and admits all pods before any plugin can register.
     pub async fn restart(&mut self) {
         self.stop().await;
         self.start();
@@ -204,7 +210,7 @@ impl FakeKubelet {
 
     /// Removes the plugins' sockets and nothing else.
     pub fn wipe_plugin_sockets(&self) {
-        // All are listed before any is removed: the agent is quick to make another.
+        // The listing precedes the removal, because the agent quickly creates another socket.
         let entries: Vec<_> = std::fs::read_dir(&self.shared.dir).unwrap().collect();
         for entry in entries.into_iter().flatten() {
             let kind = entry.file_type().unwrap();
@@ -214,23 +220,23 @@ impl FakeKubelet {
         }
     }
 
-    /// Cuts the connection to the plugin of `resource`, as when its stream broke.
+    /// Cuts the connection to the plugin of `resource`, as a broken stream does.
     pub fn cut(&self, resource: &str) {
         let client = self.shared.manager().client(resource);
         client.expect("a registered plugin").cut.cancel();
     }
 
-    /// Breaks something.
+    /// Injects a fault.
     pub fn break_with(&self, change: impl FnOnce(&mut Faults)) {
         change(&mut self.shared.faults.lock().unwrap());
     }
 
-    /// Everything that was asked so far.
+    /// All calls so far.
     pub fn calls(&self) -> Vec<Call> {
         self.shared.calls.lock().unwrap().clone()
     }
 
-    /// How many of the calls so far are such.
+    /// The number of calls so far that `such` accepts.
     pub fn count(&self, such: impl Fn(&Call) -> bool) -> usize {
         self.shared
             .calls
@@ -241,17 +247,17 @@ impl FakeKubelet {
             .count()
     }
 
-    /// The times since this was asked last.
+    /// The times since the last call of this method.
     pub fn take_times(&self) -> Times {
         std::mem::take(&mut self.shared.times.lock().unwrap())
     }
 
-    /// What the node's status says of a resource; none where it was never registered.
+    /// The resource's capacity in the node's status. None where no plugin ever registered it.
     pub fn capacity(&self, resource: &str) -> Option<Capacity> {
         self.shared.manager().capacity(resource)
     }
 
-    /// Waits until so many tokens are allocatable; how long that took.
+    /// Waits until this many device ids are allocatable. Returns the time that this took.
     pub async fn until_allocatable(&self, resource: &str, count: usize) -> Duration {
         let what = format!("{count} of {resource} allocatable");
         let reached = || {
@@ -261,24 +267,24 @@ impl FakeKubelet {
         super::eventually(&what, reached).await
     }
 
-    /// The health of each device that a container holds, as the pod's status lists it.
+    /// The health of each device of a container, as the pod's status lists it.
     pub fn resource_health(&self, pod: &Pod, container: &str) -> Vec<(String, bool)> {
         self.shared.manager().resource_health(&pod.uid, container)
     }
 
-    /// A new pod: admits it, container by container.
+    /// Admits a new pod, container by container.
     ///
     /// # Errors
-    /// The message of the pod's UnexpectedAdmissionError; the pod is Failed for ever.
+    /// The message of the pod's UnexpectedAdmissionError. The pod is Failed for ever.
     pub async fn admit(&self, pod: &Pod) -> Result<(), String> {
         self.shared.pods.lock().unwrap().push(pod.clone());
         self.allocate_pod(pod).await
     }
 
-    /// Starts a container: PreStartContainer, then what the runtime is told.
+    /// Starts a container: calls PreStartContainer, then returns the options for the runtime.
     ///
     /// # Errors
-    /// The message of the pod's CreateContainerConfigError; the kubelet would try again.
+    /// The message of the pod's CreateContainerConfigError. The real kubelet would retry.
     pub async fn start_container(&self, pod: &Pod, container: &str) -> Result<Options, String> {
         let spec = pod.container_named(container);
         for (resource, _) in &spec.limits {
@@ -288,20 +294,20 @@ impl FakeKubelet {
         Ok(self.shared.manager().run_options(&pod.uid, container))
     }
 
-    /// The container's process ended; the pod goes on.
+    /// Ends the container's process. The pod continues.
     pub fn container_ended(&self, pod: &Pod, container: &str) {
         self.shared
             .manager()
             .set_running(&pod.uid, container, false);
     }
 
-    /// The pod ended and is terminal.
+    /// Ends the pod, which becomes terminal.
     pub fn pod_ended(&self, pod: &Pod, phase: Phase) {
         self.set_phase(&pod.uid, phase);
         self.shared.manager().set_inactive(&pod.uid);
     }
 
-    /// The pod was deleted at the API server.
+    /// Deletes the pod at the API server.
     pub fn pod_deleted(&self, pod: &Pod) {
         self.shared
             .pods
@@ -311,7 +317,7 @@ impl FakeKubelet {
         self.shared.manager().set_inactive(&pod.uid);
     }
 
-    /// The node was rebooted: no container runs any more. Call it while stopped.
+    /// Reboots the node: no container runs any more. Call this while the kubelet is stopped.
     pub fn reboot(&self) {
         assert!(
             self.running.is_none(),
@@ -328,7 +334,7 @@ impl FakeKubelet {
             .map(|pod| pod.phase.clone())
     }
 
-    /// The device IDs that a container holds, sorted.
+    /// The device ids of a container, sorted.
     pub fn assigned(&self, pod: &Pod, container: &str, resource: &str) -> Vec<String> {
         self.shared
             .manager()

@@ -1,6 +1,6 @@
-//! Pods, as far as a device manager cares.
+//! Defines pods, as far as a device manager needs them.
 
-/// A pod. Containers are in the order of admission: init containers first.
+/// A pod. The containers are in order of admission: init containers first.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pod {
     pub uid: String,
@@ -14,7 +14,7 @@ pub struct Pod {
 pub enum Phase {
     Active,
     Succeeded,
-    /// With the message of the failed admission, or of whatever else failed it.
+    /// The pod failed, with this message.
     Failed(String),
 }
 
@@ -28,15 +28,15 @@ pub struct Container {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A plain init container: ends before the next starts.
+    /// A plain init container, which ends before the next container starts.
     Init,
-    /// A restartable init container: lives as long as the pod.
+    /// A restartable init container, which runs as long as the pod.
     Sidecar,
     App,
 }
 
 impl Pod {
-    /// A pod without containers; its UID is made of its name.
+    /// A pod without containers. Its UID is derived from its name.
     pub fn new(name: &str) -> Self {
         Self {
             uid: format!("{name}-uid"),

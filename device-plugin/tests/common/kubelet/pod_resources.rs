@@ -1,4 +1,4 @@
-//! The kubelet's PodResources API, in the words of `apis/podresources/server_v1.go`.
+//! Serves the kubelet's PodResources API, with the names of `apis/podresources/server_v1.go`.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ impl PodResourcesLister for Lister {
         _: Request<api::ListPodResourcesRequest>,
     ) -> Result<Response<api::ListPodResourcesResponse>, Status> {
         let mut manager = self.0.manager();
-        // A question that changes the answer: pods that are not active are forgotten here.
+        // This read changes the state as the real one does: inactive pods are dropped here.
         manager.forget_inactive();
         let pod_resources = manager.active().map(|pod| listed(&manager, pod)).collect();
         Ok(Response::new(api::ListPodResourcesResponse {
