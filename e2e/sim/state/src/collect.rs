@@ -1,12 +1,15 @@
-//! Collects what is dead, whenever somebody looks.
+//! Garbage-collects images and objects to which no kernel lock refers any more.
+//!
+//! Every process that reads the table or needs memory runs the collection; there is no daemon.
 
 use crate::sim::{Sim, SimError};
 use crate::table::{RawObject, TableGuard};
 use std::sync::atomic::Ordering::Relaxed;
 
 impl TableGuard<'_> {
-    /// Takes `bytes` of a unit's room, collecting the dead when it does not fit otherwise. The caller
-    /// adds them to an image or an object before it lets go of the books.
+    /// Reserves `bytes` of a unit, and collects garbage first when they do not fit.
+    ///
+    /// The caller adds the bytes to an image or an object before it releases the table's lock.
     pub(crate) fn reserve(&self, sim: &Sim, unit: usize, bytes: u64) -> Result<(), SimError> {
         let used = &self.raw().units[unit].used;
         let total = sim.units[unit].total;
@@ -25,7 +28,7 @@ impl TableGuard<'_> {
         Ok(())
     }
 
-    /// Forgets images and objects that nothing holds any more.
+    /// Removes unreferenced images and objects.
     pub(crate) fn collect(&self, sim: &Sim) {
         self.collect_images(sim);
         for (_, object) in self.objects() {
@@ -33,11 +36,12 @@ impl TableGuard<'_> {
         }
     }
 
-    /// Forgets images whose lock the kernel has dropped.
+    /// Removes images whose lock the kernel has dropped.
     pub(crate) fn collect_images(&self, sim: &Sim) {
         let mut died = false;
         for (number, image) in self.images() {
-            // Where the kernel does not answer, the image is taken to live: memory is never free by mistake.
+            // If the kernel fails to answer, the image counts as alive, so that memory is never
+            // freed early.
             let alive = crate::lock::find_locked_byte(&sim.images_lock, number as u64, 1);
             if matches!(alive, Ok(None)) {
                 image.used.store(0, Relaxed);
@@ -49,7 +53,7 @@ impl TableGuard<'_> {
         }
     }
 
-    /// Forgets one object if nothing pins its file, and removes the file.
+    /// Removes an object and its file if no open file description locks the file.
     pub(crate) fn collect_object(&self, sim: &Sim, object: &RawObject) {
         let path = sim.folder.object(object.id.load(Relaxed));
         let free = match crate::lock::open(&path) {

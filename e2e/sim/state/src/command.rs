@@ -1,4 +1,4 @@
-//! The commands of `simgpu`.
+//! Implements the subcommands of `simgpu`.
 
 use anyhow::{Context as _, Result};
 use bursar_sim_state::{MachineDir, Sim, xid::Xid};
@@ -6,11 +6,11 @@ use clap::{Parser, Subcommand, ValueEnum};
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-/// Simulated GPUs: lay them out, look at them, break them.
+/// Create, inspect and break simulated GPUs.
 #[derive(Debug, Parser)]
 #[command(name = "simgpu", version)]
 pub(crate) struct Args {
-    /// The machine's folder.
+    /// The machine's directory.
     #[arg(long, global = true, env = "SIMGPU_DIR", default_value = "/run/simgpu")]
     dir: PathBuf,
     #[command(subcommand)]
@@ -19,9 +19,9 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Lay out the folder: configuration, empty state, device nodes, libraries.
+    /// Create the directory: configuration, empty state, device nodes, libraries.
     Init {
-        /// The configuration to copy.
+        /// The configuration file to copy.
         #[arg(long)]
         config: PathBuf,
         /// A driver library to install (twice: libbursar_sim_cuda.so, libbursar_sim_nvml.so).
@@ -42,10 +42,10 @@ enum Command {
     },
     /// Make NVML's calls about a GPU hang, in every process, until `release`.
     Hang {
-        /// Position, UUID, or `all`: then calls about no GPU hang too.
+        /// Position, UUID, or `all`. With `all`, calls that name no GPU hang too.
         gpu: String,
     },
-    /// Let calls that hang return.
+    /// Let hanging calls return.
     Release {
         /// Position, UUID, or `all`.
         gpu: String,
@@ -54,22 +54,22 @@ enum Command {
     Xid {
         /// Position or UUID.
         gpu: String,
-        /// As in NVIDIA's XID catalogue.
+        /// The XID, from NVIDIA's XID catalogue.
         code: u32,
-        /// The process that it names.
+        /// The pid that the event reports; 0 for none.
         #[arg(long, default_value_t = 0)]
         pid: u32,
     },
-    /// Give a process a sticky CUDA error: every call that needs a context answers it from now on.
+    /// Give a process a sticky CUDA error: every later call that needs a context returns it.
     Poison {
-        /// The process, as this pid namespace numbers it.
+        /// The process, by its pid in the caller's pid namespace.
         pid: u32,
-        /// A CUresult, as 700.
+        /// A CUresult, such as 700.
         code: i32,
     },
-    /// Switch the scrubbing of freed memory.
+    /// Switch the scrubbing of freed memory on or off.
     Scrub {
-        /// on or off.
+        /// `on` or `off`.
         state: Switch,
     },
 }

@@ -1,31 +1,33 @@
-//! The one configuration file of the simulated GPUs.
+//! Parses and validates the simulated machine's configuration file.
 
 use serde::{Deserialize, Deserializer, de::Error as _};
 use std::path::Path;
 
-/// `config.toml`: what the simulated machine has. An unknown field is an error that names it.
+/// `config.toml`: the simulated machine. The parser refuses unknown fields and names them.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Config {
-    /// What NVML answers as the driver's version.
+    /// The driver version that NVML reports.
     #[serde(default = "default_driver_version")]
     pub driver_version: String,
-    /// What `cuDriverGetVersion` answers, as `"13.0"`. Before 12.2 `cuMemAdvise_v2` and
-    /// `cuMemPrefetchAsync_v2` are not exported.
+    /// The version that `cuDriverGetVersion` reports, such as `"13.0"`.
+    ///
+    /// Before 12.2, libcuda exports neither `cuMemAdvise_v2` nor `cuMemPrefetchAsync_v2`.
     #[serde(default = "default_cuda_version")]
     pub cuda_version: Version,
-    /// Bytes that a context takes of its GPU (F5 in docs/facts.md: 518 MiB on an H200).
+    /// GPU memory of a context, in bytes (F5 in docs/facts.md: 518 MiB on an H200).
     #[serde(default = "default_context", deserialize_with = "quantity")]
     pub context: u64,
-    /// Bytes that a process without a context takes once it creates memory (F3 in docs/facts.md: 4
-    /// MiB).
+    /// GPU memory, in bytes, that a process without a context uses once it creates memory (F3 in
+    /// docs/facts.md: 4 MiB).
     #[serde(default = "default_client", deserialize_with = "quantity")]
     pub client: u64,
-    /// Whether freed memory is zeroed before it is handed out again (F6 in docs/facts.md). `simgpu
-    /// scrub` changes it at run time.
+    /// Whether the driver zeroes freed memory before it allocates it again (F6 in docs/facts.md).
+    ///
+    /// `simgpu scrub` changes the setting at run time.
     #[serde(default = "yes")]
     pub scrub: bool,
-    /// The GPUs, in CUDA's and NVML's order.
+    /// The GPUs, in the order in which CUDA and NVML list them.
     #[serde(default)]
     pub gpu: Vec<Gpu>,
 }
@@ -34,24 +36,25 @@ pub struct Config {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Gpu {
-    /// The marketing name, as `"NVIDIA H200"`.
+    /// The marketing name, such as `"NVIDIA H200"`.
     pub name: String,
     /// `GPU-` and 32 hex digits in the usual five groups.
     pub uuid: String,
-    /// The GPU's memory, as `"16Gi"`; every byte of it can be allocated.
+    /// The GPU's memory, such as `"16Gi"`; programs can allocate every byte of it.
     #[serde(deserialize_with = "quantity")]
     pub memory: u64,
-    /// The number of the device node, `/dev/nvidia<minor>`.
+    /// The minor number of the device node, `/dev/nvidia<minor>`.
     pub minor: u32,
-    /// As `"9.0"`.
+    /// The compute capability, such as `"9.0"`.
     #[serde(default = "default_capability")]
     pub compute_capability: Version,
-    /// Streaming multiprocessors; with 2,048 threads each they give the cost of a stack (F14).
+    /// Streaming multiprocessors, with 2,048 threads each; they determine the memory of a stack
+    /// (F14 in docs/facts.md).
     #[serde(default = "default_multiprocessors")]
     pub multiprocessors: u32,
-    /// PCI bus id, as `"00000000:17:00.0"`; made from the position when absent.
+    /// The PCI bus id, such as `"00000000:17:00.0"`; derived from the GPU's position when absent.
     pub pci: Option<String>,
-    /// MIG instances; MIG mode is on when there is at least one.
+    /// MIG instances. A GPU with at least one instance is in MIG mode.
     #[serde(default)]
     pub mig: Vec<Mig>,
 }
@@ -60,25 +63,25 @@ pub struct Gpu {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Mig {
-    /// The profile, as `"1g.18gb"`.
+    /// The profile, such as `"1g.18gb"`.
     pub profile: String,
     /// `MIG-` and 32 hex digits in five groups.
     pub uuid: String,
-    /// The instance's memory.
+    /// The instance's memory, such as `"16Gi"`.
     #[serde(deserialize_with = "quantity")]
     pub memory: u64,
 }
 
-/// `major.minor`.
+/// A version of the form `major.minor`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Version {
-    /// Before the dot.
+    /// The number before the dot.
     pub major: i32,
-    /// After the dot.
+    /// The number after the dot.
     pub minor: i32,
 }
 
-/// Why a configuration was refused.
+/// Reasons why the configuration was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file could not be read.
@@ -86,7 +89,7 @@ pub enum ConfigError {
     Read {
         /// The file.
         path: String,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The file is not the TOML that this module describes.
@@ -94,7 +97,7 @@ pub enum ConfigError {
     Parse {
         /// The file.
         path: String,
-        /// Where and what, with the field's name.
+        /// The position and cause, with the field's name.
         message: String,
     },
     /// The values contradict each other.
@@ -104,16 +107,17 @@ pub enum ConfigError {
         gpu: usize,
         /// The field.
         field: &'static str,
-        /// What is wrong with it.
+        /// The contradiction.
         why: String,
     },
 }
 
 impl Config {
-    /// Reads and checks a file.
+    /// Reads and validates a file.
     ///
     /// # Errors
-    /// Unreadable, not TOML, an unknown field, or values that contradict each other.
+    /// The file is unreadable, is not TOML, has an unknown field, or its values contradict each
+    /// other.
     pub fn read(path: &Path) -> Result<Config, ConfigError> {
         let shown = path.display().to_string();
         let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
@@ -129,10 +133,10 @@ impl Config {
         })
     }
 
-    /// Parses and checks the text of a file.
+    /// Parses and validates a file's text.
     ///
     /// # Errors
-    /// As [`Config::read`].
+    /// Those of [`Config::read`], except for an unreadable file.
     pub fn parse(text: &str) -> Result<Config, ConfigError> {
         let config: Config = toml::from_str(text).map_err(|error| ConfigError::Parse {
             path: "config".to_owned(),
@@ -198,7 +202,7 @@ impl Config {
 }
 
 impl Gpu {
-    /// The PCI bus id: the configured one, or one made from the GPU's position.
+    /// The PCI bus id: the configured value, or a value derived from the GPU's position.
     pub fn bus_id(&self, position: usize) -> String {
         self.pci
             .clone()
@@ -206,7 +210,7 @@ impl Gpu {
     }
 }
 
-/// The 16 bytes of a UUID with the given prefix; none if it is malformed.
+/// Parses a UUID with the given prefix into its 16 bytes; `None` if the text is malformed.
 pub fn uuid_bytes(text: &str, prefix: &str) -> Option<[u8; 16]> {
     let groups: Vec<&str> = text.strip_prefix(prefix)?.split('-').collect();
     if groups.iter().map(|group| group.len()).ne([8, 4, 4, 4, 12]) {
@@ -218,7 +222,7 @@ pub fn uuid_bytes(text: &str, prefix: &str) -> Option<[u8; 16]> {
         .map(u128::to_be_bytes)
 }
 
-/// Bytes of a quantity: a plain number, or one with `Ki`, `Mi`, `Gi` or `Ti`.
+/// Parses a quantity into bytes: a plain number, or a number with `Ki`, `Mi`, `Gi` or `Ti`.
 pub fn parse_quantity(text: &str) -> Option<u64> {
     let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
     let shift = match &text[digits.len()..] {

@@ -1,30 +1,32 @@
-//! Pointer arguments of the two C interfaces: a null one is an error (`E`, the library's own), not a crash.
+//! Wraps pointer arguments of the CUDA and NVML interfaces.
+//!
+//! A null pointer becomes an error of the library (the type parameter `E`) instead of a crash.
 
 use std::ffi::{CStr, c_char};
 use std::marker::PhantomData;
 
-/// An argument is null that must not be.
+/// A required pointer argument was null.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a pointer is null")]
 pub struct NullPointer;
 
-/// A pointer argument that the library writes through (and may read first).
+/// A pointer argument that the library writes through and may read first.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct Out<T, E>(*mut T, PhantomData<E>);
 
 impl<T, E: From<NullPointer>> Out<T, E> {
-    /// A pointer that the caller put into memory.
+    /// Wraps an address that the caller stored in memory.
     pub fn at_address(address: u64) -> Out<T, E> {
         Out(address as *mut T, PhantomData)
     }
 
-    /// Whether the caller did not ask.
+    /// Whether the caller passed a null pointer.
     pub fn is_null(&self) -> bool {
         self.0.is_null()
     }
 
-    /// Writes.
+    /// Writes the value.
     ///
     /// # Errors
     /// The pointer is null.
@@ -32,17 +34,17 @@ impl<T, E: From<NullPointer>> Out<T, E> {
         if self.0.is_null() {
             return Err(NullPointer.into());
         }
-        // SAFETY: the C interface's contract: a pointer that is not null points to a `T` of the caller's.
+        // SAFETY: by contract of the C interface, a non-null pointer points to a `T` of the caller.
         unsafe { self.0.write_unaligned(value) };
         Ok(())
     }
 
-    /// Writes unless the caller did not ask.
+    /// Writes the value if the pointer is not null.
     pub fn set_if_not_null(&self, value: T) {
         let _ = self.set(value);
     }
 
-    /// Writes several in a row; the caller has checked that they fit.
+    /// Writes consecutive values; the caller has checked that they fit.
     ///
     /// # Errors
     /// The pointer is null.
@@ -58,14 +60,14 @@ impl<T, E: From<NullPointer>> Out<T, E> {
             })
     }
 
-    /// The same pointer to another type, for arguments that C leaves as `void *`.
+    /// Casts the pointer, for arguments that C declares as `void *`.
     pub fn cast<U>(&self) -> Out<U, E> {
         Out(self.0.cast(), PhantomData)
     }
 }
 
 impl<T: Copy, E: From<NullPointer>> Out<T, E> {
-    /// Reads what the caller put there.
+    /// Reads the caller's value.
     ///
     /// # Errors
     /// The pointer is null.
@@ -80,12 +82,12 @@ impl<T: Copy, E: From<NullPointer>> Out<T, E> {
 pub struct In<T, E>(*const T, PhantomData<E>);
 
 impl<T: Copy, E: From<NullPointer>> In<T, E> {
-    /// A pointer that the caller put into memory.
+    /// Wraps an address that the caller stored in memory.
     pub fn at_address(address: u64) -> In<T, E> {
         In(address as *const T, PhantomData)
     }
 
-    /// Reads.
+    /// Reads the value.
     ///
     /// # Errors
     /// The pointer is null.
@@ -93,7 +95,7 @@ impl<T: Copy, E: From<NullPointer>> In<T, E> {
         self.at(0)
     }
 
-    /// The `place`th of an array.
+    /// Reads the array element with index `place`.
     ///
     /// # Errors
     /// The pointer is null.
@@ -101,7 +103,8 @@ impl<T: Copy, E: From<NullPointer>> In<T, E> {
         if self.0.is_null() {
             return Err(NullPointer.into());
         }
-        // SAFETY: as for `Out::set`; the caller says how long an array is.
+        // SAFETY: by contract of the C interface, the array of the caller has more than `place`
+        // elements.
         Ok(unsafe { self.0.add(place).read_unaligned() })
     }
 }
@@ -112,12 +115,12 @@ impl<T: Copy, E: From<NullPointer>> In<T, E> {
 pub struct Text<E>(*const c_char, PhantomData<E>);
 
 impl<E: From<NullPointer>> Text<E> {
-    /// A pointer that the caller put into memory.
+    /// Wraps an address that the caller stored in memory.
     pub fn at_address(address: u64) -> Text<E> {
         Text(address as *const c_char, PhantomData)
     }
 
-    /// The string.
+    /// Copies the string; bytes that are not UTF-8 are replaced.
     ///
     /// # Errors
     /// The pointer is null.
@@ -125,7 +128,7 @@ impl<E: From<NullPointer>> Text<E> {
         if self.0.is_null() {
             return Err(NullPointer.into());
         }
-        // SAFETY: the C interface's contract: a NUL-terminated string.
+        // SAFETY: by contract of the C interface, the pointer points to a NUL-terminated string.
         Ok(unsafe { CStr::from_ptr(self.0) }
             .to_string_lossy()
             .into_owned())

@@ -1,4 +1,4 @@
-//! The folder that holds a simulated machine: its paths, and how it is laid out.
+//! Lays out the directory of a simulated machine and names the paths in it.
 
 use crate::config::{Config, ConfigError, Version};
 use crate::table::{Table, TableError};
@@ -8,57 +8,57 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// Where a machine's files are.
+/// The directory of a simulated machine.
 #[derive(Debug, Clone)]
 pub struct MachineDir(PathBuf);
 
-/// Why a folder could not be laid out.
+/// Reasons why the directory could not be laid out.
 #[derive(Debug, thiserror::Error)]
 pub enum InitError {
     /// The configuration was refused.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The table could not be made.
+    /// The table could not be created.
     #[error(transparent)]
     Table(#[from] TableError),
-    /// A file could not be made.
+    /// A file could not be created.
     #[error("{step} {path}")]
     Io {
-        /// What was being done.
+        /// The step that failed.
         step: &'static str,
-        /// To which file.
+        /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// A library is neither of the two.
+    /// A library is neither the simulated libcuda nor the simulated NVML.
     #[error("{0} is neither libbursar_sim_cuda.so nor libbursar_sim_nvml.so")]
     UnknownLibrary(PathBuf),
 }
 
 impl MachineDir {
-    /// A folder at this path, which need not exist.
+    /// Refers to the directory at this path, which need not exist.
     pub fn at(path: impl Into<PathBuf>) -> MachineDir {
         MachineDir(path.into())
     }
 
-    /// The folder itself.
+    /// The directory's path.
     pub fn path(&self) -> &Path {
         &self.0
     }
-    /// The configuration.
+    /// The configuration file.
     pub fn config(&self) -> PathBuf {
         self.0.join("config.toml")
     }
-    /// The shared table.
+    /// The table that all processes map.
     pub fn table(&self) -> PathBuf {
         self.0.join("state/table")
     }
-    /// One locked byte per living image.
+    /// The lock file in which each live image locks a byte.
     pub fn images_lock(&self) -> PathBuf {
         self.0.join("state/images.lock")
     }
-    /// One locked byte per living image, for its pid.
+    /// The lock file in which each live image locks a byte so that observers learn its pid.
     pub fn pids_lock(&self) -> PathBuf {
         self.0.join("state/pids.lock")
     }
@@ -66,40 +66,43 @@ impl MachineDir {
     pub fn object(&self, id: u64) -> PathBuf {
         self.0.join(format!("state/mem/{id:016x}"))
     }
-    /// What freed memory of a unit held last, with scrubbing off.
+    /// The contents of a unit's last freed memory, recorded while scrubbing is off.
     pub fn residue(&self, unit: usize) -> PathBuf {
         self.0.join(format!("state/residue-{unit}"))
     }
-    /// The memory limits that NVML was told, a line each: UUID, soft, hard, cgroup.
+    /// The memory limits set through NVML, a line each: UUID, soft, hard, cgroup.
     pub fn memory_limits(&self) -> PathBuf {
         self.0.join("state/memory-limits")
     }
-    /// The log of calls that the libraries do not know.
+    /// The log of calls that the libraries do not support.
     pub fn log(&self) -> PathBuf {
         self.0.join("state/log")
     }
-    /// What the kernel would log of the driver: a line an XID.
+    /// The simulated kernel log, with a line for each XID.
     pub fn kernel_log(&self) -> PathBuf {
         self.0.join("state/kernel-log")
     }
-    /// The pid namespace that the folder was laid out in: the machine's own, which the kernel's log speaks of.
+    /// A file with the inode of the host's pid namespace, in which `simgpu init` ran.
+    ///
+    /// Pids in the kernel log are pids of that namespace.
     pub fn pid_namespace(&self) -> PathBuf {
         self.0.join("state/pid-namespace")
     }
-    /// The device nodes.
+    /// The directory of device nodes.
     pub fn dev(&self) -> PathBuf {
         self.0.join("dev")
     }
-    /// The folder that holds the two libraries.
+    /// The directory of the two driver libraries.
     pub fn libraries(&self) -> PathBuf {
         self.0.join("driver/usr/lib/x86_64-linux-gnu")
     }
 
-    /// Lays the folder out: configuration, empty state, device nodes, and copies of `libraries`.
-    /// What was there before is forgotten; processes that run over it keep the old state.
+    /// Lays the directory out: configuration, empty state, device nodes, and copies of `libraries`.
+    ///
+    /// Replaces previous state; processes that already run over the directory keep the old one.
     ///
     /// # Errors
-    /// A bad configuration, or a file that cannot be written; the message says which.
+    /// The configuration is invalid or a file cannot be written; the error names the file.
     pub fn init(&self, config: &Path, libraries: &[PathBuf]) -> Result<(), InitError> {
         let parsed = Config::read(config)?;
         let _ = std::fs::remove_dir_all(self.0.join("state"));
@@ -136,7 +139,8 @@ impl MachineDir {
             let node = format!("nvidia{}", gpu.minor);
             create_node(&self.dev().join(node), gpu_device_number(gpu.minor))?;
         }
-        // `/dev/zero` underneath: libcuda opens and maps it in `cuInit`.
+        // The node has the device number of `/dev/zero`, because libcuda opens and maps it in
+        // `cuInit`.
         create_node(&self.dev().join("nvidiactl"), libc::makedev(1, 5))?;
         let others = ["nvidia-uvm", "nvidia-uvm-tools"];
         for (node, minor) in others.into_iter().zip(0..) {
@@ -153,7 +157,7 @@ impl MachineDir {
             Some("libbursar_sim_nvml.so" | "libnvidia-ml.so.1") => "libnvidia-ml.so.1",
             _ => return Err(InitError::UnknownLibrary(library.to_owned())),
         };
-        // A new file and a rename: a process that runs over the old one keeps it.
+        // A rename leaves the old file to processes that have it mapped.
         let (target, fresh) = (
             self.libraries().join(name),
             self.libraries().join(format!(".{name}")),
@@ -166,10 +170,10 @@ impl MachineDir {
     }
 }
 
-/// Functions that an older driver does not export.
+/// Functions that drivers before CUDA 12.2 do not export.
 const SYMBOLS_SINCE_CUDA_12_2: [&str; 2] = ["cuMemAdvise_v2", "cuMemPrefetchAsync_v2"];
 
-/// Has a library export functions under names that nobody asks for.
+/// Renames exported functions in place, so that no program finds them.
 fn hide_symbols(library: &Path, names: [&str; 2]) -> io::Result<()> {
     let mut bytes = std::fs::read(library)?;
     for name in names.map(|name| format!("\0{name}\0")) {
@@ -203,18 +207,22 @@ fn set_mode(path: &Path, mode: u32) -> Result<(), InitError> {
     std::fs::set_permissions(path, mode).map_err(io_error("changing the mode of", path))
 }
 
-/// Majors that no driver has (Documentation/admin-guide/devices.txt: local and experimental use). A device cgroup tells
-/// GPUs apart by the number, and who opens one gets ENXIO.
+/// Major numbers for local and experimental use (Documentation/admin-guide/devices.txt).
+///
+/// No driver serves them: a device cgroup can tell the nodes apart, and opening one fails with
+/// ENXIO.
 const GPU_MAJOR: u32 = 120;
 const UVM_MAJOR: u32 = 121;
 
-/// The number of the device of the GPU with that minor.
+/// The device number of a GPU.
 fn gpu_device_number(minor: u32) -> libc::dev_t {
     libc::makedev(GPU_MAJOR, minor)
 }
 
-/// Makes the node of a GPU in `dev`, as libcuda does in `cuInit` for every GPU of the machine: where the process is
-/// root and has `CAP_MKNOD` (seen on an H200 with driver 580). Elsewhere nothing happens.
+/// Creates a GPU's node in `dev`, as libcuda does in `cuInit` for every GPU of the machine.
+///
+/// libcuda does so only as root with `CAP_MKNOD` (seen on an H200 with driver 580); other processes
+/// create nothing.
 pub fn create_gpu_node(dev: &Path, minor: u32) {
     let path = dev.join(format!("nvidia{minor}"));
     if is_initial_user_namespace()
@@ -225,14 +233,19 @@ pub fn create_gpu_node(dev: &Path, minor: u32) {
     }
 }
 
-/// Whether this process has users of the host's: no other process can make a node that is of any use.
+/// Whether this process runs in the initial user namespace.
+///
+/// The device nodes that a process creates in another user namespace cannot be opened.
 fn is_initial_user_namespace() -> bool {
     let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
     map.split_whitespace().eq(["0", "0", "4294967295"])
 }
 
-/// Whether a container was given this node: libcuda makes those of other GPUs too, but the device cgroup lets the
-/// process open its own only, as access(2) says. In a user namespace of its own a process makes none.
+/// Whether the container runtime gave this node to the container.
+///
+/// In the initial user namespace libcuda creates the nodes of all GPUs, so access(2) decides, which
+/// respects the device cgroup. In another user namespace libcuda creates none, so existence
+/// decides.
 pub fn is_device_allowed(path: &Path) -> bool {
     if !is_initial_user_namespace() {
         return path.exists();
@@ -251,8 +264,10 @@ fn mknod(path: &Path, number: libc::dev_t) -> io::Result<()> {
     }
 }
 
-/// A character device: real enough to be mounted as a device, and for a device cgroup. Where the
-/// system does not let us make one, a plain file: the libraries only ask whether the node may be opened.
+/// Creates a character device, which can be mounted as a device and matched by a device cgroup.
+///
+/// Without permission it creates a regular file instead: the libraries only check access to the
+/// node.
 fn create_node(path: &Path, number: libc::dev_t) -> Result<(), InitError> {
     let _ = std::fs::remove_file(path);
     match mknod(path, number) {

@@ -1,4 +1,4 @@
-//! A process image: its place in the books, which the kernel ends with it.
+//! Registers a process image in a table slot that the kernel frees with the process.
 
 use crate::sim::{Sim, SimError};
 use crate::table::{MAX_IMAGES, RawImage, TableGuard};
@@ -6,19 +6,22 @@ use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// What an image's bytes are for.
+/// Purpose of an image's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Charge {
-    /// Contexts, with their stacks and kernels' local memory. An image that has some is on NVML's list.
+    /// Contexts, with their stacks and the local memory of kernels. NVML lists an image that has
+    /// any.
     Context = 0,
-    /// What a process without a context takes (F3).
+    /// Memory overhead of a process without a context (F3 in docs/facts.md).
     Client = 1,
     /// Linear memory and pools.
     Memory = 2,
 }
 
-/// This process image, registered. Its descriptors are closed by `execve`, shared with a forked child,
-/// and gone with the last of them (F1, F13).
+/// The registration of this process image.
+///
+/// `execve` closes its descriptors and a forked child shares them. The registration ends with the
+/// last copy of the descriptors (F1, F13 in docs/facts.md).
 #[derive(Debug)]
 pub struct Image {
     sim: Arc<Sim>,
@@ -29,10 +32,10 @@ pub struct Image {
 }
 
 impl Image {
-    /// Takes a place.
+    /// Registers this process in a free slot.
     ///
     /// # Errors
-    /// The lock files cannot be opened, or all places are taken.
+    /// The lock files cannot be opened, or all slots are taken.
     pub fn register(sim: &Arc<Sim>) -> Result<Image, SimError> {
         let at = |step, path| move |source| SimError::Io { step, path, source };
         let (lock_path, pid_path) = (sim.folder.images_lock(), sim.folder.pids_lock());
@@ -45,7 +48,7 @@ impl Image {
                 continue;
             }
             let byte = number as u64;
-            // A place whose lock is still held belongs to somebody who is just dying.
+            // A slot that is still locked belongs to a process that is exiting.
             if !crate::lock::try_lock_exclusive(&alive, byte)
                 .map_err(at("locking", lock_path.clone()))?
             {
@@ -66,12 +69,12 @@ impl Image {
         Err(SimError::TableFull(MAX_IMAGES))
     }
 
-    /// This image's place.
+    /// The image's slot in the table.
     pub fn slot(&self) -> usize {
         self.number
     }
 
-    /// Which image this is, among all that ever were.
+    /// A number that no other image has ever had.
     pub fn serial(&self) -> u64 {
         self.serial
     }
@@ -80,15 +83,15 @@ impl Image {
         &self.sim.table.raw().images[self.number]
     }
 
-    /// A sticky code injected from outside, 0 for none.
+    /// The sticky error code that `simgpu poison` injected; 0 for none.
     pub fn injected(&self) -> i32 {
         self.raw().injected.load(Relaxed)
     }
 
-    /// Takes bytes of a unit, collecting the dead where it must.
+    /// Charges bytes of a unit to this image, and collects garbage if they do not fit otherwise.
     ///
     /// # Errors
-    /// [`SimError::OutOfMemory`] when they are not there.
+    /// [`SimError::OutOfMemory`] if they still do not fit.
     pub fn charge(&self, unit: usize, charge: Charge, bytes: u64) -> Result<(), SimError> {
         let books = self.sim.table.lock();
         self.check_registered(&books)?;
@@ -97,10 +100,10 @@ impl Image {
         Ok(())
     }
 
-    /// Gives bytes back.
+    /// Releases charged bytes.
     ///
     /// # Errors
-    /// [`SimError::ImageCollected`]: they were given back for it.
+    /// [`SimError::ImageCollected`] if the collector has already released them.
     pub fn release(&self, unit: usize, charge: Charge, bytes: u64) -> Result<(), SimError> {
         let books = self.sim.table.lock();
         self.check_registered(&books)?;
@@ -112,7 +115,7 @@ impl Image {
         Ok(())
     }
 
-    /// Bytes that this image has of a unit for one purpose.
+    /// The bytes of a unit that are charged to this image for one purpose.
     pub fn charged(&self, unit: usize, charge: Charge) -> u64 {
         self.raw().charges[unit][charge as usize].load(Relaxed)
     }

@@ -1,24 +1,28 @@
-//! The simulated GPUs: what both driver libraries and the `simgpu` command share.
+//! Holds the state of the simulated GPUs, which both driver libraries and `simgpu` share.
 //!
-//! # What is where
-//! A folder (`/run/simgpu`, or `SIMGPU_DIR`) holds the whole machine room:
+//! # Layout
+//! A directory (`/run/simgpu`, or `SIMGPU_DIR`) holds the state of a machine:
 //!
-//! | path | what |
+//! | path | contents |
 //! |---|---|
 //! | `config.toml` | the GPUs ([`config`]) |
-//! | `state/table` | the books: one shared mapping with every image, object and event ([`table`]) |
-//! | `state/images.lock` | one byte per process image, locked by that image as long as it lives ([`image`]) |
-//! | `state/pids.lock` | the same bytes, locked so that an observer in another pid namespace learns the pid |
-//! | `state/mem/` | one sparse file per shared allocation, locked by everything that refers to it ([`api`]) |
-//! | `state/log` | calls that the libraries do not know |
-//! | `dev/`, `driver/` | device nodes and the two libraries, as a node's `/dev` and driver root would have them |
+//! | `state/table` | a shared mapping with every image, object and event ([`table`]) |
+//! | `state/images.lock` | one byte per process image, locked while the image lives ([`image`]) |
+//! | `state/pids.lock` | the same bytes, locked so that another pid namespace can read the pid |
+//! | `state/mem/` | one sparse file per shared allocation, locked by its references ([`object`]) |
+//! | `state/log` | calls that the libraries do not support |
+//! | `dev/`, `driver/` | device nodes and driver libraries, laid out like a node's |
 //!
-//! # Why no daemon
-//! Every fact about life and death comes from a kernel lock that the kernel itself drops: a process
-//! image holds an open-file-description lock that a forked child inherits, and that `execve` and
-//! SIGKILL end; an allocation lives as long as some descriptor, mapping or message in flight pins a
-//! description that locks its file. Whoever looks next collects what is dead. The books are held by a
-//! robust mutex, and are rebuilt from their parts when its owner died inside.
+//! # Liveness without a daemon
+//! The kernel's file locks say which processes and allocations are alive:
+//!
+//! - A process image holds an open-file-description lock. A forked child inherits the lock;
+//!   `execve` and SIGKILL end it.
+//! - An allocation lives while a descriptor, a mapping or a message in flight refers to an open
+//!   file description that locks its file.
+//!
+//! Each process that reads the table removes dead entries first. A robust mutex guards the table.
+//! If its owner dies while it holds the mutex, the next owner recomputes the sums.
 
 pub mod collect;
 pub mod config;

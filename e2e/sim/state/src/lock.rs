@@ -1,14 +1,14 @@
-//! Byte locks that the kernel drops: of an open file description, and of a process.
+//! Locks bytes of files, for an open file description or for a process; the kernel drops the locks.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-/// Opens a lock file for reading and writing, closed by `execve`.
+/// Opens a lock file for reading and writing; `execve` closes it.
 ///
 /// # Errors
-/// What the system said.
+/// The system's.
 pub fn open(path: &Path) -> io::Result<File> {
     std::fs::OpenOptions::new()
         .read(true)
@@ -34,10 +34,10 @@ fn fcntl(file: &File, command: libc::c_int, lock: &mut libc::flock) -> io::Resul
     }
 }
 
-/// Locks one byte for this description alone; false when another has it.
+/// Locks one byte exclusively for this open file description; false if another one has it locked.
 ///
 /// # Errors
-/// What the system said, other than that the byte is taken.
+/// The system's, other than a byte that is already locked.
 pub fn try_lock_exclusive(file: &File, byte: u64) -> io::Result<bool> {
     match fcntl(
         file,
@@ -52,10 +52,10 @@ pub fn try_lock_exclusive(file: &File, byte: u64) -> io::Result<bool> {
     }
 }
 
-/// Locks one byte together with every other description that does the same.
+/// Locks one byte for this open file description, shared with others.
 ///
 /// # Errors
-/// What the system said.
+/// The system's.
 pub fn lock_shared(file: &File, byte: u64) -> io::Result<()> {
     fcntl(
         file,
@@ -64,30 +64,34 @@ pub fn lock_shared(file: &File, byte: u64) -> io::Result<()> {
     )
 }
 
-/// A byte in `start..start + len` (0: to the end) that another description holds.
+/// Finds a byte in `start..start + len` (0: to the end) that another description has locked.
 ///
 /// # Errors
-/// What the system said.
+/// The system's.
 pub fn find_locked_byte(file: &File, start: u64, len: u64) -> io::Result<Option<u64>> {
     let mut lock = request(libc::F_WRLCK, start, len);
     fcntl(file, libc::F_OFD_GETLK, &mut lock)?;
     Ok((lock.l_type != libc::F_UNLCK as libc::c_short).then_some(lock.l_start as u64))
 }
 
-/// Locks one byte for this process, so that [`pid_of`] finds it. It is dropped when the process closes
-/// any descriptor of the file, and a forked child does not have it.
+/// Locks one byte for this process, so that [`locking_pid`] finds the process.
+///
+/// The kernel drops the lock when the process closes any descriptor of the file. A forked child
+/// does not inherit it.
 ///
 /// # Errors
-/// What the system said.
+/// The system's.
 pub fn lock_for_process(file: &File, byte: u64) -> io::Result<()> {
     fcntl(file, libc::F_SETLK, &mut request(libc::F_WRLCK, byte, 1))
 }
 
-/// The process that signed a byte, as this process's pid namespace numbers it; none when nobody did, or
-/// when it has no number here. The caller's own signature is invisible to it.
+/// The pid of the process that locked a byte, in the caller's pid namespace.
+///
+/// `None` if no other process locked the byte, or if that process has no pid in this namespace. The
+/// kernel does not report the caller's own lock.
 ///
 /// # Errors
-/// What the system said.
+/// The system's.
 pub fn locking_pid(file: &File, byte: u64) -> io::Result<Option<u32>> {
     let mut lock = request(libc::F_WRLCK, byte, 1);
     fcntl(file, libc::F_GETLK, &mut lock)?;
@@ -97,10 +101,10 @@ pub fn locking_pid(file: &File, byte: u64) -> io::Result<Option<u32>> {
         .filter(|pid| held && *pid != 0))
 }
 
-/// The inode that names this process's pid namespace.
+/// The inode that identifies this process's pid namespace.
 ///
 /// # Errors
-/// `/proc` is not there.
+/// `/proc` is not mounted.
 pub fn pid_namespace() -> io::Result<u64> {
     use std::os::unix::fs::MetadataExt;
     std::fs::metadata("/proc/self/ns/pid").map(|namespace| namespace.ino())

@@ -1,4 +1,4 @@
-//! `simgpu`: lays out a simulated machine, shows it, and makes things go wrong on it.
+//! Runs `simgpu`, which lays out a simulated machine, shows its state and injects faults.
 
 mod command;
 

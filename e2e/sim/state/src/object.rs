@@ -1,9 +1,13 @@
-//! A shared allocation: a sparse file that lives as long as anything refers to it.
+//! Stores a shared allocation as a sparse file that lives while anything refers to it.
 //!
-//! Every reference is an open file description that locks one byte of the file: byte 0 for the process that
-//! made it, byte 1 for an exported descriptor (which may be in a socket, in another process, anywhere), byte
-//! 2 + n for an importer that is image n. A handle or mapping keeps its description by a mapping, so that it
-//! takes no descriptor. The kernel drops a lock with the last thing that pins its description (F4).
+//! Every reference is an open file description that locks one byte of the file:
+//!
+//! - byte 0: the process that created the allocation,
+//! - byte 1: an exported descriptor, in any process or in a socket's queue,
+//! - byte 2 + n: an importer, which is image n.
+//!
+//! A handle or mapping refers to its description by a mapping and so needs no descriptor. The
+//! kernel drops the lock with the last reference to the description (F4 in docs/facts.md).
 
 use crate::image::Image;
 use crate::sim::{Sim, SimError};
@@ -18,38 +22,38 @@ const CREATOR_BYTE: u64 = 0;
 const EXPORT_BYTE: u64 = 1;
 const FIRST_IMPORTER_BYTE: u64 = 2;
 
-/// A shared allocation, by name.
+/// A shared allocation. Dropping the value frees nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Object {
-    /// Its name, never used twice.
+    /// Identifies the allocation; no other one ever has the same id.
     pub id: u64,
-    /// The unit that it takes memory of.
+    /// The unit whose memory is charged.
     pub unit: usize,
-    /// Bytes.
+    /// The size in bytes.
     pub size: u64,
-    /// Whether this process made it.
+    /// Whether this process created it.
     pub is_creator: bool,
 }
 
-/// Keeps an object alive; a page of address space, no descriptor.
+/// Keeps an object alive by a mapped page, without a descriptor.
 #[derive(Debug)]
 pub struct ObjectPin(*mut libc::c_void);
 
-// SAFETY: an address that only `drop` uses.
+// SAFETY: only `drop` uses the address.
 unsafe impl Send for ObjectPin {}
-// SAFETY: as above.
+// SAFETY: no method takes `&ObjectPin` and reads the address.
 unsafe impl Sync for ObjectPin {}
 
 impl Drop for ObjectPin {
     fn drop(&mut self) {
-        // SAFETY: mapped by `pin` with this size, and nobody else knows it.
+        // SAFETY: `pin_description` mapped one page there, and no other value has its address.
         unsafe { libc::munmap(self.0, PAGE) };
     }
 }
 
 const PAGE: usize = 4096;
 
-/// Who refers to an object, besides the one who asks.
+/// References to an object, other than the caller's own.
 #[derive(Debug, Default)]
 pub(crate) struct References {
     creator: Option<usize>,
@@ -91,8 +95,10 @@ impl References {
         }
     }
 
-    /// The image that NVML charges: who made it, while it refers to it itself, as measured; then the one that refers
-    /// to it, if nothing else does (F5, F13).
+    /// The image that NVML charges, as measured on an H200 (F5, F13 in docs/facts.md).
+    ///
+    /// NVML charges the creator while the creator itself refers to the object. Otherwise it charges
+    /// an importer if that one is the only reference.
     pub(crate) fn charged_image(&self) -> Option<usize> {
         match (
             self.has_creator,
@@ -107,10 +113,10 @@ impl References {
 }
 
 impl Object {
-    /// Makes an object and takes its memory.
+    /// Creates an object and charges its memory to the unit.
     ///
     /// # Errors
-    /// [`SimError::OutOfMemory`], or its file cannot be made.
+    /// [`SimError::OutOfMemory`], or the file cannot be created.
     pub fn create(
         sim: &Sim,
         image: &Image,
@@ -156,7 +162,7 @@ impl Object {
             .create_new(true)
             .open(&path)
             .map_err(at("creating"))?;
-        // Containers of other users import it.
+        // Containers with other users import the object.
         file.set_permissions(std::fs::Permissions::from_mode(0o666))
             .map_err(at("opening to all"))?;
         file.write_all(&crate::residue::load(sim, self.unit, self.size))
@@ -188,7 +194,7 @@ impl Object {
         }
     }
 
-    /// Finds the object of a descriptor that somebody exported.
+    /// Finds the object of an exported descriptor.
     ///
     /// # Errors
     /// [`SimError::NotAnObject`].
@@ -200,7 +206,7 @@ impl Object {
             .find(|(_, place)| place.inode.load(Relaxed) == inode);
         let (_, place) = found.ok_or(SimError::NotAnObject)?;
         let object = read_row(place);
-        // Another file system may use the same number.
+        // A file of another file system may have the same inode number.
         let path = sim.folder.object(object.id);
         let same = std::fs::metadata(path)
             .is_ok_and(|there| file.metadata().is_ok_and(|here| here.dev() == there.dev()));
@@ -211,10 +217,10 @@ impl Object {
         }
     }
 
-    /// Finds an object by its name, as an IPC handle carries it.
+    /// Finds an object by its id, which an IPC handle carries.
     ///
     /// # Errors
-    /// [`SimError::NotAnObject`]: it is gone.
+    /// [`SimError::NotAnObject`] if the object no longer exists.
     pub fn find(sim: &Sim, id: u64) -> Result<Object, SimError> {
         let books = sim.table.lock();
         books.collect(sim);
@@ -226,10 +232,10 @@ impl Object {
             .ok_or(SimError::NotAnObject)
     }
 
-    /// Refers to the object.
+    /// Adds a reference of this image to the object.
     ///
     /// # Errors
-    /// Its file is gone or cannot be locked.
+    /// The file is gone or cannot be locked.
     pub fn pin(&self, sim: &Sim, image: &Image) -> Result<ObjectPin, SimError> {
         let file = self.open_locked(sim, self.lock_byte(image))?;
         pin_description(&file).map_err(|source| SimError::Io {
@@ -239,22 +245,23 @@ impl Object {
         })
     }
 
-    /// A descriptor of the object for others (F4: it alone keeps the memory).
+    /// Opens a descriptor for export, which alone keeps the memory (F4 in docs/facts.md).
     ///
     /// # Errors
-    /// Its file is gone or cannot be locked.
+    /// The file is gone or cannot be locked.
     pub fn export(&self, sim: &Sim) -> Result<OwnedFd, SimError> {
         self.open_locked(sim, EXPORT_BYTE).map(OwnedFd::from)
     }
 
-    /// Maps `len` bytes from `offset` over address space that the caller owns, without access. The mapping
-    /// is a reference.
+    /// Maps `len` bytes from `offset` over address space of the caller, with protection `access`.
+    ///
+    /// The mapping is a reference to the object.
     ///
     /// # Safety
-    /// `address..address + len` is the caller's to replace.
+    /// The caller owns `address..address + len` and may replace what is mapped there.
     ///
     /// # Errors
-    /// Its file is gone, or the kernel refuses the mapping.
+    /// The file is gone, or the kernel refuses the mapping.
     pub unsafe fn map_over(
         &self,
         sim: &Sim,
@@ -269,7 +276,8 @@ impl Object {
             libc::MAP_SHARED | libc::MAP_FIXED,
             address as *mut libc::c_void,
         );
-        // SAFETY: the caller owns that address space; the file is open and long enough.
+        // SAFETY: by the function's contract the caller owns the range; the file is open and long
+        // enough.
         let mapped = unsafe {
             libc::mmap(
                 at,
@@ -291,7 +299,7 @@ impl Object {
         Ok(())
     }
 
-    /// Frees the object now if the caller's reference was the last.
+    /// Frees the object now if the caller's reference was the last one.
     pub fn free_if_unreferenced(&self, sim: &Sim) {
         let books = sim.table.lock();
         if let Some((_, place)) = books
@@ -302,8 +310,10 @@ impl Object {
         }
     }
 
-    /// Opens the file and locks a byte, with the books held: a collector that found no lock must not remove
-    /// the file in between.
+    /// Opens the file and locks a byte while it holds the table's lock.
+    ///
+    /// Without that lock, a collector could find the file unlocked and remove it before the byte is
+    /// locked.
     fn open_locked(&self, sim: &Sim, byte: u64) -> Result<File, SimError> {
         let path = sim.folder.object(self.id);
         let at = |step| {
@@ -327,7 +337,7 @@ fn read_row(place: &RawObject) -> Object {
 }
 
 fn pin_description(file: &File) -> std::io::Result<ObjectPin> {
-    // SAFETY: a new mapping without access, at an address of the kernel's choice.
+    // SAFETY: the kernel chooses the address of the new mapping, which permits no access.
     let page = unsafe {
         libc::mmap(
             std::ptr::null_mut(),

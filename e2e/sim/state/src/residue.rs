@@ -1,8 +1,9 @@
-//! What freed memory leaves behind while scrubbing is off (F6 in docs/facts.md).
+//! Carries contents of freed memory over to the next allocation while scrubbing is off (F6 in
+//! docs/facts.md).
 //!
-//! The first mebibyte of the last freed allocation of a unit is kept, and appears at the start of
-//! the next one. Linear memory of a killed process leaves nothing: only what was freed by a call,
-//! and shared allocations however they ended.
+//! A file records the first mebibyte of a unit's last freed allocation; the next allocation starts
+//! with these bytes. A killed process's linear memory is not recorded. A shared allocation is
+//! recorded however it ends.
 
 use crate::sim::Sim;
 use std::io::Read as _;
@@ -10,13 +11,13 @@ use std::path::Path;
 
 const LIMIT: usize = 1 << 20;
 
-/// Keeps the start of memory that is being freed.
+/// Records the start of memory that is being freed.
 pub fn save(sim: &Sim, unit: usize, memory: &[u8]) {
-    // As far as that is possible: without a residue, memory is merely cleaner than asked for.
+    // A failed write is ignored: the next allocation is then merely zeroed.
     let _ = std::fs::write(sim.folder.residue(unit), &memory[..memory.len().min(LIMIT)]);
 }
 
-/// Keeps the start of a shared allocation that is being freed.
+/// Records the start of a shared allocation that is being freed.
 pub(crate) fn save_from_file(sim: &Sim, unit: usize, path: &Path) {
     let mut bytes = Vec::new();
     let read =
@@ -26,7 +27,7 @@ pub(crate) fn save_from_file(sim: &Sim, unit: usize, path: &Path) {
     }
 }
 
-/// Takes what was kept, at most `len` bytes of it; nothing while scrubbing is on.
+/// Reads at most `len` recorded bytes; none while scrubbing is on.
 pub fn load(sim: &Sim, unit: usize, len: u64) -> Vec<u8> {
     if sim.is_scrub_enabled() {
         return Vec::new();

@@ -1,4 +1,4 @@
-//! One opened simulated machine.
+//! Opens a simulated machine and reads and sets the state of its GPUs.
 
 use crate::config::{Config, ConfigError};
 use crate::folder::MachineDir;
@@ -9,22 +9,22 @@ use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-/// How soon a call that hangs notices that it may go on.
+/// Interval at which a hanging call checks whether it was released.
 const HANG_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// A simulated machine, as this process sees it.
+/// A simulated machine, opened by this process.
 #[derive(Debug)]
 pub struct Sim {
-    /// Its files.
+    /// The machine's directory.
     pub folder: MachineDir,
-    /// Its configuration, read once.
+    /// The configuration, read when the machine was opened.
     pub config: Config,
-    /// GPUs, each followed by its MIG instances: what memory is accounted by.
+    /// GPUs, each followed by its MIG instances; memory is accounted per unit.
     pub units: Vec<Unit>,
     pub(crate) table: Table,
-    /// Looks at images' locks. Never holds one, so that a forked child may share it.
+    /// Queries images' locks. Holds no lock itself, so that a forked child may share it.
     pub(crate) images_lock: File,
-    /// Looks at images' pids. Never closed: a close would drop this process's own signature.
+    /// Queries images' pids. Never closed, because a close would drop this process's own lock.
     pub(crate) pids_lock: std::mem::ManuallyDrop<File>,
     pub(crate) namespace: u64,
 }
@@ -36,57 +36,57 @@ pub struct Unit {
     pub index: usize,
     /// Position in [`Config::gpu`].
     pub gpu: usize,
-    /// Position in that GPU's instances, for an instance.
+    /// Position among that GPU's instances; `None` for a whole GPU.
     pub mig: Option<usize>,
-    /// Bytes.
+    /// The memory in bytes.
     pub total: u64,
 }
 
-/// Why a simulated machine cannot be used.
+/// Reasons why a simulated machine cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SimError {
-    /// Its configuration was refused.
+    /// The configuration was refused.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// Its table is not usable.
+    /// The table is not usable.
     #[error(transparent)]
     Table(#[from] TableError),
-    /// A lock file or an allocation's file failed.
+    /// A system call on a lock file or an allocation's file failed.
     #[error("{step} {path}")]
     Io {
-        /// What was being done.
+        /// The step that failed.
         step: &'static str,
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The GPU has not that much left.
+    /// The unit has less free memory than requested.
     #[error("out of memory on unit {unit}: {wanted} bytes wanted, {free} free")]
     OutOfMemory {
         /// The unit.
         unit: usize,
-        /// Bytes asked for.
+        /// The requested bytes.
         wanted: u64,
-        /// Bytes left.
+        /// The free bytes.
         free: u64,
     },
-    /// A table's places are all taken.
+    /// The table has no free slot.
     #[error("all {0} places are taken")]
     TableFull(usize),
-    /// This image's lock is gone (somebody closed its descriptor), and its place was given away.
+    /// The collector reused this image's slot, because the program closed the image's descriptors.
     #[error("this process image was collected: its descriptors were closed")]
     ImageCollected,
-    /// A descriptor is not one of an allocation.
+    /// The descriptor or id belongs to no allocation.
     #[error("the descriptor is not an allocation's")]
     NotAnObject,
 }
 
 impl Sim {
-    /// Opens a folder that `simgpu init` laid out.
+    /// Opens a directory that `simgpu init` laid out.
     ///
     /// # Errors
-    /// It was not, or its configuration no longer parses.
+    /// The directory is not laid out, or its configuration no longer parses.
     pub fn open(path: &Path) -> Result<Sim, SimError> {
         let folder = MachineDir::at(path);
         let config = Config::read(&folder.config())?;
@@ -105,17 +105,17 @@ impl Sim {
         })
     }
 
-    /// Whether freed memory is zeroed.
+    /// Whether the driver zeroes freed memory.
     pub fn is_scrub_enabled(&self) -> bool {
         self.table.raw().scrub.load(Relaxed) != 0
     }
 
-    /// Switches scrubbing.
+    /// Switches the zeroing of freed memory.
     pub fn set_scrub_enabled(&self, on: bool) {
         self.table.raw().scrub.store(u32::from(on), Relaxed);
     }
 
-    /// Whether a GPU has fallen off the bus; a MIG instance goes with its GPU.
+    /// Whether a unit's GPU has fallen off the bus; a MIG instance is lost with its GPU.
     pub fn is_lost(&self, unit: usize) -> bool {
         let gpu = self.gpu_unit(self.units[unit].gpu);
         self.table.raw().units[gpu].lost.load(Relaxed) != 0
@@ -133,24 +133,24 @@ impl Sim {
         gpu.map_or(&raw.hung, |gpu| &raw.units[self.gpu_unit(gpu)].hung)
     }
 
-    /// Whether NVML's calls about a GPU, or about none, wait.
+    /// Whether NVML's calls hang: those about a GPU, or with `None` those that name no GPU.
     pub fn is_hung(&self, gpu: Option<usize>) -> bool {
         self.hung_flag(gpu).load(Relaxed) != 0
     }
 
-    /// Makes NVML's calls about a GPU, or about none, wait, or lets them go on.
+    /// Makes NVML's calls hang or return: those about a GPU, or with `None` those that name no GPU.
     pub fn set_hung(&self, gpu: Option<usize>, hung: bool) {
         self.hung_flag(gpu).store(u32::from(hung), Relaxed);
     }
 
-    /// Waits as long as NVML's calls about a GPU, or about none, do.
+    /// Blocks while NVML's calls hang: those about a GPU, or with `None` those that name no GPU.
     pub fn wait_while_hung(&self, gpu: Option<usize>) {
         while self.is_hung(gpu) {
             std::thread::sleep(HANG_POLL_INTERVAL);
         }
     }
 
-    /// The unit that is a whole GPU.
+    /// The unit of a whole GPU.
     pub fn gpu_unit(&self, gpu: usize) -> usize {
         self.config.gpu[..gpu]
             .iter()
@@ -158,25 +158,25 @@ impl Sim {
             .sum()
     }
 
-    /// The GPU that a user names by position or UUID.
+    /// Finds a GPU by position or UUID.
     pub fn find_gpu(&self, name: &str) -> Option<usize> {
         let by_number = name.parse().ok().filter(|gpu| *gpu < self.config.gpu.len());
         by_number.or_else(|| self.config.gpu.iter().position(|gpu| gpu.uuid == name))
     }
 
-    /// The UUID of a unit.
+    /// The UUID of a GPU or MIG instance.
     pub fn uuid(&self, unit: &Unit) -> &str {
         let gpu = &self.config.gpu[unit.gpu];
         unit.mig.map_or(&gpu.uuid, |mig| &gpu.mig[mig].uuid)
     }
 
-    /// Whether the device node of a GPU in `dev` is one that this process's container was given.
+    /// Whether `dev` has the GPU's device node and this container may open it.
     pub fn is_visible(&self, gpu: usize, dev: &Path) -> bool {
         let node = dev.join(format!("nvidia{}", self.config.gpu[gpu].minor));
         crate::folder::is_device_allowed(&node)
     }
 
-    /// Appends a line to the log, as far as that is possible.
+    /// Appends a line to the log; a failure is ignored.
     pub fn log(&self, line: &str) {
         use std::io::Write as _;
         if let Ok(mut log) = File::options().append(true).open(self.folder.log()) {
@@ -184,7 +184,7 @@ impl Sim {
         }
     }
 
-    /// The place of the `n`th XID.
+    /// The slot of the `n`th XID in the ring.
     pub(crate) fn xid_slot(n: u32) -> usize {
         n as usize % MAX_XIDS
     }

@@ -1,4 +1,4 @@
-//! Who uses how much of a unit: NVML's view.
+//! Computes a unit's usage and its process list, as NVML reports them.
 
 use crate::image::Charge;
 use crate::object::References;
@@ -7,28 +7,30 @@ use crate::table::{RawImage, TableGuard};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// One process on NVML's list.
+/// A process in NVML's list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProcessUsage {
-    /// As the host numbers it; 0 where nobody on the host saw it before it died.
+    /// The pid on the host; 0 if the process died before the host observed its pid.
     pub pid: u32,
-    /// Its context, what it allocated itself, and shared memory that it made or alone still holds (F5).
+    /// The context, the process's own allocations, and shared memory that it created or alone
+    /// refers to (F5 in docs/facts.md).
     pub bytes: u64,
 }
 
-/// A unit's memory and processes, after the dead were collected.
+/// A unit's memory and processes, read after garbage collection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Usage {
-    /// Bytes in use, whoever holds them.
+    /// Bytes in use, including those of unlisted processes.
     pub used: u64,
-    /// Bytes of the unit.
+    /// The unit's memory in bytes.
     pub total: u64,
-    /// In a pid namespace other than the host's only those of that one, as with the real NVML.
+    /// The listed processes. Outside the host's pid namespace NVML lists only those of the
+    /// caller's.
     pub processes: Vec<ProcessUsage>,
 }
 
 impl Sim {
-    /// Bytes in use of a unit; of a GPU with MIG instances, their sum.
+    /// Bytes of a unit in use; for a GPU in MIG mode, the sum over its instances.
     pub fn used(&self, unit: usize) -> u64 {
         let books = self.table.lock();
         books.collect(self);
@@ -48,7 +50,7 @@ impl Sim {
         }
     }
 
-    /// Everything about a unit.
+    /// Reads a unit's usage and processes.
     pub fn usage(&self, unit: usize) -> Usage {
         let books = self.table.lock();
         books.collect(self);
@@ -94,7 +96,9 @@ impl Sim {
             .collect()
     }
 
-    /// The pid of an image as this namespace numbers it, remembered for when the process is dead.
+    /// The image's pid in the caller's namespace.
+    ///
+    /// The pid is recorded, because the kernel no longer reports it once the process is dead.
     fn pid_of(&self, image: &RawImage, number: usize) -> u32 {
         if image.namespace.load(Relaxed) == self.namespace {
             return image.pid.load(Relaxed);
@@ -105,7 +109,7 @@ impl Sim {
         image.host_pid.load(Relaxed)
     }
 
-    /// Injects a sticky code into a process; false when it has no image.
+    /// Injects a sticky error code into a process; false if the process has no image.
     pub fn inject_error(&self, pid: u32, code: i32) -> bool {
         let books = self.table.lock();
         books.collect_images(self);

@@ -1,28 +1,28 @@
-//! XID events: told once, seen by every reader.
+//! Broadcasts XID events to all readers and writes them to the simulated kernel log.
 
 use crate::sim::Sim;
 use std::io::Write as _;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::{Duration, Instant};
 
-/// One XID event. The codes are NVIDIA's XID catalogue's.
+/// An XID event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Xid {
-    /// The unit that it happened on.
+    /// The unit that reports the error.
     pub unit: usize,
-    /// As 31 (illegal address), 43 (application), 79 (fell off the bus).
+    /// The code in NVIDIA's XID catalogue, such as 31, 43 or 79.
     pub code: u32,
-    /// The process that it names, 0 for none. A container's own process names itself as it knows itself.
+    /// The process that the event names, by its pid in its own namespace; 0 for none.
     pub pid: u32,
 }
 
 impl Sim {
-    /// How many events there were so far: where a new reader starts.
+    /// The number of events so far, from which a new reader starts.
     pub fn xid_count(&self) -> u32 {
         self.table.raw().xid_count.load(Acquire)
     }
 
-    /// Tells an event to every reader.
+    /// Broadcasts an event to every reader.
     pub fn raise_xid(&self, xid: Xid) {
         self.log_xid(xid);
         let books = self.table.lock();
@@ -33,7 +33,7 @@ impl Sim {
         place.code.store(xid.code, Relaxed);
         place.pid.store(xid.pid, Relaxed);
         raw.xid_count.store(number.wrapping_add(1), Release);
-        // SAFETY: a futex word in a mapping that lives as long as `self`.
+        // SAFETY: the futex word is in a mapping that lives as long as `self`.
         unsafe {
             libc::syscall(
                 libc::SYS_futex,
@@ -44,8 +44,10 @@ impl Sim {
         };
     }
 
-    /// A record of the kernel's log, as the driver writes it and `/dev/kmsg` shows it. A process of another pid namespace does not know what the
-    /// machine calls it, and so is unknown there too.
+    /// Appends the event to the simulated kernel log, in the format of the driver and `/dev/kmsg`.
+    ///
+    /// A process outside the host's pid namespace does not know its pid on the host, so the record
+    /// says `<unknown>`.
     fn log_xid(&self, xid: Xid) {
         let home = std::fs::read_to_string(self.folder.pid_namespace());
         let is_known = xid.pid != 0 && home.is_ok_and(|home| home == self.namespace.to_string());
@@ -54,14 +56,14 @@ impl Sim {
             false => "pid='<unknown>', name=<unknown>".to_owned(),
         };
         let position = self.units[xid.unit].gpu;
-        // `00000000:3B:00.0`: the driver has four digits of the domain, and leaves out the function.
+        // `00000000:3B:00.0`: the driver prints four digits of the domain and omits the function.
         let address = self.config.gpu[position].bus_id(position).to_lowercase();
         let address = address.trim_end_matches(".0").get(4..).unwrap_or_default();
         let mut now = libc::timespec {
             tv_sec: 0,
             tv_nsec: 0,
         };
-        // SAFETY: the kernel writes the whole of `now`, and knows this clock.
+        // SAFETY: the kernel knows this clock and writes all of `now`.
         unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
         let (micros, number) = (
             now.tv_sec * 1_000_000 + now.tv_nsec / 1_000,
@@ -74,12 +76,14 @@ impl Sim {
         let log = std::fs::OpenOptions::new()
             .append(true)
             .open(self.folder.kernel_log());
-        // A container that may not write there has no line, as one whose kernel drops it.
+        // A failed write is ignored: a container without write access logs no line.
         let _ = log.and_then(|mut log| log.write_all(line.as_bytes()));
     }
 
-    /// The next event after the first `seen`, which it counts up; none after `timeout`. A reader that is
-    /// more than [`crate::table::MAX_XIDS`] behind misses the oldest.
+    /// Waits for the first event after the first `seen` ones and increments `seen`; `None` after
+    /// `timeout`.
+    ///
+    /// A reader that is more than [`crate::table::MAX_XIDS`] events behind misses the oldest.
     pub fn wait_xid(&self, seen: &mut u32, timeout: Duration) -> Option<Xid> {
         let end = Instant::now() + timeout;
         loop {
@@ -92,7 +96,8 @@ impl Sim {
                 tv_nsec: i64::from(left.subsec_nanos()),
             };
             let word = self.table.raw().xid_count.as_ptr();
-            // SAFETY: as above; the kernel reads `wait` before it returns.
+            // SAFETY: the futex word is in a mapping that lives as long as `self`; the kernel reads
+            // `wait` before it returns.
             unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, *seen, &wait) };
         }
     }
@@ -116,7 +121,7 @@ impl Sim {
         })
     }
 
-    /// The last events, oldest first.
+    /// The last events, at most `most`, oldest first.
     pub fn recent_xids(&self, most: u32) -> Vec<Xid> {
         let now = self.xid_count();
         let mut seen = now.wrapping_sub(most.min(now));

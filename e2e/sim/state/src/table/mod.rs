@@ -1,4 +1,4 @@
-//! The shared books: a mapped file behind a mutex that survives the death of its owner.
+//! Shares the table between processes: a mapped file behind a robust mutex.
 
 mod raw;
 
@@ -19,34 +19,34 @@ pub struct Table {
     raw: *mut RawTable,
 }
 
-// SAFETY: the mapping lives as long as the value, and everything in it is atomic or the mutex itself.
+// SAFETY: the mapping lives as long as the value; each of its fields is atomic or the mutex.
 unsafe impl Send for Table {}
-// SAFETY: as above.
+// SAFETY: threads share only atomics and the mutex.
 unsafe impl Sync for Table {}
 
-/// Why the table is not usable.
+/// Reasons why the table is not usable.
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {
-    /// The file could not be made, opened or mapped.
+    /// The file could not be created, opened or mapped.
     #[error("{step} {path}")]
     Io {
-        /// What was being done.
+        /// The step that failed.
         step: &'static str,
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// The file was not written by this version of `simgpu init`.
+    /// Another version of `simgpu init` wrote the file.
     #[error("{0} was laid out by another version; run `simgpu init` again")]
     Version(PathBuf),
 }
 
 impl Table {
-    /// Makes an empty table, in one rename.
+    /// Creates an empty table and renames it into place.
     ///
     /// # Errors
-    /// A file that cannot be written.
+    /// The file cannot be written.
     pub fn create(path: &Path, config: &Config) -> Result<(), TableError> {
         let at = |step| {
             move |source| TableError::Io {
@@ -80,7 +80,7 @@ impl Table {
     /// Maps an existing table.
     ///
     /// # Errors
-    /// It is not there, or another version's.
+    /// The file does not exist, or another version wrote it.
     pub fn open(path: &Path) -> Result<Table, TableError> {
         let at = |step| {
             move |source| TableError::Io {
@@ -103,7 +103,7 @@ impl Table {
 
     fn map(file: &File) -> io::Result<Table> {
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice, of an open file of that size.
+        // SAFETY: the kernel chooses the address; the file is open and has that size.
         let raw = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -121,15 +121,15 @@ impl Table {
     }
 
     pub(crate) fn raw(&self) -> &RawTable {
-        // SAFETY: mapped, of the right size and alignment, until `self` is dropped; every field is
+        // SAFETY: mapped with this size and alignment until `self` is dropped. Every field is
         // atomic or in an `UnsafeCell`, and all-zero bytes are valid for each.
         unsafe { &*self.raw }
     }
 
     fn init_mutex(&self) -> io::Result<()> {
-        // SAFETY: zero is a valid start for attributes that `init` then fills in.
+        // SAFETY: `pthread_mutexattr_init` overwrites the zeroed attributes before they are used.
         let mut attributes: libc::pthread_mutexattr_t = unsafe { std::mem::zeroed() };
-        // SAFETY: the attributes are ours, the mutex is in a mapping that nobody else has yet.
+        // SAFETY: the attributes are local, and no other process has mapped the new file yet.
         let codes = unsafe {
             [
                 libc::pthread_mutexattr_init(&mut attributes),
@@ -144,16 +144,16 @@ impl Table {
         }
     }
 
-    /// Takes the books. When the last owner died inside, the sums are made again from their parts.
+    /// Locks the table. If the last owner died with the lock, recomputes the units' sums.
     ///
     /// # Panics
-    /// The mutex is not one: somebody overwrote the table.
+    /// The mutex is invalid, because a program overwrote the table.
     pub(crate) fn lock(&self) -> TableGuard<'_> {
-        // SAFETY: the mutex was initialised by `create` and lives in our mapping.
+        // SAFETY: `create` initialised the mutex, and it lives in this mapping.
         match unsafe { libc::pthread_mutex_lock(self.raw().mutex.get()) } {
             0 => TableGuard { table: self },
             libc::EOWNERDEAD => {
-                // SAFETY: we own the mutex, which is what `consistent` asks for.
+                // SAFETY: this thread owns the mutex, as `pthread_mutex_consistent` requires.
                 unsafe { libc::pthread_mutex_consistent(self.raw().mutex.get()) };
                 let books = TableGuard { table: self };
                 books.recompute_usage();
@@ -166,12 +166,12 @@ impl Table {
 
 impl Drop for Table {
     fn drop(&mut self) {
-        // SAFETY: mapped by `map` with this size, and no reference outlives `self`.
+        // SAFETY: `map` mapped it with this size, and no reference outlives `self`.
         unsafe { libc::munmap(self.raw.cast(), size_of::<RawTable>()) };
     }
 }
 
-/// The books, held.
+/// The locked table.
 pub(crate) struct TableGuard<'a> {
     table: &'a Table,
 }
@@ -181,7 +181,7 @@ impl TableGuard<'_> {
         self.table.raw()
     }
 
-    /// Used images with their numbers.
+    /// Registered images with their slots.
     pub(crate) fn images(&self) -> impl Iterator<Item = (usize, &RawImage)> {
         self.raw()
             .images
@@ -190,8 +190,9 @@ impl TableGuard<'_> {
             .filter(|(_, image)| image.used.load(Relaxed) != 0)
     }
 
-    /// Used objects with their numbers. Objects are given the lowest free place, so that a walk ends at
-    /// the highest place that was ever used.
+    /// Live objects with their slots.
+    ///
+    /// An object gets the lowest free slot, so that iteration can stop at the high-water mark.
     pub(crate) fn objects(&self) -> impl Iterator<Item = (usize, &RawObject)> {
         let high = self.raw().objects_high_water.load(Relaxed) as usize;
         let objects = &self.raw().objects[..high.min(MAX_OBJECTS)];
@@ -201,7 +202,7 @@ impl TableGuard<'_> {
             .filter(|(_, object)| object.used.load(Relaxed) != 0)
     }
 
-    /// Makes the sum of each unit again from the images and objects.
+    /// Recomputes each unit's used bytes from the images and objects.
     pub(crate) fn recompute_usage(&self) {
         let mut sums = [0u64; MAX_UNITS];
         for (_, image) in self.images() {
@@ -220,8 +221,8 @@ impl TableGuard<'_> {
 
 impl Drop for TableGuard<'_> {
     fn drop(&mut self) {
-        // SAFETY: a `Books` exists only while its thread owns the mutex, and is not `Send`: it holds a
-        // reference, and is dropped in the function that made it.
+        // SAFETY: the thread that creates a `TableGuard` owns the mutex and drops the guard in the
+        // same function; a guard is not `Send`.
         unsafe { libc::pthread_mutex_unlock(self.table.raw().mutex.get()) };
     }
 }
@@ -236,15 +237,15 @@ mod tests {
         let path = folder.path().join("table");
         Table::create(&path, &Config::parse("").unwrap()).unwrap();
         let table = Table::open(&path).unwrap();
-        // SAFETY: the child calls nothing that needs another thread of the parent's.
+        // SAFETY: the child calls nothing that depends on another thread of its parent.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let books = table.lock();
             books.raw().units[0].used.store(12345, Relaxed);
-            // SAFETY: ends the child in the middle of a change.
+            // SAFETY: ends the child while it holds the mutex.
             unsafe { libc::_exit(0) };
         }
-        // SAFETY: waits for our own child; the status is not asked for.
+        // SAFETY: waits for this process's own child; a null status pointer is allowed.
         let waited = unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
         assert_eq!(waited, child);
         assert_eq!(table.lock().raw().units[0].used.load(Relaxed), 0);

@@ -1,35 +1,37 @@
-//! The layout of the shared table.
+//! Defines the memory layout of the shared table.
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
-/// GPUs and MIG instances, at most.
+/// Maximum number of GPUs and MIG instances.
 pub const MAX_UNITS: usize = 32;
-/// Living process images, at most.
+/// Maximum number of live process images.
 pub const MAX_IMAGES: usize = 1024;
-/// Living shared allocations (VMM, IPC), at most.
+/// Maximum number of live shared allocations (VMM, IPC).
 pub const MAX_OBJECTS: usize = 16384;
-/// XID events that a slow reader can be behind.
+/// Capacity of the ring of XID events; a reader further behind misses the oldest.
 pub const MAX_XIDS: usize = 256;
-/// Names this layout; changed with it.
+/// Identifies the layout; to be incremented with every change of it.
 pub(crate) const MAGIC: u64 = 0x5349_4d47_5055_0004;
 
-/// Fields below `mutex` are written by its owner only, except where they say otherwise. A fresh file's
-/// zeros mean: nothing there.
+/// The table's file. In a new file all fields are zero.
+///
+/// Only the owner of `mutex` writes the fields below it. Fields marked "lock-free" are read without
+/// the mutex.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct RawTable {
     pub(crate) magic: AtomicU64,
     pub(crate) mutex: UnsafeCell<libc::pthread_mutex_t>,
-    /// The pid namespace that `simgpu init` ran in: the host's.
+    /// The host's pid namespace, in which `simgpu init` ran.
     pub(crate) host_namespace: AtomicU64,
-    /// Read at any time.
+    /// Lock-free.
     pub(crate) scrub: AtomicU32,
-    /// XIDs so far; readers wait on it as a futex.
+    /// Number of XIDs so far; readers wait on it as a futex.
     pub(crate) xid_count: AtomicU32,
     pub(crate) next_id: AtomicU64,
     pub(crate) objects_high_water: AtomicU32,
-    /// Read at any time: NVML's calls that are about no GPU wait.
+    /// Lock-free: whether NVML's calls that name no GPU hang.
     pub(crate) hung: AtomicU32,
     pub(crate) units: [RawUnit; MAX_UNITS],
     pub(crate) xids: [RawXid; MAX_XIDS],
@@ -42,9 +44,9 @@ pub(crate) struct RawTable {
 pub(crate) struct RawUnit {
     /// The sum of all images' charges and objects' sizes.
     pub(crate) used: AtomicU64,
-    /// Read at any time: the GPU fell off the bus.
+    /// Lock-free: whether the GPU fell off the bus.
     pub(crate) lost: AtomicU32,
-    /// Read at any time: NVML's calls about the GPU wait.
+    /// Lock-free: whether NVML's calls about the GPU hang.
     pub(crate) hung: AtomicU32,
 }
 
@@ -53,7 +55,7 @@ pub(crate) struct RawUnit {
 pub(crate) struct RawXid {
     pub(crate) unit: AtomicU32,
     pub(crate) code: AtomicU32,
-    /// 0 when no process is named; as the host's pid namespace numbers it.
+    /// The pid in the host's pid namespace; 0 if the event names no process.
     pub(crate) pid: AtomicU32,
 }
 
@@ -61,16 +63,16 @@ pub(crate) struct RawXid {
 #[derive(Debug)]
 pub(crate) struct RawImage {
     pub(crate) used: AtomicU32,
-    /// Its own idea of its pid, true in `namespace`.
+    /// The image's pid in `namespace`.
     pub(crate) pid: AtomicU32,
     pub(crate) namespace: AtomicU64,
-    /// Which image: place numbers are used again, serials are not.
+    /// Identifies the image; slots are reused, serials are not.
     pub(crate) serial: AtomicU64,
-    /// The pid that an observer on the host last saw, for when the process is dead and a child lives.
+    /// The pid that the host last observed, for when the process is dead but its child lives.
     pub(crate) host_pid: AtomicU32,
-    /// Read at any time by the image: a sticky code injected from outside; 0 for none.
+    /// Lock-free for the image: an injected sticky error code; 0 for none.
     pub(crate) injected: AtomicI32,
-    /// By unit, by [`crate::Charge`].
+    /// Indexed by unit, then by [`crate::Charge`].
     pub(crate) charges: [[AtomicU64; 3]; MAX_UNITS],
 }
 
@@ -81,9 +83,9 @@ pub(crate) struct RawObject {
     pub(crate) unit: AtomicU32,
     pub(crate) id: AtomicU64,
     pub(crate) size: AtomicU64,
-    /// Finds the object of a descriptor that came through a socket.
+    /// Identifies the object of a descriptor received over a socket.
     pub(crate) inode: AtomicU64,
     pub(crate) creator: AtomicU32,
-    /// The creator's serial, for the place may belong to another by now.
+    /// The creator's serial, because another image may use the creator's slot by now.
     pub(crate) creator_serial: AtomicU64,
 }
