@@ -1,4 +1,6 @@
-//! Gives the library the real driver's SONAME, and has it know its own functions whatever others are called the same.
+//! Sets the real driver's SONAME, and binds the library's calls of its own functions to itself.
+//!
+//! Otherwise another loaded library with functions of the same names could intercept these calls.
 fn main() {
     println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");
     println!("cargo:rustc-cdylib-link-arg=-Wl,-Bsymbolic-functions");

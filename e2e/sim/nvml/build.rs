@@ -1,4 +1,4 @@
-//! Gives the library the real driver's SONAME.
+//! Sets the real library's SONAME.
 fn main() {
     println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libnvidia-ml.so.1");
 }

@@ -1,21 +1,21 @@
-//! Types and codes of `cuda.h`, as far as this library reads or writes them.
+//! Declares types and error codes of `cuda.h`, as far as this library uses them.
 
 use bursar_sim_state::SimError;
 use bursar_sim_state::ffi;
 use bursar_sim_state::ffi::NullPointer;
 
-/// A pointer that is written through.
+/// A pointer argument to write through.
 pub type Out<T> = ffi::Out<T, Code>;
-/// A pointer that is read through.
+/// A pointer argument to read through.
 pub type In<T> = ffi::In<T, Code>;
-/// A string.
+/// A string argument.
 pub type Text = ffi::Text<Code>;
 
 /// A `CUresult` other than success.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Code(pub i32);
 
-/// What an entry point ends with.
+/// The result of an entry point.
 pub(crate) type DriverResult = Result<(), Code>;
 
 impl Code {
@@ -58,7 +58,7 @@ impl From<NullPointer> for Code {
     }
 }
 
-/// Writes a string with its NUL into a caller's buffer, cut to fit.
+/// Writes a NUL-terminated string into a caller's buffer, truncated to fit.
 pub(crate) fn put_text(buffer: &Out<u8>, len: i32, text: &str) -> DriverResult {
     let room = usize::try_from(len)
         .ok()

@@ -1,5 +1,7 @@
-//! Arrays and mipmapped arrays: opaque layouts whose sizes follow what was measured on an H200. Of the tiles of
-//! sparse ones it is known which memory is mapped into them, and nothing else.
+//! Implements arrays and mipmapped arrays, as far as memory is concerned.
+//!
+//! Their sizes follow measurements on an H200. For the tiles of sparse arrays, only the mapped
+//! memory is recorded.
 
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::context::{CurrentContext, current_context};
@@ -72,9 +74,9 @@ const DEFERRED: u32 = 0x80;
 #[derive(Debug, Clone, Copy)]
 struct Array {
     shape: Array3dDescriptor,
-    /// Zero for an array without levels.
+    /// Mipmap levels; zero for an array that is not mipmapped.
     levels: u32,
-    /// Bytes of its layout.
+    /// Bytes of the array's memory layout.
     size: u64,
     unit: usize,
     context: u64,
@@ -84,18 +86,19 @@ struct Array {
 #[derive(Debug, Default)]
 pub(crate) struct Arrays {
     live: BTreeMap<u64, Array>,
-    /// What is mapped into sparse ones, by array and part of it.
+    /// Memory mapped into sparse arrays, by array and subresource.
     tiles: BTreeMap<(u64, [u64; 4]), PinnedObject>,
     handle_count: u64,
 }
 
 const FIRST: u64 = 0x51a7_0000_0000;
 const STEP: u64 = 0x100;
-/// A level's handle is its array's, this much further on for each level.
+/// Distance between the handles of a mipmapped array's levels; level 0 has the array's handle.
 const LEVEL: u64 = 0x8;
 
 impl Array3dDescriptor {
-    /// Bytes of the layout: rows in multiples of 64 bytes, blocks of 8 to 128 rows and 1 to 16 slices.
+    /// Bytes of the layout: rows in multiples of 64 bytes, blocks of 8 to 128 rows and 1 to 16
+    /// slices.
     fn size(&self, level: u32) -> Result<u64, Code> {
         let element = match self.format {
             0x01 | 0x08 => 1,
@@ -122,7 +125,7 @@ impl Array3dDescriptor {
 }
 
 impl Array {
-    /// What it takes of its GPU: nothing where memory is mapped into it later.
+    /// Bytes charged to the GPU; none for an array into which memory is mapped later.
     fn charged_bytes(&self) -> u64 {
         match self.shape.flags & (SPARSE | DEFERRED) {
             0 => charged_bytes(self.size),
@@ -183,7 +186,7 @@ impl Process {
         gone.for_each(|(_, gone)| self.unpin(gone));
     }
 
-    /// Maps memory into a part of a sparse array, or takes it out.
+    /// Maps memory into a subresource of a sparse array, or unmaps it.
     fn map_tile(&self, mapping: &ArrayMapInfo) -> DriverResult {
         let ArrayMapInfo {
             resource,
@@ -209,7 +212,7 @@ impl Process {
         Ok(())
     }
 
-    /// Frees what a context leaves behind.
+    /// Frees the arrays of a destroyed context.
     pub(crate) fn free_context_arrays(&self, context: u64) {
         let mut arrays = lock(&self.arrays);
         let (gone, left) = std::mem::take(&mut arrays.live)
@@ -218,7 +221,7 @@ impl Process {
         arrays.live = left;
         for (handle, array) in gone {
             self.unpin_tiles(&mut arrays, handle);
-            // Collected means: given back already.
+            // `ImageCollected` means that the collector has released the bytes already.
             let _ = self
                 .image
                 .release(array.unit, Charge::Memory, array.charged_bytes());
@@ -234,7 +237,7 @@ fn create(out: &Out<u64>, shape: Array3dDescriptor, levels: u32) -> DriverResult
     out.set(current.process.create_array(&current, shape, levels)?)
 }
 
-/// An array as it was made, or a level of a mipmapped one.
+/// Finds an array by its handle, or by the handle of one of its levels.
 fn find(handle: u64) -> Result<Array, Code> {
     let current = current_context()?;
     let found = lock(&current.process.arrays)

@@ -1,9 +1,11 @@
-//! Stream capture, as far as memory is concerned: what is captured takes nothing before its graph is launched,
-//! and calls that the driver takes for unsafe end the captures of a thread that makes them.
+//! Implements stream capture, as far as memory is concerned.
 //!
-//! As on an H200 with driver 580: asking a pool for its sizes and trimming it are such calls, and
-//! `cuMemAlloc`; waiting for the context ends every capture in it, whatever the thread's mode. A graph
-//! that comes of a capture has the memory nodes of what was allocated and freed in it.
+//! Captured calls allocate nothing before the graph is launched. A captured graph has the memory
+//! nodes of the captured allocations and frees.
+//!
+//! As on an H200 with driver 580, unsafe calls invalidate captures. `cuMemAlloc` and calls that
+//! read a pool's sizes or trim it are unsafe, subject to the thread's mode. Synchronizing a context
+//! invalidates every capture.
 
 use crate::abi::{Code, DriverResult, Out};
 use crate::context::current_context;
@@ -17,11 +19,11 @@ const GLOBAL: i32 = 0;
 const RELAXED: i32 = 2;
 
 thread_local! {
-    /// Which unsafe calls the thread is kept from.
+    /// The thread's `CUstreamCaptureMode`, which decides which captures an unsafe call invalidates.
     static MODE: Cell<i32> = const { Cell::new(GLOBAL) };
 }
 
-/// A capture under way.
+/// A capture in progress.
 #[derive(Debug)]
 struct Capture {
     mode: i32,
@@ -36,7 +38,10 @@ pub(crate) struct Captures {
 }
 
 impl Process {
-    /// Whether a stream is being captured; an error where its capture has become invalid.
+    /// Whether a stream is being captured.
+    ///
+    /// # Errors
+    /// Its capture has been invalidated.
     pub(crate) fn is_captured(&self, stream: u64) -> Result<bool, Code> {
         match lock(&self.captures).streams.get(&stream) {
             None => Ok(false),
@@ -45,14 +50,17 @@ impl Process {
         }
     }
 
-    /// Adds a node to what a stream captures.
+    /// Appends a node to a stream's capture.
     pub(crate) fn append_captured_node(&self, stream: u64, node: Node) {
         if let Some(capture) = lock(&self.captures).streams.get_mut(&stream) {
             capture.nodes.push(node);
         }
     }
 
-    /// What every unsafe call begins with.
+    /// Invalidates the captures that an unsafe call of this thread affects.
+    ///
+    /// # Errors
+    /// Such a capture exists; the call then fails.
     pub(crate) fn invalidate_unsafe_captures(&self) -> DriverResult {
         if MODE.get() == RELAXED {
             return Ok(());
@@ -60,7 +68,10 @@ impl Process {
         self.invalidate_captures(|capture| capture.mode == GLOBAL)
     }
 
-    /// What waiting for a context begins with.
+    /// Invalidates all captures, because the call synchronizes a context.
+    ///
+    /// # Errors
+    /// A capture exists; the call then fails.
     pub(crate) fn invalidate_all_captures(&self) -> DriverResult {
         self.invalidate_captures(|_| true)
     }

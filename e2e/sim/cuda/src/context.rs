@@ -1,4 +1,5 @@
-//! Contexts: primary and plain ones, each thread's stack of them, and what their limits cost.
+//! Implements contexts, each thread's context stack, and the memory that contexts and their limits
+//! cost.
 
 use crate::abi::{Code, DriverResult, Out};
 use crate::entry::exports;
@@ -7,7 +8,7 @@ use bursar_sim_state::Charge;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-/// Bytes of stack that a thread has in a fresh context; they are part of the context's own bytes.
+/// A new context's stack bytes per thread, which are part of the context's own bytes.
 const DEFAULT_STACK_BYTES: u64 = 1024;
 /// Threads that can be resident on a multiprocessor.
 const MAX_RESIDENT_THREADS: u64 = 2048;
@@ -19,13 +20,13 @@ const STACK_SIZE: i32 = 0;
 pub(crate) struct Context {
     pub(crate) device: usize,
     flags: u32,
-    /// `cuCtxAttach` adds one, `cuCtxDetach` takes one.
+    /// `cuCtxAttach` increments the number, `cuCtxDetach` decrements it.
     users: u32,
-    /// The limit that `cuCtxSetLimit` set, in bytes per thread.
+    /// The stack limit set with `cuCtxSetLimit`, in bytes per thread.
     stack_limit: u64,
-    /// Bytes per thread that are taken now: the limit, or more where a kernel's locals need it.
+    /// Charged stack bytes per thread: the limit, or more if a kernel's local memory needs it.
     stack_per_thread: u64,
-    /// Limits other than the stack's. They are remembered, and cost nothing here.
+    /// Other limits, which are recorded and cost nothing.
     limits: BTreeMap<i32, u64>,
 }
 
@@ -41,12 +42,12 @@ struct Primary {
 pub(crate) struct Contexts {
     primaries: Vec<Primary>,
     live: BTreeMap<u64, Context>,
-    /// Green contexts, by the device whose primary context they live in.
+    /// Green contexts, each with the device whose primary context it belongs to.
     green: BTreeMap<u64, usize>,
     handle_count: u64,
 }
 
-/// Bytes that a green context takes of its GPU.
+/// GPU memory of a green context, in bytes.
 const GREEN_CONTEXT_BYTES: u64 = 6 << 20;
 
 thread_local! {
@@ -63,7 +64,7 @@ impl Contexts {
         }
     }
 
-    /// A handle looks like a pointer, as programs expect of one.
+    /// Inserts a context under a new handle. Handles look like pointers, as programs expect.
     fn insert(&mut self, device: usize, flags: u32) -> u64 {
         self.handle_count += 1;
         let id = 0x5147_0000_0000 + self.handle_count * 0x100;
@@ -80,7 +81,7 @@ impl Contexts {
     }
 }
 
-/// A healthy image with a current context.
+/// The calling thread's context in a process image without a sticky error.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CurrentContext {
     pub(crate) process: &'static Process,
@@ -88,7 +89,10 @@ pub(crate) struct CurrentContext {
     pub(crate) device: usize,
 }
 
-/// The calling thread's context, where the image is not poisoned and the device is there.
+/// The calling thread's context.
+///
+/// # Errors
+/// The image has a sticky error, no context is current, or the device is lost.
 pub(crate) fn current_context() -> Result<CurrentContext, Code> {
     let process = healthy_process()?;
     let context = current_handle().ok_or(Code::INVALID_CONTEXT)?;
@@ -135,7 +139,7 @@ impl Process {
         let unit = self.devices[device].unit;
         self.image
             .charge(unit, Charge::Context, self.sim.config.context)?;
-        // What the process took without a context is part of what a context takes.
+        // A context's bytes include the overhead of a process without a context.
         let client = self.image.charged(unit, Charge::Client);
         self.image.release(unit, Charge::Client, client)?;
         Ok(lock(&self.contexts).insert(device, flags))
@@ -158,7 +162,8 @@ impl Process {
             .release(self.devices[context.device].unit, Charge::Context, bytes)?)
     }
 
-    /// The last user of a context ends it; a primary one's users do not count (as on an H200).
+    /// Destroys the context with its last user. Users of a primary context do not count (as on an
+    /// H200).
     fn detach(&self, id: u64) -> DriverResult {
         if current_handle() != Some(id) {
             return Err(Code::INVALID_CONTEXT);
@@ -197,7 +202,7 @@ impl Process {
             *primary.context.get_or_insert(id)
         };
         if first != id {
-            // Another thread was quicker.
+            // Another thread has retained the primary context meanwhile.
             self.destroy_context(id)?;
         }
         Ok(first)
@@ -215,7 +220,8 @@ impl Process {
         last.map_or(Ok(()), |id| self.destroy_context(id))
     }
 
-    /// F1: answers success, and heals nothing.
+    /// Resets the primary context. The call succeeds but clears no sticky error (F1 in
+    /// docs/facts.md).
     fn reset_primary(&self, device: usize) -> DriverResult {
         let context = {
             let mut contexts = lock(&self.contexts);
@@ -225,7 +231,7 @@ impl Process {
         context.map_or(Ok(()), |id| self.destroy_context(id))
     }
 
-    /// A green context keeps its device's primary context active.
+    /// Creates a green context, which retains the device's primary context.
     fn create_green(&self, device: usize) -> Result<u64, Code> {
         self.retain_primary(device)?;
         let unit = self.devices[device].unit;
@@ -257,7 +263,8 @@ impl Process {
         threads.saturating_mul(per_thread.saturating_sub(DEFAULT_STACK_BYTES))
     }
 
-    /// Takes or gives back memory so that every thread that can be resident has that much stack (F14).
+    /// Charges or releases memory for this much stack in every thread that can be resident (F14 in
+    /// docs/facts.md).
     fn resize_stack(&self, id: u64, wanted: u64) -> DriverResult {
         let context = self.context(id)?;
         let wanted = wanted.max(DEFAULT_STACK_BYTES);
@@ -277,7 +284,8 @@ impl Process {
         Ok(())
     }
 
-    /// Makes room for a kernel's local memory, which then stays (F14).
+    /// Grows the stack for a kernel's local memory. The memory stays charged afterwards (F14 in
+    /// docs/facts.md).
     pub(crate) fn ensure_stack(&self, id: u64, wanted: u64) -> DriverResult {
         if self.context(id)?.stack_per_thread >= wanted {
             Ok(())
@@ -316,7 +324,7 @@ impl Process {
     }
 }
 
-/// The device of the current context, also of a poisoned image.
+/// The current context and its device, even if the image has a sticky error.
 fn current_device() -> Result<(&'static Process, u64, usize), Code> {
     let process = process()?;
     let context = current_handle().ok_or(Code::INVALID_CONTEXT)?;

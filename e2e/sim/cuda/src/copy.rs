@@ -1,25 +1,25 @@
-//! Copies and fills. Asynchronous ones are done at once, in the caller's thread.
+//! Implements copies and fills. Asynchronous calls complete at once, in the caller's thread.
 
 use crate::abi::{Code, DriverResult};
 use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::process::lock;
 
-/// One side of a copy.
+/// Source or destination of a copy.
 #[derive(Debug, Clone, Copy)]
 enum Endpoint {
-    /// Must be memory of ours.
+    /// An address that has to be in an allocation of this library.
     Device(u64),
-    /// The caller's word.
+    /// A host address, which is not checked.
     Host(u64),
 }
 
-/// When a call answers.
+/// When a call completes.
 #[derive(Debug, Clone, Copy)]
 enum Completion {
     /// After all work of the context.
     Synchronous,
-    /// At once, in a stream.
+    /// At once, for a stream.
     Stream(u64),
 }
 
@@ -56,7 +56,8 @@ fn copy(to: Endpoint, from: Endpoint, len: u64, when: Completion) -> DriverResul
         current.address(to, len, true)?,
         current.address(from, len, false)?,
     );
-    // SAFETY: device ranges were looked up; host ranges are the caller's, as the driver API has it.
+    // SAFETY: device ranges are accessible allocations; by contract of the API the caller's host
+    // ranges are valid.
     unsafe { std::ptr::copy(from as *const u8, to as *mut u8, len as usize) };
     Ok(())
 }
@@ -71,13 +72,14 @@ fn fill<T: Copy>(to: u64, value: T, count: u64, when: Completion) -> DriverResul
     }
     if len != 0 {
         let to = current.address(Endpoint::Device(to), len, true)?;
-        // SAFETY: the range was looked up, and is aligned for `T`.
+        // SAFETY: the range is in accessible allocations, and is aligned for `T`.
         unsafe { std::slice::from_raw_parts_mut(to as *mut T, count as usize) }.fill(value);
     }
     Ok(())
 }
 
-/// A unified copy: what is not ours is the host's.
+/// Decides the side of an address of `cuMemcpy`: an address outside all allocations is a host
+/// address.
 fn classify_address(current: &CurrentContext, address: u64) -> Endpoint {
     if lock(&current.process.space)
         .find_containing(address)

@@ -1,4 +1,4 @@
-//! Devices: which ones this process sees, and what they say about themselves.
+//! Lists the devices that a process sees, and implements their attributes.
 
 use crate::abi::{Code, DriverResult, Out, Text, put_text};
 use crate::entry::exports;
@@ -6,16 +6,18 @@ use crate::process::{Process, process};
 use bursar_sim_state::{Sim, config::uuid_bytes};
 use std::path::Path;
 
-/// One CUDA device.
+/// A CUDA device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Device {
-    /// What its memory is accounted by.
+    /// The unit whose memory it uses.
     pub(crate) unit: usize,
 }
 
-/// The devices of a process: those whose node is there, as `CUDA_VISIBLE_DEVICES` orders them. A GPU in MIG
-/// mode is not one, its instances are; without the variable CUDA shows an instance only where there is
-/// nothing else, and then one.
+/// The devices of a process, which are those with an accessible node, in the order of
+/// `CUDA_VISIBLE_DEVICES`.
+///
+/// A GPU in MIG mode is no device, but its instances are. Without the variable, CUDA shows one
+/// instance, and only if there is no other device.
 pub(crate) fn visible_devices(sim: &Sim, dev: &Path, order: Option<&str>) -> Vec<Device> {
     let units = || {
         sim.units
@@ -40,7 +42,7 @@ pub(crate) fn visible_devices(sim: &Sim, dev: &Path, order: Option<&str>) -> Vec
             .map(|unit| Device { unit: unit.index })
             .or_else(by_number)
     };
-    // The first name that means nothing ends the list.
+    // As in CUDA, the first invalid name ends the list.
     order
         .split(',')
         .map_while(|name| named(name.trim()))
@@ -48,7 +50,7 @@ pub(crate) fn visible_devices(sim: &Sim, dev: &Path, order: Option<&str>) -> Vec
 }
 
 impl Process {
-    /// The device with this ordinal.
+    /// Checks a device's ordinal.
     pub(crate) fn device(&self, ordinal: i32) -> Result<usize, Code> {
         usize::try_from(ordinal)
             .ok()
@@ -75,12 +77,12 @@ impl Process {
         )
     }
 
-    /// The bytes of the GPU's UUID.
+    /// The UUID of the GPU, also for a MIG instance.
     fn gpu_uuid(&self, device: usize) -> Result<[u8; 16], Code> {
         uuid_bytes(&self.gpu_config(device).uuid, "GPU-").ok_or(Code::UNKNOWN)
     }
 
-    /// The bytes of the instance's UUID, or of the GPU's.
+    /// The UUID of the MIG instance, or of the GPU.
     fn own_uuid(&self, device: usize) -> Result<[u8; 16], Code> {
         let uuid = self.sim.uuid(&self.sim.units[self.devices[device].unit]);
         uuid_bytes(uuid, "GPU-")
@@ -93,7 +95,7 @@ impl Process {
             .bus_id(self.sim.units[self.devices[device].unit].gpu)
     }
 
-    /// The values that programs ask for before they do anything; 0 means: this device cannot.
+    /// The attributes that programs commonly read; 0 for features that the device lacks.
     fn attribute(&self, device: usize, attribute: i32) -> Result<i32, Code> {
         let card = self.gpu_config(device);
         let bus = |from: usize, to: usize| {

@@ -1,10 +1,10 @@
-//! What every entry point goes through: no panic leaves the library, and every function is on one list.
+//! Declares entry points: catches panics at the API's boundary and lists every exported function.
 
 use crate::abi::{Code, DriverResult};
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Runs an entry point's body.
+/// Runs an entry point's body, and turns a panic into `CUDA_ERROR_UNKNOWN`.
 pub(crate) fn call(body: impl FnOnce() -> DriverResult) -> i32 {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => 0,
@@ -13,17 +13,17 @@ pub(crate) fn call(body: impl FnOnce() -> DriverResult) -> i32 {
     }
 }
 
-/// A function of this library, for `cuGetProcAddress`.
+/// An exported function, for `cuGetProcAddress`.
 #[derive(Debug)]
 pub(crate) struct Export {
     pub(crate) name: &'static str,
     pub(crate) address: *const c_void,
 }
 
-// SAFETY: a function's address, which never changes.
+// SAFETY: a function's address is constant.
 unsafe impl Sync for Export {}
 
-/// Declares entry points: each is exported under its name and put on the module's list `EXPORTS`.
+/// Declares entry points: exports each function and lists it in the module's `EXPORTS`.
 macro_rules! exports {
     ($(fn $name:ident($($arg:ident: $kind:ty),* $(,)?) = $body:expr;)*) => {
         $(

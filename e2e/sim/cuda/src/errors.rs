@@ -1,4 +1,4 @@
-/// Every `CUresult` of CUDA 13, with its name and a few words.
+/// Every `CUresult` of CUDA 13, with its name and description.
 static ERRORS: &[Error] = &[
     (0, c"CUDA_SUCCESS", c"no error"),
     (1, c"CUDA_ERROR_INVALID_VALUE", c"invalid value"),

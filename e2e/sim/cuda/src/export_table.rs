@@ -1,19 +1,20 @@
-//! A private table of functions, as the real driver has several: this one allocates memory past the API.
+//! Provides a private function table, whose function allocates memory past the API.
 //!
-//! As NVIDIA's tables do, it begins with its size in bytes; the functions in it have no names.
+//! Real drivers have several such tables. Like NVIDIA's, the table begins with its size in bytes,
+//! and its functions have no names.
 
 use crate::abi::{Code, In, Out};
 use crate::entry::{call, exports};
 use crate::memory::allocate;
 use std::ffi::c_void;
 
-/// Its UUID.
+/// The table's UUID.
 const TABLE_UUID: [u8; 16] = *b"bursar-sim-alloc";
 
 #[repr(C)]
 struct Table {
     size: usize,
-    /// As `cuMemAlloc`.
+    /// Allocates like `cuMemAlloc`.
     allocate: extern "C" fn(Out<u64>, u64) -> i32,
 }
 

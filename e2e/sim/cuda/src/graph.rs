@@ -1,9 +1,11 @@
-//! Graphs, as far as memory is concerned: nodes that allocate and free, and graphs in graphs.
+//! Implements graphs, as far as memory is concerned: allocation nodes, free nodes and child graphs.
 //!
-//! Making a graph executable takes nothing. Its upload or first launch takes its allocations in steps of
-//! 32 MiB from the device's graph pool (small ones share steps), which keeps them until it is trimmed, past the graph's end
-//! too, as measured on an H200. (The real driver lets the graphs of a stream share; here each has its own in every
-//! stream.) A launch allocates and frees as soon as its stream gets to it: no other node does anything.
+//! As measured on an H200, instantiating a graph allocates nothing. Its upload or first launch
+//! takes its allocations from the device's graph pool in steps of 32 MiB; small allocations share
+//! steps. The pool keeps the memory until it is trimmed, even after the graph is destroyed.
+//!
+//! The real driver lets the graphs of a stream share memory; here each graph has its own in every
+//! stream. A launch allocates and frees at once; all other nodes have no effect.
 
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::context::{CurrentContext, current_context};
@@ -14,10 +16,10 @@ use bursar_sim_state::Charge;
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-/// A graph pool takes memory of its GPU in multiples of this.
+/// Granularity of the memory that a graph pool takes from its GPU.
 const STEP: u64 = 32 << 20;
 
-/// Node types of cuda.h.
+/// Node types (`CUgraphNodeType`).
 const CHILD: i32 = 4;
 const EMPTY: i32 = 5;
 const ALLOCATION: i32 = 10;
@@ -60,7 +62,7 @@ pub(crate) enum Node {
 }
 
 impl Node {
-    /// Of what a stream allocated on a device while it was captured.
+    /// The allocation node of a captured allocation.
     pub(crate) fn allocation(device: usize, bytes: u64, address: u64) -> Node {
         Node::Allocation(AllocNodeParams {
             kind: 1,
@@ -75,13 +77,13 @@ impl Node {
 
 #[derive(Debug, Clone)]
 struct Executable {
-    /// What its large allocations take of each device, and the sum of its small ones.
+    /// By device: bytes of the large allocations in whole steps, and the sum of the small ones.
     needs: BTreeMap<usize, (u64, u64)>,
-    /// The streams that the pools hold them in, and when each is done with its last launch.
+    /// By stream for which the pools hold the memory: when the last launch there completes.
     uploaded_streams: BTreeMap<u64, Option<Instant>>,
 }
 
-/// What allocations take: large ones whole steps, small ones share them.
+/// Bytes of a pool: small allocations share steps, large ones have their own.
 fn pool_bytes((large, small): (u64, u64)) -> u64 {
     large + small.next_multiple_of(STEP)
 }
@@ -119,7 +121,7 @@ impl Graphs {
         Ok(handle)
     }
 
-    /// A graph that a stream captured.
+    /// Inserts a graph with the nodes that a stream captured.
     pub(crate) fn insert_captured(&mut self, nodes: Vec<Node>) -> Result<u64, Code> {
         let graph = self.next_handle();
         self.graphs.insert(graph, Vec::new());
@@ -164,7 +166,8 @@ impl Process {
         Ok(handle)
     }
 
-    /// Gives a device's graph memory back but for that of running graphs; others take it again when they are launched.
+    /// Releases a device's graph memory, except that of running graphs. Later launches take it
+    /// again.
     pub(crate) fn trim_graphs(&self, device: usize) {
         let (mut graphs, now) = (lock(&self.graphs), Instant::now());
         let kept = graphs.executables.values_mut().filter_map(|executable| {
@@ -176,7 +179,7 @@ impl Process {
         let kept = kept.sum();
         let pool = graphs.pools.entry(device).or_default();
         let before = std::mem::replace(&mut pool.reserved, kept);
-        // Collected means: given back already.
+        // `ImageCollected` means that the collector has released the bytes already.
         let _ = self.image.release(
             self.devices[device].unit,
             Charge::Memory,
@@ -186,7 +189,7 @@ impl Process {
 }
 
 impl CurrentContext {
-    /// What an upload and a launch do.
+    /// Takes the memory of an executable graph from the graph pools, for an upload or a launch.
     fn upload_graph(&self, executable: u64, stream: u64) -> DriverResult {
         let (done, stream) = (self.busy_until(stream)?, self.stream_key(stream)?);
         let mut graphs = lock(&self.process.graphs);
@@ -230,12 +233,12 @@ exports! {
     fn cuGraphAddEmptyNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64) = add(&out, graph, Node::Empty);
     fn cuGraphAddMemAllocNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64, wanted: Out<AllocNodeParams>) = {
         let (process, mut found) = (healthy_process()?, wanted.get()?);
-        // Pinned memory on a device: the only kind there is here.
+        // The only supported kind is pinned memory on a device.
         if (found.kind, found.location_kind) != (1, 1) || found.bytes == 0 {
             return Err(Code::INVALID_VALUE);
         }
         process.device(found.location)?;
-        // Nobody reaches it: a launch allocates and frees at once.
+        // The address is never used, because a launch allocates and frees at once.
         found.address = 0x7600_0000_0000;
         wanted.set(found)?;
         add(&out, graph, Node::Allocation(found))

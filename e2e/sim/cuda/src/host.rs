@@ -1,5 +1,7 @@
-//! Managed and pinned host memory: not charged to a GPU. Managed memory is never resident on a device; what prefetches
-//! and advice said is remembered by page, and told.
+//! Implements managed and pinned host memory, which no GPU is charged for.
+//!
+//! Managed memory is never resident on a device. Prefetches and advice are recorded per page and
+//! can be queried.
 
 use crate::abi::{Code, DriverResult, Out};
 use crate::context::current_context;
@@ -17,15 +19,17 @@ fn allocate(address: &Out<u64>, len: u64, kind: AllocationKind) -> DriverResult 
     address.set(current.process.map_allocation(&current, len, kind)?)
 }
 
-/// A place as `CUmemLocation` has it: its type is the low half of the number that C passes, its id the high one.
+/// `CUmemLocationType`. C passes a `CUmemLocation` as one number: the type in the low half, the id
+/// in the high half.
 const LOCATION_DEVICE: u32 = 1;
 const LOCATION_HOST: u32 = 2;
 const LOCATION_HOST_NUMA: u32 = 3;
-/// `CU_DEVICE_CPU` and `CU_DEVICE_INVALID`, as attributes have them.
+/// `CU_DEVICE_CPU` and `CU_DEVICE_INVALID`.
 const DEVICE_CPU: i32 = -1;
 const DEVICE_INVALID: i32 = -2;
 
-/// What was last said about a page of managed memory. Places are as attributes have them.
+/// The last advice and prefetch of a page. Locations are device ordinals, `DEVICE_CPU` or
+/// `DEVICE_INVALID`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct PageHints {
     read_mostly: bool,
@@ -52,7 +56,7 @@ fn pages(address: u64, len: u64) -> RangeInclusive<u64> {
 }
 
 impl Residency {
-    /// Nothing is known about memory that is gone.
+    /// Removes the hints of freed memory.
     pub(crate) fn forget(&mut self, address: u64, len: u64) {
         for page in pages(address, len) {
             self.0.remove(&page);
@@ -60,7 +64,7 @@ impl Residency {
     }
 }
 
-/// Fails where not all of a range is managed.
+/// Fails unless the whole range is managed memory.
 fn check_managed(process: &Process, address: u64, len: u64) -> DriverResult {
     let space = lock(&process.space);
     let managed = space
@@ -73,7 +77,7 @@ fn check_managed(process: &Process, address: u64, len: u64) -> DriverResult {
     }
 }
 
-/// A device's number, or the host, as attributes have it.
+/// Checks a device's ordinal, or `DEVICE_CPU`.
 fn check_device(process: &Process, device: i32) -> Result<i32, Code> {
     match usize::try_from(device) {
         Ok(device) if device >= process.devices.len() => Err(Code::INVALID_DEVICE),
@@ -82,7 +86,7 @@ fn check_device(process: &Process, device: i32) -> Result<i32, Code> {
     }
 }
 
-/// A `CUmemLocation`, as attributes have it.
+/// Converts a `CUmemLocation` to a device's ordinal or `DEVICE_CPU`.
 fn device_of_location(process: &Process, location: u64) -> Result<i32, Code> {
     match location as u32 {
         LOCATION_DEVICE => {
@@ -95,7 +99,7 @@ fn device_of_location(process: &Process, location: u64) -> Result<i32, Code> {
     }
 }
 
-/// Notes something about managed memory.
+/// Updates the hints of every page of a range of managed memory.
 fn update_hints(
     address: u64,
     len: u64,
@@ -126,7 +130,7 @@ fn prefetch(
     })
 }
 
-/// `CUmem_advise`. The place of advice on what is mostly read is not looked at.
+/// Implements `CUmem_advise`. Advice about read-mostly memory ignores the location.
 fn advise(
     address: u64,
     len: u64,
@@ -154,7 +158,7 @@ fn advise(
     })
 }
 
-/// `CUmem_range_attribute`: what holds for every page of a range.
+/// Reads a `CUmem_range_attribute`, which holds if it holds for every page of the range.
 fn range_attribute(
     data: &Out<i32>,
     size: u64,
@@ -217,7 +221,7 @@ exports! {
     fn cuStreamAttachMemAsync(stream: u64, address: u64, _len: u64, flags: u32) = {
         let current = current_context()?;
         current.check_stream(stream)?;
-        // A stream's own (4) is no context's default stream.
+        // `CU_MEM_ATTACH_SINGLE` (4) excludes the default stream.
         if !matches!((flags, stream), (1 | 2, _) | (4, 3..)) {
             return Err(Code::INVALID_VALUE);
         }

@@ -1,4 +1,4 @@
-//! Initialisation, version, and error names.
+//! Implements initialisation, version and error names.
 
 use crate::abi::{Code, Out};
 use crate::entry::exports;

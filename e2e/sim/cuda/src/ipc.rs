@@ -1,8 +1,8 @@
-//! IPC handles of linear memory (F13), and DMA-BUF descriptors of it and of mapped memory.
+//! Implements IPC handles of linear memory (F13 in docs/facts.md), and DMA-BUF descriptors.
 //!
-//! Linear memory becomes a shared object when its first handle is made: same address, same contents, but
-//! charged as an object, so that it outlives its process while an importer has it open. A descriptor keeps the memory
-//! past its free, as on an H200.
+//! The first export turns linear memory into a shared object with the same address and contents.
+//! Charged as an object, the memory outlives its process while an importer has it open. As on an
+//! H200, a descriptor keeps the memory past its free.
 
 use crate::abi::{Code, DriverResult, Out};
 use crate::context::current_context;
@@ -15,7 +15,7 @@ use std::os::fd::IntoRawFd;
 const PAGE: usize = 4096;
 const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
 
-/// `CUipcMemHandle`: the name of the object. An opened handle is its start, as with the real driver.
+/// `CUipcMemHandle`, with the object's id.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct IpcMemHandle {
@@ -24,7 +24,7 @@ pub struct IpcMemHandle {
 }
 
 impl Process {
-    /// The object of linear memory, made when there is none yet.
+    /// The object of linear memory, created if there is none yet.
     fn convert_to_object(&self, base: u64, found: Allocation) -> Result<Object, Code> {
         match found.kind {
             AllocationKind::Shared(object) => return Ok(object),
@@ -35,13 +35,14 @@ impl Process {
         self.image.release(found.unit, Charge::Memory, size)?;
         let made = Object::create(&self.sim, &self.image, found.unit, size);
         let (object, _hold) = made.map_err(|error| {
-            // The bytes were ours a moment ago; where somebody else was quicker, they are owed.
+            // Restores the charge. If another process has taken the bytes meanwhile, the image
+            // stays undercharged.
             let _ = self.image.charge(found.unit, Charge::Memory, size);
             Code::from(error)
         })?;
         let aside = map_pages(found.len)?;
-        // SAFETY: `aside` is a new mapping; `base` is linear memory of that length, on the list until we
-        // return. Only pages with contents are written, so that the others stay untouched.
+        // SAFETY: `aside` is a new mapping; `base` is listed linear memory of that length. Only
+        // pages with contents are copied, so that the others stay untouched.
         unsafe {
             object.map_over(&self.sim, &self.image, aside, found.len, 0, READ_WRITE)?;
             for (number, page) in bytes(base, found.len).chunks(PAGE).enumerate() {
@@ -72,7 +73,7 @@ fn open_handle(address: &Out<u64>, handle: IpcMemHandle) -> DriverResult {
         return Err(Code::INVALID_CONTEXT); // a process cannot open its own
     }
     let at = map_pages(object.size)?;
-    // SAFETY: a new mapping of that length.
+    // SAFETY: the mapping is new and has that length.
     unsafe { object.map_over(&process.sim, &process.image, at, object.size, 0, READ_WRITE)? };
     let (len, kind) = (object.size, AllocationKind::IpcOpened(object));
     let opened = Allocation {

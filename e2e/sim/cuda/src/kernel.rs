@@ -1,7 +1,8 @@
-//! The kernels that there are, and how they are launched.
+//! Defines the available kernels, and launches them.
 //!
-//! A launch runs the kernel once, whatever the grid, before it returns; only `spin` keeps its stream busy
-//! afterwards. As with a GPU, a fault is not the launch's answer but every later call's.
+//! A launch runs the kernel once, whatever the grid, before it returns; only `spin` keeps its
+//! stream busy afterwards. As on a GPU, a faulting launch succeeds, and every later call returns
+//! the error.
 
 use crate::abi::{Code, DriverResult, In};
 use crate::context::{CurrentContext, current_context};
@@ -10,11 +11,11 @@ use crate::process::lock;
 use bursar_protocol::checksum;
 use std::time::Duration;
 
-/// A kernel of every module.
+/// A kernel, which every module has.
 #[derive(Debug)]
 pub(crate) struct Kernel {
     pub(crate) name: &'static str,
-    /// Local memory per thread, in bytes (F14).
+    /// Local memory per thread, in bytes (F14 in docs/facts.md).
     pub(crate) local_bytes: u64,
     run: fn(&CurrentContext, &Arguments, u64) -> DriverResult,
 }
@@ -24,7 +25,7 @@ pub(crate) struct Kernel {
 struct Arguments(In<u64>);
 
 impl Arguments {
-    /// The `place`th argument, of its own size.
+    /// Reads the argument with index `place`, of the size of `T`.
     fn get<T: Copy>(&self, place: usize) -> Result<T, Code> {
         In::at_address(self.0.at(place)?).get()
     }
@@ -34,7 +35,7 @@ impl Arguments {
     }
 }
 
-/// A century: a `spin` without an end.
+/// A century, for a `spin` without an end.
 const UNBOUNDED_SPIN: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 pub(crate) static KERNELS: &[Kernel] = &[
@@ -45,7 +46,7 @@ pub(crate) static KERNELS: &[Kernel] = &[
         run: |current, arguments, _| {
             let (to, value, len) = arguments.three::<u64, u8, u64>()?;
             if current.check_access(to, len, true) {
-                // SAFETY: `may` looked the range up.
+                // SAFETY: `check_access` found the range accessible.
                 unsafe { std::ptr::write_bytes(to as *mut u8, value, len as usize) };
             }
             Ok(())
@@ -58,7 +59,7 @@ pub(crate) static KERNELS: &[Kernel] = &[
         run: |current, arguments, _| {
             let (to, from, len) = arguments.three::<u64, u64, u64>()?;
             if current.check_access(from, len, false) && current.check_access(to, len, true) {
-                // SAFETY: `may` looked both ranges up.
+                // SAFETY: `check_access` found both ranges accessible.
                 unsafe { std::ptr::copy(from as *const u8, to as *mut u8, len as usize) };
             }
             Ok(())
@@ -74,7 +75,7 @@ pub(crate) static KERNELS: &[Kernel] = &[
             })
         },
     },
-    // bursar_checksum(const uint8_t *from, size_t len, uint64_t *sum): adds what `partial` says
+    // bursar_checksum(const uint8_t *from, size_t len, uint64_t *sum): adds `checksum::partial`
     Kernel {
         name: "bursar_checksum",
         local_bytes: 0,
@@ -84,7 +85,7 @@ pub(crate) static KERNELS: &[Kernel] = &[
             })
         },
     },
-    // spin(uint64_t nanoseconds): 0 is for ever
+    // spin(uint64_t nanoseconds): 0 spins without an end
     Kernel {
         name: "spin",
         local_bytes: 0,
@@ -148,7 +149,9 @@ pub(crate) static KERNELS: &[Kernel] = &[
     },
 ];
 
-/// A kernel of (const uint8_t *from, size_t len, uint64_t *sum): what the sum becomes, by the bytes and by what it was.
+/// Runs a kernel of (const uint8_t *from, size_t len, uint64_t *sum).
+///
+/// `of` computes the new sum from the bytes and the old sum.
 fn run_checksum(
     current: &CurrentContext,
     arguments: &Arguments,
@@ -157,14 +160,14 @@ fn run_checksum(
     let (from, len, to) = arguments.three::<u64, u64, u64>()?;
     if current.check_access(from, len, false) && current.check_access(to, 8, true) {
         let to = to as *mut u64;
-        // SAFETY: `may` looked both ranges up.
+        // SAFETY: `check_access` found both ranges accessible.
         unsafe { to.write_unaligned(of(crate::memory::bytes(from, len), to.read_unaligned())) };
     }
     Ok(())
 }
 
 impl CurrentContext {
-    /// Whether a kernel may access a range; where not, that was its illegal address.
+    /// Whether a kernel may access a range. If not, poisons the image with an illegal address.
     fn check_access(&self, address: u64, len: u64, write: bool) -> bool {
         let allowed = lock(&self.process.space).is_accessible(address, len, write);
         if !allowed {
@@ -182,7 +185,7 @@ impl CurrentContext {
     }
 }
 
-/// `CUlaunchConfig`, up to what is read.
+/// `CUlaunchConfig`, up to the last field that is read.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LaunchConfig {

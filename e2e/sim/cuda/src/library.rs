@@ -1,4 +1,5 @@
-//! Libraries: modules that belong to no context. A kernel's handle is its function's.
+//! Implements libraries, which are modules without a context. A kernel's handle equals its
+//! function's.
 
 use crate::abi::{Code, In, Out, Text};
 use crate::context::current_context;

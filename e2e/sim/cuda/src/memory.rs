@@ -1,7 +1,7 @@
-//! The address space: linear memory, and what is known about every address that the library gave out.
+//! Implements linear memory, and records every address that the library returned.
 //!
-//! Device memory is host memory of the process, made without touching it, so device pointers are host
-//! pointers. A program that follows one on the host does not crash here, as it would with a GPU.
+//! Device memory is untouched host memory of the process, so device pointers are host pointers. A
+//! program that dereferences one on the host does not crash here, unlike with a GPU.
 
 use crate::abi::{Code, DriverResult, Out};
 use crate::context::{CurrentContext, current_context};
@@ -10,35 +10,36 @@ use crate::process::{Process, healthy_process, lock};
 use bursar_sim_state::{Charge, object::Object, residue};
 use std::collections::BTreeMap;
 
-/// What an allocation is, and so how it is freed.
+/// The kind of an allocation, which determines how it is freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AllocationKind {
     /// Charged to the image.
     Linear,
-    /// Linear memory that became an object when its IPC handle was made; it is the object that is charged.
+    /// Linear memory that was exported and became an object. The object is charged.
     Shared(Object),
     /// Another process's linear memory, opened from its IPC handle.
     IpcOpened(Object),
-    /// From the pool with that handle, which is charged.
+    /// From the pool with this handle. The pool is charged.
     Pool(u64),
-    /// An address that a captured allocation gave out: nothing is there before the graph is launched.
+    /// An address that a captured allocation returned; no memory exists before the graph is
+    /// launched.
     Captured,
-    /// Managed and pinned host memory: not charged to a GPU.
+    /// Managed memory, which no GPU is charged for.
     Managed,
-    /// As above.
+    /// Pinned host memory, which no GPU is charged for.
     Host,
-    /// Host memory of the program that it registered.
+    /// The program's host memory, registered with `cuMemHostRegister`.
     HostRegistered,
-    /// A mapped piece of a VMM object; freed by unmapping.
+    /// A mapping of a VMM object; freed by unmapping.
     Mapped(Object),
 }
 
-/// What is at an address.
+/// An allocation or mapping at an address.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Allocation {
     pub(crate) len: u64,
     pub(crate) kind: AllocationKind,
-    /// Freed with that context; 0 for none.
+    /// The context whose end frees the allocation; 0 for none.
     pub(crate) context: u64,
     pub(crate) unit: usize,
     pub(crate) readable: bool,
@@ -52,13 +53,13 @@ pub(crate) struct AddressSpace {
 }
 
 impl AddressSpace {
-    /// The allocation that an address is inside of.
+    /// The allocation that contains an address, with its start.
     pub(crate) fn find_containing(&self, address: u64) -> Option<(u64, Allocation)> {
         let (base, found) = self.allocations.range(..=address).next_back()?;
         (address - base < found.len).then_some((*base, *found))
     }
 
-    /// Whether every byte of a range may be accessed. Neighbouring VMM mappings count as one.
+    /// Whether every byte of a range is accessible. The range may span adjacent VMM mappings.
     pub(crate) fn is_accessible(&self, address: u64, len: u64, write: bool) -> bool {
         let Some(end) = address.checked_add(len) else {
             return false;
@@ -84,7 +85,7 @@ impl AddressSpace {
 
 /// Sizes are multiples of this.
 const ALLOCATION_GRANULARITY: u64 = 512;
-/// What the driver takes of a GPU at a time.
+/// Granularity of the memory that the driver takes from a GPU.
 const CHUNK: u64 = 2 << 20;
 const PAGE: u64 = 4096;
 
@@ -94,8 +95,9 @@ pub(crate) fn round_up(bytes: u64) -> Result<u64, Code> {
         .ok_or(Code::OUT_OF_MEMORY)
 }
 
-/// What a request of whole grains takes of its GPU: above 1 MiB whole chunks, below a share of one. (The real
-/// driver keeps a chunk while a piece of it lives; here each piece comes and goes alone.)
+/// Bytes charged for a request: whole chunks above 1 MiB, and a share of a chunk below.
+///
+/// The real driver keeps a chunk while a piece of it lives; here each piece is released alone.
 pub(crate) fn charged_bytes(len: u64) -> u64 {
     if len > CHUNK / 2 {
         len.checked_next_multiple_of(CHUNK).unwrap_or(u64::MAX)
@@ -105,7 +107,7 @@ pub(crate) fn charged_bytes(len: u64) -> u64 {
     }
 }
 
-/// Address space of the process that takes no memory before it is touched.
+/// Maps address space that uses no memory before it is touched.
 pub(crate) fn map_pages(len: u64) -> Result<u64, Code> {
     let (access, flags) = (
         libc::PROT_READ | libc::PROT_WRITE,
@@ -116,7 +118,7 @@ pub(crate) fn map_pages(len: u64) -> Result<u64, Code> {
             .ok_or(Code::OUT_OF_MEMORY)?,
     )
     .map_err(|_| Code::OUT_OF_MEMORY)?;
-    // SAFETY: a new mapping at an address of the kernel's choice.
+    // SAFETY: the kernel chooses the address of the new mapping.
     let address = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags, -1, 0) };
     if address == libc::MAP_FAILED {
         Err(Code::OUT_OF_MEMORY)
@@ -125,12 +127,13 @@ pub(crate) fn map_pages(len: u64) -> Result<u64, Code> {
     }
 }
 
-/// Gives address space back.
+/// Unmaps address space.
 ///
 /// # Safety
-/// `address` came from [`map_pages`] (or a mapping over it) with this length, and is on no list any more.
+/// `address` came from [`map_pages`] (or a mapping over it) with this length, and is no longer
+/// listed.
 pub(crate) unsafe fn unmap_pages(address: u64, len: u64) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe {
         libc::munmap(
             address as *mut libc::c_void,
@@ -139,17 +142,17 @@ pub(crate) unsafe fn unmap_pages(address: u64, len: u64) {
     };
 }
 
-/// The bytes at an address of ours.
+/// The bytes at an address of this library.
 ///
 /// # Safety
-/// The range is inside one allocation that stays while the slice is used.
+/// The range is inside one allocation that lives while the slice is used.
 pub(crate) unsafe fn bytes<'a>(address: u64, len: u64) -> &'a [u8] {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe { std::slice::from_raw_parts(address as *const u8, len as usize) }
 }
 
 impl Process {
-    /// Makes memory of a kind and enters it; the caller has charged it.
+    /// Maps and lists memory of a kind, which the caller has charged.
     pub(crate) fn map_allocation(
         &self,
         current: &CurrentContext,
@@ -159,13 +162,13 @@ impl Process {
         let address = map_pages(len)?;
         if matches!(kind, AllocationKind::Linear | AllocationKind::Pool(_)) {
             let old = residue::load(&self.sim, current.unit(), len);
-            // SAFETY: a fresh mapping of at least `len` bytes, and `old` is no longer than `len`.
+            // SAFETY: the new mapping has at least `len` bytes, and `old` is no longer than that.
             unsafe { std::ptr::copy_nonoverlapping(old.as_ptr(), address as *mut u8, old.len()) };
         }
         let allocation = Allocation {
             len,
             kind,
-            // Pools belong to the device.
+            // A pool's memory belongs to the device and outlives the context.
             context: if matches!(kind, AllocationKind::Pool(_)) {
                 0
             } else {
@@ -189,14 +192,15 @@ impl Process {
             .charge(current.unit(), Charge::Memory, charged_bytes(len))?;
         self.map_allocation(current, len, AllocationKind::Linear)
             .inspect_err(|_| {
-                // It was charged two lines above.
+                // Undoes the charge above. An error means that the collector has released the bytes
+                // already.
                 let _ = self
                     .image
                     .release(current.unit(), Charge::Memory, charged_bytes(len));
             })
     }
 
-    /// Takes an allocation off the list if it starts here and is of the right kind.
+    /// Unlists an allocation that starts at `address` and has the right kind.
     pub(crate) fn remove_allocation(
         &self,
         address: u64,
@@ -211,12 +215,12 @@ impl Process {
         }
     }
 
-    /// Ends memory that was taken off the list.
+    /// Frees memory that was unlisted.
     pub(crate) fn free_allocation(&self, address: u64, gone: Allocation) {
         self.free_allocation_in_stream(address, gone, None);
     }
 
-    /// As [`Process::end`], in the order of a stream where there is one.
+    /// Frees memory that was unlisted; with a stream, in the order of that stream.
     pub(crate) fn free_allocation_in_stream(
         &self,
         address: u64,
@@ -226,17 +230,17 @@ impl Process {
         if !self.sim.is_scrub_enabled()
             && matches!(gone.kind, AllocationKind::Linear | AllocationKind::Pool(_))
         {
-            // SAFETY: still mapped, and nobody else frees it: it was taken off the list.
+            // SAFETY: still mapped, and unlisted, so that no other thread frees it.
             residue::save(&self.sim, gone.unit, unsafe { bytes(address, gone.len) });
         }
         if gone.kind != AllocationKind::HostRegistered {
-            // SAFETY: it came from `map` with this length, and is off the list.
+            // SAFETY: `map_pages` mapped it with this length, and it is unlisted.
             unsafe { unmap_pages(address, gone.len) };
         }
         match gone.kind {
             AllocationKind::Linear => match stream {
                 Some(stream) => self.defer_free(gone.unit, charged_bytes(gone.len), stream),
-                // Collected means: given back already.
+                // `ImageCollected` means that the collector has released the bytes already.
                 None => drop(self.image.release(
                     gone.unit,
                     Charge::Memory,
@@ -252,7 +256,7 @@ impl Process {
         }
     }
 
-    /// Frees what a context leaves behind. VMM mappings outlive it.
+    /// Frees the allocations of a destroyed context, except VMM mappings, which outlive it.
     pub(crate) fn free_context_memory(&self, context: u64) {
         let left: Vec<u64> = {
             let space = lock(&self.space);
@@ -276,7 +280,8 @@ fn free(address: u64) -> DriverResult {
     if address == 0 {
         return Ok(());
     }
-    // As the real one, it waits for work that may still use the memory, unless it is a pool's.
+    // Like the real driver, it waits for work that may still use the memory, except for pool
+    // memory.
     let found = lock(&current.process.space).find_containing(address);
     if !found.is_some_and(|(_, found)| matches!(found.kind, AllocationKind::Pool(_))) {
         current.process.wait_for_context(current.context)?;

@@ -1,5 +1,6 @@
-//! Modules and functions. Any image loads; it is not read. Every module has the same functions: the kernels
-//! of [`crate::find_kernel`].
+//! Implements modules and functions.
+//!
+//! Any image loads, unread. Every module has the same functions: the kernels of [`crate::kernel`].
 
 use crate::abi::{Code, DriverResult, In, Out, Text};
 use crate::context::current_context;
@@ -28,7 +29,7 @@ fn load(module: &Out<u64>) -> DriverResult {
     Ok(())
 }
 
-/// A function's handle is its kernel's place.
+/// A function's handle, which encodes the kernel's index.
 fn function_handle(place: usize) -> u64 {
     0x5197_0000_0000 + (place as u64 + 1) * STEP
 }
@@ -41,13 +42,13 @@ pub(crate) fn find_kernel(handle: u64) -> Result<&'static Kernel, Code> {
     found.map(|(_, kernel)| kernel).ok_or(Code::INVALID_HANDLE)
 }
 
-/// The function of that name.
+/// The handle of the function with this name.
 pub(crate) fn find_function(name: &str) -> Result<u64, Code> {
     let place = KERNELS.iter().position(|kernel| kernel.name == name);
     place.map(function_handle).ok_or(Code::NOT_FOUND)
 }
 
-/// Every function of a module.
+/// The handles of all functions of a module.
 pub(crate) fn function_handles() -> impl Iterator<Item = u64> {
     (0..KERNELS.len()).map(function_handle)
 }

@@ -1,5 +1,7 @@
-//! Multicast objects, as far as memory is concerned: memory that is bound to one is kept until it is unbound or the
-//! object is released. Nothing is mapped through one.
+//! Implements multicast objects, as far as memory is concerned.
+//!
+//! A multicast object keeps bound memory until it is unbound or the object is released. Multicast
+//! objects cannot be mapped.
 
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::entry::exports;
@@ -17,7 +19,7 @@ pub struct MulticastProperties {
     flags: u64,
 }
 
-/// What is bound at an offset.
+/// Memory bound at an offset.
 #[derive(Debug)]
 struct Binding {
     len: u64,
@@ -78,7 +80,7 @@ impl Process {
         Ok(())
     }
 
-    /// Ends a multicast object; whether the handle is one's.
+    /// Releases a multicast object; false if the handle is none.
     pub(crate) fn release_multicast(&self, object: u64) -> bool {
         let gone = lock(&self.multicasts).live.remove(&object);
         let is_one = gone.is_some();

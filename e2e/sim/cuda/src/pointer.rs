@@ -1,4 +1,4 @@
-//! What is known about an address.
+//! Implements pointer attributes.
 
 use crate::abi::{Code, DriverResult, Out};
 use crate::entry::exports;

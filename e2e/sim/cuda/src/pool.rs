@@ -1,9 +1,14 @@
-//! Stream-ordered memory: pools that grow in steps and shrink at a synchronise (F15).
+//! Implements stream-ordered memory pools, which grow in steps and shrink when the host
+//! synchronizes (F15 in docs/facts.md).
 //!
-//! As on an H200 with driver 580: an allocation takes no more than itself rounded up to the step; what
-//! a stream freed cannot be trimmed before a synchronise has seen that, and another stream uses it only
-//! when there is no other memory; `cuMemFree` gives back at once; `cuMemFreeAsync` takes linear memory,
-//! which goes at the next synchronise; pools and their allocations outlive contexts.
+//! As on an H200 with driver 580:
+//!
+//! - An allocation grows the pool by at most its size, rounded up to the step.
+//! - Memory that a stream freed cannot be trimmed before the host has synchronized. Another stream
+//!   uses it only if there is no other memory.
+//! - `cuMemFree` frees at once.
+//! - `cuMemFreeAsync` accepts linear memory, which is freed when the host next synchronizes.
+//! - Pools and their allocations outlive contexts.
 
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::context::{CurrentContext, current_context};
@@ -17,28 +22,30 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::{IntoRawFd, OwnedFd};
 
-/// A pool takes memory of its GPU in multiples of this.
+/// Granularity of the memory that a pool takes from its GPU.
 const STEP: u64 = 32 << 20;
 
-/// The sizes of a pool. Where in its memory an allocation lies is not modelled: it never fragments.
+/// The sizes of a pool. Positions of allocations are not modelled, so a pool never fragments.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct PoolSizes {
     /// Bytes in use.
     used: u64,
     used_high: u64,
-    /// Bytes taken of the GPU.
+    /// Bytes charged to the GPU.
     reserved: u64,
     reserved_high: u64,
-    /// Bytes that a synchronise leaves in the pool.
+    /// Bytes that the pool keeps when the host synchronizes.
     threshold: u64,
-    /// Bytes that were freed in the order of a stream, and that no synchronise has seen freed: that
-    /// stream may use them again, and the pool cannot give them back.
+    /// By stream: bytes freed in stream order since the host last synchronized.
+    ///
+    /// The stream may reuse these bytes; the pool cannot release them.
     freed_in_stream: BTreeMap<u64, u64>,
 }
 
 impl PoolSizes {
-    /// Bytes to take of the GPU before `len` more can be used in a stream; with `waits`, memory that
-    /// other streams have yet to free is used too.
+    /// Bytes to take from the GPU so that a stream can allocate `len` more.
+    ///
+    /// With `waits`, the stream also uses memory that other streams have yet to free.
     fn growth(&self, len: u64, stream: u64, waits: bool) -> u64 {
         let others = self.freed_in_stream.iter().filter(|(of, _)| **of != stream);
         let others: u64 = if waits {
@@ -56,7 +63,7 @@ impl PoolSizes {
         self.reserved += growth;
         self.used_high = self.used_high.max(self.used);
         self.reserved_high = self.reserved_high.max(self.reserved);
-        // What is used again is not freed any more: the stream's own first.
+        // Reused memory no longer counts as freed; the stream's own memory is reused first.
         let streams: Vec<u64> = std::iter::once(stream)
             .chain(self.freed_in_stream.keys().copied())
             .collect();
@@ -68,12 +75,12 @@ impl PoolSizes {
         }
     }
 
-    /// Bytes that no synchronise has seen freed.
+    /// Bytes freed in stream order since the host last synchronized.
     fn unsynchronized(&self) -> u64 {
         self.freed_in_stream.values().sum()
     }
 
-    /// Bytes that go back to the GPU when `keep` may stay, in whole steps.
+    /// Bytes to release, in whole steps, if `keep` bytes may stay.
     fn surplus(&self, keep: u64) -> u64 {
         let keep = keep.min(self.reserved) / STEP * STEP;
         let busy = (self.used + self.unsynchronized()).next_multiple_of(STEP);
@@ -81,11 +88,11 @@ impl PoolSizes {
     }
 }
 
-/// Where a pool's memory is, and so who is charged.
+/// The location of a pool's memory, which decides about the charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PoolLocation {
     Device(usize),
-    /// The host, or wherever managed memory is: no GPU is charged.
+    /// The host, or managed memory: no GPU is charged.
     Host,
 }
 
@@ -93,17 +100,17 @@ enum PoolLocation {
 struct Pool {
     place: PoolLocation,
     sizes: PoolSizes,
-    /// The REUSE attributes, 1 to 3: remembered, no more.
+    /// The REUSE attributes, 1 to 3, which are recorded only.
     reuse: [i32; 3],
-    /// Made for export.
+    /// Created for export.
     exportable: bool,
-    /// Nobody can destroy it.
+    /// A default pool, which cannot be destroyed.
     default: bool,
-    /// Destroyed by the program; its sizes are kept until its last allocation is freed.
+    /// Destroyed by the program, but its last allocation is not freed yet.
     destroyed: bool,
 }
 
-/// Linear memory that was freed in the order of a stream: it goes when a synchronise sees that.
+/// Linear memory that a stream freed; released when the host synchronizes.
 #[derive(Debug, Clone, Copy)]
 struct DeferredFree {
     stream: u64,
@@ -111,7 +118,7 @@ struct DeferredFree {
     len: u64,
 }
 
-/// What a synchronise has seen.
+/// The work that a synchronization waited for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SyncScope {
     /// All work of a stream.
@@ -130,9 +137,9 @@ impl SyncScope {
 #[derive(Debug)]
 pub(crate) struct Pools {
     pools: BTreeMap<u64, Pool>,
-    /// The pool that each device allocates from.
+    /// The current pool of each device.
     current_pools: Vec<u64>,
-    /// The default pools of other memory than the devices', by allocation type, location and number.
+    /// The default pools outside devices, by allocation type, location type and id.
     host_defaults: BTreeMap<(i32, i32, i32), u64>,
     deferred_frees: Vec<DeferredFree>,
     handle_count: u64,
@@ -199,7 +206,7 @@ impl Process {
             return Err(Code::INVALID_VALUE);
         }
         let len = round_up(len)?;
-        // Held throughout, so that the charge and the sizes agree.
+        // Locked throughout, so that the charge and the sizes agree.
         let mut pools = lock(&self.pools);
         let found = pools.live(pool)?;
         let mut growth = found.sizes.growth(len, stream, false);
@@ -223,8 +230,9 @@ impl Process {
         }
     }
 
-    /// Gives an allocation back to its pool: in the order of a stream, or with nothing left to wait for,
-    /// which is as good as a synchronise.
+    /// Returns an allocation to its pool, in the order of a stream.
+    ///
+    /// Without a stream no work is left that could use the memory, so the pool shrinks at once.
     pub(crate) fn return_to_pool(&self, pool: u64, len: u64, stream: Option<u64>) {
         let mut pools = lock(&self.pools);
         let Some(found) = pools.pools.get_mut(&pool) else {
@@ -251,11 +259,11 @@ impl Process {
     }
 
     fn release_charge(&self, unit: usize, bytes: u64) {
-        // Collected means: given back already.
+        // `ImageCollected` means that the collector has released the bytes already.
         let _ = self.image.release(unit, Charge::Memory, bytes);
     }
 
-    /// What every synchronise does.
+    /// Shrinks the pools and completes deferred frees after a synchronization.
     pub(crate) fn shrink_pools(&self, seen: SyncScope) {
         let mut pools = lock(&self.pools);
         for pool in pools.pools.values_mut() {
@@ -279,7 +287,7 @@ impl Process {
         lock(&self.pools).deferred_frees.push(leaving);
     }
 
-    /// A pool with allocations goes when the last of them is freed.
+    /// Destroys a pool; its memory is released with its last allocation.
     fn destroy_pool(&self, pool: u64) -> DriverResult {
         let mut pools = lock(&self.pools);
         let found = pools.live(pool)?;
@@ -348,7 +356,7 @@ const ON_NUMA_NODE: i32 = 3;
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 const DESCRIPTOR: i32 = 1;
 
-/// `CUmemPoolProps`, up to what is read.
+/// `CUmemPoolProps`, up to the last field that is read.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PoolProperties {
@@ -374,7 +382,7 @@ fn set_attribute(pool: &mut Pool, attribute: i32, value: &Out<u64>) -> DriverRes
     match attribute {
         1..=3 => pool.reuse[attribute as usize - 1] = value.cast::<i32>().get()?,
         4 => pool.sizes.threshold = value.get()?,
-        // The high-water marks can be set back, to 0 only.
+        // A high-water mark can only be reset, with the value 0.
         6 | 8 if value.get()? != 0 => return Err(Code::INVALID_VALUE),
         6 => pool.sizes.reserved_high = pool.sizes.reserved,
         8 => pool.sizes.used_high = pool.sizes.used,
@@ -500,7 +508,7 @@ exports! {
         if shared.is_null() || !exportable || kind != DESCRIPTOR || flags != 0 {
             return Err(Code::INVALID_VALUE);
         }
-        // Nobody can import it here: it is an open file, no more.
+        // A file without contents: importing a pool is not supported.
         let file = File::open("/dev/null").map_err(|_| Code::UNKNOWN)?;
         shared.set(OwnedFd::from(file).into_raw_fd())
     };

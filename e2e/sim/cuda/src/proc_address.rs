@@ -1,4 +1,4 @@
-//! Finding functions by name and version, as static runtimes do.
+//! Resolves functions by name and version, for statically linked CUDA runtimes.
 
 use crate::abi::{Code, DriverResult, Out, Text};
 use crate::entry::{Export, exports};
@@ -31,7 +31,8 @@ fn all_exports() -> impl Iterator<Item = &'static Export> {
     lists.into_iter().flatten()
 }
 
-/// Functions whose newest form has other arguments, with the first CUDA version that means that form.
+/// Functions whose newest form has other parameters: name, first CUDA version with the new form,
+/// old form, new form.
 const VERSIONED_SYMBOLS: &[(&str, i32, &str, &str)] = &[
     (
         "cuGraphInstantiate",
@@ -61,8 +62,10 @@ const VERSIONED_SYMBOLS: &[(&str, i32, &str, &str)] = &[
     ),
 ];
 
-/// The function that a program built for a CUDA version means by a name without a suffix: the newest form,
-/// for all others of ours agree in their arguments.
+/// Resolves a name without a suffix, for a program built for a CUDA version.
+///
+/// The result is the newest form; functions outside [`VERSIONED_SYMBOLS`] have the same parameters
+/// in all forms.
 fn resolve_symbol(name: &str, version: i32) -> Option<&'static Export> {
     let exact = |name: &str| all_exports().find(|export| export.name == name);
     if let Some((_, since, old, new)) = VERSIONED_SYMBOLS.iter().find(|(base, ..)| *base == name) {

@@ -1,4 +1,4 @@
-//! This process image's side of the simulated driver: what `cuInit` makes, and what `execve` ends.
+//! Holds the driver's state in this process image, from `cuInit` to `execve`.
 
 use crate::abi::Code;
 use crate::array::Arrays;
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// The image. Where two of its locks are held at once, they are taken in the order `vmm`, `space`.
+/// The process image. A thread that takes two of its locks takes `vmm` before `space`.
 #[derive(Debug)]
 pub(crate) struct Process {
     pub(crate) sim: Arc<Sim>,
@@ -34,36 +34,38 @@ pub(crate) struct Process {
     pub(crate) captures: Mutex<Captures>,
     pub(crate) residency: Mutex<Residency>,
     pid: u32,
-    /// The code that poisoned this image; 0 for none. Nothing but `execve` takes it back (F1).
+    /// The sticky error; 0 for none. Only `execve` clears it (F1 in docs/facts.md).
     sticky: AtomicI32,
 }
 
 static PROCESS: OnceLock<Process> = OnceLock::new();
 static INIT_LOCK: Mutex<()> = Mutex::new(());
 
-/// Locks; a panic of another thread inside is caught at its entry point and leaves the value usable.
+/// Locks a mutex. A poisoned value stays usable, because entry points catch panics.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The machine's folder: `SIMGPU_DIR`, or the usual place.
+/// The machine's directory: `SIMGPU_DIR`, or `/run/simgpu`.
 pub(crate) fn machine_dir() -> PathBuf {
     std::env::var_os("SIMGPU_DIR").map_or_else(|| "/run/simgpu".into(), PathBuf::from)
 }
 
-/// The folder of device nodes: `SIMGPU_DEV`, or the usual place.
+/// The directory of device nodes: `SIMGPU_DEV`, or `/dev`.
 fn device_dir() -> PathBuf {
     std::env::var_os("SIMGPU_DEV").map_or_else(|| "/dev".into(), PathBuf::from)
 }
 
-/// Opens and maps the control node for good, as a real `cuInit` does with it and the GPUs' (seen on an H200 with driver
-/// 580). A system that does not allow it has no such mapping.
+/// Opens and maps the control node until the process ends; a failure is ignored.
+///
+/// A real `cuInit` does so with the control node and the GPUs' nodes (seen on an H200 with driver
+/// 580).
 fn map_control_node(node: &Path) {
     let Ok(file) = std::fs::File::open(node) else {
         return;
     };
     let descriptor = file.into_raw_fd();
-    // SAFETY: a fresh mapping that nothing reads, at an address that the kernel chooses.
+    // SAFETY: the kernel chooses the address of the new mapping, which nothing reads.
     unsafe {
         libc::mmap(
             std::ptr::null_mut(),
@@ -76,18 +78,21 @@ fn map_control_node(node: &Path) {
     };
 }
 
-/// What `cuInit` does, once.
+/// Initialises the driver, once per process image.
 pub(crate) fn init_driver() -> Result<(), Code> {
     let _one = lock(&INIT_LOCK);
     if PROCESS.get().is_none() {
         let process = Process::new()?;
-        // Nobody else can have set it: `STARTING` is held.
+        // The lock guarantees that no other thread has set it.
         let _ = PROCESS.set(process);
     }
     process().map(|_| ())
 }
 
-/// The image, if `cuInit` was called here and not in a parent.
+/// The process image, if this process called `cuInit` itself.
+///
+/// # Errors
+/// Only the parent process called `cuInit`, or no process did.
 pub(crate) fn process() -> Result<&'static Process, Code> {
     let process = PROCESS.get().ok_or(Code::NOT_INITIALIZED)?;
     if process.pid == std::process::id() {
@@ -97,7 +102,7 @@ pub(crate) fn process() -> Result<&'static Process, Code> {
     }
 }
 
-/// The image, if no fault has poisoned it.
+/// The process image, if it has no sticky error.
 pub(crate) fn healthy_process() -> Result<&'static Process, Code> {
     let process = process()?;
     process.check_sticky_error()?;
@@ -148,7 +153,7 @@ impl Process {
         })
     }
 
-    /// The sticky code, if there is one.
+    /// Fails with the sticky error, if there is one.
     pub(crate) fn check_sticky_error(&self) -> Result<(), Code> {
         let injected = self.image.injected();
         if injected != 0 {
@@ -160,7 +165,7 @@ impl Process {
         }
     }
 
-    /// Poisons the image for good, as a fault in a kernel on that device does, and raises its XID.
+    /// Sets the image's sticky error and raises the XID, like a kernel fault on the device.
     pub(crate) fn poison(&self, device: usize, code: Code, xid: u32) {
         if self
             .sticky
@@ -175,7 +180,7 @@ impl Process {
         }
     }
 
-    /// Fails when the device fell off the bus.
+    /// Fails if the device fell off the bus.
     pub(crate) fn check_present(&self, device: usize) -> Result<(), Code> {
         if self.sim.is_lost(self.devices[device].unit) {
             Err(Code::DEVICE_UNAVAILABLE)

@@ -1,7 +1,8 @@
-//! Streams and events.
+//! Implements streams and events.
 //!
-//! Work is done when it is submitted, in the caller's thread; only `spin` takes time. A stream is therefore
-//! an instant until which it is busy, and an event the instant that its stream had reached.
+//! Work completes when it is submitted, in the caller's thread; only `spin` takes time. A stream is
+//! therefore an instant until which it is busy. An event is the instant at which its stream's work
+//! completes.
 
 use crate::abi::{Code, DriverResult, Out};
 use crate::context::{CurrentContext, current_context};
@@ -11,13 +12,13 @@ use crate::process::{Process, healthy_process, lock};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// A stream of a context. Each context has one more, with the handles 0, 1 and 2.
+/// A stream of a context. Each context also has a default stream, with the handles 0, 1 and 2.
 #[derive(Debug, Clone, Copy)]
 struct Stream {
     context: u64,
     flags: u32,
     priority: i32,
-    /// None when it has nothing to do.
+    /// `None` if the stream has no work.
     busy_until: Option<Instant>,
 }
 
@@ -25,15 +26,16 @@ struct Stream {
 struct Event {
     context: u64,
     flags: u32,
-    /// When its work is done; none before it is recorded.
+    /// When its work completes; `None` until the event is recorded.
     completes_at: Option<Instant>,
-    /// The stream that it was last recorded in.
+    /// The stream in which the event was last recorded.
     stream: u64,
 }
 
 const DISABLE_TIMING: u32 = 2;
 
-/// All streams and events of this image. A context's own stream is under the context's handle.
+/// All streams and events of this image. The key of a context's default stream is the context's
+/// handle.
 #[derive(Debug, Default)]
 pub(crate) struct Streams {
     streams: BTreeMap<u64, Stream>,
@@ -52,7 +54,7 @@ impl Streams {
         self.events.retain(|_, event| event.context != context);
     }
 
-    /// The stream that a handle means to a context.
+    /// The stream of a handle in a context.
     fn find(&mut self, current: &CurrentContext, handle: u64) -> Result<&mut Stream, Code> {
         let idle = Stream {
             context: current.context,
@@ -91,7 +93,7 @@ impl Process {
         self.wait_until(end)
     }
 
-    /// Waits as a synchronise does: pools give back what is idle (F15).
+    /// Synchronizes a context; pools then release idle memory (F15 in docs/facts.md).
     pub(crate) fn synchronize_context(&self, context: u64) -> DriverResult {
         self.invalidate_all_captures()?;
         self.wait_for_context(context)?;
@@ -101,18 +103,18 @@ impl Process {
 }
 
 impl CurrentContext {
-    /// A stream's handle is good; what tells it from others: the handles 0, 1 and 2 are one stream.
+    /// Checks a stream's handle and returns its key. The handles 0, 1 and 2 share a key.
     pub(crate) fn stream_key(&self, stream: u64) -> Result<u64, Code> {
         lock(&self.process.streams).find(self, stream)?;
         Ok(if stream <= 2 { self.context } else { stream })
     }
 
-    /// A stream's handle is good.
+    /// Checks a stream's handle.
     pub(crate) fn check_stream(&self, stream: u64) -> DriverResult {
         self.stream_key(stream).map(|_| ())
     }
 
-    /// Keeps a stream busy for some time after what it already has to do.
+    /// Appends work of this duration to a stream.
     pub(crate) fn extend_busy(&self, stream: u64, time: Duration) -> DriverResult {
         let mut streams = lock(&self.process.streams);
         let stream = streams.find(self, stream)?;
@@ -122,7 +124,7 @@ impl CurrentContext {
         Ok(())
     }
 
-    /// Until when a stream is busy.
+    /// The instant until which a stream is busy.
     pub(crate) fn busy_until(&self, stream: u64) -> Result<Option<Instant>, Code> {
         Ok(lock(&self.process.streams).find(self, stream)?.busy_until)
     }

@@ -1,10 +1,12 @@
-//! Functions of the driver API that this library has in name only: each answers NOT_SUPPORTED, and the first
-//! call of each image is logged, so that a program which needs one is found out.
+//! Exports the unsupported functions of the driver API: each returns NOT_SUPPORTED.
+//!
+//! The first call of each function in a process image is logged, so that a program that needs one
+//! is found.
 
 use crate::abi::Code;
 use std::sync::Once;
 
-/// Says once that a function was called.
+/// Logs the function's first call.
 fn answer(name: &'static str, once: &Once) -> i32 {
     once.call_once(|| {
         if let Ok(process) = crate::process::process() {
@@ -14,7 +16,7 @@ fn answer(name: &'static str, once: &Once) -> i32 {
     Code::NOT_SUPPORTED.0
 }
 
-/// A C function that takes any arguments and looks at none.
+/// Declares C functions that ignore their arguments.
 macro_rules! unsupported {
     ($($name:ident,)*) => {
         $(

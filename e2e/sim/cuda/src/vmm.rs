@@ -1,4 +1,5 @@
-//! Virtual memory management: handles, reservations, mappings, export and import (F2 to F5).
+//! Implements virtual memory management: handles, reservations, mappings, export and import (F2 to
+//! F5 in docs/facts.md).
 
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::entry::exports;
@@ -10,7 +11,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::{BorrowedFd, IntoRawFd};
 
-/// Sizes and addresses are multiples of this.
+/// Granularity of sizes and addresses.
 pub(crate) const GRANULARITY: u64 = 2 << 20;
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 const DESCRIPTOR: i32 = 1;
@@ -20,10 +21,13 @@ const ON_DEVICE: i32 = 1;
 #[derive(Debug)]
 struct Handle {
     object: Object,
-    /// Made for export, and by this process: an importer cannot export again (F4).
+    /// Created for export by this process; an imported handle cannot be exported (F4 in
+    /// docs/facts.md).
     exportable: bool,
-    /// `cuMemRetainAllocationHandle` adds one, `cuMemRelease` takes one. A handle without any is known
-    /// by its mappings: it comes again from `cuMemRetainAllocationHandle`.
+    /// `cuMemRetainAllocationHandle` increments the number, `cuMemRelease` decrements it.
+    ///
+    /// A handle without references stays listed while it is mapped, because
+    /// `cuMemRetainAllocationHandle` can return it again.
     references: u32,
     pin: Option<ObjectPin>,
 }
@@ -32,12 +36,12 @@ struct Handle {
 #[derive(Debug, Default)]
 pub(crate) struct Vmm {
     handles: BTreeMap<u64, Handle>,
-    /// Address to length.
+    /// Length by address.
     reserved: BTreeMap<u64, u64>,
     handle_count: u64,
 }
 
-/// Keeps an object that is bound or mapped into something.
+/// Keeps a bound or mapped object alive.
 #[derive(Debug)]
 pub(crate) struct PinnedObject(Object, ObjectPin);
 
@@ -126,7 +130,7 @@ impl Process {
             .iter()
             .any(|charge| self.image.charged(unit, *charge) != 0);
         if !known {
-            // F3: a process without a context costs this much once.
+            // A process without a context has this overhead once (F3 in docs/facts.md).
             self.image
                 .charge(unit, Charge::Client, self.sim.config.client)?;
         }
@@ -134,13 +138,13 @@ impl Process {
         Ok(vmm.insert(object, wanted.handle_types & DESCRIPTOR != 0, hold))
     }
 
-    /// Keeps the object of a handle.
+    /// Pins the object of a handle.
     pub(crate) fn pin_handle(&self, handle: u64) -> Result<PinnedObject, Code> {
         let object = lock(&self.vmm).find(handle)?.object;
         Ok(PinnedObject(object, object.pin(&self.sim, &self.image)?))
     }
 
-    /// Keeps the object that is mapped at an address.
+    /// Pins the object that is mapped at an address.
     pub(crate) fn pin_mapping(&self, address: u64) -> Result<PinnedObject, Code> {
         match lock(&self.space).find_containing(address) {
             Some((
@@ -154,7 +158,7 @@ impl Process {
         }
     }
 
-    /// Ends what [`Process::keep`] began.
+    /// Releases a pinned object.
     pub(crate) fn unpin(&self, PinnedObject(object, hold): PinnedObject) {
         drop(hold);
         object.free_if_unreferenced(&self.sim);
@@ -176,7 +180,7 @@ impl Process {
         Ok(())
     }
 
-    /// Forgets the handles of an object that have neither a reference nor a mapping.
+    /// Removes the handles of an object that have neither a reference nor a mapping.
     fn forget_unmapped(&self, vmm: &mut Vmm, object: Object) {
         let is_mapped =
             |left: &Allocation| matches!(left.kind, AllocationKind::Mapped(of) if of == object);
@@ -199,7 +203,7 @@ impl Process {
         if descriptor < 0 {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: not -1; it is only asked to be duplicated, which fails if it is not open.
+        // SAFETY: not -1; the descriptor is only duplicated, which fails if it is not open.
         let borrowed = unsafe { BorrowedFd::borrow_raw(descriptor) };
         let file = File::from(
             borrowed
@@ -217,11 +221,11 @@ impl Process {
 
     fn reserve(&self, len: u64) -> Result<u64, Code> {
         check_aligned(len)?;
-        // More than asked for, so that an aligned range is inside.
+        // Larger than requested, so that it contains an aligned range.
         let room = len.checked_add(GRANULARITY).ok_or(Code::OUT_OF_MEMORY)?;
         let (start, mut vmm) = (map_pages(room)?, lock(&self.vmm));
         let address = start.next_multiple_of(GRANULARITY);
-        // SAFETY: the parts of the new mapping before and behind the aligned range; nobody knows them.
+        // SAFETY: the parts of the new mapping outside the aligned range are not listed anywhere.
         unsafe {
             unmap_nonempty(start, address - start);
             unmap_nonempty(address + len, start + room - address - len);
@@ -244,7 +248,7 @@ impl Process {
             return Err(Code::INVALID_VALUE);
         }
         vmm.reserved.remove(&address);
-        // SAFETY: a whole reservation that is off the list and has no mapping.
+        // SAFETY: a whole reservation, unlisted and without a mapping.
         unsafe { unmap_pages(address, len) };
         Ok(())
     }
@@ -273,7 +277,7 @@ impl Process {
         {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: reserved, and nothing is mapped there.
+        // SAFETY: the range is reserved, and nothing is mapped there.
         unsafe {
             object.map_over(
                 &self.sim,
@@ -297,7 +301,10 @@ impl Process {
         Ok(())
     }
 
-    /// The mappings that fill a range; an error if they do not begin and end with it.
+    /// The mappings that exactly fill a range.
+    ///
+    /// # Errors
+    /// The mappings do not begin and end with the range.
     fn mappings(&self, address: u64, len: u64) -> Result<Vec<(u64, Allocation)>, Code> {
         let end = address.checked_add(len).ok_or(Code::INVALID_VALUE)?;
         let space = lock(&self.space);
@@ -329,7 +336,9 @@ impl Process {
         Ok(())
     }
 
-    /// The last descriptor wins; the device that it names is not looked at, for every device here sees all.
+    /// Sets the access to the mappings of a range.
+    ///
+    /// The last descriptor wins. Its device is ignored, because every device here has access.
     fn set_access(&self, address: u64, len: u64, access: &AccessDescriptor) -> DriverResult {
         let (readable, writable, protection) = match access.flags {
             0 => (false, false, libc::PROT_NONE),
@@ -338,7 +347,7 @@ impl Process {
             _ => return Err(Code::INVALID_VALUE),
         };
         for (at, mapping) in self.mappings(address, len)? {
-            // SAFETY: a mapping of ours, whole.
+            // SAFETY: changes a whole mapping of this library.
             if unsafe { libc::mprotect(at as *mut libc::c_void, mapping.len as usize, protection) }
                 != 0
             {
@@ -352,20 +361,22 @@ impl Process {
     }
 }
 
+/// Unmaps a range unless its length is 0.
+///
 /// # Safety
-/// As [`unmap_pages`]; nothing is unmapped of length 0.
+/// As for [`unmap_pages`], if `len` is not 0.
 unsafe fn unmap_nonempty(address: u64, len: u64) {
     if len != 0 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { unmap_pages(address, len) };
     }
 }
 
-/// Puts inaccessible address space over a range of a reservation.
+/// Maps inaccessible pages over a range of a reservation.
 fn map_inaccessible(address: u64, len: u64) -> DriverResult {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
     let at = address as *mut libc::c_void;
-    // SAFETY: only called for ranges inside a reservation of ours that nothing is mapped in any more.
+    // SAFETY: callers pass ranges inside a reservation in which nothing is mapped any more.
     let done = unsafe { libc::mmap(at, len as usize, libc::PROT_NONE, flags, -1, 0) };
     if done == libc::MAP_FAILED {
         Err(Code::UNKNOWN)
@@ -403,7 +414,7 @@ exports! {
         shared.set(healthy_process()?.export(handle)?)
     };
     fn cuMemImportFromShareableHandle(handle: Out<u64>, shared: u64, kind: i32) = {
-        // Descriptor 0 is a null pointer to it, as on driver 580.
+        // Descriptor 0 is passed as a null pointer, which driver 580 refuses.
         if handle.is_null() || shared == 0 || kind != DESCRIPTOR {
             return Err(Code::INVALID_VALUE);
         }

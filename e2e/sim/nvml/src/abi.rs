@@ -1,19 +1,19 @@
-//! Codes of `nvml.h`, and what every entry point goes through.
+//! Declares error codes of `nvml.h`, and entry points that catch panics.
 
 use bursar_sim_state::ffi;
 use bursar_sim_state::ffi::NullPointer;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// A pointer that is written through.
+/// A pointer argument to write through.
 pub type Out<T> = ffi::Out<T, Code>;
-/// A string.
+/// A string argument.
 pub type Text = ffi::Text<Code>;
 
 /// An `nvmlReturn_t` other than success.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Code(pub(crate) u32);
 
-/// What an entry point ends with.
+/// The result of an entry point.
 pub(crate) type NvmlResult = Result<(), Code>;
 
 impl Code {
@@ -36,7 +36,7 @@ impl From<NullPointer> for Code {
     }
 }
 
-/// Runs an entry point's body; no panic leaves the library.
+/// Runs an entry point's body, and turns a panic into `NVML_ERROR_UNKNOWN`.
 pub(crate) fn call(body: impl FnOnce() -> NvmlResult) -> u32 {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => 0,
@@ -45,7 +45,7 @@ pub(crate) fn call(body: impl FnOnce() -> NvmlResult) -> u32 {
     }
 }
 
-/// Writes a string with its NUL into a caller's buffer.
+/// Writes a NUL-terminated string into a caller's buffer.
 pub(crate) fn put_text(buffer: &Out<u8>, len: u32, text: &str) -> NvmlResult {
     if text.len() >= len as usize {
         return Err(Code::INSUFFICIENT_SIZE);
@@ -53,7 +53,7 @@ pub(crate) fn put_text(buffer: &Out<u8>, len: u32, text: &str) -> NvmlResult {
     buffer.set_all(text.bytes().chain([0]))
 }
 
-/// Declares entry points, each exported under its name.
+/// Declares and exports entry points.
 macro_rules! exports {
     ($(fn $name:ident($($arg:ident: $kind:ty),* $(,)?) = $body:expr;)*) => {
         $(

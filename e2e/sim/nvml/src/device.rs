@@ -1,11 +1,11 @@
-//! Handles, and who a device is.
+//! Implements device handles, and the identity and attributes of devices.
 
 use crate::abi::{Code, NvmlResult, Out, Text, exports, put_text};
 use crate::library::{Library, library};
 use bursar_sim_state::Unit;
 use std::sync::Arc;
 
-/// Handles look like pointers; the low digits are the unit.
+/// Handles look like pointers; the distance from the first one is the unit.
 const FIRST: u64 = 0x4e56_0000_0100;
 const STEP: u64 = 0x100;
 
@@ -13,14 +13,14 @@ pub(crate) fn device_handle(unit: &Unit) -> u64 {
     FIRST + unit.index as u64 * STEP
 }
 
-/// A device that a handle means.
+/// The device of a handle.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) library: Arc<Library>,
     pub(crate) unit: Unit,
 }
 
-/// The device of a handle, lost or not.
+/// Finds the device of a handle, even if the GPU is lost.
 pub(crate) fn find_device(device: u64) -> Result<Device, Code> {
     let library = library()?;
     let unit = library
@@ -33,7 +33,7 @@ pub(crate) fn find_device(device: u64) -> Result<Device, Code> {
     Ok(Device { library, unit })
 }
 
-/// The device of a handle, if it is on the bus.
+/// Finds the device of a handle, if the GPU is not lost.
 pub(crate) fn present_device(device: u64) -> Result<Device, Code> {
     let device = find_device(device)?;
     device.library.sim.wait_while_hung(Some(device.unit.gpu));
@@ -70,7 +70,7 @@ fn by_index(index: u32, out: &Out<u64>) -> NvmlResult {
     out.set(device_handle(unit))
 }
 
-/// Every GPU is opened that it is compared with.
+/// Like NVML, opens every GPU until the UUID matches.
 fn by_uuid(text: &Text, out: &Out<u64>) -> NvmlResult {
     let (library, wanted) = (library()?, text.get()?);
     let mut units = library.units();
@@ -83,7 +83,7 @@ fn by_uuid(text: &Text, out: &Out<u64>) -> NvmlResult {
 
 fn by_bus_id(text: &Text, out: &Out<u64>) -> NvmlResult {
     let (library, wanted) = (library()?, text.get()?.to_uppercase());
-    // Callers write the domain with 4 digits, 8, or not at all.
+    // Callers write the domain with 4 digits, 8 digits, or not at all.
     let wanted = wanted.trim_start_matches('0').trim_start_matches(':');
     let bus_id = |unit: &Unit| {
         library.sim.config.gpu[unit.gpu]

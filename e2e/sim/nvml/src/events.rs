@@ -1,4 +1,4 @@
-//! Event sets: a wait for XIDs.
+//! Implements event sets, which wait for XIDs.
 
 use crate::abi::{Code, NvmlResult, Out, exports};
 use crate::device::{device_handle, present_device};
@@ -7,10 +7,10 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// `nvmlEventTypeXidCriticalError`: the one kind that happens here.
+/// `nvmlEventTypeXidCriticalError`, the only event type that occurs.
 const XID: u64 = 8;
 
-/// A set: the GPUs it listens to, and how far it has read.
+/// An event set: its GPUs, and the number of XIDs that it has read.
 #[derive(Debug, Clone, Default)]
 struct EventSet {
     gpus: Vec<usize>,
@@ -73,7 +73,7 @@ fn register(device: u64, kinds: u64, set: u64) -> NvmlResult {
     Ok(())
 }
 
-/// Waits without holding the list, so that other sets can be used meanwhile.
+/// Waits for an event without locking the list of sets, so that other sets stay usable.
 fn wait(set: u64, event: &Out<Event>, timeout: Duration) -> NvmlResult {
     let library = library()?;
     let end = Instant::now() + timeout;
@@ -94,7 +94,7 @@ fn wait(set: u64, event: &Out<Event>, timeout: Duration) -> NvmlResult {
         let xid = xid.ok_or(Code::TIMEOUT)?;
         let unit = &library.sim.units[xid.unit];
         if mine.gpus.contains(&unit.gpu) {
-            // As the real one: the GPU, and the instance where there is one.
+            // Like NVML, reports the GPU's handle, and the instance if there is one.
             let gpu = &library.sim.units[library.sim.gpu_unit(unit.gpu)];
             let instance = unit.mig.map_or(u32::MAX, |mig| mig as u32 + 1);
             let compute_instance = if unit.mig.is_some() { 0 } else { u32::MAX };

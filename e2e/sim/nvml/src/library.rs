@@ -1,4 +1,4 @@
-//! The opened machine: what `nvmlInit` makes and the last `nvmlShutdown` ends.
+//! Opens the machine in the first `nvmlInit` and closes the nodes in the last `nvmlShutdown`.
 
 use crate::abi::{Code, NvmlResult, exports};
 use bursar_sim_state::{Sim, Unit};
@@ -9,18 +9,22 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The machine and the GPUs of it that this process sees.
+/// The machine and the device nodes that this process opened.
 #[derive(Debug)]
 pub(crate) struct Library {
     pub(crate) sim: Sim,
     dev: PathBuf,
-    /// The device nodes of the GPUs that somebody asked for, by minor: NVML opens a GPU with its first handle, and
-    /// closes all at its end.
+    /// The opened nodes, by the GPU's minor number.
+    ///
+    /// NVML opens a GPU's node with its first handle, and closes all nodes in the last
+    /// `nvmlShutdown`.
     nodes: Mutex<BTreeMap<u32, File>>,
 }
 
-/// The library with the number of `nvmlInit` calls. A sim that was opened stays open: see
-/// [`Sim::open`] on pids.
+/// The library and the number of `nvmlInit` calls.
+///
+/// The machine stays open after the last `nvmlShutdown`: closing `pids.lock` would drop this
+/// process's lock on its pid.
 static LIBRARY: Mutex<(Option<Arc<Library>>, u32)> = Mutex::new((None, 0));
 
 /// The opened library.
@@ -73,8 +77,9 @@ impl Library {
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Holds the GPU of a unit from now on, as far as its node is there. Its number has no driver behind it, so the
-    /// node is held by its path. A GPU that hangs is not opened before it is released.
+    /// Opens the node of a unit's GPU, if it exists; waits first while the GPU hangs.
+    ///
+    /// The node is opened with `O_PATH`, because no driver serves its device number.
     pub(crate) fn open_device_node(&self, unit: &Unit) {
         self.sim.wait_while_hung(Some(unit.gpu));
         let minor = self.sim.config.gpu[unit.gpu].minor;
@@ -88,7 +93,7 @@ impl Library {
         }
     }
 
-    /// Whole GPUs whose device node is there, in order.
+    /// Whole GPUs with an accessible node, in order.
     pub(crate) fn gpus(&self) -> Vec<&Unit> {
         let whole = self.sim.units.iter().filter(|unit| unit.mig.is_none());
         whole
@@ -96,7 +101,7 @@ impl Library {
             .collect()
     }
 
-    /// GPUs and instances whose device node is there.
+    /// GPUs and MIG instances with an accessible node.
     pub(crate) fn units(&self) -> impl Iterator<Item = &Unit> {
         self.sim
             .units

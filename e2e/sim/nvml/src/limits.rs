@@ -1,11 +1,12 @@
-//! Memory limits of cgroups, from driver r615 on: checked and recorded, and not enforced.
+//! Implements memory limits of cgroups (driver r615 and later): checked and recorded, but not
+//! enforced.
 
 use crate::abi::{Code, NvmlResult, Out, Text, exports};
 use crate::device::present_device;
 use std::fs::File;
 use std::io::Write as _;
 
-/// The first driver with them.
+/// The first driver branch with memory limits.
 const FIRST_DRIVER_BRANCH: u32 = 615;
 /// `NVML_DEVICE_MEMORY_LIMIT_MAX`.
 const UNLIMITED: u64 = u64::MAX;
@@ -14,7 +15,7 @@ const UNLIMITED: u64 = u64::MAX;
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct MemoryLimits {
-    /// Address of the cgroup's path.
+    /// Address of the cgroup's path, a C string.
     name_space: u64,
     soft: u64,
     hard: u64,

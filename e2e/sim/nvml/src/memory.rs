@@ -1,4 +1,4 @@
-//! Memory in use.
+//! Implements the queries of memory in use.
 
 use crate::abi::{Code, Out, exports};
 use crate::device::present_device;

@@ -1,4 +1,4 @@
-//! MIG mode and instances. Each GPU instance has one compute instance, number 0.
+//! Implements MIG mode and instances. Each GPU instance has one compute instance, number 0.
 
 use crate::abi::{Code, Out, exports};
 use crate::device::{Device, device_handle, present_device};
@@ -24,7 +24,7 @@ fn instance(device: u64) -> Result<(Device, u32), Code> {
     Ok((device, number))
 }
 
-/// The first number of a profile's name: `3g.71gb` has 3 slices.
+/// The number of slices, which begins the profile's name: `3g.71gb` has 3.
 fn slices(device: &Device) -> u32 {
     let profile = device
         .unit

@@ -1,4 +1,4 @@
-//! Processes with a context.
+//! Implements the lists of processes with a context.
 
 use crate::abi::{Code, NvmlResult, Out, exports};
 use crate::device::{Device, present_device};
@@ -46,10 +46,11 @@ const DETAILS_1: u32 = size_of::<Details>() as u32 | 1 << 24;
 const COMPUTE: u32 = 0;
 const ALL: u32 = 3;
 
-/// Not a MIG instance.
+/// The instance id outside MIG instances.
 const NO_INSTANCE: u32 = u32::MAX;
 
-/// The processes of a device with the instance that they run in; a GPU in MIG mode lists its instances'.
+/// The processes of a device, each with its instance. A GPU in MIG mode lists its instances'
+/// processes.
 pub(crate) fn list_processes(device: &Device) -> Vec<(ProcessUsage, u32)> {
     let sim = &device.library.sim;
     let parts = sim.units.iter().filter(|unit| match device.unit.mig {
@@ -66,7 +67,7 @@ pub(crate) fn list_processes(device: &Device) -> Vec<(ProcessUsage, u32)> {
     parts.flat_map(with_instance).collect()
 }
 
-/// The caller's `count` places, or the number that is needed.
+/// Fills the caller's array of `count` entries, or returns the required number.
 fn put_processes<T>(
     device: u64,
     count: &Out<u32>,
@@ -132,7 +133,7 @@ fn details(device: u64, list: &Out<Details>) -> NvmlResult {
     Out::at_address(details.places).set_all(processes.into_iter().map(detail))
 }
 
-/// Nobody draws here.
+/// Returns an empty list, for graphics and MPS processes.
 fn put_no_processes(device: u64, count: &Out<u32>) -> NvmlResult {
     present_device(device)?;
     count.set(0)

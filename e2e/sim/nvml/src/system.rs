@@ -1,4 +1,4 @@
-//! Versions, error strings and processes' names.
+//! Implements versions, error strings and process names.
 
 use crate::abi::{Code, Out, exports, put_text};
 use crate::library::library;
@@ -13,7 +13,7 @@ exports! {
     fn nvmlSystemGetDriverVersion(text: Out<u8>, len: u32) = put_text(&text, len, &library()?.sim.config.driver_version);
     fn nvmlSystemGetNVMLVersion(text: Out<u8>, len: u32) = {
         let library = library()?;
-        // NVML's version is CUDA's major and the driver's version.
+        // NVML's version is CUDA's major version and the driver's version.
         put_text(&text, len, &format!("{}.{}", library.sim.config.cuda_version.major, library.sim.config.driver_version))
     };
     fn nvmlSystemGetCudaDriverVersion(version: Out<i32>) = cuda_version(&version);
@@ -26,7 +26,7 @@ exports! {
     };
 }
 
-/// What an error means.
+/// The description of an error code.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlErrorString(code: u32) -> *const c_char {
     let known = ERRORS.iter().find(|(known, _)| *known == code);

@@ -1,4 +1,4 @@
-//! How busy processes keep a device: a sample of each, and nothing in it, for no time is simulated.
+//! Implements utilization samples of processes. All values are 0, because no GPU time is simulated.
 
 use crate::abi::{Code, NvmlResult, Out, exports};
 use crate::device::present_device;
@@ -35,7 +35,9 @@ pub(crate) struct Infos {
 
 const INFOS_1: u32 = size_of::<Infos>() as u32 | 1 << 24;
 
-/// The pids, in `count` places or the number that is needed, and the time in microseconds.
+/// The pids of a device, and the time in microseconds.
+///
+/// Writes the number of pids to `count`, and fails if the caller's array is smaller.
 fn sample_pids(device: u64, count: &Out<u32>, has_places: bool) -> Result<(Vec<u32>, u64), Code> {
     let device = present_device(device)?;
     let pids: Vec<u32> = list_processes(&device)
