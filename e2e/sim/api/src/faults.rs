@@ -1,11 +1,13 @@
-//! Spoils requests between a client and the API server: a layer of the client.
+//! Injects faults between a client and the API server, as a layer of the client.
 //!
 //! ```text
-//!   kube's Client --> Faulty --write--> refused | lost | made and not answered | made and answered 500
-//!                            --watch--> told late | twice | again | cut off | expired | silent
+//!   kube's Client --> FaultyService
+//!       write: refused | request dropped | response dropped | error after write
+//!       watch: delayed | lagging | duplicated | replayed | disconnected | expired | stalled
 //! ```
 //!
-//! The layer can also show an operator one case's objects only, so that many operators share one API server.
+//! The layer can also restrict a client to one case's objects, so that many operators share one API
+//! server.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::future::{pending, ready};
@@ -27,70 +29,71 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::io::StreamReader;
 use tower::{BoxError, Layer, Service};
 
-/// What becomes of a write.
+/// How a write fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteFault {
-    /// It is refused with this code, and nothing is written.
+    /// The API server refuses the write with this code and stores nothing.
     Refused(StatusCode),
-    /// It is never answered, and nothing is written.
+    /// The request is lost: nothing is stored and no response arrives.
     RequestDropped,
-    /// It is written and never answered.
+    /// The API server stores the object, and the response is lost.
     ResponseDropped,
-    /// It is written, and answered with an error.
+    /// The API server stores the object, and the client gets an error.
     ErrorAfterWrite,
 }
 
-/// Which writes end badly.
+/// Selects the writes that fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultyWrites {
-    /// None.
+    /// No write fails.
     NoWrite,
-    /// The one of this number, counted from 1.
+    /// The write with this number fails, counted from 1.
     Nth(usize),
-    /// Each, when it is tried for the first time.
+    /// Every write fails at its first attempt.
     FirstAttempts,
 }
 
-/// How a watch tells what happens.
+/// How a watch delivers events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WatchFault {
-    /// At once.
+    /// Events arrive unchanged.
     NoFault,
-    /// Each event some time later, another one for each kind.
+    /// Each event arrives late; the delay depends on the kind.
     Delayed,
-    /// What happens to pods and to GPU nodes by turns, later than the operator's own timers end.
+    /// Watches of pods and of GPU nodes lag in turn, by more than the operator's own timers.
     Lagging,
-    /// Each event two times.
+    /// Each event arrives twice.
     Duplicated,
-    /// After each event the last few once more, as a watch does that began anew from an old version.
+    /// After each event the last few arrive again, as in a watch resumed from an old version.
     Replayed,
-    /// Instead of each event the watch ends; it is told to the next one.
+    /// The watch ends instead of delivering an event; the next watch delivers that event.
     Disconnected,
-    /// Instead of an event the watch ends, and the API server has forgotten what came after the last one.
+    /// The watch ends with an "expired" error instead of an event, so that the client has to list
+    /// again.
     Expired,
-    /// From an event on the connection is dead: nothing more is told, and the watch does not end. The next watch tells it.
+    /// At an event the connection stalls without an end. The next watch delivers the event.
     Stalled,
 }
 
-/// How often a kind's watch expires: the library waits twice as long each time, up to 30 s.
+/// Expiries per kind are limited, because kube's client doubles its back-off each time, up to 30 s.
 const MAX_EXPIRIES: usize = 3;
-/// With a lagging watch, pods are behind for so long, then GPU nodes.
+/// With lagging watches, how long pods lag before GPU nodes do.
 const LAG_PERIOD: Duration = Duration::from_secs(15);
-/// The kinds that a lagging watch is late with.
+/// The kinds whose watches lag.
 pub const LAGGING_KINDS: [&str; 2] = ["pods", "gpunodes"];
-/// By so many seconds, in turn.
+/// Lag of the watches, in turn.
 const LAG_SECONDS: [u64; 3] = [6, 9, 12];
 
-/// The faults of one operator. Clones are the same ones.
+/// The faults of one operator. Clones share their state.
 #[derive(Clone)]
 pub struct Faults(Arc<Shared>);
 
 struct Shared {
-    /// The name of the case: of its namespace, and of its node. None: all objects are shown.
+    /// The case, which names its namespace and its node. `None` shows all objects.
     case: Option<String>,
     write_fault: WriteFault,
     watch_fault: WatchFault,
-    /// How long the API server keeps a watch, where it is not as long as the operator asks for.
+    /// The timeout of watches, where it differs from what the operator requests.
     watch_seconds: Option<u32>,
     started: Instant,
     state: Mutex<FaultState>,
@@ -98,32 +101,32 @@ struct Shared {
 
 struct FaultState {
     faulty_writes: FaultyWrites,
-    /// The writes since faults were last set, as `METHOD path`; Events are none.
+    /// The writes since the faults were last set, as `METHOD path`, without Events.
     writes: Vec<String>,
-    /// The last write and when it was, Events too.
+    /// The last write and its time; includes Events.
     last_write: (Instant, String),
     attempted: BTreeSet<String>,
-    /// How many writes met their fate.
+    /// Number of writes that failed.
     fault_count: usize,
-    /// The versions that watches have been told.
+    /// The resource versions that watches have received.
     seen_versions: BTreeSet<String>,
     event_counts: BTreeMap<String, usize>,
-    /// How many events of each kind were not told plainly.
+    /// Number of delayed or altered events, by type and kind.
     faulted_events: BTreeMap<String, usize>,
 }
 
 impl Faults {
-    /// Writes end by `fate`, once [`Self::doom`] says which; watches tell by `telling`.
+    /// Shows one case's objects. [`Self::set_faulty_writes`] selects the writes that fail.
     pub fn new(case: &str, fate: WriteFault, telling: WatchFault) -> Self {
         Self::build(Some(case), fate, telling, None)
     }
 
-    /// The same for a client that is shown all objects.
+    /// Shows all objects. [`Self::set_faulty_writes`] selects the writes that fail.
     pub fn for_all_objects(fate: WriteFault, telling: WatchFault) -> Self {
         Self::build(None, fate, telling, None)
     }
 
-    /// None, and watches that the API server ends after so many seconds.
+    /// Injects no faults, but the API server ends watches after so many seconds.
     pub fn with_watch_timeout(case: &str, seconds: u32) -> Self {
         Self::build(
             Some(case),
@@ -162,7 +165,7 @@ impl Faults {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on these writes end badly; they are counted anew.
+    /// Selects the writes that fail from now on, and resets the counters.
     pub fn set_faulty_writes(&self, doomed: FaultyWrites) {
         let mut state = self.state();
         state.faulty_writes = doomed;
@@ -171,38 +174,38 @@ impl Faults {
         state.fault_count = 0;
     }
 
-    /// How many writes met their fate since [`Self::doom`].
+    /// Number of writes that failed since [`Self::set_faulty_writes`].
     pub fn fault_count(&self) -> usize {
         self.state().fault_count
     }
 
-    /// The writes since [`Self::doom`].
+    /// The writes since [`Self::set_faulty_writes`].
     pub fn writes(&self) -> Vec<String> {
         self.state().writes.clone()
     }
 
-    /// For how long nothing has been written, no Event either.
+    /// Time since the last write, Events included.
     pub fn idle_time(&self) -> Duration {
         self.state().last_write.0.elapsed()
     }
 
-    /// What was written last.
+    /// The last write, as `METHOD path`.
     pub fn last_write(&self) -> String {
         self.state().last_write.1.clone()
     }
 
-    /// How many events of each kind watches have not told plainly.
+    /// Number of delayed or altered events, by type and kind.
     pub fn faulted_events(&self) -> BTreeMap<String, usize> {
         self.state().faulted_events.clone()
     }
 
-    /// What a change comes to may wait for a pod and for a GPU node to be told of.
+    /// The longest delay of a change that depends on a pod and on a GPU node.
     pub fn max_watch_delay(&self) -> Duration {
         let lags = self.0.watch_fault == WatchFault::Lagging;
         Duration::from_secs(if lags { 2 * LAG_SECONDS[2] } else { 0 })
     }
 
-    /// Counts a write and tells its fate.
+    /// Records a write and decides whether it fails.
     fn record_write(&self, method: &Method, path: &str) -> Option<WriteFault> {
         let write = format!("{method} {path}");
         let mut state = self.state();
@@ -223,7 +226,7 @@ impl Faults {
         self.state().fault_count += 1;
     }
 
-    /// A list or a watch of the case's objects only.
+    /// Adds a selector for the case's objects to a list or watch.
     fn restrict_to_case(&self, request: &mut Request<Body>) -> Result<(), http::Error> {
         let Some(case) = &self.0.case else {
             return Ok(());
@@ -249,7 +252,7 @@ impl Faults {
         Ok(())
     }
 
-    /// The answer to a watch, told as it is told here.
+    /// Disturbs the events in a watch's response.
     fn disturb_watch(&self, kind: String, answer: Response<body::Body>) -> Response<body::Body> {
         let (parts, events) = answer.into_parts();
         if self.0.watch_fault == WatchFault::NoFault || !parts.status.is_success() {
@@ -257,7 +260,7 @@ impl Faults {
         }
         let (sender, receiver) = mpsc::channel(16);
         let faults = self.clone();
-        // Each is late by its own time, whatever the one before it waits for.
+        // Each event has its own due time, independent of the event before it.
         let (queue, mut queued) = mpsc::unbounded_channel();
         tokio::spawn(async move {
             let events = events.into_data_stream();
@@ -320,7 +323,7 @@ impl Faults {
         let is_new = || self.state().seen_versions.insert(version.clone());
         let dealt = match self.0.watch_fault {
             WatchFault::Delayed => DisturbedEvent {
-                // Kinds overtake each other.
+                // Different delays let one kind's events overtake another's.
                 delay: Duration::from_millis(100 * (kind.len() as u64 % 8) + 100),
                 ..plain
             },
@@ -366,7 +369,7 @@ impl Faults {
         dealt
     }
 
-    /// By how much a lagging watch of this kind is behind now.
+    /// The current lag of this kind's watch; `None` while the watch does not lag.
     fn current_lag(&self, kind: &str) -> Option<Duration> {
         let turn = self.0.started.elapsed().as_secs() / LAG_PERIOD.as_secs();
         let behind = LAG_SECONDS[turn as usize / 2 % LAG_SECONDS.len()];
@@ -374,7 +377,7 @@ impl Faults {
         lags.then(|| Duration::from_secs(behind))
     }
 
-    /// The first event of a kind, the third and so on; and the first that an object is gone.
+    /// Whether the watch expires: at every other event of a kind, and at the first deletion.
     fn counts_to_expiry(&self, kind: &str, event: &Value) -> bool {
         let deleted = event["type"] == "DELETED";
         let mut state = self.state();
@@ -390,13 +393,13 @@ impl Faults {
     }
 }
 
-/// What a watch is told in place of one event.
+/// The replacement of one event.
 struct DisturbedEvent {
     delay: Duration,
     lines: Vec<String>,
-    /// The watch ends with it.
+    /// The watch ends after the lines.
     ends_watch: bool,
-    /// The watch tells nothing from here on, and does not end.
+    /// The watch stalls: it delivers nothing more and does not end.
     stalls_watch: bool,
 }
 
@@ -429,7 +432,7 @@ impl<S> Layer<S> for Faults {
     }
 }
 
-/// A way to the API server with faults.
+/// A connection to the API server that injects faults.
 pub struct FaultyService<S> {
     inner: S,
     faults: Faults,

@@ -1,11 +1,11 @@
-//! A simulated API server, and a layer of faults between a client and any API server.
+//! Simulates an API server, and injects faults between a client and any API server.
 //!
 //! | module | job |
 //! |---|---|
-//! | [`server`] | keeps objects with their history in memory, and answers lists, watches and writes |
-//! | [`faults`] | spoils writes and watches on their way |
+//! | [`server`] | stores objects with their history in memory; serves lists, watches and writes |
+//! | [`faults`] | disturbs writes and watches |
 //!
-//! Both work in the process of the test, without sockets: time may be virtual
+//! Both run inside the test's process without sockets, so that time may be virtual
 //! (`tokio::time::pause`).
 
 pub mod faults;

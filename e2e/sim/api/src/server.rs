@@ -1,7 +1,9 @@
-//! Keeps objects of the kinds that the operator and the agent know, and answers as the API server does.
+//! Stores the kinds that the operator and the agent use, and serves requests as the API server
+//! does.
 //!
-//! Lists, watches from a version on, applies, merges, evictions, a controller manager that takes quotas up, outages,
-//! and restores of etcd from a backup.
+//! Supported are lists, watches from a version, server-side apply, merge patches and evictions. The
+//! server also simulates a controller manager for quotas, outages, and restores of etcd from a
+//! backup.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,56 +24,56 @@ use tower::{BoxError, Layer, Service, ServiceExt as _, service_fn};
 
 use crate::faults::{Faults, WriteFault};
 
-/// How often a quiet watch is told how far the history is.
+/// Interval of bookmarks on an idle watch.
 const BOOKMARK_INTERVAL: Duration = Duration::from_secs(60);
 
-/// One fake API server. Clones are the same one.
+/// A simulated API server. Clones share its state.
 #[derive(Clone)]
 pub struct SimApiServer {
     state: Arc<Mutex<ServerState>>,
     /// The version of the newest event that watches may see.
     latest_version: Arc<watch::Sender<u64>>,
-    /// Kinds whose watches are told nothing, of those that came this way.
+    /// Kinds whose watches are paused, for clients of this connection.
     mute: Arc<Mutex<Vec<String>>>,
 }
 
-/// What a backup of etcd has.
+/// The contents of an etcd backup.
 #[derive(Clone, Default)]
 pub struct Backup {
     version: u64,
     /// By kind (its plural) and `namespace/name`.
     objects: BTreeMap<(String, String), Value>,
-    /// What the operator applied last, of quotas.
+    /// The operator's last server-side apply of each quota.
     applied: BTreeMap<String, Value>,
 }
 
 #[derive(Default)]
 struct ServerState {
     etcd: Backup,
-    /// How often etcd was restored: watches from before have ended.
+    /// Number of restores of etcd; a restore ends the watches that began before it.
     restores: usize,
-    /// No request is answered.
+    /// The server answers no request.
     is_unavailable: bool,
-    /// When each request came, with its verb and path.
+    /// Each request's time, verb and path.
     requests: Vec<(Instant, String)>,
     /// Version, kind and event.
     events: Vec<(u64, String, Value)>,
-    /// What is answered instead, how often, to requests whose path ends so.
+    /// Path suffix, response code, and the number of requests still to be refused.
     refusals: Vec<(String, StatusCode, usize)>,
-    /// The fate of the write of this number.
+    /// The number of the write that fails, and how it fails.
     pending_fault: Option<(usize, WriteFault)>,
-    /// The writes so far, as `METHOD path`; Events are none.
+    /// The writes so far, as `METHOD path`, without Events.
     writes: Vec<String>,
-    /// Reasons of the Events that were sent.
+    /// Reasons of the Events so far.
     event_reasons: Vec<String>,
-    /// Quotas are not taken up.
+    /// The controller manager is stopped, so that no quota gets a status.
     no_controller_manager: bool,
-    /// Pods that a disruption budget keeps.
+    /// Pods that a disruption budget protects from eviction.
     protected_pods: Vec<String>,
 }
 
 impl SimApiServer {
-    /// Serves until the test ends.
+    /// Starts a server that lives as long as the test.
     pub fn start() -> Self {
         Self {
             state: Arc::default(),
@@ -80,7 +82,7 @@ impl SimApiServer {
         }
     }
 
-    /// Another way to the same one.
+    /// A second connection to the server, whose watches are paused independently.
     pub fn with_separate_watch_pauses(&self) -> Self {
         Self {
             mute: Arc::default(),
@@ -88,12 +90,12 @@ impl SimApiServer {
         }
     }
 
-    /// A client without faults on its way.
+    /// A client without faults.
     pub fn client(&self) -> Client {
         Client::new(self.service(), "default")
     }
 
-    /// A client whose requests and answers `faults` spoil.
+    /// A client whose connection injects `faults`.
     pub fn client_with_faults(&self, faults: &Faults) -> Client {
         Client::new(faults.layer(self.service().boxed_clone()), "default")
     }
@@ -115,22 +117,22 @@ impl SimApiServer {
         })
     }
 
-    /// Answers no request and ends no watch, or answers again.
+    /// Starts or ends an outage: no request is answered, and no watch ends.
     pub fn set_unavailable(&self, is_away: bool) {
         self.data().is_unavailable = is_away;
     }
 
-    /// When each request so far came, with its verb and path: `LIST /api/v1/pods`.
+    /// Each request so far, with its time, verb and path: `LIST /api/v1/pods`.
     pub fn requests(&self) -> Vec<(Instant, String)> {
         self.data().requests.clone()
     }
 
-    /// What etcd has now.
+    /// Backs up etcd.
     pub fn backup(&self) -> Backup {
         self.data().etcd.clone()
     }
 
-    /// Puts etcd back to `backup`, as without `--bump-revision`. All watches end.
+    /// Restores etcd from `backup`, without `--bump-revision`. All watches end.
     pub fn restore(&self, backup: &Backup) {
         let mut data = self.data();
         data.etcd.clone_from(backup);
@@ -153,12 +155,12 @@ impl SimApiServer {
             .expect("no test panics while it holds this")
     }
 
-    /// Makes or replaces an object.
+    /// Creates or replaces an object.
     pub fn put(&self, kind: &str, object: Value) {
         drop(self.store_object(kind, object, None));
     }
 
-    /// Deletes an object, where it is there.
+    /// Deletes an object if it exists.
     pub fn delete(&self, kind: &str, namespace: &str, name: &str) {
         let object = self
             .data()
@@ -171,7 +173,7 @@ impl SimApiServer {
         }
     }
 
-    /// The object as it is then.
+    /// Stores an object, appends its event, and returns it with its new version.
     fn store_object(&self, kind: &str, mut object: Value, deleted: Option<&str>) -> Value {
         let mut data = self.data();
         let at = (kind.to_owned(), object_key(&object));
@@ -196,7 +198,7 @@ impl SimApiServer {
         object
     }
 
-    /// Keeps events of `kind` from its watches, or tells what was kept.
+    /// Pauses or resumes the events of a kind on watches of this connection.
     pub fn set_watch_paused(&self, kind: &str, mute: bool) {
         let mut muted = self.paused_kinds();
         muted.retain(|muted| muted != kind);
@@ -207,18 +209,18 @@ impl SimApiServer {
         self.latest_version.send_modify(|_| {});
     }
 
-    /// Answers the next `times` requests whose path ends in `path` with `code`.
+    /// Refuses the next `times` requests whose path ends in `path` with `code`.
     pub fn refuse_requests(&self, path: &str, code: StatusCode, times: usize) {
         self.data().refusals.push((path.to_owned(), code, times));
     }
 
-    /// The write of this number, counted from now on, ends so.
+    /// Lets the write of this number fail, counted from now on.
     pub fn fail_write(&self, number: usize, fate: WriteFault) {
         let mut data = self.data();
         data.pending_fault = Some((data.writes.len() + number, fate));
     }
 
-    /// Whether the doomed write has come.
+    /// Whether the write selected by [`Self::fail_write`] has come.
     pub fn has_failed_write(&self) -> bool {
         self.data().pending_fault.is_none()
     }
@@ -231,7 +233,7 @@ impl SimApiServer {
         }
     }
 
-    /// A disruption budget keeps this pod.
+    /// Lets a disruption budget protect this pod from eviction.
     pub fn protect_pod(&self, pod: &str) {
         self.data().protected_pods.push(pod.to_owned());
     }
@@ -257,12 +259,12 @@ impl SimApiServer {
         }
     }
 
-    /// The writes so far, as `METHOD path`; Events are none.
+    /// The writes so far, as `METHOD path`, without Events.
     pub fn writes(&self) -> Vec<String> {
         self.data().writes.clone()
     }
 
-    /// How many of them wrote a status.
+    /// Number of writes of a status so far.
     pub fn status_write_count(&self) -> usize {
         let writes = self.writes();
         let statuses = writes.iter().filter(|write| write.ends_with("/status"));
@@ -274,14 +276,14 @@ impl SimApiServer {
         self.data().event_reasons.clone()
     }
 
-    /// An object; null while there is none.
+    /// An object; null if it does not exist.
     pub fn get(&self, kind: &str, namespace: &str, name: &str) -> Value {
         let at = (kind.to_owned(), format!("{namespace}/{name}"));
         let data = self.data();
         data.etcd.objects.get(&at).cloned().unwrap_or_default()
     }
 
-    /// An object's status; null while it has none.
+    /// An object's status; null if it has none.
     pub fn status(&self, kind: &str, namespace: &str, name: &str) -> Value {
         self.get(kind, namespace, name)["status"].clone()
     }
@@ -296,7 +298,7 @@ impl SimApiServer {
         Some(error_response(*code))
     }
 
-    /// Counts a write and tells its fate.
+    /// Records a write and returns its fault if it is the selected one.
     fn record_write(&self, write: String) -> Option<WriteFault> {
         let mut data = self.data();
         data.writes.push(write);
@@ -349,7 +351,9 @@ impl SimApiServer {
         Body::from_stream(lines).into_response()
     }
 
-    /// Of an object that loses the label, a watch by label is told the end.
+    /// The next event for a watch.
+    ///
+    /// A watch with a label selector sees an object that loses the label as deleted.
     fn next_event(&self, kind: &str, selected: &Selector, seen: u64) -> Option<(u64, Value)> {
         let data = self.data();
         let mut news = data.events.iter().filter(|(version, of, event)| {
@@ -369,13 +373,15 @@ impl SimApiServer {
         self.data().etcd.objects.get(&at).cloned()
     }
 
-    /// A server-side apply of a status, as the operator has to make it.
+    /// Serves a server-side apply of a status.
+    ///
+    /// The operator has to send the object's uid.
     fn apply_status(&self, kind: &str, at: &str, patch: &Value) -> Response {
         let Some(mut object) = self.stored(kind, at) else {
             return error_response(StatusCode::NOT_FOUND);
         };
         let uid = patch["metadata"].get("uid");
-        // An agent writes the status of its node's object, whichever that is.
+        // An agent writes its node's status without a uid.
         let is_any = uid.is_none() && kind == "gpunodes";
         if !is_any && uid != object["metadata"].get("uid") {
             return error_response(StatusCode::CONFLICT);
@@ -384,7 +390,8 @@ impl SimApiServer {
         json_body(&self.store_object(kind, object, None))
     }
 
-    /// A server-side apply of a quota: it takes off what was applied before, and nothing that others put there.
+    /// Serves a server-side apply of a quota: removes fields that the operator no longer applies,
+    /// and keeps those of others.
     fn apply_quota(&self, at: &str, patch: Value) -> Response {
         let new = format!("{at} of {}", self.data().etcd.version);
         let stored = self.stored("resourcequotas", at);
@@ -405,7 +412,7 @@ impl SimApiServer {
         json_body(&written)
     }
 
-    /// A server-side apply of a list of the spec, by somebody who writes all of it.
+    /// Serves a server-side apply of a list in the spec by its only writer.
     fn apply_spec_list(&self, kind: &str, at: &str, patch: &Value) -> Response {
         let Some(mut object) = self.stored(kind, at) else {
             return error_response(StatusCode::CONFLICT);
@@ -436,7 +443,7 @@ impl SimApiServer {
         self.store_and_respond(kind, object)
     }
 
-    /// Makes an object whose kind has no namespace.
+    /// Creates a cluster-scoped object.
     fn create(&self, kind: &str, mut object: Value) -> Response {
         let at = object_key(&object);
         if self.stored(kind, &at).is_some() {
@@ -462,7 +469,7 @@ impl SimApiServer {
         json_body(&json!({ "kind": "Status", "apiVersion": "v1", "status": "Success" }))
     }
 
-    /// The kubelet is quick: a pod that is to end is gone.
+    /// Deletes a pod at once, without the kubelet's grace period.
     fn delete_pod(&self, namespace: &str, name: &str, uid: &Value, evicted: bool) -> Response {
         let Some(pod) = self.stored("pods", &format!("{namespace}/{name}")) else {
             return error_response(StatusCode::NOT_FOUND);
@@ -544,7 +551,7 @@ fn merge(object: &mut Value, patch: &Value) {
     object.retain(|_, value| !value.is_null());
 }
 
-/// Takes off what was applied `before` and is not `now`.
+/// Removes the fields that were applied `before` and are not applied `now`.
 fn remove_unapplied(object: &mut Value, before: &Value, now: &Value) {
     for (field, value) in before.as_object().into_iter().flatten() {
         match (now.get(field), object.as_object_mut()) {
@@ -556,7 +563,7 @@ fn remove_unapplied(object: &mut Value, before: &Value, now: &Value) {
 }
 
 fn error_response(code: StatusCode) -> Response {
-    // Clients go by the reason where Kubernetes defines it.
+    // Clients decide by the reason where Kubernetes defines it.
     let reason = match code {
         StatusCode::NOT_FOUND => "NotFound",
         StatusCode::CONFLICT => "Conflict",
@@ -569,7 +576,7 @@ fn error_response(code: StatusCode) -> Response {
     (code, status.to_string()).into_response()
 }
 
-/// As the eviction API says that a disruption budget keeps a pod.
+/// The eviction API's response for a pod that a disruption budget protects.
 fn disruption_budget_response() -> Response {
     let code = StatusCode::TOO_MANY_REQUESTS;
     let causes =
@@ -581,7 +588,7 @@ fn disruption_budget_response() -> Response {
     (code, status.to_string()).into_response()
 }
 
-/// What a list or a watch is about.
+/// The objects that a list or watch selects.
 #[derive(Clone, Default)]
 struct Selector {
     label: Option<String>,
@@ -610,7 +617,7 @@ impl Selector {
     }
 }
 
-/// A watch in progress.
+/// An open watch.
 struct WatchStream {
     api: SimApiServer,
     version_changes: watch::Receiver<u64>,
@@ -622,7 +629,7 @@ struct WatchStream {
 }
 
 impl WatchStream {
-    /// None at its end.
+    /// The next event or bookmark; `None` at the end of the watch.
     async fn next_event(&mut self) -> Option<Value> {
         let bookmark = Instant::now() + BOOKMARK_INTERVAL;
         loop {
@@ -637,7 +644,7 @@ impl WatchStream {
                 self.seen_version = version;
                 return Some(event);
             }
-            // Nothing is told of a history that is behind what the client has seen.
+            // No bookmark is sent while the history is behind the version that the client has seen.
             let version = self.api.data().etcd.version;
             if Instant::now() >= bookmark && version > self.seen_version && !is_muted {
                 self.seen_version = version;

@@ -1,4 +1,4 @@
-//! The test's end of an actor: lines to it, lines from it, descriptors both ways.
+//! Drives a `sim-actor` process from a test: requests, replies, and descriptors in both directions.
 
 use anyhow::{Context as _, Result, bail};
 use rustix::net::{
@@ -11,10 +11,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-/// What an actor was answered by the driver: words, or a `CUresult`.
+/// A reply: words, or the driver's `CUresult`.
 pub type Reply = Result<String, i32>;
 
-/// A running actor; killed when dropped.
+/// A running `sim-actor` process, killed on drop.
 #[derive(Debug)]
 pub struct DriverClient {
     child: Child,
@@ -38,24 +38,24 @@ impl DriverClient {
         })
     }
 
-    /// Its pid.
+    /// The process's pid.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Tells it to do something (see `sim-actor`'s documentation) and returns the driver's answer.
+    /// Sends a request (see `sim-actor`'s documentation) and returns the driver's reply.
     ///
     /// # Panics
-    /// The actor died or does not understand.
+    /// The process has died, or does not know the request.
     pub fn request(&mut self, line: &str) -> Reply {
         self.send_request(line);
         self.read_reply()
     }
 
-    /// As [`Actor::ask`], for what must succeed and answers a number.
+    /// Sends a request that must succeed, and returns the number in its reply.
     ///
     /// # Panics
-    /// It does not.
+    /// The driver returns an error, or the reply is no number.
     pub fn request_number(&mut self, line: &str) -> u64 {
         let answer = self
             .request(line)
@@ -65,19 +65,19 @@ impl DriverClient {
             .unwrap_or_else(|_| panic!("`{line}` answered `{answer}`"))
     }
 
-    /// Tells it something without waiting for the answer.
+    /// Sends a request without waiting for the reply.
     ///
     /// # Panics
-    /// The actor is gone.
+    /// The process has died.
     pub fn send_request(&mut self, line: &str) {
         send_with_fd(&self.socket, format!("{line}\n").as_bytes(), None)
             .expect("the actor listens");
     }
 
-    /// The next answer.
+    /// Reads the next reply.
     ///
     /// # Panics
-    /// The actor is gone, or did not understand.
+    /// The process has died, or did not know the request.
     pub fn read_reply(&mut self) -> Reply {
         let mut line = String::new();
         self.replies
@@ -90,7 +90,7 @@ impl DriverClient {
         }
     }
 
-    /// Exports a handle, and receives the descriptor that the actor sends.
+    /// Exports a handle and receives the descriptor.
     ///
     /// # Errors
     /// The system's.
@@ -103,20 +103,20 @@ impl DriverClient {
         receive_fd(&self.socket)
     }
 
-    /// Sends a descriptor and has it imported.
+    /// Sends a descriptor and imports it in the process.
     ///
     /// # Panics
-    /// The actor is gone.
+    /// The process has died.
     pub fn import_fd(&mut self, descriptor: &OwnedFd) -> Reply {
         send_with_fd(&self.socket, b"import\n", Some(descriptor.as_fd()))
             .expect("the actor listens");
         self.read_reply()
     }
 
-    /// SIGKILLs it and waits until it is gone.
+    /// Kills the process with SIGKILL and waits for its end.
     ///
     /// # Panics
-    /// It cannot be waited for.
+    /// The process cannot be waited for.
     pub fn kill(mut self) {
         self.child.kill().expect("the actor can be killed");
         self.child.wait().expect("the actor can be waited for");
@@ -130,7 +130,7 @@ impl Drop for DriverClient {
     }
 }
 
-/// Sends bytes, with a descriptor.
+/// Sends bytes, with a descriptor if there is one.
 ///
 /// # Errors
 /// The system's.
@@ -157,7 +157,7 @@ pub fn send_with_fd(
 /// Receives one byte and the descriptor that comes with it.
 ///
 /// # Errors
-/// The system's, or there was no descriptor.
+/// The system's, or the message has no descriptor.
 pub fn receive_fd(socket: impl AsFd) -> Result<OwnedFd> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

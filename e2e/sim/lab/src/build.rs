@@ -1,11 +1,11 @@
-//! Builds the driver libraries, `simgpu` and the actor, once per test process.
+//! Builds the driver libraries, `simgpu` and `sim-actor`, once per test process.
 
 use anyhow::{Context as _, Result, ensure};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 
-/// What was built, and where it is.
+/// Paths of the built files.
 #[derive(Debug, Clone)]
 pub(crate) struct DriverArtifacts {
     pub(crate) cuda: PathBuf,
@@ -31,7 +31,9 @@ pub(crate) fn driver_artifacts() -> Result<DriverArtifacts> {
     }
 }
 
-/// Cargo holds no lock while tests run, so it can be called from one. Its own messages say where it put things.
+/// Runs `cargo build` and takes the files' paths from its JSON messages.
+///
+/// Cargo holds no lock while tests run, so a test may call it.
 fn build_artifacts() -> Result<DriverArtifacts> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);

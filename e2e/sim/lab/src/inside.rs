@@ -1,4 +1,4 @@
-//! A test's body in a process of its own, on a machine of its own.
+//! Runs a test's body in a subprocess, on a simulated machine of its own.
 
 use std::process::Command;
 
@@ -6,26 +6,27 @@ use bursar_sim_state::Sim;
 
 use crate::SimMachine;
 
-/// Set for the process that runs a body.
+/// Set in the subprocess that runs a body, to the machine's directory.
 const MACHINE_VARIABLE: &str = "BURSAR_LAB_INSIDE";
-/// Set for a twin of that process.
+/// Set in peers of that subprocess, to the peer's role.
 const ROLE_VARIABLE: &str = "BURSAR_LAB_ROLE";
 
-/// Runs the rest of a test on a machine with that `config.toml`: the test's program is started again for this one test,
-/// with the machine's driver in its loader's path, and there the body runs. So it may poison its process, and nothing is
-/// left to the next.
+/// Runs the body of a test in a subprocess, on a new machine with that `config.toml`.
+///
+/// The test's program is started again for this one test, with the machine's driver in its library
+/// path. A body may therefore poison its process without affecting other tests.
 ///
 /// ```no_run
-/// use bursar_sim_lab::{ONE_GPU, inside};
+/// use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
 ///
 /// #[test]
 /// fn the_driver_is_there() {
-///     inside(ONE_GPU, |machine| assert_eq!(machine.used(0), 0));
+///     run_in_subprocess(ONE_GPU, |machine| assert_eq!(machine.used(0), 0));
 /// }
 /// ```
 ///
 /// # Panics
-/// The machine cannot be laid out, or the body failed; with its output.
+/// The machine cannot be laid out, or the body failed; the message has its output.
 pub fn run_in_subprocess<F: FnOnce(&Sim)>(config: &str, body: F) {
     if let Some(folder) = std::env::var_os(MACHINE_VARIABLE) {
         let machine = Sim::open(folder.as_ref()).expect("the outer process laid the machine out");
@@ -49,10 +50,11 @@ pub fn run_in_subprocess<F: FnOnce(&Sim)>(config: &str, body: F) {
     );
 }
 
-/// A command for one more process that runs the same body, in a part of its own: there [`role`] is `Some(role)`.
+/// A command for a peer: one more process that runs the same body, where [`peer_role`] returns
+/// `role`.
 ///
 /// # Panics
-/// A test has no program.
+/// The test's program has no path.
 pub fn peer_command(role: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("a test has a program"));
     command
@@ -61,12 +63,12 @@ pub fn peer_command(role: &str) -> Command {
     command
 }
 
-/// The part that this process has in a test with several; none for the first.
+/// The role of this peer in a test with several processes; `None` in the first process.
 pub fn peer_role() -> Option<String> {
     std::env::var(ROLE_VARIABLE).ok()
 }
 
-/// The name that the test harness has for the function around a closure: its path without the crate.
+/// The test harness's name of the function around a closure: its path without the crate.
 fn test_name_of<F>() -> &'static str {
     let path = std::any::type_name::<F>();
     let function = path.split("::{{closure}}").next().unwrap_or(path);

@@ -1,9 +1,12 @@
-//! A simulated machine for a test.
+//! Lays out simulated machines for tests.
 //!
-//! [`Lab::new`] builds the two driver libraries and `simgpu` with cargo (a cdylib cannot be a test's
-//! dependency), once per test process, and lays out a folder of its own under the system's temporary folder.
-//! [`Lab::actor`] starts `sim-actor`, a CUDA and NVML program (over unchanged cudarc and nvml-wrapper) that
-//! does what it is told line by line, so that a test can stage forks, kills and descriptors in flight.
+//! [`SimMachine::new`] builds the driver libraries and `simgpu` with cargo, once per test process,
+//! because a cdylib cannot be a test's dependency. It lays out a machine in a temporary directory.
+//!
+//! [`SimMachine::spawn_client`] starts `sim-actor`, a CUDA and NVML program over unmodified cudarc
+//! and nvml-wrapper. The program executes one request after the other, so that a test can arrange
+//! forks, kills and descriptors in flight.
+//!
 //! [`run_in_subprocess`] runs a test's own code on such a machine.
 
 mod actor;
@@ -42,7 +45,7 @@ memory = "16Gi"
 minor = 1
 "#;
 
-/// One H200 with all of its 141 GiB, as the facts in the design were measured on.
+/// One H200 with all of its 141 GiB, as in the measurements of `docs/facts.md`.
 pub const H200: &str = r#"
 [[gpu]]
 name = "NVIDIA H200"
@@ -51,7 +54,7 @@ memory = "141Gi"
 minor = 0
 "#;
 
-/// A laid-out machine; gone when dropped.
+/// A laid-out machine; its directory is removed on drop.
 #[derive(Debug)]
 pub struct SimMachine {
     folder: tempfile::TempDir,
@@ -71,7 +74,7 @@ impl SimMachine {
         Ok(SimMachine { folder })
     }
 
-    /// The machine's folder, `SIMGPU_DIR`.
+    /// The machine's directory, for `SIMGPU_DIR`.
     pub fn path(&self) -> &Path {
         self.folder.path()
     }
@@ -81,15 +84,15 @@ impl SimMachine {
         MachineDir::at(self.path()).libraries().join(name)
     }
 
-    /// The machine as the tests' own process sees it.
+    /// Opens the machine in the test's own process.
     ///
     /// # Errors
-    /// As [`Sim::open`].
+    /// Those of [`Sim::open`].
     pub fn sim(&self) -> Result<Sim> {
         Ok(Sim::open(self.path())?)
     }
 
-    /// A command that finds this machine and its libraries.
+    /// A command whose environment selects this machine and its libraries.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new(program);
         let folder = MachineDir::at(self.path());
@@ -102,10 +105,10 @@ impl SimMachine {
         command
     }
 
-    /// Runs `simgpu` and returns what it printed.
+    /// Runs `simgpu` and returns its output.
     ///
     /// # Errors
-    /// It failed; with what it said.
+    /// `simgpu` failed; the error has its standard error.
     pub fn run_simgpu(&self, arguments: &[&str]) -> Result<String> {
         let output = self
             .command(&build::driver_artifacts()?.simgpu)
@@ -120,18 +123,18 @@ impl SimMachine {
         Ok(String::from_utf8(output.stdout)?)
     }
 
-    /// Starts an actor.
+    /// Starts a `sim-actor` process.
     ///
     /// # Errors
-    /// It cannot be built or started.
+    /// The program cannot be built or started.
     pub fn spawn_client(&self) -> Result<DriverClient> {
         DriverClient::spawn(self.command(&build::driver_artifacts()?.client))
     }
 
-    /// Starts an actor as the first process of a pid namespace of its own, as a container has one.
+    /// Starts a `sim-actor` process as process 1 of a new pid namespace, like a container's.
     ///
     /// # Errors
-    /// As [`Lab::actor`]; or the system lets us make no namespaces.
+    /// The program cannot be built or started, or the system permits no namespaces.
     pub fn spawn_client_in_pid_namespace(&self) -> Result<DriverClient> {
         let mut command = self.command("unshare");
         command.args([

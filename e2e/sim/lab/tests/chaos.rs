@@ -1,4 +1,4 @@
-//! Many processes allocate, free and are killed at random.
+//! Verifies the accounting while many processes allocate, free and are killed at random.
 #![allow(
     clippy::unwrap_used,
     reason = "a failed `unwrap` is a failed test, with its place"
@@ -13,7 +13,7 @@ use std::thread;
 const CLIENTS: u64 = 8;
 const STEPS: u64 = 1000;
 
-/// One life after the other, each ended by SIGKILL, sometimes in the middle of a call.
+/// Starts one client after the other. Each ends by SIGKILL, sometimes in the middle of a call.
 fn allocate_and_crash(lab: &SimMachine, seed: u64) {
     let mut dice = StdRng::seed_from_u64(seed);
     let mut actor: Option<DriverClient> = None;
@@ -21,7 +21,7 @@ fn allocate_and_crash(lab: &SimMachine, seed: u64) {
     for _ in 0..STEPS {
         let Some(living) = &mut actor else {
             let mut fresh = lab.spawn_client().unwrap();
-            // A full card refuses a context: the next life is luckier.
+            // A full GPU refuses a context; the next attempt may succeed.
             if fresh.request("context 0").is_ok() {
                 actor = Some(fresh);
             }

@@ -1,4 +1,4 @@
-//! Each library's documentation lists exactly what the library exports.
+//! Verifies that each library's README lists exactly the functions that the library exports.
 //!
 //! `BLESS=1 cargo test -p bursar-sim-lab --test exports` writes the lists again.
 #![allow(

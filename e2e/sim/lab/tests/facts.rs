@@ -1,4 +1,5 @@
-//! The simulated driver keeps the facts of the design (section 1) that the product rests on.
+//! Verifies that the simulated driver has the properties in `docs/facts.md` (F1 to F6, F8, F13 to
+//! F15).
 
 #![allow(
     clippy::unwrap_used,
@@ -11,9 +12,9 @@ use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
-/// A context's bytes.
+/// Bytes of a context.
 const CONTEXT: u64 = 518 * MIB;
-/// A context-free owner's bytes.
+/// Bytes of a process that owns memory without a context.
 const CONTEXT_FREE_OVERHEAD: u64 = 4 * MIB;
 
 fn start_machine() -> SimMachine {
@@ -26,7 +27,7 @@ fn spawn_client_with_context(lab: &SimMachine) -> DriverClient {
     actor
 }
 
-/// What NVML says: used bytes, and the processes with theirs.
+/// Reads NVML: the used bytes, and each process with its bytes.
 fn read_nvml(lab: &SimMachine) -> (u64, Vec<(u32, u64)>) {
     let mut observer = lab.spawn_client().unwrap();
     let used = observer.request_number("nvml-used 0");
@@ -38,7 +39,9 @@ fn read_nvml(lab: &SimMachine) -> (u64, Vec<(u32, u64)>) {
     (used, processes.split_whitespace().map(parse).collect())
 }
 
-/// Waits until that is so: an actor that another test starts has our descriptors for a moment.
+/// Waits until NVML reports `expected`.
+///
+/// A client that another test starts shares this process's descriptors until its `execve`.
 fn wait_for_nvml(lab: &SimMachine, expected: (u64, Vec<(u32, u64)>)) {
     let begun = Instant::now();
     while read_nvml(lab) != expected && begun.elapsed() < Duration::from_secs(5) {}
@@ -48,7 +51,8 @@ fn wait_for_nvml(lab: &SimMachine, expected: (u64, Vec<(u32, u64)>)) {
 fn kill_and_wait(child: u64) {
     let pid = Pid::from_raw(i32::try_from(child).unwrap()).unwrap();
     kill_process(pid, Signal::KILL).unwrap();
-    // It is init's child by now, or a zombie of the actor's: its locks are gone once its files are.
+    // The child is by now init's, or a zombie of the client's; the kernel drops its locks with its
+    // files.
     for _ in 0..500 {
         let status = std::fs::read_to_string(format!("/proc/{child}/status")).unwrap_or_default();
         if status.is_empty() || status.contains("State:\tZ") {
@@ -225,7 +229,7 @@ fn f5_memory_is_charged_to_last_importer_after_owner_dies() {
     wait_for_nvml(&lab, (GIB + CONTEXT, vec![(pid, GIB + CONTEXT)]));
 }
 
-/// As on an H200 with driver 580.
+/// Measured on an H200 with driver 580.
 #[test]
 fn f5_creator_is_charged_while_it_refers_to_memory() {
     let lab = start_machine();

@@ -1,4 +1,4 @@
-//! Programs that nobody wrote for the simulated driver run over it.
+//! Runs programs that were not written for the simulated driver.
 #![allow(
     clippy::unwrap_used,
     reason = "a failed `unwrap` is a failed test, with its place"
@@ -8,7 +8,7 @@ use bursar_sim_lab::{ONE_GPU, SimMachine};
 use std::process::Command;
 use std::time::Duration;
 
-/// A context's bytes.
+/// Bytes of a context.
 const CONTEXT: u64 = 518 << 20;
 const UUID: &str = "GPU-00000000-0000-0000-0000-000000000001";
 
@@ -33,7 +33,8 @@ fn c_program_runs_when_linked_against_libcuda() {
         .arg(&source)
         .arg(lab.library("libcuda.so.1"));
     run(&mut compile);
-    // 20 of 100 KiB are cut of 2 MiB, in steps of 512 bytes; the sum takes the smallest allocation there is.
+    // 20 allocations of 100 KiB share a 2 MiB chunk in steps of 512 bytes; the sum is the smallest
+    // allocation.
     let used = CONTEXT + (205 << 9) + 512;
     assert_eq!(
         run(&mut lab.command(&program)),
@@ -146,7 +147,7 @@ fn device_is_absent_when_its_node_is_missing() {
     .unwrap();
     let node = lab.path().join("dev/nvidia0");
     std::fs::remove_file(&node).unwrap();
-    // `cuInit` of root would make it again; it makes nothing in the place of a link.
+    // `cuInit` as root would create a missing node; a dangling link in its place prevents that.
     std::os::unix::fs::symlink("nothing", node).unwrap();
     let mut actor = lab.spawn_client().unwrap();
     assert_eq!(actor.request_number("nvml-count"), 1);

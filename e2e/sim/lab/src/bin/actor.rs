@@ -1,20 +1,26 @@
-//! `sim-actor`: a CUDA and NVML program that does what it is told.
+//! `sim-actor`: a CUDA and NVML program that executes requests of a test.
 //!
-//! It reads a line from its standard input (a socket, over which descriptors come and go) and answers `ok ...`
-//! or `error CODE`. Numbers are decimal; addresses and handles are what earlier answers said.
+//! The program reads a line from its standard input, a socket that also passes descriptors. It
+//! replies `ok ...` or `error CODE`. Numbers are decimal; addresses and handles come from earlier
+//! replies.
 //!
-//! | line | what |
+//! | request | effect |
 //! |---|---|
-//! | `context DEVICE`, `reset DEVICE`, `sync`, `info`, `limit BYTES` | contexts; `info` answers used bytes |
-//! | `alloc LEN`, `free AT`, `fill AT BYTE LEN`, `read AT` | linear memory; `read` answers the byte there |
+//! | `context DEVICE`, `reset DEVICE`, `sync`, `limit BYTES` | contexts |
+//! | `info` | returns the used bytes |
+//! | `alloc LEN`, `free AT`, `fill AT BYTE LEN`, `read AT` | linear memory; `read` returns a byte |
 //! | `poolalloc LEN`, `poolfree AT`, `reserved` | the default pool |
-//! | `launch KERNEL NUMBER...` | a kernel of the simulated driver's |
-//! | `create LEN`, `release H`, `reserve LEN`, `map AT LEN H`, `access AT LEN FLAGS`, `unmap AT LEN`, `attach H LEN` | VMM; `attach` is reserve, map and read-write access |
-//! | `export H`, `import`, `keep` | a descriptor out, in, and in without importing it |
+//! | `launch KERNEL NUMBER...` | launches a kernel of the simulated driver |
+//! | `create LEN`, `release H`, `reserve LEN`, `map AT LEN H` | VMM |
+//! | `access AT LEN FLAGS`, `unmap AT LEN` | VMM |
+//! | `attach H LEN` | VMM: reserves, maps and permits reads and writes |
+//! | `export H`, `import` | sends a descriptor, imports a received one |
+//! | `keep` | keeps a received descriptor open without importing it |
 //! | `share AT`, `open OBJECT` | IPC handles |
 //! | `cudarc` | a small program over cudarc's safe interface |
 //! | `fork`, `exec`, `pid` | process control; the forked child only sleeps |
-//! | `nvml-used GPU`, `nvml-processes GPU`, `nvml-count`, `nvml-wait MS` | NVML; processes are `pid:bytes` |
+//! | `nvml-used GPU`, `nvml-count`, `nvml-wait MS` | NVML |
+//! | `nvml-processes GPU` | NVML; returns `pid:bytes` for each process |
 
 use anyhow::{Context as _, Result, bail};
 use cudarc::driver::sys::{self, CUresult};
@@ -29,10 +35,10 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::os::unix::process::CommandExt as _;
 
-/// Calls the driver; a failure ends the function with its code.
+/// Calls the driver, and returns its error from the enclosing function.
 macro_rules! cu {
     ($call:ident($($argument:expr),*)) => {{
-        // SAFETY: arguments are numbers that the driver checks, and pointers to locals that outlive the call.
+        // SAFETY: the driver checks the numbers; the pointers are to locals that outlive the call.
         let result = unsafe { sys::$call($($argument),*) };
         if result != CUresult::CUDA_SUCCESS {
             return Ok(Err(result as i32));
@@ -40,7 +46,7 @@ macro_rules! cu {
     }};
 }
 
-/// The words of an answer, or the driver's code; a test's mistake is the outer error.
+/// The words of a reply, or the driver's error. The outer error is a mistake of the test.
 type CommandResult = Result<Result<String, i32>>;
 
 fn main() -> Result<()> {
@@ -81,7 +87,7 @@ fn parse_number(words: &[&str], place: usize) -> Result<u64> {
 }
 
 impl Client {
-    /// The next line; none at the end.
+    /// Reads the next line; `None` at the end of the input.
     fn read_line(&mut self) -> Result<Option<String>> {
         loop {
             if let Some(end) = self.pending.iter().position(|byte| *byte == b'\n') {
@@ -90,7 +96,8 @@ impl Client {
             }
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
-            // A byte at a time: what follows may be for the image after an `exec`.
+            // Reads one byte at a time, because later bytes may be for the process image after an
+            // `exec`.
             let mut bytes = [0; 1];
             let mut parts = [IoSliceMut::new(&mut bytes)];
             let got = rustix::net::recvmsg(
@@ -132,7 +139,7 @@ impl Client {
                 Ok(Ok(String::new()))
             }
             "alloc" => call_for_number(|at| {
-                // SAFETY: `at` is a local of `answer`.
+                // SAFETY: `at` is a local of `call_for_number`.
                 unsafe { sys::cuMemAlloc_v2(at, n(1).unwrap_or(0) as usize) }
             }),
             "free" => {
@@ -149,7 +156,7 @@ impl Client {
                 Ok(Ok(byte.to_string()))
             }
             "poolalloc" => call_for_number(|at| {
-                // SAFETY: `at` is a local of `answer`.
+                // SAFETY: `at` is a local of `call_for_number`.
                 unsafe {
                     sys::cuMemAllocAsync(at, n(1).unwrap_or(0) as usize, std::ptr::null_mut())
                 }
@@ -166,7 +173,7 @@ impl Client {
                 Ok(Ok(String::new()))
             }
             "reserve" => call_for_number(|at| {
-                // SAFETY: `at` is a local of `answer`.
+                // SAFETY: `at` is a local of `call_for_number`.
                 unsafe { sys::cuMemAddressReserve(at, n(1).unwrap_or(0) as usize, 0, 0, 0) }
             }),
             "map" => {
@@ -261,7 +268,7 @@ impl Client {
     }
 }
 
-/// Calls a function that writes one number.
+/// Calls a function that writes one number, and replies with it.
 fn call_for_number(call: impl FnOnce(*mut u64) -> CUresult) -> CommandResult {
     let mut value = 0;
     match call(&mut value) {
@@ -379,14 +386,14 @@ fn export(handle: u64) -> CommandResult {
         kind,
         0
     ));
-    // SAFETY: the driver has just made it for us.
+    // SAFETY: the driver has just opened the descriptor for this process.
     let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
     let socket = std::io::stdin().as_fd().try_clone_to_owned()?;
     bursar_sim_lab::send_with_fd(&socket.into(), b"!", Some(descriptor.as_fd()))?;
     Ok(Ok(String::new()))
 }
 
-/// Answers the object's name, the first number of the IPC handle.
+/// Replies with the object's id, which is the first number of the IPC handle.
 fn share(at: u64) -> CommandResult {
     // SAFETY: plain data, for which zero is a valid value.
     let mut handle: sys::CUipcMemHandle = unsafe { std::mem::zeroed() };
@@ -407,7 +414,7 @@ fn open(object: u64) -> CommandResult {
 }
 
 fn fork() -> CommandResult {
-    // SAFETY: the actor has one thread, and the child calls nothing but `sleep`.
+    // SAFETY: the process has one thread, and the child calls nothing but `sleep`.
     match unsafe { libc::fork() } {
         -1 => bail!(std::io::Error::last_os_error()),
         0 => loop {
@@ -417,7 +424,7 @@ fn fork() -> CommandResult {
     }
 }
 
-/// Answers a sum over memory that went to the device and back, and the bytes in use meanwhile.
+/// Replies with the sum of memory copied to the device and back, and with the bytes in use.
 fn cudarc() -> CommandResult {
     let context = cudarc::driver::CudaContext::new(0)?;
     let stream = context.default_stream();
