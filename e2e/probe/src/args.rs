@@ -1,4 +1,4 @@
-//! The program's arguments.
+//! Parses the program's arguments.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -6,11 +6,11 @@ use std::str::FromStr;
 
 use clap::{Args as Group, Parser, Subcommand, ValueEnum};
 
-/// A small CUDA program: says what it sees, takes memory, holds it.
+/// A small CUDA program: reports devices, allocates memory and holds it.
 #[derive(Debug, Parser)]
 #[command(name = "bursar-probe", version)]
 pub(crate) struct Args {
-    /// The exit code when it is told to end
+    /// The exit code after SIGTERM or SIGINT
     #[arg(long, global = true, default_value_t = 0)]
     pub(crate) told: u8,
     #[command(subcommand)]
@@ -19,7 +19,7 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Print the devices with their memory as the driver states it
+    /// Print the devices and the memory that the driver reports
     Report,
     /// Allocate an amount, then hold it
     Hold {
@@ -34,49 +34,50 @@ pub(crate) enum Command {
         #[command(flatten)]
         take: AllocationArgs,
     },
-    /// Allocate an amount and free it, again and again until SIGTERM; ends when the driver refuses
+    /// Allocate an amount and free it, repeatedly until SIGTERM; exit when the driver refuses
     Churn {
         /// How much, as 6Gi
         #[arg(long, value_parser = bytes)]
         bytes: u64,
-        /// How much one allocation asks for
+        /// The size of one allocation
         #[arg(long, value_parser = bytes, default_value = "256Mi")]
         chunk: u64,
     },
-    /// Start with a kernel that writes to address 0, so many times as a file tells of fewer starts, then hold an amount. An
-    /// image that the error reaches ends with it, unless it does not look
+    /// Launch a kernel that writes to address 0 while the file records fewer than `times` such
+    /// starts, then hold an amount. The process exits after the fault, unless it is blind
     Fault {
-        /// How often
+        /// The number of starts that fault
         #[arg(long)]
         times: usize,
-        /// Where the starts that ended so are recorded, a line each; the start that does not fault prints them all
+        /// The file that records the starts that fault, a line each; the start that does not fault
+        /// prints them all
         #[arg(long, default_value = "/faults")]
         file: PathBuf,
-        /// How much is held, as 6Gi
+        /// The amount to hold, as 6Gi
         #[arg(long, value_parser = bytes, default_value = "1Gi")]
         bytes: u64,
-        /// How much the node keeps for the images to come, as 64Mi
+        /// The amount of retained memory for later process images, as 64Mi
         #[arg(long, value_parser = bytes)]
         keep: Option<u64>,
-        /// How many seconds after its start it faults
+        /// Seconds from the start to the fault
         #[arg(long, default_value_t = 0)]
         after: u64,
-        /// Go on after the fault, as a program that does not look at what the driver answers
+        /// Go on after the fault, like a program that ignores the driver's errors
         #[arg(long)]
         blind: bool,
     },
-    /// Have the node keep an amount, then end
+    /// Write an amount of retained memory, or read what an earlier process wrote, then exit
     Keep {
         /// How much, as 64Mi
         #[arg(long, value_parser = bytes)]
         bytes: u64,
     },
-    /// Export an amount, send the descriptor to the `park` at a socket, then end
+    /// Export an amount, send the descriptor to the `park` at a socket, then exit
     Export {
-        /// How much, as 64Mi: a multiple of what the driver allocates
+        /// How much, as 64Mi: a multiple of the driver's granularity
         #[arg(long, value_parser = bytes)]
         bytes: u64,
-        /// The socket
+        /// The socket of `park`
         #[arg(long)]
         to: PathBuf,
     },
@@ -86,19 +87,19 @@ pub(crate) enum Command {
         #[arg(long)]
         socket: PathBuf,
     },
-    /// Take and free as lines of standard input say, until it ends: `take 4Gi`, `free 1Gi`, `look`. Each is answered by a
-    /// line
+    /// Allocate and free as the lines of standard input say: `take 4Gi`, `free 1Gi`, `look`. Prints
+    /// a line for each
     Obey,
 }
 
-/// A line of [`Command::Obey`]'s input.
+/// A line of input to [`Command::Obey`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StdinCommand {
     /// Allocate this much more, until the driver refuses.
     Take(u64),
     /// Free this much.
     Free(u64),
-    /// Say how things stand.
+    /// Report the memory, and change nothing.
     Report,
 }
 
@@ -115,29 +116,29 @@ impl FromStr for StdinCommand {
     }
 }
 
-/// How memory is taken, and what comes after.
+/// How a command allocates, and what it does afterwards.
 #[derive(Debug, Group)]
 pub(crate) struct AllocationArgs {
-    /// How much one allocation asks for
+    /// The size of one allocation
     #[arg(long, value_parser = bytes, default_value = "256Mi")]
     pub(crate) chunk: u64,
     /// The device's ordinal
     #[arg(long, default_value_t = 0)]
     pub(crate) device: i32,
-    /// What to do with the memory then; held until SIGTERM
+    /// What to do with the memory afterwards; `hold` keeps it until SIGTERM
     #[arg(long, value_enum, default_value_t = Then::Hold)]
     pub(crate) then: Then,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Then {
-    /// Return it and exit.
+    /// Exit, which frees it.
     Exit,
     /// Keep it until SIGTERM.
     Hold,
 }
 
-/// An amount as Kubernetes writes it: a whole number with Ki, Mi, Gi, Ti, or of bytes.
+/// Parses a Kubernetes quantity: a whole number of bytes, or of Ki, Mi, Gi or Ti.
 fn bytes(text: &str) -> Result<u64, String> {
     let split = text
         .find(|character: char| !character.is_ascii_digit())

@@ -1,4 +1,4 @@
-//! What the program does.
+//! Runs the commands and prints their events.
 #![forbid(unsafe_code)]
 
 use std::fs::File;
@@ -15,7 +15,7 @@ use crate::kept;
 use crate::nvml;
 use crate::parked;
 
-/// Runs the command; returns only when nothing is held.
+/// Runs a command. A command that holds memory does not return.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if !matches!(args.command, Command::Park { .. }) {
         cuda::init()?;
@@ -58,7 +58,7 @@ fn report() -> anyhow::Result<ExitCode> {
     let devices = (0..count)
         .map(cuda::describe)
         .collect::<Result<Vec<_>, _>>()?;
-    // What NVIDIA's own runtime would go by.
+    // The variable that NVIDIA's container runtime reads.
     let visible = std::env::var("NVIDIA_VISIBLE_DEVICES").ok();
     println!(
         "{}",
@@ -101,7 +101,7 @@ fn allocate_until_refused(take: &AllocationArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// How often a program that churns says that it does.
+/// Interval of the `churning` events.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 
 fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
@@ -135,7 +135,7 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Long enough for what the last image had to be free again.
+/// Time for the driver to free the memory of the previous process image.
 const FAULT_DELAY: Duration = Duration::from_millis(250);
 
 fn fault(
@@ -157,7 +157,7 @@ fn fault(
     let before = starts.len();
     cuda::set_current_device(0)?;
     let held = cuda::allocate(bytes);
-    // Mapped until the end of the image.
+    // The mapping stays until the process image ends.
     let (_kept, told) = keep.map(kept::open_or_write_lease).transpose()?.unzip();
     let start = json!({ "event": "started", "at": unix_millis()?, "faults": before, "refused": held.as_ref().err(), "kept": told,
         "pid": std::process::id() });
@@ -183,13 +183,13 @@ fn fault(
     Ok(exit_or_hold(Then::Hold))
 }
 
-/// In milliseconds of the Unix epoch, for times that begin in one image and end in the next.
+/// Milliseconds of the Unix epoch, to measure across two process images.
 fn unix_millis() -> anyhow::Result<u64> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?;
     Ok(u64::try_from(now.as_millis())?)
 }
 
-/// What a program that obeys takes and frees at a time.
+/// The size of one allocation of `obey`.
 const STDIN_CHUNK: u64 = 64 << 20;
 
 fn run_stdin_commands() -> anyhow::Result<ExitCode> {
@@ -242,7 +242,7 @@ fn print_refusal(
 fn exit_or_hold(then: Then) -> ExitCode {
     match then {
         Then::Exit => ExitCode::SUCCESS,
-        // The signals' thread ends the process.
+        // The thread of the signal handlers ends the process.
         Then::Hold => loop {
             std::thread::park();
         },

@@ -1,4 +1,4 @@
-//! The few driver calls of this program, over cudarc.
+//! Calls the CUDA driver, over cudarc.
 
 #![allow(unsafe_code)]
 
@@ -8,10 +8,10 @@ use std::os::fd::{FromRawFd as _, OwnedFd};
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
 
-/// Why the driver could not be used.
+/// Reasons why the driver could not be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CudaError {
-    /// There is no libcuda here.
+    /// The container has no libcuda.
     #[error("there is no libcuda.so: this container was given no GPU")]
     NoLibrary,
     /// A call failed.
@@ -19,12 +19,12 @@ pub(crate) enum CudaError {
     Call {
         /// The driver's function.
         call: &'static str,
-        /// Its answer.
+        /// The driver's error.
         source: DriverError,
     },
 }
 
-/// What the driver answered to an allocation that it refused.
+/// The driver's error for an allocation that it refused.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub(crate) struct Refusal {
     /// The CUresult.
@@ -33,24 +33,24 @@ pub(crate) struct Refusal {
     pub(crate) name: String,
 }
 
-/// A device as the driver describes it.
+/// A device with the attributes that the driver reports.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub(crate) struct Device {
-    /// Its place in the driver's order.
+    /// The device's ordinal.
     pub(crate) ordinal: i32,
-    /// As NVML writes it.
+    /// The UUID in NVML's format.
     pub(crate) uuid: String,
     /// The marketing name.
     pub(crate) name: String,
     /// `cuDeviceTotalMem`, in bytes.
     pub(crate) total_mem: usize,
-    /// `cuMemGetInfo`'s first answer, in bytes.
+    /// The free memory that `cuMemGetInfo` reports, in bytes.
     pub(crate) free: usize,
-    /// `cuMemGetInfo`'s second answer, in bytes.
+    /// The total memory that `cuMemGetInfo` reports, in bytes.
     pub(crate) total: usize,
 }
 
-/// Starts the driver.
+/// Loads and initialises the driver.
 pub(crate) fn init() -> Result<(), CudaError> {
     // SAFETY: opening the driver's library runs its constructors, as linking with it would.
     if !unsafe { sys::is_culib_present() } {
@@ -59,7 +59,7 @@ pub(crate) fn init() -> Result<(), CudaError> {
     result::init().map_err(call_error("cuInit"))
 }
 
-/// The number of devices that the driver shows.
+/// The number of visible devices.
 pub(crate) fn device_count() -> Result<i32, CudaError> {
     result::device::get_count().map_err(call_error("cuDeviceGetCount"))
 }
@@ -75,7 +75,7 @@ pub(crate) fn set_current_device(ordinal: i32) -> Result<sys::CUdevice, CudaErro
     Ok(device)
 }
 
-/// Describes a device, and makes it current.
+/// Reads a device's attributes, and makes its primary context current.
 pub(crate) fn describe(ordinal: i32) -> Result<Device, CudaError> {
     let device = set_current_device(ordinal)?;
     // SAFETY: the device was returned by the driver.
@@ -94,7 +94,7 @@ pub(crate) fn describe(ordinal: i32) -> Result<Device, CudaError> {
     })
 }
 
-/// Linear memory, held until it is freed or the process ends.
+/// Linear memory, which lives until it is freed or the process ends.
 #[derive(Debug)]
 pub(crate) struct Allocation(sys::CUdeviceptr);
 
@@ -102,25 +102,26 @@ pub(crate) struct Allocation(sys::CUdeviceptr);
 pub(crate) fn allocate(bytes: u64) -> Result<Allocation, Refusal> {
     let bytes = usize::try_from(bytes)
         .map_err(|_| refusal(DriverError(sys::CUresult::CUDA_ERROR_INVALID_VALUE)))?;
-    // SAFETY: a context is current, and nobody reads the memory.
+    // SAFETY: a context is current, and nothing reads the uninitialised memory.
     unsafe { result::malloc_sync(bytes) }
         .map(Allocation)
         .map_err(refusal)
 }
 
-/// Gives it back.
+/// Frees linear memory.
 pub(crate) fn free(allocation: Allocation) -> Result<(), CudaError> {
-    // SAFETY: it is from `malloc_sync`, and freed once: it is consumed.
+    // SAFETY: the pointer is from `malloc_sync`, and `free` consumes the allocation.
     unsafe { result::free_sync(allocation.0) }.map_err(call_error("cuMemFree"))
 }
 
-/// Allocates memory of the first device, maps it nowhere, and returns a descriptor that keeps it.
+/// Allocates memory of the first device without mapping it, and exports a descriptor, which alone
+/// keeps the memory.
 pub(crate) fn export(bytes: u64) -> Result<OwnedFd, CudaError> {
     let size = usize::try_from(bytes)
         .map_err(|_| DriverError(sys::CUresult::CUDA_ERROR_INVALID_VALUE))
         .map_err(call_error("cuMemCreate"))?;
     let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    // SAFETY: a structure of numbers and a pointer that is not read, for which zero is a value.
+    // SAFETY: a C structure of numbers and one unread pointer, for which zeros are valid.
     let mut properties: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
     properties.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.requestedHandleTypes = kind;
@@ -138,7 +139,7 @@ pub(crate) fn export(bytes: u64) -> Result<OwnedFd, CudaError> {
     Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
 }
 
-/// Writes 4 bytes to address 0.
+/// PTX of a kernel that writes 4 bytes to address 0.
 const FAULT: &std::ffi::CStr = c"
 .version 6.0
 .target sm_50
@@ -154,10 +155,11 @@ const FAULT: &std::ffi::CStr = c"
 }
 ";
 
-/// Launches a kernel that faults; what the driver answers to who waits for it.
+/// Launches a kernel that faults, and returns the error that synchronizing the context reports.
 pub(crate) fn fault() -> Result<Refusal, CudaError> {
     let kernel = CString::new("fault").expect("no zero in it");
-    // SAFETY: the text ends with a zero; the kernel takes no arguments; the stream is the context's own.
+    // SAFETY: the PTX is NUL-terminated; the kernel takes no arguments; a null stream is the
+    // default stream.
     let answer = unsafe {
         let module = result::module::load_data(FAULT.as_ptr().cast())
             .map_err(call_error("cuModuleLoadData"))?;

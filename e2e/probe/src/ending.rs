@@ -7,16 +7,16 @@ use tokio::signal::unix::{SignalKind, signal};
 
 static EXIT_CODE: AtomicU8 = AtomicU8::new(0);
 
-/// The code that the process ends with when it is told to end: 0, until another one is said.
+/// Sets the exit code after a signal; 0 by default.
 pub(crate) fn set_exit_code(code: u8) {
     EXIT_CODE.store(code, Ordering::Relaxed);
 }
 
-/// Installs the handlers; from now on either signal ends the process, whatever it is doing. The driver takes the
-/// memory back.
+/// Installs the signal handlers. Either signal ends the process at any point, and the driver frees
+/// the memory.
 ///
 /// # Errors
-/// When the system refuses a thread or a handler.
+/// The system refuses a thread or a handler.
 pub(crate) fn exit_on_signals() -> std::io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -1,4 +1,4 @@
-//! Memory that the node keeps for the next image of this program, through the runtime as programs use it.
+//! Writes retained memory, or reads what an earlier process image wrote, through the runtime.
 #![forbid(unsafe_code)]
 
 use std::time::Duration;
@@ -8,17 +8,17 @@ use bursar_runtime::driver::Driver;
 use bursar_runtime::retained::{Key, LeaseClient, LeaseState, RetainedLease};
 use serde::Serialize;
 
-/// For the node to look at its GPU first, which it does once.
+/// Includes the time of the agent's scrub check, which runs once per GPU.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What this program keeps.
+/// The name of the lease.
 const LEASE_NAME: &str = "probe";
 const LEASE_KEY: Key = [1; 32];
 
-/// What is written at a time.
+/// Bytes per write.
 const CHUNK: u64 = 1 << 20;
 
-/// What was found or made.
+/// The lease in the `kept` event.
 #[derive(Debug, Serialize)]
 pub(crate) struct LeaseReport {
     found: bool,
@@ -27,7 +27,7 @@ pub(crate) struct LeaseReport {
     checksum: u64,
 }
 
-/// Keeps so much, or finds what an image before kept. Every byte is as it was written.
+/// Opens the lease, or creates it with `bytes` bytes, and verifies its contents.
 pub(crate) fn open_or_write_lease(bytes: u64) -> anyhow::Result<(RetainedLease, LeaseReport)> {
     let context = Driver::get()?.device(0)?.primary_context()?;
     let (found, kept) =
@@ -57,12 +57,12 @@ pub(crate) fn open_or_write_lease(bytes: u64) -> anyhow::Result<(RetainedLease, 
     Ok((kept, told))
 }
 
-/// Where pieces begin: leases are multiples of 2 MiB.
+/// Offsets of the chunks; the size of a lease is a multiple of 2 MiB.
 fn chunk_offsets(bytes: u64) -> impl Iterator<Item = u64> {
     (0..bytes).step_by(CHUNK as usize)
 }
 
-/// Each is another, so that one in the place of another shows.
+/// The contents of the chunk at an offset. Chunks differ, so that a misplaced chunk is noticed.
 fn chunk_contents(at: u64) -> Vec<u8> {
     (at / CHUNK)
         .to_le_bytes()

@@ -1,7 +1,12 @@
-//! A small CUDA program for pods: says what it sees, takes memory, holds it.
+//! A small CUDA program for pods: reports devices, allocates memory and holds it.
 //!
-//! It prints one JSON object a line. Exit codes: 0 done or told to end, unless `--told` says another, 1 refused or
-//! no GPU.
+//! The program prints one JSON object a line.
+//!
+//! | exit code | meaning |
+//! |---|---|
+//! | 0 | done, or ended by a signal without `--told` |
+//! | `--told` | ended by SIGTERM or SIGINT |
+//! | 1 | the driver refused, or there is no GPU |
 
 mod args;
 mod commands;
@@ -16,7 +21,8 @@ use std::process::ExitCode;
 use clap::Parser;
 
 fn main() -> ExitCode {
-    // Before anything else: as process 1 of a container, a signal without a handler is ignored.
+    // The handlers come first: the kernel ignores a signal without a handler in a container's
+    // process 1.
     let ending = ending::exit_on_signals();
     let outcome = ending.map_err(anyhow::Error::from).and_then(|()| {
         let args = args::Args::parse();

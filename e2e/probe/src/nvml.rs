@@ -1,20 +1,20 @@
-//! A device through NVML, as `nvidia-smi` would look at it.
+//! Reads a device's memory and processes from NVML, as `nvidia-smi` does.
 #![forbid(unsafe_code)]
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 
-/// The library, as the loader knows it.
+/// The library's soname.
 const LIBRARY: &str = "libnvidia-ml.so.1";
 
-/// What NVML says, or why it says nothing.
+/// The `nvml` part of an event.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum NvmlReport {
-    /// The device's memory and processes.
+    /// NVML answered.
     Seen(DeviceUsage),
-    /// NVML's error.
+    /// NVML's error message.
     Failed(String),
 }
 
@@ -31,11 +31,11 @@ pub(crate) struct DeviceUsage {
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub(crate) struct Process {
     pub(crate) pid: u32,
-    /// None where NVML cannot tell.
+    /// `None` where NVML does not report it.
     pub(crate) bytes: Option<u64>,
 }
 
-/// Looks at the device with this UUID.
+/// Reads the device with this UUID.
 pub(crate) fn report_device(uuid: &str) -> NvmlReport {
     match read_device(uuid) {
         Ok(seen) => NvmlReport::Seen(seen),

@@ -1,4 +1,5 @@
-//! Holds descriptors of GPU memory that other programs exported, so that the memory outlives them.
+//! Passes descriptors of exported GPU memory between programs and holds them, so that the memory
+//! outlives its exporter.
 #![forbid(unsafe_code)]
 
 use std::io::Read as _;
@@ -12,7 +13,7 @@ use anyhow::Context as _;
 use bursar_protocol::fd_passing::{receive_with_fd, send_with_fd};
 use serde_json::json;
 
-/// The longest time that a sender waits until the holder listens.
+/// How long a sender waits until the holder listens.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -25,11 +26,12 @@ pub(crate) fn hold_descriptors(socket: &Path) -> anyhow::Result<ExitCode> {
         let (_, descriptor) = receive_with_fd(&stream, &mut [0])?;
         parked.extend(descriptor);
         println!("{}", json!({ "event": "parked", "count": parked.len() }));
-        // The connection ends here, which tells the sender that this process has the descriptor.
+        // The closed connection tells the sender that this process has the descriptor.
     }
 }
 
-/// Sends a descriptor to the process that listens, and returns once that process has it.
+/// Sends a descriptor to the process that listens at a socket, and returns once that process has
+/// it.
 pub(crate) fn send_descriptor(descriptor: &impl AsFd, socket: &Path) -> anyhow::Result<()> {
     let begun = Instant::now();
     let mut stream = loop {
