@@ -1,21 +1,21 @@
-//! The node's own state: one task owns the ledger and its host, and everybody asks it.
+//! Binds GPU memory to the node's containers: one task owns the ledger and the host's state.
 //!
 //! | module | job |
 //! |---|---|
-//! | [`actor`] | the task: takes commands one after the other, and the passing of time |
-//! | [`allocator`] | carries the ledger's decisions out, in an order that survives crashes |
-//! | [`cdi`] | writes the CDI spec of each container |
+//! | [`actor`] | runs the task that handles commands one after the other |
+//! | [`allocator`] | carries out the ledger's decisions in an order that survives crashes |
+//! | [`cdi`] | writes each container's CDI spec |
 //! | [`driver_files`] | finds the driver's files on the host |
-//! | [`pod_cgroups`] | watches the cgroups of the pods |
+//! | [`pod_cgroups`] | finds and watches the cgroups of pods |
 //! | [`shim_install`] | installs the shim's files on the node |
-//! | [`recover`] | takes over from a predecessor |
-//! | [`host`] | the steps on the host |
-//! | [`installer`] | installs the shim's files beside the task |
-//! | [`pod_resolver`] | finds out whose container the kubelet starts |
-//! | [`pod_names`] | names pods whose names were not told then |
-//! | [`gpu_capacity`] | GPUs and config as capacity and tokens: pure |
-//! | [`checkpoint_state`] | what the checkpoint holds |
-//! | [`report`] | what the node says of itself to the API server: pure |
+//! | [`recover`] | restores the state of the agent that ran before |
+//! | [`host`] | defines the steps on the host and performs them |
+//! | [`installer`] | installs the shim's files without blocking the task |
+//! | [`pod_resolver`] | resolves device ids to the container that the kubelet starts |
+//! | [`pod_names`] | resolves missing pod names later |
+//! | [`capacity`] | computes capacity and devices from GPUs and configuration: pure |
+//! | [`checkpoint_state`] | defines the content of the checkpoint |
+//! | [`report`] | computes the node's report for the API server: pure |
 
 pub mod actor;
 pub mod allocator;

@@ -1,4 +1,4 @@
-//! The task that owns the node's state. Commands come by a channel and are taken one after the other.
+//! Runs the task that owns the node's state and handles commands one after the other.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -32,16 +32,16 @@ use crate::metrics::{BindResult, Counts, Metrics};
 use crate::retained::status::RetainedStatus;
 use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, Resource};
 
-/// How often pods' ends and waiters' patience are looked at: most of a release's delay.
+/// The interval of checks for ended pods and expired waits: most of a release's delay.
 pub const TICK_INTERVAL: Duration = Duration::from_millis(250);
-/// One in so many ticks looks at every container where nothing has changed.
+/// An idle node runs one full tick in this many.
 const IDLE_TICKS: u32 = 4;
-/// How often the kubelet's checkpoint is compared with the bookings.
+/// The interval at which the agent compares pending allocations with the kubelet's checkpoint.
 pub const COLLECT_INTERVAL: Duration = Duration::from_secs(10);
-/// Commands that may wait for the task: far above what a kubelet sends at once.
+/// The number of queued commands: far above a kubelet's concurrent calls.
 const QUEUE_LENGTH: usize = 256;
 
-/// What the task is asked.
+/// A command to the node task.
 #[derive(Debug)]
 enum Command {
     Allocate {
@@ -54,56 +54,57 @@ enum Command {
         reply: Reply,
     },
     KubeletState {
-        /// What its checkpoint has, where it can be read.
+        /// The entries of the kubelet's checkpoint, where readable.
         entries: Option<Vec<CheckpointEntry>>,
-        /// Whom it lists with device memory, if it was asked.
+        /// The containers that the kubelet lists with device memory, if the agent asked.
         listed: Vec<ListedContainer>,
     },
 }
 
-/// What the kubelet is told, per resource.
+/// The devices of both resources to advertise to the kubelet.
 #[derive(Debug, Clone)]
 pub struct DeviceUpdates {
-    /// Tokens of device memory.
+    /// Devices of device memory.
     pub device: watch::Receiver<Devices>,
-    /// Tokens of managed memory.
+    /// Devices of managed memory.
     pub managed: watch::Receiver<Devices>,
 }
 
-/// The node as it stands, for status and metrics.
+/// The state of the node, for status and metrics.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Snapshot {
     /// The GPUs.
     pub inventory: Inventory,
-    /// The memory.
+    /// The memory of the GPUs.
     pub view: LedgerView,
-    /// Who waits for it, the longest waiting first.
+    /// The queued claims, the oldest first.
     pub queued_claims: Vec<QueuedClaim>,
-    /// What the ledger holds of device memory and of managed memory, in numbers.
+    /// The numbers of both resources in the ledger.
     pub counts: [(Resource, Counts); 2],
-    /// G of the present GPUs, and of the last that have left.
+    /// The GPU generations of the present GPUs, and of the last that were removed.
     pub generations: BTreeMap<GpuUuid, u64>,
-    /// What is wrong.
+    /// The node's problems.
     pub problems: NodeProblems,
-    /// Why the tokens cannot be advertised.
+    /// The reason why the devices cannot be advertised.
     pub devices_error: Option<DevicesError>,
-    /// The containers that have device memory.
+    /// The containers with device memory.
     pub containers: Arc<[BoundContainer]>,
 }
 
-/// What the task follows.
+/// The channels that the node task watches.
 pub struct Inputs {
     /// The GPUs.
     pub inventory: watch::Receiver<Inventory>,
-    /// Those whose worker hangs in the driver.
+    /// The GPUs whose provisioner hangs in the driver.
     pub hung_provisioners: watch::Receiver<BTreeSet<GpuUuid>>,
-    /// Those that are drained.
+    /// The GPUs that are being drained.
     pub drain: watch::Receiver<DrainState>,
-    /// Which GPUs' drivers were seen to clear freed memory; none where namespaces share all GPUs.
+    /// The GPUs whose driver was proven to clear freed memory; `None` where namespaces share all
+    /// GPUs.
     pub retained: Option<watch::Receiver<RetainedStatus>>,
-    /// What is ordered in the node's `GpuNode`; none before the API server told.
+    /// The spec of the node's `GpuNode`; `None` until the agent has read the object.
     pub spec: watch::Receiver<Option<ParsedSpec>>,
-    /// What of GPUs is in use and charged to nobody, as far as the audit knows.
+    /// The memory of each GPU that is in use and charged to no container, as the audit found it.
     pub withheld: watch::Receiver<BTreeMap<GpuUuid, Bytes>>,
 }
 
@@ -115,7 +116,7 @@ impl Inputs {
     }
 }
 
-/// Asks the node; what the kubelet's plugins allocate from.
+/// A handle to the node task, from which the kubelet's plugins allocate.
 #[derive(Clone)]
 pub struct NodeHandle {
     commands: mpsc::Sender<Command>,
@@ -124,17 +125,17 @@ pub struct NodeHandle {
     observers: Observers,
 }
 
-/// Where the node tells what happened.
+/// The receivers of the node task's events and measurements.
 #[derive(Debug, Clone)]
 pub struct Observers {
     /// Events on pods.
     pub events: Events,
-    /// Times and counts.
+    /// Durations and counters.
     pub metrics: Metrics,
 }
 
 impl Observers {
-    /// A PreStartContainer of `pod` ended after `took`.
+    /// Reports the end of a PreStartContainer call of `pod`.
     fn report_prepare(
         &self,
         pod: Option<PodRef>,
@@ -221,7 +222,7 @@ fn pod_ref(identity: &ContainerIdentity) -> Option<PodRef> {
     })
 }
 
-/// The task before it runs.
+/// The node task before it runs.
 pub struct NodeTask {
     allocator: NodeAllocator<OsHost>,
     config: ResourcesConfig,
@@ -232,13 +233,13 @@ pub struct NodeTask {
     device: watch::Sender<Devices>,
     managed: watch::Sender<Devices>,
     snapshot: watch::Sender<Snapshot>,
-    /// The moment of the last tick.
+    /// The time of the last tick.
     heartbeat: watch::Sender<Instant>,
     devices_error: Option<DevicesError>,
     generations: GpuGenerations,
 }
 
-/// Makes the task over a recovered `core`.
+/// Creates the task over a recovered allocator.
 pub fn node_task(
     core: NodeAllocator<OsHost>,
     config: ResourcesConfig,
@@ -304,8 +305,10 @@ pub fn node_task(
 }
 
 impl NodeTask {
-    /// Works until nobody can ask any more: the kubelet's last calls are still answered while the agent
-    /// stops, for an Allocate that fails fails its pod for ever.
+    /// Runs until all handles are dropped.
+    ///
+    /// The task still answers the kubelet's last calls while the agent stops, for a failed Allocate
+    /// fails its pod for ever.
     pub async fn run(mut self) {
         let mut tick = tokio::time::interval(TICK_INTERVAL);
         let mut collect = tokio::time::interval(COLLECT_INTERVAL);
@@ -320,14 +323,14 @@ impl NodeTask {
                 },
                 changed = self.inputs.inventory.changed() => match changed {
                     Ok(()) => self.apply_inventory().await,
-                    // The NVML watcher ends with the agent only.
+                    // The NVML thread ends only with the agent.
                     Err(_) => return,
                 },
-                // It ends with the agent too.
+                // These tasks end only with the agent.
                 Ok(()) = self.inputs.hung_provisioners.changed() => self.apply_inventory().await,
                 Ok(()) = self.inputs.drain.changed() => self.apply_inventory().await,
                 Ok(()) = wait_if_present(&mut self.inputs.retained) => self.apply_scrub_status().await,
-                // Without the API server nothing is ordered, and what was stands.
+                // Without the API server the last known spec stays in force.
                 Ok(()) = self.inputs.spec.changed() => self.apply_spec().await,
                 Ok(()) = self.inputs.withheld.changed() => {
                     let withheld = self.inputs.withheld.borrow_and_update().clone();
@@ -346,7 +349,7 @@ impl NodeTask {
                 _ = collect.tick() => {
                     let trouble = self.allocator.host_mut().cdi_problem();
                     self.allocator.set_cdi_problem(trouble);
-                    // For what could not be read or written before.
+                    // Repeats reads and writes that failed before.
                     self.generations.observe(self.inputs.inventory.borrow().gpus());
                     self.allocator.set_generations(self.generations.by_gpu());
                     self.read_kubelet_state();
@@ -366,12 +369,12 @@ impl NodeTask {
                 let id = AllocationId::from_bits(rand::random());
                 self.allocator.allocate(id, resource, tokens, now);
                 debug!(allocation = %id, %resource, "booked");
-                // The kubelet may have gone: the booking is collected then.
+                // The kubelet may have gone; the agent then collects the allocation.
                 let _ = reply.send(id);
             }
             Command::Prepare { bind, reply } => {
                 self.allocator.bind(bind, reply, now).await;
-                // What is done about a container is best done before it runs.
+                // Enforcement has to know the container before its program runs.
                 self.publish();
             }
             Command::KubeletState {
@@ -424,9 +427,10 @@ impl NodeTask {
         self.publish();
     }
 
-    /// What cannot be advertised leaves what was: the pods that run keep their tokens.
+    /// Advertises the node's devices. Running pods keep theirs where the new ones cannot be
+    /// advertised.
     fn advertise(&mut self, inventory: &Inventory) {
-        // Without any GPU there is nothing to register.
+        // A node without a GPU has nothing to register.
         if inventory.gpus().is_empty() {
             return;
         }
@@ -459,7 +463,7 @@ impl NodeTask {
         send_if_changed(&self.snapshot, snapshot);
     }
 
-    /// Reads the kubelet's checkpoint beside the task, which goes on meanwhile; and asks for names that are lacking.
+    /// Reads the kubelet's checkpoint and missing pod names without blocking the task.
     fn read_kubelet_state(&self) {
         let (identities, commands) = (self.resolver.clone(), self.own_commands.clone());
         let lacks_names = self.allocator.has_unnamed_pods();
@@ -474,7 +478,7 @@ impl NodeTask {
                 .map(|known| known.entries)
                 .ok();
             if let Some(commands) = commands.upgrade() {
-                // The task has ended: nothing is left to collect for.
+                // The task has ended: nothing is left to collect.
                 let _ = commands
                     .send(Command::KubeletState {
                         entries: held,
@@ -486,7 +490,7 @@ impl NodeTask {
     }
 }
 
-/// Returns when what is followed has changed; never where nothing is.
+/// Waits for a change; never returns where there is no channel.
 async fn wait_if_present<T>(followed: &mut Option<watch::Receiver<T>>) -> Result<(), RecvError> {
     match followed {
         Some(followed) => followed.changed().await,

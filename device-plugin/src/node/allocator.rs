@@ -1,15 +1,25 @@
-//! Carries the ledger's decisions out on the host, in an order that a crash at any point survives.
+//! Carries out the ledger's decisions on the host in an order that a crash at any point survives.
 //!
-//! | event | steps, in this order | what a crash between them leaves |
-//! |---|---|---|
-//! | Allocate | book in the ledger; persist; answer | a booking that the kubelet never heard of: collected |
-//! | PreStartContainer | start in the ledger; persist; withdraw what it ended; expose the socket; write the CDI file; answer | a binding in the checkpoint: the successor finishes the steps, and the kubelet asks again and gets the same binding |
-//! | the pod's end | forget in the ledger, but for what others may hold; persist; withdraw; bind who waited | files that no allocation stands for: the successor withdraws them |
+//! The order of the steps for each event, and the state that a crash between two steps leaves:
 //!
-//! So a binding is on record before anything of it can be seen, and a CDI file is the last thing
-//! before the answer: without it the container cannot start. Every step may be repeated. A booking whose record
-//! cannot be written is answered all the same: a failing Allocate fails the pod for ever, and the kubelet keeps the
-//! answer for us. A binding whose record cannot be written is not answered: the kubelet tries again.
+//! - **Allocate**: the ledger records a pending allocation; the agent saves the checkpoint and
+//!   answers. A crash may leave an allocation that the kubelet does not know. The agent collects it
+//!   later.
+//! - **PreStartContainer**: the ledger binds, and the agent saves the checkpoint. The agent tears
+//!   down containers that the binding ended, serves the session socket, writes the CDI file and
+//!   answers. A crash leaves a binding in the checkpoint. The next agent repeats the remaining
+//!   steps, and the kubelet's retry gets the same binding.
+//! - **End of a pod**: the ledger releases the bindings, except for memory that other processes may
+//!   still map. The agent saves the checkpoint, tears down the pod's files and binds queued claims.
+//!   A crash leaves files without a binding. The next agent removes them.
+//!
+//! A binding is therefore on record before any of its effects is visible. The CDI file is the last
+//! step before the answer, for the container cannot start without that file. Every step may be
+//! repeated.
+//!
+//! An Allocate call succeeds even if its record cannot be written. A failed Allocate fails the pod
+//! for ever, and the kubelet's own checkpoint has a copy of the answer. A PreStartContainer call
+//! whose record cannot be written fails, and the kubelet retries.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -37,55 +47,56 @@ use crate::node::pod_cgroups::{PodCgroup, PodCgroups};
 use crate::retained::leases::{ContainerBinding, LedgerUpdate, NodeView};
 use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, LeaseId, PodUid, Quanta, Resource};
 
-/// Where the answer to a PreStartContainer goes; closed where nobody waits any more.
+/// The channel for the result of a PreStartContainer call; closed once the kubelet has given up.
 pub type Reply = oneshot::Sender<Result<(), PrepareError>>;
 
-/// A PreStartContainer whose pod has been found out.
+/// A PreStartContainer call whose container is resolved.
 #[derive(Debug, Clone)]
 pub struct PrepareRequest {
-    /// What its tokens count.
+    /// The resource of the device ids.
     pub resource: Resource,
-    /// Its tokens.
+    /// The device ids of the call.
     pub tokens: DeviceIdSet,
-    /// Who it is for.
+    /// The container to start.
     pub identity: ContainerIdentity,
-    /// When to give up waiting for room.
+    /// The time at which the call stops waiting for room.
     pub deadline: BootTime,
 }
 
-/// Who a container is.
+/// A container and its pod, as the kubelet and the API server describe them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerIdentity {
-    /// The pod.
+    /// The pod's UID.
     pub pod: PodUid,
-    /// The pod's name, where the kubelet told it.
+    /// The pod's namespace and name, if the kubelet has reported them.
     pub pod_name: Option<PodName>,
-    /// The container's name where `held` does not tell it.
+    /// The container's name where `checkpoint_entries` is empty.
     pub container: String,
-    /// What the kubelet's checkpoint has for exactly these tokens; empty where it cannot be read.
+    /// The kubelet's checkpoint entries with exactly these device ids; empty if the file is
+    /// unreadable.
     pub checkpoint_entries: Vec<CheckpointEntry>,
-    /// The tokens of all containers of the pod, as the checkpoint has them.
+    /// The device ids of all containers of the pod, from the kubelet's checkpoint.
     pub pod_device_ids: Vec<DeviceIdSet>,
-    /// Over how many GPUs to spread.
+    /// The number of GPUs to spread the memory over.
     pub gpu_spread: GpuSpread,
     /// The pod's priority.
     pub priority: Priority,
 }
 
-/// What is wrong on this node, for conditions. None is well.
+/// The node's problems by subsystem, for conditions; `None` is well.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NodeProblems {
-    /// The checkpoint cannot be written.
+    /// The agent cannot write the checkpoint.
     pub checkpoint: Option<String>,
-    /// The checkpoint could not be used at the start and was rebuilt from the host.
+    /// The agent could not use the checkpoint at its start and rebuilt the state from the host.
     pub rebuilt: Option<String>,
-    /// A binding could not be carried out, or an ended one not withdrawn: what it is about, and what happened.
+    /// A step of a binding or of a teardown failed: the subsystem and the error.
     pub host: Option<(Subsystem, String)>,
-    /// The CDI folder cannot be written.
+    /// The agent cannot write the CDI directory.
     pub cdi: Option<String>,
 }
 
-/// A PreStartContainer that waits for room.
+/// A PreStartContainer call that waits for room.
 #[derive(Debug)]
 struct WaitingCall {
     request: BindRequest,
@@ -94,39 +105,39 @@ struct WaitingCall {
     reply: Reply,
 }
 
-/// A claim that waits for room, whether or not the kubelet is asking at the moment.
+/// A claim that waits for room, whether or not a kubelet call is pending.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QueuedClaim {
-    /// The pod.
+    /// The pod's UID.
     pub pod: PodUid,
-    /// What it waits for.
+    /// The resource that the claim waits for.
     pub resource: Resource,
-    /// How much.
+    /// The quanta that the claim waits for.
     pub quanta: Quanta,
-    /// Since when.
+    /// The time at which the wait began.
     pub since: Timestamp,
-    /// Who, where it is known.
+    /// The names of the container and its pod, if known.
     pub name: Option<ContainerName>,
 }
 
-/// A container that device memory is bound for.
+/// A container with device memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BoundContainer {
-    /// Its hold on memory; containers that share one are never alive together.
+    /// The container's claim. Containers that share a claim never run at the same time.
     pub claim: ClaimId,
-    /// What it was given.
+    /// The allocation that the container was given.
     pub allocation: AllocationId,
-    /// Its pod.
+    /// The pod's UID.
     pub pod: PodUid,
-    /// Its name and its pod's, as far as they are known.
+    /// The names of the container and its pod, if known.
     pub name: Option<ContainerName>,
-    /// Its pod's cgroup, once that was found.
+    /// The pod's cgroup, once found.
     pub cgroup: Option<std::path::PathBuf>,
 }
 
 #[cfg(test)]
 impl BoundContainer {
-    /// One that nothing but its numbers is known of.
+    /// A container with these ids and no further data.
     pub(crate) fn with_ids(allocation: u64, claim: u64) -> Self {
         Self {
             claim: serde_json::from_value(claim.into()).unwrap(),
@@ -138,7 +149,7 @@ impl BoundContainer {
     }
 }
 
-/// The node's state, with the host that it is carried out on.
+/// The node's ledger with the state of the host.
 #[derive(Debug)]
 pub struct NodeAllocator<H> {
     pub(super) config: ResourcesConfig,
@@ -147,33 +158,34 @@ pub struct NodeAllocator<H> {
     pub(super) host: H,
     pub(super) pod_cgroups: PodCgroups,
     pub(super) container_names: BTreeMap<AllocationId, ContainerName>,
-    /// The inventory's GPUs, for their device nodes.
+    /// The GPUs of the inventory, for their device nodes.
     pub(super) gpus: Vec<GpuState>,
     waiting_calls: BTreeMap<ClaimId, WaitingCall>,
-    /// Every claim that waits; outlives the kubelet's single calls.
+    /// Every claim that waits. A claim outlives the single calls of the kubelet.
     queued_claims: BTreeMap<ClaimId, QueuedClaim>,
     metrics: Metrics,
-    /// Allocations that could not be withdrawn yet.
+    /// Ended allocations whose files and sockets are not removed yet.
     pub(super) pending_teardown: BTreeSet<AllocationId>,
     /// Bound allocations that lack their socket or CDI file.
     pub(super) pending_setup: BTreeSet<AllocationId>,
-    /// G of each GPU.
+    /// The GPU generation of each GPU.
     gpu_generations: BTreeMap<GpuUuid, u64>,
-    /// Kept leases that the ledger was told to account for, and whose record is not written yet.
+    /// Ended leases that the ledger accounts for and whose record is not written yet.
     unrecorded_leases: Vec<LeaseId>,
-    /// Pods of the ledger that were not in the kubelet's cgroups at the last look.
+    /// Pods of the ledger that had no cgroup at the last collection.
     pods_without_cgroup: BTreeSet<PodUid>,
-    /// Whether a lost checkpoint may have known of memory that ended pods left: the GPUs are to be proven free.
+    /// Whether a lost checkpoint may have listed unreclaimed memory: every GPU has to be proven
+    /// free.
     pub(super) reclaim_all_pending: bool,
-    /// Whether the checkpoint lacks something.
+    /// Whether the state has changed since the last successful save.
     pub(super) checkpoint_dirty: bool,
-    /// Whether the state changed since the last call of [`needs_tick`](Self::is_stirred).
+    /// Whether the state has changed since the last call of [`needs_tick`](Self::needs_tick).
     changed_since_tick: bool,
     pub(super) problems: NodeProblems,
 }
 
 impl<H: HostOps> NodeAllocator<H> {
-    /// A node without GPUs, bookings or bindings.
+    /// A node without GPUs, pending allocations and bindings.
     pub fn new(
         config: ResourcesConfig,
         boot: String,
@@ -206,7 +218,7 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Allocate: books under `id`.
+    /// Allocate: records a pending allocation under `id`.
     pub fn allocate(
         &mut self,
         id: AllocationId,
@@ -216,11 +228,11 @@ impl<H: HostOps> NodeAllocator<H> {
     ) {
         self.ledger.add_pending(id, resource, tokens, now);
         self.checkpoint_dirty = true;
-        // The answer is the record's copy at the kubelet: it goes out even if ours cannot be written.
+        // The kubelet's checkpoint has a copy of the answer, which may be sent without our record.
         let _ = self.save_checkpoint();
     }
 
-    /// PreStartContainer: answers at once, or when there is room, or when the time is over.
+    /// PreStartContainer: sends the result at once, when a GPU has room, or at the deadline.
     pub async fn bind(&mut self, bind: PrepareRequest, reply: Reply, now: BootTime) {
         let PrepareRequest {
             resource,
@@ -273,7 +285,8 @@ impl<H: HostOps> NodeAllocator<H> {
                 };
                 self.charge_successor(&binding, exported);
                 if !started.ended.is_empty() {
-                    // What those kept is its own by now: it is charged before its program starts.
+                    // Leases of the ended containers now belong to this container: charge them
+                    // before its program runs.
                     self.reconcile_leases(now).await;
                 }
                 send_reply(reply, result);
@@ -305,12 +318,12 @@ impl<H: HostOps> NodeAllocator<H> {
         self.bind_queued(now).await;
     }
 
-    /// The GPUs as NVML sees them now.
+    /// Replaces the GPUs by those that NVML lists now.
     pub async fn set_gpus(&mut self, gpus: Vec<GpuState>, now: BootTime) {
         self.ledger
             .set_gpus(capacity::ledger_gpus(&gpus, &self.config));
         if !gpus.is_empty() && std::mem::take(&mut self.reclaim_all_pending) {
-            // Anybody may hold anything of them, for all that is known.
+            // The lost record may have listed any amount of unreclaimed memory.
             for state in &gpus {
                 self.ledger.mark_tenants_unknown(&state.gpu.uuid);
                 self.ledger
@@ -322,14 +335,14 @@ impl<H: HostOps> NodeAllocator<H> {
         self.bind_queued(now).await;
     }
 
-    /// Only these GPUs are for pods of several namespaces: their driver was seen to clear freed memory.
+    /// Restricts GPUs of several namespaces to those whose driver was proven to clear freed memory.
     pub async fn set_scrubbed_gpus(&mut self, cleared: BTreeSet<GpuUuid>, now: BootTime) {
         if self.ledger.set_shareable_gpus(cleared) {
             self.bind_queued(now).await;
         }
     }
 
-    /// Holds GPUs for the pods that the operator makes room for.
+    /// Applies the operator's reservations.
     pub async fn set_reservations(&mut self, reservations: &[Reservation], now: BootTime) {
         if self
             .ledger
@@ -340,7 +353,7 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Gives nobody what is in use of GPUs and charged to nobody.
+    /// Excludes memory that is in use and charged to no container from binding.
     pub async fn set_withheld(&mut self, withheld: BTreeMap<GpuUuid, Bytes>, now: BootTime) {
         if self.ledger.set_withheld(withheld) {
             self.checkpoint_dirty = true;
@@ -348,15 +361,16 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Ends the pods whose cgroup is gone.
+    /// Releases the pods whose cgroup was removed.
     pub async fn release_ended_pods(&mut self, now: BootTime) {
         for pod in self.pod_cgroups.drain_ended() {
             self.release_pod(&pod, now).await;
         }
     }
 
-    /// Whether a [`tick`](Self::tick) is due at once: the state changed since the last call, or the
-    /// agent waits for something. A tick looks at every container, so an idle node has fewer.
+    /// Whether a [`tick`](Self::tick) is due at once, because of a change or of pending work.
+    ///
+    /// A tick visits every container, so an idle node ticks less often.
     pub fn needs_tick(&mut self) -> bool {
         std::mem::take(&mut self.changed_since_tick)
             || self.checkpoint_dirty
@@ -368,7 +382,7 @@ impl<H: HostOps> NodeAllocator<H> {
             || !self.ledger.unreclaimed_versions().is_empty()
     }
 
-    /// What time brings: pods that ended, waiters that gave up, steps that failed before.
+    /// Performs the work of time: ended pods, expired waits and failed steps.
     pub async fn tick(&mut self, now: BootTime) {
         self.release_ended_pods(now).await;
         self.reclaim_proven();
@@ -383,12 +397,12 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// G of each GPU, as it is now.
+    /// Sets the GPU generations.
     pub fn set_generations(&mut self, generations: BTreeMap<GpuUuid, u64>) {
         self.gpu_generations = generations;
     }
 
-    /// Accounts for the kept leases as the node stands now; whether they are known.
+    /// Reconciles retained leases with the node's bindings; returns whether the leases are known.
     async fn reconcile_leases(&mut self, now: BootTime) -> bool {
         let LedgerUpdate {
             orphaned,
@@ -440,7 +454,7 @@ impl<H: HostOps> NodeAllocator<H> {
         bound.filter(|bound| bound.resource == Resource::DeviceMemory)
     }
 
-    /// The quota of each namespace's pods on each GPU, by the bindings.
+    /// The quota of each namespace on each GPU, summed over the bindings.
     fn namespace_quotas(&self) -> BTreeMap<String, BTreeMap<GpuUuid, Bytes>> {
         let mut quotas: BTreeMap<&str, BTreeMap<&GpuUuid, Bytes>> = BTreeMap::new();
         for bound in self.device_bindings() {
@@ -468,7 +482,10 @@ impl<H: HostOps> NodeAllocator<H> {
         quotas.into_iter().map(of_namespace).collect()
     }
 
-    /// A look at the kubelet's checkpoint, and at the cgroups of pods that are not followed.
+    /// Drops pending allocations that the kubelet's checkpoint lacks, and releases pods without a
+    /// cgroup.
+    ///
+    /// Both require two misses in a row.
     pub async fn collect_garbage(&mut self, known: Option<&BTreeSet<AllocationId>>, now: BootTime) {
         if let Some(known) = known {
             let collected = self.ledger.gc_pending(known, now);
@@ -492,16 +509,16 @@ impl<H: HostOps> NodeAllocator<H> {
         self.bind_queued(now).await;
     }
 
-    /// The node's memory now.
+    /// The node's memory at `now`.
     pub fn view(&self, now: BootTime) -> LedgerView {
         self.ledger.view(now)
     }
 
-    /// The claims that wait, the longest waiting first.
+    /// The queued claims, the oldest first.
     pub fn queued_claims(&mut self) -> Vec<QueuedClaim> {
         self.queued_claims
             .retain(|claim, _| self.ledger.is_queued(*claim));
-        // The operator would make room that a pod of this namespace does not get.
+        // The operator would make room that a pod of this namespace cannot use.
         let waits = self.queued_claims.iter();
         let waits = waits.filter(|(claim, _)| self.ledger.closed_gpu(**claim).is_none());
         let mut waits: Vec<QueuedClaim> = waits.map(|(_, wait)| wait.clone()).collect();
@@ -509,7 +526,7 @@ impl<H: HostOps> NodeAllocator<H> {
         waits
     }
 
-    /// What the ledger holds of `resource`, in numbers.
+    /// The numbers of `resource` in the ledger.
     pub fn counts(&self, resource: Resource) -> Counts {
         let of_it = |bound: &BindingRef<'_>| bound.resource == resource;
         Counts {
@@ -528,12 +545,12 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Every binding.
+    /// All bindings.
     pub fn bindings(&self) -> impl Iterator<Item = Binding> {
         self.ledger.bindings()
     }
 
-    /// Every container that device memory is bound for.
+    /// All containers with device memory.
     pub fn containers(&self) -> Arc<[BoundContainer]> {
         let container = |bound: BindingRef<'_>, allocation: AllocationId| BoundContainer {
             claim: bound.claim,
@@ -549,22 +566,22 @@ impl<H: HostOps> NodeAllocator<H> {
         containers.collect()
     }
 
-    /// What is wrong.
+    /// The node's problems.
     pub fn problems(&self) -> &NodeProblems {
         &self.problems
     }
 
-    /// The host, to tell it what it need not ask for.
+    /// The host, for state that the node task observes first.
     pub fn host_mut(&mut self) -> &mut H {
         &mut self.host
     }
 
-    /// Notes whether CDI files can be written.
+    /// Sets or clears the problem of the CDI directory.
     pub fn set_cdi_problem(&mut self, trouble: Option<String>) {
         self.problems.cdi = trouble;
     }
 
-    /// Ends a pod: its cgroup is gone.
+    /// Releases a pod whose cgroup was removed.
     pub(super) async fn release_pod(&mut self, pod: &PodUid, now: BootTime) {
         let ended = self.ledger.release_pod(pod);
         if ended.is_empty() {
@@ -582,7 +599,8 @@ impl<H: HostOps> NodeAllocator<H> {
             );
         }
         self.checkpoint_dirty = true;
-        // Before what its processes had exported is read: from here on its leases are the ledger's.
+        // The order matters: from here on the ledger accounts for the pod's leases, and not its
+        // exports.
         let known = self.reconcile_leases(now).await;
         self.record_unreclaimed(&ended, known, now);
         for allocation in ended {
@@ -595,8 +613,10 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// What others may hold of what these allocations had is not bound again. Kept leases are accounted for where
-    /// they are `known`. Answers what was exported.
+    /// Records the memory of ended allocations that other processes may still map as unreclaimed.
+    ///
+    /// Where the leases are not `known`, their memory is unreclaimed too. Returns the exported
+    /// memory.
     fn record_unreclaimed(
         &mut self,
         ended: &[AllocationId],
@@ -617,8 +637,9 @@ impl<H: HostOps> NodeAllocator<H> {
         exported
     }
 
-    /// Charges the container that follows others of its pod for what these had exported, instead of the node. A crash
-    /// in between charges it twice, until it is proven free.
+    /// Charges the exports of earlier containers of the pod to the next one instead of the node.
+    ///
+    /// A crash in between charges the memory twice, until the memory is proven free.
     fn charge_successor(&mut self, heir: &Binding, exported: Vec<(GpuUuid, Bytes)>) {
         for (gpu, bytes) in exported {
             let inherited = self.host.charge_inherited(heir.allocations[0], &gpu, bytes);
@@ -630,7 +651,7 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Binds again what is proven free.
+    /// Returns memory to the GPUs that is proven free.
     fn reclaim_proven(&mut self) {
         let leaks = self.ledger.unreclaimed_versions();
         for (gpu, held) in self.host.unreclaimed_at_most(leaks.clone()) {
@@ -643,7 +664,7 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Binds who can be bound, until nobody can.
+    /// Binds queued claims until none fits.
     async fn bind_queued(&mut self, now: BootTime) {
         for binding in self.ledger.advance(now) {
             self.checkpoint_dirty = true;
@@ -652,11 +673,11 @@ impl<H: HostOps> NodeAllocator<H> {
                 send_reply(waiter.reply, result);
             }
         }
-        // Whatever else happened is on record before the next event.
+        // All changes are on record before the next event.
         let _ = self.save_checkpoint();
     }
 
-    /// Ends the waits that are over, or that nobody waits for.
+    /// Ends the calls whose deadline has passed or whose caller has gone.
     fn expire_waits(&mut self, now: BootTime) {
         let over = |_: &ClaimId, waiter: &mut WaitingCall| {
             waiter.deadline <= now || waiter.reply.is_closed()
@@ -682,7 +703,7 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// The steps of a binding after the ledger's.
+    /// Performs the steps of a binding that follow the ledger's.
     async fn commit_binding(&mut self, binding: &Binding) -> Result<(), PrepareError> {
         self.save_checkpoint().map_err(prepare_failed)?;
         self.tear_down_ended().await;
@@ -700,8 +721,10 @@ impl<H: HostOps> NodeAllocator<H> {
         result.map_err(prepare_failed)
     }
 
-    /// What a binding is on the host: of device memory the socket and the CDI file of every
-    /// allocation, of managed memory its containers' quotas.
+    /// Creates the effects of a binding on the host.
+    ///
+    /// Each allocation of device memory gets a socket and a CDI file. A binding of managed memory
+    /// sets the quotas of its containers.
     async fn set_up(&mut self, binding: &Binding) -> Result<(), HostError> {
         let shares = match &binding.placement {
             Placement::Device(shares) => shares,
@@ -709,7 +732,7 @@ impl<H: HostOps> NodeAllocator<H> {
         };
         self.pending_setup.extend(&binding.allocations);
         for &allocation in &binding.allocations {
-            // An init container's allocation that had ended may start again.
+            // The allocation of an init container that had ended may start again.
             self.pending_teardown.remove(&allocation);
             let gpus = shares
                 .iter()
@@ -742,8 +765,9 @@ impl<H: HostOps> NodeAllocator<H> {
         Ok(())
     }
 
-    /// Tells every container of a pod what managed memory it may use. One without device memory has no
-    /// GPU to use managed memory from.
+    /// Sets the managed quota of every container of a pod.
+    ///
+    /// A container without device memory has no GPU from which to use managed memory.
     fn set_managed_quotas(&mut self, pod: &PodUid) -> Result<(), HostError> {
         let exposed: Vec<AllocationId> = self
             .device_bindings()
@@ -757,7 +781,7 @@ impl<H: HostOps> NodeAllocator<H> {
         Ok(())
     }
 
-    /// The managed memory that is bound for the container of `pod` that has `allocation`.
+    /// The managed memory bound to the container of `pod` that has `allocation`.
     pub(super) fn managed_quota(&self, pod: &PodUid, allocation: AllocationId) -> Bytes {
         let container =
             |id: &AllocationId| self.container_names.get(id).map(|holder| &holder.container);
@@ -776,7 +800,7 @@ impl<H: HostOps> NodeAllocator<H> {
         Quanta(quanta).bytes(self.config.quantum)
     }
 
-    /// A GPU of a binding that is drained.
+    /// A GPU of the binding that is being drained.
     fn find_drained_gpu(&self, binding: &Binding) -> Option<GpuUuid> {
         let Placement::Device(shares) = &binding.placement else {
             return None;
@@ -805,7 +829,7 @@ impl<H: HostOps> NodeAllocator<H> {
             .collect())
     }
 
-    /// Tries again what failed before.
+    /// Repeats the steps that failed before.
     async fn retry_pending(&mut self) {
         if self.save_checkpoint().is_err() {
             return;
@@ -827,7 +851,7 @@ impl<H: HostOps> NodeAllocator<H> {
         for binding in bindings {
             match self.set_up(&binding).await {
                 Ok(()) => self.problems.host = None,
-                // A GPU that is away takes nothing from the others.
+                // A missing GPU must not delay the other bindings.
                 Err(HostError::GpuNotListed(_)) => {}
                 Err(error) => self.problems.host = Some((error.subsystem(), error.to_string())),
             }
@@ -837,7 +861,7 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Takes down what has ended; what fails is tried again at the next tick.
+    /// Tears down ended allocations; the next tick repeats what fails.
     pub(super) async fn tear_down_ended(&mut self) {
         for allocation in self.pending_teardown.clone() {
             match self.host.tear_down(allocation).await {
@@ -850,7 +874,7 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Brings the checkpoint up to date.
+    /// Writes the checkpoint if the state has changed.
     pub(super) fn save_checkpoint(&mut self) -> Result<(), HostError> {
         if !self.checkpoint_dirty {
             return Ok(());
@@ -911,7 +935,7 @@ fn prepare_failed(error: HostError) -> PrepareError {
     PrepareError::Failed(error.to_string())
 }
 
-/// Who asked may have stopped waiting: then nobody needs the answer.
+/// The caller may have stopped waiting, so a closed channel is no error.
 fn send_reply(reply: Reply, result: Result<(), PrepareError>) {
     let _ = reply.send(result);
 }

@@ -1,8 +1,8 @@
-//! What the node offers, from its GPUs and the config: pure.
+//! Computes the node's capacity and devices from its GPUs and configuration: pure.
 //!
-//! A token is one quantum of the node, not of a GPU: ids count from 0, so they are the same after
-//! every restart on the same GPUs. A token is Unhealthy only because a GPU died, and then the
-//! highest ids are, for the kubelet only counts.
+//! A device id stands for one quantum of the node, not of a GPU. Ids count from 0, so that they are
+//! the same after every restart with the same GPUs. Devices become Unhealthy only when a GPU fails.
+//! The highest ids do, for the kubelet only counts.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use crate::kubelet::devices::{DeviceHealth, Devices, DevicesError, check_node_to
 use crate::ledger;
 use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
-/// The GPUs as the ledger takes them: capacity in whole quanta, less the reserve.
+/// The GPUs for the ledger: capacity in whole quanta, less the reserve.
 pub fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<ledger::Gpu> {
     let as_ledgers = |state: &GpuState| ledger::Gpu {
         uuid: state.gpu.uuid.clone(),
@@ -28,8 +28,7 @@ pub fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<ledger::G
     gpus.iter().map(as_ledgers).collect()
 }
 
-/// The reservations as the ledger takes them; one that names no GPU or pod that could be holds
-/// nothing.
+/// The reservations for the ledger, without those whose GPU or pod id is malformed.
 pub fn parse_reservations(orders: &[Reservation]) -> BTreeMap<GpuUuid, ledger::Reservation> {
     let as_ledgers = |order: &Reservation| {
         let reservation = ledger::Reservation {
@@ -46,10 +45,10 @@ pub fn managed_capacity(config: &ResourcesConfig) -> Quanta {
     config.managed_capacity.whole_quanta(config.quantum)
 }
 
-/// What the kubelet is told: device memory, then managed memory.
+/// The devices to advertise: device memory, then managed memory.
 ///
 /// # Errors
-/// [`DevicesError::TooManyTokens`] where the two together are more than a kubelet can handle.
+/// [`DevicesError::TooManyTokens`] where both together exceed the kubelet's limit.
 pub fn devices(gpus: &[GpuState], config: &ResourcesConfig) -> Result<[Devices; 2], DevicesError> {
     let total = total_quanta(gpus.iter(), config);
     let healthy = total_quanta(

@@ -1,9 +1,8 @@
-//! The CDI device of one allocation, as a value.
+//! Builds the CDI device of one allocation.
 //!
-//! A device is mounts, device nodes and two variables; it has no hooks, so it needs no NVIDIA
-//! container runtime and works in user namespaces. The file that holds it also carries the
-//! [`CdiBinding`] that it was made for, as an annotation: the node's bindings can be read back from
-//! the host alone. [`dir`] keeps the files.
+//! A device has mounts, device nodes and two variables. The device has no hooks, so that it needs
+//! no NVIDIA container runtime and works in user namespaces. Its file also has the [`CdiBinding`]
+//! as an annotation, from which the agent can restore its bindings. [`dir`] manages the files.
 
 pub mod dir;
 mod spec;
@@ -19,25 +18,27 @@ use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid};
 pub use dir::{CdiDir, CdiError, CdiListing};
 pub use spec::{ContainerEdits, Device, DeviceNode, Mount, Spec};
 
-/// The CDI kind of our devices: an Allocate answer for device memory names `<kind>=<allocation>`.
+/// The CDI kind: an Allocate response for device memory names `<kind>=<allocation>`.
 pub const KIND: &str = "bursar.dev/gpu";
 
-/// The CDI version of our files: the first with annotations. containerd 2.x reads 0.3.0 to 1.1.0.
+/// The CDI version: the first one with annotations. containerd 2.x reads 0.3.0 to 1.1.0.
 pub const CDI_VERSION: &str = "0.6.0";
 
-/// The annotation that holds the binding.
+/// The annotation with the binding.
 pub const BINDING_ANNOTATION: &str = "bursar.dev/binding";
 
-/// The folder of the shims in a container.
+/// The directory of the shims in a container.
 pub const CONTAINER_LIB_DIR: &str = "/opt/bursar/lib";
 
-/// The folder of the real driver's files in a container. Their names do not start with `lib`, so
-/// `ldconfig` takes none of them for a library.
+/// The directory of the driver's files in a container. The file names do not start with `lib`, so
+/// that `ldconfig` takes none of them for a library.
 pub const CONTAINER_DRIVER_DIR: &str = "/opt/bursar/drv";
 
-/// Where a container's loader looks by default: Debian's folder, Red Hat's, and Arch's, which musl has too.
-/// A preloaded library is found before any of them; they are for loaders that preload nothing (musl's, a static
-/// program's, `dlmopen`'s new namespace) and for programs that name a file.
+/// The default library directories of Debian, Red Hat and Arch; musl uses Arch's too.
+///
+/// A preloaded library precedes all of them. The shims are mounted here for loaders that preload
+/// nothing (musl's, a static program's, `dlmopen`'s new namespace) and for programs that name a
+/// file.
 pub const CONTAINER_DEFAULT_DIRS: &[&str] = &[
     #[cfg(target_arch = "x86_64")]
     "/usr/lib/x86_64-linux-gnu",
@@ -47,25 +48,25 @@ pub const CONTAINER_DEFAULT_DIRS: &[&str] = &[
     "/usr/lib",
 ];
 
-/// Where programs look for NVIDIA's tool.
+/// The directory in which programs expect `nvidia-smi`.
 const TOOLS_DIR: &str = "/usr/bin";
 
-/// The loader's own list of libraries that every program gets.
+/// The loader's list of libraries to load into every program.
 const PRELOAD: &str = "/etc/ld.so.preload";
 
-/// What one container was given: enough to make its device, and to rebuild the node's ledger.
+/// The binding of one container: enough to build its device and to restore the ledger.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CdiBinding {
-    /// Names the device, the file and the socket's folder.
+    /// The allocation, which names the device, the file and the socket's directory.
     pub allocation: AllocationId,
-    /// The pod.
+    /// The pod's UID.
     pub pod: PodUid,
     /// The container's name in its pod.
     pub container: String,
-    /// The tokens that the kubelet counted for it.
+    /// The device ids that the kubelet allocated.
     pub tokens: DeviceIdSet,
-    /// The GPUs that it may use, and how much of each.
+    /// The GPUs that the container may use, with a quota each.
     pub gpus: Vec<BoundGpu>,
 }
 
@@ -73,40 +74,40 @@ pub struct CdiBinding {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct BoundGpu {
-    /// The GPU, or MIG instance.
+    /// The GPU or MIG instance.
     pub uuid: GpuUuid,
-    /// What the container may use of it.
+    /// The bytes that the container may use.
     pub quota: Bytes,
-    /// Its device nodes below the driver's device folder: `nvidia0`; for a MIG instance also its
-    /// capabilities, `nvidia-caps/nvidia-cap21`.
+    /// The device nodes below the driver's device directory: `nvidia0`, and for a MIG instance also
+    /// its capabilities, `nvidia-caps/nvidia-cap21`.
     pub nodes: Vec<String>,
 }
 
-/// A folder or file of the host that a container sees.
+/// A directory or file of the host that is mounted into containers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostMount {
-    /// Where it is on the host.
+    /// The path on the host.
     pub host_path: PathBuf,
-    /// Where the container sees it.
+    /// The path in the container.
     pub container_path: PathBuf,
-    /// Whether the container may only read it.
+    /// Whether the mount is read-only.
     pub read_only: bool,
 }
 
-/// Everything about this node that its devices have in common.
+/// The inputs that all CDI devices of this node share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CdiNode {
     /// The driver.
     pub driver: Driver,
-    /// The shim's versioned folder ([`crate::shim_files`]).
+    /// The shim's build directory ([`crate::node::shim_install`]).
     pub shim_dir: PathBuf,
-    /// The folder of the allocations' folders, `<run-dir>/alloc`.
+    /// The parent of the allocations' directories, `<run-dir>/alloc`.
     pub alloc_dir: PathBuf,
-    /// What the admin wants in every container.
+    /// The administrator's mounts for every container.
     pub extra_mounts: Vec<HostMount>,
 }
 
-/// The CDI file of `binding` on `node`.
+/// Builds the CDI file of `binding`.
 pub fn build_spec(node: &CdiNode, binding: &CdiBinding) -> Spec {
     Spec {
         cdi_version: CDI_VERSION.to_owned(),
@@ -129,7 +130,7 @@ pub fn build_spec(node: &CdiNode, binding: &CdiBinding) -> Spec {
 fn device_nodes(driver: &Driver, binding: &CdiBinding) -> Vec<DeviceNode> {
     let gpus = binding.gpus.iter().flat_map(|gpu| &gpu.nodes);
     let mut names: Vec<&String> = driver.control_nodes.iter().chain(gpus).collect();
-    // Two MIG instances of one GPU share its node.
+    // Two MIG instances of one GPU share its device node.
     names.sort();
     names.dedup();
     names

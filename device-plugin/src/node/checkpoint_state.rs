@@ -1,4 +1,4 @@
-//! What the node keeps in its checkpoint.
+//! Defines the content of the node's checkpoint.
 
 use std::collections::BTreeMap;
 
@@ -7,29 +7,29 @@ use serde::{Deserialize, Serialize};
 use crate::ledger::Snapshot;
 use crate::units::AllocationId;
 
-/// Everything that a successor cannot read off the host as quickly.
+/// The state that the next agent cannot read from the host as quickly.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct NodeCheckpoint {
-    /// The boot that it is of: moments and bindings mean nothing after it.
+    /// The boot of the checkpoint: times and bindings are void after a reboot.
     pub boot: String,
-    /// Who holds what.
+    /// The ledger's state.
     pub ledger: Snapshot,
-    /// The containers' names, as far as they were told.
+    /// The containers' names, as far as they are known.
     pub holders: BTreeMap<AllocationId, ContainerName>,
 }
 
-/// Whose an allocation is, for people: messages and metrics.
+/// The names of an allocation's container and pod, for messages and metrics.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct ContainerName {
-    /// The container.
+    /// The container's name.
     pub container: String,
-    /// The pod's namespace and name, where the kubelet told them.
+    /// The pod's namespace and name, if the kubelet has reported them.
     pub pod: Option<PodName>,
 }
 
-/// A pod by its name.
+/// A pod's namespace and name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct PodName {

@@ -1,13 +1,12 @@
 //! Finds the NVIDIA driver's files and device nodes on a host.
 //!
-//! The driver lies in one of a few folders, by distribution ([`LIBRARY_DIRS`]); the first that
-//! holds `libcuda.so.1` is the driver's, and everything else is taken from there, so that versions
-//! never mix. Symbolic links are followed inside the root only: the agent sees the host's root
-//! folder under another name.
+//! The driver's directory depends on the distribution ([`LIBRARY_DIRS`]). The first one with
+//! `libcuda.so.1` provides all files, so that versions never mix. Symbolic links are resolved below
+//! the root only: the agent sees the host's root directory under another name.
 
 mod chroot_path;
 
-/// A folder with the architecture's name in it.
+/// A path with the architecture's name.
 macro_rules! arch_dir {
     ($before:literal, $after:literal) => {
         if cfg!(target_arch = "x86_64") {
@@ -20,16 +19,16 @@ macro_rules! arch_dir {
 
 use std::path::{Path, PathBuf};
 
-/// Where a driver's libraries are looked for below the driver's root, in this order.
+/// The directories to search for the driver's libraries, relative to the driver's root, in order.
 ///
-/// | folder | who puts it there |
+/// | directory | distribution |
 /// |---|---|
-/// | `usr/lib/<arch>-linux-gnu`, `.../nvidia/current` | Debian (links through its alternatives), Ubuntu |
+/// | `usr/lib/<arch>-linux-gnu`, `.../nvidia/current` | Debian (by its alternatives), Ubuntu |
 /// | `usr/lib64` | RHEL, SUSE, Amazon Linux |
-/// | `run/nvidia/driver/...` | NVIDIA's GPU operator: a driver container's root, mounted on the host |
+/// | `run/nvidia/driver/...` | the GPU operator's driver container, mounted on the host |
 /// | `home/kubernetes/bin/nvidia/lib64` | Google's Container-Optimized OS |
-/// | `<arch>-bottlerocket-linux-gnu/sys-root/usr/lib/nvidia/tesla`, `.../usr/lib` | Bottlerocket, before and since driver 580 |
-/// | `usr/lib/nvidia/tesla`, `usr/lib` | the same seen through its `/usr`; Arch Linux |
+/// | `<arch>-bottlerocket-.../nvidia/tesla`, `.../usr/lib` | Bottlerocket, before and since 580 |
+/// | `usr/lib/nvidia/tesla`, `usr/lib` | Bottlerocket seen through its `/usr`; Arch Linux |
 /// | `usr/local/nvidia/lib64` | images of cloud vendors |
 ///
 /// Sources: nvidia-container-toolkit `pkg/lookup/library.go`; k8s-device-plugin issue 632 (COS);
@@ -48,7 +47,8 @@ pub const LIBRARY_DIRS: &[&str] = &[
     "usr/local/nvidia/lib64",
 ];
 
-/// The root of the GPU operator's driver container; it has device nodes of its own, and the host may have none.
+/// The root of the GPU operator's driver container. It has its own device nodes; the host may have
+/// none.
 const DRIVER_CONTAINER: &str = "run/nvidia/driver";
 
 /// The driver API library.
@@ -56,8 +56,9 @@ pub const LIBCUDA: &str = "libcuda.so.1";
 /// The management library.
 pub const LIBNVML: &str = "libnvidia-ml.so.1";
 
-/// Libraries that `libcuda` loads by name when it has to: the JIT compilers (the second for GPUs before
-/// Blackwell, from driver 580 on) and the debugger's back end. Older drivers lack some of them.
+/// Libraries that `libcuda` loads by name on demand: the JIT compilers and the debugger's back end.
+///
+/// The second compiler is for GPUs before Blackwell, from driver 580 on. Older drivers lack some.
 const HELPERS: &[&str] = &[
     "libnvidia-ptxjitcompiler.so.1",
     "libnvidia-nvvm.so.4",
@@ -65,8 +66,8 @@ const HELPERS: &[&str] = &[
     "libcudadebugger.so.1",
 ];
 
-/// The same, of libraries whose file name carries the driver's version: compilers, and what confidential computing
-/// needs.
+/// Helper libraries whose file name has the driver's version: compilers, and those of confidential
+/// computing.
 const VERSIONED_HELPERS: &[&str] = &[
     "libnvidia-gpucomp.so",
     "libnvidia-tileiras.so",
@@ -74,13 +75,13 @@ const VERSIONED_HELPERS: &[&str] = &[
     "libnvidia-pkcs11-openssl3.so",
 ];
 
-/// NVIDIA's tool that shows a device, in the `bin` beside the libraries' folder.
+/// NVIDIA's tool that shows devices, in the `bin` directory beside the libraries' directory.
 pub const NVIDIA_SMI: &str = "nvidia-smi";
 
-/// Device nodes that every GPU container needs, whatever its GPUs.
+/// The device nodes that every GPU container needs.
 const CONTROL_NODES: &[&str] = &["nvidiactl", "nvidia-uvm"];
 
-/// Device nodes that profilers need and that not every host has.
+/// The device nodes that profilers need and some hosts lack.
 const OPTIONAL_NODES: &[&str] = &["nvidia-uvm-tools"];
 
 /// A driver on this host.
@@ -92,54 +93,54 @@ pub struct Driver {
     pub libnvml: DriverFile,
     /// Libraries that the driver loads by name.
     pub helpers: Vec<DriverFile>,
-    /// [`NVIDIA_SMI`], where the driver came with it.
+    /// The tool [`NVIDIA_SMI`], where the driver has it.
     pub smi: Option<DriverFile>,
-    /// The driver's version (`580.95.05`), where the library's file name carries it.
+    /// The driver's version (`580.95.05`), if the library's file name has one.
     pub version: Option<String>,
-    /// Names of the device nodes that every GPU container gets, below `dev_root`.
+    /// The names below `dev_root` of the device nodes that every GPU container gets.
     pub control_nodes: Vec<String>,
-    /// The folder of the device nodes, as the container runtime sees it.
+    /// The directory of the device nodes as the container runtime sees it.
     pub dev_root: PathBuf,
 }
 
 /// One file of the driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriverFile {
-    /// The name by which programs ask for it.
+    /// The name by which programs load the file.
     pub soname: String,
-    /// The file as the agent sees it, links followed: to open it from the agent's own process.
+    /// The resolved path as the agent sees it.
     pub path: PathBuf,
-    /// The same file as the container runtime sees it.
+    /// The resolved path as the container runtime sees it.
     pub host_path: PathBuf,
 }
 
-/// Why there is no usable driver. The message names the path and the remedy.
+/// The reason why there is no usable driver. The message names the path and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {
-    /// None of the folders has a `libcuda.so.1`.
+    /// None of the directories has a `libcuda.so.1`.
     #[error(
         "no {LIBCUDA} below {root} (looked in {looked}): install the NVIDIA driver on this node, \
          or set driver.root to the folder that it is installed under",
         root = root.display(), looked = LIBRARY_DIRS.join(", ")
     )]
     NoLibrary {
-        /// The folder that was searched.
+        /// The root directory of the search.
         root: PathBuf,
     },
-    /// The driver's folder lacks a library that every driver has.
+    /// The driver's directory lacks a library that every driver has.
     #[error("{} is missing beside {LIBCUDA}: the driver's installation is not complete", path.display())]
     MissingFile {
         /// The file.
         path: PathBuf,
     },
-    /// A device node is not there.
+    /// A device node is missing.
     #[error(
         "device node {} is missing: load the driver's modules (nvidia-modprobe -c 0 -u), \
          or set driver.dev-root to the folder that has them",
         path.display()
     )]
     NoDeviceNode {
-        /// The node.
+        /// The device node.
         path: PathBuf,
     },
     /// A path could not be read.
@@ -147,13 +148,13 @@ pub enum DriverError {
     Read {
         /// The path.
         path: PathBuf,
-        /// What the system said.
+        /// The I/O error.
         source: std::io::Error,
     },
 }
 
 impl DriverError {
-    /// A bounded word for conditions and metric labels.
+    /// A bounded name for conditions and metric labels.
     pub fn reason(&self) -> &'static str {
         match self {
             DriverError::NoLibrary { .. } => "DriverNotFound",
@@ -165,11 +166,12 @@ impl DriverError {
 }
 
 impl Driver {
-    /// Finds the driver below `root`, which the container runtime knows as `host_root`, with its
-    /// device nodes in `dev_root`, or else those of the driver's own container.
+    /// Finds the driver below `root`, which the container runtime knows as `host_root`.
+    ///
+    /// The device nodes are those in `dev_root`, or else those of the driver's container.
     ///
     /// # Errors
-    /// [`DriverError`] when a library or a control device node is not there.
+    /// [`DriverError`] where a library or a control device node is missing.
     pub fn find(root: &Path, host_root: &Path, dev_root: &Path) -> Result<Driver, DriverError> {
         let search = DriverSearch { root, host_root };
         let (dir, libcuda) = search.find_driver_dir()?;
@@ -201,7 +203,7 @@ impl Driver {
         })
     }
 
-    /// Every library, the driver API library first.
+    /// All libraries, the driver API library first.
     pub fn files(&self) -> impl Iterator<Item = &DriverFile> {
         [&self.libcuda, &self.libnvml]
             .into_iter()
@@ -209,7 +211,7 @@ impl Driver {
     }
 }
 
-/// The names of the control nodes that are there.
+/// The names of the present control nodes.
 fn list_control_nodes(dev_root: &Path) -> Result<Vec<String>, DriverError> {
     let mut nodes = Vec::new();
     for name in CONTROL_NODES {
@@ -234,7 +236,8 @@ fn exists(path: &Path) -> Result<bool, DriverError> {
     })
 }
 
-/// The folder of programs beside that of libraries: `usr/bin` for `usr/lib64`, and for `usr/lib/<arch>-linux-gnu`.
+/// The `bin` directory beside a library directory: `usr/bin` for `usr/lib64` and
+/// `usr/lib/<arch>-linux-gnu`.
 fn tools_dir(dir: &str) -> PathBuf {
     let above = Path::new(dir).iter();
     let above: PathBuf = above
@@ -243,7 +246,7 @@ fn tools_dir(dir: &str) -> PathBuf {
     above.join("bin")
 }
 
-/// `580.95.05` of `libcuda.so.580.95.05`.
+/// The version in the file name: `580.95.05` of `libcuda.so.580.95.05`.
 fn version_of(libcuda: &DriverFile) -> Option<String> {
     let name = libcuda.path.file_name()?.to_str()?;
     let version = name.strip_prefix("libcuda.so.")?;
@@ -256,7 +259,7 @@ struct DriverSearch<'a> {
 }
 
 impl DriverSearch<'_> {
-    /// The first folder with a `libcuda.so.1`, and that library.
+    /// The first directory with a `libcuda.so.1`, and that library.
     fn find_driver_dir(&self) -> Result<(&'static str, DriverFile), DriverError> {
         for dir in LIBRARY_DIRS {
             if let Some(libcuda) = self.find_file(dir, LIBCUDA)? {
@@ -268,7 +271,7 @@ impl DriverSearch<'_> {
         })
     }
 
-    /// The file `soname` in `dir`, or where `libcuda` itself lies: `dir` may hold links to it.
+    /// Finds `soname` in `dir`, or beside the file that a link to `libcuda` in `dir` resolves to.
     fn find_beside(
         &self,
         dir: &str,
@@ -283,7 +286,7 @@ impl DriverSearch<'_> {
         self.find_file(inside, soname)
     }
 
-    /// The control nodes, and the folder that has them as the container runtime sees it.
+    /// The control nodes, and their directory as the container runtime sees it.
     fn find_device_nodes(
         &self,
         dir: &str,
@@ -300,7 +303,7 @@ impl DriverSearch<'_> {
         }
     }
 
-    /// The file `soname` in `dir`, if it is there.
+    /// Finds the file `soname` in `dir`.
     fn find_file(
         &self,
         dir: impl AsRef<Path>,

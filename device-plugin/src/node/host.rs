@@ -1,4 +1,4 @@
-//! What the node does to its host for an allocation: one method per step, each repeatable.
+//! Performs the steps of an allocation on the host; each step may be repeated.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -21,19 +21,19 @@ use crate::retained::leases::{LedgerUpdate, NodeView};
 use crate::sessions::{Account, SessionSpec, Sessions, SessionsError};
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
-/// Why a step failed. Every step can be tried again.
+/// The reason why a step failed. Every step can be retried.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
-    /// The checkpoint.
+    /// The checkpoint could not be written.
     #[error(transparent)]
     Checkpoint(#[from] SaveError),
-    /// The driver.
+    /// The driver could not be found.
     #[error(transparent)]
     Driver(#[from] DriverError),
-    /// The shim's files.
+    /// The shim's files could not be installed.
     #[error(transparent)]
     Shim(#[from] ShimInstallError),
-    /// The shim's files are not there yet.
+    /// The installation of the shim's files has not ended in time.
     #[error(
         "failed to install the shim's files within {0:?}: a file system is slow or hangs; if this goes on, \
          check the disks of paths.state-dir and driver.root"
@@ -42,38 +42,38 @@ pub enum HostError {
     /// The installation of the shim's files panicked.
     #[error("failed to install the shim's files: {0}")]
     Install(#[source] tokio::task::JoinError),
-    /// The CDI file.
+    /// The CDI file could not be written or removed.
     #[error(transparent)]
     Cdi(#[from] CdiError),
-    /// The allocation's socket or folder.
+    /// The allocation's socket could not be served.
     #[error(transparent)]
     Sessions(#[from] SessionsError),
-    /// The run folder.
+    /// The run directory could not be created.
     #[error("folder {path}: {source}", path = path.display())]
     Folder {
-        /// The folder.
+        /// The directory.
         path: PathBuf,
-        /// What the system said.
+        /// The I/O error.
         source: io::Error,
     },
-    /// A GPU that NVML does not list at the moment.
+    /// A bound GPU that NVML does not list at the moment.
     #[error("{0} is bound, and the driver does not list it now")]
     GpuNotListed(GpuUuid),
 }
 
-/// Which of the node's conditions a failed step is about.
+/// The subsystem of a failed step, which selects the node condition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Subsystem {
-    /// The agent's own records and sockets.
+    /// The agent's checkpoint and sockets.
     Records,
     /// The driver and its GPUs.
     Driver,
-    /// What the container runtime reads.
+    /// The files that the container runtime reads.
     Cdi,
 }
 
 impl HostError {
-    /// What it is about.
+    /// The subsystem of the error.
     pub fn subsystem(&self) -> Subsystem {
         match self {
             Self::Checkpoint(_) | Self::Sessions(_) | Self::Folder { .. } => Subsystem::Records,
@@ -97,62 +97,65 @@ impl HostError {
     }
 }
 
-/// The steps.
+/// The steps that the allocator performs on the host.
 pub trait HostOps: Send {
-    /// Makes `state` what a successor finds.
+    /// Writes the checkpoint that the next agent restores.
     fn save_checkpoint(&mut self, state: &NodeCheckpoint) -> Result<(), HostError>;
-    /// Makes the allocation's folder and serves its socket there; its container may use `managed` memory too.
+    /// Creates the allocation's directory and serves its socket; `managed` is its managed quota.
     fn serve_session(
         &mut self,
         binding: &cdi::CdiBinding,
         managed: Bytes,
     ) -> impl Future<Output = Result<(), HostError>> + Send;
-    /// Changes how much managed memory the container of an allocation may use; one that is not exposed yet
-    /// is told then.
+    /// Changes the managed quota of an allocation.
+    ///
+    /// An allocation without a socket gets its quota with [`serve_session`](Self::serve_session).
     fn set_managed_quota(
         &mut self,
         allocation: AllocationId,
         managed: Bytes,
     ) -> Result<(), HostError>;
-    /// What of each GPU an allocation's processes had exported: others may hold it when its pod has ended.
+    /// The memory of each GPU that an allocation's processes exported and others may still map.
     fn exported_memory(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)>;
-    /// Charges an allocation that is exposed for what a container before it had exported of a GPU: how much of it is
-    /// on record there.
+    /// Charges an allocation with exports of an earlier container; returns the bytes that it
+    /// accepted.
     fn charge_inherited(&mut self, allocation: AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes;
-    /// Looks after what was left on GPUs: the most that is held of it, as far as that is proven.
+    /// The proven upper bounds of unreclaimed memory on the GPUs of `left`.
+    ///
+    /// The number of a GPU grows with each new record of the ledger and makes older proofs void.
     fn unreclaimed_at_most(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes>;
-    /// The kept leases that an allocation is charged for: the GPU and what each has.
+    /// The GPU and the bytes of each lease that an allocation is charged for.
     fn charged_leases(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)>;
-    /// Has kept leases go on or end as the node stands now; what its ledger is to account for.
+    /// Reconciles retained leases with the node's bindings; returns the changes for the ledger.
     fn reconcile_leases(&mut self, node: NodeView) -> impl Future<Output = LedgerUpdate> + Send;
-    /// What these kept leases left is on record in the ledger.
+    /// Confirms that the ledger's record of these ended leases is written.
     fn confirm_recorded(&mut self, leases: Vec<LeaseId>) -> impl Future<Output = ()> + Send;
-    /// Writes the allocation's CDI file: from now on its container can start.
+    /// Writes the allocation's CDI file, after which its container can start.
     fn write_cdi(
         &mut self,
         binding: &cdi::CdiBinding,
     ) -> impl Future<Output = Result<(), HostError>> + Send;
-    /// Removes the CDI file, the socket and the folder; what is not there is removed already.
+    /// Removes the CDI file, the socket and the directory; missing ones count as removed.
     fn tear_down(
         &mut self,
         allocation: AllocationId,
     ) -> impl Future<Output = Result<(), HostError>> + Send;
 }
 
-/// What a predecessor left on the host.
+/// The files of the previous agent on the host.
 #[derive(Debug)]
 pub struct HostSurvey {
     /// Its checkpoint.
     pub checkpoint: Result<Option<NodeCheckpoint>, LoadError>,
-    /// Its CDI files.
+    /// The bindings in its CDI files.
     pub cdi_bindings: Vec<cdi::CdiBinding>,
     /// The allocations whose CDI file this agent cannot read.
     pub unreadable: BTreeSet<AllocationId>,
-    /// The allocations that have a folder or a record.
+    /// The allocations that have a directory or a session record.
     pub allocations: BTreeSet<AllocationId>,
 }
 
-/// The real host.
+/// The host of a running agent.
 pub struct OsHost {
     checkpoint: Checkpoint,
     cdi: CdiDir,
@@ -163,8 +166,7 @@ pub struct OsHost {
 }
 
 impl OsHost {
-    /// The host of `config`, whose sockets `sessions` serves and whose kept memory is looked after at `desk`; makes
-    /// the run folder.
+    /// The host of `config`; creates the run directory.
     pub fn new(
         config: &Config,
         sessions: Arc<Sessions>,
@@ -183,8 +185,9 @@ impl OsHost {
         })
     }
 
-    /// Looks for what a predecessor left. A checkpoint that makes no sense is moved aside; CDI files
-    /// that cannot be listed are as good as none.
+    /// Reads the previous agent's files and moves a malformed checkpoint aside.
+    ///
+    /// A CDI directory that cannot be listed counts as empty.
     pub fn survey(&self) -> HostSurvey {
         let checkpoint = self.checkpoint.load();
         if let Err(LoadError::Malformed { .. }) = &checkpoint
@@ -210,10 +213,10 @@ impl OsHost {
         }
     }
 
-    /// Why CDI files cannot be written, as far as that shows without writing one.
+    /// The reason why CDI files cannot be written, as far as access checks tell.
     pub fn cdi_problem(&self) -> Option<String> {
         let path = self.cdi.path();
-        // The first file's writer makes the folder.
+        // The agent may be the first to write a CDI file on this node.
         let made = std::fs::create_dir_all(path).map_err(|error| error.to_string());
         let writable = made.and_then(|()| {
             rustix::fs::access(path, Access::WRITE_OK | Access::EXEC_OK)
@@ -224,14 +227,15 @@ impl OsHost {
             .map(|error| format!("CDI folder {}: {error}", path.display()))
     }
 
-    /// Forgets where the driver is: it may have changed with the GPUs.
+    /// Finds the driver again at the next binding, for the driver may change with the GPUs.
     pub fn mark_driver_stale(&mut self) {
         self.installer.mark_stale();
     }
 }
 
-/// Puts the shim's files for the present driver where containers find them. While this runs, the agent
-/// may still write CDI files that mount the build `before`.
+/// Installs the shim's files for the present driver.
+///
+/// Meanwhile the agent may write CDI files that mount the build `before`.
 fn install(
     driver: &DriverConfig,
     paths: &PathsConfig,
@@ -239,7 +243,7 @@ fn install(
 ) -> Result<cdi::CdiNode, HostError> {
     let found = find_driver(driver)?;
     let shim_dir = shim_install::install(&paths.shim_dir, &found, &paths.state_dir)?;
-    // A CDI file that cannot be read may mount any build.
+    // An unreadable CDI file may mount any build, so none is removed.
     if let Some(mut in_use) = CdiDir::new(paths.cdi_dir.clone()).mounted_host_paths() {
         in_use.push(shim_dir.clone());
         in_use.extend(before);
@@ -256,12 +260,12 @@ fn install(
     })
 }
 
-/// The driver as `config` says.
+/// Finds the driver at the configured paths.
 pub fn find_driver(config: &DriverConfig) -> Result<Driver, DriverError> {
     Driver::find(&config.root, &config.host_root, &config.dev_root)
 }
 
-/// The allocations that files or folders in `path` are named after.
+/// The allocations that files or directories in `path` are named after.
 fn allocation_ids(path: &Path) -> BTreeSet<AllocationId> {
     let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
     entries
@@ -269,7 +273,7 @@ fn allocation_ids(path: &Path) -> BTreeSet<AllocationId> {
         .collect()
 }
 
-/// Makes a folder that containers of any user can read.
+/// Creates a directory that containers of any user can read.
 fn create_readable_dir(path: &Path) -> Result<(), HostError> {
     std::fs::create_dir_all(path)
         .and_then(|()| std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)))
@@ -302,7 +306,7 @@ impl HostOps for OsHost {
             tokens: Some(binding.tokens.clone()),
         };
         self.sessions.serve(served).await?;
-        // One that was served before goes on with what it was told then.
+        // A session that was served before has its earlier quota.
         self.set_managed_quota(binding.allocation, managed)
     }
 

@@ -1,5 +1,4 @@
-//! Finds the driver and installs the shim's files beside the node's task: a disk that hangs holds
-//! up no admission.
+//! Installs the shim's files on a blocking thread, so that a disk that hangs delays no admission.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,19 +10,20 @@ use tokio::time::{Instant, timeout_at};
 use super::host::HostError;
 use crate::node::cdi;
 
-/// How long the node's task waits for one installation, in all.
+/// The time for which the node task waits for one installation, in all.
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(2);
 
 type InstallResult = Result<cdi::CdiNode, HostError>;
 
-/// What every CDI file has in common, as the last installation found it.
+/// Caches the installation that all CDI files share.
 pub(super) struct Installer {
-    /// Gets the folder of the shim's files that CDI files mount until the installation has ended.
+    /// The installation. Its argument is the shim directory that CDI files mount until it has
+    /// ended.
     install: Arc<dyn Fn(Option<PathBuf>) -> InstallResult + Send + Sync>,
     installed: Option<cdi::CdiNode>,
-    /// The driver may have changed since the last installation began.
+    /// Whether the driver may have changed since the last installation began.
     stale: bool,
-    /// An installation that has not ended: there is one at most.
+    /// The one installation that has not ended.
     running: Option<Installation>,
 }
 
@@ -44,12 +44,12 @@ impl Installer {
         }
     }
 
-    /// Installs anew when the next binding needs it.
+    /// Repeats the installation at the next binding.
     pub(super) fn mark_stale(&mut self) {
         self.stale = true;
     }
 
-    /// What is installed. Where an installation does not end in time, what the one before it found.
+    /// The present installation, or the one before where the present one does not end in time.
     pub(super) async fn installed(&mut self) -> Result<&cdi::CdiNode, HostError> {
         if self.stale || self.running.is_some() || self.installed.is_none() {
             self.refresh().await?;
@@ -98,7 +98,7 @@ mod tests {
         let (release, held) = channel::<()>();
         let held = Mutex::new(held);
         let mut installer = Installer::new(move |_| {
-            // The test's end lets it go.
+            // Dropping the sender at the end of the test ends this thread.
             let _ = held.lock().unwrap().recv();
             refused()
         });

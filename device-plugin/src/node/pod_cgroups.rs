@@ -1,8 +1,9 @@
-//! Finds pods' cgroups on the host, for a pod's end is the end of its cgroup.
+//! Finds the cgroups of pods on the host: a pod has ended once its cgroup is removed.
 //!
-//! The kubelet makes a pod's cgroup before it starts the first container and removes it after the last
-//! one is gone (`pkg/kubelet/cm/pod_container_manager_linux.go`). Its name depends on the cgroup
-//! driver (`cgroup_manager_linux.go`), its parent on the pod's QoS class and on `--cgroup-root`:
+//! The kubelet creates a pod's cgroup before it starts the first container, and removes it after
+//! the last one has ended (`pkg/kubelet/cm/pod_container_manager_linux.go`). The name depends on
+//! the cgroup driver (`cgroup_manager_linux.go`), the parent on the pod's QoS class and on
+//! `--cgroup-root`:
 //!
 //! ```text
 //!   cgroupfs   .../kubepods/pod<uid>                 .../kubepods/burstable/pod<uid>
@@ -10,7 +11,7 @@
 //!              .../kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod<uid_>.slice
 //! ```
 //!
-//! With cgroup v1 that tree stands in each controller's folder, and the first that has the pod will do.
+//! With cgroup v1 every controller has such a tree; the first tree with the pod is enough.
 
 use std::collections::BTreeMap;
 use std::io::Read as _;
@@ -18,34 +19,34 @@ use std::path::{Path, PathBuf};
 
 use crate::units::PodUid;
 
-/// How deep below the root the kubelet's tree is looked for: v1 controller, kubelet's root
-/// (as deep as kind nests it), tree.
+/// The depth of the search for the kubelet's tree: v1 controller, kubelet root (as deep as kind
+/// nests it), tree.
 const MAX_DEPTH: usize = 5;
-/// A host with more cgroups than this above the kubelet's tree is searched no further.
+/// The number of directories above the kubelet's tree after which the search stops.
 const MAX_DIRS: usize = 20_000;
 
-/// Where a pod's cgroup is.
+/// The result of the search for a pod's cgroup.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PodCgroup {
-    /// Here.
+    /// The pod's cgroup.
     Found(PathBuf),
-    /// The kubelet's tree is there, without this pod.
+    /// The kubelet's tree exists without this pod.
     Gone,
-    /// There is no kubelet's tree to look in: nothing can be said.
+    /// The kubelet's tree was not found, so the pod may exist.
     Unknown,
 }
 
-/// The pods whose end is awaited.
+/// Watches the cgroups of pods for their removal.
 #[derive(Debug)]
 pub struct PodCgroups {
     root: PathBuf,
-    /// The kubelet's trees that were found so far.
+    /// The kubelet's trees found so far.
     trees: Vec<PathBuf>,
     watched: BTreeMap<PodUid, PathBuf>,
 }
 
 impl PodCgroups {
-    /// No pod yet; `root` is the host's cgroup file system.
+    /// Watches no pod yet; `root` is the host's cgroup file system.
     pub fn new(root: PathBuf) -> Self {
         Self {
             root,
@@ -54,7 +55,7 @@ impl PodCgroups {
         }
     }
 
-    /// Looks for the pod's cgroup, and awaits its end from now on where there is one.
+    /// Finds the pod's cgroup and watches it.
     pub fn watch(&mut self, pod: &PodUid) -> PodCgroup {
         if let Some(path) = self.watched.get(pod) {
             return PodCgroup::Found(path.clone());
@@ -66,13 +67,13 @@ impl PodCgroups {
         found
     }
 
-    /// The followed pods whose cgroup has ended since the last call; they are followed no more.
+    /// The watched pods whose cgroup was removed since the last call; they are watched no more.
     pub fn drain_ended(&mut self) -> Vec<PodUid> {
         let ended = self.watched.extract_if(.., |_, path| !exists(path));
         ended.map(|(pod, _)| pod).collect()
     }
 
-    /// The cgroup of a pod that is followed.
+    /// The cgroup of a watched pod.
     pub fn path(&self, pod: &PodUid) -> Option<&Path> {
         self.watched.get(pod).map(PathBuf::as_path)
     }
@@ -90,7 +91,7 @@ impl PodCgroups {
     }
 }
 
-/// A cgroup that cannot be read for another reason than its absence has not ended.
+/// Only `NotFound` means that a cgroup was removed: other errors may be transient.
 fn exists(path: &Path) -> bool {
     match path.symlink_metadata() {
         Ok(_) => true,
@@ -98,7 +99,7 @@ fn exists(path: &Path) -> bool {
     }
 }
 
-/// The kubelet's trees under `root`, breadth first.
+/// The kubelet's trees below `root`, breadth first.
 fn find_trees(root: &Path) -> Vec<PathBuf> {
     let (mut found, mut level, mut seen) = (Vec::new(), vec![root.to_owned()], 0);
     for _ in 0..MAX_DEPTH {
@@ -138,7 +139,7 @@ fn find_in_tree(tree: &Path, pod: &PodUid) -> Option<PathBuf> {
         .find(|path| path.is_dir())
 }
 
-/// The pod's folder if it is directly under `parent`.
+/// The path of the pod's cgroup as a child of `parent`.
 fn pod_dir(parent: &Path, pod: &PodUid) -> PathBuf {
     match dir_name(parent).strip_suffix(".slice") {
         Some(stem) => parent.join(format!(
@@ -156,22 +157,23 @@ fn dir_name(folder: &Path) -> &str {
         .unwrap_or_default()
 }
 
-/// How deep in a container's cgroup its processes are looked for: a container may make cgroups of its own.
+/// The depth of the search in a container's cgroup: a container may create nested cgroups.
 const MAX_CONTAINER_DEPTH: usize = 8;
-/// The most cgroups of one container that are looked into.
+/// The most cgroups of one container to visit.
 const MAX_CONTAINER_CGROUPS: usize = 1_000;
-/// The most processes of one container that are looked at.
+/// The most processes of one container to list.
 pub const MAX_PROCESSES: usize = 16_384;
-/// The most that is read of one cgroup's list of them.
+/// The most bytes to read of one `cgroup.procs` file.
 const MAX_LIST_BYTES: u64 = 16 * MAX_PROCESSES as u64;
 
-/// The cgroups of a pod's containers, its sandbox's among them.
+/// The cgroups of a pod's containers, the sandbox included.
 pub fn container_cgroups(pod: &Path) -> Vec<PathBuf> {
     subdirs(pod)
 }
 
-/// The processes of a container, those in cgroups of its own included, and whether they are all; a cgroup that ended
-/// has none.
+/// The processes of a container, nested cgroups included, and whether the list is complete.
+///
+/// A removed cgroup has no processes.
 pub fn list_processes(container: &Path) -> (Vec<u32>, bool) {
     let mut pids = Vec::new();
     let all = visit_cgroups(container, |folder| {
@@ -185,8 +187,9 @@ pub fn list_processes(container: &Path) -> (Vec<u32>, bool) {
     (pids, all)
 }
 
-/// Passes a container's cgroup to `see`, and those in it, until it is `true` of one; whether it was of none, and there
-/// are no more.
+/// Visits a container's cgroup and the nested ones until `see` returns true.
+///
+/// Returns whether all cgroups were visited and `see` never returned true.
 pub fn visit_cgroups(container: &Path, mut see: impl FnMut(&Path) -> bool) -> bool {
     let (mut level, mut seen) = (vec![container.to_owned()], 0);
     for _ in 0..MAX_CONTAINER_DEPTH {
@@ -199,7 +202,7 @@ pub fn visit_cgroups(container: &Path, mut see: impl FnMut(&Path) -> bool) -> bo
     level.is_empty()
 }
 
-/// Folders that cannot be listed have none: cgroups come and go while they are walked.
+/// A directory that cannot be listed has no children: cgroups may be removed during the walk.
 fn subdirs(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut folders: Vec<_> = entries

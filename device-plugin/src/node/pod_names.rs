@@ -1,4 +1,6 @@
-//! Names pods whose names the kubelet did not tell when their containers started, or that a lost checkpoint had.
+//! Resolves pod names that the kubelet had not reported when the containers started.
+//!
+//! A rebuilt checkpoint lacks names too.
 
 use super::allocator::NodeAllocator;
 use super::checkpoint_state::PodName;
@@ -9,13 +11,16 @@ use crate::ledger::Binding;
 use crate::units::{AllocationId, Resource};
 
 impl<H: HostOps> NodeAllocator<H> {
-    /// Whether some container has device memory whose pod has no name here.
+    /// Whether a container with device memory has a pod without a name.
     pub fn has_unnamed_pods(&self) -> bool {
         self.unnamed_bindings().next().is_some()
     }
 
-    /// The kubelet lists these holders of device memory, and its checkpoint has `held`. Tokens that somebody else has
-    /// by now name nobody: memory counts until its pod is gone, and its tokens may be given away before that.
+    /// Names pods from the containers that the kubelet lists and from its checkpoint entries
+    /// `held`.
+    ///
+    /// Device ids that another pod has by now identify no pod. Memory stays bound until its pod has
+    /// ended; the kubelet may give the ids away earlier.
     pub fn resolve_missing_names(&mut self, listed: &[ListedContainer], held: &[CheckpointEntry]) {
         for binding in self.unnamed_bindings().collect::<Vec<_>>() {
             let Binding {

@@ -1,8 +1,8 @@
-//! Finds out for whom the kubelet starts a container: PreStartContainer names tokens only.
+//! Resolves device ids to the container that the kubelet starts: PreStartContainer names ids only.
 //!
-//! The kubelet's device checkpoint ties tokens to a pod's UID and a container; PodResources adds the
-//! pod's name, and the API server that one pod's priority and shape. Only the pod's UID is needed; the rest is for order
-//! and messages, so it is bounded in time and may be missing.
+//! The kubelet's device checkpoint maps device ids to a pod's UID and a container. PodResources
+//! adds the pod's name, and the API server its priority and GPU spread. Only the UID is necessary.
+//! The other data serve order and messages, so reading them is bounded in time and may fail.
 
 use std::num::NonZeroU16;
 use std::path::PathBuf;
@@ -24,30 +24,30 @@ use crate::kubelet::pod_resources::{
 use crate::ledger::{GpuSpread, Priority};
 use crate::units::{DeviceIdSet, PodUid, Resource};
 
-/// How many GPUs a pod wants its memory spread over. It grants nothing.
+/// The number of GPUs over which a pod spreads its memory. The annotation grants nothing.
 pub const GPUS_ANNOTATION: &str = "bursar.dev/gpus";
 
-/// A static pod's UID at the kubelet, on its mirror at the API server.
+/// The annotation of a mirror pod with the UID that the kubelet uses for the static pod.
 const STATIC_POD_ANNOTATION: &str = "kubernetes.io/config.hash";
 
-/// The most that the API server may take: what it tells is not worth a longer wait.
+/// The timeout of the API server's read, whose data are worth no longer wait.
 const API_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Why nobody can be named.
+/// The reason why no container could be resolved.
 #[derive(Debug, thiserror::Error)]
 pub enum ResolveError {
-    /// The kubelet's checkpoint does not have these tokens.
+    /// The kubelet's checkpoint does not have these device ids.
     #[error("the kubelet's device checkpoint has no container with tokens {0}")]
     NotInCheckpoint(DeviceIdSet),
-    /// It has them for two pods, which kubelets do not do.
+    /// The checkpoint has these device ids for two pods, which no kubelet writes.
     #[error("the kubelet's device checkpoint has tokens {0} for more than one pod")]
     Ambiguous(DeviceIdSet),
-    /// It cannot be read, and the API server did not help out.
+    /// The checkpoint is unreadable, and the API server could not replace it.
     #[error("cannot tell which pod holds tokens {tokens}: {source}")]
     Unreadable {
-        /// The tokens.
+        /// The device ids.
         tokens: DeviceIdSet,
-        /// Why not.
+        /// The error of the checkpoint.
         source: DeviceCheckpointError,
     },
 }
@@ -58,20 +58,20 @@ impl From<ResolveError> for PrepareError {
     }
 }
 
-/// Asks the kubelet and the API server.
+/// Resolves containers by the kubelet and the API server.
 #[derive(Clone)]
 pub struct PodResolver {
-    /// The kubelet's plugin directory, with its checkpoint.
+    /// The kubelet's plugin directory with its checkpoint.
     pub device_plugin_dir: PathBuf,
-    /// Our resources as they are registered.
+    /// The resources under their registered names.
     pub resource_names: Vec<(Resource, String)>,
-    /// The kubelet's PodResources.
+    /// The client of the kubelet's PodResources service.
     pub pod_resources: PodResourcesClient,
-    /// The API server, where there is one.
+    /// The client of the API server, if any.
     pub client: Option<Client>,
 }
 
-/// What the API server told of a pod.
+/// The fields of a pod at the API server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct ApiPod {
     uid: PodUid,
@@ -80,7 +80,7 @@ struct ApiPod {
 }
 
 impl PodResolver {
-    /// What the kubelet's checkpoint says now.
+    /// Reads the kubelet's checkpoint.
     pub async fn read_device_checkpoint(&self) -> Result<DeviceCheckpoint, DeviceCheckpointError> {
         let (dir, names) = (self.device_plugin_dir.clone(), self.resource_names.clone());
         let read = move || DeviceCheckpoint::read(&dir, &names);
@@ -90,7 +90,7 @@ impl PodResolver {
         }
     }
 
-    /// Who holds `tokens`.
+    /// Resolves the container that has `tokens`.
     pub async fn resolve(
         &self,
         resource: Resource,
@@ -122,8 +122,10 @@ impl PodResolver {
         Ok(identity)
     }
 
-    /// The container that PodResources lists with some of the tokens. Plain init containers are
-    /// not listed, but later containers of their pod have the same tokens.
+    /// Finds a container that PodResources lists with some of the device ids.
+    ///
+    /// Plain init containers are not listed, but later containers of their pod have the same device
+    /// ids.
     async fn find_container(
         &self,
         resource: Resource,
@@ -132,7 +134,7 @@ impl PodResolver {
         find_container(&self.list_containers(resource).await, tokens).cloned()
     }
 
-    /// Whom PodResources lists with tokens of a resource; nobody where it does not tell.
+    /// The containers that PodResources lists with `resource`; empty on an error.
     pub async fn list_containers(&self, resource: Resource) -> Vec<ListedContainer> {
         let mut names = self.resource_names.iter();
         let Some((_, name)) = names.find(|(named, _)| *named == resource) else {
@@ -145,8 +147,9 @@ impl PodResolver {
         })
     }
 
-    /// Reads the pod as the answer to a dry run that changes nothing: unlike a `get`, an admission policy can keep that to
-    /// pods of this node.
+    /// Reads the pod as the response to a dry-run patch that changes nothing.
+    ///
+    /// Unlike a `get`, an admission policy can restrict the patch to pods of this node.
     async fn read_pod(&self, container: &ContainerRef) -> Option<ApiPod> {
         let pods: Api<Pod> = Api::namespaced(self.client.clone()?, &container.namespace);
         let dry = PatchParams {
@@ -166,7 +169,8 @@ impl PodResolver {
     }
 }
 
-/// The tokens of all containers of a pod, also of those that start later: the kubelet allocates for all of them first.
+/// The device ids of all containers of a pod. The kubelet allocates for all of them before any
+/// starts.
 fn device_ids_of_pod(
     pod: &PodUid,
     resource: Resource,
@@ -179,7 +183,7 @@ fn device_ids_of_pod(
         .collect()
 }
 
-/// Puts the answers together.
+/// Merges the answers of the kubelet and the API server.
 fn merge_identity(
     held: Vec<CheckpointEntry>,
     container: Option<ContainerRef>,
@@ -194,8 +198,7 @@ fn merge_identity(
         (None, Some(told)) => told.uid.clone(),
         (None, None) => return Err(ResolveError::NotInCheckpoint(tokens.clone())),
     };
-    // A pod of the same name that came after ours has another UID: then neither what is told nor
-    // the name is our pod's.
+    // A later pod of the same name has another UID: its name and data belong to another pod.
     let is_another = told.as_ref().is_some_and(|told| told.uid != pod);
     let (told, container) = match is_another {
         true => (None, None),

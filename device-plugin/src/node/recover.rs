@@ -1,15 +1,16 @@
-//! Takes over from a predecessor: what it left on the host becomes the node's state again.
+//! Restores the node's state from the previous agent's files.
 //!
-//! 1. The checkpoint gives bookings, claims and bindings. Lost, malformed or of another boot: the
-//!    bindings are read from the CDI files, each of which carries its own, and those of managed memory
-//!    from the kubelet's device checkpoint. What pods that had ended left is not known then: no GPU is bound before
-//!    it is proven how much of it is held. So too where a CDI
-//!    file only another version of the agent can read.
-//! 2. The kubelet's device checkpoint gives the bookings that are lacking, of pods that are still there.
-//! 3. Pods whose cgroup is gone are released.
-//! 4. Files that no binding stands for are withdrawn.
-//! 5. The sockets of all bindings are served again, with the managed memory of their containers. A CDI file that is missing is written once the
-//!    GPUs are known; one that is there stays as it is, for its container runs with it.
+//! 1. The agent reads pending allocations, claims and bindings from the checkpoint. A checkpoint
+//!    may be missing, malformed or of another boot. The agent then restores bindings from the CDI
+//!    files, and those of managed memory from the kubelet's device checkpoint. In that case the
+//!    unreclaimed memory is unknown: the agent binds no GPU before the free memory is proven. An
+//!    unreadable CDI file of another agent version has the same effect.
+//! 2. The kubelet's device checkpoint adds missing pending allocations of pods that still exist.
+//! 3. The agent releases pods whose cgroup was removed.
+//! 4. The agent removes files without a binding.
+//! 5. The agent serves the sockets of all bindings again, with their managed quotas. The agent
+//!    writes missing CDI files once the GPUs are known. Existing files stay, for containers run
+//!    with them.
 
 use std::collections::BTreeSet;
 
@@ -25,7 +26,7 @@ use crate::node::cdi;
 use crate::node::pod_cgroups::PodCgroup;
 use crate::units::{AllocationId, PodUid, Quanta, Quantum, Resource};
 
-/// Why the checkpoint is not gone on with.
+/// The reason why the checkpoint cannot be restored.
 #[derive(Debug, thiserror::Error)]
 enum NotRestored {
     #[error("there is none")]
@@ -39,7 +40,7 @@ enum NotRestored {
 }
 
 impl<H: HostOps> NodeAllocator<H> {
-    /// Takes over what was `found`, with what the kubelet remembers of our resources.
+    /// Restores the state from the files in `found` and from the kubelet's checkpoint entries.
     pub async fn recover(&mut self, found: HostSurvey, kubelet: &[CheckpointEntry], now: BootTime) {
         let HostSurvey {
             checkpoint,
@@ -51,7 +52,7 @@ impl<H: HostOps> NodeAllocator<H> {
         if let Err(why) = self.restore(checkpoint, now) {
             self.rebuild_from_host(&cdi, kubelet, now);
             let bindings = self.ledger.bindings().count();
-            // A new boot is no loss: nothing of the old one lives.
+            // A reboot loses nothing: no process of the old boot is alive.
             let lost = match why {
                 NotRestored::OtherBoot => false,
                 NotRestored::Missing => bindings > 0 || !unread.is_empty(),
@@ -132,8 +133,8 @@ impl<H: HostOps> NodeAllocator<H> {
                 },
             );
         }
-        // Managed memory leaves no file. Whether the container has started cannot be told; as its
-        // tokens are taken anyway, nobody loses by counting it.
+        // Managed memory has no file. The container may not have started yet, but counting its
+        // memory is harmless, for the kubelet has given its device ids to nobody else.
         for held in kubelet
             .iter()
             .filter(|held| held.resource == Resource::ManagedMemory)
@@ -152,7 +153,7 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// The kubelet keeps entries of pods that are long gone until it next allocates.
+    /// The kubelet lists pods that have ended until its next allocation.
     fn restore_pending_allocations(&mut self, kubelet: &[CheckpointEntry], now: BootTime) {
         for held in kubelet {
             if self.pod_cgroups.watch(&held.pod) != PodCgroup::Gone {
@@ -182,7 +183,8 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Allocations whose unreadable CDI file is `kept` go when the kubelet forgets them.
+    /// Marks files without a binding for teardown. An unreadable CDI file in `kept` stays until the
+    /// kubelet forgets its allocation.
     fn find_orphaned_files(
         &mut self,
         cdi: &[cdi::CdiBinding],
@@ -227,7 +229,8 @@ impl<H: HostOps> NodeAllocator<H> {
     }
 }
 
-/// Where a CDI file says that memory is. Its quotas may count in another quantum than this node's now.
+/// The placement in a CDI file. Its quotas may be multiples of another quantum than the present
+/// one.
 fn placement_of(gpus: &[cdi::BoundGpu], quantum: Quantum) -> Placement {
     let share = |gpu: &cdi::BoundGpu| Share {
         gpu: gpu.uuid.clone(),

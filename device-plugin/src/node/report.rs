@@ -1,5 +1,4 @@
-//! What the node says of itself to the API server: a snapshot as a [`NodeReport`], and what of it
-//! is worth an event. Pure.
+//! Computes the node's [`NodeReport`] from a snapshot, and the events of a change: pure.
 
 use std::collections::BTreeMap;
 
@@ -26,30 +25,30 @@ use crate::ledger::{GpuView, LedgerView};
 use crate::retained::status::RetainedStatus;
 use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
-/// What is known besides the snapshot.
+/// The inputs of a report besides the snapshot.
 #[derive(Debug, Clone)]
 pub struct ReportInputs {
-    /// What the node offers.
+    /// The resources that the node offers.
     pub config: ResourcesConfig,
-    /// This boot.
+    /// The boot id.
     pub boot_id: String,
-    /// Whether the kubelet follows our device memory.
+    /// The registration of device memory with the kubelet.
     pub registration: Registration,
-    /// Why the container runtime ignores CDI devices.
+    /// The reason why the container runtime ignores CDI devices.
     pub runtime_problem: Option<String>,
-    /// What the audit found.
+    /// The results of the audit.
     pub audited: AuditStatus,
-    /// What became of the driver's own limits.
+    /// The state of the driver's own memory limits.
     pub limits: Limits,
-    /// What became of the quotas that were ordered.
+    /// The state of the quota overrides.
     pub overrides: AppliedSpec,
-    /// The faults that are open.
+    /// The open faults.
     pub faults: Vec<FaultReport>,
-    /// How kept memory stands.
+    /// The state of retained memory.
     pub retained: RetainedStatus,
 }
 
-/// The report.
+/// Computes the report.
 pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
     let Snapshot {
         inventory,
@@ -130,7 +129,7 @@ fn managed_memory(snapshot: &Snapshot) -> MemoryReport {
     }
 }
 
-/// What nothing is bound to, kept for a waiter or not.
+/// The quanta without a binding, reserved ones included.
 fn unbound(gpu: &GpuView) -> Quanta {
     gpu.free + gpu.reserved
 }
@@ -188,8 +187,9 @@ fn generation_of(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> u64 
     generation.unwrap_or_default()
 }
 
-/// The fault by which a GPU's memory is lost; none where it is well, or may mend with all that is in it. With its
-/// generation it has its name for good: G grows when it is over.
+/// The fault that lost a GPU's memory; `None` for a healthy GPU and for one that may recover.
+///
+/// The GPU's generation makes the fault's name unique: the generation grows when the fault is over.
 fn gpu_fault(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> Option<FaultReport> {
     let code = state.persisted.awaits_reset;
     let action = match code.map(required_action) {
@@ -485,7 +485,7 @@ fn pending_condition(type_: &'static str, message: &str) -> Statement {
     }
 }
 
-/// What changed from `before` to `after` that people should hear of.
+/// The events for the changes from `before` to `after`.
 pub fn transition_events(before: Option<&NodeReport>, after: &NodeReport) -> Vec<(Reason, String)> {
     let said_before = |statement: &Statement| {
         before.is_some_and(|before| {
@@ -529,7 +529,7 @@ pub fn transition_events(before: Option<&NodeReport>, after: &NodeReport) -> Vec
     events
 }
 
-/// A kubelet that restarts is no news, so only a refused registration is.
+/// The event reason of a condition. A restarted kubelet is no event, but a refused registration is.
 fn event_reason(statement: &Statement) -> Option<Reason> {
     match (statement.type_, statement.reason) {
         (_, names::CHECKPOINT_REBUILT) => Some(Reason::CheckpointRebuilt),

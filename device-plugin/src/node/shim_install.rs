@@ -1,17 +1,19 @@
-//! Puts the shims' files where containers can map them: once per build and driver, never over a file in use.
+//! Installs the shims' files for containers to map: once per build and driver, never over a file in
+//! use.
 //!
-//! A container maps `<state-dir>/shim/<id>/libcuda.so.1` for as long as it runs. So what is written has a
-//! folder of its own, named after its content; an upgrade of shim or driver adds a folder and changes no other. It is
-//! on disk before it has its name, and one that is not what was written, after a loss of power or by hand, is mended
-//! file by file: who has a file mapped keeps the one that he has. The agent removes a
-//! folder of another build once no CDI file names it: the container runtime reads that file again when the kubelet
-//! restarts a container.
+//! A container maps `<state-dir>/shim/<id>/libcuda.so.1` for as long as it runs. Each build
+//! therefore has its own directory, named after its content: an upgrade of shim or driver adds a
+//! directory. The agent syncs a build to disk before the rename to its final name.
 //!
-//! | file | what |
+//! The agent repairs a damaged build file by file, after a loss of power or a manual change.
+//! Processes keep the files that they have mapped. The agent removes an old build once no CDI file
+//! names it: the container runtime reads that file again when the kubelet restarts a container.
+//!
+//! | file | content |
 //! |---|---|
-//! | `libcuda.so.1`, `libnvidia-ml.so.1` | the shims, without the names that this node's driver lacks ([`symbols`]) |
+//! | `libcuda.so.1`, `libnvidia-ml.so.1` | the shims, less symbols that the driver lacks |
 //! | `libcuda.so` | a link to the shim, for compilers (`-lcuda`) |
-//! | `cuda-stub.so` | the name `libcuda.so` for loaders ([`build_stub`]) |
+//! | `cuda-stub.so` | a library with the SONAME `libcuda.so`, for loaders ([`stub`]) |
 //! | `ld.so.preload` | the loader's list of them, a container's `/etc/ld.so.preload` |
 
 mod stub;
@@ -29,22 +31,22 @@ use tracing::info;
 use crate::node::cdi::CONTAINER_LIB_DIR;
 use crate::node::driver_files::{Driver, LIBCUDA, LIBNVML};
 
-/// The loader's list, beside the shim; mounted as the container's `/etc/ld.so.preload`.
+/// The loader's list, mounted as the container's `/etc/ld.so.preload`.
 pub const PRELOAD_FILE: &str = "ld.so.preload";
 
-/// The libraries of the driver that a container gets a shim for.
+/// The driver's libraries for which containers get a shim.
 pub const SHIMS: &[&str] = &[LIBCUDA, LIBNVML];
 
-/// The developer's name for the shim, beside it.
+/// The shim's name for compilers.
 const DEV_LINK: &str = "libcuda.so";
 
-/// The stub's file: its name is none that `ldconfig` takes for a library.
+/// The stub's file name, which `ldconfig` takes for no library.
 const STUB: &str = "cuda-stub.so";
 
-/// How old a temporary folder is whose agent has certainly died.
+/// The age at which a temporary directory certainly belongs to an agent that has died.
 const STALE_AFTER: Duration = Duration::from_secs(3600);
 
-/// What went wrong with the shim's files.
+/// The reason why the shim's files could not be installed.
 #[derive(Debug, thiserror::Error)]
 pub enum ShimInstallError {
     /// The image lacks the shim.
@@ -52,36 +54,37 @@ pub enum ShimInstallError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The I/O error.
         source: io::Error,
     },
-    /// The names that a library has could not be read.
+    /// The symbols of a library could not be read.
     #[error("read the symbols of {}: {source}", path.display())]
     Symbols {
         /// The shim, or the driver's library.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The error of the file or of its format.
         source: io::Error,
     },
-    /// The folder of this build could not be made.
+    /// The directory of the build could not be created.
     #[error("install the shim in {}: {source}", path.display())]
     Install {
-        /// The folder.
+        /// The directory.
         path: PathBuf,
-        /// What the system said.
+        /// The I/O error.
         source: io::Error,
     },
 }
 
-/// A file of the folder.
+/// A file of a build.
 struct ShimFile {
     name: &'static str,
     bytes: Vec<u8>,
     mode: u32,
 }
 
-/// Copies the shims of `shim_dir` to a folder below `state_dir` unless they are there as they should be for `driver`,
-/// and returns that folder. Two agents that do so at the same time both end with the one folder.
+/// Installs the shims for `driver` below `state_dir` and returns the build's directory.
+///
+/// Two agents that install the same build at the same time end with one directory.
 ///
 /// # Errors
 /// [`ShimInstallError`].
@@ -106,7 +109,7 @@ pub fn install(
     }
 }
 
-/// Removes the builds below `state_dir` that have no path of `in_use`.
+/// Removes the builds below `state_dir` that contain no path of `in_use`.
 ///
 /// # Errors
 /// The first build that could not be removed.
@@ -114,7 +117,7 @@ pub fn remove_unused(state_dir: &Path, in_use: &[PathBuf]) -> io::Result<()> {
     for entry in fs::read_dir(state_dir.join("shim"))? {
         let entry = entry?;
         let path = entry.path();
-        // Hidden folders may be those that another agent is making.
+        // A hidden directory may be the work of another running agent.
         let is_build = !entry.file_name().as_encoded_bytes().starts_with(b".");
         let is_used = in_use.iter().any(|used| used.starts_with(&path));
         if is_build && !is_used {
@@ -153,7 +156,7 @@ fn build_files(shim_dir: &Path, driver: &Driver) -> Result<Vec<ShimFile>, ShimIn
     Ok(files)
 }
 
-/// The shim of `path` without the names that the driver's library lacks.
+/// Reads the shim at `path` and hides the symbols that the driver's library lacks.
 fn hide_missing_symbols(
     path: &Path,
     driver: &Driver,
@@ -174,13 +177,13 @@ fn hide_missing_symbols(
     Ok(library)
 }
 
-/// A name beside `path` that no other agent has, and that no container is given.
+/// A path beside `path` that no other agent uses and no container mounts.
 fn temporary_path(path: &Path) -> PathBuf {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     path.with_file_name(format!(".{name}.{}", std::process::id()))
 }
 
-/// A new folder, whole and on disk before it has its name.
+/// Creates a build: it is complete and on disk before it gets its final name.
 fn create_build(path: &Path, files: &[ShimFile]) -> io::Result<()> {
     let temporary = temporary_path(path);
     remove_dir_if_exists(&temporary)?;
@@ -194,7 +197,7 @@ fn create_build(path: &Path, files: &[ShimFile]) -> io::Result<()> {
     sync_to_disk(path.parent().unwrap_or(path))
 }
 
-/// Writes what is not in `folder` as it should be; nothing where all is.
+/// Writes the files of `folder` that are missing or differ.
 fn repair_build(folder: &Path, files: &[ShimFile]) -> io::Result<()> {
     let mut mended = false;
     for ShimFile { name, bytes, mode } in files {
@@ -213,7 +216,7 @@ fn repair_build(folder: &Path, files: &[ShimFile]) -> io::Result<()> {
 }
 
 fn has_content(path: &Path, content: &[u8]) -> bool {
-    // Its length first: what a loss of power leaves is mostly empty.
+    // The length first: after a loss of power a file is mostly empty.
     path.metadata()
         .is_ok_and(|file| file.len() == content.len() as u64)
         && fs::read(path).is_ok_and(|found| found == content)
@@ -221,13 +224,13 @@ fn has_content(path: &Path, content: &[u8]) -> bool {
 
 fn replace_file(path: &Path, write: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
     let temporary = temporary_path(path);
-    // One of a predecessor with the same process id.
+    // A dead agent with the same pid may have left a file of this name.
     let _ = fs::remove_file(&temporary);
     write(&temporary)?;
     fs::rename(&temporary, path)
 }
 
-/// Best effort: what stays is looked at again.
+/// An error is harmless: the next installation tries again.
 fn remove_stale(builds: &Path) {
     for entry in fs::read_dir(builds).into_iter().flatten().flatten() {
         let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
@@ -257,7 +260,7 @@ fn build_id(files: &[ShimFile]) -> String {
         .collect()
 }
 
-/// Containers run as any user: the mode must not depend on the agent's umask.
+/// Containers run as any user, so the mode must not depend on the agent's umask.
 fn write_synced(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     fs::write(path, content)?;
     set_mode(path, mode)?;

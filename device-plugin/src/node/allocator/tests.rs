@@ -1,4 +1,4 @@
-//! The core over a host in memory that can crash before any step, or refuse one.
+//! Tests the allocator over a host in memory that can crash before any step, or fail a step.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,35 +12,35 @@ use crate::gpu::{Gpu, GpuState};
 use crate::node::host::HostSurvey;
 use crate::units::{Bytes, Quantum};
 
-/// What is on the host: it outlives the agent.
+/// The state of the host, which outlives the agent.
 #[derive(Debug, Default)]
 struct FakeHostState {
     checkpoint: Option<NodeCheckpoint>,
-    /// What is served, with its managed memory.
+    /// The served allocations with their managed memory.
     sockets: BTreeMap<AllocationId, Bytes>,
     cdi: BTreeMap<AllocationId, cdi::CdiBinding>,
-    /// What the sessions say that allocations had exported.
+    /// The exported memory that the sessions report for each allocation.
     exported: BTreeMap<AllocationId, Vec<(GpuUuid, Bytes)>>,
-    /// What allocations were charged for of what others had exported.
+    /// The exports that allocations were charged for on behalf of earlier ones.
     inherited: BTreeMap<AllocationId, (GpuUuid, Bytes)>,
-    /// What is held on each GPU of what was left.
+    /// The upper bound of unreclaimed memory on each GPU.
     unreclaimed: Bytes,
-    /// The kept leases that allocations are charged for.
+    /// The leases that allocations are charged for.
     leases: BTreeMap<AllocationId, Vec<(GpuUuid, Bytes)>>,
-    /// What was served when kept leases were last asked for.
+    /// The allocations that were served at the last reconciliation of leases.
     served_at_reconcile: BTreeSet<AllocationId>,
-    /// How the node stood then, and what is answered.
+    /// The inputs of that reconciliation, and its answer.
     last_lease_inputs: NodeView,
     lease_answer: LedgerUpdate,
-    /// The kept leases that the ledger has on record.
+    /// The leases that the ledger has on record.
     recorded: Vec<LeaseId>,
     /// The allocations whose CDI file the next agent cannot read.
     unreadable: BTreeSet<AllocationId>,
-    /// Steps that were done.
+    /// The number of steps performed.
     steps_done: usize,
-    /// The agent dies before the step with this number.
+    /// The agent crashes before the step with this number.
     crash_at: Option<usize>,
-    /// Steps that fail.
+    /// The names of steps that fail.
     failing_steps: BTreeSet<&'static str>,
 }
 
@@ -89,7 +89,7 @@ impl FakeHost {
 
 impl HostOps for FakeHost {
     fn save_checkpoint(&mut self, state: &NodeCheckpoint) -> Result<(), HostError> {
-        // What is kept is what can be read back.
+        // Only state that survives serialization counts.
         let text = serde_json::to_string(state).unwrap();
         self.step("persist", |disk| {
             disk.checkpoint = Some(serde_json::from_str(&text).unwrap())
@@ -126,7 +126,7 @@ impl HostOps for FakeHost {
             .unwrap_or_default()
     }
 
-    /// As far as a quota of 14 GiB goes.
+    /// Accepts at most 14 GiB, as a quota would.
     fn charge_inherited(&mut self, allocation: AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
         let inherited = bytes.min(Bytes::gib(14));
         let mut disk = self.state();
@@ -153,7 +153,7 @@ impl HostOps for FakeHost {
         disk.served_at_reconcile = disk.sockets.keys().copied().collect();
         LedgerUpdate {
             orphaned: disk.lease_answer.orphaned.clone(),
-            // Told once.
+            // Each ended lease is reported once.
             unreclaimed: std::mem::take(&mut disk.lease_answer.unreclaimed),
         }
     }
@@ -255,7 +255,7 @@ impl TestNode {
             .join(format!("pod{pod}"))
     }
 
-    /// The kubelet admits a container: Allocate, then its checkpoint.
+    /// The kubelet admits a container: it calls Allocate and writes its checkpoint.
     fn admit(
         &mut self,
         pod: &str,
@@ -283,7 +283,7 @@ impl TestNode {
         self.admit(pod, "main", Resource::DeviceMemory, device_ids(tokens))
     }
 
-    /// The kubelet starts the container that holds `tokens`.
+    /// The kubelet starts the container with these device ids.
     async fn start(
         &mut self,
         pod: &str,
@@ -325,7 +325,7 @@ impl TestNode {
             .await
     }
 
-    /// The pod's cgroup goes, then its tokens are free for others.
+    /// The kubelet removes the pod's cgroup, then forgets its device ids.
     async fn end(&mut self, pod: &str) {
         let _ = std::fs::remove_dir(self.cgroup(pod));
         self.tick(1).await;
@@ -337,12 +337,12 @@ impl TestNode {
         self.allocator.tick(self.now).await;
     }
 
-    /// The agent is gone, without a chance to do anything; the next one comes.
+    /// Kills the agent and starts the next one.
     async fn restart(&mut self) {
         self.restart_with(Quantum::Gib1).await;
     }
 
-    /// The next one is configured with another quantum.
+    /// Kills the agent and starts the next one with another quantum.
     async fn restart_with(&mut self, quantum: Quantum) {
         self.host.state().crash_at = None;
         self.allocator = new_allocator(&self.host, &self.cgroups);
@@ -355,7 +355,7 @@ impl TestNode {
         self.tick(0).await;
     }
 
-    /// Pods with the GPUs and quanta that they are bound to.
+    /// The GPUs and quanta of each pod.
     fn placements(&self) -> BTreeMap<String, Vec<(String, u32)>> {
         let place = |binding: Binding| {
             let shares = match binding.placement {
@@ -370,7 +370,7 @@ impl TestNode {
         self.allocator.bindings().map(place).collect()
     }
 
-    /// The host shows exactly what is bound.
+    /// Checks that files and sockets on the host are exactly those of the bindings.
     fn assert_host_matches_bindings(&self) {
         let device = |binding: &Binding| binding.resource == Resource::DeviceMemory;
         let bound: BTreeSet<AllocationId> = self
@@ -749,7 +749,7 @@ async fn allocation_without_a_pod_is_collected() {
     assert_eq!(bed.allocator.view(bed.now).unbound_allocations, 0);
 }
 
-/// What the kubelet does, in order.
+/// A step of the kubelet.
 #[derive(Debug, Clone)]
 enum KubeletStep {
     Admit(&'static str, std::ops::Range<u16>),
@@ -757,7 +757,8 @@ enum KubeletStep {
     End(&'static str),
 }
 
-/// Two GPUs full, a waiter, an end that lets it in, an init container's tokens used again.
+/// Fills two GPUs, queues a claim, ends a pod so that the claim is bound, and reuses an init
+/// container's device ids.
 fn pod_history() -> Vec<KubeletStep> {
     use KubeletStep::{Admit, End, Start};
     vec![
@@ -780,17 +781,18 @@ impl TestNode {
     async fn apply(&mut self, act: &KubeletStep) {
         match act.clone() {
             KubeletStep::Admit(pod, tokens) => drop(self.admit_device(pod, tokens)),
-            // The kubelet retries for as long as the pod lives; the answer is in the placements.
+            // The kubelet retries while the pod exists; the test reads the result from the
+            // placements.
             KubeletStep::Start(pod, tokens) => {
                 let answer = self.start_device(pod, tokens).await;
-                // It waits on: nobody hangs up.
+                // The call stays open, as the kubelet's would.
                 std::mem::forget(answer);
             }
             KubeletStep::End(pod) => self.end(pod).await,
         }
     }
 
-    /// The kubelet calls again for every container that has not started.
+    /// Repeats the kubelet's call for every container that has not started.
     async fn retry_all(&mut self, started: &[KubeletStep]) {
         for act in started {
             if let KubeletStep::Start(pod, tokens) = act
@@ -876,14 +878,14 @@ async fn pod_without_name_gets_the_one_that_kubelet_lists() {
             .map(|holder| Some(holder?.pod?.to_string()))
             .collect()
     };
-    // As the kubelet's checkpoint has them after a rebuild: an init container's tokens are its pod's, used again.
+    // After a rebuild the kubelet's checkpoint has the init container's ids as ids of the pod.
     bed.admit("a", "init", Resource::DeviceMemory, device_ids(0..2));
     bed.admit_device("a", 0..4);
     bed.start_device("a", 0..4).await;
     assert_eq!(names(&bed), [None]);
     assert!(bed.allocator.has_unnamed_pods());
     let lists = [listed("train", 0..4)];
-    // It wrote another pod's entry after it listed that.
+    // The kubelet wrote another pod's entry after it had listed the pods.
     bed.admit_device("b", 3..6);
     let late = bed.kubelet.pop().unwrap();
     bed.allocator.resolve_missing_names(&lists, &bed.kubelet);
@@ -953,7 +955,7 @@ async fn container_gets_managed_memory_in_either_order() {
             "managed first: {managed_first}"
         );
         for forgotten in [false, true] {
-            // A successor serves all anew.
+            // The next agent serves every allocation anew.
             let nothing = BTreeMap::from([(device, Bytes::ZERO)]);
             bed.host.state().sockets = nothing;
             if forgotten {
@@ -1104,7 +1106,7 @@ async fn orphaned_lease_is_not_bound_until_proven_free() {
     bed.host.state().lease_answer.orphaned = Some(BTreeMap::from([(gpu.clone(), kept)]));
     bed.end("first").await;
     bed.restart().await;
-    // The vault is not heard yet: what the checkpoint says stands.
+    // The fd store has not answered yet: the checkpoint's state remains.
     bed.host.state().lease_answer.orphaned = None;
     bed.tick(1).await;
     assert_eq!(bed.allocator.view(bed.now).gpus[0].free, Quanta(12));
@@ -1112,7 +1114,7 @@ async fn orphaned_lease_is_not_bound_until_proven_free() {
         orphaned: Some(BTreeMap::new()),
         ..LedgerUpdate::default()
     };
-    // The ledger was told of it before.
+    // The ledger has accounted for this lease before.
     turn.unreclaimed = vec![(LeaseId(7), gpu, Bytes::ZERO)];
     bed.host.state().unreclaimed = Bytes::gib(16);
     bed.host.state().failing_steps.insert("persist");

@@ -1,4 +1,4 @@
-//! The folder of CDI files: written atomically, removed, listed back.
+//! Writes, removes and lists the agent's CDI files.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -10,30 +10,30 @@ use crate::units::AllocationId;
 const PREFIX: &str = "bursar.dev-gpu-";
 const SUFFIX: &str = ".json";
 
-/// The runtime's folder of CDI files.
+/// The container runtime's directory of CDI files.
 #[derive(Clone, Debug)]
 pub struct CdiDir {
     dir: PathBuf,
 }
 
-/// What the folder holds.
+/// The agent's files in the directory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CdiListing {
-    /// The bindings of our files, by allocation.
+    /// The bindings of the files, sorted by allocation.
     pub bindings: Vec<CdiBinding>,
-    /// The allocations of files with our name that hold no binding which this agent can read.
+    /// The allocations of files that have no binding which this agent can read.
     pub unreadable: BTreeSet<AllocationId>,
 }
 
-/// What went wrong with a CDI file.
+/// The reason why an operation on CDI files failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CdiError {
-    /// The file could not be written: the container cannot start.
+    /// The file could not be written, so the container cannot start.
     #[error("write {}: {source}", path.display())]
     Write {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The I/O error.
         source: io::Error,
     },
     /// The file could not be removed.
@@ -41,21 +41,21 @@ pub enum CdiError {
     Remove {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The I/O error.
         source: io::Error,
     },
-    /// The folder could not be read.
+    /// The directory could not be read.
     #[error("list {}: {source}", path.display())]
     List {
-        /// The folder.
+        /// The directory.
         path: PathBuf,
-        /// What the system said.
+        /// The I/O error.
         source: io::Error,
     },
 }
 
 impl CdiError {
-    /// A bounded word for conditions and metric labels.
+    /// A bounded name for conditions and metric labels.
     pub fn reason(&self) -> &'static str {
         match self {
             CdiError::Write { .. } => "CdiWriteFailed",
@@ -66,26 +66,28 @@ impl CdiError {
 }
 
 impl CdiDir {
-    /// Our files in `dir`.
+    /// The agent's files in `dir`.
     pub fn new(dir: PathBuf) -> CdiDir {
         CdiDir { dir }
     }
 
-    /// Where they are.
+    /// The directory's path.
     pub fn path(&self) -> &Path {
         &self.dir
     }
 
-    /// Writes the file of `binding` on `node`; a second write replaces the first. A reader sees all of
-    /// it or nothing: the runtime reads every file in the folder at every container start.
+    /// Writes the file of `binding` and replaces an earlier one.
+    ///
+    /// A reader sees the whole file or none: the runtime reads every file of the directory at each
+    /// container start.
     ///
     /// # Errors
-    /// [`CdiError::WriteStatus`]; the folder then holds what it held before.
+    /// [`CdiError::Write`]; the directory is then unchanged.
     pub fn write(&self, node: &CdiNode, binding: &CdiBinding) -> Result<(), CdiError> {
         let path = self.file_path(&binding.allocation);
         let text = serde_json::to_vec_pretty(&build_spec(node, binding))
             .expect("a spec has no map with keys that are not text");
-        // The runtime takes `.json` and `.yaml` only: it does not look at this one.
+        // The runtime reads `.json` and `.yaml` files only, so it ignores this one.
         let temporary = self
             .dir
             .join(format!(".{PREFIX}{}.tmp", binding.allocation));
@@ -93,20 +95,20 @@ impl CdiDir {
             .and_then(|()| std::fs::write(&temporary, text))
             .and_then(|()| std::fs::rename(&temporary, &path));
         written.map_err(|source| {
-            // Best effort: the next write of this allocation replaces it anyway.
+            // An error is harmless: the next write of this allocation replaces the temporary file.
             let _ = std::fs::remove_file(&temporary);
             CdiError::Write { path, source }
         })
     }
 
-    /// What the file of `allocation` does to its container; none where it is not there or not ours.
+    /// Reads the container edits of an allocation's file; `None` for a missing or foreign file.
     pub fn read_edits(&self, allocation: &AllocationId) -> Option<ContainerEdits> {
         let text = std::fs::read(self.file_path(allocation)).ok()?;
         let spec: Spec = serde_json::from_slice(&text).ok()?;
         Some(spec.devices.into_iter().next()?.container_edits)
     }
 
-    /// The host's paths that our files mount; `None` where a file cannot be read.
+    /// The host paths that the agent's files mount; `None` where a file is unreadable.
     pub fn mounted_host_paths(&self) -> Option<Vec<PathBuf>> {
         let mut mounted = Vec::new();
         for entry in std::fs::read_dir(&self.dir).ok()? {
@@ -125,7 +127,7 @@ impl CdiDir {
         Some(mounted)
     }
 
-    /// Removes the file of `allocation`; one that is not there is removed already.
+    /// Removes the file of `allocation`; a missing file counts as removed.
     ///
     /// # Errors
     /// [`CdiError::Remove`].
@@ -139,7 +141,7 @@ impl CdiDir {
         }
     }
 
-    /// The bindings of every file of ours; a folder that is not there has none.
+    /// Lists the bindings of the agent's files; a missing directory has none.
     ///
     /// # Errors
     /// [`CdiError::List`].

@@ -1,4 +1,4 @@
-//! The CDI file format, as much of it as we write.
+//! Defines the part of the CDI file format that the agent writes.
 //!
 //! Source: CNCF Container Device Interface, SPEC.md, version 0.6.0.
 
@@ -15,9 +15,9 @@ use super::{BINDING_ANNOTATION, CdiBinding, HostMount};
 pub struct Spec {
     /// The version of the format.
     pub cdi_version: String,
-    /// Vendor and class of the devices.
+    /// The vendor and class of the devices.
     pub kind: String,
-    /// Free text for whoever wrote the file.
+    /// Free text of the file's author.
     #[serde(default)]
     pub annotations: BTreeMap<String, String>,
     /// The devices.
@@ -28,17 +28,17 @@ pub struct Spec {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Device {
-    /// Its name within its kind.
+    /// The device's name within its kind.
     pub name: String,
-    /// What it does to a container.
+    /// The changes to a container.
     pub container_edits: ContainerEdits,
 }
 
-/// What a device does to a container. There is no field for hooks: we have none.
+/// The changes that a device makes to a container. The agent writes no hooks, so there is no field.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ContainerEdits {
-    /// Variables, as `NAME=value`.
+    /// Environment variables, as `NAME=value`.
     pub env: Vec<String>,
     /// Device nodes.
     pub device_nodes: Vec<DeviceNode>,
@@ -50,11 +50,11 @@ pub struct ContainerEdits {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceNode {
-    /// Where the container sees it.
+    /// The path in the container.
     pub path: PathBuf,
-    /// Where it is on the host; the runtime takes type and numbers from there.
+    /// The path on the host, from which the runtime takes type and numbers.
     pub host_path: PathBuf,
-    /// What the container's device cgroup allows.
+    /// The access that the container's device cgroup allows.
     pub permissions: String,
 }
 
@@ -62,9 +62,9 @@ pub struct DeviceNode {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Mount {
-    /// Where it is on the host.
+    /// The path on the host.
     pub host_path: PathBuf,
-    /// Where the container sees it.
+    /// The path in the container.
     pub container_path: PathBuf,
     /// Mount options.
     pub options: Vec<String>,
@@ -91,7 +91,7 @@ impl Mount {
     }
 }
 
-/// The file's annotations: the binding, as JSON.
+/// The annotations of a file: its binding, as JSON.
 pub(super) fn binding_annotations(binding: &CdiBinding) -> BTreeMap<String, String> {
     let text =
         serde_json::to_string(binding).expect("a binding has no map with keys that are not text");
@@ -99,7 +99,7 @@ pub(super) fn binding_annotations(binding: &CdiBinding) -> BTreeMap<String, Stri
 }
 
 impl Spec {
-    /// The binding that the file was made for; `None` if the file is not one of ours.
+    /// The binding of the file; `None` for a file of another program.
     pub fn binding(&self) -> Option<CdiBinding> {
         serde_json::from_str(self.annotations.get(BINDING_ANNOTATION)?).ok()
     }

@@ -1,18 +1,20 @@
-//! Follows symbolic links as if a folder were the root of the file system.
+//! Resolves symbolic links as if a directory were the root of the file system.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
-/// Links that are followed before a path counts as a loop, as in the kernel (`MAXSYMLINKS`).
+/// The number of links before a path counts as a loop, as in the kernel (`MAXSYMLINKS`).
 const MAX_LINKS: usize = 40;
 
-/// Where `path` leads below `root` once every link is followed, relative to `root`; `None` if it
-/// leads to nothing or to no regular file. `..` never leaves the root.
+/// Resolves `path` below `root` and returns the result relative to `root`.
+///
+/// Returns `None` for a missing file and for anything but a regular file. `..` never leaves the
+/// root.
 ///
 /// # Errors
-/// What the system says about a part of the path, and `FilesystemLoop` for too many links.
+/// The operating system's error, and `TooManyLinks` for a loop.
 pub(super) fn resolve(root: &Path, path: &Path) -> io::Result<Option<PathBuf>> {
     let mut done = PathBuf::new();
     let mut left: VecDeque<OsString> = parts(path).collect();

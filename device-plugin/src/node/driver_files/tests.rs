@@ -4,7 +4,7 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// A host in a folder.
+/// A host's file system in a temporary directory.
 struct FakeHost(TempDir);
 
 impl FakeHost {
@@ -91,7 +91,7 @@ fn driver_is_found_in_every_library_dir() {
     }
 }
 
-/// Where everything was found: libcuda, the version, what helpers there are, and the device nodes' folder.
+/// The found library, version, helpers and directory of device nodes.
 fn found(host: &FakeHost) -> (PathBuf, Option<String>, Vec<PathBuf>, PathBuf) {
     let driver = host.find().unwrap();
     assert_eq!(

@@ -15,7 +15,7 @@ fn uuid() -> GpuUuid {
     "GPU-a".parse().unwrap()
 }
 
-/// One healthy GPU of 16 GiB with 10 bound and 2 kept for a waiter.
+/// A healthy GPU of 16 GiB with 10 GiB bound and 2 GiB reserved.
 fn snapshot() -> Snapshot {
     Snapshot {
         inventory: inventory_with(Health::Healthy),

@@ -1,15 +1,16 @@
-//! A library without code that stands for another one under a second name.
+//! Builds a library without code that loads another one under a second SONAME.
 //!
-//! A loader that holds a library with the SONAME `libcuda.so.1` opens no other file for that name. Many programs ask
-//! for `libcuda.so`, and a library has one SONAME only: the stub has that one, and needs the other. Once it is loaded,
-//! `dlopen("libcuda.so")` answers the stub whatever the library path says, and `dlsym` goes on to what it needs.
+//! A loader that has a library with the SONAME `libcuda.so.1` opens no other file for that name.
+//! Many programs ask for `libcuda.so`, and a library has one SONAME only. The stub has this SONAME
+//! and a `DT_NEEDED` entry for the shim. Once the stub is loaded, `dlopen("libcuda.so")` returns
+//! the stub whatever the library path is, and `dlsym` continues to the shim.
 
 use object::elf::{self, Dyn64, FileHeader64, Ident, ProgramHeader64, Sym64};
 use object::{LittleEndian, U16, U32, U64, pod};
 
 const LITTLE: LittleEndian = LittleEndian;
 
-/// The largest page of the machines that we build for: arm64 kernels have 64 KiB.
+/// The largest page size of the supported machines: arm64 kernels may use 64 KiB.
 const PAGE: u64 = 0x1_0000;
 
 #[cfg(target_arch = "x86_64")]
@@ -22,13 +23,14 @@ const SEGMENT: u64 = size_of::<ProgramHeader64<LittleEndian>>() as u64;
 const DYNAMIC_ENTRY: u64 = size_of::<Dyn64<LittleEndian>>() as u64;
 const SYMBOL: u64 = size_of::<Sym64<LittleEndian>>() as u64;
 
-/// An ELF library with the SONAME `soname` that needs `needed` and has no symbol (System V gABI, "Dynamic Linking").
-/// In the file, and at the same addresses in memory: the header, three segments, the dynamic section, the empty
-/// table of symbols, its hash table, the names.
+/// Builds an ELF library with the SONAME `soname` that needs `needed` and has no symbol.
+///
+/// Format: System V gABI, "Dynamic Linking". The file's parts, at equal addresses in memory: the
+/// header, three segments, the dynamic section, the empty symbol table, its hash table, the names.
 pub(super) fn build_stub(soname: &str, needed: &str) -> Vec<u8> {
-    // The empty name first.
+    // The string table begins with the empty name.
     let names = format!("\0{needed}\0{soname}\0");
-    // One bucket, one symbol; both chains end at once.
+    // One bucket and one symbol; both chains end at once.
     let hash = [1_u32, 1, 0, 0].map(|word| U32::new(LITTLE, word));
 
     let dynamic_at = HEADER + 3 * SEGMENT;
@@ -50,10 +52,10 @@ pub(super) fn build_stub(soname: &str, needed: &str) -> Vec<u8> {
     ]
     .map(|(tag, value)| dynamic_entry(tag, value));
     let segments = [
-        // Writable, for a loader before glibc 2.35 notes the addresses in the dynamic section itself.
+        // Writable: loaders before glibc 2.35 write addresses into the dynamic section itself.
         program_header(elf::PT_LOAD, 0, end, PAGE),
         program_header(elf::PT_DYNAMIC, dynamic_at, symbols_at - dynamic_at, 8),
-        // Without it the loader would make the program's stack executable.
+        // Without this segment the loader would make the program's stack executable.
         program_header(elf::PT_GNU_STACK, 0, 0, 16),
     ];
 

@@ -1,8 +1,11 @@
-//! The names that a library exports, and a copy of a library that exports fewer.
+//! Lists the symbols that a library exports, and hides some of them in a copy.
 //!
-//! A name that the node's driver lacks must not be found in the shim either: programs take what `dlsym` finds for
-//! what the driver can do. A hidden symbol becomes an undefined weak one, which no loader finds and no linker minds
-//! (System V gABI, "Symbol Table"; glibc and musl ignore a local one too, but linkers refuse locals among globals).
+//! A symbol that the node's driver lacks must not be found in the shim either. Programs take a
+//! symbol that `dlsym` finds for a feature of the driver.
+//!
+//! A hidden symbol becomes an undefined weak one, which no loader finds and every linker accepts
+//! (System V gABI, "Symbol Table"). The loaders of glibc and musl would ignore a local symbol too,
+//! but linkers refuse local symbols among global ones.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -18,12 +21,12 @@ const LITTLE: LittleEndian = LittleEndian;
 type Header = FileHeader64<LittleEndian>;
 type Symbol = Sym64<LittleEndian>;
 
-/// The names of the library's exported functions and variables.
+/// The names of the functions and variables that a library exports.
 ///
 /// # Errors
-/// It cannot be read, or is no little-endian 64-bit ELF file.
+/// The file cannot be read, or is no little-endian 64-bit ELF file.
 pub(super) fn exported_names(library: &Path) -> io::Result<BTreeSet<Vec<u8>>> {
-    // A driver's library has 90 MB; its table of symbols is all that is read.
+    // A driver library has 90 MB, of which only the symbol table is read.
     let file = ReadCache::new(File::open(library)?);
     let (symbols, _) = dynamic_symbols(&file)?;
     let defined = symbols.iter().filter(|symbol| is_exported(symbol));
@@ -33,10 +36,10 @@ pub(super) fn exported_names(library: &Path) -> io::Result<BTreeSet<Vec<u8>>> {
         .collect())
 }
 
-/// Hides every name that `library` exports and `kept` lacks.
+/// Hides every exported symbol of `library` whose name is not in `kept`.
 ///
 /// # Errors
-/// It is no little-endian 64-bit ELF file.
+/// The library is no little-endian 64-bit ELF file.
 pub(super) fn hide_names(library: &mut [u8], kept: &BTreeSet<Vec<u8>>) -> io::Result<()> {
     let (symbols, offset) = dynamic_symbols(&*library)?;
     let lacking = |symbol: &Symbol| {
@@ -59,7 +62,7 @@ pub(super) fn hide_names(library: &mut [u8], kept: &BTreeSet<Vec<u8>>) -> io::Re
     Ok(())
 }
 
-/// The table of dynamic symbols, and where it begins in the file.
+/// The dynamic symbol table and its offset in the file.
 fn dynamic_symbols<'a, R: ReadRef<'a>>(
     library: R,
 ) -> io::Result<(SymbolTable<'a, Header, R>, usize)> {

@@ -3,10 +3,10 @@ use crate::node::driver_files::{DriverFile, LIBNVML};
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 
-/// The functions of the shim of `image`.
+/// The functions of the shim in the agent's image.
 const FUNCTIONS: &[&str] = &["cuInit", "cuMemAlloc_v2", "cuNewest"];
 
-/// A shared library of these functions.
+/// Compiles a shared library with these functions.
 fn compile_library(path: &Path, functions: &[&str]) {
     let source: String = functions
         .iter()
@@ -23,13 +23,13 @@ fn compile_library(path: &Path, functions: &[&str]) {
     fs::remove_file(file).unwrap();
 }
 
-/// The agent's image, the host's driver, and the node's folder.
+/// The agent's image, the host's driver and the state directory.
 struct FakeMachine {
     folder: tempfile::TempDir,
 }
 
 impl FakeMachine {
-    /// The driver has these functions.
+    /// A machine whose driver has these functions.
     fn new(driver: &[&str]) -> FakeMachine {
         let machine = FakeMachine {
             folder: tempfile::tempdir().unwrap(),
@@ -125,7 +125,7 @@ fn builds_are_removed_when_no_cdi_file_mounts_them() {
         assert!(mounted.join(LIBCUDA).exists() && current.join(LIBCUDA).exists());
         assert_eq!(machine.builds(), 2);
     }
-    // Another agent is making a build.
+    // A build that another agent is creating.
     fs::create_dir(state.join("shim/.being-made.7")).unwrap();
     let current = machine.install().unwrap();
     remove_unused(&state, std::slice::from_ref(&current)).unwrap();
