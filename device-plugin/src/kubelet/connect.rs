@@ -1,4 +1,4 @@
-//! Dials a gRPC server on a Unix socket.
+//! Connects to a gRPC server on a Unix socket.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -9,20 +9,21 @@ use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint, Error, Uri};
 
-/// Connects to the socket at `path`; connecting takes at most `limit`.
+/// Connects to the socket at `path` within `limit`.
 pub(super) async fn connect(path: &Path, limit: Duration) -> Result<Channel, Error> {
     endpoint(limit)
         .connect_with_connector(tower::service_fn(dial(path)))
         .await
 }
 
-/// Connects with the first call, and again with the first call after a connection was lost. It needs
-/// a runtime.
+/// Connects with the first call, and reconnects with the first call after a lost connection.
+///
+/// The caller has to be inside a runtime.
 pub(super) fn connect_when_called(path: &Path, limit: Duration) -> Channel {
     endpoint(limit).connect_with_connector_lazy(tower::service_fn(dial(path)))
 }
 
-/// gRPC wants an authority; a Unix socket has none, and the kubelet says "localhost" as well.
+/// gRPC requires an authority, and a Unix socket has none: the kubelet sends "localhost" too.
 fn endpoint(limit: Duration) -> Endpoint {
     Endpoint::from_static("http://localhost").connect_timeout(limit)
 }

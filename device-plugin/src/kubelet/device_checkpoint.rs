@@ -1,11 +1,12 @@
-//! Reads which container holds which tokens from the kubelet's own device checkpoint.
+//! Reads the device ids of containers from the kubelet's device checkpoint.
 //!
-//! `kubelet_internal_checkpoint` in the plugin directory is the only place that ties a pod's UID to device
-//! ids, and it carries our Allocate answer, so also the allocation id. The kubelet replaces the file (temporary
-//! file, rename) before the admission that allocated is over. Its format is
-//! `pkg/kubelet/cm/devicemanager/checkpoint` (Kubernetes 1.20 and later). The checksum in it hashes Go's rendering of
-//! Go types and is not checked here: the rename makes torn files impossible, and a damaged
-//! entry is skipped and counted.
+//! Only `kubelet_internal_checkpoint` in the plugin directory maps device ids to a pod's UID. The
+//! file also has the agent's Allocate response, and by that the allocation id. The kubelet replaces
+//! the file (temporary file, rename) before the admission with the allocation ends.
+//!
+//! The format is `pkg/kubelet/cm/devicemanager/checkpoint` (Kubernetes 1.20 and later). The agent
+//! does not verify the checksum, which hashes Go's rendering of Go types. The rename excludes torn
+//! files, and the agent skips and counts damaged entries.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read as _};
@@ -21,64 +22,64 @@ use crate::units::{AllocationId, DeviceIdSet, PodUid, Resource};
 
 /// The file's name in the kubelet's plugin directory.
 pub const FILE_NAME: &str = "kubelet_internal_checkpoint";
-/// The most that is read. 4,096 tokens in 4,096 containers take about 1.5 MB; other vendors' plugins
-/// share the file.
+/// The most bytes to read: 4,096 device ids in 4,096 containers take about 1.5 MB. Plugins of other
+/// vendors share the file.
 pub const MAX_BYTES: u64 = 16 << 20;
 
-/// Why the kubelet's checkpoint tells nothing.
+/// The reason why the kubelet's checkpoint is unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceCheckpointError {
-    /// There is none: a new node, or a wiped directory.
+    /// The file is missing: the node is new, or its directory was wiped.
     #[error("there is no {path}")]
     Missing {
         /// The file.
         path: PathBuf,
     },
-    /// It cannot be read.
+    /// The file is unreadable.
     #[error("cannot read {path}")]
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The I/O error.
         #[source]
         source: io::Error,
     },
-    /// It is larger than [`MAX_BYTES`].
+    /// The file is larger than [`MAX_BYTES`].
     #[error("the kubelet's device checkpoint is larger than {MAX_BYTES} bytes")]
     TooLarge,
-    /// It is not the JSON that kubelets write.
+    /// The file does not have the JSON format of kubelets.
     #[error("the kubelet's device checkpoint is malformed")]
     Malformed(#[source] serde_json::Error),
 }
 
-/// One container's allocation of one of our resources, as the kubelet remembers it.
+/// One container's device ids of one of the agent's resources.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CheckpointEntry {
-    /// The pod.
+    /// The pod's UID.
     pub pod: PodUid,
-    /// The container's name in it; a plain init container's too.
+    /// The container's name; init containers are listed too.
     pub container: String,
-    /// Which of our resources.
+    /// The resource.
     pub resource: Resource,
-    /// The tokens.
+    /// The device ids.
     pub tokens: DeviceIdSet,
-    /// The allocation that our answer named.
+    /// The allocation in the agent's response.
     pub allocation: AllocationId,
 }
 
-/// Everything that the kubelet remembers of our resources. An entry stays for some time after its pod is gone: the
-/// kubelet forgets pods when it next allocates.
+/// The kubelet's entries for the agent's resources.
+///
+/// The kubelet keeps entries of ended pods until its next allocation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DeviceCheckpoint {
-    /// Our entries, in the file's order.
+    /// The entries in the file's order.
     pub entries: Vec<CheckpointEntry>,
-    /// Entries of our resources that make no sense: damaged, or answered by something else.
+    /// The number of damaged entries, and of those that another program answered.
     pub skipped: usize,
 }
 
 impl DeviceCheckpoint {
-    /// Reads the checkpoint in the kubelet's plugin directory. `names` are our resources as they are
-    /// registered.
+    /// Reads the checkpoint in the kubelet's plugin directory; `names` has the registered names.
     ///
     /// # Errors
     /// [`DeviceCheckpointError`].
@@ -91,7 +92,7 @@ impl DeviceCheckpoint {
         Self::parse(&json, names)
     }
 
-    /// Parses the file's content.
+    /// Parses the content of the file.
     ///
     /// # Errors
     /// [`DeviceCheckpointError::TooLarge`] or [`DeviceCheckpointError::Malformed`].
@@ -116,8 +117,10 @@ impl DeviceCheckpoint {
         Ok(checkpoint)
     }
 
-    /// The holders of exactly these tokens: more than one where containers of a pod share them in turn, or where a
-    /// pod that is gone has not been forgotten.
+    /// The entries with exactly these device ids.
+    ///
+    /// There are several where containers of a pod share ids in turn, and while the entry of an
+    /// ended pod remains.
     pub fn entries_with<'a>(
         &'a self,
         resource: Resource,
@@ -145,8 +148,8 @@ struct File {
 
 #[derive(Deserialize)]
 struct Data {
-    /// Null where nothing was ever allocated. Each is taken apart by itself: a damaged one, or another
-    /// vendor's, must not hide the others.
+    /// Null before the first allocation. Each entry is parsed separately: a damaged or foreign one
+    /// must not hide the others.
     #[serde(rename = "PodDeviceEntries")]
     pod_device_entries: Option<Vec<serde_json::Value>>,
 }
@@ -157,7 +160,7 @@ struct JsonEntry {
     pod: PodUid,
     #[serde(rename = "ContainerName")]
     container: String,
-    /// By NUMA node; ours are all under -1, "none".
+    /// The ids by NUMA node; the agent's are all under -1, "none".
     #[serde(rename = "DeviceIDs")]
     device_ids: BTreeMap<String, Vec<String>>,
     /// A marshalled ContainerAllocateResponse.
@@ -203,7 +206,7 @@ mod tests {
         DeviceCheckpoint::parse(json.as_bytes(), &names())
     }
 
-    /// One entry as kubelet 1.36.3 writes it.
+    /// An entry as kubelet 1.36.3 writes it.
     fn entry(pod: &str, container: &str, ids: &[&str], allocation: u64) -> String {
         let answer =
             container_response(Resource::DeviceMemory, AllocationId::from_bits(allocation));

@@ -1,35 +1,35 @@
-//! A resource's tokens as one ListAndWatch message, held to its limits.
+//! Builds the ListAndWatch message of a resource and checks its limits.
 
 use prost::Message as _;
 
 use super::api::deviceplugin::{Device, HEALTHY, ListAndWatchResponse, UNHEALTHY};
 use crate::units::{DeviceId, MAX_DEVICE_IDS, Resource};
 
-/// The largest message that is ever sent. The kubelet closes the stream at 4 MiB (gRPC's default).
+/// The largest message to send. The kubelet closes the stream at 4 MiB (gRPC's default).
 pub const MAX_MESSAGE_BYTES: usize = 3 << 20;
 
-/// Why tokens cannot be advertised; the caller turns it into a condition and an event.
+/// The reason why devices cannot be advertised, for a condition and an event.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DevicesError {
-    /// All resources of a node together.
+    /// All resources of the node have too many devices together.
     #[error(
         "{tokens} tokens on this node, at most {MAX_DEVICE_IDS} can be registered: use a larger quantum"
     )]
     TooManyTokens {
-        /// Tokens of all resources together.
+        /// The devices of all resources.
         tokens: usize,
     },
-    /// One resource's message.
+    /// The message of one resource is too large.
     #[error(
         "the list of {tokens} tokens of {resource} takes {bytes} bytes, \
          at most {MAX_MESSAGE_BYTES} can be sent"
     )]
     MessageTooLarge {
-        /// What the tokens count.
+        /// The resource.
         resource: Resource,
-        /// How many there are.
+        /// The number of its devices.
         tokens: usize,
-        /// Size of their message.
+        /// The size of the message.
         bytes: usize,
     },
 }
@@ -44,12 +44,12 @@ impl DevicesError {
     }
 }
 
-/// Whether a token may be given to a container.
+/// Whether the kubelet may allocate a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceHealth {
-    /// The node has a quantum for it.
+    /// A healthy GPU has a quantum for the device.
     Healthy,
-    /// More tokens were advertised than healthy GPUs have quanta.
+    /// The agent has advertised more devices than healthy GPUs have quanta.
     Unhealthy,
 }
 
@@ -62,9 +62,9 @@ impl DeviceHealth {
     }
 }
 
-/// What the kubelet is told about one resource: the health of tokens 0, 1, 2, ...
+/// The devices of one resource: the health of ids 0, 1, 2, ...
 ///
-/// A value of this type fits in one message; [`Devices::new`] is the only way to one.
+/// A value of this type fits into one message; [`Devices::new`] checks that.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Devices {
     resource: Resource,
@@ -72,10 +72,10 @@ pub struct Devices {
 }
 
 impl Devices {
-    /// The tokens of `resource` with their health, by index.
+    /// The devices of `resource` with their health, by index.
     ///
     /// # Errors
-    /// [`DevicesError`] where they are too many to advertise.
+    /// [`DevicesError`] where there are too many.
     pub fn new(resource: Resource, health: Vec<DeviceHealth>) -> Result<Self, DevicesError> {
         check_node_total([health.len()])?;
         let devices = Self { resource, health };
@@ -91,22 +91,22 @@ impl Devices {
         Ok(devices)
     }
 
-    /// What the tokens count.
+    /// The resource.
     pub fn resource(&self) -> Resource {
         self.resource
     }
 
-    /// How many tokens there are, healthy or not: the kubelet's capacity.
+    /// The number of devices, unhealthy ones included: the kubelet's capacity.
     pub fn len(&self) -> usize {
         self.health.len()
     }
 
-    /// Whether there is no token at all.
+    /// Whether there is no device.
     pub fn is_empty(&self) -> bool {
         self.health.is_empty()
     }
 
-    /// How many tokens are healthy: the kubelet's allocatable.
+    /// The number of healthy devices: the kubelet's allocatable.
     pub fn healthy_count(&self) -> usize {
         self.health
             .iter()
@@ -114,7 +114,7 @@ impl Devices {
             .count()
     }
 
-    /// The message for ListAndWatch.
+    /// The ListAndWatch message.
     pub fn to_message(&self) -> ListAndWatchResponse {
         let tokens = DeviceId::first(self.resource, MAX_DEVICE_IDS);
         let devices = tokens.zip(&self.health).map(|(token, health)| Device {
@@ -128,7 +128,7 @@ impl Devices {
     }
 }
 
-/// Checks that a node's resources together stay within [`MAX_DEVICE_IDS`].
+/// Checks that the resources of a node together have at most [`MAX_DEVICE_IDS`] devices.
 ///
 /// # Errors
 /// [`DevicesError::TooManyTokens`].

@@ -1,4 +1,4 @@
-//! Wakes when something that matters happens in the kubelet's plugin directory.
+//! Watches the kubelet's plugin directory for sockets.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -14,19 +14,19 @@ use super::api::deviceplugin::KUBELET_SOCKET;
 use super::registration::SocketId;
 use super::server::is_agent_socket;
 
-/// Why a directory cannot be watched.
+/// The reason why a directory cannot be watched.
 #[derive(Debug, thiserror::Error)]
 pub enum WatchError {
-    /// There is no such directory, or it cannot be read.
+    /// The directory is missing or unreadable.
     #[error("cannot read the kubelet's plugin directory {path}")]
     Directory {
         /// The directory.
         path: PathBuf,
-        /// What the kernel said.
+        /// The I/O error.
         #[source]
         source: io::Error,
     },
-    /// No inotify instance: `fs.inotify.max_user_instances` is used up.
+    /// The inotify instances are used up (`fs.inotify.max_user_instances`).
     #[error("cannot create an inotify instance")]
     Inotify(#[source] io::Error),
     /// The watched directory was removed, moved or unmounted.
@@ -48,10 +48,10 @@ impl WatchError {
     }
 }
 
-/// A watch on the plugin directory for `kubelet.sock` and for sockets of ours.
+/// A watch of the plugin directory for `kubelet.sock` and for the agent's sockets.
 ///
-/// The kubelet's checkpoint is in the same directory and is replaced at each Allocate; that wakes
-/// nobody.
+/// The watch ignores the kubelet's checkpoint, which the kubelet replaces in this directory at each
+/// Allocate.
 #[derive(Debug)]
 pub struct PluginDirWatch {
     fd: AsyncFd<OwnedFd>,
@@ -59,7 +59,7 @@ pub struct PluginDirWatch {
 }
 
 impl PluginDirWatch {
-    /// Watches `path`; what happens from now on will wake [`DirectoryWatch::changed`].
+    /// Watches `path`: later changes wake [`PluginDirWatch::changed`].
     ///
     /// # Errors
     /// [`WatchError::Directory`] or [`WatchError::Inotify`].
@@ -88,10 +88,10 @@ impl PluginDirWatch {
         })
     }
 
-    /// Returns after a change that matters. Dropped before that, no change is lost.
+    /// Returns after a relevant change. Dropping the future loses no change.
     ///
     /// # Errors
-    /// [`WatchError::Gone`]: this watch sees nothing any more.
+    /// [`WatchError::Gone`]: this watch reports no more changes.
     pub async fn changed(&mut self) -> Result<(), WatchError> {
         loop {
             let mut ready = self.fd.readable().await.map_err(WatchError::Inotify)?;
@@ -114,7 +114,7 @@ enum DrainResult {
     Gone,
 }
 
-/// Takes every event that is there.
+/// Reads all queued events.
 fn drain_events(fd: &OwnedFd) -> DrainResult {
     let mut buffer = [MaybeUninit::uninit(); 4096];
     let mut events = inotify::Reader::new(fd, &mut buffer);
@@ -138,7 +138,7 @@ fn drain_events(fd: &OwnedFd) -> DrainResult {
     }
 }
 
-/// Which `kubelet.sock` is in `dir`, if any.
+/// The identity of the `kubelet.sock` in `dir`, if any.
 pub fn kubelet_socket(dir: &Path) -> Option<SocketId> {
     let meta = std::fs::symlink_metadata(dir.join(KUBELET_SOCKET)).ok()?;
     let ctime_ns = i128::from(meta.ctime()) * 1_000_000_000 + i128::from(meta.ctime_nsec());

@@ -1,19 +1,19 @@
-//! Counts things that are alive, so that others can wait for a change.
+//! Counts streams and calls in flight, and lets others wait for a change.
 
 use std::sync::Arc;
 
 use tokio::sync::watch;
 
-/// How many there are, and how many there ever were.
+/// The present number and the total.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct InFlightCount {
-    /// Alive at this moment.
+    /// The number in flight.
     pub(super) now: u32,
-    /// Begun since the counter was made; never falls.
+    /// The number ever started, which never decreases.
     pub(super) total: u64,
 }
 
-/// A counter whose guards count themselves out.
+/// A counter whose guards decrement it when dropped.
 #[derive(Debug, Clone, Default)]
 pub(super) struct InFlight(Arc<watch::Sender<InFlightCount>>);
 
@@ -27,20 +27,20 @@ impl InFlight {
         InFlightGuard(self.clone())
     }
 
-    /// Waits until the count is such.
+    /// Waits until the count satisfies `such`.
     pub(super) async fn wait_until(&self, such: impl FnMut(&InFlightCount) -> bool) {
         let mut count = self.0.subscribe();
-        // The sender lives in `self`, so there is no error.
+        // `self` has the sender, so the channel cannot be closed.
         let _such = count.wait_for(such).await.is_ok();
     }
 
-    /// The count at this moment.
+    /// The present count.
     pub(super) fn get(&self) -> InFlightCount {
         *self.0.borrow()
     }
 }
 
-/// One counted thing.
+/// The guard of one counted call or stream.
 #[derive(Debug)]
 pub(super) struct InFlightGuard(InFlight);
 

@@ -1,8 +1,8 @@
-//! Keeps one resource registered with the kubelet for as long as the agent lives.
+//! Keeps one resource registered with the kubelet while the agent runs.
 //!
-//! [`registration`](super::registration) draws the states and decides; this module looks, acts and
-//! reports. Nothing is locked while it registers: the server answers on tasks of its own, so the
-//! kubelet can dial back before it answers.
+//! The state machine in [`registration`](super::registration) decides; this module observes, acts
+//! and reports. The lifecycle has no lock while it registers: the server answers on its own tasks,
+//! for the kubelet dials back before it answers.
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -21,53 +21,53 @@ use super::plugin::{Allocator, plugin_options};
 use super::registration::{Observation, OwnServer, StateMachine, Step};
 use super::server::{self, PluginService, Server};
 
-/// How often to look where the directory is watched: only a net under the watch.
+/// The poll interval beside a directory watch, in case the watch misses a change.
 pub const POLL_WATCHED: Duration = Duration::from_secs(5);
-/// How often to look where it cannot be watched.
+/// The poll interval without a directory watch.
 pub const POLL_UNWATCHED: Duration = Duration::from_millis(500);
-/// The kubelet takes up to 10 s to dial back, so Register gets a little more.
+/// The timeout of Register: the kubelet takes up to 10 s to dial back.
 pub const REGISTER_TIMEOUT: Duration = Duration::from_secs(12);
-/// Servers kept for the streams that are still open at them.
+/// The most old servers to keep for their open streams.
 const MAX_RETIRED: usize = 4;
 
-/// Whether the kubelet follows a resource.
+/// Whether the kubelet watches a resource.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Registration {
-    /// It does not, and why.
+    /// The resource is not registered, with the reason.
     NotRegistered(NotRegistered),
-    /// It has a ListAndWatch stream open.
+    /// The kubelet has a ListAndWatch stream open.
     Registered,
 }
 
 impl Registration {
-    /// Whether the kubelet follows the resource.
+    /// Whether the kubelet watches the resource.
     pub fn is_registered(&self) -> bool {
         matches!(self, Self::Registered)
     }
 }
 
-/// Why the kubelet does not follow a resource.
+/// The reason why a resource is not registered.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NotRegistered {
-    /// Nothing was tried yet.
+    /// The agent has not tried yet.
     #[error("the agent is starting")]
     Starting,
     /// The kubelet's directory is missing or unreadable.
     #[error("{0}")]
     Directory(String),
-    /// Our own socket could not be made.
+    /// The agent's socket could not be created.
     #[error("{0}")]
     CannotServe(String),
     /// There is no `kubelet.sock`.
     #[error("no {KUBELET_SOCKET} in {}: the kubelet is not running", .0.display())]
     NoKubelet(PathBuf),
-    /// Register failed.
+    /// The kubelet refused the registration.
     #[error("{0}")]
     Refused(String),
-    /// The kubelet registered the resource but has not asked for its devices, or no longer listens.
+    /// The kubelet accepted the registration and has no ListAndWatch stream open.
     #[error("the kubelet has no ListAndWatch stream open")]
     NoStream,
-    /// The agent is ending.
+    /// The agent is stopping.
     #[error("the agent has stopped")]
     Stopped,
 }
@@ -87,27 +87,27 @@ impl NotRegistered {
     }
 }
 
-/// Why one call of Register failed.
+/// The reason why one call of Register failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RegisterError {
-    /// Nobody answers at the kubelet's socket.
+    /// No server answers at the kubelet's socket.
     #[error("cannot connect to the kubelet at {path}")]
     Connect {
         /// The kubelet's socket.
         path: PathBuf,
-        /// What the transport said.
+        /// The transport error.
         #[source]
         source: tonic::transport::Error,
     },
-    /// The kubelet said no.
+    /// The kubelet refused.
     #[error("the kubelet refused to register {resource}: {}", .status.message())]
     Refused {
         /// The resource's name.
         resource: String,
-        /// Its answer.
+        /// The kubelet's answer.
         status: Box<tonic::Status>,
     },
-    /// The kubelet did not answer in [`REGISTER_TIMEOUT`].
+    /// The kubelet did not answer within [`REGISTER_TIMEOUT`].
     #[error("the kubelet did not answer the registration of {resource}")]
     TimedOut {
         /// The resource's name.
@@ -115,32 +115,29 @@ pub enum RegisterError {
     },
 }
 
-/// Keeps one resource registered; [`Lifecycle::run`] is its life.
+/// Keeps one resource registered by [`Lifecycle::run`].
 #[derive(Debug)]
 pub struct Lifecycle<A> {
-    /// The kubelet's plugin directory.
     dir: PathBuf,
     /// The extended resource's name.
     name: String,
-    /// What is served.
+    /// The plugin to serve.
     service: PluginService<A>,
-    /// Tells readiness and conditions.
+    /// The state for readiness and conditions.
     report: watch::Sender<Registration>,
-    /// Decides.
     machine: StateMachine,
     /// The server whose endpoint is, or will be, registered.
     server: Option<Server>,
-    /// Number of the next server.
     next_server: u32,
-    /// Servers whose sockets were lost but whose streams the kubelet still has open: to end one
-    /// would make the kubelet drop the registration that followed it.
+    /// Servers whose sockets were removed but whose streams are open: ending a stream would make
+    /// the kubelet drop the later registration.
     retired: VecDeque<Server>,
-    /// Why the last attempt failed.
+    /// The error of the last attempt.
     failure: Option<NotRegistered>,
 }
 
 impl<A: Allocator> Lifecycle<A> {
-    /// A resource called `name`, to be served in `dir`, and what to follow its registration by.
+    /// The lifecycle of the resource `name` in `dir`, with a receiver of its registration state.
     pub fn new(
         dir: &Path,
         name: String,
@@ -162,7 +159,7 @@ impl<A: Allocator> Lifecycle<A> {
         (lifecycle, registration)
     }
 
-    /// Serves and registers, again and again as needed, until `shutdown`; then stops gracefully.
+    /// Serves and registers until `shutdown`, then stops gracefully.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut watch = None;
         self.remove_stale_sockets();
@@ -189,7 +186,8 @@ impl<A: Allocator> Lifecycle<A> {
         self.stop().await;
     }
 
-    /// Removes what dead agents left. An own pid is a dead one's that had the same.
+    /// Removes the sockets of dead agents. A socket with this process's pid is of a dead agent,
+    /// too.
     fn remove_stale_sockets(&self) {
         let own = std::process::id();
         let alive = |pid| pid != own && server::is_process_alive(pid);
@@ -265,7 +263,7 @@ impl<A: Allocator> Lifecycle<A> {
         }
     }
 
-    /// Keeps a failure for the report, logs it where it is a new one, and pauses.
+    /// Records a failure, logs a new one, and starts a pause.
     fn record_failure(&mut self, failure: NotRegistered) {
         self.machine.attempt_failed(Instant::now());
         if self.failure.as_ref() != Some(&failure) {
@@ -301,7 +299,7 @@ impl<A: Allocator> Lifecycle<A> {
         });
     }
 
-    /// Waits for a reason to look again; true where the watch is at its end.
+    /// Waits for a change or a timeout; returns true where the directory watch has ended.
     async fn wait_for_change(
         &self,
         watch: &mut Option<PluginDirWatch>,
@@ -332,12 +330,12 @@ impl<A: Allocator> Lifecycle<A> {
         self.server.iter().chain(&self.retired)
     }
 
-    /// The streams of each server.
+    /// The stream count of each server.
     fn stream_counts(&self) -> Vec<InFlightCount> {
         self.servers().map(Server::streams).collect()
     }
 
-    /// Waits until a stream is opened or ends at any server, since `before`.
+    /// Waits until a stream of any server opens or ends.
     async fn wait_for_stream_change(&self, before: &[InFlightCount]) {
         let changes = self.servers().zip(before);
         let changes: Vec<_> = changes
@@ -349,7 +347,7 @@ impl<A: Allocator> Lifecycle<A> {
         futures::future::select_all(changes).await;
     }
 
-    /// Lets go of the retired servers that nobody uses, and of the oldest where they are many.
+    /// Drops old servers without streams, and the oldest beyond [`MAX_RETIRED`].
     fn drop_idle_servers(&mut self) {
         self.retired.retain(|server| !server.is_idle());
         while self.retired.len() > MAX_RETIRED {
@@ -364,7 +362,7 @@ impl<A: Allocator> Lifecycle<A> {
     }
 }
 
-/// One call of Register at the kubelet in `dir`.
+/// Calls Register at the kubelet in `dir`.
 async fn call_register(dir: &Path, resource: &str, endpoint: &str) -> Result<(), RegisterError> {
     let call = async {
         let path = dir.join(KUBELET_SOCKET);
@@ -394,7 +392,7 @@ async fn call_register(dir: &Path, resource: &str, endpoint: &str) -> Result<(),
         .map_err(late)?
 }
 
-/// An error with all its causes, on one line.
+/// Formats an error and its sources on one line.
 fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

@@ -1,16 +1,16 @@
-//! What the agent and the kubelet say to each other.
+//! Speaks the device plugin API, the PodResources API and the kubelet's checkpoint format.
 //!
 //! | module | job |
 //! |---|---|
-//! | [`api_error`] | the generated gRPC types of both sides |
-//! | [`device_mappings`] | a resource's tokens as one ListAndWatch message, held to its limits |
-//! | [`plugin`] | answers the kubelet's calls over an [`plugin::Allocator`] |
-//! | [`server`] | serves a plugin on a socket of its own |
-//! | [`dir_watch`] | wakes when the kubelet's plugin directory changes |
+//! | [`api`] | includes the generated gRPC types of both sides |
+//! | [`devices`] | builds the ListAndWatch message of a resource and checks its limits |
+//! | [`plugin`] | answers the kubelet's calls by a [`plugin::Allocator`] |
+//! | [`server`] | serves a plugin on its own socket |
+//! | [`dir_watch`] | watches the kubelet's plugin directory |
 //! | [`registration`] | decides when to serve and when to register: pure |
-//! | [`lifecycle`] | carries those decisions out for as long as the agent lives |
-//! | [`device_checkpoint`] | reads which pod holds which tokens from the kubelet's own file |
-//! | [`pod_resources`] | asks the kubelet for pods' names |
+//! | [`lifecycle`] | keeps a resource registered while the agent runs |
+//! | [`device_checkpoint`] | reads pods' device ids from the kubelet's checkpoint |
+//! | [`pod_resources`] | reads the names of pods from the kubelet |
 
 pub mod api;
 mod connect;

@@ -1,7 +1,7 @@
 //! Answers the kubelet's calls for one resource.
 //!
-//! The decisions are an [`Allocator`]'s; this module speaks the protocol: it parses device ids, puts the
-//! allocation id into the answer, and bounds times and messages.
+//! An [`Allocator`] makes the decisions. This module parses device ids, puts the allocation id into
+//! the response, and bounds times and messages.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -19,29 +19,31 @@ use super::in_flight::InFlight;
 use crate::node::cdi;
 use crate::units::{AllocationId, DeviceIdSet, GpuUuid, Resource, UnitError};
 
-/// Annotation of the Allocate answer for managed memory; its value is the allocation id.
+/// The annotation of an Allocate response for managed memory, with the allocation id as its value.
 pub const MANAGED_ANNOTATION: &str = "bursar.dev/managed-allocation";
 
-/// The kubelet gives up on PreStartContainer after 30 s
-/// (`KubeletPreStartContainerRPCTimeoutInSecs`); ours must answer first, or its message is lost.
+/// The timeout of a PreStartContainer call. The kubelet gives up after 30 s
+/// (`KubeletPreStartContainerRPCTimeoutInSecs`) and would discard a later answer with its reason.
 pub const PREPARE_TIMEOUT: Duration = Duration::from_secs(28);
-/// The kubelet waits for Allocate without any limit, so there is one here.
+/// The timeout of an Allocate call. The kubelet itself waits without a limit.
 pub const ALLOCATE_TIMEOUT: Duration = Duration::from_secs(30);
-/// The longest message that goes into a pod's status.
+/// The longest message in a pod's status, in characters.
 const MAX_MESSAGE_CHARS: usize = 512;
 
-/// Books and binds; the node's ledger stands behind it.
+/// Allocates device ids and prepares containers; the node task implements it.
 pub trait Allocator: Send + Sync + 'static {
-    /// Books `tokens` for a container that is not known yet. It never fails for want of room: a
-    /// failing Allocate makes the pod Failed for ever.
+    /// Records `tokens` as allocated to a container that is not known yet.
+    ///
+    /// Lack of room is no error: a failing Allocate makes the pod Failed for ever.
     fn allocate(
         &self,
         resource: Resource,
         tokens: DeviceIdSet,
     ) -> impl Future<Output = Result<AllocationId, AllocateError>> + Send;
 
-    /// Binds the booking of `tokens`, and makes all that its container needs. It may wait for room;
-    /// where it is dropped, the kubelet has stopped waiting.
+    /// Binds the pending allocation of `tokens` and prepares the container's files.
+    ///
+    /// The call may wait for room. The kubelet has given up where the future is dropped.
     fn prepare(
         &self,
         resource: Resource,
@@ -49,35 +51,36 @@ pub trait Allocator: Send + Sync + 'static {
     ) -> impl Future<Output = Result<(), PrepareError>> + Send;
 }
 
-/// Why tokens were not booked.
+/// The reason why device ids were not allocated.
 #[derive(Debug, thiserror::Error)]
 pub enum AllocateError {
-    /// The agent is about to end; its successor can book.
+    /// The agent is stopping; the next agent can allocate.
     #[error("the agent is stopping")]
     Stopping,
 }
 
-/// Why a booking is not bound; the text stands in the pod's status, and the kubelet tries again.
+/// The reason why a container cannot start. The pod's status shows the text, and the kubelet
+/// retries.
 #[derive(Debug, thiserror::Error)]
 pub enum PrepareError {
     /// No GPU has room now.
     #[error("{0}")]
     NoRoom(String),
-    /// No booking holds these tokens.
+    /// No pending allocation has these device ids.
     #[error("no booking holds the tokens {tokens} of {resource}")]
     NotAllocated {
-        /// What was asked for.
+        /// The resource of the call.
         resource: Resource,
-        /// The tokens of the call.
+        /// The device ids of the call.
         tokens: DeviceIdSet,
     },
-    /// The agent is about to end; its successor will be asked.
+    /// The agent is stopping; the kubelet calls the next agent.
     #[error("the agent is stopping")]
     Stopping,
-    /// The pod has memory of a GPU that nothing is to hold.
+    /// The pod's memory is on a GPU that is being drained.
     #[error("{0} is drained: the container starts when that is over")]
     Drained(GpuUuid),
-    /// Room was found, but something that the container needs could not be made.
+    /// A GPU had room, but a file or socket of the container could not be created.
     #[error("{0}")]
     Failed(String),
 }
@@ -85,22 +88,23 @@ pub enum PrepareError {
 /// The DevicePlugin service of one resource.
 #[derive(Debug)]
 pub struct Plugin<A> {
-    /// What its tokens count.
+    /// The resource.
     resource: Resource,
-    /// Who decides.
+    /// The allocator, which decides.
     allocator: Arc<A>,
-    /// What ListAndWatch shows.
+    /// The devices that ListAndWatch sends.
     devices: watch::Receiver<Devices>,
-    /// ListAndWatch streams, for the lifecycle.
+    /// The open ListAndWatch streams, for the lifecycle.
     streams: InFlight,
-    /// Allocate calls under way: ending a stream would cut them, and fail their pods for ever.
+    /// The Allocate calls in flight: the end of a stream would cut them and fail their pods for
+    /// ever.
     allocate_calls: InFlight,
     /// Ends the streams.
     end_streams: CancellationToken,
 }
 
 impl<A: Allocator> Plugin<A> {
-    /// A plugin whose streams and calls are counted, and whose streams end with `end_streams`.
+    /// A plugin that counts its streams and calls, and whose streams end with `end_streams`.
     pub(super) fn new(
         resource: Resource,
         allocator: Arc<A>,
@@ -141,7 +145,7 @@ impl<A: Allocator> Plugin<A> {
     }
 }
 
-/// What the kubelet keeps for a container, and hands to the runtime.
+/// The response that the kubelet saves for a container and passes to the runtime.
 pub fn container_response(resource: Resource, id: AllocationId) -> api::ContainerAllocateResponse {
     let mut answer = api::ContainerAllocateResponse::default();
     match resource {
@@ -159,7 +163,7 @@ pub fn container_response(resource: Resource, id: AllocationId) -> api::Containe
     answer
 }
 
-/// The allocation id in an answer that [`answer`] made.
+/// The allocation id in a response of [`container_response`].
 pub fn allocation_id_of(
     resource: Resource,
     answer: &api::ContainerAllocateResponse,
@@ -246,7 +250,7 @@ impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
     }
 }
 
-/// What this plugin wants of the kubelet.
+/// The options of this plugin.
 pub(super) fn plugin_options() -> api::DevicePluginOptions {
     api::DevicePluginOptions {
         pre_start_required: true,
@@ -254,7 +258,7 @@ pub(super) fn plugin_options() -> api::DevicePluginOptions {
     }
 }
 
-/// The devices now and after each change. It outlives its sender: the last image stands.
+/// The devices now and after each change. The stream does not end with its sender.
 fn device_updates(devices: watch::Receiver<Devices>) -> impl Stream<Item = Devices> + Send {
     let start = (devices, None::<Devices>);
     futures::stream::unfold(start, |(mut devices, mut last)| async move {
@@ -282,7 +286,7 @@ fn status_of(error: &PrepareError) -> Status {
     }
 }
 
-/// The message, cut to what a pod's status may carry.
+/// Truncates a message to the length that a pod's status may have.
 fn truncated(message: &str) -> String {
     match message.char_indices().nth(MAX_MESSAGE_CHARS) {
         None => message.to_owned(),

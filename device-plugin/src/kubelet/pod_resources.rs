@@ -1,8 +1,9 @@
-//! Asks the kubelet which pods hold which tokens, by name.
+//! Reads from the kubelet which pods have which device ids, by pod name.
 //!
-//! For messages, priorities and metrics only: the API knows no pod UID and lists no plain init
-//! containers; identity comes from [`device_checkpoint`](super::device_checkpoint). It must never be called from
-//! inside Allocate: the kubelet's answer makes it forget pods that it does not count as active yet.
+//! The names serve messages, priorities and metrics. This API reports neither pod UIDs nor plain
+//! init containers, so identity comes from [`device_checkpoint`](super::device_checkpoint).
+//! Allocate must never call this API: the call makes the kubelet forget pods that are not active
+//! yet.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -14,34 +15,35 @@ use super::api::podresources::{ListPodResourcesRequest, PodResources};
 use super::connect::connect_when_called;
 use crate::units::{DeviceIdSet, Resource};
 
-/// The most that one question may take.
+/// The timeout of a call, retries included.
 pub const LIMIT: Duration = Duration::from_secs(2);
-/// How often it is asked while its rate limit refuses: of all who ask it takes ten questions at once, and 100 a second.
+/// The attempts while the kubelet's rate limit refuses: it allows bursts of ten calls and 100 per
+/// second.
 const MAX_TRIES: usize = 10;
 const RATE_LIMIT_PAUSE: Duration = Duration::from_millis(100);
-/// The largest answer that is read. The kubelet's own limit for this API is 16 MiB.
+/// The largest response to read. The kubelet's own limit for this API is 16 MiB.
 const MAX_MESSAGE_BYTES: usize = 16 << 20;
 
-/// Why the kubelet did not tell.
+/// The reason why the kubelet did not list the pods.
 #[derive(Debug, thiserror::Error)]
 pub enum PodResourcesError {
-    /// Nobody answers at the socket.
+    /// No server answers at the socket.
     #[error("the kubelet's pod-resources socket {path} does not answer: {}", .status.message())]
     Unreachable {
         /// The socket.
         path: PathBuf,
-        /// What the transport said.
+        /// The transport error.
         status: Box<tonic::Status>,
     },
     /// The kubelet answered with an error.
     #[error("the kubelet does not list pods' resources: {}", .0.message())]
     Refused(Box<tonic::Status>),
-    /// There was no answer in [`LIMIT`].
+    /// The kubelet did not answer within [`LIMIT`].
     #[error("the kubelet's pod-resources API did not answer in {LIMIT:?}")]
     TimedOut,
 }
 
-/// A container by its names.
+/// The names of a container and its pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerRef {
     /// The pod's namespace.
@@ -52,16 +54,16 @@ pub struct ContainerRef {
     pub container: String,
 }
 
-/// A container and the tokens of one resource that it holds.
+/// A container and its device ids of one resource.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ListedContainer {
-    /// Who.
+    /// The names of the container.
     pub name: ContainerRef,
-    /// What.
+    /// The device ids.
     pub tokens: DeviceIdSet,
 }
 
-/// The kubelet's PodResources API, over one connection that is made anew after a kubelet restart.
+/// A client of the kubelet's PodResources API that reconnects after a kubelet restart.
 #[derive(Debug, Clone)]
 pub struct PodResourcesClient {
     socket: PathBuf,
@@ -69,8 +71,8 @@ pub struct PodResourcesClient {
 }
 
 impl PodResourcesClient {
-    /// A client of the kubelet's pod-resources socket, which it connects to when it is asked. It
-    /// needs a runtime.
+    /// A client of the socket, which connects with the first call. The caller has to be inside a
+    /// runtime.
     pub fn new(socket: &Path) -> Self {
         let channel = connect_when_called(socket, LIMIT);
         let api =
@@ -81,10 +83,10 @@ impl PodResourcesClient {
         }
     }
 
-    /// The containers of all active pods that hold tokens of `resource`, which is registered as `name`.
+    /// The containers of all active pods with device ids of `resource`, registered as `name`.
     ///
     /// # Errors
-    /// [`PodResourcesError`], in [`LIMIT`] at the latest.
+    /// [`PodResourcesError`], within [`LIMIT`].
     pub async fn list(
         &self,
         resource: Resource,
@@ -99,7 +101,7 @@ impl PodResourcesClient {
         Ok(listed_containers(resource, name, &pods))
     }
 
-    /// Asks, once more where the connection turned out to be lost, and again where the kubelet is asked too much.
+    /// Calls the kubelet. Retries once after a lost connection, and while the rate limit refuses.
     async fn call<T, F>(
         &self,
         question: impl Fn(PodResourcesListerClient<Channel>) -> F,
@@ -133,18 +135,20 @@ impl PodResourcesClient {
     }
 }
 
-/// Whether the transport failed, and not the kubelet. A connection that is cut under a call is
-/// `Unknown` or `Cancelled` with a source.
+/// Whether the transport failed, and not the kubelet.
+///
+/// A connection that is cut during a call yields `Unknown` or `Cancelled` with a source.
 fn is_transport_error(status: &tonic::Status) -> bool {
     status.code() == tonic::Code::Unavailable || std::error::Error::source(status).is_some()
 }
 
-/// Whether the kubelet was asked too much (its `pkg/kubelet/apis/grpc/ratelimit.go`).
+/// Whether the kubelet's rate limit refused (its `pkg/kubelet/apis/grpc/ratelimit.go`).
 fn is_rate_limited(status: &tonic::Status) -> bool {
     status.code() == tonic::Code::ResourceExhausted
 }
 
-/// The containers among `pods` that hold tokens of `resource`. What is not a token of ours is left out.
+/// The containers of `pods` with device ids of `resource`; containers with malformed ids are left
+/// out.
 pub fn listed_containers(
     resource: Resource,
     name: &str,
@@ -169,8 +173,8 @@ pub fn listed_containers(
     containers.filter_map(holder).collect()
 }
 
-/// Who holds any of `tokens`. Containers of one pod may share tokens one after the other; the one with the same
-/// set wins, then the first.
+/// Finds a container with any of the device ids. Containers of a pod may share ids in turn: an
+/// equal set precedes an overlapping one.
 pub fn find_container<'a>(
     holders: &'a [ListedContainer],
     tokens: &DeviceIdSet,
@@ -188,7 +192,7 @@ mod tests {
 
     const NAME: &str = "bursar.dev/gpu-memory-gib";
 
-    /// Device IDs of one resource, as the kubelet lists them.
+    /// The device ids of one resource, as the kubelet lists them.
     type Listed<'a> = (&'a str, &'a [&'a str]);
 
     fn pod(name: &str, containers: &[(&str, &[Listed<'_>])]) -> PodResources {

@@ -1,7 +1,7 @@
-//! Decides when to serve and when to register.
+//! Decides when to serve and when to register: pure.
 //!
-//! Pure: the [`lifecycle`](super::lifecycle) looks at the directory, the server and the clock, and does
-//! what [`Machine::look`] says. The state of one resource:
+//! The [`lifecycle`](super::lifecycle) observes the directory, the server and the clock, and
+//! performs the step that [`StateMachine::next_step`] returns. The state of one resource:
 //!
 //! ```text
 //!                    own socket missing (start, wiped directory, kubelet start)
@@ -12,73 +12,76 @@
 //!       │Unregistered│ ─────── Register ─────▶ │ Accepted │ ─────────────▶ │ Live │
 //!       └────────────┘                         └──────────┘                └──────┘
 //!             ▲                                      │                         │
-//!             │   Register fails: back-off           │ no stream in time,      │ stream ends: back-off
+//!             │   Register fails: back-off           │ no stream in time,      │ end: pause
 //!             └──────────────────────────────────────┴─────────────────────────┘
-//!                        kubelet.sock re-created: at once, back-off forgotten
+//!                        kubelet.sock recreated: at once, back-off reset
 //! ```
 //!
-//! Three of the kubelet's manners shape it (`pkg/kubelet/cm/devicemanager`, Kubernetes 1.36):
-//! - A ListAndWatch that ended is never asked for again, so its end is a reason to register.
-//! - The kubelet's handler of an ended stream disconnects *whatever client the resource has by then*. A
-//!   plugin that registers again too soon after a stream's end has its new connection cut, so there is always a short
-//!   pause after an end, and a stream is never ended to make room for a new one.
-//! - It removes every socket of the directory when it starts, then makes its own.
+//! Three properties of the kubelet require this (`pkg/kubelet/cm/devicemanager`, Kubernetes 1.36):
+//! - The kubelet never repeats a ListAndWatch call that has ended, so the plugin has to register
+//!   again.
+//! - When a stream ends, the kubelet disconnects the resource's *present* client. A plugin that has
+//!   registered again too soon loses its new connection. The agent therefore pauses after each end,
+//!   and never ends a stream in order to replace it.
+//! - The kubelet removes every socket of the directory when it starts, then creates its own.
 
 use std::time::{Duration, Instant};
 
-/// First pause after a failure or an ended stream.
+/// The pause after the first failure, and after an ended stream.
 pub const MIN_BACKOFF: Duration = Duration::from_millis(100);
-/// Longest pause; doubling stops here.
+/// The longest pause of the exponential back-off.
 pub const MAX_BACKOFF: Duration = Duration::from_secs(5);
-/// A stream that lived this long forgives the failures before it.
+/// The life of a stream that resets the back-off.
 pub const STABLE_AFTER: Duration = Duration::from_secs(10);
-/// How long after an accepted registration the kubelet may take to ask for ListAndWatch.
+/// The time for the kubelet to call ListAndWatch after it has accepted a registration.
 pub const STREAM_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Which `kubelet.sock` this is: a re-created one is a restarted kubelet.
+/// Identifies a `kubelet.sock`: a recreated one belongs to a restarted kubelet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SocketId {
-    /// Device of the file system.
+    /// The device of the file system.
     pub dev: u64,
-    /// Inode number; file systems reuse it, hence the time.
+    /// The inode number, which file systems reuse.
     pub ino: u64,
-    /// Time of the last status change, in nanoseconds.
+    /// The time of the last status change, in nanoseconds.
     pub ctime_ns: i128,
 }
 
-/// Our own server, as it stands.
+/// The state of the agent's server for the resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OwnServer {
-    /// Nothing serves, or the socket file is gone or not ours any more.
+    /// No server runs, or the socket file is missing or belongs to another server.
     Missing,
-    /// Serving at a socket file that is there.
+    /// A server runs, and its socket file exists.
     Serving {
-        /// Number of the server in this process: a new server must be registered anew.
+        /// The number of the server in this process: a new server has to be registered.
         server: u32,
-        /// ListAndWatch streams that are open at that server.
+        /// The open ListAndWatch streams of the server.
         open: u32,
-        /// ListAndWatch streams that it ever had.
+        /// The ListAndWatch streams that the server has ever had.
         opened: u64,
     },
 }
 
-/// What one look at the world saw.
+/// One observation of the plugin directory and the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Observation {
-    /// `kubelet.sock`, where it exists.
+    /// The `kubelet.sock`, if any.
     pub kubelet: Option<SocketId>,
-    /// Our server and its socket.
+    /// The agent's server and its socket.
     pub own: OwnServer,
 }
 
-/// What to do next.
+/// The next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// Serve on a fresh socket, then tell [`Machine::served`] or [`Machine::failed`].
+    /// Serve on a new socket, then call [`StateMachine::server_started`] or
+    /// [`StateMachine::attempt_failed`].
     Serve,
-    /// Call Register, then tell [`Machine::accepted`] or [`Machine::failed`].
+    /// Call Register, then [`StateMachine::registration_accepted`] or
+    /// [`StateMachine::attempt_failed`].
     Register,
-    /// Nothing until something changes, or until the given time.
+    /// Wait for a change, or until the given time.
     Idle(Option<Instant>),
 }
 
@@ -98,15 +101,15 @@ enum Phase {
     },
 }
 
-/// One resource's registration with the kubelet.
+/// The registration of one resource with the kubelet.
 #[derive(Debug)]
 pub struct StateMachine {
     phase: Phase,
-    /// The last `kubelet.sock` seen; a different one forgives all failures.
+    /// The last observed `kubelet.sock`: a different one resets the back-off.
     kubelet: Option<SocketId>,
-    /// The next pause.
+    /// The pause after the next failure.
     backoff: Duration,
-    /// Neither serve nor register before this.
+    /// The end of the present pause.
     not_before: Option<Instant>,
 }
 
@@ -122,12 +125,12 @@ impl Default for StateMachine {
 }
 
 impl StateMachine {
-    /// Whether the kubelet follows this resource's devices now.
+    /// Whether the kubelet has a ListAndWatch stream open.
     pub fn is_live(&self) -> bool {
         matches!(self.phase, Phase::Live { .. })
     }
 
-    /// Takes in what is seen now and says what to do.
+    /// Updates the state by an observation and returns the next step.
     pub fn next_step(&mut self, seen: Observation, now: Instant) -> Step {
         if seen.kubelet.is_some() && seen.kubelet != self.kubelet {
             self.kubelet = seen.kubelet;
@@ -145,12 +148,12 @@ impl StateMachine {
         }
     }
 
-    /// Serving began.
+    /// The server has started.
     pub fn server_started(&mut self) {
         self.not_before = None;
     }
 
-    /// The kubelet accepted the registration that was begun when `seen` was seen.
+    /// The kubelet has accepted the registration that followed the observation `seen`.
     pub fn registration_accepted(&mut self, seen: Observation, now: Instant) {
         if let Observation {
             kubelet: Some(kubelet),
@@ -166,13 +169,13 @@ impl StateMachine {
         }
     }
 
-    /// Serving or registering failed: pause.
+    /// A step has failed: starts a pause.
     pub fn attempt_failed(&mut self, now: Instant) {
         self.not_before = Some(now + self.backoff);
         self.backoff = (self.backoff * 2).min(MAX_BACKOFF);
     }
 
-    /// The phase that follows from what is seen.
+    /// The phase that follows from an observation.
     fn next_phase(&mut self, seen: Observation, now: Instant) -> Phase {
         match self.phase {
             Phase::Unregistered => Phase::Unregistered,
@@ -233,7 +236,7 @@ impl StateMachine {
     }
 }
 
-/// Whether a kubelet socket is there and is not the one that was registered with.
+/// Whether there is a kubelet socket other than the registered one.
 fn is_recreated(seen: Option<SocketId>, registered: SocketId) -> bool {
     seen.is_some_and(|seen| seen != registered)
 }
@@ -265,7 +268,7 @@ mod tests {
         }
     }
 
-    /// A machine with its registration accepted and its stream open.
+    /// A machine with an accepted registration and an open stream.
     fn live(now: Instant) -> StateMachine {
         let mut machine = StateMachine::default();
         let quiet = seen(Some(KUBELET), serving(0, 0, 0));

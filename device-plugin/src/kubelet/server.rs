@@ -1,4 +1,4 @@
-//! Serves a plugin on a socket of its own.
+//! Serves a plugin on its own socket.
 
 use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
@@ -18,45 +18,45 @@ use super::in_flight::{InFlight, InFlightCount};
 use super::plugin::{Allocator, Plugin};
 use crate::units::Resource;
 
-/// How long a stopping server waits for Allocate calls to be answered.
+/// The time that a stopping server gives to Allocate calls in flight.
 const ALLOCATE_GRACE: Duration = Duration::from_secs(2);
-/// How long it then waits for the connections to close.
+/// The time after that for connections to close.
 const CLOSE_GRACE: Duration = Duration::from_millis(500);
 
-/// Why a plugin is not served.
+/// The reason why a plugin is not served.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// The socket could not be made.
+    /// The socket could not be created.
     #[error("cannot listen on {path}")]
     Listen {
         /// The socket's path.
         path: PathBuf,
-        /// What the kernel said.
+        /// The I/O error.
         #[source]
         source: io::Error,
     },
 }
 
-/// What is served: the same for every server of a resource's life.
+/// The parts that all servers of a resource share.
 #[derive(Debug)]
 pub struct PluginService<A> {
-    /// What the tokens count.
+    /// The resource.
     pub resource: Resource,
-    /// Who books and binds.
+    /// The allocator that answers the kubelet's calls.
     pub allocator: Arc<A>,
-    /// What ListAndWatch shows.
+    /// The devices that ListAndWatch sends.
     pub devices: watch::Receiver<Devices>,
 }
 
-/// One server. Dropped, it ends its streams, answers what is under way, and leaves its socket file to
-/// be swept.
+/// One server. Dropping it ends the streams, answers calls in flight and leaves the socket file,
+/// which the next agent removes.
 #[derive(Debug)]
 pub(super) struct Server {
-    /// Number of this server in this process.
+    /// The number of the server in this process.
     number: u32,
-    /// Where it listens.
+    /// The socket's path.
     path: PathBuf,
-    /// Device and inode of the socket file, to know it from another of the same name.
+    /// The device and inode of the socket file, to recognize a replaced file.
     socket_id: (u64, u64),
     streams: InFlight,
     allocate_calls: InFlight,
@@ -66,7 +66,7 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Listens in `dir` and serves, from when this returns.
+    /// Binds a socket in `dir` and serves at once.
     pub(super) fn start<A: Allocator>(
         dir: &Path,
         number: u32,
@@ -113,7 +113,7 @@ impl Server {
         self.number
     }
 
-    /// The socket's file name: what the kubelet calls the endpoint.
+    /// The socket's file name, which the kubelet calls the endpoint.
     pub(super) fn endpoint(&self) -> String {
         self.path
             .file_name()
@@ -121,30 +121,32 @@ impl Server {
             .unwrap_or_default()
     }
 
-    /// Whether it serves and the socket file is still there and its own.
+    /// Whether the server runs and its own socket file exists.
     pub(super) fn is_reachable(&self) -> bool {
         !self.task.is_finished()
             && socket_identity(&self.path).is_ok_and(|file| file == self.socket_id)
     }
 
-    /// Its ListAndWatch streams.
+    /// The count of ListAndWatch streams.
     pub(super) fn streams(&self) -> InFlightCount {
         self.streams.get()
     }
 
-    /// Waits until a stream is opened or ends.
+    /// Waits until a stream opens or ends.
     pub(super) async fn streams_changed(&self, since: InFlightCount) {
         self.streams.wait_until(|count| *count != since).await;
     }
 
-    /// Whether the kubelet has left it. A kubelet that was told of it may open its stream yet.
+    /// Whether the kubelet has left the server. A newly registered server is not idle.
     pub(super) fn is_idle(&self) -> bool {
         let streams = self.streams.get();
         streams.total > 0 && streams.now == 0 && self.allocate_calls.get().now == 0
     }
 
-    /// Stops in the order that harms least: answers Allocate calls first, for the kubelet drops its
-    /// connection when the stream ends, and a pod whose Allocate failed is Failed for ever.
+    /// Stops the server: Allocate calls in flight end first.
+    ///
+    /// The kubelet drops its connection when the stream ends, and a pod whose Allocate fails has
+    /// failed for ever.
     pub(super) async fn stop(mut self) {
         let answered = self.allocate_calls.wait_until(|count| count.now == 0);
         let _too_late = tokio::time::timeout(ALLOCATE_GRACE, answered).await;
@@ -169,7 +171,7 @@ impl Drop for Server {
     }
 }
 
-/// Unique per process and server: a name is never served twice, so nobody connects to the wrong one.
+/// The socket's name, unique per process and server, so that no client reaches the wrong server.
 fn socket_name(resource: Resource, pid: u32, number: u32) -> String {
     format!("{}{pid}-{number}.sock", socket_prefix(resource))
 }
@@ -181,12 +183,12 @@ fn socket_prefix(resource: Resource) -> &'static str {
     }
 }
 
-/// Whether a file name in the plugin directory is a plugin socket of this agent's, dead or alive.
+/// Whether a file name in the plugin directory is that of an agent's socket, present or stale.
 pub(super) fn is_agent_socket(name: &[u8]) -> bool {
     name.starts_with(b"bursar-")
 }
 
-/// The process that made a socket of `resource`, by the socket's name.
+/// The pid in the name of a socket of `resource`.
 fn socket_pid(resource: Resource, name: &str) -> Option<u32> {
     let rest = name
         .strip_prefix(socket_prefix(resource))?
@@ -196,8 +198,9 @@ fn socket_pid(resource: Resource, name: &str) -> Option<u32> {
     pid.parse().ok()
 }
 
-/// Removes the sockets that dead agents left; how many. A socket that somebody answers at, or whose
-/// process lives, stays; so does this process's own.
+/// Removes the sockets of dead agents and returns their number.
+///
+/// A socket stays if a server answers or if its process is alive.
 pub(super) fn remove_stale_sockets(
     dir: &Path,
     resource: Resource,
@@ -223,7 +226,7 @@ fn refuses_connections(socket: &Path) -> bool {
         .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
-/// Whether a process of this pid exists, as this process sees the system.
+/// Whether a process with this pid exists in the agent's pid namespace.
 pub(super) fn is_process_alive(pid: u32) -> bool {
     Path::new("/proc").join(pid.to_string()).exists()
 }
