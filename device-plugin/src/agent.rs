@@ -1,4 +1,4 @@
-//! The agent's life: starts its parts, and ends when it is told to or when one of them ends.
+//! Starts the agent's tasks and stops all of them on shutdown, or when one task ends.
 
 pub mod http;
 mod publisher;
@@ -61,26 +61,26 @@ use crate::sessions::{CgroupResolver, Sessions};
 use crate::units::Resource;
 use publisher::StatusPublisher;
 
-/// How long the API server may take until it begins to answer.
+/// The time within which the API server has to begin each response.
 const API_TIMEOUT: Duration = Duration::from_secs(20);
-/// How long it may be silent within an answer: a quiet watch lasts 200 s.
+/// The longest silence within a response. A quiet watch of kube lasts 200 s.
 const WATCH_TIMEOUT: Duration = Duration::from_secs(210);
 
-/// What the agent is run with besides its configuration.
+/// Options of a run that are not in the configuration file: the tests replace them.
 #[derive(Clone)]
 pub struct RunOptions {
     /// This node's name in Kubernetes.
     pub node: String,
-    /// The API server; without one everything but the status works.
+    /// The client of the API server. Without a client the agent publishes no status and no events.
     pub client: Option<Client>,
-    /// How often NVML is asked.
+    /// The intervals at which the agent polls NVML.
     pub poll_intervals: PollIntervals,
-    /// How quickly a GPU's health changes.
+    /// The thresholds at which a GPU's health changes.
     pub health: HealthThresholds,
 }
 
 impl RunOptions {
-    /// As in production, on the node of this name.
+    /// The options of production on the node `node`.
     pub fn new(node: String, client: Option<Client>) -> Self {
         Self {
             node,
@@ -91,30 +91,30 @@ impl RunOptions {
     }
 }
 
-/// Why the agent ended other than by request.
+/// The reason why the agent ended without a request to stop.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
-    /// The run folder cannot be used.
+    /// The agent cannot use its run directory.
     #[error(transparent)]
     Host(#[from] HostError),
-    /// No node can have this name.
+    /// The node's name is too long to be a Kubernetes name.
     #[error("--node-name: {0}")]
     Node(#[from] NameTooLong),
-    /// A thread could not be started.
+    /// The operating system started no thread.
     #[error("start a thread: {0}")]
     Thread(#[source] std::io::Error),
-    /// Nobody could be answered about metrics and health.
+    /// The agent cannot listen for metrics or for probes.
     #[error("http.listen, http.probes: {0}")]
     Listen(#[from] bursar_http::ListenError),
-    /// A part ended early.
+    /// A task ended although the agent was not stopping.
     #[error("the {0} ended early")]
     TaskEnded(&'static str),
-    /// A part panicked.
+    /// A task panicked.
     #[error("a part of the agent failed: {0}")]
     TaskPanicked(#[from] tokio::task::JoinError),
 }
 
-/// The parts that live as long as the agent.
+/// The tasks that run for as long as the agent does.
 struct Tasks {
     set: JoinSet<&'static str>,
     stop: CancellationToken,
@@ -158,7 +158,7 @@ pub async fn run(
     let (living, of_vault) = watch::channel(LiveLeases::new());
     let sessions = sessions(&config, nvml.clone(), desk.clone(), of_vault);
     let (status, kept) = watch::channel(RetainedStatus::default());
-    // Before anything is recovered: what ended meanwhile may have kept leases.
+    // The lease service starts before recovery: pods that ended without an agent may own leases.
     let secret = key::load_or_create(&config.paths.run_dir.join(key::FILE_NAME));
     let keeper = lease_service(
         &config,
@@ -235,7 +235,7 @@ pub async fn run(
     parts.spawn("audit", auditor.run(config.clone(), stop.clone()));
     let (acknowledge, ordered) = watch::channel(AppliedSpec::default());
     let (open, faults) = watch::channel(Vec::new());
-    // Without an API server nobody is ever told.
+    // Without an API server the agent counts as disconnected from its start.
     let (unheard, alone) = watch::channel(Some(Instant::now()));
     let around = faults::FaultInputs {
         paths: config.paths.clone(),
@@ -323,7 +323,9 @@ impl Tasks {
         });
     }
 
-    /// Registers both resources, each once it has a token; what the kubelet thinks of device memory.
+    /// Registers both resources, each as soon as the node offers a device of that resource.
+    ///
+    /// Returns the registration state of device memory.
     fn register_when_offered(
         &mut self,
         config: &Config,
@@ -361,7 +363,7 @@ impl Tasks {
         life(Resource::DeviceMemory, device)
     }
 
-    /// Serves metrics and health.
+    /// Serves metrics and probes.
     async fn serve(&mut self, config: &Config, sources: Sources) -> Result<(), AgentError> {
         let listeners = Listeners::bind(config.http_listen, config.http_probes).await?;
         let address = |listener: &TcpListener| listener.local_addr().ok();
@@ -374,7 +376,10 @@ impl Tasks {
         Ok(())
     }
 
-    /// Awaits the first part's end; where nobody asked for it, all parts end and it is an error.
+    /// Waits for the first task to end, then stops the others.
+    ///
+    /// # Errors
+    /// A task ended before `shutdown` was cancelled.
     async fn supervise(mut self, shutdown: CancellationToken) -> Result<(), AgentError> {
         let mut result = Ok(());
         while let Some(ended) = self.set.join_next().await {
@@ -391,7 +396,7 @@ impl Tasks {
     }
 }
 
-/// Our resources under the names that pods ask for, and whom to ask about their holders.
+/// A resolver for the extended resources under the names that pods request.
 fn pod_resolver(config: &Config, client: Option<Client>) -> PodResolver {
     let quantum = config.resources.quantum;
     let named = |resource: Resource| (resource, resource.name(quantum).to_owned());
@@ -414,11 +419,12 @@ fn sessions(
     let membership = Arc::new(CgroupResolver::new(config.paths.proc.clone()));
     let sessions = Sessions::new(config.paths.run_dir.clone(), Arc::new(nvml), membership);
     let sessions = sessions.with_leases(desk, living);
-    // Not in the state's folder, where agents before kept what tenants had said.
+    // Sizes measured by earlier versions of the agent came from tenants: they lie in the state
+    // directory.
     Arc::new(sessions.with_context_sizes(config.paths.run_dir.join("contexts.json")))
 }
 
-/// What keeps memory, or where that is switched off what says so.
+/// The service for retained memory. Where the feature is off, the service refuses every request.
 fn lease_service(
     config: &Config,
     key: NodeKey,
@@ -488,7 +494,7 @@ async fn recover_allocator(
     Ok(core)
 }
 
-/// Registers a resource once it has a token, for as long as the agent lives.
+/// Registers a resource once the node offers a device, until `stop`.
 async fn register(
     lifecycle: Lifecycle<NodeHandle>,
     mut devices: watch::Receiver<Devices>,
@@ -503,7 +509,7 @@ async fn register(
     }
 }
 
-/// Counts the times that the kubelet accepted a resource.
+/// Counts the registrations that the kubelet accepted.
 async fn count_registrations(
     mut registration: watch::Receiver<Registration>,
     resource: Resource,
@@ -515,12 +521,13 @@ async fn count_registrations(
             metrics.count_registration(resource);
         }
     }
-    // Its lifecycle may end before the agent is told to: that is the lifecycle's to report.
+    // The lifecycle may end before the agent stops. Its own task reports that.
     stop.cancelled().await;
 }
 
-/// The API server of the cluster that the agent's pod is in, or that KUBECONFIG names; no request to it waits
-/// for ever.
+/// Connects to the API server of the agent's cluster, or to the one in `KUBECONFIG`.
+///
+/// Every request of the client has a deadline.
 pub async fn connect_api_server() -> Option<Client> {
     let client = kube::Config::infer()
         .await
@@ -533,8 +540,9 @@ pub async fn connect_api_server() -> Option<Client> {
         .ok()
 }
 
-/// A client by `config` with a deadline for each step of a request. The deadline of an answer's beginning is not that
-/// of its body, for a watch may have nothing to tell.
+/// A client of `config` with a deadline for each step of a request.
+///
+/// The body of a response has a longer deadline than its beginning: a watch may be quiet.
 fn client_with_deadlines(mut config: kube::Config, silence: Duration) -> kube::Result<Client> {
     config.connect_timeout = Some(silence);
     config.write_timeout = Some(silence);
@@ -546,7 +554,7 @@ fn client_with_deadlines(mut config: kube::Config, silence: Duration) -> kube::R
     Ok(ClientBuilder::try_from(config)?.with_layer(&begins).build())
 }
 
-/// An answer of kube's client to come.
+/// A response of kube's client that has not arrived yet.
 type ResponseFuture = BoxFuture<'static, Result<::http::Response<Box<DynBody>>, BoxError>>;
 
 #[cfg(test)]

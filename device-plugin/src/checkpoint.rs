@@ -1,12 +1,14 @@
-//! Keeps one value in a file that a crash at any byte leaves either old or new, never wrong.
+//! Saves one value in a file that a crash at any byte leaves either old or new, never wrong.
 //!
 //! ```text
 //!   {"sha256":"<64 hex digits>","data":<the value as JSON>}\n
 //! ```
 //!
-//! Written beside its place and renamed over it. On a tmpfs nothing is synced, for what it holds dies with the
-//! boot; a file that outlives boots is saved durably. Anything that is not exactly what was written (truncated, altered,
-//! longer) is [`LoadError::Malformed`], and the caller moves it aside and rebuilds.
+//! The agent writes a temporary file and renames it. On a tmpfs the agent syncs nothing, for the
+//! file dies with the boot. A file that outlives boots is saved durably.
+//!
+//! A file that differs from the written one is [`LoadError::Malformed`]: truncated, altered or
+//! longer. The caller then moves the file aside and rebuilds the value.
 
 pub mod disk;
 
@@ -23,7 +25,7 @@ const MIDDLE: &str = "\",\"data\":";
 const TAIL: &str = "}\n";
 const DIGEST_LENGTH: usize = 64;
 
-/// Why the file cannot be written.
+/// The reason why the agent cannot write the file.
 #[derive(Debug, thiserror::Error)]
 pub enum SaveError {
     /// The value has no JSON form.
@@ -31,65 +33,65 @@ pub enum SaveError {
     Encode {
         /// The file.
         path: PathBuf,
-        /// What serde said.
+        /// The serialization error.
         source: serde_json::Error,
     },
-    /// The file system refused.
+    /// The file system refused a step.
     #[error("checkpoint {path}: cannot {step}: {source}", path = path.display())]
     Io {
         /// The file.
         path: PathBuf,
         /// `write`, `sync` or `rename`.
         step: &'static str,
-        /// What the system said.
+        /// The I/O error.
         source: io::Error,
     },
 }
 
-/// Why there is no value to go on with.
+/// The reason why the file has no usable value.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// The file system refused.
+    /// The file system refused to read the file.
     #[error("checkpoint {path}: {source}", path = path.display())]
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The I/O error.
         source: io::Error,
     },
-    /// The file is not what was written, or a version that this one cannot read.
+    /// The file is damaged, or is of a version that this agent cannot read.
     #[error("checkpoint {path}: {problem}", path = path.display())]
     Malformed {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// A description of the damage.
         problem: String,
     },
 }
 
-/// The file.
+/// A checkpoint file.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
     path: PathBuf,
 }
 
 impl Checkpoint {
-    /// The file at `path`, whose folder exists.
+    /// The checkpoint at `path`, whose directory exists.
     pub fn new(path: PathBuf) -> Self {
         Self { path }
     }
 
-    /// Where it is.
+    /// The file's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Replaces the value. On an error the file is as it was.
+    /// Replaces the value. After an error the file has its old content.
     pub fn save<T: Serialize>(&self, value: &T) -> Result<(), SaveError> {
         self.replace(value, |_| Ok(()))
     }
 
-    /// [`save_checkpoint`](Self::save) for a disk: a loss of power leaves the old value or the new one.
+    /// Saves to a disk: after a loss of power the file has the old value or the new one.
     pub fn save_durably<T: Serialize>(&self, value: &T) -> Result<(), SaveError> {
         self.replace(value, |path| fs::File::open(path)?.sync_all())?;
         let folder = self.path.parent().unwrap_or(Path::new("."));
@@ -116,7 +118,7 @@ impl Checkpoint {
                 fs::rename(&beside, &self.path).map_err(|source| self.failed("rename", source))
             })
             .inspect_err(|_| {
-                // Half a file on a full disk is in the way of the next try.
+                // On a full disk the partial file would take the space that the next attempt needs.
                 let _ = fs::remove_file(&beside);
             })
     }
@@ -129,7 +131,7 @@ impl Checkpoint {
         }
     }
 
-    /// The value; none where there is no file.
+    /// Reads the value; `None` where there is no file.
     pub fn load<T: DeserializeOwned>(&self) -> Result<Option<T>, LoadError> {
         let text = match fs::read(&self.path) {
             Ok(text) => text,
@@ -149,7 +151,7 @@ impl Checkpoint {
             })
     }
 
-    /// Moves the file out of the way, to `<name>.malformed`, and says where it is now.
+    /// Renames the file to `<name>.malformed` and returns the new path.
     pub fn move_aside(&self) -> io::Result<PathBuf> {
         let aside = self.path.with_extension("malformed");
         fs::rename(&self.path, &aside)?;

@@ -1,4 +1,5 @@
-//! The node's clock: milliseconds since the boot, also while no agent runs.
+//! Reads the node's clocks: milliseconds since boot, which also count while no agent runs, and wall
+//! time.
 
 use std::path::Path;
 
@@ -7,23 +8,23 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::ledger::BootTime;
 
-/// Now, by `CLOCK_BOOTTIME`.
+/// The current time by `CLOCK_BOOTTIME`.
 pub fn now() -> BootTime {
     let time = clock_gettime(ClockId::Boottime);
-    // Neither part is negative for this clock.
+    // Neither field is negative for this clock.
     BootTime(time.tv_sec.unsigned_abs() * 1_000 + time.tv_nsec.unsigned_abs() / 1_000_000)
 }
 
-/// The present by both clocks.
+/// One instant by both clocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClockReading {
-    /// What every decision goes by: this clock is never set.
+    /// Boot time, for decisions: nothing sets this clock.
     pub moment: BootTime,
-    /// What people are told. This clock may be set at any time, back or forth.
+    /// Wall time, for events and status. An administrator or NTP may set this clock back.
     pub wall: Timestamp,
 }
 
-/// The present.
+/// Reads both clocks.
 pub fn read_clocks() -> ClockReading {
     ClockReading {
         moment: now(),
@@ -31,7 +32,7 @@ pub fn read_clocks() -> ClockReading {
     }
 }
 
-/// Which boot this is; empty where the kernel does not say, which equals itself.
+/// The kernel's boot id; empty where the kernel does not publish one.
 pub fn boot_id() -> String {
     let id = std::fs::read_to_string(Path::new("/proc/sys/kernel/random/boot_id"));
     id.unwrap_or_default().trim().to_owned()

@@ -1,7 +1,7 @@
-//! The agent's configuration: arguments and one TOML file in, a checked [`LaunchConfig`] out.
+//! Parses the agent's arguments and its TOML file into a checked [`Config`].
 //!
-//! What each field is for, its default and when to change it stand in the chart's `values.yaml`
-//! and in [`file`](self) below. An error names the field, its value and the remedy.
+//! The chart's `values.yaml` documents each field with its default. An error names the field, its
+//! value and the remedy.
 
 mod file;
 
@@ -14,7 +14,7 @@ use clap::Parser;
 use crate::node::cdi::HostMount;
 use crate::units::{Bytes, Quantum};
 
-/// The agent's arguments. Nothing else in the agent reads the environment.
+/// The agent's arguments. No other code of the agent reads the environment.
 #[derive(Debug, Clone, Parser)]
 #[command(
     name = "bursar-agent",
@@ -41,148 +41,151 @@ pub struct Args {
     pub log: String,
 }
 
-/// How log lines are written.
+/// The format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LogFormat {
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
-    /// For people.
+    /// Human-readable lines.
     Text,
 }
 
-/// Everything that the agent is told, checked.
+/// The checked configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// What the node offers.
+    /// The resources that the node offers.
     pub resources: ResourcesConfig,
-    /// Where the kubelet is.
+    /// The paths of the kubelet.
     pub kubelet: KubeletConfig,
-    /// Where the NVIDIA driver is.
+    /// The paths of the NVIDIA driver.
     pub driver: DriverConfig,
-    /// Where the agent keeps its own files.
+    /// The paths of the agent's own files.
     pub paths: PathsConfig,
-    /// How long `PreStartContainer` waits for room before it fails and the kubelet tries again.
+    /// The time for which `PreStartContainer` waits for room. The kubelet retries a call that
+    /// fails.
     pub bind_wait: Duration,
-    /// How programs are audited.
+    /// The thresholds of the audit.
     pub audit: AuditConfig,
-    /// Memory that outlives the processes that use it.
+    /// Retained memory.
     pub retained: RetainedConfig,
-    /// Whether pods of several namespaces share GPUs whose driver was not seen to clear freed memory.
+    /// Whether namespaces may share a GPU whose driver has not been proven to clear freed memory.
     pub allow_unscrubbed: bool,
-    /// Where metrics are served.
+    /// The address of the metrics endpoint.
     pub http_listen: SocketAddr,
-    /// Where the kubelet's probes are answered.
+    /// The address of the kubelet's probes.
     pub http_probes: SocketAddr,
 }
 
-/// What the node offers.
+/// The resources that the node offers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ResourcesConfig {
-    /// The memory that one token stands for.
+    /// The memory behind one device id.
     pub quantum: Quantum,
-    /// Managed memory of the whole node; zero is off.
+    /// The managed memory of the whole node; zero switches managed memory off.
     pub managed_capacity: Bytes,
-    /// Memory held back on every GPU.
+    /// The memory of each GPU that the agent does not offer.
     pub reserved: Bytes,
 }
 
-/// Where the kubelet is.
+/// The paths of the kubelet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KubeletConfig {
-    /// The folder of `kubelet.sock`, of the plugins' sockets and of the kubelet's device checkpoint.
+    /// The directory of `kubelet.sock`, of the plugins' sockets and of the kubelet's device
+    /// checkpoint.
     pub device_plugin_dir: PathBuf,
     /// The socket of the kubelet's PodResources service.
     pub pod_resources_socket: PathBuf,
 }
 
-/// Where the NVIDIA driver is.
+/// The paths of the NVIDIA driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DriverConfig {
-    /// The driver's root folder as the agent sees it.
+    /// The driver's root directory as the agent sees it.
     pub root: PathBuf,
-    /// The same folder as the container runtime sees it.
+    /// The driver's root directory as the container runtime sees it.
     pub host_root: PathBuf,
-    /// The host's folder of device nodes.
+    /// The host's directory of device nodes.
     pub dev_root: PathBuf,
-    /// Further folders that every container with GPU memory gets.
+    /// Further directories to mount into every container with GPU memory.
     pub extra_mounts: Vec<HostMount>,
-    /// The user and group as which workers and canaries load the driver; none is the agent's own.
+    /// The user and group that provisioners and scrub checks run as; `None` is the agent's own.
     pub provisioner_user: Option<u32>,
 }
 
-/// Where the agent keeps its own files.
+/// The paths of the agent's own files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PathsConfig {
-    /// What lives until the node is reinstalled: the versioned shim files.
+    /// The directory for files that outlive boots: the shim builds.
     pub state_dir: PathBuf,
-    /// What dies with the boot: the checkpoint and the allocations' folders.
+    /// The directory for files that die with the boot: the checkpoint and the allocations'
+    /// directories.
     pub run_dir: PathBuf,
-    /// The runtime's folder of CDI files.
+    /// The container runtime's directory of CDI files.
     pub cdi_dir: PathBuf,
-    /// The host's cgroup file system.
+    /// The mount point of the host's cgroup file system.
     pub cgroup_root: PathBuf,
-    /// The image's shim files.
+    /// The directory of the image's shim files.
     pub shim_dir: PathBuf,
-    /// The host's process file system.
+    /// The mount point of the host's procfs.
     pub proc: PathBuf,
-    /// The kernel's log, where the driver says which process a fault was of.
+    /// The kernel log, from which the agent learns the process of an XID.
     pub kernel_log: PathBuf,
 }
 
-/// Memory that outlives the processes that use it.
+/// Configuration of retained memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RetainedConfig {
-    /// Whether there is any, where the vault answers.
+    /// Whether the node offers retained memory where the fd store answers.
     pub enabled: bool,
-    /// The vault's socket.
+    /// The fd store's socket.
     pub fdstore_socket: PathBuf,
-    /// The program that makes it; none is the one beside the agent's own.
+    /// The provisioner's program; `None` is `bursar-worker` beside the agent's own program.
     pub provisioner: Option<PathBuf>,
 }
 
-/// How programs are audited.
+/// Thresholds of the audit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AuditConfig {
-    /// What becomes of a container that takes more than its quota, or takes memory unseen.
+    /// The reaction to a container that exceeds its quota or uses untracked memory.
     pub policy: AuditPolicy,
-    /// What a container may have above its quota before that is a finding.
+    /// The bytes above the quota that are not yet a finding.
     pub tolerance: Bytes,
-    /// What each of its processes may have besides, that no quota pays for: the code that it loads, and the
+    /// The bytes that each process may use besides, which no quota covers: loaded code and the
     /// device's own heaps.
     pub process_allowance: Bytes,
-    /// In how many audits in a row a finding must stand before a process is killed for it.
+    /// The consecutive audits that have to confirm a finding before the agent kills a process.
     pub kill_after: u32,
 }
 
-/// What becomes of a container that takes more than its quota, or takes memory unseen.
+/// The reaction to a container that exceeds its quota or uses untracked memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AuditPolicy {
-    /// It is reported.
+    /// The agent reports the container.
     Report,
-    /// It is reported, and its processes that are at fault are killed.
+    /// The agent reports the container and kills the processes at fault.
     Kill,
 }
 
-/// Why there is no [`LaunchConfig`].
+/// The reason why there is no [`Config`].
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// The file cannot be read.
+    /// The agent cannot read the file.
     #[error("config {path}: {source}", path = path.display())]
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The I/O error.
         source: std::io::Error,
     },
-    /// The file is not TOML, or has a field that does not exist or is of another type.
+    /// The file is not TOML, or has an unknown field or one of another type.
     #[error("config {path}: {source}", path = path.display())]
     Parse {
         /// The file.
         path: PathBuf,
-        /// Names the line, the field and what was expected.
+        /// The parser's error, which names the line, the field and the expected type.
         source: Box<toml::de::Error>,
     },
-    /// A field's value makes no sense.
+    /// The value of a field is invalid.
     #[error("config {path}: {field} = {value:?}: {problem}", path = path.display())]
     Field {
         /// The file.
@@ -191,13 +194,13 @@ pub enum ConfigError {
         field: &'static str,
         /// Its value.
         value: String,
-        /// What is wrong with it, and what to write instead.
+        /// The problem and the remedy.
         problem: String,
     },
 }
 
 impl Config {
-    /// Reads the file at `path`; a file that does not exist is an empty one.
+    /// Reads the file at `path`; a missing file is an empty one.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         match std::fs::read_to_string(path) {
             Ok(text) => Self::parse(path, &text),
@@ -209,7 +212,7 @@ impl Config {
         }
     }
 
-    /// Checks the configuration that `text` states; `path` is for the errors.
+    /// Checks the configuration in `text`; the errors name `path`.
     pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
         let file: file::ConfigFile = toml::from_str(text).map_err(|source| ConfigError::Parse {
             path: path.to_owned(),

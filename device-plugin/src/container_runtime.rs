@@ -1,10 +1,11 @@
-//! Tells whether the node's container runtime puts CDI devices into containers.
+//! Decides whether the node's container runtime supports CDI devices.
 //!
-//! The kubelet names it in the Node's status (`nodeInfo.containerRuntimeVersion`, such as
-//! `containerd://2.4.2`) and passes CDI names to any; one that does not know them ignores them, and
-//! the container would start without its GPU.
+//! The kubelet reports the runtime in the Node's status (`nodeInfo.containerRuntimeVersion`, such
+//! as `containerd://2.4.2`) and passes CDI names to every runtime. A runtime without CDI ignores
+//! the names, and the container would start without its GPU.
 
-/// Why it does not, as far as its name tells; none where it does or is not known.
+/// The reason why a runtime of this version ignores CDI devices; `None` for others and unknown
+/// ones.
 pub fn missing_cdi_support(version: &str) -> Option<String> {
     let (name, number) = version.split_once("://")?;
     let mut parts = number

@@ -1,6 +1,7 @@
-//! The node agent, as a library: `main` and the tests put its parts together.
+//! Runs the node agent: binds GPU memory to pods and holds them to their quotas.
 //!
-//! A request's way: the kubelet asks, the ledger decides, the node carries out.
+//! The kubelet's calls arrive in [`kubelet`], the ledger decides, and [`node`] carries out the
+//! decision.
 
 pub mod agent;
 pub mod checkpoint;

@@ -1,4 +1,4 @@
-//! The node agent.
+//! Starts the node agent, or one of its helper processes.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{error, warn};
 use tracing_subscriber::EnvFilter;
 
-/// How long threads are waited for that may hang in the kernel, as one that looks at a process that does.
+/// The time for which `main` waits for threads that may hang in the kernel.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(1);
 
 fn main() -> ExitCode {
@@ -27,7 +27,8 @@ fn main() -> ExitCode {
         _ => {}
     }
     let args = Args::parse();
-    // Capabilities and filters are a thread's own, and of those that it starts: there is none yet.
+    // Threads inherit capabilities and seccomp filters, so the agent drops rights before it starts
+    // any.
     let confined = bursar_confine::restrict_agent();
     let ended = Runtime::new()
         .map_err(anyhow::Error::from)
@@ -63,7 +64,8 @@ async fn run(args: &Args, confined: Result<(), ConfineError>) -> anyhow::Result<
 fn init_logging(args: &Args) -> anyhow::Result<()> {
     let lines = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::try_new(&args.log)?)
-        // Whoever reads a container's log wants no colours, whatever features other crates turn on.
+        // Terminal colours would disturb log collectors, and features of other crates may enable
+        // them.
         .with_ansi(false)
         .with_writer(std::io::stderr);
     match args.log_format {
@@ -73,8 +75,7 @@ fn init_logging(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Raises the limit of open files to the most that is allowed: every process of every container
-/// takes some.
+/// Raises the soft limit of open files to the hard limit: every tenant process takes descriptors.
 fn raise_open_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {

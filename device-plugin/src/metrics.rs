@@ -1,6 +1,6 @@
-//! What the agent measures, in the OpenMetrics text format.
+//! Exports the agent's metrics in the OpenMetrics text format.
 //!
-//! Names, labels and units stand in `docs/metrics.md`; a test holds the two against each other.
+//! `docs/metrics.md` documents names, labels and units; a test compares the two lists.
 
 mod audited;
 mod replaced;
@@ -45,14 +45,14 @@ struct ResultLabels {
     result: &'static str,
 }
 
-/// How a container's start ended.
+/// The result of a PreStartContainer call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BindResult {
-    /// It was bound, at once or after a wait.
+    /// The container was bound, at once or after a wait.
     Bound,
-    /// No room came in time; the kubelet tries again.
+    /// No GPU had room in time; the kubelet retries.
     NoRoom,
-    /// Something else was in the way.
+    /// Another error prevented the start.
     Failed,
 }
 
@@ -66,18 +66,18 @@ impl BindResult {
     }
 }
 
-/// What the ledger holds of one resource, in numbers.
+/// The numbers of one resource in the ledger.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Allocations booked and not bound.
+    /// Pending allocations.
     pub pending: usize,
-    /// Allocations bound.
+    /// Bound allocations.
     pub bound: usize,
-    /// Containers waiting for room.
+    /// Containers that wait for room.
     pub waiting: usize,
 }
 
-/// The agent's metrics. Cheap to clone; every clone counts into the same numbers.
+/// The agent's metrics. Clones share the same values.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     registry: Arc<Registry>,
@@ -100,7 +100,7 @@ pub struct Metrics {
     audited: audited::AuditMetrics,
 }
 
-/// From 50 us, an answer without a wait, to 50 s, twice the longest wait.
+/// Buckets from 50 us, a call without a wait, to 50 s, twice the longest wait.
 const SECONDS_BUCKETS: [f64; 13] = [
     0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 25.0, 50.0,
 ];
@@ -109,7 +109,7 @@ fn seconds_histogram() -> Histogram {
     Histogram::new(SECONDS_BUCKETS)
 }
 
-/// A registry that a metric is put into and handed back from.
+/// Registers a metric and returns it.
 trait RegisterMetric {
     fn register_metric<M>(&mut self, name: &str, help: &str, metric: M) -> M
     where
@@ -127,7 +127,7 @@ impl RegisterMetric for Registry {
 }
 
 impl Metrics {
-    /// All at zero.
+    /// Metrics that are all zero.
     pub fn new() -> Self {
         let mut registry = Registry::default();
         registry.register(
@@ -210,7 +210,7 @@ impl Metrics {
         }
     }
 
-    /// The numbers as they stand, in the OpenMetrics text format.
+    /// Encodes the current values in the OpenMetrics text format.
     pub fn encode(&self) -> String {
         // Unit tests encode metrics outside of a runtime.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
@@ -221,12 +221,12 @@ impl Metrics {
         text
     }
 
-    /// An Allocate was answered after `took`.
+    /// Observes the duration of an Allocate call.
     pub fn observe_allocate(&self, took: Duration) {
         self.allocate_seconds.observe(took.as_secs_f64());
     }
 
-    /// A PreStartContainer was answered after `took`.
+    /// Observes the result and the duration of a PreStartContainer call.
     pub fn observe_prepare(&self, result: BindResult, took: Duration) {
         let result = result.as_str();
         self.bind_seconds
@@ -234,24 +234,24 @@ impl Metrics {
             .observe(took.as_secs_f64());
     }
 
-    /// A pod ended and its memory was taken back.
+    /// Counts a pod whose memory was released at its end.
     pub fn count_release(&self) {
         self.releases.inc();
     }
 
-    /// Bookings that never became a container were dropped.
+    /// Counts pending allocations that were dropped because no container followed.
     pub fn count_collected(&self, bookings: usize) {
         self.collected.inc_by(bookings as u64);
     }
 
-    /// The kubelet accepted a registration.
+    /// Counts a registration that the kubelet accepted.
     pub fn count_registration(&self, resource: Resource) {
         self.registrations
             .get_or_create(&resource_labels(resource))
             .inc();
     }
 
-    /// What the ledger holds of `resource`.
+    /// Sets the ledger's numbers of `resource`.
     pub fn set_counts(&self, resource: Resource, counts: Counts) {
         let Counts {
             pending: booked,
@@ -264,8 +264,9 @@ impl Metrics {
         self.waiting.get_or_create(&label).set(number(waiting));
     }
 
-    /// The node as it stands: tokens, and each GPU's memory and health. A GPU that is no longer in the
-    /// report is no longer in the metrics.
+    /// Sets the figures of a node report: devices, and each GPU's memory and health.
+    ///
+    /// A GPU that leaves the report leaves the metrics.
     pub fn set_report(&self, report: &NodeReport) {
         let tokens = [
             (Resource::DeviceMemory, report.device_memory),
@@ -306,7 +307,7 @@ impl Metrics {
         self.gpus.replace(figures);
     }
 
-    /// What the vault keeps of each GPU: how many leases, and what they have.
+    /// Sets the number of retained leases of each GPU, and their bytes.
     pub fn set_retained(&self, kept: &BTreeMap<GpuUuid, (usize, Bytes)>) {
         let mut figures = RetainedFigures::default();
         for (gpu, (leases, bytes)) in kept {
@@ -317,7 +318,7 @@ impl Metrics {
         self.kept.replace(figures);
     }
 
-    /// This node's `GpuNode` was written, or could not be.
+    /// Counts a write of this node's `GpuNode`, failed ones apart.
     pub fn count_gpu_node_write(&self, ok: bool) {
         let result = if ok { "ok" } else { "error" };
         self.gpu_node_writes
@@ -325,12 +326,12 @@ impl Metrics {
             .inc();
     }
 
-    /// The watch of this node's `GpuNode` failed.
+    /// Counts a failure of the watch of this node's `GpuNode`.
     pub fn count_watch_failure(&self) {
         self.watch_failures.inc();
     }
 
-    /// An Event was not sent.
+    /// Counts an Event that was not sent.
     pub fn count_event_dropped(&self) {
         self.events_dropped.inc();
     }
@@ -342,7 +343,7 @@ impl Default for Metrics {
     }
 }
 
-/// The GPUs of one report.
+/// The figures of the GPUs in one report.
 #[derive(Clone, Debug, Default)]
 struct GpuFigures {
     memory: Vec<(GpuStateLabels, i64)>,
@@ -364,7 +365,7 @@ impl EncodeFamilies for GpuFigures {
     }
 }
 
-/// The kept leases of each GPU at one moment.
+/// The retained leases of each GPU.
 #[derive(Clone, Debug, Default)]
 struct RetainedFigures {
     leases: Vec<(GpuLabels, i64)>,
@@ -479,7 +480,7 @@ mod tests {
         assert!(text.contains(r#"bursar_agent_bind_seconds_bucket{le="25.0",result="no-room"} 1"#));
     }
 
-    /// Metrics with a value each: a family without one is not written.
+    /// Metrics with a value each: a family without a value is not encoded.
     fn used_metrics() -> Metrics {
         let metrics = Metrics::new();
         metrics.set_report(&report());
@@ -493,7 +494,7 @@ mod tests {
         metrics
     }
 
-    /// One container that was denied something, on a GPU with a process too many.
+    /// Sets an audit with one container that was denied memory, on a GPU with an untracked process.
     fn set_audit(metrics: &Metrics) {
         let gpu: crate::units::GpuUuid = "GPU-a".parse().unwrap();
         let container = BoundContainer {

@@ -1,4 +1,4 @@
-//! Reads what `/proc` tells of a process, and never more of it than a bound: tenants shape most of it.
+//! Reads files of `/proc` with bounds: tenant processes shape most of their content.
 
 use std::fs::File;
 use std::io::{self, BufRead as _, BufReader, ErrorKind, Read as _};
@@ -7,17 +7,19 @@ use std::time::Duration;
 
 use crate::units::PodUid;
 
-/// The most that is read of a file that is small in every honest process: `stat`, `status`, `cgroup`.
+/// The most bytes to read of `stat`, `status` and `cgroup`, which are small for honest processes.
 const MAX_SMALL_FILE: u64 = 64 << 10;
 
-/// The longest line that is read: a path of `PATH_MAX` bytes, each of them escaped, and what stands before it.
+/// The longest line to read: an escaped path of `PATH_MAX` bytes and the fields before it.
 const MAX_LINE: usize = 32 << 10;
 
-/// A small file of `/proc` as text. A process chooses its name, which may be any bytes: who has no name in UTF-8 must not
-/// be who is not there.
+/// Reads a small file of `/proc` as text.
+///
+/// The name of a process may be any bytes. Invalid UTF-8 is replaced, so that no name hides a
+/// process.
 ///
 /// # Errors
-/// What the system answers; [`ErrorKind::FileTooLarge`] beyond 64 KiB.
+/// The operating system's error; [`ErrorKind::FileTooLarge`] beyond 64 KiB.
 pub fn read_small(path: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
     let length = File::open(path)?
@@ -29,19 +31,20 @@ pub fn read_small(path: &Path) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// How much is read of a file that grows with what a process does: `maps`, `mountinfo`.
+/// Bounds for files that grow with a process's actions: `maps` and `mountinfo`.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
-    /// In all.
+    /// The most bytes in all.
     pub bytes: u64,
-    /// How many.
+    /// The most lines.
     pub lines: usize,
 }
 
-/// Passes the lines of a file to `see` one by one; how many bytes they were.
+/// Passes the lines of a file to `see` and returns the number of bytes read.
 ///
 /// # Errors
-/// What the system answers; [`ErrorKind::FileTooLarge`] beyond the bounds, after the lines within them.
+/// The operating system's error; [`ErrorKind::FileTooLarge`] beyond the bounds, after the lines
+/// within them.
 pub fn for_each_line(path: &Path, bounds: Bounds, mut see: impl FnMut(&str)) -> io::Result<u64> {
     let mut file = BufReader::with_capacity(64 << 10, File::open(path)?);
     let (mut read, mut line) = (0, Vec::new());
@@ -61,34 +64,35 @@ pub fn for_each_line(path: &Path, bounds: Bounds, mut see: impl FnMut(&str)) -> 
     Err(ErrorKind::FileTooLarge.into())
 }
 
-/// What `/proc/<pid>/stat` tells (proc(5)).
+/// The fields of `/proc/<pid>/stat` (proc(5)) that the agent uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stat {
-    /// The process that started it, or took it over.
+    /// The pid of the parent process.
     pub parent: u32,
-    /// Whether its first thread has ended, or is about to (`PF_EXITING`, linux/sched.h).
+    /// Whether the first thread has exited or is exiting (`PF_EXITING`, linux/sched.h).
     exiting: bool,
-    /// Its threads, one that ended and leads others included.
+    /// The number of threads, an exited thread group leader included.
     threads: u32,
-    /// Whether it has executed no program since it was forked (`PF_FORKNOEXEC`, linux/sched.h). No process gets that back.
+    /// Whether the process has executed no program since its fork (`PF_FORKNOEXEC`, linux/sched.h).
+    ///
+    /// A process never regains this flag.
     pub forked: bool,
-    /// When the process started, in clock ticks since boot: tells it from a later one with its pid.
+    /// The start time in clock ticks since boot, which tells the process from a later one with its
+    /// pid.
     pub start_ticks: u64,
-    /// Bytes of its address space: no file is mapped without a change of it.
+    /// The bytes of the address space. Every mapping of a file changes this number.
     pub size: u64,
-    /// Where its stack begins: the loader draws another place at each exec.
+    /// The address of the stack's beginning: the loader randomizes it at each exec.
     pub stack: u64,
 }
 
-/// `PF_FORKNOEXEC`.
 const PF_FORKNOEXEC: u64 = 0x40;
-/// `PF_EXITING`.
 const PF_EXITING: u64 = 0x4;
 
 impl Stat {
-    /// Reads the file's text; none where it is no such text.
+    /// Parses the file's text; `None` where the text is malformed.
     pub fn parse(text: &str) -> Option<Self> {
-        // The second field, the name, may hold anything: what counts stands after its last parenthesis.
+        // The second field, the name, may contain anything: the others follow its last parenthesis.
         let (_, rest) = text.rsplit_once(')')?;
         let mut fields = rest.split_whitespace().skip(1);
         let parent = fields.next()?.parse().ok()?;
@@ -108,31 +112,31 @@ impl Stat {
         })
     }
 
-    /// Whether no thread of it runs a program any more; it may not be reaped yet.
+    /// Whether every thread has exited; the process may still be a zombie.
     pub fn has_exited(&self) -> bool {
         self.exiting && self.threads <= 1
     }
 
-    /// Whether its first thread has ended and others go on.
+    /// Whether the thread group leader has exited while other threads run.
     pub fn has_zombie_leader(&self) -> bool {
         self.exiting && self.threads > 1
     }
 
-    /// How long the machine had been up when the process started.
+    /// The time from boot to the start of the process.
     pub fn start_time(&self) -> Duration {
-        // Programs are shown ticks of 10 ms on every machine (`USER_HZ`).
+        // The kernel shows ticks of 10 ms on every machine (`USER_HZ`).
         Duration::from_millis(self.start_ticks.saturating_mul(10))
     }
 }
 
-/// Now, in clock ticks since boot, as processes' starts are told.
+/// The current time in clock ticks since boot, the unit of process start times.
 pub fn now_ticks() -> u64 {
     let clock = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     let since_boot = Duration::try_from(clock).unwrap_or_default();
     u64::try_from(since_boot.as_millis() / 10).unwrap_or(u64::MAX)
 }
 
-/// Whose a process is, by its cgroup, whose path no tenant can choose.
+/// The owner of a process by its cgroup, whose path no tenant can choose.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ProcessOwner {
     /// A container of a pod.
@@ -142,14 +146,16 @@ pub enum ProcessOwner {
         /// The name of the container's cgroup.
         cgroup: String,
     },
-    /// No pod's: a process of the host.
+    /// The host: the cgroup belongs to no pod.
     Host,
 }
 
 impl ProcessOwner {
-    /// Reads `/proc/<pid>/cgroup`: `<hierarchy>:<controllers>:<path>` a line. A pod's folder is `pod<uid>` with the
-    /// cgroupfs driver and `...-pod<uid with underscores>.slice` with systemd's (kubelet
-    /// `cgroup_manager_linux.go`); the folder in it is the container's.
+    /// Parses `/proc/<pid>/cgroup`, whose lines are `<hierarchy>:<controllers>:<path>`.
+    ///
+    /// A pod's directory is `pod<uid>` with the cgroupfs driver, and `...-pod<uid with
+    /// underscores>.slice` with systemd's (kubelet `cgroup_manager_linux.go`). The directory below
+    /// is the container's.
     pub fn parse(text: &str) -> Self {
         let container = |line: &str| {
             let mut parts = line.splitn(3, ':').nth(2)?.split('/');
@@ -161,7 +167,7 @@ impl ProcessOwner {
     }
 }
 
-/// The pod that a cgroup folder is named after.
+/// The pod of a cgroup directory.
 fn parse_pod_dir(folder: &str) -> Option<PodUid> {
     if let Some(uid) = folder.strip_prefix("pod") {
         return uid.parse().ok();
@@ -170,7 +176,7 @@ fn parse_pod_dir(folder: &str) -> Option<PodUid> {
     uid.replace('_', "-").parse().ok()
 }
 
-/// The capabilities that a process and what it executes may ever have (`CapBnd` in `/proc/<pid>/status`).
+/// The bounding set of capabilities (`CapBnd` in `/proc/<pid>/status`).
 pub fn bounding_capabilities(status: &str) -> Option<u64> {
     let set = status
         .lines()
@@ -188,7 +194,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A process whose name is no UTF-8, and the folder of its program.
+    /// Starts a process whose name is not UTF-8; the directory holds its program.
     pub(crate) fn process_with_non_utf8_name() -> (Child, tempfile::TempDir) {
         let folder = tempfile::tempdir().unwrap();
         let program = folder.path().join(OsStr::from_bytes(b"\xff\xfe"));
@@ -197,7 +203,7 @@ pub(crate) mod tests {
         (child.unwrap(), folder)
     }
 
-    /// Of a process with one thread.
+    /// The stat of a process with one thread.
     pub(crate) fn stat(start: u64, ended: bool) -> Stat {
         Stat {
             parent: 1,
@@ -218,7 +224,7 @@ pub(crate) mod tests {
         let stat = Stat::parse(&format!("7 (a) R 1 (b) {}", fields.join(" ")));
         let expected = Stat {
             parent: 4,
-            // 9 are the flags.
+            // Field 9 has the flags.
             exiting: false,
             threads: 20,
             forked: false,
@@ -234,7 +240,7 @@ pub(crate) mod tests {
     #[test]
     fn stat_tells_forked_from_executed_processes() {
         let mut shell = Command::new("sh");
-        // A subshell is forked; it executes nothing but what it waits for.
+        // The subshell is forked and executes no program itself.
         shell.args(["-c", "(sleep 2; :) & echo $!; wait"]);
         let mut shell = shell.stdout(std::process::Stdio::piped()).spawn().unwrap();
         let mut said = String::new();
@@ -312,7 +318,7 @@ pub(crate) mod tests {
         assert_eq!(error.kind(), ErrorKind::FileTooLarge);
     }
 
-    /// The lines that were seen, and whether that was all of the file.
+    /// The lines within the bounds, and whether these are all lines of the file.
     fn read_lines(text: &[u8], bytes: u64, count: usize) -> (Vec<String>, bool) {
         let mut seen = Vec::new();
         let bounds = Bounds {
@@ -338,7 +344,8 @@ pub(crate) mod tests {
         assert_eq!(read_lines(&long, u64::MAX, 9), (vec![], false));
     }
 
-    /// The files that read others than those of tenants' processes, or with a bound of their own.
+    /// The source files that may read files directly: not of tenants' processes, or with bounds of
+    /// their own.
     const READERS: [&str; 15] = [
         "checkpoint.rs",
         "clock.rs",
@@ -357,7 +364,7 @@ pub(crate) mod tests {
         "sessions/context_size.rs",
     ];
 
-    /// The sources below a folder, by their path in it, but for tests.
+    /// Collects the source files below a directory, without tests.
     fn sources(folder: &Path, into: &mut Vec<std::path::PathBuf>) {
         for entry in std::fs::read_dir(folder).unwrap().flatten() {
             let (path, name) = (entry.path(), entry.file_name());

@@ -1,4 +1,4 @@
-//! Tells `/metrics`, `/healthz` and `/readyz` what the agent knows.
+//! Answers `/metrics`, `/healthz` and `/readyz`.
 
 use std::time::{Duration, Instant};
 
@@ -7,15 +7,15 @@ use tokio::sync::watch;
 
 use crate::metrics::Metrics;
 
-/// The longest time between two beats of a node's task that works.
+/// The longest time between two heartbeats of a node task that works.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The moment of the node task's last turn.
+/// The time of the node task's last tick.
 #[derive(Clone, Debug)]
 pub struct Heartbeat(pub watch::Receiver<Instant>);
 
 impl Heartbeat {
-    /// Whether the task works at `now`.
+    /// The verdict on the node task at `now`.
     fn verdict(&self, now: Instant) -> Verdict {
         if self.0.has_changed().is_err() {
             return Verdict::Unwell("the node's task has ended".to_owned());
@@ -28,14 +28,14 @@ impl Heartbeat {
     }
 }
 
-/// Where the answers come from. One watch per fact; whoever owns the fact writes it.
+/// The sources of the three endpoints. The owner of each fact writes its channel.
 #[derive(Clone, Debug)]
 pub struct Sources {
-    /// `/metrics`.
+    /// The metrics of `/metrics`.
     pub metrics: Metrics,
-    /// `/healthz`: the process works; where it does not, the kubelet restarts it.
+    /// The heartbeat behind `/healthz`: the kubelet restarts an agent whose node task hangs.
     pub health: Heartbeat,
-    /// `/readyz`: the agent does its work, whatever ails the hardware; a rollout waits for it.
+    /// The readiness behind `/readyz`: a rollout waits for an agent that cannot serve.
     pub readiness: watch::Receiver<Verdict>,
 }
 

@@ -1,4 +1,4 @@
-//! Keeps the outside told: status, events, metrics and readiness, from what the node shows.
+//! Publishes status, events, metrics and readiness from the node's snapshots.
 
 use std::time::Duration;
 
@@ -22,12 +22,12 @@ use crate::node::actor::Snapshot;
 use crate::node::report::{ReportInputs, node_report, transition_events};
 use crate::retained::status::RetainedStatus;
 
-/// How often the Node is asked for its container runtime, which changes when the node is updated.
+/// The interval at which the agent reads the container runtime's version from the Node object.
 const RUNTIME_INTERVAL: Duration = Duration::from_secs(300);
-/// How soon it is asked again after no answer.
+/// The interval after a failed read.
 const RUNTIME_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
-/// What it tells from.
+/// The channels from which the agent computes its report.
 pub(super) struct StatusPublisher {
     pub(super) config: ResourcesConfig,
     pub(super) boot_id: String,
@@ -45,7 +45,7 @@ pub(super) struct StatusPublisher {
 }
 
 impl StatusPublisher {
-    /// The part to run, with the reports and the readiness that it keeps.
+    /// The task to spawn, with the channels for reports and readiness that the task fills.
     pub(super) fn start(
         self,
         stop: CancellationToken,
@@ -125,7 +125,9 @@ impl StatusPublisher {
         }
     }
 
-    /// After `pause`: why the runtime ignores CDI devices, and when to ask again.
+    /// Waits for `pause`, then reads the container runtime's version.
+    ///
+    /// Returns the reason why the runtime ignores CDI devices, and the pause before the next read.
     fn check_container_runtime(
         &self,
         pause: Duration,
@@ -156,14 +158,17 @@ impl StatusPublisher {
     }
 }
 
-/// Whether the agent does its work, which is no matter of its hardware: what ails GPUs, the
-/// container runtime or pods stands in the conditions, and holds up no rollout of the DaemonSet.
-/// The agent is not ready before it has looked at its GPUs and audited once, and while its tokens
-/// are not registered or it can record or hand out no binding.
+/// Decides readiness from the agent's own work, not from the hardware.
+///
+/// Conditions report unhealthy GPUs, an old container runtime and failing pods. None of these may
+/// hold up a rollout of the DaemonSet.
+///
+/// The agent is not ready before the first inventory and the first audit. Unregistered devices, an
+/// unwritable checkpoint and an unwritable CDI directory make the agent unready too.
 fn readiness(report: &NodeReport) -> Verdict {
     let is_work = |condition: &&Statement| match condition.type_ {
         names::GPUS_FOUND | names::AUDITED => condition.holds.is_none(),
-        // Without a GPU there is nothing to register.
+        // A node without a GPU has nothing to register.
         names::REGISTERED => condition.is_amiss() && !report.gpus.is_empty(),
         names::CDI_READY => condition.reason == names::CDI_FOLDER,
         names::CHECKPOINT_INTACT => condition.reason == names::CHECKPOINT_UNWRITABLE,
@@ -182,7 +187,7 @@ mod tests {
     use super::*;
     use crate::gpu_node::fixtures::report;
 
-    /// Of a node with GPUs, or without.
+    /// The readiness of a node with these conditions, with GPUs or without.
     fn verdict_of(gpus: bool, said: &[(&'static str, Option<bool>, &'static str)]) -> Verdict {
         let conditions = said.iter().map(|&(type_, holds, reason)| Statement {
             type_,

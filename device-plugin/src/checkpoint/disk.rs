@@ -1,8 +1,7 @@
-//! Reads a file and writes its newest value in a thread of its own: a disk that hangs blocks that
-//! thread alone.
+//! Reads a file and writes its newest value in a thread of its own.
 //!
-//! A value that is written while the disk hangs replaces the one that waits, so memory and threads
-//! stay bounded.
+//! A disk that hangs blocks this thread alone. A newer value replaces the one that waits for the
+//! disk, so memory and threads stay bounded.
 
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,13 +14,13 @@ use tracing::warn;
 
 use super::{Checkpoint, LoadError, SaveError};
 
-/// How soon the thread tries again after an error.
+/// The pause of the thread after an error.
 const RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
-/// How long the agent's end waits for the newest value.
+/// The time for which a dropped file waits until the newest value is written.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How a value is written.
+/// The function that writes a value.
 pub type SaveFn<T> = fn(&Checkpoint, &T) -> Result<(), SaveError>;
 
 /// A file on a disk that may hang.
@@ -38,23 +37,23 @@ struct Shared<T> {
 
 #[derive(Debug)]
 struct State<T> {
-    /// What the file had, until it is taken.
+    /// The value that the thread read, until the owner takes it.
     read: Option<T>,
-    /// The file was read once, or answered with an error.
+    /// The thread has tried to read the file at least once.
     was_tried: bool,
-    /// What the file is to have.
+    /// The value to write next.
     newest: Option<T>,
-    /// Since when the file lacks a value.
+    /// The time of the oldest value that is not written yet.
     dirty_since: Option<Instant>,
     /// The owner has dropped the file.
     closed: bool,
 }
 
 impl<T: Default + Serialize + DeserializeOwned + Send + 'static> WriteBehindFile<T> {
-    /// Starts the thread, which reads `file` first. A file that makes no sense is moved aside.
+    /// Starts the thread, which reads `file` first and moves a malformed file aside.
     ///
     /// # Errors
-    /// The system starts no thread.
+    /// The operating system starts no thread.
     pub fn open(file: Checkpoint, save: SaveFn<T>) -> io::Result<Self> {
         let state = State {
             read: None,
@@ -79,9 +78,9 @@ impl<T: Default + Serialize + DeserializeOwned + Send + 'static> WriteBehindFile
 }
 
 impl<T> WriteBehindFile<T> {
-    /// What the file had, once; none where the disk does not tell within `patience`.
+    /// Takes the value that the file had; `None` where the disk does not answer within `patience`.
     pub fn read(&self, patience: Duration) -> Option<T> {
-        // A file that could not be read is tried again now.
+        // The thread may be pausing after a failed read: this wakes the thread.
         self.shared.changed.notify_all();
         let state = self.shared.lock();
         let waits = |state: &mut State<T>| !state.was_tried;
@@ -89,7 +88,7 @@ impl<T> WriteBehindFile<T> {
         state.read.take()
     }
 
-    /// Has `value` written as soon as the disk takes it, unless a newer one comes before that.
+    /// Queues `value` for writing and replaces a value that still waits.
     pub fn write(&self, value: T) {
         let mut state = self.shared.lock();
         state.newest = Some(value);
@@ -97,13 +96,13 @@ impl<T> WriteBehindFile<T> {
         self.shared.changed.notify_all();
     }
 
-    /// How long the file has lacked the newest value.
+    /// The time for which the file has lacked the newest value.
     pub fn lag(&self) -> Duration {
         let since = self.shared.lock().dirty_since;
         since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// Waits until the file has the newest value, at most `patience`; whether it has.
+    /// Waits for at most `patience` until the file has the newest value; returns whether it has.
     pub fn flush(&self, patience: Duration) -> bool {
         let waits = |state: &mut State<T>| state.dirty_since.is_some();
         let state = self.shared.lock();
@@ -125,7 +124,8 @@ impl<T> Shared<T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for [`AGAIN`] or for a change; false once the owner has dropped the file.
+    /// Waits for [`RETRY_INTERVAL`] or for a change; returns false once the owner has dropped the
+    /// file.
     fn pause(&self) -> bool {
         let state = self.lock();
         let (state, _) = self
@@ -137,14 +137,15 @@ impl<T> Shared<T> {
 }
 
 impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
-    /// Reads the file; false once the owner has dropped it.
+    /// Reads the file until that succeeds; returns false once the owner has dropped the file.
     fn read(&self, file: &Checkpoint) -> bool {
         let mut told = false;
         loop {
             let read = match file.load::<T>() {
                 Ok(read) => Some(read.unwrap_or_default()),
                 Err(error @ LoadError::Malformed { .. }) => {
-                    // The file is in the way of nothing: the next value replaces it.
+                    // A malformed file may stay where the rename fails: the next value replaces the
+                    // file.
                     let aside = file.move_aside().is_ok();
                     warn!(%error, aside, "file begins anew");
                     Some(T::default())
@@ -197,7 +198,7 @@ impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
         }
     }
 
-    /// The next value to write; none once the owner has dropped the file.
+    /// Waits for the next value; `None` once the owner has dropped the file.
     fn next(&self) -> Option<T> {
         let waits = |state: &mut State<T>| state.newest.is_none() && !state.closed;
         let waited = self.changed.wait_while(self.lock(), waits);
@@ -224,8 +225,7 @@ mod tests {
 
     const SOON: Duration = Duration::from_secs(20);
 
-    /// Has each write of the file hang, until a reader opens what this puts in place of the
-    /// temporary file.
+    /// Makes each write hang until a reader opens the returned FIFO.
     fn make_writes_hang(file: &Path) -> PathBuf {
         let beside = file.with_extension("new");
         let made = std::process::Command::new("mkfifo").arg(&beside).status();
@@ -262,7 +262,7 @@ mod tests {
         }
         assert!(begun.elapsed() < SOON && !disk.flush(Duration::from_millis(50)));
         assert!(disk.lag() >= Duration::from_millis(50));
-        // A reader lets the write go on that hangs; a newer value replaces what that left.
+        // The read ends the write that hangs; the newer value then replaces the FIFO.
         std::fs::read(&fifo).unwrap();
         disk.write(1_001);
         assert!(disk.flush(SOON));
@@ -273,7 +273,7 @@ mod tests {
     fn file_that_cannot_be_read_is_tried_again() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file.json");
-        // A link to itself: reading it is an error of the system.
+        // The kernel refuses to open a link to itself.
         std::os::unix::fs::symlink("file.json", &file).unwrap();
         let disk = open(&file);
         assert_eq!(disk.read(SOON), None);

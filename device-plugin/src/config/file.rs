@@ -1,4 +1,4 @@
-//! The configuration file as it is written, and its conversion to [`LaunchConfig`].
+//! Deserializes the configuration file and checks its fields.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -15,11 +15,11 @@ use super::{
 use crate::node::cdi::HostMount;
 use crate::units::Bytes;
 
-/// The kubelet gives up on PreStartContainer after 30 s (`KubeletPreStartContainerRPCTimeoutInSecs`), and
-/// then nobody hears why the container waits.
+/// The longest wait. The kubelet gives up on PreStartContainer after 30 s
+/// (`KubeletPreStartContainerRPCTimeoutInSecs`) and would discard a later answer with its reason.
 const MAX_BIND_WAIT: Duration = Duration::from_secs(27);
 
-/// A field with a value that makes no sense.
+/// A field with an invalid value.
 pub(super) struct InvalidField {
     pub(super) field: &'static str,
     pub(super) value: String,
@@ -69,7 +69,7 @@ struct Driver {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct Mount {
     host_path: PathBuf,
-    /// The same path as on the host where it is left out.
+    /// The path on the host where the field is left out.
     container_path: Option<PathBuf>,
     #[serde(default = "yes")]
     read_only: bool,
@@ -111,7 +111,7 @@ struct Audit {
 struct Kept {
     enabled: bool,
     vault_socket: PathBuf,
-    /// The one beside the agent's own program where it is left out.
+    /// The program beside the agent's own where the field is left out.
     worker: Option<PathBuf>,
 }
 
@@ -190,9 +190,9 @@ impl Default for Binding {
     }
 }
 
-/// Contexts are charged; the kernels that a program loads, and printf's and malloc's heaps on the device, are not: a
-/// PyTorch with all of its libraries loads some hundred MiB. The driver's rounding and its small allocations stay
-/// below 64 MiB.
+/// The agent charges contexts. Loaded kernels and the device heaps of printf and malloc are not
+/// charged: PyTorch with all of its libraries loads some hundred MiB. The driver's rounding and its
+/// small allocations stay below 64 MiB.
 impl Default for Audit {
     fn default() -> Self {
         Self {
@@ -214,7 +214,7 @@ impl Default for Http {
 }
 
 impl ConfigFile {
-    /// Checks every field. Destructured whole, so that a new field cannot be forgotten here.
+    /// Checks every field. The destructuring has no `..`, so that a new field cannot be forgotten.
     pub(super) fn resolve(self) -> Result<Config, InvalidField> {
         let Self {
             resources,

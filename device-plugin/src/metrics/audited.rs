@@ -1,4 +1,4 @@
-//! What containers have, and what the audit found.
+//! Exports each container's memory and the audit's results as metrics.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -73,28 +73,28 @@ struct FaultLabels {
     action: &'static str,
 }
 
-/// The findings of one audit, from which a scrape makes series.
+/// The results of one audit, from which a scrape encodes series.
 #[derive(Clone, Debug, Default)]
 pub struct AuditFigures {
     /// The node's containers.
     pub containers: Arc<[BoundContainer]>,
-    /// Their books.
+    /// The memory usage of each container.
     pub books: BTreeMap<AllocationId, ContainerUsage>,
-    /// For each running container the reason why it is not enforced, if any.
+    /// The enforcement gap of each running container, if any.
     pub attested: BTreeMap<AllocationId, Option<GapReason>>,
-    /// The containers that the driver itself holds to their quota.
+    /// The containers that the driver's own limits hold to their quota.
     pub limited: BTreeSet<AllocationId>,
-    /// The pods of which a look has not returned for a while.
+    /// The pods whose processes the agent has failed to read for a while.
     pub hanging: BTreeSet<PodUid>,
-    /// The differences between the driver's charges and the ledger's.
+    /// The differences between the driver's figures and the agent's accounts.
     pub verdict: AuditResult,
     /// The node's GPUs.
     pub gpus: BTreeSet<GpuUuid>,
-    /// The GPUs about which NVML has not answered for a while.
+    /// The GPUs for which NVML has not answered for a while.
     pub stale: BTreeSet<GpuUuid>,
 }
 
-/// The metrics that outlive an audit.
+/// The metrics of the audit; counters outlive a single audit.
 #[derive(Clone, Debug)]
 pub(super) struct AuditMetrics {
     figures: LatestFigures<AuditFigures>,
@@ -294,28 +294,29 @@ impl AuditFigures {
 }
 
 impl super::Metrics {
-    /// What containers and GPUs have, as one audit found it. What is no longer there is no longer in the metrics;
-    /// the figures of GPUs that did not answer are not either.
+    /// Replaces the figures of containers and GPUs by those of a new audit.
+    ///
+    /// Containers that have ended leave the metrics, and GPUs that did not answer do too.
     pub fn set_audit(&self, figures: AuditFigures) {
         self.audited.figures.replace(figures);
     }
 
-    /// An audit took so long.
+    /// Observes the duration of an audit.
     pub fn observe_audit(&self, took: Duration) {
         self.audited.seconds.observe(took.as_secs_f64());
     }
 
-    /// The audit found something new.
+    /// Counts a new finding.
     pub fn count_finding(&self, finding: &Finding) {
         let finding = finding.kind();
         let label = FindingLabels { finding };
         self.audited.findings.get_or_create(&label).inc();
     }
 
-    /// A fault poisoned a context.
+    /// Counts a process image whose context is poisoned.
     pub fn count_poisoned(&self, fault: &Fault) {
         let cause = match (fault.cuda_error, fault.xid) {
-            // Tenants make up any number.
+            // Tenants can report any number: unknown codes share one label.
             (Some(code), _) if ErrorClass::of(code) == ErrorClass::Unknown => "cuda-unknown".into(),
             (Some(code), _) => format!("cuda-{code}"),
             (None, Some(xid)) => format!("xid-{xid}"),
@@ -326,7 +327,7 @@ impl super::Metrics {
         self.audited.poisoned.get_or_create(&label).inc();
     }
 
-    /// The audit killed a process.
+    /// Counts a process that the audit's policy killed.
     pub fn count_kill(&self) {
         self.audited.kills.inc();
     }
@@ -341,7 +342,7 @@ fn container_labels(container: &BoundContainer) -> ContainerLabels {
     let pod = holder.and_then(|holder| holder.pod.as_ref());
     ContainerLabels {
         namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
-        // The UID where the kubelet told no name.
+        // The UID replaces a pod name that the kubelet has not reported.
         pod: pod.map_or_else(|| container.pod.to_string(), |pod| pod.name.clone()),
         container: holder
             .map(|holder| holder.container.clone())

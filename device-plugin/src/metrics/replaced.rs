@@ -1,6 +1,6 @@
-//! Encodes figures that are replaced as a whole: a scrape sees those of one moment, all of them.
+//! Encodes figures that are replaced as a whole, so that a scrape sees figures of one instant.
 //!
-//! The agent makes their series at a scrape, and not each time that there are new figures.
+//! The agent encodes the series at a scrape and not at each replacement.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,13 +13,13 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
-/// Figures that know their families.
+/// Figures that encode their metric families.
 pub(super) trait EncodeFamilies: fmt::Debug + Default + Send + Sync + 'static {
-    /// Writes every family.
+    /// Encodes every family.
     fn encode(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result;
 }
 
-/// The newest figures.
+/// The latest figures, shared with the registry.
 #[derive(Debug)]
 pub(super) struct LatestFigures<T>(Arc<Mutex<Arc<T>>>);
 
@@ -37,7 +37,7 @@ impl<T: EncodeFamilies> LatestFigures<T> {
         replaced
     }
 
-    /// Replaces the figures of which a scrape tells.
+    /// Replaces the figures that the next scrape encodes.
     pub(super) fn replace(&self, figures: T) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(figures);
     }
@@ -45,17 +45,17 @@ impl<T: EncodeFamilies> LatestFigures<T> {
 
 impl<T: EncodeFamilies> Collector for LatestFigures<T> {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        // The lock is released first, so that a slow scrape does not delay new figures.
+        // The lock is released before encoding, so that a slow scrape does not delay new figures.
         let figures = Arc::clone(&self.0.lock().unwrap_or_else(PoisonError::into_inner));
         figures.encode(&mut FamilyEncoder(encoder))
     }
 }
 
-/// The output of a scrape.
+/// The encoder of a scrape.
 pub(super) struct FamilyEncoder<'a>(DescriptorEncoder<'a>);
 
 impl FamilyEncoder<'_> {
-    /// Writes a family of gauges; nothing where it has no series.
+    /// Encodes a family of gauges; a family without series is left out.
     pub(super) fn gauges<L: EncodeLabelSet + Ord>(
         &mut self,
         name: &str,
@@ -65,7 +65,7 @@ impl FamilyEncoder<'_> {
         self.family(name, help, MetricType::Gauge, rows, ConstGauge::new)
     }
 
-    /// Writes a family of counters; nothing where it has no series.
+    /// Encodes a family of counters; a family without series is left out.
     pub(super) fn counters<L: EncodeLabelSet + Ord>(
         &mut self,
         name: &str,
@@ -88,7 +88,7 @@ impl FamilyEncoder<'_> {
         }
         let help = format!("{help}.");
         let mut family = self.0.encode_descriptor(name, &help, None, kind)?;
-        // Prometheus refuses a scrape that has a series twice.
+        // Prometheus refuses a page with duplicate series: a map drops duplicates.
         let rows: BTreeMap<L, N> = rows.into_iter().collect();
         for (labels, value) in rows {
             metric(value).encode(family.encode_family(&labels)?)?;
