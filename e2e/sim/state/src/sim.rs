@@ -32,7 +32,7 @@ pub struct Sim {
 /// A GPU or a MIG instance.
 #[derive(Debug, Clone)]
 pub struct Unit {
-    /// Position in [`Sim::random_units`].
+    /// Position in [`Sim::units`].
     pub index: usize,
     /// Position in [`Config::gpu`].
     pub gpu: usize,
