@@ -178,9 +178,9 @@ fn log_change((cgroup, gpu): &LimitKey, limit: &LimitState, before: Option<&Limi
     let cgroup = cgroup.display();
     match limit {
         LimitState::Set(bytes) => info!(%cgroup, %gpu, %bytes, "driver limit set"),
-        LimitState::Unsupported => debug!(%cgroup, %gpu, "no driver limit"),
+        LimitState::Unsupported => debug!(%cgroup, %gpu, "driver limit not supported"),
         LimitState::Failed { bytes, why } => {
-            warn!(%cgroup, %gpu, %bytes, %why, "driver limit refused");
+            warn!(%cgroup, %gpu, %bytes, %why, "failed to set a driver limit");
         }
     }
 }

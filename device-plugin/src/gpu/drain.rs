@@ -143,9 +143,9 @@ pub async fn run(
         let (mut held, doomed) = around.sessions.drain_gpus(&ordered);
         for process in doomed {
             match kill(&around.proc, process) {
-                Ok(true) => warn!(pid = process.pid, "killed: its gpu is drained"),
+                Ok(true) => warn!(pid = process.pid, "killed a process on a drained gpu"),
                 Ok(false) => {}
-                Err(error) => warn!(pid = process.pid, %error, "not killed"),
+                Err(error) => warn!(pid = process.pid, %error, "failed to kill a process"),
             }
         }
         held.extend(
@@ -157,7 +157,7 @@ pub async fn run(
         drain.send_if_modified(|before| {
             let changed = *before != plan.state;
             if changed {
-                info!(drain = ?plan.state, "drain");
+                info!(drain = ?plan.state, "drain state changed");
                 before.clone_from(&plan.state);
             }
             changed

@@ -92,14 +92,14 @@ impl GpuGenerations {
         let disk = WriteBehindFile::open(disk, Checkpoint::save_durably)?;
         let of_disk: Option<Entries> = disk.read(READ_TIMEOUT);
         let of_run: Option<Entries> = run.load().unwrap_or_else(|error| {
-            warn!(%error, "generations of GPUs are read from the disk alone");
+            warn!(%error, "failed to read generations from the run folder; using those on the disk");
             let _ = run.move_aside();
             None
         });
         if of_disk.is_none() {
             warn!(
                 known = of_run.is_some(),
-                "generations of GPUs are not read from the disk yet"
+                "failed to read generations from the disk yet"
             );
         }
         let unread = of_disk.is_none() && of_run.is_none();
@@ -220,7 +220,7 @@ impl GpuGenerations {
         }
         match self.run_file.save(&self.entries) {
             Ok(()) => self.has_unsaved = false,
-            Err(error) if changed => warn!(%error, "generations not written"),
+            Err(error) if changed => warn!(%error, "failed to write generations to the run folder"),
             Err(_) => {}
         }
     }

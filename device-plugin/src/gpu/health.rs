@@ -58,7 +58,7 @@ impl std::fmt::Display for UnhealthyReason {
             Self::Xid(code) => write!(f, "XID {code}"),
             Self::Lost => f.write_str("the GPU is lost"),
             Self::NoAnswer => f.write_str("the GPU does not answer"),
-            Self::WorkerStuck => f.write_str("a worker hangs in the driver"),
+            Self::WorkerStuck => f.write_str("a provisioner hangs in the driver"),
             Self::Draining => f.write_str("the GPU is being drained"),
             Self::Drained => f.write_str("the GPU is drained"),
         }

@@ -501,7 +501,7 @@ impl NvmlWatcher {
                 let ended = slot.process.take();
                 if ended.is_some_and(|ended| ended.is_probing) {
                     slot.found = Some(GpuProbe::Failed(
-                        "the process that asks has ended".to_owned(),
+                        "the process that calls NVML has ended".to_owned(),
                     ));
                 }
                 if !slot.is_hung {

@@ -15,7 +15,7 @@ pub struct PciAddress {
 
 /// The text is no PCI address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("no PCI address: {0:?}")]
+#[error("failed to parse {0:?}: not a PCI address")]
 pub struct InvalidPciAddress(String);
 
 impl FromStr for PciAddress {

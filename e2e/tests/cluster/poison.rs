@@ -301,7 +301,13 @@ async fn in_place(stage: &mut TrialContext) -> Result<(), Failed> {
     })
     .await?;
     // The agent sends Events for some of many faults only.
-    told::wait_for_event(stage, POD, POISONED, "(generation 1): it is executed again").await?;
+    told::wait_for_event(
+        stage,
+        POD,
+        POISONED,
+        "(generation 1): its program is executed again",
+    )
+    .await?;
     stage.history.check_none_failed_or_restarted()?;
     stage.progress.report(format_args!(
         "in place: {IN_PLACE} faults in a row, 0 restarts of the container, P {}, kept memory found each time, after \

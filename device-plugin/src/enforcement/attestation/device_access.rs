@@ -41,13 +41,13 @@ pub enum DeviceAccessError {
     #[error("{} is in no hierarchy of cgroups that decides about devices", .0.display())]
     NoCgroup(PathBuf),
     /// The process could not be started, or not be waited for.
-    #[error("failed to start a process that tries: {0}")]
+    #[error("failed to start a process in the container's cgroup: {0}")]
     Start(#[from] io::Error),
     /// The process did not answer in time.
     #[error("no answer in {LIMIT:?}")]
     TimedOut,
     /// The process ended without an answer.
-    #[error("the process that tries ended with {0}")]
+    #[error("the process in the container's cgroup ended with {0}")]
     Failed(ExitStatus),
 }
 

@@ -76,19 +76,19 @@ impl std::fmt::Display for EnforcementGap {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { reason, detail } = self;
         match reason {
-            GapReason::SysNice => f.write_str("it may change its share of the GPU's time")?,
-            GapReason::NotAttested => f.write_str("it cannot be told whether it is")?,
+            GapReason::SysNice => {
+                f.write_str("the container may change its share of the GPU's time")?
+            }
+            GapReason::NotAttested => f.write_str("the container could not be attested")?,
             GapReason::Privileged => f.write_str("the container is privileged")?,
             GapReason::MountMissing => f.write_str("a mount is missing")?,
-            GapReason::MountedOver => {
-                f.write_str("something is mounted over a path of the shim")?
-            }
+            GapReason::MountedOver => f.write_str("another mount covers a path of the shim")?,
             GapReason::ForeignDriver => f.write_str("a process has another libcuda mapped")?,
             GapReason::DriverWithoutShim => {
                 f.write_str("a process uses the driver without the shim")?
             }
             GapReason::OtherGpus => {
-                f.write_str("it may open device nodes of GPUs that it was not given")?
+                f.write_str("the container may open device nodes of GPUs that it was not given")?
             }
         }
         match detail.as_str() {

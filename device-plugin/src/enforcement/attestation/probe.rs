@@ -184,7 +184,7 @@ impl HostView {
         if let Err(error) =
             procfs::for_each_line(&table, OWN_MOUNTS_BOUNDS, |line| mounts.add_line(line))
         {
-            warn!(%error, "own mounts not read to their end");
+            warn!(%error, "failed to read the agent's mount table to its end");
         }
         Self {
             now: Instant::now(),
@@ -467,7 +467,7 @@ impl PodAttestor {
                     .filter(|since| around.now.duration_since(*since) >= MAX_AGE)
                     .map(|_| {
                         EnforcementGap::not_attested(
-                            "it keeps its cgroup from being asked for GPUs",
+                            "its cgroup prevents the check of device access",
                         )
                     }),
             };
@@ -501,7 +501,8 @@ impl PodAttestor {
             container_cgroup: folder,
         };
         let openable = openable_nodes(Path::new(SELF_EXE), asked, &others);
-        let openable = openable.inspect_err(|error| warn!(%error, ?folder, "not asked for GPUs"));
+        let openable =
+            openable.inspect_err(|error| warn!(%error, ?folder, "failed to check device access"));
         let openable = openable.ok();
         let silent = before.and_then(|before| before.unanswered_since);
         DeviceCheck {

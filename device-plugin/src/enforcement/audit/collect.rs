@@ -57,7 +57,7 @@ impl SampleRequests {
                         sample: look,
                     },
                 )),
-                Ok(Ok(Err(error))) => debug!(%gpu, %error, "not audited"),
+                Ok(Ok(Err(error))) => debug!(%gpu, %error, "failed to sample the GPU"),
                 // The process of the GPU has ended, or the GPU has none at present.
                 Ok(Err(_)) => {}
                 Err(_) => drop(open.insert(gpu, (asked, pending))),

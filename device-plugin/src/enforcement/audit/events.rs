@@ -45,7 +45,7 @@ pub fn publish_enforcement(
 ) {
     let (reason, message) = match lack {
         Some(lack) => (Reason::NotEnforced, lack.to_string()),
-        None => (Reason::Enforced, "held to its quota again".to_owned()),
+        None => (Reason::Enforced, "under enforcement again".to_owned()),
     };
     let allocation = Some(&container.allocation);
     publish(
@@ -64,7 +64,10 @@ fn message(finding: &Finding) -> String {
             quota,
             charged,
             ..
-        } => format!("has {} of {gpu}, its quota is {quota}", whole_mib(*charged)),
+        } => format!(
+            "uses {} of {gpu} with a quota of {quota}",
+            whole_mib(*charged)
+        ),
         Finding::UntrackedProcess {
             gpu,
             owner,
@@ -73,13 +76,13 @@ fn message(finding: &Finding) -> String {
         } => match (owner, allocation) {
             (_, Some(_)) => format!("a process uses {gpu} past the shim"),
             (ProcessOwner::Container { pod, .. }, None) => {
-                format!("a process of pod {pod}, which was given none of it, uses {gpu}")
+                format!("a process of pod {pod}, which has no allocation of the GPU, uses {gpu}")
             }
             (ProcessOwner::Host, None) => format!("a process of the host uses {gpu}"),
         },
         Finding::ForgedPage { .. } => "a process wrote a grant into its own credit page".to_owned(),
         Finding::Holder { gpu, bytes, .. } => format!(
-            "a process uses {gpu} past the shim and without a context, and {} of it is in use and charged to nobody",
+            "a process uses {gpu} past the shim and without a context, and {} of the GPU is in use and charged to no process",
             whole_mib(*bytes)
         ),
         Finding::Unaccounted {
@@ -89,7 +92,7 @@ fn message(finding: &Finding) -> String {
         } => {
             let only = only.map_or("", |_| "; no other container uses the GPU's driver");
             format!(
-                "{} of {gpu} is in use and charged to nobody{only}",
+                "{} of {gpu} is in use and charged to no process{only}",
                 whole_mib(*bytes)
             )
         }

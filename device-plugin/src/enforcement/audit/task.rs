@@ -140,7 +140,7 @@ impl Auditor {
             WriteBehindFile::open(tally_file, Checkpoint::save)?;
         let kept = tally_file.read(USAGE_READ_TIMEOUT);
         if kept.is_none() {
-            warn!("counts of namespaces begin anew: the disk does not tell them");
+            warn!("failed to read the counts of namespaces from the disk; they start at zero");
         }
         let auditor = Self {
             config: config.audit,
@@ -272,7 +272,7 @@ impl Auditor {
         });
         let around = match timeout_at(deadline, &mut reading).await {
             Ok(Ok(around)) => Arc::new(around),
-            Ok(Err(error)) => return warn!(%error, "attestation failed"),
+            Ok(Err(error)) => return warn!(%error, "failed to attest containers"),
             Err(_) => {
                 self.host_view = Some(reading);
                 return;
@@ -331,7 +331,7 @@ impl Auditor {
         self.withhold.send_if_modified(|before| {
             let changed = *before != after;
             if changed {
-                info!(withheld = ?after, "in use and charged to nobody");
+                info!(withheld = ?after, "withheld memory changed");
             }
             *before = after;
             changed
@@ -398,19 +398,23 @@ impl Auditor {
         for (finding, strikes) in findings.iter().zip(strikes) {
             let action = action(finding, strikes, &self.config);
             if action.publish_event {
-                warn!(?finding, "audit");
+                warn!(?finding, "audit finding");
                 self.metrics.count_finding(finding);
                 events::publish_finding(&self.events, finding, containers);
             }
             for process in action.kill {
                 match kill(&self.proc, process) {
                     Ok(true) => {
-                        warn!(pid = process.pid, kind = finding.kind(), "killed");
+                        warn!(
+                            pid = process.pid,
+                            kind = finding.kind(),
+                            "killed a process for a finding"
+                        );
                         self.metrics.count_kill();
                         events::publish_kill(&self.events, finding, containers);
                     }
                     Ok(false) => {}
-                    Err(error) => warn!(pid = process.pid, %error, "not killed"),
+                    Err(error) => warn!(pid = process.pid, %error, "failed to kill a process"),
                 }
             }
         }
@@ -454,7 +458,7 @@ impl Auditor {
                 .insert(container.allocation, reason)
                 .flatten();
             if before != reason {
-                info!(pod = %container.pod, lack = lack.map(ToString::to_string), "enforcement");
+                info!(pod = %container.pod, lack = lack.map(ToString::to_string), "enforcement changed");
                 events::publish_enforcement(&self.events, container, *lack);
             }
             if let Some(lack) = lack {
@@ -490,7 +494,7 @@ impl PodAttestation {
                 self.attested = attested;
                 self.answered_at = Instant::now();
             }
-            Ok(Err(error)) => warn!(%error, "attestation failed"),
+            Ok(Err(error)) => warn!(%error, "failed to attest containers"),
             Err(_) => self.state = AttestorState::Probing(looking),
         }
     }

@@ -76,7 +76,7 @@ fn message(fault: &Fault) -> String {
         (None, None) => "a fault".to_owned(),
     };
     let done = match fault.decision() {
-        Some(RecoveryAction::ReexecInPlace) => "it is executed again in its place",
+        Some(RecoveryAction::ReexecInPlace) => "its program is executed again in the same process",
         Some(RecoveryAction::RestartContainer { over_limit: false }) => {
             "its container is restarted"
         }
@@ -89,7 +89,7 @@ fn message(fault: &Fault) -> String {
         Some(RecoveryAction::NoAction {
             await_eviction: false,
         }) => "nothing is done",
-        None => "it is fenced",
+        None => "it gets no more memory",
     };
     // Tenants read the Event and must not learn a pid of the host.
     let generation = fault.image.generation;
@@ -136,7 +136,7 @@ mod tests {
     #[test]
     fn message_of_a_fault_has_cause_generation_and_action() {
         let said = "CUDA error 700 poisoned the context of a process (generation 3): \
-            it is executed again in its place";
+            its program is executed again in the same process";
         assert_eq!(message(&fault()), said);
         let undecided = Fault {
             cuda_error: None,

@@ -155,9 +155,13 @@ impl FaultInputs {
     fn kill_condemned(&self) {
         for (allocation, process) in self.sessions.processes_to_kill() {
             match kill(&self.paths.proc, process) {
-                Ok(true) => warn!(%allocation, pid = process.pid, "killed for a poisoned context"),
+                Ok(true) => {
+                    warn!(%allocation, pid = process.pid, "killed a process for a poisoned context")
+                }
                 Ok(false) => {}
-                Err(error) => warn!(%allocation, pid = process.pid, %error, "not killed"),
+                Err(error) => {
+                    warn!(%allocation, pid = process.pid, %error, "failed to kill a process")
+                }
             }
         }
     }
@@ -182,7 +186,7 @@ impl FaultInputs {
 fn open_log(path: &Path) -> Option<KernelLog> {
     KernelLog::open(path)
         .inspect_err(|error| {
-            warn!(path = %path.display(), %error, "the kernel's log is not read: XIDs name no processes");
+            warn!(path = %path.display(), %error, "failed to open the kernel's log; XIDs of processes are not found");
         })
         .ok()
 }

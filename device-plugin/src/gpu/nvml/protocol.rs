@@ -76,7 +76,7 @@ pub(super) enum GpuProbe {
 #[serde(rename_all = "kebab-case")]
 pub enum CallError {
     /// The driver does not support the call, at all or for this GPU.
-    #[error("the driver does not offer it")]
+    #[error("the driver does not support the call")]
     Unsupported,
     /// Another error, with NVML's text.
     #[error("{0}")]
