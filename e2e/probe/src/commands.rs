@@ -38,8 +38,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
         Command::Keep { bytes } => {
             cuda::set_current_device(0)?;
-            let (_kept, told) = kept::open_or_write_lease(*bytes)?;
-            println!("{}", json!({ "event": "kept", "kept": told }));
+            let (_lease, report) = kept::open_or_write_lease(*bytes)?;
+            println!("{}", json!({ "event": "kept", "kept": report }));
             Ok(ExitCode::SUCCESS)
         }
         Command::Export { bytes, to } => {
@@ -106,14 +106,14 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 
 fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
     cuda::set_current_device(0)?;
-    let (mut rounds, mut told) = (0_u64, Instant::now());
+    let (mut rounds, mut last_print) = (0_u64, Instant::now());
     loop {
-        let mut held = Vec::new();
+        let mut allocations = Vec::new();
         let mut got = 0;
         while got < bytes {
             let asked = chunk.min(bytes - got);
             match cuda::allocate(asked) {
-                Ok(allocation) => held.push(allocation),
+                Ok(allocation) => allocations.push(allocation),
                 Err(refusal) => {
                     println!(
                         "{}",
@@ -124,13 +124,13 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
             }
             got += asked;
         }
-        for allocation in held {
+        for allocation in allocations {
             cuda::free(allocation)?;
         }
         rounds += 1;
-        if rounds == 1 || told.elapsed() >= PROGRESS_INTERVAL {
+        if rounds == 1 || last_print.elapsed() >= PROGRESS_INTERVAL {
             println!("{}", json!({ "event": "churning", "rounds": rounds }));
-            told = Instant::now();
+            last_print = Instant::now();
         }
     }
 }
@@ -156,10 +156,10 @@ fn fault(
     };
     let before = starts.len();
     cuda::set_current_device(0)?;
-    let held = cuda::allocate(bytes);
+    let allocation = cuda::allocate(bytes);
     // The mapping stays until the process image ends.
-    let (_kept, told) = keep.map(kept::open_or_write_lease).transpose()?.unzip();
-    let start = json!({ "event": "started", "at": unix_millis()?, "faults": before, "refused": held.as_ref().err(), "kept": told,
+    let (_lease, report) = keep.map(kept::open_or_write_lease).transpose()?.unzip();
+    let start = json!({ "event": "started", "at": unix_millis()?, "faults": before, "refused": allocation.as_ref().err(), "kept": report,
         "pid": std::process::id() });
     println!("{start}");
     if before < times {
@@ -194,7 +194,7 @@ const STDIN_CHUNK: u64 = 64 << 20;
 
 fn run_stdin_commands() -> anyhow::Result<ExitCode> {
     cuda::set_current_device(0)?;
-    let mut held = Vec::new();
+    let mut allocations = Vec::new();
     for line in std::io::stdin().lines() {
         let order: StdinCommand = line?.parse().map_err(anyhow::Error::msg)?;
         let pieces =
@@ -202,24 +202,24 @@ fn run_stdin_commands() -> anyhow::Result<ExitCode> {
         let mut refused = None;
         match order {
             StdinCommand::Take(bytes) => {
-                let wanted = held.len().saturating_add(pieces(bytes));
-                while held.len() < wanted && refused.is_none() {
+                let wanted = allocations.len().saturating_add(pieces(bytes));
+                while allocations.len() < wanted && refused.is_none() {
                     match cuda::allocate(STDIN_CHUNK) {
-                        Ok(allocation) => held.push(allocation),
+                        Ok(allocation) => allocations.push(allocation),
                         Err(refusal) => refused = Some(refusal),
                     }
                 }
             }
             StdinCommand::Free(bytes) => {
-                let left = held.len().saturating_sub(pieces(bytes));
-                held.drain(left..).try_for_each(cuda::free)?;
+                let left = allocations.len().saturating_sub(pieces(bytes));
+                allocations.drain(left..).try_for_each(cuda::free)?;
             }
             StdinCommand::Report => {}
         }
         let device = cuda::describe(0)?;
         println!(
             "{}",
-            json!({ "event": "holds", "held": held.len() as u64 * STDIN_CHUNK, "refused": refused, "device": device })
+            json!({ "event": "holds", "held": allocations.len() as u64 * STDIN_CHUNK, "refused": refused, "device": device })
         );
     }
     Ok(ExitCode::SUCCESS)

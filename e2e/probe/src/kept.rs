@@ -30,9 +30,9 @@ pub(crate) struct LeaseReport {
 /// Opens the lease, or creates it with `bytes` bytes, and verifies its contents.
 pub(crate) fn open_or_write_lease(bytes: u64) -> anyhow::Result<(RetainedLease, LeaseReport)> {
     let context = Driver::get()?.device(0)?.primary_context()?;
-    let (found, kept) =
+    let (found, lease) =
         match LeaseClient::new(&context).open(LEASE_NAME, &LEASE_KEY, bytes, LEASE_TIMEOUT)? {
-            LeaseState::Ready(kept) => (true, kept),
+            LeaseState::Ready(lease) => (true, lease),
             LeaseState::Writing(writing) => {
                 for at in chunk_offsets(writing.bytes()) {
                     writing.write(at, &chunk_contents(at))?;
@@ -41,20 +41,20 @@ pub(crate) fn open_or_write_lease(bytes: u64) -> anyhow::Result<(RetainedLease, 
             }
         };
     let mut read = vec![0; CHUNK as usize];
-    for at in chunk_offsets(kept.bytes()) {
-        kept.read(at, &mut read)?;
+    for at in chunk_offsets(lease.bytes()) {
+        lease.read(at, &mut read)?;
         ensure!(
             read == chunk_contents(at),
             "what was kept at {at} is not what was written"
         );
     }
-    let told = LeaseReport {
+    let report = LeaseReport {
         found,
-        lease: kept.lease(),
-        generation: kept.generation(),
-        checksum: kept.checksum()?,
+        lease: lease.lease(),
+        generation: lease.generation(),
+        checksum: lease.checksum()?,
     };
-    Ok((kept, told))
+    Ok((lease, report))
 }
 
 /// Offsets of the chunks; the size of a lease is a multiple of 2 MiB.

@@ -33,10 +33,10 @@ pub(crate) fn hold_descriptors(socket: &Path) -> anyhow::Result<ExitCode> {
 /// Sends a descriptor to the process that listens at a socket, and returns once that process has
 /// it.
 pub(crate) fn send_descriptor(descriptor: &impl AsFd, socket: &Path) -> anyhow::Result<()> {
-    let begun = Instant::now();
+    let start = Instant::now();
     let mut stream = loop {
         match UnixStream::connect(socket) {
-            Err(_) if begun.elapsed() < CONNECT_TIMEOUT => std::thread::sleep(RETRY_INTERVAL),
+            Err(_) if start.elapsed() < CONNECT_TIMEOUT => std::thread::sleep(RETRY_INTERVAL),
             connected => break connected.with_context(|| socket.display().to_string())?,
         }
     };

@@ -117,13 +117,13 @@ struct FaultState {
 
 impl Faults {
     /// Shows one case's objects. [`Self::set_faulty_writes`] selects the writes that fail.
-    pub fn new(case: &str, fate: WriteFault, telling: WatchFault) -> Self {
-        Self::build(Some(case), fate, telling, None)
+    pub fn new(case: &str, write_fault: WriteFault, watch_fault: WatchFault) -> Self {
+        Self::build(Some(case), write_fault, watch_fault, None)
     }
 
     /// Shows all objects. [`Self::set_faulty_writes`] selects the writes that fail.
-    pub fn for_all_objects(fate: WriteFault, telling: WatchFault) -> Self {
-        Self::build(None, fate, telling, None)
+    pub fn for_all_objects(write_fault: WriteFault, watch_fault: WatchFault) -> Self {
+        Self::build(None, write_fault, watch_fault, None)
     }
 
     /// Injects no faults, but the API server ends watches after so many seconds.
@@ -138,14 +138,14 @@ impl Faults {
 
     fn build(
         case: Option<&str>,
-        fate: WriteFault,
-        telling: WatchFault,
+        write_fault: WriteFault,
+        watch_fault: WatchFault,
         watch_seconds: Option<u32>,
     ) -> Self {
         Self(Arc::new(Shared {
             case: case.map(str::to_owned),
-            write_fault: fate,
-            watch_fault: telling,
+            write_fault,
+            watch_fault,
             watch_seconds,
             started: Instant::now(),
             state: Mutex::new(FaultState {
@@ -166,9 +166,9 @@ impl Faults {
     }
 
     /// Selects the writes that fail from now on, and resets the counters.
-    pub fn set_faulty_writes(&self, doomed: FaultyWrites) {
+    pub fn set_faulty_writes(&self, faulty_writes: FaultyWrites) {
         let mut state = self.state();
-        state.faulty_writes = doomed;
+        state.faulty_writes = faulty_writes;
         state.writes.clear();
         state.attempted.clear();
         state.fault_count = 0;
@@ -214,12 +214,12 @@ impl Faults {
             return None;
         }
         state.writes.push(write.clone());
-        let doomed = match state.faulty_writes {
+        let fails = match state.faulty_writes {
             FaultyWrites::NoWrite => false,
             FaultyWrites::Nth(number) => number == state.writes.len(),
             FaultyWrites::FirstAttempts => state.attempted.insert(write),
         };
-        doomed.then_some(self.0.write_fault)
+        fails.then_some(self.0.write_fault)
     }
 
     fn count_fault(&self) {
@@ -272,12 +272,16 @@ impl Faults {
                     () = queue.closed() => return,
                 };
                 let Ok(Some(line)) = line else { return };
-                let dealt = faults.disturb_event(&kind, line, &mut past);
-                if dealt.stalls_watch {
+                let disturbed = faults.disturb_event(&kind, line, &mut past);
+                if disturbed.stalls_watch {
                     return queue.closed().await;
                 }
-                let ends = dealt.ends_watch;
-                if queue.send((Instant::now() + dealt.delay, dealt)).is_err() || ends {
+                let ends = disturbed.ends_watch;
+                if queue
+                    .send((Instant::now() + disturbed.delay, disturbed))
+                    .is_err()
+                    || ends
+                {
                     return;
                 }
             }
@@ -288,9 +292,9 @@ impl Faults {
                     next = queued.recv() => next,
                     () = sender.closed() => return,
                 };
-                let Some((due, dealt)) = next else { return };
+                let Some((due, disturbed)) = next else { return };
                 sleep_until(due).await;
-                for line in dealt.lines {
+                for line in disturbed.lines {
                     let sent = sender.send(Ok::<_, BoxError>(Bytes::from(line + "\n")));
                     if sent.await.is_err() {
                         return;
@@ -321,7 +325,7 @@ impl Faults {
         let version = &event["object"]["metadata"]["resourceVersion"];
         let version = format!("{kind} {version}");
         let is_new = || self.state().seen_versions.insert(version.clone());
-        let dealt = match self.0.watch_fault {
+        let disturbed = match self.0.watch_fault {
             WatchFault::Delayed => DisturbedEvent {
                 // Different delays let one kind's events overtake another's.
                 delay: Duration::from_millis(100 * (kind.len() as u64 % 8) + 100),
@@ -366,7 +370,7 @@ impl Faults {
         };
         let event = format!("{} {kind}", event["type"].as_str().unwrap_or_default());
         *self.state().faulted_events.entry(event).or_default() += 1;
-        dealt
+        disturbed
     }
 
     /// The current lag of this kind's watch; `None` while the watch does not lag.
@@ -487,12 +491,12 @@ where
                 faults.count_fault();
                 pending().boxed()
             }
-            Some(fate @ (WriteFault::ResponseDropped | WriteFault::ErrorAfterWrite)) => {
+            Some(write_fault @ (WriteFault::ResponseDropped | WriteFault::ErrorAfterWrite)) => {
                 let answer = self.inner.call(request);
                 async move {
                     drop(answer.await);
                     faults.count_fault();
-                    if fate == WriteFault::ResponseDropped {
+                    if write_fault == WriteFault::ResponseDropped {
                         pending::<()>().await;
                     }
                     Ok(error_response(StatusCode::INTERNAL_SERVER_ERROR))

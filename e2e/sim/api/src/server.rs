@@ -215,9 +215,9 @@ impl SimApiServer {
     }
 
     /// Lets the write of this number fail, counted from now on.
-    pub fn fail_write(&self, number: usize, fate: WriteFault) {
+    pub fn fail_write(&self, number: usize, write_fault: WriteFault) {
         let mut data = self.data();
-        data.pending_fault = Some((data.writes.len() + number, fate));
+        data.pending_fault = Some((data.writes.len() + number, write_fault));
     }
 
     /// Whether the write selected by [`Self::fail_write`] has come.
@@ -302,10 +302,10 @@ impl SimApiServer {
     fn record_write(&self, write: String) -> Option<WriteFault> {
         let mut data = self.data();
         data.writes.push(write);
-        let (number, fate) = data.pending_fault?;
+        let (number, write_fault) = data.pending_fault?;
         (number == data.writes.len()).then(|| {
             data.pending_fault = None;
-            fate
+            write_fault
         })
     }
 

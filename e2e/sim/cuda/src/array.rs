@@ -182,8 +182,8 @@ impl Process {
 
     fn unpin_tiles(&self, arrays: &mut Arrays, handle: u64) {
         let parts = (handle, [0; 4])..=(handle, [u64::MAX; 4]);
-        let gone = arrays.tiles.extract_if(parts, |_, _| true);
-        gone.for_each(|(_, gone)| self.unpin(gone));
+        let removed = arrays.tiles.extract_if(parts, |_, _| true);
+        removed.for_each(|(_, removed)| self.unpin(removed));
     }
 
     /// Maps memory into a subresource of a sparse array, or unmaps it.
@@ -208,18 +208,18 @@ impl Process {
             UNMAP => lock(&self.arrays).tiles.remove(&part),
             _ => return Err(Code::INVALID_VALUE),
         };
-        before.into_iter().for_each(|gone| self.unpin(gone));
+        before.into_iter().for_each(|removed| self.unpin(removed));
         Ok(())
     }
 
     /// Frees the arrays of a destroyed context.
     pub(crate) fn free_context_arrays(&self, context: u64) {
         let mut arrays = lock(&self.arrays);
-        let (gone, left) = std::mem::take(&mut arrays.live)
+        let (removed, left) = std::mem::take(&mut arrays.live)
             .into_iter()
             .partition::<BTreeMap<_, _>, _>(|(_, array)| array.context == context);
         arrays.live = left;
-        for (handle, array) in gone {
+        for (handle, array) in removed {
             self.unpin_tiles(&mut arrays, handle);
             // `ImageCollected` means that the collector has released the bytes already.
             let _ = self

@@ -67,13 +67,13 @@ impl Process {
     }
 
     fn name(&self, device: usize) -> String {
-        let (card, unit) = (
+        let (gpu_config, unit) = (
             self.gpu_config(device),
             &self.sim.units[self.devices[device].unit],
         );
         unit.mig.map_or_else(
-            || card.name.clone(),
-            |mig| format!("{} MIG {}", card.name, card.mig[mig].profile),
+            || gpu_config.name.clone(),
+            |mig| format!("{} MIG {}", gpu_config.name, gpu_config.mig[mig].profile),
         )
     }
 
@@ -97,7 +97,7 @@ impl Process {
 
     /// The attributes that programs commonly read; 0 for features that the device lacks.
     fn attribute(&self, device: usize, attribute: i32) -> Result<i32, Code> {
-        let card = self.gpu_config(device);
+        let gpu_config = self.gpu_config(device);
         let bus = |from: usize, to: usize| {
             let text = self.bus_id(device);
             text.get(from..to)
@@ -116,7 +116,7 @@ impl Process {
             12 | 82 => 64 << 10, // registers per block, per multiprocessor
             13 => 1_980_000,     // clock, kHz
             14 => 512,           // texture alignment
-            16 => i32::try_from(card.multiprocessors).unwrap_or(i32::MAX),
+            16 => i32::try_from(gpu_config.multiprocessors).unwrap_or(i32::MAX),
             19 | 31 | 32 | 41 => 1, // map host memory, concurrent kernels, ECC, unified addressing
             33 => bus(9, 11),       // PCI bus
             34 => bus(12, 14),      // PCI device
@@ -126,8 +126,8 @@ impl Process {
             38 => 60 << 20,         // L2
             39 => 2048,             // threads per multiprocessor
             40 => 3,                // copy engines
-            75 => card.compute_capability.major,
-            76 => card.compute_capability.minor,
+            75 => gpu_config.compute_capability.major,
+            76 => gpu_config.compute_capability.minor,
             78 | 83 | 89 | 90 | 95 => 1, // priorities, managed, concurrent managed, preemption, cooperative
             81 => 228 << 10,             // shared memory per multiprocessor
             97 => 227 << 10,             // shared memory per block, opted in

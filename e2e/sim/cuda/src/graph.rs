@@ -170,20 +170,20 @@ impl Process {
     /// again.
     pub(crate) fn trim_graphs(&self, device: usize) {
         let (mut graphs, now) = (lock(&self.graphs), Instant::now());
-        let kept = graphs.executables.values_mut().filter_map(|executable| {
+        let still_used = graphs.executables.values_mut().filter_map(|executable| {
             let need = executable.needs.get(&device)?;
             let placed = &mut executable.uploaded_streams;
             placed.retain(|_, done| done.is_some_and(|done| done > now));
             Some(placed.len() as u64 * pool_bytes(*need))
         });
-        let kept = kept.sum();
+        let still_used = still_used.sum();
         let pool = graphs.pools.entry(device).or_default();
-        let before = std::mem::replace(&mut pool.reserved, kept);
+        let before = std::mem::replace(&mut pool.reserved, still_used);
         // `ImageCollected` means that the collector has released the bytes already.
         let _ = self.image.release(
             self.devices[device].unit,
             Charge::Memory,
-            before.saturating_sub(kept),
+            before.saturating_sub(still_used),
         );
     }
 }
@@ -227,8 +227,8 @@ exports! {
         out.set(handle)
     };
     fn cuGraphDestroy(graph: u64) = {
-        let gone = lock(&healthy_process()?.graphs).graphs.remove(&graph);
-        gone.map(|_| ()).ok_or(Code::INVALID_VALUE)
+        let removed = lock(&healthy_process()?.graphs).graphs.remove(&graph);
+        removed.map(|_| ()).ok_or(Code::INVALID_VALUE)
     };
     fn cuGraphAddEmptyNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64) = add(&out, graph, Node::Empty);
     fn cuGraphAddMemAllocNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64, wanted: Out<AllocNodeParams>) = {
@@ -285,8 +285,8 @@ exports! {
         out.set(handle)
     };
     fn cuGraphExecDestroy(executable: u64) = {
-        let gone = lock(&healthy_process()?.graphs).executables.remove(&executable);
-        gone.map(|_| ()).ok_or(Code::INVALID_VALUE)
+        let removed = lock(&healthy_process()?.graphs).executables.remove(&executable);
+        removed.map(|_| ()).ok_or(Code::INVALID_VALUE)
     };
     fn cuGraphUpload(executable: u64, stream: u64) = current_context()?.upload_graph(executable, stream);
     fn cuGraphLaunch(executable: u64, stream: u64) = current_context()?.upload_graph(executable, stream);

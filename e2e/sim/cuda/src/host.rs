@@ -231,8 +231,8 @@ exports! {
     fn cuMemHostAlloc(address: Out<u64>, len: u64, _flags: u32) = allocate(&address, len, AllocationKind::Host);
     fn cuMemFreeHost(address: u64) = {
         let process = healthy_process()?;
-        let gone = process.remove_allocation(address, |kind| *kind == AllocationKind::Host)?;
-        process.free_allocation(address, gone);
+        let removed = process.remove_allocation(address, |kind| *kind == AllocationKind::Host)?;
+        process.free_allocation(address, removed);
         Ok(())
     };
     fn cuMemHostRegister_v2(address: u64, len: u64, _flags: u32) = {
@@ -250,8 +250,8 @@ exports! {
         Ok(())
     };
     fn cuMemHostUnregister(address: u64) = {
-        let gone = healthy_process()?.remove_allocation(address, |kind| *kind == AllocationKind::HostRegistered);
-        gone.map(|_| ()).map_err(|_| Code(713)) // HOST_MEMORY_NOT_REGISTERED
+        let removed = healthy_process()?.remove_allocation(address, |kind| *kind == AllocationKind::HostRegistered);
+        removed.map(|_| ()).map_err(|_| Code(713)) // HOST_MEMORY_NOT_REGISTERED
     };
     fn cuMemHostGetDevicePointer_v2(device: Out<u64>, host: u64, _flags: u32) = {
         let known = lock(&healthy_process()?.space).find_containing(host).is_some();

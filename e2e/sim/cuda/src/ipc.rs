@@ -68,7 +68,7 @@ fn open_handle(address: &Out<u64>, handle: IpcMemHandle) -> DriverResult {
         return Err(Code::INVALID_VALUE);
     }
     let object = Object::find(&process.sim, handle.object)?;
-    let own = |found: &Allocation| matches!(found.kind, AllocationKind::Shared(mine) if mine.id == object.id);
+    let own = |found: &Allocation| matches!(found.kind, AllocationKind::Shared(own) if own.id == object.id);
     if lock(&process.space).allocations.values().any(own) {
         return Err(Code::INVALID_CONTEXT); // a process cannot open its own
     }
@@ -125,8 +125,8 @@ exports! {
     fn cuIpcOpenMemHandle_v2(address: Out<u64>, handle: IpcMemHandle, _flags: u32) = open_handle(&address, handle);
     fn cuIpcCloseMemHandle(address: u64) = {
         let current = current_context()?;
-        let gone = current.process.remove_allocation(address, |kind| matches!(kind, AllocationKind::IpcOpened(_)))?;
-        current.process.free_allocation(address, gone);
+        let removed = current.process.remove_allocation(address, |kind| matches!(kind, AllocationKind::IpcOpened(_)))?;
+        current.process.free_allocation(address, removed);
         Ok(())
     };
 }

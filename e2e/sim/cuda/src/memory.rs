@@ -216,42 +216,47 @@ impl Process {
     }
 
     /// Frees memory that was unlisted.
-    pub(crate) fn free_allocation(&self, address: u64, gone: Allocation) {
-        self.free_allocation_in_stream(address, gone, None);
+    pub(crate) fn free_allocation(&self, address: u64, removed: Allocation) {
+        self.free_allocation_in_stream(address, removed, None);
     }
 
     /// Frees memory that was unlisted; with a stream, in the order of that stream.
     pub(crate) fn free_allocation_in_stream(
         &self,
         address: u64,
-        gone: Allocation,
+        removed: Allocation,
         stream: Option<u64>,
     ) {
         if !self.sim.is_scrub_enabled()
-            && matches!(gone.kind, AllocationKind::Linear | AllocationKind::Pool(_))
+            && matches!(
+                removed.kind,
+                AllocationKind::Linear | AllocationKind::Pool(_)
+            )
         {
             // SAFETY: still mapped, and unlisted, so that no other thread frees it.
-            residue::save(&self.sim, gone.unit, unsafe { bytes(address, gone.len) });
+            residue::save(&self.sim, removed.unit, unsafe {
+                bytes(address, removed.len)
+            });
         }
-        if gone.kind != AllocationKind::HostRegistered {
+        if removed.kind != AllocationKind::HostRegistered {
             // SAFETY: `map_pages` mapped it with this length, and it is unlisted.
-            unsafe { unmap_pages(address, gone.len) };
+            unsafe { unmap_pages(address, removed.len) };
         }
-        match gone.kind {
+        match removed.kind {
             AllocationKind::Linear => match stream {
-                Some(stream) => self.defer_free(gone.unit, charged_bytes(gone.len), stream),
+                Some(stream) => self.defer_free(removed.unit, charged_bytes(removed.len), stream),
                 // `ImageCollected` means that the collector has released the bytes already.
                 None => drop(self.image.release(
-                    gone.unit,
+                    removed.unit,
                     Charge::Memory,
-                    charged_bytes(gone.len),
+                    charged_bytes(removed.len),
                 )),
             },
-            AllocationKind::Pool(pool) => self.return_to_pool(pool, gone.len, stream),
+            AllocationKind::Pool(pool) => self.return_to_pool(pool, removed.len, stream),
             AllocationKind::Shared(object)
             | AllocationKind::IpcOpened(object)
             | AllocationKind::Mapped(object) => object.free_if_unreferenced(&self.sim),
-            AllocationKind::Managed => lock(&self.residency).forget(address, gone.len),
+            AllocationKind::Managed => lock(&self.residency).forget(address, removed.len),
             AllocationKind::Captured | AllocationKind::Host | AllocationKind::HostRegistered => {}
         }
     }
@@ -268,8 +273,8 @@ impl Process {
                 .collect()
         };
         for address in left {
-            if let Ok(gone) = self.remove_allocation(address, |_| true) {
-                self.free_allocation(address, gone);
+            if let Ok(removed) = self.remove_allocation(address, |_| true) {
+                self.free_allocation(address, removed);
             }
         }
     }
@@ -295,8 +300,8 @@ fn free(address: u64) -> DriverResult {
                 | AllocationKind::Managed
         )
     };
-    let gone = current.process.remove_allocation(address, freed)?;
-    current.process.free_allocation(address, gone);
+    let removed = current.process.remove_allocation(address, freed)?;
+    current.process.free_allocation(address, removed);
     Ok(())
 }
 

@@ -68,26 +68,28 @@ impl Process {
 
     fn unbind(&self, object: u64, offset: u64, len: u64) -> DriverResult {
         let end = offset.checked_add(len).ok_or(Code::INVALID_VALUE)?;
-        let gone: Vec<Binding> = {
+        let removed: Vec<Binding> = {
             let mut multicasts = lock(&self.multicasts);
             let bindings = &mut multicasts.find(object)?.bindings;
             bindings
                 .extract_if(offset..end, |_, _| true)
-                .map(|(_, gone)| gone)
+                .map(|(_, removed)| removed)
                 .collect()
         };
-        gone.into_iter().for_each(|gone| self.unpin(gone.memory));
+        removed
+            .into_iter()
+            .for_each(|removed| self.unpin(removed.memory));
         Ok(())
     }
 
     /// Releases a multicast object; false if the handle is none.
     pub(crate) fn release_multicast(&self, object: u64) -> bool {
-        let gone = lock(&self.multicasts).live.remove(&object);
-        let is_one = gone.is_some();
-        let bindings = gone
+        let removed = lock(&self.multicasts).live.remove(&object);
+        let is_one = removed.is_some();
+        let bindings = removed
             .into_iter()
-            .flat_map(|gone| gone.bindings.into_values());
-        bindings.for_each(|gone| self.unpin(gone.memory));
+            .flat_map(|removed| removed.bindings.into_values());
+        bindings.for_each(|removed| self.unpin(removed.memory));
         is_one
     }
 }

@@ -264,27 +264,27 @@ impl Process {
     }
 
     /// Shrinks the pools and completes deferred frees after a synchronization.
-    pub(crate) fn shrink_pools(&self, seen: SyncScope) {
+    pub(crate) fn shrink_pools(&self, scope: SyncScope) {
         let mut pools = lock(&self.pools);
         for pool in pools.pools.values_mut() {
             pool.sizes
                 .freed_in_stream
-                .retain(|stream, _| !seen.covers(*stream));
+                .retain(|stream, _| !scope.covers(*stream));
             self.trim(pool, pool.sizes.threshold);
         }
-        pools.deferred_frees.retain(|leaving| {
-            let gone = seen.covers(leaving.stream);
-            if gone {
-                self.release_charge(leaving.unit, leaving.len);
+        pools.deferred_frees.retain(|deferred| {
+            let is_done = scope.covers(deferred.stream);
+            if is_done {
+                self.release_charge(deferred.unit, deferred.len);
             }
-            !gone
+            !is_done
         });
     }
 
     /// Frees linear memory in the order of a stream.
     pub(crate) fn defer_free(&self, unit: usize, len: u64, stream: u64) {
-        let leaving = DeferredFree { stream, unit, len };
-        lock(&self.pools).deferred_frees.push(leaving);
+        let deferred = DeferredFree { stream, unit, len };
+        lock(&self.pools).deferred_frees.push(deferred);
     }
 
     /// Destroys a pool; its memory is released with its last allocation.
@@ -419,14 +419,14 @@ fn free(address: u64, stream: u64) -> DriverResult {
         return Err(Code::NOT_SUPPORTED);
     }
     let captured = process.is_captured(stream)?;
-    let gone = process.remove_allocation(address, |kind| match kind {
+    let removed = process.remove_allocation(address, |kind| match kind {
         AllocationKind::Captured => captured,
         kind => !captured && matches!(kind, AllocationKind::Pool(_) | AllocationKind::Linear),
     })?;
     if captured {
         process.append_captured_node(stream, Node::Free);
     }
-    process.free_allocation_in_stream(address, gone, Some(stream));
+    process.free_allocation_in_stream(address, removed, Some(stream));
     Ok(())
 }
 

@@ -73,7 +73,7 @@ pub(crate) struct AccessDescriptor {
 }
 
 impl Vmm {
-    fn insert(&mut self, object: Object, exportable: bool, hold: ObjectPin) -> u64 {
+    fn insert(&mut self, object: Object, exportable: bool, pin: ObjectPin) -> u64 {
         self.handle_count += 1;
         let handle = 0x5177_0000_0000 + self.handle_count * 0x10;
         self.handles.insert(
@@ -82,7 +82,7 @@ impl Vmm {
                 object,
                 exportable,
                 references: 1,
-                pin: Some(hold),
+                pin: Some(pin),
             },
         );
         handle
@@ -134,8 +134,8 @@ impl Process {
             self.image
                 .charge(unit, Charge::Client, self.sim.config.client)?;
         }
-        let (object, hold) = Object::create(&self.sim, &self.image, unit, len)?;
-        Ok(vmm.insert(object, wanted.handle_types & DESCRIPTOR != 0, hold))
+        let (object, pin) = Object::create(&self.sim, &self.image, unit, len)?;
+        Ok(vmm.insert(object, wanted.handle_types & DESCRIPTOR != 0, pin))
     }
 
     /// Pins the object of a handle.
@@ -159,8 +159,8 @@ impl Process {
     }
 
     /// Releases a pinned object.
-    pub(crate) fn unpin(&self, PinnedObject(object, hold): PinnedObject) {
-        drop(hold);
+    pub(crate) fn unpin(&self, PinnedObject(object, pin): PinnedObject) {
+        drop(pin);
         object.free_if_unreferenced(&self.sim);
     }
 
@@ -215,8 +215,8 @@ impl Process {
         if !visible {
             return Err(Code::INVALID_DEVICE);
         }
-        let hold = object.pin(&self.sim, &self.image)?;
-        Ok(lock(&self.vmm).insert(object, false, hold))
+        let pin = object.pin(&self.sim, &self.image)?;
+        Ok(lock(&self.vmm).insert(object, false, pin))
     }
 
     fn reserve(&self, len: u64) -> Result<u64, Code> {

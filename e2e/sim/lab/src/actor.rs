@@ -24,9 +24,9 @@ pub struct DriverClient {
 
 impl DriverClient {
     pub(crate) fn spawn(mut command: Command) -> Result<DriverClient> {
-        let (socket, theirs) = UnixStream::pair()?;
+        let (socket, peer) = UnixStream::pair()?;
         let mut child = command
-            .stdin(OwnedFd::from(theirs))
+            .stdin(OwnedFd::from(peer))
             .stdout(Stdio::piped())
             .spawn()
             .context("starting an actor")?;

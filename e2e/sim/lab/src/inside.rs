@@ -32,20 +32,20 @@ pub fn run_in_subprocess<F: FnOnce(&Sim)>(config: &str, body: F) {
         let machine = Sim::open(folder.as_ref()).expect("the outer process laid the machine out");
         return body(&machine);
     }
-    let lab = SimMachine::new(config).expect("the machine can be laid out");
+    let machine = SimMachine::new(config).expect("the machine can be laid out");
     let program = std::env::current_exe().expect("a test has a program");
-    let mut command: Command = lab.command(program);
+    let mut command: Command = machine.command(program);
     command
         .args(["--exact", test_name_of::<F>(), "--nocapture"])
-        .env(MACHINE_VARIABLE, lab.path());
+        .env(MACHINE_VARIABLE, machine.path());
     let output = command
         .output()
         .expect("a test's program can be started again");
-    let told = String::from_utf8_lossy(&output.stdout);
-    let complaint = String::from_utf8_lossy(&output.stderr);
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(
-        output.status.success() && told.contains("1 passed"),
-        "{:?}\n{told}\n{complaint}",
+        output.status.success() && stdout.contains("1 passed"),
+        "{:?}\n{stdout}\n{stderr}",
         output.status
     );
 }

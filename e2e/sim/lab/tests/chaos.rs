@@ -14,60 +14,60 @@ const CLIENTS: u64 = 8;
 const STEPS: u64 = 1000;
 
 /// Starts one client after the other. Each ends by SIGKILL, sometimes in the middle of a call.
-fn allocate_and_crash(lab: &SimMachine, seed: u64) {
-    let mut dice = StdRng::seed_from_u64(seed);
-    let mut actor: Option<DriverClient> = None;
-    let mut held: Vec<String> = Vec::new();
+fn allocate_and_crash(machine: &SimMachine, seed: u64) {
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut slot: Option<DriverClient> = None;
+    let mut requests: Vec<String> = Vec::new();
     for _ in 0..STEPS {
-        let Some(living) = &mut actor else {
-            let mut fresh = lab.spawn_client().unwrap();
+        let Some(client) = &mut slot else {
+            let mut new_client = machine.spawn_client().unwrap();
             // A full GPU refuses a context; the next attempt may succeed.
-            if fresh.request("context 0").is_ok() {
-                actor = Some(fresh);
+            if new_client.request("context 0").is_ok() {
+                slot = Some(new_client);
             }
             continue;
         };
-        let size = dice.random_range(1..=1024_u64) << 21;
-        match dice.random_range(0..12) {
-            0..=3 => held.extend(
-                living
+        let size = rng.random_range(1..=1024_u64) << 21;
+        match rng.random_range(0..12) {
+            0..=3 => requests.extend(
+                client
                     .request(&format!("alloc {size}"))
                     .ok()
                     .map(|at| format!("free {at}")),
             ),
-            4..=6 => held.extend(
-                living
+            4..=6 => requests.extend(
+                client
                     .request(&format!("create {size}"))
                     .ok()
                     .map(|handle| format!("release {handle}")),
             ),
-            7 => held.extend(
-                living
+            7 => requests.extend(
+                client
                     .request(&format!("poolalloc {size}"))
                     .ok()
                     .map(|at| format!("poolfree {at}")),
             ),
-            8..=10 if !held.is_empty() => {
-                let place = dice.random_range(0..held.len());
-                living.request(&held.swap_remove(place)).unwrap();
+            8..=10 if !requests.is_empty() => {
+                let place = rng.random_range(0..requests.len());
+                client.request(&requests.swap_remove(place)).unwrap();
             }
             11 => {
-                living.send_request(&format!("alloc {size}"));
-                actor.take().unwrap().kill();
-                held.clear();
+                client.send_request(&format!("alloc {size}"));
+                slot.take().unwrap().kill();
+                requests.clear();
             }
-            _ => drop(living.request("sync").unwrap()),
+            _ => drop(client.request("sync").unwrap()),
         }
     }
 }
 
 #[test]
 fn usage_stays_within_gpu_and_returns_to_zero_after_kills() {
-    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let machine = SimMachine::new(ONE_GPU).unwrap();
     let done = AtomicBool::new(false);
     let highest = thread::scope(|scope| {
         let watcher = scope.spawn(|| {
-            let (sim, mut highest) = (lab.sim().unwrap(), 0);
+            let (sim, mut highest) = (machine.sim().unwrap(), 0);
             while !done.load(Ordering::Relaxed) {
                 let usage = sim.usage(0);
                 let listed = usage
@@ -84,15 +84,17 @@ fn usage_stays_within_gpu_and_returns_to_zero_after_kills() {
             }
             highest
         });
-        let lives: Vec<_> = (0..CLIENTS)
+        let clients: Vec<_> = (0..CLIENTS)
             .map(|seed| {
                 scope.spawn({
-                    let lab = &lab;
-                    move || allocate_and_crash(lab, seed)
+                    let machine = &machine;
+                    move || allocate_and_crash(machine, seed)
                 })
             })
             .collect();
-        lives.into_iter().for_each(|life| life.join().unwrap());
+        clients
+            .into_iter()
+            .for_each(|client| client.join().unwrap());
         done.store(true, Ordering::Relaxed);
         watcher.join().unwrap()
     });
@@ -100,8 +102,8 @@ fn usage_stays_within_gpu_and_returns_to_zero_after_kills() {
         highest > 12 << 30,
         "the card was never nearly full: {highest}"
     );
-    assert_eq!(lab.sim().unwrap().used(0), 0);
-    let left = std::fs::read_dir(lab.path().join("state/mem"))
+    assert_eq!(machine.sim().unwrap().used(0), 0);
+    let left = std::fs::read_dir(machine.path().join("state/mem"))
         .unwrap()
         .count();
     assert_eq!(left, 0, "files of dead allocations are left");

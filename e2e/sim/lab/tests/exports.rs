@@ -47,7 +47,7 @@ fn check(readme: PathBuf, expected: &str) {
 
 #[test]
 fn readme_lists_entry_points_of_libcuda() {
-    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let machine = SimMachine::new(ONE_GPU).unwrap();
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cuda");
     let source = std::fs::read_to_string(folder.join("src/unsupported.rs")).unwrap();
     let (_, block) = source.split_once("unsupported! {\n").unwrap();
@@ -56,7 +56,7 @@ fn readme_lists_entry_points_of_libcuda() {
         .map(|name| name.trim().to_owned())
         .filter(|name| !name.is_empty())
         .collect();
-    let all = exported(&lab.library("libcuda.so.1"), "cu");
+    let all = exported(&machine.library("libcuda.so.1"), "cu");
     assert!(in_name_only.is_subset(&all));
     let works = list("Entry points", all.difference(&in_name_only).cloned());
     check(
@@ -70,13 +70,13 @@ fn readme_lists_entry_points_of_libcuda() {
 
 #[test]
 fn readme_lists_entry_points_of_libnvidia_ml() {
-    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let machine = SimMachine::new(ONE_GPU).unwrap();
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../nvml");
     check(
         folder.join("README.md"),
         &list(
             "Entry points",
-            exported(&lab.library("libnvidia-ml.so.1"), "nvml"),
+            exported(&machine.library("libnvidia-ml.so.1"), "nvml"),
         ),
     );
 }

@@ -14,15 +14,18 @@ const UUID: &str = "GPU-00000000-0000-0000-0000-000000000001";
 
 fn run(command: &mut Command) -> String {
     let output = command.output().unwrap();
-    let told = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{:?}: {told}", output.status);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{:?}: {stderr}", output.status);
     String::from_utf8(output.stdout).unwrap()
 }
 
 #[test]
 fn c_program_runs_when_linked_against_libcuda() {
-    let lab = SimMachine::new(ONE_GPU).unwrap();
-    let (source, program) = (lab.path().join("program.c"), lab.path().join("program"));
+    let machine = SimMachine::new(ONE_GPU).unwrap();
+    let (source, program) = (
+        machine.path().join("program.c"),
+        machine.path().join("program"),
+    );
     std::fs::write(&source, include_str!("program.c")).unwrap();
     let mut compile = Command::new("cc");
     compile
@@ -31,20 +34,20 @@ fn c_program_runs_when_linked_against_libcuda() {
         .arg("-o")
         .arg(&program)
         .arg(&source)
-        .arg(lab.library("libcuda.so.1"));
+        .arg(machine.library("libcuda.so.1"));
     run(&mut compile);
     // 20 allocations of 100 KiB share a 2 MiB chunk in steps of 512 bytes; the sum is the smallest
     // allocation.
     let used = CONTEXT + (205 << 9) + 512;
     assert_eq!(
-        run(&mut lab.command(&program)),
+        run(&mut machine.command(&program)),
         format!("NVIDIA H200 17179869184 used {used} sum 1700 oom 2\n")
     );
 }
 
 #[test]
 fn python_program_runs_over_ctypes() {
-    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let machine = SimMachine::new(ONE_GPU).unwrap();
     let program = r#"
 import ctypes
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -59,30 +62,30 @@ assert cuda.cuMemcpyDtoH_v2(back, at, ctypes.c_size_t(6)) == 0
 print(back.raw.decode())
 "#;
     assert_eq!(
-        run(lab.command("python3").args(["-c", program])),
+        run(machine.command("python3").args(["-c", program])),
         "bursar\n"
     );
 }
 
 #[test]
 fn cudarc_program_runs_unchanged() {
-    let lab = SimMachine::new(ONE_GPU).unwrap();
-    let mut actor = lab.spawn_client().unwrap();
+    let machine = SimMachine::new(ONE_GPU).unwrap();
+    let mut client = machine.spawn_client().unwrap();
     assert_eq!(
-        actor.request("cudarc"),
+        client.request("cudarc"),
         Ok(format!("sum 8128 used {}", CONTEXT + (32 << 20)))
     );
 }
 
 #[test]
 fn device_memory_takes_no_host_memory_until_touched() {
-    let lab = SimMachine::new(ONE_GPU).unwrap();
-    let mut actor = lab.spawn_client().unwrap();
-    actor.request("context 0").unwrap();
-    actor.request_number("alloc 8589934592");
-    let handle = actor.request_number("create 4294967296");
-    actor.request_number(&format!("attach {handle} 4294967296"));
-    let status = std::fs::read_to_string(format!("/proc/{}/status", actor.pid())).unwrap();
+    let machine = SimMachine::new(ONE_GPU).unwrap();
+    let mut client = machine.spawn_client().unwrap();
+    client.request("context 0").unwrap();
+    client.request_number("alloc 8589934592");
+    let handle = client.request_number("create 4294967296");
+    client.request_number(&format!("attach {handle} 4294967296"));
+    let status = std::fs::read_to_string(format!("/proc/{}/status", client.pid())).unwrap();
     let resident = status
         .lines()
         .find_map(|line| line.strip_prefix("VmRSS:"))
@@ -93,30 +96,36 @@ fn device_memory_takes_no_host_memory_until_touched() {
 
 #[test]
 fn nvml_returns_gpu_is_lost_until_gpu_is_restored() {
-    let lab = SimMachine::new(ONE_GPU).unwrap();
-    let (mut observer, mut program) = (lab.spawn_client().unwrap(), lab.spawn_client().unwrap());
+    let machine = SimMachine::new(ONE_GPU).unwrap();
+    let (mut observer, mut program) = (
+        machine.spawn_client().unwrap(),
+        machine.spawn_client().unwrap(),
+    );
     program.request("context 0").unwrap();
     assert_eq!(observer.request_number("nvml-used 0"), 518 << 20);
-    lab.run_simgpu(&["lose", UUID]).unwrap();
+    machine.run_simgpu(&["lose", UUID]).unwrap();
     assert_eq!(observer.request("nvml-used 0"), Err(15));
     assert_eq!(observer.request_number("nvml-count"), 1);
     assert_eq!(program.request("sync"), Err(46));
-    lab.run_simgpu(&["restore", "0"]).unwrap();
+    machine.run_simgpu(&["restore", "0"]).unwrap();
     assert_eq!(observer.request_number("nvml-used 0"), 518 << 20);
     assert_eq!(program.request("sync"), Ok(String::new()));
 }
 
 #[test]
 fn event_set_wakes_when_xid_is_raised() {
-    let lab = SimMachine::new(ONE_GPU).unwrap();
-    let mut observer = lab.spawn_client().unwrap();
+    let machine = SimMachine::new(ONE_GPU).unwrap();
+    let mut observer = machine.spawn_client().unwrap();
     observer.send_request("nvml-wait 10000");
     assert_eq!(observer.read_reply(), Ok("waiting".to_owned()));
-    lab.run_simgpu(&["xid", "0", "48", "--pid", "77"]).unwrap();
+    machine
+        .run_simgpu(&["xid", "0", "48", "--pid", "77"])
+        .unwrap();
     let event = observer.read_reply().unwrap();
     assert!(event.contains("48"), "{event}");
     assert!(
-        lab.run_simgpu(&["status"])
+        machine
+            .run_simgpu(&["status"])
             .unwrap()
             .contains(&format!("xid 48 on {UUID} pid 77"))
     );
@@ -124,8 +133,11 @@ fn event_set_wakes_when_xid_is_raised() {
 
 #[test]
 fn event_wait_gets_fault_xid_and_times_out_without_one() {
-    let lab = SimMachine::new(ONE_GPU).unwrap();
-    let (mut observer, mut program) = (lab.spawn_client().unwrap(), lab.spawn_client().unwrap());
+    let machine = SimMachine::new(ONE_GPU).unwrap();
+    let (mut observer, mut program) = (
+        machine.spawn_client().unwrap(),
+        machine.spawn_client().unwrap(),
+    );
     program.request("context 0").unwrap();
     observer.send_request("nvml-wait 10000");
     observer.read_reply().unwrap();
@@ -138,55 +150,61 @@ fn event_wait_gets_fault_xid_and_times_out_without_one() {
 
 #[test]
 fn device_is_absent_when_its_node_is_missing() {
-    let lab = SimMachine::new(&format!(
+    let machine = SimMachine::new(&format!(
         "{ONE_GPU}{}",
         ONE_GPU
             .replace("0001", "0002")
             .replace("minor = 0", "minor = 1")
     ))
     .unwrap();
-    let node = lab.path().join("dev/nvidia0");
+    let node = machine.path().join("dev/nvidia0");
     std::fs::remove_file(&node).unwrap();
     // `cuInit` as root would create a missing node; a dangling link in its place prevents that.
     std::os::unix::fs::symlink("nothing", node).unwrap();
-    let mut actor = lab.spawn_client().unwrap();
-    assert_eq!(actor.request_number("nvml-count"), 1);
-    actor.request("context 0").unwrap();
-    assert_eq!(actor.request("context 1"), Err(101));
+    let mut client = machine.spawn_client().unwrap();
+    assert_eq!(client.request_number("nvml-count"), 1);
+    client.request("context 0").unwrap();
+    assert_eq!(client.request("context 1"), Err(101));
     std::thread::sleep(Duration::from_millis(1));
-    let sim = lab.sim().unwrap();
+    let sim = machine.sim().unwrap();
     assert_eq!((sim.used(0), sim.used(1)), (0, 518 << 20));
 }
 
 #[test]
 fn gpu_usage_is_sum_of_mig_instances() {
     let mig = "mig = [{ profile = \"3g.8gb\", uuid = \"MIG-00000000-0000-0000-0000-000000000009\", memory = \"8Gi\" }]\n";
-    let lab = SimMachine::new(&format!("{ONE_GPU}{mig}")).unwrap();
-    let mut actor = lab.spawn_client().unwrap();
-    actor.request("context 0").unwrap();
-    assert_eq!(actor.request("alloc 8589934592"), Err(2));
-    actor.request_number("alloc 4294967296");
-    assert_eq!(actor.request_number("nvml-used 0"), (4 << 30) + (518 << 20));
-    let sim = lab.sim().unwrap();
+    let machine = SimMachine::new(&format!("{ONE_GPU}{mig}")).unwrap();
+    let mut client = machine.spawn_client().unwrap();
+    client.request("context 0").unwrap();
+    assert_eq!(client.request("alloc 8589934592"), Err(2));
+    client.request_number("alloc 4294967296");
+    assert_eq!(
+        client.request_number("nvml-used 0"),
+        (4 << 30) + (518 << 20)
+    );
+    let sim = machine.sim().unwrap();
     assert_eq!(sim.usage(1).total, 8 << 30);
     assert_eq!(sim.used(1), (4 << 30) + (518 << 20));
 }
 
 #[test]
 fn unsupported_call_returns_not_supported_and_is_logged() {
-    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let machine = SimMachine::new(ONE_GPU).unwrap();
     let program = "import ctypes\ncuda = ctypes.CDLL('libcuda.so.1')\ncuda.cuInit(0)\nprint(cuda.cuTexRefCreate(0))";
-    assert_eq!(run(lab.command("python3").args(["-c", program])), "801\n");
-    let log = std::fs::read_to_string(lab.path().join("state/log")).unwrap();
+    assert_eq!(
+        run(machine.command("python3").args(["-c", program])),
+        "801\n"
+    );
+    let log = std::fs::read_to_string(machine.path().join("state/log")).unwrap();
     assert!(log.ends_with("cuTexRefCreate is not supported\n"), "{log}");
 }
 
 #[test]
 fn nvml_lists_pids_of_observers_pid_namespace() {
-    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let machine = SimMachine::new(ONE_GPU).unwrap();
     let (mut contained, mut observer) = (
-        lab.spawn_client_in_pid_namespace().unwrap(),
-        lab.spawn_client().unwrap(),
+        machine.spawn_client_in_pid_namespace().unwrap(),
+        machine.spawn_client().unwrap(),
     );
     contained.request("context 0").unwrap();
     assert_eq!(contained.request("pid"), Ok("1".to_owned()));
@@ -194,7 +212,7 @@ fn nvml_lists_pids_of_observers_pid_namespace() {
         contained.request("nvml-processes 0"),
         Ok(format!("1:{CONTEXT}"))
     );
-    let mut elsewhere = lab.spawn_client_in_pid_namespace().unwrap();
+    let mut elsewhere = machine.spawn_client_in_pid_namespace().unwrap();
     assert_eq!(elsewhere.request("nvml-processes 0"), Ok(String::new()));
     let listed = observer.request("nvml-processes 0").unwrap();
     let (pid, bytes) = listed.split_once(':').unwrap();

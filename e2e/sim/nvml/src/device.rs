@@ -50,10 +50,10 @@ impl Device {
     }
 
     fn name(&self) -> String {
-        let card = self.gpu_config();
+        let gpu_config = self.gpu_config();
         self.unit.mig.map_or_else(
-            || card.name.clone(),
-            |mig| format!("{} MIG {}", card.name, card.mig[mig].profile),
+            || gpu_config.name.clone(),
+            |mig| format!("{} MIG {}", gpu_config.name, gpu_config.mig[mig].profile),
         )
     }
 

@@ -77,23 +77,23 @@ fn register(device: u64, kinds: u64, set: u64) -> NvmlResult {
 fn wait(set: u64, event: &Out<Event>, timeout: Duration) -> NvmlResult {
     let library = library()?;
     let end = Instant::now() + timeout;
-    let mut mine = sets()
+    let mut own_set = sets()
         .sets
         .get(&set)
         .cloned()
         .ok_or(Code::INVALID_ARGUMENT)?;
-    for gpu in &mine.gpus {
+    for gpu in &own_set.gpus {
         library.sim.wait_while_hung(Some(*gpu));
     }
     loop {
         let left = end.saturating_duration_since(Instant::now());
-        let xid = library.sim.wait_xid(&mut mine.seen, left);
-        if let Some(kept) = sets().sets.get_mut(&set) {
-            kept.seen = mine.seen;
+        let xid = library.sim.wait_xid(&mut own_set.seen, left);
+        if let Some(set_entry) = sets().sets.get_mut(&set) {
+            set_entry.seen = own_set.seen;
         }
         let xid = xid.ok_or(Code::TIMEOUT)?;
         let unit = &library.sim.units[xid.unit];
-        if mine.gpus.contains(&unit.gpu) {
+        if own_set.gpus.contains(&unit.gpu) {
             // Like NVML, reports the GPU's handle, and the instance if there is one.
             let gpu = &library.sim.units[library.sim.gpu_unit(unit.gpu)];
             let instance = unit.mig.map_or(u32::MAX, |mig| mig as u32 + 1);

@@ -29,44 +29,44 @@ static LIBRARY: Mutex<(Option<Arc<Library>>, u32)> = Mutex::new((None, 0));
 
 /// The opened library.
 pub(crate) fn library() -> Result<Arc<Library>, Code> {
-    let held = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
-    let library = match &*held {
+    let state = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
+    let library = match &*state {
         (Some(library), 1..) => Arc::clone(library),
         _ => return Err(Code::UNINITIALIZED),
     };
-    drop(held);
+    drop(state);
     library.sim.wait_while_hung(None);
     Ok(library)
 }
 
 fn init() -> NvmlResult {
-    let mut held = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut state = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = std::env::var_os("SIMGPU_DIR").map_or_else(|| "/run/simgpu".into(), PathBuf::from);
     let dev = std::env::var_os("SIMGPU_DEV").map_or_else(|| "/dev".into(), PathBuf::from);
     if !dev.join("nvidiactl").exists() {
         return Err(Code::DRIVER_NOT_LOADED);
     }
     let other = |library: &Arc<Library>| library.sim.folder.path() != folder || library.dev != dev;
-    if held.1 == 0 && held.0.as_ref().is_none_or(other) {
+    if state.1 == 0 && state.0.as_ref().is_none_or(other) {
         let sim = Sim::open(&folder).map_err(|error| {
             eprintln!("simulated libnvidia-ml: {error}");
             Code::DRIVER_NOT_LOADED
         })?;
-        held.0 = Some(Arc::new(Library {
+        state.0 = Some(Arc::new(Library {
             sim,
             dev,
             nodes: Mutex::default(),
         }));
     }
-    held.1 += 1;
-    drop(held);
+    state.1 += 1;
+    drop(state);
     library().map(drop)
 }
 
 fn shutdown() -> NvmlResult {
-    let mut held = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
-    held.1 = held.1.checked_sub(1).ok_or(Code::UNINITIALIZED)?;
-    if let (Some(library), 0) = &*held {
+    let mut state = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
+    state.1 = state.1.checked_sub(1).ok_or(Code::UNINITIALIZED)?;
+    if let (Some(library), 0) = &*state {
         library.nodes().clear();
     }
     Ok(())

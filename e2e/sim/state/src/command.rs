@@ -142,10 +142,10 @@ fn status(sim: &Sim) -> String {
         "GPU", "UUID", "NAME", "USED MiB", "TOTAL MiB"
     );
     for unit in &sim.units {
-        let (card, usage) = (&sim.config.gpu[unit.gpu], sim.usage(unit.index));
+        let (gpu_config, usage) = (&sim.config.gpu[unit.gpu], sim.usage(unit.index));
         let (place, name) = match unit.mig {
-            Some(mig) => (format!(".{mig}"), card.mig[mig].profile.as_str()),
-            None => (unit.gpu.to_string(), card.name.as_str()),
+            Some(mig) => (format!(".{mig}"), gpu_config.mig[mig].profile.as_str()),
+            None => (unit.gpu.to_string(), gpu_config.name.as_str()),
         };
         let state = if sim.is_lost(unit.index) {
             "lost"

@@ -149,18 +149,18 @@ impl Config {
     fn validate(&self) -> Result<(), ConfigError> {
         let mut uuids = std::collections::BTreeSet::new();
         let mut minors = std::collections::BTreeSet::new();
-        for (gpu, card) in self.gpu.iter().enumerate() {
+        for (gpu, gpu_config) in self.gpu.iter().enumerate() {
             let bad = |field, why: String| Err(ConfigError::Value { gpu, field, why });
-            if uuid_bytes(&card.uuid, "GPU-").is_none() || !uuids.insert(&card.uuid) {
+            if uuid_bytes(&gpu_config.uuid, "GPU-").is_none() || !uuids.insert(&gpu_config.uuid) {
                 return bad(
                     "uuid",
-                    format!("`{}` is not a GPU uuid, or is used twice", card.uuid),
+                    format!("`{}` is not a GPU uuid, or is used twice", gpu_config.uuid),
                 );
             }
-            if !minors.insert(card.minor) {
-                return bad("minor", format!("{} is used twice", card.minor));
+            if !minors.insert(gpu_config.minor) {
+                return bad("minor", format!("{} is used twice", gpu_config.minor));
             }
-            for mig in &card.mig {
+            for mig in &gpu_config.mig {
                 if uuid_bytes(&mig.uuid, "MIG-").is_none() || !uuids.insert(&mig.uuid) {
                     return bad(
                         "mig.uuid",
@@ -168,12 +168,12 @@ impl Config {
                     );
                 }
             }
-            if card
+            if gpu_config
                 .mig
                 .iter()
                 .map(|mig| u128::from(mig.memory))
                 .sum::<u128>()
-                > u128::from(card.memory)
+                > u128::from(gpu_config.memory)
             {
                 return bad(
                     "mig.memory",
@@ -184,7 +184,7 @@ impl Config {
         let units = self
             .gpu
             .iter()
-            .map(|card| 1 + card.mig.len())
+            .map(|gpu_config| 1 + gpu_config.mig.len())
             .sum::<usize>();
         if units > crate::table::MAX_UNITS {
             let why = format!(

@@ -41,9 +41,9 @@ impl Image {
         let (lock_path, pid_path) = (sim.folder.images_lock(), sim.folder.pids_lock());
         let alive = crate::lock::open(&lock_path).map_err(at("opening", lock_path.clone()))?;
         let signature = crate::lock::open(&pid_path).map_err(at("opening", pid_path.clone()))?;
-        let books = sim.table.lock();
-        books.collect_images(sim);
-        for (number, raw) in books.raw().images.iter().enumerate() {
+        let table = sim.table.lock();
+        table.collect_images(sim);
+        for (number, raw) in table.raw().images.iter().enumerate() {
             if raw.used.load(Relaxed) != 0 {
                 continue;
             }
@@ -55,9 +55,9 @@ impl Image {
                 continue;
             }
             crate::lock::lock_for_process(&signature, byte).map_err(at("signing", pid_path))?;
-            let serial = books.raw().next_id.fetch_add(1, Relaxed) + 1;
+            let serial = table.raw().next_id.fetch_add(1, Relaxed) + 1;
             reset_row(raw, serial, sim.namespace);
-            drop(books);
+            drop(table);
             return Ok(Image {
                 sim: Arc::clone(sim),
                 number,
@@ -93,9 +93,9 @@ impl Image {
     /// # Errors
     /// [`SimError::OutOfMemory`] if they still do not fit.
     pub fn charge(&self, unit: usize, charge: Charge, bytes: u64) -> Result<(), SimError> {
-        let books = self.sim.table.lock();
-        self.check_registered(&books)?;
-        books.reserve(&self.sim, unit, bytes)?;
+        let table = self.sim.table.lock();
+        self.check_registered(&table)?;
+        table.reserve(&self.sim, unit, bytes)?;
         self.raw().charges[unit][charge as usize].fetch_add(bytes, Relaxed);
         Ok(())
     }
@@ -105,13 +105,13 @@ impl Image {
     /// # Errors
     /// [`SimError::ImageCollected`] if the collector has already released them.
     pub fn release(&self, unit: usize, charge: Charge, bytes: u64) -> Result<(), SimError> {
-        let books = self.sim.table.lock();
-        self.check_registered(&books)?;
-        let held = &self.raw().charges[unit][charge as usize];
-        let freed = bytes.min(held.load(Relaxed));
+        let table = self.sim.table.lock();
+        self.check_registered(&table)?;
+        let charged = &self.raw().charges[unit][charge as usize];
+        let freed = bytes.min(charged.load(Relaxed));
         debug_assert_eq!(freed, bytes, "more is released than was charged");
-        held.fetch_sub(freed, Relaxed);
-        books.raw().units[unit].used.fetch_sub(freed, Relaxed);
+        charged.fetch_sub(freed, Relaxed);
+        table.raw().units[unit].used.fetch_sub(freed, Relaxed);
         Ok(())
     }
 
@@ -120,10 +120,10 @@ impl Image {
         self.raw().charges[unit][charge as usize].load(Relaxed)
     }
 
-    fn check_registered(&self, _books: &TableGuard<'_>) -> Result<(), SimError> {
-        let mine =
+    fn check_registered(&self, _table: &TableGuard<'_>) -> Result<(), SimError> {
+        let is_registered =
             self.raw().used.load(Relaxed) != 0 && self.raw().serial.load(Relaxed) == self.serial;
-        if mine {
+        if is_registered {
             Ok(())
         } else {
             Err(SimError::ImageCollected)
@@ -133,10 +133,10 @@ impl Image {
 
 impl Drop for Image {
     fn drop(&mut self) {
-        let books = self.sim.table.lock();
-        if self.check_registered(&books).is_ok() {
+        let table = self.sim.table.lock();
+        if self.check_registered(&table).is_ok() {
             self.raw().used.store(0, Relaxed);
-            books.recompute_usage();
+            table.recompute_usage();
         }
     }
 }

@@ -95,10 +95,10 @@ pub fn lock_for_process(file: &File, byte: u64) -> io::Result<()> {
 pub fn locking_pid(file: &File, byte: u64) -> io::Result<Option<u32>> {
     let mut lock = request(libc::F_WRLCK, byte, 1);
     fcntl(file, libc::F_GETLK, &mut lock)?;
-    let held = lock.l_type != libc::F_UNLCK as libc::c_short;
+    let is_locked = lock.l_type != libc::F_UNLCK as libc::c_short;
     Ok(u32::try_from(lock.l_pid)
         .ok()
-        .filter(|pid| held && *pid != 0))
+        .filter(|pid| is_locked && *pid != 0))
 }
 
 /// The inode that identifies this process's pid namespace.

@@ -68,7 +68,7 @@ impl References {
         let Ok(file) = crate::lock::open(&path) else {
             return References::default();
         };
-        let held = |start, len| {
+        let locked = |start, len| {
             crate::lock::find_locked_byte(&file, start, len)
                 .ok()
                 .flatten()
@@ -76,11 +76,11 @@ impl References {
         let number = object.creator.load(Relaxed) as usize;
         let same = sim.table.raw().images[number].serial.load(Relaxed)
             == object.creator_serial.load(Relaxed);
-        let made = held(CREATOR_BYTE, 1).is_some();
+        let made = locked(CREATOR_BYTE, 1).is_some();
         let mut importers = Vec::new();
         let mut ranges = vec![(FIRST_IMPORTER_BYTE, crate::table::MAX_IMAGES as u64)];
         while let Some((start, len)) = ranges.pop() {
-            let Some(byte) = (len > 0).then(|| held(start, len)).flatten() else {
+            let Some(byte) = (len > 0).then(|| locked(start, len)).flatten() else {
                 continue;
             };
             importers.push((byte - FIRST_IMPORTER_BYTE) as usize);
@@ -90,7 +90,7 @@ impl References {
         References {
             creator: same.then_some(number),
             has_creator: made,
-            is_exported: held(EXPORT_BYTE, 1).is_some(),
+            is_exported: locked(EXPORT_BYTE, 1).is_some(),
             importers,
         }
     }
@@ -123,15 +123,15 @@ impl Object {
         unit: usize,
         size: u64,
     ) -> Result<(Object, ObjectPin), SimError> {
-        let books = sim.table.lock();
-        let free = books
+        let table = sim.table.lock();
+        let free = table
             .raw()
             .objects
             .iter()
             .position(|place| place.used.load(Relaxed) == 0);
         let number = free.ok_or(SimError::TableFull(MAX_OBJECTS))?;
-        books.reserve(sim, unit, size)?;
-        let id = books.raw().next_id.fetch_add(1, Relaxed) + 1;
+        table.reserve(sim, unit, size)?;
+        let id = table.raw().next_id.fetch_add(1, Relaxed) + 1;
         let object = Object {
             id,
             unit,
@@ -139,12 +139,12 @@ impl Object {
             is_creator: true,
         };
         match object.create_file(sim, image) {
-            Ok((hold, inode)) => {
-                object.insert_row(&books, number, image, inode);
-                Ok((object, hold))
+            Ok((pin, inode)) => {
+                object.insert_row(&table, number, image, inode);
+                Ok((object, pin))
             }
             Err(error) => {
-                books.raw().units[unit].used.fetch_sub(size, Relaxed);
+                table.raw().units[unit].used.fetch_sub(size, Relaxed);
                 Err(error)
             }
         }
@@ -173,8 +173,8 @@ impl Object {
         Ok((pin_description(&file).map_err(at("mapping"))?, inode))
     }
 
-    fn insert_row(&self, books: &TableGuard<'_>, number: usize, image: &Image, inode: u64) {
-        let place = &books.raw().objects[number];
+    fn insert_row(&self, table: &TableGuard<'_>, number: usize, image: &Image, inode: u64) {
+        let place = &table.raw().objects[number];
         place.unit.store(self.unit as u32, Relaxed);
         place.id.store(self.id, Relaxed);
         place.size.store(self.size, Relaxed);
@@ -182,7 +182,7 @@ impl Object {
         place.creator.store(image.slot() as u32, Relaxed);
         place.creator_serial.store(image.serial(), Relaxed);
         place.used.store(1, Relaxed);
-        let high = &books.raw().objects_high_water;
+        let high = &table.raw().objects_high_water;
         high.fetch_max(number as u32 + 1, Relaxed);
     }
 
@@ -200,8 +200,8 @@ impl Object {
     /// [`SimError::NotAnObject`].
     pub fn from_descriptor(sim: &Sim, file: &File) -> Result<Object, SimError> {
         let inode = file.metadata().map_err(|_| SimError::NotAnObject)?.ino();
-        let books = sim.table.lock();
-        let found = books
+        let table = sim.table.lock();
+        let found = table
             .objects()
             .find(|(_, place)| place.inode.load(Relaxed) == inode);
         let (_, place) = found.ok_or(SimError::NotAnObject)?;
@@ -222,9 +222,9 @@ impl Object {
     /// # Errors
     /// [`SimError::NotAnObject`] if the object no longer exists.
     pub fn find(sim: &Sim, id: u64) -> Result<Object, SimError> {
-        let books = sim.table.lock();
-        books.collect(sim);
-        let found = books
+        let table = sim.table.lock();
+        table.collect(sim);
+        let found = table
             .objects()
             .find(|(_, place)| place.id.load(Relaxed) == id);
         found
@@ -301,12 +301,12 @@ impl Object {
 
     /// Frees the object now if the caller's reference was the last one.
     pub fn free_if_unreferenced(&self, sim: &Sim) {
-        let books = sim.table.lock();
-        if let Some((_, place)) = books
+        let table = sim.table.lock();
+        if let Some((_, place)) = table
             .objects()
             .find(|(_, place)| place.id.load(Relaxed) == self.id)
         {
-            books.collect_object(sim, place);
+            table.collect_object(sim, place);
         }
     }
 
@@ -320,7 +320,7 @@ impl Object {
             let path = path.clone();
             move |source| SimError::Io { step, path, source }
         };
-        let _books = sim.table.lock();
+        let _table = sim.table.lock();
         let file = crate::lock::open(&path).map_err(at("opening"))?;
         crate::lock::lock_shared(&file, byte).map_err(at("locking"))?;
         Ok(file)

@@ -154,7 +154,7 @@ impl Sim {
     pub fn gpu_unit(&self, gpu: usize) -> usize {
         self.config.gpu[..gpu]
             .iter()
-            .map(|card| 1 + card.mig.len())
+            .map(|gpu_config| 1 + gpu_config.mig.len())
             .sum()
     }
 
@@ -192,14 +192,14 @@ impl Sim {
 
 fn units(config: &Config) -> Vec<Unit> {
     let mut units = Vec::new();
-    for (gpu, card) in config.gpu.iter().enumerate() {
+    for (gpu, gpu_config) in config.gpu.iter().enumerate() {
         units.push(Unit {
             index: units.len(),
             gpu,
             mig: None,
-            total: card.memory,
+            total: gpu_config.memory,
         });
-        for (mig, instance) in card.mig.iter().enumerate() {
+        for (mig, instance) in gpu_config.mig.iter().enumerate() {
             units.push(Unit {
                 index: units.len(),
                 gpu,

@@ -32,13 +32,13 @@ pub struct Usage {
 impl Sim {
     /// Bytes of a unit in use; for a GPU in MIG mode, the sum over its instances.
     pub fn used(&self, unit: usize) -> u64 {
-        let books = self.table.lock();
-        books.collect(self);
-        self.sum_used(&books, unit)
+        let table = self.table.lock();
+        table.collect(self);
+        self.sum_used(&table, unit)
     }
 
-    fn sum_used(&self, books: &TableGuard<'_>, unit: usize) -> u64 {
-        let used = |unit: usize| books.raw().units[unit].used.load(Relaxed);
+    fn sum_used(&self, table: &TableGuard<'_>, unit: usize) -> u64 {
+        let used = |unit: usize| table.raw().units[unit].used.load(Relaxed);
         match self.units[unit].mig {
             Some(_) => used(unit),
             None => self
@@ -52,18 +52,18 @@ impl Sim {
 
     /// Reads a unit's usage and processes.
     pub fn usage(&self, unit: usize) -> Usage {
-        let books = self.table.lock();
-        books.collect(self);
+        let table = self.table.lock();
+        table.collect(self);
         Usage {
-            used: self.sum_used(&books, unit),
+            used: self.sum_used(&table, unit),
             total: self.units[unit].total,
-            processes: self.processes(&books, unit),
+            processes: self.processes(&table, unit),
         }
     }
 
-    fn processes(&self, books: &TableGuard<'_>, unit: usize) -> Vec<ProcessUsage> {
-        let on_host = books.raw().host_namespace.load(Relaxed) == self.namespace;
-        let mut bytes: BTreeMap<usize, u64> = books
+    fn processes(&self, table: &TableGuard<'_>, unit: usize) -> Vec<ProcessUsage> {
+        let on_host = table.raw().host_namespace.load(Relaxed) == self.namespace;
+        let mut bytes: BTreeMap<usize, u64> = table
             .images()
             .filter(|(_, image)| on_host || image.namespace.load(Relaxed) == self.namespace)
             .filter(|(_, image)| image.charges[unit][Charge::Context as usize].load(Relaxed) != 0)
@@ -77,7 +77,7 @@ impl Sim {
                 )
             })
             .collect();
-        for (_, object) in books
+        for (_, object) in table
             .objects()
             .filter(|(_, object)| object.unit.load(Relaxed) as usize == unit)
         {
@@ -86,7 +86,7 @@ impl Sim {
                 *listed += object.size.load(Relaxed);
             }
         }
-        let images = &books.raw().images;
+        let images = &table.raw().images;
         bytes
             .into_iter()
             .map(|(number, bytes)| ProcessUsage {
@@ -111,9 +111,9 @@ impl Sim {
 
     /// Injects a sticky error code into a process; false if the process has no image.
     pub fn inject_error(&self, pid: u32, code: i32) -> bool {
-        let books = self.table.lock();
-        books.collect_images(self);
-        let image = books
+        let table = self.table.lock();
+        table.collect_images(self);
+        let image = table
             .images()
             .find(|(number, image)| self.pid_of(image, *number) == pid);
         if let Some((_, image)) = image {

@@ -25,8 +25,8 @@ impl Sim {
     /// Broadcasts an event to every reader.
     pub fn raise_xid(&self, xid: Xid) {
         self.log_xid(xid);
-        let books = self.table.lock();
-        let raw = books.raw();
+        let table = self.table.lock();
+        let raw = table.raw();
         let number = raw.xid_count.load(Relaxed);
         let place = &raw.xids[Sim::xid_slot(number)];
         place.unit.store(xid.unit as u32, Relaxed);
@@ -103,8 +103,8 @@ impl Sim {
     }
 
     fn next_xid(&self, seen: &mut u32) -> Option<Xid> {
-        let books = self.table.lock();
-        let now = books.raw().xid_count.load(Relaxed);
+        let table = self.table.lock();
+        let now = table.raw().xid_count.load(Relaxed);
         if now == *seen {
             return None;
         }
@@ -112,7 +112,7 @@ impl Sim {
         if now.wrapping_sub(*seen) > crate::table::MAX_XIDS as u32 {
             *seen = oldest;
         }
-        let place = &books.raw().xids[Sim::xid_slot(*seen)];
+        let place = &table.raw().xids[Sim::xid_slot(*seen)];
         *seen = seen.wrapping_add(1);
         Some(Xid {
             unit: place.unit.load(Relaxed) as usize,

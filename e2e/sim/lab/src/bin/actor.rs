@@ -50,15 +50,15 @@ macro_rules! cu {
 type CommandResult = Result<Result<String, i32>>;
 
 fn main() -> Result<()> {
-    let mut actor = Client {
+    let mut client = Client {
         pending: Vec::new(),
         descriptors: VecDeque::new(),
         held_descriptors: Vec::new(),
         nvml: None,
     };
-    while let Some(line) = actor.read_line()? {
+    while let Some(line) = client.read_line()? {
         let words: Vec<&str> = line.split_whitespace().collect();
-        let answer = actor
+        let answer = client
             .run_command(&words)
             .with_context(|| format!("`{line}`"))?;
         let mut out = std::io::stdout().lock();
@@ -229,7 +229,7 @@ impl Client {
             nvml.device_by_index(parse_number(words, 1)? as u32)
                 .context("no such GPU")
         };
-        let told = match command {
+        let outcome = match command {
             "nvml-count" => nvml.device_count().map(|count| count.to_string()),
             "nvml-used" => device()?
                 .memory_info()
@@ -259,7 +259,7 @@ impl Client {
             }
             other => bail!("unknown command {other}"),
         };
-        match told {
+        match outcome {
             Ok(words) => Ok(Ok(words)),
             Err(NvmlError::GpuLost) => Ok(Err(15)),
             Err(NvmlError::Timeout) => Ok(Err(10)),

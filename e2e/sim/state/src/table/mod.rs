@@ -155,9 +155,9 @@ impl Table {
             libc::EOWNERDEAD => {
                 // SAFETY: this thread owns the mutex, as `pthread_mutex_consistent` requires.
                 unsafe { libc::pthread_mutex_consistent(self.raw().mutex.get()) };
-                let books = TableGuard { table: self };
-                books.recompute_usage();
-                books
+                let table = TableGuard { table: self };
+                table.recompute_usage();
+                table
             }
             code => panic!("the table's mutex answers {code}: the table is damaged"),
         }
@@ -240,8 +240,8 @@ mod tests {
         // SAFETY: the child calls nothing that depends on another thread of its parent.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            let books = table.lock();
-            books.raw().units[0].used.store(12345, Relaxed);
+            let table = table.lock();
+            table.raw().units[0].used.store(12345, Relaxed);
             // SAFETY: ends the child while it holds the mutex.
             unsafe { libc::_exit(0) };
         }
