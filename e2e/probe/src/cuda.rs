@@ -12,7 +12,7 @@ use cudarc::driver::sys;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CudaError {
     /// The container has no libcuda.
-    #[error("there is no libcuda.so: this container was given no GPU")]
+    #[error("failed to load libcuda.so: the container has no GPU")]
     NoLibrary,
     /// A call failed.
     #[error("{call}: {}", name(.source))]

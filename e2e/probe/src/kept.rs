@@ -45,7 +45,7 @@ pub(crate) fn open_or_write_lease(bytes: u64) -> anyhow::Result<(RetainedLease, 
         lease.read(at, &mut read)?;
         ensure!(
             read == chunk_contents(at),
-            "what was kept at {at} is not what was written"
+            "retained memory at offset {at} differs from what was written"
         );
     }
     let report = LeaseReport {

@@ -530,7 +530,7 @@ impl SimApiServer {
                 let uid = &body["preconditions"]["uid"];
                 self.delete_pod(namespace, name, uid, false)
             }
-            (method, path) => panic!("no client has business with {method} {path:?}"),
+            (method, path) => panic!("unsupported request: {method} {path:?}"),
         }
     }
 }

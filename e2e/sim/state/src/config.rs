@@ -85,7 +85,7 @@ pub struct Version {
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file could not be read.
-    #[error("reading {path}")]
+    #[error("failed to read {path}")]
     Read {
         /// The file.
         path: String,
@@ -93,7 +93,7 @@ pub enum ConfigError {
         source: std::io::Error,
     },
     /// The file is not the TOML that this module describes.
-    #[error("{path}: {message}")]
+    #[error("failed to parse {path}: {message}")]
     Parse {
         /// The file.
         path: String,
@@ -177,7 +177,7 @@ impl Config {
             {
                 return bad(
                     "mig.memory",
-                    "the instances have more than the card".to_owned(),
+                    "the instances have more memory than the GPU".to_owned(),
                 );
             }
         }

@@ -22,7 +22,7 @@ pub enum InitError {
     #[error(transparent)]
     Table(#[from] TableError),
     /// A file could not be created.
-    #[error("{step} {path}")]
+    #[error("failed to {step} {path}")]
     Io {
         /// The step that failed.
         step: &'static str,
@@ -114,7 +114,7 @@ impl MachineDir {
         ] {
             create_dir(&self.0.join(folder))?;
         }
-        let text = std::fs::read(config).map_err(io_error("reading", config))?;
+        let text = std::fs::read(config).map_err(io_error("read", config))?;
         write_file(&self.config(), &text)?;
         for file in [
             self.images_lock(),
@@ -126,7 +126,10 @@ impl MachineDir {
             set_mode(&file, 0o666)?;
         }
         let namespace = crate::lock::pid_namespace();
-        let namespace = namespace.map_err(io_error("asking for", &self.pid_namespace()))?;
+        let namespace = namespace.map_err(io_error(
+            "read the pid namespace for",
+            &self.pid_namespace(),
+        ))?;
         write_file(&self.pid_namespace(), namespace.to_string().as_bytes())?;
         for mode in [
             (self.0.join("state"), 0o777),
@@ -162,11 +165,12 @@ impl MachineDir {
             self.libraries().join(name),
             self.libraries().join(format!(".{name}")),
         );
-        std::fs::copy(library, &fresh).map_err(io_error("copying", library))?;
+        std::fs::copy(library, &fresh).map_err(io_error("copy", library))?;
         if (version.major, version.minor) < (12, 2) {
-            hide_symbols(&fresh, SYMBOLS_SINCE_CUDA_12_2).map_err(io_error("changing", &fresh))?;
+            hide_symbols(&fresh, SYMBOLS_SINCE_CUDA_12_2)
+                .map_err(io_error("hide symbols of", &fresh))?;
         }
-        std::fs::rename(&fresh, &target).map_err(io_error("renaming to", &target))
+        std::fs::rename(&fresh, &target).map_err(io_error("rename to", &target))
     }
 }
 
@@ -195,16 +199,16 @@ fn io_error(step: &'static str, path: &Path) -> impl FnOnce(io::Error) -> InitEr
 }
 
 fn create_dir(path: &Path) -> Result<(), InitError> {
-    std::fs::create_dir_all(path).map_err(io_error("creating", path))
+    std::fs::create_dir_all(path).map_err(io_error("create", path))
 }
 
 fn write_file(path: &Path, bytes: &[u8]) -> Result<(), InitError> {
-    std::fs::write(path, bytes).map_err(io_error("writing", path))
+    std::fs::write(path, bytes).map_err(io_error("write", path))
 }
 
 fn set_mode(path: &Path, mode: u32) -> Result<(), InitError> {
     let mode = std::fs::Permissions::from_mode(mode);
-    std::fs::set_permissions(path, mode).map_err(io_error("changing the mode of", path))
+    std::fs::set_permissions(path, mode).map_err(io_error("set the mode of", path))
 }
 
 /// Major numbers for local and experimental use (Documentation/admin-guide/devices.txt).
@@ -272,7 +276,7 @@ fn create_node(path: &Path, number: libc::dev_t) -> Result<(), InitError> {
     let _ = std::fs::remove_file(path);
     match mknod(path, number) {
         Err(error) if error.raw_os_error() == Some(libc::EPERM) => write_file(path, b"")?,
-        made => made.map_err(io_error("making", path))?,
+        made => made.map_err(io_error("create", path))?,
     }
     set_mode(path, 0o666)
 }

@@ -39,8 +39,8 @@ impl Image {
     pub fn register(sim: &Arc<Sim>) -> Result<Image, SimError> {
         let at = |step, path| move |source| SimError::Io { step, path, source };
         let (lock_path, pid_path) = (sim.folder.images_lock(), sim.folder.pids_lock());
-        let alive = crate::lock::open(&lock_path).map_err(at("opening", lock_path.clone()))?;
-        let signature = crate::lock::open(&pid_path).map_err(at("opening", pid_path.clone()))?;
+        let alive = crate::lock::open(&lock_path).map_err(at("open", lock_path.clone()))?;
+        let signature = crate::lock::open(&pid_path).map_err(at("open", pid_path.clone()))?;
         let table = sim.table.lock();
         table.collect_images(sim);
         for (number, raw) in table.raw().images.iter().enumerate() {
@@ -50,11 +50,11 @@ impl Image {
             let byte = number as u64;
             // A slot that is still locked belongs to a process that is exiting.
             if !crate::lock::try_lock_exclusive(&alive, byte)
-                .map_err(at("locking", lock_path.clone()))?
+                .map_err(at("lock", lock_path.clone()))?
             {
                 continue;
             }
-            crate::lock::lock_for_process(&signature, byte).map_err(at("signing", pid_path))?;
+            crate::lock::lock_for_process(&signature, byte).map_err(at("lock", pid_path))?;
             let serial = table.raw().next_id.fetch_add(1, Relaxed) + 1;
             reset_row(raw, serial, sim.namespace);
             drop(table);

@@ -161,16 +161,16 @@ impl Object {
             .write(true)
             .create_new(true)
             .open(&path)
-            .map_err(at("creating"))?;
+            .map_err(at("create"))?;
         // Containers with other users import the object.
         file.set_permissions(std::fs::Permissions::from_mode(0o666))
-            .map_err(at("opening to all"))?;
+            .map_err(at("set the mode of"))?;
         file.write_all(&crate::residue::load(sim, self.unit, self.size))
-            .map_err(at("writing"))?;
-        file.set_len(self.size).map_err(at("sizing"))?;
-        let inode = file.metadata().map_err(at("asking"))?.ino();
-        crate::lock::lock_shared(&file, self.lock_byte(image)).map_err(at("locking"))?;
-        Ok((pin_description(&file).map_err(at("mapping"))?, inode))
+            .map_err(at("write"))?;
+        file.set_len(self.size).map_err(at("resize"))?;
+        let inode = file.metadata().map_err(at("read the metadata of"))?.ino();
+        crate::lock::lock_shared(&file, self.lock_byte(image)).map_err(at("lock"))?;
+        Ok((pin_description(&file).map_err(at("map"))?, inode))
     }
 
     fn insert_row(&self, table: &TableGuard<'_>, number: usize, image: &Image, inode: u64) {
@@ -239,7 +239,7 @@ impl Object {
     pub fn pin(&self, sim: &Sim, image: &Image) -> Result<ObjectPin, SimError> {
         let file = self.open_locked(sim, self.lock_byte(image))?;
         pin_description(&file).map_err(|source| SimError::Io {
-            step: "mapping",
+            step: "map",
             path: sim.folder.object(self.id),
             source,
         })
@@ -291,7 +291,7 @@ impl Object {
         if mapped == libc::MAP_FAILED {
             let source = std::io::Error::last_os_error();
             return Err(SimError::Io {
-                step: "mapping",
+                step: "map",
                 path: sim.folder.object(self.id),
                 source,
             });
@@ -321,8 +321,8 @@ impl Object {
             move |source| SimError::Io { step, path, source }
         };
         let _table = sim.table.lock();
-        let file = crate::lock::open(&path).map_err(at("opening"))?;
-        crate::lock::lock_shared(&file, byte).map_err(at("locking"))?;
+        let file = crate::lock::open(&path).map_err(at("open"))?;
+        crate::lock::lock_shared(&file, byte).map_err(at("lock"))?;
         Ok(file)
     }
 }

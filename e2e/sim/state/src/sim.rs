@@ -52,7 +52,7 @@ pub enum SimError {
     #[error(transparent)]
     Table(#[from] TableError),
     /// A system call on a lock file or an allocation's file failed.
-    #[error("{step} {path}")]
+    #[error("failed to {step} {path}")]
     Io {
         /// The step that failed.
         step: &'static str,
@@ -62,7 +62,7 @@ pub enum SimError {
         source: std::io::Error,
     },
     /// The unit has less free memory than requested.
-    #[error("out of memory on unit {unit}: {wanted} bytes wanted, {free} free")]
+    #[error("out of memory on unit {unit}: {wanted} bytes requested, {free} free")]
     OutOfMemory {
         /// The unit.
         unit: usize,
@@ -72,13 +72,13 @@ pub enum SimError {
         free: u64,
     },
     /// The table has no free slot.
-    #[error("all {0} places are taken")]
+    #[error("failed to use a slot of the table: all {0} are in use")]
     TableFull(usize),
     /// The collector reused this image's slot, because the program closed the image's descriptors.
-    #[error("this process image was collected: its descriptors were closed")]
+    #[error("the process image is no longer registered: the program closed its descriptors")]
     ImageCollected,
     /// The descriptor or id belongs to no allocation.
-    #[error("the descriptor is not an allocation's")]
+    #[error("the descriptor or id belongs to no allocation")]
     NotAnObject,
 }
 
@@ -91,9 +91,9 @@ impl Sim {
         let folder = MachineDir::at(path);
         let config = Config::read(&folder.config())?;
         let at = |step, path: PathBuf| move |source| SimError::Io { step, path, source };
-        let open = |path: PathBuf| crate::lock::open(&path).map_err(at("opening", path));
+        let open = |path: PathBuf| crate::lock::open(&path).map_err(at("open", path));
         let namespace =
-            crate::lock::pid_namespace().map_err(at("asking", "/proc/self/ns/pid".into()))?;
+            crate::lock::pid_namespace().map_err(at("read", "/proc/self/ns/pid".into()))?;
         Ok(Sim {
             units: units(&config),
             table: Table::open(&folder.table())?,

@@ -28,7 +28,7 @@ unsafe impl Sync for Table {}
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {
     /// The file could not be created, opened or mapped.
-    #[error("{step} {path}")]
+    #[error("failed to {step} {path}")]
     Io {
         /// The step that failed.
         step: &'static str,
@@ -62,19 +62,18 @@ impl Table {
             .create(true)
             .truncate(true)
             .open(&fresh);
-        let file = file.map_err(at("creating"))?;
+        let file = file.map_err(at("create"))?;
         file.set_len(size_of::<RawTable>() as u64)
-            .map_err(at("sizing"))?;
+            .map_err(at("resize"))?;
         file.set_permissions(std::fs::Permissions::from_mode(0o666))
-            .map_err(at("opening to all"))?;
-        let table = Table::map(&file).map_err(at("mapping"))?;
-        table.init_mutex().map_err(at("making the mutex of"))?;
-        let namespace =
-            crate::lock::pid_namespace().map_err(at("finding the pid namespace for"))?;
+            .map_err(at("set the mode of"))?;
+        let table = Table::map(&file).map_err(at("map"))?;
+        table.init_mutex().map_err(at("initialise the mutex of"))?;
+        let namespace = crate::lock::pid_namespace().map_err(at("read the pid namespace for"))?;
         table.raw().host_namespace.store(namespace, Relaxed);
         table.raw().scrub.store(u32::from(config.scrub), Relaxed);
         table.raw().magic.store(raw::MAGIC, Relaxed);
-        std::fs::rename(&fresh, path).map_err(at("renaming to"))
+        std::fs::rename(&fresh, path).map_err(at("rename to"))
     }
 
     /// Maps an existing table.
@@ -89,12 +88,12 @@ impl Table {
                 source,
             }
         };
-        let file = crate::lock::open(path).map_err(at("opening"))?;
-        let len = file.metadata().map_err(at("sizing"))?.len();
+        let file = crate::lock::open(path).map_err(at("open"))?;
+        let len = file.metadata().map_err(at("read the size of"))?.len();
         if len != size_of::<RawTable>() as u64 {
             return Err(TableError::Version(path.to_owned()));
         }
-        let table = Table::map(&file).map_err(at("mapping"))?;
+        let table = Table::map(&file).map_err(at("map"))?;
         match table.raw().magic.load(Relaxed) {
             raw::MAGIC => Ok(table),
             _ => Err(TableError::Version(path.to_owned())),
