@@ -107,10 +107,10 @@ pub fn build(profile: Profile, harness: bool) -> Result<Binaries, WorkspaceError
     build_selection(profile, &selection)
 }
 
-/// Compiles these packages. The compiler's messages go to standard error.
+/// Compiles these packages. Compiler messages go to standard error.
 ///
 /// # Errors
-/// As [`build_artifacts`].
+/// As [`build`].
 pub fn build_packages(profile: Profile, packages: &[&str]) -> Result<Binaries, WorkspaceError> {
     build_selection(profile, &package_arguments(packages.iter().copied()))
 }
