@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::folders;
 use crate::images::Template;
+use crate::paths;
 use crate::sim;
 
 /// The namespace of the operator and the agent.
@@ -96,7 +96,7 @@ fn values(images: &Template, simulated: bool) -> Value {
 impl Chart {
     /// Returns the chart of this repository.
     pub fn of_repository(helm: PathBuf) -> Self {
-        let folder = folders::repository().join("charts/bursar");
+        let folder = paths::repository().join("charts/bursar");
         Self::Helm { helm, folder }
     }
 

@@ -17,8 +17,8 @@ use tokio::time::timeout;
 use crate::cache::CacheError;
 use crate::chart::{NAMESPACE, RELEASE};
 use crate::cluster::{ClusterOptions, ClusterScope, LocalCluster, LocalError};
-use crate::folders;
-use crate::kube::{self as supplies, BuildError, Toolbox};
+use crate::kube::{self as programs, BuildError, Toolbox};
+use crate::paths;
 use crate::progress::Progress;
 
 /// The kinds of the chart's workloads, which need nodes.
@@ -84,7 +84,7 @@ impl ControlPlane {
         harness: PathBuf,
         progress: &Progress,
     ) -> Result<Self, ControlPlaneError> {
-        let toolbox = supplies::build(progress)?;
+        let toolbox = programs::build(progress)?;
         let options = ClusterOptions {
             name: name.to_owned(),
             harness,
@@ -140,7 +140,7 @@ impl ControlPlane {
         let program = self.toolbox.program("helm");
         let mut helm = Command::new(&program);
         helm.args(["template", RELEASE])
-            .arg(folders::repository().join("charts/bursar"))
+            .arg(paths::repository().join("charts/bursar"))
             .args(["--namespace", NAMESPACE, "--kube-version=1.36.0"])
             .args(settings);
         let rendered = run_to_success(&program, helm, Vec::new()).await?;

@@ -1,14 +1,14 @@
 //! The harness's command line: maps each command's result to an exit code.
 
 mod args;
-mod commands;
+mod cli;
 
 use std::process::ExitCode;
 
 use clap::Parser;
 
 fn main() -> ExitCode {
-    match commands::run(args::Args::parse()) {
+    match cli::run(args::Args::parse()) {
         Ok(code) => code,
         Err(error) => {
             eprintln!("error: {}", format_error_chain(&error));

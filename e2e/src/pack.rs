@@ -14,12 +14,12 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
+use crate::artifacts::{Artifacts, IMAGE_NAMES, SIMULATED_DRIVER_FILES};
 use crate::chart::{Chart, ChartError};
 use crate::images::{Archive, PAUSE, Template, TemplateError};
 use crate::kube::{self, PackageError, Toolbox};
 use crate::progress::Progress;
 use crate::sim;
-use crate::supplies::{Artifacts, IMAGE_NAMES, SIMULATED_DRIVER_FILES};
 
 /// The maximum size of an archive in bytes, for slow uploads to the other machine.
 pub const MOST: u64 = 60 << 20;

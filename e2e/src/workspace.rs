@@ -8,7 +8,7 @@ use std::process::Stdio;
 use serde::Deserialize;
 
 use crate::cargo;
-use crate::folders;
+use crate::paths;
 
 /// The programs and libraries that run in a cluster.
 const PACKAGES: &[&str] = &[
@@ -133,7 +133,7 @@ fn build_selection(profile: Profile, selection: &[&str]) -> Result<Binaries, Wor
         command.arg("--release");
     }
     let output = command
-        .current_dir(folders::repository())
+        .current_dir(paths::repository())
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
         .output()?;

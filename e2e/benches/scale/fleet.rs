@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use anyhow::Context as _;
-use bursar_e2e::objects::RawApi;
+use bursar_e2e::raw_api::RawApi;
 use futures::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::{Value, json};
 

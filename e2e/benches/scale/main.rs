@@ -24,7 +24,7 @@ use std::path::PathBuf;
 
 use anyhow::Context as _;
 use bursar_e2e::control_plane::ControlPlane;
-use bursar_e2e::folders;
+use bursar_e2e::paths;
 use bursar_e2e::progress::Progress;
 use bursar_e2e::workspace::{self, Profile};
 use clap::Parser;
@@ -87,7 +87,7 @@ async fn main() -> anyhow::Result<()> {
     for size in sizes {
         let harness = PathBuf::from(env!("CARGO_BIN_EXE_bursar-e2e"));
         let plane = ControlPlane::start(CLUSTER, harness, &progress).await?;
-        let log = folders::runs().join(CLUSTER).join("logs/operator.log");
+        let log = paths::runs().join(CLUSTER).join("logs/operator.log");
         let files = (program.clone(), log);
         let bench = Bench::make(&plane, &progress, files, size).await?;
         measured.push((size, bench.run().await?));

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use bursar_e2e::control_plane::ControlPlane;
-use bursar_e2e::objects::RawApi;
 use bursar_e2e::progress::Progress;
+use bursar_e2e::raw_api::RawApi;
 use http::Request;
 use rand::SeedableRng as _;
 use rand::rngs::StdRng;

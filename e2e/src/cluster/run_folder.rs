@@ -5,8 +5,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::folders;
 use crate::node::{Cgroup, CgroupError};
+use crate::paths;
 
 /// `<temp>/bursar-e2e/<name>`, with logs, certificates and sockets. The node's own files are in its
 /// mount namespace. Names are short, because paths of Unix sockets have at most 107 bytes
@@ -65,7 +65,7 @@ impl RunFolder {
         }
         Ok(Self {
             name: name.to_owned(),
-            path: folders::runs().join(name),
+            path: paths::runs().join(name),
         })
     }
 
@@ -133,7 +133,7 @@ impl RunFolder {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => {
                 // The removal of the parent succeeds for the last cluster only.
-                let _ = fs::remove_dir(folders::runs());
+                let _ = fs::remove_dir(paths::runs());
                 Ok(())
             }
         }

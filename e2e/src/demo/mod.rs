@@ -5,9 +5,9 @@
 //!         -> probe output of each -> a large pod is deleted -> the pending pod runs -> the table
 //! ```
 
-mod cast;
+mod probe_output;
 mod table;
-mod view;
+mod workloads;
 
 use std::time::{Duration, Instant};
 
@@ -15,12 +15,12 @@ use bursar_crds::GpuMemoryBudget;
 use kube::api::{Api, Patch, PatchParams};
 use serde_json::json;
 
-use self::cast::{Workload, Workloads};
+use self::probe_output::ProbeOutput;
 use self::table::Row;
-use self::view::ProbeOutput;
+use self::workloads::{Workload, Workloads};
+use crate::environment::{Environment, EnvironmentError};
 use crate::pods::{PodError, Pods};
 use crate::progress::Progress;
-use crate::scene::{Environment, EnvironmentError};
 
 /// The timeout of one pod's start, for images on the node or pulled once.
 const TIMEOUT: Duration = Duration::from_secs(120);

@@ -1,7 +1,7 @@
 //! Renders the demo's table.
 
-use super::cast::Workload;
-use super::view::{ProbeOutput, format_gib};
+use super::probe_output::{ProbeOutput, format_gib};
+use super::workloads::Workload;
 
 /// One pod's row.
 #[derive(Debug, Clone)]

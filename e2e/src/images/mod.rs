@@ -300,7 +300,7 @@ fn library_path(name: &str) -> PathBuf {
 
 /// Builds an image of one statically linked program that sleeps forever.
 fn pause(folder: &Path) -> Result<Image, ImageError> {
-    let source_file = crate::folders::repository().join("e2e/images/pause.rs");
+    let source_file = crate::paths::repository().join("e2e/images/pause.rs");
     let program = folder.join("pause");
     let output = Command::new("rustc")
         .args([

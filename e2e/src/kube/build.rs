@@ -10,7 +10,7 @@ use super::packages::{self, PackageError};
 use super::parts::{PARTS, Part};
 use super::toolbox::Toolbox;
 use crate::cache::{self, CacheError};
-use crate::folders;
+use crate::paths;
 use crate::progress::Progress;
 
 /// Why a part could not be built.
@@ -52,10 +52,10 @@ pub enum BuildError {
 /// When Go, a Debian package or the network is missing, or a part does not compile.
 pub fn build(progress: &Progress) -> Result<Toolbox, CacheError<BuildError>> {
     let version = go_version().map_err(CacheError::Make)?;
-    let root = folders::cache().join("kube");
+    let root = paths::cache().join("kube");
     let mut found = Vec::new();
     for part in PARTS {
-        let sources = folders::repository().join("e2e/kube").join(part.name);
+        let sources = paths::repository().join("e2e/kube").join(part.name);
         let key = part.key(&sources, &version).map_err(|source| {
             CacheError::Make(BuildError::File {
                 path: sources.clone(),
@@ -82,7 +82,7 @@ fn compile(part: &Part, sources: &Path, out: &Path, progress: &Progress) -> Resu
     progress.report(format_args!(
         "{}: go build (once; kept in {})",
         part.name,
-        folders::cache().display()
+        paths::cache().display()
     ));
     let start = Instant::now();
     let log = out.join("build.log");

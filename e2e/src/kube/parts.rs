@@ -158,7 +158,7 @@ mod tests {
     #[test]
     fn stamped_version_equals_the_pinned_version() {
         let pins =
-            fs::read_to_string(folders::repository().join("e2e/kube/kubernetes/go.mod")).unwrap();
+            fs::read_to_string(paths::repository().join("e2e/kube/kubernetes/go.mod")).unwrap();
         assert!(pins.contains(&format!("k8s.io/kubernetes v{KUBERNETES_VERSION}\n")));
     }
 

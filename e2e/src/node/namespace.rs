@@ -10,7 +10,7 @@ use rustix::mount::{
 use rustix::thread::UnshareFlags;
 
 use super::netlink;
-use crate::scene::has_driver;
+use crate::environment::has_driver;
 
 /// Folders that are empty and private in the node, whatever the host has in them.
 const PRIVATE_FOLDERS: &[&str] = &[

@@ -5,8 +5,8 @@ use std::process::Command;
 use super::named::{self, NamedCheck, TestSelection};
 use super::{COMPILE_CHECK, cluster, docs, faults, security, style, tools};
 use crate::cargo;
-use crate::folders;
 use crate::kube;
+use crate::paths;
 use crate::progress::Progress;
 
 /// One check: a name `area/name`, its promise, and the way to run it.
@@ -392,7 +392,7 @@ impl Check {
 }
 
 pub(super) fn succeed(command: &mut Command) -> anyhow::Result<()> {
-    let status = command.current_dir(folders::repository()).status()?;
+    let status = command.current_dir(paths::repository()).status()?;
     let words: Vec<_> = std::iter::once(command.get_program())
         .chain(command.get_args())
         .map(|word| word.to_string_lossy())
@@ -427,7 +427,7 @@ fn loader() -> anyhow::Result<()> {
 fn chart() -> anyhow::Result<()> {
     let toolbox = kube::build(&Progress::start())?;
     let helm = toolbox.program("helm");
-    let chart = folders::repository().join("charts/bursar");
+    let chart = paths::repository().join("charts/bursar");
     succeed(Command::new(&helm).arg("lint").arg("--strict").arg(&chart))?;
     let template = |values: &str| {
         let mut command = Command::new(&helm);

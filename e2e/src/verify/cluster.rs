@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use crate::cargo;
-use crate::folders;
+use crate::paths;
 
 /// Every trial of `e2e/tests/cluster` by name, with its promise. That program refuses to run when
 /// its trials differ.
@@ -140,6 +140,6 @@ pub(super) fn command(names: &[&str]) -> Command {
     for (name, _) in others {
         command.args(["--skip", name]);
     }
-    command.current_dir(folders::repository());
+    command.current_dir(paths::repository());
     command
 }

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::checks;
-use crate::folders;
+use crate::paths;
 
 /// The maximum number of lines of `docs/architecture.md`.
 const MAX_ARCHITECTURE_LINES: usize = 150;
@@ -45,7 +45,7 @@ fn is_path_or_check(code: &str, areas: &[&str]) -> bool {
 
 /// Returns the pages of the repository.
 fn pages() -> std::io::Result<Vec<PathBuf>> {
-    let repository = folders::repository();
+    let repository = paths::repository();
     let mut pages = vec![
         repository.join("README.md"),
         repository.join("CONTRIBUTING.md"),
@@ -73,7 +73,7 @@ fn members(manifest: &str) -> Vec<&str> {
 /// # Errors
 /// Names each page and name, or the file that could not be read.
 pub(super) fn check() -> anyhow::Result<()> {
-    let repository = folders::repository();
+    let repository = paths::repository();
     let checks: Vec<&str> = checks::all().iter().map(|check| check.name).collect();
     let areas: Vec<&str> = checks
         .iter()

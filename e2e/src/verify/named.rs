@@ -4,7 +4,7 @@ use std::io::{self, BufRead as _, BufReader, Write};
 use std::process::{Command, Stdio};
 
 use crate::cargo;
-use crate::folders;
+use crate::paths;
 
 /// Tests of one target of the workspace by their paths.
 #[derive(Clone, Copy, Debug)]
@@ -66,7 +66,7 @@ fn command(tests: &TestSelection) -> Command {
         .args(names)
         .args(ignored.then_some("--ignored"))
         .envs(env.iter().copied())
-        .current_dir(folders::repository());
+        .current_dir(paths::repository());
     command
 }
 

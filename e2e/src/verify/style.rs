@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::{fmt, fs, io};
 
-use crate::folders;
+use crate::paths;
 
 /// The maximum width of a line with a comment, in columns.
 const MAX_WIDTH: usize = 100;
@@ -102,7 +102,7 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
 /// # Errors
 /// Names each line and its violation, or the file that could not be read.
 pub(super) fn check() -> anyhow::Result<()> {
-    let repository = folders::repository();
+    let repository = paths::repository();
     let mut paths = Vec::new();
     sources(&repository, &mut paths)?;
     let (mut seen, mut wrong) = (0, Vec::new());

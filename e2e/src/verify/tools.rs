@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use crate::cache::{self, CacheError};
 use crate::cargo;
-use crate::folders;
+use crate::paths;
 
 /// The pinned version of cargo-deny.
 const CARGO_DENY: &str = "0.20.2";
@@ -27,7 +27,7 @@ pub(super) enum ToolError {
 /// cores).
 pub(super) fn cargo_deny() -> Result<PathBuf, CacheError<ToolError>> {
     let name = format!("cargo-deny-{CARGO_DENY}");
-    let folder = cache::get_or_make(&folders::cache().join("tools"), &name, |out| {
+    let folder = cache::get_or_make(&paths::cache().join("tools"), &name, |out| {
         install("cargo-deny", CARGO_DENY, out)
     })?;
     Ok(folder.join("bin/cargo-deny"))

@@ -13,9 +13,9 @@ use libtest_mimic::Failed;
 use serde_json::json;
 use tokio::time::{Instant, interval, sleep};
 
-use crate::case::{FaultPlan, GIVE_UP_AFTER, TestCase};
-use crate::place::{IsolatedScope, QUOTA_RESOURCE as HARD_NAME, condition};
+use crate::isolated_scope::{IsolatedScope, QUOTA_RESOURCE as HARD_NAME, condition};
 use crate::server::{Permit, Server};
+use crate::test_case::{FaultPlan, GIVE_UP_AFTER, TestCase};
 use bursar_sim_api::faults::WatchFault;
 
 const CLIENTS: usize = 8;

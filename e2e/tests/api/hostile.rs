@@ -7,7 +7,7 @@ use kube::{Client, Config};
 use libtest_mimic::Failed;
 use serde_json::{Value, json};
 
-use crate::place::IsolatedScope;
+use crate::isolated_scope::IsolatedScope;
 use crate::server::{Server, acquire_permit};
 
 const DEVICE: &str = "bursar.dev/gpu-memory-gib";

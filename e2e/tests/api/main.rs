@@ -5,18 +5,18 @@
 //! impair the server run alone and first, so that their final quiet minute overlaps with the other
 //! trials.
 
-mod case;
 mod churn;
-mod disturbed;
+mod fault_injection;
+mod half_open;
 mod hostile;
-mod place;
+mod isolated_scope;
 mod policies;
 mod restored;
 mod rights;
+mod scenarios;
 mod server;
-mod silent;
 mod steering;
-mod tours;
+mod test_case;
 
 use std::process::ExitCode;
 use std::sync::OnceLock;
@@ -89,15 +89,18 @@ fn main() -> ExitCode {
     log.with_ansi(false).with_writer(std::io::stderr).init();
     let trials = vec![
         alone("churn", churn::churn),
-        alone("no-controller-manager", disturbed::no_controller_manager),
+        alone(
+            "no-controller-manager",
+            fault_injection::no_controller_manager,
+        ),
         alone("restored", restored::etcd_restored),
-        trial("silence", silent::silence),
-        trial("watches", disturbed::watches),
-        trial("undisturbed", disturbed::undisturbed),
-        trial("crashes", disturbed::crashes),
-        trial("failing-writes", disturbed::failing_writes),
-        trial("unanswered-writes", disturbed::unanswered_writes),
-        trial("two-operators", disturbed::two_operators),
+        trial("silence", half_open::silence),
+        trial("watches", fault_injection::watches),
+        trial("undisturbed", fault_injection::undisturbed),
+        trial("crashes", fault_injection::crashes),
+        trial("failing-writes", fault_injection::failing_writes),
+        trial("unanswered-writes", fault_injection::unanswered_writes),
+        trial("two-operators", fault_injection::two_operators),
         trial("steering", steering::steering),
         trial("policies", policies::policies),
         trial("hostile", hostile::hostile),

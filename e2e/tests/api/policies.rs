@@ -9,7 +9,7 @@ use libtest_mimic::Failed;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use crate::place::IsolatedScope;
+use crate::isolated_scope::IsolatedScope;
 use crate::server::{Server, acquire_permit};
 
 const DEVICE: &str = "bursar.dev/gpu-memory-gib";

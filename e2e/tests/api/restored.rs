@@ -21,10 +21,10 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use crate::case::{FaultPlan, Outcome, PROMISED_TIME, TestCase};
-use crate::place::IsolatedScope;
+use crate::isolated_scope::IsolatedScope;
+use crate::scenarios::in_force;
 use crate::server::{Permit, Server};
-use crate::tours::in_force;
+use crate::test_case::{FaultPlan, Outcome, PROMISED_TIME, TestCase};
 
 /// The agent's Node and GpuNode.
 const NODE: &str = "restored-agent";

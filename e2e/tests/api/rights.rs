@@ -4,14 +4,14 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use bursar_e2e::folders;
+use bursar_e2e::paths;
 use kube::Client;
 use libtest_mimic::Failed;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use crate::hostile::{as_account, check};
-use crate::place::IsolatedScope;
+use crate::isolated_scope::IsolatedScope;
 use crate::server::{Server, acquire_permit};
 
 const DEVICE: &str = "bursar.dev/gpu-memory-gib";
@@ -229,7 +229,7 @@ async fn wait_for_answer(
 /// Compares the tables of `docs/security.md` with the manifests and the code, and returns the
 /// number of rows.
 fn compare_with_security_page(manifests: &[Value]) -> Result<usize, Failed> {
-    let page = std::fs::read_to_string(folders::repository().join("docs/security.md"))?;
+    let page = std::fs::read_to_string(paths::repository().join("docs/security.md"))?;
     let mut rows = 0;
     for (heading, columns, is) in [
         ("### Accounts", 3, accounts(manifests)),

@@ -7,7 +7,7 @@ use bursar_e2e::progress::Progress;
 use libtest_mimic::Failed;
 use tokio::sync::{OnceCell, Semaphore, SemaphorePermit};
 
-use crate::case::Outcome;
+use crate::test_case::Outcome;
 
 /// The cluster's name.
 const CLUSTER: &str = "api";

@@ -8,7 +8,7 @@ use libtest_mimic::Failed;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use crate::place::{IsolatedScope, QUOTA_RESOURCE};
+use crate::isolated_scope::{IsolatedScope, QUOTA_RESOURCE};
 use crate::server::{Server, acquire_permit};
 
 /// The pods' request in GiB.

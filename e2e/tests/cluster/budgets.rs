@@ -5,7 +5,7 @@ use kube::api::{Api, DeleteParams, PostParams};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
-use crate::stage::{NAMESPACE, TrialContext, trial};
+use crate::shared_cluster::{NAMESPACE, TrialContext, trial};
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![trial("main/cluster/budgets", budgets)]

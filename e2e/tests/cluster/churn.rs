@@ -8,7 +8,7 @@ use libtest_mimic::{Failed, Trial};
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 
-use crate::stage::{RECLAIM_TIMEOUT, START_TIMEOUT, TrialContext, node_trial};
+use crate::shared_cluster::{RECLAIM_TIMEOUT, START_TIMEOUT, TrialContext, node_trial};
 
 const CYCLES: u64 = 200;
 /// The number of concurrent cycles: at a mean size of 6 GiB, more than the node has room for.

@@ -17,7 +17,7 @@ use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
 use crate::quota::event_line;
-use crate::stage::{START_TIMEOUT, TrialContext, node_trial, trial};
+use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial, trial};
 
 const GIB: u64 = 1 << 30;
 /// Pods that allocate and free continuously.

@@ -7,7 +7,7 @@ use libtest_mimic::{Failed, Trial};
 
 use crate::placement::run_each;
 use crate::quota::event_line;
-use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
+use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 
 /// The agent reads an XID within 0.25 s; the kubelet updates the node's status every 4 s.
 const LOSS_TIMEOUT: Duration = Duration::from_secs(30);

@@ -10,7 +10,7 @@ use kube::{Client, ResourceExt};
 use libtest_mimic::{Failed, Trial};
 use serde_json::json;
 
-use crate::stage::{NAMESPACE, START_TIMEOUT, TrialContext, trial};
+use crate::shared_cluster::{NAMESPACE, START_TIMEOUT, TrialContext, trial};
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![trial("main/cluster/bad-input", bad_configurations)]

@@ -13,7 +13,7 @@ use bursar_e2e::pods::{PodBuilder, Pods};
 use bursar_e2e::progress::Progress;
 use libtest_mimic::{Failed, Trial};
 
-use crate::stage;
+use crate::shared_cluster;
 
 const BOUND: Duration = Duration::from_secs(60);
 const REAPING: Duration = Duration::from_secs(5);
@@ -38,7 +38,7 @@ pub(crate) fn trials() -> Vec<Trial> {
             })
         }),
     ];
-    let yours = stage::kubeconfig().is_some();
+    let yours = shared_cluster::kubeconfig().is_some();
     let ignored = |trial: Trial| trial.with_ignored_flag(yours);
     trials.into_iter().map(ignored).collect()
 }
@@ -47,7 +47,7 @@ pub(crate) fn trials() -> Vec<Trial> {
 /// before and after.
 fn twice(end: impl Fn(LocalCluster) -> Result<(), Failed>) -> Result<(), Failed> {
     // The shared cluster would change the machine between both comparisons.
-    stage::take_down();
+    shared_cluster::take_down();
     let progress = Progress::start();
     let toolbox = kube::build(&progress)?;
     let runtime = tokio::runtime::Runtime::new()?;

@@ -3,29 +3,29 @@
 //! With `KUBECONFIG` set the trials use that cluster. Trials that operate on the node itself are
 //! ignored then.
 
+mod attestation;
+mod budget_enforcement;
 mod budgets;
 mod churn;
-mod covered;
 mod enforcement;
 mod health;
 mod input;
 mod lifecycle;
-mod obedient;
+mod memory_release;
 mod on_node;
 mod operator;
 mod placement;
+mod pod_history;
 mod poison;
 mod quota;
-mod release;
 mod resize;
 mod restarts;
 mod rights;
-mod stage;
-mod teams;
+mod scripted_program;
+mod shared_cluster;
+mod status;
 mod together;
-mod told;
 mod waiters;
-mod witness;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -47,7 +47,7 @@ fn main() -> ExitCode {
         together::trials(),
         budgets::trials(),
         input::trials(),
-        release::trials(),
+        memory_release::trials(),
         churn::trials(),
         restarts::trials(),
         health::trials(),
@@ -55,9 +55,9 @@ fn main() -> ExitCode {
         rights::trials(),
         resize::trials(),
         waiters::trials(),
-        covered::trials(),
+        attestation::trials(),
         poison::trials(),
-        teams::trials(),
+        budget_enforcement::trials(),
         poison::last_trials(),
         lifecycle::trials(),
     ];
@@ -68,6 +68,6 @@ fn main() -> ExitCode {
         return ExitCode::FAILURE;
     }
     let conclusion = libtest_mimic::run(&arguments, trials);
-    stage::take_down();
+    shared_cluster::take_down();
     conclusion.exit_code()
 }

@@ -11,7 +11,7 @@ use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
 use libtest_mimic::Failed;
 use serde_json::json;
 
-use crate::stage::START_TIMEOUT;
+use crate::shared_cluster::START_TIMEOUT;
 
 const PAUSE: Duration = Duration::from_millis(200);
 

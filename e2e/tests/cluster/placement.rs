@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use bursar_e2e::pods::{PodBuilder, PodState};
 use libtest_mimic::{Failed, Trial};
 
-use crate::stage::{START_TIMEOUT, TrialContext, trial};
+use crate::shared_cluster::{START_TIMEOUT, TrialContext, trial};
 
 /// A waiting pod runs this soon after the end of the pod that made room.
 const STARTED: Duration = Duration::from_secs(15);

@@ -15,8 +15,8 @@ use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
 use crate::quota::event_line;
-use crate::stage::{NAMESPACE, START_TIMEOUT, TrialContext, node_trial, trial};
-use crate::{operator, told};
+use crate::shared_cluster::{NAMESPACE, START_TIMEOUT, TrialContext, node_trial, trial};
+use crate::{operator, status};
 
 /// The metric with the process generation of a container.
 const GENERATION: &str = "bursar_container_generation";
@@ -109,7 +109,7 @@ async fn pod_beyond_the_policys_maximum_is_evicted(stage: &mut TrialContext) -> 
         operator::kill(&client).await?;
         evicted(stage, "beyond").await?;
         let why = "after 1 restarts within";
-        told::wait_for_event(stage, "beyond", POISONED, why).await?;
+        status::wait_for_event(stage, "beyond", POISONED, why).await?;
         operator::scale(&client, 0).await?;
         stage.pods.create(&faulting_pod(stage, "unseen", 9)).await?;
         stage
@@ -117,7 +117,7 @@ async fn pod_beyond_the_policys_maximum_is_evicted(stage: &mut TrialContext) -> 
             .wait_until_running("unseen", START_TIMEOUT)
             .await?;
         let node = stage.pods.node("unseen").await?;
-        told::wait_for_status(stage, &node, "a fault that is left open", |status| {
+        status::wait_for_status(stage, &node, "a fault that is left open", |status| {
             let mut actions = status.faults.iter().map(|fault| fault.action);
             actions.any(|action| action == Some(FaultAction::BeyondMaximum))
         })
@@ -181,8 +181,8 @@ async fn agent_restarts_pods_while_the_api_server_is_down(
             .await?;
         let node = stage.pods.node(POD).await?;
         let labels = [("pod", POD)];
-        told::wait_for_metric(stage, &node, GENERATION, &labels, |value| value == 2.0).await?;
-        told::wait_for_status(stage, &node, "a fault that is done with", |status| {
+        status::wait_for_metric(stage, &node, GENERATION, &labels, |value| value == 2.0).await?;
+        status::wait_for_status(stage, &node, "a fault that is done with", |status| {
             let mut namespaces = status.namespaces.iter();
             status.faults.is_empty() && namespaces.any(|one| one.poisoned > 0)
         })
@@ -295,13 +295,13 @@ async fn in_place(stage: &mut TrialContext) -> Result<(), Failed> {
     );
     let wanted = f64::from(IN_PLACE + 1);
     let labels = [("pod", POD)];
-    told::wait_for_metric(stage, &node, GENERATION, &labels, |value| value == wanted).await?;
-    told::wait_for_status(stage, &node, "no open fault", |status| {
+    status::wait_for_metric(stage, &node, GENERATION, &labels, |value| value == wanted).await?;
+    status::wait_for_status(stage, &node, "no open fault", |status| {
         status.faults.is_empty()
     })
     .await?;
     // The agent sends Events for some of many faults only.
-    told::wait_for_event(
+    status::wait_for_event(
         stage,
         POD,
         POISONED,
@@ -356,7 +356,7 @@ async fn restarted(stage: &TrialContext) -> Result<(), Failed> {
     let node = pods.node(POD).await?;
     let wanted = f64::from(RESTARTS + 1);
     let labels = [("pod", POD)];
-    told::wait_for_metric(stage, &node, GENERATION, &labels, |value| value == wanted).await?;
+    status::wait_for_metric(stage, &node, GENERATION, &labels, |value| value == wanted).await?;
     let waits: Vec<String> = starts
         .iter()
         .scan(0.0, |last, start| {

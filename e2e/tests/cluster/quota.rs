@@ -4,7 +4,7 @@ use bursar_e2e::pods::PodBuilder;
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
-use crate::stage::{START_TIMEOUT, TrialContext, trial};
+use crate::shared_cluster::{START_TIMEOUT, TrialContext, trial};
 
 const GIB: u64 = 1 << 30;
 /// The size of the greedy pod's allocations.

@@ -8,8 +8,8 @@ use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
 use crate::quota::event_line;
-use crate::stage::{START_TIMEOUT, TrialContext, trial};
-use crate::told;
+use crate::shared_cluster::{START_TIMEOUT, TrialContext, trial};
+use crate::status;
 
 const GIB: u64 = 1 << 30;
 /// A pod that requests 8 GiB and holds one.
@@ -58,7 +58,7 @@ impl QuotaOverride {
         let patched = nodes.patch(node, &PatchParams::default(), &patch).await?;
         let generation = patched.metadata.generation;
         let what = format!("{quota:?} to be seen");
-        told::wait_for_status(stage, node, &what, |status| {
+        status::wait_for_status(stage, node, &what, |status| {
             status.observed_generation >= generation && status.quotas.len() == quotas.len()
         })
         .await?;
@@ -79,7 +79,7 @@ impl QuotaOverride {
                 && matches!(in_force, Some(Ok(bytes)) if bytes == gib * GIB)
         };
         let what = format!("{gib} GiB to be {state:?}");
-        let status = told::wait_for_status(stage, &self.node, &what, |status| {
+        let status = status::wait_for_status(stage, &self.node, &what, |status| {
             status.quotas.iter().any(|quota| is_so(&quota))
         })
         .await?;
@@ -96,7 +96,7 @@ impl QuotaOverride {
     ) -> Result<(), Failed> {
         let labels = [("pod", POD), ("account", &self.gpu), ("amount", amount)];
         let name = "bursar_container_memory_bytes";
-        told::wait_for_metric(stage, &self.node, name, &labels, |value| {
+        status::wait_for_metric(stage, &self.node, name, &labels, |value| {
             wanted(value as u64)
         })
         .await?;

@@ -16,7 +16,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::placement::{holder, run_each};
-use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
+use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 
 const ROUNDS: usize = 10;
 /// The agent registers again this soon after registration becomes possible.

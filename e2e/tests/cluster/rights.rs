@@ -13,7 +13,7 @@ use libtest_mimic::{Failed, Trial};
 use rustix::thread::CapabilitySet;
 
 use crate::quota::event_line;
-use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
+use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 
 /// `driver.workerUser` of the chart.
 const WORKER_USER: u32 = 65531;

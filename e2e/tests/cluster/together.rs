@@ -7,7 +7,7 @@ use bursar_e2e::pods::PodBuilder;
 use libtest_mimic::{Failed, Trial};
 
 use crate::quota::event_line;
-use crate::stage::{START_TIMEOUT, TrialContext, trial};
+use crate::shared_cluster::{START_TIMEOUT, TrialContext, trial};
 
 const MIB: u64 = 1 << 20;
 

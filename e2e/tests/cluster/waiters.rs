@@ -19,8 +19,8 @@ use serde_json::{Value, json};
 
 use crate::operator;
 use crate::placement::{holder, run_each};
-use crate::stage::{NAMESPACE, START_TIMEOUT, TrialContext, trial};
-use crate::told;
+use crate::shared_cluster::{NAMESPACE, START_TIMEOUT, TrialContext, trial};
+use crate::status;
 
 const PAUSE: Duration = Duration::from_millis(200);
 /// A node that exists in the API server only, to which pods can be scheduled.
@@ -351,7 +351,7 @@ async fn moves(stage: &TrialContext) -> Result<(), Failed> {
         })
     })
     .await?;
-    told::wait_for_event(stage, first, "GpuMemoryWaiterMoved", ELSEWHERE).await?;
+    status::wait_for_event(stage, first, "GpuMemoryWaiterMoved", ELSEWHERE).await?;
     stage.progress.report(format_args!(
         "moved {:.1?} after there was room elsewhere",
         begin.elapsed()
@@ -399,8 +399,8 @@ async fn preempt_in_rounds(stage: &TrialContext) -> Result<(), Failed> {
             pods.wait_until_deleted(owner, START_TIMEOUT).await?;
         }
     }
-    let events = told::events(stage, "GpuMemoryReclaimed").await?;
-    let gone: Vec<_> = events.iter().filter_map(told::pod_of).collect();
+    let events = status::events(stage, "GpuMemoryReclaimed").await?;
+    let gone: Vec<_> = events.iter().filter_map(status::pod_of).collect();
     let once: BTreeSet<_> = gone.iter().collect();
     assert_eq!(once.len(), gone.len(), "somebody went twice: {gone:?}");
     // Beside the scheduler's victims the operator evicts at most one borrower per owner.
@@ -504,7 +504,7 @@ async fn disruption_budget_delays_preemption(stage: &TrialContext) -> Result<(),
     let begin = Instant::now();
     stage.pods.create(&holder(stage, "owner", 8)).await?;
     let node = stage.pods.node(&kept[0].0).await?;
-    told::wait_for_status(stage, &node, "the owner to wait", |status| {
+    status::wait_for_status(stage, &node, "the owner to wait", |status| {
         !status.waiting.is_empty()
     })
     .await?;
@@ -523,7 +523,7 @@ async fn disruption_budget_delays_preemption(stage: &TrialContext) -> Result<(),
     stage.progress.report(format_args!(
         "the owner runs {took:.1?} after its creation, {GRACE:?} of them by the disruption budget"
     ));
-    told::wait_for_event(stage, &kept[0].0, "GpuMemoryReclaimed", "/owner,").await?;
+    status::wait_for_event(stage, &kept[0].0, "GpuMemoryReclaimed", "/owner,").await?;
     let now = wait_until_running(stage, "job", 1).await?;
     assert_eq!(
         now[0].0, of_job[0].0,

@@ -166,13 +166,13 @@ const CITED: &[Cited] = &[
     Cited {
         route: "a volume at one of our paths or above it",
         comes_to: "prevented by containerd: the device's mounts replace it or lie on it",
-        file: "e2e/tests/cluster/covered.rs",
+        file: "e2e/tests/cluster/attestation.rs",
         test: "what_a_pod_lays_over_our_files_is_held_or_told",
     },
     Cited {
         route: "a volume inside one of our folders",
         comes_to: "detected (`Enforced` is False: MountedOver)",
-        file: "e2e/tests/cluster/covered.rs",
+        file: "e2e/tests/cluster/attestation.rs",
         test: "what_a_pod_lays_over_our_files_is_held_or_told",
     },
     Cited {
@@ -184,7 +184,7 @@ const CITED: &[Cited] = &[
     Cited {
         route: "`NVIDIA_VISIBLE_DEVICES=all` in the pod",
         comes_to: "prevented by containerd: the device's variable replaces it",
-        file: "e2e/tests/cluster/covered.rs",
+        file: "e2e/tests/cluster/attestation.rs",
         test: "what_a_pod_lays_over_our_files_is_held_or_told",
     },
     Cited {
@@ -214,7 +214,7 @@ const CITED: &[Cited] = &[
     Cited {
         route: "a privileged container",
         comes_to: "detected (`Enforced` is False: Privileged)",
-        file: "e2e/tests/cluster/covered.rs",
+        file: "e2e/tests/cluster/attestation.rs",
         test: "what_a_pod_lays_over_our_files_is_held_or_told",
     },
     Cited {

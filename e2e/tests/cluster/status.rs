@@ -12,7 +12,7 @@ use kube::ResourceExt as _;
 use kube::api::{Api, ListParams};
 use libtest_mimic::Failed;
 
-use crate::stage::{NAMESPACE, START_TIMEOUT, TrialContext};
+use crate::shared_cluster::{NAMESPACE, START_TIMEOUT, TrialContext};
 
 /// The default port of the agent's metrics.
 const METRICS_PORT: u16 = 9400;

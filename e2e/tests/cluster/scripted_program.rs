@@ -9,7 +9,7 @@ use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 
 use crate::quota::event_line;
-use crate::stage::START_TIMEOUT;
+use crate::shared_cluster::START_TIMEOUT;
 
 /// A running program. Dropping this value ends the program.
 pub(crate) struct ScriptedProgram {

@@ -13,9 +13,9 @@ use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use crate::case::{FaultPlan, Outcome, PROMISED_TIME, READ_TIMEOUT, TestCase};
-use crate::place::{IsolatedScope, condition};
+use crate::isolated_scope::{IsolatedScope, condition};
 use crate::server::{Server, acquire_permit};
+use crate::test_case::{FaultPlan, Outcome, PROMISED_TIME, READ_TIMEOUT, TestCase};
 use bursar_sim_api::faults::{Faults, FaultyWrites, WatchFault, WriteFault};
 
 /// In production a watch ends after 200 s, and its connection is dropped 5 s later. The short case

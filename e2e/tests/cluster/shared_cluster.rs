@@ -9,14 +9,14 @@ use std::process::Stdio;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use bursar_e2e::artifacts::Artifacts;
 use bursar_e2e::chart::{self, Chart};
 use bursar_e2e::cluster::LocalCluster;
-use bursar_e2e::folders;
+use bursar_e2e::environment::Environment;
 use bursar_e2e::kube::{self, Toolbox};
+use bursar_e2e::paths;
 use bursar_e2e::pods::Pods;
 use bursar_e2e::progress::Progress;
-use bursar_e2e::scene::Environment;
-use bursar_e2e::supplies::Artifacts;
 use bursar_e2e::workspace::Profile;
 use futures::FutureExt;
 use libtest_mimic::{Failed, Trial};
@@ -24,9 +24,9 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 use tokio::runtime::Runtime;
 
-use crate::obedient::ScriptedProgram;
 use crate::on_node::NodeFiles;
-use crate::witness::PodHistory;
+use crate::pod_history::PodHistory;
+use crate::scripted_program::ScriptedProgram;
 
 /// The cluster's name.
 const CLUSTER: &str = "checks";
@@ -242,7 +242,7 @@ impl TrialContext {
     /// # Errors
     /// When helm or kubectl fails.
     pub(crate) async fn set_steering_mode(&self, mode: &str) -> Result<(), Failed> {
-        let chart = folders::repository().join("charts/bursar");
+        let chart = paths::repository().join("charts/bursar");
         let kubectl = async |arguments: &[&str], input: Vec<u8>| {
             let mut kubectl = Command::new(self.toolbox.program("kubectl"));
             kubectl

@@ -7,8 +7,8 @@ use libtest_mimic::Failed;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use crate::case::{GIVE_UP_AFTER, Outcome, TestCase};
-use crate::place::{GPU_GIB, IsolatedScope, QUOTA_RESOURCE, condition};
+use crate::isolated_scope::{GPU_GIB, IsolatedScope, QUOTA_RESOURCE, condition};
+use crate::test_case::{GIVE_UP_AFTER, Outcome, TestCase};
 
 /// A resource that Bursar's quotas do not cap.
 const OTHER_RESOURCE: &str = "requests.bursar.dev/other";

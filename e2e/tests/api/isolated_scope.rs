@@ -1,6 +1,6 @@
 //! Creates the isolated objects of one case: a namespace, and nodes with one GPU each.
 
-use bursar_e2e::objects::RawApi;
+use bursar_e2e::raw_api::RawApi;
 use kube::Client;
 use libtest_mimic::Failed;
 use serde_json::{Value, json};

@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
-use crate::place::IsolatedScope;
+use crate::isolated_scope::IsolatedScope;
 use crate::server::{Permit, Server, acquire_permit};
 use bursar_sim_api::faults::{Faults, FaultyWrites, WatchFault, WriteFault};
 

@@ -10,6 +10,7 @@ use k8s_openapi::api::apps::v1::{DaemonSet, Deployment};
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::api::{Api, ListParams, LogParams, ObjectList};
 
+use crate::artifacts::Artifacts;
 use crate::chart::{self, Chart, ChartError};
 use crate::cluster::{
     Cluster, ClusterOptions, ClusterScope, KubeconfigError, LocalCluster, LocalError,
@@ -18,7 +19,6 @@ use crate::images::Template;
 use crate::pods::{GPU_MEMORY, PodError};
 use crate::progress::Progress;
 use crate::sim::{SimError, SimulatedGpus};
-use crate::supplies::Artifacts;
 use crate::wait::{self, Poll, WaitError};
 
 /// The timeout of the chart's start, for images that are local or pulled once.

@@ -10,10 +10,10 @@ use kube::Client;
 use libtest_mimic::Failed;
 use serde_json::json;
 
-use crate::case::{FaultPlan, Outcome, TestCase};
-use crate::place::{IsolatedScope, condition};
+use crate::isolated_scope::{IsolatedScope, condition};
+use crate::scenarios;
 use crate::server::{Permit, Server};
-use crate::tours;
+use crate::test_case::{FaultPlan, Outcome, TestCase};
 use bursar_sim_api::faults::{FaultyWrites, LAGGING_KINDS, WatchFault, WriteFault};
 
 /// The numbers of the writes in a transition that fail, one per case.
@@ -52,15 +52,15 @@ async fn run_scenarios(
     let by_budget = async {
         let case = TestCase::start(server, &budget, plan(&budget)).await?;
         let operator = Client::try_from(server.control_plane.operator_config())?;
-        tours::budget_scenario(case, operator).await
+        scenarios::budget_scenario(case, operator).await
     };
     let by_node = async {
         let case = TestCase::start(server, &node, plan(&node)).await?;
-        tours::node_scenario(case).await
+        scenarios::node_scenario(case).await
     };
     let by_faults = async {
         let case = TestCase::start(server, &faults, plan(&faults)).await?;
-        tours::fault_scenario(case).await
+        scenarios::fault_scenario(case).await
     };
     let (budget, node, faults) =
         try_join!(Box::pin(by_budget), Box::pin(by_node), Box::pin(by_faults))?;

@@ -5,16 +5,16 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
+use bursar_e2e::artifacts::Artifacts;
 use bursar_e2e::chart::{self, Chart};
 use bursar_e2e::cluster::{self, Cluster, ClusterOptions, ClusterScope, LocalCluster, RunFolder};
 use bursar_e2e::demo;
+use bursar_e2e::environment::Environment;
 use bursar_e2e::images::Template;
 use bursar_e2e::kube;
 use bursar_e2e::node;
 use bursar_e2e::pack;
 use bursar_e2e::progress::Progress;
-use bursar_e2e::scene::Environment;
-use bursar_e2e::supplies::Artifacts;
 use bursar_e2e::verify;
 use bursar_e2e::workspace::Profile;
 use tokio::signal::unix::{SignalKind, signal};

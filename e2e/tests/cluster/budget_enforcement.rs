@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 
 use crate::operator;
 use crate::placement::holder;
-use crate::stage::{START_TIMEOUT, TrialContext, trial};
+use crate::shared_cluster::{START_TIMEOUT, TrialContext, trial};
 
 const PAUSE: Duration = Duration::from_millis(200);
 const TEAMS: [&str; 2] = ["team-a", "team-b"];

@@ -9,7 +9,7 @@ use libtest_mimic::{Failed, Trial};
 use crate::on_node::NodeFiles;
 use crate::placement::holder;
 use crate::restarts::percentile;
-use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
+use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 
 const ROUNDS: usize = 5;
 /// The pods that end at the same time: as many of 3 GiB as two GPUs of 16 GiB have room for.

@@ -13,8 +13,8 @@ use libtest_mimic::{Failed, Trial};
 
 use crate::enforcement::quota_holds;
 use crate::quota::event_line;
-use crate::stage::{START_TIMEOUT, TrialContext, node_trial};
-use crate::told;
+use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
+use crate::status;
 
 const GIB: u64 = 1 << 30;
 /// The agent reports a bypass within this time of the program's first line, unless the machine is
@@ -81,7 +81,7 @@ async fn what_a_pod_lays_over_our_files_is_held_or_told(
     ];
     assert!(times.iter().min() <= Some(&DETECTED), "{times:?}");
     let node = stage.pods.node("plain").await?;
-    let status = told::wait_for_status(stage, &node, "an audit", |status| {
+    let status = status::wait_for_status(stage, &node, "an audit", |status| {
         let mut conditions = status.conditions.iter();
         conditions.any(|it| (it.type_.as_str(), it.status.as_str()) == (AUDITED, "True"))
     })
@@ -90,8 +90,8 @@ async fn what_a_pod_lays_over_our_files_is_held_or_told(
     let pods = status.not_enforced.iter().map(|it| it.pod.as_str());
     assert_eq!(pods.collect::<BTreeSet<_>>(), at_fault, "{status:?}");
     // The agent has reported no other pod either, in earlier trials included.
-    let events = told::events(stage, NOT_ENFORCED).await?;
-    let wronged = |event: &&Event| told::pod_of(event).is_none_or(|pod| !at_fault.contains(pod));
+    let events = status::events(stage, NOT_ENFORCED).await?;
+    let wronged = |event: &&Event| status::pod_of(event).is_none_or(|pod| !at_fault.contains(pod));
     let wronged: Vec<_> = events.iter().filter(wronged).collect();
     assert!(wronged.is_empty(), "{wronged:#?}");
     stage.history.check_none_failed_or_restarted()
@@ -131,7 +131,7 @@ async fn assert_reported(
         .first_log_time(pod)
         .await?
         .ok_or("it said nothing")?;
-    let (at, note) = told::wait_for_event(stage, pod, NOT_ENFORCED, what).await?;
+    let (at, note) = status::wait_for_event(stage, pod, NOT_ENFORCED, what).await?;
     let took = at.duration_since(began);
     stage
         .progress
@@ -140,7 +140,7 @@ async fn assert_reported(
     assert_enforced_metric(stage, pod, reason, 0.0).await?;
     let node = stage.pods.node(pod).await?;
     let of_it = |it: &NotEnforced| it.pod == pod && it.reason == reason;
-    told::wait_for_status(stage, &node, &format!("{pod} in it"), |status| {
+    status::wait_for_status(stage, &node, &format!("{pod} in it"), |status| {
         status.not_enforced.iter().any(of_it)
     })
     .await?;
@@ -156,6 +156,6 @@ async fn assert_enforced_metric(
 ) -> Result<(), Failed> {
     let node = stage.pods.node(pod).await?;
     let labels = [("pod", pod), ("container", "main"), ("reason", reason)];
-    told::wait_for_metric(stage, &node, ENFORCED, &labels, |now| now == value).await?;
+    status::wait_for_metric(stage, &node, ENFORCED, &labels, |now| now == value).await?;
     Ok(())
 }

@@ -1,8 +1,8 @@
 //! Chooses the demo's workloads by the sizes of the cluster's GPUs.
 
 use super::{DemoError, NAMESPACES};
+use crate::environment::Environment;
 use crate::pods::PodBuilder;
-use crate::scene::Environment;
 
 /// One pod of the demo.
 #[derive(Debug, Clone, PartialEq, Eq)]
