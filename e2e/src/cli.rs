@@ -114,9 +114,9 @@ async fn up(
         );
         (None, local.await?)
     } else {
-        let supplies = open_or_build_artifacts(bursar, &progress)?;
-        let scene = Environment::start(&supplies, &name, &progress).await?;
-        (Some(supplies.image_template), into_local(scene)?)
+        let artifacts = open_or_build_artifacts(bursar, &progress)?;
+        let environment = Environment::start(&artifacts, &name, &progress).await?;
+        (Some(artifacts.image_template), into_local(environment)?)
     };
     let folder = local.detach().await?;
     println!("export KUBECONFIG={}", folder.kubeconfig().display());
@@ -132,11 +132,11 @@ async fn demo(
     bursar: BursarArgs,
     progress: Progress,
 ) -> anyhow::Result<()> {
-    let supplies = open_or_build_artifacts(bursar, &progress)?;
-    let scene = Environment::start(&supplies, &name, &progress).await?;
-    let table = demo::run(&scene, &progress).await?;
+    let artifacts = open_or_build_artifacts(bursar, &progress)?;
+    let environment = Environment::start(&artifacts, &name, &progress).await?;
+    let table = demo::run(&environment, &progress).await?;
     println!("\n{table}");
-    let local = into_local(scene)?;
+    let local = into_local(environment)?;
     if !keep {
         local.down()?;
         progress.report("everything is taken down");
@@ -145,7 +145,7 @@ async fn demo(
     let folder = local.detach().await?;
     println!("The cluster is left running. To look around, and to end it:\n");
     println!("  export KUBECONFIG={}", folder.kubeconfig().display());
-    let kubectl = supplies.toolbox.program("kubectl");
+    let kubectl = artifacts.toolbox.program("kubectl");
     println!("  {} get pods --all-namespaces", kubectl.display());
     let program = std::env::current_exe().context("this program's path")?;
     let harness = match pack::unpacked_folder(&program) {
@@ -156,8 +156,8 @@ async fn demo(
     Ok(())
 }
 
-fn into_local(scene: Environment) -> anyhow::Result<LocalCluster> {
-    match scene.cluster {
+fn into_local(environment: Environment) -> anyhow::Result<LocalCluster> {
+    match environment.cluster {
         Cluster::Local(local) => Ok(*local),
         Cluster::External { .. } => anyhow::bail!("the cluster that was started is not ours"),
     }
@@ -178,9 +178,9 @@ async fn demo_on_external_cluster(
         None => Chart::of_repository(kube::build(&progress)?.program("helm")),
     };
     chart.replace(bursar.chart);
-    let scene = Environment::attach(kubeconfig, &chart, &images, &progress).await?;
+    let environment = Environment::attach(kubeconfig, &chart, &images, &progress).await?;
     let outcome = tokio::select! {
-        outcome = demo::run(&scene, &progress) => outcome.map_err(anyhow::Error::from),
+        outcome = demo::run(&environment, &progress) => outcome.map_err(anyhow::Error::from),
         stop = stop_signal() => Err(anyhow::anyhow!(stop?)),
     };
     if let Ok(table) = &outcome {
@@ -189,7 +189,7 @@ async fn demo_on_external_cluster(
     if keep {
         println!("Left as they are: {}", demo::NAMESPACES.join(", "));
     } else {
-        demo::clean_up(&scene).await?;
+        demo::clean_up(&environment).await?;
         progress.report(format_args!(
             "the demo's namespaces are deleted; Bursar stays in {}",
             chart::NAMESPACE
@@ -199,8 +199,8 @@ async fn demo_on_external_cluster(
 }
 
 async fn pack(out: PathBuf, progress: Progress) -> anyhow::Result<()> {
-    let supplies = Artifacts::for_archive(&progress)?;
-    let bytes = pack::write(&supplies, &out, &progress).await?;
+    let artifacts = Artifacts::for_archive(&progress)?;
+    let bytes = pack::write(&artifacts, &out, &progress).await?;
     let mib = bytes as f64 / f64::from(1 << 20);
     progress.report(format_args!("{}: {mib:.1} MiB", out.display()));
     println!("On the other machine, as root:\n");
@@ -222,7 +222,7 @@ fn open_or_build_artifacts(bursar: BursarArgs, progress: &Progress) -> anyhow::R
     } else {
         Profile::Dev
     };
-    let mut supplies = Artifacts::from_workspace(profile, harness, progress)?;
-    supplies.chart.replace(bursar.chart);
-    Ok(supplies)
+    let mut artifacts = Artifacts::from_workspace(profile, harness, progress)?;
+    artifacts.chart.replace(bursar.chart);
+    Ok(artifacts)
 }

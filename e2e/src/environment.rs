@@ -81,30 +81,30 @@ impl Environment {
     /// # Errors
     /// When a step fails or times out; the cluster is taken down again.
     pub async fn start(
-        supplies: &Artifacts,
+        artifacts: &Artifacts,
         name: &str,
         progress: &Progress,
     ) -> Result<Self, EnvironmentError> {
         let options = ClusterOptions {
             name: name.to_owned(),
-            harness: supplies.harness.clone(),
-            toolbox: supplies.toolbox.clone(),
+            harness: artifacts.harness.clone(),
+            toolbox: artifacts.toolbox.clone(),
             scope: ClusterScope::WithNode,
         };
         let local = LocalCluster::up(options, progress).await?;
-        for archive in supplies.images.values() {
+        for archive in artifacts.images.values() {
             local.import_image(&archive.path).await?;
         }
         progress.report(format_args!(
             "{} images are imported",
-            supplies.images.len()
+            artifacts.images.len()
         ));
         let gpus = if has_driver() {
             None
         } else {
             let (count, gib) = SIMULATED_GPUS;
             let gpus = SimulatedGpus::set_up(
-                supplies.simulated_driver.clone(),
+                artifacts.simulated_driver.clone(),
                 &local.host_path("/"),
                 &local.folder().configs(),
                 count,
@@ -115,16 +115,16 @@ impl Environment {
             ));
             Some(gpus)
         };
-        let scene = Self {
+        let environment = Self {
             cluster: Cluster::Local(Box::new(local)),
             simulated_gpus: gpus,
-            probe_image: supplies.image_template.reference("probe"),
+            probe_image: artifacts.image_template.reference("probe"),
         };
-        scene
-            .install(&supplies.chart, &supplies.image_template, progress)
+        environment
+            .install(&artifacts.chart, &artifacts.image_template, progress)
             .await?;
-        scene.wait_until_ready(progress).await?;
-        Ok(scene)
+        environment.wait_until_ready(progress).await?;
+        Ok(environment)
     }
 
     /// Uses the cluster of `kubeconfig`, whose nodes can pull `images`, and installs Bursar unless
@@ -138,18 +138,18 @@ impl Environment {
         images: &Template,
         progress: &Progress,
     ) -> Result<Self, EnvironmentError> {
-        let scene = Self {
+        let environment = Self {
             cluster: Cluster::external(kubeconfig).await?,
             simulated_gpus: None,
             probe_image: images.reference("probe"),
         };
-        if scene.agent_daemon_sets().await?.items.is_empty() {
-            scene.install(chart, images, progress).await?;
+        if environment.agent_daemon_sets().await?.items.is_empty() {
+            environment.install(chart, images, progress).await?;
         } else {
             progress.report(format_args!("Bursar is in {} already", chart::NAMESPACE));
         }
-        scene.wait_until_ready(progress).await?;
-        Ok(scene)
+        environment.wait_until_ready(progress).await?;
+        Ok(environment)
     }
 
     async fn install(
@@ -231,7 +231,7 @@ impl Environment {
         bound: Duration,
     ) -> Result<i64, EnvironmentError> {
         let nodes: Api<Node> = Api::all(self.cluster.client());
-        let look = async || match nodes.list(&ListParams::default()).await {
+        let poll = async || match nodes.list(&ListParams::default()).await {
             Ok(list) => {
                 let total = list.items.iter().map(allocatable).sum();
                 if wanted(total) {
@@ -243,7 +243,7 @@ impl Environment {
             Err(error) => Poll::Pending(error.to_string()),
         };
         let what = "the nodes to offer GPU memory as wanted";
-        let waited = wait::poll_until(what, bound, POLL_INTERVAL, look).await;
+        let waited = wait::poll_until(what, bound, POLL_INTERVAL, poll).await;
         self.with_pod_report(waited).await
     }
 

@@ -77,15 +77,15 @@ fn file_error(path: &Path) -> impl FnOnce(io::Error) -> PackError {
 /// # Errors
 /// When a file cannot be read or written, or the archive is bigger than [`MOST`].
 pub async fn write(
-    supplies: &Artifacts,
+    artifacts: &Artifacts,
     out: &Path,
     progress: &Progress,
 ) -> Result<u64, PackError> {
     let mut charts = Vec::new();
     for simulated in [true, false] {
-        let text = supplies
+        let text = artifacts
             .chart
-            .render(&supplies.image_template, simulated)
+            .render(&artifacts.image_template, simulated)
             .await?;
         charts.push((Chart::rendered_name(simulated), text));
     }
@@ -101,7 +101,7 @@ pub async fn write(
         },
         Ok,
     )?;
-    let filled = write_entries(pipe, supplies, &charts);
+    let filled = write_entries(pipe, artifacts, &charts);
     let status = xz.wait().map_err(file_error(Path::new("xz")))?;
     filled?;
     if !status.success() {
@@ -126,7 +126,7 @@ fn spawn_xz(target: File) -> io::Result<Child> {
 
 fn write_entries(
     pipe: impl Write,
-    supplies: &Artifacts,
+    artifacts: &Artifacts,
     charts: &[(&str, String)],
 ) -> Result<(), PackError> {
     let root = Path::new(FOLDER);
@@ -136,15 +136,15 @@ fn write_entries(
             .append_path_with_name(from, root.join(to))
             .map_err(file_error(from))
     };
-    add(&supplies.harness, HARNESS_NAME.into())?;
+    add(&artifacts.harness, HARNESS_NAME.into())?;
     for (program, _) in kube::archived_programs() {
-        let from = supplies.toolbox.program(program);
+        let from = artifacts.toolbox.program(program);
         add(&from, Path::new("programs").join(program))?;
     }
-    for (name, image) in &supplies.images {
+    for (name, image) in &artifacts.images {
         add(&image.path, image_path(name))?;
     }
-    let driver = &supplies.simulated_driver;
+    let driver = &artifacts.simulated_driver;
     for (from, name) in std::iter::once(&driver.command)
         .chain(&driver.libraries)
         .zip(SIMULATED_DRIVER_FILES)
@@ -173,7 +173,7 @@ fn write_entries(
     };
     write(
         IMAGE_TEMPLATE_FILE.into(),
-        &supplies.image_template.to_string(),
+        &artifacts.image_template.to_string(),
     )?;
     for (name, text) in charts {
         write(Path::new("chart").join(name), text)?;
@@ -244,7 +244,7 @@ mod tests {
     use super::*;
 
     /// Makes artifacts of small files in `folder`.
-    fn supplies(folder: &Path) -> Artifacts {
+    fn artifacts(folder: &Path) -> Artifacts {
         let make = |name: &str| {
             let path = folder.join(name);
             fs::write(&path, name).unwrap();
@@ -277,7 +277,7 @@ mod tests {
     #[test]
     fn unpacked_archive_has_every_packed_artifact() {
         let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let packed = supplies(here.path());
+        let packed = artifacts(here.path());
         let mut bytes = Vec::new();
         let charts =
             [true, false].map(|simulated| (Chart::rendered_name(simulated), "text".to_owned()));

@@ -525,12 +525,12 @@ impl Pods {
             .await
             .map_err(api_error("delete pods"))?;
         let what = format!("the end of every pod in {}", self.namespace);
-        let look = async || match self.api.list(&all).await {
+        let poll = async || match self.api.list(&all).await {
             Ok(list) if list.items.is_empty() => Poll::Ready(()),
             Ok(list) => Poll::Pending(format!("{} are left", list.items.len())),
             Err(error) => Poll::Pending(error.to_string()),
         };
-        Ok(wait::poll_until(&what, Duration::from_secs(60), POLL_INTERVAL, look).await?)
+        Ok(wait::poll_until(&what, Duration::from_secs(60), POLL_INTERVAL, poll).await?)
     }
 
     /// Returns every pod of the namespace.
@@ -587,7 +587,7 @@ impl Pods {
         is_so: impl Fn(&PodState) -> bool,
     ) -> Result<PodState, PodError> {
         let what = format!("pod {}/{name} {wanted}", self.namespace);
-        let look = async || match self.api.get_opt(name).await {
+        let poll = async || match self.api.get_opt(name).await {
             Ok(Some(pod)) => {
                 let state = PodState::of(&pod);
                 if is_so(&state) {
@@ -605,7 +605,7 @@ impl Pods {
             Ok(None) => Poll::Pending("it is not there".to_owned()),
             Err(error) => Poll::Pending(error.to_string()),
         };
-        Ok(wait::poll_until(&what, bound, POLL_INTERVAL, look).await?)
+        Ok(wait::poll_until(&what, bound, POLL_INTERVAL, poll).await?)
     }
 
     /// Waits until a container of the pod runs.
@@ -644,12 +644,12 @@ impl Pods {
     /// After `bound`.
     pub async fn wait_until_deleted(&self, name: &str, bound: Duration) -> Result<(), PodError> {
         let what = format!("the end of pod {}/{name}", self.namespace);
-        let look = async || match self.api.get_opt(name).await {
+        let poll = async || match self.api.get_opt(name).await {
             Ok(None) => Poll::Ready(()),
             Ok(Some(pod)) => Poll::Pending(PodState::of(&pod).summary()),
             Err(error) => Poll::Pending(error.to_string()),
         };
-        Ok(wait::poll_until(&what, bound, POLL_INTERVAL, look).await?)
+        Ok(wait::poll_until(&what, bound, POLL_INTERVAL, poll).await?)
     }
 
     /// Returns the log of the pod's container.
@@ -690,7 +690,7 @@ impl Pods {
         wanted: impl Fn(&str) -> Option<T>,
     ) -> Result<T, PodError> {
         let what = format!("a line in the log of pod {}/{name}", self.namespace);
-        let look = async || match self.log(name).await {
+        let poll = async || match self.log(name).await {
             Ok(log) => match log.lines().find_map(&wanted) {
                 Some(found) => Poll::Ready(found),
                 None => Poll::Pending(format!(
@@ -700,7 +700,7 @@ impl Pods {
             },
             Err(error) => Poll::Pending(error.to_string()),
         };
-        Ok(wait::poll_until(&what, bound, POLL_INTERVAL, look).await?)
+        Ok(wait::poll_until(&what, bound, POLL_INTERVAL, poll).await?)
     }
 }
 

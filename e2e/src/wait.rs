@@ -22,7 +22,7 @@ pub enum Poll<T> {
     Failed(String),
 }
 
-/// Calls `look` every `pause` until it returns [`Poll::Ready`].
+/// Calls `poll` every `pause` until it returns [`Poll::Ready`].
 ///
 /// # Errors
 /// After `bound`, or at [`Poll::Failed`], with the last description.
@@ -30,7 +30,7 @@ pub async fn poll_until<T>(
     what: &str,
     bound: Duration,
     pause: Duration,
-    mut look: impl AsyncFnMut() -> Poll<T>,
+    mut poll: impl AsyncFnMut() -> Poll<T>,
 ) -> Result<T, WaitError> {
     let start = Instant::now();
     let mut last = "nothing was seen".to_owned();
@@ -41,7 +41,7 @@ pub async fn poll_until<T>(
             waited: start.elapsed(),
             last,
         };
-        match tokio::time::timeout(left, look()).await {
+        match tokio::time::timeout(left, poll()).await {
             Ok(Poll::Ready(value)) => return Ok(value),
             Ok(Poll::Failed(why)) => return Err(done(why)),
             Ok(Poll::Pending(state)) => last = state,
@@ -63,8 +63,8 @@ mod tests {
 
     #[tokio::test]
     async fn timeout_reports_the_last_pending_state() {
-        let look = async || Poll::<()>::Pending("node is NotReady".to_owned());
-        let error = poll_until("the node", SHORT, Duration::from_millis(1), look)
+        let poll = async || Poll::<()>::Pending("node is NotReady".to_owned());
+        let error = poll_until("the node", SHORT, Duration::from_millis(1), poll)
             .await
             .unwrap_err()
             .to_string();
@@ -77,9 +77,9 @@ mod tests {
     #[tokio::test]
     async fn failed_poll_ends_the_wait_at_once() {
         let start = Instant::now();
-        let look = async || Poll::<()>::Failed("it ended".to_owned());
+        let poll = async || Poll::<()>::Failed("it ended".to_owned());
         assert!(
-            poll_until("it", Duration::from_secs(60), SHORT, look)
+            poll_until("it", Duration::from_secs(60), SHORT, poll)
                 .await
                 .is_err()
         );
@@ -88,7 +88,7 @@ mod tests {
 
     #[tokio::test]
     async fn hanging_poll_is_cut_off_at_the_timeout() {
-        let look = async || std::future::pending::<Poll<()>>().await;
-        assert!(poll_until("it", SHORT, SHORT, look).await.is_err());
+        let poll = async || std::future::pending::<Poll<()>>().await;
+        assert!(poll_until("it", SHORT, SHORT, poll).await.is_err());
     }
 }

@@ -535,7 +535,7 @@ impl Startup {
 
     async fn wait_for_api_server(&mut self, progress: &Progress) -> Result<(), LocalError> {
         let client = self.client().await?;
-        let look = async || {
+        let poll = async || {
             let request = http::Request::get("/readyz").body(Vec::new());
             match request {
                 Err(error) => Poll::Failed(error.to_string()),
@@ -545,7 +545,7 @@ impl Startup {
                 },
             }
         };
-        self.wait_for_components("the API server", &["etcd", "kube-apiserver"], look)
+        self.wait_for_components("the API server", &["etcd", "kube-apiserver"], poll)
             .await?;
         progress.report("API server is ready");
         Ok(())
@@ -557,7 +557,7 @@ impl Startup {
         &mut self,
         what: &str,
         needs: &[&'static str],
-        look: impl AsyncFn() -> Poll<()>,
+        poll: impl AsyncFn() -> Poll<()>,
     ) -> Result<(), LocalError> {
         let folder = self.layout.folder.clone();
         let control = self.control()?;
@@ -569,7 +569,7 @@ impl Startup {
                     return Poll::Failed(format!("{name} ended with {how}"));
                 }
             }
-            look().await
+            poll().await
         })
         .await;
         waited.map_err(|source| not_ready_error(&folder, to_blame, source))

@@ -54,9 +54,9 @@ pub const NAMESPACES: [&str; 2] = ["team-a", "team-b"];
 ///
 /// # Errors
 /// When the API server refuses.
-pub async fn clean_up(scene: &Environment) -> Result<(), DemoError> {
+pub async fn clean_up(environment: &Environment) -> Result<(), DemoError> {
     for namespace in NAMESPACES {
-        Pods::delete_namespace(&scene.cluster.client(), namespace).await?;
+        Pods::delete_namespace(&environment.cluster.client(), namespace).await?;
     }
     Ok(())
 }
@@ -65,55 +65,59 @@ pub async fn clean_up(scene: &Environment) -> Result<(), DemoError> {
 ///
 /// # Errors
 /// When a pod does not reach its expected state in time.
-pub async fn run(scene: &Environment, progress: &Progress) -> Result<String, DemoError> {
-    let cast = Workloads::for_environment(scene).await?;
-    let client = scene.cluster.client();
-    for (namespace, gib) in cast.budgets() {
+pub async fn run(environment: &Environment, progress: &Progress) -> Result<String, DemoError> {
+    let workloads = Workloads::for_environment(environment).await?;
+    let client = environment.cluster.client();
+    for (namespace, gib) in workloads.budgets() {
         Pods::in_namespace(&client, namespace).await?;
-        apply_budget(scene, namespace, gib).await?;
+        apply_budget(environment, namespace, gib).await?;
         progress.report(format_args!(
             "namespace {namespace} has a budget of {gib} GiB"
         ));
     }
     let mut rows = Vec::new();
-    for role in &cast.initial {
-        let pods = Pods::in_namespace(&client, role.namespace).await?;
-        pods.create(&role.pod(&scene.probe_image)).await?;
-        pods.wait_until_running(&role.name, TIMEOUT).await?;
-        let view = pods
-            .wait_for_log_line(&role.name, TIMEOUT, ProbeOutput::parse)
+    for workload in &workloads.initial {
+        let pods = Pods::in_namespace(&client, workload.namespace).await?;
+        pods.create(&workload.pod(&environment.probe_image)).await?;
+        pods.wait_until_running(&workload.name, TIMEOUT).await?;
+        let output = pods
+            .wait_for_log_line(&workload.name, TIMEOUT, ProbeOutput::parse)
             .await?;
         progress.report(format_args!(
             "{}/{} asked for {} GiB and {}",
-            role.namespace,
-            role.name,
-            role.gib,
-            view.summary()
+            workload.namespace,
+            workload.name,
+            workload.gib,
+            output.summary()
         ));
-        rows.push(Row::new(role, &pods.node(&role.name).await?, &view));
+        rows.push(Row::new(
+            workload,
+            &pods.node(&workload.name).await?,
+            &output,
+        ));
     }
-    rows.push(run_pending_pod(scene, &cast, progress).await?);
-    rows[cast.deleted].note = "was deleted to make room".to_owned();
+    rows.push(run_pending_pod(environment, &workloads, progress).await?);
+    rows[workloads.deleted].note = "was deleted to make room".to_owned();
     Ok(table::render(&rows))
 }
 
 /// Creates the pod that finds no GPU with room, and deletes a large pod once the status names the
 /// reason.
 async fn run_pending_pod(
-    scene: &Environment,
-    cast: &Workloads,
+    environment: &Environment,
+    workloads: &Workloads,
     progress: &Progress,
 ) -> Result<Row, DemoError> {
-    let client = scene.cluster.client();
-    let role: &Workload = &cast.pending;
-    let pods = Pods::in_namespace(&client, role.namespace).await?;
-    pods.create(&role.pod(&scene.probe_image)).await?;
+    let client = environment.cluster.client();
+    let workload: &Workload = &workloads.pending;
+    let pods = Pods::in_namespace(&client, workload.namespace).await?;
+    pods.create(&workload.pod(&environment.probe_image)).await?;
     progress.report(format_args!(
         "{}/{} asks for {} GiB: no GPU has as much free. It waits; its status tells why after 25 s",
-        role.namespace, role.name, role.gib
+        workload.namespace, workload.name, workload.gib
     ));
     let waits = pods
-        .wait_until(&role.name, "to tell why it waits", TIMEOUT, |state| {
+        .wait_until(&workload.name, "to tell why it waits", TIMEOUT, |state| {
             state.is_waiting_with_reason()
         })
         .await?;
@@ -124,7 +128,7 @@ async fn run_pending_pod(
     };
     progress.report(format_args!("it waits {place}: {}", waits.waiting_reason));
 
-    let leaving = &cast.initial[cast.deleted];
+    let leaving = &workloads.initial[workloads.deleted];
     let theirs = Pods::in_namespace(&client, leaving.namespace).await?;
     let start = Instant::now();
     theirs.delete(&leaving.name).await?;
@@ -132,16 +136,16 @@ async fn run_pending_pod(
         "{}/{} is deleted to make room",
         leaving.namespace, leaving.name
     ));
-    pods.wait_until_running(&role.name, TIMEOUT).await?;
+    pods.wait_until_running(&workload.name, TIMEOUT).await?;
     let took = start.elapsed().as_secs_f64();
-    let view = pods
-        .wait_for_log_line(&role.name, TIMEOUT, ProbeOutput::parse)
+    let output = pods
+        .wait_for_log_line(&workload.name, TIMEOUT, ProbeOutput::parse)
         .await?;
     progress.report(format_args!(
         "{}/{} runs, {took:.1} s later",
-        role.namespace, role.name
+        workload.namespace, workload.name
     ));
-    let mut row = Row::new(role, &pods.node(&role.name).await?, &view);
+    let mut row = Row::new(workload, &pods.node(&workload.name).await?, &output);
     row.note = format!(
         "{}; ran {took:.1} s after {} was deleted",
         waits.innermost_reason(),
@@ -150,13 +154,17 @@ async fn run_pending_pod(
     Ok(row)
 }
 
-async fn apply_budget(scene: &Environment, namespace: &str, gib: u32) -> Result<(), DemoError> {
+async fn apply_budget(
+    environment: &Environment,
+    namespace: &str,
+    gib: u32,
+) -> Result<(), DemoError> {
     let budget = json!({
         "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
         "metadata": {"name": "default"},
         "spec": {"deviceMemory": {"guaranteed": format!("{gib}Gi")}},
     });
-    let api: Api<GpuMemoryBudget> = Api::namespaced(scene.cluster.client(), namespace);
+    let api: Api<GpuMemoryBudget> = Api::namespaced(environment.cluster.client(), namespace);
     let applied = api
         .patch(
             "default",

@@ -59,9 +59,9 @@ mod tests {
     fn summary_names_the_refusal_and_the_allocated_bytes() {
         let line = r#"{"event":"refused","got":10737418240,"asked":1,"refused":{"code":2,"name":"CUDA_ERROR_OUT_OF_MEMORY"},
             "device":{"uuid":"GPU-1","name":"x","ordinal":0,"free":0,"total":10737418240,"total_mem":10737418240}}"#;
-        let view = ProbeOutput::parse(line).unwrap();
+        let output = ProbeOutput::parse(line).unwrap();
         assert_eq!(
-            view.summary(),
+            output.summary(),
             "sees a GPU of 10 GiB; took 10 GiB, then was told CUDA_ERROR_OUT_OF_MEMORY"
         );
         assert_eq!(ProbeOutput::parse("no JSON"), None);

@@ -16,22 +16,22 @@ pub(super) struct Row {
 }
 
 impl Row {
-    pub(super) fn new(role: &Workload, node: &str, view: &ProbeOutput) -> Self {
-        let told = view
+    pub(super) fn new(workload: &Workload, node: &str, output: &ProbeOutput) -> Self {
+        let told = output
             .refused
             .as_ref()
             .map(|refused| format!("wanted more: {}", refused.name));
         Self {
             node: node.to_owned(),
-            gpu: view.device.uuid.clone(),
-            pod: format!("{}/{}", role.namespace, role.name),
-            quota: format!("{} GiB", role.gib),
+            gpu: output.device.uuid.clone(),
+            pod: format!("{}/{}", workload.namespace, workload.name),
+            quota: format!("{} GiB", workload.gib),
             sees: format!(
                 "{} GiB, {} free",
-                format_gib(view.device.total),
-                format_gib(view.device.free)
+                format_gib(output.device.total),
+                format_gib(output.device.free)
             ),
-            took: format!("{} GiB", format_gib(view.got)),
+            took: format!("{} GiB", format_gib(output.got)),
             note: told.unwrap_or_default(),
         }
     }

@@ -42,8 +42,8 @@ impl Workloads {
     ///
     /// # Errors
     /// When the GPUs are too small.
-    pub(super) async fn for_environment(scene: &Environment) -> Result<Self, DemoError> {
-        let gpus = scene.gpu_sizes_in_quanta().await?;
+    pub(super) async fn for_environment(environment: &Environment) -> Result<Self, DemoError> {
+        let gpus = environment.gpu_sizes_in_quanta().await?;
         Self::for_gpus(&gpus).ok_or_else(|| DemoError::TooSmall(format!("{gpus:?} GiB")))
     }
 
@@ -54,7 +54,7 @@ impl Workloads {
         if gib < 8 {
             return None;
         }
-        let role = |namespace, name: &str, gib: u32, greedy| Workload {
+        let workload = |namespace, name: &str, gib: u32, greedy| Workload {
             namespace,
             name: name.to_owned(),
             gib: gib.max(1),
@@ -62,7 +62,7 @@ impl Workloads {
         };
         let team = |number: usize| NAMESPACES[number % NAMESPACES.len()];
         let big = |(number, gpu): (usize, &u32)| {
-            role(
+            workload(
                 team(number),
                 &format!("train-{}", number + 1),
                 gpu * 5 / 8,
@@ -70,12 +70,12 @@ impl Workloads {
             )
         };
         let mut running: Vec<Workload> = gpus.iter().enumerate().map(big).collect();
-        running.push(role(team(0), "infer-1", gib * 3 / 16, false));
-        running.push(role(team(1), "infer-2", gib / 16, gpus.len() == 1));
+        running.push(workload(team(0), "infer-1", gib * 3 / 16, false));
+        running.push(workload(team(1), "infer-2", gib / 16, gpus.len() == 1));
         Some(Self {
             initial: running,
             deleted: 0,
-            pending: role(team(1), "late", gib.div_ceil(2), false),
+            pending: workload(team(1), "late", gib.div_ceil(2), false),
         })
     }
 
@@ -84,8 +84,8 @@ impl Workloads {
         let all = || self.initial.iter().chain([&self.pending]);
         let sum = |namespace| {
             all()
-                .filter(|role| role.namespace == namespace)
-                .map(|role| role.gib)
+                .filter(|workload| workload.namespace == namespace)
+                .map(|workload| workload.gib)
                 .sum()
         };
         NAMESPACES
@@ -101,17 +101,20 @@ mod tests {
     #[test]
     fn pending_pod_fits_no_gpu_until_a_large_pod_is_deleted() {
         for gib in 8..200 {
-            let cast = Workloads::for_gpus(&[gib, gib]).unwrap();
-            let big = cast.initial[cast.deleted].gib;
-            let asked: u32 = cast.initial.iter().map(|role| role.gib).sum();
+            let workloads = Workloads::for_gpus(&[gib, gib]).unwrap();
+            let big = workloads.initial[workloads.deleted].gib;
+            let asked: u32 = workloads.initial.iter().map(|workload| workload.gib).sum();
             assert!(
-                2 * gib - asked >= cast.pending.gib,
+                2 * gib - asked >= workloads.pending.gib,
                 "the node has room of {gib}"
             );
-            assert!(gib - big < cast.pending.gib, "no GPU of {gib} has room");
+            assert!(
+                gib - big < workloads.pending.gib,
+                "no GPU of {gib} has room"
+            );
             let small = asked - 2 * big;
             assert!(
-                gib - small >= cast.pending.gib,
+                gib - small >= workloads.pending.gib,
                 "the freed GPU of {gib} has room, with both small ones on it"
             );
         }
@@ -119,11 +122,15 @@ mod tests {
 
     #[test]
     fn workloads_fit_a_single_gpu() {
-        let cast = Workloads::for_gpus(&[16]).unwrap();
-        let used: u32 = cast.initial.iter().map(|role| role.gib).sum();
-        assert!(used <= 16 && 16 - used < cast.pending.gib);
+        let workloads = Workloads::for_gpus(&[16]).unwrap();
+        let used: u32 = workloads.initial.iter().map(|workload| workload.gib).sum();
+        assert!(used <= 16 && 16 - used < workloads.pending.gib);
         assert_eq!(
-            cast.initial.iter().filter(|role| role.fills_quota).count(),
+            workloads
+                .initial
+                .iter()
+                .filter(|workload| workload.fills_quota)
+                .count(),
             1
         );
         assert_eq!(Workloads::for_gpus(&[4]), None);

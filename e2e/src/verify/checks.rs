@@ -44,12 +44,12 @@ pub(super) struct BackgroundJob {
 
 const fn cargo_check(
     name: &'static str,
-    shows: &'static str,
+    promise: &'static str,
     arguments: &'static [&'static str],
 ) -> Check {
     Check {
         name,
-        promise: shows,
+        promise,
         runner: Runner::Cargo(arguments),
     }
 }
@@ -58,12 +58,12 @@ const fn cargo_check(
 /// that each crate is compiled once.
 const fn test_check(
     name: &'static str,
-    shows: &'static str,
+    promise: &'static str,
     targets: &'static [&'static str],
 ) -> Check {
     Check {
         name,
-        promise: shows,
+        promise,
         runner: Runner::Test(targets),
     }
 }
@@ -314,27 +314,27 @@ const CHECKS: &[Check] = &[
 /// Returns every check: [`CHECKS`], the areas `security/` and `faults/`, and last the cluster's
 /// trials, which take minutes.
 pub(super) fn all() -> Vec<Check> {
-    let trials = cluster::TRIALS.iter().map(|(name, shows)| Check {
+    let trials = cluster::TRIALS.iter().map(|(name, promise)| Check {
         name,
-        promise: shows,
+        promise,
         runner: Runner::ClusterTrial,
     });
     let named = security::CHECKS.iter().chain(faults::CHECKS).map(|check| {
         let NamedCheck {
             name,
-            promise: shows,
+            promise,
             tests,
             long,
         } = *check;
-        let how = if long {
+        let runner = if long {
             Runner::Long(tests)
         } else {
             Runner::Named(tests)
         };
         Check {
             name,
-            promise: shows,
-            runner: how,
+            promise,
+            runner,
         }
     });
     let checks = CHECKS.iter().copied();
@@ -343,10 +343,10 @@ pub(super) fn all() -> Vec<Check> {
 
 /// Returns the background jobs of these checks.
 pub(super) fn background_jobs(checks: &[&Check]) -> Vec<BackgroundJob> {
-    let (mut lanes, mut trials) = (Vec::new(), Vec::new());
+    let (mut jobs, mut trials) = (Vec::new(), Vec::new());
     for check in checks {
         match check.runner {
-            Runner::Waiting(targets) => lanes.push(BackgroundJob {
+            Runner::Waiting(targets) => jobs.push(BackgroundJob {
                 name: check.name,
                 promise: check.promise.to_owned(),
                 command: test_command(targets),
@@ -360,13 +360,13 @@ pub(super) fn background_jobs(checks: &[&Check]) -> Vec<BackgroundJob> {
         }
     }
     if !trials.is_empty() {
-        lanes.push(BackgroundJob {
+        jobs.push(BackgroundJob {
             name: "main/cluster",
             promise: format!("on a real cluster: {}", trials.join(", ")),
             command: cluster::command(&trials),
         });
     }
-    lanes
+    jobs
 }
 
 impl Check {

@@ -79,25 +79,25 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
         return Ok(ExitCode::SUCCESS);
     }
     let progress = Progress::start();
-    let mut lanes = checks::background_jobs(&chosen);
-    let (mut outcomes, mut beside) = (Vec::new(), Vec::new());
+    let mut jobs = checks::background_jobs(&chosen);
+    let (mut outcomes, mut running) = (Vec::new(), Vec::new());
     for check in chosen.iter().filter(|check| !check.runs_in_background()) {
         let run = || timed(|| check.run());
         outcomes.push(run_check(check.name, check.promise, run, &progress));
         if check.name == COMPILE_CHECK {
-            for lane in lanes.drain(..) {
-                beside.push(RunningJob::start(lane)?);
+            for job in jobs.drain(..) {
+                running.push(RunningJob::start(job)?);
             }
         }
     }
-    for lane in beside {
-        let (name, shows) = (lane.name, lane.promise.clone());
-        outcomes.push(run_check(name, &shows, || lane.join(), &progress));
+    for job in running {
+        let (name, promise) = (job.name, job.promise.clone());
+        outcomes.push(run_check(name, &promise, || job.join(), &progress));
     }
     // Jobs without other checks beside them print straight to the terminal.
-    for mut lane in lanes {
-        let run = || timed(|| checks::succeed(&mut lane.command));
-        outcomes.push(run_check(lane.name, &lane.promise, run, &progress));
+    for mut job in jobs {
+        let run = || timed(|| checks::succeed(&mut job.command));
+        outcomes.push(run_check(job.name, &job.promise, run, &progress));
     }
     Ok(report(&outcomes))
 }
@@ -139,12 +139,12 @@ struct RunningJob {
 }
 
 impl RunningJob {
-    fn start(lane: BackgroundJob) -> io::Result<Self> {
+    fn start(job: BackgroundJob) -> io::Result<Self> {
         let BackgroundJob {
             name,
-            promise: shows,
+            promise,
             mut command,
-        } = lane;
+        } = job;
         let output = tempfile::tempfile()?;
         command
             .stdout(output.try_clone()?)
@@ -152,7 +152,7 @@ impl RunningJob {
         let end = thread::spawn(move || timed(|| checks::succeed(&mut command)));
         Ok(Self {
             name,
-            promise: shows,
+            promise,
             output,
             end,
         })
@@ -187,11 +187,11 @@ struct Outcome {
 
 fn run_check(
     name: &'static str,
-    shows: &str,
+    promise: &str,
     run: impl FnOnce() -> Timed,
     progress: &Progress,
 ) -> Outcome {
-    progress.report(format_args!("{name}: {shows}"));
+    progress.report(format_args!("{name}: {promise}"));
     let (took, answer) = run();
     Outcome {
         name,
@@ -263,14 +263,14 @@ mod tests {
     #[test]
     fn cluster_trials_share_one_background_job() {
         let all = checks::all();
-        let lanes = |only: &str| {
+        let jobs = |only: &str| {
             let chosen = select(&all, &[only.to_owned()], false).unwrap();
-            let lanes = checks::background_jobs(&chosen);
-            lanes.iter().map(|lane| lane.name).collect::<Vec<_>>()
+            let jobs = checks::background_jobs(&chosen);
+            jobs.iter().map(|job| job.name).collect::<Vec<_>>()
         };
-        assert!(lanes("enforcement/quota").is_empty());
-        assert_eq!(lanes("enforcement/cluster"), ["main/cluster"]);
-        assert_eq!(lanes("operator"), ["operator/api/server", "main/cluster"]);
+        assert!(jobs("enforcement/quota").is_empty());
+        assert_eq!(jobs("enforcement/cluster"), ["main/cluster"]);
+        assert_eq!(jobs("operator"), ["operator/api/server", "main/cluster"]);
     }
 
     #[test]

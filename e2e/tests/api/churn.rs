@@ -54,11 +54,11 @@ struct Counts {
     repaired: bool,
 }
 
-pub(crate) async fn churn(server: &Server, turn: Permit) -> Result<String, Failed> {
+pub(crate) async fn churn(server: &Server, permit: Permit) -> Result<String, Failed> {
     let name = "churn";
     let mut case = TestCase::with_permit(
         server,
-        turn,
+        permit,
         name,
         FaultPlan::with_telling(name, WatchFault::NoFault),
     )

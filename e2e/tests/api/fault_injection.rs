@@ -229,12 +229,15 @@ pub(crate) async fn two_operators(server: &Server) -> Result<String, Failed> {
 
 /// Checks the operator without a controller manager, which neither enforces a quota nor collects
 /// that of a deleted budget.
-pub(crate) async fn no_controller_manager(server: &Server, turn: Permit) -> Result<String, Failed> {
+pub(crate) async fn no_controller_manager(
+    server: &Server,
+    permit: Permit,
+) -> Result<String, Failed> {
     let name = "unmanaged";
     let ready = async |at: &IsolatedScope| Ok(condition(&at.budget().await?, "Ready") == "True");
     let mut case = TestCase::with_permit(
         server,
-        turn,
+        permit,
         name,
         FaultPlan::with_telling(name, WatchFault::NoFault),
     )

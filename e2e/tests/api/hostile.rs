@@ -16,7 +16,7 @@ const NVIDIA: &str = "nvidia.com/gpu";
 const NODE_CLAIM: &str = "impersonate-extra-authentication.kubernetes.io%2fnode-name";
 
 pub(crate) async fn hostile(server: &Server) -> Result<String, Failed> {
-    let _turn = acquire_permit().await;
+    let _permit = acquire_permit().await;
     let at = IsolatedScope::set_up(server, "hostile").await?;
     let pods = unmanaged(server, &at).await?;
     let later = ephemeral(&at).await?;

@@ -26,23 +26,23 @@ pub(crate) struct IsolatedScope {
 impl IsolatedScope {
     /// Creates the namespace, the node and its GpuNode.
     pub(crate) async fn set_up(server: &Server, name: &str) -> Result<Self, Failed> {
-        let place = Self {
+        let scope = Self {
             name: name.to_owned(),
             objects: RawApi::new(server.control_plane.client()),
         };
         let namespace = json!({ "metadata": { "name": name } });
-        place.create("/api/v1/namespaces", namespace).await?;
-        place.make_node(name).await?;
+        scope.create("/api/v1/namespaces", namespace).await?;
+        scope.make_node(name).await?;
         let begin = Instant::now();
         // The API server refuses pods until their service account exists.
         let account = format!("/api/v1/namespaces/{name}/serviceaccounts/default");
-        while place.get(&account).await?.is_null() {
+        while scope.get(&account).await?.is_null() {
             if begin.elapsed() > Duration::from_secs(30) {
                 return Err(format!("{name} has no service account").into());
             }
             sleep(Duration::from_millis(100)).await;
         }
-        Ok(place)
+        Ok(scope)
     }
 
     /// Creates a node of this scope's name, and its GpuNode.

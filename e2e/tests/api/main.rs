@@ -58,10 +58,10 @@ fn alone(
 ) -> Trial {
     Trial::test(name, move || {
         // The trial acquires all permits before the server exists, ahead of the other trials.
-        let turn = Builder::new_current_thread()
+        let permit = Builder::new_current_thread()
             .build()?
             .block_on(acquire_all_permits());
-        run(name, async |server| act(server, turn).await)
+        run(name, async |server| act(server, permit).await)
     })
 }
 

@@ -20,7 +20,7 @@ const NO_BUDGET: &str = "namespace policed has no GpuMemoryBudget in force";
 const POLICY_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(crate) async fn policies(server: &Server) -> Result<String, Failed> {
-    let _turn = acquire_permit().await;
+    let _permit = acquire_permit().await;
     let at = IsolatedScope::set_up(server, "policed").await?;
     let rows = rows(&at).await?;
     needs_a_budget(server, &at).await?;

@@ -37,9 +37,9 @@ const LOST: usize = 400;
 const POLL: Duration = Duration::from_millis(100);
 
 /// Runs on its own control plane, because a restore would revert the objects of other cases.
-pub(crate) async fn etcd_restored(shared: &Server, turn: Permit) -> Result<String, Failed> {
+pub(crate) async fn etcd_restored(shared: &Server, permit: Permit) -> Result<String, Failed> {
     let server = Server::named("restored", shared.progress.clone()).await?;
-    let outcome = Box::pin(through_a_restore(&server, turn)).await;
+    let outcome = Box::pin(through_a_restore(&server, permit)).await;
     server.control_plane.stop().await;
     let (outcome, agent) = outcome?;
     let operator = outcome.check_durations()?;
@@ -48,10 +48,10 @@ pub(crate) async fn etcd_restored(shared: &Server, turn: Permit) -> Result<Strin
     ))
 }
 
-async fn through_a_restore(server: &Server, turn: Permit) -> Result<(Outcome, Duration), Failed> {
+async fn through_a_restore(server: &Server, permit: Permit) -> Result<(Outcome, Duration), Failed> {
     let name = "restored";
     let plan = FaultPlan::with_telling(name, WatchFault::NoFault);
-    let mut case = TestCase::with_permit(server, turn, name, plan).await?;
+    let mut case = TestCase::with_permit(server, permit, name, plan).await?;
     let agent = FakeNodeAgent::start(&case.scope, server).await?;
     let declared = async |at: &IsolatedScope| at.create_budget("16Gi", "24Gi").await;
     let is_declared = async |at: &IsolatedScope| in_force(at, "16", "24").await;
@@ -117,16 +117,16 @@ async fn newest_revision(server: &Server) -> Result<u64, Failed> {
 
 /// The parts of an agent that speak with the API server, on a node without GPUs.
 struct FakeNodeAgent {
-    place: IsolatedScope,
+    scope: IsolatedScope,
     reports: watch::Sender<NodeReport>,
     orders: watch::Receiver<Option<ParsedSpec>>,
     _stop: DropGuard,
 }
 
 impl FakeNodeAgent {
-    async fn start(place: &IsolatedScope, server: &Server) -> Result<Self, Failed> {
+    async fn start(scope: &IsolatedScope, server: &Server) -> Result<Self, Failed> {
         let node = json!({ "metadata": { "name": NODE } });
-        place.create("/api/v1/nodes", node).await?;
+        scope.create("/api/v1/nodes", node).await?;
         let (client, history) = (server.control_plane.client(), History::default());
         let (metrics, stop) = (Metrics::new(), CancellationToken::new());
         let (reports, reported) = watch::channel(report());
@@ -151,7 +151,7 @@ impl FakeNodeAgent {
         let spec = spec_watch::run(client, NODE.to_owned(), history, told, stop.clone());
         tokio::spawn(spec);
         let agent = Self {
-            place: place.clone(),
+            scope: scope.clone(),
             reports,
             orders: ordered,
             _stop: stop.drop_guard(),
@@ -167,7 +167,7 @@ impl FakeNodeAgent {
     /// Requests a drain of this GPU alone.
     async fn order(&self, gpu: &str) -> Result<(), Failed> {
         let spec = json!({ "spec": { "drain": [gpu] } });
-        self.place.merge(&Self::path(), spec).await
+        self.scope.merge(&Self::path(), spec).await
     }
 
     fn report_free(&self, free: u32) {
@@ -186,7 +186,7 @@ impl FakeNodeAgent {
 
     async fn until_free(&self, free: u32) -> Result<(), Failed> {
         let written = async || {
-            let object = self.place.get(&Self::path()).await?;
+            let object = self.scope.get(&Self::path()).await?;
             Ok(object["status"]["deviceMemory"]["free"] == free)
         };
         until(&format!("the status with {free} free"), written).await

@@ -19,7 +19,7 @@ const DEVICE: &str = "bursar.dev/gpu-memory-gib";
 const AUTHORIZATION_TIMEOUT: Duration = Duration::from_secs(20);
 
 pub(crate) async fn rights(server: &Server) -> Result<String, Failed> {
-    let _turn = acquire_permit().await;
+    let _permit = acquire_permit().await;
     let manifests = server.control_plane.manifests(&[]).await?;
     let rows = compare_with_security_page(&manifests)?;
     let at = IsolatedScope::set_up(server, "rights").await?;

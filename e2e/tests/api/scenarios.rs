@@ -14,13 +14,13 @@ use crate::test_case::{GIVE_UP_AFTER, Outcome, TestCase};
 const OTHER_RESOURCE: &str = "requests.bursar.dev/other";
 const OVERFLOW_LABEL: &str = "bursar.dev/overflow";
 
-async fn hard(place: &IsolatedScope, which: &str) -> Result<Value, Failed> {
-    let quota = place.get(&place.quota_path(which)).await?;
+async fn hard(scope: &IsolatedScope, which: &str) -> Result<Value, Failed> {
+    let quota = scope.get(&scope.quota_path(which)).await?;
     Ok(quota["spec"]["hard"][QUOTA_RESOURCE].clone())
 }
 
-async fn is_labelled(place: &IsolatedScope) -> Result<bool, Failed> {
-    let namespace = place.get(&place.namespace_path()).await?;
+async fn is_labelled(scope: &IsolatedScope) -> Result<bool, Failed> {
+    let namespace = scope.get(&scope.namespace_path()).await?;
     Ok(namespace["metadata"]["labels"]["bursar.dev/budget"] == "enforced")
 }
 
@@ -35,14 +35,14 @@ fn is(budget: &Value, type_: &str) -> bool {
 
 /// Returns whether both quotas have these amounts and are enforced, and the budget is Ready.
 pub(crate) async fn in_force(
-    place: &IsolatedScope,
+    scope: &IsolatedScope,
     guaranteed: &str,
     limit: &str,
 ) -> Result<bool, Failed> {
-    Ok(is(&place.budget().await?, "Ready")
-        && hard(place, "guaranteed").await? == guaranteed
-        && hard(place, "limit").await? == limit
-        && is_labelled(place).await?)
+    Ok(is(&scope.budget().await?, "Ready")
+        && hard(scope, "guaranteed").await? == guaranteed
+        && hard(scope, "limit").await? == limit
+        && is_labelled(scope).await?)
 }
 
 fn requested(budget: &Value) -> &Value {

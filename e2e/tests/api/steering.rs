@@ -307,7 +307,7 @@ async fn mode(server: &Server, at: &IsolatedScope, mode: &str) -> Result<(), Fai
 }
 
 pub(crate) async fn steering(server: &Server) -> Result<String, Failed> {
-    let _turn = acquire_permit().await;
+    let _permit = acquire_permit().await;
     let at = IsolatedScope::set_up(server, "steered").await?;
     mode(server, &at, "preferred").await?;
     by_hand(&at, "preferred").await?;
@@ -413,15 +413,15 @@ async fn check_steered_like_scheduler(
         &[("c", 4), ("init-sidecar", REQUESTED_GIB)],
     ];
     for asks in shapes {
-        let asking = |place, asks: &[(&str, i64)]| {
+        let asking = |scope, asks: &[(&str, i64)]| {
             let mut pod = pod(affinity, asks, json!({}));
             pod["spec"]["priorityClassName"] = class.clone();
             pod["spec"]["nodeSelector"] = json!({ "zone": "a" });
-            admitted(place, pod)
+            admitted(scope, pod)
         };
         let quiet: Vec<_> = asks.iter().map(|(name, _)| (*name, 0)).collect();
-        for place in [at, &system] {
-            let (own, alike) = (asking(place, &quiet).await?, asking(place, asks).await?);
+        for scope in [at, &system] {
+            let (own, alike) = (asking(scope, &quiet).await?, asking(scope, asks).await?);
             assert_eq!(rest(&alike), rest(&own), "{asks:?}");
             for field in ["affinity", "topologySpreadConstraints"] {
                 assert_eq!(alike[field], steered[field], "{asks:?}");
@@ -524,7 +524,7 @@ async fn check_exempt_pods_unchanged(at: &IsolatedScope) -> Result<usize, Failed
         on_node["spec"]["nodeName"] = json!(at.name);
         let mut nothing = quiet.clone();
         nothing["spec"]["containers"][0]["resources"] = json!({ "limits": { RESOURCE: "0" } });
-        for (place, pod) in [
+        for (scope, pod) in [
             (at, quiet.clone()),
             (&system, quiet),
             (at, nothing),
@@ -532,7 +532,7 @@ async fn check_exempt_pods_unchanged(at: &IsolatedScope) -> Result<usize, Failed
             (at, pod(&affinity, &[("c", REQUESTED_GIB)], several.clone())),
             (at, on_node),
         ] {
-            let spec = admitted(place, pod.clone()).await?;
+            let spec = admitted(scope, pod.clone()).await?;
             assert_eq!(spec["affinity"], stored(affinity.clone()), "{pod}");
             assert_eq!(spec["topologySpreadConstraints"], Value::Null, "{pod}");
             shapes += 1;

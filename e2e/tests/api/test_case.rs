@@ -189,13 +189,13 @@ impl TestCase {
     /// Starts a case that already has its permit.
     pub(crate) async fn with_permit(
         server: &Server,
-        turn: Permit,
+        permit: Permit,
         name: &str,
         plan: FaultPlan,
     ) -> Result<Self, Failed> {
         Self::with_config(
             server,
-            turn,
+            permit,
             server.control_plane.operator_config(),
             READ_TIMEOUT,
             name,
@@ -207,20 +207,20 @@ impl TestCase {
     /// Starts a case with another configuration of the operator's client and another read timeout.
     pub(crate) async fn with_config(
         server: &Server,
-        turn: Permit,
+        permit: Permit,
         config: Config,
         silence: Duration,
         name: &str,
         plan: FaultPlan,
     ) -> Result<Self, Failed> {
-        let place = IsolatedScope::set_up(server, name).await?;
+        let scope = IsolatedScope::set_up(server, name).await?;
         let mut case = Self {
-            scope: place,
+            scope,
             config,
             silence,
             extra_delay: plan.faults.max_watch_delay(),
             operators: Vec::new(),
-            permit: Some(turn),
+            permit: Some(permit),
             outcome: Outcome::default(),
             plan,
         };

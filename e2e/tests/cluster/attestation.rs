@@ -34,18 +34,18 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 /// Makes a pod that holds 1 of its 3 GiB on the GPU with this ordinal, with a variable that asks
 /// for all GPUs.
-fn holder(stage: &TrialContext, name: &str, gpu: u32) -> PodBuilder {
-    PodBuilder::new(name, &stage.environment.probe_image)
+fn holder(context: &TrialContext, name: &str, gpu: u32) -> PodBuilder {
+    PodBuilder::new(name, &context.environment.probe_image)
         .arguments(&["hold", "--bytes=1Gi", &format!("--device={gpu}")])
         .with_env("NVIDIA_VISIBLE_DEVICES", "all")
         .gib(3)
 }
 
 async fn what_a_pod_lays_over_our_files_is_held_or_told(
-    stage: &mut TrialContext,
+    context: &mut TrialContext,
 ) -> Result<(), Failed> {
-    stage.pods.create(&holder(stage, "plain", 0)).await?;
-    let holding = stage
+    context.pods.create(&holder(context, "plain", 0)).await?;
+    let holding = context
         .pods
         .wait_for_log_line("plain", START_TIMEOUT, event_line("holding"));
     let uuid = holding.await?["device"]["uuid"].clone();
@@ -55,33 +55,34 @@ async fn what_a_pod_lays_over_our_files_is_held_or_told(
 
     // containerd replaces the pod's variables and mounts by the device's of the same name. Of two
     // nested mounts it mounts the deeper one last.
-    let covers = holder(stage, "covers", 0)
+    let covers = holder(context, "covers", 0)
         .with_empty_dir("/opt/bursar")
         .with_empty_dir("/opt/bursar/lib")
         .with_empty_dir("/run/bursar")
         .with_empty_dir("/etc/ld.so.preload")
         .with_downward_api_file("/etc//ld.so.preload")
         .with_downward_api_file("/usr/lib64/libcuda.so.1");
-    let inside = holder(stage, "inside", 0).with_downward_api_file("/opt/bursar/lib/libcuda.so.1");
+    let inside =
+        holder(context, "inside", 0).with_downward_api_file("/opt/bursar/lib/libcuda.so.1");
     // The device cgroup denies this device node, so the agent must not report it. libcuda creates
     // such nodes itself.
-    let sees = holder(stage, "sees", 0).with_host_path(&format!("/dev/nvidia{other}"));
-    let mighty = holder(stage, "mighty", mine).privileged();
+    let sees = holder(context, "sees", 0).with_host_path(&format!("/dev/nvidia{other}"));
+    let mighty = holder(context, "mighty", mine).privileged();
     for plan in [&covers, &inside, &sees, &mighty] {
-        stage.pods.create(plan).await?;
+        context.pods.create(plan).await?;
     }
 
-    assert_enforced(stage, "plain").await?;
-    assert_enforced(stage, "covers").await?;
-    assert_enforced(stage, "sees").await?;
+    assert_enforced(context, "plain").await?;
+    assert_enforced(context, "covers").await?;
+    assert_enforced(context, "sees").await?;
     let mounted = "/opt/bursar/lib/libcuda.so.1";
     let times = [
-        assert_reported(stage, "inside", "MountedOver", mounted).await?,
-        assert_reported(stage, "mighty", "Privileged", "CAP_SYS_ADMIN").await?,
+        assert_reported(context, "inside", "MountedOver", mounted).await?,
+        assert_reported(context, "mighty", "Privileged", "CAP_SYS_ADMIN").await?,
     ];
     assert!(times.iter().min() <= Some(&DETECTED), "{times:?}");
-    let node = stage.pods.node("plain").await?;
-    let status = status::wait_for_status(stage, &node, "an audit", |status| {
+    let node = context.pods.node("plain").await?;
+    let status = status::wait_for_status(context, &node, "an audit", |status| {
         let mut conditions = status.conditions.iter();
         conditions.any(|it| (it.type_.as_str(), it.status.as_str()) == (AUDITED, "True"))
     })
@@ -90,57 +91,57 @@ async fn what_a_pod_lays_over_our_files_is_held_or_told(
     let pods = status.not_enforced.iter().map(|it| it.pod.as_str());
     assert_eq!(pods.collect::<BTreeSet<_>>(), at_fault, "{status:?}");
     // The agent has reported no other pod either, in earlier trials included.
-    let events = status::events(stage, NOT_ENFORCED).await?;
+    let events = status::events(context, NOT_ENFORCED).await?;
     let wronged = |event: &&Event| status::pod_of(event).is_none_or(|pod| !at_fault.contains(pod));
     let wronged: Vec<_> = events.iter().filter(wronged).collect();
     assert!(wronged.is_empty(), "{wronged:#?}");
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }
 
 /// Checks that the pod's programs see one GPU of their quota and get no more, and that the agent
 /// counts the pod as enforced.
-async fn assert_enforced(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
-    stage
+async fn assert_enforced(context: &TrialContext, pod: &str) -> Result<(), Failed> {
+    context
         .pods
         .wait_for_log_line(pod, START_TIMEOUT, event_line("holding"))
         .await?;
-    quota_holds(stage, pod).await?;
-    let said = stage.exec(pod, &["report"]).await?;
+    quota_holds(context, pod).await?;
+    let said = context.exec(pod, &["report"]).await?;
     let report = said.lines().find_map(event_line("report"));
     let report = report.ok_or_else(|| format!("no report: {said}"))?;
     assert_eq!(report["count"], 1, "{report}");
     assert_eq!(report["devices"][0]["total"], 3 * GIB, "{report}");
     assert_eq!(report["visible"], "void", "{report}");
-    assert_enforced_metric(stage, pod, "", 1.0).await
+    assert_enforced_metric(context, pod, "", 1.0).await
 }
 
 /// Checks that the agent reports the pod in an Event, a metric and the `GpuNode` with the reason.
 /// Returns the time since the pod's first line.
 async fn assert_reported(
-    stage: &TrialContext,
+    context: &TrialContext,
     pod: &str,
     reason: &str,
     what: &str,
 ) -> Result<SignedDuration, Failed> {
-    stage
+    context
         .pods
         .wait_for_log_line(pod, START_TIMEOUT, event_line("holding"))
         .await?;
-    let began = stage
+    let began = context
         .pods
         .first_log_time(pod)
         .await?
         .ok_or("it said nothing")?;
-    let (at, note) = status::wait_for_event(stage, pod, NOT_ENFORCED, what).await?;
+    let (at, note) = status::wait_for_event(context, pod, NOT_ENFORCED, what).await?;
     let took = at.duration_since(began);
-    stage
+    context
         .progress
         .report(format_args!("{took:#} after {pod}'s first word: {note}"));
     assert!(took <= DETECTED_AT_LAST, "{took:#}");
-    assert_enforced_metric(stage, pod, reason, 0.0).await?;
-    let node = stage.pods.node(pod).await?;
+    assert_enforced_metric(context, pod, reason, 0.0).await?;
+    let node = context.pods.node(pod).await?;
     let of_it = |it: &NotEnforced| it.pod == pod && it.reason == reason;
-    status::wait_for_status(stage, &node, &format!("{pod} in it"), |status| {
+    status::wait_for_status(context, &node, &format!("{pod} in it"), |status| {
         status.not_enforced.iter().any(of_it)
     })
     .await?;
@@ -149,13 +150,13 @@ async fn assert_reported(
 
 /// Checks that the agent's metric of the pod has this reason and value.
 async fn assert_enforced_metric(
-    stage: &TrialContext,
+    context: &TrialContext,
     pod: &str,
     reason: &str,
     value: f64,
 ) -> Result<(), Failed> {
-    let node = stage.pods.node(pod).await?;
+    let node = context.pods.node(pod).await?;
     let labels = [("pod", pod), ("container", "main"), ("reason", reason)];
-    status::wait_for_metric(stage, &node, ENFORCED, &labels, |now| now == value).await?;
+    status::wait_for_metric(context, &node, ENFORCED, &labels, |now| now == value).await?;
     Ok(())
 }

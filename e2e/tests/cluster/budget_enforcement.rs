@@ -28,11 +28,11 @@ const TEAMS: [&str; 2] = ["team-a", "team-b"];
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
-        trial("operator/cluster/refused", async |stage| {
-            cleared(stage, pod_beyond_the_budget_is_refused).await
+        trial("operator/cluster/refused", async |context| {
+            cleared(context, pod_beyond_the_budget_is_refused).await
         }),
-        trial("operator/cluster/reclaim", async |stage| {
-            cleared(stage, lent_memory_is_reclaimed_by_its_owner).await
+        trial("operator/cluster/reclaim", async |context| {
+            cleared(context, lent_memory_is_reclaimed_by_its_owner).await
         }),
         trial("operator/cluster/accounts", service_accounts_are_limited),
     ]
@@ -40,12 +40,12 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 /// Runs a trial in the teams' namespaces, and deletes its objects however the trial ends.
 async fn cleared(
-    stage: &mut TrialContext,
+    context: &mut TrialContext,
     act: impl AsyncFnOnce(&mut TrialContext) -> Result<(), Failed>,
 ) -> Result<(), Failed> {
     // The objects are deleted also after a failed assertion.
-    let outcome = AssertUnwindSafe(act(stage)).catch_unwind().await;
-    let client = stage.environment.cluster.client();
+    let outcome = AssertUnwindSafe(act(context)).catch_unwind().await;
+    let client = context.environment.cluster.client();
     operator::scale(&client, 1).await?;
     for team in TEAMS {
         Api::<GpuMemoryBudget>::namespaced(client.clone(), team)
@@ -98,7 +98,7 @@ async fn wait_for_condition(
     bound: Duration,
 ) -> Result<(), Failed> {
     let api: Api<GpuMemoryBudget> = Api::namespaced(client.clone(), team);
-    let look = async || match api.get("default").await {
+    let poll = async || match api.get("default").await {
         Ok(budget) => {
             let conditions = budget.status.map(|status| status.conditions);
             let conditions = conditions.unwrap_or_default();
@@ -110,7 +110,7 @@ async fn wait_for_condition(
         Err(error) => Poll::Pending(error.to_string()),
     };
     let what = format!("the budget of {team} to be {type_} {status}");
-    Ok(wait::poll_until(&what, bound, PAUSE, look).await?)
+    Ok(wait::poll_until(&what, bound, PAUSE, poll).await?)
 }
 
 /// Returns the message of the API server's refusal.
@@ -125,49 +125,49 @@ fn refusal<T>(result: Result<T, PodError>) -> Result<String, Failed> {
     }
 }
 
-async fn pod_beyond_the_budget_is_refused(stage: &mut TrialContext) -> Result<(), Failed> {
-    let client = stage.environment.cluster.client();
+async fn pod_beyond_the_budget_is_refused(context: &mut TrialContext) -> Result<(), Failed> {
+    let client = context.environment.cluster.client();
     let spec = json!({ "deviceMemory": { "guaranteed": "8Gi" }, "perContainer": { "max": "6Gi" } });
     let pods = create_team(&client, TEAMS[0], spec).await?;
-    pods.create(&holder(stage, "fits", 5)).await?;
+    pods.create(&holder(context, "fits", 5)).await?;
     pods.wait_until_running("fits", START_TIMEOUT).await?;
     let refused = [
         (
             "beyond",
-            holder(stage, "beyond", 4),
+            holder(context, "beyond", 4),
             "exceeded quota: gpu-memory-budget-",
         ),
         (
             "large",
-            holder(stage, "large", 7),
+            holder(context, "large", 7),
             "GpuMemoryBudget default of namespace team-a allows 6",
         ),
         (
             "seeing",
-            holder(stage, "seeing", 1).with_env("NVIDIA_VISIBLE_DEVICES", "all"),
+            holder(context, "seeing", 1).with_env("NVIDIA_VISIBLE_DEVICES", "all"),
             "NVIDIA_VISIBLE_DEVICES",
         ),
         (
             "covering",
-            holder(stage, "covering", 1).with_empty_dir("/opt/bursar/lib"),
+            holder(context, "covering", 1).with_empty_dir("/opt/bursar/lib"),
             "/opt/bursar/lib",
         ),
     ];
     for (name, plan, words) in refused {
         let said = refusal(pods.create(&plan).await)?;
-        stage.progress.report(format_args!("{name}: {said}"));
+        context.progress.report(format_args!("{name}: {said}"));
         assert!(said.contains(words), "{said}");
     }
-    pods.create(&holder(stage, "rest", 3)).await?;
+    pods.create(&holder(context, "rest", 3)).await?;
     pods.wait_until_running("rest", START_TIMEOUT).await?;
     Ok(())
 }
 
 /// Each team is guaranteed half of the GPUs. One team borrows the other's half while that is idle,
 /// and yields the half as soon as the other needs it, without an operator.
-async fn lent_memory_is_reclaimed_by_its_owner(stage: &mut TrialContext) -> Result<(), Failed> {
-    let client = stage.environment.cluster.client();
-    let sizes = stage.environment.gpu_sizes_in_quanta().await?;
+async fn lent_memory_is_reclaimed_by_its_owner(context: &mut TrialContext) -> Result<(), Failed> {
+    let client = context.environment.cluster.client();
+    let sizes = context.environment.gpu_sizes_in_quanta().await?;
     let (all, half) = (sizes.iter().sum::<u32>(), sizes[0] / 2);
     let count = sizes.iter().map(|size| size / half).sum::<u32>();
     let guaranteed = half * (count / 2);
@@ -179,7 +179,7 @@ async fn lent_memory_is_reclaimed_by_its_owner(stage: &mut TrialContext) -> Resu
     let owner = create_team(&client, TEAMS[1], spec).await?;
     let names: Vec<String> = (0..count).map(|index| format!("a-{index}")).collect();
     for name in &names {
-        borrower.create(&holder(stage, name, half)).await?;
+        borrower.create(&holder(context, name, half)).await?;
         borrower.wait_until_running(name, START_TIMEOUT).await?;
     }
     let mut borrowed = Vec::new();
@@ -200,9 +200,9 @@ async fn lent_memory_is_reclaimed_by_its_owner(stage: &mut TrialContext) -> Resu
     for index in 0..count / 2 {
         let name = format!("b-{index}");
         let asked = Instant::now();
-        owner.create(&holder(stage, &name, half)).await?;
+        owner.create(&holder(context, &name, half)).await?;
         owner.wait_until_running(&name, START_TIMEOUT).await?;
-        stage.progress.report(format_args!(
+        context.progress.report(format_args!(
             "without an operator, {name} took {half} GiB back in {:.1?}",
             asked.elapsed()
         ));
@@ -224,8 +224,8 @@ async fn lent_memory_is_reclaimed_by_its_owner(stage: &mut TrialContext) -> Resu
 
 /// The agent's token writes its own node's GpuNode and no other; the operator's changes its labels
 /// only.
-async fn service_accounts_are_limited(stage: &mut TrialContext) -> Result<(), Failed> {
-    let client = stage.environment.cluster.client();
+async fn service_accounts_are_limited(context: &mut TrialContext) -> Result<(), Failed> {
+    let client = context.environment.cluster.client();
     let pods: Api<Pod> = Api::namespaced(client.clone(), chart::NAMESPACE);
     let agents = ListParams::default().labels("app.kubernetes.io/component=agent");
     let agent = pods.list(&agents).await?.items.into_iter().next();
@@ -242,7 +242,7 @@ async fn service_accounts_are_limited(stage: &mut TrialContext) -> Result<(), Fa
         dry_run: true,
         ..PatchParams::apply("trial")
     };
-    let bound = as_account(stage, "agent", Some(&agent)).await?;
+    let bound = as_account(context, "agent", Some(&agent)).await?;
     let said = refused(Api::<Pod>::all(bound.clone()).list(&agents).await)?;
     assert!(said.contains("cannot list resource \"pods\""), "{said}");
     let gpu_nodes: Api<GpuNode> = Api::all(client.clone());
@@ -270,11 +270,11 @@ async fn service_accounts_are_limited(stage: &mut TrialContext) -> Result<(), Fa
     nodes.patch(&node, &dry, &apply(&node)).await?;
     nodes.patch_status(&node, &dry, &apply(&node)).await?;
 
-    let unbound: Api<GpuNode> = Api::all(as_account(stage, "agent", None).await?);
+    let unbound: Api<GpuNode> = Api::all(as_account(context, "agent", None).await?);
     let said = refused(unbound.patch(&node, &dry, &apply(&node)).await)?;
     assert!(said.contains("its token is of no node"), "{said}");
 
-    let operator = as_account(stage, "operator", None).await?;
+    let operator = as_account(context, "operator", None).await?;
     let namespaces: Api<Namespace> = Api::all(operator.clone());
     let nodes: Api<Node> = Api::all(operator);
     let metadata = |patch: Value| Patch::Merge(json!({ "metadata": patch }));
@@ -327,8 +327,12 @@ fn refused<T>(result: Result<T, kube::Error>) -> Result<String, Failed> {
 }
 
 /// Returns a client with a token of one of Bursar's accounts, bound to `pod`.
-async fn as_account(stage: &TrialContext, part: &str, pod: Option<&Pod>) -> Result<Client, Failed> {
-    let client = stage.environment.cluster.client();
+async fn as_account(
+    context: &TrialContext,
+    part: &str,
+    pod: Option<&Pod>,
+) -> Result<Client, Failed> {
+    let client = context.environment.cluster.client();
     let accounts: Api<ServiceAccount> = Api::namespaced(client, chart::NAMESPACE);
     let request = TokenRequest {
         spec: TokenRequestSpec {
@@ -349,7 +353,7 @@ async fn as_account(stage: &TrialContext, part: &str, pod: Option<&Pod>) -> Resu
         .status
         .ok_or("no token")?
         .token;
-    let admin = Kubeconfig::read_from(stage.environment.cluster.kubeconfig())?;
+    let admin = Kubeconfig::read_from(context.environment.cluster.kubeconfig())?;
     let mut config = Config::from_custom_kubeconfig(admin, &KubeConfigOptions::default()).await?;
     config.auth_info = serde_json::from_value(json!({ "token": token }))?;
     Ok(Client::try_from(config)?)

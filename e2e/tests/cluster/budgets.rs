@@ -19,8 +19,9 @@ fn budget(name: &str, spec: &Value) -> Result<GpuMemoryBudget, Failed> {
     Ok(serde_json::from_value(budget)?)
 }
 
-async fn budgets(stage: &mut TrialContext) -> Result<(), Failed> {
-    let api: Api<GpuMemoryBudget> = Api::namespaced(stage.environment.cluster.client(), NAMESPACE);
+async fn budgets(context: &mut TrialContext) -> Result<(), Failed> {
+    let api: Api<GpuMemoryBudget> =
+        Api::namespaced(context.environment.cluster.client(), NAMESPACE);
     let create = PostParams::default();
     let good = json!({"deviceMemory": {"guaranteed": "16Gi", "limit": "24Gi"}, "perContainer": {"max": "16Gi"}});
     let accepted = api.create(&create, &budget("default", &good)?).await?;

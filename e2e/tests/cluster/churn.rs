@@ -20,32 +20,35 @@ pub(crate) fn trials() -> Vec<Trial> {
     vec![node_trial("main/cluster/churn", churn)]
 }
 
-async fn churn(stage: &mut TrialContext) -> Result<(), Failed> {
+async fn churn(context: &mut TrialContext) -> Result<(), Failed> {
     let begin = Instant::now();
     let workers = (0..AT_ONCE).map(|worker| {
-        let (pods, probe) = (stage.pods.clone(), stage.environment.probe_image.clone());
+        let (pods, probe) = (
+            context.pods.clone(),
+            context.environment.probe_image.clone(),
+        );
         come_and_go(worker, pods, probe)
     });
     try_join_all(workers).await?;
-    stage.progress.report(format_args!(
+    context.progress.report(format_args!(
         "{CYCLES} creates and deletes took {:.1?}",
         begin.elapsed()
     ));
-    let lives = stage.history.records();
+    let lives = context.history.records();
     let ran = lives.iter().filter(|life| life.ran).count();
     let never = lives.len() - ran;
-    stage.progress.report(format_args!(
+    context.progress.report(format_args!(
         "{ran} pods ran, {never} were deleted before they could"
     ));
-    stage.history.check_none_failed_or_restarted()?;
+    context.history.check_none_failed_or_restarted()?;
     assert_eq!(lives.len() as u64, CYCLES, "pods that were seen");
     assert!(ran as u64 > CYCLES / 4, "only {ran} pods ran");
     let end = Instant::now();
-    stage
+    context
         .node_files()?
         .wait_until_no_pod_state(RECLAIM_TIMEOUT)
         .await?;
-    stage.progress.report(format_args!(
+    context.progress.report(format_args!(
         "nothing is held {:.1?} after the last pod's end",
         end.elapsed()
     ));

@@ -43,8 +43,8 @@ pub(crate) fn trials() -> Vec<Trial> {
     ]
 }
 
-async fn quota_holds_for_pods_of_every_user(stage: &mut TrialContext) -> Result<(), Failed> {
-    let probe = stage.environment.probe_image.clone();
+async fn quota_holds_for_pods_of_every_user(context: &mut TrialContext) -> Result<(), Failed> {
+    let probe = context.environment.probe_image.clone();
     let greedy = |name: &str| {
         PodBuilder::new(name, &probe)
             .arguments(&["greedy", "--chunk=64Mi"])
@@ -56,16 +56,16 @@ async fn quota_holds_for_pods_of_every_user(stage: &mut TrialContext) -> Result<
         greedy("both").restricted().user_namespace(),
     ];
     for plan in &plans {
-        stage.pods.create(plan).await?;
+        context.pods.create(plan).await?;
     }
     for plan in &plans {
-        let refused = stage
+        let refused = context
             .pods
             .wait_for_log_line(plan.name(), START_TIMEOUT, event_line("refused"))
             .await?;
         assert_refused_at_quota(&refused, 4);
     }
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }
 
 /// Checks that a greedy program saw its quota, got all of it except a context, and was refused for
@@ -81,14 +81,14 @@ fn assert_refused_at_quota(refused: &Value, gib: u64) {
     );
 }
 
-async fn quotas_hold_while_the_agent_is_replaced(stage: &mut TrialContext) -> Result<(), Failed> {
-    let before = agent_image(stage).await?;
+async fn quotas_hold_while_the_agent_is_replaced(context: &mut TrialContext) -> Result<(), Failed> {
+    let before = agent_image(context).await?;
     let folder = tempfile::tempdir()?;
-    let after = import_another_build(stage, folder.path()).await?;
+    let after = import_another_build(context, folder.path()).await?;
     assert_ne!(before, after);
 
-    let probe = stage.environment.probe_image.clone();
-    let pods = stage.pods.clone();
+    let probe = context.environment.probe_image.clone();
+    let pods = context.pods.clone();
     for name in CHURNING {
         let plan = PodBuilder::new(name, &probe)
             .arguments(&["churn", "--bytes=4Gi"])
@@ -103,27 +103,27 @@ async fn quotas_hold_while_the_agent_is_replaced(stage: &mut TrialContext) -> Re
     pods.create(&plan).await?;
     pods.wait_for_log_line(HALF, START_TIMEOUT, event_line("holding"))
         .await?;
-    assert_eq!(mapped_shims(stage)?.len(), 1);
+    assert_eq!(mapped_shims(context)?.len(), 1);
 
     for (round, image) in [&after, &before].into_iter().enumerate() {
-        quota_holds(stage, HALF).await?;
+        quota_holds(context, HALF).await?;
         let begun = Instant::now();
-        replace_agent(stage, image).await?;
+        replace_agent(context, image).await?;
         // The old agent exits and the new one starts; quotas must hold throughout.
         let mut tried = 0;
         loop {
-            quota_holds(stage, HALF).await?;
+            quota_holds(context, HALF).await?;
             tried += 1;
-            if is_replaced(stage, image).await? {
+            if is_replaced(context, image).await? {
                 break;
             }
             assert!(begun.elapsed() < REPLACED, "no agent of {image} is ready");
         }
-        stage.progress.report(format_args!(
+        context.progress.report(format_args!(
             "the agent of another build is ready after {:.1?}; meanwhile {tried} greedy programs were held",
             begun.elapsed()
         ));
-        quota_holds(stage, HALF).await?;
+        quota_holds(context, HALF).await?;
         let newcomer = format!("newcomer-{round}");
         let plan = PodBuilder::new(&newcomer, &probe)
             .arguments(&["greedy", "--chunk=64Mi"])
@@ -136,18 +136,18 @@ async fn quotas_hold_while_the_agent_is_replaced(stage: &mut TrialContext) -> Re
     }
     // The newcomer of the other build uses the other shim, and all other containers use the first
     // one.
-    assert_eq!(mapped_shims(stage)?.len(), 2);
+    assert_eq!(mapped_shims(context)?.len(), 2);
     for name in CHURNING {
-        assert_still_running(stage, name).await?;
+        assert_still_running(context, name).await?;
         let log = pods.log(name).await?;
         assert!(!log.contains("refused"), "{name} was refused: {log}");
     }
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }
 
 /// Checks that a greedy program gets at most the 2 GiB that the other program leaves of the quota.
-pub(crate) async fn quota_holds(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
-    let said = stage
+pub(crate) async fn quota_holds(context: &TrialContext, pod: &str) -> Result<(), Failed> {
+    let said = context
         .exec(pod, &["greedy", "--chunk=64Mi", "--then=exit"])
         .await?;
     let refused = said
@@ -161,22 +161,22 @@ pub(crate) async fn quota_holds(stage: &TrialContext, pod: &str) -> Result<(), F
 }
 
 /// Checks that the program in the pod still allocates and frees.
-async fn assert_still_running(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
+async fn assert_still_running(context: &TrialContext, pod: &str) -> Result<(), Failed> {
     let rounds = |log: &str| log.lines().filter_map(event_line("churning")).count();
-    let seen = rounds(&stage.pods.log(pod).await?);
-    let look = async || match stage.pods.log(pod).await {
+    let seen = rounds(&context.pods.log(pod).await?);
+    let poll = async || match context.pods.log(pod).await {
         Ok(log) if rounds(&log) > seen => Poll::Ready(()),
         Ok(log) => Poll::Pending(format!("{} lines", rounds(&log))),
         Err(error) => Poll::Pending(error.to_string()),
     };
     let what = format!("{pod} to go on");
-    Ok(wait::poll_until(&what, START_TIMEOUT, PAUSE, look).await?)
+    Ok(wait::poll_until(&what, START_TIMEOUT, PAUSE, poll).await?)
 }
 
 /// Imports images whose shim has an additional byte into the node, and returns the reference of the
 /// agent's.
 async fn import_another_build(
-    stage: &mut TrialContext,
+    context: &mut TrialContext,
     folder: &std::path::Path,
 ) -> Result<String, Failed> {
     const SHIM: &str = "libbursar_shim.so";
@@ -191,14 +191,14 @@ async fn import_another_build(
         .write_all(b"2")?;
     let (_, archives) = images::write_all(&binaries.with(SHIM, shim), folder)?;
     let agent = archives.get("agent").ok_or("no image of the agent")?;
-    stage.local()?.import_image(&agent.path).await?;
+    context.local()?.import_image(&agent.path).await?;
     Ok(agent.reference.clone())
 }
 
 /// Returns the folders of shims that containers on the node have mounted.
-fn mapped_shims(stage: &mut TrialContext) -> Result<BTreeSet<String>, Failed> {
+fn mapped_shims(context: &mut TrialContext) -> Result<BTreeSet<String>, Failed> {
     let mut found = BTreeSet::new();
-    for text in stage.node_files()?.cdi_files()?.values() {
+    for text in context.node_files()?.cdi_files()?.values() {
         let spec: Value = serde_json::from_str(text)?;
         let mounts = &spec["devices"][0]["containerEdits"]["mounts"];
         let shim = mounts.as_array().into_iter().flatten().find_map(|mount| {
@@ -209,26 +209,26 @@ fn mapped_shims(stage: &mut TrialContext) -> Result<BTreeSet<String>, Failed> {
     Ok(found)
 }
 
-fn agents(stage: &TrialContext) -> Api<DaemonSet> {
-    Api::namespaced(stage.environment.cluster.client(), chart::NAMESPACE)
+fn agents(context: &TrialContext) -> Api<DaemonSet> {
+    Api::namespaced(context.environment.cluster.client(), chart::NAMESPACE)
 }
 
-async fn agent_set(stage: &TrialContext) -> Result<DaemonSet, Failed> {
+async fn agent_set(context: &TrialContext) -> Result<DaemonSet, Failed> {
     let ours = ListParams::default().labels("app.kubernetes.io/component=agent");
-    let sets = agents(stage).list(&ours).await?.items;
+    let sets = agents(context).list(&ours).await?.items;
     Ok(sets.into_iter().next().ok_or("there is no agent")?)
 }
 
-async fn agent_image(stage: &TrialContext) -> Result<String, Failed> {
-    let set = agent_set(stage).await?;
+async fn agent_image(context: &TrialContext) -> Result<String, Failed> {
+    let set = agent_set(context).await?;
     let pod = set.spec.and_then(|spec| spec.template.spec);
     let image = pod.and_then(|pod| pod.containers.into_iter().next()?.image);
     Ok(image.ok_or("the agent has no image")?)
 }
 
 /// Changes the agents' image, as `helm upgrade` does.
-async fn replace_agent(stage: &TrialContext, image: &str) -> Result<(), Failed> {
-    let set = agent_set(stage).await?;
+async fn replace_agent(context: &TrialContext, image: &str) -> Result<(), Failed> {
+    let set = agent_set(context).await?;
     let pod = set
         .spec
         .as_ref()
@@ -237,7 +237,7 @@ async fn replace_agent(stage: &TrialContext, image: &str) -> Result<(), Failed> 
         .and_then(|pod| pod.containers.first())
         .ok_or("no container")?;
     let patch = json!({"spec": {"template": {"spec": {"containers": [{"name": container.name, "image": image}]}}}});
-    agents(stage)
+    agents(context)
         .patch(
             &set.name_any(),
             &PatchParams::default(),
@@ -248,13 +248,13 @@ async fn replace_agent(stage: &TrialContext, image: &str) -> Result<(), Failed> 
 }
 
 /// Returns whether every agent is ready with this image.
-async fn is_replaced(stage: &TrialContext, image: &str) -> Result<bool, Failed> {
-    let set = agent_set(stage).await?;
+async fn is_replaced(context: &TrialContext, image: &str) -> Result<bool, Failed> {
+    let set = agent_set(context).await?;
     let Some(status) = set.status else {
         return Ok(false);
     };
     let seen = status.observed_generation == set.metadata.generation;
     let wanted = status.desired_number_scheduled;
     let current = status.updated_number_scheduled == Some(wanted) && status.number_ready == wanted;
-    Ok(seen && current && agent_image(stage).await? == image)
+    Ok(seen && current && agent_image(context).await? == image)
 }

@@ -22,16 +22,16 @@ pub(crate) fn trials() -> Vec<Trial> {
     )]
 }
 
-async fn gpu_capacity_follows_loss_and_restore(stage: &mut TrialContext) -> Result<(), Failed> {
-    let Some(gpus) = stage.environment.simulated_gpus.clone() else {
+async fn gpu_capacity_follows_loss_and_restore(context: &mut TrialContext) -> Result<(), Failed> {
+    let Some(gpus) = context.environment.simulated_gpus.clone() else {
         return Err("GPUs that are real are not broken for a test".into());
     };
-    run_each(stage, &[("on-one", 10), ("on-other", 10)]).await?;
-    let all = stage
+    run_each(context, &[("on-one", 10), ("on-other", 10)]).await?;
+    let all = context
         .environment
         .wait_for_allocatable(|_| true, LOSS_TIMEOUT)
         .await?;
-    let holding = stage
+    let holding = context
         .pods
         .wait_for_log_line("on-other", START_TIMEOUT, event_line("holding"))
         .await?;
@@ -42,16 +42,16 @@ async fn gpu_capacity_follows_loss_and_restore(stage: &mut TrialContext) -> Resu
 
     let begin = Instant::now();
     gpus.lose(lost)?;
-    let followed = stage
+    let followed = context
         .environment
         .wait_for_allocatable(|quanta| quanta == all / 2, LOSS_TIMEOUT)
         .await;
-    stage.progress.report(format_args!(
+    context.progress.report(format_args!(
         "allocatable follows a lost GPU in {:.1?}",
         begin.elapsed()
     ));
     // The pod on the other GPU can still allocate, and sees the same device.
-    let unaware = stage
+    let unaware = context
         .exec("on-one", &["hold", "--bytes=1Gi", "--then=exit"])
         .await;
     let restored = Instant::now();
@@ -63,17 +63,17 @@ async fn gpu_capacity_follows_loss_and_restore(stage: &mut TrialContext) -> Resu
         .find_map(event_line("holding"))
         .ok_or_else(|| format!("the other GPU's pod was refused: {unaware}"))?;
     assert_ne!(unaware["device"]["uuid"], uuid);
-    stage
+    context
         .environment
         .wait_for_allocatable(|quanta| quanta == all, RESTORE_TIMEOUT)
         .await?;
-    stage.progress.report(format_args!(
+    context.progress.report(format_args!(
         "and a restored one in {:.1?}",
         restored.elapsed()
     ));
     for name in ["on-one", "on-other"] {
-        let state = stage.pods.state(name).await?;
+        let state = context.pods.state(name).await?;
         assert!(state.running && state.restarts == 0, "{name}: {state:?}");
     }
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }

@@ -16,8 +16,8 @@ pub(crate) fn trials() -> Vec<Trial> {
     vec![trial("main/cluster/bad-input", bad_configurations)]
 }
 
-async fn bad_configurations(stage: &mut TrialContext) -> Result<(), Failed> {
-    let client = stage.environment.cluster.client();
+async fn bad_configurations(context: &mut TrialContext) -> Result<(), Failed> {
+    let client = context.environment.cluster.client();
     let image = agents_image(&client).await?;
     let cases = [
         (
@@ -34,15 +34,15 @@ async fn bad_configurations(stage: &mut TrialContext) -> Result<(), Failed> {
     ];
     for (name, config, said) in cases {
         run_agent(&client, name, &image, config).await?;
-        let ended = stage
+        let ended = context
             .pods
             .wait_until(name, "to fail", START_TIMEOUT, |state| {
                 state.phase == "Failed"
             })
             .await?;
-        let log = stage.pods.log(name).await?;
+        let log = context.pods.log(name).await?;
         assert!(log.contains(said), "{name} ({ended:?}) said: {log}");
-        stage
+        context
             .progress
             .report(format_args!("{name}: {}", log.trim().replace('\n', " ")));
     }

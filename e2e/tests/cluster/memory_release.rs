@@ -25,19 +25,19 @@ pub(crate) fn trials() -> Vec<Trial> {
     )]
 }
 
-async fn memory_is_released_after_pods_end(stage: &mut TrialContext) -> Result<(), Failed> {
+async fn memory_is_released_after_pods_end(context: &mut TrialContext) -> Result<(), Failed> {
     let mut seconds = Vec::new();
     for _ in 0..ROUNDS {
-        seconds.append(&mut release_delays(stage).await?);
+        seconds.append(&mut release_delays(context).await?);
     }
     seconds.sort_by(f64::total_cmp);
     let (median, p99) = (percentile(&seconds, 50), percentile(&seconds, 99));
-    stage.progress.report(format_args!(
+    context.progress.report(format_args!(
         "{} pods: released {median:.3} s (median), {p99:.3} s (p99) after the end of the cgroup",
         seconds.len()
     ));
     assert!(p99 < MAX_RELEASE_SECONDS, "too late: {seconds:?}");
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }
 
 /// A pod that is being deleted.
@@ -51,16 +51,16 @@ struct PodEnd {
 }
 
 /// Returns the seconds from each pod's end to the release of its memory.
-async fn release_delays(stage: &mut TrialContext) -> Result<Vec<f64>, Failed> {
+async fn release_delays(context: &mut TrialContext) -> Result<Vec<f64>, Failed> {
     let names: Vec<String> = (0..PODS).map(|number| format!("three-{number}")).collect();
     for name in &names {
-        stage.pods.create(&holder(stage, name, 3)).await?;
+        context.pods.create(&holder(context, name, 3)).await?;
     }
     for name in &names {
-        stage.pods.wait_until_running(name, START_TIMEOUT).await?;
+        context.pods.wait_until_running(name, START_TIMEOUT).await?;
     }
-    let node = stage.node_files()?;
-    let pods = stage.pods.list().await?;
+    let node = context.node_files()?;
+    let pods = context.pods.list().await?;
     let mut endings: Vec<PodEnd> = pods
         .iter()
         .filter_map(|pod| pod.uid())
@@ -81,7 +81,7 @@ async fn release_delays(stage: &mut TrialContext) -> Result<Vec<f64>, Failed> {
         "pods, and those without a cgroup"
     );
     for name in &names {
-        stage.pods.delete(name).await?;
+        context.pods.delete(name).await?;
     }
     let begin = Instant::now();
     while endings
@@ -102,7 +102,7 @@ async fn release_delays(stage: &mut TrialContext) -> Result<Vec<f64>, Failed> {
         tokio::time::sleep(PAUSE).await;
     }
     for name in &names {
-        stage.pods.wait_until_deleted(name, START_TIMEOUT).await?;
+        context.pods.wait_until_deleted(name, START_TIMEOUT).await?;
     }
     let delay = |ending: &PodEnd| {
         Some(

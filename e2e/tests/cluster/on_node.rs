@@ -96,12 +96,12 @@ impl NodeFiles {
     /// # Errors
     /// After `bound`, with the remaining state.
     pub(crate) async fn wait_until_no_pod_state(&self, bound: Duration) -> Result<(), WaitError> {
-        let look = async || match self.pod_state() {
+        let poll = async || match self.pod_state() {
             Ok(holdings) if holdings == PodStateOnNode::default() => Poll::Ready(()),
             Ok(holdings) => Poll::Pending(format!("{holdings:?}")),
             Err(error) => Poll::Pending(error.to_string()),
         };
-        wait::poll_until("nothing to be held on the node", bound, POLL_INTERVAL, look).await
+        wait::poll_until("nothing to be held on the node", bound, POLL_INTERVAL, poll).await
     }
 
     /// Removes the agent's checkpoint.

@@ -24,7 +24,7 @@ pub(crate) async fn kill(client: &Client) -> Result<(), Failed> {
     let operators = ListParams::default().labels("app.kubernetes.io/component=operator");
     let at_once = DeleteParams::default().grace_period(0);
     // After an earlier kill the next operator may not exist yet.
-    let look = async || match pods.delete_collection(&at_once, &operators).await {
+    let poll = async || match pods.delete_collection(&at_once, &operators).await {
         Ok(gone)
             if gone
                 .as_ref()
@@ -36,7 +36,7 @@ pub(crate) async fn kill(client: &Client) -> Result<(), Failed> {
         Ok(_) => Poll::Ready(()),
         Err(error) => Poll::Failed(error.to_string()),
     };
-    Ok(wait::poll_until("an operator to kill", START_TIMEOUT, PAUSE, look).await?)
+    Ok(wait::poll_until("an operator to kill", START_TIMEOUT, PAUSE, poll).await?)
 }
 
 /// Sets the number of operators, and waits until they are ready.
@@ -49,7 +49,7 @@ pub(crate) async fn scale(client: &Client, replicas: u32) -> Result<(), Failed> 
     let patch = json!({ "spec": { "replicas": replicas } });
     api.patch(&name, &PatchParams::default(), &Patch::Merge(patch))
         .await?;
-    let look = async || match api.get(&name).await {
+    let poll = async || match api.get(&name).await {
         Ok(deployment) => {
             let status = deployment.status.unwrap_or_default();
             let (ready, all) = (
@@ -66,5 +66,5 @@ pub(crate) async fn scale(client: &Client, replicas: u32) -> Result<(), Failed> 
         Err(error) => Poll::Pending(error.to_string()),
     };
     let what = format!("{replicas} operators to be ready");
-    Ok(wait::poll_until(&what, START_TIMEOUT, PAUSE, look).await?)
+    Ok(wait::poll_until(&what, START_TIMEOUT, PAUSE, poll).await?)
 }

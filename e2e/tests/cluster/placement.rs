@@ -21,30 +21,33 @@ pub(crate) fn trials() -> Vec<Trial> {
 }
 
 /// Makes a pod that holds 1 GiB of its requested memory.
-pub(crate) fn holder(stage: &TrialContext, name: &str, gib: u32) -> PodBuilder {
-    PodBuilder::new(name, &stage.environment.probe_image)
+pub(crate) fn holder(context: &TrialContext, name: &str, gib: u32) -> PodBuilder {
+    PodBuilder::new(name, &context.environment.probe_image)
         .arguments(&["hold", "--bytes=1Gi"])
         .gib(gib)
 }
 
 /// Creates holders one after another, each once the previous one runs.
-pub(crate) async fn run_each(stage: &TrialContext, holders: &[(&str, u32)]) -> Result<(), Failed> {
+pub(crate) async fn run_each(
+    context: &TrialContext,
+    holders: &[(&str, u32)],
+) -> Result<(), Failed> {
     for (name, gib) in holders {
-        stage.pods.create(&holder(stage, name, *gib)).await?;
-        stage.pods.wait_until_running(name, START_TIMEOUT).await?;
+        context.pods.create(&holder(context, name, *gib)).await?;
+        context.pods.wait_until_running(name, START_TIMEOUT).await?;
     }
     Ok(())
 }
 
-async fn an_8_waits(stage: &mut TrialContext) -> Result<(), Failed> {
-    run_each(stage, &[("ten-a", 10), ("ten-b", 10)]).await?;
-    let pods = stage.pods.clone();
-    pods.create(&holder(stage, "eight", 8)).await?;
+async fn an_8_waits(context: &mut TrialContext) -> Result<(), Failed> {
+    run_each(context, &[("ten-a", 10), ("ten-b", 10)]).await?;
+    let pods = context.pods.clone();
+    pods.create(&holder(context, "eight", 8)).await?;
     let created = Instant::now();
     let state = pods
         .wait_until_waiting("eight", "waiting for 8 GiB on one GPU", REASON)
         .await?;
-    stage.progress.report(format_args!(
+    context.progress.report(format_args!(
         "after {:.1?} the 8's status says {:?}",
         created.elapsed(),
         state.waiting_reason
@@ -58,18 +61,18 @@ async fn an_8_waits(stage: &mut TrialContext) -> Result<(), Failed> {
     pods.wait_until_deleted("ten-a", START_TIMEOUT).await?;
     let room = Instant::now();
     pods.wait_until_running("eight", STARTED).await?;
-    stage.progress.report(format_args!(
+    context.progress.report(format_args!(
         "the 8 runs {:.1?} after the 10's end",
         room.elapsed()
     ));
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }
 
-async fn two_12s_and_two_4s(stage: &mut TrialContext) -> Result<(), Failed> {
+async fn two_12s_and_two_4s(context: &mut TrialContext) -> Result<(), Failed> {
     let all = [("12-a", 12), ("12-b", 12), ("4-a", 4), ("4-b", 4)];
-    run_each(stage, &all).await?;
-    let pods = stage.pods.clone();
-    pods.create(&holder(stage, "five", 5)).await?;
+    run_each(context, &all).await?;
+    let pods = context.pods.clone();
+    pods.create(&holder(context, "five", 5)).await?;
     let unscheduled = |state: &PodState| state.waiting_reason.contains("Insufficient");
     let state = pods
         .wait_until("five", "to be unscheduled", START_TIMEOUT, unscheduled)
@@ -82,5 +85,5 @@ async fn two_12s_and_two_4s(stage: &mut TrialContext) -> Result<(), Failed> {
         let state = pods.state(name).await?;
         assert!(state.running && state.restarts == 0, "{name}: {state:?}");
     }
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }

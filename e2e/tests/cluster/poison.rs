@@ -54,22 +54,22 @@ pub(crate) fn last_trials() -> Vec<Trial> {
     )]
 }
 
-async fn poison(stage: &mut TrialContext) -> Result<(), Failed> {
-    with_context_policy(stage, "InPlace", 2 * IN_PLACE, in_place).await?;
+async fn poison(context: &mut TrialContext) -> Result<(), Failed> {
+    with_context_policy(context, "InPlace", 2 * IN_PLACE, in_place).await?;
     // The namespace is charged for the pod's retained memory until the pod is removed.
-    stage.clear().await?;
+    context.clear().await?;
     // Without a budget the agent restarts the container.
-    restarted(stage).await
+    restarted(context).await
 }
 
 /// Runs `act` under a budget with this context policy and at most `most` restarts.
 async fn with_context_policy(
-    stage: &mut TrialContext,
+    context: &mut TrialContext,
     action: &str,
     most: u32,
     act: impl AsyncFnOnce(&mut TrialContext) -> Result<(), Failed>,
 ) -> Result<(), Failed> {
-    let budgets = budgets(stage);
+    let budgets = budgets(context);
     let budget: GpuMemoryBudget = serde_json::from_value(json!({
         "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
         "metadata": { "name": "default" },
@@ -80,50 +80,58 @@ async fn with_context_policy(
     }))?;
     budgets.create(&PostParams::default(), &budget).await?;
     let outcome = async {
-        wait_for_context_orders(stage, |orders| !orders.is_empty()).await?;
-        act(stage).await
+        wait_for_context_orders(context, |orders| !orders.is_empty()).await?;
+        act(context).await
     };
     // The budget is deleted also after a failed assertion.
     let outcome = AssertUnwindSafe(outcome).catch_unwind().await;
-    operator::scale(&stage.environment.cluster.client(), 1).await?;
+    operator::scale(&context.environment.cluster.client(), 1).await?;
     budgets.delete("default", &DeleteParams::default()).await?;
     outcome.unwrap_or_else(|panic| resume_unwind(panic))?;
-    wait_for_context_orders(stage, <[_]>::is_empty).await
+    wait_for_context_orders(context, <[_]>::is_empty).await
 }
 
-fn budgets(stage: &TrialContext) -> Api<GpuMemoryBudget> {
-    Api::namespaced(stage.environment.cluster.client(), NAMESPACE)
+fn budgets(context: &TrialContext) -> Api<GpuMemoryBudget> {
+    Api::namespaced(context.environment.cluster.client(), NAMESPACE)
 }
 
 /// A pod faults once more than its policy allows. The operator evicts the pod and records the
 /// reason in the budget's status, also when the operator starts only later.
-async fn pod_beyond_the_policys_maximum_is_evicted(stage: &mut TrialContext) -> Result<(), Failed> {
-    with_context_policy(stage, "InPlace", 1, async |stage| {
-        let client = stage.environment.cluster.client();
-        stage.pods.create(&faulting_pod(stage, "beyond", 9)).await?;
+async fn pod_beyond_the_policys_maximum_is_evicted(
+    context: &mut TrialContext,
+) -> Result<(), Failed> {
+    with_context_policy(context, "InPlace", 1, async |context| {
+        let client = context.environment.cluster.client();
+        context
+            .pods
+            .create(&faulting_pod(context, "beyond", 9))
+            .await?;
         let faulting = event_line("faulting");
-        stage
+        context
             .pods
             .wait_for_log_line("beyond", START_TIMEOUT, faulting)
             .await?;
         operator::kill(&client).await?;
-        evicted(stage, "beyond").await?;
+        evicted(context, "beyond").await?;
         let why = "after 1 restarts within";
-        status::wait_for_event(stage, "beyond", POISONED, why).await?;
+        status::wait_for_event(context, "beyond", POISONED, why).await?;
         operator::scale(&client, 0).await?;
-        stage.pods.create(&faulting_pod(stage, "unseen", 9)).await?;
-        stage
+        context
+            .pods
+            .create(&faulting_pod(context, "unseen", 9))
+            .await?;
+        context
             .pods
             .wait_until_running("unseen", START_TIMEOUT)
             .await?;
-        let node = stage.pods.node("unseen").await?;
-        status::wait_for_status(stage, &node, "a fault that is left open", |status| {
+        let node = context.pods.node("unseen").await?;
+        status::wait_for_status(context, &node, "a fault that is left open", |status| {
             let mut actions = status.faults.iter().map(|fault| fault.action);
             actions.any(|action| action == Some(FaultAction::BeyondMaximum))
         })
         .await?;
         operator::scale(&client, 1).await?;
-        evicted(stage, "unseen").await
+        evicted(context, "unseen").await
     })
     .await
 }
@@ -131,21 +139,21 @@ async fn pod_beyond_the_policys_maximum_is_evicted(stage: &mut TrialContext) -> 
 /// The agent restarts a pod instead of its eviction while the API server is down. After the API
 /// server's return the operator finds nothing left to do.
 async fn agent_restarts_pods_while_the_api_server_is_down(
-    stage: &mut TrialContext,
+    context: &mut TrialContext,
 ) -> Result<(), Failed> {
     const POD: &str = "alone";
-    with_context_policy(stage, "Evict", 3, async |stage| {
-        let plan = probe_pod(stage, POD, &["--times=1", "--after=5", "--blind"]);
-        stage.pods.create(&plan).await?;
-        stage
+    with_context_policy(context, "Evict", 3, async |context| {
+        let plan = probe_pod(context, POD, &["--times=1", "--after=5", "--blind"]);
+        context.pods.create(&plan).await?;
+        context
             .pods
             .wait_for_log_line(POD, START_TIMEOUT, event_line("started"))
             .await?;
-        let first = stage.local()?.processes_named(PROGRAM);
-        stage.local()?.kill_api_server().await?;
+        let first = context.local()?.processes_named(PROGRAM);
+        context.local()?.kill_api_server().await?;
         let away = Instant::now();
         let restarted = {
-            let local = &*stage.local()?;
+            let local = &*context.local()?;
             let another = async || match local.processes_named(PROGRAM) {
                 now if !now.is_empty() && now != first => Poll::Ready(()),
                 now => Poll::Pending(format!("{now:?}, at first {first:?}")),
@@ -153,21 +161,21 @@ async fn agent_restarts_pods_while_the_api_server_is_down(
             let what = "the agent to restart the container";
             wait::poll_until(what, OFFLINE_TIMEOUT, PAUSE, another).await
         };
-        stage.local()?.start_api_server().await?;
+        context.local()?.start_api_server().await?;
         restarted?;
-        let client = stage.environment.cluster.client();
+        let client = context.environment.cluster.client();
         let answers = async || match client.apiserver_version().await {
             Ok(_) => Poll::Ready(()),
             Err(error) => Poll::Pending(error.to_string()),
         };
         wait::poll_until("the API server to answer", START_TIMEOUT, PAUSE, answers).await?;
         // By its own back-off the kubelet would need up to a minute to reconnect to the API server.
-        stage.local()?.restart_kubelet(false).await?;
-        stage.progress.report(format_args!(
+        context.local()?.restart_kubelet(false).await?;
+        context.progress.report(format_args!(
             "restarted {:.1?} after the API server was killed",
             away.elapsed()
         ));
-        let steady = stage
+        let steady = context
             .pods
             .wait_for_log_line(POD, START_TIMEOUT, event_line("steady"))
             .await?;
@@ -175,14 +183,14 @@ async fn agent_restarts_pods_while_the_api_server_is_down(
         recovered_leases(&steady)?;
         let once = |state: &PodState| state.running && state.restarts == 1;
         let what = "to have been restarted once";
-        stage
+        context
             .pods
             .wait_until(POD, what, START_TIMEOUT, once)
             .await?;
-        let node = stage.pods.node(POD).await?;
+        let node = context.pods.node(POD).await?;
         let labels = [("pod", POD)];
-        status::wait_for_metric(stage, &node, GENERATION, &labels, |value| value == 2.0).await?;
-        status::wait_for_status(stage, &node, "a fault that is done with", |status| {
+        status::wait_for_metric(context, &node, GENERATION, &labels, |value| value == 2.0).await?;
+        status::wait_for_status(context, &node, "a fault that is done with", |status| {
             let mut namespaces = status.namespaces.iter();
             status.faults.is_empty() && namespaces.any(|one| one.poisoned > 0)
         })
@@ -191,15 +199,15 @@ async fn agent_restarts_pods_while_the_api_server_is_down(
     })
     .await?;
     // The operator is up to date, because it has removed the context policies.
-    let state = stage.pods.state(POD).await?;
+    let state = context.pods.state(POD).await?;
     assert!(state.running && state.restarts == 1, "{state:?}");
     Ok(())
 }
 
 /// Waits until the pod is evicted and the budget's status has the reason.
-async fn evicted(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
-    stage.pods.wait_until_deleted(pod, START_TIMEOUT).await?;
-    let status = budgets(stage).get("default").await?.status;
+async fn evicted(context: &TrialContext, pod: &str) -> Result<(), Failed> {
+    context.pods.wait_until_deleted(pod, START_TIMEOUT).await?;
+    let status = budgets(context).get("default").await?.status;
     let evictions = status.unwrap_or_default().evictions;
     let Some(eviction) = evictions.iter().find(|eviction| eviction.pod == pod) else {
         return Err(format!("{pod} is not on record: {evictions:?}").into());
@@ -207,7 +215,7 @@ async fn evicted(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
     if eviction.reason != "TooManyRestarts" {
         return Err(format!("{pod}: {eviction:?}").into());
     }
-    stage
+    context
         .progress
         .report(format_args!("{pod}: {}", eviction.message));
     Ok(())
@@ -215,26 +223,26 @@ async fn evicted(stage: &TrialContext, pod: &str) -> Result<(), Failed> {
 
 /// Waits until the context policies of every node satisfy `wanted`.
 async fn wait_for_context_orders(
-    stage: &TrialContext,
+    context: &TrialContext,
     wanted: impl Fn(&[ContextOrder]) -> bool,
 ) -> Result<(), Failed> {
-    let nodes: Api<GpuNode> = Api::all(stage.environment.cluster.client());
-    let look = async || match nodes.list(&Default::default()).await {
+    let nodes: Api<GpuNode> = Api::all(context.environment.cluster.client());
+    let poll = async || match nodes.list(&Default::default()).await {
         Ok(list) if list.iter().all(|node| wanted(&node.spec.context_policies)) => Poll::Ready(()),
         Ok(list) => Poll::Pending(format!("{:?}", list.items)),
         Err(error) => Poll::Pending(error.to_string()),
     };
     // The operator may have to reconnect to the API server.
-    Ok(wait::poll_until("the orders on the nodes", 2 * START_TIMEOUT, PAUSE, look).await?)
+    Ok(wait::poll_until("the orders on the nodes", 2 * START_TIMEOUT, PAUSE, poll).await?)
 }
 
-fn faulting_pod(stage: &TrialContext, name: &str, times: u32) -> PodBuilder {
-    probe_pod(stage, name, &[&format!("--times={times}")])
+fn faulting_pod(context: &TrialContext, name: &str, times: u32) -> PodBuilder {
+    probe_pod(context, name, &[&format!("--times={times}")])
 }
 
-fn probe_pod(stage: &TrialContext, name: &str, how: &[&str]) -> PodBuilder {
+fn probe_pod(context: &TrialContext, name: &str, how: &[&str]) -> PodBuilder {
     let fault = ["fault", "--file=/count/faults", "--keep=64Mi"];
-    PodBuilder::new(name, &stage.environment.probe_image)
+    PodBuilder::new(name, &context.environment.probe_image)
         .arguments(&[&fault, how].concat())
         .with_empty_dir("/count")
         .restart_always()
@@ -273,13 +281,13 @@ fn times(log: &str, starts: &[Value]) -> (Duration, Duration) {
     (rank(50), rank(99))
 }
 
-async fn in_place(stage: &mut TrialContext) -> Result<(), Failed> {
+async fn in_place(context: &mut TrialContext) -> Result<(), Failed> {
     const POD: &str = "in-place";
-    let pods = &stage.pods;
-    pods.create(&faulting_pod(stage, POD, IN_PLACE)).await?;
+    let pods = &context.pods;
+    pods.create(&faulting_pod(context, POD, IN_PLACE)).await?;
     pods.wait_for_log_line(POD, START_TIMEOUT, event_line("faulting"))
         .await?;
-    operator::kill(&stage.environment.cluster.client()).await?;
+    operator::kill(&context.environment.cluster.client()).await?;
     let steady = pods
         .wait_for_log_line(POD, TOGETHER, event_line("steady"))
         .await?;
@@ -295,21 +303,21 @@ async fn in_place(stage: &mut TrialContext) -> Result<(), Failed> {
     );
     let wanted = f64::from(IN_PLACE + 1);
     let labels = [("pod", POD)];
-    status::wait_for_metric(stage, &node, GENERATION, &labels, |value| value == wanted).await?;
-    status::wait_for_status(stage, &node, "no open fault", |status| {
+    status::wait_for_metric(context, &node, GENERATION, &labels, |value| value == wanted).await?;
+    status::wait_for_status(context, &node, "no open fault", |status| {
         status.faults.is_empty()
     })
     .await?;
     // The agent sends Events for some of many faults only.
     status::wait_for_event(
-        stage,
+        context,
         POD,
         POISONED,
         "(generation 1): its program is executed again",
     )
     .await?;
-    stage.history.check_none_failed_or_restarted()?;
-    stage.progress.report(format_args!(
+    context.history.check_none_failed_or_restarted()?;
+    context.progress.report(format_args!(
         "in place: {IN_PLACE} faults in a row, 0 restarts of the container, P {}, kept memory found each time, after \
          {median:?} (p50) and {p99:?} (p99)",
         IN_PLACE + 1
@@ -317,12 +325,12 @@ async fn in_place(stage: &mut TrialContext) -> Result<(), Failed> {
     Ok(pods.delete(POD).await?)
 }
 
-async fn restarted(stage: &TrialContext) -> Result<(), Failed> {
+async fn restarted(context: &TrialContext) -> Result<(), Failed> {
     const POD: &str = "restarted";
-    let pods = &stage.pods;
-    pods.create(&faulting_pod(stage, POD, RESTARTS)).await?;
+    let pods = &context.pods;
+    pods.create(&faulting_pod(context, POD, RESTARTS)).await?;
     let (mut known, mut starts) = (0, Vec::new());
-    let look = async || match pods.get(POD).await {
+    let poll = async || match pods.get(POD).await {
         Ok(pod) => {
             let containers = pod.status.unwrap_or_default().container_statuses;
             let container = containers.unwrap_or_default().into_iter().next();
@@ -337,10 +345,10 @@ async fn restarted(stage: &TrialContext) -> Result<(), Failed> {
         if left > TOGETHER {
             return Err(format!("{known} restarts after {left:?}").into());
         }
-        let now = wait::poll_until("the pod", START_TIMEOUT, PAUSE, &look).await?;
+        let now = wait::poll_until("the pod", START_TIMEOUT, PAUSE, &poll).await?;
         if now.unsigned_abs() > known {
             if known == 0 {
-                operator::kill(&stage.environment.cluster.client()).await?;
+                operator::kill(&context.environment.cluster.client()).await?;
             }
             known = now.unsigned_abs();
             starts.push(left.as_secs_f64());
@@ -356,14 +364,14 @@ async fn restarted(stage: &TrialContext) -> Result<(), Failed> {
     let node = pods.node(POD).await?;
     let wanted = f64::from(RESTARTS + 1);
     let labels = [("pod", POD)];
-    status::wait_for_metric(stage, &node, GENERATION, &labels, |value| value == wanted).await?;
+    status::wait_for_metric(context, &node, GENERATION, &labels, |value| value == wanted).await?;
     let waits: Vec<String> = starts
         .iter()
         .scan(0.0, |last, start| {
             Some(format!("{:.1}", start - std::mem::replace(last, *start)))
         })
         .collect();
-    stage.progress.report(format_args!(
+    context.progress.report(format_args!(
         "restarted by the kubelet: {RESTARTS} faults, {RESTARTS} restarts, kept memory found, {} s from one to the next",
         waits.join(", ")
     ));

@@ -25,12 +25,12 @@ pub(crate) fn event_line(event: &str) -> impl Fn(&str) -> Option<Value> {
     }
 }
 
-async fn a_pod_sees_its_quota(stage: &mut TrialContext) -> Result<(), Failed> {
-    let plan = PodBuilder::new("viewer", &stage.environment.probe_image)
+async fn a_pod_sees_its_quota(context: &mut TrialContext) -> Result<(), Failed> {
+    let plan = PodBuilder::new("viewer", &context.environment.probe_image)
         .arguments(&["report"])
         .gib(10);
-    stage.pods.create(&plan).await?;
-    let report = stage
+    context.pods.create(&plan).await?;
+    let report = context
         .pods
         .wait_for_log_line("viewer", START_TIMEOUT, event_line("report"))
         .await?;
@@ -43,18 +43,18 @@ async fn a_pod_sees_its_quota(stage: &mut TrialContext) -> Result<(), Failed> {
         (9 * GIB..=10 * GIB).contains(&free),
         "cuMemGetInfo: {report}"
     );
-    stage
+    context
         .pods
         .wait_until("viewer", "to succeed", START_TIMEOUT, |state| {
             state.phase == "Succeeded"
         })
         .await?;
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }
 
-async fn a_greedy_pod_is_refused(stage: &mut TrialContext) -> Result<(), Failed> {
-    let probe = stage.environment.probe_image.clone();
-    let pods = stage.pods.clone();
+async fn a_greedy_pod_is_refused(context: &mut TrialContext) -> Result<(), Failed> {
+    let probe = context.environment.probe_image.clone();
+    let pods = context.pods.clone();
     let neighbour = PodBuilder::new("neighbour", &probe)
         .arguments(&["hold", "--bytes=4Gi"])
         .gib(8);
@@ -94,7 +94,7 @@ async fn a_greedy_pod_is_refused(stage: &mut TrialContext) -> Result<(), Failed>
     );
     // The greedy pod holds all of its quota, and its neighbour still gets its own. (The contexts of
     // the neighbour's two processes take 518 MiB each of its 8 GiB.)
-    let more = stage
+    let more = context
         .exec("neighbour", &["hold", "--bytes=2Gi", "--then=exit"])
         .await?;
     let more = more
@@ -105,5 +105,5 @@ async fn a_greedy_pod_is_refused(stage: &mut TrialContext) -> Result<(), Failed>
     assert_eq!(more["device"]["total"], 8 * GIB, "{more}");
     let state = pods.wait_until_running("neighbour", START_TIMEOUT).await?;
     assert_eq!(state.restarts, 0);
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }

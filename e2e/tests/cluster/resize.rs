@@ -32,8 +32,8 @@ struct QuotaOverride {
 }
 
 impl QuotaOverride {
-    async fn of(stage: &TrialContext, pod: &str) -> Result<Self, Failed> {
-        let pods = &stage.pods;
+    async fn of(context: &TrialContext, pod: &str) -> Result<Self, Failed> {
+        let pods = &context.pods;
         let holding = pods
             .wait_for_log_line(pod, START_TIMEOUT, event_line("holding"))
             .await?;
@@ -47,18 +47,18 @@ impl QuotaOverride {
     }
 
     /// Sets or lifts the override, and waits until the agent has observed it.
-    async fn apply(&self, stage: &TrialContext, quota: Option<&str>) -> Result<(), Failed> {
+    async fn apply(&self, context: &TrialContext, quota: Option<&str>) -> Result<(), Failed> {
         let Self { node, pod_uid, .. } = self;
         let quotas: Vec<Value> = quota
             .iter()
             .map(|quota| json!({ "podUid": pod_uid, "container": "main", "quota": quota }))
             .collect();
-        let nodes: Api<GpuNode> = Api::all(stage.environment.cluster.client());
+        let nodes: Api<GpuNode> = Api::all(context.environment.cluster.client());
         let patch = Patch::Merge(json!({ "spec": { "quotas": quotas } }));
         let patched = nodes.patch(node, &PatchParams::default(), &patch).await?;
         let generation = patched.metadata.generation;
         let what = format!("{quota:?} to be seen");
-        status::wait_for_status(stage, node, &what, |status| {
+        status::wait_for_status(context, node, &what, |status| {
             status.observed_generation >= generation && status.quotas.len() == quotas.len()
         })
         .await?;
@@ -68,7 +68,7 @@ impl QuotaOverride {
     /// Waits until the override has this state and amount.
     async fn wait_for_state(
         &self,
-        stage: &TrialContext,
+        context: &TrialContext,
         state: QuotaState,
         gib: u64,
     ) -> Result<QuotaStatus, Failed> {
@@ -79,7 +79,7 @@ impl QuotaOverride {
                 && matches!(in_force, Some(Ok(bytes)) if bytes == gib * GIB)
         };
         let what = format!("{gib} GiB to be {state:?}");
-        let status = status::wait_for_status(stage, &self.node, &what, |status| {
+        let status = status::wait_for_status(context, &self.node, &what, |status| {
             status.quotas.iter().any(|quota| is_so(&quota))
         })
         .await?;
@@ -90,13 +90,13 @@ impl QuotaOverride {
     /// Waits until the agent's metric of an amount of the pod's memory satisfies `wanted`.
     async fn wait_for_metric(
         &self,
-        stage: &TrialContext,
+        context: &TrialContext,
         amount: &str,
         wanted: impl Fn(u64) -> bool,
     ) -> Result<(), Failed> {
         let labels = [("pod", POD), ("account", &self.gpu), ("amount", amount)];
         let name = "bursar_container_memory_bytes";
-        status::wait_for_metric(stage, &self.node, name, &labels, |value| {
+        status::wait_for_metric(context, &self.node, name, &labels, |value| {
             wanted(value as u64)
         })
         .await?;
@@ -108,19 +108,19 @@ fn held_bytes(answer: &Value) -> u64 {
     answer["held"].as_u64().unwrap_or(u64::MAX)
 }
 
-async fn running_pods_quota_follows_the_gpu_node(stage: &mut TrialContext) -> Result<(), Failed> {
-    let plan = PodBuilder::new(POD, &stage.environment.probe_image)
+async fn running_pods_quota_follows_the_gpu_node(context: &mut TrialContext) -> Result<(), Failed> {
+    let plan = PodBuilder::new(POD, &context.environment.probe_image)
         .arguments(&["hold", "--bytes=1Gi"])
         .gib(8);
-    stage.pods.create(&plan).await?;
-    let desk = QuotaOverride::of(stage, POD).await?;
-    let mut program = stage.scripted_program(POD)?;
+    context.pods.create(&plan).await?;
+    let desk = QuotaOverride::of(context, POD).await?;
+    let mut program = context.scripted_program(POD)?;
     let seen = program.execute("look").await?;
     assert_eq!(seen["device"]["total"], 8 * GIB, "{seen}");
 
     // Lowered before use: the program gets no more than the override.
-    desk.apply(stage, Some("4Gi")).await?;
-    desk.wait_for_state(stage, QuotaState::Applied, 4).await?;
+    desk.apply(context, Some("4Gi")).await?;
+    desk.wait_for_state(context, QuotaState::Applied, 4).await?;
     let full = program.execute("take 8Gi").await?;
     assert_eq!(full["refused"]["code"], 2, "{full}");
     assert_eq!(full["device"]["total"], 4 * GIB, "{full}");
@@ -128,21 +128,21 @@ async fn running_pods_quota_follows_the_gpu_node(stage: &mut TrialContext) -> Re
     assert!(got <= 4 * GIB && got + CONTEXTS >= 4 * GIB, "{full}");
 
     // Raised: the refused program gets the added memory, and sees it.
-    desk.apply(stage, Some("7Gi")).await?;
-    desk.wait_for_state(stage, QuotaState::Applied, 7).await?;
+    desk.apply(context, Some("7Gi")).await?;
+    desk.wait_for_state(context, QuotaState::Applied, 7).await?;
     let more = program.execute("take 2560Mi").await?;
     assert_eq!(more["refused"], Value::Null, "{more}");
     assert_eq!(more["device"]["total"], 7 * GIB, "{more}");
 
     // The pod's request is the maximum of an override.
-    desk.apply(stage, Some("100Gi")).await?;
-    desk.wait_for_state(stage, QuotaState::Applied, 8).await?;
+    desk.apply(context, Some("100Gi")).await?;
+    desk.wait_for_state(context, QuotaState::Applied, 8).await?;
     let seen = program.execute("look").await?;
     assert_eq!(seen["device"]["total"], 8 * GIB, "{seen}");
 
     // Lowered below use: no process loses memory, and no process gets more.
-    desk.apply(stage, Some("4Gi")).await?;
-    let pending = desk.wait_for_state(stage, QuotaState::Pending, 4).await?;
+    desk.apply(context, Some("4Gi")).await?;
+    let pending = desk.wait_for_state(context, QuotaState::Pending, 4).await?;
     let used = pending.used.as_ref().map(bursar_crds::Amount::bytes);
     let holds = held_bytes(&more) + GIB;
     assert!(
@@ -154,18 +154,18 @@ async fn running_pods_quota_follows_the_gpu_node(stage: &mut TrialContext) -> Re
     assert_eq!(held_bytes(&refused), held_bytes(&more), "{refused}");
     assert_eq!(refused["device"]["total"], 4 * GIB, "{refused}");
     assert_eq!(refused["device"]["free"], 0, "{refused}");
-    desk.wait_for_metric(stage, "used", |used| used >= holds)
+    desk.wait_for_metric(context, "used", |used| used >= holds)
         .await?;
 
     // The program frees; the agent does not grant the freed memory above the quota again.
     let less = program.execute("free 4Gi").await?;
-    desk.wait_for_state(stage, QuotaState::Applied, 4).await?;
+    desk.wait_for_state(context, QuotaState::Applied, 4).await?;
     for amount in ["quota", "granted", "used"] {
-        desk.wait_for_metric(stage, amount, |bytes| bytes <= 4 * GIB)
+        desk.wait_for_metric(context, amount, |bytes| bytes <= 4 * GIB)
             .await?;
     }
     // Another program of the pod gets the freed memory within the quota, and no more.
-    let said = stage
+    let said = context
         .exec(POD, &["greedy", "--chunk=64Mi", "--then=exit"])
         .await?;
     let greedy = said.lines().find_map(event_line("refused"));
@@ -176,9 +176,9 @@ async fn running_pods_quota_follows_the_gpu_node(stage: &mut TrialContext) -> Re
     assert!(got > 0 && all <= 4 * GIB, "{greedy}");
 
     // Lifted: the pod has its requested memory.
-    desk.apply(stage, None).await?;
+    desk.apply(context, None).await?;
     let whole = program.execute("take 4Gi").await?;
     assert_eq!(whole["refused"], Value::Null, "{whole}");
     assert_eq!(whole["device"]["total"], 8 * GIB, "{whole}");
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }

@@ -54,14 +54,14 @@ struct Delay {
     since_disruption: Vec<f64>,
 }
 
-async fn agent_registers_again_after_disruptions(stage: &mut TrialContext) -> Result<(), Failed> {
-    run_each(stage, &[("ten-a", 10), ("ten-b", 10)]).await?;
-    let pods = stage.pods.clone();
-    pods.create(&holder(stage, "eight", 8)).await?;
+async fn agent_registers_again_after_disruptions(context: &mut TrialContext) -> Result<(), Failed> {
+    run_each(context, &[("ten-a", 10), ("ten-b", 10)]).await?;
+    let pods = context.pods.clone();
+    pods.create(&holder(context, "eight", 8)).await?;
     let scheduled = |state: &bursar_e2e::pods::PodState| state.scheduled;
     pods.wait_until("eight", "to be scheduled", START_TIMEOUT, scheduled)
         .await?;
-    let before = stage.node_files()?.cdi_files()?;
+    let before = context.node_files()?.cdi_files()?;
     assert_eq!(before.len(), 2, "{before:?}");
 
     let blows = [
@@ -74,13 +74,13 @@ async fn agent_registers_again_after_disruptions(stage: &mut TrialContext) -> Re
     let mut delays = Delays::new();
     for round in 0..ROUNDS {
         for blow in blows {
-            let (possible, since) = disrupt(stage, blow).await?;
+            let (possible, since) = disrupt(context, blow).await?;
             let delay = delays.entry(blow).or_default();
             delay.since_possible.push(possible);
             delay.since_disruption.push(since);
-            let after = stage.node_files()?.cdi_files()?;
+            let after = context.node_files()?.cdi_files()?;
             assert_eq!(before, after, "bindings after {blow:?}, round {round}");
-            stage.history.check_none_failed_or_restarted()?;
+            context.history.check_none_failed_or_restarted()?;
         }
     }
     let mut late = Vec::new();
@@ -90,7 +90,7 @@ async fn agent_registers_again_after_disruptions(stage: &mut TrialContext) -> Re
         since.sort_by(f64::total_cmp);
         let (median, p99) = (percentile(&seconds, 50), percentile(&seconds, 99));
         let (all, longest) = (percentile(&since, 50), percentile(&since, 99));
-        stage.progress.report(format_args!(
+        context.progress.report(format_args!(
             "{blow:?}, {ROUNDS} times: registered in {median:.3} s (median), {p99:.3} s (p99), \
              {all:.1} s and {longest:.1} s after the blow"
         ));
@@ -104,7 +104,7 @@ async fn agent_registers_again_after_disruptions(stage: &mut TrialContext) -> Re
     pods.delete("ten-a").await?;
     pods.wait_until_deleted("ten-a", START_TIMEOUT).await?;
     pods.wait_until_running("eight", STARTED).await?;
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }
 
 /// Returns the value that `percent` of the sorted values do not exceed.
@@ -118,36 +118,36 @@ pub(crate) fn percentile(sorted: &[f64], percent: usize) -> f64 {
 
 /// Disrupts the node and waits for the agent's registration. Returns the seconds since registration
 /// became possible, and since the disruption.
-async fn disrupt(stage: &mut TrialContext, blow: Disruption) -> Result<(f64, f64), Failed> {
-    let node = stage.node_files()?;
+async fn disrupt(context: &mut TrialContext, blow: Disruption) -> Result<(f64, f64), Failed> {
+    let node = context.node_files()?;
     let now = Timestamp::now();
     let line = match blow {
         Disruption::KubeletRestarted => {
-            stage.local()?.restart_kubelet(false).await?;
-            let lines = wait_for_registration(stage, now).await?;
+            context.local()?.restart_kubelet(false).await?;
+            let lines = wait_for_registration(context, now).await?;
             // Without a registered agent the kubelet would fail the waiting pod for good.
             let waits = |lines: &AgentLogTimes| lines.waiting > Some(now);
-            wait_for_log(stage, "eight to wait again", waits).await?;
+            wait_for_log(context, "eight to wait again", waits).await?;
             lines
         }
         Disruption::PluginFolderWiped => {
             node.wipe_plugins()?;
-            wait_for_registration(stage, now).await?
+            wait_for_registration(context, now).await?
         }
         Disruption::AgentKilled => {
-            kill_agent(stage)?;
-            wait_for_registration(stage, now).await?
+            kill_agent(context)?;
+            wait_for_registration(context, now).await?
         }
         Disruption::CheckpointLost => {
             // A running agent would write its checkpoint again at the next change.
             node.remove_checkpoint()?;
-            kill_agent(stage)?;
-            wait_for_registration(stage, now).await?
+            kill_agent(context)?;
+            wait_for_registration(context, now).await?
         }
         Disruption::CheckpointTruncated => {
             node.truncate_checkpoint()?;
-            kill_agent(stage)?;
-            wait_for_registration(stage, now).await?
+            kill_agent(context)?;
+            wait_for_registration(context, now).await?
         }
     };
     let possible = match blow {
@@ -165,8 +165,8 @@ fn timestamp(time: SystemTime) -> Result<Timestamp, Failed> {
     Ok(Timestamp::try_from(time)?)
 }
 
-fn kill_agent(stage: &mut TrialContext) -> Result<(), Failed> {
-    let agents = stage.local()?.processes_named("bursar-agent");
+fn kill_agent(context: &mut TrialContext) -> Result<(), Failed> {
+    let agents = context.local()?.processes_named("bursar-agent");
     let [agent] = agents[..] else {
         return Err(format!("processes of the agent: {agents:?}").into());
     };
@@ -186,23 +186,23 @@ struct AgentLogTimes {
 
 /// Waits until the agent's log has a registration after `since`.
 async fn wait_for_registration(
-    stage: &TrialContext,
+    context: &TrialContext,
     since: Timestamp,
 ) -> Result<AgentLogTimes, Failed> {
     let again = |lines: &AgentLogTimes| lines.registered > since;
-    wait_for_log(stage, "the agent to register again", again).await
+    wait_for_log(context, "the agent to register again", again).await
 }
 
 /// Waits until the times in the agent's log satisfy `wanted`.
 async fn wait_for_log(
-    stage: &TrialContext,
+    context: &TrialContext,
     what: &str,
     wanted: impl Fn(&AgentLogTimes) -> bool,
 ) -> Result<AgentLogTimes, Failed> {
-    let client = stage.environment.cluster.client();
+    let client = context.environment.cluster.client();
     let api: Api<Pod> = Api::namespaced(client, chart::NAMESPACE);
     let agents = ListParams::default().labels("app.kubernetes.io/component=agent");
-    let look = async || {
+    let poll = async || {
         let list = match api.list(&agents).await {
             Ok(list) => list,
             Err(error) => return Poll::Pending(error.to_string()),
@@ -218,7 +218,7 @@ async fn wait_for_log(
             Err(error) => Poll::Pending(error.to_string()),
         }
     };
-    Ok(wait::poll_until(what, START_TIMEOUT, PAUSE, look).await?)
+    Ok(wait::poll_until(what, START_TIMEOUT, PAUSE, poll).await?)
 }
 
 fn lines(log: &str) -> Option<AgentLogTimes> {

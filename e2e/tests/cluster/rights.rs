@@ -28,8 +28,8 @@ pub(crate) fn trials() -> Vec<Trial> {
     vec![node_trial("security/cluster/rights", confined)]
 }
 
-async fn confined(stage: &mut TrialContext) -> Result<(), Failed> {
-    let probe = stage.environment.probe_image.clone();
+async fn confined(context: &mut TrialContext) -> Result<(), Failed> {
+    let probe = context.environment.probe_image.clone();
     let keeps = PodBuilder::new("keeps", &probe)
         .arguments(&[
             "fault",
@@ -40,12 +40,12 @@ async fn confined(stage: &mut TrialContext) -> Result<(), Failed> {
         ])
         .with_empty_dir("/count")
         .gib(4);
-    stage.pods.create(&keeps).await?;
-    stage
+    context.pods.create(&keeps).await?;
+    context
         .pods
         .wait_for_log_line("keeps", START_TIMEOUT, event_line("started"))
         .await?;
-    let local = stage.local()?;
+    let local = context.local()?;
     let worker = async || match local.processes_named("bursar-worker").first() {
         Some(worker) => Poll::Ready(*worker),
         None => Poll::Pending("there is none".to_owned()),

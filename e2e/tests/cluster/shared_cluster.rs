@@ -83,8 +83,8 @@ pub(crate) fn trial(
         }
         match &mut *state {
             SharedCluster::Up(up) => {
-                let (runtime, stage) = &mut **up;
-                runtime.block_on(stage.run(name, act))
+                let (runtime, context) = &mut **up;
+                runtime.block_on(context.run(name, act))
             }
             SharedCluster::Broken(why) => Err(format!("no cluster to try it on: {why}").into()),
             SharedCluster::NotStarted => unreachable!("it was just started"),
@@ -111,28 +111,28 @@ pub(crate) fn take_down() {
 fn start() -> Result<SharedCluster, Failed> {
     let runtime = Runtime::new()?;
     let progress = Progress::start();
-    let stage = runtime.block_on(async {
-        let (toolbox, scene) = match kubeconfig() {
+    let context = runtime.block_on(async {
+        let (toolbox, environment) = match kubeconfig() {
             Some(kubeconfig) => join(kubeconfig, &progress).await?,
             None => {
-                let supplies =
+                let artifacts =
                     Artifacts::from_workspace(Profile::Dev, crate::harness(), &progress)?;
-                let scene = Environment::start(&supplies, CLUSTER, &progress).await?;
-                (supplies.toolbox, scene)
+                let environment = Environment::start(&artifacts, CLUSTER, &progress).await?;
+                (artifacts.toolbox, environment)
             }
         };
-        let client = scene.cluster.client();
+        let client = environment.cluster.client();
         let pods = Pods::in_namespace(&client, NAMESPACE).await?;
-        let witness = PodHistory::of(&client, NAMESPACE);
+        let history = PodHistory::of(&client, NAMESPACE);
         Ok::<_, Failed>(TrialContext {
-            environment: scene,
+            environment,
             toolbox,
             pods,
-            history: witness,
+            history,
             progress: progress.clone(),
         })
     })?;
-    Ok(SharedCluster::Up(Box::new((runtime, stage))))
+    Ok(SharedCluster::Up(Box::new((runtime, context))))
 }
 
 /// Uses the user's cluster with the images of `BURSAR_IMAGES`.
@@ -141,8 +141,8 @@ async fn join(kubeconfig: PathBuf, progress: &Progress) -> Result<(Toolbox, Envi
         .map_err(|error| format!("BURSAR_IMAGES ({error}): where do its nodes find our images?"))?;
     let toolbox = kube::build(progress)?;
     let chart = Chart::of_repository(toolbox.program("helm"));
-    let scene = Environment::attach(kubeconfig, &chart, &images.parse()?, progress).await?;
-    Ok((toolbox, scene))
+    let environment = Environment::attach(kubeconfig, &chart, &images.parse()?, progress).await?;
+    Ok((toolbox, environment))
 }
 
 /// Returns the user's kubeconfig file, if trials run on that cluster.

@@ -23,13 +23,13 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// # Errors
 /// After the timeout, with the present status.
 pub(crate) async fn wait_for_status(
-    stage: &TrialContext,
+    context: &TrialContext,
     node: &str,
     what: &str,
     wanted: impl Fn(&GpuNodeStatus) -> bool,
 ) -> Result<GpuNodeStatus, Failed> {
-    let nodes: Api<GpuNode> = Api::all(stage.environment.cluster.client());
-    let look = async || match nodes.get_status(node).await {
+    let nodes: Api<GpuNode> = Api::all(context.environment.cluster.client());
+    let poll = async || match nodes.get_status(node).await {
         Ok(GpuNode {
             status: Some(status),
             ..
@@ -37,7 +37,7 @@ pub(crate) async fn wait_for_status(
         Ok(GpuNode { status, .. }) => Poll::Pending(format!("{status:?}")),
         Err(error) => Poll::Pending(error.to_string()),
     };
-    Ok(wait::poll_until(what, START_TIMEOUT, POLL_INTERVAL, look).await?)
+    Ok(wait::poll_until(what, START_TIMEOUT, POLL_INTERVAL, poll).await?)
 }
 
 /// Waits for a series of the metric `name` with each of `labels` and a value that satisfies
@@ -46,7 +46,7 @@ pub(crate) async fn wait_for_status(
 /// # Errors
 /// After the timeout, with all series of that name.
 pub(crate) async fn wait_for_metric(
-    stage: &TrialContext,
+    context: &TrialContext,
     node: &str,
     name: &str,
     labels: &[(&str, &str)],
@@ -56,8 +56,8 @@ pub(crate) async fn wait_for_metric(
         .iter()
         .map(|(key, value)| format!("{key}=\"{value}\""))
         .collect();
-    let look = async || {
-        let text = match metrics(stage, node).await {
+    let poll = async || {
+        let text = match metrics(context, node).await {
             Ok(text) => text,
             Err(failed) => return Poll::Pending(failed.message().unwrap_or_default().to_owned()),
         };
@@ -74,12 +74,12 @@ pub(crate) async fn wait_for_metric(
         }
     };
     let what = format!("{name} {labels:?}");
-    Ok(wait::poll_until(&what, START_TIMEOUT, POLL_INTERVAL, look).await?)
+    Ok(wait::poll_until(&what, START_TIMEOUT, POLL_INTERVAL, poll).await?)
 }
 
 /// Reads the metrics of a node's agent.
-async fn metrics(stage: &TrialContext, node: &str) -> Result<String, Failed> {
-    let client = stage.environment.cluster.client();
+async fn metrics(context: &TrialContext, node: &str) -> Result<String, Failed> {
+    let client = context.environment.cluster.client();
     let pods: Api<Pod> = Api::namespaced(client.clone(), chart::NAMESPACE);
     let here = ListParams::default()
         .labels("app.kubernetes.io/component=agent")
@@ -96,8 +96,8 @@ async fn metrics(stage: &TrialContext, node: &str) -> Result<String, Failed> {
 ///
 /// # Errors
 /// When the API server refuses.
-pub(crate) async fn events(stage: &TrialContext, reason: &str) -> Result<Vec<Event>, Failed> {
-    let events: Api<Event> = Api::namespaced(stage.environment.cluster.client(), NAMESPACE);
+pub(crate) async fn events(context: &TrialContext, reason: &str) -> Result<Vec<Event>, Failed> {
+    let events: Api<Event> = Api::namespaced(context.environment.cluster.client(), NAMESPACE);
     let mut list = events.list(&ListParams::default()).await?.items;
     list.retain(|event| event.reason.as_deref() == Some(reason));
     Ok(list)
@@ -114,13 +114,13 @@ pub(crate) fn pod_of(event: &Event) -> Option<&str> {
 /// # Errors
 /// After the timeout, with all Events of that reason.
 pub(crate) async fn wait_for_event(
-    stage: &TrialContext,
+    context: &TrialContext,
     pod: &str,
     reason: &str,
     what: &str,
 ) -> Result<(Timestamp, String), Failed> {
-    let look = async || {
-        let told = match events(stage, reason).await {
+    let poll = async || {
+        let told = match events(context, reason).await {
             Ok(told) => told,
             Err(failed) => return Poll::Pending(failed.message().unwrap_or_default().to_owned()),
         };
@@ -135,5 +135,5 @@ pub(crate) async fn wait_for_event(
         }
     };
     let what = format!("an event {reason} about {pod} and {what}");
-    Ok(wait::poll_until(&what, START_TIMEOUT, POLL_INTERVAL, look).await?)
+    Ok(wait::poll_until(&what, START_TIMEOUT, POLL_INTERVAL, poll).await?)
 }

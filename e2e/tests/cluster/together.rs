@@ -25,41 +25,41 @@ pub(crate) fn trials() -> Vec<Trial> {
 }
 
 /// Makes a pod of containers that hold 256 MiB each of their requests.
-fn pod_of_containers(stage: &TrialContext, name: &str, gib: &[u32]) -> PodBuilder {
-    let plan =
-        PodBuilder::new(name, &stage.environment.probe_image).arguments(&["hold", "--bytes=256Mi"]);
+fn pod_of_containers(context: &TrialContext, name: &str, gib: &[u32]) -> PodBuilder {
+    let plan = PodBuilder::new(name, &context.environment.probe_image)
+        .arguments(&["hold", "--bytes=256Mi"]);
     match gib {
         [first, rest @ ..] => plan.gib(*first).additional_containers(rest),
         [] => plan,
     }
 }
 
-async fn containers_of_a_pod_start_together(stage: &mut TrialContext) -> Result<(), Failed> {
-    let complete = async |stage: &TrialContext, name: &str| {
+async fn containers_of_a_pod_start_together(context: &mut TrialContext) -> Result<(), Failed> {
+    let complete = async |context: &TrialContext, name: &str| {
         let created = Instant::now();
         let wanted = "to run all of its containers";
-        let pods = &stage.pods;
+        let pods = &context.pods;
         let state = pods.wait_until(name, wanted, START_TIMEOUT, |state| state.all_running);
         state.await?;
-        stage.progress.report(format_args!(
+        context.progress.report(format_args!(
             "{name} is complete after {:.1?}",
             created.elapsed()
         ));
         Ok::<_, Failed>(())
     };
-    let four = pod_of_containers(stage, "four", &[4, 4, 12, 12]);
-    stage.pods.create(&four).await?;
-    complete(stage, "four").await?;
-    stage.clear().await?;
+    let four = pod_of_containers(context, "four", &[4, 4, 12, 12]);
+    context.pods.create(&four).await?;
+    complete(context, "four").await?;
+    context.clear().await?;
     let pairs = ["pair-a", "pair-b"];
     for name in pairs {
-        let pair = pod_of_containers(stage, name, &[7, 9]);
-        stage.pods.create(&pair).await?;
+        let pair = pod_of_containers(context, name, &[7, 9]);
+        context.pods.create(&pair).await?;
     }
     for name in pairs {
-        complete(stage, name).await?;
+        complete(context, name).await?;
     }
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }
 
 /// The memory that the init container leaves, in bytes.
@@ -80,8 +80,13 @@ const WAYS: [(&str, Leaving); 2] = [
     }),
 ];
 
-async fn memory_left_by_init_container_is_charged(stage: &mut TrialContext) -> Result<(), Failed> {
-    let (pods, probe) = (stage.pods.clone(), stage.environment.probe_image.clone());
+async fn memory_left_by_init_container_is_charged(
+    context: &mut TrialContext,
+) -> Result<(), Failed> {
+    let (pods, probe) = (
+        context.pods.clone(),
+        context.environment.probe_image.clone(),
+    );
     let greedy = |name: &str, gib: u32| {
         let plan = PodBuilder::new(name, &probe);
         plan.arguments(&["greedy", "--chunk=64Mi"]).gib(gib)
@@ -95,12 +100,12 @@ async fn memory_left_by_init_container_is_charged(stage: &mut TrialContext) -> R
     };
     for (name, init, main) in [("equal", 4, 4), ("more", 4, 6), ("less", 6, 4)] {
         let alone = got(greedy(&format!("{name}-alone"), main)).await?;
-        stage.clear().await?;
+        context.clear().await?;
         for (way, leaves) in WAYS {
             let after = greedy(&format!("{name}-{way}"), main).init_gib(init);
             let after = got(leaves(after)).await?;
-            stage.clear().await?;
-            stage.progress.report(format_args!(
+            context.clear().await?;
+            context.progress.report(format_args!(
                 "{init} then {main} GiB: {} MiB alone, {} MiB after {} MiB were {way}",
                 alone / MIB,
                 after / MIB,
@@ -113,5 +118,5 @@ async fn memory_left_by_init_container_is_charged(stage: &mut TrialContext) -> R
             assert!(both <= u64::from(main) << 30, "{name}, {way}: {both}");
         }
     }
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }

@@ -49,24 +49,24 @@ pub(crate) fn trials() -> Vec<Trial> {
     ]
 }
 
-async fn kill_operator(stage: &TrialContext) -> Result<(), Failed> {
-    operator::kill(&stage.environment.cluster.client()).await
+async fn kill_operator(context: &TrialContext) -> Result<(), Failed> {
+    operator::kill(&context.environment.cluster.client()).await
 }
 
-fn nodes(stage: &TrialContext) -> Api<Node> {
-    Api::all(stage.environment.cluster.client())
+fn nodes(context: &TrialContext) -> Api<Node> {
+    Api::all(context.environment.cluster.client())
 }
 
 /// Waits until a label of a node has this value, and returns the duration.
 async fn wait_for_label(
-    stage: &TrialContext,
+    context: &TrialContext,
     node: &str,
     label: &str,
     value: &str,
 ) -> Result<Duration, Failed> {
     let begin = Instant::now();
-    let nodes = nodes(stage);
-    let look = async || match nodes.get(node).await {
+    let nodes = nodes(context);
+    let poll = async || match nodes.get(node).await {
         Ok(found) if found.labels().get(label).map(String::as_str) == Some(value) => {
             Poll::Ready(())
         }
@@ -74,12 +74,12 @@ async fn wait_for_label(
         Err(error) => Poll::Pending(error.to_string()),
     };
     let what = format!("{label} of {node} to be {value}");
-    wait::poll_until(&what, START_TIMEOUT, PAUSE, look).await?;
+    wait::poll_until(&what, START_TIMEOUT, PAUSE, poll).await?;
     Ok(begin.elapsed())
 }
 
 /// Creates the node that exists as an object only, with one GPU of 16 GiB.
-async fn add_elsewhere(stage: &TrialContext) -> Result<(), Failed> {
+async fn add_elsewhere(context: &TrialContext) -> Result<(), Failed> {
     let room = json!({ "cpu": "8", "memory": "32Gi", "pods": "110", GPU_MEMORY: "16" });
     let ready = json!([{ "type": "Ready", "status": "True", "reason": "Here", "message": "",
         "lastHeartbeatTime": jiff::Timestamp::now(), "lastTransitionTime": jiff::Timestamp::now() }]);
@@ -88,7 +88,7 @@ async fn add_elsewhere(stage: &TrialContext) -> Result<(), Failed> {
         "metadata": { "name": ELSEWHERE, "labels": { "kubernetes.io/hostname": ELSEWHERE } },
         "status": { "capacity": room, "allocatable": room, "conditions": ready },
     });
-    let nodes = nodes(stage);
+    let nodes = nodes(context);
     nodes
         .create(
             &PostParams::default(),
@@ -99,7 +99,7 @@ async fn add_elsewhere(stage: &TrialContext) -> Result<(), Failed> {
     nodes
         .patch_status(ELSEWHERE, &PatchParams::default(), &status)
         .await?;
-    let gpus: Api<GpuNode> = Api::all(stage.environment.cluster.client());
+    let gpus: Api<GpuNode> = Api::all(context.environment.cluster.client());
     let object = json!({
         "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode",
         "metadata": { "name": ELSEWHERE }, "spec": {},
@@ -114,7 +114,7 @@ async fn add_elsewhere(stage: &TrialContext) -> Result<(), Failed> {
     gpus.patch_status(ELSEWHERE, &PatchParams::default(), &Patch::Merge(status))
         .await?;
     // The API server taints new nodes until the node controller sees them Ready.
-    let look = async || match nodes.get(ELSEWHERE).await {
+    let poll = async || match nodes.get(ELSEWHERE).await {
         Ok(node) if node.spec.clone().unwrap_or_default().taints.is_none() => Poll::Ready(()),
         Ok(node) => Poll::Pending(format!("{:?}", node.spec)),
         Err(error) => Poll::Pending(error.to_string()),
@@ -123,17 +123,17 @@ async fn add_elsewhere(stage: &TrialContext) -> Result<(), Failed> {
         "the node elsewhere to take pods",
         START_TIMEOUT,
         PAUSE,
-        look,
+        poll,
     )
     .await?;
     Ok(())
 }
 
 /// Deletes that node with the pods bound to it.
-async fn remove_elsewhere(stage: &TrialContext) -> Result<(), Failed> {
-    let client = stage.environment.cluster.client();
+async fn remove_elsewhere(context: &TrialContext) -> Result<(), Failed> {
+    let client = context.environment.cluster.client();
     let delete = DeleteParams::default();
-    let _ = nodes(stage).delete(ELSEWHERE, &delete).await;
+    let _ = nodes(context).delete(ELSEWHERE, &delete).await;
     let _ = Api::<GpuNode>::all(client.clone())
         .delete(ELSEWHERE, &delete)
         .await;
@@ -148,8 +148,8 @@ async fn remove_elsewhere(stage: &TrialContext) -> Result<(), Failed> {
 }
 
 /// Deletes the workload objects, which create pods.
-async fn remove_workloads(stage: &TrialContext) -> Result<(), Failed> {
-    let client = stage.environment.cluster.client();
+async fn remove_workloads(context: &TrialContext) -> Result<(), Failed> {
+    let client = context.environment.cluster.client();
     let (delete, all) = (DeleteParams::background(), ListParams::default());
     let sets = Api::<ReplicaSet>::namespaced(client.clone(), NAMESPACE);
     sets.delete_collection(&delete, &all).await?;
@@ -163,21 +163,21 @@ async fn remove_workloads(stage: &TrialContext) -> Result<(), Failed> {
 }
 
 /// Makes a pod template that holds 1 GiB of its request.
-fn template(stage: &TrialContext, app: &str, gib: u32, borrows: bool, restart: &str) -> Value {
+fn template(context: &TrialContext, app: &str, gib: u32, borrows: bool, restart: &str) -> Value {
     let class = borrows.then_some("bursar-borrowed");
     json!({
         "metadata": { "labels": { "app": app } },
         "spec": {
             "priorityClassName": class, "terminationGracePeriodSeconds": 1, "restartPolicy": restart,
             "automountServiceAccountToken": false,
-            "containers": [{ "name": "main", "image": stage.environment.probe_image, "args": ["hold", "--bytes=1Gi"],
+            "containers": [{ "name": "main", "image": context.environment.probe_image, "args": ["hold", "--bytes=1Gi"],
                 "resources": { "limits": { GPU_MEMORY: gib.to_string() } } }],
         },
     })
 }
 
 async fn replicas(
-    stage: &TrialContext,
+    context: &TrialContext,
     app: &str,
     count: usize,
     gib: u32,
@@ -186,9 +186,9 @@ async fn replicas(
     let set = json!({
         "apiVersion": "apps/v1", "kind": "ReplicaSet", "metadata": { "name": app },
         "spec": { "replicas": count, "selector": { "matchLabels": { "app": app } },
-            "template": template(stage, app, gib, borrows, "Always") },
+            "template": template(context, app, gib, borrows, "Always") },
     });
-    let sets = Api::<ReplicaSet>::namespaced(stage.environment.cluster.client(), NAMESPACE);
+    let sets = Api::<ReplicaSet>::namespaced(context.environment.cluster.client(), NAMESPACE);
     sets.create(&PostParams::default(), &serde_json::from_value(set)?)
         .await?;
     Ok(())
@@ -196,14 +196,14 @@ async fn replicas(
 
 /// Waits until the pods of an app that are not being deleted satisfy `wanted`.
 async fn wait_for_pods(
-    stage: &TrialContext,
+    context: &TrialContext,
     app: &str,
     what: &str,
     wanted: impl Fn(&[(String, PodState, Pod)]) -> bool,
 ) -> Result<Vec<(String, PodState, Pod)>, Failed> {
-    let pods = Api::<Pod>::namespaced(stage.environment.cluster.client(), NAMESPACE);
+    let pods = Api::<Pod>::namespaced(context.environment.cluster.client(), NAMESPACE);
     let of_it = ListParams::default().labels(&format!("app={app}"));
-    let look = async || match pods.list(&of_it).await {
+    let poll = async || match pods.list(&of_it).await {
         Ok(list) => {
             let alive = list.items.into_iter();
             let alive = alive.filter(|pod| pod.metadata.deletion_timestamp.is_none());
@@ -219,16 +219,16 @@ async fn wait_for_pods(
         }
         Err(error) => Poll::Pending(error.to_string()),
     };
-    Ok(wait::poll_until(what, Duration::from_secs(90), PAUSE, look).await?)
+    Ok(wait::poll_until(what, Duration::from_secs(90), PAUSE, poll).await?)
 }
 
 async fn wait_until_running(
-    stage: &TrialContext,
+    context: &TrialContext,
     app: &str,
     count: usize,
 ) -> Result<Vec<(String, PodState, Pod)>, Failed> {
     let what = format!("{count} of {app} to run");
-    wait_for_pods(stage, app, &what, |pods| {
+    wait_for_pods(context, app, &what, |pods| {
         pods.iter().filter(|(_, state, _)| state.running).count() == count
     })
     .await
@@ -236,58 +236,58 @@ async fn wait_until_running(
 
 /// Preferred steering chooses a node with room; required steering holds a pod back until a node has
 /// room.
-async fn pods_are_steered_to_nodes_with_room(stage: &mut TrialContext) -> Result<(), Failed> {
-    run_each(stage, &[("ten-a", 10), ("ten-b", 10)]).await?;
-    let here = stage.pods.node("ten-a").await?;
-    let took = wait_for_label(stage, &here, LARGEST_FREE, "6").await?;
-    stage
+async fn pods_are_steered_to_nodes_with_room(context: &mut TrialContext) -> Result<(), Failed> {
+    run_each(context, &[("ten-a", 10), ("ten-b", 10)]).await?;
+    let here = context.pods.node("ten-a").await?;
+    let took = wait_for_label(context, &here, LARGEST_FREE, "6").await?;
+    context
         .progress
         .report(format_args!("the label says 6 after {took:.1?}"));
-    add_elsewhere(stage).await?;
-    let placed = placed_elsewhere(stage).await;
-    remove_elsewhere(stage).await?;
+    add_elsewhere(context).await?;
+    let placed = placed_elsewhere(context).await;
+    remove_elsewhere(context).await?;
     placed?;
 
-    stage.set_steering_mode("required").await?;
-    let held = held_back(stage).await;
-    stage.set_steering_mode("preferred").await?;
+    context.set_steering_mode("required").await?;
+    let held = held_back(context).await;
+    context.set_steering_mode("preferred").await?;
     held?;
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }
 
-async fn placed_elsewhere(stage: &TrialContext) -> Result<(), Failed> {
-    kill_operator(stage).await?;
-    wait_for_label(stage, ELSEWHERE, LARGEST_FREE, "16").await?;
-    stage.pods.create(&holder(stage, "eight", 8)).await?;
-    stage
+async fn placed_elsewhere(context: &TrialContext) -> Result<(), Failed> {
+    kill_operator(context).await?;
+    wait_for_label(context, ELSEWHERE, LARGEST_FREE, "16").await?;
+    context.pods.create(&holder(context, "eight", 8)).await?;
+    context
         .pods
         .wait_until("eight", "to have a node", START_TIMEOUT, |state| {
             state.scheduled
         })
         .await?;
-    assert_eq!(stage.pods.node("eight").await?, ELSEWHERE);
-    stage.pods.force_delete("eight").await?;
+    assert_eq!(context.pods.node("eight").await?, ELSEWHERE);
+    context.pods.force_delete("eight").await?;
     Ok(())
 }
 
-async fn held_back(stage: &TrialContext) -> Result<(), Failed> {
-    wait_for_required_steering(stage).await?;
-    stage.pods.create(&holder(stage, "eight", 8)).await?;
+async fn held_back(context: &TrialContext) -> Result<(), Failed> {
+    wait_for_required_steering(context).await?;
+    context.pods.create(&holder(context, "eight", 8)).await?;
     let told = |state: &PodState| state.waiting_reason.contains("didn't match");
-    stage
+    context
         .pods
         .wait_until("eight", "to be held back", START_TIMEOUT, told)
         .await?;
     tokio::time::sleep(Duration::from_secs(5)).await;
-    assert!(!stage.pods.state("eight").await?.scheduled);
-    stage.pods.delete("ten-a").await?;
-    kill_operator(stage).await?;
+    assert!(!context.pods.state("eight").await?.scheduled);
+    context.pods.delete("ten-a").await?;
+    kill_operator(context).await?;
     let room = Instant::now();
-    stage
+    context
         .pods
         .wait_until_running("eight", START_TIMEOUT)
         .await?;
-    stage.progress.report(format_args!(
+    context.progress.report(format_args!(
         "held back, the 8 runs {:.1?} after a 10 was deleted",
         room.elapsed()
     ));
@@ -295,16 +295,16 @@ async fn held_back(stage: &TrialContext) -> Result<(), Failed> {
 }
 
 /// The API server takes a moment to apply changed policies.
-async fn wait_for_required_steering(stage: &TrialContext) -> Result<(), Failed> {
-    let pods = Api::<Pod>::namespaced(stage.environment.cluster.client(), NAMESPACE);
-    let mut pod = template(stage, "tried", 8, false, "Always");
+async fn wait_for_required_steering(context: &TrialContext) -> Result<(), Failed> {
+    let pods = Api::<Pod>::namespaced(context.environment.cluster.client(), NAMESPACE);
+    let mut pod = template(context, "tried", 8, false, "Always");
     pod["metadata"]["name"] = json!("tried");
     let pod: Pod = serde_json::from_value(pod)?;
     let dry = PostParams {
         dry_run: true,
         ..PostParams::default()
     };
-    let look = async || match pods.create(&dry, &pod).await {
+    let poll = async || match pods.create(&dry, &pod).await {
         Ok(pod) => {
             let affinity = pod.spec.and_then(|spec| spec.affinity?.node_affinity);
             match affinity {
@@ -317,81 +317,83 @@ async fn wait_for_required_steering(stage: &TrialContext) -> Result<(), Failed> 
         }
         Err(error) => Poll::Pending(error.to_string()),
     };
-    Ok(wait::poll_until("steering to be required", START_TIMEOUT, PAUSE, look).await?)
+    Ok(wait::poll_until("steering to be required", START_TIMEOUT, PAUSE, poll).await?)
 }
 
 /// Without steering, the operator moves a waiting pod to a node with room, and no other pod is
 /// disturbed.
-async fn pending_pod_is_moved_to_a_node_with_room(stage: &mut TrialContext) -> Result<(), Failed> {
-    run_each(stage, &[("ten-a", 10), ("ten-b", 10)]).await?;
-    stage.set_steering_mode("off").await?;
-    let outcome = moves(stage).await;
-    remove_workloads(stage).await?;
-    remove_elsewhere(stage).await?;
-    stage.set_steering_mode("preferred").await?;
+async fn pending_pod_is_moved_to_a_node_with_room(
+    context: &mut TrialContext,
+) -> Result<(), Failed> {
+    run_each(context, &[("ten-a", 10), ("ten-b", 10)]).await?;
+    context.set_steering_mode("off").await?;
+    let outcome = moves(context).await;
+    remove_workloads(context).await?;
+    remove_elsewhere(context).await?;
+    context.set_steering_mode("preferred").await?;
     outcome?;
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }
 
-async fn moves(stage: &TrialContext) -> Result<(), Failed> {
-    replicas(stage, "eight", 1, 8, false).await?;
-    let waits = wait_for_pods(stage, "eight", "the 8 to wait on its node", |pods| {
+async fn moves(context: &TrialContext) -> Result<(), Failed> {
+    replicas(context, "eight", 1, 8, false).await?;
+    let waits = wait_for_pods(context, "eight", "the 8 to wait on its node", |pods| {
         pods.iter()
             .any(|(_, state, _)| state.scheduled && !state.running)
     })
     .await?;
-    add_elsewhere(stage).await?;
-    kill_operator(stage).await?;
+    add_elsewhere(context).await?;
+    kill_operator(context).await?;
     let begin = Instant::now();
     let first = &waits[0].0;
-    let there = wait_for_pods(stage, "eight", "another 8 elsewhere", |pods| {
+    let there = wait_for_pods(context, "eight", "another 8 elsewhere", |pods| {
         pods.iter().any(|(name, _, pod)| {
             let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
             name != first && node == Some(ELSEWHERE)
         })
     })
     .await?;
-    status::wait_for_event(stage, first, "GpuMemoryWaiterMoved", ELSEWHERE).await?;
-    stage.progress.report(format_args!(
+    status::wait_for_event(context, first, "GpuMemoryWaiterMoved", ELSEWHERE).await?;
+    context.progress.report(format_args!(
         "moved {:.1?} after there was room elsewhere",
         begin.elapsed()
     ));
     assert_eq!(there.len(), 1);
     for ten in ["ten-a", "ten-b"] {
-        assert!(stage.pods.state(ten).await?.running);
+        assert!(context.pods.state(ten).await?.running);
     }
     Ok(())
 }
 
 /// Borrowers hold all memory; two owners of half a GPU get theirs, again and again.
-async fn owners_against_borrowers(stage: &mut TrialContext) -> Result<(), Failed> {
-    let outcome = preempt_in_rounds(stage).await;
-    remove_workloads(stage).await?;
+async fn owners_against_borrowers(context: &mut TrialContext) -> Result<(), Failed> {
+    let outcome = preempt_in_rounds(context).await;
+    remove_workloads(context).await?;
     outcome
 }
 
-async fn preempt_in_rounds(stage: &TrialContext) -> Result<(), Failed> {
-    let pods = &stage.pods;
-    replicas(stage, "borrower", 8, 4, true).await?;
+async fn preempt_in_rounds(context: &TrialContext) -> Result<(), Failed> {
+    let pods = &context.pods;
+    replicas(context, "borrower", 8, 4, true).await?;
     let mut times = Vec::new();
     for round in 0..ROUNDS / 2 {
-        wait_until_running(stage, "borrower", 8).await?;
+        wait_until_running(context, "borrower", 8).await?;
         let owners = ["a", "b"].map(|one| format!("owner-{round}-{one}"));
         let run = owners.each_ref().map(async |owner| {
-            pods.create(&holder(stage, owner, 8)).await?;
+            pods.create(&holder(context, owner, 8)).await?;
             let begin = Instant::now();
             pods.wait_until_running(owner, START_TIMEOUT).await?;
             Ok::<_, Failed>(begin.elapsed())
         });
         let kill = async {
             match round % KILLED == KILLED - 1 {
-                true => kill_operator(stage).await,
+                true => kill_operator(context).await,
                 false => Ok(()),
             }
         };
         let (took, ()) = futures::try_join!(try_join_all(run), kill)?;
         times.extend(took);
-        wait_until_running(stage, "borrower", 4).await?;
+        wait_until_running(context, "borrower", 4).await?;
         for owner in &owners {
             pods.delete(owner).await?;
         }
@@ -399,7 +401,7 @@ async fn preempt_in_rounds(stage: &TrialContext) -> Result<(), Failed> {
             pods.wait_until_deleted(owner, START_TIMEOUT).await?;
         }
     }
-    let events = status::events(stage, "GpuMemoryReclaimed").await?;
+    let events = status::events(context, "GpuMemoryReclaimed").await?;
     let gone: Vec<_> = events.iter().filter_map(status::pod_of).collect();
     let once: BTreeSet<_> = gone.iter().collect();
     assert_eq!(once.len(), gone.len(), "somebody went twice: {gone:?}");
@@ -413,7 +415,7 @@ async fn preempt_in_rounds(stage: &TrialContext) -> Result<(), Failed> {
         }
     }
     times.sort_unstable();
-    stage.progress.report(format_args!(
+    context.progress.report(format_args!(
         "{ROUNDS} owners ran after {:.1?} to {:.1?}, median {:.1?}; {} borrowers went beside the scheduler's",
         times[0],
         times[ROUNDS - 1],
@@ -425,20 +427,20 @@ async fn preempt_in_rounds(stage: &TrialContext) -> Result<(), Failed> {
 
 /// A borrowing Job yields a pod, and a Job of an owner keeps its pods. A pod with a disruption
 /// budget yields after the grace.
-async fn a_disruption_budget_and_a_job(stage: &mut TrialContext) -> Result<(), Failed> {
-    let outcome = match job_yields_to_an_owner(stage).await {
-        Ok(()) => disruption_budget_delays_preemption(stage).await,
+async fn a_disruption_budget_and_a_job(context: &mut TrialContext) -> Result<(), Failed> {
+    let outcome = match job_yields_to_an_owner(context).await {
+        Ok(()) => disruption_budget_delays_preemption(context).await,
         failed => failed,
     };
-    remove_workloads(stage).await?;
+    remove_workloads(context).await?;
     outcome
 }
 
 /// A Job that ignores disruptions yields as any other, and counts no failure.
-async fn job_yields_to_an_owner(stage: &TrialContext) -> Result<(), Failed> {
+async fn job_yields_to_an_owner(context: &TrialContext) -> Result<(), Failed> {
     let ignores =
         json!([{ "action": "Ignore", "onPodConditions": [{ "type": "DisruptionTarget" }] }]);
-    let mut template = template(stage, "gives", 10, true, "Never");
+    let mut template = template(context, "gives", 10, true, "Never");
     // With this exit code the Job's evicted pods have failed; with 0 they would have succeeded.
     let arguments = json!(["hold", "--bytes=1Gi", "--told=143"]);
     template["spec"]["containers"][0]["args"] = arguments;
@@ -447,52 +449,52 @@ async fn job_yields_to_an_owner(stage: &TrialContext) -> Result<(), Failed> {
         "spec": { "parallelism": 2, "completions": 2, "backoffLimit": 2, "podFailurePolicy": { "rules": ignores },
             "template": template },
     });
-    let jobs = Api::<Job>::namespaced(stage.environment.cluster.client(), NAMESPACE);
+    let jobs = Api::<Job>::namespaced(context.environment.cluster.client(), NAMESPACE);
     jobs.create(&PostParams::default(), &serde_json::from_value(job)?)
         .await?;
     let begin = Instant::now();
-    let before = wait_until_running(stage, "gives", 2).await?;
-    stage.pods.create(&holder(stage, "taker", 8)).await?;
-    stage
+    let before = wait_until_running(context, "gives", 2).await?;
+    context.pods.create(&holder(context, "taker", 8)).await?;
+    context
         .pods
         .wait_until_running("taker", START_TIMEOUT)
         .await?;
     let what = "one of the Job's pods to be another one";
-    let after = wait_for_pods(stage, "gives", what, |pods| pods.len() == 2).await?;
+    let after = wait_for_pods(context, "gives", what, |pods| pods.len() == 2).await?;
     let stays = |(name, ..): &&(String, PodState, Pod)| after.iter().any(|(one, ..)| one == name);
     let stay = before.iter().filter(stays).count();
     assert_eq!(stay, 1, "{before:?}, {after:?}");
-    stage.pods.delete("taker").await?;
-    wait_until_running(stage, "gives", 2).await?;
+    context.pods.delete("taker").await?;
+    wait_until_running(context, "gives", 2).await?;
     let status = jobs.get("gives").await?.status.unwrap_or_default();
     assert_eq!(status.failed.unwrap_or(0), 0, "{status:?}");
-    stage.progress.report(format_args!(
+    context.progress.report(format_args!(
         "a Job that ignores disruptions gave and counted no failure, in {:.1?}",
         begin.elapsed()
     ));
     // The pods are deleted before their Job, because the scheduler counts pods that are being
     // deleted.
     jobs.delete("gives", &DeleteParams::foreground()).await?;
-    let look = async || match jobs.get_opt("gives").await {
+    let poll = async || match jobs.get_opt("gives").await {
         Ok(None) => Poll::Ready(()),
         Ok(Some(job)) => Poll::Pending(format!("{:?}", job.status)),
         Err(error) => Poll::Pending(error.to_string()),
     };
-    Ok(wait::poll_until("the end of the Job", START_TIMEOUT, PAUSE, look).await?)
+    Ok(wait::poll_until("the end of the Job", START_TIMEOUT, PAUSE, poll).await?)
 }
 
-async fn disruption_budget_delays_preemption(stage: &TrialContext) -> Result<(), Failed> {
-    let client = stage.environment.cluster.client();
+async fn disruption_budget_delays_preemption(context: &TrialContext) -> Result<(), Failed> {
+    let client = context.environment.cluster.client();
     let job = json!({
         "apiVersion": "batch/v1", "kind": "Job", "metadata": { "name": "job" },
-        "spec": { "backoffLimit": 2, "template": template(stage, "job", 10, false, "Never") },
+        "spec": { "backoffLimit": 2, "template": template(context, "job", 10, false, "Never") },
     });
     let jobs = Api::<Job>::namespaced(client.clone(), NAMESPACE);
     jobs.create(&PostParams::default(), &serde_json::from_value(job)?)
         .await?;
-    let of_job = wait_until_running(stage, "job", 1).await?;
-    replicas(stage, "kept", 1, 10, true).await?;
-    let kept = wait_until_running(stage, "kept", 1).await?;
+    let of_job = wait_until_running(context, "job", 1).await?;
+    replicas(context, "kept", 1, 10, true).await?;
+    let kept = wait_until_running(context, "kept", 1).await?;
     let budget = json!({
         "apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": { "name": "kept" },
         "spec": { "maxUnavailable": 0, "selector": { "matchLabels": { "app": "kept" } } },
@@ -502,29 +504,29 @@ async fn disruption_budget_delays_preemption(stage: &TrialContext) -> Result<(),
         .create(&PostParams::default(), &serde_json::from_value(budget)?)
         .await?;
     let begin = Instant::now();
-    stage.pods.create(&holder(stage, "owner", 8)).await?;
-    let node = stage.pods.node(&kept[0].0).await?;
-    status::wait_for_status(stage, &node, "the owner to wait", |status| {
+    context.pods.create(&holder(context, "owner", 8)).await?;
+    let node = context.pods.node(&kept[0].0).await?;
+    status::wait_for_status(context, &node, "the owner to wait", |status| {
         !status.waiting.is_empty()
     })
     .await?;
     // The operator has tried the eviction by then, or its next attempt follows.
     tokio::time::sleep(GRACE / 10).await;
-    kill_operator(stage).await?;
+    kill_operator(context).await?;
     tokio::time::sleep((GRACE / 2).saturating_sub(begin.elapsed())).await;
-    let still = wait_until_running(stage, "kept", 1).await?;
+    let still = wait_until_running(context, "kept", 1).await?;
     assert_eq!(still[0].0, kept[0].0, "it went within the grace");
-    stage
+    context
         .pods
         .wait_until_running("owner", GRACE + START_TIMEOUT)
         .await?;
     let took = begin.elapsed();
     assert!(took >= GRACE, "{took:?}");
-    stage.progress.report(format_args!(
+    context.progress.report(format_args!(
         "the owner runs {took:.1?} after its creation, {GRACE:?} of them by the disruption budget"
     ));
-    status::wait_for_event(stage, &kept[0].0, "GpuMemoryReclaimed", "/owner,").await?;
-    let now = wait_until_running(stage, "job", 1).await?;
+    status::wait_for_event(context, &kept[0].0, "GpuMemoryReclaimed", "/owner,").await?;
+    let now = wait_until_running(context, "job", 1).await?;
     assert_eq!(
         now[0].0, of_job[0].0,
         "the pod of a Job that does not borrow went"
@@ -535,17 +537,18 @@ async fn disruption_budget_delays_preemption(stage: &TrialContext) -> Result<(),
 }
 
 /// A budget's override lowers the quota of a running pod, and ends with the override.
-async fn an_override_lowers_a_quota(stage: &mut TrialContext) -> Result<(), Failed> {
-    let outcome = overridden(stage).await;
-    remove_workloads(stage).await?;
+async fn an_override_lowers_a_quota(context: &mut TrialContext) -> Result<(), Failed> {
+    let outcome = overridden(context).await;
+    remove_workloads(context).await?;
     outcome?;
-    stage.history.check_none_failed_or_restarted()
+    context.history.check_none_failed_or_restarted()
 }
 
-async fn overridden(stage: &TrialContext) -> Result<(), Failed> {
-    run_each(stage, &[("large", 8)]).await?;
-    let mut program = stage.scripted_program("large")?;
-    let budgets = Api::<GpuMemoryBudget>::namespaced(stage.environment.cluster.client(), NAMESPACE);
+async fn overridden(context: &TrialContext) -> Result<(), Failed> {
+    run_each(context, &[("large", 8)]).await?;
+    let mut program = context.scripted_program("large")?;
+    let budgets =
+        Api::<GpuMemoryBudget>::namespaced(context.environment.cluster.client(), NAMESPACE);
     let budget = json!({
         "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget", "metadata": { "name": "default" },
         "spec": { "deviceMemory": { "guaranteed": "16Gi" }, "overrides": [{ "pod": "large", "deviceMemory": "4Gi" }] },
@@ -554,7 +557,7 @@ async fn overridden(stage: &TrialContext) -> Result<(), Failed> {
     budgets
         .create(&PostParams::default(), &serde_json::from_value(budget)?)
         .await?;
-    kill_operator(stage).await?;
+    kill_operator(context).await?;
     for total in [4_u64 << 30, 8 << 30] {
         let bound = Instant::now() + START_TIMEOUT;
         loop {
@@ -567,7 +570,7 @@ async fn overridden(stage: &TrialContext) -> Result<(), Failed> {
             }
             tokio::time::sleep(PAUSE).await;
         }
-        stage.progress.report(format_args!(
+        context.progress.report(format_args!(
             "the program sees {total} bytes {:.1?} after the budget came",
             begin.elapsed()
         ));
@@ -578,7 +581,7 @@ async fn overridden(stage: &TrialContext) -> Result<(), Failed> {
             budgets
                 .patch("default", &PatchParams::default(), &lifted)
                 .await?;
-            kill_operator(stage).await?;
+            kill_operator(context).await?;
         }
     }
     Ok(())
