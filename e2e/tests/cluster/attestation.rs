@@ -28,7 +28,7 @@ const NOT_ENFORCED: &str = "GpuQuotaNotEnforced";
 pub(crate) fn trials() -> Vec<Trial> {
     vec![node_trial(
         "enforcement/cluster/covered",
-        what_a_pod_lays_over_our_files_is_held_or_told,
+        covered_driver_files_are_enforced_or_reported,
     )]
 }
 
@@ -41,7 +41,7 @@ fn holder(context: &TrialContext, name: &str, gpu: u32) -> PodBuilder {
         .gib(3)
 }
 
-async fn what_a_pod_lays_over_our_files_is_held_or_told(
+async fn covered_driver_files_are_enforced_or_reported(
     context: &mut TrialContext,
 ) -> Result<(), Failed> {
     context.pods.create(&holder(context, "plain", 0)).await?;

@@ -167,13 +167,13 @@ const CITED: &[Cited] = &[
         route: "a volume at one of our paths or above it",
         comes_to: "prevented by containerd: the device's mounts replace it or lie on it",
         file: "e2e/tests/cluster/attestation.rs",
-        test: "what_a_pod_lays_over_our_files_is_held_or_told",
+        test: "covered_driver_files_are_enforced_or_reported",
     },
     Cited {
         route: "a volume inside one of our folders",
         comes_to: "detected (`Enforced` is False: MountedOver)",
         file: "e2e/tests/cluster/attestation.rs",
-        test: "what_a_pod_lays_over_our_files_is_held_or_told",
+        test: "covered_driver_files_are_enforced_or_reported",
     },
     Cited {
         route: "any other mount over, above or inside our paths",
@@ -185,7 +185,7 @@ const CITED: &[Cited] = &[
         route: "`NVIDIA_VISIBLE_DEVICES=all` in the pod",
         comes_to: "prevented by containerd: the device's variable replaces it",
         file: "e2e/tests/cluster/attestation.rs",
-        test: "what_a_pod_lays_over_our_files_is_held_or_told",
+        test: "covered_driver_files_are_enforced_or_reported",
     },
     Cited {
         route: "device nodes of other GPUs that the device cgroup lets it open",
@@ -215,7 +215,7 @@ const CITED: &[Cited] = &[
         route: "a privileged container",
         comes_to: "detected (`Enforced` is False: Privileged)",
         file: "e2e/tests/cluster/attestation.rs",
-        test: "what_a_pod_lays_over_our_files_is_held_or_told",
+        test: "covered_driver_files_are_enforced_or_reported",
     },
     Cited {
         route: "memory of another process opened by its handle",
