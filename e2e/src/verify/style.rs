@@ -23,7 +23,6 @@ const TO_REWRITE: &[&str] = &[
     "device-plugin/tests/",
     "device-plugin/vault/",
     "device-plugin/worker/",
-    "e2e/",
 ];
 
 /// A violation of the rules by one line.
