@@ -153,7 +153,7 @@ impl Part {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::folders;
+    use crate::paths;
 
     #[test]
     fn stamped_version_equals_the_pinned_version() {
