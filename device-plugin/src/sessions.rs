@@ -231,21 +231,21 @@ impl Sessions {
     /// caller drops the value inside the runtime that serves it.
     pub fn new(
         run_dir: PathBuf,
-        charges: Arc<dyn MemorySampler>,
-        membership: Arc<dyn ContainerResolver>,
+        sampler: Arc<dyn MemorySampler>,
+        resolver: Arc<dyn ContainerResolver>,
     ) -> Sessions {
         Sessions {
             run_dir,
             shared: Arc::new(Shared {
-                shared_sampler: Arc::new(SharedSampler::new(Arc::clone(&charges))),
-                sampler: charges,
+                shared_sampler: Arc::new(SharedSampler::new(Arc::clone(&sampler))),
+                sampler,
                 containers: Mutex::default(),
                 unreclaimed: Mutex::default(),
                 gpus_with_task: Mutex::default(),
                 orphans_changed: watch::Sender::default(),
                 live_leases: None,
             }),
-            resolver: membership,
+            resolver,
             connection_limit: ConnectionLimit::from_rlimit(),
             refuses_descriptors: true,
             context_sizes: None,
@@ -304,18 +304,18 @@ impl Sessions {
         }
     }
 
-    /// Passes lease requests to `desk`, and counts the memory of `living` leases as explained. The
+    /// Passes lease requests to `lease_service`, and counts the memory of `live_leases` as explained. The
     /// caller does this before the first [`serve`](Self::serve).
     #[must_use]
     pub fn with_leases(
         mut self,
-        desk: LeaseHandle,
-        living: watch::Receiver<LiveLeases>,
+        lease_service: LeaseHandle,
+        live_leases: watch::Receiver<LiveLeases>,
     ) -> Sessions {
         if let Some(shared) = Arc::get_mut(&mut self.shared) {
-            shared.live_leases = Some(living);
+            shared.live_leases = Some(live_leases);
         }
-        self.lease_service = Some(desk);
+        self.lease_service = Some(lease_service);
         self
     }
 
@@ -343,15 +343,15 @@ impl Sessions {
     ///
     /// # Errors
     /// [`SessionsError::Serve`] when the agent cannot create the folder or the socket.
-    pub async fn serve(&self, served: SessionSpec) -> Result<(), SessionsError> {
-        let allocation = served.allocation;
+    pub async fn serve(&self, spec: SessionSpec) -> Result<(), SessionsError> {
+        let allocation = spec.allocation;
         if lock(&self.shared.containers).contains_key(&allocation) {
             return Ok(());
         }
-        if served.gpus.len() >= bursar_protocol::credit_page::MAX_SLOTS {
+        if spec.gpus.len() >= bursar_protocol::credit_page::MAX_SLOTS {
             return Err(SessionsError::TooManyGpus {
                 allocation,
-                gpus: served.gpus.len(),
+                gpus: spec.gpus.len(),
             });
         }
         let folder = self.allocation_dir(&allocation);
@@ -373,16 +373,16 @@ impl Sessions {
                 path: self.checkpoint_path(&allocation),
                 source,
             })?;
-        let siblings = served.tokens.clone().map(|tokens| {
+        let siblings = spec.tokens.clone().map(|tokens| {
             let mut claims = lock(&self.siblings_by_claim);
             claims.retain(|_, siblings| !siblings.is_unshared());
             claims
-                .entry((served.pod.clone(), tokens))
+                .entry((spec.pod.clone(), tokens))
                 .or_default()
                 .clone()
         });
-        let (mut container, known) = Container::restore(
-            served,
+        let (mut container, restored) = Container::restore(
+            spec,
             record,
             served_before,
             self.resolver.as_ref(),
@@ -410,7 +410,7 @@ impl Sessions {
             closer,
             log_limiter: self.log_limiter.clone(),
         };
-        let task = tokio::spawn(task.run(listener, known)).abort_handle();
+        let task = tokio::spawn(task.run(listener, restored)).abort_handle();
         // When two calls serve the same allocation at once, the later listener has replaced the
         // earlier socket, so the later entry stays.
         lock(&self.shared.containers).insert(allocation, RunningContainer { container, task });
@@ -459,9 +459,9 @@ impl Sessions {
     /// processes left memory there.
     fn start_reclaim(&self, gpu: GpuUuid) {
         if lock(&self.shared.gpus_with_task).insert(gpu.clone()) {
-            let mut watches = lock(&self.reclaim_tasks);
-            while watches.try_join_next().is_some() {}
-            watches.spawn(reclaim::run(gpu, Arc::clone(&self.shared)));
+            let mut tasks = lock(&self.reclaim_tasks);
+            while tasks.try_join_next().is_some() {}
+            tasks.spawn(reclaim::run(gpu, Arc::clone(&self.shared)));
         }
         self.shared.orphans_changed.send_replace(());
     }
@@ -538,10 +538,10 @@ impl Sessions {
         bytes: Bytes,
     ) -> Result<(), Bytes> {
         let mut leased = Err(Bytes::ZERO);
-        let served = self.with_container(allocation, |container| {
+        let result = self.with_container(allocation, |container| {
             leased = container.charge_lease(gpu, lease, bytes);
         });
-        served.map_err(|_| Bytes::ZERO).and(leased)
+        result.map_err(|_| Bytes::ZERO).and(leased)
     }
 
     /// Charges an allocation for an existing lease, unless the account charges the lease already.
@@ -568,10 +568,10 @@ impl Sessions {
         bytes: Bytes,
     ) -> bool {
         let mut released = false;
-        let served = self.with_container(allocation, |container| {
+        let result = self.with_container(allocation, |container| {
             released = container.release_lease(gpu, lease, bytes);
         });
-        served.is_ok() && released
+        result.is_ok() && released
     }
 
     /// Refunds a lease that has no memory.
@@ -582,26 +582,26 @@ impl Sessions {
     /// Tracks the memory that ended pods left on these GPUs, and no other. Returns the upper bound
     /// of each GPU that has a proven bound. The revision of a GPU changes whenever another pod
     /// leaves memory there.
-    pub fn bound_unreclaimed(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
-        let gpus: Vec<GpuUuid> = left.keys().cloned().collect();
-        let mut known = lock(&self.shared.unreclaimed);
-        let before = std::mem::take(&mut *known);
-        let same = |gpu: &GpuUuid, number: u64| {
-            let left = before.get(gpu).filter(|left| left.revision == number);
-            left.copied().unwrap_or(Unreclaimed {
-                revision: number,
+    pub fn bound_unreclaimed(&self, revisions: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
+        let gpus: Vec<GpuUuid> = revisions.keys().cloned().collect();
+        let mut unreclaimed = lock(&self.shared.unreclaimed);
+        let before = std::mem::take(&mut *unreclaimed);
+        let same = |gpu: &GpuUuid, revision: u64| {
+            let entry = before.get(gpu).filter(|entry| entry.revision == revision);
+            entry.copied().unwrap_or(Unreclaimed {
+                revision,
                 upper_bound: None,
             })
         };
-        *known = left
+        *unreclaimed = revisions
             .into_iter()
-            .map(|(gpu, number)| (gpu.clone(), same(&gpu, number)))
+            .map(|(gpu, revision)| (gpu.clone(), same(&gpu, revision)))
             .collect();
-        let proven = known.iter();
+        let proven = unreclaimed.iter();
         let proven = proven
-            .filter_map(|(gpu, left)| Some((gpu.clone(), left.upper_bound?)))
+            .filter_map(|(gpu, entry)| Some((gpu.clone(), entry.upper_bound?)))
             .collect();
-        drop(known);
+        drop(unreclaimed);
         gpus.into_iter().for_each(|gpu| self.start_reclaim(gpu));
         proven
     }
@@ -703,9 +703,9 @@ impl Sessions {
     }
 
     /// Records that an image lost its context by this XID. An allocation that has ended is ignored.
-    pub fn record_xid(&self, suspect: &XidTarget, code: u32, now: ClockReading) {
-        let _ = self.with_container(&suspect.allocation, |container| {
-            container.record_xid(suspect, code, now);
+    pub fn record_xid(&self, target: &XidTarget, code: u32, now: ClockReading) {
+        let _ = self.with_container(&target.allocation, |container| {
+            container.record_xid(target, code, now);
         });
     }
 
@@ -723,14 +723,14 @@ impl Sessions {
     }
 
     /// Returns the faults since the last call, after the agent has decided about faults whose
-    /// deadline has passed. `alone` is the time since the agent last reached the API server.
+    /// deadline has passed. `unreachable_for` is the time since the agent last reached the API server.
     pub fn take_new_faults(
         &self,
-        alone: Duration,
+        unreachable_for: Duration,
         now: ClockReading,
     ) -> Vec<(AllocationId, Fault)> {
         self.collect_from_containers(|container| {
-            container.tick_faults(alone, now);
+            container.tick_faults(unreachable_for, now);
             container.take_unreported_faults()
         })
     }
@@ -745,36 +745,33 @@ impl Sessions {
     pub fn processes_to_kill(&self) -> Vec<(AllocationId, Process)> {
         let poisoned = self.collect_from_containers(|container| {
             let pod = container.pod().clone();
-            let condemned = container.process_to_kill();
-            condemned
-                .map(|process| (process, pod))
-                .into_iter()
-                .collect()
+            let process = container.process_to_kill();
+            process.map(|process| (process, pod)).into_iter().collect()
         });
         // Reading `/proc` takes time, so the agent does it without the locks.
-        let first = |(allocation, (process, pod)): (AllocationId, (Process, PodUid))| {
-            let first = self.resolver.root_process(process, &pod)?;
-            Some((allocation, first))
+        let root = |(allocation, (process, pod)): (AllocationId, (Process, PodUid))| {
+            let root = self.resolver.root_process(process, &pod)?;
+            Some((allocation, root))
         };
-        poisoned.into_iter().filter_map(first).collect()
+        poisoned.into_iter().filter_map(root).collect()
     }
 
     /// Fences all containers that use these GPUs. Returns the GPUs that live processes still hold,
     /// and the root processes to kill.
     pub fn drain_gpus(&self, gpus: &BTreeSet<GpuUuid>) -> (BTreeSet<GpuUuid>, BTreeSet<Process>) {
         let found = self.collect_from_containers(|container| container.drain_gpus(gpus));
-        let (mut held, mut doomed) = (BTreeSet::new(), BTreeSet::new());
+        let (mut held_gpus, mut to_kill) = (BTreeSet::new(), BTreeSet::new());
         // Reading `/proc` takes time, so the agent does it without the locks.
         for (_, GpuHolder { pid, pod, gpus }) in found {
             let process = self.resolver.process(pid);
-            if let Some(first) =
+            if let Some(root) =
                 process.and_then(|process| self.resolver.root_process(process, &pod))
             {
-                held.extend(gpus);
-                doomed.insert(first);
+                held_gpus.extend(gpus);
+                to_kill.insert(root);
             }
         }
-        (held, doomed)
+        (held_gpus, to_kill)
     }
 
     fn collect_from_containers<T>(
@@ -828,7 +825,7 @@ fn bind_listener(
     folder: &Path,
     socket: &Path,
     closer: Arc<SocketCloser>,
-    refuses: bool,
+    refuse_descriptors: bool,
 ) -> io::Result<Listener> {
     use std::os::unix::fs::PermissionsExt;
     let mode =
@@ -842,7 +839,7 @@ fn bind_listener(
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    let listener = Listener::bind(&fresh, closer, refuses)?;
+    let listener = Listener::bind(&fresh, closer, refuse_descriptors)?;
     mode(&fresh, 0o666)?;
     std::fs::rename(&fresh, socket)?;
     Ok(listener)

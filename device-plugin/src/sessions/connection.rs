@@ -87,19 +87,19 @@ struct Session {
 impl Connection {
     pub(super) fn new(
         container: Arc<Mutex<Container>>,
-        membership: Arc<dyn ContainerResolver>,
-        shared: Arc<Mutex<RateLimiter>>,
-        bell: FaultNotifier,
-        desk: Option<LeaseHandle>,
-        told: SharedLogLimiter,
+        resolver: Arc<dyn ContainerResolver>,
+        rate_limiter: Arc<Mutex<RateLimiter>>,
+        fault_notifier: FaultNotifier,
+        lease_service: Option<LeaseHandle>,
+        log_limiter: SharedLogLimiter,
     ) -> Connection {
         Connection {
             container,
-            resolver: membership,
-            rate_limiter: shared,
-            fault_notifier: bell,
-            lease_service: desk,
-            log_limiter: told,
+            resolver,
+            rate_limiter,
+            fault_notifier,
+            lease_service,
+            log_limiter,
         }
     }
 
@@ -135,7 +135,7 @@ impl Connection {
     /// Handles the first message, up to the welcome. Returns no session where the peer sent a
     /// single query.
     async fn handshake(&self, stream: &mut PeerStream) -> Result<Option<Session>, ConnectionError> {
-        let (process, life) = match self.resolve_peer(stream) {
+        let (process, exit) = match self.resolve_peer(stream) {
             Some(peer) => peer,
             None => return reject(stream, RejectReason::Identity).await,
         };
@@ -153,12 +153,12 @@ impl Connection {
                     .await?;
                 return Ok(None);
             }
-            Request::Retained(question) => {
-                self.answer_lease_request(stream, process, question).await?;
+            Request::Retained(request) => {
+                self.answer_lease_request(stream, process, request).await?;
                 return Ok(None);
             }
-            Request::Token(question) => {
-                self.answer_token_request(stream, process, question).await?;
+            Request::Token(request) => {
+                self.answer_token_request(stream, process, request).await?;
                 return Ok(None);
             }
             _ => return Err(ConnectionError::OutOfOrder),
@@ -170,28 +170,28 @@ impl Connection {
         self.fault_notifier.wait_kmsg_drained().await;
         self.wait_turn().await;
         let admitted = self.run_charged(|| {
-            let membership = self.resolver.as_ref();
-            lock(&self.container).handle_hello(process, image, version, &holdings, membership)
+            let resolver = self.resolver.as_ref();
+            lock(&self.container).handle_hello(process, image, version, &holdings, resolver)
         });
         let Admission {
             welcome,
             page,
             change,
-            superseded: ended,
-            replaced_image: replaced,
+            superseded,
+            replaced_image,
         } = match admitted {
             Ok(admitted) => admitted,
             Err(reason) => return reject(stream, reason).await,
         };
-        if let Some(desk) = self.lease_service.as_ref().filter(|_| replaced) {
-            desk.process_ended(process).await;
+        if let Some(lease_service) = self.lease_service.as_ref().filter(|_| replaced_image) {
+            lease_service.process_ended(process).await;
         }
         self.wait_recorded(change).await;
         let session = Session {
             process,
             image,
-            exit: life,
-            superseded: ended,
+            exit,
+            superseded,
         };
         // From here on the agent knows the process, so that its exit counts even if the welcome is
         // lost.
@@ -216,10 +216,10 @@ impl Connection {
             return reject(stream, RejectReason::Version).await;
         }
         self.wait_turn().await;
-        let membership = self.resolver.as_ref();
-        let asked =
-            self.run_charged(|| lock(&self.container).query_usage(pid, account, membership));
-        match asked {
+        let resolver = self.resolver.as_ref();
+        let outcome =
+            self.run_charged(|| lock(&self.container).query_usage(pid, account, resolver));
+        match outcome {
             Ok(usage) => {
                 let frame = usage.frame();
                 let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
@@ -234,17 +234,17 @@ impl Connection {
         &self,
         stream: &mut PeerStream,
         process: Process,
-        question: RetainedRequest,
+        request: RetainedRequest,
     ) -> Result<(), ConnectionError> {
-        let asked = self.authorize(process, question.version(), question.account());
-        let (answer, fd) = match (asked.await, &self.lease_service) {
-            (Ok(allocation), Some(desk)) => {
-                let asker = Caller {
+        let outcome = self.authorize(process, request.version(), request.account());
+        let (answer, fd) = match (outcome.await, &self.lease_service) {
+            (Ok(allocation), Some(lease_service)) => {
+                let caller = Caller {
                     allocation,
                     process,
                 };
-                let (early, made) = oneshot::channel();
-                let early = (question.version() >= CREATED_SINCE).then_some(early);
+                let (on_created, created) = oneshot::channel();
+                let on_created = (request.version() >= CREATED_SINCE).then_some(on_created);
                 let (
                     (),
                     Reply {
@@ -252,18 +252,18 @@ impl Connection {
                         fd,
                     },
                 ) = tokio::join!(
-                    send_created_lease(stream, made),
-                    desk.request(asker, question, early)
+                    send_created_lease(stream, created),
+                    lease_service.request(caller, request, on_created)
                 );
                 (Response::Retained(answer), fd)
             }
             (Ok(_), None) => {
-                let why = RetainedRefusal::Unavailable;
-                (Response::Retained(RetainedResponse::Refused(why)), None)
+                let refusal = RetainedRefusal::Unavailable;
+                (Response::Retained(RetainedResponse::Refused(refusal)), None)
             }
             (Err(NotAuthorized::Fenced), _) => {
-                let why = RetainedRefusal::Fenced;
-                (Response::Retained(RetainedResponse::Refused(why)), None)
+                let refusal = RetainedRefusal::Fenced;
+                (Response::Retained(RetainedResponse::Refused(refusal)), None)
             }
             (Err(NotAuthorized::Rejected(reason)), _) => return reject(stream, reason).await,
         };
@@ -282,16 +282,16 @@ impl Connection {
         &self,
         stream: &mut PeerStream,
         process: Process,
-        question: TokenRequest,
+        request: TokenRequest,
     ) -> Result<(), ConnectionError> {
-        let asked = self.authorize(process, question.version(), question.account());
-        let answer = match (asked.await, &self.lease_service) {
-            (Ok(allocation), Some(desk)) => {
-                let asker = Caller {
+        let outcome = self.authorize(process, request.version(), request.account());
+        let answer = match (outcome.await, &self.lease_service) {
+            (Ok(allocation), Some(lease_service)) => {
+                let caller = Caller {
                     allocation,
                     process,
                 };
-                desk.request_token(asker, question).await
+                lease_service.request_token(caller, request).await
             }
             (Ok(_), None) => TokenResponse::Refused(TokenRefusal::Unavailable),
             (Err(NotAuthorized::Fenced), _) => TokenResponse::Refused(TokenRefusal::AskerFenced),
@@ -314,16 +314,16 @@ impl Connection {
             return Err(NotAuthorized::Rejected(RejectReason::Version));
         }
         self.wait_turn().await;
-        let membership = self.resolver.as_ref();
-        self.run_charged(|| lock(&self.container).authorize(process.pid, gpu, membership))
+        let resolver = self.resolver.as_ref();
+        self.run_charged(|| lock(&self.container).authorize(process.pid, gpu, resolver))
     }
 
     /// Resolves the process that connected, pinned by a pidfd. The agent opens the pidfd before it
     /// reads `/proc`, so that both are of the same process.
     fn resolve_peer(&self, stream: &PeerStream) -> Option<(Process, ProcessExit)> {
         let pid = stream.peer_pid()?;
-        let life = ProcessExit::open(pid).ok()?;
-        Some((self.resolver.process(pid)?, life))
+        let exit = ProcessExit::open(pid).ok()?;
+        Some((self.resolver.process(pid)?, exit))
     }
 
     /// Answers requests until the peer breaks the protocol.
@@ -339,15 +339,15 @@ impl Connection {
             // that of its siblings.
             rate_limit::wait(own.charge_message(Instant::now())).await;
             self.wait_turn().await;
-            let heard = Instant::now();
+            let received_at = Instant::now();
             if let Request::Credit { account, units } = message {
-                let settles =
-                    || lock(&self.container).is_reclaim_pending(pid, account, units, heard);
-                while self.run_charged(settles) {
+                let is_pending =
+                    || lock(&self.container).is_reclaim_pending(pid, account, units, received_at);
+                while self.run_charged(is_pending) {
                     tokio::time::sleep(RECLAIM_POLL).await;
                 }
             }
-            let able = matches!(
+            let can_reexec = matches!(
                 message,
                 Request::Poisoned {
                     can_reexec: true,
@@ -386,7 +386,7 @@ impl Connection {
                     self.fault_notifier.notify();
                     let poisoned = || {
                         let now = clock::read_clocks();
-                        lock(&self.container).handle_poisoned(pid, account, code, able, now)
+                        lock(&self.container).handle_poisoned(pid, account, code, can_reexec, now)
                     };
                     Some(self.run_charged(poisoned))
                 }
@@ -397,19 +397,19 @@ impl Connection {
             };
             if let Some(answer) = answer {
                 // A peer that reads late does not make the answer late.
-                let took = heard.elapsed();
+                let took = received_at.elapsed();
                 let sent = stream.write_all(&answer.frame()).await;
                 sent.map_err(ConnectionError::NotTaken)?;
                 // A shim that waited too long refuses the allocation, and the program is out of
                 // memory.
                 if took > LATE_ANSWER
-                    && let Some(untold) = self.log_limiter.due("late", Instant::now())
+                    && let Some(suppressed) = self.log_limiter.due("late", Instant::now())
                 {
                     tracing::warn!(
                         pid,
                         ?took,
                         ?answer,
-                        untold,
+                        suppressed,
                         "answered a tenant process late"
                     );
                 }
@@ -427,9 +427,9 @@ impl Connection {
 
     /// Does work, and charges its processor time to the container.
     fn run_charged<T>(&self, work: impl FnOnce() -> T) -> T {
-        let (came_to, took) = rate_limit::measure_cpu_time(work);
+        let (result, took) = rate_limit::measure_cpu_time(work);
         lock(&self.rate_limiter).charge_cpu_time(took, Instant::now());
-        came_to
+        result
     }
 
     /// Waits until the checkpoint holds a change.
@@ -455,12 +455,12 @@ pub(super) async fn watch_exit(
     container: Arc<Mutex<Container>>,
     process: Process,
     image: u64,
-    ended: CancellationToken,
+    superseded: CancellationToken,
 ) {
-    if let Ok(life) = ProcessExit::open(process.pid) {
+    if let Ok(exit) = ProcessExit::open(process.pid) {
         tokio::select! {
-            () = ended.cancelled() => return,
-            () = life.wait() => {}
+            () = superseded.cancelled() => return,
+            () = exit.wait() => {}
         }
     }
     lock(&container).handle_exit(process, image);
@@ -481,11 +481,12 @@ async fn read_request(stream: &mut PeerStream) -> Result<Request, ConnectionErro
 }
 
 /// Sends the memory of a new lease to its creator, before the fd store has it.
-async fn send_created_lease(stream: &mut PeerStream, made: oneshot::Receiver<CreatedMemory>) {
-    if let Ok(CreatedMemory { bytes, fd }) = made.await {
-        let made = Response::Retained(RetainedResponse::Created { bytes: bytes.0 });
+async fn send_created_lease(stream: &mut PeerStream, created: oneshot::Receiver<CreatedMemory>) {
+    if let Ok(CreatedMemory { bytes, fd }) = created.await {
+        let created = Response::Retained(RetainedResponse::Created { bytes: bytes.0 });
         // A peer that does not take the memory gets the final answer, and no lease.
-        let _ = tokio::time::timeout(ANSWER_TIMEOUT, send_with_descriptor(stream, &made, fd)).await;
+        let _ =
+            tokio::time::timeout(ANSWER_TIMEOUT, send_with_descriptor(stream, &created, fd)).await;
     }
 }
 

@@ -156,58 +156,58 @@ impl Container {
     /// Restores a container from its checkpoint, with its live processes. Where the agent
     /// `served_before`, a missing checkpoint means that unknown processes may live.
     pub(super) fn restore(
-        served: SessionSpec,
-        record: SessionCheckpoint,
+        spec: SessionSpec,
+        checkpoint: SessionCheckpoint,
         served_before: bool,
-        membership: &dyn ContainerResolver,
+        resolver: &dyn ContainerResolver,
         now: BootTime,
     ) -> (Container, Vec<RestoredProcess>) {
-        let accounts: Vec<_> = served
+        let accounts: Vec<_> = spec
             .gpus
             .iter()
             .map(|(gpu, _)| Account::Gpu(gpu.clone()))
             .chain([Account::Managed])
             .collect();
-        let quotas = served
+        let quotas = spec
             .gpus
             .iter()
             .map(|(_, quota)| quota)
-            .chain([&served.managed]);
-        let ceilings: Vec<_> = quotas.map(|quota| Units::within(quota.0)).collect();
-        let credit = CreditAccounts::new(ceilings.clone());
-        let denied = vec![0; accounts.len()];
-        let content = record.read();
-        let lost = content
+            .chain([&spec.managed]);
+        let requested: Vec<_> = quotas.map(|quota| Units::within(quota.0)).collect();
+        let credit = CreditAccounts::new(requested.clone());
+        let denials = vec![0; accounts.len()];
+        let content = checkpoint.read();
+        let is_lost = content
             .as_ref()
             .map_or(served_before, |content| content.incomplete);
         let content = content.unwrap_or_default();
-        let mut orders: Vec<_> = content
+        let mut overrides: Vec<_> = content
             .orders
             .iter()
             .map(|units| units.map(Units))
             .collect();
-        orders.resize(accounts.len(), None);
+        overrides.resize(accounts.len(), None);
         let mut container = Container {
-            spec: served,
+            spec,
             accounts,
             credit,
-            checkpoint: record,
+            checkpoint,
             processes: BTreeMap::new(),
-            is_checkpoint_lost: lost,
+            is_checkpoint_lost: is_lost,
             cgroup: None,
-            denials: denied,
+            denials,
             context_sizes: None,
             denials_by_function: BTreeMap::new(),
             log_limiter: LogLimiter::default(),
             shared_log_limiter: SharedLogLimiter::default(),
             requests: 0,
-            requested: ceilings,
-            overrides: orders,
+            requested,
+            overrides,
             last_exit: None,
             generation: match content.generation {
                 // Generations issued since the boot are lower, since a container has at most one
                 // image each microsecond. The wall clock may have been set back.
-                0 if lost => now.0.saturating_mul(1_000),
+                0 if is_lost => now.0.saturating_mul(1_000),
                 known => known,
             },
             fault_log: content.poisonings,
@@ -248,16 +248,16 @@ impl Container {
             container
                 .credit
                 .restore_grant(process.pid, &to_units(&granted));
-            if membership.process(process.pid) != Some(process) {
+            if resolver.process(process.pid) != Some(process) {
                 container.credit.mark_exited(process.pid, &exported);
                 container.fault_log.record_exit(process, generation);
                 continue;
             }
-            let ended = CancellationToken::new();
+            let superseded = CancellationToken::new();
             known.push(RestoredProcess {
                 process,
                 image,
-                superseded: ended.clone(),
+                superseded: superseded.clone(),
             });
             container.processes.insert(
                 process.pid,
@@ -266,18 +266,18 @@ impl Container {
                     image,
                     generation,
                     protocol_version: 1,
-                    namespace_pids: membership.namespace_pids(process.pid),
+                    namespace_pids: resolver.namespace_pids(process.pid),
                     page: None,
                     page_fd: None,
                     has_adopted_page: false,
                     exported,
                     has_broken_page: false,
-                    superseded: ended,
+                    superseded,
                 },
             );
         }
-        let [retired, _] = container.credit.exited_and_orphaned();
-        if !retired.is_empty() {
+        let [exited, _] = container.credit.exited_and_orphaned();
+        if !exited.is_empty() {
             // This agent has not sampled the memory of the exited processes yet.
             container.last_exit = Some(Instant::now());
         }
@@ -294,14 +294,14 @@ impl Container {
         image: u64,
         version: u16,
         holdings: &[HeldCredit],
-        membership: &dyn ContainerResolver,
+        resolver: &dyn ContainerResolver,
     ) -> Result<Admission, RejectReason> {
         let pid = process.pid;
-        let home = self.resolve_cgroup(pid, membership)?;
+        let cgroup = self.resolve_cgroup(pid, resolver)?;
         let known = self
             .processes
             .get(&pid)
-            .is_some_and(|member| (member.process, member.image) == (process, image));
+            .is_some_and(|state| (state.process, state.image) == (process, image));
         if !self.processes.contains_key(&pid) && self.processes.len() >= MAX_PROCESSES {
             return Err(RejectReason::Busy);
         }
@@ -309,20 +309,20 @@ impl Container {
         // its state.
         let page = self.pages.take_page(self.accounts.len(), Instant::now());
         let (page, fd) = page.map_err(|error| {
-            if let Some(untold) = self.log_limiter.due("no page", Instant::now()) {
+            if let Some(suppressed) = self.log_limiter.due("no page", Instant::now()) {
                 let allocation = self.spec.allocation;
-                tracing::warn!(%allocation, pid, %error, untold, "failed to make a credit page");
+                tracing::warn!(%allocation, pid, %error, suppressed, "failed to make a credit page");
             }
             RejectReason::Busy
         })?;
-        let (mut exported, mut generation, mut spoiled) = (Vec::new(), None, false);
+        let (mut exported, mut generation, mut has_broken_page) = (Vec::new(), None, false);
         let before = self.processes.remove(&pid);
-        let replaced = before.is_some() && !known;
+        let replaced_image = before.is_some() && !known;
         if let Some(before) = before {
             before.superseded.cancel();
             exported = before.current_exports();
             generation = Some(before.generation).filter(|_| known);
-            spoiled = known && before.has_broken_page;
+            has_broken_page = known && before.has_broken_page;
             if !known {
                 self.credit.mark_exited(pid, &std::mem::take(&mut exported));
                 self.last_exit = Some(Instant::now());
@@ -334,12 +334,12 @@ impl Container {
             self.generation = self.generation.saturating_add(1);
             self.generation
         });
-        let found = self.untracked_by(pid);
+        let untracked = self.untracked_by(pid);
         self.credit.clear_untracked(pid);
         self.update_from_siblings();
-        self.fill_page(&page, pid, known, holdings, &found, &exported);
-        self.cgroup = Some(home);
-        let ended = CancellationToken::new();
+        self.fill_page(&page, pid, known, holdings, &untracked, &exported);
+        self.cgroup = Some(cgroup);
+        let superseded = CancellationToken::new();
         self.processes.insert(
             pid,
             ProcessState {
@@ -347,13 +347,13 @@ impl Container {
                 image,
                 generation,
                 protocol_version: version,
-                namespace_pids: membership.namespace_pids(pid),
+                namespace_pids: resolver.namespace_pids(pid),
                 page: Some(page),
                 page_fd: Some(Arc::clone(&fd)),
                 has_adopted_page: false,
                 exported,
-                has_broken_page: spoiled,
-                superseded: ended.clone(),
+                has_broken_page,
+                superseded: superseded.clone(),
             },
         );
         self.refresh_pages();
@@ -362,8 +362,8 @@ impl Container {
             welcome: self.welcome(version, generation),
             page: fd,
             change: self.note_change(),
-            superseded: ended,
-            replaced_image: replaced,
+            superseded,
+            replaced_image,
         })
     }
 
@@ -371,15 +371,15 @@ impl Container {
     fn resolve_cgroup(
         &self,
         pid: u32,
-        membership: &dyn ContainerResolver,
+        resolver: &dyn ContainerResolver,
     ) -> Result<String, RejectReason> {
-        let home = membership
+        let cgroup = resolver
             .container(pid, &self.spec.pod)
             .ok_or(RejectReason::Identity)?;
-        let others = self.processes.keys().any(|member| *member != pid);
+        let others = self.processes.keys().any(|other| *other != pid);
         match &self.cgroup {
-            Some(here) if others && *here != home => Err(RejectReason::Identity),
-            _ => Ok(home),
+            Some(known) if others && *known != cgroup => Err(RejectReason::Identity),
+            _ => Ok(cgroup),
         }
     }
 
@@ -389,15 +389,15 @@ impl Container {
         &self,
         pid: u32,
         account: &messages::Account,
-        membership: &dyn ContainerResolver,
+        resolver: &dyn ContainerResolver,
     ) -> Result<Response, RejectReason> {
-        self.resolve_cgroup(pid, membership)?;
+        self.resolve_cgroup(pid, resolver)?;
         let index = self
             .accounts
             .iter()
-            .position(|here| to_wire_account(here) == *account)
+            .position(|other| to_wire_account(other) == *account)
             .ok_or(RejectReason::Account)?;
-        let depth = membership.namespace_pids(pid).len();
+        let depth = resolver.namespace_pids(pid).len();
         let mut used = self
             .credit
             .exited(index)
@@ -405,12 +405,12 @@ impl Container {
             .saturating_add(self.credit.leased(index))
             .saturating_add(self.credit.sibling_charges(index));
         let mut processes = Vec::new();
-        for (pid, member) in &self.processes {
-            let units = self.used_by(*pid, member, index);
+        for (pid, state) in &self.processes {
+            let units = self.used_by(*pid, state, index);
             used = used.saturating_add(units);
             let seen = depth
                 .checked_sub(1)
-                .and_then(|own| member.namespace_pids.get(own));
+                .and_then(|own| state.namespace_pids.get(own));
             if let Some(pid) = seen.filter(|_| units > Units::ZERO) {
                 processes.push(ProcessUsage {
                     pid: *pid,
@@ -427,35 +427,38 @@ impl Container {
 
     /// Fills the new page of a process. For a known process the accounts count, not the holdings
     /// that it reports. An unknown process is admitted with its claim, within the quota. The
-    /// driver's figure (`found`) without the uncharged margin is the least that counts.
+    /// driver's figure (`untracked`) without the uncharged margin is the least that counts.
     fn fill_page(
         &mut self,
         page: &CreditPage,
         pid: u32,
         known: bool,
         holdings: &[HeldCredit],
-        found: &[Units],
+        untracked: &[Units],
         exported: &[Units],
     ) {
-        let of =
+        let amount_of =
             |amounts: &[Units], index: usize| amounts.get(index).copied().unwrap_or(Units::ZERO);
         for (index, account) in self.accounts.iter().enumerate() {
             let Some(slot) = page.slot(index) else {
                 continue;
             };
-            let on_wire = to_wire_account(account);
-            let held = holdings.iter().find(|holding| holding.account == on_wire);
+            let wire_account = to_wire_account(account);
+            let held = holdings
+                .iter()
+                .find(|holding| holding.account == wire_account);
             let (claimed, used) =
                 held.map_or((Units::ZERO, Units::ZERO), |held| (held.granted, held.used));
-            let least = of(found, index).saturating_sub(Units::within(self.uncharged_margin().0));
+            let minimum = amount_of(untracked, index)
+                .saturating_sub(Units::within(self.uncharged_margin().0));
             let granted = if known {
                 self.credit.granted_to(pid, index)
             } else {
-                self.credit.admit_claimed(pid, index, claimed.max(least))
+                self.credit.admit_claimed(pid, index, claimed.max(minimum))
             };
             slot.set_quota(self.credit.quota(index));
             slot.set_context(self.context_charge(account));
-            slot.set_exported(of(exported, index));
+            slot.set_exported(amount_of(exported, index));
             slot.set(CreditWord {
                 granted: granted.0,
                 used: used.0,
@@ -499,25 +502,25 @@ impl Container {
     /// Notes that a process has sent a message. Returns whether its exports have changed and the
     /// checkpoint must hold them.
     fn update_exports(&mut self, pid: u32) -> bool {
-        let Some(member) = self.processes.get_mut(&pid) else {
+        let Some(state) = self.processes.get_mut(&pid) else {
             return false;
         };
-        member.has_adopted_page = true;
-        let exported = member.current_exports();
-        let news = member.exported != exported;
-        member.exported = exported;
-        news
+        state.has_adopted_page = true;
+        let exported = state.current_exports();
+        let has_changed = state.exported != exported;
+        state.exported = exported;
+        has_changed
     }
 
     /// Whether a request would be refused only for bytes of an image that exited a moment ago,
     /// which the driver is about to free. A re-executed program requests its whole quota at once. A
-    /// request that was `heard` before the window waits no more, whatever exited since.
+    /// request that the agent received before the window waits no more, whatever exited since.
     pub(super) fn is_reclaim_pending(
         &self,
         pid: u32,
         account: u8,
         need: Units,
-        heard: Instant,
+        received_at: Instant,
     ) -> bool {
         let index = usize::from(account);
         let recently = |then: Instant| then.elapsed() < RECLAIM_WINDOW;
@@ -525,14 +528,14 @@ impl Container {
             .credit
             .free(index)
             .saturating_add(self.idle_credit_of_others(pid, index));
-        let gone = self.credit.exited(index);
-        let with_retired = free
-            .saturating_add(gone)
+        let exited = self.credit.exited(index);
+        let with_exited = free
+            .saturating_add(exited)
             .saturating_add(self.credit.sibling_charges(index));
-        recently(heard)
+        recently(received_at)
             && self.last_exit_in_claim().is_some_and(recently)
             && !self.is_fenced(pid)
-            && (free.saturating_add(Units(1))..=with_retired).contains(&need)
+            && (free.saturating_add(Units(1))..=with_exited).contains(&need)
     }
 
     /// Reserves credit for a process in the accounts: first from free bytes, then from idle credit
@@ -569,14 +572,14 @@ impl Container {
         index: usize,
         units: Units,
     ) -> Result<Units, RefusalReason> {
-        let member = self.processes.get_mut(&pid);
-        let granted = member.is_some_and(|member| {
-            let page = member.page.as_ref();
+        let state = self.processes.get_mut(&pid);
+        let granted = state.is_some_and(|state| {
+            let page = state.page.as_ref();
             let Some(slot) = page.and_then(|page| page.slot(index)) else {
                 return false;
             };
             let granted = slot.grant(units);
-            member.has_broken_page |= !granted && !slot.word().is_frozen();
+            state.has_broken_page |= !granted && !slot.word().is_frozen();
             granted
         });
         if granted {
@@ -588,28 +591,28 @@ impl Container {
 
     /// Handles the exit of a process image, whose grants stay charged.
     pub(super) fn handle_exit(&mut self, process: Process, image: u64) {
-        let member = self.processes.get(&process.pid);
-        if member.is_none_or(|member| (member.process, member.image) != (process, image)) {
+        let state = self.processes.get(&process.pid);
+        if state.is_none_or(|state| (state.process, state.image) != (process, image)) {
             return;
         }
-        let Some(member) = self.processes.remove(&process.pid) else {
+        let Some(state) = self.processes.remove(&process.pid) else {
             return;
         };
         self.credit
-            .mark_exited(process.pid, &member.current_exports());
-        if let Some(fd) = member.page_fd {
+            .mark_exited(process.pid, &state.current_exports());
+        if let Some(fd) = state.page_fd {
             self.pages.return_page(fd);
         }
         self.last_exit = Some(Instant::now());
-        self.fault_log.record_exit(process, member.generation);
+        self.fault_log.record_exit(process, state.generation);
         self.refresh_pages();
         self.note_change();
     }
 
     /// The exited processes to look up in the driver; `None` where the agent need not sample.
     pub(super) fn reclaim_query(&self) -> Option<ReclaimQuery> {
-        let [retired, _] = self.credit.exited_and_orphaned();
-        (!retired.is_empty() || self.is_checkpoint_lost).then(|| retired.clone())
+        let [exited, _] = self.credit.exited_and_orphaned();
+        (!exited.is_empty() || self.is_checkpoint_lost).then(|| exited.clone())
     }
 
     /// The GPUs, in the order of the accounts.
@@ -623,15 +626,15 @@ impl Container {
     /// sample.
     pub(super) fn apply_samples(
         &mut self,
-        asked: &ReclaimQuery,
-        found: &[ProcessMemory],
-        membership: &dyn ContainerResolver,
+        query: &ReclaimQuery,
+        samples: &[ProcessMemory],
+        resolver: &dyn ContainerResolver,
     ) {
         let before = (self.credit.clone(), self.is_checkpoint_lost);
-        self.find_untracked(found, membership);
-        for (pid, units) in asked {
+        self.find_untracked(samples, resolver);
+        for (pid, units) in query {
             if self.credit.exited_and_orphaned()[0].get(pid) == Some(units)
-                && self.is_reclaimed(*pid, found)
+                && self.is_reclaimed(*pid, samples)
             {
                 self.credit.release_exited(*pid);
             }
@@ -643,24 +646,24 @@ impl Container {
     }
 
     /// Whether the driver has freed all memory of an exited image.
-    fn is_reclaimed(&self, pid: u32, found: &[ProcessMemory]) -> bool {
-        found.iter().enumerate().all(|(index, charges)| {
+    fn is_reclaimed(&self, pid: u32, samples: &[ProcessMemory]) -> bool {
+        samples.iter().enumerate().all(|(index, sample)| {
             // After an exec the pid lives on with a new image.
-            let member = self.processes.get(&pid);
-            let own = member.map(|member| self.own_memory(pid, member, index));
+            let state = self.processes.get(&pid);
+            let own = state.map(|state| self.own_memory(pid, state, index));
             let own = |charged| own.map_or(Bytes::ZERO, |own| own.own_part(charged));
-            charges
+            sample
                 .bytes_of(pid)
                 .is_some_and(|charged| charged == own(charged))
         })
     }
 
     /// The bytes that a live process itself has allocated.
-    fn own_memory(&self, pid: u32, member: &ProcessState, index: usize) -> OwnMemory {
-        let exported = self.exports_of(pid, member, index);
+    fn own_memory(&self, pid: u32, state: &ProcessState, index: usize) -> OwnMemory {
+        let exported = self.exports_of(pid, state, index);
         OwnMemory {
             allocation: self.spec.allocation,
-            charged: Bytes(self.used_by(pid, member, index).bytes()),
+            charged: Bytes(self.used_by(pid, state, index).bytes()),
             exported: Bytes(exported.bytes()),
             uncharged_margin: self.uncharged_margin(),
         }
@@ -675,60 +678,60 @@ impl Container {
 
     /// Finds untracked processes after the loss of a checkpoint, and charges them what the driver
     /// reports. From then on the audit maintains the figures.
-    fn find_untracked(&mut self, found: &[ProcessMemory], membership: &dyn ContainerResolver) {
+    fn find_untracked(&mut self, samples: &[ProcessMemory], resolver: &dyn ContainerResolver) {
         if !self.is_checkpoint_lost {
             return;
         }
         self.is_checkpoint_lost = false;
-        for (index, charges) in found.iter().enumerate() {
-            let outside = charges.iter().filter(|(pid, _)| {
-                let is_member = self.processes.contains_key(pid);
-                !is_member && membership.container(*pid, &self.spec.pod).is_some()
+        for (index, sample) in samples.iter().enumerate() {
+            let untracked = sample.iter().filter(|(pid, _)| {
+                let has_session = self.processes.contains_key(pid);
+                !has_session && resolver.container(*pid, &self.spec.pod).is_some()
             });
             // Where the driver does not report an amount, the process may have all of the quota.
             let all = self.credit.quota(index);
             let units = |bytes: Option<Bytes>| Units::holding(bytes?.0);
-            let outside = outside
+            let untracked = untracked
                 .map(|(pid, bytes)| (pid, units(bytes).unwrap_or(all)))
                 .collect();
-            self.credit.set_untracked(index, outside);
+            self.credit.set_untracked(index, untracked);
         }
     }
 
     /// Changes the requested quota of an account.
     pub(super) fn set_requested_quota(&mut self, account: &Account, quota: Bytes) {
-        let Some(index) = self.accounts.iter().position(|here| here == account) else {
+        let Some(index) = self.accounts.iter().position(|other| other == account) else {
             return;
         };
-        if let Some(ceiling) = self.requested.get_mut(index) {
-            *ceiling = Units::within(quota.0);
+        if let Some(requested) = self.requested.get_mut(index) {
+            *requested = Units::within(quota.0);
         }
         self.apply_quota(index);
     }
 
     /// Writes the usage of the container's other processes into every page.
     pub(super) fn refresh_pages(&self) {
-        let dead = self
+        let exited = self
             .credit
             .exited_and_orphaned()
-            .map(|book| book.len())
+            .map(|amounts| amounts.len())
             .iter()
             .sum::<usize>();
-        let siblings = self.processes.len().saturating_sub(1) + dead;
+        let siblings = self.processes.len().saturating_sub(1) + exited;
         let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
         for index in 0..self.accounts.len() {
             let uses = self
                 .processes
                 .iter()
-                .map(|(pid, member)| (member, self.used_by(*pid, member, index)))
+                .map(|(pid, state)| (state, self.used_by(*pid, state, index)))
                 .collect::<Vec<_>>();
             let all = uses.iter().map(|(_, used)| *used).sum::<Units>();
             let all = all.saturating_add(self.credit.exited(index));
             let all = all.saturating_add(self.credit.untracked(index));
             let all = all.saturating_add(self.credit.leased(index));
             let all = all.saturating_add(self.credit.sibling_charges(index));
-            for (member, used) in uses {
-                if let Some(slot) = member.page.as_ref().and_then(|page| page.slot(index)) {
+            for (state, used) in uses {
+                if let Some(slot) = state.page.as_ref().and_then(|page| page.slot(index)) {
                     slot.set_others(all.saturating_sub(used), siblings);
                 }
             }
@@ -745,7 +748,7 @@ impl Container {
             used: Bytes(
                 self.processes
                     .iter()
-                    .map(|(pid, member)| self.used_by(*pid, member, index))
+                    .map(|(pid, state)| self.used_by(*pid, state, index))
                     .sum::<Units>()
                     .bytes(),
             ),
@@ -759,25 +762,25 @@ impl Container {
 
     /// The bytes that a process uses: the figure of its page, at most its grant. Without a page the
     /// whole grant counts.
-    fn used_by(&self, pid: u32, member: &ProcessState, account: usize) -> Units {
+    fn used_by(&self, pid: u32, state: &ProcessState, account: usize) -> Units {
         let granted = self.credit.granted_to(pid, account);
-        let slot = member.adopted_page().and_then(|page| page.slot(account));
+        let slot = state.adopted_page().and_then(|page| page.slot(account));
         slot.map_or(granted, |slot| Units(slot.word().used).min(granted))
     }
 
     fn idle_credit_of_others(&self, pid: u32, account: usize) -> Units {
         let others = self.processes.iter().filter(|(other, _)| **other != pid);
         others
-            .filter_map(|(other, member)| {
-                let slot = member.adopted_page()?.slot(account)?;
+            .filter_map(|(other, state)| {
+                let slot = state.adopted_page()?.slot(account)?;
                 Some(Units(slot.word().idle()).min(self.credit.granted_to(*other, account)))
             })
             .sum()
     }
 
     fn reclaim_idle(&mut self, pid: u32, account: usize, mut missing: Units) {
-        for (other, member) in self.processes.iter().filter(|(other, _)| **other != pid) {
-            let Some(slot) = member.adopted_page().and_then(|page| page.slot(account)) else {
+        for (other, state) in self.processes.iter().filter(|(other, _)| **other != pid) {
+            let Some(slot) = state.adopted_page().and_then(|page| page.slot(account)) else {
                 continue;
             };
             let at_most = missing.min(self.credit.granted_to(*other, account));
@@ -795,32 +798,32 @@ impl Container {
         self.publish_to_siblings();
         let units =
             |accounts: &[Units]| -> Vec<u32> { accounts.iter().map(|units| units.0).collect() };
-        let books = |books: &BTreeMap<u32, Vec<Units>>| {
-            books
+        let by_pid = |by_pid: &BTreeMap<u32, Vec<Units>>| {
+            by_pid
                 .iter()
                 .map(|(pid, accounts)| (*pid, units(accounts)))
                 .collect()
         };
-        let [retired, kept] = self.credit.exited_and_orphaned();
+        let [exited, orphaned] = self.credit.exited_and_orphaned();
         let content = CheckpointContent {
             processes: self
                 .processes
                 .values()
-                .map(|member| ProcessEntry {
-                    process: member.process,
-                    image: member.image,
-                    generation: member.generation,
+                .map(|state| ProcessEntry {
+                    process: state.process,
+                    image: state.image,
+                    generation: state.generation,
                     granted: units(
                         self.credit
                             .grants()
-                            .get(&member.process.pid)
+                            .get(&state.process.pid)
                             .map_or(&[], Vec::as_slice),
                     ),
-                    exported: units(&member.exported),
+                    exported: units(&state.exported),
                 })
                 .collect(),
-            retired: books(retired),
-            kept: books(kept),
+            retired: by_pid(exited),
+            kept: by_pid(orphaned),
             leases: self
                 .credit
                 .leases()
@@ -839,10 +842,10 @@ impl Container {
         };
         let written = self.checkpoint.write(content);
         if let Err(error) = &written
-            && let Some(untold) = self.shared_log_limiter.due("record", Instant::now())
+            && let Some(suppressed) = self.shared_log_limiter.due("record", Instant::now())
         {
             let allocation = self.spec.allocation;
-            tracing::warn!(%allocation, %error, untold, "failed to write a session record; free space in /run");
+            tracing::warn!(%allocation, %error, suppressed, "failed to write a session record; free space in /run");
         }
         written.is_ok()
     }

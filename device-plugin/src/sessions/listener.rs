@@ -60,11 +60,11 @@ impl ListenerTask {
         } in known
         {
             // The exit of a known process counts, with a permit or without.
-            let seat = self.connection_limit.try_acquire(peers.len());
-            let mourn = connection::watch_exit(Arc::clone(&self.container), process, image, ended);
+            let permit = self.connection_limit.try_acquire(peers.len());
+            let watch = connection::watch_exit(Arc::clone(&self.container), process, image, ended);
             peers.spawn(async move {
-                mourn.await;
-                drop(seat);
+                watch.await;
+                drop(permit);
             });
         }
         // A GPU that hangs blocks this task only.
@@ -83,16 +83,16 @@ impl ListenerTask {
                         let taken = peers.len() + self.closer.unclosed();
                         let full = taken >= MAX_PROCESSES + SPARE_CONNECTIONS;
                         match self.connection_limit.try_acquire(taken).filter(|_| !full) {
-                            Some(seat) => {
-                                peers.spawn(self.serve_connection(stream, seat, Arc::clone(&messages)));
+                            Some(permit) => {
+                                peers.spawn(self.serve_connection(stream, permit, Arc::clone(&messages)));
                             }
                             None => reject_busy(stream),
                         }
                         rate_limit::wait(connections.charge_message(Instant::now())).await;
                     }
                     Err(error) => {
-                        if let Some(untold) = self.log_limiter.due("accept", Instant::now()) {
-                            tracing::warn!(%error, untold, "failed to accept a connection; it is tried again");
+                        if let Some(suppressed) = self.log_limiter.due("accept", Instant::now()) {
+                            tracing::warn!(%error, suppressed, "failed to accept a connection; it is tried again");
                         }
                         tokio::time::sleep(ACCEPT_RETRY_DELAY).await;
                     }
@@ -112,10 +112,10 @@ impl ListenerTask {
     fn serve_connection(
         &self,
         stream: PeerStream,
-        seat: ConnectionPermit,
+        permit: ConnectionPermit,
         messages: Arc<Mutex<RateLimiter>>,
     ) -> impl Future<Output = ()> + use<> {
-        let conversation = Connection::new(
+        let connection = Connection::new(
             Arc::clone(&self.container),
             Arc::clone(&self.resolver),
             messages,
@@ -124,50 +124,50 @@ impl ListenerTask {
             self.log_limiter.clone(),
         );
         async move {
-            conversation.run(stream).await;
-            drop(seat);
+            connection.run(stream).await;
+            drop(permit);
         }
     }
 }
 
 /// Rejects a peer when no permit is free; without an answer the peer would wait.
 fn reject_busy(stream: PeerStream) {
-    let goodbye = Response::Rejected {
+    let rejection = Response::Rejected {
         reason: RejectReason::Busy,
     };
     // The buffer of a new socket has room for the answer.
-    stream.try_write(&goodbye.frame());
+    stream.try_write(&rejection.frame());
 }
 
 /// Samples the GPUs for exited images and untracked processes, for ever. With nothing to sample or
 /// write, only a change wakes the task, since a node has hundreds of these tasks.
 async fn settle_exited(
     container: Arc<Mutex<Container>>,
-    looks: Arc<SharedSampler>,
-    membership: Arc<dyn ContainerResolver>,
+    shared_sampler: Arc<SharedSampler>,
+    resolver: Arc<dyn ContainerResolver>,
 ) {
     let mut every = tokio::time::interval(SETTLE_INTERVAL);
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let (gpus, stirred) = {
+    let (gpus, changed) = {
         let container = lock(&container);
         (container.gpus(), container.change_notify())
     };
     loop {
         every.tick().await;
-        let (asked, is_recorded) = {
+        let (query, is_recorded) = {
             let mut container = lock(&container);
             container.flush_changes(Instant::now());
             (container.reclaim_query(), container.is_recorded())
         };
-        let Some(asked) = asked else {
+        let Some(query) = query else {
             if is_recorded {
-                stirred.notified().await;
+                changed.notified().await;
             }
             continue;
         };
-        let found = join_all(gpus.iter().map(|gpu| looks.sample_processes(gpu))).await;
-        if let Some(found) = found.into_iter().collect::<Option<Vec<_>>>() {
-            lock(&container).apply_samples(&asked, &found, membership.as_ref());
+        let samples = join_all(gpus.iter().map(|gpu| shared_sampler.sample_processes(gpu))).await;
+        if let Some(samples) = samples.into_iter().collect::<Option<Vec<_>>>() {
+            lock(&container).apply_samples(&query, &samples, resolver.as_ref());
         }
     }
 }

@@ -46,10 +46,10 @@ pub(super) struct OwnMemory {
 impl OwnMemory {
     /// The own part of the bytes that the driver charges. Beyond charge and margin the process maps
     /// memory of others, so that only its charge surely is its own.
-    pub(super) fn own_part(self, charged: Bytes) -> Bytes {
-        let most = self.charged.0.saturating_add(self.uncharged_margin.0);
-        if charged.0 <= most {
-            charged
+    pub(super) fn own_part(self, listed: Bytes) -> Bytes {
+        let limit = self.charged.0.saturating_add(self.uncharged_margin.0);
+        if listed.0 <= limit {
+            listed
         } else {
             self.charged
         }
@@ -57,8 +57,8 @@ impl OwnMemory {
 
     /// The part of its exports that the driver may charge to no process, when the driver charges
     /// the process these bytes.
-    fn unlisted(self, charged: Bytes) -> Bytes {
-        let rest = self.charged.0.saturating_sub(self.own_part(charged).0);
+    fn unlisted(self, listed: Bytes) -> Bytes {
+        let rest = self.charged.0.saturating_sub(self.own_part(listed).0);
         self.exported.min(Bytes(rest))
     }
 }
@@ -78,9 +78,9 @@ impl OrphanBound {
     /// pods left.
     pub(super) fn for_container(&self, container: Option<&AllocationId>) -> Bytes {
         let others = self.exported.iter();
-        let others = others.filter(|(of, _)| Some(*of) != container);
-        let held = others.fold(self.total, |most, (_, bytes)| most.saturating_sub(*bytes));
-        Bytes(if held > NOISE_FLOOR { held } else { 0 })
+        let others = others.filter(|(other, _)| Some(*other) != container);
+        let bound = others.fold(self.total, |rest, (_, bytes)| rest.saturating_sub(*bytes));
+        Bytes(if bound > NOISE_FLOOR { bound } else { 0 })
     }
 }
 
@@ -107,28 +107,28 @@ impl<T> Default for SampleWindow<T> {
 }
 
 impl<T> SampleWindow<T> {
-    /// Adds a sample. The caller read `asked` and the own memory of live processes before the
+    /// Adds a sample. The caller read `candidates` and the own memory of live processes before the
     /// sample. The leases existed before and after it.
     pub(super) fn push(
         &mut self,
-        asked: T,
-        look: &GpuMemorySample,
+        candidates: T,
+        sample: &GpuMemorySample,
         own: &BTreeMap<u32, OwnMemory>,
         leases: &BTreeMap<LeaseId, Bytes>,
     ) {
-        let told =
+        let own_part =
             |(pid, bytes): (u32, Option<Bytes>)| Some((pid, own.get(&pid)?.own_part(bytes?).0));
         let unlisted = |(pid, own): (&u32, &OwnMemory)| {
-            let bytes = own.unlisted(look.charges.bytes_of(*pid)?).0;
+            let bytes = own.unlisted(sample.charges.bytes_of(*pid)?).0;
             (bytes > 0).then_some((*pid, (own.allocation, bytes)))
         };
-        let seen = Sample {
-            used: look.used.0,
+        let sample = Sample {
+            used: sample.used.0,
             exported: own.iter().filter_map(unlisted).collect(),
-            own: look.charges.iter().filter_map(told).collect(),
+            own: sample.charges.iter().filter_map(own_part).collect(),
             leases: leases.iter().map(|(id, bytes)| (*id, bytes.0)).collect(),
         };
-        self.0.push_back((asked, seen));
+        self.0.push_back((candidates, sample));
         if self.0.len() > WINDOW {
             self.0.pop_front();
         }
@@ -142,12 +142,12 @@ impl<T> SampleWindow<T> {
     /// The bound on the candidates that were read before the first sample; `None` while the window
     /// is not full.
     pub(super) fn bound(&self) -> Option<(&T, OrphanBound)> {
-        let (asked, first) = self.0.front().filter(|_| self.0.len() == WINDOW)?;
-        let seen = || self.0.iter().map(|(_, seen)| seen);
-        let used = seen().map(|seen| seen.used).max()?;
+        let (candidates, first) = self.0.front().filter(|_| self.0.len() == WINDOW)?;
+        let samples = || self.0.iter().map(|(_, sample)| sample);
+        let used = samples().map(|sample| sample.used).max()?;
         let least = |pid| {
-            seen()
-                .map(|seen| seen.own.get(pid).copied().unwrap_or_default())
+            samples()
+                .map(|sample| sample.own.get(pid).copied().unwrap_or_default())
                 .min()
         };
         let own = first
@@ -164,25 +164,19 @@ impl<T> SampleWindow<T> {
         let stayed = first
             .leases
             .iter()
-            .filter(|(lease, _)| seen().all(|seen| seen.leases.contains_key(lease)));
+            .filter(|(lease, _)| samples().all(|sample| sample.leases.contains_key(lease)));
         let known = stayed.fold(known, |sum, (_, bytes)| sum.saturating_add(*bytes));
         let mut exported = BTreeMap::new();
-        for (pid, (of, _)) in &first.exported {
+        for (pid, (allocation, _)) in &first.exported {
             let in_each =
-                seen().map(|seen| seen.exported.get(pid).filter(|(still, _)| still == of));
+                samples().map(|sample| sample.exported.get(pid).filter(|(of, _)| of == allocation));
             let least = in_each
                 .map(|bytes| bytes.map_or(0, |(_, bytes)| *bytes))
                 .min();
-            *exported.entry(*of).or_default() += least.unwrap_or_default();
+            *exported.entry(*allocation).or_default() += least.unwrap_or_default();
         }
-        let most = used.saturating_sub(known);
-        Some((
-            asked,
-            OrphanBound {
-                total: most,
-                exported,
-            },
-        ))
+        let total = used.saturating_sub(known);
+        Some((candidates, OrphanBound { total, exported }))
     }
 }
 
@@ -194,7 +188,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn look(used: u64, charged: &[(u32, u64)]) -> GpuMemorySample {
+    fn sample_of(used: u64, charged: &[(u32, u64)]) -> GpuMemorySample {
         let charged = charged.iter();
         GpuMemorySample {
             used: Bytes(used),
@@ -217,70 +211,82 @@ mod tests {
         processes.map(|(pid, uses)| (*pid, own(*uses))).collect()
     }
 
-    fn held(
-        looks: impl IntoIterator<Item = GpuMemorySample>,
+    fn bound_of(
+        samples: impl IntoIterator<Item = GpuMemorySample>,
         own: &BTreeMap<u32, OwnMemory>,
     ) -> Option<Bytes> {
         let mut all = SampleWindow::default();
         let none = BTreeMap::new();
-        looks
+        samples
             .into_iter()
-            .for_each(|look| all.push((), &look, own, &none));
-        all.bound().map(|(_, held)| held.for_container(None))
+            .for_each(|sample| all.push((), &sample, own, &none));
+        all.bound().map(|(_, bound)| bound.for_container(None))
     }
 
     #[test]
     fn unexplained_bytes_count_as_orphaned() {
         let own = own(&[(1, 512 * MIB)]);
-        let same = |look: GpuMemorySample| vec![look; WINDOW];
-        let parked = look(1_551 * MIB, &[(1, 518 * MIB)]);
+        let same = |sample: GpuMemorySample| vec![sample; WINDOW];
+        let parked = sample_of(1_551 * MIB, &[(1, 518 * MIB)]);
         assert_eq!(
-            held(same(parked.clone()), &own),
+            bound_of(same(parked.clone()), &own),
             Some(Bytes::mib(1_551 - 518 - 9))
         );
-        assert_eq!(held(vec![parked; WINDOW - 1], &own), None, "too few looks");
-        let mapped = look(1_551 * MIB, &[(1, 1_542 * MIB)]);
         assert_eq!(
-            held(same(mapped), &own),
+            bound_of(vec![parked; WINDOW - 1], &own),
+            None,
+            "too few samples"
+        );
+        let mapped = sample_of(1_551 * MIB, &[(1, 1_542 * MIB)]);
+        assert_eq!(
+            bound_of(same(mapped), &own),
             Some(Bytes::mib(1_551 - 512 - 9)),
             "its importer"
         );
-        let elsewhere = look(1_551 * MIB, &[(1, 518 * MIB), (2, 1_024 * MIB)]);
+        let elsewhere = sample_of(1_551 * MIB, &[(1, 518 * MIB), (2, 1_024 * MIB)]);
         assert_eq!(
-            held(same(elsewhere), &own),
+            bound_of(same(elsewhere), &own),
             Some(Bytes::mib(1_551 - 518 - 9)),
             "a stranger"
         );
-        let little = look(1_551 * MIB, &[(1, 576 * MIB)]);
+        let little = sample_of(1_551 * MIB, &[(1, 576 * MIB)]);
         assert_eq!(
-            held(same(little), &own),
+            bound_of(same(little), &own),
             Some(Bytes::mib(1_551 - 576 - 9)),
             "its kernels"
         );
         assert_eq!(
-            held(same(look(527 * MIB, &[(1, 518 * MIB)])), &own),
+            bound_of(same(sample_of(527 * MIB, &[(1, 518 * MIB)])), &own),
             Some(Bytes::ZERO)
         );
     }
 
     #[test]
     fn leases_explain_their_bytes_only_while_they_stay() {
-        let kept = look(3_072 * MIB, &[]);
+        let kept = sample_of(3_072 * MIB, &[]);
         let leases = |ids: &[u64]| {
             let ids = ids.iter();
             ids.map(|id| (LeaseId(*id), Bytes::gib(1))).collect()
         };
-        let held = |last: BTreeMap<LeaseId, Bytes>| {
-            let mut looks = SampleWindow::default();
+        let bound_with = |last: BTreeMap<LeaseId, Bytes>| {
+            let mut samples = SampleWindow::default();
             for _ in 1..WINDOW {
-                looks.push((), &kept, &BTreeMap::new(), &leases(&[1, 2]));
+                samples.push((), &kept, &BTreeMap::new(), &leases(&[1, 2]));
             }
-            looks.push((), &kept, &BTreeMap::new(), &last);
-            looks.bound().map(|(_, held)| held.for_container(None))
+            samples.push((), &kept, &BTreeMap::new(), &last);
+            samples.bound().map(|(_, bound)| bound.for_container(None))
         };
-        assert_eq!(held(leases(&[1, 2])), Some(Bytes::gib(1)));
-        assert_eq!(held(leases(&[1, 3])), Some(Bytes::gib(2)), "2 is let go");
-        assert_eq!(held(leases(&[])), Some(Bytes::gib(3)), "the vault is away");
+        assert_eq!(bound_with(leases(&[1, 2])), Some(Bytes::gib(1)));
+        assert_eq!(
+            bound_with(leases(&[1, 3])),
+            Some(Bytes::gib(2)),
+            "2 is let go"
+        );
+        assert_eq!(
+            bound_with(leases(&[])),
+            Some(Bytes::gib(3)),
+            "the vault is away"
+        );
     }
 
     /// A live process of container 1 that uses 3 GiB and has exported 2 GiB.
@@ -291,42 +297,42 @@ mod tests {
         own
     }
 
-    fn held_of(looks: impl IntoIterator<Item = GpuMemorySample>, container: u64) -> Bytes {
+    fn bound_for(samples: impl IntoIterator<Item = GpuMemorySample>, container: u64) -> Bytes {
         let mut all = SampleWindow::default();
         let own = living_exporter();
-        looks
+        samples
             .into_iter()
-            .for_each(|look| all.push((), &look, &own, &BTreeMap::new()));
+            .for_each(|sample| all.push((), &sample, &own, &BTreeMap::new()));
         let (_, held) = all.bound().unwrap();
         held.for_container(Some(&AllocationId::from_bits(container)))
     }
 
     #[test]
     fn live_exports_delay_reclaim_of_their_container_alone() {
-        let looks = || vec![look(3 << 30, &[(1, 1 << 30)]); WINDOW];
-        assert_eq!(held_of(looks(), 2), Bytes::ZERO);
+        let samples = || vec![sample_of(3 << 30, &[(1, 1 << 30)]); WINDOW];
+        assert_eq!(bound_for(samples(), 2), Bytes::ZERO);
         let own = Bytes((2 << 30) - 9 * MIB);
-        assert_eq!(held_of(looks(), 1), own, "it may be its dead sibling's");
+        assert_eq!(bound_for(samples(), 1), own, "it may be its dead sibling's");
     }
 
     #[test]
     fn live_exports_explain_nothing_that_is_listed() {
-        let listed = vec![look(5 << 30, &[(1, 3 << 30)]); WINDOW];
+        let listed = vec![sample_of(5 << 30, &[(1, 3 << 30)]); WINDOW];
         let parked = Bytes((2 << 30) - 9 * MIB);
-        assert_eq!(held_of(listed, 2), parked, "a neighbour's dead left it");
+        assert_eq!(bound_for(listed, 2), parked, "a neighbour's dead left it");
         let once = (0..WINDOW).map(|number| match number {
-            5 => look(5 << 30, &[(1, 3 << 30)]),
-            _ => look(5 << 30, &[(1, 1 << 30)]),
+            5 => sample_of(5 << 30, &[(1, 3 << 30)]),
+            _ => sample_of(5 << 30, &[(1, 1 << 30)]),
         });
-        assert!(held_of(once, 2) >= parked, "it was listed once");
+        assert!(bound_for(once, 2) >= parked, "it was listed once");
     }
 
     #[test]
     fn process_explains_nothing_when_its_bytes_are_unknown() {
-        let mut unknown = look(100 * MIB, &[]);
+        let mut unknown = sample_of(100 * MIB, &[]);
         unknown.charges = [(1, None)].into_iter().collect();
         assert_eq!(
-            held(vec![unknown; WINDOW], &own(&[(1, 100 * MIB)])),
+            bound_of(vec![unknown; WINDOW], &own(&[(1, 100 * MIB)])),
             Some(Bytes::mib(100))
         );
     }
@@ -336,17 +342,17 @@ mod tests {
         let own = own(&[(1, 4 << 30), (2, 4 << 30)]);
         // In every second sample a process frees before the first answer and allocates before the
         // second.
-        let looks = (0..WINDOW).map(|number| match number % 2 {
-            0 => look(2 << 30, &[(1, 2 << 30)]),
-            _ => look(4 << 30, &[(1, 2 << 30)]),
+        let samples = (0..WINDOW).map(|number| match number % 2 {
+            0 => sample_of(2 << 30, &[(1, 2 << 30)]),
+            _ => sample_of(4 << 30, &[(1, 2 << 30)]),
         });
-        assert!(held(looks, &own).unwrap() > Bytes::gib(1));
+        assert!(bound_of(samples, &own).unwrap() > Bytes::gib(1));
         let ends = (0..WINDOW).map(|number| match number {
-            0..3 => look(2 << 30, &[(1, 2 << 30)]),
-            _ => look(2 << 30, &[]),
+            0..3 => sample_of(2 << 30, &[(1, 2 << 30)]),
+            _ => sample_of(2 << 30, &[]),
         });
         assert_eq!(
-            held(ends, &own),
+            bound_of(ends, &own),
             Some(Bytes::gib(2)),
             "its memory may be another's by now"
         );
@@ -383,15 +389,15 @@ mod tests {
         fn bound_never_falls_below_orphaned_bytes_and_reaches_zero(steps in prop::collection::vec(step(), 0..200)) {
             let (mut has, mut mapped) = (BTreeMap::new(), BTreeMap::new());
             let mut parked = 256 * MIB;
-            let mut looks = SampleWindow::default();
-            let take = |looks: &mut SampleWindow<()>, has: &BTreeMap<u32, u64>, mapped: &BTreeMap<u32, u64>, parked: u64| {
+            let mut samples = SampleWindow::default();
+            let take = |samples: &mut SampleWindow<()>, has: &BTreeMap<u32, u64>, mapped: &BTreeMap<u32, u64>, parked: u64| {
                 let charged: Vec<(u32, u64)> = has
                     .iter()
                     .map(|(pid, bytes)| (*pid, bytes + mapped.get(pid).copied().unwrap_or(0)))
                     .collect();
                 let used = charged.iter().map(|(_, bytes)| bytes + 10 * MIB).sum::<u64>() + parked;
                 let own: Vec<_> = has.iter().map(|(pid, bytes)| (*pid, *bytes)).collect();
-                looks.push((), &look(used, &charged), &self::own(&own), &BTreeMap::new());
+                samples.push((), &sample_of(used, &charged), &self::own(&own), &BTreeMap::new());
             };
             for step in steps {
                 match step {
@@ -406,9 +412,9 @@ mod tests {
                         parked -= moved;
                         *mapped.entry(pid).or_default() += moved;
                     },
-                    Step::Look => take(&mut looks, &has, &mapped, parked),
+                    Step::Look => take(&mut samples, &has, &mapped, parked),
                 }
-                if let Some(bound) = looks.bound().map(|(_, held)| held.for_container(None)) {
+                if let Some(bound) = samples.bound().map(|(_, bound)| bound.for_container(None)) {
                     // Each live process may have this margin beyond its charge, which may also hide
                     // bytes of others.
                     let besides = 64 * MIB * mapped.len() as u64;
@@ -416,9 +422,9 @@ mod tests {
                 }
             }
             for _ in 0..WINDOW {
-                take(&mut looks, &has, &BTreeMap::new(), 0);
+                take(&mut samples, &has, &BTreeMap::new(), 0);
             }
-            prop_assert_eq!(looks.bound().map(|(_, held)| held.for_container(None)), Some(Bytes::ZERO));
+            prop_assert_eq!(samples.bound().map(|(_, bound)| bound.for_container(None)), Some(Bytes::ZERO));
         }
     }
 }

@@ -41,8 +41,8 @@ impl RateLimiter {
     }
 
     /// Charges the processor time of a message beyond the least cost, once the time is known.
-    pub(super) fn charge_cpu_time(&mut self, processor: Duration, now: Instant) {
-        let cost = processor.saturating_mul(CPU_COST_FACTOR);
+    pub(super) fn charge_cpu_time(&mut self, cpu_time: Duration, now: Instant) {
+        let cost = cpu_time.saturating_mul(CPU_COST_FACTOR);
         self.charge(cost.saturating_sub(MESSAGE_COST), now);
     }
 
@@ -75,8 +75,8 @@ impl RateLimiter {
 /// Measures the processor time of `work`, which other load on the machine does not change.
 pub(super) fn measure_cpu_time<T>(work: impl FnOnce() -> T) -> (T, Duration) {
     let before = thread_cpu_time();
-    let came_to = work();
-    (came_to, thread_cpu_time().saturating_sub(before))
+    let result = work();
+    (result, thread_cpu_time().saturating_sub(before))
 }
 
 fn thread_cpu_time() -> Duration {

@@ -42,48 +42,50 @@ struct Candidates {
 pub(super) async fn run(gpu: GpuUuid, shared: Arc<Shared>) {
     let mut every = tokio::time::interval(SAMPLE_INTERVAL);
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut looks = SampleWindow::default();
+    let mut window = SampleWindow::default();
     let mut exports = shared.orphans_changed.subscribe();
     loop {
         every.tick().await;
         exports.mark_unchanged();
-        let Some(asked) = collect_candidates(&shared, &gpu) else {
-            looks.clear();
+        let Some(candidates) = collect_candidates(&shared, &gpu) else {
+            window.clear();
             if shared.release_unused_gpu(&gpu) || exports.changed().await.is_err() {
                 return;
             }
             continue;
         };
         let own = own_memory(&shared, &gpu);
-        let before = live_leases(&shared, &gpu);
-        let (driver, of) = (Arc::clone(&shared.sampler), gpu.clone());
-        let answer = tokio::task::spawn_blocking(move || driver.sample(&of));
-        let Ok(Some(look)) = answer.await else {
+        let leases_before = live_leases(&shared, &gpu);
+        let (driver, sampled) = (Arc::clone(&shared.sampler), gpu.clone());
+        let answer = tokio::task::spawn_blocking(move || driver.sample(&sampled));
+        let Ok(Some(sample)) = answer.await else {
             continue;
         };
         let mut leases = live_leases(&shared, &gpu);
-        leases.retain(|lease, _| before.contains_key(lease));
-        looks.push(asked, &look, &own, &leases);
-        let news = looks
+        leases.retain(|lease, _| leases_before.contains_key(lease));
+        window.push(candidates, &sample, &own, &leases);
+        let is_freed = window
             .bound()
-            .is_some_and(|(asked, held)| apply_bound(&shared, &gpu, asked, &held));
-        if news {
+            .is_some_and(|(candidates, bound)| apply_bound(&shared, &gpu, candidates, &bound));
+        if is_freed {
             // A process that exits with the same exports as an earlier one is a new candidate.
-            looks.clear();
+            window.clear();
         }
     }
 }
 
 fn collect_candidates(shared: &Shared, gpu: &GpuUuid) -> Option<Candidates> {
     let running = lock(&shared.containers);
-    let kept = running
+    let orphaned = running
         .iter()
         .filter_map(|(id, running)| Some((*id, lock(&running.container).orphaned_exports(gpu)?)));
-    let asked = Candidates {
-        orphaned: kept.collect(),
-        unreclaimed: lock(&shared.unreclaimed).get(gpu).map(|left| left.revision),
+    let candidates = Candidates {
+        orphaned: orphaned.collect(),
+        unreclaimed: lock(&shared.unreclaimed)
+            .get(gpu)
+            .map(|unreclaimed| unreclaimed.revision),
     };
-    (!asked.orphaned.is_empty() || asked.unreclaimed.is_some()).then_some(asked)
+    (!candidates.orphaned.is_empty() || candidates.unreclaimed.is_some()).then_some(candidates)
 }
 
 fn own_memory(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<u32, OwnMemory> {
@@ -96,30 +98,36 @@ fn own_memory(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<u32, OwnMemory> {
 
 /// The leases of a GPU whose memory the fd store has.
 fn live_leases(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<LeaseId, Bytes> {
-    let living = shared.live_leases.as_ref().map(|living| living.borrow());
-    let of_it = living.as_ref().and_then(|living| living.get(gpu));
-    of_it.cloned().unwrap_or_default()
+    let leases = shared.live_leases.as_ref().map(|leases| leases.borrow());
+    let on_gpu = leases.as_ref().and_then(|leases| leases.get(gpu));
+    on_gpu.cloned().unwrap_or_default()
 }
 
 /// Applies a bound to the candidates. Returns whether any bytes became free.
-fn apply_bound(shared: &Shared, gpu: &GpuUuid, asked: &Candidates, held: &OrphanBound) -> bool {
-    let of_nobody = held.for_container(None);
-    if let Some(left) = lock(&shared.unreclaimed).get_mut(gpu)
-        && asked.unreclaimed == Some(left.revision)
+fn apply_bound(
+    shared: &Shared,
+    gpu: &GpuUuid,
+    candidates: &Candidates,
+    bound: &OrphanBound,
+) -> bool {
+    let of_ended_pods = bound.for_container(None);
+    if let Some(unreclaimed) = lock(&shared.unreclaimed).get_mut(gpu)
+        && candidates.unreclaimed == Some(unreclaimed.revision)
     {
-        left.upper_bound = Some(
-            left.upper_bound
-                .map_or(of_nobody, |before| before.min(of_nobody)),
+        unreclaimed.upper_bound = Some(
+            unreclaimed
+                .upper_bound
+                .map_or(of_ended_pods, |former| former.min(of_ended_pods)),
         );
     }
     let running = lock(&shared.containers);
     let mut freed = false;
-    for (id, kept) in &asked.orphaned {
+    for (id, orphaned) in &candidates.orphaned {
         if let Some(running) = running.get(id) {
             freed |= lock(&running.container).cap_orphaned_exports(
                 gpu,
-                held.for_container(Some(id)),
-                kept,
+                bound.for_container(Some(id)),
+                orphaned,
             );
         }
     }

@@ -233,11 +233,11 @@ impl FaultLog {
         &mut self,
         image: ProcessImage,
         gpu: &GpuUuid,
-        cause: FaultSource,
+        source: FaultSource,
         now: ClockReading,
     ) -> (Option<RecoveryAction>, Option<Fault>) {
         let known = self.faults.iter().position(|fault| fault.image == image);
-        let at = known.unwrap_or_else(|| {
+        let index = known.unwrap_or_else(|| {
             // An ended over-limit fault makes all earlier ones obsolete.
             self.faults.retain(|fault| !fault.ended);
             self.poisoned += 1;
@@ -254,16 +254,10 @@ impl FaultLog {
             });
             self.faults.len() - 1
         });
-        let able = match (cause, self.faults.get_mut(at)) {
-            (
-                FaultSource::Cuda {
-                    code,
-                    can_reexec: able,
-                },
-                Some(fault),
-            ) => {
+        let can_reexec = match (source, self.faults.get_mut(index)) {
+            (FaultSource::Cuda { code, can_reexec }, Some(fault)) => {
                 fault.cuda_error.get_or_insert(code);
-                Some(able)
+                Some(can_reexec)
             }
             (FaultSource::Xid(code), Some(fault)) => {
                 fault.xid.get_or_insert(code);
@@ -271,10 +265,10 @@ impl FaultLog {
             }
             (_, None) => None,
         };
-        if let Some(able) = able {
-            self.decide(at, able, now);
+        if let Some(can_reexec) = can_reexec {
+            self.decide(index, can_reexec, now);
         }
-        let fault = self.faults.get(at);
+        let fault = self.faults.get(index);
         (
             fault.and_then(Fault::decision),
             fault.filter(|_| known.is_none()).cloned(),
@@ -302,30 +296,30 @@ impl FaultLog {
 
     /// Makes the decisions whose deadline has passed, and returns whether a fault changed. They
     /// concern faults known by an XID alone, re-execs that did not follow, and evictions while the
-    /// API server has been unreachable for `alone`.
-    pub(super) fn tick(&mut self, alone: Duration, now: ClockReading) -> bool {
+    /// API server has been unreachable for `unreachable_for`.
+    pub(super) fn tick(&mut self, unreachable_for: Duration, now: ClockReading) -> bool {
         let before = self.faults.clone();
-        for at in 0..self.faults.len() {
-            let Some(fault) = self.faults.get_mut(at).filter(|fault| !fault.ended) else {
+        for index in 0..self.faults.len() {
+            let Some(fault) = self.faults.get_mut(index).filter(|fault| !fault.ended) else {
                 continue;
             };
             match fault.decided {
                 None if now.moment.since(fault.since) >= REPORT_GRACE => {
-                    self.decide(at, false, now)
+                    self.decide(index, false, now)
                 }
                 Some((RecoveryAction::ReexecInPlace, RecordedMoment(then)))
                     if !fault.executed && now.moment.since(then) >= REPORT_GRACE =>
                 {
-                    let killed = RecoveryAction::RestartContainer { over_limit: false };
-                    fault.decided = Some((killed, RecordedMoment(now.moment)));
+                    let action = RecoveryAction::RestartContainer { over_limit: false };
+                    fault.decided = Some((action, RecordedMoment(now.moment)));
                 }
                 Some((
                     RecoveryAction::NoAction {
                         await_eviction: true,
                     },
                     RecordedMoment(then),
-                )) if now.moment.since(then).min(alone) >= EVICTION_TIMEOUT => {
-                    self.restart_container(at, now);
+                )) if now.moment.since(then).min(unreachable_for) >= EVICTION_TIMEOUT => {
+                    self.restart_container(index, now);
                 }
                 _ => {}
             }
@@ -339,13 +333,13 @@ impl FaultLog {
         let before = self.faults.clone();
         self.faults
             .retain(|fault| !fault.ended || fault.image.generation >= generation);
-        for at in 0..self.faults.len() {
-            let left = self.faults.get(at).is_some_and(|fault| {
+        for index in 0..self.faults.len() {
+            let has_no_action = self.faults.get(index).is_some_and(|fault| {
                 let is_left = matches!(fault.decision(), Some(RecoveryAction::NoAction { .. }));
                 is_left && fault.image.generation < generation
             });
-            if left {
-                self.restart_container(at, now);
+            if has_no_action {
+                self.restart_container(index, now);
             }
         }
         before != self.faults
@@ -369,20 +363,23 @@ impl FaultLog {
 
     /// The images whose containers the agent has to kill.
     pub(super) fn images_to_kill(&self) -> impl Iterator<Item = &ProcessImage> {
-        let killed = |fault: &&Fault| {
+        let is_killed = |fault: &&Fault| {
             !fault.ended
                 && matches!(
                     fault.decision(),
                     Some(RecoveryAction::RestartContainer { .. })
                 )
         };
-        self.faults.iter().filter(killed).map(|fault| &fault.image)
+        self.faults
+            .iter()
+            .filter(is_killed)
+            .map(|fault| &fault.image)
     }
 
-    fn decide(&mut self, at: usize, able: bool, now: ClockReading) {
+    fn decide(&mut self, index: usize, can_reexec: bool, now: ClockReading) {
         if self
             .faults
-            .get(at)
+            .get(index)
             .is_none_or(|fault| fault.decided.is_some())
         {
             return;
@@ -395,22 +392,18 @@ impl FaultLog {
             ContextAction::Evict => RecoveryAction::NoAction {
                 await_eviction: true,
             },
-            ContextAction::InPlace if able && has_restarts => RecoveryAction::ReexecInPlace,
+            ContextAction::InPlace if can_reexec && has_restarts => RecoveryAction::ReexecInPlace,
             // The agent rejects an order with an unknown action, but a checkpoint may hold one.
             ContextAction::InPlace | ContextAction::Restart | ContextAction::Unknown => {
-                return self.restart_container(at, now);
+                return self.restart_container(index, now);
             }
         };
-        self.apply(at, decision, now);
+        self.apply(index, decision, now);
     }
 
-    fn restart_container(&mut self, at: usize, now: ClockReading) {
-        let beyond = !self.has_restart_left(now);
-        self.apply(
-            at,
-            RecoveryAction::RestartContainer { over_limit: beyond },
-            now,
-        );
+    fn restart_container(&mut self, index: usize, now: ClockReading) {
+        let over_limit = !self.has_restart_left(now);
+        self.apply(index, RecoveryAction::RestartContainer { over_limit }, now);
     }
 
     /// Whether the window has room for a restart.
@@ -425,8 +418,8 @@ impl FaultLog {
         self.restarts.len() < usize::try_from(max_restarts).unwrap_or(usize::MAX)
     }
 
-    fn apply(&mut self, at: usize, decision: RecoveryAction, now: ClockReading) {
-        if let Some(fault) = self.faults.get_mut(at) {
+    fn apply(&mut self, index: usize, decision: RecoveryAction, now: ClockReading) {
+        if let Some(fault) = self.faults.get_mut(index) {
             fault.decided = Some((decision, RecordedMoment(now.moment)));
         }
         if matches!(

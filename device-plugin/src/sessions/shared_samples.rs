@@ -48,10 +48,10 @@ impl SharedSampler {
     /// The memory of a GPU's processes, from a sample that starts after this call; `None` where the
     /// driver cannot answer.
     pub(super) async fn sample_processes(&self, gpu: &GpuUuid) -> Option<ProcessMemory> {
-        let asked = Instant::now();
+        let called_at = Instant::now();
         let of_gpu = self.last_sample(gpu);
         let mut last = of_gpu.lock().await;
-        if last.begun < Some(asked) {
+        if last.begun < Some(called_at) {
             if let Some(begun) = last.begun {
                 tokio::time::sleep_until(begun + SAMPLE_INTERVAL).await;
             }
@@ -60,9 +60,9 @@ impl SharedSampler {
                 charges: None,
             };
             let (driver, gpu) = (Arc::clone(&self.driver), gpu.clone());
-            let look = tokio::task::spawn_blocking(move || driver.sample(&gpu));
-            let look = look.await.ok().flatten();
-            last.charges = look.map(|look| look.charges);
+            let sample = tokio::task::spawn_blocking(move || driver.sample(&gpu));
+            let sample = sample.await.ok().flatten();
+            last.charges = sample.map(|sample| sample.charges);
         }
         last.charges.clone()
     }

@@ -66,17 +66,17 @@ pub(super) struct Listener(AsyncFd<Socket>);
 
 impl Listener {
     /// Listens at an unused path. `closer` closes the sockets where the kernel does not refuse
-    /// descriptors, or where the agent has not `asked` for it.
+    /// descriptors, or where `refuse` is false.
     pub(super) fn bind(
         path: &Path,
         closer: Arc<SocketCloser>,
-        asked: bool,
+        refuse: bool,
     ) -> io::Result<Listener> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         // The agent sets the option before a process can connect, so that it holds for all waiting
         // connections.
-        let refused = asked && options::refuse_descriptors(&fd).is_ok();
+        let refused = refuse && options::refuse_descriptors(&fd).is_ok();
         rustix::net::bind(&fd, &SocketAddrUnix::new(path)?)?;
         rustix::net::listen(&fd, BACKLOG)?;
         let closer = (!refused).then_some(closer);
@@ -178,16 +178,16 @@ fn send_bytes(socket: &Socket, bytes: &[u8]) -> io::Result<usize> {
 /// Reads bytes that came without a descriptor. Passed descriptors stay in the socket, and the
 /// thread that closes the socket releases them.
 fn read_bytes(socket: &Socket, into: &mut [u8]) -> io::Result<usize> {
-    let mut most = into.len();
+    let mut limit = into.len();
     if socket.closer.is_some() {
         let (mut into, mut none) = ([IoSliceMut::new(into)], RecvAncillaryBuffer::default());
-        let seen = rustix::net::recvmsg(socket.as_fd(), &mut into, &mut none, RecvFlags::PEEK)?;
-        if seen.flags.contains(ReturnFlags::CTRUNC) {
+        let peeked = rustix::net::recvmsg(socket.as_fd(), &mut into, &mut none, RecvFlags::PEEK)?;
+        if peeked.flags.contains(ReturnFlags::CTRUNC) {
             let passed = "a descriptor was passed";
             return Err(io::Error::new(io::ErrorKind::InvalidData, passed));
         }
-        most = seen.bytes;
+        limit = peeked.bytes;
     }
-    let taken = rustix::net::recv(socket.as_fd(), &mut into[..most], RecvFlags::empty())?;
+    let taken = rustix::net::recv(socket.as_fd(), &mut into[..limit], RecvFlags::empty())?;
     Ok(taken.0)
 }

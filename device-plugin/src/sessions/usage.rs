@@ -46,7 +46,7 @@ impl ContainerUsage {
     /// The GPUs that the container has an account of.
     pub fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
         let accounts = self.accounts.iter();
-        accounts.filter_map(|of_it| match &of_it.account {
+        accounts.filter_map(|balance| match &balance.account {
             Account::Gpu(gpu) => Some(gpu),
             Account::Managed => None,
         })
@@ -54,10 +54,10 @@ impl ContainerUsage {
 }
 
 /// Indexes the usage of containers by their allocation.
-pub fn by_allocation(books: &[ContainerUsage]) -> BTreeMap<AllocationId, &ContainerUsage> {
-    books
+pub fn by_allocation(usage: &[ContainerUsage]) -> BTreeMap<AllocationId, &ContainerUsage> {
+    usage
         .iter()
-        .map(|books| (books.allocation, books))
+        .map(|usage| (usage.allocation, usage))
         .collect()
 }
 

@@ -50,16 +50,16 @@ impl LogLimiter {
     /// Returns the number of lines left out for the same reason if a line is due now; otherwise
     /// counts another one.
     pub(super) fn due(&mut self, reason: &str, now: Instant) -> Option<u64> {
-        let Some((told, untold)) = self.0.get_mut(reason) else {
+        let Some((logged_at, suppressed)) = self.0.get_mut(reason) else {
             self.0.insert(reason.to_owned(), (now, 0));
             return Some(0);
         };
-        if now.saturating_duration_since(*told) < LOG_INTERVAL {
-            *untold = untold.saturating_add(1);
+        if now.saturating_duration_since(*logged_at) < LOG_INTERVAL {
+            *suppressed = suppressed.saturating_add(1);
             return None;
         }
-        *told = now;
-        Some(std::mem::take(untold))
+        *logged_at = now;
+        Some(std::mem::take(suppressed))
     }
 }
 
@@ -82,17 +82,17 @@ impl Container {
         pid: u32,
         account: u8,
         need: Units,
-        why: RefusalReason,
+        reason: RefusalReason,
     ) -> Response {
         let index = usize::from(account);
-        if let Some(untold) = self.log_limiter.due(why.as_str(), Instant::now()) {
+        if let Some(suppressed) = self.log_limiter.due(reason.as_str(), Instant::now()) {
             let credit = &self.credit;
             tracing::info!(
                 allocation = %self.spec.allocation,
                 pod = %self.spec.pod,
                 pid,
                 account,
-                reason = why.as_str(),
+                reason = reason.as_str(),
                 asked = need.bytes(),
                 free = credit.free(index).bytes(),
                 idle = self.idle_credit_of_others(pid, index).bytes(),
@@ -102,12 +102,12 @@ impl Container {
                 retired = credit.exited(index).bytes(),
                 leased = credit.leased(index).bytes(),
                 outside = credit.untracked(index).bytes(),
-                untold,
+                suppressed,
                 "memory refused"
             );
         }
         let knows = |member: &ProcessState| member.protocol_version >= POISON_SINCE;
-        match why {
+        match reason {
             RefusalReason::Fenced if self.processes.get(&pid).is_some_and(knows) => {
                 Response::Fenced { account }
             }
@@ -138,10 +138,10 @@ impl Container {
         }
         let function = self.count_denial(function);
         // The prefix keeps a function name that a peer chose apart from the agent's own reasons.
-        let what = format!("denied {function}");
-        if let Some(untold) = self.log_limiter.due(&what, Instant::now()) {
+        let key = format!("denied {function}");
+        if let Some(suppressed) = self.log_limiter.due(&key, Instant::now()) {
             let allocation = self.spec.allocation;
-            tracing::info!(%allocation, pid, account, bytes, function, untold, "allocation denied");
+            tracing::info!(%allocation, pid, account, bytes, function, suppressed, "allocation denied");
         }
     }
 }

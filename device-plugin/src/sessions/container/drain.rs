@@ -17,10 +17,10 @@ impl Container {
     /// memory, with a session or untracked. The checkpoint does not hold this state, since the
     /// drain task repeats the call.
     pub(in super::super) fn drain_gpus(&mut self, gpus: &BTreeSet<GpuUuid>) -> Vec<GpuHolder> {
-        let mut its = self.gpus();
-        its.retain(|gpu| gpus.contains(gpu));
-        if self.is_drained == its.is_empty() {
-            self.is_drained = !its.is_empty();
+        let mut drained = self.gpus();
+        drained.retain(|gpu| gpus.contains(gpu));
+        if self.is_drained == drained.is_empty() {
+            self.is_drained = !drained.is_empty();
             self.publish_fences();
         }
         if !self.is_drained {
@@ -31,7 +31,7 @@ impl Container {
         let holder = |pid| GpuHolder {
             pid,
             pod: self.spec.pod.clone(),
-            gpus: its.clone(),
+            gpus: drained.clone(),
         };
         pids.into_iter().map(holder).collect()
     }

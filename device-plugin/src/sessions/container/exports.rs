@@ -12,7 +12,7 @@ use crate::units::{Bytes, GpuUuid};
 
 impl Container {
     pub(super) fn account_index(&self, gpu: &GpuUuid) -> Option<usize> {
-        let is_it = |account: &Account| matches!(account, Account::Gpu(here) if here == gpu);
+        let is_it = |account: &Account| matches!(account, Account::Gpu(other) if other == gpu);
         self.accounts.iter().position(is_it)
     }
 
@@ -30,24 +30,24 @@ impl Container {
         };
         let members = self.processes.iter();
         members
-            .map(|(pid, member)| (*pid, self.own_memory(*pid, member, index)))
+            .map(|(pid, state)| (*pid, self.own_memory(*pid, state, index)))
             .collect()
     }
 
-    /// Caps the orphaned exports of a GPU by a proven bound for those that were `asked` about.
+    /// Caps the orphaned exports of a GPU by a proven bound for those in `query`.
     /// Returns whether any bytes became free.
     pub(in super::super) fn cap_orphaned_exports(
         &mut self,
         gpu: &GpuUuid,
-        held: Bytes,
-        asked: &AmountsByPid,
+        bound: Bytes,
+        query: &AmountsByPid,
     ) -> bool {
         let Some(index) = self.account_index(gpu) else {
             return false;
         };
         let before = self.credit.orphaned(index);
-        let most = Units::holding(held.0).unwrap_or(Units::MAX);
-        self.credit.cap_orphaned(index, most, asked);
+        let most = Units::holding(bound.0).unwrap_or(Units::MAX);
+        self.credit.cap_orphaned(index, most, query);
         let changed = self.credit.orphaned(index) != before;
         if changed {
             self.refresh_pages();
@@ -59,8 +59,8 @@ impl Container {
     /// The bytes of each GPU that processes have exported, live or exited.
     pub(in super::super) fn exported_bytes(&self) -> Vec<(GpuUuid, Bytes)> {
         let exported = |index: usize| {
-            let living = self.live_exports(index);
-            Bytes(living.saturating_add(self.credit.orphaned(index)).bytes())
+            let live = self.live_exports(index);
+            Bytes(live.saturating_add(self.credit.orphaned(index)).bytes())
         };
         let gpus = self.gpus().into_iter().enumerate();
         gpus.map(|(index, gpu)| (gpu, exported(index))).collect()
@@ -69,13 +69,13 @@ impl Container {
     /// The units that live processes report as exported, at most their grants.
     pub(super) fn live_exports(&self, index: usize) -> Units {
         let members = self.processes.iter();
-        let exported = members.map(|(pid, member)| self.exports_of(*pid, member, index));
+        let exported = members.map(|(pid, state)| self.exports_of(*pid, state, index));
         exported.sum()
     }
 
     /// The units that one live process reports as exported, at most its grant.
-    pub(super) fn exports_of(&self, pid: u32, member: &ProcessState, index: usize) -> Units {
-        let exported = member.current_exports().get(index).copied();
+    pub(super) fn exports_of(&self, pid: u32, state: &ProcessState, index: usize) -> Units {
+        let exported = state.current_exports().get(index).copied();
         let granted = self.credit.granted_to(pid, index);
         exported.unwrap_or(Units::ZERO).min(granted)
     }

@@ -36,21 +36,18 @@ impl Container {
         pid: u32,
         account: u8,
         code: i32,
-        able: bool,
+        can_reexec: bool,
         now: ClockReading,
     ) -> Response {
         self.mark_active(pid);
         let class = ErrorClass::of(code);
         let is_fault = code != 0 && (class.poisons() || class == ErrorClass::Unknown);
-        let cause = FaultSource::Cuda {
-            code,
-            can_reexec: able,
-        };
+        let source = FaultSource::Cuda { code, can_reexec };
         let gpu = match self.accounts.get(usize::from(account)) {
             Some(Account::Gpu(gpu)) => Some(gpu.clone()),
             _ => None,
         };
-        let decision = is_fault.then(|| self.record_fault(pid, gpu, cause, now));
+        let decision = is_fault.then(|| self.record_fault(pid, gpu, source, now));
         Response::Recovery(match decision.flatten() {
             Some(RecoveryAction::ReexecInPlace) => Recovery::Reexec,
             _ => Recovery::Continue,
@@ -61,15 +58,15 @@ impl Container {
     /// process if its parent is outside of the container. `kubectl exec` starts no init of a
     /// namespace, and the init of a namespace that the container created has its parent inside.
     pub(in super::super) fn pid_namespace_init(&self, pid: u32) -> Option<Process> {
-        let member = self.processes.get(&pid)?;
-        (member.namespace_pids.last() == Some(&1)).then_some(member.process)
+        let state = self.processes.get(&pid)?;
+        (state.namespace_pids.last() == Some(&1)).then_some(state.process)
     }
 
     /// Handles the close of a process's socket after the agent's last answer.
     pub(in super::super) fn handle_disconnect(&mut self, process: Process, image: u64) {
-        let member = self.processes.get(&process.pid);
-        let same = member.filter(|member| (member.process, member.image) == (process, image));
-        let Some(generation) = same.map(|member| member.generation) else {
+        let state = self.processes.get(&process.pid);
+        let same = state.filter(|state| (state.process, state.image) == (process, image));
+        let Some(generation) = same.map(|state| state.generation) else {
             return;
         };
         let before = self.fault_log.clone();
@@ -91,14 +88,14 @@ impl Container {
         on: &[GpuUuid],
         by: BootTime,
     ) -> Option<XidTarget> {
-        let member = self.processes.get(&pid)?;
+        let state = self.processes.get(&pid)?;
         let mut gpus = self.spec.gpus.iter().map(|(gpu, _)| gpu);
         let gpu = gpus.find(|gpu| on.contains(gpu))?.clone();
-        (member.process.start_moment() <= by).then_some(XidTarget {
+        (state.process.start_moment() <= by).then_some(XidTarget {
             allocation: self.spec.allocation,
             image: ProcessImage {
-                process: member.process,
-                generation: member.generation,
+                process: state.process,
+                generation: state.generation,
             },
             gpu,
         })
@@ -107,19 +104,19 @@ impl Container {
     /// Records that an image lost its context by this XID.
     pub(in super::super) fn record_xid(
         &mut self,
-        suspect: &XidTarget,
+        target: &XidTarget,
         code: u32,
         now: ClockReading,
     ) {
         let ProcessImage {
             process,
             generation,
-        } = suspect.image;
-        let member = self.processes.get(&process.pid);
-        if member.is_some_and(|it| (it.process, it.generation) == (process, generation)) {
+        } = target.image;
+        let state = self.processes.get(&process.pid);
+        if state.is_some_and(|state| (state.process, state.generation) == (process, generation)) {
             self.record_fault(
                 process.pid,
-                Some(suspect.gpu.clone()),
+                Some(target.gpu.clone()),
                 FaultSource::Xid(code),
                 now,
             );
@@ -127,10 +124,10 @@ impl Container {
     }
 
     /// Makes the decisions whose deadline has passed. The API server has been unreachable for
-    /// `alone`.
-    pub(in super::super) fn tick_faults(&mut self, alone: Duration, now: ClockReading) {
+    /// `unreachable_for`.
+    pub(in super::super) fn tick_faults(&mut self, unreachable_for: Duration, now: ClockReading) {
         let before = self.fault_log.clone();
-        if self.fault_log.tick(alone, now) {
+        if self.fault_log.tick(unreachable_for, now) {
             self.commit_decisions(&before);
         }
     }
@@ -163,27 +160,26 @@ impl Container {
     pub(in super::super) fn process_images(&self) -> Vec<ProcessImage> {
         let members = self.processes.values();
         members
-            .filter(|member| self.fence_of(member).is_none())
-            .map(|member| ProcessImage {
-                process: member.process,
-                generation: member.generation,
+            .filter(|state| self.fence_of(state).is_none())
+            .map(|state| ProcessImage {
+                process: state.process,
+                generation: state.generation,
             })
             .collect()
     }
 
     /// Whether the agent grants nothing more to a process's image.
     pub(super) fn is_fenced(&self, pid: u32) -> bool {
-        let member = self.processes.get(&pid);
+        let state = self.processes.get(&pid);
         self.is_drained
-            || member
-                .is_some_and(|member| member.has_broken_page || self.fence_of(member).is_some())
+            || state.is_some_and(|state| state.has_broken_page || self.fence_of(state).is_some())
     }
 
     /// Writes into every process's page whether the agent has fenced it, and why.
     pub(super) fn publish_fences(&self) {
-        for member in self.processes.values() {
-            if let Some(page) = &member.page {
-                page.set_fence(self.fence_of(member));
+        for state in self.processes.values() {
+            if let Some(page) = &state.page {
+                page.set_fence(self.fence_of(state));
             }
         }
     }
@@ -206,18 +202,18 @@ impl Container {
         &mut self,
         pid: u32,
         gpu: Option<GpuUuid>,
-        cause: FaultSource,
+        source: FaultSource,
         now: ClockReading,
     ) -> Option<RecoveryAction> {
-        let member = self.processes.get(&pid)?;
+        let state = self.processes.get(&pid)?;
         let image = ProcessImage {
-            process: member.process,
-            generation: member.generation,
+            process: state.process,
+            generation: state.generation,
         };
         let first = || self.spec.gpus.first().map(|(gpu, _)| gpu.clone());
         let gpu = gpu.or_else(first)?;
         let before = self.fault_log.clone();
-        let (decision, opened) = self.fault_log.record(image, &gpu, cause, now);
+        let (decision, opened) = self.fault_log.record(image, &gpu, source, now);
         if let Some(fault) = opened {
             tracing::warn!(allocation = %self.spec.allocation, pid, ?fault, "context poisoned");
             if self.unreported_faults.len() >= MAX_UNREPORTED_FAULTS {

@@ -25,9 +25,9 @@ impl Container {
         &self,
         pid: u32,
         gpu: Option<&Account>,
-        membership: &dyn ContainerResolver,
+        resolver: &dyn ContainerResolver,
     ) -> Result<AllocationId, NotAuthorized> {
-        self.resolve_cgroup(pid, membership)
+        self.resolve_cgroup(pid, resolver)
             .map_err(NotAuthorized::Rejected)?;
         if self.is_fenced(pid) {
             return Err(NotAuthorized::Fenced);

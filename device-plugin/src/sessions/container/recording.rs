@@ -84,9 +84,9 @@ impl Container {
     /// Handles a query for the use of other processes. Returns the change that the checkpoint must
     /// hold before the answer.
     pub(in super::super) fn handle_refresh(&mut self, pid: u32) -> Option<ChangeNumber> {
-        let news = self.update_exports(pid);
+        let has_changed = self.update_exports(pid);
         self.refresh_pages();
-        news.then(|| self.note_change())
+        has_changed.then(|| self.note_change())
     }
 
     /// Notes a change, and writes it now or with the next write.
@@ -156,26 +156,26 @@ impl Container {
     }
 
     fn write_changes(&mut self) {
-        let asked = std::mem::take(&mut self.pending_changes.credit_requests);
-        let mut any = std::mem::take(&mut self.pending_changes.has_changes);
+        let requests = std::mem::take(&mut self.pending_changes.credit_requests);
+        let mut has_changes = std::mem::take(&mut self.pending_changes.has_changes);
         let mut granted = Vec::new();
         for CreditRequest {
             pid,
             account,
             need,
             answer,
-        } in asked
+        } in requests
         {
-            any |= self.update_exports(pid);
+            has_changes |= self.update_exports(pid);
             let units = self.reserve_credit(pid, usize::from(account), need);
-            any |= units.is_ok();
+            has_changes |= units.is_ok();
             granted.push((pid, account, need, units, answer));
         }
-        let written = !any || self.write_checkpoint();
+        let written = !has_changes || self.write_checkpoint();
         self.pending_changes.written = self.pending_changes.last;
         for (pid, account, need, units, answer) in granted {
             let index = usize::from(account);
-            let handed = units.and_then(|units| match written {
+            let outcome = units.and_then(|units| match written {
                 true => self.grant_to_page(pid, index, units),
                 false => {
                     self.credit.revoke(pid, index, units);
@@ -183,9 +183,9 @@ impl Container {
                 }
             });
             // A process that no longer waits for the answer still has the credit in its page.
-            let _ = answer.send(match handed {
+            let _ = answer.send(match outcome {
                 Ok(units) => Response::Granted { account, units },
-                Err(why) => self.refuse_credit(pid, account, need, why),
+                Err(reason) => self.refuse_credit(pid, account, need, reason),
             });
         }
     }

@@ -62,11 +62,11 @@ impl Container {
             return;
         };
         let gpus = 0..self.spec.gpus.len();
-        let taken = SiblingCharges {
+        let charges = SiblingCharges {
             units: gpus.map(|index| self.credit.own_charged(index)).collect(),
             last_exit: self.last_exit,
         };
-        siblings.with_lock(|all| drop(all.insert(self.spec.allocation, taken)));
+        siblings.with_lock(|all| drop(all.insert(self.spec.allocation, charges)));
     }
 
     /// Counts the current charges of the others of its claim against its quota.
@@ -77,8 +77,8 @@ impl Container {
         let own = self.spec.allocation;
         let mut inherited = vec![Units::ZERO; self.spec.gpus.len()];
         siblings.with_lock(|all| {
-            for (_, had) in all.iter().filter(|(other, _)| **other != own) {
-                for (sum, units) in inherited.iter_mut().zip(&had.units) {
+            for (_, charges) in all.iter().filter(|(other, _)| **other != own) {
+                for (sum, units) in inherited.iter_mut().zip(&charges.units) {
                     *sum = sum.saturating_add(*units);
                 }
             }
@@ -91,7 +91,8 @@ impl Container {
         let Some(siblings) = &self.siblings else {
             return self.last_exit;
         };
-        let others = siblings.with_lock(|all| all.values().filter_map(|had| had.last_exit).max());
+        let others =
+            siblings.with_lock(|all| all.values().filter_map(|charges| charges.last_exit).max());
         self.last_exit.max(others)
     }
 

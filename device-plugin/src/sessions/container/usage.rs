@@ -45,10 +45,10 @@ impl Container {
             let accounts = 0..self.accounts.len();
             accounts.map(move |index| bytes(self.credit.granted_to(pid, index)))
         };
-        let members = self.processes.iter().map(|(pid, member)| ProcessCredit {
-            process: member.process,
+        let members = self.processes.iter().map(|(pid, state)| ProcessCredit {
+            process: state.process,
             granted: granted(*pid).collect(),
-            tampered: self.is_page_tampered(*pid, member),
+            tampered: self.is_page_tampered(*pid, state),
         });
         ContainerUsage {
             allocation: self.spec.allocation,
@@ -72,8 +72,8 @@ impl Container {
     }
 
     /// Sets the limiter of log lines that concern all containers.
-    pub(in super::super) fn set_log_limiter(&mut self, told: SharedLogLimiter) {
-        self.shared_log_limiter = told;
+    pub(in super::super) fn set_log_limiter(&mut self, limiter: SharedLogLimiter) {
+        self.shared_log_limiter = limiter;
     }
 
     /// Limits the number of pages that wait for reuse.
@@ -83,8 +83,8 @@ impl Container {
 
     /// Whether a process's page shows another grant than the accounts. Only the agent writes
     /// grants, and it writes both under one lock. A page that its process has left is frozen.
-    fn is_page_tampered(&self, pid: u32, member: &ProcessState) -> bool {
-        let Some(page) = &member.page else {
+    fn is_page_tampered(&self, pid: u32, state: &ProcessState) -> bool {
+        let Some(page) = &state.page else {
             return false;
         };
         (0..self.accounts.len()).any(|index| {
@@ -102,7 +102,7 @@ impl Container {
         account: &Account,
         mut charged: BTreeMap<u32, Bytes>,
     ) {
-        let Some(index) = self.accounts.iter().position(|here| here == account) else {
+        let Some(index) = self.accounts.iter().position(|other| other == account) else {
             return;
         };
         charged.retain(|pid, _| !self.processes.contains_key(pid));
@@ -118,17 +118,17 @@ impl Container {
     /// Lowers an account below the requested quota; `None` removes the override. The checkpoint
     /// holds the override.
     pub(in super::super) fn override_quota(&mut self, account: &Account, bytes: Option<Bytes>) {
-        let Some(index) = self.accounts.iter().position(|here| here == account) else {
+        let Some(index) = self.accounts.iter().position(|other| other == account) else {
             return;
         };
-        let Some(order) = self.overrides.get_mut(index) else {
+        let Some(current) = self.overrides.get_mut(index) else {
             return;
         };
         let ordered = bytes.map(|bytes| Units::within(bytes.0));
-        if *order == ordered {
+        if *current == ordered {
             return;
         }
-        *order = ordered;
+        *current = ordered;
         self.apply_quota(index);
         self.write_checkpoint();
     }
@@ -153,14 +153,14 @@ impl Container {
 
     /// Applies the requested quota of an account, or a lower override.
     pub(super) fn apply_quota(&mut self, index: usize) {
-        let ceiling = self.requested.get(index).copied().unwrap_or(Units::ZERO);
+        let requested = self.requested.get(index).copied().unwrap_or(Units::ZERO);
         let ordered = self.overrides.get(index).copied().flatten();
-        let quota = ordered.map_or(ceiling, |ordered| ordered.min(ceiling));
+        let quota = ordered.map_or(requested, |ordered| ordered.min(requested));
         self.credit.set_quota(index, quota);
         for slot in self
             .processes
             .values()
-            .filter_map(|member| member.page.as_ref()?.slot(index))
+            .filter_map(|state| state.page.as_ref()?.slot(index))
         {
             slot.set_quota(quota);
         }
