@@ -128,7 +128,7 @@ pub struct AccountUsage {
 #[derive(Debug, thiserror::Error)]
 pub enum SessionsError {
     /// The agent could not create the folder or the socket in it.
-    #[error("serve {}: {source}", path.display())]
+    #[error("failed to create the session socket {}: {source}", path.display())]
     Serve {
         /// The socket or the folder.
         path: PathBuf,
@@ -136,7 +136,7 @@ pub enum SessionsError {
         source: io::Error,
     },
     /// The agent could not remove the folder.
-    #[error("remove {}: {source}", path.display())]
+    #[error("failed to remove {}: {source}", path.display())]
     Remove {
         /// The folder.
         path: PathBuf,
@@ -147,7 +147,7 @@ pub enum SessionsError {
     #[error("allocation {0} is not served")]
     Unknown(AllocationId),
     /// The allocation has more accounts than a credit page has slots.
-    #[error("allocation {allocation} has {gpus} GPUs: more than a credit page has accounts")]
+    #[error("allocation {allocation} has {gpus} GPUs, more than a credit page has accounts")]
     TooManyGpus {
         /// The allocation.
         allocation: AllocationId,
@@ -304,8 +304,8 @@ impl Sessions {
         }
     }
 
-    /// Passes lease requests to `lease_service`, and counts the memory of `live_leases` as explained. The
-    /// caller does this before the first [`serve`](Self::serve).
+    /// Passes lease requests to `lease_service`, and counts the memory of `live_leases` as
+    /// explained. The caller does this before the first [`serve`](Self::serve).
     #[must_use]
     pub fn with_leases(
         mut self,
@@ -723,7 +723,8 @@ impl Sessions {
     }
 
     /// Returns the faults since the last call, after the agent has decided about faults whose
-    /// deadline has passed. `unreachable_for` is the time since the agent last reached the API server.
+    /// deadline has passed. `unreachable_for` is the time since the agent last reached the API
+    /// server.
     pub fn take_new_faults(
         &self,
         unreachable_for: Duration,

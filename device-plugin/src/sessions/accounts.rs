@@ -455,16 +455,12 @@ mod tests {
         credit.cap_orphaned(0, Units(20), &all);
         assert_eq!(credit.grant(3, 0, Units(2)), Err(Units(1)));
         credit.cap_orphaned(0, Units::ZERO, &AmountsByPid::new());
-        assert_eq!(
-            credit.orphaned(0),
-            Units(9),
-            "who died later was not asked about"
-        );
+        assert_eq!(credit.orphaned(0), Units(9), "the query precedes the exit");
         credit.cap_orphaned(0, Units(3), &all);
         assert_eq!(
             credit.orphaned(0),
             Units(6),
-            "three of either may be what is held"
+            "three units of each exporter may be mapped"
         );
         let rest = credit.orphaned.clone();
         credit.cap_orphaned(0, Units::ZERO, &rest);
@@ -491,14 +487,14 @@ mod tests {
         assert_eq!(
             credit.orphaned(0),
             Units(7),
-            "what was released later was not asked about"
+            "the query precedes the release"
         );
         let asked = credit.orphaned.clone();
         credit.cap_orphaned(0, Units::ZERO, &asked);
         assert_eq!(credit.free(0), Units(6));
         credit.charge_lease(9, 0, Units(6)).unwrap();
         credit.refund_lease(9);
-        assert_eq!(credit.free(0), Units(6), "there was no memory of it");
+        assert_eq!(credit.free(0), Units(6), "the lease had no memory");
     }
 
     #[test]

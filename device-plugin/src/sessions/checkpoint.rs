@@ -127,11 +127,11 @@ impl SessionCheckpoint {
     pub(super) fn read(&self) -> Option<CheckpointContent> {
         match std::fs::read(&self.path) {
             Ok(text) => serde_json::from_slice(&text)
-                .inspect_err(|error| tracing::warn!(path = %self.path.display(), %error, "session record is malformed"))
+                .inspect_err(|error| tracing::warn!(path = %self.path.display(), %error, "failed to parse a session checkpoint"))
                 .ok(),
             Err(error) => {
                 if error.kind() != io::ErrorKind::NotFound {
-                    tracing::warn!(path = %self.path.display(), %error, "session record is unreadable");
+                    tracing::warn!(path = %self.path.display(), %error, "failed to read a session checkpoint");
                 }
                 None
             }

@@ -68,7 +68,7 @@ impl SocketCloser {
         if let Err(error) = thread.spawn(move || closer.close_queued()) {
             // The next socket starts a thread.
             queue.has_thread = false;
-            tracing::warn!(%error, "failed to start a thread that closes sockets");
+            tracing::warn!(%error, "failed to start the thread that closes sockets; the next close tries again");
         }
     }
 
@@ -111,7 +111,7 @@ impl SocketCloser {
         let (allocation, waiting) = (self.allocation, self.unclosed());
         let has_room = waiting < MAX_UNCLOSED;
         if has_room && std::mem::take(&mut lock(&self.queue).has_warned) {
-            tracing::info!(%allocation, waiting, "connections are accepted again");
+            tracing::info!(%allocation, waiting, "accepting connections again");
         }
         has_room
     }
@@ -119,7 +119,7 @@ impl SocketCloser {
     fn warn_once(&self) {
         let (allocation, waiting) = (self.allocation, self.unclosed());
         if !std::mem::replace(&mut lock(&self.queue).has_warned, true) {
-            tracing::warn!(%allocation, waiting, "no connection is accepted: sockets do not close");
+            tracing::warn!(%allocation, waiting, "accepting no connection until sockets of the container are closed");
         }
     }
 }
@@ -147,7 +147,7 @@ mod tests {
                 let (here, there) = UnixStream::pair().unwrap();
                 closer.close(here.into());
                 let read = rustix::net::recv(&there, &mut [0; 1], rustix::net::RecvFlags::empty());
-                assert_eq!(read.unwrap().0, 0, "its peer is told");
+                assert_eq!(read.unwrap().0, 0, "the peer is informed");
             }
             wait_until(|| closer.unclosed() == 0);
         }

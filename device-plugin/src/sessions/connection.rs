@@ -51,15 +51,15 @@ const OLDEST_VERSION: u16 = 1;
 enum ConnectionError {
     #[error("{0}")]
     Io(#[from] io::Error),
-    #[error("an answer was not taken: {0}")]
+    #[error("failed to send an answer: {0}")]
     NotTaken(#[source] io::Error),
     #[error("{0}")]
     Decode(#[from] messages::DecodeError),
-    #[error("no hello in time")]
+    #[error("received no hello in time")]
     HelloTimeout,
-    #[error("not welcome: {0:?}")]
+    #[error("rejected the peer: {0:?}")]
     Rejected(RejectReason),
-    #[error("a second hello, or anything before the first")]
+    #[error("received a message out of order")]
     OutOfOrder,
 }
 
@@ -108,7 +108,7 @@ impl Connection {
         let session = match self.handshake(&mut stream).await {
             Ok(Some(session)) => session,
             Ok(None) => return,
-            Err(error) => return tracing::debug!(%error, "peer turned away"),
+            Err(error) => return tracing::debug!(%error, "rejected a peer"),
         };
         tokio::select! {
             // An exit that is seen together with a last request comes first.
@@ -118,7 +118,7 @@ impl Connection {
             Err(error) = self.serve_requests(&mut stream, session.process.pid) => {
                 // A closed socket ends nothing: the process may live on with its grants, or a child
                 // may keep the socket long after its exit.
-                tracing::debug!(pid = session.process.pid, %error, "peer hung up");
+                tracing::debug!(pid = session.process.pid, %error, "peer closed its connection");
                 if !matches!(error, ConnectionError::NotTaken(_)) {
                     lock(&self.container).handle_disconnect(session.process, session.image);
                 }
@@ -199,7 +199,7 @@ impl Connection {
             tokio::time::timeout(ANSWER_TIMEOUT, send_with_descriptor(stream, &welcome, page))
                 .await;
         if !matches!(sent, Ok(Ok(()))) {
-            tracing::debug!(pid = process.pid, "welcome not taken");
+            tracing::debug!(pid = process.pid, "failed to send the welcome");
         }
         Ok(Some(session))
     }

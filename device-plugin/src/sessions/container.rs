@@ -311,7 +311,7 @@ impl Container {
         let (page, fd) = page.map_err(|error| {
             if let Some(suppressed) = self.log_limiter.due("no page", Instant::now()) {
                 let allocation = self.spec.allocation;
-                tracing::warn!(%allocation, pid, %error, suppressed, "failed to make a credit page");
+                tracing::warn!(%allocation, pid, %error, suppressed, "failed to create a credit page");
             }
             RejectReason::Busy
         })?;
@@ -845,7 +845,7 @@ impl Container {
             && let Some(suppressed) = self.shared_log_limiter.due("record", Instant::now())
         {
             let allocation = self.spec.allocation;
-            tracing::warn!(%allocation, %error, suppressed, "failed to write a session record; free space in /run");
+            tracing::warn!(%allocation, %error, suppressed, "failed to write a session checkpoint; free space in /run");
         }
         written.is_ok()
     }

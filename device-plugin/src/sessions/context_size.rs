@@ -50,7 +50,7 @@ impl ContextSizes {
         let mut known: BTreeMap<GpuUuid, Measurement> = match file.load() {
             Ok(known) => known.unwrap_or_default(),
             Err(error) => {
-                tracing::warn!(%error, "context sizes are measured again");
+                tracing::warn!(%error, "failed to load context sizes; the agent measures them again");
                 BTreeMap::new()
             }
         };
@@ -95,14 +95,14 @@ impl ContextSizes {
             bytes,
         };
         if !measured.is_plausible() {
-            tracing::warn!(%gpu, bytes = bytes.0, "no size of a context");
+            tracing::warn!(%gpu, bytes = bytes.0, "ignored an implausible context size");
             return;
         }
         tracing::info!(%gpu, bytes = bytes.0, "context measured");
         let mut known = lock(&self.measurements);
         known.insert(gpu.clone(), measured);
         if let Err(error) = self.file.save(&*known) {
-            tracing::warn!(%error, "context sizes are not kept: the next agent measures again");
+            tracing::warn!(%error, "failed to save context sizes; the next agent measures them again");
         }
     }
 }

@@ -54,7 +54,7 @@ impl FaultNotifier {
             }
         };
         if timeout(KMSG_TIMEOUT, asked).await.is_err() {
-            tracing::warn!("the kernel's log is not read in time");
+            tracing::warn!("failed to drain the kernel log in time");
         }
     }
 }

@@ -92,7 +92,7 @@ impl ListenerTask {
                     }
                     Err(error) => {
                         if let Some(suppressed) = self.log_limiter.due("accept", Instant::now()) {
-                            tracing::warn!(%error, suppressed, "failed to accept a connection; it is tried again");
+                            tracing::warn!(%error, suppressed, "failed to accept a connection; the agent tries again");
                         }
                         tokio::time::sleep(ACCEPT_RETRY_DELAY).await;
                     }

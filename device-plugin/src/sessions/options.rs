@@ -57,7 +57,7 @@ impl Plain for libc::ucred {}
 #[cfg(test)]
 impl Plain for libc::c_int {}
 
-#[expect(unsafe_code, reason = "as above")]
+#[expect(unsafe_code, reason = "rustix does not know this option")]
 fn get_option<T: Plain>(
     socket: BorrowedFd<'_>,
     option: libc::c_int,

@@ -280,12 +280,12 @@ mod tests {
         assert_eq!(
             bound_with(leases(&[1, 3])),
             Some(Bytes::gib(2)),
-            "2 is let go"
+            "lease 2 has ended"
         );
         assert_eq!(
             bound_with(leases(&[])),
             Some(Bytes::gib(3)),
-            "the vault is away"
+            "the fd store is away"
         );
     }
 
@@ -312,19 +312,27 @@ mod tests {
         let samples = || vec![sample_of(3 << 30, &[(1, 1 << 30)]); WINDOW];
         assert_eq!(bound_for(samples(), 2), Bytes::ZERO);
         let own = Bytes((2 << 30) - 9 * MIB);
-        assert_eq!(bound_for(samples(), 1), own, "it may be its dead sibling's");
+        assert_eq!(
+            bound_for(samples(), 1),
+            own,
+            "the bytes may be those of an exited sibling"
+        );
     }
 
     #[test]
     fn live_exports_explain_nothing_that_is_listed() {
         let listed = vec![sample_of(5 << 30, &[(1, 3 << 30)]); WINDOW];
         let parked = Bytes((2 << 30) - 9 * MIB);
-        assert_eq!(bound_for(listed, 2), parked, "a neighbour's dead left it");
+        assert_eq!(
+            bound_for(listed, 2),
+            parked,
+            "an exited process of a neighbour left the bytes"
+        );
         let once = (0..WINDOW).map(|number| match number {
             5 => sample_of(5 << 30, &[(1, 3 << 30)]),
             _ => sample_of(5 << 30, &[(1, 1 << 30)]),
         });
-        assert!(bound_for(once, 2) >= parked, "it was listed once");
+        assert!(bound_for(once, 2) >= parked, "the bytes were listed once");
     }
 
     #[test]

@@ -288,14 +288,14 @@ async fn kmsg_before_a_hello_counts_for_the_image_before() {
     let reader = async {
         let asked = tokio::time::timeout(Duration::from_secs(5), waits.recv()).await;
         let waits: KmsgBarrier = asked.unwrap().unwrap();
-        assert_eq!(images(), before, "nobody else was greeted");
+        assert_eq!(images(), before, "no hello was answered meanwhile");
         let [(gpu, _)] = &session_spec().gpus[..] else {
             panic!()
         };
         let on = std::slice::from_ref(gpu);
         let suspect = sessions.find_xid_target(std::process::id(), on, BootTime(u64::MAX));
         sessions.record_xid(&suspect.unwrap(), 43, crate::clock::read_clocks());
-        assert_eq!(images(), [], "it is fenced");
+        assert_eq!(images(), [], "the image is fenced");
         waits.send(()).unwrap();
     };
     let execs = run_blocking(folder.path(), |run_dir| drop(hello_as(run_dir, 2)));
@@ -320,7 +320,10 @@ async fn process_is_admitted_while_a_gpu_hangs() {
         let _exec = hello_as(run_dir, 2);
         let begun = Instant::now();
         while charges.samples.load(Ordering::SeqCst) == 0 {
-            assert!(begun.elapsed() < Duration::from_secs(5), "nobody asks");
+            assert!(
+                begun.elapsed() < Duration::from_secs(5),
+                "the driver is not sampled"
+            );
             std::thread::sleep(Duration::from_millis(10));
         }
         let (mut stream, _page) = hello_as(run_dir, 2);
@@ -444,7 +447,7 @@ async fn driver_is_sampled_once_for_all_waiting_containers() {
     }
     tokio::time::sleep(Duration::from_secs(2)).await;
     let (asked, took) = (driver.0.load(Ordering::SeqCst), begun.elapsed());
-    println!("{asked} looks in {took:?}");
+    println!("{asked} samples in {took:?}");
     assert!(
         asked as u128 <= took.as_millis() / 100 + 2,
         "{asked} in {took:?}"
@@ -486,7 +489,11 @@ async fn query_needs_no_session_and_ends_its_connection() {
             let mut stream = connect(run_dir);
             stream.write_all(&query(version).frame()).unwrap();
             let answer = receive(&mut stream);
-            assert_eq!(stream.read(&mut [0]).unwrap(), 0, "it hangs up");
+            assert_eq!(
+                stream.read(&mut [0]).unwrap(),
+                0,
+                "the agent closes the connection"
+            );
             answer
         };
         let empty = Response::Usage {
@@ -498,7 +505,7 @@ async fn query_needs_no_session_and_ends_its_connection() {
         assert_eq!(
             answer(u16::MAX),
             empty,
-            "a newer one is answered as this one"
+            "a newer version is answered as this one"
         );
         let goodbye = Response::Rejected {
             reason: RejectReason::Version,
@@ -570,14 +577,14 @@ async fn unreclaimed_is_bounded_by_samples_taken_afterwards() {
     assert_eq!(
         sessions.bound_unreclaimed(left(2)),
         BTreeMap::new(),
-        "more was left since"
+        "another pod left memory since"
     );
     proven(2, Bytes::gib(1)).await;
     assert_eq!(sessions.bound_unreclaimed(BTreeMap::new()), BTreeMap::new());
     assert_eq!(
         sessions.bound_unreclaimed(left(2)),
         BTreeMap::new(),
-        "it was forgotten"
+        "the former bound was removed"
     );
 }
 

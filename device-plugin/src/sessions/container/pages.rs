@@ -37,7 +37,7 @@ pub(super) struct PagePool {
 pub(super) enum PageUnavailable {
     #[error("{0}")]
     Failed(#[from] PageError),
-    #[error("the container had too many")]
+    #[error("the container has used its budget of pages")]
     TooMany,
 }
 
@@ -98,7 +98,10 @@ mod tests {
             .count();
         assert_eq!(more, 3);
         pages.return_page(kept.remove(0));
-        assert!(pages.take_page(1, later).is_ok(), "that of a dead process");
+        assert!(
+            pages.take_page(1, later).is_ok(),
+            "the page of an exited process"
+        );
         assert!(matches!(
             pages.take_page(1, later),
             Err(PageUnavailable::TooMany)

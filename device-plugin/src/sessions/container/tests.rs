@@ -296,7 +296,7 @@ fn process_is_marked_exited_when_it_ended_without_an_agent() {
     assert_eq!(after.account_usage()[0].exited, Bytes::gib(1));
     let is_settling =
         |after: &Container| after.is_reclaim_pending(1, 0, units(1 << 30), Instant::now());
-    assert!(is_settling(&after), "refused before the driver was asked");
+    assert!(is_settling(&after), "refused before a sample");
     settle_one(&mut after, 666, Bytes::ZERO);
     assert!(!is_settling(&after));
     assert_eq!(fixture.restart().0.account_usage()[0].exited, Bytes::ZERO);
@@ -374,7 +374,7 @@ fn query_is_rejected_for_other_processes_and_accounts() {
     let gpu = messages::Account::Device("GPU-aaaa".to_owned());
     assert!(
         container.query_usage(1001, &gpu, &FakeHost).is_ok(),
-        "nobody is here yet"
+        "the container has no process yet"
     );
     hello(&mut container, 1, 7).unwrap();
     for stranger in [1001, 5000] {
@@ -423,7 +423,7 @@ fn process_keeps_its_state_when_no_page_is_left() {
     assert_eq!(
         container.account_usage()[0].processes,
         0,
-        "its death still counts"
+        "its exit still counts"
     );
 }
 
@@ -586,7 +586,7 @@ fn untracked_bytes_count_for_all_until_hello() {
     assert_eq!(
         page.slot(0).unwrap().others(),
         units(60 * MIB),
-        "its own is in the books"
+        "its own bytes are charged already"
     );
     assert!(!is_granted(&container.request(1, 0, units(41 * MIB))));
     let holding = HeldCredit {
@@ -696,7 +696,7 @@ fn orphaned_exports_stay_charged_until_the_bound_is_zero() {
     settle_one(&mut container, 1, Bytes::ZERO);
     assert!(
         !is_granted(&container.request(2, 0, units(1))),
-        "it was not looked for"
+        "no bound is proven yet"
     );
     let gpu = "GPU-aaaa".parse().unwrap();
     let asked = container.orphaned_exports(&gpu).unwrap();
@@ -706,7 +706,7 @@ fn orphaned_exports_stay_charged_until_the_bound_is_zero() {
     assert_eq!(container.exported_bytes(), [(gpu.clone(), Bytes::gib(3))]);
     assert!(
         !container.cap_orphaned_exports(&gpu, Bytes::ZERO, &asked),
-        "it is another question by now"
+        "the query is outdated"
     );
     let asked = container.orphaned_exports(&gpu).unwrap();
     assert!(container.cap_orphaned_exports(&gpu, Bytes::ZERO, &asked));
@@ -779,7 +779,7 @@ fn exports_outlive_the_agent_and_the_process() {
         assert_eq!(
             after.account_usage()[0].exited,
             Bytes::gib(1),
-            "dead before: {dies}"
+            "exited before: {dies}"
         );
         let record = fixture.folder.path().join("record.json");
         let found = SessionCheckpoint::open(record)
@@ -790,7 +790,7 @@ fn exports_outlive_the_agent_and_the_process() {
         assert_eq!(
             found,
             after.exported_bytes(),
-            "whoever finds it knows as much"
+            "the checkpoint alone shows as much"
         );
     }
 }
@@ -835,7 +835,7 @@ fn lost_checkpoint_is_replaced_by_the_drivers_figures() {
         hello(&mut container, 2, 8).unwrap();
         assert!(
             !is_granted(&container.request(2, 0, units(1))),
-            "{content:?}: nobody was asked"
+            "{content:?}: no sample yet"
         );
         let charged = [(1, Bytes::gib(3)), (5000, Bytes::gib(9))];
         settle_with(&mut container, &charged);

@@ -200,7 +200,10 @@ fn decision_is_unchanged_when_the_policy_changes() {
 fn container_is_restarted_when_its_eviction_times_out() {
     let mut book = log_with_policy(ContextAction::Evict);
     book.report(1, 0);
-    assert!(!book.tick(Duration::ZERO, at(100)), "somebody will come");
+    assert!(
+        !book.tick(Duration::ZERO, at(100)),
+        "the API server can be reached"
+    );
     assert!(!book.tick(EVICTION_TIMEOUT, at(29)));
     assert!(!book.tick(EVICTION_TIMEOUT / 2, at(100)));
     assert!(book.tick(EVICTION_TIMEOUT, at(100)));
@@ -208,7 +211,7 @@ fn container_is_restarted_when_its_eviction_times_out() {
     book.end(1);
     assert!(
         book.faults().is_empty(),
-        "who comes later finds nothing to do"
+        "the operator has nothing left to do"
     );
     // A container over the limit is killed as well, and its fault stays open for the operator.
     for generation in 2..=3 {

@@ -85,22 +85,22 @@ const EVENTS: &[(&str, Event, [Outcome; 3])] = &[
         [Same, Same, Same],
     ),
     (
-        "it does, and the record is lost",
+        "the agent starts again without its checkpoint",
         |m| m.start_agent(true),
         [Same, Later, Same],
     ),
     // Events of retained memory.
     (
-        "the worker dies with what it was making",
+        "the provisioner ends while it creates a lease",
         FakeNode::end_provisioner,
         [Same, Same, Same],
     ),
     (
-        "the vault connects again",
+        "the fd store connects again",
         |m| m.reconnect_store(),
         [Same, Same, Same],
     ),
-    ("the vault dies", FakeNode::end_store, [Same, Same, Lost]),
+    ("the fd store ends", FakeNode::end_store, [Same, Same, Lost]),
     (
         "the lease is discarded",
         FakeNode::discard,

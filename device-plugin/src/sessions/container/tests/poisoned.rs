@@ -213,7 +213,7 @@ fn request_waits_for_the_bytes_of_an_image_that_just_ended() {
     container.last_exit = container.last_exit.map(|at| at - RECLAIM_WINDOW);
     assert!(
         !container.is_reclaim_pending(1, 0, units(1 << 30), heard),
-        "somebody else holds it"
+        "another process holds the bytes"
     );
 }
 

@@ -32,7 +32,11 @@ fn requests_share_a_write_when_writes_are_late() {
             .all(|(_, answer)| answer.try_recv().is_err())
     );
     assert_eq!(std::fs::read(&path).unwrap(), before);
-    assert_eq!(container.credit.granted(0), Units::ZERO, "nor in the books");
+    assert_eq!(
+        container.credit.granted(0),
+        Units::ZERO,
+        "the accounts are unchanged"
+    );
     assert_eq!(
         container.poll_recorded(answers[0].0, Instant::now() + 3 * WRITE_BURST),
         None

@@ -92,7 +92,7 @@ fn charges_count_against_the_next_container_of_a_claim() {
     hello(&mut main, 1002, 9).unwrap();
     assert!(!can_have(&mut main, 1002, 1), "its process lives");
     init.handle_exit(Process { pid: 1, start: 1 }, 7);
-    assert!(!can_have(&mut main, 1002, 1), "the driver was not asked");
+    assert!(!can_have(&mut main, 1002, 1), "no sample yet");
     assert!(
         main.is_reclaim_pending(1002, 0, units(1 << 30), Instant::now()),
         "it is about to be back"
@@ -101,7 +101,7 @@ fn charges_count_against_the_next_container_of_a_claim() {
     assert!(can_have(&mut main, 1002, 4 << 30));
     init.charge_lease(&gpu(), LeaseId(5), Bytes::gib(3))
         .unwrap();
-    assert!(!can_have(&mut main, 1002, 2 << 30), "a kept lease");
+    assert!(!can_have(&mut main, 1002, 2 << 30), "a lease");
     assert!(
         main.charge_lease(&gpu(), LeaseId(6), Bytes::gib(2))
             .is_err()
