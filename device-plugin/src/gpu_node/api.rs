@@ -24,7 +24,7 @@ use crate::units::GpuUuid;
 #[derive(Debug, thiserror::Error)]
 pub enum GpuNodeError {
     /// Reading this node's `GpuNode` failed.
-    #[error("cannot read GpuNode {node}")]
+    #[error("failed to read GpuNode {node}")]
     Read {
         /// The node's name.
         node: String,
@@ -32,7 +32,7 @@ pub enum GpuNodeError {
         source: Box<kube::Error>,
     },
     /// Reading the owning Node failed.
-    #[error("cannot read Node {node}")]
+    #[error("failed to read Node {node}")]
     ReadNode {
         /// The node's name.
         node: String,
@@ -40,7 +40,7 @@ pub enum GpuNodeError {
         source: Box<kube::Error>,
     },
     /// Creating the object failed.
-    #[error("cannot create GpuNode {node}")]
+    #[error("failed to create GpuNode {node}")]
     Create {
         /// The node's name.
         node: String,
@@ -48,7 +48,7 @@ pub enum GpuNodeError {
         source: Box<kube::Error>,
     },
     /// Writing the owner reference failed.
-    #[error("cannot write the owner of GpuNode {node}")]
+    #[error("failed to write the owner of GpuNode {node}")]
     WriteOwner {
         /// The node's name.
         node: String,
@@ -56,7 +56,7 @@ pub enum GpuNodeError {
         source: Box<kube::Error>,
     },
     /// Writing the status failed.
-    #[error("cannot write the status of GpuNode {node}")]
+    #[error("failed to write the status of GpuNode {node}")]
     WriteStatus {
         /// The node's name.
         node: String,
@@ -64,13 +64,13 @@ pub enum GpuNodeError {
         source: Box<kube::Error>,
     },
     /// The object was deleted before the write.
-    #[error("GpuNode {node} is gone")]
+    #[error("failed to write the status of GpuNode {node}: the object was deleted")]
     NotFound {
         /// The node's name.
         node: String,
     },
     /// The API server did not answer in time. The request may have taken effect.
-    #[error("no answer from the API server within {} s", .within.as_secs())]
+    #[error("the API server did not answer within {} s", .within.as_secs())]
     Timeout {
         /// The timeout.
         within: std::time::Duration,
@@ -99,7 +99,7 @@ impl ObservedObject {
             resource_version: object.resource_version().unwrap_or_default(),
             generation: object.metadata.generation,
             status: status
-                .inspect_err(|error| debug!(%error, "status of another version"))
+                .inspect_err(|error| debug!(%error, "failed to read the status of GpuNode: another version wrote it"))
                 .unwrap_or_default(),
         }
     }

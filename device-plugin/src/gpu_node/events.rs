@@ -251,7 +251,7 @@ impl EventSender {
                     match sent {
                         Ok(name) => lock(&self.gate).set_name(&said, name),
                         Err(error) => {
-                            debug!(reason = said.reason.as_str(), %error, "event not sent");
+                            debug!(reason = said.reason.as_str(), %error, "failed to send an event");
                             metrics.count_event_dropped();
                         }
                     }
@@ -292,7 +292,7 @@ async fn update_counts(client: &Client, repeated: Vec<CountUpdate>) {
         let patch = Patch::Merge(serde_json::json!({ "series": series }));
         let sent = api.patch(&name, &PatchParams::default(), &patch).await;
         if let Err(error) = sent {
-            debug!(%name, %error, "event not counted");
+            debug!(%name, %error, "failed to update the count of an event");
         }
     }
 }

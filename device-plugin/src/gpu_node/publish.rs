@@ -127,7 +127,7 @@ impl<O: GpuNodeApi> Publisher<O> {
                 Ok(false) => {}
                 Ok(true) => {
                     if failures > 0 {
-                        info!(failures, "GpuNode is written again");
+                        info!(failures, "wrote GpuNode after failures");
                     }
                     failures = 0;
                     self.metrics.count_gpu_node_write(true);
@@ -140,7 +140,7 @@ impl<O: GpuNodeApi> Publisher<O> {
                     if failures == 0 {
                         warn!(
                             error = &error as &dyn std::error::Error,
-                            "GpuNode is not written"
+                            "failed to write GpuNode; retrying"
                         );
                     }
                     next_write = Instant::now() + backoff(rate, failures);

@@ -237,7 +237,7 @@ pub async fn run(
         ordered.send_if_modified(|before| {
             let changed = *before != after;
             if changed {
-                info!(quotas = ?after.quotas, "quotas ordered");
+                info!(quotas = ?after.quotas, "quota overrides applied");
                 *before = after;
             }
             changed

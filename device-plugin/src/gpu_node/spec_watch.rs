@@ -89,14 +89,14 @@ pub async fn run(
             Err(error) => {
                 told.metrics.count_watch_failure();
                 if failures == 0 {
-                    warn!(%error, "failed to watch GpuNode; trying on");
+                    warn!(%error, "failed to watch GpuNode; retrying");
                 }
                 failures = failures.saturating_add(1);
                 continue;
             }
         };
         if failures > 0 {
-            info!(failures, "GpuNode is watched again");
+            info!(failures, "watching GpuNode after failures");
             failures = 0;
         }
         told.publish(object.as_ref(), is_listed);

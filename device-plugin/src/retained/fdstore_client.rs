@@ -36,7 +36,7 @@ const RECONNECT_DELAY: Duration = Duration::from_millis(250);
 pub enum FdStoreError {
     /// The connection was lost. The next connection tells whether the fd store carried the call
     /// out.
-    #[error("the vault is away")]
+    #[error("the fd store is not connected")]
     Disconnected,
     /// The fd store refused the call.
     #[error(transparent)]
@@ -149,7 +149,7 @@ pub fn start(socket: PathBuf) -> io::Result<mpsc::UnboundedReceiver<StoreEvent>>
         connection: 0,
     };
     std::thread::Builder::new()
-        .name("vault".to_owned())
+        .name("fd-store-client".to_owned())
         .spawn(move || thread.run())?;
     Ok(news)
 }
@@ -170,7 +170,7 @@ impl ClientThread {
             let begun = self.connect();
             match begun {
                 Ok((stream, held, most)) => {
-                    info!(leases = held.len(), most, "vault heard");
+                    info!(leases = held.len(), most, "fd store connected");
                     let line = Connection {
                         number: self.connection,
                         calls: self.calls.clone(),
@@ -187,10 +187,10 @@ impl ClientThread {
                         return;
                     }
                     let ended = self.serve(&stream);
-                    info!(error = %ended, "vault lost");
+                    info!(error = %ended, "fd store disconnected");
                     let _ = self.events.send(StoreEvent::Lost);
                 }
-                Err(error) => debug!(%error, "no vault"),
+                Err(error) => debug!(%error, "failed to connect to the fd store; retrying"),
             }
             self.fail_calls_for(RECONNECT_DELAY);
         }
@@ -204,14 +204,18 @@ impl ClientThread {
         let most = match send_request(&stream, &FdStoreRequest::Hello { version: VERSION }, None)?.0
         {
             FdStoreResponse::Ready { leases, room, .. } => leases.saturating_add(room) as usize,
-            other => return Err(io::Error::other(format!("no welcome: {other:?}"))),
+            other => {
+                return Err(io::Error::other(format!(
+                    "unexpected response to hello: {other:?}"
+                )));
+            }
         };
         let (mut held, mut from) = (BTreeMap::new(), 0);
         loop {
             let FdStoreResponse::Listed { leases } =
                 send_request(&stream, &FdStoreRequest::List { from }, None)?.0
             else {
-                return Err(io::Error::other("no list"));
+                return Err(io::Error::other("unexpected response to list"));
             };
             let Some(last) = leases.last().map(|entry| entry.lease) else {
                 return Ok((stream, held, most));
@@ -246,13 +250,15 @@ impl ClientThread {
                 },
                 Err(RecvTimeoutError::Timeout) => {
                     if self.events.is_closed() {
-                        return io::Error::other("nobody listens");
+                        return io::Error::other("the receiver of events was dropped");
                     }
                     if let Err(error) = ensure_idle(stream) {
                         return error;
                     }
                 }
-                Err(RecvTimeoutError::Disconnected) => return io::Error::other("nobody asks"),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return io::Error::other("the senders of calls were dropped");
+                }
             }
         }
     }

@@ -94,11 +94,11 @@ impl Reservation {
             match self.file.load() {
                 Ok(end) => end.unwrap_or(1),
                 Err(error @ LoadError::Read { .. }) => {
-                    tracing::warn!(%error, "numbers of leases not known");
+                    tracing::warn!(%error, "failed to read the reserved lease ids; no lease is created before the next attempt succeeds");
                     return None;
                 }
                 Err(error @ LoadError::Malformed { .. }) => {
-                    tracing::warn!(%error, "numbers of leases begin above those that the vault has");
+                    tracing::warn!(%error, "failed to parse the reserved lease ids; ids start above those of the fd store");
                     1
                 }
             }
@@ -106,7 +106,7 @@ impl Reservation {
         let from = self.from.max(read);
         let end = from.checked_add(BLOCK_SIZE)?;
         if let Err(error) = self.file.save_durably(&end) {
-            tracing::warn!(%error, "numbers of leases not written");
+            tracing::warn!(%error, "failed to reserve lease ids; no lease is created before the next attempt succeeds");
             return None;
         }
         Some(IdBlock { from, end })

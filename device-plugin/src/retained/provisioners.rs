@@ -47,7 +47,7 @@ const RESTART_BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Durat
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProvisionerError {
     /// A driver call failed.
-    #[error("{call} answered {code}")]
+    #[error("{call} failed with code {code}")]
     Driver {
         /// The `CUresult`.
         code: i32,
@@ -55,10 +55,10 @@ pub enum ProvisionerError {
         call: String,
     },
     /// The provisioner could not be started, or has exited; its unsent memory is freed.
-    #[error("no worker: {0}")]
+    #[error("the provisioner is not running: {0}")]
     Exited(String),
     /// The provisioner did not answer, and SIGKILL did not end it.
-    #[error("the worker hangs in the driver")]
+    #[error("the provisioner hangs in the driver")]
     Hung,
 }
 
@@ -86,7 +86,9 @@ impl Program {
         match self.link_driver() {
             Ok(()) => drop(command.env("LD_LIBRARY_PATH", &self.libraries)),
             // The system's loader may find the library without the link.
-            Err(error) => warn!(%error, "driver not linked for the worker"),
+            Err(error) => {
+                warn!(%error, "failed to link the driver for the provisioner; the system's loader may find it")
+            }
         }
         command
     }
@@ -189,7 +191,9 @@ impl Provisioners {
         let call = ProvisionerRequest::Create { bytes: bytes.0 };
         match self.ask(gpu, call, CREATE_TIMEOUT).await? {
             (ProvisionerResponse::Created { bytes: made }, Some(fd)) if made == bytes.0 => Ok(fd),
-            (other, _) => Err(ProvisionerError::Exited(format!("it answered {other:?}"))),
+            (other, _) => Err(ProvisionerError::Exited(format!(
+                "unexpected response to create: {other:?}"
+            ))),
         }
     }
 
@@ -204,7 +208,7 @@ impl Provisioners {
             )
             .await;
         if let Err(error) = swept {
-            info!(%gpu, %error, "not swept");
+            info!(%gpu, %error, "failed to wait for scrubbing");
         }
     }
 
@@ -244,7 +248,7 @@ impl Provisioners {
         let thread = self
             .thread(gpu)
             .map_err(|error| ProvisionerError::Exited(error.to_string()))?;
-        let gone = || ProvisionerError::Exited("its thread has ended".to_owned());
+        let gone = || ProvisionerError::Exited("its thread has exited".to_owned());
         thread.send(job).map_err(|_| gone())?;
         answer.await.unwrap_or_else(|_| Err(gone()))
     }
@@ -256,7 +260,7 @@ impl Provisioners {
         }
         if threads.drained.contains(gpu) || threads.may_hold(gpu) {
             return Err(io::Error::other(format!(
-                "{gpu} is drained, or its last worker has not ended"
+                "{gpu} is drained, or its last provisioner has not exited"
             )));
         }
         let (jobs, received) = channel();
@@ -270,7 +274,7 @@ impl Provisioners {
             hung: Arc::clone(&self.hung),
         };
         let life = std::thread::Builder::new()
-            .name("worker".to_owned())
+            .name("provisioner".to_owned())
             .spawn(move || supervisor.run(&received))?;
         let thread = ProvisionerThread {
             jobs: jobs.clone(),
@@ -361,12 +365,12 @@ impl Supervisor {
             }
             match self.start() {
                 Ok(worker) => {
-                    info!(gpu = %self.gpu, pid = worker.child.id(), "worker started");
+                    info!(gpu = %self.gpu, pid = worker.child.id(), "provisioner started");
                     (self.backoff, self.retry_after) = (RESTART_BACKOFF.0, None);
                     self.worker = Some(worker);
                 }
                 Err(error) => {
-                    warn!(gpu = %self.gpu, %error, "worker not started");
+                    warn!(gpu = %self.gpu, %error, "failed to start the provisioner");
                     self.retry_after = Some((Instant::now() + self.backoff, error.clone()));
                     self.backoff = (self.backoff * 2).min(RESTART_BACKOFF.1);
                     return Err(error);
@@ -375,7 +379,7 @@ impl Supervisor {
         }
         self.worker
             .as_ref()
-            .ok_or_else(|| ProvisionerError::Exited("not started".to_owned()))
+            .ok_or_else(|| ProvisionerError::Exited("the start failed".to_owned()))
     }
 
     fn start(&mut self) -> Result<Provisioner, ProvisionerError> {
@@ -404,18 +408,20 @@ impl Supervisor {
             }
             Ok((other, _)) => {
                 self.kill();
-                return Err(ProvisionerError::Exited(format!("it began with {other:?}")));
+                return Err(ProvisionerError::Exited(format!(
+                    "unexpected first message: {other:?}"
+                )));
             }
             Err(error) => return Err(self.kill_after(&error)),
         }
         self.worker
             .take()
-            .ok_or_else(|| ProvisionerError::Exited("killed".to_owned()))
+            .ok_or_else(|| ProvisionerError::Exited("it was killed".to_owned()))
     }
 
     /// Kills a provisioner that sent an invalid message or missed its deadline.
     fn kill_after(&mut self, error: &io::Error) -> ProvisionerError {
-        warn!(gpu = %self.gpu, %error, "worker given up");
+        warn!(gpu = %self.gpu, %error, "failed to get a response from the provisioner; killing it");
         self.kill();
         match self.killed {
             Some(_) => ProvisionerError::Hung,
@@ -437,7 +443,7 @@ impl Supervisor {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        warn!(gpu = %self.gpu, pid = child.id(), "worker cannot be killed: it hangs in the driver");
+        warn!(gpu = %self.gpu, pid = child.id(), "failed to kill the provisioner: it hangs in the driver; reset the GPU or restart the node");
         self.killed = Some(child);
         self.hung.send_modify(|stuck| {
             stuck.insert(self.gpu.clone());
@@ -465,7 +471,7 @@ mod tests {
     async fn provisioner_threads_end_with_their_gpus() {
         let folder = tempfile::tempdir().unwrap();
         let workers = Provisioners::new(Program {
-            path: folder.path().join("no-worker"),
+            path: folder.path().join("no-provisioner"),
             driver: DriverConfig {
                 root: folder.path().to_owned(),
                 host_root: folder.path().to_owned(),

@@ -97,7 +97,9 @@ impl ScrubCache {
     pub fn record(&mut self, gpu: GpuUuid, with: DriverEpoch, verdict: Verdict) {
         match &verdict {
             Verdict::Scrubbed => info!(%gpu, "freed memory comes back cleared"),
-            other => warn!(%gpu, verdict = ?other, "no kept memory on this gpu"),
+            other => {
+                warn!(%gpu, verdict = ?other, "freed memory is not known to come back cleared; the gpu gets no retained memory")
+            }
         }
         self.verdicts.insert(gpu, (with, verdict));
         self.save();
@@ -127,7 +129,7 @@ impl ScrubCache {
             .filter(|(_, (_, verdict))| !matches!(verdict, Verdict::Unknown(_)))
             .collect();
         if let Err(error) = self.file.save(&definite) {
-            warn!(%error, "verdict not written: the next agent looks again");
+            warn!(%error, "failed to write the scrub verdict; the next agent checks again");
         }
     }
 }
@@ -165,7 +167,7 @@ pub async fn run_check(
 ) -> ScrubCheckResult {
     let (tell, told) = oneshot::channel();
     let looks = std::thread::Builder::new()
-        .name("canary".to_owned())
+        .name("scrub-check".to_owned())
         .spawn(move || {
             let mut command = program.command(&gpu);
             command.args(["canary", "--gpu", gpu.as_str()]);
@@ -189,7 +191,7 @@ pub async fn run_check(
     match looks {
         Ok(_) => told
             .await
-            .unwrap_or_else(|_| unseen("its thread has ended".to_owned())),
+            .unwrap_or_else(|_| unseen("its thread has exited".to_owned())),
         Err(error) => unseen(error.to_string()),
     }
 }
@@ -225,7 +227,7 @@ fn read_verdict(
     measure: impl FnOnce(u32),
 ) -> Result<Verdict, String> {
     let input = child.stdin.take();
-    let mut output = child.stdout.take().ok_or("the canary has no output")?;
+    let mut output = child.stdout.take().ok_or("the scrub check has no output")?;
     let mut text = read_line(&mut output, until)?;
     if let Ok(ScrubOutput::Context {}) = serde_json::from_str(&text) {
         measure(child.id());
@@ -235,12 +237,12 @@ fn read_verdict(
     match serde_json::from_str(&text) {
         Ok(ScrubOutput::Scrubbed {}) => Ok(Verdict::Scrubbed),
         Ok(ScrubOutput::NotScrubbed { old_words }) => {
-            warn!(old_words, "words of freed memory came back");
+            warn!(old_words, "freed memory came back with old content");
             Ok(Verdict::NotScrubbed)
         }
         Ok(ScrubOutput::Failed { error }) => Err(error),
-        Ok(ScrubOutput::Context {}) => Err("the canary has a second context".to_owned()),
-        Err(error) => Err(format!("the canary printed {text:?}: {error}")),
+        Ok(ScrubOutput::Context {}) => Err("the scrub check reported a second context".to_owned()),
+        Err(error) => Err(format!("the scrub check printed {text:?}: {error}")),
     }
 }
 
@@ -251,7 +253,7 @@ fn read_line(output: &mut ChildStdout, until: Instant) -> Result<String, String>
         let left = until.saturating_duration_since(Instant::now());
         let left = Timespec::try_from(left).map_err(|error| error.to_string())?;
         match poll(&mut [PollFd::new(output, PollFlags::IN)], Some(&left)) {
-            Ok(0) => return Err("the canary does not come back".to_owned()),
+            Ok(0) => return Err("the scrub check timed out".to_owned()),
             Ok(_) => {}
             Err(Errno::INTR) => continue,
             Err(error) => return Err(error.to_string()),
@@ -272,7 +274,7 @@ fn wait_for_exit(child: &mut Child, until: Instant) -> Result<(), String> {
         match child.try_wait() {
             Ok(Some(_)) => return Ok(()),
             Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
-            Ok(None) => return Err("the canary does not come back".to_owned()),
+            Ok(None) => return Err("the scrub check timed out".to_owned()),
             Err(error) => return Err(error.to_string()),
         }
     }

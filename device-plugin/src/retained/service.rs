@@ -201,7 +201,7 @@ impl LeaseService {
                 Some(done) = serving.jobs.join_next() => match done {
                     Ok(done) => serving.handle_completion(done),
                     Err(error) if error.is_cancelled() => {}
-                    Err(error) => warn!(%error, "kept memory"),
+                    Err(error) => warn!(%error, "a task of the lease service panicked"),
                 },
             }
             // A writer may exit at any time, and the next open of its lease must not wait for a
@@ -301,7 +301,7 @@ impl State {
                 let committed = self.leases.commit(asker, lease, token, checksum, now);
                 match committed {
                     Ok(effects) => {
-                        info!(%lease, allocation = %asker.allocation, "kept lease committed");
+                        info!(%lease, allocation = %asker.allocation, "lease committed");
                         let told = self.apply_effects(effects);
                         self.reply_after_acks(told, RetainedResponse::Committed, reply);
                     }
@@ -312,7 +312,7 @@ impl State {
                 let lease = LeaseId(lease);
                 match self.leases.discard(asker, lease) {
                     Ok(effects) => {
-                        info!(%lease, allocation = %asker.allocation, "kept lease discarded");
+                        info!(%lease, allocation = %asker.allocation, "lease discarded");
                         let ends = self.leases.get(lease).is_none();
                         if ends {
                             self.discarding.entry(lease).or_default().push(reply);
@@ -470,7 +470,7 @@ impl State {
         match done {
             Completion::Created { lease, made, reply } => self.finish_create(lease, made, reply),
             Completion::Dropped(lease, gpu, bytes) => {
-                info!(%lease, "kept lease closed");
+                info!(%lease, "lease closed");
                 self.leases.confirm_dropped(lease);
                 for reply in self.discarding.remove(&lease).unwrap_or_default() {
                     let answer = RetainedResponse::Discarded;
@@ -534,7 +534,7 @@ impl State {
                     },
                     None => Reply::refused(RetainedRefusal::Fenced),
                 });
-                info!(%lease, "kept lease made");
+                info!(%lease, "lease created");
                 self.apply_effects(effects);
                 if told.is_err() {
                     // The requester timed out, so no process would ever write or discard this
@@ -956,7 +956,9 @@ async fn wait_for_exit(process: Process, membership: &dyn ContainerResolver) {
             Ok(_) => return,
             Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => return,
             // The process may run: the agent may be out of descriptors, for example.
-            Err(error) => warn!(pid = process.pid, %error, "writer not watched yet"),
+            Err(error) => {
+                warn!(pid = process.pid, %error, "failed to watch the writer of a lease; retrying")
+            }
         }
         tokio::time::sleep(WATCH_RETRY).await;
     }
@@ -974,7 +976,7 @@ async fn create_memory(
             Err(CreateError::NotCreated(RetainedRefusal::Driver { code }))
         }
         Err(error @ ProvisionerError::Exited(_)) => {
-            warn!(%gpu, %error, "kept lease not made");
+            warn!(%gpu, %error, "failed to create a lease");
             Err(CreateError::NotCreated(RetainedRefusal::Unavailable))
         }
         Err(ProvisionerError::Hung) => Err(CreateError::Unknown),
@@ -1006,7 +1008,7 @@ async fn store_memory(
     match line.put(lease, blob, fd).await {
         Ok(()) => Ok(tenants),
         Err(error) => {
-            warn!(%lease, %error, "kept lease not held");
+            warn!(%lease, %error, "failed to store a lease in the fd store");
             Err(CreateError::Unknown)
         }
     }
@@ -1065,7 +1067,7 @@ fn log_unread(held: &BTreeMap<LeaseId, StoredRecord>) {
     });
     if let Some((lease, why)) = unread.next() {
         let others = unread.count();
-        warn!(%lease, %why, others, "failed to read a kept lease; it stays charged until its GPU is drained");
+        warn!(%lease, %why, others, "failed to read a lease of another version; it stays charged until its GPU is drained");
     }
 }
 

@@ -33,7 +33,7 @@ pub(super) fn build_status(
     let why = |gpu: &GpuUuid| match verdicts.get(gpu, &with(gpu))? {
         Verdict::Scrubbed => None,
         Verdict::NotScrubbed => Some("freed memory does not come back cleared".to_owned()),
-        Verdict::Unknown(error) => Some(format!("not seen to clear freed memory: {error}")),
+        Verdict::Unknown(error) => Some(format!("the scrub check failed: {error}")),
     };
     let is_cleared = |gpu: &&GpuUuid| verdicts.get(gpu, &with(gpu)) == Some(&Verdict::Scrubbed);
     let living = leases.live_leases().into_iter().map(|(gpu, leases)| {

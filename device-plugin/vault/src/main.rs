@@ -35,7 +35,7 @@ fn main() -> ExitCode {
         Ok(memory) => memory,
         Err(given) => {
             log(format_args!(
-                "failed to read the limit of memory: {given:?} is no number of bytes; give for example 419430400"
+                "failed to parse the memory limit: {given:?} is not a number of bytes; for example 419430400"
             ));
             return ExitCode::FAILURE;
         }

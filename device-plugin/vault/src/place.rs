@@ -22,13 +22,15 @@ pub(crate) struct Listener {
 /// Why the socket cannot be bound.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ListenerError {
-    #[error("making {0}: {1}")]
+    #[error("failed to create {0}: {1}")]
     CreateDir(PathBuf, #[source] io::Error),
-    #[error("another vault serves {0}: delete it first; what it holds is lost with it")]
+    #[error(
+        "another fd store holds {0}: delete its pod first; the memory that it retains is lost with it"
+    )]
     InUse(PathBuf),
-    #[error("locking {0}: {1}")]
+    #[error("failed to lock {0}: {1}")]
     Lock(PathBuf, #[source] io::Error),
-    #[error("listening at {0}: {1}")]
+    #[error("failed to listen on {0}: {1}")]
     Listen(PathBuf, #[source] io::Error),
 }
 

@@ -41,7 +41,7 @@ pub(crate) fn serve(
             match place.listener.accept() {
                 Ok((stream, _)) => accept_peer(&mut peers, stream),
                 Err(error) => {
-                    log(format_args!("accept failed: {error}"));
+                    log(format_args!("failed to accept a connection: {error}"));
                     std::thread::sleep(ACCEPT_PAUSE);
                 }
             }
@@ -49,7 +49,7 @@ pub(crate) fn serve(
             && let Err(end) = serve_message(held, &mut peers, place)
             && peers.remove(place).is_agent
         {
-            log(format_args!("the agent is gone: {end}"));
+            log(format_args!("the agent disconnected: {end}"));
         }
     }
 }
@@ -102,7 +102,7 @@ fn serve_message(held: &mut FdStore, peers: &mut Vec<Peer>, place: usize) -> io:
     };
     send_message(&peers[place].stream, &answer, fd)?;
     if matches!(answer, FdStoreResponse::Ready { .. }) && !peers[place].is_agent {
-        log(format_args!("a new agent: {answer:?}"));
+        log(format_args!("an agent connected: {answer:?}"));
         peers[place].is_agent = true;
         let mut at = 0..;
         peers.retain(|peer| at.next() == Some(place) || !peer.is_agent);

@@ -27,7 +27,7 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_bursar-vault");
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Set when the test binary runs itself as an agent: the folder of the fd store.
-const AGENT_FOLDER_ENV: &str = "VAULT_TEST_AGENT";
+const AGENT_FOLDER_ENV: &str = "FD_STORE_TEST_AGENT";
 
 struct FdStore {
     folder: TempDir,
@@ -51,7 +51,7 @@ impl FdStore {
         let vault = FdStore { folder, process };
         let since = Instant::now();
         while vault.connect().is_none() {
-            assert!(since.elapsed() < TIMEOUT, "the vault does not listen");
+            assert!(since.elapsed() < TIMEOUT, "the fd store does not listen");
             std::thread::sleep(Duration::from_millis(5));
         }
         vault
@@ -83,7 +83,7 @@ impl FdStore {
     fn open_memory_count(&self) -> usize {
         let fds = std::fs::read_dir(format!("/proc/{}/fd", self.process.id())).unwrap();
         let files = fds.filter_map(|fd| fd.unwrap().path().read_link().ok());
-        let of_memory = |file: &PathBuf| file.to_string_lossy().starts_with("/memfd:kept");
+        let of_memory = |file: &PathBuf| file.to_string_lossy().starts_with("/memfd:retained");
         files.filter(of_memory).count()
     }
 }
@@ -138,7 +138,7 @@ impl Agent {
         loop {
             let FdStoreResponse::Listed { leases } = self.ask(&FdStoreRequest::List { from })
             else {
-                panic!("no list")
+                panic!("unexpected response to list")
             };
             let Some(last) = leases.last() else {
                 return all;
@@ -154,7 +154,7 @@ impl Agent {
 }
 
 fn memory_with(content: u64) -> OwnedFd {
-    let fd = memfd_create("kept", MemfdFlags::CLOEXEC).unwrap();
+    let fd = memfd_create("retained", MemfdFlags::CLOEXEC).unwrap();
     let mut file = File::from(fd);
     file.write_all(&content.to_le_bytes()).unwrap();
     file.into()
@@ -216,7 +216,7 @@ fn acknowledged_leases_outlive_killed_agents() {
         let mut heard = 0;
         let enough = rand::rng().random_range(1..40);
         while heard < enough {
-            let said = lines.next().expect("the agent says something").unwrap();
+            let said = lines.next().expect("the agent prints a line").unwrap();
             heard += usize::from(record_line(line(said), &mut acknowledged, &mut last_put));
         }
         agent.kill().unwrap();
@@ -280,7 +280,7 @@ fn newest_agent_is_served_and_the_previous_disconnected() {
     assert_eq!(
         first.put(8),
         FdStoreResponse::Stored,
-        "a connection alone ends nobody"
+        "a connection without a hello closes no other"
     );
     let mut second = vault.agent();
     assert!(first.is_disconnected());
@@ -444,7 +444,7 @@ fn second_fd_store_leaves_the_socket_to_the_first() {
         .unwrap();
     assert!(!second.status.success());
     let said = String::from_utf8_lossy(&second.stderr).into_owned();
-    assert!(said.contains("another vault serves"), "{said}");
+    assert!(said.contains("another fd store holds"), "{said}");
     assert_eq!(vault.agent().list().len(), 1);
 }
 

@@ -43,13 +43,13 @@ impl Provisioner {
             .env("CUDA_VISIBLE_DEVICES", gpu)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .spawn()
-            .with_context(|| format!("starting {}", program.display()))?;
+            .with_context(|| format!("failed to start {}", program.display()))?;
         match receive_message(&socket)?.0 {
             ProvisionerResponse::Ready { .. } => Ok(Provisioner {
                 socket,
                 _process: process,
             }),
-            other => bail!("the worker of {gpu}: {other:?}"),
+            other => bail!("failed to start the provisioner of {gpu}: {other:?}"),
         }
     }
 
@@ -259,7 +259,7 @@ fn main() -> anyhow::Result<()> {
     let (ready, _) = vault.ask(&FdStoreRequest::Hello { version }, None)?;
     ensure!(
         matches!(ready, FdStoreResponse::Ready { leases: 0, .. }),
-        "the vault is not a fresh one: {ready:?}"
+        "the fd store is not empty: {ready:?}"
     );
     let mut keeper = FakeAgent {
         vault,

@@ -65,7 +65,7 @@ enum ScrubCheckError {
     Driver(#[from] DriverError),
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    #[error("round {round}: what was filled does not read back as it was filled")]
+    #[error("round {round}: memory does not read back as it was filled")]
     ReadbackMismatch { round: u32 },
 }
 

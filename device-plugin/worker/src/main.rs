@@ -60,8 +60,8 @@ fn main() -> anyhow::Result<()> {
         Args {
             serve: Some(Gpu { gpu }),
             ..
-        } => serve::serve(&agent_socket()?, gpu).context("serving the agent"),
-        Args { .. } => anyhow::bail!("which GPU? say --gpu UUID"),
+        } => serve::serve(&agent_socket()?, gpu).context("failed to serve the agent"),
+        Args { .. } => anyhow::bail!("failed to choose a GPU: none was given; add --gpu UUID"),
     }
 }
 
@@ -71,7 +71,7 @@ fn print_verdict(verdict: &canary::Verdict) -> anyhow::Result<()> {
     let mut out = std::io::stdout();
     writeln!(out, "{verdict}")
         .and_then(|()| out.flush())
-        .context("telling the verdict")
+        .context("failed to print the verdict")
 }
 
 /// The agent's socket, which is standard input.
@@ -79,6 +79,6 @@ fn agent_socket() -> anyhow::Result<UnixStream> {
     let input = std::io::stdin()
         .as_fd()
         .try_clone_to_owned()
-        .context("taking standard input for the agent's socket")?;
+        .context("failed to duplicate standard input")?;
     Ok(UnixStream::from(input))
 }

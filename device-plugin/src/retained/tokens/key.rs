@@ -21,12 +21,14 @@ const MODE: u32 = 0o600;
 pub fn load_or_create(path: &Path) -> Secret {
     match read_key(path) {
         Ok(Some(secret)) => return secret,
-        Ok(None) => info!(path = %path.display(), "new key for memory tokens"),
-        Err(error) => warn!(path = %path.display(), %error, "new key for memory tokens"),
+        Ok(None) => info!(path = %path.display(), "created a key for memory tokens"),
+        Err(error) => {
+            warn!(path = %path.display(), %error, "failed to read the key for memory tokens; created a new one")
+        }
     }
     let secret = rand::random();
     if let Err(error) = write_key(path, &secret) {
-        warn!(path = %path.display(), %error, "key for memory tokens is lost with this agent");
+        warn!(path = %path.display(), %error, "failed to write the key for memory tokens; its tokens end with this agent");
     }
     secret
 }
@@ -42,8 +44,10 @@ fn read_key(path: &Path) -> io::Result<Option<Secret>> {
         .read_to_end(&mut bytes)?;
     match bytes.try_into() {
         Ok(secret) if metadata.mode() & 0o777 == MODE => Ok(Some(secret)),
-        Ok(_) => Err(io::Error::other("others may have read it")),
-        Err(_) => Err(io::Error::other("it is no key")),
+        Ok(_) => Err(io::Error::other("other users may read it")),
+        Err(_) => Err(io::Error::other(
+            "the file does not have the length of a key",
+        )),
     }
 }
 

@@ -28,7 +28,7 @@ const _: () = assert!(1 + 1 + MAX_NODE + 1 + 100 + 5 * 8 + MAC_LENGTH <= MAX_TOK
 
 /// The node's name is too long for a token.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the node's name has {0} bytes, a token holds {MAX_NODE}")]
+#[error("the node's name has {0} bytes; a token has room for {MAX_NODE}")]
 pub struct NameTooLong(usize);
 
 /// Seals and unseals the tokens of one node. The key can make any token, so it stays within the
