@@ -180,7 +180,7 @@ pub struct Events {
 /// Sends the Events that [`Events`] accepted.
 #[derive(Debug)]
 pub struct EventSender {
-    gate: Arc<Mutex<RateLimiter>>,
+    limiter: Arc<Mutex<RateLimiter>>,
     queue: mpsc::Receiver<EventKey>,
 }
 
@@ -188,13 +188,13 @@ impl Events {
     /// Returns a handle, and the sender that [`EventSender::run`] drives.
     pub fn new(metrics: Metrics) -> (Self, EventSender) {
         let (sender, queue) = mpsc::channel(QUEUE_CAPACITY);
-        let gate = Arc::new(Mutex::new(RateLimiter::new(Instant::now())));
+        let limiter = Arc::new(Mutex::new(RateLimiter::new(Instant::now())));
         let events = Self {
-            limiter: Arc::clone(&gate),
+            limiter: Arc::clone(&limiter),
             queue: sender,
             metrics,
         };
-        (events, EventSender { gate, queue })
+        (events, EventSender { limiter, queue })
     }
 
     /// Publishes an Event on this node.
@@ -207,17 +207,17 @@ impl Events {
         self.enqueue(Subject::Pod(pod), reason, message.into());
     }
 
-    fn enqueue(&self, about: Subject, reason: Reason, message: String) {
-        let said = EventKey {
-            subject: about,
+    fn enqueue(&self, subject: Subject, reason: Reason, message: String) {
+        let key = EventKey {
+            subject,
             reason,
             message,
         };
-        let passage = lock(&self.limiter).admit(&said, Instant::now());
+        let passage = lock(&self.limiter).admit(&key, Instant::now());
         let dropped = match passage {
             Admission::Repeated => false,
             Admission::RateLimited => true,
-            Admission::New => self.queue.try_send(said).is_err(),
+            Admission::New => self.queue.try_send(key).is_err(),
         };
         if dropped {
             self.metrics.count_event_dropped();
@@ -225,8 +225,8 @@ impl Events {
     }
 }
 
-fn lock(gate: &Mutex<RateLimiter>) -> MutexGuard<'_, RateLimiter> {
-    gate.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(limiter: &Mutex<RateLimiter>) -> MutexGuard<'_, RateLimiter> {
+    limiter.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl EventSender {
@@ -244,20 +244,20 @@ impl EventSender {
         loop {
             tokio::select! {
                 () = shutdown.cancelled() => return,
-                said = self.queue.recv() => {
-                    let Some(said) = said else { return };
-                    let sent = shutdown.run_until_cancelled(create_event(&client, &node, &said)).await;
+                key = self.queue.recv() => {
+                    let Some(key) = key else { return };
+                    let sent = shutdown.run_until_cancelled(create_event(&client, &node, &key)).await;
                     let Some(sent) = sent else { return };
                     match sent {
-                        Ok(name) => lock(&self.gate).set_name(&said, name),
+                        Ok(name) => lock(&self.limiter).set_name(&key, name),
                         Err(error) => {
-                            debug!(reason = said.reason.as_str(), %error, "failed to send an event");
+                            debug!(reason = key.reason.as_str(), %error, "failed to send an event");
                             metrics.count_event_dropped();
                         }
                     }
                 },
                 _ = counts.tick() => {
-                    let repeated = lock(&self.gate).take_count_updates();
+                    let repeated = lock(&self.limiter).take_count_updates();
                     let sent = shutdown.run_until_cancelled(update_counts(&client, repeated)).await;
                     if sent.is_none() {
                         return;
@@ -269,11 +269,11 @@ impl EventSender {
 }
 
 /// Creates an Event; returns its name.
-async fn create_event(client: &Client, node: &str, said: &EventKey) -> kube::Result<String> {
-    let event = build_event(said, node);
-    let api = Api::<Event>::namespaced(client.clone(), said.subject.namespace());
-    let made = api.create(&PostParams::default(), &event).await?;
-    Ok(made.name_any())
+async fn create_event(client: &Client, node: &str, key: &EventKey) -> kube::Result<String> {
+    let event = build_event(key, node);
+    let api = Api::<Event>::namespaced(client.clone(), key.subject.namespace());
+    let created = api.create(&PostParams::default(), &event).await?;
+    Ok(created.name_any())
 }
 
 /// Updates the counts of repeated Events. A failed update is included in the next one.
@@ -297,29 +297,29 @@ async fn update_counts(client: &Client, repeated: Vec<CountUpdate>) {
     }
 }
 
-fn build_event(said: &EventKey, node: &str) -> Event {
-    let mut note = said.message.clone();
+fn build_event(key: &EventKey, node: &str) -> Event {
+    let mut note = key.message.clone();
     note.truncate(note.floor_char_boundary(MAX_NOTE_LENGTH));
-    let regarding = object_reference(&said.subject, node);
+    let regarding = object_reference(&key.subject, node);
     let name = regarding.name.as_deref().unwrap_or_default();
     let now = Timestamp::now();
     Event {
         metadata: ObjectMeta {
             // client-go formats the names of events likewise.
             name: Some(format!("{name}.{:x}", now.as_nanosecond())),
-            namespace: Some(said.subject.namespace().to_owned()),
+            namespace: Some(key.subject.namespace().to_owned()),
             labels: Some(BTreeMap::from([(
                 WRITER_LABEL.to_owned(),
                 AGENT.to_owned(),
             )])),
             ..ObjectMeta::default()
         },
-        type_: Some(match said.reason.type_() {
+        type_: Some(match key.reason.type_() {
             EventType::Normal => "Normal".to_owned(),
             EventType::Warning => "Warning".to_owned(),
         }),
-        reason: Some(said.reason.as_str().to_owned()),
-        action: Some(said.reason.as_str().to_owned()),
+        reason: Some(key.reason.as_str().to_owned()),
+        action: Some(key.reason.as_str().to_owned()),
         note: Some(note),
         event_time: Some(MicroTime(now)),
         reporting_controller: Some(AGENT_MANAGER.to_owned()),
@@ -329,8 +329,8 @@ fn build_event(said: &EventKey, node: &str) -> Event {
     }
 }
 
-fn object_reference(about: &Subject, node: &str) -> ObjectReference {
-    match about {
+fn object_reference(subject: &Subject, node: &str) -> ObjectReference {
+    match subject {
         // The kubelet sets the node's name as the UID in its own events, and `kubectl describe`
         // searches for that.
         Subject::Node => ObjectReference {
@@ -433,31 +433,31 @@ impl RateLimiter {
         }
     }
 
-    fn admit(&mut self, said: &EventKey, now: Instant) -> Admission {
-        let recent = |_: &EventKey, heard: &mut SentEvent| {
-            now.saturating_duration_since(heard.first_seen) < DEDUP_WINDOW
+    fn admit(&mut self, key: &EventKey, now: Instant) -> Admission {
+        let recent = |_: &EventKey, entry: &mut SentEvent| {
+            now.saturating_duration_since(entry.first_seen) < DEDUP_WINDOW
         };
         self.sent.retain(recent);
-        if let Some(heard) = self.sent.get_mut(said) {
-            heard.count = heard.count.saturating_add(1);
+        if let Some(entry) = self.sent.get_mut(key) {
+            entry.count = entry.count.saturating_add(1);
             return Admission::Repeated;
         }
-        if !self.take_token(&said.subject, now) {
+        if !self.take_token(&key.subject, now) {
             return Admission::RateLimited;
         }
-        let heard = SentEvent {
+        let entry = SentEvent {
             first_seen: now,
             name: None,
             count: 1,
             reported_count: 1,
         };
-        self.sent.insert(said.clone(), heard);
+        self.sent.insert(key.clone(), entry);
         Admission::New
     }
 
     /// Takes a token from each bucket that the Event needs, or from none.
-    fn take_token(&mut self, about: &Subject, now: Instant) -> bool {
-        let Subject::Pod(pod) = about else {
+    fn take_token(&mut self, subject: &Subject, now: Instant) -> bool {
+        let Subject::Pod(pod) = subject else {
             self.node.refill(now);
             let takes = self.node.has_token();
             self.node.tokens -= f64::from(u8::from(takes));
@@ -483,24 +483,24 @@ impl RateLimiter {
     }
 
     /// Records the name of the created Event.
-    fn set_name(&mut self, said: &EventKey, name: String) {
-        if let Some(heard) = self.sent.get_mut(said) {
-            heard.name = Some(name);
+    fn set_name(&mut self, key: &EventKey, name: String) {
+        if let Some(entry) = self.sent.get_mut(key) {
+            entry.name = Some(name);
         }
     }
 
     /// Returns the counts that have grown since the last call.
     fn take_count_updates(&mut self) -> Vec<CountUpdate> {
         let changed = self.sent.iter_mut();
-        let changed = changed.filter(|(_, heard)| heard.count > heard.reported_count);
+        let changed = changed.filter(|(_, entry)| entry.count > entry.reported_count);
         changed
-            .filter_map(|(said, heard)| {
-                let name = heard.name.clone()?;
-                heard.reported_count = heard.count;
+            .filter_map(|(key, entry)| {
+                let name = entry.name.clone()?;
+                entry.reported_count = entry.count;
                 Some(CountUpdate {
-                    namespace: said.subject.namespace().to_owned(),
+                    namespace: key.subject.namespace().to_owned(),
                     name,
-                    count: heard.count,
+                    count: entry.count,
                 })
             })
             .collect()
@@ -533,23 +533,23 @@ mod tests {
     #[test]
     fn equal_events_are_one_event_with_a_count() {
         let start = Instant::now();
-        let mut gate = RateLimiter::new(start);
-        let mut says = |message, after| gate.admit(&node_event(message), start + after);
+        let mut limiter = RateLimiter::new(start);
+        let mut says = |message, after| limiter.admit(&node_event(message), start + after);
         assert_eq!(says("a", Duration::ZERO), Admission::New);
         assert_eq!(says("a", DEDUP_WINDOW / 2), Admission::Repeated);
         assert_eq!(says("b", DEDUP_WINDOW / 2), Admission::New);
-        assert_eq!(gate.take_count_updates(), [], "it is not made yet");
-        gate.set_name(&node_event("a"), "a.1".to_owned());
-        gate.set_name(&node_event("b"), "b.1".to_owned());
+        assert_eq!(limiter.take_count_updates(), [], "it is not made yet");
+        limiter.set_name(&node_event("a"), "a.1".to_owned());
+        limiter.set_name(&node_event("b"), "b.1".to_owned());
         let expected = CountUpdate {
             namespace: "default".to_owned(),
             name: "a.1".to_owned(),
             count: 2,
         };
-        assert_eq!(gate.take_count_updates(), [expected]);
-        assert_eq!(gate.take_count_updates(), [], "it was told");
+        assert_eq!(limiter.take_count_updates(), [expected]);
+        assert_eq!(limiter.take_count_updates(), [], "it was told");
         assert_eq!(
-            gate.admit(&node_event("a"), start + DEDUP_WINDOW),
+            limiter.admit(&node_event("a"), start + DEDUP_WINDOW),
             Admission::New
         );
     }
@@ -557,11 +557,11 @@ mod tests {
     #[test]
     fn event_storm_is_cut_to_its_rate() {
         let start = Instant::now();
-        let mut gate = RateLimiter::new(start);
+        let mut limiter = RateLimiter::new(start);
         let sent = (0..6_000)
             .filter(|i| {
                 let now = start + Duration::from_millis(10) * *i;
-                gate.admit(&node_event(&i.to_string()), now) == Admission::New
+                limiter.admit(&node_event(&i.to_string()), now) == Admission::New
             })
             .count();
         assert!((84..=86).contains(&sent), "{sent} in a minute");
@@ -570,22 +570,22 @@ mod tests {
     #[test]
     fn event_storm_of_a_pod_leaves_room_for_other_pods() {
         let start = Instant::now();
-        let mut gate = RateLimiter::new(start);
+        let mut limiter = RateLimiter::new(start);
         let (mut of_storm, mut of_others) = (0, 0);
         for i in 0..6_000_u32 {
             let now = start + Duration::from_millis(10) * i;
-            let storm = gate.admit(&pod_event("storm", &i.to_string()), now);
+            let storm = limiter.admit(&pod_event("storm", &i.to_string()), now);
             of_storm += u32::from(storm == Admission::New);
             if i % 300 == 299 {
                 let other = pod_event(&format!("pod-{i}"), "over its quota");
-                of_others += u32::from(gate.admit(&other, now) == Admission::New);
+                of_others += u32::from(limiter.admit(&other, now) == Admission::New);
             }
         }
         assert_eq!(of_others, 20, "each of them");
         assert!(of_storm <= POD_BURST + 2, "{of_storm} in a minute");
-        assert_eq!(gate.admit(&node_event("n"), start), Admission::New);
+        assert_eq!(limiter.admit(&node_event("n"), start), Admission::New);
         // The number of entries is bounded by the pods with recent Events.
-        assert!(gate.pods.len() <= 21, "{}", gate.pods.len());
+        assert!(limiter.pods.len() <= 21, "{}", limiter.pods.len());
     }
 
     #[test]
@@ -622,7 +622,7 @@ mod tests {
             }
         });
         let metrics = Metrics::new();
-        let (events, outbox) = Events::new(metrics.clone());
+        let (events, event_sender) = Events::new(metrics.clone());
         let pod = PodRef {
             namespace: "n".into(),
             name: "p".into(),
@@ -634,7 +634,7 @@ mod tests {
         drop(events);
         let client = Client::new(server, "default");
         let stop = CancellationToken::new();
-        outbox.run(client, "node".into(), metrics, stop).await;
+        event_sender.run(client, "node".into(), metrics, stop).await;
         for why in ["one reason", "another"] {
             assert_eq!(seen.recv().await, Some((Method::POST, why.into())));
         }
@@ -680,21 +680,21 @@ mod tests {
             }
         });
         let client = Client::new(server, "default");
-        let (events, outbox) = Events::new(Metrics::new());
-        let about = pod_event("p", "over its quota");
-        let Subject::Pod(pod) = &about.subject else {
+        let (events, event_sender) = Events::new(Metrics::new());
+        let subject = pod_event("p", "over its quota");
+        let Subject::Pod(pod) = &subject.subject else {
             unreachable!("it is about a pod")
         };
         for _ in 0..1_000 {
-            events.on_pod(pod.clone(), about.reason, about.message.clone());
+            events.on_pod(pod.clone(), subject.reason, subject.message.clone());
         }
-        let name = create_event(&client, "node-1", &about).await.unwrap();
-        lock(&outbox.gate).set_name(&about, name);
-        let repeated = lock(&outbox.gate).take_count_updates();
+        let name = create_event(&client, "node-1", &subject).await.unwrap();
+        lock(&event_sender.limiter).set_name(&subject, name);
+        let repeated = lock(&event_sender.limiter).take_count_updates();
         update_counts(&client, repeated).await;
         let events = "/apis/events.k8s.io/v1/namespaces/n/events";
-        let made = (format!("POST {events}"), serde_json::Value::Null);
-        assert_eq!(seen.recv().await, Some(made));
+        let created = (format!("POST {events}"), serde_json::Value::Null);
+        assert_eq!(seen.recv().await, Some(created));
         let counted = (format!("PATCH {events}/p.1"), 1_000.into());
         assert_eq!(seen.recv().await, Some(counted));
     }

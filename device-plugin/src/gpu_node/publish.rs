@@ -95,8 +95,8 @@ impl<O: GpuNodeApi> Publisher<O> {
                 () = shutdown.cancelled() => return,
                 changed = self.reports.changed() => if changed.is_err() { return },
                 Ok(()) = self.observed.changed() => {
-                    let seen = self.observed.borrow_and_update().clone();
-                    if !apply_observation(&mut known, seen) {
+                    let observation = self.observed.borrow_and_update().clone();
+                    if !apply_observation(&mut known, observation) {
                         continue;
                     }
                 }
@@ -174,15 +174,15 @@ impl<O: GpuNodeApi> Publisher<O> {
     /// The GPUs to drain in the spec of a new object.
     fn drained_gpus(&self) -> BTreeSet<GpuUuid> {
         match &*self.spec.borrow() {
-            Some(orders) => orders.drain.clone(),
+            Some(spec) => spec.drain.clone(),
             None => self.drain.borrow().requested.clone(),
         }
     }
 }
 
 /// Takes an observation of the watch. Returns whether the object may need a write.
-fn apply_observation(known: &mut Option<ObservedObject>, seen: Observation) -> bool {
-    match (seen, known.as_ref()) {
+fn apply_observation(known: &mut Option<ObservedObject>, observation: Observation) -> bool {
+    match (observation, known.as_ref()) {
         (Observation::NotFound, _) => {
             *known = None;
             true
@@ -292,7 +292,7 @@ mod tests {
     fn publisher(
         fake: &FakeApi,
         reports: watch::Receiver<NodeReport>,
-        unheard: watch::Sender<Option<Instant>>,
+        unreachable_since: watch::Sender<Option<Instant>>,
     ) -> Publisher<FakeApi> {
         Publisher {
             api: fake.clone(),
@@ -301,7 +301,7 @@ mod tests {
             spec: watch::channel(None).1,
             drain: watch::channel(DrainState::default()).1,
             rate: FAST,
-            unreachable_since: unheard,
+            unreachable_since,
             metrics: Metrics::new(),
         }
     }
@@ -313,8 +313,8 @@ mod tests {
     ) {
         let (sender, receiver) = watch::channel(report());
         let shutdown = CancellationToken::new();
-        let unheard = watch::Sender::new(Some(Instant::now()));
-        let publishing = publisher(fake, receiver, unheard).run(shutdown.clone());
+        let unreachable_since = watch::Sender::new(Some(Instant::now()));
+        let publishing = publisher(fake, receiver, unreachable_since).run(shutdown.clone());
         let acting = async {
             act(sender).await;
             shutdown.cancel();
@@ -406,9 +406,9 @@ mod tests {
         let fake = FakeApi::default();
         fake.fail_next.store(usize::MAX, Ordering::SeqCst);
         let (_sender, receiver) = watch::channel(report());
-        let (unheard, mut since) = watch::channel(None);
+        let (unreachable_since, mut since) = watch::channel(None);
         let shutdown = CancellationToken::new();
-        let publishing = publisher(&fake, receiver, unheard).run(shutdown.clone());
+        let publishing = publisher(&fake, receiver, unreachable_since).run(shutdown.clone());
         let acting = async {
             let first = *since.wait_for(Option::is_some).await.unwrap();
             sleep(Duration::from_millis(50)).await;
@@ -435,9 +435,9 @@ mod tests {
             time: None,
         }];
         let (_sender, receiver) = watch::channel(report);
-        let (unheard, mut since) = watch::channel(Some(Instant::now()));
+        let (unreachable_since, mut since) = watch::channel(Some(Instant::now()));
         let shutdown = CancellationToken::new();
-        let publishing = publisher(&fake, receiver, unheard).run(shutdown.clone());
+        let publishing = publisher(&fake, receiver, unreachable_since).run(shutdown.clone());
         let acting = async {
             since.wait_for(Option::is_none).await.unwrap();
             let written = fake.writes();

@@ -58,7 +58,7 @@ pub async fn run(
     client: Client,
     node: String,
     history: History,
-    told: WatchOutput,
+    output: WatchOutput,
     stop: CancellationToken,
 ) {
     let config = watcher::Config::default()
@@ -87,7 +87,7 @@ pub async fn run(
             Ok(Some(watcher::Event::InitDone)) => (listed.take(), true),
             Ok(None) => return stop.cancelled().await,
             Err(error) => {
-                told.metrics.count_watch_failure();
+                output.metrics.count_watch_failure();
                 if failures == 0 {
                     warn!(%error, "failed to watch GpuNode; retrying");
                 }
@@ -99,7 +99,7 @@ pub async fn run(
             info!(failures, "watching GpuNode after failures");
             failures = 0;
         }
-        told.publish(object.as_ref(), is_listed);
+        output.publish(object.as_ref(), is_listed);
     }
 }
 

@@ -74,7 +74,7 @@ impl Fixture {
             metrics: metrics.clone(),
         };
         tokio::spawn(publisher.run(stop.clone()));
-        let told = WatchOutput {
+        let output = WatchOutput {
             spec: orders,
             observed: seen,
             metrics,
@@ -83,7 +83,7 @@ impl Fixture {
             client,
             NODE.to_owned(),
             history,
-            told,
+            output,
             stop.clone(),
         ));
         Self {
@@ -141,8 +141,8 @@ impl Fixture {
     }
 
     async fn wait_until_written(&self) {
-        self.wait_until("the report is written", PROMISED_TIME, |bed| {
-            bed.has_free(32) && bed.spec.borrow().is_some()
+        self.wait_until("the report is written", PROMISED_TIME, |fixture| {
+            fixture.has_free(32) && fixture.spec.borrow().is_some()
         })
         .await;
     }
@@ -165,52 +165,63 @@ impl Drop for Fixture {
 
 #[tokio::test(start_paused = true)]
 async fn deleted_object_is_created_again_within_seconds() {
-    let bed = Fixture::start();
-    bed.wait_until_written().await;
+    let fixture = Fixture::start();
+    fixture.wait_until_written().await;
     for _ in 0..3 {
-        bed.api.delete(KIND, "", NODE);
+        fixture.api.delete(KIND, "", NODE);
         let within = Duration::from_secs(3);
-        bed.wait_until("it is made again", within, |bed| bed.has_free(32))
+        fixture
+            .wait_until("it is made again", within, |fixture| fixture.has_free(32))
             .await;
     }
-    bed.assert_quiet("a deletion").await;
+    fixture.assert_quiet("a deletion").await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn object_is_owned_by_the_current_node() {
-    let bed = Fixture::start();
-    bed.wait_until_written().await;
-    let owner = |bed: &Fixture| bed.object()["metadata"]["ownerReferences"][0]["uid"].clone();
-    assert_eq!(owner(&bed), "first");
-    bed.api.put("nodes", node("second"));
+    let fixture = Fixture::start();
+    fixture.wait_until_written().await;
+    let owner =
+        |fixture: &Fixture| fixture.object()["metadata"]["ownerReferences"][0]["uid"].clone();
+    assert_eq!(owner(&fixture), "first");
+    fixture.api.put("nodes", node("second"));
     // The garbage collector deletes an object whose owner is gone.
-    bed.api.delete(KIND, "", NODE);
-    bed.wait_until("it has the present owner", Duration::from_secs(3), |bed| {
-        owner(bed) == "second"
-    })
-    .await;
+    fixture.api.delete(KIND, "", NODE);
+    fixture
+        .wait_until(
+            "it has the present owner",
+            Duration::from_secs(3),
+            |fixture| owner(fixture) == "second",
+        )
+        .await;
     // A restarted agent finds an object that the garbage collector has not deleted yet.
-    bed.stop.cancel();
-    bed.api.put("nodes", node("third"));
-    let bed = Fixture::start_with(bed.api.clone(), bed.api.client(), DrainState::default());
-    bed.wait_until("it is handed over", PROMISED_TIME, |bed| {
-        owner(bed) == "third"
-    })
-    .await;
-    let owners = bed.object()["metadata"]["ownerReferences"].clone();
+    fixture.stop.cancel();
+    fixture.api.put("nodes", node("third"));
+    let fixture = Fixture::start_with(
+        fixture.api.clone(),
+        fixture.api.client(),
+        DrainState::default(),
+    );
+    fixture
+        .wait_until("it is handed over", PROMISED_TIME, |fixture| {
+            owner(fixture) == "third"
+        })
+        .await;
+    let owners = fixture.object()["metadata"]["ownerReferences"].clone();
     assert_eq!(owners.as_array().map(Vec::len), Some(1), "{owners}");
 }
 
 #[tokio::test(start_paused = true)]
 async fn drain_outlives_the_object_whose_spec_named_it() {
-    let mut bed = Fixture::start();
-    bed.wait_until_written().await;
-    bed.write_spec(json!({ "drain": ["GPU-1"] }));
-    bed.wait_until("it is heard", PROMISED_TIME, |bed| {
-        bed.drained_gpus() == [gpu(1)]
-    })
-    .await;
-    let mut orders = bed.spec.clone();
+    let mut fixture = Fixture::start();
+    fixture.wait_until_written().await;
+    fixture.write_spec(json!({ "drain": ["GPU-1"] }));
+    fixture
+        .wait_until("it is heard", PROMISED_TIME, |fixture| {
+            fixture.drained_gpus() == [gpu(1)]
+        })
+        .await;
+    let mut orders = fixture.spec.clone();
     let lifted = tokio::spawn(async move {
         let lifted = |orders: &Option<ParsedSpec>| {
             !orders
@@ -219,21 +230,25 @@ async fn drain_outlives_the_object_whose_spec_named_it() {
         };
         orders.wait_for(lifted).await.is_ok()
     });
-    bed.api.delete(KIND, "", NODE);
-    bed.wait_until("it is made again", PROMISED_TIME, |bed| bed.has_free(32))
+    fixture.api.delete(KIND, "", NODE);
+    fixture
+        .wait_until("it is made again", PROMISED_TIME, |fixture| {
+            fixture.has_free(32)
+        })
         .await;
     sleep(PROMISED_TIME).await;
     assert!(
         !lifted.is_finished(),
         "the drain was lifted by the deletion"
     );
-    assert_eq!(bed.object()["spec"]["drain"], json!(["GPU-1"]));
-    bed.generation = 1;
-    bed.write_spec(json!({}));
-    bed.wait_until("it is lifted", PROMISED_TIME, |bed| {
-        bed.drained_gpus().is_empty()
-    })
-    .await;
+    assert_eq!(fixture.object()["spec"]["drain"], json!(["GPU-1"]));
+    fixture.generation = 1;
+    fixture.write_spec(json!({}));
+    fixture
+        .wait_until("it is lifted", PROMISED_TIME, |fixture| {
+            fixture.drained_gpus().is_empty()
+        })
+        .await;
     assert!(lifted.is_finished());
 }
 
@@ -246,81 +261,93 @@ async fn drain_on_record_outlives_object_and_agent() {
         ..DrainState::default()
     };
     let client = api.client();
-    let bed = Fixture::start_with(api, client, drain);
-    bed.wait_until_written().await;
-    assert_eq!(bed.drained_gpus(), [gpu(1)]);
-    assert_eq!(bed.object()["spec"]["drain"], json!(["GPU-1"]));
+    let fixture = Fixture::start_with(api, client, drain);
+    fixture.wait_until_written().await;
+    assert_eq!(fixture.drained_gpus(), [gpu(1)]);
+    assert_eq!(fixture.object()["spec"]["drain"], json!(["GPU-1"]));
 }
 
 #[tokio::test(start_paused = true)]
 async fn spec_and_status_follow_a_restored_etcd() {
-    let mut bed = Fixture::start();
-    bed.wait_until_written().await;
-    bed.write_spec(json!({ "drain": ["GPU-1"] }));
-    bed.wait_until("it is heard", PROMISED_TIME, |bed| {
-        bed.drained_gpus() == [gpu(1)]
-    })
-    .await;
-    let backup = bed.api.backup();
+    let mut fixture = Fixture::start();
+    fixture.wait_until_written().await;
+    fixture.write_spec(json!({ "drain": ["GPU-1"] }));
+    fixture
+        .wait_until("it is heard", PROMISED_TIME, |fixture| {
+            fixture.drained_gpus() == [gpu(1)]
+        })
+        .await;
+    let backup = fixture.api.backup();
     for free in 0..20 {
-        bed.report_free(free);
-        bed.wait_until("it is written", PROMISED_TIME, |bed| bed.has_free(free))
+        fixture.report_free(free);
+        fixture
+            .wait_until("it is written", PROMISED_TIME, |fixture| {
+                fixture.has_free(free)
+            })
             .await;
     }
-    bed.write_spec(json!({ "drain": ["GPU-2"] }));
-    bed.wait_until("it is heard", PROMISED_TIME, |bed| {
-        bed.drained_gpus() == [gpu(2)]
-    })
-    .await;
-    bed.api.restore(&backup);
-    let within = Duration::from_secs(10);
-    bed.wait_until("the restored order is heard", within, |bed| {
-        bed.drained_gpus() == [gpu(1)]
-    })
-    .await;
-    bed.wait_until("the report is written", within, |bed| bed.has_free(19))
+    fixture.write_spec(json!({ "drain": ["GPU-2"] }));
+    fixture
+        .wait_until("it is heard", PROMISED_TIME, |fixture| {
+            fixture.drained_gpus() == [gpu(2)]
+        })
         .await;
-    bed.write_spec(json!({}));
-    bed.wait_until("a new order is heard", within, |bed| {
-        bed.drained_gpus().is_empty()
-    })
-    .await;
-    bed.assert_quiet("a restore").await;
+    fixture.api.restore(&backup);
+    let within = Duration::from_secs(10);
+    fixture
+        .wait_until("the restored order is heard", within, |fixture| {
+            fixture.drained_gpus() == [gpu(1)]
+        })
+        .await;
+    fixture
+        .wait_until("the report is written", within, |fixture| {
+            fixture.has_free(19)
+        })
+        .await;
+    fixture.write_spec(json!({}));
+    fixture
+        .wait_until("a new order is heard", within, |fixture| {
+            fixture.drained_gpus().is_empty()
+        })
+        .await;
+    fixture.assert_quiet("a restore").await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn spec_of_another_version_stops_nothing_else() {
-    let mut bed = Fixture::start();
-    bed.wait_until_written().await;
+    let mut fixture = Fixture::start();
+    fixture.wait_until_written().await;
     let policy = |namespace: &str, action: &str| json!({ "namespace": namespace, "action": action, "maxRestarts": 1, "windowSeconds": 60 });
-    bed.write_spec(json!({
+    fixture.write_spec(json!({
         "contextPolicies": [policy("a", "Quarantine"), policy("b", "Evict")],
         "reservations": [{ "gpu": "GPU-1", "share": 0.5 }],
         "drain": ["GPU-1"],
     }));
-    let mut object = bed.object();
+    let mut object = fixture.object();
     object["status"]["gpus"][0]["state"] = json!("Hibernating");
     object["status"]["gpus"][1]["memory"] = json!({ "total": "1Gi" });
-    bed.api.put(KIND, object);
-    bed.wait_until("the drain is heard", PROMISED_TIME, |bed| {
-        bed.drained_gpus() == [gpu(1)]
-    })
-    .await;
-    let orders = bed.spec.borrow().clone().unwrap();
+    fixture.api.put(KIND, object);
+    fixture
+        .wait_until("the drain is heard", PROMISED_TIME, |fixture| {
+            fixture.drained_gpus() == [gpu(1)]
+        })
+        .await;
+    let orders = fixture.spec.borrow().clone().unwrap();
     assert_eq!(orders.context_policies.len(), 1);
     assert_eq!(
         orders.unrecognized,
         ["reservations[0]", "contextPolicies[0]"]
     );
-    bed.report_free(7);
-    bed.wait_until("the status is written", PROMISED_TIME, |bed| {
-        bed.has_free(7)
-    })
-    .await;
-    assert_eq!(bed.object()["status"]["gpus"][0]["state"], "Active");
+    fixture.report_free(7);
+    fixture
+        .wait_until("the status is written", PROMISED_TIME, |fixture| {
+            fixture.has_free(7)
+        })
+        .await;
+    assert_eq!(fixture.object()["status"]["gpus"][0]["state"], "Active");
     sleep(Duration::from_secs(60)).await;
     assert_eq!(
-        *bed.unreachable_since.borrow(),
+        *fixture.unreachable_since.borrow(),
         None,
         "the API server is there"
     );
@@ -342,25 +369,27 @@ async fn status_and_spec_arrive_through_every_watch_fault() {
         api.put("nodes", node("first"));
         let faults = Faults::for_all_objects(WriteFault::RequestDropped, telling);
         let client = api.client_with_faults(&faults);
-        let mut bed = Fixture::start_with(api, client, DrainState::default());
-        bed.wait_until_written().await;
+        let mut fixture = Fixture::start_with(api, client, DrainState::default());
+        fixture.wait_until_written().await;
         if telling == WatchFault::Lagging {
             // From now on the API server's watch cache lags behind.
             sleep(Duration::from_secs(15)).await;
         }
         for round in 0..8 {
-            bed.write_spec(json!({ "drain": [format!("GPU-{round}")] }));
-            bed.report_free(round);
-            bed.wait_until(&what, PROMISED_TIME, |bed| {
-                bed.has_free(round) && bed.drained_gpus() == [gpu(round)]
-            })
-            .await;
+            fixture.write_spec(json!({ "drain": [format!("GPU-{round}")] }));
+            fixture.report_free(round);
+            fixture
+                .wait_until(&what, PROMISED_TIME, |fixture| {
+                    fixture.has_free(round) && fixture.drained_gpus() == [gpu(round)]
+                })
+                .await;
         }
-        bed.api.delete(KIND, "", NODE);
-        bed.wait_until(&what, PROMISED_TIME, |bed| bed.has_free(7))
+        fixture.api.delete(KIND, "", NODE);
+        fixture
+            .wait_until(&what, PROMISED_TIME, |fixture| fixture.has_free(7))
             .await;
-        bed.assert_quiet(&what).await;
-        assert_eq!(bed.drained_gpus(), [gpu(7)], "{what}");
+        fixture.assert_quiet(&what).await;
+        assert_eq!(fixture.drained_gpus(), [gpu(7)], "{what}");
         let dealt: usize = faults.faulted_events().values().sum();
         assert!(dealt >= 3, "{what}: {dealt} events were not told plainly");
     }
@@ -384,15 +413,17 @@ async fn status_arrives_through_every_write_fault() {
             let faults = Faults::for_all_objects(fate, WatchFault::NoFault);
             faults.set_faulty_writes(FaultyWrites::Nth(doomed));
             let client = api.client_with_faults(&faults);
-            let bed = Fixture::start_with(api, client, DrainState::default());
-            bed.wait_until(&what, PROMISED_TIME, |bed| bed.has_free(32))
+            let fixture = Fixture::start_with(api, client, DrainState::default());
+            fixture
+                .wait_until(&what, PROMISED_TIME, |fixture| fixture.has_free(32))
                 .await;
-            bed.report_free(7);
-            bed.wait_until(&what, PROMISED_TIME, |bed| bed.has_free(7))
+            fixture.report_free(7);
+            fixture
+                .wait_until(&what, PROMISED_TIME, |fixture| fixture.has_free(7))
                 .await;
-            bed.assert_quiet(&what).await;
+            fixture.assert_quiet(&what).await;
             assert_eq!(faults.fault_count(), 1, "{what}");
-            assert_eq!(*bed.unreachable_since.borrow(), None, "{what}");
+            assert_eq!(*fixture.unreachable_since.borrow(), None, "{what}");
         }
     }
 }
@@ -403,23 +434,27 @@ async fn lost_answer_counts_as_outage_from_its_request() {
     api.put("nodes", node("first"));
     let faults = Faults::for_all_objects(WriteFault::RequestDropped, WatchFault::NoFault);
     let client = api.client_with_faults(&faults);
-    let bed = Fixture::start_with(api, client, DrainState::default());
-    bed.wait_until_written().await;
-    assert_eq!(*bed.unreachable_since.borrow(), None);
+    let fixture = Fixture::start_with(api, client, DrainState::default());
+    fixture.wait_until_written().await;
+    assert_eq!(*fixture.unreachable_since.borrow(), None);
     faults.set_faulty_writes(FaultyWrites::FirstAttempts);
     let begun = Instant::now();
-    bed.report_free(7);
-    bed.wait_until("it is noticed", PROMISED_TIME, |bed| {
-        bed.unreachable_since.borrow().is_some()
-    })
-    .await;
-    let since = bed.unreachable_since.borrow().unwrap();
+    fixture.report_free(7);
+    fixture
+        .wait_until("it is noticed", PROMISED_TIME, |fixture| {
+            fixture.unreachable_since.borrow().is_some()
+        })
+        .await;
+    let since = fixture.unreachable_since.borrow().unwrap();
     assert!(
         since - begun < Duration::from_secs(2),
         "{:?}",
         since - begun
     );
-    bed.wait_until("it is written", PROMISED_TIME, |bed| bed.has_free(7))
+    fixture
+        .wait_until("it is written", PROMISED_TIME, |fixture| {
+            fixture.has_free(7)
+        })
         .await;
-    assert_eq!(*bed.unreachable_since.borrow(), None);
+    assert_eq!(*fixture.unreachable_since.borrow(), None);
 }

@@ -139,19 +139,19 @@ impl Connection {
 /// # Errors
 /// The thread cannot be started.
 pub fn start(socket: PathBuf) -> io::Result<mpsc::UnboundedReceiver<StoreEvent>> {
-    let (told, news) = mpsc::unbounded_channel();
-    let (calls, called) = channel();
+    let (events, receiver) = mpsc::unbounded_channel();
+    let (calls, queue) = channel();
     let thread = ClientThread {
         socket,
-        events: told,
+        events,
         calls,
-        queue: called,
+        queue,
         connection: 0,
     };
     std::thread::Builder::new()
         .name("fd-store-client".to_owned())
         .spawn(move || thread.run())?;
-    Ok(news)
+    Ok(receiver)
 }
 
 struct ClientThread {
@@ -169,18 +169,18 @@ impl ClientThread {
             self.connection += 1;
             let begun = self.connect();
             match begun {
-                Ok((stream, held, most)) => {
-                    info!(leases = held.len(), most, "fd store connected");
-                    let line = Connection {
+                Ok((stream, stored, capacity)) => {
+                    info!(leases = stored.len(), capacity, "fd store connected");
+                    let connection = Connection {
                         number: self.connection,
                         calls: self.calls.clone(),
                     };
                     if self
                         .events
                         .send(StoreEvent::Connected {
-                            connection: line,
-                            leases: held,
-                            capacity: most,
+                            connection,
+                            leases: stored,
+                            capacity,
                         })
                         .is_err()
                     {
@@ -201,16 +201,16 @@ impl ClientThread {
         let stream = UnixStream::connect(&self.socket)?;
         stream.set_read_timeout(Some(REQUEST_TIMEOUT))?;
         stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
-        let most = match send_request(&stream, &FdStoreRequest::Hello { version: VERSION }, None)?.0
-        {
-            FdStoreResponse::Ready { leases, room, .. } => leases.saturating_add(room) as usize,
-            other => {
-                return Err(io::Error::other(format!(
-                    "unexpected response to hello: {other:?}"
-                )));
-            }
-        };
-        let (mut held, mut from) = (BTreeMap::new(), 0);
+        let capacity =
+            match send_request(&stream, &FdStoreRequest::Hello { version: VERSION }, None)?.0 {
+                FdStoreResponse::Ready { leases, room, .. } => leases.saturating_add(room) as usize,
+                other => {
+                    return Err(io::Error::other(format!(
+                        "unexpected response to hello: {other:?}"
+                    )));
+                }
+            };
+        let (mut stored, mut from) = (BTreeMap::new(), 0);
         loop {
             let FdStoreResponse::Listed { leases } =
                 send_request(&stream, &FdStoreRequest::List { from }, None)?.0
@@ -218,12 +218,12 @@ impl ClientThread {
                 return Err(io::Error::other("unexpected response to list"));
             };
             let Some(last) = leases.last().map(|entry| entry.lease) else {
-                return Ok((stream, held, most));
+                return Ok((stream, stored, capacity));
             };
             let leases = leases.into_iter();
-            held.extend(leases.map(|StoredLease { lease, blob }| (LeaseId(lease), blob)));
+            stored.extend(leases.map(|StoredLease { lease, blob }| (LeaseId(lease), blob)));
             let Some(next) = last.checked_add(1).filter(|next| *next > from) else {
-                return Ok((stream, held, most));
+                return Ok((stream, stored, capacity));
             };
             from = next;
         }

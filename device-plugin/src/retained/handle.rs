@@ -58,21 +58,21 @@ pub enum Command {
     /// A tenant's request for a lease.
     Request {
         /// The container and process that ask.
-        asker: Caller,
+        caller: Caller,
         /// The request.
-        question: RetainedRequest,
+        request: RetainedRequest,
         /// Gets the descriptor of a new lease as soon as the memory exists; then the reply has
         /// none.
-        made: Option<oneshot::Sender<CreatedMemory>>,
+        created: Option<oneshot::Sender<CreatedMemory>>,
         /// Gets the answer.
         reply: oneshot::Sender<Reply>,
     },
     /// A tenant's request for a memory token.
     Token {
         /// The container and process that ask.
-        asker: Caller,
+        caller: Caller,
         /// The request.
-        question: TokenRequest,
+        request: TokenRequest,
         /// Gets the answer.
         reply: oneshot::Sender<TokenResponse>,
     },
@@ -109,8 +109,8 @@ impl Commands {
     pub async fn recv(&mut self) -> Option<Command> {
         tokio::select! {
             biased;
-            note = self.node.recv() => note,
-            note = self.tenants.recv() => note,
+            command = self.node.recv() => command,
+            command = self.tenants.recv() => command,
         }
     }
 }
@@ -119,26 +119,26 @@ impl LeaseHandle {
     /// Creates a handle and the receiver of its commands.
     pub fn channel() -> (LeaseHandle, Commands) {
         let (tenants, asked) = mpsc::channel(QUEUE_CAPACITY);
-        let (node, told) = mpsc::channel(QUEUE_CAPACITY);
-        let notes = Commands {
+        let (node, node_commands) = mpsc::channel(QUEUE_CAPACITY);
+        let commands = Commands {
             tenants: asked,
-            node: told,
+            node: node_commands,
         };
-        (LeaseHandle { tenants, node }, notes)
+        (LeaseHandle { tenants, node }, commands)
     }
 
-    /// Sends a tenant's request and waits for the reply, at most for a fixed time. `made` gets the
-    /// memory of a new lease first.
+    /// Sends a tenant's request and waits for the reply, at most for a fixed time. `created` gets
+    /// the memory of a new lease first.
     pub async fn request(
         &self,
-        asker: Caller,
-        question: RetainedRequest,
-        made: Option<oneshot::Sender<CreatedMemory>>,
+        caller: Caller,
+        request: RetainedRequest,
+        created: Option<oneshot::Sender<CreatedMemory>>,
     ) -> Reply {
         let asked = |reply| Command::Request {
-            asker,
-            question,
-            made,
+            caller,
+            request,
+            created,
             reply,
         };
         let unavailable = || Reply::refused(RetainedRefusal::Unavailable);
@@ -146,20 +146,20 @@ impl LeaseHandle {
     }
 
     /// Sends a tenant's token request and waits for the reply, at most for a fixed time.
-    pub async fn request_token(&self, asker: Caller, question: TokenRequest) -> TokenResponse {
+    pub async fn request_token(&self, caller: Caller, request: TokenRequest) -> TokenResponse {
         let asked = |reply| Command::Token {
-            asker,
-            question,
+            caller,
+            request,
             reply,
         };
         let unavailable = || TokenResponse::Refused(TokenRefusal::Unavailable);
         self.send(asked).await.unwrap_or_else(unavailable)
     }
 
-    async fn send<T>(&self, note: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
+    async fn send<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
         let (reply, answer) = oneshot::channel();
         let answer = async {
-            self.tenants.send(note(reply)).await.ok()?;
+            self.tenants.send(command(reply)).await.ok()?;
             answer.await.ok()
         };
         tokio::time::timeout(REQUEST_TIMEOUT, answer)
@@ -176,9 +176,9 @@ impl LeaseHandle {
     /// Reports the node's state; returns the changes for its ledger. They are empty when the
     /// service has exited.
     pub async fn reconcile(&self, node: NodeView) -> LedgerUpdate {
-        let (reply, turn) = oneshot::channel();
+        let (reply, update) = oneshot::channel();
         let _ = self.node.send(Command::Reconcile { node, reply }).await;
-        turn.await.unwrap_or_default()
+        update.await.unwrap_or_default()
     }
 
     /// Reports that the node's ledger has recorded the bytes of these leases.
@@ -198,19 +198,19 @@ mod tests {
 
     #[tokio::test]
     async fn node_is_heard_before_all_questions_of_tenants() {
-        let (desk, mut notes) = LeaseHandle::channel();
-        let asker = Caller {
+        let (desk, mut commands) = LeaseHandle::channel();
+        let caller = Caller {
             allocation: AllocationId::from_bits(7),
             process: Process { pid: 1, start: 1 },
         };
-        let question = RetainedRequest::Discard {
+        let request = RetainedRequest::Discard {
             version: VERSION,
             lease: 1,
         };
         let mut tenants = tokio::task::JoinSet::new();
         for _ in 0..2 * QUEUE_CAPACITY {
-            let (desk, question) = (desk.clone(), question.clone());
-            tenants.spawn(async move { desk.request(asker, question, None).await });
+            let (desk, request) = (desk.clone(), request.clone());
+            tenants.spawn(async move { desk.request(caller, request, None).await });
         }
         while desk.tenants.capacity() > 0 {
             tokio::task::yield_now().await;
@@ -221,12 +221,15 @@ mod tests {
             desk.node.try_send(Command::Recorded(Vec::new())).unwrap();
         }
         for number in 0..NOTES {
-            let note = notes.recv().await;
+            let command = commands.recv().await;
             assert!(
-                matches!(note, Some(Command::Recorded(_))),
-                "{number}: {note:?}"
+                matches!(command, Some(Command::Recorded(_))),
+                "{number}: {command:?}"
             );
         }
-        assert!(matches!(notes.recv().await, Some(Command::Request { .. })));
+        assert!(matches!(
+            commands.recv().await,
+            Some(Command::Request { .. })
+        ));
     }
 }

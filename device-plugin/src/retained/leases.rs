@@ -249,15 +249,15 @@ pub struct NodeView {
 
 impl NodeView {
     /// The container that takes over a lease whose owner has ended.
-    fn new_owner(&self, meta: &LeaseRecord) -> Option<AllocationId> {
-        if self.containers.contains_key(&meta.owner) {
+    fn new_owner(&self, record: &LeaseRecord) -> Option<AllocationId> {
+        if self.containers.contains_key(&record.owner) {
             return None;
         }
         let mut containers = self.containers.iter();
-        let heir = containers.find(|(_, container)| {
-            container.pod == meta.pod && container.gpus.contains(&meta.title.gpu)
+        let new_owner = containers.find(|(_, container)| {
+            container.pod == record.pod && container.gpus.contains(&record.title.gpu)
         });
-        heir.map(|(allocation, _)| *allocation)
+        new_owner.map(|(allocation, _)| *allocation)
     }
 }
 
@@ -341,8 +341,8 @@ impl LeaseTable {
 
     /// The namespace of a bound container, if the agent knows it.
     pub fn namespace(&self, allocation: &AllocationId) -> Option<&str> {
-        let standing = self.node.containers.get(allocation)?;
-        standing.namespace.as_deref()
+        let binding = self.node.containers.get(allocation)?;
+        binding.namespace.as_deref()
     }
 
     /// The generation of a GPU.
@@ -357,31 +357,31 @@ impl LeaseTable {
 
     /// Whether a process may use a lease: its pod has the lease open, and before the commit the
     /// process is the writer.
-    pub fn is_open(&self, who: Caller, id: LeaseId, gpu: &GpuUuid) -> bool {
-        let pod = self.node.containers.get(&who.allocation);
-        self.get(id).zip(pod).is_some_and(|(meta, standing)| {
-            let may_use = match &meta.content {
+    pub fn is_open(&self, caller: Caller, id: LeaseId, gpu: &GpuUuid) -> bool {
+        let pod = self.node.containers.get(&caller.allocation);
+        self.get(id).zip(pod).is_some_and(|(record, binding)| {
+            let may_use = match &record.content {
                 Content::Committed { .. } => true,
-                Content::Writing(writer) => writer.process == who.process,
+                Content::Writing(writer) => writer.process == caller.process,
                 Content::Discarded => false,
             };
-            may_use && meta.title.gpu == *gpu && meta.openers.contains(&standing.pod)
+            may_use && record.title.gpu == *gpu && record.openers.contains(&binding.pod)
         })
     }
 
-    /// Opens a lease for `asker`.
+    /// Opens a lease for `caller`.
     ///
     /// # Errors
     /// The refusal for the tenant.
     pub fn open(
         &mut self,
-        asker: Caller,
+        caller: Caller,
         open: OpenRequest,
         now: BootTime,
     ) -> (Result<Opened, RetainedRefusal>, Vec<Effect>) {
         let mut effects = Vec::new();
         let Some((pod, namespace)) = self
-            .pod_and_namespace(asker)
+            .pod_and_namespace(caller)
             .filter(|_| self.store_connected)
         else {
             return (Err(RetainedRefusal::Unavailable), effects);
@@ -393,7 +393,7 @@ impl LeaseTable {
             gpu: open.gpu,
         };
         let writer = Writer {
-            process: asker.process,
+            process: caller.process,
             image: open.image,
             token: open.token,
             until: now + WRITE_TOKEN_LIFETIME,
@@ -402,7 +402,7 @@ impl LeaseTable {
             |other| other.process == writer.process && other.image != writer.image,
             &mut effects,
         );
-        let to_share = self.shareable_bytes(&title);
+        let shareable = self.shareable_bytes(&title);
         if let Some((id, found)) = self.find(&title) {
             match &mut found.record.content {
                 Content::Committed { .. } => {
@@ -412,9 +412,9 @@ impl LeaseTable {
                         }
                         if !found.record.is_shared()
                             && found.record.pod != pod
-                            && found.record.bytes > to_share
+                            && found.record.bytes > shareable
                         {
-                            let Bytes(free) = to_share;
+                            let Bytes(free) = shareable;
                             return (Err(RetainedRefusal::Quota { free }), effects);
                         }
                         found.record.openers.insert(pod);
@@ -422,19 +422,20 @@ impl LeaseTable {
                     }
                     return (Ok(Opened::Read(id)), effects);
                 }
-                Content::Writing(at_it) => {
+                Content::Writing(current) => {
                     // An open with size zero does not take the write token from another thread of
                     // the process.
-                    let is_again = (at_it.process, at_it.image) == (writer.process, writer.image)
+                    let is_again = (current.process, current.image)
+                        == (writer.process, writer.image)
                         && found.stage == Stage::Live
-                        && found.record.owner == asker.allocation
+                        && found.record.owner == caller.allocation
                         && open.bytes != Bytes::ZERO;
                     if is_again && open.bytes <= found.record.bytes {
-                        *at_it = writer;
+                        *current = writer;
                         effects.push(Effect::Update(id, Box::new(found.record.clone())));
                         return (Ok(Opened::Write(id)), effects);
                     }
-                    if !is_again && (now < at_it.until || found.stage == Stage::Creating) {
+                    if !is_again && (now < current.until || found.stage == Stage::Creating) {
                         return (Err(RetainedRefusal::Writing), effects);
                     }
                     self.release(id, &mut effects);
@@ -447,7 +448,7 @@ impl LeaseTable {
             return (Err(RetainedRefusal::Missing), effects);
         }
         let owned = self.leases.values().filter(|lease| {
-            lease.record.owner == asker.allocation
+            lease.record.owner == caller.allocation
                 && matches!(lease.stage, Stage::Creating | Stage::Live)
         });
         if owned.count() >= MAX_OWNED || !self.is_within_share(&title.namespace) {
@@ -459,22 +460,22 @@ impl LeaseTable {
         let Some(generation) = generation.filter(|_| !self.drained.contains(&title.gpu)) else {
             return (Err(RetainedRefusal::Unavailable), effects);
         };
-        let meta = LeaseRecord {
+        let record = LeaseRecord {
             gpu_generation: *generation,
             title,
             bytes: open.bytes,
-            owner: asker.allocation,
+            owner: caller.allocation,
             openers: BTreeSet::from([pod.clone()]),
             pod,
             content: Content::Writing(writer),
         };
-        (Ok(Opened::Create(Box::new(meta))), effects)
+        (Ok(Opened::Create(Box::new(record))), effects)
     }
 
     /// Records that a lease is being created; its owner is charged for it.
-    pub fn begin_create(&mut self, id: LeaseId, meta: LeaseRecord) {
+    pub fn begin_create(&mut self, id: LeaseId, record: LeaseRecord) {
         let lease = Lease {
-            record: meta,
+            record,
             stage: Stage::Creating,
             is_charged: true,
             is_orphaned: false,
@@ -491,8 +492,8 @@ impl LeaseTable {
             _ => {}
         }
         // The writer may have ended during the creation.
-        let ended = self.get(id).is_some_and(|meta| {
-            !matches!(meta.content, Content::Writing(_)) || meta.openers.is_empty()
+        let ended = self.get(id).is_some_and(|record| {
+            !matches!(record.content, Content::Writing(_)) || record.openers.is_empty()
         });
         if ended {
             self.release(id, &mut effects);
@@ -531,44 +532,44 @@ impl LeaseTable {
     /// The refusal for the tenant.
     pub fn commit(
         &mut self,
-        asker: Caller,
+        caller: Caller,
         id: LeaseId,
         token: u64,
         checksum: u64,
         now: BootTime,
     ) -> Result<Vec<Effect>, RetainedRefusal> {
         let (_, namespace) = self
-            .pod_and_namespace(asker)
+            .pod_and_namespace(caller)
             .ok_or(RetainedRefusal::Unavailable)?;
         if !self.store_connected {
             return Err(RetainedRefusal::Unavailable);
         }
         let lease = self.leases.get_mut(&id);
         let lease = lease.filter(|lease| lease.record.title.namespace == namespace);
-        let meta = match lease {
+        let record = match lease {
             Some(lease) if lease.stage == Stage::Live => &mut lease.record,
             _ => return Err(RetainedRefusal::Missing),
         };
         let after = Content::Committed { token, checksum };
-        match &meta.content {
+        match &record.content {
             same if *same == after => {}
             Content::Writing(writer)
-                if (writer.process, writer.token) == (asker.process, token)
+                if (writer.process, writer.token) == (caller.process, token)
                     && now < writer.until => {}
             _ => return Err(RetainedRefusal::Fenced),
         }
-        meta.content = after;
+        record.content = after;
         // A repeated commit also waits until the fd store has acknowledged the record.
-        Ok(vec![Effect::Update(id, Box::new(meta.clone()))])
+        Ok(vec![Effect::Update(id, Box::new(record.clone()))])
     }
 
-    /// Discards a lease for the pod of `asker`. Before the commit only the writer may do so.
+    /// Discards a lease for the pod of `caller`. Before the commit only the writer may do so.
     ///
     /// # Errors
     /// The refusal for the tenant.
-    pub fn discard(&mut self, asker: Caller, id: LeaseId) -> Result<Vec<Effect>, RetainedRefusal> {
+    pub fn discard(&mut self, caller: Caller, id: LeaseId) -> Result<Vec<Effect>, RetainedRefusal> {
         let (pod, _) = self
-            .pod_and_namespace(asker)
+            .pod_and_namespace(caller)
             .ok_or(RetainedRefusal::Unavailable)?;
         if !self.store_connected {
             return Err(RetainedRefusal::Unavailable);
@@ -578,7 +579,7 @@ impl LeaseTable {
             .filter(|lease| lease.stage == Stage::Live && lease.record.openers.contains(&pod))
             .ok_or(RetainedRefusal::Missing)?;
         if let Content::Writing(writer) = &lease.record.content
-            && writer.process != asker.process
+            && writer.process != caller.process
         {
             return Err(RetainedRefusal::Fenced);
         }
@@ -655,9 +656,9 @@ impl LeaseTable {
         for (id, lease) in &mut self.leases {
             lease.record.openers.retain(|opener| pods.contains(opener));
             if lease.stage == Stage::Live
-                && let Some(heir) = self.node.new_owner(&lease.record)
+                && let Some(new_owner) = self.node.new_owner(&lease.record)
             {
-                lease.record.owner = heir;
+                lease.record.owner = new_owner;
                 // The next container of a pod starts before the previous one is removed, or a
                 // moment after; the pod keeps the lease open.
                 if lease.record.content != Content::Discarded {
@@ -673,7 +674,7 @@ impl LeaseTable {
                 lease.stage = Stage::ReleasePending;
             }
         }
-        let mut turn = LedgerUpdate::default();
+        let mut update = LedgerUpdate::default();
         let mut orphaned = BTreeMap::<GpuUuid, BTreeMap<LeaseId, Bytes>>::new();
         for (id, lease) in &mut self.leases {
             let LeaseRecord {
@@ -692,7 +693,7 @@ impl LeaseTable {
                     } else {
                         *bytes
                     };
-                    turn.unreclaimed.push((*id, title.gpu.clone(), left));
+                    update.unreclaimed.push((*id, title.gpu.clone(), left));
                     lease.stage = Stage::ReleaseReported;
                 }
                 (Stage::Creating | Stage::Live, false) => {
@@ -721,8 +722,8 @@ impl LeaseTable {
                 of_gpu.insert(*id, *bytes);
             }
         }
-        turn.orphaned = self.store_connected.then_some(orphaned);
-        (turn, effects)
+        update.orphaned = self.store_connected.then_some(orphaned);
+        (update, effects)
     }
 
     /// Confirms that a lease's bytes are charged as orphaned exports; its descriptor may be closed.
@@ -756,11 +757,11 @@ impl LeaseTable {
     }
 
     /// Replaces the table by what the fd store lists. Leases that it does not list are lost with
-    /// their memory. Writers that are not alive by `lives` lose their leases.
+    /// their memory. Writers that are not alive by `is_alive` lose their leases.
     pub fn resync(
         &mut self,
-        held: BTreeMap<LeaseId, StoredRecord>,
-        lives: impl Fn(Process) -> bool,
+        stored: BTreeMap<LeaseId, StoredRecord>,
+        is_alive: impl Fn(Process) -> bool,
     ) -> Vec<Effect> {
         self.store_connected = true;
         self.unreadable.clear();
@@ -769,23 +770,25 @@ impl LeaseTable {
         for id in known {
             let stage = self.leases.get(&id).map(|lease| lease.stage);
             match stage {
-                Some(Stage::Live) if !held.contains_key(&id) => self.release(id, &mut effects),
-                Some(Stage::Releasing) if !held.contains_key(&id) => drop(self.leases.remove(&id)),
+                Some(Stage::Live) if !stored.contains_key(&id) => self.release(id, &mut effects),
+                Some(Stage::Releasing) if !stored.contains_key(&id) => {
+                    drop(self.leases.remove(&id))
+                }
                 _ => {}
             }
         }
-        for (id, heard) in held {
-            match (self.leases.get_mut(&id), heard) {
+        for (id, stored_record) in stored {
+            match (self.leases.get_mut(&id), stored_record) {
                 (Some(lease), _) if lease.stage == Stage::Releasing => {
                     effects.push(Effect::Drop(id))
                 }
-                (Some(lease), StoredRecord::Read(meta)) if lease.stage == Stage::Live => {
-                    lease.record = meta
+                (Some(lease), StoredRecord::Read(record)) if lease.stage == Stage::Live => {
+                    lease.record = record
                 }
                 (Some(_), _) => {}
-                (None, StoredRecord::Read(meta)) => {
+                (None, StoredRecord::Read(record)) => {
                     let lease = Lease {
-                        record: meta,
+                        record,
                         stage: Stage::Live,
                         is_charged: false,
                         is_orphaned: false,
@@ -798,28 +801,28 @@ impl LeaseTable {
             }
         }
         self.release_replaced(&mut effects);
-        self.release_writers(|writer| !lives(writer.process), &mut effects);
+        self.release_writers(|writer| !is_alive(writer.process), &mut effects);
         effects
     }
 
     /// The leases that the fd store has and an account is charged for. Empty while the fd store is
     /// away, because it may have closed their descriptors.
     pub fn live_leases(&self) -> BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> {
-        let mut living: BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> = BTreeMap::new();
+        let mut live: BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> = BTreeMap::new();
         if self.store_connected {
             for (id, lease) in &self.leases {
                 if lease.stage == Stage::Live && lease.is_charged {
-                    let of_gpu = living.entry(lease.record.title.gpu.clone()).or_default();
+                    let of_gpu = live.entry(lease.record.title.gpu.clone()).or_default();
                     of_gpu.insert(*id, lease.record.bytes);
                 }
             }
             for (id, extent) in &self.unreadable {
                 if let Some((gpu, bytes)) = extent {
-                    living.entry(gpu.clone()).or_default().insert(*id, *bytes);
+                    live.entry(gpu.clone()).or_default().insert(*id, *bytes);
                 }
             }
         }
-        living
+        live
     }
 
     /// The container that is charged for a lease, until the lease is charged as orphaned exports.
@@ -856,9 +859,9 @@ impl LeaseTable {
     }
 
     /// The pod and the namespace of a caller whose container is bound.
-    fn pod_and_namespace(&self, asker: Caller) -> Option<(PodUid, String)> {
+    fn pod_and_namespace(&self, caller: Caller) -> Option<(PodUid, String)> {
         let ContainerBinding { pod, namespace, .. } =
-            self.node.containers.get(&asker.allocation)?;
+            self.node.containers.get(&caller.allocation)?;
         Some((pod.clone(), namespace.clone()?))
     }
 

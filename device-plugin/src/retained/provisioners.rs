@@ -142,22 +142,15 @@ impl Threads {
     /// Closes the job queues of the GPUs that `ends` selects, so that their threads kill the
     /// provisioners and exit.
     fn end_where(&mut self, ends: impl Fn(&GpuUuid) -> bool) {
-        self.ending.retain(|_, life| !life.is_finished());
+        self.ending.retain(|_, join| !join.is_finished());
         let ended = self.running.extract_if(.., |gpu, _| ends(gpu));
-        self.ending.extend(ended.map(
-            |(
-                gpu,
-                ProvisionerThread {
-                    jobs: _,
-                    join: life,
-                },
-            )| (gpu, life),
-        ));
+        self.ending
+            .extend(ended.map(|(gpu, ProvisionerThread { jobs: _, join })| (gpu, join)));
     }
 
     fn may_hold(&self, gpu: &GpuUuid) -> bool {
         let ending = self.ending.get(gpu);
-        self.running.contains_key(gpu) || ending.is_some_and(|life| !life.is_finished())
+        self.running.contains_key(gpu) || ending.is_some_and(|join| !join.is_finished())
     }
 }
 
@@ -190,7 +183,9 @@ impl Provisioners {
     pub async fn create(&self, gpu: &GpuUuid, bytes: Bytes) -> Result<OwnedFd, ProvisionerError> {
         let call = ProvisionerRequest::Create { bytes: bytes.0 };
         match self.ask(gpu, call, CREATE_TIMEOUT).await? {
-            (ProvisionerResponse::Created { bytes: made }, Some(fd)) if made == bytes.0 => Ok(fd),
+            (ProvisionerResponse::Created { bytes: created }, Some(fd)) if created == bytes.0 => {
+                Ok(fd)
+            }
             (other, _) => Err(ProvisionerError::Exited(format!(
                 "unexpected response to create: {other:?}"
             ))),
@@ -199,12 +194,12 @@ impl Provisioners {
 
     /// Waits until the driver has scrubbed freed memory, so that the next create need not.
     pub async fn await_scrub(&self, gpu: &GpuUuid, bytes: Bytes) {
-        let patience = CREATE_TIMEOUT + Duration::from_secs(bytes.0 / MIN_SCRUB_RATE);
+        let timeout = CREATE_TIMEOUT + Duration::from_secs(bytes.0 / MIN_SCRUB_RATE);
         let swept = self
             .ask(
                 gpu,
                 ProvisionerRequest::AwaitScrub { bytes: bytes.0 },
-                patience,
+                timeout,
             )
             .await;
         if let Err(error) = swept {
@@ -238,11 +233,11 @@ impl Provisioners {
         self.threads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn ask(&self, gpu: &GpuUuid, call: ProvisionerRequest, patience: Duration) -> JobResult {
+    async fn ask(&self, gpu: &GpuUuid, call: ProvisionerRequest, timeout: Duration) -> JobResult {
         let (reply, answer) = oneshot::channel();
         let job = Job {
             request: call,
-            timeout: patience,
+            timeout,
             reply,
         };
         let thread = self
@@ -267,18 +262,18 @@ impl Provisioners {
         let supervisor = Supervisor {
             gpu: gpu.clone(),
             program: self.program.clone(),
-            worker: None,
+            provisioner: None,
             killed: None,
             backoff: RESTART_BACKOFF.0,
             retry_after: None,
             hung: Arc::clone(&self.hung),
         };
-        let life = std::thread::Builder::new()
+        let join = std::thread::Builder::new()
             .name("provisioner".to_owned())
             .spawn(move || supervisor.run(&received))?;
         let thread = ProvisionerThread {
             jobs: jobs.clone(),
-            join: life,
+            join,
         };
         threads.running.insert(gpu.clone(), thread);
         Ok(jobs)
@@ -289,7 +284,7 @@ impl Provisioners {
 struct Supervisor {
     gpu: GpuUuid,
     program: Program,
-    worker: Option<Provisioner>,
+    provisioner: Option<Provisioner>,
     /// A process that got SIGKILL and has not exited.
     killed: Option<Child>,
     backoff: Duration,
@@ -309,10 +304,10 @@ impl Supervisor {
             match jobs.recv_timeout(KILL_TIMEOUT) {
                 Ok(Job {
                     request: call,
-                    timeout: patience,
+                    timeout,
                     reply,
                 }) => {
-                    let _ = reply.send(self.run_job(call, patience));
+                    let _ = reply.send(self.run_job(call, timeout));
                 }
                 Err(RecvTimeoutError::Timeout) => self.reap(),
                 Err(RecvTimeoutError::Disconnected) => break,
@@ -326,26 +321,26 @@ impl Supervisor {
         }
     }
 
-    fn run_job(&mut self, call: ProvisionerRequest, patience: Duration) -> JobResult {
+    fn run_job(&mut self, call: ProvisionerRequest, timeout: Duration) -> JobResult {
         self.reap();
         if self.killed.is_some() {
             return Err(ProvisionerError::Hung);
         }
         // A provisioner that exited between two requests is no error of the second one.
-        let was_there = self.worker.is_some();
-        match self.try_job(call, patience) {
-            Err(ProvisionerError::Exited(_)) if was_there => self.try_job(call, patience),
+        let was_there = self.provisioner.is_some();
+        match self.try_job(call, timeout) {
+            Err(ProvisionerError::Exited(_)) if was_there => self.try_job(call, timeout),
             answer => answer,
         }
     }
 
-    fn try_job(&mut self, call: ProvisionerRequest, patience: Duration) -> JobResult {
-        let worker = self.ensure_started()?;
-        let asked = worker
+    fn try_job(&mut self, call: ProvisionerRequest, timeout: Duration) -> JobResult {
+        let provisioner = self.ensure_started()?;
+        let asked = provisioner
             .socket
-            .set_read_timeout(Some(patience))
-            .and_then(|()| send_message(&worker.socket, &call, None))
-            .and_then(|()| receive_message::<ProvisionerResponse>(&worker.socket));
+            .set_read_timeout(Some(timeout))
+            .and_then(|()| send_message(&provisioner.socket, &call, None))
+            .and_then(|()| receive_message::<ProvisionerResponse>(&provisioner.socket));
         match asked {
             Ok((ProvisionerResponse::Failed { code, call }, _)) => {
                 Err(ProvisionerError::Driver { code, call })
@@ -357,17 +352,17 @@ impl Supervisor {
 
     /// Returns the provisioner; starts one if there is none.
     fn ensure_started(&mut self) -> Result<&Provisioner, ProvisionerError> {
-        if self.worker.is_none() {
+        if self.provisioner.is_none() {
             if let Some((until, why)) = &self.retry_after
                 && Instant::now() < *until
             {
                 return Err(why.clone());
             }
             match self.start() {
-                Ok(worker) => {
-                    info!(gpu = %self.gpu, pid = worker.child.id(), "provisioner started");
+                Ok(provisioner) => {
+                    info!(gpu = %self.gpu, pid = provisioner.child.id(), "provisioner started");
                     (self.backoff, self.retry_after) = (RESTART_BACKOFF.0, None);
-                    self.worker = Some(worker);
+                    self.provisioner = Some(provisioner);
                 }
                 Err(error) => {
                     warn!(gpu = %self.gpu, %error, "failed to start the provisioner");
@@ -377,7 +372,7 @@ impl Supervisor {
                 }
             }
         }
-        self.worker
+        self.provisioner
             .as_ref()
             .ok_or_else(|| ProvisionerError::Exited("the start failed".to_owned()))
     }
@@ -386,20 +381,20 @@ impl Supervisor {
         let dead = |error: io::Error| {
             ProvisionerError::Exited(format!("{}: {error}", self.program.path.display()))
         };
-        let (socket, its) = UnixStream::pair().map_err(dead)?;
+        let (socket, child_socket) = UnixStream::pair().map_err(dead)?;
         socket.set_read_timeout(Some(START_TIMEOUT)).map_err(dead)?;
         socket.set_write_timeout(Some(KILL_TIMEOUT)).map_err(dead)?;
         let mut command = self.program.command(&self.gpu);
         command
             .args(["--gpu", self.gpu.as_str()])
-            .stdin(Stdio::from(OwnedFd::from(its)))
+            .stdin(Stdio::from(OwnedFd::from(child_socket)))
             .stdout(Stdio::null());
         let child = command.spawn().map_err(dead)?;
         // The command holds the provisioner's end of the socket: while it is open, an exit closes
         // nothing.
         drop(command);
         let ready = receive_message::<ProvisionerResponse>(&socket);
-        self.worker = Some(Provisioner { child, socket });
+        self.provisioner = Some(Provisioner { child, socket });
         match ready {
             Ok((ProvisionerResponse::Ready { .. }, _)) => {}
             Ok((ProvisionerResponse::Failed { code, call }, _)) => {
@@ -414,7 +409,7 @@ impl Supervisor {
             }
             Err(error) => return Err(self.kill_after(&error)),
         }
-        self.worker
+        self.provisioner
             .take()
             .ok_or_else(|| ProvisionerError::Exited("it was killed".to_owned()))
     }
@@ -431,7 +426,7 @@ impl Supervisor {
 
     /// Kills the provisioner and waits for its exit, at most [`KILL_TIMEOUT`].
     fn kill(&mut self) {
-        let Some(Provisioner { mut child, socket }) = self.worker.take() else {
+        let Some(Provisioner { mut child, socket }) = self.provisioner.take() else {
             return;
         };
         drop(socket);
@@ -445,8 +440,8 @@ impl Supervisor {
         }
         warn!(gpu = %self.gpu, pid = child.id(), "failed to kill the provisioner: it hangs in the driver; reset the GPU or restart the node");
         self.killed = Some(child);
-        self.hung.send_modify(|stuck| {
-            stuck.insert(self.gpu.clone());
+        self.hung.send_modify(|hung| {
+            hung.insert(self.gpu.clone());
         });
     }
 
@@ -456,8 +451,8 @@ impl Supervisor {
             && !matches!(child.try_wait(), Ok(None))
         {
             self.killed = None;
-            self.hung.send_modify(|stuck| {
-                stuck.remove(&self.gpu);
+            self.hung.send_modify(|hung| {
+                hung.remove(&self.gpu);
             });
         }
     }
@@ -470,7 +465,7 @@ mod tests {
     #[tokio::test]
     async fn provisioner_threads_end_with_their_gpus() {
         let folder = tempfile::tempdir().unwrap();
-        let workers = Provisioners::new(Program {
+        let provisioners = Provisioners::new(Program {
             path: folder.path().join("no-provisioner"),
             driver: DriverConfig {
                 root: folder.path().to_owned(),
@@ -483,18 +478,18 @@ mod tests {
         });
         for number in 0..20 {
             let gpu: GpuUuid = format!("MIG-{number}").parse().unwrap();
-            let created = workers.create(&gpu, Bytes::gib(1)).await;
+            let created = provisioners.create(&gpu, Bytes::gib(1)).await;
             assert!(matches!(created, Err(ProvisionerError::Exited(_))));
-            workers.retain_gpus(&BTreeSet::from([gpu.clone()]));
-            let threads = workers.threads();
+            provisioners.retain_gpus(&BTreeSet::from([gpu.clone()]));
+            let threads = provisioners.threads();
             assert_eq!(threads.running.keys().collect::<Vec<_>>(), [&gpu]);
         }
         let until = Instant::now() + Duration::from_secs(10);
-        while workers
+        while provisioners
             .threads()
             .ending
             .values()
-            .any(|life| !life.is_finished())
+            .any(|join| !join.is_finished())
         {
             assert!(Instant::now() < until, "threads stay");
             tokio::time::sleep(Duration::from_millis(5)).await;

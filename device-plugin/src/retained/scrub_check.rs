@@ -165,22 +165,22 @@ pub async fn run_check(
     gpu: GpuUuid,
     charges: Arc<dyn MemorySampler>,
 ) -> ScrubCheckResult {
-    let (tell, told) = oneshot::channel();
-    let looks = std::thread::Builder::new()
+    let (sender, receiver) = oneshot::channel();
+    let thread = std::thread::Builder::new()
         .name("scrub-check".to_owned())
         .spawn(move || {
             let mut command = program.command(&gpu);
             command.args(["canary", "--gpu", gpu.as_str()]);
-            let (mut canary, mut context) = (ScrubProcess::default(), None);
+            let (mut process, mut context) = (ScrubProcess::default(), None);
             let measure = |pid| {
                 let look = charges.sample(&gpu);
                 context = look.and_then(|look| look.charges.bytes_of(pid));
             };
-            let verdict = run_process(command, CHECK_TIMEOUT, &mut canary, measure);
-            let _ = tell.send(ScrubCheckResult {
+            let verdict = run_process(command, CHECK_TIMEOUT, &mut process, measure);
+            let _ = sender.send(ScrubCheckResult {
                 verdict: verdict.unwrap_or_else(Verdict::Unknown),
                 context,
-                process: canary,
+                process,
             });
         });
     let unseen = |why: String| ScrubCheckResult {
@@ -188,8 +188,8 @@ pub async fn run_check(
         context: None,
         process: ScrubProcess::default(),
     };
-    match looks {
-        Ok(_) => told
+    match thread {
+        Ok(_) => receiver
             .await
             .unwrap_or_else(|_| unseen("its thread has exited".to_owned())),
         Err(error) => unseen(error.to_string()),
@@ -200,8 +200,8 @@ pub async fn run_check(
 /// other memory.
 fn run_process(
     mut command: Command,
-    patience: Duration,
-    canary: &mut ScrubProcess,
+    timeout: Duration,
+    process: &mut ScrubProcess,
     measure: impl FnOnce(u32),
 ) -> Result<Verdict, String> {
     let child = command
@@ -209,8 +209,8 @@ fn run_process(
         .stdout(Stdio::piped())
         .spawn()
         .map_err(|error| format!("{}: {error}", command.get_program().display()))?;
-    let child = canary.0.insert(child);
-    let until = Instant::now() + patience;
+    let child = process.0.insert(child);
+    let until = Instant::now() + timeout;
     let verdict = read_verdict(child, until, measure)
         .and_then(|verdict| wait_for_exit(child, until).map(|()| verdict));
     if verdict.is_err() {
@@ -300,11 +300,11 @@ mod tests {
         let mut command = Command::new("sh");
         let script = r#"echo '{"verdict":"Context"}'; read never; echo '{"verdict":"Scrubbed"}'"#;
         command.args(["-c", script]);
-        let (mut canary, mut measured) = (ScrubProcess::default(), None);
-        let patience = Duration::from_secs(20);
-        let verdict = run_process(command, patience, &mut canary, |pid| measured = Some(pid));
+        let (mut process, mut measured) = (ScrubProcess::default(), None);
+        let timeout = Duration::from_secs(20);
+        let verdict = run_process(command, timeout, &mut process, |pid| measured = Some(pid));
         assert_eq!(verdict, Ok(Verdict::Scrubbed));
-        assert_eq!(measured, canary.0.as_ref().map(Child::id));
+        assert_eq!(measured, process.0.as_ref().map(Child::id));
     }
 
     #[test]
@@ -318,11 +318,11 @@ mod tests {
     fn hung_scrub_check_is_killed_and_reaped() {
         let mut command = Command::new("sleep");
         command.arg("60");
-        let mut canary = ScrubProcess::default();
-        assert!(run_process(command, Duration::from_millis(20), &mut canary, |_| {}).is_err());
-        let pid = canary.0.as_ref().unwrap().id();
+        let mut process = ScrubProcess::default();
+        assert!(run_process(command, Duration::from_millis(20), &mut process, |_| {}).is_err());
+        let pid = process.0.as_ref().unwrap().id();
         let until = Instant::now() + Duration::from_secs(20);
-        while !canary.has_ended() && Instant::now() < until {
+        while !process.has_ended() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(5));
         }
         assert!(!std::fs::exists(format!("/proc/{pid}")).unwrap());

@@ -98,7 +98,7 @@ enum Completion {
     Created {
         lease: LeaseId,
         /// The descriptor for the tenant, unless it got one before.
-        made: Result<Option<OwnedFd>, CreateError>,
+        created: Result<Option<OwnedFd>, CreateError>,
         reply: oneshot::Sender<Reply>,
     },
     /// The fd store has closed a lease's descriptor.
@@ -165,7 +165,7 @@ impl LeaseService {
     pub async fn run(self, stop: CancellationToken) {
         let driver = self.program.driver_version();
         self.sessions.set_driver_version(&driver);
-        let mut serving = State {
+        let mut state = State {
             service: self,
             leases: LeaseTable::default(),
             connection: None,
@@ -179,34 +179,34 @@ impl LeaseService {
             drained: BTreeSet::new(),
             keep_alive: KeepAlive::None,
         };
-        serving.apply_drain();
-        serving.reserve_ids();
-        let mut telling = tokio::time::interval(PUBLISH_INTERVAL);
-        telling.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        state.apply_drain();
+        state.reserve_ids();
+        let mut publish_ticks = tokio::time::interval(PUBLISH_INTERVAL);
+        publish_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut is_news = false;
         loop {
             tokio::select! {
                 () = stop.cancelled() => break,
-                _ = telling.tick(), if is_news => {
-                    serving.publish();
+                _ = publish_ticks.tick(), if is_news => {
+                    state.publish();
                     is_news = false;
                     continue;
                 }
-                note = serving.service.commands.recv() => match note {
-                    Some(note) => if !serving.handle_command(note) { continue },
+                command = state.service.commands.recv() => match command {
+                    Some(command) => if !state.handle_command(command) { continue },
                     None => break,
                 },
-                news = next_store_event(&mut serving.service.store_events) => serving.handle_store_event(news),
-                Ok(()) = serving.service.drain.changed() => serving.apply_drain(),
-                Some(done) = serving.jobs.join_next() => match done {
-                    Ok(done) => serving.handle_completion(done),
+                event = next_store_event(&mut state.service.store_events) => state.handle_store_event(event),
+                Ok(()) = state.service.drain.changed() => state.apply_drain(),
+                Some(done) = state.jobs.join_next() => match done {
+                    Ok(done) => state.handle_completion(done),
                     Err(error) if error.is_cancelled() => {}
                     Err(error) => warn!(%error, "a task of the lease service panicked"),
                 },
             }
             // A writer may exit at any time, and the next open of its lease must not wait for a
             // publication.
-            serving.watch_writers();
+            state.watch_writers();
             is_news = true;
         }
         stop.cancelled().await;
@@ -215,38 +215,38 @@ impl LeaseService {
 
 /// Waits for the next event of the fd store; waits forever if retained memory is disabled.
 async fn next_store_event(
-    news: &mut Option<mpsc::UnboundedReceiver<StoreEvent>>,
+    events: &mut Option<mpsc::UnboundedReceiver<StoreEvent>>,
 ) -> Option<StoreEvent> {
-    match news {
-        Some(news) => news.recv().await,
+    match events {
+        Some(events) => events.recv().await,
         None => std::future::pending().await,
     }
 }
 
 impl State {
     /// Returns whether the published state may have changed; token requests change nothing.
-    fn handle_command(&mut self, note: Command) -> bool {
-        match note {
+    fn handle_command(&mut self, command: Command) -> bool {
+        match command {
             Command::Request {
-                asker,
-                question,
-                made,
+                caller,
+                request,
+                created,
                 reply,
-            } => self.handle_request(asker, question, made, reply),
+            } => self.handle_request(caller, request, created, reply),
             Command::Token {
-                asker,
-                question,
+                caller,
+                request,
                 reply,
             } => {
                 // The session may have ended.
-                let _ = reply.send(self.handle_token_request(asker, question));
+                let _ = reply.send(self.handle_token_request(caller, request));
                 return false;
             }
             Command::ProcessEnded(process) => self.process_ended(process),
             Command::Reconcile { node, reply } => {
-                let turn = self.reconcile(node);
+                let update = self.reconcile(node);
                 // The node's task may have exited.
-                let _ = reply.send(turn);
+                let _ = reply.send(update);
             }
             Command::Recorded(leases) => {
                 for lease in leases {
@@ -260,12 +260,12 @@ impl State {
 
     fn handle_request(
         &mut self,
-        asker: Caller,
-        question: RetainedRequest,
+        caller: Caller,
+        request: RetainedRequest,
         early: Option<oneshot::Sender<CreatedMemory>>,
         reply: oneshot::Sender<Reply>,
     ) {
-        match question {
+        match request {
             RetainedRequest::Open {
                 version: _,
                 image,
@@ -288,7 +288,7 @@ impl State {
                     image,
                     token: rand::random(),
                 };
-                self.open(asker, open, early, reply);
+                self.open(caller, open, early, reply);
             }
             RetainedRequest::Commit {
                 version: _,
@@ -298,28 +298,28 @@ impl State {
             } => {
                 let lease = LeaseId(lease);
                 let now = clock::now();
-                let committed = self.leases.commit(asker, lease, token, checksum, now);
+                let committed = self.leases.commit(caller, lease, token, checksum, now);
                 match committed {
                     Ok(effects) => {
-                        info!(%lease, allocation = %asker.allocation, "lease committed");
-                        let told = self.apply_effects(effects);
-                        self.reply_after_acks(told, RetainedResponse::Committed, reply);
+                        info!(%lease, allocation = %caller.allocation, "lease committed");
+                        let acks = self.apply_effects(effects);
+                        self.reply_after_acks(acks, RetainedResponse::Committed, reply);
                     }
                     Err(why) => reply_refused(reply, why),
                 }
             }
             RetainedRequest::Discard { version: _, lease } => {
                 let lease = LeaseId(lease);
-                match self.leases.discard(asker, lease) {
+                match self.leases.discard(caller, lease) {
                     Ok(effects) => {
-                        info!(%lease, allocation = %asker.allocation, "lease discarded");
+                        info!(%lease, allocation = %caller.allocation, "lease discarded");
                         let ends = self.leases.get(lease).is_none();
                         if ends {
                             self.discarding.entry(lease).or_default().push(reply);
                             self.apply_effects(effects);
                         } else {
-                            let told = self.apply_effects(effects);
-                            self.reply_after_acks(told, RetainedResponse::Discarded, reply);
+                            let acks = self.apply_effects(effects);
+                            self.reply_after_acks(acks, RetainedResponse::Discarded, reply);
                         }
                     }
                     Err(why) => reply_refused(reply, why),
@@ -328,13 +328,13 @@ impl State {
         }
     }
 
-    fn handle_token_request(&self, asker: Caller, question: TokenRequest) -> TokenResponse {
+    fn handle_token_request(&self, caller: Caller, request: TokenRequest) -> TokenResponse {
         let judge = TokenAuthority {
             key: &self.service.key,
             leases: &self.leases,
             images: |allocation: &_| self.service.sessions.process_images(allocation),
         };
-        let answer = match question {
+        let answer = match request {
             TokenRequest::Seal {
                 version: _,
                 account,
@@ -342,10 +342,10 @@ impl State {
                 block,
             } => account_gpu(&account)
                 .ok_or(TokenRefusal::Unknown)
-                .and_then(|gpu| judge.seal(asker, &gpu, LeaseId(lease), block))
+                .and_then(|gpu| judge.seal(caller, &gpu, LeaseId(lease), block))
                 .map(TokenResponse::Sealed),
             TokenRequest::Redeem { version: _, token } => {
-                judge.redeem(asker, &token).map(TokenResponse::Redeemed)
+                judge.redeem(caller, &token).map(TokenResponse::Redeemed)
             }
         };
         answer.unwrap_or_else(TokenResponse::Refused)
@@ -353,7 +353,7 @@ impl State {
 
     fn open(
         &mut self,
-        asker: Caller,
+        caller: Caller,
         open: OpenRequest,
         early: Option<oneshot::Sender<CreatedMemory>>,
         reply: oneshot::Sender<Reply>,
@@ -362,15 +362,15 @@ impl State {
             return reply_refused(reply, RetainedRefusal::Off);
         }
         let gpu = open.gpu.clone();
-        let (opened, effects) = self.leases.open(asker, open, clock::now());
-        let told = self.apply_effects(effects);
+        let (opened, effects) = self.leases.open(caller, open, clock::now());
+        let acks = self.apply_effects(effects);
         match opened {
             Err(why) => reply_refused(reply, why),
             Ok(Opened::Read(lease) | Opened::Write(lease)) => {
-                self.fetch_and_reply(lease, told, reply)
+                self.fetch_and_reply(lease, acks, reply)
             }
-            Ok(Opened::Create(meta)) => match self.connection_for_create(&gpu) {
-                Ok(line) => self.create(*meta, line, early, reply),
+            Ok(Opened::Create(record)) => match self.connection_for_create(&gpu) {
+                Ok(connection) => self.create(*record, connection, early, reply),
                 Err(why) => reply_refused(reply, why),
             },
         }
@@ -388,8 +388,8 @@ impl State {
     /// Charges the owner, then starts the creation.
     fn create(
         &mut self,
-        meta: LeaseRecord,
-        line: Connection,
+        record: LeaseRecord,
+        connection: Connection,
         early: Option<oneshot::Sender<CreatedMemory>>,
         reply: oneshot::Sender<Reply>,
     ) {
@@ -397,23 +397,27 @@ impl State {
         let Some(lease) = self.service.lease_ids.peek() else {
             return reply_refused(reply, RetainedRefusal::Unavailable);
         };
-        let (gpu, bytes) = (meta.title.gpu.clone(), meta.bytes);
-        let Some(blob) = encode_record(&meta) else {
+        let (gpu, bytes) = (record.title.gpu.clone(), record.bytes);
+        let Some(blob) = encode_record(&record) else {
             return reply_refused(reply, RetainedRefusal::TooMany);
         };
         let sessions = &self.service.sessions;
-        if let Err(Bytes(free)) = sessions.charge_lease(&meta.owner, &gpu, lease, bytes) {
+        if let Err(Bytes(free)) = sessions.charge_lease(&record.owner, &gpu, lease, bytes) {
             return reply_refused(reply, RetainedRefusal::Quota { free });
         }
         self.service.lease_ids.observe(lease);
-        self.leases.begin_create(lease, meta);
-        let workers = Arc::clone(&self.service.provisioners);
+        self.leases.begin_create(lease, record);
+        let provisioners = Arc::clone(&self.service.provisioners);
         self.jobs.spawn(async move {
-            let made = match create_memory(&workers, &gpu, bytes).await {
-                Ok(fd) => store_memory(&line, lease, bytes, blob, fd, early).await,
+            let created = match create_memory(&provisioners, &gpu, bytes).await {
+                Ok(fd) => store_memory(&connection, lease, bytes, blob, fd, early).await,
                 Err(why) => Err(why),
             };
-            Completion::Created { lease, made, reply }
+            Completion::Created {
+                lease,
+                created,
+                reply,
+            }
         });
     }
 
@@ -426,17 +430,17 @@ impl State {
     }
 
     /// Replies with a lease's descriptor and current state.
-    fn fetch_and_reply(&mut self, lease: LeaseId, told: Acks, reply: oneshot::Sender<Reply>) {
-        let (Some(line), Some(meta)) = (&self.connection, self.leases.get(lease)) else {
+    fn fetch_and_reply(&mut self, lease: LeaseId, acks: Acks, reply: oneshot::Sender<Reply>) {
+        let (Some(connection), Some(record)) = (&self.connection, self.leases.get(lease)) else {
             return reply_refused(reply, RetainedRefusal::Unavailable);
         };
-        let Some(answer) = answer(lease, meta) else {
+        let Some(answer) = answer(lease, record) else {
             return reply_refused(reply, RetainedRefusal::Missing);
         };
-        let fetched = line.get(lease);
+        let fetched = connection.get(lease);
         self.jobs.spawn(async move {
-            let told = told.wait().await;
-            let _ = match told.and(fetched.await) {
+            let acks = acks.wait().await;
+            let _ = match acks.and(fetched.await) {
                 Ok(fd) => reply.send(Reply {
                     response: answer,
                     fd: Some(fd),
@@ -450,12 +454,12 @@ impl State {
     /// Replies once the fd store has acknowledged the calls.
     fn reply_after_acks(
         &mut self,
-        told: Acks,
+        acks: Acks,
         answer: RetainedResponse,
         reply: oneshot::Sender<Reply>,
     ) {
         self.jobs.spawn(async move {
-            let _ = reply.send(match told.wait().await {
+            let _ = reply.send(match acks.wait().await {
                 Ok(()) => Reply {
                     response: answer,
                     fd: None,
@@ -468,7 +472,11 @@ impl State {
 
     fn handle_completion(&mut self, done: Completion) {
         match done {
-            Completion::Created { lease, made, reply } => self.finish_create(lease, made, reply),
+            Completion::Created {
+                lease,
+                created,
+                reply,
+            } => self.finish_create(lease, created, reply),
             Completion::Dropped(lease, gpu, bytes) => {
                 info!(%lease, "lease closed");
                 self.leases.confirm_dropped(lease);
@@ -481,9 +489,9 @@ impl State {
                     });
                 }
                 if bytes >= SCRUB_WAIT_THRESHOLD {
-                    let workers = Arc::clone(&self.service.provisioners);
+                    let provisioners = Arc::clone(&self.service.provisioners);
                     self.jobs.spawn(async move {
-                        workers.await_scrub(&gpu, bytes).await;
+                        provisioners.await_scrub(&gpu, bytes).await;
                         Completion::Nothing
                     });
                 }
@@ -496,12 +504,12 @@ impl State {
             Completion::ScrubChecked(gpu, ..) if self.drained.contains(&gpu) => {
                 self.scrub_checks.remove(&gpu);
             }
-            Completion::ScrubChecked(gpu, with, looked) => {
-                self.record_scrub_check(gpu, with, looked)
+            Completion::ScrubChecked(gpu, with, result) => {
+                self.record_scrub_check(gpu, with, result)
             }
-            Completion::KeepAliveCreated(gpu, made) => {
+            Completion::KeepAliveCreated(gpu, created) => {
                 // After a failure the next tick of the node tries again.
-                self.keep_alive = if made {
+                self.keep_alive = if created {
                     KeepAlive::Stored
                 } else {
                     KeepAlive::None
@@ -520,14 +528,14 @@ impl State {
     fn finish_create(
         &mut self,
         lease: LeaseId,
-        made: Result<Option<OwnedFd>, CreateError>,
+        created: Result<Option<OwnedFd>, CreateError>,
         reply: oneshot::Sender<Reply>,
     ) {
-        match made {
+        match created {
             Ok(fd) => {
-                let (meta, effects) = self.leases.finish_create(lease);
-                let answer = meta.and_then(|meta| answer(lease, meta));
-                let told = reply.send(match answer {
+                let (record, effects) = self.leases.finish_create(lease);
+                let answer = record.and_then(|record| answer(lease, record));
+                let acks = reply.send(match answer {
                     Some(answer) => Reply {
                         response: answer,
                         fd,
@@ -536,7 +544,7 @@ impl State {
                 });
                 info!(%lease, "lease created");
                 self.apply_effects(effects);
-                if told.is_err() {
+                if acks.is_err() {
                     // The requester timed out, so no process would ever write or discard this
                     // lease.
                     let effects = self.leases.release_uncertain(lease);
@@ -571,7 +579,7 @@ impl State {
             self.reconcile_charges();
         }
         let charged = self.service.sessions.all_charged_leases();
-        let (turn, effects) = self.leases.reconcile(node, &charged);
+        let (update, effects) = self.leases.reconcile(node, &charged);
         if self.leases.is_store_connected() {
             // Containers that took leases over are charged for them now.
             self.reconcile_charges();
@@ -582,7 +590,7 @@ impl State {
         spared
             .into_iter()
             .for_each(|gpu| self.ensure_scrub_checked(gpu));
-        turn
+        update
     }
 
     /// Forgets GPUs that have left the node: a new MIG instance has a new UUID. An empty list means
@@ -598,12 +606,12 @@ impl State {
         self.gpus = gpus;
     }
 
-    fn record_scrub_check(&mut self, gpu: GpuUuid, with: DriverEpoch, looked: ScrubCheckResult) {
+    fn record_scrub_check(&mut self, gpu: GpuUuid, with: DriverEpoch, result: ScrubCheckResult) {
         let ScrubCheckResult {
             verdict,
             context,
-            process: canary,
-        } = looked;
+            process,
+        } = result;
         match context {
             Some(bytes) => {
                 let sessions = &self.service.sessions;
@@ -612,7 +620,7 @@ impl State {
             None => drop(self.unmeasured.insert(gpu.clone(), Instant::now())),
         }
         if matches!(verdict, Verdict::Unknown(_)) {
-            self.allow_scrub_check_later(gpu.clone(), canary);
+            self.allow_scrub_check_later(gpu.clone(), process);
         } else {
             self.scrub_checks.remove(&gpu);
         }
@@ -686,13 +694,13 @@ impl State {
     fn start_scrub_check(&mut self, gpu: GpuUuid) {
         let (program, with) = (self.service.program.clone(), self.driver_epoch(&gpu));
         let charges = self.service.sessions.sampler();
-        let workers = Arc::clone(&self.service.provisioners);
+        let provisioners = Arc::clone(&self.service.provisioners);
         self.jobs.spawn(async move {
-            if workers.is_drained(&gpu) {
+            if provisioners.is_drained(&gpu) {
                 return Completion::ScrubCheckAllowed(gpu);
             }
-            let looked = scrub_check::run_check(program, gpu.clone(), charges).await;
-            Completion::ScrubChecked(gpu, with, looked)
+            let result = scrub_check::run_check(program, gpu.clone(), charges).await;
+            Completion::ScrubChecked(gpu, with, result)
         });
     }
 
@@ -711,28 +719,28 @@ impl State {
     /// Creates the export keep-alive: exports are fast while one exported descriptor is open (F3 in
     /// docs/facts.md).
     fn create_keep_alive(&mut self, gpu: GpuUuid) {
-        let Some(line) = self.connection.clone() else {
+        let Some(connection) = self.connection.clone() else {
             return;
         };
         self.keep_alive = KeepAlive::Creating(gpu.clone());
-        let workers = Arc::clone(&self.service.provisioners);
+        let provisioners = Arc::clone(&self.service.provisioners);
         self.jobs.spawn(async move {
             let lease = LeaseId(KEEP_ALIVE);
             // Without a keep-alive exports are only slower.
-            let made = match workers.create(&gpu, KEEP_ALIVE_BYTES).await {
-                Ok(fd) => line.put(lease, Blob::default(), fd).await.is_ok(),
+            let created = match provisioners.create(&gpu, KEEP_ALIVE_BYTES).await {
+                Ok(fd) => connection.put(lease, Blob::default(), fd).await.is_ok(),
                 Err(_) => false,
             };
-            Completion::KeepAliveCreated(gpu, made)
+            Completion::KeepAliveCreated(gpu, created)
         });
     }
 
     /// Closes the keep-alive. Its GPU is unknown after a restart; the next one is created on a GPU
     /// that is not drained.
     fn close_keep_alive(&mut self) {
-        if let (KeepAlive::Stored, Some(line)) = (&self.keep_alive, &self.connection) {
+        if let (KeepAlive::Stored, Some(connection)) = (&self.keep_alive, &self.connection) {
             self.keep_alive = KeepAlive::Closing;
-            let closed = line.close(LeaseId(KEEP_ALIVE));
+            let closed = connection.close(LeaseId(KEEP_ALIVE));
             self.jobs.spawn(async move {
                 // A disconnected fd store lists what it has on the next connection.
                 let _ = closed.await;
@@ -785,33 +793,34 @@ impl State {
         drained.filter(|gpu| !is_held(gpu)).cloned().collect()
     }
 
-    fn handle_store_event(&mut self, news: Option<StoreEvent>) {
-        match news {
+    fn handle_store_event(&mut self, event: Option<StoreEvent>) {
+        match event {
             Some(StoreEvent::Connected {
-                connection: line,
-                leases: held,
-                capacity: most,
+                connection,
+                leases: stored,
+                capacity,
             }) => {
-                self.connection = Some(line);
+                self.connection = Some(connection);
                 // The keep-alive takes one place.
-                self.leases.set_capacity(most.saturating_sub(1));
-                self.keep_alive = match held.contains_key(&LeaseId(KEEP_ALIVE)) {
+                self.leases.set_capacity(capacity.saturating_sub(1));
+                self.keep_alive = match stored.contains_key(&LeaseId(KEEP_ALIVE)) {
                     true => KeepAlive::Stored,
                     false => KeepAlive::None,
                 };
                 if !self.drained.is_empty() {
                     self.close_keep_alive();
                 }
-                let held = held.into_iter();
-                let held = held.filter(|(lease, _)| lease.0 != KEEP_ALIVE);
+                let stored = stored.into_iter();
+                let stored = stored.filter(|(lease, _)| lease.0 != KEEP_ALIVE);
                 let parsed = |(lease, blob): (LeaseId, Blob)| (lease, parse_record(&blob));
-                let held: BTreeMap<LeaseId, StoredRecord> = held.map(parsed).collect();
-                log_unread(&held);
-                held.keys()
+                let stored: BTreeMap<LeaseId, StoredRecord> = stored.map(parsed).collect();
+                log_unread(&stored);
+                stored
+                    .keys()
                     .for_each(|lease| self.service.lease_ids.observe(*lease));
                 let membership = Arc::clone(&self.service.membership);
-                let lives = |process: Process| membership.process(process.pid) == Some(process);
-                let effects = self.leases.resync(held, lives);
+                let is_alive = |process: Process| membership.process(process.pid) == Some(process);
+                let effects = self.leases.resync(stored, is_alive);
                 self.reconcile_charges();
                 self.apply_effects(effects);
             }
@@ -837,7 +846,7 @@ impl State {
             // being closed.
             self.publish_live_leases();
         }
-        let mut told = Acks::default();
+        let mut acks = Acks::default();
         for effect in effects {
             match effect {
                 Effect::Charge(lease, owner) => {
@@ -850,24 +859,26 @@ impl State {
                     }
                 }
                 Effect::Drop(lease) => self.close_descriptor(lease),
-                Effect::Update(lease, meta) => match (&self.connection, encode_record(&meta)) {
-                    (Some(line), Some(blob)) => told.0.push(Box::pin(line.update(lease, blob))),
+                Effect::Update(lease, record) => match (&self.connection, encode_record(&record)) {
+                    (Some(connection), Some(blob)) => {
+                        acks.0.push(Box::pin(connection.update(lease, blob)))
+                    }
                     // The fd store's own record counts on the next connection.
-                    _ => told
+                    _ => acks
                         .0
                         .push(Box::pin(async { Err(FdStoreError::Disconnected) })),
                 },
             }
         }
-        told
+        acks
     }
 
     fn close_descriptor(&mut self, lease: LeaseId) {
-        let Some(line) = &self.connection else {
+        let Some(connection) = &self.connection else {
             return;
         };
         let (gpu, bytes) = self.leases.extent(lease).unzip();
-        let closed = line.close(lease);
+        let closed = connection.close(lease);
         self.jobs.spawn(async move {
             match (closed.await, gpu, bytes) {
                 (Ok(()), Some(gpu), Some(bytes)) => Completion::Dropped(lease, gpu, bytes),
@@ -900,10 +911,10 @@ impl State {
 
     /// Publishes the live leases for the proof of freed memory.
     fn publish_live_leases(&mut self) {
-        let living = self.leases.live_leases();
+        let live_leases = self.leases.live_leases();
         self.service.live_leases.send_if_modified(|before| {
-            let changed = *before != living;
-            *before = living;
+            let changed = *before != live_leases;
+            *before = live_leases;
             changed
         });
     }
@@ -938,8 +949,8 @@ struct Acks(Vec<BoxFuture<'static, Result<(), FdStoreError>>>);
 
 impl Acks {
     async fn wait(self) -> Result<(), FdStoreError> {
-        for told in self.0 {
-            told.await?;
+        for acks in self.0 {
+            acks.await?;
         }
         Ok(())
     }
@@ -966,11 +977,11 @@ async fn wait_for_exit(process: Process, membership: &dyn ContainerResolver) {
 
 /// Creates the memory of a lease.
 async fn create_memory(
-    workers: &Provisioners,
+    provisioners: &Provisioners,
     gpu: &GpuUuid,
     bytes: Bytes,
 ) -> Result<OwnedFd, CreateError> {
-    match workers.create(gpu, bytes).await {
+    match provisioners.create(gpu, bytes).await {
         Ok(fd) => Ok(fd),
         Err(ProvisionerError::Driver { code, .. }) => {
             Err(CreateError::NotCreated(RetainedRefusal::Driver { code }))
@@ -987,7 +998,7 @@ async fn create_memory(
 /// meanwhile. Its charge stays until the memory is proven free. Returns the descriptor for the
 /// tenant that did not take it early.
 async fn store_memory(
-    line: &Connection,
+    connection: &Connection,
     lease: LeaseId,
     bytes: Bytes,
     blob: Blob,
@@ -1002,10 +1013,10 @@ async fn store_memory(
         Some(early) => early
             .send(CreatedMemory { bytes, fd: tenants })
             .err()
-            .map(|made| made.fd),
+            .map(|created| created.fd),
         None => Some(tenants),
     };
-    match line.put(lease, blob, fd).await {
+    match connection.put(lease, blob, fd).await {
         Ok(()) => Ok(tenants),
         Err(error) => {
             warn!(%lease, %error, "failed to store a lease in the fd store");
@@ -1015,9 +1026,9 @@ async fn store_memory(
 }
 
 /// The response to an open of a lease.
-fn answer(lease: LeaseId, meta: &LeaseRecord) -> Option<RetainedResponse> {
-    let (lease, bytes) = (lease.0, meta.bytes.0);
-    match &meta.content {
+fn answer(lease: LeaseId, record: &LeaseRecord) -> Option<RetainedResponse> {
+    let (lease, bytes) = (lease.0, record.bytes.0);
+    match &record.content {
         Content::Committed { checksum, .. } => Some(RetainedResponse::Ready {
             lease,
             generation: lease,
@@ -1048,7 +1059,7 @@ fn parse_record(blob: &Blob) -> StoredRecord {
         bytes: Bytes,
     }
     match serde_json::from_slice(blob.as_bytes()) {
-        Ok(meta) => StoredRecord::Read(meta),
+        Ok(record) => StoredRecord::Read(record),
         Err(error) => {
             let extent: Option<Extent> = serde_json::from_slice(blob.as_bytes()).ok();
             StoredRecord::Unreadable {
@@ -1060,19 +1071,21 @@ fn parse_record(blob: &Blob) -> StoredRecord {
 }
 
 /// Logs all unreadable leases in one line.
-fn log_unread(held: &BTreeMap<LeaseId, StoredRecord>) {
-    let mut unread = held.iter().filter_map(|(lease, heard)| match heard {
-        StoredRecord::Unreadable { why, .. } => Some((lease, why)),
-        StoredRecord::Read(_) => None,
-    });
-    if let Some((lease, why)) = unread.next() {
-        let others = unread.count();
+fn log_unread(stored: &BTreeMap<LeaseId, StoredRecord>) {
+    let mut unreadable = stored
+        .iter()
+        .filter_map(|(lease, stored_record)| match stored_record {
+            StoredRecord::Unreadable { why, .. } => Some((lease, why)),
+            StoredRecord::Read(_) => None,
+        });
+    if let Some((lease, why)) = unreadable.next() {
+        let others = unreadable.count();
         warn!(%lease, %why, others, "failed to read a lease of another version; it stays charged until its GPU is drained");
     }
 }
 
-fn encode_record(meta: &LeaseRecord) -> Option<Blob> {
-    let text = serde_json::to_vec(meta).ok()?;
+fn encode_record(record: &LeaseRecord) -> Option<Blob> {
+    let text = serde_json::to_vec(record).ok()?;
     Blob::new(text).ok()
 }
 

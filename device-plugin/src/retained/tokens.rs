@@ -45,21 +45,21 @@ impl<I: Fn(&AllocationId) -> Option<Vec<ProcessImage>>> TokenAuthority<'_, I> {
     /// The refusal for the tenant.
     pub fn seal(
         &self,
-        asker: Caller,
+        caller: Caller,
         gpu: &GpuUuid,
         lease: LeaseId,
         block: u64,
     ) -> Result<GpuToken, TokenRefusal> {
         // Between an exec and the next hello the token names the previous image, which is fenced
         // before the token is used.
-        let image = self.find_image(&asker.allocation, |image| image.process == asker.process)?;
+        let image = self.find_image(&caller.allocation, |image| image.process == caller.process)?;
         let image = image.ok_or(TokenRefusal::NoSession)?;
-        if !self.has_open(asker, lease, gpu)? {
+        if !self.has_open(caller, lease, gpu)? {
             return Err(TokenRefusal::NoLease);
         }
         Ok(self.key.seal(
             gpu,
-            asker.allocation,
+            caller.allocation,
             Generations {
                 gpu: self.generation(gpu)?,
                 process: image.generation,
@@ -73,30 +73,31 @@ impl<I: Fn(&AllocationId) -> Option<Vec<ProcessImage>>> TokenAuthority<'_, I> {
     ///
     /// # Errors
     /// The refusal for the tenant.
-    pub fn redeem(&self, asker: Caller, token: &GpuToken) -> Result<MemoryId, TokenRefusal> {
+    pub fn redeem(&self, caller: Caller, token: &GpuToken) -> Result<MemoryId, TokenRefusal> {
         let id = self.key.unseal(token)?;
         let gpu: GpuUuid = id.gpu.parse().map_err(|_| TokenRefusal::Malformed)?;
         let allocation = AllocationId::from_bits(id.container);
-        let asks = self.namespace(&asker.allocation)?;
+        let asks = self.namespace(&caller.allocation)?;
         // The answer does not reveal whether another namespace has such memory.
         if !self.leases.is_bound(&allocation) || self.namespace(&allocation)? != asks {
             return Err(TokenRefusal::Unknown);
         }
         let fenced = |which, generation| Err(TokenRefusal::Fenced { which, generation });
-        let said = id.generations;
-        if self.generation(&gpu)? != said.gpu {
-            return fenced(Generation::Gpu, said.gpu);
+        let generations = id.generations;
+        if self.generation(&gpu)? != generations.gpu {
+            return fenced(Generation::Gpu, generations.gpu);
         }
-        let image = self.find_image(&allocation, |image| image.generation == said.process)?;
+        let image =
+            self.find_image(&allocation, |image| image.generation == generations.process)?;
         let Some(ProcessImage { process, .. }) = image else {
-            return fenced(Generation::Process, said.process);
+            return fenced(Generation::Process, generations.process);
         };
         let issuer = Caller {
             allocation,
             process,
         };
-        if !self.has_open(issuer, LeaseId(said.lease), &gpu)? {
-            return fenced(Generation::Lease, said.lease);
+        if !self.has_open(issuer, LeaseId(generations.lease), &gpu)? {
+            return fenced(Generation::Lease, generations.lease);
         }
         Ok(id)
     }
@@ -120,12 +121,17 @@ impl<I: Fn(&AllocationId) -> Option<Vec<ProcessImage>>> TokenAuthority<'_, I> {
         Ok(images.into_iter().find(is_meant))
     }
 
-    fn has_open(&self, who: Caller, lease: LeaseId, gpu: &GpuUuid) -> Result<bool, TokenRefusal> {
+    fn has_open(
+        &self,
+        caller: Caller,
+        lease: LeaseId,
+        gpu: &GpuUuid,
+    ) -> Result<bool, TokenRefusal> {
         match lease {
             NO_LEASE => Ok(true),
             // While the fd store is away the agent does not know which leases exist.
             _ if !self.leases.is_store_connected() => Err(TokenRefusal::Unavailable),
-            _ => Ok(self.leases.is_open(who, lease, gpu)),
+            _ => Ok(self.leases.is_open(caller, lease, gpu)),
         }
     }
 }

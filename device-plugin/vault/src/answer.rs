@@ -9,7 +9,7 @@ use crate::held::FdStore;
 /// Returns the answer and the descriptor to send with it. A received descriptor that is not stored
 /// is closed.
 pub(crate) fn handle<'a>(
-    held: &'a mut FdStore,
+    store: &'a mut FdStore,
     message: FdStoreRequest,
     fd: Option<OwnedFd>,
 ) -> (FdStoreResponse, Option<BorrowedFd<'a>>) {
@@ -17,17 +17,17 @@ pub(crate) fn handle<'a>(
         FdStoreRequest::Hello { version: 0 } => Err(Refusal::Version),
         FdStoreRequest::Hello { version } => Ok(FdStoreResponse::Ready {
             version: version.min(VERSION),
-            leases: to_u32(held.count()),
-            room: to_u32(held.room()),
+            leases: to_u32(store.count()),
+            room: to_u32(store.room()),
         }),
         FdStoreRequest::Put { lease, blob } => match fd {
-            Some(fd) => held.put(lease, fd, blob).map(|()| FdStoreResponse::Stored),
+            Some(fd) => store.put(lease, fd, blob).map(|()| FdStoreResponse::Stored),
             None => Err(Refusal::NoDescriptor),
         },
         FdStoreRequest::Update { lease, blob } => {
-            held.update(lease, blob).map(|()| FdStoreResponse::Stored)
+            store.update(lease, blob).map(|()| FdStoreResponse::Stored)
         }
-        FdStoreRequest::Get { lease } => match held.get(lease) {
+        FdStoreRequest::Get { lease } => match store.get(lease) {
             Ok((fd, blob)) => {
                 let blob = blob.clone();
                 return (
@@ -38,11 +38,11 @@ pub(crate) fn handle<'a>(
             Err(refusal) => Err(refusal),
         },
         FdStoreRequest::Drop { lease } => {
-            held.remove(lease);
+            store.remove(lease);
             Ok(FdStoreResponse::Dropped)
         }
         FdStoreRequest::List { from } => Ok(FdStoreResponse::Listed {
-            leases: held.list_from(from),
+            leases: store.list_from(from),
         }),
     };
     (done.unwrap_or_else(FdStoreResponse::Refused), None)

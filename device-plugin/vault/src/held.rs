@@ -35,10 +35,10 @@ pub(crate) struct FdStore {
 }
 
 impl FdStore {
-    pub(crate) fn with_capacity(most: usize) -> FdStore {
+    pub(crate) fn with_capacity(capacity: usize) -> FdStore {
         FdStore {
             leases: BTreeMap::new(),
-            capacity: most,
+            capacity,
         }
     }
 
@@ -62,8 +62,8 @@ impl FdStore {
     }
 
     pub(crate) fn update(&mut self, lease: u64, blob: Blob) -> Result<(), Refusal> {
-        let (_, held) = self.leases.get_mut(&lease).ok_or(Refusal::Missing)?;
-        *held = blob;
+        let (_, stored) = self.leases.get_mut(&lease).ok_or(Refusal::Missing)?;
+        *stored = blob;
         Ok(())
     }
 
@@ -95,12 +95,12 @@ mod tests {
 
     #[test]
     fn full_fd_store_refuses_until_a_lease_is_dropped() {
-        let mut held = FdStore::with_capacity(1);
-        assert_eq!(held.put(1, fd(), Blob::default()), Ok(()));
-        assert_eq!(held.put(1, fd(), Blob::default()), Err(Refusal::Exists));
-        assert_eq!(held.put(2, fd(), Blob::default()), Err(Refusal::Full));
-        held.remove(1);
-        assert_eq!(held.put(2, fd(), Blob::default()), Ok(()));
+        let mut store = FdStore::with_capacity(1);
+        assert_eq!(store.put(1, fd(), Blob::default()), Ok(()));
+        assert_eq!(store.put(1, fd(), Blob::default()), Err(Refusal::Exists));
+        assert_eq!(store.put(2, fd(), Blob::default()), Err(Refusal::Full));
+        store.remove(1);
+        assert_eq!(store.put(2, fd(), Blob::default()), Ok(()));
     }
 
     #[test]

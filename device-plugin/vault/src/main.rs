@@ -40,10 +40,10 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let mut held = FdStore::with_capacity(held::capacity(raise_open_file_limit(), memory));
+    let mut store = FdStore::with_capacity(held::capacity(raise_open_file_limit(), memory));
     let ended = place::Listener::bind(&folder)
         .map_err(Into::into)
-        .and_then(|place| serve::serve(&place, &mut held));
+        .and_then(|listener| serve::serve(&listener, &mut store));
     let Err(error): Result<std::convert::Infallible, Box<dyn std::error::Error>> = ended;
     log(format_args!("{error}"));
     ExitCode::FAILURE

@@ -32,12 +32,12 @@ struct Peer {
 /// Serves until a system call fails.
 pub(crate) fn serve(
     place: &Listener,
-    held: &mut FdStore,
+    store: &mut FdStore,
 ) -> Result<Infallible, Box<dyn std::error::Error>> {
     let mut peers: Vec<Peer> = Vec::new();
     loop {
-        let (knock, speaking) = wait_for_input(place, &peers)?;
-        if knock {
+        let (has_connection, ready_peer) = wait_for_input(place, &peers)?;
+        if has_connection {
             match place.listener.accept() {
                 Ok((stream, _)) => accept_peer(&mut peers, stream),
                 Err(error) => {
@@ -45,8 +45,8 @@ pub(crate) fn serve(
                     std::thread::sleep(ACCEPT_PAUSE);
                 }
             }
-        } else if let Some(place) = speaking
-            && let Err(end) = serve_message(held, &mut peers, place)
+        } else if let Some(place) = ready_peer
+            && let Err(end) = serve_message(store, &mut peers, place)
             && peers.remove(place).is_agent
         {
             log(format_args!("the agent disconnected: {end}"));
@@ -68,8 +68,8 @@ fn wait_for_input(place: &Listener, peers: &[Peer]) -> io::Result<(bool, Option<
         };
     }
     let ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
-    let speaking = fds[..peers.len()].iter().rposition(ready);
-    Ok((fds.last().is_some_and(ready), speaking))
+    let ready_peer = fds[..peers.len()].iter().rposition(ready);
+    Ok((fds.last().is_some_and(ready), ready_peer))
 }
 
 /// Accepts a connection; beyond the limit the oldest peer without a hello is closed. The folder's
@@ -92,11 +92,11 @@ fn accept_peer(peers: &mut Vec<Peer>, stream: UnixStream) {
 }
 
 /// Reads one message and answers it.
-fn serve_message(held: &mut FdStore, peers: &mut Vec<Peer>, place: usize) -> io::Result<()> {
+fn serve_message(store: &mut FdStore, peers: &mut Vec<Peer>, place: usize) -> io::Result<()> {
     let (message, fd) = receive_message::<FdStoreRequest>(&peers[place].stream)?;
     let may = peers[place].is_agent || matches!(message, FdStoreRequest::Hello { .. });
     let (answer, fd) = if may {
-        handle(held, message, fd)
+        handle(store, message, fd)
     } else {
         (FdStoreResponse::Refused(Refusal::NoHello), None)
     };

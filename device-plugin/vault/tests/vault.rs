@@ -48,13 +48,13 @@ impl FdStore {
     }
 
     fn wait_until_listening(folder: TempDir, process: Child) -> FdStore {
-        let vault = FdStore { folder, process };
+        let fd_store = FdStore { folder, process };
         let since = Instant::now();
-        while vault.connect().is_none() {
+        while fd_store.connect().is_none() {
             assert!(since.elapsed() < TIMEOUT, "the fd store does not listen");
             std::thread::sleep(Duration::from_millis(5));
         }
-        vault
+        fd_store
     }
 
     fn connect(&self) -> Option<UnixStream> {
@@ -194,7 +194,7 @@ fn an_agent_that_puts_leases_until_it_is_killed() {
 
 #[test]
 fn acknowledged_leases_outlive_killed_agents() {
-    let vault = FdStore::start();
+    let fd_store = FdStore::start();
     let (mut last_put, mut acknowledged) = (0, std::collections::BTreeSet::new());
     for _ in 0..20 {
         let mut agent = Command::new(std::env::current_exe().unwrap())
@@ -203,7 +203,7 @@ fn acknowledged_leases_outlive_killed_agents() {
                 "an_agent_that_puts_leases_until_it_is_killed",
                 "--nocapture",
             ])
-            .env(AGENT_FOLDER_ENV, vault.folder.path())
+            .env(AGENT_FOLDER_ENV, fd_store.folder.path())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
@@ -225,7 +225,7 @@ fn acknowledged_leases_outlive_killed_agents() {
         }
         agent.wait().unwrap();
 
-        let mut next = vault.agent();
+        let mut next = fd_store.agent();
         let there: Vec<u64> = next.list().iter().map(|entry| entry.lease).collect();
         // The kill may come between an operation and its line: one put more, one drop more.
         let more: Vec<_> = there
@@ -244,7 +244,7 @@ fn acknowledged_leases_outlive_killed_agents() {
         acknowledged = there.into_iter().collect();
         last_put = acknowledged.last().copied().unwrap_or(last_put);
     }
-    let mut agent = vault.agent();
+    let mut agent = fd_store.agent();
     for StoredLease { lease, blob: held } in agent.list() {
         assert_eq!(held, blob(lease));
         let (answer, fd) = agent.ask_with(&FdStoreRequest::Get { lease }, None);
@@ -273,16 +273,16 @@ fn record_line(
 
 #[test]
 fn newest_agent_is_served_and_the_previous_disconnected() {
-    let vault = FdStore::start();
-    let mut first = vault.agent();
+    let fd_store = FdStore::start();
+    let mut first = fd_store.agent();
     assert_eq!(first.put(7), FdStoreResponse::Stored);
-    let mut silent = Agent(vault.connect().unwrap());
+    let mut silent = Agent(fd_store.connect().unwrap());
     assert_eq!(
         first.put(8),
         FdStoreResponse::Stored,
         "a connection without a hello closes no other"
     );
-    let mut second = vault.agent();
+    let mut second = fd_store.agent();
     assert!(first.is_disconnected());
     assert_eq!(second.list().len(), 2);
     let refused = FdStoreResponse::Refused(Refusal::NoHello);
@@ -294,24 +294,24 @@ fn newest_agent_is_served_and_the_previous_disconnected() {
 fn agent_in_another_pid_namespace_is_served() {
     let mut command = Command::new("unshare");
     command.args(["--pid", "--fork", "--kill-child", PROGRAM]);
-    let vault = FdStore::start_command(command);
-    assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
+    let fd_store = FdStore::start_command(command);
+    assert_eq!(fd_store.agent().put(1), FdStoreResponse::Stored);
 }
 
 #[test]
 fn fd_store_survives_when_its_log_reader_exits() {
     let mut command = Command::new(PROGRAM);
     command.stderr(Stdio::piped());
-    let mut vault = FdStore::start_command(command);
-    drop(vault.process.stderr.take());
-    assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
-    assert_eq!(vault.agent().list().len(), 1);
+    let mut fd_store = FdStore::start_command(command);
+    drop(fd_store.process.stderr.take());
+    assert_eq!(fd_store.agent().put(1), FdStoreResponse::Stored);
+    assert_eq!(fd_store.agent().list().len(), 1);
 }
 
 #[test]
 fn lease_is_put_once_updated_and_dropped() {
-    let vault = FdStore::start();
-    let mut agent = vault.agent();
+    let fd_store = FdStore::start();
+    let mut agent = fd_store.agent();
     let put = |lease| FdStoreRequest::Put {
         lease,
         blob: blob(lease),
@@ -347,18 +347,18 @@ fn lease_is_put_once_updated_and_dropped() {
 
 #[test]
 fn descriptor_without_a_lease_is_closed() {
-    let vault = FdStore::start();
-    let mut agent = vault.agent();
+    let fd_store = FdStore::start();
+    let mut agent = fd_store.agent();
     for lease in 1..=50 {
         agent.ask_with(&FdStoreRequest::List { from: 0 }, Some(&memory_with(0)));
         assert_eq!(agent.put(lease), FdStoreResponse::Stored);
         agent.put(lease);
     }
-    assert_eq!(vault.open_memory_count(), 50);
+    assert_eq!(fd_store.open_memory_count(), 50);
     for lease in 1..=50 {
         agent.ask(&FdStoreRequest::Drop { lease });
     }
-    assert_eq!(vault.open_memory_count(), 0);
+    assert_eq!(fd_store.open_memory_count(), 0);
 }
 
 #[test]
@@ -366,12 +366,12 @@ fn fd_store_is_full_at_its_open_file_limit() {
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -n 84; exec \"$0\" \"$@\""]);
     command.arg(env!("CARGO_BIN_EXE_bursar-vault"));
-    let vault = FdStore::start_command(command);
-    let mut agent = vault.agent();
+    let fd_store = FdStore::start_command(command);
+    let mut agent = fd_store.agent();
     let room = (1..).find(|lease| agent.put(*lease) != FdStoreResponse::Stored);
     assert_eq!(room, Some(21));
     assert_eq!(agent.put(99), FdStoreResponse::Refused(Refusal::Full));
-    assert_eq!(vault.agent().list().len(), 20);
+    assert_eq!(fd_store.agent().list().len(), 20);
 }
 
 #[test]
@@ -380,8 +380,8 @@ fn full_fd_store_stays_within_its_memory() {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new(PROGRAM);
     let process = command.arg(folder.path()).arg(LIMIT.to_string()).spawn();
-    let vault = FdStore::wait_until_listening(folder, process.unwrap());
-    let mut agent = vault.agent();
+    let fd_store = FdStore::wait_until_listening(folder, process.unwrap());
+    let mut agent = fd_store.agent();
     let fd = OwnedFd::from(File::open("/dev/null").unwrap());
     // The longest blobs, after blobs of other lengths that leave holes of all sizes.
     let blob = |lease: u64, round: u64| {
@@ -410,7 +410,7 @@ fn full_fd_store_stays_within_its_memory() {
         };
         assert_eq!(agent.ask(&update), FdStoreResponse::Stored);
     }
-    let rss = vault.resident_bytes();
+    let rss = fd_store.resident_bytes();
     println!(
         "{leases} leases of the longest blobs: {rss} bytes, {} each",
         rss / leases
@@ -421,46 +421,46 @@ fn full_fd_store_stays_within_its_memory() {
 
 #[test]
 fn partial_message_and_garbage_delay_no_agent_for_long() {
-    let vault = FdStore::start();
-    let mut half = vault.connect().unwrap();
+    let fd_store = FdStore::start();
+    let mut half = fd_store.connect().unwrap();
     half.write_all(&FdStoreRequest::Hello { version: 1 }.frame()[..3])
         .unwrap();
-    let mut garbage = vault.connect().unwrap();
+    let mut garbage = fd_store.connect().unwrap();
     garbage.write_all(&[1, 0, 99]).unwrap();
-    let crowd: Vec<_> = (0..20).map(|_| vault.connect().unwrap()).collect();
+    let crowd: Vec<_> = (0..20).map(|_| fd_store.connect().unwrap()).collect();
     let since = Instant::now();
-    assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
+    assert_eq!(fd_store.agent().put(1), FdStoreResponse::Stored);
     assert!(since.elapsed() < Duration::from_secs(4), "{since:?}");
     drop((half, garbage, crowd));
 }
 
 #[test]
 fn second_fd_store_leaves_the_socket_to_the_first() {
-    let vault = FdStore::start();
-    assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
+    let fd_store = FdStore::start();
+    assert_eq!(fd_store.agent().put(1), FdStoreResponse::Stored);
     let second = Command::new(env!("CARGO_BIN_EXE_bursar-vault"))
-        .arg(vault.folder.path())
+        .arg(fd_store.folder.path())
         .output()
         .unwrap();
     assert!(!second.status.success());
     let said = String::from_utf8_lossy(&second.stderr).into_owned();
     assert!(said.contains("another fd store holds"), "{said}");
-    assert_eq!(vault.agent().list().len(), 1);
+    assert_eq!(fd_store.agent().list().len(), 1);
 }
 
 #[test]
 fn fd_store_starts_empty_after_a_kill() {
-    let mut vault = FdStore::start();
-    assert_eq!(vault.agent().put(1), FdStoreResponse::Stored);
-    vault.process.kill().unwrap();
-    vault.process.wait().unwrap();
+    let mut fd_store = FdStore::start();
+    assert_eq!(fd_store.agent().put(1), FdStoreResponse::Stored);
+    fd_store.process.kill().unwrap();
+    fd_store.process.wait().unwrap();
     let mut next = Command::new(env!("CARGO_BIN_EXE_bursar-vault"));
-    next.arg(vault.folder.path()).stderr(Stdio::null());
-    vault.process = next.spawn().unwrap();
+    next.arg(fd_store.folder.path()).stderr(Stdio::null());
+    fd_store.process = next.spawn().unwrap();
     let since = Instant::now();
-    while vault.connect().is_none() {
+    while fd_store.connect().is_none() {
         assert!(since.elapsed() < TIMEOUT);
         std::thread::sleep(Duration::from_millis(5));
     }
-    assert!(vault.agent().list().is_empty());
+    assert!(fd_store.agent().list().is_empty());
 }

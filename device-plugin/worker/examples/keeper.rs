@@ -95,19 +95,19 @@ enum State {
 }
 
 struct FakeAgent {
-    vault: FdStore,
-    workers: HashMap<String, Provisioner>,
+    fd_store: FdStore,
+    provisioners: HashMap<String, Provisioner>,
     leases: HashMap<LeaseKey, Lease>,
-    made: u64,
+    created: u64,
 }
 
 impl FakeAgent {
     fn answer(
         &mut self,
-        question: RetainedRequest,
+        request: RetainedRequest,
         client: &UnixStream,
     ) -> io::Result<(Response, Option<OwnedFd>)> {
-        let answered = match question {
+        let answered = match request {
             RetainedRequest::Open {
                 version,
                 account: Account::Device(gpu),
@@ -115,7 +115,7 @@ impl FakeAgent {
                 key,
                 bytes,
                 ..
-            } if self.workers.contains_key(&gpu) => {
+            } if self.provisioners.contains_key(&gpu) => {
                 let early = (version >= CREATED_SINCE).then_some(client);
                 let pid = socket_peercred(client)?.pid.as_raw_nonzero().get();
                 return self.open(LeaseKey { gpu, name, key }, bytes, pid, early);
@@ -132,7 +132,7 @@ impl FakeAgent {
             } => self.commit(lease, token, checksum),
             RetainedRequest::Discard { lease, .. } => {
                 self.leases.retain(|_, held| held.lease != lease);
-                self.vault.ask(&FdStoreRequest::Drop { lease }, None)?;
+                self.fd_store.ask(&FdStoreRequest::Drop { lease }, None)?;
                 RetainedResponse::Discarded
             }
         };
@@ -167,7 +167,7 @@ impl FakeAgent {
                     *token = token.wrapping_add(1);
                     let given = write(held.lease, held.bytes, *token);
                     let lease = held.lease;
-                    let (_, fd) = self.vault.ask(&FdStoreRequest::Get { lease }, None)?;
+                    let (_, fd) = self.fd_store.ask(&FdStoreRequest::Get { lease }, None)?;
                     return Ok((given, fd));
                 }
                 State::Writing { pid, .. } if is_running(*pid) => {
@@ -176,11 +176,11 @@ impl FakeAgent {
                 State::Writing { .. } => {
                     let lease = held.lease;
                     self.leases.remove(&title);
-                    self.vault.ask(&FdStoreRequest::Drop { lease }, None)?;
+                    self.fd_store.ask(&FdStoreRequest::Drop { lease }, None)?;
                 }
                 State::Committed { checksum } => {
                     let (lease, bytes, checksum) = (held.lease, held.bytes, *checksum);
-                    let (_, fd) = self.vault.ask(&FdStoreRequest::Get { lease }, None)?;
+                    let (_, fd) = self.fd_store.ask(&FdStoreRequest::Get { lease }, None)?;
                     let ready = RetainedResponse::Ready {
                         lease,
                         generation: lease,
@@ -194,22 +194,25 @@ impl FakeAgent {
         if bytes == 0 {
             return Ok((refused(RetainedRefusal::Missing), None));
         }
-        let Some(worker) = self.workers.get(&title.gpu) else {
+        let Some(provisioner) = self.provisioners.get(&title.gpu) else {
             return Ok((refused(RetainedRefusal::Unavailable), None));
         };
-        let (bytes, fd) = match worker.create(bytes)? {
-            Ok(made) => made,
+        let (bytes, fd) = match provisioner.create(bytes)? {
+            Ok(created) => created,
             Err(why) => return Ok((refused(why), None)),
         };
         if let Some(client) = early {
-            let made = Response::Retained(RetainedResponse::Created { bytes });
+            let created = Response::Retained(RetainedResponse::Created { bytes });
             // A client that hung up loses its lease at the next open.
-            let _ = send_message(client, &made, Some(fd.as_fd()));
+            let _ = send_message(client, &created, Some(fd.as_fd()));
         }
-        self.made += 1;
-        let (lease, token) = (self.made, self.made.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        self.created += 1;
+        let (lease, token) = (
+            self.created,
+            self.created.wrapping_mul(0x9e37_79b9_7f4a_7c15),
+        );
         let blob = Blob::default();
-        self.vault
+        self.fd_store
             .ask(&FdStoreRequest::Put { lease, blob }, Some(&fd))?;
         let state = State::Writing { pid, token };
         let held = Lease {
@@ -248,46 +251,46 @@ fn is_running(pid: i32) -> bool {
 
 fn main() -> anyhow::Result<()> {
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
-    let [socket, folder, worker, gpus @ ..] = arguments.as_slice() else {
+    let [socket, folder, provisioner, gpus @ ..] = arguments.as_slice() else {
         bail!("usage: keeper SOCKET VAULT-FOLDER WORKER GPU...");
     };
-    let vault = FdStore(connect_to(
+    let fd_store = FdStore(connect_to(
         &Path::new(folder).join(fdstore::SOCKET_NAME),
         TIMEOUT,
     )?);
     let version = fdstore::VERSION;
-    let (ready, _) = vault.ask(&FdStoreRequest::Hello { version }, None)?;
+    let (ready, _) = fd_store.ask(&FdStoreRequest::Hello { version }, None)?;
     ensure!(
         matches!(ready, FdStoreResponse::Ready { leases: 0, .. }),
         "the fd store is not empty: {ready:?}"
     );
-    let mut keeper = FakeAgent {
-        vault,
-        workers: HashMap::new(),
+    let mut agent = FakeAgent {
+        fd_store,
+        provisioners: HashMap::new(),
         leases: HashMap::new(),
-        made: 0,
+        created: 0,
     };
     for gpu in gpus {
         let gpu = gpu.to_string_lossy().into_owned();
-        let worker = Provisioner::start(Path::new(worker), &gpu)?;
+        let provisioner = Provisioner::start(Path::new(provisioner), &gpu)?;
         // As in the agent: exports are fast while one descriptor is open (F3 in docs/facts.md).
-        if let Ok((_, sentinel)) = worker.create(1)? {
+        if let Ok((_, sentinel)) = provisioner.create(1)? {
             let (lease, blob) = (fdstore::KEEP_ALIVE, Blob::default());
-            keeper
-                .vault
+            agent
+                .fd_store
                 .ask(&FdStoreRequest::Put { lease, blob }, Some(&sentinel))?;
         }
-        keeper.workers.insert(gpu, worker);
+        agent.provisioners.insert(gpu, provisioner);
     }
     let listener = UnixListener::bind(socket)?;
     println!("ready");
     loop {
         let (client, _) = listener.accept()?;
         client.set_read_timeout(Some(TIMEOUT))?;
-        let Ok((Request::Retained(question), _)) = receive_message(&client) else {
+        let Ok((Request::Retained(request), _)) = receive_message(&client) else {
             continue;
         };
-        let (answer, fd) = keeper.answer(question, &client)?;
+        let (answer, fd) = agent.answer(request, &client)?;
         // The client may have hung up.
         let _ = send_message(&client, &answer, fd.as_ref().map(AsFd::as_fd));
     }

@@ -32,11 +32,11 @@ const INVALID_VALUE: i32 = 1;
 /// # Errors
 /// The socket failed, or a message is malformed.
 pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
-    let worker = match Provisioner::new(gpu) {
-        Ok(worker) => worker,
+    let provisioner = match Provisioner::new(gpu) {
+        Ok(provisioner) => provisioner,
         Err(error) => return send_message(agent, &failure_response(&error), None),
     };
-    send_message(agent, &worker.ready(), None)?;
+    send_message(agent, &provisioner.ready(), None)?;
     let mut made: Option<CreatedMemory> = None;
     loop {
         if let Some(made) = made.take() {
@@ -47,7 +47,7 @@ pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
             Err(end) if end.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             received => received?.0,
         };
-        let (answer, created) = worker
+        let (answer, created) = provisioner
             .answer(message)
             .unwrap_or_else(|error| (failure_response(&DriverError::Cuda(error)), None));
         send_message(agent, &answer, created.as_ref().map(|(fd, _)| fd.as_fd()))?;
@@ -55,10 +55,10 @@ pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
     }
 }
 
-/// Waits for a request, at most for `patience`.
-fn wait_for_request(agent: &UnixStream, patience: &Timespec) -> io::Result<()> {
+/// Waits for a request, at most for `timeout`.
+fn wait_for_request(agent: &UnixStream, timeout: &Timespec) -> io::Result<()> {
     let mut fds = [PollFd::new(agent, PollFlags::IN)];
-    match poll(&mut fds, Some(patience)) {
+    match poll(&mut fds, Some(timeout)) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
         Err(error) => Err(error.into()),
     }

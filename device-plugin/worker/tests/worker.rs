@@ -44,13 +44,13 @@ impl Provisioner {
     }
 
     fn ready(command: Command, gpu: &str) -> Provisioner {
-        let worker = Provisioner::start(command, gpu);
-        let (said, _) = worker.receive();
+        let provisioner = Provisioner::start(command, gpu);
+        let (response, _) = provisioner.receive();
         assert!(
-            matches!(said, ProvisionerResponse::Ready { .. }),
-            "{said:?}"
+            matches!(response, ProvisionerResponse::Ready { .. }),
+            "{response:?}"
         );
-        worker
+        provisioner
     }
 
     fn receive(&self) -> (ProvisionerResponse, Option<OwnedFd>) {
@@ -63,8 +63,8 @@ impl Provisioner {
     }
 
     fn create(&self, bytes: u64) -> OwnedFd {
-        let (said, fd) = self.ask(ProvisionerRequest::Create { bytes });
-        assert_eq!(said, ProvisionerResponse::Created { bytes });
+        let (response, fd) = self.ask(ProvisionerRequest::Create { bytes });
+        assert_eq!(response, ProvisionerResponse::Created { bytes });
         fd.unwrap()
     }
 
@@ -89,11 +89,11 @@ impl Provisioner {
 #[test]
 fn created_memory_outlives_its_provisioner() {
     run_in_subprocess(ONE_GPU, |machine| {
-        let worker = Provisioner::ready(Command::new(PROGRAM), FIRST);
-        let fd = worker.create(64 * MIB);
+        let provisioner = Provisioner::ready(Command::new(PROGRAM), FIRST);
+        let fd = provisioner.create(64 * MIB);
         let listed = machine.usage(0).processes;
         assert!(listed.is_empty(), "NVML lists a worker: {listed:?}");
-        worker.kill();
+        provisioner.kill();
         assert_eq!(machine.used(0), 64 * MIB);
 
         let driver = Driver::get().unwrap();
@@ -118,10 +118,10 @@ fn created_memory_outlives_its_provisioner() {
 #[test]
 fn create_rounds_sizes_up_and_reports_the_drivers_code() {
     let lab = SimMachine::new(ONE_GPU).unwrap();
-    let worker = Provisioner::ready(lab.command(PROGRAM), FIRST);
-    let (said, fd) = worker.ask(ProvisionerRequest::Create { bytes: 2 * MIB + 1 });
-    assert_eq!(said, ProvisionerResponse::Created { bytes: 4 * MIB });
-    let refused = |bytes| match worker.ask(ProvisionerRequest::Create { bytes }) {
+    let provisioner = Provisioner::ready(lab.command(PROGRAM), FIRST);
+    let (response, fd) = provisioner.ask(ProvisionerRequest::Create { bytes: 2 * MIB + 1 });
+    assert_eq!(response, ProvisionerResponse::Created { bytes: 4 * MIB });
+    let refused = |bytes| match provisioner.ask(ProvisionerRequest::Create { bytes }) {
         (ProvisionerResponse::Failed { code, call }, None) => (code, call),
         other => panic!("{bytes}: {other:?}"),
     };
@@ -130,14 +130,14 @@ fn create_rounds_sizes_up_and_reports_the_drivers_code() {
     assert_eq!(refused(0), (1, call()));
     assert_eq!(refused(u64::MAX), (1, call()));
     drop(fd);
-    worker.create(2 * MIB);
+    provisioner.create(2 * MIB);
 }
 
 #[test]
 fn provisioner_creates_memory_of_its_gpu() {
     let lab = SimMachine::new(TWO_GPUS).unwrap();
-    let worker = Provisioner::ready(lab.command(PROGRAM), SECOND);
-    let _fd = worker.create(64 * MIB);
+    let provisioner = Provisioner::ready(lab.command(PROGRAM), SECOND);
+    let _fd = provisioner.create(64 * MIB);
     let used = |unit| lab.sim().unwrap().used(unit) >= 64 * MIB;
     assert_eq!([used(0), used(1)], [false, true]);
 }
@@ -145,16 +145,18 @@ fn provisioner_creates_memory_of_its_gpu() {
 #[test]
 fn await_scrub_waits_for_the_driver_and_leaves_nothing() {
     let lab = SimMachine::new(ONE_GPU).unwrap();
-    let worker = Provisioner::ready(lab.command(PROGRAM), FIRST);
-    drop(worker.create(2 * MIB));
+    let provisioner = Provisioner::ready(lab.command(PROGRAM), FIRST);
+    drop(provisioner.create(2 * MIB));
     // An answer to this request shows that the provisioner has released its handle.
     assert_eq!(
-        worker.ask(ProvisionerRequest::AwaitScrub { bytes: 0 }).0,
+        provisioner
+            .ask(ProvisionerRequest::AwaitScrub { bytes: 0 })
+            .0,
         ProvisionerResponse::Scrubbed
     );
     let used = lab.sim().unwrap().used(0);
     let since = Instant::now();
-    let swept = worker
+    let swept = provisioner
         .ask(ProvisionerRequest::AwaitScrub { bytes: u64::MAX })
         .0;
     let took = since.elapsed();
@@ -168,9 +170,9 @@ fn await_scrub_waits_for_the_driver_and_leaves_nothing() {
 #[test]
 fn provisioner_exits_with_its_agent() {
     let lab = SimMachine::new(ONE_GPU).unwrap();
-    let mut worker = Provisioner::ready(lab.command(PROGRAM), FIRST);
-    worker.socket = UnixStream::pair().unwrap().0;
-    assert!(worker.exits_by_itself());
+    let mut provisioner = Provisioner::ready(lab.command(PROGRAM), FIRST);
+    provisioner.socket = UnixStream::pair().unwrap().0;
+    assert!(provisioner.exits_by_itself());
 }
 
 #[test]
@@ -179,13 +181,13 @@ fn provisioner_exits_without_a_driver_or_its_gpu() {
     let mut without = lab.command(PROGRAM);
     without.env("LD_LIBRARY_PATH", lab.path());
     for (command, gpu) in [(lab.command(PROGRAM), SECOND), (without, FIRST)] {
-        let worker = Provisioner::start(command, gpu);
-        let (said, _) = worker.receive();
+        let provisioner = Provisioner::start(command, gpu);
+        let (response, _) = provisioner.receive();
         assert!(
-            matches!(said, ProvisionerResponse::Failed { code: -1, .. }),
-            "{said:?}"
+            matches!(response, ProvisionerResponse::Failed { code: -1, .. }),
+            "{response:?}"
         );
-        assert!(worker.exits_by_itself());
+        assert!(provisioner.exits_by_itself());
     }
 }
 
@@ -195,35 +197,35 @@ fn scrub_check_has_only_a_context_until_it_continues() {
     let mut command = lab.command(PROGRAM);
     command.args(["canary", "--gpu", FIRST]);
     let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut canary = piped.spawn().unwrap();
-    let mut lines = BufReader::new(canary.stdout.take().unwrap()).lines();
+    let mut check = piped.spawn().unwrap();
+    let mut lines = BufReader::new(check.stdout.take().unwrap()).lines();
     let line = lines.next().unwrap().unwrap();
     assert_eq!(line, r#"{"verdict":"Context"}"#);
     let sim = lab.sim().unwrap();
     assert_eq!(sim.used(0), sim.config.context);
-    drop(canary.stdin.take());
+    drop(check.stdin.take());
     let verdict = lines.next().unwrap().unwrap();
     assert!(verdict.contains("Scrubbed"), "{verdict}");
-    assert!(canary.wait().unwrap().success());
+    assert!(check.wait().unwrap().success());
     assert_eq!(lab.sim().unwrap().used(0), 0);
 }
 
 #[test]
 fn scrub_check_reports_whether_freed_memory_is_cleared() {
     let lab = SimMachine::new(ONE_GPU).unwrap();
-    let canary = || {
+    let check = || {
         let mut command = lab.command(PROGRAM);
         let output = command.args(["canary", "--gpu", FIRST]).output().unwrap();
         assert!(output.status.success());
         String::from_utf8(output.stdout).unwrap()
     };
-    let scrubbed = canary();
+    let scrubbed = check();
     assert!(scrubbed.contains(r#""verdict":"Scrubbed""#), "{scrubbed}");
     lab.run_simgpu(&["scrub", "off"]).unwrap();
-    let old = canary();
+    let old = check();
     assert!(old.contains(r#""verdict":"NotScrubbed""#), "{old}");
     assert_eq!(lab.sim().unwrap().used(0), 0);
     lab.run_simgpu(&["lose", "0"]).unwrap();
-    let lost = canary();
+    let lost = check();
     assert!(lost.contains(r#""verdict":"Failed""#), "{lost}");
 }

@@ -36,7 +36,7 @@ struct OpenLease {
 
 #[derive(Clone, Debug)]
 struct Tenant {
-    asker: Caller,
+    caller: Caller,
     image: u64,
     open_leases: Vec<OpenLease>,
     /// Leases that earlier images of the process had open, until the agent hears of their end.
@@ -114,7 +114,7 @@ struct Model {
 
 impl Model {
     fn new(seed: u64) -> Model {
-        let mut world = Model {
+        let mut model = Model {
             rng: StdRng::seed_from_u64(seed),
             now: BootTime(0),
             table: LeaseTable::default(),
@@ -138,8 +138,8 @@ impl Model {
             last_number: 1,
             counts: BTreeMap::new(),
         };
-        world.reconnect();
-        world
+        model.reconnect();
+        model
     }
 
     fn random_below(&mut self, sides: usize) -> usize {
@@ -163,7 +163,10 @@ impl Model {
     fn exists(&self, lease: LeaseId) -> bool {
         let mapped = |tenant: &Tenant| {
             tenant.handed.contains(&lease)
-                || tenant.open_leases.iter().any(|grip| grip.lease == lease)
+                || tenant
+                    .open_leases
+                    .iter()
+                    .any(|open_lease| open_lease.lease == lease)
         };
         self.fd_store.contains_key(&lease)
             || self.agent_fds.contains(&lease)
@@ -205,11 +208,11 @@ impl Model {
                     }
                 }
                 Effect::Drop(lease) => self.close(lease),
-                Effect::Update(lease, meta) => {
+                Effect::Update(lease, record) => {
                     if self.is_connected
                         && let Some(held) = self.fd_store.get_mut(&lease)
                     {
-                        *held = *meta;
+                        *held = *record;
                     }
                 }
             }
@@ -238,9 +241,9 @@ impl Model {
         self.is_connected = true;
         let held = self.fd_store.iter();
         let held = held
-            .map(|(lease, meta)| (*lease, StoredRecord::Read(meta.clone())))
+            .map(|(lease, record)| (*lease, StoredRecord::Read(record.clone())))
             .collect();
-        let alive: BTreeSet<Process> = self.tenants.iter().map(|t| t.asker.process).collect();
+        let alive: BTreeSet<Process> = self.tenants.iter().map(|t| t.caller.process).collect();
         let effects = self.table.resync(held, |process| alive.contains(&process));
         self.reconcile();
         self.apply_effects(effects);
@@ -301,19 +304,19 @@ impl Model {
             self.reconcile();
         }
         let charged = self.charged_leases();
-        let (turn, effects) = self.table.reconcile(self.node.clone(), &charged);
+        let (update, effects) = self.table.reconcile(self.node.clone(), &charged);
         if self.table.is_store_connected() {
             self.reconcile();
         }
         if !self.apply_effects(effects) {
             return;
         }
-        if let Some(orphaned) = turn.orphaned {
+        if let Some(orphaned) = update.orphaned {
             self.set_orphaned(&orphaned);
         }
-        let left: u64 = turn.unreclaimed.iter().map(|(_, _, bytes)| bytes.0).sum();
+        let left: u64 = update.unreclaimed.iter().map(|(_, _, bytes)| bytes.0).sum();
         self.leaked += left;
-        for (lease, _, _) in turn.unreclaimed {
+        for (lease, _, _) in update.unreclaimed {
             if self.one_in(100) {
                 return self.crash_agent();
             }
@@ -373,12 +376,12 @@ impl Model {
         } else {
             "team"
         };
-        let standing = ContainerBinding {
+        let binding = ContainerBinding {
             pod: (*pod).clone(),
             namespace: Some(namespace.to_owned()),
             gpus: BTreeSet::from([gpu()]),
         };
-        self.node.containers.insert(allocation, standing);
+        self.node.containers.insert(allocation, binding);
         self.accounts.insert(allocation, Account::default());
         self.set_quotas();
         self.tick();
@@ -400,7 +403,7 @@ impl Model {
         };
         let dying: Vec<usize> = (0..self.tenants.len())
             .rev()
-            .filter(|at| self.tenants[*at].asker.allocation == allocation)
+            .filter(|at| self.tenants[*at].caller.allocation == allocation)
             .collect();
         dying.into_iter().for_each(|at| self.kill_process(at));
         self.unbind(allocation);
@@ -417,27 +420,27 @@ impl Model {
             self.reconcile();
         }
         let charged = self.charged_leases();
-        let (turn, effects) = self.table.reconcile(self.node.clone(), &charged);
+        let (update, effects) = self.table.reconcile(self.node.clone(), &charged);
         if self.table.is_store_connected() {
             self.reconcile();
         }
-        let known = turn.orphaned.is_some();
+        let known = update.orphaned.is_some();
         let account = self.accounts.remove(&allocation).unwrap_or_default();
         self.stale
-            .retain(|(asker, _)| asker.allocation != allocation);
+            .retain(|(caller, _)| caller.allocation != allocation);
         self.leaked += account.dead;
         if known {
-            let orphaned = turn.orphaned.unwrap_or_default();
+            let orphaned = update.orphaned.unwrap_or_default();
             self.set_orphaned(&orphaned);
         } else {
             self.leaked += account.leases.values().sum::<u64>();
         }
-        self.leaked += turn
+        self.leaked += update
             .unreclaimed
             .iter()
             .map(|(_, _, bytes)| bytes.0)
             .sum::<u64>();
-        for (lease, _, _) in turn.unreclaimed {
+        for (lease, _, _) in update.unreclaimed {
             if let Some(effect) = self.table.confirm_charged(lease)
                 && !self.apply_effects(vec![effect])
             {
@@ -453,11 +456,11 @@ impl Model {
         let vault: BTreeMap<LeaseId, &LeaseKey> = self
             .fd_store
             .iter()
-            .map(|(lease, meta)| (*lease, &meta.title))
+            .map(|(lease, record)| (*lease, &record.title))
             .collect();
         let is_open = |lease: &LeaseId| {
-            let meta = self.table.get(*lease);
-            meta.is_some_and(|meta| meta.openers.iter().any(|opener| bound.contains(opener)))
+            let record = self.table.get(*lease);
+            record.is_some_and(|record| record.openers.iter().any(|opener| bound.contains(opener)))
         };
         self.expected.retain(|title, expected| match expected {
             Expected::Content(lease, _) if vault.contains_key(lease) && is_open(lease) => true,
@@ -480,7 +483,7 @@ impl Model {
                 start: number,
             };
             self.tenants.push(Tenant {
-                asker: Caller {
+                caller: Caller {
                     allocation,
                     process,
                 },
@@ -503,17 +506,17 @@ impl Model {
     fn kill_process(&mut self, at: usize) {
         self.count("process deaths");
         let tenant = self.tenants.remove(at);
-        self.mark_stale(tenant.asker, tenant.open_leases);
-        self.mark_stale(tenant.asker, tenant.previous_images);
-        self.creations.retain_mut(|making| {
-            if making.tenant > at {
-                making.tenant -= 1;
-            } else if making.tenant == at {
-                making.tenant = usize::MAX;
+        self.mark_stale(tenant.caller, tenant.open_leases);
+        self.mark_stale(tenant.caller, tenant.previous_images);
+        self.creations.retain_mut(|creation| {
+            if creation.tenant > at {
+                creation.tenant -= 1;
+            } else if creation.tenant == at {
+                creation.tenant = usize::MAX;
             }
             true
         });
-        let effects = self.table.process_ended(tenant.asker.process);
+        let effects = self.table.process_ended(tenant.caller.process);
         self.apply_effects(effects);
     }
 
@@ -526,39 +529,42 @@ impl Model {
         tenant.image = image;
         tenant.previous_images.append(&mut tenant.open_leases);
         tenant.handed.clear();
-        for making in &mut self.creations {
+        for creation in &mut self.creations {
             // The exec dropped the connection that waits for the answer.
-            if making.tenant == at {
-                making.tenant = usize::MAX;
+            if creation.tenant == at {
+                creation.tenant = usize::MAX;
             }
         }
         if self.one_in(2) {
             // In half of the cases the shim says hello; otherwise the agent learns of the exec at
             // the next open.
-            let asker = self.tenants[at].asker;
-            let is_known = self.is_connected && self.table.is_bound(&asker.allocation);
-            let effects = self.table.process_ended(asker.process);
+            let caller = self.tenants[at].caller;
+            let is_known = self.is_connected && self.table.is_bound(&caller.allocation);
+            let effects = self.table.process_ended(caller.process);
             if self.apply_effects(effects) && is_known {
                 let before = std::mem::take(&mut self.tenants[at].previous_images);
-                self.mark_stale(asker, before);
+                self.mark_stale(caller, before);
             }
         }
     }
 
     /// Records tokens with which no commit may succeed from now on.
-    fn mark_stale(&mut self, asker: Caller, grips: Vec<OpenLease>) {
-        for grip in grips.into_iter().filter(|grip| grip.token.is_some()) {
+    fn mark_stale(&mut self, caller: Caller, open_leases: Vec<OpenLease>) {
+        for open_lease in open_leases
+            .into_iter()
+            .filter(|open_lease| open_lease.token.is_some())
+        {
             if self.stale.len() == 32 {
                 let at = self.random_below(32);
                 self.stale.swap_remove(at);
             }
-            self.stale.push((asker, grip));
+            self.stale.push((caller, open_lease));
         }
     }
 
     fn random_key(&mut self, tenant: &Tenant) -> LeaseKey {
-        let standing = &self.node.containers[&tenant.asker.allocation];
-        let namespace = standing.namespace.clone().unwrap_or_default();
+        let binding = &self.node.containers[&tenant.caller.allocation];
+        let namespace = binding.namespace.clone().unwrap_or_default();
         LeaseKey {
             namespace,
             name: ["a", "b", "c"][self.random_below(3)].to_owned(),
@@ -588,14 +594,14 @@ impl Model {
             token,
         };
         let expected = self.expected.get(&title).copied();
-        let (opened, effects) = self.table.open(tenant.asker, open, self.now);
+        let (opened, effects) = self.table.open(tenant.caller, open, self.now);
         if !self.apply_effects(effects) {
             return;
         }
         if opened != Err(RetainedRefusal::Unavailable) {
             self.count("opens");
             let before = std::mem::take(&mut self.tenants[at].previous_images);
-            self.mark_stale(tenant.asker, before);
+            self.mark_stale(tenant.caller, before);
         }
         let promised = |found: Option<(LeaseId, u64)>| match expected {
             Some(Expected::Content(lease, checksum)) => {
@@ -607,11 +613,11 @@ impl Model {
         match opened {
             Ok(Opened::Read(lease)) => {
                 // The fd store's record counts.
-                let Some(meta) = self.fd_store.get(&lease).filter(|_| self.is_connected) else {
+                let Some(record) = self.fd_store.get(&lease).filter(|_| self.is_connected) else {
                     return;
                 };
-                let Content::Committed { checksum, .. } = meta.content else {
-                    panic!("{meta:?} is read");
+                let Content::Committed { checksum, .. } = record.content else {
+                    panic!("{record:?} is read");
                 };
                 promised(Some((lease, checksum)));
                 self.count("reads");
@@ -634,19 +640,19 @@ impl Model {
                     });
                 }
             }
-            Ok(Opened::Create(meta)) => {
+            Ok(Opened::Create(record)) => {
                 promised(None);
-                self.begin_create(at, *meta, title, token);
+                self.begin_create(at, *record, title, token);
             }
             Err(RetainedRefusal::Missing | RetainedRefusal::Writing) => promised(None),
             Err(_) => {}
         }
     }
 
-    fn begin_create(&mut self, at: usize, meta: LeaseRecord, title: LeaseKey, token: u64) {
+    fn begin_create(&mut self, at: usize, record: LeaseRecord, title: LeaseKey, token: u64) {
         let lease = LeaseId(self.next_number());
-        let bytes = meta.bytes.0;
-        let account = self.accounts.get_mut(&meta.owner).unwrap();
+        let bytes = record.bytes.0;
+        let account = self.accounts.get_mut(&record.owner).unwrap();
         if account.charged() + bytes > QUOTA {
             return self.count("over quota");
         }
@@ -655,7 +661,7 @@ impl Model {
             return self.crash_agent();
         }
         self.sizes.insert(lease, bytes);
-        self.table.begin_create(lease, meta);
+        self.table.begin_create(lease, record);
         self.creations.push(Creation {
             lease,
             tenant: at,
@@ -672,41 +678,41 @@ impl Model {
             return;
         }
         let at = self.random_below(self.creations.len());
-        let making = self.creations[at].clone();
-        if !making.created {
+        let creation = self.creations[at].clone();
+        if !creation.created {
             self.creations[at].created = true;
-            self.agent_fds.insert(making.lease);
-            if let Some(tenant) = self.tenants.get_mut(making.tenant) {
-                tenant.handed.insert(making.lease);
+            self.agent_fds.insert(creation.lease);
+            if let Some(tenant) = self.tenants.get_mut(creation.tenant) {
+                tenant.handed.insert(creation.lease);
             }
             return;
         }
         self.creations.remove(at);
-        self.agent_fds.remove(&making.lease);
-        if !self.is_connected || self.connection != making.connection {
-            let effects = self.table.release_uncertain(making.lease);
+        self.agent_fds.remove(&creation.lease);
+        if !self.is_connected || self.connection != creation.connection {
+            let effects = self.table.release_uncertain(creation.lease);
             self.apply_effects(effects);
             return;
         }
         // The record is as at the begin of the creation, except for a writer that ended.
-        let Some(meta) = self.table.creating(making.lease) else {
+        let Some(record) = self.table.creating(creation.lease) else {
             return;
         };
-        let meta = meta.clone();
-        self.fd_store.insert(making.lease, meta);
+        let record = record.clone();
+        self.fd_store.insert(creation.lease, record);
         if self.one_in(200) {
             return self.crash_agent();
         }
-        let (made, effects) = self.table.finish_create(making.lease);
+        let (made, effects) = self.table.finish_create(creation.lease);
         let is_his = made.is_some();
         // The process gets the answer if it still runs.
-        if is_his && let Some(tenant) = self.tenants.get_mut(making.tenant) {
-            let newest = (making.lease, making.token);
-            self.newest_writers.insert(making.title.clone(), newest);
+        if is_his && let Some(tenant) = self.tenants.get_mut(creation.tenant) {
+            let newest = (creation.lease, creation.token);
+            self.newest_writers.insert(creation.title.clone(), newest);
             tenant.open_leases.push(OpenLease {
-                lease: making.lease,
-                title: making.title,
-                token: Some((making.token, making.until)),
+                lease: creation.lease,
+                title: creation.title,
+                token: Some((creation.token, creation.until)),
             });
         }
         self.count("made");
@@ -714,38 +720,50 @@ impl Model {
     }
 
     fn commit(&mut self) {
-        let Some((at, grip)) = self.random_open_lease(|grip| grip.token.is_some()) else {
+        let Some((at, open_lease)) =
+            self.random_open_lease(|open_lease| open_lease.token.is_some())
+        else {
             return;
         };
-        let Some((token, until)) = grip.token else {
+        let Some((token, until)) = open_lease.token else {
             return;
         };
         let checksum = self.next_number();
-        let asker = self.tenants[at].asker;
+        let caller = self.tenants[at].caller;
         let committed = self
             .table
-            .commit(asker, grip.lease, token, checksum, self.now);
+            .commit(caller, open_lease.lease, token, checksum, self.now);
         self.count("commits asked for");
         let Ok(effects) = committed else {
             return;
         };
         assert!(self.now < until, "an expired token commits");
-        let newest = self.newest_writers.get(&grip.title);
-        assert_eq!(newest, Some(&(grip.lease, token)), "a superseded one does");
+        let newest = self.newest_writers.get(&open_lease.title);
+        assert_eq!(
+            newest,
+            Some(&(open_lease.lease, token)),
+            "a superseded one does"
+        );
         // Until the commit is acknowledged either content may be found.
-        self.expected.insert(grip.title.clone(), Expected::Anything);
+        self.expected
+            .insert(open_lease.title.clone(), Expected::Anything);
         if !self.apply_effects(effects) || self.one_in(100) || !self.is_connected {
             return;
         }
-        let content = self.fd_store.get(&grip.lease).map(|meta| &meta.content);
+        let content = self
+            .fd_store
+            .get(&open_lease.lease)
+            .map(|record| &record.content);
         assert_eq!(content, Some(&Content::Committed { token, checksum }));
         self.count("commits");
-        self.expected
-            .insert(grip.title.clone(), Expected::Content(grip.lease, checksum));
+        self.expected.insert(
+            open_lease.title.clone(),
+            Expected::Content(open_lease.lease, checksum),
+        );
         if let Some(held) = self.tenants[at]
             .open_leases
             .iter_mut()
-            .find(|held| held.token == grip.token)
+            .find(|held| held.token == open_lease.token)
         {
             // The process may commit again with the same token.
             if self.rng.random_range(0..2) == 0 {
@@ -753,24 +771,29 @@ impl Model {
             }
         }
         // The fd store may have older leases of the key that were given up.
-        let newest = self.fd_store.iter().rfind(|(_, meta)| {
-            meta.title == grip.title && matches!(meta.content, Content::Committed { .. })
+        let newest = self.fd_store.iter().rfind(|(_, record)| {
+            record.title == open_lease.title && matches!(record.content, Content::Committed { .. })
         });
-        assert_eq!(newest.map(|(lease, _)| *lease), Some(grip.lease));
+        assert_eq!(newest.map(|(lease, _)| *lease), Some(open_lease.lease));
     }
 
     /// Tries a commit with a token that has ended.
     fn commit_stale(&mut self) {
         let at = self.random_below(self.stale.len());
-        let Some((asker, grip)) = self.stale.get(at).cloned() else {
+        let Some((caller, open_lease)) = self.stale.get(at).cloned() else {
             return;
         };
-        let Some((token, _)) = grip.token else {
+        let Some((token, _)) = open_lease.token else {
             return;
         };
-        let committed = self.table.commit(asker, grip.lease, token, 0, self.now);
-        assert!(committed.is_err(), "{asker:?} of before commits {grip:?}");
-        if self.is_connected && self.table.is_bound(&asker.allocation) {
+        let committed = self
+            .table
+            .commit(caller, open_lease.lease, token, 0, self.now);
+        assert!(
+            committed.is_err(),
+            "{caller:?} of before commits {open_lease:?}"
+        );
+        if self.is_connected && self.table.is_bound(&caller.allocation) {
             self.count("stale commits");
         }
     }
@@ -780,35 +803,43 @@ impl Model {
         is_one: impl Fn(&OpenLease) -> bool,
     ) -> Option<(usize, OpenLease)> {
         let tenants = self.tenants.iter().enumerate();
-        let all =
-            tenants.flat_map(|(at, tenant)| tenant.open_leases.iter().map(move |grip| (at, grip)));
-        let grips: Vec<_> = all.filter(|(_, grip)| is_one(grip)).collect();
-        let which = self.rng.random_range(0..grips.len().max(1));
-        let (at, grip) = grips.get(which)?;
-        Some((*at, (*grip).clone()))
+        let all = tenants.flat_map(|(at, tenant)| {
+            tenant
+                .open_leases
+                .iter()
+                .map(move |open_lease| (at, open_lease))
+        });
+        let open_leases: Vec<_> = all.filter(|(_, open_lease)| is_one(open_lease)).collect();
+        let which = self.rng.random_range(0..open_leases.len().max(1));
+        let (at, open_lease) = open_leases.get(which)?;
+        Some((*at, (*open_lease).clone()))
     }
 
     fn discard(&mut self) {
-        let Some((at, grip)) = self.random_open_lease(|_| true) else {
+        let Some((at, open_lease)) = self.random_open_lease(|_| true) else {
             return;
         };
-        let asker = self.tenants[at].asker;
+        let caller = self.tenants[at].caller;
         self.count("discards asked for");
-        if let Ok(effects) = self.table.discard(asker, grip.lease) {
+        if let Ok(effects) = self.table.discard(caller, open_lease.lease) {
             // The key may be another lease's by now.
-            if let Some(expected) = self.expected.get_mut(&grip.title)
-                && matches!(expected, Expected::Content(lease, _) if *lease == grip.lease)
+            if let Some(expected) = self.expected.get_mut(&open_lease.title)
+                && matches!(expected, Expected::Content(lease, _) if *lease == open_lease.lease)
             {
                 *expected = Expected::Anything;
             }
             if self.apply_effects(effects)
                 && self.is_connected
-                && self.table.get(grip.lease).is_none()
+                && self.table.get(open_lease.lease).is_none()
             {
                 self.count("discards");
                 // The tenant gets its answer once the fd store has closed the lease.
-                if self.fd_store.values().all(|held| held.title != grip.title) {
-                    self.expected.remove(&grip.title);
+                if self
+                    .fd_store
+                    .values()
+                    .all(|held| held.title != open_lease.title)
+                {
+                    self.expected.remove(&open_lease.title);
                 }
             }
         }
@@ -820,10 +851,10 @@ impl Model {
         if let Some(tenant) = self.tenants.get_mut(at) {
             tenant.handed.pop_first();
         }
-        if let Some((at, grip)) = self.random_open_lease(|_| true) {
+        if let Some((at, open_lease)) = self.random_open_lease(|_| true) {
             self.tenants[at]
                 .open_leases
-                .retain(|held| held.lease != grip.lease);
+                .retain(|held| held.lease != open_lease.lease);
         }
     }
 
@@ -869,14 +900,15 @@ impl Model {
         for at in 0..self.tenants.len() {
             let tenant = &mut self.tenants[at];
             tenant.handed.clear();
-            let (asker, mut grips) = (tenant.asker, std::mem::take(&mut tenant.open_leases));
-            grips.append(&mut tenant.previous_images);
-            self.mark_stale(asker, grips);
+            let (caller, mut open_leases) =
+                (tenant.caller, std::mem::take(&mut tenant.open_leases));
+            open_leases.append(&mut tenant.previous_images);
+            self.mark_stale(caller, open_leases);
         }
-        let making: Vec<Creation> = self.creations.drain(..).collect();
-        for making in making {
-            self.agent_fds.remove(&making.lease);
-            let effects = self.table.release_uncertain(making.lease);
+        let creations: Vec<Creation> = self.creations.drain(..).collect();
+        for creation in creations {
+            self.agent_fds.remove(&creation.lease);
+            let effects = self.table.release_uncertain(creation.lease);
             if !self.apply_effects(effects) {
                 return;
             }
@@ -885,15 +917,15 @@ impl Model {
     }
 
     fn kill_provisioner(&mut self) {
-        let Some(at) = self.creations.iter().position(|making| !making.created) else {
+        let Some(at) = self.creations.iter().position(|creation| !creation.created) else {
             return;
         };
-        let making = self.creations.remove(at);
+        let creation = self.creations.remove(at);
         self.count("worker deaths");
-        if let Some(owner) = self.table.abort_create(making.lease)
+        if let Some(owner) = self.table.abort_create(creation.lease)
             && let Some(account) = self.accounts.get_mut(&owner)
         {
-            account.leases.remove(&making.lease);
+            account.leases.remove(&creation.lease);
         }
     }
 
@@ -943,12 +975,12 @@ impl Model {
             self.settle();
             for allocation in self.accounts.keys().copied().collect::<Vec<_>>() {
                 let process = Process { pid: 0, start: 0 };
-                let asker = Caller {
+                let caller = Caller {
                     allocation,
                     process,
                 };
                 for lease in self.fd_store.keys().copied().collect::<Vec<_>>() {
-                    if let Ok(effects) = self.table.discard(asker, lease) {
+                    if let Ok(effects) = self.table.discard(caller, lease) {
                         self.apply_effects(effects);
                     }
                 }
@@ -1006,7 +1038,11 @@ impl Model {
             .keys()
             .copied()
             .filter(|lease| !self.exists(*lease))
-            .filter(|lease| self.creations.iter().all(|making| making.lease != *lease))
+            .filter(|lease| {
+                self.creations
+                    .iter()
+                    .all(|creation| creation.lease != *lease)
+            })
             .collect();
         for lease in gone {
             self.sizes.remove(&lease);
@@ -1036,18 +1072,18 @@ fn leases_keep_their_promises_through_a_million_crashing_steps() {
         None => 1,
     };
     for seed in 7..7 + histories {
-        let mut world = Model::new(seed);
+        let mut model = Model::new(seed);
         for step in 1..=STEPS {
-            world.step();
-            world.check_invariants();
+            model.step();
+            model.check_invariants();
             match step % (STEPS / 50) {
-                0 => world.end_all_containers(),
-                at if at == STEPS / 100 => world.discard_all(),
+                0 => model.end_all_containers(),
+                at if at == STEPS / 100 => model.discard_all(),
                 _ => {}
             }
         }
-        world.assert_coverage();
-        operations += world.operations();
+        model.assert_coverage();
+        operations += model.operations();
     }
     assert!(operations > 250_000 * histories, "{operations}");
 }

@@ -67,83 +67,85 @@ fn weights(bytes: Bytes, image: u64, token: u64) -> OpenRequest {
 /// A table with the node, a connected fd store, and lease 1, which process 10 of container A writes
 /// with token 99.
 fn writing() -> LeaseTable {
-    let mut book = LeaseTable::default();
-    book.resync(BTreeMap::new(), |_| true);
-    book.reconcile(node(), &ChargedLeases::new());
-    let (opened, effects) = book.open(caller(A, 10), weights(Bytes::gib(1), 5, 99), BootTime(0));
-    let Ok(Opened::Create(meta)) = opened else {
+    let mut table = LeaseTable::default();
+    table.resync(BTreeMap::new(), |_| true);
+    table.reconcile(node(), &ChargedLeases::new());
+    let (opened, effects) = table.open(caller(A, 10), weights(Bytes::gib(1), 5, 99), BootTime(0));
+    let Ok(Opened::Create(record)) = opened else {
         panic!("{opened:?}");
     };
     assert_eq!(effects, []);
-    book.begin_create(LeaseId(1), *meta);
-    assert!(book.finish_create(LeaseId(1)).0.is_some());
-    book
+    table.begin_create(LeaseId(1), *record);
+    assert!(table.finish_create(LeaseId(1)).0.is_some());
+    table
 }
 
 fn committed() -> LeaseTable {
-    let mut book = writing();
-    book.commit(caller(A, 10), LeaseId(1), 99, 0xfeed, BootTime(1))
+    let mut table = writing();
+    table
+        .commit(caller(A, 10), LeaseId(1), 99, 0xfeed, BootTime(1))
         .unwrap();
-    book
+    table
 }
 
-fn reopen(book: &mut LeaseTable, who: Caller) -> Result<Opened, RetainedRefusal> {
+fn reopen(table: &mut LeaseTable, caller: Caller) -> Result<Opened, RetainedRefusal> {
     let missing = weights(Bytes::ZERO, 5, 1);
-    book.open(who, missing, BootTime(2)).0
+    table.open(caller, missing, BootTime(2)).0
 }
 
 #[test]
 fn lease_is_read_by_its_namespace_once_committed() {
-    let mut book = writing();
+    let mut table = writing();
     assert_eq!(
-        reopen(&mut book, caller(B, 20)),
+        reopen(&mut table, caller(B, 20)),
         Err(RetainedRefusal::Writing)
     );
     assert_eq!(
-        reopen(&mut book, caller(C, 30)),
+        reopen(&mut table, caller(C, 30)),
         Err(RetainedRefusal::Missing),
         "another namespace's"
     );
     assert_eq!(
-        book.commit(caller(A, 10), LeaseId(1), 98, 0, BootTime(1)),
+        table.commit(caller(A, 10), LeaseId(1), 98, 0, BootTime(1)),
         Err(RetainedRefusal::Fenced)
     );
-    let told = book.commit(caller(A, 10), LeaseId(1), 99, 0xfeed, BootTime(1));
+    let effects = table.commit(caller(A, 10), LeaseId(1), 99, 0xfeed, BootTime(1));
     assert!(matches!(
-        &told.unwrap()[..],
+        &effects.unwrap()[..],
         [Effect::Update(LeaseId(1), _)]
     ));
-    let (opened, effects) = book.open(caller(B, 20), weights(Bytes::ZERO, 5, 1), BootTime(2));
+    let (opened, effects) = table.open(caller(B, 20), weights(Bytes::ZERO, 5, 1), BootTime(2));
     assert_eq!(opened, Ok(Opened::Read(LeaseId(1))));
     assert!(
-        matches!(&effects[..], [Effect::Update(_, meta)] if meta.openers == BTreeSet::from([pod("a"), pod("b")])),
+        matches!(&effects[..], [Effect::Update(_, record)] if record.openers == BTreeSet::from([pod("a"), pod("b")])),
         "{effects:?}"
     );
     assert_eq!(
-        book.commit(caller(C, 30), LeaseId(1), 99, 0xfeed, BootTime(3)),
+        table.commit(caller(C, 30), LeaseId(1), 99, 0xfeed, BootTime(3)),
         Err(RetainedRefusal::Missing)
     );
 }
 
 #[test]
 fn writer_reopens_its_lease_after_a_lost_answer() {
-    let mut book = writing();
+    let mut table = writing();
     let again = weights(Bytes::gib(1), 5, 100);
-    let (opened, _) = book.open(caller(A, 10), again, BootTime(1));
+    let (opened, _) = table.open(caller(A, 10), again, BootTime(1));
     assert_eq!(opened, Ok(Opened::Write(LeaseId(1))));
     assert_eq!(
-        book.commit(caller(A, 10), LeaseId(1), 99, 1, BootTime(1)),
+        table.commit(caller(A, 10), LeaseId(1), 99, 1, BootTime(1)),
         Err(RetainedRefusal::Fenced),
         "the later token counts"
     );
     for _ in 0..2 {
         assert!(
-            book.commit(caller(A, 10), LeaseId(1), 100, 1, BootTime(1))
+            table
+                .commit(caller(A, 10), LeaseId(1), 100, 1, BootTime(1))
                 .is_ok()
         );
     }
     assert_eq!(
-        book.commit(caller(A, 10), LeaseId(1), 100, 2, BootTime(1)),
+        table.commit(caller(A, 10), LeaseId(1), 100, 2, BootTime(1)),
         Err(RetainedRefusal::Fenced),
         "another content"
     );
@@ -151,64 +153,64 @@ fn writer_reopens_its_lease_after_a_lost_answer() {
 
 #[test]
 fn larger_reopen_by_the_writer_replaces_the_lease() {
-    let mut book = writing();
+    let mut table = writing();
     assert_eq!(
-        reopen(&mut book, caller(A, 10)),
+        reopen(&mut table, caller(A, 10)),
         Err(RetainedRefusal::Writing),
         "who only looks takes no right away"
     );
-    let (opened, effects) = book.open(caller(A, 10), weights(Bytes::gib(2), 5, 100), BootTime(1));
-    let Ok(Opened::Create(meta)) = opened else {
+    let (opened, effects) = table.open(caller(A, 10), weights(Bytes::gib(2), 5, 100), BootTime(1));
+    let Ok(Opened::Create(record)) = opened else {
         panic!("{opened:?}: too small");
     };
-    assert_eq!(meta.bytes, Bytes::gib(2));
+    assert_eq!(record.bytes, Bytes::gib(2));
     assert_eq!(effects, [Effect::Charge(LeaseId(1), A)]);
 }
 
 #[test]
 fn uncommitted_lease_is_released_when_its_token_expires() {
-    let mut book = writing();
+    let mut table = writing();
     let end = BootTime(0) + WRITE_TOKEN_LIFETIME;
-    assert_eq!(book.expire_writers(BootTime(end.0 - 1)), []);
-    assert_eq!(book.expire_writers(end), [Effect::Charge(LeaseId(1), A)]);
+    assert_eq!(table.expire_writers(BootTime(end.0 - 1)), []);
+    assert_eq!(table.expire_writers(end), [Effect::Charge(LeaseId(1), A)]);
     assert_eq!(committed().expire_writers(end), []);
 }
 
 #[test]
 fn shared_leases_are_bounded_by_the_namespaces_quota() {
-    let mut book = committed();
-    reopen(&mut book, caller(B, 20)).unwrap();
+    let mut table = committed();
+    reopen(&mut table, caller(B, 20)).unwrap();
     let mut node = node();
     // Pods that create a lease and end.
     for number in 2..4 {
         let allocation = AllocationId::from_bits(100 + number);
         let maker = binding(&format!("maker-{number}"), "team");
         node.containers = BTreeMap::from([(B, binding("b", "team")), (allocation, maker)]);
-        book.reconcile(node.clone(), &ChargedLeases::new());
+        table.reconcile(node.clone(), &ChargedLeases::new());
         let open = |bytes| OpenRequest {
             name: number.to_string(),
             ..weights(bytes, 5, 99)
         };
         let maker = caller(allocation, 30);
-        let (Ok(Opened::Create(meta)), _) = book.open(maker, open(Bytes::gib(1)), BootTime(2))
+        let (Ok(Opened::Create(record)), _) = table.open(maker, open(Bytes::gib(1)), BootTime(2))
         else {
             panic!("{number} is there");
         };
-        book.begin_create(LeaseId(number), *meta);
-        book.finish_create(LeaseId(number));
+        table.begin_create(LeaseId(number), *record);
+        table.finish_create(LeaseId(number));
         let id = LeaseId(number);
-        book.commit(maker, id, 99, 1, BootTime(2)).unwrap();
-        let (opened, _) = book.open(caller(B, 20), open(Bytes::ZERO), BootTime(3));
+        table.commit(maker, id, 99, 1, BootTime(2)).unwrap();
+        let (opened, _) = table.open(caller(B, 20), open(Bytes::ZERO), BootTime(3));
         let expected = match number {
             2 => Ok(Opened::Read(id)),
             _ => Err(RetainedRefusal::Quota { free: 0 }),
         };
         assert_eq!(opened, expected, "{number}");
-        let (again, _) = book.open(maker, open(Bytes::ZERO), BootTime(3));
+        let (again, _) = table.open(maker, open(Bytes::ZERO), BootTime(3));
         assert_eq!(again, Ok(Opened::Read(id)), "its own");
     }
     assert_eq!(
-        reopen(&mut book, caller(B, 20)),
+        reopen(&mut table, caller(B, 20)),
         Ok(Opened::Read(LeaseId(1))),
         "what is open stays so"
     );
@@ -216,31 +218,31 @@ fn shared_leases_are_bounded_by_the_namespaces_quota() {
 
 #[test]
 fn lease_leaves_its_bytes_when_its_second_owner_ends() {
-    let mut book = committed();
-    reopen(&mut book, caller(B, 20)).unwrap();
+    let mut table = committed();
+    reopen(&mut table, caller(B, 20)).unwrap();
     let mut without = node();
     without.containers.remove(&A);
-    book.reconcile(without, &ChargedLeases::new());
+    table.reconcile(without, &ChargedLeases::new());
     let next = AllocationId::from_bits(9);
     let mut with = node();
     with.containers = BTreeMap::from([(B, binding("b", "team")), (next, binding("a", "team"))]);
-    let (turn, _) = book.reconcile(with, &charged(next, LeaseId(1)));
-    assert_eq!(turn.orphaned, Some(BTreeMap::new()));
-    let (turn, _) = book.reconcile(NodeView::default(), &ChargedLeases::new());
-    assert_eq!(turn.unreclaimed, [(LeaseId(1), gpu(), Bytes::gib(1))]);
+    let (update, _) = table.reconcile(with, &charged(next, LeaseId(1)));
+    assert_eq!(update.orphaned, Some(BTreeMap::new()));
+    let (update, _) = table.reconcile(NodeView::default(), &ChargedLeases::new());
+    assert_eq!(update.unreclaimed, [(LeaseId(1), gpu(), Bytes::gib(1))]);
 }
 
 #[test]
 fn lease_is_live_once_its_new_owner_is_charged() {
-    let mut book = committed();
+    let mut table = committed();
     let next = AllocationId::from_bits(9);
     let mut node = node();
     node.containers.remove(&A);
     node.containers.insert(next, binding("a", "team"));
-    book.reconcile(node.clone(), &charged(A, LeaseId(1)));
-    assert_eq!(book.live_leases(), BTreeMap::new());
-    book.reconcile(node, &charged(next, LeaseId(1)));
-    assert_eq!(book.live_leases()[&gpu()].len(), 1);
+    table.reconcile(node.clone(), &charged(A, LeaseId(1)));
+    assert_eq!(table.live_leases(), BTreeMap::new());
+    table.reconcile(node, &charged(next, LeaseId(1)));
+    assert_eq!(table.live_leases()[&gpu()].len(), 1);
 }
 
 #[test]
@@ -268,30 +270,30 @@ fn lease_is_charged_and_dropped_when_its_writer_ends() {
 
 #[test]
 fn write_token_expires_and_another_writer_takes_over() {
-    let mut book = writing();
+    let mut table = writing();
     let late = BootTime(0) + WRITE_TOKEN_LIFETIME;
     assert_eq!(
-        book.commit(caller(A, 10), LeaseId(1), 99, 1, late),
+        table.commit(caller(A, 10), LeaseId(1), 99, 1, late),
         Err(RetainedRefusal::Fenced)
     );
-    let (opened, effects) = book.open(caller(B, 20), weights(Bytes::gib(1), 5, 1), late);
+    let (opened, effects) = table.open(caller(B, 20), weights(Bytes::gib(1), 5, 1), late);
     assert!(matches!(opened, Ok(Opened::Create(_))), "{opened:?}");
     assert_eq!(effects, [Effect::Charge(LeaseId(1), A)]);
     // Reading does not expire.
-    let mut book = committed();
-    let (opened, _) = book.open(caller(A, 10), weights(Bytes::ZERO, 5, 1), late);
+    let mut table = committed();
+    let (opened, _) = table.open(caller(A, 10), weights(Bytes::ZERO, 5, 1), late);
     assert_eq!(opened, Ok(Opened::Read(LeaseId(1))));
 }
 
 #[test]
 fn lease_lives_until_its_last_opener_ends() {
-    let mut book = committed();
-    reopen(&mut book, caller(B, 20)).unwrap();
+    let mut table = committed();
+    reopen(&mut table, caller(B, 20)).unwrap();
     let mut node = node();
     node.containers.remove(&A);
-    let (turn, effects) = book.reconcile(node.clone(), &ChargedLeases::new());
+    let (update, effects) = table.reconcile(node.clone(), &ChargedLeases::new());
     assert_eq!(
-        (turn.orphaned, turn.unreclaimed, effects),
+        (update.orphaned, update.unreclaimed, effects),
         (
             Some(BTreeMap::from([(
                 gpu(),
@@ -302,54 +304,54 @@ fn lease_lives_until_its_last_opener_ends() {
         )
     );
     node.containers.remove(&B);
-    let (turn, effects) = book.reconcile(node.clone(), &ChargedLeases::new());
-    assert_eq!(turn.orphaned, Some(BTreeMap::new()));
+    let (update, effects) = table.reconcile(node.clone(), &ChargedLeases::new());
+    assert_eq!(update.orphaned, Some(BTreeMap::new()));
     assert_eq!(
-        turn.unreclaimed,
+        update.unreclaimed,
         [(LeaseId(1), gpu(), Bytes::ZERO)],
         "it is kept no more"
     );
     assert_eq!(effects, []);
     assert_eq!(
-        book.reconcile(node, &ChargedLeases::new()).0.unreclaimed,
+        table.reconcile(node, &ChargedLeases::new()).0.unreclaimed,
         [],
         "told once"
     );
-    assert_eq!(book.live_leases(), BTreeMap::new());
+    assert_eq!(table.live_leases(), BTreeMap::new());
     assert_eq!(
-        book.confirm_charged(LeaseId(1)),
+        table.confirm_charged(LeaseId(1)),
         Some(Effect::Drop(LeaseId(1)))
     );
 }
 
 #[test]
 fn lease_of_an_init_container_passes_to_the_next_container() {
-    let mut book = committed();
+    let mut table = committed();
     let mut node = node();
     let next = AllocationId::from_bits(9);
     node.containers.remove(&A);
     node.containers.insert(next, binding("a", "team"));
-    let (turn, effects) = book.reconcile(node, &ChargedLeases::new());
-    assert_eq!(turn.orphaned, Some(BTreeMap::new()));
-    assert!(matches!(&effects[..], [Effect::Update(LeaseId(1), meta)] if meta.owner == next));
-    assert_eq!(book.owner(LeaseId(1)), Some(next));
+    let (update, effects) = table.reconcile(node, &ChargedLeases::new());
+    assert_eq!(update.orphaned, Some(BTreeMap::new()));
+    assert!(matches!(&effects[..], [Effect::Update(LeaseId(1), record)] if record.owner == next));
+    assert_eq!(table.owner(LeaseId(1)), Some(next));
 }
 
 #[test]
 fn discard_keeps_memory_that_other_pods_may_have_mapped() {
-    let mut book = committed();
-    reopen(&mut book, caller(B, 20)).unwrap();
+    let mut table = committed();
+    reopen(&mut table, caller(B, 20)).unwrap();
     assert_eq!(
-        book.discard(caller(C, 30), LeaseId(1)),
+        table.discard(caller(C, 30), LeaseId(1)),
         Err(RetainedRefusal::Missing)
     );
-    let effects = book.discard(caller(B, 20), LeaseId(1)).unwrap();
+    let effects = table.discard(caller(B, 20), LeaseId(1)).unwrap();
     assert!(
         matches!(&effects[..], [Effect::Update(_, _)]),
         "{effects:?}"
     );
     assert_eq!(
-        reopen(&mut book, caller(A, 10)),
+        reopen(&mut table, caller(A, 10)),
         Err(RetainedRefusal::Missing)
     );
     let mut alone = committed();
@@ -367,24 +369,24 @@ fn discard_keeps_memory_that_other_pods_may_have_mapped() {
 
 #[test]
 fn discarded_lease_is_charged_until_other_pods_end() {
-    let mut book = committed();
-    reopen(&mut book, caller(B, 20)).unwrap();
-    let effects = book.discard(caller(A, 10), LeaseId(1)).unwrap();
+    let mut table = committed();
+    reopen(&mut table, caller(B, 20)).unwrap();
+    let effects = table.discard(caller(A, 10), LeaseId(1)).unwrap();
     assert!(
-        matches!(&effects[..], [Effect::Update(_, meta)] if meta.openers == BTreeSet::from([pod("b")])),
+        matches!(&effects[..], [Effect::Update(_, record)] if record.openers == BTreeSet::from([pod("b")])),
         "{effects:?}"
     );
-    let (_, effects) = book.reconcile(node(), &charged(A, LeaseId(1)));
+    let (_, effects) = table.reconcile(node(), &charged(A, LeaseId(1)));
     assert_eq!(effects, [], "the other pod may have it mapped");
     // The pod's next container owns the lease, and does not have it open.
     let next = AllocationId::from_bits(9);
     let mut node = node();
     node.containers.remove(&A);
     node.containers.insert(next, binding("a", "team"));
-    let (_, effects) = book.reconcile(node.clone(), &charged(A, LeaseId(1)));
-    assert!(matches!(&effects[..], [Effect::Update(_, meta)] if meta.owner == next));
+    let (_, effects) = table.reconcile(node.clone(), &charged(A, LeaseId(1)));
+    assert!(matches!(&effects[..], [Effect::Update(_, record)] if record.owner == next));
     node.containers.remove(&B);
-    let (_, effects) = book.reconcile(node, &charged(next, LeaseId(1)));
+    let (_, effects) = table.reconcile(node, &charged(next, LeaseId(1)));
     assert_eq!(effects, [Effect::Charge(LeaseId(1), next)]);
 }
 
@@ -396,15 +398,18 @@ fn resync_releases_the_older_of_two_leases_with_one_key() {
         token: 9,
         checksum: 9,
     };
-    let held = BTreeMap::from([
+    let stored = BTreeMap::from([
         (LeaseId(1), StoredRecord::Read(older)),
         (LeaseId(4), StoredRecord::Read(newer)),
     ]);
-    let mut book = LeaseTable::default();
-    book.reconcile(node(), &ChargedLeases::new());
-    assert_eq!(book.resync(held, |_| true), [Effect::Charge(LeaseId(1), A)]);
+    let mut table = LeaseTable::default();
+    table.reconcile(node(), &ChargedLeases::new());
     assert_eq!(
-        reopen(&mut book, caller(A, 11)),
+        table.resync(stored, |_| true),
+        [Effect::Charge(LeaseId(1), A)]
+    );
+    assert_eq!(
+        reopen(&mut table, caller(A, 11)),
         Ok(Opened::Read(LeaseId(4)))
     );
 }
@@ -412,114 +417,120 @@ fn resync_releases_the_older_of_two_leases_with_one_key() {
 #[test]
 fn resync_takes_over_what_the_fd_store_has() {
     let before = committed();
-    let meta = before.get(LeaseId(1)).cloned().unwrap();
-    let held = BTreeMap::from([(LeaseId(1), StoredRecord::Read(meta))]);
-    let mut book = LeaseTable::default();
-    book.reconcile(node(), &ChargedLeases::new());
+    let record = before.get(LeaseId(1)).cloned().unwrap();
+    let stored = BTreeMap::from([(LeaseId(1), StoredRecord::Read(record))]);
+    let mut table = LeaseTable::default();
+    table.reconcile(node(), &ChargedLeases::new());
     assert_eq!(
-        reopen(&mut book, caller(A, 11)),
+        reopen(&mut table, caller(A, 11)),
         Err(RetainedRefusal::Unavailable),
         "before the vault is heard"
     );
-    assert_eq!(book.resync(held, |_| false), []);
+    assert_eq!(table.resync(stored, |_| false), []);
     assert_eq!(
-        reopen(&mut book, caller(B, 20)),
+        reopen(&mut table, caller(B, 20)),
         Ok(Opened::Read(LeaseId(1)))
     );
     assert_eq!(
-        book.live_leases(),
+        table.live_leases(),
         BTreeMap::new(),
         "nobody is charged for it yet"
     );
-    book.reconcile(node(), &charged(A, LeaseId(1)));
-    assert_eq!(book.live_leases()[&gpu()].len(), 1);
+    table.reconcile(node(), &charged(A, LeaseId(1)));
+    assert_eq!(table.live_leases()[&gpu()].len(), 1);
     // A writer that exited before the agent connected loses its lease.
-    let meta = writing().get(LeaseId(1)).cloned().unwrap();
-    let held = BTreeMap::from([(LeaseId(1), StoredRecord::Read(meta))]);
-    let mut book = LeaseTable::default();
-    book.reconcile(node(), &ChargedLeases::new());
+    let record = writing().get(LeaseId(1)).cloned().unwrap();
+    let stored = BTreeMap::from([(LeaseId(1), StoredRecord::Read(record))]);
+    let mut table = LeaseTable::default();
+    table.reconcile(node(), &ChargedLeases::new());
     assert_eq!(
-        book.resync(held.clone(), |_| false),
+        table.resync(stored.clone(), |_| false),
         [Effect::Charge(LeaseId(1), A)]
     );
-    let mut book = LeaseTable::default();
-    book.reconcile(node(), &ChargedLeases::new());
-    assert_eq!(book.resync(held, |_| true), []);
-    assert_eq!(book.writers(), BTreeSet::from([caller(A, 10).process]));
+    let mut table = LeaseTable::default();
+    table.reconcile(node(), &ChargedLeases::new());
+    assert_eq!(table.resync(stored, |_| true), []);
+    assert_eq!(table.writers(), BTreeSet::from([caller(A, 10).process]));
 }
 
 #[test]
 fn unreadable_lease_stays_and_is_charged() {
     let why = || "missing field `later`".to_owned();
     let extent = Some((gpu(), Bytes::gib(1)));
-    let unread = |extent| StoredRecord::Unreadable { extent, why: why() };
-    let held = BTreeMap::from([(LeaseId(1), unread(extent)), (LeaseId(2), unread(None))]);
-    let mut book = LeaseTable::default();
-    assert_eq!(book.resync(held.clone(), |_| false), []);
+    let unreadable = |extent| StoredRecord::Unreadable { extent, why: why() };
+    let stored = BTreeMap::from([
+        (LeaseId(1), unreadable(extent)),
+        (LeaseId(2), unreadable(None)),
+    ]);
+    let mut table = LeaseTable::default();
+    assert_eq!(table.resync(stored.clone(), |_| false), []);
     let of_lease_1 = BTreeMap::from([(gpu(), BTreeMap::from([(LeaseId(1), Bytes::gib(1))]))]);
     // The container whose record has the charge stays charged; without one the node is.
-    let (turn, effects) = book.reconcile(node(), &charged(A, LeaseId(1)));
-    assert_eq!((turn.orphaned, effects), (Some(BTreeMap::new()), vec![]));
-    let (turn, effects) = book.reconcile(node(), &ChargedLeases::new());
-    assert_eq!((turn.orphaned, effects), (Some(of_lease_1.clone()), vec![]));
-    assert_eq!(book.live_leases(), of_lease_1);
-    assert!(book.is_unreadable(LeaseId(1)) && book.is_unreadable(LeaseId(2)));
+    let (update, effects) = table.reconcile(node(), &charged(A, LeaseId(1)));
+    assert_eq!((update.orphaned, effects), (Some(BTreeMap::new()), vec![]));
+    let (update, effects) = table.reconcile(node(), &ChargedLeases::new());
+    assert_eq!(
+        (update.orphaned, effects),
+        (Some(of_lease_1.clone()), vec![])
+    );
+    assert_eq!(table.live_leases(), of_lease_1);
+    assert!(table.is_unreadable(LeaseId(1)) && table.is_unreadable(LeaseId(2)));
     // Another version of the agent can read the blob again.
-    let mut read = held;
-    let meta = committed().get(LeaseId(1)).cloned().unwrap();
-    read.insert(LeaseId(1), StoredRecord::Read(meta));
-    assert_eq!(book.resync(read, |_| false), []);
-    assert!(!book.is_unreadable(LeaseId(1)) && book.get(LeaseId(1)).is_some());
+    let mut read = stored;
+    let record = committed().get(LeaseId(1)).cloned().unwrap();
+    read.insert(LeaseId(1), StoredRecord::Read(record));
+    assert_eq!(table.resync(read, |_| false), []);
+    assert!(!table.is_unreadable(LeaseId(1)) && table.get(LeaseId(1)).is_some());
 }
 
 #[test]
 fn unreadable_lease_is_dropped_when_its_gpu_is_drained() {
-    let mut book = LeaseTable::default();
+    let mut table = LeaseTable::default();
     let extent = Some((gpu(), Bytes::gib(1)));
     let why = "missing field `later`".to_owned();
-    book.resync(
+    table.resync(
         BTreeMap::from([(LeaseId(1), StoredRecord::Unreadable { extent, why })]),
         |_| false,
     );
-    book.drain(BTreeSet::from([gpu()]));
-    let (_, effects) = book.reconcile(node(), &ChargedLeases::new());
+    table.drain(BTreeSet::from([gpu()]));
+    let (_, effects) = table.reconcile(node(), &ChargedLeases::new());
     assert_eq!(effects, [Effect::Drop(LeaseId(1))]);
-    assert!(book.has_leases_on(&gpu()) && book.extent(LeaseId(1)).is_some());
-    book.confirm_dropped(LeaseId(1));
-    assert!(!book.has_leases_on(&gpu()));
+    assert!(table.has_leases_on(&gpu()) && table.extent(LeaseId(1)).is_some());
+    table.confirm_dropped(LeaseId(1));
+    assert!(!table.has_leases_on(&gpu()));
 }
 
 #[test]
 fn leases_are_lost_with_the_fd_store_or_their_gpu() {
-    let mut book = committed();
-    book.store_disconnected();
+    let mut table = committed();
+    table.store_disconnected();
     assert_eq!(
-        book.live_leases(),
+        table.live_leases(),
         BTreeMap::new(),
         "nothing is known of it"
     );
     assert_eq!(
-        reopen(&mut book, caller(A, 10)),
+        reopen(&mut table, caller(A, 10)),
         Err(RetainedRefusal::Unavailable)
     );
     assert_eq!(
-        book.resync(BTreeMap::new(), |_| true),
+        table.resync(BTreeMap::new(), |_| true),
         [Effect::Charge(LeaseId(1), A)]
     );
     assert_eq!(
-        reopen(&mut book, caller(A, 10)),
+        reopen(&mut table, caller(A, 10)),
         Err(RetainedRefusal::Missing)
     );
     // A lower generation comes from a count that started again.
     for generation in [0, 2] {
-        let mut book = committed();
-        assert_eq!(book.reconcile(node(), &charged(A, LeaseId(1))).1, []);
+        let mut table = committed();
+        assert_eq!(table.reconcile(node(), &charged(A, LeaseId(1))).1, []);
         let mut node = node();
         node.generations.insert(gpu(), generation);
-        let (_, effects) = book.reconcile(node, &ChargedLeases::new());
+        let (_, effects) = table.reconcile(node, &ChargedLeases::new());
         assert_eq!(effects, [Effect::Charge(LeaseId(1), A)]);
         assert_eq!(
-            reopen(&mut book, caller(A, 10)),
+            reopen(&mut table, caller(A, 10)),
             Err(RetainedRefusal::Missing)
         );
     }
@@ -531,53 +542,57 @@ fn leases_are_lost_with_the_fd_store_or_their_gpu() {
 
 #[test]
 fn drain_releases_leases_and_refuses_new_ones() {
-    let mut book = committed();
-    book.drain(BTreeSet::from([gpu()]));
-    let (_, effects) = book.reconcile(node(), &charged(A, LeaseId(1)));
+    let mut table = committed();
+    table.drain(BTreeSet::from([gpu()]));
+    let (_, effects) = table.reconcile(node(), &charged(A, LeaseId(1)));
     assert_eq!(effects, [Effect::Charge(LeaseId(1), A)]);
-    let make = |book: &mut LeaseTable| {
-        book.open(caller(A, 10), weights(Bytes::gib(1), 5, 99), BootTime(9))
+    let make = |table: &mut LeaseTable| {
+        table
+            .open(caller(A, 10), weights(Bytes::gib(1), 5, 99), BootTime(9))
             .0
     };
-    assert_eq!(make(&mut book), Err(RetainedRefusal::Unavailable));
-    assert!(book.has_leases_on(&gpu()));
+    assert_eq!(make(&mut table), Err(RetainedRefusal::Unavailable));
+    assert!(table.has_leases_on(&gpu()));
     assert_eq!(
-        book.confirm_charged(LeaseId(1)),
+        table.confirm_charged(LeaseId(1)),
         Some(Effect::Drop(LeaseId(1)))
     );
-    book.confirm_dropped(LeaseId(1));
-    assert!(!book.has_leases_on(&gpu()));
-    book.drain(BTreeSet::new());
-    assert!(matches!(make(&mut book), Ok(Opened::Create(_))));
+    table.confirm_dropped(LeaseId(1));
+    assert!(!table.has_leases_on(&gpu()));
+    table.drain(BTreeSet::new());
+    assert!(matches!(make(&mut table), Ok(Opened::Create(_))));
 }
 
 #[test]
 fn lease_is_released_when_its_writer_ends_during_creation() {
-    let mut book = LeaseTable::default();
-    book.resync(BTreeMap::new(), |_| true);
-    book.reconcile(node(), &ChargedLeases::new());
-    let (opened, _) = book.open(caller(A, 10), weights(Bytes::gib(1), 5, 99), BootTime(0));
-    let Ok(Opened::Create(meta)) = opened else {
+    let mut table = LeaseTable::default();
+    table.resync(BTreeMap::new(), |_| true);
+    table.reconcile(node(), &ChargedLeases::new());
+    let (opened, _) = table.open(caller(A, 10), weights(Bytes::gib(1), 5, 99), BootTime(0));
+    let Ok(Opened::Create(record)) = opened else {
         panic!("{opened:?}");
     };
-    book.begin_create(LeaseId(1), *meta);
-    assert_eq!(book.process_ended(caller(A, 10).process), []);
-    let (meta, effects) = book.finish_create(LeaseId(1));
-    assert_eq!((meta, effects), (None, vec![Effect::Charge(LeaseId(1), A)]));
+    table.begin_create(LeaseId(1), *record);
+    assert_eq!(table.process_ended(caller(A, 10).process), []);
+    let (record, effects) = table.finish_create(LeaseId(1));
+    assert_eq!(
+        (record, effects),
+        (None, vec![Effect::Charge(LeaseId(1), A)])
+    );
 }
 
 #[test]
 fn container_owns_a_bounded_number_of_leases() {
-    let mut book = LeaseTable::default();
-    book.resync(BTreeMap::new(), |_| true);
-    book.reconcile(node(), &ChargedLeases::new());
+    let mut table = LeaseTable::default();
+    table.resync(BTreeMap::new(), |_| true);
+    table.reconcile(node(), &ChargedLeases::new());
     for number in 0..=MAX_OWNED as u64 {
         let open = OpenRequest {
             name: number.to_string(),
             ..weights(Bytes::mib(2), 5, number)
         };
-        match book.open(caller(A, 10), open, BootTime(0)).0 {
-            Ok(Opened::Create(meta)) => book.begin_create(LeaseId(number + 1), *meta),
+        match table.open(caller(A, 10), open, BootTime(0)).0 {
+            Ok(Opened::Create(record)) => table.begin_create(LeaseId(number + 1), *record),
             refused => {
                 assert_eq!(refused, Err(RetainedRefusal::TooMany));
                 assert_eq!(number, MAX_OWNED as u64);
@@ -589,17 +604,17 @@ fn container_owns_a_bounded_number_of_leases() {
 }
 
 /// Creates leases in these containers until one is refused; returns how many it created.
-fn fill(book: &mut LeaseTable, containers: impl Iterator<Item = u64>, from: u64) -> u64 {
+fn fill(table: &mut LeaseTable, containers: impl Iterator<Item = u64>, from: u64) -> u64 {
     let mut made = 0;
     for container in containers {
-        let asker = caller(AllocationId::from_bits(container), 10);
+        let caller = caller(AllocationId::from_bits(container), 10);
         for number in 0..MAX_OWNED as u64 {
             let open = OpenRequest {
                 name: format!("{container}-{number}"),
                 ..weights(Bytes::mib(2), 5, number)
             };
-            match book.open(asker, open, BootTime(0)).0 {
-                Ok(Opened::Create(meta)) => book.begin_create(LeaseId(from + made), *meta),
+            match table.open(caller, open, BootTime(0)).0 {
+                Ok(Opened::Create(record)) => table.begin_create(LeaseId(from + made), *record),
                 refused => {
                     assert_eq!(refused, Err(RetainedRefusal::TooMany));
                     return made;
@@ -615,8 +630,8 @@ fn fill(book: &mut LeaseTable, containers: impl Iterator<Item = u64>, from: u64)
 fn namespace_that_fills_the_fd_store_leaves_others_a_share() {
     let containers = |first: u64, namespace: &'static str| {
         let container = move |number: u64| {
-            let standing = binding(&number.to_string(), namespace);
-            (AllocationId::from_bits(number), standing)
+            let binding = binding(&number.to_string(), namespace);
+            (AllocationId::from_bits(number), binding)
         };
         (first..first + 300).map(container)
     };
@@ -625,18 +640,18 @@ fn namespace_that_fills_the_fd_store_leaves_others_a_share() {
         containers: greedy.chain(containers(3000, "third")).collect(),
         ..node()
     };
-    let mut book = LeaseTable::default();
-    book.set_capacity(1024);
-    book.resync(BTreeMap::new(), |_| true);
-    book.reconcile(node, &ChargedLeases::new());
-    let first = fill(&mut book, 1000..1300, 1);
-    let second = fill(&mut book, 2000..2300, 1 + first);
+    let mut table = LeaseTable::default();
+    table.set_capacity(1024);
+    table.resync(BTreeMap::new(), |_| true);
+    table.reconcile(node, &ChargedLeases::new());
+    let first = fill(&mut table, 1000..1300, 1);
+    let second = fill(&mut table, 2000..2300, 1 + first);
     assert_eq!((first, second), (512, 256));
     // The fd store still has a lease that is being released.
-    book.finish_create(LeaseId(1));
-    book.release_uncertain(LeaseId(1));
-    assert_eq!(fill(&mut book, 1000..1300, 10_000), 0);
-    assert_eq!(fill(&mut book, 3000..3300, 20_000), 128);
+    table.finish_create(LeaseId(1));
+    table.release_uncertain(LeaseId(1));
+    assert_eq!(fill(&mut table, 1000..1300, 10_000), 0);
+    assert_eq!(fill(&mut table, 3000..3300, 20_000), 128);
 }
 
 #[test]
@@ -674,7 +689,7 @@ fn lease_of_an_older_agent_is_read_with_its_key() {
 #[test]
 fn longest_blob_fits_into_the_fd_store() {
     let name = |number: u32| format!("{number:036}");
-    let meta = LeaseRecord {
+    let record = LeaseRecord {
         title: LeaseKey {
             namespace: "n".repeat(63),
             name: "\"".repeat(96),
@@ -698,6 +713,6 @@ fn longest_blob_fits_into_the_fd_store() {
             until: BootTime(u64::MAX),
         }),
     };
-    let length = serde_json::to_vec(&meta).unwrap().len();
+    let length = serde_json::to_vec(&record).unwrap().len();
     assert!(length <= bursar_protocol::fdstore::MAX_BLOB, "{length}");
 }

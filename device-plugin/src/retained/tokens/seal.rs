@@ -88,10 +88,10 @@ impl NodeKey {
     /// The token is malformed, another node's, or sealed with another key.
     pub fn unseal(&self, token: &GpuToken) -> Result<MemoryId, TokenRefusal> {
         let malformed = TokenRefusal::Malformed;
-        let Some((said, seal)) = token.as_bytes().split_last_chunk::<MAC_LENGTH>() else {
+        let Some((message, seal)) = token.as_bytes().split_last_chunk::<MAC_LENGTH>() else {
             return Err(malformed);
         };
-        let [FORMAT, body @ ..] = said else {
+        let [FORMAT, body @ ..] = message else {
             return Err(malformed);
         };
         let id = MemoryId::decode(body).map_err(|_| malformed)?;
@@ -100,13 +100,13 @@ impl NodeKey {
             return Err(TokenRefusal::Elsewhere { node: id.node });
         }
         // The comparison takes constant time.
-        let sealed = self.keyed_mac(said).verify_slice(seal);
+        let sealed = self.keyed_mac(message).verify_slice(seal);
         sealed.map_err(|_| TokenRefusal::Forged)?;
         Ok(id)
     }
 
-    fn keyed_mac(&self, said: &[u8]) -> Hmac<Sha256> {
-        self.mac.clone().chain_update(LABEL).chain_update(said)
+    fn keyed_mac(&self, message: &[u8]) -> Hmac<Sha256> {
+        self.mac.clone().chain_update(LABEL).chain_update(message)
     }
 }
 

@@ -44,16 +44,16 @@ struct Fixture {
 
 impl Fixture {
     fn new() -> Fixture {
-        let standing = |name: &str, namespace: &str| ContainerBinding {
+        let binding = |name: &str, namespace: &str| ContainerBinding {
             pod: name.parse().unwrap(),
             namespace: Some(namespace.to_owned()),
             gpus: BTreeSet::from([gpu()]),
         };
         let node = NodeView {
             containers: BTreeMap::from([
-                (A, standing("a", "team")),
-                (B, standing("b", "team")),
-                (C, standing("c", "other")),
+                (A, binding("a", "team")),
+                (B, binding("b", "team")),
+                (C, binding("c", "other")),
             ]),
             quotas: BTreeMap::new(),
             free: BTreeMap::new(),
@@ -63,7 +63,7 @@ impl Fixture {
             process: process(pid),
             generation,
         };
-        let mut bed = Fixture {
+        let mut fixture = Fixture {
             key: NodeKey::new("node-a".to_owned(), [1; 32]).unwrap(),
             leases: LeaseTable::default(),
             node,
@@ -73,8 +73,8 @@ impl Fixture {
                 (C, vec![image(30, 5)]),
             ]),
         };
-        bed.leases.resync(BTreeMap::new(), |_| true);
-        bed.reconcile();
+        fixture.leases.resync(BTreeMap::new(), |_| true);
+        fixture.reconcile();
         let open = OpenRequest {
             gpu: gpu(),
             name: "weights".to_owned(),
@@ -83,20 +83,22 @@ impl Fixture {
             image: 1,
             token: 99,
         };
-        let opened = bed.leases.open(caller(A, 10), open, BootTime(0)).0;
-        let Ok(Opened::Create(meta)) = opened else {
+        let opened = fixture.leases.open(caller(A, 10), open, BootTime(0)).0;
+        let Ok(Opened::Create(record)) = opened else {
             panic!("{opened:?}");
         };
-        bed.leases.begin_create(LEASE, *meta);
-        assert!(bed.leases.finish_create(LEASE).0.is_some());
-        bed
+        fixture.leases.begin_create(LEASE, *record);
+        assert!(fixture.leases.finish_create(LEASE).0.is_some());
+        fixture
     }
 
     fn committed() -> Fixture {
-        let mut bed = Fixture::new();
-        let committed = bed.leases.commit(caller(A, 10), LEASE, 99, 0, BootTime(1));
+        let mut fixture = Fixture::new();
+        let committed = fixture
+            .leases
+            .commit(caller(A, 10), LEASE, 99, 0, BootTime(1));
         assert!(committed.is_ok());
-        bed
+        fixture
     }
 
     fn reconcile(&mut self) {
@@ -104,12 +106,12 @@ impl Fixture {
             .reconcile(self.node.clone(), &ChargedLeases::new());
     }
 
-    fn seal(&self, asker: Caller, lease: LeaseId) -> Result<GpuToken, TokenRefusal> {
-        self.with_authority(|judge| judge.seal(asker, &gpu(), lease, 42))
+    fn seal(&self, caller: Caller, lease: LeaseId) -> Result<GpuToken, TokenRefusal> {
+        self.with_authority(|judge| judge.seal(caller, &gpu(), lease, 42))
     }
 
-    fn redeem(&self, asker: Caller, token: &GpuToken) -> Redeemed {
-        self.with_authority(|judge| judge.redeem(asker, token))
+    fn redeem(&self, caller: Caller, token: &GpuToken) -> Redeemed {
+        self.with_authority(|judge| judge.redeem(caller, token))
     }
 
     fn with_authority<T>(
@@ -140,9 +142,9 @@ fn fenced(which: Generation, generation: u64) -> Redeemed {
 
 #[test]
 fn token_carries_generations_and_is_of_its_namespace() {
-    let bed = Fixture::committed();
+    let fixture = Fixture::committed();
     for lease in [NO_LEASE, LEASE] {
-        let token = bed.seal(caller(A, 10), lease).unwrap();
+        let token = fixture.seal(caller(A, 10), lease).unwrap();
         let expected = MemoryId {
             node: "node-a".to_owned(),
             gpu: "GPU-a".to_owned(),
@@ -154,49 +156,52 @@ fn token_carries_generations_and_is_of_its_namespace() {
             },
             block: 42,
         };
-        for asker in [caller(A, 10), caller(A, 11), caller(B, 20), caller(B, 999)] {
-            assert_eq!(bed.redeem(asker, &token).as_ref(), Ok(&expected));
+        for caller in [caller(A, 10), caller(A, 11), caller(B, 20), caller(B, 999)] {
+            assert_eq!(fixture.redeem(caller, &token).as_ref(), Ok(&expected));
         }
-        let stranger = bed.redeem(caller(C, 30), &token);
+        let stranger = fixture.redeem(caller(C, 30), &token);
         assert_eq!(stranger, Err(TokenRefusal::Unknown));
     }
 }
 
 #[test]
 fn seal_needs_a_session_and_the_lease_open() {
-    let mut bed = Fixture::new();
-    let refused = |bed: &Fixture, asker, lease| bed.seal(asker, lease).unwrap_err();
+    let mut fixture = Fixture::new();
+    let refused = |fixture: &Fixture, caller, lease| fixture.seal(caller, lease).unwrap_err();
     assert_eq!(
-        refused(&bed, caller(A, 12), NO_LEASE),
+        refused(&fixture, caller(A, 12), NO_LEASE),
         TokenRefusal::NoSession
     );
-    assert_eq!(refused(&bed, caller(B, 20), LEASE), TokenRefusal::NoLease);
     assert_eq!(
-        refused(&bed, caller(A, 10), LeaseId(8)),
+        refused(&fixture, caller(B, 20), LEASE),
         TokenRefusal::NoLease
     );
     assert_eq!(
-        refused(&bed, caller(A, 11), LEASE),
+        refused(&fixture, caller(A, 10), LeaseId(8)),
+        TokenRefusal::NoLease
+    );
+    assert_eq!(
+        refused(&fixture, caller(A, 11), LEASE),
         TokenRefusal::NoLease,
         "another writes it"
     );
-    assert!(bed.seal(caller(A, 10), LEASE).is_ok());
-    bed.leases.store_disconnected();
+    assert!(fixture.seal(caller(A, 10), LEASE).is_ok());
+    fixture.leases.store_disconnected();
     assert_eq!(
-        refused(&bed, caller(A, 10), LEASE),
+        refused(&fixture, caller(A, 10), LEASE),
         TokenRefusal::Unavailable
     );
-    assert!(bed.seal(caller(A, 10), NO_LEASE).is_ok());
+    assert!(fixture.seal(caller(A, 10), NO_LEASE).is_ok());
 }
 
 #[test]
 fn each_event_fences_tokens_of_its_generation_only() {
-    let gpu_lost: Event = |bed| {
-        bed.node.generations.insert(gpu(), 5);
-        bed.reconcile();
+    let gpu_lost: Event = |fixture| {
+        fixture.node.generations.insert(gpu(), 5);
+        fixture.reconcile();
     };
-    let discarded: Event = |bed| drop(bed.leases.discard(caller(A, 10), LEASE).unwrap());
-    let abandoned: Event = |bed| {
+    let discarded: Event = |fixture| drop(fixture.leases.discard(caller(A, 10), LEASE).unwrap());
+    let abandoned: Event = |fixture| {
         let open = OpenRequest {
             gpu: gpu(),
             name: "weights".to_owned(),
@@ -205,25 +210,32 @@ fn each_event_fences_tokens_of_its_generation_only() {
             image: 1,
             token: 1,
         };
-        bed.node
+        fixture
+            .node
             .quotas
             .insert("team".to_owned(), BTreeMap::from([(gpu(), Bytes::gib(1))]));
-        bed.reconcile();
-        assert!(bed.leases.open(caller(B, 20), open, BootTime(2)).0.is_ok());
-        drop(bed.leases.discard(caller(A, 10), LEASE).unwrap());
+        fixture.reconcile();
+        assert!(
+            fixture
+                .leases
+                .open(caller(B, 20), open, BootTime(2))
+                .0
+                .is_ok()
+        );
+        drop(fixture.leases.discard(caller(A, 10), LEASE).unwrap());
     };
-    let vault_died: Event = |bed| {
-        bed.leases.store_disconnected();
-        bed.leases.resync(BTreeMap::new(), |_| true);
+    let vault_died: Event = |fixture| {
+        fixture.leases.store_disconnected();
+        fixture.leases.resync(BTreeMap::new(), |_| true);
     };
-    let ended: Event = |bed| {
-        bed.node.containers.remove(&A);
-        bed.reconcile();
+    let ended: Event = |fixture| {
+        fixture.node.containers.remove(&A);
+        fixture.reconcile();
     };
     let unknown = || Err(TokenRefusal::Unknown);
-    let good = |bed: &Fixture, lease| {
-        let token = bed.seal(caller(A, 10), lease).unwrap();
-        bed.redeem(caller(B, 20), &token)
+    let good = |fixture: &Fixture, lease| {
+        let token = fixture.seal(caller(A, 10), lease).unwrap();
+        fixture.redeem(caller(B, 20), &token)
     };
     let before = [NO_LEASE, LEASE].map(|lease| good(&Fixture::committed(), lease));
     let [own, of_lease] = before;
@@ -244,7 +256,7 @@ fn each_event_fences_tokens_of_its_generation_only() {
         ),
         (
             "its image ended",
-            |bed| drop(bed.images.insert(A, Vec::new())),
+            |fixture| drop(fixture.images.insert(A, Vec::new())),
             [
                 fenced(Generation::Process, 5),
                 fenced(Generation::Process, 5),
@@ -268,18 +280,18 @@ fn each_event_fences_tokens_of_its_generation_only() {
         ("its pod ended", ended, [unknown(), unknown()]),
     ];
     for (what, event, expected) in table {
-        let mut bed = Fixture::committed();
-        let tokens = [NO_LEASE, LEASE].map(|lease| bed.seal(caller(A, 10), lease).unwrap());
-        event(&mut bed);
-        let found = tokens.map(|token| bed.redeem(caller(B, 20), &token));
+        let mut fixture = Fixture::committed();
+        let tokens = [NO_LEASE, LEASE].map(|lease| fixture.seal(caller(A, 10), lease).unwrap());
+        event(&mut fixture);
+        let found = tokens.map(|token| fixture.redeem(caller(B, 20), &token));
         assert_eq!(found, expected, "{what}");
     }
 }
 
 #[test]
 fn redeem_is_unavailable_while_the_agent_starts() {
-    let bed = Fixture::committed();
-    let token = bed.seal(caller(A, 10), NO_LEASE).unwrap();
+    let fixture = Fixture::committed();
+    let token = fixture.seal(caller(A, 10), NO_LEASE).unwrap();
     let unavailable = Err(TokenRefusal::Unavailable);
     let mut started = Fixture::committed();
     started.leases = LeaseTable::default();
@@ -288,23 +300,23 @@ fn redeem_is_unavailable_while_the_agent_starts() {
     unserved.images.remove(&A);
     assert_eq!(unserved.redeem(caller(B, 20), &token), unavailable);
     for nameless in [A, B] {
-        let mut bed = Fixture::committed();
-        let standing = bed.node.containers.get_mut(&nameless).unwrap();
-        standing.namespace = None;
-        bed.reconcile();
-        assert_eq!(bed.redeem(caller(B, 20), &token), unavailable);
+        let mut fixture = Fixture::committed();
+        let binding = fixture.node.containers.get_mut(&nameless).unwrap();
+        binding.namespace = None;
+        fixture.reconcile();
+        assert_eq!(fixture.redeem(caller(B, 20), &token), unavailable);
     }
     let mut away = Fixture::committed();
     away.leases.store_disconnected();
-    let of_lease = bed.seal(caller(A, 10), LEASE).unwrap();
+    let of_lease = fixture.seal(caller(A, 10), LEASE).unwrap();
     assert_eq!(away.redeem(caller(B, 20), &of_lease), unavailable);
     assert!(away.redeem(caller(B, 20), &token).is_ok());
 }
 
 #[test]
 fn new_key_refuses_earlier_tokens() {
-    let bed = Fixture::committed();
-    let token = bed.seal(caller(A, 10), NO_LEASE).unwrap();
+    let fixture = Fixture::committed();
+    let token = fixture.seal(caller(A, 10), NO_LEASE).unwrap();
     let mut next = Fixture::committed();
     next.key = NodeKey::new("node-a".to_owned(), [2; 32]).unwrap();
     assert_eq!(
@@ -317,11 +329,11 @@ proptest! {
     /// Exactly the current generations are redeemed.
     #[test]
     fn a_token_is_redeemed_by_exactly_its_own_lives(g in 3..6u64, p in 4..8u64, l in 6..9u64) {
-        let bed = Fixture::committed();
+        let fixture = Fixture::committed();
         let generations = Generations { gpu: g, process: p, lease: l };
-        let token = bed.key.seal(&gpu(), A, generations, 1);
+        let token = fixture.key.seal(&gpu(), A, generations, 1);
         // Process generation 6 is process 11's, whose pod has the lease open too.
         let is_good = g == 4 && (p == 5 || p == 6) && l == LEASE.0;
-        prop_assert_eq!(bed.redeem(caller(B, 20), &token).is_ok(), is_good);
+        prop_assert_eq!(fixture.redeem(caller(B, 20), &token).is_ok(), is_good);
     }
 }
