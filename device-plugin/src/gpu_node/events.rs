@@ -538,7 +538,11 @@ mod tests {
         assert_eq!(says("a", Duration::ZERO), Admission::New);
         assert_eq!(says("a", DEDUP_WINDOW / 2), Admission::Repeated);
         assert_eq!(says("b", DEDUP_WINDOW / 2), Admission::New);
-        assert_eq!(limiter.take_count_updates(), [], "it is not made yet");
+        assert_eq!(
+            limiter.take_count_updates(),
+            [],
+            "the API server has not created it"
+        );
         limiter.set_name(&node_event("a"), "a.1".to_owned());
         limiter.set_name(&node_event("b"), "b.1".to_owned());
         let expected = CountUpdate {
@@ -547,7 +551,11 @@ mod tests {
             count: 2,
         };
         assert_eq!(limiter.take_count_updates(), [expected]);
-        assert_eq!(limiter.take_count_updates(), [], "it was told");
+        assert_eq!(
+            limiter.take_count_updates(),
+            [],
+            "the API server has the count"
+        );
         assert_eq!(
             limiter.admit(&node_event("a"), start + DEDUP_WINDOW),
             Admission::New

@@ -274,9 +274,9 @@ mod tests {
         ) -> Result<ObservedObject, GpuNodeError> {
             self.answer()?;
             self.writes.fetch_add(1, Ordering::SeqCst);
-            let mut kept = self.object.lock().unwrap();
-            kept.status = status.clone();
-            Ok(kept.clone())
+            let mut object = self.object.lock().unwrap();
+            object.status = status.clone();
+            Ok(object.clone())
         }
     }
 

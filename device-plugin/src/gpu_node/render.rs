@@ -412,11 +412,11 @@ mod tests {
             account: "device".into(),
             quota: "6Gi".into(),
         };
-        let mut told = report();
+        let mut published = report();
         let (quota, used) = (Bytes::gib(4), Bytes::gib(5));
-        told.applied_spec.generation = Some(7);
-        told.applied_spec.quotas = vec![(order, QuotaOutcome::Pending { quota, used })];
-        let status = render(&told, &GpuNodeStatus::default(), Some(9), &at(10));
+        published.applied_spec.generation = Some(7);
+        published.applied_spec.quotas = vec![(order, QuotaOutcome::Pending { quota, used })];
+        let status = render(&published, &GpuNodeStatus::default(), Some(9), &at(10));
         assert_eq!(status.observed_generation, Some(7));
         let said = &status.quotas[0];
         assert_eq!(said.state, QuotaState::Pending);
@@ -492,7 +492,7 @@ mod tests {
             }),
             time: jiff::Timestamp::from_second(i64::try_from(generation).unwrap()).ok(),
         };
-        let told = |faults: Vec<FaultReport>| {
+        let published = |faults: Vec<FaultReport>| {
             let ill = NodeReport { faults, ..report() };
             let status = render(&ill, &GpuNodeStatus::default(), Some(1), &at(10));
             let ids = status.faults.into_iter().map(|fault| fault.id);
@@ -505,7 +505,7 @@ mod tests {
         faults.push(of("few", "b", 20, evict));
         faults.push(of("few", "c", 21, FaultAction::BeyondMaximum));
         assert_eq!(
-            told(faults),
+            published(faults),
             ["b-20", "c-21", "a-1"],
             "who waits for somebody comes first"
         );
@@ -513,7 +513,7 @@ mod tests {
         let mut faults: Vec<_> = many("a", evict).chain(many("b", evict)).collect();
         faults.push(of("few", "c", 20, evict));
         assert_eq!(
-            told(faults),
+            published(faults),
             ["a-1", "c-20", "b-1"],
             "by namespaces, by their containers"
         );

@@ -171,7 +171,9 @@ async fn deleted_object_is_created_again_within_seconds() {
         fixture.api.delete(KIND, "", NODE);
         let within = Duration::from_secs(3);
         fixture
-            .wait_until("it is made again", within, |fixture| fixture.has_free(32))
+            .wait_until("the object is created again", within, |fixture| {
+                fixture.has_free(32)
+            })
             .await;
     }
     fixture.assert_quiet("a deletion").await;
@@ -189,7 +191,7 @@ async fn object_is_owned_by_the_current_node() {
     fixture.api.delete(KIND, "", NODE);
     fixture
         .wait_until(
-            "it has the present owner",
+            "the object has the current owner",
             Duration::from_secs(3),
             |fixture| owner(fixture) == "second",
         )
@@ -203,7 +205,7 @@ async fn object_is_owned_by_the_current_node() {
         DrainState::default(),
     );
     fixture
-        .wait_until("it is handed over", PROMISED_TIME, |fixture| {
+        .wait_until("the object has the third owner", PROMISED_TIME, |fixture| {
             owner(fixture) == "third"
         })
         .await;
@@ -217,7 +219,7 @@ async fn drain_outlives_the_object_whose_spec_named_it() {
     fixture.wait_until_written().await;
     fixture.write_spec(json!({ "drain": ["GPU-1"] }));
     fixture
-        .wait_until("it is heard", PROMISED_TIME, |fixture| {
+        .wait_until("the drain arrives", PROMISED_TIME, |fixture| {
             fixture.drained_gpus() == [gpu(1)]
         })
         .await;
@@ -232,7 +234,7 @@ async fn drain_outlives_the_object_whose_spec_named_it() {
     });
     fixture.api.delete(KIND, "", NODE);
     fixture
-        .wait_until("it is made again", PROMISED_TIME, |fixture| {
+        .wait_until("the object is created again", PROMISED_TIME, |fixture| {
             fixture.has_free(32)
         })
         .await;
@@ -273,7 +275,7 @@ async fn spec_and_status_follow_a_restored_etcd() {
     fixture.wait_until_written().await;
     fixture.write_spec(json!({ "drain": ["GPU-1"] }));
     fixture
-        .wait_until("it is heard", PROMISED_TIME, |fixture| {
+        .wait_until("the drain arrives", PROMISED_TIME, |fixture| {
             fixture.drained_gpus() == [gpu(1)]
         })
         .await;
@@ -288,14 +290,14 @@ async fn spec_and_status_follow_a_restored_etcd() {
     }
     fixture.write_spec(json!({ "drain": ["GPU-2"] }));
     fixture
-        .wait_until("it is heard", PROMISED_TIME, |fixture| {
+        .wait_until("the drain arrives", PROMISED_TIME, |fixture| {
             fixture.drained_gpus() == [gpu(2)]
         })
         .await;
     fixture.api.restore(&backup);
     let within = Duration::from_secs(10);
     fixture
-        .wait_until("the restored order is heard", within, |fixture| {
+        .wait_until("the restored drain arrives", within, |fixture| {
             fixture.drained_gpus() == [gpu(1)]
         })
         .await;
@@ -306,7 +308,7 @@ async fn spec_and_status_follow_a_restored_etcd() {
         .await;
     fixture.write_spec(json!({}));
     fixture
-        .wait_until("a new order is heard", within, |fixture| {
+        .wait_until("a new spec arrives", within, |fixture| {
             fixture.drained_gpus().is_empty()
         })
         .await;
@@ -328,7 +330,7 @@ async fn spec_of_another_version_stops_nothing_else() {
     object["status"]["gpus"][1]["memory"] = json!({ "total": "1Gi" });
     fixture.api.put(KIND, object);
     fixture
-        .wait_until("the drain is heard", PROMISED_TIME, |fixture| {
+        .wait_until("the drain arrives", PROMISED_TIME, |fixture| {
             fixture.drained_gpus() == [gpu(1)]
         })
         .await;
@@ -391,7 +393,7 @@ async fn status_and_spec_arrive_through_every_watch_fault() {
         fixture.assert_quiet(&what).await;
         assert_eq!(fixture.drained_gpus(), [gpu(7)], "{what}");
         let dealt: usize = faults.faulted_events().values().sum();
-        assert!(dealt >= 3, "{what}: {dealt} events were not told plainly");
+        assert!(dealt >= 3, "{what}: {dealt} events were disturbed");
     }
 }
 

@@ -198,7 +198,7 @@ mod tests {
 
     #[tokio::test]
     async fn node_is_heard_before_all_questions_of_tenants() {
-        let (desk, mut commands) = LeaseHandle::channel();
+        let (handle, mut commands) = LeaseHandle::channel();
         let caller = Caller {
             allocation: AllocationId::from_bits(7),
             process: Process { pid: 1, start: 1 },
@@ -209,16 +209,16 @@ mod tests {
         };
         let mut tenants = tokio::task::JoinSet::new();
         for _ in 0..2 * QUEUE_CAPACITY {
-            let (desk, request) = (desk.clone(), request.clone());
-            tenants.spawn(async move { desk.request(caller, request, None).await });
+            let (handle, request) = (handle.clone(), request.clone());
+            tenants.spawn(async move { handle.request(caller, request, None).await });
         }
-        while desk.tenants.capacity() > 0 {
+        while handle.tenants.capacity() > 0 {
             tokio::task::yield_now().await;
         }
         // An unbiased `select` would let all these commands pass before a request with negligible
         // probability.
         for _ in 0..NOTES {
-            desk.node.try_send(Command::Recorded(Vec::new())).unwrap();
+            handle.node.try_send(Command::Recorded(Vec::new())).unwrap();
         }
         for number in 0..NOTES {
             let command = commands.recv().await;

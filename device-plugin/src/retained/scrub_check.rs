@@ -183,7 +183,7 @@ pub async fn run_check(
                 process,
             });
         });
-    let unseen = |why: String| ScrubCheckResult {
+    let unknown = |why: String| ScrubCheckResult {
         verdict: Verdict::Unknown(why),
         context: None,
         process: ScrubProcess::default(),
@@ -191,8 +191,8 @@ pub async fn run_check(
     match thread {
         Ok(_) => receiver
             .await
-            .unwrap_or_else(|_| unseen("its thread has exited".to_owned())),
-        Err(error) => unseen(error.to_string()),
+            .unwrap_or_else(|_| unknown("its thread has exited".to_owned())),
+        Err(error) => unknown(error.to_string()),
     }
 }
 

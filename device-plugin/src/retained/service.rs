@@ -329,7 +329,7 @@ impl State {
     }
 
     fn handle_token_request(&self, caller: Caller, request: TokenRequest) -> TokenResponse {
-        let judge = TokenAuthority {
+        let authority = TokenAuthority {
             key: &self.service.key,
             leases: &self.leases,
             images: |allocation: &_| self.service.sessions.process_images(allocation),
@@ -342,11 +342,11 @@ impl State {
                 block,
             } => account_gpu(&account)
                 .ok_or(TokenRefusal::Unknown)
-                .and_then(|gpu| judge.seal(caller, &gpu, LeaseId(lease), block))
+                .and_then(|gpu| authority.seal(caller, &gpu, LeaseId(lease), block))
                 .map(TokenResponse::Sealed),
-            TokenRequest::Redeem { version: _, token } => {
-                judge.redeem(caller, &token).map(TokenResponse::Redeemed)
-            }
+            TokenRequest::Redeem { version: _, token } => authority
+                .redeem(caller, &token)
+                .map(TokenResponse::Redeemed),
         };
         answer.unwrap_or_else(TokenResponse::Refused)
     }
@@ -778,13 +778,13 @@ impl State {
     fn released_gpus(&self) -> BTreeSet<GpuUuid> {
         let may_be_held = self.service.store_events.is_some() && !self.leases.is_store_connected();
         let is_held = |gpu: &GpuUuid| {
-            let sentinel = match &self.keep_alive {
+            let may_be_keep_alive = match &self.keep_alive {
                 KeepAlive::None | KeepAlive::Stored => false,
                 KeepAlive::Creating(at) => at == gpu,
                 KeepAlive::Closing => true,
             };
             may_be_held
-                || sentinel
+                || may_be_keep_alive
                 || self.leases.has_leases_on(gpu)
                 || self.scrub_checks.contains(gpu)
                 || self.service.provisioners.may_hold(gpu)

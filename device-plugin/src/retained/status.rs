@@ -36,7 +36,7 @@ pub(super) fn build_status(
         Verdict::Unknown(error) => Some(format!("the scrub check failed: {error}")),
     };
     let is_cleared = |gpu: &&GpuUuid| verdicts.get(gpu, &with(gpu)) == Some(&Verdict::Scrubbed);
-    let living = leases.live_leases().into_iter().map(|(gpu, leases)| {
+    let live = leases.live_leases().into_iter().map(|(gpu, leases)| {
         let bytes = leases
             .values()
             .fold(0_u64, |sum, bytes| sum.saturating_add(bytes.0));
@@ -51,6 +51,6 @@ pub(super) fn build_status(
             .filter_map(|gpu| Some((gpu.clone(), why(gpu)?)))
             .collect(),
         hung: stuck.clone(),
-        live: living.collect(),
+        live: live.collect(),
     }
 }

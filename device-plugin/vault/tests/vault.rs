@@ -213,11 +213,11 @@ fn acknowledged_leases_outlive_killed_agents() {
             let word = words.next()?;
             Some((word, words.next()?.parse::<u64>().ok()?))
         };
-        let mut heard = 0;
+        let mut received = 0;
         let enough = rand::rng().random_range(1..40);
-        while heard < enough {
+        while received < enough {
             let said = lines.next().expect("the agent prints a line").unwrap();
-            heard += usize::from(record_line(line(said), &mut acknowledged, &mut last_put));
+            received += usize::from(record_line(line(said), &mut acknowledged, &mut last_put));
         }
         agent.kill().unwrap();
         for said in lines.map_while(Result::ok) {

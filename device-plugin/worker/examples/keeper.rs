@@ -274,11 +274,11 @@ fn main() -> anyhow::Result<()> {
         let gpu = gpu.to_string_lossy().into_owned();
         let provisioner = Provisioner::start(Path::new(provisioner), &gpu)?;
         // As in the agent: exports are fast while one descriptor is open (F3 in docs/facts.md).
-        if let Ok((_, sentinel)) = provisioner.create(1)? {
+        if let Ok((_, keep_alive)) = provisioner.create(1)? {
             let (lease, blob) = (fdstore::KEEP_ALIVE, Blob::default());
             agent
                 .fd_store
-                .ask(&FdStoreRequest::Put { lease, blob }, Some(&sentinel))?;
+                .ask(&FdStoreRequest::Put { lease, blob }, Some(&keep_alive))?;
         }
         agent.provisioners.insert(gpu, provisioner);
     }

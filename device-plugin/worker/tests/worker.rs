@@ -92,7 +92,7 @@ fn created_memory_outlives_its_provisioner() {
         let provisioner = Provisioner::ready(Command::new(PROGRAM), FIRST);
         let fd = provisioner.create(64 * MIB);
         let listed = machine.usage(0).processes;
-        assert!(listed.is_empty(), "NVML lists a worker: {listed:?}");
+        assert!(listed.is_empty(), "NVML lists the provisioner: {listed:?}");
         provisioner.kill();
         assert_eq!(machine.used(0), 64 * MIB);
 

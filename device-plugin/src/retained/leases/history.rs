@@ -274,13 +274,13 @@ impl Model {
     /// Replaces the orphaned leases as the node's ledger does.
     fn set_orphaned(&mut self, orphaned: &BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>) {
         let of_gpus = orphaned.values().flatten();
-        let kept: BTreeMap<_, _> = of_gpus.map(|(lease, bytes)| (*lease, bytes.0)).collect();
+        let leases: BTreeMap<_, _> = of_gpus.map(|(lease, bytes)| (*lease, bytes.0)).collect();
         let left = self
             .orphaned
             .iter()
-            .filter(|(lease, _)| !kept.contains_key(lease));
+            .filter(|(lease, _)| !leases.contains_key(lease));
         self.leaked += left.map(|(_, bytes)| bytes).sum::<u64>();
-        self.orphaned = kept;
+        self.orphaned = leases;
     }
 
     fn charged_leases(&self) -> ChargedLeases {
@@ -358,8 +358,8 @@ impl Model {
     fn start_container(&mut self) {
         let bound = self.accounts.len() as u64 * QUOTA;
         // The ledger binds only what is free.
-        let kept: u64 = self.orphaned.values().sum();
-        if bound + kept + self.leaked + QUOTA > CAPACITY {
+        let orphaned: u64 = self.orphaned.values().sum();
+        if bound + orphaned + self.leaked + QUOTA > CAPACITY {
             return;
         }
         let allocation = AllocationId::from_bits(self.next_number());
@@ -453,7 +453,7 @@ impl Model {
     /// Drops the expectations for leases whose openers' pods have all ended.
     fn forget_ended(&mut self) {
         let bound: BTreeSet<&PodUid> = self.node.containers.values().map(|c| &c.pod).collect();
-        let vault: BTreeMap<LeaseId, &LeaseKey> = self
+        let stored: BTreeMap<LeaseId, &LeaseKey> = self
             .fd_store
             .iter()
             .map(|(lease, record)| (*lease, &record.title))
@@ -463,10 +463,10 @@ impl Model {
             record.is_some_and(|record| record.openers.iter().any(|opener| bound.contains(opener)))
         };
         self.expected.retain(|title, expected| match expected {
-            Expected::Content(lease, _) if vault.contains_key(lease) && is_open(lease) => true,
+            Expected::Content(lease, _) if stored.contains_key(lease) && is_open(lease) => true,
             _ => {
                 *expected = Expected::Anything;
-                vault.values().any(|held| *held == title)
+                stored.values().any(|other| *other == title)
             }
         });
     }
@@ -859,7 +859,7 @@ impl Model {
     }
 
     fn crash_fd_store(&mut self) {
-        self.count("vault deaths");
+        self.count("fd store deaths");
         self.fd_store.clear();
         self.expected.clear();
         self.is_connected = false;
@@ -921,7 +921,7 @@ impl Model {
             return;
         };
         let creation = self.creations.remove(at);
-        self.count("worker deaths");
+        self.count("provisioner deaths");
         if let Some(owner) = self.table.abort_create(creation.lease)
             && let Some(account) = self.accounts.get_mut(&owner)
         {
@@ -954,8 +954,8 @@ impl Model {
             "discards",
             "over quota",
             "agent deaths",
-            "vault deaths",
-            "worker deaths",
+            "fd store deaths",
+            "provisioner deaths",
             "process deaths",
         ] {
             let times = self.counts.get(what).copied().unwrap_or(0);
@@ -1049,8 +1049,8 @@ impl Model {
         }
         let memory = self.memory_in_use();
         let accounts: u64 = self.accounts.values().map(Account::charged).sum();
-        let kept: u64 = self.orphaned.values().sum();
-        let charged = accounts + kept + self.leaked;
+        let orphaned: u64 = self.orphaned.values().sum();
+        let charged = accounts + orphaned + self.leaked;
         assert!(
             memory <= charged,
             "{memory} in use, {charged} charged: {:?}",

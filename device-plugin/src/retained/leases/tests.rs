@@ -309,13 +309,13 @@ fn lease_lives_until_its_last_opener_ends() {
     assert_eq!(
         update.unreclaimed,
         [(LeaseId(1), gpu(), Bytes::ZERO)],
-        "it is kept no more"
+        "the ledger lists it no more"
     );
     assert_eq!(effects, []);
     assert_eq!(
         table.reconcile(node, &ChargedLeases::new()).0.unreclaimed,
         [],
-        "told once"
+        "reported once"
     );
     assert_eq!(table.live_leases(), BTreeMap::new());
     assert_eq!(
@@ -424,7 +424,7 @@ fn resync_takes_over_what_the_fd_store_has() {
     assert_eq!(
         reopen(&mut table, caller(A, 11)),
         Err(RetainedRefusal::Unavailable),
-        "before the vault is heard"
+        "before the fd store has listed its leases"
     );
     assert_eq!(table.resync(stored, |_| false), []);
     assert_eq!(

@@ -107,11 +107,11 @@ impl Fixture {
     }
 
     fn seal(&self, caller: Caller, lease: LeaseId) -> Result<GpuToken, TokenRefusal> {
-        self.with_authority(|judge| judge.seal(caller, &gpu(), lease, 42))
+        self.with_authority(|authority| authority.seal(caller, &gpu(), lease, 42))
     }
 
     fn redeem(&self, caller: Caller, token: &GpuToken) -> Redeemed {
-        self.with_authority(|judge| judge.redeem(caller, token))
+        self.with_authority(|authority| authority.redeem(caller, token))
     }
 
     fn with_authority<T>(
@@ -273,7 +273,7 @@ fn each_event_fences_tokens_of_its_generation_only() {
             [own.clone(), fenced(Generation::Lease, 7)],
         ),
         (
-            "the vault died",
+            "the fd store exited",
             vault_died,
             [own, fenced(Generation::Lease, 7)],
         ),
