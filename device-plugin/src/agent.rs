@@ -98,19 +98,19 @@ pub enum AgentError {
     #[error(transparent)]
     Host(#[from] HostError),
     /// The node's name is too long to be a Kubernetes name.
-    #[error("--node-name: {0}")]
+    #[error("failed to use --node-name: {0}")]
     Node(#[from] NameTooLong),
     /// The operating system started no thread.
-    #[error("start a thread: {0}")]
+    #[error("failed to start a thread: {0}")]
     Thread(#[source] std::io::Error),
     /// The agent cannot listen for metrics or for probes.
-    #[error("http.listen, http.probes: {0}")]
+    #[error("failed to listen on http.listen or http.probes: {0}")]
     Listen(#[from] bursar_http::ListenError),
     /// A task ended although the agent was not stopping.
-    #[error("the {0} ended early")]
+    #[error("task {0} ended before the agent was stopped")]
     TaskEnded(&'static str),
     /// A task panicked.
-    #[error("a part of the agent failed: {0}")]
+    #[error("a task of the agent panicked: {0}")]
     TaskPanicked(#[from] tokio::task::JoinError),
 }
 
@@ -171,7 +171,7 @@ pub async fn run(
     )?;
     let let_go = keeper.released_gpus.subscribe();
     let stuck = keeper.provisioners.hung();
-    parts.spawn("kept memory", keeper.run(stop.clone()));
+    parts.spawn("retained memory", keeper.run(stop.clone()));
     let core = recover_allocator(
         &config,
         &identities,
@@ -247,9 +247,9 @@ pub async fn run(
         events: events.clone(),
         metrics: metrics.clone(),
     };
-    parts.spawn("poison", faults::run(around, open, stop.clone()));
+    parts.spawn("faults", faults::run(around, open, stop.clone()));
     let resize = quota_overrides::run(sessions, snapshots.clone(), told, acknowledge, stop.clone());
-    parts.spawn("resize", resize);
+    parts.spawn("quota overrides", resize);
     let registration = parts.register_when_offered(&config, allocator, offers, &metrics);
     let reporter = StatusPublisher {
         config: config.resources,
@@ -267,7 +267,7 @@ pub async fn run(
         metrics: metrics.clone(),
     };
     let (reporting, reports, readiness) = reporter.start(stop.clone());
-    parts.spawn("reporter", reporting);
+    parts.spawn("status publisher", reporting);
     parts
         .serve(
             &config,
@@ -291,7 +291,7 @@ pub async fn run(
             metrics: metrics.clone(),
         };
         parts.spawn(
-            "orders",
+            "spec watch",
             spec_watch::run(
                 client.clone(),
                 node.clone(),
@@ -310,7 +310,7 @@ pub async fn run(
             unreachable_since: unheard,
             metrics,
         };
-        parts.spawn("status", publisher.run(stop));
+        parts.spawn("GpuNode writer", publisher.run(stop));
     }
     parts.supervise(shutdown).await
 }
@@ -369,7 +369,7 @@ impl Tasks {
         let address = |listener: &TcpListener| listener.local_addr().ok();
         if let Some((address, probes)) = address(&listeners.metrics).zip(address(&listeners.probes))
         {
-            info!(%address, %probes, "metrics and probes");
+            info!(%address, %probes, "serving metrics and probes");
         }
         let served = bursar_http::serve(listeners, sources, self.stop.clone());
         self.spawn("http server", served);
@@ -482,7 +482,7 @@ async fn recover_allocator(
         .read_device_checkpoint()
         .await
         .unwrap_or_else(|error| {
-            warn!(%error, "the kubelet's checkpoint tells nothing");
+            warn!(%error, "failed to read the kubelet's device checkpoint at the start");
             Default::default()
         });
     let pods = PodCgroups::new(config.paths.cgroup_root.clone());
@@ -535,7 +535,7 @@ pub async fn connect_api_server() -> Option<Client> {
         .and_then(|config| client_with_deadlines(config, API_TIMEOUT));
     client
         .inspect_err(
-            |error| warn!(%error, "no api server: no status, and every pod has priority 0"),
+            |error| warn!(%error, "failed to configure a client of the API server: no status, and every pod has priority 0"),
         )
         .ok()
 }

@@ -29,7 +29,7 @@ const DIGEST_LENGTH: usize = 64;
 #[derive(Debug, thiserror::Error)]
 pub enum SaveError {
     /// The value has no JSON form.
-    #[error("checkpoint {path}: {source}", path = path.display())]
+    #[error("failed to encode checkpoint {path}: {source}", path = path.display())]
     Encode {
         /// The file.
         path: PathBuf,
@@ -37,7 +37,7 @@ pub enum SaveError {
         source: serde_json::Error,
     },
     /// The file system refused a step.
-    #[error("checkpoint {path}: cannot {step}: {source}", path = path.display())]
+    #[error("failed to {step} checkpoint {path}: {source}", path = path.display())]
     Io {
         /// The file.
         path: PathBuf,
@@ -52,7 +52,7 @@ pub enum SaveError {
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// The file system refused to read the file.
-    #[error("checkpoint {path}: {source}", path = path.display())]
+    #[error("failed to read checkpoint {path}: {source}", path = path.display())]
     Read {
         /// The file.
         path: PathBuf,
@@ -60,7 +60,7 @@ pub enum LoadError {
         source: io::Error,
     },
     /// The file is damaged, or is of a version that this agent cannot read.
-    #[error("checkpoint {path}: {problem}", path = path.display())]
+    #[error("failed to decode checkpoint {path}: {problem}", path = path.display())]
     Malformed {
         /// The file.
         path: PathBuf,
@@ -168,7 +168,7 @@ fn digest(data: &str) -> String {
 
 fn decode<T: DeserializeOwned>(text: &[u8]) -> Result<T, String> {
     let text = std::str::from_utf8(text).map_err(|error| error.to_string())?;
-    let body = text.strip_prefix(HEAD).ok_or("the head is not ours")?;
+    let body = text.strip_prefix(HEAD).ok_or("unknown header")?;
     let (written, rest) = body
         .split_at_checked(DIGEST_LENGTH)
         .ok_or("it is cut short")?;
@@ -177,7 +177,7 @@ fn decode<T: DeserializeOwned>(text: &[u8]) -> Result<T, String> {
         .and_then(|rest| rest.strip_suffix(TAIL))
         .ok_or("it is cut short")?;
     if digest(data) != written {
-        return Err("the checksum is wrong".to_owned());
+        return Err("wrong checksum".to_owned());
     }
     serde_json::from_str(data).map_err(|error| error.to_string())
 }

@@ -170,7 +170,7 @@ pub enum AuditPolicy {
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The agent cannot read the file.
-    #[error("config {path}: {source}", path = path.display())]
+    #[error("failed to read config {path}: {source}", path = path.display())]
     Read {
         /// The file.
         path: PathBuf,
@@ -178,7 +178,7 @@ pub enum ConfigError {
         source: std::io::Error,
     },
     /// The file is not TOML, or has an unknown field or one of another type.
-    #[error("config {path}: {source}", path = path.display())]
+    #[error("failed to parse config {path}: {source}", path = path.display())]
     Parse {
         /// The file.
         path: PathBuf,
@@ -186,7 +186,7 @@ pub enum ConfigError {
         source: Box<toml::de::Error>,
     },
     /// The value of a field is invalid.
-    #[error("config {path}: {field} = {value:?}: {problem}", path = path.display())]
+    #[error("failed to use config {path}: {field} = {value:?}: {problem}", path = path.display())]
     Field {
         /// The file.
         path: PathBuf,

@@ -40,7 +40,7 @@ fn main() -> ExitCode {
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            error!(error = format!("{failure:#}"), "ended");
+            error!(error = format!("{failure:#}"), "agent failed");
             eprintln!("bursar-agent: {failure:#}");
             ExitCode::FAILURE
         }
@@ -50,7 +50,7 @@ fn main() -> ExitCode {
 async fn run(args: &Args, confined: Result<(), ConfineError>) -> anyhow::Result<()> {
     init_logging(args)?;
     if let Err(error) = confined {
-        warn!(%error, "agent keeps rights that it does not need");
+        warn!(%error, "failed to drop capabilities: the agent has more rights than necessary");
     }
     raise_open_file_limit();
     let config = Config::load(&args.config)?;
@@ -83,7 +83,7 @@ fn raise_open_file_limit() {
         ..limit
     };
     if let Err(error) = setrlimit(Resource::Nofile, raised) {
-        warn!(%error, limit = limit.current, "limit of open files not raised");
+        warn!(%error, limit = limit.current, "failed to raise the limit of open files");
     }
 }
 

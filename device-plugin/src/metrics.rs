@@ -139,7 +139,7 @@ impl Metrics {
         Self {
             orders_not_understood: r.register_metric(
                 "bursar_agent_orders_not_understood",
-                "Orders in this node's GpuNode that this version of the agent does not understand",
+                "Entries in the spec of this node's GpuNode that this version of the agent does not know",
                 Gauge::default(),
             ),
             watch_failures: r.register_metric(
@@ -149,12 +149,12 @@ impl Metrics {
             ),
             tokens: r.register_metric(
                 "bursar_agent_tokens",
-                "Healthy tokens told to the kubelet",
+                "Healthy devices advertised to the kubelet",
                 Family::default(),
             ),
             booked: r.register_metric(
                 "bursar_agent_booked",
-                "Allocations booked and not bound",
+                "Allocations without a binding yet",
                 Family::default(),
             ),
             bound: r.register_metric("bursar_agent_bound", "Allocations bound", Family::default()),
@@ -175,12 +175,12 @@ impl Metrics {
             ),
             releases: r.register_metric(
                 "bursar_agent_releases",
-                "Pods whose memory was taken back at their end",
+                "Pods whose memory was released at their end",
                 Counter::default(),
             ),
             collected: r.register_metric(
                 "bursar_agent_bookings_collected",
-                "Bookings dropped for never becoming a container",
+                "Pending allocations dropped because no container followed",
                 Counter::default(),
             ),
             registrations: r.register_metric(
@@ -376,12 +376,12 @@ impl EncodeFamilies for RetainedFigures {
     fn encode(&self, tables: &mut FamilyEncoder<'_>) -> std::fmt::Result {
         tables.gauges(
             "bursar_gpu_kept_leases",
-            "Kept leases that the vault has",
+            "Leases of retained memory in the fd store",
             self.leases.clone(),
         )?;
         tables.gauges(
             "bursar_gpu_kept_bytes",
-            "Memory of kept leases that the vault has",
+            "Retained memory in the fd store",
             self.bytes.clone(),
         )
     }

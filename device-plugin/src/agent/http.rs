@@ -18,11 +18,11 @@ impl Heartbeat {
     /// The verdict on the node task at `now`.
     fn verdict(&self, now: Instant) -> Verdict {
         if self.0.has_changed().is_err() {
-            return Verdict::Unwell("the node's task has ended".to_owned());
+            return Verdict::Unwell("the node task has ended".to_owned());
         }
         let still = now.saturating_duration_since(*self.0.borrow());
         if still > HEARTBEAT_TIMEOUT {
-            return Verdict::Unwell(format!("the node's task stands still for {still:?}"));
+            return Verdict::Unwell(format!("the node task has sent no heartbeat for {still:?}"));
         }
         Verdict::Well
     }
@@ -85,6 +85,6 @@ mod tests {
         let (_alive, pulse) = watch::channel(beat);
         let after = |seconds| Heartbeat(pulse.clone()).verdict(beat + Duration::from_secs(seconds));
         assert_eq!(after(30), Verdict::Well);
-        assert!(matches!(after(31), Verdict::Unwell(why) if why.contains("stands still")));
+        assert!(matches!(after(31), Verdict::Unwell(why) if why.contains("no heartbeat")));
     }
 }

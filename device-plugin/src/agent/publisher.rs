@@ -150,7 +150,7 @@ impl StatusPublisher {
                     )
                 }
                 Err(error) => {
-                    debug!(%error, "container runtime not known");
+                    debug!(%error, "failed to read the container runtime's version");
                     (None, RUNTIME_RETRY_INTERVAL)
                 }
             }

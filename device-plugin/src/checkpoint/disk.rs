@@ -147,12 +147,12 @@ impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
                     // A malformed file may stay where the rename fails: the next value replaces the
                     // file.
                     let aside = file.move_aside().is_ok();
-                    warn!(%error, aside, "file begins anew");
+                    warn!(%error, aside, "failed to read a malformed file; the agent starts with an empty one");
                     Some(T::default())
                 }
                 Err(error @ LoadError::Read { .. }) => {
                     if !std::mem::replace(&mut told, true) {
-                        warn!(%error, "failed to read a file; tried again");
+                        warn!(%error, "failed to read a file; the agent tries again");
                     }
                     None
                 }
@@ -185,7 +185,7 @@ impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
                 }
                 Err(error) => {
                     if !std::mem::replace(&mut told, true) {
-                        warn!(%error, "failed to write a file; tried again");
+                        warn!(%error, "failed to write a file; the agent tries again");
                     }
                     state.newest.get_or_insert(value);
                 }

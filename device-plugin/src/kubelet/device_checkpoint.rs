@@ -30,13 +30,13 @@ pub const MAX_BYTES: u64 = 16 << 20;
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceCheckpointError {
     /// The file is missing: the node is new, or its directory was wiped.
-    #[error("there is no {path}")]
+    #[error("failed to read {path}: the file does not exist")]
     Missing {
         /// The file.
         path: PathBuf,
     },
     /// The file is unreadable.
-    #[error("cannot read {path}")]
+    #[error("failed to read {path}")]
     Unreadable {
         /// The file.
         path: PathBuf,

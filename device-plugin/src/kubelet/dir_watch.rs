@@ -18,7 +18,7 @@ use super::server::is_agent_socket;
 #[derive(Debug, thiserror::Error)]
 pub enum WatchError {
     /// The directory is missing or unreadable.
-    #[error("cannot read the kubelet's plugin directory {path}")]
+    #[error("failed to read the kubelet's plugin directory {path}")]
     Directory {
         /// The directory.
         path: PathBuf,
@@ -27,7 +27,7 @@ pub enum WatchError {
         source: io::Error,
     },
     /// The inotify instances are used up (`fs.inotify.max_user_instances`).
-    #[error("cannot create an inotify instance")]
+    #[error("failed to create an inotify instance")]
     Inotify(#[source] io::Error),
     /// The watched directory was removed, moved or unmounted.
     #[error("the kubelet's plugin directory {path} is gone")]

@@ -91,7 +91,7 @@ impl NotRegistered {
 #[derive(Debug, thiserror::Error)]
 pub enum RegisterError {
     /// No server answers at the kubelet's socket.
-    #[error("cannot connect to the kubelet at {path}")]
+    #[error("failed to connect to the kubelet at {path}")]
     Connect {
         /// The kubelet's socket.
         path: PathBuf,
@@ -203,7 +203,7 @@ impl<A: Allocator> Lifecycle<A> {
             Err(error) => {
                 let failure = NotRegistered::Directory(error_chain(&error));
                 if self.failure.as_ref() != Some(&failure) {
-                    warn!(resource = self.name, reason = error.reason(), %failure, "not watching");
+                    warn!(resource = self.name, reason = error.reason(), %failure, "failed to watch the plugin directory");
                 }
                 self.failure = Some(failure);
                 None
@@ -267,7 +267,7 @@ impl<A: Allocator> Lifecycle<A> {
     fn record_failure(&mut self, failure: NotRegistered) {
         self.machine.attempt_failed(Instant::now());
         if self.failure.as_ref() != Some(&failure) {
-            warn!(resource = self.name, reason = failure.reason(), %failure, "not registered");
+            warn!(resource = self.name, reason = failure.reason(), %failure, "failed to register the resource");
         }
         self.failure = Some(failure);
     }

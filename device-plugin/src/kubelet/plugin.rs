@@ -67,7 +67,7 @@ pub enum PrepareError {
     #[error("{0}")]
     NoRoom(String),
     /// No pending allocation has these device ids.
-    #[error("no booking holds the tokens {tokens} of {resource}")]
+    #[error("no pending allocation has the device ids {tokens} of {resource}")]
     NotAllocated {
         /// The resource of the call.
         resource: Resource,
@@ -125,7 +125,10 @@ impl<A: Allocator> Plugin<A> {
 
     fn parse_device_ids(&self, ids: &[String]) -> Result<DeviceIdSet, Status> {
         DeviceIdSet::from_ids(self.resource, ids).map_err(|error: UnitError| {
-            Status::invalid_argument(truncated(&format!("tokens of {}: {error}", self.resource)))
+            Status::invalid_argument(truncated(&format!(
+                "device ids of {}: {error}",
+                self.resource
+            )))
         })
     }
 
@@ -137,7 +140,7 @@ impl<A: Allocator> Plugin<A> {
         let booked = self.allocator.allocate(self.resource, tokens);
         let id = tokio::time::timeout(ALLOCATE_TIMEOUT, booked)
             .await
-            .map_err(|_| Status::deadline_exceeded("booking took longer than 30 s"))?
+            .map_err(|_| Status::deadline_exceeded("the allocation took longer than 30 s"))?
             .map_err(|error| match error {
                 AllocateError::Stopping => Status::unavailable(error.to_string()),
             })?;

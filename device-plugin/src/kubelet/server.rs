@@ -27,7 +27,7 @@ const CLOSE_GRACE: Duration = Duration::from_millis(500);
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The socket could not be created.
-    #[error("cannot listen on {path}")]
+    #[error("failed to listen on {path}")]
     Listen {
         /// The socket's path.
         path: PathBuf,

@@ -110,7 +110,7 @@ impl AuditMetrics {
             figures: LatestFigures::register(r),
             findings: r.register_metric(
                 "bursar_agent_findings",
-                "Findings of the audit, each once for as long as it stands",
+                "Findings of the audit, each counted once",
                 Family::default(),
             ),
             kills: r.register_metric(
@@ -185,7 +185,7 @@ impl AuditFigures {
         )?;
         tables.gauges(
             "bursar_container_drift_bytes",
-            "What NVML charges to a container's processes less what the ledger says that they use",
+            "Memory of a container's processes by NVML less that of the agent's accounts",
             drift,
         )
     }
@@ -201,7 +201,7 @@ impl AuditFigures {
         });
         tables.counters(
             "bursar_container_denied",
-            "Allocations denied for want of quota, by the driver's function",
+            "Allocations denied for lack of quota, by driver function",
             denied.collect(),
         )?;
         let each = |figure: fn(&ContainerUsage) -> u64| -> Vec<(ContainerLabels, u64)> {
@@ -221,12 +221,12 @@ impl AuditFigures {
         )?;
         tables.gauges(
             "bursar_container_unclosed_sockets",
-            "Sockets of a container's processes that wait to be closed",
+            "Sessions of a container's exited processes that wait to be closed",
             gauge(|books| books.unclosed_sockets as u64),
         )?;
         tables.gauges(
             "bursar_container_generation",
-            "Process images of a container that said hello, replaced ones too",
+            "Process images of a container that opened a session, replaced ones too",
             gauge(|books| books.generation),
         )
     }
@@ -271,7 +271,7 @@ impl AuditFigures {
         let residual = self.verdict.unattributed_signed.iter();
         tables.gauges(
             "bursar_gpu_residual_bytes",
-            "What is in use of a GPU less what NVML charges to processes",
+            "Used memory of a GPU less that of its processes by NVML",
             residual.map(|(gpu, bytes)| (label(gpu), *bytes)).collect(),
         )?;
         let intruders = self.verdict.untracked_processes.iter();

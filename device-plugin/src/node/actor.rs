@@ -368,7 +368,7 @@ impl NodeTask {
             } => {
                 let id = AllocationId::from_bits(rand::random());
                 self.allocator.allocate(id, resource, tokens, now);
-                debug!(allocation = %id, %resource, "booked");
+                debug!(allocation = %id, %resource, "allocated");
                 // The kubelet may have gone; the agent then collects the allocation.
                 let _ = reply.send(id);
             }
@@ -442,7 +442,7 @@ impl NodeTask {
             }
             Err(refused) => {
                 if self.devices_error.as_ref() != Some(&refused) {
-                    error!(reason = refused.reason(), error = %refused, "not advertised");
+                    error!(reason = refused.reason(), error = %refused, "failed to advertise devices");
                 }
                 self.devices_error = Some(refused);
             }

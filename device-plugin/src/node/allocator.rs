@@ -413,7 +413,7 @@ impl<H: HostOps> NodeAllocator<H> {
             self.checkpoint_dirty |= self.ledger.set_orphaned_leases(orphaned, now);
         }
         for (lease, gpu, bytes) in left {
-            info!(%lease, %gpu, bytes = bytes.0, "kept lease ended");
+            info!(%lease, %gpu, bytes = bytes.0, "retained lease ended");
             self.ledger.add_unreclaimed(gpu, bytes, now);
             self.unrecorded_leases.push(lease);
             self.checkpoint_dirty = true;
@@ -491,7 +491,7 @@ impl<H: HostOps> NodeAllocator<H> {
             let collected = self.ledger.gc_pending(known, now);
             self.metrics.count_collected(collected.len());
             for allocation in collected {
-                info!(%allocation, "booking without a pod collected");
+                info!(%allocation, "pending allocation without a pod dropped");
                 self.checkpoint_dirty = true;
                 self.container_names.remove(&allocation);
                 self.pending_teardown.insert(allocation);
@@ -588,7 +588,7 @@ impl<H: HostOps> NodeAllocator<H> {
             return;
         }
         self.metrics.count_release();
-        info!(%pod, allocations = ended.len(), "released");
+        info!(%pod, allocations = ended.len(), "pod released");
         for (_, waiter) in self
             .waiting_calls
             .extract_if(.., |_, waiter| waiter.request.pod == *pod)
@@ -644,7 +644,7 @@ impl<H: HostOps> NodeAllocator<H> {
         for (gpu, bytes) in exported {
             let inherited = self.host.charge_inherited(heir.allocations[0], &gpu, bytes);
             if inherited > Bytes::ZERO {
-                info!(pod = %heir.pod, %gpu, bytes = inherited.0, "inherited");
+                info!(pod = %heir.pod, %gpu, bytes = inherited.0, "exports charged to the next container");
                 self.ledger.subtract_unreclaimed(&gpu, inherited);
                 self.checkpoint_dirty = true;
             }
@@ -658,7 +658,7 @@ impl<H: HostOps> NodeAllocator<H> {
             if let Some(number) = leaks.get(&gpu)
                 && self.ledger.lower_unreclaimed(&gpu, *number, held)
             {
-                info!(%gpu, held = held.0, "left by ended pods");
+                info!(%gpu, unreclaimed = held.0, "unreclaimed memory of ended pods");
                 self.checkpoint_dirty = true;
             }
         }
@@ -698,7 +698,7 @@ impl<H: HostOps> NodeAllocator<H> {
             self.ledger.stop_waiting(ticket, now);
             self.checkpoint_dirty = true;
             let message = reason.map_or_else(|| "waiting".to_owned(), |reason| reason.to_string());
-            info!(pod = %start.pod, reason = message, "no room yet");
+            info!(pod = %start.pod, reason = message, "no room before the deadline");
             send_reply(reply, Err(PrepareError::NoRoom(message)));
         }
     }
@@ -714,7 +714,7 @@ impl<H: HostOps> NodeAllocator<H> {
                 self.problems.host = None;
             }
             Err(error) => {
-                warn!(pod = %binding.pod, reason = error.reason(), %error, "bound, and not ready to start");
+                warn!(pod = %binding.pod, reason = error.reason(), %error, "failed to set up a binding; the agent tries again");
                 self.problems.host = Some((error.subsystem(), error.to_string()));
             }
         }
@@ -888,7 +888,10 @@ impl<H: HostOps> NodeAllocator<H> {
         let result = self.host.save_checkpoint(&state);
         let trouble = result.as_ref().err().map(ToString::to_string);
         if trouble.is_some() && trouble != self.problems.checkpoint {
-            warn!(error = trouble, "checkpoint not written");
+            warn!(
+                error = trouble,
+                "failed to write the checkpoint; the agent tries again"
+            );
         }
         self.problems.checkpoint = trouble;
         self.checkpoint_dirty = result.is_err();
@@ -897,7 +900,7 @@ impl<H: HostOps> NodeAllocator<H> {
 
     pub(super) fn watch_cgroup(&mut self, pod: &PodUid) {
         if !matches!(self.pod_cgroups.watch(pod), PodCgroup::Found(_)) {
-            warn!(%pod, "the pod's cgroup is not found: its end cannot be seen yet");
+            warn!(%pod, "failed to find the pod's cgroup: the agent cannot see the pod's end yet");
         }
     }
 

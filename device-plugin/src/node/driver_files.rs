@@ -144,7 +144,7 @@ pub enum DriverError {
         path: PathBuf,
     },
     /// A path could not be read.
-    #[error("read {}: {source}", path.display())]
+    #[error("failed to read {}: {source}", path.display())]
     Read {
         /// The path.
         path: PathBuf,

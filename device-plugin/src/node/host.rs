@@ -49,7 +49,7 @@ pub enum HostError {
     #[error(transparent)]
     Sessions(#[from] SessionsError),
     /// The run directory could not be created.
-    #[error("folder {path}: {source}", path = path.display())]
+    #[error("failed to create directory {path}: {source}", path = path.display())]
     Folder {
         /// The directory.
         path: PathBuf,
@@ -57,7 +57,7 @@ pub enum HostError {
         source: io::Error,
     },
     /// A bound GPU that NVML does not list at the moment.
-    #[error("{0} is bound, and the driver does not list it now")]
+    #[error("failed to find {0}: the driver does not list the bound GPU now")]
     GpuNotListed(GpuUuid),
 }
 
@@ -193,10 +193,10 @@ impl OsHost {
         if let Err(LoadError::Malformed { .. }) = &checkpoint
             && let Err(error) = self.checkpoint.move_aside()
         {
-            warn!(%error, "malformed checkpoint stays in place");
+            warn!(%error, "failed to move the malformed checkpoint aside");
         }
         let cdi = self.cdi.list().unwrap_or_else(|error| {
-            warn!(%error, "cdi files not listed");
+            warn!(%error, "failed to list CDI files");
             Default::default()
         });
         for allocation in &cdi.unreadable {
@@ -224,7 +224,7 @@ impl OsHost {
         });
         writable
             .err()
-            .map(|error| format!("CDI folder {}: {error}", path.display()))
+            .map(|error| format!("failed to write CDI directory {}: {error}", path.display()))
     }
 
     /// Finds the driver again at the next binding, for the driver may change with the GPUs.

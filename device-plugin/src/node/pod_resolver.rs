@@ -37,13 +37,13 @@ const API_TIMEOUT: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 pub enum ResolveError {
     /// The kubelet's checkpoint does not have these device ids.
-    #[error("the kubelet's device checkpoint has no container with tokens {0}")]
+    #[error("the kubelet's device checkpoint has no container with device ids {0}")]
     NotInCheckpoint(DeviceIdSet),
     /// The checkpoint has these device ids for two pods, which no kubelet writes.
-    #[error("the kubelet's device checkpoint has tokens {0} for more than one pod")]
+    #[error("the kubelet's device checkpoint has device ids {0} for more than one pod")]
     Ambiguous(DeviceIdSet),
     /// The checkpoint is unreadable, and the API server could not replace it.
-    #[error("cannot tell which pod holds tokens {tokens}: {source}")]
+    #[error("failed to resolve the pod of device ids {tokens}: {source}")]
     Unreadable {
         /// The device ids.
         tokens: DeviceIdSet,
@@ -142,7 +142,7 @@ impl PodResolver {
         };
         let listed = self.pod_resources.list(resource, name).await;
         listed.unwrap_or_else(|error| {
-            debug!(%error, "no pod names");
+            debug!(%error, "failed to list the pods' resources");
             Vec::new()
         })
     }
@@ -161,7 +161,7 @@ impl PodResolver {
         match tokio::time::timeout(API_TIMEOUT, read).await {
             Ok(Ok(pod)) => parse_api_pod(&pod),
             Ok(Err(error)) => {
-                debug!(%error, pod = container.pod, "no priority");
+                debug!(%error, pod = container.pod, "failed to read the pod's priority");
                 None
             }
             Err(_) => None,

@@ -29,9 +29,9 @@ use crate::units::{AllocationId, PodUid, Quanta, Quantum, Resource};
 /// The reason why the checkpoint cannot be restored.
 #[derive(Debug, thiserror::Error)]
 enum NotRestored {
-    #[error("there is none")]
+    #[error("the checkpoint is missing")]
     Missing,
-    #[error("it is of another boot")]
+    #[error("the checkpoint is of another boot")]
     OtherBoot,
     #[error(transparent)]
     Load(#[from] LoadError),
@@ -59,7 +59,7 @@ impl<H: HostOps> NodeAllocator<H> {
                 NotRestored::Load(_) | NotRestored::Restore(_) => true,
             };
             if lost {
-                warn!(%why, bindings, "checkpoint not used: rebuilt from the host");
+                warn!(%why, bindings, "failed to restore the checkpoint; state rebuilt from the host");
                 self.problems.rebuilt = Some(match unread.len() {
                     0 => why.to_string(),
                     count => {
@@ -80,7 +80,7 @@ impl<H: HostOps> NodeAllocator<H> {
             self.tear_down_ended().await;
         }
         self.serve_sessions(cdi).await;
-        info!(bindings = self.ledger.bindings().count(), "recovered");
+        info!(bindings = self.ledger.bindings().count(), "state recovered");
     }
 
     fn restore(

@@ -257,16 +257,17 @@ fn audited_condition(audited: &AuditStatus) -> Statement {
     let list = |all: &mut dyn Iterator<Item = &str>| all.collect::<Vec<_>>().join(", ");
     if !stale.is_empty() {
         let gpus = list(&mut stale.iter().map(crate::units::GpuUuid::as_str));
-        let message = format!("NVML does not tell who uses {gpus}");
+        let message = format!("failed to list the processes of {gpus}: NVML does not answer");
         return says(false, names::AUDIT_STALE, message);
     }
     if !hanging.is_empty() {
         let pods = list(&mut hanging.iter().map(crate::units::PodUid::as_str));
-        let message =
-            format!("no look comes back at the processes of the pods with the UIDs {pods}");
+        let message = format!(
+            "failed to read the processes of the pods with the UIDs {pods}: the kernel does not answer"
+        );
         return says(false, names::AUDIT_STALE, message);
     }
-    says(true, names::OK, "what programs have is known".to_owned())
+    says(true, names::OK, "every audit is recent".to_owned())
 }
 
 fn retained_memory_condition(kept: &RetainedStatus) -> Statement {
@@ -286,11 +287,13 @@ fn retained_memory_condition(kept: &RetainedStatus) -> Statement {
             names::SWITCHED_OFF,
             "switched off in the agent's configuration",
         ),
-        _ if !heard => says(false, names::VAULT_AWAY, "the vault does not answer"),
+        _ if !heard => says(false, names::VAULT_AWAY, "the fd store does not answer"),
         (_, Some(gpu)) => says(
             false,
             names::WORKER_STUCK,
-            &format!("the worker of {gpu} hangs in the driver: reset the GPU or restart the node"),
+            &format!(
+                "the provisioner of {gpu} hangs in the driver: reset the GPU or restart the node"
+            ),
         ),
         (Some((gpu, why)), None) => says(false, names::NOT_SCRUBBED, &format!("{gpu}: {why}")),
         (None, None) => says(
@@ -311,13 +314,16 @@ fn memory_scrubbed_condition(snapshot: &Snapshot, kept: &RetainedStatus) -> Stat
             false,
             names::NOT_SCRUBBED,
             &format!(
-                "{gpu}: {why}; it is for one namespace until the node restarts, or set sharing.allowUnscrubbed"
+                "{gpu}: {why}; the GPU serves one namespace until the node restarts, or set sharing.allowUnscrubbed"
             ),
         ),
         None if gpus.all(|state| kept.scrubbed.contains(&state.gpu.uuid)) => {
             says(true, names::OK, "freed memory comes back cleared")
         }
-        None => pending_condition(names::MEMORY_SCRUBBED, "not every GPU was looked at yet"),
+        None => pending_condition(
+            names::MEMORY_SCRUBBED,
+            "not every GPU has had its scrub check yet",
+        ),
     }
 }
 
@@ -329,7 +335,9 @@ fn accepted_condition(ordered: &AppliedSpec) -> Statement {
     } = ordered;
     let version = env!("CARGO_PKG_VERSION");
     match not_understood.as_slice() {
-        [] if generation.is_none() => pending_condition(names::ACCEPTED, "no spec was read yet"),
+        [] if generation.is_none() => {
+            pending_condition(names::ACCEPTED, "the agent has read no spec yet")
+        }
         [] => Statement::new(
             names::ACCEPTED,
             true,
@@ -343,7 +351,7 @@ fn accepted_condition(ordered: &AppliedSpec) -> Statement {
             };
             let message = format!(
                 "failed to read spec.{first}{more}: unknown to version {version} of the agent; upgrade the agent or \
-                delete these orders"
+                delete these entries"
             );
             Statement::new(names::ACCEPTED, false, names::NOT_UNDERSTOOD, message)
         }
@@ -361,12 +369,12 @@ fn driver_limits_condition(limits: &Limits) -> Statement {
     let mut all = limits.values();
     match (refused.next(), limits.is_empty()) {
         (Some(why), _) => says(false, names::LIMIT_REFUSED, why),
-        (None, true) => pending_condition(names::DRIVER_LIMITS, "no pod has had memory yet"),
+        (None, true) => pending_condition(names::DRIVER_LIMITS, "no pod has had device memory yet"),
         (None, false) if all.any(|limit| *limit == LimitState::Unsupported) => {
-            let why = "the driver offers no memory limits here; pods are held without them";
+            let why = "the driver offers no memory limits; the shim alone enforces quotas";
             says(false, names::NOT_OFFERED, why.to_owned())
         }
-        (None, false) => says(true, names::OK, "the driver holds pods too".to_owned()),
+        (None, false) => says(true, names::OK, "the driver enforces quotas too".to_owned()),
     }
 }
 
@@ -403,7 +411,7 @@ fn registered_condition(registration: &Registration) -> Statement {
                 names::REGISTERED,
                 true,
                 names::OK,
-                "the kubelet follows this node's tokens",
+                "the kubelet watches this node's devices",
             );
         }
         Registration::NotRegistered(why) => why,
@@ -447,7 +455,7 @@ fn token_limit_condition(snapshot: &Snapshot) -> Statement {
             names::WITHIN_TOKEN_LIMIT,
             true,
             names::OK,
-            "the kubelet can handle the tokens",
+            "the number of devices is within the kubelet's limit",
         ),
     }
 }
@@ -471,7 +479,7 @@ fn checkpoint_intact_condition(snapshot: &Snapshot) -> Statement {
             names::CHECKPOINT_INTACT,
             true,
             names::OK,
-            "the records are whole",
+            "the checkpoint is intact",
         ),
     }
 }

@@ -50,7 +50,7 @@ const STALE_AFTER: Duration = Duration::from_secs(3600);
 #[derive(Debug, thiserror::Error)]
 pub enum ShimInstallError {
     /// The image lacks the shim.
-    #[error("read the shim {}: {source} (set paths.shim-dir to the folder that has it)", path.display())]
+    #[error("failed to read the shim {}: {source}; set paths.shim-dir to its directory", path.display())]
     Read {
         /// The file.
         path: PathBuf,
@@ -58,7 +58,7 @@ pub enum ShimInstallError {
         source: io::Error,
     },
     /// The symbols of a library could not be read.
-    #[error("read the symbols of {}: {source}", path.display())]
+    #[error("failed to read the symbols of {}: {source}", path.display())]
     Symbols {
         /// The shim, or the driver's library.
         path: PathBuf,
@@ -66,7 +66,7 @@ pub enum ShimInstallError {
         source: io::Error,
     },
     /// The directory of the build could not be created.
-    #[error("install the shim in {}: {source}", path.display())]
+    #[error("failed to install the shim in {}: {source}", path.display())]
     Install {
         /// The directory.
         path: PathBuf,

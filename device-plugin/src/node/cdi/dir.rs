@@ -29,7 +29,7 @@ pub struct CdiListing {
 #[derive(Debug, thiserror::Error)]
 pub enum CdiError {
     /// The file could not be written, so the container cannot start.
-    #[error("write {}: {source}", path.display())]
+    #[error("failed to write {}: {source}", path.display())]
     Write {
         /// The file.
         path: PathBuf,
@@ -37,7 +37,7 @@ pub enum CdiError {
         source: io::Error,
     },
     /// The file could not be removed.
-    #[error("remove {}: {source}", path.display())]
+    #[error("failed to remove {}: {source}", path.display())]
     Remove {
         /// The file.
         path: PathBuf,
@@ -45,7 +45,7 @@ pub enum CdiError {
         source: io::Error,
     },
     /// The directory could not be read.
-    #[error("list {}: {source}", path.display())]
+    #[error("failed to list {}: {source}", path.display())]
     List {
         /// The directory.
         path: PathBuf,
