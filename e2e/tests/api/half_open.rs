@@ -37,10 +37,10 @@ impl FreezableProxy {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
         let frozen = Arc::new(watch::Sender::new(0));
-        let news = frozen.clone();
+        let freezes = frozen.clone();
         tokio::spawn(async move {
             while let Ok((mut near, _)) = listener.accept().await {
-                let mut frozen = news.subscribe();
+                let mut frozen = freezes.subscribe();
                 tokio::spawn(async move {
                     let Ok(mut far) = TcpStream::connect(server).await else {
                         return;
@@ -84,8 +84,8 @@ async fn case_behind_proxy(
 ) -> Result<(FreezableProxy, TestCase), Failed> {
     let mut config = server.control_plane.operator_config();
     let port = config.cluster_url.port_u16().ok_or("no port")?;
-    let line = FreezableProxy::to_server(SocketAddr::from(([127, 0, 0, 1], port))).await?;
-    config.cluster_url = format!("https://{}", line.address).parse()?;
+    let proxy = FreezableProxy::to_server(SocketAddr::from(([127, 0, 0, 1], port))).await?;
+    config.cluster_url = format!("https://{}", proxy.address).parse()?;
     let plan = FaultPlan {
         faults,
         doomed: FaultyWrites::NoWrite,
@@ -94,7 +94,7 @@ async fn case_behind_proxy(
     };
     let case =
         TestCase::with_config(server, acquire_permit().await, config, silence, name, plan).await?;
-    Ok((line, case))
+    Ok((proxy, case))
 }
 
 async fn is_ready(at: &IsolatedScope) -> Result<bool, Failed> {
@@ -105,13 +105,13 @@ async fn is_ready(at: &IsolatedScope) -> Result<bool, Failed> {
 
 /// Creates a budget, and raises it right after a freeze.
 async fn raise_budget_while_frozen(
-    line: &FreezableProxy,
+    proxy: &FreezableProxy,
     case: &mut TestCase,
 ) -> Result<(), Failed> {
     let made = async |at: &IsolatedScope| at.create_budget("16Gi", "24Gi").await;
     case.transition("a budget is made", made, is_ready).await?;
     let raised = async |at: &IsolatedScope| {
-        line.freeze();
+        proxy.freeze();
         at.patch_budget(json!({ "deviceMemory": { "guaranteed": "20Gi" } }))
             .await
     };
@@ -123,21 +123,21 @@ async fn raise_budget_while_frozen(
 async fn with_production_timeouts(server: &Server) -> Result<Outcome, Failed> {
     let name = "silent-long";
     let faults = Faults::new(name, WriteFault::RequestDropped, WatchFault::NoFault);
-    let (line, case) = case_behind_proxy(server, name, faults, READ_TIMEOUT).await?;
+    let (proxy, case) = case_behind_proxy(server, name, faults, READ_TIMEOUT).await?;
     let mut case = case.allow_delay(EXTRA_DELAY);
-    raise_budget_while_frozen(&line, &mut case).await?;
+    raise_budget_while_frozen(&proxy, &mut case).await?;
     case.finish(is_ready).await
 }
 
 async fn with_short_timeouts(server: &Server) -> Result<Outcome, Failed> {
     let name = "silent";
     let faults = Faults::with_watch_timeout(name, WATCH_SECONDS);
-    let (line, mut case) = case_behind_proxy(server, name, faults, SHORT_SILENCE).await?;
-    raise_budget_while_frozen(&line, &mut case).await?;
+    let (proxy, mut case) = case_behind_proxy(server, name, faults, SHORT_SILENCE).await?;
+    raise_budget_while_frozen(&proxy, &mut case).await?;
     case.transition(
         "a pod comes in silence",
         async |at| {
-            line.freeze();
+            proxy.freeze();
             Ok(at.create_pod("p", 3, false, false).await.map(drop)?)
         },
         async |at| Ok(at.budget().await?["status"]["deviceMemory"]["requested"]["quanta"] == 3),
@@ -151,7 +151,7 @@ async fn with_short_timeouts(server: &Server) -> Result<Outcome, Failed> {
     case.transition(
         "the GPU is lost in silence",
         async |at| {
-            line.freeze();
+            proxy.freeze();
             at.report_gpu(8, &[]).await
         },
         lost,

@@ -61,7 +61,7 @@ async fn release_delays(context: &mut TrialContext) -> Result<Vec<f64>, Failed> 
     }
     let node = context.node_files()?;
     let pods = context.pods.list().await?;
-    let mut endings: Vec<PodEnd> = pods
+    let mut pod_ends: Vec<PodEnd> = pods
         .iter()
         .filter_map(|pod| pod.uid())
         .map(|uid| PodEnd {
@@ -71,12 +71,12 @@ async fn release_delays(context: &mut TrialContext) -> Result<Vec<f64>, Failed> 
             released: None,
         })
         .collect();
-    let unseen = endings
+    let unseen = pod_ends
         .iter()
-        .filter(|ending| ending.cgroups.is_empty())
+        .filter(|pod_end| pod_end.cgroups.is_empty())
         .count();
     assert_eq!(
-        (endings.len(), unseen),
+        (pod_ends.len(), unseen),
         (PODS, 0),
         "pods, and those without a cgroup"
     );
@@ -84,47 +84,47 @@ async fn release_delays(context: &mut TrialContext) -> Result<Vec<f64>, Failed> 
         context.pods.delete(name).await?;
     }
     let begin = Instant::now();
-    while endings
+    while pod_ends
         .iter()
-        .any(|ending| ending.gone.is_none() || ending.released.is_none())
+        .any(|pod_end| pod_end.gone.is_none() || pod_end.released.is_none())
     {
         if begin.elapsed() > START_TIMEOUT {
-            let left: Vec<&str> = endings
+            let left: Vec<&str> = pod_ends
                 .iter()
-                .filter(|ending| ending.released.is_none())
-                .map(|ending| ending.uid.as_str())
+                .filter(|pod_end| pod_end.released.is_none())
+                .map(|pod_end| pod_end.uid.as_str())
                 .collect();
             return Err(
                 format!("after {START_TIMEOUT:?} these hold their memory: {left:?}").into(),
             );
         }
-        observe_ends(&node, &mut endings)?;
+        observe_ends(&node, &mut pod_ends)?;
         tokio::time::sleep(PAUSE).await;
     }
     for name in &names {
         context.pods.wait_until_deleted(name, START_TIMEOUT).await?;
     }
-    let delay = |ending: &PodEnd| {
+    let delay = |pod_end: &PodEnd| {
         Some(
-            ending
+            pod_end
                 .released?
-                .saturating_duration_since(ending.gone?)
+                .saturating_duration_since(pod_end.gone?)
                 .as_secs_f64(),
         )
     };
-    Ok(endings.iter().filter_map(delay).collect())
+    Ok(pod_ends.iter().filter_map(delay).collect())
 }
 
-fn observe_ends(node: &NodeFiles, endings: &mut [PodEnd]) -> Result<(), Failed> {
+fn observe_ends(node: &NodeFiles, pod_ends: &mut [PodEnd]) -> Result<(), Failed> {
     let held = node.cdi_files()?;
     let now = Instant::now();
-    for ending in endings {
-        if ending.gone.is_none() && !ending.cgroups.iter().any(|path| path.exists()) {
-            ending.gone = Some(now);
+    for pod_end in pod_ends {
+        if pod_end.gone.is_none() && !pod_end.cgroups.iter().any(|path| path.exists()) {
+            pod_end.gone = Some(now);
         }
-        let holds = held.values().any(|file| file.contains(&ending.uid));
-        if ending.released.is_none() && !holds {
-            ending.released = Some(now);
+        let holds = held.values().any(|file| file.contains(&pod_end.uid));
+        if pod_end.released.is_none() && !holds {
+            pod_end.released = Some(now);
         }
     }
     Ok(())

@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 
 /// A running watch, which ends when this value is dropped.
 pub(crate) struct PodHistory {
-    lives: Arc<Mutex<BTreeMap<String, PodRecord>>>,
+    records: Arc<Mutex<BTreeMap<String, PodRecord>>>,
     watch: JoinHandle<()>,
 }
 
@@ -96,16 +96,16 @@ fn is_killed_by_its_deletion(pod: &Pod, codes: &[i32]) -> bool {
 impl PodHistory {
     /// Starts to watch the pods of `namespace`.
     pub(crate) fn of(client: &Client, namespace: &str) -> Self {
-        let lives = Arc::default();
+        let records = Arc::default();
         let api: Api<Pod> = Api::namespaced(client.clone(), namespace);
-        let watch = tokio::spawn(watch(api, Arc::clone(&lives)));
-        Self { lives, watch }
+        let watch = tokio::spawn(watch(api, Arc::clone(&records)));
+        Self { records, watch }
     }
 
     /// Returns the record of every pod.
     pub(crate) fn records(&self) -> Vec<PodRecord> {
-        let lives = self.lives.lock().unwrap_or_else(PoisonError::into_inner);
-        lives.values().cloned().collect()
+        let records = self.records.lock().unwrap_or_else(PoisonError::into_inner);
+        records.values().cloned().collect()
     }
 
     /// Fails if a pod was ever Failed, or a container was started twice.
@@ -113,8 +113,8 @@ impl PodHistory {
     /// # Errors
     /// Names the pods with their records.
     pub(crate) fn check_none_failed_or_restarted(&self) -> Result<(), Failed> {
-        let restarted = |life: &PodRecord| life.containers.values().any(|ids| ids.len() > 1);
-        let bad = |life: &PodRecord| life.failed.is_some() || restarted(life);
+        let restarted = |record: &PodRecord| record.containers.values().any(|ids| ids.len() > 1);
+        let bad = |record: &PodRecord| record.failed.is_some() || restarted(record);
         let bad: Vec<PodRecord> = self.records().into_iter().filter(bad).collect();
         if bad.is_empty() {
             return Ok(());
@@ -125,14 +125,14 @@ impl PodHistory {
     /// Formats a line for each pod.
     pub(crate) fn summary(&self) -> String {
         let mut text = String::new();
-        for life in self.records() {
-            let failed = life.failed.map(|why| format!("; was Failed: {why}"));
+        for record in self.records() {
+            let failed = record.failed.map(|why| format!("; was Failed: {why}"));
             // Writing to a string cannot fail.
             let _ = writeln!(
                 text,
                 "{}: {}{}",
-                life.name,
-                life.last_state,
+                record.name,
+                record.last_state,
                 failed.unwrap_or_default()
             );
         }
@@ -146,14 +146,14 @@ impl Drop for PodHistory {
     }
 }
 
-async fn watch(api: Api<Pod>, lives: Arc<Mutex<BTreeMap<String, PodRecord>>>) {
+async fn watch(api: Api<Pod>, records: Arc<Mutex<BTreeMap<String, PodRecord>>>) {
     let events = watcher::watcher(api, watcher::Config::default());
     let mut events = Box::pin(events.default_backoff());
     while let Some(event) = events.next().await {
         if let Ok(Event::Apply(pod) | Event::InitApply(pod) | Event::Delete(pod)) = event {
-            let mut lives = lives.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut records = records.lock().unwrap_or_else(PoisonError::into_inner);
             let uid = pod.uid().unwrap_or_default();
-            lives.entry(uid).or_default().observe(&pod);
+            records.entry(uid).or_default().observe(&pod);
         }
     }
 }

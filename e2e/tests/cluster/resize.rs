@@ -113,14 +113,16 @@ async fn running_pods_quota_follows_the_gpu_node(context: &mut TrialContext) -> 
         .arguments(&["hold", "--bytes=1Gi"])
         .gib(8);
     context.pods.create(&plan).await?;
-    let desk = QuotaOverride::of(context, POD).await?;
+    let quota_override = QuotaOverride::of(context, POD).await?;
     let mut program = context.scripted_program(POD)?;
     let seen = program.execute("look").await?;
     assert_eq!(seen["device"]["total"], 8 * GIB, "{seen}");
 
     // Lowered before use: the program gets no more than the override.
-    desk.apply(context, Some("4Gi")).await?;
-    desk.wait_for_state(context, QuotaState::Applied, 4).await?;
+    quota_override.apply(context, Some("4Gi")).await?;
+    quota_override
+        .wait_for_state(context, QuotaState::Applied, 4)
+        .await?;
     let full = program.execute("take 8Gi").await?;
     assert_eq!(full["refused"]["code"], 2, "{full}");
     assert_eq!(full["device"]["total"], 4 * GIB, "{full}");
@@ -128,21 +130,27 @@ async fn running_pods_quota_follows_the_gpu_node(context: &mut TrialContext) -> 
     assert!(got <= 4 * GIB && got + CONTEXTS >= 4 * GIB, "{full}");
 
     // Raised: the refused program gets the added memory, and sees it.
-    desk.apply(context, Some("7Gi")).await?;
-    desk.wait_for_state(context, QuotaState::Applied, 7).await?;
+    quota_override.apply(context, Some("7Gi")).await?;
+    quota_override
+        .wait_for_state(context, QuotaState::Applied, 7)
+        .await?;
     let more = program.execute("take 2560Mi").await?;
     assert_eq!(more["refused"], Value::Null, "{more}");
     assert_eq!(more["device"]["total"], 7 * GIB, "{more}");
 
     // The pod's request is the maximum of an override.
-    desk.apply(context, Some("100Gi")).await?;
-    desk.wait_for_state(context, QuotaState::Applied, 8).await?;
+    quota_override.apply(context, Some("100Gi")).await?;
+    quota_override
+        .wait_for_state(context, QuotaState::Applied, 8)
+        .await?;
     let seen = program.execute("look").await?;
     assert_eq!(seen["device"]["total"], 8 * GIB, "{seen}");
 
     // Lowered below use: no process loses memory, and no process gets more.
-    desk.apply(context, Some("4Gi")).await?;
-    let pending = desk.wait_for_state(context, QuotaState::Pending, 4).await?;
+    quota_override.apply(context, Some("4Gi")).await?;
+    let pending = quota_override
+        .wait_for_state(context, QuotaState::Pending, 4)
+        .await?;
     let used = pending.used.as_ref().map(bursar_crds::Amount::bytes);
     let holds = held_bytes(&more) + GIB;
     assert!(
@@ -154,14 +162,18 @@ async fn running_pods_quota_follows_the_gpu_node(context: &mut TrialContext) -> 
     assert_eq!(held_bytes(&refused), held_bytes(&more), "{refused}");
     assert_eq!(refused["device"]["total"], 4 * GIB, "{refused}");
     assert_eq!(refused["device"]["free"], 0, "{refused}");
-    desk.wait_for_metric(context, "used", |used| used >= holds)
+    quota_override
+        .wait_for_metric(context, "used", |used| used >= holds)
         .await?;
 
     // The program frees; the agent does not grant the freed memory above the quota again.
     let less = program.execute("free 4Gi").await?;
-    desk.wait_for_state(context, QuotaState::Applied, 4).await?;
+    quota_override
+        .wait_for_state(context, QuotaState::Applied, 4)
+        .await?;
     for amount in ["quota", "granted", "used"] {
-        desk.wait_for_metric(context, amount, |bytes| bytes <= 4 * GIB)
+        quota_override
+            .wait_for_metric(context, amount, |bytes| bytes <= 4 * GIB)
             .await?;
     }
     // Another program of the pod gets the freed memory within the quota, and no more.
@@ -176,7 +188,7 @@ async fn running_pods_quota_follows_the_gpu_node(context: &mut TrialContext) -> 
     assert!(got > 0 && all <= 4 * GIB, "{greedy}");
 
     // Lifted: the pod has its requested memory.
-    desk.apply(context, None).await?;
+    quota_override.apply(context, None).await?;
     let whole = program.execute("take 4Gi").await?;
     assert_eq!(whole["refused"], Value::Null, "{whole}");
     assert_eq!(whole["device"]["total"], 8 * GIB, "{whole}");

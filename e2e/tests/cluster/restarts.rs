@@ -64,7 +64,7 @@ async fn agent_registers_again_after_disruptions(context: &mut TrialContext) -> 
     let before = context.node_files()?.cdi_files()?;
     assert_eq!(before.len(), 2, "{before:?}");
 
-    let blows = [
+    let disruptions = [
         Disruption::KubeletRestarted,
         Disruption::PluginFolderWiped,
         Disruption::AgentKilled,
@@ -73,29 +73,32 @@ async fn agent_registers_again_after_disruptions(context: &mut TrialContext) -> 
     ];
     let mut delays = Delays::new();
     for round in 0..ROUNDS {
-        for blow in blows {
-            let (possible, since) = disrupt(context, blow).await?;
-            let delay = delays.entry(blow).or_default();
+        for disruption in disruptions {
+            let (possible, since) = disrupt(context, disruption).await?;
+            let delay = delays.entry(disruption).or_default();
             delay.since_possible.push(possible);
             delay.since_disruption.push(since);
             let after = context.node_files()?.cdi_files()?;
-            assert_eq!(before, after, "bindings after {blow:?}, round {round}");
+            assert_eq!(
+                before, after,
+                "bindings after {disruption:?}, round {round}"
+            );
             context.history.check_none_failed_or_restarted()?;
         }
     }
     let mut late = Vec::new();
-    for (blow, delay) in delays {
+    for (disruption, delay) in delays {
         let (mut seconds, mut since) = (delay.since_possible, delay.since_disruption);
         seconds.sort_by(f64::total_cmp);
         since.sort_by(f64::total_cmp);
         let (median, p99) = (percentile(&seconds, 50), percentile(&seconds, 99));
         let (all, longest) = (percentile(&since, 50), percentile(&since, 99));
         context.progress.report(format_args!(
-            "{blow:?}, {ROUNDS} times: registered in {median:.3} s (median), {p99:.3} s (p99), \
-             {all:.1} s and {longest:.1} s after the blow"
+            "{disruption:?}, {ROUNDS} times: registered in {median:.3} s (median), {p99:.3} s (p99), \
+             {all:.1} s and {longest:.1} s after the disruption"
         ));
         if p99 >= MAX_REGISTRATION_SECONDS {
-            late.push((blow, seconds));
+            late.push((disruption, seconds));
         }
     }
     assert!(late.is_empty(), "too late: {late:?}");
@@ -118,10 +121,10 @@ pub(crate) fn percentile(sorted: &[f64], percent: usize) -> f64 {
 
 /// Disrupts the node and waits for the agent's registration. Returns the seconds since registration
 /// became possible, and since the disruption.
-async fn disrupt(context: &mut TrialContext, blow: Disruption) -> Result<(f64, f64), Failed> {
+async fn disrupt(context: &mut TrialContext, disruption: Disruption) -> Result<(f64, f64), Failed> {
     let node = context.node_files()?;
     let now = Timestamp::now();
-    let line = match blow {
+    let line = match disruption {
         Disruption::KubeletRestarted => {
             context.local()?.restart_kubelet(false).await?;
             let lines = wait_for_registration(context, now).await?;
@@ -150,7 +153,7 @@ async fn disrupt(context: &mut TrialContext, blow: Disruption) -> Result<(f64, f
             wait_for_registration(context, now).await?
         }
     };
-    let possible = match blow {
+    let possible = match disruption {
         Disruption::KubeletRestarted => timestamp(node.kubelet_socket_time()?)?,
         Disruption::PluginFolderWiped => now,
         Disruption::AgentKilled | Disruption::CheckpointLost | Disruption::CheckpointTruncated => {
