@@ -74,20 +74,20 @@ pub fn desired_limits(
             }
         }
     }
-    let mut wanted: BTreeMap<LimitKey, Bytes> = BTreeMap::new();
+    let mut desired: BTreeMap<LimitKey, Bytes> = BTreeMap::new();
     for ((place, _), Bytes(bytes)) in claims {
-        let sum = wanted.entry(place).or_default();
+        let sum = desired.entry(place).or_default();
         sum.0 = sum.0.saturating_add(bytes);
     }
-    wanted
+    desired
 }
 
-/// Whether to set `wanted` after `last`. A driver without limits is asked once for each limit.
-fn needs_update(wanted: Bytes, last: Option<&LimitState>) -> bool {
+/// Whether to set `desired` after `last`. A driver without limits is asked once for each limit.
+fn needs_update(desired: Bytes, last: Option<&LimitState>) -> bool {
     match last {
         None | Some(LimitState::Failed { .. }) => true,
         Some(LimitState::Unsupported) => false,
-        Some(LimitState::Set(bytes)) => *bytes != wanted,
+        Some(LimitState::Set(bytes)) => *bytes != desired,
     }
 }
 
@@ -110,7 +110,7 @@ pub async fn run(
     nvml: NvmlHandle,
     sessions: Arc<Sessions>,
     mut snapshots: watch::Receiver<Snapshot>,
-    told: watch::Sender<Limits>,
+    published: watch::Sender<Limits>,
     stop: CancellationToken,
 ) {
     let mut every = interval(POLL_INTERVAL);
@@ -126,9 +126,9 @@ pub async fn run(
             Ok(()) = snapshots.changed() => {}
         }
         let containers = snapshots.borrow_and_update().containers.clone();
-        let wanted = desired_limits(&containers, &sessions.container_usage());
-        limits.retain(|place, _| wanted.contains_key(place));
-        for (place, bytes) in wanted {
+        let desired = desired_limits(&containers, &sessions.container_usage());
+        limits.retain(|place, _| desired.contains_key(place));
+        for (place, bytes) in desired {
             if needs_update(bytes, limits.get(&place)) {
                 // NVML may take seconds to answer about a failing GPU.
                 let Some(limit) = stop
@@ -137,11 +137,11 @@ pub async fn run(
                 else {
                     return;
                 };
-                log_change(&place, &limit, told.borrow().get(&place));
+                log_change(&place, &limit, published.borrow().get(&place));
                 limits.insert(place, limit);
             }
         }
-        told.send_if_modified(|before| {
+        published.send_if_modified(|before| {
             let changed = *before != limits;
             before.clone_from(&limits);
             changed

@@ -70,18 +70,18 @@ impl DrainPlan {
 
     /// Takes the requested GPUs and those in use. A released GPU stays released until its order is
     /// gone: a later user is killed, for which NVML is not needed.
-    fn update(&mut self, ordered: BTreeSet<GpuUuid>, held: &BTreeSet<GpuUuid>, now: Instant) {
-        let busy: BTreeSet<_> = ordered.intersection(held).cloned().collect();
+    fn update(&mut self, requested: BTreeSet<GpuUuid>, used: &BTreeSet<GpuUuid>, now: Instant) {
+        let in_use: BTreeSet<_> = requested.intersection(used).cloned().collect();
         self.idle_since
-            .retain(|gpu, _| ordered.contains(gpu) && !busy.contains(gpu));
-        for gpu in ordered.difference(&busy) {
+            .retain(|gpu, _| requested.contains(gpu) && !in_use.contains(gpu));
+        for gpu in requested.difference(&in_use) {
             let since = *self.idle_since.entry(gpu.clone()).or_insert(now);
             if now.saturating_duration_since(since) >= IDLE_BEFORE_RELEASE {
                 self.state.released.insert(gpu.clone());
             }
         }
-        self.state.released.retain(|gpu| ordered.contains(gpu));
-        (self.state.requested, self.state.in_use) = (ordered, busy);
+        self.state.released.retain(|gpu| requested.contains(gpu));
+        (self.state.requested, self.state.in_use) = (requested, in_use);
     }
 }
 
@@ -121,7 +121,7 @@ pub fn initial_state(drained: BTreeSet<GpuUuid>) -> watch::Sender<DrainState> {
 
 /// Drains GPUs until `stop` and publishes the state in `drain`.
 pub async fn run(
-    mut around: DrainInputs,
+    mut inputs: DrainInputs,
     drain: watch::Sender<DrainState>,
     stop: CancellationToken,
 ) {
@@ -133,27 +133,27 @@ pub async fn run(
             () = stop.cancelled() => return,
             _ = every.tick() => {}
             // Without the API server no order arrives, and the ticks go on.
-            Ok(()) = around.orders.changed() => {}
+            Ok(()) = inputs.orders.changed() => {}
         }
-        let ordered = requested_gpus(
-            around.orders.borrow_and_update().as_ref(),
-            &around.inventory.borrow(),
+        let requested = requested_gpus(
+            inputs.orders.borrow_and_update().as_ref(),
+            &inputs.inventory.borrow(),
             &plan.state.requested,
         );
-        let (mut held, doomed) = around.sessions.drain_gpus(&ordered);
-        for process in doomed {
-            match kill(&around.proc, process) {
+        let (mut used, to_kill) = inputs.sessions.drain_gpus(&requested);
+        for process in to_kill {
+            match kill(&inputs.proc, process) {
                 Ok(true) => warn!(pid = process.pid, "killed a process on a drained gpu"),
                 Ok(false) => {}
                 Err(error) => warn!(pid = process.pid, %error, "failed to kill a process"),
             }
         }
-        held.extend(
-            ordered
-                .difference(&around.released_by_leases.borrow())
+        used.extend(
+            requested
+                .difference(&inputs.released_by_leases.borrow())
                 .cloned(),
         );
-        plan.update(ordered, &held, Instant::now());
+        plan.update(requested, &used, Instant::now());
         drain.send_if_modified(|before| {
             let changed = *before != plan.state;
             if changed {
@@ -187,15 +187,13 @@ mod tests {
         }
 
         /// The GPUs in use and the released GPUs at that second.
-        fn at(&mut self, second: u64, ordered: &[&str], held: &[&str]) -> [Vec<&str>; 2] {
+        fn at(&mut self, second: u64, requested: &[&str], used: &[&str]) -> [Vec<&str>; 2] {
             let now = self.start + Duration::from_secs(second);
-            self.plan.update(gpus(ordered), &gpus(held), now);
+            self.plan.update(gpus(requested), &gpus(used), now);
             let DrainState {
-                in_use: busy,
-                released,
-                ..
+                in_use, released, ..
             } = &self.plan.state;
-            [busy, released].map(|gpus| gpus.iter().map(GpuUuid::as_str).collect())
+            [in_use, released].map(|gpus| gpus.iter().map(GpuUuid::as_str).collect())
         }
     }
 
@@ -241,12 +239,12 @@ mod tests {
     fn drained_gpu_stays_drained_until_orders_are_known() {
         let drained = gpus(&["GPU-a"]);
         let mut plan = DrainPlan::new(drained.clone());
-        let told =
+        let requested_by =
             |orders: Option<&ParsedSpec>| requested_gpus(orders, &Inventory::Starting, &drained);
-        plan.update(told(None), &BTreeSet::new(), Instant::now());
+        plan.update(requested_by(None), &BTreeSet::new(), Instant::now());
         assert_eq!(plan.state.released, drained);
         plan.update(
-            told(Some(&ParsedSpec::default())),
+            requested_by(Some(&ParsedSpec::default())),
             &BTreeSet::new(),
             Instant::now(),
         );

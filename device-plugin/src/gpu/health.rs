@@ -197,7 +197,7 @@ impl HealthMonitor {
             recovery_time: policy.recovery_time,
             recovered_at: None,
         };
-        let why = match memory {
+        let reason = match memory {
             PersistedHealth { drained: true, .. } => Some(UnhealthyReason::Drained),
             PersistedHealth {
                 awaits_reset: Some(code),
@@ -206,8 +206,8 @@ impl HealthMonitor {
             PersistedHealth { away: true, .. } => Some(UnhealthyReason::Lost),
             PersistedHealth { .. } => None,
         };
-        if let Some(why) = why {
-            monitor.state = monitor.enter_unhealthy(why, now);
+        if let Some(reason) = reason {
+            monitor.state = monitor.enter_unhealthy(reason, now);
         }
         monitor
     }
@@ -223,7 +223,7 @@ impl HealthMonitor {
     pub fn health(&self) -> Health {
         match self.state {
             State::Healthy => Health::Healthy,
-            State::Unhealthy { reason: why, .. } => Health::Unhealthy(why),
+            State::Unhealthy { reason, .. } => Health::Unhealthy(reason),
         }
     }
 
@@ -233,9 +233,9 @@ impl HealthMonitor {
     }
 
     /// Records one event.
-    pub fn record(&mut self, news: HealthEvent, now: Instant) {
-        self.memory.drained = news == HealthEvent::Drained;
-        match news {
+    pub fn record(&mut self, event: HealthEvent, now: Instant) {
+        self.memory.drained = event == HealthEvent::Drained;
+        match event {
             HealthEvent::ProbeSucceeded => {
                 self.mark_present();
                 self.count_good_probe(now);
@@ -244,12 +244,12 @@ impl HealthMonitor {
                 self.failures = self.failures.saturating_add(1);
                 self.unanswered = self
                     .unanswered
-                    .saturating_add((news == HealthEvent::ProbeFailed).into());
+                    .saturating_add((event == HealthEvent::ProbeFailed).into());
                 self.memory.away |= self.unanswered >= self.policy.failed_probes;
                 if self.failures >= self.policy.failed_probes {
                     self.mark_unhealthy(UnhealthyReason::NoAnswer, now);
-                } else if let State::Unhealthy { reason: why, .. } = self.state {
-                    self.mark_unhealthy(why, now);
+                } else if let State::Unhealthy { reason, .. } = self.state {
+                    self.mark_unhealthy(reason, now);
                 }
             }
             HealthEvent::CallTimedOut => {
@@ -280,13 +280,13 @@ impl HealthMonitor {
     }
 
     /// The first reason stays: failures that follow an XID 79 are its consequence.
-    fn mark_unhealthy(&mut self, why: UnhealthyReason, now: Instant) {
+    fn mark_unhealthy(&mut self, reason: UnhealthyReason, now: Instant) {
         self.state = match self.state {
             State::Healthy
             | State::Unhealthy {
                 reason: UnhealthyReason::Drained,
                 ..
-            } => self.enter_unhealthy(why, now),
+            } => self.enter_unhealthy(reason, now),
             State::Unhealthy { reason: first, .. } => unhealthy(first, now),
         };
     }
@@ -301,7 +301,7 @@ impl HealthMonitor {
         self.memory.awaits_reset.get_or_insert(code);
     }
 
-    fn enter_unhealthy(&mut self, why: UnhealthyReason, now: Instant) -> State {
+    fn enter_unhealthy(&mut self, reason: UnhealthyReason, now: Instant) -> State {
         let relapsed = self
             .recovered_at
             .is_some_and(|at| now.saturating_duration_since(at) < self.policy.relapse_window);
@@ -310,7 +310,7 @@ impl HealthMonitor {
         } else {
             self.policy.recovery_time
         };
-        unhealthy(why, now)
+        unhealthy(reason, now)
     }
 
     fn count_good_probe(&mut self, now: Instant) {
@@ -331,9 +331,9 @@ impl HealthMonitor {
     }
 }
 
-fn unhealthy(why: UnhealthyReason, now: Instant) -> State {
+fn unhealthy(reason: UnhealthyReason, now: Instant) -> State {
     State::Unhealthy {
-        reason: why,
+        reason,
         last_failure: now,
         good_probes: 0,
     }
@@ -363,9 +363,9 @@ mod tests {
             }
         }
 
-        fn record(&mut self, second: u64, news: HealthEvent) -> Health {
+        fn record(&mut self, second: u64, event: HealthEvent) -> Health {
             self.monitor
-                .record(news, self.start + Duration::from_secs(second));
+                .record(event, self.start + Duration::from_secs(second));
             self.monitor.health()
         }
 

@@ -156,13 +156,13 @@ impl NvmlHandle {
     }
 }
 
-/// Starts the watcher. `find` locates the driver's library; `remembered` has the GPUs that the
+/// Starts the watcher. `find` locates the driver's library; `persisted` has the GPUs that the
 /// previous agent of the same boot recorded; the watcher holds no GPU that `drain` has released.
 pub fn start(
     find: LibraryLocator,
     pace: PollIntervals,
     policy: HealthThresholds,
-    remembered: BTreeMap<GpuUuid, PersistedGpu>,
+    persisted: BTreeMap<GpuUuid, PersistedGpu>,
     drain: watch::Receiver<DrainState>,
 ) -> (
     watch::Receiver<Inventory>,
@@ -171,7 +171,7 @@ pub fn start(
 ) {
     let (questions, asked) = mpsc::unbounded_channel();
     let (publish, inventory) = watch::channel(Inventory::Starting);
-    let (xids, told) = watch::channel(RecentXids::default());
+    let (xids, recent_xids) = watch::channel(RecentXids::default());
     let (report, reports) = mpsc::unbounded_channel();
     let watcher = NvmlWatcher {
         locate_library: find,
@@ -183,7 +183,7 @@ pub fn start(
         publish,
         xids,
         drain,
-        registry: GpuRegistry::new(policy, remembered),
+        registry: GpuRegistry::new(policy, persisted),
         logged_failure: None,
         next_process: 0,
         library: None,
@@ -199,7 +199,7 @@ pub fn start(
     tokio::spawn(watcher.run());
     (
         inventory,
-        told,
+        recent_xids,
         NvmlHandle {
             requests: questions,
         },
@@ -557,7 +557,7 @@ impl NvmlWatcher {
             self.registry.record_xid(uuid, code, Instant::now());
             if let Some(place) = self.registry.pci_address_of(uuid) {
                 self.xids
-                    .send_modify(|told| told.record(place, code, clock::now()));
+                    .send_modify(|recent_xids| recent_xids.record(place, code, clock::now()));
             }
         }
         self.publish_inventory();

@@ -48,12 +48,12 @@ impl ProbeResult {
         } = self
         else {
             let is_unloaded = matches!(self, Self::NoDriver(NoDriver::NotLoaded(_)));
-            let news = if is_unloaded {
+            let event = if is_unloaded {
                 HealthEvent::ProbeFailed
             } else {
                 HealthEvent::NvmlUnavailable
             };
-            return (news, None);
+            return (event, None);
         };
         let is_in = |list: &[GpuUuid]| {
             list.contains(&gpu.uuid) || gpu.mig_parent.as_ref().is_some_and(|p| list.contains(p))
@@ -101,12 +101,12 @@ struct Entry {
 }
 
 impl GpuRegistry {
-    /// An empty registry. With NVML's first list the GPUs that were `remembered` from earlier in
+    /// An empty registry. With NVML's first list the GPUs that were `persisted` from earlier in
     /// this boot are added.
-    pub fn new(policy: HealthThresholds, remembered: BTreeMap<GpuUuid, PersistedGpu>) -> Self {
+    pub fn new(policy: HealthThresholds, persisted: BTreeMap<GpuUuid, PersistedGpu>) -> Self {
         Self {
             policy,
-            persisted: remembered,
+            persisted,
             has_listed: false,
             entries: Vec::new(),
             drained: BTreeSet::new(),
@@ -132,11 +132,11 @@ impl GpuRegistry {
             entries, drained, ..
         } = self;
         for entry in entries.iter_mut().filter(|entry| !entry.gpu.is_in(drained)) {
-            let (news, found) = probe.event_of(&entry.gpu);
+            let (event, found) = probe.event_of(&entry.gpu);
             if let Some(found) = found {
                 entry.gpu = found.clone();
             }
-            entry.monitor.record(news, now);
+            entry.monitor.record(event, now);
         }
         if let ProbeResult::Listed { gpus, .. } = &probe {
             self.add_listed(gpus, now);
@@ -315,8 +315,8 @@ mod tests {
     }
 
     /// A registry with records of a previous agent.
-    fn with_persisted<const N: usize>(remembered: [(GpuUuid, PersistedGpu); N]) -> GpuRegistry {
-        GpuRegistry::new(HealthThresholds::default(), remembered.into())
+    fn with_persisted<const N: usize>(persisted: [(GpuUuid, PersistedGpu); N]) -> GpuRegistry {
+        GpuRegistry::new(HealthThresholds::default(), persisted.into())
     }
 
     fn uuid(name: &str) -> GpuUuid {
@@ -401,24 +401,24 @@ mod tests {
         assert!(!roster.has_unhealthy());
     }
 
-    /// The number of healthy GPUs after each of `looks`.
-    fn healthy_counts(gpus: &[Gpu], looks: &[ProbeResult]) -> Vec<usize> {
+    /// The number of healthy GPUs after each of `probes`.
+    fn healthy_counts(gpus: &[Gpu], probes: &[ProbeResult]) -> Vec<usize> {
         let mut roster = registry();
         roster.record_probe(listed(gpus), Instant::now());
-        let well = |look: &ProbeResult| {
-            roster.record_probe(look.clone(), Instant::now());
+        let well = |probe: &ProbeResult| {
+            roster.record_probe(probe.clone(), Instant::now());
             let healthy = |(_, health): &(String, Health)| health.is_healthy();
             healths(&roster).iter().filter(|gpu| healthy(gpu)).count()
         };
-        looks.iter().map(well).collect()
+        probes.iter().map(well).collect()
     }
 
     #[test]
     fn gpus_are_unhealthy_when_driver_fails_repeatedly() {
         let away = ProbeResult::NoDriver(NoDriver::Failed("nvmlDeviceGetCount: unknown".into()));
         let two = [gpu("GPU-a"), gpu("GPU-b")];
-        let looks = [away.clone(), away.clone(), listed(&two), away.clone()];
-        assert_eq!(healthy_counts(&two, &looks), [2, 2, 2, 2]);
+        let probes = [away.clone(), away.clone(), listed(&two), away.clone()];
+        assert_eq!(healthy_counts(&two, &probes), [2, 2, 2, 2]);
         assert_eq!(
             healthy_counts(&two, &[away.clone(), away.clone(), away]),
             [2, 2, 0]
@@ -491,9 +491,9 @@ mod tests {
             timeouts_named: true,
             failures_named: false,
         };
-        let looks = [unnamed.clone(), unnamed.clone(), unnamed];
+        let probes = [unnamed.clone(), unnamed.clone(), unnamed];
         assert_eq!(
-            healthy_counts(&[gpu("GPU-a"), gpu("GPU-b")], &looks),
+            healthy_counts(&[gpu("GPU-a"), gpu("GPU-b")], &probes),
             [2, 2, 1]
         );
     }
@@ -524,8 +524,8 @@ mod tests {
             failures_named: true,
         };
         let instances = [mig("MIG-1", "GPU-a"), mig("MIG-2", "GPU-a")];
-        let looks = [silent.clone(), silent.clone(), silent];
-        assert_eq!(healthy_counts(&instances, &looks), [2, 2, 0]);
+        let probes = [silent.clone(), silent.clone(), silent];
+        assert_eq!(healthy_counts(&instances, &probes), [2, 2, 0]);
     }
 
     #[test]
@@ -535,11 +535,11 @@ mod tests {
             awaits_reset: Some(48),
             drained: false,
         };
-        let remembered = PersistedGpu {
+        let persisted = PersistedGpu {
             gpu: None,
             health: awaits,
         };
-        let mut roster = with_persisted([(uuid("GPU-a"), remembered)]);
+        let mut roster = with_persisted([(uuid("GPU-a"), persisted)]);
         roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
         let sick = Health::Unhealthy(UnhealthyReason::Xid(48));
         assert_eq!(
@@ -626,17 +626,17 @@ mod tests {
             awaits_reset: Some(48),
             ..PersistedHealth::default()
         };
-        let remembered = |gpu, memory| PersistedGpu {
+        let persisted = |gpu, memory| PersistedGpu {
             gpu,
             health: memory,
         };
         let mut roster = with_persisted([
             (
                 uuid("GPU-b"),
-                remembered(Some(gpu("GPU-b")), PersistedHealth::default()),
+                persisted(Some(gpu("GPU-b")), PersistedHealth::default()),
             ),
             // The record of an agent that stored no description.
-            (uuid("GPU-c"), remembered(None, awaits)),
+            (uuid("GPU-c"), persisted(None, awaits)),
         ]);
         let now = Instant::now();
         let mut first = listed(&[gpu("GPU-a")]);

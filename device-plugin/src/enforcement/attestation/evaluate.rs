@@ -205,16 +205,16 @@ pub fn check_process(
     let bare = mapped
         .iter()
         .find(|file| matches!(file.kind, FileKind::Driver | FileKind::Device) && !shim);
-    let lack =
+    let gap =
         |reason, file: &MappedFile| EnforcementGap::new(reason, file.path.display().to_string());
-    let lack = match (foreign, bare) {
-        (Some(file), _) => Some(lack(GapReason::ForeignDriver, file)),
-        (None, Some(file)) => Some(lack(GapReason::DriverWithoutShim, file)),
+    let gap = match (foreign, bare) {
+        (Some(file), _) => Some(gap(GapReason::ForeignDriver, file)),
+        (None, Some(file)) => Some(gap(GapReason::DriverWithoutShim, file)),
         (None, None) => None,
     };
     DriverUse {
         has_shim: shim,
-        gap: lack,
+        gap,
         ..DriverUse::default()
     }
 }

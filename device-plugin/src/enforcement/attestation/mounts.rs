@@ -73,21 +73,21 @@ impl MountTable {
     pub fn resolve(&self, path: &Path) -> Option<(&Mount, Location)> {
         let is_root = |mount: &&Mount| mount.mount_point == Path::new("/");
         let mut roots = self.iter().filter(is_root);
-        let mut here = roots.find(|root| !self.root_ids.contains(&root.parent))?;
+        let mut current = roots.find(|root| !self.root_ids.contains(&root.parent))?;
         // Each step enters a mount on the one before; the bound ends a table with a cycle.
         for _ in 0..self.mounts.len() {
             let leads =
-                |mount: &&Mount| mount.id != here.id && path.starts_with(&mount.mount_point);
-            let on_it = self.children.get(&here.id).into_iter().flatten();
+                |mount: &&Mount| mount.id != current.id && path.starts_with(&mount.mount_point);
+            let on_it = self.children.get(&current.id).into_iter().flatten();
             let on_it = on_it.filter_map(|place| self.mounts.get(*place));
             let next = on_it.filter(leads);
             match next.min_by_key(|mount| mount.mount_point.as_os_str().len()) {
-                Some(next) => here = next,
+                Some(next) => current = next,
                 None => break,
             }
         }
-        let below = path.strip_prefix(&here.mount_point).ok()?;
-        let source = &here.source;
+        let below = path.strip_prefix(&current.mount_point).ok()?;
+        let source = &current.source;
         // `join` of an empty path would add a slash.
         let path = if below.as_os_str().is_empty() {
             source.path.clone()
@@ -95,7 +95,7 @@ impl MountTable {
             source.path.join(below)
         };
         let device = source.device.clone();
-        Some((here, Location { device, path }))
+        Some((current, Location { device, path }))
     }
 
     /// Whether the mount's own point resolves to its source, so that no other mount hides it.

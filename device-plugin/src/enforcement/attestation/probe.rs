@@ -200,10 +200,10 @@ impl HostView {
     fn other_gpu_nodes(&self, given: &BTreeSet<String>) -> BTreeMap<String, PathBuf> {
         let numbers = given.iter().filter_map(|name| self.gpu_nodes.get(name));
         let numbers: BTreeSet<u64> = numbers.map(|(number, _)| *number).collect();
-        let others = self.gpu_nodes.iter();
-        let others = others
+        let other_gpus = self.gpu_nodes.iter();
+        let other_gpus = other_gpus
             .filter(|(name, (number, _))| !given.contains(*name) && !numbers.contains(number));
-        others
+        other_gpus
             .map(|(name, (_, path))| (name.clone(), path.clone()))
             .collect()
     }
@@ -227,7 +227,7 @@ impl PodAttestor {
     pub fn probe(
         &mut self,
         AttestationTarget { pod, cgroup }: &AttestationTarget,
-        around: &HostView,
+        host: &HostView,
     ) -> Vec<AttestedContainer> {
         let (mut found, mut folders, mut alive) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
         let mut room = MAPS_BYTES_PER_PROBE;
@@ -235,7 +235,7 @@ impl PodAttestor {
             let (processes, all) = self.processes_of(&folder);
             alive.extend(processes.iter().map(|(pid, _)| *pid));
             folders.insert(folder.clone());
-            let mut attested = self.attest_container(pod, &folder, &processes, around, &mut room);
+            let mut attested = self.attest_container(pod, &folder, &processes, host, &mut room);
             if let Some(attested) = attested.as_mut().filter(|_| !all) {
                 let why = format!("it has more than {MAX_PROCESSES} processes");
                 attested
@@ -269,7 +269,7 @@ impl PodAttestor {
         pod: &PodUid,
         folder: &Path,
         processes: &[(u32, Stat)],
-        around: &HostView,
+        host: &HostView,
         room: &mut u64,
     ) -> Option<AttestedContainer> {
         let &(first, stat) = processes.first()?;
@@ -280,7 +280,7 @@ impl PodAttestor {
         let unchanged = known.filter(|known| {
             known.is_final
                 && known.first_process.1.stack == stat.stack
-                && around.now.duration_since(known.read_at) < MAX_AGE
+                && host.now.duration_since(known.read_at) < MAX_AGE
         });
         if unchanged.is_some_and(|known| known.allocation.is_none()) {
             return None;
@@ -301,23 +301,22 @@ impl PodAttestor {
         // A process that is ending has no mounts.
         mounts.resolve(Path::new("/"))?;
         // A container that hides the identifying mount later keeps its allocation.
-        allocation = allocation.or_else(|| self.allocation_of(&mounts, &around.own_mounts));
-        let given = allocation.and_then(|allocation| self.grant_of(allocation, &around.own_mounts));
-        let made =
-            evaluate::is_set_up(stat.forked, around.uptime.saturating_sub(stat.start_time()));
+        allocation = allocation.or_else(|| self.allocation_of(&mounts, &host.own_mounts));
+        let given = allocation.and_then(|allocation| self.grant_of(allocation, &host.own_mounts));
+        let made = evaluate::is_set_up(stat.forked, host.uptime.saturating_sub(stat.start_time()));
         let judged = given.as_ref().filter(|_| made);
         let rights = match unchanged {
             Some(rights) => rights,
             None => {
                 let judge =
-                    |given| self.check_rights(folder, (first, stat), &mounts, given, asked, around);
+                    |given| self.check_rights(folder, (first, stat), &mounts, given, asked, host);
                 let rights = judged.map(judge).unwrap_or_default();
                 let container = ContainerRecord {
                     first_process: (first, stat),
                     allocation,
                     rights: rights.clone(),
                     is_final: made,
-                    read_at: around.now,
+                    read_at: host.now,
                 };
                 self.containers.insert(folder.to_owned(), container);
                 rights
@@ -331,17 +330,13 @@ impl PodAttestor {
         };
         let allocation = given.and(allocation)?;
         let namespace = self.read_link(first, "ns/mnt");
-        let (running, uses) = self.probe_processes(processes, (&namespace, &mounts), around, room);
-        let RightsRecord {
-            gap: lack,
-            minor_gap: least,
-            ..
-        } = rights;
+        let (running, uses) = self.probe_processes(processes, (&namespace, &mounts), host, room);
+        let RightsRecord { gap, minor_gap, .. } = rights;
         Some(AttestedContainer {
             allocation,
             pod: pod.clone(),
             cgroup: file_name(folder),
-            gap: lack.or(of_mounts).or(uses).or(least),
+            gap: gap.or(of_mounts).or(uses).or(minor_gap),
             processes: running,
         })
     }
@@ -417,11 +412,11 @@ impl PodAttestor {
         mounts: &MountTable,
         given: &ContainerGrant,
         before: Option<DeviceCheck>,
-        around: &HostView,
+        host: &HostView,
     ) -> RightsRecord {
         let asked = before.clone();
-        let of = |lack: EnforcementGap| RightsRecord {
-            gap: Some(lack),
+        let of = |gap: EnforcementGap| RightsRecord {
+            gap: Some(gap),
             device_check: asked,
             ..RightsRecord::default()
         };
@@ -440,21 +435,21 @@ impl PodAttestor {
             return RightsRecord::default();
         };
         let namespace = self.read_link(pid, "ns/user");
-        let over_the_host = namespace.is_some() && namespace == around.user_namespace;
-        if let Some(lack) = evaluate::check_capabilities(bounding, over_the_host) {
-            return of(lack);
+        let over_the_host = namespace.is_some() && namespace == host.user_namespace;
+        if let Some(gap) = evaluate::check_capabilities(bounding, over_the_host) {
+            return of(gap);
         }
         let Some(seen) = self.visible_gpu_nodes(pid, mounts) else {
             return of(EnforcementGap::not_attested(
                 "its /dev has too many names to be read",
             ));
         };
-        let (mut lack, mut asked) = (None, before);
-        let others = around.other_gpu_nodes(&given.nodes);
+        let (mut gap, mut asked) = (None, before);
+        let other_gpus = host.other_gpu_nodes(&given.nodes);
         let asks = evaluate::needs_device_check(&given.nodes, &seen, bounding, over_the_host);
-        if asks && !others.is_empty() {
-            let now = self.check_devices(folder, (others, seen), asked, around);
-            lack = match &now {
+        if asks && !other_gpus.is_empty() {
+            let now = self.check_devices(folder, (other_gpus, seen), asked, host);
+            gap = match &now {
                 DeviceCheck {
                     openable: Some(openable),
                     ..
@@ -464,7 +459,7 @@ impl PodAttestor {
                     unanswered_since: silent,
                     ..
                 } => silent
-                    .filter(|since| around.now.duration_since(*since) >= MAX_AGE)
+                    .filter(|since| host.now.duration_since(*since) >= MAX_AGE)
                     .map(|_| {
                         EnforcementGap::not_attested(
                             "its cgroup prevents the check of device access",
@@ -474,23 +469,24 @@ impl PodAttestor {
             asked = Some(now);
         }
         RightsRecord {
-            gap: lack,
+            gap,
             minor_gap: evaluate::check_scheduling(bounding, over_the_host),
             device_check: asked,
         }
     }
 
-    /// Checks which of `others` a container may open, where `seen` are the GPU nodes in its `/dev`.
-    /// A result is reused until either changes.
+    /// Checks which of `other_gpus` a container may open, where `seen` are the GPU nodes in its
+    /// `/dev`. A result is reused until either changes.
     fn check_devices(
         &self,
         folder: &Path,
-        (others, seen): (BTreeMap<String, PathBuf>, BTreeSet<String>),
+        (other_gpus, seen): (BTreeMap<String, PathBuf>, BTreeSet<String>),
         before: Option<DeviceCheck>,
-        around: &HostView,
+        host: &HostView,
     ) -> DeviceCheck {
-        let same =
-            |before: &DeviceCheck| (&before.other_gpus, &before.visible_gpus) == (&others, &seen);
+        let same = |before: &DeviceCheck| {
+            (&before.other_gpus, &before.visible_gpus) == (&other_gpus, &seen)
+        };
         let answered = |before: &DeviceCheck| before.openable.is_some();
         if let Some(before) = before.as_ref().filter(|it| same(it) && answered(it)) {
             return before.clone();
@@ -500,15 +496,15 @@ impl PodAttestor {
             cgroup_root: &self.paths.cgroup_root,
             container_cgroup: folder,
         };
-        let openable = openable_nodes(Path::new(SELF_EXE), asked, &others);
+        let openable = openable_nodes(Path::new(SELF_EXE), asked, &other_gpus);
         let openable =
             openable.inspect_err(|error| warn!(%error, ?folder, "failed to check device access"));
         let openable = openable.ok();
         let silent = before.and_then(|before| before.unanswered_since);
         DeviceCheck {
-            other_gpus: others,
+            other_gpus,
             visible_gpus: seen,
-            unanswered_since: openable.is_none().then(|| silent.unwrap_or(around.now)),
+            unanswered_since: openable.is_none().then(|| silent.unwrap_or(host.now)),
             openable,
         }
     }
@@ -541,13 +537,13 @@ impl PodAttestor {
         &mut self,
         processes: &[(u32, Stat)],
         first: (&Option<PathBuf>, &MountTable),
-        around: &HostView,
+        host: &HostView,
         room: &mut u64,
     ) -> (BTreeMap<u32, AttestedProcess>, Option<EnforcementGap>) {
         let mut due = Vec::new();
         for &(pid, stat) in processes {
-            if self.needs_reading((pid, stat), around.now) {
-                self.waiting_since.entry(pid).or_insert(around.now);
+            if self.needs_reading((pid, stat), host.now) {
+                self.waiting_since.entry(pid).or_insert(host.now);
                 due.push((pid, stat));
             } else {
                 self.waiting_since.remove(&pid);
@@ -559,7 +555,7 @@ impl PodAttestor {
                 break;
             }
             self.waiting_since.remove(&pid);
-            let (uses, read) = match self.probe_process(pid, first, around) {
+            let (uses, read) = match self.probe_process(pid, first, host) {
                 Ok(Some((uses, read))) => (Some(uses), read),
                 Ok(None) => continue,
                 Err(error) if error.kind() == ErrorKind::FileTooLarge => (None, MAPS_BOUNDS.bytes),
@@ -569,7 +565,7 @@ impl PodAttestor {
                 }
             };
             *room = room.saturating_sub(read);
-            let at = around.now;
+            let at = host.now;
             self.processes.insert(
                 pid,
                 ProcessRecord {
@@ -579,12 +575,12 @@ impl PodAttestor {
                 },
             );
         }
-        let (mut running, mut lack) = (BTreeMap::new(), None);
+        let (mut running, mut gap) = (BTreeMap::new(), None);
         for (pid, stat) in processes {
             let waits = self.waiting_since.get(pid);
-            if waits.is_some_and(|since| around.now.duration_since(*since) >= MAX_WAIT) {
+            if waits.is_some_and(|since| host.now.duration_since(*since) >= MAX_WAIT) {
                 let why = "its processes have more mapped than can be read";
-                lack = lack.or_else(|| Some(EnforcementGap::not_attested(why)));
+                gap = gap.or_else(|| Some(EnforcementGap::not_attested(why)));
             }
             let seen = self.processes.get(pid);
             let Some(seen) = seen.filter(|seen| seen.stat.start_ticks == stat.start_ticks) else {
@@ -599,15 +595,15 @@ impl PodAttestor {
                         device_mappings: uses.device_mappings.clone(),
                     };
                     running.insert(*pid, process);
-                    lack = lack.or_else(|| uses.gap.clone());
+                    gap = gap.or_else(|| uses.gap.clone());
                 }
                 None => {
                     let why = "a process has more mapped than can be read";
-                    lack = lack.or_else(|| Some(EnforcementGap::not_attested(why)));
+                    gap = gap.or_else(|| Some(EnforcementGap::not_attested(why)));
                 }
             }
         }
-        (running, lack)
+        (running, gap)
     }
 
     /// Whether a process has to be reread. A process whose map was too large is reread after
@@ -629,7 +625,7 @@ impl PodAttestor {
         &self,
         pid: u32,
         first: (&Option<PathBuf>, &MountTable),
-        around: &HostView,
+        host: &HostView,
     ) -> io::Result<Option<(DriverUse, u64)>> {
         let mut files = DriverFiles::default();
         let mut devices = BTreeSet::new();
@@ -645,7 +641,7 @@ impl PodAttestor {
         if files.is_empty() {
             return Ok(Some((DriverUse::default(), read)));
         }
-        let Some(installed) = around.shim.as_ref() else {
+        let Some(installed) = host.shim.as_ref() else {
             return Ok(None);
         };
         let (namespace, mounts) = first;
@@ -744,18 +740,18 @@ mod tests {
     }
 
     /// The processes that a probe with this bound has read, and why the container is not attested.
-    fn look(
+    fn probe(
         attestor: &mut PodAttestor,
         pids: &[u32],
         now: Instant,
         mut room: u64,
     ) -> (Vec<u32>, Option<GapReason>) {
-        let around = HostView { now, ..host_view() };
+        let host = HostView { now, ..host_view() };
         let stats: Vec<_> = pids.iter().map(|pid| (*pid, stat(1, false))).collect();
         let first = (&None, &MountTable::default());
-        let (running, lack) = attestor.probe_processes(&stats, first, &around, &mut room);
+        let (running, gap) = attestor.probe_processes(&stats, first, &host, &mut room);
         let read = running.into_keys().collect();
-        (read, lack.map(|lack| lack.reason))
+        (read, gap.map(|gap| gap.reason))
     }
 
     #[test]
@@ -763,13 +759,13 @@ mod tests {
         let (mut attestor, _proc) = attestor(&[1, 2]);
         let (begun, pids) = (Instant::now(), [1, 2]);
         let minute = Duration::from_secs(60);
-        let mut look = |after, room| look(&mut attestor, &pids, begun + after, room);
-        assert_eq!(look(Duration::ZERO, 0), (vec![], None));
-        assert_eq!(look(minute - Duration::from_millis(1), 0), (vec![], None));
+        let mut probe = |after, room| probe(&mut attestor, &pids, begun + after, room);
+        assert_eq!(probe(Duration::ZERO, 0), (vec![], None));
+        assert_eq!(probe(minute - Duration::from_millis(1), 0), (vec![], None));
         // One of both processes is read, and the other still waits.
-        let (read, reason) = look(minute, 1);
+        let (read, reason) = probe(minute, 1);
         assert_eq!((read.len(), reason), (1, Some(GapReason::NotAttested)));
-        assert_eq!(look(minute, MAPS_BYTES_PER_PROBE), (vec![1, 2], None));
+        assert_eq!(probe(minute, MAPS_BYTES_PER_PROBE), (vec![1, 2], None));
     }
 
     #[test]
@@ -777,7 +773,7 @@ mod tests {
         let (mut attestor, _proc) = attestor(&[1, 2]);
         let begun = Instant::now();
         let later = begun + Duration::from_secs(1);
-        assert_eq!(look(&mut attestor, &[2], begun, 0), (vec![], None));
-        assert_eq!(look(&mut attestor, &[1, 2], later, 1), (vec![2], None));
+        assert_eq!(probe(&mut attestor, &[2], begun, 0), (vec![], None));
+        assert_eq!(probe(&mut attestor, &[1, 2], later, 1), (vec![2], None));
     }
 }

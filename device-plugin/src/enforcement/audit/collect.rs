@@ -50,11 +50,11 @@ impl SampleRequests {
         let mut open = BTreeMap::new();
         for (gpu, (asked, mut pending)) in std::mem::take(&mut self.0) {
             match timeout_at(deadline, &mut pending).await {
-                Ok(Ok(Ok(look))) => drop(seen.insert(
+                Ok(Ok(Ok(sample))) => drop(seen.insert(
                     gpu,
                     SampleAnswer {
                         asked_at: asked,
-                        sample: look,
+                        sample,
                     },
                 )),
                 Ok(Ok(Err(error))) => debug!(%gpu, %error, "failed to sample the GPU"),
@@ -73,7 +73,7 @@ impl SampleRequests {
 pub fn identify(gpu: GpuUuid, answer: SampleAnswer, proc: &Path) -> GpuSample {
     let SampleAnswer {
         asked_at: asked,
-        sample: look,
+        sample,
     } = answer;
     let listed = |(pid, bytes)| {
         (!is_agent_child(proc, pid)).then(|| ListedProcess {
@@ -82,8 +82,8 @@ pub fn identify(gpu: GpuUuid, answer: SampleAnswer, proc: &Path) -> GpuSample {
             live: find_live(proc, pid, asked),
         })
     };
-    let mut processes: Vec<ListedProcess> = look.charges.iter().filter_map(listed).collect();
-    let contextless = look
+    let mut processes: Vec<ListedProcess> = sample.charges.iter().filter_map(listed).collect();
+    let contextless = sample
         .contextless
         .iter()
         .map(|(pid, bytes)| (*pid, Some(*bytes)));
@@ -91,11 +91,11 @@ pub fn identify(gpu: GpuUuid, answer: SampleAnswer, proc: &Path) -> GpuSample {
     let of_them = contextless.iter().filter_map(|listed| listed.bytes);
     let of_them = of_them.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
     processes.extend(contextless);
-    let unlisted = look.unattributed().0.saturating_sub(of_them);
+    let unlisted = sample.unattributed().0.saturating_sub(of_them);
     GpuSample {
         gpu,
-        unattributed_signed: look.unattributed_signed(),
-        unattributed: look.charges.has_all_amounts().then_some(Bytes(unlisted)),
+        unattributed_signed: sample.unattributed_signed(),
+        unattributed: sample.charges.has_all_amounts().then_some(Bytes(unlisted)),
         unreclaimed_or_retained: Bytes::ZERO,
         processes,
     }

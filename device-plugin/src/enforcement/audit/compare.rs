@@ -203,9 +203,9 @@ pub fn compare_accounts(
     containers: &AttestedState,
     limits: &AuditConfig,
 ) -> AuditResult {
-    let mut verdict = AuditResult::default();
+    let mut result = AuditResult::default();
     for gpu in seen {
-        verdict.compare_gpu(gpu, books, containers, limits);
+        result.compare_gpu(gpu, books, containers, limits);
     }
     for books in books {
         let forged = books.processes.iter().filter(|member| member.tampered);
@@ -214,9 +214,9 @@ pub fn compare_accounts(
             process,
         };
         let found = forged.map(|member| finding(member.process));
-        verdict.findings.extend(found);
+        result.findings.extend(found);
     }
-    verdict
+    result
 }
 
 /// The account to which a listed process belongs.
@@ -308,8 +308,8 @@ impl AuditResult {
         containers: &AttestedState,
     ) {
         let gpu = &seen.gpu;
-        let with_driver = driver_users(gpu, books, containers);
-        let mut of_them = with_driver.iter().map(|(books, ..)| books.allocation);
+        let users = driver_users(gpu, books, containers);
+        let mut of_them = users.iter().map(|(books, ..)| books.allocation);
         let first = of_them.next();
         let only = first.filter(|first| of_them.all(|other| other == *first));
         self.findings.push(Finding::Unaccounted {
@@ -319,13 +319,13 @@ impl AuditResult {
         });
         let is_listed = |pid: u32| seen.processes.iter().any(|listed| listed.pid == pid);
         let is_holder = |(books, pid, running): &&(&ContainerUsage, u32, &AttestedProcess)| {
-            let known_before = running.has_shim && running.start < containers.agent_start;
+            let is_older = running.has_shim && running.start < containers.agent_start;
             !is_listed(*pid)
-                && !known_before
+                && !is_older
                 && !books.has_session(*pid, running.start)
                 && !is_forked_copy(running, books, containers)
         };
-        let holders: Vec<_> = with_driver.iter().filter(is_holder).collect();
+        let holders: Vec<_> = users.iter().filter(is_holder).collect();
         for (books, pid, running) in &holders {
             let allocation = books.allocation;
             let mut all = holders.iter();

@@ -41,10 +41,10 @@ pub fn publish_kill(events: &Events, finding: &Finding, containers: &[BoundConta
 pub fn publish_enforcement(
     events: &Events,
     container: &BoundContainer,
-    lack: Option<&EnforcementGap>,
+    gap: Option<&EnforcementGap>,
 ) {
-    let (reason, message) = match lack {
-        Some(lack) => (Reason::NotEnforced, lack.to_string()),
+    let (reason, message) = match gap {
+        Some(gap) => (Reason::NotEnforced, gap.to_string()),
         None => (Reason::Enforced, "under enforcement again".to_owned()),
     };
     let allocation = Some(&container.allocation);

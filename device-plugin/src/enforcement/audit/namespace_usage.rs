@@ -147,9 +147,9 @@ impl NamespaceUsage {
         let mut over = self.kept.namespaces.len().saturating_sub(MAX_NAMESPACES);
         let most = &self.peak;
         self.kept.namespaces.retain(|namespace, _| {
-            let goes = over > 0 && !most.contains_key(namespace);
-            over -= usize::from(goes);
-            !goes
+            let is_dropped = over > 0 && !most.contains_key(namespace);
+            over -= usize::from(is_dropped);
+            !is_dropped
         });
     }
 

@@ -230,13 +230,13 @@ impl Auditor {
         known
             .processes
             .retain(|pid, (_, process)| is_running(&self.proc, *pid, process.start));
-        let verdict = compare_accounts(&seen, &books, &known, &self.config);
-        self.charge_untracked(&books, &seen, &verdict);
-        self.update_withheld(&seen, &verdict, &gpus);
+        let result = compare_accounts(&seen, &books, &known, &self.config);
+        self.charge_untracked(&books, &seen, &result);
+        self.update_withheld(&seen, &result, &gpus);
         let stale = self.stale_gpus(&gpus, &seen, begun);
         let answered = |gpu: &&GpuUuid| seen.iter().any(|seen| seen.gpu == **gpu);
         let silent = gpus.iter().filter(|gpu| !answered(gpu)).cloned().collect();
-        self.act_on_findings(&verdict.findings, &silent, &containers);
+        self.act_on_findings(&result.findings, &silent, &containers);
         let not_enforced = self.publish_transitions(&containers, &attested);
         self.count_usage(&containers, &books, begun);
         let after = AuditStatus {
@@ -247,7 +247,7 @@ impl Auditor {
             namespaces: self.usage.report(),
         };
         let figures = AuditFigures {
-            verdict,
+            verdict: result,
             gpus,
             stale,
             hanging,
@@ -270,8 +270,8 @@ impl Auditor {
             let (paths, driver) = (config.paths.clone(), config.driver.clone());
             spawn_blocking(move || HostView::read(&paths, &driver))
         });
-        let around = match timeout_at(deadline, &mut reading).await {
-            Ok(Ok(around)) => Arc::new(around),
+        let host = match timeout_at(deadline, &mut reading).await {
+            Ok(Ok(host)) => Arc::new(host),
             Ok(Err(error)) => return warn!(%error, "failed to attest containers"),
             Err(_) => {
                 self.host_view = Some(reading);
@@ -279,32 +279,27 @@ impl Auditor {
             }
         };
         let mut before = std::mem::take(&mut self.attestations);
-        let looks = targets(containers).into_iter().map(|target| {
+        let probes = targets(containers).into_iter().map(|target| {
             let uid = target.pod.clone();
             let mut pod = before.remove(&uid).unwrap_or_else(|| PodAttestation {
                 state: AttestorState::Lost,
                 attested: Vec::new(),
                 answered_at: Instant::now(),
             });
-            let around = around.clone();
+            let host = host.clone();
             async move {
-                pod.probe(config, target, around, deadline).await;
+                pod.probe(config, target, host, deadline).await;
                 (uid, pod)
             }
         });
-        self.attestations = join_all(looks).await.into_iter().collect();
+        self.attestations = join_all(probes).await.into_iter().collect();
     }
 
     /// Charges the memory of processes without a session to their containers' accounts.
-    fn charge_untracked(
-        &self,
-        books: &[ContainerUsage],
-        seen: &[GpuSample],
-        verdict: &AuditResult,
-    ) {
+    fn charge_untracked(&self, books: &[ContainerUsage], seen: &[GpuSample], result: &AuditResult) {
         for GpuSample { gpu, .. } in seen {
             for books in books {
-                let outside = verdict
+                let outside = result
                     .untracked_memory
                     .get(&(books.allocation, gpu.clone()));
                 let account = Account::Gpu(gpu.clone());
@@ -322,12 +317,12 @@ impl Auditor {
     fn update_withheld(
         &mut self,
         seen: &[GpuSample],
-        verdict: &AuditResult,
+        result: &AuditResult,
         gpus: &BTreeSet<GpuUuid>,
     ) {
         let told = seen.iter().filter(|seen| seen.unattributed.is_some());
         let told = told.map(|seen| seen.gpu.clone()).collect();
-        let after = self.withheld.observe(&told, verdict, gpus);
+        let after = self.withheld.observe(&told, result, gpus);
         self.withhold.send_if_modified(|before| {
             let changed = *before != after;
             if changed {
@@ -365,12 +360,12 @@ impl Auditor {
         books: Vec<ContainerUsage>,
         attested: &[AttestedContainer],
     ) -> AuditFigures {
-        let mut lacks: BTreeMap<AllocationId, Option<GapReason>> = BTreeMap::new();
+        let mut gaps: BTreeMap<AllocationId, Option<GapReason>> = BTreeMap::new();
         for attested in attested {
-            let lack = attested.gap.as_ref().map(|lack| lack.reason);
+            let gap = attested.gap.as_ref().map(|gap| gap.reason);
             // A container that is restarting has two cgroups for a moment.
-            let most = lacks.entry(attested.allocation).or_insert(lack);
-            *most = lack.max(*most);
+            let most = gaps.entry(attested.allocation).or_insert(gap);
+            *most = gap.max(*most);
         }
         let books = books.into_iter().map(|books| (books.allocation, books));
         let books: BTreeMap<_, _> = books.collect();
@@ -381,7 +376,7 @@ impl Auditor {
         });
         AuditFigures {
             limited: limited.map(|container| container.allocation).collect(),
-            attested: lacks,
+            attested: gaps,
             containers: Arc::clone(&containers),
             books,
             ..AuditFigures::default()
@@ -440,29 +435,29 @@ impl Auditor {
         containers: &[BoundContainer],
         attested: &[AttestedContainer],
     ) -> Vec<(BoundContainer, EnforcementGap)> {
-        let mut lacking: BTreeMap<AllocationId, Option<&EnforcementGap>> = BTreeMap::new();
+        let mut gaps: BTreeMap<AllocationId, Option<&EnforcementGap>> = BTreeMap::new();
         for attested in attested {
-            let lack = lacking.entry(attested.allocation).or_default();
-            *lack = lack.or(attested.gap.as_ref());
+            let gap = gaps.entry(attested.allocation).or_default();
+            *gap = gap.or(attested.gap.as_ref());
         }
         self.last_gaps
-            .retain(|allocation, _| lacking.contains_key(allocation));
+            .retain(|allocation, _| gaps.contains_key(allocation));
         let mut not_enforced = Vec::new();
         for container in containers {
-            let Some(lack) = lacking.get(&container.allocation) else {
+            let Some(gap) = gaps.get(&container.allocation) else {
                 continue;
             };
-            let reason = lack.map(|lack| lack.reason);
+            let reason = gap.map(|gap| gap.reason);
             let before = self
                 .last_gaps
                 .insert(container.allocation, reason)
                 .flatten();
             if before != reason {
-                info!(pod = %container.pod, lack = lack.map(ToString::to_string), "enforcement changed");
-                events::publish_enforcement(&self.events, container, *lack);
+                info!(pod = %container.pod, gap = gap.map(ToString::to_string), "enforcement changed");
+                events::publish_enforcement(&self.events, container, *gap);
             }
-            if let Some(lack) = lack {
-                not_enforced.push((container.clone(), (*lack).clone()));
+            if let Some(gap) = gap {
+                not_enforced.push((container.clone(), (*gap).clone()));
             }
         }
         not_enforced
@@ -474,28 +469,28 @@ impl PodAttestation {
         &mut self,
         config: &Config,
         target: AttestationTarget,
-        around: Arc<HostView>,
+        host: Arc<HostView>,
         deadline: Instant,
     ) {
         let begin = |mut attestor: Box<PodAttestor>| {
             spawn_blocking(move || {
-                let attested = attestor.probe(&target, &around);
+                let attested = attestor.probe(&target, &host);
                 (attestor, attested)
             })
         };
-        let mut looking = match std::mem::replace(&mut self.state, AttestorState::Lost) {
-            AttestorState::Probing(looking) => looking,
+        let mut probing = match std::mem::replace(&mut self.state, AttestorState::Lost) {
+            AttestorState::Probing(probing) => probing,
             AttestorState::Idle(attestor) => begin(attestor),
             AttestorState::Lost => begin(Box::new(PodAttestor::new(config))),
         };
-        match timeout_at(deadline, &mut looking).await {
+        match timeout_at(deadline, &mut probing).await {
             Ok(Ok((attestor, attested))) => {
                 self.state = AttestorState::Idle(attestor);
                 self.attested = attested;
                 self.answered_at = Instant::now();
             }
             Ok(Err(error)) => warn!(%error, "failed to attest containers"),
-            Err(_) => self.state = AttestorState::Probing(looking),
+            Err(_) => self.state = AttestorState::Probing(probing),
         }
     }
 }

@@ -26,29 +26,29 @@ pub(super) struct WithheldMemory {
 }
 
 impl WithheldMemory {
-    /// Adds one audit, in which the `told` GPUs have complete samples. Returns the withheld memory
-    /// of each GPU for which it is known; a GPU without a complete sample keeps its value.
+    /// Adds one audit, in which the `complete` GPUs have complete samples. Returns the withheld
+    /// memory of each GPU for which it is known; a GPU without a complete sample keeps its value.
     pub(super) fn observe(
         &mut self,
-        told: &BTreeSet<GpuUuid>,
-        verdict: &AuditResult,
+        complete: &BTreeSet<GpuUuid>,
+        result: &AuditResult,
         gpus: &BTreeSet<GpuUuid>,
     ) -> BTreeMap<GpuUuid, Bytes> {
         self.samples.retain(|gpu, _| gpus.contains(gpu));
         self.reported.retain(|gpu, _| gpus.contains(gpu));
-        for gpu in told {
-            let looks = self.samples.entry(gpu.clone()).or_default();
-            looks.push_back(uncharged(gpu, verdict));
-            if looks.len() > WINDOW {
-                looks.pop_front();
+        for gpu in complete {
+            let samples = self.samples.entry(gpu.clone()).or_default();
+            samples.push_back(uncharged(gpu, result));
+            if samples.len() > WINDOW {
+                samples.pop_front();
             }
-            let Some(lasts) = sustained(looks) else {
+            let Some(amount) = sustained(samples) else {
                 continue;
             };
-            let said = self.reported.entry(gpu.clone()).or_default();
-            let is_same = lasts > 0 && said.0 > 0 && lasts.abs_diff(said.0) < STEP;
+            let reported = self.reported.entry(gpu.clone()).or_default();
+            let is_same = amount > 0 && reported.0 > 0 && amount.abs_diff(reported.0) < STEP;
             if !is_same {
-                *said = Bytes(lasts.div_ceil(STEP).saturating_mul(STEP));
+                *reported = Bytes(amount.div_ceil(STEP).saturating_mul(STEP));
             }
         }
         self.reported.clone()
@@ -56,9 +56,9 @@ impl WithheldMemory {
 }
 
 /// The bytes charged to no pod: unaccounted memory, and that of processes outside our containers.
-fn uncharged(gpu: &GpuUuid, verdict: &AuditResult) -> u64 {
-    let unlisted = verdict.unaccounted.get(gpu).copied().unwrap_or_default();
-    let outsiders = verdict.findings.iter().filter_map(|finding| match finding {
+fn uncharged(gpu: &GpuUuid, result: &AuditResult) -> u64 {
+    let unlisted = result.unaccounted.get(gpu).copied().unwrap_or_default();
+    let outsiders = result.findings.iter().filter_map(|finding| match finding {
         Finding::UntrackedProcess {
             gpu: on,
             bytes,
@@ -71,13 +71,13 @@ fn uncharged(gpu: &GpuUuid, verdict: &AuditResult) -> u64 {
 }
 
 /// The amount that nearly all samples show; none before there are enough samples.
-fn sustained(looks: &VecDeque<u64>) -> Option<u64> {
-    if looks.len() < WINDOW {
+fn sustained(samples: &VecDeque<u64>) -> Option<u64> {
+    if samples.len() < WINDOW {
         return None;
     }
-    let mut sorted: Vec<u64> = looks.iter().copied().collect();
+    let mut sorted: Vec<u64> = samples.iter().copied().collect();
     sorted.sort_unstable();
-    let recent = looks.iter().rev().take(FALL_AFTER).max()?;
+    let recent = samples.iter().rev().take(FALL_AFTER).max()?;
     Some(sorted[OUTLIERS].min(*recent))
 }
 
@@ -93,7 +93,7 @@ mod tests {
         "GPU-a".parse().unwrap()
     }
 
-    fn verdict(bytes: u64) -> AuditResult {
+    fn result(bytes: u64) -> AuditResult {
         AuditResult {
             unaccounted: [(gpu(), Bytes(bytes))].into(),
             ..AuditResult::default()
@@ -101,34 +101,34 @@ mod tests {
     }
 
     /// The withheld memory after each of these samples.
-    fn withheld_after(looks: impl IntoIterator<Item = u64>) -> Vec<Option<u64>> {
+    fn withheld_after(samples: impl IntoIterator<Item = u64>) -> Vec<Option<u64>> {
         let (mut withheld, gpus) = (WithheldMemory::default(), BTreeSet::from([gpu()]));
         let see = |bytes| {
-            let all = withheld.observe(&gpus, &verdict(bytes), &gpus);
+            let all = withheld.observe(&gpus, &result(bytes), &gpus);
             all.get(&gpu()).map(|bytes| bytes.0)
         };
-        looks.into_iter().map(see).collect()
+        samples.into_iter().map(see).collect()
     }
 
     #[test]
     fn memory_is_withheld_after_ten_samples() {
-        let said = withheld_after([20 * GIB; 12]);
-        assert_eq!(said[..9], [None; 9]);
-        assert_eq!(said[9..], [Some(20 * GIB); 3]);
+        let reported = withheld_after([20 * GIB; 12]);
+        assert_eq!(reported[..9], [None; 9]);
+        assert_eq!(reported[9..], [Some(20 * GIB); 3]);
     }
 
     #[test]
     fn withheld_memory_falls_after_three_samples() {
-        let said = withheld_after([[20 * GIB; 10].as_slice(), &[0; 4]].concat());
-        assert_eq!(said[9], Some(20 * GIB));
-        assert_eq!(said[12], Some(0), "after three looks");
+        let reported = withheld_after([[20 * GIB; 10].as_slice(), &[0; 4]].concat());
+        assert_eq!(reported[9], Some(20 * GIB));
+        assert_eq!(reported[12], Some(0), "after three samples");
     }
 
     #[test]
     fn peak_withholds_nothing() {
-        let looks = (0..40).map(|number| if number % 10 < 5 { 20 * GIB } else { 0 });
+        let samples = (0..40).map(|number| if number % 10 < 5 { 20 * GIB } else { 0 });
         assert!(
-            withheld_after(looks)
+            withheld_after(samples)
                 .iter()
                 .flatten()
                 .all(|bytes| *bytes == 0)
@@ -137,25 +137,25 @@ mod tests {
 
     #[test]
     fn memory_stays_withheld_when_freed_for_one_sample_in_nine() {
-        let looks = (0..40).map(|number| if number % 9 == 8 { 0 } else { 20 * GIB });
-        let said = withheld_after(looks);
+        let samples = (0..40).map(|number| if number % 9 == 8 { 0 } else { 20 * GIB });
+        let reported = withheld_after(samples);
         assert!(
-            said[10..].iter().all(|bytes| *bytes == Some(20 * GIB)),
-            "{said:?}"
+            reported[10..].iter().all(|bytes| *bytes == Some(20 * GIB)),
+            "{reported:?}"
         );
     }
 
     #[test]
     fn withheld_memory_is_stable_under_noise() {
-        let looks = (0..60).map(|number| 20 * GIB + ((number * 7919 % 60) << 20));
-        let mut said = withheld_after(looks);
-        said.dedup();
-        assert_eq!(said.len(), 2, "nothing, and one figure: {said:?}");
+        let samples = (0..60).map(|number| 20 * GIB + ((number * 7919 % 60) << 20));
+        let mut reported = withheld_after(samples);
+        reported.dedup();
+        assert_eq!(reported.len(), 2, "nothing, and one figure: {reported:?}");
     }
 
     #[test]
     fn memory_of_untracked_processes_is_uncharged() {
-        let mut verdict = verdict(GIB);
+        let mut result = result(GIB);
         let intruder = |allocation| Finding::UntrackedProcess {
             gpu: gpu(),
             process: Process { pid: 7, start: 1 },
@@ -164,15 +164,15 @@ mod tests {
             allocation,
         };
         let ours = crate::units::AllocationId::from_bits(1);
-        verdict.findings = vec![intruder(None), intruder(Some(ours))];
-        assert_eq!(uncharged(&gpu(), &verdict), 3 * GIB);
+        result.findings = vec![intruder(None), intruder(Some(ours))];
+        assert_eq!(uncharged(&gpu(), &result), 3 * GIB);
     }
 
     #[test]
     fn withheld_memory_stays_when_gpu_does_not_answer() {
         let (mut withheld, gpus) = (WithheldMemory::default(), BTreeSet::from([gpu()]));
         for _ in 0..10 {
-            withheld.observe(&gpus, &verdict(GIB), &gpus);
+            withheld.observe(&gpus, &result(GIB), &gpus);
         }
         let silent = withheld.observe(&BTreeSet::new(), &AuditResult::default(), &gpus);
         assert_eq!(silent, [(gpu(), Bytes(GIB))].into());

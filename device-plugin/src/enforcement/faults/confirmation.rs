@@ -19,8 +19,8 @@ pub const WINDOW: Duration = Duration::from_secs(5);
 const MAX_PENDING: usize = 256;
 
 /// Whether NVML reported this XID of this GPU at about that time.
-pub fn is_confirmed(named: &XidLine, at: BootTime, told: &RecentXids) -> bool {
-    let then = told.last_reported(named.gpu, named.xid.into());
+pub fn is_confirmed(line: &XidLine, at: BootTime, recent: &RecentXids) -> bool {
+    let then = recent.last_reported(line.gpu, line.xid.into());
     then.is_some_and(|then| then.since(at).max(at.since(then)) <= WINDOW)
 }
 
@@ -36,22 +36,22 @@ impl<T> Default for PendingXids<T> {
 
 impl<T> PendingXids<T> {
     /// Adds a record of about that time.
-    pub fn push(&mut self, named: XidLine, at: BootTime, whom: T) {
+    pub fn push(&mut self, line: XidLine, at: BootTime, target: T) {
         if self.0.len() >= MAX_PENDING {
             self.0.pop_front();
         }
-        self.0.push_back((named, at, whom));
+        self.0.push_back((line, at, target));
     }
 
     /// Removes and returns confirmed records; drops those that NVML has not confirmed in time.
-    pub fn take_confirmed(&mut self, told: &RecentXids, now: BootTime) -> Vec<(XidLine, T)> {
+    pub fn take_confirmed(&mut self, recent: &RecentXids, now: BootTime) -> Vec<(XidLine, T)> {
         let all = std::mem::take(&mut self.0).into_iter();
         let (confirmed, rest) =
-            all.partition::<VecDeque<_>, _>(|(named, at, _)| is_confirmed(named, *at, told));
+            all.partition::<VecDeque<_>, _>(|(line, at, _)| is_confirmed(line, *at, recent));
         self.0 = rest;
         self.0.retain(|(_, at, _)| now.since(*at) <= WINDOW);
         let confirmed = confirmed.into_iter();
-        confirmed.map(|(named, _, whom)| (named, whom)).collect()
+        confirmed.map(|(line, _, target)| (line, target)).collect()
     }
 }
 
@@ -72,9 +72,9 @@ mod tests {
     const GPU: &str = "0000:3b:00";
 
     fn recent_xids(gpu: &str, xid: u64, at: u64) -> RecentXids {
-        let mut told = RecentXids::default();
-        told.record(gpu.parse().unwrap(), xid, BootTime(at));
-        told
+        let mut recent = RecentXids::default();
+        recent.record(gpu.parse().unwrap(), xid, BootTime(at));
+        recent
     }
 
     #[test]
@@ -85,21 +85,21 @@ mod tests {
             waiting.take_confirmed(&RecentXids::default(), BootTime(1_000)),
             []
         );
-        let told = recent_xids(GPU, 31, 1_200);
+        let recent = recent_xids(GPU, 31, 1_200);
         let now = BootTime(1_300);
         assert_eq!(
-            waiting.take_confirmed(&told, now),
+            waiting.take_confirmed(&recent, now),
             [(xid_line(GPU, 31), "whom")]
         );
-        assert_eq!(waiting.take_confirmed(&told, now), []);
+        assert_eq!(waiting.take_confirmed(&recent, now), []);
     }
 
     #[test]
     fn record_is_confirmed_when_nvml_reported_before() {
         let mut waiting = PendingXids::default();
         waiting.push(xid_line(GPU, 31), BootTime(1_400), ());
-        let believed = waiting.take_confirmed(&recent_xids(GPU, 31, 1_000), BootTime(1_400));
-        assert_eq!(believed.len(), 1);
+        let confirmed = waiting.take_confirmed(&recent_xids(GPU, 31, 1_000), BootTime(1_400));
+        assert_eq!(confirmed.len(), 1);
     }
 
     #[test]
@@ -129,10 +129,10 @@ mod tests {
         for number in 0..=MAX_PENDING {
             waiting.push(xid_line(GPU, 31), BootTime(1_000), number);
         }
-        let believed = waiting.take_confirmed(&recent_xids(GPU, 31, 1_000), BootTime(1_000));
-        assert_eq!(believed.len(), MAX_PENDING);
+        let confirmed = waiting.take_confirmed(&recent_xids(GPU, 31, 1_000), BootTime(1_000));
+        assert_eq!(confirmed.len(), MAX_PENDING);
         assert_eq!(
-            believed.last().map(|(_, number)| *number),
+            confirmed.last().map(|(_, number)| *number),
             Some(MAX_PENDING)
         );
     }
@@ -144,23 +144,23 @@ mod tests {
             steps in prop::collection::vec((0..2u8, 0..2usize, 0..2usize, 0..3_000u64), 0..60),
         ) {
             let (gpus, codes) = (["0000:3b:00", "0000:3c:00"], [31, 43]);
-            let (mut told, mut waiting, mut now) = (RecentXids::default(), PendingXids::default(), 100_000);
-            let (mut events, mut believed) = (Vec::new(), Vec::new());
+            let (mut recent, mut waiting, mut now) = (RecentXids::default(), PendingXids::default(), 100_000);
+            let (mut events, mut confirmed) = (Vec::new(), Vec::new());
             for (kind, gpu, code, later) in steps {
                 now += later;
                 let (gpu, code) = (gpus[gpu], codes[code]);
                 match kind {
                     0 => {
-                        told.record(gpu.parse().unwrap(), code.into(), BootTime(now));
+                        recent.record(gpu.parse().unwrap(), code.into(), BootTime(now));
                         events.push((xid_line(gpu, code), now));
                     }
                     _ => waiting.push(xid_line(gpu, code), BootTime(now), now),
                 }
-                believed.extend(waiting.take_confirmed(&told, BootTime(now)));
+                confirmed.extend(waiting.take_confirmed(&recent, BootTime(now)));
             }
-            for (named, at) in believed {
+            for (line, at) in confirmed {
                 let close = |(event, then): &(XidLine, u64)| {
-                    *event == named && then.abs_diff(at) <= WINDOW.as_millis() as u64
+                    *event == line && then.abs_diff(at) <= WINDOW.as_millis() as u64
                 };
                 prop_assert!(events.iter().any(close));
             }

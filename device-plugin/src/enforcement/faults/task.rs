@@ -49,15 +49,15 @@ pub struct FaultInputs {
 
 /// Acts on faults until `stop`, and publishes the open ones in `faults`.
 pub async fn run(
-    around: FaultInputs,
+    inputs: FaultInputs,
     faults: watch::Sender<Vec<FaultReport>>,
     stop: CancellationToken,
 ) {
-    let news = around.sessions.fault_reports();
-    let (mut waits, mut waiting) = (around.sessions.register_kmsg_reader(), Vec::new());
-    let mut log = open_log(&around.paths.kernel_log);
-    let (mut generations, mut claims) = (BTreeMap::new(), PendingXids::default());
-    let mut xids = around.xids.clone();
+    let news = inputs.sessions.fault_reports();
+    let (mut waits, mut waiting) = (inputs.sessions.register_kmsg_reader(), Vec::new());
+    let mut log = open_log(&inputs.paths.kernel_log);
+    let (mut generations, mut pending) = (BTreeMap::new(), PendingXids::default());
+    let mut xids = inputs.xids.clone();
     let mut every = interval(POLL_INTERVAL);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -69,21 +69,21 @@ pub async fn run(
             _ = every.tick() => {}
         }
         let now = clock::read_clocks();
-        around.apply_orders(now);
+        inputs.apply_orders(now);
         let read = log.as_mut().map(|log| log.read(now.moment));
-        let (named, is_whole) = read.unwrap_or((Vec::new(), true));
-        for (named, at) in named {
+        let (lines, is_whole) = read.unwrap_or((Vec::new(), true));
+        for (line, at) in lines {
             // The process is looked up before another image in the same process connects.
-            if let Some(suspect) = around.find_suspect(named, at) {
-                claims.push(named, at, suspect);
+            if let Some(suspect) = inputs.find_suspect(line, at) {
+                pending.push(line, at, suspect);
             }
         }
-        let told = xids.borrow_and_update().clone();
-        for (named, suspect) in claims.take_confirmed(&told, now.moment) {
-            around.sessions.record_xid(&suspect, named.xid, now);
+        let recent = xids.borrow_and_update().clone();
+        for (line, suspect) in pending.take_confirmed(&recent, now.moment) {
+            inputs.sessions.record_xid(&suspect, line.xid, now);
             info!(
-                pid = named.pid,
-                xid = named.xid,
+                pid = line.pid,
+                xid = line.xid,
                 "xid of a container's process"
             );
         }
@@ -95,9 +95,9 @@ pub async fn run(
         } else if !waiting.is_empty() {
             every.reset_immediately();
         }
-        around.publish_new_faults(now);
-        around.kill_condemned();
-        let open = around.open_faults(&mut generations);
+        inputs.publish_new_faults(now);
+        inputs.kill_condemned();
+        let open = inputs.open_faults(&mut generations);
         faults.send_if_modified(|before| {
             let changed = *before != open;
             *before = open;

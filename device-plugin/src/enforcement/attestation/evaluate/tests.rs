@@ -37,7 +37,7 @@ fn table(more: &str) -> MountTable {
 }
 
 fn gap_reason(mounts: &MountTable) -> Option<GapReason> {
-    check_mounts(&expected(), mounts).map(|lack| lack.reason)
+    check_mounts(&expected(), mounts).map(|gap| gap.reason)
 }
 
 #[test]
@@ -59,9 +59,9 @@ fn missing_mount_is_named() {
             })
             .collect();
         let mounts = MountTable::parse(&format!("100 90 0:50 / / rw - overlay o rw\n{without}"));
-        let lack = check_mounts(&expected(), &mounts).unwrap();
+        let gap = check_mounts(&expected(), &mounts).unwrap();
         assert_eq!(
-            (lack.reason, lack.detail.as_str()),
+            (gap.reason, gap.detail.as_str()),
             (GapReason::MountMissing, point),
             "{source}"
         );
@@ -85,9 +85,9 @@ fn mount_is_found_when_its_folder_is_a_link_in_the_image() {
 #[test]
 fn file_of_another_build_is_a_gap_when_mounted_over_ours() {
     let swapped = "300 202 8:1 /state/shim/0/libcuda.so.1 /usr/lib64/libcuda.so.1 ro - ext4 d rw\n";
-    let lack = check_mounts(&expected(), &table(swapped)).unwrap();
+    let gap = check_mounts(&expected(), &table(swapped)).unwrap();
     assert_eq!(
-        (lack.reason, lack.detail.as_str()),
+        (gap.reason, gap.detail.as_str()),
         (GapReason::MountedOver, "/usr/lib64/libcuda.so.1")
     );
 }
@@ -145,7 +145,7 @@ fn check_maps(maps: &[&str]) -> (bool, Option<GapReason>) {
         .map(|file| format!("7f00-7f01 r-xp 0 08:01 {file}\n"))
         .collect();
     let uses = check_process(&files(&text), &table(""), &installed());
-    (uses.has_shim, uses.gap.map(|lack| lack.reason))
+    (uses.has_shim, uses.gap.map(|gap| gap.reason))
 }
 
 const SHIM: &str = "11 /opt/bursar/lib/libcuda.so.1";
@@ -240,9 +240,9 @@ fn device_check_is_needed_with_mknod_or_other_nodes() {
 #[test]
 fn openable_node_of_another_gpu_is_a_gap() {
     assert_eq!(check_openable(&BTreeSet::new()), None);
-    let lack = check_openable(&BTreeSet::from(["nvidia1", "nvidia2"].map(str::to_owned))).unwrap();
+    let gap = check_openable(&BTreeSet::from(["nvidia1", "nvidia2"].map(str::to_owned))).unwrap();
     assert_eq!(
-        (lack.reason, lack.detail.as_str()),
+        (gap.reason, gap.detail.as_str()),
         (GapReason::OtherGpus, "nvidia1, nvidia2")
     );
 }
@@ -261,8 +261,8 @@ fn sys_nice_over_the_host_is_a_gap_of_its_own() {
 
 #[test]
 fn gap_detail_is_truncated() {
-    let lack = EnforcementGap::not_attested("ü".repeat(10_000));
-    assert_eq!(lack.detail.len(), 256);
+    let gap = EnforcementGap::not_attested("ü".repeat(10_000));
+    assert_eq!(gap.detail.len(), 256);
 }
 
 #[test]

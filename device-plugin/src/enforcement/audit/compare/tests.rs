@@ -81,8 +81,8 @@ fn finding_kinds(
     books: &[ContainerUsage],
     containers: &AttestedState,
 ) -> Vec<&'static str> {
-    let verdict = compare_accounts(&[sample(processes)], books, containers, &LIMITS);
-    verdict.findings.iter().map(Finding::kind).collect()
+    let result = compare_accounts(&[sample(processes)], books, containers, &LIMITS);
+    result.findings.iter().map(Finding::kind).collect()
 }
 
 fn attested_shims(pids: &[(u32, bool)]) -> AttestedState {
@@ -121,7 +121,7 @@ fn holders(
     books: &[ContainerUsage],
     containers: &AttestedState,
 ) -> Vec<(u32, bool)> {
-    let verdict = compare_accounts(&[seen], books, containers, &LIMITS);
+    let result = compare_accounts(&[seen], books, containers, &LIMITS);
     let holder = |finding: &Finding| match finding {
         Finding::Holder {
             process,
@@ -130,7 +130,7 @@ fn holders(
         } => Some((process.pid, *alone)),
         _ => None,
     };
-    verdict.findings.iter().filter_map(holder).collect()
+    result.findings.iter().filter_map(holder).collect()
 }
 
 #[test]
@@ -164,13 +164,13 @@ fn listed_exited_process_is_unaccounted_when_not_in_books() {
         ..listed(1, 5, 600)
     };
     let books = [books(1, 1024, &[])];
-    let verdict = compare_accounts(
+    let result = compare_accounts(
         &[sample(vec![dead])],
         &books,
         &AttestedState::default(),
         &LIMITS,
     );
-    assert_eq!(verdict.unaccounted[&gpu()], Bytes::mib(600 - 64));
+    assert_eq!(result.unaccounted[&gpu()], Bytes::mib(600 - 64));
 }
 
 #[test]
@@ -245,13 +245,13 @@ fn unaccounted_memory_names_the_only_container_with_driver() {
     let of = |processes: &[(u64, u32, bool, &[u64])]| {
         let members = [books(1, 1024, &[(5, 0)]), books(2, 1024, &[(6, 0)])];
         let containers = attested(processes.iter().copied());
-        let verdict = compare_accounts(
+        let result = compare_accounts(
             &[sample_with_unattributed(vec![])],
             &members,
             &containers,
             &LIMITS,
         );
-        match verdict.findings.as_slice() {
+        match result.findings.as_slice() {
             [
                 Finding::Unaccounted {
                     only_container: only,
@@ -270,7 +270,7 @@ fn unaccounted_memory_names_the_only_container_with_driver() {
 #[test]
 fn process_is_untracked_without_session_or_shim() {
     let books = [books(1, 1024, &[])];
-    let verdict = compare_accounts(
+    let result = compare_accounts(
         &[sample(vec![listed(1, 5, 600)])],
         &books,
         &attested_shims(&[(5, false)]),
@@ -280,16 +280,16 @@ fn process_is_untracked_without_session_or_shim() {
         process: who,
         allocation,
         ..
-    } = &verdict.findings[0]
+    } = &result.findings[0]
     else {
-        panic!("{verdict:?}");
+        panic!("{result:?}");
     };
     assert_eq!(
         (*who, *allocation),
         (process(5), Some(AllocationId::from_bits(1)))
     );
-    assert_eq!(verdict.untracked_processes[&gpu()], 1);
-    let outside = &verdict.untracked_memory[&(AllocationId::from_bits(1), gpu())];
+    assert_eq!(result.untracked_processes[&gpu()], 1);
+    let outside = &result.untracked_memory[&(AllocationId::from_bits(1), gpu())];
     assert_eq!(
         outside[&5],
         Bytes::mib(600),
@@ -301,7 +301,7 @@ fn process_is_untracked_without_session_or_shim() {
 fn process_is_untracked_without_session_unless_agent_is_newer() {
     let books = [books(1, 4096, &[])];
     let mut containers = attested_shims(&[(5, true)]);
-    let judged = |containers: &AttestedState| {
+    let compared = |containers: &AttestedState| {
         compare_accounts(
             &[sample(vec![listed(1, 5, 600)])],
             &books,
@@ -309,11 +309,11 @@ fn process_is_untracked_without_session_unless_agent_is_newer() {
             &LIMITS,
         )
     };
-    assert_eq!(judged(&containers).findings[0].kind(), "intruder");
+    assert_eq!(compared(&containers).findings[0].kind(), "intruder");
     containers.agent_start = process(5).start + 1;
-    let verdict = judged(&containers);
-    assert_eq!(verdict.findings, []);
-    let outside = &verdict.untracked_memory[&(AllocationId::from_bits(1), gpu())];
+    let result = compared(&containers);
+    assert_eq!(result.findings, []);
+    let outside = &result.untracked_memory[&(AllocationId::from_bits(1), gpu())];
     assert_eq!(
         outside[&5],
         Bytes::mib(600),
@@ -323,19 +323,19 @@ fn process_is_untracked_without_session_unless_agent_is_newer() {
         .processes
         .values_mut()
         .for_each(|(_, running)| running.has_shim = false);
-    assert_eq!(judged(&containers).findings[0].kind(), "intruder");
+    assert_eq!(compared(&containers).findings[0].kind(), "intruder");
 }
 
 #[test]
 fn process_of_host_or_other_pod_is_untracked_and_uncharged() {
     let books = [books(1, 1024, &[])];
-    let verdict = compare_accounts(
+    let result = compare_accounts(
         &[sample(vec![listed(0, 5, 600), listed(9, 6, 600)])],
         &books,
         &attested_shims(&[]),
         &LIMITS,
     );
-    let owners: Vec<_> = verdict
+    let owners: Vec<_> = result
         .findings
         .iter()
         .map(|finding| match finding {
@@ -349,7 +349,7 @@ fn process_of_host_or_other_pod_is_untracked_and_uncharged() {
         .collect();
     assert_eq!(owners[0], ProcessOwner::Host);
     assert_eq!(owners[1], listed(9, 6, 0).live.unwrap().owner);
-    assert!(verdict.untracked_memory.is_empty());
+    assert!(result.untracked_memory.is_empty());
 }
 
 #[test]
@@ -374,14 +374,14 @@ fn exited_process_is_no_finding_and_charged_while_in_books() {
     );
     of_it.exited_pids = vec![5];
     of_it.accounts[0].exited = Bytes::mib(600);
-    let verdict = compare_accounts(
+    let result = compare_accounts(
         &[sample(vec![dead])],
         &[of_it],
         &attested_shims(&[]),
         &LIMITS,
     );
-    assert_eq!(verdict.findings, []);
-    assert_eq!(verdict.drift[&(AllocationId::from_bits(1), gpu())], 0);
+    assert_eq!(result.findings, []);
+    assert_eq!(result.drift[&(AllocationId::from_bits(1), gpu())], 0);
 }
 
 #[test]
@@ -418,14 +418,14 @@ fn container_is_over_quota_one_byte_beyond_its_allowance() {
         [""; 0]
     );
     let more = Bytes(most.0 + 1);
-    let verdict = compare_accounts(
+    let result = compare_accounts(
         &[sample(listed(more))],
         &of_it,
         &attested_shims(&[]),
         &LIMITS,
     );
-    let Finding::OverQuota { processes, .. } = &verdict.findings[0] else {
-        panic!("{verdict:?}");
+    let Finding::OverQuota { processes, .. } = &result.findings[0] else {
+        panic!("{result:?}");
     };
     assert_eq!(
         *processes,
@@ -451,21 +451,20 @@ fn listed_export_accounts_for_no_unattributed_memory() {
     let quota = 7 * 1024;
     let mut of_it = books(1, quota, &[(5, quota)]);
     of_it.accounts[0].exported = Bytes::mib(quota);
-    let judged = |listed: ListedProcess, unlisted: u64| {
+    let compared = |listed: ListedProcess, unlisted: u64| {
         let gpu_seen = GpuSample {
             unattributed: Some(Bytes::mib(unlisted)),
             ..sample(vec![listed])
         };
-        let verdict =
-            compare_accounts(&[gpu_seen], &[of_it.clone()], &attested_shims(&[]), &LIMITS);
-        let kinds = verdict.findings.iter().map(Finding::kind);
+        let result = compare_accounts(&[gpu_seen], &[of_it.clone()], &attested_shims(&[]), &LIMITS);
+        let kinds = result.findings.iter().map(Finding::kind);
         kinds.collect::<Vec<_>>()
     };
-    assert_eq!(judged(listed(1, 5, 518), quota - 518), [""; 0], "honest");
-    assert_eq!(judged(listed(1, 5, quota), quota), ["unaccounted"]);
+    assert_eq!(compared(listed(1, 5, 518), quota - 518), [""; 0], "honest");
+    assert_eq!(compared(listed(1, 5, quota), quota), ["unaccounted"]);
     // Memory that another listed process of the container imported is listed too.
     let imported = quota / 2;
-    assert_eq!(judged(listed(1, 5, imported), quota), ["unaccounted"]);
+    assert_eq!(compared(listed(1, 5, imported), quota), ["unaccounted"]);
 }
 
 #[test]
@@ -480,8 +479,8 @@ fn managed_memory_on_a_gpu_is_accounted_for_in_books() {
         unattributed: Some(Bytes::gib(8)),
         ..sample(vec![listed(1, 5, 600)])
     };
-    let verdict = compare_accounts(&[gpu_seen], &[of_it], &attested_shims(&[]), &LIMITS);
-    assert_eq!(verdict.findings, []);
+    let result = compare_accounts(&[gpu_seen], &[of_it], &attested_shims(&[]), &LIMITS);
+    assert_eq!(result.findings, []);
 }
 
 #[test]
@@ -506,22 +505,22 @@ fn unattributed_memory_is_a_finding_unless_books_know_it() {
         ..sample(vec![])
     };
     let mut of_it = books(1, 1024, &[]);
-    let verdict = compare_accounts(
+    let result = compare_accounts(
         &[gpu_seen.clone()],
         &[of_it.clone()],
         &attested_shims(&[]),
         &LIMITS,
     );
-    assert_eq!(verdict.findings.len(), 1);
-    assert_eq!(verdict.unattributed_signed[&gpu()], 600 << 20);
+    assert_eq!(result.findings.len(), 1);
+    assert_eq!(result.unattributed_signed[&gpu()], 600 << 20);
     let mut untold = gpu_seen.clone();
     untold.unattributed = None;
     untold.processes = vec![ListedProcess {
         bytes: None,
         ..listed(0, 5, 0)
     }];
-    let verdict = compare_accounts(&[untold], &[of_it.clone()], &attested_shims(&[]), &LIMITS);
-    let kinds: Vec<_> = verdict.findings.iter().map(Finding::kind).collect();
+    let result = compare_accounts(&[untold], &[of_it.clone()], &attested_shims(&[]), &LIMITS);
+    let kinds: Vec<_> = result.findings.iter().map(Finding::kind).collect();
     assert_eq!(kinds, ["intruder"], "it may be that process's");
     of_it.accounts[0].exited = Bytes::mib(300);
     of_it.accounts[0].exported = Bytes::mib(300);
@@ -542,12 +541,12 @@ fn unattributed_memory_is_a_finding_unless_books_know_it() {
 fn forged_page_is_a_finding_without_any_gpu_sample() {
     let mut of_it = books(1, 1024, &[(5, 10), (6, 10)]);
     of_it.processes[1].tampered = true;
-    let verdict = compare_accounts(&[], &[of_it], &attested_shims(&[]), &LIMITS);
+    let result = compare_accounts(&[], &[of_it], &attested_shims(&[]), &LIMITS);
     let expected = Finding::ForgedPage {
         allocation: AllocationId::from_bits(1),
         process: process(6),
     };
-    assert_eq!(verdict.findings, [expected]);
+    assert_eq!(result.findings, [expected]);
 }
 
 /// A process: its grant and its further memory in MiB, and whether it has a session.
@@ -583,11 +582,11 @@ proptest! {
         let gpu_seen = sample(processes);
         // Sessions are missing because the records of an earlier agent are lost.
         let containers = AttestedState { agent_start: u64::MAX, ..AttestedState::default() };
-        let verdict = compare_accounts(std::slice::from_ref(&gpu_seen), &all, &containers, &LIMITS);
-        prop_assert_eq!(&verdict.findings, &[]);
-        prop_assert_eq!(verdict.unattributed_signed[&gpu()], 0);
+        let result = compare_accounts(std::slice::from_ref(&gpu_seen), &all, &containers, &LIMITS);
+        prop_assert_eq!(&result.findings, &[]);
+        prop_assert_eq!(result.unattributed_signed[&gpu()], 0);
         let known: i64 = all.iter().map(|books| books.accounts[0].used.0 as i64).sum();
-        let drift: i64 = verdict.drift.values().sum();
+        let drift: i64 = result.drift.values().sum();
         prop_assert_eq!(drift + known, charged as i64, "each process counts once");
     }
 
