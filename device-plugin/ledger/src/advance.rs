@@ -80,9 +80,9 @@ impl Ledger {
         let largest = (0..bins.len())
             .filter(|&i| bins[i].capacity > 0)
             .max_by_key(|&i| (bins[i].free, Reverse(i)));
-        let want = self.request_of(claim);
+        let request = self.request_of(claim);
         let quanta = claim.device_ids.quanta().0;
-        let shares = binder::split_quanta(&bins, quanta, want.min_bins);
+        let shares = binder::split_quanta(&bins, quanta, request.min_bins);
         let beyond_instance = shares.is_none() && {
             let capacities = bins
                 .iter()
@@ -90,7 +90,7 @@ impl Ledger {
                 .map(|bin| bin.capacity);
             capacities.sum::<u32>() >= quanta
         };
-        let shares = shares.filter(|_| binder::fits_when_empty(&bins, &want));
+        let shares = shares.filter(|_| binder::fits_when_empty(&bins, &request));
         let (gpus, largest_free_gpu) = match claim.resource {
             Resource::ManagedMemory => (None, None),
             Resource::DeviceMemory => (
@@ -98,7 +98,7 @@ impl Ledger {
                 largest.and_then(|i| self.gpus.keys().nth(i).cloned()),
             ),
         };
-        let others = want.quanta.iter().skip(1);
+        let others = request.quanta.iter().skip(1);
         WaitReason {
             resource: claim.resource,
             needed: claim.device_ids.quanta().bytes(self.quantum),
@@ -141,8 +141,8 @@ impl Ledger {
         let plan = if resource == Resource::DeviceMemory && !self.are_all_gpus_shareable() {
             self.plan_isolated(bins, &reserved, &queue)
         } else {
-            let wants = queue.iter().map(|id| self.request_of(&self.claims[id]));
-            binder::plan(&bins, &reserved, &wants.collect::<Vec<_>>())
+            let requests = queue.iter().map(|id| self.request_of(&self.claims[id]));
+            binder::plan(&bins, &reserved, &requests.collect::<Vec<_>>())
         };
         (queue, plan)
     }
@@ -152,22 +152,22 @@ impl Ledger {
         let (bins, reserved) = match (&claim.state, claim.resource) {
             (
                 State::Queued {
-                    want: QueuedRequest { spread: shape, .. },
+                    request: QueuedRequest { spread, .. },
                     ..
                 },
                 Resource::DeviceMemory,
-            ) => (shape.gpus.get(), self.gpu_reserved_for(&claim.pod)),
+            ) => (spread.gpus.get(), self.gpu_reserved_for(&claim.pod)),
             _ => (1, None),
         };
-        let mut want = binder::Request {
+        let mut request = binder::Request {
             quanta: vec![claim.device_ids.quanta().0],
             min_bins: bins,
             reserved_bin: reserved,
             bound: Vec::new(),
             concurrent_sets: vec![1],
         };
-        self.add_other_containers(claim, &mut want);
-        want
+        self.add_other_containers(claim, &mut request);
+        request
     }
 
     /// The claims whose call is open or ended a short time ago, most urgent first.
@@ -177,9 +177,11 @@ impl Ledger {
             .iter()
             .filter(|(_, claim)| claim.resource == resource)
             .filter_map(|(&id, claim)| match claim.state {
-                State::Queued { want, call } if is_call_recent(call, now) => {
-                    Some((Reverse(want.priority), queue_rank(claim, want, now), id))
-                }
+                State::Queued { request, call } if is_call_recent(call, now) => Some((
+                    Reverse(request.priority),
+                    queue_rank(claim, request, now),
+                    id,
+                )),
                 _ => None,
             })
             .collect();
@@ -221,7 +223,7 @@ impl Ledger {
     /// Assigns the first of these places to the claim, and sets the others aside for its pod.
     fn assign(&mut self, id: ClaimId, places: &[Vec<Part>]) -> Option<Binding> {
         let claim = self.claims.get(&id)?;
-        let want = self.request_of(claim);
+        let request = self.request_of(claim);
         let uuids: Vec<&GpuUuid> = self.gpus.keys().collect();
         let placement = match claim.resource {
             Resource::ManagedMemory => Placement::Managed(claim.device_ids.quanta()),
@@ -236,7 +238,7 @@ impl Ledger {
                     .collect(),
             ),
         };
-        self.record_places(id, &want, places);
+        self.record_places(id, &request, places);
         self.grant(id, placement)
     }
 
@@ -258,10 +260,10 @@ impl Ledger {
             }
             State::Queued {
                 call: Call::Ended { since },
-                want,
+                request,
             } => {
                 claim.state = State::AwaitingRetry {
-                    want,
+                    request,
                     since,
                     placement,
                 };
@@ -289,9 +291,9 @@ enum QueueRank {
     },
 }
 
-fn queue_rank(claim: &Claim, want: QueuedRequest, now: BootTime) -> QueueRank {
+fn queue_rank(claim: &Claim, request: QueuedRequest, now: BootTime) -> QueueRank {
     let arrival = claim.arrival;
-    if now.since(want.queued_at) >= AGING_AFTER {
+    if now.since(request.queued_at) >= AGING_AFTER {
         QueueRank::Aged { arrival }
     } else {
         let quanta = Reverse(claim.device_ids.quanta());

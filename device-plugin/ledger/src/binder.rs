@@ -63,32 +63,32 @@ pub(super) struct Plan {
 /// aside.
 pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
     let mut bins = bins.to_vec();
-    let mut kept: Vec<u32> = bins
+    let mut set_aside: Vec<u32> = bins
         .iter()
         .zip(reserved)
         .map(|(bin, reserved)| bin.free.min(*reserved))
         .collect();
-    for (bin, kept) in bins.iter_mut().zip(&kept) {
-        bin.free -= kept;
+    for (bin, set_aside) in bins.iter_mut().zip(&set_aside) {
+        bin.free -= set_aside;
     }
     let mut waits = false;
     let mut places = Vec::with_capacity(queue.len());
-    for want in queue {
-        let Some(shares) = all_shares(&bins, want) else {
+    for request in queue {
+        let Some(shares) = all_shares(&bins, request) else {
             places.push(None);
             continue;
         };
-        let own = want
+        let own = request
             .reserved_bin
-            .map(|bin| (bin, std::mem::take(&mut kept[bin])));
-        if let Some((bin, kept)) = own {
-            bins[bin].free += kept;
+            .map(|bin| (bin, std::mem::take(&mut set_aside[bin])));
+        if let Some((bin, set_aside)) = own {
+            bins[bin].free += set_aside;
         }
-        let search = |aim| Search::new(&bins, want, &shares, aim).run();
+        let search = |aim| Search::new(&bins, request, &shares, aim).run();
         // A request that empty bins could hold must fit empty bins: the second search is that of
         // `fits_when_empty`.
         let place = search(Aim::BestFit).or_else(|| search(Aim::WorstFit));
-        let taken = |place: &Vec<Vec<Part>>, bin| want.taken(place, bin);
+        let taken = |place: &Vec<Vec<Part>>, bin| request.taken(place, bin);
         match &place {
             Some(place) => {
                 for (index, bin) in bins.iter_mut().enumerate() {
@@ -101,7 +101,7 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
                     waits = true;
                     for (index, bin) in bins.iter_mut().enumerate() {
                         let keep = bin.free.min(taken(&lacking, index));
-                        kept[index] += keep;
+                        set_aside[index] += keep;
                         bin.free -= keep;
                     }
                 }
@@ -110,15 +110,12 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Request]) -> Plan {
         }
         if let Some((bin, before)) = own {
             let taken = place.as_ref().map_or(0, |place| taken(place, bin));
-            kept[bin] = before.saturating_sub(taken).min(bins[bin].free);
-            bins[bin].free -= kept[bin];
+            set_aside[bin] = before.saturating_sub(taken).min(bins[bin].free);
+            bins[bin].free -= set_aside[bin];
         }
         places.push(place);
     }
-    Plan {
-        places,
-        set_aside: kept,
-    }
+    Plan { places, set_aside }
 }
 
 impl Request {
@@ -165,18 +162,18 @@ fn amount_on(parts: &[Part], bin: usize) -> u32 {
     part.map_or(0, |(_, share)| *share)
 }
 
-/// The shares of each container of `want`.
-fn all_shares(bins: &[Bin], want: &Request) -> Option<Vec<Vec<u32>>> {
-    let quanta = want.quanta.iter();
+/// The shares of each container of `request`.
+fn all_shares(bins: &[Bin], request: &Request) -> Option<Vec<Vec<u32>>> {
+    let quanta = request.quanta.iter();
     quanta
-        .map(|quanta| split_quanta(bins, *quanta, want.min_bins))
+        .map(|quanta| split_quanta(bins, *quanta, request.min_bins))
         .collect()
 }
 
-/// Whether empty bins could hold all containers of `want` together.
-pub(super) fn fits_when_empty(bins: &[Bin], want: &Request) -> bool {
-    all_shares(bins, want).is_some_and(|shares| {
-        Search::new(bins, want, &shares, Aim::SmallestShortage)
+/// Whether empty bins could hold all containers of `request` together.
+pub(super) fn fits_when_empty(bins: &[Bin], request: &Request) -> bool {
+    all_shares(bins, request).is_some_and(|shares| {
+        Search::new(bins, request, &shares, Aim::SmallestShortage)
             .run()
             .is_some()
     })
@@ -238,7 +235,7 @@ enum Aim {
 /// The search for a place for every container of a request.
 struct Search<'a> {
     bins: &'a [Bin],
-    want: &'a Request,
+    request: &'a Request,
     shares: &'a [Vec<u32>],
     aim: Aim,
     placed: Vec<Vec<Part>>,
@@ -246,20 +243,20 @@ struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    fn new(bins: &'a [Bin], want: &'a Request, shares: &'a [Vec<u32>], aim: Aim) -> Self {
+    fn new(bins: &'a [Bin], request: &'a Request, shares: &'a [Vec<u32>], aim: Aim) -> Self {
         Self {
             bins,
-            want,
+            request,
             shares,
             aim,
-            placed: vec![Vec::new(); want.quanta.len()],
+            placed: vec![Vec::new(); request.quanta.len()],
             tries_left: MAX_TRIES,
         }
     }
 
     fn run(mut self) -> Option<Vec<Vec<Part>>> {
-        let mut order: Vec<usize> = (0..self.want.quanta.len()).collect();
-        order.sort_by_key(|container| Reverse(self.want.quanta[*container]));
+        let mut order: Vec<usize> = (0..self.request.quanta.len()).collect();
+        order.sort_by_key(|container| Reverse(self.request.quanta[*container]));
         self.place(&order).then_some(self.placed)
     }
 
@@ -300,10 +297,12 @@ impl<'a> Search<'a> {
             .filter(|(_, bin)| bin.capacity > 0);
         let mut ranked: Vec<_> = able
             .filter_map(|(index, bin)| {
-                let beside = self.want.concurrent_usage(container, &self.placed, index);
+                let beside = self
+                    .request
+                    .concurrent_usage(container, &self.placed, index);
                 // Memory bound to the pod is not free, and is part of the concurrent usage.
                 let bound: u32 = self
-                    .want
+                    .request
                     .bound
                     .iter()
                     .map(|parts| amount_on(parts, index))
@@ -314,14 +313,14 @@ impl<'a> Search<'a> {
                     Aim::SmallestShortage => bin.capacity.saturating_sub(beside),
                 };
                 let own =
-                    self.aim != Aim::SmallestShortage && self.want.reserved_bin == Some(index);
+                    self.aim != Aim::SmallestShortage && self.request.reserved_bin == Some(index);
                 let rank = match self.aim {
                     Aim::BestFit => free,
                     Aim::WorstFit | Aim::SmallestShortage => u32::MAX - free,
                 };
                 // A container may add nothing to the pod's peak if it runs only while other
                 // containers do not.
-                let peak = self.want.peak(&self.placed, index);
+                let peak = self.request.peak(&self.placed, index);
                 let adds = beside.saturating_add(share).saturating_sub(peak).min(share);
                 (could >= share).then_some((!own, adds, rank, index))
             })
@@ -549,11 +548,11 @@ mod tests {
 
     #[test]
     fn containers_that_never_overlap_share_memory() {
-        let want = Request {
+        let request = Request {
             concurrent_sets: vec![0b01, 0b10],
             ..concurrent(&[8, 16])
         };
-        let plan = plan(&bins(&[16, 9]), &[0; 2], &[want, one(9)]);
+        let plan = plan(&bins(&[16, 9]), &[0; 2], &[request, one(9)]);
         assert_eq!(
             plan.places[0],
             Some(vec![vec![(0, 8)], vec![(0, 16)]]),
@@ -564,13 +563,13 @@ mod tests {
 
     #[test]
     fn bound_memory_of_the_pod_counts_once() {
-        let want = Request {
+        let request = Request {
             bound: vec![vec![(0, 6)]],
             concurrent_sets: vec![0b11],
             ..concurrent(&[10])
         };
         // Six of the first are bound for the pod and not free.
-        let plan = plan(&bins(&[10, 16]), &[0; 2], &[want]);
+        let plan = plan(&bins(&[10, 16]), &[0; 2], &[request]);
         assert_eq!(plan.places, [Some(vec![vec![(0, 10)]])]);
     }
 

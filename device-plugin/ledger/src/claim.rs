@@ -49,10 +49,10 @@ pub(super) enum State {
     /// The claim has no memory and is not in the queue.
     Idle,
     /// The claim is in the queue.
-    Queued { want: QueuedRequest, call: Call },
+    Queued { request: QueuedRequest, call: Call },
     /// Memory is set aside until the kubelet retries.
     AwaitingRetry {
-        want: QueuedRequest,
+        request: QueuedRequest,
         since: BootTime,
         placement: Placement,
     },
@@ -90,15 +90,15 @@ impl Claim {
 
     /// Frees the memory that was set aside. The claim queues as before.
     pub(super) fn requeue(&mut self) {
-        if let State::AwaitingRetry { want, since, .. } = self.state {
+        if let State::AwaitingRetry { request, since, .. } = self.state {
             let call = Call::Ended { since };
-            self.state = State::Queued { want, call };
+            self.state = State::Queued { request, call };
         }
     }
 
-    /// Whether the claim shares a device id with `tokens` of `resource`.
-    pub(super) fn overlaps(&self, resource: Resource, tokens: &DeviceIdSet) -> bool {
-        self.resource == resource && self.device_ids.overlaps(tokens)
+    /// Whether the claim shares a device id with `device_ids` of `resource`.
+    pub(super) fn overlaps(&self, resource: Resource, device_ids: &DeviceIdSet) -> bool {
+        self.resource == resource && self.device_ids.overlaps(device_ids)
     }
 
     /// The claim's binding once it has `placement`.

@@ -37,13 +37,13 @@ impl Ledger {
         now: BootTime,
     ) -> Vec<AllocationId> {
         self.pending
-            .extract_if(.., |id, booking| {
-                if now.since(booking.allocated_at) < PENDING_GC_AGE {
+            .extract_if(.., |id, allocation| {
+                if now.since(allocation.allocated_at) < PENDING_GC_AGE {
                     return false;
                 }
-                let missed_before = booking.was_missing;
-                booking.was_missing = !known.contains(id);
-                missed_before && booking.was_missing
+                let missed_before = allocation.was_missing;
+                allocation.was_missing = !known.contains(id);
+                missed_before && allocation.was_missing
             })
             .map(|(id, _)| id)
             .collect()
@@ -81,10 +81,10 @@ impl Ledger {
         let mut given_up = Vec::new();
         for claim in self.claims.values_mut() {
             match claim.state {
-                State::AwaitingRetry { want, since, .. } if now.since(since) >= RETRY_GRACE => {
+                State::AwaitingRetry { request, since, .. } if now.since(since) >= RETRY_GRACE => {
                     given_up.push(claim.pod.clone());
                     claim.state = State::Queued {
-                        want,
+                        request,
                         call: Call::Ended { since },
                     };
                 }

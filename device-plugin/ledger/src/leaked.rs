@@ -31,57 +31,59 @@ impl Ledger {
             return;
         }
         let number = self.next_id();
-        let leaked = self.unreclaimed.entry(gpu).or_insert(Unreclaimed {
+        let unreclaimed = self.unreclaimed.entry(gpu).or_insert(Unreclaimed {
             bytes: Bytes::ZERO,
             since: now,
             version: number,
         });
-        leaked.bytes = Bytes(leaked.bytes.0.saturating_add(bytes.0));
-        leaked.version = number;
+        unreclaimed.bytes = Bytes(unreclaimed.bytes.0.saturating_add(bytes.0));
+        unreclaimed.version = number;
     }
 
     /// The GPUs with unreclaimed memory, each with its version.
     pub fn unreclaimed_versions(&self) -> BTreeMap<GpuUuid, u64> {
-        let leaked = self.unreclaimed.iter();
-        leaked
-            .map(|(gpu, leaked)| (gpu.clone(), leaked.version))
+        let unreclaimed = self.unreclaimed.iter();
+        unreclaimed
+            .map(|(gpu, unreclaimed)| (gpu.clone(), unreclaimed.version))
             .collect()
     }
 
     /// Lowers the unreclaimed memory of a GPU to `held`, as proven at this version. The rest can be
     /// bound again. True where this changed it.
     pub fn lower_unreclaimed(&mut self, gpu: &GpuUuid, number: u64, held: Bytes) -> bool {
-        let leaked = self.unreclaimed.get_mut(gpu);
-        let Some(leaked) = leaked.filter(|leaked| leaked.version == number && leaked.bytes > held)
+        let unreclaimed = self.unreclaimed.get_mut(gpu);
+        let Some(unreclaimed) = unreclaimed
+            .filter(|unreclaimed| unreclaimed.version == number && unreclaimed.bytes > held)
         else {
             return false;
         };
-        leaked.bytes = held;
+        unreclaimed.bytes = held;
         self.unreclaimed
-            .retain(|_, leaked| leaked.bytes > Bytes::ZERO);
+            .retain(|_, unreclaimed| unreclaimed.bytes > Bytes::ZERO);
         true
     }
 
     /// Subtracts memory that is charged to a container again.
     pub fn subtract_unreclaimed(&mut self, gpu: &GpuUuid, bytes: Bytes) {
-        if let Some(leaked) = self.unreclaimed.get_mut(gpu) {
-            leaked.bytes = Bytes(leaked.bytes.0.saturating_sub(bytes.0));
+        if let Some(unreclaimed) = self.unreclaimed.get_mut(gpu) {
+            unreclaimed.bytes = Bytes(unreclaimed.bytes.0.saturating_sub(bytes.0));
         }
         self.unreclaimed
-            .retain(|_, leaked| leaked.bytes > Bytes::ZERO);
+            .retain(|_, unreclaimed| unreclaimed.bytes > Bytes::ZERO);
     }
 
     /// The unreclaimed memory of a GPU.
     pub(super) fn unreclaimed_on(&self, gpu: &GpuUuid) -> Bytes {
         self.unreclaimed
             .get(gpu)
-            .map_or(Bytes::ZERO, |leaked| leaked.bytes)
+            .map_or(Bytes::ZERO, |unreclaimed| unreclaimed.bytes)
     }
 
     /// The part of a GPU that has been unreclaimed for so long that a process must hold it.
     pub(super) fn leaked_on(&self, gpu: &GpuUuid, now: BootTime) -> Bytes {
-        let leaked = self.unreclaimed.get(gpu);
-        let lasts = leaked.is_some_and(|leaked| now.since(leaked.since) >= LEAKED_AFTER);
+        let unreclaimed = self.unreclaimed.get(gpu);
+        let lasts =
+            unreclaimed.is_some_and(|unreclaimed| now.since(unreclaimed.since) >= LEAKED_AFTER);
         if lasts {
             self.unreclaimed_on(gpu)
         } else {
@@ -113,12 +115,12 @@ mod tests {
     }
 
     fn start(ledger: &mut Ledger, quanta: u16, now: BootTime) -> BindOutcome {
-        let tokens = DeviceIdSet::from_indexes(0..quanta).unwrap();
+        let device_ids = DeviceIdSet::from_indexes(0..quanta).unwrap();
         let (id, resource) = (AllocationId::from_bits(1), Resource::DeviceMemory);
-        ledger.add_pending(id, resource, tokens.clone(), now);
+        ledger.add_pending(id, resource, device_ids.clone(), now);
         let start = BindRequest {
             resource,
-            device_ids: tokens,
+            device_ids,
             containers: Vec::new(),
             pod: "p".parse().unwrap(),
             spread: GpuSpread::default(),
@@ -191,7 +193,7 @@ mod tests {
         /// Random pods end and leave memory, and holders release it one by one. Each proof is late
         /// by some steps.
         #[test]
-        fn nothing_held_is_bound_again_and_nothing_is_kept_once_nobody_holds_it(
+        fn unreclaimed_memory_is_bound_again_only_when_released(
             steps in prop::collection::vec((0..4_u8, 0..3_000_u64), 0..60),
         ) {
             let (mut ledger, mut held) = (ledger(), 0_u64);
@@ -209,7 +211,7 @@ mod tests {
                         ledger.lower_unreclaimed(&gpu(), number, held);
                     },
                 }
-                let left = ledger.unreclaimed.get(&gpu()).map_or(0, |leaked| leaked.bytes.0);
+                let left = ledger.unreclaimed.get(&gpu()).map_or(0, |unreclaimed| unreclaimed.bytes.0);
                 prop_assert!(left >= held << 20);
                 let restored = Ledger::restore(ledger.snapshot(), Quantum::Gib1, BootTime(9)).unwrap();
                 prop_assert_eq!(restored.unavailable_on(&gpu()), ledger.unavailable_on(&gpu()));

@@ -62,14 +62,14 @@ use serde::{Deserialize, Serialize};
 use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid, Quanta, Quantum, Resource};
 use claim::{Claim, PendingAllocation, State};
 use leaked::Unreclaimed;
-use reserved::{Reserved, Unclaimed};
+use reserved::Unclaimed;
 use sharing::NamespaceIsolation;
 use together::PodGroup;
 
 pub use claim::{AGING_AFTER, RETRY_DEADLINE, RETRY_GRACE};
 pub use end::PENDING_GC_AGE;
 pub use leaked::LEAKED_AFTER;
-pub use reserved::Reserved as Reservation;
+pub use reserved::Reservation;
 pub use snapshot::{RestoreError, Snapshot};
 pub use time::BootTime;
 pub use types::{
@@ -92,7 +92,7 @@ pub struct Ledger {
     /// The unreclaimed memory of ended pods.
     unreclaimed: BTreeMap<GpuUuid, Unreclaimed>,
     /// The operator's reservations.
-    reservations: BTreeMap<GpuUuid, Reserved>,
+    reservations: BTreeMap<GpuUuid, Reservation>,
     /// The GPUs with a reservation for a pod without a claim here.
     unclaimed: BTreeMap<GpuUuid, Unclaimed>,
     /// The leases that no bound container owns.
@@ -176,7 +176,7 @@ impl Ledger {
         &mut self,
         id: AllocationId,
         resource: Resource,
-        tokens: DeviceIdSet,
+        device_ids: DeviceIdSet,
         now: BootTime,
     ) {
         if self.has_allocation(id) {
@@ -186,7 +186,7 @@ impl Ledger {
             id,
             PendingAllocation {
                 resource,
-                device_ids: tokens,
+                device_ids,
                 allocated_at: now,
                 was_missing: false,
             },
@@ -199,7 +199,7 @@ impl Ledger {
         &mut self,
         id: AllocationId,
         resource: Resource,
-        tokens: DeviceIdSet,
+        device_ids: DeviceIdSet,
         pod: PodUid,
         placement: Placement,
     ) -> bool {
@@ -208,7 +208,7 @@ impl Ledger {
             return false;
         }
         self.record_tenant(&pod, &placement);
-        let claim = self.find_claim(&pod, resource, &tokens);
+        let claim = self.find_claim(&pod, resource, &device_ids);
         match claim.and_then(|claim| self.claims.get_mut(&claim)) {
             Some(claim) => {
                 claim.allocations.push(id);
@@ -221,7 +221,7 @@ impl Ledger {
                 let claim = Claim {
                     pod,
                     resource,
-                    device_ids: tokens,
+                    device_ids,
                     allocations: vec![id],
                     arrival,
                     state: State::Bound { placement },
@@ -238,12 +238,12 @@ impl Ledger {
         &self,
         pod: &PodUid,
         resource: Resource,
-        tokens: &DeviceIdSet,
+        device_ids: &DeviceIdSet,
     ) -> Option<ClaimId> {
         self.claims
             .iter()
             .find(|(_, claim)| {
-                claim.pod == *pod && claim.resource == resource && claim.device_ids == *tokens
+                claim.pod == *pod && claim.resource == resource && claim.device_ids == *device_ids
             })
             .map(|(&number, _)| number)
     }

@@ -27,7 +27,7 @@ pub(super) struct Unclaimed {
 /// A reservation on one GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct Reserved {
+pub struct Reservation {
     /// The pod whose claim may use the memory.
     pub pod: PodUid,
     /// The memory set aside, including memory that is bound to the pod there already.
@@ -36,7 +36,7 @@ pub struct Reserved {
 
 impl Ledger {
     /// Replaces all reservations. Bound memory stays bound. True where this changed them.
-    pub fn set_reservations(&mut self, reserved: BTreeMap<GpuUuid, Reserved>) -> bool {
+    pub fn set_reservations(&mut self, reserved: BTreeMap<GpuUuid, Reservation>) -> bool {
         self.unclaimed
             .retain(|gpu, _| reserved.get(gpu) == self.reservations.get(gpu));
         let news = self.reservations != reserved;
@@ -65,7 +65,7 @@ impl Ledger {
     }
 
     /// The reservation on a GPU, unless it is suspended.
-    fn active_reservation(&self, gpu: &GpuUuid) -> Option<&Reserved> {
+    fn active_reservation(&self, gpu: &GpuUuid) -> Option<&Reservation> {
         let lapsed = self
             .unclaimed
             .get(gpu)
@@ -82,15 +82,11 @@ impl Ledger {
 
     /// The part of the GPU that is still to be set aside for that pod.
     pub(super) fn reserved_on(&self, gpu: &GpuUuid) -> Quanta {
-        let Some(Reserved {
-            pod: waiter,
-            quanta,
-        }) = self.active_reservation(gpu)
-        else {
+        let Some(Reservation { pod, quanta }) = self.active_reservation(gpu) else {
             return Quanta::ZERO;
         };
         let used = self.usage();
-        let bound = used.get(gpu).and_then(|used| used.pods.get(waiter));
+        let bound = used.get(gpu).and_then(|used| used.pods.get(pod));
         quanta.saturating_sub(bound.copied().unwrap_or_default())
     }
 
@@ -122,15 +118,15 @@ mod tests {
 
     /// Starts a container of `pod` with the device ids from `first` on.
     fn start(ledger: &mut Ledger, pod: &str, first: u16, quanta: u16) -> BindOutcome {
-        let tokens = DeviceIdSet::from_indexes(first..first + quanta).unwrap();
+        let device_ids = DeviceIdSet::from_indexes(first..first + quanta).unwrap();
         let (id, resource) = (
             AllocationId::from_bits(first.into()),
             Resource::DeviceMemory,
         );
-        ledger.add_pending(id, resource, tokens.clone(), NOW);
+        ledger.add_pending(id, resource, device_ids.clone(), NOW);
         let start = BindRequest {
             resource,
-            device_ids: tokens,
+            device_ids,
             containers: Vec::new(),
             pod: pod.parse().unwrap(),
             spread: GpuSpread::default(),
@@ -139,9 +135,9 @@ mod tests {
         ledger.bind(start, NOW).unwrap().outcome
     }
 
-    fn reserve_for(ledger: &mut Ledger, gpu: &str, waiter: &str, quanta: u32) {
-        let reserved = Reserved {
-            pod: waiter.parse().unwrap(),
+    fn reserve_for(ledger: &mut Ledger, gpu: &str, pod: &str, quanta: u32) {
+        let reserved = Reservation {
+            pod: pod.parse().unwrap(),
             quanta: Quanta(quanta),
         };
         ledger.set_reservations([(gpu.parse().unwrap(), reserved)].into());
@@ -210,15 +206,9 @@ mod tests {
             BindOutcome::Bound(_)
         ));
         let both: BTreeMap<_, _> = [("GPU-a", "known"), ("GPU-b", "unheard")]
-            .map(|(gpu, waiter)| {
-                let (waiter, quanta) = (waiter.parse().unwrap(), Quanta(8));
-                (
-                    gpu.parse().unwrap(),
-                    Reserved {
-                        pod: waiter,
-                        quanta,
-                    },
-                )
+            .map(|(gpu, pod)| {
+                let (pod, quanta) = (pod.parse().unwrap(), Quanta(8));
+                (gpu.parse().unwrap(), Reservation { pod, quanta })
             })
             .into();
         assert!(ledger.set_reservations(both.clone()));

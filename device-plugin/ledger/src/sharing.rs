@@ -142,28 +142,30 @@ impl Ledger {
         let uuids: Vec<&GpuUuid> = self.gpus.keys().collect();
         let mut sharing = self.isolation.clone();
         let (mut places, mut waits) = (Vec::with_capacity(queue.len()), false);
-        let mut kept: Vec<u32> = bins
+        let mut set_aside: Vec<u32> = bins
             .iter()
             .zip(reserved)
             .map(|(bin, reserved)| bin.free.min(*reserved))
             .collect();
         for id in queue {
             let claim = &self.claims[id];
-            let want = self.request_of(claim);
-            let has_own = want.reserved_bin.is_some();
+            let request = self.request_of(claim);
+            let has_own = request.reserved_bin.is_some();
             let open = without_closed_bins(&sharing, self.gpus.keys(), &claim.pod, &bins);
-            let mut step = binder::plan(&open, &kept, std::slice::from_ref(&want));
+            let mut step = binder::plan(&open, &set_aside, std::slice::from_ref(&request));
             let place = step.places.pop().flatten();
             // Memory is set aside for the first waiting claim only.
             if place.is_some() || !(waits || has_own) {
                 waits |= place.is_none();
                 let news = open.iter().zip(step.set_aside).enumerate();
                 for (index, (_, step)) in news.filter(|(_, (bin, _))| bin.capacity > 0) {
-                    kept[index] = step;
+                    set_aside[index] = step;
                 }
             }
             for (index, bin) in bins.iter_mut().enumerate() {
-                let taken = place.as_ref().map_or(0, |place| want.taken(place, index));
+                let taken = place
+                    .as_ref()
+                    .map_or(0, |place| request.taken(place, index));
                 if taken > 0 {
                     bin.free = bin.free.saturating_sub(taken);
                     sharing.past_tenants.record(uuids[index], &claim.pod);
@@ -171,10 +173,7 @@ impl Ledger {
             }
             places.push(place);
         }
-        Plan {
-            places,
-            set_aside: kept,
-        }
+        Plan { places, set_aside }
     }
 }
 
@@ -225,13 +224,13 @@ mod tests {
         if let Some((namespace, _)) = pod.split_once('-') {
             ledger.set_namespace(&uid, namespace);
         }
-        let tokens = DeviceIdSet::from_indexes(first..first + quanta).unwrap();
+        let device_ids = DeviceIdSet::from_indexes(first..first + quanta).unwrap();
         let resource = Resource::DeviceMemory;
         let id = AllocationId::from_bits(first.into());
-        ledger.add_pending(id, resource, tokens.clone(), NOW);
+        ledger.add_pending(id, resource, device_ids.clone(), NOW);
         let start = BindRequest {
             resource,
-            device_ids: tokens,
+            device_ids,
             containers: Vec::new(),
             pod: uid,
             spread: GpuSpread::default(),
@@ -339,7 +338,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_unscrubbed_gpu_has_pods_of_two_namespaces_in_a_boot(
+        fn unscrubbed_gpu_has_one_namespace_per_boot(
             steps in proptest::collection::vec((0..3_usize, 1..9_u16, 0..4_u8), 1..40),
         ) {
             let mut ledger = ledger();

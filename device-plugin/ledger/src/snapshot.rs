@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::claim::{Call, Claim, PendingAllocation, State};
 use super::leaked::Unreclaimed;
-use super::reserved::Reserved;
+use super::reserved::Reservation;
 use super::sharing::{NamespaceIsolation, PastTenants};
 use super::time::BootTime;
 use super::together::PodGroup;
@@ -27,7 +27,7 @@ pub struct Snapshot {
     #[serde(default)]
     unreclaimed: Vec<(GpuUuid, Unreclaimed)>,
     #[serde(default)]
-    reservations: Vec<(GpuUuid, Reserved)>,
+    reservations: Vec<(GpuUuid, Reservation)>,
     #[serde(default)]
     orphaned_leases: super::kept::OrphanedLeases,
     /// None in the checkpoint of an agent that shared all GPUs.
@@ -56,12 +56,12 @@ pub enum RestoreError {
     DuplicateAllocation(AllocationId),
     /// A claim without an allocation, with a placement of the other resource or of nothing, or with
     /// a number that was not given yet.
-    #[error("claim of pod {pod} on tokens {tokens} contradicts itself")]
+    #[error("claim of pod {pod} on device ids {device_ids} is inconsistent")]
     InconsistentClaim {
         /// The claim's pod.
         pod: crate::units::PodUid,
         /// The claim's device ids.
-        tokens: crate::units::DeviceIdSet,
+        device_ids: crate::units::DeviceIdSet,
     },
 }
 
@@ -72,30 +72,30 @@ impl Ledger {
             quantum,
             gpus,
             managed,
-            pending: bookings,
+            pending,
             claims,
-            unreclaimed: leaked,
-            reservations: reserved,
+            unreclaimed,
+            reservations,
             unclaimed: _,
-            orphaned_leases: kept,
-            isolation: sharing,
+            orphaned_leases,
+            isolation,
             withheld,
-            pod_groups: together,
-            next_id: next,
+            pod_groups,
+            next_id,
         } = self.clone();
         Snapshot {
             quantum,
             gpus: gpus.into_iter().collect(),
             managed,
-            pending: bookings.into_iter().collect(),
+            pending: pending.into_iter().collect(),
             claims: claims.into_iter().collect(),
-            unreclaimed: leaked.into_iter().collect(),
-            reservations: reserved.into_iter().collect(),
-            orphaned_leases: kept,
-            past: Some(sharing.past_tenants),
+            unreclaimed: unreclaimed.into_iter().collect(),
+            reservations: reservations.into_iter().collect(),
+            orphaned_leases,
+            past: Some(isolation.past_tenants),
             withheld,
-            pod_groups: together,
-            next_id: next,
+            pod_groups,
+            next_id,
         }
     }
 
@@ -113,15 +113,15 @@ impl Ledger {
             quantum,
             gpus,
             managed,
-            pending: bookings,
+            pending,
             mut claims,
-            unreclaimed: leaked,
-            reservations: reserved,
-            orphaned_leases: kept,
+            unreclaimed,
+            reservations,
+            orphaned_leases,
             past,
             withheld,
-            pod_groups: together,
-            next_id: next,
+            pod_groups,
+            next_id,
         } = snapshot;
         let past = past.unwrap_or_else(|| PastTenants::unknown(gpus.iter().map(|(gpu, _)| gpu)));
         for (_, claim) in &mut claims {
@@ -135,19 +135,19 @@ impl Ledger {
             quantum,
             gpus: gpus.into_iter().collect(),
             managed,
-            pending: bookings.into_iter().collect(),
+            pending: pending.into_iter().collect(),
             claims: claims.into_iter().collect(),
-            unreclaimed: leaked.into_iter().collect(),
-            reservations: reserved.into_iter().collect(),
+            unreclaimed: unreclaimed.into_iter().collect(),
+            reservations: reservations.into_iter().collect(),
             unclaimed: Default::default(),
-            orphaned_leases: kept,
+            orphaned_leases,
             isolation: NamespaceIsolation {
                 shareable: None,
                 past_tenants: past,
             },
             withheld,
-            pod_groups: together,
-            next_id: next,
+            pod_groups,
+            next_id,
         })
     }
 }
@@ -178,7 +178,7 @@ fn validate(snapshot: &Snapshot, expected: Quantum) -> Result<(), RestoreError> 
         None => Ok(()),
         Some((_, claim)) => Err(RestoreError::InconsistentClaim {
             pod: claim.pod.clone(),
-            tokens: claim.device_ids.clone(),
+            device_ids: claim.device_ids.clone(),
         }),
     }
 }

@@ -20,14 +20,14 @@ impl Ledger {
     pub fn bind(&mut self, start: BindRequest, now: BootTime) -> Result<BindResponse, BindError> {
         let BindRequest {
             resource,
-            device_ids: tokens,
+            device_ids,
             containers,
             pod,
-            spread: shape,
+            spread,
             priority,
         } = start;
         let arrival = self.arrival_of(&pod);
-        let (id, mut claim) = self.take_claim(resource, tokens, pod)?;
+        let (id, mut claim) = self.take_claim(resource, device_ids, pod)?;
         let placement = claim.placement().cloned();
         if resource == Resource::DeviceMemory && placement.is_none() {
             self.register_containers(&claim.pod, &claim.device_ids, containers);
@@ -49,16 +49,16 @@ impl Ledger {
             });
         }
         let queued = match claim.state {
-            State::Queued { want, .. } => want.queued_at,
+            State::Queued { request, .. } => request.queued_at,
             State::Idle | State::AwaitingRetry { .. } | State::Bound { .. } => now,
         };
-        let want = QueuedRequest {
-            spread: shape,
+        let request = QueuedRequest {
+            spread,
             priority,
             queued_at: queued,
         };
         claim.state = State::Queued {
-            want,
+            request,
             call: Call::Open { number: call },
         };
         self.claims.insert(id, claim);
@@ -101,12 +101,12 @@ impl Ledger {
     fn take_claim(
         &mut self,
         resource: Resource,
-        tokens: DeviceIdSet,
+        device_ids: DeviceIdSet,
         pod: PodUid,
     ) -> Result<(ClaimId, Claim), BindError> {
-        let booked = self.take_pending(resource, &tokens);
+        let booked = self.take_pending(resource, &device_ids);
         let known = self
-            .find_claim(&pod, resource, &tokens)
+            .find_claim(&pod, resource, &device_ids)
             .and_then(|id| self.claims.remove_entry(&id));
         match known {
             Some((id, mut claim)) => {
@@ -115,14 +115,14 @@ impl Ledger {
             }
             None if booked.is_empty() => Err(BindError::UnknownAllocation {
                 resource,
-                tokens,
+                device_ids,
                 pod,
             }),
             None => {
                 let claim = Claim {
                     pod,
                     resource,
-                    device_ids: tokens,
+                    device_ids,
                     allocations: booked,
                     arrival: self.next_id,
                     state: State::Idle,
@@ -133,13 +133,13 @@ impl Ledger {
     }
 
     /// Removes the pending allocations of exactly these device ids, oldest first.
-    fn take_pending(&mut self, resource: Resource, tokens: &DeviceIdSet) -> Vec<AllocationId> {
+    fn take_pending(&mut self, resource: Resource, device_ids: &DeviceIdSet) -> Vec<AllocationId> {
         let taken = self
             .pending
-            .extract_if(.., |_, booking| {
-                booking.resource == resource && booking.device_ids == *tokens
+            .extract_if(.., |_, allocation| {
+                allocation.resource == resource && allocation.device_ids == *device_ids
             })
-            .map(|(id, booking)| (booking.allocated_at, id));
+            .map(|(id, allocation)| (allocation.allocated_at, id));
         let mut taken: Vec<_> = taken.collect();
         taken.sort_unstable();
         taken.into_iter().map(|(_, id)| id).collect()

@@ -54,16 +54,20 @@ impl Ledger {
         containers.sort_unstable();
         containers.dedup();
         if containers.len() > 1 {
-            let together = self.pod_groups.entry(pod.clone()).or_default();
-            if together.containers != containers {
-                together.containers = containers;
+            let group = self.pod_groups.entry(pod.clone()).or_default();
+            if group.containers != containers {
+                group.containers = containers;
             }
         }
-        if let Some(together) = self.pod_groups.get_mut(pod) {
-            let is_placed = together.places.iter().any(|(tokens, _)| tokens == started);
-            let all_there = |(tokens, _): &(DeviceIdSet, _)| together.containers.contains(tokens);
-            if !is_placed || !together.places.iter().all(all_there) {
-                together.drop_places();
+        if let Some(group) = self.pod_groups.get_mut(pod) {
+            let is_placed = group
+                .places
+                .iter()
+                .any(|(device_ids, _)| device_ids == started);
+            let all_there =
+                |(device_ids, _): &(DeviceIdSet, _)| group.containers.contains(device_ids);
+            if !is_placed || !group.places.iter().all(all_there) {
+                group.drop_places();
             }
         }
     }
@@ -83,7 +87,7 @@ impl Ledger {
         let places = &self.pod_groups.get(&claim.pod)?.places;
         let (_, shares) = places
             .iter()
-            .find(|(tokens, _)| *tokens == claim.device_ids)?;
+            .find(|(device_ids, _)| *device_ids == claim.device_ids)?;
         let is_well = |share: &Share| {
             self.is_healthy(&share.gpu) && self.isolation.may_use(&share.gpu, &claim.pod)
         };
@@ -102,21 +106,21 @@ impl Ledger {
     pub(super) fn placed_with(&self, claim: &Claim) -> Vec<DeviceIdSet> {
         let mut all = vec![claim.device_ids.clone()];
         if claim.resource == Resource::DeviceMemory
-            && let Some(together) = self.pod_groups.get(&claim.pod)
-            && together.containers.len() <= MAX_CONTAINERS
+            && let Some(group) = self.pod_groups.get(&claim.pod)
+            && group.containers.len() <= MAX_CONTAINERS
         {
-            let had_turn = |tokens: &DeviceIdSet| {
+            let had_turn = |device_ids: &DeviceIdSet| {
                 let mut claims = self.claims.values().filter(|other| other.pod == claim.pod);
                 claims.any(|other| {
                     other.resource == claim.resource
-                        && other.device_ids == *tokens
+                        && other.device_ids == *device_ids
                         && !matches!(other.state, State::Queued { .. })
                 })
             };
-            let others = together.containers.iter();
+            let others = group.containers.iter();
             all.extend(
                 others
-                    .filter(|tokens| **tokens != claim.device_ids && !had_turn(tokens))
+                    .filter(|device_ids| **device_ids != claim.device_ids && !had_turn(device_ids))
                     .cloned(),
             );
         }
@@ -137,15 +141,15 @@ impl Ledger {
 
     /// Adds the needs of the pod's other containers to the claim's request. A claim is placed alone
     /// where the containers have too many concurrent sets.
-    pub(super) fn add_other_containers(&self, claim: &Claim, want: &mut binder::Request) {
-        let tokens = self.placed_with(claim);
-        if tokens.len() == 1 {
+    pub(super) fn add_other_containers(&self, claim: &Claim, request: &mut binder::Request) {
+        let device_ids = self.placed_with(claim);
+        if device_ids.len() == 1 {
             return;
         }
         let bound = self.other_bindings(claim);
-        let all: Vec<&DeviceIdSet> = tokens
+        let all: Vec<&DeviceIdSet> = device_ids
             .iter()
-            .chain(bound.iter().map(|(tokens, _)| *tokens))
+            .chain(bound.iter().map(|(device_ids, _)| *device_ids))
             .collect();
         let Some(alive) = concurrent_sets(&all) else {
             return;
@@ -157,16 +161,19 @@ impl Ledger {
                 .filter_map(|share| Some((index(&share.gpu)?, share.quanta.0)))
                 .collect()
         };
-        want.quanta = tokens.iter().map(|tokens| tokens.quanta().0).collect();
-        want.bound = bound.iter().map(|(_, shares)| parts(shares)).collect();
-        want.concurrent_sets = alive;
+        request.quanta = device_ids
+            .iter()
+            .map(|device_ids| device_ids.quanta().0)
+            .collect();
+        request.bound = bound.iter().map(|(_, shares)| parts(shares)).collect();
+        request.concurrent_sets = alive;
     }
 
     /// Records the places of the claim and of the containers that are placed with it.
     pub(super) fn record_places(
         &mut self,
         id: ClaimId,
-        want: &binder::Request,
+        request: &binder::Request,
         places: &[Vec<Part>],
     ) {
         let claim = &self.claims[&id];
@@ -174,7 +181,7 @@ impl Ledger {
             return;
         }
         let pod = claim.pod.clone();
-        let tokens = self.placed_with(claim);
+        let device_ids = self.placed_with(claim);
         let gpus: Vec<GpuUuid> = self.gpus.keys().cloned().collect();
         let shares = |parts: &Vec<Part>| -> Vec<Share> {
             let parts = parts.iter();
@@ -188,46 +195,46 @@ impl Ledger {
         for placement in places.iter().map(shares).map(Placement::Device) {
             self.record_tenant(&pod, &placement);
         }
-        let together = self.pod_groups.entry(pod).or_default();
-        together.places = tokens.into_iter().zip(places.iter().map(shares)).collect();
+        let group = self.pod_groups.entry(pod).or_default();
+        group.places = device_ids
+            .into_iter()
+            .zip(places.iter().map(shares))
+            .collect();
         let peak = |(bin, gpu): (usize, &GpuUuid)| {
-            let peak = want.peak(places, bin);
+            let peak = request.peak(places, bin);
             (peak > 0).then(|| (gpu.clone(), Quanta(peak)))
         };
-        together.peak = gpus.iter().enumerate().filter_map(peak).collect();
+        group.peak = gpus.iter().enumerate().filter_map(peak).collect();
     }
 
     /// The most that each pod's containers, placed together, can have of a GPU at the same time.
     pub(super) fn peaks(&self) -> impl Iterator<Item = (&PodUid, &GpuUuid, Quanta)> {
         let pods = self.pod_groups.iter();
-        pods.flat_map(|(pod, together)| {
-            together
-                .peak
-                .iter()
-                .map(move |(gpu, peak)| (pod, gpu, *peak))
-        })
+        pods.flat_map(|(pod, group)| group.peak.iter().map(move |(gpu, peak)| (pod, gpu, *peak)))
     }
 
     /// Drops the planned places of the pod's containers that have not started.
     pub(super) fn drop_places_of(&mut self, pod: &PodUid) {
-        if let Some(together) = self.pod_groups.get_mut(pod) {
-            together.drop_places();
+        if let Some(group) = self.pod_groups.get_mut(pod) {
+            group.drop_places();
         }
     }
 
     /// Drops planned places on unhealthy GPUs, which are of no use.
     pub(super) fn drop_unhealthy_places(&mut self) {
-        let is_bound = |pod: &PodUid, tokens: &DeviceIdSet| {
+        let is_bound = |pod: &PodUid, device_ids: &DeviceIdSet| {
             let mut claims = self.claims.values().filter(|claim| claim.pod == *pod);
-            claims.any(|claim| claim.device_ids == *tokens && claim.placement().is_some())
+            claims.any(|claim| claim.device_ids == *device_ids && claim.placement().is_some())
         };
         let dead = |share: &Share| !self.is_healthy(&share.gpu);
         let given_up: BTreeSet<PodUid> = self
             .pod_groups
             .iter()
-            .filter(|(pod, together)| {
-                let mut places = together.places.iter();
-                places.any(|(tokens, shares)| !is_bound(pod, tokens) && shares.iter().any(dead))
+            .filter(|(pod, group)| {
+                let mut places = group.places.iter();
+                places.any(|(device_ids, shares)| {
+                    !is_bound(pod, device_ids) && shares.iter().any(dead)
+                })
             })
             .map(|(pod, _)| pod.clone())
             .collect();
@@ -243,19 +250,19 @@ impl Ledger {
 
 /// The maximal sets of containers that may run at the same time, because no two share a device id.
 /// None where there are too many sets.
-fn concurrent_sets(tokens: &[&DeviceIdSet]) -> Option<Vec<u64>> {
-    if tokens.len() > 2 * MAX_CONTAINERS {
+fn concurrent_sets(device_ids: &[&DeviceIdSet]) -> Option<Vec<u64>> {
+    if device_ids.len() > 2 * MAX_CONTAINERS {
         return None;
     }
     let apart = |one: usize| {
-        let others = (0..tokens.len()).filter(|other| *other != one);
+        let others = (0..device_ids.len()).filter(|other| *other != one);
         others
-            .filter(|other| !tokens[one].overlaps(tokens[*other]))
+            .filter(|other| !device_ids[one].overlaps(device_ids[*other]))
             .fold(0, |set, other| set | (1_u64 << other))
     };
-    let apart: Vec<u64> = (0..tokens.len()).map(apart).collect();
+    let apart: Vec<u64> = (0..device_ids.len()).map(apart).collect();
     let (mut sets, mut tries) = (Vec::new(), MAX_STEPS);
-    let all = (1 << tokens.len()) - 1;
+    let all = (1 << device_ids.len()) - 1;
     extend_sets(&apart, 0, all, 0, &mut sets, &mut tries)?;
     (sets.len() <= MAX_CONTAINERS).then_some(sets)
 }
@@ -294,11 +301,11 @@ mod tests {
     use super::*;
 
     fn sets(containers: &[&[u16]]) -> Option<Vec<u64>> {
-        let tokens: Vec<DeviceIdSet> = containers
+        let device_ids: Vec<DeviceIdSet> = containers
             .iter()
-            .map(|tokens| DeviceIdSet::from_indexes(tokens.iter().copied()).unwrap())
+            .map(|device_ids| DeviceIdSet::from_indexes(device_ids.iter().copied()).unwrap())
             .collect();
-        let mut sets = concurrent_sets(&tokens.iter().collect::<Vec<_>>())?;
+        let mut sets = concurrent_sets(&device_ids.iter().collect::<Vec<_>>())?;
         sets.sort_unstable();
         Some(sets)
     }
@@ -316,12 +323,12 @@ mod tests {
     fn too_many_concurrent_sets_are_not_enumerated() {
         let pairs: Vec<[u16; 1]> = (0..10).flat_map(|n| [[n], [n]]).collect();
         // Distinct sets that overlap in pairs: 2^10 ways.
-        let tokens: Vec<Vec<u16>> = pairs
+        let device_ids: Vec<Vec<u16>> = pairs
             .iter()
             .enumerate()
-            .map(|(n, token)| vec![token[0], 100 + n as u16])
+            .map(|(n, device_id)| vec![device_id[0], 100 + n as u16])
             .collect();
-        let tokens: Vec<&[u16]> = tokens.iter().map(Vec::as_slice).collect();
-        assert_eq!(sets(&tokens), None);
+        let device_ids: Vec<&[u16]> = device_ids.iter().map(Vec::as_slice).collect();
+        assert_eq!(sets(&device_ids), None);
     }
 }

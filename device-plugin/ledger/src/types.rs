@@ -243,12 +243,12 @@ impl fmt::Display for WaitReason {
 pub enum BindError {
     /// No known `Allocate` answered these device ids for this pod. The agent reads the kubelet's
     /// checkpoint, adds its entries, and retries.
-    #[error("no booking of {resource} with tokens {tokens} for pod {pod}")]
+    #[error("no pending allocation of {resource} with device ids {device_ids} for pod {pod}")]
     UnknownAllocation {
         /// The requested resource.
         resource: Resource,
         /// The requested device ids.
-        tokens: DeviceIdSet,
+        device_ids: DeviceIdSet,
         /// The requesting pod.
         pod: PodUid,
     },

@@ -23,21 +23,21 @@ pub enum UnitError {
     #[error("pod UID {0:?} is not 1 to 64 letters, digits and dashes")]
     Pod(String),
     /// A device id that is not Bursar's.
-    #[error("token {0:?} is not m-0000..m-4095 or u-0000..u-4095")]
+    #[error("device id {0:?} is not m-0000..m-4095 or u-0000..u-4095")]
     DeviceId(String),
     /// A device id of the other resource.
-    #[error("token {token} does not count {expected}")]
+    #[error("device id {device_id} is not of {expected}")]
     ForeignDeviceId {
         /// The device id that was found.
-        token: DeviceId,
+        device_id: DeviceId,
         /// The requested resource.
         expected: Resource,
     },
     /// A request without device ids.
-    #[error("a token set must not be empty")]
+    #[error("a set of device ids must not be empty")]
     NoDeviceIds,
     /// A compact list of device ids (`0-3,17`) that is malformed, unsorted or out of range.
-    #[error("token list {0:?} is malformed")]
+    #[error("list of device ids {0:?} is malformed")]
     DeviceIdSet(String),
 }
 

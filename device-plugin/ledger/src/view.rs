@@ -28,13 +28,13 @@ impl GpuUsage<'_> {
 impl Ledger {
     /// The node's memory at `now`.
     pub fn view(&self, now: BootTime) -> LedgerView {
-        let kept = self.plan(Resource::DeviceMemory, now).1.set_aside;
+        let set_aside = self.plan(Resource::DeviceMemory, now).1.set_aside;
         let mut usage = self.usage();
         let mut gpus: Vec<GpuView> = self
             .gpus
             .iter()
-            .zip(kept)
-            .map(|((uuid, gpu), kept)| {
+            .zip(set_aside)
+            .map(|((uuid, gpu), set_aside)| {
                 let used = usage.remove(uuid).unwrap_or_default();
                 let free = self.free_on(uuid, gpu, used.quanta);
                 GpuView {
@@ -46,8 +46,8 @@ impl Ledger {
                     leaked: self.leaked_on(uuid, now),
                     orphaned_leases: self.orphaned_leases_on(uuid),
                     withheld: self.withheld_on(uuid),
-                    free: free.saturating_sub(Quanta(kept)),
-                    reserved: Quanta(kept),
+                    free: free.saturating_sub(Quanta(set_aside)),
+                    reserved: Quanta(set_aside),
                     pods: used.of_pods(),
                     reserved_for: self.reserved_for(uuid).cloned(),
                 }
@@ -121,16 +121,16 @@ impl Ledger {
             .flat_map(|resource| self.queue(resource, now))
             .filter_map(|id| match &self.claims[&id] {
                 Claim {
-                    state: State::Queued { want, .. },
+                    state: State::Queued { request, .. },
                     pod,
-                    device_ids: tokens,
+                    device_ids,
                     ..
                 } => Some(QueuedClaim {
                     claim: id,
                     pod: pod.clone(),
-                    device_ids: tokens.clone(),
-                    priority: want.priority,
-                    queued_at: want.queued_at,
+                    device_ids: device_ids.clone(),
+                    priority: request.priority,
+                    queued_at: request.queued_at,
                     reason: self.wait_reason(id, now),
                 }),
                 _ => None,
@@ -152,30 +152,30 @@ impl Ledger {
     pub fn allocations_sharing<'a>(
         &'a self,
         resource: Resource,
-        tokens: &'a DeviceIdSet,
+        device_ids: &'a DeviceIdSet,
     ) -> impl Iterator<Item = (AllocationId, Option<&'a PodUid>)> {
-        let bookings = self.pending.iter().filter(move |(_, booking)| {
-            booking.resource == resource && booking.device_ids.overlaps(tokens)
+        let pending = self.pending.iter().filter(move |(_, allocation)| {
+            allocation.resource == resource && allocation.device_ids.overlaps(device_ids)
         });
         let claims = self.claims.values();
-        let claims = claims.filter(move |claim| claim.overlaps(resource, tokens));
+        let claims = claims.filter(move |claim| claim.overlaps(resource, device_ids));
         let claimed =
             claims.flat_map(|claim| claim.allocations.iter().map(|&id| (id, Some(&claim.pod))));
-        bookings.map(|(&id, _)| (id, None)).chain(claimed)
+        pending.map(|(&id, _)| (id, None)).chain(claimed)
     }
 
     /// The allocations of `resource` without a binding, waiting or not.
     pub fn unbound_allocations(&self, resource: Resource) -> usize {
-        let bookings = self
+        let pending = self
             .pending
             .values()
-            .filter(|booking| booking.resource == resource);
+            .filter(|allocation| allocation.resource == resource);
         let claims = self
             .claims
             .values()
             .filter(|claim| claim.resource == resource);
         let unbound = claims.filter(|claim| !matches!(claim.state, State::Bound { .. }));
-        bookings.count() + unbound.map(|claim| claim.allocations.len()).sum::<usize>()
+        pending.count() + unbound.map(|claim| claim.allocations.len()).sum::<usize>()
     }
 
     /// Whether the claim waits, with or without an open call.

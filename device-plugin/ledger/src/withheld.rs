@@ -44,15 +44,15 @@ mod tests {
     const NOW: BootTime = BootTime(0);
 
     fn start(ledger: &mut Ledger, pod: &str, first: u16, quanta: u16) -> BindOutcome {
-        let tokens = DeviceIdSet::from_indexes(first..first + quanta).unwrap();
+        let device_ids = DeviceIdSet::from_indexes(first..first + quanta).unwrap();
         let (id, resource) = (
             AllocationId::from_bits(first.into()),
             Resource::DeviceMemory,
         );
-        ledger.add_pending(id, resource, tokens.clone(), NOW);
+        ledger.add_pending(id, resource, device_ids.clone(), NOW);
         let start = BindRequest {
             resource,
-            device_ids: tokens,
+            device_ids,
             containers: Vec::new(),
             pod: pod.parse().unwrap(),
             spread: Default::default(),

@@ -45,9 +45,9 @@ fn listed(gpus: &[u32]) -> impl Iterator<Item = Gpu> {
 /// Admits a pod as the kubelet does: allocates for all containers before the first starts.
 fn allocate_pod(ledger: &mut Ledger, uid: &str, containers: &[std::ops::Range<u16>]) -> Pod {
     let containers: Vec<DeviceIdSet> = containers.iter().cloned().map(device_ids).collect();
-    for tokens in &containers {
+    for device_ids in &containers {
         let id = AllocationId::from_bits(ledger.allocations().count() as u64 + 1);
-        ledger.add_pending(id, Resource::DeviceMemory, tokens.clone(), NOW);
+        ledger.add_pending(id, Resource::DeviceMemory, device_ids.clone(), NOW);
     }
     Pod {
         uid: uid.parse().unwrap(),

@@ -409,7 +409,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "sharing::tests::unscrubbed_gpu_stays_with_its_first_namespace",
                 "sharing::tests::pod_of_unknown_namespace_has_no_unscrubbed_gpu",
                 "sharing::tests::missing_tenant_history_closes_unscrubbed_gpus",
-                "sharing::tests::no_unscrubbed_gpu_has_pods_of_two_namespaces_in_a_boot",
+                "sharing::tests::unscrubbed_gpu_has_one_namespace_per_boot",
             ],
             ignored: false,
             env: &[],

@@ -38,8 +38,8 @@ struct Node<'a> {
     events: BinaryHeap<Reverse<(u64, Event)>>,
     /// Pods that the scheduler has not placed, in order of creation.
     pending: Vec<usize>,
-    free_tokens: BTreeSet<u16>,
-    tokens: HashMap<usize, DeviceIdSet>,
+    free_device_ids: BTreeSet<u16>,
+    device_ids: HashMap<usize, DeviceIdSet>,
     /// Open calls.
     calls: HashMap<ClaimId, (usize, WaitHandle)>,
     wait_times_ms: Vec<u64>,
@@ -65,8 +65,8 @@ pub(crate) fn run(work: &Workload, steered: bool) -> Outcome {
             .map(|(pod, p)| Reverse((p.created_ms, Event::Created(pod))))
             .collect(),
         pending: Vec::new(),
-        free_tokens: (0..(GPUS as u16 * GPU_GIB as u16)).collect(),
-        tokens: HashMap::new(),
+        free_device_ids: (0..(GPUS as u16 * GPU_GIB as u16)).collect(),
+        device_ids: HashMap::new(),
         calls: HashMap::new(),
         wait_times_ms: vec![u64::MAX; work.pods.len()],
         failures: 0,
@@ -106,8 +106,11 @@ impl Node<'_> {
             Event::Created(pod) => self.pending.push(pod),
             Event::Ended(pod) => {
                 self.ledger.release_pod(&uid(pod));
-                let tokens = self.tokens.remove(&pod).expect("a pod that ran had tokens");
-                self.free_tokens.extend(tokens.indexes());
+                let device_ids = self
+                    .device_ids
+                    .remove(&pod)
+                    .expect("a pod that ran had device ids");
+                self.free_device_ids.extend(device_ids.indexes());
             }
             Event::ContainerStarts(pod, attempt) => self.start(pod, attempt, now),
             Event::CallEnds(pod, attempt) => {
@@ -129,19 +132,24 @@ impl Node<'_> {
         let mut label = self.largest_free(now);
         for pod in std::mem::take(&mut self.pending) {
             let gib = self.work.pods[pod].gib as usize;
-            if self.free_tokens.len() < gib || gib > label {
+            if self.free_device_ids.len() < gib || gib > label {
                 self.pending.push(pod);
                 continue;
             }
-            let tokens: Vec<u16> = self.free_tokens.iter().copied().take(gib).collect();
-            for token in &tokens {
-                self.free_tokens.remove(token);
+            let device_ids: Vec<u16> = self.free_device_ids.iter().copied().take(gib).collect();
+            for device_id in &device_ids {
+                self.free_device_ids.remove(device_id);
             }
-            let tokens = DeviceIdSet::from_indexes(tokens).expect("a pod asks for something");
+            let device_ids =
+                DeviceIdSet::from_indexes(device_ids).expect("a pod asks for something");
             let id = AllocationId::from_bits(pod as u64);
-            self.ledger
-                .add_pending(id, Resource::DeviceMemory, tokens.clone(), BootTime(now));
-            self.tokens.insert(pod, tokens);
+            self.ledger.add_pending(
+                id,
+                Resource::DeviceMemory,
+                device_ids.clone(),
+                BootTime(now),
+            );
+            self.device_ids.insert(pod, device_ids);
             self.start(pod, 0, now);
             label = self.largest_free(now);
         }
@@ -160,7 +168,7 @@ impl Node<'_> {
     fn start(&mut self, pod: usize, attempt: usize, now: u64) {
         let start = BindRequest {
             resource: Resource::DeviceMemory,
-            device_ids: self.tokens[&pod].clone(),
+            device_ids: self.device_ids[&pod].clone(),
             containers: Vec::new(),
             pod: uid(pod),
             spread: GpuSpread::default(),

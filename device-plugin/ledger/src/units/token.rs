@@ -121,14 +121,14 @@ impl DeviceIdSet {
     ) -> Result<Self, UnitError> {
         let mut indexes = Vec::new();
         for id in ids {
-            let token: DeviceId = id.as_ref().parse()?;
-            if token.resource != resource {
+            let device_id: DeviceId = id.as_ref().parse()?;
+            if device_id.resource != resource {
                 return Err(UnitError::ForeignDeviceId {
-                    token,
+                    device_id,
                     expected: resource,
                 });
             }
-            indexes.push(token.index);
+            indexes.push(device_id.index);
         }
         Self::from_indexes(indexes)
     }
@@ -221,12 +221,12 @@ mod tests {
 
     #[test]
     fn device_id_is_a_letter_and_four_digits() {
-        let token: DeviceId = "m-0417".parse().unwrap();
+        let device_id: DeviceId = "m-0417".parse().unwrap();
         assert_eq!(
-            (token.resource(), token.index()),
+            (device_id.resource(), device_id.index()),
             (Resource::DeviceMemory, 417)
         );
-        assert_eq!(token.to_string(), "m-0417");
+        assert_eq!(device_id.to_string(), "m-0417");
         for bad in [
             "", "m-", "m-417", "m-4096", "x-0001", "m-+417", "m-0417 ", "é-0001",
         ] {
@@ -267,13 +267,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_set_survives_its_text(indexes in prop::collection::vec(0..MAX_DEVICE_IDS, 1..60)) {
+        fn device_id_set_round_trips_through_text(indexes in prop::collection::vec(0..MAX_DEVICE_IDS, 1..60)) {
             let set = DeviceIdSet::from_indexes(indexes).unwrap();
             prop_assert_eq!(set.to_string().parse(), Ok(set));
         }
 
         #[test]
-        fn sets_overlap_where_they_share_an_index(
+        fn device_id_sets_overlap_when_they_share_an_index(
             a in prop::collection::btree_set(0..40u16, 1..10),
             b in prop::collection::btree_set(0..40u16, 1..10),
         ) {

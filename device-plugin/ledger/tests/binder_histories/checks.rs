@@ -25,7 +25,10 @@ impl Queue {
     /// Whether the claim waited, and is not in the queue any more.
     pub(crate) fn may_be_granted(&self, claim: ClaimId) -> bool {
         self.queued_at.contains_key(&claim)
-            && self.claims.iter().all(|waiter| waiter.claim != claim)
+            && self
+                .claims
+                .iter()
+                .all(|queued_claim| queued_claim.claim != claim)
     }
 }
 
@@ -43,12 +46,12 @@ pub(crate) fn check_all(node: &Node, before: Queue) -> Queue {
     let view = node.ledger.view(node.now);
     check_bindings_are_reported(node, &bindings);
     check_no_overcommit(node, &bindings, &view);
-    let waiters = node.ledger.queued_claims(node.now);
-    check_queue_order(node, &waiters);
-    let head = queue_head(node, &waiters, &view);
+    let queued_claims = node.ledger.queued_claims(node.now);
+    check_queue_order(node, &queued_claims);
+    let head = queue_head(node, &queued_claims, &view);
     if let (Some(before_head), Some(head)) = (&before.head, &head)
         && before_head.claim.claim == head.claim.claim
-        && grants_since(node, &before, &bindings, &waiters)
+        && grants_since(node, &before, &bindings, &queued_claims)
             .all(|taker| is_lower_ranked(taker, before_head))
     {
         assert!(
@@ -60,12 +63,14 @@ pub(crate) fn check_all(node: &Node, before: Queue) -> Queue {
         );
     }
     let mut queued = before.queued_at;
-    for waiter in &waiters {
-        queued.entry(waiter.claim).or_insert(waiter.queued_at);
+    for queued_claim in &queued_claims {
+        queued
+            .entry(queued_claim.claim)
+            .or_insert(queued_claim.queued_at);
     }
     Queue {
         head,
-        claims: waiters,
+        claims: queued_claims,
         queued_at: queued,
         bound: bindings
             .into_iter()
@@ -123,35 +128,38 @@ fn check_no_overcommit(node: &Node, bindings: &[Binding], view: &LedgerView) {
     }
     assert!(
         managed <= view.managed.capacity,
-        "managed memory is over-booked"
+        "managed memory is overcommitted"
     );
 }
 
-fn check_queue_order(node: &Node, waiters: &[QueuedClaim]) {
-    let key = |waiter: &QueuedClaim| {
-        let late = node.now.since(waiter.queued_at) >= AGING_AFTER;
+fn check_queue_order(node: &Node, queued_claims: &[QueuedClaim]) {
+    let key = |queued_claim: &QueuedClaim| {
+        let late = node.now.since(queued_claim.queued_at) >= AGING_AFTER;
         let size = if late {
             Quanta(u32::MAX)
         } else {
-            waiter.device_ids.quanta()
+            queued_claim.device_ids.quanta()
         };
         (
-            waiter.reason.resource != Resource::DeviceMemory,
-            std::cmp::Reverse((waiter.priority, late, size)),
+            queued_claim.reason.resource != Resource::DeviceMemory,
+            std::cmp::Reverse((queued_claim.priority, late, size)),
         )
     };
-    assert!(waiters.is_sorted_by_key(key), "out of order: {waiters:?}");
+    assert!(
+        queued_claims.is_sorted_by_key(key),
+        "out of order: {queued_claims:?}"
+    );
 }
 
-fn queue_head(node: &Node, waiters: &[QueuedClaim], view: &LedgerView) -> Option<Head> {
-    let able = |waiter: &&QueuedClaim| waiter.reason.gpus.is_some();
-    let waiter = waiters.iter().find(able)?.clone();
-    if waiter.reason.gpus.is_none_or(|gpus| gpus.get() > 1)
-        || !waiter.reason.other_containers.is_empty()
+fn queue_head(node: &Node, queued_claims: &[QueuedClaim], view: &LedgerView) -> Option<Head> {
+    let able = |queued_claim: &&QueuedClaim| queued_claim.reason.gpus.is_some();
+    let queued_claim = queued_claims.iter().find(able)?.clone();
+    if queued_claim.reason.gpus.is_none_or(|gpus| gpus.get() > 1)
+        || !queued_claim.reason.other_containers.is_empty()
     {
         return None;
     }
-    let need = waiter.device_ids.quanta();
+    let need = queued_claim.device_ids.quanta();
     let room = view
         .gpus
         .iter()
@@ -160,11 +168,11 @@ fn queue_head(node: &Node, waiters: &[QueuedClaim], view: &LedgerView) -> Option
         .max()?;
     assert!(
         room < need,
-        "{waiter:?} waits, and {room} is free on one GPU"
+        "{queued_claim:?} waits, and {room} is free on one GPU"
     );
-    let late = node.now.since(waiter.queued_at) >= AGING_AFTER;
+    let late = node.now.since(queued_claim.queued_at) >= AGING_AFTER;
     Some(Head {
-        claim: waiter,
+        claim: queued_claim,
         late,
         largest_free: room,
     })
@@ -176,7 +184,7 @@ fn grants_since<'a>(
     node: &'a Node,
     before: &'a Queue,
     bindings: &'a [Binding],
-    waiters: &'a [QueuedClaim],
+    queued_claims: &'a [QueuedClaim],
 ) -> impl Iterator<Item = Grant> + 'a {
     let new = bindings.iter().filter(|binding| {
         !binding
@@ -195,11 +203,15 @@ fn grants_since<'a>(
     let left = before
         .claims
         .iter()
-        .filter(|waiter| waiters.iter().all(|now| now.claim != waiter.claim))
-        .map(move |waiter| Grant {
-            quanta: waiter.device_ids.quanta(),
-            priority: waiter.priority.0,
-            late: node.now.since(waiter.queued_at) >= AGING_AFTER,
+        .filter(|queued_claim| {
+            queued_claims
+                .iter()
+                .all(|now| now.claim != queued_claim.claim)
+        })
+        .map(move |queued_claim| Grant {
+            quanta: queued_claim.device_ids.quanta(),
+            priority: queued_claim.priority.0,
+            late: node.now.since(queued_claim.queued_at) >= AGING_AFTER,
         });
     direct.chain(left)
 }
@@ -295,7 +307,7 @@ pub(crate) fn check_ended(node: &Node, start: &BindRequest, ended: &[AllocationI
             binding.resource != start.resource
                 || binding.device_ids == start.device_ids
                 || !binding.device_ids.overlaps(&start.device_ids),
-            "{binding:?} lives beside a container with its tokens"
+            "{binding:?} runs together with a container that shares its device ids"
         );
     }
 }
@@ -303,22 +315,26 @@ pub(crate) fn check_ended(node: &Node, start: &BindRequest, ended: &[AllocationI
 /// Checks that no claim waits that could have memory, and no waiting pod has any. So pods do not
 /// block each other.
 pub(crate) fn check_no_claim_is_blocked(node: &Node) {
-    let waiters = node.ledger.queued_claims(node.now);
-    let able = waiters.iter().find(|waiter| waiter.reason.gpus.is_some());
+    let queued_claims = node.ledger.queued_claims(node.now);
+    let able = queued_claims
+        .iter()
+        .find(|queued_claim| queued_claim.reason.gpus.is_some());
     assert!(able.is_none(), "{able:?} waits with {:?} bound", node.bound);
     assert!(
         node.bound.is_empty(),
         "{:?} wait with {:?}",
-        waiters,
+        queued_claims,
         node.bound
     );
 }
 
 pub(crate) fn check_some_memory_is_bound(node: &Node) {
-    let waiters = node.ledger.queued_claims(node.now);
-    let able = waiters.iter().any(|waiter| waiter.reason.gpus.is_some());
+    let queued_claims = node.ledger.queued_claims(node.now);
+    let able = queued_claims
+        .iter()
+        .any(|queued_claim| queued_claim.reason.gpus.is_some());
     assert!(
         !able || !node.bound.is_empty(),
-        "{waiters:?} wait for an empty node"
+        "{queued_claims:?} wait for an empty node"
     );
 }

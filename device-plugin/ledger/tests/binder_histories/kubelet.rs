@@ -23,14 +23,14 @@ pub(crate) enum Kind {
 pub(crate) struct Container {
     pub(crate) id: AllocationId,
     pub(crate) resource: Resource,
-    pub(crate) tokens: DeviceIdSet,
+    pub(crate) device_ids: DeviceIdSet,
 }
 
 #[derive(Clone, Debug)]
 pub(crate) struct Pod {
     pub(crate) uid: PodUid,
     pub(crate) priority: Priority,
-    pub(crate) shape: GpuSpread,
+    pub(crate) spread: GpuSpread,
     pub(crate) containers: Vec<Container>,
     /// The number of containers that the kubelet has begun to start. They start in order.
     pub(crate) started: usize,
@@ -41,28 +41,30 @@ pub(crate) struct Pod {
 impl Pod {
     pub(crate) fn bind_request(&self, container: usize) -> BindRequest {
         let Container {
-            resource, tokens, ..
+            resource,
+            device_ids,
+            ..
         } = &self.containers[container];
         BindRequest {
             resource: *resource,
-            device_ids: tokens.clone(),
+            device_ids: device_ids.clone(),
             containers: self
                 .containers
                 .iter()
                 .filter(|container| container.resource == *resource)
-                .map(|container| container.tokens.clone())
+                .map(|container| container.device_ids.clone())
                 .collect(),
             pod: self.uid.clone(),
-            spread: self.shape,
+            spread: self.spread,
             priority: self.priority,
         }
     }
 
-    pub(crate) fn tokens(&self, resource: Resource) -> impl Iterator<Item = u16> {
+    pub(crate) fn device_ids(&self, resource: Resource) -> impl Iterator<Item = u16> {
         self.containers
             .iter()
             .filter(move |container| container.resource == resource)
-            .flat_map(|container| container.tokens.indexes())
+            .flat_map(|container| container.device_ids.indexes())
     }
 }
 
@@ -85,27 +87,27 @@ pub(crate) fn admit(
     let mut containers = Vec::new();
     for (i, &(kind, size)) in sizes.iter().enumerate() {
         let reused = size.min(reusable.len());
-        let mut tokens: Vec<u16> = reusable.drain(..reused).collect();
+        let mut device_ids: Vec<u16> = reusable.drain(..reused).collect();
         let fresh = size - reused;
         if pool.len() < fresh {
             return None;
         }
-        tokens.extend(pool.drain(..fresh));
+        device_ids.extend(pool.drain(..fresh));
         if kind == Kind::Init {
-            reusable.extend(&tokens);
+            reusable.extend(&device_ids);
         }
         if random.random_bool(0.1) {
-            tokens.push(tokens[0]);
+            device_ids.push(device_ids[0]);
         }
         containers.push(Container {
             id: AllocationId::from_bits(number * 16 + i as u64),
             resource,
-            tokens: DeviceIdSet::from_indexes(tokens).unwrap(),
+            device_ids: DeviceIdSet::from_indexes(device_ids).unwrap(),
         });
     }
     for container in &containers {
-        for token in container.tokens.indexes() {
-            free.remove(&token);
+        for device_id in container.device_ids.indexes() {
+            free.remove(&device_id);
         }
     }
     Some(containers)
@@ -152,7 +154,7 @@ pub(crate) fn stream_against_a_large_pod(seed: u64) {
             let over = *ends == Some(second);
             if over {
                 ledger.release_pod(&pod.uid);
-                free.extend(pod.tokens(Resource::DeviceMemory));
+                free.extend(pod.device_ids(Resource::DeviceMemory));
             }
             !over
         });
@@ -170,12 +172,12 @@ pub(crate) fn stream_against_a_large_pod(seed: u64) {
             let Some(containers) = admit(&mut random, number, device, &sizes, &mut free) else {
                 break;
             };
-            let Container { id, tokens, .. } = containers[0].clone();
-            ledger.add_pending(id, device, tokens, now);
+            let Container { id, device_ids, .. } = containers[0].clone();
+            ledger.add_pending(id, device, device_ids, now);
             let pod = Pod {
                 uid: uid(number),
                 priority: Priority(0),
-                shape: GpuSpread::default(),
+                spread: GpuSpread::default(),
                 containers,
                 started: 1,
                 deleted: false,

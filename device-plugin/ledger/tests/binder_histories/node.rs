@@ -130,7 +130,7 @@ impl Node {
                 health: Health::Healthy,
             })
             .collect();
-        let tokens: u32 = gpus.iter().map(|gpu| gpu.capacity.0).sum();
+        let device_ids: u32 = gpus.iter().map(|gpu| gpu.capacity.0).sum();
         let mut ledger = Ledger::new(Quantum::Gib1);
         ledger.set_gpus(gpus.clone());
         ledger.set_managed_capacity(Quanta(MANAGED));
@@ -147,7 +147,10 @@ impl Node {
             now: BootTime(1_000_000),
             gpus,
             pods: Vec::new(),
-            free_device_ids: [(0..tokens as u16).collect(), (0..MANAGED as u16).collect()],
+            free_device_ids: [
+                (0..device_ids as u16).collect(),
+                (0..MANAGED as u16).collect(),
+            ],
             next_pod: 0,
             calls: BTreeMap::new(),
             bound: BTreeMap::new(),
@@ -232,7 +235,7 @@ impl Node {
             "memory leaked: {view:?}"
         );
         assert_eq!(view.managed.bound, Quanta::ZERO, "managed memory leaked");
-        assert_eq!(view.queued_claims, 0, "a waiter outlived its pod");
+        assert_eq!(view.queued_claims, 0, "a queued claim outlived its pod");
     }
 
     /// Whether every container of the pod has had its memory.
@@ -311,7 +314,7 @@ impl Node {
             } else {
                 0
             }),
-            shape: kubelet::spread_over(gpus),
+            spread: kubelet::spread_over(gpus),
             containers,
             started: 0,
             deleted: false,
@@ -321,30 +324,34 @@ impl Node {
             .pods
             .iter()
             .filter(|other| other.deleted)
-            .flat_map(|other| other.tokens(RESOURCES[which]).collect::<Vec<_>>())
+            .flat_map(|other| other.device_ids(RESOURCES[which]).collect::<Vec<_>>())
             .collect();
         self.coverage.reused_device_ids += u64::from(
-            pod.tokens(RESOURCES[which])
-                .any(|token| others.contains(&token)),
+            pod.device_ids(RESOURCES[which])
+                .any(|device_id| others.contains(&device_id)),
         );
         for container in &pod.containers {
             let ids = container
-                .tokens
+                .device_ids
                 .ids(container.resource)
                 .map(|id: DeviceId| id.to_string());
             let mut ids: Vec<String> = ids.collect();
             ids.reverse();
-            let tokens =
+            let device_ids =
                 bursar_ledger::units::DeviceIdSet::from_ids(container.resource, &ids).unwrap();
-            self.ledger
-                .add_pending(container.id, container.resource, tokens.clone(), self.now);
+            self.ledger.add_pending(
+                container.id,
+                container.resource,
+                device_ids.clone(),
+                self.now,
+            );
             if self.log || number.is_multiple_of(4) {
                 let before = self.ledger.clone();
                 self.ledger
-                    .add_pending(container.id, container.resource, tokens, self.now);
+                    .add_pending(container.id, container.resource, device_ids, self.now);
                 assert_eq!(
                     self.ledger, before,
-                    "a second booking of one allocation did something"
+                    "a repeated allocation changed something"
                 );
             }
         }
@@ -469,7 +476,7 @@ impl Node {
         let pod = &mut self.pods[index];
         if !std::mem::replace(&mut pod.deleted, true) {
             for (resource, free) in RESOURCES.into_iter().zip(&mut self.free_device_ids) {
-                free.extend(pod.tokens(resource));
+                free.extend(pod.device_ids(resource));
             }
         }
     }
@@ -532,7 +539,7 @@ impl Node {
     }
 
     pub(crate) fn shape_of(&self, uid: &PodUid) -> GpuSpread {
-        self.pod(uid).shape
+        self.pod(uid).spread
     }
 
     fn pod(&self, uid: &PodUid) -> &Pod {
