@@ -10,19 +10,19 @@ mod common;
 #[path = "agent/machine.rs"]
 mod machine;
 
+#[path = "agent/degraded_node.rs"]
+mod degraded_node;
 #[path = "agent/descriptors.rs"]
 mod descriptors;
 #[path = "agent/growth.rs"]
 mod growth;
 #[path = "agent/hangs.rs"]
 mod hangs;
-#[path = "agent/life.rs"]
-mod life;
 #[path = "agent/limits.rs"]
 mod limits;
 #[path = "agent/memory.rs"]
 mod memory;
-#[path = "agent/trouble.rs"]
-mod trouble;
-#[path = "agent/watched.rs"]
-mod watched;
+#[path = "agent/observability.rs"]
+mod observability;
+#[path = "agent/restarts.rs"]
+mod restarts;

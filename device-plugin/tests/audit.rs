@@ -18,13 +18,13 @@ mod machine;
 mod container;
 #[path = "audit/devices.rs"]
 mod devices;
-#[path = "audit/found.rs"]
-mod found;
+#[path = "audit/faults.rs"]
+mod faults;
+#[path = "audit/findings.rs"]
+mod findings;
 #[path = "audit/honest.rs"]
 mod honest;
 #[path = "audit/large.rs"]
 mod large;
-#[path = "audit/left.rs"]
-mod left;
-#[path = "audit/poison.rs"]
-mod poison;
+#[path = "audit/reclaim.rs"]
+mod reclaim;

@@ -19,29 +19,29 @@ mod machine;
 #[path = "audit/container.rs"]
 mod container;
 
-#[path = "leases/alone.rs"]
-mod alone;
 #[path = "leases/api.rs"]
 mod api;
-#[path = "leases/bed.rs"]
-mod bed;
+#[path = "leases/chaos.rs"]
+mod chaos;
 #[path = "leases/drained.rs"]
 mod drained;
-#[path = "leases/ends.rs"]
-mod ends;
-#[path = "leases/lives.rs"]
-mod lives;
+#[path = "leases/ends_of_lease.rs"]
+mod ends_of_lease;
+#[path = "leases/fixture.rs"]
+mod fixture;
+#[path = "leases/hung_provisioner.rs"]
+mod hung_provisioner;
 #[path = "leases/measured.rs"]
 mod measured;
-#[path = "leases/real.rs"]
-mod real;
+#[path = "leases/offline.rs"]
+mod offline;
+#[path = "leases/runtime_client.rs"]
+mod runtime_client;
 #[path = "leases/shared.rs"]
 mod shared;
-#[path = "leases/storm.rs"]
-mod storm;
-#[path = "leases/stuck.rs"]
-mod stuck;
-#[path = "leases/tenant.rs"]
-mod tenant;
+#[path = "leases/survives.rs"]
+mod survives;
+#[path = "leases/tenant_process.rs"]
+mod tenant_process;
 #[path = "leases/tokens.rs"]
 mod tokens;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::time::BootTime;
+use super::boot_time::BootTime;
 use super::types::{Binding, ClaimId, GpuSpread, Placement, Priority};
 use crate::units::{AllocationId, DeviceIdSet, PodUid, Resource};
 

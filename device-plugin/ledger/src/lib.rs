@@ -26,7 +26,7 @@
 //!   of the others. Containers with the same set share one claim, as nothing distinguishes them.
 //! - The queue: higher priority first; then claims that have waited for a minute, in order of
 //!   arrival; then the others, largest first.
-//! - The containers of a pod are placed together at the first start ([`together`]). The memory of
+//! - The containers of a pod are placed together at the first start ([`pod_groups`]). The memory of
 //!   those that start later stays set aside until the pod is gone, so that no pod waits while it
 //!   has memory.
 //! - Memory counts until the pod is gone, even if the kubelet has given its device ids away. Memory
@@ -38,20 +38,20 @@
 //!
 //! After each event, and at least once a second, call [`Ledger::advance`].
 
-mod advance;
+mod bind;
 mod binder;
+mod boot_time;
 mod claim;
-mod end;
-mod kept;
-mod leaked;
-mod reserved;
-mod sharing;
+mod isolation;
+mod orphaned_leases;
+mod pod_groups;
+mod release;
+mod reservations;
+mod schedule;
 mod snapshot;
-mod start;
-mod time;
-mod together;
 mod types;
 pub mod units;
+mod unreclaimed;
 mod view;
 mod withheld;
 
@@ -61,22 +61,22 @@ use serde::{Deserialize, Serialize};
 
 use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid, Quanta, Quantum, Resource};
 use claim::{Claim, PendingAllocation, State};
-use leaked::Unreclaimed;
-use reserved::Unclaimed;
-use sharing::NamespaceIsolation;
-use together::PodGroup;
+use isolation::NamespaceIsolation;
+use pod_groups::PodGroup;
+use reservations::Unclaimed;
+use unreclaimed::Unreclaimed;
 
+pub use boot_time::BootTime;
 pub use claim::{AGING_AFTER, RETRY_DEADLINE, RETRY_GRACE};
-pub use end::PENDING_GC_AGE;
-pub use leaked::LEAKED_AFTER;
-pub use reserved::Reservation;
+pub use release::PENDING_GC_AGE;
+pub use reservations::Reservation;
 pub use snapshot::{RestoreError, Snapshot};
-pub use time::BootTime;
 pub use types::{
     BindError, BindOutcome, BindRequest, BindResponse, Binding, BindingRef, ClaimId, Gpu,
     GpuSpread, GpuView, Health, LedgerView, ManagedView, Placement, Priority, QueuedClaim, Share,
     WaitHandle, WaitReason,
 };
+pub use unreclaimed::LEAKED_AFTER;
 
 /// The ledger of a node; the documentation of the crate describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,7 +96,7 @@ pub struct Ledger {
     /// The GPUs with a reservation for a pod without a claim here.
     unclaimed: BTreeMap<GpuUuid, Unclaimed>,
     /// The leases that no bound container owns.
-    orphaned_leases: kept::OrphanedLeases,
+    orphaned_leases: orphaned_leases::OrphanedLeases,
     /// The namespaces whose pods may have memory of each GPU.
     isolation: NamespaceIsolation,
     /// The memory of each GPU that is in use and charged to no container.

@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
+use super::boot_time::BootTime;
 use super::claim::{Call, Claim, PendingAllocation, State};
-use super::leaked::Unreclaimed;
-use super::reserved::Reservation;
-use super::sharing::{NamespaceIsolation, PastTenants};
-use super::time::BootTime;
-use super::together::PodGroup;
+use super::isolation::{NamespaceIsolation, PastTenants};
+use super::pod_groups::PodGroup;
+use super::reservations::Reservation;
 use super::types::{ClaimId, Placement};
+use super::unreclaimed::Unreclaimed;
 use super::{GpuState, Ledger};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Quantum, Resource};
 
@@ -29,7 +29,7 @@ pub struct Snapshot {
     #[serde(default)]
     reservations: Vec<(GpuUuid, Reservation)>,
     #[serde(default)]
-    orphaned_leases: super::kept::OrphanedLeases,
+    orphaned_leases: super::orphaned_leases::OrphanedLeases,
     /// None in the checkpoint of an agent that shared all GPUs.
     #[serde(default)]
     past: Option<PastTenants>,

@@ -6,7 +6,7 @@ use std::num::NonZeroU16;
 
 use serde::{Deserialize, Serialize};
 
-use super::time::BootTime;
+use super::boot_time::BootTime;
 use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid, Quanta, Resource};
 
 /// A GPU of the inventory.

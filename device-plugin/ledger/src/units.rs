@@ -2,13 +2,13 @@
 //! edge.
 
 mod amount;
+mod device_id;
 mod identity;
-mod token;
 
 pub use amount::{Bytes, Quanta};
 pub use bursar_crds::Quantum;
+pub use device_id::{DeviceId, DeviceIdSet, MAX_DEVICE_IDS, Resource};
 pub use identity::{AllocationId, GpuUuid, LeaseId, PodUid};
-pub use token::{DeviceId, DeviceIdSet, MAX_DEVICE_IDS, Resource};
 
 /// Why a value from outside is not one of this module's units.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::boot_time::BootTime;
 use super::claim::{Claim, State};
-use super::time::BootTime;
 use super::types::{
     Binding, BindingRef, ClaimId, GpuView, Health, LedgerView, ManagedView, Placement, QueuedClaim,
 };

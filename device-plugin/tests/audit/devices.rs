@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::common::kubelet::Pod;
 use crate::container::{Container, machine};
-use crate::found::{
+use crate::findings::{
     count_findings, metric_value, wait_for_log, wait_for_metric, wait_for_value,
     wait_until_not_enforced,
 };

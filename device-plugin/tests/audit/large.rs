@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use crate::container::{Container, PLAIN, machine};
-use crate::found::{count_findings, metric_value, wait_until_not_enforced};
+use crate::findings::{count_findings, metric_value, wait_until_not_enforced};
 use crate::machine::Machine;
 
 const GIB: u64 = 1 << 30;

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::api::FakeGpuNodeApi;
-use crate::bed::{Fixture, GIB, open_retrying};
 use crate::common::kubelet::Pod;
 use crate::common::{PATIENCE, eventually};
+use crate::fixture::{Fixture, GIB, open_retrying};
 use crate::machine::GPU;
-use crate::real::start_client;
-use crate::tenant::Opened;
+use crate::runtime_client::start_client;
+use crate::tenant_process::Opened;
 
 /// The device nodes that the agent and its child processes have open.
 fn open_device_nodes(bed: &Fixture) -> Vec<String> {

@@ -5,7 +5,7 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::bed::{Fixture, wait_for_scrub_check};
+use crate::fixture::{Fixture, wait_for_scrub_check};
 use crate::machine::TWO_GPUS;
 
 /// The size of a context of the simulated GPU.

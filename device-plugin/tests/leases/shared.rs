@@ -2,8 +2,8 @@
 
 use std::fs;
 
-use crate::bed::{Fixture, wait_for_scrub_check};
 use crate::common::kubelet::Pod;
+use crate::fixture::{Fixture, wait_for_scrub_check};
 use crate::machine::{GPU, Machine, TWO_GPUS};
 
 /// The reason that a pod waits although a GPU has room.

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use bursar_protocol::messages::token::{Generation, MAX_TOKEN, TokenRefusal};
 
-use crate::bed::{Fixture, GIB, open_retrying};
 use crate::common::eventually;
 use crate::common::kubelet::Pod;
+use crate::fixture::{Fixture, GIB, open_retrying};
 use crate::machine::GPU;
-use crate::tenant::{Opened, Tenant};
+use crate::tenant_process::{Opened, Tenant};
 
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 

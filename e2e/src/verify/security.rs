@@ -167,8 +167,8 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[TestSelection {
             target: &["--test", "audit"],
             names: &[
-                "found::process_that_holds_memory_without_context_is_found",
-                "found::process_that_holds_memory_without_context_is_killed",
+                "findings::process_that_holds_memory_without_context_is_found",
+                "findings::process_that_holds_memory_without_context_is_killed",
             ],
             ignored: false,
             env: &[],
@@ -180,7 +180,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         long: false,
         tests: &[TestSelection {
             target: &["--test", "audit"],
-            names: &["left::export_denied_before_exit_stays_charged"],
+            names: &["reclaim::export_denied_before_exit_stays_charged"],
             ignored: false,
             env: &[],
         }],
@@ -190,7 +190,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         promise: "containers of a pod all have their memory or none has: 4+4+12+12 and two pods of 7+9 start on two GPUs of 16, init containers and sidecars are not added up, what is held ends with the pod",
         long: false,
         tests: &[TestSelection {
-            target: &["--test", "together"],
+            target: &["--test", "pod_groups"],
             names: &[
                 "pod_of_4_4_12_12_fits_on_two_gpus_of_16",
                 "two_pods_of_7_and_9_fit_on_two_gpus_of_16",
@@ -236,7 +236,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         promise: "a claim larger than a MIG instance waits and says so; nothing is spread over instances",
         long: false,
         tests: &[TestSelection {
-            target: &["--test", "together"],
+            target: &["--test", "pod_groups"],
             names: &["claim_beyond_a_mig_instance_waits_with_that_reason"],
             ignored: false,
             env: &[],
@@ -306,7 +306,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         long: false,
         tests: &[TestSelection {
             target: &["--test", "audit"],
-            names: &["left::uncharged_memory_is_withheld"],
+            names: &["reclaim::uncharged_memory_is_withheld"],
             ignored: false,
             env: &[],
         }],
@@ -406,10 +406,10 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[TestSelection {
             target: LIB,
             names: &[
-                "sharing::tests::unscrubbed_gpu_stays_with_its_first_namespace",
-                "sharing::tests::pod_of_unknown_namespace_has_no_unscrubbed_gpu",
-                "sharing::tests::missing_tenant_history_closes_unscrubbed_gpus",
-                "sharing::tests::unscrubbed_gpu_has_one_namespace_per_boot",
+                "isolation::tests::unscrubbed_gpu_stays_with_its_first_namespace",
+                "isolation::tests::pod_of_unknown_namespace_has_no_unscrubbed_gpu",
+                "isolation::tests::missing_tenant_history_closes_unscrubbed_gpus",
+                "isolation::tests::unscrubbed_gpu_has_one_namespace_per_boot",
             ],
             ignored: false,
             env: &[],
@@ -753,9 +753,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[TestSelection {
             target: &["--test", "audit"],
             names: &[
-                "poison::foreign_kernel_log_record_fences_no_process",
-                "poison::fault_of_a_silent_program_is_found_in_the_kernel_log",
-                "poison::reported_fault_returns_the_error_and_kills_the_container",
+                "faults::foreign_kernel_log_record_fences_no_process",
+                "faults::fault_of_a_silent_program_is_found_in_the_kernel_log",
+                "faults::reported_fault_returns_the_error_and_kills_the_container",
             ],
             ignored: false,
             env: &[],

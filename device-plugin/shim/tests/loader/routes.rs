@@ -232,19 +232,19 @@ const CITED: &[Cited] = &[
     Cited {
         route: "memory left with a process outside of the pod when the pod ends",
         comes_to: "prevented: bound to nobody while it is held",
-        file: "device-plugin/tests/audit/left.rs",
+        file: "device-plugin/tests/audit/reclaim.rs",
         test: "memory_held_by_an_outside_process_is_leaked_until_freed",
     },
     Cited {
         route: "`cuMemCreate` by the driver's file opened by its path, without a context",
         comes_to: "detected (holder)",
-        file: "device-plugin/tests/audit/found.rs",
+        file: "device-plugin/tests/audit/findings.rs",
         test: "process_that_holds_memory_without_context_is_found",
     },
     Cited {
         route: "the same beside the whole quota by the shim, which the process says that it exported",
         comes_to: "detected (holder); ended under `kill`",
-        file: "device-plugin/tests/audit/found.rs",
+        file: "device-plugin/tests/audit/findings.rs",
         test: "process_that_holds_memory_without_context_is_killed",
     },
     Cited {
@@ -262,7 +262,7 @@ const CITED: &[Cited] = &[
     Cited {
         route: "less written as exported before death, and the memory left with another process",
         comes_to: "prevented: charged until nobody holds it",
-        file: "device-plugin/tests/audit/left.rs",
+        file: "device-plugin/tests/audit/reclaim.rs",
         test: "export_denied_before_exit_stays_charged",
     },
     Cited {
@@ -292,7 +292,7 @@ const CITED: &[Cited] = &[
     Cited {
         route: "memory without a context or session that outlives its pod",
         comes_to: "detected (unaccounted): bound to nobody while it lasts",
-        file: "device-plugin/tests/audit/left.rs",
+        file: "device-plugin/tests/audit/reclaim.rs",
         test: "uncharged_memory_is_withheld",
     },
     Cited {
@@ -304,7 +304,7 @@ const CITED: &[Cited] = &[
     Cited {
         route: "a pod of several containers keeps memory while it waits for more",
         comes_to: "prevented: placed together, or not at all",
-        file: "device-plugin/ledger/tests/together.rs",
+        file: "device-plugin/ledger/tests/pod_groups.rs",
         test: "pod_that_does_not_fit_whole_takes_no_memory",
     },
     Cited {

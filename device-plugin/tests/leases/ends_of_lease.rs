@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::bed::{Fixture, GIB, compile_c, open_retrying, read_lease};
-use crate::tenant::{Opened, Tenant};
+use crate::fixture::{Fixture, GIB, compile_c, open_retrying, read_lease};
+use crate::tenant_process::{Opened, Tenant};
 
 /// A process in no container that holds a descriptor.
 struct ParkedHolder(i32);

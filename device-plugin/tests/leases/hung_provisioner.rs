@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::bed::{Fixture, GIB, compile_c, open_retrying};
 use crate::common::eventually;
 use crate::common::kubelet::Pod;
+use crate::fixture::{Fixture, GIB, compile_c, open_retrying};
 use crate::machine::GPU;
-use crate::tenant::Opened;
+use crate::tenant_process::Opened;
 
 /// Traces a dying process so that it stays, until this is dropped. None where the machine permits
 /// no tracing.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::Ledger;
-use super::time::BootTime;
+use super::boot_time::BootTime;
 use super::types::Health;
 use crate::units::{GpuUuid, PodUid, Quanta};
 

@@ -1,8 +1,8 @@
 //! Binds the claim of a container that starts, or puts it into the queue.
 
 use super::Ledger;
+use super::boot_time::BootTime;
 use super::claim::{Call, Claim, QueuedRequest, State};
-use super::time::BootTime;
 use super::types::{BindError, BindOutcome, BindRequest, BindResponse, ClaimId, WaitHandle};
 use crate::units::{AllocationId, DeviceIdSet, PodUid, Resource};
 

@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use super::Ledger;
+use super::boot_time::BootTime;
 use super::claim::{Call, Claim, RETRY_DEADLINE, RETRY_GRACE, State};
-use super::time::BootTime;
 use super::types::{Health, Placement};
 use crate::units::{AllocationId, PodUid};
 

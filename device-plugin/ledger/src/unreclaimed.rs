@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::Ledger;
-use super::time::BootTime;
+use super::boot_time::BootTime;
 use crate::units::{Bytes, GpuUuid};
 
 /// The age from which unreclaimed memory counts as leaked; the proof takes about half a second.

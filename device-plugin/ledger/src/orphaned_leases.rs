@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use super::Ledger;
-use super::time::BootTime;
+use super::boot_time::BootTime;
 use crate::units::{Bytes, GpuUuid, LeaseId, Quanta};
 
 /// The leases of each GPU with their sizes. The ledger distinguishes them: when one ends while

@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use crate::common::kubelet::Pod;
 use crate::container;
 use crate::machine::{GPU, Machine, TWO_GPUS};
-use crate::tenant::{Opened, Tenant};
+use crate::tenant_process::{Opened, Tenant};
 
 pub(crate) const GIB: u64 = 1 << 30;
 

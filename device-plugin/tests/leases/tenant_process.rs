@@ -40,7 +40,7 @@ impl Tenant {
         let (ours, its) = UnixStream::pair().unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
-            .args(["tenant::a_tenants_process", "--exact", "--ignored"])
+            .args(["tenant_process::a_tenants_process", "--exact", "--ignored"])
             .stdin(Stdio::from(OwnedFd::from(its)))
             .stdout(Stdio::null());
         let child = command.spawn().unwrap();
@@ -129,7 +129,7 @@ fn a_tenants_process() {
             // The answer precedes the exec, because the next command is for the next process image.
             writeln!(&words, "ok").unwrap();
             let failed = Command::new(std::env::current_exe().unwrap())
-                .args(["tenant::a_tenants_process", "--exact", "--ignored"])
+                .args(["tenant_process::a_tenants_process", "--exact", "--ignored"])
                 .exec();
             panic!("{failed}");
         }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::kubelet::Pod;
 use crate::container::{Container, PLAIN, machine};
-use crate::found::{count_findings, metric_value};
+use crate::findings::{count_findings, metric_value};
 use crate::machine::Machine;
 
 const GIB: u64 = 1 << 30;

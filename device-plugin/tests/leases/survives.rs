@@ -1,7 +1,7 @@
 //! Tests which processes retained memory outlives.
 
-use crate::bed::{Fixture, GIB, open_retrying, read_lease};
-use crate::tenant::Opened;
+use crate::fixture::{Fixture, GIB, open_retrying, read_lease};
+use crate::tenant_process::Opened;
 use crate::tokens::start_pod_of_other_namespace;
 
 #[tokio::test]

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 use bursar_protocol::messages::token::Generation;
 use serde_json::Value;
 
-use crate::bed::{Fixture, GIB, open_retrying, program_folder};
 use crate::common::eventually;
 use crate::common::kubelet::Pod;
 use crate::container::{Container, PLAIN};
+use crate::fixture::{Fixture, GIB, open_retrying, program_folder};
 use crate::tokens::{is_fenced, redeem};
 
 /// Starts the client in a pod's container. Returns its report of the memory that it found or

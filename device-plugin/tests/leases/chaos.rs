@@ -10,8 +10,8 @@ use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::bed::{Fixture, GIB, is_transient, open_retrying};
-use crate::tenant::{GONE, Opened, Tenant};
+use crate::fixture::{Fixture, GIB, is_transient, open_retrying};
+use crate::tenant_process::{GONE, Opened, Tenant};
 
 const ROUNDS: u32 = 250;
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::in_time;
 use crate::container::{Container, PLAIN, machine};
-use crate::found::{metric_value, wait_for_value};
+use crate::findings::{metric_value, wait_for_value};
 use crate::machine::Machine;
 
 /// The longest time until the agent acts on a reported fault.

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 
 use super::Ledger;
 use super::binder::{self, Bin, Part, Plan};
+use super::boot_time::BootTime;
 use super::claim::{AGING_AFTER, Call, Claim, QueuedRequest, RETRY_GRACE, State};
-use super::time::BootTime;
 use super::types::{Binding, ClaimId, Health, Placement, Share, WaitReason};
 use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
