@@ -37,7 +37,7 @@ impl Fixture {
         Self::with_gpus(&[8], 8).await
     }
 
-    async fn with_gpus(gpus: &[u32], tokens: usize) -> Self {
+    async fn with_gpus(gpus: &[u32], device_ids: usize) -> Self {
         let root = tempfile::tempdir().unwrap();
         let mut kubelet = FakeKubelet::new(root.path(), 42);
         kubelet.start();
@@ -45,14 +45,14 @@ impl Fixture {
         let agent = Some(Agent::start(
             kubelet.dir(),
             ledger(gpus),
-            devices(tokens, tokens),
+            devices(device_ids, device_ids),
         ));
         let node = Self {
             kubelet,
             agent,
             root,
         };
-        node.until_ready(tokens).await;
+        node.until_ready(device_ids).await;
         node
     }
 
@@ -60,8 +60,8 @@ impl Fixture {
         self.agent.as_ref().expect("a living agent")
     }
 
-    async fn until_ready(&self, tokens: usize) {
-        self.kubelet.until_allocatable(GPU, tokens).await;
+    async fn until_ready(&self, device_ids: usize) {
+        self.kubelet.until_allocatable(GPU, device_ids).await;
         self.agent().until_registered().await;
     }
 
@@ -72,16 +72,16 @@ impl Fixture {
     /// this waits until the kubelet has seen the end.
     async fn kill_agent(&mut self) -> (Ledger, Devices) {
         let agent = self.agent.take().expect("a living agent");
-        let tokens = agent.devices.borrow().clone();
-        let books = agent.kill();
+        let devices = agent.devices.borrow().clone();
+        let ledger = agent.kill();
         self.kubelet.until_allocatable(GPU, 0).await;
-        (books, tokens)
+        (ledger, devices)
     }
 
     /// Starts another agent with the ledger of the agent before.
-    async fn start_agent(&mut self, (books, tokens): (Ledger, Devices)) {
-        let healthy = tokens.healthy_count();
-        self.agent = Some(Agent::start(self.kubelet.dir(), books, tokens));
+    async fn start_agent(&mut self, (ledger, devices): (Ledger, Devices)) {
+        let healthy = devices.healthy_count();
+        self.agent = Some(Agent::start(self.kubelet.dir(), ledger, devices));
         self.until_ready(healthy).await;
     }
 
@@ -91,9 +91,9 @@ impl Fixture {
     }
 
     async fn restart_kubelet(&mut self) {
-        let tokens = self.agent().devices.borrow().healthy_count();
+        let device_ids = self.agent().devices.borrow().healthy_count();
         self.kubelet.restart().await;
-        self.until_ready(tokens).await;
+        self.until_ready(device_ids).await;
     }
 
     /// Admits and starts a pod of one container. Returns the container's CDI devices.

@@ -524,7 +524,7 @@ mod tests {
         assert_eq!(
             lacks.places,
             [None, None],
-            "the whole of both is kept for them"
+            "all free memory of both is set aside"
         );
         assert_eq!(lacks.set_aside, [16, 15]);
     }

@@ -102,7 +102,7 @@ mod tests {
         assert_eq!(
             (view.gpus[0].free, view.gpus[0].unreclaimed),
             (Quanta(2), Bytes::mib(5_632)),
-            "what is kept no more is to be proven free"
+            "an ended lease is unreclaimed until proven free"
         );
     }
 }

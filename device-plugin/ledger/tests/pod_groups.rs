@@ -165,7 +165,7 @@ fn planned_places_are_dropped_when_no_retry_comes() {
     ledger.stop_waiting(ticket, NOW);
     ledger.release_pod(&first.uid);
     assert_eq!(ledger.advance(NOW), []);
-    assert_eq!(bound_by_gpu(&ledger), [16], "both are held");
+    assert_eq!(bound_by_gpu(&ledger), [16], "both are set aside");
     ledger.advance(NOW + RETRY_GRACE + Duration::from_secs(1));
     assert_eq!(bound_by_gpu(&ledger), [0]);
 }

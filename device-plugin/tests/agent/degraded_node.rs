@@ -4,7 +4,7 @@ use std::fs;
 use std::process::Stdio;
 use std::time::Duration;
 
-use crate::common::{eventually, in_time};
+use crate::common::{assert_within, eventually};
 use crate::machine::{GPU, Machine};
 
 #[tokio::test]
@@ -42,7 +42,7 @@ async fn full_run_folder_is_named_and_recovers() {
 
 #[tokio::test]
 async fn lost_gpu_withdraws_its_device_ids_until_it_returns() {
-    in_time(Duration::from_secs(2), async || {
+    assert_within(Duration::from_secs(2), async || {
         let machine = Machine::started().await;
         machine.run("a", 10).await;
         let before = machine.devices();

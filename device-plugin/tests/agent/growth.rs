@@ -82,7 +82,7 @@ async fn current_counts(machine: &Machine) -> BTreeMap<&'static str, usize> {
     BTreeMap::from([
         ("descriptors", entries(format!("/proc/{pid}/fd"))),
         ("threads", entries(format!("/proc/{pid}/task"))),
-        ("processes that call NVML", machine.callers().len()),
+        ("processes that call NVML", machine.nvml_processes().len()),
         ("tasks", tasks.unwrap().parse().unwrap()),
         ("files of state", count_files(&machine.path("state"))),
         ("files of run", count_files(&machine.path("run"))),
@@ -132,7 +132,7 @@ async fn run_rounds(machine: &Machine, build: usize, rounds: std::ops::Range<usi
 async fn check_no_growth(builds: usize, rounds_each: usize) {
     let mut machine = Machine::with_driver(&driver_config(0)).await;
     change_instances_and_shim(&machine, 0);
-    machine.come_back().await;
+    machine.start_successor().await;
     // The first pods create files and threads that exist once.
     run_rounds(&machine, 0, 0..1).await;
     let first = peak_counts(&machine).await;
@@ -142,7 +142,7 @@ async fn check_no_growth(builds: usize, rounds_each: usize) {
         wait_until_not_above(&machine, &first).await;
         machine.kill_agent();
         change_instances_and_shim(&machine, build);
-        machine.come_back().await;
+        machine.start_successor().await;
     }
     run_rounds(&machine, builds + 1, 0..1).await;
     wait_until_not_above(&machine, &first).await;

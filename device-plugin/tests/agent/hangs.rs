@@ -25,13 +25,13 @@ fn allocatable(machine: &Machine) -> Option<usize> {
     machine.kubelet.capacity(GPU).map(|c| c.allocatable)
 }
 
-async fn wait_until_allocatable(machine: &Machine, tokens: usize) -> Duration {
+async fn wait_until_allocatable(machine: &Machine, count: usize) -> Duration {
     let begun = Instant::now();
-    while allocatable(machine) != Some(tokens) {
+    while allocatable(machine) != Some(count) {
         let now = allocatable(machine);
         assert!(
             begun.elapsed() < RECOVERY_LIMIT,
-            "{tokens} tokens awaited, {now:?} offered"
+            "{count} device ids expected, {now:?} allocatable"
         );
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
@@ -148,7 +148,11 @@ async fn agent_serves_other_gpus_while_nvml_hangs_for_one() {
     }
     wait_until_ready(&machine).await;
     // One process queries each GPU, and another one the driver. Hanging calls must not accumulate.
-    assert!(machine.callers().len() <= 3, "{:?}", machine.callers());
+    assert!(
+        machine.nvml_processes().len() <= 3,
+        "{:?}",
+        machine.nvml_processes()
+    );
     machine.lab.run_simgpu(&["release", "0"]).unwrap();
     wait_until_allocatable(&machine, 32).await;
     machine.lab.run_simgpu(&["hang", "0"]).unwrap();
@@ -172,8 +176,12 @@ async fn agent_offers_nothing_and_ends_while_nvml_hangs_for_all() {
             .is_err()
     );
     wait_until_ready(&machine).await;
-    assert!(machine.callers().len() <= 3, "{:?}", machine.callers());
-    let left = machine.callers();
+    assert!(
+        machine.nvml_processes().len() <= 3,
+        "{:?}",
+        machine.nvml_processes()
+    );
+    let left = machine.nvml_processes();
     assert!(machine.stop_agent().await.success());
     eventually("no process that hangs is left", || {
         let is_gone = |pid: &u32| !Path::new(&format!("/proc/{pid}/stat")).exists();
@@ -246,7 +254,7 @@ async fn agent_registers_when_started_while_disks_hang() {
     let (real, content) = (shim.with_extension("real"), fs::read(&shim).unwrap());
     fs::write(&real, content).unwrap();
     let image = Fifo::at(shim.clone());
-    println!("registered after {:?}", machine.come_back().await);
+    println!("registered after {:?}", machine.start_successor().await);
     wait_until_ready(&machine).await;
     assert_eq!((machine.devices(), machine.sockets()), (before, 1));
     let pod = machine.admit("meanwhile", 4).await;
@@ -271,7 +279,7 @@ async fn agent_is_ready_on_a_node_without_a_healthy_gpu() {
     assert!(machine.stop_agent().await.success());
     machine.start_agent();
     wait_until_ready(&machine).await;
-    eventually("both GPUs told to be unhealthy", || {
+    eventually("both GPUs reported unhealthy", || {
         machine
             .kubelet
             .capacity(GPU)
@@ -298,8 +306,8 @@ struct Measurement {
 impl std::fmt::Display for Measurement {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let most = |times: &[Duration]| times.iter().max().map_or(0, Duration::as_millis);
-        let offered = |(after, tokens): &(Duration, usize)| {
-            format!("{tokens} from {:.1} s", after.as_secs_f32())
+        let offered = |(after, count): &(Duration, usize)| {
+            format!("{count} from {:.1} s", after.as_secs_f32())
         };
         let offered: Vec<_> = self.allocatable_changes.iter().map(offered).collect();
         let refused: Vec<_> = self.bind_errors.iter().map(|(took, _)| *took).collect();

@@ -74,7 +74,7 @@ async fn refused_driver_limit_is_reported_and_retried() {
     fs::create_dir(&record).unwrap();
     let pod = admit_with_cgroup_v2(&machine, "a", 10).await;
     machine.start(&pod).await.unwrap();
-    eventually("it is told", || {
+    eventually("the refused limit in the log", || {
         machine.log().contains("failed to set a driver limit")
     })
     .await;

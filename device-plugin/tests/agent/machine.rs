@@ -26,7 +26,7 @@ pub(crate) struct Machine {
     pub(crate) root: TempDir,
     agent: Option<Child>,
     /// The length of the log at the agent's start.
-    log_before: usize,
+    log_start: usize,
 }
 
 impl Machine {
@@ -55,7 +55,7 @@ impl Machine {
             kubelet,
             root,
             agent: None,
-            log_before: 0,
+            log_start: 0,
         };
         let config = crate::common::agent::config(machine.root.path(), machine.lab.path())
             + "[binding]\nwait = \"1s\"\n";
@@ -98,7 +98,7 @@ impl Machine {
 
     pub(crate) fn start_agent(&mut self) {
         assert!(self.agent.is_none(), "running already");
-        self.log_before = self.log().len();
+        self.log_start = self.log().len();
         self.agent = Some(self.command().spawn().unwrap());
     }
 
@@ -111,11 +111,11 @@ impl Machine {
 
     pub(crate) async fn restart_agent(&mut self) -> Duration {
         self.kill_agent();
-        self.come_back().await
+        self.start_successor().await
     }
 
     /// Starts another agent. Returns the time until it registered.
-    pub(crate) async fn come_back(&mut self) -> Duration {
+    pub(crate) async fn start_successor(&mut self) -> Duration {
         let before = self.registrations();
         self.start_agent();
         self.until_registered(before).await
@@ -143,14 +143,17 @@ impl Machine {
         status.expect("it has ended")
     }
 
-    #[allow(dead_code, reason = "the tests of kept memory look for its workers")]
+    #[allow(
+        dead_code,
+        reason = "the tests of retained memory find its provisioners"
+    )]
     pub(crate) fn agent_pid(&self) -> u32 {
         self.agent.as_ref().expect("a running agent").id()
     }
 
-    #[allow(dead_code, reason = "not every test looks for them")]
+    #[allow(dead_code, reason = "only some tests use them")]
     /// The agent's processes that call NVML.
-    pub(crate) fn callers(&self) -> Vec<u32> {
+    pub(crate) fn nvml_processes(&self) -> Vec<u32> {
         let agent = self.agent_pid();
         let processes = fs::read_dir("/proc").unwrap().flatten();
         let pids = processes.filter_map(|process| process.file_name().to_str()?.parse().ok());
@@ -184,7 +187,7 @@ impl Machine {
         };
         let mut address = None;
         eventually("the agent to say where it listens", || {
-            let log = self.log().split_off(self.log_before);
+            let log = self.log().split_off(self.log_start);
             let line = log.split("metrics and probes").nth(1);
             address = line.and_then(|line| {
                 let address = line.lines().next()?.split(field).nth(1)?;

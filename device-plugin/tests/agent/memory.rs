@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::common::{eventually, in_time, in_time_as_a_rule};
+use crate::common::{assert_median_within, assert_within, eventually};
 use crate::machine::{GPU, Machine};
 
 /// The longest time from the end of a pod's cgroup until its memory is free for another pod.
@@ -26,7 +26,7 @@ async fn pod_gets_a_cdi_device_with_its_quota_and_a_socket() {
 
 #[tokio::test]
 async fn pod_waits_with_a_reason_until_memory_is_free() {
-    in_time(CLEANUP_LIMIT, async || {
+    assert_within(CLEANUP_LIMIT, async || {
         let machine = Machine::started().await;
         let (first, _second) = (machine.run("a", 10).await, machine.run("b", 10).await);
         let waiter = machine.admit("c", 8).await;
@@ -58,7 +58,7 @@ async fn host_files_are_removed_soon_after_the_pod_cgroup() {
         .await;
         times.push(ended.elapsed());
     }
-    in_time_as_a_rule(CLEANUP_LIMIT, "released after a cgroup's end", times);
+    assert_median_within(CLEANUP_LIMIT, "released after a cgroup's end", times);
 }
 
 #[tokio::test]

@@ -3,7 +3,7 @@
 use std::fs;
 use std::time::Duration;
 
-use crate::common::{eventually, in_time_as_a_rule};
+use crate::common::{assert_median_within, eventually};
 use crate::machine::{GPU, Machine};
 
 /// A machine with two running pods and one that waits.
@@ -26,7 +26,7 @@ async fn restarted_agent_keeps_bindings_and_registers_in_time() {
         assert_eq!(machine.devices(), before);
         assert_eq!(machine.sockets(), 2);
     }
-    in_time_as_a_rule(Duration::from_secs(2), "registered after SIGKILL", times);
+    assert_median_within(Duration::from_secs(2), "registered after SIGKILL", times);
     let waiter = crate::common::kubelet::Pod::with("c", GPU, 8);
     let expected = "waiting for 8 GiB on one GPU: largest free 6 GiB";
     machine.until_refused(&waiter, expected).await;
@@ -47,7 +47,7 @@ async fn lost_or_corrupt_checkpoint_is_rebuilt_with_same_bindings() {
             }
             _ => fs::write(&checkpoint, "garbage").unwrap(),
         }
-        machine.come_back().await;
+        machine.start_successor().await;
         assert_eq!(machine.devices(), before, "{damage}");
         assert_eq!(machine.sockets(), 2, "{damage}");
         let waiter = crate::common::kubelet::Pod::with("c", GPU, 8);
@@ -82,7 +82,7 @@ async fn agent_keeps_files_of_running_pods_on_sigterm() {
     let status = machine.stop_agent().await;
     assert!(status.success(), "{status}");
     assert_eq!(machine.devices().len(), 1);
-    machine.come_back().await;
+    machine.start_successor().await;
     assert_eq!((machine.devices().len(), machine.sockets()), (1, 1));
 }
 

@@ -175,7 +175,10 @@ async fn check_honest_programs(long: Duration) {
         assert!(program.is_alive(), "{name}");
     }
     let told = machine.log();
-    assert!(!told.contains("lack=\""), "nobody was ever told of: {told}");
+    assert!(
+        !told.contains("lack=\""),
+        "a container was reported: {told}"
+    );
     println!("{rounds} rounds of {} programs", programs.len());
 }
 

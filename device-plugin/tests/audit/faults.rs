@@ -4,7 +4,7 @@ use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
-use crate::common::in_time;
+use crate::common::assert_within;
 use crate::container::{Container, PLAIN, machine};
 use crate::findings::{metric_value, wait_for_value};
 use crate::machine::Machine;
@@ -28,7 +28,7 @@ async fn wait_until_killed(program: &mut Container, begun: Instant) -> Duration 
 
 #[tokio::test]
 async fn reported_fault_returns_the_error_and_kills_the_container() {
-    in_time(KILL_LIMIT, async || {
+    assert_within(KILL_LIMIT, async || {
         let machine = machine("").await;
         let pod = machine.admit("a", 8).await;
         let mut program = Container::start(&machine, &pod, PLAIN).await;
@@ -45,7 +45,7 @@ async fn reported_fault_returns_the_error_and_kills_the_container() {
 
 #[tokio::test]
 async fn fault_of_a_silent_program_is_found_in_the_kernel_log() {
-    in_time(GRACE + KILL_LIMIT, async || {
+    assert_within(GRACE + KILL_LIMIT, async || {
         let machine = machine("").await;
         let pod = machine.admit("a", 8).await;
         let neighbour = machine.admit("b", 4).await;

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::common::in_time;
+use crate::common::assert_within;
 use crate::common::kubelet::Pod;
 use crate::container::{Container, PLAIN, Start, machine};
 use crate::machine::Machine;
@@ -80,7 +80,7 @@ pub(crate) async fn wait_for_log(machine: &Machine, what: &str) {
 
 #[tokio::test]
 async fn honest_container_is_enforced_and_its_usage_is_shown() {
-    in_time(FINDING_LIMIT, async || {
+    assert_within(FINDING_LIMIT, async || {
         let machine = machine("").await;
         let pod = admit_pod(&machine, "a").await;
         let mut honest = Container::start(&machine, &pod, PLAIN).await;
@@ -135,7 +135,7 @@ async fn honest_container_is_enforced_and_its_usage_is_shown() {
 
 #[tokio::test]
 async fn program_on_the_real_driver_is_found_and_not_killed() {
-    in_time(FINDING_LIMIT, async || {
+    assert_within(FINDING_LIMIT, async || {
         let machine = machine("").await;
         let pod = admit_pod(&machine, "a").await;
         let mut bypass = Container::start(&machine, &pod, PLAIN).await;
@@ -153,7 +153,11 @@ async fn program_on_the_real_driver_is_found_and_not_killed() {
         let over = wait_for_value(&machine, "bursar_agent_findings_total", "over-quota", 1).await;
         tokio::time::sleep(SEVERAL_AUDITS).await;
         assert!(bypass.is_alive(), "the policy is to report");
-        assert_eq!(count_findings(&machine, "intruder").await, 1, "told once");
+        assert_eq!(
+            count_findings(&machine, "intruder").await,
+            1,
+            "reported once"
+        );
         intruder.max(over)
     })
     .await;
@@ -161,7 +165,7 @@ async fn program_on_the_real_driver_is_found_and_not_killed() {
 
 #[tokio::test]
 async fn memory_taken_by_a_private_driver_table_is_found() {
-    in_time(FINDING_LIMIT, async || {
+    assert_within(FINDING_LIMIT, async || {
         let machine = machine("").await;
         let pod = admit_pod(&machine, "a").await;
         let mut program = Container::start(&machine, &pod, PLAIN).await;
@@ -209,7 +213,7 @@ fn hold_without_context(program: &mut Container) {
 
 #[tokio::test]
 async fn process_that_holds_memory_without_context_is_found() {
-    in_time(FINDING_LIMIT, async || {
+    assert_within(FINDING_LIMIT, async || {
         let machine = machine("").await;
         let pod = admit_pod(&machine, "a").await;
         let mut honest = Container::start(&machine, &pod, PLAIN).await;
@@ -223,7 +227,7 @@ async fn process_that_holds_memory_without_context_is_found() {
         wait_for_log(&machine, &format!("pid: {}", holder.pid())).await;
         tokio::time::sleep(SEVERAL_AUDITS).await;
         assert!(holder.is_alive(), "the policy is to report");
-        assert_eq!(count_findings(&machine, "holder").await, 1, "told once");
+        assert_eq!(count_findings(&machine, "holder").await, 1, "reported once");
         took
     })
     .await;
@@ -296,7 +300,7 @@ async fn volume_mounted_over_the_shim_is_found() {
             "libcuda.so.1",
         ),
     ] {
-        in_time(FINDING_LIMIT, async || {
+        assert_within(FINDING_LIMIT, async || {
             let machine = machine("").await;
             let pod = admit_pod(&machine, "a").await;
             let _container = Container::start(&machine, &pod, Start { more, with: "" }).await;
@@ -310,7 +314,7 @@ async fn volume_mounted_over_the_shim_is_found() {
 
 #[tokio::test]
 async fn driver_copy_in_the_image_is_found_when_mapped() {
-    in_time(FINDING_LIMIT, async || {
+    assert_within(FINDING_LIMIT, async || {
         let machine = machine("").await;
         let pod = admit_pod(&machine, "a").await;
         let more = "mkdir $ROOT/mine; cp $ROOT/opt/bursar/drv/cuda.so.1 $ROOT/mine/libcuda.so.9";
@@ -365,7 +369,7 @@ async fn program_without_environment_stays_enforced() {
 
 #[tokio::test]
 async fn tampered_credit_page_is_found() {
-    in_time(FINDING_LIMIT, async || {
+    assert_within(FINDING_LIMIT, async || {
         let machine = machine("").await;
         let pod = admit_pod(&machine, "a").await;
         let mut container = Container::start(&machine, &pod, PLAIN).await;
@@ -408,7 +412,7 @@ async fn memory_of_silent_processes_stays_withheld_after_restart() {
     silent.ok(&format!("alloc {}", 6 * GIB));
     machine.kill_agent();
     std::fs::remove_dir_all(machine.path("run/sessions")).unwrap();
-    machine.come_back().await;
+    machine.start_successor().await;
     let outside = r#"account="GPU- amount="outside""#;
     let memory = "bursar_container_memory_bytes";
     wait_for_metric(&machine, memory, outside, |bytes| bytes >= (6 * GIB) as i64).await;

@@ -59,7 +59,7 @@ async fn attestation_memory_is_bounded_for_huge_processes() {
     }
     let begun = Instant::now();
     wait_until_not_enforced(&machine, "NotAttested").await;
-    println!("told after {:?}", begun.elapsed());
+    println!("reported after {:?}", begun.elapsed());
     let took = time_requests(&mut honest, Duration::from_secs(20)).await;
     let at = |part: usize| took[(took.len() - 1) * part / 100];
     println!(

@@ -41,7 +41,10 @@ fn park(program: &mut Container) -> ParkedProcess {
 async fn wait_for_bytes_in_state(machine: &Machine, state: &str, bytes: u64) {
     let begun = Instant::now();
     while bytes_in_state(machine, state).await < bytes as i64 {
-        assert!(begun.elapsed() < Duration::from_secs(40), "not told");
+        assert!(
+            begun.elapsed() < Duration::from_secs(40),
+            "{state} memory not reported"
+        );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     println!("{state} after {:?}", begun.elapsed());
@@ -79,7 +82,7 @@ async fn memory_held_by_an_outside_process_is_leaked_until_freed() {
     drop(parked);
     machine.until_started(&waiter).await;
     let took = begun.elapsed();
-    println!("bound {took:?} after it was let go");
+    println!("bound {took:?} after it was freed");
     assert!(took < RECLAIM_LIMIT, "{took:?}");
 }
 
@@ -105,7 +108,7 @@ async fn uncharged_memory_is_withheld() {
     let begun = Instant::now();
     drop(parked);
     machine.until_started(&waiter).await;
-    println!("bound {:?} after it was let go", begun.elapsed());
+    println!("bound {:?} after it was freed", begun.elapsed());
 }
 
 #[tokio::test]

@@ -88,27 +88,30 @@ pub struct LedgerAllocator {
     /// The kubelet's plugin directory.
     dir: PathBuf,
     /// How long a bind waits for memory.
-    patience: Duration,
+    bind_wait: Duration,
 }
 
 #[derive(Debug)]
 struct State {
     ledger: Ledger,
     /// The allocations in order of their `Allocate` calls.
-    booked: Vec<AllocationId>,
+    allocations: Vec<AllocationId>,
 }
 
 impl LedgerAllocator {
-    pub fn new(dir: &Path, ledger: Ledger, patience: Duration) -> Self {
-        let booked = ledger.allocations().map(|(id, _)| id).collect();
-        let state = Mutex::new(State { ledger, booked });
+    pub fn new(dir: &Path, ledger: Ledger, bind_wait: Duration) -> Self {
+        let allocations = ledger.allocations().map(|(id, _)| id).collect();
+        let state = Mutex::new(State {
+            ledger,
+            allocations,
+        });
         let (changed, start) = (Notify::new(), Instant::now());
         Self {
             state,
             changed,
             start,
             dir: dir.to_owned(),
-            patience,
+            bind_wait,
         }
     }
 
@@ -137,13 +140,13 @@ impl LedgerAllocator {
     }
 
     /// The pod that has these device ids by its newest allocation.
-    fn holder(&self, resource: Resource, tokens: &DeviceIdSet) -> Option<PodUid> {
+    fn pod_of(&self, resource: Resource, device_ids: &DeviceIdSet) -> Option<PodUid> {
         let names = [(Resource::DeviceMemory, GPU.to_owned())];
         let checkpoint = DeviceCheckpoint::read(&self.dir, &names).ok()?;
-        let booked = &self.state().booked;
-        let age = |id: AllocationId| booked.iter().position(|booked| *booked == id);
+        let allocations = &self.state().allocations;
+        let age = |id: AllocationId| allocations.iter().position(|other| *other == id);
         let newest = checkpoint
-            .entries_with(resource, tokens)
+            .entries_with(resource, device_ids)
             .max_by_key(|held| age(held.allocation));
         newest.map(|held| held.pod.clone())
     }
@@ -158,15 +161,19 @@ impl LedgerAllocator {
             .collect()
     }
 
-    fn begin(&self, resource: Resource, tokens: &DeviceIdSet) -> Result<BindOutcome, PrepareError> {
-        let not_booked = || PrepareError::NotAllocated {
+    fn start_bind(
+        &self,
+        resource: Resource,
+        device_ids: &DeviceIdSet,
+    ) -> Result<BindOutcome, PrepareError> {
+        let unknown = || PrepareError::NotAllocated {
             resource,
-            tokens: tokens.clone(),
+            tokens: device_ids.clone(),
         };
-        let pod = self.holder(resource, tokens).ok_or_else(not_booked)?;
+        let pod = self.pod_of(resource, device_ids).ok_or_else(unknown)?;
         let start = BindRequest {
             resource,
-            device_ids: tokens.clone(),
+            device_ids: device_ids.clone(),
             containers: self.containers(&pod),
             pod,
             spread: GpuSpread::default(),
@@ -176,7 +183,7 @@ impl LedgerAllocator {
             .state()
             .ledger
             .bind(start, self.now())
-            .map_err(|_| not_booked())?;
+            .map_err(|_| unknown())?;
         Ok(started.outcome)
     }
 
@@ -203,20 +210,24 @@ impl Allocator for LedgerAllocator {
     async fn allocate(
         &self,
         resource: Resource,
-        tokens: DeviceIdSet,
+        device_ids: DeviceIdSet,
     ) -> Result<AllocationId, AllocateError> {
         let (id, now) = (AllocationId::from_bits(rand::random()), self.now());
         let mut state = self.state();
-        state.ledger.add_pending(id, resource, tokens, now);
-        state.booked.push(id);
+        state.ledger.add_pending(id, resource, device_ids, now);
+        state.allocations.push(id);
         Ok(id)
     }
 
-    async fn prepare(&self, resource: Resource, tokens: DeviceIdSet) -> Result<(), PrepareError> {
-        let BindOutcome::Queued(ticket, reason) = self.begin(resource, &tokens)? else {
+    async fn prepare(
+        &self,
+        resource: Resource,
+        device_ids: DeviceIdSet,
+    ) -> Result<(), PrepareError> {
+        let BindOutcome::Queued(ticket, reason) = self.start_bind(resource, &device_ids)? else {
             return Ok(());
         };
-        match tokio::time::timeout(self.patience, self.wait_for(ticket)).await {
+        match tokio::time::timeout(self.bind_wait, self.wait_for(ticket)).await {
             Ok(()) => Ok(()),
             Err(_) => {
                 self.state().ledger.stop_waiting(ticket, self.now());
@@ -239,16 +250,21 @@ pub struct Agent {
 
 impl Agent {
     /// Starts an agent in the kubelet's directory, with this ledger and these device ids.
-    pub fn start(dir: &Path, ledger: Ledger, tokens: Devices) -> Self {
-        Self::start_patient(dir, ledger, tokens, Duration::from_millis(200))
+    pub fn start(dir: &Path, ledger: Ledger, devices: Devices) -> Self {
+        Self::start_with_bind_wait(dir, ledger, devices, Duration::from_millis(200))
     }
 
-    /// Starts an agent whose binds wait for memory for `patience`.
-    pub fn start_patient(dir: &Path, ledger: Ledger, tokens: Devices, patience: Duration) -> Self {
+    /// Starts an agent whose binds wait for memory for `bind_wait`.
+    pub fn start_with_bind_wait(
+        dir: &Path,
+        ledger: Ledger,
+        devices: Devices,
+        bind_wait: Duration,
+    ) -> Self {
         let mut threads = tokio::runtime::Builder::new_multi_thread();
         let runtime = threads.worker_threads(1).enable_all().build().unwrap();
-        let allocator = Arc::new(LedgerAllocator::new(dir, ledger, patience));
-        let (devices, shown) = watch::channel(tokens);
+        let allocator = Arc::new(LedgerAllocator::new(dir, ledger, bind_wait));
+        let (devices, shown) = watch::channel(devices);
         let service = PluginService {
             resource: Resource::DeviceMemory,
             allocator: Arc::clone(&allocator),

@@ -33,7 +33,7 @@ pub async fn eventually(what: &str, mut reached: impl FnMut() -> bool) -> Durati
 ///
 /// # Panics
 /// When three attempts in a row took longer.
-pub async fn in_time(promise: Duration, attempt: impl AsyncFn() -> Duration) {
+pub async fn assert_within(promise: Duration, attempt: impl AsyncFn() -> Duration) {
     let mut times = Vec::new();
     while times.last().is_none_or(|last| *last >= promise) {
         assert!(times.len() < 3, "each took {promise:?} or more: {times:?}");
@@ -47,7 +47,7 @@ pub async fn in_time(promise: Duration, attempt: impl AsyncFn() -> Duration) {
 ///
 /// # Panics
 /// When the median or the worst time is too long.
-pub fn in_time_as_a_rule(promise: Duration, what: &str, mut times: Vec<Duration>) {
+pub fn assert_median_within(promise: Duration, what: &str, mut times: Vec<Duration>) {
     times.sort_unstable();
     let (count, median, worst) = (times.len(), times[times.len() / 2], times[times.len() - 1]);
     println!("{what}: of {count}, median {median:?}, worst {worst:?}");

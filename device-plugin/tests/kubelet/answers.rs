@@ -46,9 +46,11 @@ async fn pod_is_admitted_and_waits_when_no_gpu_fits() {
 /// runs.
 async fn fixture_with_long_bind_wait() -> Fixture {
     let mut node = Fixture::with_gpus(&[4], 4).await;
-    let (books, tokens) = node.kill_agent().await;
-    let (dir, patience) = (node.kubelet.dir().to_owned(), Duration::from_secs(60));
-    node.agent = Some(Agent::start_patient(&dir, books, tokens, patience));
+    let (ledger, devices) = node.kill_agent().await;
+    let (dir, bind_wait) = (node.kubelet.dir().to_owned(), Duration::from_secs(60));
+    node.agent = Some(Agent::start_with_bind_wait(
+        &dir, ledger, devices, bind_wait,
+    ));
     node.until_ready(4).await;
     node
 }
@@ -83,7 +85,7 @@ async fn cancelled_call_does_not_block_the_next() {
     let mut limit = Duration::from_millis(50);
     let mut exchange = || {
         let faults = |faults: &mut Faults| std::mem::swap(&mut faults.pre_start_limit, &mut limit);
-        node.kubelet.break_with(faults);
+        node.kubelet.inject(faults);
     };
     exchange();
     let error = node.kubelet.start_container(&b, "main").await.unwrap_err();
@@ -150,9 +152,9 @@ async fn allocation_is_found_in_the_kubelet_checkpoint() {
     let cdi = node.run_pod(&pod).await;
     let names = [(Resource::DeviceMemory, GPU.to_owned())];
     let checkpoint = DeviceCheckpoint::read(node.kubelet.dir(), &names).unwrap();
-    let tokens = device_id_set(&node.device_ids_of(&pod));
+    let device_ids = device_id_set(&node.device_ids_of(&pod));
     let held = checkpoint
-        .entries_with(Resource::DeviceMemory, &tokens)
+        .entries_with(Resource::DeviceMemory, &device_ids)
         .next()
         .unwrap();
     assert_eq!(
@@ -204,9 +206,9 @@ async fn node_with_most_device_ids_registers_and_allocates() {
     let node = Fixture::with_gpus(&[1024; 4], 4096).await;
     let pod = Pod::with("a", GPU, 1000);
     node.run_pod(&pod).await;
-    let tokens = node.device_ids_of(&pod);
-    assert_eq!(tokens.len(), 1000);
-    assert!(tokens.iter().all(|id| id.parse::<DeviceId>().is_ok()));
+    let device_ids = node.device_ids_of(&pod);
+    assert_eq!(device_ids.len(), 1000);
+    assert!(device_ids.iter().all(|id| id.parse::<DeviceId>().is_ok()));
     node.agent().devices.send_replace(devices(3072, 4096));
     node.kubelet.until_allocatable(GPU, 3072).await;
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::Fixture;
 use crate::common::agent::{Agent, GPU, devices, ledger};
 use crate::common::kubelet::{Call, FakeKubelet, Pod};
-use crate::common::{eventually, in_time, in_time_as_a_rule};
+use crate::common::{assert_median_within, assert_within, eventually};
 
 /// The longest time from a kubelet's start until the agent has registered.
 const REGISTRATION_LIMIT: Duration = Duration::from_secs(2);
@@ -40,7 +40,7 @@ async fn agent_registers_in_time_after_each_kubelet_restart() {
         node.kubelet.sync_pods().await;
         times.push(node.kubelet.until_allocatable(GPU, 8).await);
     }
-    in_time_as_a_rule(
+    assert_median_within(
         REGISTRATION_LIMIT,
         "re-registered after a kubelet restart",
         times,
@@ -50,7 +50,7 @@ async fn agent_registers_in_time_after_each_kubelet_restart() {
 
 #[tokio::test]
 async fn agent_registers_after_a_kubelet_left_its_socket() {
-    in_time(REGISTRATION_LIMIT, async || {
+    assert_within(REGISTRATION_LIMIT, async || {
         let mut node = Fixture::new().await;
         node.kubelet.kill().await;
         node.agent().until_not_registered().await;
@@ -87,7 +87,7 @@ async fn agent_serves_again_after_plugin_sockets_are_wiped() {
         assert!(unhealthy == 0 || wipe >= 4, "wipe {wipe}");
         node.until_ready(8).await;
     }
-    in_time_as_a_rule(REGISTRATION_LIMIT, "registered anew after a wipe", times);
+    assert_median_within(REGISTRATION_LIMIT, "registered again after a wipe", times);
     node.run_pod(&Pod::with("a", GPU, 2)).await;
 }
 
@@ -106,7 +106,7 @@ async fn agent_registers_after_its_directory_is_wiped() {
         times.push(node.kubelet.until_allocatable(GPU, 8).await);
         node.until_ready(8).await;
     }
-    in_time_as_a_rule(
+    assert_median_within(
         REGISTRATION_LIMIT,
         "registered with the next kubelet",
         times,
@@ -128,7 +128,7 @@ async fn agent_removes_the_socket_of_a_killed_predecessor() {
 
 #[tokio::test]
 async fn agent_registers_when_the_kubelet_starts_later() {
-    in_time(REGISTRATION_LIMIT, async || {
+    assert_within(REGISTRATION_LIMIT, async || {
         let root = tempfile::tempdir().unwrap();
         let mut kubelet = FakeKubelet::new(root.path(), 1);
         let agent = Agent::start(kubelet.dir(), ledger(&[8]), devices(8, 8));
@@ -200,7 +200,7 @@ async fn agent_keeps_sockets_of_other_plugins() {
 async fn agent_backs_off_when_the_kubelet_cuts_each_stream() {
     let root = tempfile::tempdir().unwrap();
     let mut kubelet = FakeKubelet::new(root.path(), 1);
-    kubelet.break_with(|faults| faults.streams = u32::MAX);
+    kubelet.inject(|faults| faults.streams = u32::MAX);
     kubelet.start();
     let begun = Instant::now();
     let _agent = Agent::start(kubelet.dir(), ledger(&[8]), devices(8, 8));

@@ -35,7 +35,7 @@ fn is_list(call: &Call) -> bool {
 async fn when_get_device_plugin_options_fails_device_plugin_will_not_be_used() {
     let root = tempfile::tempdir().unwrap();
     let mut kubelet = FakeKubelet::new(root.path(), 1);
-    kubelet.break_with(|faults| faults.options = u32::MAX);
+    kubelet.inject(|faults| faults.options = u32::MAX);
     kubelet.start();
     let agent = Agent::start(kubelet.dir(), ledger(&[1]), devices(1, 1));
     eventually("three registrations", || {
@@ -54,7 +54,7 @@ async fn when_get_device_plugin_options_fails_device_plugin_will_not_be_used() {
         "{told}"
     );
 
-    kubelet.break_with(|faults| faults.options = 0);
+    kubelet.inject(|faults| faults.options = 0);
     agent.until_registered().await;
     kubelet.until_allocatable(GPU, 1).await;
 }
@@ -102,7 +102,7 @@ async fn will_lower_allocatable_to_a_number_of_unhealthy_devices_and_then_back()
 async fn when_list_and_watch_fails_immediately_the_agent_registers_again() {
     let root = tempfile::tempdir().unwrap();
     let mut kubelet = FakeKubelet::new(root.path(), 1);
-    kubelet.break_with(|faults| faults.streams = 3);
+    kubelet.inject(|faults| faults.streams = 3);
     kubelet.start();
     let agent = Agent::start(kubelet.dir(), ledger(&[1]), devices(1, 1));
     kubelet.until_allocatable(GPU, 1).await;
@@ -142,7 +142,7 @@ async fn when_device_plugin_is_stopped_after_provisioning_devices_node_allocatab
     assert_eq!(
         node.kubelet.count(is_list),
         1,
-        "nobody registers for a stopped agent"
+        "a stopped agent does not register"
     );
 }
 

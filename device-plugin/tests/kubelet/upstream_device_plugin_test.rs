@@ -21,10 +21,10 @@ async fn can_schedule_a_pod_that_requires_a_device() {
 async fn keeps_device_plugin_assignments_across_pod_restarts() {
     let node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    let (cdi, tokens) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
+    let (cdi, device_ids) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
     node.kubelet.container_ended(&pod, "main");
     assert_eq!(node.start_pod(&pod).await, cdi);
-    assert_eq!(node.device_ids_of(&pod), tokens);
+    assert_eq!(node.device_ids_of(&pod), device_ids);
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 
     let other = Pod::with("b", GPU, 2);
@@ -32,7 +32,7 @@ async fn keeps_device_plugin_assignments_across_pod_restarts() {
     assert!(
         node.device_ids_of(&other)
             .iter()
-            .all(|token| !tokens.contains(token))
+            .all(|id| !device_ids.contains(id))
     );
 }
 
@@ -40,10 +40,10 @@ async fn keeps_device_plugin_assignments_across_pod_restarts() {
 async fn keeps_device_plugin_assignments_across_kubelet_restarts() {
     let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    let (_, tokens) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
+    let (_, device_ids) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
     node.restart_kubelet().await;
     assert_eq!(node.kubelet.phase(&pod), Some(Phase::Active));
-    assert_eq!(node.device_ids_of(&pod), tokens);
+    assert_eq!(node.device_ids_of(&pod), device_ids);
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 }
 
@@ -51,13 +51,13 @@ async fn keeps_device_plugin_assignments_across_kubelet_restarts() {
 async fn keeps_device_plugin_assignments_across_pod_and_kubelet_restarts() {
     let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    let (cdi, tokens) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
+    let (cdi, device_ids) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
     node.kubelet.container_ended(&pod, "main");
     node.start_pod(&pod).await;
     node.restart_kubelet().await;
     node.kubelet.container_ended(&pod, "main");
     assert_eq!(node.start_pod(&pod).await, cdi);
-    assert_eq!(node.device_ids_of(&pod), tokens);
+    assert_eq!(node.device_ids_of(&pod), device_ids);
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 }
 
@@ -77,11 +77,11 @@ async fn will_not_attempt_to_admit_the_succeeded_pod_after_the_kubelet_restart_a
 async fn keeps_device_plugin_assignments_after_the_device_plugin_has_restarted() {
     let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    let (cdi, tokens) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
+    let (cdi, device_ids) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
     node.restart_agent().await;
     node.kubelet.container_ended(&pod, "main");
     assert_eq!(node.start_pod(&pod).await, cdi);
-    assert_eq!(node.device_ids_of(&pod), tokens);
+    assert_eq!(node.device_ids_of(&pod), device_ids);
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 }
 
@@ -89,11 +89,11 @@ async fn keeps_device_plugin_assignments_after_the_device_plugin_has_restarted()
 async fn keeps_device_plugin_assignments_after_kubelet_restart_and_device_plugin_restart() {
     let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    let (_, tokens) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
+    let (_, device_ids) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
     node.restart_kubelet().await;
     node.restart_agent().await;
     assert_eq!(node.kubelet.phase(&pod), Some(Phase::Active));
-    assert_eq!(node.device_ids_of(&pod), tokens);
+    assert_eq!(node.device_ids_of(&pod), device_ids);
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 }
 
@@ -102,13 +102,13 @@ async fn keeps_device_plugin_assignments_after_kubelet_restart_and_device_plugin
 async fn keeps_device_plugin_assignments_across_pod_kubelet_and_device_plugin_restarts() {
     let mut node = Fixture::new().await;
     let pod = Pod::with("a", GPU, 2);
-    let (cdi, tokens) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
+    let (cdi, device_ids) = (node.run_pod(&pod).await, node.device_ids_of(&pod));
     let kept = node.kill_agent().await;
     node.kubelet.restart().await;
     node.start_agent(kept).await;
     node.kubelet.container_ended(&pod, "main");
     assert_eq!(node.start_pod(&pod).await, cdi);
-    assert_eq!(node.device_ids_of(&pod), tokens);
+    assert_eq!(node.device_ids_of(&pod), device_ids);
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 }
 
@@ -137,17 +137,17 @@ async fn can_schedule_a_pod_with_a_restartable_init_container() {
         .container(Kind::Sidecar, "restartable-init-2", GPU, 1)
         .container(Kind::App, "regular-1", GPU, 1);
     node.kubelet.admit(&pod).await.unwrap();
-    let mut tokens = Vec::new();
+    let mut device_ids = Vec::new();
     for container in ["init-1", "restartable-init-2", "regular-1"] {
         node.kubelet.start_container(&pod, container).await.unwrap();
-        tokens.push(node.kubelet.assigned(&pod, container, GPU));
+        device_ids.push(node.kubelet.assigned(&pod, container, GPU));
     }
     assert_eq!(
-        tokens[0], tokens[1],
-        "a sidecar takes over the token of the init container"
+        device_ids[0], device_ids[1],
+        "a sidecar takes over the device ids of the init container"
     );
     assert_ne!(
-        tokens[1], tokens[2],
+        device_ids[1], device_ids[2],
         "which it does not share with the regular container"
     );
     assert_eq!(

@@ -44,20 +44,20 @@ impl Victim {
     ];
 
     /// Sends SIGKILL. The agent and the fd store are restarted at once.
-    fn kill(self, bed: &mut Fixture, tenant: u32) {
+    fn kill(self, fixture: &mut Fixture, tenant: u32) {
         match self {
             Victim::Tenant => {
                 let pid = Pid::from_raw(tenant.cast_signed()).unwrap();
                 kill_process(pid, Signal::KILL).unwrap();
             }
-            Victim::Workers => drop(bed.kill_workers()),
+            Victim::Workers => drop(fixture.kill_workers()),
             Victim::Agent => {
-                bed.machine.kill_agent();
-                bed.machine.start_agent();
+                fixture.machine.kill_agent();
+                fixture.machine.start_agent();
             }
             Victim::Vault => {
-                bed.kill_vault();
-                bed.start_vault();
+                fixture.kill_vault();
+                fixture.start_vault();
             }
         }
     }
@@ -153,11 +153,14 @@ impl ExpectedLeases {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn committed_leases_survive_random_kills_and_leak_nothing() {
-    let mut bed = Fixture::new().await;
-    bed.machine.run("full", 16).await;
-    let mut pods = [bed.machine.run("a", 6).await, bed.machine.run("b", 6).await];
+    let mut fixture = Fixture::new().await;
+    fixture.machine.run("full", 16).await;
+    let mut pods = [
+        fixture.machine.run("a", 6).await,
+        fixture.machine.run("b", 6).await,
+    ];
     let mut dice = StdRng::seed_from_u64(3);
-    let mut tenants: Vec<Tenant> = pods.iter().map(|pod| bed.tenant(pod)).collect();
+    let mut tenants: Vec<Tenant> = pods.iter().map(|pod| fixture.tenant(pod)).collect();
     let mut promises = ExpectedLeases::default();
     let (mut commits, mut reads, mut all_pods) = (0, 0, 0);
     // For each victim, the kills between two requests and the kills during one.
@@ -179,12 +182,12 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
         let delay = dice.random_range(0..MAX_KILL_DELAY_US) >> halvings;
         // Some kills come after the answer, however long that takes.
         let after = !is_rare && dice.random_ratio(1, 3);
-        let registered = bed.machine.registrations();
+        let registered = fixture.machine.registrations();
         if victim == Some(Victim::Vault) {
             promises.forget_all_but(name);
         }
         let (told, was_amid) = thread::scope(|scope| {
-            let (bed, tenant) = (&mut bed, &mut tenants[at]);
+            let (fixture, tenant) = (&mut fixture, &mut tenants[at]);
             let pid = tenant.pid();
             let (answer, until_answered) = mpsc::channel::<()>();
             let killing = victim.map(|victim| {
@@ -194,7 +197,7 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
                     }
                     thread::sleep(Duration::from_micros(delay));
                     let begun = Instant::now();
-                    victim.kill(bed, pid);
+                    victim.kill(fixture, pid);
                     begun
                 })
             });
@@ -212,8 +215,8 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
         }
         match victim {
             // The lease that the tenant was writing is discarded.
-            Some(Victim::Tenant) => tenants[at] = bed.tenant(&pods[at]),
-            Some(Victim::Agent) => drop(bed.machine.until_registered(registered).await),
+            Some(Victim::Tenant) => tenants[at] = fixture.tenant(&pods[at]),
+            Some(Victim::Agent) => drop(fixture.machine.until_registered(registered).await),
             Some(Victim::Vault) => promises.forget_all_but(name),
             Some(Victim::Workers) | None => {}
         }
@@ -223,12 +226,12 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
             // Discarded memory that the other pod has open stays charged until that pod ends.
             Reply::Refused(why) if why.contains("Quota") => {
                 tenants.clear();
-                pods.iter().for_each(|pod| bed.machine.end(pod));
+                pods.iter().for_each(|pod| fixture.machine.end(pod));
                 for (at, pod) in pods.iter_mut().enumerate() {
                     // The memory of the pod's leases is proven free first.
-                    *pod = bed.machine.admit(&format!("p{round}-{at}"), 6).await;
-                    bed.machine.until_started(pod).await;
-                    tenants.push(bed.tenant(pod));
+                    *pod = fixture.machine.admit(&format!("p{round}-{at}"), 6).await;
+                    fixture.machine.until_started(pod).await;
+                    tenants.push(fixture.tenant(pod));
                 }
                 promises = ExpectedLeases::default();
                 all_pods += 1;
@@ -245,11 +248,11 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
     assert!(deaths.values().map(|[between, _]| between).sum::<u32>() > 10);
     drop(tenants);
     for pod in &pods {
-        bed.machine.end(pod);
+        fixture.machine.end(pod);
     }
-    let whole = bed.machine.admit("whole", 16).await;
+    let whole = fixture.machine.admit("whole", 16).await;
     let begun = Instant::now();
-    bed.machine.until_started(&whole).await;
+    fixture.machine.until_started(&whole).await;
     println!("all of it bound again after {:?}", begun.elapsed());
     assert!(begun.elapsed() < Duration::from_secs(10));
 }

@@ -14,11 +14,13 @@ use crate::runtime_client::start_client;
 use crate::tenant_process::Opened;
 
 /// The device nodes that the agent and its child processes have open.
-fn open_device_nodes(bed: &Fixture) -> Vec<String> {
-    let workers = bed.workers().into_iter();
+fn open_device_nodes(fixture: &Fixture) -> Vec<String> {
+    let workers = fixture.workers().into_iter();
     let workers = workers.map(|pid| pid.as_raw_nonzero().get().unsigned_abs());
-    let callers = bed.machine.callers();
-    let pids = workers.chain(callers).chain([bed.machine.agent_pid()]);
+    let nvml_processes = fixture.machine.nvml_processes();
+    let pids = workers
+        .chain(nvml_processes)
+        .chain([fixture.machine.agent_pid()]);
     let files = pids.flat_map(|pid| {
         fs::read_dir(format!("/proc/{pid}/fd"))
             .into_iter()
@@ -28,15 +30,17 @@ fn open_device_nodes(bed: &Fixture) -> Vec<String> {
         .flatten()
         .filter_map(|file| fs::read_link(file.path()).ok());
     let nodes = paths.filter_map(|path| {
-        let node = path.strip_prefix(bed.machine.lab.path().join("dev")).ok()?;
+        let node = path
+            .strip_prefix(fixture.machine.lab.path().join("dev"))
+            .ok()?;
         Some(node.to_str().unwrap().to_owned())
     });
     nodes.collect()
 }
 
 /// The used memory of a GPU and the number of its processes.
-fn gpu_usage(bed: &Fixture, gpu: &str) -> (u64, usize) {
-    let sim = bed.machine.lab.sim().unwrap();
+fn gpu_usage(fixture: &Fixture, gpu: &str) -> (u64, usize) {
+    let sim = fixture.machine.lab.sim().unwrap();
     let usage = sim.usage(sim.gpu_unit(sim.find_gpu(gpu).unwrap()));
     (usage.used, usage.processes.len())
 }
@@ -53,10 +57,10 @@ async fn wait_for_gpu_state(api: &FakeGpuNodeApi, gpu: &str, state: &str, reason
 
 /// Starts the pod as the kubelet does until the agent refuses. The agent may still have to
 /// register.
-async fn wait_until_refused(bed: &Fixture, pod: &Pod) {
+async fn wait_until_refused(fixture: &Fixture, pod: &Pod) {
     let begun = Instant::now();
     loop {
-        let error = bed.machine.start(pod).await.unwrap_err();
+        let error = fixture.machine.start(pod).await.unwrap_err();
         if error.contains("is drained") {
             return;
         }
@@ -67,59 +71,59 @@ async fn wait_until_refused(bed: &Fixture, pod: &Pod) {
 
 #[tokio::test]
 async fn drained_gpu_is_released_and_serves_again_afterwards() {
-    let mut bed = Fixture::new().await;
-    let api = FakeGpuNodeApi::start(&bed.machine);
-    bed.machine.restart_agent().await;
+    let mut fixture = Fixture::new().await;
+    let api = FakeGpuNodeApi::start(&fixture.machine);
+    fixture.machine.restart_agent().await;
     // Each pod has a GPU of its own.
     let (pod, other) = (
-        bed.machine.admit("a", 4).await,
-        bed.machine.run("b", 14).await,
+        fixture.machine.admit("a", 4).await,
+        fixture.machine.run("b", 14).await,
     );
-    let mut neighbour = bed.tenant(&other);
+    let mut neighbour = fixture.tenant(&other);
     assert!(open_retrying(&mut neighbour, "before", GIB).is_ok());
-    bed.machine.start(&pod).await.unwrap();
-    let (_, gpu) = bed.allocation_and_gpu(&pod);
-    let (_, elsewhere) = bed.allocation_and_gpu(&other);
-    let mut first = bed.tenant(&pod);
+    fixture.machine.start(&pod).await.unwrap();
+    let (_, gpu) = fixture.allocation_and_gpu(&pod);
+    let (_, elsewhere) = fixture.allocation_and_gpu(&other);
+    let mut first = fixture.tenant(&pod);
     // An answer to this request means that the GPU has passed the scrub check.
     assert!(open_retrying(&mut first, "first", GIB).is_ok());
     first.kill();
-    let (mut tenant, made) = start_client(&bed, &pod).await;
+    let (mut tenant, made) = start_client(&fixture, &pod).await;
     assert_eq!(made["found"], false);
     let before = wait_for_gpu_state(&api, &gpu, "Active", "Ok").await;
     let node = |gpu: &str| format!("nvidia{}", api.gpu(gpu)["index"]);
-    let only_the_other = |bed: &Fixture| {
-        let nodes = open_device_nodes(bed);
+    let only_the_other = |fixture: &Fixture| {
+        let nodes = open_device_nodes(fixture);
         nodes.contains(&node(&elsewhere)) && !nodes.contains(&node(&gpu))
     };
     assert!(
-        open_device_nodes(&bed).contains(&node(&gpu)),
-        "NVML holds what it looks at"
+        open_device_nodes(&fixture).contains(&node(&gpu)),
+        "NVML keeps the nodes of probed GPUs open"
     );
-    assert_ne!(gpu_usage(&bed, &gpu), (0, 0));
+    assert_ne!(gpu_usage(&fixture, &gpu), (0, 0));
 
     api.drain(&[&gpu]);
     wait_for_gpu_state(&api, &gpu, "Draining", "Draining").await;
-    bed.machine.kill_agent();
-    bed.machine.start_agent();
+    fixture.machine.kill_agent();
+    fixture.machine.start_agent();
     wait_for_gpu_state(&api, &gpu, "Draining", "Drained").await;
     assert!(!tenant.is_alive());
-    assert_eq!(gpu_usage(&bed, &gpu), (0, 0));
-    assert!(!open_device_nodes(&bed).contains(&node(&gpu)));
-    eventually("the other GPU is looked at", || only_the_other(&bed)).await;
-    bed.machine.kubelet.until_allocatable(GPU, 16).await;
-    wait_until_refused(&bed, &pod).await;
+    assert_eq!(gpu_usage(&fixture, &gpu), (0, 0));
+    assert!(!open_device_nodes(&fixture).contains(&node(&gpu)));
+    eventually("the other GPU is probed", || only_the_other(&fixture)).await;
+    fixture.machine.kubelet.until_allocatable(GPU, 16).await;
+    wait_until_refused(&fixture, &pod).await;
     // The other GPU serves as before.
     assert!(matches!(
         open_retrying(&mut neighbour, "meanwhile", GIB),
         Ok(Opened::Write { .. })
     ));
 
-    bed.machine.kill_agent();
-    bed.machine.start_agent();
-    eventually("the other GPU is looked at again", || only_the_other(&bed)).await;
+    fixture.machine.kill_agent();
+    fixture.machine.start_agent();
+    eventually("the other GPU is probed again", || only_the_other(&fixture)).await;
     wait_for_gpu_state(&api, &gpu, "Draining", "Drained").await;
-    wait_until_refused(&bed, &pod).await;
+    wait_until_refused(&fixture, &pod).await;
 
     api.drain(&[]);
     let after = wait_for_gpu_state(&api, &gpu, "Active", "Ok").await;
@@ -129,27 +133,27 @@ async fn drained_gpu_is_released_and_serves_again_afterwards() {
     );
     assert_eq!(api.gpu(&elsewhere)["generation"], before["generation"]);
     // An answer to this request means that the GPU has passed the scrub check again.
-    assert!(open_retrying(&mut bed.tenant(&pod), "seen", GIB).is_ok());
-    let (_tenant, anew) = start_client(&bed, &pod).await;
-    assert_eq!(anew["found"], false, "what was kept is lost");
+    assert!(open_retrying(&mut fixture.tenant(&pod), "seen", GIB).is_ok());
+    let (_tenant, anew) = start_client(&fixture, &pod).await;
+    assert_eq!(anew["found"], false, "the retained memory is lost");
 }
 
 #[tokio::test]
 async fn reloaded_driver_passes_the_scrub_check_before_leases() {
-    let mut bed = Fixture::new().await;
-    let api = FakeGpuNodeApi::start(&bed.machine);
-    bed.machine.restart_agent().await;
-    let pod = bed.machine.run("a", 4).await;
-    let (_, gpu) = bed.allocation_and_gpu(&pod);
-    let mut tenant = bed.tenant(&pod);
+    let mut fixture = Fixture::new().await;
+    let api = FakeGpuNodeApi::start(&fixture.machine);
+    fixture.machine.restart_agent().await;
+    let pod = fixture.machine.run("a", 4).await;
+    let (_, gpu) = fixture.allocation_and_gpu(&pod);
+    let mut tenant = fixture.tenant(&pod);
     assert!(open_retrying(&mut tenant, "weights", GIB).is_ok());
     tenant.kill();
     api.drain(&[&gpu]);
     wait_for_gpu_state(&api, &gpu, "Draining", "Drained").await;
     // A kernel module loaded with RmDisableScrubOnFree behaves like this.
-    bed.machine.lab.run_simgpu(&["scrub", "off"]).unwrap();
+    fixture.machine.lab.run_simgpu(&["scrub", "off"]).unwrap();
     api.drain(&[]);
     wait_for_gpu_state(&api, &gpu, "Active", "Ok").await;
-    let refused = open_retrying(&mut bed.tenant(&pod), "weights", GIB).unwrap_err();
+    let refused = open_retrying(&mut fixture.tenant(&pod), "weights", GIB).unwrap_err();
     assert!(refused.contains("NotScrubbed"), "{refused}");
 }

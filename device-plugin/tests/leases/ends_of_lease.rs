@@ -17,42 +17,46 @@ impl Drop for ParkedHolder {
 
 #[tokio::test]
 async fn lease_memory_is_bound_again_only_when_no_process_maps_it() {
-    let mut bed = Fixture::new().await;
-    bed.machine.run("full", 16).await;
-    let (first, second) = (bed.machine.run("a", 8).await, bed.machine.run("b", 2).await);
-    let mut writer = bed.tenant(&first);
+    let mut fixture = Fixture::new().await;
+    fixture.machine.run("full", 16).await;
+    let (first, second) = (
+        fixture.machine.run("a", 8).await,
+        fixture.machine.run("b", 2).await,
+    );
+    let mut writer = fixture.tenant(&first);
     let Ok(Opened::Write { lease, token }) = open_retrying(&mut writer, "weights", 6 * GIB) else {
         panic!("it is there");
     };
     assert_eq!(writer.commit(lease, token, 7), "committed");
-    let mut reader = bed.tenant(&second);
+    let mut reader = fixture.tenant(&second);
     assert_eq!(read_lease(&mut reader, "weights"), (lease, 7));
     writer.kill();
-    bed.machine.end(&first);
+    fixture.machine.end(&first);
     // 16 - 2 - 6 GiB are free: the lease's owner has ended, but the lease has not.
-    let waiter = bed.machine.admit("c", 11).await;
+    let waiter = fixture.machine.admit("c", 11).await;
     let expected = "waiting for 11 GiB on one GPU: largest free 8 GiB";
-    bed.machine.until_refused(&waiter, expected).await;
-    bed.machine.restart_agent().await;
-    bed.machine.until_refused(&waiter, expected).await;
+    fixture.machine.until_refused(&waiter, expected).await;
+    fixture.machine.restart_agent().await;
+    fixture.machine.until_refused(&waiter, expected).await;
     assert_eq!(read_lease(&mut reader, "weights"), (lease, 7));
     let holder = reader.ask(&format!("park {lease}")).unwrap();
     let parked = ParkedHolder(holder.parse().unwrap());
     reader.kill();
-    bed.machine.end(&second);
-    bed.machine
+    fixture.machine.end(&second);
+    fixture
+        .machine
         .until_refused(&waiter, "largest free 10 GiB")
         .await;
     drop(parked);
-    bed.machine.until_started(&waiter).await;
+    fixture.machine.until_started(&waiter).await;
 }
 
 /// Discards a lease while a process holds its memory. The owner is charged until that process has
 /// ended.
 async fn charged_while_held(hold: impl FnOnce(&mut Tenant, u64) -> Option<ParkedHolder>) {
-    let bed = Fixture::new().await;
-    let pod = bed.machine.run("a", 8).await;
-    let mut tenant = bed.tenant(&pod);
+    let fixture = Fixture::new().await;
+    let pod = fixture.machine.run("a", 8).await;
+    let mut tenant = fixture.tenant(&pod);
     let Ok(Opened::Write { lease, token }) = open_retrying(&mut tenant, "weights", 6 * GIB) else {
         panic!("it is there");
     };

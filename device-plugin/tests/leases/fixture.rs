@@ -64,9 +64,9 @@ pub(crate) fn compile_c(source: &str) -> (TempDir, PathBuf) {
 impl Fixture {
     /// A fixture with two GPUs of 16 GiB, a registered agent and a connected fd store.
     pub(crate) async fn new() -> Fixture {
-        let mut bed = Self::with_driver(TWO_GPUS).await;
-        bed.start_vault();
-        bed
+        let mut fixture = Self::with_driver(TWO_GPUS).await;
+        fixture.start_vault();
+        fixture
     }
 
     /// A fixture with this configuration of the simulated driver and no fd store.

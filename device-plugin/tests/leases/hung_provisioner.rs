@@ -43,29 +43,29 @@ impl Drop for Tracer {
 
 #[tokio::test]
 async fn gpu_takes_no_pods_while_its_provisioner_cannot_be_killed() {
-    let bed = Fixture::new().await;
-    let pod = bed.machine.run("a", 8).await;
-    let mut tenant = bed.tenant(&pod);
+    let fixture = Fixture::new().await;
+    let pod = fixture.machine.run("a", 8).await;
+    let mut tenant = fixture.tenant(&pod);
     assert!(matches!(
         open_retrying(&mut tenant, "weights", GIB),
         Ok(Opened::Write { .. })
     ));
     // The export keep-alive may be on the other GPU, whose provisioner continues.
-    let workers = bed.workers();
+    let workers = fixture.workers();
     let held: Vec<_> = workers.iter().map(|pid| Tracer::attach(*pid)).collect();
     let Some(held) = held.into_iter().collect::<Option<Vec<Tracer>>>() else {
-        return eprintln!("skipped: nobody may trace a process here");
+        return eprintln!("skipped: tracing is not permitted here");
     };
     for pid in &workers {
         kill_process(*pid, Signal::KILL).unwrap();
     }
     let refused = tenant.open("more", GIB).unwrap_err();
     assert!(refused.starts_with("refused Unavailable"), "{refused}");
-    bed.machine.kubelet.until_allocatable(GPU, 16).await;
+    fixture.machine.kubelet.until_allocatable(GPU, 16).await;
     // Containers with memory of the GPU keep it.
-    assert!(bed.machine.devices().len() == 1);
+    assert!(fixture.machine.devices().len() == 1);
     drop(held);
-    let time = bed.machine.kubelet.until_allocatable(GPU, 32).await;
+    let time = fixture.machine.kubelet.until_allocatable(GPU, 32).await;
     assert!(time < Duration::from_secs(10), "{time:?}");
     assert!(matches!(
         open_retrying(&mut tenant, "more", GIB),
@@ -85,9 +85,9 @@ const EXPORT_KEEP_ALIVE_BYTES: u64 = 2 << 20;
 struct StoppedProvisioner(Pid);
 
 /// The provisioner of a pod's GPU.
-fn worker(bed: &Fixture, pod: &Pod) -> Pid {
-    let (_, gpu) = bed.allocation_and_gpu(pod);
-    let mut workers = bed.workers().into_iter();
+fn worker(fixture: &Fixture, pod: &Pod) -> Pid {
+    let (_, gpu) = fixture.allocation_and_gpu(pod);
+    let mut workers = fixture.workers().into_iter();
     let of_gpu = workers.find(|pid| {
         let words = fs::read_to_string(format!("/proc/{}/cmdline", pid.as_raw_nonzero()));
         words.unwrap().contains(&gpu)
@@ -98,14 +98,14 @@ fn worker(bed: &Fixture, pod: &Pod) -> Pid {
 impl StoppedProvisioner {
     /// Stops the provisioner of a pod's GPU after it has created a GiB. The export keep-alive
     /// exists by then, so the agent sends no other request.
-    async fn worker(bed: &Fixture, pod: &Pod) -> StoppedProvisioner {
-        let sim = bed.machine.lab.sim().unwrap();
+    async fn worker(fixture: &Fixture, pod: &Pod) -> StoppedProvisioner {
+        let sim = fixture.machine.lab.sim().unwrap();
         let is_all = || {
-            let workers = bed.workers().len() as u64 * PROVISIONER_BYTES;
+            let workers = fixture.workers().len() as u64 * PROVISIONER_BYTES;
             sim.used(0) + sim.used(1) == GIB + EXPORT_KEEP_ALIVE_BYTES + workers
         };
         eventually("the sentinel", is_all).await;
-        let pid = worker(bed, pod);
+        let pid = worker(fixture, pod);
         kill_process(pid, Signal::STOP).unwrap();
         StoppedProvisioner(pid)
     }
@@ -120,30 +120,39 @@ impl Drop for StoppedProvisioner {
 
 #[tokio::test]
 async fn hung_provisioner_is_killed_and_replaced() {
-    let bed = Fixture::new().await;
-    let pod = bed.machine.run("a", 8).await;
-    let mut tenant = bed.tenant(&pod);
+    let fixture = Fixture::new().await;
+    let pod = fixture.machine.run("a", 8).await;
+    let mut tenant = fixture.tenant(&pod);
     assert!(open_retrying(&mut tenant, "weights", GIB).is_ok());
-    let (stopped, begun) = (StoppedProvisioner::worker(&bed, &pod).await, Instant::now());
+    let (stopped, begun) = (
+        StoppedProvisioner::worker(&fixture, &pod).await,
+        Instant::now(),
+    );
     let opened = tenant.open("more", GIB);
     assert!(matches!(opened, Ok(Opened::Write { .. })), "{opened:?}");
     let took = begun.elapsed();
     assert!((DEADLINE..2 * DEADLINE).contains(&took), "{took:?}");
-    assert_ne!(worker(&bed, &pod), stopped.0);
+    assert_ne!(worker(&fixture, &pod), stopped.0);
 }
 
 #[tokio::test]
 async fn provisioner_sweeps_after_many_releases() {
-    let bed = Fixture::new().await;
-    let pod = bed.machine.run("a", 8).await;
-    let mut tenant = bed.tenant(&pod);
+    let fixture = Fixture::new().await;
+    let pod = fixture.machine.run("a", 8).await;
+    let mut tenant = fixture.tenant(&pod);
     let Ok(Opened::Write { lease, .. }) = open_retrying(&mut tenant, "weights", GIB) else {
         panic!("it is there");
     };
     // The request to sweep times out, so the agent kills this provisioner.
-    let (stopped, begun) = (StoppedProvisioner::worker(&bed, &pod).await, Instant::now());
+    let (stopped, begun) = (
+        StoppedProvisioner::worker(&fixture, &pod).await,
+        Instant::now(),
+    );
     let discarded = tenant.ask(&format!("discard {lease}"));
     assert_eq!(discarded.as_deref(), Some("discarded"));
-    eventually("the worker's end", || !bed.workers().contains(&stopped.0)).await;
+    eventually("the provisioner's end", || {
+        !fixture.workers().contains(&stopped.0)
+    })
+    .await;
     assert!(begun.elapsed() >= DEADLINE);
 }

@@ -61,7 +61,7 @@ async fn pod_awaiting_eviction_is_restarted_while_offline() {
         program.ok("fault");
         assert_eq!(program.call("sync"), "err 700");
     }
-    until(&api, "the faults are told", |status| {
+    until(&api, "the reported faults", |status| {
         status.faults.len() == 2
     })
     .await;
@@ -76,7 +76,7 @@ async fn pod_awaiting_eviction_is_restarted_while_offline() {
     assert!(begun.elapsed() >= OFFLINE_AFTER, "{:?}", begun.elapsed());
     api.set_unreachable(false);
     // A restart closes the fault. The fault beyond the restart limit stays open for an eviction.
-    let status = until(&api, "what became of them", |status| {
+    let status = until(&api, "the faults after the restart", |status| {
         let [fault] = status.faults.as_slice() else {
             return false;
         };

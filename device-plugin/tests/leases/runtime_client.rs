@@ -13,10 +13,11 @@ use crate::tokens::{is_fenced, redeem};
 
 /// Starts the client in a pod's container. Returns its report of the memory that it found or
 /// created.
-pub(crate) async fn start_client(bed: &Fixture, pod: &Pod) -> (Container, Value) {
+pub(crate) async fn start_client(fixture: &Fixture, pod: &Pod) -> (Container, Value) {
     let program = program_folder().join("examples/kept");
-    let mut client = Container::run(&bed.machine, pod, PLAIN, &program, "image - 67108864").await;
-    bed.machine.adopt(pod, client.pid());
+    let mut client =
+        Container::run(&fixture.machine, pod, PLAIN, &program, "image - 67108864").await;
+    fixture.machine.adopt(pod, client.pid());
     let line = client.read();
     let told = serde_json::from_str(&line);
     (
@@ -27,14 +28,14 @@ pub(crate) async fn start_client(bed: &Fixture, pod: &Pod) -> (Container, Value)
 
 #[tokio::test]
 async fn runtime_client_finds_its_lease_after_restarts() {
-    let mut bed = Fixture::new().await;
+    let mut fixture = Fixture::new().await;
     // An answer means that both GPUs have passed the scrub check. The client would not wait so
     // long.
-    let other = bed.machine.run("other", 2).await;
-    let mut reader = bed.tenant(&other);
+    let other = fixture.machine.run("other", 2).await;
+    let mut reader = fixture.tenant(&other);
     assert!(open_retrying(&mut reader, "other", GIB).is_ok());
-    let pod = bed.machine.admit("a", 4).await;
-    let (mut first, made) = start_client(&bed, &pod).await;
+    let pod = fixture.machine.admit("a", 4).await;
+    let (mut first, made) = start_client(&fixture, &pod).await;
     assert_eq!(made["found"], false);
     let said = first.call("token");
     let (of_lease, own) = said.split_once(' ').unwrap();
@@ -51,14 +52,14 @@ async fn runtime_client_finds_its_lease_after_restarts() {
         })
         .await;
     }
-    let (second, found) = start_client(&bed, &pod).await;
+    let (second, found) = start_client(&fixture, &pod).await;
     assert_eq!(
         (&found["found"], &found["checksum"]),
         (&Value::Bool(true), &made["checksum"])
     );
     drop(second);
-    bed.machine.restart_agent().await;
-    let (_third, again) = start_client(&bed, &pod).await;
+    fixture.machine.restart_agent().await;
+    let (_third, again) = start_client(&fixture, &pod).await;
     assert_eq!(
         (&again["found"], &again["checksum"]),
         (&Value::Bool(true), &made["checksum"])
@@ -67,31 +68,31 @@ async fn runtime_client_finds_its_lease_after_restarts() {
 
 #[tokio::test]
 async fn fenced_lease_is_stale_in_its_process_alone() {
-    let bed = Fixture::new().await;
+    let fixture = Fixture::new().await;
     let (pod, other) = (
-        bed.machine.admit("a", 4).await,
-        bed.machine.admit("b", 4).await,
+        fixture.machine.admit("a", 4).await,
+        fixture.machine.admit("b", 4).await,
     );
     let mut images = Vec::new();
     for pod in [&pod, &other] {
         let program = program_folder().join("examples/references");
-        let mut image = Container::run(&bed.machine, pod, PLAIN, &program, "watch").await;
+        let mut image = Container::run(&fixture.machine, pod, PLAIN, &program, "watch").await;
         // The client sends its first message only once it has loaded the driver, so this comes
         // before.
-        bed.machine.adopt(pod, image.pid());
+        fixture.machine.adopt(pod, image.pid());
         assert_eq!(image.call("?"), "good");
         images.push(image);
     }
-    let (_, gpu) = bed.allocation_and_gpu(&pod);
+    let (_, gpu) = fixture.allocation_and_gpu(&pod);
     let pid = images[0].pid().to_string();
     let xid = ["xid", &gpu, "31", "--pid", &pid];
-    bed.machine.lab.run_simgpu(&xid).unwrap();
+    fixture.machine.lab.run_simgpu(&xid).unwrap();
     let told = Instant::now();
     // The client has made no call that could report the fault, and the agent has not killed it yet.
     while images[0].call("?") != "Poisoned(999)" {
         assert!(
             told.elapsed() < Duration::from_secs(3),
-            "it does not hear of it"
+            "the fence is not seen"
         );
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

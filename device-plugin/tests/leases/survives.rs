@@ -6,10 +6,13 @@ use crate::tokens::start_pod_of_other_namespace;
 
 #[tokio::test]
 async fn lease_survives_writer_provisioner_and_agent_restarts() {
-    let mut bed = Fixture::new().await;
-    bed.machine.run("full", 16).await;
-    let (first, second) = (bed.machine.run("a", 8).await, bed.machine.run("b", 4).await);
-    let mut writer = bed.tenant(&first);
+    let mut fixture = Fixture::new().await;
+    fixture.machine.run("full", 16).await;
+    let (first, second) = (
+        fixture.machine.run("a", 8).await,
+        fixture.machine.run("b", 4).await,
+    );
+    let mut writer = fixture.tenant(&first);
     assert!(
         open_retrying(&mut writer, "none", 0)
             .unwrap_err()
@@ -19,48 +22,48 @@ async fn lease_survives_writer_provisioner_and_agent_restarts() {
     else {
         panic!("it is there");
     };
-    let mut other = bed.tenant(&second);
+    let mut other = fixture.tenant(&second);
     let waits = other.open("weights", 2 * GIB).unwrap_err();
     assert!(waits.contains("Writing"), "{waits}");
     assert_eq!(writer.commit(lease, token, 42), "committed");
     writer.kill();
     assert_eq!(read_lease(&mut other, "weights"), (lease, 42));
-    let foreign = start_pod_of_other_namespace(&bed, "c").await;
-    let (_, gpu) = bed.allocation_and_gpu(&first);
+    let foreign = start_pod_of_other_namespace(&fixture, "c").await;
+    let (_, gpu) = fixture.allocation_and_gpu(&first);
     assert_eq!(
-        bed.allocation_and_gpu(&foreign).1,
+        fixture.allocation_and_gpu(&foreign).1,
         gpu,
         "it could be found there"
     );
-    let missing = open_retrying(&mut bed.tenant(&foreign), "weights", 0).unwrap_err();
+    let missing = open_retrying(&mut fixture.tenant(&foreign), "weights", 0).unwrap_err();
     assert!(missing.contains("Missing"), "{missing}");
-    bed.kill_workers();
-    bed.machine.restart_agent().await;
-    let mut next = bed.tenant(&first);
+    fixture.kill_workers();
+    fixture.machine.restart_agent().await;
+    let mut next = fixture.tenant(&first);
     assert_eq!(read_lease(&mut next, "weights"), (lease, 42));
     next.exec();
-    bed.connect_tenant(&first, &mut next);
+    fixture.connect_tenant(&first, &mut next);
     assert_eq!(read_lease(&mut next, "weights"), (lease, 42));
 }
 
 #[tokio::test]
 async fn uncommitted_lease_is_discarded_when_its_writer_ends() {
-    let bed = Fixture::new().await;
-    let pod = bed.machine.run("a", 8).await;
-    let mut first = bed.tenant(&pod);
+    let fixture = Fixture::new().await;
+    let pod = fixture.machine.run("a", 8).await;
+    let mut first = fixture.tenant(&pod);
     let Opened::Write { lease: one, .. } = open_retrying(&mut first, "weights", 6 * GIB).unwrap()
     else {
         panic!("it is there");
     };
     first.kill();
-    let mut second = bed.tenant(&pod);
+    let mut second = fixture.tenant(&pod);
     let Opened::Write { lease: two, .. } = open_retrying(&mut second, "weights", 6 * GIB).unwrap()
     else {
         panic!("it is there");
     };
     assert!(two > one, "its generation grows");
     second.exec();
-    bed.connect_tenant(&pod, &mut second);
+    fixture.connect_tenant(&pod, &mut second);
     let Opened::Write { lease: three, .. } =
         open_retrying(&mut second, "weights", 6 * GIB).unwrap()
     else {
@@ -71,17 +74,17 @@ async fn uncommitted_lease_is_discarded_when_its_writer_ends() {
 
 #[tokio::test]
 async fn lost_fd_store_restarts_leases_in_a_higher_generation() {
-    let mut bed = Fixture::new().await;
-    let pod = bed.machine.run("a", 8).await;
-    let mut writer = bed.tenant(&pod);
+    let mut fixture = Fixture::new().await;
+    let pod = fixture.machine.run("a", 8).await;
+    let mut writer = fixture.tenant(&pod);
     let Ok(Opened::Write { lease, token }) = open_retrying(&mut writer, "weights", 6 * GIB) else {
         panic!("it is there");
     };
     assert_eq!(writer.commit(lease, token, 1), "committed");
     writer.kill();
-    bed.kill_vault();
-    bed.start_vault();
-    let mut next = bed.tenant(&pod);
+    fixture.kill_vault();
+    fixture.start_vault();
+    let mut next = fixture.tenant(&pod);
     let Ok(Opened::Write { lease: anew, .. }) = open_retrying(&mut next, "weights", 6 * GIB) else {
         panic!("what is lost is not there");
     };
@@ -91,10 +94,10 @@ async fn lost_fd_store_restarts_leases_in_a_higher_generation() {
 #[tokio::test]
 async fn leases_are_refused_when_the_driver_does_not_scrub() {
     let config = format!("scrub = false\n{}", crate::machine::TWO_GPUS);
-    let mut bed = Fixture::with_driver(&config).await;
-    bed.start_vault();
-    let pod = bed.machine.run("a", 8).await;
-    let mut tenant = bed.tenant(&pod);
+    let mut fixture = Fixture::with_driver(&config).await;
+    fixture.start_vault();
+    let pod = fixture.machine.run("a", 8).await;
+    let mut tenant = fixture.tenant(&pod);
     let refused = open_retrying(&mut tenant, "weights", GIB).unwrap_err();
     assert!(refused.contains("NotScrubbed"), "{refused}");
 }

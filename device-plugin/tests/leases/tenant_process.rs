@@ -40,7 +40,7 @@ impl Tenant {
         let (ours, its) = UnixStream::pair().unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
-            .args(["tenant_process::a_tenants_process", "--exact", "--ignored"])
+            .args(["tenant_process::run_tenant_process", "--exact", "--ignored"])
             .stdin(Stdio::from(OwnedFd::from(its)))
             .stdout(Stdio::null());
         let child = command.spawn().unwrap();
@@ -118,7 +118,7 @@ impl Drop for Tenant {
 
 #[test]
 #[ignore = "is not a test: it is what the tests start"]
-fn a_tenants_process() {
+fn run_tenant_process() {
     let stdin = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
     let words = UnixStream::from(stdin);
     let mut inside = TenantProcess::default();
@@ -129,7 +129,7 @@ fn a_tenants_process() {
             // The answer precedes the exec, because the next command is for the next process image.
             writeln!(&words, "ok").unwrap();
             let failed = Command::new(std::env::current_exe().unwrap())
-                .args(["tenant_process::a_tenants_process", "--exact", "--ignored"])
+                .args(["tenant_process::run_tenant_process", "--exact", "--ignored"])
                 .exec();
             panic!("{failed}");
         }

@@ -57,22 +57,25 @@ pub(crate) fn is_fenced(redeemed: &Result<(u64, u64), String>, which: Generation
 }
 
 /// Starts a pod of another namespace.
-pub(crate) async fn start_pod_of_other_namespace(bed: &Fixture, name: &str) -> Pod {
+pub(crate) async fn start_pod_of_other_namespace(fixture: &Fixture, name: &str) -> Pod {
     let mut pod = Pod::with(name, GPU, 1);
     pod.namespace = "other".to_owned();
-    bed.machine.kubelet.admit(&pod).await.unwrap();
-    fs::create_dir_all(bed.machine.cgroup(&pod)).unwrap();
-    bed.machine.start(&pod).await.unwrap();
+    fixture.machine.kubelet.admit(&pod).await.unwrap();
+    fs::create_dir_all(fixture.machine.cgroup(&pod)).unwrap();
+    fixture.machine.start(&pod).await.unwrap();
     pod
 }
 
 #[tokio::test]
 async fn token_is_valid_in_its_namespace_until_its_source_ends() {
-    let mut bed = Fixture::new().await;
-    let (first, second) = (bed.machine.run("a", 4).await, bed.machine.run("b", 4).await);
-    let third = start_pod_of_other_namespace(&bed, "c").await;
-    let (mut issuer, mut reader) = (bed.tenant(&first), bed.tenant(&second));
-    let mut other = bed.tenant(&third);
+    let mut fixture = Fixture::new().await;
+    let (first, second) = (
+        fixture.machine.run("a", 4).await,
+        fixture.machine.run("b", 4).await,
+    );
+    let third = start_pod_of_other_namespace(&fixture, "c").await;
+    let (mut issuer, mut reader) = (fixture.tenant(&first), fixture.tenant(&second));
+    let mut other = fixture.tenant(&third);
     assert_eq!(
         seal(&mut issuer, 0, 7),
         Err(refusal_text(TokenRefusal::NoSession))
@@ -109,7 +112,7 @@ async fn token_is_valid_in_its_namespace_until_its_source_ends() {
     let longer = format!("babble {}", MAX_TOKEN + 1);
     assert_eq!(other.ask(&longer).as_deref(), Some("hung up"));
 
-    bed.machine.restart_agent().await;
+    fixture.machine.restart_agent().await;
     assert_eq!(redeem(&mut reader, &own), Ok((0, 7)));
     assert_eq!(redeem(&mut reader, &kept), Ok((lease, 8)));
 
@@ -120,23 +123,23 @@ async fn token_is_valid_in_its_namespace_until_its_source_ends() {
     assert_eq!(redeem(&mut reader, &own), Ok((0, 7)));
 
     issuer.exec();
-    bed.connect_tenant(&first, &mut issuer);
+    fixture.connect_tenant(&first, &mut issuer);
     assert_eq!(issuer.ask("hello").as_deref(), Some("welcome"));
     let ended = redeem(&mut reader, &own);
     assert!(is_fenced(&ended, Generation::Process), "{ended:?}");
 
     let own = seal(&mut issuer, 0, 9).unwrap();
     assert_eq!(redeem(&mut reader, &own), Ok((0, 9)));
-    bed.machine.kill_agent();
-    fs::write(bed.machine.path("run/token.key"), "garbage").unwrap();
-    bed.machine.come_back().await;
+    fixture.machine.kill_agent();
+    fs::write(fixture.machine.path("run/token.key"), "garbage").unwrap();
+    fixture.machine.start_successor().await;
     let lost = redeem(&mut reader, &own);
     assert_eq!(lost, Err(refusal_text(TokenRefusal::Forged)));
     let own = seal(&mut issuer, 0, 9).unwrap();
     assert_eq!(redeem(&mut reader, &own), Ok((0, 9)));
 
     issuer.kill();
-    bed.machine.end(&first);
+    fixture.machine.end(&first);
     eventually("the end of the pod", || {
         redeem(&mut reader, &own) == Err(refusal_text(TokenRefusal::Unknown))
     })
@@ -145,17 +148,20 @@ async fn token_is_valid_in_its_namespace_until_its_source_ends() {
 
 #[tokio::test]
 async fn token_ends_with_the_gpu_generation_or_process_image() {
-    let bed = Fixture::new().await;
-    let (first, second) = (bed.machine.run("a", 4).await, bed.machine.run("b", 4).await);
-    let (mut issuer, mut reader) = (bed.tenant(&first), bed.tenant(&second));
+    let fixture = Fixture::new().await;
+    let (first, second) = (
+        fixture.machine.run("a", 4).await,
+        fixture.machine.run("b", 4).await,
+    );
+    let (mut issuer, mut reader) = (fixture.tenant(&first), fixture.tenant(&second));
     assert_eq!(issuer.ask("hello").as_deref(), Some("welcome"));
     let before = seal(&mut issuer, 0, 1).unwrap();
     assert_eq!(redeem(&mut reader, &before), Ok((0, 1)));
-    let (_, gpu) = bed.allocation_and_gpu(&first);
-    bed.machine.lab.run_simgpu(&["lose", &gpu]).unwrap();
-    bed.machine.kubelet.until_allocatable(GPU, 16).await;
-    bed.machine.lab.run_simgpu(&["restore", &gpu]).unwrap();
-    bed.machine.kubelet.until_allocatable(GPU, 32).await;
+    let (_, gpu) = fixture.allocation_and_gpu(&first);
+    fixture.machine.lab.run_simgpu(&["lose", &gpu]).unwrap();
+    fixture.machine.kubelet.until_allocatable(GPU, 16).await;
+    fixture.machine.lab.run_simgpu(&["restore", &gpu]).unwrap();
+    fixture.machine.kubelet.until_allocatable(GPU, 32).await;
     eventually("the next generation", || {
         is_fenced(&redeem(&mut reader, &before), Generation::Gpu)
     })
@@ -165,7 +171,7 @@ async fn token_ends_with_the_gpu_generation_or_process_image() {
 
     let pid = issuer.pid().to_string();
     let xid = ["xid", &gpu, "31", "--pid", &pid];
-    bed.machine.lab.run_simgpu(&xid).unwrap();
+    fixture.machine.lab.run_simgpu(&xid).unwrap();
     eventually("the fence", || {
         is_fenced(&redeem(&mut reader, &after), Generation::Process)
     })

@@ -255,7 +255,7 @@ impl Node {
         for binding in self.ledger.advance(self.now) {
             self.say(|| format!("  advance bound {binding:?}"));
             let call = self.calls.remove(&binding.claim);
-            assert!(call.is_some(), "bound for nobody: {binding:?}");
+            assert!(call.is_some(), "bound without a call: {binding:?}");
             self.coverage.bound_later += 1;
             self.record_binding(binding);
         }
@@ -410,7 +410,7 @@ impl Node {
                 assert_eq!(
                     again,
                     BindOutcome::Bound(binding.clone()),
-                    "a second start answers anew"
+                    "a second bind has another outcome"
                 );
                 let known = self.bound.contains_key(&binding.allocations[0]);
                 let held = self.calls.remove(&binding.claim).is_none()
@@ -457,7 +457,7 @@ impl Node {
             && !self.pods[index].deleted
             && self.pods[index].started > 0
         {
-            self.say(|| format!("sandbox of {} anew", self.pods[index].uid));
+            self.say(|| format!("recreate the sandbox of {}", self.pods[index].uid));
             self.pods[index].started = 1;
             self.disturbed = true;
             self.start_container(index, 0);

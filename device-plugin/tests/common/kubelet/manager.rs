@@ -324,7 +324,7 @@ impl Manager {
 
     /// Updates the reusable devices after a container's allocation. Those of a plain init container
     /// become reusable, those of any other do not.
-    pub fn settle_reuse(&mut self, uid: &str, container: &Container) {
+    pub fn update_reusable(&mut self, uid: &str, container: &Container) {
         for (resource, _) in &container.limits {
             let ids = self.assigned(uid, &container.name, resource);
             let mut reusable = self.reusable(uid, resource);
@@ -423,7 +423,7 @@ impl Manager {
         }
     }
 
-    pub fn nothing_runs(&mut self) {
+    pub fn clear_running(&mut self) {
         self.running.clear();
     }
 }

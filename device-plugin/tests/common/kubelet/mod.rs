@@ -227,7 +227,7 @@ impl FakeKubelet {
     }
 
     /// Injects a fault.
-    pub fn break_with(&self, change: impl FnOnce(&mut Faults)) {
+    pub fn inject(&self, change: impl FnOnce(&mut Faults)) {
         change(&mut self.shared.faults.lock().unwrap());
     }
 
@@ -323,7 +323,7 @@ impl FakeKubelet {
             self.running.is_none(),
             "a running kubelet does not survive a reboot"
         );
-        self.shared.manager().nothing_runs();
+        self.shared.manager().clear_running();
     }
 
     /// The pod's phase.
@@ -352,7 +352,7 @@ impl FakeKubelet {
                     return Err(message);
                 }
             }
-            self.shared.manager().settle_reuse(&pod.uid, container);
+            self.shared.manager().update_reusable(&pod.uid, container);
         }
         Ok(())
     }
