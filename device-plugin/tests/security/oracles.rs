@@ -157,7 +157,9 @@ pub(crate) fn false_finding(metrics: &str, log: &str, hostile: &[&str]) -> Optio
         labels.rsplit_once(' ')?.1.parse::<usize>().ok()
     };
     let counts: Vec<usize> = metrics.lines().filter_map(count).collect();
-    let told = log.lines().filter(|line| line.contains("audit finding="));
+    let told = log
+        .lines()
+        .filter(|line| line.contains("audit finding finding="));
     let told: Vec<&str> = told.collect();
     // The metrics lack kinds without a finding, but always contain the audits.
     let audits = metrics.lines().any(|line| {
@@ -290,7 +292,8 @@ mod tests {
     fn false_finding_names_a_finding_of_another_container() {
         let count =
             |count| format!("{AUDITS}bursar_agent_findings_total{{finding=\"holder\"}} {count}\n");
-        let finding = |name| format!("WARN audit finding=Holder {{ allocation: {name} }}\n");
+        let finding =
+            |name| format!("WARN audit finding finding=Holder {{ allocation: {name} }}\n");
         let (own, other) = (finding("aa"), finding("bb"));
         assert_eq!(false_finding(AUDITS, "", &["aa"]), None);
         assert_eq!(false_finding(&count(1), &own, &["aa"]), None);
@@ -302,6 +305,6 @@ mod tests {
     fn false_finding_is_reported_when_no_audits_are_seen() {
         let counted = format!("{AUDITS}bursar_agent_findings_total{{finding=\"holder\"}} 1\n");
         assert!(false_finding("bursar_agent_kills_total 0\n", "", &[]).is_some());
-        assert!(false_finding(&counted, "WARN audit found=Holder\n", &["aa"]).is_some());
+        assert!(false_finding(&counted, "WARN audit finding found=Holder\n", &["aa"]).is_some());
     }
 }
