@@ -53,6 +53,8 @@ pub mod gpu_node {
     pub const WITHIN_TOKEN_LIMIT: &str = "WithinTokenLimit";
     /// The agent's checkpoint is intact and can be written.
     pub const CHECKPOINT_INTACT: &str = "CheckpointIntact";
+    /// The state directory has the agent's newest records; does not count for `Ready`.
+    pub const STATE_WRITTEN: &str = "StateWritten";
     /// The agent compares each GPU's use with its accounts every second.
     pub const AUDITED: &str = "Audited";
     /// The driver enforces quotas too, by cgroup; does not count for `Ready`.
@@ -97,6 +99,8 @@ pub mod gpu_node {
     pub const CHECKPOINT_REBUILT: &str = "CheckpointRebuilt";
     /// The checkpoint cannot be written (full disk, read-only).
     pub const CHECKPOINT_UNWRITABLE: &str = "CheckpointUnwritable";
+    /// A file of the state directory has lacked its newest value for 5 s.
+    pub const WRITE_LATE: &str = "WriteLate";
     /// NVML has not reported the use of a GPU for 5 s.
     pub const AUDIT_STALE: &str = "AuditStale";
     /// The driver has no memory limits for a GPU, or the host no cgroup v2.
@@ -146,7 +150,8 @@ impl Statement {
 
     /// Whether the condition keeps its `GpuNode` from being ready.
     pub fn is_amiss(&self) -> bool {
-        const SPARED: [&str; 4] = [
+        const SPARED: [&str; 5] = [
+            gpu_node::STATE_WRITTEN,
             gpu_node::DRIVER_LIMITS,
             gpu_node::KEPT_MEMORY,
             gpu_node::MEMORY_SCRUBBED,

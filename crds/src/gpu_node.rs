@@ -279,7 +279,8 @@ pub struct GpuNodeStatus {
     #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["namespace"]))]
     pub namespaces: Vec<NamespaceUse>,
     /// The node's conditions: Ready, GpusFound, Registered, CdiReady, WithinTokenLimit,
-    /// CheckpointIntact, Audited, DriverLimits, KeptMemory, MemoryScrubbed, Accepted.
+    /// CheckpointIntact, StateWritten, Audited, DriverLimits, KeptMemory, MemoryScrubbed,
+    /// Accepted.
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
 }

@@ -83,6 +83,7 @@ pub struct Metrics {
     registry: Arc<Registry>,
     tokens: Family<ResourceLabels, Gauge>,
     orders_not_understood: Gauge,
+    state_write_lag: Gauge,
     watch_failures: Counter,
     booked: Family<ResourceLabels, Gauge>,
     bound: Family<ResourceLabels, Gauge>,
@@ -140,6 +141,11 @@ impl Metrics {
             orders_not_understood: r.register_metric(
                 "bursar_agent_orders_not_understood",
                 "Entries in the spec of this node's GpuNode that this version of the agent does not know",
+                Gauge::default(),
+            ),
+            state_write_lag: r.register_metric(
+                "bursar_agent_state_write_lag_seconds",
+                "How long the state directory has lacked the newest records, from 5 s on",
                 Gauge::default(),
             ),
             watch_failures: r.register_metric(
@@ -316,6 +322,12 @@ impl Metrics {
             figures.bytes.push((gpu_labels(gpu), bytes));
         }
         self.kept.replace(figures);
+    }
+
+    /// Sets how long the state directory has lacked the newest records.
+    pub fn set_state_write_lag(&self, lag: Duration) {
+        self.state_write_lag
+            .set(i64::try_from(lag.as_secs()).unwrap_or(i64::MAX));
     }
 
     /// Counts a write of this node's `GpuNode`, failed ones apart.

@@ -19,7 +19,7 @@ use crate::gpu_node::{Events, FaultReport, NodeReport};
 use crate::kubelet::lifecycle::Registration;
 use crate::metrics::Metrics;
 use crate::node::actor::Snapshot;
-use crate::node::report::{ReportInputs, node_report, transition_events};
+use crate::node::report::{ReportInputs, late_write, node_report, transition_events};
 use crate::retained::status::RetainedStatus;
 
 /// The interval at which the agent reads the container runtime's version from the Node object.
@@ -117,6 +117,8 @@ impl StatusPublisher {
     fn publish(&self, after: &NodeReport, before: Option<&NodeReport>) {
         self.metrics.set_report(after);
         self.metrics.set_retained(&self.retained.borrow().live);
+        let lag = late_write(&self.snapshots.borrow(), &self.audited.borrow()).map(|late| late.lag);
+        self.metrics.set_state_write_lag(lag.unwrap_or_default());
         for (resource, counts) in self.snapshots.borrow().counts {
             self.metrics.set_counts(resource, counts);
         }

@@ -4,6 +4,7 @@
 //! disk, so memory and threads stay bounded.
 
 use std::io;
+use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -20,12 +21,25 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(10);
 /// The time for which a dropped file waits until the newest value is written.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// After how long a missing write is reported.
+const LATE_AFTER: Duration = Duration::from_secs(5);
+
+/// A write that the disk has not completed for long.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LateWrite {
+    /// The file's directory.
+    pub directory: PathBuf,
+    /// How long the file has lacked its newest value, in whole seconds.
+    pub lag: Duration,
+}
+
 /// The function that writes a value.
 pub type SaveFn<T> = fn(&Checkpoint, &T) -> Result<(), SaveError>;
 
 /// A file on a disk that may hang.
 #[derive(Debug)]
 pub struct WriteBehindFile<T> {
+    directory: PathBuf,
     shared: Arc<Shared<T>>,
 }
 
@@ -62,6 +76,7 @@ impl<T: Default + Serialize + DeserializeOwned + Send + 'static> WriteBehindFile
             dirty_since: None,
             closed: false,
         };
+        let directory = file.path().parent().map(PathBuf::from).unwrap_or_default();
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -73,7 +88,7 @@ impl<T: Default + Serialize + DeserializeOwned + Send + 'static> WriteBehindFile
                 of_thread.write(&file, save);
             }
         })?;
-        Ok(Self { shared })
+        Ok(Self { directory, shared })
     }
 }
 
@@ -100,6 +115,15 @@ impl<T> WriteBehindFile<T> {
     pub fn lag(&self) -> Duration {
         let since = self.shared.lock().dirty_since;
         since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// The write that the disk has not completed for at least 5 s.
+    pub fn late_write(&self) -> Option<LateWrite> {
+        let lag = self.lag();
+        (lag >= LATE_AFTER).then(|| LateWrite {
+            directory: self.directory.clone(),
+            lag: Duration::from_secs(lag.as_secs()),
+        })
     }
 
     /// Waits for at most `patience` until the file has the newest value; returns whether it has.

@@ -16,7 +16,7 @@ use serde_json::Value;
 use tracing::warn;
 
 use crate::checkpoint::Checkpoint;
-use crate::checkpoint::disk::WriteBehindFile;
+use crate::checkpoint::disk::{LateWrite, WriteBehindFile};
 use crate::gpu::health::PersistedHealth;
 use crate::gpu::registry::PersistedGpu;
 use crate::gpu::{Gpu, GpuState};
@@ -48,9 +48,6 @@ fn if_it_makes_sense<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Gpu>, 
 
 type Entries = BTreeMap<GpuUuid, Entry>;
 
-/// How long the disk may take before the agent logs the delay.
-const WARN_AFTER: Duration = Duration::from_secs(5);
-
 /// How long the agent's start waits for the disk.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -77,7 +74,7 @@ pub struct GpuGenerations {
     is_unread: bool,
     /// The run folder's file lacks the latest change.
     has_unsaved: bool,
-    /// The disk has lacked the latest change for longer than [`WARN_AFTER`].
+    /// Whether the write to the disk was late at the last look.
     is_lagging: bool,
 }
 
@@ -204,11 +201,17 @@ impl GpuGenerations {
                 entry.gpu = None;
             }
         }
-        let lags = self.disk_file.lag() >= WARN_AFTER;
-        if lags && !self.is_lagging {
-            warn!(after = ?WARN_AFTER, "failed to write generations to the disk yet; check the disk of paths.state-dir");
+        let late = self.late_write();
+        if let Some(LateWrite { directory, lag }) = &late
+            && !self.is_lagging
+        {
+            warn!(
+                ?lag,
+                ?directory,
+                "failed to write generations yet; check the disk of paths.state-dir"
+            );
         }
-        self.is_lagging = lags;
+        self.is_lagging = late.is_some();
         self.evict_absent();
         changed |= self.entries != before;
         self.has_unsaved |= changed;
@@ -223,6 +226,11 @@ impl GpuGenerations {
             Err(error) if changed => warn!(%error, "failed to write generations to the run folder"),
             Err(_) => {}
         }
+    }
+
+    /// The write of the file on the disk, if it is late.
+    pub fn late_write(&self) -> Option<LateWrite> {
+        self.disk_file.late_write()
     }
 
     /// Waits until the disk has every change.

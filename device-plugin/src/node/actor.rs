@@ -456,7 +456,10 @@ impl NodeTask {
             queued_claims: self.allocator.queued_claims(),
             counts: counts(&self.allocator),
             generations: self.generations.by_gpu(),
-            problems: self.allocator.problems().clone(),
+            problems: NodeProblems {
+                late_write: self.generations.late_write(),
+                ..self.allocator.problems().clone()
+            },
             devices_error: self.devices_error.clone(),
             containers: self.allocator.containers(),
         };

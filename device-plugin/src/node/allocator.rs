@@ -32,6 +32,7 @@ use tracing::{info, warn};
 use super::capacity;
 use super::checkpoint_state::{ContainerName, NodeCheckpoint, PodName};
 use super::host::{HostError, HostOps, Subsystem};
+use crate::checkpoint::disk::LateWrite;
 use crate::config::ResourcesConfig;
 use crate::gpu::GpuState;
 use crate::gpu::health::{Health, UnhealthyReason};
@@ -94,6 +95,8 @@ pub struct NodeProblems {
     pub host: Option<(Subsystem, String)>,
     /// The agent cannot write the CDI directory.
     pub cdi: Option<String>,
+    /// The state directory lacks the generations of GPUs for long.
+    pub late_write: Option<LateWrite>,
 }
 
 /// A PreStartContainer call that waits for room.

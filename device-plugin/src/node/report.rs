@@ -8,6 +8,7 @@ use bursar_crds::gpu_node::{FaultAction, GpuState as State};
 use super::actor::Snapshot;
 use super::allocator::BoundContainer;
 use super::host::Subsystem;
+use crate::checkpoint::disk::LateWrite;
 use crate::config::ResourcesConfig;
 use crate::enforcement::attestation::EnforcementGap;
 use crate::enforcement::audit::AuditStatus;
@@ -94,6 +95,7 @@ pub fn node_report(snapshot: &Snapshot, around: &ReportInputs) -> NodeReport {
             cdi_ready_condition(snapshot, around.runtime_problem.as_deref()),
             token_limit_condition(snapshot),
             checkpoint_intact_condition(snapshot),
+            state_written_condition(late_write(snapshot, &around.audited)),
             audited_condition(&around.audited),
             driver_limits_condition(&around.limits),
             retained_memory_condition(&around.retained),
@@ -270,6 +272,32 @@ fn audited_condition(audited: &AuditStatus) -> Statement {
     says(true, names::OK, "every audit is recent".to_owned())
 }
 
+/// The late write to the state directory that has lasted longest.
+pub fn late_write<'a>(snapshot: &'a Snapshot, audited: &'a AuditStatus) -> Option<&'a LateWrite> {
+    let late = snapshot.problems.late_write.iter();
+    late.chain(&audited.late_write).max_by_key(|late| late.lag)
+}
+
+fn state_written_condition(late: Option<&LateWrite>) -> Statement {
+    match late {
+        None => Statement::new(
+            names::STATE_WRITTEN,
+            true,
+            names::OK,
+            "the state directory has the newest records",
+        ),
+        Some(LateWrite { directory, lag: _ }) => Statement::new(
+            names::STATE_WRITTEN,
+            false,
+            names::WRITE_LATE,
+            format!(
+                "failed to write to {} for 5 s: the disk hangs or refuses; check the disk of paths.state-dir",
+                directory.display()
+            ),
+        ),
+    }
+}
+
 fn retained_memory_condition(kept: &RetainedStatus) -> Statement {
     let says =
         |holds, reason, message: &str| Statement::new(names::KEPT_MEMORY, holds, reason, message);
@@ -280,6 +308,7 @@ fn retained_memory_condition(kept: &RetainedStatus) -> Statement {
         refused,
         hung: stuck,
         live: _,
+        uncharged,
     } = kept;
     match (refused.iter().next(), stuck.first()) {
         _ if !enabled => says(
@@ -296,6 +325,14 @@ fn retained_memory_condition(kept: &RetainedStatus) -> Statement {
             ),
         ),
         (Some((gpu, why)), None) => says(false, names::NOT_SCRUBBED, &format!("{gpu}: {why}")),
+        (None, None) if *uncharged > 0 => says(
+            false,
+            names::NOT_UNDERSTOOD,
+            &format!(
+                "failed to read GPU and size of {uncharged} retained leases: another version of the agent wrote \
+                 them; run that version, or restart the vault's pod, which ends all retained memory"
+            ),
+        ),
         (None, None) => says(
             true,
             names::OK,

@@ -633,6 +633,12 @@ impl LeaseTable {
             || self.unreadable.values().flatten().any(|(at, _)| at == gpu)
     }
 
+    /// The number of leases that are charged to nobody, because their GPU and size are unreadable.
+    pub fn uncharged(&self) -> usize {
+        let unreadable = self.unreadable.values();
+        unreadable.filter(|extent| extent.is_none()).count()
+    }
+
     /// Whether the fd store has a lease that this agent cannot read.
     pub fn is_unreadable(&self, id: LeaseId) -> bool {
         self.unreadable.contains_key(&id)

@@ -21,6 +21,8 @@ pub struct RetainedStatus {
     pub hung: BTreeSet<GpuUuid>,
     /// The number of live leases of each GPU, and their bytes.
     pub live: BTreeMap<GpuUuid, (usize, Bytes)>,
+    /// How many leases are charged to nobody, because the agent cannot read their GPU and size.
+    pub uncharged: usize,
 }
 
 pub(super) fn build_status(
@@ -52,5 +54,6 @@ pub(super) fn build_status(
             .collect(),
         hung: stuck.clone(),
         live: live.collect(),
+        uncharged: leases.uncharged(),
     }
 }

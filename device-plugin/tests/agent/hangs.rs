@@ -220,6 +220,7 @@ async fn agent_offers_and_binds_while_the_state_disk_hangs() {
     machine.lab.run_simgpu(&["lose", "0"]).unwrap();
     wait_until_allocatable(&machine, 16).await;
     machine.run("meanwhile", 4).await;
+    wait_until_write_lag(&machine, |seconds| seconds >= 5).await;
     machine.lab.run_simgpu(&["restore", "0"]).unwrap();
     wait_until_allocatable(&machine, 32).await;
     machine.run("later", 12).await;
@@ -230,6 +231,22 @@ async fn agent_offers_and_binds_while_the_state_disk_hangs() {
         generation("state") == 2
     })
     .await;
+    wait_until_write_lag(&machine, |seconds| seconds == 0).await;
+}
+
+/// Waits until the agent's metric of late writes to the state directory is so many seconds.
+async fn wait_until_write_lag(machine: &Machine, is: impl Fn(u64) -> bool) {
+    let begun = Instant::now();
+    loop {
+        let metrics = machine.get("/metrics").await.1;
+        let mut lines = metrics.lines();
+        let lag = lines.find_map(|line| line.strip_prefix("bursar_agent_state_write_lag_seconds "));
+        if lag.is_some_and(|lag| is(lag.parse().unwrap())) {
+            return;
+        }
+        assert!(begun.elapsed() < RECOVERY_LIMIT, "{lag:?}");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
 }
 
 /// The generation of the first GPU in the file of this folder.

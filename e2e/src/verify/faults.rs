@@ -299,7 +299,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/state-disk",
-        promise: "while the disk of its state hangs the agent admits, binds and offers, and one that starts registers",
+        promise: "while the disk of its state hangs the agent admits, binds and offers, a condition and a metric tell of it, and an agent that starts registers",
         long: false,
         tests: &[
             TestSelection {
@@ -314,6 +314,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             TestSelection {
                 target: LIB,
                 names: &[
+                    "node::report::tests::late_state_write_is_a_condition_that_names_the_directory",
                     "checkpoint::disk::tests::file_returns_the_newest_value",
                     "checkpoint::disk::tests::file_blocks_no_caller_while_the_disk_hangs",
                     "checkpoint::disk::tests::file_that_cannot_be_read_is_tried_again",

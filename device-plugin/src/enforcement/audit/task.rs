@@ -30,7 +30,7 @@ use super::namespace_usage::{NamespaceUsage, PersistedUsage};
 use super::policy::action;
 use super::withheld::WithheldMemory;
 use crate::checkpoint::Checkpoint;
-use crate::checkpoint::disk::WriteBehindFile;
+use crate::checkpoint::disk::{LateWrite, WriteBehindFile};
 use crate::config::{AuditConfig, Config};
 use crate::enforcement::attestation::{
     AttestationTarget, AttestedContainer, EnforcementGap, GapReason, HostView, PodAttestor,
@@ -70,6 +70,8 @@ pub struct AuditStatus {
     pub not_enforced: Vec<(BoundContainer, EnforcementGap)>,
     /// The usage and the counts of each namespace.
     pub namespaces: Vec<NamespaceReport>,
+    /// The state directory lacks the namespaces' counters for long.
+    pub late_write: Option<LateWrite>,
 }
 
 /// The state of the audit task.
@@ -245,6 +247,7 @@ impl Auditor {
             hanging_pods: hanging.clone(),
             not_enforced,
             namespaces: self.usage.report(),
+            late_write: self.usage_file.late_write(),
         };
         let figures = AuditFigures {
             verdict: result,

@@ -1,7 +1,9 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use super::*;
+use crate::checkpoint::disk::LateWrite;
 use crate::gpu::Gpu;
 use crate::gpu::health::PersistedHealth as GpuMemory;
 use crate::kubelet::devices::{DeviceHealth, Devices};
@@ -540,6 +542,46 @@ fn missing_retained_memory_is_reported_with_a_reason() {
         ..dirty
     };
     assert_eq!(said(stuck), (Some(false), names::WORKER_STUCK));
+    let unreadable = RetainedStatus {
+        uncharged: 1,
+        ..inputs().retained
+    };
+    assert_eq!(said(unreadable), (Some(false), names::NOT_UNDERSTOOD));
+}
+
+#[test]
+fn late_state_write_is_a_condition_that_names_the_directory() {
+    let late = LateWrite {
+        directory: "/var/lib/bursar".into(),
+        lag: Duration::from_secs(7),
+    };
+    let of_generations = Snapshot {
+        problems: NodeProblems {
+            late_write: Some(late.clone()),
+            ..NodeProblems::default()
+        },
+        ..snapshot()
+    };
+    let mut of_usage = inputs();
+    of_usage.audited.late_write = Some(late);
+    let written = node_report(&snapshot(), &inputs());
+    assert_eq!(
+        condition(&written, names::STATE_WRITTEN),
+        (Some(true), names::OK)
+    );
+    for report in [
+        node_report(&of_generations, &inputs()),
+        node_report(&snapshot(), &of_usage),
+    ] {
+        assert!(report.conditions.iter().all(|said| !said.is_amiss()));
+        let said = report
+            .conditions
+            .iter()
+            .find(|said| said.type_ == names::STATE_WRITTEN);
+        let said = said.unwrap();
+        assert_eq!((said.holds, said.reason), (Some(false), names::WRITE_LATE));
+        assert!(said.message.contains("/var/lib/bursar"), "{}", said.message);
+    }
 }
 
 #[test]

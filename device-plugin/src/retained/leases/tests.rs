@@ -475,6 +475,7 @@ fn unreadable_lease_stays_and_is_charged() {
     );
     assert_eq!(table.live_leases(), of_lease_1);
     assert!(table.is_unreadable(LeaseId(1)) && table.is_unreadable(LeaseId(2)));
+    assert_eq!(table.uncharged(), 1);
     // Another version of the agent can read the blob again.
     let mut read = stored;
     let record = committed().get(LeaseId(1)).cloned().unwrap();
