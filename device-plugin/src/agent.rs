@@ -129,7 +129,7 @@ pub async fn run(
     let RunOptions {
         node,
         client,
-        poll_intervals: pace,
+        poll_intervals,
         health,
     } = options;
     let driver = config.driver.clone();
@@ -138,89 +138,95 @@ pub async fn run(
             .map(|driver| driver.libnvml.path)
             .map_err(|error| error.to_string())
     });
-    let generations = |folder: &Path| Checkpoint::new(folder.join("generations.json"));
-    let (run, disk) = (&config.paths.run_dir, &config.paths.state_dir);
-    let generations = GpuGenerations::load(generations(run), generations(disk), clock::boot_id())
+    let file = |folder: &Path| Checkpoint::new(folder.join("generations.json"));
+    let (run_dir, state_dir) = (&config.paths.run_dir, &config.paths.state_dir);
+    let generations = GpuGenerations::load(file(run_dir), file(state_dir), clock::boot_id())
         .map_err(AgentError::Thread)?;
-    let remembered = generations.persisted_gpus();
-    let drained = remembered.iter().filter(|(_, gpu)| gpu.health.drained);
+    let persisted = generations.persisted_gpus();
+    let drained = persisted.iter().filter(|(_, gpu)| gpu.health.drained);
     let drain = drain::initial_state(drained.map(|(gpu, _)| gpu.clone()).collect());
-    let (inventory, xids, nvml) = nvml::start(library, pace, health, remembered, drain.subscribe());
+    let (inventory, xids, nvml) = nvml::start(
+        library,
+        poll_intervals,
+        health,
+        persisted,
+        drain.subscribe(),
+    );
     let metrics = Metrics::new();
     let (events, outbox) = Events::new(metrics.clone());
-    let identities = pod_resolver(&config, client.clone());
+    let resolver = pod_resolver(&config, client.clone());
     let stop = shutdown.child_token();
-    let mut parts = Tasks {
+    let mut tasks = Tasks {
         set: JoinSet::new(),
         stop: stop.clone(),
     };
-    let (desk, notes) = LeaseHandle::channel();
-    let (living, of_vault) = watch::channel(LiveLeases::new());
-    let sessions = sessions(&config, nvml.clone(), desk.clone(), of_vault);
-    let (status, kept) = watch::channel(RetainedStatus::default());
+    let (leases, commands) = LeaseHandle::channel();
+    let (live_sender, live_leases) = watch::channel(LiveLeases::new());
+    let sessions = sessions(&config, nvml.clone(), leases.clone(), live_leases);
+    let (retained_sender, retained) = watch::channel(RetainedStatus::default());
     // The lease service starts before recovery: pods that ended without an agent may own leases.
     let secret = key::load_or_create(&config.paths.run_dir.join(key::FILE_NAME));
-    let keeper = lease_service(
+    let service = lease_service(
         &config,
         NodeKey::new(node.clone(), secret)?,
-        notes,
+        commands,
         sessions.clone(),
-        living,
-        status,
+        live_sender,
+        retained_sender,
         drain.subscribe(),
     )?;
-    let let_go = keeper.released_gpus.subscribe();
-    let stuck = keeper.provisioners.hung();
-    parts.spawn("retained memory", keeper.run(stop.clone()));
-    let core = recover_allocator(
+    let released_by_leases = service.released_gpus.subscribe();
+    let hung_provisioners = service.provisioners.hung();
+    tasks.spawn("retained memory", service.run(stop.clone()));
+    let allocator = recover_allocator(
         &config,
-        &identities,
+        &resolver,
         sessions.clone(),
-        desk,
+        leases,
         metrics.clone(),
     )
     .await?;
-    let voice = Observers {
+    let observers = Observers {
         events: events.clone(),
         metrics: metrics.clone(),
     };
-    let (orders, told) = watch::channel(None);
-    let (withhold, withheld) = watch::channel(BTreeMap::new());
-    let (actor, allocator, offers, snapshots, pulse) = node_task(
-        core,
+    let (spec_sender, spec) = watch::channel(None);
+    let (withheld_sender, withheld) = watch::channel(BTreeMap::new());
+    let (task, handle, updates, snapshots, heartbeat) = node_task(
+        allocator,
         config.resources,
-        identities,
+        resolver,
         config.bind_wait,
         Inputs {
             inventory: inventory.clone(),
-            hung_provisioners: stuck,
+            hung_provisioners,
             drain: drain.subscribe(),
-            retained: (!config.allow_unscrubbed).then(|| kept.clone()),
-            spec: told.clone(),
+            retained: (!config.allow_unscrubbed).then(|| retained.clone()),
+            spec: spec.clone(),
             withheld,
         },
         generations,
-        voice,
+        observers,
     );
-    parts.spawn("node", actor.run());
-    let (ordering, draining) = (told.clone(), drain.subscribe());
-    let drains = drain::DrainInputs {
+    tasks.spawn("node", task.run());
+    let (writer_spec, writer_drain) = (spec.clone(), drain.subscribe());
+    let drain_inputs = drain::DrainInputs {
         proc: config.paths.proc.clone(),
         sessions: sessions.clone(),
-        orders: told.clone(),
+        orders: spec.clone(),
         inventory,
-        released_by_leases: let_go,
+        released_by_leases,
     };
-    parts.spawn("drain", drain::run(drains, drain, stop.clone()));
-    let (set, limits) = watch::channel(Limits::new());
+    tasks.spawn("drain", drain::run(drain_inputs, drain, stop.clone()));
+    let (limits_sender, limits) = watch::channel(Limits::new());
     let limiter = driver_limits::run(
         nvml.clone(),
         sessions.clone(),
         snapshots.clone(),
-        set,
+        limits_sender,
         stop.clone(),
     );
-    parts.spawn("driver limits", limiter);
+    tasks.spawn("driver limits", limiter);
     let (auditor, audited) = Auditor::new(
         &config,
         nvml,
@@ -231,27 +237,36 @@ pub async fn run(
         metrics.clone(),
     )
     .map_err(AgentError::Thread)?;
-    let auditor = auditor.with_withheld(withhold);
-    parts.spawn("audit", auditor.run(config.clone(), stop.clone()));
-    let (acknowledge, ordered) = watch::channel(AppliedSpec::default());
-    let (open, faults) = watch::channel(Vec::new());
+    let auditor = auditor.with_withheld(withheld_sender);
+    tasks.spawn("audit", auditor.run(config.clone(), stop.clone()));
+    let (ordered_sender, ordered) = watch::channel(AppliedSpec::default());
+    let (faults_sender, faults) = watch::channel(Vec::new());
     // Without an API server the agent counts as disconnected from its start.
-    let (unheard, alone) = watch::channel(Some(Instant::now()));
-    let around = faults::FaultInputs {
+    let (disconnected_sender, disconnected_since) = watch::channel(Some(Instant::now()));
+    let fault_inputs = faults::FaultInputs {
         paths: config.paths.clone(),
         sessions: sessions.clone(),
         snapshots: snapshots.clone(),
-        orders: told.clone(),
+        orders: spec.clone(),
         xids,
-        disconnected_since: alone,
+        disconnected_since,
         events: events.clone(),
         metrics: metrics.clone(),
     };
-    parts.spawn("faults", faults::run(around, open, stop.clone()));
-    let resize = quota_overrides::run(sessions, snapshots.clone(), told, acknowledge, stop.clone());
-    parts.spawn("quota overrides", resize);
-    let registration = parts.register_when_offered(&config, allocator, offers, &metrics);
-    let reporter = StatusPublisher {
+    tasks.spawn(
+        "faults",
+        faults::run(fault_inputs, faults_sender, stop.clone()),
+    );
+    let overrides = quota_overrides::run(
+        sessions,
+        snapshots.clone(),
+        spec,
+        ordered_sender,
+        stop.clone(),
+    );
+    tasks.spawn("quota overrides", overrides);
+    let registration = tasks.register(&config, handle, updates, &metrics);
+    let publisher = StatusPublisher {
         config: config.resources,
         boot_id: clock::boot_id(),
         snapshots,
@@ -260,59 +275,59 @@ pub async fn run(
         limits,
         ordered,
         faults,
-        retained: kept,
+        retained,
         node: node.clone(),
         client: client.clone(),
         events,
         metrics: metrics.clone(),
     };
-    let (reporting, reports, readiness) = reporter.start(stop.clone());
-    parts.spawn("status publisher", reporting);
-    parts
+    let (publishing, reports, readiness) = publisher.start(stop.clone());
+    tasks.spawn("status publisher", publishing);
+    tasks
         .serve(
             &config,
             Sources {
                 metrics: metrics.clone(),
-                health: Heartbeat(pulse),
+                health: Heartbeat(heartbeat),
                 readiness,
             },
         )
         .await?;
     if let Some(client) = client {
-        parts.spawn(
+        tasks.spawn(
             "events",
             outbox.run(client.clone(), node.clone(), metrics.clone(), stop.clone()),
         );
-        let (seen, sees) = watch::channel(Observation::default());
+        let (observed_sender, observed) = watch::channel(Observation::default());
         let history = History::default();
-        let told = WatchOutput {
-            spec: orders,
-            observed: seen,
+        let output = WatchOutput {
+            spec: spec_sender,
+            observed: observed_sender,
             metrics: metrics.clone(),
         };
-        parts.spawn(
+        tasks.spawn(
             "spec watch",
             spec_watch::run(
                 client.clone(),
                 node.clone(),
                 history.clone(),
-                told,
+                output,
                 stop.clone(),
             ),
         );
-        let publisher = Publisher {
+        let writer = Publisher {
             api: GpuNodeClient::new(client, node, history),
             reports,
-            observed: sees,
-            spec: ordering,
-            drain: draining,
+            observed,
+            spec: writer_spec,
+            drain: writer_drain,
             rate: Rate::default(),
-            unreachable_since: unheard,
+            unreachable_since: disconnected_sender,
             metrics,
         };
-        parts.spawn("GpuNode writer", publisher.run(stop));
+        tasks.spawn("GpuNode writer", writer.run(stop));
     }
-    parts.supervise(shutdown).await
+    tasks.supervise(shutdown).await
 }
 
 impl Tasks {
@@ -326,16 +341,16 @@ impl Tasks {
     /// Registers both resources, each as soon as the node offers a device of that resource.
     ///
     /// Returns the registration state of device memory.
-    fn register_when_offered(
+    fn register(
         &mut self,
         config: &Config,
         node: NodeHandle,
-        offers: DeviceUpdates,
+        updates: DeviceUpdates,
         metrics: &Metrics,
     ) -> watch::Receiver<Registration> {
-        let DeviceUpdates { device, managed } = offers;
+        let DeviceUpdates { device, managed } = updates;
         let node = Arc::new(node);
-        let mut life = |resource: Resource, devices: watch::Receiver<Devices>| {
+        let mut register_resource = |resource: Resource, devices: watch::Receiver<Devices>| {
             let name = resource.name(config.resources.quantum).to_owned();
             let service = PluginService {
                 resource,
@@ -346,7 +361,7 @@ impl Tasks {
                 Lifecycle::new(&config.kubelet.device_plugin_dir, name, service);
             self.spawn(
                 "registration",
-                register(lifecycle, devices, self.stop.clone()),
+                register_when_offered(lifecycle, devices, self.stop.clone()),
             );
             self.spawn(
                 "registration counter",
@@ -359,8 +374,8 @@ impl Tasks {
             );
             registration
         };
-        life(Resource::ManagedMemory, managed);
-        life(Resource::DeviceMemory, device)
+        register_resource(Resource::ManagedMemory, managed);
+        register_resource(Resource::DeviceMemory, device)
     }
 
     /// Serves metrics and probes.
@@ -495,7 +510,7 @@ async fn recover_allocator(
 }
 
 /// Registers a resource once the node offers a device, until `stop`.
-async fn register(
+async fn register_when_offered(
     lifecycle: Lifecycle<NodeHandle>,
     mut devices: watch::Receiver<Devices>,
     stop: CancellationToken,
