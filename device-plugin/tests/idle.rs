@@ -87,8 +87,8 @@ fn run_agent(config: &Path) {
     }
 }
 
-/// Returns the allocations for a pod in a second. The count is that of the first idle window, or of
-/// the last one within [`PATIENCE`], because the agent may still work on the last pod's start.
+/// Returns the allocations for a pod in a second: those of the first idle window, or of the last
+/// one within [`PATIENCE`]. Before that, the agent may still work on the last pod's start.
 async fn count_idle_allocations() -> Outcome<usize> {
     let mut node = Node::new(8, 80, |lab, config| {
         let mut command = lab.command(env::current_exe().unwrap());

@@ -1,11 +1,11 @@
 //! Places queued claims on GPUs: a pure function of free memory and queue.
 //!
 //! The binder goes through the queue in its order. A claim that fits takes the fullest GPU with
-//! room (best fit). For the first claim that does not fit, the binder sets aside the free memory of
-//! the GPU with the smallest shortage, and later claims must fit into the rest.
+//! room (best fit). The first claim that does not fit has the smallest shortage on some GPU. The
+//! binder sets the free memory of that GPU aside for it, and later claims must fit into the rest.
 //!
 //! No state is kept between two runs. The memory set aside only grows until the claim fits, and
-//! moves only to a GPU with more of it, so small claims cannot starve a large one.
+//! moves only to a GPU with more of it. So small claims cannot starve a large one.
 //!
 //! A request is all containers of a pod that have no memory yet: all of them are placed, or none.
 //! The largest is placed first. The search backtracks from a choice that leaves no place for

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{UnitError, serde_as_str};
 
-/// The UUID of a GPU or a MIG instance (`GPU-...`, `MIG-...`), the only name of a GPU that survives
-/// a reboot and a change of the enumeration order.
+/// The UUID of a GPU or a MIG instance (`GPU-...`, `MIG-...`). No other name of a GPU survives a
+/// reboot and a change of the enumeration order.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GpuUuid(String);
 
