@@ -241,7 +241,7 @@ pub struct NodeTask {
 
 /// Creates the task over a recovered allocator.
 pub fn node_task(
-    core: NodeAllocator<OsHost>,
+    allocator: NodeAllocator<OsHost>,
     config: ResourcesConfig,
     identities: PodResolver,
     bind_wait: Duration,
@@ -261,19 +261,19 @@ pub fn node_task(
     let (managed, managed_offer) = watch::channel(none(Resource::ManagedMemory));
     let first = Snapshot {
         inventory: Inventory::Starting,
-        view: core.view(clock::now()),
+        view: allocator.view(clock::now()),
         queued_claims: Vec::new(),
-        counts: counts(&core),
+        counts: counts(&allocator),
         generations: BTreeMap::new(),
         problems: NodeProblems::default(),
         devices_error: None,
-        containers: core.containers(),
+        containers: allocator.containers(),
     };
     let (snapshot, snapshots) = watch::channel(first);
     let (pulse, beats) = watch::channel(Instant::now());
     let identities = Arc::new(identities);
     let actor = NodeTask {
-        allocator: core,
+        allocator,
         config,
         own_commands: commands.downgrade(),
         commands: received,
@@ -501,9 +501,9 @@ async fn wait_if_present<T>(followed: &mut Option<watch::Receiver<T>>) -> Result
     }
 }
 
-fn counts(core: &NodeAllocator<OsHost>) -> [(Resource, Counts); 2] {
+fn counts(allocator: &NodeAllocator<OsHost>) -> [(Resource, Counts); 2] {
     [Resource::DeviceMemory, Resource::ManagedMemory]
-        .map(|resource| (resource, core.counts(resource)))
+        .map(|resource| (resource, allocator.counts(resource)))
 }
 
 fn send_if_changed<T: PartialEq>(sender: &watch::Sender<T>, value: T) {

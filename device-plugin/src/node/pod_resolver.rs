@@ -100,7 +100,7 @@ impl PodResolver {
             self.read_device_checkpoint(),
             self.find_container(resource, tokens)
         );
-        let told = match &container {
+        let api_pod = match &container {
             Some(container) => self.read_pod(container).await,
             None => None,
         };
@@ -109,7 +109,7 @@ impl PodResolver {
                 let held = checkpoint.entries_with(resource, tokens).cloned().collect();
                 (held, checkpoint.entries)
             }
-            Err(source) if told.is_none() => {
+            Err(source) if api_pod.is_none() => {
                 return Err(ResolveError::Unreadable {
                     tokens: tokens.clone(),
                     source,
@@ -117,7 +117,7 @@ impl PodResolver {
             }
             Err(_) => (Vec::new(), Vec::new()),
         };
-        let mut identity = merge_identity(held, container, told, tokens)?;
+        let mut identity = merge_identity(held, container, api_pod, tokens)?;
         identity.pod_device_ids = device_ids_of_pod(&identity.pod, resource, all);
         Ok(identity)
     }
@@ -187,22 +187,22 @@ fn device_ids_of_pod(
 fn merge_identity(
     held: Vec<CheckpointEntry>,
     container: Option<ContainerRef>,
-    told: Option<ApiPod>,
+    api_pod: Option<ApiPod>,
     tokens: &DeviceIdSet,
 ) -> Result<ContainerIdentity, ResolveError> {
-    let pod = match (held.first(), &told) {
+    let pod = match (held.first(), &api_pod) {
         (Some(first), _) if held.iter().any(|other| other.pod != first.pod) => {
             return Err(ResolveError::Ambiguous(tokens.clone()));
         }
         (Some(first), _) => first.pod.clone(),
-        (None, Some(told)) => told.uid.clone(),
+        (None, Some(api_pod)) => api_pod.uid.clone(),
         (None, None) => return Err(ResolveError::NotInCheckpoint(tokens.clone())),
     };
     // A later pod of the same name has another UID: its name and data belong to another pod.
-    let is_another = told.as_ref().is_some_and(|told| told.uid != pod);
-    let (told, container) = match is_another {
+    let is_another = api_pod.as_ref().is_some_and(|api_pod| api_pod.uid != pod);
+    let (api_pod, container) = match is_another {
         true => (None, None),
-        false => (told, container),
+        false => (api_pod, container),
     };
     let ContainerRef {
         namespace,
@@ -219,11 +219,14 @@ fn merge_identity(
         container,
         checkpoint_entries: held,
         pod_device_ids: Vec::new(),
-        gpu_spread: told
+        gpu_spread: api_pod
             .as_ref()
-            .map(|told| told.gpu_spread)
+            .map(|api_pod| api_pod.gpu_spread)
             .unwrap_or_default(),
-        priority: told.as_ref().map(|told| told.priority).unwrap_or_default(),
+        priority: api_pod
+            .as_ref()
+            .map(|api_pod| api_pod.priority)
+            .unwrap_or_default(),
     })
 }
 
@@ -293,9 +296,14 @@ mod tests {
 
     #[test]
     fn checkpoint_names_the_pod_and_api_server_its_priority() {
-        let told = parse_api_pod(&pod("uid-1", &[(GPUS_ANNOTATION, "2")]));
-        let found =
-            merge_identity(vec![held("uid-1", "main")], Some(name()), told, &tokens()).unwrap();
+        let api_pod = parse_api_pod(&pod("uid-1", &[(GPUS_ANNOTATION, "2")]));
+        let found = merge_identity(
+            vec![held("uid-1", "main")],
+            Some(name()),
+            api_pod,
+            &tokens(),
+        )
+        .unwrap();
         assert_eq!(
             (found.pod.as_str(), found.priority),
             ("uid-1", Priority(100))
@@ -328,8 +336,11 @@ mod tests {
             pod_resources: PodResourcesClient::new(std::path::Path::new("/nobody/listens/here")),
             client: Some(Client::new(server, "default")),
         };
-        let told = identities.read_pod(&name()).await.unwrap();
-        assert_eq!((told.uid.as_str(), told.priority), ("uid-1", Priority(100)));
+        let api_pod = identities.read_pod(&name()).await.unwrap();
+        assert_eq!(
+            (api_pod.uid.as_str(), api_pod.priority),
+            ("uid-1", Priority(100))
+        );
     }
 
     #[test]
@@ -359,17 +370,23 @@ mod tests {
 
     #[test]
     fn pod_of_the_same_name_with_another_uid_is_ignored() {
-        let told = parse_api_pod(&pod("uid-2", &[]));
-        let found =
-            merge_identity(vec![held("uid-1", "main")], Some(name()), told, &tokens()).unwrap();
+        let api_pod = parse_api_pod(&pod("uid-2", &[]));
+        let found = merge_identity(
+            vec![held("uid-1", "main")],
+            Some(name()),
+            api_pod,
+            &tokens(),
+        )
+        .unwrap();
         assert_eq!((found.pod.as_str(), found.priority), ("uid-1", Priority(0)));
         assert_eq!(found.pod_name, None, "what is kept hangs on its namespace");
     }
 
     #[test]
     fn static_pod_has_the_uid_of_its_mirror_annotation() {
-        let told = parse_api_pod(&pod("mirror", &[(STATIC_POD_ANNOTATION, "0123abcd")])).unwrap();
-        assert_eq!(told.uid.as_str(), "0123abcd");
+        let api_pod =
+            parse_api_pod(&pod("mirror", &[(STATIC_POD_ANNOTATION, "0123abcd")])).unwrap();
+        assert_eq!(api_pod.uid.as_str(), "0123abcd");
     }
 
     #[test]
@@ -386,8 +403,8 @@ mod tests {
 
     #[test]
     fn api_server_names_the_pod_without_a_device_checkpoint() {
-        let told = parse_api_pod(&pod("uid-1", &[]));
-        let found = merge_identity(Vec::new(), Some(name()), told, &tokens()).unwrap();
+        let api_pod = parse_api_pod(&pod("uid-1", &[]));
+        let found = merge_identity(Vec::new(), Some(name()), api_pod, &tokens()).unwrap();
         assert_eq!(
             (found.pod.as_str(), found.container.as_str()),
             ("uid-1", "main")

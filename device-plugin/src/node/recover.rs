@@ -135,42 +135,46 @@ impl<H: HostOps> NodeAllocator<H> {
         }
         // Managed memory has no file. The container may not have started yet, but counting its
         // memory is harmless, for the kubelet has given its device ids to nobody else.
-        for held in kubelet
+        for entry in kubelet
             .iter()
-            .filter(|held| held.resource == Resource::ManagedMemory)
+            .filter(|entry| entry.resource == Resource::ManagedMemory)
         {
-            let placement = Placement::Managed(held.tokens.quanta());
+            let placement = Placement::Managed(entry.tokens.quanta());
             self.ledger
-                .add_pending(held.allocation, held.resource, held.tokens.clone(), now);
+                .add_pending(entry.allocation, entry.resource, entry.tokens.clone(), now);
             self.ledger.restore_binding(
-                held.allocation,
-                held.resource,
-                held.tokens.clone(),
-                held.pod.clone(),
+                entry.allocation,
+                entry.resource,
+                entry.tokens.clone(),
+                entry.pod.clone(),
                 placement,
             );
-            self.record_container_name(held);
+            self.record_container_name(entry);
         }
     }
 
     /// The kubelet lists pods that have ended until its next allocation.
     fn restore_pending_allocations(&mut self, kubelet: &[CheckpointEntry], now: BootTime) {
-        for held in kubelet {
-            if self.pod_cgroups.watch(&held.pod) != PodCgroup::Gone {
-                self.ledger
-                    .add_pending(held.allocation, held.resource, held.tokens.clone(), now);
-                self.record_container_name(held);
+        for entry in kubelet {
+            if self.pod_cgroups.watch(&entry.pod) != PodCgroup::Gone {
+                self.ledger.add_pending(
+                    entry.allocation,
+                    entry.resource,
+                    entry.tokens.clone(),
+                    now,
+                );
+                self.record_container_name(entry);
             }
         }
     }
 
-    fn record_container_name(&mut self, held: &CheckpointEntry) {
+    fn record_container_name(&mut self, entry: &CheckpointEntry) {
         let holder = || ContainerName {
-            container: held.container.clone(),
+            container: entry.container.clone(),
             pod: None,
         };
         self.container_names
-            .entry(held.allocation)
+            .entry(entry.allocation)
             .or_insert_with(holder);
     }
 

@@ -424,12 +424,12 @@ fn try_answer(
 
 #[tokio::test]
 async fn container_is_bound_to_one_gpu_named_in_its_cdi_file() {
-    let mut bed = TestNode::new().await;
-    let allocation = bed.admit_device("a", 0..10);
-    let mut answer = bed.start_device("a", 0..10).await;
+    let mut node = TestNode::new().await;
+    let allocation = node.admit_device("a", 0..10);
+    let mut answer = node.start_device("a", 0..10).await;
     assert_eq!(try_answer(&mut answer), Some(Ok(())));
-    bed.assert_host_matches_bindings();
-    let disk = bed.host.state();
+    node.assert_host_matches_bindings();
+    let disk = node.host.state();
     let binding = &disk.cdi[&allocation];
     assert_eq!(
         (binding.pod.as_str(), binding.container.as_str()),
@@ -441,15 +441,15 @@ async fn container_is_bound_to_one_gpu_named_in_its_cdi_file() {
 
 #[tokio::test]
 async fn mig_instance_gets_its_capability_nodes() {
-    let mut bed = TestNode::new().await;
+    let mut node = TestNode::new().await;
     let mut instance = gpu("MIG-1", 3, Health::Healthy);
     instance.gpu.mig_parent = Some("GPU-c".parse().unwrap());
     instance.gpu.capabilities = vec![30, 32];
-    bed.allocator.set_gpus(vec![instance], bed.now).await;
-    let allocation = bed.admit_device("a", 0..10);
-    bed.start_device("a", 0..10).await;
+    node.allocator.set_gpus(vec![instance], node.now).await;
+    let allocation = node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
     assert_eq!(
-        bed.host.state().cdi[&allocation].gpus[0].nodes,
+        node.host.state().cdi[&allocation].gpus[0].nodes,
         [
             "nvidia3",
             "nvidia-caps/nvidia-cap30",
@@ -460,101 +460,101 @@ async fn mig_instance_gets_its_capability_nodes() {
 
 #[tokio::test]
 async fn container_without_room_waits_until_deadline_with_reason() {
-    let mut bed = TestNode::new().await;
+    let mut node = TestNode::new().await;
     for (pod, tokens) in [("a", 0..10), ("b", 10..20)] {
-        bed.admit_device(pod, tokens.clone());
-        bed.start_device(pod, tokens).await;
+        node.admit_device(pod, tokens.clone());
+        node.start_device(pod, tokens).await;
     }
-    bed.admit_device("c", 20..28);
-    let mut answer = bed.start_device("c", 20..28).await;
-    bed.tick(24).await;
+    node.admit_device("c", 20..28);
+    let mut answer = node.start_device("c", 20..28).await;
+    node.tick(24).await;
     assert_eq!(try_answer(&mut answer), None);
-    bed.tick(1).await;
+    node.tick(1).await;
     let message = "waiting for 8 GiB on one GPU: largest free 6 GiB (GPU-a)";
     assert_eq!(try_answer(&mut answer), Some(Err(message.to_owned())));
 }
 
 #[tokio::test]
 async fn reserved_gpu_is_bound_to_another_pod_after_five_minutes() {
-    let mut bed = TestNode::new().await;
+    let mut node = TestNode::new().await;
     let held = ["GPU-a", "GPU-b"].map(|gpu| Reservation {
         gpu: gpu.to_owned(),
         waiter: "nobody".to_owned(),
         quanta: 16,
     });
-    bed.allocator.set_reservations(&held, bed.now).await;
-    bed.tick(1).await;
-    let steps = bed.host.state().steps_done;
-    bed.allocator.set_reservations(&held, bed.now).await;
-    bed.tick(289).await;
+    node.allocator.set_reservations(&held, node.now).await;
+    node.tick(1).await;
+    let steps = node.host.state().steps_done;
+    node.allocator.set_reservations(&held, node.now).await;
+    node.tick(289).await;
     assert_eq!(
-        bed.host.state().steps_done,
+        node.host.state().steps_done,
         steps,
         "nothing new is on record"
     );
-    bed.admit_device("a", 0..10);
-    let _waits = bed.start_device("a", 0..10).await;
-    assert!(bed.placements().is_empty());
-    bed.tick(11).await;
-    assert_eq!(bed.placements().len(), 1);
+    node.admit_device("a", 0..10);
+    let _waits = node.start_device("a", 0..10).await;
+    assert!(node.placements().is_empty());
+    node.tick(11).await;
+    assert_eq!(node.placements().len(), 1);
 }
 
 #[tokio::test]
 async fn queued_claim_is_bound_when_a_pod_ends() {
-    let mut bed = TestNode::new().await;
+    let mut node = TestNode::new().await;
     for (pod, tokens) in [("a", 0..10), ("b", 10..20)] {
-        bed.admit_device(pod, tokens.clone());
-        bed.start_device(pod, tokens).await;
+        node.admit_device(pod, tokens.clone());
+        node.start_device(pod, tokens).await;
     }
-    bed.admit_device("c", 20..28);
-    let mut answer = bed.start_device("c", 20..28).await;
-    bed.end("a").await;
+    node.admit_device("c", 20..28);
+    let mut answer = node.start_device("c", 20..28).await;
+    node.end("a").await;
     assert_eq!(try_answer(&mut answer), Some(Ok(())));
     assert_eq!(
-        bed.placements().keys().collect::<Vec<_>>(),
+        node.placements().keys().collect::<Vec<_>>(),
         ["b/10-19", "c/20-27"]
     );
-    bed.assert_host_matches_bindings();
+    node.assert_host_matches_bindings();
 }
 
 #[tokio::test]
 async fn cancelled_call_reserves_no_room() {
-    let mut bed = TestNode::new().await;
+    let mut node = TestNode::new().await;
     for (pod, tokens) in [("a", 0..16), ("b", 16..32)] {
-        bed.admit_device(pod, tokens.clone());
-        bed.start_device(pod, tokens).await;
+        node.admit_device(pod, tokens.clone());
+        node.start_device(pod, tokens).await;
     }
-    bed.admit_device("c", 0..8);
-    drop(bed.start_device("c", 0..8).await);
-    bed.tick(1).await;
-    bed.end("a").await;
-    assert_eq!(bed.placements().keys().collect::<Vec<_>>(), ["b/16-31"]);
-    let mut again = bed.start_device("c", 0..8).await;
+    node.admit_device("c", 0..8);
+    drop(node.start_device("c", 0..8).await);
+    node.tick(1).await;
+    node.end("a").await;
+    assert_eq!(node.placements().keys().collect::<Vec<_>>(), ["b/16-31"]);
+    let mut again = node.start_device("c", 0..8).await;
     assert_eq!(try_answer(&mut again), Some(Ok(())));
 }
 
 #[tokio::test]
 async fn repeated_call_gets_the_same_binding() {
-    let mut bed = TestNode::new().await;
-    bed.admit_device("a", 0..10);
-    bed.start_device("a", 0..10).await;
-    let before = bed.placements();
-    let mut again = bed.start_device("a", 0..10).await;
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    let before = node.placements();
+    let mut again = node.start_device("a", 0..10).await;
     assert_eq!(try_answer(&mut again), Some(Ok(())));
-    assert_eq!(bed.placements(), before);
-    bed.assert_host_matches_bindings();
+    assert_eq!(node.placements(), before);
+    node.assert_host_matches_bindings();
 }
 
 #[tokio::test]
 async fn init_container_is_torn_down_when_its_ids_are_reused() {
-    let mut bed = TestNode::new().await;
-    bed.admit("a", "init", Resource::DeviceMemory, device_ids(0..12));
-    bed.start_device("a", 0..12).await;
-    bed.admit("a", "main", Resource::DeviceMemory, device_ids(0..14));
-    let mut answer = bed.start_device("a", 0..14).await;
+    let mut node = TestNode::new().await;
+    node.admit("a", "init", Resource::DeviceMemory, device_ids(0..12));
+    node.start_device("a", 0..12).await;
+    node.admit("a", "main", Resource::DeviceMemory, device_ids(0..14));
+    let mut answer = node.start_device("a", 0..14).await;
     assert_eq!(try_answer(&mut answer), Some(Ok(())));
-    assert_eq!(bed.placements().len(), 1);
-    bed.assert_host_matches_bindings();
+    assert_eq!(node.placements().len(), 1);
+    node.assert_host_matches_bindings();
 }
 
 #[tokio::test]
@@ -563,26 +563,26 @@ async fn exports_of_init_container_are_charged_to_the_next() {
         (Bytes::gib(6), Bytes::ZERO),
         (Bytes::gib(15), Bytes::gib(1)),
     ] {
-        let mut bed = TestNode::new().await;
-        let init = bed.admit("a", "init", Resource::DeviceMemory, device_ids(0..16));
-        let main = bed.admit("a", "main", Resource::DeviceMemory, device_ids(0..14));
-        bed.start_device("a", 0..16).await;
+        let mut node = TestNode::new().await;
+        let init = node.admit("a", "init", Resource::DeviceMemory, device_ids(0..16));
+        let main = node.admit("a", "main", Resource::DeviceMemory, device_ids(0..14));
+        node.start_device("a", 0..16).await;
         let gpu: GpuUuid = "GPU-a".parse().unwrap();
-        bed.host.state().exported = [(init, vec![(gpu.clone(), exported)])].into();
-        bed.host.state().unreclaimed = exported;
-        let mut answer = bed.start_device("a", 0..14).await;
+        node.host.state().exported = [(init, vec![(gpu.clone(), exported)])].into();
+        node.host.state().unreclaimed = exported;
+        let mut answer = node.start_device("a", 0..14).await;
         assert_eq!(try_answer(&mut answer), Some(Ok(())));
         assert!(
-            bed.host.state().served_at_reconcile.contains(&main),
+            node.host.state().served_at_reconcile.contains(&main),
             "it is charged for leases before its program starts"
         );
         let inherited = exported.min(Bytes::gib(14));
         assert_eq!(
-            bed.host.state().inherited,
+            node.host.state().inherited,
             [(main, (gpu.clone(), inherited))].into()
         );
-        bed.restart().await;
-        let view = bed.allocator.view(bed.now);
+        node.restart().await;
+        let view = node.allocator.view(node.now);
         let of_it = view.gpus.iter().find(|view| view.uuid == gpu).unwrap();
         assert_eq!(
             of_it.unreclaimed, left,
@@ -593,11 +593,11 @@ async fn exports_of_init_container_are_charged_to_the_next() {
 
 #[tokio::test]
 async fn containers_of_a_pod_are_placed_together_across_restart() {
-    let mut bed = TestNode::new().await;
+    let mut node = TestNode::new().await;
     let containers = [0..4, 4..8, 8..20, 20..32];
     for (number, tokens) in containers.iter().enumerate() {
         let name = format!("c{number}");
-        bed.admit(
+        node.admit(
             "a",
             &name,
             Resource::DeviceMemory,
@@ -605,18 +605,18 @@ async fn containers_of_a_pod_are_placed_together_across_restart() {
         );
     }
     for tokens in containers {
-        let mut answer = bed.start_device("a", tokens).await;
+        let mut answer = node.start_device("a", tokens).await;
         assert_eq!(try_answer(&mut answer), Some(Ok(())));
-        bed.restart().await;
+        node.restart().await;
     }
-    assert_eq!(bed.placements().len(), 4);
-    bed.assert_host_matches_bindings();
+    assert_eq!(node.placements().len(), 4);
+    node.assert_host_matches_bindings();
 }
 
 #[tokio::test]
 async fn unallocated_device_ids_are_refused_by_name() {
-    let mut bed = TestNode::new().await;
-    let mut answer = bed.start_device("a", 0..4).await;
+    let mut node = TestNode::new().await;
+    let mut answer = node.start_device("a", 0..4).await;
     assert!(
         try_answer(&mut answer)
             .unwrap()
@@ -627,126 +627,126 @@ async fn unallocated_device_ids_are_refused_by_name() {
 
 #[tokio::test]
 async fn allocation_known_only_to_kubelet_is_bound() {
-    let mut bed = TestNode::new().await;
-    bed.admit_device("a", 0..4);
-    bed.host.state().checkpoint = None;
-    bed.allocator = new_allocator(&bed.host, &bed.cgroups);
-    bed.allocator.set_gpus(two_gpus(), bed.now).await;
-    let mut answer = bed.start_device("a", 0..4).await;
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..4);
+    node.host.state().checkpoint = None;
+    node.allocator = new_allocator(&node.host, &node.cgroups);
+    node.allocator.set_gpus(two_gpus(), node.now).await;
+    let mut answer = node.start_device("a", 0..4).await;
     assert_eq!(try_answer(&mut answer), Some(Ok(())));
 }
 
 #[tokio::test]
 async fn unwritable_cdi_dir_fails_call_and_retry_succeeds() {
-    let mut bed = TestNode::new().await;
-    bed.admit_device("a", 0..10);
-    bed.host.state().failing_steps.insert("describe");
-    let mut answer = bed.start_device("a", 0..10).await;
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.host.state().failing_steps.insert("describe");
+    let mut answer = node.start_device("a", 0..10).await;
     assert!(
         try_answer(&mut answer)
             .unwrap()
             .unwrap_err()
             .contains("describe")
     );
-    assert!(bed.allocator.problems().host.is_some());
-    let mut again = bed.start_device("a", 0..10).await;
+    assert!(node.allocator.problems().host.is_some());
+    let mut again = node.start_device("a", 0..10).await;
     assert!(try_answer(&mut again).unwrap().is_err());
-    bed.host.state().failing_steps.clear();
-    let mut last = bed.start_device("a", 0..10).await;
+    node.host.state().failing_steps.clear();
+    let mut last = node.start_device("a", 0..10).await;
     assert_eq!(try_answer(&mut last), Some(Ok(())));
-    assert_eq!(bed.allocator.problems().host, None);
-    bed.assert_host_matches_bindings();
+    assert_eq!(node.allocator.problems().host, None);
+    node.assert_host_matches_bindings();
 }
 
 #[tokio::test]
 async fn full_disk_answers_allocate_and_delays_bindings() {
-    let mut bed = TestNode::new().await;
-    bed.host.state().failing_steps.insert("persist");
-    bed.admit_device("a", 0..10);
-    let mut answer = bed.start_device("a", 0..10).await;
+    let mut node = TestNode::new().await;
+    node.host.state().failing_steps.insert("persist");
+    node.admit_device("a", 0..10);
+    let mut answer = node.start_device("a", 0..10).await;
     assert!(try_answer(&mut answer).unwrap().is_err());
     assert!(
-        bed.host.state().cdi.is_empty(),
+        node.host.state().cdi.is_empty(),
         "nothing is shown that is not on record"
     );
-    assert!(bed.allocator.problems().checkpoint.is_some());
-    bed.host.state().failing_steps.clear();
-    bed.tick(1).await;
-    assert_eq!(bed.allocator.problems().checkpoint, None);
-    let mut again = bed.start_device("a", 0..10).await;
+    assert!(node.allocator.problems().checkpoint.is_some());
+    node.host.state().failing_steps.clear();
+    node.tick(1).await;
+    assert_eq!(node.allocator.problems().checkpoint, None);
+    let mut again = node.start_device("a", 0..10).await;
     assert_eq!(try_answer(&mut again), Some(Ok(())));
-    bed.restart().await;
-    assert_eq!(bed.placements().len(), 1);
-    bed.assert_host_matches_bindings();
+    node.restart().await;
+    assert_eq!(node.placements().len(), 1);
+    node.assert_host_matches_bindings();
 }
 
 #[tokio::test]
 async fn failed_teardown_is_retried() {
-    let mut bed = TestNode::new().await;
-    bed.admit_device("a", 0..10);
-    bed.start_device("a", 0..10).await;
-    bed.host.state().failing_steps.insert("withdraw cdi");
-    bed.end("a").await;
-    assert_eq!(bed.host.state().cdi.len(), 1);
-    bed.host.state().failing_steps.clear();
-    bed.tick(1).await;
-    bed.assert_host_matches_bindings();
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    node.host.state().failing_steps.insert("withdraw cdi");
+    node.end("a").await;
+    assert_eq!(node.host.state().cdi.len(), 1);
+    node.host.state().failing_steps.clear();
+    node.tick(1).await;
+    node.assert_host_matches_bindings();
 }
 
 #[tokio::test]
 async fn lost_gpu_gets_no_new_pod_until_it_is_back() {
-    let mut bed = TestNode::new().await;
-    bed.admit_device("a", 0..10);
-    bed.start_device("a", 0..10).await;
-    let before = bed.placements();
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    let before = node.placements();
     let lost = Health::Unhealthy(UnhealthyReason::Lost);
-    bed.allocator
+    node.allocator
         .set_gpus(
             vec![gpu("GPU-a", 0, lost), gpu("GPU-b", 1, Health::Healthy)],
-            bed.now,
+            node.now,
         )
         .await;
-    assert_eq!(bed.placements(), before);
-    bed.admit_device("b", 10..26);
-    bed.start_device("b", 10..26).await;
-    bed.admit_device("c", 26..30);
-    let mut waits = bed.start_device("c", 26..30).await;
+    assert_eq!(node.placements(), before);
+    node.admit_device("b", 10..26);
+    node.start_device("b", 10..26).await;
+    node.admit_device("c", 26..30);
+    let mut waits = node.start_device("c", 26..30).await;
     assert_eq!(try_answer(&mut waits), None);
-    bed.allocator.set_gpus(two_gpus(), bed.now).await;
+    node.allocator.set_gpus(two_gpus(), node.now).await;
     assert_eq!(try_answer(&mut waits), Some(Ok(())));
-    bed.assert_host_matches_bindings();
+    node.assert_host_matches_bindings();
 }
 
 #[tokio::test]
 async fn container_is_not_restarted_while_its_gpu_drains() {
-    let mut bed = TestNode::new().await;
-    bed.admit_device("a", 0..10);
-    bed.start_device("a", 0..10).await;
-    let before = bed.placements();
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    let before = node.placements();
     for why in [UnhealthyReason::Draining, UnhealthyReason::Drained] {
         let gpus = ["GPU-a", "GPU-b"].into_iter().zip(0..);
         let gpus = gpus.map(|(uuid, minor)| gpu(uuid, minor, Health::Unhealthy(why)));
-        bed.allocator.set_gpus(gpus.collect(), bed.now).await;
-        let mut refused = bed.start_device("a", 0..10).await;
+        node.allocator.set_gpus(gpus.collect(), node.now).await;
+        let mut refused = node.start_device("a", 0..10).await;
         let refused = try_answer(&mut refused).unwrap().unwrap_err();
         assert!(refused.contains("is drained"), "{refused}");
     }
-    bed.allocator.set_gpus(two_gpus(), bed.now).await;
-    let mut again = bed.start_device("a", 0..10).await;
+    node.allocator.set_gpus(two_gpus(), node.now).await;
+    let mut again = node.start_device("a", 0..10).await;
     assert_eq!(try_answer(&mut again), Some(Ok(())));
-    assert_eq!(bed.placements(), before);
+    assert_eq!(node.placements(), before);
 }
 
 #[tokio::test]
 async fn allocation_without_a_pod_is_collected() {
-    let mut bed = TestNode::new().await;
-    bed.admit_device("a", 0..10);
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
     let none = BTreeSet::new();
     for _ in 0..3 {
-        bed.now = bed.now + Duration::from_secs(61);
-        bed.allocator.collect_garbage(Some(&none), bed.now).await;
+        node.now = node.now + Duration::from_secs(61);
+        node.allocator.collect_garbage(Some(&none), node.now).await;
     }
-    assert_eq!(bed.allocator.view(bed.now).unbound_allocations, 0);
+    assert_eq!(node.allocator.view(node.now).unbound_allocations, 0);
 }
 
 /// A step of the kubelet.
@@ -823,46 +823,46 @@ async fn crash_before_any_step_changes_no_binding() {
         "{expected:?} in {steps} steps"
     );
     for crash_at in 1..steps {
-        let mut bed = TestNode::new().await;
-        bed.host.state().crash_at = Some(crash_at);
+        let mut node = TestNode::new().await;
+        node.host.state().crash_at = Some(crash_at);
         let mut done = Vec::new();
         for act in pod_history() {
-            bed.apply(&act).await;
+            node.apply(&act).await;
             done.push(act);
             let crashed = {
-                let disk = bed.host.state();
+                let disk = node.host.state();
                 disk.crash_at.is_some_and(|at| disk.steps_done >= at)
             };
             if crashed {
-                bed.restart().await;
-                bed.assert_host_matches_bindings();
-                bed.retry_all(&done).await;
+                node.restart().await;
+                node.assert_host_matches_bindings();
+                node.retry_all(&done).await;
             }
         }
-        bed.tick(1).await;
-        bed.assert_host_matches_bindings();
-        assert_eq!(bed.placements(), expected, "crash before step {crash_at}");
+        node.tick(1).await;
+        node.assert_host_matches_bindings();
+        assert_eq!(node.placements(), expected, "crash before step {crash_at}");
     }
 }
 
 #[tokio::test]
 async fn deleted_checkpoint_is_rebuilt_with_the_same_bindings() {
     for length in 1..=pod_history().len() {
-        let mut bed = TestNode::new().await;
+        let mut node = TestNode::new().await;
         for act in pod_history().iter().take(length) {
-            bed.apply(act).await;
+            node.apply(act).await;
         }
-        let before = bed.placements();
-        bed.host.state().checkpoint = None;
-        bed.restart().await;
-        assert_eq!(bed.placements(), before, "after {length} acts");
-        bed.assert_host_matches_bindings();
+        let before = node.placements();
+        node.host.state().checkpoint = None;
+        node.restart().await;
+        assert_eq!(node.placements(), before, "after {length} acts");
+        node.assert_host_matches_bindings();
     }
 }
 
 #[tokio::test]
 async fn pod_without_name_gets_the_one_that_kubelet_lists() {
-    let mut bed = TestNode::new().await;
+    let mut node = TestNode::new().await;
     let listed = |pod: &str, tokens| crate::kubelet::pod_resources::ListedContainer {
         name: crate::kubelet::pod_resources::ContainerRef {
             namespace: "team".into(),
@@ -871,72 +871,72 @@ async fn pod_without_name_gets_the_one_that_kubelet_lists() {
         },
         tokens: device_ids(tokens),
     };
-    let names = |bed: &TestNode| -> Vec<Option<String>> {
-        let containers = bed.allocator.containers();
+    let names = |node: &TestNode| -> Vec<Option<String>> {
+        let containers = node.allocator.containers();
         let holders = containers.iter().map(|bound| bound.name.clone());
         holders
             .map(|holder| Some(holder?.pod?.to_string()))
             .collect()
     };
     // After a rebuild the kubelet's checkpoint has the init container's ids as ids of the pod.
-    bed.admit("a", "init", Resource::DeviceMemory, device_ids(0..2));
-    bed.admit_device("a", 0..4);
-    bed.start_device("a", 0..4).await;
-    assert_eq!(names(&bed), [None]);
-    assert!(bed.allocator.has_unnamed_pods());
+    node.admit("a", "init", Resource::DeviceMemory, device_ids(0..2));
+    node.admit_device("a", 0..4);
+    node.start_device("a", 0..4).await;
+    assert_eq!(names(&node), [None]);
+    assert!(node.allocator.has_unnamed_pods());
     let lists = [listed("train", 0..4)];
     // The kubelet wrote another pod's entry after it had listed the pods.
-    bed.admit_device("b", 3..6);
-    let late = bed.kubelet.pop().unwrap();
-    bed.allocator.resolve_missing_names(&lists, &bed.kubelet);
-    assert_eq!(names(&bed), [None]);
-    bed.kubelet.push(late);
-    bed.allocator.resolve_missing_names(&lists, &bed.kubelet);
+    node.admit_device("b", 3..6);
+    let late = node.kubelet.pop().unwrap();
+    node.allocator.resolve_missing_names(&lists, &node.kubelet);
+    assert_eq!(names(&node), [None]);
+    node.kubelet.push(late);
+    node.allocator.resolve_missing_names(&lists, &node.kubelet);
     assert_eq!(
-        names(&bed),
+        names(&node),
         [None],
         "the tokens may have been the other's by then"
     );
-    bed.end("b").await;
+    node.end("b").await;
     let none = BTreeSet::new();
     for _ in 0..2 {
-        bed.now = bed.now + Duration::from_secs(61);
-        bed.allocator.collect_garbage(Some(&none), bed.now).await;
+        node.now = node.now + Duration::from_secs(61);
+        node.allocator.collect_garbage(Some(&none), node.now).await;
     }
-    bed.admit("a", "init", Resource::DeviceMemory, device_ids(0..2));
-    bed.allocator.resolve_missing_names(&lists, &bed.kubelet);
-    assert_eq!(names(&bed), [Some("team/train".into())]);
-    assert!(!bed.allocator.has_unnamed_pods());
-    bed.tick(1).await;
-    bed.restart().await;
-    assert_eq!(names(&bed), [Some("team/train".into())], "it is on record");
-    bed.host.state().checkpoint = None;
-    bed.restart().await;
-    assert_eq!(names(&bed), [None]);
-    bed.allocator.resolve_missing_names(&lists, &bed.kubelet);
-    assert_eq!(names(&bed), [Some("team/train".into())]);
+    node.admit("a", "init", Resource::DeviceMemory, device_ids(0..2));
+    node.allocator.resolve_missing_names(&lists, &node.kubelet);
+    assert_eq!(names(&node), [Some("team/train".into())]);
+    assert!(!node.allocator.has_unnamed_pods());
+    node.tick(1).await;
+    node.restart().await;
+    assert_eq!(names(&node), [Some("team/train".into())], "it is on record");
+    node.host.state().checkpoint = None;
+    node.restart().await;
+    assert_eq!(names(&node), [None]);
+    node.allocator.resolve_missing_names(&lists, &node.kubelet);
+    assert_eq!(names(&node), [Some("team/train".into())]);
 }
 
 #[tokio::test]
 async fn managed_memory_survives_a_deleted_checkpoint() {
-    let mut bed = TestNode::new().await;
-    bed.admit("a", "main", Resource::ManagedMemory, device_ids(0..6));
-    let mut answer = bed
+    let mut node = TestNode::new().await;
+    node.admit("a", "main", Resource::ManagedMemory, device_ids(0..6));
+    let mut answer = node
         .start("a", Resource::ManagedMemory, device_ids(0..6))
         .await;
     assert_eq!(try_answer(&mut answer), Some(Ok(())));
-    let before = bed.placements();
-    bed.host.state().checkpoint = None;
-    bed.restart().await;
-    assert_eq!(bed.placements(), before);
+    let before = node.placements();
+    node.host.state().checkpoint = None;
+    node.restart().await;
+    assert_eq!(node.placements(), before);
 }
 
 #[tokio::test]
 async fn container_gets_managed_memory_in_either_order() {
     for managed_first in [false, true] {
-        let mut bed = TestNode::new().await;
-        let device = bed.admit("a", "main", Resource::DeviceMemory, device_ids(0..4));
-        bed.admit("a", "main", Resource::ManagedMemory, device_ids(0..3));
+        let mut node = TestNode::new().await;
+        let device = node.admit("a", "main", Resource::DeviceMemory, device_ids(0..4));
+        node.admit("a", "main", Resource::ManagedMemory, device_ids(0..3));
         let mut order = [
             (Resource::DeviceMemory, device_ids(0..4)),
             (Resource::ManagedMemory, device_ids(0..3)),
@@ -945,25 +945,25 @@ async fn container_gets_managed_memory_in_either_order() {
             order.reverse();
         }
         for (resource, tokens) in order {
-            let mut answer = bed.start("a", resource, tokens).await;
+            let mut answer = node.start("a", resource, tokens).await;
             assert_eq!(try_answer(&mut answer), Some(Ok(())));
         }
         let served = BTreeMap::from([(device, Bytes::gib(3))]);
         assert_eq!(
-            bed.host.state().sockets,
+            node.host.state().sockets,
             served,
             "managed first: {managed_first}"
         );
         for forgotten in [false, true] {
             // The next agent serves every allocation anew.
             let nothing = BTreeMap::from([(device, Bytes::ZERO)]);
-            bed.host.state().sockets = nothing;
+            node.host.state().sockets = nothing;
             if forgotten {
-                bed.host.state().checkpoint = None;
+                node.host.state().checkpoint = None;
             }
-            bed.restart().await;
+            node.restart().await;
             assert_eq!(
-                bed.host.state().sockets,
+                node.host.state().sockets,
                 served,
                 "after a restart; checkpoint lost: {forgotten}"
             );
@@ -973,105 +973,105 @@ async fn container_gets_managed_memory_in_either_order() {
 
 #[tokio::test]
 async fn managed_memory_belongs_to_one_container() {
-    let mut bed = TestNode::new().await;
-    let one = bed.admit("a", "one", Resource::DeviceMemory, device_ids(0..2));
-    let two = bed.admit("a", "two", Resource::DeviceMemory, device_ids(2..4));
-    let other = bed.admit("b", "two", Resource::DeviceMemory, device_ids(4..6));
-    bed.admit("a", "two", Resource::ManagedMemory, device_ids(0..3));
+    let mut node = TestNode::new().await;
+    let one = node.admit("a", "one", Resource::DeviceMemory, device_ids(0..2));
+    let two = node.admit("a", "two", Resource::DeviceMemory, device_ids(2..4));
+    let other = node.admit("b", "two", Resource::DeviceMemory, device_ids(4..6));
+    node.admit("a", "two", Resource::ManagedMemory, device_ids(0..3));
     for (pod, tokens) in [("a", 0..2), ("a", 2..4), ("b", 4..6)] {
-        bed.start_device(pod, tokens).await;
+        node.start_device(pod, tokens).await;
     }
-    bed.start("a", Resource::ManagedMemory, device_ids(0..3))
+    node.start("a", Resource::ManagedMemory, device_ids(0..3))
         .await;
     let served = BTreeMap::from([
         (one, Bytes::ZERO),
         (two, Bytes::gib(3)),
         (other, Bytes::ZERO),
     ]);
-    assert_eq!(bed.host.state().sockets, served);
+    assert_eq!(node.host.state().sockets, served);
 }
 
 #[tokio::test]
 async fn checkpoint_of_another_boot_restores_no_binding() {
-    let mut bed = TestNode::new().await;
-    bed.admit_device("a", 0..10);
-    bed.start_device("a", 0..10).await;
-    std::fs::remove_dir(bed.cgroup("a")).unwrap();
-    if let Some(state) = &mut bed.host.state().checkpoint {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    std::fs::remove_dir(node.cgroup("a")).unwrap();
+    if let Some(state) = &mut node.host.state().checkpoint {
         state.boot = "boot-0".into();
     }
-    bed.restart().await;
-    assert!(bed.placements().is_empty());
-    bed.assert_host_matches_bindings();
+    node.restart().await;
+    assert!(node.placements().is_empty());
+    node.assert_host_matches_bindings();
 }
 
 #[tokio::test]
 async fn reboot_is_not_reported_as_a_lost_checkpoint() {
-    let mut bed = TestNode::new().await;
-    bed.admit_device("a", 0..10);
-    bed.start_device("a", 0..10).await;
-    if let Some(state) = &mut bed.host.state().checkpoint {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    if let Some(state) = &mut node.host.state().checkpoint {
         state.boot = "boot-0".into();
     }
-    bed.restart().await;
-    assert_eq!(bed.allocator.problems().rebuilt, None);
+    node.restart().await;
+    assert_eq!(node.allocator.problems().rebuilt, None);
 }
 
 #[tokio::test]
 async fn changed_quantum_rebuilds_at_the_first_restart_only() {
-    let mut bed = TestNode::new().await;
-    bed.admit_device("a", 0..10);
-    bed.start_device("a", 0..10).await;
-    bed.restart_with(Quantum::Mib512).await;
-    assert!(bed.allocator.problems().rebuilt.is_some());
-    let rebuilt = bed.placements();
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    node.restart_with(Quantum::Mib512).await;
+    assert!(node.allocator.problems().rebuilt.is_some());
+    let rebuilt = node.placements();
     assert_eq!(rebuilt["a/0-9"], [("GPU-a".to_owned(), 20)]);
-    bed.restart_with(Quantum::Mib512).await;
-    assert_eq!(bed.allocator.problems().rebuilt, None);
-    assert_eq!(bed.placements(), rebuilt);
+    node.restart_with(Quantum::Mib512).await;
+    assert_eq!(node.allocator.problems().rebuilt, None);
+    assert_eq!(node.placements(), rebuilt);
 }
 
 #[tokio::test]
 async fn pods_that_ended_without_an_agent_are_released_at_start() {
-    let mut bed = TestNode::new().await;
-    bed.admit_device("a", 0..10);
-    bed.start_device("a", 0..10).await;
-    std::fs::remove_dir(bed.cgroup("a")).unwrap();
-    bed.restart().await;
-    assert!(bed.placements().is_empty());
-    bed.assert_host_matches_bindings();
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    std::fs::remove_dir(node.cgroup("a")).unwrap();
+    node.restart().await;
+    assert!(node.placements().is_empty());
+    node.assert_host_matches_bindings();
 }
 
 #[tokio::test]
 async fn exported_memory_is_reused_once_unmapped_across_restarts() {
     for crash_at in 0..8 {
-        let mut bed = TestNode::new().await;
-        let first = bed.admit_device("first", 0..16);
-        let second = bed.admit_device("second", 16..32);
-        bed.start_device("first", 0..16).await;
-        bed.start_device("second", 16..32).await;
+        let mut node = TestNode::new().await;
+        let first = node.admit_device("first", 0..16);
+        let second = node.admit_device("second", 16..32);
+        node.start_device("first", 0..16).await;
+        node.start_device("second", 16..32).await;
         let left = vec![("GPU-a".parse().unwrap(), Bytes::mib(300))];
-        bed.host.state().exported = [(first, left.clone()), (second, left)].into();
-        bed.host.state().unreclaimed = Bytes::mib(100);
-        let done = bed.host.state().steps_done;
-        bed.host.state().crash_at = Some(done + crash_at);
-        bed.end("first").await;
-        bed.restart().await;
-        let free = |bed: &TestNode, gpu: usize| bed.allocator.view(bed.now).gpus[gpu].free;
-        let ended = bed.placements();
+        node.host.state().exported = [(first, left.clone()), (second, left)].into();
+        node.host.state().unreclaimed = Bytes::mib(100);
+        let done = node.host.state().steps_done;
+        node.host.state().crash_at = Some(done + crash_at);
+        node.end("first").await;
+        node.restart().await;
+        let free = |node: &TestNode, gpu: usize| node.allocator.view(node.now).gpus[gpu].free;
+        let ended = node.placements();
         assert_eq!(ended.len(), 1, "crash at {crash_at}: {ended:?}");
         assert_eq!(
-            free(&bed, 0) + free(&bed, 1),
+            free(&node, 0) + free(&node, 1),
             Quanta(15),
             "crash at {crash_at}"
         );
-        bed.admit_device("third", 0..16);
-        let mut third = bed.start_device("third", 0..16).await;
+        node.admit_device("third", 0..16);
+        let mut third = node.start_device("third", 0..16).await;
         assert_eq!(try_answer(&mut third), None, "crash at {crash_at}");
-        bed.tick(10).await;
-        let leaked: Vec<Bytes> = bed
+        node.tick(10).await;
+        let leaked: Vec<Bytes> = node
             .allocator
-            .view(bed.now)
+            .view(node.now)
             .gpus
             .iter()
             .map(|gpu| gpu.leaked)
@@ -1081,21 +1081,21 @@ async fn exported_memory_is_reused_once_unmapped_across_restarts() {
             [Bytes::mib(100), Bytes::ZERO],
             "crash at {crash_at}"
         );
-        bed.host.state().unreclaimed = Bytes::ZERO;
-        bed.tick(1).await;
+        node.host.state().unreclaimed = Bytes::ZERO;
+        node.tick(1).await;
         assert_eq!(try_answer(&mut third), Some(Ok(())), "crash at {crash_at}");
-        bed.assert_host_matches_bindings();
+        node.assert_host_matches_bindings();
     }
 }
 
 #[tokio::test]
 async fn orphaned_lease_is_not_bound_until_proven_free() {
-    let mut bed = TestNode::new().await;
+    let mut node = TestNode::new().await;
     let gpu: GpuUuid = "GPU-a".parse().unwrap();
-    bed.admit_device("first", 0..16);
-    bed.start_device("first", 0..16).await;
-    bed.tick(1).await;
-    let stood = bed.host.state().last_lease_inputs.clone();
+    node.admit_device("first", 0..16);
+    node.start_device("first", 0..16).await;
+    node.tick(1).await;
+    let stood = node.host.state().last_lease_inputs.clone();
     assert!(
         stood.containers.values().all(|container| {
             container.pod.as_str().contains("first") && container.gpus.contains(&gpu)
@@ -1103,96 +1103,96 @@ async fn orphaned_lease_is_not_bound_until_proven_free() {
         "{stood:?}"
     );
     let kept = BTreeMap::from([(LeaseId(7), Bytes::mib(3_500))]);
-    bed.host.state().lease_answer.orphaned = Some(BTreeMap::from([(gpu.clone(), kept)]));
-    bed.end("first").await;
-    bed.restart().await;
+    node.host.state().lease_answer.orphaned = Some(BTreeMap::from([(gpu.clone(), kept)]));
+    node.end("first").await;
+    node.restart().await;
     // The fd store has not answered yet: the checkpoint's state remains.
-    bed.host.state().lease_answer.orphaned = None;
-    bed.tick(1).await;
-    assert_eq!(bed.allocator.view(bed.now).gpus[0].free, Quanta(12));
+    node.host.state().lease_answer.orphaned = None;
+    node.tick(1).await;
+    assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(12));
     let mut turn = LedgerUpdate {
         orphaned: Some(BTreeMap::new()),
         ..LedgerUpdate::default()
     };
     // The ledger has accounted for this lease before.
     turn.unreclaimed = vec![(LeaseId(7), gpu, Bytes::ZERO)];
-    bed.host.state().unreclaimed = Bytes::gib(16);
-    bed.host.state().failing_steps.insert("persist");
-    bed.host.state().lease_answer = turn;
-    bed.tick(1).await;
+    node.host.state().unreclaimed = Bytes::gib(16);
+    node.host.state().failing_steps.insert("persist");
+    node.host.state().lease_answer = turn;
+    node.tick(1).await;
     assert_eq!(
-        bed.host.state().recorded,
+        node.host.state().recorded,
         [],
         "its descriptor stays while it is not on record"
     );
-    bed.host.state().failing_steps.clear();
-    bed.tick(1).await;
-    assert_eq!(bed.host.state().recorded, [LeaseId(7)]);
-    assert_eq!(bed.allocator.view(bed.now).gpus[0].free, Quanta(12));
-    bed.host.state().unreclaimed = Bytes::ZERO;
-    bed.tick(1).await;
-    assert_eq!(bed.allocator.view(bed.now).gpus[0].free, Quanta(16));
+    node.host.state().failing_steps.clear();
+    node.tick(1).await;
+    assert_eq!(node.host.state().recorded, [LeaseId(7)]);
+    assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(12));
+    node.host.state().unreclaimed = Bytes::ZERO;
+    node.tick(1).await;
+    assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(16));
 }
 
 #[tokio::test]
 async fn leases_stay_unreclaimed_while_fdstore_is_unreachable() {
-    let mut bed = TestNode::new().await;
-    let first = bed.admit_device("first", 0..16);
-    bed.start_device("first", 0..16).await;
+    let mut node = TestNode::new().await;
+    let first = node.admit_device("first", 0..16);
+    node.start_device("first", 0..16).await;
     let leases = vec![("GPU-a".parse().unwrap(), Bytes::gib(5))];
-    bed.host.state().leases.insert(first, leases);
-    bed.host.state().unreclaimed = Bytes::gib(16);
-    bed.end("first").await;
-    assert_eq!(bed.allocator.view(bed.now).gpus[0].free, Quanta(11));
-    bed.host.state().unreclaimed = Bytes::ZERO;
-    bed.tick(1).await;
-    assert_eq!(bed.allocator.view(bed.now).gpus[0].free, Quanta(16));
+    node.host.state().leases.insert(first, leases);
+    node.host.state().unreclaimed = Bytes::gib(16);
+    node.end("first").await;
+    assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(11));
+    node.host.state().unreclaimed = Bytes::ZERO;
+    node.tick(1).await;
+    assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(16));
 }
 
 #[tokio::test]
 async fn unreadable_cdi_file_stays_while_kubelet_lists_it() {
-    let mut bed = TestNode::new().await;
-    let allocation = bed.admit_device("first", 0..4);
-    bed.start_device("first", 0..4).await;
-    bed.host.state().checkpoint = None;
-    bed.host.state().unreadable.insert(allocation);
-    bed.host.state().unreclaimed = Bytes::gib(4);
-    bed.restart().await;
-    assert!(bed.host.state().cdi.contains_key(&allocation));
-    let free = |bed: &TestNode| {
-        let view = bed.allocator.view(bed.now);
+    let mut node = TestNode::new().await;
+    let allocation = node.admit_device("first", 0..4);
+    node.start_device("first", 0..4).await;
+    node.host.state().checkpoint = None;
+    node.host.state().unreadable.insert(allocation);
+    node.host.state().unreclaimed = Bytes::gib(4);
+    node.restart().await;
+    assert!(node.host.state().cdi.contains_key(&allocation));
+    let free = |node: &TestNode| {
+        let view = node.allocator.view(node.now);
         let gpus = view.gpus.iter();
         gpus.map(|gpu| gpu.free.0).sum::<u32>()
     };
-    assert_eq!(free(&bed), 12 + 12, "what is in use is given to nobody");
-    assert!(bed.allocator.problems().rebuilt.is_some());
+    assert_eq!(free(&node), 12 + 12, "what is in use is given to nobody");
+    assert!(node.allocator.problems().rebuilt.is_some());
     let none = BTreeSet::new();
-    bed.tick(60).await;
-    bed.allocator.collect_garbage(Some(&none), bed.now).await;
-    assert!(bed.host.state().cdi.contains_key(&allocation));
-    bed.allocator.collect_garbage(Some(&none), bed.now).await;
-    bed.tick(1).await;
-    assert!(!bed.host.state().cdi.contains_key(&allocation));
+    node.tick(60).await;
+    node.allocator.collect_garbage(Some(&none), node.now).await;
+    assert!(node.host.state().cdi.contains_key(&allocation));
+    node.allocator.collect_garbage(Some(&none), node.now).await;
+    node.tick(1).await;
+    assert!(!node.host.state().cdi.contains_key(&allocation));
 }
 
 #[tokio::test]
 async fn lost_checkpoint_binds_nothing_until_gpus_are_proven_free() {
-    let mut bed = TestNode::new().await;
-    bed.admit_device("first", 0..4);
-    bed.start_device("first", 0..4).await;
-    bed.host.state().checkpoint = None;
-    bed.host.state().unreclaimed = Bytes::gib(10);
-    bed.restart().await;
-    let free = |bed: &TestNode| {
-        bed.allocator
-            .view(bed.now)
+    let mut node = TestNode::new().await;
+    node.admit_device("first", 0..4);
+    node.start_device("first", 0..4).await;
+    node.host.state().checkpoint = None;
+    node.host.state().unreclaimed = Bytes::gib(10);
+    node.restart().await;
+    let free = |node: &TestNode| {
+        node.allocator
+            .view(node.now)
             .gpus
             .iter()
             .map(|gpu| gpu.free.0)
             .sum::<u32>()
     };
-    assert_eq!(free(&bed), 2 + 6);
-    bed.host.state().unreclaimed = Bytes::ZERO;
-    bed.tick(1).await;
-    assert_eq!(free(&bed), 12 + 16);
+    assert_eq!(free(&node), 2 + 6);
+    node.host.state().unreclaimed = Bytes::ZERO;
+    node.tick(1).await;
+    assert_eq!(free(&node), 12 + 16);
 }
