@@ -7,13 +7,13 @@ COPY . .
 RUN cargo build --release --locked \
       --package bursar-device-plugin --package bursar-operator \
       --package bursar-shim --package bursar-nvml-shim \
-      --package bursar-vault --package bursar-worker
+      --package bursar-fdstore --package bursar-provisioner
 
 FROM debian:bookworm-slim@sha256:7b140f374b289a7c2befc338f42ebe6441b7ea838a042bbd5acbfca6ec875818 AS base
 
 FROM base AS agent
-COPY --from=build /src/target/release/bursar-agent /src/target/release/bursar-vault \
-     /src/target/release/bursar-worker /usr/local/bin/
+COPY --from=build /src/target/release/bursar-agent /src/target/release/bursar-fdstore \
+     /src/target/release/bursar-provisioner /usr/local/bin/
 # The agent copies them to the node, and containers get them from there: an upgrade of this image never
 # touches a file that a program has mapped.
 COPY --from=build /src/target/release/libbursar_shim.so /opt/bursar/shim/libcuda.so.1

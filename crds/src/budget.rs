@@ -268,14 +268,14 @@ pub struct GpuMemoryBudgetStatus {
 /// An amount of memory in quanta and in bytes.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Counted {
+pub struct QuantaAmount {
     /// Whole quanta, the unit of the resource limit.
     pub quanta: i64,
     /// The amount as a quantity of bytes.
     pub bytes: Amount,
 }
 
-impl Default for Counted {
+impl Default for QuantaAmount {
     fn default() -> Self {
         Self {
             quanta: 0,
@@ -289,17 +289,17 @@ impl Default for Counted {
 #[serde(rename_all = "camelCase", default)]
 pub struct DeviceMemoryStatus {
     /// The guarantee, in whole quanta.
-    pub guaranteed: Counted,
+    pub guaranteed: QuantaAmount,
     /// The limit, in whole quanta.
-    pub limit: Counted,
+    pub limit: QuantaAmount,
     /// Requested by the namespace's pods, guaranteed and borrowed.
-    pub requested: Counted,
+    pub requested: QuantaAmount,
     /// Requested by borrowed pods.
-    pub borrowed: Counted,
+    pub borrowed: QuantaAmount,
     /// The most that the pods had in use within the last sampled minute, rounded up on each node.
-    pub observed: Counted,
+    pub observed: QuantaAmount,
     /// The highest value of `observed`.
-    pub peak: Counted,
+    pub peak: QuantaAmount,
 }
 
 /// CUDA contexts of a namespace's pods, on the present nodes.
@@ -343,9 +343,9 @@ pub struct FaultEviction {
 #[serde(rename_all = "camelCase", default)]
 pub struct ManagedMemoryStatus {
     /// The limit, in whole quanta.
-    pub limit: Counted,
+    pub limit: QuantaAmount,
     /// Requested by the namespace's pods.
-    pub requested: Counted,
+    pub requested: QuantaAmount,
 }
 
 #[cfg(test)]

@@ -61,7 +61,7 @@ pub mod gpu_node {
     pub const DRIVER_LIMITS: &str = "DriverLimits";
 
     /// Programs can have retained memory; does not count for `Ready`.
-    pub const KEPT_MEMORY: &str = "KeptMemory";
+    pub const RETAINED_MEMORY: &str = "RetainedMemory";
 
     /// The scrub check saw every GPU's driver clear freed memory; does not count for `Ready`.
     pub const MEMORY_SCRUBBED: &str = "MemoryScrubbed";
@@ -108,11 +108,11 @@ pub mod gpu_node {
     /// Switched off in the agent's configuration.
     pub const SWITCHED_OFF: &str = "SwitchedOff";
     /// The fd store of retained memory does not answer.
-    pub const VAULT_AWAY: &str = "VaultAway";
+    pub const FD_STORE_UNAVAILABLE: &str = "FdStoreUnavailable";
     /// The scrub check has not seen the driver of a GPU clear freed memory.
     pub const NOT_SCRUBBED: &str = "NotScrubbed";
     /// The provisioner of a GPU hangs in the driver.
-    pub const WORKER_STUCK: &str = "WorkerStuck";
+    pub const PROVISIONER_HUNG: &str = "ProvisionerHung";
     /// The spec has orders of another version of the API.
     pub const NOT_UNDERSTOOD: &str = "NotUnderstood";
     /// The driver refused a memory limit.
@@ -121,7 +121,7 @@ pub mod gpu_node {
 
 /// A condition without its transition time and observed generation.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Statement {
+pub struct ConditionUpdate {
     /// A type from [`budget`] or [`gpu_node`].
     pub type_: &'static str,
     /// `None` is Unknown.
@@ -132,7 +132,7 @@ pub struct Statement {
     pub message: String,
 }
 
-impl Statement {
+impl ConditionUpdate {
     /// A condition with its status as `True` or `False`.
     pub fn new(
         type_: &'static str,
@@ -153,7 +153,7 @@ impl Statement {
         const SPARED: [&str; 5] = [
             gpu_node::STATE_WRITTEN,
             gpu_node::DRIVER_LIMITS,
-            gpu_node::KEPT_MEMORY,
+            gpu_node::RETAINED_MEMORY,
             gpu_node::MEMORY_SCRUBBED,
             gpu_node::ACCEPTED,
         ];
@@ -165,9 +165,9 @@ impl Statement {
 /// time.
 ///
 /// Drops conditions without a statement; keeps the order of the statements.
-pub fn merge(
+pub fn update_conditions(
     before: &[Condition],
-    statements: &[Statement],
+    statements: &[ConditionUpdate],
     generation: Option<i64>,
     now: &Time,
 ) -> Vec<Condition> {
@@ -204,26 +204,26 @@ mod tests {
         Time(Timestamp::from_second(second).unwrap())
     }
 
-    fn covered(holds: bool, message: &str) -> Statement {
-        Statement::new(budget::COVERED, holds, budget::GUARANTEES_FIT, message)
+    fn covered(holds: bool, message: &str) -> ConditionUpdate {
+        ConditionUpdate::new(budget::COVERED, holds, budget::GUARANTEES_FIT, message)
     }
 
     #[test]
     fn the_transition_time_moves_only_with_the_status() {
-        let first = merge(&[], &[covered(true, "a")], Some(1), &at(10));
-        let second = merge(&first, &[covered(true, "b")], Some(2), &at(20));
+        let first = update_conditions(&[], &[covered(true, "a")], Some(1), &at(10));
+        let second = update_conditions(&first, &[covered(true, "b")], Some(2), &at(20));
         assert_eq!(second[0].last_transition_time, at(10));
         assert_eq!(second[0].message, "b");
         assert_eq!(second[0].observed_generation, Some(2));
-        let third = merge(&second, &[covered(false, "b")], Some(2), &at(30));
+        let third = update_conditions(&second, &[covered(false, "b")], Some(2), &at(30));
         assert_eq!(third[0].last_transition_time, at(30));
     }
 
     #[test]
     fn saying_the_same_again_changes_nothing() {
-        let first = merge(&[], &[covered(true, "a")], Some(1), &at(10));
+        let first = update_conditions(&[], &[covered(true, "a")], Some(1), &at(10));
         assert_eq!(
-            merge(&first, &[covered(true, "a")], Some(1), &at(99)),
+            update_conditions(&first, &[covered(true, "a")], Some(1), &at(99)),
             first
         );
     }

@@ -33,7 +33,7 @@ pub const MAX_QUOTAS: usize = 64;
 /// The most ordered restarts in one object; the operator adds others when some are done.
 pub const MAX_RESTARTS: usize = 16;
 /// The most owners with moved pods in one object; the operator drops older ones.
-pub const MAX_MOVES: usize = 64;
+pub const MAX_RECORDED_RELOCATIONS: usize = 64;
 /// The most namespaces in one object, those with pods on the node first.
 pub const MAX_NAMESPACES: usize = 32;
 
@@ -114,23 +114,23 @@ pub struct GpuNodeSpec {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["podUid".to_owned(), "container".to_owned(), "account".to_owned()]))]
-    pub quotas: Vec<QuotaOrder>,
+    pub quotas: Vec<QuotaOverride>,
     /// Context policies of namespaces. In every other namespace the agent restarts a container
     /// whose context is poisoned, at most 5 times in 10 minutes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 1024), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".to_owned()]))]
-    pub context_policies: Vec<ContextOrder>,
+    pub context_policies: Vec<ContextPolicyEntry>,
     /// Restarts of containers whose fault the agent has only reported so far.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["fault".to_owned()]))]
-    pub restarts: Vec<RestartOrder>,
+    pub restarts: Vec<RestartRequest>,
     /// How often the operator moved pending pods of an owner to other nodes. The agent ignores it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["owner".to_owned()]))]
-    pub moves: Vec<Moved>,
+    pub relocations: Vec<Relocation>,
     /// UUIDs of GPUs to drain for a reset or another driver. The agent kills the containers with
     /// memory on them, starts none there, and discards their retained memory. A GPU stands for its
     /// MIG instances too.
@@ -144,7 +144,7 @@ pub struct GpuNodeSpec {
 /// order idempotent.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct RestartOrder {
+pub struct RestartRequest {
     /// The id of the fault in `status.faults`.
     #[schemars(length(min = 1, max = 64))]
     pub fault: String,
@@ -162,7 +162,7 @@ pub struct RestartOrder {
 /// How often the operator moved pods of one owner.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Moved {
+pub struct Relocation {
     /// The owner's UID.
     #[schemars(length(min = 1, max = 64))]
     pub owner: String,
@@ -176,7 +176,7 @@ pub struct Moved {
 /// The context policy of a namespace.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct ContextOrder {
+pub struct ContextPolicyEntry {
     /// The namespace.
     #[schemars(length(min = 1, max = 63))]
     pub namespace: String,
@@ -193,7 +193,7 @@ pub struct ContextOrder {
 /// The quota of one account of a running container.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct QuotaOrder {
+pub struct QuotaOverride {
     /// The pod's UID.
     #[schemars(length(min = 1, max = 64))]
     pub pod_uid: String,
@@ -262,13 +262,13 @@ pub struct GpuNodeStatus {
     pub gpus: Vec<GpuStatus>,
     /// Containers that wait until one GPU has room, the longest waiting first; at most 16.
     #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "atomic"))]
-    pub waiting: Vec<Waiting>,
+    pub waiting: Vec<PendingContainer>,
     /// The number of containers without enforcement of their quota.
     #[serde(skip_serializing_if = "is_zero")]
     pub not_enforced_count: i32,
     /// Containers without enforcement of their quota, and the reasons; at most 16.
     #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "atomic"))]
-    pub not_enforced: Vec<NotEnforced>,
+    pub not_enforced: Vec<EnforcementGap>,
     /// The state of each entry of `spec.quotas`.
     #[schemars(length(max = 64), extend("x-kubernetes-list-type" = "atomic"))]
     pub quotas: Vec<QuotaStatus>,
@@ -279,7 +279,7 @@ pub struct GpuNodeStatus {
     #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["namespace"]))]
     pub namespaces: Vec<NamespaceUse>,
     /// The node's conditions: Ready, GpusFound, Registered, CdiReady, WithinTokenLimit,
-    /// CheckpointIntact, StateWritten, Audited, DriverLimits, KeptMemory, MemoryScrubbed,
+    /// CheckpointIntact, StateWritten, Audited, DriverLimits, RetainedMemory, MemoryScrubbed,
     /// Accepted.
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
@@ -351,7 +351,7 @@ pub struct GpuStatus {
     pub withheld: Option<Amount>,
     /// The UID of the pod whose reservation the agent has accepted (`spec.reservations`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub held_for: Option<String>,
+    pub reserved_for: Option<String>,
     /// The pods with memory on the GPU, those with the most first; at most 32.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "atomic"))]
@@ -422,7 +422,7 @@ pub enum HealthStatus {
 /// A container that waits until one GPU has room.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Waiting {
+pub struct PendingContainer {
     /// The pod's UID.
     pub pod_uid: String,
     /// The pod's namespace.
@@ -441,7 +441,7 @@ pub struct Waiting {
 /// A container without enforcement of its quota.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct NotEnforced {
+pub struct EnforcementGap {
     /// The pod's UID.
     pub pod_uid: String,
     /// The pod's namespace.

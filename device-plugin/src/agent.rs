@@ -452,21 +452,21 @@ fn lease_service(
     let folder = config.paths.run_dir.join("kept");
     let beside = || {
         let own = std::env::current_exe().unwrap_or_default();
-        own.with_file_name("bursar-worker")
+        own.with_file_name("bursar-provisioner")
     };
     let program = Program {
         path: config.retained.provisioner.clone().unwrap_or_else(beside),
         driver: config.driver.clone(),
         libraries: folder.join("lib"),
     };
-    let vault = config
+    let fdstore = config
         .retained
         .enabled
         .then(|| config.retained.fdstore_socket.clone());
     let state = &config.paths.state_dir;
     Ok(LeaseService {
         commands: notes,
-        store_events: vault
+        store_events: fdstore
             .map(fdstore_client::start)
             .transpose()
             .map_err(AgentError::Thread)?,

@@ -139,7 +139,7 @@ pub struct RetainedConfig {
     pub enabled: bool,
     /// The fd store's socket.
     pub fdstore_socket: PathBuf,
-    /// The provisioner's program; `None` is `bursar-worker` beside the agent's own program.
+    /// The provisioner's program; `None` is `bursar-provisioner` beside the agent's own program.
     pub provisioner: Option<PathBuf>,
 }
 
@@ -262,7 +262,7 @@ mod tests {
         assert!(!config.allow_unscrubbed);
         assert_eq!(
             config.retained.fdstore_socket,
-            Path::new("/run/bursar/vault/vault.sock")
+            Path::new("/run/bursar/fdstore/fdstore.sock")
         );
     }
 
@@ -281,7 +281,7 @@ mod tests {
             root = "/driver-root"
             host-root = "/run/nvidia/driver"
             dev-root = "/run/nvidia/driver/dev"
-            worker-user = 65531
+            provisioner-user = 65531
             extra-mounts = [{ host-path = "/a", container-path = "/b", read-only = false }, { host-path = "/c" }]
             [paths]
             state-dir = "/s"
@@ -298,10 +298,10 @@ mod tests {
             tolerance = "128Mi"
             process-allowance = "512Mi"
             kill-after = 5
-            [kept]
+            [retained-memory]
             enabled = false
-            vault-socket = "/v/vault.sock"
-            worker = "/w/bursar-worker"
+            fdstore-socket = "/v/fdstore.sock"
+            provisioner = "/w/bursar-provisioner"
             [sharing]
             allow-unscrubbed = true
             [http]
@@ -350,8 +350,8 @@ mod tests {
             },
             retained: RetainedConfig {
                 enabled: false,
-                fdstore_socket: "/v/vault.sock".into(),
-                provisioner: Some("/w/bursar-worker".into()),
+                fdstore_socket: "/v/fdstore.sock".into(),
+                provisioner: Some("/w/bursar-provisioner".into()),
             },
             allow_unscrubbed: true,
             http_listen: "[::1]:9".parse().unwrap(),
@@ -422,8 +422,8 @@ mod tests {
                 ["audit.kill-after", "\"0\"", "1 or more"],
             ),
             (
-                "[kept]\nvault-socket = \"vault\"",
-                ["kept.vault-socket", "\"vault\"", "absolute"],
+                "[retained-memory]\nfdstore-socket = \"fdstore\"",
+                ["retained-memory.fdstore-socket", "\"fdstore\"", "absolute"],
             ),
             (
                 "[http]\nlisten = \"9400\"",

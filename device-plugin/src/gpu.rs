@@ -136,7 +136,7 @@ impl Inventory {
                 state.health.is_healthy() && stuck.contains(&state.gpu.uuid)
             };
             for state in gpus.iter_mut().filter(hang) {
-                state.health = Health::Unhealthy(UnhealthyReason::WorkerStuck);
+                state.health = Health::Unhealthy(UnhealthyReason::ProvisionerHung);
             }
         }
         self

@@ -387,12 +387,12 @@ struct RetainedFigures {
 impl EncodeFamilies for RetainedFigures {
     fn encode(&self, tables: &mut FamilyEncoder<'_>) -> std::fmt::Result {
         tables.gauges(
-            "bursar_gpu_kept_leases",
+            "bursar_gpu_retained_leases",
             "Leases of retained memory in the fd store",
             self.leases.clone(),
         )?;
         tables.gauges(
-            "bursar_gpu_kept_bytes",
+            "bursar_gpu_retained_bytes",
             "Retained memory in the fd store",
             self.bytes.clone(),
         )

@@ -2,7 +2,7 @@
 
 usage: against_vllm.py PROGRAMS [--simulated | --gpu UUID] [--python PATH]
 
-PROGRAMS is a folder with bursar-vault, bursar-worker, keeper and the wheel of the package bursar, as for kept.py.
+PROGRAMS is a folder with bursar-fdstore, bursar-provisioner, keeper and the wheel of the package bursar, as for retained.py.
 With --simulated the folder also has simgpu, libbursar_sim_cuda.so and libbursar_sim_nvml.so, and no GPU is needed.
 PATH is a Python that has vLLM 0.33.0. Without PATH the script makes an environment in PROGRAMS/vllm of the packages
 in against_vllm.txt, the imports of vLLM's loaders, of about 5 GB. CI does not run this script. It prints one table,
@@ -100,7 +100,7 @@ class Trial:
 
 
 def again(trial, table, what, model, engine=None):
-    """Loads a model without retained memory, then by two workers, the first of which is killed."""
+    """Loads a model without retained memory, then by two provisioners, the first of which is killed."""
     _, plain = trial.load(model, "auto", engine=engine)
     ended, first = trial.load(model, then="kill", engine=engine)
     _, second = trial.load(model, engine=engine)
@@ -149,7 +149,7 @@ def environment(programs):
 
 
 def simulate(machine, folder):
-    """Sets up a simulated GPU, which the programs and the workers use as a driver."""
+    """Sets up a simulated GPU, which the programs and the provisioners use as a driver."""
     config = os.path.join(folder, "lab.toml")
     with open(config, "w", encoding="ascii") as file:
         file.write(f'[[gpu]]\nname = "NVIDIA H200"\nuuid = "{SIMULATED}"\nmemory = "16Gi"\nminor = 0\n')

@@ -1,6 +1,6 @@
 //! Counts memory in whole quanta.
 
-use bursar_crds::budget::Counted;
+use bursar_crds::budget::QuantaAmount;
 use bursar_crds::quantity::QuantityError;
 use bursar_crds::{Amount, Quantum};
 
@@ -49,8 +49,8 @@ impl Quanta {
     }
 
     /// The amount as the API represents it.
-    pub fn counted(self, quantum: Quantum) -> Counted {
-        Counted {
+    pub fn counted(self, quantum: Quantum) -> QuantaAmount {
+        QuantaAmount {
             quanta: self.0,
             bytes: Amount::from_bytes(self.bytes(quantum)),
         }

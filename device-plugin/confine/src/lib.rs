@@ -35,12 +35,12 @@ pub const AGENT_CAPABILITIES: &[(&str, CapabilitySet, &str)] = &[
     (
         "SETGID",
         CapabilitySet::SETGID,
-        "start workers and canaries as `driver.workerUser`",
+        "start provisioners and canaries as `driver.provisionerUser`",
     ),
     (
         "SETUID",
         CapabilitySet::SETUID,
-        "start workers and canaries as `driver.workerUser`",
+        "start provisioners and canaries as `driver.provisionerUser`",
     ),
     (
         "SYS_ADMIN",

@@ -29,10 +29,10 @@ use crate::messages::{DecodeError, Decoder, MAX_PAYLOAD, Message};
 pub const VERSION: u16 = 1;
 
 /// The folder of the fd store's socket on the host, which only root may enter.
-pub const RUN_DIR: &str = "/run/bursar/vault";
+pub const RUN_DIR: &str = "/run/bursar/fdstore";
 
 /// The name of the fd store's socket inside its folder.
-pub const SOCKET_NAME: &str = "vault.sock";
+pub const SOCKET_NAME: &str = "fdstore.sock";
 
 /// The lease of the export keep-alive: a small piece of exported memory without an owner. While one
 /// exported descriptor is open on a system, each further export and close is thirty times as fast.
@@ -145,22 +145,22 @@ pub enum FdStoreResponse {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// There is no lease of that number.
-    #[error("the vault has no such lease")]
+    #[error("the fd store has no such lease")]
     Missing,
     /// There is one of that number already.
-    #[error("the vault has a lease of that number")]
+    #[error("the fd store has a lease of that number")]
     Exists,
     /// The fd store holds as many as it may.
-    #[error("the vault is full")]
+    #[error("the fd store is full")]
     Full,
     /// No descriptor came with the message.
     #[error("no descriptor came with the lease")]
     NoDescriptor,
     /// The agent's version is older than the oldest that the fd store speaks.
-    #[error("the vault speaks no version that old")]
+    #[error("the fd store speaks no version that old")]
     Version,
     /// A request on a connection that sent no hello.
-    #[error("the vault was not greeted first")]
+    #[error("the fd store was not greeted first")]
     NoHello,
 }
 

@@ -1,4 +1,5 @@
-//! Measures retained memory for e2e/gpu/kept.py and recovery.py. Each mode prints lines of JSON.
+//! Measures retained memory for e2e/gpu/retained.py and recovery.py. Each mode prints lines of
+//! JSON.
 //!
 //! ```text
 //! kept bare BYTES ROUNDS            cuMemCreate and map, with a scrub wait between rounds
@@ -150,20 +151,21 @@ fn lease(socket: &str, bytes: u64, rounds: u32) -> Done {
             LeaseState::Writing(writer) => writer.discard()?,
             LeaseState::Ready(_) => return Err("the lease was there".into()),
         }
-        // The worker releases its own handle only then.
+        // The provisioner releases its own handle only then.
         std::thread::sleep(Duration::from_millis(10));
         wait_for_scrub(&context, bytes)?;
     }
     Ok(())
 }
 
-/// Follows the path of a lease without memory, from the agent to the worker and back. All parties
-/// sleep as long as a scrub takes. They are threads here, which wake up as fast as processes.
+/// Follows the path of a lease without memory, from the agent to the provisioner and back. All
+/// parties sleep as long as a scrub takes. They are threads here, which wake up as fast as
+/// processes.
 fn wakes(rounds: u32) -> Done {
     let name = format!("kept wakes {}", std::process::id());
     let agent = SocketAddr::from_abstract_name(name)?;
     let listener = UnixListener::bind_addr(&agent)?;
-    let (mut worker, mut its) = UnixStream::pair()?;
+    let (mut provisioner, mut its) = UnixStream::pair()?;
     std::thread::spawn(move || -> std::io::Result<()> {
         loop {
             its.read_exact(&mut [0])?;
@@ -174,8 +176,8 @@ fn wakes(rounds: u32) -> Done {
         loop {
             let (mut client, _) = listener.accept()?;
             client.read_exact(&mut [0])?;
-            worker.write_all(&[0])?;
-            worker.read_exact(&mut [0])?;
+            provisioner.write_all(&[0])?;
+            provisioner.read_exact(&mut [0])?;
             client.write_all(&[0])?;
         }
     });

@@ -14,7 +14,7 @@ use bursar_protocol::{CONTAINER_RUN_DIR, SOCKET_NAME};
 use crate::driver::GpuUuid;
 
 /// Longest wait for a response. The driver needs at most 0.2 s to create 64 GiB (F6 in
-/// `docs/facts.md`); the rest leaves time to replace a hung worker.
+/// `docs/facts.md`); the rest leaves time to replace a hung provisioner.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Debug)]

@@ -1,5 +1,5 @@
 //! Tests retained memory with clients that crash, fault and wait for each other, over the real
-//! vault and worker and the simulated driver.
+//! fd store and provisioner and the simulated driver.
 
 #![allow(
     clippy::unwrap_used,
@@ -127,7 +127,8 @@ fn kill_own_process() -> ! {
     }
 }
 
-/// Waits until the usage falls: a worker closes its own file descriptor shortly after its response.
+/// Waits until the usage falls: a provisioner closes its own file descriptor shortly after its
+/// response.
 fn assert_used_falls_to(machine: &Sim, bytes: u64) {
     let since = Instant::now();
     while machine.used(0) != bytes && since.elapsed() < PATIENCE {

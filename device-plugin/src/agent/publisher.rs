@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bursar_crds::conditions::{Statement, gpu_node as names};
+use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use k8s_openapi::api::core::v1::Node;
 use kube::{Api, Client};
 use tokio::sync::watch;
@@ -168,7 +168,7 @@ impl StatusPublisher {
 /// The agent is not ready before the first inventory and the first audit. Unregistered devices, an
 /// unwritable checkpoint and an unwritable CDI directory make the agent unready too.
 fn readiness(report: &NodeReport) -> Verdict {
-    let is_work = |condition: &&Statement| match condition.type_ {
+    let is_work = |condition: &&ConditionUpdate| match condition.type_ {
         names::GPUS_FOUND | names::AUDITED => condition.holds.is_none(),
         // A node without a GPU has nothing to register.
         names::REGISTERED => condition.is_amiss() && !report.gpus.is_empty(),
@@ -191,7 +191,7 @@ mod tests {
 
     /// The readiness of a node with these conditions, with GPUs or without.
     fn verdict_of(gpus: bool, said: &[(&'static str, Option<bool>, &'static str)]) -> Verdict {
-        let conditions = said.iter().map(|&(type_, holds, reason)| Statement {
+        let conditions = said.iter().map(|&(type_, holds, reason)| ConditionUpdate {
             type_,
             holds,
             reason,
@@ -217,7 +217,7 @@ mod tests {
             (names::AUDITED, names::AUDIT_STALE),
             (names::CDI_READY, names::CDI_UNSUPPORTED),
             (names::CHECKPOINT_INTACT, names::CHECKPOINT_REBUILT),
-            (names::KEPT_MEMORY, names::VAULT_AWAY),
+            (names::RETAINED_MEMORY, names::FD_STORE_UNAVAILABLE),
         ] {
             let said = (type_, Some(false), reason);
             assert_eq!(verdict_of(true, &[said]), Verdict::Well, "{reason}");

@@ -35,7 +35,7 @@ pub(super) struct ConfigFile {
     paths: Paths,
     binding: Binding,
     audit: Audit,
-    kept: Kept,
+    retained_memory: RetainedMemory,
     sharing: Sharing,
     http: Http,
 }
@@ -62,7 +62,7 @@ struct Driver {
     host_root: PathBuf,
     dev_root: PathBuf,
     extra_mounts: Vec<Mount>,
-    worker_user: Option<u32>,
+    provisioner_user: Option<u32>,
 }
 
 #[derive(Deserialize)]
@@ -108,11 +108,11 @@ struct Audit {
 
 #[derive(Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
-struct Kept {
+struct RetainedMemory {
     enabled: bool,
-    vault_socket: PathBuf,
+    fdstore_socket: PathBuf,
     /// The program beside the agent's own where the field is left out.
-    worker: Option<PathBuf>,
+    provisioner: Option<PathBuf>,
 }
 
 #[derive(Default, Deserialize)]
@@ -154,7 +154,7 @@ impl Default for Driver {
             host_root: "/".into(),
             dev_root: "/dev".into(),
             extra_mounts: Vec::new(),
-            worker_user: None,
+            provisioner_user: None,
         }
     }
 }
@@ -173,13 +173,13 @@ impl Default for Paths {
     }
 }
 
-impl Default for Kept {
+impl Default for RetainedMemory {
     fn default() -> Self {
         let folder = Path::new(bursar_protocol::fdstore::RUN_DIR);
         Self {
             enabled: true,
-            vault_socket: folder.join(bursar_protocol::fdstore::SOCKET_NAME),
-            worker: None,
+            fdstore_socket: folder.join(bursar_protocol::fdstore::SOCKET_NAME),
+            provisioner: None,
         }
     }
 }
@@ -223,7 +223,7 @@ impl ConfigFile {
             paths,
             binding,
             audit,
-            kept,
+            retained_memory,
             sharing: Sharing { allow_unscrubbed },
             http,
         } = self;
@@ -234,7 +234,7 @@ impl ConfigFile {
             paths: paths.resolve()?,
             bind_wait: parse_bind_wait(binding.wait)?,
             audit: audit.resolve()?,
-            retained: kept.resolve()?,
+            retained: retained_memory.resolve()?,
             allow_unscrubbed,
             http_listen: parse_address("http.listen", http.listen, "[::]:9400")?,
             http_probes: parse_address("http.probes", http.probes, "[::]:9402")?,
@@ -287,7 +287,7 @@ impl Driver {
             host_root,
             dev_root,
             extra_mounts,
-            worker_user,
+            provisioner_user,
         } = self;
         Ok(DriverConfig {
             root: require_absolute("driver.root", root)?,
@@ -297,7 +297,7 @@ impl Driver {
                 .into_iter()
                 .map(Mount::resolve)
                 .collect::<Result<_, _>>()?,
-            provisioner_user: worker_user,
+            provisioner_user,
         })
     }
 }
@@ -341,18 +341,19 @@ impl Paths {
     }
 }
 
-impl Kept {
+impl RetainedMemory {
     fn resolve(self) -> Result<RetainedConfig, InvalidField> {
         let Self {
             enabled,
-            vault_socket,
-            worker,
+            fdstore_socket,
+            provisioner,
         } = self;
-        let worker = worker.map(|path| require_absolute("kept.worker", path));
+        let provisioner =
+            provisioner.map(|path| require_absolute("retained-memory.provisioner", path));
         Ok(RetainedConfig {
             enabled,
-            fdstore_socket: require_absolute("kept.vault-socket", vault_socket)?,
-            provisioner: worker.transpose()?,
+            fdstore_socket: require_absolute("retained-memory.fdstore-socket", fdstore_socket)?,
+            provisioner: provisioner.transpose()?,
         })
     }
 }

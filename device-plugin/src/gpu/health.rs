@@ -31,7 +31,7 @@ pub enum UnhealthyReason {
     /// NVML lists the GPU and cannot read it, or a call about it hangs.
     NoAnswer,
     /// The provisioner of its retained memory hangs in the driver and cannot be killed.
-    WorkerStuck,
+    ProvisionerHung,
     /// A drain of the GPU is requested, and the GPU is still in use.
     Draining,
     /// The GPU is drained, and the agent does not probe it.
@@ -45,7 +45,7 @@ impl UnhealthyReason {
             Self::Xid(_) => "Xid",
             Self::Lost => "GpuLost",
             Self::NoAnswer => "NoAnswer",
-            Self::WorkerStuck => "WorkerStuck",
+            Self::ProvisionerHung => "ProvisionerHung",
             Self::Draining => "Draining",
             Self::Drained => "Drained",
         }
@@ -58,7 +58,7 @@ impl std::fmt::Display for UnhealthyReason {
             Self::Xid(code) => write!(f, "XID {code}"),
             Self::Lost => f.write_str("the GPU is lost"),
             Self::NoAnswer => f.write_str("the GPU does not answer"),
-            Self::WorkerStuck => f.write_str("a provisioner hangs in the driver"),
+            Self::ProvisionerHung => f.write_str("a provisioner hangs in the driver"),
             Self::Draining => f.write_str("the GPU is being drained"),
             Self::Drained => f.write_str("the GPU is drained"),
         }

@@ -1,6 +1,6 @@
 //! Builds reports for this module's tests.
 
-use bursar_crds::conditions::{Statement, gpu_node as names};
+use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::GpuState;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
@@ -29,7 +29,12 @@ pub(crate) fn report() -> NodeReport {
         faults: Vec::new(),
         namespaces: Vec::new(),
         applied_spec: crate::gpu_node::quota_overrides::AppliedSpec::default(),
-        conditions: vec![Statement::new(names::GPUS_FOUND, true, names::OK, "2 GPUs")],
+        conditions: vec![ConditionUpdate::new(
+            names::GPUS_FOUND,
+            true,
+            names::OK,
+            "2 GPUs",
+        )],
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_crds::gpu_node::{
-    ContextOrder, DEVICE, MANAGED, QuotaOrder, QuotaState, Reservation, RestartOrder,
+    ContextPolicyEntry, DEVICE, MANAGED, QuotaOverride, QuotaState, Reservation, RestartRequest,
 };
 use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval};
@@ -30,13 +30,13 @@ pub struct ParsedSpec {
     /// `metadata.generation`.
     pub generation: Option<i64>,
     /// `spec.quotas`.
-    pub quotas: Vec<QuotaOrder>,
+    pub quotas: Vec<QuotaOverride>,
     /// `spec.reservations`.
     pub reservations: Vec<Reservation>,
     /// `spec.contextPolicies`.
-    pub context_policies: Vec<ContextOrder>,
+    pub context_policies: Vec<ContextPolicyEntry>,
     /// `spec.restarts`.
-    pub restarts: Vec<RestartOrder>,
+    pub restarts: Vec<RestartRequest>,
     /// `spec.drain`.
     pub drain: BTreeSet<GpuUuid>,
     /// The paths of entries that this agent cannot read.
@@ -49,7 +49,7 @@ pub struct AppliedSpec {
     /// The generation of the spec; none before a spec was read.
     pub generation: Option<i64>,
     /// Each override with its outcome, in the order of the spec.
-    pub quotas: Vec<(QuotaOrder, QuotaOutcome)>,
+    pub quotas: Vec<(QuotaOverride, QuotaOutcome)>,
     /// The paths of entries that this agent cannot read.
     pub unrecognized: Vec<String>,
 }
@@ -84,7 +84,7 @@ impl QuotaOutcome {
 /// Returns the quota of each account of each bound container; none for accounts without an
 /// override.
 pub fn plan_quotas(
-    orders: &[QuotaOrder],
+    orders: &[QuotaOverride],
     containers: &[BoundContainer],
     books: &[ContainerUsage],
 ) -> Vec<(AllocationId, Account, Option<Bytes>)> {
@@ -118,7 +118,7 @@ pub fn plan_quotas(
 
 /// Returns the outcome of an override.
 pub fn quota_outcome(
-    order: &QuotaOrder,
+    order: &QuotaOverride,
     containers: &[BoundContainer],
     books: &[ContainerUsage],
 ) -> QuotaOutcome {
@@ -160,7 +160,7 @@ fn by_allocation(containers: &[BoundContainer]) -> BTreeMap<AllocationId, &Bound
         .collect()
 }
 
-fn matches_container(order: &QuotaOrder, container: &BoundContainer) -> bool {
+fn matches_container(order: &QuotaOverride, container: &BoundContainer) -> bool {
     let holder = container.name.as_ref();
     order.pod_uid == container.pod.as_str()
         && holder.is_some_and(|holder| holder.container == order.container)
@@ -168,7 +168,7 @@ fn matches_container(order: &QuotaOrder, container: &BoundContainer) -> bool {
 
 /// The accounts that an override names, with the quota of each.
 fn matching_accounts<'a>(
-    order: &QuotaOrder,
+    order: &QuotaOverride,
     books: &'a ContainerUsage,
 ) -> Vec<(&'a Account, Bytes)> {
     // The schema admits only readable amounts; an unreadable one lowers nothing.
@@ -225,7 +225,7 @@ pub async fn run(
             let _ = sessions.override_quota(&allocation, &account, bytes);
         }
         let books = sessions.container_usage();
-        let outcome = |order: QuotaOrder| {
+        let outcome = |order: QuotaOverride| {
             let outcome = quota_outcome(&order, &containers, &books);
             (order, outcome)
         };
@@ -277,8 +277,8 @@ mod tests {
         }
     }
 
-    fn order(container: &str, account: &str, quota: &str) -> QuotaOrder {
-        QuotaOrder {
+    fn order(container: &str, account: &str, quota: &str) -> QuotaOverride {
+        QuotaOverride {
             pod_uid: "p".into(),
             container: container.into(),
             account: account.into(),
@@ -288,7 +288,7 @@ mod tests {
 
     /// Plans the quotas in GiB for two containers: one with a GPU and managed memory, one with two
     /// GPUs.
-    fn planned(orders: &[QuotaOrder]) -> Vec<Option<u64>> {
+    fn planned(orders: &[QuotaOverride]) -> Vec<Option<u64>> {
         let containers = [container(1, "main"), container(2, "side")];
         let books = [
             books(1, &[("GPU-a", 8, 4), (MANAGED, 2, 0)]),

@@ -4,11 +4,12 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 use bursar_crds::Amount;
-use bursar_crds::conditions::{self, Statement, gpu_node as names};
+use bursar_crds::conditions::{self, ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::{
-    Fault, FaultAction, FaultContainer, FaultKind, GpuNodeStatus, GpuPod, GpuStatus, Health,
-    HealthStatus, MAX_FAULTS, MAX_GPUS, MAX_NAMESPACES, MAX_NOT_ENFORCED, MAX_PODS, MAX_QUOTAS,
-    MAX_WAITING, NamespaceUse, NodeMemory, NotEnforced, QuotaOrder, QuotaStatus, Waiting,
+    EnforcementGap, Fault, FaultAction, FaultContainer, FaultKind, GpuNodeStatus, GpuPod,
+    GpuStatus, Health, HealthStatus, MAX_FAULTS, MAX_GPUS, MAX_NAMESPACES, MAX_NOT_ENFORCED,
+    MAX_PODS, MAX_QUOTAS, MAX_WAITING, NamespaceUse, NodeMemory, PendingContainer, QuotaOverride,
+    QuotaStatus,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
@@ -93,21 +94,21 @@ pub fn render(
             .take(MAX_NAMESPACES)
             .map(namespace_use)
             .collect(),
-        conditions: conditions::merge(&before.conditions, &statements, generation, now),
+        conditions: conditions::update_conditions(&before.conditions, &statements, generation, now),
     }
 }
 
 /// `Ready` holds if all other conditions hold; the first that does not hold supplies the message.
-fn ready_condition(others: &[Statement]) -> Statement {
+fn ready_condition(others: &[ConditionUpdate]) -> ConditionUpdate {
     match others.iter().find(|said| said.is_amiss()) {
-        None if others.is_empty() => Statement {
+        None if others.is_empty() => ConditionUpdate {
             type_: names::READY,
             holds: None,
             reason: names::PENDING,
             message: "the agent is starting".to_owned(),
         },
-        None => Statement::new(names::READY, true, names::OK, "pods are given GPU memory"),
-        Some(amiss) => Statement {
+        None => ConditionUpdate::new(names::READY, true, names::OK, "pods are given GPU memory"),
+        Some(amiss) => ConditionUpdate {
             type_: names::READY,
             holds: amiss.holds,
             reason: match amiss.holds {
@@ -163,7 +164,7 @@ fn gpu_status(gpu: &GpuReport, before: &GpuNodeStatus, now: &Time) -> GpuStatus 
         largest_free: to_i32(*largest_free),
         leaked: (leaked.0 > 0).then(|| Amount::from_bytes(leaked.0)),
         withheld: (withheld.0 > 0).then(|| Amount::from_bytes(withheld.0)),
-        held_for: held_for.as_ref().map(|pod| pod.as_str().to_owned()),
+        reserved_for: held_for.as_ref().map(|pod| pod.as_str().to_owned()),
         pods: largest_pods(pods),
     }
 }
@@ -193,7 +194,7 @@ fn largest_pods(pods: &BTreeMap<PodUid, Quanta>) -> Vec<GpuPod> {
     .collect()
 }
 
-fn waiting_status(waiting: &WaitingReport) -> Waiting {
+fn waiting_status(waiting: &WaitingReport) -> PendingContainer {
     let WaitingReport {
         pod_uid,
         namespace,
@@ -202,7 +203,7 @@ fn waiting_status(waiting: &WaitingReport) -> Waiting {
         quanta,
         since,
     } = waiting;
-    Waiting {
+    PendingContainer {
         pod_uid: pod_uid.as_str().to_owned(),
         namespace: namespace.clone(),
         pod: pod.clone(),
@@ -213,7 +214,7 @@ fn waiting_status(waiting: &WaitingReport) -> Waiting {
     }
 }
 
-fn not_enforced_status(lacking: &NotEnforcedReport) -> NotEnforced {
+fn not_enforced_status(lacking: &NotEnforcedReport) -> EnforcementGap {
     let NotEnforcedReport {
         pod_uid,
         namespace,
@@ -222,7 +223,7 @@ fn not_enforced_status(lacking: &NotEnforcedReport) -> NotEnforced {
         reason,
         message,
     } = lacking;
-    NotEnforced {
+    EnforcementGap {
         pod_uid: pod_uid.as_str().to_owned(),
         namespace: namespace.clone(),
         pod: pod.clone(),
@@ -335,8 +336,8 @@ fn fault_container(image: &ImageReport) -> Option<FaultContainer> {
     })
 }
 
-fn quota_status((order, outcome): &(QuotaOrder, QuotaOutcome)) -> QuotaStatus {
-    let QuotaOrder {
+fn quota_status((order, outcome): &(QuotaOverride, QuotaOutcome)) -> QuotaStatus {
+    let QuotaOverride {
         pod_uid,
         container,
         account,
@@ -406,7 +407,7 @@ mod tests {
 
     #[test]
     fn quota_outcomes_stay_until_the_spec_is_read_again() {
-        let order = QuotaOrder {
+        let order = QuotaOverride {
             pod_uid: "0f".into(),
             container: "main".into(),
             account: "device".into(),
@@ -522,7 +523,7 @@ mod tests {
     #[test]
     fn ready_names_the_condition_that_does_not_hold() {
         let mut broken = report();
-        broken.conditions[0] = Statement::new(
+        broken.conditions[0] = ConditionUpdate::new(
             names::GPUS_FOUND,
             false,
             names::NO_GPUS,

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use bursar_crds::conditions::Statement;
+use bursar_crds::conditions::ConditionUpdate;
 use bursar_crds::gpu_node::{FaultAction, GpuState};
 use jiff::Timestamp;
 
@@ -38,7 +38,7 @@ pub struct NodeReport {
     pub namespaces: Vec<NamespaceReport>,
     /// The state of each condition of [`bursar_crds::conditions::gpu_node`] except `Ready`, which
     /// [`render`](super::render) derives.
-    pub conditions: Vec<Statement>,
+    pub conditions: Vec<ConditionUpdate>,
 }
 
 /// Amounts of one kind of memory on the node.

@@ -4,7 +4,7 @@
 //! entry affects no other.
 
 use bursar_crds::budget::ContextAction;
-use bursar_crds::gpu_node::ContextOrder;
+use bursar_crds::gpu_node::ContextPolicyEntry;
 use kube::core::DynamicObject;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -22,7 +22,7 @@ pub fn parse_spec(object: &DynamicObject) -> ParsedSpec {
         generation: object.metadata.generation,
         quotas: list.read_list("quotas", |_| true),
         reservations: list.read_list("reservations", |_| true),
-        context_policies: list.read_list("contextPolicies", |order: &ContextOrder| {
+        context_policies: list.read_list("contextPolicies", |order: &ContextPolicyEntry| {
             order.action != ContextAction::Unknown
         }),
         restarts: list.read_list("restarts", |_| true),

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use bursar_crds::conditions::{Statement, gpu_node as names};
+use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
 use bursar_crds::gpu_node::{FaultAction, GpuState as State};
 
 use super::actor::Snapshot;
@@ -157,7 +157,7 @@ fn gpu_report(state: &GpuState, view: &LedgerView, generation: u64) -> GpuReport
             }
             Health::Healthy if held_for.is_some() => State::Reserved,
             Health::Healthy
-            | Health::Unhealthy(UnhealthyReason::Xid(_) | UnhealthyReason::WorkerStuck) => {
+            | Health::Unhealthy(UnhealthyReason::Xid(_) | UnhealthyReason::ProvisionerHung) => {
                 State::Active
             }
         },
@@ -245,7 +245,7 @@ fn enforcement_gap_report(
     }
 }
 
-fn audited_condition(audited: &AuditStatus) -> Statement {
+fn audited_condition(audited: &AuditStatus) -> ConditionUpdate {
     let AuditStatus {
         has_run: begun,
         stale_gpus: stale,
@@ -255,7 +255,8 @@ fn audited_condition(audited: &AuditStatus) -> Statement {
     if !begun {
         return pending_condition(names::AUDITED, "no audit yet");
     }
-    let says = |holds, reason, message| Statement::new(names::AUDITED, holds, reason, message);
+    let says =
+        |holds, reason, message| ConditionUpdate::new(names::AUDITED, holds, reason, message);
     let list = |all: &mut dyn Iterator<Item = &str>| all.collect::<Vec<_>>().join(", ");
     if !stale.is_empty() {
         let gpus = list(&mut stale.iter().map(crate::units::GpuUuid::as_str));
@@ -278,15 +279,15 @@ pub fn late_write<'a>(snapshot: &'a Snapshot, audited: &'a AuditStatus) -> Optio
     late.chain(&audited.late_write).max_by_key(|late| late.lag)
 }
 
-fn state_written_condition(late: Option<&LateWrite>) -> Statement {
+fn state_written_condition(late: Option<&LateWrite>) -> ConditionUpdate {
     match late {
-        None => Statement::new(
+        None => ConditionUpdate::new(
             names::STATE_WRITTEN,
             true,
             names::OK,
             "the state directory has the newest records",
         ),
-        Some(LateWrite { directory, lag: _ }) => Statement::new(
+        Some(LateWrite { directory, lag: _ }) => ConditionUpdate::new(
             names::STATE_WRITTEN,
             false,
             names::WRITE_LATE,
@@ -298,9 +299,10 @@ fn state_written_condition(late: Option<&LateWrite>) -> Statement {
     }
 }
 
-fn retained_memory_condition(kept: &RetainedStatus) -> Statement {
-    let says =
-        |holds, reason, message: &str| Statement::new(names::KEPT_MEMORY, holds, reason, message);
+fn retained_memory_condition(kept: &RetainedStatus) -> ConditionUpdate {
+    let says = |holds, reason, message: &str| {
+        ConditionUpdate::new(names::RETAINED_MEMORY, holds, reason, message)
+    };
     let RetainedStatus {
         enabled,
         is_store_connected: heard,
@@ -316,10 +318,14 @@ fn retained_memory_condition(kept: &RetainedStatus) -> Statement {
             names::SWITCHED_OFF,
             "switched off in the agent's configuration",
         ),
-        _ if !heard => says(false, names::VAULT_AWAY, "the fd store does not answer"),
+        _ if !heard => says(
+            false,
+            names::FD_STORE_UNAVAILABLE,
+            "the fd store does not answer",
+        ),
         (_, Some(gpu)) => says(
             false,
-            names::WORKER_STUCK,
+            names::PROVISIONER_HUNG,
             &format!(
                 "the provisioner of {gpu} hangs in the driver: reset the GPU or restart the node"
             ),
@@ -330,7 +336,7 @@ fn retained_memory_condition(kept: &RetainedStatus) -> Statement {
             names::NOT_UNDERSTOOD,
             &format!(
                 "failed to read GPU and size of {uncharged} retained leases: another version of the agent wrote \
-                 them; run that version, or restart the vault's pod, which ends all retained memory"
+                 them; run that version, or restart the fdstore's pod, which ends all retained memory"
             ),
         ),
         (None, None) => says(
@@ -341,9 +347,9 @@ fn retained_memory_condition(kept: &RetainedStatus) -> Statement {
     }
 }
 
-fn memory_scrubbed_condition(snapshot: &Snapshot, kept: &RetainedStatus) -> Statement {
+fn memory_scrubbed_condition(snapshot: &Snapshot, kept: &RetainedStatus) -> ConditionUpdate {
     let says = |holds, reason, message: &str| {
-        Statement::new(names::MEMORY_SCRUBBED, holds, reason, message)
+        ConditionUpdate::new(names::MEMORY_SCRUBBED, holds, reason, message)
     };
     let mut gpus = snapshot.inventory.gpus().iter();
     match kept.refused.iter().next() {
@@ -364,7 +370,7 @@ fn memory_scrubbed_condition(snapshot: &Snapshot, kept: &RetainedStatus) -> Stat
     }
 }
 
-fn accepted_condition(ordered: &AppliedSpec) -> Statement {
+fn accepted_condition(ordered: &AppliedSpec) -> ConditionUpdate {
     let AppliedSpec {
         generation,
         unrecognized: not_understood,
@@ -375,7 +381,7 @@ fn accepted_condition(ordered: &AppliedSpec) -> Statement {
         [] if generation.is_none() => {
             pending_condition(names::ACCEPTED, "the agent has read no spec yet")
         }
-        [] => Statement::new(
+        [] => ConditionUpdate::new(
             names::ACCEPTED,
             true,
             names::OK,
@@ -390,14 +396,14 @@ fn accepted_condition(ordered: &AppliedSpec) -> Statement {
                 "failed to read spec.{first}{more}: unknown to version {version} of the agent; upgrade the agent or \
                 delete these entries"
             );
-            Statement::new(names::ACCEPTED, false, names::NOT_UNDERSTOOD, message)
+            ConditionUpdate::new(names::ACCEPTED, false, names::NOT_UNDERSTOOD, message)
         }
     }
 }
 
-fn driver_limits_condition(limits: &Limits) -> Statement {
+fn driver_limits_condition(limits: &Limits) -> ConditionUpdate {
     let says = |holds, reason, message: String| {
-        Statement::new(names::DRIVER_LIMITS, holds, reason, message)
+        ConditionUpdate::new(names::DRIVER_LIMITS, holds, reason, message)
     };
     let mut refused = limits.iter().filter_map(|((_, gpu), limit)| match limit {
         LimitState::Failed { why, .. } => Some(format!("the driver sets no limit on {gpu}: {why}")),
@@ -415,9 +421,10 @@ fn driver_limits_condition(limits: &Limits) -> Statement {
     }
 }
 
-fn gpus_found_condition(snapshot: &Snapshot) -> Statement {
-    let says =
-        |holds, reason, message: String| Statement::new(names::GPUS_FOUND, holds, reason, message);
+fn gpus_found_condition(snapshot: &Snapshot) -> ConditionUpdate {
+    let says = |holds, reason, message: String| {
+        ConditionUpdate::new(names::GPUS_FOUND, holds, reason, message)
+    };
     if let Some((Subsystem::Driver, message)) = &snapshot.problems.host {
         return says(false, names::DRIVER_FAILED, message.clone());
     }
@@ -441,10 +448,10 @@ fn gpus_found_condition(snapshot: &Snapshot) -> Statement {
     }
 }
 
-fn registered_condition(registration: &Registration) -> Statement {
+fn registered_condition(registration: &Registration) -> ConditionUpdate {
     let why = match registration {
         Registration::Registered => {
-            return Statement::new(
+            return ConditionUpdate::new(
                 names::REGISTERED,
                 true,
                 names::OK,
@@ -461,17 +468,18 @@ fn registered_condition(registration: &Registration) -> Statement {
         NotRegistered::NoKubelet(_) | NotRegistered::NoStream => names::KUBELET_UNREACHABLE,
         NotRegistered::Refused(_) => names::REGISTRATION_REFUSED,
     };
-    Statement::new(names::REGISTERED, false, reason, why.to_string())
+    ConditionUpdate::new(names::REGISTERED, false, reason, why.to_string())
 }
 
-fn cdi_ready_condition(snapshot: &Snapshot, runtime: Option<&str>) -> Statement {
-    let says = |reason, message: &str| Statement::new(names::CDI_READY, false, reason, message);
+fn cdi_ready_condition(snapshot: &Snapshot, runtime: Option<&str>) -> ConditionUpdate {
+    let says =
+        |reason, message: &str| ConditionUpdate::new(names::CDI_READY, false, reason, message);
     match (&snapshot.problems.cdi, &snapshot.problems.host, runtime) {
         (Some(message), _, _) | (None, Some((Subsystem::Cdi, message)), _) => {
             says(names::CDI_FOLDER, message)
         }
         (None, _, Some(message)) => says(names::CDI_UNSUPPORTED, message),
-        (None, _, None) => Statement::new(
+        (None, _, None) => ConditionUpdate::new(
             names::CDI_READY,
             true,
             names::OK,
@@ -480,15 +488,15 @@ fn cdi_ready_condition(snapshot: &Snapshot, runtime: Option<&str>) -> Statement 
     }
 }
 
-fn token_limit_condition(snapshot: &Snapshot) -> Statement {
+fn token_limit_condition(snapshot: &Snapshot) -> ConditionUpdate {
     match &snapshot.devices_error {
-        Some(refused) => Statement::new(
+        Some(refused) => ConditionUpdate::new(
             names::WITHIN_TOKEN_LIMIT,
             false,
             names::TOO_MANY_TOKENS,
             refused.to_string(),
         ),
-        None => Statement::new(
+        None => ConditionUpdate::new(
             names::WITHIN_TOKEN_LIMIT,
             true,
             names::OK,
@@ -497,22 +505,24 @@ fn token_limit_condition(snapshot: &Snapshot) -> Statement {
     }
 }
 
-fn checkpoint_intact_condition(snapshot: &Snapshot) -> Statement {
+fn checkpoint_intact_condition(snapshot: &Snapshot) -> ConditionUpdate {
     let troubles = &snapshot.problems;
     match (&troubles.checkpoint, &troubles.host, &troubles.rebuilt) {
-        (Some(message), _, _) | (None, Some((Subsystem::Records, message)), _) => Statement::new(
-            names::CHECKPOINT_INTACT,
-            false,
-            names::CHECKPOINT_UNWRITABLE,
-            message.clone(),
-        ),
-        (None, _, Some(why)) => Statement::new(
+        (Some(message), _, _) | (None, Some((Subsystem::Records, message)), _) => {
+            ConditionUpdate::new(
+                names::CHECKPOINT_INTACT,
+                false,
+                names::CHECKPOINT_UNWRITABLE,
+                message.clone(),
+            )
+        }
+        (None, _, Some(why)) => ConditionUpdate::new(
             names::CHECKPOINT_INTACT,
             true,
             names::CHECKPOINT_REBUILT,
             format!("rebuilt from the node's CDI files and the kubelet's records: {why}"),
         ),
-        (None, _, None) => Statement::new(
+        (None, _, None) => ConditionUpdate::new(
             names::CHECKPOINT_INTACT,
             true,
             names::OK,
@@ -521,8 +531,8 @@ fn checkpoint_intact_condition(snapshot: &Snapshot) -> Statement {
     }
 }
 
-fn pending_condition(type_: &'static str, message: &str) -> Statement {
-    Statement {
+fn pending_condition(type_: &'static str, message: &str) -> ConditionUpdate {
+    ConditionUpdate {
         type_,
         holds: None,
         reason: names::PENDING,
@@ -532,10 +542,11 @@ fn pending_condition(type_: &'static str, message: &str) -> Statement {
 
 /// The events for the changes from `before` to `after`.
 pub fn transition_events(before: Option<&NodeReport>, after: &NodeReport) -> Vec<(Reason, String)> {
-    let said_before = |statement: &Statement| {
+    let said_before = |statement: &ConditionUpdate| {
         before.is_some_and(|before| {
-            let same =
-                |old: &Statement| old.type_ == statement.type_ && old.reason == statement.reason;
+            let same = |old: &ConditionUpdate| {
+                old.type_ == statement.type_ && old.reason == statement.reason
+            };
             before.conditions.iter().any(same)
         })
     };
@@ -575,7 +586,7 @@ pub fn transition_events(before: Option<&NodeReport>, after: &NodeReport) -> Vec
 }
 
 /// The event reason of a condition. A restarted kubelet is no event, but a refused registration is.
-fn event_reason(statement: &Statement) -> Option<Reason> {
+fn event_reason(statement: &ConditionUpdate) -> Option<Reason> {
     match (statement.type_, statement.reason) {
         (_, names::CHECKPOINT_REBUILT) => Some(Reason::CheckpointRebuilt),
         (_, names::CHECKPOINT_UNWRITABLE) => Some(Reason::CheckpointUnwritable),

@@ -26,7 +26,7 @@ use crate::units::{Bytes, GpuUuid};
 const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The most memory that the process takes of a GPU: a context, and what it reads
-/// (`worker/src/canary.rs`).
+/// (`provisioner/src/canary.rs`).
 pub const MAX_MEMORY: Bytes = Bytes::mib(1024 + 256);
 
 /// The longest line that the agent reads of the output.

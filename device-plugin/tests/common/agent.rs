@@ -65,11 +65,11 @@ cdi-dir = "{root}/cdi"
 cgroup-root = "{root}/cgroup"
 shim-dir = "{root}/shim"
 kernel-log = "{lab}/state/kernel-log"
-[kept]
-worker = "{root}/no-worker"
-vault-socket = "{root}/vault/vault.sock"
+[retained-memory]
+provisioner = "{root}/no-provisioner"
+fdstore-socket = "{root}/fdstore/fdstore.sock"
 [sharing]
-# Without a worker no GPU is ever seen to be cleared.
+# Without a provisioner no GPU is ever seen to be cleared.
 allow-unscrubbed = true
 [http]
 listen = "127.0.0.1:0"

@@ -30,17 +30,17 @@ enum Expected {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Victim {
     Tenant,
-    Workers,
+    Provisioners,
     Agent,
-    Vault,
+    FdStore,
 }
 
 impl Victim {
     const ALL: [Victim; 4] = [
         Victim::Tenant,
-        Victim::Workers,
+        Victim::Provisioners,
         Victim::Agent,
-        Victim::Vault,
+        Victim::FdStore,
     ];
 
     /// Sends SIGKILL. The agent and the fd store are restarted at once.
@@ -50,14 +50,14 @@ impl Victim {
                 let pid = Pid::from_raw(tenant.cast_signed()).unwrap();
                 kill_process(pid, Signal::KILL).unwrap();
             }
-            Victim::Workers => drop(fixture.kill_workers()),
+            Victim::Provisioners => drop(fixture.kill_provisioners()),
             Victim::Agent => {
                 fixture.machine.kill_agent();
                 fixture.machine.start_agent();
             }
-            Victim::Vault => {
-                fixture.kill_vault();
-                fixture.start_vault();
+            Victim::FdStore => {
+                fixture.kill_fdstore();
+                fixture.start_fdstore();
             }
         }
     }
@@ -170,20 +170,20 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
         let name = ["x", "y", "z"][dice.random_range(0..3)];
         let victim = match dice.random_range(0..100) {
             0..15 => Some(Victim::Tenant),
-            15..35 => Some(Victim::Workers),
+            15..35 => Some(Victim::Provisioners),
             35..38 => Some(Victim::Agent),
-            38..42 => Some(Victim::Vault),
+            38..42 => Some(Victim::FdStore),
             _ => None,
         };
         // Short delays are likelier because most requests are answered within 2 ms, even more so
         // for rare victims.
-        let is_rare = matches!(victim, Some(Victim::Agent | Victim::Vault));
+        let is_rare = matches!(victim, Some(Victim::Agent | Victim::FdStore));
         let halvings = dice.random_range(if is_rare { 3..6 } else { 0..6 });
         let delay = dice.random_range(0..MAX_KILL_DELAY_US) >> halvings;
         // Some kills come after the answer, however long that takes.
         let after = !is_rare && dice.random_ratio(1, 3);
         let registered = fixture.machine.registrations();
-        if victim == Some(Victim::Vault) {
+        if victim == Some(Victim::FdStore) {
             promises.forget_all_but(name);
         }
         let (told, was_amid) = thread::scope(|scope| {
@@ -217,8 +217,8 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
             // The lease that the tenant was writing is discarded.
             Some(Victim::Tenant) => tenants[at] = fixture.tenant(&pods[at]),
             Some(Victim::Agent) => drop(fixture.machine.until_registered(registered).await),
-            Some(Victim::Vault) => promises.forget_all_but(name),
-            Some(Victim::Workers) | None => {}
+            Some(Victim::FdStore) => promises.forget_all_but(name),
+            Some(Victim::Provisioners) | None => {}
         }
         match told {
             Reply::Read(..) => reads += 1,

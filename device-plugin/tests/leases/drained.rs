@@ -15,10 +15,10 @@ use crate::tenant_process::Opened;
 
 /// The device nodes that the agent and its child processes have open.
 fn open_device_nodes(fixture: &Fixture) -> Vec<String> {
-    let workers = fixture.workers().into_iter();
-    let workers = workers.map(|pid| pid.as_raw_nonzero().get().unsigned_abs());
+    let provisioners = fixture.provisioners().into_iter();
+    let provisioners = provisioners.map(|pid| pid.as_raw_nonzero().get().unsigned_abs());
     let nvml_processes = fixture.machine.nvml_processes();
-    let pids = workers
+    let pids = provisioners
         .chain(nvml_processes)
         .chain([fixture.machine.agent_pid()]);
     let files = pids.flat_map(|pid| {

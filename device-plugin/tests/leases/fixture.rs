@@ -25,7 +25,7 @@ const RECLAIM_LIMIT: Duration = Duration::from_secs(3);
 
 pub(crate) struct Fixture {
     pub(crate) machine: Machine,
-    vault: Option<Child>,
+    fdstore: Option<Child>,
 }
 
 /// The folder of other packages' programs, which cargo builds once.
@@ -34,7 +34,12 @@ pub(crate) fn program_folder() -> &'static Path {
     FOLDER.get_or_init(|| {
         let build = Command::new(env!("CARGO"))
             .args(["build", "--quiet"])
-            .args(["--package", "bursar-vault", "--package", "bursar-worker"])
+            .args([
+                "--package",
+                "bursar-fdstore",
+                "--package",
+                "bursar-provisioner",
+            ])
             .args(["--package", "bursar-runtime", "--bins"])
             .args(["--example", "kept", "--example", "references"])
             .status();
@@ -65,7 +70,7 @@ impl Fixture {
     /// A fixture with two GPUs of 16 GiB, a registered agent and a connected fd store.
     pub(crate) async fn new() -> Fixture {
         let mut fixture = Self::with_driver(TWO_GPUS).await;
-        fixture.start_vault();
+        fixture.start_fdstore();
         fixture
     }
 
@@ -76,7 +81,7 @@ impl Fixture {
         machine.kubelet.until_allocatable(GPU, 32).await;
         Fixture {
             machine,
-            vault: None,
+            fdstore: None,
         }
     }
 
@@ -85,34 +90,34 @@ impl Fixture {
         let machine = Machine::with_driver(config).await;
         container::configure(&machine, "");
         let config = fs::read_to_string(machine.path("agent.toml")).unwrap();
-        let worker = program_folder().join("bursar-worker");
+        let provisioner = program_folder().join("bursar-provisioner");
         let config = config.replace(
-            machine.path("no-worker").to_str().unwrap(),
-            worker.to_str().unwrap(),
+            machine.path("no-provisioner").to_str().unwrap(),
+            provisioner.to_str().unwrap(),
         );
         fs::write(machine.path("agent.toml"), config).unwrap();
         machine
     }
 
-    pub(crate) fn start_vault(&mut self) {
+    pub(crate) fn start_fdstore(&mut self) {
         let mut command = self
             .machine
             .lab
-            .command(program_folder().join("bursar-vault"));
+            .command(program_folder().join("bursar-fdstore"));
         command
-            .arg(self.machine.path("vault"))
+            .arg(self.machine.path("fdstore"))
             .stderr(Stdio::null());
-        self.vault = Some(command.spawn().unwrap());
+        self.fdstore = Some(command.spawn().unwrap());
     }
 
-    pub(crate) fn kill_vault(&mut self) {
-        let mut vault = self.vault.take().unwrap();
-        vault.kill().unwrap();
-        vault.wait().unwrap();
+    pub(crate) fn kill_fdstore(&mut self) {
+        let mut fdstore = self.fdstore.take().unwrap();
+        fdstore.kill().unwrap();
+        fdstore.wait().unwrap();
     }
 
     /// The pids of this agent's provisioners.
-    pub(crate) fn workers(&self) -> Vec<Pid> {
+    pub(crate) fn provisioners(&self) -> Vec<Pid> {
         let agent = self.machine.agent_pid();
         let children = fs::read_to_string(format!("/proc/{agent}/task/{agent}/children"));
         let threads = fs::read_dir(format!("/proc/{agent}/task"))
@@ -128,20 +133,20 @@ impl Fixture {
                     .collect::<Vec<_>>()
             })
             .collect();
-        let is_worker = |pid: &String| {
+        let is_provisioner = |pid: &String| {
             let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-            name.starts_with("bursar-worker")
+            name.starts_with("bursar-provisioner")
         };
-        let workers = pids.into_iter().filter(is_worker);
-        workers
+        let provisioners = pids.into_iter().filter(is_provisioner);
+        provisioners
             .map(|pid| Pid::from_raw(pid.parse().unwrap()).unwrap())
             .collect()
     }
 
     /// Sends SIGKILL to every provisioner of this agent. Returns their number.
-    pub(crate) fn kill_workers(&self) -> usize {
+    pub(crate) fn kill_provisioners(&self) -> usize {
         let gone = |pid: &Pid| kill_process(*pid, Signal::KILL).is_ok();
-        self.workers().iter().filter(|pid| gone(pid)).count()
+        self.provisioners().iter().filter(|pid| gone(pid)).count()
     }
 
     /// Starts a process in a pod's container and passes it the agent's socket.
@@ -179,9 +184,9 @@ impl Fixture {
 
 impl Drop for Fixture {
     fn drop(&mut self) {
-        if let Some(mut vault) = self.vault.take() {
-            let _ = vault.kill();
-            let _ = vault.wait();
+        if let Some(mut fdstore) = self.fdstore.take() {
+            let _ = fdstore.kill();
+            let _ = fdstore.wait();
         }
     }
 }

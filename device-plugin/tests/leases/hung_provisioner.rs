@@ -51,12 +51,15 @@ async fn gpu_takes_no_pods_while_its_provisioner_cannot_be_killed() {
         Ok(Opened::Write { .. })
     ));
     // The export keep-alive may be on the other GPU, whose provisioner continues.
-    let workers = fixture.workers();
-    let held: Vec<_> = workers.iter().map(|pid| Tracer::attach(*pid)).collect();
+    let provisioners = fixture.provisioners();
+    let held: Vec<_> = provisioners
+        .iter()
+        .map(|pid| Tracer::attach(*pid))
+        .collect();
     let Some(held) = held.into_iter().collect::<Option<Vec<Tracer>>>() else {
         return eprintln!("skipped: tracing is not permitted here");
     };
-    for pid in &workers {
+    for pid in &provisioners {
         kill_process(*pid, Signal::KILL).unwrap();
     }
     let refused = tenant.open("more", GIB).unwrap_err();
@@ -85,10 +88,10 @@ const EXPORT_KEEP_ALIVE_BYTES: u64 = 2 << 20;
 struct StoppedProvisioner(Pid);
 
 /// The provisioner of a pod's GPU.
-fn worker(fixture: &Fixture, pod: &Pod) -> Pid {
+fn provisioner(fixture: &Fixture, pod: &Pod) -> Pid {
     let (_, gpu) = fixture.allocation_and_gpu(pod);
-    let mut workers = fixture.workers().into_iter();
-    let of_gpu = workers.find(|pid| {
+    let mut provisioners = fixture.provisioners().into_iter();
+    let of_gpu = provisioners.find(|pid| {
         let words = fs::read_to_string(format!("/proc/{}/cmdline", pid.as_raw_nonzero()));
         words.unwrap().contains(&gpu)
     });
@@ -98,14 +101,14 @@ fn worker(fixture: &Fixture, pod: &Pod) -> Pid {
 impl StoppedProvisioner {
     /// Stops the provisioner of a pod's GPU after it has created a GiB. The export keep-alive
     /// exists by then, so the agent sends no other request.
-    async fn worker(fixture: &Fixture, pod: &Pod) -> StoppedProvisioner {
+    async fn provisioner(fixture: &Fixture, pod: &Pod) -> StoppedProvisioner {
         let sim = fixture.machine.lab.sim().unwrap();
         let is_all = || {
-            let workers = fixture.workers().len() as u64 * PROVISIONER_BYTES;
-            sim.used(0) + sim.used(1) == GIB + EXPORT_KEEP_ALIVE_BYTES + workers
+            let provisioners = fixture.provisioners().len() as u64 * PROVISIONER_BYTES;
+            sim.used(0) + sim.used(1) == GIB + EXPORT_KEEP_ALIVE_BYTES + provisioners
         };
         eventually("the sentinel", is_all).await;
-        let pid = worker(fixture, pod);
+        let pid = provisioner(fixture, pod);
         kill_process(pid, Signal::STOP).unwrap();
         StoppedProvisioner(pid)
     }
@@ -125,14 +128,14 @@ async fn hung_provisioner_is_killed_and_replaced() {
     let mut tenant = fixture.tenant(&pod);
     assert!(open_retrying(&mut tenant, "weights", GIB).is_ok());
     let (stopped, begun) = (
-        StoppedProvisioner::worker(&fixture, &pod).await,
+        StoppedProvisioner::provisioner(&fixture, &pod).await,
         Instant::now(),
     );
     let opened = tenant.open("more", GIB);
     assert!(matches!(opened, Ok(Opened::Write { .. })), "{opened:?}");
     let took = begun.elapsed();
     assert!((DEADLINE..2 * DEADLINE).contains(&took), "{took:?}");
-    assert_ne!(worker(&fixture, &pod), stopped.0);
+    assert_ne!(provisioner(&fixture, &pod), stopped.0);
 }
 
 #[tokio::test]
@@ -145,13 +148,13 @@ async fn provisioner_sweeps_after_many_releases() {
     };
     // The request to sweep times out, so the agent kills this provisioner.
     let (stopped, begun) = (
-        StoppedProvisioner::worker(&fixture, &pod).await,
+        StoppedProvisioner::provisioner(&fixture, &pod).await,
         Instant::now(),
     );
     let discarded = tenant.ask(&format!("discard {lease}"));
     assert_eq!(discarded.as_deref(), Some("discarded"));
     eventually("the provisioner's end", || {
-        !fixture.workers().contains(&stopped.0)
+        !fixture.provisioners().contains(&stopped.0)
     })
     .await;
     assert!(begun.elapsed() >= DEADLINE);

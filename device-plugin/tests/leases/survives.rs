@@ -37,7 +37,7 @@ async fn lease_survives_writer_provisioner_and_agent_restarts() {
     );
     let missing = open_retrying(&mut fixture.tenant(&foreign), "weights", 0).unwrap_err();
     assert!(missing.contains("Missing"), "{missing}");
-    fixture.kill_workers();
+    fixture.kill_provisioners();
     fixture.machine.restart_agent().await;
     let mut next = fixture.tenant(&first);
     assert_eq!(read_lease(&mut next, "weights"), (lease, 42));
@@ -82,8 +82,8 @@ async fn lost_fd_store_restarts_leases_in_a_higher_generation() {
     };
     assert_eq!(writer.commit(lease, token, 1), "committed");
     writer.kill();
-    fixture.kill_vault();
-    fixture.start_vault();
+    fixture.kill_fdstore();
+    fixture.start_fdstore();
     let mut next = fixture.tenant(&pod);
     let Ok(Opened::Write { lease: anew, .. }) = open_retrying(&mut next, "weights", 6 * GIB) else {
         panic!("what is lost is not there");
@@ -95,7 +95,7 @@ async fn lost_fd_store_restarts_leases_in_a_higher_generation() {
 async fn leases_are_refused_when_the_driver_does_not_scrub() {
     let config = format!("scrub = false\n{}", crate::machine::TWO_GPUS);
     let mut fixture = Fixture::with_driver(&config).await;
-    fixture.start_vault();
+    fixture.start_fdstore();
     let pod = fixture.machine.run("a", 8).await;
     let mut tenant = fixture.tenant(&pod);
     let refused = open_retrying(&mut tenant, "weights", GIB).unwrap_err();

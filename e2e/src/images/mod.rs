@@ -83,7 +83,7 @@ const GLIBC: &[&str] = &[
 const RECIPES: &[Recipe] = &[
     Recipe {
         name: "agent",
-        programs: &["bursar-agent", "bursar-vault", "bursar-worker"],
+        programs: &["bursar-agent", "bursar-fdstore", "bursar-provisioner"],
         libraries: &[
             ("libbursar_shim.so", "opt/bursar/shim/libcuda.so.1"),
             (

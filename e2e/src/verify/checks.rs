@@ -168,9 +168,9 @@ const CHECKS: &[Check] = &[
         &["--test", "agent", "--", SIX_TEST_THREADS],
     ),
     test_check(
-        "runtime/vault",
-        "acknowledged leases outlive agents killed at any time; one agent and one vault at a time, a bound on all",
-        &["--test", "vault"],
+        "runtime/fdstore",
+        "acknowledged leases outlive agents killed at any time; one agent and one fd store at a time, a bound on all",
+        &["--test", "fdstore"],
     ),
     test_check(
         "runtime/retained",
@@ -188,13 +188,13 @@ const CHECKS: &[Check] = &[
         &["--test", "python"],
     ),
     test_check(
-        "runtime/worker",
-        "what a worker made outlives it, kept by a descriptor alone; the canary sees whether freed memory is cleared",
-        &["--test", "worker"],
+        "runtime/provisioner",
+        "what a provisioner made outlives it, kept by a descriptor alone; the canary sees whether freed memory is cleared",
+        &["--test", "provisioner"],
     ),
     test_check(
         "runtime/leases",
-        "kept leases and tokens of memory through every death of tenants, workers, agents and vaults, by a real client \
+        "kept leases and tokens of memory through every death of tenants, provisioners, agents and fd stores, by a real client \
          through the shim too",
         &["--test", "leases", "--", SIX_TEST_THREADS],
     ),

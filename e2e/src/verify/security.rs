@@ -345,26 +345,26 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         promise: "the canary has a context and nothing else until it is told to go on",
         long: false,
         tests: &[TestSelection {
-            target: &["--test", "worker"],
+            target: &["--test", "provisioner"],
             names: &["scrub_check_has_only_a_context_until_it_continues"],
             ignored: false,
             env: &[],
         }],
     },
     NamedCheck {
-        name: "security/vault-memory",
-        promise: "a vault filled to its bound with the longest blobs stays within its memory limit",
+        name: "security/fdstore-memory",
+        promise: "a fd store filled to its bound with the longest blobs stays within its memory limit",
         long: false,
         tests: &[TestSelection {
-            target: &["--test", "vault"],
+            target: &["--test", "fdstore"],
             names: &["full_fd_store_stays_within_its_memory"],
             ignored: false,
             env: &[],
         }],
     },
     NamedCheck {
-        name: "security/vault-share",
-        promise: "a namespace that fills the vault leaves others their share; what is on its way out counts",
+        name: "security/fdstore-share",
+        promise: "a namespace that fills the fd store leaves others their share; what is on its way out counts",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -596,7 +596,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/passed-descriptors",
-        promise: "what a process passes over its socket is refused by the kernel, and on older kernels closed beside the agent's threads: a neighbour's round trip p99 stays below 100 ms with two workers, with and without hello, out of band, refused, and when the sessions end",
+        promise: "what a process passes over its socket is refused by the kernel, and on older kernels closed beside the agent's threads: a neighbour's round trip p99 stays below 100 ms with two provisioners, with and without hello, out of band, refused, and when the sessions end",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -615,7 +615,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/lingering-agent",
-        promise: "the whole agent with two workers under six lingering sockets: the neighbour's p99 below 100 ms, resident memory and descriptors as before",
+        promise: "the whole agent with two provisioners under six lingering sockets: the neighbour's p99 below 100 ms, resident memory and descriptors as before",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "security"],
@@ -763,7 +763,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/fuzz-frames",
-        promise: "whatever becomes of frames (shim, vault, worker, memory ids) is an error or the one message that encodes to it, and credit pages of any content stay bounded",
+        promise: "whatever becomes of frames (shim, fd store, provisioner, memory ids) is an error or the one message that encodes to it, and credit pages of any content stay bounded",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "fuzz"],

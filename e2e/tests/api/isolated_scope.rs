@@ -298,7 +298,7 @@ impl IsolatedScope {
             "waiting": waiting,
             "gpus": [{ "uuid": "GPU-0", "index": 0, "model": "m", "memory": format!("{memory}Gi"), "state": "Active",
                 "generation": 1, "health": { "status": "Healthy", "reason": "Ok" }, "capacity": memory, "free": free,
-                "largestFree": largest, "heldFor": held, "pods": pods }],
+                "largestFree": largest, "reservedFor": held, "pods": pods }],
         });
         if is_subset(&status, &before["status"]) {
             return Ok(());

@@ -611,13 +611,13 @@ async fn waiter_is_moved(case: &mut TestCase, plain: bool) -> Result<(), Failed>
             }
             at.report_gpu(GPU_GIB, &bound).await?;
             let spec = at.gpu_node().await?["spec"].take();
-            let moved = &spec["moves"][0];
+            let moved = &spec["relocations"][0];
             // A crash between the count and the eviction uses up one of three attempts.
             let most = if plain { 1 } else { 2 };
             if moved["owner"] != owner.as_str()
                 || !(1..=most).contains(&moved["count"].as_i64().unwrap_or(0))
             {
-                return Err(format!("the record of moves: {}", spec["moves"]).into());
+                return Err(format!("the record of moves: {}", spec["relocations"]).into());
             }
             let told = !plain || at.has_event("GpuMemoryWaiterMoved", "waiter").await?;
             Ok(told && spec["reservations"].as_array().is_none_or(Vec::is_empty))

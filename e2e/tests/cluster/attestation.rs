@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use bursar_crds::conditions::gpu_node::AUDITED;
-use bursar_crds::gpu_node::NotEnforced;
+use bursar_crds::gpu_node::EnforcementGap;
 use bursar_e2e::pods::PodBuilder;
 use bursar_e2e::sim;
 use jiff::SignedDuration;
@@ -140,7 +140,7 @@ async fn assert_reported(
     assert!(took <= DETECTED_AT_LAST, "{took:#}");
     assert_enforced_metric(context, pod, reason, 0.0).await?;
     let node = context.pods.node(pod).await?;
-    let of_it = |it: &NotEnforced| it.pod == pod && it.reason == reason;
+    let of_it = |it: &EnforcementGap| it.pod == pod && it.reason == reason;
     status::wait_for_status(context, &node, &format!("{pod} in it"), |status| {
         status.not_enforced.iter().any(of_it)
     })

@@ -22,14 +22,14 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 async fn churn(context: &mut TrialContext) -> Result<(), Failed> {
     let begin = Instant::now();
-    let workers = (0..AT_ONCE).map(|worker| {
+    let provisioners = (0..AT_ONCE).map(|provisioner| {
         let (pods, probe) = (
             context.pods.clone(),
             context.environment.probe_image.clone(),
         );
-        come_and_go(worker, pods, probe)
+        come_and_go(provisioner, pods, probe)
     });
-    try_join_all(workers).await?;
+    try_join_all(provisioners).await?;
     context.progress.report(format_args!(
         "{CYCLES} creates and deletes took {:.1?}",
         begin.elapsed()
@@ -55,11 +55,11 @@ async fn churn(context: &mut TrialContext) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Runs one worker's share of the cycles: a pod of a random size, deleted after a random time.
-async fn come_and_go(worker: u64, pods: Pods, probe: String) -> Result<(), Failed> {
-    let mut random = StdRng::seed_from_u64(SEED ^ worker);
+/// Runs one provisioner's share of the cycles: a pod of a random size, deleted after a random time.
+async fn come_and_go(provisioner: u64, pods: Pods, probe: String) -> Result<(), Failed> {
+    let mut random = StdRng::seed_from_u64(SEED ^ provisioner);
     for cycle in 0..CYCLES / AT_ONCE {
-        let name = format!("churn-{worker}-{cycle}");
+        let name = format!("churn-{provisioner}-{cycle}");
         // One pod in eight may be as large as a GPU.
         let most = if random.random_range(0..8) == 0 {
             16

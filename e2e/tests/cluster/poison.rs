@@ -4,7 +4,7 @@
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::time::{Duration, Instant};
 
-use bursar_crds::gpu_node::{ContextOrder, FaultAction};
+use bursar_crds::gpu_node::{ContextPolicyEntry, FaultAction};
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use bursar_e2e::pods::{PodBuilder, PodState};
 use bursar_e2e::wait::{self, Poll};
@@ -224,7 +224,7 @@ async fn evicted(context: &TrialContext, pod: &str) -> Result<(), Failed> {
 /// Waits until the context policies of every node satisfy `wanted`.
 async fn wait_for_context_orders(
     context: &TrialContext,
-    wanted: impl Fn(&[ContextOrder]) -> bool,
+    wanted: impl Fn(&[ContextPolicyEntry]) -> bool,
 ) -> Result<(), Failed> {
     let nodes: Api<GpuNode> = Api::all(context.environment.cluster.client());
     let poll = async || match nodes.list(&Default::default()).await {

@@ -15,8 +15,8 @@ use rustix::thread::CapabilitySet;
 use crate::quota::event_line;
 use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 
-/// `driver.workerUser` of the chart.
-const WORKER_USER: u32 = 65531;
+/// `driver.provisionerUser` of the chart.
+const PROVISIONER_USER: u32 = 65531;
 const PAUSE: Duration = Duration::from_millis(100);
 /// The paths of the token in the agent's pod.
 const TOKENS: [&str; 2] = [
@@ -46,11 +46,11 @@ async fn confined(context: &mut TrialContext) -> Result<(), Failed> {
         .wait_for_log_line("keeps", START_TIMEOUT, event_line("started"))
         .await?;
     let local = context.local()?;
-    let worker = async || match local.processes_named("bursar-worker").first() {
-        Some(worker) => Poll::Ready(*worker),
+    let provisioner = async || match local.processes_named("bursar-provisioner").first() {
+        Some(provisioner) => Poll::Ready(*provisioner),
         None => Poll::Pending("there is none".to_owned()),
     };
-    let worker = wait::poll_until("a worker", START_TIMEOUT, PAUSE, worker).await?;
+    let provisioner = wait::poll_until("a provisioner", START_TIMEOUT, PAUSE, provisioner).await?;
     let agents = local.processes_named("bursar-agent");
     let agent = *agents.first().ok_or("there is no agent")?;
 
@@ -60,7 +60,7 @@ async fn confined(context: &mut TrialContext) -> Result<(), Failed> {
     let kept = kept & rustix::thread::capabilities(None)?.permitted;
     let capabilities = format!("{:016x}", kept.bits());
     let none = "0".repeat(16);
-    let own = WORKER_USER.to_string();
+    let own = PROVISIONER_USER.to_string();
     let users = [own.as_str(); 4].join("\t");
     for (process, field, expected) in [
         (agent, "CapEff", capabilities.as_str()),
@@ -68,13 +68,13 @@ async fn confined(context: &mut TrialContext) -> Result<(), Failed> {
         (agent, "CapBnd", &capabilities),
         (agent, "NoNewPrivs", "1"),
         (agent, "Seccomp", "2"),
-        (worker, "CapEff", &none),
-        (worker, "CapPrm", &none),
-        (worker, "NoNewPrivs", "1"),
-        (worker, "Seccomp", "2"),
-        (worker, "Uid", &users),
-        (worker, "Gid", &users),
-        (worker, "Groups", ""),
+        (provisioner, "CapEff", &none),
+        (provisioner, "CapPrm", &none),
+        (provisioner, "NoNewPrivs", "1"),
+        (provisioner, "Seccomp", "2"),
+        (provisioner, "Uid", &users),
+        (provisioner, "Gid", &users),
+        (provisioner, "Groups", ""),
     ] {
         let is = status(process, field)?;
         if is != expected {
@@ -82,16 +82,16 @@ async fn confined(context: &mut TrialContext) -> Result<(), Failed> {
         }
     }
 
-    let root = format!("/proc/{worker}/root");
+    let root = format!("/proc/{provisioner}/root");
     let paths = TOKENS.map(|token| format!("{root}/{token}"));
     let token = paths.iter().find(|path| fs::metadata(path).is_ok());
     let token = token.ok_or("the agent's pod has no token")?;
     let metadata = fs::metadata(token)?;
     assert_eq!((metadata.uid(), metadata.mode() & 0o777), (0, 0o600));
-    // The worker's user sees its root folder, but cannot read root's files in it.
+    // The provisioner's user sees its root folder, but cannot read root's files in it.
     let config = format!("{root}/etc/bursar/agent.toml");
-    assert!(reads(&config)?, "nothing is read there as the worker");
-    assert!(!reads(token)?, "the token is read as the worker");
+    assert!(reads(&config)?, "nothing is read there as the provisioner");
+    assert!(!reads(token)?, "the token is read as the provisioner");
     assert!(!reads(&format!("/proc/{agent}/environ"))?);
     Ok(())
 }
@@ -108,9 +108,13 @@ fn status(process: i32, field: &str) -> Result<String, Failed> {
         .to_owned())
 }
 
-/// Returns whether the worker's user can read a file.
+/// Returns whether the provisioner's user can read a file.
 fn reads(path: &str) -> Result<bool, Failed> {
     let mut cat = Command::new("cat");
-    let output = cat.arg(path).uid(WORKER_USER).gid(WORKER_USER).output()?;
+    let output = cat
+        .arg(path)
+        .uid(PROVISIONER_USER)
+        .gid(PROVISIONER_USER)
+        .output()?;
     Ok(output.status.success())
 }

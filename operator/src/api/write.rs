@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::future::Future;
 use std::time::Duration;
 
-use bursar_crds::gpu_node::{ContextOrder, RestartOrder};
+use bursar_crds::gpu_node::{ContextPolicyEntry, RestartRequest};
 use bursar_crds::resources::{BUDGET_LABEL, OPERATOR, WRITER_LABEL};
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus, GpuNode, OPERATOR_MANAGER};
 use k8s_openapi::api::core::v1::{Namespace, Pod, ResourceQuota};
@@ -185,8 +185,8 @@ impl ApiWriter {
         &self,
         node: &str,
         uid: &str,
-        orders: &[ContextOrder],
-        restarts: &[RestartOrder],
+        orders: &[ContextPolicyEntry],
+        restarts: &[RestartRequest],
     ) -> Result<(), WriteError> {
         let api = Api::<GpuNode>::all(self.client.clone());
         let body = json!({

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use bursar_crds::conditions::{Statement, budget as names};
+use bursar_crds::conditions::{ConditionUpdate, budget as names};
 use bursar_crds::{COHORT_LABEL, DEFAULT_COHORT, GpuMemoryBudget, Quantum};
 
 use super::quotas::{QuotaKind, QuotaSpec};
@@ -18,7 +18,7 @@ pub(super) fn conditions(
     budget: &GpuMemoryBudget,
     parsed: &Result<ParsedSpec, InvalidSpec>,
     inputs: &BudgetInputs,
-) -> Vec<Statement> {
+) -> Vec<ConditionUpdate> {
     let accepted = accepted(budget, parsed, inputs.quantum);
     let (covered, exceeded, enforced) = match parsed {
         Ok(parsed) => (
@@ -42,15 +42,15 @@ pub(super) fn conditions(
 }
 
 /// `Ready` repeats the first condition that is not as wanted.
-fn ready(desired: &[(&Statement, bool)]) -> Statement {
+fn ready(desired: &[(&ConditionUpdate, bool)]) -> ConditionUpdate {
     let failing = desired
         .iter()
         .find(|(condition, expected)| condition.holds != Some(*expected));
     match failing {
         Some((condition, _)) => {
-            Statement::new(names::READY, false, condition.reason, &condition.message)
+            ConditionUpdate::new(names::READY, false, condition.reason, &condition.message)
         }
-        None => Statement::new(
+        None => ConditionUpdate::new(
             names::READY,
             true,
             names::AS_DECLARED,
@@ -63,8 +63,9 @@ fn accepted(
     budget: &GpuMemoryBudget,
     parsed: &Result<ParsedSpec, InvalidSpec>,
     quantum: Quantum,
-) -> Statement {
-    let invalid = |reason| Statement::new(names::ACCEPTED, false, names::INVALID_SPEC, reason);
+) -> ConditionUpdate {
+    let invalid =
+        |reason| ConditionUpdate::new(names::ACCEPTED, false, names::INVALID_SPEC, reason);
     let parsed = match parsed {
         Ok(parsed) => parsed,
         Err(reason) => return invalid(reason.to_string()),
@@ -85,10 +86,10 @@ fn accepted(
         let rounded = parsed.rounded.join(", ");
         format!("the spec is valid; {rounded}, because memory is counted in quanta of {quantum}")
     };
-    Statement::new(names::ACCEPTED, true, names::AS_DECLARED, message)
+    ConditionUpdate::new(names::ACCEPTED, true, names::AS_DECLARED, message)
 }
 
-fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
+fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> ConditionUpdate {
     let Cohort {
         guaranteed,
         nodes,
@@ -98,7 +99,7 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
     } = cohort;
     let excluded = excluded_nodes(cohort, quantum);
     let statement = |holds, reason, message: String| {
-        Statement::new(names::COVERED, holds, reason, message + &excluded)
+        ConditionUpdate::new(names::COVERED, holds, reason, message + &excluded)
     };
     if *nodes == 0 {
         return statement(
@@ -161,7 +162,7 @@ fn node_remedy(cohort: &str) -> String {
     }
 }
 
-fn exceeded(parsed: &ParsedSpec, usage: &RequestedUsage, quantum: Quantum) -> Statement {
+fn exceeded(parsed: &ParsedSpec, usage: &RequestedUsage, quantum: Quantum) -> ConditionUpdate {
     let total = usage.guaranteed.plus(usage.borrowed);
     let bounds = [
         (
@@ -191,7 +192,7 @@ fn exceeded(parsed: &ParsedSpec, usage: &RequestedUsage, quantum: Quantum) -> St
         .filter(|(requested, most, ..)| requested > most)
         .collect();
     let Some((_, _, reason, ..)) = over.first() else {
-        return Statement::new(
+        return ConditionUpdate::new(
             names::EXCEEDED,
             false,
             names::WITHIN_BUDGET,
@@ -204,7 +205,7 @@ fn exceeded(parsed: &ParsedSpec, usage: &RequestedUsage, quantum: Quantum) -> St
             exceeded_bound(subject, *requested, *most, remedy, quantum)
         })
         .collect();
-    Statement::new(names::EXCEEDED, true, reason, messages.join("; "))
+    ConditionUpdate::new(names::EXCEEDED, true, reason, messages.join("; "))
 }
 
 fn exceeded_bound(
@@ -218,8 +219,13 @@ fn exceeded_bound(
     format!("{subject} request {requested}, more than {most}: {remedy}")
 }
 
-fn enforced(budget: &GpuMemoryBudget, parsed: &ParsedSpec, inputs: &BudgetInputs) -> Statement {
-    let pending = |message| Statement::new(names::ENFORCED, false, names::QUOTA_PENDING, message);
+fn enforced(
+    budget: &GpuMemoryBudget,
+    parsed: &ParsedSpec,
+    inputs: &BudgetInputs,
+) -> ConditionUpdate {
+    let pending =
+        |message| ConditionUpdate::new(names::ENFORCED, false, names::QUOTA_PENDING, message);
     for kind in QuotaKind::ALL {
         let (name, desired) = (
             kind.name(),
@@ -240,7 +246,7 @@ fn enforced(budget: &GpuMemoryBudget, parsed: &ParsedSpec, inputs: &BudgetInputs
             None => return pending(format!("ResourceQuota {name} is not written yet")),
         }
     }
-    Statement::new(
+    ConditionUpdate::new(
         names::ENFORCED,
         true,
         names::QUOTAS_IN_FORCE,
@@ -248,8 +254,8 @@ fn enforced(budget: &GpuMemoryBudget, parsed: &ParsedSpec, inputs: &BudgetInputs
     )
 }
 
-fn unknown(type_: &'static str) -> Statement {
-    Statement {
+fn unknown(type_: &'static str) -> ConditionUpdate {
+    ConditionUpdate {
         type_,
         holds: None,
         reason: names::INVALID_SPEC,

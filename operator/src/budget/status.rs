@@ -1,7 +1,7 @@
 //! Computes the status of a budget. Pure.
 
 use bursar_crds::budget::{ContextsStatus, DeviceMemoryStatus, ManagedMemoryStatus};
-use bursar_crds::conditions::{budget as names, merge};
+use bursar_crds::conditions::{budget as names, update_conditions};
 use bursar_crds::{Amount, GpuMemoryBudget, GpuMemoryBudgetStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
@@ -79,7 +79,7 @@ pub(super) fn desired_status(
         },
         enforced_since,
         evictions: faults::recorded_evictions(budget, inputs, now),
-        conditions: merge(
+        conditions: update_conditions(
             before.map_or(&[], |status| &status.conditions),
             &statements,
             generation,

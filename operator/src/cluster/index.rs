@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_crds::budget::ContextPolicy;
-use bursar_crds::gpu_node::{ContextOrder, MAX_CONTEXTS, MAX_RESTARTS, NamespaceUse, RestartOrder};
+use bursar_crds::gpu_node::{
+    ContextPolicyEntry, MAX_CONTEXTS, MAX_RESTARTS, NamespaceUse, RestartRequest,
+};
 use bursar_crds::{DEFAULT_COHORT, Quantum};
 use kube::runtime::watcher::Event;
 use tokio::time::Instant;
@@ -47,7 +49,7 @@ pub mod kinds {
 const MAX_ON_EVERY_NODE: usize = 32;
 
 /// The orders for one node: context policies by namespace, and restart requests.
-pub type NodeOrders = (Arc<Vec<ContextOrder>>, Vec<RestartOrder>);
+pub type NodeOrders = (Arc<Vec<ContextPolicyEntry>>, Vec<RestartRequest>);
 
 /// One event of one watch.
 #[derive(Debug)]
@@ -375,11 +377,11 @@ impl ClusterIndex {
     }
 
     /// The context policies by namespace, without those that equal the agents' default.
-    fn context_policies(&self) -> Vec<ContextOrder> {
+    fn context_policies(&self) -> Vec<ContextPolicyEntry> {
         let summaries = self.budgets.iter();
         let summaries =
             summaries.filter(|(_, summary)| summary.context_policy != ContextPolicy::default());
-        let orders = summaries.map(|(key, summary)| ContextOrder {
+        let orders = summaries.map(|(key, summary)| ContextPolicyEntry {
             namespace: key.namespace.clone(),
             action: summary.context_policy.action,
             max_restarts: summary.context_policy.max_restarts,
@@ -419,7 +421,7 @@ impl ClusterIndex {
                 .unzip();
             // A correct policy stays until another write, although no pod needs it: the next pod
             // may.
-            let idle = |one: &ContextOrder| {
+            let idle = |one: &ContextPolicyEntry| {
                 !orders.contains(one) && policy_of(&all, &one.namespace) == Some(one)
             };
             let differs = node.context_policies != *orders && {
@@ -436,8 +438,8 @@ impl ClusterIndex {
     fn context_policies_for(
         &self,
         node: &str,
-        all: &Arc<Vec<ContextOrder>>,
-    ) -> Arc<Vec<ContextOrder>> {
+        all: &Arc<Vec<ContextPolicyEntry>>,
+    ) -> Arc<Vec<ContextPolicyEntry>> {
         if all.len() <= MAX_ON_EVERY_NODE {
             return all.clone();
         }
@@ -447,11 +449,11 @@ impl ClusterIndex {
     }
 
     /// The restart requests for faults that the agent left open and that today's policy restarts.
-    fn restart_requests(&self, node: &GpuNodeSummary) -> Vec<RestartOrder> {
+    fn restart_requests(&self, node: &GpuNodeSummary) -> Vec<RestartRequest> {
         let due = node.faults.iter().filter_map(|OpenFault { fault, .. }| {
             let container = fault.container.as_ref()?;
             let policy = self.context_policy(&container.namespace);
-            (remedy(fault, &policy) == Some(Remedy::Restart)).then(|| RestartOrder {
+            (remedy(fault, &policy) == Some(Remedy::Restart)).then(|| RestartRequest {
                 fault: fault.id.clone(),
                 pod_uid: container.pod_uid.clone(),
                 container: container.container.clone(),
@@ -529,7 +531,10 @@ impl ClusterIndex {
 }
 
 /// The policy of a namespace among `orders`, which are sorted by namespace.
-fn policy_of<'a>(orders: &'a [ContextOrder], namespace: &str) -> Option<&'a ContextOrder> {
+fn policy_of<'a>(
+    orders: &'a [ContextPolicyEntry],
+    namespace: &str,
+) -> Option<&'a ContextPolicyEntry> {
     let at = orders.binary_search_by(|one| one.namespace.as_str().cmp(namespace));
     at.ok().map(|at| &orders[at])
 }

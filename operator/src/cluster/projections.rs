@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use bursar_crds::budget::{ContextAction, ContextPolicy};
-use bursar_crds::gpu_node::{ContextOrder, Fault, FaultKind, NamespaceUse, RestartOrder};
+use bursar_crds::gpu_node::{ContextPolicyEntry, Fault, FaultKind, NamespaceUse, RestartRequest};
 use bursar_crds::resources::BUDGET_LABEL;
 use bursar_crds::{Amount, COHORT_LABEL, GpuMemoryBudget, GpuNode, Quantum};
 use kube::ResourceExt;
@@ -71,9 +71,9 @@ pub struct GpuNodeSummary {
     /// The object's UID. A recreated GpuNode has no orders.
     pub uid: String,
     /// The context policies in the node's spec, sorted by namespace.
-    pub context_policies: Vec<ContextOrder>,
+    pub context_policies: Vec<ContextPolicyEntry>,
     /// The restart requests in the node's spec.
-    pub restarts: Vec<RestartOrder>,
+    pub restarts: Vec<RestartRequest>,
     /// The open faults.
     pub faults: Vec<OpenFault>,
     /// The usage that the agent reports for each namespace.

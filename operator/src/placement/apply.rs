@@ -29,7 +29,7 @@ use crate::run::Clock;
 const LABELS_MANAGER: &str = "bursar-operator-labels";
 const RESERVATIONS_MANAGER: &str = "bursar-operator-reservations";
 const QUOTAS_MANAGER: &str = "bursar-operator-quotas";
-const RELOCATIONS_MANAGER: &str = "bursar-operator-moves";
+const RELOCATIONS_MANAGER: &str = "bursar-operator-relocations";
 
 /// How long one request may take.
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -202,7 +202,7 @@ impl Executor {
                     let relocations =
                         history.relocations_with(&from.name, &owner, now, (self.clock)());
                     let records: Vec<_> = relocations.iter().map(|(moved, _)| moved).collect();
-                    let body = json!({ "spec": { "moves": records } });
+                    let body = json!({ "spec": { "relocations": records } });
                     self.server_side_apply(
                         RELOCATIONS_MANAGER,
                         "record a relocation on",
@@ -300,7 +300,7 @@ impl Executor {
         let mut reserved = current.spec.reservations.iter();
         let mut gpus = current.status.iter().flat_map(|status| &status.gpus);
         let is_reserved = reserved.any(|one| one.gpu == gpu && one.waiter == waiter.uid)
-            && gpus.any(|one| one.uuid == gpu && one.held_for.as_ref() == Some(&waiter.uid));
+            && gpus.any(|one| one.uuid == gpu && one.reserved_for.as_ref() == Some(&waiter.uid));
         match is_reserved {
             true => Ok(self
                 .revalidate_pod(waiter, node)

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use bursar_crds::gpu_node::{MAX_MOVES, Moved, QuotaOrder, Reservation};
+use bursar_crds::gpu_node::{MAX_RECORDED_RELOCATIONS, QuotaOverride, Relocation, Reservation};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 
@@ -63,7 +63,7 @@ struct Termination {
 
 /// The recorded relocations of one owner from a node, with the uptime at which this operator first
 /// saw them. The record's own timestamp decides nothing, because another operator's clock wrote it.
-pub(super) type RelocationRecord = (Moved, Uptime);
+pub(super) type RelocationRecord = (Relocation, Uptime);
 
 /// The attempts of this operator.
 #[derive(Clone, Debug, Default)]
@@ -92,7 +92,7 @@ pub struct History {
     /// The last applied reservations of each node.
     pub(super) reservations: BTreeMap<String, Vec<Reservation>>,
     /// The last applied quota overrides of each node.
-    pub(super) quotas: BTreeMap<String, Vec<QuotaOrder>>,
+    pub(super) quotas: BTreeMap<String, Vec<QuotaOverride>>,
     /// Since when a node's labels have been out of date.
     pub(super) outdated_labels: BTreeMap<String, Uptime>,
     /// The labels last written to such a node, and when.
@@ -302,9 +302,9 @@ impl History {
             }
         }
         others.sort_by_key(|(_, seen)| *seen);
-        let over = (others.len() + 1).saturating_sub(MAX_MOVES);
+        let over = (others.len() + 1).saturating_sub(MAX_RECORDED_RELOCATIONS);
         others.drain(..over);
-        let relocation = Moved {
+        let relocation = Relocation {
             owner: owner.to_owned(),
             count: of_owner.saturating_add(1),
             last: Time(timestamp),

@@ -4,7 +4,9 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Deref;
 
-use bursar_crds::gpu_node::{GpuStatus, HealthStatus, MAX_PODS, Moved, QuotaOrder, Reservation};
+use bursar_crds::gpu_node::{
+    GpuStatus, HealthStatus, MAX_PODS, QuotaOverride, Relocation, Reservation,
+};
 use bursar_crds::quantity::parse_bytes;
 use bursar_crds::{GpuNode, Quantum};
 use k8s_openapi::api::core::v1::{Node, NodeCondition, Taint};
@@ -113,9 +115,9 @@ pub struct GpuFacts {
     /// `spec.reservations`.
     pub reservations: Vec<Reservation>,
     /// `spec.quotas`.
-    pub quotas: Vec<QuotaOrder>,
-    /// `spec.moves`.
-    pub relocations: Vec<Moved>,
+    pub quotas: Vec<QuotaOverride>,
+    /// `spec.relocations`.
+    pub relocations: Vec<Relocation>,
 }
 
 /// One GPU.
@@ -164,7 +166,7 @@ impl GpuFacts {
                 .collect(),
             reservations: node.spec.reservations.clone(),
             quotas: node.spec.quotas.clone(),
-            relocations: node.spec.moves.clone(),
+            relocations: node.spec.relocations.clone(),
         }
     }
 
@@ -225,7 +227,7 @@ fn gpu(gpu: &GpuStatus) -> Gpu {
         capacity: count(gpu.capacity),
         free: count(gpu.free),
         largest_free: count(gpu.largest_free),
-        reserved_for: gpu.held_for.clone(),
+        reserved_for: gpu.reserved_for.clone(),
         pods: gpu
             .pods
             .iter()

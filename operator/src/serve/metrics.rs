@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bursar_crds::budget::Counted;
+use bursar_crds::budget::QuantaAmount;
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
 use kube::ResourceExt as _;
 use kube::runtime::reflector::Store;
@@ -408,7 +408,7 @@ fn statuses(
         .filter_map(|budget| Some((budget.namespace()?, budget.status.as_ref()?)))
 }
 
-fn amounts(status: &GpuMemoryBudgetStatus) -> [(&'static str, &'static str, &Counted); 8] {
+fn amounts(status: &GpuMemoryBudgetStatus) -> [(&'static str, &'static str, &QuantaAmount); 8] {
     let (device, managed) = (&status.device_memory, &status.managed_memory);
     [
         ("gpu-memory", "guaranteed", &device.guaranteed),

@@ -306,7 +306,7 @@ impl LeaseWriter {
     }
 
     /// Reports the commit until the agent confirms it. A commit may be repeated, while the agent
-    /// restarts or has lost the vault.
+    /// restarts or has lost the fd store.
     fn report_commit(&self, question: &RetainedRequest) -> Result<(), LeaseError> {
         let start = Instant::now();
         loop {

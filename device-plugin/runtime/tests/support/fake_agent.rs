@@ -1,4 +1,4 @@
-//! Starts a vault, a worker for each GPU and a fake agent on this machine.
+//! Starts a fd store, a provisioner for each GPU and a fake agent on this machine.
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
@@ -15,7 +15,7 @@ pub(crate) const GPU: &str = "GPU-00000000-0000-0000-0000-000000000001";
 pub(crate) struct FakeAgent {
     folder: tempfile::TempDir,
     _keeper: Process,
-    _vault: Process,
+    _fdstore: Process,
 }
 
 impl FakeAgent {
@@ -23,22 +23,22 @@ impl FakeAgent {
     pub(crate) fn start(command: impl Fn(&Path) -> Command) -> FakeAgent {
         let programs = programs();
         let folder = tempfile::tempdir().unwrap();
-        let place = folder.path().join("vault");
-        let mut vault = command(&programs.join("bursar-vault"));
+        let place = folder.path().join("fdstore");
+        let mut fdstore = command(&programs.join("bursar-fdstore"));
         // Otherwise a failed test waits for the process that holds its output open.
-        vault
+        fdstore
             .arg(&place)
             .stdout(Stdio::null())
             .stderr(Stdio::null());
-        let vault = Process(vault.spawn().unwrap());
-        while UnixStream::connect(place.join("vault.sock")).is_err() {
+        let fdstore = Process(fdstore.spawn().unwrap());
+        while UnixStream::connect(place.join("fdstore.sock")).is_err() {
             std::thread::sleep(Duration::from_millis(5));
         }
         let mut keeper = command(&programs.join("examples/keeper"));
         let keeper = keeper
             .arg(folder.path().join("agent.sock"))
             .arg(&place)
-            .arg(programs.join("bursar-worker"))
+            .arg(programs.join("bursar-provisioner"))
             .arg(GPU)
             .stdout(Stdio::piped())
             .spawn()
@@ -50,7 +50,7 @@ impl FakeAgent {
         assert_eq!(line, "ready\n");
         FakeAgent {
             folder,
-            _vault: vault,
+            _fdstore: fdstore,
             _keeper: keeper,
         }
     }
@@ -76,8 +76,8 @@ fn programs() -> &'static Path {
     static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
     PROGRAMS.get_or_init(|| {
         let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "--quiet", "-p", "bursar-vault", "-p"]);
-        build.args(["bursar-worker", "--bins", "--example", "keeper"]);
+        build.args(["build", "--quiet", "-p", "bursar-fdstore", "-p"]);
+        build.args(["bursar-provisioner", "--bins", "--example", "keeper"]);
         build.env_remove("LD_LIBRARY_PATH");
         assert!(build.status().unwrap().success());
         let test = std::env::current_exe().unwrap();

@@ -1,6 +1,6 @@
 //! Decides what follows a poisoned context in which container: pure.
 
-use bursar_crds::gpu_node::{ContextOrder, RestartOrder};
+use bursar_crds::gpu_node::{ContextPolicyEntry, RestartRequest};
 
 use crate::node::allocator::BoundContainer;
 use crate::sessions::RecoveryPolicy;
@@ -8,7 +8,7 @@ use crate::sessions::RecoveryPolicy;
 /// The policy of a container, by the orders for namespaces. None where the container's namespace is
 /// unknown, so that its present policy stays.
 pub fn context_policy(
-    orders: &[ContextOrder],
+    orders: &[ContextPolicyEntry],
     container: &BoundContainer,
 ) -> Option<RecoveryPolicy> {
     let namespace = &container.name.as_ref()?.pod.as_ref()?.namespace;
@@ -19,7 +19,7 @@ pub fn context_policy(
 }
 
 /// The process generation that a container is ordered to reach; none without an order.
-pub fn required_generation(orders: &[RestartOrder], container: &BoundContainer) -> Option<u64> {
+pub fn required_generation(orders: &[RestartRequest], container: &BoundContainer) -> Option<u64> {
     let holder = container.name.as_ref()?;
     let of_it = orders.iter().filter(|order| {
         order.pod_uid == container.pod.as_str() && order.container == holder.container
@@ -51,7 +51,7 @@ mod tests {
 
     #[test]
     fn policy_is_that_of_the_namespace_or_restart() {
-        let orders = [ContextOrder {
+        let orders = [ContextPolicyEntry {
             namespace: "here".to_owned(),
             action: ContextAction::InPlace,
             max_restarts: 9,
@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn required_generation_is_the_highest_of_its_orders() {
-        let order = |pod: &str, container: &str, process_generation| RestartOrder {
+        let order = |pod: &str, container: &str, process_generation| RestartRequest {
             fault: "f".into(),
             pod_uid: pod.into(),
             container: container.into(),

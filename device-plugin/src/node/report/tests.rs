@@ -202,7 +202,11 @@ fn unhealthy_gpu_has_no_capacity_and_a_reason() {
     for (sickness, state, reason) in [
         (UnhealthyReason::Lost, State::Lost, "GpuLost"),
         (UnhealthyReason::Xid(79), State::Active, "Xid79"),
-        (UnhealthyReason::WorkerStuck, State::Active, "WorkerStuck"),
+        (
+            UnhealthyReason::ProvisionerHung,
+            State::Active,
+            "ProvisionerHung",
+        ),
         (UnhealthyReason::Draining, State::Draining, "Draining"),
         (UnhealthyReason::Drained, State::Draining, "Drained"),
     ] {
@@ -440,7 +444,7 @@ fn driver_limits_are_reported_and_do_not_affect_readiness() {
             ..inputs()
         };
         let report = node_report(&snapshot(), &around);
-        assert!(!report.conditions.iter().any(Statement::is_amiss));
+        assert!(!report.conditions.iter().any(ConditionUpdate::is_amiss));
         condition(&report, names::DRIVER_LIMITS)
     };
     let set = LimitState::Set(Bytes::gib(1));
@@ -519,7 +523,7 @@ fn missing_retained_memory_is_reported_with_a_reason() {
             scrubbed.1 == names::NOT_SCRUBBED,
             !around.retained.refused.is_empty()
         );
-        of(names::KEPT_MEMORY)
+        of(names::RETAINED_MEMORY)
     };
     let well = inputs().retained;
     assert_eq!(said(well.clone()), (Some(true), names::OK));
@@ -531,7 +535,7 @@ fn missing_retained_memory_is_reported_with_a_reason() {
         is_store_connected: false,
         ..well.clone()
     };
-    assert_eq!(said(away), (Some(false), names::VAULT_AWAY));
+    assert_eq!(said(away), (Some(false), names::FD_STORE_UNAVAILABLE));
     let dirty = RetainedStatus {
         refused: BTreeMap::from([(uuid(), "why".to_owned())]),
         ..well.clone()
@@ -541,7 +545,7 @@ fn missing_retained_memory_is_reported_with_a_reason() {
         hung: [uuid()].into(),
         ..dirty
     };
-    assert_eq!(said(stuck), (Some(false), names::WORKER_STUCK));
+    assert_eq!(said(stuck), (Some(false), names::PROVISIONER_HUNG));
     let unreadable = RetainedStatus {
         uncharged: 1,
         ..inputs().retained

@@ -224,7 +224,7 @@ fn each_event_fences_tokens_of_its_generation_only() {
         );
         drop(fixture.leases.discard(caller(A, 10), LEASE).unwrap());
     };
-    let vault_died: Event = |fixture| {
+    let fdstore_died: Event = |fixture| {
         fixture.leases.store_disconnected();
         fixture.leases.resync(BTreeMap::new(), |_| true);
     };
@@ -274,7 +274,7 @@ fn each_event_fences_tokens_of_its_generation_only() {
         ),
         (
             "the fd store exited",
-            vault_died,
+            fdstore_died,
             [own, fenced(Generation::Lease, 7)],
         ),
         ("its pod ended", ended, [unknown(), unknown()]),

@@ -71,7 +71,7 @@ fn node(name: &str, quanta: u64) -> WatchEvent {
 
 #[test]
 fn foreign_context_policy_is_not_overwritten_forever() {
-    let order = |namespace: &str| ContextOrder {
+    let order = |namespace: &str| ContextPolicyEntry {
         namespace: namespace.to_owned(),
         action: bursar_crds::budget::ContextAction::Report,
         max_restarts: 1,

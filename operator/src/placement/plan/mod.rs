@@ -6,7 +6,7 @@
 //!         |                  else: victims of lower priority on one GPU would make room
 //!         v                                    |
 //!      no step                                 v
-//!                 Reserve --agent sets heldFor--> Preempt: nominate, evict
+//!                 Reserve --agent sets reservedFor--> Preempt: nominate, evict
 //!                                                    --pod bound or gone--> Reserve without it
 //! ```
 //!
@@ -21,7 +21,7 @@ mod victims;
 use std::time::Duration;
 
 use bursar_crds::Quantum;
-use bursar_crds::gpu_node::{QuotaOrder, Reservation};
+use bursar_crds::gpu_node::{QuotaOverride, Reservation};
 
 use super::history::{History, NodeLabels, Uptime};
 use super::snapshot::{PlacementIndex, Snapshot};
@@ -65,7 +65,7 @@ pub(super) enum Step {
         /// The `GpuNode`.
         node: NodeRef,
         /// The new quota overrides.
-        quotas: Vec<QuotaOrder>,
+        quotas: Vec<QuotaOverride>,
     },
     /// Evict victims on a GPU that is reserved for a pod.
     Preempt {

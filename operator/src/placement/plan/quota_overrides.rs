@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use bursar_crds::Amount;
-use bursar_crds::gpu_node::{DEVICE, MAX_PODS, MAX_QUOTAS, QuotaOrder};
+use bursar_crds::gpu_node::{DEVICE, MAX_PODS, MAX_QUOTAS, QuotaOverride};
 
 use super::{Step, gpu_node_ref};
 use crate::nodes::ssa_diff::needs_apply;
@@ -26,8 +26,8 @@ pub(super) fn plan(snapshot: &Snapshot<'_>, history: &History) -> Vec<Step> {
 }
 
 /// The sorted overrides of each node.
-fn desired(snapshot: &Snapshot<'_>) -> BTreeMap<String, Vec<QuotaOrder>> {
-    let mut desired: BTreeMap<String, Vec<QuotaOrder>> = BTreeMap::new();
+fn desired(snapshot: &Snapshot<'_>) -> BTreeMap<String, Vec<QuotaOverride>> {
+    let mut desired: BTreeMap<String, Vec<QuotaOverride>> = BTreeMap::new();
     if snapshot.overrides.is_empty() {
         return desired;
     }
@@ -60,7 +60,7 @@ fn pod_overrides(
     pod: &PodFacts,
     node: &str,
     amount: &Amount,
-) -> Vec<QuotaOrder> {
+) -> Vec<QuotaOverride> {
     let gpus = snapshot
         .gpu_nodes
         .get(node)
@@ -75,7 +75,7 @@ fn pod_overrides(
         // With one GPU the account `device` suffices.
         accounts = vec![DEVICE];
     }
-    let order = |container: &str, account: &str| QuotaOrder {
+    let order = |container: &str, account: &str| QuotaOverride {
         pod_uid: pod.uid.clone(),
         container: container.to_owned(),
         account: account.to_owned(),

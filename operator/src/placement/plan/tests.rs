@@ -12,7 +12,7 @@ mod untrusted_reports;
 use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_crds::COHORT_LABEL;
-use bursar_crds::gpu_node::Moved;
+use bursar_crds::gpu_node::Relocation;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use kube::runtime::watcher::Event;
@@ -122,8 +122,8 @@ struct FakeCluster {
     labels: BTreeMap<String, BTreeMap<String, String>>,
     /// Memory of ended pods that is not proven free, by GPU.
     left: BTreeMap<String, u64>,
-    quotas: BTreeMap<String, Vec<QuotaOrder>>,
-    moves: BTreeMap<String, Vec<Moved>>,
+    quotas: BTreeMap<String, Vec<QuotaOverride>>,
+    moves: BTreeMap<String, Vec<Relocation>>,
     lowered: BTreeMap<String, String>,
     /// The pods whose eviction a PodDisruptionBudget refuses.
     kept: Vec<String>,

@@ -190,7 +190,7 @@ struct FakeNode {
     pod: u32,
     leases: LeaseTable,
     /// The leases that the agent has put into the fd store.
-    vault: BTreeMap<LeaseId, Option<LeaseRecord>>,
+    fdstore: BTreeMap<LeaseId, Option<LeaseRecord>>,
 }
 
 impl FakeNode {
@@ -208,7 +208,7 @@ impl FakeNode {
             allocation: 1,
             pod: 1,
             leases: LeaseTable::default(),
-            vault: BTreeMap::new(),
+            fdstore: BTreeMap::new(),
         };
         machine.observe_gpu(PRESENT, false);
         machine.hello();
@@ -264,7 +264,7 @@ impl FakeNode {
                 self.leases
                     .commit(self.asker(), lease, 99, CHECKSUM, BootTime(2))
                     .unwrap();
-                self.vault.insert(lease, self.leases.get(lease).cloned());
+                self.fdstore.insert(lease, self.leases.get(lease).cloned());
                 lease.0
             }
             Some(Opened::Read(lease)) => lease.0,
@@ -382,7 +382,7 @@ impl FakeNode {
     /// Lets the fd store list its leases.
     fn reconnect_store(&mut self) {
         self.leases.store_disconnected();
-        let held = self.vault.iter();
+        let held = self.fdstore.iter();
         let held =
             held.filter_map(|(lease, meta)| Some((*lease, StoredRecord::Read(meta.clone()?))));
         self.leases.resync(held.collect(), |_| true);
@@ -390,19 +390,19 @@ impl FakeNode {
     }
 
     fn end_store(&mut self) {
-        self.vault.clear();
+        self.fdstore.clear();
         self.reconnect_store();
     }
 
     fn end_provisioner(&mut self) {
         let other = LeaseId(1 << 40);
-        let meta = self.vault.values().next().cloned().flatten().unwrap();
+        let meta = self.fdstore.values().next().cloned().flatten().unwrap();
         self.leases.begin_create(other, meta);
         self.leases.release_uncertain(other);
     }
 
     fn discard(&mut self) {
-        let lease = *self.vault.keys().next().unwrap();
+        let lease = *self.fdstore.keys().next().unwrap();
         self.leases.discard(self.asker(), lease).unwrap();
     }
 
@@ -424,7 +424,7 @@ impl FakeNode {
     /// Boots the machine: files on tmpfs and all processes are gone.
     fn boot(&mut self) {
         self.boot += 1;
-        self.vault.clear();
+        self.fdstore.clear();
         assert!(self.gpus.flush());
         self.gpus = generations(&self.disk, self.boot);
         self.leases = LeaseTable::default();

@@ -89,7 +89,7 @@ fn override_reaches_the_pods_node_and_is_lifted_with_it() {
     .into();
     let mut history = History::default();
     cluster.run(&mut history, 0, 2);
-    let order = QuotaOrder {
+    let order = QuotaOverride {
         pod_uid: "p".to_owned(),
         container: "main".to_owned(),
         account: "device".to_owned(),

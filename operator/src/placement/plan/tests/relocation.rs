@@ -225,7 +225,7 @@ fn relocation_record_counts_whatever_its_timestamp() {
             .pod("10", 10, GUARANTEED, Some(("a", Some(0))))
             .pod("8", 8, GUARANTEED, Some(("a", None)));
         cluster.pods.get_mut("8").unwrap().owner = other("o");
-        let moved = Moved {
+        let moved = Relocation {
             owner: "o".to_owned(),
             count: 3,
             last: Time(wall(Duration::ZERO) + SignedDuration::from_hours(hours)),

@@ -55,7 +55,7 @@ fn gpu() -> impl Strategy<Value = Value> {
             json!({
                 "uuid": uuid, "index": 0, "model": "m", "memory": "16Gi", "state": "Active", "generation": 1,
                 "health": { "status": health, "reason": "r" }, "capacity": 16, "free": free, "largestFree": free,
-                "heldFor": held, "pods": pods.collect::<Vec<_>>() })
+                "reservedFor": held, "pods": pods.collect::<Vec<_>>() })
         },
     )
 }
@@ -234,7 +234,7 @@ impl Operator {
                     for one in reserved.iter() {
                         let mut gpus = status["gpus"].as_array_mut().into_iter().flatten();
                         if let Some(gpu) = gpus.find(|gpu| gpu["uuid"] == one.gpu) {
-                            gpu["heldFor"] = json!(one.waiter);
+                            gpu["reservedFor"] = json!(one.waiter);
                         }
                     }
                     self.says(name, status);

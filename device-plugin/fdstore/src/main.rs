@@ -1,4 +1,4 @@
-//! The fd store: `bursar-vault [FOLDER [BYTES]]` stores the descriptors of retained memory and
+//! The fd store: `bursar-fdstore [FOLDER [BYTES]]` stores the descriptors of retained memory and
 //! serves them below FOLDER. BYTES is the memory limit of its container and bounds how many leases
 //! it takes.
 //!
@@ -58,7 +58,7 @@ fn parse_memory_limit(given: OsString) -> Result<u64, OsString> {
 /// Logs a line. `eprintln` would panic after the log's reader has exited, and lose all retained
 /// memory.
 fn log(text: Arguments<'_>) {
-    let _ = writeln!(io::stderr(), "bursar-vault: {text}");
+    let _ = writeln!(io::stderr(), "bursar-fdstore: {text}");
 }
 
 /// Raises the limit of open files to the hard limit; returns the limit in force.

@@ -1,10 +1,10 @@
-//! The provisioner of one GPU: `bursar-worker --gpu UUID` creates retained memory for the agent
-//! that started it.
+//! The provisioner of one GPU: `bursar-provisioner --gpu UUID` creates retained memory for the
+//! agent that started it.
 //!
 //! The provisioner never has a CUDA context, so no kernel's fault reaches it (F3 in docs/facts.md),
-//! and it holds no memory after its answer. `bursar-worker canary --gpu UUID` is the scrub check, a
-//! process of another kind: it creates a context, lets the agent measure that, checks whether freed
-//! memory comes back cleared, prints the verdict and exits.
+//! and it holds no memory after its answer. `bursar-provisioner canary --gpu UUID` is the scrub
+//! check, a process of another kind: it creates a context, lets the agent measure that, checks
+//! whether freed memory comes back cleared, prints the verdict and exits.
 //!
 //! * `serve` answers the agent
 //! * `canary` is the scrub check

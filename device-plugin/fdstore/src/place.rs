@@ -40,7 +40,7 @@ impl Listener {
         let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
         made.and_then(|()| std::fs::set_permissions(folder, Permissions::from_mode(0o700)))
             .map_err(|error| ListenerError::CreateDir(folder.to_owned(), error))?;
-        let lock = lock(&folder.join("vault.lock"))?;
+        let lock = lock(&folder.join("fdstore.lock"))?;
         let socket = folder.join(SOCKET_NAME);
         match std::fs::remove_file(&socket) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {

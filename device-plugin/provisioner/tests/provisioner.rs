@@ -17,7 +17,7 @@ use bursar_protocol::provisioner::{ProvisionerRequest, ProvisionerResponse};
 use bursar_runtime::driver::{Access, Driver};
 use bursar_sim_lab::{ONE_GPU, SimMachine, TWO_GPUS, run_in_subprocess};
 
-const PROGRAM: &str = env!("CARGO_BIN_EXE_bursar-worker");
+const PROGRAM: &str = env!("CARGO_BIN_EXE_bursar-provisioner");
 const FIRST: &str = "GPU-00000000-0000-0000-0000-000000000001";
 const SECOND: &str = "GPU-00000000-0000-0000-0000-000000000002";
 const MIB: u64 = 1 << 20;

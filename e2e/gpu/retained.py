@@ -1,10 +1,10 @@
 """Shows on a real GPU the cost of retained memory, and that it survives faults and kills.
 
-usage: kept.py PROGRAMS [--gpu UUID] [--rounds N] [--gib N] [--python PATH] [--only lease faults kills canary example]
+usage: retained.py PROGRAMS [--gpu UUID] [--rounds N] [--gib N] [--python PATH] [--only lease faults kills canary example]
 
-PROGRAMS is a folder with bursar-vault, bursar-worker, keeper, kept and the wheel of the package bursar;
+PROGRAMS is a folder with bursar-fdstore, bursar-provisioner, keeper, kept and the wheel of the package bursar;
 docs/benchmarks.md describes how to make it. Needs an NVIDIA driver, and for `example` a Python with torch; no network,
-no root, no cluster: keeper acts for the agent, with the real vault and worker. The script prints one table, and exits
+no root, no cluster: keeper acts for the agent, with the real fd store and provisioner. The script prints one table, and exits
 with 1 if a row fails.
 """
 
@@ -34,7 +34,7 @@ TORCH = "/opt/torch/.venv/bin/python3"
 
 
 class Machine:
-    """The programs and their environment: a vault, a worker, and a substitute for the agent."""
+    """The programs and their environment: a fd store, a provisioner, and a substitute for the agent."""
 
     def __init__(self, programs, gpu):
         self.programs = os.path.abspath(programs)
@@ -47,13 +47,13 @@ class Machine:
 
     @contextlib.contextmanager
     def keeper(self):
-        """Runs vault, worker and keeper; clients connect to `socket`."""
+        """Runs fd store, provisioner and keeper; clients connect to `socket`."""
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
-            vault = os.path.join(folder, "vault")
-            running.enter_context(ended(subprocess.Popen([self.program("bursar-vault"), vault], stderr=subprocess.DEVNULL)))
-            wait_for(os.path.join(vault, "vault.sock"))
+            fd store = os.path.join(folder, "fdstore")
+            running.enter_context(ended(subprocess.Popen([self.program("bursar-fdstore"), fd store], stderr=subprocess.DEVNULL)))
+            wait_for(os.path.join(fd store, "fdstore.sock"))
             self.socket = os.path.join(folder, "agent.sock")
-            command = [self.program("keeper"), self.socket, vault, self.program("bursar-worker"), self.gpu]
+            command = [self.program("keeper"), self.socket, fd store, self.program("bursar-provisioner"), self.gpu]
             keeper = running.enter_context(ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
             if keeper.stdout.readline() != "ready\n":
                 raise RuntimeError("the keeper did not start")
@@ -175,7 +175,7 @@ def kills(machine, table, options):
 
 def canary(machine, table, options):
     """Checks that the driver clears freed memory before another tenant gets it."""
-    command = [machine.program("bursar-worker"), "canary", "--gpu", machine.gpu]
+    command = [machine.program("bursar-provisioner"), "canary", "--gpu", machine.gpu]
     said = subprocess.run(command, check=True, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE).stdout
     # The first line reports that the process has a context, for the agent to measure.
     verdict = json.loads(said.splitlines()[-1])

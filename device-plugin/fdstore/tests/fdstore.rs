@@ -22,7 +22,7 @@ use rand::RngExt as _;
 use rustix::fs::{MemfdFlags, memfd_create};
 use tempfile::TempDir;
 
-const PROGRAM: &str = env!("CARGO_BIN_EXE_bursar-vault");
+const PROGRAM: &str = env!("CARGO_BIN_EXE_bursar-fdstore");
 
 const TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -365,7 +365,7 @@ fn descriptor_without_a_lease_is_closed() {
 fn fd_store_is_full_at_its_open_file_limit() {
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -n 84; exec \"$0\" \"$@\""]);
-    command.arg(env!("CARGO_BIN_EXE_bursar-vault"));
+    command.arg(env!("CARGO_BIN_EXE_bursar-fdstore"));
     let fd_store = FdStore::start_command(command);
     let mut agent = fd_store.agent();
     let room = (1..).find(|lease| agent.put(*lease) != FdStoreResponse::Stored);
@@ -438,7 +438,7 @@ fn partial_message_and_garbage_delay_no_agent_for_long() {
 fn second_fd_store_leaves_the_socket_to_the_first() {
     let fd_store = FdStore::start();
     assert_eq!(fd_store.agent().put(1), FdStoreResponse::Stored);
-    let second = Command::new(env!("CARGO_BIN_EXE_bursar-vault"))
+    let second = Command::new(env!("CARGO_BIN_EXE_bursar-fdstore"))
         .arg(fd_store.folder.path())
         .output()
         .unwrap();
@@ -454,7 +454,7 @@ fn fd_store_starts_empty_after_a_kill() {
     assert_eq!(fd_store.agent().put(1), FdStoreResponse::Stored);
     fd_store.process.kill().unwrap();
     fd_store.process.wait().unwrap();
-    let mut next = Command::new(env!("CARGO_BIN_EXE_bursar-vault"));
+    let mut next = Command::new(env!("CARGO_BIN_EXE_bursar-fdstore"));
     next.arg(fd_store.folder.path()).stderr(Stdio::null());
     fd_store.process = next.spawn().unwrap();
     let since = Instant::now();
