@@ -16,15 +16,6 @@ const NO_ACTOR: &[&str] = &[
 /// Documents that are not in the repository.
 const OUTSIDE_DOCUMENTS: &[&str] = &["design, section", "design, \"", "Design, \""];
 
-/// Folders whose comments still need to be rewritten.
-const TO_REWRITE: &[&str] = &[
-    "device-plugin/benches/",
-    "device-plugin/src/",
-    "device-plugin/tests/",
-    "device-plugin/fdstore/",
-    "device-plugin/provisioner/",
-];
-
 /// A violation of the rules by one line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Violation {
@@ -96,7 +87,7 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
     Ok(())
 }
 
-/// Fails on violations in any Rust file outside of [`TO_REWRITE`].
+/// Fails on violations in any Rust file.
 ///
 /// # Errors
 /// Names each line and its violation, or the file that could not be read.
