@@ -13,7 +13,8 @@
 //!
 //! With cgroup v1 every controller has such a tree; the first tree with the pod is enough.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::ffi::OsString;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
@@ -68,8 +69,20 @@ impl PodCgroups {
     }
 
     /// The watched pods whose cgroup was removed since the last call; they are watched no more.
+    ///
+    /// The agent calls this several times a second. A list of each parent costs a system call for
+    /// hundreds of pods, so only a pod that is not listed is looked up.
     pub fn drain_ended(&mut self) -> Vec<PodUid> {
-        let ended = self.watched.extract_if(.., |_, path| !exists(path));
+        let parents: BTreeSet<&Path> = self
+            .watched
+            .values()
+            .filter_map(|path| path.parent())
+            .collect();
+        let listed: HashSet<OsString> = parents.into_iter().flat_map(names_in).collect();
+        let is_listed = |path: &Path| path.file_name().is_some_and(|name| listed.contains(name));
+        let ended = self
+            .watched
+            .extract_if(.., |_, path| !is_listed(path) && !exists(path));
         ended.map(|(pod, _)| pod).collect()
     }
 
@@ -97,6 +110,12 @@ fn exists(path: &Path) -> bool {
         Ok(_) => true,
         Err(error) => error.kind() != std::io::ErrorKind::NotFound,
     }
+}
+
+/// The names in a directory; none of a directory that cannot be listed.
+fn names_in(folder: &Path) -> impl Iterator<Item = OsString> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.file_name())
 }
 
 /// The kubelet's trees below `root`, breadth first.
@@ -303,5 +322,7 @@ mod tests {
         std::fs::remove_dir(root.path().join(&folder)).unwrap();
         assert_eq!(pods.drain_ended(), [pod]);
         assert_eq!(pods.drain_ended(), []);
+        std::fs::remove_dir_all(root.path().join("kubepods")).unwrap();
+        assert_eq!(pods.drain_ended(), [other]);
     }
 }
