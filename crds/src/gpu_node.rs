@@ -208,9 +208,9 @@ pub struct QuotaOverride {
     pub quota: Amount,
 }
 
-/// [`QuotaOrder::account`] of device memory.
+/// [`QuotaOverride::account`] of device memory.
 pub const DEVICE: &str = "device";
-/// [`QuotaOrder::account`] of managed memory.
+/// [`QuotaOverride::account`] of managed memory.
 pub const MANAGED: &str = "managed";
 
 fn device() -> String {

@@ -2,7 +2,8 @@
 //!
 //! * [`driver`] calls `libcuda.so.1`. Only this module and `sync::biased_lock` contain `unsafe`.
 //! * [`resource`] defines [`DeviceMemoryResource`], which each source and each adaptor implements.
-//! * [`source`] allocates from the driver: [`Direct`], [`Managed`], [`Async`] and [`Exportable`].
+//! * [`source`] allocates from the driver: [`Direct`], [`Managed`], [`StreamOrdered`] and
+//!   [`Exportable`].
 //! * [`pool`] cuts blocks from slabs of another resource without calling the driver.
 //! * [`adaptor`] adds a limit, a log, statistics or checks to an upstream resource.
 //! * [`memory`] gives blocks a type, an owner and an order of use: [`TrackedSlice`], [`GpuRef`],

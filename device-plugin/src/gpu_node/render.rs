@@ -20,7 +20,7 @@ use super::report::{
 use crate::gpu_node::quota_overrides::QuotaOutcome;
 use crate::units::{PodUid, Quanta};
 
-/// The longest message of [`NotEnforced`].
+/// The longest message of [`EnforcementGap`].
 const MAX_MESSAGE_LENGTH: usize = 512;
 
 /// Returns the status for `report` after `before`. Entries that did not change keep their times.

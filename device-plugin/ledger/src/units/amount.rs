@@ -44,7 +44,7 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// A count of quanta, and so of device ids. [`QuantumChanged`] is the size in bytes of each.
+/// A count of quanta, and so of device ids. [`Quantum`] is the size in bytes of each.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]

@@ -29,7 +29,7 @@ pub use program::Client;
 pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
 pub const MIB: u64 = 1 << 20;
 
-/// Returns the UUID of a GPU by its number; [`GPU_GIB`] is the first.
+/// Returns the UUID of a GPU by its number; [`GPU`] is the first.
 fn gpu(minor: usize) -> String {
     format!("GPU-5e000000-0000-0000-0000-{:012x}", minor + 1)
 }
