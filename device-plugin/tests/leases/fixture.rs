@@ -134,8 +134,8 @@ impl Fixture {
             })
             .collect();
         let is_provisioner = |pid: &String| {
-            let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-            name.starts_with("bursar-provisioner")
+            let program = fs::read_link(format!("/proc/{pid}/exe"));
+            program.is_ok_and(|program| program.ends_with("bursar-provisioner"))
         };
         let provisioners = pids.into_iter().filter(is_provisioner);
         provisioners
