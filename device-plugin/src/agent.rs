@@ -58,7 +58,7 @@ use crate::retained::status::RetainedStatus;
 use crate::retained::tokens::key;
 use crate::retained::tokens::seal::{NameTooLong, NodeKey};
 use crate::sessions::{CgroupResolver, Sessions};
-use crate::units::Resource;
+use bursar_ledger::units::Resource;
 use publisher::StatusPublisher;
 
 /// The time within which the API server has to begin each response.

@@ -6,7 +6,7 @@ use std::path::Path;
 use jiff::Timestamp;
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::ledger::BootTime;
+use bursar_ledger::BootTime;
 
 /// The current time by `CLOCK_BOOTTIME`.
 pub fn now() -> BootTime {

@@ -12,7 +12,7 @@ use std::time::Duration;
 use clap::Parser;
 
 use crate::node::cdi::HostMount;
-use crate::units::{Bytes, Quantum};
+use bursar_ledger::units::{Bytes, Quantum};
 
 /// The agent's arguments. No other code of the agent reads the environment.
 #[derive(Debug, Clone, Parser)]

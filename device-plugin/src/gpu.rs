@@ -29,7 +29,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use crate::gpu::drain::DrainState;
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 use health::{Health, PersistedHealth, UnhealthyReason};
 use pci::PciAddress;
 

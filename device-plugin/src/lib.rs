@@ -17,6 +17,3 @@ pub mod node;
 pub mod procfs;
 pub mod retained;
 pub mod sessions;
-
-pub use bursar_ledger as ledger;
-pub use bursar_ledger::units;

@@ -19,7 +19,7 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
 use crate::gpu_node::report::{GpuHealth, NodeReport};
-use crate::units::{Bytes, GpuUuid, Quanta, Quantum, Resource};
+use bursar_ledger::units::{Bytes, GpuUuid, Quanta, Quantum, Resource};
 
 pub use audited::AuditFigures;
 use replaced::{EncodeFamilies, FamilyEncoder, LatestFigures};
@@ -433,7 +433,7 @@ mod tests {
     use crate::node::allocator::BoundContainer;
     use crate::node::checkpoint_state::{ContainerName, PodName};
     use crate::sessions::{Account, AccountBalance, ContainerUsage, Fault, Process, ProcessImage};
-    use crate::units::Bytes;
+    use bursar_ledger::units::Bytes;
 
     #[test]
     fn gpu_has_memory_by_state_until_it_leaves_the_report() {
@@ -508,7 +508,7 @@ mod tests {
 
     /// Sets an audit with one container that was denied memory, on a GPU with an untracked process.
     fn set_audit(metrics: &Metrics) {
-        let gpu: crate::units::GpuUuid = "GPU-a".parse().unwrap();
+        let gpu: bursar_ledger::units::GpuUuid = "GPU-a".parse().unwrap();
         let container = BoundContainer {
             name: Some(ContainerName {
                 container: "main".into(),
@@ -566,7 +566,7 @@ mod tests {
             cuda_error: Some(cuda_error),
             xid: None,
             time: jiff::Timestamp::UNIX_EPOCH,
-            since: crate::ledger::BootTime::default(),
+            since: bursar_ledger::BootTime::default(),
             decided: None,
             executed: false,
             ended: false,

@@ -5,7 +5,7 @@ use std::io::{self, BufRead as _, BufReader, ErrorKind, Read as _};
 use std::path::Path;
 use std::time::Duration;
 
-use crate::units::PodUid;
+use bursar_ledger::units::PodUid;
 
 /// The most bytes to read of `stat`, `status` and `cgroup`, which are small for honest processes.
 const MAX_SMALL_FILE: u64 = 64 << 10;

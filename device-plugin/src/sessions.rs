@@ -48,10 +48,10 @@ use tokio::task::{AbortHandle, JoinSet};
 
 use crate::checkpoint::Checkpoint;
 use crate::clock::{self, ClockReading};
-use crate::ledger::BootTime;
 use crate::retained::handle::{LeaseHandle, LiveLeases};
 use crate::retained::leases::ChargedLeases;
-use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, LeaseId, PodUid};
+use bursar_ledger::BootTime;
+use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, LeaseId, PodUid};
 use closer::SocketCloser;
 use connection_limit::ConnectionLimit;
 use container::Container;

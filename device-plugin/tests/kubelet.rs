@@ -17,7 +17,7 @@ mod upstream_device_plugin_failures_test;
 mod upstream_device_plugin_test;
 
 use bursar_device_plugin::kubelet::devices::Devices;
-use bursar_device_plugin::ledger::Ledger;
+use bursar_ledger::Ledger;
 use tempfile::TempDir;
 
 use common::agent::{Agent, GPU, devices, ledger};

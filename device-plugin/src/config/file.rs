@@ -13,7 +13,7 @@ use super::{
     RetainedConfig,
 };
 use crate::node::cdi::HostMount;
-use crate::units::Bytes;
+use bursar_ledger::units::Bytes;
 
 /// The longest wait. The kubelet gives up on PreStartContainer after 30 s
 /// (`KubeletPreStartContainerRPCTimeoutInSecs`) and would discard a later answer with its reason.

@@ -24,7 +24,7 @@ use crate::gpu::nvml::{CallError, NvmlHandle, QueryError};
 use crate::node::actor::Snapshot;
 use crate::node::allocator::BoundContainer;
 use crate::sessions::{Account, ContainerUsage, Sessions, by_allocation};
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 
 /// How often the quotas are compared with the limits, and failed limits are tried again.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);

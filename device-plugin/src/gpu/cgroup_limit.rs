@@ -9,7 +9,7 @@ use std::path::Path;
 use nvml_wrapper::error::{NvmlError, nvml_try};
 use nvml_wrapper::{Device, Nvml};
 
-use crate::units::Bytes;
+use bursar_ledger::units::Bytes;
 
 /// `nvmlSetMemoryLimits_v1_t`.
 #[repr(C)]

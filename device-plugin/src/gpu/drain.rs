@@ -26,7 +26,7 @@ use crate::enforcement::audit::kill::kill;
 use crate::gpu::Inventory;
 use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::sessions::Sessions;
-use crate::units::GpuUuid;
+use bursar_ledger::units::GpuUuid;
 
 /// How often the sessions are asked which GPUs are in use.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);

@@ -20,7 +20,7 @@ use crate::checkpoint::disk::{LateWrite, WriteBehindFile};
 use crate::gpu::health::PersistedHealth;
 use crate::gpu::registry::PersistedGpu;
 use crate::gpu::{Gpu, GpuState};
-use crate::units::GpuUuid;
+use bursar_ledger::units::GpuUuid;
 
 /// The most entries; those of present GPUs are always kept. A node of 16 GPUs with seven MIG
 /// instances each has 112.
@@ -273,7 +273,7 @@ impl GpuGenerations {
 mod tests {
     use super::*;
     use crate::gpu::health::{Health, UnhealthyReason};
-    use crate::units::Bytes;
+    use bursar_ledger::units::Bytes;
 
     const HEALTHY: PersistedHealth = PersistedHealth {
         away: false,

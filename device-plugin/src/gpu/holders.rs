@@ -18,7 +18,7 @@ use std::path::Path;
 
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 
 /// `NV01_ROOT_CLIENT`, `NV01_DEVICE_0` and `NV20_SUBDEVICE_0`, each the next one's parent
 /// (`class/`).

@@ -46,7 +46,7 @@ use super::{Inventory, NoDriver};
 use crate::clock;
 use crate::gpu::drain::DrainState;
 use crate::sessions::{GpuMemorySample, MemorySampler};
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 use process::{Job, NvmlProcess, ProcessNumber, ProcessReport};
 use protocol::{GpuProbe, Request, Response, Scope};
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::health::{HealthEvent, HealthMonitor, HealthThresholds, PersistedHealth};
 use super::pci::PciAddress;
 use super::{Gpu, GpuState, Inventory, NoDriver};
-use crate::units::GpuUuid;
+use bursar_ledger::units::GpuUuid;
 
 /// The result of one probe of all GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -308,7 +308,7 @@ mod tests {
 
     use super::super::health::{Health, UnhealthyReason};
     use super::*;
-    use crate::units::Bytes;
+    use bursar_ledger::units::Bytes;
 
     fn registry() -> GpuRegistry {
         with_persisted([])

@@ -12,7 +12,7 @@ use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use super::pci::PciAddress;
-use crate::ledger::BootTime;
+use bursar_ledger::BootTime;
 
 /// The remedy that an XID needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -18,7 +18,7 @@ use serde::Deserialize as _;
 use serde_json::json;
 use tracing::debug;
 
-use crate::units::GpuUuid;
+use bursar_ledger::units::GpuUuid;
 
 /// A failed request. Each may be tried again later.
 #[derive(Debug, thiserror::Error)]

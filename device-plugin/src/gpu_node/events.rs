@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use crate::metrics::Metrics;
-use crate::units::PodUid;
+use bursar_ledger::units::PodUid;
 
 /// The reasons of all Events that the agent publishes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

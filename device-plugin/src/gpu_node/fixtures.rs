@@ -5,7 +5,7 @@ use bursar_crds::gpu_node::GpuState;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::report::{GpuHealth, GpuReport, MemoryReport, NodeReport};
-use crate::units::{Bytes, Quanta, Quantum};
+use bursar_ledger::units::{Bytes, Quanta, Quantum};
 
 pub(crate) fn at(second: i64) -> Time {
     Time(jiff::Timestamp::from_second(second).unwrap())

@@ -25,7 +25,7 @@ use super::spec_watch::Observation;
 use crate::gpu::drain::DrainState;
 use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::metrics::Metrics;
-use crate::units::GpuUuid;
+use bursar_ledger::units::GpuUuid;
 
 /// The rate of writes.
 #[derive(Clone, Copy, Debug)]

@@ -19,7 +19,7 @@ use tracing::info;
 use crate::node::actor::Snapshot;
 use crate::node::allocator::BoundContainer;
 use crate::sessions::{Account, AccountBalance, ContainerUsage, Sessions};
-use crate::units::{AllocationId, Bytes, GpuUuid};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid};
 
 /// How often idle credit is reclaimed and pending overrides are checked again.
 const RECLAIM_INTERVAL: Duration = Duration::from_secs(1);

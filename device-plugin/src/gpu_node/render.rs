@@ -18,7 +18,7 @@ use super::report::{
     NotEnforcedReport, WaitingReport,
 };
 use crate::gpu_node::quota_overrides::QuotaOutcome;
-use crate::units::{PodUid, Quanta};
+use bursar_ledger::units::{PodUid, Quanta};
 
 /// The longest message of [`EnforcementGap`].
 const MAX_MESSAGE_LENGTH: usize = 512;
@@ -348,7 +348,7 @@ fn quota_status((order, outcome): &(QuotaOverride, QuotaOutcome)) -> QuotaStatus
         QuotaOutcome::Applied(quota) => (Some(quota), None),
         QuotaOutcome::Pending { quota, used } => (Some(quota), Some(used)),
     };
-    let amount = |bytes: &crate::units::Bytes| Amount::from_bytes(bytes.0);
+    let amount = |bytes: &bursar_ledger::units::Bytes| Amount::from_bytes(bytes.0);
     QuotaStatus {
         pod_uid,
         container,
@@ -379,7 +379,7 @@ mod tests {
 
     use super::*;
     use crate::gpu_node::fixtures::{at, report};
-    use crate::units::Bytes;
+    use bursar_ledger::units::Bytes;
 
     #[test]
     fn unchanged_report_renders_to_the_same_status() {

@@ -7,7 +7,7 @@ use bursar_crds::gpu_node::{FaultAction, GpuState};
 use jiff::Timestamp;
 
 use crate::gpu_node::quota_overrides::AppliedSpec;
-use crate::units::{Bytes, GpuUuid, PodUid, Quanta, Quantum};
+use bursar_ledger::units::{Bytes, GpuUuid, PodUid, Quanta, Quantum};
 
 /// The node's state. Equal reports cause no write.
 ///

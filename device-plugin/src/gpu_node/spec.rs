@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::gpu_node::quota_overrides::ParsedSpec;
-use crate::units::GpuUuid;
+use bursar_ledger::units::GpuUuid;
 
 /// Parses the spec of `object`, with the paths of unreadable entries.
 pub fn parse_spec(object: &DynamicObject) -> ParsedSpec {

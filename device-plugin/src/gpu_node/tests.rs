@@ -22,7 +22,7 @@ use super::spec_watch::{self, Observation, WatchOutput};
 use crate::gpu::drain::DrainState;
 use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::metrics::Metrics;
-use crate::units::GpuUuid;
+use bursar_ledger::units::GpuUuid;
 
 /// The final state is reached within this time after any one fault.
 const PROMISED_TIME: Duration = Duration::from_secs(30);

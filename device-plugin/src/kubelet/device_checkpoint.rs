@@ -18,7 +18,7 @@ use serde::Deserialize;
 
 use super::api::deviceplugin::ContainerAllocateResponse;
 use super::plugin::allocation_id_of;
-use crate::units::{AllocationId, DeviceIdSet, PodUid, Resource};
+use bursar_ledger::units::{AllocationId, DeviceIdSet, PodUid, Resource};
 
 /// The file's name in the kubelet's plugin directory.
 pub const FILE_NAME: &str = "kubelet_internal_checkpoint";

@@ -3,7 +3,7 @@
 use prost::Message as _;
 
 use super::api::deviceplugin::{Device, HEALTHY, ListAndWatchResponse, UNHEALTHY};
-use crate::units::{DeviceId, MAX_DEVICE_IDS, Resource};
+use bursar_ledger::units::{DeviceId, MAX_DEVICE_IDS, Resource};
 
 /// The largest message to send. The kubelet closes the stream at 4 MiB (gRPC's default).
 pub const MAX_MESSAGE_BYTES: usize = 3 << 20;

@@ -17,7 +17,7 @@ use super::api::deviceplugin as api;
 use super::devices::Devices;
 use super::in_flight::InFlight;
 use crate::node::cdi;
-use crate::units::{AllocationId, DeviceIdSet, GpuUuid, Resource, UnitError};
+use bursar_ledger::units::{AllocationId, DeviceIdSet, GpuUuid, Resource, UnitError};
 
 /// The annotation of an Allocate response for managed memory, with the allocation id as its value.
 pub const MANAGED_ANNOTATION: &str = "bursar.dev/managed-allocation";

@@ -13,7 +13,7 @@ use tonic::transport::Channel;
 use super::api::podresources::pod_resources_lister_client::PodResourcesListerClient;
 use super::api::podresources::{ListPodResourcesRequest, PodResources};
 use super::connect::connect_when_called;
-use crate::units::{DeviceIdSet, Resource};
+use bursar_ledger::units::{DeviceIdSet, Resource};
 
 /// The timeout of a call, retries included.
 pub const LIMIT: Duration = Duration::from_secs(2);

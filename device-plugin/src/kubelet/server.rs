@@ -16,7 +16,7 @@ use super::api::deviceplugin::device_plugin_server::DevicePluginServer;
 use super::devices::Devices;
 use super::in_flight::{InFlight, InFlightCount};
 use super::plugin::{Allocator, Plugin};
-use crate::units::Resource;
+use bursar_ledger::units::Resource;
 
 /// The time that a stopping server gives to Allocate calls in flight.
 const ALLOCATE_GRACE: Duration = Duration::from_secs(2);

@@ -18,7 +18,7 @@ use crate::enforcement::attestation::GapReason;
 use crate::enforcement::audit::compare::{AuditResult, Finding};
 use crate::node::allocator::BoundContainer;
 use crate::sessions::{Account, ContainerUsage, Fault, RecoveryAction};
-use crate::units::{AllocationId, GpuUuid, PodUid};
+use bursar_ledger::units::{AllocationId, GpuUuid, PodUid};
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct ContainerLabels {

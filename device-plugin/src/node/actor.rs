@@ -27,10 +27,10 @@ use crate::kubelet::device_checkpoint::CheckpointEntry;
 use crate::kubelet::devices::{Devices, DevicesError};
 use crate::kubelet::plugin::{AllocateError, Allocator, PrepareError};
 use crate::kubelet::pod_resources::ListedContainer;
-use crate::ledger::LedgerView;
 use crate::metrics::{BindResult, Counts, Metrics};
 use crate::retained::status::RetainedStatus;
-use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, Resource};
+use bursar_ledger::LedgerView;
+use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, Resource};
 
 /// The interval of checks for ended pods and expired waits: most of a release's delay.
 pub const TICK_INTERVAL: Duration = Duration::from_millis(250);

@@ -38,15 +38,17 @@ use crate::gpu::GpuState;
 use crate::gpu::health::{Health, UnhealthyReason};
 use crate::kubelet::device_checkpoint::CheckpointEntry;
 use crate::kubelet::plugin::PrepareError;
-use crate::ledger::{
-    BindOutcome, BindRequest, Binding, BindingRef, BootTime, ClaimId, GpuSpread, Ledger,
-    LedgerView, Placement, Priority, WaitHandle,
-};
 use crate::metrics::{Counts, Metrics};
 use crate::node::cdi;
 use crate::node::pod_cgroups::{PodCgroup, PodCgroups};
 use crate::retained::leases::{ContainerBinding, LedgerUpdate, NodeView};
-use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, LeaseId, PodUid, Quanta, Resource};
+use bursar_ledger::units::{
+    AllocationId, Bytes, DeviceIdSet, GpuUuid, LeaseId, PodUid, Quanta, Resource,
+};
+use bursar_ledger::{
+    BindOutcome, BindRequest, Binding, BindingRef, BootTime, ClaimId, GpuSpread, Ledger,
+    LedgerView, Placement, Priority, WaitHandle,
+};
 
 /// The channel for the result of a PreStartContainer call; closed once the kubelet has given up.
 pub type Reply = oneshot::Sender<Result<(), PrepareError>>;

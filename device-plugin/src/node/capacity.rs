@@ -11,8 +11,8 @@ use bursar_crds::gpu_node::Reservation;
 use crate::config::ResourcesConfig;
 use crate::gpu::GpuState;
 use crate::kubelet::devices::{DeviceHealth, Devices, DevicesError, check_node_total};
-use crate::ledger;
-use crate::units::{Bytes, GpuUuid, Quanta, Resource};
+use bursar_ledger as ledger;
+use bursar_ledger::units::{Bytes, GpuUuid, Quanta, Resource};
 
 /// The GPUs for the ledger: capacity in whole quanta, less the reserve.
 pub fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<ledger::Gpu> {
@@ -88,7 +88,7 @@ mod tests {
     use super::*;
     use crate::gpu::Gpu;
     use crate::gpu::health::{Health, PersistedHealth, UnhealthyReason};
-    use crate::units::Quantum;
+    use bursar_ledger::units::Quantum;
 
     fn gpu(name: &str, memory: Bytes, health: Health) -> GpuState {
         let gpu = Gpu {

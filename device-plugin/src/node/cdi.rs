@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::node::driver_files::{Driver, DriverFile, LIBCUDA, NVIDIA_SMI};
 use crate::node::shim_install::{PRELOAD_FILE, SHIMS};
-use crate::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid};
+use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, PodUid};
 
 pub use dir::{CdiDir, CdiError, CdiListing};
 pub use spec::{ContainerEdits, Device, DeviceNode, Mount, Spec};

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::ledger::Snapshot;
-use crate::units::AllocationId;
+use bursar_ledger::Snapshot;
+use bursar_ledger::units::AllocationId;
 
 /// The state that the next agent cannot read from the host as quickly.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

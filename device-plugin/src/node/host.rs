@@ -19,7 +19,7 @@ use crate::node::shim_install::{self, ShimInstallError};
 use crate::retained::handle::LeaseHandle;
 use crate::retained::leases::{LedgerUpdate, NodeView};
 use crate::sessions::{Account, SessionSpec, Sessions, SessionsError};
-use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
 /// The reason why a step failed. Every step can be retried.
 #[derive(Debug, thiserror::Error)]

@@ -18,7 +18,7 @@ use std::ffi::OsString;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-use crate::units::PodUid;
+use bursar_ledger::units::PodUid;
 
 /// The depth of the search for the kubelet's tree: v1 controller, kubelet root (as deep as kind
 /// nests it), tree.

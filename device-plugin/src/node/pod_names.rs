@@ -7,8 +7,8 @@ use super::checkpoint_state::PodName;
 use super::host::HostOps;
 use crate::kubelet::device_checkpoint::CheckpointEntry;
 use crate::kubelet::pod_resources::{ListedContainer, find_container};
-use crate::ledger::Binding;
-use crate::units::{AllocationId, Resource};
+use bursar_ledger::Binding;
+use bursar_ledger::units::{AllocationId, Resource};
 
 impl<H: HostOps> NodeAllocator<H> {
     /// Whether a container with device memory has a pod without a name.

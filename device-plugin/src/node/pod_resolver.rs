@@ -21,8 +21,8 @@ use crate::kubelet::plugin::PrepareError;
 use crate::kubelet::pod_resources::{
     ContainerRef, ListedContainer, PodResourcesClient, find_container,
 };
-use crate::ledger::{GpuSpread, Priority};
-use crate::units::{DeviceIdSet, PodUid, Resource};
+use bursar_ledger::units::{DeviceIdSet, PodUid, Resource};
+use bursar_ledger::{GpuSpread, Priority};
 
 /// The number of GPUs over which a pod spreads its memory. The annotation grants nothing.
 pub const GPUS_ANNOTATION: &str = "bursar.dev/gpus";
@@ -252,7 +252,7 @@ mod tests {
     use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
     use super::*;
-    use crate::units::AllocationId;
+    use bursar_ledger::units::AllocationId;
 
     fn tokens() -> DeviceIdSet {
         DeviceIdSet::from_indexes([1, 2]).unwrap()

@@ -21,10 +21,10 @@ use super::checkpoint_state::{ContainerName, NodeCheckpoint};
 use super::host::{HostOps, HostSurvey};
 use crate::checkpoint::LoadError;
 use crate::kubelet::device_checkpoint::CheckpointEntry;
-use crate::ledger::{BootTime, Ledger, Placement, RestoreError, Share};
 use crate::node::cdi;
 use crate::node::pod_cgroups::PodCgroup;
-use crate::units::{AllocationId, PodUid, Quanta, Quantum, Resource};
+use bursar_ledger::units::{AllocationId, PodUid, Quanta, Quantum, Resource};
+use bursar_ledger::{BootTime, Ledger, Placement, RestoreError, Share};
 
 /// The reason why the checkpoint cannot be restored.
 #[derive(Debug, thiserror::Error)]

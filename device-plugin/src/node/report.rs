@@ -22,9 +22,9 @@ use crate::gpu_node::{
     WaitingReport,
 };
 use crate::kubelet::lifecycle::{NotRegistered, Registration};
-use crate::ledger::{GpuView, LedgerView};
 use crate::retained::status::RetainedStatus;
-use crate::units::{Bytes, GpuUuid, Quanta, Resource};
+use bursar_ledger::units::{Bytes, GpuUuid, Quanta, Resource};
+use bursar_ledger::{GpuView, LedgerView};
 
 /// The inputs of a report besides the snapshot.
 #[derive(Debug, Clone)]
@@ -259,12 +259,12 @@ fn audited_condition(audited: &AuditStatus) -> ConditionUpdate {
         |holds, reason, message| ConditionUpdate::new(names::AUDITED, holds, reason, message);
     let list = |all: &mut dyn Iterator<Item = &str>| all.collect::<Vec<_>>().join(", ");
     if !stale.is_empty() {
-        let gpus = list(&mut stale.iter().map(crate::units::GpuUuid::as_str));
+        let gpus = list(&mut stale.iter().map(bursar_ledger::units::GpuUuid::as_str));
         let message = format!("failed to list the processes of {gpus}: NVML does not answer");
         return says(false, names::AUDIT_STALE, message);
     }
     if !hanging.is_empty() {
-        let pods = list(&mut hanging.iter().map(crate::units::PodUid::as_str));
+        let pods = list(&mut hanging.iter().map(bursar_ledger::units::PodUid::as_str));
         let message = format!(
             "failed to read the processes of the pods with the UIDs {pods}: the kernel does not answer"
         );

@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
-use crate::units::LeaseId;
+use bursar_ledger::units::LeaseId;
 use bursar_protocol::fd_passing::{receive_message, send_message};
 use bursar_protocol::fdstore::{
     Blob, FdStoreRequest, FdStoreResponse, Refusal, StoredLease, VERSION,

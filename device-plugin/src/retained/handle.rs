@@ -10,7 +10,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::leases::{LedgerUpdate, NodeView};
 use crate::sessions::Process;
-use crate::units::{Bytes, GpuUuid, LeaseId};
+use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
 
 pub use super::leases::Caller;
 
@@ -192,7 +192,7 @@ mod tests {
     use bursar_protocol::VERSION;
 
     use super::*;
-    use crate::units::AllocationId;
+    use bursar_ledger::units::AllocationId;
 
     const NOTES: usize = 20;
 

@@ -6,7 +6,7 @@
 //! is left.
 
 use crate::checkpoint::{Checkpoint, LoadError};
-use crate::units::LeaseId;
+use bursar_ledger::units::LeaseId;
 
 /// How many ids one reservation takes.
 const BLOCK_SIZE: u64 = 1024;

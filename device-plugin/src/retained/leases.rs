@@ -31,9 +31,9 @@ use std::time::Duration;
 use bursar_protocol::messages::retained::{Key, RetainedRefusal};
 use serde::{Deserialize, Serialize};
 
-use crate::ledger::BootTime;
 use crate::sessions::Process;
-use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid};
+use bursar_ledger::BootTime;
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid};
 
 /// How many leases one container may own.
 pub const MAX_OWNED: usize = 64;

@@ -25,7 +25,7 @@ use tracing::{info, warn};
 use crate::config::DriverConfig;
 use crate::node::driver_files::LIBCUDA;
 use crate::node::host::find_driver;
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 
 /// How long a provisioner may take to initialize the driver and its GPU.
 const START_TIMEOUT: Duration = Duration::from_secs(20);

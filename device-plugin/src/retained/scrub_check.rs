@@ -20,7 +20,7 @@ use tracing::{info, warn};
 use super::provisioners::Program;
 use crate::checkpoint::Checkpoint;
 use crate::sessions::MemorySampler;
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 
 /// How long the process may take: it creates a context and reads less than 4 GiB.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(60);

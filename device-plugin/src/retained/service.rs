@@ -38,7 +38,7 @@ use crate::retained::tokens::TokenAuthority;
 use crate::retained::tokens::seal::NodeKey;
 use crate::sessions::pidfd::ProcessExit;
 use crate::sessions::{ContainerResolver, Process, Sessions};
-use crate::units::{Bytes, GpuUuid, LeaseId};
+use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
 
 /// The granularity of device memory of every NVIDIA GPU; sizes are rounded up to it.
 const GRANULARITY: u64 = 2 << 20;

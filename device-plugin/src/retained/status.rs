@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::leases::LeaseTable;
 use super::scrub_check::{DriverEpoch, ScrubCache, Verdict};
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 
 /// The state of retained memory on this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -23,7 +23,7 @@ use bursar_protocol::messages::token::{Generation, Generations, GpuToken, Memory
 
 use crate::retained::leases::{Caller, LeaseTable};
 use crate::sessions::ProcessImage;
-use crate::units::{AllocationId, GpuUuid, LeaseId};
+use bursar_ledger::units::{AllocationId, GpuUuid, LeaseId};
 use seal::NodeKey;
 
 /// The state by which tokens are sealed and redeemed.

@@ -14,7 +14,7 @@ use bursar_protocol::units::Units;
 
 use super::Process;
 use super::recovery::FaultLog;
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 
 /// The checkpoint file of one container.
 #[derive(Debug)]

@@ -16,7 +16,7 @@ use rustix::net::Shutdown;
 use tokio::sync::Notify;
 
 use super::lock;
-use crate::units::AllocationId;
+use bursar_ledger::units::AllocationId;
 
 /// The sockets that may wait to be closed before the agent accepts no further one.
 pub(super) const MAX_UNCLOSED: usize = 64;

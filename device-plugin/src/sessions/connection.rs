@@ -24,7 +24,7 @@ use super::stream::PeerStream;
 use super::{ContainerResolver, Process, lock};
 use crate::clock;
 use crate::retained::handle::{Caller, CreatedMemory, LeaseHandle, Reply};
-use crate::units::AllocationId;
+use bursar_ledger::units::AllocationId;
 
 /// How long a peer may take to say hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);

@@ -36,8 +36,8 @@ use super::{
     Account, AccountUsage, ContainerResolver, CreditAccounts, MAX_PROCESSES, Process,
     ProcessMemory, SessionSpec,
 };
-use crate::ledger::BootTime;
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::BootTime;
+use bursar_ledger::units::{Bytes, GpuUuid};
 use denials::{LogLimiter, RefusalReason, SharedLogLimiter};
 use pages::PagePool;
 use recording::{ChangeNumber, PendingChanges};

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::lock;
 use crate::checkpoint::Checkpoint;
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 
 /// The assumed size before a measurement: a little less than on an H200 (F5 in docs/facts.md), so
 /// that a quota of 1 GiB is usable.

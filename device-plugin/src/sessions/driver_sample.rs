@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 
 /// The bytes of a process with a context that the driver does not list: 8.8 MiB on an H200 with
 /// driver 580.

@@ -21,7 +21,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::GpuMemorySample;
 use super::driver_sample::unlisted_overhead;
-use crate::units::{AllocationId, Bytes, LeaseId};
+use bursar_ledger::units::{AllocationId, Bytes, LeaseId};
 
 /// The samples in a row that prove a bound.
 pub(super) const WINDOW: usize = 10;

@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use crate::ledger::BootTime;
 use crate::procfs;
-use crate::units::PodUid;
+use bursar_ledger::BootTime;
+use bursar_ledger::units::PodUid;
 
 /// A process of the host, distinct from a later one with the same pid.
 #[derive(

@@ -15,7 +15,7 @@ use std::time::Duration;
 use super::accounts::AmountsByPid;
 use super::orphan_bound::{OrphanBound, OwnMemory, SampleWindow};
 use super::{Shared, lock};
-use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
 /// The time from one sample to the next: [`WINDOW`](super::orphan_bound::WINDOW) of them take half
 /// a second.

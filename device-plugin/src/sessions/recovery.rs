@@ -28,8 +28,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::Process;
 use crate::clock::ClockReading;
-use crate::ledger::BootTime;
-use crate::units::{AllocationId, GpuUuid};
+use bursar_ledger::BootTime;
+use bursar_ledger::units::{AllocationId, GpuUuid};
 
 /// How long the agent waits for the report of an image that an XID names, and for an ordered
 /// re-exec.

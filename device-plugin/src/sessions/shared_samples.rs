@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::{MemorySampler, ProcessMemory, lock};
-use crate::units::GpuUuid;
+use bursar_ledger::units::GpuUuid;
 
 /// The time from the start of one sample of a GPU to the start of the next.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(100);

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::{Account, Process};
-use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 
 /// The usage of one container at a moment.
 #[derive(Clone, Debug, PartialEq, Eq)]

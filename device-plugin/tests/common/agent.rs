@@ -9,11 +9,11 @@ use bursar_device_plugin::kubelet::devices::{DeviceHealth, Devices};
 use bursar_device_plugin::kubelet::lifecycle::{Lifecycle, Registration};
 use bursar_device_plugin::kubelet::plugin::{AllocateError, Allocator, PrepareError};
 use bursar_device_plugin::kubelet::server::PluginService;
-use bursar_device_plugin::ledger::{
+use bursar_ledger::units::{AllocationId, DeviceIdSet, PodUid, Quanta, Quantum, Resource};
+use bursar_ledger::{
     BindOutcome, BindRequest, Binding, BootTime, Gpu, GpuSpread, Health, Ledger, Priority,
     WaitHandle,
 };
-use bursar_device_plugin::units::{AllocationId, DeviceIdSet, PodUid, Quanta, Quantum, Resource};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 

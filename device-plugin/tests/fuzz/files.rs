@@ -8,7 +8,7 @@ use bursar_device_plugin::node::cdi::CdiDir;
 use bursar_device_plugin::sessions::{
     CgroupResolver, GpuMemorySample, MemorySampler, SessionSpec, Sessions,
 };
-use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, Resource};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, Resource};
 use bursar_protocol::units::Units;
 
 use crate::search;

@@ -1,7 +1,7 @@
 //! Fuzzes memory tokens, made from valid ones.
 
 use bursar_device_plugin::retained::tokens::seal::NodeKey;
-use bursar_device_plugin::units::AllocationId;
+use bursar_ledger::units::AllocationId;
 use bursar_protocol::messages::token::{Generations, GpuToken};
 
 use crate::mutate::edits;

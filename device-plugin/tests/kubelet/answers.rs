@@ -6,7 +6,7 @@ use bursar_device_plugin::kubelet::device_checkpoint::DeviceCheckpoint;
 use bursar_device_plugin::kubelet::pod_resources::{
     PodResourcesClient, PodResourcesError, find_container,
 };
-use bursar_device_plugin::units::{DeviceId, DeviceIdSet, Resource};
+use bursar_ledger::units::{DeviceId, DeviceIdSet, Resource};
 
 use crate::Fixture;
 use crate::common::agent::{Agent, GPU, devices};

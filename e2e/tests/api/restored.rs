@@ -9,7 +9,7 @@ use bursar_device_plugin::gpu_node::quota_overrides::{AppliedSpec, ParsedSpec};
 use bursar_device_plugin::gpu_node::spec_watch::{self, Observation, WatchOutput};
 use bursar_device_plugin::gpu_node::{MemoryReport, NodeReport};
 use bursar_device_plugin::metrics::Metrics;
-use bursar_device_plugin::units::{Quanta, Quantum};
+use bursar_ledger::units::{Quanta, Quantum};
 use bursar_sim_api::WatchFault;
 use bursar_watch::History;
 use futures::try_join;

@@ -28,7 +28,7 @@ use crate::config::{Config, DriverConfig, PathsConfig};
 use crate::node::cdi::CdiDir;
 use crate::node::pod_cgroups::{MAX_PROCESSES, container_cgroups, list_processes};
 use crate::procfs::{self, Bounds, Stat, bounding_capabilities};
-use crate::units::{AllocationId, PodUid};
+use bursar_ledger::units::{AllocationId, PodUid};
 
 /// The longest time before an unchanged process is read again.
 const MAX_AGE: Duration = Duration::from_secs(10);

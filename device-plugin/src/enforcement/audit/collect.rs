@@ -14,7 +14,7 @@ use super::compare::{GpuSample, ListedProcess, LiveProcess};
 use crate::gpu::nvml::QueryError;
 use crate::procfs::{self, ProcessOwner, Stat};
 use crate::sessions::GpuMemorySample;
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 
 /// An answer of NVML that is pending.
 pub type PendingSample = oneshot::Receiver<Result<GpuMemorySample, QueryError>>;

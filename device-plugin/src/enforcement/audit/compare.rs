@@ -44,7 +44,7 @@ use crate::config::AuditConfig;
 use crate::enforcement::attestation::AttestedProcess;
 use crate::procfs::ProcessOwner;
 use crate::sessions::{Account, AccountBalance, ContainerUsage, Process};
-use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 
 /// The driver's figures of one GPU or MIG instance.
 #[derive(Clone, Debug, PartialEq, Eq)]

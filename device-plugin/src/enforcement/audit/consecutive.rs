@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::compare::Finding;
-use crate::units::{AllocationId, GpuUuid};
+use bursar_ledger::units::{AllocationId, GpuUuid};
 
 /// Identifies a finding from one audit to the next.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -121,7 +121,7 @@ impl ConsecutiveFindings {
 mod tests {
     use super::*;
     use crate::sessions::Process;
-    use crate::units::Bytes;
+    use bursar_ledger::units::Bytes;
 
     #[test]
     fn count_starts_over_when_a_finding_was_absent_once() {

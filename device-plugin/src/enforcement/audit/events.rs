@@ -7,7 +7,7 @@ use crate::enforcement::attestation::EnforcementGap;
 use crate::gpu_node::{Events, PodRef, Reason};
 use crate::node::allocator::BoundContainer;
 use crate::procfs::ProcessOwner;
-use crate::units::{AllocationId, Bytes};
+use bursar_ledger::units::{AllocationId, Bytes};
 
 /// Publishes a finding.
 pub fn publish_finding(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
@@ -148,7 +148,7 @@ fn publish(
 mod tests {
     use super::*;
     use crate::sessions::Process;
-    use crate::units::GpuUuid;
+    use bursar_ledger::units::GpuUuid;
 
     #[test]
     fn event_of_a_finding_names_no_pid() {

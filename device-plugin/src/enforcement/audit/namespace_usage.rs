@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use crate::gpu_node::NamespaceReport;
 use crate::node::allocator::BoundContainer;
 use crate::sessions::{Account, ContainerUsage, by_allocation};
-use crate::units::{AllocationId, Bytes, Quanta, Quantum};
+use bursar_ledger::units::{AllocationId, Bytes, Quanta, Quantum};
 
 /// How long usage is observed before it is reported.
 const REPORT_WINDOW: Duration = Duration::from_secs(60);

@@ -58,7 +58,7 @@ pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
 mod tests {
     use super::*;
     use crate::procfs::ProcessOwner;
-    use crate::units::{AllocationId, Bytes};
+    use bursar_ledger::units::{AllocationId, Bytes};
 
     const ONE: Process = Process { pid: 7, start: 70 };
 

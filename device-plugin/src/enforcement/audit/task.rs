@@ -43,7 +43,7 @@ use crate::node::actor::Snapshot;
 use crate::node::allocator::BoundContainer;
 use crate::procfs::Stat;
 use crate::sessions::{Account, ContainerUsage, Sessions};
-use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 
 /// The time from one audit to the next.
 const AUDIT_INTERVAL: Duration = Duration::from_secs(1);

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::compare::{AuditResult, Finding};
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 
 /// The number of samples, one a second, that decide.
 const WINDOW: usize = 10;
@@ -163,7 +163,7 @@ mod tests {
             owner: ProcessOwner::Host,
             allocation,
         };
-        let ours = crate::units::AllocationId::from_bits(1);
+        let ours = bursar_ledger::units::AllocationId::from_bits(1);
         result.findings = vec![intruder(None), intruder(Some(ours))];
         assert_eq!(uncharged(&gpu(), &result), 3 * GIB);
     }

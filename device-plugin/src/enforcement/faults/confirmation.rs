@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::kmsg::XidLine;
 use crate::gpu::xid::RecentXids;
-use crate::ledger::BootTime;
+use bursar_ledger::BootTime;
 
 /// The longest time between a record and NVML's event. NVML's process may report an event late
 /// while another GPU fails.

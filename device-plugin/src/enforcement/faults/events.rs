@@ -3,7 +3,7 @@
 use crate::gpu_node::{Events, FaultReport, ImageReport, PodRef, Reason};
 use crate::node::allocator::BoundContainer;
 use crate::sessions::{Fault, RecoveryAction};
-use crate::units::AllocationId;
+use bursar_ledger::units::AllocationId;
 
 /// The identifier of a fault; an image is poisoned at most once.
 pub fn fault_id(allocation: &AllocationId, fault: &Fault) -> String {
@@ -110,8 +110,8 @@ mod tests {
     use jiff::Timestamp;
 
     use super::*;
-    use crate::ledger::BootTime;
     use crate::sessions::{Process, ProcessImage, RecordedMoment};
+    use bursar_ledger::BootTime;
 
     fn fault() -> Fault {
         Fault {

@@ -19,7 +19,7 @@ use rustix::fs::OFlags;
 
 use crate::gpu::pci::PciAddress;
 use crate::gpu::xid::loses_context;
-use crate::ledger::BootTime;
+use bursar_ledger::BootTime;
 
 /// The kernel's limit of a record (printk.c, `PRINTK_MESSAGE_MAX`), and the size of one read.
 const MAX_RECORD: usize = 8192;

@@ -19,10 +19,10 @@ use crate::enforcement::audit::kill::kill;
 use crate::gpu::xid::RecentXids;
 use crate::gpu_node::quota_overrides::ParsedSpec;
 use crate::gpu_node::{Events, FaultReport};
-use crate::ledger::BootTime;
 use crate::metrics::Metrics;
 use crate::node::actor::Snapshot;
 use crate::sessions::{Sessions, XidTarget};
+use bursar_ledger::BootTime;
 
 /// How often the task reads the kernel's log and checks for overdue faults.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);

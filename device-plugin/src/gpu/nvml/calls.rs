@@ -25,7 +25,7 @@ use crate::gpu::mig::{CAPABILITIES_DIR, MigInstance};
 use crate::gpu::pci::PciAddress;
 use crate::gpu::{Gpu, NoDriver};
 use crate::sessions::{GpuMemorySample, ProcessMemory};
-use crate::units::{Bytes, GpuUuid, UnitError};
+use bursar_ledger::units::{Bytes, GpuUuid, UnitError};
 
 /// The first argument with which the agent's program runs [`run_child`].
 pub const SUBCOMMAND: &str = "nvml";

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::gpu::pci::PciAddress;
 use crate::gpu::{Gpu, NoDriver};
 use crate::sessions::GpuMemorySample;
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 
 /// The part of the driver about which a process calls NVML.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

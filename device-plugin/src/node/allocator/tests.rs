@@ -10,7 +10,7 @@ use super::*;
 use crate::gpu::health::{Health, PersistedHealth, UnhealthyReason};
 use crate::gpu::{Gpu, GpuState};
 use crate::node::host::HostSurvey;
-use crate::units::{Bytes, Quantum};
+use bursar_ledger::units::{Bytes, Quantum};
 
 /// The state of the host, which outlives the agent.
 #[derive(Debug, Default)]

@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::{CdiBinding, CdiNode, ContainerEdits, Spec, build_spec};
-use crate::units::AllocationId;
+use bursar_ledger::units::AllocationId;
 
 const PREFIX: &str = "bursar.dev-gpu-";
 const SUFFIX: &str = ".json";

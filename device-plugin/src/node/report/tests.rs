@@ -7,11 +7,11 @@ use crate::checkpoint::disk::LateWrite;
 use crate::gpu::Gpu;
 use crate::gpu::health::PersistedHealth as GpuMemory;
 use crate::kubelet::devices::{DeviceHealth, Devices};
-use crate::ledger::{Health as LedgerHealth, ManagedView};
 use crate::metrics::Counts;
 use crate::node::allocator::{NodeProblems, QueuedClaim};
 use crate::node::checkpoint_state::{ContainerName, PodName};
-use crate::units::{Bytes, GpuUuid, Quantum, Resource};
+use bursar_ledger::units::{Bytes, GpuUuid, Quantum, Resource};
+use bursar_ledger::{Health as LedgerHealth, ManagedView};
 
 fn uuid() -> GpuUuid {
     "GPU-a".parse().unwrap()
@@ -123,7 +123,7 @@ fn condition(report: &NodeReport, type_: &str) -> (Option<bool>, &'static str) {
 #[test]
 fn reserved_gpu_names_its_reservation_and_pods() {
     let mut held = snapshot();
-    let waiter: crate::units::PodUid = "pod-1".parse().unwrap();
+    let waiter: bursar_ledger::units::PodUid = "pod-1".parse().unwrap();
     held.view.gpus[0].reserved_for = Some(waiter.clone());
     let gpu = &node_report(&held, &inputs()).gpus[0];
     assert_eq!(

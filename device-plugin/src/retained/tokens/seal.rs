@@ -16,7 +16,7 @@ use bursar_protocol::messages::token::{
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use sha2::Sha256;
 
-use crate::units::{AllocationId, GpuUuid};
+use bursar_ledger::units::{AllocationId, GpuUuid};
 
 const FORMAT: u8 = 1;
 const MAC_LENGTH: usize = 32;

@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 
 use super::*;
-use crate::ledger::BootTime;
 use crate::retained::leases::{ChargedLeases, ContainerBinding, NodeView, OpenRequest, Opened};
 use crate::sessions::Process;
-use crate::units::Bytes;
+use bursar_ledger::BootTime;
+use bursar_ledger::units::Bytes;
 
 /// The issuer's container, another one of its pod's namespace, and one of another namespace.
 const A: AllocationId = AllocationId::from_bits(1);

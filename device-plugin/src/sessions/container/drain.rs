@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::Container;
-use crate::units::{GpuUuid, PodUid};
+use bursar_ledger::units::{GpuUuid, PodUid};
 
 /// A process that holds memory of GPUs.
 pub(in super::super) struct GpuHolder {

@@ -8,7 +8,7 @@ use super::super::Account;
 use super::super::accounts::AmountsByPid;
 use super::super::orphan_bound::OwnMemory;
 use super::{Container, ProcessState};
-use crate::units::{Bytes, GpuUuid};
+use bursar_ledger::units::{Bytes, GpuUuid};
 
 impl Container {
     pub(super) fn account_index(&self, gpu: &GpuUuid) -> Option<usize> {

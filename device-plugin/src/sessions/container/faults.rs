@@ -13,8 +13,8 @@ use super::super::recovery::{
 use super::super::{Account, Process};
 use super::{Container, ProcessState};
 use crate::clock::ClockReading;
-use crate::ledger::BootTime;
-use crate::units::{GpuUuid, PodUid};
+use bursar_ledger::BootTime;
+use bursar_ledger::units::{GpuUuid, PodUid};
 
 /// The faults that wait for the fault task at most; the oldest of the container are dropped first.
 const MAX_UNREPORTED_FAULTS: usize = 64;

@@ -7,7 +7,7 @@ use bursar_protocol::units::Units;
 
 use super::{Container, ContainerResolver};
 use crate::sessions::accounts::NO_PID;
-use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
 /// Why a process may not send a request to the lease service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

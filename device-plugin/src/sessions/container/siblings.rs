@@ -11,7 +11,7 @@ use std::time::Instant;
 use bursar_protocol::units::Units;
 
 use super::Container;
-use crate::units::{AllocationId, Bytes, GpuUuid};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid};
 
 /// The charges of each container of a claim. A container takes this lock last, and calls nothing
 /// while it holds the lock.

@@ -1,7 +1,7 @@
 use bursar_protocol::credit_page::PageError;
 
 use super::*;
-use crate::units::{LeaseId, PodUid};
+use bursar_ledger::units::{LeaseId, PodUid};
 
 const MIB: u64 = 1 << 20;
 

@@ -9,7 +9,7 @@ use super::super::closer::SocketCloser;
 use super::super::usage::{AccountBalance, ContainerUsage, ProcessCredit};
 use super::denials::SharedLogLimiter;
 use super::{Account, Container, ProcessState};
-use crate::units::Bytes;
+use bursar_ledger::units::Bytes;
 
 /// The most function names that the agent counts for one container, since its processes choose the
 /// names.

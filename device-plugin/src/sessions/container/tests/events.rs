@@ -20,7 +20,7 @@ use crate::retained::leases::{
     Caller, ChargedLeases, ContainerBinding, LeaseRecord, LeaseTable, NodeView, OpenRequest,
     Opened, StoredRecord,
 };
-use crate::units::{AllocationId, LeaseId};
+use bursar_ledger::units::{AllocationId, LeaseId};
 
 /// The effect of an event on a generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
