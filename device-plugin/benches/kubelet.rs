@@ -18,8 +18,8 @@ mod common;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use bursar_device_plugin::kubelet::api::deviceplugin::Empty;
-use bursar_device_plugin::kubelet::api::deviceplugin::device_plugin_client::DevicePluginClient;
+use bursar_kubelet::api::deviceplugin::Empty;
+use bursar_kubelet::api::deviceplugin::device_plugin_client::DevicePluginClient;
 use prost::Message as _;
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};

@@ -1,6 +1,7 @@
 //! Starts the agent's tasks and stops all of them on shutdown, or when one task ends.
 
 pub mod http;
+pub mod metrics;
 mod publisher;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,7 +9,45 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use bursar_apiserver::Events;
+use bursar_apiserver::gpu_node::GpuNodeClient;
+use bursar_apiserver::spec_watch::{self, Observation, WatchOutput};
+use bursar_config::Config;
+use bursar_enforcement::audit::Auditor;
+use bursar_enforcement::drain;
+use bursar_enforcement::driver_limits::{self, Limits};
+use bursar_enforcement::faults;
+use bursar_gpu::drain::DrainState;
+use bursar_gpu::generations::GpuGenerations;
+use bursar_gpu::health::HealthThresholds;
+use bursar_gpu::nvml::{self, PollIntervals};
+use bursar_gpu_node::publish::{Publisher, Rate};
+use bursar_gpu_node::quota_overrides::{self, AppliedSpec};
+use bursar_host::checkpoint::Checkpoint;
+use bursar_host::clock;
+use bursar_host::driver_files::Driver;
+use bursar_host::pod_cgroups::PodCgroups;
 use bursar_http::Listeners;
+use bursar_kubelet::devices::Devices;
+use bursar_kubelet::lifecycle::{Lifecycle, Registration};
+use bursar_kubelet::pod_resources::PodResourcesClient;
+use bursar_kubelet::server::PluginService;
+use bursar_ledger::units::Resource;
+use bursar_node::actor::{DeviceUpdates, Inputs, NodeHandle, Observers, node_task};
+use bursar_node::allocator::NodeAllocator;
+use bursar_node::host::{HostError, OsHost};
+use bursar_node::metrics::NodeMetrics;
+use bursar_node::pod_resolver::PodResolver;
+use bursar_retained::fdstore_client;
+use bursar_retained::lease_ids::LeaseIds;
+use bursar_retained::provisioners::{Program, Provisioners};
+use bursar_retained::scrub_check::ScrubCache;
+use bursar_retained::service::LeaseService;
+use bursar_retained::status::RetainedStatus;
+use bursar_retained::tokens::key;
+use bursar_retained::tokens::seal::{NameTooLong, NodeKey};
+use bursar_sessions::lease_handle::{Commands, LeaseHandle, LiveLeases};
+use bursar_sessions::{CgroupResolver, Sessions};
 use bursar_watch::History;
 use futures::future::BoxFuture;
 use kube::Client;
@@ -23,42 +62,7 @@ use tower::util::MapFutureLayer;
 use tracing::{info, warn};
 
 use crate::agent::http::{Heartbeat, Sources};
-use crate::checkpoint::Checkpoint;
-use crate::clock;
-use crate::config::Config;
-use crate::enforcement::audit::Auditor;
-use crate::enforcement::driver_limits::{self, Limits};
-use crate::enforcement::faults;
-use crate::gpu::drain::{self, DrainState};
-use crate::gpu::generations::GpuGenerations;
-use crate::gpu::health::HealthThresholds;
-use crate::gpu::nvml::{self, PollIntervals};
-use crate::gpu_node::Events;
-use crate::gpu_node::api::GpuNodeClient;
-use crate::gpu_node::publish::{Publisher, Rate};
-use crate::gpu_node::quota_overrides::{self, AppliedSpec};
-use crate::gpu_node::spec_watch::{self, Observation, WatchOutput};
-use crate::kubelet::devices::Devices;
-use crate::kubelet::lifecycle::{Lifecycle, Registration};
-use crate::kubelet::pod_resources::PodResourcesClient;
-use crate::kubelet::server::PluginService;
-use crate::metrics::Metrics;
-use crate::node::actor::{DeviceUpdates, Inputs, NodeHandle, Observers, node_task};
-use crate::node::allocator::NodeAllocator;
-use crate::node::host::{HostError, OsHost, find_driver};
-use crate::node::pod_cgroups::PodCgroups;
-use crate::node::pod_resolver::PodResolver;
-use crate::retained::fdstore_client;
-use crate::retained::handle::{Commands, LeaseHandle, LiveLeases};
-use crate::retained::lease_ids::LeaseIds;
-use crate::retained::provisioners::{Program, Provisioners};
-use crate::retained::scrub_check::ScrubCache;
-use crate::retained::service::LeaseService;
-use crate::retained::status::RetainedStatus;
-use crate::retained::tokens::key;
-use crate::retained::tokens::seal::{NameTooLong, NodeKey};
-use crate::sessions::{CgroupResolver, Sessions};
-use bursar_ledger::units::Resource;
+use crate::agent::metrics::Metrics;
 use publisher::StatusPublisher;
 
 /// The time within which the API server has to begin each response.
@@ -134,7 +138,7 @@ pub async fn run(
     } = options;
     let driver = config.driver.clone();
     let library = Arc::new(move || -> Result<PathBuf, String> {
-        find_driver(&driver)
+        Driver::find_configured(&driver)
             .map(|driver| driver.libnvml.path)
             .map_err(|error| error.to_string())
     });
@@ -153,7 +157,7 @@ pub async fn run(
         drain.subscribe(),
     );
     let metrics = Metrics::new();
-    let (events, outbox) = Events::new(metrics.clone());
+    let (events, outbox) = Events::new(metrics.api.clone());
     let resolver = pod_resolver(&config, client.clone());
     let stop = shutdown.child_token();
     let mut tasks = Tasks {
@@ -183,12 +187,12 @@ pub async fn run(
         &resolver,
         sessions.clone(),
         leases,
-        metrics.clone(),
+        metrics.node.clone(),
     )
     .await?;
     let observers = Observers {
         events: events.clone(),
-        metrics: metrics.clone(),
+        metrics: metrics.node.clone(),
     };
     let (spec_sender, spec) = watch::channel(None);
     let (withheld_sender, withheld) = watch::channel(BTreeMap::new());
@@ -234,7 +238,7 @@ pub async fn run(
         snapshots.clone(),
         limits.clone(),
         events.clone(),
-        metrics.clone(),
+        metrics.audit.clone(),
     )
     .map_err(AgentError::Thread)?;
     let auditor = auditor.with_withheld(withheld_sender);
@@ -251,7 +255,7 @@ pub async fn run(
         xids,
         disconnected_since,
         events: events.clone(),
-        metrics: metrics.clone(),
+        metrics: metrics.audit.clone(),
     };
     tasks.spawn(
         "faults",
@@ -296,14 +300,19 @@ pub async fn run(
     if let Some(client) = client {
         tasks.spawn(
             "events",
-            outbox.run(client.clone(), node.clone(), metrics.clone(), stop.clone()),
+            outbox.run(
+                client.clone(),
+                node.clone(),
+                metrics.api.clone(),
+                stop.clone(),
+            ),
         );
         let (observed_sender, observed) = watch::channel(Observation::default());
         let history = History::default();
         let output = WatchOutput {
             spec: spec_sender,
             observed: observed_sender,
-            metrics: metrics.clone(),
+            metrics: metrics.api.clone(),
         };
         tasks.spawn(
             "spec watch",
@@ -323,7 +332,7 @@ pub async fn run(
             drain: writer_drain,
             rate: Rate::default(),
             unreachable_since: disconnected_sender,
-            metrics,
+            metrics: metrics.api,
         };
         tasks.spawn("GpuNode writer", writer.run(stop));
     }
@@ -489,7 +498,7 @@ async fn recover_allocator(
     identities: &PodResolver,
     sessions: Arc<Sessions>,
     desk: LeaseHandle,
-    metrics: Metrics,
+    metrics: NodeMetrics,
 ) -> Result<NodeAllocator<OsHost>, HostError> {
     let host = OsHost::new(config, sessions, desk)?;
     let found = host.survey();
@@ -607,7 +616,7 @@ mod tests {
             stream.write_all(begins).await.unwrap();
             std::future::pending::<()>().await
         });
-        let nodes = crate::gpu_node::api::gpu_nodes(client);
+        let nodes = bursar_apiserver::gpu_node::gpu_nodes(client);
         let params = kube::api::WatchParams::default();
         let begun = nodes.watch(&params, "1");
         let begun = timeout(Duration::from_secs(10), begun).await.unwrap();

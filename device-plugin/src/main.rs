@@ -3,11 +3,11 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use bursar_config::{Args, Config, LogFormat};
 use bursar_confine::ConfineError;
 use bursar_device_plugin::agent::{self, RunOptions};
-use bursar_device_plugin::config::{Args, Config, LogFormat};
-use bursar_device_plugin::enforcement::attestation::device_access;
-use bursar_device_plugin::gpu::nvml;
+use bursar_enforcement::attestation::device_access;
+use bursar_gpu::nvml;
 use clap::Parser;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::runtime::Runtime;

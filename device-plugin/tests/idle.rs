@@ -17,10 +17,10 @@ use std::path::Path;
 use std::process::{ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
+use bursar_config::Config;
 use bursar_device_plugin::agent::{self, RunOptions};
-use bursar_device_plugin::config::Config;
-use bursar_device_plugin::enforcement::attestation::device_access;
-use bursar_device_plugin::gpu::nvml;
+use bursar_enforcement::attestation::device_access;
+use bursar_gpu::nvml;
 use libtest_mimic::{Arguments, Failed, Trial};
 use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
 use tokio::runtime::{Builder, Runtime};

@@ -16,7 +16,7 @@ mod upstream_device_plugin_failures_test;
 #[path = "kubelet/upstream_device_plugin_test.rs"]
 mod upstream_device_plugin_test;
 
-use bursar_device_plugin::kubelet::devices::Devices;
+use bursar_kubelet::devices::Devices;
 use bursar_ledger::Ledger;
 use tempfile::TempDir;
 

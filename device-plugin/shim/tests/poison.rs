@@ -10,7 +10,7 @@ mod support;
 use std::time::{Duration, Instant};
 
 use bursar_crds::budget::ContextAction;
-use bursar_device_plugin::sessions::RecoveryPolicy;
+use bursar_sessions::RecoveryPolicy;
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;

@@ -13,8 +13,8 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use bursar_device_plugin::sessions::Account;
-use bursar_device_plugin::units::Bytes;
+use bursar_ledger::units::Bytes;
+use bursar_sessions::Account;
 use dice::Dice;
 use support::{Client, Container, MIB};
 

@@ -6,13 +6,13 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use bursar_device_plugin::sessions::Account;
-use bursar_device_plugin::units::Bytes;
+use bursar_ledger::units::Bytes;
 use bursar_protocol::credit::CreditWord;
 use bursar_protocol::credit_page::CreditPage;
 use bursar_protocol::fd_passing::send_with_fd;
 use bursar_protocol::messages::{self, Message, Quota, Response};
 use bursar_protocol::units::Units;
+use bursar_sessions::Account;
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;

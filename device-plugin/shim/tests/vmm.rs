@@ -9,7 +9,7 @@
 
 mod support;
 
-use bursar_device_plugin::units::Bytes;
+use bursar_ledger::units::Bytes;
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 pub use bursar_http::Verdict;
 use tokio::sync::watch;
 
-use crate::metrics::Metrics;
+use crate::agent::metrics::Metrics;
 
 /// The longest time between two heartbeats of a node task that works.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -55,8 +55,9 @@ impl bursar_http::Sources for Sources {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use bursar_http::Sources as _;
+
+    use super::*;
 
     #[test]
     fn probes_follow_their_channels_and_metrics_are_served() {

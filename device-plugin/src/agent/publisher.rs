@@ -2,7 +2,18 @@
 
 use std::time::Duration;
 
+use bursar_apiserver::Events;
+use bursar_config::ResourcesConfig;
 use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
+use bursar_enforcement::audit::AuditStatus;
+use bursar_enforcement::driver_limits::Limits;
+use bursar_enforcement::faults::report::FaultReport;
+use bursar_gpu_node::NodeReport;
+use bursar_gpu_node::node_report::{ReportInputs, late_write, node_report, transition_events};
+use bursar_gpu_node::quota_overrides::AppliedSpec;
+use bursar_kubelet::lifecycle::Registration;
+use bursar_node::actor::Snapshot;
+use bursar_retained::status::RetainedStatus;
 use k8s_openapi::api::core::v1::Node;
 use kube::{Api, Client};
 use tokio::sync::watch;
@@ -10,17 +21,8 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use crate::agent::http::Verdict;
-use crate::config::ResourcesConfig;
+use crate::agent::metrics::Metrics;
 use crate::container_runtime;
-use crate::enforcement::audit::AuditStatus;
-use crate::enforcement::driver_limits::Limits;
-use crate::gpu_node::quota_overrides::AppliedSpec;
-use crate::gpu_node::{Events, FaultReport, NodeReport};
-use crate::kubelet::lifecycle::Registration;
-use crate::metrics::Metrics;
-use crate::node::actor::Snapshot;
-use crate::node::report::{ReportInputs, late_write, node_report, transition_events};
-use crate::retained::status::RetainedStatus;
 
 /// The interval at which the agent reads the container runtime's version from the Node object.
 const RUNTIME_INTERVAL: Duration = Duration::from_secs(300);
@@ -120,7 +122,7 @@ impl StatusPublisher {
         let lag = late_write(&self.snapshots.borrow(), &self.audited.borrow()).map(|late| late.lag);
         self.metrics.set_state_write_lag(lag.unwrap_or_default());
         for (resource, counts) in self.snapshots.borrow().counts {
-            self.metrics.set_counts(resource, counts);
+            self.metrics.node.set_counts(resource, counts);
         }
         for (reason, message) in transition_events(before, after) {
             self.events.on_node(reason, message);
@@ -184,10 +186,11 @@ fn readiness(report: &NodeReport) -> Verdict {
 
 #[cfg(test)]
 mod tests {
+    use bursar_gpu_node::fixtures::report;
+
     use bursar_crds::conditions::gpu_node::PENDING;
 
     use super::*;
-    use crate::gpu_node::fixtures::report;
 
     /// The readiness of a node with these conditions, with GPUs or without.
     fn verdict_of(gpus: bool, said: &[(&'static str, Option<bool>, &'static str)]) -> Verdict {

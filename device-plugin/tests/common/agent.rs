@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use bursar_device_plugin::kubelet::device_checkpoint::DeviceCheckpoint;
-use bursar_device_plugin::kubelet::devices::{DeviceHealth, Devices};
-use bursar_device_plugin::kubelet::lifecycle::{Lifecycle, Registration};
-use bursar_device_plugin::kubelet::plugin::{AllocateError, Allocator, PrepareError};
-use bursar_device_plugin::kubelet::server::PluginService;
+use bursar_kubelet::device_checkpoint::DeviceCheckpoint;
+use bursar_kubelet::devices::{DeviceHealth, Devices};
+use bursar_kubelet::lifecycle::{Lifecycle, Registration};
+use bursar_kubelet::plugin::{AllocateError, Allocator, PrepareError};
+use bursar_kubelet::server::PluginService;
 use bursar_ledger::units::{AllocationId, DeviceIdSet, PodUid, Quanta, Quantum, Resource};
 use bursar_ledger::{
     BindOutcome, BindRequest, Binding, BootTime, Gpu, GpuSpread, Health, Ledger, Priority,

@@ -3,13 +3,12 @@
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
-use bursar_device_plugin::kubelet::device_checkpoint::DeviceCheckpoint;
-use bursar_device_plugin::node::cdi::CdiDir;
-use bursar_device_plugin::sessions::{
-    CgroupResolver, GpuMemorySample, MemorySampler, SessionSpec, Sessions,
-};
+use bursar_gpu::memory_sample::{GpuMemorySample, MemorySampler};
+use bursar_kubelet::device_checkpoint::DeviceCheckpoint;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, Resource};
+use bursar_node::cdi::CdiDir;
 use bursar_protocol::units::Units;
+use bursar_sessions::{CgroupResolver, SessionSpec, Sessions};
 
 use crate::search;
 

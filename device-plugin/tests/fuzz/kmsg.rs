@@ -1,6 +1,6 @@
 //! Fuzzes records of the kernel log.
 
-use bursar_device_plugin::enforcement::faults::kmsg::{XidLine, parse};
+use bursar_enforcement::faults::kmsg::{XidLine, parse};
 
 use crate::search_text;
 

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use bursar_device_plugin::enforcement::attestation::maps::DriverFiles;
-use bursar_device_plugin::enforcement::attestation::mounts::MountTable;
-use bursar_device_plugin::procfs::{ProcessOwner, Stat, bounding_capabilities};
+use bursar_enforcement::attestation::maps::DriverFiles;
+use bursar_enforcement::attestation::mounts::MountTable;
+use bursar_host::procfs::{ProcessOwner, Stat, bounding_capabilities};
 
 use crate::search_text;
 

@@ -1,8 +1,8 @@
 //! Fuzzes memory tokens, made from valid ones.
 
-use bursar_device_plugin::retained::tokens::seal::NodeKey;
 use bursar_ledger::units::AllocationId;
 use bursar_protocol::messages::token::{Generations, GpuToken};
+use bursar_retained::tokens::seal::NodeKey;
 
 use crate::mutate::edits;
 

@@ -2,10 +2,8 @@
 
 use std::time::Duration;
 
-use bursar_device_plugin::kubelet::device_checkpoint::DeviceCheckpoint;
-use bursar_device_plugin::kubelet::pod_resources::{
-    PodResourcesClient, PodResourcesError, find_container,
-};
+use bursar_kubelet::device_checkpoint::DeviceCheckpoint;
+use bursar_kubelet::pod_resources::{PodResourcesClient, PodResourcesError, find_container};
 use bursar_ledger::units::{DeviceId, DeviceIdSet, Resource};
 
 use crate::Fixture;

@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use bursar_sim_api::faults::WatchFault;
 use futures::future::join_all;
 use libtest_mimic::Failed;
 use serde_json::json;
@@ -16,7 +17,6 @@ use tokio::time::{Instant, interval, sleep};
 use crate::isolated_scope::{IsolatedScope, QUOTA_RESOURCE as HARD_NAME, condition};
 use crate::server::{Permit, Server};
 use crate::test_case::{FaultPlan, GIVE_UP_AFTER, TestCase};
-use bursar_sim_api::faults::WatchFault;
 
 const CLIENTS: usize = 8;
 /// The attempts of all clients to create a pod, per second. About half of them succeed and lead to

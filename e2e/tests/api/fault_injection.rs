@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use bursar_sim_api::faults::{FaultyWrites, LAGGING_KINDS, WatchFault, WriteFault};
 use futures::future::join_all;
 use futures::try_join;
 use http::StatusCode;
@@ -14,7 +15,6 @@ use crate::isolated_scope::{IsolatedScope, condition};
 use crate::scenarios;
 use crate::server::{Permit, Server};
 use crate::test_case::{FaultPlan, Outcome, TestCase};
-use bursar_sim_api::faults::{FaultyWrites, LAGGING_KINDS, WatchFault, WriteFault};
 
 /// The numbers of the writes in a transition that fail, one per case.
 const WRITE_NUMBERS: std::ops::RangeInclusive<usize> = 1..=8;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use std::future::pending;
 
+use bursar_sim_api::faults::{Faults, FaultyWrites, WatchFault, WriteFault};
 use futures::future::try_join;
 use libtest_mimic::Failed;
 use serde_json::json;
@@ -16,7 +17,6 @@ use tokio::sync::watch;
 use crate::isolated_scope::{IsolatedScope, condition};
 use crate::server::{Server, acquire_permit};
 use crate::test_case::{FaultPlan, Outcome, PROMISED_TIME, READ_TIMEOUT, TestCase};
-use bursar_sim_api::faults::{Faults, FaultyWrites, WatchFault, WriteFault};
 
 /// In production a watch ends after 200 s, and its connection is dropped 5 s later. The short case
 /// uses 5 s and 8 s.

@@ -1,14 +1,16 @@
 //! Restores etcd from a backup, under an operator and the API client of an agent.
 
+use prometheus_client::registry::Registry;
 use std::time::Duration;
 
-use bursar_device_plugin::gpu::drain::DrainState;
-use bursar_device_plugin::gpu_node::api::GpuNodeClient;
-use bursar_device_plugin::gpu_node::publish::{Publisher, Rate};
-use bursar_device_plugin::gpu_node::quota_overrides::{AppliedSpec, ParsedSpec};
-use bursar_device_plugin::gpu_node::spec_watch::{self, Observation, WatchOutput};
-use bursar_device_plugin::gpu_node::{MemoryReport, NodeReport};
-use bursar_device_plugin::metrics::Metrics;
+use bursar_apiserver::ParsedSpec;
+use bursar_apiserver::gpu_node::GpuNodeClient;
+use bursar_apiserver::metrics::ApiMetrics;
+use bursar_apiserver::spec_watch::{self, Observation, WatchOutput};
+use bursar_gpu::drain::DrainState;
+use bursar_gpu_node::publish::{Publisher, Rate};
+use bursar_gpu_node::quota_overrides::AppliedSpec;
+use bursar_gpu_node::{MemoryReport, NodeReport};
 use bursar_ledger::units::{Quanta, Quantum};
 use bursar_sim_api::WatchFault;
 use bursar_watch::History;
@@ -128,7 +130,10 @@ impl FakeNodeAgent {
         let node = json!({ "metadata": { "name": NODE } });
         scope.create("/api/v1/nodes", node).await?;
         let (client, history) = (server.control_plane.client(), History::default());
-        let (metrics, stop) = (Metrics::new(), CancellationToken::new());
+        let (metrics, stop) = (
+            ApiMetrics::new(&mut Registry::default()),
+            CancellationToken::new(),
+        );
         let (reports, reported) = watch::channel(report());
         let (orders, ordered) = watch::channel(None);
         let (seen, sees) = watch::channel(Observation::Pending);

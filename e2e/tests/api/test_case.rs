@@ -9,6 +9,7 @@ use bursar_http::Listeners;
 use bursar_operator::api::client::client_config;
 use bursar_operator::placement::PlacementOptions;
 use bursar_operator::run::{self, OperatorError};
+use bursar_sim_api::faults::{Faults, FaultyWrites, WatchFault, WriteFault};
 use k8s_openapi::jiff::Timestamp;
 use kube::Config;
 use kube::client::ClientBuilder;
@@ -19,7 +20,6 @@ use tokio_util::sync::CancellationToken;
 
 use crate::isolated_scope::IsolatedScope;
 use crate::server::{Permit, Server, acquire_permit};
-use bursar_sim_api::faults::{Faults, FaultyWrites, WatchFault, WriteFault};
 
 /// The operator reaches the declared state within this time, even if a write or a watch fails.
 pub(crate) const PROMISED_TIME: Duration = Duration::from_secs(30);

@@ -30,8 +30,8 @@ pub(crate) struct PodStateOnNode {
     cdi: BTreeSet<String>,
     /// The folders of allocations, with their sockets.
     allocations: BTreeSet<String>,
-    /// The ids of bookings in the checkpoint.
-    bookings: BTreeSet<String>,
+    /// The ids of pending allocations in the checkpoint.
+    pending: BTreeSet<String>,
     /// The number of claims in the checkpoint.
     claims: usize,
 }
@@ -75,17 +75,16 @@ impl NodeFiles {
         let text = fs::read_to_string(self.path(CHECKPOINT))?;
         let checkpoint: Value = serde_json::from_str(&text)?;
         let ledger = &checkpoint["data"]["ledger"];
-        let (Value::Array(bookings), Value::Array(claims)) =
-            (&ledger["bookings"], &ledger["claims"])
+        let (Value::Array(pending), Value::Array(claims)) = (&ledger["pending"], &ledger["claims"])
         else {
             return Err(io::Error::other("the checkpoint has no ledger"));
         };
         Ok(PodStateOnNode {
             cdi: self.cdi_files()?.into_keys().collect(),
             allocations: names(&self.path(ALLOCATIONS))?,
-            bookings: bookings
+            pending: pending
                 .iter()
-                .map(|booking| booking[0].as_str().unwrap_or_default().to_owned())
+                .map(|pending| pending[0].as_str().unwrap_or_default().to_owned())
                 .collect(),
             claims: claims.len(),
         })

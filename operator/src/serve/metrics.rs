@@ -424,8 +424,9 @@ fn amounts(status: &GpuMemoryBudgetStatus) -> [(&'static str, &'static str, &Qua
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use bursar_crds::Quantum;
+
+    use super::*;
     use kube::runtime::reflector;
     use kube::runtime::watcher::Event;
     use serde_json::json;

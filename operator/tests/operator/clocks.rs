@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use bursar_operator::run::Clock;
+use bursar_sim_api::SimApiServer;
 use futures::future::join_all;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use super::{BUDGETS, Running, budget, condition, pod, small};
-use bursar_sim_api::SimApiServer;
 
 /// The difference of the clocks.
 const HOUR: SignedDuration = SignedDuration::from_hours(1);

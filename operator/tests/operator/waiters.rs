@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use axum::http::StatusCode;
+use bursar_sim_api::{SimApiServer, WriteFault};
 use futures::stream::{self, StreamExt as _};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use super::Running;
-use bursar_sim_api::{SimApiServer, WriteFault};
 
 /// A wide bound: an unanswered write takes 5 s.
 const END: Duration = Duration::from_secs(30);

@@ -15,7 +15,6 @@ use std::sync::{Mutex, PoisonError};
 
 use bursar_runtime::driver::Driver;
 use bursar_runtime::retained::{LeaseClient, LeaseError, LeaseState, LeaseWriter, RetainedLease};
-
 use last_error::{Failure, Status};
 use open_args::{OpenArgs, RawOpenArgs};
 

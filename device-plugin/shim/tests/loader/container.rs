@@ -7,7 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Component, Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 
-use bursar_device_plugin::node::cdi::ContainerEdits;
+use bursar_node::cdi::ContainerEdits;
 
 use crate::trace;
 

@@ -6,16 +6,17 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use bursar_device_plugin::config::{AuditConfig, AuditPolicy};
-use bursar_device_plugin::enforcement::attestation;
-use bursar_device_plugin::enforcement::audit::compare::{
+use bursar_config::HostMount;
+use bursar_config::{AuditConfig, AuditPolicy};
+use bursar_enforcement::attestation;
+use bursar_enforcement::audit::compare::{
     AttestedState, Finding, GpuSample, ListedProcess, LiveProcess, compare_accounts,
 };
-use bursar_device_plugin::node::cdi::{self, BoundGpu, CdiBinding, ContainerEdits, HostMount};
-use bursar_device_plugin::node::driver_files::{Driver, LIBCUDA, LIBNVML};
-use bursar_device_plugin::node::shim_install;
-use bursar_device_plugin::procfs::{ProcessOwner, Stat};
-use bursar_device_plugin::units::{AllocationId, Bytes};
+use bursar_host::driver_files::{Driver, LIBCUDA, LIBNVML};
+use bursar_host::procfs::{ProcessOwner, Stat};
+use bursar_ledger::units::{AllocationId, Bytes};
+use bursar_node::cdi::{self, BoundGpu, CdiBinding, ContainerEdits};
+use bursar_node::shim_install;
 use bursar_sim_state::Sim;
 
 use crate::container::{Container, Running};

@@ -21,7 +21,7 @@ mod trace;
 
 use std::path::Path;
 
-use bursar_device_plugin::node::cdi::ContainerEdits;
+use bursar_node::cdi::ContainerEdits;
 use container::Container;
 use images::{Base, Compat};
 use machine::{Machine, Outcome, QUOTA};

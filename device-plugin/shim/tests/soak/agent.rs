@@ -7,8 +7,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bursar_device_plugin::sessions::{SessionSpec, Sessions};
-use bursar_device_plugin::units::{AllocationId, Bytes};
+use bursar_ledger::units::{AllocationId, Bytes};
+use bursar_sessions::{SessionSpec, Sessions};
 
 use crate::support::{Everyone, GPU, SimCharges};
 
@@ -97,7 +97,7 @@ pub(crate) fn serve(folder: &Path, quota: u64) -> ! {
     }
 }
 
-fn above_quota(usage: &bursar_device_plugin::sessions::AccountUsage) -> bool {
+fn above_quota(usage: &bursar_sessions::AccountUsage) -> bool {
     usage.granted.0 + usage.exited.0 > usage.quota.0
 }
 

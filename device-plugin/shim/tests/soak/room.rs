@@ -7,8 +7,8 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use bursar_device_plugin::sessions::Sessions;
-use bursar_device_plugin::units::AllocationId;
+use bursar_ledger::units::AllocationId;
+use bursar_sessions::Sessions;
 use bursar_sim_state::{MachineDir, Sim};
 
 use crate::support::{GPU, built};

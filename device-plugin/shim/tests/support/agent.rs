@@ -2,10 +2,9 @@
 
 use std::path::Path;
 
-use bursar_device_plugin::sessions::{
-    CgroupResolver, ContainerResolver, GpuMemorySample, MemorySampler, Process,
-};
-use bursar_device_plugin::units::{Bytes, GpuUuid, PodUid};
+use bursar_gpu::memory_sample::{GpuMemorySample, MemorySampler};
+use bursar_ledger::units::{Bytes, GpuUuid, PodUid};
+use bursar_sessions::{CgroupResolver, ContainerResolver, Process};
 use bursar_sim_state::Sim;
 
 /// Reports every process as a member of every container, because cgroups have tests of their own.

@@ -12,12 +12,12 @@ use std::process::Command;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use bursar_device_plugin::clock::{self, ClockReading};
-use bursar_device_plugin::ledger::BootTime;
-use bursar_device_plugin::sessions::{
+use bursar_host::clock::{self, ClockReading};
+use bursar_ledger::BootTime;
+use bursar_ledger::units::{AllocationId, Bytes};
+use bursar_sessions::{
     Account, AccountUsage, ContainerUsage, Fault, Process, RecoveryPolicy, SessionSpec, Sessions,
 };
-use bursar_device_plugin::units::{AllocationId, Bytes};
 use bursar_sim_state::{MachineDir, Sim};
 
 mod agent;

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use bursar_device_plugin::kubelet::api::deviceplugin::ContainerAllocateResponse;
-use bursar_device_plugin::kubelet::device_checkpoint::FILE_NAME;
+use bursar_kubelet::api::deviceplugin::ContainerAllocateResponse;
+use bursar_kubelet::device_checkpoint::FILE_NAME;
 use k8s_openapi::ByteString;
 use prost::Message as _;
 use serde::{Deserialize, Serialize};

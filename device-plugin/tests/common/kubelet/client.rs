@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bursar_device_plugin::kubelet::api::deviceplugin::device_plugin_client::DevicePluginClient;
-use bursar_device_plugin::kubelet::api::deviceplugin::{
+use bursar_kubelet::api::deviceplugin::device_plugin_client::DevicePluginClient;
+use bursar_kubelet::api::deviceplugin::{
     AllocateRequest, ContainerAllocateRequest, ContainerAllocateResponse, Empty,
     PreStartContainerRequest,
 };

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
-use bursar_device_plugin::kubelet::api::deviceplugin::{
+use bursar_kubelet::api::deviceplugin::{
     ContainerAllocateResponse, DevicePluginOptions, HEALTHY, ListAndWatchResponse,
 };
 use rand::rngs::StdRng;
@@ -198,7 +198,7 @@ impl Manager {
             .into_iter()
             .partition(|device| device.health == HEALTHY);
         let ids = |devices: Vec<_>| {
-            let id = |device: bursar_device_plugin::kubelet::api::deviceplugin::Device| device.id;
+            let id = |device: bursar_kubelet::api::deviceplugin::Device| device.id;
             devices.into_iter().map(id).collect::<Ids>()
         };
         self.healthy.insert(resource.to_owned(), ids(healthy));

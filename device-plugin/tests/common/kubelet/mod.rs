@@ -30,10 +30,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use bursar_device_plugin::kubelet::api::deviceplugin::registration_server::{
-    Registration, RegistrationServer,
-};
-use bursar_device_plugin::kubelet::api::deviceplugin::{Empty, RegisterRequest, VERSION};
+use bursar_kubelet::api::deviceplugin::registration_server::{Registration, RegistrationServer};
+use bursar_kubelet::api::deviceplugin::{Empty, RegisterRequest, VERSION};
 use tokio::net::UnixListener;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;

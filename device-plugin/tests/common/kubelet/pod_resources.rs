@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use bursar_device_plugin::kubelet::api::podresources as api;
-use bursar_device_plugin::kubelet::api::podresources::pod_resources_lister_server::{
+use bursar_kubelet::api::podresources as api;
+use bursar_kubelet::api::podresources::pod_resources_lister_server::{
     PodResourcesLister, PodResourcesListerServer,
 };
 use tokio::net::UnixListener;

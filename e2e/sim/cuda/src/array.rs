@@ -3,13 +3,14 @@
 //! Their sizes follow measurements on an H200. For the tiles of sparse arrays, only the mapped
 //! memory is recorded.
 
+use bursar_sim_state::Charge;
+
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::memory::charged_bytes;
 use crate::process::{Process, lock};
 use crate::vmm::PinnedObject;
-use bursar_sim_state::Charge;
 use std::collections::BTreeMap;
 
 /// `CUDA_ARRAY_DESCRIPTOR`.

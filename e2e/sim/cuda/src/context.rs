@@ -1,10 +1,11 @@
 //! Implements contexts, each thread's context stack, and the memory that contexts and their limits
 //! cost.
 
+use bursar_sim_state::Charge;
+
 use crate::abi::{Code, DriverResult, Out};
 use crate::entry::exports;
 use crate::process::{Process, healthy_process, lock, process};
-use bursar_sim_state::Charge;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 

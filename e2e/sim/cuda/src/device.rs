@@ -1,9 +1,10 @@
 //! Lists the devices that a process sees, and implements their attributes.
 
+use bursar_sim_state::{Sim, config::uuid_bytes};
+
 use crate::abi::{Code, DriverResult, Out, Text, put_text};
 use crate::entry::exports;
 use crate::process::{Process, process};
-use bursar_sim_state::{Sim, config::uuid_bytes};
 use std::path::Path;
 
 /// A CUDA device.

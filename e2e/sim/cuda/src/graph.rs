@@ -7,12 +7,13 @@
 //! The real driver lets the graphs of a stream share memory; here each graph has its own in every
 //! stream. A launch allocates and frees at once; all other nodes have no effect.
 
+use bursar_sim_state::Charge;
+
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::memory::round_up;
 use crate::process::{Process, healthy_process, lock};
-use bursar_sim_state::Charge;
 use std::collections::BTreeMap;
 use std::time::Instant;
 

@@ -4,12 +4,13 @@
 //! Charged as an object, the memory outlives its process while an importer has it open. As on an
 //! H200, a descriptor keeps the memory past its free.
 
+use bursar_sim_state::{Charge, object::Object};
+
 use crate::abi::{Code, DriverResult, Out};
 use crate::context::current_context;
 use crate::entry::exports;
 use crate::memory::{Allocation, AllocationKind, bytes, charged_bytes, map_pages, unmap_pages};
 use crate::process::{Process, lock};
-use bursar_sim_state::{Charge, object::Object};
 use std::os::fd::IntoRawFd;
 
 const PAGE: usize = 4096;

@@ -4,11 +4,12 @@
 //! stream busy afterwards. As on a GPU, a faulting launch succeeds, and every later call returns
 //! the error.
 
+use bursar_protocol::checksum;
+
 use crate::abi::{Code, DriverResult, In};
 use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::process::lock;
-use bursar_protocol::checksum;
 use std::time::Duration;
 
 /// A kernel, which every module has.

@@ -3,11 +3,12 @@
 //! Device memory is untouched host memory of the process, so device pointers are host pointers. A
 //! program that dereferences one on the host does not crash here, unlike with a GPU.
 
+use bursar_sim_state::{Charge, object::Object, residue};
+
 use crate::abi::{Code, DriverResult, Out};
 use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::process::{Process, healthy_process, lock};
-use bursar_sim_state::{Charge, object::Object, residue};
 use std::collections::BTreeMap;
 
 /// The kind of an allocation, which determines how it is freed.

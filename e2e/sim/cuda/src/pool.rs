@@ -10,6 +10,8 @@
 //! - `cuMemFreeAsync` accepts linear memory, which is freed when the host next synchronizes.
 //! - Pools and their allocations outlive contexts.
 
+use bursar_sim_state::Charge;
+
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
@@ -17,7 +19,6 @@ use crate::graph::Node;
 use crate::memory::{AllocationKind, round_up};
 use crate::process::{Process, healthy_process, lock};
 use crate::vmm::Location;
-use bursar_sim_state::Charge;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::{IntoRawFd, OwnedFd};

@@ -1,5 +1,7 @@
 //! Holds the driver's state in this process image, from `cuInit` to `execve`.
 
+use bursar_sim_state::{Image, Sim, xid::Xid};
+
 use crate::abi::Code;
 use crate::array::Arrays;
 use crate::graph::Graphs;
@@ -9,7 +11,6 @@ use crate::{
     capture::Captures, context::Contexts, device::Device, library::Libraries, module::Modules,
     multicast::Multicasts, pool::Pools, stream::Streams, vmm::Vmm,
 };
-use bursar_sim_state::{Image, Sim, xid::Xid};
 use std::os::fd::IntoRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};

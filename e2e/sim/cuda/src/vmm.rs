@@ -1,12 +1,13 @@
 //! Implements virtual memory management: handles, reservations, mappings, export and import (F2 to
 //! F5 in docs/facts.md).
 
+use bursar_sim_state::Charge;
+use bursar_sim_state::object::{Object, ObjectPin};
+
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::entry::exports;
 use crate::memory::{Allocation, AllocationKind, map_pages, unmap_pages};
 use crate::process::{Process, healthy_process, lock};
-use bursar_sim_state::Charge;
-use bursar_sim_state::object::{Object, ObjectPin};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::{BorrowedFd, IntoRawFd};

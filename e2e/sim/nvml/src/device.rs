@@ -1,8 +1,9 @@
 //! Implements device handles, and the identity and attributes of devices.
 
+use bursar_sim_state::Unit;
+
 use crate::abi::{Code, NvmlResult, Out, Text, exports, put_text};
 use crate::library::{Library, library};
-use bursar_sim_state::Unit;
 use std::sync::Arc;
 
 /// Handles look like pointers; the distance from the first one is the unit.

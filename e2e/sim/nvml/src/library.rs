@@ -1,7 +1,8 @@
 //! Opens the machine in the first `nvmlInit` and closes the nodes in the last `nvmlShutdown`.
 
-use crate::abi::{Code, NvmlResult, exports};
 use bursar_sim_state::{Sim, Unit};
+
+use crate::abi::{Code, NvmlResult, exports};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::fs::File;

@@ -1,8 +1,9 @@
 //! Implements the lists of processes with a context.
 
+use bursar_sim_state::usage::ProcessUsage;
+
 use crate::abi::{Code, NvmlResult, Out, exports};
 use crate::device::{Device, present_device};
-use bursar_sim_state::usage::ProcessUsage;
 
 /// `nvmlProcessInfo_v1_t`.
 #[repr(C)]

@@ -1,10 +1,11 @@
+use bursar_crds::GpuNode;
+use bursar_crds::budget::ContextPolicy;
+
 use super::*;
 use crate::budget::{Cohort, QuotaSpec, Scope};
 use crate::cluster::pod_request::PriorityKind;
 use crate::cluster::{Capacity, ExclusionReason};
 use crate::quanta::Quanta;
-use bursar_crds::GpuNode;
-use bursar_crds::budget::ContextPolicy;
 use k8s_openapi::jiff::Timestamp;
 use proptest::prelude::*;
 use serde_json::json;

@@ -12,8 +12,8 @@ use std::process::Command;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use bursar_device_plugin::sessions::{Account, SessionSpec, Sessions};
-use bursar_device_plugin::units::{AllocationId, Bytes};
+use bursar_ledger::units::{AllocationId, Bytes};
+use bursar_sessions::{Account, SessionSpec, Sessions};
 use bursar_sim_state::MachineDir;
 
 #[path = "../../../tests/support/agent.rs"]

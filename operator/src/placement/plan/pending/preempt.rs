@@ -1,5 +1,7 @@
 //! Finds a GPU to reserve for a pod, and the pods of lower priority that make room there.
 
+use bursar_crds::gpu_node::Reservation;
+
 use super::{
     JobAssumption, MAX_STEPS, PendingPod, Planner, ReservationsByNode, pod_ref, reservation_for,
 };
@@ -11,7 +13,6 @@ use crate::placement::plan::victims::{Candidate, minimal_victims};
 use crate::placement::plan::{Step, Victim};
 use crate::placement::pod::{Owner, Placement};
 use crate::quanta::Quanta;
-use bursar_crds::gpu_node::Reservation;
 
 impl<'a> Planner<'a> {
     /// The GPU to reserve for a pod: with the fewest failed reservations, then with the fewest

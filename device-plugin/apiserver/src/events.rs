@@ -1,0 +1,703 @@
+//! Publishes Events on the node and its pods at a bounded rate: one limit per pod, one for all
+//! pods, one for the node.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bursar_crds::AGENT_MANAGER;
+use bursar_crds::resources::{AGENT, WRITER_LABEL};
+use bursar_ledger::units::PodUid;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::api::events::v1::{Event, EventSeries};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
+use kube::api::{Api, Patch, PatchParams, PostParams};
+use kube::runtime::events::EventType;
+use kube::{Client, ResourceExt as _};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+use tracing::debug;
+
+use crate::metrics::ApiMetrics;
+
+/// The reasons of all Events that the agent publishes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Reason {
+    /// A container was bound to a GPU or to managed memory.
+    Bound,
+    /// A container waits on the node until memory is free.
+    WaitingForRoom,
+    /// A container cannot be bound, for another reason than lack of memory.
+    NotBound,
+    /// A GPU became unhealthy.
+    GpuUnhealthy,
+    /// A GPU became healthy again.
+    GpuHealthy,
+    /// There is no driver, or the driver has no GPU.
+    GpusMissing,
+    /// The node has more device ids than the kubelet can handle.
+    TooManyTokens,
+    /// The checkpoint was malformed; the agent rebuilt it from the node.
+    CheckpointRebuilt,
+    /// The checkpoint cannot be written.
+    CheckpointUnwritable,
+    /// CDI files cannot be written.
+    CdiUnusable,
+    /// The kubelet does not accept the plugin.
+    RegistrationFailed,
+    /// A container uses more than its quota.
+    OverQuota,
+    /// A process uses a GPU without a session.
+    Intruder,
+    /// A process wrote credit into its own credit page.
+    ForgedPage,
+    /// Memory of a GPU is in use and charged to no container.
+    Unaccounted,
+    /// Processes still hold memory that ended pods had exported.
+    MemoryLeaked,
+    /// The audit's policy killed a process.
+    Killed,
+    /// A fault has poisoned a process's context.
+    ContextPoisoned,
+    /// The quota of a container is not enforced.
+    NotEnforced,
+    /// The quota of a container is enforced again.
+    Enforced,
+}
+
+impl Reason {
+    /// The reason in the Event and in metric labels.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Bound => "GpuMemoryBound",
+            Self::WaitingForRoom => "WaitingForGpuMemory",
+            Self::NotBound => "GpuMemoryNotBound",
+            Self::GpuUnhealthy => "GpuUnhealthy",
+            Self::GpuHealthy => "GpuHealthy",
+            Self::GpusMissing => "GpusMissing",
+            Self::TooManyTokens => "TooManyTokens",
+            Self::CheckpointRebuilt => "CheckpointRebuilt",
+            Self::CheckpointUnwritable => "CheckpointUnwritable",
+            Self::CdiUnusable => "CdiUnusable",
+            Self::RegistrationFailed => "RegistrationFailed",
+            Self::OverQuota => "GpuMemoryOverQuota",
+            Self::Intruder => "GpuIntruder",
+            Self::ForgedPage => "GpuCreditForged",
+            Self::Unaccounted => "GpuMemoryUnaccounted",
+            Self::MemoryLeaked => "GpuMemoryLeaked",
+            Self::Killed => "GpuProcessKilled",
+            Self::ContextPoisoned => "GpuContextPoisoned",
+            Self::NotEnforced => "GpuQuotaNotEnforced",
+            Self::Enforced => "GpuQuotaEnforced",
+        }
+    }
+
+    const fn type_(self) -> EventType {
+        match self {
+            Self::Bound | Self::GpuHealthy | Self::Enforced => EventType::Normal,
+            Self::WaitingForRoom
+            | Self::NotBound
+            | Self::GpuUnhealthy
+            | Self::GpusMissing
+            | Self::TooManyTokens
+            | Self::CheckpointRebuilt
+            | Self::CheckpointUnwritable
+            | Self::CdiUnusable
+            | Self::RegistrationFailed
+            | Self::OverQuota
+            | Self::Intruder
+            | Self::ForgedPage
+            | Self::Unaccounted
+            | Self::MemoryLeaked
+            | Self::Killed
+            | Self::ContextPoisoned
+            | Self::NotEnforced => EventType::Warning,
+        }
+    }
+}
+
+/// The pod that an Event is about.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct PodRef {
+    /// The namespace.
+    pub namespace: String,
+    /// The name.
+    pub name: String,
+    /// The UID.
+    pub uid: PodUid,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Subject {
+    Node,
+    Pod(PodRef),
+}
+
+impl Subject {
+    /// The namespace of the Event. For a Node, `kubectl describe` looks in `default`.
+    fn namespace(&self) -> &str {
+        match self {
+            Subject::Node => "default",
+            Subject::Pod(pod) => &pod.namespace,
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct EventKey {
+    subject: Subject,
+    reason: Reason,
+    message: String,
+}
+
+/// How many Events may wait to be sent; further ones are dropped and counted.
+const QUEUE_CAPACITY: usize = 256;
+/// For how long equal Events are one Event with a count.
+const DEDUP_WINDOW: Duration = Duration::from_secs(300);
+/// How often the counts in the API server are updated.
+const COUNT_INTERVAL: Duration = Duration::from_secs(60);
+/// The burst of the node, and of all pods together.
+const BURST: u32 = 25;
+/// The interval between two Events after the burst.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// The burst of one pod.
+const POD_BURST: u32 = 8;
+const POD_INTERVAL: Duration = Duration::from_secs(30);
+/// The longest note that the API server accepts (`events.k8s.io/v1`).
+const MAX_NOTE_LENGTH: usize = 1024;
+
+/// Accepts Events without waiting for the API server. Clones share the limits.
+#[derive(Clone, Debug)]
+pub struct Events {
+    /// The limits apply before the queue, so that a noisy pod cannot fill it.
+    limiter: Arc<Mutex<RateLimiter>>,
+    queue: mpsc::Sender<EventKey>,
+    metrics: ApiMetrics,
+}
+
+/// Sends the Events that [`Events`] accepted.
+#[derive(Debug)]
+pub struct EventSender {
+    limiter: Arc<Mutex<RateLimiter>>,
+    queue: mpsc::Receiver<EventKey>,
+}
+
+impl Events {
+    /// Returns a handle, and the sender that [`EventSender::run`] drives.
+    pub fn new(metrics: ApiMetrics) -> (Self, EventSender) {
+        let (sender, queue) = mpsc::channel(QUEUE_CAPACITY);
+        let limiter = Arc::new(Mutex::new(RateLimiter::new(Instant::now())));
+        let events = Self {
+            limiter: Arc::clone(&limiter),
+            queue: sender,
+            metrics,
+        };
+        (events, EventSender { limiter, queue })
+    }
+
+    /// Publishes an Event on this node.
+    pub fn on_node(&self, reason: Reason, message: impl Into<String>) {
+        self.enqueue(Subject::Node, reason, message.into());
+    }
+
+    /// Publishes an Event on a pod.
+    pub fn on_pod(&self, pod: PodRef, reason: Reason, message: impl Into<String>) {
+        self.enqueue(Subject::Pod(pod), reason, message.into());
+    }
+
+    fn enqueue(&self, subject: Subject, reason: Reason, message: String) {
+        let key = EventKey {
+            subject,
+            reason,
+            message,
+        };
+        let passage = lock(&self.limiter).admit(&key, Instant::now());
+        let dropped = match passage {
+            Admission::Repeated => false,
+            Admission::RateLimited => true,
+            Admission::New => self.queue.try_send(key).is_err(),
+        };
+        if dropped {
+            self.metrics.count_event_dropped();
+        }
+    }
+}
+
+fn lock(limiter: &Mutex<RateLimiter>) -> MutexGuard<'_, RateLimiter> {
+    limiter.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl EventSender {
+    /// Sends Events until `shutdown`, or until the last [`Events`] is dropped. Events that the API
+    /// server refuses are dropped and counted.
+    pub async fn run(
+        mut self,
+        client: Client,
+        node: String,
+        metrics: ApiMetrics,
+        shutdown: CancellationToken,
+    ) {
+        let mut counts = interval(COUNT_INTERVAL);
+        counts.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                key = self.queue.recv() => {
+                    let Some(key) = key else { return };
+                    let sent = shutdown.run_until_cancelled(create_event(&client, &node, &key)).await;
+                    let Some(sent) = sent else { return };
+                    match sent {
+                        Ok(name) => lock(&self.limiter).set_name(&key, name),
+                        Err(error) => {
+                            debug!(reason = key.reason.as_str(), %error, "failed to send an event");
+                            metrics.count_event_dropped();
+                        }
+                    }
+                },
+                _ = counts.tick() => {
+                    let repeated = lock(&self.limiter).take_count_updates();
+                    let sent = shutdown.run_until_cancelled(update_counts(&client, repeated)).await;
+                    if sent.is_none() {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Creates an Event; returns its name.
+async fn create_event(client: &Client, node: &str, key: &EventKey) -> kube::Result<String> {
+    let event = build_event(key, node);
+    let api = Api::<Event>::namespaced(client.clone(), key.subject.namespace());
+    let created = api.create(&PostParams::default(), &event).await?;
+    Ok(created.name_any())
+}
+
+/// Updates the counts of repeated Events. A failed update is included in the next one.
+async fn update_counts(client: &Client, repeated: Vec<CountUpdate>) {
+    for CountUpdate {
+        namespace,
+        name,
+        count,
+    } in repeated
+    {
+        let series = EventSeries {
+            count: i32::try_from(count).unwrap_or(i32::MAX),
+            last_observed_time: MicroTime(Timestamp::now()),
+        };
+        let api = Api::<Event>::namespaced(client.clone(), &namespace);
+        let patch = Patch::Merge(serde_json::json!({ "series": series }));
+        let sent = api.patch(&name, &PatchParams::default(), &patch).await;
+        if let Err(error) = sent {
+            debug!(%name, %error, "failed to update the count of an event");
+        }
+    }
+}
+
+fn build_event(key: &EventKey, node: &str) -> Event {
+    let mut note = key.message.clone();
+    note.truncate(note.floor_char_boundary(MAX_NOTE_LENGTH));
+    let regarding = object_reference(&key.subject, node);
+    let name = regarding.name.as_deref().unwrap_or_default();
+    let now = Timestamp::now();
+    Event {
+        metadata: ObjectMeta {
+            // client-go formats the names of events likewise.
+            name: Some(format!("{name}.{:x}", now.as_nanosecond())),
+            namespace: Some(key.subject.namespace().to_owned()),
+            labels: Some(BTreeMap::from([(
+                WRITER_LABEL.to_owned(),
+                AGENT.to_owned(),
+            )])),
+            ..ObjectMeta::default()
+        },
+        type_: Some(match key.reason.type_() {
+            EventType::Normal => "Normal".to_owned(),
+            EventType::Warning => "Warning".to_owned(),
+        }),
+        reason: Some(key.reason.as_str().to_owned()),
+        action: Some(key.reason.as_str().to_owned()),
+        note: Some(note),
+        event_time: Some(MicroTime(now)),
+        reporting_controller: Some(AGENT_MANAGER.to_owned()),
+        reporting_instance: Some(node.to_owned()),
+        regarding: Some(regarding),
+        ..Event::default()
+    }
+}
+
+fn object_reference(subject: &Subject, node: &str) -> ObjectReference {
+    match subject {
+        // The kubelet sets the node's name as the UID in its own events, and `kubectl describe`
+        // searches for that.
+        Subject::Node => ObjectReference {
+            api_version: Some("v1".to_owned()),
+            kind: Some("Node".to_owned()),
+            name: Some(node.to_owned()),
+            uid: Some(node.to_owned()),
+            ..ObjectReference::default()
+        },
+        Subject::Pod(PodRef {
+            namespace,
+            name,
+            uid,
+        }) => ObjectReference {
+            api_version: Some("v1".to_owned()),
+            kind: Some("Pod".to_owned()),
+            namespace: Some(namespace.clone()),
+            name: Some(name.clone()),
+            uid: Some(uid.as_str().to_owned()),
+            ..ObjectReference::default()
+        },
+    }
+}
+
+/// A token bucket.
+#[derive(Clone, Copy, Debug)]
+struct Bucket {
+    tokens: f64,
+    filled: Instant,
+    burst: u32,
+    interval: Duration,
+}
+
+impl Bucket {
+    fn full(burst: u32, interval: Duration, now: Instant) -> Self {
+        let tokens = f64::from(burst);
+        Self {
+            tokens,
+            filled: now,
+            burst,
+            interval,
+        }
+    }
+
+    fn refill(&mut self, now: Instant) {
+        let passed = now.saturating_duration_since(self.filled).as_secs_f64();
+        let more = passed / self.interval.as_secs_f64();
+        self.tokens = (self.tokens + more).min(f64::from(self.burst));
+        self.filled = now;
+    }
+
+    fn has_token(&self) -> bool {
+        self.tokens >= 1.0
+    }
+}
+
+/// Whether an Event is sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Admission {
+    New,
+    /// The Event was sent a short time ago, and its count grows.
+    Repeated,
+    RateLimited,
+}
+
+/// An Event that was sent, with its count.
+#[derive(Debug)]
+struct SentEvent {
+    first_seen: Instant,
+    /// None until the API server has created it.
+    name: Option<String>,
+    count: u32,
+    reported_count: u32,
+}
+
+/// A changed count of an Event.
+#[derive(Debug, PartialEq, Eq)]
+struct CountUpdate {
+    namespace: String,
+    name: String,
+    count: u32,
+}
+
+/// Limits the rate of new Events: per pod, for all pods, and for the node.
+#[derive(Debug)]
+struct RateLimiter {
+    node: Bucket,
+    all_pods: Bucket,
+    pods: HashMap<PodRef, Bucket>,
+    sent: HashMap<EventKey, SentEvent>,
+}
+
+impl RateLimiter {
+    fn new(now: Instant) -> Self {
+        Self {
+            node: Bucket::full(BURST, INTERVAL, now),
+            all_pods: Bucket::full(BURST, INTERVAL, now),
+            pods: HashMap::new(),
+            sent: HashMap::new(),
+        }
+    }
+
+    fn admit(&mut self, key: &EventKey, now: Instant) -> Admission {
+        let recent = |_: &EventKey, entry: &mut SentEvent| {
+            now.saturating_duration_since(entry.first_seen) < DEDUP_WINDOW
+        };
+        self.sent.retain(recent);
+        if let Some(entry) = self.sent.get_mut(key) {
+            entry.count = entry.count.saturating_add(1);
+            return Admission::Repeated;
+        }
+        if !self.take_token(&key.subject, now) {
+            return Admission::RateLimited;
+        }
+        let entry = SentEvent {
+            first_seen: now,
+            name: None,
+            count: 1,
+            reported_count: 1,
+        };
+        self.sent.insert(key.clone(), entry);
+        Admission::New
+    }
+
+    /// Takes a token from each bucket that the Event needs, or from none.
+    fn take_token(&mut self, subject: &Subject, now: Instant) -> bool {
+        let Subject::Pod(pod) = subject else {
+            self.node.refill(now);
+            let takes = self.node.has_token();
+            self.node.tokens -= f64::from(u8::from(takes));
+            return takes;
+        };
+        // A pod with a full bucket needs no entry.
+        self.pods.retain(|_, bucket| {
+            bucket.refill(now);
+            bucket.tokens < f64::from(bucket.burst)
+        });
+        let mut own = match self.pods.get(pod) {
+            Some(bucket) => *bucket,
+            None => Bucket::full(POD_BURST, POD_INTERVAL, now),
+        };
+        self.all_pods.refill(now);
+        if !own.has_token() || !self.all_pods.has_token() {
+            return false;
+        }
+        own.tokens -= 1.0;
+        self.all_pods.tokens -= 1.0;
+        self.pods.insert(pod.clone(), own);
+        true
+    }
+
+    /// Records the name of the created Event.
+    fn set_name(&mut self, key: &EventKey, name: String) {
+        if let Some(entry) = self.sent.get_mut(key) {
+            entry.name = Some(name);
+        }
+    }
+
+    /// Returns the counts that have grown since the last call.
+    fn take_count_updates(&mut self) -> Vec<CountUpdate> {
+        let changed = self.sent.iter_mut();
+        let changed = changed.filter(|(_, entry)| entry.count > entry.reported_count);
+        changed
+            .filter_map(|(key, entry)| {
+                let name = entry.name.clone()?;
+                entry.reported_count = entry.count;
+                Some(CountUpdate {
+                    namespace: key.subject.namespace().to_owned(),
+                    name,
+                    count: entry.count,
+                })
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus_client::registry::Registry;
+
+    use super::*;
+
+    fn node_event(message: &str) -> EventKey {
+        EventKey {
+            subject: Subject::Node,
+            reason: Reason::GpuUnhealthy,
+            message: message.to_owned(),
+        }
+    }
+
+    fn pod_event(pod: &str, message: &str) -> EventKey {
+        EventKey {
+            subject: Subject::Pod(PodRef {
+                namespace: "n".into(),
+                name: pod.into(),
+                uid: pod.parse().unwrap(),
+            }),
+            ..node_event(message)
+        }
+    }
+
+    #[test]
+    fn equal_events_are_one_event_with_a_count() {
+        let start = Instant::now();
+        let mut limiter = RateLimiter::new(start);
+        let mut says = |message, after| limiter.admit(&node_event(message), start + after);
+        assert_eq!(says("a", Duration::ZERO), Admission::New);
+        assert_eq!(says("a", DEDUP_WINDOW / 2), Admission::Repeated);
+        assert_eq!(says("b", DEDUP_WINDOW / 2), Admission::New);
+        assert_eq!(
+            limiter.take_count_updates(),
+            [],
+            "the API server has not created it"
+        );
+        limiter.set_name(&node_event("a"), "a.1".to_owned());
+        limiter.set_name(&node_event("b"), "b.1".to_owned());
+        let expected = CountUpdate {
+            namespace: "default".to_owned(),
+            name: "a.1".to_owned(),
+            count: 2,
+        };
+        assert_eq!(limiter.take_count_updates(), [expected]);
+        assert_eq!(
+            limiter.take_count_updates(),
+            [],
+            "the API server has the count"
+        );
+        assert_eq!(
+            limiter.admit(&node_event("a"), start + DEDUP_WINDOW),
+            Admission::New
+        );
+    }
+
+    #[test]
+    fn event_storm_is_cut_to_its_rate() {
+        let start = Instant::now();
+        let mut limiter = RateLimiter::new(start);
+        let sent = (0..6_000)
+            .filter(|i| {
+                let now = start + Duration::from_millis(10) * *i;
+                limiter.admit(&node_event(&i.to_string()), now) == Admission::New
+            })
+            .count();
+        assert!((84..=86).contains(&sent), "{sent} in a minute");
+    }
+
+    #[test]
+    fn event_storm_of_a_pod_leaves_room_for_other_pods() {
+        let start = Instant::now();
+        let mut limiter = RateLimiter::new(start);
+        let (mut of_storm, mut of_others) = (0, 0);
+        for i in 0..6_000_u32 {
+            let now = start + Duration::from_millis(10) * i;
+            let storm = limiter.admit(&pod_event("storm", &i.to_string()), now);
+            of_storm += u32::from(storm == Admission::New);
+            if i % 300 == 299 {
+                let other = pod_event(&format!("pod-{i}"), "over its quota");
+                of_others += u32::from(limiter.admit(&other, now) == Admission::New);
+            }
+        }
+        assert_eq!(of_others, 20, "each of them");
+        assert!(of_storm <= POD_BURST + 2, "{of_storm} in a minute");
+        assert_eq!(limiter.admit(&node_event("n"), start), Admission::New);
+        // The number of entries is bounded by the pods with recent Events.
+        assert!(limiter.pods.len() <= 21, "{}", limiter.pods.len());
+    }
+
+    #[test]
+    fn event_has_the_writer_label() {
+        let labels = build_event(&node_event("n"), "node-1")
+            .metadata
+            .labels
+            .unwrap();
+        assert_eq!(labels["bursar.dev/writer"], "agent");
+    }
+
+    #[test]
+    fn long_note_is_cut_at_a_character() {
+        let note = build_event(&node_event(&"ü".repeat(2_000)), "node-1")
+            .note
+            .unwrap();
+        assert_eq!(note.len(), MAX_NOTE_LENGTH);
+    }
+
+    #[tokio::test]
+    async fn each_message_about_a_pod_is_its_own_event() {
+        use axum::body::{Body, to_bytes};
+        use axum::http::{Method, Request, Response};
+
+        let (sent, mut seen) = mpsc::channel(4);
+        let server = tower::service_fn(move |request: Request<kube::client::Body>| {
+            let sent = sent.clone();
+            async move {
+                let method = request.method().clone();
+                let event = to_bytes(Body::new(request.into_body()), usize::MAX).await?;
+                let note = serde_json::from_slice::<serde_json::Value>(&event).unwrap();
+                sent.send((method, note["note"].clone())).await.unwrap();
+                Ok::<_, axum::Error>(Response::new(Body::from(event)))
+            }
+        });
+        let metrics = ApiMetrics::new(&mut Registry::default());
+        let (events, event_sender) = Events::new(metrics.clone());
+        let pod = PodRef {
+            namespace: "n".into(),
+            name: "p".into(),
+            uid: "u".parse().unwrap(),
+        };
+        for why in ["one reason", "another"] {
+            events.on_pod(pod.clone(), Reason::NotEnforced, why);
+        }
+        drop(events);
+        let client = Client::new(server, "default");
+        let stop = CancellationToken::new();
+        event_sender.run(client, "node".into(), metrics, stop).await;
+        for why in ["one reason", "another"] {
+            assert_eq!(seen.recv().await, Some((Method::POST, why.into())));
+        }
+    }
+
+    #[tokio::test]
+    async fn events_over_the_rate_are_dropped_and_counted() {
+        let metrics = ApiMetrics::new(&mut Registry::default());
+        let (events, _outbox) = Events::new(metrics.clone());
+        for i in 0..BURST + 3 {
+            events.on_node(Reason::GpuHealthy, i.to_string());
+        }
+        assert_eq!(metrics.events_dropped.get(), 3);
+        // A repeated Event takes no place in the queue.
+        events.on_node(Reason::GpuHealthy, "0");
+        assert_eq!(metrics.events_dropped.get(), 3);
+    }
+
+    #[tokio::test]
+    async fn repeated_event_is_counted_in_its_series() {
+        use axum::body::{Body, to_bytes};
+        use axum::http::{Request, Response};
+
+        let (sent, mut seen) = mpsc::channel(4);
+        let server = tower::service_fn(move |request: Request<kube::client::Body>| {
+            let sent = sent.clone();
+            async move {
+                let what = format!("{} {}", request.method(), request.uri().path());
+                let body = to_bytes(Body::new(request.into_body()), usize::MAX).await?;
+                let mut event = serde_json::from_slice::<serde_json::Value>(&body).unwrap();
+                let count = event["series"]["count"].clone();
+                sent.send((what, count)).await.unwrap();
+                event["metadata"]["name"] = "p.1".into();
+                Ok::<_, axum::Error>(Response::new(Body::from(event.to_string())))
+            }
+        });
+        let client = Client::new(server, "default");
+        let (events, event_sender) = Events::new(ApiMetrics::new(&mut Registry::default()));
+        let subject = pod_event("p", "over its quota");
+        let Subject::Pod(pod) = &subject.subject else {
+            unreachable!("it is about a pod")
+        };
+        for _ in 0..1_000 {
+            events.on_pod(pod.clone(), subject.reason, subject.message.clone());
+        }
+        let name = create_event(&client, "node-1", &subject).await.unwrap();
+        lock(&event_sender.limiter).set_name(&subject, name);
+        let repeated = lock(&event_sender.limiter).take_count_updates();
+        update_counts(&client, repeated).await;
+        let events = "/apis/events.k8s.io/v1/namespaces/n/events";
+        let created = (format!("POST {events}"), serde_json::Value::Null);
+        assert_eq!(seen.recv().await, Some(created));
+        let counted = (format!("PATCH {events}/p.1"), 1_000.into());
+        assert_eq!(seen.recv().await, Some(counted));
+    }
+}

@@ -1,0 +1,19 @@
+//! Talks to the API server: reads the spec of this node's `GpuNode`, writes its status, and
+//! publishes Events.
+//!
+//! | module | job |
+//! |---|---|
+//! | [`gpu_node`] | creates this node's `GpuNode` and writes its status |
+//! | [`spec_watch`] | watches that object |
+//! | [`spec`] | parses its spec: pure |
+//! | [`events`] | publishes Events on the node and its pods |
+//! | [`metrics`] | counts writes, failures of the watch and dropped Events |
+
+pub mod events;
+pub mod gpu_node;
+pub mod metrics;
+pub mod spec;
+pub mod spec_watch;
+
+pub use events::{Events, PodRef, Reason};
+pub use spec::ParsedSpec;

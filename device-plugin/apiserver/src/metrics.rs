@@ -1,0 +1,55 @@
+//! Counts writes, failures of the watch and dropped Events.
+
+use bursar_metrics::{RegisterMetric as _, ResultLabels};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::registry::Registry;
+
+/// The metrics of the agent's requests to the API server. Clones share the same values.
+#[derive(Clone, Debug)]
+pub struct ApiMetrics {
+    watch_failures: Counter,
+    gpu_node_writes: Family<ResultLabels, Counter>,
+    pub(crate) events_dropped: Counter,
+}
+
+impl ApiMetrics {
+    /// Registers the metrics, which are all zero.
+    pub fn new(r: &mut Registry) -> Self {
+        Self {
+            watch_failures: r.register_metric(
+                "bursar_agent_watch_failures",
+                "Failures of the watch of this node's GpuNode",
+                Counter::default(),
+            ),
+            gpu_node_writes: r.register_metric(
+                "bursar_agent_gpu_node_writes",
+                "Writes of this node's GpuNode",
+                Family::default(),
+            ),
+            events_dropped: r.register_metric(
+                "bursar_agent_events_dropped",
+                "Events not sent: too many, repeated, or refused",
+                Counter::default(),
+            ),
+        }
+    }
+
+    /// Counts a write of this node's `GpuNode`, failed ones apart.
+    pub fn count_gpu_node_write(&self, ok: bool) {
+        let result = if ok { "ok" } else { "error" };
+        self.gpu_node_writes
+            .get_or_create(&ResultLabels { result })
+            .inc();
+    }
+
+    /// Counts a failure of the watch of this node's `GpuNode`.
+    pub fn count_watch_failure(&self) {
+        self.watch_failures.inc();
+    }
+
+    /// Counts an Event that was not sent.
+    pub fn count_event_dropped(&self) {
+        self.events_dropped.inc();
+    }
+}

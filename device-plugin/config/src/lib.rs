@@ -1,0 +1,482 @@
+//! Parses the agent's arguments and its TOML file into a checked [`Config`].
+//!
+//! The chart's `values.yaml` documents each field with its default. An error names the field, its
+//! value and the remedy.
+
+mod file;
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use bursar_ledger::units::{Bytes, Quantum};
+use clap::Parser;
+
+/// The agent's arguments. No other code of the agent reads the environment.
+#[derive(Debug, Clone, Parser)]
+#[command(
+    name = "bursar-agent",
+    version,
+    about = "Shares this node's GPU memory between its pods"
+)]
+pub struct Args {
+    /// The configuration file; without one every field has its default
+    #[arg(long, value_name = "FILE", default_value = "/etc/bursar/agent.toml")]
+    pub config: PathBuf,
+    /// This node's name in Kubernetes
+    #[arg(long, value_name = "NAME", env = "NODE_NAME")]
+    pub node_name: String,
+    /// How log lines are written
+    #[arg(long, value_enum, default_value_t = LogFormat::Json)]
+    pub log_format: LogFormat,
+    /// Which log lines are written, as tracing filter directives
+    #[arg(
+        long,
+        value_name = "FILTER",
+        env = "BURSAR_LOG",
+        default_value = "info"
+    )]
+    pub log: String,
+}
+
+/// The format of log lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum LogFormat {
+    /// One JSON object per line.
+    Json,
+    /// Human-readable lines.
+    Text,
+}
+
+/// The checked configuration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// The resources that the node offers.
+    pub resources: ResourcesConfig,
+    /// The paths of the kubelet.
+    pub kubelet: KubeletConfig,
+    /// The paths of the NVIDIA driver.
+    pub driver: DriverConfig,
+    /// The paths of the agent's own files.
+    pub paths: PathsConfig,
+    /// The time for which `PreStartContainer` waits for room. The kubelet retries a call that
+    /// fails.
+    pub bind_wait: Duration,
+    /// The thresholds of the audit.
+    pub audit: AuditConfig,
+    /// Retained memory.
+    pub retained: RetainedConfig,
+    /// Whether namespaces may share a GPU whose driver has not been proven to clear freed memory.
+    pub allow_unscrubbed: bool,
+    /// The address of the metrics endpoint.
+    pub http_listen: SocketAddr,
+    /// The address of the kubelet's probes.
+    pub http_probes: SocketAddr,
+}
+
+/// The resources that the node offers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ResourcesConfig {
+    /// The memory behind one device id.
+    pub quantum: Quantum,
+    /// The managed memory of the whole node; zero switches managed memory off.
+    pub managed_capacity: Bytes,
+    /// The memory of each GPU that the agent does not offer.
+    pub reserved: Bytes,
+}
+
+/// The paths of the kubelet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KubeletConfig {
+    /// The directory of `kubelet.sock`, of the plugins' sockets and of the kubelet's device
+    /// checkpoint.
+    pub device_plugin_dir: PathBuf,
+    /// The socket of the kubelet's PodResources service.
+    pub pod_resources_socket: PathBuf,
+}
+
+/// The paths of the NVIDIA driver.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DriverConfig {
+    /// The driver's root directory as the agent sees it.
+    pub root: PathBuf,
+    /// The driver's root directory as the container runtime sees it.
+    pub host_root: PathBuf,
+    /// The host's directory of device nodes.
+    pub dev_root: PathBuf,
+    /// Further directories to mount into every container with GPU memory.
+    pub extra_mounts: Vec<HostMount>,
+    /// The user and group that provisioners and scrub checks run as; `None` is the agent's own.
+    pub provisioner_user: Option<u32>,
+}
+
+/// A directory or file of the host that is mounted into containers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostMount {
+    /// The path on the host.
+    pub host_path: PathBuf,
+    /// The path in the container.
+    pub container_path: PathBuf,
+    /// Whether the mount is read-only.
+    pub read_only: bool,
+}
+
+/// The paths of the agent's own files.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PathsConfig {
+    /// The directory for files that outlive boots: the shim builds.
+    pub state_dir: PathBuf,
+    /// The directory for files that die with the boot: the checkpoint and the allocations'
+    /// directories.
+    pub run_dir: PathBuf,
+    /// The container runtime's directory of CDI files.
+    pub cdi_dir: PathBuf,
+    /// The mount point of the host's cgroup file system.
+    pub cgroup_root: PathBuf,
+    /// The directory of the image's shim files.
+    pub shim_dir: PathBuf,
+    /// The mount point of the host's procfs.
+    pub proc: PathBuf,
+    /// The kernel log, from which the agent learns the process of an XID.
+    pub kernel_log: PathBuf,
+}
+
+/// Configuration of retained memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RetainedConfig {
+    /// Whether the node offers retained memory where the fd store answers.
+    pub enabled: bool,
+    /// The fd store's socket.
+    pub fdstore_socket: PathBuf,
+    /// The provisioner's program; `None` is `bursar-provisioner` beside the agent's own program.
+    pub provisioner: Option<PathBuf>,
+}
+
+/// Thresholds of the audit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AuditConfig {
+    /// The reaction to a container that exceeds its quota or uses untracked memory.
+    pub policy: AuditPolicy,
+    /// The bytes above the quota that are not yet a finding.
+    pub tolerance: Bytes,
+    /// The bytes that each process may use besides, which no quota covers: loaded code and the
+    /// device's own heaps.
+    pub process_allowance: Bytes,
+    /// The consecutive audits that have to confirm a finding before the agent kills a process.
+    pub kill_after: u32,
+}
+
+/// The reaction to a container that exceeds its quota or uses untracked memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AuditPolicy {
+    /// The agent reports the container.
+    Report,
+    /// The agent reports the container and kills the processes at fault.
+    Kill,
+}
+
+/// The reason why there is no [`Config`].
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The agent cannot read the file.
+    #[error("failed to read config {path}: {source}", path = path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The I/O error.
+        source: std::io::Error,
+    },
+    /// The file is not TOML, or has an unknown field or one of another type.
+    #[error("failed to parse config {path}: {source}", path = path.display())]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// The parser's error, which names the line, the field and the expected type.
+        source: Box<toml::de::Error>,
+    },
+    /// The value of a field is invalid.
+    #[error("failed to use config {path}: {field} = {value:?}: {problem}", path = path.display())]
+    Field {
+        /// The file.
+        path: PathBuf,
+        /// The field, as `table.field`.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// The problem and the remedy.
+        problem: String,
+    },
+}
+
+impl Config {
+    /// Reads the file at `path`; a missing file is an empty one.
+    pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        match std::fs::read_to_string(path) {
+            Ok(text) => Self::parse(path, &text),
+            Err(source) if source.kind() == std::io::ErrorKind::NotFound => Self::parse(path, ""),
+            Err(source) => Err(ConfigError::Read {
+                path: path.to_owned(),
+                source,
+            }),
+        }
+    }
+
+    /// Checks the configuration in `text`; the errors name `path`.
+    pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
+        let file: file::ConfigFile = toml::from_str(text).map_err(|source| ConfigError::Parse {
+            path: path.to_owned(),
+            source: Box::new(source),
+        })?;
+        file.resolve().map_err(
+            |file::InvalidField {
+                 field,
+                 value,
+                 problem,
+             }| ConfigError::Field {
+                path: path.to_owned(),
+                field,
+                value,
+                problem,
+            },
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, ConfigError> {
+        Config::parse(Path::new("/etc/bursar/agent.toml"), text)
+    }
+
+    fn error(text: &str) -> String {
+        parse(text).expect_err("must be refused").to_string()
+    }
+
+    #[test]
+    fn empty_file_has_every_default() {
+        let config = parse("").unwrap();
+        assert_eq!(config.resources.quantum, Quantum::Gib1);
+        assert_eq!(config.resources.managed_capacity, Bytes::ZERO);
+        assert_eq!(
+            config.kubelet.device_plugin_dir,
+            Path::new("/var/lib/kubelet/device-plugins")
+        );
+        assert_eq!(config.bind_wait, Duration::from_secs(25));
+        assert_eq!(config.http_listen.port(), 9400);
+        assert_eq!(config.http_probes.port(), 9402);
+        assert_eq!(config.audit.policy, AuditPolicy::Report);
+        assert!(config.retained.enabled);
+        assert!(!config.allow_unscrubbed);
+        assert_eq!(
+            config.retained.fdstore_socket,
+            Path::new("/run/bursar/fdstore/fdstore.sock")
+        );
+    }
+
+    #[test]
+    fn every_field_is_read() {
+        let config = parse(
+            r#"
+            [resources]
+            quantum = "512Mi"
+            managed-memory-capacity = "64Gi"
+            reserved-memory = "1.5Gi"
+            [kubelet]
+            device-plugin-dir = "/k/device-plugins"
+            pod-resources-socket = "/k/pod-resources.sock"
+            [driver]
+            root = "/driver-root"
+            host-root = "/run/nvidia/driver"
+            dev-root = "/run/nvidia/driver/dev"
+            provisioner-user = 65531
+            extra-mounts = [{ host-path = "/a", container-path = "/b", read-only = false }, { host-path = "/c" }]
+            [paths]
+            state-dir = "/s"
+            run-dir = "/r"
+            cdi-dir = "/c"
+            cgroup-root = "/g"
+            shim-dir = "/h"
+            proc = "/p"
+            kernel-log = "/k"
+            [binding]
+            wait = "2s 500ms"
+            [audit]
+            policy = "kill"
+            tolerance = "128Mi"
+            process-allowance = "512Mi"
+            kill-after = 5
+            [retained-memory]
+            enabled = false
+            fdstore-socket = "/v/fdstore.sock"
+            provisioner = "/w/bursar-provisioner"
+            [sharing]
+            allow-unscrubbed = true
+            [http]
+            listen = "[::1]:9"
+            probes = "[::1]:10"
+            "#,
+        )
+        .unwrap();
+        let mount = |host: &str, container: &str, read_only| HostMount {
+            host_path: host.into(),
+            container_path: container.into(),
+            read_only,
+        };
+        let expected = Config {
+            resources: ResourcesConfig {
+                quantum: Quantum::Mib512,
+                managed_capacity: Bytes::gib(64),
+                reserved: Bytes::mib(1536),
+            },
+            kubelet: KubeletConfig {
+                device_plugin_dir: "/k/device-plugins".into(),
+                pod_resources_socket: "/k/pod-resources.sock".into(),
+            },
+            driver: DriverConfig {
+                root: "/driver-root".into(),
+                host_root: "/run/nvidia/driver".into(),
+                dev_root: "/run/nvidia/driver/dev".into(),
+                extra_mounts: vec![mount("/a", "/b", false), mount("/c", "/c", true)],
+                provisioner_user: Some(65531),
+            },
+            paths: PathsConfig {
+                state_dir: "/s".into(),
+                run_dir: "/r".into(),
+                cdi_dir: "/c".into(),
+                cgroup_root: "/g".into(),
+                shim_dir: "/h".into(),
+                proc: "/p".into(),
+                kernel_log: "/k".into(),
+            },
+            bind_wait: Duration::from_millis(2_500),
+            audit: AuditConfig {
+                policy: AuditPolicy::Kill,
+                tolerance: Bytes::mib(128),
+                process_allowance: Bytes::mib(512),
+                kill_after: 5,
+            },
+            retained: RetainedConfig {
+                enabled: false,
+                fdstore_socket: "/v/fdstore.sock".into(),
+                provisioner: Some("/w/bursar-provisioner".into()),
+            },
+            allow_unscrubbed: true,
+            http_listen: "[::1]:9".parse().unwrap(),
+            http_probes: "[::1]:10".parse().unwrap(),
+        };
+        assert_eq!(config, expected);
+    }
+
+    #[test]
+    fn unknown_field_is_named_with_the_known_ones() {
+        let text = error("[resources]\nquantums = \"1Gi\"");
+        assert!(
+            text.contains("quantums") && text.contains("`quantum`"),
+            "{text}"
+        );
+        assert!(text.contains("line 2"), "{text}");
+    }
+
+    #[test]
+    fn invalid_value_is_named_with_field_and_remedy() {
+        for (text, parts) in [
+            (
+                "[resources]\nquantum = \"0\"",
+                ["resources.quantum", "\"0\"", "256Mi, 512Mi"],
+            ),
+            (
+                "[resources]\nquantum = \"2Gi\"",
+                ["resources.quantum", "\"2Gi\"", "256Mi, 512Mi"],
+            ),
+            (
+                "[resources]\nreserved-memory = \"1GB\"",
+                ["resources.reserved-memory", "\"1GB\"", "16Gi"],
+            ),
+            (
+                "[resources]\nreserved-memory = \"-1Gi\"",
+                ["resources.reserved-memory", "\"-1Gi\"", "zero or more"],
+            ),
+            (
+                "[resources]\nmanaged-memory-capacity = \"0.7\"",
+                ["resources.managed-memory-capacity", "\"0.7\"", "whole"],
+            ),
+            (
+                "[paths]\nrun-dir = \"run\"",
+                ["paths.run-dir", "\"run\"", "absolute"],
+            ),
+            (
+                "[driver]\nextra-mounts = [{ host-path = \"x\" }]",
+                ["driver.extra-mounts", "\"x\"", "absolute"],
+            ),
+            (
+                "[binding]\nwait = \"soon\"",
+                ["binding.wait", "\"soon\"", "25s"],
+            ),
+            (
+                "[binding]\nwait = \"-1s\"",
+                ["binding.wait", "\"-1s\"", "25s"],
+            ),
+            (
+                "[binding]\nwait = \"28s\"",
+                ["binding.wait", "\"28s\"", "at most 27s"],
+            ),
+            (
+                "[audit]\npolicy = \"warn\"",
+                ["audit.policy", "\"warn\"", "report, kill"],
+            ),
+            (
+                "[audit]\nkill-after = 0",
+                ["audit.kill-after", "\"0\"", "1 or more"],
+            ),
+            (
+                "[retained-memory]\nfdstore-socket = \"fdstore\"",
+                ["retained-memory.fdstore-socket", "\"fdstore\"", "absolute"],
+            ),
+            (
+                "[http]\nlisten = \"9400\"",
+                ["http.listen", "\"9400\"", "[::]:9400"],
+            ),
+            (
+                "[http]\nprobes = \"9402\"",
+                ["http.probes", "\"9402\"", "[::]:9402"],
+            ),
+        ] {
+            let message = error(text);
+            for part in parts {
+                assert!(message.contains(part), "{part} is missing in: {message}");
+            }
+        }
+    }
+
+    #[test]
+    fn value_of_another_type_is_named() {
+        let text = error("[resources]\nquantum = 1");
+        assert!(
+            text.contains("quantum = 1") && text.contains("string"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn unreadable_file_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = Config::load(folder.path())
+            .expect_err("a folder is no file")
+            .to_string();
+        assert!(
+            error.contains(&folder.path().display().to_string()),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn missing_file_has_every_default() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(
+            Config::load(&folder.path().join("none.toml")).unwrap(),
+            parse("").unwrap()
+        );
+    }
+}

@@ -1,0 +1,26 @@
+//! Audits the memory that programs have against the agent's accounts, and acts on differences.
+//!
+//! | module | job |
+//! |---|---|
+//! | [`collect`] | asks NVML about every GPU, with a deadline |
+//! | [`compare`] | compares the driver's figures with the accounts: pure |
+//! | [`consecutive`] | counts in how many audits a finding was present: pure |
+//! | [`policy`] | decides what follows a finding: pure |
+//! | [`kill`] | kills a process, and never another one that reuses its pid |
+//! | [`namespace_usage`] | sums usage by namespace, for the budget's status: pure |
+//! | [`events`] | publishes Events about findings |
+//! | `withheld` | decides how much memory of each GPU is withheld: pure |
+//! | [`task`] | runs an audit each second |
+
+pub mod collect;
+pub mod compare;
+pub mod consecutive;
+pub mod events;
+pub mod kill;
+pub mod metrics;
+pub mod namespace_usage;
+pub mod policy;
+pub mod task;
+mod withheld;
+
+pub use task::{AuditStatus, Auditor};

@@ -1,0 +1,269 @@
+//! Asks NVML about every GPU, with a deadline, and identifies the listed processes.
+//!
+//! The audit reads the accounts in between. A process that lives afterwards is no session that
+//! ended meanwhile. A process that started after the request is not the one that NVML listed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use bursar_gpu::memory_sample::GpuMemorySample;
+use bursar_gpu::nvml::QueryError;
+use bursar_host::procfs::{self, ProcessOwner, Stat};
+use bursar_ledger::units::{Bytes, GpuUuid};
+use tokio::sync::oneshot;
+use tokio::time::{Instant, timeout_at};
+use tracing::debug;
+
+use super::compare::{GpuSample, ListedProcess, LiveProcess};
+
+/// An answer of NVML that is pending.
+pub type PendingSample = oneshot::Receiver<Result<GpuMemorySample, QueryError>>;
+
+/// Pending requests, each with its time in clock ticks since boot. A GPU has one at most, so a GPU
+/// that hangs accumulates none.
+#[derive(Debug, Default)]
+pub struct SampleRequests(BTreeMap<GpuUuid, (u64, PendingSample)>);
+
+/// NVML's sample of a GPU.
+#[derive(Debug)]
+pub struct SampleAnswer {
+    /// The time of the request, in clock ticks since boot.
+    pub asked_at: u64,
+    /// The memory and processes that NVML reported.
+    pub sample: GpuMemorySample,
+}
+
+impl SampleRequests {
+    /// Requests a sample of each of `gpus`; those that do not answer by `deadline` are left out.
+    pub async fn collect(
+        &mut self,
+        gpus: &BTreeSet<GpuUuid>,
+        ask: impl Fn(&GpuUuid) -> PendingSample,
+        deadline: Instant,
+    ) -> BTreeMap<GpuUuid, SampleAnswer> {
+        self.0.retain(|gpu, _| gpus.contains(gpu));
+        for gpu in gpus {
+            let question = || (procfs::now_ticks(), ask(gpu));
+            self.0.entry(gpu.clone()).or_insert_with(question);
+        }
+        let mut seen = BTreeMap::new();
+        let mut open = BTreeMap::new();
+        for (gpu, (asked, mut pending)) in std::mem::take(&mut self.0) {
+            match timeout_at(deadline, &mut pending).await {
+                Ok(Ok(Ok(sample))) => drop(seen.insert(
+                    gpu,
+                    SampleAnswer {
+                        asked_at: asked,
+                        sample,
+                    },
+                )),
+                Ok(Ok(Err(error))) => debug!(%gpu, %error, "failed to sample the GPU"),
+                // The process of the GPU has ended, or the GPU has none at present.
+                Ok(Err(_)) => {}
+                Err(_) => drop(open.insert(gpu, (asked, pending))),
+            }
+        }
+        self.0 = open;
+        seen
+    }
+}
+
+/// Identifies an answer's processes by the host's `/proc` at `proc`, and leaves out the agent's own
+/// children. The accounts must be read before.
+pub fn identify(gpu: GpuUuid, answer: SampleAnswer, proc: &Path) -> GpuSample {
+    let SampleAnswer {
+        asked_at: asked,
+        sample,
+    } = answer;
+    let listed = |(pid, bytes)| {
+        (!is_agent_child(proc, pid)).then(|| ListedProcess {
+            pid,
+            bytes,
+            live: find_live(proc, pid, asked),
+        })
+    };
+    let mut processes: Vec<ListedProcess> = sample.charges.iter().filter_map(listed).collect();
+    let contextless = sample
+        .contextless
+        .iter()
+        .map(|(pid, bytes)| (*pid, Some(*bytes)));
+    let contextless: Vec<_> = contextless.filter_map(listed).filter(is_in_pod).collect();
+    let of_them = contextless.iter().filter_map(|listed| listed.bytes);
+    let of_them = of_them.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
+    processes.extend(contextless);
+    let unlisted = sample.unattributed().0.saturating_sub(of_them);
+    GpuSample {
+        gpu,
+        unattributed_signed: sample.unattributed_signed(),
+        unattributed: sample.charges.has_all_amounts().then_some(Bytes(unlisted)),
+        unreclaimed_or_retained: Bytes::ZERO,
+        processes,
+    }
+}
+
+/// Whether a process lives in a pod. Contextless memory of others stays unattributed: the driver's
+/// own services have some, and that of an exited process has another holder.
+fn is_in_pod(listed: &ListedProcess) -> bool {
+    let alive = listed.live.as_ref();
+    alive.is_some_and(|alive| matches!(alive.owner, ProcessOwner::Container { .. }))
+}
+
+fn is_agent_child(proc: &Path, pid: u32) -> bool {
+    let stat = procfs::read_small(&proc.join(pid.to_string()).join("stat"));
+    let stat = stat.ok().and_then(|text| Stat::parse(&text));
+    stat.is_some_and(|stat| stat.parent == std::process::id())
+}
+
+/// The process with a pid that the driver listed when it was `asked`; none where it has ended.
+fn find_live(proc: &Path, pid: u32, asked: u64) -> Option<LiveProcess> {
+    let folder = proc.join(pid.to_string());
+    let stat = Stat::parse(&procfs::read_small(&folder.join("stat")).ok()?)?;
+    // With cgroup v1 an exited thread is shown in no container (cgroup(7), `proc_cgroup_show`).
+    let cgroup = match stat.has_zombie_leader() {
+        true => cgroup_of_thread(&folder, pid),
+        false => procfs::read_small(&folder.join("cgroup")).ok(),
+    };
+    live_process(&stat, ProcessOwner::parse(&cgroup?), asked)
+}
+
+/// Whether a process that was seen earlier still runs.
+pub fn is_running(proc: &Path, pid: u32, start: u64) -> bool {
+    let stat = procfs::read_small(&proc.join(pid.to_string()).join("stat"));
+    let stat = stat.ok().and_then(|text| Stat::parse(&text));
+    stat.is_some_and(|stat| stat.start_ticks == start && !stat.has_exited())
+}
+
+fn cgroup_of_thread(folder: &Path, leader: u32) -> Option<String> {
+    let threads = std::fs::read_dir(folder.join("task")).ok()?.flatten();
+    let leader = leader.to_string();
+    let mut others = threads.filter(|thread| *thread.file_name() != *leader);
+    procfs::read_small(&others.next()?.path().join("cgroup")).ok()
+}
+
+/// None for a process that has ended, and for one that started after the driver was `asked` and
+/// reuses the pid of the listed one.
+pub(super) fn live_process(stat: &Stat, owner: ProcessOwner, asked: u64) -> Option<LiveProcess> {
+    let start = stat.start_ticks;
+    (!stat.has_exited() && start < asked).then_some(LiveProcess { start, owner })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn gpus() -> BTreeSet<GpuUuid> {
+        ["GPU-a", "GPU-b"].map(|gpu| gpu.parse().unwrap()).into()
+    }
+
+    fn sample() -> GpuMemorySample {
+        GpuMemorySample {
+            used: Bytes::gib(1),
+            ..GpuMemorySample::default()
+        }
+    }
+
+    #[tokio::test]
+    async fn hanging_gpu_is_asked_once_and_left_out_until_it_answers() {
+        let (hung, held) = oneshot::channel();
+        let held = std::cell::RefCell::new(Some(held));
+        let asked = std::cell::Cell::new(0);
+        let ask = |gpu: &GpuUuid| {
+            asked.set(asked.get() + 1);
+            match gpu.as_str() {
+                "GPU-a" => held.take().unwrap(),
+                _ => {
+                    let (answer, answered) = oneshot::channel();
+                    answer.send(Ok(sample())).unwrap();
+                    answered
+                }
+            }
+        };
+        let mut questions = SampleRequests::default();
+        for _ in 0..5 {
+            let begun = Instant::now();
+            let deadline = begun + Duration::from_millis(20);
+            let seen = questions.collect(&gpus(), ask, deadline).await;
+            assert_eq!(
+                seen.keys().map(GpuUuid::as_str).collect::<Vec<_>>(),
+                ["GPU-b"]
+            );
+            assert!(
+                begun.elapsed() < Duration::from_secs(5),
+                "no longer than its deadline"
+            );
+        }
+        assert_eq!(asked.get(), 1 + 5);
+        hung.send(Ok(sample())).unwrap();
+        let seen = questions.collect(&gpus(), ask, Instant::now()).await;
+        assert_eq!(seen.len(), 2, "what comes late is taken at the next audit");
+    }
+
+    /// Writes the files of a process, in this cgroup, to a folder in place of `/proc`.
+    fn write_process(proc: &Path, pid: u32, cgroup: &str) {
+        let folder = proc.join(pid.to_string());
+        std::fs::create_dir_all(&folder).unwrap();
+        let stat = std::fs::read_to_string("/proc/1/stat").unwrap();
+        std::fs::write(folder.join("stat"), stat).unwrap();
+        std::fs::write(folder.join("cgroup"), cgroup).unwrap();
+    }
+
+    #[test]
+    fn contextless_memory_is_charged_to_processes_of_pods_alone() {
+        let proc = tempfile::tempdir().unwrap();
+        let uid = "11111111-2222-3333-4444-555555555555";
+        write_process(proc.path(), 7, &format!("0::/kubepods/pod{uid}/main\n"));
+        write_process(proc.path(), 8, "0::/system.slice/driver.service\n");
+        let contextless = [7, 8, 9].map(|pid| (pid, Bytes::gib(1)));
+        let answer = SampleAnswer {
+            asked_at: u64::MAX,
+            sample: GpuMemorySample {
+                used: Bytes::gib(4),
+                contextless: contextless.into(),
+                ..GpuMemorySample::default()
+            },
+        };
+        let seen = identify("GPU-a".parse().unwrap(), answer, proc.path());
+        let listed = seen.processes.iter().map(|listed| listed.pid);
+        assert_eq!(listed.collect::<Vec<_>>(), [7]);
+        assert_eq!(seen.unattributed, Some(Bytes::gib(3)));
+    }
+
+    #[test]
+    fn own_process_is_live_and_an_unused_pid_is_not() {
+        let proc = Path::new("/proc");
+        let me = find_live(proc, std::process::id(), u64::MAX).unwrap();
+        assert_eq!(find_live(proc, u32::MAX, u64::MAX), None);
+        let before = find_live(proc, std::process::id(), me.start);
+        assert_eq!(before, None, "it started after the driver was asked");
+    }
+
+    #[test]
+    fn zombie_is_not_live() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let proc = Path::new("/proc");
+        let stat = proc.join(child.id().to_string()).join("stat");
+        while !bursar_host::procfs::read_small(&stat)
+            .unwrap()
+            .contains(") Z ")
+        {
+            std::thread::yield_now();
+        }
+        assert_eq!(find_live(proc, child.id(), u64::MAX), None);
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn process_is_live_when_its_name_is_not_utf8() {
+        let (mut child, _folder) = bursar_host::testing::process_with_non_utf8_name();
+        let proc = Path::new("/proc");
+        assert!(find_live(proc, child.id(), u64::MAX).is_some());
+        assert!(is_agent_child(proc, child.id()));
+        let start = find_live(proc, child.id(), u64::MAX).unwrap().start;
+        assert!(is_running(proc, child.id(), start));
+        assert!(!is_running(proc, child.id(), start + 1));
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}

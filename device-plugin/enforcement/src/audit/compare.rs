@@ -1,0 +1,569 @@
+//! Compares what the driver charges with the agent's accounts: pure.
+//!
+//! The audit asks the driver before it reads the accounts. A process is granted memory before it
+//! allocates, so memory that the driver shows is in accounts that are read later. The audit
+//! identifies the driver's processes last. A process that has ended meanwhile is in the accounts or
+//! gone; one that lives has a session there if it ever connected.
+//!
+//! The driver may list a container with more than its quota, since kernels' code and the device's
+//! own heaps are charged to no quota. [`allowance_of`] bounds this for all processes of the
+//! container together. Contexts have no allowance, for the accounts charge each: a container with
+//! more processes than its quota has contexts for is over its quota.
+//!
+//! The driver lists some memory for no process. A container's accounts explain what its processes
+//! exported, what exited ones left, and its leases. [`known_unattributed`] bounds the sum by what
+//! the container has and the driver does not list for it: listed memory cannot be unlisted as well,
+//! whatever a process says that it exported.
+//!
+//! The kernel module reports memory that a process of a pod owns without a context
+//! ([`bursar_gpu::holders`]). The audit treats that process as listed, so it is within its quota,
+//! over it, or untracked.
+//!
+//! Memory in use beyond that has a holder that the driver does not report: a file descriptor alone
+//! holds it, or the kernel module gave no answer. The audit sees of a process its session, what the
+//! driver lists, and which device nodes it has mapped. `cuInit` maps device nodes, and NVML maps
+//! none. The shim connects in `cuInit`. So a process with such mappings and without a session uses
+//! the driver past the shim, which no honest program does. It is a [`Finding::Holder`] while its
+//! GPU has unaccounted memory. Exempt are:
+//!
+//! - programs that call NVML, which map nothing
+//! - a forked child, whose mappings are its parent's
+//! - a program within `cuInit`, since the finding is reported at the second audit
+//! - a process that is older than the agent, whose session's record may be lost
+//!
+//! A holder may be killed if no other container has such a process. Of several one may be innocent,
+//! for example where a container has a shim from before this agent.
+//!
+//! A process with a session can hold such memory too, by a descriptor. Nothing distinguishes this
+//! process from honest ones, so none is accused: the finding is [`Finding::Unaccounted`], with the
+//! container if only one uses the driver.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bursar_config::AuditConfig;
+use bursar_host::procfs::ProcessOwner;
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
+use bursar_sessions::{Account, AccountBalance, ContainerUsage, Process};
+
+use crate::attestation::AttestedProcess;
+
+/// The driver's figures of one GPU or MIG instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuSample {
+    /// The GPU's UUID.
+    pub gpu: GpuUuid,
+    /// The bytes in use that are charged to no process; negative where the driver charges more.
+    pub unattributed_signed: i64,
+    /// The part of these bytes that a process may hold; none where the driver lists not all
+    /// amounts.
+    pub unattributed: Option<Bytes>,
+    /// The bytes that ended pods may still occupy, and those of leases without an owner.
+    pub unreclaimed_or_retained: Bytes,
+    /// The processes that the driver lists on the GPU.
+    pub processes: Vec<ListedProcess>,
+}
+
+/// A process that the driver lists on a GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListedProcess {
+    /// The pid in the host's pid namespace.
+    pub pid: u32,
+    /// The bytes that the driver charges to it; none where the driver does not know.
+    pub bytes: Option<Bytes>,
+    /// The process, if it lives. The driver also lists exited ones while their memory is held.
+    pub live: Option<LiveProcess>,
+}
+
+/// A listed process that lives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LiveProcess {
+    /// The start time (`/proc/<pid>/stat`, field 22).
+    pub start: u64,
+    /// The pod or host to which the process belongs.
+    pub owner: ProcessOwner,
+}
+
+/// What the attestation knows of containers and their processes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AttestedState {
+    /// The allocation of a pod's container, by the name of its cgroup.
+    pub allocations: BTreeMap<(PodUid, String), AllocationId>,
+    /// The containers' processes, each with its container's allocation.
+    pub processes: BTreeMap<u32, (AllocationId, AttestedProcess)>,
+    /// Pids of exited processes that the accounts still charged before the driver was asked.
+    pub exited_pids: BTreeSet<u32>,
+    /// The agent's start in clock ticks since boot: the sessions of older processes may be lost.
+    pub agent_start: u64,
+}
+
+/// A difference between the driver's figures and the accounts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Finding {
+    /// A container has more of a GPU than its quota and all allowances.
+    OverQuota {
+        /// The container's allocation.
+        allocation: AllocationId,
+        /// The GPU's UUID.
+        gpu: GpuUuid,
+        /// The container's quota.
+        quota: Bytes,
+        /// The bytes that the driver charges to the container's processes.
+        charged: Bytes,
+        /// The processes with more than their grant and allowance; all of them if none has more.
+        processes: Vec<Process>,
+    },
+    /// A process without a session uses a GPU.
+    UntrackedProcess {
+        /// The GPU's UUID.
+        gpu: GpuUuid,
+        /// The process.
+        process: Process,
+        /// The bytes that the driver charges to the process.
+        bytes: Option<Bytes>,
+        /// The pod or host to which the process belongs.
+        owner: ProcessOwner,
+        /// The allocation of its container, if the agent gave it a GPU.
+        allocation: Option<AllocationId>,
+    },
+    /// A process wrote another grant into its credit page.
+    ForgedPage {
+        /// The allocation of its container.
+        allocation: AllocationId,
+        /// The process.
+        process: Process,
+    },
+    /// A process uses the driver past the shim and without a context, so that the driver does not
+    /// list it. Its GPU has unaccounted memory.
+    Holder {
+        /// The GPU's UUID.
+        gpu: GpuUuid,
+        /// The process.
+        process: Process,
+        /// The GPU's unaccounted bytes.
+        bytes: Bytes,
+        /// The allocation of its container.
+        allocation: AllocationId,
+        /// Whether no other container has such a process.
+        is_only_suspect: bool,
+    },
+    /// A GPU has memory in use that neither the driver nor the accounts charge.
+    Unaccounted {
+        /// The GPU's UUID.
+        gpu: GpuUuid,
+        /// The number of bytes.
+        bytes: Bytes,
+        /// The container whose processes use the driver, if there is only one.
+        only_container: Option<AllocationId>,
+    },
+}
+
+impl Finding {
+    /// Every kind.
+    pub const KINDS: [&'static str; 5] = [
+        "over-quota",
+        "intruder",
+        "forged-page",
+        "holder",
+        "unaccounted",
+    ];
+
+    /// The kind of the finding, for metrics.
+    pub fn kind(&self) -> &'static str {
+        let [over_quota, intruder, forged_page, holder, unaccounted] = Self::KINDS;
+        match self {
+            Self::OverQuota { .. } => over_quota,
+            Self::UntrackedProcess { .. } => intruder,
+            Self::ForgedPage { .. } => forged_page,
+            Self::Holder { .. } => holder,
+            Self::Unaccounted { .. } => unaccounted,
+        }
+    }
+}
+
+/// The result of one audit.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AuditResult {
+    /// The differences.
+    pub findings: Vec<Finding>,
+    /// The driver's charges to a container's processes less the accounts' used bytes, in bytes.
+    pub drift: BTreeMap<(AllocationId, GpuUuid), i64>,
+    /// The GPU's bytes in use less the driver's charges to processes, in bytes.
+    pub unattributed_signed: BTreeMap<GpuUuid, i64>,
+    /// The GPU's bytes in use that are listed for no process and in no account.
+    pub unaccounted: BTreeMap<GpuUuid, Bytes>,
+    /// The number of processes that use a GPU without a session.
+    pub untracked_processes: BTreeMap<GpuUuid, usize>,
+    /// The bytes that processes without a session have of a container's account.
+    pub untracked_memory: BTreeMap<(AllocationId, GpuUuid), BTreeMap<u32, Bytes>>,
+}
+
+/// Compares the GPUs in `seen` with `books`, which were read afterwards.
+pub fn compare_accounts(
+    seen: &[GpuSample],
+    books: &[ContainerUsage],
+    containers: &AttestedState,
+    limits: &AuditConfig,
+) -> AuditResult {
+    let mut result = AuditResult::default();
+    for gpu in seen {
+        result.compare_gpu(gpu, books, containers, limits);
+    }
+    for books in books {
+        let forged = books.processes.iter().filter(|member| member.tampered);
+        let finding = |process| Finding::ForgedPage {
+            allocation: books.allocation,
+            process,
+        };
+        let found = forged.map(|member| finding(member.process));
+        result.findings.extend(found);
+    }
+    result
+}
+
+/// The account to which a listed process belongs.
+enum Attribution {
+    /// A session of this container, or an exited process whose memory is still charged there.
+    Tracked(AllocationId),
+    /// A process of this container that has the shim and is older than this agent. The record of
+    /// its session is lost; it connects again when it next needs the agent.
+    SessionLost(AllocationId),
+    /// A process that lacks a session; with its container's allocation, if the agent gave it a GPU.
+    Untracked(Option<AllocationId>),
+    /// The process has ended since the driver was asked.
+    Exited,
+}
+
+impl AuditResult {
+    /// The driver's figure of a process includes its context.
+    fn compare_gpu(
+        &mut self,
+        seen: &GpuSample,
+        books: &[ContainerUsage],
+        containers: &AttestedState,
+        limits: &AuditConfig,
+    ) {
+        let GpuSample {
+            gpu,
+            unattributed_signed: residual,
+            unattributed: unlisted,
+            unreclaimed_or_retained: left,
+            processes,
+        } = seen;
+        let mut charged: BTreeMap<AllocationId, Vec<&ListedProcess>> = BTreeMap::new();
+        let (mut intruders, mut of_dead) = (0, 0_u64);
+        for listed in processes {
+            let bytes = listed.bytes.unwrap_or_default();
+            let outside = match attribute(listed, gpu, books, containers, limits) {
+                Attribution::Tracked(allocation) => {
+                    charged.entry(allocation).or_default().push(listed);
+                    continue;
+                }
+                Attribution::Exited => {
+                    of_dead = of_dead.saturating_add(bytes.0);
+                    continue;
+                }
+                Attribution::SessionLost(allocation) => Some(allocation),
+                Attribution::Untracked(allocation) => {
+                    intruders += 1;
+                    self.findings
+                        .extend(untracked_finding(gpu, listed, allocation));
+                    allocation
+                }
+            };
+            let Some(allocation) = outside else { continue };
+            charged.entry(allocation).or_default().push(listed);
+            let outside = self
+                .untracked_memory
+                .entry((allocation, gpu.clone()))
+                .or_default();
+            outside.insert(listed.pid, bytes);
+        }
+        for of_it in books {
+            let listed = charged.remove(&of_it.allocation).unwrap_or_default();
+            self.compare_container(gpu, of_it, &listed, limits);
+        }
+        self.untracked_processes.insert(gpu.clone(), intruders);
+        self.unattributed_signed.insert(gpu.clone(), *residual);
+        let known = books
+            .iter()
+            .map(|books| known_unattributed(books, gpu, processes, limits))
+            .fold(left.0, u64::saturating_add)
+            .saturating_add(limits.tolerance.0);
+        // The driver lists an exited process while another has its open files. Most such processes
+        // are just ending, so they are no finding.
+        let of_nobody = unlisted.map(|bytes| bytes.0.saturating_add(of_dead));
+        let unaccounted = of_nobody.map(|bytes| Bytes(bytes.saturating_sub(known)));
+        self.unaccounted
+            .extend(unaccounted.map(|bytes| (gpu.clone(), bytes)));
+        if let Some(bytes) = unlisted.filter(|bytes| bytes.0 > known) {
+            self.unaccounted(seen, bytes, books, containers);
+        }
+    }
+
+    /// Finds processes that may hold unaccounted memory.
+    fn unaccounted(
+        &mut self,
+        seen: &GpuSample,
+        bytes: Bytes,
+        books: &[ContainerUsage],
+        containers: &AttestedState,
+    ) {
+        let gpu = &seen.gpu;
+        let users = driver_users(gpu, books, containers);
+        let mut of_them = users.iter().map(|(books, ..)| books.allocation);
+        let first = of_them.next();
+        let only = first.filter(|first| of_them.all(|other| other == *first));
+        self.findings.push(Finding::Unaccounted {
+            gpu: gpu.clone(),
+            bytes,
+            only_container: only,
+        });
+        let is_listed = |pid: u32| seen.processes.iter().any(|listed| listed.pid == pid);
+        let is_holder = |(books, pid, running): &&(&ContainerUsage, u32, &AttestedProcess)| {
+            let is_older = running.has_shim && running.start < containers.agent_start;
+            !is_listed(*pid)
+                && !is_older
+                && !books.has_session(*pid, running.start)
+                && !is_forked_copy(running, books, containers)
+        };
+        let holders: Vec<_> = users.iter().filter(is_holder).collect();
+        for (books, pid, running) in &holders {
+            let allocation = books.allocation;
+            let mut all = holders.iter();
+            self.findings.push(Finding::Holder {
+                gpu: gpu.clone(),
+                process: Process {
+                    pid: *pid,
+                    start: running.start,
+                },
+                bytes,
+                allocation,
+                is_only_suspect: all.all(|(of_it, ..)| of_it.allocation == allocation),
+            });
+        }
+    }
+
+    fn compare_container(
+        &mut self,
+        gpu: &GpuUuid,
+        books: &ContainerUsage,
+        listed: &[&ListedProcess],
+        limits: &AuditConfig,
+    ) {
+        let index = account_index(books, gpu);
+        let Some((index, account)) = index.and_then(|i| Some((i, books.accounts.get(i)?))) else {
+            return;
+        };
+        let AccountBalance {
+            quota,
+            granted,
+            used,
+            exited: retired,
+            ..
+        } = account;
+        let charged: u64 = listed
+            .iter()
+            .filter_map(|listed| listed.bytes)
+            .fold(0, |sum, bytes| sum.saturating_add(bytes.0));
+        let known = used.0.saturating_add(retired.0);
+        let key = (books.allocation, gpu.clone());
+        self.drift.insert(key, signed_difference(charged, known));
+        let allowance = allowance_of(listed.len(), *quota, limits);
+        // A lowered quota applies once frees have caught up.
+        let allowed = quota.0.max(granted.0.saturating_add(retired.0));
+        let allowed = allowed
+            .saturating_add(limits.tolerance.0)
+            .saturating_add(allowance);
+        if charged <= allowed {
+            return;
+        }
+        let process = |listed: &&ListedProcess| {
+            let start = listed.live.as_ref()?.start;
+            let pid = listed.pid;
+            Some(Process { pid, start })
+        };
+        let at_fault = |listed: &&&ListedProcess| {
+            let member =
+                |member: &&bursar_sessions::ProcessCredit| member.process.pid == listed.pid;
+            let member = books.processes.iter().find(member);
+            let granted = member.and_then(|member| member.granted.get(index).copied());
+            let own = granted
+                .unwrap_or_default()
+                .0
+                .saturating_add(limits.process_allowance.0);
+            listed.bytes.is_some_and(|bytes| bytes.0 > own)
+        };
+        let mut processes: Vec<_> = listed.iter().filter(at_fault).filter_map(process).collect();
+        if processes.is_empty() {
+            processes = listed.iter().filter_map(process).collect();
+        }
+        self.findings.push(Finding::OverQuota {
+            allocation: books.allocation,
+            gpu: gpu.clone(),
+            quota: *quota,
+            charged: Bytes(charged),
+            processes,
+        });
+    }
+}
+
+fn attribute(
+    listed: &ListedProcess,
+    gpu: &GpuUuid,
+    books: &[ContainerUsage],
+    known: &AttestedState,
+    limits: &AuditConfig,
+) -> Attribution {
+    let pid = listed.pid;
+    let has_gpu = |books: &&ContainerUsage| account_index(books, gpu).is_some();
+    let retired = || {
+        let retired = |books: &&ContainerUsage| books.exited_pids.contains(&pid);
+        books.iter().filter(has_gpu).find(retired)
+    };
+    let Some(LiveProcess { start, owner }) = &listed.live else {
+        return retired().map_or(Attribution::Exited, |books| {
+            Attribution::Tracked(books.allocation)
+        });
+    };
+    let is_member = |books: &&ContainerUsage| books.has_session(pid, *start);
+    if let Some(books) = books.iter().filter(has_gpu).find(is_member) {
+        return Attribution::Tracked(books.allocation);
+    }
+    // A new process may get a pid that the driver still lists for an exited one.
+    let left = |books: &&ContainerUsage| {
+        let account = account_index(books, gpu).and_then(|index| books.accounts.get(index));
+        let left = account.map_or(0, |account| account.exited.0);
+        let most = left.saturating_add(limits.process_allowance.0);
+        listed.bytes.is_some_and(|bytes| bytes.0 <= most)
+    };
+    if let Some(books) = retired().filter(left) {
+        return Attribution::Tracked(books.allocation);
+    }
+    // The driver listed the exited process that had this pid, and has freed its memory since.
+    if retired().is_none() && known.exited_pids.contains(&pid) {
+        return Attribution::Exited;
+    }
+    let ProcessOwner::Container { pod, cgroup } = owner else {
+        return Attribution::Untracked(None);
+    };
+    let at_home =
+        |books: &&ContainerUsage| books.pod == *pod && books.cgroup.as_ref() == Some(cgroup);
+    let allocation = known
+        .allocations
+        .get(&(pod.clone(), cgroup.clone()))
+        .copied()
+        .or_else(|| books.iter().find(at_home).map(|books| books.allocation));
+    let Some(allocation) = allocation else {
+        return Attribution::Untracked(None);
+    };
+    let of_it = books.iter().find(|books| books.allocation == allocation);
+    let attested = known.processes.get(&pid);
+    let has_shim = attested.is_none_or(|(_, running)| running.has_shim);
+    // The shim connects before it makes a context.
+    match of_it.filter(has_gpu) {
+        Some(_) if has_shim && *start < known.agent_start => Attribution::SessionLost(allocation),
+        _ => Attribution::Untracked(Some(allocation)),
+    }
+}
+
+fn untracked_finding(
+    gpu: &GpuUuid,
+    listed: &ListedProcess,
+    allocation: Option<AllocationId>,
+) -> Option<Finding> {
+    let LiveProcess { start, owner } = listed.live.clone()?;
+    let pid = listed.pid;
+    Some(Finding::UntrackedProcess {
+        gpu: gpu.clone(),
+        process: Process { pid, start },
+        bytes: listed.bytes,
+        owner,
+        allocation,
+    })
+}
+
+fn account_index(books: &ContainerUsage, gpu: &GpuUuid) -> Option<usize> {
+    let is_it =
+        |account: &AccountBalance| matches!(&account.account, Account::Gpu(uuid) if uuid == gpu);
+    books.accounts.iter().position(is_it)
+}
+
+/// The processes that use the driver, of containers with this GPU, each with its container's usage.
+fn driver_users<'a>(
+    gpu: &GpuUuid,
+    books: &'a [ContainerUsage],
+    containers: &'a AttestedState,
+) -> Vec<(&'a ContainerUsage, u32, &'a AttestedProcess)> {
+    let processes = containers.processes.iter();
+    let uses_it = |(pid, (allocation, running)): (&u32, &'a (AllocationId, AttestedProcess))| {
+        let of_it = books.iter().find(|books| books.allocation == *allocation)?;
+        let uses_it = !running.device_mappings.is_empty() && account_index(of_it, gpu).is_some();
+        uses_it.then_some((of_it, *pid, running))
+    };
+    processes.filter_map(uses_it).collect()
+}
+
+/// Whether all driver mappings of a process come from a fork of a process with a session. The
+/// driver refuses to work in a forked child, and a child's own mappings have other addresses. If
+/// the parent has exited, a comparison is impossible; its memory stays charged as long as the child
+/// holds it.
+fn is_forked_copy(
+    running: &AttestedProcess,
+    books: &ContainerUsage,
+    containers: &AttestedState,
+) -> bool {
+    if running.forked && !books.exited_pids.is_empty() {
+        return true;
+    }
+    let mut members = books.processes.iter();
+    members.any(|member| {
+        let of_it = containers.processes.get(&member.process.pid);
+        of_it.is_some_and(|(_, parent)| {
+            parent.start == member.process.start
+                && running.device_mappings.is_subset(&parent.device_mappings)
+        })
+    })
+}
+
+/// The bytes that this number of processes may have besides their container's quota: an allowance
+/// for each, and in all at most one allowance and a tenth of the quota.
+fn allowance_of(processes: usize, quota: Bytes, limits: &AuditConfig) -> u64 {
+    let each = limits.process_allowance.0.saturating_mul(processes as u64);
+    let most = limits.process_allowance.0.saturating_add(quota.0 / 10);
+    each.min(most)
+}
+
+/// The most that a container's accounts explain of the memory that the driver lists for no process.
+fn known_unattributed(
+    books: &ContainerUsage,
+    gpu: &GpuUuid,
+    listed: &[ListedProcess],
+    limits: &AuditConfig,
+) -> u64 {
+    let account = account_index(books, gpu).and_then(|index| books.accounts.get(index));
+    let Some(account) = account else { return 0 };
+    let of_it = |listed: &&ListedProcess| match &listed.live {
+        Some(LiveProcess { start, .. }) => books.has_session(listed.pid, *start),
+        None => books.exited_pids.contains(&listed.pid),
+    };
+    let of_it: Vec<&ListedProcess> = listed.iter().filter(of_it).collect();
+    let charged = of_it.iter().filter_map(|listed| listed.bytes);
+    let charged = charged.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
+    let of_dead = account.exited.0.saturating_add(account.leased.0);
+    let may = of_dead.saturating_add(account.exported.0);
+    let has = of_dead
+        .saturating_add(account.used.0)
+        .saturating_add(allowance_of(of_it.len(), account.quota, limits));
+    let managed = books.accounts.iter();
+    let managed = managed.filter(|of_it| of_it.account == Account::Managed);
+    // Managed memory on a GPU is charged to no process, and the driver does not say on which GPU.
+    let managed = managed.fold(0, |sum: u64, managed| sum.saturating_add(managed.used.0));
+    may.min(has.saturating_sub(charged)).saturating_add(managed)
+}
+
+fn signed_difference(a: u64, b: u64) -> i64 {
+    i64::try_from(i128::from(a) - i128::from(b)).unwrap_or(if a > b { i64::MAX } else { i64::MIN })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,606 @@
+use proptest::prelude::*;
+
+mod interleavings;
+
+use bursar_config::AuditPolicy;
+use bursar_sessions::ProcessCredit;
+
+use super::*;
+
+const LIMITS: AuditConfig = AuditConfig {
+    policy: AuditPolicy::Report,
+    tolerance: Bytes::mib(64),
+    process_allowance: Bytes::gib(1),
+    kill_after: 3,
+};
+
+fn gpu() -> GpuUuid {
+    "GPU-a".parse().unwrap()
+}
+
+fn pod(number: u64) -> PodUid {
+    format!("pod-{number}").parse().unwrap()
+}
+
+/// A process whose start time is ten times its pid.
+fn process(pid: u32) -> Process {
+    let start = u64::from(pid) * 10;
+    Process { pid, start }
+}
+
+/// A container's usage, with a quota in MiB and sessions that use what they were granted.
+fn books(number: u64, quota: u64, members: &[(u32, u64)]) -> ContainerUsage {
+    let granted: u64 = members.iter().map(|(_, granted)| granted).sum();
+    let account = AccountBalance {
+        granted: Bytes::mib(granted),
+        used: Bytes::mib(granted),
+        peak: Bytes::mib(granted),
+        ..AccountBalance::empty(Account::Gpu(gpu()), Bytes::mib(quota))
+    };
+    let member = |(pid, granted): &(u32, u64)| ProcessCredit {
+        process: process(*pid),
+        granted: vec![Bytes::mib(*granted)],
+        tampered: false,
+    };
+    ContainerUsage {
+        pod: pod(number),
+        cgroup: Some("c".into()),
+        processes: members.iter().map(member).collect(),
+        ..ContainerUsage::empty(number, vec![account])
+    }
+}
+
+/// A listed process in the container of that number; zero stands for the host.
+fn listed(number: u64, pid: u32, mib: u64) -> ListedProcess {
+    let owner = match number {
+        0 => ProcessOwner::Host,
+        number => ProcessOwner::Container {
+            pod: pod(number),
+            cgroup: "c".into(),
+        },
+    };
+    let start = process(pid).start;
+    ListedProcess {
+        pid,
+        bytes: Some(Bytes::mib(mib)),
+        live: Some(LiveProcess { start, owner }),
+    }
+}
+
+fn sample(processes: Vec<ListedProcess>) -> GpuSample {
+    GpuSample {
+        gpu: gpu(),
+        unattributed_signed: 0,
+        unattributed: Some(Bytes::ZERO),
+        unreclaimed_or_retained: Bytes::ZERO,
+        processes,
+    }
+}
+
+fn finding_kinds(
+    processes: Vec<ListedProcess>,
+    books: &[ContainerUsage],
+    containers: &AttestedState,
+) -> Vec<&'static str> {
+    let result = compare_accounts(&[sample(processes)], books, containers, &LIMITS);
+    result.findings.iter().map(Finding::kind).collect()
+}
+
+fn attested_shims(pids: &[(u32, bool)]) -> AttestedState {
+    let pids = pids.iter().map(|(pid, shim)| (1, *pid, *shim, &[][..]));
+    attested(pids)
+}
+
+/// Processes, each with its container, pid, whether it has the shim, and its device mappings.
+fn attested<'a>(processes: impl IntoIterator<Item = (u64, u32, bool, &'a [u64])>) -> AttestedState {
+    let running = |(number, pid, shim, devices): (u64, u32, bool, &[u64])| {
+        let running = AttestedProcess {
+            start: process(pid).start,
+            forked: false,
+            has_shim: shim,
+            device_mappings: devices.iter().copied().collect(),
+        };
+        (pid, (AllocationId::from_bits(number), running))
+    };
+    AttestedState {
+        processes: processes.into_iter().map(running).collect(),
+        ..AttestedState::default()
+    }
+}
+
+/// A sample with 600 MiB that are charged to no process.
+fn sample_with_unattributed(processes: Vec<ListedProcess>) -> GpuSample {
+    GpuSample {
+        unattributed: Some(Bytes::mib(600)),
+        ..sample(processes)
+    }
+}
+
+/// The suspected holders, each with whether its container is the only one that has any.
+fn holders(
+    seen: GpuSample,
+    books: &[ContainerUsage],
+    containers: &AttestedState,
+) -> Vec<(u32, bool)> {
+    let result = compare_accounts(&[seen], books, containers, &LIMITS);
+    let holder = |finding: &Finding| match finding {
+        Finding::Holder {
+            process,
+            is_only_suspect: alone,
+            ..
+        } => Some((process.pid, *alone)),
+        _ => None,
+    };
+    result.findings.iter().filter_map(holder).collect()
+}
+
+#[test]
+fn process_is_a_holder_when_driver_is_mapped_without_session() {
+    let books = [books(1, 1024, &[])];
+    let containers = attested([(1, 5, true, &[100][..])]);
+    assert_eq!(
+        holders(sample_with_unattributed(vec![]), &books, &containers),
+        [(5, true)]
+    );
+    assert_eq!(holders(sample(vec![]), &books, &containers), []);
+    let without = attested([(1, 5, false, &[100][..])]);
+    assert_eq!(
+        holders(sample_with_unattributed(vec![]), &books, &without),
+        [(5, true)]
+    );
+}
+
+#[test]
+fn contextless_memory_beyond_the_quota_is_found_with_a_session() {
+    let member = books(1, 4096, &[(5, 0)]);
+    let beyond = vec![listed(1, 5, 20 * 1024)];
+    let kinds = finding_kinds(beyond, &[member], &AttestedState::default());
+    assert_eq!(kinds, ["over-quota"]);
+}
+
+#[test]
+fn listed_exited_process_is_unaccounted_when_not_in_books() {
+    let dead = ListedProcess {
+        live: None,
+        ..listed(1, 5, 600)
+    };
+    let books = [books(1, 1024, &[])];
+    let result = compare_accounts(
+        &[sample(vec![dead])],
+        &books,
+        &AttestedState::default(),
+        &LIMITS,
+    );
+    assert_eq!(result.unaccounted[&gpu()], Bytes::mib(600 - 64));
+}
+
+#[test]
+fn honest_process_is_no_holder_when_memory_is_unattributed() {
+    let books = [books(1, 1024, &[(5, 100)])];
+    let processes = [
+        (1, 5, true, &[100, 200][..]),
+        (1, 6, true, &[200][..]),
+        (1, 7, true, &[][..]),
+    ];
+    let containers = attested(processes);
+    let listed = vec![listed(1, 5, 100)];
+    assert_eq!(
+        holders(sample_with_unattributed(listed), &books, &containers),
+        [],
+        "a session, its forked child, and a program that asks NVML"
+    );
+    let mut older = attested([(1, 8, true, &[300][..])]);
+    older.agent_start = process(8).start + 1;
+    assert_eq!(
+        holders(sample_with_unattributed(vec![]), &books, &older),
+        []
+    );
+}
+
+#[test]
+fn forked_child_is_no_holder_while_its_parent_is_charged() {
+    let mut of_it = books(1, 1024, &[]);
+    let mut containers = attested([(1, 6, true, &[100][..])]);
+    let child = &mut containers.processes.get_mut(&6).unwrap().1;
+    child.forked = true;
+    assert_eq!(
+        holders(
+            sample_with_unattributed(vec![]),
+            &[of_it.clone()],
+            &containers
+        ),
+        [(6, true)]
+    );
+    of_it.exited_pids = vec![5];
+    assert_eq!(
+        holders(sample_with_unattributed(vec![]), &[of_it], &containers),
+        []
+    );
+}
+
+#[test]
+fn child_is_a_holder_when_it_maps_the_driver_itself() {
+    let books = [books(1, 1024, &[(5, 100)])];
+    let processes = [(1, 5, true, &[100][..]), (1, 6, true, &[100, 300][..])];
+    let containers = attested(processes);
+    assert_eq!(
+        holders(sample_with_unattributed(vec![]), &books, &containers),
+        [(6, true)]
+    );
+}
+
+#[test]
+fn holders_are_all_named_when_of_several_containers() {
+    let books = [books(1, 1024, &[]), books(2, 1024, &[])];
+    let processes = [(1, 5, true, &[100][..]), (2, 6, true, &[100][..])];
+    let found = holders(
+        sample_with_unattributed(vec![]),
+        &books,
+        &attested(processes),
+    );
+    assert_eq!(found, [(5, false), (6, false)]);
+}
+
+#[test]
+fn unaccounted_memory_names_the_only_container_with_driver() {
+    let of = |processes: &[(u64, u32, bool, &[u64])]| {
+        let members = [books(1, 1024, &[(5, 0)]), books(2, 1024, &[(6, 0)])];
+        let containers = attested(processes.iter().copied());
+        let result = compare_accounts(
+            &[sample_with_unattributed(vec![])],
+            &members,
+            &containers,
+            &LIMITS,
+        );
+        match result.findings.as_slice() {
+            [
+                Finding::Unaccounted {
+                    only_container: only,
+                    ..
+                },
+            ] => *only,
+            other => panic!("{other:?}"),
+        }
+    };
+    let (one, other) = ((1, 5, true, &[100][..]), (2, 6, true, &[100][..]));
+    assert_eq!(of(&[one]), Some(AllocationId::from_bits(1)));
+    assert_eq!(of(&[one, other]), None);
+    assert_eq!(of(&[]), None);
+}
+
+#[test]
+fn process_is_untracked_without_session_or_shim() {
+    let books = [books(1, 1024, &[])];
+    let result = compare_accounts(
+        &[sample(vec![listed(1, 5, 600)])],
+        &books,
+        &attested_shims(&[(5, false)]),
+        &LIMITS,
+    );
+    let Finding::UntrackedProcess {
+        process: who,
+        allocation,
+        ..
+    } = &result.findings[0]
+    else {
+        panic!("{result:?}");
+    };
+    assert_eq!(
+        (*who, *allocation),
+        (process(5), Some(AllocationId::from_bits(1)))
+    );
+    assert_eq!(result.untracked_processes[&gpu()], 1);
+    let outside = &result.untracked_memory[&(AllocationId::from_bits(1), gpu())];
+    assert_eq!(
+        outside[&5],
+        Bytes::mib(600),
+        "charged at the driver's figure"
+    );
+}
+
+#[test]
+fn process_is_untracked_without_session_unless_agent_is_newer() {
+    let books = [books(1, 4096, &[])];
+    let mut containers = attested_shims(&[(5, true)]);
+    let compared = |containers: &AttestedState| {
+        compare_accounts(
+            &[sample(vec![listed(1, 5, 600)])],
+            &books,
+            containers,
+            &LIMITS,
+        )
+    };
+    assert_eq!(compared(&containers).findings[0].kind(), "intruder");
+    containers.agent_start = process(5).start + 1;
+    let result = compared(&containers);
+    assert_eq!(result.findings, []);
+    let outside = &result.untracked_memory[&(AllocationId::from_bits(1), gpu())];
+    assert_eq!(
+        outside[&5],
+        Bytes::mib(600),
+        "charged at the driver's figure"
+    );
+    containers
+        .processes
+        .values_mut()
+        .for_each(|(_, running)| running.has_shim = false);
+    assert_eq!(compared(&containers).findings[0].kind(), "intruder");
+}
+
+#[test]
+fn process_of_host_or_other_pod_is_untracked_and_uncharged() {
+    let books = [books(1, 1024, &[])];
+    let result = compare_accounts(
+        &[sample(vec![listed(0, 5, 600), listed(9, 6, 600)])],
+        &books,
+        &attested_shims(&[]),
+        &LIMITS,
+    );
+    let owners: Vec<_> = result
+        .findings
+        .iter()
+        .map(|finding| match finding {
+            Finding::UntrackedProcess {
+                owner,
+                allocation: None,
+                ..
+            } => owner.clone(),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(owners[0], ProcessOwner::Host);
+    assert_eq!(owners[1], listed(9, 6, 0).live.unwrap().owner);
+    assert!(result.untracked_memory.is_empty());
+}
+
+#[test]
+fn reused_pid_is_not_the_session_that_had_it() {
+    let mut again = listed(1, 5, 600);
+    again.live.as_mut().unwrap().start += 1;
+    let books = [books(1, 1024, &[(5, 600)])];
+    assert_eq!(
+        finding_kinds(vec![again], &books, &attested_shims(&[(5, false)])),
+        ["intruder"]
+    );
+}
+
+#[test]
+fn exited_process_is_no_finding_and_charged_while_in_books() {
+    let mut dead = listed(1, 5, 600);
+    dead.live = None;
+    let mut of_it = books(1, 1024, &[]);
+    assert_eq!(
+        finding_kinds(vec![dead.clone()], &[of_it.clone()], &attested_shims(&[])),
+        [""; 0]
+    );
+    of_it.exited_pids = vec![5];
+    of_it.accounts[0].exited = Bytes::mib(600);
+    let result = compare_accounts(
+        &[sample(vec![dead])],
+        &[of_it],
+        &attested_shims(&[]),
+        &LIMITS,
+    );
+    assert_eq!(result.findings, []);
+    assert_eq!(result.drift[&(AllocationId::from_bits(1), gpu())], 0);
+}
+
+#[test]
+fn reused_pid_is_charged_for_exited_process_up_to_its_bytes() {
+    let mut of_it = books(1, 8192, &[]);
+    of_it.exited_pids = vec![5];
+    of_it.accounts[0].exited = Bytes::mib(600);
+    // The new process is of the host, of another pod, or of the container itself.
+    for number in [0, 9, 1] {
+        let again = |mib| {
+            finding_kinds(
+                vec![listed(number, 5, mib)],
+                &[of_it.clone()],
+                &attested_shims(&[]),
+            )
+        };
+        assert_eq!(again(600), [""; 0], "{number}");
+        assert_eq!(again(600 + 1024 + 1), ["intruder"], "{number}");
+    }
+}
+
+#[test]
+fn container_is_over_quota_one_byte_beyond_its_allowance() {
+    let of_it = [books(1, 1024, &[(5, 1024), (6, 0)])];
+    // The second process adds a tenth of the quota, not an allowance of its own.
+    let most = Bytes(Bytes::mib(1024 + 64 + 1024).0 + Bytes::mib(1024).0 / 10);
+    let listed = |bytes: Bytes| {
+        let mut first = listed(1, 5, 0);
+        first.bytes = Some(bytes);
+        vec![first, listed(1, 6, 0)]
+    };
+    assert_eq!(
+        finding_kinds(listed(most), &of_it, &attested_shims(&[])),
+        [""; 0]
+    );
+    let more = Bytes(most.0 + 1);
+    let result = compare_accounts(
+        &[sample(listed(more))],
+        &of_it,
+        &attested_shims(&[]),
+        &LIMITS,
+    );
+    let Finding::OverQuota { processes, .. } = &result.findings[0] else {
+        panic!("{result:?}");
+    };
+    assert_eq!(
+        *processes,
+        [process(5)],
+        "the one that has more than it was granted"
+    );
+}
+
+#[test]
+fn container_is_over_quota_when_contexts_do_not_fit() {
+    // Sixteen contexts of 518 MiB that no account charges, in a quota of 4 GiB.
+    let members: Vec<_> = (5..21).map(|pid| (pid, 0)).collect();
+    let listed = (5..21).map(|pid| listed(1, pid, 518)).collect();
+    let of_it = [books(1, 4096, &members)];
+    assert_eq!(
+        finding_kinds(listed, &of_it, &attested_shims(&[])),
+        ["over-quota"]
+    );
+}
+
+#[test]
+fn listed_export_accounts_for_no_unattributed_memory() {
+    let quota = 7 * 1024;
+    let mut of_it = books(1, quota, &[(5, quota)]);
+    of_it.accounts[0].exported = Bytes::mib(quota);
+    let compared = |listed: ListedProcess, unlisted: u64| {
+        let gpu_seen = GpuSample {
+            unattributed: Some(Bytes::mib(unlisted)),
+            ..sample(vec![listed])
+        };
+        let result = compare_accounts(&[gpu_seen], &[of_it.clone()], &attested_shims(&[]), &LIMITS);
+        let kinds = result.findings.iter().map(Finding::kind);
+        kinds.collect::<Vec<_>>()
+    };
+    assert_eq!(compared(listed(1, 5, 518), quota - 518), [""; 0], "honest");
+    assert_eq!(compared(listed(1, 5, quota), quota), ["unaccounted"]);
+    // Memory that another listed process of the container imported is listed too.
+    let imported = quota / 2;
+    assert_eq!(compared(listed(1, 5, imported), quota), ["unaccounted"]);
+}
+
+#[test]
+fn managed_memory_on_a_gpu_is_accounted_for_in_books() {
+    let mut of_it = books(1, 1024, &[(5, 600)]);
+    let managed = AccountBalance {
+        used: Bytes::gib(8),
+        ..AccountBalance::empty(Account::Managed, Bytes::gib(8))
+    };
+    of_it.accounts.push(managed);
+    let gpu_seen = GpuSample {
+        unattributed: Some(Bytes::gib(8)),
+        ..sample(vec![listed(1, 5, 600)])
+    };
+    let result = compare_accounts(&[gpu_seen], &[of_it], &attested_shims(&[]), &LIMITS);
+    assert_eq!(result.findings, []);
+}
+
+#[test]
+fn lowered_quota_is_no_finding_until_frees_catch_up() {
+    let mut of_it = books(1, 4096, &[(5, 4096)]);
+    of_it.accounts[0].quota = Bytes::mib(1024);
+    assert_eq!(
+        finding_kinds(
+            vec![listed(1, 5, 4096 + 518)],
+            &[of_it],
+            &attested_shims(&[])
+        ),
+        [""; 0]
+    );
+}
+
+#[test]
+fn unattributed_memory_is_a_finding_unless_books_know_it() {
+    let mut gpu_seen = GpuSample {
+        unattributed_signed: 600 << 20,
+        unattributed: Some(Bytes::mib(600)),
+        ..sample(vec![])
+    };
+    let mut of_it = books(1, 1024, &[]);
+    let result = compare_accounts(
+        &[gpu_seen.clone()],
+        &[of_it.clone()],
+        &attested_shims(&[]),
+        &LIMITS,
+    );
+    assert_eq!(result.findings.len(), 1);
+    assert_eq!(result.unattributed_signed[&gpu()], 600 << 20);
+    let mut untold = gpu_seen.clone();
+    untold.unattributed = None;
+    untold.processes = vec![ListedProcess {
+        bytes: None,
+        ..listed(0, 5, 0)
+    }];
+    let result = compare_accounts(&[untold], &[of_it.clone()], &attested_shims(&[]), &LIMITS);
+    let kinds: Vec<_> = result.findings.iter().map(Finding::kind).collect();
+    assert_eq!(kinds, ["intruder"], "it may be that process's");
+    of_it.accounts[0].exited = Bytes::mib(300);
+    of_it.accounts[0].exported = Bytes::mib(300);
+    of_it.accounts[0].used = Bytes::mib(300);
+    assert_eq!(
+        compare_accounts(&[gpu_seen.clone()], &[of_it], &attested_shims(&[]), &LIMITS).findings,
+        []
+    );
+    gpu_seen.unreclaimed_or_retained = Bytes::mib(600);
+    assert_eq!(
+        compare_accounts(&[gpu_seen], &[], &attested_shims(&[]), &LIMITS).findings,
+        [],
+        "of pods that ended"
+    );
+}
+
+#[test]
+fn forged_page_is_a_finding_without_any_gpu_sample() {
+    let mut of_it = books(1, 1024, &[(5, 10), (6, 10)]);
+    of_it.processes[1].tampered = true;
+    let result = compare_accounts(&[], &[of_it], &attested_shims(&[]), &LIMITS);
+    let expected = Finding::ForgedPage {
+        allocation: AllocationId::from_bits(1),
+        process: process(6),
+    };
+    assert_eq!(result.findings, [expected]);
+}
+
+/// A process: its grant and its further memory in MiB, and whether it has a session.
+type Program = (u64, u64, bool);
+
+/// Containers, each with its quota in MiB and its processes.
+fn world() -> impl Strategy<Value = Vec<(u64, Vec<Program>)>> {
+    // The further memory of a container's processes stays within one allowance.
+    let process = (0..2048_u64, 0..=256_u64, any::<bool>());
+    let container = prop::collection::vec(process, 0..5).prop_flat_map(|processes| {
+        let granted: u64 = processes.iter().map(|(granted, ..)| granted).sum();
+        (granted..=granted + 4096, Just(processes))
+    });
+    prop::collection::vec(container, 0..5)
+}
+
+proptest! {
+    #[test]
+    fn honest_containers_are_no_finding_in_any_world(world in world()) {
+        let (mut all, mut processes, mut pid) = (Vec::new(), Vec::new(), 100);
+        for (number, (quota, of_it)) in (1..).zip(&world) {
+            let mut members = Vec::new();
+            for (granted, besides, session) in of_it {
+                pid += 1;
+                processes.push(listed(number, pid, granted + besides));
+                if *session {
+                    members.push((pid, *granted));
+                }
+            }
+            all.push(books(number, *quota, &members));
+        }
+        let charged: u64 = processes.iter().filter_map(|listed| listed.bytes).map(|bytes| bytes.0).sum();
+        let gpu_seen = sample(processes);
+        // Sessions are missing because the records of an earlier agent are lost.
+        let containers = AttestedState { agent_start: u64::MAX, ..AttestedState::default() };
+        let result = compare_accounts(std::slice::from_ref(&gpu_seen), &all, &containers, &LIMITS);
+        prop_assert_eq!(&result.findings, &[]);
+        prop_assert_eq!(result.unattributed_signed[&gpu()], 0);
+        let known: i64 = all.iter().map(|books| books.accounts[0].used.0 as i64).sum();
+        let drift: i64 = result.drift.values().sum();
+        prop_assert_eq!(drift + known, charged as i64, "each process counts once");
+    }
+
+    #[test]
+    fn memory_beyond_all_allowances_is_always_a_finding(
+        quota in 0..4096_u64, granted in 0..4096_u64, over in 1..4096_u64, session: bool, mapped: bool,
+    ) {
+        let granted = granted.min(quota);
+        let members = if session { vec![(5, granted)] } else { vec![] };
+        // A single process gets the process allowance and no part of the quota.
+        let has = listed(1, 5, quota + 64 + 1024 + over);
+        let found = finding_kinds(vec![has], &[books(1, quota, &members)], &attested_shims(&[(5, mapped)]));
+        prop_assert!(found.contains(&"over-quota"));
+        prop_assert_eq!(found.contains(&"intruder"), !session);
+    }
+}

@@ -1,0 +1,186 @@
+//! Counts in how many audits each finding was present: pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bursar_ledger::units::{AllocationId, GpuUuid};
+
+use super::compare::Finding;
+
+/// Identifies a finding from one audit to the next.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum FindingKey {
+    OverQuota(AllocationId, GpuUuid),
+    Intruder(GpuUuid, u32, u64),
+    ForgedPage(AllocationId, u32, u64),
+    Holder(GpuUuid, u32, u64),
+    Unaccounted(GpuUuid),
+}
+
+impl FindingKey {
+    fn of(finding: &Finding) -> Self {
+        match finding {
+            Finding::OverQuota {
+                allocation, gpu, ..
+            } => Self::OverQuota(*allocation, gpu.clone()),
+            Finding::UntrackedProcess { gpu, process, .. } => {
+                Self::Intruder(gpu.clone(), process.pid, process.start)
+            }
+            Finding::ForgedPage {
+                allocation,
+                process,
+            } => Self::ForgedPage(*allocation, process.pid, process.start),
+            Finding::Holder { gpu, process, .. } => {
+                Self::Holder(gpu.clone(), process.pid, process.start)
+            }
+            Finding::Unaccounted { gpu, .. } => Self::Unaccounted(gpu.clone()),
+        }
+    }
+
+    /// The number of audits for which a finding is remembered while it is absent.
+    fn window(&self) -> u32 {
+        match self {
+            Self::Unaccounted(_) => UNACCOUNTED_WINDOW,
+            _ => 1,
+        }
+    }
+
+    /// The GPU of the finding.
+    fn gpu(&self) -> Option<&GpuUuid> {
+        match self {
+            Self::OverQuota(_, gpu)
+            | Self::Intruder(gpu, ..)
+            | Self::Holder(gpu, ..)
+            | Self::Unaccounted(gpu) => Some(gpu),
+            Self::ForgedPage(..) => None,
+        }
+    }
+}
+
+/// The number of audits, one a second, within which unaccounted memory is counted. So a holder that
+/// frees the memory for single audits is reported all the same.
+const UNACCOUNTED_WINDOW: u32 = 30;
+
+/// The number of audits in which each finding was present. A finding that was absent for its
+/// window, one audit for most, starts over. An audit that its GPU did not answer changes nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ConsecutiveFindings(BTreeMap<FindingKey, FindingHistory>);
+
+/// The presence of a finding in the last audits.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct FindingHistory {
+    /// A bit for each audit of the window, the last audit lowest.
+    recent_audits: u32,
+    /// The highest count so far.
+    most_counted: u32,
+}
+
+impl FindingHistory {
+    /// Adds one more audit; returns whether the finding was present within the window.
+    fn shift(&mut self, is_found: bool, window: u32) -> bool {
+        let mask = u32::MAX >> (u32::BITS - window.clamp(1, u32::BITS));
+        self.recent_audits = (self.recent_audits << 1 | u32::from(is_found)) & mask;
+        self.recent_audits != 0
+    }
+
+    /// The number of audits with the finding, in a row or if it is higher than before; otherwise
+    /// zero.
+    fn count_new(&mut self, window: u32) -> u32 {
+        let now = match window {
+            1 => self.most_counted.saturating_add(1),
+            _ => self.recent_audits.count_ones(),
+        };
+        let grown = now > self.most_counted;
+        self.most_counted = now.max(self.most_counted);
+        if grown { now } else { 0 }
+    }
+}
+
+impl ConsecutiveFindings {
+    /// Adds the findings of one more audit, which the `silent` GPUs did not answer. Returns each
+    /// finding's number of audits, or zero if that number was returned before.
+    pub fn count(&mut self, findings: &[Finding], silent: &BTreeSet<GpuUuid>) -> Vec<u32> {
+        let keys: Vec<FindingKey> = findings.iter().map(FindingKey::of).collect();
+        let standing: BTreeSet<&FindingKey> = keys.iter().collect();
+        let is_silent = |key: &FindingKey| key.gpu().is_some_and(|gpu| silent.contains(gpu));
+        self.0.retain(|key, before| {
+            is_silent(key) || before.shift(standing.contains(key), key.window())
+        });
+        let mut strikes = BTreeMap::new();
+        for key in standing {
+            let found = self.0.entry(key.clone()).or_insert(FindingHistory {
+                recent_audits: 1,
+                most_counted: 0,
+            });
+            strikes.insert(key, found.count_new(key.window()));
+        }
+        let of = |key: &FindingKey| strikes.get(key).copied();
+        keys.iter().filter_map(of).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_ledger::units::Bytes;
+    use bursar_sessions::Process;
+
+    use super::*;
+
+    #[test]
+    fn count_starts_over_when_a_finding_was_absent_once() {
+        let finding = |gpu: &str| Finding::Holder {
+            gpu: gpu.parse().unwrap(),
+            process: Process { pid: 5, start: 50 },
+            bytes: Bytes(1),
+            allocation: AllocationId::from_bits(1),
+            is_only_suspect: true,
+        };
+        let mut strikes = ConsecutiveFindings::default();
+        let all = BTreeSet::new();
+        let mut count = |findings: &[Finding]| strikes.count(findings, &all);
+        assert_eq!(count(&[finding("GPU-a")]), [1]);
+        assert_eq!(count(&[finding("GPU-b"), finding("GPU-a")]), [1, 2]);
+        assert_eq!(count(&[finding("GPU-b")]), [2]);
+        assert_eq!(count(&[finding("GPU-a"), finding("GPU-b")]), [1, 3]);
+        // An audit that GPU-a did not answer.
+        let silent = BTreeSet::from(["GPU-a".parse().unwrap()]);
+        assert_eq!(strikes.count(&[], &silent), [0; 0]);
+        assert_eq!(
+            strikes.count(&[finding("GPU-a"), finding("GPU-b")], &all),
+            [2, 1]
+        );
+    }
+
+    #[test]
+    fn unaccounted_memory_counts_once_within_its_window() {
+        let found = [Finding::Unaccounted {
+            gpu: "GPU-a".parse().unwrap(),
+            bytes: Bytes(1),
+            only_container: None,
+        }];
+        let all = BTreeSet::new();
+        let mut strikes = ConsecutiveFindings::default();
+        let mut counted = Vec::new();
+        // The holder frees the memory in every third audit.
+        for number in 0..60 {
+            match number % 3 {
+                2 => drop(strikes.count(&[], &all)),
+                _ => counted.extend(strikes.count(&found, &all)),
+            }
+        }
+        assert_eq!(counted.iter().filter(|strikes| **strikes == 10).count(), 1);
+        for _ in 0..UNACCOUNTED_WINDOW {
+            strikes.count(&[], &all);
+        }
+        assert_eq!(strikes, ConsecutiveFindings::default());
+        // Memory that is seldom unaccounted may be in motion between two answers of the driver.
+        for number in 0..300 {
+            let found: &[Finding] = if number % 10 == 0 { &found } else { &[] };
+            assert!(
+                strikes
+                    .count(found, &all)
+                    .iter()
+                    .all(|strikes| *strikes < 10)
+            );
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! Publishes Events about findings: on pods, or on the node where the pod's name is unknown.
+//!
+//! Tenants read Events, so Events name no process by its pid on the host. The agent's log does.
+
+use bursar_apiserver::{Events, PodRef, Reason};
+use bursar_host::procfs::ProcessOwner;
+use bursar_ledger::units::{AllocationId, Bytes};
+use bursar_node::allocator::BoundContainer;
+
+use super::compare::Finding;
+use crate::attestation::EnforcementGap;
+
+/// Publishes a finding.
+pub fn publish_finding(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
+    let (reason, allocation) = match finding {
+        Finding::OverQuota { allocation, .. } => (Reason::OverQuota, Some(allocation)),
+        Finding::UntrackedProcess { allocation, .. } => (Reason::Intruder, allocation.as_ref()),
+        Finding::ForgedPage { allocation, .. } => (Reason::ForgedPage, Some(allocation)),
+        Finding::Holder { allocation, .. } => (Reason::Intruder, Some(allocation)),
+        Finding::Unaccounted {
+            only_container: only,
+            ..
+        } => (Reason::Unaccounted, only.as_ref()),
+    };
+    publish(events, reason, message(finding), allocation, containers);
+}
+
+/// Publishes that a process was killed for a finding.
+pub fn publish_kill(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
+    let allocation = match finding {
+        Finding::OverQuota { allocation, .. }
+        | Finding::ForgedPage { allocation, .. }
+        | Finding::Holder { allocation, .. } => Some(allocation),
+        Finding::UntrackedProcess { allocation, .. } => allocation.as_ref(),
+        Finding::Unaccounted { .. } => None,
+    };
+    let message = format!("a process was killed: {}", message(finding));
+    publish(events, Reason::Killed, message, allocation, containers);
+}
+
+/// Publishes that a container has left the enforcement, or is under enforcement again.
+pub fn publish_enforcement(
+    events: &Events,
+    container: &BoundContainer,
+    gap: Option<&EnforcementGap>,
+) {
+    let (reason, message) = match gap {
+        Some(gap) => (Reason::NotEnforced, gap.to_string()),
+        None => (Reason::Enforced, "under enforcement again".to_owned()),
+    };
+    let allocation = Some(&container.allocation);
+    publish(
+        events,
+        reason,
+        message,
+        allocation,
+        std::slice::from_ref(container),
+    );
+}
+
+fn message(finding: &Finding) -> String {
+    match finding {
+        Finding::OverQuota {
+            gpu,
+            quota,
+            charged,
+            ..
+        } => format!(
+            "uses {} of {gpu} with a quota of {quota}",
+            whole_mib(*charged)
+        ),
+        Finding::UntrackedProcess {
+            gpu,
+            owner,
+            allocation,
+            ..
+        } => match (owner, allocation) {
+            (_, Some(_)) => format!("a process uses {gpu} past the shim"),
+            (ProcessOwner::Container { pod, .. }, None) => {
+                format!("a process of pod {pod}, which has no allocation of the GPU, uses {gpu}")
+            }
+            (ProcessOwner::Host, None) => format!("a process of the host uses {gpu}"),
+        },
+        Finding::ForgedPage { .. } => "a process wrote a grant into its own credit page".to_owned(),
+        Finding::Holder { gpu, bytes, .. } => format!(
+            "a process uses {gpu} past the shim and without a context, and {} of the GPU is in use and charged to no process",
+            whole_mib(*bytes)
+        ),
+        Finding::Unaccounted {
+            gpu,
+            bytes,
+            only_container: only,
+        } => {
+            let only = only.map_or("", |_| "; no other container uses the GPU's driver");
+            format!(
+                "{} of {gpu} is in use and charged to no process{only}",
+                whole_mib(*bytes)
+            )
+        }
+    }
+}
+
+/// Rounds down to whole MiB, since smaller changes are noise.
+fn whole_mib(Bytes(bytes): Bytes) -> Bytes {
+    Bytes(bytes & !((1 << 20) - 1))
+}
+
+/// Publishes on the pod if its name is known, otherwise on the node with the pod's UID.
+fn publish(
+    events: &Events,
+    reason: Reason,
+    message: String,
+    allocation: Option<&AllocationId>,
+    containers: &[BoundContainer],
+) {
+    let container = allocation.and_then(|allocation| {
+        let mut all = containers.iter();
+        all.find(|container| container.allocation == *allocation)
+    });
+    let Some(container) = container else {
+        return events.on_node(reason, message);
+    };
+    let name = container
+        .name
+        .as_ref()
+        .map(|holder| holder.container.as_str());
+    let message = match name.filter(|name| !name.is_empty()) {
+        Some(name) => format!("container {name}: {message}"),
+        None => message,
+    };
+    let pod = container
+        .name
+        .as_ref()
+        .and_then(|holder| holder.pod.clone());
+    match pod {
+        Some(pod) => {
+            let pod = PodRef {
+                namespace: pod.namespace,
+                name: pod.name,
+                uid: container.pod.clone(),
+            };
+            events.on_pod(pod, reason, message);
+        }
+        None => events.on_node(reason, format!("pod {}: {message}", container.pod)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_ledger::units::GpuUuid;
+    use bursar_sessions::Process;
+
+    use super::*;
+
+    #[test]
+    fn event_of_a_finding_names_no_pid() {
+        let (gpu, allocation) = ("GPU-a".parse().unwrap(), AllocationId::from_bits(1));
+        let process = |pid| Process { pid, start: 7 };
+        let told = |pid| {
+            let forged = Finding::ForgedPage {
+                allocation,
+                process: process(pid),
+            };
+            let intruder = |owner: &ProcessOwner, allocation| Finding::UntrackedProcess {
+                gpu: GpuUuid::clone(&gpu),
+                process: process(pid),
+                bytes: None,
+                owner: owner.clone(),
+                allocation,
+            };
+            let pod = ProcessOwner::Container {
+                pod: "p".parse().unwrap(),
+                cgroup: "c".into(),
+            };
+            let all = [
+                forged,
+                intruder(&pod, Some(allocation)),
+                intruder(&pod, None),
+                intruder(&ProcessOwner::Host, None),
+            ];
+            all.map(|finding| message(&finding))
+        };
+        assert_eq!(told(4711), told(4712));
+    }
+}

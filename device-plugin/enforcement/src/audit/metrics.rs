@@ -1,0 +1,348 @@
+//! Exports each container's memory and the audit's results as metrics.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bursar_ledger::units::{AllocationId, GpuUuid, PodUid};
+use bursar_metrics::{
+    EncodeFamilies, FamilyEncoder, GpuLabels, LatestFigures, RegisterMetric as _, gauge_value,
+    seconds_histogram,
+};
+use bursar_node::allocator::BoundContainer;
+use bursar_protocol::error_class::ErrorClass;
+use bursar_sessions::{Account, ContainerUsage, Fault, RecoveryAction};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+
+use crate::attestation::GapReason;
+use crate::audit::compare::{AuditResult, Finding};
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
+struct ContainerLabels {
+    namespace: String,
+    pod: String,
+    container: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
+struct AccountLabels {
+    #[prometheus(flatten)]
+    of: ContainerLabels,
+    account: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
+struct AmountLabels {
+    #[prometheus(flatten)]
+    of: AccountLabels,
+    amount: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
+struct FunctionLabels {
+    #[prometheus(flatten)]
+    of: ContainerLabels,
+    function: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
+struct ReasonLabels {
+    #[prometheus(flatten)]
+    of: ContainerLabels,
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
+struct LayerLabels {
+    #[prometheus(flatten)]
+    of: ContainerLabels,
+    layer: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct FindingLabels {
+    finding: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct FaultLabels {
+    cause: String,
+    action: &'static str,
+}
+
+/// The results of one audit, from which a scrape encodes series.
+#[derive(Clone, Debug, Default)]
+pub struct AuditFigures {
+    /// The node's containers.
+    pub containers: Arc<[BoundContainer]>,
+    /// The memory usage of each container.
+    pub books: BTreeMap<AllocationId, ContainerUsage>,
+    /// The enforcement gap of each running container, if any.
+    pub attested: BTreeMap<AllocationId, Option<GapReason>>,
+    /// The containers that the driver's own limits hold to their quota.
+    pub limited: BTreeSet<AllocationId>,
+    /// The pods whose processes the agent has failed to read for a while.
+    pub hanging: BTreeSet<PodUid>,
+    /// The differences between the driver's figures and the agent's accounts.
+    pub verdict: AuditResult,
+    /// The node's GPUs.
+    pub gpus: BTreeSet<GpuUuid>,
+    /// The GPUs for which NVML has not answered for a while.
+    pub stale: BTreeSet<GpuUuid>,
+}
+
+/// The metrics of the audit; counters outlive a single audit.
+#[derive(Clone, Debug)]
+pub struct AuditMetrics {
+    figures: LatestFigures<AuditFigures>,
+    findings: Family<FindingLabels, Counter>,
+    kills: Counter,
+    poisoned: Family<FaultLabels, Counter>,
+    seconds: Histogram,
+}
+
+impl AuditMetrics {
+    /// Registers the metrics, which are all zero.
+    pub fn new(r: &mut Registry) -> Self {
+        Self {
+            figures: LatestFigures::register(r),
+            findings: r.register_metric(
+                "bursar_agent_findings",
+                "Findings of the audit, each counted once",
+                Family::default(),
+            ),
+            kills: r.register_metric(
+                "bursar_agent_audit_kills",
+                "Processes killed by the audit's policy",
+                Counter::default(),
+            ),
+            poisoned: r.register_metric(
+                "bursar_agent_poisoned_contexts",
+                "Process images whose context a fault poisoned",
+                Family::default(),
+            ),
+            seconds: r.register_metric(
+                "bursar_agent_audit_seconds",
+                "Time of one audit, the wait for NVML included",
+                seconds_histogram(),
+            ),
+        }
+    }
+}
+
+impl EncodeFamilies for AuditFigures {
+    fn encode(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
+        self.encode_accounts(tables)?;
+        self.encode_containers(tables)?;
+        self.encode_enforcement(tables)?;
+        self.encode_gpus(tables)
+    }
+}
+
+impl AuditFigures {
+    fn containers_with_usage(&self) -> impl Iterator<Item = (&BoundContainer, &ContainerUsage)> {
+        let containers = self.containers.iter();
+        containers.filter_map(|container| Some((container, self.books.get(&container.allocation)?)))
+    }
+
+    fn encode_accounts(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
+        let (mut memory, mut drift) = (Vec::new(), Vec::new());
+        for (container, books) in self.containers_with_usage() {
+            for account in &books.accounts {
+                let (name, difference) = match &account.account {
+                    Account::Gpu(gpu) => {
+                        let key = (books.allocation, gpu.clone());
+                        (gpu.as_str(), self.verdict.drift.get(&key))
+                    }
+                    Account::Managed => ("managed", None),
+                };
+                let of = AccountLabels {
+                    of: container_labels(container),
+                    account: name.to_owned(),
+                };
+                let amounts = [
+                    ("quota", account.quota),
+                    ("granted", account.granted),
+                    ("used", account.used),
+                    ("retired", account.exited),
+                    ("leased", account.leased),
+                    ("outside", account.untracked),
+                    ("peak", account.peak),
+                ];
+                memory.extend(amounts.map(|(amount, bytes)| {
+                    let of = of.clone();
+                    (AmountLabels { of, amount }, gauge_value(bytes.0))
+                }));
+                drift.extend(difference.map(|difference| (of, *difference)));
+            }
+        }
+        tables.gauges(
+            "bursar_container_memory_bytes",
+            "Memory of a container's account by amount",
+            memory,
+        )?;
+        tables.gauges(
+            "bursar_container_drift_bytes",
+            "Memory of a container's processes by NVML less that of the agent's accounts",
+            drift,
+        )
+    }
+
+    fn encode_containers(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
+        let denied = self.containers_with_usage().flat_map(|(container, books)| {
+            let denied = books.denied.iter();
+            denied.map(|(function, count)| {
+                let of = container_labels(container);
+                let function = function.clone();
+                (FunctionLabels { of, function }, *count)
+            })
+        });
+        tables.counters(
+            "bursar_container_denied",
+            "Allocations denied for lack of quota, by driver function",
+            denied.collect(),
+        )?;
+        let each = |figure: fn(&ContainerUsage) -> u64| -> Vec<(ContainerLabels, u64)> {
+            let known = self.containers_with_usage();
+            known
+                .map(|(container, books)| (container_labels(container), figure(books)))
+                .collect()
+        };
+        let gauge = |figure| {
+            let rows = each(figure).into_iter();
+            rows.map(|(of, figure)| (of, gauge_value(figure))).collect()
+        };
+        tables.counters(
+            "bursar_container_credit_requests",
+            "Requests for credit that the agent answered",
+            each(|books| books.requests),
+        )?;
+        tables.gauges(
+            "bursar_container_unclosed_sockets",
+            "Sessions of a container's exited processes that wait to be closed",
+            gauge(|books| books.unclosed_sockets as u64),
+        )?;
+        tables.gauges(
+            "bursar_container_generation",
+            "Process images of a container that opened a session, replaced ones too",
+            gauge(|books| books.generation),
+        )
+    }
+
+    fn encode_enforcement(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
+        let (mut enforced, mut layers) = (Vec::new(), Vec::new());
+        for (container, books) in self.containers_with_usage() {
+            let Some(lack) = self.attested.get(&container.allocation) else {
+                continue;
+            };
+            let of = container_labels(container);
+            let hangs = self.hanging.contains(&container.pod);
+            let audited = !hangs && books.gpus().all(|gpu| !self.stale.contains(gpu));
+            let holds = [
+                ("shim", lack.is_none()),
+                ("audit", audited),
+                ("driver", self.limited.contains(&container.allocation)),
+            ];
+            layers.extend(holds.map(|(layer, holds)| {
+                let of = of.clone();
+                (LayerLabels { of, layer }, holds.into())
+            }));
+            let reason = lack.map_or("", GapReason::as_str);
+            enforced.push((ReasonLabels { of, reason }, lack.is_none().into()));
+        }
+        tables.gauges(
+            "bursar_container_enforced",
+            "1 while a running container is held to its quota as far as it can be seen",
+            enforced,
+        )?;
+        tables.gauges(
+            "bursar_container_layer",
+            "1 while this layer holds a running container to its quota: shim, audit, driver",
+            layers,
+        )
+    }
+
+    fn encode_gpus(&self, tables: &mut FamilyEncoder<'_>) -> fmt::Result {
+        let label = |gpu: &GpuUuid| GpuLabels::from(gpu);
+        let residual = self.verdict.unattributed_signed.iter();
+        tables.gauges(
+            "bursar_gpu_residual_bytes",
+            "Used memory of a GPU less that of its processes by NVML",
+            residual.map(|(gpu, bytes)| (label(gpu), *bytes)).collect(),
+        )?;
+        let intruders = self.verdict.untracked_processes.iter();
+        tables.gauges(
+            "bursar_gpu_intruders",
+            "Processes that use a GPU without a session",
+            intruders
+                .map(|(gpu, count)| (label(gpu), gauge_value(*count as u64)))
+                .collect(),
+        )?;
+        let stale = self.gpus.iter();
+        tables.gauges(
+            "bursar_gpu_audit_stale",
+            "1 while NVML has not told for a while who uses a GPU",
+            stale
+                .map(|gpu| (label(gpu), self.stale.contains(gpu).into()))
+                .collect(),
+        )
+    }
+}
+
+impl AuditMetrics {
+    /// Replaces the figures of containers and GPUs by those of a new audit.
+    ///
+    /// Containers that have ended leave the metrics, and GPUs that did not answer do too.
+    pub fn set_audit(&self, figures: AuditFigures) {
+        self.figures.replace(figures);
+    }
+
+    /// Observes the duration of an audit.
+    pub fn observe_audit(&self, took: Duration) {
+        self.seconds.observe(took.as_secs_f64());
+    }
+
+    /// Counts a new finding.
+    pub fn count_finding(&self, finding: &Finding) {
+        let finding = finding.kind();
+        let label = FindingLabels { finding };
+        self.findings.get_or_create(&label).inc();
+    }
+
+    /// Counts a process image whose context is poisoned.
+    pub fn count_poisoned(&self, fault: &Fault) {
+        let cause = match (fault.cuda_error, fault.xid) {
+            // Tenants can report any number: unknown codes share one label.
+            (Some(code), _) if ErrorClass::of(code) == ErrorClass::Unknown => "cuda-unknown".into(),
+            (Some(code), _) => format!("cuda-{code}"),
+            (None, Some(xid)) => format!("xid-{xid}"),
+            (None, None) => String::new(),
+        };
+        let action = fault.decision().map_or("fence", RecoveryAction::as_str);
+        let label = FaultLabels { cause, action };
+        self.poisoned.get_or_create(&label).inc();
+    }
+
+    /// Counts a process that the audit's policy killed.
+    pub fn count_kill(&self) {
+        self.kills.inc();
+    }
+}
+
+fn container_labels(container: &BoundContainer) -> ContainerLabels {
+    let holder = container.name.as_ref();
+    let pod = holder.and_then(|holder| holder.pod.as_ref());
+    ContainerLabels {
+        namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
+        // The UID replaces a pod name that the kubelet has not reported.
+        pod: pod.map_or_else(|| container.pod.to_string(), |pod| pod.name.clone()),
+        container: holder
+            .map(|holder| holder.container.clone())
+            .unwrap_or_default(),
+    }
+}

@@ -1,0 +1,326 @@
+//! Sums by namespace the node's memory that pods use, and their denials and faults: pure.
+//!
+//! Usage changes all the time, so the agent reports each minute's peak in whole quanta. A status is
+//! thus written at most once a minute for it. Denials and faults are counted for good: the counts
+//! outlive the containers and, through a file, the agent.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use bursar_crds::gpu_node::MAX_NAMESPACES;
+use bursar_ledger::units::{AllocationId, Bytes, Quanta, Quantum};
+use bursar_node::allocator::BoundContainer;
+use bursar_sessions::{Account, ContainerUsage, by_allocation};
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+
+/// How long usage is observed before it is reported.
+const REPORT_WINDOW: Duration = Duration::from_secs(60);
+
+/// The use and the incidents of a namespace's pods on the node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamespaceReport {
+    /// The namespace.
+    pub namespace: String,
+    /// The peak of their use in the recent past, rounded up.
+    pub observed: Quanta,
+    /// How many allocations were denied to them.
+    pub denials: u64,
+    /// How many of their process images were poisoned.
+    pub poisoned: u64,
+    /// How often they were restarted for that.
+    pub restarts: u64,
+}
+
+/// Counts of a namespace or a container.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct EventCounts {
+    denials: u64,
+    poisoned: u64,
+    restarts: u64,
+}
+
+impl EventCounts {
+    fn of(books: &ContainerUsage) -> EventCounts {
+        EventCounts {
+            denials: books.denied.iter().map(|(_, count)| count).sum(),
+            poisoned: books.poisoned_images,
+            restarts: books.ordered_restarts,
+        }
+    }
+
+    /// Adds the increase from `before` to `now`; a smaller count has started over.
+    fn add_increase(&mut self, before: EventCounts, now: EventCounts) {
+        let more = |before: u64, now: u64| if now < before { now } else { now - before };
+        self.denials += more(before.denials, now.denials);
+        self.poisoned += more(before.poisoned, now.poisoned);
+        self.restarts += more(before.restarts, now.restarts);
+    }
+}
+
+/// The counts that are stored in a file.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PersistedUsage {
+    namespaces: BTreeMap<String, EventCounts>,
+    /// The counts of each present container that are already added.
+    containers: BTreeMap<AllocationId, EventCounts>,
+}
+
+/// The usage and the counts of the node's namespaces.
+#[derive(Debug)]
+pub struct NamespaceUsage {
+    quantum: Quantum,
+    kept: PersistedUsage,
+    /// Each namespace's peak in this window, and the window's start.
+    peak: BTreeMap<String, Bytes>,
+    window_start: Option<Instant>,
+    /// The usage of the last window, and the denials at its end, which change too often for each
+    /// status.
+    last_window: BTreeMap<String, (Quanta, u64)>,
+}
+
+impl NamespaceUsage {
+    /// Continues from the counts of the previous agent.
+    pub fn new(quantum: Quantum, kept: PersistedUsage) -> NamespaceUsage {
+        NamespaceUsage {
+            quantum,
+            kept,
+            peak: BTreeMap::new(),
+            window_start: None,
+            last_window: BTreeMap::new(),
+        }
+    }
+
+    /// The counts to store.
+    pub fn persisted(&self) -> &PersistedUsage {
+        &self.kept
+    }
+
+    /// Adds the node's containers with their accounts.
+    pub fn observe(
+        &mut self,
+        containers: &[BoundContainer],
+        books: &[ContainerUsage],
+        now: Instant,
+    ) {
+        let mut used: BTreeMap<&str, Bytes> = BTreeMap::new();
+        let mut there = BTreeSet::new();
+        let books = by_allocation(books);
+        for container in containers {
+            let of_it = books.get(&container.allocation);
+            let holder = container.name.as_ref();
+            let pod = holder.and_then(|holder| holder.pod.as_ref());
+            let (Some(books), Some(pod)) = (of_it, pod) else {
+                continue;
+            };
+            there.insert(container.allocation);
+            let sum = used.entry(&pod.namespace).or_default();
+            *sum = Bytes(sum.0.saturating_add(device_memory(books)));
+            let (before, now) = (
+                self.kept
+                    .containers
+                    .insert(container.allocation, EventCounts::of(books)),
+                EventCounts::of(books),
+            );
+            let counts = self.kept.namespaces.entry(pod.namespace.clone());
+            counts
+                .or_default()
+                .add_increase(before.unwrap_or_default(), now);
+        }
+        self.kept.containers.retain(|one, _| there.contains(one));
+        for (namespace, bytes) in used {
+            let most = self.peak.entry(namespace.to_owned()).or_default();
+            *most = bytes.max(*most);
+        }
+        let begun = *self.window_start.get_or_insert(now);
+        if now.duration_since(begun) >= REPORT_WINDOW {
+            self.window_start = Some(now);
+            self.close_window();
+        }
+    }
+
+    /// Ends the window and keeps its figures.
+    fn close_window(&mut self) {
+        self.drop_idle();
+        let most = std::mem::take(&mut self.peak);
+        let observed = |namespace: &str| {
+            let bytes = most.get(namespace).copied().unwrap_or_default();
+            let quanta = bytes.0.div_ceil(self.quantum.bytes());
+            Quanta(u32::try_from(quanta).unwrap_or(u32::MAX))
+        };
+        let namespaces = self.kept.namespaces.iter();
+        self.last_window = namespaces
+            .map(|(namespace, counts)| (namespace.clone(), (observed(namespace), counts.denials)))
+            .collect();
+    }
+
+    /// Above the status's limit, drops namespaces that used nothing in the window.
+    fn drop_idle(&mut self) {
+        let mut over = self.kept.namespaces.len().saturating_sub(MAX_NAMESPACES);
+        let most = &self.peak;
+        self.kept.namespaces.retain(|namespace, _| {
+            let is_dropped = over > 0 && !most.contains_key(namespace);
+            over -= usize::from(is_dropped);
+            !is_dropped
+        });
+    }
+
+    /// The last window's usage and denials, and the present counts of faults.
+    pub fn report(&self) -> Vec<NamespaceReport> {
+        let namespaces = self.kept.namespaces.iter();
+        let reports = namespaces.filter_map(|(namespace, counts)| {
+            let told = self.last_window.get(namespace).copied();
+            // A namespace without faults is reported after its first window.
+            let befell = counts.poisoned > 0 || counts.restarts > 0;
+            let (observed, denials) = told.or(befell.then_some((Quanta(0), 0)))?;
+            Some(NamespaceReport {
+                namespace: namespace.clone(),
+                observed,
+                denials,
+                poisoned: counts.poisoned,
+                restarts: counts.restarts,
+            })
+        });
+        reports.collect()
+    }
+}
+
+/// The bytes of GPU memory that a container's accounts have.
+fn device_memory(books: &ContainerUsage) -> u64 {
+    let of_gpus = books.accounts.iter();
+    let of_gpus = of_gpus.filter(|of_it| matches!(of_it.account, Account::Gpu(_)));
+    let amounts = of_gpus.flat_map(|of_it| {
+        let amounts = [of_it.used, of_it.exited, of_it.leased, of_it.untracked];
+        amounts.map(|Bytes(bytes)| bytes)
+    });
+    amounts.fold(0, u64::saturating_add)
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_node::checkpoint_state::{ContainerName, PodName};
+    use bursar_sessions::AccountBalance;
+
+    use super::*;
+
+    fn container(number: u64, namespace: &str) -> BoundContainer {
+        let pod = Some(PodName {
+            namespace: namespace.to_owned(),
+            name: "p".to_owned(),
+        });
+        BoundContainer {
+            name: Some(ContainerName {
+                container: "c".to_owned(),
+                pod,
+            }),
+            ..BoundContainer::with_ids(number, 1)
+        }
+    }
+
+    fn books(number: u64, mebibytes: u64, counts: [u64; 3]) -> ContainerUsage {
+        let gpu = Account::Gpu("GPU-a".parse().unwrap());
+        let account = AccountBalance {
+            used: Bytes(mebibytes << 20),
+            ..AccountBalance::empty(gpu, Bytes::gib(16))
+        };
+        let managed = AccountBalance {
+            used: Bytes::gib(9),
+            ..AccountBalance::empty(Account::Managed, Bytes::gib(16))
+        };
+        ContainerUsage {
+            denied: vec![("f".to_owned(), counts[0])],
+            poisoned_images: counts[1],
+            ordered_restarts: counts[2],
+            ..ContainerUsage::empty(number, vec![account, managed])
+        }
+    }
+
+    struct Fixture {
+        tally: NamespaceUsage,
+        start: Instant,
+    }
+
+    impl Fixture {
+        fn with_persisted(kept: PersistedUsage) -> Fixture {
+            Fixture {
+                tally: NamespaceUsage::new(Quantum::Gib1, kept),
+                start: Instant::now(),
+            }
+        }
+
+        fn observe(&mut self, second: u64, all: &[(u64, &str, u64, [u64; 3])]) {
+            let containers: Vec<_> = all.iter().map(|one| container(one.0, one.1)).collect();
+            let books: Vec<_> = all.iter().map(|one| books(one.0, one.2, one.3)).collect();
+            let now = self.start + Duration::from_secs(second);
+            self.tally.observe(&containers, &books, now);
+        }
+
+        fn reported(&self) -> Vec<(String, u32, [u64; 3])> {
+            let reports = self.tally.report().into_iter();
+            let told = reports.map(|one| {
+                let counts = [one.denials, one.poisoned, one.restarts];
+                (one.namespace, one.observed.0, counts)
+            });
+            told.collect()
+        }
+    }
+
+    fn of(namespace: &str, observed: u32, counts: [u64; 3]) -> (String, u32, [u64; 3]) {
+        (namespace.to_owned(), observed, counts)
+    }
+
+    #[test]
+    fn usage_is_the_peak_of_each_minute_in_whole_quanta() {
+        let mut bed = Fixture::with_persisted(PersistedUsage::default());
+        bed.observe(0, &[(1, "a", 1_500, [0; 3]), (2, "a", 1_500, [0; 3])]);
+        bed.observe(30, &[(1, "a", 100, [0; 3]), (3, "b", 1_024, [0; 3])]);
+        assert_eq!(bed.reported(), [], "not before the window is over");
+        bed.observe(60, &[(1, "a", 100, [0; 3])]);
+        assert_eq!(bed.reported(), [of("a", 3, [0; 3]), of("b", 1, [0; 3])]);
+        bed.observe(90, &[(1, "a", 5_000, [0; 3])]);
+        assert_eq!(
+            bed.reported()[0],
+            of("a", 3, [0; 3]),
+            "nothing within a window"
+        );
+        bed.observe(120, &[]);
+        assert_eq!(bed.reported(), [of("a", 5, [0; 3]), of("b", 0, [0; 3])]);
+    }
+
+    #[test]
+    fn poisonings_are_reported_at_once_and_denials_per_window() {
+        let mut bed = Fixture::with_persisted(PersistedUsage::default());
+        bed.observe(0, &[(1, "a", 1, [7, 1, 1])]);
+        assert_eq!(bed.reported(), [of("a", 0, [0, 1, 1])]);
+        bed.observe(60, &[(1, "a", 1, [9, 2, 1])]);
+        assert_eq!(bed.reported(), [of("a", 1, [9, 2, 1])]);
+    }
+
+    #[test]
+    fn counts_outlive_containers_and_agents() {
+        let mut bed = Fixture::with_persisted(PersistedUsage::default());
+        bed.observe(0, &[(1, "a", 1, [5, 2, 2])]);
+        bed.observe(1, &[(1, "a", 1, [5, 2, 2]), (2, "a", 1, [1, 1, 0])]);
+        bed.observe(2, &[(2, "a", 1, [1, 1, 0])]);
+        let kept = serde_json::to_string(bed.tally.persisted()).unwrap();
+        let mut next = Fixture::with_persisted(serde_json::from_str(&kept).unwrap());
+        // Counts that the sessions do not store start at zero in the next agent.
+        next.observe(3, &[(2, "a", 1, [0, 1, 0])]);
+        next.observe(4, &[(2, "a", 1, [2, 2, 1])]);
+        next.observe(63, &[(2, "a", 1, [2, 2, 1])]);
+        assert_eq!(next.reported(), [of("a", 1, [5 + 1 + 2, 4, 3])]);
+    }
+
+    #[test]
+    fn idle_namespaces_are_dropped_when_the_status_is_full() {
+        let mut bed = Fixture::with_persisted(PersistedUsage::default());
+        for number in 0..100 {
+            let name = format!("n{number}");
+            bed.observe(number * 60, &[(number, &name, 1, [1, 1, 1])]);
+        }
+        let told = bed.reported();
+        assert!(told.len() <= MAX_NAMESPACES + 1, "{}", told.len());
+        assert!(told.iter().any(|one| one.0 == "n99"));
+    }
+}

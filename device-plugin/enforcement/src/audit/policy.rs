@@ -1,0 +1,148 @@
+//! Decides what follows a finding: pure.
+
+use bursar_config::{AuditConfig, AuditPolicy};
+use bursar_sessions::Process;
+
+use super::compare::Finding;
+
+/// Unaccounted memory is usual while a process ends, so it is reported after this many audits.
+const UNACCOUNTED_AFTER: u32 = 10;
+
+/// A program may be within `cuInit` at one audit, but not at two: `cuInit` takes 0.2 s.
+const HOLDER_AFTER: u32 = 2;
+
+/// What the agent does about a finding.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Action {
+    /// Whether to publish an Event: once as long as the finding is present.
+    pub publish_event: bool,
+    /// The processes to kill.
+    pub kill: Vec<Process>,
+}
+
+/// Decides about a finding that was present in `strikes` audits, for most kinds in a row. The agent
+/// kills only processes of containers that it gave memory; other processes are the administrator's.
+pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
+    let (told_at, at_fault) = match finding {
+        Finding::OverQuota { processes, .. } => (1, processes.clone()),
+        Finding::UntrackedProcess {
+            process,
+            allocation: Some(_),
+            ..
+        }
+        | Finding::ForgedPage { process, .. } => (1, vec![*process]),
+        Finding::UntrackedProcess {
+            allocation: None, ..
+        } => (1, Vec::new()),
+        Finding::Holder {
+            process,
+            is_only_suspect: alone,
+            ..
+        } => (
+            HOLDER_AFTER,
+            alone.then_some(*process).into_iter().collect(),
+        ),
+        Finding::Unaccounted { .. } => (UNACCOUNTED_AFTER, Vec::new()),
+    };
+    let kills = match config.policy {
+        AuditPolicy::Report => false,
+        // A kill may fail, so it is repeated after as many audits.
+        AuditPolicy::Kill => strikes > 0 && strikes.is_multiple_of(config.kill_after),
+    };
+    Action {
+        publish_event: strikes == told_at,
+        kill: if kills { at_fault } else { Vec::new() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_host::procfs::ProcessOwner;
+    use bursar_ledger::units::{AllocationId, Bytes};
+
+    use super::*;
+
+    const ONE: Process = Process { pid: 7, start: 70 };
+
+    fn config(policy: AuditPolicy) -> AuditConfig {
+        AuditConfig {
+            policy,
+            tolerance: Bytes::mib(64),
+            process_allowance: Bytes::gib(1),
+            kill_after: 3,
+        }
+    }
+
+    fn over_quota() -> Finding {
+        Finding::OverQuota {
+            allocation: AllocationId::from_bits(1),
+            gpu: "GPU-a".parse().unwrap(),
+            quota: Bytes::gib(1),
+            charged: Bytes::gib(4),
+            processes: vec![ONE],
+        }
+    }
+
+    fn intruder(allocation: Option<AllocationId>) -> Finding {
+        Finding::UntrackedProcess {
+            gpu: "GPU-a".parse().unwrap(),
+            process: ONE,
+            bytes: None,
+            owner: ProcessOwner::Host,
+            allocation,
+        }
+    }
+
+    #[test]
+    fn finding_kills_after_as_many_audits_as_configured() {
+        let config = config(AuditPolicy::Kill);
+        let steps: Vec<(bool, usize)> = (1..=7)
+            .map(|strikes| action(&over_quota(), strikes, &config))
+            .map(|action| (action.publish_event, action.kill.len()))
+            .collect();
+        let expected = [
+            (true, 0),
+            (false, 0),
+            (false, 1),
+            (false, 0),
+            (false, 0),
+            (false, 1),
+            (false, 0),
+        ];
+        assert_eq!(steps, expected);
+    }
+
+    #[test]
+    fn policy_report_kills_nothing() {
+        let config = config(AuditPolicy::Report);
+        let kills = (1..=100).map(|strikes| action(&over_quota(), strikes, &config).kill.len());
+        assert_eq!(kills.sum::<usize>(), 0);
+    }
+
+    #[test]
+    fn process_outside_our_containers_is_reported_and_not_killed() {
+        let config = config(AuditPolicy::Kill);
+        assert!(action(&intruder(None), 1, &config).publish_event);
+        assert_eq!(action(&intruder(None), 3, &config).kill, []);
+        let ours = intruder(Some(AllocationId::from_bits(1)));
+        assert_eq!(action(&ours, 3, &config).kill, [ONE]);
+    }
+
+    #[test]
+    fn holder_is_killed_only_when_it_is_the_only_suspect() {
+        let config = config(AuditPolicy::Kill);
+        let holder = |alone| Finding::Holder {
+            gpu: "GPU-a".parse().unwrap(),
+            process: ONE,
+            bytes: Bytes::gib(1),
+            allocation: AllocationId::from_bits(1),
+            is_only_suspect: alone,
+        };
+        let told: Vec<bool> = (1..=4)
+            .map(|strikes| action(&holder(true), strikes, &config).publish_event)
+            .collect();
+        assert_eq!(told, [false, true, false, false]);
+        assert_eq!(action(&holder(true), 3, &config).kill, [ONE]);
+        assert_eq!(action(&holder(false), 3, &config).kill, []);
+    }
+}

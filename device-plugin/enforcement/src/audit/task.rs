@@ -1,0 +1,540 @@
+//! Audits the node once a second: collects, compares, reports and acts.
+//!
+//! ```text
+//!   pids of exited processes --> NVML (deadline) --> attestation (deadline) --> accounts
+//!     --> identities of NVML's processes --> compare --> charges, metrics, Events, kills
+//! ```
+//!
+//! [`compare`](super::compare) and [`collect`](super::collect) give the reasons for this order. No
+//! step waits longer than its deadline: the auditor leaves out a GPU or a pod that hangs, and
+//! reports it after [`STALE_AFTER`].
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bursar_apiserver::Events;
+use bursar_config::{AuditConfig, Config};
+use bursar_gpu::nvml::NvmlHandle;
+use bursar_host::checkpoint::Checkpoint;
+use bursar_host::checkpoint::disk::{LateWrite, WriteBehindFile};
+use bursar_host::procfs::Stat;
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
+use bursar_node::actor::Snapshot;
+use bursar_node::allocator::BoundContainer;
+use bursar_sessions::{Account, ContainerUsage, Sessions};
+use futures::future::join_all;
+use tokio::sync::watch;
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::collect::{SampleRequests, identify, is_running};
+use super::compare::{AttestedState, AuditResult, Finding, GpuSample, compare_accounts};
+use super::consecutive::ConsecutiveFindings;
+use super::events;
+use super::kill::kill;
+use super::namespace_usage::{NamespaceUsage, PersistedUsage};
+use super::policy::action;
+use super::withheld::WithheldMemory;
+use crate::attestation::{
+    AttestationTarget, AttestedContainer, EnforcementGap, GapReason, HostView, PodAttestor,
+};
+use crate::audit::metrics::{AuditFigures, AuditMetrics};
+use crate::audit::namespace_usage::NamespaceReport;
+use crate::driver_limits::{self, Limits};
+
+/// The time from one audit to the next.
+const AUDIT_INTERVAL: Duration = Duration::from_secs(1);
+/// The deadline of NVML for all GPUs together.
+const NVML_TIMEOUT: Duration = Duration::from_millis(500);
+/// The deadline of the attestation.
+const ATTESTATION_TIMEOUT: Duration = Duration::from_millis(400);
+/// How long a GPU or a pod's probe may give no answer before that is reported.
+const STALE_AFTER: Duration = Duration::from_secs(5);
+
+/// How long the agent's start waits for the disk to read the counts of namespaces.
+const USAGE_READ_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The audit's part of the node's status.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct AuditStatus {
+    /// Whether an audit has ended.
+    pub has_run: bool,
+    /// The healthy GPUs that NVML has not answered about for a while.
+    pub stale_gpus: BTreeSet<GpuUuid>,
+    /// The pods whose probe has not ended for a while.
+    pub hanging_pods: BTreeSet<PodUid>,
+    /// The containers that are not under enforcement.
+    pub not_enforced: Vec<(BoundContainer, EnforcementGap)>,
+    /// The usage and the counts of each namespace.
+    pub namespaces: Vec<NamespaceReport>,
+    /// The state directory lacks the namespaces' counters for long.
+    pub late_write: Option<LateWrite>,
+}
+
+/// The state of the audit task.
+pub struct Auditor {
+    config: AuditConfig,
+    proc: PathBuf,
+    nvml: NvmlHandle,
+    sessions: Arc<Sessions>,
+    snapshots: watch::Receiver<Snapshot>,
+    limits: watch::Receiver<Limits>,
+    withhold: watch::Sender<BTreeMap<GpuUuid, Bytes>>,
+    events: Events,
+    metrics: AuditMetrics,
+    audited: watch::Sender<AuditStatus>,
+    sample_requests: SampleRequests,
+    /// The agent's start, in clock ticks since boot.
+    agent_start: u64,
+    /// A read of the host's state that has not ended.
+    host_view: Option<JoinHandle<HostView>>,
+    attestations: BTreeMap<PodUid, PodAttestation>,
+    consecutive: ConsecutiveFindings,
+    withheld: WithheldMemory,
+    /// The time of each GPU's last answer; before the first answer, of its first sight.
+    last_answers: BTreeMap<GpuUuid, Instant>,
+    /// The last published gap of each running container.
+    last_gaps: BTreeMap<AllocationId, Option<GapReason>>,
+    usage: NamespaceUsage,
+    usage_file: WriteBehindFile<PersistedUsage>,
+}
+
+/// A probe, which returns the attestor with its result.
+type ProbeTask = JoinHandle<(Box<PodAttestor>, Vec<AttestedContainer>)>;
+
+/// The attestor of a pod, which a running probe owns.
+enum AttestorState {
+    Idle(Box<PodAttestor>),
+    Probing(ProbeTask),
+    /// A probe panicked and lost its cache.
+    Lost,
+}
+
+/// A pod's attestation. A process may hang in the kernel, and a probe that reads it hangs too.
+struct PodAttestation {
+    state: AttestorState,
+    /// The result of the last probe that ended.
+    attested: Vec<AttestedContainer>,
+    /// The time of that result; before the first result, of the pod's first sight.
+    answered_at: Instant,
+}
+
+impl Auditor {
+    /// An audit that has not begun, with the channel of its status.
+    ///
+    /// # Errors
+    /// When the system starts no thread.
+    pub fn new(
+        config: &Config,
+        nvml: NvmlHandle,
+        sessions: Arc<Sessions>,
+        snapshots: watch::Receiver<Snapshot>,
+        limits: watch::Receiver<Limits>,
+        events: Events,
+        metrics: AuditMetrics,
+    ) -> std::io::Result<(Self, watch::Receiver<AuditStatus>)> {
+        let (audited, told) = watch::channel(AuditStatus::default());
+        let tally_file = Checkpoint::new(config.paths.state_dir.join("namespaces.json"));
+        let tally_file: WriteBehindFile<PersistedUsage> =
+            WriteBehindFile::open(tally_file, Checkpoint::save)?;
+        let kept = tally_file.read(USAGE_READ_TIMEOUT);
+        if kept.is_none() {
+            warn!("failed to read the counts of namespaces from the disk; they start at zero");
+        }
+        let auditor = Self {
+            config: config.audit,
+            proc: config.paths.proc.clone(),
+            nvml,
+            sessions,
+            snapshots,
+            limits,
+            withhold: watch::channel(BTreeMap::new()).0,
+            events,
+            metrics,
+            audited,
+            sample_requests: SampleRequests::default(),
+            agent_start: agent_start_ticks(),
+            host_view: None,
+            attestations: BTreeMap::new(),
+            consecutive: ConsecutiveFindings::default(),
+            withheld: WithheldMemory::default(),
+            last_answers: BTreeMap::new(),
+            last_gaps: BTreeMap::new(),
+            usage: NamespaceUsage::new(config.resources.quantum, kept.unwrap_or_default()),
+            usage_file: tally_file,
+        };
+        Ok((auditor, told))
+    }
+
+    /// Sets the channel for the memory of each GPU that must not be bound.
+    #[must_use]
+    pub fn with_withheld(mut self, withhold: watch::Sender<BTreeMap<GpuUuid, Bytes>>) -> Self {
+        self.withhold = withhold;
+        self
+    }
+
+    /// Audits until `stop`.
+    pub async fn run(mut self, config: Config, stop: CancellationToken) {
+        let mut every = interval(AUDIT_INTERVAL);
+        every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        while stop.run_until_cancelled(every.tick()).await.is_some() {
+            if stop
+                .run_until_cancelled(self.audit(&config))
+                .await
+                .is_none()
+            {
+                return;
+            }
+        }
+    }
+
+    async fn audit(&mut self, config: &Config) {
+        let begun = Instant::now();
+        let (gpus, healthy, containers) = {
+            let snapshot = self.snapshots.borrow();
+            let states = || snapshot.inventory.gpus().iter();
+            let gpus: BTreeSet<_> = states().map(|state| state.gpu.uuid.clone()).collect();
+            let healthy = states().filter(|state| state.health.is_healthy());
+            let healthy: BTreeSet<_> = healthy.map(|state| state.gpu.uuid.clone()).collect();
+            (gpus, healthy, snapshot.containers.clone())
+        };
+        let exited = self.sessions.exited_pids();
+        let nvml = self.nvml.clone();
+        let answers = self
+            .sample_requests
+            .collect(&gpus, |gpu| nvml.request_sample(gpu), begun + NVML_TIMEOUT)
+            .await;
+        self.attest_pods(config, &containers).await;
+        let attested = self.attestations.values().flat_map(|pod| &pod.attested);
+        let attested: Vec<AttestedContainer> = attested.cloned().collect();
+        let hangs = |pod: &PodAttestation| begun.duration_since(pod.answered_at) >= STALE_AFTER;
+        let hanging = self.attestations.iter().filter(|(_, pod)| hangs(pod));
+        let hanging: BTreeSet<PodUid> = hanging.map(|(uid, _)| uid.clone()).collect();
+        let books = self.sessions.container_usage();
+        let mut seen: Vec<GpuSample> = answers
+            .into_iter()
+            .map(|(gpu, answer)| identify(gpu, answer, &self.proc))
+            .collect();
+        // Read after the accounts, so that memory of an ending pod is in one of both.
+        for gpu in &self.snapshots.borrow().view.gpus {
+            let of_it = seen.iter_mut().find(|seen| seen.gpu == gpu.uuid);
+            of_it.into_iter().for_each(|seen| {
+                seen.unreclaimed_or_retained =
+                    Bytes(gpu.unreclaimed.0.saturating_add(gpu.orphaned_leases.0));
+            });
+        }
+        let mut known = attested_state(&attested, exited, self.agent_start);
+        // Checked after the accounts were read: attested processes may have ended with their
+        // sessions.
+        known
+            .processes
+            .retain(|pid, (_, process)| is_running(&self.proc, *pid, process.start));
+        let result = compare_accounts(&seen, &books, &known, &self.config);
+        self.charge_untracked(&books, &seen, &result);
+        self.update_withheld(&seen, &result, &gpus);
+        let stale = self.stale_gpus(&gpus, &seen, begun);
+        let answered = |gpu: &&GpuUuid| seen.iter().any(|seen| seen.gpu == **gpu);
+        let silent = gpus.iter().filter(|gpu| !answered(gpu)).cloned().collect();
+        self.act_on_findings(&result.findings, &silent, &containers);
+        let not_enforced = self.publish_transitions(&containers, &attested);
+        self.count_usage(&containers, &books, begun);
+        let after = AuditStatus {
+            has_run: true,
+            stale_gpus: stale.intersection(&healthy).cloned().collect(),
+            hanging_pods: hanging.clone(),
+            not_enforced,
+            namespaces: self.usage.report(),
+            late_write: self.usage_file.late_write(),
+        };
+        let figures = AuditFigures {
+            verdict: result,
+            gpus,
+            stale,
+            hanging,
+            ..self.container_figures(containers, books, &attested)
+        };
+        self.metrics.set_audit(figures);
+        self.metrics.observe_audit(begun.elapsed());
+        self.audited.send_if_modified(|before| {
+            let changed = *before != after;
+            *before = after;
+            changed
+        });
+    }
+
+    /// Probes all pods. A pod whose probe takes too long keeps its last result until the probe
+    /// ends.
+    async fn attest_pods(&mut self, config: &Config, containers: &[BoundContainer]) {
+        let deadline = Instant::now() + ATTESTATION_TIMEOUT;
+        let mut reading = self.host_view.take().unwrap_or_else(|| {
+            let (paths, driver) = (config.paths.clone(), config.driver.clone());
+            spawn_blocking(move || HostView::read(&paths, &driver))
+        });
+        let host = match timeout_at(deadline, &mut reading).await {
+            Ok(Ok(host)) => Arc::new(host),
+            Ok(Err(error)) => return warn!(%error, "failed to attest containers"),
+            Err(_) => {
+                self.host_view = Some(reading);
+                return;
+            }
+        };
+        let mut before = std::mem::take(&mut self.attestations);
+        let probes = targets(containers).into_iter().map(|target| {
+            let uid = target.pod.clone();
+            let mut pod = before.remove(&uid).unwrap_or_else(|| PodAttestation {
+                state: AttestorState::Lost,
+                attested: Vec::new(),
+                answered_at: Instant::now(),
+            });
+            let host = host.clone();
+            async move {
+                pod.probe(config, target, host, deadline).await;
+                (uid, pod)
+            }
+        });
+        self.attestations = join_all(probes).await.into_iter().collect();
+    }
+
+    /// Charges the memory of processes without a session to their containers' accounts.
+    fn charge_untracked(&self, books: &[ContainerUsage], seen: &[GpuSample], result: &AuditResult) {
+        for GpuSample { gpu, .. } in seen {
+            for books in books {
+                let outside = result
+                    .untracked_memory
+                    .get(&(books.allocation, gpu.clone()));
+                let account = Account::Gpu(gpu.clone());
+                let had = books.accounts.iter().find(|had| had.account == account);
+                if had.is_some_and(|had| had.untracked > Bytes::ZERO || outside.is_some()) {
+                    let charged = outside.cloned().unwrap_or_default();
+                    self.sessions
+                        .set_untracked(&books.allocation, &account, charged);
+                }
+            }
+        }
+    }
+
+    /// Publishes each GPU's memory that is in use and charged to no container.
+    fn update_withheld(
+        &mut self,
+        seen: &[GpuSample],
+        result: &AuditResult,
+        gpus: &BTreeSet<GpuUuid>,
+    ) {
+        let told = seen.iter().filter(|seen| seen.unattributed.is_some());
+        let told = told.map(|seen| seen.gpu.clone()).collect();
+        let after = self.withheld.observe(&told, result, gpus);
+        self.withhold.send_if_modified(|before| {
+            let changed = *before != after;
+            if changed {
+                info!(withheld = ?after, "withheld memory changed");
+            }
+            *before = after;
+            changed
+        });
+    }
+
+    fn stale_gpus(
+        &mut self,
+        gpus: &BTreeSet<GpuUuid>,
+        seen: &[GpuSample],
+        now: Instant,
+    ) -> BTreeSet<GpuUuid> {
+        self.last_answers.retain(|gpu, _| gpus.contains(gpu));
+        for gpu in gpus {
+            let answered = self.last_answers.entry(gpu.clone()).or_insert(now);
+            if seen.iter().any(|seen| seen.gpu == *gpu) {
+                *answered = now;
+            }
+        }
+        let old = self
+            .last_answers
+            .iter()
+            .filter(|(_, at)| now.duration_since(**at) >= STALE_AFTER);
+        old.map(|(gpu, _)| gpu.clone()).collect()
+    }
+
+    /// The figures of containers for the metrics.
+    fn container_figures(
+        &self,
+        containers: Arc<[BoundContainer]>,
+        books: Vec<ContainerUsage>,
+        attested: &[AttestedContainer],
+    ) -> AuditFigures {
+        let mut gaps: BTreeMap<AllocationId, Option<GapReason>> = BTreeMap::new();
+        for attested in attested {
+            let gap = attested.gap.as_ref().map(|gap| gap.reason);
+            // A container that is restarting has two cgroups for a moment.
+            let most = gaps.entry(attested.allocation).or_insert(gap);
+            *most = gap.max(*most);
+        }
+        let books = books.into_iter().map(|books| (books.allocation, books));
+        let books: BTreeMap<_, _> = books.collect();
+        let limits = self.limits.borrow();
+        let limited = containers.iter().filter(|container| {
+            let books = books.get(&container.allocation);
+            books.is_some_and(|books| driver_limits::is_limited(&limits, container, books))
+        });
+        AuditFigures {
+            limited: limited.map(|container| container.allocation).collect(),
+            attested: gaps,
+            containers: Arc::clone(&containers),
+            books,
+            ..AuditFigures::default()
+        }
+    }
+
+    fn act_on_findings(
+        &mut self,
+        findings: &[Finding],
+        silent: &BTreeSet<GpuUuid>,
+        containers: &[BoundContainer],
+    ) {
+        let strikes = self.consecutive.count(findings, silent);
+        for (finding, strikes) in findings.iter().zip(strikes) {
+            let action = action(finding, strikes, &self.config);
+            if action.publish_event {
+                warn!(?finding, "audit finding");
+                self.metrics.count_finding(finding);
+                events::publish_finding(&self.events, finding, containers);
+            }
+            for process in action.kill {
+                match kill(&self.proc, process) {
+                    Ok(true) => {
+                        warn!(
+                            pid = process.pid,
+                            kind = finding.kind(),
+                            "killed a process for a finding"
+                        );
+                        self.metrics.count_kill();
+                        events::publish_kill(&self.events, finding, containers);
+                    }
+                    Ok(false) => {}
+                    Err(error) => warn!(pid = process.pid, %error, "failed to kill a process"),
+                }
+            }
+        }
+    }
+
+    fn count_usage(
+        &mut self,
+        containers: &[BoundContainer],
+        books: &[ContainerUsage],
+        now: Instant,
+    ) {
+        let before = self.usage.persisted().clone();
+        self.usage.observe(containers, books, now);
+        if *self.usage.persisted() != before {
+            // Only counts are lost if the file cannot be written.
+            self.usage_file.write(self.usage.persisted().clone());
+        }
+    }
+
+    /// Publishes containers that left or entered the enforcement; returns those that are outside.
+    fn publish_transitions(
+        &mut self,
+        containers: &[BoundContainer],
+        attested: &[AttestedContainer],
+    ) -> Vec<(BoundContainer, EnforcementGap)> {
+        let mut gaps: BTreeMap<AllocationId, Option<&EnforcementGap>> = BTreeMap::new();
+        for attested in attested {
+            let gap = gaps.entry(attested.allocation).or_default();
+            *gap = gap.or(attested.gap.as_ref());
+        }
+        self.last_gaps
+            .retain(|allocation, _| gaps.contains_key(allocation));
+        let mut not_enforced = Vec::new();
+        for container in containers {
+            let Some(gap) = gaps.get(&container.allocation) else {
+                continue;
+            };
+            let reason = gap.map(|gap| gap.reason);
+            let before = self
+                .last_gaps
+                .insert(container.allocation, reason)
+                .flatten();
+            if before != reason {
+                info!(pod = %container.pod, gap = gap.map(ToString::to_string), "enforcement changed");
+                events::publish_enforcement(&self.events, container, *gap);
+            }
+            if let Some(gap) = gap {
+                not_enforced.push((container.clone(), (*gap).clone()));
+            }
+        }
+        not_enforced
+    }
+}
+
+impl PodAttestation {
+    async fn probe(
+        &mut self,
+        config: &Config,
+        target: AttestationTarget,
+        host: Arc<HostView>,
+        deadline: Instant,
+    ) {
+        let begin = |mut attestor: Box<PodAttestor>| {
+            spawn_blocking(move || {
+                let attested = attestor.probe(&target, &host);
+                (attestor, attested)
+            })
+        };
+        let mut probing = match std::mem::replace(&mut self.state, AttestorState::Lost) {
+            AttestorState::Probing(probing) => probing,
+            AttestorState::Idle(attestor) => begin(attestor),
+            AttestorState::Lost => begin(Box::new(PodAttestor::new(config))),
+        };
+        match timeout_at(deadline, &mut probing).await {
+            Ok(Ok((attestor, attested))) => {
+                self.state = AttestorState::Idle(attestor);
+                self.attested = attested;
+                self.answered_at = Instant::now();
+            }
+            Ok(Err(error)) => warn!(%error, "failed to attest containers"),
+            Err(_) => self.state = AttestorState::Probing(probing),
+        }
+    }
+}
+
+fn targets(containers: &[BoundContainer]) -> Vec<AttestationTarget> {
+    let pods = containers.iter().filter_map(|container| {
+        let cgroup = container.cgroup.clone()?;
+        Some((container.pod.clone(), cgroup))
+    });
+    let pods: BTreeMap<_, _> = pods.collect();
+    pods.into_iter()
+        .map(|(pod, cgroup)| AttestationTarget { pod, cgroup })
+        .collect()
+}
+
+/// Zero where the start time is unknown: then no process counts as older.
+fn agent_start_ticks() -> u64 {
+    let text = bursar_host::procfs::read_small(Path::new("/proc/self/stat")).unwrap_or_default();
+    Stat::parse(&text).map_or(0, |stat| stat.start_ticks)
+}
+
+fn attested_state(
+    attested: &[AttestedContainer],
+    exited: BTreeSet<u32>,
+    since: u64,
+) -> AttestedState {
+    let named = |attested: &AttestedContainer| {
+        let name = (attested.pod.clone(), attested.cgroup.clone());
+        (name, attested.allocation)
+    };
+    let processes = attested.iter().flat_map(|attested| {
+        let processes = attested.processes.iter();
+        processes.map(|(pid, running)| (attested.allocation, pid, running))
+    });
+    AttestedState {
+        allocations: attested.iter().map(named).collect(),
+        processes: processes
+            .map(|(of, pid, running)| (*pid, (of, running.clone())))
+            .collect(),
+        exited_pids: exited,
+        agent_start: since,
+    }
+}

@@ -1,0 +1,26 @@
+//! Acts on poisoned contexts: carries out the sessions' decisions and reports them.
+//!
+//! ```text
+//!   shim's report --> sessions: fence, decide (pure) --+--> verdict to the shim
+//!   kernel's log: XID with a pid --> confirmation -----+--> task: kill, Event, GpuNode.status
+//!   NVML: XID of a GPU ------------------^
+//!   GpuNode.spec.contextPolicies --> task --> sessions
+//! ```
+//!
+//! | module | job |
+//! |---|---|
+//! | [`confirmation`] | decides which XIDs of the kernel's log NVML confirms: pure |
+//! | [`kmsg`] | finds XIDs with pids in the kernel's log |
+//! | [`policy`] | decides what follows a fault in which container: pure |
+//! | [`task`] | reads the log and carries out decisions |
+//! | [`report`] | describes an open fault for the node's status |
+//! | [`events`] | publishes Events and builds fault reports |
+
+pub mod confirmation;
+pub mod events;
+pub mod kmsg;
+pub mod policy;
+pub mod report;
+pub mod task;
+
+pub use task::{FaultInputs, run};

@@ -1,0 +1,165 @@
+//! Publishes Events about faults and builds their reports for the GpuNode's status.
+
+use bursar_apiserver::{Events, PodRef, Reason};
+use bursar_ledger::units::AllocationId;
+use bursar_node::allocator::BoundContainer;
+use bursar_sessions::{Fault, RecoveryAction};
+
+use crate::faults::report::{FaultReport, ImageReport};
+
+/// The identifier of a fault; an image is poisoned at most once.
+pub fn fault_id(allocation: &AllocationId, fault: &Fault) -> String {
+    format!("{allocation}-{}", fault.image.generation)
+}
+
+/// The report of an open fault for the GpuNode's status.
+pub fn fault_report(
+    allocation: &AllocationId,
+    fault: &Fault,
+    gpu_generation: u64,
+    containers: &[BoundContainer],
+) -> FaultReport {
+    let container = find_container(allocation, containers);
+    let holder = container.and_then(|container| container.name.as_ref());
+    let pod = holder.and_then(|holder| holder.pod.as_ref());
+    FaultReport {
+        id: fault_id(allocation, fault),
+        gpu: fault.gpu.clone(),
+        gpu_generation,
+        cuda_error: fault.cuda_error,
+        xid: fault.xid,
+        action: fault.decision().map(RecoveryAction::to_api),
+        image: Some(ImageReport {
+            pod_uid: container.map(|container| container.pod.clone()),
+            namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
+            pod: pod.map(|pod| pod.name.clone()).unwrap_or_default(),
+            container: holder
+                .map(|holder| holder.container.clone())
+                .unwrap_or_default(),
+            process_generation: fault.image.generation,
+        }),
+        time: Some(fault.time),
+    }
+}
+
+/// Publishes an Event about a new fault: on the pod if its name is known, otherwise on the node.
+pub fn publish_fault(
+    events: &Events,
+    allocation: &AllocationId,
+    fault: &Fault,
+    containers: &[BoundContainer],
+) {
+    let message = message(fault);
+    let container = find_container(allocation, containers);
+    let holder = container.and_then(|container| container.name.as_ref());
+    let named =
+        container.zip(holder.and_then(|holder| Some((&holder.container, holder.pod.clone()?))));
+    match named {
+        Some((container, (name, pod))) => {
+            let pod = PodRef {
+                namespace: pod.namespace,
+                name: pod.name,
+                uid: container.pod.clone(),
+            };
+            events.on_pod(
+                pod,
+                Reason::ContextPoisoned,
+                format!("container {name}: {message}"),
+            );
+        }
+        None => events.on_node(Reason::ContextPoisoned, message),
+    }
+}
+
+fn message(fault: &Fault) -> String {
+    let cause = match (fault.cuda_error, fault.xid) {
+        (Some(code), _) => format!("CUDA error {code}"),
+        (None, Some(xid)) => format!("XID {xid}"),
+        (None, None) => "a fault".to_owned(),
+    };
+    let done = match fault.decision() {
+        Some(RecoveryAction::ReexecInPlace) => "its program is executed again in the same process",
+        Some(RecoveryAction::RestartContainer { over_limit: false }) => {
+            "its container is restarted"
+        }
+        Some(RecoveryAction::RestartContainer { over_limit: true }) => {
+            "its container has been restarted too often and is killed"
+        }
+        Some(RecoveryAction::NoAction {
+            await_eviction: true,
+        }) => "its pod is to be evicted",
+        Some(RecoveryAction::NoAction {
+            await_eviction: false,
+        }) => "nothing is done",
+        None => "it gets no more memory",
+    };
+    // Tenants read the Event and must not learn a pid of the host.
+    let generation = fault.image.generation;
+    format!("{cause} poisoned the context of a process (generation {generation}): {done}")
+}
+
+fn find_container<'a>(
+    allocation: &AllocationId,
+    containers: &'a [BoundContainer],
+) -> Option<&'a BoundContainer> {
+    let mut all = containers.iter();
+    all.find(|container| container.allocation == *allocation)
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_crds::gpu_node::FaultAction;
+    use bursar_ledger::BootTime;
+    use bursar_sessions::{Process, ProcessImage, RecordedMoment};
+    use jiff::Timestamp;
+
+    use super::*;
+
+    fn fault() -> Fault {
+        Fault {
+            image: ProcessImage {
+                process: Process { pid: 7, start: 70 },
+                generation: 3,
+            },
+            gpu: "GPU-a".parse().unwrap(),
+            cuda_error: Some(700),
+            xid: Some(31),
+            time: Timestamp::UNIX_EPOCH,
+            since: BootTime::default(),
+            decided: Some((
+                RecoveryAction::ReexecInPlace,
+                RecordedMoment(BootTime::default()),
+            )),
+            executed: false,
+            ended: false,
+        }
+    }
+
+    #[test]
+    fn message_of_a_fault_has_cause_generation_and_action() {
+        let said = "CUDA error 700 poisoned the context of a process (generation 3): \
+            its program is executed again in the same process";
+        assert_eq!(message(&fault()), said);
+        let undecided = Fault {
+            cuda_error: None,
+            decided: None,
+            ..fault()
+        };
+        assert!(message(&undecided).starts_with("XID 31 poisoned"));
+    }
+
+    #[test]
+    fn fault_is_reported_when_its_container_is_unknown() {
+        let allocation = AllocationId::from_bits(0xaa);
+        let known = BoundContainer::with_ids(0xaa, 1);
+        let said = fault_report(&allocation, &fault(), 5, &[known]);
+        assert_eq!(
+            (said.id.as_str(), said.gpu_generation),
+            ("00000000000000aa-3", 5)
+        );
+        assert_eq!(said.action, Some(FaultAction::InPlace));
+        assert_eq!(said.image.unwrap().pod_uid, Some("p".parse().unwrap()));
+        let unknown = fault_report(&allocation, &fault(), 5, &[]);
+        assert_eq!(unknown.image.unwrap().pod_uid, None);
+    }
+}

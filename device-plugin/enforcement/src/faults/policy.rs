@@ -1,0 +1,91 @@
+//! Decides what follows a poisoned context in which container: pure.
+
+use bursar_crds::gpu_node::{ContextPolicyEntry, RestartRequest};
+
+use bursar_node::allocator::BoundContainer;
+use bursar_sessions::RecoveryPolicy;
+
+/// The policy of a container, by the orders for namespaces. None where the container's namespace is
+/// unknown, so that its present policy stays.
+pub fn context_policy(
+    orders: &[ContextPolicyEntry],
+    container: &BoundContainer,
+) -> Option<RecoveryPolicy> {
+    let namespace = &container.name.as_ref()?.pod.as_ref()?.namespace;
+    let order = orders.iter().find(|order| order.namespace == *namespace);
+    Some(order.map_or_else(RecoveryPolicy::default, |order| {
+        RecoveryPolicy::new(order.action, order.max_restarts, order.window_seconds)
+    }))
+}
+
+/// The process generation that a container is ordered to reach; none without an order.
+pub fn required_generation(orders: &[RestartRequest], container: &BoundContainer) -> Option<u64> {
+    let holder = container.name.as_ref()?;
+    let of_it = orders.iter().filter(|order| {
+        order.pod_uid == container.pod.as_str() && order.container == holder.container
+    });
+    let most = of_it.map(|order| order.process_generation).max()?;
+    u64::try_from(most).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_node::checkpoint_state::{ContainerName, PodName};
+
+    use bursar_crds::budget::ContextAction;
+
+    use super::*;
+
+    fn container_in(namespace: Option<&str>) -> BoundContainer {
+        let pod = namespace.map(|namespace| PodName {
+            namespace: namespace.to_owned(),
+            name: "p".to_owned(),
+        });
+        BoundContainer {
+            name: Some(ContainerName {
+                container: "c".to_owned(),
+                pod,
+            }),
+            ..BoundContainer::with_ids(1, 1)
+        }
+    }
+
+    #[test]
+    fn policy_is_that_of_the_namespace_or_restart() {
+        let orders = [ContextPolicyEntry {
+            namespace: "here".to_owned(),
+            action: ContextAction::InPlace,
+            max_restarts: 9,
+            window_seconds: 60,
+        }];
+        let here = RecoveryPolicy::new(ContextAction::InPlace, 9, 60);
+        assert_eq!(
+            context_policy(&orders, &container_in(Some("here"))),
+            Some(here)
+        );
+        let elsewhere = context_policy(&orders, &container_in(Some("there"))).unwrap();
+        assert_eq!(elsewhere, RecoveryPolicy::default());
+        assert_eq!(elsewhere.action, ContextAction::Restart);
+        assert_eq!(context_policy(&orders, &container_in(None)), None);
+    }
+
+    #[test]
+    fn required_generation_is_the_highest_of_its_orders() {
+        let order = |pod: &str, container: &str, process_generation| RestartRequest {
+            fault: "f".into(),
+            pod_uid: pod.into(),
+            container: container.into(),
+            process_generation,
+        };
+        let container = container_in(Some("here"));
+        let uid = container.pod.as_str();
+        let orders = [
+            order(uid, "c", 3),
+            order(uid, "c", 5),
+            order(uid, "d", 8),
+            order("q", "c", 9),
+        ];
+        assert_eq!(required_generation(&orders, &container), Some(5));
+        assert_eq!(required_generation(&orders[2..], &container), None);
+    }
+}

@@ -1,0 +1,193 @@
+//! Reads the kernel's log, applies context policies, publishes faults and kills processes.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bursar_apiserver::Events;
+use bursar_apiserver::ParsedSpec;
+use bursar_config::PathsConfig;
+use bursar_gpu::xid::RecentXids;
+use bursar_host::clock::{self, ClockReading};
+use bursar_ledger::BootTime;
+use bursar_node::actor::Snapshot;
+use bursar_sessions::{Sessions, XidTarget};
+use tokio::sync::watch;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::confirmation::PendingXids;
+use super::kmsg::{KernelLog, XidLine};
+use super::{events, policy};
+use crate::audit::kill::kill;
+use crate::audit::metrics::AuditMetrics;
+use crate::faults::report::FaultReport;
+
+/// How often the task reads the kernel's log and checks for overdue faults.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
+
+/// The inputs of the task.
+pub struct FaultInputs {
+    /// The paths of the log and of `/proc`.
+    pub paths: PathsConfig,
+    /// The sessions, which know the containers' processes.
+    pub sessions: Arc<Sessions>,
+    /// The node's containers.
+    pub snapshots: watch::Receiver<Snapshot>,
+    /// The orders in the node's `GpuNode`; none before the API server has sent the object.
+    pub orders: watch::Receiver<Option<ParsedSpec>>,
+    /// The XIDs that NVML reported recently.
+    pub xids: watch::Receiver<RecentXids>,
+    /// Since when the agent cannot write the node's status; none while it can.
+    pub disconnected_since: watch::Receiver<Option<Instant>>,
+    /// The publisher of Events.
+    pub events: Events,
+    /// The counters.
+    pub metrics: AuditMetrics,
+}
+
+/// Acts on faults until `stop`, and publishes the open ones in `faults`.
+pub async fn run(
+    inputs: FaultInputs,
+    faults: watch::Sender<Vec<FaultReport>>,
+    stop: CancellationToken,
+) {
+    let news = inputs.sessions.fault_reports();
+    let (mut waits, mut waiting) = (inputs.sessions.register_kmsg_reader(), Vec::new());
+    let mut log = open_log(&inputs.paths.kernel_log);
+    let (mut generations, mut pending) = (BTreeMap::new(), PendingXids::default());
+    let mut xids = inputs.xids.clone();
+    let mut every = interval(POLL_INTERVAL);
+    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            () = news.notified() => {}
+            Ok(()) = xids.changed() => {}
+            1.. = waits.recv_many(&mut waiting, waits.max_capacity()) => {}
+            _ = every.tick() => {}
+        }
+        let now = clock::read_clocks();
+        inputs.apply_orders(now);
+        let read = log.as_mut().map(|log| log.read(now.moment));
+        let (lines, is_whole) = read.unwrap_or((Vec::new(), true));
+        for (line, at) in lines {
+            // The process is looked up before another image in the same process connects.
+            if let Some(suspect) = inputs.find_suspect(line, at) {
+                pending.push(line, at, suspect);
+            }
+        }
+        let recent = xids.borrow_and_update().clone();
+        for (line, suspect) in pending.take_confirmed(&recent, now.moment) {
+            inputs.sessions.record_xid(&suspect, line.xid, now);
+            info!(
+                pid = line.pid,
+                xid = line.xid,
+                "xid of a container's process"
+            );
+        }
+        if is_whole {
+            for waits in waiting.drain(..) {
+                // A session that waited too long has dropped its receiver.
+                let _ = waits.send(());
+            }
+        } else if !waiting.is_empty() {
+            every.reset_immediately();
+        }
+        inputs.publish_new_faults(now);
+        inputs.kill_condemned();
+        let open = inputs.open_faults(&mut generations);
+        faults.send_if_modified(|before| {
+            let changed = *before != open;
+            *before = open;
+            changed
+        });
+    }
+}
+
+impl FaultInputs {
+    fn apply_orders(&self, now: ClockReading) {
+        let Some(ParsedSpec {
+            context_policies: contexts,
+            restarts,
+            ..
+        }) = &*self.orders.borrow()
+        else {
+            return;
+        };
+        for container in self.snapshots.borrow().containers.iter() {
+            let allocation = &container.allocation;
+            if let Some(policy) = policy::context_policy(contexts, container) {
+                self.sessions.set_recovery_policy(allocation, policy);
+            }
+            if let Some(generation) = policy::required_generation(restarts, container) {
+                self.sessions
+                    .require_generation(allocation, generation, now);
+            }
+        }
+    }
+
+    fn find_suspect(&self, XidLine { gpu, pid, .. }: XidLine, at: BootTime) -> Option<XidTarget> {
+        let on = self.snapshots.borrow().inventory.gpus_at(gpu);
+        self.sessions.find_xid_target(pid, &on, at)
+    }
+
+    fn publish_new_faults(&self, now: ClockReading) {
+        let alone = self
+            .disconnected_since
+            .borrow()
+            .map(|since| since.elapsed());
+        let faults = self
+            .sessions
+            .take_new_faults(alone.unwrap_or_default(), now);
+        if faults.is_empty() {
+            return;
+        }
+        let containers = &self.snapshots.borrow().containers;
+        for (allocation, fault) in faults {
+            self.metrics.count_poisoned(&fault);
+            events::publish_fault(&self.events, &allocation, &fault, containers);
+        }
+    }
+
+    /// Tried each time until the image has ended.
+    fn kill_condemned(&self) {
+        for (allocation, process) in self.sessions.processes_to_kill() {
+            match kill(&self.paths.proc, process) {
+                Ok(true) => {
+                    warn!(%allocation, pid = process.pid, "killed a process for a poisoned context")
+                }
+                Ok(false) => {}
+                Err(error) => {
+                    warn!(%allocation, pid = process.pid, %error, "failed to kill a process")
+                }
+            }
+        }
+    }
+
+    /// `generations`: the GPU's generation at the first sight of each fault.
+    fn open_faults(&self, generations: &mut BTreeMap<String, u64>) -> Vec<FaultReport> {
+        let open = self.sessions.open_faults();
+        let snapshot = self.snapshots.borrow();
+        let reports = open.into_iter().map(|(allocation, fault)| {
+            let now = snapshot.generations.get(&fault.gpu).copied();
+            let id = events::fault_id(&allocation, &fault);
+            let generation = *generations.entry(id).or_insert(now.unwrap_or_default());
+            events::fault_report(&allocation, &fault, generation, &snapshot.containers)
+        });
+        let reports: Vec<_> = reports.collect();
+        generations.retain(|id, _| reports.iter().any(|report| report.id == *id));
+        reports
+    }
+}
+
+/// None where the log cannot be read; only the shims report faults then.
+fn open_log(path: &Path) -> Option<KernelLog> {
+    KernelLog::open(path)
+        .inspect_err(|error| {
+            warn!(path = %path.display(), %error, "failed to open the kernel's log; XIDs of processes are not found");
+        })
+        .ok()
+}

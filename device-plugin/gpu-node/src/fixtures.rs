@@ -1,0 +1,61 @@
+//! Builds reports for tests.
+
+use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
+use bursar_crds::gpu_node::GpuState;
+use bursar_ledger::units::{Bytes, Quanta, Quantum};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+
+use super::report::{GpuHealth, GpuReport, MemoryReport, NodeReport};
+
+/// The time that many seconds after the epoch.
+pub fn at(second: i64) -> Time {
+    Time(jiff::Timestamp::from_second(second).expect("a valid value"))
+}
+
+/// Two idle GPUs of 16 GiB.
+pub fn report() -> NodeReport {
+    NodeReport {
+        boot_id: "b007".into(),
+        driver_version: Some("580.1".into()),
+        quantum: Quantum::Gib1,
+        device_memory: MemoryReport {
+            allocatable: Quanta(32),
+            free: Quanta(32),
+            largest_free: Quanta(16),
+        },
+        managed_memory: MemoryReport::default(),
+        gpus: (0..2).map(gpu).collect(),
+        waiting: Vec::new(),
+        not_enforced: Vec::new(),
+        faults: Vec::new(),
+        namespaces: Vec::new(),
+        applied_spec: crate::quota_overrides::AppliedSpec::default(),
+        conditions: vec![ConditionUpdate::new(
+            names::GPUS_FOUND,
+            true,
+            names::OK,
+            "2 GPUs",
+        )],
+    }
+}
+
+fn gpu(index: u32) -> GpuReport {
+    GpuReport {
+        uuid: format!("GPU-0000000{index}")
+            .parse()
+            .expect("a valid value"),
+        index,
+        model: "Simulated".into(),
+        memory: Bytes::gib(16),
+        state: GpuState::Active,
+        generation: 1,
+        health: GpuHealth::Healthy,
+        capacity: Quanta(16),
+        free: Quanta(16),
+        largest_free: Quanta(16),
+        leaked: Bytes::ZERO,
+        withheld: Bytes::ZERO,
+        reserved_for: None,
+        pods: std::collections::BTreeMap::new(),
+    }
+}

@@ -1,0 +1,26 @@
+//! Publishes this node's state as a `GpuNode` and as Events, and reads the operator's spec.
+//!
+//! | module | job |
+//! |---|---|
+//! | [`report`] | the node's state in the agent's types |
+//! | [`node_report`] | computes the report from a snapshot of the node: pure |
+//! | [`render`] | builds the `GpuNode` status from a report: pure |
+//! | [`publish`] | writes the status when it changed, at a bounded rate |
+//! | [`quota_overrides`] | applies the spec's quotas to the sessions |
+//!
+//! No pod's start depends on the API server: without it the agent works on, and publishes the state
+//! later.
+
+pub mod node_report;
+pub mod publish;
+pub mod quota_overrides;
+pub mod render;
+pub mod report;
+
+pub use report::{
+    GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport, WaitingReport,
+};
+#[cfg(any(test, feature = "testing"))]
+pub mod fixtures;
+#[cfg(test)]
+mod tests;

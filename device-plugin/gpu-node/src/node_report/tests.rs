@@ -1,0 +1,605 @@
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bursar_gpu::Gpu;
+use bursar_gpu::health::PersistedHealth as GpuMemory;
+use bursar_host::checkpoint::disk::LateWrite;
+use bursar_kubelet::devices::{DeviceHealth, Devices};
+use bursar_ledger::units::{Bytes, GpuUuid, Quantum, Resource};
+use bursar_ledger::{Health as LedgerHealth, ManagedView};
+use bursar_node::allocator::{NodeProblems, QueuedClaim};
+use bursar_node::checkpoint_state::{ContainerName, PodName};
+use bursar_node::metrics::Counts;
+
+use super::*;
+
+fn uuid() -> GpuUuid {
+    "GPU-a".parse().unwrap()
+}
+
+/// A healthy GPU of 16 GiB with 10 GiB bound and 2 GiB reserved.
+fn snapshot() -> Snapshot {
+    Snapshot {
+        inventory: inventory_with(Health::Healthy),
+        view: LedgerView {
+            gpus: vec![GpuView {
+                uuid: uuid(),
+                health: LedgerHealth::Healthy,
+                capacity: Quanta(16),
+                bound: Quanta(10),
+                unreclaimed: Bytes::gib(1),
+                leaked: Bytes::ZERO,
+                withheld: Bytes::ZERO,
+                orphaned_leases: Bytes::ZERO,
+                free: Quanta(4),
+                reserved: Quanta(2),
+                pods: [("pod-0".parse().unwrap(), Quanta(10))].into(),
+                reserved_for: None,
+            }],
+            managed: ManagedView::default(),
+            unbound_allocations: 1,
+            queued_claims: 1,
+        },
+        queued_claims: vec![QueuedClaim {
+            pod: "pod-1".parse().unwrap(),
+            resource: Resource::DeviceMemory,
+            quanta: Quanta(8),
+            since: jiff::Timestamp::from_second(1_000).unwrap(),
+            name: Some(ContainerName {
+                container: "main".into(),
+                pod: Some(PodName {
+                    namespace: "team-a".into(),
+                    name: "late".into(),
+                }),
+            }),
+        }],
+        counts: [Resource::DeviceMemory, Resource::ManagedMemory]
+            .map(|resource| (resource, Counts::default())),
+        generations: BTreeMap::from([(uuid(), 3)]),
+        problems: NodeProblems::default(),
+        devices_error: None,
+        containers: [].into(),
+    }
+}
+
+fn inventory_with(health: Health) -> Inventory {
+    let gpu = Gpu {
+        uuid: uuid(),
+        minor: 5,
+        model: "Simulated".into(),
+        memory: Bytes::gib(16),
+        pci: None,
+        mig_parent: None,
+        capabilities: Vec::new(),
+    };
+    Inventory::Gpus {
+        driver: Some("580.1".into()),
+        gpus: vec![GpuState {
+            gpu,
+            health,
+            persisted: Default::default(),
+        }],
+    }
+}
+
+fn inputs() -> ReportInputs {
+    ReportInputs {
+        config: ResourcesConfig {
+            quantum: Quantum::Gib1,
+            managed_capacity: Bytes(0),
+            reserved: Bytes(0),
+        },
+        boot_id: "boot-1".into(),
+        registration: Registration::Registered,
+        runtime_problem: None,
+        audited: AuditStatus {
+            has_run: true,
+            ..AuditStatus::default()
+        },
+        limits: [(("/cg/pod".into(), uuid()), LimitState::Set(Bytes::gib(1)))].into(),
+        overrides: AppliedSpec {
+            generation: Some(1),
+            ..AppliedSpec::default()
+        },
+        faults: Vec::new(),
+        retained: RetainedStatus {
+            enabled: true,
+            is_store_connected: true,
+            scrubbed: [uuid()].into(),
+            ..RetainedStatus::default()
+        },
+    }
+}
+
+fn condition(report: &NodeReport, type_: &str) -> (Option<bool>, &'static str) {
+    let said = report
+        .conditions
+        .iter()
+        .find(|said| said.type_ == type_)
+        .unwrap();
+    (said.holds, said.reason)
+}
+
+#[test]
+fn reserved_gpu_names_its_reservation_and_pods() {
+    let mut held = snapshot();
+    let waiter: bursar_ledger::units::PodUid = "pod-1".parse().unwrap();
+    held.view.gpus[0].reserved_for = Some(waiter.clone());
+    let gpu = &node_report(&held, &inputs()).gpus[0];
+    assert_eq!(
+        (gpu.state, &gpu.reserved_for),
+        (State::Reserved, &Some(waiter))
+    );
+    assert_eq!(gpu.pods, [("pod-0".parse().unwrap(), Quanta(10))].into());
+}
+
+#[test]
+fn only_claims_for_device_memory_are_reported_waiting() {
+    let mut managed = snapshot();
+    managed.queued_claims[0].resource = Resource::ManagedMemory;
+    assert_eq!(node_report(&managed, &inputs()).waiting, []);
+}
+
+#[test]
+fn working_node_reports_gpus_room_and_waiting_pods() {
+    let report = node_report(&snapshot(), &inputs());
+    assert!(
+        report
+            .conditions
+            .iter()
+            .all(|said| said.holds == Some(true))
+    );
+    assert_eq!(report.boot_id, "boot-1");
+    assert_eq!(report.driver_version.as_deref(), Some("580.1"));
+    assert_eq!(report.device_memory.allocatable, Quanta(16));
+    assert_eq!(report.device_memory.free, Quanta(6), "kept room is free");
+    assert_eq!(report.device_memory.largest_free, Quanta(4));
+    let gpu = &report.gpus[0];
+    assert_eq!(
+        (gpu.index, gpu.generation, gpu.state),
+        (5, 3, State::Active)
+    );
+    assert_eq!((gpu.free, gpu.largest_free), (Quanta(6), Quanta(4)));
+    let waiting = &report.waiting[0];
+    assert_eq!(waiting.namespace, "team-a");
+    assert_eq!(waiting.pod, "late");
+    assert_eq!(waiting.container, "main");
+    assert_eq!(waiting.quanta, Quanta(8));
+}
+
+#[test]
+fn missing_gpus_have_a_reason_each() {
+    for (inventory, holds, reason) in [
+        (Inventory::Starting, None, names::PENDING),
+        (
+            Inventory::NoDriver(NoDriver::Missing("no libcuda".into())),
+            Some(false),
+            names::DRIVER_MISSING,
+        ),
+        (
+            Inventory::NoDriver(NoDriver::Failed("nvmlInit".into())),
+            Some(false),
+            names::DRIVER_FAILED,
+        ),
+        (Inventory::NoGpu, Some(false), names::NO_GPUS),
+        (
+            inventory_with(Health::Unhealthy(UnhealthyReason::Lost)),
+            Some(false),
+            names::NO_HEALTHY_GPU,
+        ),
+    ] {
+        let snapshot = Snapshot {
+            inventory,
+            ..snapshot()
+        };
+        let report = node_report(&snapshot, &inputs());
+        assert_eq!(condition(&report, names::GPUS_FOUND), (holds, reason));
+    }
+}
+
+#[test]
+fn unhealthy_gpu_has_no_capacity_and_a_reason() {
+    for (sickness, state, reason) in [
+        (UnhealthyReason::Lost, State::Lost, "GpuLost"),
+        (UnhealthyReason::Xid(79), State::Active, "Xid79"),
+        (
+            UnhealthyReason::ProvisionerHung,
+            State::Active,
+            "ProvisionerHung",
+        ),
+        (UnhealthyReason::Draining, State::Draining, "Draining"),
+        (UnhealthyReason::Drained, State::Draining, "Drained"),
+    ] {
+        let snapshot = Snapshot {
+            inventory: inventory_with(Health::Unhealthy(sickness)),
+            ..snapshot()
+        };
+        let gpu = &node_report(&snapshot, &inputs()).gpus[0];
+        assert_eq!((gpu.state, gpu.capacity), (state, Quanta::ZERO));
+        assert_eq!(
+            gpu.health,
+            GpuHealth::Unhealthy {
+                reason: reason.into()
+            }
+        );
+    }
+}
+
+#[test]
+fn lost_gpu_has_one_fault_id_until_it_is_back() {
+    let sick = |away, awaits_reset, sickness| {
+        let mut snapshot = snapshot();
+        snapshot.inventory = inventory_with(Health::Unhealthy(sickness));
+        if let Inventory::Gpus { gpus, .. } = &mut snapshot.inventory {
+            gpus[0].persisted = GpuMemory {
+                away,
+                awaits_reset,
+                drained: false,
+            };
+        }
+        node_report(&snapshot, &inputs())
+    };
+    for (away, awaits_reset, sickness, action, state) in [
+        (
+            false,
+            Some(48),
+            UnhealthyReason::Xid(48),
+            FaultAction::ResetGpu,
+            State::Draining,
+        ),
+        (
+            false,
+            Some(79),
+            UnhealthyReason::Xid(79),
+            FaultAction::RestartNode,
+            State::Draining,
+        ),
+        (
+            true,
+            Some(79),
+            UnhealthyReason::Lost,
+            FaultAction::RestartNode,
+            State::Lost,
+        ),
+        (
+            true,
+            None,
+            UnhealthyReason::NoAnswer,
+            FaultAction::Wait,
+            State::Lost,
+        ),
+    ] {
+        let said = sick(away, awaits_reset, sickness);
+        let [fault] = said.faults.as_slice() else {
+            panic!("{:?}", said.faults);
+        };
+        assert_eq!((fault.id.as_str(), fault.action), ("GPU-a-3", Some(action)));
+        assert_eq!(fault.xid.map(u64::from), awaits_reset);
+        assert_eq!((&fault.image, said.gpus[0].state), (&None, state));
+    }
+    let back = sick(false, None, UnhealthyReason::Xid(79));
+    assert_eq!(
+        back.faults,
+        [],
+        "quiet for a while still, and all is lost already"
+    );
+    assert_eq!(sick(false, None, UnhealthyReason::Xid(74)).faults, []);
+    assert_eq!(node_report(&snapshot(), &inputs()).faults, []);
+}
+
+#[test]
+fn registration_failures_have_a_reason_each() {
+    for (why, holds, reason) in [
+        (NotRegistered::Starting, None, names::PENDING),
+        (NotRegistered::Stopped, None, names::PENDING),
+        (
+            NotRegistered::Directory("unreadable".into()),
+            Some(false),
+            names::KUBELET_FOLDER,
+        ),
+        (
+            NotRegistered::CannotServe("full".into()),
+            Some(false),
+            names::KUBELET_FOLDER,
+        ),
+        (
+            NotRegistered::NoKubelet(PathBuf::from("/d")),
+            Some(false),
+            names::KUBELET_UNREACHABLE,
+        ),
+        (
+            NotRegistered::NoStream,
+            Some(false),
+            names::KUBELET_UNREACHABLE,
+        ),
+        (
+            NotRegistered::Refused("version".into()),
+            Some(false),
+            names::REGISTRATION_REFUSED,
+        ),
+    ] {
+        let around = ReportInputs {
+            registration: Registration::NotRegistered(why),
+            ..inputs()
+        };
+        let report = node_report(&snapshot(), &around);
+        assert_eq!(condition(&report, names::REGISTERED), (holds, reason));
+    }
+}
+
+#[test]
+fn problems_appear_in_the_condition_of_their_subsystem() {
+    let troubled = |troubles| {
+        let snapshot = Snapshot {
+            problems: troubles,
+            ..snapshot()
+        };
+        node_report(&snapshot, &inputs())
+    };
+    let none = NodeProblems::default();
+    for (troubles, type_, said) in [
+        (
+            NodeProblems {
+                host: Some((Subsystem::Driver, "no nvidiactl".into())),
+                ..none.clone()
+            },
+            names::GPUS_FOUND,
+            (Some(false), names::DRIVER_FAILED),
+        ),
+        (
+            NodeProblems {
+                host: Some((Subsystem::Cdi, "full".into())),
+                ..none.clone()
+            },
+            names::CDI_READY,
+            (Some(false), names::CDI_FOLDER),
+        ),
+        (
+            NodeProblems {
+                cdi: Some("read-only".into()),
+                ..none.clone()
+            },
+            names::CDI_READY,
+            (Some(false), names::CDI_FOLDER),
+        ),
+        (
+            NodeProblems {
+                checkpoint: Some("full".into()),
+                ..none.clone()
+            },
+            names::CHECKPOINT_INTACT,
+            (Some(false), names::CHECKPOINT_UNWRITABLE),
+        ),
+        (
+            NodeProblems {
+                rebuilt: Some("malformed".into()),
+                ..none.clone()
+            },
+            names::CHECKPOINT_INTACT,
+            (Some(true), names::CHECKPOINT_REBUILT),
+        ),
+    ] {
+        let report = troubled(troubles);
+        assert_eq!(condition(&report, type_), said);
+        let amiss = report
+            .conditions
+            .iter()
+            .filter(|said| said.holds != Some(true));
+        assert!(amiss.count() <= 1, "one trouble is said once");
+    }
+}
+
+#[test]
+fn runtime_without_cdi_and_token_limit_are_reported() {
+    let around = ReportInputs {
+        runtime_problem: Some("containerd 1.7".into()),
+        ..inputs()
+    };
+    let refused =
+        Devices::new(Resource::DeviceMemory, vec![DeviceHealth::Healthy; 5_000]).unwrap_err();
+    let snapshot = Snapshot {
+        devices_error: Some(refused),
+        ..snapshot()
+    };
+    let report = node_report(&snapshot, &around);
+    assert_eq!(
+        condition(&report, names::CDI_READY),
+        (Some(false), names::CDI_UNSUPPORTED)
+    );
+    assert_eq!(
+        condition(&report, names::WITHIN_TOKEN_LIMIT),
+        (Some(false), names::TOO_MANY_TOKENS)
+    );
+    assert_eq!(report.device_memory.allocatable, Quanta::ZERO);
+}
+
+#[test]
+fn event_is_published_once_per_change() {
+    let well = node_report(&snapshot(), &inputs());
+    assert_eq!(transition_events(None, &well), []);
+    let sick = Snapshot {
+        inventory: inventory_with(Health::Unhealthy(UnhealthyReason::Xid(79))),
+        ..snapshot()
+    };
+    let sick = node_report(&sick, &inputs());
+    let told: Vec<_> = transition_events(Some(&well), &sick)
+        .into_iter()
+        .map(|(reason, _)| reason)
+        .collect();
+    assert_eq!(told, [Reason::GpusMissing, Reason::GpuUnhealthy]);
+    assert_eq!(transition_events(Some(&sick), &sick), []);
+    let told = transition_events(Some(&sick), &well);
+    assert_eq!(
+        told,
+        [(Reason::GpuHealthy, "GPU-a gets new pods again".to_owned())]
+    );
+}
+
+#[test]
+fn driver_limits_are_reported_and_do_not_affect_readiness() {
+    let said = |limits: &[LimitState]| {
+        let places = (0..).map(|pod| (PathBuf::from(format!("/cg/pod{pod}")), uuid()));
+        let around = ReportInputs {
+            limits: places.zip(limits.iter().cloned()).collect(),
+            ..inputs()
+        };
+        let report = node_report(&snapshot(), &around);
+        assert!(!report.conditions.iter().any(ConditionUpdate::is_amiss));
+        condition(&report, names::DRIVER_LIMITS)
+    };
+    let set = LimitState::Set(Bytes::gib(1));
+    let refused = LimitState::Failed {
+        bytes: Bytes::gib(1),
+        why: "not found".into(),
+    };
+    assert_eq!(said(&[]), (None, names::PENDING));
+    assert_eq!(said(std::slice::from_ref(&set)), (Some(true), names::OK));
+    assert_eq!(
+        said(&[set.clone(), LimitState::Unsupported]),
+        (Some(false), names::NOT_OFFERED)
+    );
+    assert_eq!(
+        said(&[LimitState::Unsupported, refused, set]),
+        (Some(false), names::LIMIT_REFUSED)
+    );
+}
+
+#[test]
+fn kubelet_restart_publishes_no_event() {
+    let well = node_report(&snapshot(), &inputs());
+    let gone = ReportInputs {
+        registration: Registration::NotRegistered(NotRegistered::NoStream),
+        ..inputs()
+    };
+    assert_eq!(
+        transition_events(Some(&well), &node_report(&snapshot(), &gone)),
+        []
+    );
+}
+
+#[test]
+fn stale_audit_and_unenforced_container_are_named() {
+    let mut around = inputs();
+    let stated =
+        |around: &ReportInputs| condition(&node_report(&snapshot(), around), names::AUDITED);
+    assert_eq!(stated(&around), (Some(true), names::OK));
+    around.audited.stale_gpus.insert(uuid());
+    assert_eq!(stated(&around), (Some(false), names::AUDIT_STALE));
+    around.audited.stale_gpus.clear();
+    around.audited.hanging_pods.insert("pod-1".parse().unwrap());
+    assert_eq!(stated(&around), (Some(false), names::AUDIT_STALE));
+    around.audited.has_run = false;
+    assert_eq!(stated(&around), (None, names::PENDING));
+    let container = BoundContainer {
+        pod: "pod-1".parse().unwrap(),
+        name: snapshot().queued_claims[0].name.clone(),
+        ..BoundContainer::with_ids(1, 1)
+    };
+    let lack = EnforcementGap {
+        reason: bursar_enforcement::attestation::GapReason::MountedOver,
+        detail: "/opt/bursar/lib".into(),
+    };
+    around.audited.not_enforced.push((container, lack));
+    let report = node_report(&snapshot(), &around);
+    let said = &report.not_enforced[0];
+    assert_eq!(
+        (said.pod.as_str(), said.container.as_str()),
+        ("late", "main")
+    );
+    assert_eq!(said.reason, "MountedOver");
+    assert!(said.message.contains("/opt/bursar/lib"), "{}", said.message);
+}
+
+#[test]
+fn missing_retained_memory_is_reported_with_a_reason() {
+    let said = |kept: RetainedStatus| {
+        let mut around = inputs();
+        around.retained = kept;
+        let report = node_report(&snapshot(), &around);
+        assert!(report.conditions.iter().all(|said| !said.is_amiss()));
+        let of = |type_| condition(&report, type_);
+        let scrubbed = of(names::MEMORY_SCRUBBED);
+        assert_eq!(
+            scrubbed.1 == names::NOT_SCRUBBED,
+            !around.retained.refused.is_empty()
+        );
+        of(names::RETAINED_MEMORY)
+    };
+    let well = inputs().retained;
+    assert_eq!(said(well.clone()), (Some(true), names::OK));
+    assert_eq!(
+        said(RetainedStatus::default()),
+        (Some(false), names::SWITCHED_OFF)
+    );
+    let away = RetainedStatus {
+        is_store_connected: false,
+        ..well.clone()
+    };
+    assert_eq!(said(away), (Some(false), names::FD_STORE_UNAVAILABLE));
+    let dirty = RetainedStatus {
+        refused: BTreeMap::from([(uuid(), "why".to_owned())]),
+        ..well.clone()
+    };
+    assert_eq!(said(dirty.clone()), (Some(false), names::NOT_SCRUBBED));
+    let stuck = RetainedStatus {
+        hung: [uuid()].into(),
+        ..dirty
+    };
+    assert_eq!(said(stuck), (Some(false), names::PROVISIONER_HUNG));
+    let unreadable = RetainedStatus {
+        uncharged: 1,
+        ..inputs().retained
+    };
+    assert_eq!(said(unreadable), (Some(false), names::NOT_UNDERSTOOD));
+}
+
+#[test]
+fn late_state_write_is_a_condition_that_names_the_directory() {
+    let late = LateWrite {
+        directory: "/var/lib/bursar".into(),
+        lag: Duration::from_secs(7),
+    };
+    let of_generations = Snapshot {
+        problems: NodeProblems {
+            late_write: Some(late.clone()),
+            ..NodeProblems::default()
+        },
+        ..snapshot()
+    };
+    let mut of_usage = inputs();
+    of_usage.audited.late_write = Some(late);
+    let written = node_report(&snapshot(), &inputs());
+    assert_eq!(
+        condition(&written, names::STATE_WRITTEN),
+        (Some(true), names::OK)
+    );
+    for report in [
+        node_report(&of_generations, &inputs()),
+        node_report(&snapshot(), &of_usage),
+    ] {
+        assert!(report.conditions.iter().all(|said| !said.is_amiss()));
+        let said = report
+            .conditions
+            .iter()
+            .find(|said| said.type_ == names::STATE_WRITTEN);
+        let said = said.unwrap();
+        assert_eq!((said.holds, said.reason), (Some(false), names::WRITE_LATE));
+        assert!(said.message.contains("/var/lib/bursar"), "{}", said.message);
+    }
+}
+
+#[test]
+fn unknown_spec_entries_are_a_condition_only() {
+    let mut around = inputs();
+    let said = |around: &ReportInputs| {
+        let report = node_report(&snapshot(), around);
+        assert!(report.conditions.iter().all(|said| !said.is_amiss()));
+        condition(&report, names::ACCEPTED)
+    };
+    assert_eq!(said(&around), (Some(true), names::OK));
+    around.overrides.unrecognized = vec!["contextPolicies[0]".to_owned()];
+    assert_eq!(said(&around), (Some(false), names::NOT_UNDERSTOOD));
+    around.overrides = AppliedSpec::default();
+    assert_eq!(said(&around), (None, names::PENDING));
+}

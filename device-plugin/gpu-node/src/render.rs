@@ -1,0 +1,565 @@
+//! Builds the `GpuNode` status from a report. Pure.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+use bursar_crds::Amount;
+use bursar_crds::conditions::{self, ConditionUpdate, gpu_node as names};
+use bursar_crds::gpu_node::{
+    EnforcementGap, Fault, FaultAction, FaultContainer, FaultKind, GpuNodeStatus, GpuPod,
+    GpuStatus, Health, HealthStatus, MAX_FAULTS, MAX_GPUS, MAX_NAMESPACES, MAX_NOT_ENFORCED,
+    MAX_PODS, MAX_QUOTAS, MAX_WAITING, NamespaceUse, NodeMemory, PendingContainer, QuotaOverride,
+    QuotaStatus,
+};
+use bursar_enforcement::audit::namespace_usage::NamespaceReport;
+use bursar_enforcement::faults::report::{FaultReport, ImageReport};
+use bursar_ledger::units::{PodUid, Quanta};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+
+use super::report::{
+    GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport, WaitingReport,
+};
+use crate::quota_overrides::QuotaOutcome;
+
+/// The longest message of [`EnforcementGap`].
+const MAX_MESSAGE_LENGTH: usize = 512;
+
+/// Returns the status for `report` after `before`. Entries that did not change keep their times.
+///
+/// `generation` is the object's `metadata.generation`, if known.
+pub fn render(
+    report: &NodeReport,
+    before: &GpuNodeStatus,
+    generation: Option<i64>,
+    now: &Time,
+) -> GpuNodeStatus {
+    let NodeReport {
+        boot_id,
+        driver_version,
+        quantum,
+        device_memory,
+        managed_memory,
+        gpus,
+        waiting,
+        not_enforced,
+        applied_spec: ordered,
+        faults,
+        namespaces,
+        conditions,
+    } = report;
+    let mut statements = vec![ready_condition(conditions)];
+    statements.extend_from_slice(conditions);
+    GpuNodeStatus {
+        // Before this agent has read the spec, the status of the earlier agent's spec stays, as its
+        // overrides do.
+        observed_generation: ordered.generation.or(before.observed_generation),
+        boot_id: Some(boot_id.clone()),
+        agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
+        driver_version: driver_version.clone(),
+        quantum: Some(Amount::from_bytes(quantum.bytes())),
+        device_memory: memory_status(device_memory),
+        managed_memory: memory_status(managed_memory),
+        gpus: gpus
+            .iter()
+            .take(MAX_GPUS)
+            .map(|gpu| gpu_status(gpu, before, now))
+            .collect(),
+        waiting: waiting
+            .iter()
+            .take(MAX_WAITING)
+            .map(waiting_status)
+            .collect(),
+        not_enforced_count: i32::try_from(not_enforced.len()).unwrap_or(i32::MAX),
+        not_enforced: not_enforced
+            .iter()
+            .take(MAX_NOT_ENFORCED)
+            .map(not_enforced_status)
+            .collect(),
+        quotas: match ordered.generation {
+            None => before.quotas.clone(),
+            Some(_) => ordered
+                .quotas
+                .iter()
+                .take(MAX_QUOTAS)
+                .map(quota_status)
+                .collect(),
+        },
+        faults: select_faults(
+            faults
+                .iter()
+                .map(|one| fault_status(one, before, now))
+                .collect(),
+        ),
+        namespaces: namespaces
+            .iter()
+            .take(MAX_NAMESPACES)
+            .map(namespace_use)
+            .collect(),
+        conditions: conditions::update_conditions(&before.conditions, &statements, generation, now),
+    }
+}
+
+/// `Ready` holds if all other conditions hold; the first that does not hold supplies the message.
+fn ready_condition(others: &[ConditionUpdate]) -> ConditionUpdate {
+    match others.iter().find(|said| said.is_amiss()) {
+        None if others.is_empty() => ConditionUpdate {
+            type_: names::READY,
+            holds: None,
+            reason: names::PENDING,
+            message: "the agent is starting".to_owned(),
+        },
+        None => ConditionUpdate::new(names::READY, true, names::OK, "pods are given GPU memory"),
+        Some(amiss) => ConditionUpdate {
+            type_: names::READY,
+            holds: amiss.holds,
+            reason: match amiss.holds {
+                Some(_) => names::NOT_READY,
+                None => names::PENDING,
+            },
+            message: format!("{}: {}", amiss.type_, amiss.message),
+        },
+    }
+}
+
+fn gpu_status(gpu: &GpuReport, before: &GpuNodeStatus, now: &Time) -> GpuStatus {
+    let GpuReport {
+        uuid,
+        index,
+        model,
+        memory,
+        state,
+        generation,
+        health,
+        capacity,
+        free,
+        largest_free,
+        leaked,
+        withheld,
+        reserved_for: held_for,
+        pods,
+    } = gpu;
+    let (status, reason) = match health {
+        GpuHealth::Healthy => (HealthStatus::Healthy, "Ok"),
+        GpuHealth::Unhealthy { reason } => (HealthStatus::Unhealthy, reason.as_str()),
+    };
+    let since = before
+        .gpus
+        .iter()
+        .find(|old| old.uuid == uuid.as_str() && old.health.status == status)
+        .and_then(|old| old.health.since.clone())
+        .unwrap_or_else(|| now.clone());
+    GpuStatus {
+        uuid: uuid.as_str().to_owned(),
+        index: i32::try_from(*index).unwrap_or(i32::MAX),
+        model: model.clone(),
+        memory: Amount::from_bytes(memory.0),
+        state: *state,
+        generation: i64::try_from(*generation).unwrap_or(i64::MAX),
+        health: Health {
+            status,
+            reason: reason.to_owned(),
+            since: Some(since),
+        },
+        capacity: to_i32(*capacity),
+        free: to_i32(*free),
+        largest_free: to_i32(*largest_free),
+        leaked: (leaked.0 > 0).then(|| Amount::from_bytes(leaked.0)),
+        withheld: (withheld.0 > 0).then(|| Amount::from_bytes(withheld.0)),
+        reserved_for: held_for.as_ref().map(|pod| pod.as_str().to_owned()),
+        pods: largest_pods(pods),
+    }
+}
+
+fn memory_status(memory: &MemoryReport) -> NodeMemory {
+    let MemoryReport {
+        allocatable,
+        free,
+        largest_free,
+    } = memory;
+    NodeMemory {
+        allocatable: to_i32(*allocatable),
+        free: to_i32(*free),
+        largest_free: to_i32(*largest_free),
+    }
+}
+
+/// The pods with the most memory, in a stable order.
+fn largest_pods(pods: &BTreeMap<PodUid, Quanta>) -> Vec<GpuPod> {
+    let mut pods: Vec<_> = pods.iter().collect();
+    pods.sort_by_key(|(pod, quanta)| (Reverse(**quanta), *pod));
+    let pods = pods.into_iter().take(MAX_PODS);
+    pods.map(|(pod, quanta)| GpuPod {
+        uid: pod.as_str().to_owned(),
+        quanta: to_i32(*quanta),
+    })
+    .collect()
+}
+
+fn waiting_status(waiting: &WaitingReport) -> PendingContainer {
+    let WaitingReport {
+        pod_uid,
+        namespace,
+        pod,
+        container,
+        quanta,
+        since,
+    } = waiting;
+    PendingContainer {
+        pod_uid: pod_uid.as_str().to_owned(),
+        namespace: namespace.clone(),
+        pod: pod.clone(),
+        container: container.clone(),
+        quanta: to_i32(*quanta),
+        // The API stores whole seconds; the status read back must equal the written one.
+        since: truncate_to_seconds(*since),
+    }
+}
+
+fn not_enforced_status(lacking: &NotEnforcedReport) -> EnforcementGap {
+    let NotEnforcedReport {
+        pod_uid,
+        namespace,
+        pod,
+        container,
+        reason,
+        message,
+    } = lacking;
+    EnforcementGap {
+        pod_uid: pod_uid.as_str().to_owned(),
+        namespace: namespace.clone(),
+        pod: pod.clone(),
+        container: container.clone(),
+        reason: (*reason).to_owned(),
+        message: message[..message.floor_char_boundary(MAX_MESSAGE_LENGTH)].to_owned(),
+    }
+}
+
+fn namespace_use(used: &NamespaceReport) -> NamespaceUse {
+    let NamespaceReport {
+        namespace,
+        observed,
+        denials,
+        poisoned,
+        restarts,
+    } = used;
+    NamespaceUse {
+        namespace: namespace.clone(),
+        observed: to_i32(*observed),
+        denials: to_i64(*denials),
+        poisoned: to_i64(*poisoned),
+        restarts: to_i64(*restarts),
+    }
+}
+
+/// Selects the faults to publish. GPU faults come first, because each concerns many pods, and then
+/// faults that wait for the operator. Among equals the oldest come first, in turns of namespaces
+/// and containers, so that none crowds out others.
+fn select_faults(mut faults: Vec<Fault>) -> Vec<Fault> {
+    let rank = |fault: &Fault| {
+        let is_asked = |action| matches!(action, FaultAction::Evict | FaultAction::BeyondMaximum);
+        let is_gpus = fault.kind == FaultKind::Gpu;
+        (!is_gpus, !fault.action.is_some_and(is_asked))
+    };
+    faults.sort_by(|a, b| (a.time.0, &a.id).cmp(&(b.time.0, &b.id)));
+    let faults = round_robin(faults, |fault| {
+        let of = fault.container.as_ref();
+        let container = of.map(|of| (of.pod_uid.clone(), of.container.clone()));
+        (rank(fault), container)
+    });
+    let mut faults = round_robin(faults, |fault| {
+        let of = fault.container.as_ref();
+        (rank(fault), of.map(|of| of.namespace.clone()))
+    });
+    faults.sort_by_key(rank);
+    faults.truncate(MAX_FAULTS);
+    faults
+}
+
+/// Orders the faults in rounds: the first of each key, then the second of each, and so on.
+fn round_robin<K: Ord>(faults: Vec<Fault>, whose: impl Fn(&Fault) -> K) -> Vec<Fault> {
+    let mut turns = BTreeMap::new();
+    let mut faults: Vec<(usize, Fault)> = faults
+        .into_iter()
+        .map(|fault| {
+            let turn = turns.entry(whose(&fault)).or_default();
+            *turn += 1;
+            (*turn, fault)
+        })
+        .collect();
+    faults.sort_by_key(|(turn, _)| *turn);
+    faults.into_iter().map(|(_, fault)| fault).collect()
+}
+
+fn fault_status(fault: &FaultReport, before: &GpuNodeStatus, now: &Time) -> Fault {
+    let FaultReport {
+        id,
+        gpu,
+        gpu_generation,
+        cuda_error,
+        xid,
+        action,
+        image,
+        time,
+    } = fault;
+    let written = before.faults.iter().find(|old| old.id == *id);
+    let first = || written.map_or_else(|| now.clone(), |old| old.time.clone());
+    Fault {
+        id: id.clone(),
+        kind: match image {
+            Some(_) => FaultKind::Context,
+            None => FaultKind::Gpu,
+        },
+        gpu: gpu.as_str().to_owned(),
+        gpu_generation: to_i64(*gpu_generation),
+        cuda_error: *cuda_error,
+        xid: xid.and_then(|xid| i32::try_from(xid).ok()),
+        action: *action,
+        container: image.as_ref().and_then(fault_container),
+        time: time.map_or_else(first, truncate_to_seconds),
+    }
+}
+
+/// None if the pod is unknown.
+fn fault_container(image: &ImageReport) -> Option<FaultContainer> {
+    let ImageReport {
+        pod_uid,
+        namespace,
+        pod,
+        container,
+        process_generation,
+    } = image;
+    Some(FaultContainer {
+        pod_uid: pod_uid.as_ref()?.as_str().to_owned(),
+        namespace: namespace.clone(),
+        pod: pod.clone(),
+        container: container.clone(),
+        process_generation: to_i64(*process_generation),
+    })
+}
+
+fn quota_status((order, outcome): &(QuotaOverride, QuotaOutcome)) -> QuotaStatus {
+    let QuotaOverride {
+        pod_uid,
+        container,
+        account,
+        quota: _,
+    } = order.clone();
+    let (quota, used) = match outcome {
+        QuotaOutcome::NotFound => (None, None),
+        QuotaOutcome::Applied(quota) => (Some(quota), None),
+        QuotaOutcome::Pending { quota, used } => (Some(quota), Some(used)),
+    };
+    let amount = |bytes: &bursar_ledger::units::Bytes| Amount::from_bytes(bytes.0);
+    QuotaStatus {
+        pod_uid,
+        container,
+        account,
+        state: outcome.state(),
+        quota: quota.map(amount),
+        used: used.map(amount),
+    }
+}
+
+/// The API has signed integers only.
+fn to_i64(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
+
+fn to_i32(quanta: Quanta) -> i32 {
+    i32::try_from(quanta.0).unwrap_or(i32::MAX)
+}
+
+/// Truncates `at` to the API's precision.
+pub fn truncate_to_seconds(at: jiff::Timestamp) -> Time {
+    Time(jiff::Timestamp::from_second(at.as_second()).unwrap_or(at))
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_ledger::units::Bytes;
+
+    use bursar_crds::gpu_node::QuotaState;
+
+    use super::*;
+    use crate::fixtures::{at, report};
+
+    #[test]
+    fn unchanged_report_renders_to_the_same_status() {
+        let first = render(&report(), &GpuNodeStatus::default(), Some(1), &at(10));
+        assert_eq!(render(&report(), &first, Some(1), &at(500)), first);
+    }
+
+    #[test]
+    fn status_read_back_equals_what_was_written() {
+        let mut report = report();
+        report.waiting.push(WaitingReport {
+            pod_uid: "0f".parse().unwrap(),
+            namespace: "team".into(),
+            pod: "p".into(),
+            container: "c".into(),
+            quanta: Quanta(8),
+            since: "2026-01-02T03:04:05.678Z".parse().unwrap(),
+        });
+        let written = render(&report, &GpuNodeStatus::default(), Some(1), &at(10));
+        let read: GpuNodeStatus =
+            serde_json::from_value(serde_json::to_value(&written).unwrap()).unwrap();
+        assert_eq!(read, written);
+        assert_eq!(render(&report, &read, Some(1), &at(60)), written);
+    }
+
+    #[test]
+    fn quota_outcomes_stay_until_the_spec_is_read_again() {
+        let order = QuotaOverride {
+            pod_uid: "0f".into(),
+            container: "main".into(),
+            account: "device".into(),
+            quota: "6Gi".into(),
+        };
+        let mut published = report();
+        let (quota, used) = (Bytes::gib(4), Bytes::gib(5));
+        published.applied_spec.generation = Some(7);
+        published.applied_spec.quotas = vec![(order, QuotaOutcome::Pending { quota, used })];
+        let status = render(&published, &GpuNodeStatus::default(), Some(9), &at(10));
+        assert_eq!(status.observed_generation, Some(7));
+        let said = &status.quotas[0];
+        assert_eq!(said.state, QuotaState::Pending);
+        assert_eq!(said.quota.as_ref().unwrap().bytes(), Ok(4 << 30));
+        assert_eq!(said.used.as_ref().unwrap().bytes(), Ok(5 << 30));
+        let restarted = render(&report(), &status, Some(9), &at(20));
+        assert_eq!(restarted.observed_generation, Some(7));
+        assert_eq!(restarted.quotas, status.quotas);
+    }
+
+    #[test]
+    fn unhealthy_gpu_has_a_reason_and_a_time() {
+        let before = render(&report(), &GpuNodeStatus::default(), Some(1), &at(10));
+        let mut ill = report();
+        ill.gpus[0].health = GpuHealth::Unhealthy {
+            reason: "Xid79".into(),
+        };
+        let after = render(&ill, &before, Some(1), &at(60));
+        assert_eq!(after.gpus[0].health.reason, "Xid79");
+        assert_eq!(after.gpus[0].health.since, Some(at(60)));
+        assert_eq!(after.gpus[1].health.since, Some(at(10)));
+    }
+
+    #[test]
+    fn gpu_fault_keeps_its_time_and_comes_first() {
+        let of_gpu = FaultReport {
+            id: "GPU-00000000-3".into(),
+            gpu: "GPU-00000000".parse().unwrap(),
+            gpu_generation: 3,
+            cuda_error: None,
+            xid: Some(79),
+            action: None,
+            image: None,
+            time: None,
+        };
+        let of_context = FaultReport {
+            id: "a-1".into(),
+            image: Some(ImageReport {
+                pod_uid: None,
+                namespace: String::new(),
+                pod: String::new(),
+                container: String::new(),
+                process_generation: 1,
+            }),
+            time: Some("2026-01-01T00:00:00Z".parse().unwrap()),
+            ..of_gpu.clone()
+        };
+        let mut ill = report();
+        ill.faults = vec![of_context, of_gpu];
+        let first = render(&ill, &GpuNodeStatus::default(), Some(1), &at(10));
+        let said: Vec<_> = first.faults.iter().map(|fault| &fault.time).collect();
+        assert_eq!(first.faults[0].kind, FaultKind::Gpu);
+        assert_eq!(*said[0], at(10));
+        assert_ne!(*said[1], at(10));
+        assert_eq!(render(&ill, &first, Some(1), &at(500)), first);
+    }
+
+    #[test]
+    fn faults_of_one_namespace_leave_room_for_others() {
+        let of = |namespace: &str, pod: &str, generation: u64, action| FaultReport {
+            id: format!("{pod}-{generation}"),
+            gpu: "GPU-00000000".parse().unwrap(),
+            gpu_generation: 3,
+            cuda_error: Some(700),
+            xid: None,
+            action: Some(action),
+            image: Some(ImageReport {
+                pod_uid: Some(pod.parse().unwrap()),
+                namespace: namespace.into(),
+                pod: pod.into(),
+                container: "main".into(),
+                process_generation: generation,
+            }),
+            time: jiff::Timestamp::from_second(i64::try_from(generation).unwrap()).ok(),
+        };
+        let published = |faults: Vec<FaultReport>| {
+            let ill = NodeReport { faults, ..report() };
+            let status = render(&ill, &GpuNodeStatus::default(), Some(1), &at(10));
+            let ids = status.faults.into_iter().map(|fault| fault.id);
+            ids.take(3).collect::<Vec<_>>()
+        };
+        let many = |pod: &'static str, action| (1..=16).map(move |p| of("many", pod, p, action));
+        let (report, evict) = (FaultAction::Report, FaultAction::Evict);
+
+        let mut faults: Vec<_> = many("a", report).collect();
+        faults.push(of("few", "b", 20, evict));
+        faults.push(of("few", "c", 21, FaultAction::BeyondMaximum));
+        assert_eq!(
+            published(faults),
+            ["b-20", "c-21", "a-1"],
+            "who waits for somebody comes first"
+        );
+
+        let mut faults: Vec<_> = many("a", evict).chain(many("b", evict)).collect();
+        faults.push(of("few", "c", 20, evict));
+        assert_eq!(
+            published(faults),
+            ["a-1", "c-20", "b-1"],
+            "by namespaces, by their containers"
+        );
+    }
+
+    #[test]
+    fn ready_names_the_condition_that_does_not_hold() {
+        let mut broken = report();
+        broken.conditions[0] = ConditionUpdate::new(
+            names::GPUS_FOUND,
+            false,
+            names::NO_GPUS,
+            "the driver has no GPU",
+        );
+        let status = render(&broken, &GpuNodeStatus::default(), None, &at(1));
+        let ready = &status.conditions[0];
+        assert_eq!(
+            (ready.type_.as_str(), ready.status.as_str()),
+            ("Ready", "False")
+        );
+        assert_eq!(ready.message, "GpusFound: the driver has no GPU");
+    }
+
+    #[test]
+    fn object_stays_small_when_its_lists_are_full() {
+        let mut full = report();
+        let gpu = full.gpus[0].clone();
+        full.gpus = vec![gpu; 300];
+        let lacking = NotEnforcedReport {
+            pod_uid: "0f".parse().unwrap(),
+            namespace: "n".repeat(63),
+            pod: "p".repeat(253),
+            container: "c".repeat(63),
+            reason: "MountedOver",
+            message: "ü".repeat(4_000),
+        };
+        full.not_enforced = vec![lacking; 300];
+        let status = render(&full, &GpuNodeStatus::default(), Some(1), &at(1));
+        assert_eq!(status.gpus.len(), MAX_GPUS);
+        assert_eq!(
+            (status.not_enforced.len(), status.not_enforced_count),
+            (16, 300)
+        );
+        assert!(serde_json::to_vec(&status).unwrap().len() < 64 << 10);
+    }
+}

@@ -1,0 +1,134 @@
+//! Describes the node's state in the agent's own types.
+
+use std::collections::BTreeMap;
+
+use bursar_crds::conditions::ConditionUpdate;
+use bursar_crds::gpu_node::GpuState;
+use bursar_enforcement::audit::namespace_usage::NamespaceReport;
+use bursar_enforcement::faults::report::FaultReport;
+use bursar_ledger::units::{Bytes, GpuUuid, PodUid, Quanta, Quantum};
+use jiff::Timestamp;
+
+use crate::quota_overrides::AppliedSpec;
+
+/// The node's state. Equal reports cause no write.
+///
+/// Nothing in a report may change continuously; such figures are metrics.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NodeReport {
+    /// The boot id (`/proc/sys/kernel/random/boot_id`).
+    pub boot_id: String,
+    /// The NVIDIA driver's version, while it answers.
+    pub driver_version: Option<String>,
+    /// The size of one device id.
+    pub quantum: Quantum,
+    /// Device memory of all healthy GPUs.
+    pub device_memory: MemoryReport,
+    /// Managed memory; all zero if the node offers none.
+    pub managed_memory: MemoryReport,
+    /// The GPUs in NVML's order, including lost ones.
+    pub gpus: Vec<GpuReport>,
+    /// Queued containers, the longest waiting first. The status has the first 16.
+    pub waiting: Vec<WaitingReport>,
+    /// Containers whose quota is not enforced. The status has the first 16 and the number of all.
+    pub not_enforced: Vec<NotEnforcedReport>,
+    /// The outcomes of the spec's quotas.
+    pub applied_spec: AppliedSpec,
+    /// Open faults. The status has the first 16.
+    pub faults: Vec<FaultReport>,
+    /// The use and the incidents of each namespace. The status has the first 32.
+    pub namespaces: Vec<NamespaceReport>,
+    /// The state of each condition of [`bursar_crds::conditions::gpu_node`] except `Ready`, which
+    /// [`render`](super::render) derives.
+    pub conditions: Vec<ConditionUpdate>,
+}
+
+/// Amounts of one kind of memory on the node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryReport {
+    /// The amount that the agent reports to the kubelet.
+    pub allocatable: Quanta,
+    /// The amount that is bound to no container.
+    pub free: Quanta,
+    /// The largest amount that a new container can be bound to now.
+    pub largest_free: Quanta,
+}
+
+/// One GPU or MIG instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuReport {
+    /// NVML's UUID.
+    pub uuid: GpuUuid,
+    /// The number of its device node; for a MIG instance, its parent's.
+    pub index: u32,
+    /// The name of the model.
+    pub model: String,
+    /// The total memory.
+    pub memory: Bytes,
+    /// Whether new pods are placed on it.
+    pub state: GpuState,
+    /// The GPU's generation.
+    pub generation: u64,
+    /// The health.
+    pub health: GpuHealth,
+    /// The amount that can be bound to pods; zero while the GPU is unhealthy.
+    pub capacity: Quanta,
+    /// The amount that is bound to no container.
+    pub free: Quanta,
+    /// The part of `free` that is reserved for no pod.
+    pub largest_free: Quanta,
+    /// Bytes that ended pods left and others still hold.
+    pub leaked: Bytes,
+    /// Bytes that are in use and charged to no container.
+    pub withheld: Bytes,
+    /// The pod that a reservation of the operator names.
+    pub reserved_for: Option<PodUid>,
+    /// The pods with memory on it, and how much each has. The status has the 32 largest.
+    pub pods: BTreeMap<PodUid, Quanta>,
+}
+
+/// The health of a GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GpuHealth {
+    /// The GPU works.
+    Healthy,
+    /// The GPU does not work.
+    Unhealthy {
+        /// The reason in one word: `GpuLost`, `NoAnswer`, `Xid79`.
+        reason: String,
+    },
+}
+
+/// A container in the node's queue.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WaitingReport {
+    /// The pod's UID.
+    pub pod_uid: PodUid,
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod's name.
+    pub pod: String,
+    /// The container's name.
+    pub container: String,
+    /// The amount that the container asks for.
+    pub quanta: Quanta,
+    /// When the container was queued.
+    pub since: Timestamp,
+}
+
+/// A container whose quota is not enforced.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NotEnforcedReport {
+    /// The pod's UID.
+    pub pod_uid: PodUid,
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod's name.
+    pub pod: String,
+    /// The container's name.
+    pub container: String,
+    /// The reason in one word.
+    pub reason: &'static str,
+    /// The message. An unchanged state has an unchanged message.
+    pub message: String,
+}

@@ -1,0 +1,466 @@
+//! Tests the agent against a simulated API server in virtual time.
+//!
+//! The spec arrives and the status is written through deletions, restores of etcd, objects of other
+//! versions, and every fault of a write or a watch.
+
+use prometheus_client::registry::Registry;
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use bursar_apiserver::ParsedSpec;
+use bursar_apiserver::gpu_node::GpuNodeClient;
+use bursar_apiserver::metrics::ApiMetrics;
+use bursar_apiserver::spec_watch::{self, Observation, WatchOutput};
+use bursar_gpu::drain::DrainState;
+use bursar_ledger::units::GpuUuid;
+use bursar_sim_api::{Faults, FaultyWrites, SimApiServer, WatchFault, WriteFault};
+use bursar_watch::History;
+use kube::Client;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+
+use super::fixtures::report;
+use super::publish::{Publisher, Rate};
+use super::report::NodeReport;
+
+/// The final state is reached within this time after any one fault.
+const PROMISED_TIME: Duration = Duration::from_secs(30);
+
+const KIND: &str = "gpunodes";
+const NODE: &str = "n";
+
+fn gpu(number: u32) -> GpuUuid {
+    format!("GPU-{number}").parse().unwrap()
+}
+
+fn node(uid: &str) -> Value {
+    json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": NODE, "uid": uid } })
+}
+
+/// The publisher and the spec watch of an agent, with their API server.
+struct Fixture {
+    api: SimApiServer,
+    reports: watch::Sender<NodeReport>,
+    spec: watch::Receiver<Option<ParsedSpec>>,
+    unreachable_since: watch::Receiver<Option<Instant>>,
+    generation: i64,
+    stop: CancellationToken,
+}
+
+impl Fixture {
+    fn start() -> Self {
+        let api = SimApiServer::start();
+        api.put("nodes", node("first"));
+        let client = api.client();
+        Self::start_with(api, client, DrainState::default())
+    }
+
+    fn start_with(api: SimApiServer, client: Client, drain: DrainState) -> Self {
+        let (reports, reported) = watch::channel(report());
+        let (orders, ordered) = watch::channel(None);
+        let (seen, sees) = watch::channel(Observation::Pending);
+        let (unheard, since) = watch::channel(Some(Instant::now()));
+        let (history, stop, metrics) = (
+            History::default(),
+            CancellationToken::new(),
+            ApiMetrics::new(&mut Registry::default()),
+        );
+        let publisher = Publisher {
+            api: GpuNodeClient::new(client.clone(), NODE, history.clone()),
+            reports: reported,
+            observed: sees,
+            spec: ordered.clone(),
+            drain: watch::channel(drain).1,
+            rate: Rate::default(),
+            unreachable_since: unheard,
+            metrics: metrics.clone(),
+        };
+        tokio::spawn(publisher.run(stop.clone()));
+        let output = WatchOutput {
+            spec: orders,
+            observed: seen,
+            metrics,
+        };
+        tokio::spawn(spec_watch::run(
+            client,
+            NODE.to_owned(),
+            history,
+            output,
+            stop.clone(),
+        ));
+        Self {
+            api,
+            reports,
+            spec: ordered,
+            unreachable_since: since,
+            generation: 1,
+            stop,
+        }
+    }
+
+    fn object(&self) -> Value {
+        self.api.get(KIND, "", NODE)
+    }
+
+    fn report_free(&self, free: u32) {
+        self.reports
+            .send_modify(|report| report.device_memory.free.0 = free);
+    }
+
+    fn has_free(&self, free: u32) -> bool {
+        self.object()["status"]["deviceMemory"]["free"] == free
+    }
+
+    fn drained_gpus(&self) -> Vec<GpuUuid> {
+        let orders = self.spec.borrow();
+        let drain = orders.iter().flat_map(|orders| &orders.drain);
+        drain.cloned().collect()
+    }
+
+    /// Writes the spec as the operator does.
+    fn write_spec(&mut self, spec: Value) {
+        let mut object = self.object();
+        self.generation += 1;
+        object["metadata"]["generation"] = json!(self.generation);
+        object["spec"] = spec;
+        self.api.put(KIND, object);
+    }
+
+    async fn wait_until(&self, what: &str, within: Duration, done: impl Fn(&Self) -> bool) {
+        let reached = async {
+            while !done(self) {
+                sleep(Duration::from_millis(10)).await;
+            }
+        };
+        let outcome = timeout(within, reached).await;
+        assert!(
+            outcome.is_ok(),
+            "{what}: not within {within:?}; object {}, orders {:?}, writes {:?}",
+            self.object(),
+            self.spec.borrow(),
+            self.api.writes()
+        );
+    }
+
+    async fn wait_until_written(&self) {
+        self.wait_until("the report is written", PROMISED_TIME, |fixture| {
+            fixture.has_free(32) && fixture.spec.borrow().is_some()
+        })
+        .await;
+    }
+
+    /// Asserts that nothing is written for a minute.
+    async fn assert_quiet(&self, what: &str) {
+        sleep(Duration::from_secs(5)).await;
+        let before = self.api.writes().len();
+        sleep(Duration::from_secs(60)).await;
+        let writes = self.api.writes().split_off(before);
+        assert!(writes.is_empty(), "{what}: {writes:?}");
+    }
+}
+
+impl Drop for Fixture {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn deleted_object_is_created_again_within_seconds() {
+    let fixture = Fixture::start();
+    fixture.wait_until_written().await;
+    for _ in 0..3 {
+        fixture.api.delete(KIND, "", NODE);
+        let within = Duration::from_secs(3);
+        fixture
+            .wait_until("the object is created again", within, |fixture| {
+                fixture.has_free(32)
+            })
+            .await;
+    }
+    fixture.assert_quiet("a deletion").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn object_is_owned_by_the_current_node() {
+    let fixture = Fixture::start();
+    fixture.wait_until_written().await;
+    let owner =
+        |fixture: &Fixture| fixture.object()["metadata"]["ownerReferences"][0]["uid"].clone();
+    assert_eq!(owner(&fixture), "first");
+    fixture.api.put("nodes", node("second"));
+    // The garbage collector deletes an object whose owner is gone.
+    fixture.api.delete(KIND, "", NODE);
+    fixture
+        .wait_until(
+            "the object has the current owner",
+            Duration::from_secs(3),
+            |fixture| owner(fixture) == "second",
+        )
+        .await;
+    // A restarted agent finds an object that the garbage collector has not deleted yet.
+    fixture.stop.cancel();
+    fixture.api.put("nodes", node("third"));
+    let fixture = Fixture::start_with(
+        fixture.api.clone(),
+        fixture.api.client(),
+        DrainState::default(),
+    );
+    fixture
+        .wait_until("the object has the third owner", PROMISED_TIME, |fixture| {
+            owner(fixture) == "third"
+        })
+        .await;
+    let owners = fixture.object()["metadata"]["ownerReferences"].clone();
+    assert_eq!(owners.as_array().map(Vec::len), Some(1), "{owners}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn drain_outlives_the_object_whose_spec_named_it() {
+    let mut fixture = Fixture::start();
+    fixture.wait_until_written().await;
+    fixture.write_spec(json!({ "drain": ["GPU-1"] }));
+    fixture
+        .wait_until("the drain arrives", PROMISED_TIME, |fixture| {
+            fixture.drained_gpus() == [gpu(1)]
+        })
+        .await;
+    let mut orders = fixture.spec.clone();
+    let lifted = tokio::spawn(async move {
+        let lifted = |orders: &Option<ParsedSpec>| {
+            !orders
+                .as_ref()
+                .is_some_and(|orders| orders.drain.contains(&gpu(1)))
+        };
+        orders.wait_for(lifted).await.is_ok()
+    });
+    fixture.api.delete(KIND, "", NODE);
+    fixture
+        .wait_until("the object is created again", PROMISED_TIME, |fixture| {
+            fixture.has_free(32)
+        })
+        .await;
+    sleep(PROMISED_TIME).await;
+    assert!(
+        !lifted.is_finished(),
+        "the drain was lifted by the deletion"
+    );
+    assert_eq!(fixture.object()["spec"]["drain"], json!(["GPU-1"]));
+    fixture.generation = 1;
+    fixture.write_spec(json!({}));
+    fixture
+        .wait_until("it is lifted", PROMISED_TIME, |fixture| {
+            fixture.drained_gpus().is_empty()
+        })
+        .await;
+    assert!(lifted.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
+async fn drain_on_record_outlives_object_and_agent() {
+    let api = SimApiServer::start();
+    api.put("nodes", node("first"));
+    let drain = DrainState {
+        requested: [gpu(1)].into(),
+        ..DrainState::default()
+    };
+    let client = api.client();
+    let fixture = Fixture::start_with(api, client, drain);
+    fixture.wait_until_written().await;
+    assert_eq!(fixture.drained_gpus(), [gpu(1)]);
+    assert_eq!(fixture.object()["spec"]["drain"], json!(["GPU-1"]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn spec_and_status_follow_a_restored_etcd() {
+    let mut fixture = Fixture::start();
+    fixture.wait_until_written().await;
+    fixture.write_spec(json!({ "drain": ["GPU-1"] }));
+    fixture
+        .wait_until("the drain arrives", PROMISED_TIME, |fixture| {
+            fixture.drained_gpus() == [gpu(1)]
+        })
+        .await;
+    let backup = fixture.api.backup();
+    for free in 0..20 {
+        fixture.report_free(free);
+        fixture
+            .wait_until("it is written", PROMISED_TIME, |fixture| {
+                fixture.has_free(free)
+            })
+            .await;
+    }
+    fixture.write_spec(json!({ "drain": ["GPU-2"] }));
+    fixture
+        .wait_until("the drain arrives", PROMISED_TIME, |fixture| {
+            fixture.drained_gpus() == [gpu(2)]
+        })
+        .await;
+    fixture.api.restore(&backup);
+    let within = Duration::from_secs(10);
+    fixture
+        .wait_until("the restored drain arrives", within, |fixture| {
+            fixture.drained_gpus() == [gpu(1)]
+        })
+        .await;
+    fixture
+        .wait_until("the report is written", within, |fixture| {
+            fixture.has_free(19)
+        })
+        .await;
+    fixture.write_spec(json!({}));
+    fixture
+        .wait_until("a new spec arrives", within, |fixture| {
+            fixture.drained_gpus().is_empty()
+        })
+        .await;
+    fixture.assert_quiet("a restore").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn spec_of_another_version_stops_nothing_else() {
+    let mut fixture = Fixture::start();
+    fixture.wait_until_written().await;
+    let policy = |namespace: &str, action: &str| json!({ "namespace": namespace, "action": action, "maxRestarts": 1, "windowSeconds": 60 });
+    fixture.write_spec(json!({
+        "contextPolicies": [policy("a", "Quarantine"), policy("b", "Evict")],
+        "reservations": [{ "gpu": "GPU-1", "share": 0.5 }],
+        "drain": ["GPU-1"],
+    }));
+    let mut object = fixture.object();
+    object["status"]["gpus"][0]["state"] = json!("Hibernating");
+    object["status"]["gpus"][1]["memory"] = json!({ "total": "1Gi" });
+    fixture.api.put(KIND, object);
+    fixture
+        .wait_until("the drain arrives", PROMISED_TIME, |fixture| {
+            fixture.drained_gpus() == [gpu(1)]
+        })
+        .await;
+    let orders = fixture.spec.borrow().clone().unwrap();
+    assert_eq!(orders.context_policies.len(), 1);
+    assert_eq!(
+        orders.unrecognized,
+        ["reservations[0]", "contextPolicies[0]"]
+    );
+    fixture.report_free(7);
+    fixture
+        .wait_until("the status is written", PROMISED_TIME, |fixture| {
+            fixture.has_free(7)
+        })
+        .await;
+    assert_eq!(fixture.object()["status"]["gpus"][0]["state"], "Active");
+    sleep(Duration::from_secs(60)).await;
+    assert_eq!(
+        *fixture.unreachable_since.borrow(),
+        None,
+        "the API server is there"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn status_and_spec_arrive_through_every_watch_fault() {
+    let tellings = [
+        WatchFault::Delayed,
+        WatchFault::Lagging,
+        WatchFault::Duplicated,
+        WatchFault::Replayed,
+        WatchFault::Disconnected,
+        WatchFault::Expired,
+    ];
+    for telling in tellings {
+        let what = format!("{telling:?}");
+        let api = SimApiServer::start();
+        api.put("nodes", node("first"));
+        let faults = Faults::for_all_objects(WriteFault::RequestDropped, telling);
+        let client = api.client_with_faults(&faults);
+        let mut fixture = Fixture::start_with(api, client, DrainState::default());
+        fixture.wait_until_written().await;
+        if telling == WatchFault::Lagging {
+            // From now on the API server's watch cache lags behind.
+            sleep(Duration::from_secs(15)).await;
+        }
+        for round in 0..8 {
+            fixture.write_spec(json!({ "drain": [format!("GPU-{round}")] }));
+            fixture.report_free(round);
+            fixture
+                .wait_until(&what, PROMISED_TIME, |fixture| {
+                    fixture.has_free(round) && fixture.drained_gpus() == [gpu(round)]
+                })
+                .await;
+        }
+        fixture.api.delete(KIND, "", NODE);
+        fixture
+            .wait_until(&what, PROMISED_TIME, |fixture| fixture.has_free(7))
+            .await;
+        fixture.assert_quiet(&what).await;
+        assert_eq!(fixture.drained_gpus(), [gpu(7)], "{what}");
+        let dealt: usize = faults.faulted_events().values().sum();
+        assert!(dealt >= 3, "{what}: {dealt} events were disturbed");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn status_arrives_through_every_write_fault() {
+    let fates = [
+        WriteFault::Refused(StatusCode::CONFLICT),
+        WriteFault::Refused(StatusCode::TOO_MANY_REQUESTS),
+        WriteFault::Refused(StatusCode::INTERNAL_SERVER_ERROR),
+        WriteFault::RequestDropped,
+        WriteFault::ResponseDropped,
+        WriteFault::ErrorAfterWrite,
+    ];
+    for fate in fates {
+        for doomed in 1..=3 {
+            let what = format!("write {doomed}: {fate:?}");
+            let api = SimApiServer::start();
+            api.put("nodes", node("first"));
+            let faults = Faults::for_all_objects(fate, WatchFault::NoFault);
+            faults.set_faulty_writes(FaultyWrites::Nth(doomed));
+            let client = api.client_with_faults(&faults);
+            let fixture = Fixture::start_with(api, client, DrainState::default());
+            fixture
+                .wait_until(&what, PROMISED_TIME, |fixture| fixture.has_free(32))
+                .await;
+            fixture.report_free(7);
+            fixture
+                .wait_until(&what, PROMISED_TIME, |fixture| fixture.has_free(7))
+                .await;
+            fixture.assert_quiet(&what).await;
+            assert_eq!(faults.fault_count(), 1, "{what}");
+            assert_eq!(*fixture.unreachable_since.borrow(), None, "{what}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn lost_answer_counts_as_outage_from_its_request() {
+    let api = SimApiServer::start();
+    api.put("nodes", node("first"));
+    let faults = Faults::for_all_objects(WriteFault::RequestDropped, WatchFault::NoFault);
+    let client = api.client_with_faults(&faults);
+    let fixture = Fixture::start_with(api, client, DrainState::default());
+    fixture.wait_until_written().await;
+    assert_eq!(*fixture.unreachable_since.borrow(), None);
+    faults.set_faulty_writes(FaultyWrites::FirstAttempts);
+    let begun = Instant::now();
+    fixture.report_free(7);
+    fixture
+        .wait_until("it is noticed", PROMISED_TIME, |fixture| {
+            fixture.unreachable_since.borrow().is_some()
+        })
+        .await;
+    let since = fixture.unreachable_since.borrow().unwrap();
+    assert!(
+        since - begun < Duration::from_secs(2),
+        "{:?}",
+        since - begun
+    );
+    fixture
+        .wait_until("it is written", PROMISED_TIME, |fixture| {
+            fixture.has_free(7)
+        })
+        .await;
+    assert_eq!(*fixture.unreachable_since.borrow(), None);
+}

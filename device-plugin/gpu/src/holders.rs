@@ -1,0 +1,400 @@
+//! Asks NVIDIA's kernel module which processes hold memory of a GPU, with or without a context.
+//!
+//! NVML lists the processes that have a channel on the GPU, which comes with a CUDA context.
+//! `cuMemCreate` needs no context, so a process can hold memory without being listed. The kernel
+//! module's resource manager reports such memory: `GPU_GET_PIDS` for the class of subdevices lists
+//! "PIDs with or without GPU contexts", and `GPU_GET_PID_INFO` reports the bytes of each process
+//! (`ctrl/ctrl2080/ctrl2080gpu.h` in NVIDIA/open-gpu-kernel-modules). Neither needs a privilege.
+//!
+//! The commands are no stable interface. The kernel module refuses parameters of another size. The
+//! agent opens a subdevice to ask, so it accepts an answer only if its own process is listed.
+//! Without an answer the audit relies on mapped device nodes (`enforcement/audit/compare.rs`).
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd as _;
+use std::path::Path;
+
+use bursar_ledger::units::{Bytes, GpuUuid};
+use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
+
+/// `NV01_ROOT_CLIENT`, `NV01_DEVICE_0` and `NV20_SUBDEVICE_0`, each the next one's parent
+/// (`class/`).
+const CLIENT: u32 = 0x41;
+const DEVICE: u32 = 0x80;
+const SUBDEVICE: u32 = 0x2080;
+
+/// The handles that this client chooses for its two objects.
+const DEVICE_HANDLE: u32 = 0xb0b0_0080;
+const SUBDEVICE_HANDLE: u32 = 0xb0b0_2080;
+
+/// `NV0000_CTRL_CMD_GPU_GET_UUID_INFO` (`ctrl/ctrl0000/ctrl0000gpu.h`).
+const GET_UUID_INFO: u32 = 0x274;
+/// `NV2080_CTRL_CMD_GPU_GET_PIDS` and `NV2080_CTRL_CMD_GPU_GET_PID_INFO`.
+const GET_PIDS: u32 = 0x2080_018d;
+const GET_PID_INFO: u32 = 0x2080_018e;
+
+/// `NV2080_CTRL_GPU_GET_PIDS_MAX_COUNT` and `NV2080_CTRL_GPU_GET_PID_INFO_MAX_COUNT`.
+const MAX_PIDS: usize = 950;
+const MAX_INFOS: usize = 200;
+
+/// Why the kernel module gave no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum HoldersError {
+    /// The control node cannot be opened.
+    #[error("failed to open {CONTROL_NODE}: {0}")]
+    Open(#[source] io::Error),
+    /// The system call failed.
+    #[error("failed to call the kernel module: {0}")]
+    Ioctl(#[source] io::Error),
+    /// The kernel module refused a command (`nvstatuscodes.h`).
+    #[error("the kernel module answered {command:#x} with status {status:#x}")]
+    Refused {
+        /// The command, or the class of the object that was to be made.
+        command: u32,
+        /// Its status.
+        status: u32,
+    },
+    /// The answer does not list this process, so its layout is unknown.
+    #[error("the kernel module's answer has another layout than {GET_PIDS:#x} had")]
+    UnknownLayout,
+}
+
+/// The device node that takes the kernel module's commands.
+const CONTROL_NODE: &str = "/dev/nvidiactl";
+
+/// `NVOS64_PARAMETERS` of `NV_ESC_RM_ALLOC` (`nvos.h`).
+#[repr(C)]
+struct Alloc {
+    root: u32,
+    parent: u32,
+    object: u32,
+    class: u32,
+    params: u64,
+    rights: u64,
+    params_size: u32,
+    flags: u32,
+    status: u32,
+}
+
+/// `NVOS54_PARAMETERS` of `NV_ESC_RM_CONTROL`.
+#[repr(C)]
+struct Control {
+    client: u32,
+    object: u32,
+    command: u32,
+    flags: u32,
+    params: u64,
+    params_size: u32,
+    status: u32,
+}
+
+const ALLOC: Opcode = opcode::read_write::<Alloc>(b'F', 0x2b);
+const CONTROL: Opcode = opcode::read_write::<Control>(b'F', 0x2a);
+
+/// Parameters that the kernel module reads and writes in place.
+///
+/// # Safety
+/// Any bytes are a value of the type, and the type has the layout of the command that takes it.
+#[expect(unsafe_code, reason = "the kernel module writes into these values")]
+unsafe trait RmParams {}
+
+/// `NV0000_CTRL_GPU_GET_UUID_INFO_PARAMS`.
+#[repr(C)]
+struct UuidInfo {
+    uuid: [u8; 256],
+    flags: u32,
+    gpu: u32,
+    device: u32,
+    subdevice: u32,
+}
+
+/// `NV0080_ALLOC_PARAMETERS`.
+#[repr(C)]
+#[derive(Default)]
+struct DeviceParams {
+    device: u32,
+    shared_client: u32,
+    target_client: u32,
+    target_device: u32,
+    flags: u32,
+    space: [u64; 3],
+    mode: u32,
+}
+
+/// `NV2080_ALLOC_PARAMETERS`.
+#[repr(C)]
+struct SubdeviceParams {
+    subdevice: u32,
+}
+
+/// `NV2080_CTRL_GPU_GET_PIDS_PARAMS`.
+#[repr(C)]
+struct Pids {
+    by_class: u32,
+    class: u32,
+    count: u32,
+    pids: [u32; MAX_PIDS],
+}
+
+/// `NV2080_CTRL_GPU_GET_PID_INFO_PARAMS`.
+#[repr(C)]
+struct PidInfos {
+    count: u32,
+    infos: [PidInfo; MAX_INFOS],
+}
+
+/// `NV2080_CTRL_GPU_PID_INFO`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct PidInfo {
+    pid: u32,
+    kind: u32,
+    status: u32,
+    private: u64,
+    shared_owned: u64,
+    shared_imported: u64,
+    protected: [u64; 3],
+    instance: [u32; 2],
+}
+
+#[expect(unsafe_code, reason = "the kernel module writes into these values")]
+mod layouts {
+    use super::{DeviceParams, PidInfos, Pids, RmParams, SubdeviceParams, UuidInfo};
+
+    // SAFETY: integers alone, in the header's order.
+    unsafe impl RmParams for UuidInfo {}
+    // SAFETY: integers alone, in the header's order.
+    unsafe impl RmParams for DeviceParams {}
+    // SAFETY: integers alone, in the header's order.
+    unsafe impl RmParams for SubdeviceParams {}
+    // SAFETY: integers alone, in the header's order.
+    unsafe impl RmParams for Pids {}
+    // SAFETY: integers alone, in the header's order.
+    unsafe impl RmParams for PidInfos {}
+}
+
+/// A client of the resource manager with a subdevice of one GPU; closing the file frees it.
+struct RmClient {
+    file: File,
+    root: u32,
+}
+
+/// The bytes that each process owns of `gpu`, by its pid in this process's pid namespace. Processes
+/// that own nothing and imported memory are left out. The call may block as long as the driver
+/// does.
+///
+/// # Errors
+/// When the kernel module does not answer, or not in the known layout.
+pub fn query_holders(gpu: &GpuUuid) -> Result<BTreeMap<u32, Bytes>, HoldersError> {
+    let client = RmClient::open(gpu)?;
+    let pids = client.query_pids()?;
+    let mut holders = BTreeMap::new();
+    for pids in pids.chunks(MAX_INFOS) {
+        holders.extend(client.query_owned(pids)?);
+    }
+    Ok(holders)
+}
+
+impl RmClient {
+    fn open(gpu: &GpuUuid) -> Result<RmClient, HoldersError> {
+        let mut options = File::options();
+        let file = options.read(true).write(true).open(Path::new(CONTROL_NODE));
+        let file = file.map_err(HoldersError::Open)?;
+        let mut client = RmClient { file, root: 0 };
+        client.root = client.alloc::<SubdeviceParams>(0, 0, CLIENT, None)?;
+        let mut info = UuidInfo {
+            uuid: [0; 256],
+            flags: 0,
+            gpu: 0,
+            device: 0,
+            subdevice: 0,
+        };
+        let name = gpu.as_str().bytes().take(info.uuid.len() - 1);
+        info.uuid
+            .iter_mut()
+            .zip(name)
+            .for_each(|(to, from)| *to = from);
+        client.control(client.root, GET_UUID_INFO, &mut info)?;
+        let mut device = DeviceParams {
+            device: info.device,
+            ..DeviceParams::default()
+        };
+        let root = client.root;
+        let device = client.alloc(root, DEVICE_HANDLE, DEVICE, Some(&mut device))?;
+        let mut subdevice = SubdeviceParams {
+            subdevice: info.subdevice,
+        };
+        client.alloc(device, SUBDEVICE_HANDLE, SUBDEVICE, Some(&mut subdevice))?;
+        Ok(client)
+    }
+
+    /// The processes that opened this GPU, this process included.
+    fn query_pids(&self) -> Result<Vec<u32>, HoldersError> {
+        let mut pids = Box::new(Pids {
+            by_class: 0,
+            class: SUBDEVICE,
+            count: 0,
+            pids: [0; MAX_PIDS],
+        });
+        self.control(SUBDEVICE_HANDLE, GET_PIDS, &mut *pids)?;
+        parse_pids(&pids, std::process::id()).ok_or(HoldersError::UnknownLayout)
+    }
+
+    fn query_owned(&self, pids: &[u32]) -> Result<BTreeMap<u32, Bytes>, HoldersError> {
+        let mut infos = Box::new(PidInfos {
+            count: 0,
+            infos: [PidInfo::default(); MAX_INFOS],
+        });
+        for (info, pid) in infos.infos.iter_mut().zip(pids) {
+            info.pid = *pid;
+            infos.count += 1;
+        }
+        self.control(SUBDEVICE_HANDLE, GET_PID_INFO, &mut *infos)?;
+        Ok(owned(&infos))
+    }
+
+    #[expect(unsafe_code, reason = "no library speaks to NVIDIA's kernel module")]
+    fn alloc<P: RmParams>(
+        &self,
+        parent: u32,
+        object: u32,
+        class: u32,
+        params: Option<&mut P>,
+    ) -> Result<u32, HoldersError> {
+        let params_size = params.as_ref().map_or(0, |_| size_of::<P>());
+        let params = params.map_or(0, |params| std::ptr::from_mut(params).addr());
+        let mut call = Alloc {
+            root: self.root,
+            parent,
+            object,
+            class,
+            params: params as u64,
+            rights: 0,
+            params_size: params_size as u32,
+            flags: 0,
+            status: 0,
+        };
+        // SAFETY: the number has the size of `Alloc`. The kernel module writes to this value and to
+        // `params_size` bytes at `params`, which the caller lends until the call returns.
+        let called = unsafe { ioctl(self.file.as_fd(), Updater::<ALLOC, _>::new(&mut call)) };
+        called.map_err(|error| HoldersError::Ioctl(error.into()))?;
+        let (command, status) = (class, call.status);
+        match status {
+            0 => Ok(call.object),
+            _ => Err(HoldersError::Refused { command, status }),
+        }
+    }
+
+    #[expect(unsafe_code, reason = "no library speaks to NVIDIA's kernel module")]
+    fn control<P: RmParams>(
+        &self,
+        object: u32,
+        command: u32,
+        params: &mut P,
+    ) -> Result<(), HoldersError> {
+        let mut call = Control {
+            client: self.root,
+            object,
+            command,
+            flags: 0,
+            params: std::ptr::from_mut(params).addr() as u64,
+            params_size: size_of::<P>() as u32,
+            status: 0,
+        };
+        // SAFETY: the number has the size of `Control`. The kernel module writes to this value and
+        // to `params_size` bytes at `params`, which is borrowed until the call returns.
+        let called = unsafe { ioctl(self.file.as_fd(), Updater::<CONTROL, _>::new(&mut call)) };
+        called.map_err(|error| HoldersError::Ioctl(error.into()))?;
+        match call.status {
+            0 => Ok(()),
+            status => Err(HoldersError::Refused { command, status }),
+        }
+    }
+}
+
+/// The processes of an answer; none where the answer does not list `own`.
+fn parse_pids(answer: &Pids, own: u32) -> Option<Vec<u32>> {
+    let count = usize::try_from(answer.count).ok()?;
+    let pids = answer.pids.get(..count)?;
+    pids.contains(&own).then(|| pids.to_vec())
+}
+
+/// The bytes of each process in an answer, without processes that own nothing.
+fn owned(answer: &PidInfos) -> BTreeMap<u32, Bytes> {
+    let infos = answer.infos.iter().take(answer.count as usize);
+    let owned = infos.filter(|info| info.status == 0).map(|info| {
+        let bytes = info.private.saturating_add(info.shared_owned);
+        (info.pid, Bytes(bytes))
+    });
+    owned.filter(|(_, bytes)| *bytes > Bytes::ZERO).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_have_the_kernel_modules_sizes() {
+        assert_eq!(size_of::<Alloc>(), 48);
+        assert_eq!(size_of::<Control>(), 32);
+        assert_eq!(size_of::<UuidInfo>(), 272);
+        assert_eq!(size_of::<DeviceParams>(), 56);
+        assert_eq!(size_of::<Pids>(), 12 + 4 * 950);
+        assert_eq!(size_of::<PidInfo>(), 72);
+        assert_eq!(size_of::<PidInfos>(), 8 + 72 * 200);
+    }
+
+    fn pids(of: &[u32]) -> Pids {
+        let mut pids = [0; MAX_PIDS];
+        pids[..of.len()].copy_from_slice(of);
+        Pids {
+            by_class: 0,
+            class: SUBDEVICE,
+            count: of.len() as u32,
+            pids,
+        }
+    }
+
+    #[test]
+    fn answer_is_believed_only_when_it_lists_the_asker() {
+        assert_eq!(parse_pids(&pids(&[7, 9]), 9), Some(vec![7, 9]));
+        assert_eq!(parse_pids(&pids(&[7]), 9), None);
+        let mut beyond = pids(&[9]);
+        beyond.count = MAX_PIDS as u32 + 1;
+        assert_eq!(parse_pids(&beyond, 9), None);
+    }
+
+    #[test]
+    fn imported_memory_is_not_owned() {
+        let info = |pid, status, [private, shared_owned, shared_imported]: [u64; 3]| PidInfo {
+            pid,
+            status,
+            private,
+            shared_owned,
+            shared_imported,
+            ..PidInfo::default()
+        };
+        let mut answer = PidInfos {
+            count: 4,
+            infos: [PidInfo::default(); MAX_INFOS],
+        };
+        answer.infos[0] = info(1, 0, [5, 6, 7]);
+        answer.infos[1] = info(2, 0, [0, 0, 7]);
+        answer.infos[2] = info(3, 0x57, [5, 0, 0]);
+        answer.infos[3] = info(4, 0, [5, 0, 0]);
+        answer.infos[4] = info(5, 0, [5, 0, 0]);
+        let expected = [(1, Bytes(11)), (4, Bytes(5))];
+        assert_eq!(owned(&answer), BTreeMap::from(expected));
+    }
+
+    #[test]
+    fn no_answer_comes_without_the_kernel_module() {
+        if Path::new(CONTROL_NODE).exists() {
+            return;
+        }
+        let gpu = "GPU-00000000-0000-0000-0000-000000000000".parse().unwrap();
+        assert!(matches!(query_holders(&gpu), Err(HoldersError::Open(_))));
+    }
+}

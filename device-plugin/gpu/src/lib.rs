@@ -1,0 +1,166 @@
+//! Discovers the node's GPUs and decides which of them are fit for new pods.
+//!
+//! | module | job |
+//! |---|---|
+//! | [`health`] | decides whether one GPU is fit: pure |
+//! | [`holders`] | asks the kernel module which processes hold memory without a context |
+//! | [`registry`] | records the GPUs that NVML listed, with their health: pure |
+//! | [`cgroup_limit`] | sets the driver's own memory limit of a cgroup |
+//! | [`mig`] | finds the capability nodes of a MIG instance |
+//! | [`pci`] | parses a GPU's address on the PCI bus |
+//! | [`drain`] | decides and carries out the drain of GPUs |
+//! | [`generations`] | counts how often each GPU's memory was lost |
+//! | [`nvml`] | asks NVML, through a process for each GPU |
+//! | [`xid`] | lists the remedy of each XID: a table |
+
+pub mod cgroup_limit;
+pub mod drain;
+pub mod generations;
+pub mod health;
+pub mod holders;
+pub mod memory_sample;
+pub mod mig;
+pub mod nvml;
+pub mod pci;
+pub mod registry;
+pub mod xid;
+
+use std::collections::BTreeSet;
+
+use bursar_ledger::units::{Bytes, GpuUuid};
+use serde::{Deserialize, Serialize};
+
+use crate::drain::DrainState;
+use health::{Health, PersistedHealth, UnhealthyReason};
+use pci::PciAddress;
+
+/// A GPU, or a MIG instance, which programs use like a GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Gpu {
+    /// NVML's UUID.
+    pub uuid: GpuUuid,
+    /// The number of the device node (`/dev/nvidia<minor>`); a MIG instance has its parent's.
+    pub minor: u32,
+    /// NVML's name of the model.
+    pub model: String,
+    /// The bytes that programs can allocate in all: NVML's total less the driver's own reserve.
+    pub memory: Bytes,
+    /// The address on the PCI bus; a MIG instance has its parent's. None where NVML reports none.
+    pub pci: Option<PciAddress>,
+    /// The GPU of which a MIG instance is a part.
+    pub mig_parent: Option<GpuUuid>,
+    /// The numbers of a MIG instance's capability nodes (`/dev/nvidia-caps/nvidia-cap<N>`).
+    pub capabilities: Vec<u32>,
+}
+
+impl Gpu {
+    /// Whether `gpus` has this GPU, or the parent of this MIG instance.
+    pub fn is_in(&self, gpus: &BTreeSet<GpuUuid>) -> bool {
+        let parent = self.mig_parent.as_ref();
+        gpus.contains(&self.uuid) || parent.is_some_and(|parent| gpus.contains(parent))
+    }
+}
+
+/// A GPU with its present health.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuState {
+    /// The GPU.
+    pub gpu: Gpu,
+    /// Whether new pods may use the GPU.
+    pub health: Health,
+    /// The part of its health that outlives the agent.
+    pub persisted: PersistedHealth,
+}
+
+/// The node's GPUs, or why the agent knows none.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Inventory {
+    /// NVML has not answered yet.
+    Starting,
+    /// No driver answers. The agent tries again and logs nothing more.
+    NoDriver(NoDriver),
+    /// The driver answers, and the node has no GPU. The agent tries again and logs nothing more.
+    NoGpu,
+    /// NVML has listed at least one GPU.
+    Gpus {
+        /// The driver's version; none while the driver does not answer.
+        driver: Option<String>,
+        /// The GPUs in NVML's order. A missing GPU stays in the list as unhealthy.
+        gpus: Vec<GpuState>,
+    },
+}
+
+/// Why NVML cannot be used, in a text for logs and status.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NoDriver {
+    /// The driver's files or device nodes are missing.
+    Missing(String),
+    /// The driver is installed and does not work.
+    Failed(String),
+    /// The driver says that its kernel module is not loaded: GPUs keep no memory without the
+    /// module.
+    NotLoaded(String),
+}
+
+impl std::fmt::Display for NoDriver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Missing(why) | Self::Failed(why) | Self::NotLoaded(why) => f.write_str(why),
+        }
+    }
+}
+
+impl Inventory {
+    /// The GPUs; empty where the agent knows none.
+    pub fn gpus(&self) -> &[GpuState] {
+        match self {
+            Self::Gpus { gpus, .. } => gpus,
+            Self::Starting | Self::NoDriver(_) | Self::NoGpu => &[],
+        }
+    }
+
+    /// The GPU at `address`, or its MIG instances.
+    pub fn gpus_at(&self, address: PciAddress) -> Vec<GpuUuid> {
+        let there = self.gpus().iter().map(|state| &state.gpu);
+        let there = there.filter(|gpu| gpu.pci == Some(address));
+        there.map(|gpu| gpu.uuid.clone()).collect()
+    }
+
+    /// Marks these GPUs unhealthy, since a provisioner of theirs hangs in the driver. Other
+    /// processes would hang on such a GPU too, however well it answers NVML.
+    #[must_use]
+    pub fn with_stuck_provisioners(mut self, stuck: &BTreeSet<GpuUuid>) -> Self {
+        if let Self::Gpus { gpus, .. } = &mut self {
+            let hang = |state: &&mut GpuState| {
+                state.health.is_healthy() && stuck.contains(&state.gpu.uuid)
+            };
+            for state in gpus.iter_mut().filter(hang) {
+                state.health = Health::Unhealthy(UnhealthyReason::ProvisionerHung);
+            }
+        }
+        self
+    }
+
+    /// Marks the GPUs unhealthy whose drain was requested and which are still in use.
+    #[must_use]
+    pub fn with_draining(
+        mut self,
+        DrainState {
+            requested: ordered,
+            in_use: busy,
+            ..
+        }: &DrainState,
+    ) -> Self {
+        if let Self::Gpus { gpus, .. } = &mut self {
+            for state in gpus {
+                let holds = busy.contains(&state.gpu.uuid) || !state.persisted.drained;
+                if holds && state.gpu.is_in(ordered) {
+                    state.health = Health::Unhealthy(UnhealthyReason::Draining);
+                }
+            }
+        }
+        self
+    }
+}

@@ -1,0 +1,307 @@
+//! Calls NVML about one GPU, or about the driver, in a process that the agent kills if a call
+//! hangs.
+//!
+//! NVML holds each GPU of which it has made a handle until its process ends. It also opens each GPU
+//! that it enumerates or compares with a UUID. So a process opens its GPU by the PCI address, as
+//! soon as that is known.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io::{self, BufRead as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use bursar_ledger::units::{Bytes, GpuUuid, UnitError};
+use nvml_wrapper::bitmasks::event::EventTypes;
+use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::enums::event::XidError;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::{Device, EventSet, Nvml};
+use rustix::process::{Signal, set_parent_process_death_signal};
+
+use super::protocol::{CallError, GpuProbe, Request, Response, Scope};
+use crate::cgroup_limit::{self, is_unsupported};
+use crate::holders;
+use crate::memory_sample::{GpuMemorySample, ProcessMemory};
+use crate::mig::{CAPABILITIES_DIR, MigInstance};
+use crate::pci::PciAddress;
+use crate::{Gpu, NoDriver};
+
+/// The first argument with which the agent's program runs [`run_child`].
+pub const SUBCOMMAND: &str = "nvml";
+
+/// The process name that `ps` shows.
+const PROCESS_NAME: &std::ffi::CStr = c"bursar-nvml";
+
+/// Answers requests from standard input until the agent ends.
+pub fn run_child(words: impl Iterator<Item = OsString>) -> ExitCode {
+    // Neither call is needed: an agent that has ended closes the standard input too.
+    let _ = rustix::thread::set_name(PROCESS_NAME);
+    let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    match serve(words) {
+        Some(()) => ExitCode::SUCCESS,
+        None => ExitCode::FAILURE,
+    }
+}
+
+/// None where a request is malformed, or the agent has closed the pipe.
+fn serve(mut words: impl Iterator<Item = OsString>) -> Option<()> {
+    let library = PathBuf::from(words.next()?);
+    let scope = serde_json::from_str(words.next()?.to_str()?).ok()?;
+    let nvml = Nvml::builder().lib_path(library.as_os_str()).init();
+    let nvml = nvml.map_err(|error| driver_error(&library.display(), &error));
+    let mut calls = NvmlCalls {
+        nvml: nvml.as_ref(),
+        scope,
+        device: None,
+        events: None,
+    };
+    let mut answers = io::stdout().lock();
+    for line in io::stdin().lock().lines() {
+        let request = serde_json::from_str(&line.ok()?).ok()?;
+        let mut response = serde_json::to_vec(&calls.handle(request)).ok()?;
+        response.push(b'\n');
+        answers.write_all(&response).ok()?;
+        answers.flush().ok()?;
+    }
+    Some(())
+}
+
+fn driver_error(asked: &dyn std::fmt::Display, error: &NvmlError) -> NoDriver {
+    let why = format!("{asked}: {error}");
+    match error {
+        NvmlError::DriverNotLoaded => NoDriver::NotLoaded(why),
+        _ => NoDriver::Failed(why),
+    }
+}
+
+/// The library and the GPU that this process has opened.
+struct NvmlCalls<'nvml> {
+    nvml: Result<&'nvml Nvml, &'nvml NoDriver>,
+    scope: Scope,
+    device: Option<Device<'nvml>>,
+    /// The GPU's events, once NVML has accepted the registration.
+    events: Option<EventSet<'nvml>>,
+}
+
+/// Why NVML could not describe a GPU.
+#[derive(Debug, thiserror::Error)]
+enum GpuError {
+    #[error(transparent)]
+    Nvml(#[from] NvmlError),
+    #[error(transparent)]
+    Unit(#[from] UnitError),
+}
+
+impl<'nvml> NvmlCalls<'nvml> {
+    fn handle(&mut self, request: Request) -> Response {
+        let nvml = match self.nvml {
+            Ok(nvml) => nvml,
+            Err(why) => return Response::NoDriver(why.clone()),
+        };
+        match request {
+            Request::Probe if self.scope == Scope::Driver => probe_driver(nvml),
+            Request::Probe => self.probe(nvml),
+            Request::Xids => Response::Xids(self.pending_xids()),
+            Request::Sample(gpu) => {
+                let look = |device: &Device<'_>| sample_memory(device, &gpu);
+                Response::Sample(self.call(nvml, &gpu, look))
+            }
+            Request::SetLimit { gpu, cgroup, hard } => {
+                let limit = |device: &Device<'_>| {
+                    cgroup_limit::set_memory_limit(nvml, device, &cgroup, hard)
+                };
+                Response::SetLimit(self.call(nvml, &gpu, limit))
+            }
+        }
+    }
+
+    fn probe(&mut self, nvml: &'nvml Nvml) -> Response {
+        let named = self.device(nvml).map_err(GpuError::Nvml);
+        let uuid = match named.and_then(|device| Ok(device.uuid()?.parse()?)) {
+            Ok(uuid) => uuid,
+            Err(error) => {
+                let found = failed_probe(&error);
+                return Response::Gpu { uuid: None, found };
+            }
+        };
+        let found = self.probe_gpu(nvml, &uuid);
+        Response::Gpu {
+            uuid: Some(uuid),
+            found: found.unwrap_or_else(|error| failed_probe(&error)),
+        }
+    }
+
+    /// Registers for XIDs before the probe, which may take long on a failing GPU.
+    fn probe_gpu(&mut self, nvml: &'nvml Nvml, uuid: &GpuUuid) -> Result<GpuProbe, GpuError> {
+        if self.events.is_none()
+            && let (Ok(set), device) = (nvml.create_event_set(), self.device(nvml)?)
+        {
+            // A registration that fails destroys the set; the next probe tries again.
+            let registered = device.register_events(EventTypes::CRITICAL_XID_ERROR, set);
+            self.events = registered.ok();
+        }
+        let device = self.device(nvml)?;
+        Ok(GpuProbe::Gpus(
+            describe_instances(nvml, device, uuid)?,
+            pci_address(device),
+        ))
+    }
+
+    /// The GPU of the scope; its handle is made once.
+    fn device(&mut self, nvml: &'nvml Nvml) -> Result<&Device<'nvml>, NvmlError> {
+        let device = match (self.device.take(), self.scope) {
+            (Some(device), _) => device,
+            (None, Scope::Driver) => return Err(NvmlError::NotFound),
+            (None, Scope::Index(index)) => nvml.device_by_index(index)?,
+            (None, Scope::Address(place)) => nvml.device_by_pci_bus_id(place.to_string())?,
+        };
+        Ok(self.device.insert(device))
+    }
+
+    fn pending_xids(&self) -> Vec<u64> {
+        let next = || self.events.as_ref()?.wait(0).ok();
+        std::iter::from_fn(next)
+            .filter_map(|event| match event.event_data {
+                Some(XidError::Value(code)) => Some(code),
+                _ => None,
+            })
+            .collect()
+    }
+
+    /// Calls NVML about the GPU, or about its MIG instance of that UUID.
+    fn call<T>(
+        &mut self,
+        nvml: &'nvml Nvml,
+        gpu: &GpuUuid,
+        what: impl FnOnce(&Device<'_>) -> Result<T, NvmlError>,
+    ) -> Result<T, CallError> {
+        let physical = self.device(nvml);
+        let answer = physical.and_then(|physical| match gpu.is_mig() {
+            true => what(&find_instance(physical, gpu)?),
+            false => what(physical),
+        });
+        answer.map_err(|error| match is_unsupported(&error) {
+            true => CallError::Unsupported,
+            false => CallError::Nvml(error.to_string()),
+        })
+    }
+}
+
+fn failed_probe(error: &GpuError) -> GpuProbe {
+    match error {
+        GpuError::Nvml(NvmlError::GpuLost | NvmlError::NotFound) => GpuProbe::Lost,
+        error => GpuProbe::Failed(error.to_string()),
+    }
+}
+
+fn probe_driver(nvml: &Nvml) -> Response {
+    match nvml.device_count() {
+        Ok(gpus) => Response::Driver {
+            gpus,
+            version: nvml.sys_driver_version().ok(),
+        },
+        Err(error) => Response::NoDriver(driver_error(&"nvmlDeviceGetCount", &error)),
+    }
+}
+
+/// Describes the GPU itself, or its MIG instances if it is partitioned.
+fn describe_instances(
+    nvml: &Nvml,
+    device: &Device<'_>,
+    uuid: &GpuUuid,
+) -> Result<Vec<Gpu>, GpuError> {
+    let minor = device.minor_number()?;
+    // NVML answers NotSupported for GPUs without MIG, and FunctionNotFound with old drivers.
+    let cut = device.mig_mode().is_ok_and(|mode| mode.current == 1);
+    if !cut {
+        return Ok(vec![describe_gpu(device, uuid.clone(), minor)?]);
+    }
+    let mut instances = Vec::new();
+    for index in 0..device.mig_device_count()? {
+        match device.mig_device_by_index(index) {
+            Ok(instance) => {
+                let name = instance.uuid()?.parse()?;
+                let numbers = MigInstance::query(nvml, &instance);
+                let capabilities = numbers
+                    .map(|numbers| numbers.capability_minors(Path::new(CAPABILITIES_DIR), minor))
+                    .unwrap_or_default();
+                instances.push(Gpu {
+                    pci: pci_address(device),
+                    mig_parent: Some(uuid.clone()),
+                    capabilities,
+                    ..describe_gpu(&instance, name, minor)?
+                });
+            }
+            // NVML's count is the largest number of instances, not the present one.
+            Err(NvmlError::NotFound) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(instances)
+}
+
+fn describe_gpu(device: &Device<'_>, uuid: GpuUuid, minor: u32) -> Result<Gpu, NvmlError> {
+    let memory = device.memory_info()?;
+    Ok(Gpu {
+        uuid,
+        minor,
+        model: device.name()?,
+        memory: Bytes(memory.total.saturating_sub(memory.reserved)),
+        pci: pci_address(device),
+        mig_parent: None,
+        capabilities: Vec::new(),
+    })
+}
+
+fn pci_address(device: &Device<'_>) -> Option<PciAddress> {
+    device.pci_info().ok()?.bus_id.parse().ok()
+}
+
+/// The MIG instance of that UUID.
+fn find_instance<'nvml>(
+    physical: &Device<'nvml>,
+    gpu: &GpuUuid,
+) -> Result<Device<'nvml>, NvmlError> {
+    for index in 0..physical.mig_device_count()? {
+        match physical.mig_device_by_index(index) {
+            Ok(instance) if instance.uuid()? == gpu.as_str() => return Ok(instance),
+            Ok(_) | Err(NvmlError::NotFound) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Err(NvmlError::NotFound)
+}
+
+/// Reads the memory first: a process whose memory it includes is listed then, or has ended.
+fn sample_memory(device: &Device<'_>, gpu: &GpuUuid) -> Result<GpuMemorySample, NvmlError> {
+    let used = Bytes(device.memory_info()?.used);
+    let compute = device.running_compute_processes()?;
+    // NVML answers NotSupported for a GPU without graphics.
+    let graphics = device.running_graphics_processes().unwrap_or_default();
+    let charged = compute.into_iter().chain(graphics).map(|process| {
+        let bytes = match process.used_gpu_memory {
+            UsedGpuMemory::Used(bytes) => Some(Bytes(bytes)),
+            UsedGpuMemory::Unavailable => None,
+        };
+        (process.pid, bytes)
+    });
+    let charges: ProcessMemory = charged.collect();
+    let contextless = contextless_memory(gpu, &charges);
+    Ok(GpuMemorySample {
+        used,
+        charges,
+        contextless,
+    })
+}
+
+/// The bytes of processes that NVML does not list; empty where the kernel module gives no answer. A
+/// MIG instance has none, since the kernel module reports the whole GPU.
+fn contextless_memory(gpu: &GpuUuid, charges: &ProcessMemory) -> BTreeMap<u32, Bytes> {
+    if gpu.is_mig() {
+        return BTreeMap::new();
+    }
+    let mut contextless = holders::query_holders(gpu).unwrap_or_default();
+    contextless.retain(|pid, _| !charges.contains(*pid));
+    contextless
+}

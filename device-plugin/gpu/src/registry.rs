@@ -1,0 +1,745 @@
+//! Records every GPU that NVML listed since the agent started, with its health.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
+
+use bursar_ledger::units::GpuUuid;
+
+use super::health::{HealthEvent, HealthMonitor, HealthThresholds, PersistedHealth};
+use super::pci::PciAddress;
+use super::{Gpu, GpuState, Inventory, NoDriver};
+
+/// The result of one probe of all GPUs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ProbeResult {
+    /// NVML cannot be used. Known GPUs may be there still, unless the driver is not loaded.
+    NoDriver(NoDriver),
+    /// NVML answered.
+    Listed {
+        /// The driver's version.
+        driver: Option<String>,
+        /// GPUs that answered.
+        gpus: Vec<Gpu>,
+        /// GPUs that NVML knows and that did not answer. In this list and the next two, a MIG
+        /// instance is represented by its parent.
+        unresponsive: Vec<GpuUuid>,
+        /// GPUs that NVML calls lost.
+        lost: Vec<GpuUuid>,
+        /// GPUs about which a call hangs.
+        timed_out: Vec<GpuUuid>,
+        /// Whether each GPU that failed is named. If not, an unlisted GPU may be the one that
+        /// failed.
+        failures_named: bool,
+        /// Whether each GPU whose call hangs is named. If not, an unlisted GPU may be that one.
+        timeouts_named: bool,
+    },
+}
+
+impl ProbeResult {
+    /// The event that this probe means for `gpu`, with the new description where there is one.
+    fn event_of(&self, gpu: &Gpu) -> (HealthEvent, Option<&Gpu>) {
+        let Self::Listed {
+            gpus,
+            unresponsive: silent,
+            lost,
+            timed_out: hung,
+            failures_named: complete,
+            timeouts_named: all_told,
+            driver: _,
+        } = self
+        else {
+            let is_unloaded = matches!(self, Self::NoDriver(NoDriver::NotLoaded(_)));
+            let event = if is_unloaded {
+                HealthEvent::ProbeFailed
+            } else {
+                HealthEvent::NvmlUnavailable
+            };
+            return (event, None);
+        };
+        let is_in = |list: &[GpuUuid]| {
+            list.contains(&gpu.uuid) || gpu.mig_parent.as_ref().is_some_and(|p| list.contains(p))
+        };
+        match gpus.iter().find(|found| found.uuid == gpu.uuid) {
+            Some(found) => (HealthEvent::ProbeSucceeded, Some(found)),
+            None if is_in(lost) => (HealthEvent::NotListed, None),
+            None if is_in(hung) => (HealthEvent::CallTimedOut, None),
+            None if is_in(silent) || !complete => (HealthEvent::ProbeFailed, None),
+            None if !all_told => (HealthEvent::CallTimedOut, None),
+            None => (HealthEvent::NotListed, None),
+        }
+    }
+}
+
+/// A GPU as the previous agent of the same boot recorded it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PersistedGpu {
+    /// The GPU's description, where the record has one.
+    pub gpu: Option<Gpu>,
+    /// The recorded part of its health.
+    pub health: PersistedHealth,
+}
+
+/// The GPUs since the agent's start, and those that the previous agent of the same boot recorded.
+#[derive(Debug)]
+pub struct GpuRegistry {
+    policy: HealthThresholds,
+    /// GPUs that the previous agent recorded and NVML has not listed yet.
+    persisted: BTreeMap<GpuUuid, PersistedGpu>,
+    /// Whether NVML has listed its GPUs.
+    has_listed: bool,
+    entries: Vec<Entry>,
+    /// GPUs that the agent does not probe.
+    drained: BTreeSet<GpuUuid>,
+    /// The inventory while no GPU was ever listed.
+    without_gpus: Inventory,
+    driver: Option<String>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    gpu: Gpu,
+    monitor: HealthMonitor,
+}
+
+impl GpuRegistry {
+    /// An empty registry. With NVML's first list the GPUs that were `persisted` from earlier in
+    /// this boot are added.
+    pub fn new(policy: HealthThresholds, persisted: BTreeMap<GpuUuid, PersistedGpu>) -> Self {
+        Self {
+            policy,
+            persisted,
+            has_listed: false,
+            entries: Vec::new(),
+            drained: BTreeSet::new(),
+            without_gpus: Inventory::Starting,
+            driver: None,
+        }
+    }
+
+    /// Records the result of a probe.
+    pub fn record_probe(&mut self, probe: ProbeResult, now: Instant) {
+        match &probe {
+            ProbeResult::NoDriver(why) => {
+                self.without_gpus = Inventory::NoDriver(why.clone());
+                self.driver = None;
+            }
+            ProbeResult::Listed { driver, gpus, .. } => {
+                self.without_gpus = Inventory::NoGpu;
+                self.driver.clone_from(driver);
+                self.remove_repartitioned(gpus);
+            }
+        }
+        let Self {
+            entries, drained, ..
+        } = self;
+        for entry in entries.iter_mut().filter(|entry| !entry.gpu.is_in(drained)) {
+            let (event, found) = probe.event_of(&entry.gpu);
+            if let Some(found) = found {
+                entry.gpu = found.clone();
+            }
+            entry.monitor.record(event, now);
+        }
+        if let ProbeResult::Listed { gpus, .. } = &probe {
+            self.add_listed(gpus, now);
+            self.add_persisted(&probe, gpus, now);
+        }
+    }
+
+    /// Records an XID of a physical GPU; the XID of an unlisted GPU is dropped.
+    pub fn record_xid(&mut self, uuid: &GpuUuid, code: u64, now: Instant) {
+        // An XID names the physical GPU, so all its MIG instances get the event.
+        for entry in self.entries_of(uuid) {
+            entry.monitor.record(HealthEvent::Xid(code), now);
+        }
+    }
+
+    /// Records that a call about a physical GPU hangs.
+    pub fn record_timeout(&mut self, uuid: &GpuUuid, now: Instant) {
+        for entry in self.entries_of(uuid) {
+            entry.monitor.record(HealthEvent::CallTimedOut, now);
+        }
+    }
+
+    fn entries_of(&mut self, uuid: &GpuUuid) -> impl Iterator<Item = &mut Entry> {
+        let is = |gpu: &Gpu| gpu.uuid == *uuid || gpu.mig_parent.as_ref() == Some(uuid);
+        self.entries.iter_mut().filter(move |entry| is(&entry.gpu))
+    }
+
+    /// The PCI address of a physical GPU, if the GPU or an instance of it is listed.
+    pub fn pci_address_of(&self, uuid: &GpuUuid) -> Option<PciAddress> {
+        let is = |gpu: &Gpu| gpu.uuid == *uuid || gpu.mig_parent.as_ref() == Some(uuid);
+        let mut gpus = self.entries.iter().map(|entry| &entry.gpu);
+        gpus.find(|gpu| is(gpu)).and_then(|gpu| gpu.pci)
+    }
+
+    /// Replaces the set of drained GPUs, which the agent neither probes nor holds.
+    pub fn set_drained(&mut self, drained: BTreeSet<GpuUuid>, now: Instant) {
+        for entry in &mut self.entries {
+            if entry.gpu.is_in(&drained) {
+                entry.monitor.record(HealthEvent::Drained, now);
+            }
+        }
+        self.drained = drained;
+    }
+
+    /// The GPUs that the agent does not probe.
+    pub fn drained(&self) -> &BTreeSet<GpuUuid> {
+        &self.drained
+    }
+
+    /// Whether some listed GPU is drained.
+    pub fn has_drained(&self) -> bool {
+        let mut entries = self.entries.iter();
+        entries.any(|entry| entry.gpu.is_in(&self.drained))
+    }
+
+    /// The addresses of the GPUs to probe; none where no GPU is drained or an address is unknown.
+    pub fn probed_addresses(&self) -> Option<BTreeSet<PciAddress>> {
+        self.addresses_except(&self.drained)
+    }
+
+    /// The addresses to probe if `drained` were the drained GPUs.
+    pub fn addresses_except(&self, drained: &BTreeSet<GpuUuid>) -> Option<BTreeSet<PciAddress>> {
+        let entries = || self.entries.iter();
+        let spared = entries().filter(|entry| !entry.gpu.is_in(drained));
+        let places = spared.map(|entry| entry.gpu.pci).collect::<Option<_>>();
+        places.filter(|_| entries().any(|entry| entry.gpu.is_in(drained)))
+    }
+
+    /// A listed GPU that is not drained.
+    pub fn probed_gpu(&self, uuid: &GpuUuid) -> Option<&Gpu> {
+        let entry = self.entries.iter().find(|entry| entry.gpu.uuid == *uuid)?;
+        (!entry.gpu.is_in(&self.drained)).then_some(&entry.gpu)
+    }
+
+    /// Whether some GPU that is not drained is unhealthy, so that NVML is reopened and probed
+    /// sooner.
+    pub fn has_unhealthy(&self) -> bool {
+        self.entries
+            .iter()
+            .any(|entry| !entry.monitor.health().is_healthy() && !entry.gpu.is_in(&self.drained))
+    }
+
+    /// The GPUs with their present health.
+    pub fn inventory(&self) -> Inventory {
+        if self.entries.is_empty() {
+            return self.without_gpus.clone();
+        }
+        let state = |entry: &Entry| GpuState {
+            gpu: entry.gpu.clone(),
+            health: entry.monitor.health(),
+            persisted: entry.monitor.memory(),
+        };
+        Inventory::Gpus {
+            driver: self.driver.clone(),
+            gpus: self.entries.iter().map(state).collect(),
+        }
+    }
+
+    fn add_listed(&mut self, gpus: &[Gpu], now: Instant) {
+        for gpu in gpus {
+            if !self.entries.iter().any(|entry| entry.gpu.uuid == gpu.uuid) {
+                let before = self.persisted.remove(&gpu.uuid);
+                let memory = before.map(|before| before.health).unwrap_or_default();
+                self.entries.push(Entry {
+                    gpu: gpu.clone(),
+                    monitor: HealthMonitor::new(self.policy, memory, now),
+                });
+            }
+        }
+    }
+
+    /// Adds the GPUs that only the previous agent knew. Their first event comes from this `probe`,
+    /// which is the first that lists `gpus`.
+    fn add_persisted(&mut self, probe: &ProbeResult, gpus: &[Gpu], now: Instant) {
+        if std::mem::replace(&mut self.has_listed, true) {
+            return;
+        }
+        for (
+            uuid,
+            PersistedGpu {
+                gpu,
+                health: memory,
+            },
+        ) in std::mem::take(&mut self.persisted)
+        {
+            let Some(gpu) = gpu.filter(|gpu| !is_repartitioned(gpu, gpus)) else {
+                // A GPU that is listed under this UUID later gets the recorded health.
+                self.persisted.insert(
+                    uuid,
+                    PersistedGpu {
+                        gpu: None,
+                        health: memory,
+                    },
+                );
+                continue;
+            };
+            let mut monitor = HealthMonitor::unlisted(self.policy, memory, now);
+            if !gpu.is_in(&self.drained) {
+                monitor.record(probe.event_of(&gpu).0, now);
+                monitor.mark_unverified(now);
+            }
+            self.entries.push(Entry { gpu, monitor });
+        }
+    }
+
+    fn remove_repartitioned(&mut self, gpus: &[Gpu]) {
+        self.entries
+            .retain(|entry| !is_repartitioned(&entry.gpu, gpus));
+    }
+}
+
+/// Whether a GPU was partitioned into MIG instances, or is whole again. NVML lists its new shape,
+/// so the old shape is not a lost GPU.
+fn is_repartitioned(old: &Gpu, gpus: &[Gpu]) -> bool {
+    let listed = gpus.iter().any(|gpu| gpu.uuid == old.uuid);
+    let cut = gpus
+        .iter()
+        .any(|gpu| gpu.mig_parent.as_ref() == Some(&old.uuid));
+    let parent = old.mig_parent.as_ref();
+    let sibling_or_whole = |gpu: &Gpu| {
+        parent == Some(&gpu.uuid) || (parent.is_some() && gpu.mig_parent.as_ref() == parent)
+    };
+    !listed && (cut || gpus.iter().any(sibling_or_whole))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use bursar_ledger::units::Bytes;
+
+    use super::super::health::{Health, UnhealthyReason};
+    use super::*;
+
+    fn registry() -> GpuRegistry {
+        with_persisted([])
+    }
+
+    /// A registry with records of a previous agent.
+    fn with_persisted<const N: usize>(persisted: [(GpuUuid, PersistedGpu); N]) -> GpuRegistry {
+        GpuRegistry::new(HealthThresholds::default(), persisted.into())
+    }
+
+    fn uuid(name: &str) -> GpuUuid {
+        name.parse().unwrap()
+    }
+
+    fn gpu(name: &str) -> Gpu {
+        Gpu {
+            uuid: uuid(name),
+            minor: 0,
+            model: "T".into(),
+            memory: Bytes::gib(16),
+            pci: None,
+            mig_parent: None,
+            capabilities: Vec::new(),
+        }
+    }
+
+    fn mig(name: &str, parent: &str) -> Gpu {
+        Gpu {
+            mig_parent: Some(uuid(parent)),
+            ..gpu(name)
+        }
+    }
+
+    fn listed(gpus: &[Gpu]) -> ProbeResult {
+        ProbeResult::Listed {
+            driver: None,
+            gpus: gpus.to_vec(),
+            unresponsive: Vec::new(),
+            lost: Vec::new(),
+            timed_out: Vec::new(),
+            timeouts_named: true,
+            failures_named: true,
+        }
+    }
+
+    fn healths(roster: &GpuRegistry) -> Vec<(String, Health)> {
+        let inventory = roster.inventory();
+        inventory
+            .gpus()
+            .iter()
+            .map(|state| (state.gpu.uuid.to_string(), state.health))
+            .collect()
+    }
+
+    #[test]
+    fn inventory_tells_missing_driver_from_missing_gpus() {
+        let mut roster = registry();
+        assert_eq!(roster.inventory(), Inventory::Starting);
+        roster.record_probe(
+            ProbeResult::NoDriver(NoDriver::Missing("no libnvidia-ml".into())),
+            Instant::now(),
+        );
+        assert_eq!(
+            roster.inventory(),
+            Inventory::NoDriver(NoDriver::Missing("no libnvidia-ml".into()))
+        );
+        roster.record_probe(listed(&[]), Instant::now());
+        assert_eq!(roster.inventory(), Inventory::NoGpu);
+        roster.record_probe(listed(&[gpu("GPU-a")]), Instant::now());
+        assert_eq!(roster.inventory().gpus().len(), 1);
+    }
+
+    #[test]
+    fn gpu_stays_listed_as_unhealthy_when_missing() {
+        let (mut roster, start) = (registry(), Instant::now());
+        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), start);
+        roster.record_probe(listed(&[gpu("GPU-b")]), start);
+        assert!(roster.has_unhealthy());
+        let lost = Health::Unhealthy(UnhealthyReason::Lost);
+        assert_eq!(
+            healths(&roster),
+            [("GPU-a".into(), lost), ("GPU-b".into(), Health::Healthy)]
+        );
+        for second in 1..=10 {
+            roster.record_probe(
+                listed(&[gpu("GPU-a"), gpu("GPU-b")]),
+                start + Duration::from_secs(second),
+            );
+        }
+        assert!(!roster.has_unhealthy());
+    }
+
+    /// The number of healthy GPUs after each of `probes`.
+    fn healthy_counts(gpus: &[Gpu], probes: &[ProbeResult]) -> Vec<usize> {
+        let mut roster = registry();
+        roster.record_probe(listed(gpus), Instant::now());
+        let well = |probe: &ProbeResult| {
+            roster.record_probe(probe.clone(), Instant::now());
+            let healthy = |(_, health): &(String, Health)| health.is_healthy();
+            healths(&roster).iter().filter(|gpu| healthy(gpu)).count()
+        };
+        probes.iter().map(well).collect()
+    }
+
+    #[test]
+    fn gpus_are_unhealthy_when_driver_fails_repeatedly() {
+        let away = ProbeResult::NoDriver(NoDriver::Failed("nvmlDeviceGetCount: unknown".into()));
+        let two = [gpu("GPU-a"), gpu("GPU-b")];
+        let probes = [away.clone(), away.clone(), listed(&two), away.clone()];
+        assert_eq!(healthy_counts(&two, &probes), [2, 2, 2, 2]);
+        assert_eq!(
+            healthy_counts(&two, &[away.clone(), away.clone(), away]),
+            [2, 2, 0]
+        );
+    }
+
+    #[test]
+    fn gpu_memory_is_lost_only_when_driver_is_not_loaded() {
+        let why = || "because".to_owned();
+        for (why, is_lost) in [
+            (NoDriver::Missing(why()), false),
+            (NoDriver::Failed(why()), false),
+            (NoDriver::NotLoaded(why()), true),
+        ] {
+            let (mut roster, now) = (registry(), Instant::now());
+            let two = listed(&[gpu("GPU-a"), gpu("GPU-b")]);
+            roster.record_probe(two.clone(), now);
+            roster.record_xid(&uuid("GPU-a"), 48, now);
+            let memories = |roster: &GpuRegistry| {
+                let inventory = roster.inventory();
+                let of = |state: &GpuState| (state.persisted.away, state.persisted.awaits_reset);
+                inventory.gpus().iter().map(of).collect::<Vec<_>>()
+            };
+            for _ in 0..3 {
+                roster.record_probe(ProbeResult::NoDriver(why.clone()), now);
+            }
+            let sick = Health::Unhealthy(UnhealthyReason::NoAnswer);
+            assert_eq!(healths(&roster)[1], ("GPU-b".into(), sick), "{why:?}");
+            let expected = [(is_lost, Some(48)), (is_lost, None)];
+            assert_eq!(memories(&roster), expected, "{why:?}");
+            roster.record_probe(two, now);
+            let awaits_reset = (!is_lost).then_some(48);
+            assert_eq!(memories(&roster)[0], (false, awaits_reset), "{why:?}");
+        }
+    }
+
+    #[test]
+    fn gpu_does_not_answer_when_a_call_hangs_named_or_not() {
+        let two = [gpu("GPU-a"), gpu("GPU-b")];
+        for (named, told) in [(vec![uuid("GPU-a")], true), (Vec::new(), false)] {
+            let (mut roster, now) = (registry(), Instant::now());
+            roster.record_probe(listed(&two), now);
+            let probe = ProbeResult::Listed {
+                driver: None,
+                gpus: vec![gpu("GPU-b")],
+                unresponsive: Vec::new(),
+                lost: Vec::new(),
+                timed_out: named,
+                failures_named: true,
+                timeouts_named: told,
+            };
+            for _ in 0..9 {
+                roster.record_probe(probe.clone(), now);
+            }
+            let hangs = Health::Unhealthy(UnhealthyReason::NoAnswer);
+            let well = ("GPU-b".to_owned(), Health::Healthy);
+            assert_eq!(healths(&roster), [("GPU-a".to_owned(), hangs), well]);
+            assert!(!roster.inventory().gpus()[0].persisted.away);
+        }
+    }
+
+    #[test]
+    fn unlisted_gpu_is_lost_late_when_a_failure_is_unnamed() {
+        let unnamed = ProbeResult::Listed {
+            driver: None,
+            gpus: vec![gpu("GPU-b")],
+            unresponsive: Vec::new(),
+            lost: Vec::new(),
+            timed_out: Vec::new(),
+            timeouts_named: true,
+            failures_named: false,
+        };
+        let probes = [unnamed.clone(), unnamed.clone(), unnamed];
+        assert_eq!(
+            healthy_counts(&[gpu("GPU-a"), gpu("GPU-b")], &probes),
+            [2, 2, 1]
+        );
+    }
+
+    #[test]
+    fn gpu_is_lost_at_once_when_nvml_calls_it_lost() {
+        let lost = ProbeResult::Listed {
+            driver: None,
+            gpus: vec![gpu("GPU-b")],
+            unresponsive: Vec::new(),
+            lost: vec![uuid("GPU-a")],
+            timed_out: Vec::new(),
+            timeouts_named: true,
+            failures_named: false,
+        };
+        assert_eq!(healthy_counts(&[gpu("GPU-a"), gpu("GPU-b")], &[lost]), [1]);
+    }
+
+    #[test]
+    fn mig_instances_are_unresponsive_with_their_gpu() {
+        let silent = ProbeResult::Listed {
+            driver: None,
+            gpus: Vec::new(),
+            unresponsive: vec![uuid("GPU-a")],
+            lost: Vec::new(),
+            timed_out: Vec::new(),
+            timeouts_named: true,
+            failures_named: true,
+        };
+        let instances = [mig("MIG-1", "GPU-a"), mig("MIG-2", "GPU-a")];
+        let probes = [silent.clone(), silent.clone(), silent];
+        assert_eq!(healthy_counts(&instances, &probes), [2, 2, 0]);
+    }
+
+    #[test]
+    fn gpu_still_awaits_reset_after_agent_restart() {
+        let awaits = PersistedHealth {
+            away: false,
+            awaits_reset: Some(48),
+            drained: false,
+        };
+        let persisted = PersistedGpu {
+            gpu: None,
+            health: awaits,
+        };
+        let mut roster = with_persisted([(uuid("GPU-a"), persisted)]);
+        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
+        let sick = Health::Unhealthy(UnhealthyReason::Xid(48));
+        assert_eq!(
+            healths(&roster),
+            [("GPU-a".into(), sick), ("GPU-b".into(), Health::Healthy)]
+        );
+        assert_eq!(roster.inventory().gpus()[0].persisted, awaits);
+    }
+
+    #[test]
+    fn persisted_gpu_is_lost_when_next_agent_does_not_find_it() {
+        let was = |gpu: Gpu, memory: PersistedHealth| {
+            let uuid = gpu.uuid.clone();
+            let gpu = Some(gpu);
+            (
+                uuid,
+                PersistedGpu {
+                    gpu,
+                    health: memory,
+                },
+            )
+        };
+        let well = PersistedHealth::default();
+        let away = PersistedHealth { away: true, ..well };
+        let awaits_reset = Some(79);
+        let fell = PersistedHealth {
+            awaits_reset,
+            ..away
+        };
+        let mut roster = with_persisted([
+            was(gpu("GPU-a"), well),
+            was(gpu("GPU-b"), well),
+            was(gpu("GPU-c"), away),
+            was(gpu("GPU-d"), fell),
+            // This GPU is partitioned now.
+            was(gpu("GPU-e"), well),
+            was(gpu("GPU-f"), away),
+        ]);
+        let now = Instant::now();
+        roster.record_probe(
+            ProbeResult::NoDriver(NoDriver::Failed("not yet".into())),
+            now,
+        );
+        assert_eq!(
+            healths(&roster),
+            [],
+            "nothing is said before NVML has listed any"
+        );
+        let mut first = listed(&[gpu("GPU-a"), mig("MIG-1", "GPU-e")]);
+        if let ProbeResult::Listed {
+            unresponsive: silent,
+            ..
+        } = &mut first
+        {
+            silent.push(uuid("GPU-f"));
+        }
+        roster.record_probe(first, now);
+        let lost = Health::Unhealthy(UnhealthyReason::Lost);
+        let expected = [
+            ("GPU-a", Health::Healthy),
+            ("MIG-1", Health::Healthy),
+            ("GPU-b", lost),
+            ("GPU-c", lost),
+            ("GPU-d", Health::Unhealthy(UnhealthyReason::Xid(79))),
+            ("GPU-f", lost),
+        ];
+        assert_eq!(
+            healths(&roster),
+            expected.map(|(gpu, why)| (gpu.to_owned(), why))
+        );
+        let inventory = roster.inventory();
+        let memories: Vec<_> = inventory.gpus().iter().map(|gpu| gpu.persisted).collect();
+        assert_eq!(memories, [well, well, away, away, fell, away]);
+        roster.record_probe(
+            listed(&[gpu("GPU-a"), gpu("GPU-d"), mig("MIG-1", "GPU-e")]),
+            now,
+        );
+        assert_eq!(roster.inventory().gpus()[4].persisted, well, "it is back");
+    }
+
+    #[test]
+    fn persisted_gpu_is_unhealthy_until_next_agent_reads_it() {
+        let awaits = PersistedHealth {
+            awaits_reset: Some(48),
+            ..PersistedHealth::default()
+        };
+        let persisted = |gpu, memory| PersistedGpu {
+            gpu,
+            health: memory,
+        };
+        let mut roster = with_persisted([
+            (
+                uuid("GPU-b"),
+                persisted(Some(gpu("GPU-b")), PersistedHealth::default()),
+            ),
+            // The record of an agent that stored no description.
+            (uuid("GPU-c"), persisted(None, awaits)),
+        ]);
+        let now = Instant::now();
+        let mut first = listed(&[gpu("GPU-a")]);
+        if let ProbeResult::Listed {
+            unresponsive: silent,
+            ..
+        } = &mut first
+        {
+            silent.extend([uuid("GPU-b"), uuid("GPU-c")]);
+        }
+        roster.record_probe(first, now);
+        let silent = Health::Unhealthy(UnhealthyReason::NoAnswer);
+        let well = ("GPU-a".to_owned(), Health::Healthy);
+        assert_eq!(healths(&roster), [well, ("GPU-b".to_owned(), silent)]);
+        assert!(!roster.inventory().gpus()[1].persisted.away);
+        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-c")]), now);
+        let due = Health::Unhealthy(UnhealthyReason::Xid(48));
+        assert_eq!(healths(&roster)[2], ("GPU-c".to_owned(), due));
+    }
+
+    #[test]
+    fn drained_gpu_is_not_probed_and_others_are_by_address() {
+        let at = |place: &str, gpu: Gpu| Gpu {
+            pci: place.parse().ok(),
+            ..gpu
+        };
+        let (one, two) = ("00000000:3B:00.0", "00000000:86:00.0");
+        let gpus = [
+            at(one, mig("MIG-1", "GPU-a")),
+            at(one, mig("MIG-2", "GPU-a")),
+            at(two, gpu("GPU-b")),
+        ];
+        let (mut roster, start) = (registry(), Instant::now());
+        roster.record_probe(listed(&gpus), start);
+        assert_eq!(
+            (roster.has_drained(), roster.probed_addresses()),
+            (false, None)
+        );
+        roster.set_drained(BTreeSet::from([uuid("GPU-a")]), start);
+        assert!(roster.has_drained() && !roster.has_unhealthy());
+        assert_eq!(
+            roster.probed_addresses(),
+            Some(BTreeSet::from([two.parse().unwrap()]))
+        );
+        assert!(
+            roster.probed_gpu(&uuid("MIG-1")).is_none()
+                && roster.probed_gpu(&uuid("GPU-b")).is_some()
+        );
+        // A drained GPU is not probed, so its absence from the list is no event.
+        roster.record_probe(listed(&gpus[2..]), start);
+        let drained = Health::Unhealthy(UnhealthyReason::Drained);
+        let expected = [
+            ("MIG-1", drained),
+            ("MIG-2", drained),
+            ("GPU-b", Health::Healthy),
+        ];
+        assert_eq!(
+            healths(&roster),
+            expected.map(|(gpu, health)| (gpu.to_owned(), health))
+        );
+        roster.set_drained(BTreeSet::new(), start);
+        roster.record_probe(listed(&gpus), start);
+        let memories: Vec<_> = roster
+            .inventory()
+            .gpus()
+            .iter()
+            .map(|gpu| gpu.persisted)
+            .collect();
+        assert_eq!(memories, [PersistedHealth::default(); 3]);
+    }
+
+    #[test]
+    fn xid_affects_mig_instances_of_its_gpu_alone() {
+        let mut roster = registry();
+        roster.record_probe(
+            listed(&[mig("MIG-1", "GPU-a"), mig("MIG-2", "GPU-a"), gpu("GPU-b")]),
+            Instant::now(),
+        );
+        roster.record_xid(&uuid("GPU-a"), 79, Instant::now());
+        let sick = Health::Unhealthy(UnhealthyReason::Xid(79));
+        assert_eq!(
+            healths(&roster),
+            [
+                ("MIG-1".into(), sick),
+                ("MIG-2".into(), sick),
+                ("GPU-b".into(), Health::Healthy)
+            ]
+        );
+    }
+
+    #[test]
+    fn gpu_is_removed_when_it_was_repartitioned() {
+        let mut roster = registry();
+        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
+        roster.record_probe(
+            listed(&[mig("MIG-1", "GPU-a"), gpu("GPU-b")]),
+            Instant::now(),
+        );
+        assert!(!roster.has_unhealthy());
+        roster.record_probe(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
+        let names: Vec<_> = healths(&roster).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["GPU-b", "GPU-a"]);
+    }
+}

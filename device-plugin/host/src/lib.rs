@@ -1,0 +1,9 @@
+//! Reads and writes the host: clocks, processes, cgroups, driver files and checkpoints.
+
+pub mod checkpoint;
+pub mod clock;
+pub mod driver_files;
+pub mod pod_cgroups;
+pub mod procfs;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;

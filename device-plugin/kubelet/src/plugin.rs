@@ -1,0 +1,379 @@
+//! Answers the kubelet's calls for one resource.
+//!
+//! An [`Allocator`] makes the decisions. This module parses device ids, puts the allocation id into
+//! the response, and bounds times and messages.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bursar_ledger::units::{AllocationId, DeviceIdSet, GpuUuid, Resource, UnitError};
+use futures::{Stream, StreamExt as _};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use super::api::deviceplugin as api;
+use super::devices::Devices;
+use super::in_flight::InFlight;
+
+/// The CDI kind: an Allocate response for device memory names `<kind>=<allocation>`.
+pub const CDI_KIND: &str = "bursar.dev/gpu";
+
+/// The annotation of an Allocate response for managed memory, with the allocation id as its value.
+pub const MANAGED_ANNOTATION: &str = "bursar.dev/managed-allocation";
+
+/// The timeout of a PreStartContainer call. The kubelet gives up after 30 s
+/// (`KubeletPreStartContainerRPCTimeoutInSecs`) and would discard a later answer with its reason.
+pub const PREPARE_TIMEOUT: Duration = Duration::from_secs(28);
+/// The timeout of an Allocate call. The kubelet itself waits without a limit.
+pub const ALLOCATE_TIMEOUT: Duration = Duration::from_secs(30);
+/// The longest message in a pod's status, in characters.
+const MAX_MESSAGE_CHARS: usize = 512;
+
+/// Allocates device ids and prepares containers; the node task implements it.
+pub trait Allocator: Send + Sync + 'static {
+    /// Records `tokens` as allocated to a container that is not known yet.
+    ///
+    /// Lack of room is no error: a failing Allocate makes the pod Failed for ever.
+    fn allocate(
+        &self,
+        resource: Resource,
+        tokens: DeviceIdSet,
+    ) -> impl Future<Output = Result<AllocationId, AllocateError>> + Send;
+
+    /// Binds the pending allocation of `tokens` and prepares the container's files.
+    ///
+    /// The call may wait for room. The kubelet has given up where the future is dropped.
+    fn prepare(
+        &self,
+        resource: Resource,
+        tokens: DeviceIdSet,
+    ) -> impl Future<Output = Result<(), PrepareError>> + Send;
+}
+
+/// The reason why device ids were not allocated.
+#[derive(Debug, thiserror::Error)]
+pub enum AllocateError {
+    /// The agent is stopping; the next agent can allocate.
+    #[error("the agent is stopping")]
+    Stopping,
+}
+
+/// The reason why a container cannot start. The pod's status shows the text, and the kubelet
+/// retries.
+#[derive(Debug, thiserror::Error)]
+pub enum PrepareError {
+    /// No GPU has room now.
+    #[error("{0}")]
+    NoRoom(String),
+    /// No pending allocation has these device ids.
+    #[error("no pending allocation has the device ids {tokens} of {resource}")]
+    NotAllocated {
+        /// The resource of the call.
+        resource: Resource,
+        /// The device ids of the call.
+        tokens: DeviceIdSet,
+    },
+    /// The agent is stopping; the kubelet calls the next agent.
+    #[error("the agent is stopping")]
+    Stopping,
+    /// The pod's memory is on a GPU that is being drained.
+    #[error("{0} is drained: the container starts when that is over")]
+    Drained(GpuUuid),
+    /// A GPU had room, but a file or socket of the container could not be created.
+    #[error("{0}")]
+    Failed(String),
+}
+
+/// The DevicePlugin service of one resource.
+#[derive(Debug)]
+pub struct Plugin<A> {
+    /// The resource.
+    resource: Resource,
+    /// The allocator, which decides.
+    allocator: Arc<A>,
+    /// The devices that ListAndWatch sends.
+    devices: watch::Receiver<Devices>,
+    /// The open ListAndWatch streams, for the lifecycle.
+    streams: InFlight,
+    /// The Allocate calls in flight: the end of a stream would cut them and fail their pods for
+    /// ever.
+    allocate_calls: InFlight,
+    /// Ends the streams.
+    end_streams: CancellationToken,
+}
+
+impl<A: Allocator> Plugin<A> {
+    /// A plugin that counts its streams and calls, and whose streams end with `end_streams`.
+    pub(super) fn new(
+        resource: Resource,
+        allocator: Arc<A>,
+        devices: watch::Receiver<Devices>,
+        streams: InFlight,
+        bookings: InFlight,
+        end_streams: CancellationToken,
+    ) -> Self {
+        Self {
+            resource,
+            allocator,
+            devices,
+            streams,
+            allocate_calls: bookings,
+            end_streams,
+        }
+    }
+
+    fn parse_device_ids(&self, ids: &[String]) -> Result<DeviceIdSet, Status> {
+        DeviceIdSet::from_ids(self.resource, ids).map_err(|error: UnitError| {
+            Status::invalid_argument(truncated(&format!(
+                "device ids of {}: {error}",
+                self.resource
+            )))
+        })
+    }
+
+    async fn allocate_container(
+        &self,
+        ids: &[String],
+    ) -> Result<api::ContainerAllocateResponse, Status> {
+        let tokens = self.parse_device_ids(ids)?;
+        let booked = self.allocator.allocate(self.resource, tokens);
+        let id = tokio::time::timeout(ALLOCATE_TIMEOUT, booked)
+            .await
+            .map_err(|_| Status::deadline_exceeded("the allocation took longer than 30 s"))?
+            .map_err(|error| match error {
+                AllocateError::Stopping => Status::unavailable(error.to_string()),
+            })?;
+        Ok(container_response(self.resource, id))
+    }
+}
+
+/// The response that the kubelet saves for a container and passes to the runtime.
+pub fn container_response(resource: Resource, id: AllocationId) -> api::ContainerAllocateResponse {
+    let mut answer = api::ContainerAllocateResponse::default();
+    match resource {
+        Resource::DeviceMemory => {
+            answer.cdi_devices.push(api::CdiDevice {
+                name: format!("{}={id}", CDI_KIND),
+            });
+        }
+        Resource::ManagedMemory => {
+            answer
+                .annotations
+                .insert(MANAGED_ANNOTATION.to_owned(), id.to_string());
+        }
+    }
+    answer
+}
+
+/// The allocation id in a response of [`container_response`].
+pub fn allocation_id_of(
+    resource: Resource,
+    answer: &api::ContainerAllocateResponse,
+) -> Option<AllocationId> {
+    match resource {
+        Resource::DeviceMemory => answer.cdi_devices.iter().find_map(|device| {
+            device
+                .name
+                .strip_prefix(CDI_KIND)?
+                .strip_prefix('=')?
+                .parse()
+                .ok()
+        }),
+        Resource::ManagedMemory => answer.annotations.get(MANAGED_ANNOTATION)?.parse().ok(),
+    }
+}
+
+type DeviceStream =
+    Pin<Box<dyn Stream<Item = Result<api::ListAndWatchResponse, Status>> + Send + 'static>>;
+
+#[tonic::async_trait]
+impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
+    type ListAndWatchStream = DeviceStream;
+
+    async fn get_device_plugin_options(
+        &self,
+        _: Request<api::Empty>,
+    ) -> Result<Response<api::DevicePluginOptions>, Status> {
+        Ok(Response::new(plugin_options()))
+    }
+
+    async fn list_and_watch(
+        &self,
+        _: Request<api::Empty>,
+    ) -> Result<Response<DeviceStream>, Status> {
+        let counted = self.streams.start();
+        let ended = self.end_streams.clone().cancelled_owned();
+        let images = device_updates(self.devices.clone()).map(move |devices| {
+            let _lives_as_long_as_the_stream = &counted;
+            Ok(devices.to_message())
+        });
+        Ok(Response::new(images.take_until(ended).boxed()))
+    }
+
+    async fn get_preferred_allocation(
+        &self,
+        _: Request<api::PreferredAllocationRequest>,
+    ) -> Result<Response<api::PreferredAllocationResponse>, Status> {
+        Err(Status::unimplemented(
+            "tokens are interchangeable: there is no preferred allocation",
+        ))
+    }
+
+    async fn allocate(
+        &self,
+        request: Request<api::AllocateRequest>,
+    ) -> Result<Response<api::AllocateResponse>, Status> {
+        let _counted = self.allocate_calls.start();
+        let containers = request.into_inner().container_requests;
+        let mut container_responses = Vec::with_capacity(containers.len());
+        for container in &containers {
+            container_responses.push(self.allocate_container(&container.devices_ids).await?);
+        }
+        Ok(Response::new(api::AllocateResponse {
+            container_responses,
+        }))
+    }
+
+    async fn pre_start_container(
+        &self,
+        request: Request<api::PreStartContainerRequest>,
+    ) -> Result<Response<api::PreStartContainerResponse>, Status> {
+        let tokens = self.parse_device_ids(&request.into_inner().devices_ids)?;
+        match tokio::time::timeout(
+            PREPARE_TIMEOUT,
+            self.allocator.prepare(self.resource, tokens),
+        )
+        .await
+        {
+            Ok(Ok(())) => Ok(Response::new(api::PreStartContainerResponse {})),
+            Ok(Err(error)) => Err(status_of(&error)),
+            Err(_) => Err(Status::deadline_exceeded("binding took longer than 28 s")),
+        }
+    }
+}
+
+/// The options of this plugin.
+pub(super) fn plugin_options() -> api::DevicePluginOptions {
+    api::DevicePluginOptions {
+        pre_start_required: true,
+        get_preferred_allocation_available: false,
+    }
+}
+
+/// The devices now and after each change. The stream does not end with its sender.
+fn device_updates(devices: watch::Receiver<Devices>) -> impl Stream<Item = Devices> + Send {
+    let start = (devices, None::<Devices>);
+    futures::stream::unfold(start, |(mut devices, mut last)| async move {
+        loop {
+            if last.is_some() && devices.changed().await.is_err() {
+                futures::future::pending::<()>().await;
+            }
+            let image = devices.borrow_and_update().clone();
+            if last.as_ref() != Some(&image) {
+                last = Some(image.clone());
+                return Some((image, (devices, last)));
+            }
+        }
+    })
+}
+
+fn status_of(error: &PrepareError) -> Status {
+    let message = truncated(&error.to_string());
+    match error {
+        PrepareError::NoRoom(_) => Status::resource_exhausted(message),
+        PrepareError::NotAllocated { .. } => Status::not_found(message),
+        PrepareError::Stopping => Status::unavailable(message),
+        PrepareError::Drained(_) => Status::failed_precondition(message),
+        PrepareError::Failed(_) => Status::internal(message),
+    }
+}
+
+/// Truncates a message to the length that a pod's status may have.
+fn truncated(message: &str) -> String {
+    match message.char_indices().nth(MAX_MESSAGE_CHARS) {
+        None => message.to_owned(),
+        Some((end, _)) => format!("{}...", &message[..end]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn allocation_id_is_read_back_from_the_response() {
+        let id = AllocationId::from_bits(7);
+        for resource in [Resource::DeviceMemory, Resource::ManagedMemory] {
+            assert_eq!(
+                allocation_id_of(resource, &container_response(resource, id)),
+                Some(id)
+            );
+        }
+    }
+
+    #[test]
+    fn device_memory_response_has_a_cdi_device_only() {
+        let answer = container_response(Resource::DeviceMemory, AllocationId::from_bits(7));
+        assert_eq!(
+            answer.cdi_devices[0].name,
+            "bursar.dev/gpu=0000000000000007"
+        );
+        assert!(answer.annotations.is_empty() && answer.envs.is_empty());
+        assert!(answer.mounts.is_empty() && answer.devices.is_empty());
+    }
+
+    #[test]
+    fn managed_memory_response_has_an_annotation_only() {
+        let answer = container_response(Resource::ManagedMemory, AllocationId::from_bits(7));
+        assert_eq!(answer.annotations[MANAGED_ANNOTATION], "0000000000000007");
+        assert!(answer.cdi_devices.is_empty() && answer.envs.is_empty());
+    }
+
+    #[test]
+    fn foreign_response_has_no_allocation_id() {
+        let mut answer = api::ContainerAllocateResponse::default();
+        for name in ["nvidia.com/gpu=0", "bursar.dev/gpu", "bursar.dev/gpu=zz"] {
+            answer.cdi_devices.push(api::CdiDevice {
+                name: name.to_owned(),
+            });
+        }
+        assert_eq!(allocation_id_of(Resource::DeviceMemory, &answer), None);
+    }
+
+    #[test]
+    fn long_message_is_truncated_between_characters() {
+        let long = "é".repeat(600);
+        let cut = truncated(&long);
+        assert_eq!(cut.chars().count(), MAX_MESSAGE_CHARS + 3);
+        assert_eq!(truncated("short"), "short");
+    }
+
+    #[test]
+    fn waiting_pod_gets_the_reason_in_its_status() {
+        let reason = "waiting for 12 GiB on one GPU: largest free 4 GiB (GPU-1)";
+        let status = status_of(&PrepareError::NoRoom(reason.to_owned()));
+        assert_eq!(status.code(), tonic::Code::ResourceExhausted);
+        assert_eq!(status.message(), reason);
+    }
+
+    #[tokio::test]
+    async fn unchanged_devices_are_not_sent_again() {
+        use crate::devices::DeviceHealth::{Healthy, Unhealthy};
+        let image = |health| Devices::new(Resource::DeviceMemory, vec![health]).unwrap();
+        let (sender, receiver) = watch::channel(image(Healthy));
+        let mut images = std::pin::pin!(device_updates(receiver));
+        assert_eq!(images.next().await, Some(image(Healthy)));
+        sender.send_replace(image(Healthy));
+        assert!(futures::poll!(images.next()).is_pending());
+        sender.send_replace(image(Unhealthy));
+        assert_eq!(images.next().await, Some(image(Unhealthy)));
+        drop(sender);
+        assert!(
+            futures::poll!(images.next()).is_pending(),
+            "the last image stands"
+        );
+    }
+}

@@ -1,0 +1,517 @@
+//! Runs the task that owns the node's state and handles commands one after the other.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bursar_apiserver::ParsedSpec;
+use bursar_apiserver::{Events, PodRef, Reason};
+use bursar_config::ResourcesConfig;
+use bursar_gpu::Inventory;
+use bursar_gpu::drain::DrainState;
+use bursar_gpu::generations::GpuGenerations;
+use bursar_host::clock;
+use bursar_kubelet::device_checkpoint::CheckpointEntry;
+use bursar_kubelet::devices::{Devices, DevicesError};
+use bursar_kubelet::plugin::{AllocateError, Allocator, PrepareError};
+use bursar_kubelet::pod_resources::ListedContainer;
+use bursar_ledger::LedgerView;
+use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, Resource};
+use bursar_retained::status::RetainedStatus;
+use tokio::sync::watch::error::RecvError;
+use tokio::sync::{mpsc, oneshot, watch};
+use tracing::{debug, error};
+
+use super::allocator::{
+    BoundContainer, ContainerIdentity, NodeAllocator, NodeProblems, PrepareRequest, QueuedClaim,
+    Reply,
+};
+use super::capacity;
+use super::checkpoint_state::PodName;
+use super::host::OsHost;
+use super::pod_resolver::PodResolver;
+use crate::metrics::{BindResult, Counts, NodeMetrics};
+
+/// The interval of checks for ended pods and expired waits: most of a release's delay.
+pub const TICK_INTERVAL: Duration = Duration::from_millis(250);
+/// An idle node runs one full tick in this many.
+const IDLE_TICKS: u32 = 4;
+/// The interval at which the agent compares pending allocations with the kubelet's checkpoint.
+pub const COLLECT_INTERVAL: Duration = Duration::from_secs(10);
+/// The number of queued commands: far above a kubelet's concurrent calls.
+const QUEUE_LENGTH: usize = 256;
+
+/// A command to the node task.
+#[derive(Debug)]
+enum Command {
+    Allocate {
+        resource: Resource,
+        tokens: DeviceIdSet,
+        reply: oneshot::Sender<AllocationId>,
+    },
+    Prepare {
+        bind: PrepareRequest,
+        reply: Reply,
+    },
+    KubeletState {
+        /// The entries of the kubelet's checkpoint, where readable.
+        entries: Option<Vec<CheckpointEntry>>,
+        /// The containers that the kubelet lists with device memory, if the agent asked.
+        listed: Vec<ListedContainer>,
+    },
+}
+
+/// The devices of both resources to advertise to the kubelet.
+#[derive(Debug, Clone)]
+pub struct DeviceUpdates {
+    /// Devices of device memory.
+    pub device: watch::Receiver<Devices>,
+    /// Devices of managed memory.
+    pub managed: watch::Receiver<Devices>,
+}
+
+/// The state of the node, for status and metrics.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Snapshot {
+    /// The GPUs.
+    pub inventory: Inventory,
+    /// The memory of the GPUs.
+    pub view: LedgerView,
+    /// The queued claims, the oldest first.
+    pub queued_claims: Vec<QueuedClaim>,
+    /// The numbers of both resources in the ledger.
+    pub counts: [(Resource, Counts); 2],
+    /// The GPU generations of the present GPUs, and of the last that were removed.
+    pub generations: BTreeMap<GpuUuid, u64>,
+    /// The node's problems.
+    pub problems: NodeProblems,
+    /// The reason why the devices cannot be advertised.
+    pub devices_error: Option<DevicesError>,
+    /// The containers with device memory.
+    pub containers: Arc<[BoundContainer]>,
+}
+
+/// The channels that the node task watches.
+pub struct Inputs {
+    /// The GPUs.
+    pub inventory: watch::Receiver<Inventory>,
+    /// The GPUs whose provisioner hangs in the driver.
+    pub hung_provisioners: watch::Receiver<BTreeSet<GpuUuid>>,
+    /// The GPUs that are being drained.
+    pub drain: watch::Receiver<DrainState>,
+    /// The GPUs whose driver was proven to clear freed memory; `None` where namespaces share all
+    /// GPUs.
+    pub retained: Option<watch::Receiver<RetainedStatus>>,
+    /// The spec of the node's `GpuNode`; `None` until the agent has read the object.
+    pub spec: watch::Receiver<Option<ParsedSpec>>,
+    /// The memory of each GPU that is in use and charged to no container, as the audit found it.
+    pub withheld: watch::Receiver<BTreeMap<GpuUuid, Bytes>>,
+}
+
+impl Inputs {
+    fn effective_inventory(&self) -> Inventory {
+        let inventory = self.inventory.borrow().clone();
+        let inventory = inventory.with_stuck_provisioners(&self.hung_provisioners.borrow());
+        inventory.with_draining(&self.drain.borrow())
+    }
+}
+
+/// A handle to the node task, from which the kubelet's plugins allocate.
+#[derive(Clone)]
+pub struct NodeHandle {
+    commands: mpsc::Sender<Command>,
+    resolver: Arc<PodResolver>,
+    bind_wait: Duration,
+    observers: Observers,
+}
+
+/// The receivers of the node task's events and measurements.
+#[derive(Debug, Clone)]
+pub struct Observers {
+    /// Events on pods.
+    pub events: Events,
+    /// Durations and counters.
+    pub metrics: NodeMetrics,
+}
+
+impl Observers {
+    /// Reports the end of a PreStartContainer call of `pod`.
+    fn report_prepare(
+        &self,
+        pod: Option<PodRef>,
+        result: &Result<(), PrepareError>,
+        took: Duration,
+    ) {
+        let (counted, reason, message) = match result {
+            Ok(()) => (
+                BindResult::Bound,
+                Reason::Bound,
+                "GPU memory is bound".to_owned(),
+            ),
+            Err(error @ PrepareError::NoRoom(_)) => (
+                BindResult::NoRoom,
+                Reason::WaitingForRoom,
+                error.to_string(),
+            ),
+            Err(error) => (BindResult::Failed, Reason::NotBound, error.to_string()),
+        };
+        self.metrics.observe_prepare(counted, took);
+        if let Some(pod) = pod {
+            self.events.on_pod(pod, reason, message);
+        }
+    }
+}
+
+impl Allocator for NodeHandle {
+    async fn allocate(
+        &self,
+        resource: Resource,
+        tokens: DeviceIdSet,
+    ) -> Result<AllocationId, AllocateError> {
+        let begun = Instant::now();
+        let (reply, booked) = oneshot::channel();
+        let command = Command::Allocate {
+            resource,
+            tokens,
+            reply,
+        };
+        self.commands
+            .send(command)
+            .await
+            .map_err(|_| AllocateError::Stopping)?;
+        let booked = booked.await.map_err(|_| AllocateError::Stopping);
+        self.observers.metrics.observe_allocate(begun.elapsed());
+        booked
+    }
+
+    async fn prepare(&self, resource: Resource, tokens: DeviceIdSet) -> Result<(), PrepareError> {
+        let (begun, until) = (Instant::now(), clock::now() + self.bind_wait);
+        let identity = match self.resolver.resolve(resource, &tokens).await {
+            Ok(identity) => identity,
+            Err(error) => {
+                let result = Err(error.into());
+                self.observers
+                    .report_prepare(None, &result, begun.elapsed());
+                return result;
+            }
+        };
+        let pod = pod_ref(&identity);
+        let (reply, bound) = oneshot::channel();
+        let bind = PrepareRequest {
+            resource,
+            tokens,
+            identity,
+            deadline: until,
+        };
+        self.commands
+            .send(Command::Prepare { bind, reply })
+            .await
+            .map_err(|_| PrepareError::Stopping)?;
+        let result = bound.await.unwrap_or(Err(PrepareError::Stopping));
+        self.observers.report_prepare(pod, &result, begun.elapsed());
+        result
+    }
+}
+
+fn pod_ref(identity: &ContainerIdentity) -> Option<PodRef> {
+    let PodName { namespace, name } = identity.pod_name.clone()?;
+    Some(PodRef {
+        namespace,
+        name,
+        uid: identity.pod.clone(),
+    })
+}
+
+/// The node task before it runs.
+pub struct NodeTask {
+    allocator: NodeAllocator<OsHost>,
+    config: ResourcesConfig,
+    commands: mpsc::Receiver<Command>,
+    own_commands: mpsc::WeakSender<Command>,
+    resolver: Arc<PodResolver>,
+    inputs: Inputs,
+    device: watch::Sender<Devices>,
+    managed: watch::Sender<Devices>,
+    snapshot: watch::Sender<Snapshot>,
+    /// The time of the last tick.
+    heartbeat: watch::Sender<Instant>,
+    devices_error: Option<DevicesError>,
+    generations: GpuGenerations,
+}
+
+/// Creates the task over a recovered allocator.
+pub fn node_task(
+    allocator: NodeAllocator<OsHost>,
+    config: ResourcesConfig,
+    identities: PodResolver,
+    bind_wait: Duration,
+    followed: Inputs,
+    generations: GpuGenerations,
+    voice: Observers,
+) -> (
+    NodeTask,
+    NodeHandle,
+    DeviceUpdates,
+    watch::Receiver<Snapshot>,
+    watch::Receiver<Instant>,
+) {
+    let (commands, received) = mpsc::channel(QUEUE_LENGTH);
+    let none = |resource| Devices::new(resource, Vec::new()).expect("no token is not too many");
+    let (device, device_offer) = watch::channel(none(Resource::DeviceMemory));
+    let (managed, managed_offer) = watch::channel(none(Resource::ManagedMemory));
+    let first = Snapshot {
+        inventory: Inventory::Starting,
+        view: allocator.view(clock::now()),
+        queued_claims: Vec::new(),
+        counts: counts(&allocator),
+        generations: BTreeMap::new(),
+        problems: NodeProblems::default(),
+        devices_error: None,
+        containers: allocator.containers(),
+    };
+    let (snapshot, snapshots) = watch::channel(first);
+    let (pulse, beats) = watch::channel(Instant::now());
+    let identities = Arc::new(identities);
+    let actor = NodeTask {
+        allocator,
+        config,
+        own_commands: commands.downgrade(),
+        commands: received,
+        resolver: identities.clone(),
+        inputs: followed,
+        device,
+        managed,
+        snapshot,
+        heartbeat: pulse,
+        devices_error: None,
+        generations,
+    };
+    let offers = DeviceUpdates {
+        device: device_offer,
+        managed: managed_offer,
+    };
+    (
+        actor,
+        NodeHandle {
+            commands,
+            resolver: identities,
+            bind_wait,
+            observers: voice,
+        },
+        offers,
+        snapshots,
+        beats,
+    )
+}
+
+impl NodeTask {
+    /// Runs until all handles are dropped.
+    ///
+    /// The task still answers the kubelet's last calls while the agent stops, for a failed Allocate
+    /// fails its pod for ever.
+    pub async fn run(mut self) {
+        let mut tick = tokio::time::interval(TICK_INTERVAL);
+        let mut collect = tokio::time::interval(COLLECT_INTERVAL);
+        tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut ticks = 0_u32;
+        self.apply_inventory().await;
+        loop {
+            tokio::select! {
+                command = self.commands.recv() => match command {
+                    Some(command) => self.handle(command).await,
+                    None => return,
+                },
+                changed = self.inputs.inventory.changed() => match changed {
+                    Ok(()) => self.apply_inventory().await,
+                    // The NVML thread ends only with the agent.
+                    Err(_) => return,
+                },
+                // These tasks end only with the agent.
+                Ok(()) = self.inputs.hung_provisioners.changed() => self.apply_inventory().await,
+                Ok(()) = self.inputs.drain.changed() => self.apply_inventory().await,
+                Ok(()) = wait_if_present(&mut self.inputs.retained) => self.apply_scrub_status().await,
+                // Without the API server the last known spec stays in force.
+                Ok(()) = self.inputs.spec.changed() => self.apply_spec().await,
+                Ok(()) = self.inputs.withheld.changed() => {
+                    let withheld = self.inputs.withheld.borrow_and_update().clone();
+                    self.allocator.set_withheld(withheld, clock::now()).await;
+                    self.publish();
+                }
+                _ = tick.tick() => {
+                    self.allocator.release_ended_pods(clock::now()).await;
+                    ticks = ticks.wrapping_add(1);
+                    if self.allocator.needs_tick() || ticks.is_multiple_of(IDLE_TICKS) {
+                        self.allocator.tick(clock::now()).await;
+                        self.publish();
+                    }
+                    self.heartbeat.send_replace(Instant::now());
+                }
+                _ = collect.tick() => {
+                    let trouble = self.allocator.host_mut().cdi_problem();
+                    self.allocator.set_cdi_problem(trouble);
+                    // Repeats reads and writes that failed before.
+                    self.generations.observe(self.inputs.inventory.borrow().gpus());
+                    self.allocator.set_generations(self.generations.by_gpu());
+                    self.read_kubelet_state();
+                }
+            }
+        }
+    }
+
+    async fn handle(&mut self, command: Command) {
+        let now = clock::now();
+        match command {
+            Command::Allocate {
+                resource,
+                tokens,
+                reply,
+            } => {
+                let id = AllocationId::from_bits(rand::random());
+                self.allocator.allocate(id, resource, tokens, now);
+                debug!(allocation = %id, %resource, "allocated");
+                // The kubelet may have gone; the agent then collects the allocation.
+                let _ = reply.send(id);
+            }
+            Command::Prepare { bind, reply } => {
+                self.allocator.bind(bind, reply, now).await;
+                // Enforcement has to know the container before its program runs.
+                self.publish();
+            }
+            Command::KubeletState {
+                entries: held,
+                listed,
+            } => {
+                let known = held.map(|held| {
+                    self.allocator.resolve_missing_names(&listed, &held);
+                    held.iter().map(|held| held.allocation).collect()
+                });
+                self.allocator.collect_garbage(known.as_ref(), now).await;
+            }
+        }
+    }
+
+    async fn apply_inventory(&mut self) {
+        self.inputs.inventory.mark_unchanged();
+        let inventory = self.inputs.effective_inventory();
+        if inventory == Inventory::Starting {
+            return;
+        }
+        self.allocator.host_mut().mark_driver_stale();
+        self.generations.observe(inventory.gpus());
+        self.allocator.set_generations(self.generations.by_gpu());
+        self.allocator
+            .set_gpus(inventory.gpus().to_vec(), clock::now())
+            .await;
+        self.advertise(&inventory);
+        self.publish();
+    }
+
+    async fn apply_scrub_status(&mut self) {
+        if let Some(kept) = &mut self.inputs.retained {
+            let cleared = kept.borrow_and_update().scrubbed.clone();
+            self.allocator
+                .set_scrubbed_gpus(cleared, clock::now())
+                .await;
+            self.publish();
+        }
+    }
+
+    async fn apply_spec(&mut self) {
+        let Some(ParsedSpec { reservations, .. }) = self.inputs.spec.borrow_and_update().clone()
+        else {
+            return;
+        };
+        self.allocator
+            .set_reservations(&reservations, clock::now())
+            .await;
+        self.publish();
+    }
+
+    /// Advertises the node's devices. Running pods keep theirs where the new ones cannot be
+    /// advertised.
+    fn advertise(&mut self, inventory: &Inventory) {
+        // A node without a GPU has nothing to register.
+        if inventory.gpus().is_empty() {
+            return;
+        }
+        match capacity::devices(inventory.gpus(), &self.config) {
+            Ok([device, managed]) => {
+                self.devices_error = None;
+                send_if_changed(&self.device, device);
+                send_if_changed(&self.managed, managed);
+            }
+            Err(refused) => {
+                if self.devices_error.as_ref() != Some(&refused) {
+                    error!(reason = refused.reason(), error = %refused, "failed to advertise devices");
+                }
+                self.devices_error = Some(refused);
+            }
+        }
+    }
+
+    fn publish(&mut self) {
+        let snapshot = Snapshot {
+            inventory: self.inputs.effective_inventory(),
+            view: self.allocator.view(clock::now()),
+            queued_claims: self.allocator.queued_claims(),
+            counts: counts(&self.allocator),
+            generations: self.generations.by_gpu(),
+            problems: NodeProblems {
+                late_write: self.generations.late_write(),
+                ..self.allocator.problems().clone()
+            },
+            devices_error: self.devices_error.clone(),
+            containers: self.allocator.containers(),
+        };
+        send_if_changed(&self.snapshot, snapshot);
+    }
+
+    /// Reads the kubelet's checkpoint and missing pod names without blocking the task.
+    fn read_kubelet_state(&self) {
+        let (identities, commands) = (self.resolver.clone(), self.own_commands.clone());
+        let lacks_names = self.allocator.has_unnamed_pods();
+        tokio::spawn(async move {
+            let listed = match lacks_names {
+                true => identities.list_containers(Resource::DeviceMemory).await,
+                false => Vec::new(),
+            };
+            let held = identities
+                .read_device_checkpoint()
+                .await
+                .map(|known| known.entries)
+                .ok();
+            if let Some(commands) = commands.upgrade() {
+                // The task has ended: nothing is left to collect.
+                let _ = commands
+                    .send(Command::KubeletState {
+                        entries: held,
+                        listed,
+                    })
+                    .await;
+            }
+        });
+    }
+}
+
+/// Waits for a change; never returns where there is no channel.
+async fn wait_if_present<T>(followed: &mut Option<watch::Receiver<T>>) -> Result<(), RecvError> {
+    match followed {
+        Some(followed) => followed.changed().await,
+        None => std::future::pending().await,
+    }
+}
+
+fn counts(allocator: &NodeAllocator<OsHost>) -> [(Resource, Counts); 2] {
+    [Resource::DeviceMemory, Resource::ManagedMemory]
+        .map(|resource| (resource, allocator.counts(resource)))
+}
+
+fn send_if_changed<T: PartialEq>(sender: &watch::Sender<T>, value: T) {
+    sender.send_if_modified(|now| {
+        let changed = *now != value;
+        if changed {
+            *now = value;
+        }
+        changed
+    });
+}

@@ -1,0 +1,952 @@
+//! Carries out the ledger's decisions on the host in an order that a crash at any point survives.
+//!
+//! The order of the steps for each event, and the state that a crash between two steps leaves:
+//!
+//! - **Allocate**: the ledger records a pending allocation; the agent saves the checkpoint and
+//!   answers. A crash may leave an allocation that the kubelet does not know. The agent collects it
+//!   later.
+//! - **PreStartContainer**: the ledger binds, and the agent saves the checkpoint. The agent tears
+//!   down containers that the binding ended, serves the session socket, writes the CDI file and
+//!   answers. A crash leaves a binding in the checkpoint. The next agent repeats the remaining
+//!   steps, and the kubelet's retry gets the same binding.
+//! - **End of a pod**: the ledger releases the bindings, except for memory that other processes may
+//!   still map. The agent saves the checkpoint, tears down the pod's files and binds queued claims.
+//!   A crash leaves files without a binding. The next agent removes them.
+//!
+//! A binding is therefore on record before any of its effects is visible. The CDI file is the last
+//! step before the answer, for the container cannot start without that file. Every step may be
+//! repeated.
+//!
+//! An Allocate call succeeds even if its record cannot be written. A failed Allocate fails the pod
+//! for ever, and the kubelet's own checkpoint has a copy of the answer. A PreStartContainer call
+//! whose record cannot be written fails, and the kubelet retries.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use bursar_config::ResourcesConfig;
+use bursar_crds::gpu_node::Reservation;
+use bursar_gpu::GpuState;
+use bursar_gpu::health::{Health, UnhealthyReason};
+use bursar_host::checkpoint::disk::LateWrite;
+use bursar_host::pod_cgroups::{PodCgroup, PodCgroups};
+use bursar_kubelet::device_checkpoint::CheckpointEntry;
+use bursar_kubelet::plugin::PrepareError;
+use bursar_ledger::units::{
+    AllocationId, Bytes, DeviceIdSet, GpuUuid, LeaseId, PodUid, Quanta, Resource,
+};
+use bursar_ledger::{
+    BindOutcome, BindRequest, Binding, BindingRef, BootTime, ClaimId, GpuSpread, Ledger,
+    LedgerView, Placement, Priority, WaitHandle,
+};
+use bursar_sessions::lease_handle::{ContainerBinding, LedgerUpdate, NodeView};
+use jiff::Timestamp;
+use tokio::sync::oneshot;
+use tracing::{info, warn};
+
+use super::capacity;
+use super::checkpoint_state::{ContainerName, NodeCheckpoint, PodName};
+use super::host::{HostError, HostOps, Subsystem};
+use crate::cdi;
+use crate::metrics::{Counts, NodeMetrics};
+
+/// The channel for the result of a PreStartContainer call; closed once the kubelet has given up.
+pub type Reply = oneshot::Sender<Result<(), PrepareError>>;
+
+/// A PreStartContainer call whose container is resolved.
+#[derive(Debug, Clone)]
+pub struct PrepareRequest {
+    /// The resource of the device ids.
+    pub resource: Resource,
+    /// The device ids of the call.
+    pub tokens: DeviceIdSet,
+    /// The container to start.
+    pub identity: ContainerIdentity,
+    /// The time at which the call stops waiting for room.
+    pub deadline: BootTime,
+}
+
+/// A container and its pod, as the kubelet and the API server describe them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerIdentity {
+    /// The pod's UID.
+    pub pod: PodUid,
+    /// The pod's namespace and name, if the kubelet has reported them.
+    pub pod_name: Option<PodName>,
+    /// The container's name where `checkpoint_entries` is empty.
+    pub container: String,
+    /// The kubelet's checkpoint entries with exactly these device ids; empty if the file is
+    /// unreadable.
+    pub checkpoint_entries: Vec<CheckpointEntry>,
+    /// The device ids of all containers of the pod, from the kubelet's checkpoint.
+    pub pod_device_ids: Vec<DeviceIdSet>,
+    /// The number of GPUs to spread the memory over.
+    pub gpu_spread: GpuSpread,
+    /// The pod's priority.
+    pub priority: Priority,
+}
+
+/// The node's problems by subsystem, for conditions; `None` is well.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NodeProblems {
+    /// The agent cannot write the checkpoint.
+    pub checkpoint: Option<String>,
+    /// The agent could not use the checkpoint at its start and rebuilt the state from the host.
+    pub rebuilt: Option<String>,
+    /// A step of a binding or of a teardown failed: the subsystem and the error.
+    pub host: Option<(Subsystem, String)>,
+    /// The agent cannot write the CDI directory.
+    pub cdi: Option<String>,
+    /// The state directory lacks the generations of GPUs for long.
+    pub late_write: Option<LateWrite>,
+}
+
+/// A PreStartContainer call that waits for room.
+#[derive(Debug)]
+struct WaitingCall {
+    request: BindRequest,
+    ticket: WaitHandle,
+    deadline: BootTime,
+    reply: Reply,
+}
+
+/// A claim that waits for room, whether or not a kubelet call is pending.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct QueuedClaim {
+    /// The pod's UID.
+    pub pod: PodUid,
+    /// The resource that the claim waits for.
+    pub resource: Resource,
+    /// The quanta that the claim waits for.
+    pub quanta: Quanta,
+    /// The time at which the wait began.
+    pub since: Timestamp,
+    /// The names of the container and its pod, if known.
+    pub name: Option<ContainerName>,
+}
+
+/// A container with device memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BoundContainer {
+    /// The container's claim. Containers that share a claim never run at the same time.
+    pub claim: ClaimId,
+    /// The allocation that the container was given.
+    pub allocation: AllocationId,
+    /// The pod's UID.
+    pub pod: PodUid,
+    /// The names of the container and its pod, if known.
+    pub name: Option<ContainerName>,
+    /// The pod's cgroup, once found.
+    pub cgroup: Option<std::path::PathBuf>,
+}
+
+#[cfg(any(test, feature = "testing"))]
+impl BoundContainer {
+    /// A container with these ids and no further data.
+    pub fn with_ids(allocation: u64, claim: u64) -> Self {
+        Self {
+            claim: serde_json::from_value(claim.into()).expect("a number is an id"),
+            allocation: AllocationId::from_bits(allocation),
+            pod: "p".parse().expect("a UID"),
+            name: None,
+            cgroup: None,
+        }
+    }
+}
+
+/// The node's ledger with the state of the host.
+#[derive(Debug)]
+pub struct NodeAllocator<H> {
+    pub(super) config: ResourcesConfig,
+    pub(super) boot_id: String,
+    pub(super) ledger: Ledger,
+    pub(super) host: H,
+    pub(super) pod_cgroups: PodCgroups,
+    pub(super) container_names: BTreeMap<AllocationId, ContainerName>,
+    /// The GPUs of the inventory, for their device nodes.
+    pub(super) gpus: Vec<GpuState>,
+    waiting_calls: BTreeMap<ClaimId, WaitingCall>,
+    /// Every claim that waits. A claim outlives the single calls of the kubelet.
+    queued_claims: BTreeMap<ClaimId, QueuedClaim>,
+    metrics: NodeMetrics,
+    /// Ended allocations whose files and sockets are not removed yet.
+    pub(super) pending_teardown: BTreeSet<AllocationId>,
+    /// Bound allocations that lack their socket or CDI file.
+    pub(super) pending_setup: BTreeSet<AllocationId>,
+    /// The GPU generation of each GPU.
+    gpu_generations: BTreeMap<GpuUuid, u64>,
+    /// Ended leases that the ledger accounts for and whose record is not written yet.
+    unrecorded_leases: Vec<LeaseId>,
+    /// Pods of the ledger that had no cgroup at the last collection.
+    pods_without_cgroup: BTreeSet<PodUid>,
+    /// Whether a lost checkpoint may have listed unreclaimed memory: every GPU has to be proven
+    /// free.
+    pub(super) reclaim_all_pending: bool,
+    /// Whether the state has changed since the last successful save.
+    pub(super) checkpoint_dirty: bool,
+    /// Whether the state has changed since the last call of [`needs_tick`](Self::needs_tick).
+    changed_since_tick: bool,
+    pub(super) problems: NodeProblems,
+}
+
+impl<H: HostOps> NodeAllocator<H> {
+    /// A node without GPUs, pending allocations and bindings.
+    pub fn new(
+        config: ResourcesConfig,
+        boot: String,
+        host: H,
+        pods: PodCgroups,
+        metrics: NodeMetrics,
+    ) -> Self {
+        let mut ledger = Ledger::new(config.quantum);
+        ledger.set_managed_capacity(capacity::managed_capacity(&config));
+        Self {
+            config,
+            boot_id: boot,
+            ledger,
+            host,
+            pod_cgroups: pods,
+            container_names: BTreeMap::new(),
+            gpus: Vec::new(),
+            waiting_calls: BTreeMap::new(),
+            queued_claims: BTreeMap::new(),
+            metrics,
+            pending_teardown: BTreeSet::new(),
+            pending_setup: BTreeSet::new(),
+            gpu_generations: BTreeMap::new(),
+            unrecorded_leases: Vec::new(),
+            pods_without_cgroup: BTreeSet::new(),
+            reclaim_all_pending: false,
+            checkpoint_dirty: false,
+            changed_since_tick: true,
+            problems: NodeProblems::default(),
+        }
+    }
+
+    /// Allocate: records a pending allocation under `id`.
+    pub fn allocate(
+        &mut self,
+        id: AllocationId,
+        resource: Resource,
+        tokens: DeviceIdSet,
+        now: BootTime,
+    ) {
+        self.ledger.add_pending(id, resource, tokens, now);
+        self.checkpoint_dirty = true;
+        // The kubelet's checkpoint has a copy of the answer, which may be sent without our record.
+        let _ = self.save_checkpoint();
+    }
+
+    /// PreStartContainer: sends the result at once, when a GPU has room, or at the deadline.
+    pub async fn bind(&mut self, bind: PrepareRequest, reply: Reply, now: BootTime) {
+        let PrepareRequest {
+            resource,
+            tokens,
+            identity,
+            deadline: until,
+        } = bind;
+        let ContainerIdentity {
+            pod,
+            pod_name: name,
+            container,
+            checkpoint_entries: held,
+            pod_device_ids: containers,
+            gpu_spread: shape,
+            priority,
+        } = identity;
+        for entry in &held {
+            self.ledger
+                .add_pending(entry.allocation, resource, tokens.clone(), now);
+        }
+        if let Some(name) = &name {
+            self.ledger.set_namespace(&pod, &name.namespace);
+        }
+        let start = BindRequest {
+            resource,
+            device_ids: tokens.clone(),
+            containers,
+            pod: pod.clone(),
+            spread: shape,
+            priority,
+        };
+        let started = match self.ledger.bind(start.clone(), now) {
+            Ok(started) => started,
+            Err(_) => {
+                send_reply(reply, Err(PrepareError::NotAllocated { resource, tokens }));
+                return;
+            }
+        };
+        self.checkpoint_dirty = true;
+        self.watch_cgroup(&pod);
+        self.record_pod_name(&pod, name, &container, &held);
+        let known = self.reconcile_leases(now).await;
+        let exported = self.record_unreclaimed(&started.ended, known, now);
+        self.pending_teardown.extend(started.ended.iter().copied());
+        match started.outcome {
+            BindOutcome::Bound(binding) => {
+                let result = match self.find_drained_gpu(&binding) {
+                    Some(gpu) => Err(PrepareError::Drained(gpu)),
+                    None => self.commit_binding(&binding).await,
+                };
+                self.charge_successor(&binding, exported);
+                if !started.ended.is_empty() {
+                    // Leases of the ended containers now belong to this container: charge them
+                    // before its program runs.
+                    self.reconcile_leases(now).await;
+                }
+                send_reply(reply, result);
+            }
+            BindOutcome::Queued(ticket, reason) => {
+                info!(%pod, %resource, %reason, "waiting");
+                self.queued_claims
+                    .entry(ticket.claim)
+                    .or_insert_with(|| QueuedClaim {
+                        name: held
+                            .iter()
+                            .find_map(|entry| self.container_names.get(&entry.allocation).cloned()),
+                        pod,
+                        resource,
+                        quanta: tokens.quanta(),
+                        since: Timestamp::now(),
+                    });
+                let waiter = WaitingCall {
+                    request: start,
+                    ticket,
+                    deadline: until,
+                    reply,
+                };
+                if let Some(before) = self.waiting_calls.insert(ticket.claim, waiter) {
+                    send_reply(before.reply, Err(PrepareError::NoRoom(reason.to_string())));
+                }
+            }
+        }
+        self.bind_queued(now).await;
+    }
+
+    /// Replaces the GPUs by those that NVML lists now.
+    pub async fn set_gpus(&mut self, gpus: Vec<GpuState>, now: BootTime) {
+        self.ledger
+            .set_gpus(capacity::ledger_gpus(&gpus, &self.config));
+        if !gpus.is_empty() && std::mem::take(&mut self.reclaim_all_pending) {
+            // The lost record may have listed any amount of unreclaimed memory.
+            for state in &gpus {
+                self.ledger.mark_tenants_unknown(&state.gpu.uuid);
+                self.ledger
+                    .add_unreclaimed(state.gpu.uuid.clone(), state.gpu.memory, now);
+            }
+        }
+        self.gpus = gpus;
+        self.checkpoint_dirty = true;
+        self.bind_queued(now).await;
+    }
+
+    /// Restricts GPUs of several namespaces to those whose driver was proven to clear freed memory.
+    pub async fn set_scrubbed_gpus(&mut self, cleared: BTreeSet<GpuUuid>, now: BootTime) {
+        if self.ledger.set_shareable_gpus(cleared) {
+            self.bind_queued(now).await;
+        }
+    }
+
+    /// Applies the operator's reservations.
+    pub async fn set_reservations(&mut self, reservations: &[Reservation], now: BootTime) {
+        if self
+            .ledger
+            .set_reservations(capacity::parse_reservations(reservations))
+        {
+            self.checkpoint_dirty = true;
+            self.bind_queued(now).await;
+        }
+    }
+
+    /// Excludes memory that is in use and charged to no container from binding.
+    pub async fn set_withheld(&mut self, withheld: BTreeMap<GpuUuid, Bytes>, now: BootTime) {
+        if self.ledger.set_withheld(withheld) {
+            self.checkpoint_dirty = true;
+            self.bind_queued(now).await;
+        }
+    }
+
+    /// Releases the pods whose cgroup was removed.
+    pub async fn release_ended_pods(&mut self, now: BootTime) {
+        for pod in self.pod_cgroups.drain_ended() {
+            self.release_pod(&pod, now).await;
+        }
+    }
+
+    /// Whether a [`tick`](Self::tick) is due at once, because of a change or of pending work.
+    ///
+    /// A tick visits every container, so an idle node ticks less often.
+    pub fn needs_tick(&mut self) -> bool {
+        std::mem::take(&mut self.changed_since_tick)
+            || self.checkpoint_dirty
+            || !self.queued_claims.is_empty()
+            || !self.waiting_calls.is_empty()
+            || !self.pending_teardown.is_empty()
+            || !self.pending_setup.is_empty()
+            || !self.unrecorded_leases.is_empty()
+            || !self.ledger.unreclaimed_versions().is_empty()
+    }
+
+    /// Performs the work of time: ended pods, expired waits and failed steps.
+    pub async fn tick(&mut self, now: BootTime) {
+        self.release_ended_pods(now).await;
+        self.reclaim_proven();
+        self.reconcile_leases(now).await;
+        self.expire_waits(now);
+        self.ledger.suspend_unclaimed_reservations(now);
+        self.bind_queued(now).await;
+        self.retry_pending().await;
+        if !self.checkpoint_dirty && !self.unrecorded_leases.is_empty() {
+            let leases = std::mem::take(&mut self.unrecorded_leases);
+            self.host.confirm_recorded(leases).await;
+        }
+    }
+
+    /// Sets the GPU generations.
+    pub fn set_generations(&mut self, generations: BTreeMap<GpuUuid, u64>) {
+        self.gpu_generations = generations;
+    }
+
+    /// Reconciles retained leases with the node's bindings; returns whether the leases are known.
+    async fn reconcile_leases(&mut self, now: BootTime) -> bool {
+        let LedgerUpdate {
+            orphaned,
+            unreclaimed: left,
+        } = self.host.reconcile_leases(self.lease_inputs()).await;
+        let known = orphaned.is_some();
+        if let Some(orphaned) = orphaned {
+            self.checkpoint_dirty |= self.ledger.set_orphaned_leases(orphaned, now);
+        }
+        for (lease, gpu, bytes) in left {
+            info!(%lease, %gpu, bytes = bytes.0, "retained lease ended");
+            self.ledger.add_unreclaimed(gpu, bytes, now);
+            self.unrecorded_leases.push(lease);
+            self.checkpoint_dirty = true;
+        }
+        known
+    }
+
+    fn lease_inputs(&self) -> NodeView {
+        let mut containers = BTreeMap::new();
+        for bound in self.device_bindings() {
+            let gpus: BTreeSet<GpuUuid> = match bound.placement {
+                Placement::Device(shares) => shares.iter().map(|share| share.gpu.clone()).collect(),
+                Placement::Managed(_) => BTreeSet::new(),
+            };
+            for id in bound.allocations {
+                let named = self
+                    .container_names
+                    .get(id)
+                    .and_then(|holder| holder.pod.as_ref());
+                let standing = ContainerBinding {
+                    pod: bound.pod.clone(),
+                    namespace: named.map(|named| named.namespace.clone()),
+                    gpus: gpus.clone(),
+                };
+                containers.insert(*id, standing);
+            }
+        }
+        NodeView {
+            quotas: self.namespace_quotas(),
+            containers,
+            generations: self.gpu_generations.clone(),
+            free: self.ledger.free_by_gpu().collect(),
+        }
+    }
+
+    fn device_bindings(&self) -> impl Iterator<Item = BindingRef<'_>> {
+        let bound = self.ledger.binding_refs();
+        bound.filter(|bound| bound.resource == Resource::DeviceMemory)
+    }
+
+    /// The quota of each namespace on each GPU, summed over the bindings.
+    fn namespace_quotas(&self) -> BTreeMap<String, BTreeMap<GpuUuid, Bytes>> {
+        let mut quotas: BTreeMap<&str, BTreeMap<&GpuUuid, Bytes>> = BTreeMap::new();
+        for bound in self.device_bindings() {
+            let holders = bound
+                .allocations
+                .iter()
+                .map(|id| self.container_names.get(id));
+            let pod = holders.flatten().find_map(|holder| holder.pod.as_ref());
+            let (Some(pod), Placement::Device(shares)) = (pod, bound.placement) else {
+                continue;
+            };
+            let of_namespace = quotas.entry(&pod.namespace).or_default();
+            for share in shares {
+                let quota = of_namespace.entry(&share.gpu).or_default();
+                quota.0 = quota
+                    .0
+                    .saturating_add(share.quanta.bytes(self.config.quantum).0);
+            }
+        }
+        let of_namespace = |(namespace, gpus): (&str, BTreeMap<&GpuUuid, Bytes>)| {
+            let gpus = gpus.into_iter();
+            let gpus = gpus.map(|(gpu, quota)| (gpu.clone(), quota)).collect();
+            (namespace.to_owned(), gpus)
+        };
+        quotas.into_iter().map(of_namespace).collect()
+    }
+
+    /// Drops pending allocations that the kubelet's checkpoint lacks, and releases pods without a
+    /// cgroup.
+    ///
+    /// Both require two misses in a row.
+    pub async fn collect_garbage(&mut self, known: Option<&BTreeSet<AllocationId>>, now: BootTime) {
+        if let Some(known) = known {
+            let collected = self.ledger.gc_pending(known, now);
+            self.metrics.count_collected(collected.len());
+            for allocation in collected {
+                info!(%allocation, "pending allocation without a pod dropped");
+                self.checkpoint_dirty = true;
+                self.container_names.remove(&allocation);
+                self.pending_teardown.insert(allocation);
+            }
+        }
+        let pods: Vec<PodUid> = self.ledger.pods().into_iter().cloned().collect();
+        let missing: BTreeSet<_> = pods
+            .into_iter()
+            .filter(|pod| self.pod_cgroups.watch(pod) == PodCgroup::Gone)
+            .collect();
+        for pod in missing.intersection(&std::mem::take(&mut self.pods_without_cgroup)) {
+            self.release_pod(pod, now).await;
+        }
+        self.pods_without_cgroup = missing;
+        self.bind_queued(now).await;
+    }
+
+    /// The node's memory at `now`.
+    pub fn view(&self, now: BootTime) -> LedgerView {
+        self.ledger.view(now)
+    }
+
+    /// The queued claims, the oldest first.
+    pub fn queued_claims(&mut self) -> Vec<QueuedClaim> {
+        self.queued_claims
+            .retain(|claim, _| self.ledger.is_queued(*claim));
+        // The operator would make room that a pod of this namespace cannot use.
+        let waits = self.queued_claims.iter();
+        let waits = waits.filter(|(claim, _)| self.ledger.closed_gpu(**claim).is_none());
+        let mut waits: Vec<QueuedClaim> = waits.map(|(_, wait)| wait.clone()).collect();
+        waits.sort_by(|a, b| (a.since, &a.pod).cmp(&(b.since, &b.pod)));
+        waits
+    }
+
+    /// The numbers of `resource` in the ledger.
+    pub fn counts(&self, resource: Resource) -> Counts {
+        let of_it = |bound: &BindingRef<'_>| bound.resource == resource;
+        Counts {
+            pending: self.ledger.unbound_allocations(resource),
+            bound: self
+                .ledger
+                .binding_refs()
+                .filter(of_it)
+                .map(|bound| bound.allocations.len())
+                .sum(),
+            waiting: self
+                .queued_claims
+                .values()
+                .filter(|wait| wait.resource == resource)
+                .count(),
+        }
+    }
+
+    /// All bindings.
+    pub fn bindings(&self) -> impl Iterator<Item = Binding> {
+        self.ledger.bindings()
+    }
+
+    /// All containers with device memory.
+    pub fn containers(&self) -> Arc<[BoundContainer]> {
+        let container = |bound: BindingRef<'_>, allocation: AllocationId| BoundContainer {
+            claim: bound.claim,
+            allocation,
+            name: self.container_names.get(&allocation).cloned(),
+            cgroup: self.pod_cgroups.path(bound.pod).map(Into::into),
+            pod: bound.pod.clone(),
+        };
+        let containers = self.device_bindings().flat_map(|bound| {
+            let allocations = bound.allocations.iter();
+            allocations.map(move |allocation| container(bound, *allocation))
+        });
+        containers.collect()
+    }
+
+    /// The node's problems.
+    pub fn problems(&self) -> &NodeProblems {
+        &self.problems
+    }
+
+    /// The host, for state that the node task observes first.
+    pub fn host_mut(&mut self) -> &mut H {
+        &mut self.host
+    }
+
+    /// Sets or clears the problem of the CDI directory.
+    pub fn set_cdi_problem(&mut self, trouble: Option<String>) {
+        self.problems.cdi = trouble;
+    }
+
+    /// Releases a pod whose cgroup was removed.
+    pub(super) async fn release_pod(&mut self, pod: &PodUid, now: BootTime) {
+        let ended = self.ledger.release_pod(pod);
+        if ended.is_empty() {
+            return;
+        }
+        self.metrics.count_release();
+        info!(%pod, allocations = ended.len(), "pod released");
+        for (_, waiter) in self
+            .waiting_calls
+            .extract_if(.., |_, waiter| waiter.request.pod == *pod)
+        {
+            send_reply(
+                waiter.reply,
+                Err(PrepareError::Failed("the pod has ended".to_owned())),
+            );
+        }
+        self.checkpoint_dirty = true;
+        // The order matters: from here on the ledger accounts for the pod's leases, and not its
+        // exports.
+        let known = self.reconcile_leases(now).await;
+        self.record_unreclaimed(&ended, known, now);
+        for allocation in ended {
+            self.container_names.remove(&allocation);
+            self.pending_setup.remove(&allocation);
+            self.pending_teardown.insert(allocation);
+        }
+        if self.save_checkpoint().is_ok() {
+            self.tear_down_ended().await;
+        }
+    }
+
+    /// Records the memory of ended allocations that other processes may still map as unreclaimed.
+    ///
+    /// Where the leases are not `known`, their memory is unreclaimed too. Returns the exported
+    /// memory.
+    fn record_unreclaimed(
+        &mut self,
+        ended: &[AllocationId],
+        known: bool,
+        now: BootTime,
+    ) -> Vec<(GpuUuid, Bytes)> {
+        let mut exported = Vec::new();
+        for allocation in ended {
+            let mut left = self.host.exported_memory(*allocation);
+            exported.extend(left.iter().cloned());
+            if !known {
+                left.extend(self.host.charged_leases(*allocation));
+            }
+            for (gpu, bytes) in left {
+                self.ledger.add_unreclaimed(gpu, bytes, now);
+            }
+        }
+        exported
+    }
+
+    /// Charges the exports of earlier containers of the pod to the next one instead of the node.
+    ///
+    /// A crash in between charges the memory twice, until the memory is proven free.
+    fn charge_successor(&mut self, heir: &Binding, exported: Vec<(GpuUuid, Bytes)>) {
+        for (gpu, bytes) in exported {
+            let inherited = self.host.charge_inherited(heir.allocations[0], &gpu, bytes);
+            if inherited > Bytes::ZERO {
+                info!(pod = %heir.pod, %gpu, bytes = inherited.0, "exports charged to the next container");
+                self.ledger.subtract_unreclaimed(&gpu, inherited);
+                self.checkpoint_dirty = true;
+            }
+        }
+    }
+
+    /// Returns memory to the GPUs that is proven free.
+    fn reclaim_proven(&mut self) {
+        let leaks = self.ledger.unreclaimed_versions();
+        for (gpu, held) in self.host.unreclaimed_at_most(leaks.clone()) {
+            if let Some(number) = leaks.get(&gpu)
+                && self.ledger.lower_unreclaimed(&gpu, *number, held)
+            {
+                info!(%gpu, unreclaimed = held.0, "unreclaimed memory of ended pods");
+                self.checkpoint_dirty = true;
+            }
+        }
+    }
+
+    /// Binds queued claims until none fits.
+    async fn bind_queued(&mut self, now: BootTime) {
+        for binding in self.ledger.advance(now) {
+            self.checkpoint_dirty = true;
+            let result = self.commit_binding(&binding).await;
+            if let Some(waiter) = self.waiting_calls.remove(&binding.claim) {
+                send_reply(waiter.reply, result);
+            }
+        }
+        // All changes are on record before the next event.
+        let _ = self.save_checkpoint();
+    }
+
+    /// Ends the calls whose deadline has passed or whose caller has gone.
+    fn expire_waits(&mut self, now: BootTime) {
+        let over = |_: &ClaimId, waiter: &mut WaitingCall| {
+            waiter.deadline <= now || waiter.reply.is_closed()
+        };
+        let ended: Vec<WaitingCall> = self
+            .waiting_calls
+            .extract_if(.., over)
+            .map(|(_, waiter)| waiter)
+            .collect();
+        for WaitingCall {
+            request: start,
+            ticket,
+            reply,
+            ..
+        } in ended
+        {
+            let reason = self.ledger.reason(ticket.claim, now);
+            self.ledger.stop_waiting(ticket, now);
+            self.checkpoint_dirty = true;
+            let message = reason.map_or_else(|| "waiting".to_owned(), |reason| reason.to_string());
+            info!(pod = %start.pod, reason = message, "no room before the deadline");
+            send_reply(reply, Err(PrepareError::NoRoom(message)));
+        }
+    }
+
+    /// Performs the steps of a binding that follow the ledger's.
+    async fn commit_binding(&mut self, binding: &Binding) -> Result<(), PrepareError> {
+        self.save_checkpoint().map_err(prepare_failed)?;
+        self.tear_down_ended().await;
+        let result = self.set_up(binding).await;
+        match &result {
+            Ok(()) => {
+                info!(pod = %binding.pod, claim = ?binding.claim, placement = ?binding.placement, "bound");
+                self.problems.host = None;
+            }
+            Err(error) => {
+                warn!(pod = %binding.pod, reason = error.reason(), %error, "failed to set up a binding; the agent tries again");
+                self.problems.host = Some((error.subsystem(), error.to_string()));
+            }
+        }
+        result.map_err(prepare_failed)
+    }
+
+    /// Creates the effects of a binding on the host.
+    ///
+    /// Each allocation of device memory gets a socket and a CDI file. A binding of managed memory
+    /// sets the quotas of its containers.
+    async fn set_up(&mut self, binding: &Binding) -> Result<(), HostError> {
+        let shares = match &binding.placement {
+            Placement::Device(shares) => shares,
+            Placement::Managed(_) => return self.set_managed_quotas(&binding.pod),
+        };
+        self.pending_setup.extend(&binding.allocations);
+        for &allocation in &binding.allocations {
+            // The allocation of an init container that had ended may start again.
+            self.pending_teardown.remove(&allocation);
+            let gpus = shares
+                .iter()
+                .map(|share| {
+                    let nodes = self.device_nodes(&share.gpu)?;
+                    let quota = share.quanta.bytes(self.config.quantum);
+                    Ok(cdi::BoundGpu {
+                        uuid: share.gpu.clone(),
+                        quota,
+                        nodes,
+                    })
+                })
+                .collect::<Result<_, HostError>>()?;
+            let device = cdi::CdiBinding {
+                allocation,
+                pod: binding.pod.clone(),
+                container: self
+                    .container_names
+                    .get(&allocation)
+                    .map(|holder| holder.container.clone())
+                    .unwrap_or_default(),
+                tokens: binding.device_ids.clone(),
+                gpus,
+            };
+            let managed = self.managed_quota(&binding.pod, allocation);
+            self.host.serve_session(&device, managed).await?;
+            self.host.write_cdi(&device).await?;
+            self.pending_setup.remove(&allocation);
+        }
+        Ok(())
+    }
+
+    /// Sets the managed quota of every container of a pod.
+    ///
+    /// A container without device memory has no GPU from which to use managed memory.
+    fn set_managed_quotas(&mut self, pod: &PodUid) -> Result<(), HostError> {
+        let exposed: Vec<AllocationId> = self
+            .device_bindings()
+            .filter(|bound| bound.pod == pod)
+            .flat_map(|bound| bound.allocations.iter().copied())
+            .collect();
+        for allocation in exposed {
+            let managed = self.managed_quota(pod, allocation);
+            self.host.set_managed_quota(allocation, managed)?;
+        }
+        Ok(())
+    }
+
+    /// The managed memory bound to the container of `pod` that has `allocation`.
+    pub(super) fn managed_quota(&self, pod: &PodUid, allocation: AllocationId) -> Bytes {
+        let container =
+            |id: &AllocationId| self.container_names.get(id).map(|holder| &holder.container);
+        let quanta = self
+            .ledger
+            .binding_refs()
+            .filter(|bound| {
+                let mut containers = bound.allocations.iter().map(container);
+                bound.pod == pod && containers.any(|name| name == container(&allocation))
+            })
+            .map(|bound| match bound.placement {
+                Placement::Managed(quanta) => quanta.0,
+                Placement::Device(_) => 0,
+            })
+            .fold(0_u32, u32::saturating_add);
+        Quanta(quanta).bytes(self.config.quantum)
+    }
+
+    /// A GPU of the binding that is being drained.
+    fn find_drained_gpu(&self, binding: &Binding) -> Option<GpuUuid> {
+        let Placement::Device(shares) = &binding.placement else {
+            return None;
+        };
+        let is_drained = |state: &&GpuState| {
+            let why = state.health;
+            matches!(
+                why,
+                Health::Unhealthy(UnhealthyReason::Draining | UnhealthyReason::Drained)
+            )
+        };
+        let mut drained = self.gpus.iter().filter(is_drained);
+        let bound = |state: &&GpuState| shares.iter().any(|share| share.gpu == state.gpu.uuid);
+        drained.find(bound).map(|state| state.gpu.uuid.clone())
+    }
+
+    fn device_nodes(&self, uuid: &GpuUuid) -> Result<Vec<String>, HostError> {
+        let state = self.gpus.iter().find(|state| state.gpu.uuid == *uuid);
+        let gpu = &state
+            .ok_or_else(|| HostError::GpuNotListed(uuid.clone()))?
+            .gpu;
+        let capability = |number: &u32| format!("nvidia-caps/nvidia-cap{number}");
+        let nodes = [format!("nvidia{}", gpu.minor)].into_iter();
+        Ok(nodes
+            .chain(gpu.capabilities.iter().map(capability))
+            .collect())
+    }
+
+    /// Repeats the steps that failed before.
+    async fn retry_pending(&mut self) {
+        if self.save_checkpoint().is_err() {
+            return;
+        }
+        self.tear_down_ended().await;
+        if self.pending_setup.is_empty() {
+            if self.pending_teardown.is_empty() {
+                self.problems.host = None;
+            }
+            return;
+        }
+        let unfinished = |binding: &Binding| {
+            binding
+                .allocations
+                .iter()
+                .any(|id| self.pending_setup.contains(id))
+        };
+        let bindings: Vec<Binding> = self.ledger.bindings().filter(unfinished).collect();
+        for binding in bindings {
+            match self.set_up(&binding).await {
+                Ok(()) => self.problems.host = None,
+                // A missing GPU must not delay the other bindings.
+                Err(HostError::GpuNotListed(_)) => {}
+                Err(error) => self.problems.host = Some((error.subsystem(), error.to_string())),
+            }
+        }
+        if self.pending_teardown.is_empty() && self.pending_setup.is_empty() {
+            self.problems.host = None;
+        }
+    }
+
+    /// Tears down ended allocations; the next tick repeats what fails.
+    pub(super) async fn tear_down_ended(&mut self) {
+        for allocation in self.pending_teardown.clone() {
+            match self.host.tear_down(allocation).await {
+                Ok(()) => {
+                    self.pending_teardown.remove(&allocation);
+                    self.pending_setup.remove(&allocation);
+                }
+                Err(error) => self.problems.host = Some((error.subsystem(), error.to_string())),
+            }
+        }
+    }
+
+    /// Writes the checkpoint if the state has changed.
+    pub(super) fn save_checkpoint(&mut self) -> Result<(), HostError> {
+        if !self.checkpoint_dirty {
+            return Ok(());
+        }
+        self.changed_since_tick = true;
+        let state = NodeCheckpoint {
+            boot: self.boot_id.clone(),
+            ledger: self.ledger.snapshot(),
+            holders: self.container_names.clone(),
+        };
+        let result = self.host.save_checkpoint(&state);
+        let trouble = result.as_ref().err().map(ToString::to_string);
+        if trouble.is_some() && trouble != self.problems.checkpoint {
+            warn!(
+                error = trouble,
+                "failed to write the checkpoint; the agent tries again"
+            );
+        }
+        self.problems.checkpoint = trouble;
+        self.checkpoint_dirty = result.is_err();
+        result
+    }
+
+    pub(super) fn watch_cgroup(&mut self, pod: &PodUid) {
+        if !matches!(self.pod_cgroups.watch(pod), PodCgroup::Found(_)) {
+            warn!(%pod, "failed to find the pod's cgroup: the agent cannot see the pod's end yet");
+        }
+    }
+
+    pub(super) fn record_pod_name(
+        &mut self,
+        pod: &PodUid,
+        name: Option<PodName>,
+        container: &str,
+        held: &[CheckpointEntry],
+    ) {
+        let allocations: Vec<AllocationId> = self
+            .ledger
+            .allocations()
+            .filter(|(_, holder)| *holder == Some(pod))
+            .map(|(id, _)| id)
+            .collect();
+        for id in allocations {
+            let told = held
+                .iter()
+                .find(|entry| entry.allocation == id)
+                .map(|entry| entry.container.as_str());
+            let holder = self
+                .container_names
+                .entry(id)
+                .or_insert_with(|| ContainerName {
+                    container: told.unwrap_or(container).to_owned(),
+                    pod: None,
+                });
+            holder.pod = name.clone().or(holder.pod.take());
+        }
+    }
+}
+
+fn prepare_failed(error: HostError) -> PrepareError {
+    PrepareError::Failed(error.to_string())
+}
+
+/// The caller may have stopped waiting, so a closed channel is no error.
+fn send_reply(reply: Reply, result: Result<(), PrepareError>) {
+    let _ = reply.send(result);
+}
+
+#[cfg(test)]
+mod tests;

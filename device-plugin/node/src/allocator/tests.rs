@@ -1,0 +1,1200 @@
+//! Tests the allocator over a host in memory that can crash before any step, or fail a step.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bursar_gpu::health::{Health, PersistedHealth, UnhealthyReason};
+use bursar_gpu::{Gpu, GpuState};
+use bursar_ledger::units::{Bytes, Quantum};
+use tokio::sync::oneshot;
+
+use prometheus_client::registry::Registry;
+
+use super::*;
+use crate::host::HostSurvey;
+
+/// The state of the host, which outlives the agent.
+#[derive(Debug, Default)]
+struct FakeHostState {
+    checkpoint: Option<NodeCheckpoint>,
+    /// The served allocations with their managed memory.
+    sockets: BTreeMap<AllocationId, Bytes>,
+    cdi: BTreeMap<AllocationId, cdi::CdiBinding>,
+    /// The exported memory that the sessions report for each allocation.
+    exported: BTreeMap<AllocationId, Vec<(GpuUuid, Bytes)>>,
+    /// The exports that allocations were charged for on behalf of earlier ones.
+    inherited: BTreeMap<AllocationId, (GpuUuid, Bytes)>,
+    /// The upper bound of unreclaimed memory on each GPU.
+    unreclaimed: Bytes,
+    /// The leases that allocations are charged for.
+    leases: BTreeMap<AllocationId, Vec<(GpuUuid, Bytes)>>,
+    /// The allocations that were served at the last reconciliation of leases.
+    served_at_reconcile: BTreeSet<AllocationId>,
+    /// The inputs of that reconciliation, and its answer.
+    last_lease_inputs: NodeView,
+    lease_answer: LedgerUpdate,
+    /// The leases that the ledger has on record.
+    recorded: Vec<LeaseId>,
+    /// The allocations whose CDI file the next agent cannot read.
+    unreadable: BTreeSet<AllocationId>,
+    /// The number of steps performed.
+    steps_done: usize,
+    /// The agent crashes before the step with this number.
+    crash_at: Option<usize>,
+    /// The names of steps that fail.
+    failing_steps: BTreeSet<&'static str>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct FakeHost(Arc<Mutex<FakeHostState>>);
+
+impl FakeHost {
+    fn state(&self) -> MutexGuard<'_, FakeHostState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn step(
+        &self,
+        name: &'static str,
+        effect: impl FnOnce(&mut FakeHostState),
+    ) -> Result<(), HostError> {
+        let mut disk = self.state();
+        let dead = disk.crash_at.is_some_and(|at| disk.steps_done >= at);
+        if dead || disk.failing_steps.contains(name) {
+            let source = std::io::Error::from(std::io::ErrorKind::StorageFull);
+            return Err(HostError::Folder {
+                path: name.into(),
+                source,
+            });
+        }
+        disk.steps_done += 1;
+        effect(&mut disk);
+        Ok(())
+    }
+
+    fn found(&self) -> HostSurvey {
+        let disk = self.state();
+        HostSurvey {
+            checkpoint: Ok(disk.checkpoint.clone()),
+            cdi_bindings: disk
+                .cdi
+                .values()
+                .filter(|binding| !disk.unreadable.contains(&binding.allocation))
+                .cloned()
+                .collect(),
+            unreadable: disk.unreadable.clone(),
+            allocations: disk.sockets.keys().copied().collect(),
+        }
+    }
+}
+
+impl HostOps for FakeHost {
+    fn save_checkpoint(&mut self, state: &NodeCheckpoint) -> Result<(), HostError> {
+        // Only state that survives serialization counts.
+        let text = serde_json::to_string(state).unwrap();
+        self.step("persist", |disk| {
+            disk.checkpoint = Some(serde_json::from_str(&text).unwrap())
+        })
+    }
+
+    async fn serve_session(
+        &mut self,
+        binding: &cdi::CdiBinding,
+        managed: Bytes,
+    ) -> Result<(), HostError> {
+        self.step("expose", |disk| {
+            disk.sockets.insert(binding.allocation, managed);
+        })
+    }
+
+    fn set_managed_quota(
+        &mut self,
+        allocation: AllocationId,
+        managed: Bytes,
+    ) -> Result<(), HostError> {
+        self.step("allow managed", |disk| {
+            if let Some(served) = disk.sockets.get_mut(&allocation) {
+                *served = managed;
+            }
+        })
+    }
+
+    fn exported_memory(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)> {
+        self.state()
+            .exported
+            .get(&allocation)
+            .cloned()
+            .unwrap_or_default()
+    }
+
+    /// Accepts at most 14 GiB, as a quota would.
+    fn charge_inherited(&mut self, allocation: AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
+        let inherited = bytes.min(Bytes::gib(14));
+        let mut disk = self.state();
+        disk.inherited.insert(allocation, (gpu.clone(), inherited));
+        inherited
+    }
+
+    fn unreclaimed_at_most(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
+        let held = self.state().unreclaimed;
+        left.into_keys().map(|gpu| (gpu, held)).collect()
+    }
+
+    fn charged_leases(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)> {
+        self.state()
+            .leases
+            .get(&allocation)
+            .cloned()
+            .unwrap_or_default()
+    }
+
+    async fn reconcile_leases(&mut self, node: NodeView) -> LedgerUpdate {
+        let mut disk = self.state();
+        disk.last_lease_inputs = node;
+        disk.served_at_reconcile = disk.sockets.keys().copied().collect();
+        LedgerUpdate {
+            orphaned: disk.lease_answer.orphaned.clone(),
+            // Each ended lease is reported once.
+            unreclaimed: std::mem::take(&mut disk.lease_answer.unreclaimed),
+        }
+    }
+
+    async fn confirm_recorded(&mut self, leases: Vec<LeaseId>) {
+        self.state().recorded.extend(leases);
+    }
+
+    async fn write_cdi(&mut self, binding: &cdi::CdiBinding) -> Result<(), HostError> {
+        self.step("describe", |disk| {
+            drop(disk.cdi.insert(binding.allocation, binding.clone()))
+        })
+    }
+
+    async fn tear_down(&mut self, allocation: AllocationId) -> Result<(), HostError> {
+        self.step("withdraw cdi", |disk| drop(disk.cdi.remove(&allocation)))?;
+        self.step("withdraw socket", |disk| {
+            disk.sockets.remove(&allocation);
+        })
+    }
+}
+
+/// A node of two GPUs of 16 GiB, with its kubelet's checkpoint and cgroups.
+struct TestNode {
+    host: FakeHost,
+    cgroups: tempfile::TempDir,
+    kubelet: Vec<CheckpointEntry>,
+    now: BootTime,
+    allocator: NodeAllocator<FakeHost>,
+    next: u64,
+}
+
+const WAIT: Duration = Duration::from_secs(25);
+
+fn gpu(name: &str, minor: u32, health: Health) -> GpuState {
+    let uuid = name.parse().unwrap();
+    let gpu = Gpu {
+        uuid,
+        minor,
+        model: "T".into(),
+        memory: Bytes::gib(16),
+        pci: None,
+        mig_parent: None,
+        capabilities: Vec::new(),
+    };
+    GpuState {
+        gpu,
+        health,
+        persisted: PersistedHealth::default(),
+    }
+}
+
+fn two_gpus() -> Vec<GpuState> {
+    vec![
+        gpu("GPU-a", 0, Health::Healthy),
+        gpu("GPU-b", 1, Health::Healthy),
+    ]
+}
+
+fn new_allocator(host: &FakeHost, cgroups: &tempfile::TempDir) -> NodeAllocator<FakeHost> {
+    let config = ResourcesConfig {
+        quantum: Quantum::Gib1,
+        managed_capacity: Bytes::gib(8),
+        reserved: Bytes::ZERO,
+    };
+    NodeAllocator::new(
+        config,
+        "boot-1".into(),
+        host.clone(),
+        PodCgroups::new(cgroups.path().to_owned()),
+        NodeMetrics::new(&mut Registry::default()),
+    )
+}
+
+fn device_ids(range: std::ops::Range<u16>) -> DeviceIdSet {
+    DeviceIdSet::from_indexes(range).unwrap()
+}
+
+impl TestNode {
+    async fn new() -> Self {
+        let (host, cgroups) = (FakeHost::default(), tempfile::tempdir().unwrap());
+        std::fs::create_dir(cgroups.path().join("kubepods")).unwrap();
+        let mut core = new_allocator(&host, &cgroups);
+        core.set_gpus(two_gpus(), BootTime(0)).await;
+        Self {
+            host,
+            cgroups,
+            kubelet: Vec::new(),
+            now: BootTime(1_000),
+            allocator: core,
+            next: 1,
+        }
+    }
+
+    fn cgroup(&self, pod: &str) -> std::path::PathBuf {
+        self.cgroups
+            .path()
+            .join("kubepods")
+            .join(format!("pod{pod}"))
+    }
+
+    /// The kubelet admits a container: it calls Allocate and writes its checkpoint.
+    fn admit(
+        &mut self,
+        pod: &str,
+        container: &str,
+        resource: Resource,
+        tokens: DeviceIdSet,
+    ) -> AllocationId {
+        let _ = std::fs::create_dir(self.cgroup(pod));
+        let allocation = AllocationId::from_bits(self.next);
+        self.next += 1;
+        self.allocator
+            .allocate(allocation, resource, tokens.clone(), self.now);
+        let (pod, container) = (pod.parse().unwrap(), container.to_owned());
+        self.kubelet.push(CheckpointEntry {
+            pod,
+            container,
+            resource,
+            tokens,
+            allocation,
+        });
+        allocation
+    }
+
+    fn admit_device(&mut self, pod: &str, tokens: std::ops::Range<u16>) -> AllocationId {
+        self.admit(pod, "main", Resource::DeviceMemory, device_ids(tokens))
+    }
+
+    /// The kubelet starts the container with these device ids.
+    async fn start(
+        &mut self,
+        pod: &str,
+        resource: Resource,
+        tokens: DeviceIdSet,
+    ) -> oneshot::Receiver<Result<(), PrepareError>> {
+        let pod: PodUid = pod.parse().unwrap();
+        let holds = |held: &&CheckpointEntry| {
+            held.pod == pod && held.tokens == tokens && held.resource == resource
+        };
+        let of_pod = |held: &&CheckpointEntry| held.pod == pod && held.resource == resource;
+        let containers = self.kubelet.iter().filter(of_pod);
+        let identity = ContainerIdentity {
+            pod_device_ids: containers.map(|held| held.tokens.clone()).collect(),
+            checkpoint_entries: self.kubelet.iter().filter(holds).cloned().collect(),
+            pod,
+            pod_name: None,
+            container: String::new(),
+            gpu_spread: GpuSpread::default(),
+            priority: Priority(0),
+        };
+        let (reply, answer) = oneshot::channel();
+        let bind = PrepareRequest {
+            resource,
+            tokens,
+            identity,
+            deadline: self.now + WAIT,
+        };
+        self.allocator.bind(bind, reply, self.now).await;
+        answer
+    }
+
+    async fn start_device(
+        &mut self,
+        pod: &str,
+        tokens: std::ops::Range<u16>,
+    ) -> oneshot::Receiver<Result<(), PrepareError>> {
+        self.start(pod, Resource::DeviceMemory, device_ids(tokens))
+            .await
+    }
+
+    /// The kubelet removes the pod's cgroup, then forgets its device ids.
+    async fn end(&mut self, pod: &str) {
+        let _ = std::fs::remove_dir(self.cgroup(pod));
+        self.tick(1).await;
+        self.kubelet.retain(|held| held.pod.as_str() != pod);
+    }
+
+    async fn tick(&mut self, seconds: u64) {
+        self.now = self.now + Duration::from_secs(seconds);
+        self.allocator.tick(self.now).await;
+    }
+
+    /// Kills the agent and starts the next one.
+    async fn restart(&mut self) {
+        self.restart_with(Quantum::Gib1).await;
+    }
+
+    /// Kills the agent and starts the next one with another quantum.
+    async fn restart_with(&mut self, quantum: Quantum) {
+        self.host.state().crash_at = None;
+        self.allocator = new_allocator(&self.host, &self.cgroups);
+        self.allocator.config.quantum = quantum;
+        self.allocator.ledger = Ledger::new(quantum);
+        self.allocator
+            .recover(self.host.found(), &self.kubelet, self.now)
+            .await;
+        self.allocator.set_gpus(two_gpus(), self.now).await;
+        self.tick(0).await;
+    }
+
+    /// The GPUs and quanta of each pod.
+    fn placements(&self) -> BTreeMap<String, Vec<(String, u32)>> {
+        let place = |binding: Binding| {
+            let shares = match binding.placement {
+                Placement::Device(shares) => shares
+                    .iter()
+                    .map(|s| (s.gpu.to_string(), s.quanta.0))
+                    .collect(),
+                Placement::Managed(quanta) => vec![("managed".to_owned(), quanta.0)],
+            };
+            (format!("{}/{}", binding.pod, binding.device_ids), shares)
+        };
+        self.allocator.bindings().map(place).collect()
+    }
+
+    /// Checks that files and sockets on the host are exactly those of the bindings.
+    fn assert_host_matches_bindings(&self) {
+        let device = |binding: &Binding| binding.resource == Resource::DeviceMemory;
+        let bound: BTreeSet<AllocationId> = self
+            .allocator
+            .bindings()
+            .filter(device)
+            .flat_map(|binding| binding.allocations)
+            .collect();
+        let disk = self.host.state();
+        assert_eq!(
+            disk.cdi.keys().copied().collect::<BTreeSet<_>>(),
+            bound,
+            "cdi files"
+        );
+        assert_eq!(
+            disk.sockets.keys().copied().collect::<BTreeSet<_>>(),
+            bound,
+            "sockets"
+        );
+        for binding in self.allocator.bindings().filter(device) {
+            let Placement::Device(shares) = &binding.placement else {
+                continue;
+            };
+            for allocation in &binding.allocations {
+                let told: Vec<_> = disk.cdi[allocation]
+                    .gpus
+                    .iter()
+                    .map(|gpu| (&gpu.uuid, gpu.quota))
+                    .collect();
+                let true_: Vec<_> = shares
+                    .iter()
+                    .map(|s| (&s.gpu, s.quanta.bytes(Quantum::Gib1)))
+                    .collect();
+                assert_eq!(told, true_);
+            }
+        }
+        for gpu in self.allocator.view(self.now).gpus {
+            assert!(gpu.bound <= gpu.capacity, "{gpu:?}");
+        }
+    }
+}
+
+fn try_answer(
+    answer: &mut oneshot::Receiver<Result<(), PrepareError>>,
+) -> Option<Result<(), String>> {
+    answer
+        .try_recv()
+        .ok()
+        .map(|result| result.map_err(|error| error.to_string()))
+}
+
+#[tokio::test]
+async fn container_is_bound_to_one_gpu_named_in_its_cdi_file() {
+    let mut node = TestNode::new().await;
+    let allocation = node.admit_device("a", 0..10);
+    let mut answer = node.start_device("a", 0..10).await;
+    assert_eq!(try_answer(&mut answer), Some(Ok(())));
+    node.assert_host_matches_bindings();
+    let disk = node.host.state();
+    let binding = &disk.cdi[&allocation];
+    assert_eq!(
+        (binding.pod.as_str(), binding.container.as_str()),
+        ("a", "main")
+    );
+    assert_eq!(binding.gpus[0].quota, Bytes::gib(10));
+    assert_eq!(binding.gpus[0].nodes, ["nvidia0"]);
+}
+
+#[tokio::test]
+async fn mig_instance_gets_its_capability_nodes() {
+    let mut node = TestNode::new().await;
+    let mut instance = gpu("MIG-1", 3, Health::Healthy);
+    instance.gpu.mig_parent = Some("GPU-c".parse().unwrap());
+    instance.gpu.capabilities = vec![30, 32];
+    node.allocator.set_gpus(vec![instance], node.now).await;
+    let allocation = node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    assert_eq!(
+        node.host.state().cdi[&allocation].gpus[0].nodes,
+        [
+            "nvidia3",
+            "nvidia-caps/nvidia-cap30",
+            "nvidia-caps/nvidia-cap32"
+        ]
+    );
+}
+
+#[tokio::test]
+async fn container_without_room_waits_until_deadline_with_reason() {
+    let mut node = TestNode::new().await;
+    for (pod, tokens) in [("a", 0..10), ("b", 10..20)] {
+        node.admit_device(pod, tokens.clone());
+        node.start_device(pod, tokens).await;
+    }
+    node.admit_device("c", 20..28);
+    let mut answer = node.start_device("c", 20..28).await;
+    node.tick(24).await;
+    assert_eq!(try_answer(&mut answer), None);
+    node.tick(1).await;
+    let message = "waiting for 8 GiB on one GPU: largest free 6 GiB (GPU-a)";
+    assert_eq!(try_answer(&mut answer), Some(Err(message.to_owned())));
+}
+
+#[tokio::test]
+async fn reserved_gpu_is_bound_to_another_pod_after_five_minutes() {
+    let mut node = TestNode::new().await;
+    let held = ["GPU-a", "GPU-b"].map(|gpu| Reservation {
+        gpu: gpu.to_owned(),
+        waiter: "nobody".to_owned(),
+        quanta: 16,
+    });
+    node.allocator.set_reservations(&held, node.now).await;
+    node.tick(1).await;
+    let steps = node.host.state().steps_done;
+    node.allocator.set_reservations(&held, node.now).await;
+    node.tick(289).await;
+    assert_eq!(
+        node.host.state().steps_done,
+        steps,
+        "nothing new is on record"
+    );
+    node.admit_device("a", 0..10);
+    let _waits = node.start_device("a", 0..10).await;
+    assert!(node.placements().is_empty());
+    node.tick(11).await;
+    assert_eq!(node.placements().len(), 1);
+}
+
+#[tokio::test]
+async fn queued_claim_is_bound_when_a_pod_ends() {
+    let mut node = TestNode::new().await;
+    for (pod, tokens) in [("a", 0..10), ("b", 10..20)] {
+        node.admit_device(pod, tokens.clone());
+        node.start_device(pod, tokens).await;
+    }
+    node.admit_device("c", 20..28);
+    let mut answer = node.start_device("c", 20..28).await;
+    node.end("a").await;
+    assert_eq!(try_answer(&mut answer), Some(Ok(())));
+    assert_eq!(
+        node.placements().keys().collect::<Vec<_>>(),
+        ["b/10-19", "c/20-27"]
+    );
+    node.assert_host_matches_bindings();
+}
+
+#[tokio::test]
+async fn cancelled_call_reserves_no_room() {
+    let mut node = TestNode::new().await;
+    for (pod, tokens) in [("a", 0..16), ("b", 16..32)] {
+        node.admit_device(pod, tokens.clone());
+        node.start_device(pod, tokens).await;
+    }
+    node.admit_device("c", 0..8);
+    drop(node.start_device("c", 0..8).await);
+    node.tick(1).await;
+    node.end("a").await;
+    assert_eq!(node.placements().keys().collect::<Vec<_>>(), ["b/16-31"]);
+    let mut again = node.start_device("c", 0..8).await;
+    assert_eq!(try_answer(&mut again), Some(Ok(())));
+}
+
+#[tokio::test]
+async fn repeated_call_gets_the_same_binding() {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    let before = node.placements();
+    let mut again = node.start_device("a", 0..10).await;
+    assert_eq!(try_answer(&mut again), Some(Ok(())));
+    assert_eq!(node.placements(), before);
+    node.assert_host_matches_bindings();
+}
+
+#[tokio::test]
+async fn init_container_is_torn_down_when_its_ids_are_reused() {
+    let mut node = TestNode::new().await;
+    node.admit("a", "init", Resource::DeviceMemory, device_ids(0..12));
+    node.start_device("a", 0..12).await;
+    node.admit("a", "main", Resource::DeviceMemory, device_ids(0..14));
+    let mut answer = node.start_device("a", 0..14).await;
+    assert_eq!(try_answer(&mut answer), Some(Ok(())));
+    assert_eq!(node.placements().len(), 1);
+    node.assert_host_matches_bindings();
+}
+
+#[tokio::test]
+async fn exports_of_init_container_are_charged_to_the_next() {
+    for (exported, left) in [
+        (Bytes::gib(6), Bytes::ZERO),
+        (Bytes::gib(15), Bytes::gib(1)),
+    ] {
+        let mut node = TestNode::new().await;
+        let init = node.admit("a", "init", Resource::DeviceMemory, device_ids(0..16));
+        let main = node.admit("a", "main", Resource::DeviceMemory, device_ids(0..14));
+        node.start_device("a", 0..16).await;
+        let gpu: GpuUuid = "GPU-a".parse().unwrap();
+        node.host.state().exported = [(init, vec![(gpu.clone(), exported)])].into();
+        node.host.state().unreclaimed = exported;
+        let mut answer = node.start_device("a", 0..14).await;
+        assert_eq!(try_answer(&mut answer), Some(Ok(())));
+        assert!(
+            node.host.state().served_at_reconcile.contains(&main),
+            "it is charged for leases before its program starts"
+        );
+        let inherited = exported.min(Bytes::gib(14));
+        assert_eq!(
+            node.host.state().inherited,
+            [(main, (gpu.clone(), inherited))].into()
+        );
+        node.restart().await;
+        let view = node.allocator.view(node.now);
+        let of_it = view.gpus.iter().find(|view| view.uuid == gpu).unwrap();
+        assert_eq!(
+            of_it.unreclaimed, left,
+            "what the heir cannot be charged stays the node's"
+        );
+    }
+}
+
+#[tokio::test]
+async fn containers_of_a_pod_are_placed_together_across_restart() {
+    let mut node = TestNode::new().await;
+    let containers = [0..4, 4..8, 8..20, 20..32];
+    for (number, tokens) in containers.iter().enumerate() {
+        let name = format!("c{number}");
+        node.admit(
+            "a",
+            &name,
+            Resource::DeviceMemory,
+            device_ids(tokens.clone()),
+        );
+    }
+    for tokens in containers {
+        let mut answer = node.start_device("a", tokens).await;
+        assert_eq!(try_answer(&mut answer), Some(Ok(())));
+        node.restart().await;
+    }
+    assert_eq!(node.placements().len(), 4);
+    node.assert_host_matches_bindings();
+}
+
+#[tokio::test]
+async fn unallocated_device_ids_are_refused_by_name() {
+    let mut node = TestNode::new().await;
+    let mut answer = node.start_device("a", 0..4).await;
+    assert!(
+        try_answer(&mut answer)
+            .unwrap()
+            .unwrap_err()
+            .contains("0-3")
+    );
+}
+
+#[tokio::test]
+async fn allocation_known_only_to_kubelet_is_bound() {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..4);
+    node.host.state().checkpoint = None;
+    node.allocator = new_allocator(&node.host, &node.cgroups);
+    node.allocator.set_gpus(two_gpus(), node.now).await;
+    let mut answer = node.start_device("a", 0..4).await;
+    assert_eq!(try_answer(&mut answer), Some(Ok(())));
+}
+
+#[tokio::test]
+async fn unwritable_cdi_dir_fails_call_and_retry_succeeds() {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.host.state().failing_steps.insert("describe");
+    let mut answer = node.start_device("a", 0..10).await;
+    assert!(
+        try_answer(&mut answer)
+            .unwrap()
+            .unwrap_err()
+            .contains("describe")
+    );
+    assert!(node.allocator.problems().host.is_some());
+    let mut again = node.start_device("a", 0..10).await;
+    assert!(try_answer(&mut again).unwrap().is_err());
+    node.host.state().failing_steps.clear();
+    let mut last = node.start_device("a", 0..10).await;
+    assert_eq!(try_answer(&mut last), Some(Ok(())));
+    assert_eq!(node.allocator.problems().host, None);
+    node.assert_host_matches_bindings();
+}
+
+#[tokio::test]
+async fn full_disk_answers_allocate_and_delays_bindings() {
+    let mut node = TestNode::new().await;
+    node.host.state().failing_steps.insert("persist");
+    node.admit_device("a", 0..10);
+    let mut answer = node.start_device("a", 0..10).await;
+    assert!(try_answer(&mut answer).unwrap().is_err());
+    assert!(
+        node.host.state().cdi.is_empty(),
+        "nothing is shown that is not on record"
+    );
+    assert!(node.allocator.problems().checkpoint.is_some());
+    node.host.state().failing_steps.clear();
+    node.tick(1).await;
+    assert_eq!(node.allocator.problems().checkpoint, None);
+    let mut again = node.start_device("a", 0..10).await;
+    assert_eq!(try_answer(&mut again), Some(Ok(())));
+    node.restart().await;
+    assert_eq!(node.placements().len(), 1);
+    node.assert_host_matches_bindings();
+}
+
+#[tokio::test]
+async fn failed_teardown_is_retried() {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    node.host.state().failing_steps.insert("withdraw cdi");
+    node.end("a").await;
+    assert_eq!(node.host.state().cdi.len(), 1);
+    node.host.state().failing_steps.clear();
+    node.tick(1).await;
+    node.assert_host_matches_bindings();
+}
+
+#[tokio::test]
+async fn lost_gpu_gets_no_new_pod_until_it_is_back() {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    let before = node.placements();
+    let lost = Health::Unhealthy(UnhealthyReason::Lost);
+    node.allocator
+        .set_gpus(
+            vec![gpu("GPU-a", 0, lost), gpu("GPU-b", 1, Health::Healthy)],
+            node.now,
+        )
+        .await;
+    assert_eq!(node.placements(), before);
+    node.admit_device("b", 10..26);
+    node.start_device("b", 10..26).await;
+    node.admit_device("c", 26..30);
+    let mut waits = node.start_device("c", 26..30).await;
+    assert_eq!(try_answer(&mut waits), None);
+    node.allocator.set_gpus(two_gpus(), node.now).await;
+    assert_eq!(try_answer(&mut waits), Some(Ok(())));
+    node.assert_host_matches_bindings();
+}
+
+#[tokio::test]
+async fn container_is_not_restarted_while_its_gpu_drains() {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    let before = node.placements();
+    for why in [UnhealthyReason::Draining, UnhealthyReason::Drained] {
+        let gpus = ["GPU-a", "GPU-b"].into_iter().zip(0..);
+        let gpus = gpus.map(|(uuid, minor)| gpu(uuid, minor, Health::Unhealthy(why)));
+        node.allocator.set_gpus(gpus.collect(), node.now).await;
+        let mut refused = node.start_device("a", 0..10).await;
+        let refused = try_answer(&mut refused).unwrap().unwrap_err();
+        assert!(refused.contains("is drained"), "{refused}");
+    }
+    node.allocator.set_gpus(two_gpus(), node.now).await;
+    let mut again = node.start_device("a", 0..10).await;
+    assert_eq!(try_answer(&mut again), Some(Ok(())));
+    assert_eq!(node.placements(), before);
+}
+
+#[tokio::test]
+async fn allocation_without_a_pod_is_collected() {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    let none = BTreeSet::new();
+    for _ in 0..3 {
+        node.now = node.now + Duration::from_secs(61);
+        node.allocator.collect_garbage(Some(&none), node.now).await;
+    }
+    assert_eq!(node.allocator.view(node.now).unbound_allocations, 0);
+}
+
+/// A step of the kubelet.
+#[derive(Debug, Clone)]
+enum KubeletStep {
+    Admit(&'static str, std::ops::Range<u16>),
+    Start(&'static str, std::ops::Range<u16>),
+    End(&'static str),
+}
+
+/// Fills two GPUs, queues a claim, ends a pod so that the claim is bound, and reuses an init
+/// container's device ids.
+fn pod_history() -> Vec<KubeletStep> {
+    use KubeletStep::{Admit, End, Start};
+    vec![
+        Admit("a", 0..10),
+        Start("a", 0..10),
+        Admit("b", 10..22),
+        Start("b", 10..22),
+        Admit("c", 22..30),
+        Start("c", 22..30),
+        End("a"),
+        Admit("d", 0..2),
+        Start("d", 0..2),
+        Admit("d", 0..4),
+        Start("d", 0..4),
+        End("b"),
+    ]
+}
+
+impl TestNode {
+    async fn apply(&mut self, act: &KubeletStep) {
+        match act.clone() {
+            KubeletStep::Admit(pod, tokens) => drop(self.admit_device(pod, tokens)),
+            // The kubelet retries while the pod exists; the test reads the result from the
+            // placements.
+            KubeletStep::Start(pod, tokens) => {
+                let answer = self.start_device(pod, tokens).await;
+                // The call stays open, as the kubelet's would.
+                std::mem::forget(answer);
+            }
+            KubeletStep::End(pod) => self.end(pod).await,
+        }
+    }
+
+    /// Repeats the kubelet's call for every container that has not started.
+    async fn retry_all(&mut self, started: &[KubeletStep]) {
+        for act in started {
+            if let KubeletStep::Start(pod, tokens) = act
+                && self.cgroup(pod).exists()
+                && !started.iter().any(
+                    |later| matches!(later, KubeletStep::Start(p, t) if p == pod && t.end > tokens.end),
+                )
+            {
+                self.apply(act).await;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn crash_before_any_step_changes_no_binding() {
+    let mut undisturbed = TestNode::new().await;
+    for act in pod_history() {
+        undisturbed.apply(&act).await;
+    }
+    undisturbed.assert_host_matches_bindings();
+    let (expected, steps) = (
+        undisturbed.placements(),
+        undisturbed.host.state().steps_done,
+    );
+    assert!(
+        expected.len() == 2 && steps > 20,
+        "{expected:?} in {steps} steps"
+    );
+    for crash_at in 1..steps {
+        let mut node = TestNode::new().await;
+        node.host.state().crash_at = Some(crash_at);
+        let mut done = Vec::new();
+        for act in pod_history() {
+            node.apply(&act).await;
+            done.push(act);
+            let crashed = {
+                let disk = node.host.state();
+                disk.crash_at.is_some_and(|at| disk.steps_done >= at)
+            };
+            if crashed {
+                node.restart().await;
+                node.assert_host_matches_bindings();
+                node.retry_all(&done).await;
+            }
+        }
+        node.tick(1).await;
+        node.assert_host_matches_bindings();
+        assert_eq!(node.placements(), expected, "crash before step {crash_at}");
+    }
+}
+
+#[tokio::test]
+async fn deleted_checkpoint_is_rebuilt_with_the_same_bindings() {
+    for length in 1..=pod_history().len() {
+        let mut node = TestNode::new().await;
+        for act in pod_history().iter().take(length) {
+            node.apply(act).await;
+        }
+        let before = node.placements();
+        node.host.state().checkpoint = None;
+        node.restart().await;
+        assert_eq!(node.placements(), before, "after {length} acts");
+        node.assert_host_matches_bindings();
+    }
+}
+
+#[tokio::test]
+async fn pod_without_name_gets_the_one_that_kubelet_lists() {
+    let mut node = TestNode::new().await;
+    let listed = |pod: &str, tokens| bursar_kubelet::pod_resources::ListedContainer {
+        name: bursar_kubelet::pod_resources::ContainerRef {
+            namespace: "team".into(),
+            pod: pod.into(),
+            container: "main".into(),
+        },
+        tokens: device_ids(tokens),
+    };
+    let names = |node: &TestNode| -> Vec<Option<String>> {
+        let containers = node.allocator.containers();
+        let holders = containers.iter().map(|bound| bound.name.clone());
+        holders
+            .map(|holder| Some(holder?.pod?.to_string()))
+            .collect()
+    };
+    // After a rebuild the kubelet's checkpoint has the init container's ids as ids of the pod.
+    node.admit("a", "init", Resource::DeviceMemory, device_ids(0..2));
+    node.admit_device("a", 0..4);
+    node.start_device("a", 0..4).await;
+    assert_eq!(names(&node), [None]);
+    assert!(node.allocator.has_unnamed_pods());
+    let lists = [listed("train", 0..4)];
+    // The kubelet wrote another pod's entry after it had listed the pods.
+    node.admit_device("b", 3..6);
+    let late = node.kubelet.pop().unwrap();
+    node.allocator.resolve_missing_names(&lists, &node.kubelet);
+    assert_eq!(names(&node), [None]);
+    node.kubelet.push(late);
+    node.allocator.resolve_missing_names(&lists, &node.kubelet);
+    assert_eq!(
+        names(&node),
+        [None],
+        "the tokens may have been the other's by then"
+    );
+    node.end("b").await;
+    let none = BTreeSet::new();
+    for _ in 0..2 {
+        node.now = node.now + Duration::from_secs(61);
+        node.allocator.collect_garbage(Some(&none), node.now).await;
+    }
+    node.admit("a", "init", Resource::DeviceMemory, device_ids(0..2));
+    node.allocator.resolve_missing_names(&lists, &node.kubelet);
+    assert_eq!(names(&node), [Some("team/train".into())]);
+    assert!(!node.allocator.has_unnamed_pods());
+    node.tick(1).await;
+    node.restart().await;
+    assert_eq!(names(&node), [Some("team/train".into())], "it is on record");
+    node.host.state().checkpoint = None;
+    node.restart().await;
+    assert_eq!(names(&node), [None]);
+    node.allocator.resolve_missing_names(&lists, &node.kubelet);
+    assert_eq!(names(&node), [Some("team/train".into())]);
+}
+
+#[tokio::test]
+async fn managed_memory_survives_a_deleted_checkpoint() {
+    let mut node = TestNode::new().await;
+    node.admit("a", "main", Resource::ManagedMemory, device_ids(0..6));
+    let mut answer = node
+        .start("a", Resource::ManagedMemory, device_ids(0..6))
+        .await;
+    assert_eq!(try_answer(&mut answer), Some(Ok(())));
+    let before = node.placements();
+    node.host.state().checkpoint = None;
+    node.restart().await;
+    assert_eq!(node.placements(), before);
+}
+
+#[tokio::test]
+async fn container_gets_managed_memory_in_either_order() {
+    for managed_first in [false, true] {
+        let mut node = TestNode::new().await;
+        let device = node.admit("a", "main", Resource::DeviceMemory, device_ids(0..4));
+        node.admit("a", "main", Resource::ManagedMemory, device_ids(0..3));
+        let mut order = [
+            (Resource::DeviceMemory, device_ids(0..4)),
+            (Resource::ManagedMemory, device_ids(0..3)),
+        ];
+        if managed_first {
+            order.reverse();
+        }
+        for (resource, tokens) in order {
+            let mut answer = node.start("a", resource, tokens).await;
+            assert_eq!(try_answer(&mut answer), Some(Ok(())));
+        }
+        let served = BTreeMap::from([(device, Bytes::gib(3))]);
+        assert_eq!(
+            node.host.state().sockets,
+            served,
+            "managed first: {managed_first}"
+        );
+        for forgotten in [false, true] {
+            // The next agent serves every allocation anew.
+            let nothing = BTreeMap::from([(device, Bytes::ZERO)]);
+            node.host.state().sockets = nothing;
+            if forgotten {
+                node.host.state().checkpoint = None;
+            }
+            node.restart().await;
+            assert_eq!(
+                node.host.state().sockets,
+                served,
+                "after a restart; checkpoint lost: {forgotten}"
+            );
+        }
+    }
+}
+
+#[tokio::test]
+async fn managed_memory_belongs_to_one_container() {
+    let mut node = TestNode::new().await;
+    let one = node.admit("a", "one", Resource::DeviceMemory, device_ids(0..2));
+    let two = node.admit("a", "two", Resource::DeviceMemory, device_ids(2..4));
+    let other = node.admit("b", "two", Resource::DeviceMemory, device_ids(4..6));
+    node.admit("a", "two", Resource::ManagedMemory, device_ids(0..3));
+    for (pod, tokens) in [("a", 0..2), ("a", 2..4), ("b", 4..6)] {
+        node.start_device(pod, tokens).await;
+    }
+    node.start("a", Resource::ManagedMemory, device_ids(0..3))
+        .await;
+    let served = BTreeMap::from([
+        (one, Bytes::ZERO),
+        (two, Bytes::gib(3)),
+        (other, Bytes::ZERO),
+    ]);
+    assert_eq!(node.host.state().sockets, served);
+}
+
+#[tokio::test]
+async fn checkpoint_of_another_boot_restores_no_binding() {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    std::fs::remove_dir(node.cgroup("a")).unwrap();
+    if let Some(state) = &mut node.host.state().checkpoint {
+        state.boot = "boot-0".into();
+    }
+    node.restart().await;
+    assert!(node.placements().is_empty());
+    node.assert_host_matches_bindings();
+}
+
+#[tokio::test]
+async fn reboot_is_not_reported_as_a_lost_checkpoint() {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    if let Some(state) = &mut node.host.state().checkpoint {
+        state.boot = "boot-0".into();
+    }
+    node.restart().await;
+    assert_eq!(node.allocator.problems().rebuilt, None);
+}
+
+#[tokio::test]
+async fn changed_quantum_rebuilds_at_the_first_restart_only() {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    node.restart_with(Quantum::Mib512).await;
+    assert!(node.allocator.problems().rebuilt.is_some());
+    let rebuilt = node.placements();
+    assert_eq!(rebuilt["a/0-9"], [("GPU-a".to_owned(), 20)]);
+    node.restart_with(Quantum::Mib512).await;
+    assert_eq!(node.allocator.problems().rebuilt, None);
+    assert_eq!(node.placements(), rebuilt);
+}
+
+#[tokio::test]
+async fn pods_that_ended_without_an_agent_are_released_at_start() {
+    let mut node = TestNode::new().await;
+    node.admit_device("a", 0..10);
+    node.start_device("a", 0..10).await;
+    std::fs::remove_dir(node.cgroup("a")).unwrap();
+    node.restart().await;
+    assert!(node.placements().is_empty());
+    node.assert_host_matches_bindings();
+}
+
+#[tokio::test]
+async fn exported_memory_is_reused_once_unmapped_across_restarts() {
+    for crash_at in 0..8 {
+        let mut node = TestNode::new().await;
+        let first = node.admit_device("first", 0..16);
+        let second = node.admit_device("second", 16..32);
+        node.start_device("first", 0..16).await;
+        node.start_device("second", 16..32).await;
+        let left = vec![("GPU-a".parse().unwrap(), Bytes::mib(300))];
+        node.host.state().exported = [(first, left.clone()), (second, left)].into();
+        node.host.state().unreclaimed = Bytes::mib(100);
+        let done = node.host.state().steps_done;
+        node.host.state().crash_at = Some(done + crash_at);
+        node.end("first").await;
+        node.restart().await;
+        let free = |node: &TestNode, gpu: usize| node.allocator.view(node.now).gpus[gpu].free;
+        let ended = node.placements();
+        assert_eq!(ended.len(), 1, "crash at {crash_at}: {ended:?}");
+        assert_eq!(
+            free(&node, 0) + free(&node, 1),
+            Quanta(15),
+            "crash at {crash_at}"
+        );
+        node.admit_device("third", 0..16);
+        let mut third = node.start_device("third", 0..16).await;
+        assert_eq!(try_answer(&mut third), None, "crash at {crash_at}");
+        node.tick(10).await;
+        let leaked: Vec<Bytes> = node
+            .allocator
+            .view(node.now)
+            .gpus
+            .iter()
+            .map(|gpu| gpu.leaked)
+            .collect();
+        assert_eq!(
+            leaked,
+            [Bytes::mib(100), Bytes::ZERO],
+            "crash at {crash_at}"
+        );
+        node.host.state().unreclaimed = Bytes::ZERO;
+        node.tick(1).await;
+        assert_eq!(try_answer(&mut third), Some(Ok(())), "crash at {crash_at}");
+        node.assert_host_matches_bindings();
+    }
+}
+
+#[tokio::test]
+async fn orphaned_lease_is_not_bound_until_proven_free() {
+    let mut node = TestNode::new().await;
+    let gpu: GpuUuid = "GPU-a".parse().unwrap();
+    node.admit_device("first", 0..16);
+    node.start_device("first", 0..16).await;
+    node.tick(1).await;
+    let stood = node.host.state().last_lease_inputs.clone();
+    assert!(
+        stood.containers.values().all(|container| {
+            container.pod.as_str().contains("first") && container.gpus.contains(&gpu)
+        }) && stood.containers.len() == 1,
+        "{stood:?}"
+    );
+    let kept = BTreeMap::from([(LeaseId(7), Bytes::mib(3_500))]);
+    node.host.state().lease_answer.orphaned = Some(BTreeMap::from([(gpu.clone(), kept)]));
+    node.end("first").await;
+    node.restart().await;
+    // The fd store has not answered yet: the checkpoint's state remains.
+    node.host.state().lease_answer.orphaned = None;
+    node.tick(1).await;
+    assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(12));
+    let mut turn = LedgerUpdate {
+        orphaned: Some(BTreeMap::new()),
+        ..LedgerUpdate::default()
+    };
+    // The ledger has accounted for this lease before.
+    turn.unreclaimed = vec![(LeaseId(7), gpu, Bytes::ZERO)];
+    node.host.state().unreclaimed = Bytes::gib(16);
+    node.host.state().failing_steps.insert("persist");
+    node.host.state().lease_answer = turn;
+    node.tick(1).await;
+    assert_eq!(
+        node.host.state().recorded,
+        [],
+        "its descriptor stays while it is not on record"
+    );
+    node.host.state().failing_steps.clear();
+    node.tick(1).await;
+    assert_eq!(node.host.state().recorded, [LeaseId(7)]);
+    assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(12));
+    node.host.state().unreclaimed = Bytes::ZERO;
+    node.tick(1).await;
+    assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(16));
+}
+
+#[tokio::test]
+async fn leases_stay_unreclaimed_while_fdstore_is_unreachable() {
+    let mut node = TestNode::new().await;
+    let first = node.admit_device("first", 0..16);
+    node.start_device("first", 0..16).await;
+    let leases = vec![("GPU-a".parse().unwrap(), Bytes::gib(5))];
+    node.host.state().leases.insert(first, leases);
+    node.host.state().unreclaimed = Bytes::gib(16);
+    node.end("first").await;
+    assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(11));
+    node.host.state().unreclaimed = Bytes::ZERO;
+    node.tick(1).await;
+    assert_eq!(node.allocator.view(node.now).gpus[0].free, Quanta(16));
+}
+
+#[tokio::test]
+async fn unreadable_cdi_file_stays_while_kubelet_lists_it() {
+    let mut node = TestNode::new().await;
+    let allocation = node.admit_device("first", 0..4);
+    node.start_device("first", 0..4).await;
+    node.host.state().checkpoint = None;
+    node.host.state().unreadable.insert(allocation);
+    node.host.state().unreclaimed = Bytes::gib(4);
+    node.restart().await;
+    assert!(node.host.state().cdi.contains_key(&allocation));
+    let free = |node: &TestNode| {
+        let view = node.allocator.view(node.now);
+        let gpus = view.gpus.iter();
+        gpus.map(|gpu| gpu.free.0).sum::<u32>()
+    };
+    assert_eq!(free(&node), 12 + 12, "what is in use is given to nobody");
+    assert!(node.allocator.problems().rebuilt.is_some());
+    let none = BTreeSet::new();
+    node.tick(60).await;
+    node.allocator.collect_garbage(Some(&none), node.now).await;
+    assert!(node.host.state().cdi.contains_key(&allocation));
+    node.allocator.collect_garbage(Some(&none), node.now).await;
+    node.tick(1).await;
+    assert!(!node.host.state().cdi.contains_key(&allocation));
+}
+
+#[tokio::test]
+async fn lost_checkpoint_binds_nothing_until_gpus_are_proven_free() {
+    let mut node = TestNode::new().await;
+    node.admit_device("first", 0..4);
+    node.start_device("first", 0..4).await;
+    node.host.state().checkpoint = None;
+    node.host.state().unreclaimed = Bytes::gib(10);
+    node.restart().await;
+    let free = |node: &TestNode| {
+        node.allocator
+            .view(node.now)
+            .gpus
+            .iter()
+            .map(|gpu| gpu.free.0)
+            .sum::<u32>()
+    };
+    assert_eq!(free(&node), 2 + 6);
+    node.host.state().unreclaimed = Bytes::ZERO;
+    node.tick(1).await;
+    assert_eq!(free(&node), 12 + 16);
+}

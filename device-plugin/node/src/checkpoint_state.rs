@@ -1,0 +1,45 @@
+//! Defines the content of the node's checkpoint.
+
+use std::collections::BTreeMap;
+
+use bursar_ledger::Snapshot;
+use bursar_ledger::units::AllocationId;
+use serde::{Deserialize, Serialize};
+
+/// The state that the next agent cannot read from the host as quickly.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct NodeCheckpoint {
+    /// The boot of the checkpoint: times and bindings are void after a reboot.
+    pub boot: String,
+    /// The ledger's state.
+    pub ledger: Snapshot,
+    /// The containers' names, as far as they are known.
+    pub holders: BTreeMap<AllocationId, ContainerName>,
+}
+
+/// The names of an allocation's container and pod, for messages and metrics.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct ContainerName {
+    /// The container's name.
+    pub container: String,
+    /// The pod's namespace and name, if the kubelet has reported them.
+    pub pod: Option<PodName>,
+}
+
+/// A pod's namespace and name.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct PodName {
+    /// The namespace.
+    pub namespace: String,
+    /// The name.
+    pub name: String,
+}
+
+impl std::fmt::Display for PodName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}

@@ -1,0 +1,358 @@
+//! Performs the steps of an allocation on the host; each step may be repeated.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bursar_config::{Config, DriverConfig, PathsConfig};
+use bursar_host::checkpoint::{Checkpoint, LoadError, SaveError};
+use bursar_host::driver_files::{Driver, DriverError};
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId};
+use bursar_sessions::lease_handle::LeaseHandle;
+use bursar_sessions::lease_handle::{LedgerUpdate, NodeView};
+use bursar_sessions::{Account, SessionSpec, Sessions, SessionsError};
+use rustix::fs::Access;
+use tracing::warn;
+
+use super::checkpoint_state::NodeCheckpoint;
+use super::installer::Installer;
+use crate::cdi::{self, CdiDir, CdiError};
+use crate::shim_install::{self, ShimInstallError};
+
+/// The reason why a step failed. Every step can be retried.
+#[derive(Debug, thiserror::Error)]
+pub enum HostError {
+    /// The checkpoint could not be written.
+    #[error(transparent)]
+    Checkpoint(#[from] SaveError),
+    /// The driver could not be found.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+    /// The shim's files could not be installed.
+    #[error(transparent)]
+    Shim(#[from] ShimInstallError),
+    /// The installation of the shim's files has not ended in time.
+    #[error(
+        "failed to install the shim's files within {0:?}: a file system is slow or hangs; if this goes on, \
+         check the disks of paths.state-dir and driver.root"
+    )]
+    InstallTimeout(std::time::Duration),
+    /// The installation of the shim's files panicked.
+    #[error("failed to install the shim's files: {0}")]
+    Install(#[source] tokio::task::JoinError),
+    /// The CDI file could not be written or removed.
+    #[error(transparent)]
+    Cdi(#[from] CdiError),
+    /// The allocation's socket could not be served.
+    #[error(transparent)]
+    Sessions(#[from] SessionsError),
+    /// The run directory could not be created.
+    #[error("failed to create directory {path}: {source}", path = path.display())]
+    Folder {
+        /// The directory.
+        path: PathBuf,
+        /// The I/O error.
+        source: io::Error,
+    },
+    /// A bound GPU that NVML does not list at the moment.
+    #[error("failed to find {0}: the driver does not list the bound GPU now")]
+    GpuNotListed(GpuUuid),
+}
+
+/// The subsystem of a failed step, which selects the node condition.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Subsystem {
+    /// The agent's checkpoint and sockets.
+    Records,
+    /// The driver and its GPUs.
+    Driver,
+    /// The files that the container runtime reads.
+    Cdi,
+}
+
+impl HostError {
+    /// The subsystem of the error.
+    pub fn subsystem(&self) -> Subsystem {
+        match self {
+            Self::Checkpoint(_) | Self::Sessions(_) | Self::Folder { .. } => Subsystem::Records,
+            Self::Driver(_) | Self::GpuNotListed(_) => Subsystem::Driver,
+            Self::Shim(_) | Self::InstallTimeout(_) | Self::Install(_) | Self::Cdi(_) => {
+                Subsystem::Cdi
+            }
+        }
+    }
+
+    /// A bounded name for conditions, events and metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Checkpoint(_) => "CheckpointUnwritable",
+            Self::Driver(error) => error.reason(),
+            Self::Shim(_) | Self::InstallTimeout(_) | Self::Install(_) => "ShimNotInstalled",
+            Self::Cdi(error) => error.reason(),
+            Self::Sessions(_) | Self::Folder { .. } => "RunFolderUnusable",
+            Self::GpuNotListed(_) => "GpuLost",
+        }
+    }
+}
+
+/// The steps that the allocator performs on the host.
+pub trait HostOps: Send {
+    /// Writes the checkpoint that the next agent restores.
+    fn save_checkpoint(&mut self, state: &NodeCheckpoint) -> Result<(), HostError>;
+    /// Creates the allocation's directory and serves its socket; `managed` is its managed quota.
+    fn serve_session(
+        &mut self,
+        binding: &cdi::CdiBinding,
+        managed: Bytes,
+    ) -> impl Future<Output = Result<(), HostError>> + Send;
+    /// Changes the managed quota of an allocation.
+    ///
+    /// An allocation without a socket gets its quota with [`serve_session`](Self::serve_session).
+    fn set_managed_quota(
+        &mut self,
+        allocation: AllocationId,
+        managed: Bytes,
+    ) -> Result<(), HostError>;
+    /// The memory of each GPU that an allocation's processes exported and others may still map.
+    fn exported_memory(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)>;
+    /// Charges an allocation with exports of an earlier container; returns the bytes that it
+    /// accepted.
+    fn charge_inherited(&mut self, allocation: AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes;
+    /// The proven upper bounds of unreclaimed memory on the GPUs of `left`.
+    ///
+    /// The number of a GPU grows with each new record of the ledger and makes older proofs void.
+    fn unreclaimed_at_most(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes>;
+    /// The GPU and the bytes of each lease that an allocation is charged for.
+    fn charged_leases(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)>;
+    /// Reconciles retained leases with the node's bindings; returns the changes for the ledger.
+    fn reconcile_leases(&mut self, node: NodeView) -> impl Future<Output = LedgerUpdate> + Send;
+    /// Confirms that the ledger's record of these ended leases is written.
+    fn confirm_recorded(&mut self, leases: Vec<LeaseId>) -> impl Future<Output = ()> + Send;
+    /// Writes the allocation's CDI file, after which its container can start.
+    fn write_cdi(
+        &mut self,
+        binding: &cdi::CdiBinding,
+    ) -> impl Future<Output = Result<(), HostError>> + Send;
+    /// Removes the CDI file, the socket and the directory; missing ones count as removed.
+    fn tear_down(
+        &mut self,
+        allocation: AllocationId,
+    ) -> impl Future<Output = Result<(), HostError>> + Send;
+}
+
+/// The files of the previous agent on the host.
+#[derive(Debug)]
+pub struct HostSurvey {
+    /// Its checkpoint.
+    pub checkpoint: Result<Option<NodeCheckpoint>, LoadError>,
+    /// The bindings in its CDI files.
+    pub cdi_bindings: Vec<cdi::CdiBinding>,
+    /// The allocations whose CDI file this agent cannot read.
+    pub unreadable: BTreeSet<AllocationId>,
+    /// The allocations that have a directory or a session record.
+    pub allocations: BTreeSet<AllocationId>,
+}
+
+/// The host of a running agent.
+pub struct OsHost {
+    checkpoint: Checkpoint,
+    cdi: CdiDir,
+    sessions: Arc<Sessions>,
+    leases: LeaseHandle,
+    run_dir: PathBuf,
+    installer: Installer,
+}
+
+impl OsHost {
+    /// The host of `config`; creates the run directory.
+    pub fn new(
+        config: &Config,
+        sessions: Arc<Sessions>,
+        desk: LeaseHandle,
+    ) -> Result<Self, HostError> {
+        let Config { driver, paths, .. } = config;
+        create_readable_dir(&Sessions::alloc_dir(&paths.run_dir))?;
+        let (of_driver, of_paths) = (driver.clone(), paths.clone());
+        Ok(Self {
+            sessions,
+            leases: desk,
+            checkpoint: Checkpoint::new(paths.run_dir.join("checkpoint.json")),
+            cdi: CdiDir::new(paths.cdi_dir.clone()),
+            run_dir: paths.run_dir.clone(),
+            installer: Installer::new(move |before| install(&of_driver, &of_paths, before)),
+        })
+    }
+
+    /// Reads the previous agent's files and moves a malformed checkpoint aside.
+    ///
+    /// A CDI directory that cannot be listed counts as empty.
+    pub fn survey(&self) -> HostSurvey {
+        let checkpoint = self.checkpoint.load();
+        if let Err(LoadError::Malformed { .. }) = &checkpoint
+            && let Err(error) = self.checkpoint.move_aside()
+        {
+            warn!(%error, "failed to move the malformed checkpoint aside");
+        }
+        let cdi = self.cdi.list().unwrap_or_else(|error| {
+            warn!(%error, "failed to list CDI files");
+            Default::default()
+        });
+        for allocation in &cdi.unreadable {
+            warn!(%allocation, "failed to read a CDI file; it stays while the kubelet or the checkpoint knows it");
+        }
+        let run = &self.run_dir;
+        let mut allocations = allocation_ids(&Sessions::alloc_dir(run));
+        allocations.extend(allocation_ids(&run.join("sessions")));
+        HostSurvey {
+            checkpoint,
+            cdi_bindings: cdi.bindings,
+            unreadable: cdi.unreadable,
+            allocations,
+        }
+    }
+
+    /// The reason why CDI files cannot be written, as far as access checks tell.
+    pub fn cdi_problem(&self) -> Option<String> {
+        let path = self.cdi.path();
+        // The agent may be the first to write a CDI file on this node.
+        let made = std::fs::create_dir_all(path).map_err(|error| error.to_string());
+        let writable = made.and_then(|()| {
+            rustix::fs::access(path, Access::WRITE_OK | Access::EXEC_OK)
+                .map_err(|error| error.to_string())
+        });
+        writable
+            .err()
+            .map(|error| format!("failed to write CDI directory {}: {error}", path.display()))
+    }
+
+    /// Finds the driver again at the next binding, for the driver may change with the GPUs.
+    pub fn mark_driver_stale(&mut self) {
+        self.installer.mark_stale();
+    }
+}
+
+/// Installs the shim's files for the present driver.
+///
+/// Meanwhile the agent may write CDI files that mount the build `before`.
+fn install(
+    driver: &DriverConfig,
+    paths: &PathsConfig,
+    before: Option<PathBuf>,
+) -> Result<cdi::CdiNode, HostError> {
+    let found = Driver::find_configured(driver)?;
+    let shim_dir = shim_install::install(&paths.shim_dir, &found, &paths.state_dir)?;
+    // An unreadable CDI file may mount any build, so none is removed.
+    if let Some(mut in_use) = CdiDir::new(paths.cdi_dir.clone()).mounted_host_paths() {
+        in_use.push(shim_dir.clone());
+        in_use.extend(before);
+        let removed = shim_install::remove_unused(&paths.state_dir, &in_use);
+        removed.unwrap_or_else(|error| {
+            warn!(%error, "failed to remove an unused shim build; the next installation tries again");
+        });
+    }
+    Ok(cdi::CdiNode {
+        shim_dir,
+        driver: found,
+        alloc_dir: Sessions::alloc_dir(&paths.run_dir),
+        extra_mounts: driver.extra_mounts.clone(),
+    })
+}
+
+/// The allocations that files or directories in `path` are named after.
+fn allocation_ids(path: &Path) -> BTreeSet<AllocationId> {
+    let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| entry.path().file_stem()?.to_str()?.parse().ok())
+        .collect()
+}
+
+/// Creates a directory that containers of any user can read.
+fn create_readable_dir(path: &Path) -> Result<(), HostError> {
+    std::fs::create_dir_all(path)
+        .and_then(|()| std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)))
+        .map_err(|source| HostError::Folder {
+            path: path.to_owned(),
+            source,
+        })
+}
+
+impl HostOps for OsHost {
+    fn save_checkpoint(&mut self, state: &NodeCheckpoint) -> Result<(), HostError> {
+        Ok(self.checkpoint.save(state)?)
+    }
+
+    async fn serve_session(
+        &mut self,
+        binding: &cdi::CdiBinding,
+        managed: Bytes,
+    ) -> Result<(), HostError> {
+        let gpus = binding
+            .gpus
+            .iter()
+            .map(|gpu| (gpu.uuid.clone(), gpu.quota))
+            .collect();
+        let served = SessionSpec {
+            allocation: binding.allocation,
+            pod: binding.pod.clone(),
+            gpus,
+            managed,
+            tokens: Some(binding.tokens.clone()),
+        };
+        self.sessions.serve(served).await?;
+        // A session that was served before has its earlier quota.
+        self.set_managed_quota(binding.allocation, managed)
+    }
+
+    fn set_managed_quota(
+        &mut self,
+        allocation: AllocationId,
+        managed: Bytes,
+    ) -> Result<(), HostError> {
+        let resized = self
+            .sessions
+            .set_requested_quota(&allocation, &Account::Managed, managed);
+        match resized {
+            Ok(()) | Err(SessionsError::Unknown(_)) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn exported_memory(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)> {
+        self.sessions.exported_bytes(&allocation)
+    }
+
+    fn charge_inherited(&mut self, allocation: AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
+        self.sessions.inherit_exports(&allocation, gpu, bytes)
+    }
+
+    fn unreclaimed_at_most(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
+        self.sessions.bound_unreclaimed(left)
+    }
+
+    fn charged_leases(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)> {
+        self.sessions
+            .charged_leases(&allocation)
+            .into_values()
+            .collect()
+    }
+
+    async fn reconcile_leases(&mut self, node: NodeView) -> LedgerUpdate {
+        self.leases.reconcile(node).await
+    }
+
+    async fn confirm_recorded(&mut self, leases: Vec<LeaseId>) {
+        self.leases.confirm_recorded(leases).await;
+    }
+
+    async fn write_cdi(&mut self, binding: &cdi::CdiBinding) -> Result<(), HostError> {
+        let node = self.installer.installed().await?;
+        Ok(self.cdi.write(node, binding)?)
+    }
+
+    async fn tear_down(&mut self, allocation: AllocationId) -> Result<(), HostError> {
+        self.cdi.remove(&allocation)?;
+        Ok(self.sessions.remove(&allocation).await?)
+    }
+}

@@ -1,0 +1,120 @@
+//! Installs the shim's files on a blocking thread, so that a disk that hangs delays no admission.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::{Instant, timeout_at};
+
+use super::host::HostError;
+use crate::cdi;
+
+/// The time for which the node task waits for one installation, in all.
+const INSTALL_TIMEOUT: Duration = Duration::from_secs(2);
+
+type InstallResult = Result<cdi::CdiNode, HostError>;
+
+/// Caches the installation that all CDI files share.
+pub(super) struct Installer {
+    /// The installation. Its argument is the shim directory that CDI files mount until it has
+    /// ended.
+    install: Arc<dyn Fn(Option<PathBuf>) -> InstallResult + Send + Sync>,
+    installed: Option<cdi::CdiNode>,
+    /// Whether the driver may have changed since the last installation began.
+    stale: bool,
+    /// The one installation that has not ended.
+    running: Option<Installation>,
+}
+
+struct Installation {
+    deadline: Instant,
+    task: JoinHandle<InstallResult>,
+}
+
+impl Installer {
+    pub(super) fn new(
+        install: impl Fn(Option<PathBuf>) -> InstallResult + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            install: Arc::new(install),
+            installed: None,
+            stale: true,
+            running: None,
+        }
+    }
+
+    /// Repeats the installation at the next binding.
+    pub(super) fn mark_stale(&mut self) {
+        self.stale = true;
+    }
+
+    /// The present installation, or the one before where the present one does not end in time.
+    pub(super) async fn installed(&mut self) -> Result<&cdi::CdiNode, HostError> {
+        if self.stale || self.running.is_some() || self.installed.is_none() {
+            self.refresh().await?;
+        }
+        self.installed
+            .as_ref()
+            .ok_or(HostError::InstallTimeout(INSTALL_TIMEOUT))
+    }
+
+    async fn refresh(&mut self) -> Result<(), HostError> {
+        let mut running = self.running.take().unwrap_or_else(|| self.start());
+        match timeout_at(running.deadline, &mut running.task).await {
+            Ok(ended) => {
+                self.installed = None;
+                self.installed = Some(ended.map_err(HostError::Install)??);
+            }
+            Err(_) => self.running = Some(running),
+        }
+        Ok(())
+    }
+
+    fn start(&mut self) -> Installation {
+        self.stale = false;
+        let install = Arc::clone(&self.install);
+        let before = self.installed.as_ref().map(|node| node.shim_dir.clone());
+        Installation {
+            deadline: Instant::now() + INSTALL_TIMEOUT,
+            task: spawn_blocking(move || install(before)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    fn refused() -> InstallResult {
+        Err(HostError::GpuNotListed("GPU-a".parse().unwrap()))
+    }
+
+    #[tokio::test]
+    async fn installer_waits_once_for_an_installation_that_hangs() {
+        let (release, held) = channel::<()>();
+        let held = Mutex::new(held);
+        let mut installer = Installer::new(move |_| {
+            // Dropping the sender at the end of the test ends this thread.
+            let _ = held.lock().unwrap().recv();
+            refused()
+        });
+        let begun = Instant::now();
+        for _ in 0..100 {
+            let late = installer.installed().await;
+            assert!(matches!(late, Err(HostError::InstallTimeout(_))));
+            installer.mark_stale();
+        }
+        let waited = begun.elapsed();
+        assert!(
+            waited >= INSTALL_TIMEOUT && waited < 50 * INSTALL_TIMEOUT,
+            "{waited:?}"
+        );
+        drop(release);
+        let ended = installer.running.take().unwrap().task.await.unwrap();
+        assert!(matches!(ended, Err(HostError::GpuNotListed(_))));
+    }
+}

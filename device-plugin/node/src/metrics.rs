@@ -1,0 +1,132 @@
+//! Counts allocations and bindings of the node, and times the kubelet's calls.
+
+use std::time::Duration;
+
+use bursar_ledger::units::Resource;
+use bursar_metrics::{
+    RegisterMetric as _, ResourceLabels, ResultLabels, gauge_value, seconds_histogram,
+};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+
+/// The result of a PreStartContainer call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BindResult {
+    /// The container was bound, at once or after a wait.
+    Bound,
+    /// No GPU had room in time; the kubelet retries.
+    NoRoom,
+    /// Another error prevented the start.
+    Failed,
+}
+
+impl BindResult {
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::Bound => "bound",
+            Self::NoRoom => "no-room",
+            Self::Failed => "failed",
+        }
+    }
+}
+
+/// The numbers of one resource in the ledger.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Pending allocations.
+    pub pending: usize,
+    /// Bound allocations.
+    pub bound: usize,
+    /// Containers that wait for room.
+    pub waiting: usize,
+}
+
+/// The metrics of the node's allocations. Clones share the same values.
+#[derive(Clone, Debug)]
+pub struct NodeMetrics {
+    booked: Family<ResourceLabels, Gauge>,
+    bound: Family<ResourceLabels, Gauge>,
+    waiting: Family<ResourceLabels, Gauge>,
+    allocate_seconds: Histogram,
+    bind_seconds: Family<ResultLabels, Histogram>,
+    releases: Counter,
+    collected: Counter,
+}
+
+impl NodeMetrics {
+    /// Registers the metrics, which are all zero.
+    pub fn new(r: &mut Registry) -> Self {
+        Self {
+            booked: r.register_metric(
+                "bursar_agent_booked",
+                "Allocations without a binding yet",
+                Family::default(),
+            ),
+            bound: r.register_metric("bursar_agent_bound", "Allocations bound", Family::default()),
+            waiting: r.register_metric(
+                "bursar_agent_waiting",
+                "Containers waiting on this node for room",
+                Family::default(),
+            ),
+            allocate_seconds: r.register_metric(
+                "bursar_agent_allocate_seconds",
+                "Time of Allocate",
+                seconds_histogram(),
+            ),
+            bind_seconds: r.register_metric(
+                "bursar_agent_bind_seconds",
+                "Time of PreStartContainer, waiting included",
+                Family::new_with_constructor(seconds_histogram as fn() -> Histogram),
+            ),
+            releases: r.register_metric(
+                "bursar_agent_releases",
+                "Pods whose memory was released at their end",
+                Counter::default(),
+            ),
+            collected: r.register_metric(
+                "bursar_agent_bookings_collected",
+                "Pending allocations dropped because no container followed",
+                Counter::default(),
+            ),
+        }
+    }
+
+    /// Observes the duration of an Allocate call.
+    pub fn observe_allocate(&self, took: Duration) {
+        self.allocate_seconds.observe(took.as_secs_f64());
+    }
+
+    /// Observes the result and the duration of a PreStartContainer call.
+    pub fn observe_prepare(&self, result: BindResult, took: Duration) {
+        let result = result.as_str();
+        self.bind_seconds
+            .get_or_create(&ResultLabels { result })
+            .observe(took.as_secs_f64());
+    }
+
+    /// Counts a pod whose memory was released at its end.
+    pub fn count_release(&self) {
+        self.releases.inc();
+    }
+
+    /// Counts pending allocations that were dropped because no container followed.
+    pub fn count_collected(&self, bookings: usize) {
+        self.collected.inc_by(bookings as u64);
+    }
+
+    /// Sets the ledger's numbers of `resource`.
+    pub fn set_counts(&self, resource: Resource, counts: Counts) {
+        let Counts {
+            pending: booked,
+            bound,
+            waiting,
+        } = counts;
+        let label = ResourceLabels::from(resource);
+        self.booked.get_or_create(&label).set(gauge_value(booked));
+        self.bound.get_or_create(&label).set(gauge_value(bound));
+        self.waiting.get_or_create(&label).set(gauge_value(waiting));
+    }
+}

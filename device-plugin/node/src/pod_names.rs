@@ -1,0 +1,64 @@
+//! Resolves pod names that the kubelet had not reported when the containers started.
+//!
+//! A rebuilt checkpoint lacks names too.
+
+use bursar_kubelet::device_checkpoint::CheckpointEntry;
+use bursar_kubelet::pod_resources::{ListedContainer, find_container};
+use bursar_ledger::Binding;
+use bursar_ledger::units::{AllocationId, Resource};
+
+use super::allocator::NodeAllocator;
+use super::checkpoint_state::PodName;
+use super::host::HostOps;
+
+impl<H: HostOps> NodeAllocator<H> {
+    /// Whether a container with device memory has a pod without a name.
+    pub fn has_unnamed_pods(&self) -> bool {
+        self.unnamed_bindings().next().is_some()
+    }
+
+    /// Names pods from the containers that the kubelet lists and from its checkpoint entries
+    /// `held`.
+    ///
+    /// Device ids that another pod has by now identify no pod. Memory stays bound until its pod has
+    /// ended; the kubelet may give the ids away earlier.
+    pub fn resolve_missing_names(&mut self, listed: &[ListedContainer], held: &[CheckpointEntry]) {
+        for binding in self.unnamed_bindings().collect::<Vec<_>>() {
+            let Binding {
+                pod,
+                device_ids: tokens,
+                ..
+            } = &binding;
+            let is_its = |id| {
+                let mut held = held.iter();
+                held.any(|held| held.allocation == id && held.pod == *pod)
+            };
+            let is_alone = {
+                let mut sharers = self.ledger.allocations_sharing(binding.resource, tokens);
+                sharers.all(|(id, of)| of.map_or_else(|| is_its(id), |of| of == pod))
+            };
+            let named = find_container(listed, tokens).filter(|_| is_alone);
+            if let Some(named) = named.cloned() {
+                let name = PodName {
+                    namespace: named.namespace,
+                    name: named.pod,
+                };
+                self.record_pod_name(pod, Some(name), &named.container, held);
+                self.checkpoint_dirty = true;
+            }
+        }
+    }
+
+    fn unnamed_bindings(&self) -> impl Iterator<Item = Binding> {
+        let has_name = |id: &AllocationId| {
+            self.container_names
+                .get(id)
+                .is_some_and(|holder| holder.pod.is_some())
+        };
+        let bindings = self.ledger.bindings();
+        bindings.filter(move |binding| {
+            let is_device = binding.resource == Resource::DeviceMemory;
+            is_device && !binding.allocations.iter().all(has_name)
+        })
+    }
+}

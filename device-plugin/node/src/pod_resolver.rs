@@ -1,0 +1,428 @@
+//! Resolves device ids to the container that the kubelet starts: PreStartContainer names ids only.
+//!
+//! The kubelet's device checkpoint maps device ids to a pod's UID and a container. PodResources
+//! adds the pod's name, and the API server its priority and GPU spread. Only the UID is necessary.
+//! The other data serve order and messages, so reading them is bounded in time and may fail.
+
+use std::num::NonZeroU16;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bursar_kubelet::device_checkpoint::{CheckpointEntry, DeviceCheckpoint, DeviceCheckpointError};
+use bursar_kubelet::plugin::PrepareError;
+use bursar_kubelet::pod_resources::{
+    ContainerRef, ListedContainer, PodResourcesClient, find_container,
+};
+use bursar_ledger::units::{DeviceIdSet, PodUid, Resource};
+use bursar_ledger::{GpuSpread, Priority};
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::{Patch, PatchParams};
+use kube::{Api, Client};
+use serde_json::json;
+use tracing::debug;
+
+use super::allocator::ContainerIdentity;
+use super::checkpoint_state::PodName;
+
+/// The number of GPUs over which a pod spreads its memory. The annotation grants nothing.
+pub const GPUS_ANNOTATION: &str = "bursar.dev/gpus";
+
+/// The annotation of a mirror pod with the UID that the kubelet uses for the static pod.
+const STATIC_POD_ANNOTATION: &str = "kubernetes.io/config.hash";
+
+/// The timeout of the API server's read, whose data are worth no longer wait.
+const API_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The reason why no container could be resolved.
+#[derive(Debug, thiserror::Error)]
+pub enum ResolveError {
+    /// The kubelet's checkpoint does not have these device ids.
+    #[error("the kubelet's device checkpoint has no container with device ids {0}")]
+    NotInCheckpoint(DeviceIdSet),
+    /// The checkpoint has these device ids for two pods, which no kubelet writes.
+    #[error("the kubelet's device checkpoint has device ids {0} for more than one pod")]
+    Ambiguous(DeviceIdSet),
+    /// The checkpoint is unreadable, and the API server could not replace it.
+    #[error("failed to resolve the pod of device ids {tokens}: {source}")]
+    Unreadable {
+        /// The device ids.
+        tokens: DeviceIdSet,
+        /// The error of the checkpoint.
+        source: DeviceCheckpointError,
+    },
+}
+
+impl From<ResolveError> for PrepareError {
+    fn from(error: ResolveError) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
+/// Resolves containers by the kubelet and the API server.
+#[derive(Clone)]
+pub struct PodResolver {
+    /// The kubelet's plugin directory with its checkpoint.
+    pub device_plugin_dir: PathBuf,
+    /// The resources under their registered names.
+    pub resource_names: Vec<(Resource, String)>,
+    /// The client of the kubelet's PodResources service.
+    pub pod_resources: PodResourcesClient,
+    /// The client of the API server, if any.
+    pub client: Option<Client>,
+}
+
+/// The fields of a pod at the API server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct ApiPod {
+    uid: PodUid,
+    priority: Priority,
+    gpu_spread: GpuSpread,
+}
+
+impl PodResolver {
+    /// Reads the kubelet's checkpoint.
+    pub async fn read_device_checkpoint(&self) -> Result<DeviceCheckpoint, DeviceCheckpointError> {
+        let (dir, names) = (self.device_plugin_dir.clone(), self.resource_names.clone());
+        let read = move || DeviceCheckpoint::read(&dir, &names);
+        match tokio::task::spawn_blocking(read).await {
+            Ok(read) => read,
+            Err(error) => std::panic::resume_unwind(error.into_panic()),
+        }
+    }
+
+    /// Resolves the container that has `tokens`.
+    pub async fn resolve(
+        &self,
+        resource: Resource,
+        tokens: &DeviceIdSet,
+    ) -> Result<ContainerIdentity, ResolveError> {
+        let (checkpoint, container) = tokio::join!(
+            self.read_device_checkpoint(),
+            self.find_container(resource, tokens)
+        );
+        let api_pod = match &container {
+            Some(container) => self.read_pod(container).await,
+            None => None,
+        };
+        let (held, all) = match checkpoint {
+            Ok(checkpoint) => {
+                let held = checkpoint.entries_with(resource, tokens).cloned().collect();
+                (held, checkpoint.entries)
+            }
+            Err(source) if api_pod.is_none() => {
+                return Err(ResolveError::Unreadable {
+                    tokens: tokens.clone(),
+                    source,
+                });
+            }
+            Err(_) => (Vec::new(), Vec::new()),
+        };
+        let mut identity = merge_identity(held, container, api_pod, tokens)?;
+        identity.pod_device_ids = device_ids_of_pod(&identity.pod, resource, all);
+        Ok(identity)
+    }
+
+    /// Finds a container that PodResources lists with some of the device ids.
+    ///
+    /// Plain init containers are not listed, but later containers of their pod have the same device
+    /// ids.
+    async fn find_container(
+        &self,
+        resource: Resource,
+        tokens: &DeviceIdSet,
+    ) -> Option<ContainerRef> {
+        find_container(&self.list_containers(resource).await, tokens).cloned()
+    }
+
+    /// The containers that PodResources lists with `resource`; empty on an error.
+    pub async fn list_containers(&self, resource: Resource) -> Vec<ListedContainer> {
+        let mut names = self.resource_names.iter();
+        let Some((_, name)) = names.find(|(named, _)| *named == resource) else {
+            return Vec::new();
+        };
+        let listed = self.pod_resources.list(resource, name).await;
+        listed.unwrap_or_else(|error| {
+            debug!(%error, "failed to list the pods' resources");
+            Vec::new()
+        })
+    }
+
+    /// Reads the pod as the response to a dry-run patch that changes nothing.
+    ///
+    /// Unlike a `get`, an admission policy can restrict the patch to pods of this node.
+    async fn read_pod(&self, container: &ContainerRef) -> Option<ApiPod> {
+        let pods: Api<Pod> = Api::namespaced(self.client.clone()?, &container.namespace);
+        let dry = PatchParams {
+            dry_run: true,
+            ..PatchParams::default()
+        };
+        let nothing = Patch::Merge(json!({}));
+        let read = pods.patch_status(&container.pod, &dry, &nothing);
+        match tokio::time::timeout(API_TIMEOUT, read).await {
+            Ok(Ok(pod)) => parse_api_pod(&pod),
+            Ok(Err(error)) => {
+                debug!(%error, pod = container.pod, "failed to read the pod's priority");
+                None
+            }
+            Err(_) => None,
+        }
+    }
+}
+
+/// The device ids of all containers of a pod. The kubelet allocates for all of them before any
+/// starts.
+fn device_ids_of_pod(
+    pod: &PodUid,
+    resource: Resource,
+    all: Vec<CheckpointEntry>,
+) -> Vec<DeviceIdSet> {
+    let of_pod = |held: &CheckpointEntry| held.pod == *pod && held.resource == resource;
+    all.into_iter()
+        .filter(of_pod)
+        .map(|held| held.tokens)
+        .collect()
+}
+
+/// Merges the answers of the kubelet and the API server.
+fn merge_identity(
+    held: Vec<CheckpointEntry>,
+    container: Option<ContainerRef>,
+    api_pod: Option<ApiPod>,
+    tokens: &DeviceIdSet,
+) -> Result<ContainerIdentity, ResolveError> {
+    let pod = match (held.first(), &api_pod) {
+        (Some(first), _) if held.iter().any(|other| other.pod != first.pod) => {
+            return Err(ResolveError::Ambiguous(tokens.clone()));
+        }
+        (Some(first), _) => first.pod.clone(),
+        (None, Some(api_pod)) => api_pod.uid.clone(),
+        (None, None) => return Err(ResolveError::NotInCheckpoint(tokens.clone())),
+    };
+    // A later pod of the same name has another UID: its name and data belong to another pod.
+    let is_another = api_pod.as_ref().is_some_and(|api_pod| api_pod.uid != pod);
+    let (api_pod, container) = match is_another {
+        true => (None, None),
+        false => (api_pod, container),
+    };
+    let ContainerRef {
+        namespace,
+        pod: name,
+        container,
+    } = container.unwrap_or_else(|| ContainerRef {
+        namespace: String::new(),
+        pod: String::new(),
+        container: String::new(),
+    });
+    Ok(ContainerIdentity {
+        pod,
+        pod_name: (!name.is_empty()).then_some(PodName { namespace, name }),
+        container,
+        checkpoint_entries: held,
+        pod_device_ids: Vec::new(),
+        gpu_spread: api_pod
+            .as_ref()
+            .map(|api_pod| api_pod.gpu_spread)
+            .unwrap_or_default(),
+        priority: api_pod
+            .as_ref()
+            .map(|api_pod| api_pod.priority)
+            .unwrap_or_default(),
+    })
+}
+
+fn parse_api_pod(pod: &Pod) -> Option<ApiPod> {
+    let annotation = |key: &str| pod.metadata.annotations.as_ref()?.get(key);
+    let uid = annotation(STATIC_POD_ANNOTATION).or(pod.metadata.uid.as_ref())?;
+    let gpus = annotation(GPUS_ANNOTATION).and_then(|gpus| gpus.parse::<NonZeroU16>().ok());
+    Some(ApiPod {
+        uid: uid.parse().ok()?,
+        priority: Priority(
+            pod.spec
+                .as_ref()
+                .and_then(|spec| spec.priority)
+                .unwrap_or_default(),
+        ),
+        gpu_spread: gpus.map(|gpus| GpuSpread { gpus }).unwrap_or_default(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_ledger::units::AllocationId;
+    use k8s_openapi::api::core::v1::PodSpec;
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+
+    use super::*;
+
+    fn tokens() -> DeviceIdSet {
+        DeviceIdSet::from_indexes([1, 2]).unwrap()
+    }
+
+    fn held(pod: &str, container: &str) -> CheckpointEntry {
+        CheckpointEntry {
+            pod: pod.parse().unwrap(),
+            container: container.into(),
+            resource: Resource::DeviceMemory,
+            tokens: tokens(),
+            allocation: AllocationId::from_bits(7),
+        }
+    }
+
+    fn name() -> ContainerRef {
+        ContainerRef {
+            namespace: "team".into(),
+            pod: "train-0".into(),
+            container: "main".into(),
+        }
+    }
+
+    fn pod(uid: &str, annotations: &[(&str, &str)]) -> Pod {
+        let annotations = annotations
+            .iter()
+            .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
+        Pod {
+            metadata: ObjectMeta {
+                uid: Some(uid.into()),
+                annotations: Some(annotations.collect()),
+                ..ObjectMeta::default()
+            },
+            spec: Some(PodSpec {
+                priority: Some(100),
+                ..PodSpec::default()
+            }),
+            status: None,
+        }
+    }
+
+    #[test]
+    fn checkpoint_names_the_pod_and_api_server_its_priority() {
+        let api_pod = parse_api_pod(&pod("uid-1", &[(GPUS_ANNOTATION, "2")]));
+        let found = merge_identity(
+            vec![held("uid-1", "main")],
+            Some(name()),
+            api_pod,
+            &tokens(),
+        )
+        .unwrap();
+        assert_eq!(
+            (found.pod.as_str(), found.priority),
+            ("uid-1", Priority(100))
+        );
+        assert_eq!(found.gpu_spread.gpus.get(), 2);
+        assert_eq!(found.pod_name.unwrap().to_string(), "team/train-0");
+    }
+
+    #[tokio::test]
+    async fn pod_is_read_by_a_dry_run_patch() {
+        use axum::body::{Body, to_bytes};
+        use axum::http::{Request, Response};
+
+        let server = tower::service_fn(|request: Request<kube::client::Body>| async move {
+            let asked = format!("{} {}", request.method(), request.uri());
+            let body = to_bytes(Body::new(request.into_body()), 64).await?;
+            assert_eq!(
+                (asked.as_str(), &body[..]),
+                (
+                    "PATCH /api/v1/namespaces/team/pods/train-0/status?&dryRun=All",
+                    b"{}".as_slice()
+                )
+            );
+            let pod = serde_json::to_vec(&pod("uid-1", &[])).unwrap();
+            Ok::<_, axum::Error>(Response::new(Body::from(pod)))
+        });
+        let identities = PodResolver {
+            device_plugin_dir: PathBuf::new(),
+            resource_names: Vec::new(),
+            pod_resources: PodResourcesClient::new(std::path::Path::new("/nobody/listens/here")),
+            client: Some(Client::new(server, "default")),
+        };
+        let api_pod = identities.read_pod(&name()).await.unwrap();
+        assert_eq!(
+            (api_pod.uid.as_str(), api_pod.priority),
+            ("uid-1", Priority(100))
+        );
+    }
+
+    #[test]
+    fn device_ids_of_all_containers_of_the_pod_are_returned() {
+        let of = |pod: &str, tokens: [u16; 2]| CheckpointEntry {
+            tokens: DeviceIdSet::from_indexes(tokens).unwrap(),
+            ..held(pod, "main")
+        };
+        let managed = CheckpointEntry {
+            resource: Resource::ManagedMemory,
+            ..of("uid-1", [7, 8])
+        };
+        let all = vec![
+            of("uid-1", [1, 2]),
+            of("uid-2", [3, 4]),
+            of("uid-1", [5, 6]),
+            managed,
+        ];
+        let pod = "uid-1".parse().unwrap();
+        let containers = device_ids_of_pod(&pod, Resource::DeviceMemory, all);
+        let indexes: Vec<Vec<u16>> = containers
+            .iter()
+            .map(|set| set.indexes().collect())
+            .collect();
+        assert_eq!(indexes, [[1, 2], [5, 6]]);
+    }
+
+    #[test]
+    fn pod_of_the_same_name_with_another_uid_is_ignored() {
+        let api_pod = parse_api_pod(&pod("uid-2", &[]));
+        let found = merge_identity(
+            vec![held("uid-1", "main")],
+            Some(name()),
+            api_pod,
+            &tokens(),
+        )
+        .unwrap();
+        assert_eq!((found.pod.as_str(), found.priority), ("uid-1", Priority(0)));
+        assert_eq!(found.pod_name, None, "what is kept hangs on its namespace");
+    }
+
+    #[test]
+    fn static_pod_has_the_uid_of_its_mirror_annotation() {
+        let api_pod =
+            parse_api_pod(&pod("mirror", &[(STATIC_POD_ANNOTATION, "0123abcd")])).unwrap();
+        assert_eq!(api_pod.uid.as_str(), "0123abcd");
+    }
+
+    #[test]
+    fn malformed_gpus_annotation_means_one_gpu() {
+        for bad in ["0", "-1", "two", ""] {
+            assert_eq!(
+                parse_api_pod(&pod("uid-1", &[(GPUS_ANNOTATION, bad)]))
+                    .unwrap()
+                    .gpu_spread,
+                GpuSpread::default()
+            );
+        }
+    }
+
+    #[test]
+    fn api_server_names_the_pod_without_a_device_checkpoint() {
+        let api_pod = parse_api_pod(&pod("uid-1", &[]));
+        let found = merge_identity(Vec::new(), Some(name()), api_pod, &tokens()).unwrap();
+        assert_eq!(
+            (found.pod.as_str(), found.container.as_str()),
+            ("uid-1", "main")
+        );
+    }
+
+    #[test]
+    fn two_pods_with_the_same_device_ids_are_ambiguous() {
+        let found = merge_identity(
+            vec![held("uid-1", "a"), held("uid-2", "a")],
+            None,
+            None,
+            &tokens(),
+        );
+        assert!(matches!(found, Err(ResolveError::Ambiguous(_))));
+        assert!(matches!(
+            merge_identity(Vec::new(), None, None, &tokens()),
+            Err(ResolveError::NotInCheckpoint(_))
+        ));
+    }
+}

@@ -1,0 +1,244 @@
+//! Restores the node's state from the previous agent's files.
+//!
+//! 1. The agent reads pending allocations, claims and bindings from the checkpoint. A checkpoint
+//!    may be missing, malformed or of another boot. The agent then restores bindings from the CDI
+//!    files, and those of managed memory from the kubelet's device checkpoint. In that case the
+//!    unreclaimed memory is unknown: the agent binds no GPU before the free memory is proven. An
+//!    unreadable CDI file of another agent version has the same effect.
+//! 2. The kubelet's device checkpoint adds missing pending allocations of pods that still exist.
+//! 3. The agent releases pods whose cgroup was removed.
+//! 4. The agent removes files without a binding.
+//! 5. The agent serves the sockets of all bindings again, with their managed quotas. The agent
+//!    writes missing CDI files once the GPUs are known. Existing files stay, for containers run
+//!    with them.
+
+use std::collections::BTreeSet;
+
+use bursar_host::checkpoint::LoadError;
+use bursar_host::pod_cgroups::PodCgroup;
+use bursar_kubelet::device_checkpoint::CheckpointEntry;
+use bursar_ledger::units::{AllocationId, PodUid, Quanta, Quantum, Resource};
+use bursar_ledger::{BootTime, Ledger, Placement, RestoreError, Share};
+use tracing::{info, warn};
+
+use super::allocator::NodeAllocator;
+use super::checkpoint_state::{ContainerName, NodeCheckpoint};
+use super::host::{HostOps, HostSurvey};
+use crate::cdi;
+
+/// The reason why the checkpoint cannot be restored.
+#[derive(Debug, thiserror::Error)]
+enum NotRestored {
+    #[error("the checkpoint is missing")]
+    Missing,
+    #[error("the checkpoint is of another boot")]
+    OtherBoot,
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    #[error(transparent)]
+    Restore(#[from] RestoreError),
+}
+
+impl<H: HostOps> NodeAllocator<H> {
+    /// Restores the state from the files in `found` and from the kubelet's checkpoint entries.
+    pub async fn recover(&mut self, found: HostSurvey, kubelet: &[CheckpointEntry], now: BootTime) {
+        let HostSurvey {
+            checkpoint,
+            cdi_bindings: cdi,
+            unreadable: unread,
+            allocations,
+        } = found;
+        let mut kept = BTreeSet::new();
+        if let Err(why) = self.restore(checkpoint, now) {
+            self.rebuild_from_host(&cdi, kubelet, now);
+            let bindings = self.ledger.bindings().count();
+            // A reboot loses nothing: no process of the old boot is alive.
+            let lost = match why {
+                NotRestored::OtherBoot => false,
+                NotRestored::Missing => bindings > 0 || !unread.is_empty(),
+                NotRestored::Load(_) | NotRestored::Restore(_) => true,
+            };
+            if lost {
+                warn!(%why, bindings, "failed to restore the checkpoint; state rebuilt from the host");
+                self.problems.rebuilt = Some(match unread.len() {
+                    0 => why.to_string(),
+                    count => {
+                        format!(
+                            "{why}; {count} CDI files of another version of the agent were not read"
+                        )
+                    }
+                });
+                self.reclaim_all_pending = true;
+                kept = unread;
+            }
+        }
+        self.restore_pending_allocations(kubelet, now);
+        self.find_orphaned_files(&cdi, allocations, &kept);
+        self.checkpoint_dirty = true;
+        self.release_pods_without_cgroup(now).await;
+        if self.save_checkpoint().is_ok() {
+            self.tear_down_ended().await;
+        }
+        self.serve_sessions(cdi).await;
+        info!(bindings = self.ledger.bindings().count(), "state recovered");
+    }
+
+    fn restore(
+        &mut self,
+        found: Result<Option<NodeCheckpoint>, LoadError>,
+        now: BootTime,
+    ) -> Result<(), NotRestored> {
+        let NodeCheckpoint {
+            boot,
+            ledger,
+            holders,
+        } = found?.ok_or(NotRestored::Missing)?;
+        if boot != self.boot_id {
+            return Err(NotRestored::OtherBoot);
+        }
+        let managed = super::capacity::managed_capacity(&self.config);
+        self.ledger = Ledger::restore(ledger, self.config.quantum, now)?;
+        self.ledger.set_managed_capacity(managed);
+        self.container_names = holders;
+        Ok(())
+    }
+
+    fn rebuild_from_host(
+        &mut self,
+        cdi: &[cdi::CdiBinding],
+        kubelet: &[CheckpointEntry],
+        now: BootTime,
+    ) {
+        for binding in cdi {
+            let cdi::CdiBinding {
+                allocation,
+                pod,
+                container,
+                tokens,
+                gpus,
+            } = binding;
+            let placement = placement_of(gpus, self.config.quantum);
+            self.ledger.restore_binding(
+                *allocation,
+                Resource::DeviceMemory,
+                tokens.clone(),
+                pod.clone(),
+                placement,
+            );
+            self.container_names.insert(
+                *allocation,
+                ContainerName {
+                    container: container.clone(),
+                    pod: None,
+                },
+            );
+        }
+        // Managed memory has no file. The container may not have started yet, but counting its
+        // memory is harmless, for the kubelet has given its device ids to nobody else.
+        for entry in kubelet
+            .iter()
+            .filter(|entry| entry.resource == Resource::ManagedMemory)
+        {
+            let placement = Placement::Managed(entry.tokens.quanta());
+            self.ledger
+                .add_pending(entry.allocation, entry.resource, entry.tokens.clone(), now);
+            self.ledger.restore_binding(
+                entry.allocation,
+                entry.resource,
+                entry.tokens.clone(),
+                entry.pod.clone(),
+                placement,
+            );
+            self.record_container_name(entry);
+        }
+    }
+
+    /// The kubelet lists pods that have ended until its next allocation.
+    fn restore_pending_allocations(&mut self, kubelet: &[CheckpointEntry], now: BootTime) {
+        for entry in kubelet {
+            if self.pod_cgroups.watch(&entry.pod) != PodCgroup::Gone {
+                self.ledger.add_pending(
+                    entry.allocation,
+                    entry.resource,
+                    entry.tokens.clone(),
+                    now,
+                );
+                self.record_container_name(entry);
+            }
+        }
+    }
+
+    fn record_container_name(&mut self, entry: &CheckpointEntry) {
+        let holder = || ContainerName {
+            container: entry.container.clone(),
+            pod: None,
+        };
+        self.container_names
+            .entry(entry.allocation)
+            .or_insert_with(holder);
+    }
+
+    async fn release_pods_without_cgroup(&mut self, now: BootTime) {
+        let pods: Vec<PodUid> = self.ledger.pods().into_iter().cloned().collect();
+        for pod in pods {
+            if self.pod_cgroups.watch(&pod) == PodCgroup::Gone {
+                self.release_pod(&pod, now).await;
+            }
+        }
+    }
+
+    /// Marks files without a binding for teardown. An unreadable CDI file in `kept` stays until the
+    /// kubelet forgets its allocation.
+    fn find_orphaned_files(
+        &mut self,
+        cdi: &[cdi::CdiBinding],
+        allocations: BTreeSet<AllocationId>,
+        kept: &BTreeSet<AllocationId>,
+    ) {
+        let bound: BTreeSet<AllocationId> = self
+            .ledger
+            .bindings()
+            .flat_map(|binding| binding.allocations)
+            .collect();
+        let on_host = cdi
+            .iter()
+            .map(|binding| binding.allocation)
+            .chain(allocations);
+        let known: BTreeSet<AllocationId> = self.ledger.allocations().map(|(id, _)| id).collect();
+        let stays =
+            |id: &AllocationId| bound.contains(id) || kept.contains(id) && known.contains(id);
+        self.pending_teardown
+            .extend(on_host.filter(|id| !stays(id)));
+        self.container_names.retain(|id, _| known.contains(id));
+    }
+
+    async fn serve_sessions(&mut self, cdi: Vec<cdi::CdiBinding>) {
+        let bindings = self
+            .ledger
+            .bindings()
+            .filter(|binding| binding.resource == Resource::DeviceMemory);
+        self.pending_setup = bindings.flat_map(|binding| binding.allocations).collect();
+        for device in cdi {
+            if !self.pending_setup.contains(&device.allocation) {
+                continue;
+            }
+            let managed = self.managed_quota(&device.pod, device.allocation);
+            match self.host.serve_session(&device, managed).await {
+                Ok(()) => {
+                    self.pending_setup.remove(&device.allocation);
+                }
+                Err(error) => self.problems.host = Some((error.subsystem(), error.to_string())),
+            }
+        }
+    }
+}
+
+/// The placement in a CDI file. Its quotas may be multiples of another quantum than the present
+/// one.
+fn placement_of(gpus: &[cdi::BoundGpu], quantum: Quantum) -> Placement {
+    let share = |gpu: &cdi::BoundGpu| Share {
+        gpu: gpu.uuid.clone(),
+        quanta: Quanta(u32::try_from(gpu.quota.0.div_ceil(quantum.bytes())).unwrap_or(u32::MAX)),
+    };
+    Placement::Device(gpus.iter().map(share).collect())
+}

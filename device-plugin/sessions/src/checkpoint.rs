@@ -1,0 +1,158 @@
+//! Saves the grants of a container's processes, so that a restarted agent charges them.
+//!
+//! The file is on tmpfs (`<run-dir>/sessions`), and so is gone after a reboot, as the processes
+//! are. The agent writes a grant before the process learns of it. Returned credit may be written
+//! later: to charge too much is safe, and the next write corrects it.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use bursar_ledger::units::{Bytes, GpuUuid};
+use bursar_protocol::units::Units;
+use serde::{Deserialize, Serialize};
+
+use super::Process;
+use super::recovery::FaultLog;
+
+/// The checkpoint file of one container.
+#[derive(Debug)]
+pub(super) struct SessionCheckpoint {
+    path: PathBuf,
+    /// The content of the file, where the agent knows it; equal content is not written again.
+    written: Option<CheckpointContent>,
+    /// Whether the allocation has ended and the file is removed.
+    closed: bool,
+}
+
+/// The content of a checkpoint file.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct CheckpointContent {
+    /// The live processes.
+    pub(super) processes: Vec<ProcessEntry>,
+    /// The pids of exited images that are still charged, with their units by account.
+    pub(super) retired: Vec<(u32, Vec<u32>)>,
+    /// The quota overrides in units, by account.
+    #[serde(default)]
+    pub(super) orders: Vec<Option<u32>>,
+    /// The orphaned exports of exited images, by pid, with their units by account.
+    #[serde(default)]
+    pub(super) kept: Vec<(u32, Vec<u32>)>,
+    /// The leases that the container owns, each with its account and units.
+    #[serde(default)]
+    pub(super) leases: Vec<(u64, usize, u32)>,
+    /// The GPUs, in the order of the accounts, for a reader without the container's binding.
+    #[serde(default)]
+    pub(super) gpus: Vec<GpuUuid>,
+    /// Whether further processes may have memory: an earlier checkpoint was lost, and the agent has
+    /// not sampled since, or these processes have not said hello.
+    #[serde(default)]
+    pub(super) incomplete: bool,
+    /// The process generation of the last image that said hello.
+    #[serde(default)]
+    pub(super) generation: u64,
+    /// The poisoned images, and the decisions about them.
+    #[serde(default)]
+    pub(super) poisonings: FaultLog,
+}
+
+/// One process of the container.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct ProcessEntry {
+    pub(super) process: Process,
+    /// The image number from the hello.
+    pub(super) image: u64,
+    /// The process generation of that image.
+    #[serde(default)]
+    pub(super) generation: u64,
+    /// The grants in units, by account.
+    pub(super) granted: Vec<u32>,
+    /// The units that the process last reported as exported, by account.
+    #[serde(default)]
+    pub(super) exported: Vec<u32>,
+}
+
+impl CheckpointContent {
+    /// The leases, each with its GPU and bytes.
+    pub(super) fn leases_by_id(&self) -> BTreeMap<u64, (GpuUuid, Bytes)> {
+        let leases = self.leases.iter();
+        let on_gpu = |(lease, index, units): &(u64, usize, u32)| {
+            let bytes = Bytes(Units(*units).min(Units::MAX).bytes());
+            Some((*lease, (self.gpus.get(*index)?.clone(), bytes)))
+        };
+        leases.filter_map(on_gpu).collect()
+    }
+
+    /// The bytes of each GPU that processes have exported, live or exited.
+    pub(super) fn exported_bytes(&self) -> Vec<(GpuUuid, Bytes)> {
+        let of = |units: &[u32], index: usize| units.get(index).copied().unwrap_or_default();
+        let exported = |index: usize| {
+            let living = self.processes.iter();
+            let living =
+                living.map(|entry| of(&entry.exported, index).min(of(&entry.granted, index)));
+            let dead = self.kept.iter().map(|(_, units)| of(units, index));
+            let units = living.chain(dead).map(|units| Units(units).min(Units::MAX));
+            Bytes(units.sum::<Units>().bytes())
+        };
+        let gpus = self.gpus.iter().enumerate();
+        gpus.map(|(index, gpu)| (gpu.clone(), exported(index)))
+            .collect()
+    }
+}
+
+impl SessionCheckpoint {
+    /// Opens the checkpoint at `path`, and creates its folder.
+    pub(super) fn open(path: PathBuf) -> io::Result<SessionCheckpoint> {
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder)?;
+        }
+        Ok(SessionCheckpoint {
+            path,
+            written: None,
+            closed: false,
+        })
+    }
+
+    /// Ends all writes: a task that is polled while the allocation ends may still want to write.
+    pub(super) fn close(&mut self) {
+        self.closed = true;
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed
+    }
+
+    /// Reads the last content; `None` when there is none, or when it cannot be read.
+    pub(super) fn read(&self) -> Option<CheckpointContent> {
+        match std::fs::read(&self.path) {
+            Ok(text) => serde_json::from_slice(&text)
+                .inspect_err(|error| tracing::warn!(path = %self.path.display(), %error, "failed to parse a session checkpoint"))
+                .ok(),
+            Err(error) => {
+                if error.kind() != io::ErrorKind::NotFound {
+                    tracing::warn!(path = %self.path.display(), %error, "failed to read a session checkpoint");
+                }
+                None
+            }
+        }
+    }
+
+    /// Replaces the content, unless it is equal.
+    pub(super) fn write(&mut self, content: CheckpointContent) -> io::Result<()> {
+        if self.written.as_ref() == Some(&content) {
+            return Ok(());
+        }
+        self.written = None;
+        let text = serde_json::to_vec(&content)?;
+        let temporary = temporary_path(&self.path);
+        std::fs::write(&temporary, text)?;
+        std::fs::rename(&temporary, &self.path)?;
+        self.written = Some(content);
+        Ok(())
+    }
+}
+
+/// The path of the temporary file that a write renames to `path`.
+pub(super) fn temporary_path(path: &Path) -> PathBuf {
+    path.with_extension("tmp")
+}

@@ -1,0 +1,499 @@
+//! Serves one process's connection: the hello, then requests until the process exits or says hello
+//! again. A connection may also carry a single query.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use bursar_host::clock;
+use bursar_ledger::units::AllocationId;
+use bursar_protocol::CREATED_SINCE;
+use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
+use bursar_protocol::messages::token::{TokenRefusal, TokenRequest, TokenResponse};
+use bursar_protocol::messages::{self, Message, RejectReason, Request, Response};
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
+
+use super::container::denials::SharedLogLimiter;
+use super::container::leases::NotAuthorized;
+use super::container::recording::ChangeNumber;
+use super::container::{Admission, Container};
+use super::fault_notifier::FaultNotifier;
+use super::pidfd::ProcessExit;
+use super::rate_limit::{self, RateLimiter};
+use super::stream::PeerStream;
+use super::{ContainerResolver, Process, lock};
+use crate::lease_handle::{Caller, CreatedMemory, LeaseHandle, Reply};
+
+/// How long a peer may take to say hello.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How long a peer may take to make room in its socket for the answer to a hello.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The messages of one process that the agent answers at once: more than the start of a program
+/// sends.
+const MESSAGE_BURST: u32 = 64;
+
+/// How often a request checks whether the driver has freed the bytes of exited images.
+const RECLAIM_POLL: Duration = Duration::from_millis(10);
+
+/// The time after which an answer is logged as late. At worst a request waits for the bytes of
+/// exited images, and for the driver.
+const LATE_ANSWER: Duration = Duration::from_secs(3);
+
+/// The oldest protocol version that the agent serves.
+const OLDEST_VERSION: u16 = 1;
+
+/// Why a connection ended.
+#[derive(Debug, thiserror::Error)]
+enum ConnectionError {
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    #[error("failed to send an answer: {0}")]
+    NotTaken(#[source] io::Error),
+    #[error("{0}")]
+    Decode(#[from] messages::DecodeError),
+    #[error("received no hello in time")]
+    HelloTimeout,
+    #[error("rejected the peer: {0:?}")]
+    Rejected(RejectReason),
+    #[error("received a message out of order")]
+    OutOfOrder,
+}
+
+/// The connection of one peer.
+pub(super) struct Connection {
+    container: Arc<Mutex<Container>>,
+    resolver: Arc<dyn ContainerResolver>,
+    /// Limits the messages of all processes of the container together: each costs time that grows
+    /// with their number.
+    rate_limiter: Arc<Mutex<RateLimiter>>,
+    fault_notifier: FaultNotifier,
+    /// `None` where the node has no retained memory.
+    lease_service: Option<LeaseHandle>,
+    log_limiter: SharedLogLimiter,
+}
+
+/// A peer that has said hello.
+struct Session {
+    process: Process,
+    image: u64,
+    exit: ProcessExit,
+    superseded: CancellationToken,
+}
+
+impl Connection {
+    pub(super) fn new(
+        container: Arc<Mutex<Container>>,
+        resolver: Arc<dyn ContainerResolver>,
+        rate_limiter: Arc<Mutex<RateLimiter>>,
+        fault_notifier: FaultNotifier,
+        lease_service: Option<LeaseHandle>,
+        log_limiter: SharedLogLimiter,
+    ) -> Connection {
+        Connection {
+            container,
+            resolver,
+            rate_limiter,
+            fault_notifier,
+            lease_service,
+            log_limiter,
+        }
+    }
+
+    /// Serves the connection until the process exits, or says hello on another connection.
+    pub(super) async fn run(self, mut stream: PeerStream) {
+        let session = match self.handshake(&mut stream).await {
+            Ok(Some(session)) => session,
+            Ok(None) => return,
+            Err(error) => return tracing::debug!(%error, "rejected a peer"),
+        };
+        tokio::select! {
+            // An exit that is seen together with a last request comes first.
+            biased;
+            () = session.superseded.cancelled() => return,
+            () = session.exit.wait() => {}
+            Err(error) = self.serve_requests(&mut stream, session.process.pid) => {
+                // A closed socket ends nothing: the process may live on with its grants, or a child
+                // may keep the socket long after its exit.
+                tracing::debug!(pid = session.process.pid, %error, "peer closed its connection");
+                if !matches!(error, ConnectionError::NotTaken(_)) {
+                    lock(&self.container).handle_disconnect(session.process, session.image);
+                }
+                drop(stream);
+                tokio::select! {
+                    () = session.superseded.cancelled() => return,
+                    () = session.exit.wait() => {}
+                }
+            }
+        }
+        lock(&self.container).handle_exit(session.process, session.image);
+    }
+
+    /// Handles the first message, up to the welcome. Returns no session where the peer sent a
+    /// single query.
+    async fn handshake(&self, stream: &mut PeerStream) -> Result<Option<Session>, ConnectionError> {
+        let (process, exit) = match self.resolve_peer(stream) {
+            Some(peer) => peer,
+            None => return reject(stream, RejectReason::Identity).await,
+        };
+        let first = tokio::time::timeout(HELLO_TIMEOUT, read_request(stream))
+            .await
+            .map_err(|_| ConnectionError::HelloTimeout)??;
+        let (version, image, holdings) = match first {
+            Request::Hello {
+                version,
+                image,
+                holdings,
+            } => (version, image, holdings),
+            Request::Query { version, account } => {
+                self.answer_query(stream, process.pid, version, &account)
+                    .await?;
+                return Ok(None);
+            }
+            Request::Retained(request) => {
+                self.answer_lease_request(stream, process, request).await?;
+                return Ok(None);
+            }
+            Request::Token(request) => {
+                self.answer_token_request(stream, process, request).await?;
+                return Ok(None);
+            }
+            _ => return Err(ConnectionError::OutOfOrder),
+        };
+        if version < OLDEST_VERSION {
+            return reject(stream, RejectReason::Version).await;
+        }
+        // An exec keeps the pid that the kernel log names.
+        self.fault_notifier.wait_kmsg_drained().await;
+        self.wait_turn().await;
+        let admitted = self.run_charged(|| {
+            let resolver = self.resolver.as_ref();
+            lock(&self.container).handle_hello(process, image, version, &holdings, resolver)
+        });
+        let Admission {
+            welcome,
+            page,
+            change,
+            superseded,
+            replaced_image,
+        } = match admitted {
+            Ok(admitted) => admitted,
+            Err(reason) => return reject(stream, reason).await,
+        };
+        if let Some(lease_service) = self.lease_service.as_ref().filter(|_| replaced_image) {
+            lease_service.process_ended(process).await;
+        }
+        self.wait_recorded(change).await;
+        let session = Session {
+            process,
+            image,
+            exit,
+            superseded,
+        };
+        // From here on the agent knows the process, so that its exit counts even if the welcome is
+        // lost.
+        let sent =
+            tokio::time::timeout(ANSWER_TIMEOUT, send_with_descriptor(stream, &welcome, page))
+                .await;
+        if !matches!(sent, Ok(Ok(()))) {
+            tracing::debug!(pid = process.pid, "failed to send the welcome");
+        }
+        Ok(Some(session))
+    }
+
+    /// Answers a query for the container's usage.
+    async fn answer_query(
+        &self,
+        stream: &mut PeerStream,
+        pid: u32,
+        version: u16,
+        account: &messages::Account,
+    ) -> Result<(), ConnectionError> {
+        if version < OLDEST_VERSION {
+            return reject(stream, RejectReason::Version).await;
+        }
+        self.wait_turn().await;
+        let resolver = self.resolver.as_ref();
+        let outcome =
+            self.run_charged(|| lock(&self.container).query_usage(pid, account, resolver));
+        match outcome {
+            Ok(usage) => {
+                let frame = usage.frame();
+                let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
+                Ok(())
+            }
+            Err(reason) => reject(stream, reason).await,
+        }
+    }
+
+    /// Passes a request about retained memory to the lease service, and returns the answer.
+    async fn answer_lease_request(
+        &self,
+        stream: &mut PeerStream,
+        process: Process,
+        request: RetainedRequest,
+    ) -> Result<(), ConnectionError> {
+        let outcome = self.authorize(process, request.version(), request.account());
+        let (answer, fd) = match (outcome.await, &self.lease_service) {
+            (Ok(allocation), Some(lease_service)) => {
+                let caller = Caller {
+                    allocation,
+                    process,
+                };
+                let (on_created, created) = oneshot::channel();
+                let on_created = (request.version() >= CREATED_SINCE).then_some(on_created);
+                let (
+                    (),
+                    Reply {
+                        response: answer,
+                        fd,
+                    },
+                ) = tokio::join!(
+                    send_created_lease(stream, created),
+                    lease_service.request(caller, request, on_created)
+                );
+                (Response::Retained(answer), fd)
+            }
+            (Ok(_), None) => {
+                let refusal = RetainedRefusal::Unavailable;
+                (Response::Retained(RetainedResponse::Refused(refusal)), None)
+            }
+            (Err(NotAuthorized::Fenced), _) => {
+                let refusal = RetainedRefusal::Fenced;
+                (Response::Retained(RetainedResponse::Refused(refusal)), None)
+            }
+            (Err(NotAuthorized::Rejected(reason)), _) => return reject(stream, reason).await,
+        };
+        let sent = async {
+            match fd {
+                Some(fd) => send_with_descriptor(stream, &answer, fd).await,
+                None => stream.write_all(&answer.frame()).await,
+            }
+        };
+        let _ = tokio::time::timeout(ANSWER_TIMEOUT, sent).await;
+        Ok(())
+    }
+
+    /// Passes a request about a memory token to the lease service, and returns the answer.
+    async fn answer_token_request(
+        &self,
+        stream: &mut PeerStream,
+        process: Process,
+        request: TokenRequest,
+    ) -> Result<(), ConnectionError> {
+        let outcome = self.authorize(process, request.version(), request.account());
+        let answer = match (outcome.await, &self.lease_service) {
+            (Ok(allocation), Some(lease_service)) => {
+                let caller = Caller {
+                    allocation,
+                    process,
+                };
+                lease_service.request_token(caller, request).await
+            }
+            (Ok(_), None) => TokenResponse::Refused(TokenRefusal::Unavailable),
+            (Err(NotAuthorized::Fenced), _) => TokenResponse::Refused(TokenRefusal::AskerFenced),
+            (Err(NotAuthorized::Rejected(reason)), _) => return reject(stream, reason).await,
+        };
+        let frame = Response::Token(answer).frame();
+        let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
+        Ok(())
+    }
+
+    /// The allocation for which a process may send requests to the lease service. The container's
+    /// rate limit applies.
+    async fn authorize(
+        &self,
+        process: Process,
+        version: u16,
+        gpu: Option<&messages::Account>,
+    ) -> Result<AllocationId, NotAuthorized> {
+        if version < OLDEST_VERSION {
+            return Err(NotAuthorized::Rejected(RejectReason::Version));
+        }
+        self.wait_turn().await;
+        let resolver = self.resolver.as_ref();
+        self.run_charged(|| lock(&self.container).authorize(process.pid, gpu, resolver))
+    }
+
+    /// Resolves the process that connected, pinned by a pidfd. The agent opens the pidfd before it
+    /// reads `/proc`, so that both are of the same process.
+    fn resolve_peer(&self, stream: &PeerStream) -> Option<(Process, ProcessExit)> {
+        let pid = stream.peer_pid()?;
+        let exit = ProcessExit::open(pid).ok()?;
+        Some((self.resolver.process(pid)?, exit))
+    }
+
+    /// Answers requests until the peer breaks the protocol.
+    async fn serve_requests(
+        &self,
+        stream: &mut PeerStream,
+        pid: u32,
+    ) -> Result<std::convert::Infallible, ConnectionError> {
+        let mut own = RateLimiter::for_messages(MESSAGE_BURST);
+        loop {
+            let message = read_request(stream).await?;
+            // The limit of the process comes first, so that a flood uses up its own budget and not
+            // that of its siblings.
+            rate_limit::wait(own.charge_message(Instant::now())).await;
+            self.wait_turn().await;
+            let received_at = Instant::now();
+            if let Request::Credit { account, units } = message {
+                let is_pending =
+                    || lock(&self.container).is_reclaim_pending(pid, account, units, received_at);
+                while self.run_charged(is_pending) {
+                    tokio::time::sleep(RECLAIM_POLL).await;
+                }
+            }
+            let can_reexec = matches!(
+                message,
+                Request::Poisoned {
+                    can_reexec: true,
+                    ..
+                }
+            ) && self.is_main_process(pid);
+            let answer = match message {
+                Request::Credit { account, units } => {
+                    let (change, answered) = self
+                        .run_charged(|| lock(&self.container).request_credit(pid, account, units));
+                    self.wait_recorded(change).await;
+                    answered.await.ok()
+                }
+                Request::Refresh => {
+                    let change = self.run_charged(|| {
+                        let mut container = lock(&self.container);
+                        container.handle_refresh(pid)
+                    });
+                    if let Some(change) = change {
+                        self.wait_recorded(change).await;
+                    }
+                    Some(Response::Refreshed)
+                }
+                Request::Denied {
+                    account,
+                    bytes,
+                    function,
+                } => {
+                    lock(&self.container).record_denial(pid, account, bytes, &function);
+                    None
+                }
+                Request::ContextMade { account } => {
+                    Some(lock(&self.container).handle_context_made(pid, account))
+                }
+                Request::Poisoned { account, code, .. } => {
+                    self.fault_notifier.notify();
+                    let poisoned = || {
+                        let now = clock::read_clocks();
+                        lock(&self.container).handle_poisoned(pid, account, code, can_reexec, now)
+                    };
+                    Some(self.run_charged(poisoned))
+                }
+                Request::Hello { .. }
+                | Request::Query { .. }
+                | Request::Retained(_)
+                | Request::Token(_) => return Err(ConnectionError::OutOfOrder),
+            };
+            if let Some(answer) = answer {
+                // A peer that reads late does not make the answer late.
+                let took = received_at.elapsed();
+                let sent = stream.write_all(&answer.frame()).await;
+                sent.map_err(ConnectionError::NotTaken)?;
+                // A shim that waited too long refuses the allocation, and the program is out of
+                // memory.
+                if took > LATE_ANSWER
+                    && let Some(suppressed) = self.log_limiter.due("late", Instant::now())
+                {
+                    tracing::warn!(
+                        pid,
+                        ?took,
+                        ?answer,
+                        suppressed,
+                        "answered a tenant process late"
+                    );
+                }
+            }
+        }
+    }
+}
+
+impl Connection {
+    /// Waits until the container's rate limit allows another message.
+    async fn wait_turn(&self) {
+        let wait = lock(&self.rate_limiter).charge_message(Instant::now());
+        rate_limit::wait(wait).await;
+    }
+
+    /// Does work, and charges its processor time to the container.
+    fn run_charged<T>(&self, work: impl FnOnce() -> T) -> T {
+        let (result, took) = rate_limit::measure_cpu_time(work);
+        lock(&self.rate_limiter).charge_cpu_time(took, Instant::now());
+        result
+    }
+
+    /// Waits until the checkpoint holds a change.
+    async fn wait_recorded(&self, change: ChangeNumber) {
+        let record = || lock(&self.container).poll_recorded(change, Instant::now());
+        while let Some(wait) = self.run_charged(record) {
+            tokio::time::sleep(wait).await;
+        }
+    }
+
+    /// Whether a process is the container's main process. Reading `/proc` takes time, so the agent
+    /// does it without the lock.
+    fn is_main_process(&self, pid: u32) -> bool {
+        let container = lock(&self.container);
+        let (first, pod) = (container.pid_namespace_init(pid), container.pod().clone());
+        drop(container);
+        first.is_some_and(|process| self.resolver.is_container_root(process, &pod))
+    }
+}
+
+/// Waits for the exit of a process that the checkpoint lists.
+pub(super) async fn watch_exit(
+    container: Arc<Mutex<Container>>,
+    process: Process,
+    image: u64,
+    superseded: CancellationToken,
+) {
+    if let Ok(exit) = ProcessExit::open(process.pid) {
+        tokio::select! {
+            () = superseded.cancelled() => return,
+            () = exit.wait() => {}
+        }
+    }
+    lock(&container).handle_exit(process, image);
+}
+
+async fn reject<T>(stream: &mut PeerStream, reason: RejectReason) -> Result<T, ConnectionError> {
+    let frame = Response::Rejected { reason }.frame();
+    let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
+    Err(ConnectionError::Rejected(reason))
+}
+
+async fn read_request(stream: &mut PeerStream) -> Result<Request, ConnectionError> {
+    let mut header = [0; messages::HEADER];
+    stream.read_exact(&mut header).await?;
+    let mut payload = vec![0; messages::payload_length(header)?];
+    stream.read_exact(&mut payload).await?;
+    Ok(Request::parse(&payload)?)
+}
+
+/// Sends the memory of a new lease to its creator, before the fd store has it.
+async fn send_created_lease(stream: &mut PeerStream, created: oneshot::Receiver<CreatedMemory>) {
+    if let Ok(CreatedMemory { bytes, fd }) = created.await {
+        let created = Response::Retained(RetainedResponse::Created { bytes: bytes.0 });
+        // A peer that does not take the memory gets the final answer, and no lease.
+        let _ =
+            tokio::time::timeout(ANSWER_TIMEOUT, send_with_descriptor(stream, &created, fd)).await;
+    }
+}
+
+async fn send_with_descriptor(
+    stream: &mut PeerStream,
+    message: &Response,
+    fd: impl AsFd,
+) -> io::Result<()> {
+    stream.write_with_descriptor(&message.frame(), fd).await
+}

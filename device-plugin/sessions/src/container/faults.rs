@@ -1,0 +1,243 @@
+//! Records the container's poisoned process images, fences them, and commits the decisions about
+//! them.
+
+use std::time::Duration;
+
+use bursar_host::clock::ClockReading;
+use bursar_ledger::BootTime;
+use bursar_ledger::units::{GpuUuid, PodUid};
+
+use bursar_protocol::error_class::ErrorClass;
+use bursar_protocol::fence::Fence;
+use bursar_protocol::messages::{Recovery, Response};
+
+use super::super::recovery::{
+    Fault, FaultLog, FaultSource, ProcessImage, RecoveryAction, RecoveryPolicy, XidTarget,
+};
+use super::super::{Account, Process};
+use super::{Container, ProcessState};
+
+/// The faults that wait for the fault task at most; the oldest of the container are dropped first.
+const MAX_UNREPORTED_FAULTS: usize = 64;
+
+impl Container {
+    /// Sets the policy for later faults, which outlives the agent.
+    pub(in super::super) fn set_policy(&mut self, policy: RecoveryPolicy) {
+        let before = self.fault_log.clone();
+        self.fault_log.set_policy(policy);
+        if before != self.fault_log {
+            self.write_checkpoint();
+        }
+    }
+
+    /// Handles a process's report of a sticky error, and answers how to recover. A code that is not
+    /// sticky is no fault.
+    pub(in super::super) fn handle_poisoned(
+        &mut self,
+        pid: u32,
+        account: u8,
+        code: i32,
+        can_reexec: bool,
+        now: ClockReading,
+    ) -> Response {
+        self.mark_active(pid);
+        let class = ErrorClass::of(code);
+        let is_fault = code != 0 && (class.poisons() || class == ErrorClass::Unknown);
+        let source = FaultSource::Cuda { code, can_reexec };
+        let gpu = match self.accounts.get(usize::from(account)) {
+            Some(Account::Gpu(gpu)) => Some(gpu.clone()),
+            _ => None,
+        };
+        let decision = is_fault.then(|| self.record_fault(pid, gpu, source, now));
+        Response::Recovery(match decision.flatten() {
+            Some(RecoveryAction::ReexecInPlace) => Recovery::Reexec,
+            _ => Recovery::Continue,
+        })
+    }
+
+    /// A process that is the init of its pid namespace. Such a process is the container's main
+    /// process if its parent is outside of the container. `kubectl exec` starts no init of a
+    /// namespace, and the init of a namespace that the container created has its parent inside.
+    pub(in super::super) fn pid_namespace_init(&self, pid: u32) -> Option<Process> {
+        let state = self.processes.get(&pid)?;
+        (state.namespace_pids.last() == Some(&1)).then_some(state.process)
+    }
+
+    /// Handles the close of a process's socket after the agent's last answer.
+    pub(in super::super) fn handle_disconnect(&mut self, process: Process, image: u64) {
+        let state = self.processes.get(&process.pid);
+        let same = state.filter(|state| (state.process, state.image) == (process, image));
+        let Some(generation) = same.map(|state| state.generation) else {
+            return;
+        };
+        let before = self.fault_log.clone();
+        self.fault_log.record_disconnect(process, generation);
+        if before != self.fault_log {
+            self.write_checkpoint();
+        }
+    }
+
+    pub(in super::super) fn pod(&self) -> &PodUid {
+        &self.spec.pod
+    }
+
+    /// Finds the image of a process, if this container uses one of the GPUs `on` and the process
+    /// had started `by` then.
+    pub(in super::super) fn find_xid_target(
+        &self,
+        pid: u32,
+        on: &[GpuUuid],
+        by: BootTime,
+    ) -> Option<XidTarget> {
+        let state = self.processes.get(&pid)?;
+        let mut gpus = self.spec.gpus.iter().map(|(gpu, _)| gpu);
+        let gpu = gpus.find(|gpu| on.contains(gpu))?.clone();
+        (state.process.start_moment() <= by).then_some(XidTarget {
+            allocation: self.spec.allocation,
+            image: ProcessImage {
+                process: state.process,
+                generation: state.generation,
+            },
+            gpu,
+        })
+    }
+
+    /// Records that an image lost its context by this XID.
+    pub(in super::super) fn record_xid(
+        &mut self,
+        target: &XidTarget,
+        code: u32,
+        now: ClockReading,
+    ) {
+        let ProcessImage {
+            process,
+            generation,
+        } = target.image;
+        let state = self.processes.get(&process.pid);
+        if state.is_some_and(|state| (state.process, state.generation) == (process, generation)) {
+            self.record_fault(
+                process.pid,
+                Some(target.gpu.clone()),
+                FaultSource::Xid(code),
+                now,
+            );
+        }
+    }
+
+    /// Makes the decisions whose deadline has passed. The API server has been unreachable for
+    /// `unreachable_for`.
+    pub(in super::super) fn tick_faults(&mut self, unreachable_for: Duration, now: ClockReading) {
+        let before = self.fault_log.clone();
+        if self.fault_log.tick(unreachable_for, now) {
+            self.commit_decisions(&before);
+        }
+    }
+
+    /// Restarts the poisoned images below this process generation, as the operator ordered.
+    pub(in super::super) fn require_generation(&mut self, generation: u64, now: ClockReading) {
+        let before = self.fault_log.clone();
+        if self.fault_log.require_generation(generation, now) && self.commit_decisions(&before) {
+            tracing::info!(allocation = %self.spec.allocation, generation, "restart ordered");
+        }
+    }
+
+    /// A process whose container the agent has to kill for a fault.
+    pub(in super::super) fn process_to_kill(&self) -> Option<Process> {
+        let mut images = self.fault_log.images_to_kill();
+        images.next().map(|image| image.process)
+    }
+
+    /// The open faults.
+    pub(in super::super) fn open_faults(&self) -> &[Fault] {
+        self.fault_log.faults()
+    }
+
+    /// The faults since the last call.
+    pub(in super::super) fn take_unreported_faults(&mut self) -> Vec<Fault> {
+        std::mem::take(&mut self.unreported_faults)
+    }
+
+    /// The live images that are not fenced.
+    pub(in super::super) fn process_images(&self) -> Vec<ProcessImage> {
+        let members = self.processes.values();
+        members
+            .filter(|state| self.fence_of(state).is_none())
+            .map(|state| ProcessImage {
+                process: state.process,
+                generation: state.generation,
+            })
+            .collect()
+    }
+
+    /// Whether the agent grants nothing more to a process's image.
+    pub(super) fn is_fenced(&self, pid: u32) -> bool {
+        let state = self.processes.get(&pid);
+        self.is_drained
+            || state.is_some_and(|state| state.has_broken_page || self.fence_of(state).is_some())
+    }
+
+    /// Writes into every process's page whether the agent has fenced it, and why.
+    pub(super) fn publish_fences(&self) {
+        for state in self.processes.values() {
+            if let Some(page) = &state.page {
+                page.set_fence(self.fence_of(state));
+            }
+        }
+    }
+
+    fn fence_of(
+        &self,
+        ProcessState {
+            process,
+            generation,
+            ..
+        }: &ProcessState,
+    ) -> Option<Fence> {
+        let fault = self.fault_log.fault_of(*process, *generation);
+        let poisoned = fault.map(|fault| Fence::Poisoned(fault.cuda_error.unwrap_or_default()));
+        poisoned.or(self.is_drained.then_some(Fence::Drained))
+    }
+
+    /// Records a fault of a process; the container's first GPU stands for an unknown one.
+    fn record_fault(
+        &mut self,
+        pid: u32,
+        gpu: Option<GpuUuid>,
+        source: FaultSource,
+        now: ClockReading,
+    ) -> Option<RecoveryAction> {
+        let state = self.processes.get(&pid)?;
+        let image = ProcessImage {
+            process: state.process,
+            generation: state.generation,
+        };
+        let first = || self.spec.gpus.first().map(|(gpu, _)| gpu.clone());
+        let gpu = gpu.or_else(first)?;
+        let before = self.fault_log.clone();
+        let (decision, opened) = self.fault_log.record(image, &gpu, source, now);
+        if let Some(fault) = opened {
+            tracing::warn!(allocation = %self.spec.allocation, pid, ?fault, "context poisoned");
+            if self.unreported_faults.len() >= MAX_UNREPORTED_FAULTS {
+                self.unreported_faults.remove(0);
+            }
+            self.unreported_faults.push(fault);
+        }
+        if before != self.fault_log {
+            self.publish_fences();
+            if !self.commit_decisions(&before) {
+                return None;
+            }
+        }
+        decision
+    }
+
+    /// Writes the decisions since `before` to the checkpoint, or rolls them back where the write
+    /// fails. So the maximum of restarts holds over restarts of the agent.
+    fn commit_decisions(&mut self, before: &FaultLog) -> bool {
+        let written = self.write_checkpoint();
+        if !written {
+            self.fault_log.roll_back(before);
+        }
+        written
+    }
+}

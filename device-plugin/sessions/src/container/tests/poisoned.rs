@@ -1,0 +1,373 @@
+//! Shows the generations of images, their fences, and the effect of poison on the accounts.
+
+use bursar_host::clock::ClockReading;
+
+use bursar_crds::budget::ContextAction;
+use bursar_protocol::messages::Recovery;
+
+use super::super::super::recovery::{RecoveryAction, RecoveryPolicy};
+use super::super::leases::NotAuthorized;
+use super::*;
+
+fn now() -> ClockReading {
+    ClockReading {
+        moment: BootTime(3_600_000),
+        wall: jiff::Timestamp::UNIX_EPOCH,
+    }
+}
+
+fn report(container: &mut Container, pid: u32, code: i32) -> Response {
+    container.handle_poisoned(pid, 0, code, true, now())
+}
+
+fn set_in_place_policy(container: &mut Container) {
+    container.set_policy(RecoveryPolicy::new(ContextAction::InPlace, 100, 600));
+}
+
+/// The container's GPU.
+pub(super) fn own_gpu() -> [GpuUuid; 1] {
+    ["GPU-aaaa".parse().unwrap()]
+}
+
+/// Lets an XID 31 of one of the GPUs `on` name a process. Returns whether the process belongs to
+/// the container.
+pub(super) fn xid(container: &mut Container, pid: u32, on: &[GpuUuid]) -> bool {
+    let suspect = container.find_xid_target(pid, on, BootTime(u64::MAX));
+    let named = suspect.inspect(|suspect| container.record_xid(suspect, 31, now()));
+    named.is_some()
+}
+
+/// The process generation of an image, as its welcome reports it.
+fn hello_generation(container: &mut Container, pid: u32, image: u64, version: u16) -> Option<u64> {
+    let process = Process { pid, start: 1 };
+    let admitted = container
+        .handle_hello(process, image, version, &[], &FakeHost)
+        .unwrap();
+    match admitted.welcome {
+        Response::Welcome {
+            version: spoken,
+            generation,
+            ..
+        } => {
+            assert_eq!(spoken, version.min(VERSION));
+            generation
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+const REEXEC: Response = Response::Recovery(Recovery::Reexec);
+const CONTINUE: Response = Response::Recovery(Recovery::Continue);
+
+#[test]
+fn image_keeps_its_generation_over_reconnects_and_agents() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    assert_eq!(hello_generation(&mut container, 1, 7, VERSION), Some(1));
+    assert_eq!(hello_generation(&mut container, 2, 8, VERSION), Some(2));
+    assert_eq!(hello_generation(&mut container, 1, 7, VERSION), Some(1));
+    assert_eq!(
+        hello_generation(&mut container, 1, 9, VERSION),
+        Some(3),
+        "an exec"
+    );
+    let mut again = fixture.start();
+    assert_eq!(hello_generation(&mut again, 1, 9, VERSION), Some(3));
+    assert_eq!(hello_generation(&mut again, 3, 1, VERSION), Some(4));
+}
+
+#[test]
+fn no_restart_is_ordered_when_the_checkpoint_fails() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    container.set_policy(RecoveryPolicy::new(ContextAction::InPlace, 1, 600));
+    hello(&mut container, 1, 7).unwrap();
+    let away = fixture.folder.path().with_extension("away");
+    std::fs::rename(fixture.folder.path(), &away).unwrap();
+    assert_eq!(report(&mut container, 1, 700), CONTINUE);
+    let fenced = Response::Fenced { account: 0 };
+    assert_eq!(container.request(1, 0, units(1)), fenced);
+    let late = ClockReading {
+        moment: now().moment + Duration::from_secs(60),
+        ..now()
+    };
+    container.tick_faults(Duration::ZERO, late);
+    assert_eq!(container.process_to_kill(), None);
+    std::fs::rename(&away, fixture.folder.path()).unwrap();
+    assert_eq!(report(&mut container, 1, 700), REEXEC);
+    // The next agent counts the restart.
+    let mut again = fixture.start();
+    hello(&mut again, 1, 8).unwrap();
+    assert_eq!(report(&mut again, 1, 700), CONTINUE);
+    assert_eq!(
+        again.open_faults()[0].decision(),
+        Some(RecoveryAction::RestartContainer { over_limit: true })
+    );
+}
+
+#[test]
+fn generation_is_unique_when_the_checkpoint_is_lost() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let before = (1..100).map(|image| hello_generation(&mut container, 1, image, VERSION));
+    let most = before.max().flatten().unwrap();
+    let (mut fixture, mut after) = restart_with_checkpoint(None);
+    let first = hello_generation(&mut after, 1, 7, VERSION).unwrap();
+    assert!(first > most);
+    // The checkpoint is lost again a moment later.
+    std::fs::remove_file(fixture.folder.path().join("record.json")).unwrap();
+    fixture.now = fixture.now + Duration::from_millis(1);
+    let most = (1..100).map(|image| hello_generation(&mut after, 1, image, VERSION));
+    let most = most.max().flatten().unwrap();
+    std::fs::remove_file(fixture.folder.path().join("record.json")).unwrap();
+    let mut last = fixture.start();
+    assert!(hello_generation(&mut last, 1, 7, VERSION).unwrap() > most);
+}
+
+#[test]
+fn version_1_shim_gets_no_generation_and_no_fence() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    assert_eq!(hello_generation(&mut container, 1, 7, 1), None);
+    assert!(xid(&mut container, 1, &own_gpu()));
+    let refused = Response::Refused {
+        account: 0,
+        free: Units::ZERO,
+    };
+    assert_eq!(container.request(1, 0, units(1)), refused);
+    // A shim with a later version gets the agent's version.
+    assert_eq!(hello_generation(&mut container, 2, 7, VERSION + 9), Some(2));
+}
+
+#[test]
+fn poisoned_image_is_fenced_and_its_siblings_are_not() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    set_in_place_policy(&mut container);
+    hello(&mut container, 1, 7).unwrap();
+    hello(&mut container, 2, 8).unwrap();
+    assert_eq!(report(&mut container, 1, 700), REEXEC);
+    let fenced = Response::Fenced { account: 0 };
+    assert_eq!(container.request(1, 0, units(1)), fenced);
+    assert!(is_granted(&container.request(2, 0, units(1))));
+    // An image keeps its generation, also with the next agent.
+    hello(&mut container, 1, 7).unwrap();
+    assert_eq!(container.request(1, 0, units(1)), fenced);
+    let mut again = fixture.start();
+    hello(&mut again, 1, 7).unwrap();
+    assert_eq!(again.request(1, 0, units(1)), fenced);
+    hello(&mut again, 1, 9).unwrap();
+    assert!(is_granted(&again.request(1, 0, units(1))));
+    assert!(again.open_faults().is_empty());
+}
+
+#[test]
+fn poisoned_image_is_marked_exited_once_by_its_exec() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    set_in_place_policy(&mut container);
+    let page = hello(&mut container, 1, 7).unwrap();
+    charge_all(&mut container, &page, 1, 512 * MIB);
+    report(&mut container, 1, 719);
+    let granted = container.account_usage()[0].granted;
+    for image in [8, 8, 8] {
+        hello(&mut container, 1, image).unwrap();
+        let usage = &container.account_usage()[0];
+        assert_eq!((usage.granted, usage.exited), (Bytes::ZERO, granted));
+    }
+    // The pidfd of the former image is that of the new one, so this exit ends nothing of it.
+    container.handle_exit(Process { pid: 1, start: 1 }, 7);
+    assert_eq!(container.account_usage()[0].exited, granted);
+    settle_one(&mut container, 1, Bytes::ZERO);
+    assert_eq!(container.account_usage()[0].exited, Bytes::ZERO);
+    assert!(is_granted(&container.request(1, 0, units(1 << 30))));
+}
+
+#[test]
+fn request_waits_for_the_bytes_of_an_image_that_just_ended() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    charge_all(&mut container, &page, 1, 512 * MIB);
+    let heard = Instant::now();
+    assert!(
+        !container.is_reclaim_pending(1, 0, units(1 << 30), heard),
+        "it lives"
+    );
+    hello(&mut container, 1, 8).unwrap();
+    assert!(container.is_reclaim_pending(1, 0, units(1 << 30), heard));
+    assert!(
+        !container.is_reclaim_pending(1, 0, units(1 << 30), heard - RECLAIM_WINDOW),
+        "it waited long enough for others"
+    );
+    assert!(
+        !container.is_reclaim_pending(1, 0, units(256 * MIB), heard),
+        "there is room"
+    );
+    assert!(
+        !container.is_reclaim_pending(1, 0, units(2 << 30), heard),
+        "there never will be"
+    );
+    settle_one(&mut container, 1, Bytes::ZERO);
+    assert!(!container.is_reclaim_pending(1, 0, units(1 << 30), heard));
+    hello(&mut container, 1, 9).unwrap();
+    container.last_exit = container.last_exit.map(|at| at - RECLAIM_WINDOW);
+    assert!(
+        !container.is_reclaim_pending(1, 0, units(1 << 30), heard),
+        "another process holds the bytes"
+    );
+}
+
+#[test]
+fn error_is_no_fault_when_it_is_not_sticky() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    set_in_place_policy(&mut container);
+    hello(&mut container, 1, 7).unwrap();
+    for code in [0, 1, 2, 4, 201, 500, 600, 801] {
+        assert_eq!(report(&mut container, 1, code), CONTINUE, "{code}");
+    }
+    assert!(container.open_faults().is_empty());
+    assert!(is_granted(&container.request(1, 0, units(1))));
+    assert_eq!(report(&mut container, 1, 999), REEXEC, "it was probed");
+}
+
+#[test]
+fn xid_of_another_process_is_ignored() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    hello(&mut container, 1, 7).unwrap();
+    let on = own_gpu();
+    assert!(!xid(&mut container, 2, &on));
+    assert!(container.open_faults().is_empty());
+    assert!(xid(&mut container, 1, &on));
+    assert_eq!(container.take_unreported_faults().len(), 1);
+    assert!(xid(&mut container, 1, &on));
+    assert!(
+        container.take_unreported_faults().is_empty(),
+        "it is the same fault"
+    );
+}
+
+#[test]
+fn xid_is_ignored_when_it_predates_the_process() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    // In clock ticks: the process started 10 ms after the boot.
+    hello(&mut container, 1, 7).unwrap();
+    let on = own_gpu();
+    assert_eq!(container.find_xid_target(1, &on, BootTime(9)), None);
+    assert!(container.find_xid_target(1, &on, BootTime(10)).is_some());
+}
+
+#[test]
+fn xid_of_an_image_is_ignored_by_its_successor() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    hello(&mut container, 1, 7).unwrap();
+    let before = container.find_xid_target(1, &own_gpu(), BootTime(u64::MAX));
+    hello(&mut container, 1, 8).unwrap();
+    container.record_xid(&before.unwrap(), 31, now());
+    assert!(container.open_faults().is_empty());
+}
+
+#[test]
+fn xid_names_the_gpu_of_a_container_with_several() {
+    let folder = tempfile::tempdir().unwrap();
+    let [first, second, foreign]: [GpuUuid; 3] =
+        ["GPU-a", "GPU-b", "GPU-c"].map(|gpu| gpu.parse().unwrap());
+    let served = SessionSpec {
+        allocation: "00000000000000aa".parse().unwrap(),
+        pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
+        gpus: vec![
+            (first.clone(), Bytes::gib(1)),
+            (second.clone(), Bytes::gib(1)),
+        ],
+        managed: Bytes::ZERO,
+        tokens: None,
+    };
+    let record = SessionCheckpoint::open(folder.path().join("record.json")).unwrap();
+    let (mut container, _) =
+        Container::restore(served, record, false, &FakeHost, BootTime::default());
+    for (pid, gpu) in [(1, &second), (2, &first)] {
+        hello(&mut container, pid, 7).unwrap();
+        assert!(xid(&mut container, pid, &[foreign.clone(), gpu.clone()]));
+        assert_eq!(&container.take_unreported_faults()[0].gpu, gpu);
+    }
+    hello(&mut container, 3, 7).unwrap();
+    assert!(!xid(&mut container, 3, &[foreign]), "it has no such GPU");
+    assert!(!xid(&mut container, 3, &[]));
+}
+
+#[test]
+fn faults_and_restart_counts_outlive_the_agent() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    container.set_policy(RecoveryPolicy::new(ContextAction::InPlace, 1, 600));
+    hello(&mut container, 1, 7).unwrap();
+    assert_eq!(report(&mut container, 1, 700), REEXEC);
+    let mut again = fixture.start();
+    assert_eq!(again.open_faults(), container.open_faults());
+    hello(&mut again, 1, 8).unwrap();
+    assert_eq!(report(&mut again, 1, 700), CONTINUE, "one is the maximum");
+    assert_eq!(again.process_to_kill(), Some(Process { pid: 1, start: 1 }));
+    // The process exits while no agent runs, and its over-limit fault stays open.
+    let path = fixture.folder.path().join("record.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("\"pid\":1,", "\"pid\":666,")).unwrap();
+    let after = fixture.start();
+    assert_eq!(
+        (after.open_faults().len(), after.process_to_kill()),
+        (1, None)
+    );
+}
+
+#[test]
+fn main_process_is_the_init_of_a_nested_pid_namespace() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    for pid in [1, 100, 101, 102] {
+        hello(&mut container, pid, 7).unwrap();
+    }
+    let main: Vec<_> = [1, 100, 101, 102, 103]
+        .into_iter()
+        .filter(|pid| container.pid_namespace_init(*pid).is_some())
+        .collect();
+    // The pids below are those of the tests' namespaces; process 1 is the machine's own init.
+    assert_eq!(main, [1, 101]);
+}
+
+#[test]
+fn poisoned_image_is_not_authorized_and_its_successor_is() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let images = |container: &Container| -> Vec<u64> {
+        let images = container.process_images().into_iter();
+        images.map(|image| image.generation).collect()
+    };
+    hello_generation(&mut container, 1, 7, VERSION);
+    assert!(container.authorize(1, None, &FakeHost).is_ok());
+    assert_eq!(images(&container), [1]);
+    report(&mut container, 1, 700);
+    assert_eq!(
+        container.authorize(1, None, &FakeHost),
+        Err(NotAuthorized::Fenced)
+    );
+    assert!(images(&container).is_empty());
+    hello_generation(&mut container, 1, 8, VERSION);
+    assert!(container.authorize(1, None, &FakeHost).is_ok());
+    assert_eq!(images(&container), [2]);
+}
+
+#[test]
+fn newest_faults_are_kept_when_too_many_are_unreported() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    for image in 1..=100 {
+        hello_generation(&mut container, 1, image, VERSION);
+        report(&mut container, 1, 700);
+    }
+    let news = container.take_unreported_faults();
+    let last = news.last().map(|fault| fault.image.generation);
+    assert!(news.len() < 100 && last == Some(100), "{news:?}");
+}

@@ -1,0 +1,189 @@
+//! Reports the container's usage to the audit and the metrics, and applies quotas.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use bursar_ledger::units::Bytes;
+
+use bursar_protocol::units::Units;
+
+use super::super::closer::SocketCloser;
+use super::super::usage::{AccountBalance, ContainerUsage, ProcessCredit};
+use super::denials::SharedLogLimiter;
+use super::{Account, Container, ProcessState};
+
+/// The most function names that the agent counts for one container, since its processes choose the
+/// names.
+const MAX_FUNCTIONS: usize = 32;
+/// The name under which denials of all further functions count.
+const OTHER_FUNCTIONS: &str = "other";
+
+impl Container {
+    /// The pids of exited processes whose memory the account still charges.
+    pub(crate) fn exited_pids(&self) -> Vec<u32> {
+        self.credit.exited_pids()
+    }
+
+    /// The usage at this moment.
+    pub(in super::super) fn container_usage(&self) -> ContainerUsage {
+        let bytes = |units: Units| Bytes(units.bytes());
+        let accounts = self
+            .account_usage()
+            .into_iter()
+            .enumerate()
+            .map(|(index, usage)| AccountBalance {
+                account: usage.account,
+                quota: usage.quota,
+                granted: usage.granted,
+                used: usage.used,
+                exited: usage.exited,
+                exported: bytes(self.live_exports(index)),
+                leased: bytes(self.credit.leased(index)),
+                untracked: bytes(self.credit.untracked(index)),
+                peak: usage.peak,
+            });
+        let granted = |pid| {
+            let accounts = 0..self.accounts.len();
+            accounts.map(move |index| bytes(self.credit.granted_to(pid, index)))
+        };
+        let members = self.processes.iter().map(|(pid, state)| ProcessCredit {
+            process: state.process,
+            granted: granted(*pid).collect(),
+            tampered: self.is_page_tampered(*pid, state),
+        });
+        ContainerUsage {
+            allocation: self.spec.allocation,
+            pod: self.spec.pod.clone(),
+            cgroup: self.cgroup.clone(),
+            accounts: accounts.collect(),
+            processes: members.collect(),
+            generation: self.generation,
+            exited_pids: self.credit.exited_pids(),
+            requests: self.requests,
+            denied: self.denials_by_function.clone().into_iter().collect(),
+            unclosed_sockets: self.closer.as_ref().map_or(0, |closer| closer.unclosed()),
+            poisoned_images: self.fault_log.poisoned,
+            ordered_restarts: self.fault_log.restarted,
+        }
+    }
+
+    /// Sets the closer of the container's sockets.
+    pub(in super::super) fn set_closer(&mut self, closer: Arc<SocketCloser>) {
+        self.closer = Some(closer);
+    }
+
+    /// Sets the limiter of log lines that concern all containers.
+    pub(in super::super) fn set_log_limiter(&mut self, limiter: SharedLogLimiter) {
+        self.shared_log_limiter = limiter;
+    }
+
+    /// Limits the number of pages that wait for reuse.
+    pub(in super::super) fn set_free_page_limit(&mut self, count: usize) {
+        self.pages.set_max_free(count);
+    }
+
+    /// Whether a process's page shows another grant than the accounts. Only the agent writes
+    /// grants, and it writes both under one lock. A page that its process has left is frozen.
+    fn is_page_tampered(&self, pid: u32, state: &ProcessState) -> bool {
+        let Some(page) = &state.page else {
+            return false;
+        };
+        (0..self.accounts.len()).any(|index| {
+            let word = page.slot(index).map(|slot| slot.word());
+            word.is_some_and(|word| {
+                !word.is_frozen() && word.granted != self.credit.granted_to(pid, index).0
+            })
+        })
+    }
+
+    /// Replaces the bytes of untracked processes of an account, by pid. Processes that have a
+    /// session by now are charged already.
+    pub(in super::super) fn set_untracked(
+        &mut self,
+        account: &Account,
+        mut charged: BTreeMap<u32, Bytes>,
+    ) {
+        let Some(index) = self.accounts.iter().position(|other| other == account) else {
+            return;
+        };
+        charged.retain(|pid, _| !self.processes.contains_key(pid));
+        let before = self.credit.untracked(index);
+        let charged = charged.into_iter();
+        let charged = charged.map(|(pid, bytes)| (pid, Units::within(bytes.0)));
+        self.credit.set_untracked(index, charged.collect());
+        if self.credit.untracked(index) != before {
+            self.refresh_pages();
+        }
+    }
+
+    /// Lowers an account below the requested quota; `None` removes the override. The checkpoint
+    /// holds the override.
+    pub(in super::super) fn override_quota(&mut self, account: &Account, bytes: Option<Bytes>) {
+        let Some(index) = self.accounts.iter().position(|other| other == account) else {
+            return;
+        };
+        let Some(current) = self.overrides.get_mut(index) else {
+            return;
+        };
+        let ordered = bytes.map(|bytes| Units::within(bytes.0));
+        if *current == ordered {
+            return;
+        }
+        *current = ordered;
+        self.apply_quota(index);
+        self.write_checkpoint();
+    }
+
+    /// Reclaims idle credit beyond the quota: after the quota was lowered, freed bytes must not be
+    /// used again.
+    pub(in super::super) fn reclaim_excess(&mut self) {
+        let mut changed = false;
+        for index in 0..self.accounts.len() {
+            let excess = self.credit.excess(index);
+            if excess > Units::ZERO {
+                let before = self.credit.granted(index);
+                // No process has the pid 0, so the call reclaims from every process.
+                self.reclaim_idle(0, index, excess);
+                changed |= self.credit.granted(index) != before;
+            }
+        }
+        if changed {
+            self.write_checkpoint();
+        }
+    }
+
+    /// Applies the requested quota of an account, or a lower override.
+    pub(super) fn apply_quota(&mut self, index: usize) {
+        let requested = self.requested.get(index).copied().unwrap_or(Units::ZERO);
+        let ordered = self.overrides.get(index).copied().flatten();
+        let quota = ordered.map_or(requested, |ordered| ordered.min(requested));
+        self.credit.set_quota(index, quota);
+        for slot in self
+            .processes
+            .values()
+            .filter_map(|state| state.page.as_ref()?.slot(index))
+        {
+            slot.set_quota(quota);
+        }
+        self.reclaim_excess();
+    }
+
+    /// Counts a denial by its function, if the name is valid and the names are few.
+    pub(super) fn count_denial(&mut self, function: &str) -> String {
+        let is_name = (1..=64).contains(&function.len())
+            && function
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+        // One entry is reserved for all other functions.
+        let has_room = self.denials_by_function.len() + 1 < MAX_FUNCTIONS;
+        let known = self.denials_by_function.contains_key(function) || has_room;
+        let name = if is_name && known {
+            function
+        } else {
+            OTHER_FUNCTIONS
+        };
+        let count = self.denials_by_function.entry(name.to_owned()).or_default();
+        *count = count.saturating_add(1);
+        name.to_owned()
+    }
+}

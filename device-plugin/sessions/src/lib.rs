@@ -1,0 +1,856 @@
+//! Serves the session socket of each allocation, and accounts for the memory of its processes.
+//!
+//! ```text
+//! Sessions -- one task per allocation (listener) -- one task per process (connection)
+//!                      |                                        |
+//!                      +-- Container: accounts (pure), pages, processes --+
+//!          \-- one task per GPU (reclaim): proves orphaned exports free (orphan_bound, pure)
+//! ```
+//!
+//! The agent knows a process from its first hello until its pidfd reports the exit. Closing the
+//! socket ends nothing. The grants of an exited process stay charged until [`MemorySampler`] shows
+//! that the driver charges the process nothing: a forked child can keep its memory. Exported memory
+//! of an exited process stays charged until no other process can hold it.
+//!
+//! The agent writes grants to `<run-dir>/sessions/<id>.json` before a process learns of them, so
+//! that a restarted agent never grants them twice. The shim says hello again when it next needs the
+//! agent.
+
+mod accounts;
+mod checkpoint;
+mod closer;
+mod connection;
+mod connection_limit;
+mod container;
+mod context_size;
+mod fault_notifier;
+pub mod lease_handle;
+mod listener;
+mod options;
+mod orphan_bound;
+mod peer;
+pub mod pidfd;
+mod rate_limit;
+mod reclaim;
+mod recovery;
+mod shared_samples;
+mod stream;
+mod usage;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bursar_gpu::memory_sample::MemorySampler;
+use bursar_host::checkpoint::Checkpoint;
+use bursar_host::clock::{self, ClockReading};
+use bursar_ledger::BootTime;
+use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, LeaseId, PodUid};
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::task::{AbortHandle, JoinSet};
+
+use crate::lease_handle::ChargedLeases;
+use crate::lease_handle::{LeaseHandle, LiveLeases};
+use closer::SocketCloser;
+use connection_limit::ConnectionLimit;
+use container::Container;
+use container::denials::SharedLogLimiter;
+use container::drain::GpuHolder;
+use container::siblings::ClaimSiblings;
+use context_size::ContextSizes;
+use fault_notifier::FaultNotifier;
+use reclaim::Unreclaimed;
+use shared_samples::SharedSampler;
+use stream::Listener;
+
+pub use accounts::CreditAccounts;
+pub use fault_notifier::KmsgBarrier;
+pub use peer::{CgroupResolver, ContainerResolver, Process};
+pub use recovery::{
+    Fault, ProcessImage, RecordedMoment, RecoveryAction, RecoveryPolicy, XidTarget,
+};
+pub use usage::{AccountBalance, ContainerUsage, ProcessCredit, by_allocation};
+
+/// The most processes of one container that have a session at the same time. The agent answers
+/// `Rejected` to further processes, which then get no memory.
+pub const MAX_PROCESSES: usize = 512;
+
+/// The allocation to serve, and what its container may use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SessionSpec {
+    /// The allocation, whose id names the socket's folder.
+    pub allocation: AllocationId,
+    /// The pod that every peer must belong to.
+    pub pod: PodUid,
+    /// The GPUs of the container, each with its quota.
+    pub gpus: Vec<(GpuUuid, Bytes)>,
+    /// The quota of managed memory; zero allows none.
+    pub managed: Bytes,
+    /// The tokens of the claim: allocations of the pod with the same tokens share the GPUs' quotas.
+    pub tokens: Option<DeviceIdSet>,
+}
+
+/// The memory that an account counts.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Account {
+    /// The memory of one GPU.
+    Gpu(GpuUuid),
+    /// CUDA managed memory.
+    Managed,
+}
+
+/// The figures of one account of one container at a moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AccountUsage {
+    /// The container's allocation.
+    pub allocation: AllocationId,
+    /// The account.
+    pub account: Account,
+    /// The bytes that the container may use.
+    pub quota: Bytes,
+    /// The bytes that live processes may use without asking the agent.
+    pub granted: Bytes,
+    /// The bytes that live processes report as used, at most what the agent granted.
+    pub used: Bytes,
+    /// The grants of exited processes that the driver may still charge.
+    pub exited: Bytes,
+    /// The largest sum of granted and exited bytes so far.
+    pub peak: Bytes,
+    /// The number of denied allocations.
+    pub denied: u64,
+    /// The number of live processes that have a session.
+    pub processes: usize,
+}
+
+/// Why a request about an allocation's socket failed.
+#[derive(Debug, thiserror::Error)]
+pub enum SessionsError {
+    /// The agent could not create the folder or the socket in it.
+    #[error("failed to create the session socket {}: {source}", path.display())]
+    Serve {
+        /// The socket or the folder.
+        path: PathBuf,
+        /// The error of the system call.
+        source: io::Error,
+    },
+    /// The agent could not remove the folder.
+    #[error("failed to remove {}: {source}", path.display())]
+    Remove {
+        /// The folder.
+        path: PathBuf,
+        /// The error of the system call.
+        source: io::Error,
+    },
+    /// The agent serves no allocation with this id.
+    #[error("allocation {0} is not served")]
+    Unknown(AllocationId),
+    /// The allocation has more accounts than a credit page has slots.
+    #[error("allocation {allocation} has {gpus} GPUs, more than a credit page has accounts")]
+    TooManyGpus {
+        /// The allocation.
+        allocation: AllocationId,
+        /// The number of its GPUs.
+        gpus: usize,
+    },
+}
+
+/// The session sockets of this node. Dropping this value stops the service and leaves the folders.
+pub struct Sessions {
+    run_dir: PathBuf,
+    shared: Arc<Shared>,
+    resolver: Arc<dyn ContainerResolver>,
+    connection_limit: ConnectionLimit,
+    /// Whether the agent asks the kernel to refuse passed descriptors.
+    refuses_descriptors: bool,
+    /// `None` where the agent does not charge contexts.
+    context_sizes: Option<Arc<ContextSizes>>,
+    fault_notifier: FaultNotifier,
+    /// `None` where the node has no retained memory.
+    lease_service: Option<LeaseHandle>,
+    /// The claims whose allocations the agent serves.
+    siblings_by_claim: Mutex<BTreeMap<(PodUid, DeviceIdSet), ClaimSiblings>>,
+    /// The tasks of the GPUs, which end with these sessions.
+    reclaim_tasks: Mutex<JoinSet<()>>,
+    /// Limits the log lines that concern all containers.
+    log_limiter: SharedLogLimiter,
+}
+
+/// The state that the tasks of the GPUs share.
+struct Shared {
+    sampler: Arc<dyn MemorySampler>,
+    /// The samples for the containers that wait for the driver to free memory of exited images.
+    shared_sampler: Arc<SharedSampler>,
+    containers: Mutex<BTreeMap<AllocationId, RunningContainer>>,
+    /// The bytes that ended pods may still occupy.
+    unreclaimed: Mutex<BTreeMap<GpuUuid, Unreclaimed>>,
+    /// The GPUs that have a reclaim task.
+    gpus_with_task: Mutex<BTreeSet<GpuUuid>>,
+    /// Changes each time that orphaned memory or the set of containers may have changed.
+    orphans_changed: watch::Sender<()>,
+    /// The leases whose memory the fd store has; `None` where the node has no retained memory.
+    live_leases: Option<watch::Receiver<LiveLeases>>,
+}
+
+struct RunningContainer {
+    container: Arc<Mutex<Container>>,
+    task: AbortHandle,
+}
+
+impl Drop for RunningContainer {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Shared {
+    /// Releases the task of a GPU that no container uses and where ended pods left nothing. Returns
+    /// whether the task ends.
+    fn release_unused_gpu(&self, gpu: &GpuUuid) -> bool {
+        let mut watched = lock(&self.gpus_with_task);
+        let has_it = |running: &RunningContainer| lock(&running.container).gpus().contains(gpu);
+        let is_used = lock(&self.containers).values().any(has_it)
+            || lock(&self.unreclaimed).contains_key(gpu);
+        if !is_used {
+            watched.remove(gpu);
+        }
+        !is_used
+    }
+}
+
+impl Drop for Sessions {
+    fn drop(&mut self) {
+        // The GPUs' tasks hold references to the containers until they have ended.
+        lock(&self.shared.containers).clear();
+    }
+}
+
+impl Sessions {
+    /// Serves below `run_dir`. The agent's limit of descriptors bounds the number of peers. The
+    /// caller drops the value inside the runtime that serves it.
+    pub fn new(
+        run_dir: PathBuf,
+        sampler: Arc<dyn MemorySampler>,
+        resolver: Arc<dyn ContainerResolver>,
+    ) -> Sessions {
+        Sessions {
+            run_dir,
+            shared: Arc::new(Shared {
+                shared_sampler: Arc::new(SharedSampler::new(Arc::clone(&sampler))),
+                sampler,
+                containers: Mutex::default(),
+                unreclaimed: Mutex::default(),
+                gpus_with_task: Mutex::default(),
+                orphans_changed: watch::Sender::default(),
+                live_leases: None,
+            }),
+            resolver,
+            connection_limit: ConnectionLimit::from_rlimit(),
+            refuses_descriptors: true,
+            context_sizes: None,
+            fault_notifier: FaultNotifier::default(),
+            lease_service: None,
+            siblings_by_claim: Mutex::default(),
+            reclaim_tasks: Mutex::default(),
+            log_limiter: SharedLogLimiter::default(),
+        }
+    }
+
+    /// Charges each CUDA context its size on that GPU. The agent
+    /// [measures](Self::record_context_size) the sizes and saves them in the file at `path`.
+    #[must_use]
+    pub fn with_context_sizes(mut self, path: PathBuf) -> Sessions {
+        let file = Checkpoint::new(path);
+        self.context_sizes = Some(Arc::new(ContextSizes::load(file)));
+        self
+    }
+
+    /// The source of memory samples of the GPUs.
+    pub fn sampler(&self) -> Arc<dyn MemorySampler> {
+        Arc::clone(&self.shared.sampler)
+    }
+
+    /// Records that a context of `gpu` takes `bytes` with this driver, as measured by a process of
+    /// the agent.
+    pub fn record_context_size(&self, gpu: &GpuUuid, driver: &str, bytes: Bytes) {
+        if let Some(sizes) = &self.context_sizes {
+            sizes.record(gpu, driver, bytes);
+        }
+    }
+
+    /// Whether the agent has not yet measured a context of `gpu` with this driver.
+    pub fn lacks_context_size(&self, gpu: &GpuUuid, driver: &str) -> bool {
+        let sizes = self.context_sizes.as_ref();
+        sizes.is_some_and(|sizes| !sizes.is_measured(gpu, driver))
+    }
+
+    /// The size of a context of `gpu`, as far as the agent knows it.
+    pub fn context_size(&self, gpu: &GpuUuid) -> Option<Bytes> {
+        Some(self.context_sizes.as_ref()?.size_on(gpu))
+    }
+
+    /// Removes the context sizes of all other GPUs.
+    pub fn retain_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
+        if let Some(sizes) = &self.context_sizes {
+            sizes.retain_gpus(gpus);
+        }
+    }
+
+    /// Removes the context sizes that were measured with another version of the driver.
+    pub fn set_driver_version(&self, driver: &str) {
+        if let Some(sizes) = &self.context_sizes {
+            sizes.retain_driver(driver);
+        }
+    }
+
+    /// Passes lease requests to `lease_service`, and counts the memory of `live_leases` as
+    /// explained. The caller does this before the first [`serve`](Self::serve).
+    #[must_use]
+    pub fn with_leases(
+        mut self,
+        lease_service: LeaseHandle,
+        live_leases: watch::Receiver<LiveLeases>,
+    ) -> Sessions {
+        if let Some(shared) = Arc::get_mut(&mut self.shared) {
+            shared.live_leases = Some(live_leases);
+        }
+        self.lease_service = Some(lease_service);
+        self
+    }
+
+    /// Serves at most `peers` processes of the node at the same time.
+    #[must_use]
+    pub fn with_connection_limit(mut self, peers: usize) -> Sessions {
+        self.connection_limit = ConnectionLimit::new(peers);
+        self
+    }
+
+    /// Behaves as on a kernel before 6.16, where tenant processes can pass any descriptor.
+    #[must_use]
+    pub fn with_passed_descriptors(mut self) -> Sessions {
+        self.refuses_descriptors = false;
+        self
+    }
+
+    /// The folder of the allocations' folders. A CDI device mounts the folder of its allocation.
+    pub fn alloc_dir(run_dir: &Path) -> PathBuf {
+        run_dir.join("alloc")
+    }
+
+    /// Starts to serve an allocation; a served allocation stays unchanged. After a restart the
+    /// agent charges the processes in the checkpoint at once.
+    ///
+    /// # Errors
+    /// [`SessionsError::Serve`] when the agent cannot create the folder or the socket.
+    pub async fn serve(&self, spec: SessionSpec) -> Result<(), SessionsError> {
+        let allocation = spec.allocation;
+        if lock(&self.shared.containers).contains_key(&allocation) {
+            return Ok(());
+        }
+        if spec.gpus.len() >= bursar_protocol::credit_page::MAX_SLOTS {
+            return Err(SessionsError::TooManyGpus {
+                allocation,
+                gpus: spec.gpus.len(),
+            });
+        }
+        let folder = self.allocation_dir(&allocation);
+        let socket = folder.join(bursar_protocol::SOCKET_NAME);
+        let served_before = socket.exists();
+        let closer = SocketCloser::new(allocation);
+        let listener = bind_listener(
+            &folder,
+            &socket,
+            Arc::clone(&closer),
+            self.refuses_descriptors,
+        );
+        let listener = listener.map_err(|source| SessionsError::Serve {
+            path: socket.clone(),
+            source,
+        })?;
+        let record = checkpoint::SessionCheckpoint::open(self.checkpoint_path(&allocation))
+            .map_err(|source| SessionsError::Serve {
+                path: self.checkpoint_path(&allocation),
+                source,
+            })?;
+        let siblings = spec.tokens.clone().map(|tokens| {
+            let mut claims = lock(&self.siblings_by_claim);
+            claims.retain(|_, siblings| !siblings.is_unshared());
+            claims
+                .entry((spec.pod.clone(), tokens))
+                .or_default()
+                .clone()
+        });
+        let (mut container, restored) = Container::restore(
+            spec,
+            record,
+            served_before,
+            self.resolver.as_ref(),
+            clock::now(),
+        );
+        if let Some(sizes) = &self.context_sizes {
+            container.set_context_sizes(Arc::clone(sizes));
+        }
+        container.set_closer(Arc::clone(&closer));
+        container.set_free_page_limit(self.connection_limit.max_free_pages());
+        container.set_log_limiter(self.log_limiter.clone());
+        container.set_orphans_sender(self.shared.orphans_changed.clone());
+        if let Some(siblings) = siblings {
+            container.join_claim(siblings);
+        }
+        let gpus = container.gpus();
+        let container = Arc::new(Mutex::new(container));
+        let task = listener::ListenerTask {
+            container: Arc::clone(&container),
+            shared_sampler: Arc::clone(&self.shared.shared_sampler),
+            resolver: Arc::clone(&self.resolver),
+            connection_limit: self.connection_limit.clone(),
+            fault_notifier: self.fault_notifier.clone(),
+            lease_service: self.lease_service.clone(),
+            closer,
+            log_limiter: self.log_limiter.clone(),
+        };
+        let task = tokio::spawn(task.run(listener, restored)).abort_handle();
+        // When two calls serve the same allocation at once, the later listener has replaced the
+        // earlier socket, so the later entry stays.
+        lock(&self.shared.containers).insert(allocation, RunningContainer { container, task });
+        // The task of a GPU that no container uses may be ending, so the agent lists the container
+        // first.
+        gpus.into_iter().for_each(|gpu| self.start_reclaim(gpu));
+        Ok(())
+    }
+
+    /// Stops serving an allocation whose pod has ended, and removes its files. An allocation that
+    /// is not served needs nothing.
+    ///
+    /// # Errors
+    /// [`SessionsError::Remove`] when the agent cannot remove the folder.
+    pub async fn remove(&self, allocation: &AllocationId) -> Result<(), SessionsError> {
+        let ended = lock(&self.shared.containers).remove(allocation);
+        if let Some(running) = &ended {
+            let mut container = lock(&running.container);
+            container.leave_claim();
+            container.close_checkpoint();
+        }
+        drop(ended);
+        self.shared.orphans_changed.send_replace(());
+        let record = self.checkpoint_path(allocation);
+        for path in [
+            self.allocation_dir(allocation),
+            checkpoint::temporary_path(&record),
+            record,
+        ] {
+            let removed = if path.is_dir() {
+                std::fs::remove_dir_all(&path)
+            } else {
+                std::fs::remove_file(&path)
+            };
+            match removed {
+                Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                    return Err(SessionsError::Remove { path, source });
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts the reclaim task of a GPU, which runs while a container uses the GPU or exited
+    /// processes left memory there.
+    fn start_reclaim(&self, gpu: GpuUuid) {
+        if lock(&self.shared.gpus_with_task).insert(gpu.clone()) {
+            let mut tasks = lock(&self.reclaim_tasks);
+            while tasks.try_join_next().is_some() {}
+            tasks.spawn(reclaim::run(gpu, Arc::clone(&self.shared)));
+        }
+        self.shared.orphans_changed.send_replace(());
+    }
+
+    /// The bytes of each GPU that the allocation's processes have exported, live or exited. Other
+    /// processes may hold them after the pod has ended. The checkpoint answers for an allocation
+    /// that is not served.
+    pub fn exported_bytes(&self, allocation: &AllocationId) -> Vec<(GpuUuid, Bytes)> {
+        if let Some(running) = lock(&self.shared.containers).get(allocation) {
+            return lock(&running.container).exported_bytes();
+        }
+        let record = checkpoint::SessionCheckpoint::open(self.checkpoint_path(allocation)).ok();
+        let content = record.and_then(|record| record.read());
+        content
+            .map(|content| content.exported_bytes())
+            .unwrap_or_default()
+    }
+
+    /// Charges an allocation for exports that an earlier container left on a GPU. Returns the bytes
+    /// that the checkpoint now holds.
+    pub fn inherit_exports(&self, allocation: &AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
+        let mut inherited = Bytes::ZERO;
+        // An allocation that is not served inherits nothing.
+        let _ = self.with_container(allocation, |container| {
+            inherited = container.inherit_exports(gpu, bytes)
+        });
+        inherited
+    }
+
+    /// The leases that an allocation is charged for, each with its GPU and bytes. The checkpoint
+    /// answers for an allocation that is not served.
+    pub fn charged_leases(&self, allocation: &AllocationId) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
+        if let Some(running) = lock(&self.shared.containers).get(allocation) {
+            return lock(&running.container).charged_leases();
+        }
+        let record = checkpoint::SessionCheckpoint::open(self.checkpoint_path(allocation)).ok();
+        let content = record.and_then(|record| record.read());
+        let leases = content
+            .map(|content| content.leases_by_id())
+            .unwrap_or_default();
+        leases
+            .into_iter()
+            .map(|(lease, what)| (LeaseId(lease), what))
+            .collect()
+    }
+
+    /// The pids of exited processes whose memory the accounts still charge.
+    pub fn exited_pids(&self) -> BTreeSet<u32> {
+        let running = lock(&self.shared.containers);
+        let containers = running.values().map(|running| lock(&running.container));
+        containers
+            .flat_map(|container| container.exited_pids())
+            .collect()
+    }
+
+    /// The leases that all served allocations are charged for.
+    pub fn all_charged_leases(&self) -> ChargedLeases {
+        let running = lock(&self.shared.containers);
+        running
+            .iter()
+            .map(|(id, running)| (*id, lock(&running.container).charged_leases()))
+            .collect()
+    }
+
+    /// Charges an allocation for a new lease, and saves the charge in the checkpoint.
+    ///
+    /// # Errors
+    /// The bytes that the quota has left; zero where the allocation is not served.
+    pub fn charge_lease(
+        &self,
+        allocation: &AllocationId,
+        gpu: &GpuUuid,
+        lease: LeaseId,
+        bytes: Bytes,
+    ) -> Result<(), Bytes> {
+        let mut leased = Err(Bytes::ZERO);
+        let result = self.with_container(allocation, |container| {
+            leased = container.charge_lease(gpu, lease, bytes);
+        });
+        result.map_err(|_| Bytes::ZERO).and(leased)
+    }
+
+    /// Charges an allocation for an existing lease, unless the account charges the lease already.
+    pub fn adopt_lease(
+        &self,
+        allocation: &AllocationId,
+        gpu: &GpuUuid,
+        lease: LeaseId,
+        bytes: Bytes,
+    ) {
+        // An allocation that is not served is charged when the agent serves it again.
+        let _ = self.with_container(allocation, |container| {
+            container.adopt_lease(gpu, lease, bytes)
+        });
+    }
+
+    /// Charges the bytes of a lease as orphaned exports from now on, whether or not the account
+    /// charged the lease. Returns whether the checkpoint holds the change.
+    pub fn release_lease(
+        &self,
+        allocation: &AllocationId,
+        gpu: &GpuUuid,
+        lease: LeaseId,
+        bytes: Bytes,
+    ) -> bool {
+        let mut released = false;
+        let result = self.with_container(allocation, |container| {
+            released = container.release_lease(gpu, lease, bytes);
+        });
+        result.is_ok() && released
+    }
+
+    /// Refunds a lease that has no memory.
+    pub fn refund_lease(&self, allocation: &AllocationId, lease: LeaseId) {
+        let _ = self.with_container(allocation, |container| container.refund_lease(lease));
+    }
+
+    /// Tracks the memory that ended pods left on these GPUs, and no other. Returns the upper bound
+    /// of each GPU that has a proven bound. The revision of a GPU changes whenever another pod
+    /// leaves memory there.
+    pub fn bound_unreclaimed(&self, revisions: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
+        let gpus: Vec<GpuUuid> = revisions.keys().cloned().collect();
+        let mut unreclaimed = lock(&self.shared.unreclaimed);
+        let before = std::mem::take(&mut *unreclaimed);
+        let same = |gpu: &GpuUuid, revision: u64| {
+            let entry = before.get(gpu).filter(|entry| entry.revision == revision);
+            entry.copied().unwrap_or(Unreclaimed {
+                revision,
+                upper_bound: None,
+            })
+        };
+        *unreclaimed = revisions
+            .into_iter()
+            .map(|(gpu, revision)| (gpu.clone(), same(&gpu, revision)))
+            .collect();
+        let proven = unreclaimed.iter();
+        let proven = proven
+            .filter_map(|(gpu, entry)| Some((gpu.clone(), entry.upper_bound?)))
+            .collect();
+        drop(unreclaimed);
+        gpus.into_iter().for_each(|gpu| self.start_reclaim(gpu));
+        proven
+    }
+
+    /// Sets the requested quota of an account, which may become known while the container runs.
+    /// Used bytes above the quota stay; the account grants nothing until enough is freed.
+    ///
+    /// # Errors
+    /// [`SessionsError::Unknown`].
+    pub fn set_requested_quota(
+        &self,
+        allocation: &AllocationId,
+        account: &Account,
+        quota: Bytes,
+    ) -> Result<(), SessionsError> {
+        self.with_container(allocation, |container| {
+            container.set_requested_quota(account, quota)
+        })
+    }
+
+    /// Lowers the quota of an account below the requested one; `None` removes the override. The
+    /// override outlives the agent. Used bytes above the quota stay; see
+    /// [`Sessions::reclaim_excess`].
+    ///
+    /// # Errors
+    /// [`SessionsError::Unknown`].
+    pub fn override_quota(
+        &self,
+        allocation: &AllocationId,
+        account: &Account,
+        bytes: Option<Bytes>,
+    ) -> Result<(), SessionsError> {
+        self.with_container(allocation, |container| {
+            container.override_quota(account, bytes)
+        })
+    }
+
+    /// Reclaims idle credit above quotas that have been lowered.
+    pub fn reclaim_excess(&self) {
+        for running in lock(&self.shared.containers).values() {
+            lock(&running.container).reclaim_excess();
+        }
+    }
+
+    /// Replaces the bytes that untracked processes have of a container's account, by pid. An
+    /// allocation that has ended is ignored.
+    pub fn set_untracked(
+        &self,
+        allocation: &AllocationId,
+        account: &Account,
+        charged: BTreeMap<u32, Bytes>,
+    ) {
+        let _ = self.with_container(allocation, |container| {
+            container.set_untracked(account, charged)
+        });
+    }
+
+    /// The usage of every served allocation.
+    pub fn container_usage(&self) -> Vec<ContainerUsage> {
+        let running = lock(&self.shared.containers);
+        running
+            .values()
+            .map(|running| lock(&running.container).container_usage())
+            .collect()
+    }
+
+    /// The live images of an allocation's container that are not fenced; `None` where the
+    /// allocation is not served.
+    pub fn process_images(&self, allocation: &AllocationId) -> Option<Vec<ProcessImage>> {
+        let running = lock(&self.shared.containers);
+        let running = running.get(allocation)?;
+        Some(lock(&running.container).process_images())
+    }
+
+    /// Notified each time that a process reports a sticky error.
+    pub fn fault_reports(&self) -> Arc<Notify> {
+        self.fault_notifier.reports()
+    }
+
+    /// Registers the reader of the kernel log, and returns the barriers that it has to release.
+    /// From now on each hello waits until the reader has drained the log. Otherwise an XID of the
+    /// former image, or of a former process with that pid, would count for the new image.
+    pub fn register_kmsg_reader(&self) -> mpsc::Receiver<KmsgBarrier> {
+        self.fault_notifier.register_kmsg_reader()
+    }
+
+    /// Sets what the agent does about poisoned contexts of an allocation's container. An allocation
+    /// that has ended is ignored.
+    pub fn set_recovery_policy(&self, allocation: &AllocationId, policy: RecoveryPolicy) {
+        let _ = self.with_container(allocation, |container| container.set_policy(policy));
+    }
+
+    /// Finds the image of a host process, if its container uses one of the GPUs `on` and the
+    /// process had started by then.
+    pub fn find_xid_target(&self, pid: u32, on: &[GpuUuid], by: BootTime) -> Option<XidTarget> {
+        let running = lock(&self.shared.containers);
+        let mut running = running.values();
+        running.find_map(|running| lock(&running.container).find_xid_target(pid, on, by))
+    }
+
+    /// Records that an image lost its context by this XID. An allocation that has ended is ignored.
+    pub fn record_xid(&self, target: &XidTarget, code: u32, now: ClockReading) {
+        let _ = self.with_container(&target.allocation, |container| {
+            container.record_xid(target, code, now);
+        });
+    }
+
+    /// Restarts the poisoned images of an allocation's container below this process generation. An
+    /// allocation that has ended is ignored.
+    pub fn require_generation(
+        &self,
+        allocation: &AllocationId,
+        generation: u64,
+        now: ClockReading,
+    ) {
+        let _ = self.with_container(allocation, |container| {
+            container.require_generation(generation, now)
+        });
+    }
+
+    /// Returns the faults since the last call, after the agent has decided about faults whose
+    /// deadline has passed. `unreachable_for` is the time since the agent last reached the API
+    /// server.
+    pub fn take_new_faults(
+        &self,
+        unreachable_for: Duration,
+        now: ClockReading,
+    ) -> Vec<(AllocationId, Fault)> {
+        self.collect_from_containers(|container| {
+            container.tick_faults(unreachable_for, now);
+            container.take_unreported_faults()
+        })
+    }
+
+    /// The open faults of all containers.
+    pub fn open_faults(&self) -> Vec<(AllocationId, Fault)> {
+        self.collect_from_containers(|container| container.open_faults().to_vec())
+    }
+
+    /// The root processes of containers that the agent has to kill for a fault, at most one of each
+    /// container at a time.
+    pub fn processes_to_kill(&self) -> Vec<(AllocationId, Process)> {
+        let poisoned = self.collect_from_containers(|container| {
+            let pod = container.pod().clone();
+            let process = container.process_to_kill();
+            process.map(|process| (process, pod)).into_iter().collect()
+        });
+        // Reading `/proc` takes time, so the agent does it without the locks.
+        let root = |(allocation, (process, pod)): (AllocationId, (Process, PodUid))| {
+            let root = self.resolver.root_process(process, &pod)?;
+            Some((allocation, root))
+        };
+        poisoned.into_iter().filter_map(root).collect()
+    }
+
+    /// Fences all containers that use these GPUs. Returns the GPUs that live processes still hold,
+    /// and the root processes to kill.
+    pub fn drain_gpus(&self, gpus: &BTreeSet<GpuUuid>) -> (BTreeSet<GpuUuid>, BTreeSet<Process>) {
+        let found = self.collect_from_containers(|container| container.drain_gpus(gpus));
+        let (mut held_gpus, mut to_kill) = (BTreeSet::new(), BTreeSet::new());
+        // Reading `/proc` takes time, so the agent does it without the locks.
+        for (_, GpuHolder { pid, pod, gpus }) in found {
+            let process = self.resolver.process(pid);
+            if let Some(root) =
+                process.and_then(|process| self.resolver.root_process(process, &pod))
+            {
+                held_gpus.extend(gpus);
+                to_kill.insert(root);
+            }
+        }
+        (held_gpus, to_kill)
+    }
+
+    fn collect_from_containers<T>(
+        &self,
+        ask: impl Fn(&mut Container) -> Vec<T>,
+    ) -> Vec<(AllocationId, T)> {
+        let running = lock(&self.shared.containers);
+        let answers = running.iter().flat_map(|(allocation, running)| {
+            let answers = ask(&mut lock(&running.container));
+            answers.into_iter().map(|answer| (*allocation, answer))
+        });
+        answers.collect()
+    }
+
+    fn with_container(
+        &self,
+        allocation: &AllocationId,
+        act: impl FnOnce(&mut Container),
+    ) -> Result<(), SessionsError> {
+        let running = lock(&self.shared.containers);
+        let running = running
+            .get(allocation)
+            .ok_or(SessionsError::Unknown(*allocation))?;
+        act(&mut lock(&running.container));
+        Ok(())
+    }
+
+    /// Every account of every served allocation.
+    pub fn account_usage(&self) -> Vec<AccountUsage> {
+        let running = lock(&self.shared.containers);
+        running
+            .values()
+            .flat_map(|running| lock(&running.container).account_usage())
+            .collect()
+    }
+
+    fn allocation_dir(&self, allocation: &AllocationId) -> PathBuf {
+        Sessions::alloc_dir(&self.run_dir).join(allocation.to_string())
+    }
+
+    fn checkpoint_path(&self, allocation: &AllocationId) -> PathBuf {
+        self.run_dir
+            .join("sessions")
+            .join(format!("{allocation}.json"))
+    }
+}
+
+/// Creates the socket for any user of the container, since the agent identifies a peer by its
+/// cgroup.
+fn bind_listener(
+    folder: &Path,
+    socket: &Path,
+    closer: Arc<SocketCloser>,
+    refuse_descriptors: bool,
+) -> io::Result<Listener> {
+    use std::os::unix::fs::PermissionsExt;
+    let mode =
+        |path: &Path, mode| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode));
+    std::fs::create_dir_all(folder)?;
+    mode(folder, 0o755)?;
+    // The agent binds another name and renames it, so that a shim that connects always finds a
+    // served socket or the old one.
+    let fresh = folder.join(".agent.sock.new");
+    match std::fs::remove_file(&fresh) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = Listener::bind(&fresh, closer, refuse_descriptors)?;
+    mode(&fresh, 0o666)?;
+    std::fs::rename(&fresh, socket)?;
+    Ok(listener)
+}
+
+/// Locks a mutex and ignores poisoning: a panic leaves plain counters, and must not affect other
+/// containers.
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,456 @@
+//! Exports the agent's metrics in the OpenMetrics text format.
+//!
+//! `docs/metrics.md` documents names, labels and units; a test compares the two lists.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bursar_apiserver::metrics::ApiMetrics;
+use bursar_enforcement::audit::metrics::AuditMetrics;
+use bursar_gpu_node::report::{GpuHealth, NodeReport};
+use bursar_ledger::units::{Bytes, GpuUuid, Quanta, Quantum, Resource};
+use bursar_metrics::{
+    EncodeFamilies, FamilyEncoder, GpuLabels, LatestFigures, RegisterMetric as _, ResourceLabels,
+    gauge_value,
+};
+use bursar_node::metrics::NodeMetrics;
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::Registry;
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
+struct GpuStateLabels {
+    gpu: String,
+    state: &'static str,
+}
+
+/// The agent's metrics. Clones share the same values.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    registry: Arc<Registry>,
+    tokens: Family<ResourceLabels, Gauge>,
+    orders_not_understood: Gauge,
+    state_write_lag: Gauge,
+    registrations: Family<ResourceLabels, Counter>,
+    gpus: LatestFigures<GpuFigures>,
+    kept: LatestFigures<RetainedFigures>,
+    tasks: Gauge,
+    /// The metrics of the node's allocations.
+    pub node: NodeMetrics,
+    /// The metrics of the audit and of faults.
+    pub audit: AuditMetrics,
+    /// The metrics of requests to the API server.
+    pub api: ApiMetrics,
+}
+
+impl Metrics {
+    /// Metrics that are all zero.
+    pub fn new() -> Self {
+        let mut registry = Registry::default();
+        registry.register(
+            "bursar_agent_build",
+            "The agent's version",
+            Info::new([("version", env!("CARGO_PKG_VERSION"))]),
+        );
+        let r = &mut registry;
+        Self {
+            orders_not_understood: r.register_metric(
+                "bursar_agent_orders_not_understood",
+                "Entries in the spec of this node's GpuNode that this version of the agent does not know",
+                Gauge::default(),
+            ),
+            state_write_lag: r.register_metric(
+                "bursar_agent_state_write_lag_seconds",
+                "How long the state directory has lacked the newest records, from 5 s on",
+                Gauge::default(),
+            ),
+            tokens: r.register_metric(
+                "bursar_agent_tokens",
+                "Healthy devices advertised to the kubelet",
+                Family::default(),
+            ),
+            registrations: r.register_metric(
+                "bursar_agent_registrations",
+                "Registrations with the kubelet",
+                Family::default(),
+            ),
+            gpus: LatestFigures::register(r),
+            kept: LatestFigures::register(r),
+            tasks: r.register_metric(
+                "bursar_agent_tasks",
+                "Tasks of the agent's runtime",
+                Gauge::default(),
+            ),
+            node: NodeMetrics::new(r),
+            audit: AuditMetrics::new(r),
+            api: ApiMetrics::new(r),
+            registry: Arc::new(registry),
+        }
+    }
+
+    /// Encodes the current values in the OpenMetrics text format.
+    pub fn encode(&self) -> String {
+        // Unit tests encode metrics outside of a runtime.
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            self.tasks
+                .set(gauge_value(runtime.metrics().num_alive_tasks()));
+        }
+        let mut text = String::new();
+        encode(&mut text, &self.registry).expect("a String takes any text");
+        text
+    }
+
+    /// Counts a registration that the kubelet accepted.
+    pub fn count_registration(&self, resource: Resource) {
+        self.registrations.get_or_create(&resource.into()).inc();
+    }
+
+    /// Sets the figures of a node report: devices, and each GPU's memory and health.
+    ///
+    /// A GPU that leaves the report leaves the metrics.
+    pub fn set_report(&self, report: &NodeReport) {
+        let tokens = [
+            (Resource::DeviceMemory, report.device_memory),
+            (Resource::ManagedMemory, report.managed_memory),
+        ];
+        for (resource, memory) in tokens {
+            self.tokens
+                .get_or_create(&resource.into())
+                .set(memory.allocatable.0.into());
+        }
+        let not_understood = report.applied_spec.unrecognized.len();
+        self.orders_not_understood
+            .set(i64::try_from(not_understood).unwrap_or(i64::MAX));
+        let mut figures = GpuFigures::default();
+        for gpu in &report.gpus {
+            let bytes = |quanta: Quanta| quantum_bytes(report.quantum, quanta);
+            let states = [
+                ("total", gpu.memory.0),
+                ("capacity", bytes(gpu.capacity)),
+                ("free", bytes(gpu.free)),
+                ("bound", bytes(gpu.capacity.saturating_sub(gpu.free))),
+                ("leaked", gpu.leaked.0),
+                ("withheld", gpu.withheld.0),
+            ];
+            for (state, amount) in states {
+                let label = GpuStateLabels {
+                    gpu: gpu.uuid.to_string(),
+                    state,
+                };
+                let amount = i64::try_from(amount).unwrap_or(i64::MAX);
+                figures.memory.push((label, amount));
+            }
+            let is_healthy = gpu.health == GpuHealth::Healthy;
+            figures
+                .healthy
+                .push(((&gpu.uuid).into(), is_healthy.into()));
+        }
+        self.gpus.replace(figures);
+    }
+
+    /// Sets the number of retained leases of each GPU, and their bytes.
+    pub fn set_retained(&self, kept: &BTreeMap<GpuUuid, (usize, Bytes)>) {
+        let mut figures = RetainedFigures::default();
+        for (gpu, (leases, bytes)) in kept {
+            figures.leases.push((gpu.into(), gauge_value(*leases)));
+            let bytes = i64::try_from(bytes.0).unwrap_or(i64::MAX);
+            figures.bytes.push((gpu.into(), bytes));
+        }
+        self.kept.replace(figures);
+    }
+
+    /// Sets how long the state directory has lacked the newest records.
+    pub fn set_state_write_lag(&self, lag: Duration) {
+        self.state_write_lag
+            .set(i64::try_from(lag.as_secs()).unwrap_or(i64::MAX));
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The figures of the GPUs in one report.
+#[derive(Clone, Debug, Default)]
+struct GpuFigures {
+    memory: Vec<(GpuStateLabels, i64)>,
+    healthy: Vec<(GpuLabels, i64)>,
+}
+
+impl EncodeFamilies for GpuFigures {
+    fn encode(&self, tables: &mut FamilyEncoder<'_>) -> std::fmt::Result {
+        tables.gauges(
+            "bursar_gpu_memory_bytes",
+            "Memory of a GPU by state: total, capacity, bound, free, leaked, withheld",
+            self.memory.clone(),
+        )?;
+        tables.gauges(
+            "bursar_gpu_healthy",
+            "1 while the GPU is given to new pods",
+            self.healthy.clone(),
+        )
+    }
+}
+
+/// The retained leases of each GPU.
+#[derive(Clone, Debug, Default)]
+struct RetainedFigures {
+    leases: Vec<(GpuLabels, i64)>,
+    bytes: Vec<(GpuLabels, i64)>,
+}
+
+impl EncodeFamilies for RetainedFigures {
+    fn encode(&self, tables: &mut FamilyEncoder<'_>) -> std::fmt::Result {
+        tables.gauges(
+            "bursar_gpu_retained_leases",
+            "Leases of retained memory in the fd store",
+            self.leases.clone(),
+        )?;
+        tables.gauges(
+            "bursar_gpu_retained_bytes",
+            "Retained memory in the fd store",
+            self.bytes.clone(),
+        )
+    }
+}
+
+fn quantum_bytes(quantum: Quantum, quanta: Quanta) -> u64 {
+    quanta.bytes(quantum).0
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use bursar_enforcement::attestation::GapReason;
+    use bursar_enforcement::audit::compare::{AuditResult, Finding};
+    use bursar_enforcement::audit::metrics::AuditFigures;
+    use bursar_gpu_node::fixtures::report;
+    use bursar_ledger::units::Bytes;
+    use bursar_node::allocator::BoundContainer;
+    use bursar_node::checkpoint_state::{ContainerName, PodName};
+    use bursar_node::metrics::{BindResult, Counts};
+    use bursar_sessions::{Account, AccountBalance, ContainerUsage, Fault, Process, ProcessImage};
+
+    use super::*;
+
+    #[test]
+    fn gpu_has_memory_by_state_until_it_leaves_the_report() {
+        let metrics = Metrics::new();
+        let mut report = report();
+        report.gpus[0].free = Quanta(6);
+        metrics.set_report(&report);
+        let text = metrics.encode();
+        assert!(
+            text.contains(
+                r#"bursar_gpu_memory_bytes{gpu="GPU-00000000",state="bound"} 10737418240"#
+            ),
+            "{text}"
+        );
+        assert!(text.contains(r#"bursar_agent_tokens{resource="gpu-memory"} 32"#));
+        report.gpus.clear();
+        metrics.set_report(&report);
+        assert!(!metrics.encode().contains("GPU-0"));
+    }
+
+    #[test]
+    fn page_is_complete_while_figures_are_replaced() {
+        let (metrics, report, over) = (Metrics::new(), report(), AtomicBool::new(false));
+        let replace = || {
+            metrics.set_report(&report);
+            set_audit(&metrics);
+        };
+        replace();
+        let lines = [
+            "bursar_gpu_healthy{gpu=\"GPU-00000000\"} 1",
+            "account=\"GPU-a\",amount=\"peak\"} 3221225472",
+        ];
+        let is_whole = |page: String| lines.iter().all(|line| page.contains(line));
+        let are_whole = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(Ordering::Relaxed) {
+                    replace();
+                }
+            });
+            let are_whole = (0..2_000).all(|_| is_whole(metrics.encode()));
+            over.store(true, Ordering::Relaxed);
+            are_whole
+        });
+        assert!(are_whole);
+    }
+
+    #[test]
+    fn prepare_is_counted_by_its_result() {
+        let metrics = Metrics::new();
+        metrics
+            .node
+            .observe_prepare(BindResult::NoRoom, Duration::from_secs(25));
+        let text = metrics.encode();
+        assert!(
+            text.contains(r#"bursar_agent_bind_seconds_count{result="no-room"} 1"#),
+            "{text}"
+        );
+        assert!(text.contains(r#"bursar_agent_bind_seconds_bucket{le="25.0",result="no-room"} 1"#));
+    }
+
+    /// Metrics with a value each: a family without a value is not encoded.
+    fn used_metrics() -> Metrics {
+        let metrics = Metrics::new();
+        metrics.set_report(&report());
+        let gpu = "GPU-a".parse().unwrap();
+        metrics.set_retained(&BTreeMap::from([(gpu, (1, Bytes::gib(1)))]));
+        metrics
+            .node
+            .set_counts(Resource::DeviceMemory, Counts::default());
+        metrics
+            .node
+            .observe_prepare(BindResult::Bound, Duration::ZERO);
+        metrics.count_registration(Resource::DeviceMemory);
+        metrics.api.count_gpu_node_write(true);
+        set_audit(&metrics);
+        metrics
+    }
+
+    /// Sets an audit with one container that was denied memory, on a GPU with an untracked process.
+    fn set_audit(metrics: &Metrics) {
+        let gpu: bursar_ledger::units::GpuUuid = "GPU-a".parse().unwrap();
+        let container = BoundContainer {
+            name: Some(ContainerName {
+                container: "main".into(),
+                pod: Some(PodName {
+                    namespace: "team".into(),
+                    name: "train".into(),
+                }),
+            }),
+            ..BoundContainer::with_ids(1, 1)
+        };
+        let account = AccountBalance {
+            granted: Bytes::gib(2),
+            used: Bytes::gib(1),
+            peak: Bytes::gib(3),
+            ..AccountBalance::empty(Account::Gpu(gpu.clone()), Bytes::gib(4))
+        };
+        let books = ContainerUsage {
+            requests: 5,
+            denied: vec![("cuMemAlloc_v2".into(), 2)],
+            ..ContainerUsage::empty(1, vec![account])
+        };
+        let allocation = books.allocation;
+        let verdict = AuditResult {
+            drift: [((allocation, gpu.clone()), -7)].into(),
+            unattributed_signed: [(gpu.clone(), 8)].into(),
+            untracked_processes: [(gpu.clone(), 1)].into(),
+            ..AuditResult::default()
+        };
+        metrics.audit.set_audit(AuditFigures {
+            containers: [container].into(),
+            books: [(allocation, books)].into(),
+            attested: [(allocation, Some(GapReason::MountedOver))].into(),
+            limited: [allocation].into(),
+            verdict,
+            gpus: [gpu.clone()].into(),
+            stale: [gpu.clone()].into(),
+            ..AuditFigures::default()
+        });
+        let bytes = Bytes::gib(1);
+        metrics.audit.count_finding(&Finding::Unaccounted {
+            gpu: gpu.clone(),
+            bytes,
+            only_container: None,
+        });
+        metrics.audit.count_poisoned(&fault(700));
+    }
+
+    fn fault(cuda_error: i32) -> Fault {
+        Fault {
+            image: ProcessImage {
+                process: Process { pid: 7, start: 70 },
+                generation: 1,
+            },
+            gpu: "GPU-a".parse().unwrap(),
+            cuda_error: Some(cuda_error),
+            xid: None,
+            time: jiff::Timestamp::UNIX_EPOCH,
+            since: bursar_ledger::BootTime::default(),
+            decided: None,
+            executed: false,
+            ended: false,
+        }
+    }
+
+    #[test]
+    fn faults_with_unknown_cuda_codes_are_counted_together() {
+        let metrics = Metrics::new();
+        for code in [700, 999, 12_345, -1, i32::MAX] {
+            metrics.audit.count_poisoned(&fault(code));
+        }
+        let text = metrics.encode();
+        let name = "bursar_agent_poisoned_contexts_total";
+        let lines: std::collections::BTreeSet<_> = text
+            .lines()
+            .filter_map(|line| line.strip_prefix(name))
+            .collect();
+        let expected = [
+            r#"{cause="cuda-700",action="fence"} 1"#,
+            r#"{cause="cuda-unknown",action="fence"} 4"#,
+        ];
+        assert_eq!(lines, expected.into());
+    }
+
+    #[test]
+    fn container_has_amounts_until_it_leaves_the_audit() {
+        let metrics = Metrics::new();
+        set_audit(&metrics);
+        set_audit(&metrics);
+        let text = metrics.encode();
+        let of = r#"namespace="team",pod="train",container="main""#;
+        for line in [
+            format!(
+                r#"bursar_container_memory_bytes{{{of},account="GPU-a",amount="peak"}} 3221225472"#
+            ),
+            format!(r#"bursar_container_drift_bytes{{{of},account="GPU-a"}} -7"#),
+            format!(r#"bursar_container_denied_total{{{of},function="cuMemAlloc_v2"}} 2"#),
+            format!(r#"bursar_container_credit_requests_total{{{of}}} 5"#),
+            format!(r#"bursar_container_enforced{{{of},reason="MountedOver"}} 0"#),
+            format!(r#"bursar_container_layer{{{of},layer="shim"}} 0"#),
+            format!(r#"bursar_container_layer{{{of},layer="audit"}} 0"#),
+            format!(r#"bursar_container_layer{{{of},layer="driver"}} 1"#),
+            r#"bursar_gpu_audit_stale{gpu="GPU-a"} 1"#.to_owned(),
+            r#"bursar_agent_findings_total{finding="unaccounted"} 2"#.to_owned(),
+        ] {
+            assert!(
+                text.lines().any(|shown| shown == line),
+                "{line} is missing in {text}"
+            );
+        }
+        metrics.audit.set_audit(AuditFigures::default());
+        assert!(!metrics.encode().contains("team"));
+    }
+
+    #[test]
+    fn metrics_and_their_documentation_list_the_same_names() {
+        let docs = include_str!("../../../docs/metrics.md");
+        let agent = docs
+            .split("## Operator")
+            .next()
+            .expect("the agent's table comes first");
+        let documented: std::collections::BTreeSet<&str> = agent
+            .lines()
+            .filter_map(|line| line.strip_prefix("| `")?.split('`').next())
+            .map(|name| name.trim_end_matches("_total").trim_end_matches("_info"))
+            .collect();
+        let text = used_metrics().encode();
+        let registered: std::collections::BTreeSet<&str> = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("# HELP ")?.split(' ').next())
+            .collect();
+        assert_eq!(documented, registered);
+    }
+}
