@@ -1,7 +1,18 @@
-//! Runs the node agent: binds GPU memory to pods and holds them to their quotas.
+//! Runs the node agent: creates the parts of the agent's crates, connects them by channels and runs
+//! their tasks.
 //!
-//! The kubelet's calls arrive in [`kubelet`], the ledger decides, and [`node`] carries out the
-//! decision.
+//! | module | job |
+//! |---|---|
+//! | [`run`] | starts all tasks and stops them together |
+//! | [`publisher`] | publishes status, events, metrics and readiness from the node's snapshots |
+//! | [`metrics`] | registers the metrics of all crates |
+//! | [`http`] | serves metrics and probes |
+//! | [`container_runtime`] | decides whether the container runtime supports CDI |
 
-pub mod agent;
-pub mod container_runtime;
+mod container_runtime;
+mod http;
+mod metrics;
+mod publisher;
+mod run;
+
+pub use run::{AgentError, RunOptions, connect_api_server, run};

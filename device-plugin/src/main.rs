@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bursar_config::{Args, Config, LogFormat};
 use bursar_confine::ConfineError;
-use bursar_device_plugin::agent::{self, RunOptions};
+use bursar_device_plugin::RunOptions;
 use bursar_enforcement::attestation::device_access;
 use bursar_gpu::nvml;
 use clap::Parser;
@@ -56,9 +56,9 @@ async fn run(args: &Args, confined: Result<(), ConfineError>) -> anyhow::Result<
     let config = Config::load(&args.config)?;
     let shutdown = CancellationToken::new();
     stop_on_signals(shutdown.clone())?;
-    let client = agent::connect_api_server().await;
+    let client = bursar_device_plugin::connect_api_server().await;
     let around = RunOptions::new(args.node_name.clone(), client);
-    Ok(agent::run(config, around, shutdown).await?)
+    Ok(bursar_device_plugin::run(config, around, shutdown).await?)
 }
 
 fn init_logging(args: &Args) -> anyhow::Result<()> {

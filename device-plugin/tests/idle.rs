@@ -18,7 +18,7 @@ use std::process::{ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use bursar_config::Config;
-use bursar_device_plugin::agent::{self, RunOptions};
+use bursar_device_plugin::RunOptions;
 use bursar_enforcement::attestation::device_access;
 use bursar_gpu::nvml;
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -79,7 +79,11 @@ fn run_agent(config: &Path) {
         .build()
         .unwrap();
     let around = RunOptions::new("idle".to_owned(), None);
-    runtime.spawn(agent::run(config, around, CancellationToken::new()));
+    runtime.spawn(bursar_device_plugin::run(
+        config,
+        around,
+        CancellationToken::new(),
+    ));
     for line in std::io::stdin().lines() {
         line.unwrap();
         println!("{}", ALLOCATOR.stats().allocations);

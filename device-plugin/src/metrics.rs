@@ -436,7 +436,7 @@ mod tests {
 
     #[test]
     fn metrics_and_their_documentation_list_the_same_names() {
-        let docs = include_str!("../../../docs/metrics.md");
+        let docs = include_str!("../../docs/metrics.md");
         let agent = docs
             .split("## Operator")
             .next()

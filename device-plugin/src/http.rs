@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 pub use bursar_http::Verdict;
 use tokio::sync::watch;
 
-use crate::agent::metrics::Metrics;
+use crate::metrics::Metrics;
 
 /// The longest time between two heartbeats of a node task that works.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(30);

@@ -20,9 +20,9 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use crate::agent::http::Verdict;
-use crate::agent::metrics::Metrics;
 use crate::container_runtime;
+use crate::http::Verdict;
+use crate::metrics::Metrics;
 
 /// The interval at which the agent reads the container runtime's version from the Node object.
 const RUNTIME_INTERVAL: Duration = Duration::from_secs(300);
@@ -30,25 +30,25 @@ const RUNTIME_INTERVAL: Duration = Duration::from_secs(300);
 const RUNTIME_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The channels from which the agent computes its report.
-pub(super) struct StatusPublisher {
-    pub(super) config: ResourcesConfig,
-    pub(super) boot_id: String,
-    pub(super) snapshots: watch::Receiver<Snapshot>,
-    pub(super) registration: watch::Receiver<Registration>,
-    pub(super) audited: watch::Receiver<AuditStatus>,
-    pub(super) limits: watch::Receiver<Limits>,
-    pub(super) ordered: watch::Receiver<AppliedSpec>,
-    pub(super) faults: watch::Receiver<Vec<FaultReport>>,
-    pub(super) retained: watch::Receiver<RetainedStatus>,
-    pub(super) node: String,
-    pub(super) client: Option<Client>,
-    pub(super) events: Events,
-    pub(super) metrics: Metrics,
+pub(crate) struct StatusPublisher {
+    pub(crate) config: ResourcesConfig,
+    pub(crate) boot_id: String,
+    pub(crate) snapshots: watch::Receiver<Snapshot>,
+    pub(crate) registration: watch::Receiver<Registration>,
+    pub(crate) audited: watch::Receiver<AuditStatus>,
+    pub(crate) limits: watch::Receiver<Limits>,
+    pub(crate) ordered: watch::Receiver<AppliedSpec>,
+    pub(crate) faults: watch::Receiver<Vec<FaultReport>>,
+    pub(crate) retained: watch::Receiver<RetainedStatus>,
+    pub(crate) node: String,
+    pub(crate) client: Option<Client>,
+    pub(crate) events: Events,
+    pub(crate) metrics: Metrics,
 }
 
 impl StatusPublisher {
     /// The task to spawn, with the channels for reports and readiness that the task fills.
-    pub(super) fn start(
+    pub(crate) fn start(
         self,
         stop: CancellationToken,
     ) -> (

@@ -1,9 +1,5 @@
 //! Starts the agent's tasks and stops all of them on shutdown, or when one task ends.
 
-pub mod http;
-pub mod metrics;
-mod publisher;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -61,9 +57,9 @@ use tower::BoxError;
 use tower::util::MapFutureLayer;
 use tracing::{info, warn};
 
-use crate::agent::http::{Heartbeat, Sources};
-use crate::agent::metrics::Metrics;
-use publisher::StatusPublisher;
+use crate::http::{Heartbeat, Sources};
+use crate::metrics::Metrics;
+use crate::publisher::StatusPublisher;
 
 /// The time within which the API server has to begin each response.
 const API_TIMEOUT: Duration = Duration::from_secs(20);
