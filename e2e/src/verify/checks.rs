@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use super::named::{self, NamedCheck, TestSelection};
-use super::{COMPILE_CHECK, cluster, docs, faults, security, style, tools};
+use super::{COMPILE_CHECK, cluster, docs, faults, layers, security, style, tools};
 use crate::cargo;
 use crate::kube;
 use crate::paths;
@@ -118,6 +118,11 @@ const CHECKS: &[Check] = &[
         name: "main/docs",
         promise: "paths, checks and links that the documentation names exist; the architecture page has every crate",
         runner: Runner::Function(docs::check),
+    },
+    Check {
+        name: "main/layers",
+        promise: "every crate depends on lower floors only, and no more than four files import each other in a circle",
+        runner: Runner::Function(layers::check),
     },
     Check {
         name: "main/deny",

@@ -12,6 +12,7 @@ mod checks;
 mod cluster;
 mod docs;
 mod faults;
+mod layers;
 mod named;
 mod security;
 mod style;

@@ -72,7 +72,7 @@ fn comment(line: &str) -> Option<&str> {
 }
 
 /// Finds the Rust files of a folder, without build outputs and hidden folders.
-fn sources(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
+pub(super) fn sources(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
         let (path, name) = (entry.path(), entry.file_name());
