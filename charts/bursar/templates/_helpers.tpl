@@ -37,29 +37,29 @@ bursar.dev/managed-memory-{{ include "bursar.unit" . }}
 {{ get (dict "1Gi" "gib" "512Mi" "512mib" "256Mi" "256mib") .Values.quantum }}
 {{- end }}
 
-{{/* The bytes of one token. */}}
+{{/* The bytes of one quantum. */}}
 {{- define "bursar.quantum" -}}
 {{ get (dict "1Gi" "1073741824" "512Mi" "536870912" "256Mi" "268435456") .Values.quantum }}
 {{- end }}
 
-{{/* CEL: every container of a pod that may ask for memory. */}}
+{{/* CEL: every container of a pod that may request memory. */}}
 {{- define "bursar.cel.containers" -}}
 object.spec.containers + object.spec.?initContainers.orValue([])
 {{- end }}
 
-{{/* CEL: the containers that a request brings: all where a pod is created, and those that are added
-to it later. The others of a pod that is there may be older than a policy. */}}
+{{/* CEL: the containers that a request adds: all containers of a created pod, or added ephemeral ones. Existing
+containers of a pod may be older than the policy. */}}
 {{- define "bursar.cel.added" -}}
 oldObject == null ? dyn({{ include "bursar.cel.containers" . }}) : dyn(object.spec.?ephemeralContainers.orValue([])
 .filter(c, !oldObject.spec.?ephemeralContainers.orValue([]).exists(o, o.name == c.name)))
 {{- end }}
 
-{{/* CEL: a container sets NVIDIA_VISIBLE_DEVICES to what may be a GPU. */}}
+{{/* CEL: a container sets NVIDIA_VISIBLE_DEVICES to a value that may select a GPU. */}}
 {{- define "bursar.cel.sees" -}}
 c.?env.orValue([]).exists(e, e.name == 'NVIDIA_VISIBLE_DEVICES' && (has(e.valueFrom) || !(e.?value.orValue('') in ['', 'void', 'none'])))
 {{- end }}
 
-{{/* Where pods come from: new ones, and containers that are added to one. */}}
+{{/* Requests that create pods, or add ephemeral containers to a pod. */}}
 {{- define "bursar.pods" -}}
 - apiGroups: [""]
   apiVersions: [v1]
@@ -71,12 +71,12 @@ c.?env.orValue([]).exists(e, e.name == 'NVIDIA_VISIBLE_DEVICES' && (has(e.valueF
   resources: [pods/ephemeralcontainers]
 {{- end }}
 
-{{/* CEL: a pod asks for GPU memory. */}}
+{{/* CEL: a pod requests GPU memory. */}}
 {{- define "bursar.cel.asks" -}}
 ({{ include "bursar.cel.containers" . }}).exists(c, c.?resources.?limits.orValue({}).exists(r, r in ['{{ include "bursar.device" . }}', '{{ include "bursar.managed" . }}']))
 {{- end }}
 
-{{/* The namespaces whose pods a policy looks at: of (dict "exempt" [further names] "root" .). */}}
+{{/* The namespaces whose pods a policy matches: of (dict "exempt" [further names] "root" .). */}}
 {{- define "bursar.policed" -}}
 namespaceSelector:
   matchExpressions:
