@@ -193,7 +193,7 @@ impl EncodeFamilies for GpuFigures {
         )?;
         tables.gauges(
             "bursar_gpu_healthy",
-            "1 while the GPU is given to new pods",
+            "1 while new pods may be bound to the GPU",
             self.healthy.clone(),
         )
     }

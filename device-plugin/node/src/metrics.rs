@@ -78,7 +78,7 @@ impl NodeMetrics {
             ),
             bind_seconds: r.register_metric(
                 "bursar_agent_bind_seconds",
-                "Time of PreStartContainer, waiting included",
+                "Time of PreStartContainer, with the wait for room",
                 Family::new_with_constructor(seconds_histogram as fn() -> Histogram),
             ),
             releases: r.register_metric(

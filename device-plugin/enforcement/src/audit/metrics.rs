@@ -128,7 +128,7 @@ impl AuditMetrics {
             ),
             seconds: r.register_metric(
                 "bursar_agent_audit_seconds",
-                "Time of one audit, the wait for NVML included",
+                "Time of one audit, with the wait for NVML",
                 seconds_histogram(),
             ),
         }
@@ -257,12 +257,12 @@ impl AuditFigures {
         }
         tables.gauges(
             "bursar_container_enforced",
-            "1 while a running container is held to its quota as far as it can be seen",
+            "1 while the agent sees no way past the quota of a running container",
             enforced,
         )?;
         tables.gauges(
             "bursar_container_layer",
-            "1 while this layer holds a running container to its quota: shim, audit, driver",
+            "1 while this layer enforces the quota of a running container: shim, audit, driver",
             layers,
         )
     }
@@ -286,7 +286,7 @@ impl AuditFigures {
         let stale = self.gpus.iter();
         tables.gauges(
             "bursar_gpu_audit_stale",
-            "1 while NVML has not told for a while who uses a GPU",
+            "1 while NVML has not listed the processes of a GPU for 5 s",
             stale
                 .map(|gpu| (label(gpu), self.stale.contains(gpu).into()))
                 .collect(),
