@@ -97,7 +97,7 @@ const CHECKS: &[Check] = &[
     ),
     cargo_check(
         "main/clippy",
-        "no warning, in tests and benchmarks either",
+        "clippy reports no warning, in tests and benchmarks too",
         &[
             "clippy",
             "--quiet",
@@ -111,7 +111,7 @@ const CHECKS: &[Check] = &[
     ),
     Check {
         name: "main/style",
-        promise: "comments are written as CONTRIBUTING.md says, outside of folders that are still to be rewritten",
+        promise: "comments follow the rules of CONTRIBUTING.md that a program can check",
         runner: Runner::Function(style::check),
     },
     Check {
@@ -126,55 +126,58 @@ const CHECKS: &[Check] = &[
     },
     Check {
         name: "main/deny",
-        promise: "licences, bans and sources of every dependency",
+        promise: "licences, bans and sources of every dependency are allowed",
         runner: Runner::Function(deny),
     },
     Check {
         name: "main/chart",
-        promise: "helm lints and renders the chart for Kubernetes 1.34 to 1.37, and its schema refuses bad values",
+        promise: "helm lints and renders the chart for Kubernetes 1.34 to 1.37, and its schema refuses invalid values",
         runner: Runner::Function(chart),
     },
     test_check(COMPILE_CHECK, "every test compiles", &["--no-run"]),
     test_check(
         "main/generated",
-        "the CRDs in the chart are those of the types",
+        "the CRDs in the chart equal those that the types generate",
         &["--test", "chart"],
     ),
     test_check(
         "main/unit",
-        "unit and property tests of every crate",
+        "unit and property tests of every crate pass",
         &["--lib", "--bins"],
     ),
     Check {
         name: "main/histories",
-        promise: "placement and leases over histories at full length",
+        promise: "placement and leases hold their invariants over histories at full length",
         runner: Runner::Long(HISTORY_TESTS),
     },
     test_check(
         "main/binder",
-        "100,000 random histories: nothing over-booked, bound twice, starved or lost in a crash",
+        "100,000 random histories: no memory is over-booked, bound twice or lost in a crash, and \
+         no request starves",
         &["--test", "binder_histories"],
     ),
     test_check(
         "main/simulator",
-        "the simulated driver has the facts of a real one, under random kills too",
+        "the simulated driver reproduces the facts of a real one, under random kills too",
         &[
             "--test", "facts", "--test", "programs", "--test", "exports", "--test", "chaos",
         ],
     ),
     test_check(
         "main/kubelet",
-        "the plugin against a fake kubelet, upstream's device plugin cases by name among them",
+        "the plugin works with a fake kubelet, also in upstream's device plugin cases by name",
         &["--test", "kubelet"],
     ),
     test_check(
         "main/agent",
-        "the whole agent: killed, robbed of its records, full, without driver or GPU",
+        "the whole agent recovers from kills, lost records and a full run folder, and runs without \
+         driver or GPU",
         &["--test", "agent", "--", SIX_TEST_THREADS],
     ),
     test_check(
         "runtime/fdstore",
-        "acknowledged leases outlive agents killed at any time; one agent and one fd store at a time, a bound on all",
+        "acknowledged leases outlive agents killed at any time; one agent and one fd store run at \
+         a time, with bounded state",
         &["--test", "fdstore"],
     ),
     test_check(
@@ -194,37 +197,39 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "runtime/provisioner",
-        "what a provisioner made outlives it, kept by a descriptor alone; the canary sees whether freed memory is cleared",
+        "memory outlives the provisioner that created it, by a descriptor alone; the scrub check \
+         detects whether freed memory is cleared",
         &["--test", "provisioner"],
     ),
     test_check(
         "runtime/leases",
-        "kept leases and tokens of memory through every death of tenants, provisioners, agents and fd stores, by a real client \
-         through the shim too",
+        "leases and memory tokens survive every death of tenants, provisioners, agents and fd \
+         stores, also for a real client through the shim",
         &["--test", "leases", "--", SIX_TEST_THREADS],
     ),
     test_check(
         "operator/operator",
-        "the whole operator against an API server in memory: a crash before and after each write, writes that \
-         fail or are not answered, two operators at once",
+        "the whole operator against an API server in memory: a crash before and after each write, \
+         writes that fail or get no answer, two operators at once",
         &["--test", "operator", "--", SIX_TEST_THREADS],
     ),
     Check {
         name: "operator/api/server",
-        promise: "the operator against the real API server: crashes, failing and unanswered writes, watches that tell late, \
-                twice, again or nothing, silence, two operators, no controller manager, through changes of budgets, nodes \
-                and faults, then a minute without a write; etcd restored under operator and agent; quota churn; steering of every shape of pod; what policies and \
-                rights refuse",
+        promise: "the operator against the real API server: crashes; writes that fail or get no \
+                answer; watches that are late, repeat events or go silent; two operators; no \
+                controller manager; changes of budgets, nodes and faults, then a minute without \
+                a write; a restore of etcd under operator and agent; quota churn; steering of \
+                every shape of pod; requests that policies and rights refuse",
         runner: Runner::Waiting(&["--test", "api"]),
     },
     test_check(
         "enforcement/quota",
-        "real processes are held to their quota to the byte, past kills and agent restarts",
+        "the shim enforces the quota of real processes to the byte, past kills and agent restarts",
         &["--test", "quota"],
     ),
     test_check(
         "enforcement/classes",
-        "each class of call is charged what the driver takes, up to the last byte of the quota",
+        "each class of call is charged with the driver's bytes, up to the last byte of the quota",
         &[
             "--test", "classes", "--test", "contexts", "--test", "graphs",
         ],
@@ -236,30 +241,31 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "enforcement/audit",
-        "bypasses, mounts over our paths, garbage in the credit page: each found within 2 s, or held all the same; \
-         what ended pods left to others is bound to nobody",
+        "bypasses, mounts over Bursar's paths and garbage in the credit page are found within 2 s \
+         or have no effect; memory that ended pods left with other processes is bound to no pod",
         &["--test", "audit", "--", SIX_TEST_THREADS],
     ),
     test_check(
         "enforcement/pools",
-        "stream-ordered, virtual and shared memory is charged what the driver took, whatever a program \
-         does with it",
+        "stream-ordered, virtual and shared memory is charged with the driver's bytes, whatever \
+         the program does with it",
         &["--test", "pools", "--test", "vmm"],
     ),
     test_check(
         "enforcement/exported",
-        "what a dead process had exported is charged while anybody holds it, and another's within 1 s",
+        "orphaned exports are charged while a process holds them, and are free for other \
+         processes within 1 s after that",
         &["--test", "exported"],
     ),
     test_check(
         "enforcement/soak",
-        "a million operations of 64 processes past kills and 100 agent restarts, against a model",
+        "a million operations of 64 processes past kills and 100 agent restarts agree with a model",
         &["--test", "soak"],
     ),
     test_check(
         "enforcement/library",
-        "the shim exports the driver's names and no other, hands out its own hooks, knows the \
-         published headers, and needs an old glibc only",
+        "the shim exports exactly the driver's names, returns its own hooks, knows the published \
+         headers, and needs only an old glibc",
         &[
             "--test",
             "library",
@@ -271,13 +277,14 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "runtime/driver",
-        "the runtime's driver module: handles, exports, streams, sticky errors, and no panic without a driver",
+        "the runtime's driver module handles exports, streams and sticky errors, and does not \
+         panic without a driver",
         &["--test", "driver"],
     ),
     test_check(
         "runtime/resources",
-        "sources and adaptors: budgets stay exact whatever fails, uses are ordered, writes out of bounds are \
-         found, 8 threads share the first use",
+        "sources and adaptors: budgets stay exact whatever fails, uses are ordered, out-of-bounds \
+         writes are found, 8 threads share the first use",
         &["--test", "resources"],
     ),
     test_check(
@@ -287,8 +294,8 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "runtime/references",
-        "typed memory is stale exactly when it is lost; launches, copies and the host wait for each other; \
-         checksums of device memory",
+        "typed memory is stale exactly when it is lost; launches, copies and the host wait for \
+         each other; device memory has correct checksums",
         &["--test", "refs"],
     ),
     cargo_check(
@@ -305,13 +312,13 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "runtime/poison",
-        "a process that a fault poisoned is executed again in its place as it was started, or fenced and its \
-         container condemned, never more often than the policy's maximum",
+        "the shim executes a poisoned process again in place with its original arguments, or the \
+         agent fences it and restarts its container, at most as often as the policy allows",
         &["--test", "poison"],
     ),
     Check {
         name: "enforcement/loader",
-        promise: "every way to find a driver library, in every kind of image: held, none, or detected",
+        promise: "every route to a driver library, in every kind of image, has a known outcome: held, no driver, or detected",
         runner: Runner::Function(loader),
     },
 ];

@@ -10,19 +10,19 @@ use crate::paths;
 pub const TRIALS: &[(&str, &str)] = &[
     (
         "main/cluster/quota",
-        "a pod sees one GPU of the size that it asked for",
+        "a pod sees one GPU of the size that it requested",
     ),
     (
         "main/cluster/greedy",
-        "a greedy pod is refused at its quota, and its neighbour on the GPU notices nothing",
+        "a pod that allocates beyond its quota gets an error, and its neighbour on the GPU is not affected",
     ),
     (
         "main/cluster/waiting",
-        "an 8 beside two 10s waits with the reason, and runs within 15 s of a 10's end",
+        "a pod of 8 beside two of 10 waits with the reason, and runs within 15 s after one of 10 ends",
     ),
     (
         "main/cluster/full",
-        "two 12s and two 4s run, and a further 5 is not scheduled",
+        "two pods of 12 and two of 4 run, and a further pod of 5 is not scheduled",
     ),
     (
         "security/cluster/together",
@@ -30,15 +30,15 @@ pub const TRIALS: &[(&str, &str)] = &[
     ),
     (
         "security/cluster/inherited",
-        "what an init container has kept or exported counts against the main container, once and within its limit, whichever of them may use more",
+        "memory that an init container retained or exported counts against the main container's quota, once and at most up to it, whichever of the two quotas is larger",
     ),
     (
         "main/cluster/budgets",
-        "a budget is accepted, and one that makes no sense is refused with the reason",
+        "the operator accepts a valid budget, and refuses an invalid one with the reason",
     ),
     (
         "main/cluster/bad-input",
-        "an agent with a bad configuration ends, and its log names the field",
+        "an agent with an invalid configuration ends, and its log names the field",
     ),
     (
         "main/cluster/release",
@@ -46,87 +46,87 @@ pub const TRIALS: &[(&str, &str)] = &[
     ),
     (
         "main/cluster/churn",
-        "after 200 random creates and deletes no pod was Failed, and nothing is held",
+        "after 200 random creates and deletes no pod was Failed, and no memory is bound",
     ),
     (
         "main/cluster/restarts",
-        "bindings survive restarts of kubelet and agent, a wiped plugin folder, and a checkpoint lost or spoilt",
+        "bindings survive restarts of kubelet and agent, a wiped plugin folder, and a lost or corrupted checkpoint",
     ),
     (
         "main/cluster/health",
-        "a GPU that is lost and restored is followed both ways, and pods on others notice nothing",
+        "the allocatable follows a GPU that is lost and restored, and pods on other GPUs are not affected",
     ),
     (
         "enforcement/cluster/users",
-        "pods without root, with a read-only root file system, and with users of their own are held to their quota",
+        "the quota is enforced for pods without root, with a read-only root file system, and with users of their own",
     ),
     (
         "enforcement/cluster/upgrade",
-        "the agent is replaced by another build under load: no pod restarts, and quotas hold before, during and after",
+        "another build replaces the agent under load: no pod restarts, and quotas are enforced before, during and after",
     ),
     (
         "security/cluster/rights",
-        "the agent has nine capabilities and a seccomp filter; a provisioner has none, a filter and a user of its own, which cannot read the agent's token",
+        "the agent has nine capabilities and a seccomp filter; a provisioner has no capabilities, a filter and a user of its own, which cannot read the agent's token",
     ),
     (
         "enforcement/cluster/resize",
-        "a running pod's quota is raised and lowered; below what is used it is pending until the program frees, and nobody is killed",
+        "an override lowers and raises a running pod's quota; below the used memory it is pending until the program frees memory, and no process is killed",
     ),
     (
         "operator/cluster/steered",
-        "an 8 beside two 10s is scheduled to a node that has room, or held back until one has",
+        "a pod of 8 beside two of 10 is scheduled to a node with room, or stays pending until a node has room",
     ),
     (
         "operator/cluster/moved",
-        "without steering the 8 waits, and is moved once another node has room",
+        "without steering the pod of 8 waits, and is relocated once another node has room",
     ),
     (
         "operator/cluster/owners",
-        "owners get half a GPU each from borrowers, two at a time and 100 times, and no borrower goes for nothing",
+        "owners get half a GPU each from borrowers, two at a time and 100 times, and no borrower is evicted without need",
     ),
     (
         "operator/cluster/disruption",
-        "a disruption budget keeps a borrower for its grace; a Job that ignores disruptions gives and counts no failure, and one that does not borrow keeps its pods",
+        "a disruption budget protects a borrower for its grace; a Job that ignores disruption loses pods without a counted failure, and a Job that does not ignore it keeps its pods unless they borrow",
     ),
     (
         "operator/cluster/override",
-        "a budget's override lowers the quota of a running pod, and is lifted with it",
+        "a budget's override lowers the quota of a running pod, and its removal restores the quota",
     ),
     (
         "enforcement/cluster/covered",
-        "a pod's volumes over our files and NVIDIA_VISIBLE_DEVICES=all take nothing from the quota, or are told within 2 s",
+        "a pod's volumes over Bursar's files and NVIDIA_VISIBLE_DEVICES=all do not weaken the quota, or are reported within 2 s",
     ),
     (
         "runtime/cluster/poison",
-        "a pod's main process faults 50 times in a row, has its kept memory again within a second, and the kubelet sees nothing; without a policy it restarts the container each time",
+        "a pod's main process faults 50 times in a row, has its retained memory again within a second, and the kubelet sees no restart; without a policy the kubelet restarts the container each time",
     ),
     (
         "operator/cluster/contexts",
-        "a pod that faults more often than its namespace's policy allows is evicted and the budget says why, also by an operator that was away",
+        "the operator evicts a pod that faults more often than its namespace's policy allows, and the budget names the reason, also after a restart of the operator",
     ),
     (
         "operator/cluster/refused",
-        "a pod beyond its namespace's budget is refused when it is created, with a message that names the budget",
+        "the API server refuses a pod beyond its namespace's budget, with a message that names the budget",
     ),
     (
         "operator/cluster/reclaim",
-        "a team borrows what another leaves idle, and that one takes it back at once, with no operator running",
+        "a namespace borrows memory that another leaves idle, and the owner gets it back at once, without a running operator",
     ),
     (
         "operator/cluster/accounts",
-        "an agent's token writes its own node's GpuNode only and lists no pods; the operator's changes its own labels only",
+        "an agent's token writes only its own node's GpuNode and lists no pods; the operator's token changes only its own labels",
     ),
     (
         "operator/cluster/alone",
-        "a pod that is to be evicted for a fault while the API server is away is restarted by its node's agent, and that is all once it is back",
+        "while the API server is unreachable, the agent restarts a pod that a fault would evict, and the pod is not evicted afterwards",
     ),
     (
         "main/cluster/leaves-nothing",
-        "a cluster that ran a pod leaves nothing behind, twice",
+        "a cluster that ran a pod leaves nothing behind on the machine, twice",
     ),
     (
         "main/cluster/swept",
-        "a cluster whose node process is killed is swept at the next start",
+        "the next start removes the remains of a cluster whose node process was killed",
     ),
 ];
 

@@ -25,7 +25,7 @@ const AGENT: &[&str] = &["--test", "agent"];
 pub(super) const CHECKS: &[NamedCheck] = &[
     NamedCheck {
         name: "faults/api-restored",
-        promise: "agents and watches list anew after a restore of etcd, and the status is written again (on a real etcd: operator/api/server)",
+        promise: "agents and watches list their objects again after a restore of etcd, and the agent writes its status again (on a real etcd: operator/api/server)",
         long: false,
         tests: &[
             TestSelection {
@@ -52,7 +52,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/api-backoff",
-        promise: "5,000 clients of an API server that is away back off, whether their lists fail or their watches end at once",
+        promise: "5,000 clients of an unreachable API server back off, whether their lists fail or their watches end at once",
         long: false,
         tests: &[TestSelection {
             target: WATCH,
@@ -66,7 +66,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/api-versions",
-        promise: "a value or an order of another version of the API stops nothing but itself",
+        promise: "a value or an entry of another API version has no effect on other objects and entries",
         long: false,
         tests: &[
             TestSelection {
@@ -93,7 +93,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/api-deleted",
-        promise: "a GpuNode that is deleted is made again within seconds, owned by the present Node, and lifts no drain",
+        promise: "the agent creates a deleted GpuNode again within seconds, owned by the current Node, and a drain stays in force",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -109,7 +109,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/api-agent",
-        promise: "an agent's status and orders arrive whatever becomes of one write, and however a watch tells",
+        promise: "an agent's status and orders arrive although single writes fail and watches are late, repeat or stop",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -125,7 +125,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/clock-agent",
-        promise: "windows and deadlines of faults, and the numbers of process images, do not follow the wall clock",
+        promise: "windows and deadlines of faults, and process generations, do not depend on the wall clock",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -140,7 +140,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/clocks",
-        promise: "no pod is evicted sooner, later or at all for clocks of API server, operator and node that are an hour apart",
+        promise: "clocks of API server, operator and node that differ by an hour change no eviction and no time of an eviction",
         long: false,
         tests: &[
             TestSelection {
@@ -170,7 +170,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/etcd-restored",
-        promise: "the operator follows again within 30 s of a restore of etcd, whose versions go back (on a real etcd: operator/api/server)",
+        promise: "the operator follows the cluster within 30 s of a restore of etcd to older versions (on a real etcd: operator/api/server)",
         long: false,
         tests: &[
             TestSelection {
@@ -192,7 +192,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/other-versions",
-        promise: "an object that cannot be read, or has a value of another version, stops nothing but itself, evicts nobody, and is named by a condition and a metric",
+        promise: "an object that cannot be parsed, or has a value of another version, affects no other object, causes no eviction, and is named by a condition and a metric",
         long: false,
         tests: &[
             TestSelection {
@@ -218,7 +218,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/dead-node",
-        promise: "the memory of a node that is not Ready or has no agent counts no more after a minute, as Covered says, and again when the node lives",
+        promise: "a node that is not Ready or has no agent counts in no cohort after a minute, as the condition Covered reports, and counts again when it recovers",
         long: false,
         tests: &[
             TestSelection {
@@ -244,7 +244,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/lying-worlds",
-        promise: "whatever one node says, no step of the operator names a pod of another node, in 5,000 worlds",
+        promise: "whatever a node reports, no step of the operator names a pod of another node, in 5,000 random clusters",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -255,7 +255,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/lying-worlds-long",
-        promise: "the same in 100,000 worlds",
+        promise: "whatever a node reports, no step of the operator names a pod of another node, in 100,000 random clusters",
         long: true,
         tests: &[TestSelection {
             target: LIB,
@@ -266,7 +266,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/nvml-one-gpu",
-        promise: "while NVML hangs for one GPU that GPU is offered and bound to nobody, and the others are served as before",
+        promise: "while NVML hangs for one GPU, the agent neither offers nor binds it, and serves the other GPUs as before",
         long: false,
         tests: &[
             TestSelection {
@@ -288,7 +288,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/nvml-all-gpus",
-        promise: "while NVML hangs for all GPUs nothing is offered, bindings stay, and the agent ends and starts",
+        promise: "while NVML hangs for all GPUs, the agent offers none, bindings stay, and the agent can end and start",
         long: false,
         tests: &[TestSelection {
             target: AGENT,
@@ -299,7 +299,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/state-disk",
-        promise: "while the disk of its state hangs the agent admits, binds and offers, a condition and a metric tell of it, and an agent that starts registers",
+        promise: "while the disk of the state directory hangs, the agent admits, binds and offers, a condition and a metric report the delay, and an agent that starts registers",
         long: false,
         tests: &[
             TestSelection {
@@ -328,7 +328,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/readiness",
-        promise: "an agent is ready when it does its work, on a node without a healthy GPU too: a cluster's upgrade goes on",
+        promise: "an agent that does its work is ready, on a node without a healthy GPU too, so that a cluster's upgrade continues",
         long: false,
         tests: &[
             TestSelection {
@@ -351,7 +351,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/hangs",
-        promise: "what is admitted, offered, bound and refused while NVML, the state's disk or the API server hangs for 20 s",
+        promise: "pods are admitted, bound or refused as specified while NVML, the state's disk or the API server hangs for 20 s",
         long: false,
         tests: &[TestSelection {
             target: AGENT,
@@ -362,7 +362,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/hangs-of-a-minute",
-        promise: "the same for 60 s each, as the table of docs/reliability.md",
+        promise: "hangs of 60 s have the results in the table of docs/reliability.md",
         long: true,
         tests: &[TestSelection {
             target: AGENT,
@@ -373,7 +373,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/bounded",
-        promise: "what the agent and the operator keep by GPU, by node or by build is bounded, whatever comes and goes, and no GPU gets a G twice",
+        promise: "state of the agent and the operator for GPUs, nodes and builds is bounded while these come and go, and no GPU gets a generation twice",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -392,7 +392,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/growth",
-        promise: "descriptors, threads, tasks, processes and files of an agent are as many after rounds of pods, MIG instances and builds as before",
+        promise: "an agent has as many descriptors, threads, tasks, processes and files after rounds of pods, MIG instances and builds as before",
         long: false,
         tests: &[TestSelection {
             target: AGENT,
@@ -403,7 +403,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/growth-long",
-        promise: "the same over 20 builds and 6,000 rounds of pods",
+        promise: "an agent has as many descriptors, threads, tasks, processes and files after 20 builds and 6,000 rounds of pods as before",
         long: true,
         tests: &[TestSelection {
             target: AGENT,
@@ -433,7 +433,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/on-record",
-        promise: "no restart is ordered that a record lacks, and no record comes back after its allocation's end",
+        promise: "every ordered restart has a record, and no record returns after the end of its allocation",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -447,7 +447,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/unread",
-        promise: "kept leases and CDI files that another agent wrote and this one cannot read are kept and charged",
+        promise: "leases and CDI files of another version that the agent cannot parse stay, and stay charged",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -462,7 +462,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/override-of-each-gpu",
-        promise: "a lowered quota is of each GPU of a pod, also where an agent lists the pod with one of them",
+        promise: "a lowered quota applies to each GPU of a pod, also if an agent reports the pod with one of them only",
         long: false,
         tests: &[TestSelection {
             target: LIB,

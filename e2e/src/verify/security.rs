@@ -46,7 +46,7 @@ const fn confined(names: &'static [&'static str; 1]) -> TestSelection {
 pub(super) const CHECKS: &[NamedCheck] = &[
     NamedCheck {
         name: "security/confined",
-        promise: "a process that loads the driver has no capability, runs no other program and has no network; the agent keeps nine capabilities and mounts nothing",
+        promise: "a process that loads the driver has no capability, starts no other program and has no network; the agent has nine capabilities and cannot mount",
         long: false,
         tests: &[
             confined(&["driver_process_is_refused_what_it_never_needs"]),
@@ -56,7 +56,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/exports-believed",
-        promise: "an export is never believed to be less than was told before, at the death neither, and a page's number of accounts is the agent's own",
+        promise: "an export never counts as less than its process reported before, also at its exit, and the agent's own number of accounts counts",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -80,7 +80,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/exports-neighbours",
-        promise: "what living processes of other containers exported holds up no dead process's memory; what its own container's did, does",
+        promise: "exports of living processes delay the release of orphaned exports of their own container, and of no other container",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -95,7 +95,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/exports-listed",
-        promise: "what the driver lists for a container's processes is not known as unlisted as well, whatever they say that they exported; managed memory is",
+        promise: "memory that the driver lists for a container's processes explains no unlisted memory, whatever they report as exported; managed memory does",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -109,7 +109,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/allowance-once",
-        promise: "the process allowance is for a container once, with a tenth of its quota at most, and processes without room for their contexts are a finding",
+        promise: "the process allowance counts once a container, with at most a tenth of its quota, and processes beyond the contexts that fit the quota are a finding",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -125,7 +125,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/contextless",
-        promise: "what the kernel module says that a pod's process owns without a context is charged to it, with a session or without, and an answer of another layout is not believed",
+        promise: "memory that a pod's process owns without a context is charged to it by the kernel module's report, with a session or without; the agent ignores a report of unknown layout",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -143,7 +143,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/holders-judged",
-        promise: "a process that uses the driver without session and context is named while memory is of nobody, an honest one never; killed only where no other container has one; memory of nobody counts within a window",
+        promise: "while memory is unaccounted, a process that uses the driver without session and context is a finding, and an honest one never is; the agent kills it only if no other container has such a process; unaccounted memory counts within a window",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -162,7 +162,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/holders-found",
-        promise: "on a whole agent 7 GiB without a context, beside 7 GiB that are listed and said to be exported, in a quota of 8 are found within 2 s, and ended within seconds under kill; a program that only began with the driver, an exporter and its forked child in another pod are not accused",
+        promise: "the whole agent finds 7 GiB without a context within 2 s, beside 7 GiB that are listed and reported as exported, in a quota of 8, and kills the process within seconds under kill; it accuses no process within cuInit, no exporter and no forked child of an exporter in another pod",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "audit"],
@@ -176,7 +176,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/exports-unsaid",
-        promise: "on a whole agent an exporter that writes 0 into its page, parks the descriptor and dies stays charged until it is let go",
+        promise: "the whole agent charges an exporter that writes 0 into its page, leaves the descriptor in a socket and exits, until the memory is released",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "audit"],
@@ -187,7 +187,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/together",
-        promise: "containers of a pod all have their memory or none has: 4+4+12+12 and two pods of 7+9 start on two GPUs of 16, init containers and sidecars are not added up, what is held ends with the pod",
+        promise: "the agent places all containers of a pod or none: 4+4+12+12 and two pods of 7+9 start on two GPUs of 16, init containers and sidecars are not summed, and planned memory is released with the pod",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "pod_groups"],
@@ -208,7 +208,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/together-kubelet",
-        promise: "the same over the agent's plugin and a fake kubelet's checkpoint",
+        promise: "all containers of a pod start together over the agent's plugin and a fake kubelet's checkpoint",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "kubelet"],
@@ -219,7 +219,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/together-agent",
-        promise: "the node's actor places a pod's containers together across its restarts",
+        promise: "the agent places a pod's containers together across its restarts",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -233,7 +233,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/mig-not-spread",
-        promise: "a claim larger than a MIG instance waits and says so; nothing is spread over instances",
+        promise: "a container larger than a MIG instance waits with that reason, and is never spread over instances",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "pod_groups"],
@@ -244,7 +244,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/mig-shares",
-        promise: "the binder cuts nothing for MIG instances",
+        promise: "the binder splits no request over MIG instances",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -255,7 +255,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/one-account",
-        promise: "containers of one claim share its quota: what the first exported, keeps or retains counts against the next, and both together never have more than it",
+        promise: "containers with the same device ids share one quota: exported and retained memory of the first counts against the next, and both together never exceed the quota",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -272,7 +272,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/withheld",
-        promise: "what is in use and charged to nobody is bound to nobody, from ten looks on and until three after it is gone",
+        promise: "memory that is in use and charged to no container is bound to no pod, from ten samples on and until three samples after its release",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -291,7 +291,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/withheld-ledger",
-        promise: "the ledger binds nothing of it, takes nothing away, and says so to who waits",
+        promise: "the ledger binds no withheld memory, changes no binding, and names withheld memory to queued claims",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -302,7 +302,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/withheld-agent",
-        promise: "the whole agent: memory past the shim that outlives its pod is promised to no neighbour until it is let go",
+        promise: "the whole agent binds memory past the shim that outlives its pod to no other pod until its release",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "audit"],
@@ -313,7 +313,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/context-size",
-        promise: "what a CUDA context is charged is what the agent measured with a process of its own, per boot, GPU and driver; no tenant's word changes it, and an older file is no obstacle",
+        promise: "the charge of a CUDA context is the agent's own measurement, per boot, GPU and driver; tenants cannot change it, and the agent measures again after a malformed file",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -331,7 +331,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/context-measured",
-        promise: "a whole agent measures a context of each GPU once a boot, with nothing retained, and an older file keeps it from nothing",
+        promise: "the whole agent measures a context of each GPU once a boot, without retained memory, and also with a file of an older version",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "leases"],
@@ -342,7 +342,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/context-canary",
-        promise: "the canary has a context and nothing else until it is told to go on",
+        promise: "the scrub check has a context and no other memory until the agent lets it continue",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "provisioner"],
@@ -353,7 +353,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/fdstore-memory",
-        promise: "a fd store filled to its bound with the longest blobs stays within its memory limit",
+        promise: "an fd store filled to its bound with the longest blobs stays within its memory limit",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "fdstore"],
@@ -364,7 +364,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/fdstore-share",
-        promise: "a namespace that fills the fd store leaves others their share; what is on its way out counts",
+        promise: "a namespace that fills the fd store leaves other namespaces their share; leases that are being created count",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -390,7 +390,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/desk-node-first",
-        promise: "the node is heard before all questions of tenants",
+        promise: "the lease task handles events of the node before all requests of tenants",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -401,7 +401,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/unscrubbed",
-        promise: "a GPU whose driver was not seen to clear freed memory is its first namespace's for the boot, over restarts, ended pods and random histories; a pod of unknown namespace gets none",
+        promise: "a GPU without a passed scrub check serves its first namespace until the node reboots, over restarts, ended pods and random histories; a pod of unknown namespace gets no memory of it",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -417,7 +417,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/unscrubbed-agent",
-        promise: "a whole agent over a driver that does not clear keeps each GPU to one namespace and says why; over one that does, or with the admin's word, it shares",
+        promise: "the whole agent over a driver that does not clear memory gives each GPU to one namespace, with the reason; over a driver that does, or with allow-unscrubbed, namespaces share GPUs",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "leases"],
@@ -431,7 +431,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/unscrubbed-told",
-        promise: "the condition MemoryScrubbed says so and keeps no node from being ready",
+        promise: "the condition MemoryScrubbed reports a GPU without a passed scrub check, and the node stays ready",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -442,7 +442,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/other-gpus",
-        promise: "honest programs of root, whose libcuda makes the nodes of every GPU, are no finding on two GPUs; who may open another GPU is told, and who cannot be asked too; the same where a program of cgroup v2 decides",
+        promise: "honest programs of root, whose libcuda creates the nodes of every GPU, are no finding on two GPUs; the agent reports a container that may open another GPU, or that it cannot test, with cgroup v2 too",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "audit"],
@@ -458,7 +458,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/other-gpus-asked",
-        promise: "only a container that can have other GPUs is asked, a process that gives no answer ends in time, and no folder that is no cgroup is written to; with cgroups of v2 alone, and of both versions, those that decide are asked",
+        promise: "the agent tests only containers that can have other GPUs, ends a test process without an answer in time, and writes to cgroup folders only; with cgroup v2, alone or beside v1, it tests the deciding cgroup",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -478,7 +478,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/large-processes",
-        promise: "3 x 65,000 mappings with paths of 3,200 bytes and 3 x 100 GiB of environment: told as not attested, the agent's peak stays within 64 MiB of what it had, a neighbour's p99 below 100 ms",
+        promise: "3 x 65,000 mappings with paths of 3,200 bytes and 3 x 100 GiB of environment: reported as not attested, the agent's peak grows by at most 64 MiB, a neighbour's p99 stays below 100 ms",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "audit"],
@@ -489,7 +489,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/proc-bounds",
-        promise: "nothing of a tenant's process is read without a bound of bytes and lines, and no other module reads files unlisted; a container whose processes cannot all be read within 60 s is told as not attested",
+        promise: "the agent reads files of tenant processes only up to bounds of bytes and lines, in listed modules only; a container whose processes cannot all be read within 60 s is reported as not attested",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -509,7 +509,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/event-storm",
-        promise: "one pod's storm of Events leaves room for every other pod's, repeats are one Event with a count, and no Event of a finding names a pid of the host; the whole agent under waves of processes that are each a finding or a fault, with an API server that answers late and then never: as many Events as its bounds let pass, the neighbour's p99 below 100 ms, resident memory as before",
+        promise: "a storm of one pod's Events leaves room for those of other pods, repeated Events are counted in one, and no Event of a finding contains a pid of the host; under waves of findings and faults, with an API server that responds late and then never, the whole agent sends as many Events as its bounds allow, a neighbour's p99 stays below 100 ms, and resident memory does not grow",
         long: false,
         tests: &[
             TestSelection {
@@ -535,7 +535,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/crash-loops",
-        promise: "60 crash loops under the policy kill with audits that wait 0.4 s between NVML and the books: nobody is accused or killed",
+        promise: "60 crash loops under the policy kill, with audits that wait 0.4 s between NVML and the accounts: no process is accused or killed",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "audit"],
@@ -546,7 +546,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/crash-orders",
-        promise: "20,000 random histories of processes that come, end, park memory and reuse pids, in every order with an audit's steps: no finding",
+        promise: "20,000 random histories of processes that start, end, leave memory with others and reuse pids, in every order with an audit's steps: no finding",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -563,7 +563,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/time-slice",
-        promise: "CAP_SYS_NICE over the host is told by a reason of its own, and the container is served",
+        promise: "the agent reports CAP_SYS_NICE over the host with a reason of its own, and serves the container",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "audit"],
@@ -574,7 +574,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/crash-loops-1000",
-        promise: "1,000 crash loops",
+        promise: "1,000 crash loops under the policy kill: no process is accused or killed",
         long: true,
         tests: &[TestSelection {
             target: &["--test", "audit"],
@@ -585,7 +585,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/honest-two-gpus",
-        promise: "10 minutes of honest programs of root on two GPUs",
+        promise: "10 minutes of honest programs of root on two GPUs: no finding",
         long: true,
         tests: &[TestSelection {
             target: &["--test", "audit"],
@@ -596,7 +596,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/passed-descriptors",
-        promise: "what a process passes over its socket is refused by the kernel, and on older kernels closed beside the agent's threads: a neighbour's round trip p99 stays below 100 ms with two provisioners, with and without hello, out of band, refused, and when the sessions end",
+        promise: "the kernel refuses descriptors that a process passes over its socket, and on older kernels a thread of its own closes them: a neighbour's p99 stays below 100 ms with two provisioners, with and without hello, out of band, refused, and at the end of sessions",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -615,7 +615,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/lingering-agent",
-        promise: "the whole agent with two provisioners under six lingering sockets: the neighbour's p99 below 100 ms, resident memory and descriptors as before",
+        promise: "the whole agent with two provisioners under six lingering sockets: a neighbour's p99 stays below 100 ms, and resident memory and descriptors do not grow",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "security"],
@@ -629,7 +629,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/credit-pages",
-        promise: "of 8,000 hellos on kept pages a container gets 1,024 at once and one a second; pages of the dead are handed out again, so honest churn never ends",
+        promise: "of 8,000 hellos whose pages a container holds, it gets 1,024 pages at once and one a second; pages of exited processes are reused, so that honest churn can continue",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "security"],
@@ -640,7 +640,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/credit-pages-books",
-        promise: "the budget of pages by itself",
+        promise: "the page limit bounds pages that processes hold, and reuses those of exited processes",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -654,7 +654,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/work-is-paid",
-        promise: "messages pay for the processor that they take, requests share one write of the record and are answered only once it is there",
+        promise: "messages are charged for their processor time; requests share one write of the record, and are answered only after it",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -672,7 +672,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/crowd",
-        promise: "512 processes that start at once are all granted, and a neighbour's p99 stays below 100 ms",
+        promise: "512 processes that start at once all get their grants, and a neighbour's p99 stays below 100 ms",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "security"],
@@ -683,7 +683,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/one-look",
-        promise: "one look at a GPU answers all containers that wait for what ended images had",
+        promise: "one sample of a GPU serves all containers that wait for memory of ended images",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -694,7 +694,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/outermost-pod",
-        promise: "a container's own cgroup folders never pass for another pod's",
+        promise: "a container's own cgroup folders never count as another pod's",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -705,7 +705,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/contended-word",
-        promise: "the agent gives up a word that is written without pause, and the image gets nothing more",
+        promise: "the agent stops its attempts on a word that is written without pause, and grants the image no more memory",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -716,7 +716,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/contended-image",
-        promise: "an image whose page took no grant is fenced",
+        promise: "the agent fences an image whose page accepts no grant",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -729,7 +729,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/xid-records",
-        promise: "a name that a tenant chose, of a program or its file, decides nothing in a record of the kernel's log; nor does what a program wrote there, a record of another GPU, or one without NVML's event",
+        promise: "names of programs and files in the kernel's log decide nothing; nor do records that a program wrote, records of another GPU, or records without NVML's event",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -748,7 +748,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/xid-records-agent",
-        promise: "the whole agent fences and kills nobody for forged records of the kernel's log, and acts on a real XID as before",
+        promise: "the whole agent fences and kills no process for forged records of the kernel's log, and acts on a real XID",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "audit"],
@@ -763,7 +763,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/fuzz-frames",
-        promise: "whatever becomes of frames (shim, fd store, provisioner, memory ids) is an error or the one message that encodes to it, and credit pages of any content stay bounded",
+        promise: "random frames (shim, fd store, provisioner, memory ids) are an error or the one message that encodes to them, and credit pages of any content stay bounded",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "fuzz"],
@@ -774,7 +774,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/fuzz-text",
-        promise: "whatever becomes of tokens, kernel log records, files of /proc, the kubelet's checkpoint, CDI files and session records: no panic, and each target's own property",
+        promise: "random tokens, kernel log records, files of /proc, kubelet checkpoints, CDI files and session records cause no panic, and each target's own property holds",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "fuzz"],
@@ -785,7 +785,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/fuzz-frames-long",
-        promise: "the same for 10 million frames of each kind",
+        promise: "10 million random frames of each kind are an error or the one message that encodes to them, and credit pages stay bounded",
         long: true,
         tests: &[TestSelection {
             target: &["--test", "fuzz"],
@@ -796,7 +796,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/fuzz-text-long",
-        promise: "the same for a million texts of each kind",
+        promise: "a million random texts of each kind cause no panic, and each target's own property holds",
         long: true,
         tests: &[TestSelection {
             target: &["--test", "fuzz"],
@@ -807,7 +807,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/adversary",
-        promise: "a seeded hostile tenant does anything in any order to the whole agent for some seconds: no grant beyond the quota, no neighbour late, killed or refused, nothing left behind; each of its oracles complains of a world that breaks its promise",
+        promise: "a seeded hostile tenant performs random actions on the whole agent for some seconds: no grant beyond the quota, no neighbour late, killed or refused, no leftover resources; each oracle rejects a history that breaks its promise",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "security"],
@@ -830,7 +830,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/adversary-million",
-        promise: "the same for a million hostile steps",
+        promise: "a seeded hostile tenant performs a million random actions on the whole agent: no grant beyond the quota, no neighbour late, killed or refused, no leftover resources",
         long: true,
         tests: &[TestSelection {
             target: &["--test", "security"],
@@ -841,7 +841,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/http",
-        promise: "10,000 connections with unfinished headers: RSS within 64 MiB, all closed, a probe on its own listener answered within 100 ms at p99; idle connections leave probes their seats; metrics are encoded once for all who ask; oversized headers are refused; the whole agent under as many keeps its memory and descriptors, and answers its neighbour and its probes within 100 ms",
+        promise: "10,000 connections with unfinished headers: RSS within 64 MiB, all closed, a probe on its own listener answered within 100 ms at p99; idle connections do not block probes; metrics are encoded once for concurrent requests; oversized headers are refused; the whole agent under as many connections does not grow, and answers its neighbour and its probes within 100 ms",
         long: false,
         tests: &[
             TestSelection {
@@ -866,7 +866,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/nodes-word",
-        promise: "whatever the GpuNode of one node says, the operator ends, moves or counts no pod that is not on that node",
+        promise: "whatever the GpuNode of a node reports, the operator evicts, relocates or counts no pod of another node",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -880,7 +880,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/borrowers",
-        promise: "a borrower gives back whatever its Job says, past its disruption budget after its grace",
+        promise: "a borrower is evicted whatever its Job's policy, and after the grace whatever its disruption budget",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -894,7 +894,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/static-pods",
-        promise: "an owner reference of kind Node makes no pod untouchable, and a mirror's annotation stands in for no other pod",
+        promise: "an owner reference of kind Node protects no pod from preemption, and a mirror annotation counts only for its own pod",
         long: false,
         tests: &[TestSelection {
             target: LIB,
@@ -908,7 +908,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/pods-name",
-        promise: "a pod of the same name with another UID lends its namespace to nobody",
+        promise: "a pod of the same name with another UID gives its namespace to no other pod",
         long: false,
         tests: &[TestSelection {
             target: LIB,
