@@ -160,7 +160,7 @@ const CITED: &[Cited] = &[
     Cited {
         route: "another grant written into the credit page",
         comes_to: "detected (forged-page)",
-        file: "device-plugin/src/enforcement/audit/compare/tests.rs",
+        file: "device-plugin/enforcement/src/audit/compare/tests.rs",
         test: "forged_page_is_a_finding_without_any_gpu_sample",
     },
     Cited {
@@ -178,7 +178,7 @@ const CITED: &[Cited] = &[
     Cited {
         route: "any other mount over, above or inside our paths",
         comes_to: "detected (`Enforced` is False: MountedOver)",
-        file: "device-plugin/src/enforcement/attestation/evaluate/tests.rs",
+        file: "device-plugin/enforcement/src/attestation/evaluate/tests.rs",
         test: "mount_over_any_of_our_paths_is_a_gap",
     },
     Cited {
@@ -250,13 +250,13 @@ const CITED: &[Cited] = &[
     Cited {
         route: "the same in a process with a session, where the kernel module tells its owner",
         comes_to: "detected (over quota); ended under `kill`",
-        file: "device-plugin/src/enforcement/audit/compare/tests.rs",
+        file: "device-plugin/enforcement/src/audit/compare/tests.rs",
         test: "contextless_memory_beyond_the_quota_is_found_with_a_session",
     },
     Cited {
         route: "the same in a forked child of a process with a session",
         comes_to: "detected (holder)",
-        file: "device-plugin/src/enforcement/audit/compare/tests.rs",
+        file: "device-plugin/enforcement/src/audit/compare/tests.rs",
         test: "child_is_a_holder_when_it_maps_the_driver_itself",
     },
     Cited {
@@ -274,19 +274,19 @@ const CITED: &[Cited] = &[
     Cited {
         route: "more processes than the quota has contexts for",
         comes_to: "detected (over-quota)",
-        file: "device-plugin/src/enforcement/audit/compare/tests.rs",
+        file: "device-plugin/enforcement/src/audit/compare/tests.rs",
         test: "container_is_over_quota_when_contexts_do_not_fit",
     },
     Cited {
         route: "memory that was never told as exported, by a descriptor in another process or in flight",
         comes_to: "detected (unaccounted): bound to nobody, told on the pod or the node, nobody ended",
-        file: "device-plugin/src/enforcement/audit/compare/tests.rs",
+        file: "device-plugin/enforcement/src/audit/compare/tests.rs",
         test: "unaccounted_memory_names_the_only_container_with_driver",
     },
     Cited {
         route: "the pid of a dead process whose memory is held, taken again",
         comes_to: "detected (intruder) beyond what the dead process left",
-        file: "device-plugin/src/enforcement/audit/compare/tests.rs",
+        file: "device-plugin/enforcement/src/audit/compare/tests.rs",
         test: "reused_pid_is_charged_for_exited_process_up_to_its_bytes",
     },
     Cited {
@@ -298,7 +298,7 @@ const CITED: &[Cited] = &[
     Cited {
         route: "an init container exports memory, and the main container takes its whole quota besides",
         comes_to: "prevented: one account for the containers of a claim",
-        file: "device-plugin/src/sessions/container/tests/siblings.rs",
+        file: "device-plugin/sessions/src/container/tests/siblings.rs",
         test: "exports_count_against_the_next_container_of_a_claim",
     },
     Cited {
@@ -310,7 +310,7 @@ const CITED: &[Cited] = &[
     Cited {
         route: "telling the agent that a context costs more than it does",
         comes_to: "prevented: the agent measures a context of its own",
-        file: "device-plugin/src/sessions/tests.rs",
+        file: "device-plugin/sessions/src/tests.rs",
         test: "context_size_is_independent_of_what_tenants_say",
     },
     Cited {
