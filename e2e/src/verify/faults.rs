@@ -42,7 +42,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             TestSelection {
                 target: LIB,
                 names: &[
-                    "gpu_node::tests::spec_and_status_follow_a_restored_etcd",
+                    "tests::spec_and_status_follow_a_restored_etcd",
                     "history::tests::write_below_the_newest_revision_asks_for_a_list",
                 ],
                 ignored: false,
@@ -82,9 +82,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             TestSelection {
                 target: LIB,
                 names: &[
-                    "gpu_node::tests::spec_of_another_version_stops_nothing_else",
-                    "gpu_node::spec::tests::malformed_entry_is_named_and_the_rest_is_read",
-                    "node::report::tests::unknown_spec_entries_are_a_condition_only",
+                    "tests::spec_of_another_version_stops_nothing_else",
+                    "spec::tests::malformed_entry_is_named_and_the_rest_is_read",
+                    "node_report::tests::unknown_spec_entries_are_a_condition_only",
                 ],
                 ignored: false,
                 env: &[],
@@ -98,10 +98,10 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[TestSelection {
             target: LIB,
             names: &[
-                "gpu_node::tests::deleted_object_is_created_again_within_seconds",
-                "gpu_node::tests::object_is_owned_by_the_current_node",
-                "gpu_node::tests::drain_outlives_the_object_whose_spec_named_it",
-                "gpu_node::tests::drain_on_record_outlives_object_and_agent",
+                "tests::deleted_object_is_created_again_within_seconds",
+                "tests::object_is_owned_by_the_current_node",
+                "tests::drain_outlives_the_object_whose_spec_named_it",
+                "tests::drain_on_record_outlives_object_and_agent",
             ],
             ignored: false,
             env: &[],
@@ -114,10 +114,10 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[TestSelection {
             target: LIB,
             names: &[
-                "gpu_node::tests::status_and_spec_arrive_through_every_watch_fault",
-                "gpu_node::tests::status_arrives_through_every_write_fault",
-                "gpu_node::tests::lost_answer_counts_as_outage_from_its_request",
-                "agent::tests::watch_continues_without_events",
+                "tests::status_and_spec_arrive_through_every_watch_fault",
+                "tests::status_arrives_through_every_write_fault",
+                "tests::lost_answer_counts_as_outage_from_its_request",
+                "run::tests::watch_continues_without_events",
             ],
             ignored: false,
             env: &[],
@@ -130,9 +130,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[TestSelection {
             target: LIB,
             names: &[
-                "sessions::recovery::tests::deadlines_hold_when_the_wall_clock_goes_back",
-                "sessions::recovery::tests::checkpoint_with_wall_clock_times_is_read",
-                "sessions::container::tests::poisoned::generation_is_unique_when_the_checkpoint_is_lost",
+                "recovery::tests::deadlines_hold_when_the_wall_clock_goes_back",
+                "recovery::tests::checkpoint_with_wall_clock_times_is_read",
+                "container::tests::poisoned::generation_is_unique_when_the_checkpoint_is_lost",
             ],
             ignored: false,
             env: &[],
@@ -280,7 +280,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             },
             TestSelection {
                 target: LIB,
-                names: &["gpu::health::tests::gpu_is_unhealthy_at_once_when_a_call_hangs"],
+                names: &["health::tests::gpu_is_unhealthy_at_once_when_a_call_hangs"],
                 ignored: false,
                 env: &[],
             },
@@ -314,12 +314,12 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             TestSelection {
                 target: LIB,
                 names: &[
-                    "node::report::tests::late_state_write_is_a_condition_that_names_the_directory",
+                    "node_report::tests::late_state_write_is_a_condition_that_names_the_directory",
                     "checkpoint::disk::tests::file_returns_the_newest_value",
                     "checkpoint::disk::tests::file_blocks_no_caller_while_the_disk_hangs",
                     "checkpoint::disk::tests::file_that_cannot_be_read_is_tried_again",
-                    "gpu::generations::tests::generations_go_on_within_a_boot_when_the_disk_hangs",
-                    "node::installer::tests::installer_waits_once_for_an_installation_that_hangs",
+                    "generations::tests::generations_go_on_within_a_boot_when_the_disk_hangs",
+                    "installer::tests::installer_waits_once_for_an_installation_that_hangs",
                 ],
                 ignored: false,
                 env: &[],
@@ -340,9 +340,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             TestSelection {
                 target: LIB,
                 names: &[
-                    "agent::publisher::tests::agent_is_not_ready_while_it_cannot_serve",
-                    "agent::publisher::tests::agent_is_ready_unregistered_on_a_node_without_gpu",
-                    "agent::publisher::tests::agent_is_ready_whatever_the_state_of_the_hardware",
+                    "publisher::tests::agent_is_not_ready_while_it_cannot_serve",
+                    "publisher::tests::agent_is_ready_unregistered_on_a_node_without_gpu",
+                    "publisher::tests::agent_is_ready_whatever_the_state_of_the_hardware",
                 ],
                 ignored: false,
                 env: &[],
@@ -378,12 +378,12 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[TestSelection {
             target: LIB,
             names: &[
-                "retained::provisioners::tests::provisioner_threads_end_with_their_gpus",
-                "gpu::generations::tests::generations_are_bounded_and_unique_when_gpus_are_recut",
-                "sessions::tests::gpu_tasks_end_when_no_container_has_the_gpu",
-                "node::shim_install::tests::builds_are_removed_when_no_cdi_file_mounts_them",
-                "node::cdi::tests::mounted_paths_are_unknown_when_a_cdi_file_is_unreadable",
-                "sessions::container::denials::tests::log_line_is_due_once_for_all_containers",
+                "provisioners::tests::provisioner_threads_end_with_their_gpus",
+                "generations::tests::generations_are_bounded_and_unique_when_gpus_are_recut",
+                "tests::gpu_tasks_end_when_no_container_has_the_gpu",
+                "shim_install::tests::builds_are_removed_when_no_cdi_file_mounts_them",
+                "cdi::tests::mounted_paths_are_unknown_when_a_cdi_file_is_unreadable",
+                "container::denials::tests::log_line_is_due_once_for_all_containers",
                 "cluster::index::tests::orders_written_to_a_node_are_forgotten_when_it_is_gone",
             ],
             ignored: false,
@@ -438,8 +438,8 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[TestSelection {
             target: LIB,
             names: &[
-                "sessions::container::tests::poisoned::no_restart_is_ordered_when_the_checkpoint_fails",
-                "sessions::tests::checkpoint_stays_removed_when_a_process_exits_meanwhile",
+                "container::tests::poisoned::no_restart_is_ordered_when_the_checkpoint_fails",
+                "tests::checkpoint_stays_removed_when_a_process_exits_meanwhile",
             ],
             ignored: false,
             env: &[],
@@ -452,9 +452,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[TestSelection {
             target: LIB,
             names: &[
-                "retained::leases::tests::unreadable_lease_is_dropped_when_its_gpu_is_drained",
-                "retained::leases::tests::unreadable_lease_stays_and_is_charged",
-                "node::allocator::tests::unreadable_cdi_file_stays_while_kubelet_lists_it",
+                "leases::tests::unreadable_lease_is_dropped_when_its_gpu_is_drained",
+                "leases::tests::unreadable_lease_stays_and_is_charged",
+                "allocator::tests::unreadable_cdi_file_stays_while_kubelet_lists_it",
             ],
             ignored: false,
             env: &[],
