@@ -2,6 +2,7 @@
 
 use std::process::Command;
 
+use super::deadline::{self, CHECK_TIMEOUT};
 use super::named::{self, NamedCheck, TestSelection};
 use super::{COMPILE_CHECK, cluster, docs, faults, layers, security, style, tools};
 use crate::cargo;
@@ -388,7 +389,8 @@ impl Check {
             Runner::Test(targets) | Runner::Waiting(targets) => succeed(&mut test_command(targets)),
             Runner::Function(function) => function(),
             Runner::ClusterTrial => succeed(&mut cluster::command(&[self.name])),
-            Runner::Named(tests) | Runner::Long(tests) => named::run(tests),
+            Runner::Named(tests) => named::run(tests, Some(CHECK_TIMEOUT)),
+            Runner::Long(tests) => named::run(tests, None),
         }
     }
 
@@ -404,7 +406,8 @@ impl Check {
 }
 
 pub(super) fn succeed(command: &mut Command) -> anyhow::Result<()> {
-    let status = command.current_dir(paths::repository()).status()?;
+    let mut child = command.current_dir(paths::repository()).spawn()?;
+    let status = deadline::wait_within(&mut child, CHECK_TIMEOUT)?;
     let words: Vec<_> = std::iter::once(command.get_program())
         .chain(command.get_args())
         .map(|word| word.to_string_lossy())

@@ -10,6 +10,7 @@
 
 mod checks;
 mod cluster;
+mod deadline;
 mod docs;
 mod faults;
 mod layers;

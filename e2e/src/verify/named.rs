@@ -1,8 +1,12 @@
 //! Runs tests by their full names, and fails if fewer ran than were named.
 
 use std::io::{self, BufRead as _, BufReader, Write};
+use std::panic::resume_unwind;
 use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
 
+use super::deadline;
 use crate::cargo;
 use crate::paths;
 
@@ -31,14 +35,14 @@ pub(super) struct NamedCheck {
     pub(super) tests: &'static [TestSelection],
 }
 
-/// Runs these tests.
+/// Runs these tests, each selection for at most `timeout`.
 ///
 /// # Errors
-/// When a test fails, or when fewer tests ran than were named: a renamed test would otherwise go
+/// When a test fails or a selection runs longer, or when fewer tests ran than were named: a renamed test would otherwise go
 /// unnoticed.
-pub(super) fn run(tests: &[TestSelection]) -> anyhow::Result<()> {
+pub(super) fn run(tests: &[TestSelection], timeout: Option<Duration>) -> anyhow::Result<()> {
     for tests in tests {
-        let ran = run_and_count_passed(&mut command(tests), &mut io::stdout())?;
+        let ran = run_and_count_passed(&mut command(tests), timeout, &mut io::stdout())?;
         anyhow::ensure!(
             ran >= tests.names.len(),
             "{ran} of {} named tests ran; compare the names with `cargo test -- --list`: {}",
@@ -71,18 +75,28 @@ fn command(tests: &TestSelection) -> Command {
 }
 
 /// Runs the command, passes its output on, and sums the passed tests of its summary lines.
-fn run_and_count_passed(command: &mut Command, out: &mut impl Write) -> anyhow::Result<usize> {
+fn run_and_count_passed(
+    command: &mut Command,
+    timeout: Option<Duration>,
+    out: &mut impl Write,
+) -> anyhow::Result<usize> {
     let mut child = command.stdout(Stdio::piped()).spawn()?;
+    let stdout = child.stdout.take();
+    let end = thread::spawn(move || match timeout {
+        Some(timeout) => deadline::wait_within(&mut child, timeout),
+        None => child.wait(),
+    });
     let mut count = 0;
-    if let Some(stdout) = child.stdout.take() {
-        for line in BufReader::new(stdout).split(b'\n') {
-            let line = line?;
-            count += parse_passed(&String::from_utf8_lossy(&line)).unwrap_or_default();
-            out.write_all(&line)?;
-            out.write_all(b"\n")?;
-        }
+    for line in stdout
+        .into_iter()
+        .flat_map(|stdout| BufReader::new(stdout).split(b'\n'))
+    {
+        let line = line?;
+        count += parse_passed(&String::from_utf8_lossy(&line)).unwrap_or_default();
+        out.write_all(&line)?;
+        out.write_all(b"\n")?;
     }
-    let status = child.wait()?;
+    let status = end.join().unwrap_or_else(|panic| resume_unwind(panic))?;
     anyhow::ensure!(status.success(), "{command:?}: {status}");
     Ok(count)
 }
@@ -112,8 +126,11 @@ mod tests {
         echo.arg("-e")
             .arg("test result: ok. 1 passed;\ntest result: ok. 2 passed;");
         let mut printed = Vec::new();
-        assert_eq!(run_and_count_passed(&mut echo, &mut printed).ok(), Some(3));
+        assert_eq!(
+            run_and_count_passed(&mut echo, None, &mut printed).ok(),
+            Some(3)
+        );
         assert_eq!(printed.iter().filter(|byte| **byte == b'\n').count(), 2);
-        assert!(run_and_count_passed(&mut Command::new("false"), &mut printed).is_err());
+        assert!(run_and_count_passed(&mut Command::new("false"), None, &mut printed).is_err());
     }
 }

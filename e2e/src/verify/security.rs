@@ -720,9 +720,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         long: false,
         tests: &[TestSelection {
             target: LIB,
-            names: &[
-                "container::tests::recording::image_is_fenced_when_its_page_takes_no_grant",
-            ],
+            names: &["container::tests::recording::image_is_fenced_when_its_page_takes_no_grant"],
             ignored: false,
             env: &[],
         }],
