@@ -8,7 +8,7 @@ use bursar_sim_state::Charge;
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
-use crate::memory::charged_bytes;
+use crate::granularity::charged_bytes;
 use crate::process::{Process, lock};
 use crate::vmm::PinnedObject;
 use std::collections::BTreeMap;

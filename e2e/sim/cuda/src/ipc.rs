@@ -9,7 +9,8 @@ use bursar_sim_state::{Charge, object::Object};
 use crate::abi::{Code, DriverResult, Out};
 use crate::context::current_context;
 use crate::entry::exports;
-use crate::memory::{Allocation, AllocationKind, bytes, charged_bytes, map_pages, unmap_pages};
+use crate::granularity::charged_bytes;
+use crate::memory::{Allocation, AllocationKind, bytes, map_pages, unmap_pages};
 use crate::process::{Process, lock};
 use std::os::fd::IntoRawFd;
 

@@ -9,6 +9,7 @@ mod copy;
 mod device;
 mod entry;
 mod export_table;
+mod granularity;
 mod graph;
 mod host;
 mod init;
