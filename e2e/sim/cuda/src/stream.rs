@@ -55,15 +55,15 @@ impl Streams {
     }
 
     /// The stream of a handle in a context.
-    fn find(&mut self, current: &CurrentContext, handle: u64) -> Result<&mut Stream, Code> {
+    fn find(&mut self, context: u64, handle: u64) -> Result<&mut Stream, Code> {
         let idle = Stream {
-            context: current.context,
+            context,
             flags: 0,
             priority: 0,
             busy_until: None,
         };
         match handle {
-            0..=2 => Ok(self.streams.entry(current.context).or_insert(idle)),
+            0..=2 => Ok(self.streams.entry(context).or_insert(idle)),
             _ => self.streams.get_mut(&handle).ok_or(Code::INVALID_HANDLE),
         }
     }
@@ -105,7 +105,7 @@ impl Process {
 impl CurrentContext {
     /// Checks a stream's handle and returns its key. The handles 0, 1 and 2 share a key.
     pub(crate) fn stream_key(&self, stream: u64) -> Result<u64, Code> {
-        lock(&self.process.streams).find(self, stream)?;
+        lock(&self.process.streams).find(self.context, stream)?;
         Ok(if stream <= 2 { self.context } else { stream })
     }
 
@@ -117,7 +117,7 @@ impl CurrentContext {
     /// Appends work of this duration to a stream.
     pub(crate) fn extend_busy(&self, stream: u64, time: Duration) -> DriverResult {
         let mut streams = lock(&self.process.streams);
-        let stream = streams.find(self, stream)?;
+        let stream = streams.find(self.context, stream)?;
         let now = Instant::now();
         let start = stream.busy_until.map_or(now, |busy| busy.max(now));
         stream.busy_until = Some(start + time);
@@ -126,7 +126,9 @@ impl CurrentContext {
 
     /// The instant until which a stream is busy.
     pub(crate) fn busy_until(&self, stream: u64) -> Result<Option<Instant>, Code> {
-        Ok(lock(&self.process.streams).find(self, stream)?.busy_until)
+        Ok(lock(&self.process.streams)
+            .find(self.context, stream)?
+            .busy_until)
     }
 
     fn event(&self, event: u64) -> Result<Event, Code> {
@@ -142,7 +144,7 @@ impl CurrentContext {
         let mut streams = lock(&self.process.streams);
         let now = Instant::now();
         let at = streams
-            .find(self, stream)?
+            .find(self.context, stream)?
             .busy_until
             .map_or(now, |busy| busy.max(now));
         let event = streams.events.get_mut(&event).ok_or(Code::INVALID_HANDLE)?;
@@ -210,25 +212,25 @@ exports! {
     fn cuStreamQuery(stream: u64) = check_completed(current_context()?.busy_until(stream)?);
     fn cuStreamGetFlags(stream: u64, flags: Out<u32>) = {
         let current = current_context()?;
-        let found = lock(&current.process.streams).find(&current, stream)?.flags;
+        let found = lock(&current.process.streams).find(current.context, stream)?.flags;
         flags.set(found)
     };
     fn cuStreamGetPriority(stream: u64, priority: Out<i32>) = {
         let current = current_context()?;
-        let found = lock(&current.process.streams).find(&current, stream)?.priority;
+        let found = lock(&current.process.streams).find(current.context, stream)?.priority;
         priority.set(found)
     };
     fn cuStreamGetId(stream: u64, id: Out<u64>) = id.set(current_context()?.stream_key(stream)?);
     fn cuStreamGetCtx(stream: u64, context: Out<u64>) = {
         let current = current_context()?;
-        let found = lock(&current.process.streams).find(&current, stream)?.context;
+        let found = lock(&current.process.streams).find(current.context, stream)?.context;
         context.set(found)
     };
     fn cuStreamWaitEvent(stream: u64, event: u64, _flags: u32) = {
         let current = current_context()?;
         let at = current.event(event)?.completes_at;
         let mut streams = lock(&current.process.streams);
-        let stream = streams.find(&current, stream)?;
+        let stream = streams.find(current.context, stream)?;
         stream.busy_until = stream.busy_until.max(at);
         Ok(())
     };
