@@ -10,7 +10,7 @@ use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::granularity::charged_bytes;
 use crate::process::{Process, lock};
-use crate::vmm::PinnedObject;
+use crate::tables::vmm::PinnedObject;
 use std::collections::BTreeMap;
 
 /// `CUDA_ARRAY_DESCRIPTOR`.

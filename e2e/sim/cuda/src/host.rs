@@ -6,8 +6,8 @@
 use crate::abi::{Code, DriverResult, Out};
 use crate::context::current_context;
 use crate::entry::exports;
-use crate::memory::{Allocation, AllocationKind};
 use crate::process::{Process, healthy_process, lock};
+use crate::tables::address_space::{Allocation, AllocationKind};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 

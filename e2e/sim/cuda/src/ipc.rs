@@ -10,8 +10,9 @@ use crate::abi::{Code, DriverResult, Out};
 use crate::context::current_context;
 use crate::entry::exports;
 use crate::granularity::charged_bytes;
-use crate::memory::{Allocation, AllocationKind, bytes, map_pages, unmap_pages};
+use crate::memory::{bytes, map_pages, unmap_pages};
 use crate::process::{Process, lock};
+use crate::tables::address_space::{Allocation, AllocationKind};
 use std::os::fd::IntoRawFd;
 
 const PAGE: usize = 4096;

@@ -24,5 +24,6 @@ mod pool;
 mod proc_address;
 mod process;
 mod stream;
+mod tables;
 mod unsupported;
 mod vmm;

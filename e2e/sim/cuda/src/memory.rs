@@ -3,87 +3,14 @@
 //! Device memory is untouched host memory of the process, so device pointers are host pointers. A
 //! program that dereferences one on the host does not crash here, unlike with a GPU.
 
-use bursar_sim_state::{Charge, object::Object, residue};
+use bursar_sim_state::{Charge, residue};
 
 use crate::abi::{Code, DriverResult, Out};
 use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::granularity::{charged_bytes, round_up};
 use crate::process::{Process, healthy_process, lock};
-use std::collections::BTreeMap;
-
-/// The kind of an allocation, which determines how it is freed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum AllocationKind {
-    /// Charged to the image.
-    Linear,
-    /// Linear memory that was exported and became an object. The object is charged.
-    Shared(Object),
-    /// Another process's linear memory, opened from its IPC handle.
-    IpcOpened(Object),
-    /// From the pool with this handle. The pool is charged.
-    Pool(u64),
-    /// An address that a captured allocation returned; no memory exists before the graph is
-    /// launched.
-    Captured,
-    /// Managed memory, which no GPU is charged for.
-    Managed,
-    /// Pinned host memory, which no GPU is charged for.
-    Host,
-    /// The program's host memory, registered with `cuMemHostRegister`.
-    HostRegistered,
-    /// A mapping of a VMM object; freed by unmapping.
-    Mapped(Object),
-}
-
-/// An allocation or mapping at an address.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Allocation {
-    pub(crate) len: u64,
-    pub(crate) kind: AllocationKind,
-    /// The context whose end frees the allocation; 0 for none.
-    pub(crate) context: u64,
-    pub(crate) unit: usize,
-    pub(crate) readable: bool,
-    pub(crate) writable: bool,
-}
-
-/// All allocations of this image, by address.
-#[derive(Debug, Default)]
-pub(crate) struct AddressSpace {
-    pub(crate) allocations: BTreeMap<u64, Allocation>,
-}
-
-impl AddressSpace {
-    /// The allocation that contains an address, with its start.
-    pub(crate) fn find_containing(&self, address: u64) -> Option<(u64, Allocation)> {
-        let (base, found) = self.allocations.range(..=address).next_back()?;
-        (address - base < found.len).then_some((*base, *found))
-    }
-
-    /// Whether every byte of a range is accessible. The range may span adjacent VMM mappings.
-    pub(crate) fn is_accessible(&self, address: u64, len: u64, write: bool) -> bool {
-        let Some(end) = address.checked_add(len) else {
-            return false;
-        };
-        let mut next = address;
-        while next < end {
-            match self.find_containing(next) {
-                Some((base, found))
-                    if if write {
-                        found.writable
-                    } else {
-                        found.readable
-                    } =>
-                {
-                    next = base + found.len
-                }
-                _ => return false,
-            }
-        }
-        true
-    }
-}
+use crate::tables::address_space::{Allocation, AllocationKind};
 
 const PAGE: u64 = 4096;
 

@@ -6,7 +6,8 @@
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::entry::exports;
 use crate::process::{Process, healthy_process, lock};
-use crate::vmm::{GRANULARITY, PinnedObject};
+use crate::tables::vmm::PinnedObject;
+use crate::vmm::GRANULARITY;
 use std::collections::BTreeMap;
 
 /// `CUmulticastObjectProp`.

@@ -2,8 +2,8 @@
 
 use crate::abi::{Code, DriverResult, Out};
 use crate::entry::exports;
-use crate::memory::AllocationKind;
 use crate::process::{healthy_process, lock};
+use crate::tables::address_space::AllocationKind;
 
 fn attribute(data: &Out<u64>, attribute: i32, address: u64) -> DriverResult {
     let process = healthy_process()?;

@@ -6,10 +6,12 @@ use crate::abi::Code;
 use crate::array::Arrays;
 use crate::graph::Graphs;
 use crate::host::Residency;
-use crate::memory::AddressSpace;
+use crate::tables::address_space::AddressSpace;
+use crate::tables::devices::{Device, visible_devices};
+use crate::tables::vmm::Vmm;
 use crate::{
-    capture::Captures, context::Contexts, device::Device, library::Libraries, module::Modules,
-    multicast::Multicasts, pool::Pools, stream::Streams, vmm::Vmm,
+    capture::Captures, context::Contexts, library::Libraries, module::Modules,
+    multicast::Multicasts, pool::Pools, stream::Streams,
 };
 use std::os::fd::IntoRawFd;
 use std::path::{Path, PathBuf};
@@ -122,7 +124,7 @@ impl Process {
         for gpu in &sim.config.gpu {
             bursar_sim_state::folder::create_gpu_node(&device_dir(), gpu.minor);
         }
-        let devices = crate::device::visible_devices(
+        let devices = visible_devices(
             &sim,
             &device_dir(),
             std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref(),

@@ -2,13 +2,14 @@
 //! F5 in docs/facts.md).
 
 use bursar_sim_state::Charge;
-use bursar_sim_state::object::{Object, ObjectPin};
+use bursar_sim_state::object::Object;
 
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::entry::exports;
-use crate::memory::{Allocation, AllocationKind, map_pages, unmap_pages};
+use crate::memory::{map_pages, unmap_pages};
 use crate::process::{Process, healthy_process, lock};
-use std::collections::BTreeMap;
+use crate::tables::address_space::{Allocation, AllocationKind};
+use crate::tables::vmm::{PinnedObject, Vmm};
 use std::fs::File;
 use std::os::fd::{BorrowedFd, IntoRawFd};
 
@@ -18,33 +19,6 @@ pub(crate) const GRANULARITY: u64 = 2 << 20;
 const DESCRIPTOR: i32 = 1;
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
 const ON_DEVICE: i32 = 1;
-
-#[derive(Debug)]
-struct Handle {
-    object: Object,
-    /// Created for export by this process; an imported handle cannot be exported (F4 in
-    /// docs/facts.md).
-    exportable: bool,
-    /// `cuMemRetainAllocationHandle` increments the number, `cuMemRelease` decrements it.
-    ///
-    /// A handle without references stays listed while it is mapped, because
-    /// `cuMemRetainAllocationHandle` can return it again.
-    references: u32,
-    pin: Option<ObjectPin>,
-}
-
-/// All VMM handles and reserved ranges of this image.
-#[derive(Debug, Default)]
-pub(crate) struct Vmm {
-    handles: BTreeMap<u64, Handle>,
-    /// Length by address.
-    reserved: BTreeMap<u64, u64>,
-    handle_count: u64,
-}
-
-/// Keeps a bound or mapped object alive.
-#[derive(Debug)]
-pub(crate) struct PinnedObject(Object, ObjectPin);
 
 /// `CUmemLocation`.
 #[repr(C)]
@@ -71,39 +45,6 @@ pub(crate) struct AllocationProperties {
 pub(crate) struct AccessDescriptor {
     location: Location,
     flags: i32,
-}
-
-impl Vmm {
-    fn insert(&mut self, object: Object, exportable: bool, pin: ObjectPin) -> u64 {
-        self.handle_count += 1;
-        let handle = 0x5177_0000_0000 + self.handle_count * 0x10;
-        self.handles.insert(
-            handle,
-            Handle {
-                object,
-                exportable,
-                references: 1,
-                pin: Some(pin),
-            },
-        );
-        handle
-    }
-
-    fn find(&mut self, handle: u64) -> Result<&mut Handle, Code> {
-        self.handles
-            .get_mut(&handle)
-            .filter(|found| found.references > 0)
-            .ok_or(Code::INVALID_VALUE)
-    }
-
-    fn is_reserved(&self, address: u64, len: u64) -> bool {
-        let around = self.reserved.range(..=address).next_back();
-        around.is_some_and(|(base, room)| {
-            address
-                .checked_add(len)
-                .is_some_and(|end| end <= base + room)
-        })
-    }
 }
 
 fn check_aligned(len: u64) -> DriverResult {
