@@ -10,10 +10,10 @@
 use crate::abi::{Code, DriverResult, Out};
 use crate::context::current_context;
 use crate::entry::exports;
-use crate::graph::Node;
 use crate::process::{Process, healthy_process, lock};
+use crate::tables::captures::Capture;
+use crate::tables::graphs::Node;
 use std::cell::Cell;
-use std::collections::BTreeMap;
 
 const GLOBAL: i32 = 0;
 const RELAXED: i32 = 2;
@@ -21,20 +21,6 @@ const RELAXED: i32 = 2;
 thread_local! {
     /// The thread's `CUstreamCaptureMode`, which decides which captures an unsafe call invalidates.
     static MODE: Cell<i32> = const { Cell::new(GLOBAL) };
-}
-
-/// A capture in progress.
-#[derive(Debug)]
-struct Capture {
-    mode: i32,
-    valid: bool,
-    nodes: Vec<Node>,
-}
-
-/// The captures of this image, by stream.
-#[derive(Debug, Default)]
-pub(crate) struct Captures {
-    streams: BTreeMap<u64, Capture>,
 }
 
 impl Process {

@@ -6,80 +6,19 @@ use bursar_sim_state::Charge;
 use crate::abi::{Code, DriverResult, Out};
 use crate::entry::exports;
 use crate::process::{Process, healthy_process, lock, process};
+use crate::tables::contexts::{Context, DEFAULT_STACK_BYTES};
 use std::cell::RefCell;
-use std::collections::BTreeMap;
 
-/// A new context's stack bytes per thread, which are part of the context's own bytes.
-const DEFAULT_STACK_BYTES: u64 = 1024;
 /// Threads that can be resident on a multiprocessor.
 const MAX_RESIDENT_THREADS: u64 = 2048;
 
 const STACK_SIZE: i32 = 0;
-
-/// A context of this image.
-#[derive(Debug, Clone)]
-pub(crate) struct Context {
-    pub(crate) device: usize,
-    flags: u32,
-    /// `cuCtxAttach` increments the number, `cuCtxDetach` decrements it.
-    users: u32,
-    /// The stack limit set with `cuCtxSetLimit`, in bytes per thread.
-    stack_limit: u64,
-    /// Charged stack bytes per thread: the limit, or more if a kernel's local memory needs it.
-    stack_per_thread: u64,
-    /// Other limits, which are recorded and cost nothing.
-    limits: BTreeMap<i32, u64>,
-}
-
-#[derive(Debug, Clone, Default)]
-struct Primary {
-    context: Option<u64>,
-    users: u32,
-    flags: u32,
-}
-
-/// All contexts of this image.
-#[derive(Debug)]
-pub(crate) struct Contexts {
-    primaries: Vec<Primary>,
-    live: BTreeMap<u64, Context>,
-    /// Green contexts, each with the device whose primary context it belongs to.
-    green: BTreeMap<u64, usize>,
-    handle_count: u64,
-}
 
 /// GPU memory of a green context, in bytes.
 const GREEN_CONTEXT_BYTES: u64 = 6 << 20;
 
 thread_local! {
     static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
-}
-
-impl Contexts {
-    pub(crate) fn new(devices: usize) -> Contexts {
-        Contexts {
-            primaries: vec![Primary::default(); devices],
-            live: BTreeMap::new(),
-            green: BTreeMap::new(),
-            handle_count: 0,
-        }
-    }
-
-    /// Inserts a context under a new handle. Handles look like pointers, as programs expect.
-    fn insert(&mut self, device: usize, flags: u32) -> u64 {
-        self.handle_count += 1;
-        let id = 0x5147_0000_0000 + self.handle_count * 0x100;
-        let context = Context {
-            device,
-            flags,
-            users: 1,
-            stack_limit: DEFAULT_STACK_BYTES,
-            stack_per_thread: DEFAULT_STACK_BYTES,
-            limits: BTreeMap::new(),
-        };
-        self.live.insert(id, context);
-        id
-    }
 }
 
 /// The calling thread's context in a process image without a sticky error.

@@ -12,34 +12,16 @@ use bursar_sim_state::Charge;
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
-use crate::granularity::round_up;
 use crate::process::{Process, healthy_process, lock};
+use crate::tables::graphs::{AllocNodeParams, Executable, Node, pool_bytes};
 use std::collections::BTreeMap;
 use std::time::Instant;
-
-/// Granularity of the memory that a graph pool takes from its GPU.
-const STEP: u64 = 32 << 20;
 
 /// Node types (`CUgraphNodeType`).
 const CHILD: i32 = 4;
 const EMPTY: i32 = 5;
 const ALLOCATION: i32 = 10;
 const RELEASE: i32 = 11;
-
-/// `CUDA_MEM_ALLOC_NODE_PARAMS`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-pub struct AllocNodeParams {
-    kind: i32,
-    handle_types: i32,
-    location_kind: i32,
-    location: i32,
-    rest: [u64; 9],
-    access: u64,
-    accesses: u64,
-    bytes: u64,
-    address: u64,
-}
 
 /// `CUDA_GRAPH_INSTANTIATE_PARAMS`.
 #[repr(C)]
@@ -53,102 +35,6 @@ pub struct InstantiateParams {
 
 /// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`.
 const UPLOAD: u64 = 2;
-
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Node {
-    Allocation(AllocNodeParams),
-    Free,
-    Child(u64),
-    Empty,
-}
-
-impl Node {
-    /// The allocation node of a captured allocation.
-    pub(crate) fn allocation(device: usize, bytes: u64, address: u64) -> Node {
-        Node::Allocation(AllocNodeParams {
-            kind: 1,
-            location_kind: 1,
-            location: i32::try_from(device).unwrap_or(i32::MAX),
-            bytes,
-            address,
-            ..AllocNodeParams::default()
-        })
-    }
-}
-
-#[derive(Debug, Clone)]
-struct Executable {
-    /// By device: bytes of the large allocations in whole steps, and the sum of the small ones.
-    needs: BTreeMap<usize, (u64, u64)>,
-    /// By stream for which the pools hold the memory: when the last launch there completes.
-    uploaded_streams: BTreeMap<u64, Option<Instant>>,
-}
-
-/// Bytes of a pool: small allocations share steps, large ones have their own.
-fn pool_bytes((large, small): (u64, u64)) -> u64 {
-    large + small.next_multiple_of(STEP)
-}
-
-/// A device's graph pool.
-#[derive(Debug, Clone, Copy, Default)]
-struct Pool {
-    reserved: u64,
-    reserved_high: u64,
-}
-
-/// All graphs of this image, by handle.
-#[derive(Debug, Default)]
-pub(crate) struct Graphs {
-    graphs: BTreeMap<u64, Vec<u64>>,
-    nodes: BTreeMap<u64, Node>,
-    executables: BTreeMap<u64, Executable>,
-    pools: BTreeMap<usize, Pool>,
-    handle_count: u64,
-}
-
-impl Graphs {
-    fn next_handle(&mut self) -> u64 {
-        self.handle_count += 1;
-        0x51b7_0000_0000 + self.handle_count * 0x100
-    }
-
-    fn add(&mut self, graph: u64, node: Node) -> Result<u64, Code> {
-        let handle = self.next_handle();
-        self.graphs
-            .get_mut(&graph)
-            .ok_or(Code::INVALID_VALUE)?
-            .push(handle);
-        self.nodes.insert(handle, node);
-        Ok(handle)
-    }
-
-    /// Inserts a graph with the nodes that a stream captured.
-    pub(crate) fn insert_captured(&mut self, nodes: Vec<Node>) -> Result<u64, Code> {
-        let graph = self.next_handle();
-        self.graphs.insert(graph, Vec::new());
-        for node in nodes {
-            self.add(graph, node)?;
-        }
-        Ok(graph)
-    }
-
-    fn needs(&self, graph: u64, needs: &mut BTreeMap<usize, (u64, u64)>) -> DriverResult {
-        for node in self.graphs.get(&graph).ok_or(Code::INVALID_VALUE)? {
-            match self.nodes.get(node) {
-                Some(Node::Allocation(wanted)) => {
-                    let (large, small) = needs.entry(wanted.location as usize).or_default();
-                    match round_up(wanted.bytes)? {
-                        bytes if bytes > STEP / 2 => *large += bytes.next_multiple_of(STEP),
-                        bytes => *small += bytes,
-                    }
-                }
-                Some(Node::Child(child)) => self.needs(*child, needs)?,
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-}
 
 impl Process {
     fn instantiate(&self, graph: u64) -> Result<u64, Code> {

@@ -4,15 +4,16 @@ use bursar_sim_state::{Image, Sim, xid::Xid};
 
 use crate::abi::Code;
 use crate::array::Arrays;
-use crate::graph::Graphs;
 use crate::host::Residency;
 use crate::tables::address_space::AddressSpace;
+use crate::tables::captures::Captures;
+use crate::tables::contexts::Contexts;
 use crate::tables::devices::{Device, visible_devices};
+use crate::tables::graphs::Graphs;
+use crate::tables::pools::Pools;
+use crate::tables::streams::Streams;
 use crate::tables::vmm::Vmm;
-use crate::{
-    capture::Captures, context::Contexts, library::Libraries, module::Modules,
-    multicast::Multicasts, pool::Pools, stream::Streams,
-};
+use crate::{library::Libraries, module::Modules, multicast::Multicasts};
 use std::os::fd::IntoRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};

@@ -7,75 +7,12 @@
 use crate::abi::{Code, DriverResult, Out};
 use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
-use crate::pool::SyncScope;
 use crate::process::{Process, healthy_process, lock};
-use std::collections::BTreeMap;
+use crate::tables::pools::SyncScope;
+use crate::tables::streams::{Event, Stream};
 use std::time::{Duration, Instant};
 
-/// A stream of a context. Each context also has a default stream, with the handles 0, 1 and 2.
-#[derive(Debug, Clone, Copy)]
-struct Stream {
-    context: u64,
-    flags: u32,
-    priority: i32,
-    /// `None` if the stream has no work.
-    busy_until: Option<Instant>,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Event {
-    context: u64,
-    flags: u32,
-    /// When its work completes; `None` until the event is recorded.
-    completes_at: Option<Instant>,
-    /// The stream in which the event was last recorded.
-    stream: u64,
-}
-
 const DISABLE_TIMING: u32 = 2;
-
-/// All streams and events of this image. The key of a context's default stream is the context's
-/// handle.
-#[derive(Debug, Default)]
-pub(crate) struct Streams {
-    streams: BTreeMap<u64, Stream>,
-    events: BTreeMap<u64, Event>,
-    handle_count: u64,
-}
-
-impl Streams {
-    fn next_handle(&mut self) -> u64 {
-        self.handle_count += 1;
-        0x5157_0000_0000 + self.handle_count * 0x10
-    }
-
-    pub(crate) fn remove_context(&mut self, context: u64) {
-        self.streams.retain(|_, stream| stream.context != context);
-        self.events.retain(|_, event| event.context != context);
-    }
-
-    /// The stream of a handle in a context.
-    fn find(&mut self, context: u64, handle: u64) -> Result<&mut Stream, Code> {
-        let idle = Stream {
-            context,
-            flags: 0,
-            priority: 0,
-            busy_until: None,
-        };
-        match handle {
-            0..=2 => Ok(self.streams.entry(context).or_insert(idle)),
-            _ => self.streams.get_mut(&handle).ok_or(Code::INVALID_HANDLE),
-        }
-    }
-
-    fn busy_until(&self, context: u64) -> Option<Instant> {
-        self.streams
-            .values()
-            .filter(|stream| stream.context == context)
-            .filter_map(|stream| stream.busy_until)
-            .max()
-    }
-}
 
 impl Process {
     /// Sleeps until an instant, or until the image is poisoned.

@@ -4,5 +4,10 @@
 //! [`crate::process`], and from there to the tables.
 
 pub(crate) mod address_space;
+pub(crate) mod captures;
+pub(crate) mod contexts;
 pub(crate) mod devices;
+pub(crate) mod graphs;
+pub(crate) mod pools;
+pub(crate) mod streams;
 pub(crate) mod vmm;
