@@ -8,9 +8,8 @@ use bursar_sim_state::Charge;
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::context::{CurrentContext, current_context};
 use crate::entry::exports;
-use crate::granularity::charged_bytes;
 use crate::process::{Process, lock};
-use crate::tables::vmm::PinnedObject;
+use crate::tables::arrays::{Array, Array3dDescriptor, Arrays, DEFERRED, SPARSE};
 use std::collections::BTreeMap;
 
 /// `CUDA_ARRAY_DESCRIPTOR`.
@@ -21,18 +20,6 @@ pub struct ArrayDescriptor {
     height: u64,
     format: u32,
     channels: u32,
-}
-
-/// `CUDA_ARRAY3D_DESCRIPTOR`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct Array3dDescriptor {
-    width: u64,
-    height: u64,
-    depth: u64,
-    format: u32,
-    channels: u32,
-    flags: u32,
 }
 
 /// `CUDA_ARRAY_MEMORY_REQUIREMENTS`.
@@ -67,73 +54,10 @@ const _: () = assert!(size_of::<ArrayMapInfo>() == 96);
 const MAP: i32 = 1;
 const UNMAP: i32 = 2;
 
-const LAYERED: u32 = 0x01;
-const SPARSE: u32 = 0x40;
-const DEFERRED: u32 = 0x80;
-
-/// An array of this image.
-#[derive(Debug, Clone, Copy)]
-struct Array {
-    shape: Array3dDescriptor,
-    /// Mipmap levels; zero for an array that is not mipmapped.
-    levels: u32,
-    /// Bytes of the array's memory layout.
-    size: u64,
-    unit: usize,
-    context: u64,
-}
-
-/// All arrays of this image, by handle.
-#[derive(Debug, Default)]
-pub(crate) struct Arrays {
-    live: BTreeMap<u64, Array>,
-    /// Memory mapped into sparse arrays, by array and subresource.
-    tiles: BTreeMap<(u64, [u64; 4]), PinnedObject>,
-    handle_count: u64,
-}
-
 const FIRST: u64 = 0x51a7_0000_0000;
 const STEP: u64 = 0x100;
 /// Distance between the handles of a mipmapped array's levels; level 0 has the array's handle.
 const LEVEL: u64 = 0x8;
-
-impl Array3dDescriptor {
-    /// Bytes of the layout: rows in multiples of 64 bytes, blocks of 8 to 128 rows and 1 to 16
-    /// slices.
-    fn size(&self, level: u32) -> Result<u64, Code> {
-        let element = match self.format {
-            0x01 | 0x08 => 1,
-            0x02 | 0x09 | 0x10 => 2,
-            0x03 | 0x0a | 0x20 => 4,
-            _ => return Err(Code::NOT_SUPPORTED),
-        };
-        let half = |side: u64| (side >> level).max(1);
-        let (width, height) = (half(self.width), half(self.height));
-        let rows = height.next_power_of_two().clamp(8, 128);
-        let deep = if self.flags & LAYERED != 0 {
-            self.depth.max(1)
-        } else {
-            let depth = half(self.depth);
-            depth.next_multiple_of(depth.next_power_of_two().min(16))
-        };
-        width
-            .checked_mul(element * u64::from(self.channels))
-            .and_then(|row| row.checked_next_multiple_of(64))
-            .and_then(|row| row.checked_mul(height.next_multiple_of(rows)))
-            .and_then(|slice| slice.checked_mul(deep))
-            .ok_or(Code::INVALID_VALUE)
-    }
-}
-
-impl Array {
-    /// Bytes charged to the GPU; none for an array into which memory is mapped later.
-    fn charged_bytes(&self) -> u64 {
-        match self.shape.flags & (SPARSE | DEFERRED) {
-            0 => charged_bytes(self.size),
-            _ => 0,
-        }
-    }
-}
 
 impl Process {
     fn create_array(

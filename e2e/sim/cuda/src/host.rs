@@ -8,8 +8,7 @@ use crate::context::current_context;
 use crate::entry::exports;
 use crate::process::{Process, healthy_process, lock};
 use crate::tables::address_space::{Allocation, AllocationKind};
-use std::collections::{BTreeMap, BTreeSet};
-use std::ops::RangeInclusive;
+use crate::tables::residency::{DEVICE_CPU, DEVICE_INVALID, NO_HINTS, PageHints, pages};
 
 fn allocate(address: &Out<u64>, len: u64, kind: AllocationKind) -> DriverResult {
     let current = current_context()?;
@@ -24,45 +23,6 @@ fn allocate(address: &Out<u64>, len: u64, kind: AllocationKind) -> DriverResult 
 const LOCATION_DEVICE: u32 = 1;
 const LOCATION_HOST: u32 = 2;
 const LOCATION_HOST_NUMA: u32 = 3;
-/// `CU_DEVICE_CPU` and `CU_DEVICE_INVALID`.
-const DEVICE_CPU: i32 = -1;
-const DEVICE_INVALID: i32 = -2;
-
-/// The last advice and prefetch of a page. Locations are device ordinals, `DEVICE_CPU` or
-/// `DEVICE_INVALID`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct PageHints {
-    read_mostly: bool,
-    preferred: i32,
-    accessed_by: BTreeSet<i32>,
-    prefetched: i32,
-}
-
-static NO_HINTS: PageHints = PageHints {
-    read_mostly: false,
-    preferred: DEVICE_INVALID,
-    accessed_by: BTreeSet::new(),
-    prefetched: DEVICE_INVALID,
-};
-
-/// All hints of this image, by page.
-#[derive(Debug, Default)]
-pub(crate) struct Residency(BTreeMap<u64, PageHints>);
-
-const PAGE: u64 = 4096;
-
-fn pages(address: u64, len: u64) -> RangeInclusive<u64> {
-    address / PAGE..=(address + len.max(1) - 1) / PAGE
-}
-
-impl Residency {
-    /// Removes the hints of freed memory.
-    pub(crate) fn forget(&mut self, address: u64, len: u64) {
-        for page in pages(address, len) {
-            self.0.remove(&page);
-        }
-    }
-}
 
 /// Fails unless the whole range is managed memory.
 fn check_managed(process: &Process, address: u64, len: u64) -> DriverResult {

@@ -7,14 +7,6 @@ use crate::entry::exports;
 use crate::kernel::KERNELS;
 use crate::module;
 use crate::process::{healthy_process, lock};
-use std::collections::BTreeSet;
-
-/// The libraries of this image.
-#[derive(Debug, Default)]
-pub(crate) struct Libraries {
-    loaded: BTreeSet<u64>,
-    handle_count: u64,
-}
 
 const FIRST: u64 = 0x5117_0000_0000;
 const STEP: u64 = 0x10;

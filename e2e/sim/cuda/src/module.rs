@@ -7,14 +7,6 @@ use crate::context::current_context;
 use crate::entry::exports;
 use crate::kernel::{KERNELS, Kernel};
 use crate::process::{healthy_process, lock};
-use std::collections::BTreeSet;
-
-/// The modules of this image.
-#[derive(Debug, Default)]
-pub(crate) struct Modules {
-    loaded: BTreeSet<u64>,
-    handle_count: u64,
-}
 
 const FIRST: u64 = 0x5187_0000_0000;
 const STEP: u64 = 0x10;

@@ -6,6 +6,7 @@
 use crate::abi::{Code, DriverResult, In, Out};
 use crate::entry::exports;
 use crate::process::{Process, healthy_process, lock};
+use crate::tables::multicasts::{Binding, Multicast};
 use crate::tables::vmm::PinnedObject;
 use crate::vmm::GRANULARITY;
 use std::collections::BTreeMap;
@@ -18,32 +19,6 @@ pub struct MulticastProperties {
     size: u64,
     handle_types: u64,
     flags: u64,
-}
-
-/// Memory bound at an offset.
-#[derive(Debug)]
-struct Binding {
-    len: u64,
-    memory: PinnedObject,
-}
-
-#[derive(Debug)]
-struct Multicast {
-    size: u64,
-    bindings: BTreeMap<u64, Binding>,
-}
-
-/// All multicast objects of this image, by handle.
-#[derive(Debug, Default)]
-pub(crate) struct Multicasts {
-    live: BTreeMap<u64, Multicast>,
-    handle_count: u64,
-}
-
-impl Multicasts {
-    fn find(&mut self, object: u64) -> Result<&mut Multicast, Code> {
-        self.live.get_mut(&object).ok_or(Code::INVALID_VALUE)
-    }
 }
 
 fn is_aligned(bytes: u64) -> bool {

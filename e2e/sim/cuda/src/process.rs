@@ -3,17 +3,19 @@
 use bursar_sim_state::{Image, Sim, xid::Xid};
 
 use crate::abi::Code;
-use crate::array::Arrays;
-use crate::host::Residency;
 use crate::tables::address_space::AddressSpace;
+use crate::tables::arrays::Arrays;
 use crate::tables::captures::Captures;
 use crate::tables::contexts::Contexts;
 use crate::tables::devices::{Device, visible_devices};
 use crate::tables::graphs::Graphs;
+use crate::tables::libraries::Libraries;
+use crate::tables::modules::Modules;
+use crate::tables::multicasts::Multicasts;
 use crate::tables::pools::Pools;
+use crate::tables::residency::Residency;
 use crate::tables::streams::Streams;
 use crate::tables::vmm::Vmm;
-use crate::{library::Libraries, module::Modules, multicast::Multicasts};
 use std::os::fd::IntoRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};

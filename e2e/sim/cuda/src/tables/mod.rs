@@ -4,10 +4,15 @@
 //! [`crate::process`], and from there to the tables.
 
 pub(crate) mod address_space;
+pub(crate) mod arrays;
 pub(crate) mod captures;
 pub(crate) mod contexts;
 pub(crate) mod devices;
 pub(crate) mod graphs;
+pub(crate) mod libraries;
+pub(crate) mod modules;
+pub(crate) mod multicasts;
 pub(crate) mod pools;
+pub(crate) mod residency;
 pub(crate) mod streams;
 pub(crate) mod vmm;
