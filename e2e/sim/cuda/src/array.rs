@@ -6,7 +6,7 @@
 use bursar_sim_state::Charge;
 
 use crate::abi::{Code, DriverResult, In, Out};
-use crate::context::{CurrentContext, current_context};
+use crate::context_stack::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::process::{Process, lock};
 use crate::tables::arrays::{Array, Array3dDescriptor, Arrays, DEFERRED, SPARSE};

@@ -8,7 +8,7 @@
 //! invalidates every capture.
 
 use crate::abi::{Code, DriverResult, Out};
-use crate::context::current_context;
+use crate::context_stack::current_context;
 use crate::entry::exports;
 use crate::process::{Process, healthy_process, lock};
 use crate::tables::captures::Capture;

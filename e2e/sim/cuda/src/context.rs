@@ -4,10 +4,12 @@
 use bursar_sim_state::Charge;
 
 use crate::abi::{Code, DriverResult, Out};
+use crate::context_stack::{
+    current_context, current_device, current_handle, pop_handle, push_handle, set_current_handle,
+};
 use crate::entry::exports;
-use crate::process::{Process, healthy_process, lock, process};
-use crate::tables::contexts::{Context, DEFAULT_STACK_BYTES};
-use std::cell::RefCell;
+use crate::process::{Process, lock, process};
+use crate::tables::contexts::DEFAULT_STACK_BYTES;
 
 /// Threads that can be resident on a multiprocessor.
 const MAX_RESIDENT_THREADS: u64 = 2048;
@@ -17,62 +19,7 @@ const STACK_SIZE: i32 = 0;
 /// GPU memory of a green context, in bytes.
 const GREEN_CONTEXT_BYTES: u64 = 6 << 20;
 
-thread_local! {
-    static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
-}
-
-/// The calling thread's context in a process image without a sticky error.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct CurrentContext {
-    pub(crate) process: &'static Process,
-    pub(crate) context: u64,
-    pub(crate) device: usize,
-}
-
-/// The calling thread's context.
-///
-/// # Errors
-/// The image has a sticky error, no context is current, or the device is lost.
-pub(crate) fn current_context() -> Result<CurrentContext, Code> {
-    let process = healthy_process()?;
-    let context = current_handle().ok_or(Code::INVALID_CONTEXT)?;
-    let device = process.context(context)?.device;
-    process.check_present(device)?;
-    Ok(CurrentContext {
-        process,
-        context,
-        device,
-    })
-}
-
-impl CurrentContext {
-    pub(crate) fn unit(&self) -> usize {
-        self.process.devices[self.device].unit
-    }
-}
-
-fn current_handle() -> Option<u64> {
-    STACK.with_borrow(|stack| stack.last().copied())
-}
-
-fn set_current_handle(context: u64) {
-    STACK.with_borrow_mut(|stack| {
-        stack.pop();
-        if context != 0 {
-            stack.push(context);
-        }
-    });
-}
-
 impl Process {
-    pub(crate) fn context(&self, context: u64) -> Result<Context, Code> {
-        lock(&self.contexts)
-            .live
-            .get(&context)
-            .cloned()
-            .ok_or(Code::INVALID_CONTEXT)
-    }
-
     fn create_context(&self, device: usize, flags: u32) -> Result<u64, Code> {
         self.check_sticky_error()?;
         self.check_present(device)?;
@@ -264,20 +211,13 @@ impl Process {
     }
 }
 
-/// The current context and its device, even if the image has a sticky error.
-fn current_device() -> Result<(&'static Process, u64, usize), Code> {
-    let process = process()?;
-    let context = current_handle().ok_or(Code::INVALID_CONTEXT)?;
-    Ok((process, context, process.context(context)?.device))
-}
-
 fn create(out: &Out<u64>, flags: u32, device: i32) -> DriverResult {
     if out.is_null() {
         return Err(Code::INVALID_VALUE);
     }
     let process = process()?;
     let context = process.create_context(process.device(device)?, flags)?;
-    STACK.with_borrow_mut(|stack| stack.push(context));
+    push_handle(context);
     out.set(context)
 }
 
@@ -295,7 +235,9 @@ exports! {
     fn cuGreenCtxDestroy(green: u64) = process()?.destroy_green(green);
     fn cuCtxDestroy_v2(context: u64) = {
         process()?.destroy_context(context)?;
-        STACK.with_borrow_mut(|stack| if stack.last() == Some(&context) { stack.pop(); });
+        if current_handle() == Some(context) {
+            pop_handle();
+        }
         Ok(())
     };
     fn cuCtxAttach(context: Out<u64>, flags: u32) = {
@@ -322,12 +264,12 @@ exports! {
     };
     fn cuCtxPushCurrent_v2(context: u64) = {
         process()?.context(context)?;
-        STACK.with_borrow_mut(|stack| stack.push(context));
+        push_handle(context);
         Ok(())
     };
     fn cuCtxPopCurrent_v2(context: Out<u64>) = {
         process()?;
-        let popped = STACK.with_borrow_mut(Vec::pop).ok_or(Code::INVALID_CONTEXT)?;
+        let popped = pop_handle().ok_or(Code::INVALID_CONTEXT)?;
         context.set_if_not_null(popped);
         Ok(())
     };

@@ -1,7 +1,7 @@
 //! Implements copies and fills. Asynchronous calls complete at once, in the caller's thread.
 
 use crate::abi::{Code, DriverResult};
-use crate::context::{CurrentContext, current_context};
+use crate::context_stack::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::process::lock;
 

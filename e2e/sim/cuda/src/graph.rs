@@ -10,7 +10,7 @@
 use bursar_sim_state::Charge;
 
 use crate::abi::{Code, DriverResult, In, Out};
-use crate::context::{CurrentContext, current_context};
+use crate::context_stack::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::process::{Process, healthy_process, lock};
 use crate::tables::graphs::{AllocNodeParams, Executable, Node, pool_bytes};

@@ -4,7 +4,7 @@
 //! can be queried.
 
 use crate::abi::{Code, DriverResult, Out};
-use crate::context::current_context;
+use crate::context_stack::current_context;
 use crate::entry::exports;
 use crate::process::{Process, healthy_process, lock};
 use crate::tables::address_space::{Allocation, AllocationKind};

@@ -7,7 +7,7 @@
 use bursar_sim_state::{Charge, object::Object};
 
 use crate::abi::{Code, DriverResult, Out};
-use crate::context::current_context;
+use crate::context_stack::current_context;
 use crate::entry::exports;
 use crate::granularity::charged_bytes;
 use crate::memory::{bytes, map_pages, unmap_pages};

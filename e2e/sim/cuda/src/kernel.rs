@@ -7,7 +7,7 @@
 use bursar_protocol::checksum;
 
 use crate::abi::{Code, DriverResult, In};
-use crate::context::{CurrentContext, current_context};
+use crate::context_stack::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::process::lock;
 use std::time::Duration;

@@ -5,6 +5,7 @@ mod abi;
 mod array;
 mod capture;
 mod context;
+mod context_stack;
 mod copy;
 mod device;
 mod entry;

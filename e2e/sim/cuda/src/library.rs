@@ -2,7 +2,7 @@
 //! function's.
 
 use crate::abi::{Code, In, Out, Text};
-use crate::context::current_context;
+use crate::context_stack::current_context;
 use crate::entry::exports;
 use crate::kernel::KERNELS;
 use crate::module;

@@ -6,7 +6,7 @@
 use bursar_sim_state::{Charge, residue};
 
 use crate::abi::{Code, DriverResult, Out};
-use crate::context::{CurrentContext, current_context};
+use crate::context_stack::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::granularity::{charged_bytes, round_up};
 use crate::process::{Process, healthy_process, lock};

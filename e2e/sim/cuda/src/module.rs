@@ -3,7 +3,7 @@
 //! Any image loads, unread. Every module has the same functions: the kernels of [`crate::kernel`].
 
 use crate::abi::{Code, DriverResult, In, Out, Text};
-use crate::context::current_context;
+use crate::context_stack::current_context;
 use crate::entry::exports;
 use crate::kernel::{KERNELS, Kernel};
 use crate::process::{healthy_process, lock};

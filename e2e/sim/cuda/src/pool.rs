@@ -13,7 +13,7 @@
 use bursar_sim_state::Charge;
 
 use crate::abi::{Code, DriverResult, In, Out};
-use crate::context::{CurrentContext, current_context};
+use crate::context_stack::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::granularity::round_up;
 use crate::process::{Process, healthy_process, lock};

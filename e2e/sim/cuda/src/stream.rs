@@ -5,7 +5,7 @@
 //! completes.
 
 use crate::abi::{Code, DriverResult, Out};
-use crate::context::{CurrentContext, current_context};
+use crate::context_stack::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::process::{Process, healthy_process, lock};
 use crate::tables::pools::SyncScope;
