@@ -58,6 +58,14 @@ impl From<NullPointer> for Code {
     }
 }
 
+/// `CUmemLocation`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Location {
+    pub(crate) kind: i32,
+    pub(crate) id: i32,
+}
+
 /// Writes a NUL-terminated string into a caller's buffer, truncated to fit.
 pub(crate) fn put_text(buffer: &Out<u8>, len: i32, text: &str) -> DriverResult {
     let room = usize::try_from(len)

@@ -12,7 +12,7 @@
 
 use bursar_sim_state::Charge;
 
-use crate::abi::{Code, DriverResult, In, Out};
+use crate::abi::{Code, DriverResult, In, Location, Out};
 use crate::context_stack::{CurrentContext, current_context};
 use crate::entry::exports;
 use crate::granularity::round_up;
@@ -20,7 +20,6 @@ use crate::process::{Process, healthy_process, lock};
 use crate::tables::address_space::AllocationKind;
 use crate::tables::graphs::Node;
 use crate::tables::pools::{DeferredFree, Pool, PoolLocation, SyncScope, default_pool};
-use crate::vmm::Location;
 use std::fs::File;
 use std::os::fd::{IntoRawFd, OwnedFd};
 

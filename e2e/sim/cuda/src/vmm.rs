@@ -4,7 +4,7 @@
 use bursar_sim_state::Charge;
 use bursar_sim_state::object::Object;
 
-use crate::abi::{Code, DriverResult, In, Out};
+use crate::abi::{Code, DriverResult, In, Location, Out};
 use crate::entry::exports;
 use crate::memory::{map_pages, unmap_pages};
 use crate::process::{Process, healthy_process, lock};
@@ -19,14 +19,6 @@ pub(crate) const GRANULARITY: u64 = 2 << 20;
 const DESCRIPTOR: i32 = 1;
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
 const ON_DEVICE: i32 = 1;
-
-/// `CUmemLocation`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Location {
-    pub(crate) kind: i32,
-    pub(crate) id: i32,
-}
 
 /// `CUmemAllocationProp`.
 #[repr(C)]
