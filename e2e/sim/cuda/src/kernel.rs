@@ -1,14 +1,11 @@
-//! Defines the available kernels, and launches them.
+//! Defines the available kernels.
 //!
-//! A launch runs the kernel once, whatever the grid, before it returns; only `spin` keeps its
-//! stream busy afterwards. As on a GPU, a faulting launch succeeds, and every later call returns
-//! the error.
+//! A kernel ends before its launch returns; only `spin` keeps its stream busy afterwards.
 
 use bursar_protocol::checksum;
 
 use crate::abi::{Code, DriverResult, In};
-use crate::context_stack::{CurrentContext, current_context};
-use crate::entry::exports;
+use crate::context_stack::CurrentContext;
 use crate::process::lock;
 use std::time::Duration;
 
@@ -18,12 +15,12 @@ pub(crate) struct Kernel {
     pub(crate) name: &'static str,
     /// Local memory per thread, in bytes (F14 in docs/facts.md).
     pub(crate) local_bytes: u64,
-    run: fn(&CurrentContext, &Arguments, u64) -> DriverResult,
+    pub(crate) run: fn(&CurrentContext, &Arguments, u64) -> DriverResult,
 }
 
 /// `void *kernelParams[]`.
 #[derive(Debug)]
-struct Arguments(In<u64>);
+pub(crate) struct Arguments(pub(crate) In<u64>);
 
 impl Arguments {
     /// Reads the argument with index `place`, of the size of `T`.
@@ -176,42 +173,4 @@ impl CurrentContext {
         }
         allowed
     }
-
-    fn launch(&self, function: u64, stream: u64, arguments: In<u64>) -> DriverResult {
-        let kernel = crate::module::find_kernel(function)?;
-        self.check_stream(stream)?;
-        self.process
-            .ensure_stack(self.context, kernel.local_bytes)?;
-        (kernel.run)(self, &Arguments(arguments), stream)
-    }
-}
-
-/// `CUlaunchConfig`, up to the last field that is read.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct LaunchConfig {
-    sizes: [u32; 7],
-    stream: u64,
-}
-
-fn launch_sized(sizes: &[u32], function: u64, stream: u64, arguments: In<u64>) -> DriverResult {
-    if sizes.contains(&0) {
-        return Err(Code::INVALID_VALUE);
-    }
-    current_context()?.launch(function, stream, arguments)
-}
-
-exports! {
-    fn cuLaunchKernel(
-        function: u64, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32, block_z: u32,
-        _shared: u32, stream: u64, arguments: In<u64>, _extra: u64,
-    ) = launch_sized(&[grid_x, grid_y, grid_z, block_x, block_y, block_z], function, stream, arguments);
-    fn cuLaunchCooperativeKernel(
-        function: u64, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32, block_z: u32,
-        _shared: u32, stream: u64, arguments: In<u64>,
-    ) = launch_sized(&[grid_x, grid_y, grid_z, block_x, block_y, block_z], function, stream, arguments);
-    fn cuLaunchKernelEx(config: In<LaunchConfig>, function: u64, arguments: In<u64>, _extra: u64) = {
-        let config = config.get()?;
-        launch_sized(&config.sizes[..6], function, config.stream, arguments)
-    };
 }

@@ -16,6 +16,7 @@ mod host;
 mod init;
 mod ipc;
 mod kernel;
+mod launch;
 mod library;
 mod memory;
 mod module;

@@ -23,7 +23,7 @@ fn all_exports() -> impl Iterator<Item = &'static Export> {
         crate::module::EXPORTS,
         crate::library::EXPORTS,
         crate::graph::EXPORTS,
-        crate::kernel::EXPORTS,
+        crate::launch::EXPORTS,
         crate::export_table::EXPORTS,
         EXPORTS,
         crate::unsupported::EXPORTS,
