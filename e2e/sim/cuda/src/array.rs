@@ -1,7 +1,6 @@
-//! Implements arrays and mipmapped arrays, as far as memory is concerned.
+//! Implements CUDA arrays (`cuArray*`, `cuMipmappedArray*`), as far as memory is concerned.
 //!
-//! Their sizes follow measurements on an H200. For the tiles of sparse arrays, only the mapped
-//! memory is recorded.
+//! For the tiles of sparse arrays, only the mapped memory is recorded.
 
 use bursar_sim_state::Charge;
 

@@ -1,5 +1,5 @@
-//! Implements contexts, each thread's context stack, and the memory that contexts and their limits
-//! cost.
+//! Implements contexts (`cuCtx*`, `cuDevicePrimaryCtx*`, `cuGreenCtx*`), with the GPU memory that
+//! they and their limits cost.
 
 use bursar_sim_state::Charge;
 

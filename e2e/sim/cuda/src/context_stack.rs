@@ -1,4 +1,4 @@
-//! Holds each thread's context stack, whose top is the thread's current context.
+//! Holds each thread's context stack (`cuCtxPushCurrent`), whose top is the current context.
 
 use crate::abi::Code;
 use crate::process::{Process, healthy_process, lock, process};
@@ -9,7 +9,7 @@ thread_local! {
     static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Makes a context current, above the one that is.
+/// Pushes a context, which becomes the current context.
 pub(crate) fn push_handle(context: u64) {
     STACK.with_borrow_mut(|stack| stack.push(context));
 }

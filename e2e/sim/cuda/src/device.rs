@@ -1,4 +1,4 @@
-//! Lists the devices that a process sees, and implements their attributes.
+//! Implements device management (`cuDeviceGet*`).
 
 use bursar_sim_state::config::uuid_bytes;
 

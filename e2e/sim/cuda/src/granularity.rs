@@ -1,4 +1,4 @@
-//! Computes the sizes that the driver allocates and charges for a request.
+//! Rounds allocation sizes to the driver's granularity.
 
 use crate::abi::Code;
 

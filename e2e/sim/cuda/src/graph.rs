@@ -1,4 +1,5 @@
-//! Implements graphs, as far as memory is concerned: allocation nodes, free nodes and child graphs.
+//! Implements CUDA graphs (`cuGraph*`), as far as memory is concerned: memory allocation nodes,
+//! memory free nodes and child graph nodes.
 //!
 //! As measured on an H200, instantiating a graph allocates nothing. Its upload or first launch
 //! takes its allocations from the device's graph pool in steps of 32 MiB; small allocations share

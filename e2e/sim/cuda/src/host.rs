@@ -1,4 +1,5 @@
-//! Implements managed and pinned host memory, which no GPU is charged for.
+//! Implements managed memory (`cuMemAllocManaged`) and page-locked host memory (`cuMemHost*`),
+//! which no GPU is charged for.
 //!
 //! Managed memory is never resident on a device. Prefetches and advice are recorded per page and
 //! can be queried.

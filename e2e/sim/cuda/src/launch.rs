@@ -1,4 +1,4 @@
-//! Launches kernels.
+//! Implements kernel launches (`cuLaunchKernel*`).
 //!
 //! A launch runs the kernel once, whatever the grid, before it returns. As on a GPU, a faulting
 //! launch succeeds, and every later call returns the error.

@@ -1,5 +1,6 @@
-//! Implements libraries, which are modules without a context. A kernel's handle equals its
-//! function's.
+//! Implements context-independent loading of modules (`cuLibrary*`, `cuKernel*`).
+//!
+//! A kernel's handle equals its function's.
 
 use crate::abi::{Code, In, Out, Text};
 use crate::context_stack::current_context;

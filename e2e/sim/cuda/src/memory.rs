@@ -1,4 +1,4 @@
-//! Implements linear memory, and records every address that the library returned.
+//! Implements linear device memory (`cuMemAlloc`, `cuMemFree`).
 //!
 //! Device memory is untouched host memory of the process, so device pointers are host pointers. A
 //! program that dereferences one on the host does not crash here, unlike with a GPU.

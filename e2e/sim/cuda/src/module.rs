@@ -1,4 +1,4 @@
-//! Implements modules and functions.
+//! Implements modules (`cuModule*`) with their functions (`cuFunc*`).
 //!
 //! Any image loads, unread. Every module has the same functions: the kernels of [`crate::kernel`].
 

@@ -1,4 +1,4 @@
-//! Implements multicast objects, as far as memory is concerned.
+//! Implements multicast objects (`cuMulticast*`), as far as memory is concerned.
 //!
 //! A multicast object keeps bound memory until it is unbound or the object is released. Multicast
 //! objects cannot be mapped.

@@ -1,5 +1,6 @@
-//! Implements stream-ordered memory pools, which grow in steps and shrink when the host
-//! synchronizes (F15 in docs/facts.md).
+//! Implements the stream-ordered memory allocator (`cuMemAllocAsync`, `cuMemPool*`).
+//!
+//! Its pools grow in steps, and shrink when the host synchronizes (F15 in docs/facts.md).
 //!
 //! As on an H200 with driver 580:
 //!

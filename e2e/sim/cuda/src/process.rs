@@ -1,4 +1,6 @@
 //! Holds the driver's state in this process image, from `cuInit` to `execve`.
+//!
+//! The entry points reach their tables through the process image; no table reaches the image.
 
 use bursar_sim_state::{Image, Sim, xid::Xid};
 

@@ -1,4 +1,4 @@
-//! Implements streams and events.
+//! Implements streams (`cuStream*`) with their events (`cuEvent*`).
 //!
 //! Work completes when it is submitted, in the caller's thread; only `spin` takes time. A stream is
 //! therefore an instant until which it is busy. An event is the instant at which its stream's work

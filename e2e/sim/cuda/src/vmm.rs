@@ -1,5 +1,5 @@
-//! Implements virtual memory management: handles, reservations, mappings, export and import (F2 to
-//! F5 in docs/facts.md).
+//! Implements virtual memory management: allocation handles, address reservations, mappings, export
+//! and import (F2 to F5 in docs/facts.md).
 
 use bursar_sim_state::Charge;
 use bursar_sim_state::object::Object;

@@ -1,4 +1,6 @@
-//! Computes the sizes of arrays, and records the memory that is mapped into sparse ones.
+//! Records CUDA arrays with the sizes of their memory layouts.
+//!
+//! The sizes follow measurements on an H200.
 
 use crate::abi::Code;
 use crate::granularity::charged_bytes;

@@ -1,4 +1,4 @@
-//! Lists the devices that a process sees.
+//! Enumerates the devices that a process sees, in the order of `CUDA_VISIBLE_DEVICES`.
 
 use bursar_sim_state::Sim;
 

@@ -1,4 +1,4 @@
-//! Records graphs, their nodes, executable graphs and the devices' graph memory pools.
+//! Records CUDA graphs, executable graphs and the graph memory of each device.
 
 use crate::abi::{Code, DriverResult};
 use crate::granularity::round_up;

@@ -1,6 +1,6 @@
 //! Declares the tables that a process image owns, one for each kind of driver object.
 //!
-//! A table cannot reach the process that owns it. Imports run from the entry points to
+//! A table cannot reach the process image that owns it. Imports run from the entry points to
 //! [`crate::process`], and from there to the tables.
 
 pub(crate) mod address_space;

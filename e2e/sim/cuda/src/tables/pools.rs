@@ -1,4 +1,4 @@
-//! Computes how stream-ordered memory pools grow and shrink.
+//! Records the memory that stream-ordered memory pools use and reserve.
 
 use crate::abi::Code;
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Records the prefetches and the advice for each page of managed memory.
+//! Records the advice (`cuMemAdvise`) and the last prefetch location of each managed page.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;

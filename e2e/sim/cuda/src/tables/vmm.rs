@@ -1,4 +1,4 @@
-//! Records the handles and the reserved address ranges of virtual memory management.
+//! Records the allocation handles and the address reservations of virtual memory management.
 
 use bursar_sim_state::object::{Object, ObjectPin};
 
