@@ -6,7 +6,7 @@
 
 /// The reason why a runtime of this version ignores CDI devices; `None` for others and unknown
 /// ones.
-pub fn missing_cdi_support(version: &str) -> Option<String> {
+pub(crate) fn missing_cdi_support(version: &str) -> Option<String> {
     let (name, number) = version.split_once("://")?;
     let mut parts = number
         .trim_start_matches('v')

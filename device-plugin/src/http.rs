@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-pub use bursar_http::Verdict;
+pub(crate) use bursar_http::Verdict;
 use tokio::sync::watch;
 
 use crate::metrics::Metrics;
@@ -12,7 +12,7 @@ const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The time of the node task's last tick.
 #[derive(Clone, Debug)]
-pub struct Heartbeat(pub watch::Receiver<Instant>);
+pub(crate) struct Heartbeat(pub watch::Receiver<Instant>);
 
 impl Heartbeat {
     /// The verdict on the node task at `now`.
@@ -30,13 +30,13 @@ impl Heartbeat {
 
 /// The sources of the three endpoints. The owner of each fact writes its channel.
 #[derive(Clone, Debug)]
-pub struct Sources {
+pub(crate) struct Sources {
     /// The metrics of `/metrics`.
     pub metrics: Metrics,
     /// The heartbeat behind `/healthz`: the kubelet restarts an agent whose node task hangs.
     pub health: Heartbeat,
     /// The readiness behind `/readyz`: a rollout waits for an agent that cannot serve.
-    pub readiness: watch::Receiver<Verdict>,
+    pub(crate) readiness: watch::Receiver<Verdict>,
 }
 
 impl bursar_http::Sources for Sources {

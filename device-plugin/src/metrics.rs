@@ -31,7 +31,7 @@ struct GpuStateLabels {
 
 /// The agent's metrics. Clones share the same values.
 #[derive(Clone, Debug)]
-pub struct Metrics {
+pub(crate) struct Metrics {
     registry: Arc<Registry>,
     tokens: Family<ResourceLabels, Gauge>,
     orders_not_understood: Gauge,
@@ -50,7 +50,7 @@ pub struct Metrics {
 
 impl Metrics {
     /// Metrics that are all zero.
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let mut registry = Registry::default();
         registry.register(
             "bursar_agent_build",
@@ -94,7 +94,7 @@ impl Metrics {
     }
 
     /// Encodes the current values in the OpenMetrics text format.
-    pub fn encode(&self) -> String {
+    pub(crate) fn encode(&self) -> String {
         // Unit tests encode metrics outside of a runtime.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             self.tasks
@@ -106,14 +106,14 @@ impl Metrics {
     }
 
     /// Counts a registration that the kubelet accepted.
-    pub fn count_registration(&self, resource: Resource) {
+    pub(crate) fn count_registration(&self, resource: Resource) {
         self.registrations.get_or_create(&resource.into()).inc();
     }
 
     /// Sets the figures of a node report: devices, and each GPU's memory and health.
     ///
     /// A GPU that leaves the report leaves the metrics.
-    pub fn set_report(&self, report: &NodeReport) {
+    pub(crate) fn set_report(&self, report: &NodeReport) {
         let tokens = [
             (Resource::DeviceMemory, report.device_memory),
             (Resource::ManagedMemory, report.managed_memory),
@@ -154,7 +154,7 @@ impl Metrics {
     }
 
     /// Sets the number of retained leases of each GPU, and their bytes.
-    pub fn set_retained(&self, kept: &BTreeMap<GpuUuid, (usize, Bytes)>) {
+    pub(crate) fn set_retained(&self, kept: &BTreeMap<GpuUuid, (usize, Bytes)>) {
         let mut figures = RetainedFigures::default();
         for (gpu, (leases, bytes)) in kept {
             figures.leases.push((gpu.into(), gauge_value(*leases)));
@@ -165,7 +165,7 @@ impl Metrics {
     }
 
     /// Sets how long the state directory has lacked the newest records.
-    pub fn set_state_write_lag(&self, lag: Duration) {
+    pub(crate) fn set_state_write_lag(&self, lag: Duration) {
         self.state_write_lag
             .set(i64::try_from(lag.as_secs()).unwrap_or(i64::MAX));
     }

@@ -74,7 +74,7 @@ pub struct RunOptions {
     /// The client of the API server. Without a client the agent publishes no status and no events.
     pub client: Option<Client>,
     /// The intervals at which the agent polls NVML.
-    pub poll_intervals: PollIntervals,
+    pub(crate) poll_intervals: PollIntervals,
     /// The thresholds at which a GPU's health changes.
     pub health: HealthThresholds,
 }

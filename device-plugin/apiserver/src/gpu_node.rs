@@ -90,7 +90,7 @@ pub struct ObservedObject {
 
 impl ObservedObject {
     /// Reads `object`.
-    pub fn from_object(object: &DynamicObject) -> Self {
+    pub(crate) fn from_object(object: &DynamicObject) -> Self {
         let status = object.data.get("status").filter(|status| !status.is_null());
         let status =
             status.map_or_else(|| Ok(GpuNodeStatus::default()), GpuNodeStatus::deserialize);

@@ -44,12 +44,12 @@ impl ApiMetrics {
     }
 
     /// Counts a failure of the watch of this node's `GpuNode`.
-    pub fn count_watch_failure(&self) {
+    pub(crate) fn count_watch_failure(&self) {
         self.watch_failures.inc();
     }
 
     /// Counts an Event that was not sent.
-    pub fn count_event_dropped(&self) {
+    pub(crate) fn count_event_dropped(&self) {
         self.events_dropped.inc();
     }
 }

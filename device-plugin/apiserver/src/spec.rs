@@ -32,7 +32,7 @@ pub struct ParsedSpec {
 }
 
 /// Parses the spec of `object`, with the paths of unreadable entries.
-pub fn parse_spec(object: &DynamicObject) -> ParsedSpec {
+pub(crate) fn parse_spec(object: &DynamicObject) -> ParsedSpec {
     let mut list = SpecReader {
         spec: object.data.get("spec"),
         unrecognized: Vec::new(),

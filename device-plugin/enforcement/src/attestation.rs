@@ -16,4 +16,5 @@ pub mod mounts;
 pub mod probe;
 
 pub use evaluate::{EnforcementGap, GapReason};
-pub use probe::{AttestationTarget, AttestedContainer, AttestedProcess, HostView, PodAttestor};
+pub(crate) use probe::{AttestationTarget, AttestedContainer, PodAttestor};
+pub use probe::{AttestedProcess, HostView};

@@ -31,7 +31,7 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const REAPPLY_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A pod's cgroup and a GPU.
-pub type LimitKey = (PathBuf, GpuUuid);
+pub(crate) type LimitKey = (PathBuf, GpuUuid);
 
 /// The state of each limit.
 pub type Limits = BTreeMap<LimitKey, LimitState>;
@@ -54,7 +54,7 @@ pub enum LimitState {
 
 /// The limits to set: each pod's sum of its containers' quotas. Containers that share a claim count
 /// once, since only one of them is alive.
-pub fn desired_limits(
+pub(crate) fn desired_limits(
     containers: &[BoundContainer],
     books: &[ContainerUsage],
 ) -> BTreeMap<LimitKey, Bytes> {
@@ -96,7 +96,11 @@ fn is_cgroup_v2(cgroup: &Path) -> bool {
 }
 
 /// Whether the driver limits the container's pod on each of the container's GPUs.
-pub fn is_limited(limits: &Limits, container: &BoundContainer, books: &ContainerUsage) -> bool {
+pub(crate) fn is_limited(
+    limits: &Limits,
+    container: &BoundContainer,
+    books: &ContainerUsage,
+) -> bool {
     books.gpus().all(|gpu| {
         let cgroup = container.cgroup.clone();
         let limit = cgroup.and_then(|cgroup| limits.get(&(cgroup, gpu.clone())));

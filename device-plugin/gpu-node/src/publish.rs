@@ -31,18 +31,18 @@ use super::report::NodeReport;
 #[derive(Clone, Copy, Debug)]
 pub struct Rate {
     /// How long a change waits for further changes.
-    pub batch_delay: Duration,
+    pub(crate) batch_delay: Duration,
     /// The shortest interval between two writes.
-    pub min_interval: Duration,
+    pub(crate) min_interval: Duration,
     /// The first delay after a failure; each further failure doubles it.
-    pub min_backoff: Duration,
+    pub(crate) min_backoff: Duration,
     /// The longest delay after a failure.
-    pub max_backoff: Duration,
+    pub(crate) max_backoff: Duration,
     /// How often the agent reads the object while a fault is open. A fault may wait for the
     /// operator, so the agent must notice that the API server is unreachable.
-    pub probe_interval: Duration,
+    pub(crate) probe_interval: Duration,
     /// The timeout of all requests of one attempt.
-    pub request_timeout: Duration,
+    pub(crate) request_timeout: Duration,
 }
 
 impl Default for Rate {

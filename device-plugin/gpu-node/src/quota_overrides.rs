@@ -62,7 +62,7 @@ impl QuotaOutcome {
 
 /// Returns the quota of each account of each bound container; none for accounts without an
 /// override.
-pub fn plan_quotas(
+pub(crate) fn plan_quotas(
     orders: &[QuotaOverride],
     containers: &[BoundContainer],
     books: &[ContainerUsage],
@@ -96,7 +96,7 @@ pub fn plan_quotas(
 }
 
 /// Returns the outcome of an override.
-pub fn quota_outcome(
+pub(crate) fn quota_outcome(
     order: &QuotaOverride,
     containers: &[BoundContainer],
     books: &[ContainerUsage],

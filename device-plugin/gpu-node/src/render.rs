@@ -370,7 +370,7 @@ fn to_i32(quanta: Quanta) -> i32 {
 }
 
 /// Truncates `at` to the API's precision.
-pub fn truncate_to_seconds(at: jiff::Timestamp) -> Time {
+pub(crate) fn truncate_to_seconds(at: jiff::Timestamp) -> Time {
     Time(jiff::Timestamp::from_second(at.as_second()).unwrap_or(at))
 }
 

@@ -29,7 +29,7 @@ const SYMBOL: &[u8] = b"nvmlDeviceSetMemoryLimits_v1\0";
 /// the driver adds soft limits to every parent cgroup, and they remain when the cgroup is removed
 /// without the driver (NVIDIA's "MPS v3 Memory Partitioning").
 #[expect(unsafe_code, reason = "nvml-wrapper has no call for it")]
-pub fn set_memory_limit(
+pub(crate) fn set_memory_limit(
     nvml: &Nvml,
     device: &Device<'_>,
     cgroup: &Path,
@@ -51,7 +51,7 @@ pub fn set_memory_limit(
 }
 
 /// Whether this driver sets no limits: it is too old, or limits are switched off (`RmMemacctMode`).
-pub fn is_unsupported(error: &NvmlError) -> bool {
+pub(crate) fn is_unsupported(error: &NvmlError) -> bool {
     matches!(
         error,
         NvmlError::LibloadingError(_) | NvmlError::FunctionNotFound | NvmlError::NotSupported

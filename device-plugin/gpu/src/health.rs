@@ -83,7 +83,7 @@ impl Health {
 
 /// An event that changes a GPU's health.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HealthEvent {
+pub(crate) enum HealthEvent {
     /// A probe read the GPU's memory.
     ProbeSucceeded,
     /// NVML answered a probe of the GPU with an error.
@@ -104,15 +104,15 @@ pub enum HealthEvent {
 #[derive(Debug, Clone, Copy)]
 pub struct HealthThresholds {
     /// The number of failed probes in a row that makes a GPU unhealthy.
-    pub failed_probes: u32,
+    pub(crate) failed_probes: u32,
     /// The number of good probes in a row that a recovery needs.
-    pub good_probes: u32,
+    pub(crate) good_probes: u32,
     /// The time without a failure that a recovery needs.
-    pub recovery_time: Duration,
+    pub(crate) recovery_time: Duration,
     /// The longest recovery time after repeated relapses.
-    pub max_recovery_time: Duration,
+    pub(crate) max_recovery_time: Duration,
     /// A relapse within this time of a recovery doubles the recovery time.
-    pub relapse_window: Duration,
+    pub(crate) relapse_window: Duration,
 }
 
 impl Default for HealthThresholds {
@@ -152,7 +152,7 @@ impl PersistedHealth {
 
 /// The health of one GPU.
 #[derive(Debug, Clone)]
-pub struct HealthMonitor {
+pub(crate) struct HealthMonitor {
     policy: HealthThresholds,
     state: State,
     memory: PersistedHealth,
@@ -178,7 +178,7 @@ enum State {
 impl HealthMonitor {
     /// Monitors a GPU that NVML just listed; unhealthy if the previous agent left it awaiting a
     /// reset.
-    pub fn new(policy: HealthThresholds, memory: PersistedHealth, now: Instant) -> Self {
+    pub(crate) fn new(policy: HealthThresholds, memory: PersistedHealth, now: Instant) -> Self {
         let memory = match memory.drained {
             true => memory,
             false => memory.after_return(),
@@ -187,7 +187,11 @@ impl HealthMonitor {
     }
 
     /// Monitors a GPU that NVML does not list, as the previous agent of the same boot recorded it.
-    pub fn unlisted(policy: HealthThresholds, memory: PersistedHealth, now: Instant) -> Self {
+    pub(crate) fn unlisted(
+        policy: HealthThresholds,
+        memory: PersistedHealth,
+        now: Instant,
+    ) -> Self {
         let mut monitor = Self {
             policy,
             state: State::Healthy,
@@ -213,14 +217,14 @@ impl HealthMonitor {
     }
 
     /// Marks a GPU unhealthy that this agent has never seen answer.
-    pub fn mark_unverified(&mut self, now: Instant) {
+    pub(crate) fn mark_unverified(&mut self, now: Instant) {
         if matches!(self.state, State::Healthy) {
             self.state = self.enter_unhealthy(UnhealthyReason::NoAnswer, now);
         }
     }
 
     /// The present verdict.
-    pub fn health(&self) -> Health {
+    pub(crate) fn health(&self) -> Health {
         match self.state {
             State::Healthy => Health::Healthy,
             State::Unhealthy { reason, .. } => Health::Unhealthy(reason),
@@ -228,12 +232,12 @@ impl HealthMonitor {
     }
 
     /// The record for the next agent.
-    pub fn memory(&self) -> PersistedHealth {
+    pub(crate) fn memory(&self) -> PersistedHealth {
         self.memory
     }
 
     /// Records one event.
-    pub fn record(&mut self, event: HealthEvent, now: Instant) {
+    pub(crate) fn record(&mut self, event: HealthEvent, now: Instant) {
         self.memory.drained = event == HealthEvent::Drained;
         match event {
             HealthEvent::ProbeSucceeded => {

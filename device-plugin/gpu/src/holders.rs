@@ -41,7 +41,7 @@ const MAX_INFOS: usize = 200;
 
 /// Why the kernel module gave no answer.
 #[derive(Debug, thiserror::Error)]
-pub enum HoldersError {
+pub(crate) enum HoldersError {
     /// The control node cannot be opened.
     #[error("failed to open {CONTROL_NODE}: {0}")]
     Open(#[source] io::Error),
@@ -187,7 +187,7 @@ struct RmClient {
 ///
 /// # Errors
 /// When the kernel module does not answer, or not in the known layout.
-pub fn query_holders(gpu: &GpuUuid) -> Result<BTreeMap<u32, Bytes>, HoldersError> {
+pub(crate) fn query_holders(gpu: &GpuUuid) -> Result<BTreeMap<u32, Bytes>, HoldersError> {
     let client = RmClient::open(gpu)?;
     let pids = client.query_pids()?;
     let mut holders = BTreeMap::new();

@@ -13,7 +13,7 @@
 //! | [`nvml`] | asks NVML, through a process for each GPU |
 //! | [`xid`] | lists the remedy of each XID: a table |
 
-pub mod cgroup_limit;
+pub(crate) mod cgroup_limit;
 pub mod drain;
 pub mod generations;
 pub mod health;

@@ -9,7 +9,7 @@ use std::path::Path;
 use nvml_wrapper::{Device, Nvml};
 
 /// The folder in which the driver lists its capabilities.
-pub const CAPABILITIES_DIR: &str = "/proc/driver/nvidia/capabilities";
+pub(crate) const CAPABILITIES_DIR: &str = "/proc/driver/nvidia/capabilities";
 
 /// A MIG instance by NVML's numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,7 +44,7 @@ impl MigInstance {
 
     /// The numbers of its capability nodes, on the GPU with this minor number. Empty where the
     /// driver has none, as on a node without MIG's own device nodes.
-    pub fn capability_minors(self, folder: &Path, minor: u32) -> Vec<u32> {
+    pub(crate) fn capability_minors(self, folder: &Path, minor: u32) -> Vec<u32> {
         let Self {
             gpu_instance: gpu,
             compute_instance: compute,

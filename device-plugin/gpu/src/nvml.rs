@@ -72,9 +72,9 @@ pub struct PollIntervals {
     /// Between two probes of all GPUs.
     pub probe: Duration,
     /// Between two probes while a GPU is unhealthy or none is known.
-    pub probe_unhealthy: Duration,
+    pub(crate) probe_unhealthy: Duration,
     /// The age at which a process is replaced whose probe failed.
-    pub replace_failed: Duration,
+    pub(crate) replace_failed: Duration,
     /// Between two queries for XIDs, and so the longest delay of an XID.
     pub xids: Duration,
 }
@@ -91,7 +91,7 @@ impl Default for PollIntervals {
 }
 
 /// Finds `libnvidia-ml.so.1`, or says why not; called again before processes start.
-pub type LibraryLocator = Arc<dyn Fn() -> Result<PathBuf, String> + Send + Sync>;
+pub(crate) type LibraryLocator = Arc<dyn Fn() -> Result<PathBuf, String> + Send + Sync>;
 
 /// Why NVML did not answer a request.
 #[derive(Debug, thiserror::Error)]

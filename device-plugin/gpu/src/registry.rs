@@ -11,7 +11,7 @@ use super::{Gpu, GpuState, Inventory, NoDriver};
 
 /// The result of one probe of all GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ProbeResult {
+pub(crate) enum ProbeResult {
     /// NVML cannot be used. Known GPUs may be there still, unless the driver is not loaded.
     NoDriver(NoDriver),
     /// NVML answered.
@@ -81,7 +81,7 @@ pub struct PersistedGpu {
 
 /// The GPUs since the agent's start, and those that the previous agent of the same boot recorded.
 #[derive(Debug)]
-pub struct GpuRegistry {
+pub(crate) struct GpuRegistry {
     policy: HealthThresholds,
     /// GPUs that the previous agent recorded and NVML has not listed yet.
     persisted: BTreeMap<GpuUuid, PersistedGpu>,
@@ -104,7 +104,10 @@ struct Entry {
 impl GpuRegistry {
     /// An empty registry. With NVML's first list the GPUs that were `persisted` from earlier in
     /// this boot are added.
-    pub fn new(policy: HealthThresholds, persisted: BTreeMap<GpuUuid, PersistedGpu>) -> Self {
+    pub(crate) fn new(
+        policy: HealthThresholds,
+        persisted: BTreeMap<GpuUuid, PersistedGpu>,
+    ) -> Self {
         Self {
             policy,
             persisted,
@@ -117,7 +120,7 @@ impl GpuRegistry {
     }
 
     /// Records the result of a probe.
-    pub fn record_probe(&mut self, probe: ProbeResult, now: Instant) {
+    pub(crate) fn record_probe(&mut self, probe: ProbeResult, now: Instant) {
         match &probe {
             ProbeResult::NoDriver(why) => {
                 self.without_gpus = Inventory::NoDriver(why.clone());
@@ -146,7 +149,7 @@ impl GpuRegistry {
     }
 
     /// Records an XID of a physical GPU; the XID of an unlisted GPU is dropped.
-    pub fn record_xid(&mut self, uuid: &GpuUuid, code: u64, now: Instant) {
+    pub(crate) fn record_xid(&mut self, uuid: &GpuUuid, code: u64, now: Instant) {
         // An XID names the physical GPU, so all its MIG instances get the event.
         for entry in self.entries_of(uuid) {
             entry.monitor.record(HealthEvent::Xid(code), now);
@@ -154,7 +157,7 @@ impl GpuRegistry {
     }
 
     /// Records that a call about a physical GPU hangs.
-    pub fn record_timeout(&mut self, uuid: &GpuUuid, now: Instant) {
+    pub(crate) fn record_timeout(&mut self, uuid: &GpuUuid, now: Instant) {
         for entry in self.entries_of(uuid) {
             entry.monitor.record(HealthEvent::CallTimedOut, now);
         }
@@ -166,14 +169,14 @@ impl GpuRegistry {
     }
 
     /// The PCI address of a physical GPU, if the GPU or an instance of it is listed.
-    pub fn pci_address_of(&self, uuid: &GpuUuid) -> Option<PciAddress> {
+    pub(crate) fn pci_address_of(&self, uuid: &GpuUuid) -> Option<PciAddress> {
         let is = |gpu: &Gpu| gpu.uuid == *uuid || gpu.mig_parent.as_ref() == Some(uuid);
         let mut gpus = self.entries.iter().map(|entry| &entry.gpu);
         gpus.find(|gpu| is(gpu)).and_then(|gpu| gpu.pci)
     }
 
     /// Replaces the set of drained GPUs, which the agent neither probes nor holds.
-    pub fn set_drained(&mut self, drained: BTreeSet<GpuUuid>, now: Instant) {
+    pub(crate) fn set_drained(&mut self, drained: BTreeSet<GpuUuid>, now: Instant) {
         for entry in &mut self.entries {
             if entry.gpu.is_in(&drained) {
                 entry.monitor.record(HealthEvent::Drained, now);
@@ -183,23 +186,26 @@ impl GpuRegistry {
     }
 
     /// The GPUs that the agent does not probe.
-    pub fn drained(&self) -> &BTreeSet<GpuUuid> {
+    pub(crate) fn drained(&self) -> &BTreeSet<GpuUuid> {
         &self.drained
     }
 
     /// Whether some listed GPU is drained.
-    pub fn has_drained(&self) -> bool {
+    pub(crate) fn has_drained(&self) -> bool {
         let mut entries = self.entries.iter();
         entries.any(|entry| entry.gpu.is_in(&self.drained))
     }
 
     /// The addresses of the GPUs to probe; none where no GPU is drained or an address is unknown.
-    pub fn probed_addresses(&self) -> Option<BTreeSet<PciAddress>> {
+    pub(crate) fn probed_addresses(&self) -> Option<BTreeSet<PciAddress>> {
         self.addresses_except(&self.drained)
     }
 
     /// The addresses to probe if `drained` were the drained GPUs.
-    pub fn addresses_except(&self, drained: &BTreeSet<GpuUuid>) -> Option<BTreeSet<PciAddress>> {
+    pub(crate) fn addresses_except(
+        &self,
+        drained: &BTreeSet<GpuUuid>,
+    ) -> Option<BTreeSet<PciAddress>> {
         let entries = || self.entries.iter();
         let spared = entries().filter(|entry| !entry.gpu.is_in(drained));
         let places = spared.map(|entry| entry.gpu.pci).collect::<Option<_>>();
@@ -207,21 +213,21 @@ impl GpuRegistry {
     }
 
     /// A listed GPU that is not drained.
-    pub fn probed_gpu(&self, uuid: &GpuUuid) -> Option<&Gpu> {
+    pub(crate) fn probed_gpu(&self, uuid: &GpuUuid) -> Option<&Gpu> {
         let entry = self.entries.iter().find(|entry| entry.gpu.uuid == *uuid)?;
         (!entry.gpu.is_in(&self.drained)).then_some(&entry.gpu)
     }
 
     /// Whether some GPU that is not drained is unhealthy, so that NVML is reopened and probed
     /// sooner.
-    pub fn has_unhealthy(&self) -> bool {
+    pub(crate) fn has_unhealthy(&self) -> bool {
         self.entries
             .iter()
             .any(|entry| !entry.monitor.health().is_healthy() && !entry.gpu.is_in(&self.drained))
     }
 
     /// The GPUs with their present health.
-    pub fn inventory(&self) -> Inventory {
+    pub(crate) fn inventory(&self) -> Inventory {
         if self.entries.is_empty() {
             return self.without_gpus.clone();
         }

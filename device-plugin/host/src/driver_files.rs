@@ -34,7 +34,7 @@ use std::path::{Path, PathBuf};
 ///
 /// Sources: nvidia-container-toolkit `pkg/lookup/library.go`; k8s-device-plugin issue 632 (COS);
 /// bottlerocket-kernel-kit pull requests 425 and 473.
-pub const LIBRARY_DIRS: &[&str] = &[
+pub(crate) const LIBRARY_DIRS: &[&str] = &[
     arch_dir!("usr/lib/", "-linux-gnu"),
     arch_dir!("usr/lib/", "-linux-gnu/nvidia/current"),
     "usr/lib64",

@@ -10,9 +10,9 @@ pub mod deviceplugin {
     /// The health of a device that the kubelet may allocate.
     pub const HEALTHY: &str = "Healthy";
     /// The health of a device that the kubelet must not allocate.
-    pub const UNHEALTHY: &str = "Unhealthy";
+    pub(crate) const UNHEALTHY: &str = "Unhealthy";
     /// The kubelet's registration socket, in its plugin directory.
-    pub const KUBELET_SOCKET: &str = "kubelet.sock";
+    pub(crate) const KUBELET_SOCKET: &str = "kubelet.sock";
 }
 
 /// `v1`: PodResourcesLister, which the kubelet serves.

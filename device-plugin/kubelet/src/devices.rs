@@ -6,7 +6,7 @@ use prost::Message as _;
 use super::api::deviceplugin::{Device, HEALTHY, ListAndWatchResponse, UNHEALTHY};
 
 /// The largest message to send. The kubelet closes the stream at 4 MiB (gRPC's default).
-pub const MAX_MESSAGE_BYTES: usize = 3 << 20;
+pub(crate) const MAX_MESSAGE_BYTES: usize = 3 << 20;
 
 /// The reason why devices cannot be advertised, for a condition and an event.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -16,7 +16,7 @@ use super::server::is_agent_socket;
 
 /// The reason why a directory cannot be watched.
 #[derive(Debug, thiserror::Error)]
-pub enum WatchError {
+pub(crate) enum WatchError {
     /// The directory is missing or unreadable.
     #[error("failed to read the kubelet's plugin directory {path}")]
     Directory {
@@ -39,7 +39,7 @@ pub enum WatchError {
 
 impl WatchError {
     /// A bounded name for conditions, events and metrics.
-    pub fn reason(&self) -> &'static str {
+    pub(crate) fn reason(&self) -> &'static str {
         match self {
             Self::Directory { .. } => "PluginDirectoryUnreadable",
             Self::Inotify(_) => "NoInotify",
@@ -53,7 +53,7 @@ impl WatchError {
 /// The watch ignores the kubelet's checkpoint, which the kubelet replaces in this directory at each
 /// Allocate.
 #[derive(Debug)]
-pub struct PluginDirWatch {
+pub(crate) struct PluginDirWatch {
     fd: AsyncFd<OwnedFd>,
     path: PathBuf,
 }
@@ -63,7 +63,7 @@ impl PluginDirWatch {
     ///
     /// # Errors
     /// [`WatchError::Directory`] or [`WatchError::Inotify`].
-    pub fn new(path: &Path) -> Result<Self, WatchError> {
+    pub(crate) fn new(path: &Path) -> Result<Self, WatchError> {
         let fd = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)
             .map_err(|error| WatchError::Inotify(error.into()))?;
         let wanted = WatchFlags::CREATE
@@ -92,7 +92,7 @@ impl PluginDirWatch {
     ///
     /// # Errors
     /// [`WatchError::Gone`]: this watch reports no more changes.
-    pub async fn changed(&mut self) -> Result<(), WatchError> {
+    pub(crate) async fn changed(&mut self) -> Result<(), WatchError> {
         loop {
             let mut ready = self.fd.readable().await.map_err(WatchError::Inotify)?;
             match drain_events(self.fd.get_ref()) {
@@ -139,7 +139,7 @@ fn drain_events(fd: &OwnedFd) -> DrainResult {
 }
 
 /// The identity of the `kubelet.sock` in `dir`, if any.
-pub fn kubelet_socket(dir: &Path) -> Option<SocketId> {
+pub(crate) fn kubelet_socket(dir: &Path) -> Option<SocketId> {
     let meta = std::fs::symlink_metadata(dir.join(KUBELET_SOCKET)).ok()?;
     let ctime_ns = i128::from(meta.ctime()) * 1_000_000_000 + i128::from(meta.ctime_nsec());
     Some(SocketId {

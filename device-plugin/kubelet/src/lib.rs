@@ -16,7 +16,7 @@ pub mod api;
 mod connect;
 pub mod device_checkpoint;
 pub mod devices;
-pub mod dir_watch;
+pub(crate) mod dir_watch;
 mod in_flight;
 pub mod lifecycle;
 pub mod plugin;

@@ -22,11 +22,11 @@ use super::registration::{Observation, OwnServer, StateMachine, Step};
 use super::server::{self, PluginService, Server};
 
 /// The poll interval beside a directory watch, in case the watch misses a change.
-pub const POLL_WATCHED: Duration = Duration::from_secs(5);
+pub(crate) const POLL_WATCHED: Duration = Duration::from_secs(5);
 /// The poll interval without a directory watch.
-pub const POLL_UNWATCHED: Duration = Duration::from_millis(500);
+pub(crate) const POLL_UNWATCHED: Duration = Duration::from_millis(500);
 /// The timeout of Register: the kubelet takes up to 10 s to dial back.
-pub const REGISTER_TIMEOUT: Duration = Duration::from_secs(12);
+pub(crate) const REGISTER_TIMEOUT: Duration = Duration::from_secs(12);
 /// The most old servers to keep for their open streams.
 const MAX_RETIRED: usize = 4;
 
@@ -89,7 +89,7 @@ impl NotRegistered {
 
 /// The reason why one call of Register failed.
 #[derive(Debug, thiserror::Error)]
-pub enum RegisterError {
+pub(crate) enum RegisterError {
     /// No server answers at the kubelet's socket.
     #[error("failed to connect to the kubelet at {path}")]
     Connect {

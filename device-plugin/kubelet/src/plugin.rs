@@ -22,13 +22,13 @@ use super::in_flight::InFlight;
 pub const CDI_KIND: &str = "bursar.dev/gpu";
 
 /// The annotation of an Allocate response for managed memory, with the allocation id as its value.
-pub const MANAGED_ANNOTATION: &str = "bursar.dev/managed-allocation";
+pub(crate) const MANAGED_ANNOTATION: &str = "bursar.dev/managed-allocation";
 
 /// The timeout of a PreStartContainer call. The kubelet gives up after 30 s
 /// (`KubeletPreStartContainerRPCTimeoutInSecs`) and would discard a later answer with its reason.
-pub const PREPARE_TIMEOUT: Duration = Duration::from_secs(28);
+pub(crate) const PREPARE_TIMEOUT: Duration = Duration::from_secs(28);
 /// The timeout of an Allocate call. The kubelet itself waits without a limit.
-pub const ALLOCATE_TIMEOUT: Duration = Duration::from_secs(30);
+pub(crate) const ALLOCATE_TIMEOUT: Duration = Duration::from_secs(30);
 /// The longest message in a pod's status, in characters.
 const MAX_MESSAGE_CHARS: usize = 512;
 
@@ -151,7 +151,10 @@ impl<A: Allocator> Plugin<A> {
 }
 
 /// The response that the kubelet saves for a container and passes to the runtime.
-pub fn container_response(resource: Resource, id: AllocationId) -> api::ContainerAllocateResponse {
+pub(crate) fn container_response(
+    resource: Resource,
+    id: AllocationId,
+) -> api::ContainerAllocateResponse {
     let mut answer = api::ContainerAllocateResponse::default();
     match resource {
         Resource::DeviceMemory => {
@@ -169,7 +172,7 @@ pub fn container_response(resource: Resource, id: AllocationId) -> api::Containe
 }
 
 /// The allocation id in a response of [`container_response`].
-pub fn allocation_id_of(
+pub(crate) fn allocation_id_of(
     resource: Resource,
     answer: &api::ContainerAllocateResponse,
 ) -> Option<AllocationId> {

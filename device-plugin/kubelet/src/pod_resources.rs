@@ -149,7 +149,7 @@ fn is_rate_limited(status: &tonic::Status) -> bool {
 
 /// The containers of `pods` with device ids of `resource`; containers with malformed ids are left
 /// out.
-pub fn listed_containers(
+pub(crate) fn listed_containers(
     resource: Resource,
     name: &str,
     pods: &[PodResources],

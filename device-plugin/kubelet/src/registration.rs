@@ -32,9 +32,9 @@ pub const MIN_BACKOFF: Duration = Duration::from_millis(100);
 /// The longest pause of the exponential back-off.
 pub const MAX_BACKOFF: Duration = Duration::from_secs(5);
 /// The life of a stream that resets the back-off.
-pub const STABLE_AFTER: Duration = Duration::from_secs(10);
+pub(crate) const STABLE_AFTER: Duration = Duration::from_secs(10);
 /// The time for the kubelet to call ListAndWatch after it has accepted a registration.
-pub const STREAM_TIMEOUT: Duration = Duration::from_secs(1);
+pub(crate) const STREAM_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Identifies a `kubelet.sock`: a recreated one belongs to a restarted kubelet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,7 +44,7 @@ pub struct SocketId {
     /// The inode number, which file systems reuse.
     pub ino: u64,
     /// The time of the last status change, in nanoseconds.
-    pub ctime_ns: i128,
+    pub(crate) ctime_ns: i128,
 }
 
 /// The state of the agent's server for the resource.
@@ -103,7 +103,7 @@ enum Phase {
 
 /// The registration of one resource with the kubelet.
 #[derive(Debug)]
-pub struct StateMachine {
+pub(crate) struct StateMachine {
     phase: Phase,
     /// The last observed `kubelet.sock`: a different one resets the back-off.
     kubelet: Option<SocketId>,
@@ -126,12 +126,12 @@ impl Default for StateMachine {
 
 impl StateMachine {
     /// Whether the kubelet has a ListAndWatch stream open.
-    pub fn is_live(&self) -> bool {
+    pub(crate) fn is_live(&self) -> bool {
         matches!(self.phase, Phase::Live { .. })
     }
 
     /// Updates the state by an observation and returns the next step.
-    pub fn next_step(&mut self, seen: Observation, now: Instant) -> Step {
+    pub(crate) fn next_step(&mut self, seen: Observation, now: Instant) -> Step {
         if seen.kubelet.is_some() && seen.kubelet != self.kubelet {
             self.kubelet = seen.kubelet;
             self.reset_backoff();
@@ -149,12 +149,12 @@ impl StateMachine {
     }
 
     /// The server has started.
-    pub fn server_started(&mut self) {
+    pub(crate) fn server_started(&mut self) {
         self.not_before = None;
     }
 
     /// The kubelet has accepted the registration that followed the observation `seen`.
-    pub fn registration_accepted(&mut self, seen: Observation, now: Instant) {
+    pub(crate) fn registration_accepted(&mut self, seen: Observation, now: Instant) {
         if let Observation {
             kubelet: Some(kubelet),
             own: OwnServer::Serving { server, opened, .. },
@@ -170,7 +170,7 @@ impl StateMachine {
     }
 
     /// A step has failed: starts a pause.
-    pub fn attempt_failed(&mut self, now: Instant) {
+    pub(crate) fn attempt_failed(&mut self, now: Instant) {
         self.not_before = Some(now + self.backoff);
         self.backoff = (self.backoff * 2).min(MAX_BACKOFF);
     }

@@ -25,7 +25,7 @@ const CLOSE_GRACE: Duration = Duration::from_millis(500);
 
 /// The reason why a plugin is not served.
 #[derive(Debug, thiserror::Error)]
-pub enum ServeError {
+pub(crate) enum ServeError {
     /// The socket could not be created.
     #[error("failed to listen on {path}")]
     Listen {

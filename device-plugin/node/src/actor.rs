@@ -33,11 +33,11 @@ use super::pod_resolver::PodResolver;
 use crate::metrics::{BindResult, Counts, NodeMetrics};
 
 /// The interval of checks for ended pods and expired waits: most of a release's delay.
-pub const TICK_INTERVAL: Duration = Duration::from_millis(250);
+pub(crate) const TICK_INTERVAL: Duration = Duration::from_millis(250);
 /// An idle node runs one full tick in this many.
 const IDLE_TICKS: u32 = 4;
 /// The interval at which the agent compares pending allocations with the kubelet's checkpoint.
-pub const COLLECT_INTERVAL: Duration = Duration::from_secs(10);
+pub(crate) const COLLECT_INTERVAL: Duration = Duration::from_secs(10);
 /// The number of queued commands: far above a kubelet's concurrent calls.
 const QUEUE_LENGTH: usize = 256;
 

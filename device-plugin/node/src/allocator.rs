@@ -77,11 +77,11 @@ pub struct ContainerIdentity {
     pub container: String,
     /// The kubelet's checkpoint entries with exactly these device ids; empty if the file is
     /// unreadable.
-    pub checkpoint_entries: Vec<CheckpointEntry>,
+    pub(crate) checkpoint_entries: Vec<CheckpointEntry>,
     /// The device ids of all containers of the pod, from the kubelet's checkpoint.
-    pub pod_device_ids: Vec<DeviceIdSet>,
+    pub(crate) pod_device_ids: Vec<DeviceIdSet>,
     /// The number of GPUs to spread the memory over.
-    pub gpu_spread: GpuSpread,
+    pub(crate) gpu_spread: GpuSpread,
     /// The pod's priority.
     pub priority: Priority,
 }
@@ -367,7 +367,7 @@ impl<H: HostOps> NodeAllocator<H> {
     }
 
     /// Releases the pods whose cgroup was removed.
-    pub async fn release_ended_pods(&mut self, now: BootTime) {
+    pub(crate) async fn release_ended_pods(&mut self, now: BootTime) {
         for pod in self.pod_cgroups.drain_ended() {
             self.release_pod(&pod, now).await;
         }
@@ -376,7 +376,7 @@ impl<H: HostOps> NodeAllocator<H> {
     /// Whether a [`tick`](Self::tick) is due at once, because of a change or of pending work.
     ///
     /// A tick visits every container, so an idle node ticks less often.
-    pub fn needs_tick(&mut self) -> bool {
+    pub(crate) fn needs_tick(&mut self) -> bool {
         std::mem::take(&mut self.changed_since_tick)
             || self.checkpoint_dirty
             || !self.queued_claims.is_empty()
@@ -403,7 +403,7 @@ impl<H: HostOps> NodeAllocator<H> {
     }
 
     /// Sets the GPU generations.
-    pub fn set_generations(&mut self, generations: BTreeMap<GpuUuid, u64>) {
+    pub(crate) fn set_generations(&mut self, generations: BTreeMap<GpuUuid, u64>) {
         self.gpu_generations = generations;
     }
 
@@ -491,7 +491,11 @@ impl<H: HostOps> NodeAllocator<H> {
     /// cgroup.
     ///
     /// Both require two misses in a row.
-    pub async fn collect_garbage(&mut self, known: Option<&BTreeSet<AllocationId>>, now: BootTime) {
+    pub(crate) async fn collect_garbage(
+        &mut self,
+        known: Option<&BTreeSet<AllocationId>>,
+        now: BootTime,
+    ) {
         if let Some(known) = known {
             let collected = self.ledger.gc_pending(known, now);
             self.metrics.count_collected(collected.len());
@@ -577,12 +581,12 @@ impl<H: HostOps> NodeAllocator<H> {
     }
 
     /// The host, for state that the node task observes first.
-    pub fn host_mut(&mut self) -> &mut H {
+    pub(crate) fn host_mut(&mut self) -> &mut H {
         &mut self.host
     }
 
     /// Sets or clears the problem of the CDI directory.
-    pub fn set_cdi_problem(&mut self, trouble: Option<String>) {
+    pub(crate) fn set_cdi_problem(&mut self, trouble: Option<String>) {
         self.problems.cdi = trouble;
     }
 

@@ -15,7 +15,7 @@ use bursar_ledger as ledger;
 use bursar_ledger::units::{Bytes, GpuUuid, Quanta, Resource};
 
 /// The GPUs for the ledger: capacity in whole quanta, less the reserve.
-pub fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<ledger::Gpu> {
+pub(crate) fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<ledger::Gpu> {
     let as_ledgers = |state: &GpuState| ledger::Gpu {
         uuid: state.gpu.uuid.clone(),
         capacity: gpu_capacity(state, config),
@@ -29,7 +29,7 @@ pub fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<ledger::G
 }
 
 /// The reservations for the ledger, without those whose GPU or pod id is malformed.
-pub fn parse_reservations(orders: &[Reservation]) -> BTreeMap<GpuUuid, ledger::Reservation> {
+pub(crate) fn parse_reservations(orders: &[Reservation]) -> BTreeMap<GpuUuid, ledger::Reservation> {
     let as_ledgers = |order: &Reservation| {
         let reservation = ledger::Reservation {
             pod: order.waiter.parse().ok()?,

@@ -17,17 +17,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::shim_install::{PRELOAD_FILE, SHIMS};
 
-pub use dir::{CdiDir, CdiError, CdiListing};
-pub use spec::{ContainerEdits, Device, DeviceNode, Mount, Spec};
+pub use dir::CdiDir;
+pub(crate) use dir::CdiError;
+pub use spec::{ContainerEdits, Device, Mount};
+pub(crate) use spec::{DeviceNode, Spec};
 
 /// The CDI version: the first one with annotations. containerd 2.x reads 0.3.0 to 1.1.0.
-pub const CDI_VERSION: &str = "0.6.0";
+pub(crate) const CDI_VERSION: &str = "0.6.0";
 
 /// The annotation with the binding.
-pub const BINDING_ANNOTATION: &str = "bursar.dev/binding";
+pub(crate) const BINDING_ANNOTATION: &str = "bursar.dev/binding";
 
 /// The directory of the shims in a container.
-pub const CONTAINER_LIB_DIR: &str = "/opt/bursar/lib";
+pub(crate) const CONTAINER_LIB_DIR: &str = "/opt/bursar/lib";
 
 /// The directory of the driver's files in a container. The file names do not start with `lib`, so
 /// that `ldconfig` takes none of them for a library.

@@ -74,7 +74,7 @@ pub enum Subsystem {
 
 impl HostError {
     /// The subsystem of the error.
-    pub fn subsystem(&self) -> Subsystem {
+    pub(crate) fn subsystem(&self) -> Subsystem {
         match self {
             Self::Checkpoint(_) | Self::Sessions(_) | Self::Folder { .. } => Subsystem::Records,
             Self::Driver(_) | Self::GpuNotListed(_) => Subsystem::Driver,
@@ -148,7 +148,7 @@ pub struct HostSurvey {
     /// Its checkpoint.
     pub checkpoint: Result<Option<NodeCheckpoint>, LoadError>,
     /// The bindings in its CDI files.
-    pub cdi_bindings: Vec<cdi::CdiBinding>,
+    pub(crate) cdi_bindings: Vec<cdi::CdiBinding>,
     /// The allocations whose CDI file this agent cannot read.
     pub unreadable: BTreeSet<AllocationId>,
     /// The allocations that have a directory or a session record.
@@ -214,7 +214,7 @@ impl OsHost {
     }
 
     /// The reason why CDI files cannot be written, as far as access checks tell.
-    pub fn cdi_problem(&self) -> Option<String> {
+    pub(crate) fn cdi_problem(&self) -> Option<String> {
         let path = self.cdi.path();
         // The agent may be the first to write a CDI file on this node.
         let made = std::fs::create_dir_all(path).map_err(|error| error.to_string());
@@ -228,7 +228,7 @@ impl OsHost {
     }
 
     /// Finds the driver again at the next binding, for the driver may change with the GPUs.
-    pub fn mark_driver_stale(&mut self) {
+    pub(crate) fn mark_driver_stale(&mut self) {
         self.installer.mark_stale();
     }
 }

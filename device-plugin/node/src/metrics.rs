@@ -95,7 +95,7 @@ impl NodeMetrics {
     }
 
     /// Observes the duration of an Allocate call.
-    pub fn observe_allocate(&self, took: Duration) {
+    pub(crate) fn observe_allocate(&self, took: Duration) {
         self.allocate_seconds.observe(took.as_secs_f64());
     }
 
@@ -108,12 +108,12 @@ impl NodeMetrics {
     }
 
     /// Counts a pod whose memory was released at its end.
-    pub fn count_release(&self) {
+    pub(crate) fn count_release(&self) {
         self.releases.inc();
     }
 
     /// Counts pending allocations that were dropped because no container followed.
-    pub fn count_collected(&self, bookings: usize) {
+    pub(crate) fn count_collected(&self, bookings: usize) {
         self.collected.inc_by(bookings as u64);
     }
 

@@ -13,7 +13,7 @@ use super::host::HostOps;
 
 impl<H: HostOps> NodeAllocator<H> {
     /// Whether a container with device memory has a pod without a name.
-    pub fn has_unnamed_pods(&self) -> bool {
+    pub(crate) fn has_unnamed_pods(&self) -> bool {
         self.unnamed_bindings().next().is_some()
     }
 
@@ -22,7 +22,11 @@ impl<H: HostOps> NodeAllocator<H> {
     ///
     /// Device ids that another pod has by now identify no pod. Memory stays bound until its pod has
     /// ended; the kubelet may give the ids away earlier.
-    pub fn resolve_missing_names(&mut self, listed: &[ListedContainer], held: &[CheckpointEntry]) {
+    pub(crate) fn resolve_missing_names(
+        &mut self,
+        listed: &[ListedContainer],
+        held: &[CheckpointEntry],
+    ) {
         for binding in self.unnamed_bindings().collect::<Vec<_>>() {
             let Binding {
                 pod,

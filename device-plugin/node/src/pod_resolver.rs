@@ -135,7 +135,7 @@ impl PodResolver {
     }
 
     /// The containers that PodResources lists with `resource`; empty on an error.
-    pub async fn list_containers(&self, resource: Resource) -> Vec<ListedContainer> {
+    pub(crate) async fn list_containers(&self, resource: Resource) -> Vec<ListedContainer> {
         let mut names = self.resource_names.iter();
         let Some((_, name)) = names.find(|(named, _)| *named == resource) else {
             return Vec::new();

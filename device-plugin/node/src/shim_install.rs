@@ -32,10 +32,10 @@ use tracing::info;
 use crate::cdi::CONTAINER_LIB_DIR;
 
 /// The loader's list, mounted as the container's `/etc/ld.so.preload`.
-pub const PRELOAD_FILE: &str = "ld.so.preload";
+pub(crate) const PRELOAD_FILE: &str = "ld.so.preload";
 
 /// The driver's libraries for which containers get a shim.
-pub const SHIMS: &[&str] = &[LIBCUDA, LIBNVML];
+pub(crate) const SHIMS: &[&str] = &[LIBCUDA, LIBNVML];
 
 /// The shim's name for compilers.
 const DEV_LINK: &str = "libcuda.so";
@@ -113,7 +113,7 @@ pub fn install(
 ///
 /// # Errors
 /// The first build that could not be removed.
-pub fn remove_unused(state_dir: &Path, in_use: &[PathBuf]) -> io::Result<()> {
+pub(crate) fn remove_unused(state_dir: &Path, in_use: &[PathBuf]) -> io::Result<()> {
     for entry in fs::read_dir(state_dir.join("shim"))? {
         let entry = entry?;
         let path = entry.path();

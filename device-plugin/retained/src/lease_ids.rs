@@ -51,7 +51,7 @@ impl LeaseIds {
 
     /// Returns the reservation to carry out now;
     /// [`complete_reservation`](Self::complete_reservation) takes its result.
-    pub fn next_reservation(&mut self) -> Option<Reservation> {
+    pub(crate) fn next_reservation(&mut self) -> Option<Reservation> {
         let is_needed = !self.is_reserving && self.next.saturating_add(BLOCK_SIZE / 2) > self.end;
         is_needed.then(|| {
             self.is_reserving = true;
@@ -64,7 +64,7 @@ impl LeaseIds {
     }
 
     /// Takes the result of a reservation; none if it failed.
-    pub fn complete_reservation(&mut self, block: Option<IdBlock>) {
+    pub(crate) fn complete_reservation(&mut self, block: Option<IdBlock>) {
         self.is_reserving = false;
         if let Some(IdBlock { from, end }) = block {
             if self.end == 0 {

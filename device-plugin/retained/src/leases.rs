@@ -38,13 +38,13 @@ use bursar_sessions::lease_handle::{
 use serde::{Deserialize, Serialize};
 
 /// How many leases one container may own.
-pub const MAX_OWNED: usize = 64;
+pub(crate) const MAX_OWNED: usize = 64;
 
 /// How many pods may have one lease open. The blob names each of them.
-pub const MAX_OPENERS: usize = 64;
+pub(crate) const MAX_OPENERS: usize = 64;
 
 /// How long a write token is valid. The writer renews it when it opens the lease again.
-pub const WRITE_TOKEN_LIFETIME: Duration = Duration::from_secs(15 * 60);
+pub(crate) const WRITE_TOKEN_LIFETIME: Duration = Duration::from_secs(15 * 60);
 
 /// Serializes a key as 64 hex digits, because blobs occupy the fd store's memory. Older agents
 /// wrote a list of numbers.
@@ -127,7 +127,7 @@ pub struct LeaseRecord {
     pub pod: PodUid,
     /// The pods that opened the lease and did not discard it. The lease lives as long as one of
     /// them.
-    pub openers: BTreeSet<PodUid>,
+    pub(crate) openers: BTreeSet<PodUid>,
     /// What the memory holds.
     pub content: Content,
 }
@@ -172,7 +172,7 @@ pub struct Writer {
 
 /// A request to open a lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OpenRequest {
+pub(crate) struct OpenRequest {
     /// The GPU.
     pub gpu: GpuUuid,
     /// The lease's name.
@@ -201,7 +201,7 @@ pub enum Opened {
 
 /// A side effect for the service to carry out.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Effect {
+pub(crate) enum Effect {
     /// Charge the owner for the bytes as orphaned exports, then call
     /// [`confirm_charged`](LeaseTable::confirm_charged). The table repeats the effect while the
     /// owner has no session.
@@ -253,7 +253,7 @@ struct Lease {
 
 /// The blob of a lease, as this agent reads it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum StoredRecord {
+pub(crate) enum StoredRecord {
     /// The lease's description.
     Read(LeaseRecord),
     /// Another version of the agent wrote a blob that this agent cannot read.
@@ -267,7 +267,7 @@ pub enum StoredRecord {
 
 /// The node's leases.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LeaseTable {
+pub(crate) struct LeaseTable {
     leases: BTreeMap<LeaseId, Lease>,
     /// Leases that only another version of the agent can read. The fd store has them, and they stay
     /// charged.
@@ -283,34 +283,34 @@ pub struct LeaseTable {
 
 impl LeaseTable {
     /// Whether the fd store is connected and has listed its leases.
-    pub fn is_store_connected(&self) -> bool {
+    pub(crate) fn is_store_connected(&self) -> bool {
         self.store_connected
     }
 
     /// Whether a container is bound.
-    pub fn is_bound(&self, allocation: &AllocationId) -> bool {
+    pub(crate) fn is_bound(&self, allocation: &AllocationId) -> bool {
         self.node.containers.contains_key(allocation)
     }
 
     /// The namespace of a bound container, if the agent knows it.
-    pub fn namespace(&self, allocation: &AllocationId) -> Option<&str> {
+    pub(crate) fn namespace(&self, allocation: &AllocationId) -> Option<&str> {
         let binding = self.node.containers.get(allocation)?;
         binding.namespace.as_deref()
     }
 
     /// The generation of a GPU.
-    pub fn generation(&self, gpu: &GpuUuid) -> Option<u64> {
+    pub(crate) fn generation(&self, gpu: &GpuUuid) -> Option<u64> {
         self.node.generations.get(gpu).copied()
     }
 
     /// How much of a GPU is bound to no pod.
-    pub fn free(&self, gpu: &GpuUuid) -> Bytes {
+    pub(crate) fn free(&self, gpu: &GpuUuid) -> Bytes {
         self.node.free.get(gpu).copied().unwrap_or_default()
     }
 
     /// Whether a process may use a lease: its pod has the lease open, and before the commit the
     /// process is the writer.
-    pub fn is_open(&self, caller: Caller, id: LeaseId, gpu: &GpuUuid) -> bool {
+    pub(crate) fn is_open(&self, caller: Caller, id: LeaseId, gpu: &GpuUuid) -> bool {
         let pod = self.node.containers.get(&caller.allocation);
         self.get(id).zip(pod).is_some_and(|(record, binding)| {
             let may_use = match &record.content {
@@ -326,7 +326,7 @@ impl LeaseTable {
     ///
     /// # Errors
     /// The refusal for the tenant.
-    pub fn open(
+    pub(crate) fn open(
         &mut self,
         caller: Caller,
         open: OpenRequest,
@@ -426,7 +426,7 @@ impl LeaseTable {
     }
 
     /// Records that a lease is being created; its owner is charged for it.
-    pub fn begin_create(&mut self, id: LeaseId, record: LeaseRecord) {
+    pub(crate) fn begin_create(&mut self, id: LeaseId, record: LeaseRecord) {
         let lease = Lease {
             record,
             stage: Stage::Creating,
@@ -438,7 +438,7 @@ impl LeaseTable {
 
     /// Records that the fd store has a new lease; returns its description if the writer still gets
     /// it.
-    pub fn finish_create(&mut self, id: LeaseId) -> (Option<&LeaseRecord>, Vec<Effect>) {
+    pub(crate) fn finish_create(&mut self, id: LeaseId) -> (Option<&LeaseRecord>, Vec<Effect>) {
         let mut effects = Vec::new();
         match self.leases.get_mut(&id) {
             Some(lease) if lease.stage == Stage::Creating => lease.stage = Stage::Live,
@@ -455,25 +455,26 @@ impl LeaseTable {
     }
 
     /// The description of a lease that is being created.
-    pub fn creating(&self, id: LeaseId) -> Option<&LeaseRecord> {
+    #[cfg(test)]
+    pub(crate) fn creating(&self, id: LeaseId) -> Option<&LeaseRecord> {
         let lease = self.leases.get(&id)?;
         (lease.stage == Stage::Creating).then_some(&lease.record)
     }
 
     /// Forgets a lease whose memory does not exist; returns the owner, whose charge ends.
-    pub fn abort_create(&mut self, id: LeaseId) -> Option<AllocationId> {
+    pub(crate) fn abort_create(&mut self, id: LeaseId) -> Option<AllocationId> {
         self.leases.remove(&id).map(|lease| lease.record.owner)
     }
 
     /// Releases a lease of which it is not known whether its memory exists.
-    pub fn release_uncertain(&mut self, id: LeaseId) -> Vec<Effect> {
+    pub(crate) fn release_uncertain(&mut self, id: LeaseId) -> Vec<Effect> {
         let mut effects = Vec::new();
         self.release(id, &mut effects);
         effects
     }
 
     /// The description of a lease that the fd store has.
-    pub fn get(&self, id: LeaseId) -> Option<&LeaseRecord> {
+    pub(crate) fn get(&self, id: LeaseId) -> Option<&LeaseRecord> {
         let lease = self.leases.get(&id)?;
         (lease.stage == Stage::Live).then_some(&lease.record)
     }
@@ -483,7 +484,7 @@ impl LeaseTable {
     ///
     /// # Errors
     /// The refusal for the tenant.
-    pub fn commit(
+    pub(crate) fn commit(
         &mut self,
         caller: Caller,
         id: LeaseId,
@@ -520,7 +521,11 @@ impl LeaseTable {
     ///
     /// # Errors
     /// The refusal for the tenant.
-    pub fn discard(&mut self, caller: Caller, id: LeaseId) -> Result<Vec<Effect>, RetainedRefusal> {
+    pub(crate) fn discard(
+        &mut self,
+        caller: Caller,
+        id: LeaseId,
+    ) -> Result<Vec<Effect>, RetainedRefusal> {
         let (pod, _) = self
             .pod_and_namespace(caller)
             .ok_or(RetainedRefusal::Unavailable)?;
@@ -548,21 +553,21 @@ impl LeaseTable {
     }
 
     /// Releases what a process image was writing: the image ended, or its session did.
-    pub fn process_ended(&mut self, process: Process) -> Vec<Effect> {
+    pub(crate) fn process_ended(&mut self, process: Process) -> Vec<Effect> {
         let mut effects = Vec::new();
         self.release_writers(|writer| writer.process == process, &mut effects);
         effects
     }
 
     /// Releases what writers with an expired token were writing.
-    pub fn expire_writers(&mut self, now: BootTime) -> Vec<Effect> {
+    pub(crate) fn expire_writers(&mut self, now: BootTime) -> Vec<Effect> {
         let mut effects = Vec::new();
         self.release_writers(|writer| writer.until <= now, &mut effects);
         effects
     }
 
     /// The processes that are writing.
-    pub fn writers(&self) -> BTreeSet<Process> {
+    pub(crate) fn writers(&self) -> BTreeSet<Process> {
         let leases = self.leases.values();
         leases
             .filter(|lease| matches!(lease.stage, Stage::Creating | Stage::Live))
@@ -575,31 +580,31 @@ impl LeaseTable {
 
     /// Refuses new leases on these GPUs; the next [`reconcile`](Self::reconcile) releases the
     /// existing ones.
-    pub fn drain(&mut self, gpus: BTreeSet<GpuUuid>) {
+    pub(crate) fn drain(&mut self, gpus: BTreeSet<GpuUuid>) {
         self.drained = gpus;
     }
 
     /// Whether the fd store may have a lease of a GPU.
-    pub fn has_leases_on(&self, gpu: &GpuUuid) -> bool {
+    pub(crate) fn has_leases_on(&self, gpu: &GpuUuid) -> bool {
         let mut leases = self.leases.values();
         leases.any(|lease| lease.record.title.gpu == *gpu)
             || self.unreadable.values().flatten().any(|(at, _)| at == gpu)
     }
 
     /// The number of leases that are charged to nobody, because their GPU and size are unreadable.
-    pub fn uncharged(&self) -> usize {
+    pub(crate) fn uncharged(&self) -> usize {
         let unreadable = self.unreadable.values();
         unreadable.filter(|extent| extent.is_none()).count()
     }
 
     /// Whether the fd store has a lease that this agent cannot read.
-    pub fn is_unreadable(&self, id: LeaseId) -> bool {
+    pub(crate) fn is_unreadable(&self, id: LeaseId) -> bool {
         self.unreadable.contains_key(&id)
     }
 
     /// Takes the node's new state: releases leases whose last opener has ended, and reports leases
     /// without an owner. `charged` are the charges of the containers.
-    pub fn reconcile(
+    pub(crate) fn reconcile(
         &mut self,
         node: NodeView,
         charged: &ChargedLeases,
@@ -686,7 +691,7 @@ impl LeaseTable {
     }
 
     /// Confirms that a lease's bytes are charged as orphaned exports; its descriptor may be closed.
-    pub fn confirm_charged(&mut self, id: LeaseId) -> Option<Effect> {
+    pub(crate) fn confirm_charged(&mut self, id: LeaseId) -> Option<Effect> {
         let lease = self.leases.get_mut(&id)?;
         let is_due = matches!(lease.stage, Stage::ReleasePending | Stage::ReleaseReported);
         lease.stage = if is_due {
@@ -698,7 +703,7 @@ impl LeaseTable {
     }
 
     /// Confirms that the fd store has closed a lease's descriptor.
-    pub fn confirm_dropped(&mut self, id: LeaseId) {
+    pub(crate) fn confirm_dropped(&mut self, id: LeaseId) {
         self.unreadable.remove(&id);
         if self.leases.get(&id).map(|lease| lease.stage) == Some(Stage::Releasing) {
             self.leases.remove(&id);
@@ -706,18 +711,18 @@ impl LeaseTable {
     }
 
     /// Sets how many leases the fd store can have in all.
-    pub fn set_capacity(&mut self, most: usize) {
+    pub(crate) fn set_capacity(&mut self, most: usize) {
         self.capacity = Some(most);
     }
 
     /// Records that the connection to the fd store is lost: which descriptors exist is unknown.
-    pub fn store_disconnected(&mut self) {
+    pub(crate) fn store_disconnected(&mut self) {
         self.store_connected = false;
     }
 
     /// Replaces the table by what the fd store lists. Leases that it does not list are lost with
     /// their memory. Writers that are not alive by `is_alive` lose their leases.
-    pub fn resync(
+    pub(crate) fn resync(
         &mut self,
         stored: BTreeMap<LeaseId, StoredRecord>,
         is_alive: impl Fn(Process) -> bool,
@@ -766,7 +771,7 @@ impl LeaseTable {
 
     /// The leases that the fd store has and an account is charged for. Empty while the fd store is
     /// away, because it may have closed their descriptors.
-    pub fn live_leases(&self) -> BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> {
+    pub(crate) fn live_leases(&self) -> BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> {
         let mut live: BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> = BTreeMap::new();
         if self.store_connected {
             for (id, lease) in &self.leases {
@@ -785,14 +790,14 @@ impl LeaseTable {
     }
 
     /// The container that is charged for a lease, until the lease is charged as orphaned exports.
-    pub fn owner(&self, id: LeaseId) -> Option<AllocationId> {
+    pub(crate) fn owner(&self, id: LeaseId) -> Option<AllocationId> {
         let lease = self.leases.get(&id)?;
         let is_one = !matches!(lease.stage, Stage::ReleaseReported | Stage::Releasing);
         is_one.then_some(lease.record.owner)
     }
 
     /// The GPU and the size of a lease.
-    pub fn extent(&self, id: LeaseId) -> Option<(GpuUuid, Bytes)> {
+    pub(crate) fn extent(&self, id: LeaseId) -> Option<(GpuUuid, Bytes)> {
         if let Some(extent) = self.unreadable.get(&id) {
             return extent.clone();
         }
@@ -801,12 +806,12 @@ impl LeaseTable {
     }
 
     /// The node's GPUs.
-    pub fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
+    pub(crate) fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
         self.node.generations.keys()
     }
 
     /// The owner, GPU and size of each usable lease.
-    pub fn lease_owners(&self) -> BTreeMap<LeaseId, (AllocationId, GpuUuid, Bytes)> {
+    pub(crate) fn lease_owners(&self) -> BTreeMap<LeaseId, (AllocationId, GpuUuid, Bytes)> {
         let leases = self.leases.iter();
         leases
             .filter(|(_, lease)| matches!(lease.stage, Stage::Creating | Stage::Live))

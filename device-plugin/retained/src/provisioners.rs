@@ -191,7 +191,7 @@ impl Provisioners {
     }
 
     /// Waits until the driver has scrubbed freed memory, so that the next create need not.
-    pub async fn await_scrub(&self, gpu: &GpuUuid, bytes: Bytes) {
+    pub(crate) async fn await_scrub(&self, gpu: &GpuUuid, bytes: Bytes) {
         let timeout = CREATE_TIMEOUT + Duration::from_secs(bytes.0 / MIN_SCRUB_RATE);
         let swept = self
             .ask(
@@ -223,7 +223,7 @@ impl Provisioners {
     }
 
     /// Whether a GPU may have a provisioner.
-    pub fn may_hold(&self, gpu: &GpuUuid) -> bool {
+    pub(crate) fn may_hold(&self, gpu: &GpuUuid) -> bool {
         self.threads().may_hold(gpu)
     }
 

@@ -27,7 +27,7 @@ const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The most memory that the process takes of a GPU: a context, and what it reads
 /// (`provisioner/src/canary.rs`).
-pub const MAX_MEMORY: Bytes = Bytes::mib(1024 + 256);
+pub(crate) const MAX_MEMORY: Bytes = Bytes::mib(1024 + 256);
 
 /// The longest line that the agent reads of the output.
 const MAX_LINE_LENGTH: usize = 4096;

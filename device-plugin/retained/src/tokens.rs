@@ -29,7 +29,7 @@ use crate::leases::LeaseTable;
 use seal::NodeKey;
 
 /// The state by which tokens are sealed and redeemed.
-pub struct TokenAuthority<'a, I> {
+pub(crate) struct TokenAuthority<'a, I> {
     /// The node's key.
     pub key: &'a NodeKey,
     /// The node's leases and bound containers.
@@ -45,7 +45,7 @@ impl<I: Fn(&AllocationId) -> Option<Vec<ProcessImage>>> TokenAuthority<'_, I> {
     ///
     /// # Errors
     /// The refusal for the tenant.
-    pub fn seal(
+    pub(crate) fn seal(
         &self,
         caller: Caller,
         gpu: &GpuUuid,
@@ -75,7 +75,11 @@ impl<I: Fn(&AllocationId) -> Option<Vec<ProcessImage>>> TokenAuthority<'_, I> {
     ///
     /// # Errors
     /// The refusal for the tenant.
-    pub fn redeem(&self, caller: Caller, token: &GpuToken) -> Result<MemoryId, TokenRefusal> {
+    pub(crate) fn redeem(
+        &self,
+        caller: Caller,
+        token: &GpuToken,
+    ) -> Result<MemoryId, TokenRefusal> {
         let id = self.key.unseal(token)?;
         let gpu: GpuUuid = id.gpu.parse().map_err(|_| TokenRefusal::Malformed)?;
         let allocation = AllocationId::from_bits(id.container);
@@ -139,7 +143,7 @@ impl<I: Fn(&AllocationId) -> Option<Vec<ProcessImage>>> TokenAuthority<'_, I> {
 }
 
 /// The lease number in tokens for memory that is no lease.
-pub const NO_LEASE: LeaseId = LeaseId(KEEP_ALIVE);
+pub(crate) const NO_LEASE: LeaseId = LeaseId(KEEP_ALIVE);
 
 #[cfg(test)]
 mod tests;

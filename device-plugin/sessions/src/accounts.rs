@@ -22,7 +22,7 @@ pub(super) type AmountsByPid = BTreeMap<u32, Vec<Units>>;
 /// The accounts of one container. An account is named by its index, a process by its pid on the
 /// host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct CreditAccounts {
+pub(crate) struct CreditAccounts {
     quotas: Vec<Units>,
     granted: AmountsByPid,
     exited: AmountsByPid,
@@ -43,7 +43,7 @@ pub(super) const NO_PID: u32 = 0;
 
 impl CreditAccounts {
     /// Creates empty accounts with these quotas.
-    pub fn new(quotas: Vec<Units>) -> CreditAccounts {
+    pub(crate) fn new(quotas: Vec<Units>) -> CreditAccounts {
         let peaks = vec![Units::ZERO; quotas.len()];
         CreditAccounts {
             untracked: vec![BTreeMap::new(); quotas.len()],
@@ -54,44 +54,44 @@ impl CreditAccounts {
     }
 
     /// The quota of an account; zero for an account that does not exist.
-    pub fn quota(&self, account: usize) -> Units {
+    pub(crate) fn quota(&self, account: usize) -> Units {
         self.quotas.get(account).copied().unwrap_or(Units::ZERO)
     }
 
     /// Changes the quota of an account. Granted units stay granted.
-    pub fn set_quota(&mut self, account: usize, quota: Units) {
+    pub(crate) fn set_quota(&mut self, account: usize, quota: Units) {
         if let Some(slot) = self.quotas.get_mut(account) {
             *slot = quota;
         }
     }
 
     /// The units granted to a process.
-    pub fn granted_to(&self, pid: u32, account: usize) -> Units {
+    pub(crate) fn granted_to(&self, pid: u32, account: usize) -> Units {
         amount(&self.granted, pid, account)
     }
 
     /// The units granted to all live processes.
-    pub fn granted(&self, account: usize) -> Units {
+    pub(crate) fn granted(&self, account: usize) -> Units {
         total(&self.granted, account)
     }
 
     /// The units of exited processes, with their orphaned exports.
-    pub fn exited(&self, account: usize) -> Units {
+    pub(crate) fn exited(&self, account: usize) -> Units {
         total(&self.exited, account).saturating_add(self.orphaned(account))
     }
 
     /// The exports of exited processes that other processes may hold.
-    pub fn orphaned(&self, account: usize) -> Units {
+    pub(crate) fn orphaned(&self, account: usize) -> Units {
         total(&self.orphaned, account)
     }
 
     /// The largest sum of granted, exited and leased units of an account so far.
-    pub fn peak(&self, account: usize) -> Units {
+    pub(crate) fn peak(&self, account: usize) -> Units {
         self.peaks.get(account).copied().unwrap_or(Units::ZERO)
     }
 
     /// The units that can still be granted.
-    pub fn free(&self, account: usize) -> Units {
+    pub(crate) fn free(&self, account: usize) -> Units {
         self.quota(account)
             .saturating_sub(self.total_charged(account))
     }
@@ -136,7 +136,7 @@ impl CreditAccounts {
     }
 
     /// The units of leases that an account is charged for.
-    pub fn leased(&self, account: usize) -> Units {
+    pub(crate) fn leased(&self, account: usize) -> Units {
         let leases = self.leases.values();
         leases
             .filter(|(of, _)| *of == account)
@@ -192,7 +192,7 @@ impl CreditAccounts {
     }
 
     /// The units of an account that untracked processes have.
-    pub fn untracked(&self, account: usize) -> Units {
+    pub(crate) fn untracked(&self, account: usize) -> Units {
         let charged = self.untracked.get(account);
         charged.map_or(Units::ZERO, |charged| charged.values().copied().sum())
     }
@@ -213,7 +213,7 @@ impl CreditAccounts {
 
     /// Replaces the units of untracked processes of an account, by pid. The account grants these
     /// units to no other process.
-    pub fn set_untracked(&mut self, account: usize, charged: BTreeMap<u32, Units>) {
+    pub(crate) fn set_untracked(&mut self, account: usize, charged: BTreeMap<u32, Units>) {
         if let Some(slot) = self.untracked.get_mut(account) {
             *slot = charged;
         }
@@ -221,7 +221,7 @@ impl CreditAccounts {
 
     /// Removes a process that now has a session from the untracked ones: from now on its own report
     /// counts, within the quota.
-    pub fn clear_untracked(&mut self, pid: u32) {
+    pub(crate) fn clear_untracked(&mut self, pid: u32) {
         for charged in &mut self.untracked {
             charged.remove(&pid);
         }
@@ -231,7 +231,7 @@ impl CreditAccounts {
     ///
     /// # Errors
     /// The missing units.
-    pub fn grant(&mut self, pid: u32, account: usize, need: Units) -> Result<Units, Units> {
+    pub(crate) fn grant(&mut self, pid: u32, account: usize, need: Units) -> Result<Units, Units> {
         let free = self.free(account);
         if need > free {
             return Err(need.saturating_sub(free));
@@ -243,14 +243,14 @@ impl CreditAccounts {
 
     /// Charges the claim of an unknown process, as far as the quota allows. Returns the charged
     /// units.
-    pub fn admit_claimed(&mut self, pid: u32, account: usize, claimed: Units) -> Units {
+    pub(crate) fn admit_claimed(&mut self, pid: u32, account: usize, claimed: Units) -> Units {
         let amount = claimed.min(self.free(account));
         self.add_grant(pid, account, amount);
         amount
     }
 
     /// Revokes credit of a process, at most its grant. Returns the revoked units.
-    pub fn revoke(&mut self, pid: u32, account: usize, units: Units) -> Units {
+    pub(crate) fn revoke(&mut self, pid: u32, account: usize, units: Units) -> Units {
         let Some(slot) = self
             .granted
             .get_mut(&pid)
@@ -265,7 +265,7 @@ impl CreditAccounts {
 
     /// Marks the grants of a process image as exited: they stay charged, and no process can use
     /// them. The exported part, at most the grant, becomes orphaned.
-    pub fn mark_exited(&mut self, pid: u32, exported: &[Units]) {
+    pub(crate) fn mark_exited(&mut self, pid: u32, exported: &[Units]) {
         let Some(granted) = self.granted.remove(&pid) else {
             return;
         };
@@ -286,7 +286,7 @@ impl CreditAccounts {
 
     /// Releases the units of an exited image that the driver no longer charges. Its orphaned
     /// exports stay charged.
-    pub fn release_exited(&mut self, pid: u32) {
+    pub(crate) fn release_exited(&mut self, pid: u32) {
         self.exited.remove(&pid);
     }
 
@@ -306,7 +306,7 @@ impl CreditAccounts {
     }
 
     /// The pids of exited process images that are still charged.
-    pub fn exited_pids(&self) -> Vec<u32> {
+    pub(crate) fn exited_pids(&self) -> Vec<u32> {
         self.exited.keys().copied().collect()
     }
 

@@ -13,7 +13,7 @@ use tracing::{info, warn};
 const KMSG_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Released by the log reader once it has drained the kernel log.
-pub type KmsgBarrier = oneshot::Sender<()>;
+pub(crate) type KmsgBarrier = oneshot::Sender<()>;
 
 /// The hellos that can wait at the same time without waiting for each other.
 const MAX_BARRIERS: usize = 64;

@@ -65,8 +65,8 @@ use reclaim::Unreclaimed;
 use shared_samples::SharedSampler;
 use stream::Listener;
 
-pub use accounts::CreditAccounts;
-pub use fault_notifier::KmsgBarrier;
+pub(crate) use accounts::CreditAccounts;
+pub(crate) use fault_notifier::KmsgBarrier;
 pub use peer::{CgroupResolver, ContainerResolver, Process};
 pub use recovery::{
     Fault, ProcessImage, RecordedMoment, RecoveryAction, RecoveryPolicy, XidTarget,
@@ -320,15 +320,17 @@ impl Sessions {
     }
 
     /// Serves at most `peers` processes of the node at the same time.
+    #[cfg(test)]
     #[must_use]
-    pub fn with_connection_limit(mut self, peers: usize) -> Sessions {
+    pub(crate) fn with_connection_limit(mut self, peers: usize) -> Sessions {
         self.connection_limit = ConnectionLimit::new(peers);
         self
     }
 
     /// Behaves as on a kernel before 6.16, where tenant processes can pass any descriptor.
+    #[cfg(test)]
     #[must_use]
-    pub fn with_passed_descriptors(mut self) -> Sessions {
+    pub(crate) fn with_passed_descriptors(mut self) -> Sessions {
         self.refuses_descriptors = false;
         self
     }

@@ -19,7 +19,7 @@ pub struct Process {
 
 impl Process {
     /// When the process started, rounded down.
-    pub fn start_moment(&self) -> BootTime {
+    pub(crate) fn start_moment(&self) -> BootTime {
         // Linux reports ticks of 10 ms to programs on every machine (`USER_HZ`).
         BootTime(self.start.saturating_mul(10))
     }

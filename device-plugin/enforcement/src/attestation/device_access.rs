@@ -35,7 +35,7 @@ const CGROUP_V2_MAGIC: u32 = 0x6367_7270;
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
-pub enum DeviceAccessError {
+pub(crate) enum DeviceAccessError {
     /// The container is in no cgroup that decides about devices.
     #[error("{} is in no hierarchy of cgroups that decides about devices", .0.display())]
     NoCgroup(PathBuf),
@@ -52,7 +52,7 @@ pub enum DeviceAccessError {
 
 /// The cgroup of a container, with the file systems through which it is reached.
 #[derive(Clone, Copy, Debug)]
-pub struct AccessQuery<'a> {
+pub(crate) struct AccessQuery<'a> {
     /// The host's process file system.
     pub proc: &'a Path,
     /// The host's cgroup file system.
@@ -66,7 +66,7 @@ pub struct AccessQuery<'a> {
 ///
 /// # Errors
 /// When the process cannot be started or gives no answer.
-pub fn openable_nodes(
+pub(crate) fn openable_nodes(
     program: &Path,
     asked: AccessQuery<'_>,
     nodes: &BTreeMap<String, PathBuf>,

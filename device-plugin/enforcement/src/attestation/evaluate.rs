@@ -68,7 +68,7 @@ impl EnforcementGap {
     }
 
     /// The gap of a container that the agent could not attest.
-    pub fn not_attested(why: impl Into<String>) -> Self {
+    pub(crate) fn not_attested(why: impl Into<String>) -> Self {
         Self::new(GapReason::NotAttested, why)
     }
 }
@@ -101,7 +101,7 @@ impl std::fmt::Display for EnforcementGap {
 
 /// A mount that a container with a GPU must have.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ExpectedMount {
+pub(crate) struct ExpectedMount {
     /// The mount point in the container.
     pub mount_point: PathBuf,
     /// The mounted file or folder.
@@ -110,7 +110,7 @@ pub struct ExpectedMount {
 
 /// The shim's files on this node, of every build that a container may still use.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct InstalledShim {
+pub(crate) struct InstalledShim {
     /// The folder that has a folder for each build.
     pub builds: Location,
     /// The inode of each file, by `<build>/<file>`.
@@ -136,7 +136,10 @@ impl InstalledShim {
 
 /// Checks a container's mounts. The image may have links in a path, so the check counts how often
 /// each source is visible. Nothing may be mounted on a source.
-pub fn check_mounts(expected: &[ExpectedMount], mounts: &MountTable) -> Option<EnforcementGap> {
+pub(crate) fn check_mounts(
+    expected: &[ExpectedMount],
+    mounts: &MountTable,
+) -> Option<EnforcementGap> {
     let ours: BTreeSet<&Location> = expected.iter().map(|mount| &mount.source).collect();
     for source in &ours {
         let wanted = expected.iter().filter(|mount| mount.source == **source);
@@ -180,7 +183,7 @@ pub fn check_mounts(expected: &[ExpectedMount], mounts: &MountTable) -> Option<E
 
 /// How a process uses the driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct DriverUse {
+pub(crate) struct DriverUse {
     /// Whether the process has the shim mapped.
     pub has_shim: bool,
     /// The addresses at which the process has device nodes of the driver mapped.
@@ -190,7 +193,7 @@ pub struct DriverUse {
 }
 
 /// Checks the `mapped` files of a process whose mount table is `mounts`.
-pub fn check_process(
+pub(crate) fn check_process(
     mapped: &BTreeSet<MappedFile>,
     mounts: &MountTable,
     installed: &InstalledShim,
@@ -227,7 +230,7 @@ fn is_compat_library(path: &Path) -> bool {
 }
 
 /// Whether a name in `/dev` is that of a GPU's node.
-pub fn is_gpu_node(name: &str) -> bool {
+pub(crate) fn is_gpu_node(name: &str) -> bool {
     let number = name.strip_prefix("nvidia");
     number.is_some_and(|number| number.parse::<u32>().is_ok())
 }
@@ -235,7 +238,7 @@ pub fn is_gpu_node(name: &str) -> bool {
 /// Whether the agent has to ask which GPUs a container may open: if the container can make device
 /// nodes, or has a node of a GPU that it was not `given`. libcuda makes the nodes of all GPUs where
 /// it may, so a node in `seen` alone proves nothing.
-pub fn needs_device_check(
+pub(crate) fn needs_device_check(
     given: &BTreeSet<String>,
     seen: &BTreeSet<String>,
     bounding: u64,
@@ -247,7 +250,7 @@ pub fn needs_device_check(
 }
 
 /// Checks which GPUs a container may open that it was not given.
-pub fn check_openable(openable: &BTreeSet<String>) -> Option<EnforcementGap> {
+pub(crate) fn check_openable(openable: &BTreeSet<String>) -> Option<EnforcementGap> {
     let names: Vec<&str> = openable.iter().map(String::as_str).collect();
     (!names.is_empty()).then(|| EnforcementGap::new(GapReason::OtherGpus, names.join(", ")))
 }
@@ -260,13 +263,13 @@ const MAX_SETUP: Duration = Duration::from_secs(60);
 
 /// Whether a container's capabilities and mounts are those of its program. `forked`: its first
 /// process, of this age, has executed no program and may be the runtime's.
-pub fn is_set_up(forked: bool, age: Duration) -> bool {
+pub(crate) fn is_set_up(forked: bool, age: Duration) -> bool {
     !forked || age >= MAX_SETUP
 }
 
 /// Checks what a container may do to the host. `bounding` are the capabilities that its processes
 /// may ever have, over the host or over a user namespace of their own.
-pub fn check_capabilities(bounding: u64, over_the_host: bool) -> Option<EnforcementGap> {
+pub(crate) fn check_capabilities(bounding: u64, over_the_host: bool) -> Option<EnforcementGap> {
     /// `CAP_SYS_ADMIN` (linux/capability.h).
     const SYS_ADMIN: u64 = 1 << 21;
     (over_the_host && bounding & SYS_ADMIN != 0)
@@ -276,7 +279,7 @@ pub fn check_capabilities(bounding: u64, over_the_host: bool) -> Option<Enforcem
 /// Checks what a container may do to the time of others: with this capability the driver lets a
 /// process set time slices and restart run lists (`RS_ACCESS_NICE`, open-gpu-kernel-modules
 /// `rs_access.h`).
-pub fn check_scheduling(bounding: u64, over_the_host: bool) -> Option<EnforcementGap> {
+pub(crate) fn check_scheduling(bounding: u64, over_the_host: bool) -> Option<EnforcementGap> {
     /// `CAP_SYS_NICE` (linux/capability.h).
     const SYS_NICE: u64 = 1 << 23;
     (over_the_host && bounding & SYS_NICE != 0)

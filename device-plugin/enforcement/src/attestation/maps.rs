@@ -62,7 +62,7 @@ const MAX_DEVICE_MAPPINGS: usize = 256;
 
 /// Adds the address at which a line of a memory map has a device node of the driver. A process
 /// without any has not initialised the driver; NVML maps none.
-pub fn add_device_mapping(line: &str, devices: &mut BTreeSet<u64>) {
+pub(crate) fn add_device_mapping(line: &str, devices: &mut BTreeSet<u64>) {
     let path = line.find('/').and_then(|at| line.get(at..));
     if path.and_then(kind_of) != Some(FileKind::Device) || devices.len() >= MAX_DEVICE_MAPPINGS {
         return;

@@ -26,7 +26,7 @@ pub struct Mount {
     /// The mount point, relative to the root of the process.
     pub mount_point: PathBuf,
     /// The file system's type.
-    pub fs_type: String,
+    pub(crate) fs_type: String,
 }
 
 /// The mounts of one mount namespace.

@@ -63,7 +63,7 @@ const RUN_DIR_MOUNT_POINTS: [&str; 2] = ["/run/bursar", "/var/run/bursar"];
 
 /// A pod with containers that have GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AttestationTarget {
+pub(crate) struct AttestationTarget {
     /// The pod's UID.
     pub pod: PodUid,
     /// The pod's cgroup.
@@ -72,7 +72,7 @@ pub struct AttestationTarget {
 
 /// A running container with a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AttestedContainer {
+pub(crate) struct AttestedContainer {
     /// The container's allocation.
     pub allocation: AllocationId,
     /// The container's pod.
@@ -100,7 +100,7 @@ pub struct AttestedProcess {
 
 /// Attests the containers of a pod, and caches what it has read.
 #[derive(Debug)]
-pub struct PodAttestor {
+pub(crate) struct PodAttestor {
     paths: PathsConfig,
     driver: DriverConfig,
     cdi: CdiDir,
@@ -211,7 +211,7 @@ impl HostView {
 
 impl PodAttestor {
     /// An attestor with an empty cache.
-    pub fn new(config: &Config) -> Self {
+    pub(crate) fn new(config: &Config) -> Self {
         Self {
             paths: config.paths.clone(),
             driver: config.driver.clone(),
@@ -224,7 +224,7 @@ impl PodAttestor {
     }
 
     /// Attests the running containers with GPUs in the pod.
-    pub fn probe(
+    pub(crate) fn probe(
         &mut self,
         AttestationTarget { pod, cgroup }: &AttestationTarget,
         host: &HostView,

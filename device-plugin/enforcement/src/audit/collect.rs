@@ -17,25 +17,25 @@ use tracing::debug;
 use super::compare::{GpuSample, ListedProcess, LiveProcess};
 
 /// An answer of NVML that is pending.
-pub type PendingSample = oneshot::Receiver<Result<GpuMemorySample, QueryError>>;
+pub(crate) type PendingSample = oneshot::Receiver<Result<GpuMemorySample, QueryError>>;
 
 /// Pending requests, each with its time in clock ticks since boot. A GPU has one at most, so a GPU
 /// that hangs accumulates none.
 #[derive(Debug, Default)]
-pub struct SampleRequests(BTreeMap<GpuUuid, (u64, PendingSample)>);
+pub(crate) struct SampleRequests(BTreeMap<GpuUuid, (u64, PendingSample)>);
 
 /// NVML's sample of a GPU.
 #[derive(Debug)]
-pub struct SampleAnswer {
+pub(crate) struct SampleAnswer {
     /// The time of the request, in clock ticks since boot.
-    pub asked_at: u64,
+    pub(crate) asked_at: u64,
     /// The memory and processes that NVML reported.
     pub sample: GpuMemorySample,
 }
 
 impl SampleRequests {
     /// Requests a sample of each of `gpus`; those that do not answer by `deadline` are left out.
-    pub async fn collect(
+    pub(crate) async fn collect(
         &mut self,
         gpus: &BTreeSet<GpuUuid>,
         ask: impl Fn(&GpuUuid) -> PendingSample,
@@ -70,7 +70,7 @@ impl SampleRequests {
 
 /// Identifies an answer's processes by the host's `/proc` at `proc`, and leaves out the agent's own
 /// children. The accounts must be read before.
-pub fn identify(gpu: GpuUuid, answer: SampleAnswer, proc: &Path) -> GpuSample {
+pub(crate) fn identify(gpu: GpuUuid, answer: SampleAnswer, proc: &Path) -> GpuSample {
     let SampleAnswer {
         asked_at: asked,
         sample,

@@ -63,7 +63,7 @@ const UNACCOUNTED_WINDOW: u32 = 30;
 /// The number of audits in which each finding was present. A finding that was absent for its
 /// window, one audit for most, starts over. An audit that its GPU did not answer changes nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ConsecutiveFindings(BTreeMap<FindingKey, FindingHistory>);
+pub(crate) struct ConsecutiveFindings(BTreeMap<FindingKey, FindingHistory>);
 
 /// The presence of a finding in the last audits.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -98,7 +98,7 @@ impl FindingHistory {
 impl ConsecutiveFindings {
     /// Adds the findings of one more audit, which the `silent` GPUs did not answer. Returns each
     /// finding's number of audits, or zero if that number was returned before.
-    pub fn count(&mut self, findings: &[Finding], silent: &BTreeSet<GpuUuid>) -> Vec<u32> {
+    pub(crate) fn count(&mut self, findings: &[Finding], silent: &BTreeSet<GpuUuid>) -> Vec<u32> {
         let keys: Vec<FindingKey> = findings.iter().map(FindingKey::of).collect();
         let standing: BTreeSet<&FindingKey> = keys.iter().collect();
         let is_silent = |key: &FindingKey| key.gpu().is_some_and(|gpu| silent.contains(gpu));

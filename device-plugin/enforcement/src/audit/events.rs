@@ -11,7 +11,7 @@ use super::compare::Finding;
 use crate::attestation::EnforcementGap;
 
 /// Publishes a finding.
-pub fn publish_finding(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
+pub(crate) fn publish_finding(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
     let (reason, allocation) = match finding {
         Finding::OverQuota { allocation, .. } => (Reason::OverQuota, Some(allocation)),
         Finding::UntrackedProcess { allocation, .. } => (Reason::Intruder, allocation.as_ref()),
@@ -26,7 +26,7 @@ pub fn publish_finding(events: &Events, finding: &Finding, containers: &[BoundCo
 }
 
 /// Publishes that a process was killed for a finding.
-pub fn publish_kill(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
+pub(crate) fn publish_kill(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
     let allocation = match finding {
         Finding::OverQuota { allocation, .. }
         | Finding::ForgedPage { allocation, .. }
@@ -39,7 +39,7 @@ pub fn publish_kill(events: &Events, finding: &Finding, containers: &[BoundConta
 }
 
 /// Publishes that a container has left the enforcement, or is under enforcement again.
-pub fn publish_enforcement(
+pub(crate) fn publish_enforcement(
     events: &Events,
     container: &BoundContainer,
     gap: Option<&EnforcementGap>,

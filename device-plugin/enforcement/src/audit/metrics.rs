@@ -303,7 +303,7 @@ impl AuditMetrics {
     }
 
     /// Observes the duration of an audit.
-    pub fn observe_audit(&self, took: Duration) {
+    pub(crate) fn observe_audit(&self, took: Duration) {
         self.seconds.observe(took.as_secs_f64());
     }
 
@@ -329,7 +329,7 @@ impl AuditMetrics {
     }
 
     /// Counts a process that the audit's policy killed.
-    pub fn count_kill(&self) {
+    pub(crate) fn count_kill(&self) {
         self.kills.inc();
     }
 }

@@ -61,7 +61,7 @@ impl EventCounts {
 /// The counts that are stored in a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct PersistedUsage {
+pub(crate) struct PersistedUsage {
     namespaces: BTreeMap<String, EventCounts>,
     /// The counts of each present container that are already added.
     containers: BTreeMap<AllocationId, EventCounts>,
@@ -69,7 +69,7 @@ pub struct PersistedUsage {
 
 /// The usage and the counts of the node's namespaces.
 #[derive(Debug)]
-pub struct NamespaceUsage {
+pub(crate) struct NamespaceUsage {
     quantum: Quantum,
     kept: PersistedUsage,
     /// Each namespace's peak in this window, and the window's start.
@@ -82,7 +82,7 @@ pub struct NamespaceUsage {
 
 impl NamespaceUsage {
     /// Continues from the counts of the previous agent.
-    pub fn new(quantum: Quantum, kept: PersistedUsage) -> NamespaceUsage {
+    pub(crate) fn new(quantum: Quantum, kept: PersistedUsage) -> NamespaceUsage {
         NamespaceUsage {
             quantum,
             kept,
@@ -93,12 +93,12 @@ impl NamespaceUsage {
     }
 
     /// The counts to store.
-    pub fn persisted(&self) -> &PersistedUsage {
+    pub(crate) fn persisted(&self) -> &PersistedUsage {
         &self.kept
     }
 
     /// Adds the node's containers with their accounts.
-    pub fn observe(
+    pub(crate) fn observe(
         &mut self,
         containers: &[BoundContainer],
         books: &[ContainerUsage],
@@ -167,7 +167,7 @@ impl NamespaceUsage {
     }
 
     /// The last window's usage and denials, and the present counts of faults.
-    pub fn report(&self) -> Vec<NamespaceReport> {
+    pub(crate) fn report(&self) -> Vec<NamespaceReport> {
         let namespaces = self.kept.namespaces.iter();
         let reports = namespaces.filter_map(|(namespace, counts)| {
             let told = self.last_window.get(namespace).copied();

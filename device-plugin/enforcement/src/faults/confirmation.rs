@@ -20,14 +20,14 @@ pub const WINDOW: Duration = Duration::from_secs(5);
 const MAX_PENDING: usize = 256;
 
 /// Whether NVML reported this XID of this GPU at about that time.
-pub fn is_confirmed(line: &XidLine, at: BootTime, recent: &RecentXids) -> bool {
+pub(crate) fn is_confirmed(line: &XidLine, at: BootTime, recent: &RecentXids) -> bool {
     let then = recent.last_reported(line.gpu, line.xid.into());
     then.is_some_and(|then| then.since(at).max(at.since(then)) <= WINDOW)
 }
 
 /// Records that NVML has not confirmed, each with its process as of the time when it was read.
 #[derive(Debug)]
-pub struct PendingXids<T>(VecDeque<(XidLine, BootTime, T)>);
+pub(crate) struct PendingXids<T>(VecDeque<(XidLine, BootTime, T)>);
 
 impl<T> Default for PendingXids<T> {
     fn default() -> Self {
@@ -37,7 +37,7 @@ impl<T> Default for PendingXids<T> {
 
 impl<T> PendingXids<T> {
     /// Adds a record of about that time.
-    pub fn push(&mut self, line: XidLine, at: BootTime, target: T) {
+    pub(crate) fn push(&mut self, line: XidLine, at: BootTime, target: T) {
         if self.0.len() >= MAX_PENDING {
             self.0.pop_front();
         }
@@ -45,7 +45,11 @@ impl<T> PendingXids<T> {
     }
 
     /// Removes and returns confirmed records; drops those that NVML has not confirmed in time.
-    pub fn take_confirmed(&mut self, recent: &RecentXids, now: BootTime) -> Vec<(XidLine, T)> {
+    pub(crate) fn take_confirmed(
+        &mut self,
+        recent: &RecentXids,
+        now: BootTime,
+    ) -> Vec<(XidLine, T)> {
         let all = std::mem::take(&mut self.0).into_iter();
         let (confirmed, rest) =
             all.partition::<VecDeque<_>, _>(|(line, at, _)| is_confirmed(line, *at, recent));

@@ -8,12 +8,12 @@ use bursar_sessions::{Fault, RecoveryAction};
 use crate::faults::report::{FaultReport, ImageReport};
 
 /// The identifier of a fault; an image is poisoned at most once.
-pub fn fault_id(allocation: &AllocationId, fault: &Fault) -> String {
+pub(crate) fn fault_id(allocation: &AllocationId, fault: &Fault) -> String {
     format!("{allocation}-{}", fault.image.generation)
 }
 
 /// The report of an open fault for the GpuNode's status.
-pub fn fault_report(
+pub(crate) fn fault_report(
     allocation: &AllocationId,
     fault: &Fault,
     gpu_generation: u64,
@@ -43,7 +43,7 @@ pub fn fault_report(
 }
 
 /// Publishes an Event about a new fault: on the pod if its name is known, otherwise on the node.
-pub fn publish_fault(
+pub(crate) fn publish_fault(
     events: &Events,
     allocation: &AllocationId,
     fault: &Fault,

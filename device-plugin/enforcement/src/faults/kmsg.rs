@@ -99,7 +99,7 @@ pub fn parse(line: &str) -> Option<(XidLine, u64)> {
 
 /// The kernel's log, from its end at the time of opening.
 #[derive(Debug)]
-pub struct KernelLog {
+pub(crate) struct KernelLog {
     file: File,
     /// The start of a line whose end was not read yet.
     partial_line: Vec<u8>,
@@ -110,7 +110,7 @@ impl KernelLog {
     ///
     /// # Errors
     /// When the agent may not read the log.
-    pub fn open(path: &Path) -> io::Result<KernelLog> {
+    pub(crate) fn open(path: &Path) -> io::Result<KernelLog> {
         let flags = OFlags::NONBLOCK.bits();
         let mut file = OpenOptions::new()
             .read(true)
@@ -126,7 +126,7 @@ impl KernelLog {
 
     /// Reads the records since the last call, each with a time that is not before its own, and
     /// returns whether the log has no more. Records that the kernel has overwritten are lost.
-    pub fn read(&mut self, now: BootTime) -> (Vec<(XidLine, BootTime)>, bool) {
+    pub(crate) fn read(&mut self, now: BootTime) -> (Vec<(XidLine, BootTime)>, bool) {
         let (mut named, mut newest) = (Vec::new(), 0);
         let is_whole = self.read_lines(|line| {
             newest = newest.max(KmsgRecord::parse(line).map_or(0, |record| record.micros));

@@ -19,7 +19,10 @@ pub fn context_policy(
 }
 
 /// The process generation that a container is ordered to reach; none without an order.
-pub fn required_generation(orders: &[RestartRequest], container: &BoundContainer) -> Option<u64> {
+pub(crate) fn required_generation(
+    orders: &[RestartRequest],
+    container: &BoundContainer,
+) -> Option<u64> {
     let holder = container.name.as_ref()?;
     let of_it = orders.iter().filter(|order| {
         order.pod_uid == container.pod.as_str() && order.container == holder.container

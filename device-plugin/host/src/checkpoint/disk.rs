@@ -34,7 +34,7 @@ pub struct LateWrite {
 }
 
 /// The function that writes a value.
-pub type SaveFn<T> = fn(&Checkpoint, &T) -> Result<(), SaveError>;
+pub(crate) type SaveFn<T> = fn(&Checkpoint, &T) -> Result<(), SaveError>;
 
 /// A file on a disk that may hang.
 #[derive(Debug)]

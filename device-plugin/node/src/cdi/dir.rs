@@ -110,7 +110,7 @@ impl CdiDir {
     }
 
     /// The host paths that the agent's files mount; `None` where a file is unreadable.
-    pub fn mounted_host_paths(&self) -> Option<Vec<PathBuf>> {
+    pub(crate) fn mounted_host_paths(&self) -> Option<Vec<PathBuf>> {
         let mut mounted = Vec::new();
         for entry in std::fs::read_dir(&self.dir).ok()? {
             let path = entry.ok()?.path();

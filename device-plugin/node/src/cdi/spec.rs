@@ -15,7 +15,7 @@ use super::{BINDING_ANNOTATION, CdiBinding};
 #[serde(rename_all = "camelCase")]
 pub struct Spec {
     /// The version of the format.
-    pub cdi_version: String,
+    pub(crate) cdi_version: String,
     /// The vendor and class of the devices.
     pub kind: String,
     /// Free text of the file's author.

@@ -1,5 +1,6 @@
 use bursar_host::driver_files::{LIBNVML, NVIDIA_SMI};
 
+use super::dir::CdiListing;
 use super::*;
 use std::collections::BTreeSet;
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use tracing::{info, warn};
 
 /// The bytes of a key.
-pub type Secret = [u8; 32];
+pub(crate) type Secret = [u8; 32];
 
 /// The name of the file in the agent's run folder.
 pub const FILE_NAME: &str = "token.key";
