@@ -194,7 +194,7 @@ pub struct AuditResult {
     /// The number of processes that use a GPU without a session.
     pub untracked_processes: BTreeMap<GpuUuid, usize>,
     /// The bytes that processes without a session have of a container's account.
-    pub(crate) untracked_memory: BTreeMap<(AllocationId, GpuUuid), BTreeMap<u32, Bytes>>,
+    pub untracked_memory: BTreeMap<(AllocationId, GpuUuid), BTreeMap<u32, Bytes>>,
 }
 
 /// Compares the GPUs in `seen` with `books`, which were read afterwards.
