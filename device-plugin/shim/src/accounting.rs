@@ -10,6 +10,7 @@ use bursar_protocol::units::Units;
 use crate::agent_client::{self, CreditOutcome};
 use crate::alloc_table::{AllocTable, Charge, ShareState};
 use crate::curesult::{self, CuResult};
+use crate::driver_calls;
 use crate::pools::POOLS;
 use crate::session_state::{self, SessionGuard, SessionState};
 
@@ -125,7 +126,7 @@ pub(crate) fn charge(
 /// before that, and the driver fails every call.
 pub(crate) fn before_cuinit() -> bool {
     let is_new = |state: &SessionState| !state.session_established.load(Ordering::Acquire);
-    session_state::state().is_some_and(is_new) && crate::hooks::device_count() == 0
+    session_state::state().is_some_and(is_new) && driver_calls::device_count() == 0
 }
 
 /// Opens a session unless there is one. Does not wait for an agent that is down.
@@ -368,8 +369,8 @@ fn discharge_units(state: &SessionState, index: u8, units: Units) {
 
 /// Maps accounts to devices by the UUIDs that the real driver reports.
 fn map_devices(accounts: &[messages::Account], found: &mut dyn FnMut(usize, u8)) {
-    for device in 0..crate::hooks::device_count() {
-        let Some(uuid) = crate::hooks::device_uuid(device) else {
+    for device in 0..driver_calls::device_count() {
+        let Some(uuid) = driver_calls::device_uuid(device) else {
             continue;
         };
         let account = accounts.iter().position(|account| match account {

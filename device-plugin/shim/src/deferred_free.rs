@@ -12,8 +12,8 @@ use std::ffi::c_uint;
 use crate::accounting::{self, ALLOC_TABLE};
 use crate::alloc_table::Charge;
 use crate::curesult;
+use crate::driver_calls::{captures, driver};
 use crate::fork_local::ForkLocal;
-use crate::hooks::{captures, driver};
 
 /// The events, oldest first.
 pub(crate) static PENDING_EVENTS: ForkLocal<Vec<u64>> = ForkLocal::new();

@@ -20,8 +20,8 @@ use bursar_protocol::units::UNIT;
 use crate::accounting::{self, Account, Denied, PendingCharge};
 use crate::alloc_table::Charge;
 use crate::curesult::{self, CuResult};
+use crate::driver_calls::{captures, driver, streams};
 use crate::fork_local::ForkLocal;
-use crate::hooks::{captures, driver, streams};
 
 /// The graph pool takes memory in multiples of this (fact F15).
 const POOL_STEP: u64 = 32 << 20;

@@ -10,7 +10,7 @@
 //! * [`pools`] stream-ordered memory
 //! * [`vmm`] memory of `cuMemCreate`
 //! * [`ipc`] IPC handles and DMA-BUF descriptors of linear memory
-//! * [`captures`] stream captures, [`streams`] ids and devices of streams
+//! * [`captures`] the begin and the end of stream captures
 //! * [`contexts`] creation and destruction of contexts, [`context_registry`] their charges
 //! * [`graphs`] graphs with memory nodes
 //! * [`ctx_limits`] and [`kernels`] stacks and kernels' local memory
@@ -19,7 +19,7 @@
 //! * [`proc_address`] the addresses that `cuGetProcAddress` returns
 
 mod arrays;
-pub(crate) mod captures;
+mod captures;
 pub(crate) mod context_registry;
 pub(crate) mod contexts;
 mod ctx_limits;
@@ -31,17 +31,14 @@ mod linear;
 mod mem_info;
 mod pools;
 mod proc_address;
-pub(crate) mod rounding;
-pub(crate) mod streams;
+mod rounding;
 pub(crate) mod vmm;
 
 use std::cell::Cell;
-use std::ffi::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::accounting::{self, Account, Denied};
 use crate::curesult::{self, CuResult};
-use crate::forward::{self, index};
 use crate::poison;
 
 thread_local! {
@@ -84,24 +81,6 @@ impl Drop for HookScope<'_> {
     }
 }
 
-/// Calls the real function. A missing function returns the code of its trampoline.
-macro_rules! driver {
-    ($name:ident($($argument:expr => $kind:ty),* $(,)?)) => {
-        match $crate::forward::driver_function($crate::forward::index::$name) {
-            // SAFETY: the prototype is that of cuda.h, and the arguments are the program's own or
-            // point to locals of the right type.
-            Some(function) => unsafe {
-                std::mem::transmute::<
-                    *mut std::ffi::c_void,
-                    unsafe extern "C" fn($($kind),*) -> $crate::curesult::CuResult,
-                >(function)($($argument),*)
-            },
-            None => $crate::curesult::NOT_SUPPORTED,
-        }
-    };
-}
-pub(crate) use driver;
-
 /// Declares hooks: `fn name(argument: type, ...) = |driver_call| body`. The body calls the real
 /// function by `driver_call`, with arguments of the same types. A plain `fn` only forwards inside
 /// another hook. A `reentrant fn` runs its body there too.
@@ -129,7 +108,7 @@ macro_rules! hooks {
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name($($argument: $kind),*) -> $crate::curesult::CuResult {
             let $driver_call = |$($argument: $kind),*| {
-                $crate::hooks::driver!($name($($argument => $kind),*))
+                $crate::driver_calls::driver!($name($($argument => $kind),*))
             };
             $crate::hooks::guarded(|| $body)
         }
@@ -137,34 +116,6 @@ macro_rules! hooks {
     };
 }
 pub(crate) use hooks;
-
-/// Returns the ordinal of the calling thread's current device.
-pub(crate) fn current_device() -> Result<c_int, CuResult> {
-    let mut device = 0;
-    match driver!(cuCtxGetDevice(&raw mut device => *mut c_int)) {
-        curesult::SUCCESS => Ok(device),
-        code => Err(code),
-    }
-}
-
-/// Returns the number of devices that the driver shows to this process.
-pub(crate) fn device_count() -> c_int {
-    let mut count = 0;
-    match driver!(cuDeviceGetCount(&raw mut count => *mut c_int)) {
-        curesult::SUCCESS => count,
-        _ => 0,
-    }
-}
-
-/// Returns a device's UUID: the MIG instance's own UUID from CUDA 11.4 on.
-pub(crate) fn device_uuid(device: c_int) -> Option<[u8; 16]> {
-    let mut uuid = [0; 16];
-    let code = match forward::driver_function(index::cuDeviceGetUuid_v2) {
-        Some(_) => driver!(cuDeviceGetUuid_v2(uuid.as_mut_ptr() => *mut u8, device => c_int)),
-        None => driver!(cuDeviceGetUuid(uuid.as_mut_ptr() => *mut u8, device => c_int)),
-    };
-    (code == curesult::SUCCESS).then_some(uuid)
-}
 
 /// Charges, allocates, and adjusts the charge to the true size. `call` allocates and returns the
 /// pointer and its size. `free` frees the pointer where the larger charge is denied.

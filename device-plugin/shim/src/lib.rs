@@ -34,6 +34,7 @@ mod agent_client;
 mod alloc_table;
 mod deferred_free;
 mod driver;
+mod driver_calls;
 mod fence;
 mod forward;
 mod graphs;

@@ -14,7 +14,7 @@ use bursar_protocol::error_class::{self, ErrorClass};
 use bursar_protocol::messages::Recovery;
 
 use crate::curesult::{self, CuResult};
-use crate::hooks::{captures, current_device, driver};
+use crate::driver_calls::{captures, current_device, driver};
 use crate::{accounting, reexec, session_state};
 
 /// Returns the code that the program gets for a driver result that is not success.

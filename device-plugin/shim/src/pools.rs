@@ -35,8 +35,8 @@ use crate::accounting::{self, Denied};
 use crate::alloc_table::{Charge, ShareState};
 use crate::curesult::{self, CuResult};
 use crate::deferred_free;
+use crate::driver_calls::{captures, driver};
 use crate::fork_local::ForkLocal;
-use crate::hooks::{captures, driver};
 use crate::location::ChargeTo;
 use crate::session_state::MAX_DEVICES;
 

@@ -10,9 +10,10 @@
 use std::ffi::{c_int, c_uint};
 
 use super::rounding::driver_size;
-use super::{allocate, current_device, driver, hooks};
+use super::{allocate, hooks};
 use crate::accounting::{self, Account};
 use crate::curesult::{self, CuResult};
+use crate::driver_calls::{current_device, driver};
 
 /// `CUDA_ARRAY_DESCRIPTOR` (CUDA 3.2).
 #[repr(C)]

@@ -14,10 +14,10 @@ use std::sync::MutexGuard;
 
 use bursar_protocol::units::Units;
 
-use super::driver;
 use crate::accounting::{self, Account, Denied, PendingCharge};
 use crate::alloc_table::Charge;
 use crate::curesult;
+use crate::driver_calls::driver;
 use crate::fork_local::ForkLocal;
 use crate::session_state::MAX_DEVICES;
 

@@ -12,9 +12,10 @@ use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::MutexGuard;
 
-use super::{allocate, context_registry, device_count, driver, hooks};
+use super::{allocate, context_registry, hooks};
 use crate::accounting::{self, ALLOC_TABLE, Account, Denied, PendingCharge};
 use crate::curesult::{self, CuResult};
+use crate::driver_calls::{device_count, driver};
 use crate::fork_local::ForkLocal;
 use crate::forward::{self, index};
 use crate::graphs;

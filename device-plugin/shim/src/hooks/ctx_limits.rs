@@ -6,8 +6,9 @@
 
 use std::ffi::c_int;
 
-use super::{context_registry, contexts, current_device, driver, hooks};
+use super::{context_registry, contexts, hooks};
 use crate::curesult;
+use crate::driver_calls::{current_device, driver};
 
 /// `CU_LIMIT_STACK_SIZE`.
 const STACK_SIZE: c_int = 0;

@@ -3,9 +3,10 @@
 
 use std::ffi::{c_char, c_int};
 
-use super::streams::per_thread;
-use super::{driver, hooks};
+use super::hooks;
 use crate::curesult::{self, CuResult};
+use crate::driver_calls::driver;
+use crate::driver_calls::streams::per_thread;
 use crate::graphs::{self, Needs};
 
 /// `CU_GRAPH_NODE_TYPE_GRAPH`.

@@ -8,11 +8,12 @@
 
 use std::ffi::{c_int, c_void};
 
+use super::hooks;
 use super::vmm::with_export;
-use super::{driver, hooks};
 use crate::accounting::{self, ALLOC_TABLE};
 use crate::alloc_table::{Charge, ShareState};
 use crate::curesult::{self, CuResult};
+use crate::driver_calls::driver;
 use crate::pools::POOLS;
 use crate::session_state::state;
 

@@ -4,9 +4,10 @@
 
 use std::ffi::{c_char, c_int, c_uint};
 
-use super::{context_registry, current_device, device_count, driver, hooks};
+use super::{context_registry, hooks};
 use crate::accounting::Denied;
 use crate::curesult::{self, CuResult};
+use crate::driver_calls::{current_device, device_count, driver};
 
 /// `CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES`.
 const ATTR_LOCAL_SIZE_BYTES: c_int = 3;

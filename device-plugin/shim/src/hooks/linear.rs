@@ -4,9 +4,10 @@
 use std::ffi::c_uint;
 
 use super::rounding::driver_size;
-use super::{allocate, current_device, driver, hooks};
+use super::{allocate, hooks};
 use crate::accounting::{self, Account};
 use crate::curesult::{self, CuResult};
+use crate::driver_calls::{current_device, driver};
 
 /// The largest pitch alignment of any GPU: what a pitched allocation is charged before its pitch is
 /// known. `CU_DEVICE_ATTRIBUTE_TEXTURE_PITCH_ALIGNMENT` is 32, and allocations are aligned to 512.

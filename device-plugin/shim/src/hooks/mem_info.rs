@@ -3,9 +3,10 @@
 
 use std::ffi::c_int;
 
-use super::{current_device, hooks};
+use super::hooks;
 use crate::accounting;
 use crate::curesult;
+use crate::driver_calls::current_device;
 
 hooks! {
     /// `cuMemGetInfo` (CUDA 3.2): the quota, and what the container can still allocate.

@@ -7,12 +7,13 @@
 
 use std::ffi::{c_int, c_void};
 
-use super::streams::{device_of, per_thread};
-use super::{captures, device_count, driver, hooks, outermost};
+use super::{hooks, outermost};
 use crate::accounting::{ALLOC_TABLE, Account};
 use crate::alloc_table::Charge;
 use crate::curesult::{self, CuResult};
 use crate::deferred_free;
+use crate::driver_calls::streams::{device_of, per_thread};
+use crate::driver_calls::{captures, device_count, driver};
 use crate::location::{ChargeTo, MemLocation, MemProperties, charge_to};
 use crate::pools::{POOLS, Pool};
 use crate::session_state::state;

@@ -10,8 +10,9 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
-use super::{driver, guarded};
+use super::guarded;
 use crate::curesult::{self, CuResult};
+use crate::driver_calls::driver;
 use crate::fence;
 use crate::forward::{self, index};
 
