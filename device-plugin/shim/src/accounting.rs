@@ -11,7 +11,6 @@ use crate::agent_client::{self, CreditOutcome};
 use crate::alloc_table::{AllocTable, Charge, ShareState};
 use crate::curesult::{self, CuResult};
 use crate::driver_calls;
-use crate::pools::POOLS;
 use crate::session_state::{self, SessionGuard, SessionState};
 
 /// The charge of every allocated pointer of this process.
@@ -103,8 +102,7 @@ pub(crate) fn charge(
         charge_units(state, slot, units).or_else(|denied| {
             // The program may use the memory that its pools have cached for another kind of
             // allocation.
-            let pools = POOLS.reclaim();
-            if crate::graphs::reclaim() || pools {
+            if reclaim() {
                 charge_units(state, slot, units)
             } else {
                 Err(denied)
@@ -120,6 +118,20 @@ pub(crate) fn charge(
         report_denial(slot, bytes, function);
     }
     charged
+}
+
+/// Reclaims what the process has cached. Returns whether that discharged anything.
+fn reclaim() -> bool {
+    let mut discharged = false;
+    for reclaim in crate::RECLAIMERS {
+        discharged |= reclaim();
+    }
+    discharged
+}
+
+/// Forgets the parent's allocations, in a forked child.
+pub(crate) fn reset() {
+    ALLOC_TABLE.clear();
 }
 
 /// Returns whether the process has not called `cuInit` yet. Accounts cannot be mapped to devices
@@ -272,10 +284,9 @@ pub(crate) fn report_poison(
 }
 
 /// Returns the bytes that the container may still use of a device, and its quota; `None` without a
-/// session.
+/// session. The caller has reconciled the pools.
 pub(crate) fn free_and_quota(device: i32) -> Option<(u64, u64)> {
     let state = session_state::state()?;
-    POOLS.reconcile();
     let index = index_of(state, Account::Device(device))?;
     if slot(state, index)?.siblings() > 0
         && let Some(guard) = state.lock()

@@ -21,6 +21,11 @@ pub(crate) static PENDING_EVENTS: ForkLocal<Vec<u64>> = ForkLocal::new();
 /// `CU_EVENT_DISABLE_TIMING`.
 const DISABLE_TIMING: c_uint = 2;
 
+/// Forgets the parent's events, in a forked child.
+pub(crate) fn reset() {
+    PENDING_EVENTS.reset();
+}
+
 /// Records memory that was just freed in stream order.
 pub(crate) fn add(stream: u64, charge: Charge) {
     let mut event = 0;

@@ -47,3 +47,18 @@ mod pools;
 mod session_state;
 mod unwinder;
 mod vmm;
+
+/// What a forked child forgets of its parent: called once a process, by [`session_state`].
+static FORK_RESETS: [fn(); 7] = [
+    accounting::reset,
+    deferred_free::reset,
+    pools::reset,
+    hooks::vmm::reset,
+    hooks::contexts::reset,
+    hooks::context_registry::reset,
+    graphs::reset,
+];
+
+/// What gives up memory that the process has cached, and returns whether that discharged anything.
+/// [`accounting`] calls each of them before it denies a charge.
+static RECLAIMERS: [fn() -> bool; 2] = [pools::reclaim, graphs::reclaim];

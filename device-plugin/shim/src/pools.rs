@@ -105,9 +105,19 @@ pub(crate) static POOLS: Pools = Pools {
     lock: ForkLocal::new(),
 };
 
+/// Forgets the parent's pools, in a forked child.
+pub(crate) fn reset() {
+    POOLS.reset();
+}
+
+/// Trims and reconciles every pool of this process. Returns whether that discharged anything.
+pub(crate) fn reclaim() -> bool {
+    POOLS.reclaim()
+}
+
 impl Pools {
     /// Forgets the parent's pools, in a forked child.
-    pub(crate) fn reset(&self) {
+    fn reset(&self) {
         self.head.store(std::ptr::null_mut(), Ordering::Release);
         for current in &self.current {
             current.store(std::ptr::null_mut(), Ordering::Release);
@@ -200,7 +210,7 @@ impl Pools {
     }
 
     /// Trims and reconciles every pool. Returns whether that discharged anything.
-    pub(crate) fn reclaim(&self) -> bool {
+    fn reclaim(&self) -> bool {
         let collected = deferred_free::collect();
         if self.all().next().is_none() {
             return collected;

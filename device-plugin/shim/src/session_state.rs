@@ -121,13 +121,9 @@ fn init_process(state: &SessionState) {
     if state.initialized.load(Ordering::Acquire) != 0 {
         return;
     }
-    crate::accounting::ALLOC_TABLE.clear();
-    crate::deferred_free::PENDING_EVENTS.reset();
-    crate::pools::POOLS.reset();
-    crate::hooks::vmm::TABLE.reset();
-    crate::hooks::contexts::reset();
-    crate::hooks::context_registry::reset();
-    crate::graphs::reset();
+    for reset in crate::FORK_RESETS {
+        reset();
+    }
     state.initialized.store(1, Ordering::Release);
 }
 

@@ -4,9 +4,19 @@
 use std::ffi::c_int;
 
 use super::hooks;
-use crate::accounting;
 use crate::curesult;
 use crate::driver_calls::current_device;
+use crate::pools::POOLS;
+use crate::{accounting, session_state};
+
+/// Returns the bytes that the container may still use of a device, and its quota; `None` without a
+/// session.
+fn free_and_quota(device: c_int) -> Option<(u64, u64)> {
+    // The state comes first, because it resets the pools in a forked child.
+    session_state::state()?;
+    POOLS.reconcile();
+    accounting::free_and_quota(device)
+}
 
 hooks! {
     /// `cuMemGetInfo` (CUDA 3.2): the quota, and what the container can still allocate.
@@ -20,7 +30,7 @@ hooks! {
             Err(code) => return code,
         };
         // Without a session nothing can be allocated.
-        let (room, quota) = accounting::free_and_quota(device).unwrap_or((0, 0));
+        let (room, quota) = free_and_quota(device).unwrap_or((0, 0));
         // SAFETY: neither is null, and the driver has just written both.
         unsafe {
             *free = (*free).min(usize::try_from(room).unwrap_or(usize::MAX));
@@ -33,7 +43,7 @@ hooks! {
     fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) = |driver_call| {
         let answer = driver_call(bytes, device);
         if answer == curesult::SUCCESS && !bytes.is_null() {
-            let (_, quota) = accounting::free_and_quota(device).unwrap_or((0, 0));
+            let (_, quota) = free_and_quota(device).unwrap_or((0, 0));
             // SAFETY: not null, and the driver has just written it.
             unsafe { *bytes = usize::try_from(quota).unwrap_or(usize::MAX) };
         }

@@ -18,7 +18,12 @@ use crate::session_state::state;
 use crate::vmm::VmmTable;
 
 /// The memory that this process created by `cuMemCreate`.
-pub(crate) static TABLE: ForkLocal<VmmTable> = ForkLocal::new();
+static TABLE: ForkLocal<VmmTable> = ForkLocal::new();
+
+/// Forgets the parent's memory, in a forked child.
+pub(crate) fn reset() {
+    TABLE.reset();
+}
 
 /// Locks the table. Returns `None` without a session state, where nothing was ever charged.
 fn table() -> Option<MutexGuard<'static, VmmTable>> {
