@@ -1,4 +1,4 @@
-//! Forwards every function without a hook to the real library. Both shims, libcuda's and NVML's,
+//! Looks up the real library's functions, each at its first call. Both shims, libcuda's and NVML's,
 //! compile this module.
 //!
 //! Each trampoline ([`crate::trampoline`]) puts its index into a scratch register and jumps through
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use crate::driver;
 
 /// Where each trampoline jumps.
-static SLOTS: [AtomicPtr<c_void>; COUNT] =
+pub(crate) static SLOTS: [AtomicPtr<c_void>; COUNT] =
     [const { AtomicPtr::new(lazy_resolve as *const () as *mut c_void) }; COUNT];
 
 /// Returns the real function at `index`, or `None` if the driver lacks it or cannot be loaded.
@@ -62,42 +62,8 @@ extern "C" fn unloadable() -> driver::Code {
 // Every slot's first call comes here.
 at_first_call!(lazy_resolve, resolve);
 
-/// Exports a variable of the driver that debuggers look for. The shim's copy stays zero, so no
-/// debugger attaches to the driver through it.
-macro_rules! variable {
-    ($name:ident, $size:literal) => {
-        #[unsafe(no_mangle)]
-        #[allow(non_upper_case_globals)]
-        static $name: crate::forward::Variable<$size> = crate::forward::Variable::zero();
-    };
-}
-
-/// Writable bytes for debuggers that look the variable up by name.
-#[repr(C, align(8))]
-struct Variable<const N: usize>(std::cell::UnsafeCell<[u8; N]>);
-
-impl<const N: usize> Variable<N> {
-    const fn zero() -> Variable<N> {
-        Variable(std::cell::UnsafeCell::new([0; N]))
-    }
-}
-
-// SAFETY: no code here reads or writes it.
-unsafe impl<const N: usize> Sync for Variable<N> {}
-
-/// Exports a function that returns NOT_SUPPORTED. The table says why.
-macro_rules! refuse {
-    ($name:ident) => {
-        #[unsafe(no_mangle)]
-        extern "C" fn $name() -> crate::curesult::CuResult {
-            crate::curesult::NOT_SUPPORTED
-        }
-    };
-}
-
-#[allow(non_snake_case, non_upper_case_globals)]
 mod generated {
     use super::*;
-    include!(concat!(env!("OUT_DIR"), "/forwarders.rs"));
+    include!(concat!(env!("OUT_DIR"), "/function_table.rs"));
 }
 pub(crate) use generated::{COUNT, NAMES, index};

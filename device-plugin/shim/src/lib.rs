@@ -1,6 +1,6 @@
 //! Implements `libcuda.so.1` for containers: forwards every call and charges those that allocate.
 //!
-//! Every function of the driver is exported. Most jump straight to the real library ([`forward`]).
+//! Every function of the driver is exported. Most jump straight to the real library ([`exports`], [`forward`]).
 //! The functions that take or report memory are [`hooks`]: a hook charges the container's quota
 //! before the driver call and adjusts the charge after it. Charges go to a credit page that the
 //! agent fills ([`accounting`]).
@@ -35,6 +35,7 @@ mod alloc_table;
 mod deferred_free;
 mod driver;
 mod driver_calls;
+mod exports;
 mod fence;
 mod forward;
 mod graphs;

@@ -22,12 +22,14 @@ mod nvml_return;
 #[allow(unused_macros, reason = "NVML's answers are not looked at")]
 mod trampoline;
 mod driver;
-#[path = "../../src/forward.rs"]
+#[path = "../../src/exports.rs"]
 #[allow(
     dead_code,
     unused_macros,
     reason = "NVML exports no variables, and the table refuses no function"
 )]
+mod exports;
+#[path = "../../src/forward.rs"]
 mod forward;
 mod hooks;
 #[path = "../../src/library.rs"]

@@ -1,0 +1,46 @@
+//! Exports the driver's functions and variables that have no hook. Both shims, libcuda's and
+//! NVML's, compile this module.
+//!
+//! A watched function passes its errors to `poison`, which calls the driver. So this module imports
+//! [`crate::forward`], where those calls are looked up, and not the other way round.
+
+use crate::forward::SLOTS;
+
+/// Exports a variable of the driver that debuggers look for. The shim's copy stays zero, so no
+/// debugger attaches to the driver through it.
+macro_rules! variable {
+    ($name:ident, $size:literal) => {
+        #[unsafe(no_mangle)]
+        #[allow(non_upper_case_globals)]
+        static $name: crate::exports::Variable<$size> = crate::exports::Variable::zero();
+    };
+}
+
+/// Writable bytes for debuggers that look the variable up by name.
+#[repr(C, align(8))]
+struct Variable<const N: usize>(std::cell::UnsafeCell<[u8; N]>);
+
+impl<const N: usize> Variable<N> {
+    const fn zero() -> Variable<N> {
+        Variable(std::cell::UnsafeCell::new([0; N]))
+    }
+}
+
+// SAFETY: no code here reads or writes it.
+unsafe impl<const N: usize> Sync for Variable<N> {}
+
+/// Exports a function that returns NOT_SUPPORTED. The table says why.
+macro_rules! refuse {
+    ($name:ident) => {
+        #[unsafe(no_mangle)]
+        extern "C" fn $name() -> crate::curesult::CuResult {
+            crate::curesult::NOT_SUPPORTED
+        }
+    };
+}
+
+#[allow(non_snake_case, non_upper_case_globals)]
+mod generated {
+    use super::*;
+    include!(concat!(env!("OUT_DIR"), "/exports.rs"));
+}
