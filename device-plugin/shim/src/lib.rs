@@ -1,9 +1,9 @@
 //! Implements `libcuda.so.1` for containers: forwards every call and charges those that allocate.
 //!
-//! Every function of the driver is exported. Most jump straight to the real library ([`exports`], [`forward`]).
-//! The functions that take or report memory are [`hooks`]: a hook charges the container's quota
-//! before the driver call and adjusts the charge after it. Charges go to a credit page that the
-//! agent fills ([`accounting`]).
+//! Every function of the driver is exported ([`exports`]). Most jump straight to the real library
+//! ([`forward`]). The functions that take or report memory are [`hooks`]: a hook charges the
+//! container's quota before the driver call and adjusts the charge after it. Charges go to a credit
+//! page that the agent fills ([`accounting`]).
 //!
 //! * Linear memory and arrays are charged to the GPU's quota, managed memory to its own quota,
 //!   until the memory is freed or its context is destroyed ([`hooks::contexts`]).
@@ -22,6 +22,11 @@
 //!   page nor a held lock.
 //! * While the agent is down, granted credit stays usable. Calls that need more credit wait for
 //!   some seconds and then fail.
+//!
+//! Imports have one direction. From the lowest module: [`driver`], [`forward`], [`driver_calls`],
+//! [`session_state`], [`agent_client`], [`accounting`], then [`pools`] and [`graphs`], then
+//! [`poison`], [`hooks`] and [`exports`]. Where a lower module must call higher ones, this file
+//! lists their functions.
 
 mod compat;
 mod curesult;
