@@ -6,7 +6,7 @@ use std::fmt;
 pub use bursar_protocol::error_class::ErrorClass;
 
 use crate::driver;
-use crate::resource::{Block, Origin};
+use crate::resource::Origin;
 use crate::state::StaleReason;
 
 /// Failed call of the driver.
@@ -229,30 +229,6 @@ impl ResourceError {
             ResourceError::Cuda(_) => "Cuda",
         }
     }
-}
-
-/// Reason for which a block was not freed.
-#[derive(Debug, thiserror::Error)]
-pub enum FreeError {
-    /// The resource refuses to free the block and returns it.
-    #[error("failed to free a block: {reason}")]
-    Refused {
-        /// Block that is still owned.
-        block: Block,
-        /// Reason of the refusal.
-        reason: ResourceError,
-    },
-    /// The driver failed to free the block. The bytes stay charged until
-    /// [`reap_pending`](crate::DeviceMemoryResource::reap_pending) succeeds.
-    #[error(
-        "failed to free {bytes} bytes: {source}; they stay charged until reap_pending succeeds"
-    )]
-    Retired {
-        /// Bytes of the block.
-        bytes: u64,
-        /// Error that the driver returned.
-        source: CudaError,
-    },
 }
 
 #[cfg(test)]

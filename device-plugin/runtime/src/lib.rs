@@ -36,7 +36,7 @@ pub use adaptor::on_failure::OnFailure;
 pub use adaptor::state_gate::StateGate;
 pub use adaptor::statistics::Statistics;
 pub use checksum::DeviceChecksum;
-pub use error::{CudaError, ErrorClass, FreeError, ResourceError};
+pub use error::{CudaError, ErrorClass, ResourceError};
 pub use memory::gpu_ref::GpuRef;
 pub use memory::gpu_token::{GpuToken, TokenClient};
 pub use memory::kernel_arg::{DevSliceArg, KernelArg};
@@ -47,8 +47,8 @@ pub use memory::stream_pool::StreamPool;
 pub use memory::write_token::{WriteGate, WriteToken};
 pub use pool::{Pool, PoolSettings, PoolStatistics};
 pub use resource::{
-    Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Reaped,
-    Tag,
+    Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, FreeError, Origin,
+    Outstanding, Reaped, Tag,
 };
 pub use runtime::DeviceRuntime;
 pub use source::direct::{Direct, Managed};

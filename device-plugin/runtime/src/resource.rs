@@ -9,34 +9,17 @@
 //! so that a block that was allocated through a budget cannot be freed past the budget.
 #![forbid(unsafe_code)]
 
+mod origin;
+
+pub use origin::Origin;
+
 use std::alloc::Layout;
 use std::collections::HashSet;
 use std::fmt;
-use std::num::NonZeroU64;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::{Stream, StreamKey};
-use crate::error::{FreeError, ResourceError};
-
-/// Identifies one resource in this process.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Origin(NonZeroU64);
-
-impl Origin {
-    /// Returns an origin that no other resource has.
-    pub fn unique() -> Origin {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        // A process cannot create 2^64 resources.
-        Origin(NonZeroU64::new(NEXT.fetch_add(1, Ordering::Relaxed)).unwrap_or(NonZeroU64::MAX))
-    }
-}
-
-impl fmt::Debug for Origin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "resource {}", self.0)
-    }
-}
+use crate::error::{CudaError, ResourceError};
 
 /// Labels the purpose of an allocation in logs and statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -125,6 +108,30 @@ pub struct BlockUse {
     pub block: BlockRef,
     /// Stream that uses the block.
     pub stream: StreamKey,
+}
+
+/// Reason for which a block was not freed.
+#[derive(Debug, thiserror::Error)]
+pub enum FreeError {
+    /// The resource refuses to free the block and returns it.
+    #[error("failed to free a block: {reason}")]
+    Refused {
+        /// Block that is still owned.
+        block: Block,
+        /// Reason of the refusal.
+        reason: ResourceError,
+    },
+    /// The driver failed to free the block. The bytes stay charged until
+    /// [`reap_pending`](crate::DeviceMemoryResource::reap_pending) succeeds.
+    #[error(
+        "failed to free {bytes} bytes: {source}; they stay charged until reap_pending succeeds"
+    )]
+    Retired {
+        /// Bytes of the block.
+        bytes: u64,
+        /// Error that the driver returned.
+        source: CudaError,
+    },
 }
 
 /// Bytes for which a resource still answers.

@@ -17,8 +17,10 @@ pub use reservation::Reservation;
 
 use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::Stream;
-use crate::error::{ErrorClass, FreeError, ResourceError};
-use crate::resource::{Block, BlockRef, BudgetSnapshot, DeviceMemoryResource, Reaped, Tag};
+use crate::error::{ErrorClass, ResourceError};
+use crate::resource::{
+    Block, BlockRef, BudgetSnapshot, DeviceMemoryResource, FreeError, Reaped, Tag,
+};
 
 /// Limit over an upstream resource.
 #[derive(Debug)]

@@ -14,10 +14,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::{Context, Stream};
-use crate::error::{CudaError, ErrorClass, FreeError, ResourceError};
+use crate::error::{CudaError, ErrorClass, ResourceError};
 use crate::resource::{
-    Block, BlockRef, BlockUse, DeviceMemoryResource, Outstanding, Reaped, Tag, check_origin,
-    check_stream, remove_live,
+    Block, BlockRef, BlockUse, DeviceMemoryResource, FreeError, Outstanding, Reaped, Tag,
+    check_origin, check_stream, remove_live,
 };
 
 /// Smallest size of a red zone in bytes.

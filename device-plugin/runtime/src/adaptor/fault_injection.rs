@@ -7,9 +7,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::Stream;
-use crate::error::{CudaError, FreeError, ResourceError};
+use crate::error::{CudaError, ResourceError};
 use crate::resource::{
-    Block, BlockRef, DeviceMemoryResource, Outstanding, Reaped, Tag, check_origin,
+    Block, BlockRef, DeviceMemoryResource, FreeError, Outstanding, Reaped, Tag, check_origin,
 };
 
 /// Outcome of the next calls: `None` succeeds, a code fails with that `CUresult`. All calls after

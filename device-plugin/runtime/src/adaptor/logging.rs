@@ -15,8 +15,8 @@ pub use csv::CsvSink;
 
 use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::{Stream, StreamKey};
-use crate::error::{FreeError, ResourceError};
-use crate::resource::{Block, DeviceMemoryResource, Tag, check_origin};
+use crate::error::ResourceError;
+use crate::resource::{Block, DeviceMemoryResource, FreeError, Tag, check_origin};
 
 /// Kind of a logged call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,8 +6,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::Stream;
-use crate::error::{FreeError, ResourceError};
-use crate::resource::{Block, DeviceMemoryResource, Tag};
+use crate::error::ResourceError;
+use crate::resource::{Block, DeviceMemoryResource, FreeError, Tag};
 
 /// Current value, highest value and sum of all increases of a number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -4,8 +4,10 @@
 use std::alloc::Layout;
 
 use crate::driver::Stream;
-use crate::error::{FreeError, ResourceError};
-use crate::resource::{Block, BlockRef, BlockUse, DeviceMemoryResource, Origin, Tag, check_origin};
+use crate::error::ResourceError;
+use crate::resource::{
+    Block, BlockRef, BlockUse, DeviceMemoryResource, FreeError, Origin, Tag, check_origin,
+};
 
 /// Upstream resource of an adaptor, with the adaptor's own origin.
 #[derive(Debug)]
@@ -101,7 +103,7 @@ macro_rules! forward {
     };
     (@ deallocate) => {
         fn deallocate(&self, block: $crate::resource::Block, stream: &$crate::driver::Stream)
-            -> Result<(), $crate::error::FreeError> {
+            -> Result<(), $crate::resource::FreeError> {
             self.upstream.deallocate(block, stream)
         }
     };

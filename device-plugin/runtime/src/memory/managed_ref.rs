@@ -34,11 +34,10 @@ use std::marker::PhantomData;
 use bytemuck::Pod;
 
 use crate::driver::{Access, Attach, HostView, Stream};
-use crate::error::FreeError;
 use crate::memory::kernel_arg::DevSliceArg;
 use crate::memory::multi_stream::MultiStreamMemory;
 use crate::memory::slice::{MemoryError, OwnedBlock};
-use crate::resource::Tag;
+use crate::resource::{FreeError, Tag};
 use crate::runtime::DeviceRuntime;
 use crate::state::StaleReason;
 

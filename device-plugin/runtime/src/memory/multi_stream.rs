@@ -4,10 +4,9 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Access, Stream};
-use crate::error::FreeError;
 use crate::memory::slice::{MemoryError, OwnedBlock};
 use crate::memory::stream_sync::StreamSync;
-use crate::resource::{BlockUse, check_stream};
+use crate::resource::{BlockUse, FreeError, check_stream};
 
 /// Block with a record of the streams that used it.
 #[derive(Debug)]

@@ -13,9 +13,9 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use crate::driver::{Access, Stream};
-use crate::error::{CudaError, FreeError, ResourceError};
+use crate::error::{CudaError, ResourceError};
 use crate::memory::kernel_arg::DevSliceArg;
-use crate::resource::{Block, BlockRef, Tag, check_stream};
+use crate::resource::{Block, BlockRef, FreeError, Tag, check_stream};
 use crate::runtime::{DeviceRuntime, SharedResource};
 use crate::state::{DeviceState, StaleReason};
 

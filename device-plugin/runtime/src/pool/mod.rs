@@ -29,10 +29,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Context, Stream};
-use crate::error::{CudaError, ErrorClass, FreeError, ResourceError};
+use crate::error::{CudaError, ErrorClass, ResourceError};
 use crate::resource::{
-    Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Reaped,
-    Tag, check_request, check_stream,
+    Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, FreeError, Origin,
+    Outstanding, Reaped, Tag, check_request, check_stream,
 };
 use epoch::{EventClock, StreamDeps, StreamSlot};
 use shards::{Allocation, BlockHandle, Request, Shards};

@@ -11,10 +11,10 @@ use std::sync::{Mutex, PoisonError};
 
 use super::{LeaseError, LeaseWriter, RetainedLease};
 use crate::driver::Stream;
-use crate::error::{FreeError, ResourceError};
+use crate::error::ResourceError;
 use crate::resource::{
-    Block, BlockRef, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Tag, check_free,
-    check_request, remove_live,
+    Block, BlockRef, BudgetSnapshot, DeviceMemoryResource, FreeError, Origin, Outstanding, Tag,
+    check_free, check_request, remove_live,
 };
 
 /// Guaranteed alignment of a mapping: the smallest granularity of a driver is 2 MiB.

@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Context, Event, Stream, StreamKey};
-use crate::error::{CudaError, FreeError, ResourceError};
-use crate::resource::{Block, BlockRef, BlockUse, Outstanding, Reaped};
+use crate::error::{CudaError, ResourceError};
+use crate::resource::{Block, BlockRef, BlockUse, FreeError, Outstanding, Reaped};
 
 #[derive(Debug)]
 struct LiveBlock<P> {

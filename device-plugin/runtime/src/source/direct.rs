@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Attach, Context, LINEAR_ALIGNMENT, Stream};
-use crate::error::{CudaError, FreeError, ResourceError};
+use crate::error::{CudaError, ResourceError};
 use crate::resource::{
-    Block, BlockRef, DeviceMemoryResource, Origin, Outstanding, Reaped, Tag, check_free,
+    Block, BlockRef, DeviceMemoryResource, FreeError, Origin, Outstanding, Reaped, Tag, check_free,
     check_request, remove_live,
 };
 

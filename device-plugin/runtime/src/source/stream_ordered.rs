@@ -10,9 +10,10 @@ use std::alloc::Layout;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::{Context, LINEAR_ALIGNMENT, Stream};
-use crate::error::{CudaError, FreeError, ResourceError};
+use crate::error::{CudaError, ResourceError};
 use crate::resource::{
-    Block, BlockRef, DeviceMemoryResource, Origin, Reaped, Tag, check_free, check_request,
+    Block, BlockRef, DeviceMemoryResource, FreeError, Origin, Reaped, Tag, check_free,
+    check_request,
 };
 use crate::source::block_uses::{BlockUses, RetiredBlock, forward_block_uses};
 

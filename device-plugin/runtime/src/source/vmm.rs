@@ -13,9 +13,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::driver::{Access, Context, Handle, Mapping, Reservation, Stream};
-use crate::error::{CudaError, ErrorClass, FreeError, ResourceError};
+use crate::error::{CudaError, ErrorClass, ResourceError};
 use crate::resource::{
-    Block, BlockRef, DeviceMemoryResource, Origin, Reaped, Tag, check_free, check_request,
+    Block, BlockRef, DeviceMemoryResource, FreeError, Origin, Reaped, Tag, check_free,
+    check_request,
 };
 use crate::source::block_uses::{BlockUses, RetiredBlock, forward_block_uses};
 

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use super::{Budget, BudgetAccount};
 use crate::driver::Stream;
-use crate::error::{FreeError, ResourceError};
+use crate::error::ResourceError;
 use crate::resource::{
-    Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Reaped,
-    Tag,
+    Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, FreeError, Origin,
+    Outstanding, Reaped, Tag,
 };
 
 /// Reserved bytes of a budget. Freed blocks return to the budget, not to the reservation, and
