@@ -21,9 +21,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
+use bursar_protocol::error_class::ErrorClass;
 use bursar_protocol::fence::{Fence, FenceFn};
-
-use crate::error::ErrorClass;
 
 /// Reason for which memory cannot be used any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
