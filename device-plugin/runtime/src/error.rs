@@ -2,12 +2,23 @@
 #![forbid(unsafe_code)]
 
 use std::fmt;
+use std::sync::OnceLock;
 
 pub use bursar_protocol::error_class::ErrorClass;
 
-use crate::driver;
 use crate::resource::Origin;
 use crate::state::StaleReason;
+
+/// Returns the driver's name of a code, or `None` for a code that the driver does not know.
+pub(crate) type ErrorNameFn = fn(i32) -> Option<String>;
+
+static ERROR_NAME: OnceLock<ErrorNameFn> = OnceLock::new();
+
+/// Sets the function by which errors print names instead of numbers.
+pub(crate) fn set_error_name_fn(name: ErrorNameFn) {
+    // A second caller would set the same function.
+    let _ = ERROR_NAME.set(name);
+}
 
 /// Failed call of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -32,7 +43,7 @@ impl CudaError {
 
 impl fmt::Display for CudaError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match driver::error_name(self.code) {
+        match ERROR_NAME.get().and_then(|name| name(self.code)) {
             Some(name) => write!(f, "{}: {name} ({})", self.call, self.code),
             None => write!(f, "{}: CUDA error {}", self.call, self.code),
         }

@@ -41,7 +41,7 @@ use std::ffi::CStr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::error::{CudaError, ResourceError};
+use crate::error::{self, CudaError, ResourceError};
 use crate::state::ErrorMonitor;
 use table::Table;
 
@@ -97,6 +97,7 @@ impl Driver {
                 if let Some(fence) = table.fence() {
                     ErrorMonitor::global().set_fence_fn(fence);
                 }
+                error::set_error_name_fn(error_name);
                 Ok(Driver { table })
             })
             .as_ref()
@@ -128,7 +129,7 @@ impl Driver {
 }
 
 /// Returns the driver's name of a code, if a loaded driver knows the code.
-pub(crate) fn error_name(code: i32) -> Option<String> {
+fn error_name(code: i32) -> Option<String> {
     let driver = LOADED.get()?.as_ref().ok()?;
     let mut text = std::ptr::null();
     // SAFETY: the pointer is valid for the call, and every code is permitted.
