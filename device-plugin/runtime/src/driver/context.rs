@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::CUcontext;
 
-use super::stream::{self, Stream};
 use super::{Device, Driver, GpuUuid, call};
 use crate::error::CudaError;
 
@@ -49,8 +48,18 @@ impl Drop for PrimaryContext {
     }
 }
 
+impl Device {
+    /// Retains the primary context, which the CUDA runtime and PyTorch use too.
+    ///
+    /// # Errors
+    /// The error that the driver returned.
+    pub fn primary_context(&self) -> Result<Context, CudaError> {
+        Context::retain(self)
+    }
+}
+
 impl Context {
-    pub(super) fn retain(device: &Device) -> Result<Context, CudaError> {
+    fn retain(device: &Device) -> Result<Context, CudaError> {
         let uuid = device.uuid()?;
         let mut raw = std::ptr::null_mut();
         call!(
@@ -143,11 +152,6 @@ impl Context {
             Err(CudaError { code: ALREADY, .. }) => Ok(()),
             other => other,
         }
-    }
-
-    /// Returns the context's default stream, which synchronizes with all blocking streams.
-    pub fn default_stream(&self) -> Stream {
-        stream::default_of(self)
     }
 }
 

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use cudarc::driver::sys::{CUdevice, CUuuid};
 
-use super::{Context, Driver, DriverError, call};
+use super::{Driver, DriverError, call};
 use crate::error::CudaError;
 
 /// UUID of a GPU or MIG instance, which stays the same after a reboot.
@@ -204,14 +204,6 @@ impl Device {
             cuDeviceCanAccessPeer(&raw mut can, self.raw, peer.raw)
         )?;
         Ok(can != 0)
-    }
-
-    /// Retains the primary context, which the CUDA runtime and PyTorch use too.
-    ///
-    /// # Errors
-    /// The error that the driver returned.
-    pub fn primary_context(&self) -> Result<Context, CudaError> {
-        Context::retain(self)
     }
 }
 

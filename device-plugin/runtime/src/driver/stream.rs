@@ -52,7 +52,7 @@ const DISABLE_TIMING: u32 = 2;
 /// `CUDA_ERROR_NOT_READY`
 const NOT_READY: i32 = 600;
 
-pub(super) fn default_of(context: &Context) -> Stream {
+fn default_of(context: &Context) -> Stream {
     Stream(Arc::new(Inner {
         context: context.clone(),
         key: StreamKey::default_of(context.ordinal()),
@@ -85,6 +85,11 @@ impl Drop for Inner {
 }
 
 impl Context {
+    /// Returns the context's default stream, which synchronizes with all blocking streams.
+    pub fn default_stream(&self) -> Stream {
+        default_of(self)
+    }
+
     /// Creates a stream that does not synchronize with the default stream.
     ///
     /// # Errors
