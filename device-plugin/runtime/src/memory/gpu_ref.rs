@@ -15,9 +15,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::driver::{Access, Stream};
+use crate::memory::error::MemoryError;
 use crate::memory::kernel_arg::DevSliceArg;
 use crate::memory::multi_stream::{MultiStreamMemory, SyncGuard};
-use crate::memory::slice::{MemoryError, TrackedSlice};
+use crate::memory::slice::TrackedSlice;
 use crate::memory::write_token::{WriteGate, WriteRefused, WriteToken};
 use crate::state::StaleReason;
 

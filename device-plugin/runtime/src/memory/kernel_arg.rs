@@ -4,7 +4,7 @@
 
 use crate::driver::{Access, Stream};
 use crate::memory::multi_stream::MultiStreamMemory;
-use crate::memory::slice::OwnedBlock;
+use crate::memory::owned_block::OwnedBlock;
 use crate::memory::write_token::{WriteGate, WriteToken};
 use crate::state::DeviceState;
 

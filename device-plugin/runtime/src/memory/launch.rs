@@ -7,9 +7,9 @@
 
 use crate::driver::{Access, Grid, Kernel, Parameter, Stream};
 use crate::error::CudaError;
+use crate::memory::error::MemoryError;
 use crate::memory::kernel_arg::{DevSliceArg, KernelArg};
 use crate::memory::multi_stream::{MultiStreamMemory, SyncGuard};
-use crate::memory::slice::MemoryError;
 use crate::memory::write_token::WriteRefused;
 use crate::resource::BlockUse;
 use crate::state::StaleReason;

@@ -34,9 +34,10 @@ use std::marker::PhantomData;
 use bytemuck::Pod;
 
 use crate::driver::{Access, Attach, HostView, Stream};
+use crate::memory::error::MemoryError;
 use crate::memory::kernel_arg::DevSliceArg;
 use crate::memory::multi_stream::MultiStreamMemory;
-use crate::memory::slice::{MemoryError, OwnedBlock};
+use crate::memory::owned_block::OwnedBlock;
 use crate::resource::{FreeError, Tag};
 use crate::runtime::DeviceRuntime;
 use crate::state::StaleReason;

@@ -1,12 +1,14 @@
 //! Gives allocated blocks an element type, an owner and an order of use across streams.
 #![forbid(unsafe_code)]
 
+pub mod error;
 pub mod gpu_ref;
 pub mod gpu_token;
 pub mod kernel_arg;
 pub mod launch;
 pub mod managed_ref;
 mod multi_stream;
+mod owned_block;
 pub mod peer_copy;
 pub mod prefetch;
 pub mod slice;

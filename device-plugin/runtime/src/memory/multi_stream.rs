@@ -4,7 +4,8 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Access, Stream};
-use crate::memory::slice::{MemoryError, OwnedBlock};
+use crate::memory::error::MemoryError;
+use crate::memory::owned_block::OwnedBlock;
 use crate::memory::stream_sync::StreamSync;
 use crate::resource::{BlockUse, FreeError, check_stream};
 

@@ -3,7 +3,8 @@
 
 use bytemuck::Pod;
 
-use crate::memory::slice::{MemoryError, TrackedSlice};
+use crate::memory::error::MemoryError;
+use crate::memory::slice::TrackedSlice;
 
 /// Copies all items to memory of another or the same device, in the order of both streams. The host
 /// does not wait.

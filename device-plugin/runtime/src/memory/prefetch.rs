@@ -7,8 +7,8 @@
 use std::ops::Range;
 
 use crate::driver::{Advice, Location, Residency, Stream};
+use crate::memory::error::MemoryError;
 use crate::memory::managed_ref::ManagedRef;
-use crate::memory::slice::MemoryError;
 
 impl<T> ManagedRef<T> {
     /// Moves items to a location in the order of a stream.

@@ -1,117 +1,22 @@
 //! Gives typed device memory one owner, which uses it in one stream at a time.
 //!
-//! The memory is bound to the [`DeviceState`] under which it was allocated: every use is refused
-//! after a poison, a drain or a shutdown. A drop returns the memory to its resource. If the driver
-//! fails to free it, the bytes stay charged until
+//! The memory is bound to the [`DeviceState`](crate::DeviceState) under which it was allocated:
+//! every use is refused after a poison, a drain or a shutdown. A drop returns the memory to its
+//! resource. If the driver fails to free it, the bytes stay charged until
 //! [`reap_pending`](crate::DeviceMemoryResource::reap_pending) succeeds.
 #![forbid(unsafe_code)]
 
-use std::alloc::Layout;
 use std::marker::PhantomData;
-use std::sync::Arc;
 
 use bytemuck::Pod;
 
 use crate::driver::{Access, Stream};
-use crate::error::{CudaError, ResourceError};
+use crate::memory::error::MemoryError;
 use crate::memory::kernel_arg::DevSliceArg;
-use crate::resource::{Block, BlockRef, FreeError, Tag, check_stream};
-use crate::runtime::{DeviceRuntime, SharedResource};
-use crate::state::{DeviceState, StaleReason};
-
-/// Reason for which memory was not allocated or used.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum MemoryError {
-    /// The memory is stale.
-    #[error(transparent)]
-    Stale(#[from] StaleReason),
-    /// The resource refused the request.
-    #[error(transparent)]
-    Resource(#[from] ResourceError),
-    /// The number of items exceeds the address space.
-    #[error(
-        "failed to allocate {len} items of {size} bytes: larger than the address space; request less"
-    )]
-    TooLarge {
-        /// Requested number of items.
-        len: usize,
-        /// Size of an item in bytes.
-        size: usize,
-    },
-    /// The range is not inside the memory.
-    #[error(
-        "failed to use items {start} to {end}: the memory has {len} items; pass a range inside it"
-    )]
-    Range {
-        /// First item.
-        start: usize,
-        /// End of the range, exclusive.
-        end: usize,
-        /// Number of items of the memory.
-        len: usize,
-    },
-    /// The lengths differ.
-    #[error("failed to copy {given} items: the memory has {len} items; pass as many")]
-    Length {
-        /// Number of items of the memory.
-        len: usize,
-        /// Number of given items.
-        given: usize,
-    },
-    /// The driver failed.
-    #[error(transparent)]
-    Cuda(#[from] CudaError),
-}
-
-/// Block with its resource, stream and state, freed when dropped.
-#[derive(Debug)]
-pub(crate) struct OwnedBlock {
-    /// `None` once the block was freed.
-    block: Option<Block>,
-    pub(crate) block_ref: BlockRef,
-    pub(crate) resource: SharedResource,
-    /// Stream in whose order the block is freed.
-    pub(crate) stream: Stream,
-    /// State under which the block was allocated.
-    pub(crate) state: Arc<DeviceState>,
-}
-
-impl OwnedBlock {
-    pub(crate) fn allocate<T>(
-        runtime: &DeviceRuntime,
-        len: usize,
-        stream: &Stream,
-        tag: Tag,
-    ) -> Result<OwnedBlock, MemoryError> {
-        // Checked before the allocation, so that memory of a device that is lost meanwhile is stale
-        // from the start.
-        runtime.state().check()?;
-        let size = size_of::<T>();
-        let layout = Layout::array::<T>(len).map_err(|_| MemoryError::TooLarge { len, size })?;
-        let block = runtime.resource().allocate(layout, stream, tag)?;
-        Ok(OwnedBlock {
-            block_ref: block.as_ref(),
-            block: Some(block),
-            resource: Arc::clone(runtime.resource()),
-            stream: stream.clone(),
-            state: Arc::clone(runtime.state()),
-        })
-    }
-
-    pub(crate) fn free(&mut self) -> Result<(), FreeError> {
-        match self.block.take() {
-            Some(block) => self.resource.deallocate(block, &self.stream),
-            None => Ok(()),
-        }
-    }
-}
-
-impl Drop for OwnedBlock {
-    fn drop(&mut self) {
-        // After a failed free the resource keeps the block charged.
-        let _ = self.free();
-    }
-}
+use crate::memory::owned_block::OwnedBlock;
+use crate::resource::{FreeError, Tag, check_stream};
+use crate::runtime::DeviceRuntime;
+use crate::state::StaleReason;
 
 /// Device memory for `len` items of `T`, with one owner.
 #[derive(Debug)]
@@ -222,8 +127,8 @@ impl<T> TrackedSlice<T> {
     /// Moves the memory to another stream of the same device, behind all work so far.
     ///
     /// # Errors
-    /// [`MemoryError::Stale`], [`ResourceError::WrongOrdinal`], or the driver's error. The memory
-    /// keeps its stream then.
+    /// [`MemoryError::Stale`], [`WrongOrdinal`](crate::ResourceError::WrongOrdinal), or the driver's
+    /// error. The memory keeps its stream then.
     pub fn move_to(&mut self, stream: &Stream) -> Result<(), MemoryError> {
         self.check()?;
         check_stream(self.memory.resource.ordinal(), stream)?;

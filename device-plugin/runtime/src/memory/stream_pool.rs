@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::driver::{Context, Stream};
-use crate::memory::slice::MemoryError;
+use crate::memory::error::MemoryError;
 use crate::runtime::DeviceRuntime;
 use crate::state::DeviceState;
 

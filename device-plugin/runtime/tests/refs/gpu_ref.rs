@@ -3,9 +3,9 @@
 use std::time::{Duration, Instant};
 
 use bursar_runtime::driver::{Grid, Stream};
+use bursar_runtime::memory::error::MemoryError;
 use bursar_runtime::memory::gpu_ref::WriteError;
 use bursar_runtime::memory::launch::LaunchError;
-use bursar_runtime::memory::slice::MemoryError;
 use bursar_runtime::memory::write_token::WriteRefused;
 use bursar_runtime::{
     DeviceMemoryResource as _, DeviceRuntime, GpuRef, Launch, ResourceError, StaleReason,

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bursar_runtime::driver::{Advice, Attach, Grid, Location, Residency, Stream};
+use bursar_runtime::memory::error::MemoryError;
 use bursar_runtime::memory::launch::LaunchError;
 use bursar_runtime::memory::managed_ref::HostOnly;
-use bursar_runtime::memory::slice::MemoryError;
 use bursar_runtime::{
     Budget, CudaError, DeviceMemoryResource as _, DeviceRuntime, Launch, Managed, ManagedRef,
     ResourceError, StaleReason, Tag,

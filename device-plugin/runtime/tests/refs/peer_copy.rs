@@ -1,6 +1,6 @@
 //! Tests copies between devices.
 
-use bursar_runtime::memory::slice::MemoryError;
+use bursar_runtime::memory::error::MemoryError;
 use bursar_runtime::{StaleReason, memory::peer_copy};
 use bursar_sim_lab::{TWO_GPUS, run_in_subprocess};
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bursar_runtime::adaptor::budget::Reservation;
-use bursar_runtime::memory::slice::MemoryError;
+use bursar_runtime::memory::error::MemoryError;
 use bursar_runtime::{
     Budget, BudgetSnapshot, DeviceMemoryResource as _, DeviceRuntime, Direct, ResourceError, Tag,
     TrackedSlice,

@@ -1,6 +1,6 @@
 //! Tests memory with one owner.
 
-use bursar_runtime::memory::slice::MemoryError;
+use bursar_runtime::memory::error::MemoryError;
 use bursar_runtime::{
     DeviceMemoryResource as _, Direct, FreeError, ResourceError, StaleReason, Tag, TrackedSlice,
 };
