@@ -38,15 +38,10 @@ pub mod units;
 ///
 /// * 1: credit, reports
 /// * 2: the welcome has a generation; a process reports sticky errors
-/// * 3: a process that creates a lease gets its memory before the fd store has it
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 2;
 
 /// The first version whose agent accepts reports of sticky errors.
 pub const POISON_SINCE: u16 = 2;
-
-/// The first version whose processes accept that a lease was
-/// [created](messages::retained::RetainedResponse::Created).
-pub const CREATED_SINCE: u16 = 3;
 
 /// The folder of the agent's socket in a container.
 pub const CONTAINER_RUN_DIR: &str = "/run/bursar";

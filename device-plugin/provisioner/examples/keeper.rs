@@ -15,7 +15,6 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use bursar_protocol::CREATED_SINCE;
 use bursar_protocol::connect::connect_to;
 use bursar_protocol::fd_passing::{receive_message, send_message};
 use bursar_protocol::fdstore::{self, Blob, FdStoreRequest, FdStoreResponse};
@@ -109,16 +108,14 @@ impl FakeAgent {
     ) -> io::Result<(Response, Option<OwnedFd>)> {
         let answered = match request {
             RetainedRequest::Open {
-                version,
                 account: Account::Device(gpu),
                 name,
                 key,
                 bytes,
                 ..
             } if self.provisioners.contains_key(&gpu) => {
-                let early = (version >= CREATED_SINCE).then_some(client);
                 let pid = socket_peercred(client)?.pid.as_raw_nonzero().get();
-                return self.open(LeaseKey { gpu, name, key }, bytes, pid, early);
+                return self.open(LeaseKey { gpu, name, key }, bytes, pid);
             }
             RetainedRequest::Open { .. } => {
                 let reason = RejectReason::Account;
@@ -158,7 +155,6 @@ impl FakeAgent {
         title: LeaseKey,
         bytes: u64,
         pid: i32,
-        early: Option<&UnixStream>,
     ) -> io::Result<(Response, Option<OwnedFd>)> {
         if let Some(held) = self.leases.get_mut(&title) {
             match &mut held.state {
@@ -201,11 +197,6 @@ impl FakeAgent {
             Ok(created) => created,
             Err(why) => return Ok((refused(why), None)),
         };
-        if let Some(client) = early {
-            let created = Response::Retained(RetainedResponse::Created { bytes });
-            // A client that hung up loses its lease at the next open.
-            let _ = send_message(client, &created, Some(fd.as_fd()));
-        }
         self.created += 1;
         let (lease, token) = (
             self.created,
@@ -221,8 +212,7 @@ impl FakeAgent {
             state,
         };
         self.leases.insert(title, held);
-        let fd = early.is_none().then_some(fd);
-        Ok((write(lease, bytes, token), fd))
+        Ok((write(lease, bytes, token), Some(fd)))
     }
 }
 

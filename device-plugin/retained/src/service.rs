@@ -16,8 +16,9 @@ use bursar_protocol::fdstore::{Blob, KEEP_ALIVE};
 use bursar_protocol::messages::Account;
 use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
 use bursar_protocol::messages::token::{TokenRefusal, TokenRequest, TokenResponse};
-use bursar_sessions::lease_handle::{Caller, LedgerUpdate, NodeView};
-use bursar_sessions::lease_handle::{Command, Commands, CreatedMemory, LiveLeases, Reply};
+use bursar_sessions::lease_handle::{
+    Caller, Command, Commands, LedgerUpdate, LiveLeases, NodeView, Reply,
+};
 use bursar_sessions::pidfd::ProcessExit;
 use bursar_sessions::{ContainerResolver, Process, Sessions};
 use futures::future::BoxFuture;
@@ -98,8 +99,8 @@ enum Completion {
     /// The creation of a lease ended.
     Created {
         lease: LeaseId,
-        /// The descriptor for the tenant, unless it got one before.
-        created: Result<Option<OwnedFd>, CreateError>,
+        /// The descriptor for the tenant.
+        created: Result<OwnedFd, CreateError>,
         reply: oneshot::Sender<Reply>,
     },
     /// The fd store has closed a lease's descriptor.
@@ -231,9 +232,8 @@ impl State {
             Command::Request {
                 caller,
                 request,
-                created,
                 reply,
-            } => self.handle_request(caller, request, created, reply),
+            } => self.handle_request(caller, request, reply),
             Command::Token {
                 caller,
                 request,
@@ -263,7 +263,6 @@ impl State {
         &mut self,
         caller: Caller,
         request: RetainedRequest,
-        early: Option<oneshot::Sender<CreatedMemory>>,
         reply: oneshot::Sender<Reply>,
     ) {
         match request {
@@ -289,7 +288,7 @@ impl State {
                     image,
                     token: rand::random(),
                 };
-                self.open(caller, open, early, reply);
+                self.open(caller, open, reply);
             }
             RetainedRequest::Commit {
                 version: _,
@@ -352,13 +351,7 @@ impl State {
         answer.unwrap_or_else(TokenResponse::Refused)
     }
 
-    fn open(
-        &mut self,
-        caller: Caller,
-        open: OpenRequest,
-        early: Option<oneshot::Sender<CreatedMemory>>,
-        reply: oneshot::Sender<Reply>,
-    ) {
+    fn open(&mut self, caller: Caller, open: OpenRequest, reply: oneshot::Sender<Reply>) {
         if self.service.store_events.is_none() {
             return reply_refused(reply, RetainedRefusal::Off);
         }
@@ -371,7 +364,7 @@ impl State {
                 self.fetch_and_reply(lease, acks, reply)
             }
             Ok(Opened::Create(record)) => match self.connection_for_create(&gpu) {
-                Ok(connection) => self.create(*record, connection, early, reply),
+                Ok(connection) => self.create(*record, connection, reply),
                 Err(why) => reply_refused(reply, why),
             },
         }
@@ -391,7 +384,6 @@ impl State {
         &mut self,
         record: LeaseRecord,
         connection: Connection,
-        early: Option<oneshot::Sender<CreatedMemory>>,
         reply: oneshot::Sender<Reply>,
     ) {
         self.reserve_ids();
@@ -411,7 +403,7 @@ impl State {
         let provisioners = Arc::clone(&self.service.provisioners);
         self.jobs.spawn(async move {
             let created = match create_memory(&provisioners, &gpu, bytes).await {
-                Ok(fd) => store_memory(&connection, lease, bytes, blob, fd, early).await,
+                Ok(fd) => store_memory(&connection, lease, blob, fd).await,
                 Err(why) => Err(why),
             };
             Completion::Created {
@@ -529,7 +521,7 @@ impl State {
     fn finish_create(
         &mut self,
         lease: LeaseId,
-        created: Result<Option<OwnedFd>, CreateError>,
+        created: Result<OwnedFd, CreateError>,
         reply: oneshot::Sender<Reply>,
     ) {
         match created {
@@ -539,7 +531,7 @@ impl State {
                 let acks = reply.send(match answer {
                     Some(answer) => Reply {
                         response: answer,
-                        fd,
+                        fd: Some(fd),
                     },
                     None => Reply::refused(RetainedRefusal::Fenced),
                 });
@@ -995,27 +987,15 @@ async fn create_memory(
     }
 }
 
-/// Stores a lease's descriptor in the fd store. A tenant that takes the memory `early` maps it
-/// meanwhile. Its charge stays until the memory is proven free. Returns the descriptor for the
-/// tenant that did not take it early.
+/// Stores a lease's descriptor in the fd store. Returns the descriptor for the tenant.
 async fn store_memory(
     connection: &Connection,
     lease: LeaseId,
-    bytes: Bytes,
     blob: Blob,
     fd: OwnedFd,
-    early: Option<oneshot::Sender<CreatedMemory>>,
-) -> Result<Option<OwnedFd>, CreateError> {
+) -> Result<OwnedFd, CreateError> {
     let Ok(tenants) = fd.try_clone() else {
         return Err(CreateError::Unknown);
-    };
-    let tenants = match early {
-        // The session may have ended.
-        Some(early) => early
-            .send(CreatedMemory { bytes, fd: tenants })
-            .err()
-            .map(|created| created.fd),
-        None => Some(tenants),
     };
     match connection.put(lease, blob, fd).await {
         Ok(()) => Ok(tenants),

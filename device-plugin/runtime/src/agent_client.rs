@@ -2,7 +2,6 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -46,29 +45,23 @@ impl AgentClient {
         &self.socket
     }
 
-    /// Sends a request and returns the connection that carries the responses.
-    pub(crate) fn send(&self, question: &Request) -> Result<UnixStream, ClientError> {
-        let failed = |source| self.failed(source);
-        let stream = connect_to(&self.socket, RESPONSE_TIMEOUT).map_err(failed)?;
-        send_message(&stream, question, None).map_err(failed)?;
-        Ok(stream)
-    }
-
-    /// Receives the next response and its file descriptor.
-    pub(crate) fn recv(
+    /// Sends a request and returns the response and its file descriptor.
+    pub(crate) fn request(
         &self,
-        stream: &UnixStream,
+        question: &Request,
     ) -> Result<(Response, Option<OwnedFd>), ClientError> {
-        match receive_message(stream).map_err(|source| self.failed(source))? {
-            (Response::Rejected { reason }, _) => Err(ClientError::Rejected(reason)),
-            answer => Ok(answer),
-        }
-    }
-
-    fn failed(&self, source: io::Error) -> ClientError {
-        ClientError::Unreachable {
-            path: self.socket.display().to_string(),
-            source,
+        let exchange = || {
+            let stream = connect_to(&self.socket, RESPONSE_TIMEOUT)?;
+            send_message(&stream, question, None)?;
+            receive_message(&stream)
+        };
+        match exchange() {
+            Ok((Response::Rejected { reason }, _)) => Err(ClientError::Rejected(reason)),
+            Ok(answer) => Ok(answer),
+            Err(source) => Err(ClientError::Unreachable {
+                path: self.socket.display().to_string(),
+                source,
+            }),
         }
     }
 }

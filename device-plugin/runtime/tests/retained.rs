@@ -14,7 +14,7 @@ mod raw;
 use std::alloc::Layout;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::symlink;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 use std::thread::JoinHandle;
@@ -299,72 +299,12 @@ fn uncommitted_lease_is_discarded_when_dropped() {
     });
 }
 
-/// Opens a lease at an agent that creates the lease and then sends `answer` or exits.
-fn open_with_response(answer: Option<RetainedResponse>, machine: &Sim) -> LeaseError {
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("agent.sock");
-    let listener = UnixListener::bind(&socket).unwrap();
-    let context = context();
-    let before = machine.used(0);
-    let agent = std::thread::spawn(move || {
-        let (client, _) = listener.accept().unwrap();
-        let (question, _) = receive_message::<Request>(&client).unwrap();
-        let Request::Retained(RetainedRequest::Open { bytes, .. }) = question else {
-            panic!("{question:?}")
-        };
-        let memory = Driver::get().unwrap().device(0).unwrap().create(bytes);
-        let fd = memory.unwrap().export().unwrap();
-        let made = Response::Retained(RetainedResponse::Created { bytes });
-        send_message(&client, &made, Some(fd.as_fd())).unwrap();
-        if let Some(answer) = answer {
-            send_message(&client, &Response::Retained(answer), None).unwrap();
-        }
-    });
-    let opened =
-        LeaseClient::with_socket(&context, &socket).open("weights", &KEY, 4 * MIB, NO_WAIT);
-    agent.join().unwrap();
-    assert_eq!(machine.used(0), before, "it is still mapped");
-    opened.unwrap_err()
-}
-
-#[test]
-fn memory_is_unmapped_when_the_agent_never_confirms() {
-    run_in_subprocess(ONE_GPU, |machine| {
-        let dies = open_with_response(None, machine);
-        assert!(
-            matches!(dies, LeaseError::AgentUnreachable { .. }),
-            "{dies}"
-        );
-        assert!(dies.retryable());
-        let reason = RetainedRefusal::Unavailable;
-        let refuses = open_with_response(Some(RetainedResponse::Refused(reason)), machine);
-        assert!(
-            matches!(&refuses, LeaseError::Refused { reason: said, .. } if *said == reason),
-            "{refuses}"
-        );
-        let other = RetainedResponse::Write {
-            lease: 1,
-            generation: 1,
-            bytes: 2 * MIB,
-            token: 1,
-            expires_ms: 1,
-        };
-        let confused = open_with_response(Some(other), machine);
-        assert!(
-            matches!(confused, LeaseError::UnexpectedResponse),
-            "{confused}"
-        );
-    });
-}
-
 /// Runs an agent that handles a number of requests by `answer`, and returns the kinds of the
 /// requests.
 fn scripted_agent(
     socket: &Path,
     questions: usize,
-    mut answer: impl FnMut(&UnixStream, &RetainedRequest) -> (RetainedResponse, Option<OwnedFd>)
-    + Send
-    + 'static,
+    mut answer: impl FnMut(&RetainedRequest) -> (RetainedResponse, Option<OwnedFd>) + Send + 'static,
 ) -> JoinHandle<Vec<&'static str>> {
     let listener = UnixListener::bind(socket).unwrap();
     std::thread::spawn(move || {
@@ -373,7 +313,7 @@ fn scripted_agent(
             let (Request::Retained(question), _) = receive_message(&client).unwrap() else {
                 panic!("another question")
             };
-            let (answer, fd) = answer(&client, &question);
+            let (answer, fd) = answer(&question);
             let fd = fd.as_ref().map(AsFd::as_fd);
             send_message(&client, &Response::Retained(answer), fd).unwrap();
             match question {
@@ -393,7 +333,7 @@ fn lease_without_driver_memory_is_recreated() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("agent.sock");
         let mut opens = 0;
-        let agent = scripted_agent(&socket, 5, move |_, question| match question {
+        let agent = scripted_agent(&socket, 5, move |question| match question {
             RetainedRequest::Open { .. } if opens < 2 => {
                 opens += 1;
                 let ready = RetainedResponse::Ready {
@@ -423,19 +363,12 @@ fn lease_without_driver_memory_is_recreated() {
 }
 
 #[test]
-fn fenced_writer_does_not_discard_the_lease() {
+fn granted_lease_without_memory_is_discarded() {
     run_in_subprocess(ONE_GPU, |_| {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("agent.sock");
-        let agent = scripted_agent(&socket, 3, |connection, question| match question {
-            RetainedRequest::Open { bytes: 0, .. } => {
-                (RetainedResponse::Refused(RetainedRefusal::Off), None)
-            }
+        let agent = scripted_agent(&socket, 2, |question| match question {
             RetainedRequest::Open { bytes, .. } => {
-                let memory = Driver::get().unwrap().device(0).unwrap().create(*bytes);
-                let fd = memory.unwrap().export().unwrap();
-                let made = Response::Retained(RetainedResponse::Created { bytes: *bytes });
-                send_message(connection, &made, Some(fd.as_fd())).unwrap();
                 let write = RetainedResponse::Write {
                     lease: 7,
                     generation: 7,
@@ -444,6 +377,39 @@ fn fenced_writer_does_not_discard_the_lease() {
                     expires_ms: 1,
                 };
                 (write, None)
+            }
+            _ => (RetainedResponse::Discarded, None),
+        });
+        let client = LeaseClient::with_socket(&context(), &socket);
+        let confused = client.open("weights", &KEY, 4 * MIB, NO_WAIT).unwrap_err();
+        assert!(
+            matches!(confused, LeaseError::UnexpectedResponse),
+            "{confused}"
+        );
+        assert_eq!(agent.join().unwrap(), ["open", "discard"]);
+    });
+}
+
+#[test]
+fn fenced_writer_does_not_discard_the_lease() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("agent.sock");
+        let agent = scripted_agent(&socket, 3, |question| match question {
+            RetainedRequest::Open { bytes: 0, .. } => {
+                (RetainedResponse::Refused(RetainedRefusal::Off), None)
+            }
+            RetainedRequest::Open { bytes, .. } => {
+                let memory = Driver::get().unwrap().device(0).unwrap().create(*bytes);
+                let fd = memory.unwrap().export().unwrap();
+                let write = RetainedResponse::Write {
+                    lease: 7,
+                    generation: 7,
+                    bytes: *bytes,
+                    token: 1,
+                    expires_ms: 1,
+                };
+                (write, Some(fd))
             }
             _ => (RetainedResponse::Refused(RetainedRefusal::Fenced), None),
         });

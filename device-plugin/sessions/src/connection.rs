@@ -8,11 +8,9 @@ use std::time::{Duration, Instant};
 
 use bursar_host::clock;
 use bursar_ledger::units::AllocationId;
-use bursar_protocol::CREATED_SINCE;
 use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
 use bursar_protocol::messages::token::{TokenRefusal, TokenRequest, TokenResponse};
 use bursar_protocol::messages::{self, Message, RejectReason, Request, Response};
-use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
 use super::container::denials::SharedLogLimiter;
@@ -24,7 +22,7 @@ use super::pidfd::ProcessExit;
 use super::rate_limit::{self, RateLimiter};
 use super::stream::PeerStream;
 use super::{ContainerResolver, Process, lock};
-use crate::lease_handle::{Caller, CreatedMemory, LeaseHandle, Reply};
+use crate::lease_handle::{Caller, LeaseHandle};
 
 /// How long a peer may take to say hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
@@ -243,19 +241,8 @@ impl Connection {
                     allocation,
                     process,
                 };
-                let (on_created, created) = oneshot::channel();
-                let on_created = (request.version() >= CREATED_SINCE).then_some(on_created);
-                let (
-                    (),
-                    Reply {
-                        response: answer,
-                        fd,
-                    },
-                ) = tokio::join!(
-                    send_created_lease(stream, created),
-                    lease_service.request(caller, request, on_created)
-                );
-                (Response::Retained(answer), fd)
+                let reply = lease_service.request(caller, request).await;
+                (Response::Retained(reply.response), reply.fd)
             }
             (Ok(_), None) => {
                 let refusal = RetainedRefusal::Unavailable;
@@ -478,16 +465,6 @@ async fn read_request(stream: &mut PeerStream) -> Result<Request, ConnectionErro
     let mut payload = vec![0; messages::payload_length(header)?];
     stream.read_exact(&mut payload).await?;
     Ok(Request::parse(&payload)?)
-}
-
-/// Sends the memory of a new lease to its creator, before the fd store has it.
-async fn send_created_lease(stream: &mut PeerStream, created: oneshot::Receiver<CreatedMemory>) {
-    if let Ok(CreatedMemory { bytes, fd }) = created.await {
-        let created = Response::Retained(RetainedResponse::Created { bytes: bytes.0 });
-        // A peer that does not take the memory gets the final answer, and no lease.
-        let _ =
-            tokio::time::timeout(ANSWER_TIMEOUT, send_with_descriptor(stream, &created, fd)).await;
-    }
 }
 
 async fn send_with_descriptor(

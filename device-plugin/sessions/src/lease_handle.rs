@@ -87,15 +87,6 @@ impl Reply {
     }
 }
 
-/// Memory of a lease that the fd store does not have yet.
-#[derive(Debug)]
-pub struct CreatedMemory {
-    /// The size.
-    pub bytes: Bytes,
-    /// The descriptor.
-    pub fd: OwnedFd,
-}
-
 /// A command for the lease service.
 #[derive(Debug)]
 pub enum Command {
@@ -105,9 +96,6 @@ pub enum Command {
         caller: Caller,
         /// The request.
         request: RetainedRequest,
-        /// Gets the descriptor of a new lease as soon as the memory exists; then the reply has
-        /// none.
-        created: Option<oneshot::Sender<CreatedMemory>>,
         /// Gets the answer.
         reply: oneshot::Sender<Reply>,
     },
@@ -171,18 +159,11 @@ impl LeaseHandle {
         (LeaseHandle { tenants, node }, commands)
     }
 
-    /// Sends a tenant's request and waits for the reply, at most for a fixed time. `created` gets
-    /// the memory of a new lease first.
-    pub async fn request(
-        &self,
-        caller: Caller,
-        request: RetainedRequest,
-        created: Option<oneshot::Sender<CreatedMemory>>,
-    ) -> Reply {
+    /// Sends a tenant's request and waits for the reply, at most for a fixed time.
+    pub async fn request(&self, caller: Caller, request: RetainedRequest) -> Reply {
         let asked = |reply| Command::Request {
             caller,
             request,
-            created,
             reply,
         };
         let unavailable = || Reply::refused(RetainedRefusal::Unavailable);
@@ -253,7 +234,7 @@ mod tests {
         let mut tenants = tokio::task::JoinSet::new();
         for _ in 0..2 * QUEUE_CAPACITY {
             let (handle, request) = (handle.clone(), request.clone());
-            tenants.spawn(async move { handle.request(caller, request, None).await });
+            tenants.spawn(async move { handle.request(caller, request).await });
         }
         while handle.tenants.capacity() > 0 {
             tokio::task::yield_now().await;

@@ -311,7 +311,7 @@ impl TenantProcess {
         }
     }
 
-    /// Sends a message on a new connection and returns the first answer.
+    /// Sends a message on a new connection and returns the answer.
     fn request(
         &self,
         message: &Request,
@@ -327,18 +327,9 @@ impl TenantProcess {
         &self,
         question: RetainedRequest,
     ) -> Result<(RetainedResponse, Option<OwnedFd>), String> {
-        let told = || -> std::io::Result<_> {
-            // The response about created memory precedes the answer.
-            match self.request(&Request::Retained(question))? {
-                (stream, Response::Retained(RetainedResponse::Created { .. }), made) => {
-                    Ok((receive_message::<Response>(&stream)?.0, made))
-                }
-                (_, answer, fd) => Ok((answer, fd)),
-            }
-        };
-        match told() {
-            Ok((Response::Retained(answer), fd)) => Ok((answer, fd)),
-            Ok((other, _)) => Err(format!("{other:?}")),
+        match self.request(&Request::Retained(question)) {
+            Ok((_, Response::Retained(answer), fd)) => Ok((answer, fd)),
+            Ok((_, other, _)) => Err(format!("{other:?}")),
             Err(error) => Err(format!("away: {error}")),
         }
     }

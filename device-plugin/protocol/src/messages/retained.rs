@@ -1,17 +1,14 @@
 //! Defines the requests and responses about retained memory.
 //!
 //! Each request is a connection of its own on the allocation's socket: one request, one response.
-//! For a new lease the descriptor comes before the response. The client can map the memory while
-//! the node still stores the descriptor.
 //!
 //! ```text
 //! client                                      agent
 //!   Open {version, image, account,        ->        (bytes 0: only an existing lease)
 //!         name, key, bytes}
 //!                                         <-  Ready {lease, generation, bytes, checksum} + fd
-//!                                             or Created {bytes} + its fd (since version 3), then
-//!                                             Write {lease, generation, bytes, token,
-//!                                             expires}, with the fd unless Created came before
+//!                                             or Write {lease, generation, bytes, token,
+//!                                             expires} + fd
 //!                                             or Refused {why}
 //!   Commit {version, lease, token,        ->        (everything is written and mapped read-only)
 //!           checksum}
@@ -130,14 +127,7 @@ pub enum RetainedResponse {
         /// The checksum of the commit.
         checksum: u64,
     },
-    /// The memory of a new lease, whose descriptor comes with it. The client may map the memory at
-    /// once, and use it only after the response.
-    Created {
-        /// The size in bytes.
-        bytes: u64,
-    },
-    /// The lease is new, zeroed, and this process's to write. Its descriptor came with
-    /// [`Created`](Self::Created), or comes with this.
+    /// The lease is new, zeroed, and this process's to write. Its descriptor comes with it.
     Write {
         /// The lease's number, never reused on this node.
         lease: u64,
@@ -286,10 +276,6 @@ pub(super) fn encode_response(out: &mut Vec<u8>, answer: &RetainedResponse) {
             out.push(5);
             encode_refusal(out, why);
         }
-        RetainedResponse::Created { bytes } => {
-            out.push(6);
-            encode_numbers(out, &[bytes]);
-        }
     }
 }
 
@@ -311,9 +297,6 @@ pub(super) fn decode_response(decoder: &mut Decoder<'_>) -> Result<RetainedRespo
         3 => RetainedResponse::Committed,
         4 => RetainedResponse::Discarded,
         5 => RetainedResponse::Refused(decode_refusal(decoder)?),
-        6 => RetainedResponse::Created {
-            bytes: decoder.u64()?,
-        },
         _ => return Err(DecodeError::BadValue("answer about kept memory")),
     })
 }
@@ -437,7 +420,6 @@ pub(super) mod tests {
             ),
             Just(RetainedResponse::Committed),
             Just(RetainedResponse::Discarded),
-            any::<u64>().prop_map(|bytes| RetainedResponse::Created { bytes }),
             refusal.prop_map(RetainedResponse::Refused),
         ]
     }

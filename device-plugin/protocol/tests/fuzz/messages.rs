@@ -137,7 +137,6 @@ fn responses() -> Vec<Vec<u8>> {
             account: 0,
             units: Units(9),
         },
-        Response::Retained(RetainedResponse::Created { bytes: 1 << 21 }),
     ])
 }
 

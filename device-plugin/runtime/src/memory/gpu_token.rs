@@ -156,8 +156,7 @@ impl TokenClient {
     }
 
     fn request(&self, request: TokenRequest) -> Result<TokenResponse, TokenError> {
-        let stream = self.0.send(&Request::Token(request))?;
-        match self.0.recv(&stream)? {
+        match self.0.request(&Request::Token(request))? {
             (Response::Token(answer), _) => Ok(answer),
             _ => Err(TokenError::UnexpectedResponse),
         }

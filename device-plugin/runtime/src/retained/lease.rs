@@ -25,7 +25,7 @@ pub(super) struct LeaseMemory {
 /// Mapped handle. The handle is released with the mapping, because an earlier release would delay
 /// the open.
 #[derive(Debug)]
-pub(super) struct MappedHandle {
+struct MappedHandle {
     mapping: Mapping,
     _handle: Handle,
 }
@@ -38,22 +38,15 @@ pub(super) enum GrantedLease {
 }
 
 impl GrantedLease {
-    /// Maps the granted lease: the memory is `premapped`, or its file descriptor is in the
-    /// response.
+    /// Maps the granted lease, whose file descriptor came with the response.
     pub(super) fn from_response(
         context: &Context,
         answer: RetainedResponse,
         fd: Option<OwnedFd>,
-        premapped: Option<MappedHandle>,
     ) -> Result<GrantedLease, LeaseError> {
-        let mapped = |bytes, access| match (premapped, fd) {
-            (Some(premapped), _)
-                if access == Access::ReadWrite && premapped.mapping.bytes() == bytes =>
-            {
-                Ok(premapped)
-            }
-            (None, Some(fd)) => MappedHandle::map(context, &fd, bytes, access),
-            _ => Err(LeaseError::UnexpectedResponse),
+        let mapped = |bytes, access| {
+            let fd = fd.ok_or(LeaseError::UnexpectedResponse)?;
+            MappedHandle::map(context, &fd, bytes, access)
         };
         match answer {
             RetainedResponse::Ready {
@@ -89,7 +82,7 @@ impl GrantedLease {
 }
 
 impl MappedHandle {
-    pub(super) fn map(
+    fn map(
         context: &Context,
         fd: &OwnedFd,
         bytes: u64,
@@ -311,8 +304,8 @@ impl LeaseWriter {
         let start = Instant::now();
         loop {
             let stated = match request::request(&self.client.0.agent, question.clone()) {
-                Ok(RetainedResponse::Committed) => Ok(()),
-                Ok(RetainedResponse::Refused(reason)) => Err(refused(self.lease, reason)),
+                Ok((RetainedResponse::Committed, _)) => Ok(()),
+                Ok((RetainedResponse::Refused(reason), _)) => Err(refused(self.lease, reason)),
                 Ok(_) => Err(LeaseError::UnexpectedResponse),
                 Err(error) => Err(error),
             };

@@ -39,9 +39,9 @@ pub use lease::{LeaseWriter, RetainedLease};
 
 use crate::agent_client::{AgentClient, ClientError};
 use crate::checksum::{ChecksumError, DeviceChecksum};
-use crate::driver::{Access, Context, DriverError};
+use crate::driver::{Context, DriverError};
 use crate::error::{CudaError, ErrorClass};
-use lease::{GrantedLease, MappedHandle};
+use lease::GrantedLease;
 use write_lock::{WriteLock, WriteLockKey};
 
 /// `CUDA_ERROR_INVALID_VALUE`
@@ -358,16 +358,11 @@ impl LeaseClient {
                 )
             }
         };
-        let map = |fd, bytes| MappedHandle::map(context, &fd, bytes, Access::ReadWrite);
-        let opened = request::open(&self.0.agent, context.uuid(), name, key, bytes, map);
-        let (answer, fd, premapped) = opened?;
+        let (answer, fd) = request::open(&self.0.agent, context.uuid(), name, key, bytes)?;
         match answer {
             RetainedResponse::Refused(reason) => Err(refused(reason)),
             granted => {
-                let premapped = premapped.transpose();
-                let result = premapped.and_then(|premapped| {
-                    GrantedLease::from_response(context, granted, fd, premapped)
-                });
+                let result = GrantedLease::from_response(context, granted, fd);
                 match (&result, granted) {
                     // This process is the lease's writer but cannot map its memory.
                     (Err(_), RetainedResponse::Write { lease, .. }) => drop(self.discard(lease)),
@@ -421,7 +416,7 @@ impl LeaseClient {
 
     fn discard(&self, lease: u64) -> Result<(), LeaseError> {
         let version = bursar_protocol::VERSION;
-        match request::request(&self.0.agent, RetainedRequest::Discard { version, lease })? {
+        match request::request(&self.0.agent, RetainedRequest::Discard { version, lease })?.0 {
             // Another process discarded the lease first.
             RetainedResponse::Discarded | RetainedResponse::Refused(RetainedRefusal::Missing) => {
                 Ok(())
