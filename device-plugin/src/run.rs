@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use bursar_apiserver::Events;
 use bursar_apiserver::gpu_node::GpuNodeClient;
@@ -468,7 +468,6 @@ fn lease_service(
         .retained
         .enabled
         .then(|| config.retained.fdstore_socket.clone());
-    let state = &config.paths.state_dir;
     Ok(LeaseService {
         commands: notes,
         store_events: fdstore
@@ -480,7 +479,7 @@ fn lease_service(
         provisioners: Arc::new(Provisioners::new(program.clone())),
         program,
         scrub_cache: ScrubCache::load(Checkpoint::new(folder.join("scrubbed.json"))),
-        lease_ids: LeaseIds::new(Checkpoint::new(state.join("leases.json"))),
+        lease_ids: LeaseIds::new(SystemTime::now()),
         key,
         live_leases: living,
         drain,

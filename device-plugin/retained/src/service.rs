@@ -31,7 +31,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::fdstore_client::{Connection, FdStoreError, StoreEvent};
-use super::lease_ids::{IdBlock, LeaseIds};
+use super::lease_ids::LeaseIds;
 use super::leases::{
     Content, Effect, LeaseRecord, LeaseTable, OpenRequest, Opened, StoredRecord,
     WRITE_TOKEN_LIFETIME,
@@ -115,8 +115,6 @@ enum Completion {
     KeepAliveClosed,
     /// A GPU may be checked again.
     ScrubCheckAllowed(GpuUuid),
-    /// A reservation of lease ids ended.
-    IdsReserved(Option<IdBlock>),
     /// The task has no result.
     Nothing,
 }
@@ -182,7 +180,6 @@ impl LeaseService {
             keep_alive: KeepAlive::None,
         };
         state.apply_drain();
-        state.reserve_ids();
         let mut publish_ticks = tokio::time::interval(PUBLISH_INTERVAL);
         publish_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut is_news = false;
@@ -386,19 +383,15 @@ impl State {
         connection: Connection,
         reply: oneshot::Sender<Reply>,
     ) {
-        self.reserve_ids();
-        let Some(lease) = self.service.lease_ids.peek() else {
-            return reply_refused(reply, RetainedRefusal::Unavailable);
-        };
         let (gpu, bytes) = (record.title.gpu.clone(), record.bytes);
         let Some(blob) = encode_record(&record) else {
             return reply_refused(reply, RetainedRefusal::TooMany);
         };
+        let lease = self.service.lease_ids.assign();
         let sessions = &self.service.sessions;
         if let Err(Bytes(free)) = sessions.charge_lease(&record.owner, &gpu, lease, bytes) {
             return reply_refused(reply, RetainedRefusal::Quota { free });
         }
-        self.service.lease_ids.observe(lease);
         self.leases.begin_create(lease, record);
         let provisioners = Arc::clone(&self.service.provisioners);
         self.jobs.spawn(async move {
@@ -412,14 +405,6 @@ impl State {
                 reply,
             }
         });
-    }
-
-    /// Reserves the next lease ids on disk before the current block is used up.
-    fn reserve_ids(&mut self) {
-        if let Some(order) = self.service.lease_ids.next_reservation() {
-            self.jobs
-                .spawn_blocking(move || Completion::IdsReserved(order.reserve()));
-        }
     }
 
     /// Replies with a lease's descriptor and current state.
@@ -513,7 +498,6 @@ impl State {
             }
             Completion::KeepAliveClosed => self.keep_alive = KeepAlive::None,
             Completion::ScrubCheckAllowed(gpu) => drop(self.scrub_checks.remove(&gpu)),
-            Completion::IdsReserved(block) => self.service.lease_ids.complete_reservation(block),
             Completion::Nothing => {}
         }
     }

@@ -3,6 +3,7 @@
 //! `sessions/src/container/tests/events.rs` shows the same for the process generation.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bursar_gpu::generations::GpuGenerations;
 use bursar_gpu::health::{Health, PersistedHealth, UnhealthyReason};
@@ -139,6 +140,9 @@ struct FakeNode {
     /// The files that survive a boot.
     disk: tempfile::TempDir,
     boot: u32,
+    /// The time when the agent started.
+    start: SystemTime,
+    ids: LeaseIds,
     gpus: GpuGenerations,
     allocation: u64,
     pod: u32,
@@ -154,6 +158,8 @@ impl FakeNode {
             gpus: generations(&disk, 1),
             disk,
             boot: 1,
+            start: UNIX_EPOCH,
+            ids: LeaseIds::new(UNIX_EPOCH),
             allocation: 1,
             pod: 1,
             leases: LeaseTable::default(),
@@ -198,12 +204,7 @@ impl FakeNode {
     fn commit_lease(&mut self) -> u64 {
         match self.open(Bytes::mib(64)) {
             Some(Opened::Create(meta)) => {
-                let mut numbers = LeaseIds::new(self.file("numbers"));
-                if let Some(order) = numbers.next_reservation() {
-                    numbers.complete_reservation(order.reserve());
-                }
-                let lease = numbers.peek().unwrap();
-                numbers.observe(lease);
+                let lease = self.ids.assign();
                 self.leases.begin_create(lease, *meta);
                 assert!(self.leases.finish_create(lease).0.is_some());
                 self.leases
@@ -215,10 +216,6 @@ impl FakeNode {
             Some(Opened::Read(lease)) => lease.0,
             other => panic!("{other:?}"),
         }
-    }
-
-    fn file(&self, name: &str) -> Checkpoint {
-        Checkpoint::new(self.disk.path().join(name))
     }
 
     /// Lets the agent observe the GPU, and report the node's containers.
@@ -266,6 +263,8 @@ impl FakeNode {
 
     fn start_agent(&mut self) {
         self.gpus = generations(&self.disk, self.boot);
+        self.start += Duration::from_secs(1);
+        self.ids = LeaseIds::new(self.start);
         self.leases = LeaseTable::default();
         self.reconnect_store();
     }
