@@ -21,7 +21,7 @@ pub const MAX_GPUS: usize = 112;
 /// The most namespaces with a context policy.
 pub const MAX_CONTEXTS: usize = 1024;
 /// The most open faults in one object; the agent adds others when some are closed.
-pub const MAX_FAULTS: usize = 16;
+pub const MAX_FAULTS: usize = 64;
 /// The most waiting containers in one object, the longest waiting first.
 pub const MAX_WAITING: usize = 16;
 /// The most containers without enforcement in one object.
@@ -272,8 +272,8 @@ pub struct GpuNodeStatus {
     /// The state of each entry of `spec.quotas`.
     #[schemars(length(max = 64), extend("x-kubernetes-list-type" = "atomic"))]
     pub quotas: Vec<QuotaStatus>,
-    /// Open faults, those that need the operator or an admin first; at most 16.
-    #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["id"]))]
+    /// Open faults, those that need the operator or an admin first; at most 64.
+    #[schemars(length(max = 64), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["id"]))]
     pub faults: Vec<Fault>,
     /// Use and fault counters of each namespace's pods on this node; at most 32.
     #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["namespace"]))]

@@ -252,42 +252,16 @@ fn namespace_use(used: &NamespaceReport) -> NamespaceUse {
 }
 
 /// Selects the faults to publish. GPU faults come first, because each concerns many pods, and then
-/// faults that wait for the operator. Among equals the oldest come first, in turns of namespaces
-/// and containers, so that none crowds out others.
+/// faults that wait for the operator. Among equals the oldest come first.
 fn select_faults(mut faults: Vec<Fault>) -> Vec<Fault> {
     let rank = |fault: &Fault| {
         let is_asked = |action| matches!(action, FaultAction::Evict | FaultAction::BeyondMaximum);
         let is_gpus = fault.kind == FaultKind::Gpu;
         (!is_gpus, !fault.action.is_some_and(is_asked))
     };
-    faults.sort_by(|a, b| (a.time.0, &a.id).cmp(&(b.time.0, &b.id)));
-    let faults = round_robin(faults, |fault| {
-        let of = fault.container.as_ref();
-        let container = of.map(|of| (of.pod_uid.clone(), of.container.clone()));
-        (rank(fault), container)
-    });
-    let mut faults = round_robin(faults, |fault| {
-        let of = fault.container.as_ref();
-        (rank(fault), of.map(|of| of.namespace.clone()))
-    });
-    faults.sort_by_key(rank);
+    faults.sort_by(|a, b| (rank(a), a.time.0, &a.id).cmp(&(rank(b), b.time.0, &b.id)));
     faults.truncate(MAX_FAULTS);
     faults
-}
-
-/// Orders the faults in rounds: the first of each key, then the second of each, and so on.
-fn round_robin<K: Ord>(faults: Vec<Fault>, whose: impl Fn(&Fault) -> K) -> Vec<Fault> {
-    let mut turns = BTreeMap::new();
-    let mut faults: Vec<(usize, Fault)> = faults
-        .into_iter()
-        .map(|fault| {
-            let turn = turns.entry(whose(&fault)).or_default();
-            *turn += 1;
-            (*turn, fault)
-        })
-        .collect();
-    faults.sort_by_key(|(turn, _)| *turn);
-    faults.into_iter().map(|(_, fault)| fault).collect()
 }
 
 fn fault_status(fault: &FaultReport, before: &GpuNodeStatus, now: &Time) -> Fault {
@@ -478,48 +452,42 @@ mod tests {
     }
 
     #[test]
-    fn faults_of_one_namespace_leave_room_for_others() {
-        let of = |namespace: &str, pod: &str, generation: u64, action| FaultReport {
-            id: format!("{pod}-{generation}"),
+    fn faults_that_wait_for_the_operator_come_before_older_ones() {
+        let fault = |generation: u64, action| FaultReport {
+            id: format!("a-{generation}"),
             gpu: "GPU-00000000".parse().unwrap(),
             gpu_generation: 3,
             cuda_error: Some(700),
             xid: None,
             action: Some(action),
             image: Some(ImageReport {
-                pod_uid: Some(pod.parse().unwrap()),
-                namespace: namespace.into(),
-                pod: pod.into(),
+                pod_uid: Some("a".parse().unwrap()),
+                namespace: "team".into(),
+                pod: "a".into(),
                 container: "main".into(),
                 process_generation: generation,
             }),
             time: jiff::Timestamp::from_second(i64::try_from(generation).unwrap()).ok(),
         };
-        let published = |faults: Vec<FaultReport>| {
-            let ill = NodeReport { faults, ..report() };
-            let status = render(&ill, &GpuNodeStatus::default(), Some(1), &at(10));
-            let ids = status.faults.into_iter().map(|fault| fault.id);
-            ids.take(3).collect::<Vec<_>>()
+        let older = (1..=64)
+            .rev()
+            .map(|number| fault(number, FaultAction::Report));
+        let waiting = [
+            fault(71, FaultAction::BeyondMaximum),
+            fault(70, FaultAction::Evict),
+        ];
+        let ill = NodeReport {
+            faults: older.chain(waiting).collect(),
+            ..report()
         };
-        let many = |pod: &'static str, action| (1..=16).map(move |p| of("many", pod, p, action));
-        let (report, evict) = (FaultAction::Report, FaultAction::Evict);
-
-        let mut faults: Vec<_> = many("a", report).collect();
-        faults.push(of("few", "b", 20, evict));
-        faults.push(of("few", "c", 21, FaultAction::BeyondMaximum));
-        assert_eq!(
-            published(faults),
-            ["b-20", "c-21", "a-1"],
-            "who waits for somebody comes first"
-        );
-
-        let mut faults: Vec<_> = many("a", evict).chain(many("b", evict)).collect();
-        faults.push(of("few", "c", 20, evict));
-        assert_eq!(
-            published(faults),
-            ["a-1", "c-20", "b-1"],
-            "by namespaces, by their containers"
-        );
+        let status = render(&ill, &GpuNodeStatus::default(), Some(1), &at(10));
+        let ids: Vec<&str> = status
+            .faults
+            .iter()
+            .map(|fault| fault.id.as_str())
+            .collect();
+        assert_eq!(ids.len(), MAX_FAULTS);
+        assert_eq!(ids[..3], ["a-70", "a-71", "a-1"]);
     }
 
     #[test]

@@ -34,7 +34,7 @@ pub struct NodeReport {
     pub not_enforced: Vec<NotEnforcedReport>,
     /// The outcomes of the spec's quotas.
     pub applied_spec: AppliedSpec,
-    /// Open faults. The status has the first 16.
+    /// Open faults. The status has at most 64, those that need the operator or an admin first.
     pub faults: Vec<FaultReport>,
     /// The use and the incidents of each namespace. The status has the first 32.
     pub namespaces: Vec<NamespaceReport>,
