@@ -162,7 +162,6 @@ const COUNT_INTERVAL: Duration = Duration::from_secs(60);
 const BURST: u32 = 25;
 /// The interval between two Events after the burst.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// The burst of one pod.
 const POD_BURST: u32 = 8;
 const POD_INTERVAL: Duration = Duration::from_secs(30);
 /// The longest note that the API server accepts (`events.k8s.io/v1`).

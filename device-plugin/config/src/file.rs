@@ -18,7 +18,6 @@ use super::{
 /// (`KubeletPreStartContainerRPCTimeoutInSecs`) and would discard a later answer with its reason.
 const MAX_BIND_WAIT: Duration = Duration::from_secs(27);
 
-/// A field with an invalid value.
 pub(super) struct InvalidField {
     pub(super) field: &'static str,
     pub(super) value: String,

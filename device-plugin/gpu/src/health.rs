@@ -236,7 +236,6 @@ impl HealthMonitor {
         self.memory
     }
 
-    /// Records one event.
     pub(crate) fn record(&mut self, event: HealthEvent, now: Instant) {
         self.memory.drained = event == HealthEvent::Drained;
         match event {

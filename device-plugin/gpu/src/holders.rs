@@ -53,7 +53,6 @@ pub(crate) enum HoldersError {
     Refused {
         /// The command, or the class of the object that was to be made.
         command: u32,
-        /// Its status.
         status: u32,
     },
     /// The answer does not list this process, so its layout is unknown.

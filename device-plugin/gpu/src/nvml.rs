@@ -220,7 +220,6 @@ struct NvmlWatcher {
     registry: GpuRegistry,
     /// The last failure that was logged, so that each is logged once.
     logged_failure: Option<NoDriver>,
-    /// The number of the next process.
     next_process: ProcessNumber,
     library: Option<PathBuf>,
     /// A search for the library that has not ended.

@@ -119,7 +119,6 @@ impl GpuRegistry {
         }
     }
 
-    /// Records the result of a probe.
     pub(crate) fn record_probe(&mut self, probe: ProbeResult, now: Instant) {
         match &probe {
             ProbeResult::NoDriver(why) => {

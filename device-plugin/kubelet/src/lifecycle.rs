@@ -95,7 +95,6 @@ pub(crate) enum RegisterError {
     Connect {
         /// The kubelet's socket.
         path: PathBuf,
-        /// The transport error.
         #[source]
         source: tonic::transport::Error,
     },

@@ -90,7 +90,6 @@ pub enum PrepareError {
 /// The DevicePlugin service of one resource.
 #[derive(Debug)]
 pub struct Plugin<A> {
-    /// The resource.
     resource: Resource,
     /// The allocator, which decides.
     allocator: Arc<A>,
@@ -101,7 +100,6 @@ pub struct Plugin<A> {
     /// The Allocate calls in flight: the end of a stream would cut them and fail their pods for
     /// ever.
     allocate_calls: InFlight,
-    /// Ends the streams.
     end_streams: CancellationToken,
 }
 

@@ -173,7 +173,6 @@ pub struct NodeAllocator<H> {
     pub(super) pending_teardown: BTreeSet<AllocationId>,
     /// Bound allocations that lack their socket or CDI file.
     pub(super) pending_setup: BTreeSet<AllocationId>,
-    /// The GPU generation of each GPU.
     gpu_generations: BTreeMap<GpuUuid, u64>,
     /// Ended leases that the ledger accounts for and whose record is not written yet.
     unrecorded_leases: Vec<LeaseId>,
@@ -402,7 +401,6 @@ impl<H: HostOps> NodeAllocator<H> {
         }
     }
 
-    /// Sets the GPU generations.
     pub(crate) fn set_generations(&mut self, generations: BTreeMap<GpuUuid, u64>) {
         self.gpu_generations = generations;
     }

@@ -25,7 +25,6 @@ pub(crate) use spec::{DeviceNode, Spec};
 /// The CDI version: the first one with annotations. containerd 2.x reads 0.3.0 to 1.1.0.
 pub(crate) const CDI_VERSION: &str = "0.6.0";
 
-/// The annotation with the binding.
 pub(crate) const BINDING_ANNOTATION: &str = "bursar.dev/binding";
 
 /// The directory of the shims in a container.

@@ -73,7 +73,6 @@ pub enum Subsystem {
 }
 
 impl HostError {
-    /// The subsystem of the error.
     pub(crate) fn subsystem(&self) -> Subsystem {
         match self {
             Self::Checkpoint(_) | Self::Sessions(_) | Self::Folder { .. } => Subsystem::Records,

@@ -37,14 +37,12 @@ pub(crate) enum Verdict {
     Context {},
     /// Every word of every round was zero.
     Scrubbed {
-        /// The number of rounds.
         rounds: u32,
         /// The bytes of each round.
         bytes: u64,
     },
     /// Some words were not zero.
     NotScrubbed {
-        /// The number of rounds.
         rounds: u32,
         /// The bytes of each round.
         bytes: u64,
@@ -52,10 +50,7 @@ pub(crate) enum Verdict {
         old_words: u64,
     },
     /// The check failed.
-    Failed {
-        /// The error.
-        error: String,
-    },
+    Failed { error: String },
 }
 
 /// Why the check failed.

@@ -298,7 +298,6 @@ impl LeaseTable {
         binding.namespace.as_deref()
     }
 
-    /// The generation of a GPU.
     pub(crate) fn generation(&self, gpu: &GpuUuid) -> Option<u64> {
         self.node.generations.get(gpu).copied()
     }

@@ -150,7 +150,6 @@ impl CreditAccounts {
         processes.saturating_add(self.leased(account))
     }
 
-    /// The leases, each with its account and units.
     pub(super) fn leases(&self) -> &BTreeMap<u64, (usize, Units)> {
         &self.leases
     }

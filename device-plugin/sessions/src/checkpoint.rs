@@ -73,7 +73,6 @@ pub(super) struct ProcessEntry {
 }
 
 impl CheckpointContent {
-    /// The leases, each with its GPU and bytes.
     pub(super) fn leases_by_id(&self) -> BTreeMap<u64, (GpuUuid, Bytes)> {
         let leases = self.leases.iter();
         let on_gpu = |(lease, index, units): &(u64, usize, u32)| {

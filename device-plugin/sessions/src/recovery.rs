@@ -130,12 +130,10 @@ impl RecoveryAction {
     }
 }
 
-/// The source of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FaultSource {
     /// The process reported this `CUresult`.
     Cuda {
-        /// The code.
         code: i32,
         /// Whether the shim can execute the program again in place.
         can_reexec: bool,

@@ -151,7 +151,6 @@ impl LedgerAllocator {
         newest.map(|held| held.pod.clone())
     }
 
-    /// The device ids of all containers of a pod.
     fn containers(&self, pod: &PodUid) -> Vec<DeviceIdSet> {
         let names = [(Resource::DeviceMemory, GPU.to_owned())];
         let checkpoint = DeviceCheckpoint::read(&self.dir, &names).unwrap_or_default();

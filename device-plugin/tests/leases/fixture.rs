@@ -167,7 +167,6 @@ impl Fixture {
         assert_eq!(tenant.ask(&at).as_deref(), Some("ok"));
     }
 
-    /// The pod's allocation and its GPU.
     pub(crate) fn allocation_and_gpu(&self, pod: &Pod) -> (String, String) {
         let devices = self.machine.devices();
         let of_pod = devices.iter().find_map(|(file, binding)| {

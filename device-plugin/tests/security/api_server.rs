@@ -78,7 +78,6 @@ impl FakeApiServer {
             .count()
     }
 
-    /// The number of Events.
     pub(crate) fn events(&self) -> usize {
         self.events.lock().unwrap().len()
     }

@@ -8,7 +8,6 @@ use bursar_e2e::raw_api::RawApi;
 use futures::{StreamExt as _, TryStreamExt as _, stream};
 use serde_json::{Value, json};
 
-/// The number of concurrent requests.
 const CONCURRENT_REQUESTS: usize = 48;
 /// The GPUs of a node, and the memory of each in GiB.
 pub(crate) const GPUS_PER_NODE: usize = 8;

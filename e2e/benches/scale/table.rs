@@ -2,7 +2,6 @@
 
 use crate::fleet::Size;
 
-/// The projection of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Projection {
     /// A straight line through the measurements, over the number of nodes.

@@ -19,7 +19,6 @@ pub(crate) enum CudaError {
     Call {
         /// The driver's function.
         call: &'static str,
-        /// The driver's error.
         source: DriverError,
     },
 }

@@ -11,7 +11,6 @@ use serde::Serialize;
 /// Includes the time of the agent's scrub check, which runs once per GPU.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The name of the lease.
 const LEASE_NAME: &str = "probe";
 const LEASE_KEY: Key = [1; 32];
 

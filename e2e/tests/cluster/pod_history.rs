@@ -20,7 +20,6 @@ pub(crate) struct PodHistory {
     watch: JoinHandle<()>,
 }
 
-/// The record of one pod.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct PodRecord {
     /// The pod's name.

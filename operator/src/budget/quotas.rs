@@ -41,7 +41,6 @@ impl QuotaKind {
         }
     }
 
-    /// The value of the quota's label.
     const fn label(self) -> &'static str {
         match self {
             Self::Guaranteed => "guaranteed",

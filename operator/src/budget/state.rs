@@ -19,7 +19,6 @@ const EVICTION_TTL: Duration = Duration::from_secs(30);
 /// A refusal is forgotten when the eviction has not been requested again for this long.
 const REFUSAL_TTL: Duration = Duration::from_secs(60);
 
-/// The state of one budget.
 #[derive(Debug, Default)]
 pub(super) struct BudgetState {
     /// The last failed write, and how often it failed in a row.

@@ -173,7 +173,6 @@ impl Aggregates {
         }
     }
 
-    /// The aggregate of one cohort.
     pub(super) fn cohort(&self, name: &str) -> Cohort {
         let Some(sum) = self.cohorts.get(name) else {
             return Cohort::default();

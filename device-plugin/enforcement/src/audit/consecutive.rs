@@ -44,7 +44,6 @@ impl FindingKey {
         }
     }
 
-    /// The GPU of the finding.
     fn gpu(&self) -> Option<&GpuUuid> {
         match self {
             Self::OverQuota(_, gpu)

@@ -302,7 +302,6 @@ impl AuditMetrics {
         self.figures.replace(figures);
     }
 
-    /// Observes the duration of an audit.
     pub(crate) fn observe_audit(&self, took: Duration) {
         self.seconds.observe(took.as_secs_f64());
     }

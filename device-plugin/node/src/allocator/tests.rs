@@ -751,7 +751,6 @@ async fn allocation_without_a_pod_is_collected() {
     assert_eq!(node.allocator.view(node.now).unbound_allocations, 0);
 }
 
-/// A step of the kubelet.
 #[derive(Debug, Clone)]
 enum KubeletStep {
     Admit(&'static str, std::ops::Range<u16>),

@@ -991,7 +991,6 @@ impl Model {
         self.assert_empty();
     }
 
-    /// Ends every container.
     fn end_all_containers(&mut self) {
         while !self.accounts.is_empty() {
             self.end_container();

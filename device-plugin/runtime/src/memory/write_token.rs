@@ -58,7 +58,6 @@ struct GateState {
     issued: u64,
     /// Expiry of the newest token; `None` once that was committed, dropped or fenced.
     expires_at: Option<Instant>,
-    /// Number of commits.
     commits: u64,
 }
 

@@ -45,7 +45,6 @@ const PLENTY_DIVISOR: u64 = 4;
 /// Low credit also ends after so many draws by one shard, which may be the only one that needs any.
 const LOW_CREDIT_DRAWS: u32 = 1024;
 
-/// Handle of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BlockHandle {
     /// Index of the heap.
@@ -120,7 +119,6 @@ impl ShardState {
         })
     }
 
-    /// Adds a chunk to the shard's heap.
     fn add_chunk(&mut self, chunk: HeapBlock) -> Option<()> {
         let vacant = self.chunks.iter().position(Option::is_none);
         let region = vacant.unwrap_or(self.chunks.len());

@@ -157,7 +157,6 @@ const SENTINEL: Header = Header {
 /// Serial number of the block that was freed last and is not merged yet.
 const LAST_FREED: u64 = u64::MAX;
 
-/// TLSF heap.
 #[derive(Debug)]
 pub(super) struct TlsfHeap {
     headers: Vec<Header>,

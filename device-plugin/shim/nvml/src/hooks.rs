@@ -19,7 +19,6 @@ use crate::nvml_return::{self, NvmlReturn};
 /// `nvmlDevice_t`.
 type Device = *mut c_void;
 
-/// The result of a hook.
 type HookResult = Result<(), NvmlReturn>;
 
 /// Long enough for every UUID: `NVML_DEVICE_UUID_V2_BUFFER_SIZE`.

@@ -15,13 +15,10 @@ use crate::support::{Everyone, GPU, SimCharges};
 /// The first argument of such a process; its folder and the crowd's quota follow.
 pub(crate) const ROLE: &str = "serve-sessions";
 
-/// The allocation of the crowd.
 pub(crate) const CROWD: AllocationId = AllocationId::from_bits(1);
 
-/// The allocation of its neighbour.
 pub(crate) const NEIGHBOUR: AllocationId = AllocationId::from_bits(2);
 
-/// The neighbour's quota.
 pub(crate) const NEIGHBOURS_QUOTA: u64 = 4 << 30;
 
 /// How often the agent reads its own records.

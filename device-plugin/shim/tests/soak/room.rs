@@ -155,7 +155,6 @@ impl Container {
     }
 }
 
-/// A program in a container.
 #[derive(Debug)]
 pub(crate) struct Program {
     child: Child,

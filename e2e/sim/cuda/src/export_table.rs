@@ -8,7 +8,6 @@ use crate::entry::{call, exports};
 use crate::memory::allocate;
 use std::ffi::c_void;
 
-/// The table's UUID.
 const TABLE_UUID: [u8; 16] = *b"bursar-sim-alloc";
 
 #[repr(C)]

@@ -72,7 +72,6 @@ impl Process {
         Ok(vmm.insert(object, wanted.handle_types & DESCRIPTOR != 0, pin))
     }
 
-    /// Pins the object of a handle.
     pub(crate) fn pin_handle(&self, handle: u64) -> Result<PinnedObject, Code> {
         let object = lock(&self.vmm).find(handle)?.object;
         Ok(PinnedObject(object, object.pin(&self.sim, &self.image)?))

@@ -218,7 +218,6 @@ fn set_mode(path: &Path, mode: u32) -> Result<(), InitError> {
 const GPU_MAJOR: u32 = 120;
 const UVM_MAJOR: u32 = 121;
 
-/// The device number of a GPU.
 fn gpu_device_number(minor: u32) -> libc::dev_t {
     libc::makedev(GPU_MAJOR, minor)
 }

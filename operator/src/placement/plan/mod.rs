@@ -45,7 +45,6 @@ pub struct PlacementOptions {
 pub(super) enum Step {
     /// Write a node's labels.
     Label {
-        /// The Node.
         node: NodeRef,
         /// The desired labels. A label without a value is removed.
         labels: NodeLabels,
@@ -77,12 +76,10 @@ pub(super) enum Step {
         gpu: String,
         /// Whether to nominate the node first, so that the scheduler keeps the room.
         nominate: bool,
-        /// The victims.
         victims: Vec<Victim>,
     },
     /// Evict a waiting pod so that it is scheduled on another node.
     Relocate {
-        /// The pod.
         pod: PodRef,
         /// The UID of the controller that recreates the pod.
         owner: String,
@@ -97,7 +94,6 @@ pub(super) enum Step {
     ReadJob {
         /// The Job's namespace.
         namespace: String,
-        /// The Job.
         job: pod_request::JobRef,
     },
 }

@@ -186,7 +186,6 @@ fn unchanged(deps: StreamDeps) -> StreamDeps {
     deps
 }
 
-/// A heap with one region.
 fn heap(bytes: u64) -> (TlsfHeap, EmptyRegion) {
     let mut heap = TlsfHeap::new();
     let region = heap

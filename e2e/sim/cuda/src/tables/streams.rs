@@ -44,7 +44,6 @@ impl Streams {
         self.events.retain(|_, event| event.context != context);
     }
 
-    /// The stream of a handle in a context.
     pub(crate) fn find(&mut self, context: u64, handle: u64) -> Result<&mut Stream, Code> {
         let idle = Stream {
             context,

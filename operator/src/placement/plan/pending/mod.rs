@@ -38,7 +38,6 @@ enum JobAssumption {
     IgnoresDisruption,
 }
 
-/// The reservations of each node.
 type ReservationsByNode = BTreeMap<String, Vec<Reservation>>;
 
 /// A pod that needs room on one GPU.
