@@ -5,18 +5,23 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use bursar_apiserver::Events;
+use bursar_apiserver::events::EventSender;
 use bursar_apiserver::gpu_node::GpuNodeClient;
 use bursar_apiserver::spec_watch::{self, Observation, WatchOutput};
+use bursar_apiserver::{Events, ParsedSpec};
 use bursar_config::Config;
-use bursar_enforcement::audit::Auditor;
-use bursar_enforcement::drain;
+use bursar_enforcement::audit::{AuditStatus, Auditor};
+use bursar_enforcement::drain::{self, DrainInputs};
 use bursar_enforcement::driver_limits::{self, Limits};
-use bursar_enforcement::faults;
+use bursar_enforcement::faults::report::FaultReport;
+use bursar_enforcement::faults::{self, FaultInputs};
+use bursar_gpu::Inventory;
 use bursar_gpu::drain::DrainState;
 use bursar_gpu::generations::GpuGenerations;
 use bursar_gpu::health::HealthThresholds;
-use bursar_gpu::nvml::{self, PollIntervals};
+use bursar_gpu::nvml::{self, NvmlHandle, PollIntervals};
+use bursar_gpu::xid::RecentXids;
+use bursar_gpu_node::NodeReport;
 use bursar_gpu_node::publish::{Publisher, Rate};
 use bursar_gpu_node::quota_overrides::{self, AppliedSpec};
 use bursar_host::checkpoint::Checkpoint;
@@ -28,11 +33,10 @@ use bursar_kubelet::devices::Devices;
 use bursar_kubelet::lifecycle::{Lifecycle, Registration};
 use bursar_kubelet::pod_resources::PodResourcesClient;
 use bursar_kubelet::server::PluginService;
-use bursar_ledger::units::Resource;
-use bursar_node::actor::{DeviceUpdates, Inputs, NodeHandle, Observers, node_task};
+use bursar_ledger::units::{Bytes, GpuUuid, Resource};
+use bursar_node::actor::{DeviceUpdates, Inputs, NodeHandle, Observers, Snapshot, node_task};
 use bursar_node::allocator::NodeAllocator;
 use bursar_node::host::{HostError, OsHost};
-use bursar_node::metrics::NodeMetrics;
 use bursar_node::pod_resolver::PodResolver;
 use bursar_retained::fdstore_client;
 use bursar_retained::lease_ids::LeaseIds;
@@ -42,7 +46,7 @@ use bursar_retained::service::LeaseService;
 use bursar_retained::status::RetainedStatus;
 use bursar_retained::tokens::key;
 use bursar_retained::tokens::seal::{NameTooLong, NodeKey};
-use bursar_sessions::lease_handle::{Commands, LeaseHandle, LiveLeases};
+use bursar_sessions::lease_handle::{LeaseHandle, LiveLeases};
 use bursar_sessions::{CgroupResolver, Sessions};
 use bursar_watch::History;
 use futures::future::BoxFuture;
@@ -57,7 +61,7 @@ use tower::BoxError;
 use tower::util::MapFutureLayer;
 use tracing::{info, warn};
 
-use crate::http::{Heartbeat, Sources};
+use crate::http::{Heartbeat, Sources, Verdict};
 use crate::metrics::Metrics;
 use crate::publisher::StatusPublisher;
 
@@ -114,10 +118,39 @@ pub enum AgentError {
     TaskPanicked(#[from] tokio::task::JoinError),
 }
 
-/// The tasks that run for as long as the agent does.
-struct Tasks {
-    set: JoinSet<&'static str>,
+/// The parts that all tasks share, and the tasks that run for as long as the agent does.
+struct Agent {
+    config: Config,
+    node: String,
+    client: Option<Client>,
+    metrics: Metrics,
+    events: Events,
+    tasks: JoinSet<&'static str>,
     stop: CancellationToken,
+}
+
+/// The node's GPUs, as NVML's processes report them.
+struct Gpus {
+    inventory: watch::Receiver<Inventory>,
+    xids: watch::Receiver<RecentXids>,
+    nvml: NvmlHandle,
+    generations: GpuGenerations,
+    drain: watch::Sender<DrainState>,
+}
+
+/// The node task's reports.
+struct NodeState {
+    snapshots: watch::Receiver<Snapshot>,
+    heartbeat: watch::Receiver<std::time::Instant>,
+}
+
+/// The sessions of tenants, and the lease service behind them.
+struct Tenants {
+    sessions: Arc<Sessions>,
+    leases: LeaseHandle,
+    retained: watch::Receiver<RetainedStatus>,
+    released_gpus: watch::Receiver<BTreeSet<GpuUuid>>,
+    hung_provisioners: watch::Receiver<BTreeSet<GpuUuid>>,
 }
 
 /// Runs the agent until `shutdown`.
@@ -126,12 +159,106 @@ pub async fn run(
     options: RunOptions,
     shutdown: CancellationToken,
 ) -> Result<(), AgentError> {
-    let RunOptions {
-        node,
-        client,
-        poll_intervals,
-        health,
-    } = options;
+    let metrics = Metrics::new();
+    let (events, event_sender) = Events::new(metrics.api.clone());
+    let Gpus {
+        inventory,
+        xids,
+        nvml,
+        generations,
+        drain,
+    } = watch_gpus(&config, &options)?;
+    let mut agent = Agent {
+        config,
+        node: options.node,
+        client: options.client,
+        metrics,
+        events,
+        tasks: JoinSet::new(),
+        stop: shutdown.child_token(),
+    };
+    let (spec_sender, spec) = watch::channel(None);
+    let (withheld_sender, withheld) = watch::channel(BTreeMap::new());
+    // Without an API server the agent counts as disconnected from its start.
+    let (disconnected_sender, disconnected_since) = watch::channel(Some(Instant::now()));
+
+    // The lease service starts before recovery: pods that ended without an agent may own leases.
+    let tenants = agent.start_lease_service(nvml.clone(), drain.subscribe())?;
+    let sessions = tenants.sessions.clone();
+    let inputs = Inputs {
+        inventory: inventory.clone(),
+        hung_provisioners: tenants.hung_provisioners,
+        drain: drain.subscribe(),
+        retained: (!agent.config.allow_unscrubbed).then(|| tenants.retained.clone()),
+        spec: spec.clone(),
+        withheld,
+    };
+    let allocator = agent.recover_allocator(&sessions, tenants.leases).await?;
+    let (node, handle, updates) = agent.start_node(allocator, inputs, generations);
+    let drained = drain.subscribe();
+    agent.spawn(
+        "drain",
+        drain::run(
+            DrainInputs {
+                proc: agent.config.paths.proc.clone(),
+                sessions: sessions.clone(),
+                orders: spec.clone(),
+                inventory,
+                released_by_leases: tenants.released_gpus,
+            },
+            drain,
+            agent.stop.clone(),
+        ),
+    );
+    let limits = agent.start_driver_limits(&nvml, &sessions, &node);
+    let audited = agent.start_audit(nvml, &sessions, &node, &limits, withheld_sender)?;
+    let faults = agent.start_faults(FaultInputs {
+        paths: agent.config.paths.clone(),
+        sessions: sessions.clone(),
+        snapshots: node.snapshots.clone(),
+        orders: spec.clone(),
+        xids,
+        disconnected_since,
+        events: agent.events.clone(),
+        metrics: agent.metrics.audit.clone(),
+    });
+    let ordered = agent.start_quota_overrides(sessions, &node, spec.clone());
+    let registration = agent.register(handle, updates);
+    let (reports, readiness) = agent.start_publisher(StatusPublisher {
+        config: agent.config.resources,
+        boot_id: clock::boot_id(),
+        snapshots: node.snapshots,
+        registration,
+        audited,
+        limits,
+        ordered,
+        faults,
+        retained: tenants.retained,
+        node: agent.node.clone(),
+        client: agent.client.clone(),
+        events: agent.events.clone(),
+        metrics: agent.metrics.clone(),
+    });
+    agent.serve(node.heartbeat, readiness).await?;
+    if let Some(client) = agent.client.clone() {
+        let observed = agent.follow_api_server(&client, event_sender, spec_sender);
+        let writer = Publisher {
+            api: GpuNodeClient::new(client, agent.node.clone(), observed.1),
+            reports,
+            observed: observed.0,
+            spec,
+            drain: drained,
+            rate: Rate::default(),
+            unreachable_since: disconnected_sender,
+            metrics: agent.metrics.api.clone(),
+        };
+        agent.spawn("GpuNode writer", writer.run(agent.stop.clone()));
+    }
+    agent.supervise(shutdown).await
+}
+
+/// Starts NVML's processes with the generations and drains on record.
+fn watch_gpus(config: &Config, options: &RunOptions) -> Result<Gpus, AgentError> {
     let driver = config.driver.clone();
     let library = Arc::new(move || -> Result<PathBuf, String> {
         Driver::find_configured(&driver)
@@ -147,200 +274,284 @@ pub async fn run(
     let drain = drain::initial_state(drained.map(|(gpu, _)| gpu.clone()).collect());
     let (inventory, xids, nvml) = nvml::start(
         library,
-        poll_intervals,
-        health,
+        options.poll_intervals,
+        options.health,
         persisted,
         drain.subscribe(),
     );
-    let metrics = Metrics::new();
-    let (events, outbox) = Events::new(metrics.api.clone());
-    let resolver = pod_resolver(&config, client.clone());
-    let stop = shutdown.child_token();
-    let mut tasks = Tasks {
-        set: JoinSet::new(),
-        stop: stop.clone(),
-    };
-    let (leases, commands) = LeaseHandle::channel();
-    let (live_sender, live_leases) = watch::channel(LiveLeases::new());
-    let sessions = sessions(&config, nvml.clone(), leases.clone(), live_leases);
-    let (retained_sender, retained) = watch::channel(RetainedStatus::default());
-    // The lease service starts before recovery: pods that ended without an agent may own leases.
-    let secret = key::load_or_create(&config.paths.run_dir.join(key::FILE_NAME));
-    let service = lease_service(
-        &config,
-        NodeKey::new(node.clone(), secret)?,
-        commands,
-        sessions.clone(),
-        live_sender,
-        retained_sender,
-        drain.subscribe(),
-    )?;
-    let released_by_leases = service.released_gpus.subscribe();
-    let hung_provisioners = service.provisioners.hung();
-    tasks.spawn("retained memory", service.run(stop.clone()));
-    let allocator = recover_allocator(
-        &config,
-        &resolver,
-        sessions.clone(),
-        leases,
-        metrics.node.clone(),
-    )
-    .await?;
-    let observers = Observers {
-        events: events.clone(),
-        metrics: metrics.node.clone(),
-    };
-    let (spec_sender, spec) = watch::channel(None);
-    let (withheld_sender, withheld) = watch::channel(BTreeMap::new());
-    let (task, handle, updates, snapshots, heartbeat) = node_task(
-        allocator,
-        config.resources,
-        resolver,
-        config.bind_wait,
-        Inputs {
-            inventory: inventory.clone(),
-            hung_provisioners,
-            drain: drain.subscribe(),
-            retained: (!config.allow_unscrubbed).then(|| retained.clone()),
-            spec: spec.clone(),
-            withheld,
-        },
-        generations,
-        observers,
-    );
-    tasks.spawn("node", task.run());
-    let (writer_spec, writer_drain) = (spec.clone(), drain.subscribe());
-    let drain_inputs = drain::DrainInputs {
-        proc: config.paths.proc.clone(),
-        sessions: sessions.clone(),
-        orders: spec.clone(),
+    Ok(Gpus {
         inventory,
-        released_by_leases,
-    };
-    tasks.spawn("drain", drain::run(drain_inputs, drain, stop.clone()));
-    let (limits_sender, limits) = watch::channel(Limits::new());
-    let limiter = driver_limits::run(
-        nvml.clone(),
-        sessions.clone(),
-        snapshots.clone(),
-        limits_sender,
-        stop.clone(),
-    );
-    tasks.spawn("driver limits", limiter);
-    let (auditor, audited) = Auditor::new(
-        &config,
-        nvml,
-        sessions.clone(),
-        snapshots.clone(),
-        limits.clone(),
-        events.clone(),
-        metrics.audit.clone(),
-    )
-    .map_err(AgentError::Thread)?;
-    let auditor = auditor.with_withheld(withheld_sender);
-    tasks.spawn("audit", auditor.run(config.clone(), stop.clone()));
-    let (ordered_sender, ordered) = watch::channel(AppliedSpec::default());
-    let (faults_sender, faults) = watch::channel(Vec::new());
-    // Without an API server the agent counts as disconnected from its start.
-    let (disconnected_sender, disconnected_since) = watch::channel(Some(Instant::now()));
-    let fault_inputs = faults::FaultInputs {
-        paths: config.paths.clone(),
-        sessions: sessions.clone(),
-        snapshots: snapshots.clone(),
-        orders: spec.clone(),
         xids,
-        disconnected_since,
-        events: events.clone(),
-        metrics: metrics.audit.clone(),
-    };
-    tasks.spawn(
-        "faults",
-        faults::run(fault_inputs, faults_sender, stop.clone()),
-    );
-    let overrides = quota_overrides::run(
-        sessions,
-        snapshots.clone(),
-        spec,
-        ordered_sender,
-        stop.clone(),
-    );
-    tasks.spawn("quota overrides", overrides);
-    let registration = tasks.register(&config, handle, updates, &metrics);
-    let publisher = StatusPublisher {
-        config: config.resources,
-        boot_id: clock::boot_id(),
-        snapshots,
-        registration,
-        audited,
-        limits,
-        ordered,
-        faults,
-        retained,
-        node: node.clone(),
-        client: client.clone(),
-        events,
-        metrics: metrics.clone(),
-    };
-    let (publishing, reports, readiness) = publisher.start(stop.clone());
-    tasks.spawn("status publisher", publishing);
-    tasks
-        .serve(
-            &config,
-            Sources {
-                metrics: metrics.clone(),
-                health: Heartbeat(heartbeat),
-                readiness,
-            },
-        )
-        .await?;
-    if let Some(client) = client {
-        tasks.spawn(
-            "events",
-            outbox.run(
-                client.clone(),
-                node.clone(),
-                metrics.api.clone(),
-                stop.clone(),
-            ),
-        );
-        let (observed_sender, observed) = watch::channel(Observation::default());
-        let history = History::default();
-        let output = WatchOutput {
-            spec: spec_sender,
-            observed: observed_sender,
-            metrics: metrics.api.clone(),
-        };
-        tasks.spawn(
-            "spec watch",
-            spec_watch::run(
-                client.clone(),
-                node.clone(),
-                history.clone(),
-                output,
-                stop.clone(),
-            ),
-        );
-        let writer = Publisher {
-            api: GpuNodeClient::new(client, node, history),
-            reports,
-            observed,
-            spec: writer_spec,
-            drain: writer_drain,
-            rate: Rate::default(),
-            unreachable_since: disconnected_sender,
-            metrics: metrics.api,
-        };
-        tasks.spawn("GpuNode writer", writer.run(stop));
-    }
-    tasks.supervise(shutdown).await
+        nvml,
+        generations,
+        drain,
+    })
 }
 
-impl Tasks {
+impl Agent {
     fn spawn(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
-        self.set.spawn(async move {
+        self.tasks.spawn(async move {
             task.await;
             name
         });
+    }
+
+    /// Starts the service for retained memory. Where the feature is off, the service refuses every
+    /// request.
+    fn start_lease_service(
+        &mut self,
+        nvml: NvmlHandle,
+        drain: watch::Receiver<DrainState>,
+    ) -> Result<Tenants, AgentError> {
+        let paths = &self.config.paths;
+        let resolver = Arc::new(CgroupResolver::new(paths.proc.clone()));
+        let (leases, commands) = LeaseHandle::channel();
+        let (live_sender, live_leases) = watch::channel(LiveLeases::new());
+        let sessions = Sessions::new(paths.run_dir.clone(), Arc::new(nvml), resolver.clone())
+            .with_leases(leases.clone(), live_leases)
+            // Sizes measured by earlier versions of the agent came from tenants: they lie in the
+            // state directory.
+            .with_context_sizes(paths.run_dir.join("contexts.json"));
+        let sessions = Arc::new(sessions);
+        let (status, retained) = watch::channel(RetainedStatus::default());
+        let folder = paths.run_dir.join("retained");
+        let program = Program {
+            path: self.provisioner(),
+            driver: self.config.driver.clone(),
+            libraries: folder.join("lib"),
+        };
+        let fdstore = &self.config.retained;
+        let fdstore = fdstore.enabled.then(|| fdstore.fdstore_socket.clone());
+        let secret = key::load_or_create(&paths.run_dir.join(key::FILE_NAME));
+        let service = LeaseService {
+            commands,
+            store_events: fdstore
+                .map(fdstore_client::start)
+                .transpose()
+                .map_err(AgentError::Thread)?,
+            sessions: sessions.clone(),
+            membership: resolver,
+            provisioners: Arc::new(Provisioners::new(program.clone())),
+            program,
+            scrub_cache: ScrubCache::load(Checkpoint::new(folder.join("scrubbed.json"))),
+            lease_ids: LeaseIds::new(SystemTime::now()),
+            key: NodeKey::new(self.node.clone(), secret)?,
+            live_leases: live_sender,
+            drain,
+            released_gpus: watch::Sender::default(),
+            status,
+        };
+        let tenants = Tenants {
+            sessions,
+            leases,
+            retained,
+            released_gpus: service.released_gpus.subscribe(),
+            hung_provisioners: service.provisioners.hung(),
+        };
+        self.spawn("retained memory", service.run(self.stop.clone()));
+        Ok(tenants)
+    }
+
+    /// The configured provisioner, or else the one beside the agent's program.
+    fn provisioner(&self) -> PathBuf {
+        let beside = || {
+            let own = std::env::current_exe().unwrap_or_default();
+            own.with_file_name("bursar-provisioner")
+        };
+        self.config
+            .retained
+            .provisioner
+            .clone()
+            .unwrap_or_else(beside)
+    }
+
+    /// A resolver for the extended resources under the names that pods request.
+    fn pod_resolver(&self) -> PodResolver {
+        let Config {
+            resources, kubelet, ..
+        } = &self.config;
+        let named = |resource: Resource| (resource, resource.name(resources.quantum).to_owned());
+        PodResolver {
+            device_plugin_dir: kubelet.device_plugin_dir.clone(),
+            resource_names: [Resource::DeviceMemory, Resource::ManagedMemory]
+                .map(named)
+                .to_vec(),
+            pod_resources: PodResourcesClient::new(&kubelet.pod_resources_socket),
+            client: self.client.clone(),
+        }
+    }
+
+    /// Restores the state of the agent that ran before.
+    async fn recover_allocator(
+        &self,
+        sessions: &Arc<Sessions>,
+        leases: LeaseHandle,
+    ) -> Result<NodeAllocator<OsHost>, HostError> {
+        let config = &self.config;
+        let host = OsHost::new(config, sessions.clone(), leases)?;
+        let found = host.survey();
+        let kubelet = self
+            .pod_resolver()
+            .read_device_checkpoint()
+            .await
+            .unwrap_or_else(|error| {
+                warn!(%error, "failed to read the kubelet's device checkpoint at the start");
+                Default::default()
+            });
+        let cgroups = PodCgroups::new(config.paths.cgroup_root.clone());
+        let metrics = self.metrics.node.clone();
+        let mut allocator =
+            NodeAllocator::new(config.resources, clock::boot_id(), host, cgroups, metrics);
+        allocator
+            .recover(found, &kubelet.entries, clock::now())
+            .await;
+        if !config.allow_unscrubbed {
+            allocator
+                .set_scrubbed_gpus(BTreeSet::new(), clock::now())
+                .await;
+        }
+        Ok(allocator)
+    }
+
+    fn start_node(
+        &mut self,
+        allocator: NodeAllocator<OsHost>,
+        inputs: Inputs,
+        generations: GpuGenerations,
+    ) -> (NodeState, NodeHandle, DeviceUpdates) {
+        let observers = Observers {
+            events: self.events.clone(),
+            metrics: self.metrics.node.clone(),
+        };
+        let (task, handle, updates, snapshots, heartbeat) = node_task(
+            allocator,
+            self.config.resources,
+            self.pod_resolver(),
+            self.config.bind_wait,
+            inputs,
+            generations,
+            observers,
+        );
+        self.spawn("node", task.run());
+        let state = NodeState {
+            snapshots,
+            heartbeat,
+        };
+        (state, handle, updates)
+    }
+
+    fn start_driver_limits(
+        &mut self,
+        nvml: &NvmlHandle,
+        sessions: &Arc<Sessions>,
+        node: &NodeState,
+    ) -> watch::Receiver<Limits> {
+        let (limits, set) = watch::channel(Limits::new());
+        let task = driver_limits::run(
+            nvml.clone(),
+            sessions.clone(),
+            node.snapshots.clone(),
+            limits,
+            self.stop.clone(),
+        );
+        self.spawn("driver limits", task);
+        set
+    }
+
+    fn start_audit(
+        &mut self,
+        nvml: NvmlHandle,
+        sessions: &Arc<Sessions>,
+        node: &NodeState,
+        limits: &watch::Receiver<Limits>,
+        withheld: watch::Sender<BTreeMap<GpuUuid, Bytes>>,
+    ) -> Result<watch::Receiver<AuditStatus>, AgentError> {
+        let (auditor, audited) = Auditor::new(
+            &self.config,
+            nvml,
+            sessions.clone(),
+            node.snapshots.clone(),
+            limits.clone(),
+            self.events.clone(),
+            self.metrics.audit.clone(),
+        )
+        .map_err(AgentError::Thread)?;
+        let auditor = auditor.with_withheld(withheld);
+        self.spawn("audit", auditor.run(self.config.clone(), self.stop.clone()));
+        Ok(audited)
+    }
+
+    fn start_faults(&mut self, inputs: FaultInputs) -> watch::Receiver<Vec<FaultReport>> {
+        let (sender, open) = watch::channel(Vec::new());
+        self.spawn("faults", faults::run(inputs, sender, self.stop.clone()));
+        open
+    }
+
+    fn start_quota_overrides(
+        &mut self,
+        sessions: Arc<Sessions>,
+        node: &NodeState,
+        spec: watch::Receiver<Option<ParsedSpec>>,
+    ) -> watch::Receiver<AppliedSpec> {
+        let (sender, applied) = watch::channel(AppliedSpec::default());
+        let task = quota_overrides::run(
+            sessions,
+            node.snapshots.clone(),
+            spec,
+            sender,
+            self.stop.clone(),
+        );
+        self.spawn("quota overrides", task);
+        applied
+    }
+
+    fn start_publisher(
+        &mut self,
+        publisher: StatusPublisher,
+    ) -> (watch::Receiver<NodeReport>, watch::Receiver<Verdict>) {
+        let (task, reports, readiness) = publisher.start(self.stop.clone());
+        self.spawn("status publisher", task);
+        (reports, readiness)
+    }
+
+    /// Starts the tasks that need the API server, except the writer of the status.
+    ///
+    /// Returns what the watch has observed of the node's `GpuNode`, and the history that the writer
+    /// compares versions by.
+    fn follow_api_server(
+        &mut self,
+        client: &Client,
+        events: EventSender,
+        spec: watch::Sender<Option<ParsedSpec>>,
+    ) -> (watch::Receiver<Observation>, History) {
+        let (node, metrics) = (self.node.clone(), self.metrics.api.clone());
+        self.spawn(
+            "events",
+            events.run(
+                client.clone(),
+                node.clone(),
+                metrics.clone(),
+                self.stop.clone(),
+            ),
+        );
+        let (observed, observations) = watch::channel(Observation::default());
+        let history = History::default();
+        let output = WatchOutput {
+            spec,
+            observed,
+            metrics,
+        };
+        self.spawn(
+            "spec watch",
+            spec_watch::run(
+                client.clone(),
+                node,
+                history.clone(),
+                output,
+                self.stop.clone(),
+            ),
+        );
+        (observations, history)
     }
 
     /// Registers both resources, each as soon as the node offers a device of that resource.
@@ -348,22 +559,20 @@ impl Tasks {
     /// Returns the registration state of device memory.
     fn register(
         &mut self,
-        config: &Config,
         node: NodeHandle,
         updates: DeviceUpdates,
-        metrics: &Metrics,
     ) -> watch::Receiver<Registration> {
         let DeviceUpdates { device, managed } = updates;
         let node = Arc::new(node);
         let mut register_resource = |resource: Resource, devices: watch::Receiver<Devices>| {
-            let name = resource.name(config.resources.quantum).to_owned();
+            let name = resource.name(self.config.resources.quantum).to_owned();
             let service = PluginService {
                 resource,
                 allocator: node.clone(),
                 devices: devices.clone(),
             };
             let (lifecycle, registration) =
-                Lifecycle::new(&config.kubelet.device_plugin_dir, name, service);
+                Lifecycle::new(&self.config.kubelet.device_plugin_dir, name, service);
             self.spawn(
                 "registration",
                 register_when_offered(lifecycle, devices, self.stop.clone()),
@@ -373,7 +582,7 @@ impl Tasks {
                 count_registrations(
                     registration.clone(),
                     resource,
-                    metrics.clone(),
+                    self.metrics.clone(),
                     self.stop.clone(),
                 ),
             );
@@ -384,8 +593,17 @@ impl Tasks {
     }
 
     /// Serves metrics and probes.
-    async fn serve(&mut self, config: &Config, sources: Sources) -> Result<(), AgentError> {
-        let listeners = Listeners::bind(config.http_listen, config.http_probes).await?;
+    async fn serve(
+        &mut self,
+        heartbeat: watch::Receiver<std::time::Instant>,
+        readiness: watch::Receiver<Verdict>,
+    ) -> Result<(), AgentError> {
+        let sources = Sources {
+            metrics: self.metrics.clone(),
+            health: Heartbeat(heartbeat),
+            readiness,
+        };
+        let listeners = Listeners::bind(self.config.http_listen, self.config.http_probes).await?;
         let address = |listener: &TcpListener| listener.local_addr().ok();
         if let Some((address, probes)) = address(&listeners.metrics).zip(address(&listeners.probes))
         {
@@ -402,7 +620,7 @@ impl Tasks {
     /// A task ended before `shutdown` was cancelled.
     async fn supervise(mut self, shutdown: CancellationToken) -> Result<(), AgentError> {
         let mut result = Ok(());
-        while let Some(ended) = self.set.join_next().await {
+        while let Some(ended) = self.tasks.join_next().await {
             if !shutdown.is_cancelled() && result.is_ok() {
                 result = match ended {
                     Ok(name) => Err(AgentError::TaskEnded(name)),
@@ -414,103 +632,6 @@ impl Tasks {
         info!("stopped");
         result
     }
-}
-
-/// A resolver for the extended resources under the names that pods request.
-fn pod_resolver(config: &Config, client: Option<Client>) -> PodResolver {
-    let quantum = config.resources.quantum;
-    let named = |resource: Resource| (resource, resource.name(quantum).to_owned());
-    PodResolver {
-        device_plugin_dir: config.kubelet.device_plugin_dir.clone(),
-        resource_names: [Resource::DeviceMemory, Resource::ManagedMemory]
-            .map(named)
-            .to_vec(),
-        pod_resources: PodResourcesClient::new(&config.kubelet.pod_resources_socket),
-        client,
-    }
-}
-
-fn sessions(
-    config: &Config,
-    nvml: nvml::NvmlHandle,
-    desk: LeaseHandle,
-    living: watch::Receiver<LiveLeases>,
-) -> Arc<Sessions> {
-    let membership = Arc::new(CgroupResolver::new(config.paths.proc.clone()));
-    let sessions = Sessions::new(config.paths.run_dir.clone(), Arc::new(nvml), membership);
-    let sessions = sessions.with_leases(desk, living);
-    // Sizes measured by earlier versions of the agent came from tenants: they lie in the state
-    // directory.
-    Arc::new(sessions.with_context_sizes(config.paths.run_dir.join("contexts.json")))
-}
-
-/// The service for retained memory. Where the feature is off, the service refuses every request.
-fn lease_service(
-    config: &Config,
-    key: NodeKey,
-    notes: Commands,
-    sessions: Arc<Sessions>,
-    living: watch::Sender<LiveLeases>,
-    status: watch::Sender<RetainedStatus>,
-    drain: watch::Receiver<DrainState>,
-) -> Result<LeaseService, AgentError> {
-    let folder = config.paths.run_dir.join("kept");
-    let beside = || {
-        let own = std::env::current_exe().unwrap_or_default();
-        own.with_file_name("bursar-provisioner")
-    };
-    let program = Program {
-        path: config.retained.provisioner.clone().unwrap_or_else(beside),
-        driver: config.driver.clone(),
-        libraries: folder.join("lib"),
-    };
-    let fdstore = config
-        .retained
-        .enabled
-        .then(|| config.retained.fdstore_socket.clone());
-    Ok(LeaseService {
-        commands: notes,
-        store_events: fdstore
-            .map(fdstore_client::start)
-            .transpose()
-            .map_err(AgentError::Thread)?,
-        sessions,
-        membership: Arc::new(CgroupResolver::new(config.paths.proc.clone())),
-        provisioners: Arc::new(Provisioners::new(program.clone())),
-        program,
-        scrub_cache: ScrubCache::load(Checkpoint::new(folder.join("scrubbed.json"))),
-        lease_ids: LeaseIds::new(SystemTime::now()),
-        key,
-        live_leases: living,
-        drain,
-        released_gpus: watch::Sender::default(),
-        status,
-    })
-}
-
-async fn recover_allocator(
-    config: &Config,
-    identities: &PodResolver,
-    sessions: Arc<Sessions>,
-    desk: LeaseHandle,
-    metrics: NodeMetrics,
-) -> Result<NodeAllocator<OsHost>, HostError> {
-    let host = OsHost::new(config, sessions, desk)?;
-    let found = host.survey();
-    let kubelet = identities
-        .read_device_checkpoint()
-        .await
-        .unwrap_or_else(|error| {
-            warn!(%error, "failed to read the kubelet's device checkpoint at the start");
-            Default::default()
-        });
-    let pods = PodCgroups::new(config.paths.cgroup_root.clone());
-    let mut core = NodeAllocator::new(config.resources, clock::boot_id(), host, pods, metrics);
-    core.recover(found, &kubelet.entries, clock::now()).await;
-    if !config.allow_unscrubbed {
-        core.set_scrubbed_gpus(BTreeSet::new(), clock::now()).await;
-    }
-    Ok(core)
 }
 
 /// Registers a resource once the node offers a device, until `stop`.
