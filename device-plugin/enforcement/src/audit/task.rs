@@ -24,8 +24,7 @@ use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_node::actor::Snapshot;
 use bursar_node::allocator::BoundContainer;
 use bursar_sessions::{Account, ContainerUsage, Sessions};
-use futures::future::join_all;
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -38,6 +37,7 @@ use super::events;
 use super::kill::kill;
 use super::namespace_usage::{NamespaceUsage, PersistedUsage};
 use super::policy::action;
+use super::probe_queue::ProbeQueue;
 use super::withheld::WithheldMemory;
 use crate::attestation::{
     AttestationTarget, AttestedContainer, EnforcementGap, GapReason, HostView, PodAttestor,
@@ -103,13 +103,20 @@ pub struct Auditor {
     usage_file: WriteBehindFile<PersistedUsage>,
 }
 
-/// A probe, which returns the attestor with its result.
-type ProbeTask = JoinHandle<(Box<PodAttestor>, Vec<AttestedContainer>)>;
+/// A probe of one pod, which returns the attestor with its result.
+struct Probe {
+    target: AttestationTarget,
+    attestor: Box<PodAttestor>,
+    host: Arc<HostView>,
+    result: oneshot::Sender<ProbeResult>,
+}
 
-/// The attestor of a pod, which a running probe owns.
+type ProbeResult = (Box<PodAttestor>, Vec<AttestedContainer>);
+
+/// The attestor of a pod, which a probe owns from its queue to its end.
 enum AttestorState {
     Idle(Box<PodAttestor>),
-    Probing(ProbeTask),
+    Probing(oneshot::Receiver<ProbeResult>),
     /// A probe panicked and lost its cache.
     Lost,
 }
@@ -283,20 +290,24 @@ impl Auditor {
             }
         };
         let mut before = std::mem::take(&mut self.attestations);
-        let probes = targets(containers).into_iter().map(|target| {
+        let mut probes = Vec::new();
+        for target in targets(containers) {
             let uid = target.pod.clone();
-            let mut pod = before.remove(&uid).unwrap_or_else(|| PodAttestation {
-                state: AttestorState::Lost,
-                attested: Vec::new(),
-                answered_at: Instant::now(),
-            });
-            let host = host.clone();
-            async move {
-                pod.probe(config, target, host, deadline).await;
-                (uid, pod)
+            let mut pod = before.remove(&uid).unwrap_or_default();
+            probes.extend(pod.prepare(config, target, &host));
+            self.attestations.insert(uid, pod);
+        }
+        // A pod that no thread came to in the last audit comes first in this one.
+        probes.sort_by_key(|(answered_at, _)| *answered_at);
+        let queue = ProbeQueue::new(probes.into_iter().map(|(_, probe)| probe));
+        for probe in queue.run_until(deadline, Probe::run).await {
+            if let Some(pod) = self.attestations.get_mut(&probe.target.pod) {
+                pod.state = AttestorState::Idle(probe.attestor);
             }
-        });
-        self.attestations = join_all(probes).await.into_iter().collect();
+        }
+        for pod in self.attestations.values_mut() {
+            pod.collect(deadline).await;
+        }
     }
 
     /// Charges the memory of processes without a session to their containers' accounts.
@@ -468,33 +479,66 @@ impl Auditor {
     }
 }
 
+impl Probe {
+    fn run(mut self) {
+        let attested = self.attestor.probe(&self.target, &self.host);
+        // The auditor has dropped the receiver if the pod has ended.
+        let _ = self.result.send((self.attestor, attested));
+    }
+}
+
+impl Default for PodAttestation {
+    fn default() -> Self {
+        Self {
+            state: AttestorState::Lost,
+            attested: Vec::new(),
+            answered_at: Instant::now(),
+        }
+    }
+}
+
 impl PodAttestation {
-    async fn probe(
+    /// Returns the next probe with the time of the last answer; none while a probe hangs.
+    fn prepare(
         &mut self,
         config: &Config,
         target: AttestationTarget,
-        host: Arc<HostView>,
-        deadline: Instant,
-    ) {
-        let begin = |mut attestor: Box<PodAttestor>| {
-            spawn_blocking(move || {
-                let attested = attestor.probe(&target, &host);
-                (attestor, attested)
-            })
+        host: &Arc<HostView>,
+    ) -> Option<(Instant, Probe)> {
+        let (result, probing) = oneshot::channel();
+        let attestor = match std::mem::replace(&mut self.state, AttestorState::Probing(probing)) {
+            AttestorState::Idle(attestor) => attestor,
+            AttestorState::Lost => Box::new(PodAttestor::new(config)),
+            hanging @ AttestorState::Probing(_) => {
+                self.state = hanging;
+                return None;
+            }
         };
-        let mut probing = match std::mem::replace(&mut self.state, AttestorState::Lost) {
-            AttestorState::Probing(probing) => probing,
-            AttestorState::Idle(attestor) => begin(attestor),
-            AttestorState::Lost => begin(Box::new(PodAttestor::new(config))),
+        let probe = Probe {
+            target,
+            attestor,
+            host: Arc::clone(host),
+            result,
         };
-        match timeout_at(deadline, &mut probing).await {
+        Some((self.answered_at, probe))
+    }
+
+    /// Takes the result of a probe that ends before `deadline`.
+    async fn collect(&mut self, deadline: Instant) {
+        let AttestorState::Probing(probing) = &mut self.state else {
+            return;
+        };
+        match timeout_at(deadline, probing).await {
             Ok(Ok((attestor, attested))) => {
                 self.state = AttestorState::Idle(attestor);
                 self.attested = attested;
                 self.answered_at = Instant::now();
             }
-            Ok(Err(error)) => warn!(%error, "failed to attest containers"),
-            Err(_) => self.state = AttestorState::Probing(probing),
+            Ok(Err(_)) => {
+                warn!("failed to attest a pod's containers: its probe panicked");
+                self.state = AttestorState::Lost;
+            }
+            Err(_) => {}
         }
     }
 }
