@@ -109,7 +109,7 @@ def again(trial, table, what, model, engine=None):
         right += [said[part] == plain[part] for part in ("tensors", "scales", "classes", "marked")]
         right.append(said["read_only"] in (None, said["parameters"]))
     wrong = False if all(right) else json.dumps([right, first["log"], second["log"]])
-    found = f"{len(second['parameters'])} parameters kept"
+    found = f"{len(second['parameters'])} parameters retained"
     table.add(f"{what}: a worker after SIGKILL", found, "all as vLLM loads them", wrong=wrong)
     return second
 
@@ -120,10 +120,10 @@ def run(trial, table, folder):
     plain = model("plain")
     second = again(trial, table, "Llama", plain)
     chosen = [second["loader"], second["differ"]]
-    table.add("vLLM's choice; methods that differ", chosen, "KeptModelLoader, none", wrong=chosen != ["KeptModelLoader", []])
+    table.add("vLLM's choice; methods that differ", chosen, "RetainedModelLoader, none", wrong=chosen != ["RetainedModelLoader", []])
     ended, _ = trial.load(plain, then="write")
     fault = ended == -signal.SIGSEGV if trial.device == "host" else ended == 3
-    table.add("a write to a kept weight", f"ends with {ended}", "a fault", wrong=not fault)
+    table.add("a write to a retained weight", f"ends with {ended}", "a fault", wrong=not fault)
     write_model(plain, seed=2)
     again(trial, table, "another checkpoint under the same path", plain)
     again(trial, table, "tied weights", model("tied", tied=True, head=False))

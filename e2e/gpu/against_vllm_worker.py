@@ -111,7 +111,7 @@ def main():
 
     log = Log()
     logging.getLogger("bursar").addHandler(log)
-    bursar.kept = functools.partial(bursar.kept, socket=options.socket)
+    bursar.retained = functools.partial(bursar.retained, socket=options.socket)
     load_general_plugins()
     arguments = {"model": options.model, "load_format": options.format, "skip_tokenizer_init": True, "enforce_eager": True}
     config = EngineArgs(**arguments, **options.engine).create_engine_config()
@@ -123,9 +123,9 @@ def main():
         external = loader.get_external_weight_memory(config)
         model = loader.load_model(vllm_config=config, model_config=config.model_config)
     parameters = dict(model.named_parameters())
-    kept = None
+    retained = None
     if options.device == "host":
-        kept = sorted(name for name, parameter in parameters.items() if read_only(parameter.data_ptr()))
+        retained = sorted(name for name, parameter in parameters.items() if read_only(parameter.data_ptr()))
     attention = [module for module in model.modules() if hasattr(module, "_k_scale_float")]
     said = {
         "loader": type(loader).__name__,
@@ -134,7 +134,7 @@ def main():
         "log": log.lines,
         "tensors": tensors(model),
         "parameters": sorted(parameters),
-        "read_only": kept,
+        "read_only": retained,
         "scales": [[a._k_scale_float, a._k_scale_cpu.device.type, a._k_scale_cpu.item()] for a in attention],
         "classes": {name: type(parameter).__name__ for name, parameter in parameters.items()},
         "marked": sorted(name for name, parameter in parameters.items() if hasattr(parameter, "weight_loader")),

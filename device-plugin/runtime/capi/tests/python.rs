@@ -86,7 +86,7 @@ fn wheel_installs_and_passes_its_tests() {
 
     let lab = SimMachine::new(ONE_GPU).unwrap();
     let fake_agent = FakeAgent::start(|program| lab.command(program));
-    for test in ["test_index.py", "test_vllm.py", "test_kept.py"] {
+    for test in ["test_index.py", "test_vllm.py", "test_retained.py"] {
         let mut tests = lab.command(&python);
         tests
             .arg(package().join("tests").join(test))

@@ -3,19 +3,19 @@
     import bursar
 
     key = bursar.key(model="llama", revision="4f1c", dtype="bfloat16", torch=torch.__version__)
-    with bursar.kept("weights", key) as k:
-        if k.ready:
-            k.attach(model)
+    with bursar.retained("weights", key) as lease:
+        if lease.ready:
+            lease.attach(model)
         else:
-            k.commit(load(model))
+            lease.commit(load(model))
 
 A lease is found by its name and key in the namespace of the pod. The first process commits the tensors that it loaded.
 From then on they are read-only, and a process that starts after a crash, a fault or an exec finds them verified in
 milliseconds.
 """
 
-from bursar._kept import Kept, Mismatch, kept, key
 from bursar._library import Busy, Corrupt, DriverError, Error, Fenced, Missing, Quota, Refused
+from bursar._retained import Mismatch, RetainedLease, key, retained
 
 __all__ = [
     "Busy",
@@ -23,11 +23,11 @@ __all__ = [
     "DriverError",
     "Error",
     "Fenced",
-    "Kept",
     "Mismatch",
     "Missing",
     "Quota",
     "Refused",
-    "kept",
+    "RetainedLease",
     "key",
+    "retained",
 ]

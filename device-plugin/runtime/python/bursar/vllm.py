@@ -27,7 +27,7 @@ _PATIENCE = 10.0
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
 
 
-class Unkept(bursar.Error):
+class NotRetainable(bursar.Error):
     """This model's weights cannot be retained."""
 
 
@@ -37,7 +37,7 @@ def register():
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     @register_model_loader("bursar")
-    class KeptModelLoader(BaseModelLoader):
+    class RetainedModelLoader(BaseModelLoader):
         """Attaches retained weights, or loads and commits them."""
 
         def __init__(self, load_config):
@@ -49,8 +49,8 @@ def register():
         def get_external_weight_memory(self, vllm_config):
             # Called before the worker measures free memory: the retained weights are in use by then and belong to the worker.
             try:
-                with self._kept(vllm_config, vllm_config.model_config) as k:
-                    return k.bytes if k.ready else 0
+                with self._lease(vllm_config, vllm_config.model_config) as lease:
+                    return lease.bytes if lease.ready else 0
             except Exception:
                 # `load_model` fails in the same way later, and warns.
                 _LOG.info("failed to count retained weights", exc_info=True)
@@ -68,74 +68,74 @@ def register():
             with contextlib.ExitStack() as block:
                 try:
                     before = _Made(vllm_config)
-                    k = block.enter_context(self._kept(vllm_config, model_config, prefix))
+                    lease = block.enter_context(self._lease(vllm_config, model_config, prefix))
                 except Exception as error:
                     # No failure of this package may prevent a worker's start.
-                    _warn("weights are loaded without kept memory", error)
+                    _warn("weights are loaded without retained memory", error)
                     return self.loader.load_model(**arguments)
-                if k.ready:
+                if lease.ready:
                     try:
-                        return self._attached(k, **arguments)
+                        return self._attached(lease, **arguments)
                     except Exception as error:
-                        _warn("weights are kept and cannot be attached: they are loaded", error)
+                        _warn("retained weights cannot be attached; weights are loaded", error)
                     before.restore()
-                    _give_up(k)
+                    _give_up(lease)
                     return self.loader.load_model(**arguments)
                 model = self.loader.load_model(**arguments)
-                self._keep(k, model, before, arguments)
+                self._retain(lease, model, before, arguments)
                 return model
 
-        def _keep(self, k, model, before, arguments):
+        def _retain(self, lease, model, before, arguments):
             """Commits a model's tensors; its parameters are then the retained ones."""
             import torch
 
-            loaded, kept = _Made(arguments["vllm_config"]), None
+            loaded, retained = _Made(arguments["vllm_config"]), None
             try:
-                committed = _commit(k, model, arguments["vllm_config"])
+                committed = _commit(lease, model, arguments["vllm_config"])
                 before.restore()
                 # Attaches as the next worker will, which must not be the first to fail.
-                self._attached(k, **arguments)
-                kept = committed
+                self._attached(lease, **arguments)
+                retained = committed
             except Exception as error:
                 # The model is still as vLLM loaded it.
-                _warn("weights are not kept", error)
+                _warn("weights are not retained", error)
             loaded.restore()
-            if kept is None:
-                _give_up(k)
+            if retained is None:
+                _give_up(lease)
                 return
             # No exception is caught from here on, because a partly attached model must not serve.
-            _modules.place(model, *kept)
+            _modules.place(model, *retained)
             # The attached model and the loaded weights.
             gc.collect()
             torch.cuda.empty_cache()
 
-        def _kept(self, vllm_config, model_config, prefix=""):
+        def _lease(self, vllm_config, model_config, prefix=""):
             import torch
 
             _refuse_writers(vllm_config, model_config)
             key = _key(vllm_config, model_config, self.load_format, prefix)
-            return bursar.kept("vllm", key, device=torch.cuda.current_device(), patience=_PATIENCE)
+            return bursar.retained("vllm", key, device=torch.cuda.current_device(), patience=_PATIENCE)
 
-        def _attached(self, k, vllm_config, model_config, prefix):
+        def _attached(self, lease, vllm_config, model_config, prefix):
             import torch
             from vllm.model_executor.model_loader.utils import process_weights_after_loading
             from vllm.model_executor.utils import weights_already_processed
             from vllm.utils.torch_utils import set_default_torch_dtype
 
-            views = k.tensors(_arrays.Torch)
+            views = lease.tensors(_arrays.Torch)
             about = json.loads(bytes(views.pop(_ABOUT).tolist()))
-            kinds, kept = about["kinds"], _state(views, about)
+            kinds, retained = about["kinds"], _state(views, about)
             with set_default_torch_dtype(model_config.dtype):
                 with torch.device("meta"):
                     model = self.create_model(vllm_config, model_config, prefix)
                 # Processing may write to tensors that it creates, so these are copies until it is done.
-                made = kept.keys() - _modules.tensors(model).keys()
-                _modules.place(model, {name: t.clone() if name in made else t for name, t in kept.items()}, kinds)
+                made = retained.keys() - _modules.tensors(model).keys()
+                _modules.place(model, {name: t.clone() if name in made else t for name, t in retained.items()}, kinds)
                 with weights_already_processed():
                     process_weights_after_loading(model, model_config, torch.device(vllm_config.device_config.device))
             there = _modules.tensors(model)
-            missing = {name for name in kept if name not in there or kinds[name] == _modules.PARAMETER}
-            _modules.place(model, {name: kept[name] for name in missing}, kinds)
+            missing = {name for name in retained if name not in there or kinds[name] == _modules.PARAMETER}
+            _modules.place(model, {name: retained[name] for name in missing}, kinds)
             _modules.drop_meta(model)
             tensors = _modules.tensors(model)
             for name, marks in about["marks"].items():
@@ -164,7 +164,7 @@ class _Made:
         self.experts[:] = self.then[1]
 
 
-def _commit(k, model, vllm_config):
+def _commit(lease, model, vllm_config):
     """Commits a model's tensors without changing the model. Returns the retained parameters and all kinds."""
     import torch
     from vllm.model_executor.model_loader.weight_cache.utils import export_model_attrs
@@ -180,23 +180,23 @@ def _commit(k, model, vllm_config):
         "flags": export_model_attrs(model),
     }
     text = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
-    views = k.commit({**tensors, _ABOUT: text})
+    views = lease.commit({**tensors, _ABOUT: text})
     return {name: views[name] for name in parameters}, kinds
 
 
-def _give_up(k):
+def _give_up(lease):
     """Discards weights that cannot be attached, because they would take memory beside the loaded ones."""
     import torch
 
     # A model is a reference cycle.
     gc.collect()
     try:
-        if k.ready:
+        if lease.ready:
             # The memory is unmapped at once, and running kernels may still read it.
             torch.cuda.synchronize()
-            k.discard()
+            lease.discard()
     except Exception as error:
-        _warn("weights that cannot be attached stay in kept memory", error)
+        _warn("weights that cannot be attached stay in retained memory", error)
 
 
 def _warn(what, error):
@@ -224,7 +224,7 @@ def _refuse_writers(vllm_config, model_config):
         "weight transfer": vllm_config.weight_transfer_config is not None,
     }.items():
         if used:
-            raise Unkept(f"failed to retain weights: {name} writes to them; turn it off")
+            raise NotRetainable(f"failed to retain weights: {name} writes to them; turn it off")
 
 
 def _refuse_unknown(model, device):
@@ -232,14 +232,14 @@ def _refuse_unknown(model, device):
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     if hasattr(model, "process_weights_after_loading"):
-        raise Unkept(f"failed to retain weights: {type(model).__name__} processes weights itself")
+        raise NotRetainable(f"failed to retain weights: {type(model).__name__} processes weights itself")
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase) and not method.supports_pre_processed_weights:
-            raise Unkept(f"failed to retain {path}: vLLM's {type(method).__name__} does not start from processed weights")
+            raise NotRetainable(f"failed to retain {path}: vLLM's {type(method).__name__} does not start from processed weights")
     for path, parameter in model.named_parameters():
         if parameter.device.type != device:
-            raise Unkept(f"failed to retain {path}: it is on {parameter.device}, not on {device}")
+            raise NotRetainable(f"failed to retain {path}: it is on {parameter.device}, not on {device}")
 
 
 def _plain(values):

@@ -1,11 +1,11 @@
-"""Keeps the weights of a small transformer across SIGKILL and across an illegal address.
+"""Retains the weights of a small transformer across SIGKILL and across an illegal address.
 
 usage: transformer.py [--socket PATH] [--layers N] [--width N] [--then exit|kill|fault]
 
-Makes a decoder in PyTorch, takes its weights from kept memory or makes and commits them, computes, and prints one line of
-JSON. Then it ends by itself, kills itself, or writes to a weight, which is an illegal address: kept memory is read-only, and the
-fault poisons this process alone. Run it again: the weights are there, and the answer is the same to the bit. So are a
-transposed weight, a part of a buffer and a scalar, each with its strides.
+Makes a decoder in PyTorch, takes its weights from retained memory or makes and commits them, computes, and prints one line
+of JSON. Then it ends by itself, kills itself, or writes to a weight, which is an illegal address: retained memory is
+read-only, and the fault poisons this process alone. Run it again: the weights are there, and the answer is the same to the
+bit. So are a transposed weight, a part of a buffer and a scalar, each with its strides.
 """
 
 import argparse
@@ -75,17 +75,17 @@ class Views(nn.Module):
 
 
 def views_come_back(socket):
-    """Whether kept tensors have the values, strides and distances of those that they were made of."""
+    """Whether retained tensors have the values, strides and distances of those that they were made of."""
     with torch.device("cuda"):
         made = Views()
     expected = described(made)
-    with bursar.kept("views", bursar.key(torch=torch.__version__), socket=socket) as k:
-        if k.ready:
+    with bursar.retained("views", bursar.key(torch=torch.__version__), socket=socket) as lease:
+        if lease.ready:
             with torch.device("meta"):
                 made = Views()
-            k.attach(made)
+            lease.attach(made)
         else:
-            k.commit(made)
+            lease.commit(made)
     return described(made) == expected
 
 
@@ -124,13 +124,13 @@ def main():
         model = Decoder(arguments.layers, arguments.width).to(torch.bfloat16)
     made = time.monotonic()
     key = bursar.key(layers=arguments.layers, width=arguments.width, seed=7, torch=torch.__version__)
-    with bursar.kept("transformer", key, socket=arguments.socket) as k:
-        found = k.ready
+    with bursar.retained("transformer", key, socket=arguments.socket) as lease:
+        found = lease.ready
         if found:
-            k.attach(model)
+            lease.attach(model)
         else:
-            k.commit(load(model))
-        generation = k.generation
+            lease.commit(load(model))
+        generation = lease.generation
     attached = time.monotonic()
     with torch.no_grad():
         tokens = torch.arange(256, device="cuda").view(2, 128) * 97 % VOCABULARY

@@ -1,6 +1,6 @@
 """Stand-ins of the parts of PyTorch and of vLLM 0.33 that the package calls, with their signatures.
 
-A tensor has a value and an address. One in kept memory is read-only: a write to it is a `Fault`, as it is on a GPU.
+A tensor has a value and an address. One in retained memory is read-only: a write to it is a `Fault`, as it is on a GPU.
 """
 
 import abc
@@ -41,16 +41,16 @@ class Device:
 
 class Tensor:
     # What PyTorch has outside of an object's `__dict__`.
-    __slots__ = ("value", "kept", "device", "address", "__dict__")
+    __slots__ = ("value", "retained", "device", "address", "__dict__")
     shape, dtype = (1,), "float32"
 
-    def __init__(self, value, device=None, kept=False, address=None):
-        self.value, self.kept, self.device = value, kept, Device(device or Device.default[-1])
+    def __init__(self, value, device=None, retained=False, address=None):
+        self.value, self.retained, self.device = value, retained, Device(device or Device.default[-1])
         self.address = address or next(ADDRESSES)
 
     @staticmethod
     def _make_subclass(cls, tensor, requires_grad=False):
-        return cls(tensor.value, tensor.device, tensor.kept, tensor.address)
+        return cls(tensor.value, tensor.device, tensor.retained, tensor.address)
 
     @property
     def data(self):
@@ -60,14 +60,14 @@ class Tensor:
     def data(self, other):
         if self.is_meta:
             raise RuntimeError("incompatible tensor type")
-        self.value, self.kept, self.device, self.address = other.value, other.kept, other.device, other.address
+        self.value, self.retained, self.device, self.address = other.value, other.retained, other.device, other.address
 
     @property
     def is_meta(self):
         return self.device.type == "meta"
 
     def fill_(self, value):
-        if self.kept:
+        if self.retained:
             raise Fault(self.value)
         self.value = value
 

@@ -63,12 +63,12 @@ class Layouts(unittest.TestCase):
                 shape = tuple(dice.randrange(1, 5) for _ in range(dice.randrange(4)))
                 tensors[f"t{number}"] = tensor(dice.randrange(1000, 4000) * 8, shape, itemsize)
             memory, layouts, _ = lease(tensors)
-            for name, kept in tensors.items():
-                low, high = kept.extent()
+            for name, written in tensors.items():
+                low, high = written.extent()
                 at = layouts[name].offset
                 expected = bytes(address * 7 % 251 for address in range(low, high))
                 self.assertEqual(memory[at : at + high - low], expected, name)
-                self.assertEqual(at % kept.itemsize, kept.address % kept.itemsize)
+                self.assertEqual(at % written.itemsize, written.address % written.itemsize)
 
     def test_a_lease_of_somebody_else_is_no_index(self):
         for tail in (bytes(16), (1 << 40).to_bytes(8, "little") + _index.MAGIC):

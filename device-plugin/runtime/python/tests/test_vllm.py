@@ -26,9 +26,9 @@ class Space(types.SimpleNamespace):
 
 
 class Lease:
-    """Kept memory as the package lends it."""
+    """Retained memory as the package returns it."""
 
-    kept = None
+    content = None
     bytes = 4096
 
     def __enter__(self):
@@ -39,17 +39,17 @@ class Lease:
 
     @property
     def ready(self):
-        return self.kept is not None
+        return self.content is not None
 
     def commit(self, content):
-        self.kept = {name: Tensor(tensor.value, "cuda", True, tensor.address) for name, tensor in content.items()}
+        self.content = {name: Tensor(tensor.value, "cuda", True, tensor.address) for name, tensor in content.items()}
         return self.tensors(None)
 
     def discard(self):
-        self.kept = None
+        self.content = None
 
     def tensors(self, library):
-        return {name: Tensor(tensor.value, "cuda", True, tensor.address) for name, tensor in self.kept.items()}
+        return {name: Tensor(tensor.value, "cuda", True, tensor.address) for name, tensor in self.content.items()}
 
 
 def create(vllm_config, prefix):
@@ -92,7 +92,7 @@ def process(model, processed):
 class Loader(unittest.TestCase):
     def setUp(self):
         self.inner, self.lease, self.opening, self.hide = [], Lease(), None, None
-        # Of each load, whether weights were kept beside it.
+        # Of each load, whether weights were retained beside it.
         self.beside = []
         self.cache = types.SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[])
         self.parallel = types.SimpleNamespace(
@@ -138,7 +138,7 @@ class Loader(unittest.TestCase):
         found, registered = standins.modules({kind: inner(kind) for kind in ("auto", "runai_streamer")}, self.created, process)
         config = types.SimpleNamespace(load_format="bursar", model_loader_extra_config=extra)
         answer = {"side_effect": self.opening} if self.opening else {"return_value": self.lease}
-        with mock.patch.dict(sys.modules, found), mock.patch.object(bursar, "kept", **answer) as self.kept:
+        with mock.patch.dict(sys.modules, found), mock.patch.object(bursar, "retained", **answer) as self.retained:
             bursar.vllm.register()
             self.loader = registered["bursar"]
             loader = self.loader(config)
@@ -149,7 +149,7 @@ class Loader(unittest.TestCase):
 
     def key(self):
         self.load()
-        return self.kept.call_args.args[1]
+        return self.retained.call_args.args[1]
 
     def assert_as_loaded(self, model):
         layer = model.attention
@@ -169,12 +169,12 @@ class Loader(unittest.TestCase):
             self.assertEqual(signature, inspect.signature(getattr(standins.BaseModelLoader, name)), name)
         self.assertFalse(inspect.isabstract(self.loader))
 
-    def test_who_comes_first_loads_as_vllm_would_and_its_parameters_are_then_those_that_are_kept(self):
+    def test_first_worker_loads_as_vllm_would_and_has_retained_parameters(self):
         model, external = self.load({"load_format": "runai_streamer", "concurrency": 4})
         self.assertIn(("runai_streamer", {"concurrency": 4}), self.inner)
         self.assertEqual(external, 0)
         self.assert_as_loaded(model)
-        self.assertTrue(model.attention.weight.kept and model.attention.table.kept)
+        self.assertTrue(model.attention.weight.retained and model.attention.table.retained)
 
     def test_who_comes_later_has_the_same_without_loading_and_says_that_it_has_the_memory_already(self):
         self.load()
@@ -182,7 +182,7 @@ class Loader(unittest.TestCase):
             model, external = self.load()
         self.assertEqual(external, 4096)
         self.assert_as_loaded(model)
-        self.assertTrue(model.attention.weight.kept and model.attention.table.kept)
+        self.assertTrue(model.attention.weight.retained and model.attention.table.retained)
         self.assertIs(self.vllm_config.compilation_config.static_forward_context["attention"], model.attention)
 
     def test_what_vllm_writes_to_while_it_serves_is_the_workers_own(self):
@@ -197,7 +197,7 @@ class Loader(unittest.TestCase):
 
     def assert_loaded_alone(self, model):
         self.assert_as_loaded(model)
-        self.assertFalse(model.attention.weight.kept or self.lease.ready or any(self.beside))
+        self.assertFalse(model.attention.weight.retained or self.lease.ready or any(self.beside))
         self.assertEqual(self.vllm_config.compilation_config.static_forward_context, {"attention": model.attention})
 
     def test_weights_that_cannot_be_attached_are_given_up_before_they_are_loaded(self):
@@ -214,7 +214,7 @@ class Loader(unittest.TestCase):
         with self.assertLogs("bursar.vllm", "WARNING"), mock.patch.object(Lease, "discard", side_effect=bursar.Busy):
             self.assert_as_loaded(self.load()[0])
 
-    def test_a_model_that_could_not_be_attached_is_not_kept(self):
+    def test_a_model_that_could_not_be_attached_is_not_retained(self):
         self.hide = self.hide_a_tensor
         for _ in range(2):
             with self.assertLogs("bursar.vllm", "WARNING") as said:
@@ -240,7 +240,7 @@ class Loader(unittest.TestCase):
         with self.assertLogs("bursar.vllm", "WARNING"):
             self.assert_loaded_alone(self.load()[0])
 
-    def test_whatever_fails_before_a_kept_tensor_is_placed_the_worker_starts(self):
+    def test_whatever_fails_before_a_retained_tensor_is_placed_the_worker_starts(self):
         for why in (OSError, AttributeError, ImportError, RuntimeError, ValueError):
             self.opening = why
             with self.assertLogs("bursar.vllm", "WARNING") as said:
@@ -253,13 +253,13 @@ class Loader(unittest.TestCase):
                 with self.assertLogs("bursar.vllm", "WARNING"), mock.patch.object(holder, step, side_effect=why):
                     self.assert_loaded_alone(self.load()[0])
 
-    def test_a_link_to_nothing_in_a_checkpoint_costs_a_worker_nothing_but_the_keeping(self):
+    def test_worker_starts_without_retained_memory_when_a_link_dangles(self):
         with tempfile.TemporaryDirectory() as self.model_config.model:
             os.symlink("nothing", os.path.join(self.model_config.model, "model.safetensors"))
             with self.assertLogs("bursar.vllm", "WARNING"):
                 self.assert_loaded_alone(self.load()[0])
 
-    def test_a_model_that_has_some_of_the_kept_tensors_is_not_served_with(self):
+    def test_a_model_that_has_some_of_the_retained_tensors_is_not_served_with(self):
         place = bursar.vllm._modules.place
 
         def fail(model, tensors, kinds):
@@ -271,17 +271,17 @@ class Loader(unittest.TestCase):
         with mock.patch.object(bursar.vllm._modules, "place", fail), self.assertRaises(TypeError):
             self.load()
 
-    def test_a_node_that_keeps_nothing_or_has_no_room_costs_a_worker_nothing_but_the_keeping(self):
+    def test_worker_starts_when_the_node_retains_nothing_or_has_no_room(self):
         for why in (bursar.Refused, bursar.Busy, bursar.Quota, bursar.DriverError("no memory", 2)):
             self.opening = why
             with self.assertLogs("bursar.vllm", "WARNING"):
                 self.assert_as_loaded(self.load()[0])
-            self.assertLess(self.kept.call_args.kwargs["patience"], 30)
+            self.assertLess(self.retained.call_args.kwargs["patience"], 30)
             self.opening = None
             with self.assertLogs("bursar.vllm", "WARNING"), mock.patch.object(Lease, "commit", side_effect=why):
                 self.assert_as_loaded(self.load()[0])
 
-    def test_what_vllm_cannot_make_of_processed_weights_is_not_kept(self):
+    def test_what_vllm_cannot_make_of_processed_weights_is_not_retained(self):
         def other_method(model):
             model.head.quant_method = standins.QuantizeMethodBase()
 
@@ -296,7 +296,7 @@ class Loader(unittest.TestCase):
                 self.load()
             self.assertFalse(self.lease.ready)
 
-    def test_what_writes_to_weights_is_given_none_that_are_kept(self):
+    def test_what_writes_to_weights_is_given_no_retained_ones(self):
         self.load()
         for holder, name in (
             (self.model_config, "enable_sleep_mode"),
@@ -308,7 +308,7 @@ class Loader(unittest.TestCase):
             with self.assertLogs("bursar.vllm", "WARNING"):
                 model, external = self.load()
             setattr(holder, name, before)
-            self.assertEqual((model.attention.weight.kept, external), (False, 0))
+            self.assertEqual((model.attention.weight.retained, external), (False, 0))
 
     def test_whatever_decides_what_tensors_are_is_in_the_key(self):
         first = self.key()

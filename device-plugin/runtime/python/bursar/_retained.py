@@ -19,7 +19,7 @@ def key(**parts):
     return hashlib.sha256(text.encode()).digest()
 
 
-def kept(name, key, *, device=0, patience=PATIENCE, socket=None):
+def retained(name, key, *, device=0, patience=PATIENCE, socket=None):
     """Returns a lease to open with `with`.
 
     `key` is the 32 bytes of `bursar.key`. Opening waits up to `patience` seconds while another process loads the same content
@@ -27,10 +27,10 @@ def kept(name, key, *, device=0, patience=PATIENCE, socket=None):
     """
     if len(key) != 32:
         raise ValueError(f"failed to open the lease: the key has {len(key)} bytes; pass the 32 bytes of bursar.key(...)")
-    return Kept(name, bytes(key), device, patience, socket)
+    return RetainedLease(name, bytes(key), device, patience, socket)
 
 
-class Kept:
+class RetainedLease:
     """Lease of this process. Its tensors stay valid after the `with` as long as one of them is referenced."""
 
     def __init__(self, name, key, device, patience, socket):

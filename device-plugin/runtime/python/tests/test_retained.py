@@ -20,8 +20,8 @@ from bursar._arrays import NumPy
 SOCKET = os.environ["BURSAR_TEST_SOCKET"]
 
 
-def kept(name, patience=20.0, **parts):
-    return bursar.kept(name, bursar.key(**parts), socket=SOCKET, patience=patience)
+def retained(name, patience=20.0, **parts):
+    return bursar.retained(name, bursar.key(**parts), socket=SOCKET, patience=patience)
 
 
 def weights():
@@ -40,8 +40,8 @@ def weights():
 
 
 def child(code, **options):
-    """Runs Python in another process, with `kept` as here."""
-    prelude = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\nfrom test_kept import *\n"
+    """Runs Python in another process, with `retained` as here."""
+    prelude = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\nfrom test_retained import *\n"
     return subprocess.run([sys.executable, "-c", prelude + code], timeout=60, check=False, **options)
 
 
@@ -58,18 +58,18 @@ def spoil(content):
     raise LookupError(content)
 
 
-class Kept(unittest.TestCase):
+class Retained(unittest.TestCase):
     def test_what_was_committed_comes_back_after_a_kill_with_shapes_strides_and_aliases(self):
         code = """
-with kept("killed", revision=1) as k:
-    assert not k.ready
-    k.commit(weights())
+with retained("killed", revision=1) as lease:
+    assert not lease.ready
+    lease.commit(weights())
     os.kill(os.getpid(), signal.SIGKILL)
 """
         self.assertEqual(child(code).returncode, -signal.SIGKILL)
-        with kept("killed", revision=1) as k:
-            self.assertTrue(k.ready)
-            found = k.attach()
+        with retained("killed", revision=1) as lease:
+            self.assertTrue(lease.ready)
+            found = lease.attach()
         for name, expected in weights().items():
             numpy.testing.assert_array_equal(found[name], expected, strict=True)
             self.assertEqual(found[name].strides, expected.strides, name)
@@ -78,49 +78,49 @@ with kept("killed", revision=1) as k:
 
     def test_another_key_is_another_content(self):
         for revision in (1, 2):
-            with kept("keys", revision=revision) as k:
-                k.commit({"revision": numpy.array([revision])})
+            with retained("keys", revision=revision) as lease:
+                lease.commit({"revision": numpy.array([revision])})
         for revision in (1, 2):
-            with kept("keys", revision=revision) as k:
-                self.assertEqual(k.attach()["revision"][0], revision)
+            with retained("keys", revision=revision) as lease:
+                self.assertEqual(lease.attach()["revision"][0], revision)
         self.assertEqual(bursar.key(a=1, b=2), bursar.key(b=2, a=1))
         self.assertNotEqual(bursar.key(a=1), bursar.key(a="1"))
 
     def test_tensors_stay_good_after_the_block_and_are_read_only(self):
-        with kept("after") as k:
-            committed = k.commit({"x": numpy.full(1000, 7)})
-            self.assertTrue(k.ready)
+        with retained("after") as lease:
+            committed = lease.commit({"x": numpy.full(1000, 7)})
+            self.assertTrue(lease.ready)
         gc.collect()
         self.assertEqual(committed["x"].sum(), 7000)
         with self.assertRaises(ValueError):
             committed["x"][0] = 1
 
     def test_a_write_past_numpy_faults_the_writer_alone(self):
-        with kept("fault") as k:
-            mine = k.commit({"x": numpy.full(1000, 7)})["x"]
+        with retained("fault") as lease:
+            mine = lease.commit({"x": numpy.full(1000, 7)})["x"]
         code = """
 import ctypes
-with kept("fault") as k:
-    x = k.attach()["x"]
+with retained("fault") as lease:
+    x = lease.attach()["x"]
     ctypes.memset(x.ctypes.data, 1, 8)
 """
         self.assertEqual(child(code).returncode, -signal.SIGSEGV)
         self.assertEqual(mine.sum(), 7000)
-        with kept("fault") as k:
-            self.assertEqual(k.attach()["x"].sum(), 7000)
+        with retained("fault") as lease:
+            self.assertEqual(lease.attach()["x"].sum(), 7000)
 
     def test_what_is_found_spoilt_is_not_ready_and_can_be_committed_anew(self):
         mark = numpy.frombuffer(b"about to be spoilt", numpy.uint8)
-        with kept("spoilt") as k:
-            k.commit({"x": mark})
-            first = k.generation
+        with retained("spoilt") as lease:
+            lease.commit({"x": mark})
+            first = lease.generation
         spoil(mark.tobytes())
-        with kept("spoilt") as k:
-            self.assertFalse(k.ready)
-            k.commit({"x": mark})
-            self.assertGreater(k.generation, first)
-        with kept("spoilt") as k:
-            numpy.testing.assert_array_equal(k.attach()["x"], mark)
+        with retained("spoilt") as lease:
+            self.assertFalse(lease.ready)
+            lease.commit({"x": mark})
+            self.assertGreater(lease.generation, first)
+        with retained("spoilt") as lease:
+            numpy.testing.assert_array_equal(lease.attach()["x"], mark)
 
     def test_arrays_are_copied_by_the_driver_for_no_host_reaches_a_gpus_memory(self):
         device, array = mock.Mock(), weights()["matrix"]
@@ -136,15 +136,15 @@ lease.write(0, b"half")
 os.kill(os.getpid(), signal.SIGKILL)
 """
         self.assertEqual(child(code).returncode, -signal.SIGKILL)
-        with kept("half") as k:
-            self.assertFalse(k.ready)
-            k.commit({"x": numpy.ones(3)})
+        with retained("half") as lease:
+            self.assertFalse(lease.ready)
+            lease.commit({"x": numpy.ones(3)})
 
     def test_of_processes_that_load_the_same_one_commits_and_all_have_it(self):
         code = """
-with kept("race") as k:
-    x = (k.attach() if k.ready else k.commit({"x": numpy.full(100_000, 5)}))["x"]
-    print(x.sum(), k.generation)
+with retained("race") as lease:
+    x = (lease.attach() if lease.ready else lease.commit({"x": numpy.full(100_000, 5)}))["x"]
+    print(x.sum(), lease.generation)
 """
         answers = []
         run = lambda: answers.append(child(code, stdout=subprocess.PIPE).stdout)
@@ -162,42 +162,42 @@ with kept("race") as k:
         signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
         try:
             for round_ in range(200):
-                with kept("signals", round=round_) as k:
-                    k.commit({"x": numpy.full(3, round_)})
+                with retained("signals", round=round_) as lease:
+                    lease.commit({"x": numpy.full(3, round_)})
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         self.assertGreater(len(seen), 100)
 
     def test_what_cannot_be_is_an_exception_with_its_name(self):
-        with kept("errors") as k:
+        with retained("errors") as lease:
             with self.assertRaises(ValueError):
-                k.attach()
+                lease.attach()
             with self.assertRaises(TypeError):
-                k.commit({"x": "text"})
+                lease.commit({"x": "text"})
             with self.assertRaises(TypeError):
-                k.commit({"x": numpy.array([object()])})
+                lease.commit({"x": numpy.array([object()])})
             with self.assertRaises(bursar.DriverError) as raised:
-                k._open(1 << 50)
+                lease._open(1 << 50)
             self.assertEqual(raised.exception.code, 2)
         with self.assertRaises(ValueError):
-            bursar.kept("x", b"short")
+            bursar.retained("x", b"short")
         with self.assertRaises(ValueError):
-            kept("").__enter__()
+            retained("").__enter__()
         with self.assertRaises(bursar.Busy):
-            bursar.kept("x", bursar.key(), socket="/nowhere", patience=0).__enter__()
+            bursar.retained("x", bursar.key(), socket="/nowhere", patience=0).__enter__()
         with self.assertRaises(bursar.DriverError):
-            bursar.kept("x", bursar.key(), socket=SOCKET, device=9).__enter__()
+            bursar.retained("x", bursar.key(), socket=SOCKET, device=9).__enter__()
 
     def test_a_lease_that_is_discarded_is_gone_and_its_successor_is_of_a_higher_generation(self):
-        with kept("discard") as k:
-            k.commit({"x": numpy.ones(3)})
-            first = k.generation
-            k.discard()
-        with kept("discard") as k:
-            self.assertFalse(k.ready)
-            k.commit({"x": numpy.ones(3)})
-            self.assertGreater(k.generation, first)
+        with retained("discard") as lease:
+            lease.commit({"x": numpy.ones(3)})
+            first = lease.generation
+            lease.discard()
+        with retained("discard") as lease:
+            self.assertFalse(lease.ready)
+            lease.commit({"x": numpy.ones(3)})
+            self.assertGreater(lease.generation, first)
 
     def test_a_lease_that_is_written_is_waited_for_as_long_as_patience_lasts(self):
         from bursar._library import Lease
@@ -205,7 +205,7 @@ with kept("race") as k:
         writer = Lease("patience", bursar.key(), 1 << 20, 1.0, 0, SOCKET)
         code = f"""
 try:
-    with kept("patience", patience=0.1) as k:
+    with retained("patience", patience=0.1) as lease:
         print("open")
 except bursar.Busy:
     print("busy")
