@@ -21,7 +21,7 @@ import sys
 import tempfile
 import zipfile
 
-from kept import Machine
+from retained import Machine
 from table import Table
 
 HERE = os.path.dirname(os.path.abspath(__file__))

@@ -49,11 +49,11 @@ class Machine:
     def keeper(self):
         """Runs fd store, provisioner and keeper; clients connect to `socket`."""
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
-            fd store = os.path.join(folder, "fdstore")
-            running.enter_context(ended(subprocess.Popen([self.program("bursar-fdstore"), fd store], stderr=subprocess.DEVNULL)))
-            wait_for(os.path.join(fd store, "fdstore.sock"))
+            fd_store = os.path.join(folder, "fdstore")
+            running.enter_context(ended(subprocess.Popen([self.program("bursar-fdstore"), fd_store], stderr=subprocess.DEVNULL)))
+            wait_for(os.path.join(fd_store, "fdstore.sock"))
             self.socket = os.path.join(folder, "agent.sock")
-            command = [self.program("keeper"), self.socket, fd store, self.program("bursar-provisioner"), self.gpu]
+            command = [self.program("keeper"), self.socket, fd_store, self.program("bursar-provisioner"), self.gpu]
             keeper = running.enter_context(ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
             if keeper.stdout.readline() != "ready\n":
                 raise RuntimeError("the keeper did not start")
