@@ -2,7 +2,7 @@
 
 usage: against_vllm.py PROGRAMS [--simulated | --gpu UUID] [--python PATH]
 
-PROGRAMS is a folder with bursar-fdstore, bursar-provisioner, keeper and the wheel of the package bursar, as for retained.py.
+PROGRAMS is a folder with bursar-fdstore, bursar-provisioner, fake_agent and the wheel of the package bursar, as for retained.py.
 With --simulated the folder also has simgpu, libbursar_sim_cuda.so and libbursar_sim_nvml.so, and no GPU is needed.
 PATH is a Python that has vLLM 0.33.0. Without PATH the script makes an environment in PROGRAMS/vllm of the packages
 in against_vllm.txt, the imports of vLLM's loaders, of about 5 GB. CI does not run this script. It prints one table,
@@ -183,7 +183,7 @@ def main():
         site = os.path.join(folder, "site")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
-        with machine.keeper():
+        with machine.fake_agent():
             run(Trial(machine, python, site, "host" if options.simulated else "cuda"), table, folder)
     return table.show()
 

@@ -2,7 +2,7 @@
 
 usage: beside_faults.py ARCHIVE PROGRAM [--rounds N] [--gib N]
 
-ARCHIVE is what `cargo e2e pack` wrote, PROGRAM what `cargo build --release --package bursar-runtime --example kept`
+ARCHIVE is what `cargo e2e pack` wrote, PROGRAM what `cargo build --release --package bursar-runtime --example retained`
 made. Needs root, an NVIDIA driver and gcc; no network. Starts a cluster of one node with Bursar on it. One pod starts
 a process N times that allocates all of its quota, while pods beside it fault and are restarted in place. Prints one
 table. Exits with 1 if a process got less than the others, or if no context faulted meanwhile.
@@ -28,7 +28,7 @@ FAULTS_OF_A_POD = 100
 
 def faults(cluster, number, gib, programs):
     """Makes a pod that faults, and is restarted in place each time."""
-    command = ["/programs/kept", "restarted", "/state/faults", str(gib << 30), str(FAULTS_OF_A_POD)]
+    command = ["/programs/retained", "restarted", "/state/faults", str(gib << 30), str(FAULTS_OF_A_POD)]
     manifest = pod(f"faults-{number}", gib + 4, command, programs)
     manifest["spec"]["containers"][0]["volumeMounts"].append({"name": "state", "mountPath": "/state"})
     manifest["spec"]["volumes"].append({"name": "state", "emptyDir": {}})
@@ -54,8 +54,8 @@ def main():
         os.chmod(scratch, 0o755)
         programs = os.path.join(scratch, "programs")
         os.mkdir(programs)
-        shutil.copy(arguments.program, f"{programs}/kept")
-        os.chmod(f"{programs}/kept", 0o755)
+        shutil.copy(arguments.program, f"{programs}/retained")
+        os.chmod(f"{programs}/retained", 0o755)
         shutil.copy(os.path.join(HERE, "programs", "starts.py"), programs)
         source = [f"-I{CUDA}/include", f"{HERE}/programs/direct.c", "-o", f"{programs}/direct"]
         subprocess.run(["gcc", "-O2", *source, f"-L{CUDA}/lib64/stubs", "-lcuda", "-ldl"], check=True)

@@ -3,7 +3,7 @@
 usage: recovery.py ARCHIVE PROGRAM [--gib N] [--times N]
 
 ARCHIVE is the output of `cargo e2e pack`, PROGRAM that of `cargo build --release --package bursar-runtime --example
-kept`. Needs root, an NVIDIA driver and a Python with torch; no network. The script starts a cluster of one node with
+retained`. Needs root, an NVIDIA driver and a Python with torch; no network. The script starts a cluster of one node with
 Bursar. The main process of one pod faults repeatedly and is executed again in its place, a second pod has its child
 killed, and a third pod computes beside them. The script prints one table, and exits with 1 if a row fails. No recovery
 may take longer than without Bursar, in a process of the node with as much memory that executes itself again.
@@ -43,7 +43,7 @@ def judge(table, name, times, log, goal):
     first, *later = images or [{"checksum": None}]
     right = sum(row["found"] and row["checksum"] == first["checksum"] for row in later)
     wrong = None if right == times and not first["found"] else log[-1500:]
-    table.add(f"{name}: found what was kept", f"{right} of {len(later)}", f"all {times}", wrong=wrong)
+    table.add(f"{name}: found the retained memory", f"{right} of {len(later)}", f"all {times}", wrong=wrong)
     for step in STEPS if later else ():
         spans = [row[f"{step}_ns"] for row in later]
         whole = step == "whole"
@@ -66,8 +66,8 @@ def main():
         os.chmod(scratch, 0o755)
         programs = os.path.join(scratch, "programs")
         os.mkdir(programs)
-        shutil.copy(arguments.program, f"{programs}/kept")
-        os.chmod(f"{programs}/kept", 0o755)
+        shutil.copy(arguments.program, f"{programs}/retained")
+        os.chmod(f"{programs}/retained", 0o755)
         for name in "steady.py", "killed.py":
             shutil.copy(os.path.join(HERE, "programs", name), programs)
         archive = image.write(REFERENCE, scratch)
@@ -91,8 +91,8 @@ def main():
             # The audit rightly finds the floor's processes of the host.
             begun = time.time()
             for name, command in (
-                ("faults", ["/programs/kept", "restarted", "/state/faults", size, str(times)]),
-                ("SIGKILLs", [PYTHON, "/programs/killed.py", "/programs/kept", size, str(times)]),
+                ("faults", ["/programs/retained", "restarted", "/state/faults", size, str(times)]),
+                ("SIGKILLs", [PYTHON, "/programs/killed.py", "/programs/retained", size, str(times)]),
             ):
                 manifest = pod(name.lower(), gib + 4, command, programs)
                 # The number of faults survives the images of a process, but not the pod.

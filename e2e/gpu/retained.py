@@ -2,10 +2,10 @@
 
 usage: retained.py PROGRAMS [--gpu UUID] [--rounds N] [--gib N] [--python PATH] [--only lease faults kills canary example]
 
-PROGRAMS is a folder with bursar-fdstore, bursar-provisioner, keeper, kept and the wheel of the package bursar;
+PROGRAMS is a folder with bursar-fdstore, bursar-provisioner, fake_agent, retained and the wheel of the package bursar;
 docs/benchmarks.md describes how to make it. Needs an NVIDIA driver, and for `example` a Python with torch; no network,
-no root, no cluster: keeper acts for the agent, with the real fd store and provisioner. The script prints one table, and exits
-with 1 if a row fails.
+no root, no cluster: fake_agent acts for the agent, with the real fd store and provisioner. The script prints one table,
+and exits with 1 if a row fails.
 """
 
 import argparse
@@ -46,28 +46,28 @@ class Machine:
         return os.path.join(self.programs, name)
 
     @contextlib.contextmanager
-    def keeper(self):
-        """Runs fd store, provisioner and keeper; clients connect to `socket`."""
+    def fake_agent(self):
+        """Runs fd store, provisioner and fake agent; clients connect to `socket`."""
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
             fd_store = os.path.join(folder, "fdstore")
             running.enter_context(ended(subprocess.Popen([self.program("bursar-fdstore"), fd_store], stderr=subprocess.DEVNULL)))
             wait_for(os.path.join(fd_store, "fdstore.sock"))
             self.socket = os.path.join(folder, "agent.sock")
-            command = [self.program("keeper"), self.socket, fd_store, self.program("bursar-provisioner"), self.gpu]
-            keeper = running.enter_context(ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
-            if keeper.stdout.readline() != "ready\n":
-                raise RuntimeError("the keeper did not start")
+            command = [self.program("fake_agent"), self.socket, fd_store, self.program("bursar-provisioner"), self.gpu]
+            agent = running.enter_context(ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
+            if agent.stdout.readline() != "ready\n":
+                raise RuntimeError("the fake agent did not start")
             yield
 
     def lines(self, *arguments):
-        """Runs `kept` to its end, and returns its output lines."""
-        command = [self.program("kept"), *map(str, arguments)]
+        """Runs `retained` to its end, and returns its output lines."""
+        command = [self.program("retained"), *map(str, arguments)]
         output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
         return [json.loads(line) for line in output.splitlines()]
 
     def start(self, *arguments):
-        """Starts `kept` for a dialogue."""
-        command = [self.program("kept"), *map(str, arguments)]
+        """Starts `retained` for a dialogue."""
+        command = [self.program("retained"), *map(str, arguments)]
         return Talker(subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
 
 
@@ -122,20 +122,20 @@ def lease(machine, table, options):
     woken = [row["ns"] for row in machine.lines("wakes", 20)]
     table.add("(b) a connection, two that sleep, and back, p50 / p99", milliseconds(woken), "")
     for gib in options.sizes:
-        with machine.keeper():
+        with machine.fake_agent():
             bare = [row["ns"] for row in machine.lines("bare", gib * GIB, 20)]
-            kept = [row["ns"] for row in machine.lines("lease", machine.socket, gib * GIB, 20)]
+            leases = [row["ns"] for row in machine.lines("lease", machine.socket, gib * GIB, 20)]
         table.add(f"(b) {gib} GiB: cuMemCreate and map, p50 / p99", milliseconds(bare), "")
         bound = LEASE_OF_64_GIB if gib == 64 else None
         wanted = f"p50 <= {bound} ms" if bound else ""
-        late = bound is not None and statistics.median(kept) > bound * 1e6
-        table.add(f"(b) {gib} GiB: lease and map, p50 / p99", milliseconds(kept), wanted, wrong=late)
+        late = bound is not None and statistics.median(leases) > bound * 1e6
+        table.add(f"(b) {gib} GiB: lease and map, p50 / p99", milliseconds(leases), wanted, wrong=late)
 
 
 def images(machine, table, options, name, orders):
     """Ends images of a process repeatedly in one way, and reads what the next image finds."""
     size = options.gib * GIB
-    with machine.keeper():
+    with machine.fake_agent():
         neighbour = machine.start("neighbour", min(size, GIB))
         neighbour.hear()
         client = machine.start("image", machine.socket, size)
@@ -199,7 +199,7 @@ def example(machine, table, options):
     here = os.path.dirname(os.path.abspath(__file__))
     program = os.path.join(here, "../../device-plugin/runtime/python/examples/transformer.py")
     wheels = glob.glob(machine.program("bursar-*.whl"))
-    with tempfile.TemporaryDirectory() as site, machine.keeper():
+    with tempfile.TemporaryDirectory() as site, machine.fake_agent():
         with zipfile.ZipFile(wheels[0]) as wheel:
             wheel.extractall(site)
         runs = []
@@ -216,7 +216,7 @@ def example(machine, table, options):
     views = [run["views"] for run in (first, second, third)]
     table.add("(f) views as they were made: committed, found, found", str(views), "all", wrong=not all(views))
     ended_as = (runs[0][0], runs[1][0])
-    table.add("(f) a write to a kept weight", runs[1][-1].get("fault", "no fault")[:60], "a fault", wrong=ended_as != (-9, 3))
+    table.add("(f) a write to a retained weight", runs[1][-1].get("fault", "no fault")[:60], "a fault", wrong=ended_as != (-9, 3))
     for name, run in (("loaded and committed", first), ("attached", third)):
         text = f"{run['weights_ms']} ms of {run['mib']} MiB, context {run['context_ms']} ms"
         table.add(f"(f) weights {name}", text, "")
@@ -230,7 +230,7 @@ def main():
     parser.add_argument("programs")
     parser.add_argument("--gpu", help="its UUID; the first that nvidia-smi lists")
     parser.add_argument("--rounds", type=int, default=100, help="faults, kills, and a tenth of the canary's rounds")
-    parser.add_argument("--gib", type=int, default=40, help="how much is kept across faults and kills")
+    parser.add_argument("--gib", type=int, default=40, help="how much is retained across faults and kills")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64], help="GiB of the leases that are timed")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--python", default=TORCH if os.path.exists(TORCH) else sys.executable)

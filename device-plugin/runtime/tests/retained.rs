@@ -65,8 +65,8 @@ fn bytes_of(retained: &RetainedLease, at: u64, count: usize) -> Vec<u8> {
 }
 
 /// Variables that tell a child process its role and the agent's socket.
-const ROLE: &str = "KEPT_TEST_ROLE";
-const SOCKET: &str = "KEPT_TEST_SOCKET";
+const ROLE: &str = "RETAINED_TEST_ROLE";
+const SOCKET: &str = "RETAINED_TEST_SOCKET";
 
 /// Runs the calling test again in a child process.
 fn role_process(test: &str, role: &str, socket: &Path) -> Command {
@@ -102,10 +102,10 @@ fn role_of_a_client() {
             client.context().fill(writer.address(), 13, 4096).unwrap();
             kill_own_process();
         }
-        "writes to what is kept" => {
+        "writes to retained memory" => {
             let retained = client.find("weights", &KEY, NO_WAIT).unwrap();
             let fill = client.context().fill(retained.address(), 1, 4096);
-            assert!(fill.is_err(), "kept memory can be written");
+            assert!(fill.is_err(), "retained memory can be written");
         }
         "takes its time" => {
             let writer = writer(&client, 2 * MIB);
@@ -224,7 +224,7 @@ fn write_to_a_retained_lease_faults_the_writer_alone() {
         let writer = writer(&client, 2 * MIB);
         client.context().fill(writer.address(), 5, 4096).unwrap();
         let retained = writer.commit().unwrap();
-        assert!(run_role("writes to what is kept", &fake_agent).success());
+        assert!(run_role("writes to retained memory", &fake_agent).success());
         assert_eq!(bytes_of(&retained, 0, 8), [5; 8]);
         client.find("weights", &KEY, NO_WAIT).unwrap();
     });

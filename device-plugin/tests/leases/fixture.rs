@@ -41,7 +41,7 @@ pub(crate) fn program_folder() -> &'static Path {
                 "bursar-provisioner",
             ])
             .args(["--package", "bursar-runtime", "--bins"])
-            .args(["--example", "kept", "--example", "references"])
+            .args(["--example", "retained", "--example", "references"])
             .status();
         assert!(build.unwrap().success());
         // target/<profile>/deps/<this test>

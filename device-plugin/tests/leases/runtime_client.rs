@@ -14,7 +14,7 @@ use crate::tokens::{is_fenced, redeem};
 /// Starts the client in a pod's container. Returns its report of the memory that it found or
 /// created.
 pub(crate) async fn start_client(fixture: &Fixture, pod: &Pod) -> (Container, Value) {
-    let program = program_folder().join("examples/kept");
+    let program = program_folder().join("examples/retained");
     let mut client =
         Container::run(&fixture.machine, pod, PLAIN, &program, "image - 67108864").await;
     fixture.machine.adopt(pod, client.pid());

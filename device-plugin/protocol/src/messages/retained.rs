@@ -245,7 +245,7 @@ pub(super) fn decode_request(decoder: &mut Decoder<'_>) -> Result<RetainedReques
             version: decoder.u16()?,
             lease: decoder.u64()?,
         },
-        _ => return Err(DecodeError::BadValue("question about kept memory")),
+        _ => return Err(DecodeError::BadValue("question about retained memory")),
     })
 }
 
@@ -297,7 +297,7 @@ pub(super) fn decode_response(decoder: &mut Decoder<'_>) -> Result<RetainedRespo
         3 => RetainedResponse::Committed,
         4 => RetainedResponse::Discarded,
         5 => RetainedResponse::Refused(decode_refusal(decoder)?),
-        _ => return Err(DecodeError::BadValue("answer about kept memory")),
+        _ => return Err(DecodeError::BadValue("answer about retained memory")),
     })
 }
 

@@ -49,7 +49,7 @@ mod tests {
 
     use super::*;
 
-    const LAST: &str = "KEPT_IMAGE_TEST_LAST";
+    const LAST: &str = "RETAINED_IMAGE_TEST_LAST";
 
     /// Runs this test in a new image, which prints its number. The first image executes the last
     /// one.

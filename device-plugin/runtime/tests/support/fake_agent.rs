@@ -14,7 +14,7 @@ pub(crate) const GPU: &str = "GPU-00000000-0000-0000-0000-000000000001";
 
 pub(crate) struct FakeAgent {
     folder: tempfile::TempDir,
-    _keeper: Process,
+    _agent: Process,
     _fdstore: Process,
 }
 
@@ -34,8 +34,8 @@ impl FakeAgent {
         while UnixStream::connect(place.join("fdstore.sock")).is_err() {
             std::thread::sleep(Duration::from_millis(5));
         }
-        let mut keeper = command(&programs.join("examples/keeper"));
-        let keeper = keeper
+        let mut agent = command(&programs.join("examples/fake_agent"));
+        let agent = agent
             .arg(folder.path().join("agent.sock"))
             .arg(&place)
             .arg(programs.join("bursar-provisioner"))
@@ -43,15 +43,15 @@ impl FakeAgent {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let mut keeper = Process(keeper);
+        let mut agent = Process(agent);
         let mut line = String::new();
-        let mut said = BufReader::new(keeper.0.stdout.take().unwrap());
+        let mut said = BufReader::new(agent.0.stdout.take().unwrap());
         said.read_line(&mut line).unwrap();
         assert_eq!(line, "ready\n");
         FakeAgent {
             folder,
             _fdstore: fdstore,
-            _keeper: keeper,
+            _agent: agent,
         }
     }
 
@@ -77,7 +77,7 @@ fn programs() -> &'static Path {
     PROGRAMS.get_or_init(|| {
         let mut build = Command::new(env!("CARGO"));
         build.args(["build", "--quiet", "-p", "bursar-fdstore", "-p"]);
-        build.args(["bursar-provisioner", "--bins", "--example", "keeper"]);
+        build.args(["bursar-provisioner", "--bins", "--example", "fake_agent"]);
         build.env_remove("LD_LIBRARY_PATH");
         assert!(build.status().unwrap().success());
         let test = std::env::current_exe().unwrap();

@@ -1,4 +1,4 @@
-//! Replaces the agent where there is no cluster: `keeper SOCKET FDSTORE-FOLDER PROVISIONER GPU...`.
+//! Replaces the agent where there is no cluster: `fake_agent SOCKET FDSTORE-FOLDER PROVISIONER GPU...`.
 //!
 //! Answers lease requests with the real fd store and real provisioners, for any process of the
 //! machine: there are no containers, quotas or namespaces. As with the agent, a writer that exits
@@ -242,7 +242,7 @@ fn is_running(pid: i32) -> bool {
 fn main() -> anyhow::Result<()> {
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     let [socket, folder, provisioner, gpus @ ..] = arguments.as_slice() else {
-        bail!("usage: keeper SOCKET FDSTORE-FOLDER PROVISIONER GPU...");
+        bail!("usage: fake_agent SOCKET FDSTORE-FOLDER PROVISIONER GPU...");
     };
     let fd_store = FdStore(connect_to(
         &Path::new(folder).join(fdstore::SOCKET_NAME),

@@ -2,19 +2,22 @@
 //! JSON.
 //!
 //! ```text
-//! kept bare BYTES ROUNDS            cuMemCreate and map, with a scrub wait between rounds
-//! kept lease SOCKET BYTES ROUNDS    the same by a lease that is created and discarded unwritten
-//! kept wakes ROUNDS                 the system's part of that: a connection, two wake-ups and back
-//! kept image SOCKET BYTES [SINCE]   finds or commits a lease, verifies it, and prints the time of
+//! retained bare BYTES ROUNDS        cuMemCreate and map, with a scrub wait between rounds
+//! retained lease SOCKET BYTES ROUNDS
+//!                                   the same by a lease that is created and discarded unwritten
+//! retained wakes ROUNDS             the system's part of that: a connection, two wake-ups and back
+//! retained image SOCKET BYTES [SINCE]
+//!                                   finds or commits a lease, verifies it, and prints the time of
 //!                                   each step since SINCE; then reads a command: kill, fault, trap
 //!                                   or misaligned (then executes itself), or token (prints a
 //!                                   token of the lease and one of its own memory, both redeemed)
-//! kept restarted FILE BYTES TIMES   main process of a container whose contexts are restarted in
+//! retained restarted FILE BYTES TIMES
+//!                                   main process of a container whose contexts are restarted in
 //!                                   place: as image, and faults until FILE has TIMES lines
-//! kept floor BYTES TIMES [LAUNCHED FAILED]
+//! retained floor BYTES TIMES [LAUNCHED FAILED]
 //!                                   the same without Bursar and without a lease: driver and kernel
-//! kept tenant BYTES                 for each input line: allocates, reads, fills and frees memory
-//! kept neighbour BYTES              computes checksums of its own memory until its input ends
+//! retained tenant BYTES             for each input line: allocates, reads, fills and frees memory
+//! retained neighbour BYTES          computes checksums of its own memory until its input ends
 //! ```
 //!
 //! SOCKET is the socket of an agent or a fake agent; `-` is that of the container. Times are those
@@ -101,7 +104,7 @@ fn main() -> Done {
         }
         ["tenant", bytes] => tenant(bytes.parse()?),
         ["neighbour", bytes] => neighbour(bytes.parse()?),
-        _ => Err("see the head of examples/kept.rs".into()),
+        _ => Err("see the head of examples/retained.rs".into()),
     }
 }
 
@@ -162,7 +165,7 @@ fn lease(socket: &str, bytes: u64, rounds: u32) -> Done {
 /// parties sleep as long as a scrub takes. They are threads here, which wake up as fast as
 /// processes.
 fn wakes(rounds: u32) -> Done {
-    let name = format!("kept wakes {}", std::process::id());
+    let name = format!("retained wakes {}", std::process::id());
     let agent = SocketAddr::from_abstract_name(name)?;
     let listener = UnixListener::bind_addr(&agent)?;
     let (mut provisioner, mut its) = UnixStream::pair()?;
