@@ -1,6 +1,6 @@
 """Shows on a real GPU the cost of retained memory, and that it survives faults and kills.
 
-usage: retained.py PROGRAMS [--gpu UUID] [--rounds N] [--gib N] [--python PATH] [--only lease faults kills canary example]
+usage: retained.py PROGRAMS [--gpu UUID] [--rounds N] [--gib N] [--python PATH] [--only lease faults kills scrub-check example]
 
 PROGRAMS is a folder with bursar-fdstore, bursar-provisioner, fake_agent, retained and the wheel of the package bursar;
 docs/benchmarks.md describes how to make it. Needs an NVIDIA driver, and for `example` a Python with torch; no network,
@@ -173,13 +173,13 @@ def kills(machine, table, options):
     images(machine, table, options, "SIGKILLs", ["kill"] * options.rounds)
 
 
-def canary(machine, table, options):
+def scrub_check(machine, table, options):
     """Checks that the driver clears freed memory before another tenant gets it."""
-    command = [machine.program("bursar-provisioner"), "canary", "--gpu", machine.gpu]
+    command = [machine.program("bursar-provisioner"), "scrub-check", "--gpu", machine.gpu]
     said = subprocess.run(command, check=True, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE).stdout
     # The first line reports that the process has a context, for the agent to measure.
     verdict = json.loads(said.splitlines()[-1])
-    table.add("(d) the canary's verdict", json.dumps(verdict), "Scrubbed", wrong=verdict["verdict"] != "Scrubbed")
+    table.add("(d) the scrub check's verdict", json.dumps(verdict), "Scrubbed", wrong=verdict["verdict"] != "Scrubbed")
     tenants = [machine.start("tenant", options.sizes[0] * GIB) for _ in range(2)]
     for tenant in tenants:
         tenant.hear()
@@ -222,14 +222,14 @@ def example(machine, table, options):
         table.add(f"(f) weights {name}", text, "")
 
 
-PARTS = {"lease": lease, "faults": faults, "kills": kills, "canary": canary, "example": example}
+PARTS = {"lease": lease, "faults": faults, "kills": kills, "scrub-check": scrub_check, "example": example}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("programs")
     parser.add_argument("--gpu", help="its UUID; the first that nvidia-smi lists")
-    parser.add_argument("--rounds", type=int, default=100, help="faults, kills, and a tenth of the canary's rounds")
+    parser.add_argument("--rounds", type=int, default=100, help="faults, kills, and a tenth of the scrub check's rounds")
     parser.add_argument("--gib", type=int, default=40, help="how much is retained across faults and kills")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64], help="GiB of the leases that are timed")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)

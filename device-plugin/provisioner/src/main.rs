@@ -2,14 +2,14 @@
 //! agent that started it.
 //!
 //! The provisioner never has a CUDA context, so no kernel's fault reaches it (F3 in docs/facts.md),
-//! and it holds no memory after its answer. `bursar-provisioner canary --gpu UUID` is the scrub
+//! and it holds no memory after its answer. `bursar-provisioner scrub-check --gpu UUID` is the scrub
 //! check, a process of another kind: it creates a context, lets the agent measure that, checks
 //! whether freed memory comes back cleared, prints the verdict and exits.
 //!
+//! * `scrub_check` is the scrub check
 //! * `serve` answers the agent
-//! * `canary` is the scrub check
 
-mod canary;
+mod scrub_check;
 mod serve;
 
 use std::io::Write as _;
@@ -32,7 +32,7 @@ struct Args {
 #[derive(Subcommand)]
 enum Command {
     /// Checks whether freed memory comes back cleared; prints one line of JSON.
-    Canary(Gpu),
+    ScrubCheck(Gpu),
 }
 
 #[derive(clap::Args)]
@@ -47,12 +47,12 @@ fn main() -> anyhow::Result<()> {
     bursar_confine::restrict_driver_process()?;
     match Args::parse() {
         Args {
-            command: Some(Command::Canary(Gpu { gpu })),
+            command: Some(Command::ScrubCheck(Gpu { gpu })),
             ..
         } => {
-            let verdict = canary::check(gpu, |context| {
+            let verdict = scrub_check::check(gpu, |context| {
                 if print_verdict(context).is_ok() {
-                    canary::wait_for_measurement();
+                    scrub_check::wait_for_measurement();
                 }
             });
             print_verdict(&verdict)
@@ -66,7 +66,7 @@ fn main() -> anyhow::Result<()> {
 }
 
 /// Prints a line for the agent.
-fn print_verdict(verdict: &canary::Verdict) -> anyhow::Result<()> {
+fn print_verdict(verdict: &scrub_check::Verdict) -> anyhow::Result<()> {
     let verdict = serde_json::to_string(verdict)?;
     let mut out = std::io::stdout();
     writeln!(out, "{verdict}")

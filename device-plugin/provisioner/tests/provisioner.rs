@@ -195,7 +195,7 @@ fn provisioner_exits_without_a_driver_or_its_gpu() {
 fn scrub_check_has_only_a_context_until_it_continues() {
     let lab = SimMachine::new(ONE_GPU).unwrap();
     let mut command = lab.command(PROGRAM);
-    command.args(["canary", "--gpu", FIRST]);
+    command.args(["scrub-check", "--gpu", FIRST]);
     let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut check = piped.spawn().unwrap();
     let mut lines = BufReader::new(check.stdout.take().unwrap()).lines();
@@ -215,7 +215,10 @@ fn scrub_check_reports_whether_freed_memory_is_cleared() {
     let lab = SimMachine::new(ONE_GPU).unwrap();
     let check = || {
         let mut command = lab.command(PROGRAM);
-        let output = command.args(["canary", "--gpu", FIRST]).output().unwrap();
+        let output = command
+            .args(["scrub-check", "--gpu", FIRST])
+            .output()
+            .unwrap();
         assert!(output.status.success());
         String::from_utf8(output.stdout).unwrap()
     };

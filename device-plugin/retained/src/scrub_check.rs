@@ -26,7 +26,7 @@ use super::provisioners::Program;
 const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The most memory that the process takes of a GPU: a context, and what it reads
-/// (`provisioner/src/canary.rs`).
+/// (`provisioner/src/scrub_check.rs`).
 pub(crate) const MAX_MEMORY: Bytes = Bytes::mib(1024 + 256);
 
 /// The longest line that the agent reads of the output.
@@ -170,7 +170,7 @@ pub async fn run_check(
         .name("scrub-check".to_owned())
         .spawn(move || {
             let mut command = program.command(&gpu);
-            command.args(["canary", "--gpu", gpu.as_str()]);
+            command.args(["scrub-check", "--gpu", gpu.as_str()]);
             let (mut process, mut context) = (ScrubProcess::default(), None);
             let measure = |pid| {
                 let look = charges.sample(&gpu);

@@ -341,7 +341,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         }],
     },
     NamedCheck {
-        name: "security/context-canary",
+        name: "security/context-scrub-check",
         promise: "the scrub check has a context and no other memory until the agent lets it continue",
         long: false,
         tests: &[TestSelection {
