@@ -58,7 +58,7 @@ pub(crate) enum Command {
         bytes: u64,
         /// The amount of retained memory for later process images, as 64Mi
         #[arg(long, value_parser = bytes)]
-        keep: Option<u64>,
+        retain: Option<u64>,
         /// Seconds from the start to the fault
         #[arg(long, default_value_t = 0)]
         after: u64,
@@ -67,7 +67,7 @@ pub(crate) enum Command {
         blind: bool,
     },
     /// Write an amount of retained memory, or read what an earlier process wrote, then exit
-    Keep {
+    Retain {
         /// How much, as 64Mi
         #[arg(long, value_parser = bytes)]
         bytes: u64,

@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 
 use crate::args::{AllocationArgs, Args, Command, StdinCommand, Then};
 use crate::cuda::{self, Refusal};
-use crate::kept;
 use crate::nvml;
 use crate::parked;
+use crate::retained;
 
 /// Runs a command. A command that holds memory does not return.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
@@ -29,17 +29,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             times,
             file,
             bytes,
-            keep,
+            retain,
             after,
             blind,
         } => {
             let delay = Duration::from_secs(*after) + FAULT_DELAY;
-            fault(*times, file, *bytes, *keep, delay, *blind)
+            fault(*times, file, *bytes, *retain, delay, *blind)
         }
-        Command::Keep { bytes } => {
+        Command::Retain { bytes } => {
             cuda::set_current_device(0)?;
-            let (_lease, report) = kept::open_or_write_lease(*bytes)?;
-            println!("{}", json!({ "event": "kept", "kept": report }));
+            let (_lease, report) = retained::open_or_write_lease(*bytes)?;
+            println!("{}", json!({ "event": "retained", "retained": report }));
             Ok(ExitCode::SUCCESS)
         }
         Command::Export { bytes, to } => {
@@ -142,7 +142,7 @@ fn fault(
     times: usize,
     file: &Path,
     bytes: u64,
-    keep: Option<u64>,
+    retain: Option<u64>,
     delay: Duration,
     blind: bool,
 ) -> anyhow::Result<ExitCode> {
@@ -158,8 +158,11 @@ fn fault(
     cuda::set_current_device(0)?;
     let allocation = cuda::allocate(bytes);
     // The mapping stays until the process image ends.
-    let (_lease, report) = keep.map(kept::open_or_write_lease).transpose()?.unzip();
-    let start = json!({ "event": "started", "at": unix_millis()?, "faults": before, "refused": allocation.as_ref().err(), "kept": report,
+    let (_lease, report) = retain
+        .map(retained::open_or_write_lease)
+        .transpose()?
+        .unzip();
+    let start = json!({ "event": "started", "at": unix_millis()?, "faults": before, "refused": allocation.as_ref().err(), "retained": report,
         "pid": std::process::id() });
     println!("{start}");
     if before < times {

@@ -12,9 +12,9 @@ mod args;
 mod commands;
 mod cuda;
 mod ending;
-mod kept;
 mod nvml;
 mod parked;
+mod retained;
 
 use std::process::ExitCode;
 

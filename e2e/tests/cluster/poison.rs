@@ -241,7 +241,7 @@ fn faulting_pod(context: &TrialContext, name: &str, times: u32) -> PodBuilder {
 }
 
 fn probe_pod(context: &TrialContext, name: &str, how: &[&str]) -> PodBuilder {
-    let fault = ["fault", "--file=/count/faults", "--keep=64Mi"];
+    let fault = ["fault", "--file=/count/faults", "--retain=64Mi"];
     PodBuilder::new(name, &context.environment.probe_image)
         .arguments(&[&fault, how].concat())
         .with_empty_dir("/count")
@@ -255,15 +255,15 @@ fn probe_pod(context: &TrialContext, name: &str, how: &[&str]) -> PodBuilder {
 fn recovered_leases(steady: &Value) -> Result<&[Value], Failed> {
     let starts = steady["starts"].as_array().map_or(&[][..], Vec::as_slice);
     let same = |start: &Value| {
-        ["lease", "generation", "checksum"].map(|field| start["kept"][field].clone())
+        ["lease", "generation", "checksum"].map(|field| start["retained"][field].clone())
     };
     let right = starts.iter().enumerate().all(|(image, start)| {
-        start["kept"]["found"] == (image > 0) && same(start) == same(&starts[0])
+        start["retained"]["found"] == (image > 0) && same(start) == same(&starts[0])
     });
     let all = steady["faults"] == json!(starts.len().saturating_sub(1));
     (right && all)
         .then_some(starts)
-        .ok_or_else(|| format!("kept memory: {steady}").into())
+        .ok_or_else(|| format!("retained memory: {steady}").into())
 }
 
 /// Returns the median and the 99th percentile of the time from a fault until the next image has its
@@ -299,7 +299,7 @@ async fn in_place(context: &mut TrialContext) -> Result<(), Failed> {
     let (median, p99) = times(&pods.log(POD).await?, starts);
     assert!(
         p99 < MAX_RECOVERY,
-        "from a fault to the kept memory: {p99:?}"
+        "from a fault to the retained memory: {p99:?}"
     );
     let wanted = f64::from(IN_PLACE + 1);
     let labels = [("pod", POD)];
@@ -318,7 +318,7 @@ async fn in_place(context: &mut TrialContext) -> Result<(), Failed> {
     .await?;
     context.history.check_none_failed_or_restarted()?;
     context.progress.report(format_args!(
-        "in place: {IN_PLACE} faults in a row, 0 restarts of the container, P {}, kept memory found each time, after \
+        "in place: {IN_PLACE} faults in a row, 0 restarts of the container, P {}, retained memory found each time, after \
          {median:?} (p50) and {p99:?} (p99)",
         IN_PLACE + 1
     ));
@@ -372,7 +372,7 @@ async fn restarted(context: &TrialContext) -> Result<(), Failed> {
         })
         .collect();
     context.progress.report(format_args!(
-        "restarted by the kubelet: {RESTARTS} faults, {RESTARTS} restarts, kept memory found, {} s from one to the next",
+        "restarted by the kubelet: {RESTARTS} faults, {RESTARTS} restarts, retained memory found, {} s from one to the next",
         waits.join(", ")
     ));
     Ok(())

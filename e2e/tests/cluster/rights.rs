@@ -30,20 +30,20 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 async fn confined(context: &mut TrialContext) -> Result<(), Failed> {
     let probe = context.environment.probe_image.clone();
-    let keeps = PodBuilder::new("keeps", &probe)
+    let retains = PodBuilder::new("retains", &probe)
         .arguments(&[
             "fault",
             "--file=/count/faults",
-            "--keep=64Mi",
+            "--retain=64Mi",
             "--times=1",
             "--after=600",
         ])
         .with_empty_dir("/count")
         .gib(4);
-    context.pods.create(&keeps).await?;
+    context.pods.create(&retains).await?;
     context
         .pods
-        .wait_for_log_line("keeps", START_TIMEOUT, event_line("started"))
+        .wait_for_log_line("retains", START_TIMEOUT, event_line("started"))
         .await?;
     let local = context.local()?;
     let provisioner = async || match local.processes_named("bursar-provisioner").first() {

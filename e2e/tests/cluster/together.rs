@@ -70,8 +70,8 @@ type Leaving = fn(PodBuilder) -> PodBuilder;
 
 /// The memory is retained on the node, or a sidecar without a GPU holds its descriptor.
 const WAYS: [(&str, Leaving); 2] = [
-    ("kept", |plan| {
-        plan.init_arguments(&["keep", "--bytes=512Mi"])
+    ("retained", |plan| {
+        plan.init_arguments(&["retain", "--bytes=512Mi"])
     }),
     ("exported", |plan| {
         plan.with_empty_dir("/parked")

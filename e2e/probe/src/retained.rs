@@ -17,7 +17,7 @@ const LEASE_KEY: Key = [1; 32];
 /// Bytes per write.
 const CHUNK: u64 = 1 << 20;
 
-/// The lease in the `kept` event.
+/// The lease in the `retained` event.
 #[derive(Debug, Serialize)]
 pub(crate) struct LeaseReport {
     found: bool,
