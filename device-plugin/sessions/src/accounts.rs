@@ -269,18 +269,18 @@ impl CreditAccounts {
             return;
         };
         let of = |account: usize| exported.get(account).copied().unwrap_or(Units::ZERO);
-        let kept: Vec<_> = (0..)
+        let orphaned: Vec<_> = (0..)
             .map(of)
             .zip(&granted)
             .map(|(exported, granted)| exported.min(*granted))
             .collect();
         let rest: Vec<_> = granted
             .iter()
-            .zip(&kept)
-            .map(|(granted, kept)| granted.saturating_sub(*kept))
+            .zip(&orphaned)
+            .map(|(granted, orphaned)| granted.saturating_sub(*orphaned))
             .collect();
         add_amounts(&mut self.exited, pid, rest);
-        add_amounts(&mut self.orphaned, pid, kept);
+        add_amounts(&mut self.orphaned, pid, orphaned);
     }
 
     /// Releases the units of an exited image that the driver no longer charges. Its orphaned
@@ -295,10 +295,10 @@ impl CreditAccounts {
     pub(super) fn cap_orphaned(&mut self, account: usize, most: Units, of: &AmountsByPid) {
         for (pid, accounts) in &mut self.orphaned {
             let asked = of.get(pid).and_then(|asked| asked.get(account));
-            if let Some(kept) = accounts.get_mut(account)
-                && asked == Some(&*kept)
+            if let Some(units) = accounts.get_mut(account)
+                && asked == Some(&*units)
             {
-                *kept = most.min(*kept);
+                *units = most.min(*units);
             }
         }
         self.orphaned.retain(|_, accounts| is_any_nonzero(accounts));
@@ -509,9 +509,9 @@ mod tests {
         Grant(u32, u32),
         Admit(u32, u32),
         GiveBack(u32, u32),
-        Retire(u32, u32),
+        Exit(u32, u32),
         Release(u32),
-        KeepAtMost(u32),
+        CapOrphaned(u32),
         Resize(u32),
     }
 
@@ -521,9 +521,9 @@ mod tests {
             4 => (0..4u32, units.clone()).prop_map(|(pid, units)| Step::Grant(pid, units)),
             1 => (0..4u32, units.clone()).prop_map(|(pid, units)| Step::Admit(pid, units)),
             2 => (0..4u32, units.clone()).prop_map(|(pid, units)| Step::GiveBack(pid, units)),
-            1 => (0..4u32, units.clone()).prop_map(|(pid, units)| Step::Retire(pid, units)),
+            1 => (0..4u32, units.clone()).prop_map(|(pid, units)| Step::Exit(pid, units)),
             1 => (0..4u32).prop_map(Step::Release),
-            1 => units.clone().prop_map(Step::KeepAtMost),
+            1 => units.clone().prop_map(Step::CapOrphaned),
             1 => units.prop_map(Step::Resize),
         ]
     }
@@ -549,17 +549,17 @@ mod tests {
                         let held = credit.granted_to(pid, 0);
                         prop_assert_eq!(credit.revoke(pid, 0, Units(units)), Units(units).min(held));
                     }
-                    Step::Retire(pid, exported) => {
+                    Step::Exit(pid, exported) => {
                         let sum = credit.granted(0).0 + credit.exited(0).0;
                         credit.mark_exited(pid, &[Units(exported)]);
                         prop_assert_eq!(credit.granted(0).0 + credit.exited(0).0, sum);
                     }
                     Step::Release(pid) => {
-                        let kept = credit.orphaned(0);
+                        let orphaned = credit.orphaned(0);
                         credit.release_exited(pid);
-                        prop_assert_eq!(credit.orphaned(0), kept);
+                        prop_assert_eq!(credit.orphaned(0), orphaned);
                     }
-                    Step::KeepAtMost(units) => {
+                    Step::CapOrphaned(units) => {
                         let rest = credit.exited(0).0 - credit.orphaned(0).0;
                         let all = credit.orphaned.clone();
                         credit.cap_orphaned(0, Units(units), &all);

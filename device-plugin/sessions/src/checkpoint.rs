@@ -31,13 +31,13 @@ pub(super) struct CheckpointContent {
     /// The live processes.
     pub(super) processes: Vec<ProcessEntry>,
     /// The pids of exited images that are still charged, with their units by account.
-    pub(super) retired: Vec<(u32, Vec<u32>)>,
+    pub(super) exited: Vec<(u32, Vec<u32>)>,
     /// The quota overrides in units, by account.
     #[serde(default)]
-    pub(super) orders: Vec<Option<u32>>,
+    pub(super) overrides: Vec<Option<u32>>,
     /// The orphaned exports of exited images, by pid, with their units by account.
     #[serde(default)]
-    pub(super) kept: Vec<(u32, Vec<u32>)>,
+    pub(super) orphaned: Vec<(u32, Vec<u32>)>,
     /// The leases that the container owns, each with its account and units.
     #[serde(default)]
     pub(super) leases: Vec<(u64, usize, u32)>,
@@ -53,7 +53,7 @@ pub(super) struct CheckpointContent {
     pub(super) generation: u64,
     /// The poisoned images, and the decisions about them.
     #[serde(default)]
-    pub(super) poisonings: FaultLog,
+    pub(super) fault_log: FaultLog,
 }
 
 /// One process of the container.
@@ -89,7 +89,7 @@ impl CheckpointContent {
             let living = self.processes.iter();
             let living =
                 living.map(|entry| of(&entry.exported, index).min(of(&entry.granted, index)));
-            let dead = self.kept.iter().map(|(_, units)| of(units, index));
+            let dead = self.orphaned.iter().map(|(_, units)| of(units, index));
             let units = living.chain(dead).map(|units| Units(units).min(Units::MAX));
             Bytes(units.sum::<Units>().bytes())
         };

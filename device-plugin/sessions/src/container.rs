@@ -182,7 +182,7 @@ impl Container {
             .map_or(served_before, |content| content.incomplete);
         let content = content.unwrap_or_default();
         let mut overrides: Vec<_> = content
-            .orders
+            .overrides
             .iter()
             .map(|units| units.map(Units))
             .collect();
@@ -210,7 +210,7 @@ impl Container {
                 0 if is_lost => now.0.saturating_mul(1_000),
                 known => known,
             },
-            fault_log: content.poisonings,
+            fault_log: content.fault_log,
             unreported_faults: Vec::new(),
             is_drained: false,
             pages: PagePool::new(CreditPage::create),
@@ -223,11 +223,11 @@ impl Container {
         for index in 0..container.accounts.len() {
             container.apply_quota(index);
         }
-        for (pid, units) in content.retired {
+        for (pid, units) in content.exited {
             container.credit.restore_grant(pid, &to_units(&units));
             container.credit.mark_exited(pid, &[]);
         }
-        for (pid, units) in content.kept {
+        for (pid, units) in content.orphaned {
             container.credit.restore_grant(pid, &to_units(&units));
             container.credit.mark_exited(pid, &to_units(&units));
         }
@@ -822,8 +822,8 @@ impl Container {
                     exported: units(&state.exported),
                 })
                 .collect(),
-            retired: by_pid(exited),
-            kept: by_pid(orphaned),
+            exited: by_pid(exited),
+            orphaned: by_pid(orphaned),
             leases: self
                 .credit
                 .leases()
@@ -832,13 +832,13 @@ impl Container {
                 .collect(),
             gpus: self.gpus(),
             incomplete: self.is_checkpoint_lost || self.has_untracked(),
-            orders: self
+            overrides: self
                 .overrides
                 .iter()
                 .map(|order| order.map(|units| units.0))
                 .collect(),
             generation: self.generation,
-            poisonings: self.fault_log.clone(),
+            fault_log: self.fault_log.clone(),
         };
         let written = self.checkpoint.write(content);
         if let Err(error) = &written

@@ -413,9 +413,12 @@ async fn memory_of_silent_processes_stays_withheld_after_restart() {
     machine.kill_agent();
     std::fs::remove_dir_all(machine.path("run/sessions")).unwrap();
     machine.start_successor().await;
-    let outside = r#"account="GPU- amount="outside""#;
+    let untracked = r#"account="GPU- amount="untracked""#;
     let memory = "bursar_container_memory_bytes";
-    wait_for_metric(&machine, memory, outside, |bytes| bytes >= (6 * GIB) as i64).await;
+    wait_for_metric(&machine, memory, untracked, |bytes| {
+        bytes >= (6 * GIB) as i64
+    })
+    .await;
     let mut other = Container::start(&machine, &pod, PLAIN).await;
     other.ok("open libcuda.so.1");
     assert_eq!(other.call(&format!("alloc {}", 3 * GIB)), "err 2");
@@ -426,7 +429,7 @@ async fn memory_of_silent_processes_stays_withheld_after_restart() {
     );
     // This is more than the program's credit allows without a request to the agent.
     silent.ok(&format!("alloc {}", GIB / 2));
-    wait_for_value(&machine, "bursar_container_memory_bytes", outside, 0).await;
+    wait_for_value(&machine, "bursar_container_memory_bytes", untracked, 0).await;
     assert_eq!(other.call(&format!("alloc {}", 3 * GIB)), "err 2");
     other.ok("alloc 4096");
 }

@@ -91,7 +91,7 @@ fn charged_units(record: &Value) -> Result<u64, String> {
     for process in list("processes")? {
         add(&process["granted"]);
     }
-    for image in list("retired")?.iter().chain(list("kept")?) {
+    for image in list("exited")?.iter().chain(list("orphaned")?) {
         add(&image[1]);
     }
     for lease in list("leases")? {
@@ -183,11 +183,11 @@ mod tests {
 
     use super::*;
 
-    fn record(granted: u32, retired: u32, kept: u32, leased: u32) -> Value {
+    fn record(granted: u32, exited: u32, orphaned: u32, leased: u32) -> Value {
         json!({
             "processes": [{ "granted": [granted, 0] }],
-            "retired": [[7, [retired, 0]]],
-            "kept": [[8, [kept, 0]]],
+            "exited": [[7, [exited, 0]]],
+            "orphaned": [[8, [orphaned, 0]]],
             "leases": [[1, 0, leased]],
         })
     }
@@ -205,19 +205,19 @@ mod tests {
         for part in 0..4 {
             let mut parts = [QUOTA.0 / 4; 4];
             parts[part] += 1;
-            let [granted, retired, kept, leased] = parts;
+            let [granted, exited, orphaned, leased] = parts;
             assert!(
-                charged_units(&record(granted, retired, kept, leased)).is_err(),
+                charged_units(&record(granted, exited, orphaned, leased)).is_err(),
                 "{parts:?}"
             );
         }
-        let other = json!({ "processes": [{ "granted": [0, 1] }], "retired": [], "kept": [], "leases": [] });
+        let other = json!({ "processes": [{ "granted": [0, 1] }], "exited": [], "orphaned": [], "leases": [] });
         assert!(charged_units(&other).is_err());
     }
 
     #[test]
     fn charged_units_fail_when_a_list_has_another_name() {
-        for name in ["processes", "retired", "kept", "leases"] {
+        for name in ["processes", "exited", "orphaned", "leases"] {
             let mut record = record(0, 0, 0, 0);
             record.as_object_mut().unwrap().remove(name);
             assert!(charged_units(&record).unwrap_err().contains(name));

@@ -253,7 +253,7 @@ impl AuditResult {
         let (mut intruders, mut of_dead) = (0, 0_u64);
         for listed in processes {
             let bytes = listed.bytes.unwrap_or_default();
-            let outside = match attribute(listed, gpu, books, containers, limits) {
+            let untracked = match attribute(listed, gpu, books, containers, limits) {
                 Attribution::Tracked(allocation) => {
                     charged.entry(allocation).or_default().push(listed);
                     continue;
@@ -270,13 +270,15 @@ impl AuditResult {
                     allocation
                 }
             };
-            let Some(allocation) = outside else { continue };
+            let Some(allocation) = untracked else {
+                continue;
+            };
             charged.entry(allocation).or_default().push(listed);
-            let outside = self
+            let untracked = self
                 .untracked_memory
                 .entry((allocation, gpu.clone()))
                 .or_default();
-            outside.insert(listed.pid, bytes);
+            untracked.insert(listed.pid, bytes);
         }
         for of_it in books {
             let listed = charged.remove(&of_it.allocation).unwrap_or_default();
@@ -358,19 +360,19 @@ impl AuditResult {
             quota,
             granted,
             used,
-            exited: retired,
+            exited,
             ..
         } = account;
         let charged: u64 = listed
             .iter()
             .filter_map(|listed| listed.bytes)
             .fold(0, |sum, bytes| sum.saturating_add(bytes.0));
-        let known = used.0.saturating_add(retired.0);
+        let known = used.0.saturating_add(exited.0);
         let key = (books.allocation, gpu.clone());
         self.drift.insert(key, signed_difference(charged, known));
         let allowance = allowance_of(listed.len(), *quota, limits);
         // A lowered quota applies once frees have caught up.
-        let allowed = quota.0.max(granted.0.saturating_add(retired.0));
+        let allowed = quota.0.max(granted.0.saturating_add(exited.0));
         let allowed = allowed
             .saturating_add(limits.tolerance.0)
             .saturating_add(allowance);
@@ -416,12 +418,12 @@ fn attribute(
 ) -> Attribution {
     let pid = listed.pid;
     let has_gpu = |books: &&ContainerUsage| account_index(books, gpu).is_some();
-    let retired = || {
-        let retired = |books: &&ContainerUsage| books.exited_pids.contains(&pid);
-        books.iter().filter(has_gpu).find(retired)
+    let exited = || {
+        let exited = |books: &&ContainerUsage| books.exited_pids.contains(&pid);
+        books.iter().filter(has_gpu).find(exited)
     };
     let Some(LiveProcess { start, owner }) = &listed.live else {
-        return retired().map_or(Attribution::Exited, |books| {
+        return exited().map_or(Attribution::Exited, |books| {
             Attribution::Tracked(books.allocation)
         });
     };
@@ -436,11 +438,11 @@ fn attribute(
         let most = left.saturating_add(limits.process_allowance.0);
         listed.bytes.is_some_and(|bytes| bytes.0 <= most)
     };
-    if let Some(books) = retired().filter(left) {
+    if let Some(books) = exited().filter(left) {
         return Attribution::Tracked(books.allocation);
     }
     // The driver listed the exited process that had this pid, and has freed its memory since.
-    if retired().is_none() && known.exited_pids.contains(&pid) {
+    if exited().is_none() && known.exited_pids.contains(&pid) {
         return Attribution::Exited;
     }
     let ProcessOwner::Container { pod, cgroup } = owner else {

@@ -169,9 +169,9 @@ impl AuditFigures {
                     ("quota", account.quota),
                     ("granted", account.granted),
                     ("used", account.used),
-                    ("retired", account.exited),
+                    ("exited", account.exited),
                     ("leased", account.leased),
-                    ("outside", account.untracked),
+                    ("untracked", account.untracked),
                     ("peak", account.peak),
                 ];
                 memory.extend(amounts.map(|(amount, bytes)| {

@@ -314,13 +314,13 @@ impl Auditor {
     fn charge_untracked(&self, books: &[ContainerUsage], seen: &[GpuSample], result: &AuditResult) {
         for GpuSample { gpu, .. } in seen {
             for books in books {
-                let outside = result
+                let untracked = result
                     .untracked_memory
                     .get(&(books.allocation, gpu.clone()));
                 let account = Account::Gpu(gpu.clone());
                 let had = books.accounts.iter().find(|had| had.account == account);
-                if had.is_some_and(|had| had.untracked > Bytes::ZERO || outside.is_some()) {
-                    let charged = outside.cloned().unwrap_or_default();
+                if had.is_some_and(|had| had.untracked > Bytes::ZERO || untracked.is_some()) {
+                    let charged = untracked.cloned().unwrap_or_default();
                     self.sessions
                         .set_untracked(&books.allocation, &account, charged);
                 }

@@ -99,9 +99,9 @@ impl Container {
                 quota = credit.quota(index).bytes(),
                 granted = credit.granted(index).bytes(),
                 own = credit.granted_to(pid, index).bytes(),
-                retired = credit.exited(index).bytes(),
+                exited = credit.exited(index).bytes(),
                 leased = credit.leased(index).bytes(),
-                outside = credit.untracked(index).bytes(),
+                untracked = credit.untracked(index).bytes(),
                 suppressed,
                 "memory refused"
             );

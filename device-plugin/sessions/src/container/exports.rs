@@ -20,8 +20,8 @@ impl Container {
     /// The orphaned exports of this GPU that are not proven free.
     pub(in super::super) fn orphaned_exports(&self, gpu: &GpuUuid) -> Option<AmountsByPid> {
         let any = self.credit.orphaned(self.account_index(gpu)?) > Units::ZERO;
-        let [_, kept] = self.credit.exited_and_orphaned();
-        any.then(|| kept.clone())
+        let [_, orphaned] = self.credit.exited_and_orphaned();
+        any.then(|| orphaned.clone())
     }
 
     /// The bytes of a GPU that each live process itself has allocated.

@@ -139,8 +139,8 @@ impl Container {
 
     fn notify_change(&self) {
         self.change_notify.notify_one();
-        let [_, kept] = self.credit.exited_and_orphaned();
-        if !kept.is_empty() {
+        let [_, orphaned] = self.credit.exited_and_orphaned();
+        if !orphaned.is_empty() {
             self.orphans_changed.send_replace(());
         }
     }

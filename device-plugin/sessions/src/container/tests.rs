@@ -353,9 +353,9 @@ fn query_lists_pids_of_the_callers_namespace() {
     else {
         panic!("not a usage");
     };
-    let retired = container.account_usage()[0].exited.0;
-    assert!(retired >= 4 * MIB);
-    assert_eq!((quota, used), (1 << 30, 123 * MIB + retired));
+    let exited = container.account_usage()[0].exited.0;
+    assert!(exited >= 4 * MIB);
+    assert_eq!((quota, used), (1 << 30, 123 * MIB + exited));
     let listed: Vec<_> = processes
         .iter()
         .map(|process| (process.pid, process.bytes / MIB))

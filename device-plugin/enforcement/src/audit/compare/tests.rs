@@ -290,9 +290,9 @@ fn process_is_untracked_without_session_or_shim() {
         (process(5), Some(AllocationId::from_bits(1)))
     );
     assert_eq!(result.untracked_processes[&gpu()], 1);
-    let outside = &result.untracked_memory[&(AllocationId::from_bits(1), gpu())];
+    let untracked = &result.untracked_memory[&(AllocationId::from_bits(1), gpu())];
     assert_eq!(
-        outside[&5],
+        untracked[&5],
         Bytes::mib(600),
         "charged at the driver's figure"
     );
@@ -314,9 +314,9 @@ fn process_is_untracked_without_session_unless_agent_is_newer() {
     containers.agent_start = process(5).start + 1;
     let result = compared(&containers);
     assert_eq!(result.findings, []);
-    let outside = &result.untracked_memory[&(AllocationId::from_bits(1), gpu())];
+    let untracked = &result.untracked_memory[&(AllocationId::from_bits(1), gpu())];
     assert_eq!(
-        outside[&5],
+        untracked[&5],
         Bytes::mib(600),
         "charged at the driver's figure"
     );

@@ -22,7 +22,7 @@ enum Stage {
     /// The process has exited; it is not reaped, and the accounts still have its session.
     Ended,
     /// The accounts know that the process has exited; it may still be a zombie.
-    Retired,
+    ExitKnown,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -62,7 +62,7 @@ struct FakeNode {
     now: u64,
     actors: BTreeMap<u32, FakeProcess>,
     /// Pids of exited processes that the accounts charge.
-    retired: BTreeSet<u32>,
+    exited: BTreeSet<u32>,
     held: BTreeSet<u32>,
     /// Pids of exited processes that the driver lists, since a child holds their memory.
     left: BTreeSet<u32>,
@@ -74,7 +74,7 @@ impl FakeNode {
             Step::Advance(pid) => self.advance(pid),
             Step::Reap(pid) => {
                 let gone = self.actors.get(&pid);
-                if gone.is_some_and(|actor| actor.stage == Stage::Retired) {
+                if gone.is_some_and(|actor| actor.stage == Stage::ExitKnown) {
                     self.actors.remove(&pid);
                 }
             }
@@ -90,7 +90,7 @@ impl FakeNode {
             }
             Step::Reclaim => {
                 let listed: BTreeSet<u32> = self.listed().into_iter().collect();
-                self.retired.retain(|pid| listed.contains(pid));
+                self.exited.retain(|pid| listed.contains(pid));
             }
             Step::Tick => self.now += 1,
         }
@@ -115,9 +115,9 @@ impl FakeNode {
                 }
                 Stage::Ended
             }
-            Stage::Ended | Stage::Retired => {
-                self.retired.insert(pid);
-                Stage::Retired
+            Stage::Ended | Stage::ExitKnown => {
+                self.exited.insert(pid);
+                Stage::ExitKnown
             }
         }
     }
@@ -149,21 +149,21 @@ impl FakeNode {
         let account = AccountBalance {
             granted: amount(members.len()),
             used: amount(members.len()),
-            exited: amount(self.retired.len()),
+            exited: amount(self.exited.len()),
             ..AccountBalance::empty(Account::Gpu(gpu()), Bytes::gib(16))
         };
         ContainerUsage {
             pod: pod(1),
             cgroup: Some("c".into()),
             processes: members,
-            exited_pids: self.retired.iter().copied().collect(),
+            exited_pids: self.exited.iter().copied().collect(),
             ..ContainerUsage::empty(1, vec![account])
         }
     }
 
     fn alive(&self, pid: u32, asked: u64) -> Option<LiveProcess> {
         let actor = self.actors.get(&pid)?;
-        let ended = matches!(actor.stage, Stage::Ended | Stage::Retired);
+        let ended = matches!(actor.stage, Stage::Ended | Stage::ExitKnown);
         let owner = ProcessOwner::Container {
             pod: pod(1),
             cgroup: "c".into(),
@@ -182,7 +182,7 @@ fn findings_among(steps: &[Step], order: [Audit; 3], at: [usize; 3]) -> Vec<Find
         for (audit, _) in order.into_iter().zip(at).filter(|(_, at)| *at == number) {
             match audit {
                 Audit::Driver => {
-                    containers.exited_pids.clone_from(&node.retired);
+                    containers.exited_pids.clone_from(&node.exited);
                     asked = node.now;
                     listed = node.listed();
                 }
