@@ -114,7 +114,7 @@ impl ContainerUsage {
     pub fn empty(number: u64, accounts: Vec<AccountBalance>) -> ContainerUsage {
         ContainerUsage {
             allocation: AllocationId::from_bits(number),
-            pod: "p".parse().unwrap(),
+            pod: "p".parse().expect("a UID"),
             cgroup: None,
             accounts,
             processes: Vec::new(),
