@@ -17,8 +17,8 @@
 //!                                     <-  Scrubbed | Failed {code, call}
 //! ```
 //!
-//! The scrub check (`bursar-provisioner scrub-check --gpu UUID`) speaks no protocol: it prints lines
-//! of JSON. The first is `{"verdict": "Context"}` once it has a context and nothing else. It
+//! The scrub check (`bursar-provisioner scrub-check --gpu UUID`) speaks no protocol: it prints
+//! lines of JSON. The first is `{"verdict": "Context"}` once it has a context and nothing else. It
 //! continues when its standard input has a line or ends, or after ten seconds. The last line is
 //! `"Scrubbed"`, `"NotScrubbed"` or `"Failed"`, with further fields for people. It exits with 0.
 #![forbid(unsafe_code)]

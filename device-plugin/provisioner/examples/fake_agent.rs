@@ -1,4 +1,5 @@
-//! Replaces the agent where there is no cluster: `fake_agent SOCKET FDSTORE-FOLDER PROVISIONER GPU...`.
+//! Replaces the agent where there is no cluster: `fake_agent SOCKET FDSTORE-FOLDER PROVISIONER
+//! GPU...`.
 //!
 //! Answers lease requests with the real fd store and real provisioners, for any process of the
 //! machine: there are no containers, quotas or namespaces. As with the agent, a writer that exits

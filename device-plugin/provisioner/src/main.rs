@@ -2,9 +2,9 @@
 //! agent that started it.
 //!
 //! The provisioner never has a CUDA context, so no kernel's fault reaches it (F3 in docs/facts.md),
-//! and it holds no memory after its answer. `bursar-provisioner scrub-check --gpu UUID` is the scrub
-//! check, a process of another kind: it creates a context, lets the agent measure that, checks
-//! whether freed memory comes back cleared, prints the verdict and exits.
+//! and it holds no memory after its answer. `bursar-provisioner scrub-check --gpu UUID` is the
+//! scrub check, a process of another kind: it creates a context, lets the agent measure that,
+//! checks whether freed memory comes back cleared, prints the verdict and exits.
 //!
 //! * `scrub_check` is the scrub check
 //! * `serve` answers the agent

@@ -38,8 +38,8 @@ pub(super) struct NamedCheck {
 /// Runs these tests, each selection for at most `timeout`.
 ///
 /// # Errors
-/// When a test fails or a selection runs longer, or when fewer tests ran than were named: a renamed test would otherwise go
-/// unnoticed.
+/// When a test fails or a selection runs longer, or when fewer tests ran than were named: a renamed
+/// test would otherwise go unnoticed.
 pub(super) fn run(tests: &[TestSelection], timeout: Option<Duration>) -> anyhow::Result<()> {
     for tests in tests {
         let ran = run_and_count_passed(&mut command(tests), timeout, &mut io::stdout())?;

@@ -127,8 +127,8 @@ impl<T> TrackedSlice<T> {
     /// Moves the memory to another stream of the same device, behind all work so far.
     ///
     /// # Errors
-    /// [`MemoryError::Stale`], [`WrongOrdinal`](crate::ResourceError::WrongOrdinal), or the driver's
-    /// error. The memory keeps its stream then.
+    /// [`MemoryError::Stale`], [`WrongOrdinal`](crate::ResourceError::WrongOrdinal), or the
+    /// driver's error. The memory keeps its stream then.
     pub fn move_to(&mut self, stream: &Stream) -> Result<(), MemoryError> {
         self.check()?;
         check_stream(self.memory.resource.ordinal(), stream)?;
