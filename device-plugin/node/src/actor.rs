@@ -4,8 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bursar_apiserver::ParsedSpec;
-use bursar_apiserver::{Events, PodRef, Reason};
+use bursar_apiserver::{Events, ParsedSpec, PodRef, Reason};
 use bursar_config::ResourcesConfig;
 use bursar_gpu::Inventory;
 use bursar_gpu::drain::DrainState;

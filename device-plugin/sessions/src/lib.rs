@@ -51,8 +51,7 @@ use bursar_ledger::units::{AllocationId, Bytes, DeviceIdSet, GpuUuid, LeaseId, P
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
-use crate::lease_handle::ChargedLeases;
-use crate::lease_handle::{LeaseHandle, LiveLeases};
+use crate::lease_handle::{ChargedLeases, LeaseHandle, LiveLeases};
 use closer::SocketCloser;
 use connection_limit::ConnectionLimit;
 use container::Container;

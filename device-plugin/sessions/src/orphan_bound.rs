@@ -19,8 +19,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use bursar_gpu::memory_sample::GpuMemorySample;
-use bursar_gpu::memory_sample::unlisted_overhead;
+use bursar_gpu::memory_sample::{GpuMemorySample, unlisted_overhead};
 use bursar_ledger::units::{AllocationId, Bytes, LeaseId};
 
 /// The samples in a row that prove a bound.

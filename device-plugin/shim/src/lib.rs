@@ -54,7 +54,8 @@ mod session_state;
 mod unwinder;
 mod vmm;
 
-/// What a forked child forgets of its parent: called once a process, by [`session_state`].
+/// The functions by which a forked child resets state of its parent. [`session_state`] calls them
+/// once in each process.
 static FORK_RESETS: [fn(); 7] = [
     accounting::reset,
     deferred_free::reset,
@@ -65,6 +66,6 @@ static FORK_RESETS: [fn(); 7] = [
     graphs::reset,
 ];
 
-/// What gives up memory that the process has cached, and returns whether that discharged anything.
+/// The functions that free cached memory of the process and return whether that lowered a charge.
 /// [`accounting`] calls each of them before it denies a charge.
 static RECLAIMERS: [fn() -> bool; 2] = [pools::reclaim, graphs::reclaim];

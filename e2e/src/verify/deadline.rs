@@ -33,7 +33,7 @@ pub(super) fn wait_within(child: &mut Child, timeout: Duration) -> io::Result<Ex
 }
 
 /// Kills a child and its descendants.
-pub(super) fn kill_tree(child: &Child) {
+fn kill_tree(child: &Child) {
     let mut pids = vec![child.id()];
     let mut next = 0;
     while let Some(&pid) = pids.get(next) {

@@ -5,8 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bursar_apiserver::Events;
-use bursar_apiserver::ParsedSpec;
+use bursar_apiserver::{Events, ParsedSpec};
 use bursar_config::PathsConfig;
 use bursar_gpu::xid::RecentXids;
 use bursar_host::clock::{self, ClockReading};

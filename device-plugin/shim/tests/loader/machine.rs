@@ -6,8 +6,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use bursar_config::HostMount;
-use bursar_config::{AuditConfig, AuditPolicy};
+use bursar_config::{AuditConfig, AuditPolicy, HostMount};
 use bursar_enforcement::attestation;
 use bursar_enforcement::audit::compare::{
     AttestedState, Finding, GpuSample, ListedProcess, LiveProcess, compare_accounts,
