@@ -1,0 +1,96 @@
+//! Copies typed memory between two GPUs, checks the content, and measures the copies.
+//!
+//! `cargo run --release --package bursar-runtime --example peers [MIB]` copies MIB (1,024) in each
+//! direction, without peer access and with it. It prints one JSON object: wrong copies, and the
+//! median bandwidths in GB/s. `e2e/gpu/programs/peer_copy.py` measures the same copies by PyTorch.
+
+use std::error::Error;
+use std::time::Instant;
+
+use bursar_runtime::{
+    DeviceChecksum, DeviceRuntime, Tag, TrackedSlice, checksum, memory::peer_copy,
+};
+
+type Done<T> = Result<T, Box<dyn Error>>;
+
+const ROUNDS: usize = 15;
+
+/// A block of memory on each GPU, and the number of copies with wrong content.
+struct Peers<'a> {
+    runtimes: [&'a DeviceRuntime; 2],
+    blocks: [TrackedSlice<u8>; 2],
+    wrong: usize,
+}
+
+impl Peers<'_> {
+    /// Copies one block to the other, compares the checksums, and returns the seconds that the copy
+    /// took.
+    fn copy(&mut self, from: usize, seed: u8) -> Done<f64> {
+        let bytes: Vec<u8> = (0..self.blocks[0].len())
+            .map(|at| (at as u8).wrapping_mul(31) ^ seed)
+            .collect();
+        let [first, second] = &mut self.blocks;
+        let (source, target) = if from == 0 {
+            (first, second)
+        } else {
+            (second, first)
+        };
+        source.copy_from_host(&bytes)?;
+        source.stream().synchronize()?;
+        target.stream().synchronize()?;
+        let begun = Instant::now();
+        peer_copy::copy(source, target)?;
+        target.stream().synchronize()?;
+        let seconds = begun.elapsed().as_secs_f64();
+        let mut kernel = DeviceChecksum::new(self.runtimes[1 - from].context())?;
+        let found = kernel.of(target.address(), bytes.len() as u64, target.stream())?;
+        self.wrong += usize::from(found != checksum::of(&bytes));
+        Ok(seconds)
+    }
+
+    /// Returns the median bandwidth of the copies in both directions, in GB/s.
+    fn bandwidth(&mut self) -> Done<f64> {
+        let mut seconds = Vec::new();
+        for round in 0..ROUNDS {
+            seconds.push(self.copy(round % 2, round as u8)?);
+        }
+        seconds.sort_by(f64::total_cmp);
+        Ok(self.blocks[0].len() as f64 / seconds[ROUNDS / 2] / 1e9)
+    }
+}
+
+fn main() -> Done<()> {
+    let mebibytes: usize = std::env::args()
+        .nth(1)
+        .map_or(Ok(1024), |word| word.parse())?;
+    let (one, other) = (
+        DeviceRuntime::for_ordinal(0)?,
+        DeviceRuntime::for_ordinal(1)?,
+    );
+    let block = |runtime: &DeviceRuntime| -> Done<TrackedSlice<u8>> {
+        let stream = runtime.stream()?;
+        Ok(TrackedSlice::allocate(
+            runtime,
+            mebibytes << 20,
+            &stream,
+            Tag("peer"),
+        )?)
+    };
+    let blocks = [block(&one)?, block(&other)?];
+    let mut peers = Peers {
+        runtimes: [&one, &other],
+        blocks,
+        wrong: 0,
+    };
+    let without_access = peers.bandwidth()?;
+    one.context().enable_peer_access(other.context())?;
+    other.context().enable_peer_access(one.context())?;
+    let with_access = peers.bandwidth()?;
+    println!(
+        "{{\"copies\": {}, \"wrong\": {}, \"without_access_gb_per_s\": {without_access:.1}, \
+         \"with_access_gb_per_s\": {with_access:.1}}}",
+        2 * ROUNDS,
+        peers.wrong,
+    );
+    Ok(())
+}

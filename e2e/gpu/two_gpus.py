@@ -1,0 +1,254 @@
+"""Shows on two real GPUs that pods over both compute, that each GPU's quota holds, and what drains and waits do.
+
+usage: two_gpus.py ARCHIVE [--seconds N] [--peers PROGRAM]
+
+ARCHIVE is the output of `cargo e2e pack`, PROGRAM that of `cargo build --release --package bursar-runtime --example
+peers`. Needs root, two NVIDIA GPUs and a Python with torch; no network. The script starts a cluster of one node with
+Bursar under `audit.policy: kill`, and prints one table. It exits with 1 if a row fails.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+import image
+from cluster import NAMESPACE, PYTHON, REFERENCE, RESOURCE, Cluster, pod
+from table import Table
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+MIB_OF_GIB = 1024
+GPUS = 2
+
+
+def ranks(name, gib, programs, mode, seconds, annotated=True, env=(), user=None):
+    """Makes a pod that runs `ranks.py`, with its GPUs by annotation or by size."""
+    manifest = pod(name, gib, [PYTHON, "/programs/ranks.py", mode, str(seconds)], programs, env)
+    if annotated:
+        manifest["metadata"]["annotations"] = {"bursar.dev/gpus": str(GPUS)}
+    if user is not None:
+        manifest["spec"]["securityContext"] = {"runAsUser": user, "runAsGroup": user}
+    return manifest
+
+
+def judged(answer, gib):
+    """Returns what is wrong with the answer of a pod of `gib` over two GPUs, or None."""
+    if answer["world"] != GPUS or len(answer["ranks"]) != GPUS:
+        return f"{answer['world']} GPUs"
+    sees = [rank["sees_mib"] for rank in answer["ranks"]]
+    if sum(sees) != gib * MIB_OF_GIB:
+        return f"the ranks see {sees} MiB of {gib} GiB"
+    for rank in answer["ranks"]:
+        if rank.get("wrong") or not rank.get("gb_per_s"):
+            return f"rank {rank}"
+    return None
+
+
+def shown(answer):
+    """Formats the ranks of an answer as a cell."""
+    if answer is None:
+        return "no answer"
+    return "; ".join(", ".join(f"{key} {value}" for key, value in rank.items() if key != "rank") for rank in answer["ranks"])
+
+
+class Gaps:
+    """Counts every container that the GpuNode lists as not enforced, from the start to the end."""
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+        self.seen = set()
+
+    def look(self):
+        """Reads the list, and the events of this reason."""
+        for node in json.loads(self.cluster.kubectl("get", "gpunodes", "--output", "json"))["items"]:
+            self.seen |= {json.dumps(gap, sort_keys=True) for gap in node["status"].get("notEnforced") or []}
+        events = json.loads(self.cluster.kubectl("get", "events.events.k8s.io", "--output", "json"))["items"]
+        self.seen |= {event["regarding"]["name"] + ": " + event["note"] for event in events if event["reason"] == "GpuQuotaNotEnforced"}
+
+
+def finish(cluster, table, gaps, title, name, gib, bound, judge):
+    """Waits for a pod's end, adds its row, deletes the pod, and returns the answer."""
+    phase, answer, log = cluster.answer(name, bound)
+    gaps.look()
+    try:
+        said = judge(answer) if phase == "Succeeded" and answer else f"{phase}: {log[-1200:]}"
+    except KeyError as missing:
+        said = f"no {missing} in its answer"
+    table.add(title, gib, shown(answer) if answer and "ranks" in answer else json.dumps(answer), wrong=said)
+    cluster.kubectl("delete", "pod", name, "--now", "--wait=true")
+    return answer
+
+
+def until(cluster, question, wanted, bound):
+    """Asks kubectl until the answer is `wanted` or contains it, and returns the seconds or None."""
+    begun = time.monotonic()
+    while time.monotonic() < begun + bound:
+        if wanted in cluster.kubectl(*question, check=False):
+            return time.monotonic() - begun
+        time.sleep(0.1)
+    return None
+
+
+def refused_alone(gib):
+    """Checks that rank 0 got its part and no more, and that all ranks continued."""
+
+    def judge(answer):
+        first, *others = answer["ranks"]
+        if not first["sees_mib"] * 3 // 4 <= first["got_mib"] <= first["sees_mib"]:
+            return f"rank 0 got {first['got_mib']} of {first['sees_mib']} MiB"
+        return judged(answer, gib) or (None if all(rank["sum"] == GPUS for rank in answer["ranks"]) else "a wrong sum")
+
+    return judge
+
+
+def told_of_loss(answer):
+    """Checks that the ranks which lost rank 0 got an error from NCCL."""
+    return None if answer["exits"] == [3, 0] and all("told" in rank for rank in answer["ranks"][1:]) else f"exits {answer['exits']}"
+
+
+def programs_over_two(cluster, table, gaps, programs, seconds):
+    """Runs programs over both GPUs, one pod at a time, then two at the same time."""
+    native = subprocess.run([PYTHON, f"{programs}/ranks.py", "ddp", str(seconds)], capture_output=True, text=True, timeout=180)
+    alone = json.loads(native.stdout.splitlines()[-1]) if native.returncode == 0 else None
+    table.add("DDP without Bursar", "", shown(alone), wrong=None if alone else native.stderr[-600:])
+    expandable = [("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")]
+    for title, gib, mode, options, judge in (
+        ("DDP, by annotation", 24, "ddp", {}, None),
+        ("DDP, by size", 100, "ddp", {"annotated": False}, None),
+        ("DDP, as user 1000", 24, "ddp", {"user": 1000}, None),
+        ("tensor parallel", 24, "tensor", {}, None),
+        ("DDP, expandable segments", 24, "ddp", {"env": expandable}, None),
+        ("rank 0 allocates until it is refused", 24, "greedy", {}, refused_alone(24)),
+        ("rank 0 ends at its refusal", 24, "lost", {}, told_of_loss),
+    ):
+        name = title.lower().replace(", ", "-").replace(" ", "-")
+        cluster.apply(ranks(name, gib, programs, mode, seconds, **options))
+        answer = finish(cluster, table, gaps, title, name, gib, 150 + seconds, judge or (lambda answer, gib=gib: judged(answer, gib)))
+        if alone and title == "DDP, by annotation" and answer:
+            ratio = min(rank["gb_per_s"] for rank in answer["ranks"]) / min(rank["gb_per_s"] for rank in alone["ranks"])
+            table.add("its all-reduce over that without Bursar", "", f"{ratio:.3f}", wrong=ratio < 0.95)
+    for number in range(2):
+        cluster.apply(ranks(f"side-{number}", 24, programs, "ddp", seconds, env=[("MASTER_PORT", str(29500 + number))]))
+    for number in range(2):
+        finish(cluster, table, gaps, f"two pods at the same time, pod {number}", f"side-{number}", 24, 150 + seconds, lambda answer: judged(answer, 24))
+
+
+def waits_and_drains(cluster, table, gaps, programs):
+    """Fills both GPUs, lets a pod wait for room, and drains one GPU while the other computes."""
+    node = json.loads(cluster.kubectl("get", "gpunodes", "--output", "json"))["items"][0]
+    name, capacity = node["metadata"]["name"], min(gpu["capacity"] for gpu in node["status"]["gpus"])
+    most = capacity * 5 // 8
+    steady = [PYTHON, "/programs/steady.py", "60"]
+    for number in range(GPUS):
+        cluster.apply(pod(f"fill-{number}", most, steady, programs))
+    cluster.kubectl("wait", "pod/fill-0", "pod/fill-1", "--for=condition=Ready", "--timeout=60s")
+    waiting = capacity - most + 8
+    cluster.apply(pod("waits", waiting, [PYTHON, "/programs/quota.py", "torch"], programs))
+    path = ["get", "gpunodes", "--output", "jsonpath={.items[*].status.waiting}"]
+    seconds = until(cluster, path, "waits", 60)
+    table.add("a pod waits: neither GPU has room, both together have", waiting, cluster.kubectl(*path)[:300], wrong=seconds is None)
+    cluster.kubectl("delete", "pod", "fill-0", "--now", "--wait=true")
+    phase = ["get", "pod", "waits", "--output", "jsonpath={.status.phase}{.status.containerStatuses[0].state}"]
+    seconds = until(cluster, phase, "started", 60)
+    table.add("it starts after one pod ends", waiting, f"{seconds} s", wrong=seconds is None)
+    finish(cluster, table, gaps, "it has its quota", "waits", waiting, 90, lambda answer: None if answer["sees_mib"] == waiting * MIB_OF_GIB else "wrong")
+    gpus = {gpu["uuid"] for gpu in node["status"]["gpus"]}
+    status = json.loads(cluster.kubectl("get", "gpunodes", "--output", "json"))["items"][0]["status"]
+    uid = cluster.kubectl("get", "pod", "fill-1", "--output", "jsonpath={.metadata.uid}")
+    busy = next(gpu["uuid"] for gpu in status["gpus"] if any(entry["uid"] == uid for entry in gpu.get("pods") or []))
+    idle = next(iter(gpus - {busy}))
+
+    def patch(uuids):
+        cluster.kubectl("patch", "gpunode", name, "--type", "merge", "--patch", json.dumps({"spec": {"drain": uuids}}))
+
+    patch([idle])
+    state = ["get", "gpunodes", "--output", "jsonpath={.items[*].status.gpus[*].health.reason}"]
+    seconds = until(cluster, state, "Drained", 60)
+    table.add("one GPU drained while the other computes", "", f"{seconds} s", wrong=seconds is None)
+    cluster.apply(pod("elsewhere", 8, [PYTHON, "/programs/quota.py", "torch"], programs))
+
+    def on_busy(answer):
+        return None if answer["gpu"].removeprefix("GPU-") == busy.removeprefix("GPU-") else f"ran on {answer['gpu']}"
+
+    finish(cluster, table, gaps, "a new pod starts on the other GPU", "elsewhere", 8, 90, on_busy)
+    patch([])
+    seconds = until(cluster, ["get", "node", name, "--output", "jsonpath={.status.allocatable." + RESOURCE.replace(".", "\\.") + "}"], str(capacity * GPUS), 90)
+    table.add("both GPUs are offered again after the drain", "", f"{seconds} s", wrong=seconds is None)
+    finish(cluster, table, gaps, "the pod on the other GPU computed throughout", "fill-1", most, 120, lambda answer: f"{answer['wrong']} wrong" if answer["wrong"] else None)
+
+
+def agent_processor(cluster, table, seconds=20):
+    """Measures the processor time of the agent's container while the GPUs are idle."""
+    pods = json.loads(cluster.kubectl("get", "pods", "--namespace", NAMESPACE, "--output", "json"))["items"]
+    uid = next(pod_["metadata"]["uid"] for pod_ in pods if pod_["metadata"]["name"].startswith("bursar-agent"))
+
+    def ticks():
+        spent = 0
+        for process in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                with open(f"/proc/{process}/cgroup", encoding="ascii") as file:
+                    if uid.replace("-", "_") not in (cgroup := file.read()) and uid not in cgroup:
+                        continue
+                with open(f"/proc/{process}/stat", encoding="ascii") as file:
+                    fields = file.read().rsplit(")", 1)[1].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            spent += int(fields[11]) + int(fields[12])
+        return spent
+
+    before = ticks()
+    time.sleep(seconds)
+    percent = (ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds * 100
+    table.add("processor of an idle agent with two GPUs", "", f"{percent:.2f} %", wrong=percent > 5)
+
+
+def main():
+    """Runs all rows, and returns the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("archive")
+    parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--peers")
+    arguments = parser.parse_args()
+    table = Table("program", "quota GiB", "answer")
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chmod(scratch, 0o755)
+        programs = os.path.join(scratch, "programs")
+        os.mkdir(programs)
+        for name in "ranks.py", "steady.py", "quota.py", "peer_copy.py":
+            shutil.copy(os.path.join(HERE, "programs", name), programs)
+        if arguments.peers:
+            shutil.copy(arguments.peers, f"{programs}/peers")
+            os.chmod(f"{programs}/peers", 0o755)
+        archive = image.write(REFERENCE, scratch)
+        with Cluster(os.path.abspath(arguments.archive), scratch) as cluster:
+            cluster.load(archive)
+            cluster.kill_findings()
+            gaps = Gaps(cluster)
+            begun = time.time()
+            table.say("the cluster is up, findings are killed")
+            agent_processor(cluster, table)
+            commands = {"peer copies by PyTorch": [PYTHON, "/programs/peer_copy.py"]}
+            if arguments.peers:
+                commands["peer copies by the runtime"] = ["/programs/peers"]
+            for number, (title, command) in enumerate(commands.items()):
+                manifest = pod(f"peers-{number}", 24, command, programs)
+                manifest["metadata"]["annotations"] = {"bursar.dev/gpus": str(GPUS)}
+                cluster.apply(manifest)
+                finish(cluster, table, gaps, title, f"peers-{number}", 24, 90, lambda answer: "wrong bytes" if answer["wrong"] else None)
+            waits_and_drains(cluster, table, gaps, programs)
+            programs_over_two(cluster, table, gaps, programs, arguments.seconds)
+            gaps.look()
+            said = [finding for finding in cluster.findings() if finding[0] > begun]
+            table.add("containers told as not enforced", "", len(gaps.seen), wrong=str(gaps.seen) if gaps.seen else None)
+            table.add("findings about honest programs", "", len(said), wrong=str(said) if said else None)
+            if said or gaps.seen:
+                print(cluster.complaint()[-8000:])
+    return table.show()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
