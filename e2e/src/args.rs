@@ -1,4 +1,4 @@
-//! //! Defines the command line of the harness.
+//! Defines the command line of the harness.
 
 use std::path::PathBuf;
 
@@ -48,6 +48,8 @@ pub(crate) enum Command {
         #[arg(long, default_value = "bursar-e2e.tar.xz")]
         out: PathBuf,
     },
+    /// Write the pictures of the README, with the figures of docs/benchmarks.md.
+    Pictures,
     /// Take a cluster down.
     Down {
         #[command(flatten)]

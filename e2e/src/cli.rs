@@ -14,6 +14,7 @@ use bursar_e2e::images::Template;
 use bursar_e2e::kube;
 use bursar_e2e::node;
 use bursar_e2e::pack;
+use bursar_e2e::pictures;
 use bursar_e2e::progress::Progress;
 use bursar_e2e::verify;
 use bursar_e2e::workspace::Profile;
@@ -61,6 +62,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             keep,
             bursar,
         } => interruptible(demo(cluster.name, keep, bursar, progress))?,
+        Command::Pictures => pictures::write()?,
         Command::Pack { out } => interruptible(pack(out, progress))?,
         Command::Down { cluster } => {
             interruptible(async move { Ok(cluster::down(&cluster.name).await?) })?

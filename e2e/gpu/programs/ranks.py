@@ -1,10 +1,10 @@
 """Runs one PyTorch process for each GPU of the container over NCCL. Prints one JSON object.
 
-usage: ranks.py ddp|tensor|greedy|lost [SECONDS]
+usage: ranks.py ddp|tensor|greedy [SECONDS]
 
 `ddp` trains a model for SECONDS and compares its weights on all ranks. `tensor` splits two matrix products over the
 ranks and compares the result with the whole product. `greedy` lets rank 0 allocate until it is refused, and all ranks
-continue. `lost` lets rank 0 end at that refusal, and the others report the error that NCCL gives them.
+continue.
 """
 
 import datetime
@@ -19,7 +19,7 @@ import torch.multiprocessing as multiprocessing
 
 MIB = 1 << 20
 STEP = 64 * MIB
-PATIENCE = datetime.timedelta(seconds=15)
+PATIENCE = datetime.timedelta(seconds=30)
 
 
 def bandwidth(rank, world):
@@ -100,25 +100,6 @@ def work(rank, world, mode, seconds, answers):
     torch.cuda.set_device(rank)
     answer = {"rank": rank, "sees_mib": torch.cuda.mem_get_info()[1] // MIB}
     dist.init_process_group("nccl", rank=rank, world_size=world, timeout=PATIENCE, device_id=torch.device(rank))
-    if mode == "lost":
-        ones = torch.ones(1, device=rank)
-        dist.all_reduce(ones)
-        if rank == 0:
-            answer["got_mib"] = take()
-            answers.put(answer)
-            answers.close()
-            answers.join_thread()
-            os._exit(3)
-        try:
-            dist.all_reduce(ones)
-            torch.cuda.synchronize()
-        except (dist.DistBackendError, RuntimeError) as error:
-            answer["told"] = str(error).splitlines()[0][:120]
-        answers.put(answer)
-        answers.close()
-        answers.join_thread()
-        # NCCL's communicator cannot be ended without its lost rank.
-        os._exit(0)
     if mode == "greedy":
         answer["got_mib"] = take() if rank == 0 else 0
         ones = torch.ones(1, device=rank)
@@ -137,7 +118,7 @@ def work(rank, world, mode, seconds, answers):
 def main():
     mode, seconds = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 5
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29500")}
-    os.environ |= {"TORCH_NCCL_BLOCKING_WAIT": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     world = torch.cuda.device_count()
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -148,7 +129,7 @@ def main():
     for rank in ranks:
         rank.join(60)
     found.sort(key=lambda answer: answer["rank"])
-    print(json.dumps({"world": world, "uid": os.getuid(), "exits": [rank.exitcode for rank in ranks], "ranks": found}))
+    print(json.dumps({"world": world, "uid": os.getuid(), "ranks": found}))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ use super::{COMPILE_CHECK, cluster, docs, faults, layers, security, style, tools
 use crate::cargo;
 use crate::kube;
 use crate::paths;
+use crate::pictures;
 use crate::progress::Progress;
 
 /// One check: a name `area/name`, its promise, and the way to run it.
@@ -119,6 +120,11 @@ const CHECKS: &[Check] = &[
         name: "main/docs",
         promise: "paths, checks and links that the documentation names exist; the architecture page has every crate",
         runner: Runner::Function(docs::check),
+    },
+    Check {
+        name: "main/pictures",
+        promise: "the README's pictures show the figures of docs/benchmarks.md",
+        runner: Runner::Function(|| Ok(pictures::check()?)),
     },
     Check {
         name: "main/layers",

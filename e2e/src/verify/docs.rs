@@ -50,7 +50,7 @@ fn pages() -> std::io::Result<Vec<PathBuf>> {
         repository.join("README.md"),
         repository.join("CONTRIBUTING.md"),
     ];
-    for folder in ["docs", "docs/adr"] {
+    for folder in ["docs", "docs/adr", "docs/guides"] {
         for entry in fs::read_dir(repository.join(folder))? {
             let path = entry?.path();
             pages.extend(Some(path).filter(|path| path.extension().is_some_and(|is| is == "md")));

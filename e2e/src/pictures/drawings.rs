@@ -1,0 +1,184 @@
+//! Draws each picture of the README.
+
+use super::figures::{FigureError, Page};
+use super::svg::{Style, Svg};
+
+const LEFT: f64 = 16.0;
+
+/// Draws one GPU with three pods, shared without and with limits.
+pub(super) fn before_after() -> String {
+    const GPU: (f64, f64) = (120.0, 200.0);
+    let mut svg = Svg::new(760.0, 300.0);
+    let gib = |amount: f64| amount / 80.0 * GPU.1;
+    for (x, title, parts, remarks) in [
+        (
+            LEFT,
+            "Time-slicing: no limits",
+            &[
+                (Style::Greedy, 62.0, "notebook"),
+                (Style::Calm, 16.0, "server"),
+                (Style::Other, 2.0, "job"),
+            ][..],
+            &[
+                (Style::Text, "notebook allocates 62 GiB"),
+                (Style::Text, "server: CUDA out of memory"),
+                (Style::Text, "job: CUDA out of memory"),
+            ][..],
+        ),
+        (
+            LEFT + 380.0,
+            "Bursar: each pod has its amount",
+            &[
+                (Style::Greedy, 16.0, "notebook"),
+                (Style::Calm, 40.0, "server"),
+                (Style::Other, 24.0, "job"),
+            ][..],
+            &[
+                (Style::Text, "notebook: CUDA out of memory at 16 GiB"),
+                (Style::Text, "server has its 40 GiB"),
+                (Style::Text, "job has its 24 GiB"),
+            ][..],
+        ),
+    ] {
+        svg.text(Style::Title, (x, 26.0), title);
+        svg.text(Style::Faint, (x, 46.0), "one GPU of 80 GiB");
+        let mut top = 60.0;
+        for (style, amount, name) in parts {
+            let height = gib(*amount);
+            svg.rect(*style, (x, top), (GPU.0, height));
+            if height > 14.0 {
+                svg.text(Style::Text, (x + 10.0, top + 16.0), name);
+            }
+            top += height;
+        }
+        svg.rect(Style::Frame, (x, 60.0), GPU);
+        for (number, (style, remark)) in remarks.iter().enumerate() {
+            svg.text(
+                *style,
+                (x + GPU.0 + 14.0, 80.0 + 24.0 * number as f64),
+                remark,
+            );
+        }
+    }
+    svg.finish("One GPU of 80 GiB shared by three pods, by time-slicing and by Bursar")
+}
+
+/// Draws the way of a pod from its request to its first allocation.
+pub(super) fn way_of_a_pod() -> String {
+    const BOX: (f64, f64) = (132.0, 92.0);
+    const GAP: f64 = 18.0;
+    let steps: [(&str, &[&str]); 5] = [
+        (
+            "scheduler",
+            &["counts GiB like", "CPUs and picks", "a node"],
+        ),
+        (
+            "kubelet",
+            &["asks the agent", "just before the", "container starts"],
+        ),
+        (
+            "agent",
+            &["binds one GPU", "with room, or", "lets the pod wait"],
+        ),
+        ("shim", &["is libcuda.so.1;", "charges what", "allocates"]),
+        ("driver", &["gets every call", "that the quota", "covers"]),
+    ];
+    let mut svg = Svg::new(2.0 * LEFT + 5.0 * BOX.0 + 4.0 * GAP, 124.0);
+    for (number, (name, lines)) in steps.iter().enumerate() {
+        let x = LEFT + number as f64 * (BOX.0 + GAP);
+        svg.rect(Style::Panel, (x, 16.0), BOX);
+        svg.text(Style::Title, (x + 10.0, 38.0), name);
+        for (row, line) in lines.iter().enumerate() {
+            svg.text(Style::Faint, (x + 10.0, 58.0 + 16.0 * row as f64), line);
+        }
+        if number > 0 {
+            svg.arrow((x - GAP + 1.0, 62.0), GAP - 2.0);
+        }
+    }
+    svg.finish("The way of a pod: scheduler, kubelet, agent, shim, driver")
+}
+
+/// Draws the restart of a process in place after a fault, beside a restart by the kubelet.
+pub(super) fn restart(page: &Page<'_>) -> Result<String, FigureError> {
+    const COLUMN: &str = "restarted in place, 40 GiB retained";
+    const WIDTH: f64 = 560.0;
+    let steps = [
+        (
+            "the new image's first line",
+            Style::Failed,
+            "fault, decision, exec",
+        ),
+        ("`cuInit`", Style::Base, "cuInit"),
+        ("context", Style::Calm, "context"),
+        ("verify", Style::Other, "retained memory verified"),
+    ];
+    let figures = steps.map(|(row, style, name)| Ok((style, name, page.figure(row, COLUMN)?)));
+    let mut svg = Svg::new(760.0, 190.0);
+    let whole = page.figure("**the first correct kernel**", COLUMN)?;
+    svg.text(
+        Style::Title,
+        (LEFT, 26.0),
+        "From a fault to the first correct kernel",
+    );
+    let mut x = LEFT;
+    for (number, figure) in figures.into_iter().enumerate() {
+        let (style, name, milliseconds) = figure?;
+        let width = milliseconds / whole * WIDTH;
+        svg.rect(style, (x, 44.0), (width, 26.0));
+        x += width;
+        let legend = LEFT + 180.0 * number as f64;
+        svg.rect(style, (legend, 84.0), (10.0, 10.0));
+        svg.text(
+            Style::Faint,
+            (legend + 16.0, 94.0),
+            &format!("{name}: {milliseconds:.0} ms"),
+        );
+    }
+    svg.text(
+        Style::Text,
+        (LEFT + WIDTH + 12.0, 62.0),
+        &format!("{whole:.0} ms, 40 GiB kept"),
+    );
+    svg.text(
+        Style::Title,
+        (LEFT, 130.0),
+        "The same with a restart by the kubelet",
+    );
+    svg.rect(Style::Failed, (LEFT, 146.0), (WIDTH + 160.0, 26.0));
+    svg.text(
+        Style::Text,
+        (LEFT + 10.0, 164.0),
+        "CrashLoopBackOff: 10 s, 20 s, 40 s, ... up to 300 s; then the weights load from the disk again",
+    );
+    Ok(svg.finish("A restart in place after a fault, beside a restart by the kubelet"))
+}
+
+/// Draws the cost of calls through the shim as a ratio to the driver alone.
+pub(super) fn overhead(page: &Page<'_>) -> Result<String, FigureError> {
+    const BAR: f64 = 380.0;
+    let rows = [
+        ("`cuInit`", "cuInit and context"),
+        ("`cuMemAlloc`", "cuMemAlloc + cuMemFree, 2 MiB"),
+        ("`cuMemAllocAsync`", "cuMemAllocAsync + cuMemFreeAsync"),
+        ("launch of an empty kernel", "launch of an empty kernel"),
+    ];
+    let mut svg = Svg::new(760.0, 60.0 + 34.0 * rows.len() as f64);
+    svg.text(
+        Style::Title,
+        (LEFT, 26.0),
+        "Time of a call through the shim; the driver alone is 1",
+    );
+    for (number, (row, name)) in rows.iter().enumerate() {
+        let y = 44.0 + 34.0 * number as f64;
+        let ratio = page.figure(row, "shim")?;
+        svg.text(Style::Text, (LEFT, y + 17.0), name);
+        svg.rect(Style::Base, (LEFT + 240.0, y), (BAR, 10.0));
+        svg.rect(Style::Calm, (LEFT + 240.0, y + 12.0), (BAR * ratio, 10.0));
+        svg.text(
+            Style::Text,
+            (LEFT + 256.0 + BAR * ratio, y + 17.0),
+            &format!("{ratio:.3}"),
+        );
+    }
+    Ok(svg.finish("The cost of calls through the shim"))
+}
