@@ -1,6 +1,6 @@
 //! Exports the agent's metrics in the OpenMetrics text format.
 //!
-//! `docs/metrics.md` documents names, labels and units; a test compares the two lists.
+//! `docs/reference/metrics.md` documents names, labels and units; a test compares the two lists.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -436,7 +436,7 @@ mod tests {
 
     #[test]
     fn metrics_and_their_documentation_list_the_same_names() {
-        let docs = include_str!("../../docs/metrics.md");
+        let docs = include_str!("../../docs/reference/metrics.md");
         let agent = docs
             .split("## Operator")
             .next()

@@ -1,7 +1,7 @@
 //! Registers metrics in the OpenMetrics text format, with the labels that several crates share.
 //!
-//! `docs/metrics.md` documents names, labels and units. Each crate of the agent has a struct of its
-//! own metrics; the agent registers them together.
+//! `docs/reference/metrics.md` documents names, labels and units. Each crate of the agent has a
+//! struct of its own metrics; the agent registers them together.
 
 mod latest;
 

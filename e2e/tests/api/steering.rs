@@ -19,7 +19,10 @@ const LARGEST_FREE_LABEL: &str = "bursar.dev/largest-free-gib";
 const LARGEST_RECLAIMABLE_LABEL: &str = "bursar.dev/largest-reclaimable-gib";
 /// The page that shows the policy's additions for manual use, and the request of its example in
 /// GiB.
-const BY_HAND: (&str, i64) = (include_str!("../../../docs/placement.md"), 8);
+const BY_HAND: (&str, i64) = (
+    include_str!("../../../docs/guides/steering-and-preemption.md"),
+    8,
+);
 /// The API server's log lines about a panic: of a request, of another task, and its stacks.
 const PANICS: [&str; 3] = ["panicked: true", "Observed a panic", "goroutine "];
 /// A changed policy is in force within this time.
@@ -478,7 +481,8 @@ async fn check_overflowing_pods_steered_as_borrowers(at: &IsolatedScope) -> Resu
     at.delete(&quota).await
 }
 
-/// Checks that the policy's additions equal the manual ones in docs/placement.md.
+/// Checks that the policy's additions equal the manual ones in
+/// docs/guides/steering-and-preemption.md.
 async fn by_hand(at: &IsolatedScope, mode: &str) -> Result<(), Failed> {
     let (page, gib) = BY_HAND;
     let blocks = page
@@ -489,7 +493,11 @@ async fn by_hand(at: &IsolatedScope, mode: &str) -> Result<(), Failed> {
         written.push(serde_yaml_ng::from_str::<Value>(block)?["affinity"].take());
     }
     let [by_preference, by_requirement] = written.as_slice() else {
-        return Err(format!("docs/placement.md has it {} times", written.len()).into());
+        return Err(format!(
+            "docs/guides/steering-and-preemption.md has it {} times",
+            written.len()
+        )
+        .into());
     };
     for (class, label) in [
         (Value::Null, LARGEST_RECLAIMABLE_LABEL),
