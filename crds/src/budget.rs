@@ -161,7 +161,7 @@ pub enum Overflow {
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ContextPolicy {
-    /// The first measure.
+    /// The measure against a poisoned context, before `maxRestarts` is exceeded.
     #[serde(default)]
     pub action: ContextAction,
 
@@ -242,13 +242,13 @@ pub struct GpuMemoryBudgetStatus {
     pub quantum: Option<Amount>,
     /// Pods that request GPU memory and have not ended.
     pub pods: i64,
-    /// Pods that borrow, of those.
+    /// Pods of `pods` that borrow.
     pub borrowed_pods: i64,
     /// Device memory.
     pub device_memory: DeviceMemoryStatus,
     /// CUDA managed memory.
     pub managed_memory: ManagedMemoryStatus,
-    /// Allocations of the namespace's pods that failed for want of quota, on the present nodes.
+    /// Allocations of the namespace's pods that failed for lack of quota, on the present nodes.
     pub denials: i64,
     /// The CUDA contexts of the namespace's pods.
     pub contexts: ContextsStatus,
@@ -292,9 +292,9 @@ pub struct DeviceMemoryStatus {
     pub guaranteed: QuantaAmount,
     /// The limit, in whole quanta.
     pub limit: QuantaAmount,
-    /// Requested by the namespace's pods, guaranteed and borrowed.
+    /// The memory that the namespace's pods request, guaranteed and borrowed.
     pub requested: QuantaAmount,
-    /// Requested by borrowed pods.
+    /// The memory that borrowed pods request.
     pub borrowed: QuantaAmount,
     /// The most that the pods had in use within the last sampled minute, rounded up on each node.
     pub observed: QuantaAmount,
@@ -344,7 +344,7 @@ pub struct FaultEviction {
 pub struct ManagedMemoryStatus {
     /// The limit, in whole quanta.
     pub limit: QuantaAmount,
-    /// Requested by the namespace's pods.
+    /// The memory that the namespace's pods request.
     pub requested: QuantaAmount,
 }
 

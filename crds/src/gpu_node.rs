@@ -180,7 +180,7 @@ pub struct ContextPolicyEntry {
     /// The namespace.
     #[schemars(length(min = 1, max = 63))]
     pub namespace: String,
-    /// The first measure.
+    /// The measure against a poisoned context, before `maxRestarts` is exceeded.
     pub action: ContextAction,
     /// How many restarts, in place or not, a container has within the window.
     #[schemars(range(min = 0, max = 100))]
@@ -296,7 +296,7 @@ pub struct NamespaceUse {
     /// The most device memory in use at a time within the last sampled minute, in quanta, rounded
     /// up.
     pub observed: i32,
-    /// Allocations that failed for want of quota.
+    /// Allocations that failed for lack of quota.
     pub denials: i64,
     /// Process images whose context a fault has poisoned.
     pub poisoned: i64,

@@ -15,12 +15,12 @@ pub(crate) fn conditions(_: &mut SchemaGenerator) -> Schema {
             "type": "object",
             "required": ["type", "status", "reason", "message", "lastTransitionTime"],
             "properties": {
-                "type": { "type": "string", "maxLength": 316, "description": "What the condition is about." },
-                "status": { "type": "string", "enum": ["True", "False", "Unknown"], "description": "Whether it holds." },
-                "reason": { "type": "string", "minLength": 1, "maxLength": 1024, "description": "Why, in one word out of a fixed set." },
-                "message": { "type": "string", "maxLength": 32768, "description": "Why, for people." },
+                "type": { "type": "string", "maxLength": 316, "description": "The kind of the condition." },
+                "status": { "type": "string", "enum": ["True", "False", "Unknown"], "description": "Whether the condition holds." },
+                "reason": { "type": "string", "minLength": 1, "maxLength": 1024, "description": "The reason as one word of a fixed set." },
+                "message": { "type": "string", "maxLength": 32768, "description": "The reason as a sentence." },
                 "lastTransitionTime": { "type": "string", "format": "date-time", "description": "When the status last changed." },
-                "observedGeneration": { "type": "integer", "format": "int64", "minimum": 0, "description": "The metadata.generation that this was said of." },
+                "observedGeneration": { "type": "integer", "format": "int64", "minimum": 0, "description": "The metadata.generation that the condition describes." },
             },
         },
     })

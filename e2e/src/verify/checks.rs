@@ -113,7 +113,7 @@ const CHECKS: &[Check] = &[
     ),
     Check {
         name: "main/style",
-        promise: "comments follow the rules of CONTRIBUTING.md that a program can check",
+        promise: "comments and names follow the rules of CONTRIBUTING.md that a program can check",
         runner: Runner::Function(style::check),
     },
     Check {
@@ -144,8 +144,8 @@ const CHECKS: &[Check] = &[
     test_check(COMPILE_CHECK, "every test compiles", &["--no-run"]),
     test_check(
         "main/generated",
-        "the CRDs in the chart equal those that the types generate",
-        &["--test", "chart"],
+        "the CRDs in the chart and the API reference equal those that the types generate",
+        &["--test", "generated"],
     ),
     test_check(
         "main/unit",

@@ -3,9 +3,8 @@
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt as _;
-use std::path::{Path, PathBuf};
 
-const HOW: &str = "BURSAR_UPDATE=1 cargo test -p bursar-crds";
+use super::{HOW, assert_current};
 
 /// The template of one CRD: installed unless `crds.install` says no, kept unless `crds.keep` does.
 fn template(crd: &CustomResourceDefinition) -> String {
@@ -35,26 +34,16 @@ metadata:
     )
 }
 
-fn check(file: &str, crd: &CustomResourceDefinition) {
-    let path: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../charts/bursar/templates")
-        .join(file);
-    let wanted = template(crd);
-    if std::env::var_os("BURSAR_UPDATE").is_some() {
-        std::fs::create_dir_all(path.parent().expect("the file is in a folder"))
-            .expect("the templates' folder can be made");
-        std::fs::write(&path, &wanted).expect("the template can be written");
-    }
-    let found = std::fs::read_to_string(&path).unwrap_or_default();
-    assert!(found == wanted, "{} is stale: run `{HOW}`", path.display());
+const TEMPLATES: &str = "charts/bursar/templates";
+
+#[test]
+fn chart_has_the_current_budget_crd() {
+    let file = format!("{TEMPLATES}/crd-gpumemorybudgets.yaml");
+    assert_current(&file, &template(&GpuMemoryBudget::crd()));
 }
 
 #[test]
-fn the_chart_holds_the_current_budget_crd() {
-    check("crd-gpumemorybudgets.yaml", &GpuMemoryBudget::crd());
-}
-
-#[test]
-fn the_chart_holds_the_current_gpu_node_crd() {
-    check("crd-gpunodes.yaml", &GpuNode::crd());
+fn chart_has_the_current_gpu_node_crd() {
+    let file = format!("{TEMPLATES}/crd-gpunodes.yaml");
+    assert_current(&file, &template(&GpuNode::crd()));
 }
