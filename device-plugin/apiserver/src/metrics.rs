@@ -15,19 +15,19 @@ pub struct ApiMetrics {
 
 impl ApiMetrics {
     /// Registers the metrics, which are all zero.
-    pub fn new(r: &mut Registry) -> Self {
+    pub fn new(registry: &mut Registry) -> Self {
         Self {
-            watch_failures: r.register_metric(
+            watch_failures: registry.register_metric(
                 "bursar_agent_watch_failures",
                 "Failures of the watch of this node's GpuNode",
                 Counter::default(),
             ),
-            gpu_node_writes: r.register_metric(
+            gpu_node_writes: registry.register_metric(
                 "bursar_agent_gpu_node_writes",
                 "Writes of this node's GpuNode",
                 Family::default(),
             ),
-            events_dropped: r.register_metric(
+            events_dropped: registry.register_metric(
                 "bursar_agent_events_dropped",
                 "Events not sent: too many, repeated, or refused",
                 Counter::default(),

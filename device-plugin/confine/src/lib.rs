@@ -35,12 +35,12 @@ pub const AGENT_CAPABILITIES: &[(&str, CapabilitySet, &str)] = &[
     (
         "SETGID",
         CapabilitySet::SETGID,
-        "start provisioners and canaries as `driver.provisionerUser`",
+        "start provisioners and scrub checks as `driver.provisionerUser`",
     ),
     (
         "SETUID",
         CapabilitySet::SETUID,
-        "start provisioners and canaries as `driver.provisionerUser`",
+        "start provisioners and scrub checks as `driver.provisionerUser`",
     ),
     (
         "SYS_ADMIN",

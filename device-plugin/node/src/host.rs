@@ -168,14 +168,14 @@ impl OsHost {
     pub fn new(
         config: &Config,
         sessions: Arc<Sessions>,
-        desk: LeaseHandle,
+        leases: LeaseHandle,
     ) -> Result<Self, HostError> {
         let Config { driver, paths, .. } = config;
         create_readable_dir(&Sessions::alloc_dir(&paths.run_dir))?;
         let (of_driver, of_paths) = (driver.clone(), paths.clone());
         Ok(Self {
             sessions,
-            leases: desk,
+            leases,
             checkpoint: Checkpoint::new(paths.run_dir.join("checkpoint.json")),
             cdi: CdiDir::new(paths.cdi_dir.clone()),
             run_dir: paths.run_dir.clone(),

@@ -58,35 +58,39 @@ pub struct NodeMetrics {
 
 impl NodeMetrics {
     /// Registers the metrics, which are all zero.
-    pub fn new(r: &mut Registry) -> Self {
+    pub fn new(registry: &mut Registry) -> Self {
         Self {
-            booked: r.register_metric(
+            booked: registry.register_metric(
                 "bursar_agent_booked",
                 "Allocations without a binding yet",
                 Family::default(),
             ),
-            bound: r.register_metric("bursar_agent_bound", "Allocations bound", Family::default()),
-            waiting: r.register_metric(
+            bound: registry.register_metric(
+                "bursar_agent_bound",
+                "Allocations bound",
+                Family::default(),
+            ),
+            waiting: registry.register_metric(
                 "bursar_agent_waiting",
                 "Containers waiting on this node for room",
                 Family::default(),
             ),
-            allocate_seconds: r.register_metric(
+            allocate_seconds: registry.register_metric(
                 "bursar_agent_allocate_seconds",
                 "Time of Allocate",
                 seconds_histogram(),
             ),
-            bind_seconds: r.register_metric(
+            bind_seconds: registry.register_metric(
                 "bursar_agent_bind_seconds",
                 "Time of PreStartContainer, with the wait for room",
                 Family::new_with_constructor(seconds_histogram as fn() -> Histogram),
             ),
-            releases: r.register_metric(
+            releases: registry.register_metric(
                 "bursar_agent_releases",
                 "Pods whose memory was released at their end",
                 Counter::default(),
             ),
-            collected: r.register_metric(
+            collected: registry.register_metric(
                 "bursar_agent_bookings_collected",
                 "Pending allocations dropped because no container followed",
                 Counter::default(),

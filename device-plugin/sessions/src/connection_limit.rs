@@ -71,23 +71,23 @@ mod tests {
 
     #[test]
     fn permit_is_free_again_when_its_peer_is_gone() {
-        let seats = ConnectionLimit::new(1);
-        let seat = seats.try_acquire(0);
-        assert!(seat.is_some() && seats.try_acquire(0).is_none());
-        drop(seat);
-        assert!(seats.try_acquire(0).is_some());
+        let connections = ConnectionLimit::new(1);
+        let permit = connections.try_acquire(0);
+        assert!(permit.is_some() && connections.try_acquire(0).is_none());
+        drop(permit);
+        assert!(connections.try_acquire(0).is_some());
     }
 
     #[test]
     fn greedy_container_leaves_permits_to_others() {
-        let seats = ConnectionLimit::new(100);
+        let connections = ConnectionLimit::new(100);
         let take = |limit: usize| {
             let mut taken = Vec::new();
-            while let Some(seat) = (taken.len() < limit)
-                .then(|| seats.try_acquire(taken.len()))
+            while let Some(permit) = (taken.len() < limit)
+                .then(|| connections.try_acquire(taken.len()))
                 .flatten()
             {
-                taken.push(seat);
+                taken.push(permit);
             }
             taken
         };

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::checks;
+use super::{checks, style};
 use crate::paths;
 
 /// The maximum number of lines of `docs/architecture.md`.
@@ -50,12 +50,7 @@ fn pages() -> std::io::Result<Vec<PathBuf>> {
         repository.join("README.md"),
         repository.join("CONTRIBUTING.md"),
     ];
-    for folder in ["docs", "docs/adr", "docs/guides"] {
-        for entry in fs::read_dir(repository.join(folder))? {
-            let path = entry?.path();
-            pages.extend(Some(path).filter(|path| path.extension().is_some_and(|is| is == "md")));
-        }
-    }
+    style::files(&repository.join("docs"), &["md"], &mut pages)?;
     Ok(pages)
 }
 

@@ -389,7 +389,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         }],
     },
     NamedCheck {
-        name: "security/desk-node-first",
+        name: "security/node-events-first",
         promise: "the lease task handles events of the node before all requests of tenants",
         long: false,
         tests: &[TestSelection {
@@ -846,7 +846,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 target: &["--test", "flood"],
                 names: &[
                     "unfinished_headers_hold_little_and_are_closed",
-                    "idle_connections_leave_probes_their_seats",
+                    "idle_connections_leave_room_for_probes",
                     "metrics_are_encoded_once_for_all_who_ask",
                     "oversized_headers_are_refused",
                     "each_path_is_served_on_its_own_listener",

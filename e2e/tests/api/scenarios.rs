@@ -344,8 +344,8 @@ fn uid(object: &Value) -> String {
 
 /// Queues a claim of 16 GiB on a GPU with 2 free and 26 of borrowers. The operator must evict the
 /// larger borrower only. Returns the pods bound in the end.
-async fn owner_waits(case: &mut TestCase, p: String) -> Result<[(String, i32); 3], Failed> {
-    let mut bound = vec![(p, 4)];
+async fn owner_waits(case: &mut TestCase, owner: String) -> Result<[(String, i32); 3], Failed> {
+    let mut bound = vec![(owner, 4)];
     for (name, gib) in [("large", 18), ("small", 8)] {
         let pod = case.scope.create_pod(name, gib, true, true).await?;
         case.scope.mark_running(name).await?;

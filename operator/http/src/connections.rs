@@ -16,7 +16,7 @@ use tracing::warn;
 
 /// The number of concurrent connections. A further one closes the oldest, so that idle clients
 /// cannot lock probes out.
-const SEATS: usize = 32;
+const MAX_CONNECTIONS: usize = 32;
 /// How long a client may take for a request's headers, and be idle between two requests.
 const HEADERS_WITHIN: Duration = Duration::from_secs(5);
 /// The bound on headers, and the size of one read.
@@ -32,7 +32,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves `routes` until `shutdown`.
 pub(crate) async fn serve(listener: TcpListener, routes: Router, shutdown: &CancellationToken) {
-    let mut seats: VecDeque<AbortOnDropHandle<()>> = VecDeque::with_capacity(SEATS);
+    let mut connections: VecDeque<AbortOnDropHandle<()>> = VecDeque::with_capacity(MAX_CONNECTIONS);
     let mut accepts = true;
     while let Some(accepted) = shutdown.run_until_cancelled(listener.accept()).await {
         let stream = match accepted {
@@ -47,20 +47,20 @@ pub(crate) async fn serve(listener: TcpListener, routes: Router, shutdown: &Canc
             }
         };
         accepts = true;
-        seats.retain(|seat| !seat.is_finished());
-        if seats.len() >= SEATS
-            && let Some(oldest) = seats.pop_front()
+        connections.retain(|connection| !connection.is_finished());
+        if connections.len() >= MAX_CONNECTIONS
+            && let Some(oldest) = connections.pop_front()
         {
             oldest.abort();
             // Its descriptor is closed before the next connection is accepted.
             let _ = oldest.await;
         }
         let conversation = converse(stream, routes.clone(), shutdown.clone());
-        seats.push_back(AbortOnDropHandle::new(tokio::spawn(conversation)));
+        connections.push_back(AbortOnDropHandle::new(tokio::spawn(conversation)));
     }
     drop(listener);
-    for seat in seats {
-        let _ = seat.await;
+    for connection in connections {
+        let _ = connection.await;
     }
 }
 

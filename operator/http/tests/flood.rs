@@ -191,7 +191,7 @@ async fn unfinished_headers_hold_little_and_are_closed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn idle_connections_leave_probes_their_seats() {
+async fn idle_connections_leave_room_for_probes() {
     let server = Server::start(Fixture::default()).await;
     let mut idle = Vec::new();
     for _ in 0..200 {

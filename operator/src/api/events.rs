@@ -90,13 +90,13 @@ pub(crate) async fn publish_transitions(
 }
 
 /// Publishes the eviction of a pod for its budget.
-pub(crate) async fn publish_eviction(client: &Client, namespace: &str, leaver: &PodEviction) {
+pub(crate) async fn publish_eviction(client: &Client, namespace: &str, eviction: &PodEviction) {
     let PodEviction {
         pod,
         uid,
         reason,
         message: note,
-    } = leaver;
+    } = eviction;
     info!(namespace, pod, uid, reason, note, "evicted pod");
     let about = ObjectReference {
         api_version: Some("v1".to_owned()),

@@ -161,7 +161,7 @@ pub(super) fn pending_evictions(
     budget: &GpuMemoryBudget,
     due: &DueEvictions<'_>,
 ) -> Vec<PodEviction> {
-    let leavers = due.evictions.iter().filter_map(|(affected, _)| {
+    let evictions = due.evictions.iter().filter_map(|(affected, _)| {
         let record = find_record(current_records(budget), affected)?;
         Some(PodEviction {
             pod: affected.pod.clone(),
@@ -173,7 +173,7 @@ pub(super) fn pending_evictions(
             message: record.message.clone(),
         })
     });
-    leavers.collect()
+    evictions.collect()
 }
 
 fn current_records(budget: &GpuMemoryBudget) -> &[FaultEviction] {

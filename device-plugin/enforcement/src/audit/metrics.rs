@@ -108,25 +108,25 @@ pub struct AuditMetrics {
 
 impl AuditMetrics {
     /// Registers the metrics, which are all zero.
-    pub fn new(r: &mut Registry) -> Self {
+    pub fn new(registry: &mut Registry) -> Self {
         Self {
-            figures: LatestFigures::register(r),
-            findings: r.register_metric(
+            figures: LatestFigures::register(registry),
+            findings: registry.register_metric(
                 "bursar_agent_findings",
                 "Findings of the audit, each counted once",
                 Family::default(),
             ),
-            kills: r.register_metric(
+            kills: registry.register_metric(
                 "bursar_agent_audit_kills",
                 "Processes killed by the audit's policy",
                 Counter::default(),
             ),
-            poisoned: r.register_metric(
+            poisoned: registry.register_metric(
                 "bursar_agent_poisoned_contexts",
                 "Process images whose context a fault poisoned",
                 Family::default(),
             ),
-            seconds: r.register_metric(
+            seconds: registry.register_metric(
                 "bursar_agent_audit_seconds",
                 "Time of one audit, with the wait for NVML",
                 seconds_histogram(),

@@ -237,14 +237,14 @@ mod tests {
     }
 
     struct Fixture {
-        tally: NamespaceUsage,
+        usage: NamespaceUsage,
         start: Instant,
     }
 
     impl Fixture {
         fn with_persisted(kept: PersistedUsage) -> Fixture {
             Fixture {
-                tally: NamespaceUsage::new(Quantum::Gib1, kept),
+                usage: NamespaceUsage::new(Quantum::Gib1, kept),
                 start: Instant::now(),
             }
         }
@@ -253,11 +253,11 @@ mod tests {
             let containers: Vec<_> = all.iter().map(|one| container(one.0, one.1)).collect();
             let books: Vec<_> = all.iter().map(|one| books(one.0, one.2, one.3)).collect();
             let now = self.start + Duration::from_secs(second);
-            self.tally.observe(&containers, &books, now);
+            self.usage.observe(&containers, &books, now);
         }
 
         fn reported(&self) -> Vec<(String, u32, [u64; 3])> {
-            let reports = self.tally.report().into_iter();
+            let reports = self.usage.report().into_iter();
             let told = reports.map(|one| {
                 let counts = [one.denials, one.poisoned, one.restarts];
                 (one.namespace, one.observed.0, counts)
@@ -303,7 +303,7 @@ mod tests {
         bed.observe(0, &[(1, "a", 1, [5, 2, 2])]);
         bed.observe(1, &[(1, "a", 1, [5, 2, 2]), (2, "a", 1, [1, 1, 0])]);
         bed.observe(2, &[(2, "a", 1, [1, 1, 0])]);
-        let kept = serde_json::to_string(bed.tally.persisted()).unwrap();
+        let kept = serde_json::to_string(bed.usage.persisted()).unwrap();
         let mut next = Fixture::with_persisted(serde_json::from_str(&kept).unwrap());
         // Counts that the sessions do not store start at zero in the next agent.
         next.observe(3, &[(2, "a", 1, [0, 1, 0])]);

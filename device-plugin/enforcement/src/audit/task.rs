@@ -145,10 +145,10 @@ impl Auditor {
         metrics: AuditMetrics,
     ) -> std::io::Result<(Self, watch::Receiver<AuditStatus>)> {
         let (audited, told) = watch::channel(AuditStatus::default());
-        let tally_file = Checkpoint::new(config.paths.state_dir.join("namespaces.json"));
-        let tally_file: WriteBehindFile<PersistedUsage> =
-            WriteBehindFile::open(tally_file, Checkpoint::save)?;
-        let kept = tally_file.read(USAGE_READ_TIMEOUT);
+        let usage_file = Checkpoint::new(config.paths.state_dir.join("namespaces.json"));
+        let usage_file: WriteBehindFile<PersistedUsage> =
+            WriteBehindFile::open(usage_file, Checkpoint::save)?;
+        let kept = usage_file.read(USAGE_READ_TIMEOUT);
         if kept.is_none() {
             warn!("failed to read the counts of namespaces from the disk; they start at zero");
         }
@@ -172,7 +172,7 @@ impl Auditor {
             last_answers: BTreeMap::new(),
             last_gaps: BTreeMap::new(),
             usage: NamespaceUsage::new(config.resources.quantum, kept.unwrap_or_default()),
-            usage_file: tally_file,
+            usage_file,
         };
         Ok((auditor, told))
     }

@@ -59,7 +59,7 @@ impl WithheldMemory {
 /// The bytes charged to no pod: unaccounted memory, and that of processes outside our containers.
 fn uncharged(gpu: &GpuUuid, result: &AuditResult) -> u64 {
     let unlisted = result.unaccounted.get(gpu).copied().unwrap_or_default();
-    let outsiders = result.findings.iter().filter_map(|finding| match finding {
+    let untracked = result.findings.iter().filter_map(|finding| match finding {
         Finding::UntrackedProcess {
             gpu: on,
             bytes,
@@ -68,7 +68,7 @@ fn uncharged(gpu: &GpuUuid, result: &AuditResult) -> u64 {
         } if on == gpu => *bytes,
         _ => None,
     });
-    outsiders.fold(unlisted.0, |sum, bytes| sum.saturating_add(bytes.0))
+    untracked.fold(unlisted.0, |sum, bytes| sum.saturating_add(bytes.0))
 }
 
 /// The amount that nearly all samples show; none before there are enough samples.

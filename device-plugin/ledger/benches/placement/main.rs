@@ -31,10 +31,10 @@ impl Outcome {
         self.wait_times_ms.iter().sum::<u64>() as f64 / self.wait_times_ms.len() as f64 / 1000.0
     }
 
-    fn quantile_s(&self, q: f64) -> f64 {
+    fn quantile_s(&self, quantile: f64) -> f64 {
         let mut waits = self.wait_times_ms.clone();
         waits.sort_unstable();
-        waits[((waits.len() - 1) as f64 * q) as usize] as f64 / 1000.0
+        waits[((waits.len() - 1) as f64 * quantile) as usize] as f64 / 1000.0
     }
 
     fn utilisation(&self) -> f64 {

@@ -12,7 +12,7 @@ use crate::Plan;
 use crate::agent::{Agent, Books, CROWD, NEIGHBOUR};
 use crate::dice::Dice;
 use crate::judge::Judge;
-use crate::life::{Life, Scene, Tally, Watched};
+use crate::life::{Counts, Life, Scene, Watched};
 use crate::room::{CONTEXT, Container, Program, Room};
 use crate::times::Times;
 
@@ -43,7 +43,7 @@ const NEIGHBOUR_WITHIN: Duration = Duration::from_millis(500);
 pub(crate) struct Outcome {
     plan: Plan,
     took: Duration,
-    tally: Tally,
+    counts: Counts,
     restarts: u32,
     looks: u64,
     neighbour: Times,
@@ -53,7 +53,7 @@ pub(crate) struct Outcome {
 impl Outcome {
     /// Returns the result as one line.
     pub(crate) fn closing_line(&self) -> String {
-        let Tally {
+        let Counts {
             operations,
             denied,
             kills,
@@ -61,7 +61,7 @@ impl Outcome {
             exits,
             stops,
             times,
-        } = &self.tally;
+        } = &self.counts;
         format!(
             "soak: {operations} operations by {} processes in {:.0?} (seed {}): {denied} denied, {kills} kills, \
              {execs} execs, {exits} exits, {stops} stops, {} agent restarts, {} looks, {} violations; calls {}; \
@@ -84,7 +84,7 @@ struct Run {
     room: Room,
     container: Container,
     judge: Judge,
-    tally: Mutex<Tally>,
+    counts: Mutex<Counts>,
     lives: Vec<(Mutex<Life>, Watched)>,
     /// Locked for writing while every program must stand still.
     gate: RwLock<()>,
@@ -110,7 +110,7 @@ pub(crate) fn run(plan: Plan) -> Outcome {
         plan,
         container,
         judge: Judge::new(),
-        tally: Mutex::default(),
+        counts: Mutex::default(),
         lives: (0..plan.processes as u64)
             .map(|number| (Mutex::new(life(number)), Watched::default()))
             .collect(),
@@ -149,7 +149,7 @@ pub(crate) fn run(plan: Plan) -> Outcome {
     Outcome {
         plan,
         took: begun.elapsed(),
-        tally: run.tally.into_inner().unwrap(),
+        counts: run.counts.into_inner().unwrap(),
         restarts,
         looks,
         neighbour,
@@ -162,7 +162,7 @@ impl Run {
         Scene {
             container: &self.container,
             judge: &self.judge,
-            tally: &self.tally,
+            counts: &self.counts,
             watched,
         }
     }
@@ -172,7 +172,7 @@ impl Run {
     }
 
     fn operations(&self) -> u64 {
-        self.tally.lock().unwrap().operations
+        self.counts.lock().unwrap().operations
     }
 
     fn restarts(&self) -> u32 {

@@ -29,7 +29,7 @@ pub(crate) const HANGS: Duration = Duration::from_secs(30);
 
 /// The number of operations of all programs.
 #[derive(Debug, Default)]
-pub(crate) struct Tally {
+pub(crate) struct Counts {
     pub(crate) operations: u64,
     pub(crate) denied: u64,
     pub(crate) kills: u64,
@@ -75,7 +75,7 @@ impl Watched {
 pub(crate) struct Scene<'a> {
     pub(crate) container: &'a Container,
     pub(crate) judge: &'a Judge,
-    pub(crate) tally: &'a Mutex<Tally>,
+    pub(crate) counts: &'a Mutex<Counts>,
     pub(crate) watched: &'a Watched,
 }
 
@@ -163,13 +163,13 @@ impl Life {
         scene
             .judge
             .in_time("a call", *longest, LONGEST_CALL + stopped);
-        let mut tally = scene.tally.lock().unwrap();
-        tally.operations += BATCH;
-        tally.denied += denied;
+        let mut counts = scene.counts.lock().unwrap();
+        counts.operations += BATCH;
+        counts.denied += denied;
         if stop {
-            tally.stops += 1;
+            counts.stops += 1;
         } else {
-            tally.times.add(*longest, buckets);
+            counts.times.add(*longest, buckets);
         }
     }
 
@@ -178,7 +178,7 @@ impl Life {
         self.program(scene).tell(&line);
         std::thread::sleep(time);
         self.end();
-        scene.tally.lock().unwrap().kills += 1;
+        scene.counts.lock().unwrap().kills += 1;
     }
 
     fn kill_a_newborn(&mut self, scene: Scene<'_>) {
@@ -187,7 +187,7 @@ impl Life {
         program.tell("begin");
         std::thread::sleep(self.dice.time(KILL_NEWBORN_WITHIN));
         program.kill();
-        scene.tally.lock().unwrap().kills += 2;
+        scene.counts.lock().unwrap().kills += 2;
     }
 
     fn exec(&mut self, scene: Scene<'_>) {
@@ -198,7 +198,7 @@ impl Life {
         scene
             .judge
             .hold(said.is_ok(), || format!("an exec answered {said:?}"));
-        scene.tally.lock().unwrap().execs += 1;
+        scene.counts.lock().unwrap().execs += 1;
     }
 
     fn exit(&mut self, scene: Scene<'_>) {
@@ -206,7 +206,7 @@ impl Life {
             scene.watch(&program);
             program.leave();
             scene.rest();
-            scene.tally.lock().unwrap().exits += 1;
+            scene.counts.lock().unwrap().exits += 1;
         }
     }
 

@@ -584,9 +584,9 @@ fn unreadable_objects_are_named_and_no_budget_counts_as_gone() {
 
 /// The aggregates, counted from scratch.
 fn tallied(index: &ClusterIndex) -> Aggregates {
-    let mut tally = Aggregates::default();
+    let mut aggregates = Aggregates::default();
     for (_, summary) in index.budgets.iter() {
-        tally.update_budget(None, Some(summary));
+        aggregates.update_budget(None, Some(summary));
     }
     for (key, gpus) in index.gpu_nodes.iter() {
         let member = CohortMember {
@@ -594,12 +594,12 @@ fn tallied(index: &ClusterIndex) -> Aggregates {
             cohort: cohort_of(index.nodes.get(key)),
             is_dead: index.liveness.is_dead(key),
         };
-        tally.update_node(key, None, Some(member));
+        aggregates.update_node(key, None, Some(member));
     }
     for (key, request) in index.pods.iter() {
-        tally.update_pod(&key.namespace, None, Some(request));
+        aggregates.update_pod(&key.namespace, None, Some(request));
     }
-    tally
+    aggregates
 }
 
 /// A node that reports usage of one namespace, a poisoned context of another and a GPU fault.
