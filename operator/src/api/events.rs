@@ -1,6 +1,4 @@
-//! Publishes Events and log lines for changed conditions and for evictions.
-
-use std::time::Duration;
+//! Publishes the operator's Events: for changed conditions, evictions and placement.
 
 use bursar_crds::conditions::budget as names;
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus, OPERATOR_MANAGER};
@@ -8,13 +6,12 @@ use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::{Client, Resource as _};
-use tokio::time::timeout;
 use tracing::{debug, info};
 
+use super::error::with_timeout;
 use crate::budget::PodEviction;
+use crate::error::error_chain;
 
-/// How long the publication of an Event may take.
-const TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest note that the API server accepts (`events.k8s.io/v1`).
 const MAX_NOTE_LENGTH: usize = 1024;
 
@@ -98,17 +95,34 @@ pub(crate) async fn publish_eviction(client: &Client, namespace: &str, eviction:
         message: note,
     } = eviction;
     info!(namespace, pod, uid, reason, note, "evicted pod");
-    let about = ObjectReference {
-        api_version: Some("v1".to_owned()),
-        kind: Some("Pod".to_owned()),
-        namespace: Some(namespace.to_owned()),
-        name: Some(pod.clone()),
-        uid: Some(uid.clone()),
-        ..ObjectReference::default()
-    };
+    let about = pod_reference(namespace, pod, uid);
     publish(client, &about, EventType::Warning, "Evict", reason, note).await;
 }
 
+/// Publishes what placement did with a pod.
+pub(crate) async fn publish_placement(
+    client: &Client,
+    (namespace, pod, uid): (&str, &str, &str),
+    reason: &str,
+    note: &str,
+) {
+    let about = pod_reference(namespace, pod, uid);
+    publish(client, &about, EventType::Normal, reason, reason, note).await;
+}
+
+/// The pod that an Event is about.
+fn pod_reference(namespace: &str, pod: &str, uid: &str) -> ObjectReference {
+    ObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some("Pod".to_owned()),
+        namespace: Some(namespace.to_owned()),
+        name: Some(pod.to_owned()),
+        uid: Some(uid.to_owned()),
+        ..ObjectReference::default()
+    }
+}
+
+/// Publishes an Event. A failure has no consequences.
 async fn publish(
     client: &Client,
     about: &ObjectReference,
@@ -130,11 +144,10 @@ async fn publish(
     // A new recorder each time: a used one takes a second Event with the same reason for the first
     // and drops its note.
     let recorder = Recorder::new(client.clone(), reporter);
-    if !matches!(
-        timeout(TIMEOUT, recorder.publish(&event, about)).await,
-        Ok(Ok(()))
-    ) {
-        debug!(reason, "failed to publish an Event");
+    let published = recorder.publish(&event, about);
+    let object = format!("an Event {reason}");
+    if let Err(error) = with_timeout("publish", object, published).await {
+        debug!(error = %error_chain(&error), "failed to publish an Event");
     }
 }
 

@@ -3,20 +3,21 @@
 use k8s_openapi::api::batch::v1::Job;
 use kube::{Api, Client, ResourceExt as _};
 
-use crate::api::read::{ReadError, with_timeout};
+use super::error::{ApiError, with_timeout};
 use crate::cluster::pod_request::JobRef;
 
 /// Whether `job` does not count an evicted pod as a failure. A deleted Job cannot fail. The answer
 /// never changes, because a Job's policy is immutable.
 ///
-/// # Errors An error says nothing about the Job.
+/// # Errors
+/// An error says nothing about the Job.
 pub async fn ignores_disruption(
     client: &Client,
     namespace: &str,
     job: &JobRef,
-) -> Result<bool, ReadError> {
+) -> Result<bool, ApiError> {
     let jobs = Api::<Job>::namespaced(client.clone(), namespace);
-    let found = with_timeout(&format!("Job {}", job.name), jobs.get_opt(&job.name)).await?;
+    let found = with_timeout("read", format!("Job {}", job.name), jobs.get_opt(&job.name)).await?;
     let found = found.filter(|found| found.uid().as_ref() == Some(&job.uid));
     Ok(found.is_none_or(|found| policy_ignores_disruption(&found)))
 }

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::future::Future;
-use std::time::Duration;
 
 use bursar_crds::gpu_node::{ContextPolicyEntry, RestartRequest};
 use bursar_crds::resources::{BUDGET_LABEL, OPERATOR, WRITER_LABEL};
@@ -14,57 +13,14 @@ use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams, Preconditions
 use kube::core::Resource as _;
 use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
-use tokio::time::timeout;
 
+use super::error::{ApiError, with_timeout};
 use crate::cluster::own_writes::{WriteSender, send_response};
 use crate::serve::metrics::{Metrics, WriteKind};
-
-/// How long one write may take. It is less than a pod's termination grace.
-const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The field manager of `spec.contextPolicies` and `spec.restarts`. Each list has a manager of its
 /// own.
 const CONTEXT_POLICIES_MANAGER: &str = "bursar-operator-contexts";
-
-/// A failed write. Callers retry all of them later.
-#[derive(Debug, thiserror::Error)]
-pub enum WriteError {
-    /// The API server denied access.
-    #[error(
-        "failed to write {what}: access denied; give the operator's service account the chart's ClusterRole"
-    )]
-    Forbidden {
-        /// The object.
-        what: String,
-        /// The API server's answer.
-        source: Box<kube::Error>,
-    },
-    /// The API server answered with another error, or could not be reached.
-    #[error("failed to write {what}")]
-    Failed {
-        /// The object.
-        what: String,
-        /// The cause.
-        source: Box<kube::Error>,
-    },
-    /// The API server did not answer in time.
-    #[error("failed to write {what}: no answer within {} s", TIMEOUT.as_secs())]
-    TimedOut {
-        /// The object.
-        what: String,
-    },
-}
-
-impl WriteError {
-    /// The object of the write.
-    pub fn target(&self) -> &str {
-        match self {
-            Self::Forbidden { what, .. } | Self::Failed { what, .. } | Self::TimedOut { what } => {
-                what
-            }
-        }
-    }
-}
 
 /// The result of an eviction request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,7 +64,7 @@ impl ApiWriter {
         &self,
         budget: &GpuMemoryBudget,
         status: &GpuMemoryBudgetStatus,
-    ) -> Result<Option<GpuMemoryBudgetStatus>, WriteError> {
+    ) -> Result<Option<GpuMemoryBudgetStatus>, ApiError> {
         let (name, namespace) = (budget.name_any(), budget.namespace().unwrap_or_default());
         let api = Api::<GpuMemoryBudget>::namespaced(self.client.clone(), &namespace);
         let body = json!({
@@ -131,7 +87,7 @@ impl ApiWriter {
         namespace: &str,
         name: &str,
         patch: &Patch<Value>,
-    ) -> Result<(), WriteError> {
+    ) -> Result<(), ApiError> {
         let api = Api::<ResourceQuota>::namespaced(self.client.clone(), namespace);
         let what = format!("ResourceQuota {namespace}/{name}");
         let params = match patch {
@@ -152,7 +108,7 @@ impl ApiWriter {
         namespace: &str,
         name: &str,
         uid: &str,
-    ) -> Result<(), WriteError> {
+    ) -> Result<(), ApiError> {
         let api = Api::<ResourceQuota>::namespaced(self.client.clone(), namespace);
         let what = format!("ResourceQuota {namespace}/{name}");
         let params = with_uid(uid);
@@ -165,7 +121,7 @@ impl ApiWriter {
         &self,
         namespace: &str,
         value: Option<&str>,
-    ) -> Result<(), WriteError> {
+    ) -> Result<(), ApiError> {
         let api = Api::<Namespace>::all(self.client.clone());
         let what = format!("the label of Namespace {namespace}");
         // A merge patch, because an apply would keep a label that another manager wrote too.
@@ -187,7 +143,7 @@ impl ApiWriter {
         uid: &str,
         orders: &[ContextPolicyEntry],
         restarts: &[RestartRequest],
-    ) -> Result<(), WriteError> {
+    ) -> Result<(), ApiError> {
         let api = Api::<GpuNode>::all(self.client.clone());
         let body = json!({
             "apiVersion": GpuNode::api_version(&()),
@@ -214,7 +170,7 @@ impl ApiWriter {
         name: &str,
         uid: &str,
         by_force: bool,
-    ) -> Result<EvictionResult, WriteError> {
+    ) -> Result<EvictionResult, ApiError> {
         let api = Api::<Pod>::namespaced(self.client.clone(), namespace);
         let what = format!("the eviction of Pod {namespace}/{name}");
         let result = if by_force {
@@ -251,7 +207,7 @@ impl ApiWriter {
         match result {
             // A conflict (409) means that another pod has the name, which the watch shows soon, or
             // nothing about the pod.
-            Err(WriteError::Failed { source, .. }) if is_blocked_by_pdb(&source) => {
+            Err(ApiError::Failed { source, .. }) if is_blocked_by_pdb(&source) => {
                 Ok(EvictionResult::BlockedByPdb)
             }
             other => other.map(|()| EvictionResult::Accepted),
@@ -264,22 +220,10 @@ impl ApiWriter {
         kind: WriteKind,
         what: String,
         write: impl Future<Output = Result<T, kube::Error>>,
-    ) -> Result<Option<T>, WriteError> {
-        let answer = timeout(TIMEOUT, write).await;
-        let result = match answer {
-            Ok(Ok(written)) => Ok(Some(written)),
-            Ok(Err(source)) => match status_code(&source) {
-                404 => Ok(None),
-                401 | 403 => Err(WriteError::Forbidden {
-                    what,
-                    source: Box::new(source),
-                }),
-                _ => Err(WriteError::Failed {
-                    what,
-                    source: Box::new(source),
-                }),
-            },
-            Err(_) => Err(WriteError::TimedOut { what }),
+    ) -> Result<Option<T>, ApiError> {
+        let result = match with_timeout("write", what, write).await {
+            Err(error) if error.is_not_found() => Ok(None),
+            written => written.map(Some),
         };
         self.metrics.record_write(kind, result.is_ok());
         result
@@ -307,13 +251,6 @@ fn with_uid(uid: &str) -> DeleteParams {
             resource_version: None,
         }),
         ..DeleteParams::default()
-    }
-}
-
-fn status_code(error: &kube::Error) -> u16 {
-    match error {
-        kube::Error::Api(status) => status.code,
-        _ => 0,
     }
 }
 

@@ -23,9 +23,10 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::{debug, error, info, warn};
 
+use crate::api::error::ApiError;
 use crate::api::job_disruption;
 use crate::api::read;
-use crate::api::write::{ApiWriter, EvictionResult, WriteError};
+use crate::api::write::{ApiWriter, EvictionResult};
 use crate::budget::BudgetInputs;
 use crate::budget::{Step, is_exceeded, plan};
 use crate::cluster::{ClusterIndex, Key};
@@ -79,7 +80,7 @@ impl Reconciler {
         let reconcile = |budget, reconciler: Arc<Self>| {
             Box::pin(async move { reconciler.reconcile(budget).await })
         };
-        let retry = |budget: Arc<GpuMemoryBudget>, error: &WriteError, reconciler: Arc<Self>| {
+        let retry = |budget: Arc<GpuMemoryBudget>, error: &ApiError, reconciler: Arc<Self>| {
             Action::requeue(reconciler.failed(&budget, error))
         };
         applier(reconcile, retry, Arc::new(self), budgets, work, config)
@@ -93,7 +94,7 @@ impl Reconciler {
             .await;
     }
 
-    async fn reconcile(&self, budget: Arc<GpuMemoryBudget>) -> Result<Action, WriteError> {
+    async fn reconcile(&self, budget: Arc<GpuMemoryBudget>) -> Result<Action, ApiError> {
         let start = Instant::now();
         let key = Key::of(&*budget);
         let held_back = |state: &BudgetState| state.backoff_remaining(start);
@@ -154,7 +155,7 @@ impl Reconciler {
         current: &GpuMemoryBudget,
         inputs: &BudgetInputs,
         step: Step,
-    ) -> Result<(), WriteError> {
+    ) -> Result<(), ApiError> {
         let Key { namespace, .. } = key;
         match step {
             Step::ApplyQuota(kind, desired) => {
@@ -261,11 +262,11 @@ impl Reconciler {
         ask(self.lock_states().entry(key.clone()).or_default())
     }
 
-    fn failed(&self, budget: &GpuMemoryBudget, error: &WriteError) -> Duration {
+    fn failed(&self, budget: &GpuMemoryBudget, error: &ApiError) -> Duration {
         self.metrics.record_reconcile_failure();
         let mut memories = self.lock_states();
         let state = memories.entry(Key::of(budget)).or_default();
-        let (first, wait) = state.record_failure(error.target(), Instant::now());
+        let (first, wait) = state.record_failure(error.object(), Instant::now());
         if first {
             warn!(error = %error_chain(error), "failed to reconcile a budget; retrying");
         }

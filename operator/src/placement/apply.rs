@@ -1,28 +1,22 @@
 //! Applies one step of a placement plan.
 
-use std::time::Duration;
-
 use bursar_crds::GpuNode;
 use futures::TryFutureExt as _;
-use k8s_openapi::api::core::v1::ObjectReference;
 use kube::api::{Api, Patch, PatchParams};
-use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::{Client, Resource as _};
 use serde_json::{Value, json};
-use tokio::time::timeout;
-use tracing::{debug, info, warn};
+use tracing::{debug, info};
 
 use super::history::{EvictionOutcome, History, NodeLabels, Uptime};
 use super::node::{GpuFacts, SlimNode};
 use super::plan::{NodeRef, PodRef, Step, Victim};
 use super::pod::{Placement, PodFacts};
-use crate::api::job_disruption;
-use crate::api::read::ReadError;
-use crate::api::write::{ApiWriter, EvictionResult, WriteError};
+use crate::api::error::{ApiError, with_timeout};
+use crate::api::write::{ApiWriter, EvictionResult};
+use crate::api::{events, job_disruption};
 use crate::cluster::Key;
 use crate::cluster::own_writes::send_response;
 use crate::cluster::pod_request::SlimPod;
-use crate::error::error_chain;
 use crate::run::Clock;
 
 /// The field managers. Each list or map that is applied whole has a manager of its own.
@@ -31,43 +25,10 @@ const RESERVATIONS_MANAGER: &str = "bursar-operator-reservations";
 const QUOTAS_MANAGER: &str = "bursar-operator-quotas";
 const RELOCATIONS_MANAGER: &str = "bursar-operator-relocations";
 
-/// How long one request may take.
-const TIMEOUT: Duration = Duration::from_secs(5);
-
-/// A step that failed. The next plan repeats it if it is still useful.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum ApplyError {
-    /// The API server answered with an error, or could not be reached.
-    #[error("failed to {what} {name}")]
-    Request {
-        /// The action.
-        what: &'static str,
-        /// The object.
-        name: String,
-        /// The cause.
-        source: Box<kube::Error>,
-    },
-    /// An eviction failed.
-    #[error(transparent)]
-    Write(#[from] WriteError),
-    /// A Job could not be read.
-    #[error(transparent)]
-    Job(#[from] ReadError),
-    /// The API server did not answer in time.
-    #[error("failed to {what} {name}: no answer within {} s", TIMEOUT.as_secs())]
-    TimedOut {
-        /// The action.
-        what: &'static str,
-        /// The object.
-        name: String,
-    },
-}
-
 /// Applies steps through the API server.
 pub(super) struct Executor {
     client: Client,
     writer: ApiWriter,
-    recorder: Recorder,
     options: super::PlacementOptions,
     clock: Clock,
 }
@@ -75,12 +36,7 @@ pub(super) struct Executor {
 impl Executor {
     pub(super) fn new(writer: ApiWriter, options: super::PlacementOptions, clock: Clock) -> Self {
         let client = writer.client().clone();
-        let reporter = Reporter {
-            controller: bursar_crds::OPERATOR_MANAGER.to_owned(),
-            instance: None,
-        };
         Self {
-            recorder: Recorder::new(client.clone(), reporter),
             client,
             writer,
             options,
@@ -94,7 +50,7 @@ impl Executor {
         step: Step,
         history: &mut History,
         now: Uptime,
-    ) -> Result<(), ApplyError> {
+    ) -> Result<(), ApiError> {
         match step {
             Step::Label { node, labels } => {
                 info!(node = node.name, ?labels, "updating node labels");
@@ -121,11 +77,11 @@ impl Executor {
                     "metadata": { "resourceVersion": current.metadata.resource_version },
                     "spec": { "reservations": reservations },
                 });
-                let what = "apply reservations to";
+                let verb = "apply reservations to";
                 // A failed write may still have been applied, so the owner of the current entries
                 // is unknown.
                 history.reservations.remove(&node.name);
-                self.server_side_apply(RESERVATIONS_MANAGER, what, &node, body)
+                self.server_side_apply(RESERVATIONS_MANAGER, verb, &node, body)
                     .await?;
                 info!(node = node.name, ?reservations, "applied reservations");
                 history.reservations.insert(node.name, reservations);
@@ -217,7 +173,8 @@ impl Executor {
                     info!(namespace, pod = name, to, "relocated pod");
                     history.record_relocation(&owner, &to, room, now);
                     let note = format!("waits for a GPU on this node, and node {to} has room");
-                    self.publish_event(&pod, "GpuMemoryWaiterMoved", note).await;
+                    self.publish_event(&pod, "GpuMemoryWaiterMoved", &note)
+                        .await;
                 }
                 Ok(())
             }
@@ -231,7 +188,7 @@ impl Executor {
     }
 
     /// A merge patch, because an apply would keep a label that another manager wrote too.
-    async fn label_node(&self, node: &NodeRef, labels: &NodeLabels) -> Result<(), ApplyError> {
+    async fn label_node(&self, node: &NodeRef, labels: &NodeLabels) -> Result<(), ApiError> {
         let api = Api::<SlimNode>::all(self.client.clone());
         let patch = Patch::Merge(json!({ "metadata": { "uid": node.uid, "labels": labels } }));
         let params = PatchParams {
@@ -239,7 +196,7 @@ impl Executor {
             ..PatchParams::default()
         };
         let request = api.patch(&node.name, &params, &patch);
-        let write = with_timeout("label node", &node.name, request).map_ok(Some);
+        let write = with_timeout("label", format!("Node {}", node.name), request).map_ok(Some);
         send_response(&self.writer.responses().nodes, write).await
     }
 
@@ -247,10 +204,10 @@ impl Executor {
     async fn server_side_apply(
         &self,
         manager: &str,
-        what: &'static str,
+        verb: &'static str,
         node: &NodeRef,
         mut body: Value,
-    ) -> Result<(), ApplyError> {
+    ) -> Result<(), ApiError> {
         body["apiVersion"] = json!(GpuNode::api_version(&()));
         body["kind"] = json!(GpuNode::kind(&()));
         body["metadata"]["name"] = json!(node.name);
@@ -260,7 +217,7 @@ impl Executor {
         let params = PatchParams::apply(manager).force();
         let patch = Patch::Apply(body);
         let request = api.patch(&node.name, &params, &patch);
-        let write = with_timeout(what, &node.name, request).map_ok(Some);
+        let write = with_timeout(verb, format!("GpuNode {}", node.name), request).map_ok(Some);
         send_response(&self.writer.responses().gpu_nodes, write).await
     }
 
@@ -269,10 +226,10 @@ impl Executor {
         &self,
         waiter: &PodRef,
         node: &str,
-    ) -> Result<Option<(PodFacts, String)>, ApplyError> {
+    ) -> Result<Option<(PodFacts, String)>, ApiError> {
         let pods = Api::<SlimPod>::namespaced(self.client.clone(), &waiter.key.namespace);
-        let found =
-            with_timeout("read pod", &waiter.key.name, pods.get_opt(&waiter.key.name)).await?;
+        let read = pods.get_opt(&waiter.key.name);
+        let found = with_timeout("read", pod_text(&waiter.key), read).await?;
         let Some(found) = found else { return Ok(None) };
         let facts = PodFacts::of(&found, self.options.quantum).filter(|pod| {
             let is_on_node = match &pod.placement {
@@ -293,7 +250,7 @@ impl Executor {
         waiter: &PodRef,
         node: &str,
         gpu: &str,
-    ) -> Result<Option<String>, ApplyError> {
+    ) -> Result<Option<String>, ApiError> {
         let Some(current) = self.gpu_node(node).await? else {
             return Ok(None);
         };
@@ -310,14 +267,14 @@ impl Executor {
         }
     }
 
-    async fn gpu_node(&self, node: &str) -> Result<Option<GpuNode>, ApplyError> {
+    async fn gpu_node(&self, node: &str) -> Result<Option<GpuNode>, ApiError> {
         let nodes = Api::<GpuNode>::all(self.client.clone());
-        with_timeout("read GpuNode", node, nodes.get_opt(node)).await
+        with_timeout("read", format!("GpuNode {node}"), nodes.get_opt(node)).await
     }
 
     /// Sets the pod's nominated node, so that the scheduler keeps the room. Fails when the pod has
     /// changed since `version`.
-    async fn nominate(&self, pod: &PodRef, version: &str, node: &str) -> Result<(), ApplyError> {
+    async fn nominate(&self, pod: &PodRef, version: &str, node: &str) -> Result<(), ApiError> {
         info!(
             namespace = pod.key.namespace,
             pod = pod.key.name,
@@ -330,7 +287,7 @@ impl Executor {
         }));
         let params = PatchParams::default();
         let request = pods.patch_status(&pod.key.name, &params, &patch);
-        let write = with_timeout("nominate pod", &pod.key.name, request).map_ok(Some);
+        let write = with_timeout("nominate", pod_text(&pod.key), request).map_ok(Some);
         send_response(&self.writer.responses().pods, write).await
     }
 
@@ -342,7 +299,7 @@ impl Executor {
         gpu: &str,
         history: &mut History,
         now: Uptime,
-    ) -> Result<(), ApplyError> {
+    ) -> Result<(), ApiError> {
         let Victim {
             pod,
             force: overdue,
@@ -361,7 +318,7 @@ impl Executor {
                 "preempted on {gpu} by {}/{}, which has a higher priority",
                 waiter.key.namespace, waiter.key.name
             );
-            self.publish_event(pod, "GpuMemoryReclaimed", note).await;
+            self.publish_event(pod, "GpuMemoryReclaimed", &note).await;
         }
         Ok(())
     }
@@ -373,7 +330,7 @@ impl Executor {
         overdue: bool,
         history: &mut History,
         now: Uptime,
-    ) -> Result<EvictionResult, ApplyError> {
+    ) -> Result<EvictionResult, ApiError> {
         let Key { namespace, name } = &pod.key;
         let evicted = self.writer.evict(namespace, name, &pod.uid, overdue).await;
         let outcome = match &evicted {
@@ -392,42 +349,14 @@ impl Executor {
         Ok(evicted?)
     }
 
-    /// Publishes an Event on a pod. A failure has no consequences.
-    async fn publish_event(&self, pod: &PodRef, reason: &str, note: String) {
-        let about = ObjectReference {
-            api_version: Some("v1".to_owned()),
-            kind: Some("Pod".to_owned()),
-            namespace: Some(pod.key.namespace.clone()),
-            name: Some(pod.key.name.clone()),
-            uid: Some(pod.uid.clone()),
-            ..ObjectReference::default()
-        };
-        let event = Event {
-            type_: EventType::Normal,
-            reason: reason.to_owned(),
-            note: Some(note),
-            action: reason.to_owned(),
-            secondary: None,
-        };
-        let published = timeout(TIMEOUT, self.recorder.publish(&event, &about)).await;
-        if let Ok(Err(error)) = published {
-            warn!(error = %error_chain(&error), reason, "failed to publish an Event");
-        }
+    /// Publishes an Event on a pod.
+    async fn publish_event(&self, pod: &PodRef, reason: &str, note: &str) {
+        let Key { namespace, name } = &pod.key;
+        events::publish_placement(&self.client, (namespace, name, &pod.uid), reason, note).await;
     }
 }
 
-async fn with_timeout<T>(
-    what: &'static str,
-    name: &str,
-    request: impl Future<Output = kube::Result<T>>,
-) -> Result<T, ApplyError> {
-    let name = || name.to_owned();
-    match timeout(TIMEOUT, request).await {
-        Ok(outcome) => outcome.map_err(|source| ApplyError::Request {
-            what,
-            name: name(),
-            source: Box::new(source),
-        }),
-        Err(_) => Err(ApplyError::TimedOut { what, name: name() }),
-    }
+/// A pod as errors name it.
+fn pod_text(key: &Key) -> String {
+    format!("Pod {}/{}", key.namespace, key.name)
 }
