@@ -1,6 +1,7 @@
 //! Applies one step of a placement plan.
 
 use bursar_crds::GpuNode;
+use bursar_crds::gpu_node::Reservation;
 use futures::TryFutureExt as _;
 use kube::api::{Api, Patch, PatchParams};
 use kube::{Client, Resource as _};
@@ -63,30 +64,7 @@ impl Executor {
                 node,
                 over,
                 reservations,
-            } => {
-                let current = self.gpu_node(&node.name).await?;
-                let Some(current) = current.filter(|current| current.spec.reservations == over)
-                else {
-                    debug!(
-                        node = node.name,
-                        "reservations have changed; skipping the step"
-                    );
-                    return Ok(());
-                };
-                let body = json!({
-                    "metadata": { "resourceVersion": current.metadata.resource_version },
-                    "spec": { "reservations": reservations },
-                });
-                let verb = "apply reservations to";
-                // A failed write may still have been applied, so the owner of the current entries
-                // is unknown.
-                history.reservations.remove(&node.name);
-                self.server_side_apply(RESERVATIONS_MANAGER, verb, &node, body)
-                    .await?;
-                info!(node = node.name, ?reservations, "applied reservations");
-                history.reservations.insert(node.name, reservations);
-                Ok(())
-            }
+            } => self.reserve(node, &over, reservations, history).await,
             Step::OverrideQuotas { node, quotas } => {
                 let body = json!({ "spec": { "quotas": quotas } });
                 history.quotas.remove(&node.name);
@@ -107,30 +85,11 @@ impl Executor {
                 nominate,
                 victims,
             } => {
-                if nominate {
-                    let Some(version) = self.revalidate(&waiter, &node, &gpu).await? else {
-                        debug!(
-                            waiter = waiter.key.name,
-                            "pod needs this GPU no longer; skipping the step"
-                        );
-                        return Ok(());
-                    };
-                    self.nominate(&waiter, &version, &node).await?;
+                if nominate && !self.nominate(&waiter, &node, &gpu).await? {
+                    return Ok(());
                 }
-                for victim in victims {
-                    // An eviction may take seconds, in which another operator may choose another
-                    // GPU.
-                    if self.revalidate(&waiter, &node, &gpu).await?.is_none() {
-                        debug!(
-                            waiter = waiter.key.name,
-                            "pod needs this GPU no longer; skipping the step"
-                        );
-                        return Ok(());
-                    }
-                    self.evict_victim(&victim, &waiter, &gpu, history, now)
-                        .await?;
-                }
-                Ok(())
+                self.evict_victims(&victims, &waiter, (&node, &gpu), history, now)
+                    .await
             }
             Step::Relocate {
                 pod,
@@ -139,34 +98,11 @@ impl Executor {
                 to,
                 room,
             } => {
-                // A relocation would destroy the work of a started pod. The pod's status may be
-                // late, because the kubelet updates it only between two container starts.
-                let waiting = self.revalidate_pod(&pod, &from.name).await?;
-                let waiting = waiting.zip(self.gpu_node(&from.name).await?);
-                if waiting.is_none_or(|((facts, _), current)| {
-                    GpuFacts::of(&current, self.options.quantum).has_possibly_started(&facts)
-                }) {
-                    debug!(
-                        waiter = pod.key.name,
-                        "pod waits no longer; skipping the step"
-                    );
+                if !self.still_waits(&pod, &from.name).await? {
                     return Ok(());
                 }
                 if history.is_first_eviction(&pod.uid) {
-                    // The record comes before the eviction. After a crash it may count one
-                    // relocation too many, never one too few.
-                    let relocations =
-                        history.relocations_with(&from.name, &owner, now, (self.clock)());
-                    let records: Vec<_> = relocations.iter().map(|(moved, _)| moved).collect();
-                    let body = json!({ "spec": { "relocations": records } });
-                    self.server_side_apply(
-                        RELOCATIONS_MANAGER,
-                        "record a relocation on",
-                        &from,
-                        body,
-                    )
-                    .await?;
-                    history.set_relocations(from.name, relocations);
+                    self.record_relocation(from, &owner, history, now).await?;
                 }
                 if self.evict(&pod, false, history, now).await? == EvictionResult::Accepted {
                     let Key { namespace, name } = &pod.key;
@@ -185,6 +121,94 @@ impl Executor {
                 Ok(())
             }
         }
+    }
+
+    /// Applies all reservations of a node, unless they differ from those that the plan saw.
+    async fn reserve(
+        &self,
+        node: NodeRef,
+        over: &[Reservation],
+        reservations: Vec<Reservation>,
+        history: &mut History,
+    ) -> Result<(), ApiError> {
+        let current = self.gpu_node(&node.name).await?;
+        let Some(current) = current.filter(|current| current.spec.reservations == over) else {
+            debug!(
+                node = node.name,
+                "reservations have changed; skipping the step"
+            );
+            return Ok(());
+        };
+        let body = json!({
+            "metadata": { "resourceVersion": current.metadata.resource_version },
+            "spec": { "reservations": reservations },
+        });
+        let verb = "apply reservations to";
+        // A failed write may still have been applied, so the owner of the current entries is
+        // unknown.
+        history.reservations.remove(&node.name);
+        self.server_side_apply(RESERVATIONS_MANAGER, verb, &node, body)
+            .await?;
+        info!(node = node.name, ?reservations, "applied reservations");
+        history.reservations.insert(node.name, reservations);
+        Ok(())
+    }
+
+    /// Evicts the victims one after the other, as long as the pod still needs the GPU.
+    async fn evict_victims(
+        &self,
+        victims: &[Victim],
+        waiter: &PodRef,
+        (node, gpu): (&str, &str),
+        history: &mut History,
+        now: Uptime,
+    ) -> Result<(), ApiError> {
+        for victim in victims {
+            // An eviction may take seconds, in which another operator may choose another GPU.
+            if self.revalidate(waiter, node, gpu).await?.is_none() {
+                return Ok(());
+            }
+            self.evict_victim(victim, waiter, gpu, history, now).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether a pod that may be relocated still waits on its node.
+    ///
+    /// A relocation would destroy the work of a started pod. The pod's status may be late, because
+    /// the kubelet updates it only between two container starts.
+    async fn still_waits(&self, pod: &PodRef, node: &str) -> Result<bool, ApiError> {
+        let waiting = self.revalidate_pod(pod, node).await?;
+        let waiting = waiting.zip(self.gpu_node(node).await?);
+        let waits = waiting.is_some_and(|((facts, _), current)| {
+            !GpuFacts::of(&current, self.options.quantum).has_possibly_started(&facts)
+        });
+        if !waits {
+            debug!(
+                waiter = pod.key.name,
+                "pod waits no longer; skipping the step"
+            );
+        }
+        Ok(waits)
+    }
+
+    /// Counts a relocation of the owner's pods in the `GpuNode`, before the eviction. After a crash
+    /// the count may be one too high, never one too low.
+    async fn record_relocation(
+        &self,
+        from: NodeRef,
+        owner: &str,
+        history: &mut History,
+        now: Uptime,
+    ) -> Result<(), ApiError> {
+        let relocations = history.relocations_with(&from.name, owner, now, (self.clock)());
+        let records: Vec<_> = relocations.iter().map(|(moved, _)| moved).collect();
+        let body = json!({ "spec": { "relocations": records } });
+        let verb = "record a relocation on";
+        self.server_side_apply(RELOCATIONS_MANAGER, verb, &from, body)
+            .await?;
+        history.set_relocations(from.name, relocations);
+        Ok(())
     }
 
     /// A merge patch, because an apply would keep a label that another manager wrote too.
@@ -258,13 +282,17 @@ impl Executor {
         let mut gpus = current.status.iter().flat_map(|status| &status.gpus);
         let is_reserved = reserved.any(|one| one.gpu == gpu && one.waiter == waiter.uid)
             && gpus.any(|one| one.uuid == gpu && one.reserved_for.as_ref() == Some(&waiter.uid));
-        match is_reserved {
-            true => Ok(self
-                .revalidate_pod(waiter, node)
-                .await?
-                .map(|(_, version)| version)),
-            false => Ok(None),
+        let version = match is_reserved {
+            true => self.revalidate_pod(waiter, node).await?,
+            false => None,
+        };
+        if version.is_none() {
+            debug!(
+                waiter = waiter.key.name,
+                "pod needs this GPU no longer; skipping the step"
+            );
         }
+        Ok(version.map(|(_, version)| version))
     }
 
     async fn gpu_node(&self, node: &str) -> Result<Option<GpuNode>, ApiError> {
@@ -272,9 +300,12 @@ impl Executor {
         with_timeout("read", format!("GpuNode {node}"), nodes.get_opt(node)).await
     }
 
-    /// Sets the pod's nominated node, so that the scheduler keeps the room. Fails when the pod has
-    /// changed since `version`.
-    async fn nominate(&self, pod: &PodRef, version: &str, node: &str) -> Result<(), ApiError> {
+    /// Sets the pod's nominated node, so that the scheduler keeps the room. Returns whether the pod
+    /// still needs the GPU.
+    async fn nominate(&self, pod: &PodRef, node: &str, gpu: &str) -> Result<bool, ApiError> {
+        let Some(version) = self.revalidate(pod, node, gpu).await? else {
+            return Ok(false);
+        };
         info!(
             namespace = pod.key.namespace,
             pod = pod.key.name,
@@ -288,7 +319,8 @@ impl Executor {
         let params = PatchParams::default();
         let request = pods.patch_status(&pod.key.name, &params, &patch);
         let write = with_timeout("nominate", pod_text(&pod.key), request).map_ok(Some);
-        send_response(&self.writer.responses().pods, write).await
+        send_response(&self.writer.responses().pods, write).await?;
+        Ok(true)
     }
 
     /// Evicts one pod for another.
