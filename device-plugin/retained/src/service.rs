@@ -4,62 +4,48 @@
 //! One task owns the lease table and never waits. Work that takes time runs in tasks that return a
 //! [`Completion`]. Calls to the fd store are queued in the order of the effects.
 
+mod drain;
+mod keep_alive;
+mod node;
+mod requests;
+mod scrub_checks;
+mod store;
+mod writers;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bursar_gpu::drain::DrainState;
-use bursar_host::clock;
 use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
-use bursar_protocol::fdstore::{Blob, KEEP_ALIVE};
-use bursar_protocol::messages::Account;
-use bursar_protocol::messages::retained::{RetainedRefusal, RetainedRequest, RetainedResponse};
-use bursar_protocol::messages::token::{TokenRefusal, TokenRequest, TokenResponse};
-use bursar_sessions::lease_handle::{
-    Caller, Command, Commands, LedgerUpdate, LiveLeases, NodeView, Reply,
-};
-use bursar_sessions::pidfd::ProcessExit;
+use bursar_protocol::messages::retained::{RetainedRefusal, RetainedResponse};
+use bursar_sessions::lease_handle::{Command, Commands, LiveLeases, Reply};
 use bursar_sessions::{ContainerResolver, Process, Sessions};
 use futures::future::BoxFuture;
-use rustix::io::Errno;
-use serde::Deserialize;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use self::keep_alive::KeepAlive;
+use self::requests::CreateError;
+use self::store::encode_record;
 use super::fdstore_client::{Connection, FdStoreError, StoreEvent};
 use super::lease_ids::LeaseIds;
-use super::leases::{
-    Content, Effect, LeaseRecord, LeaseTable, OpenRequest, Opened, StoredRecord,
-    WRITE_TOKEN_LIFETIME,
-};
-use super::provisioners::{Program, ProvisionerError, Provisioners};
-use super::scrub_check::{self, DriverEpoch, ScrubCache, ScrubCheckResult, ScrubProcess, Verdict};
+use super::leases::{Effect, LeaseTable};
+use super::provisioners::{Program, Provisioners};
+use super::scrub_check::{DriverEpoch, ScrubCache, ScrubCheckResult};
 use super::status::{self, RetainedStatus};
-use crate::tokens::TokenAuthority;
 use crate::tokens::seal::NodeKey;
 
 /// The granularity of device memory of every NVIDIA GPU; sizes are rounded up to it.
 const GRANULARITY: u64 = 2 << 20;
 
-/// The size of the export keep-alive.
-const KEEP_ALIVE_BYTES: Bytes = Bytes(GRANULARITY);
-
 /// After freeing this much, the next create would wait for the driver's scrubbing (F6 in
 /// docs/facts.md).
 const SCRUB_WAIT_THRESHOLD: Bytes = Bytes::gib(1);
-
-/// The delay between two scrub checks of a GPU without a verdict.
-const SCRUB_CHECK_RETRY: Duration = Duration::from_secs(60);
-
-/// The delay between two measurements of a context, when NVML does not report memory of processes.
-const MEASURE_RETRY: Duration = Duration::from_secs(3600);
-
-/// The delay between two attempts to watch a process.
-const WATCH_RETRY: Duration = Duration::from_secs(1);
 
 /// The shortest interval between two publications, whose cost grows with the number of leases.
 const PUBLISH_INTERVAL: Duration = Duration::from_millis(50);
@@ -119,14 +105,6 @@ enum Completion {
     Nothing,
 }
 
-/// Why a lease was not created.
-enum CreateError {
-    /// No memory exists.
-    NotCreated(RetainedRefusal),
-    /// The memory may exist.
-    Unknown,
-}
-
 /// The state of the running service.
 struct State {
     service: LeaseService,
@@ -148,16 +126,6 @@ struct State {
     /// The GPUs to release.
     drained: BTreeSet<GpuUuid>,
     keep_alive: KeepAlive,
-}
-
-/// A descriptor that the fd store keeps open, because exports are fast while one exists.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum KeepAlive {
-    None,
-    Creating(GpuUuid),
-    /// The fd store has it, for a GPU that was not drained at its creation.
-    Stored,
-    Closing,
 }
 
 impl LeaseService {
@@ -256,198 +224,6 @@ impl State {
         true
     }
 
-    fn handle_request(
-        &mut self,
-        caller: Caller,
-        request: RetainedRequest,
-        reply: oneshot::Sender<Reply>,
-    ) {
-        match request {
-            RetainedRequest::Open {
-                version: _,
-                image,
-                account,
-                name,
-                key,
-                bytes,
-            } => {
-                let Some(gpu) = account_gpu(&account) else {
-                    return reply_refused(reply, RetainedRefusal::Missing);
-                };
-                let Some(bytes) = bytes.checked_next_multiple_of(GRANULARITY) else {
-                    return reply_refused(reply, RetainedRefusal::Quota { free: 0 });
-                };
-                let open = OpenRequest {
-                    gpu,
-                    name: name.as_str().to_owned(),
-                    key,
-                    bytes: Bytes(bytes),
-                    image,
-                    token: rand::random(),
-                };
-                self.open(caller, open, reply);
-            }
-            RetainedRequest::Commit {
-                version: _,
-                lease,
-                token,
-                checksum,
-            } => {
-                let lease = LeaseId(lease);
-                let now = clock::now();
-                let committed = self.leases.commit(caller, lease, token, checksum, now);
-                match committed {
-                    Ok(effects) => {
-                        info!(%lease, allocation = %caller.allocation, "lease committed");
-                        let acks = self.apply_effects(effects);
-                        self.reply_after_acks(acks, RetainedResponse::Committed, reply);
-                    }
-                    Err(why) => reply_refused(reply, why),
-                }
-            }
-            RetainedRequest::Discard { version: _, lease } => {
-                let lease = LeaseId(lease);
-                match self.leases.discard(caller, lease) {
-                    Ok(effects) => {
-                        info!(%lease, allocation = %caller.allocation, "lease discarded");
-                        let ends = self.leases.get(lease).is_none();
-                        if ends {
-                            self.discarding.entry(lease).or_default().push(reply);
-                            self.apply_effects(effects);
-                        } else {
-                            let acks = self.apply_effects(effects);
-                            self.reply_after_acks(acks, RetainedResponse::Discarded, reply);
-                        }
-                    }
-                    Err(why) => reply_refused(reply, why),
-                }
-            }
-        }
-    }
-
-    fn handle_token_request(&self, caller: Caller, request: TokenRequest) -> TokenResponse {
-        let authority = TokenAuthority {
-            key: &self.service.key,
-            leases: &self.leases,
-            images: |allocation: &_| self.service.sessions.process_images(allocation),
-        };
-        let answer = match request {
-            TokenRequest::Seal {
-                version: _,
-                account,
-                lease,
-                block,
-            } => account_gpu(&account)
-                .ok_or(TokenRefusal::Unknown)
-                .and_then(|gpu| authority.seal(caller, &gpu, LeaseId(lease), block))
-                .map(TokenResponse::Sealed),
-            TokenRequest::Redeem { version: _, token } => authority
-                .redeem(caller, &token)
-                .map(TokenResponse::Redeemed),
-        };
-        answer.unwrap_or_else(TokenResponse::Refused)
-    }
-
-    fn open(&mut self, caller: Caller, open: OpenRequest, reply: oneshot::Sender<Reply>) {
-        if self.service.store_events.is_none() {
-            return reply_refused(reply, RetainedRefusal::Off);
-        }
-        let gpu = open.gpu.clone();
-        let (opened, effects) = self.leases.open(caller, open, clock::now());
-        let acks = self.apply_effects(effects);
-        match opened {
-            Err(why) => reply_refused(reply, why),
-            Ok(Opened::Read(lease) | Opened::Write(lease)) => {
-                self.fetch_and_reply(lease, acks, reply)
-            }
-            Ok(Opened::Create(record)) => match self.connection_for_create(&gpu) {
-                Ok(connection) => self.create(*record, connection, reply),
-                Err(why) => reply_refused(reply, why),
-            },
-        }
-    }
-
-    /// The connection with which a lease may be created on a GPU.
-    fn connection_for_create(&self, gpu: &GpuUuid) -> Result<Connection, RetainedRefusal> {
-        match self.service.scrub_cache.get(gpu, &self.driver_epoch(gpu)) {
-            Some(Verdict::Scrubbed) => self.connection.clone().ok_or(RetainedRefusal::Unavailable),
-            Some(Verdict::NotScrubbed | Verdict::Unknown(_)) => Err(RetainedRefusal::NotScrubbed),
-            None => Err(RetainedRefusal::Unavailable),
-        }
-    }
-
-    /// Charges the owner, then starts the creation.
-    fn create(
-        &mut self,
-        record: LeaseRecord,
-        connection: Connection,
-        reply: oneshot::Sender<Reply>,
-    ) {
-        let (gpu, bytes) = (record.title.gpu.clone(), record.bytes);
-        let Some(blob) = encode_record(&record) else {
-            return reply_refused(reply, RetainedRefusal::TooMany);
-        };
-        let lease = self.service.lease_ids.assign();
-        let sessions = &self.service.sessions;
-        if let Err(Bytes(free)) = sessions.charge_lease(&record.owner, &gpu, lease, bytes) {
-            return reply_refused(reply, RetainedRefusal::Quota { free });
-        }
-        self.leases.begin_create(lease, record);
-        let provisioners = Arc::clone(&self.service.provisioners);
-        self.jobs.spawn(async move {
-            let created = match create_memory(&provisioners, &gpu, bytes).await {
-                Ok(fd) => store_memory(&connection, lease, blob, fd).await,
-                Err(why) => Err(why),
-            };
-            Completion::Created {
-                lease,
-                created,
-                reply,
-            }
-        });
-    }
-
-    /// Replies with a lease's descriptor and current state.
-    fn fetch_and_reply(&mut self, lease: LeaseId, acks: Acks, reply: oneshot::Sender<Reply>) {
-        let (Some(connection), Some(record)) = (&self.connection, self.leases.get(lease)) else {
-            return reply_refused(reply, RetainedRefusal::Unavailable);
-        };
-        let Some(answer) = answer(lease, record) else {
-            return reply_refused(reply, RetainedRefusal::Missing);
-        };
-        let fetched = connection.get(lease);
-        self.jobs.spawn(async move {
-            let acks = acks.wait().await;
-            let _ = match acks.and(fetched.await) {
-                Ok(fd) => reply.send(Reply {
-                    response: answer,
-                    fd: Some(fd),
-                }),
-                Err(_) => reply.send(Reply::refused(RetainedRefusal::Unavailable)),
-            };
-            Completion::Nothing
-        });
-    }
-
-    /// Replies once the fd store has acknowledged the calls.
-    fn reply_after_acks(
-        &mut self,
-        acks: Acks,
-        answer: RetainedResponse,
-        reply: oneshot::Sender<Reply>,
-    ) {
-        self.jobs.spawn(async move {
-            let _ = reply.send(match acks.wait().await {
-                Ok(()) => Reply {
-                    response: answer,
-                    fd: None,
-                },
-                Err(_) => Reply::refused(RetainedRefusal::Unavailable),
-            });
-            Completion::Nothing
-        });
-    }
-
     fn handle_completion(&mut self, done: Completion) {
         match done {
             Completion::Created {
@@ -502,318 +278,9 @@ impl State {
         }
     }
 
-    fn finish_create(
-        &mut self,
-        lease: LeaseId,
-        created: Result<OwnedFd, CreateError>,
-        reply: oneshot::Sender<Reply>,
-    ) {
-        match created {
-            Ok(fd) => {
-                let (record, effects) = self.leases.finish_create(lease);
-                let answer = record.and_then(|record| answer(lease, record));
-                let acks = reply.send(match answer {
-                    Some(answer) => Reply {
-                        response: answer,
-                        fd: Some(fd),
-                    },
-                    None => Reply::refused(RetainedRefusal::Fenced),
-                });
-                info!(%lease, "lease created");
-                self.apply_effects(effects);
-                if acks.is_err() {
-                    // The requester timed out, so no process would ever write or discard this
-                    // lease.
-                    let effects = self.leases.release_uncertain(lease);
-                    self.apply_effects(effects);
-                }
-            }
-            Err(CreateError::NotCreated(why)) => {
-                if let Some(owner) = self.leases.abort_create(lease) {
-                    self.service.sessions.refund_lease(&owner, lease);
-                }
-                reply_refused(reply, why);
-            }
-            Err(CreateError::Unknown) => {
-                let effects = self.leases.release_uncertain(lease);
-                self.apply_effects(effects);
-                reply_refused(reply, RetainedRefusal::Unavailable);
-            }
-        }
-    }
-
     fn process_ended(&mut self, process: Process) {
         let effects = self.leases.process_ended(process);
         self.apply_effects(effects);
-    }
-
-    fn reconcile(&mut self, node: NodeView) -> LedgerUpdate {
-        let gpus: Vec<GpuUuid> = node.generations.keys().cloned().collect();
-        self.retain_gpus(node.free.keys().cloned().collect());
-        let late = self.leases.expire_writers(clock::now());
-        self.apply_effects(late);
-        if self.leases.is_store_connected() {
-            self.reconcile_charges();
-        }
-        let charged = self.service.sessions.all_charged_leases();
-        let (update, effects) = self.leases.reconcile(node, &charged);
-        if self.leases.is_store_connected() {
-            // Containers that took leases over are charged for them now.
-            self.reconcile_charges();
-        }
-        self.apply_effects(effects);
-        let spared = gpus.into_iter().filter(|gpu| !self.drained.contains(gpu));
-        let spared: Vec<GpuUuid> = spared.collect();
-        spared
-            .into_iter()
-            .for_each(|gpu| self.ensure_scrub_checked(gpu));
-        update
-    }
-
-    /// Forgets GPUs that have left the node: a new MIG instance has a new UUID. An empty list means
-    /// that NVML has not answered.
-    fn retain_gpus(&mut self, gpus: BTreeSet<GpuUuid>) {
-        if gpus.is_empty() || gpus == self.gpus {
-            return;
-        }
-        self.service.provisioners.retain_gpus(&gpus);
-        self.service.scrub_cache.retain_gpus(&gpus);
-        self.service.sessions.retain_gpus(&gpus);
-        self.unmeasured.retain(|gpu, _| gpus.contains(gpu));
-        self.gpus = gpus;
-    }
-
-    fn record_scrub_check(&mut self, gpu: GpuUuid, with: DriverEpoch, result: ScrubCheckResult) {
-        let ScrubCheckResult {
-            verdict,
-            context,
-            process,
-        } = result;
-        match context {
-            Some(bytes) => {
-                let sessions = &self.service.sessions;
-                sessions.record_context_size(&gpu, &with.driver, bytes);
-            }
-            None => drop(self.unmeasured.insert(gpu.clone(), Instant::now())),
-        }
-        if matches!(verdict, Verdict::Unknown(_)) {
-            self.allow_scrub_check_later(gpu.clone(), process);
-        } else {
-            self.scrub_checks.remove(&gpu);
-        }
-        self.service.scrub_cache.record(gpu, with, verdict);
-    }
-
-    /// Charges each container for the leases that it owns, and for no other.
-    fn reconcile_charges(&mut self) {
-        let sessions = &self.service.sessions;
-        let charged = sessions.all_charged_leases();
-        let owned = self.leases.lease_owners();
-        for (lease, (owner, gpu, bytes)) in &owned {
-            if charged
-                .get(owner)
-                .is_some_and(|leases| !leases.contains_key(lease))
-            {
-                sessions.adopt_lease(owner, gpu, *lease, *bytes);
-            }
-        }
-        for (allocation, leases) in charged {
-            for (lease, (gpu, bytes)) in leases {
-                match self.leases.owner(lease) {
-                    Some(owner) if owner == allocation => {}
-                    // The unreadable blob names the owner, so the charged container stays charged.
-                    _ if self.leases.is_unreadable(lease) => {}
-                    // The new owner is charged.
-                    Some(_) => sessions.refund_lease(&allocation, lease),
-                    // The lease ended with an earlier agent, with the fd store, or before its
-                    // creation.
-                    None => drop(sessions.release_lease(&allocation, &gpu, lease, bytes)),
-                }
-            }
-        }
-    }
-
-    /// The state that a verdict on a GPU must be valid for.
-    fn driver_epoch(&self, gpu: &GpuUuid) -> DriverEpoch {
-        DriverEpoch {
-            driver: self.driver_version.clone(),
-            generation: self.leases.generation(gpu),
-        }
-    }
-
-    /// Starts a scrub check or a measurement if the GPU lacks one, and creates the keep-alive on
-    /// the first scrubbed GPU.
-    fn ensure_scrub_checked(&mut self, gpu: GpuUuid) {
-        let seen = self.service.scrub_cache.get(&gpu, &self.driver_epoch(&gpu));
-        let is_seen = matches!(seen, Some(Verdict::Scrubbed | Verdict::NotScrubbed));
-        if seen == Some(&Verdict::Scrubbed) && self.keep_alive == KeepAlive::None {
-            self.create_keep_alive(gpu.clone());
-        }
-        let has_room = self.leases.free(&gpu) >= scrub_check::MAX_MEMORY;
-        // The check takes only memory that is bound to no pod.
-        if (!is_seen || self.needs_measurement(&gpu))
-            && has_room
-            && self.scrub_checks.insert(gpu.clone())
-        {
-            self.start_scrub_check(gpu);
-        }
-    }
-
-    fn needs_measurement(&self, gpu: &GpuUuid) -> bool {
-        let tried = self.unmeasured.get(gpu);
-        tried.is_none_or(|tried| tried.elapsed() >= MEASURE_RETRY)
-            && self
-                .service
-                .sessions
-                .lacks_context_size(gpu, &self.driver_version)
-    }
-
-    fn start_scrub_check(&mut self, gpu: GpuUuid) {
-        let (program, with) = (self.service.program.clone(), self.driver_epoch(&gpu));
-        let charges = self.service.sessions.sampler();
-        let provisioners = Arc::clone(&self.service.provisioners);
-        self.jobs.spawn(async move {
-            if provisioners.is_drained(&gpu) {
-                return Completion::ScrubCheckAllowed(gpu);
-            }
-            let result = scrub_check::run_check(program, gpu.clone(), charges).await;
-            Completion::ScrubChecked(gpu, with, result)
-        });
-    }
-
-    /// Allows the next check of a GPU after a delay, once the process of the failed check has
-    /// exited.
-    fn allow_scrub_check_later(&mut self, gpu: GpuUuid, mut before: ScrubProcess) {
-        self.jobs.spawn(async move {
-            tokio::time::sleep(SCRUB_CHECK_RETRY).await;
-            while !before.has_ended() {
-                tokio::time::sleep(SCRUB_CHECK_RETRY).await;
-            }
-            Completion::ScrubCheckAllowed(gpu)
-        });
-    }
-
-    /// Creates the export keep-alive: exports are fast while one exported descriptor is open (F3 in
-    /// docs/facts.md).
-    fn create_keep_alive(&mut self, gpu: GpuUuid) {
-        let Some(connection) = self.connection.clone() else {
-            return;
-        };
-        self.keep_alive = KeepAlive::Creating(gpu.clone());
-        let provisioners = Arc::clone(&self.service.provisioners);
-        self.jobs.spawn(async move {
-            let lease = LeaseId(KEEP_ALIVE);
-            // Without a keep-alive exports are only slower.
-            let created = match provisioners.create(&gpu, KEEP_ALIVE_BYTES).await {
-                Ok(fd) => connection.put(lease, Blob::default(), fd).await.is_ok(),
-                Err(_) => false,
-            };
-            Completion::KeepAliveCreated(gpu, created)
-        });
-    }
-
-    /// Closes the keep-alive. Its GPU is unknown after a restart; the next one is created on a GPU
-    /// that is not drained.
-    fn close_keep_alive(&mut self) {
-        if let (KeepAlive::Stored, Some(connection)) = (&self.keep_alive, &self.connection) {
-            self.keep_alive = KeepAlive::Closing;
-            let closed = connection.close(LeaseId(KEEP_ALIVE));
-            self.jobs.spawn(async move {
-                // A disconnected fd store lists what it has on the next connection.
-                let _ = closed.await;
-                Completion::KeepAliveClosed
-            });
-        }
-    }
-
-    /// Takes the GPUs to drain; releases the new ones.
-    fn apply_drain(&mut self) {
-        let drained = self.service.drain.borrow_and_update().requested.clone();
-        if drained == self.drained {
-            return;
-        }
-        let is_more = !drained.is_subset(&self.drained);
-        self.service.provisioners.drain(drained.clone());
-        self.leases.drain(drained.clone());
-        // Until the GPU's generation has grown, the driver may be replaced or loaded with other
-        // options.
-        let verdicts = &mut self.service.scrub_cache;
-        drained.iter().for_each(|gpu| verdicts.forget(gpu));
-        self.drained = drained;
-        if is_more {
-            self.close_keep_alive();
-        }
-        // The driver may have been replaced.
-        self.driver_version = self.service.program.driver_version();
-        self.service
-            .sessions
-            .set_driver_version(&self.driver_version);
-        self.unmeasured.clear();
-    }
-
-    /// The drained GPUs of which this service holds nothing.
-    fn released_gpus(&self) -> BTreeSet<GpuUuid> {
-        let may_be_held = self.service.store_events.is_some() && !self.leases.is_store_connected();
-        let is_held = |gpu: &GpuUuid| {
-            let may_be_keep_alive = match &self.keep_alive {
-                KeepAlive::None | KeepAlive::Stored => false,
-                KeepAlive::Creating(at) => at == gpu,
-                KeepAlive::Closing => true,
-            };
-            may_be_held
-                || may_be_keep_alive
-                || self.leases.has_leases_on(gpu)
-                || self.scrub_checks.contains(gpu)
-                || self.service.provisioners.may_hold(gpu)
-        };
-        let drained = self.drained.iter();
-        drained.filter(|gpu| !is_held(gpu)).cloned().collect()
-    }
-
-    fn handle_store_event(&mut self, event: Option<StoreEvent>) {
-        match event {
-            Some(StoreEvent::Connected {
-                connection,
-                leases: stored,
-                capacity,
-            }) => {
-                self.connection = Some(connection);
-                // The keep-alive takes one place.
-                self.leases.set_capacity(capacity.saturating_sub(1));
-                self.keep_alive = match stored.contains_key(&LeaseId(KEEP_ALIVE)) {
-                    true => KeepAlive::Stored,
-                    false => KeepAlive::None,
-                };
-                if !self.drained.is_empty() {
-                    self.close_keep_alive();
-                }
-                let stored = stored.into_iter();
-                let stored = stored.filter(|(lease, _)| lease.0 != KEEP_ALIVE);
-                let parsed = |(lease, blob): (LeaseId, Blob)| (lease, parse_record(&blob));
-                let stored: BTreeMap<LeaseId, StoredRecord> = stored.map(parsed).collect();
-                log_unread(&stored);
-                stored
-                    .keys()
-                    .for_each(|lease| self.service.lease_ids.observe(*lease));
-                let membership = Arc::clone(&self.service.membership);
-                let is_alive = |process: Process| membership.process(process.pid) == Some(process);
-                let effects = self.leases.resync(stored, is_alive);
-                self.reconcile_charges();
-                self.apply_effects(effects);
-            }
-            Some(StoreEvent::Lost) => {
-                self.connection = None;
-                self.leases.store_disconnected();
-                let waiting = std::mem::take(&mut self.discarding).into_values().flatten();
-                waiting.for_each(|reply| reply_refused(reply, RetainedRefusal::Unavailable));
-            }
-            // The client's thread has exited.
-            None => {
-                self.service.store_events = None;
-                self.connection = None;
-                self.leases.store_disconnected();
-            }
-        }
     }
 
     /// Carries the effects out in order; returns the pending acknowledgements of the fd store.
@@ -865,27 +332,6 @@ impl State {
         });
     }
 
-    /// Waits for the exit of writers only, because each wait takes a descriptor.
-    fn watch_writers(&mut self) {
-        let writers = self.leases.writers();
-        self.watched_writers.retain(|process, watch| {
-            let writes = writers.contains(process);
-            if !writes {
-                watch.abort();
-            }
-            writes
-        });
-        for process in writers {
-            self.watched_writers.entry(process).or_insert_with(|| {
-                let membership = Arc::clone(&self.service.membership);
-                self.jobs.spawn(async move {
-                    wait_for_exit(process, membership.as_ref()).await;
-                    Completion::ProcessEnded(process)
-                })
-            });
-        }
-    }
-
     /// Publishes the live leases for the proof of freed memory.
     fn publish_live_leases(&mut self) {
         let live_leases = self.leases.live_leases();
@@ -933,134 +379,7 @@ impl Acks {
     }
 }
 
-/// Returns once a process has exited.
-async fn wait_for_exit(process: Process, membership: &dyn ContainerResolver) {
-    loop {
-        // The pidfd comes first: if `/proc` then shows the process, both are the same one.
-        match ProcessExit::open(process.pid) {
-            Ok(life) if membership.process(process.pid) == Some(process) => {
-                return life.wait().await;
-            }
-            Ok(_) => return,
-            Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => return,
-            // The process may run: the agent may be out of descriptors, for example.
-            Err(error) => {
-                warn!(pid = process.pid, %error, "failed to watch the writer of a lease; retrying")
-            }
-        }
-        tokio::time::sleep(WATCH_RETRY).await;
-    }
-}
-
-/// Creates the memory of a lease.
-async fn create_memory(
-    provisioners: &Provisioners,
-    gpu: &GpuUuid,
-    bytes: Bytes,
-) -> Result<OwnedFd, CreateError> {
-    match provisioners.create(gpu, bytes).await {
-        Ok(fd) => Ok(fd),
-        Err(ProvisionerError::Driver { code, .. }) => {
-            Err(CreateError::NotCreated(RetainedRefusal::Driver { code }))
-        }
-        Err(error @ ProvisionerError::Exited(_)) => {
-            warn!(%gpu, %error, "failed to create a lease");
-            Err(CreateError::NotCreated(RetainedRefusal::Unavailable))
-        }
-        Err(ProvisionerError::Hung) => Err(CreateError::Unknown),
-    }
-}
-
-/// Stores a lease's descriptor in the fd store. Returns the descriptor for the tenant.
-async fn store_memory(
-    connection: &Connection,
-    lease: LeaseId,
-    blob: Blob,
-    fd: OwnedFd,
-) -> Result<OwnedFd, CreateError> {
-    let Ok(tenants) = fd.try_clone() else {
-        return Err(CreateError::Unknown);
-    };
-    match connection.put(lease, blob, fd).await {
-        Ok(()) => Ok(tenants),
-        Err(error) => {
-            warn!(%lease, %error, "failed to store a lease in the fd store");
-            Err(CreateError::Unknown)
-        }
-    }
-}
-
-/// The response to an open of a lease.
-fn answer(lease: LeaseId, record: &LeaseRecord) -> Option<RetainedResponse> {
-    let (lease, bytes) = (lease.0, record.bytes.0);
-    match &record.content {
-        Content::Committed { checksum, .. } => Some(RetainedResponse::Ready {
-            lease,
-            generation: lease,
-            bytes,
-            checksum: *checksum,
-        }),
-        Content::Writing(writer) => Some(RetainedResponse::Write {
-            lease,
-            generation: lease,
-            bytes,
-            token: writer.token,
-            expires_ms: u64::try_from(WRITE_TOKEN_LIFETIME.as_millis()).unwrap_or(u64::MAX),
-        }),
-        Content::Discarded => None,
-    }
-}
-
-/// Parses the blob of a lease. The GPU and the size suffice to charge a lease whose other fields
-/// this agent cannot read.
-fn parse_record(blob: &Blob) -> StoredRecord {
-    #[derive(Deserialize)]
-    struct Title {
-        gpu: GpuUuid,
-    }
-    #[derive(Deserialize)]
-    struct Extent {
-        title: Title,
-        bytes: Bytes,
-    }
-    match serde_json::from_slice(blob.as_bytes()) {
-        Ok(record) => StoredRecord::Read(record),
-        Err(error) => {
-            let extent: Option<Extent> = serde_json::from_slice(blob.as_bytes()).ok();
-            StoredRecord::Unreadable {
-                extent: extent.map(|extent| (extent.title.gpu, extent.bytes)),
-                why: error.to_string(),
-            }
-        }
-    }
-}
-
-/// Logs all unreadable leases in one line.
-fn log_unread(stored: &BTreeMap<LeaseId, StoredRecord>) {
-    let mut unreadable = stored
-        .iter()
-        .filter_map(|(lease, stored_record)| match stored_record {
-            StoredRecord::Unreadable { why, .. } => Some((lease, why)),
-            StoredRecord::Read(_) => None,
-        });
-    if let Some((lease, why)) = unreadable.next() {
-        let others = unreadable.count();
-        warn!(%lease, %why, others, "failed to read a lease of another version; it stays charged until its GPU is drained");
-    }
-}
-
-fn encode_record(record: &LeaseRecord) -> Option<Blob> {
-    let text = serde_json::to_vec(record).ok()?;
-    Blob::new(text).ok()
-}
-
-fn account_gpu(account: &Account) -> Option<GpuUuid> {
-    match account {
-        Account::Device(uuid) => uuid.parse().ok(),
-        Account::Managed => None,
-    }
-}
-
+/// Refuses a request.
 fn reply_refused(reply: oneshot::Sender<Reply>, why: RetainedRefusal) {
     // The session may have ended.
     let _ = reply.send(Reply::refused(why));

@@ -1,5 +1,9 @@
 //! Tests each transition of a lease.
 
+use bursar_ledger::units::PodUid;
+use bursar_protocol::messages::retained::RetainedRefusal;
+use bursar_sessions::lease_handle::{ChargedLeases, ContainerBinding};
+
 use super::*;
 
 pub(super) const A: AllocationId = AllocationId::from_bits(1);

@@ -1,0 +1,203 @@
+//! Reconciles the leases with the node's containers and GPUs, and with what the fd store lists.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid};
+use bursar_sessions::Process;
+use bursar_sessions::lease_handle::{ChargedLeases, LedgerUpdate, NodeView};
+
+use super::record::{Content, LeaseRecord, StoredRecord};
+use super::{Effect, Lease, LeaseTable, Stage};
+
+/// The container that takes over a lease whose owner has ended.
+fn new_owner(node: &NodeView, record: &LeaseRecord) -> Option<AllocationId> {
+    if node.containers.contains_key(&record.owner) {
+        return None;
+    }
+    let mut containers = node.containers.iter();
+    let new_owner = containers.find(|(_, container)| {
+        container.pod == record.pod && container.gpus.contains(&record.title.gpu)
+    });
+    new_owner.map(|(allocation, _)| *allocation)
+}
+
+impl LeaseTable {
+    /// Takes the node's new state: releases leases whose last opener has ended, and reports leases
+    /// without an owner. `charged` are the charges of the containers.
+    pub(crate) fn reconcile(
+        &mut self,
+        node: NodeView,
+        charged: &ChargedLeases,
+    ) -> (LedgerUpdate, Vec<Effect>) {
+        self.node = node;
+        let mut effects = Vec::new();
+        let pods: BTreeSet<PodUid> = self
+            .node
+            .containers
+            .values()
+            .map(|container| container.pod.clone())
+            .collect();
+        for (id, lease) in &mut self.leases {
+            lease.record.openers.retain(|opener| pods.contains(opener));
+            if lease.stage == Stage::Live
+                && let Some(new_owner) = new_owner(&self.node, &lease.record)
+            {
+                lease.record.owner = new_owner;
+                // The next container of a pod starts before the previous one is removed, or a
+                // moment after; the pod keeps the lease open.
+                if lease.record.content != Content::Discarded {
+                    lease.record.openers.insert(lease.record.pod.clone());
+                }
+                effects.push(Effect::Update(*id, Box::new(lease.record.clone())));
+            }
+            let gpu = &lease.record.title.gpu;
+            let generation = self.node.generations.get(gpu);
+            let is_lost = self.drained.contains(gpu)
+                || generation.is_some_and(|generation| *generation != lease.record.gpu_generation);
+            if lease.stage == Stage::Live && (lease.record.openers.is_empty() || is_lost) {
+                lease.stage = Stage::ReleasePending;
+            }
+        }
+        let mut update = LedgerUpdate::default();
+        let mut orphaned = BTreeMap::<GpuUuid, BTreeMap<LeaseId, Bytes>>::new();
+        for (id, lease) in &mut self.leases {
+            let LeaseRecord {
+                title,
+                bytes,
+                owner,
+                ..
+            } = &lease.record;
+            match (lease.stage, self.node.containers.contains_key(owner)) {
+                (Stage::ReleasePending, true) => effects.push(Effect::Charge(*id, *owner)),
+                (Stage::ReleasePending, false) => {
+                    // The ledger turns the bytes of a lease that it counted as orphaned into
+                    // unreclaimed bytes itself.
+                    let left = if lease.is_orphaned {
+                        Bytes::ZERO
+                    } else {
+                        *bytes
+                    };
+                    update.unreclaimed.push((*id, title.gpu.clone(), left));
+                    lease.stage = Stage::ReleaseReported;
+                }
+                (Stage::Creating | Stage::Live, false) => {
+                    // While the fd store is away the ledger gets no list.
+                    lease.is_charged = self.store_connected;
+                    lease.is_orphaned = self.store_connected;
+                    let of_gpu = orphaned.entry(title.gpu.clone()).or_default();
+                    of_gpu.insert(*id, *bytes);
+                }
+                (Stage::Creating | Stage::Live, true) => {
+                    let its = charged.get(owner);
+                    lease.is_charged = its.is_some_and(|leases| leases.contains_key(id));
+                    lease.is_orphaned = false;
+                }
+                (Stage::ReleaseReported | Stage::Releasing, _) => {}
+            }
+        }
+        for (id, extent) in &self.unreadable {
+            let Some((gpu, bytes)) = extent else { continue };
+            if self.drained.contains(gpu) {
+                effects.push(Effect::Drop(*id));
+            }
+            let is_charged = |leases: &BTreeMap<_, _>| leases.contains_key(id);
+            if !charged.values().any(is_charged) {
+                let of_gpu = orphaned.entry(gpu.clone()).or_default();
+                of_gpu.insert(*id, *bytes);
+            }
+        }
+        update.orphaned = self.store_connected.then_some(orphaned);
+        (update, effects)
+    }
+
+    /// Confirms that a lease's bytes are charged as orphaned exports; its descriptor may be closed.
+    pub(crate) fn confirm_charged(&mut self, id: LeaseId) -> Option<Effect> {
+        let lease = self.leases.get_mut(&id)?;
+        let is_due = matches!(lease.stage, Stage::ReleasePending | Stage::ReleaseReported);
+        lease.stage = if is_due {
+            Stage::Releasing
+        } else {
+            lease.stage
+        };
+        (is_due && self.store_connected).then_some(Effect::Drop(id))
+    }
+
+    /// Confirms that the fd store has closed a lease's descriptor.
+    pub(crate) fn confirm_dropped(&mut self, id: LeaseId) {
+        self.unreadable.remove(&id);
+        if self.leases.get(&id).map(|lease| lease.stage) == Some(Stage::Releasing) {
+            self.leases.remove(&id);
+        }
+    }
+
+    /// Records that the connection to the fd store is lost: which descriptors exist is unknown.
+    pub(crate) fn store_disconnected(&mut self) {
+        self.store_connected = false;
+    }
+
+    /// Replaces the table by what the fd store lists. Leases that it does not list are lost with
+    /// their memory. Writers that are not alive by `is_alive` lose their leases.
+    pub(crate) fn resync(
+        &mut self,
+        stored: BTreeMap<LeaseId, StoredRecord>,
+        is_alive: impl Fn(Process) -> bool,
+    ) -> Vec<Effect> {
+        self.store_connected = true;
+        self.unreadable.clear();
+        let mut effects = Vec::new();
+        let known: Vec<LeaseId> = self.leases.keys().copied().collect();
+        for id in known {
+            let stage = self.leases.get(&id).map(|lease| lease.stage);
+            match stage {
+                Some(Stage::Live) if !stored.contains_key(&id) => self.release(id, &mut effects),
+                Some(Stage::Releasing) if !stored.contains_key(&id) => {
+                    drop(self.leases.remove(&id))
+                }
+                _ => {}
+            }
+        }
+        for (id, stored_record) in stored {
+            match (self.leases.get_mut(&id), stored_record) {
+                (Some(lease), _) if lease.stage == Stage::Releasing => {
+                    effects.push(Effect::Drop(id))
+                }
+                (Some(lease), StoredRecord::Read(record)) if lease.stage == Stage::Live => {
+                    lease.record = record
+                }
+                (Some(_), _) => {}
+                (None, StoredRecord::Read(record)) => {
+                    let lease = Lease {
+                        record,
+                        stage: Stage::Live,
+                        is_charged: false,
+                        is_orphaned: false,
+                    };
+                    self.leases.insert(id, lease);
+                }
+                (None, StoredRecord::Unreadable { extent, why: _ }) => {
+                    self.unreadable.insert(id, extent);
+                }
+            }
+        }
+        self.release_replaced(&mut effects);
+        self.release_writers(|writer| !is_alive(writer.process), &mut effects);
+        effects
+    }
+
+    /// Releases all but the newest lease of each key: an earlier agent gave the older ones up and
+    /// exited before the fd store closed them.
+    fn release_replaced(&mut self, effects: &mut Vec<Effect>) {
+        let found = self.leases.iter().filter(|(_, lease)| {
+            matches!(lease.stage, Stage::Creating | Stage::Live)
+                && lease.record.content != Content::Discarded
+        });
+        let mut newest = BTreeMap::new();
+        // Ids ascend, so the last insert is the newest.
+        let replaced: Vec<LeaseId> = found
+            .filter_map(|(id, lease)| newest.insert(&lease.record.title, *id))
+            .collect();
+        for id in replaced {
+            self.release(id, effects);
+        }
+    }
+}

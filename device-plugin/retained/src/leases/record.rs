@@ -1,0 +1,147 @@
+//! Describes a lease as the fd store keeps it, in a blob beside the descriptor.
+
+use std::collections::BTreeSet;
+
+use bursar_ledger::BootTime;
+use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, PodUid};
+use bursar_protocol::messages::retained::Key;
+use bursar_sessions::Process;
+use serde::{Deserialize, Serialize};
+
+/// The key of a lease.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LeaseKey {
+    /// The namespace whose pods share the lease.
+    pub namespace: String,
+    /// The lease's name in its namespace.
+    pub name: String,
+    /// A digest that identifies the content.
+    #[serde(with = "hex")]
+    pub key: Key,
+    /// The GPU that has the memory.
+    pub gpu: GpuUuid,
+}
+
+/// The description of a lease: the blob beside its descriptor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LeaseRecord {
+    /// The lease's key.
+    pub title: LeaseKey,
+    /// The size.
+    pub bytes: Bytes,
+    /// The GPU's generation when the memory was created; in any other generation the memory is
+    /// lost. The count starts again when its file is lost.
+    pub gpu_generation: u64,
+    /// The container that is charged: the creator, and after it another container of its pod with
+    /// the same GPU.
+    pub owner: AllocationId,
+    /// The owner's pod.
+    pub pod: PodUid,
+    /// The pods that opened the lease and did not discard it. The lease lives as long as one of
+    /// them.
+    pub(crate) openers: BTreeSet<PodUid>,
+    /// What the memory holds.
+    pub content: Content,
+}
+
+impl LeaseRecord {
+    /// Whether a pod other than the owner's has the lease open.
+    pub(super) fn is_shared(&self) -> bool {
+        self.openers.iter().any(|opener| *opener != self.pod)
+    }
+}
+
+/// What the memory of a lease holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Content {
+    /// A process is writing it.
+    Writing(Writer),
+    /// A writer has committed it.
+    Committed {
+        /// The write token of the commit; a repeated commit with this token succeeds.
+        token: u64,
+        /// The checksum of all bytes.
+        checksum: u64,
+    },
+    /// A pod discarded the lease while other pods may have it mapped.
+    Discarded,
+}
+
+/// The writer of a lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Writer {
+    /// The process.
+    pub process: Process,
+    /// The process image.
+    pub image: u64,
+    /// The write token.
+    pub token: u64,
+    /// When the token expires.
+    pub until: BootTime,
+}
+
+/// The blob of a lease, as this agent reads it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum StoredRecord {
+    /// The lease's description.
+    Read(LeaseRecord),
+    /// Another version of the agent wrote a blob that this agent cannot read.
+    Unreadable {
+        /// The lease's GPU and size, where those can be read.
+        extent: Option<(GpuUuid, Bytes)>,
+        /// The parser's error.
+        why: String,
+    },
+}
+
+/// Serializes a key as 64 hex digits, because blobs occupy the fd store's memory. Older agents
+/// wrote a list of numbers.
+mod hex {
+    use std::fmt::Write as _;
+
+    use bursar_protocol::messages::retained::Key;
+    use serde::de::Error as _;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(key: &Key, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut text = String::with_capacity(2 * key.len());
+        for byte in key {
+            // Writing to a `String` cannot fail.
+            let _ = write!(text, "{byte:02x}");
+        }
+        serializer.serialize_str(&text)
+    }
+
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Written {
+        Text(String),
+        Numbers(Key),
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Key, D::Error> {
+        match Written::deserialize(from)? {
+            Written::Numbers(key) => Ok(key),
+            Written::Text(text) => parse(&text).ok_or_else(|| D::Error::custom("no key")),
+        }
+    }
+
+    fn parse(text: &str) -> Option<Key> {
+        let mut key = Key::default();
+        let (pairs, rest) = text.as_bytes().as_chunks::<2>();
+        if pairs.len() != key.len() || !rest.is_empty() {
+            return None;
+        }
+        for (byte, pair) in key.iter_mut().zip(pairs) {
+            let pair = str::from_utf8(pair).ok()?;
+            // `from_str_radix` accepts a sign as well.
+            let digits = pair.bytes().all(|digit| digit.is_ascii_hexdigit());
+            *byte = u8::from_str_radix(pair, 16).ok().filter(|_| digits)?;
+        }
+        Some(key)
+    }
+}

@@ -1,0 +1,104 @@
+//! Checks that the driver of each GPU clears freed memory, and measures contexts.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bursar_ledger::units::GpuUuid;
+
+use super::keep_alive::KeepAlive;
+use super::{Completion, State};
+use crate::scrub_check::{self, DriverEpoch, ScrubCheckResult, ScrubProcess, Verdict};
+
+/// The delay between two scrub checks of a GPU without a verdict.
+const SCRUB_CHECK_RETRY: Duration = Duration::from_secs(60);
+
+/// The delay between two measurements of a context, when NVML does not report memory of processes.
+const MEASURE_RETRY: Duration = Duration::from_secs(3600);
+
+impl State {
+    /// Starts a scrub check or a measurement if the GPU lacks one, and creates the keep-alive on
+    /// the first scrubbed GPU.
+    pub(super) fn ensure_scrub_checked(&mut self, gpu: GpuUuid) {
+        let seen = self.service.scrub_cache.get(&gpu, &self.driver_epoch(&gpu));
+        let is_seen = matches!(seen, Some(Verdict::Scrubbed | Verdict::NotScrubbed));
+        if seen == Some(&Verdict::Scrubbed) && self.keep_alive == KeepAlive::None {
+            self.create_keep_alive(gpu.clone());
+        }
+        let has_room = self.leases.free(&gpu) >= scrub_check::MAX_MEMORY;
+        // The check takes only memory that is bound to no pod.
+        if (!is_seen || self.needs_measurement(&gpu))
+            && has_room
+            && self.scrub_checks.insert(gpu.clone())
+        {
+            self.start_scrub_check(gpu);
+        }
+    }
+
+    /// The state that a verdict on a GPU must be valid for.
+    pub(super) fn driver_epoch(&self, gpu: &GpuUuid) -> DriverEpoch {
+        DriverEpoch {
+            driver: self.driver_version.clone(),
+            generation: self.leases.generation(gpu),
+        }
+    }
+
+    fn needs_measurement(&self, gpu: &GpuUuid) -> bool {
+        let tried = self.unmeasured.get(gpu);
+        tried.is_none_or(|tried| tried.elapsed() >= MEASURE_RETRY)
+            && self
+                .service
+                .sessions
+                .lacks_context_size(gpu, &self.driver_version)
+    }
+
+    fn start_scrub_check(&mut self, gpu: GpuUuid) {
+        let (program, with) = (self.service.program.clone(), self.driver_epoch(&gpu));
+        let charges = self.service.sessions.sampler();
+        let provisioners = Arc::clone(&self.service.provisioners);
+        self.jobs.spawn(async move {
+            if provisioners.is_drained(&gpu) {
+                return Completion::ScrubCheckAllowed(gpu);
+            }
+            let result = scrub_check::run_check(program, gpu.clone(), charges).await;
+            Completion::ScrubChecked(gpu, with, result)
+        });
+    }
+
+    pub(super) fn record_scrub_check(
+        &mut self,
+        gpu: GpuUuid,
+        with: DriverEpoch,
+        result: ScrubCheckResult,
+    ) {
+        let ScrubCheckResult {
+            verdict,
+            context,
+            process,
+        } = result;
+        match context {
+            Some(bytes) => {
+                let sessions = &self.service.sessions;
+                sessions.record_context_size(&gpu, &with.driver, bytes);
+            }
+            None => drop(self.unmeasured.insert(gpu.clone(), Instant::now())),
+        }
+        if matches!(verdict, Verdict::Unknown(_)) {
+            self.allow_scrub_check_later(gpu.clone(), process);
+        } else {
+            self.scrub_checks.remove(&gpu);
+        }
+        self.service.scrub_cache.record(gpu, with, verdict);
+    }
+
+    /// Allows the next check of a GPU after a delay, once the process of the failed check has
+    /// exited.
+    fn allow_scrub_check_later(&mut self, gpu: GpuUuid, mut before: ScrubProcess) {
+        self.jobs.spawn(async move {
+            tokio::time::sleep(SCRUB_CHECK_RETRY).await;
+            while !before.has_ended() {
+                tokio::time::sleep(SCRUB_CHECK_RETRY).await;
+            }
+            Completion::ScrubCheckAllowed(gpu)
+        });
+    }
+}

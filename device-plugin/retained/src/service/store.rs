@@ -1,0 +1,107 @@
+//! Follows the fd store: restores leases from its records, and writes these records.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use bursar_ledger::units::{Bytes, GpuUuid, LeaseId};
+use bursar_protocol::fdstore::{Blob, KEEP_ALIVE};
+use bursar_protocol::messages::retained::RetainedRefusal;
+use bursar_sessions::Process;
+use serde::Deserialize;
+use tracing::warn;
+
+use super::keep_alive::KeepAlive;
+use super::{State, reply_refused};
+use crate::fdstore_client::StoreEvent;
+use crate::leases::{LeaseRecord, StoredRecord};
+
+impl State {
+    pub(super) fn handle_store_event(&mut self, event: Option<StoreEvent>) {
+        match event {
+            Some(StoreEvent::Connected {
+                connection,
+                leases: stored,
+                capacity,
+            }) => {
+                self.connection = Some(connection);
+                // The keep-alive takes one place.
+                self.leases.set_capacity(capacity.saturating_sub(1));
+                self.keep_alive = match stored.contains_key(&LeaseId(KEEP_ALIVE)) {
+                    true => KeepAlive::Stored,
+                    false => KeepAlive::None,
+                };
+                if !self.drained.is_empty() {
+                    self.close_keep_alive();
+                }
+                let stored = stored.into_iter();
+                let stored = stored.filter(|(lease, _)| lease.0 != KEEP_ALIVE);
+                let parsed = |(lease, blob): (LeaseId, Blob)| (lease, parse_record(&blob));
+                let stored: BTreeMap<LeaseId, StoredRecord> = stored.map(parsed).collect();
+                log_unread(&stored);
+                stored
+                    .keys()
+                    .for_each(|lease| self.service.lease_ids.observe(*lease));
+                let membership = Arc::clone(&self.service.membership);
+                let is_alive = |process: Process| membership.process(process.pid) == Some(process);
+                let effects = self.leases.resync(stored, is_alive);
+                self.reconcile_charges();
+                self.apply_effects(effects);
+            }
+            Some(StoreEvent::Lost) => {
+                self.connection = None;
+                self.leases.store_disconnected();
+                let waiting = std::mem::take(&mut self.discarding).into_values().flatten();
+                waiting.for_each(|reply| reply_refused(reply, RetainedRefusal::Unavailable));
+            }
+            // The client's thread has exited.
+            None => {
+                self.service.store_events = None;
+                self.connection = None;
+                self.leases.store_disconnected();
+            }
+        }
+    }
+}
+
+/// Parses the blob of a lease. The GPU and the size suffice to charge a lease whose other fields
+/// this agent cannot read.
+fn parse_record(blob: &Blob) -> StoredRecord {
+    #[derive(Deserialize)]
+    struct Title {
+        gpu: GpuUuid,
+    }
+    #[derive(Deserialize)]
+    struct Extent {
+        title: Title,
+        bytes: Bytes,
+    }
+    match serde_json::from_slice(blob.as_bytes()) {
+        Ok(record) => StoredRecord::Read(record),
+        Err(error) => {
+            let extent: Option<Extent> = serde_json::from_slice(blob.as_bytes()).ok();
+            StoredRecord::Unreadable {
+                extent: extent.map(|extent| (extent.title.gpu, extent.bytes)),
+                why: error.to_string(),
+            }
+        }
+    }
+}
+
+/// Logs all unreadable leases in one line.
+fn log_unread(stored: &BTreeMap<LeaseId, StoredRecord>) {
+    let mut unreadable = stored
+        .iter()
+        .filter_map(|(lease, stored_record)| match stored_record {
+            StoredRecord::Unreadable { why, .. } => Some((lease, why)),
+            StoredRecord::Read(_) => None,
+        });
+    if let Some((lease, why)) = unreadable.next() {
+        let others = unreadable.count();
+        warn!(%lease, %why, others, "failed to read a lease of another version; it stays charged until its GPU is drained");
+    }
+}
+
+pub(super) fn encode_record(record: &LeaseRecord) -> Option<Blob> {
+    let text = serde_json::to_vec(record).ok()?;
+    Blob::new(text).ok()
+}
