@@ -1,30 +1,41 @@
 //! Computes the node's [`NodeReport`] from a snapshot, and the events of a change: pure.
 
+mod conditions;
+
 use std::collections::BTreeMap;
 
 use bursar_apiserver::Reason;
 use bursar_config::ResourcesConfig;
+use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
+use bursar_crds::gpu_node::{FaultAction, GpuState as State};
 use bursar_enforcement::attestation::EnforcementGap;
 use bursar_enforcement::audit::AuditStatus;
-use bursar_enforcement::driver_limits::{LimitState, Limits};
+use bursar_enforcement::driver_limits::Limits;
 use bursar_enforcement::faults::report::FaultReport;
 use bursar_gpu::health::{Health, UnhealthyReason};
 use bursar_gpu::xid::{XidAction, required_action};
-use bursar_gpu::{GpuState, Inventory, NoDriver};
+use bursar_gpu::{GpuState, Inventory};
 use bursar_host::checkpoint::disk::LateWrite;
-use bursar_kubelet::lifecycle::{NotRegistered, Registration};
+use bursar_kubelet::lifecycle::Registration;
 use bursar_ledger::units::{Bytes, GpuUuid, Quanta, Resource};
 use bursar_ledger::{GpuView, LedgerView};
 use bursar_node::actor::Snapshot;
 use bursar_node::allocator::BoundContainer;
-use bursar_node::host::Subsystem;
 use bursar_retained::status::RetainedStatus;
 
-use bursar_crds::conditions::{ConditionUpdate, gpu_node as names};
-use bursar_crds::gpu_node::{FaultAction, GpuState as State};
-
+use self::conditions::{
+    accepted_condition, audited_condition, cdi_ready_condition, checkpoint_intact_condition,
+    driver_limits_condition, gpus_found_condition, memory_scrubbed_condition, registered_condition,
+    retained_memory_condition, state_written_condition, token_limit_condition,
+};
 use crate::quota_overrides::AppliedSpec;
 use crate::{GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport, WaitingReport};
+
+/// The late write to the state directory that has lasted longest.
+pub fn late_write<'a>(snapshot: &'a Snapshot, audited: &'a AuditStatus) -> Option<&'a LateWrite> {
+    let late = snapshot.problems.late_write.iter();
+    late.chain(&audited.late_write).max_by_key(|late| late.lag)
+}
 
 /// The inputs of a report besides the snapshot.
 #[derive(Debug, Clone)]
@@ -242,301 +253,6 @@ fn enforcement_gap_report(
             .unwrap_or_default(),
         reason: lack.reason.as_str(),
         message: lack.to_string(),
-    }
-}
-
-fn audited_condition(audited: &AuditStatus) -> ConditionUpdate {
-    let AuditStatus {
-        has_run: begun,
-        stale_gpus: stale,
-        hanging_pods: hanging,
-        ..
-    } = audited;
-    if !begun {
-        return pending_condition(names::AUDITED, "no audit yet");
-    }
-    let says =
-        |holds, reason, message| ConditionUpdate::new(names::AUDITED, holds, reason, message);
-    let list = |all: &mut dyn Iterator<Item = &str>| all.collect::<Vec<_>>().join(", ");
-    if !stale.is_empty() {
-        let gpus = list(&mut stale.iter().map(bursar_ledger::units::GpuUuid::as_str));
-        let message = format!("failed to list the processes of {gpus}: NVML does not answer");
-        return says(false, names::AUDIT_STALE, message);
-    }
-    if !hanging.is_empty() {
-        let pods = list(&mut hanging.iter().map(bursar_ledger::units::PodUid::as_str));
-        let message = format!(
-            "failed to read the processes of the pods with the UIDs {pods}: the kernel does not answer"
-        );
-        return says(false, names::AUDIT_STALE, message);
-    }
-    says(true, names::OK, "every audit is recent".to_owned())
-}
-
-/// The late write to the state directory that has lasted longest.
-pub fn late_write<'a>(snapshot: &'a Snapshot, audited: &'a AuditStatus) -> Option<&'a LateWrite> {
-    let late = snapshot.problems.late_write.iter();
-    late.chain(&audited.late_write).max_by_key(|late| late.lag)
-}
-
-fn state_written_condition(late: Option<&LateWrite>) -> ConditionUpdate {
-    match late {
-        None => ConditionUpdate::new(
-            names::STATE_WRITTEN,
-            true,
-            names::OK,
-            "the state directory has the newest records",
-        ),
-        Some(LateWrite { directory, lag: _ }) => ConditionUpdate::new(
-            names::STATE_WRITTEN,
-            false,
-            names::WRITE_LATE,
-            format!(
-                "failed to write to {} for 5 s: the disk hangs or refuses; check the disk of paths.state-dir",
-                directory.display()
-            ),
-        ),
-    }
-}
-
-fn retained_memory_condition(kept: &RetainedStatus) -> ConditionUpdate {
-    let says = |holds, reason, message: &str| {
-        ConditionUpdate::new(names::RETAINED_MEMORY, holds, reason, message)
-    };
-    let RetainedStatus {
-        enabled,
-        is_store_connected: heard,
-        scrubbed: _,
-        refused,
-        hung: stuck,
-        live: _,
-        uncharged,
-    } = kept;
-    match (refused.iter().next(), stuck.first()) {
-        _ if !enabled => says(
-            false,
-            names::SWITCHED_OFF,
-            "switched off in the agent's configuration",
-        ),
-        _ if !heard => says(
-            false,
-            names::FD_STORE_UNAVAILABLE,
-            "the fd store does not answer",
-        ),
-        (_, Some(gpu)) => says(
-            false,
-            names::PROVISIONER_HUNG,
-            &format!(
-                "the provisioner of {gpu} hangs in the driver: reset the GPU or restart the node"
-            ),
-        ),
-        (Some((gpu, why)), None) => says(false, names::NOT_SCRUBBED, &format!("{gpu}: {why}")),
-        (None, None) if *uncharged > 0 => says(
-            false,
-            names::NOT_UNDERSTOOD,
-            &format!(
-                "failed to read GPU and size of {uncharged} retained leases: another version of the agent wrote \
-                 them; run that version, or restart the fdstore's pod, which ends all retained memory"
-            ),
-        ),
-        (None, None) => says(
-            true,
-            names::OK,
-            "memory can outlive the processes that use it",
-        ),
-    }
-}
-
-fn memory_scrubbed_condition(snapshot: &Snapshot, kept: &RetainedStatus) -> ConditionUpdate {
-    let says = |holds, reason, message: &str| {
-        ConditionUpdate::new(names::MEMORY_SCRUBBED, holds, reason, message)
-    };
-    let mut gpus = snapshot.inventory.gpus().iter();
-    match kept.refused.iter().next() {
-        Some((gpu, why)) => says(
-            false,
-            names::NOT_SCRUBBED,
-            &format!(
-                "{gpu}: {why}; the GPU serves one namespace until the node restarts, or set sharing.allowUnscrubbed"
-            ),
-        ),
-        None if gpus.all(|state| kept.scrubbed.contains(&state.gpu.uuid)) => {
-            says(true, names::OK, "freed memory comes back cleared")
-        }
-        None => pending_condition(
-            names::MEMORY_SCRUBBED,
-            "not every GPU has had its scrub check yet",
-        ),
-    }
-}
-
-fn accepted_condition(ordered: &AppliedSpec) -> ConditionUpdate {
-    let AppliedSpec {
-        generation,
-        unrecognized: not_understood,
-        ..
-    } = ordered;
-    let version = env!("CARGO_PKG_VERSION");
-    match not_understood.as_slice() {
-        [] if generation.is_none() => {
-            pending_condition(names::ACCEPTED, "the agent has read no spec yet")
-        }
-        [] => ConditionUpdate::new(
-            names::ACCEPTED,
-            true,
-            names::OK,
-            "the agent understands the spec",
-        ),
-        [first, others @ ..] => {
-            let more = match others.len() {
-                0 => String::new(),
-                more => format!(" and {more} more"),
-            };
-            let message = format!(
-                "failed to read spec.{first}{more}: unknown to version {version} of the agent; upgrade the agent or \
-                delete these entries"
-            );
-            ConditionUpdate::new(names::ACCEPTED, false, names::NOT_UNDERSTOOD, message)
-        }
-    }
-}
-
-fn driver_limits_condition(limits: &Limits) -> ConditionUpdate {
-    let says = |holds, reason, message: String| {
-        ConditionUpdate::new(names::DRIVER_LIMITS, holds, reason, message)
-    };
-    let mut refused = limits.iter().filter_map(|((_, gpu), limit)| match limit {
-        LimitState::Failed { why, .. } => Some(format!("the driver sets no limit on {gpu}: {why}")),
-        LimitState::Set(_) | LimitState::Unsupported => None,
-    });
-    let mut all = limits.values();
-    match (refused.next(), limits.is_empty()) {
-        (Some(why), _) => says(false, names::LIMIT_REFUSED, why),
-        (None, true) => pending_condition(names::DRIVER_LIMITS, "no pod has had device memory yet"),
-        (None, false) if all.any(|limit| *limit == LimitState::Unsupported) => {
-            let why = "the driver offers no memory limits; the shim alone enforces quotas";
-            says(false, names::NOT_OFFERED, why.to_owned())
-        }
-        (None, false) => says(true, names::OK, "the driver enforces quotas too".to_owned()),
-    }
-}
-
-fn gpus_found_condition(snapshot: &Snapshot) -> ConditionUpdate {
-    let says = |holds, reason, message: String| {
-        ConditionUpdate::new(names::GPUS_FOUND, holds, reason, message)
-    };
-    if let Some((Subsystem::Driver, message)) = &snapshot.problems.host {
-        return says(false, names::DRIVER_FAILED, message.clone());
-    }
-    match &snapshot.inventory {
-        Inventory::Starting => pending_condition(names::GPUS_FOUND, "NVML has not answered yet"),
-        Inventory::NoDriver(why @ NoDriver::Missing(_)) => {
-            says(false, names::DRIVER_MISSING, why.to_string())
-        }
-        Inventory::NoDriver(why @ (NoDriver::Failed(_) | NoDriver::NotLoaded(_))) => {
-            says(false, names::DRIVER_FAILED, why.to_string())
-        }
-        Inventory::NoGpu => says(false, names::NO_GPUS, "the driver lists no GPU".to_owned()),
-        Inventory::Gpus { gpus, .. } => {
-            let healthy = gpus.iter().filter(|gpu| gpu.health.is_healthy()).count();
-            let message = format!("{healthy} of {} GPUs are healthy", gpus.len());
-            match healthy {
-                0 => says(false, names::NO_HEALTHY_GPU, message),
-                _ => says(true, names::OK, message),
-            }
-        }
-    }
-}
-
-fn registered_condition(registration: &Registration) -> ConditionUpdate {
-    let why = match registration {
-        Registration::Registered => {
-            return ConditionUpdate::new(
-                names::REGISTERED,
-                true,
-                names::OK,
-                "the kubelet watches this node's devices",
-            );
-        }
-        Registration::NotRegistered(why) => why,
-    };
-    let reason = match why {
-        NotRegistered::Starting | NotRegistered::Stopped => {
-            return pending_condition(names::REGISTERED, &why.to_string());
-        }
-        NotRegistered::Directory(_) | NotRegistered::CannotServe(_) => names::KUBELET_FOLDER,
-        NotRegistered::NoKubelet(_) | NotRegistered::NoStream => names::KUBELET_UNREACHABLE,
-        NotRegistered::Refused(_) => names::REGISTRATION_REFUSED,
-    };
-    ConditionUpdate::new(names::REGISTERED, false, reason, why.to_string())
-}
-
-fn cdi_ready_condition(snapshot: &Snapshot, runtime: Option<&str>) -> ConditionUpdate {
-    let says =
-        |reason, message: &str| ConditionUpdate::new(names::CDI_READY, false, reason, message);
-    match (&snapshot.problems.cdi, &snapshot.problems.host, runtime) {
-        (Some(message), _, _) | (None, Some((Subsystem::Cdi, message)), _) => {
-            says(names::CDI_FOLDER, message)
-        }
-        (None, _, Some(message)) => says(names::CDI_UNSUPPORTED, message),
-        (None, _, None) => ConditionUpdate::new(
-            names::CDI_READY,
-            true,
-            names::OK,
-            "CDI files can be written",
-        ),
-    }
-}
-
-fn token_limit_condition(snapshot: &Snapshot) -> ConditionUpdate {
-    match &snapshot.devices_error {
-        Some(refused) => ConditionUpdate::new(
-            names::WITHIN_TOKEN_LIMIT,
-            false,
-            names::TOO_MANY_TOKENS,
-            refused.to_string(),
-        ),
-        None => ConditionUpdate::new(
-            names::WITHIN_TOKEN_LIMIT,
-            true,
-            names::OK,
-            "the number of devices is within the kubelet's limit",
-        ),
-    }
-}
-
-fn checkpoint_intact_condition(snapshot: &Snapshot) -> ConditionUpdate {
-    let troubles = &snapshot.problems;
-    match (&troubles.checkpoint, &troubles.host, &troubles.rebuilt) {
-        (Some(message), _, _) | (None, Some((Subsystem::Records, message)), _) => {
-            ConditionUpdate::new(
-                names::CHECKPOINT_INTACT,
-                false,
-                names::CHECKPOINT_UNWRITABLE,
-                message.clone(),
-            )
-        }
-        (None, _, Some(why)) => ConditionUpdate::new(
-            names::CHECKPOINT_INTACT,
-            true,
-            names::CHECKPOINT_REBUILT,
-            format!("rebuilt from the node's CDI files and the kubelet's records: {why}"),
-        ),
-        (None, _, None) => ConditionUpdate::new(
-            names::CHECKPOINT_INTACT,
-            true,
-            names::OK,
-            "the checkpoint is intact",
-        ),
-    }
-}
-
-fn pending_condition(type_: &'static str, message: &str) -> ConditionUpdate {
-    ConditionUpdate {
-        type_,
-        holds: None,
-        reason: names::PENDING,
-        message: message.to_owned(),
     }
 }
 

@@ -2,14 +2,17 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use bursar_gpu::Gpu;
+use bursar_enforcement::driver_limits::LimitState;
 use bursar_gpu::health::PersistedHealth as GpuMemory;
+use bursar_gpu::{Gpu, NoDriver};
 use bursar_host::checkpoint::disk::LateWrite;
 use bursar_kubelet::devices::{DeviceHealth, Devices};
+use bursar_kubelet::lifecycle::NotRegistered;
 use bursar_ledger::units::{Bytes, GpuUuid, Quantum, Resource};
 use bursar_ledger::{Health as LedgerHealth, ManagedView};
 use bursar_node::allocator::{NodeProblems, QueuedClaim};
 use bursar_node::checkpoint_state::{ContainerName, PodName};
+use bursar_node::host::Subsystem;
 use bursar_node::metrics::Counts;
 
 use super::*;
