@@ -69,13 +69,13 @@ impl StatusPublisher {
         stop: CancellationToken,
     ) {
         let mut runtime = None;
-        let mut told = false;
-        let mut ask = Box::pin(self.check_container_runtime(Duration::ZERO));
+        let mut is_published = false;
+        let mut runtime_check = Box::pin(self.check_container_runtime(Duration::ZERO));
         loop {
-            let around = self.inputs(runtime.clone());
-            let after = node_report(&self.snapshots.borrow_and_update(), &around);
-            self.publish(&after, told.then(|| reports.borrow()).as_deref());
-            told = true;
+            let inputs = self.inputs(runtime.clone());
+            let after = node_report(&self.snapshots.borrow_and_update(), &inputs);
+            self.publish(&after, is_published.then(|| reports.borrow()).as_deref());
+            is_published = true;
             ready.send_replace(readiness(&after));
             reports.send_if_modified(|before| {
                 let changed = *before != after;
@@ -92,9 +92,9 @@ impl StatusPublisher {
                 Ok(()) = self.ordered.changed() => drop(self.ordered.borrow_and_update()),
                 Ok(()) = self.faults.changed() => drop(self.faults.borrow_and_update()),
                 Ok(()) = self.retained.changed() => drop(self.retained.borrow_and_update()),
-                (answer, again) = &mut ask => {
-                    runtime = answer;
-                    ask = Box::pin(self.check_container_runtime(again));
+                (problem, pause) = &mut runtime_check => {
+                    runtime = problem;
+                    runtime_check = Box::pin(self.check_container_runtime(pause));
                 }
                 () = stop.cancelled() => break,
             }

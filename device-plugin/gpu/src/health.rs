@@ -158,7 +158,7 @@ pub(crate) struct HealthMonitor {
     memory: PersistedHealth,
     /// Failed probes in a row.
     failures: u32,
-    /// The number of those in which NVML answered and the GPU did not.
+    /// The failed probes in a row in which NVML answered and the GPU did not.
     unanswered: u32,
     /// The recovery time that the next recovery needs.
     recovery_time: Duration,

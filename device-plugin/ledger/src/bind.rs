@@ -17,7 +17,7 @@ impl Ledger {
     ///
     /// # Errors
     /// [`BindError::UnknownAllocation`]; nothing has changed then.
-    pub fn bind(&mut self, start: BindRequest, now: BootTime) -> Result<BindResponse, BindError> {
+    pub fn bind(&mut self, request: BindRequest, now: BootTime) -> Result<BindResponse, BindError> {
         let BindRequest {
             resource,
             device_ids,
@@ -25,7 +25,7 @@ impl Ledger {
             pod,
             spread,
             priority,
-        } = start;
+        } = request;
         let arrival = self.arrival_of(&pod);
         let (id, mut claim) = self.take_claim(resource, device_ids, pod)?;
         let placement = claim.placement().cloned();
@@ -41,47 +41,38 @@ impl Ledger {
             claim.state = State::Bound {
                 placement: placement.clone(),
             };
-            let answer = BindOutcome::Bound(claim.binding(id, placement));
+            let outcome = BindOutcome::Bound(claim.binding(id, placement));
             self.claims.insert(id, claim);
-            return Ok(BindResponse {
-                outcome: answer,
-                ended,
-            });
+            return Ok(BindResponse { outcome, ended });
         }
-        let queued = match claim.state {
+        let queued_at = match claim.state {
             State::Queued { request, .. } => request.queued_at,
             State::Idle | State::AwaitingRetry { .. } | State::Bound { .. } => now,
         };
-        let request = QueuedRequest {
+        let queued = QueuedRequest {
             spread,
             priority,
-            queued_at: queued,
+            queued_at,
         };
         claim.state = State::Queued {
-            request,
+            request: queued,
             call: Call::Open { number: call },
         };
         self.claims.insert(id, claim);
-        let answer = match self.bind_if_due(id, now) {
+        let outcome = match self.bind_if_due(id, now) {
             Some(binding) => BindOutcome::Bound(binding),
             None => BindOutcome::Queued(WaitHandle { claim: id, call }, self.wait_reason(id, now)),
         };
-        Ok(BindResponse {
-            outcome: answer,
-            ended,
-        })
+        Ok(BindResponse { outcome, ended })
     }
 
     /// Records that this call ended without a binding. The claim keeps its place for
     /// [`RETRY_DEADLINE`](super::RETRY_DEADLINE). Nothing happens if the claim was bound or called
     /// again.
-    pub fn stop_waiting(&mut self, ticket: WaitHandle, now: BootTime) {
-        if let Some(claim) = self.claims.get_mut(&ticket.claim)
+    pub fn stop_waiting(&mut self, wait: WaitHandle, now: BootTime) {
+        if let Some(claim) = self.claims.get_mut(&wait.claim)
             && let State::Queued { call, .. } = &mut claim.state
-            && *call
-                == (Call::Open {
-                    number: ticket.call,
-                })
+            && *call == (Call::Open { number: wait.call })
         {
             *call = Call::Ended { since: now };
         }
@@ -104,16 +95,16 @@ impl Ledger {
         device_ids: DeviceIdSet,
         pod: PodUid,
     ) -> Result<(ClaimId, Claim), BindError> {
-        let booked = self.take_pending(resource, &device_ids);
-        let known = self
+        let pending = self.take_pending(resource, &device_ids);
+        let existing = self
             .find_claim(&pod, resource, &device_ids)
             .and_then(|id| self.claims.remove_entry(&id));
-        match known {
+        match existing {
             Some((id, mut claim)) => {
-                claim.allocations.extend(booked);
+                claim.allocations.extend(pending);
                 Ok((id, claim))
             }
-            None if booked.is_empty() => Err(BindError::UnknownAllocation {
+            None if pending.is_empty() => Err(BindError::UnknownAllocation {
                 resource,
                 device_ids,
                 pod,
@@ -123,7 +114,7 @@ impl Ledger {
                     pod,
                     resource,
                     device_ids,
-                    allocations: booked,
+                    allocations: pending,
                     arrival: self.next_id,
                     state: State::Idle,
                 };

@@ -134,7 +134,7 @@ impl<H: HostOps> NodeAllocator<H> {
             );
         }
         // Managed memory has no file. The container may not have started yet, but counting its
-        // memory is harmless, for the kubelet has given its device ids to nobody else.
+        // memory is harmless, because the kubelet has given its device ids to no other container.
         for entry in kubelet
             .iter()
             .filter(|entry| entry.resource == Resource::ManagedMemory)

@@ -89,19 +89,19 @@ impl ScrubCache {
 
     /// The verdict on a GPU that is valid for `now`.
     pub fn get(&self, gpu: &GpuUuid, now: &DriverEpoch) -> Option<&Verdict> {
-        let (with, verdict) = self.verdicts.get(gpu)?;
-        (with == now).then_some(verdict)
+        let (epoch, verdict) = self.verdicts.get(gpu)?;
+        (epoch == now).then_some(verdict)
     }
 
     /// Records the verdict on a GPU.
-    pub fn record(&mut self, gpu: GpuUuid, with: DriverEpoch, verdict: Verdict) {
+    pub fn record(&mut self, gpu: GpuUuid, epoch: DriverEpoch, verdict: Verdict) {
         match &verdict {
             Verdict::Scrubbed => info!(%gpu, "freed memory comes back cleared"),
             other => {
                 warn!(%gpu, verdict = ?other, "freed memory is not known to come back cleared; the gpu gets no retained memory")
             }
         }
-        self.verdicts.insert(gpu, (with, verdict));
+        self.verdicts.insert(gpu, (epoch, verdict));
         self.save();
     }
 
@@ -173,8 +173,8 @@ pub async fn run_check(
             command.args(["scrub-check", "--gpu", gpu.as_str()]);
             let (mut process, mut context) = (ScrubProcess::default(), None);
             let measure = |pid| {
-                let look = charges.sample(&gpu);
-                context = look.and_then(|look| look.charges.bytes_of(pid));
+                let sample = charges.sample(&gpu);
+                context = sample.and_then(|sample| sample.charges.bytes_of(pid));
             };
             let verdict = run_process(command, CHECK_TIMEOUT, &mut process, measure);
             let _ = sender.send(ScrubCheckResult {

@@ -62,8 +62,8 @@ pub enum RetainedRequest {
     Open {
         /// The highest version that the process speaks.
         version: u16,
-        /// The id of the process image. What an earlier image of the process was writing is
-        /// discarded.
+        /// The id of the process image. The agent discards the lease that an earlier image of the
+        /// process has not committed.
         image: u64,
         /// The GPU.
         account: Account,

@@ -39,9 +39,9 @@ fn on_contention_at(now: Instant) {
         .get()
         .filter(|(first, _)| now.duration_since(*first) < CONTENTION_WINDOW)
         .unwrap_or((now, 0));
-    let met = before + 1;
-    RECENT.set((met < CONTENTION_LIMIT).then_some((first, met)));
-    if met == CONTENTION_LIMIT {
+    let contentions = before + 1;
+    RECENT.set((contentions < CONTENTION_LIMIT).then_some((first, contentions)));
+    if contentions == CONTENTION_LIMIT {
         SHARD_OFFSET.set(NEXT.fetch_add(1, Ordering::Relaxed));
     }
 }
@@ -55,8 +55,8 @@ mod tests {
         // A new thread, which starts at offset 0.
         let moved = std::thread::spawn(|| {
             let since = Instant::now();
-            for look in 0..1000 {
-                on_contention_at(since + CONTENTION_WINDOW * look);
+            for window in 0..1000 {
+                on_contention_at(since + CONTENTION_WINDOW * window);
             }
             assert_eq!(shard_offset(), 0);
             let later = since + CONTENTION_WINDOW * 2000;
