@@ -125,7 +125,7 @@ fn an_override_is_whole_bytes_as_well() {
 }
 
 #[test]
-fn what_is_left_out_has_a_default() {
+fn missing_fields_have_defaults() {
     let spec: GpuMemoryBudgetSpec =
         serde_json::from_str(r#"{"deviceMemory":{"guaranteed":0}}"#).unwrap();
     assert_eq!(spec, budget("0", None).spec);

@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn the_transition_time_moves_only_with_the_status() {
+    fn transition_time_changes_only_with_the_status() {
         let first = update_conditions(&[], &[covered(true, "a")], Some(1), &at(10));
         let second = update_conditions(&first, &[covered(true, "b")], Some(2), &at(20));
         assert_eq!(second[0].last_transition_time, at(10));

@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_quantity_is_a_syntax_error() {
+    fn invalid_quantity_is_a_syntax_error() {
         for text in [
             "", ".", "Gi", "1Gb", "1GiB", "1 Gi", "1,5Gi", "0x10", "1.2.3", "--1", "1Ki2", "1e",
             "e9", "16gi", "١Gi",
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_back_and_short() {
+    fn quantity_is_short_and_parses_to_the_same_value() {
         for bytes in [
             0,
             1,

@@ -342,7 +342,7 @@ async fn late_watch_does_not_bring_back_an_old_status() {
 }
 
 #[tokio::test]
-async fn nothing_is_published_before_all_kinds_are_listed() {
+async fn index_is_published_after_all_kinds_are_listed() {
     let running = Running::start(|api| {
         small(api);
         api.refuse_requests("/pods", StatusCode::FORBIDDEN, 1);

@@ -393,7 +393,7 @@ mod tests {
     const GIB: u32 = (1 << 30) / UNIT as u32;
 
     #[test]
-    fn the_last_unit_can_be_granted_and_one_more_cannot() {
+    fn last_unit_is_granted_and_one_more_is_denied() {
         let mut credit = CreditAccounts::new(vec![Units(GIB)]);
         assert_eq!(credit.grant(1, 0, Units(GIB + 1)), Err(Units(1)));
         assert_eq!(credit.grant(1, 0, Units(GIB - 1)), Ok(Units(GIB - 1)));

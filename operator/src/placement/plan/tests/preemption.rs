@@ -207,7 +207,7 @@ fn failed_preemptions_back_off_exponentially() {
 }
 
 #[test]
-fn nobody_is_preempted_while_another_resource_lacks() {
+fn no_pod_is_preempted_while_another_resource_lacks() {
     let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .pod("b", 16, BORROWED, Some(("a", Some(0))))

@@ -100,7 +100,7 @@ fn pods_of_one_owner_are_relocated_one_by_one() {
 }
 
 #[test]
-fn nobody_is_preempted_for_a_pod_about_to_relocate() {
+fn no_pod_is_preempted_for_one_about_to_relocate() {
     let mut cluster = FakeCluster::default()
         .node("a", &[16])
         .node("b", &[16])
