@@ -1,4 +1,4 @@
-//! An amount of memory as a field of the API.
+//! Represents an amount of memory as a field of the API.
 
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};

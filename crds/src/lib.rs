@@ -1,7 +1,7 @@
-//! Bursar's Kubernetes API: `GpuMemoryBudget` and `GpuNode`.
+//! Defines Bursar's Kubernetes API: `GpuMemoryBudget` and `GpuNode`.
 //!
-//! The chart's CRD templates are generated from these types; `tests/chart.rs` fails when they are
-//! stale and writes them with `BURSAR_UPDATE=1 cargo test -p bursar-crds`.
+//! The chart's CRD templates and `docs/reference/api.md` are generated from these types. The test
+//! `generated` fails if they are stale. `BURSAR_UPDATE=1 cargo test -p bursar-crds` writes them.
 
 pub mod amount;
 pub mod budget;

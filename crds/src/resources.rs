@@ -1,4 +1,4 @@
-//! The names of the extended resources that pods ask for.
+//! Names the extended resources, labels and the priority class of the API.
 
 use serde::{Deserialize, Serialize};
 

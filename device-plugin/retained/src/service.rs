@@ -333,24 +333,14 @@ impl State {
     }
 
     /// Publishes the live leases for the proof of freed memory.
-    fn publish_live_leases(&mut self) {
-        let live_leases = self.leases.live_leases();
-        self.service.live_leases.send_if_modified(|before| {
-            let changed = *before != live_leases;
-            *before = live_leases;
-            changed
-        });
+    fn publish_live_leases(&self) {
+        publish_changed(&self.service.live_leases, self.leases.live_leases());
     }
 
     /// Publishes the live leases, the released GPUs and the status.
-    fn publish(&mut self) {
+    fn publish(&self) {
         self.publish_live_leases();
-        let let_go = self.released_gpus();
-        self.service.released_gpus.send_if_modified(|before| {
-            let changed = *before != let_go;
-            *before = let_go;
-            changed
-        });
+        publish_changed(&self.service.released_gpus, self.released_gpus());
         let status = status::build_status(
             self.service.store_events.is_some(),
             &self.leases,
@@ -358,12 +348,17 @@ impl State {
             |gpu| self.driver_epoch(gpu),
             &self.service.provisioners.hung().borrow(),
         );
-        self.service.status.send_if_modified(|before| {
-            let changed = *before != status;
-            *before = status;
-            changed
-        });
+        publish_changed(&self.service.status, status);
     }
+}
+
+/// Sends a value to the receivers if it differs from the last one.
+fn publish_changed<T: PartialEq>(sender: &watch::Sender<T>, value: T) {
+    sender.send_if_modified(|before| {
+        let changed = *before != value;
+        *before = value;
+        changed
+    });
 }
 
 /// Calls to the fd store that wait for their acknowledgement.
