@@ -52,6 +52,9 @@ async fn run(args: &Args, confined: Result<(), ConfineError>) -> anyhow::Result<
     if let Err(error) = confined {
         warn!(%error, "failed to drop capabilities: the agent has more rights than necessary");
     }
+    if !bursar_confine::hides_files() {
+        warn!("the kernel has no Landlock: processes that call NVML can read the agent's token");
+    }
     raise_open_file_limit();
     let config = Config::load(&args.config)?;
     let shutdown = CancellationToken::new();

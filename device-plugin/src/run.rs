@@ -272,8 +272,13 @@ fn watch_gpus(config: &Config, options: &RunOptions) -> Result<Gpus, AgentError>
     let persisted = generations.persisted_gpus();
     let drained = persisted.iter().filter(|(_, gpu)| gpu.health.drained);
     let drain = drain::initial_state(drained.map(|(gpu, _)| gpu.clone()).collect());
+    // The driver's root is the host's, with the tokens of all pods. An agent outside of a container
+    // has no other root.
+    let root = Some(config.driver.root.clone());
+    let hidden = root.filter(|root| root.as_path() != Path::new("/"));
     let (inventory, xids, nvml) = nvml::start(
         library,
+        hidden.into_iter().collect(),
         options.poll_intervals,
         options.health,
         persisted,

@@ -57,9 +57,8 @@ pub(crate) const AGENT_DENIED_SYSCALLS: &[i64] = &[
     libc::SYS_ioperm,
 ];
 
-/// Denied in addition to a process that loads the driver.
-const DRIVER_PROCESS_DENIED_SYSCALLS: &[i64] =
-    &[libc::SYS_execve, libc::SYS_execveat, libc::SYS_setns];
+/// Denied in addition to a provisioner and a scrub check. NVML may execute `nvidia-modprobe`.
+const EXEC_SYSCALLS: &[i64] = &[libc::SYS_execve, libc::SYS_execveat];
 
 /// The bit of x32 calls, which a kernel may support beside those of the machine.
 #[cfg(target_arch = "x86_64")]
@@ -81,16 +80,19 @@ pub(crate) fn deny(calls: &[i64]) -> Result<(), seccompiler::Error> {
     install(rules, libc::EPERM)
 }
 
-/// Denies the calls that a process with the driver does not need, in addition to those of the
+/// Denies the calls that a provisioner or a scrub check does not need, in addition to those of the
 /// agent.
 pub(crate) fn deny_to_driver_process() -> Result<(), seccompiler::Error> {
+    deny_to_nvml_process()?;
+    deny(EXEC_SYSCALLS)
+}
+
+/// Denies other namespaces, and all sockets except Unix sockets.
+pub(crate) fn deny_to_nvml_process() -> Result<(), seccompiler::Error> {
     // The flags of clone3 are in memory, where a filter cannot read. The C library falls back on
     // clone(2).
     install(Rules::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS)?;
-    let mut rules: Rules = DRIVER_PROCESS_DENIED_SYSCALLS
-        .iter()
-        .map(|call| (*call, Vec::new()))
-        .collect();
+    let mut rules = Rules::from([(libc::SYS_setns, Vec::new())]);
     let mut flags = Vec::new();
     for bit in (0..i32::BITS).map(|bit| 1_u64 << bit) {
         if CLONE_NEW_NAMESPACES as u64 & bit != 0 {

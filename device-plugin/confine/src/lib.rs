@@ -2,12 +2,15 @@
 //!
 //! The device nodes need a privileged container, which has every capability and no seccomp filter.
 //! So the agent restricts itself ([`restrict_agent`]), and so does each process that loads the
-//! driver ([`restrict_driver_process`]). The filters deny listed calls and permit all others.
-//! NVIDIA's libraries are closed, so no list of permitted calls would be right for the next driver.
+//! driver ([`restrict_driver_process`], [`restrict_nvml_process`]). The filters deny listed calls
+//! and permit all others. NVIDIA's libraries are closed, so no list of permitted calls would be
+//! right for the next driver.
 
 mod filter;
+mod hidden_files;
 
 use std::io;
+use std::path::Path;
 
 use rustix::thread::{
     CapabilitySet, capabilities, capability_is_in_bounding_set,
@@ -59,6 +62,12 @@ pub const AGENT_CAPABILITIES: &[(&str, CapabilitySet, &str)] = &[
     ),
 ];
 
+/// The capabilities that a process which calls NVML keeps of the agent's.
+pub const NVML_CAPABILITIES: CapabilitySet = CapabilitySet::MKNOD.union(CapabilitySet::SYS_ADMIN);
+
+/// The folder of a pod's tokens.
+const TOKENS: &str = "/var/run/secrets";
+
 /// The step that failed, so that the process still has rights that it should lose.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfineError {
@@ -68,6 +77,9 @@ pub enum ConfineError {
     /// The kernel refused the filter.
     #[error("failed to install the seccomp filter: {0}; the kernel needs CONFIG_SECCOMP_FILTER")]
     Filter(#[from] seccompiler::Error),
+    /// The kernel refused to hide files.
+    #[error("failed to hide files: {0}")]
+    Files(#[from] landlock::RulesetError),
 }
 
 /// Confines the agent and every process that it starts: [`AGENT_CAPABILITIES`] and no others,
@@ -92,6 +104,27 @@ pub fn restrict_driver_process() -> Result<(), ConfineError> {
     limit_capabilities_to(CapabilitySet::empty()).map_err(ConfineError::Capabilities)?;
     filter::deny(filter::AGENT_DENIED_SYSCALLS)?;
     Ok(filter::deny_to_driver_process()?)
+}
+
+/// Whether the kernel lets [`restrict_nvml_process`] hide files.
+pub fn hides_files() -> bool {
+    hidden_files::is_supported()
+}
+
+/// Confines a process that is about to load NVML: [`NVML_CAPABILITIES`], only Unix sockets, no new
+/// namespace, and the limits of the agent. It opens no file below `hidden` and no token of its pod,
+/// but those below `library`. On a kernel without Landlock it opens them.
+///
+/// Such a process stays root, because NVML makes device nodes that are missing.
+///
+/// # Errors
+/// [`ConfineError`]; rights that were dropped before stay dropped.
+pub fn restrict_nvml_process(hidden: &[&Path], library: &Path) -> Result<(), ConfineError> {
+    limit_capabilities_to(NVML_CAPABILITIES).map_err(ConfineError::Capabilities)?;
+    let hidden: Vec<&Path> = hidden.iter().copied().chain([TOKENS.as_ref()]).collect();
+    hidden_files::hide_below(&hidden, library)?;
+    filter::deny(filter::AGENT_DENIED_SYSCALLS)?;
+    Ok(filter::deny_to_nvml_process()?)
 }
 
 /// Drops every capability but `kept`. A process that may not narrow its bounding set has none to

@@ -25,6 +25,7 @@ mod process;
 mod protocol;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -156,10 +157,12 @@ impl NvmlHandle {
     }
 }
 
-/// Starts the watcher. `find` locates the driver's library; `persisted` has the GPUs that the
-/// previous agent of the same boot recorded; the watcher holds no GPU that `drain` has released.
+/// Starts the watcher. `find` locates the driver's library; its processes read no file below
+/// `hidden` but those beside the library. `persisted` has the GPUs that the previous agent of the
+/// same boot recorded; the watcher holds no GPU that `drain` has released.
 pub fn start(
     find: LibraryLocator,
+    hidden: Vec<PathBuf>,
     pace: PollIntervals,
     policy: HealthThresholds,
     persisted: BTreeMap<GpuUuid, PersistedGpu>,
@@ -175,6 +178,7 @@ pub fn start(
     let (report, reports) = mpsc::unbounded_channel();
     let watcher = NvmlWatcher {
         locate_library: find,
+        hidden,
         intervals: pace,
         requests: asked,
         deferred: Vec::new(),
@@ -208,6 +212,7 @@ pub fn start(
 
 struct NvmlWatcher {
     locate_library: LibraryLocator,
+    hidden: Vec<PathBuf>,
     intervals: PollIntervals,
     requests: mpsc::UnboundedReceiver<(GpuUuid, Job)>,
     /// Requests that arrived before the end of the first round.
@@ -449,6 +454,7 @@ impl NvmlWatcher {
             driver_slot: driver,
             gpu_slots: gpus,
             library,
+            hidden,
             next_process: started,
             report_sender: report,
             intervals: pace,
@@ -456,7 +462,8 @@ impl NvmlWatcher {
         } = self;
         for slot in gpus.iter_mut().chain([driver]) {
             if let (None, Some(library)) = (&slot.process, library.as_ref()) {
-                slot.process = run(slot.scope, library, started, report, pace);
+                let process = NvmlProcess::start(library, slot.scope, hidden);
+                slot.process = run(slot.scope, process, started, report, pace);
             }
             slot.probe();
         }
@@ -725,15 +732,14 @@ impl NvmlWatcher {
     }
 }
 
-/// Starts a process; none where the system refuses.
+/// Runs a process; none where the system refused to start it.
 fn run(
     scope: Scope,
-    library: &Path,
+    process: io::Result<NvmlProcess>,
     started: &mut ProcessNumber,
     report: &mpsc::UnboundedSender<(ProcessNumber, ProcessReport)>,
     pace: &PollIntervals,
 ) -> Option<SlotProcess> {
-    let process = NvmlProcess::start(library, scope);
     let process = process
         .inspect_err(|error| warn!(%error, "failed to start a process that calls NVML"))
         .ok()?;

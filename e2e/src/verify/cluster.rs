@@ -66,7 +66,7 @@ pub const TRIALS: &[(&str, &str)] = &[
     ),
     (
         "security/cluster/rights",
-        "the agent has nine capabilities and a seccomp filter; a provisioner has no capabilities, a filter and a user of its own, which cannot read the agent's token",
+        "the agent has nine capabilities and a seccomp filter; a process that calls NVML has two of them; a provisioner has no capabilities, a filter and a user of its own, which cannot read the agent's token",
     ),
     (
         "enforcement/cluster/resize",

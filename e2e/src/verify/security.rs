@@ -46,10 +46,11 @@ const fn confined(names: &'static [&'static str; 1]) -> TestSelection {
 pub(super) const CHECKS: &[NamedCheck] = &[
     NamedCheck {
         name: "security/confined",
-        promise: "a process that loads the driver has no capability, starts no other program and has no network; the agent has nine capabilities and cannot mount",
+        promise: "a process that loads libcuda has no capability, starts no other program and has no network; one that calls NVML has two capabilities, no network and cannot read the agent's token; the agent has nine capabilities and cannot mount",
         long: false,
         tests: &[
             confined(&["driver_process_is_refused_what_it_never_needs"]),
+            confined(&["nvml_process_reads_no_token_and_keeps_two_rights"]),
             confined(&["agent_starts_programs_and_is_refused_mounts"]),
             confined(&["unconfined_process_is_refused_nothing_of_it"]),
         ],

@@ -58,6 +58,10 @@ async fn confined(context: &mut TrialContext) -> Result<(), Failed> {
     let kept = kept.fold(CapabilitySet::empty(), |set, (_, one, _)| set | *one);
     // A privileged container has the machine's capabilities, which this process has too.
     let kept = kept & rustix::thread::capabilities(None)?.permitted;
+    let calls_nvml = bursar_confine::NVML_CAPABILITIES & kept;
+    let calls_nvml = format!("{:016x}", calls_nvml.bits());
+    let nvml = local.processes_named("bursar-nvml");
+    let nvml = *nvml.first().ok_or("no process calls NVML")?;
     let capabilities = format!("{:016x}", kept.bits());
     let none = "0".repeat(16);
     let own = PROVISIONER_USER.to_string();
@@ -68,6 +72,10 @@ async fn confined(context: &mut TrialContext) -> Result<(), Failed> {
         (agent, "CapBnd", &capabilities),
         (agent, "NoNewPrivs", "1"),
         (agent, "Seccomp", "2"),
+        (nvml, "CapEff", &calls_nvml),
+        (nvml, "CapPrm", &calls_nvml),
+        (nvml, "NoNewPrivs", "1"),
+        (nvml, "Seccomp", "2"),
         (provisioner, "CapEff", &none),
         (provisioner, "CapPrm", &none),
         (provisioner, "NoNewPrivs", "1"),

@@ -48,6 +48,12 @@ pub fn run_child(words: impl Iterator<Item = OsString>) -> ExitCode {
 fn serve(mut words: impl Iterator<Item = OsString>) -> Option<()> {
     let library = PathBuf::from(words.next()?);
     let scope = serde_json::from_str(words.next()?.to_str()?).ok()?;
+    let hidden: Vec<PathBuf> = words.map(PathBuf::from).collect();
+    let hidden: Vec<&Path> = hidden.iter().map(PathBuf::as_path).collect();
+    if let Err(error) = bursar_confine::restrict_nvml_process(&hidden, library.parent()?) {
+        // The node's GPUs are worth more than these limits, as with the agent's own.
+        eprintln!("bursar-nvml: {error}");
+    }
     let nvml = Nvml::builder().lib_path(library.as_os_str()).init();
     let nvml = nvml.map_err(|error| driver_error(&library.display(), &error));
     let mut calls = NvmlCalls {

@@ -4,7 +4,7 @@
 //! task goes on until the kernel has ended it, so that a GPU never has two processes.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -63,12 +63,13 @@ pub(super) struct NvmlProcess {
 }
 
 impl NvmlProcess {
-    pub(super) fn start(library: &Path, scope: Scope) -> io::Result<Self> {
+    pub(super) fn start(library: &Path, scope: Scope, hidden: &[PathBuf]) -> io::Result<Self> {
         let mut child = Command::new(SELF_EXE)
             .arg0("bursar-agent")
             .arg(calls::SUBCOMMAND)
             .arg(library)
             .arg(serde_json::to_string(&scope)?)
+            .args(hidden)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .kill_on_drop(true)
