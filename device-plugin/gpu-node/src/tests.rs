@@ -28,6 +28,10 @@ use super::report::NodeReport;
 /// The final state is reached within this time after any one fault.
 const PROMISED_TIME: Duration = Duration::from_secs(30);
 
+/// The same if the connection of the watch dies in silence at each of a change's events. The agent
+/// notices each time after 205 s.
+const STALLED_TIME: Duration = Duration::from_secs(900);
+
 const KIND: &str = "gpunodes";
 const NODE: &str = "n";
 
@@ -368,9 +372,14 @@ async fn status_and_spec_arrive_through_every_watch_fault() {
         WatchFault::Replayed,
         WatchFault::Disconnected,
         WatchFault::Expired,
+        WatchFault::Stalled,
     ];
     for telling in tellings {
         let what = format!("{telling:?}");
+        let promised = match telling {
+            WatchFault::Stalled => STALLED_TIME,
+            _ => PROMISED_TIME,
+        };
         let api = SimApiServer::start();
         api.put("nodes", node("first"));
         let faults = Faults::for_all_objects(WriteFault::RequestDropped, telling);
@@ -385,14 +394,14 @@ async fn status_and_spec_arrive_through_every_watch_fault() {
             fixture.write_spec(json!({ "drain": [format!("GPU-{round}")] }));
             fixture.report_free(round);
             fixture
-                .wait_until(&what, PROMISED_TIME, |fixture| {
+                .wait_until(&what, promised, |fixture| {
                     fixture.has_free(round) && fixture.drained_gpus() == [gpu(round)]
                 })
                 .await;
         }
         fixture.api.delete(KIND, "", NODE);
         fixture
-            .wait_until(&what, PROMISED_TIME, |fixture| fixture.has_free(7))
+            .wait_until(&what, promised, |fixture| fixture.has_free(7))
             .await;
         fixture.assert_quiet(&what).await;
         assert_eq!(fixture.drained_gpus(), [gpu(7)], "{what}");
