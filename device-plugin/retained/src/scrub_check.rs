@@ -344,6 +344,23 @@ mod tests {
     }
 
     #[test]
+    fn verdicts_are_those_of_the_nodes_gpus() {
+        let folder = tempfile::tempdir().unwrap();
+        let load = || ScrubCache::load(Checkpoint::new(folder.path().join("scrub.json")));
+        let mut verdicts = load();
+        for number in 0..1_000 {
+            let instance: GpuUuid = format!("MIG-{number}").parse().unwrap();
+            let with = DriverEpoch {
+                driver: "580".to_owned(),
+                generation: Some(1),
+            };
+            verdicts.record(instance.clone(), with, Verdict::Scrubbed);
+            verdicts.retain_gpus(&[instance].into());
+        }
+        assert_eq!((verdicts.verdicts.len(), load().verdicts.len()), (1, 1));
+    }
+
+    #[test]
     fn verdict_holds_for_one_driver_and_generation() {
         let folder = tempfile::tempdir().unwrap();
         let verdicts = || ScrubCache::load(Checkpoint::new(folder.path().join("scrub.json")));

@@ -140,6 +140,19 @@ mod tests {
     }
 
     #[test]
+    fn context_sizes_are_those_of_the_nodes_gpus() {
+        let folder = tempfile::tempdir().unwrap();
+        let sizes = load_from(&folder);
+        for number in 0..1_000 {
+            let instance: GpuUuid = format!("MIG-{number}").parse().unwrap();
+            sizes.record(&instance, DRIVER, Bytes::mib(300));
+            sizes.retain_gpus(&[instance].into());
+        }
+        assert_eq!(lock(&sizes.measurements).len(), 1);
+        assert!(lock(&load_from(&folder).measurements).len() <= 2);
+    }
+
+    #[test]
     fn implausible_context_size_is_not_recorded() {
         let folder = tempfile::tempdir().unwrap();
         let sizes = load_from(&folder);

@@ -384,6 +384,8 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "shim_install::tests::builds_are_removed_when_no_cdi_file_mounts_them",
                 "cdi::tests::mounted_paths_are_unknown_when_a_cdi_file_is_unreadable",
                 "container::denials::tests::log_line_is_due_once_for_all_containers",
+                "context_size::tests::context_sizes_are_those_of_the_nodes_gpus",
+                "scrub_check::tests::verdicts_are_those_of_the_nodes_gpus",
                 "cluster::index::tests::orders_written_to_a_node_are_forgotten_when_it_is_gone",
             ],
             ignored: false,
