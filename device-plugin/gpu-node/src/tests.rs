@@ -28,8 +28,8 @@ use super::report::NodeReport;
 /// The final state is reached within this time after any one fault.
 const PROMISED_TIME: Duration = Duration::from_secs(30);
 
-/// The same if the connection of the watch dies in silence at each of a change's events. The agent
-/// notices each time after 205 s.
+/// The final state is reached within this time if the watch's connection dies in silence at each
+/// event of a change. The agent notices each time after 205 s.
 const STALLED_TIME: Duration = Duration::from_secs(900);
 
 const KIND: &str = "gpunodes";

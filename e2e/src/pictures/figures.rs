@@ -10,8 +10,8 @@ pub struct FigureError(String);
 pub(super) struct Page<'a>(pub(super) &'a str);
 
 impl<'a> Page<'a> {
-    /// Returns the newest figure, the last one between semicolons, of the first row that begins with
-    /// `row`. `column` is the heading of its column.
+    /// Returns the newest figure of the first row that begins with `row`: the last one between
+    /// semicolons. `column` is the heading of its column.
     pub(super) fn figure(&self, row: &str, column: &str) -> Result<f64, FigureError> {
         let cell = self.cell(row, column)?;
         let newest = cell.rsplit(';').next().unwrap_or(cell);
