@@ -378,7 +378,7 @@ impl Executor {
                 "PodDisruptionBudget refused the eviction"
             );
         }
-        Ok(evicted?)
+        evicted
     }
 
     /// Publishes an Event on a pod.
