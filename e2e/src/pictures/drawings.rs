@@ -34,7 +34,7 @@ pub(super) fn before_after() -> String {
                 (Style::Other, 24.0, "job"),
             ][..],
             &[
-                (Style::Text, "notebook: CUDA out of memory at 16 GiB"),
+                (Style::Text, "notebook: out of memory at 16 GiB"),
                 (Style::Text, "server has its 40 GiB"),
                 (Style::Text, "job has its 24 GiB"),
             ][..],
@@ -110,7 +110,7 @@ pub(super) fn restart(page: &Page<'_>) -> Result<String, FigureError> {
         ),
         ("`cuInit`", Style::Base, "cuInit"),
         ("context", Style::Calm, "context"),
-        ("verify", Style::Other, "retained memory verified"),
+        ("verify", Style::Other, "memory verified"),
     ];
     let figures = steps.map(|(row, style, name)| Ok((style, name, page.figure(row, COLUMN)?)));
     let mut svg = Svg::new(760.0, 190.0);
@@ -159,10 +159,10 @@ pub(super) fn overhead(page: &Page<'_>) -> Result<String, FigureError> {
     let rows = [
         ("`cuInit`", "cuInit and context"),
         ("`cuMemAlloc`", "cuMemAlloc + cuMemFree, 2 MiB"),
-        ("`cuMemAllocAsync`", "cuMemAllocAsync + cuMemFreeAsync"),
+        ("`cuMemAllocAsync`", "cuMemAllocAsync + FreeAsync, 1 MiB"),
         ("launch of an empty kernel", "launch of an empty kernel"),
     ];
-    let mut svg = Svg::new(760.0, 60.0 + 34.0 * rows.len() as f64);
+    let mut svg = Svg::new(760.0, 50.0 + 34.0 * rows.len() as f64);
     svg.text(
         Style::Title,
         (LEFT, 26.0),
@@ -172,11 +172,11 @@ pub(super) fn overhead(page: &Page<'_>) -> Result<String, FigureError> {
         let y = 44.0 + 34.0 * number as f64;
         let ratio = page.figure(row, "shim")?;
         svg.text(Style::Text, (LEFT, y + 17.0), name);
-        svg.rect(Style::Base, (LEFT + 240.0, y), (BAR, 10.0));
-        svg.rect(Style::Calm, (LEFT + 240.0, y + 12.0), (BAR * ratio, 10.0));
+        svg.rect(Style::Base, (LEFT + 260.0, y), (BAR, 10.0));
+        svg.rect(Style::Calm, (LEFT + 260.0, y + 12.0), (BAR * ratio, 10.0));
         svg.text(
             Style::Text,
-            (LEFT + 256.0 + BAR * ratio, y + 17.0),
+            (LEFT + 276.0 + BAR * ratio, y + 22.0),
             &format!("{ratio:.3}"),
         );
     }
