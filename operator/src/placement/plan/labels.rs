@@ -7,6 +7,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use bursar_crds::Quantum;
 use bursar_crds::resources::{largest_free_label, largest_gpu_label, largest_reclaimable_label};
 
 use super::{NodeRef, PlacementOptions, Step};
@@ -19,6 +20,9 @@ use crate::quanta::Quanta;
 /// How long a small change has to last before it is written.
 const STABLE_FOR: Duration = Duration::from_secs(10);
 
+/// Every quantum that an operator may have written labels for.
+const QUANTA: [Quantum; 3] = [Quantum::Mib256, Quantum::Mib512, Quantum::Gib1];
+
 /// The nodes to label now, the most wrong first, within the rate.
 pub(super) fn plan(
     snapshot: &Snapshot<'_>,
@@ -26,7 +30,11 @@ pub(super) fn plan(
     options: &PlacementOptions,
     now: Uptime,
 ) -> Vec<Step> {
-    let names = label_names(options);
+    let names = label_names(options.quantum);
+    // An operator with another quantum wrote these.
+    let others = QUANTA.into_iter();
+    let others = others.filter(|quantum| *quantum != options.quantum);
+    let old_names: Vec<String> = others.flat_map(label_names).collect();
     let (mut wrong, mut since) = (Vec::new(), BTreeMap::new());
     for (name, node) in &snapshot.nodes {
         let gpus = snapshot.gpu_nodes.get(name);
@@ -35,7 +43,9 @@ pub(super) fn plan(
             .map_or([const { None }; 3], |gpus| {
                 label_values(snapshot, gpus).map(Some)
             });
-        let desired: NodeLabels = names.iter().cloned().zip(values).collect();
+        let current_names = names.iter().cloned().zip(values);
+        let old_names = old_names.iter().cloned().map(|name| (name, None));
+        let desired: NodeLabels = old_names.chain(current_names).collect();
         let current = |label: &String| node.labels.get(label);
         if desired
             .iter()
@@ -70,11 +80,11 @@ pub(super) fn plan(
     wrong.into_iter().map(step).collect()
 }
 
-fn label_names(options: &PlacementOptions) -> [String; 3] {
+fn label_names(quantum: Quantum) -> [String; 3] {
     [
-        largest_free_label(options.quantum),
-        largest_reclaimable_label(options.quantum),
-        largest_gpu_label(options.quantum),
+        largest_free_label(quantum),
+        largest_reclaimable_label(quantum),
+        largest_gpu_label(quantum),
     ]
 }
 

@@ -77,6 +77,28 @@ fn labels_show_free_reclaimable_and_total_of_one_gpu() {
 }
 
 #[test]
+fn labels_of_another_quantum_are_removed() {
+    let mut cluster = FakeCluster::default().node("a", &[16]);
+    let old = [
+        "bursar.dev/largest-free-512mib",
+        "bursar.dev/largest-gpu-256mib",
+        "team",
+    ];
+    let old = old.map(|name| (name.to_owned(), "16".to_owned()));
+    cluster.labels.insert("a".to_owned(), old.into());
+    cluster.run(&mut History::default(), 1, 1);
+    let left: Vec<_> = cluster.labels["a"].keys().map(String::as_str).collect();
+    let wanted = [
+        "bursar.dev/largest-free-gib",
+        "bursar.dev/largest-gpu-gib",
+        "bursar.dev/largest-reclaimable-gib",
+        "team",
+    ];
+    assert_eq!(left, wanted);
+    assert_eq!(cluster.writes, 1);
+}
+
+#[test]
 fn override_reaches_the_pods_node_and_is_lifted_with_it() {
     let mut cluster =
         FakeCluster::default()
