@@ -8,6 +8,7 @@ use std::time::Duration;
 use bursar_crds::Quantum;
 use clap::{ArgAction, Parser};
 
+use crate::leader::{Election, LeaseName};
 use crate::placement::PlacementOptions;
 
 /// The command line.
@@ -34,6 +35,12 @@ pub struct Args {
     /// Seconds for which a PodDisruptionBudget may block the eviction of a pod of lower priority
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(..=120))]
     pub disruption_grace: u64,
+    /// Lease that chooses the replica that works, as NAMESPACE/NAME; without it every replica works
+    #[arg(long, value_name = "LEASE", requires = "identity")]
+    pub lease: Option<LeaseName>,
+    /// Name of this replica in the lease: its pod's
+    #[arg(long, value_name = "NAME")]
+    pub identity: Option<String>,
     /// Log filter, as tracing directives
     #[arg(
         long,
@@ -48,6 +55,12 @@ pub struct Args {
 }
 
 impl Args {
+    /// The election, if there is one.
+    pub fn election(&self) -> Option<Election> {
+        let (lease, identity) = (self.lease.clone()?, self.identity.clone()?);
+        Some(Election { lease, identity })
+    }
+
     /// The options for placement.
     pub fn placement_options(&self) -> PlacementOptions {
         PlacementOptions {
@@ -80,14 +93,21 @@ mod tests {
             "--quantum=512Mi",
             "--move-waiters=false",
             "--disruption-grace=5",
+            "--lease=bursar-system/bursar-operator",
+            "--identity=bursar-operator-0",
+            "--log-format=json",
             "--log=info,kube=warn",
         ]);
+        let args = args.unwrap();
+        let election = args.election().unwrap();
+        assert_eq!(election.lease.namespace, "bursar-system");
+        assert_eq!(election.identity, "bursar-operator-0");
         let placement_options = PlacementOptions {
             quantum: Quantum::Mib512,
             move_waiters: false,
             disruption_grace: Duration::from_secs(5),
         };
-        assert_eq!(args.unwrap().placement_options(), placement_options);
+        assert_eq!(args.placement_options(), placement_options);
     }
 
     #[test]

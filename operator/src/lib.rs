@@ -13,6 +13,7 @@
 //! | [`cluster`] | watches the cluster and indexes what the operator needs of it |
 //! | [`budget`] | reconciles one budget: conditions, quotas, evictions |
 //! | [`placement`] | plans for pending pods: labels, reservations, preemption, relocation |
+//! | [`leader`] | elects one of the replicas by a Lease |
 //! | [`nodes`] | writes context policies to agents; unlabels namespaces without a budget |
 //! | [`api`] | calls the API server |
 //! | [`serve`] | answers probes and metric scrapes |
@@ -23,6 +24,7 @@ pub mod budget;
 pub mod cli;
 pub mod cluster;
 mod error;
+pub mod leader;
 pub mod nodes;
 pub mod placement;
 pub mod quanta;

@@ -42,6 +42,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
         listeners,
         args.placement_options(),
         Timestamp::now,
+        args.election(),
         shutdown,
     )
     .await?)

@@ -1,5 +1,7 @@
 //! Starts the operator's tasks and joins them.
 
+use std::sync::Arc;
+
 use bursar_http::Listeners;
 use futures::stream::poll_fn;
 use k8s_openapi::jiff::Timestamp;
@@ -16,11 +18,12 @@ use crate::cluster::ClusterIndex;
 use crate::cluster::own_writes;
 use crate::cluster::watch_liveness::WatchLiveness;
 use crate::cluster::watches::{DEBOUNCE, update_index, watch_all};
+use crate::leader::{Candidate, Election};
 use crate::nodes::context_policies;
 use crate::nodes::namespace_label;
 use crate::placement::{self, PlacementOptions};
 use crate::serve::metrics::Metrics;
-use crate::serve::probes::Sources;
+use crate::serve::probes::{ReplicaSources, Sources};
 
 /// Reads the wall clock for timestamps that people read. Decisions use the monotonic clock.
 pub type Clock = fn() -> Timestamp;
@@ -43,13 +46,57 @@ pub enum OperatorError {
 }
 
 /// Runs until `shutdown`, and finishes the writes that have begun. Returns early when a task does.
+/// With an `election`, the operator works only while it holds the lease, and then returns an error.
 pub async fn run(
     client: Client,
     listeners: Listeners,
     options: PlacementOptions,
     clock: Clock,
+    election: Option<Election>,
     shutdown: CancellationToken,
 ) -> Result<(), OperatorError> {
+    let sources = ReplicaSources::default();
+    let mut tasks = JoinSet::new();
+    tasks.spawn({
+        let (sources, shutdown) = (sources.clone(), shutdown.clone());
+        async move {
+            bursar_http::serve(listeners, sources, shutdown).await;
+            "http-server"
+        }
+    });
+    let candidate =
+        election.map(|election| Arc::new(Candidate::new(client.clone(), election, clock)));
+    let leads = match &candidate {
+        Some(candidate) => candidate.acquire(&shutdown).await,
+        None => true,
+    };
+    if leads {
+        spawn_work(&mut tasks, client, options, clock, &sources, &shutdown);
+        if let Some(candidate) = candidate.clone() {
+            let shutdown = shutdown.clone();
+            tasks.spawn(async move {
+                candidate.hold(&shutdown).await;
+                "leader-election"
+            });
+        }
+    }
+    let result = join_all(tasks, &shutdown).await;
+    if let Some(candidate) = candidate.filter(|_| leads) {
+        candidate.release().await;
+    }
+    info!("stopped");
+    result
+}
+
+/// Spawns the tasks that watch and write.
+fn spawn_work(
+    tasks: &mut JoinSet<&'static str>,
+    client: Client,
+    options: PlacementOptions,
+    clock: Clock,
+    sources: &ReplicaSources,
+    shutdown: &CancellationToken,
+) {
     let quantum = options.quantum;
     let (budgets, writer) = reflector::store();
     let (index_sender, index) = watch::channel(ClusterIndex::new(quantum));
@@ -58,11 +105,11 @@ pub async fn run(
     let (work_sender, mut work) = mpsc::channel(QUEUE_LENGTH);
     let (responses, own_writes) = own_writes::channel();
     let changes = watch_all(&client, quantum, writer, &metrics, &liveness, own_writes);
-    let sources = Sources {
+    sources.start_work(Sources {
         metrics: metrics.clone(),
         index: index.clone(),
         liveness,
-    };
+    });
     let writer = ApiWriter::new(client, metrics.clone(), responses);
     let placement = placement::controller::run(
         writer.clone(),
@@ -76,14 +123,6 @@ pub async fn run(
     let namespace_labels = namespace_label::run(writer.clone(), index.clone(), shutdown.clone());
     let reconciler = Reconciler::new(writer, index, metrics, clock);
 
-    let mut tasks = JoinSet::new();
-    tasks.spawn({
-        let shutdown = shutdown.clone();
-        async move {
-            bursar_http::serve(listeners, sources, shutdown).await;
-            "http-server"
-        }
-    });
     tasks.spawn({
         let shutdown = shutdown.clone();
         async move {
@@ -110,7 +149,13 @@ pub async fn run(
         "placement"
     });
     info!(%quantum, version = env!("CARGO_PKG_VERSION"), "started");
+}
 
+/// Joins the tasks. The first one that ends stops the others.
+async fn join_all(
+    mut tasks: JoinSet<&'static str>,
+    shutdown: &CancellationToken,
+) -> Result<(), OperatorError> {
     let first = tasks.join_next().await;
     let requested = shutdown.is_cancelled();
     shutdown.cancel();
@@ -118,7 +163,6 @@ pub async fn run(
     while let Some(ended) = tasks.join_next().await {
         result = result.and(task_result(ended, true));
     }
-    info!("stopped");
     result
 }
 

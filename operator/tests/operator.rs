@@ -72,6 +72,7 @@ impl Running {
                 disruption_grace: Duration::from_secs(60),
             },
             clock,
+            None,
             shutdown.clone(),
         ));
         Self {

@@ -61,6 +61,7 @@ impl Operator {
             listeners,
             rules,
             Timestamp::now,
+            None,
             shutdown.clone(),
         );
         Ok(Self {

@@ -1,5 +1,7 @@
 //! Answers `/metrics`, `/healthz` and `/readyz`.
 
+use std::sync::{Arc, OnceLock};
+
 use bursar_http::Verdict;
 use tokio::sync::watch;
 
@@ -30,6 +32,38 @@ impl bursar_http::Sources for Sources {
 
     fn readiness(&self) -> Verdict {
         verdict(&self.index.borrow().unlisted_kinds(), "not listed yet:")
+    }
+}
+
+/// The state behind the answers of a replica, which may not work yet. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct ReplicaSources(Arc<OnceLock<Sources>>);
+
+impl ReplicaSources {
+    /// Answers from `sources` from now on. Later calls have no effect.
+    pub fn start_work(&self, sources: Sources) {
+        let _ = self.0.set(sources);
+    }
+}
+
+/// A replica that stands by is healthy and ready, and has no metrics: two replicas must not count
+/// one budget twice.
+impl bursar_http::Sources for ReplicaSources {
+    fn metrics(&self) -> String {
+        let working = self.0.get();
+        working.map_or_else(|| "# EOF\n".to_owned(), bursar_http::Sources::metrics)
+    }
+
+    fn health(&self) -> Verdict {
+        self.0
+            .get()
+            .map_or(Verdict::Well, bursar_http::Sources::health)
+    }
+
+    fn readiness(&self) -> Verdict {
+        self.0
+            .get()
+            .map_or(Verdict::Well, bursar_http::Sources::readiness)
     }
 }
 

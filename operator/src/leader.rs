@@ -1,0 +1,441 @@
+//! Elects one of the operator's replicas by a Lease.
+//!
+//! ```text
+//!   no Lease, none's, ours, or unchanged for 15 s --> take it --> renewed every 2 s --> given up
+//!   another replica's --> wait                               \--> not renewed for 10 s --> lost
+//! ```
+//!
+//! A replica that lost the Lease ends its process. Its last write ends within another 5 s, before
+//! another replica may take the Lease. Each replica measures by its own monotonic clock how long it
+//! has seen the Lease unchanged, so clocks are not compared. Two working replicas do no harm; the
+//! election saves the second one's work.
+
+use std::time::Duration;
+
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
+use kube::api::{Api, PostParams};
+use kube::{Client, ResourceExt as _};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::error::error_chain;
+use crate::run::Clock;
+
+/// How long other replicas leave an unchanged Lease to its holder.
+const LEASE_DURATION: Duration = Duration::from_secs(15);
+/// How long the holder works without a successful renewal. The rest of [`LEASE_DURATION`] is for
+/// writes that have begun.
+const RENEWAL_DEADLINE: Duration = Duration::from_secs(10);
+/// The interval between two looks at the Lease.
+const INTERVAL: Duration = Duration::from_secs(2);
+/// How long one attempt may take.
+const TIMEOUT: Duration = Duration::from_secs(4);
+
+/// The name of a Lease, as `NAMESPACE/NAME`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LeaseName {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name in the namespace.
+    pub name: String,
+}
+
+/// The text is not of the form `NAMESPACE/NAME`.
+#[derive(Debug, thiserror::Error)]
+#[error("failed to parse Lease {0:?}: it has no namespace or no name; write NAMESPACE/NAME")]
+pub struct LeaseNameError(String);
+
+impl std::str::FromStr for LeaseName {
+    type Err = LeaseNameError;
+
+    fn from_str(text: &str) -> Result<Self, LeaseNameError> {
+        match text.split_once('/') {
+            Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() => Ok(Self {
+                namespace: namespace.to_owned(),
+                name: name.to_owned(),
+            }),
+            _ => Err(LeaseNameError(text.to_owned())),
+        }
+    }
+}
+
+/// The replica's part in the election.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Election {
+    /// The Lease of all replicas.
+    pub lease: LeaseName,
+    /// The name of this replica: its pod's.
+    pub identity: String,
+}
+
+/// Access to the Lease in the name of one replica.
+pub(crate) struct Candidate {
+    leases: Api<Lease>,
+    name: String,
+    identity: String,
+    clock: Clock,
+}
+
+/// A version of the Lease, and when the replica first saw it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Seen {
+    version: Option<String>,
+    since: Instant,
+}
+
+/// Returns whether the replica `identity` may take the Lease now. Records in `seen` since when the
+/// Lease has been unchanged.
+fn may_take(lease: &Lease, identity: &str, seen: &mut Option<Seen>, now: Instant) -> bool {
+    let holder = lease
+        .spec
+        .as_ref()
+        .and_then(|spec| spec.holder_identity.as_deref());
+    match holder {
+        // An earlier process of this pod held the Lease, and has exited.
+        None | Some("") => return true,
+        Some(holder) if holder == identity => return true,
+        Some(_) => {}
+    }
+    let version = lease.resource_version();
+    let known = seen.take().filter(|seen| seen.version == version);
+    let seen = seen.insert(known.unwrap_or(Seen {
+        version,
+        since: now,
+    }));
+    now.duration_since(seen.since) >= LEASE_DURATION
+}
+
+impl Candidate {
+    /// A candidate with the rights of `client`.
+    pub(crate) fn new(client: Client, election: Election, clock: Clock) -> Self {
+        let Election { lease, identity } = election;
+        Self {
+            leases: Api::namespaced(client, &lease.namespace),
+            name: lease.name,
+            identity,
+            clock,
+        }
+    }
+
+    /// Waits until this replica has the Lease. Returns `false` when `shutdown` came first.
+    pub(crate) async fn acquire(&self, shutdown: &CancellationToken) -> bool {
+        let (mut seen, mut failing, mut waiting) = (None, false, false);
+        loop {
+            let attempt = timeout(TIMEOUT, self.try_acquire(&mut seen));
+            let attempt = tokio::select! {
+                () = shutdown.cancelled() => return false,
+                attempt = attempt => attempt,
+            };
+            match attempt {
+                Ok(Ok(true)) => {
+                    info!(lease = self.name, identity = self.identity, "leading");
+                    return true;
+                }
+                Ok(Ok(false)) => {
+                    if !waiting {
+                        info!(lease = self.name, identity = self.identity, "standing by");
+                    }
+                    (failing, waiting) = (false, true);
+                }
+                Ok(Err(error)) => {
+                    if !failing {
+                        warn!(error = %error_chain(&error), "failed to take the Lease; retrying");
+                    }
+                    failing = true;
+                }
+                Err(_) => failing = true,
+            }
+            tokio::select! {
+                () = shutdown.cancelled() => return false,
+                () = sleep(INTERVAL) => {}
+            }
+        }
+    }
+
+    async fn try_acquire(&self, seen: &mut Option<Seen>) -> kube::Result<bool> {
+        let Some(mut lease) = self.leases.get_opt(&self.name).await? else {
+            let lease = Lease {
+                metadata: ObjectMeta {
+                    name: Some(self.name.clone()),
+                    ..ObjectMeta::default()
+                },
+                spec: Some(self.spec(None)),
+            };
+            return taken(self.leases.create(&PostParams::default(), &lease).await);
+        };
+        if !may_take(&lease, &self.identity, seen, Instant::now()) {
+            return Ok(false);
+        }
+        lease.spec = Some(self.spec(lease.spec.as_ref()));
+        taken(self.replace(&lease).await)
+    }
+
+    /// Renews the Lease until `shutdown`, or until the replica has lost the Lease.
+    pub(crate) async fn hold(&self, shutdown: &CancellationToken) {
+        let mut renewed = Instant::now();
+        let mut failing = false;
+        loop {
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                () = sleep(INTERVAL) => {}
+            }
+            let begun = Instant::now();
+            let deadline = (begun + TIMEOUT).min(renewed + RENEWAL_DEADLINE);
+            match timeout_at(deadline, self.renew()).await {
+                Ok(Ok(true)) => (renewed, failing) = (begun, false),
+                Ok(Ok(false)) => {
+                    warn!(lease = self.name, "another replica has the Lease; exiting");
+                    return;
+                }
+                Ok(Err(error)) => {
+                    if !failing {
+                        warn!(error = %error_chain(&error), "failed to renew the Lease; retrying");
+                    }
+                    failing = true;
+                }
+                Err(_) => failing = true,
+            }
+            if renewed.elapsed() >= RENEWAL_DEADLINE {
+                warn!(
+                    lease = self.name,
+                    "the Lease was not renewed in time; exiting"
+                );
+                return;
+            }
+        }
+    }
+
+    /// Returns `false` when another replica has the Lease.
+    async fn renew(&self) -> kube::Result<bool> {
+        let Some(mut lease) = self.own_lease().await? else {
+            return Ok(false);
+        };
+        if let Some(spec) = &mut lease.spec {
+            spec.renew_time = Some(MicroTime((self.clock)()));
+        }
+        self.replace(&lease).await.map(|_| true)
+    }
+
+    /// Gives the Lease up, so that another replica takes it at once. After a failure it waits for
+    /// [`LEASE_DURATION`].
+    pub(crate) async fn release(&self) {
+        let release = async {
+            let Some(mut lease) = self.own_lease().await? else {
+                return Ok(());
+            };
+            if let Some(spec) = &mut lease.spec {
+                spec.holder_identity = None;
+            }
+            self.replace(&lease).await.map(drop)
+        };
+        let released: Result<kube::Result<()>, _> = timeout(TIMEOUT, release).await;
+        if let Ok(Err(error)) = released {
+            warn!(error = %error_chain(&error), "failed to give up the Lease");
+        }
+    }
+
+    /// The Lease, if this replica holds it.
+    async fn own_lease(&self) -> kube::Result<Option<Lease>> {
+        let lease = self.leases.get_opt(&self.name).await?;
+        Ok(lease.filter(|lease| {
+            let spec = lease.spec.as_ref();
+            spec.and_then(|spec| spec.holder_identity.as_deref()) == Some(&self.identity)
+        }))
+    }
+
+    /// Replaces the Lease unless it has changed since it was read.
+    async fn replace(&self, lease: &Lease) -> kube::Result<Lease> {
+        let params = PostParams::default();
+        self.leases.replace(&self.name, &params, lease).await
+    }
+
+    fn spec(&self, before: Option<&LeaseSpec>) -> LeaseSpec {
+        let now = MicroTime((self.clock)());
+        let transitions = before.and_then(|spec| spec.lease_transitions);
+        LeaseSpec {
+            holder_identity: Some(self.identity.clone()),
+            lease_duration_seconds: Some(LEASE_DURATION.as_secs() as i32),
+            acquire_time: Some(now.clone()),
+            renew_time: Some(now),
+            lease_transitions: Some(transitions.map_or(0, |count| count.saturating_add(1))),
+            ..LeaseSpec::default()
+        }
+    }
+}
+
+/// Whether a write took the Lease. A conflict means that another replica was faster.
+fn taken(written: kube::Result<Lease>) -> kube::Result<bool> {
+    match written {
+        Ok(_) => Ok(true),
+        Err(kube::Error::Api(status)) if status.code == 409 => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::sync::{Arc, Mutex};
+
+    use axum::body::Body;
+    use axum::http::{Method, Request, Response, StatusCode};
+    use k8s_openapi::jiff::Timestamp;
+    use serde_json::{Value, json};
+    use tower::service_fn;
+
+    use super::*;
+
+    /// An API server with one Lease.
+    #[derive(Clone, Default)]
+    struct FakeLeases {
+        lease: Arc<Mutex<Option<Value>>>,
+        refuses: Arc<Mutex<bool>>,
+    }
+
+    impl FakeLeases {
+        fn candidate(&self, identity: &str) -> Candidate {
+            let fake = self.clone();
+            let service = service_fn(move |request: Request<kube::client::Body>| {
+                let fake = fake.clone();
+                async move {
+                    let (parts, body) = request.into_parts();
+                    let bytes = body.collect_bytes().await.unwrap();
+                    Ok::<_, Infallible>(fake.answer(&parts.method, &bytes))
+                }
+            });
+            let lease = "system/operator".parse().unwrap();
+            let identity = identity.to_owned();
+            let election = Election { lease, identity };
+            Candidate::new(Client::new(service, "default"), election, Timestamp::now)
+        }
+
+        fn answer(&self, method: &Method, body: &[u8]) -> Response<Body> {
+            let error = |code: StatusCode| {
+                let status = json!({ "kind": "Status", "status": "Failure", "code": code.as_u16(),
+                    "reason": "", "message": "" });
+                response(code, &status)
+            };
+            if *self.refuses.lock().unwrap() {
+                return error(StatusCode::INTERNAL_SERVER_ERROR);
+            }
+            let mut stored = self.lease.lock().unwrap();
+            let version = |lease: &Value| lease["metadata"]["resourceVersion"].clone();
+            match (method, stored.as_ref()) {
+                (&Method::GET, Some(lease)) => return response(StatusCode::OK, lease),
+                (&Method::GET, None) => return error(StatusCode::NOT_FOUND),
+                (&Method::POST, Some(_)) => return error(StatusCode::CONFLICT),
+                _ => {}
+            }
+            let mut sent: Value = serde_json::from_slice(body).unwrap();
+            let before = stored.as_ref().map_or(Value::Null, version);
+            if version(&sent) != before {
+                return error(StatusCode::CONFLICT);
+            }
+            let next = before
+                .as_str()
+                .map_or(1, |text| text.parse::<u64>().unwrap() + 1);
+            sent["metadata"]["resourceVersion"] = json!(next.to_string());
+            response(StatusCode::OK, stored.insert(sent))
+        }
+
+        fn holder(&self) -> Value {
+            let lease = self.lease.lock().unwrap();
+            lease
+                .as_ref()
+                .map_or(Value::Null, |lease| lease["spec"]["holderIdentity"].clone())
+        }
+    }
+
+    fn response(code: StatusCode, body: &Value) -> Response<Body> {
+        let response = Response::builder().status(code);
+        response.body(Body::from(body.to_string())).unwrap()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn second_replica_waits_until_the_first_gives_up() {
+        let (api, never) = (FakeLeases::default(), CancellationToken::new());
+        let (first, second) = (api.candidate("a"), api.candidate("b"));
+        assert!(first.acquire(&never).await);
+        let stop = CancellationToken::new();
+        let work = async {
+            tokio::select! {
+                () = first.hold(&never) => panic!("the first replica lost the Lease"),
+                () = sleep(Duration::from_mins(2)) => {}
+            }
+            assert_eq!(api.holder(), "a");
+            first.release().await;
+            Instant::now()
+        };
+        let (given_up, taken) = tokio::join!(work, second.acquire(&stop));
+        assert!(taken && given_up.elapsed() <= INTERVAL);
+        assert_eq!(api.holder(), "b");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn dead_replicas_lease_is_taken_after_its_duration() {
+        let (api, never) = (FakeLeases::default(), CancellationToken::new());
+        assert!(api.candidate("a").acquire(&never).await);
+        let start = Instant::now();
+        assert!(api.candidate("b").acquire(&never).await);
+        let took = start.elapsed();
+        assert!(
+            took >= LEASE_DURATION && took <= LEASE_DURATION + INTERVAL,
+            "{took:?}"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn restarted_container_takes_its_pods_lease_at_once() {
+        let (api, never) = (FakeLeases::default(), CancellationToken::new());
+        assert!(api.candidate("a").acquire(&never).await);
+        let start = Instant::now();
+        assert!(api.candidate("a").acquire(&never).await);
+        assert!(start.elapsed() < INTERVAL);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn holder_stops_before_another_may_take_the_lease() {
+        let (api, never) = (FakeLeases::default(), CancellationToken::new());
+        let first = api.candidate("a");
+        assert!(first.acquire(&never).await);
+        *api.refuses.lock().unwrap() = true;
+        let start = Instant::now();
+        first.hold(&never).await;
+        let took = start.elapsed();
+        assert!(took >= RENEWAL_DEADLINE - INTERVAL, "{took:?}");
+        assert!(took <= RENEWAL_DEADLINE + INTERVAL, "{took:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn holder_stops_when_another_has_the_lease() {
+        let (api, never) = (FakeLeases::default(), CancellationToken::new());
+        let first = api.candidate("a");
+        assert!(first.acquire(&never).await);
+        api.lease.lock().unwrap().as_mut().unwrap()["spec"]["holderIdentity"] = json!("b");
+        let start = Instant::now();
+        first.hold(&never).await;
+        assert!(start.elapsed() <= INTERVAL + Duration::from_secs(1));
+        first.release().await;
+        assert_eq!(api.holder(), "b", "a replica gives up only its own Lease");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn shutdown_ends_the_wait() {
+        let (api, never) = (FakeLeases::default(), CancellationToken::new());
+        assert!(api.candidate("a").acquire(&never).await);
+        let stop = CancellationToken::new();
+        stop.cancel();
+        assert!(!api.candidate("b").acquire(&stop).await);
+    }
+
+    #[test]
+    fn lease_name_needs_both_parts() {
+        assert!("system/operator".parse::<LeaseName>().is_ok());
+        for text in ["operator", "/operator", "system/"] {
+            let refusal = text.parse::<LeaseName>().unwrap_err().to_string();
+            assert!(refusal.contains("write NAMESPACE/NAME"), "{refusal}");
+        }
+    }
+}
