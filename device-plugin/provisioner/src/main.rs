@@ -5,10 +5,13 @@
 //! and it holds no memory after its answer. `bursar-provisioner scrub-check --gpu UUID` is the
 //! scrub check, a process of another kind: it creates a context, lets the agent measure that,
 //! checks whether freed memory comes back cleared, prints the verdict and exits.
+//! `bursar-provisioner check-quota --bytes N` runs in a pod of the chart's `helm test`.
 //!
+//! * `quota_check` is the check of that pod
 //! * `scrub_check` is the scrub check
 //! * `serve` answers the agent
 
+mod quota_check;
 mod scrub_check;
 mod serve;
 
@@ -33,6 +36,12 @@ struct Args {
 enum Command {
     /// Checks whether freed memory comes back cleared; prints one line of JSON.
     ScrubCheck(Gpu),
+    /// Checks in a pod that its GPU has the size of its quota; prints a sentence.
+    CheckQuota {
+        /// The quota that the pod requested.
+        #[arg(long)]
+        bytes: u64,
+    },
 }
 
 #[derive(clap::Args)]
@@ -56,6 +65,13 @@ fn main() -> anyhow::Result<()> {
                 }
             });
             print_verdict(&verdict)
+        }
+        Args {
+            command: Some(Command::CheckQuota { bytes }),
+            ..
+        } => {
+            let sentence = quota_check::check(bytes).context("failed to check the quota")?;
+            writeln!(std::io::stdout(), "{sentence}").context("failed to print the outcome")
         }
         Args {
             serve: Some(Gpu { gpu }),

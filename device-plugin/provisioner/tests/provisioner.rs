@@ -192,6 +192,29 @@ fn provisioner_exits_without_a_driver_or_its_gpu() {
 }
 
 #[test]
+fn quota_check_compares_the_size_and_exceeds_it() {
+    let lab = SimMachine::new(ONE_GPU).unwrap();
+    let check = |bytes: u64| {
+        let mut command = lab.command(PROGRAM);
+        let bytes = bytes.to_string();
+        let output = command.args(["check-quota", "--bytes", &bytes]).output();
+        let output = output.unwrap();
+        let said = [output.stdout, output.stderr].concat();
+        (output.status.success(), String::from_utf8(said).unwrap())
+    };
+    let (fits, said) = check(1 << 30);
+    assert!(
+        !fits && said.contains("the pod requested 1073741824"),
+        "{said}"
+    );
+    let total = said.split("the GPU has ").nth(1).unwrap();
+    let total = total.split(' ').next().unwrap().parse().unwrap();
+    let (fits, said) = check(total);
+    assert!(fits && said.contains("beyond that is refused"), "{said}");
+    assert_eq!(lab.sim().unwrap().used(0), 0);
+}
+
+#[test]
 fn scrub_check_has_only_a_context_until_it_continues() {
     let lab = SimMachine::new(ONE_GPU).unwrap();
     let mut command = lab.command(PROGRAM);
