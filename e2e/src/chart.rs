@@ -59,7 +59,7 @@ pub enum ChartError {
 /// Splits an image reference into the repository and the tag of the chart's values.
 fn image(reference: &str) -> Value {
     let (repository, tag) = reference.rsplit_once(':').unwrap_or((reference, ""));
-    json!({"repository": repository, "tag": tag})
+    json!({"registry": "", "repository": repository, "tag": tag})
 }
 
 /// The seconds for which the operator waits for a disruption budget before it preempts for an
@@ -69,8 +69,10 @@ pub const DISRUPTION_GRACE_SECONDS: u64 = 30;
 /// Returns the chart's values for our images, on nodes with simulated GPUs or with a real driver.
 fn values(images: &Template, simulated: bool) -> Value {
     let mut values = json!({
-        "agent": {"image": image(&images.reference("agent"))},
-        "operator": {"image": image(&images.reference("operator"))},
+        // The nodes of trials, and those of a user's cluster, may have no label of a GPU.
+        "agent": {"image": image(&images.reference("agent")), "gpuNodeLabels": []},
+        // Trials kill operators, and do not wait for a Lease of the killed one.
+        "operator": {"image": image(&images.reference("operator")), "replicas": 1},
         // Pods of the trials mount volumes over the driver files, and the policies would reject
         // them.
         "policies": {"exemptNamespaces": ["trials"]},
@@ -155,6 +157,7 @@ impl Chart {
             &folder,
             "--namespace",
             NAMESPACE,
+            "--skip-tests",
             &values,
         ];
         let rendered = run(helm, &arguments, Path::new("/dev/null")).await?;
@@ -211,7 +214,7 @@ mod tests {
     fn image_keeps_the_registrys_port() {
         assert_eq!(
             image("host:5000/a/b:c"),
-            json!({"repository": "host:5000/a/b", "tag": "c"})
+            json!({"registry": "", "repository": "host:5000/a/b", "tag": "c"})
         );
     }
 }

@@ -141,7 +141,12 @@ impl ControlPlane {
         let mut helm = Command::new(&program);
         helm.args(["template", RELEASE])
             .arg(paths::repository().join("charts/bursar"))
-            .args(["--namespace", NAMESPACE, "--kube-version=1.36.0"])
+            .args([
+                "--namespace",
+                NAMESPACE,
+                "--kube-version=1.36.0",
+                "--skip-tests",
+            ])
             .args(settings);
         let rendered = run_to_success(&program, helm, Vec::new()).await?;
         let mut objects = Vec::new();

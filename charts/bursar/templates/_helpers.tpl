@@ -4,6 +4,9 @@
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{/* The labels that never change. */}}
@@ -12,18 +15,78 @@ app.kubernetes.io/name: bursar
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
-{{/* An image reference: of (dict "image" ... "chart" .Chart). */}}
+{{/* An image reference: of (dict "image" ... "root" .). */}}
 {{- define "bursar.image" -}}
-{{- if .image.digest -}}
-{{ .image.repository }}@{{ .image.digest }}
+{{- $registry := .root.Values.global.imageRegistry | default .image.registry -}}
+{{- with $registry }}{{ . }}/{{ end }}{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
+{{- with .image.digest }}@{{ . }}{{ end }}
+{{- end }}
+
+{{/* The pull secrets of a pod, as a field of its spec. */}}
+{{- define "bursar.pullSecrets" -}}
+{{- with concat .Values.global.imagePullSecrets .Values.imagePullSecrets | uniq }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* The prefix of all names: the release's name, with the chart's name in it. */}}
+{{- define "bursar.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{ .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else if contains .Chart.Name .Release.Name -}}
+{{ .Release.Name | trunc 40 | trimSuffix "-" }}
 {{- else -}}
-{{ .image.repository }}:{{ .image.tag | default .chart.AppVersion }}
+{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" }}
 {{- end -}}
 {{- end }}
 
-{{/* The name of a part's objects: of (dict "part" "agent" "release" .Release). */}}
+{{/* The name of a part's objects: of (dict "part" "agent" "root" .). */}}
 {{- define "bursar.name" -}}
-{{ printf "%s-%s" .release.Name .part | trunc 63 | trimSuffix "-" }}
+{{ include "bursar.fullname" .root }}-{{ .part }}
+{{- end }}
+
+{{/* The name of a part's service account: of (dict "part" "agent" "root" .). */}}
+{{- define "bursar.account" -}}
+{{- $account := (index .root.Values .part).serviceAccount -}}
+{{- if $account.name -}}
+{{ $account.name }}
+{{- else if $account.create -}}
+{{ include "bursar.name" . }}
+{{- else -}}
+default
+{{- end -}}
+{{- end }}
+
+{{/* The affinity of agents and fd stores: nodes with a GPU. */}}
+{{- define "bursar.gpuNodes" -}}
+{{- if .Values.agent.affinity -}}
+{{ toYaml .Values.agent.affinity }}
+{{- else if .Values.agent.gpuNodeLabels -}}
+nodeAffinity:
+  requiredDuringSchedulingIgnoredDuringExecution:
+    nodeSelectorTerms:
+      {{- range .Values.agent.gpuNodeLabels }}
+      {{- $parts := splitList "=" . }}
+      - matchExpressions:
+          {{- if eq (len $parts) 2 }}
+          - { key: {{ first $parts }}, operator: In, values: [{{ last $parts | quote }}] }
+          {{- else }}
+          - { key: {{ first $parts }}, operator: Exists }
+          {{- end }}
+          - { key: bursar.dev/agent, operator: NotIn, values: ["false"] }
+      {{- end }}
+{{- end -}}
+{{- end }}
+
+{{/* Not empty where the cluster serves MutatingAdmissionPolicy as v1. */}}
+{{- define "bursar.mutates" -}}
+{{- $served := .Values.policies.mutatingAdmissionPolicies | toString -}}
+{{- if or (eq $served "true") (and (eq $served "auto") (or
+  (.Capabilities.APIVersions.Has "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy")
+  (semverCompare ">=1.36.0-0" .Capabilities.KubeVersion.Version))) -}}
+true
+{{- end -}}
 {{- end }}
 
 {{/* The resource that counts device memory, and the one that counts managed memory. */}}

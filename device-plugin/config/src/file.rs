@@ -205,7 +205,7 @@ impl Default for Audit {
 impl Default for Http {
     fn default() -> Self {
         Self {
-            listen: "[::]:9400".into(),
+            listen: "[::]:9445".into(),
             probes: "[::]:9402".into(),
         }
     }
@@ -234,7 +234,7 @@ impl ConfigFile {
             audit: audit.resolve()?,
             retained: retained_memory.resolve()?,
             allow_unscrubbed,
-            http_listen: parse_address("http.listen", http.listen, "[::]:9400")?,
+            http_listen: parse_address("http.listen", http.listen, "[::]:9445")?,
             http_probes: parse_address("http.probes", http.probes, "[::]:9402")?,
         })
     }

@@ -264,7 +264,7 @@ mod tests {
             Path::new("/var/lib/kubelet/device-plugins")
         );
         assert_eq!(config.bind_wait, Duration::from_secs(25));
-        assert_eq!(config.http_listen.port(), 9400);
+        assert_eq!(config.http_listen.port(), 9445);
         assert_eq!(config.http_probes.port(), 9402);
         assert_eq!(config.audit.policy, AuditPolicy::Report);
         assert!(config.retained.enabled);
@@ -435,8 +435,8 @@ mod tests {
                 ["retained-memory.fdstore-socket", "\"fdstore\"", "absolute"],
             ),
             (
-                "[http]\nlisten = \"9400\"",
-                ["http.listen", "\"9400\"", "[::]:9400"],
+                "[http]\nlisten = \"9445\"",
+                ["http.listen", "\"9445\"", "[::]:9445"],
             ),
             (
                 "[http]\nprobes = \"9402\"",

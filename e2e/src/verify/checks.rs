@@ -4,7 +4,7 @@ use std::process::Command;
 
 use super::deadline::{self, CHECK_TIMEOUT};
 use super::named::{self, NamedCheck, TestSelection};
-use super::{COMPILE_CHECK, cluster, docs, faults, layers, security, style, tools};
+use super::{COMPILE_CHECK, cluster, docs, faults, install, layers, security, style, tools};
 use crate::cargo;
 use crate::kube;
 use crate::paths;
@@ -330,7 +330,7 @@ const CHECKS: &[Check] = &[
     },
 ];
 
-/// Returns every check: [`CHECKS`], the areas `security/` and `faults/`, and last the cluster's
+/// Returns every check: [`CHECKS`], the areas `security/`, `faults/` and `install/`, and last the cluster's
 /// trials, which take minutes.
 pub(super) fn all() -> Vec<Check> {
     let trials = cluster::TRIALS.iter().map(|(name, promise)| Check {
@@ -338,7 +338,11 @@ pub(super) fn all() -> Vec<Check> {
         promise,
         runner: Runner::ClusterTrial,
     });
-    let named = security::CHECKS.iter().chain(faults::CHECKS).map(|check| {
+    let named = security::CHECKS
+        .iter()
+        .chain(faults::CHECKS)
+        .chain(install::CHECKS);
+    let named = named.map(|check| {
         let NamedCheck {
             name,
             promise,
@@ -452,7 +456,11 @@ fn chart() -> anyhow::Result<()> {
     succeed(Command::new(&helm).arg("lint").arg("--strict").arg(&chart))?;
     let template = |values: &str| {
         let mut command = Command::new(&helm);
-        command.arg("template").arg(&chart).args(["--set", values]);
+        command
+            .arg("template")
+            .arg(&chart)
+            .args(["--namespace", crate::chart::NAMESPACE]);
+        command.args(["--set", values]);
         command
     };
     let rendered = template("quantum=512Mi").output()?;

@@ -13,6 +13,7 @@ mod cluster;
 mod deadline;
 mod docs;
 mod faults;
+mod install;
 mod layers;
 mod named;
 mod security;

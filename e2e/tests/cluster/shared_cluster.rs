@@ -258,6 +258,8 @@ impl TrialContext {
         }
         let mut helm = Command::new(self.toolbox.program("helm"));
         helm.args(["template", chart::RELEASE]).arg(chart).args([
+            "--namespace",
+            chart::NAMESPACE,
             "--kube-version=1.36.0",
             "--show-only=templates/steering.yaml",
             &format!("--set=steering.mode={mode}"),

@@ -15,7 +15,7 @@ use libtest_mimic::Failed;
 use crate::shared_cluster::{NAMESPACE, START_TIMEOUT, TrialContext};
 
 /// The default port of the agent's metrics.
-const METRICS_PORT: u16 = 9400;
+const METRICS_PORT: u16 = 9445;
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Waits until the status of a node's `GpuNode` satisfies `wanted`.

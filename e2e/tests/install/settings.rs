@@ -1,0 +1,183 @@
+//! Checks names, labels, images, service accounts and the other settings of the chart.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Value, json};
+
+use crate::render::{Objects, arguments, pod_spec, render, try_render};
+
+fn images(objects: &Objects) -> BTreeSet<String> {
+    let specs = objects.pod_specs().into_iter();
+    specs
+        .map(|spec| spec["containers"][0]["image"].as_str().unwrap().to_owned())
+        .collect()
+}
+
+#[test]
+fn global_registry_replaces_the_images_own() {
+    let moved = render(&[r#"global.imageRegistry="mirror.local:5000/hub""#]);
+    let wanted =
+        ["agent", "operator"].map(|part| format!("mirror.local:5000/hub/bursar/{part}:0.1.0"));
+    assert_eq!(images(&moved), BTreeSet::from(wanted));
+    let bare = render(&[r#"agent.image={"registry":"","repository":"localhost/a","tag":"t"}"#]);
+    assert!(images(&bare).contains("localhost/a:t"));
+}
+
+#[test]
+fn image_has_the_tag_beside_its_digest() {
+    let digest = format!("sha256:{}", "a".repeat(64));
+    let objects = render(&[&format!(r#"operator.image.digest="{digest}""#)]);
+    assert!(images(&objects).contains(&format!("ghcr.io/bursar/operator:0.1.0@{digest}")));
+}
+
+#[test]
+fn pull_secrets_of_both_places_reach_every_pod() {
+    let objects = render(&[
+        r#"global.imagePullSecrets=[{"name":"a"}]"#,
+        r#"imagePullSecrets=[{"name":"b"},{"name":"a"}]"#,
+    ]);
+    for spec in objects.pod_specs() {
+        assert_eq!(
+            spec["imagePullSecrets"],
+            json!([{ "name": "a" }, { "name": "b" }])
+        );
+    }
+    assert!(
+        render(&[])
+            .pod_specs()
+            .iter()
+            .all(|spec| spec["imagePullSecrets"].is_null())
+    );
+}
+
+#[test]
+fn names_contain_the_charts_name_or_the_override() {
+    let names = |release: &str, values: &[&str]| {
+        let objects = try_render(release, "bursar-system", values).ok().unwrap();
+        let agents = objects
+            .of_kind("DaemonSet")
+            .map(|set| set["metadata"]["name"].clone());
+        agents
+            .map(|name| name.as_str().unwrap().to_owned())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(names("bursar", &[]), ["bursar-agent", "bursar-fdstore"]);
+    assert_eq!(
+        names("gpu", &[]),
+        ["gpu-bursar-agent", "gpu-bursar-fdstore"]
+    );
+    let chosen = [r#"fullnameOverride="share""#];
+    assert_eq!(names("gpu", &chosen), ["share-agent", "share-fdstore"]);
+}
+
+#[test]
+fn common_labels_are_on_every_object() {
+    let objects = render(&[r#"commonLabels={"cost":"ml"}"#]);
+    for object in &objects.0 {
+        assert_eq!(
+            object["metadata"]["labels"]["cost"], "ml",
+            "{}",
+            object["metadata"]
+        );
+    }
+    let selector = &objects.agent()["spec"]["selector"]["matchLabels"];
+    assert!(selector["cost"].is_null(), "a selector never changes");
+}
+
+#[test]
+fn pods_have_their_own_labels_and_annotations() {
+    for (part, kind, name) in [
+        ("agent", "DaemonSet", "bursar-agent"),
+        ("retainedMemory", "DaemonSet", "bursar-fdstore"),
+        ("operator", "Deployment", "bursar-operator"),
+    ] {
+        let objects = render(&[
+            &format!(r#"{part}.podLabels={{"mesh":"off"}}"#),
+            &format!(r#"{part}.podAnnotations={{"note":"1"}}"#),
+        ]);
+        let metadata = &objects.get(kind, name)["spec"]["template"]["metadata"];
+        assert_eq!(metadata["labels"]["mesh"], "off");
+        assert_eq!(metadata["annotations"]["note"], "1");
+    }
+}
+
+#[test]
+fn accounts_can_be_brought_along_with_their_policies() {
+    let objects = render(&[
+        r#"agent.serviceAccount={"create":false,"name":"mine"}"#,
+        r#"operator.serviceAccount.annotations={"a":"b"}"#,
+    ]);
+    let accounts: Vec<_> = objects.of_kind("ServiceAccount").collect();
+    assert_eq!(accounts.len(), 1, "only the operator's is created");
+    assert_eq!(accounts[0]["metadata"]["annotations"]["a"], "b");
+    assert_eq!(pod_spec(objects.agent())["serviceAccountName"], "mine");
+    let binding = objects.get("ClusterRoleBinding", "bursar-agent");
+    assert_eq!(binding["subjects"][0]["name"], "mine");
+    let policy = &objects.get("ValidatingAdmissionPolicy", "bursar-agents")["spec"];
+    let condition = policy["matchConditions"][0]["expression"].as_str().unwrap();
+    assert!(
+        condition.contains("system:serviceaccount:bursar-system:mine"),
+        "{condition}"
+    );
+}
+
+#[test]
+fn state_folder_is_mounted_and_configured_alike() {
+    let folder = "/home/kubernetes/bin/bursar";
+    let objects = render(&[&format!(r#"node.stateDir="{folder}""#)]);
+    let spec = pod_spec(objects.agent());
+    let of = |list: &Value, name: &str| {
+        let list = list.as_array().unwrap();
+        list.iter()
+            .find(|entry| entry["name"] == name)
+            .unwrap()
+            .clone()
+    };
+    assert_eq!(of(&spec["volumes"], "state")["hostPath"]["path"], folder);
+    assert_eq!(
+        of(&spec["containers"][0]["volumeMounts"], "state")["mountPath"],
+        folder
+    );
+    let config = objects.get("ConfigMap", "bursar-agent")["data"]["agent.toml"]
+        .as_str()
+        .unwrap();
+    assert!(
+        config.contains(&format!("state-dir = \"{folder}\"")),
+        "{config}"
+    );
+}
+
+#[test]
+fn agent_and_operator_take_the_same_kinds_of_settings() {
+    let part = |part: &str| {
+        [
+            format!(r#"{part}.logFormat="text""#),
+            format!(r#"{part}.extraArgs=["--x"]"#),
+            format!(r#"{part}.extraEnv=[{{"name":"A","value":"1"}}]"#),
+        ]
+    };
+    let values = [part("agent"), part("operator")].concat();
+    let values: Vec<_> = values.iter().map(String::as_str).collect();
+    let objects = render(&values);
+    for workload in [objects.agent(), objects.operator()] {
+        let arguments = arguments(workload);
+        assert!(arguments.contains(&"--log-format=text") && arguments.contains(&"--x"));
+        let env = pod_spec(workload)["containers"][0]["env"]
+            .as_array()
+            .unwrap();
+        assert!(env.contains(&json!({ "name": "A", "value": "1" })));
+    }
+}
+
+#[test]
+fn agent_port_is_not_dcgm_exporters() {
+    let objects = render(&[]);
+    let ports = &pod_spec(objects.agent())["containers"][0]["ports"];
+    assert_eq!(
+        ports[0],
+        json!({ "name": "metrics", "containerPort": 9445 })
+    );
+    assert!(pod_spec(objects.agent())["hostNetwork"].is_null());
+    let host = render(&["agent.hostNetwork=true"]);
+    assert_eq!(pod_spec(host.agent())["hostNetwork"], true);
+}
