@@ -1,4 +1,4 @@
-//! Encodes why the agent has fenced a process image, and names the function that reads it.
+//! Encodes why the agent has fenced a process image, and names the shim's functions that tell it.
 
 /// The name under which [`cuGetProcAddress`] of the shim returns the fence function. The function
 /// takes no arguments and returns the fence word of the page, zero without a page. No driver has a
@@ -9,6 +9,22 @@ pub const FENCE_SYMBOL: &std::ffi::CStr = c"bursarFence";
 
 /// The function that reads the fence word.
 pub type FenceFn = extern "C" fn() -> u64;
+
+/// The name under which `cuGetProcAddress` of the shim returns the process generation function, as
+/// for [`FENCE_SYMBOL`].
+pub const PROCESS_GENERATION_SYMBOL: &std::ffi::CStr = c"bursarProcessGeneration";
+
+/// The function that returns the process generation; zero before the first session, or with an
+/// agent that does not tell it.
+pub type ProcessGenerationFn = extern "C" fn() -> u64;
+
+/// The name under which `cuGetProcAddress` of the shim returns the quota function, as for
+/// [`FENCE_SYMBOL`].
+pub const QUOTA_SYMBOL: &std::ffi::CStr = c"bursarQuota";
+
+/// The function that returns the container's quota of a device, by its ordinal, in bytes; zero
+/// without a session or an account.
+pub type QuotaFn = extern "C" fn(i32) -> u64;
 
 /// Why the agent grants a process image nothing more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

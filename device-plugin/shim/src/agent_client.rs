@@ -420,11 +420,17 @@ fn handshake(
     match (Response::parse(payload).map_err(io::Error::other)?, fd) {
         (
             Response::Welcome {
-                version, quotas, ..
+                version,
+                generation,
+                quotas,
             },
             Some(fd),
         ) => {
             let page = CreditPage::open(fd).map_err(io::Error::other)?;
+            let generation = generation.unwrap_or(0);
+            state
+                .process_generation
+                .store(generation, Ordering::Release);
             Ok((page, version, quotas))
         }
         _ => Err(io::Error::from(io::ErrorKind::PermissionDenied)),

@@ -42,6 +42,8 @@ pub(crate) struct SessionState {
     pub(crate) process_image_id: AtomicU64,
     /// The protocol version of the last handshake.
     pub(crate) version: AtomicU32,
+    /// The agent's number of this process image; zero before the first handshake.
+    pub(crate) process_generation: AtomicU64,
     /// The error code that poisoned this image; zero for none.
     pub(crate) poisoned: AtomicI32,
     /// Milliseconds since this library's first use before which the shim does not call the agent.
@@ -89,6 +91,16 @@ impl SessionState {
     pub(crate) fn page(&self) -> Option<&'static CreditPageLayout> {
         // SAFETY: the pointer is null or a leaked page of this process: a forked child's is null.
         unsafe { self.page.load(Ordering::Acquire).as_ref() }
+    }
+
+    /// Returns a device's quota in bytes as the agent last wrote it; zero without an account.
+    pub(crate) fn device_quota(&self, device: i32) -> u64 {
+        let account = usize::try_from(device)
+            .ok()
+            .and_then(|device| self.devices.get(device))
+            .and_then(|account| account.load(Ordering::Acquire).checked_sub(1));
+        let slot = account.and_then(|account| self.page()?.slot(usize::from(account)));
+        slot.map_or(0, |slot| slot.quota().bytes())
     }
 
     /// Returns the page's accounts.

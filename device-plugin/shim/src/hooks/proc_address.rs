@@ -116,7 +116,7 @@ unsafe fn hand_out_shim_only(symbol: *const c_char, function: *mut *const c_void
     let found = fence::lookup(unsafe { CStr::from_ptr(symbol) });
     if let Some(found) = found {
         // SAFETY: the caller guarantees it.
-        unsafe { *function = found as *const c_void };
+        unsafe { *function = found };
     }
     found.is_some()
 }
