@@ -214,7 +214,7 @@ fn uses() -> Outcome {
             Tag("used"),
         )?;
         context.fill_async(block.address(), value, 64 * MIB, &alloc_stream)?;
-        let used = memory.prepare_block_use(block.as_ref(), &other)?;
+        let used = memory.prepare_block_use(block.as_ref(), &other, Access::ReadWrite)?;
         context.fill_async(block.address(), value + 1, 64 * MIB, &other)?;
         memory.finish_block_use(used, &other)?;
         // The next block may reuse this memory, so its fill must follow the other stream's work.

@@ -111,6 +111,19 @@ pub enum ResourceError {
         /// Limit of the budget in bytes.
         limit: u64,
     },
+    /// The driver returned memory that overlaps a live block, so that two owners would share it.
+    /// The memory stays allocated.
+    #[error(
+        "failed to allocate memory on device {ordinal}: the driver returned {address:#x}, which live block {generation} has; restart the process and report the driver's version"
+    )]
+    PointerCollision {
+        /// Resource's device.
+        ordinal: u32,
+        /// Address that the driver returned.
+        address: u64,
+        /// Generation of the live block.
+        generation: u64,
+    },
     /// The stream or block belongs to another device.
     #[error(
         "failed to use an object of device {found} on device {ordinal}: the devices differ; pass a stream or block of device {ordinal}"
@@ -203,6 +216,7 @@ impl ResourceError {
             ResourceError::OverBudget { .. } => ErrorClass::OutOfMemory,
             ResourceError::Ended(StaleReason::Poisoned(code)) => ErrorClass::of(*code),
             ResourceError::Ended(StaleReason::Draining | StaleReason::ShutDown) => ErrorClass::Gone,
+            ResourceError::PointerCollision { .. } => ErrorClass::Hardware,
             ResourceError::ZeroBytes { .. }
             | ResourceError::TooLarge { .. }
             | ResourceError::Alignment { .. }
@@ -229,6 +243,7 @@ impl ResourceError {
             ResourceError::Alignment { .. } => "Alignment",
             ResourceError::OutOfMemory { .. } => "OutOfMemory",
             ResourceError::OverBudget { .. } => "OverBudget",
+            ResourceError::PointerCollision { .. } => "PointerCollision",
             ResourceError::WrongOrdinal { .. } => "WrongOrdinal",
             ResourceError::Foreign { .. } => "Foreign",
             ResourceError::Stale { .. } => "Stale",

@@ -18,7 +18,7 @@ use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 
-use crate::driver::{Stream, StreamKey};
+use crate::driver::{Access, Stream, StreamKey};
 use crate::error::{CudaError, ResourceError};
 
 /// Labels the purpose of an allocation in logs and statistics.
@@ -108,6 +108,8 @@ pub struct BlockUse {
     pub block: BlockRef,
     /// Stream that uses the block.
     pub stream: StreamKey,
+    /// Access of the work.
+    pub access: Access,
 }
 
 /// Reason for which a block was not freed.
@@ -218,7 +220,17 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Orders work that will be submitted to `stream` behind the block's allocation.
+    /// Returns whether the resource tracks uses of its blocks by streams.
+    ///
+    /// If not, the functions for uses return [`ResourceError::StreamMisuse`]. The host must then
+    /// wait for uses in other streams than the allocation's before it frees a block. A program that
+    /// shares blocks between streams asks before it starts.
+    fn supports_block_use_tracking(&self) -> bool {
+        false
+    }
+
+    /// Orders work that will be submitted to `stream` behind the block's allocation, and behind
+    /// finished and recorded uses in other streams: a read behind writes, a write behind all.
     ///
     /// # Errors
     /// [`ResourceError::StreamMisuse`] if the resource does not track uses;
@@ -227,8 +239,9 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
         &self,
         block: BlockRef,
         stream: &Stream,
+        access: Access,
     ) -> Result<BlockUse, ResourceError> {
-        let _ = (block, stream);
+        let _ = (block, stream, access);
         Err(self.stream_misuse())
     }
 
@@ -241,12 +254,18 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
         Err(self.stream_misuse())
     }
 
-    /// Records a use by work that is already in `stream`. A later free waits for that work.
+    /// Records a use by work that is already in `stream`. A later free waits for that work, and
+    /// later prepared uses are ordered behind it.
     ///
     /// # Errors
     /// As [`prepare_block_use`](Self::prepare_block_use), or the driver's error.
-    fn record_block_use(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
-        let _ = (block, stream);
+    fn record_block_use(
+        &self,
+        block: BlockRef,
+        stream: &Stream,
+        access: Access,
+    ) -> Result<(), ResourceError> {
+        let _ = (block, stream, access);
         Err(self.stream_misuse())
     }
 
@@ -295,20 +314,30 @@ impl<R: DeviceMemoryResource + ?Sized> DeviceMemoryResource for Arc<R> {
         (**self).is_retired(block)
     }
 
+    fn supports_block_use_tracking(&self) -> bool {
+        (**self).supports_block_use_tracking()
+    }
+
     fn prepare_block_use(
         &self,
         block: BlockRef,
         stream: &Stream,
+        access: Access,
     ) -> Result<BlockUse, ResourceError> {
-        (**self).prepare_block_use(block, stream)
+        (**self).prepare_block_use(block, stream, access)
     }
 
     fn finish_block_use(&self, used: BlockUse, stream: &Stream) -> Result<(), ResourceError> {
         (**self).finish_block_use(used, stream)
     }
 
-    fn record_block_use(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
-        (**self).record_block_use(block, stream)
+    fn record_block_use(
+        &self,
+        block: BlockRef,
+        stream: &Stream,
+        access: Access,
+    ) -> Result<(), ResourceError> {
+        (**self).record_block_use(block, stream, access)
     }
 
     fn kind(&self) -> &'static str {

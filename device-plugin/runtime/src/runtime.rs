@@ -1,26 +1,55 @@
-//! Provides one shared runtime for each GPU of the process: its context, state and resource.
+//! Provides one shared runtime for each GPU of the process.
 //!
-//! The default resource is a pool that takes no memory before its first use.
+//! The default resource is a pool that takes no memory before its first use. In a container its
+//! budget is the container's quota, which it follows when the agent changes that.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::num::NonZeroUsize;
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
-use crate::driver::{Context, Device, Driver, DriverError, GpuUuid, Stream};
+use crate::adaptor::default_stack::DefaultStack;
+use crate::adaptor::logging::Sink;
+use crate::driver::{Attach, Context, Device, Driver, DriverError, GpuUuid, Stream};
 use crate::error::CudaError;
-use crate::resource::DeviceMemoryResource;
-use crate::state::{DeviceState, ErrorMonitor, StaleReason};
-use crate::{Direct, Pool, PoolSettings, StateGate};
+use crate::memory::stream_pool::StreamPool;
+use crate::resource::{BudgetSnapshot, DeviceMemoryResource};
+use crate::state::{DeviceGeneration, DeviceState, ErrorMonitor, StaleReason};
+use crate::{Managed, PoolStatistics, StateGate, Statistics};
 
 /// Resource that several owners share.
 pub type SharedResource = Arc<dyn DeviceMemoryResource>;
 
-/// Context, state and memory resource of one GPU.
+/// Source of a runtime's managed memory.
+pub(crate) type ManagedSource = Statistics<StateGate<Managed>>;
+
+/// Number of streams in a runtime's own pool.
+const STREAMS: NonZeroUsize = NonZeroUsize::new(8).expect("not zero");
+
+/// Context, state, streams and memory resource of one GPU.
+///
+/// | part | method | default |
+/// |---|---|---|
+/// | device memory | [`resource`](Self::resource) | a pool over `cuMemAlloc` |
+/// | budget in bytes | [`budget`](Self::budget) | the container's quota, or the GPU's memory |
+/// | log of each call | [`set_log`](Self::set_log) | off |
+/// | streams | [`streams`](Self::streams) | 8, each created on first use |
+/// | managed memory | [`managed`](Self::managed) | `cuMemAllocManaged`, with statistics |
+/// | validity | [`state`](Self::state) | valid until a fault, a drain or a shutdown |
 #[derive(Debug)]
 pub struct DeviceRuntime {
     context: Context,
     resource: SharedResource,
     state: Arc<DeviceState>,
+    shared: Arc<SharedParts>,
+}
+
+/// Parts that all runtimes of one start share, whatever their resource.
+#[derive(Debug)]
+struct SharedParts {
+    stack: Arc<DefaultStack>,
+    streams: StreamPool,
+    managed: OnceLock<Arc<ManagedSource>>,
 }
 
 /// Runtime of one GPU, once started. The first caller holds the lock during the start; a later
@@ -66,10 +95,15 @@ impl DeviceRuntime {
         }
         let context = device()?.primary_context()?;
         let state = ErrorMonitor::global().new_state();
-        let pool = Pool::new(Direct::new(&context), &context, PoolSettings::default())?;
+        let stack = DefaultStack::with_container_quota(&context, Arc::clone(&state))?;
         let runtime = Arc::new(DeviceRuntime {
+            resource: Arc::clone(&stack) as SharedResource,
+            shared: Arc::new(SharedParts {
+                stack,
+                streams: StreamPool::with_parts(&context, &state, STREAMS),
+                managed: OnceLock::new(),
+            }),
             context,
-            resource: Arc::new(StateGate::new(pool, Arc::clone(&state))),
             state,
         });
         Ok(Arc::clone(slot.insert(runtime)))
@@ -83,10 +117,16 @@ impl DeviceRuntime {
         &self,
         compose: impl FnOnce(SharedResource) -> R,
     ) -> DeviceRuntime {
+        self.with_shared_resource(Arc::new(compose(Arc::clone(&self.resource))))
+    }
+
+    /// Returns a runtime of the same GPU with another resource.
+    pub(crate) fn with_shared_resource(&self, resource: SharedResource) -> DeviceRuntime {
         DeviceRuntime {
             context: self.context.clone(),
-            resource: Arc::new(compose(Arc::clone(&self.resource))),
+            resource,
             state: Arc::clone(&self.state),
+            shared: Arc::clone(&self.shared),
         }
     }
 
@@ -113,6 +153,48 @@ impl DeviceRuntime {
     /// Returns the state that says whether memory of this runtime is still valid.
     pub fn state(&self) -> &Arc<DeviceState> {
         &self.state
+    }
+
+    /// Returns the generation of the runtime's memory. A later start of the runtime has a later
+    /// one.
+    pub fn generation(&self) -> DeviceGeneration {
+        self.state.generation()
+    }
+
+    /// Returns the runtime's own streams, which its users share by turns.
+    pub fn streams(&self) -> &StreamPool {
+        &self.shared.streams
+    }
+
+    /// Returns the budget of the default resource: its limit, and the requested bytes of its live
+    /// blocks.
+    pub fn budget(&self) -> BudgetSnapshot {
+        self.shared.stack.budget()
+    }
+
+    /// Sets a limit of live bytes for the default resource, in addition to the quota; `None` leaves
+    /// the quota alone in force. Every allocation after the return obeys it, and live blocks stay.
+    pub fn set_limit(&self, bytes: Option<u64>) {
+        self.shared.stack.set_limit(bytes);
+    }
+
+    /// Returns the statistics of the default resource's pool.
+    pub fn statistics(&self) -> PoolStatistics {
+        self.shared.stack.statistics()
+    }
+
+    /// Writes a record of each later call of the default resource to a sink; `None` ends the log.
+    pub fn set_log(&self, sink: Option<Arc<dyn Sink>>) {
+        self.shared.stack.log().set(sink);
+    }
+
+    /// Returns the source of managed memory, and creates it on the first call.
+    pub(crate) fn managed_source(&self) -> &Arc<ManagedSource> {
+        self.shared.managed.get_or_init(|| {
+            let source = Managed::with_allocator(&self.context, Attach::Global);
+            let gated = StateGate::new(source, Arc::clone(&self.state));
+            Arc::new(Statistics::new(gated))
+        })
     }
 
     /// Shuts the runtime down for all its users. Its memory becomes stale, blocks can still be

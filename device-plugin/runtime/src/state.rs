@@ -16,13 +16,22 @@
 //!
 //! In a container the node's agent may know of a fault or a drain first. The agent writes a fence
 //! into the page that it shares with the shim, and a state reads that fence on each check.
+//!
+//! * [`subscription`] tells threads and tasks of a change, so that they need not poll.
+//! * `waiters` wakes them.
 #![forbid(unsafe_code)]
 
+pub mod subscription;
+mod waiters;
+
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use bursar_protocol::error_class::ErrorClass;
-use bursar_protocol::fence::{Fence, FenceFn};
+use bursar_protocol::fence::{Fence, FenceFn, ProcessGenerationFn};
+
+use waiters::Waiters;
 
 /// Reason for which memory cannot be used any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
@@ -56,6 +65,11 @@ impl StaleReason {
         word >> 32
     }
 
+    /// Returns the number of the stage; a later stage is larger, and zero means valid.
+    fn stage_number(self) -> u64 {
+        StaleReason::stage(self.encode())
+    }
+
     /// Decodes a word other than zero.
     #[cold]
     fn decode(word: u64) -> StaleReason {
@@ -81,10 +95,32 @@ impl From<Fence> for StaleReason {
 /// Stands for a fault whose code only the kernel log could tell.
 const CUDA_ERROR_UNKNOWN: i32 = 999;
 
+/// Number of a device state. Memory of one generation becomes stale together, and memory of a stale
+/// generation never becomes valid again.
+///
+/// Generations are ordered by age. Text form: `3.1`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DeviceGeneration {
+    /// Process generation: the agent's number of this process image in its container, from 1. Zero
+    /// outside of a container with the shim.
+    pub process: u64,
+    /// Number of the state in this process image, from 1. A runtime that starts again gets the next
+    /// number.
+    pub state: u64,
+}
+
+impl fmt::Display for DeviceGeneration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.process, self.state)
+    }
+}
+
 /// State of a device in this process image, shared by all memory that was allocated under it.
 #[derive(Debug, Default)]
 pub struct DeviceState {
     word: AtomicU64,
+    generation: DeviceGeneration,
+    waiters: Waiters,
     /// Reads the agent's fence of this image; `None` outside a container with the shim.
     fence: Option<FenceFn>,
 }
@@ -116,6 +152,18 @@ impl DeviceState {
             .map_or(Ok(()), Err)
     }
 
+    /// Returns the number of this state.
+    pub fn generation(&self) -> DeviceGeneration {
+        self.generation
+    }
+
+    /// Returns the reason if the state is stale at a later stage than `stage`, without a look at
+    /// the agent's fence.
+    fn later_than(&self, stage: u64) -> Option<StaleReason> {
+        let word = self.word.load(Ordering::Acquire);
+        (StaleReason::stage(word) > stage).then(|| StaleReason::decode(word))
+    }
+
     /// Refuses new work.
     pub fn drain(&self) {
         self.advance(StaleReason::Draining);
@@ -132,9 +180,12 @@ impl DeviceState {
             (StaleReason::stage(word) < StaleReason::stage(to.encode())).then(|| to.encode())
         };
         // An error means that the state has reached that stage or a later one.
-        let _ = self
+        let changed = self
             .word
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, later);
+        if changed.is_ok() {
+            self.waiters.wake_all();
+        }
     }
 }
 
@@ -143,12 +194,15 @@ impl DeviceState {
 pub struct ErrorMonitor {
     watched: Mutex<MonitorState>,
     fence: OnceLock<FenceFn>,
+    process: OnceLock<ProcessGenerationFn>,
 }
 
 #[derive(Debug)]
 struct MonitorState {
     /// Code of the first error that poisoned the image.
     poison: Option<i32>,
+    /// Number of states so far.
+    created: u64,
     states: Vec<Weak<DeviceState>>,
 }
 
@@ -160,9 +214,11 @@ impl ErrorMonitor {
         ErrorMonitor {
             watched: Mutex::new(MonitorState {
                 poison: None,
+                created: 0,
                 states: Vec::new(),
             }),
             fence: OnceLock::new(),
+            process: OnceLock::new(),
         }
     }
 
@@ -172,6 +228,12 @@ impl ErrorMonitor {
         let _ = self.fence.set(fence);
     }
 
+    /// Sets the function by which states created from now on get the agent's process generation.
+    pub fn set_process_generation_fn(&self, generation: ProcessGenerationFn) {
+        // A second caller would set the same function.
+        let _ = self.process.set(generation);
+    }
+
     /// Returns this process image's monitor, to which every driver call of this crate reports.
     pub fn global() -> &'static ErrorMonitor {
         &MONITOR
@@ -179,11 +241,17 @@ impl ErrorMonitor {
 
     /// Creates a state for a device. In a poisoned image the state is poisoned from the start.
     pub fn new_state(&self) -> Arc<DeviceState> {
+        let process = self.process.get().map_or(0, |generation| generation());
+        let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        watched.created += 1;
         let state = Arc::new(DeviceState {
             fence: self.fence.get().copied(),
+            generation: DeviceGeneration {
+                process,
+                state: watched.created,
+            },
             ..DeviceState::default()
         });
-        let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(code) = watched.poison {
             state.advance(StaleReason::Poisoned(code));
         }
@@ -221,7 +289,10 @@ impl ErrorMonitor {
     fn mark_poisoned(&self, code: i32) {
         let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
         let code = *watched.poison.get_or_insert(code);
-        for state in watched.states.iter().filter_map(Weak::upgrade) {
+        let states: Vec<_> = watched.states.iter().filter_map(Weak::upgrade).collect();
+        // A woken task may create a state.
+        drop(watched);
+        for state in states {
             state.advance(StaleReason::Poisoned(code));
         }
     }
@@ -297,6 +368,19 @@ mod tests {
         let state = other.new_state();
         image.observe(700, silent);
         assert_eq!(state.check(), Ok(()));
+    }
+
+    #[test]
+    fn generations_grow_with_each_state_and_process_image() {
+        extern "C" fn third() -> u64 {
+            3
+        }
+        let image = ErrorMonitor::new();
+        let [outside, next] = [(); 2].map(|()| image.new_state().generation());
+        image.set_process_generation_fn(third);
+        let inside = image.new_state().generation();
+        assert!(outside < next && next < inside);
+        assert_eq!(format!("{outside} {next} {inside}"), "0.1 0.2 3.3");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use bursar_runtime::adaptor::fault_injection::FaultPlan;
-use bursar_runtime::driver::{Context, Driver, Grid, Stream};
+use bursar_runtime::driver::{Access, Context, Driver, Grid, Stream};
 use bursar_runtime::{
     Block, BlockRef, BudgetSnapshot, DeviceMemoryResource as _, Direct, FaultInjection, FreeError,
     Pool, PoolSettings, ResourceError, Tag,
@@ -179,7 +179,8 @@ fn recorded_use_is_waited_for_when_the_block_is_reused() {
         let [owner, reader, next] = [0; 3].map(|_| context.stream().unwrap());
         let block = allocate(&pool, 2 * MIB, &owner);
         spin(&reader);
-        pool.record_block_use(block.as_ref(), &reader).unwrap();
+        pool.record_block_use(block.as_ref(), &reader, Access::ReadWrite)
+            .unwrap();
         pool.deallocate(block, &owner).unwrap();
         let block = allocate(&pool, 2 * MIB, &next);
         assert!(!next.is_idle().unwrap());
@@ -194,7 +195,9 @@ fn prepared_use_waits_for_the_allocating_stream() {
         let (owner, reader) = (context.stream().unwrap(), context.stream().unwrap());
         let block = allocate(&pool, MIB, &owner);
         spin(&owner);
-        let used = pool.prepare_block_use(block.as_ref(), &reader).unwrap();
+        let used = pool
+            .prepare_block_use(block.as_ref(), &reader, Access::ReadWrite)
+            .unwrap();
         assert!(!reader.is_idle().unwrap());
         let Err(FreeError::Refused { block, reason }) = pool.deallocate(block, &owner) else {
             panic!("it was freed");
@@ -204,7 +207,9 @@ fn prepared_use_waits_for_the_allocating_stream() {
         let known = block.as_ref();
         pool.deallocate(block, &owner).unwrap();
         assert_eq!(
-            pool.record_block_use(known, &reader).unwrap_err().reason(),
+            pool.record_block_use(known, &reader, Access::ReadWrite)
+                .unwrap_err()
+                .reason(),
             "Stale"
         );
     });
@@ -504,7 +509,9 @@ fn streams_beyond_the_slots_are_served_in_order() {
         let block = allocate(&pool, 2 * MIB, laned);
         let known: BlockRef = block.as_ref();
         assert_eq!(
-            pool.record_block_use(known, other).unwrap_err().reason(),
+            pool.record_block_use(known, other, Access::ReadWrite)
+                .unwrap_err()
+                .reason(),
             "StreamMisuse"
         );
         spin(laned);
@@ -553,7 +560,9 @@ fn default_stream_keeps_its_slot() {
         }
         spin_for(&context.default_stream(), LONGEST_DELAY);
         let reader = context.stream().unwrap();
-        let used = pool.prepare_block_use(block.as_ref(), &reader).unwrap();
+        let used = pool
+            .prepare_block_use(block.as_ref(), &reader, Access::ReadWrite)
+            .unwrap();
         assert!(!reader.is_idle().unwrap(), "behind what writes the block");
         pool.finish_block_use(used, &reader).unwrap();
         pool.deallocate(block, &reader).unwrap();

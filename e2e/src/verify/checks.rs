@@ -4,7 +4,9 @@ use std::process::Command;
 
 use super::deadline::{self, CHECK_TIMEOUT};
 use super::named::{self, NamedCheck, TestSelection};
-use super::{COMPILE_CHECK, cluster, docs, faults, install, layers, security, style, tools};
+use super::{
+    COMPILE_CHECK, cluster, docs, faults, install, layers, mission, security, style, tools,
+};
 use crate::cargo;
 use crate::kube;
 use crate::paths;
@@ -330,19 +332,21 @@ const CHECKS: &[Check] = &[
     },
 ];
 
-/// Returns every check: [`CHECKS`], the areas `security/`, `faults/` and `install/`, and last the cluster's
-/// trials, which take minutes.
+/// Returns every check: [`CHECKS`], the areas `security/`, `faults/`, `install/` and `mission/`, and
+/// last the cluster's trials, which take minutes.
 pub(super) fn all() -> Vec<Check> {
     let trials = cluster::TRIALS.iter().map(|(name, promise)| Check {
         name,
         promise,
         runner: Runner::ClusterTrial,
     });
-    let named = security::CHECKS
-        .iter()
-        .chain(faults::CHECKS)
-        .chain(install::CHECKS);
-    let named = named.map(|check| {
+    let areas = [
+        security::CHECKS,
+        faults::CHECKS,
+        install::CHECKS,
+        mission::CHECKS,
+    ];
+    let named = areas.into_iter().flatten().map(|check| {
         let NamedCheck {
             name,
             promise,

@@ -15,6 +15,7 @@ mod docs;
 mod faults;
 mod install;
 mod layers;
+mod mission;
 mod named;
 mod security;
 mod style;

@@ -13,7 +13,7 @@ use std::collections::{HashSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::adaptor::upstream::{Upstream, forward};
-use crate::driver::{Context, Stream};
+use crate::driver::{Access, Context, Stream};
 use crate::error::{CudaError, ErrorClass, ResourceError};
 use crate::resource::{
     Block, BlockRef, BlockUse, DeviceMemoryResource, FreeError, Outstanding, Reaped, Tag,
@@ -347,15 +347,20 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for DebugGuard<R> {
         self.is_quarantined(block) || self.is_retired_upstream(block)
     }
 
+    fn supports_block_use_tracking(&self) -> bool {
+        self.upstream.resource.supports_block_use_tracking()
+    }
+
     fn prepare_block_use(
         &self,
         block: BlockRef,
         stream: &Stream,
+        access: Access,
     ) -> Result<BlockUse, ResourceError> {
-        let used = self
-            .upstream
-            .resource
-            .prepare_block_use(self.check_live(block)?, stream)?;
+        let used =
+            self.upstream
+                .resource
+                .prepare_block_use(self.check_live(block)?, stream, access)?;
         Ok(BlockUse { block, ..used })
     }
 
@@ -366,10 +371,15 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for DebugGuard<R> {
             .finish_block_use(BlockUse { block, ..used }, stream)
     }
 
-    fn record_block_use(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
+    fn record_block_use(
+        &self,
+        block: BlockRef,
+        stream: &Stream,
+        access: Access,
+    ) -> Result<(), ResourceError> {
         self.upstream
             .resource
-            .record_block_use(self.check_live(block)?, stream)
+            .record_block_use(self.check_live(block)?, stream, access)
     }
 
     fn kind(&self) -> &'static str {

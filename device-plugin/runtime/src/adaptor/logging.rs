@@ -8,7 +8,8 @@ mod csv;
 
 use std::alloc::Layout;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::SystemTime;
 
 pub use csv::CsvSink;
@@ -48,6 +49,37 @@ pub struct LogRecord {
     pub tag: Tag,
 }
 
+impl Action {
+    /// Returns the action and the first address of an allocation's result.
+    pub(crate) fn of_allocation(result: &Result<Block, ResourceError>) -> (Action, u64) {
+        match result {
+            Ok(block) => (Action::Allocate, block.address()),
+            Err(_) => (Action::AllocateFailure, 0),
+        }
+    }
+}
+
+impl LogRecord {
+    /// Creates the record of a call by this thread.
+    pub(crate) fn now(
+        action: Action,
+        address: u64,
+        bytes: u64,
+        stream: &Stream,
+        tag: Tag,
+    ) -> LogRecord {
+        LogRecord {
+            time: SystemTime::now(),
+            thread: thread_number(),
+            action,
+            address,
+            bytes,
+            stream: stream.key(),
+            tag,
+        }
+    }
+}
+
 /// Destination of the records.
 pub trait Sink: Send + Sync + fmt::Debug {
     /// Writes a record. A failure of the log must not fail an allocation, so this returns nothing.
@@ -83,6 +115,37 @@ impl<S: Sink + ?Sized> Sink for Arc<S> {
     }
 }
 
+/// Log that is switched on and off while threads allocate. A log that is off costs one load.
+#[derive(Debug, Default)]
+pub struct LogSwitch {
+    on: AtomicBool,
+    sink: RwLock<Option<Arc<dyn Sink>>>,
+}
+
+impl LogSwitch {
+    /// Writes the records of later calls to a sink; `None` switches the log off.
+    pub fn set(&self, sink: Option<Arc<dyn Sink>>) {
+        let mut current = self.sink.write().unwrap_or_else(PoisonError::into_inner);
+        self.on.store(sink.is_some(), Ordering::Relaxed);
+        *current = sink;
+    }
+
+    /// Returns whether the log is on.
+    #[inline]
+    pub fn is_on(&self) -> bool {
+        self.on.load(Ordering::Relaxed)
+    }
+}
+
+impl Sink for LogSwitch {
+    fn write(&self, event: LogRecord) {
+        let sink = self.sink.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(sink) = &*sink {
+            sink.write(event);
+        }
+    }
+}
+
 /// Log over an upstream resource.
 #[derive(Debug)]
 pub struct Logging<R, S> {
@@ -100,21 +163,14 @@ impl<R: DeviceMemoryResource, S: Sink> Logging<R, S> {
     }
 
     fn write(&self, action: Action, address: u64, bytes: u64, stream: &Stream, tag: Tag) {
-        self.sink.write(LogRecord {
-            time: SystemTime::now(),
-            thread: thread_number(),
-            action,
-            address,
-            bytes,
-            stream: stream.key(),
-            tag,
-        });
+        self.sink
+            .write(LogRecord::now(action, address, bytes, stream, tag));
     }
 }
 
 /// Returns the number of the calling thread.
 fn thread_number() -> u64 {
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::atomic::AtomicU64;
     static NEXT: AtomicU64 = AtomicU64::new(1);
     thread_local! {
         static OWN: u64 = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -125,10 +181,7 @@ fn thread_number() -> u64 {
 impl<R: DeviceMemoryResource, S: Sink> DeviceMemoryResource for Logging<R, S> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
         let result = self.upstream.allocate(layout, stream, tag);
-        let (action, address) = match &result {
-            Ok(block) => (Action::Allocate, block.address()),
-            Err(_) => (Action::AllocateFailure, 0),
-        };
+        let (action, address) = Action::of_allocation(&result);
         self.write(action, address, layout.size() as u64, stream, tag);
         result
     }

@@ -3,6 +3,7 @@
 
 pub mod budget;
 pub mod debug_guard;
+pub mod default_stack;
 pub mod fault_injection;
 pub mod logging;
 pub mod on_failure;

@@ -3,7 +3,7 @@
 
 use std::alloc::Layout;
 
-use crate::driver::Stream;
+use crate::driver::{Access, Stream};
 use crate::error::ResourceError;
 use crate::resource::{
     Block, BlockRef, BlockUse, DeviceMemoryResource, FreeError, Origin, Tag, check_origin,
@@ -65,10 +65,11 @@ impl<R: DeviceMemoryResource> Upstream<R> {
         &self,
         block: BlockRef,
         stream: &Stream,
+        access: Access,
     ) -> Result<BlockUse, ResourceError> {
-        let used = self
-            .resource
-            .prepare_block_use(self.check_and_translate(block)?, stream)?;
+        let used =
+            self.resource
+                .prepare_block_use(self.check_and_translate(block)?, stream, access)?;
         Ok(BlockUse { block, ..used })
     }
 
@@ -86,9 +87,10 @@ impl<R: DeviceMemoryResource> Upstream<R> {
         &self,
         block: BlockRef,
         stream: &Stream,
+        access: Access,
     ) -> Result<(), ResourceError> {
         self.resource
-            .record_block_use(self.check_and_translate(block)?, stream)
+            .record_block_use(self.check_and_translate(block)?, stream, access)
     }
 }
 
@@ -136,17 +138,20 @@ macro_rules! forward {
         }
     };
     (@ uses) => {
-        fn prepare_block_use(&self, block: $crate::resource::BlockRef, stream: &$crate::driver::Stream)
+        fn supports_block_use_tracking(&self) -> bool {
+            self.upstream.resource.supports_block_use_tracking()
+        }
+        fn prepare_block_use(&self, block: $crate::resource::BlockRef, stream: &$crate::driver::Stream, access: $crate::driver::Access)
             -> Result<$crate::resource::BlockUse, $crate::error::ResourceError> {
-            self.upstream.prepare_block_use(block, stream)
+            self.upstream.prepare_block_use(block, stream, access)
         }
         fn finish_block_use(&self, used: $crate::resource::BlockUse, stream: &$crate::driver::Stream)
             -> Result<(), $crate::error::ResourceError> {
             self.upstream.finish_block_use(used, stream)
         }
-        fn record_block_use(&self, block: $crate::resource::BlockRef, stream: &$crate::driver::Stream)
+        fn record_block_use(&self, block: $crate::resource::BlockRef, stream: &$crate::driver::Stream, access: $crate::driver::Access)
             -> Result<(), $crate::error::ResourceError> {
-            self.upstream.record_block_use(block, stream)
+            self.upstream.record_block_use(block, stream, access)
         }
     };
 }

@@ -18,6 +18,8 @@ mod context;
 mod copy;
 mod device;
 mod host_view;
+#[cfg(feature = "cudarc-interop")]
+pub mod interop;
 mod kernel;
 mod linear;
 mod managed;
@@ -40,6 +42,8 @@ pub use vmm::{Access, Handle, Mapping, Reservation};
 use std::ffi::CStr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+use bursar_protocol::fence::QuotaFn;
 
 use crate::error::{self, CudaError, ResourceError};
 use crate::state::ErrorMonitor;
@@ -79,6 +83,8 @@ pub enum DriverError {
 #[derive(Debug)]
 pub struct Driver {
     table: Table,
+    /// Reads the quota of a device; `None` outside of a container with the shim.
+    quota: Option<QuotaFn>,
 }
 
 static LOADED: OnceLock<Result<Driver, String>> = OnceLock::new();
@@ -97,8 +103,12 @@ impl Driver {
                 if let Some(fence) = table.fence() {
                     ErrorMonitor::global().set_fence_fn(fence);
                 }
+                if let Some(generation) = table.process_generation() {
+                    ErrorMonitor::global().set_process_generation_fn(generation);
+                }
                 error::set_error_name_fn(error_name);
-                Ok(Driver { table })
+                let quota = table.quota();
+                Ok(Driver { table, quota })
             })
             .as_ref()
             .map_err(|reason| DriverError::NoDriver(reason.clone()))?;
@@ -121,6 +131,11 @@ impl Driver {
             (self.table.cuDriverGetVersion)(&raw mut version)
         })?;
         Ok(version)
+    }
+
+    /// Returns whether [`Device::quota`] changes when the agent changes the container's quota.
+    pub fn quota_follows_agent(&self) -> bool {
+        self.quota.is_some()
     }
 
     fn table(&self) -> &Table {

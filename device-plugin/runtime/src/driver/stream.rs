@@ -13,11 +13,14 @@ use crate::error::CudaError;
 #[derive(Clone)]
 pub struct Stream(Arc<Inner>);
 
-struct Inner {
+pub(super) struct Inner {
     context: Context,
     key: StreamKey,
     raw: CUstream,
     owned: bool,
+    /// Stream of cudarc, which owns the handle.
+    #[cfg(feature = "cudarc-interop")]
+    owner: Option<Arc<cudarc::driver::CudaStream>>,
 }
 
 // SAFETY: any thread may use a stream's handle.
@@ -58,6 +61,8 @@ fn default_of(context: &Context) -> Stream {
         key: StreamKey::default_of(context.ordinal()),
         raw: std::ptr::null_mut(),
         owned: false,
+        #[cfg(feature = "cudarc-interop")]
+        owner: None,
     }))
 }
 
@@ -123,7 +128,37 @@ impl Stream {
             key: StreamKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed)),
             raw,
             owned,
+            #[cfg(feature = "cudarc-interop")]
+            owner: None,
         }))
+    }
+
+    /// Wraps a stream of cudarc, which lives as long as the result.
+    #[cfg(feature = "cudarc-interop")]
+    pub(super) fn with_owner(context: &Context, owner: Arc<cudarc::driver::CudaStream>) -> Stream {
+        Stream(Arc::new(Inner {
+            context: context.clone(),
+            key: StreamKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed)),
+            raw: owner.cu_stream(),
+            owned: false,
+            owner: Some(owner),
+        }))
+    }
+
+    /// Returns the stream of cudarc that owns the handle.
+    #[cfg(feature = "cudarc-interop")]
+    pub(super) fn owner(&self) -> Option<&Arc<cudarc::driver::CudaStream>> {
+        self.0.owner.as_ref()
+    }
+
+    #[cfg(feature = "cudarc-interop")]
+    pub(super) fn from_inner(inner: Arc<Inner>) -> Stream {
+        Stream(inner)
+    }
+
+    #[cfg(feature = "cudarc-interop")]
+    pub(super) fn downgrade(&self) -> std::sync::Weak<Inner> {
+        Arc::downgrade(&self.0)
     }
 
     /// Wraps a foreign `CUstream`, which stays its owner's to destroy. Each call returns a new key,

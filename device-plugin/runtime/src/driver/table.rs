@@ -4,10 +4,10 @@
 //! gets a new suffix.
 #![allow(non_snake_case, reason = "fields are named as the driver's functions")]
 
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr::NonNull;
 
-use bursar_protocol::fence::{self, FenceFn};
+use bursar_protocol::fence::{self, FenceFn, ProcessGenerationFn, QuotaFn};
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmemAccessDesc, CUmemAllocationProp,
     CUmemGenericAllocationHandle, CUmemLocation, CUmodule, CUstream, CUuuid,
@@ -136,21 +136,39 @@ impl Table {
     /// Returns the shim's function that reads the agent's fence; `None` if the driver itself
     /// answers.
     pub(super) fn fence(&self) -> Option<FenceFn> {
+        self.shim_function(fence::FENCE_SYMBOL)
+    }
+
+    /// Returns the shim's function that reads the process generation; `None` if the driver itself
+    /// or an older shim answers.
+    pub(super) fn process_generation(&self) -> Option<ProcessGenerationFn> {
+        self.shim_function(fence::PROCESS_GENERATION_SYMBOL)
+    }
+
+    /// Returns the shim's function that reads the quota of a device; `None` if the driver itself or
+    /// an older shim answers.
+    pub(super) fn quota(&self) -> Option<QuotaFn> {
+        let found = self.find_shim_function(fence::QUOTA_SYMBOL)?;
+        // SAFETY: only the shim has a function of this name. The function has this type, and the
+        // shim is never unloaded.
+        Some(unsafe { std::mem::transmute::<NonNull<c_void>, QuotaFn>(found) })
+    }
+
+    /// Returns a function without arguments that only the shim has.
+    fn shim_function(&self, name: &CStr) -> Option<extern "C" fn() -> u64> {
+        let found = self.find_shim_function(name)?;
+        // SAFETY: only the shim has functions of the given names. Both have this type, and the shim
+        // is never unloaded.
+        Some(unsafe { std::mem::transmute::<NonNull<c_void>, extern "C" fn() -> u64>(found) })
+    }
+
+    fn find_shim_function(&self, name: &CStr) -> Option<NonNull<c_void>> {
         let (mut found, mut status) = (std::ptr::null_mut(), 0);
         // SAFETY: the name ends with a zero, and the pointers are valid for the call.
         let code = unsafe {
-            (self.cuGetProcAddress_v2?)(
-                fence::FENCE_SYMBOL.as_ptr(),
-                &raw mut found,
-                VERSION,
-                0,
-                &raw mut status,
-            )
+            (self.cuGetProcAddress_v2?)(name.as_ptr(), &raw mut found, VERSION, 0, &raw mut status)
         };
-        let found = NonNull::new(found).filter(|_| code == 0)?;
-        // SAFETY: only the shim exports this name. Its function has this type, and the shim is
-        // never unloaded.
-        Some(unsafe { std::mem::transmute::<NonNull<c_void>, FenceFn>(found) })
+        NonNull::new(found).filter(|_| code == 0)
     }
 }
 

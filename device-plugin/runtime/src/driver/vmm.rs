@@ -223,13 +223,23 @@ impl Reservation {
     }
 }
 
-/// Access of kernels to a mapping.
+/// Access of work to memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Read.
     Read,
+    /// Write, without a read of the earlier content.
+    Write,
     /// Read and write.
     ReadWrite,
+}
+
+impl Access {
+    /// Returns whether the access changes the memory. Such an access follows all earlier ones; a
+    /// read follows the earlier writes only.
+    pub fn writes(self) -> bool {
+        self != Access::Read
+    }
 }
 
 /// Mapped memory, unmapped when dropped. The unmapping does not wait for work that uses the memory.
@@ -274,7 +284,8 @@ impl Mapping {
         Ok(())
     }
 
-    /// Changes the access of kernels of a context's device.
+    /// Changes the access of kernels of a context's device. The driver has no mapping that can only
+    /// be written, so `Write` permits reads too.
     ///
     /// # Errors
     /// The error that the driver returned.
@@ -283,7 +294,9 @@ impl Mapping {
             location: location(context.device())?,
             flags: match access {
                 Access::Read => CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ,
-                Access::ReadWrite => CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+                Access::Write | Access::ReadWrite => {
+                    CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+                }
             },
         };
         call!(

@@ -14,13 +14,15 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::driver::{Access, Stream};
+use bytemuck::Pod;
+
+use crate::driver::{Access, GpuUuid, Stream};
 use crate::memory::error::MemoryError;
 use crate::memory::kernel_arg::DevSliceArg;
 use crate::memory::multi_stream::{MultiStreamMemory, SyncGuard};
 use crate::memory::slice::TrackedSlice;
 use crate::memory::write_token::{WriteGate, WriteRefused, WriteToken};
-use crate::state::StaleReason;
+use crate::state::{DeviceGeneration, StaleReason};
 
 /// Reason for which a write did not begin or does not count.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -79,6 +81,31 @@ impl<T> From<TrackedSlice<T>> for GpuRef<T> {
     }
 }
 
+impl<T: Pod> GpuRef<T> {
+    /// Copies the memory to the host, after the last write in whatever stream that is, and waits
+    /// for the copy. Other threads that use the memory wait meanwhile.
+    ///
+    /// # Errors
+    /// [`MemoryError::Stale`], [`MemoryError::Length`], or the driver's error, which may be that of
+    /// an earlier launch.
+    pub fn copy_to_host(&self, items: &mut [T]) -> Result<(), MemoryError> {
+        let (len, given) = (self.len, items.len());
+        if given != len {
+            return Err(MemoryError::Length { len, given });
+        }
+        let order = self.inner.shared.lock();
+        let address = self.access()?;
+        let written = order.last_write();
+        let context = written.context();
+        // An event, because the stream may get other work without end.
+        let event = context.event()?;
+        event.record(written)?;
+        event.synchronize()?;
+        let own = self.inner.shared.memory.stream.context();
+        Ok(own.copy_from_device(bytemuck::cast_slice_mut(items), address)?)
+    }
+}
+
 impl<T> GpuRef<T> {
     /// Returns the address if the memory is valid, at the cost of
     /// [`DeviceState::check`](crate::DeviceState::check).
@@ -109,6 +136,22 @@ impl<T> GpuRef<T> {
     /// Returns the size in bytes.
     pub fn bytes(&self) -> u64 {
         self.inner.shared.memory.block_ref.bytes()
+    }
+
+    /// Returns the generation under which the memory was allocated. The memory is valid only while
+    /// that generation is the state's and [`access`](Self::access) succeeds.
+    pub fn generation(&self) -> DeviceGeneration {
+        self.inner.shared.memory.state.generation()
+    }
+
+    /// Returns the UUID of the GPU or MIG instance that has the memory, the same in every process.
+    pub fn device_id(&self) -> GpuUuid {
+        self.inner.shared.memory.stream.context().uuid()
+    }
+
+    /// Returns the ordinal of the GPU in this process.
+    pub fn ordinal(&self) -> u32 {
+        self.inner.shared.memory.stream.context().ordinal()
     }
 
     /// Returns the stream of the last write.
@@ -166,6 +209,49 @@ impl<T> GpuRef<T> {
         // Checked under the lock of all uses, so that the next writer is ordered behind this work.
         self.inner.gate.admit(token)?;
         Ok(self.submit_in(order, stream, Access::ReadWrite, submit)?)
+    }
+
+    /// Records a read by work that is already in `stream`, such as a foreign library's. Later
+    /// writes and the free wait for that work.
+    ///
+    /// The caller has ordered the work behind the last write.
+    ///
+    /// # Errors
+    /// [`MemoryError::Stale`], [`WrongOrdinal`](crate::ResourceError::WrongOrdinal),
+    /// [`StreamMisuse`](crate::ResourceError::StreamMisuse), or the driver's error. The use is not
+    /// recorded then, so synchronize the stream before the memory is freed.
+    pub fn record_read(&self, stream: &Stream) -> Result<(), MemoryError> {
+        let mut order = self.inner.shared.lock();
+        self.inner
+            .shared
+            .record_use(&mut order, stream, Access::Read)
+    }
+
+    /// Records a write by work that is already in `stream`, such as a foreign library's. Later uses
+    /// and the free wait for that work.
+    ///
+    /// The caller has ordered the work behind all earlier uses; [`write_in`](Self::write_in) does
+    /// both. The write is recorded even if the token is refused, because it is in the stream.
+    ///
+    /// # Errors
+    /// As [`record_read`](Self::record_read), and [`WriteError::Refused`] if the gate refuses the
+    /// token.
+    pub fn record_write(&self, token: &WriteToken, stream: &Stream) -> Result<(), WriteError> {
+        let mut order = self.inner.shared.lock();
+        self.inner
+            .shared
+            .record_use(&mut order, stream, Access::ReadWrite)?;
+        Ok(self.inner.gate.admit(token)?)
+    }
+
+    /// Returns the memory with the record of its uses.
+    pub(crate) fn shared(&self) -> &MultiStreamMemory {
+        &self.inner.shared
+    }
+
+    /// Returns the gate that issues the memory's write tokens.
+    pub(crate) fn gate(&self) -> &WriteGate {
+        &self.inner.gate
     }
 
     fn submit_in<R>(

@@ -210,7 +210,7 @@ impl<'a> Launch<'a> {
                 .iter_mut()
                 .find(|(known, _)| std::ptr::eq(*known, *shared))
             {
-                Some((_, known)) if *access == Access::ReadWrite => *known = *access,
+                Some((_, known)) if access.writes() => *known = *access,
                 Some(_) => {}
                 None => memories.push((shared, *access)),
             }
@@ -222,5 +222,5 @@ impl<'a> Launch<'a> {
 
 /// Returns whether lent memory permits the access of a parameter.
 fn permits(memory: &DevSliceArg<'_>, wanted: Access) -> bool {
-    wanted == Access::Read || memory.access == Access::ReadWrite
+    !wanted.writes() || memory.access.writes()
 }

@@ -40,7 +40,7 @@ use crate::memory::multi_stream::MultiStreamMemory;
 use crate::memory::owned_block::OwnedBlock;
 use crate::resource::{FreeError, Tag};
 use crate::runtime::DeviceRuntime;
-use crate::state::StaleReason;
+use crate::state::{DeviceGeneration, StaleReason};
 
 /// The managed memory is attached to the host, so no kernel may use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -131,6 +131,11 @@ impl<T> ManagedRef<T> {
     /// Returns the address, which is the same on the host and the device.
     pub fn address(&self) -> u64 {
         self.memory.memory.block_ref.address
+    }
+
+    /// Returns the generation under which the memory was allocated.
+    pub fn generation(&self) -> DeviceGeneration {
+        self.memory.memory.state.generation()
     }
 
     /// Checks that the memory is valid, at the cost of one load.

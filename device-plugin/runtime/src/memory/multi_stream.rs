@@ -9,6 +9,10 @@ use crate::memory::owned_block::OwnedBlock;
 use crate::memory::stream_sync::StreamSync;
 use crate::resource::{BlockUse, FreeError, check_stream};
 
+/// Access that the resource is told. The order among uses is this module's, so the resource only
+/// keeps the block until they are done.
+const TRACKED: Access = Access::Read;
+
 /// Block with a record of the streams that used it.
 #[derive(Debug)]
 pub(crate) struct MultiStreamMemory {
@@ -59,11 +63,25 @@ impl MultiStreamMemory {
         if self.synchronize_on_free || *stream == self.memory.stream {
             return Ok(None);
         }
-        Ok(Some(
-            self.memory
-                .resource
-                .prepare_block_use(self.memory.block_ref, stream)?,
-        ))
+        let (resource, block) = (&self.memory.resource, self.memory.block_ref);
+        Ok(Some(resource.prepare_block_use(block, stream, TRACKED)?))
+    }
+
+    /// Orders a stream of any device behind the last write, and opens a read. The resource tracks
+    /// no streams of other devices; [`MultiStreamMemory`] itself orders the free behind them.
+    pub(crate) fn begin_peer_read(
+        &self,
+        order: &SyncGuard<'_>,
+        stream: &Stream,
+    ) -> Result<Option<BlockUse>, MemoryError> {
+        if stream.context() == self.memory.stream.context() {
+            return self.begin_use(order, stream, Access::Read);
+        }
+        self.memory.state.check()?;
+        for other in order.streams_before(stream, Access::Read) {
+            stream.wait_for(&other)?;
+        }
+        Ok(None)
     }
 
     /// Ends a use. `submitted` is the access of the work, or `None` if the submission failed.
@@ -84,6 +102,27 @@ impl MultiStreamMemory {
         }
     }
 
+    /// Records a use by work that is already in a stream.
+    pub(crate) fn record_use(
+        &self,
+        order: &mut SyncGuard<'_>,
+        stream: &Stream,
+        access: Access,
+    ) -> Result<(), MemoryError> {
+        self.memory.state.check()?;
+        check_stream(self.memory.resource.ordinal(), stream)?;
+        // A later use waits for this stream only, so this stream must follow the earlier uses.
+        for other in order.streams_before(stream, access) {
+            stream.wait_for(&other)?;
+        }
+        if !self.synchronize_on_free && *stream != self.memory.stream {
+            let (resource, block) = (&self.memory.resource, self.memory.block_ref);
+            resource.record_block_use(block, stream, TRACKED)?;
+        }
+        order.record(stream, access);
+        Ok(())
+    }
+
     /// Frees the memory and returns the result.
     pub(crate) fn free(&mut self) -> Result<(), FreeError> {
         self.synchronize_before_free();
@@ -94,6 +133,18 @@ impl MultiStreamMemory {
         if self.synchronize_on_free {
             // If the wait fails, the context is lost and its work with it.
             let _ = self.synchronize_host(Access::ReadWrite);
+            return;
+        }
+        // No resource tracks streams of other devices, so the free itself is ordered behind them.
+        let own = &self.memory.stream;
+        let sync = self.lock();
+        for peer in sync
+            .streams()
+            .filter(|peer| peer.context() != own.context())
+        {
+            if own.wait_for(peer).is_err() {
+                let _ = peer.synchronize();
+            }
         }
     }
 

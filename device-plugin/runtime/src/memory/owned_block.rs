@@ -45,6 +45,29 @@ impl OwnedBlock {
         })
     }
 
+    /// Owns a block that its resource did not allocate by itself.
+    #[cfg(feature = "cudarc-interop")]
+    pub(crate) fn from_parts(
+        block: Block,
+        resource: SharedResource,
+        stream: Stream,
+        state: Arc<DeviceState>,
+    ) -> OwnedBlock {
+        OwnedBlock {
+            block_ref: block.as_ref(),
+            block: Some(block),
+            resource,
+            stream,
+            state,
+        }
+    }
+
+    /// Takes the block, so that the drop frees nothing.
+    #[cfg(feature = "cudarc-interop")]
+    pub(crate) fn take_block(&mut self) -> Option<Block> {
+        self.block.take()
+    }
+
     pub(crate) fn free(&mut self) -> Result<(), FreeError> {
         match self.block.take() {
             Some(block) => self.resource.deallocate(block, &self.stream),

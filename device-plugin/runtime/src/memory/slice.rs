@@ -137,6 +137,28 @@ impl<T> TrackedSlice<T> {
         Ok(())
     }
 
+    /// Opens the first use of the memory by another stream of the device, such as a stream of
+    /// uploads. That stream follows the allocation, and the memory's own stream follows the use.
+    ///
+    /// Unlike [`move_to`](Self::move_to), the memory keeps its own stream.
+    ///
+    /// # Errors
+    /// [`MemoryError::Stale`], [`WrongOrdinal`](crate::ResourceError::WrongOrdinal), or the
+    /// driver's error.
+    pub fn prepare_first_use<'a>(
+        &'a mut self,
+        stream: &'a Stream,
+    ) -> Result<FirstUse<'a, T>, MemoryError> {
+        self.check()?;
+        check_stream(self.memory.resource.ordinal(), stream)?;
+        stream.wait_for(self.stream())?;
+        Ok(FirstUse {
+            slice: self,
+            stream,
+            finished: false,
+        })
+    }
+
     /// Frees the memory. Unlike a drop, this returns the result.
     ///
     /// # Errors
@@ -145,7 +167,68 @@ impl<T> TrackedSlice<T> {
         self.memory.free()
     }
 
+    /// Wraps an owned block of `len` items.
+    #[cfg(feature = "cudarc-interop")]
+    pub(crate) fn from_parts(memory: OwnedBlock, len: usize) -> TrackedSlice<T> {
+        TrackedSlice {
+            memory,
+            len,
+            items: PhantomData,
+        }
+    }
+
     pub(crate) fn into_parts(self) -> (OwnedBlock, usize) {
         (self.memory, self.len)
+    }
+}
+
+/// Open first use of memory in another stream than its own, until [`finish`](Self::finish) or a
+/// drop.
+#[derive(Debug)]
+#[must_use = "a use that is dropped at once is empty"]
+pub struct FirstUse<'a, T> {
+    slice: &'a mut TrackedSlice<T>,
+    stream: &'a Stream,
+    finished: bool,
+}
+
+impl<T> FirstUse<'_, T> {
+    /// Returns the first address, for work that the caller submits to [`stream`](Self::stream).
+    pub fn address(&self) -> u64 {
+        self.slice.address()
+    }
+
+    /// Returns the size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.slice.bytes()
+    }
+
+    /// Returns the stream of the use.
+    pub fn stream(&self) -> &Stream {
+        self.stream
+    }
+
+    /// Ends the use after its work was submitted: later work in the memory's own stream and the
+    /// free follow it. The host does not wait.
+    ///
+    /// # Errors
+    /// The driver's error; the host has then waited for the work, if that is possible.
+    pub fn finish(mut self) -> Result<(), MemoryError> {
+        self.join()
+    }
+
+    fn join(&mut self) -> Result<(), MemoryError> {
+        self.finished = true;
+        let (own, other) = (self.slice.stream(), self.stream);
+        Ok(own.wait_for(other).or_else(|_| other.synchronize())?)
+    }
+}
+
+impl<T> Drop for FirstUse<'_, T> {
+    fn drop(&mut self) {
+        if !self.finished {
+            // If this fails, the context is lost and its work with it.
+            let _ = self.join();
+        }
     }
 }

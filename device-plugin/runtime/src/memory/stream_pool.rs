@@ -25,11 +25,20 @@ struct RoundRobin {
 }
 
 impl StreamPool {
-    /// Creates a pool of `size` streams of a runtime's device.
+    /// Creates a pool of `size` streams of a runtime's device. The runtime has one of its own:
+    /// [`DeviceRuntime::streams`].
     pub fn new(runtime: &DeviceRuntime, size: NonZeroUsize) -> StreamPool {
+        StreamPool::with_parts(runtime.context(), runtime.state(), size)
+    }
+
+    pub(crate) fn with_parts(
+        context: &Context,
+        state: &Arc<DeviceState>,
+        size: NonZeroUsize,
+    ) -> StreamPool {
         StreamPool {
-            context: runtime.context().clone(),
-            state: Arc::clone(runtime.state()),
+            context: context.clone(),
+            state: Arc::clone(state),
             size,
             round_robin: Mutex::default(),
         }

@@ -29,7 +29,7 @@ impl<S: Clone + PartialEq> StreamSync<S> {
 
     /// Returns the streams for which the host must wait before an access.
     pub(crate) fn streams_before_host(&self, access: Access) -> Vec<S> {
-        let reads = self.reads.iter().filter(|_| access == Access::ReadWrite);
+        let reads = self.reads.iter().filter(|_| access.writes());
         std::iter::once(&self.last_write)
             .chain(reads)
             .cloned()
@@ -50,7 +50,7 @@ impl<S: Clone + PartialEq> StreamSync<S> {
     /// [`streams_before`](Self::streams_before).
     pub(crate) fn record(&mut self, stream: &S, access: Access) {
         match access {
-            Access::ReadWrite => *self = StreamSync::new(stream.clone()),
+            Access::Write | Access::ReadWrite => *self = StreamSync::new(stream.clone()),
             Access::Read if self.reads.contains(stream) => {}
             Access::Read => self.reads.push(stream.clone()),
         }
@@ -62,6 +62,11 @@ impl<S: Clone + PartialEq> StreamSync<S> {
         if self.reads.len() > PRUNE_THRESHOLD {
             self.reads.retain(|stream| !done(stream));
         }
+    }
+
+    /// Returns the streams whose work may still use the memory.
+    pub(crate) fn streams(&self) -> impl Iterator<Item = &S> {
+        std::iter::once(&self.last_write).chain(&self.reads)
     }
 
     pub(crate) fn last_write(&self) -> &S {

@@ -28,7 +28,7 @@ use std::alloc::Layout;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::driver::{Context, Stream};
+use crate::driver::{Access, Context, Stream};
 use crate::error::{CudaError, ErrorClass, ResourceError};
 use crate::resource::{
     Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, FreeError, Origin,
@@ -93,6 +93,14 @@ pub struct PoolStatistics {
     pub largest_free: u64,
     /// Number of blocks for which one stream had to wait for another.
     pub waits: u64,
+}
+
+/// Recorded use of a block.
+struct RecordedUse {
+    /// Slot of the stream that uses the block.
+    slot: StreamSlot,
+    /// Slots of the streams that the use must follow.
+    before: u64,
 }
 
 #[derive(Debug)]
@@ -390,7 +398,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
             // A stream without a slot cannot be asked later for which streams it has waited.
             let _ = self
                 .shards
-                .update_use(allocation.handle, allocation.deps, UseCount::Keep);
+                .update_use(allocation.handle, allocation.deps, 0, UseCount::Keep);
         }
         Ok(allocation)
     }
@@ -459,13 +467,27 @@ impl<R: DeviceMemoryResource> Pool<R> {
         &self,
         block: BlockRef,
         stream: &Stream,
+        access: Access,
         count: UseCount,
-    ) -> Result<(StreamSlot, StreamSlot), ResourceError> {
+    ) -> Result<RecordedUse, ResourceError> {
         let (handle, alloc_slot, slot) = self.slots_of_use(block, stream)?;
         let deps = self.clock.stamp_free(slot.bit());
-        let used = self.shards.update_use(handle, deps, count);
-        used.map_err(|reason| heap_error(block.generation, reason))?;
-        Ok((alloc_slot, slot))
+        let writers = if access.writes() { slot.bit() } else { 0 };
+        let earlier = self
+            .shards
+            .update_use(handle, deps, writers, count)
+            .map_err(|reason| heap_error(block.generation, reason))?;
+        let conflicting = match access.writes() {
+            true => earlier.all.slots,
+            false => earlier.writers,
+        };
+        let (slots, stamp) = (conflicting, earlier.all.stamp);
+        let unmet = self.clock.unmet(slot, StreamDeps { slots, stamp });
+        Ok(RecordedUse {
+            slot,
+            // The present work of the allocating stream, such as the first write, counts too.
+            before: (unmet | alloc_slot.bit()) & !slot.bit(),
+        })
     }
 
     /// Frees a block behind the work of a stream and behind the deps of its allocation. The host
@@ -569,25 +591,28 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Pool<R> {
         self.source.reap_pending()
     }
 
+    fn supports_block_use_tracking(&self) -> bool {
+        true
+    }
+
     /// Also orders the stream behind the present work of the allocating stream, such as the first
     /// write.
     fn prepare_block_use(
         &self,
         block: BlockRef,
         stream: &Stream,
+        access: Access,
     ) -> Result<BlockUse, ResourceError> {
-        let (alloc_slot, slot) = self.record_use(block, stream, UseCount::Inc)?;
-        if slot != alloc_slot
-            && let Err(error) = self
-                .slots
-                .wait(&self.clock, stream, Some(slot), alloc_slot.bit())
-        {
-            self.record_use(block, stream, UseCount::Dec)?;
+        let RecordedUse { slot, before } = self.record_use(block, stream, access, UseCount::Inc)?;
+        let ordered = self.slots.wait(&self.clock, stream, Some(slot), before);
+        if let Err(error) = ordered {
+            self.record_use(block, stream, access, UseCount::Dec)?;
             return Err(error.into());
         }
         Ok(BlockUse {
             block,
             stream: stream.key(),
+            access,
         })
     }
 
@@ -596,11 +621,18 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Pool<R> {
             let generation = used.block.generation;
             return Err(ResourceError::WrongStream { generation });
         }
-        self.record_use(used.block, stream, UseCount::Dec).map(drop)
+        self.record_use(used.block, stream, used.access, UseCount::Dec)
+            .map(drop)
     }
 
-    fn record_block_use(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
-        self.record_use(block, stream, UseCount::Keep).map(drop)
+    fn record_block_use(
+        &self,
+        block: BlockRef,
+        stream: &Stream,
+        access: Access,
+    ) -> Result<(), ResourceError> {
+        self.record_use(block, stream, access, UseCount::Keep)
+            .map(drop)
     }
 
     fn kind(&self) -> &'static str {

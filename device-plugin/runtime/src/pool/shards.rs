@@ -23,7 +23,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::epoch::StreamDeps;
 use super::shard_affinity;
-use super::tlsf::{BlockId, EdgeBlock, EmptyRegion, HeapBlock, HeapError, TlsfHeap, UseCount};
+use super::tlsf::{
+    BlockId, EarlierUses, EdgeBlock, EmptyRegion, HeapBlock, HeapError, TlsfHeap, UseCount,
+};
 use crate::adaptor::budget::BudgetAccount;
 use crate::resource::BudgetSnapshot;
 use crate::sync::biased_lock::{self, BiasedGuard, BiasedLock};
@@ -400,18 +402,19 @@ impl Shards {
         Ok(())
     }
 
-    /// Adds deps to a live block and changes its count of open uses.
+    /// Adds deps to a live block; see [`TlsfHeap::update_use`].
     pub(super) fn update_use(
         &self,
         handle: BlockHandle,
         deps: StreamDeps,
+        writers: u64,
         open: UseCount,
-    ) -> Result<(), HeapError> {
+    ) -> Result<EarlierUses, HeapError> {
         self.shard_of_handle(handle)?
             .state
             .lock()
             .heap
-            .update_use(handle.id, deps, open)
+            .update_use(handle.id, deps, writers, open)
     }
 
     /// Returns the empty chunks of all shards to the central heap.

@@ -60,6 +60,25 @@ pub(super) enum HeapError {
     InUse(u32),
 }
 
+/// Uses of a live block before a new one.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct EarlierUses {
+    /// Streams that used the block.
+    pub(super) all: StreamDeps,
+    /// Slots of those streams that may have written the block.
+    pub(super) writers: u64,
+}
+
+/// Folds slots to a bit for each two, which is all the room that a header has.
+fn fold(slots: u64) -> u32 {
+    (slots as u32) | (slots >> u32::BITS) as u32
+}
+
+/// Returns the slots that [`fold`] maps to these bits.
+fn unfold(bits: u32) -> u64 {
+    u64::from(bits) | u64::from(bits) << u32::BITS
+}
+
 /// Change of the number of open uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UseCount {
@@ -105,7 +124,8 @@ struct Header {
     /// Neighbour at the higher address.
     above: u32,
     /// Free block: neighbours in the list of its class. Unused header: `next` is the next unused
-    /// one. Allocated block: `previous` counts open uses.
+    /// one. Allocated block: `previous` counts open uses, and `next` has a bit for each two slots
+    /// whose streams write the block.
     previous: u32,
     next: u32,
     region: u32,
@@ -467,22 +487,29 @@ impl TlsfHeap {
         }
     }
 
-    /// Adds deps to an allocated block and changes its count of open uses.
+    /// Adds deps to an allocated block, some of which write, and changes its count of open uses.
+    /// Returns the uses before.
     pub(super) fn update_use(
         &mut self,
         id: BlockId,
         deps: StreamDeps,
+        writers: u64,
         count: UseCount,
-    ) -> Result<(), HeapError> {
+    ) -> Result<EarlierUses, HeapError> {
         self.live(id)?;
         let header = &mut self.headers[id.index as usize];
-        header.set_deps(header.deps().union(deps));
+        let earlier = EarlierUses {
+            all: header.deps(),
+            writers: header.slots & unfold(header.next),
+        };
+        header.set_deps(earlier.all.union(deps));
+        header.next |= fold(writers);
         header.previous = match count {
             UseCount::Inc => header.previous.saturating_add(1),
             UseCount::Keep => header.previous,
             UseCount::Dec => header.previous.saturating_sub(1),
         };
-        Ok(())
+        Ok(earlier)
     }
 
     #[inline]
@@ -597,6 +624,7 @@ impl TlsfHeap {
         header.serial = serial;
         header.requested = requested;
         header.previous = 0;
+        header.next = 0;
         let block = HeapBlock {
             id: BlockId { serial, index },
             address: header.address,

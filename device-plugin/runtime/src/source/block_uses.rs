@@ -12,19 +12,31 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::driver::{Context, Event, Stream, StreamKey};
+use crate::driver::{Access, Context, Event, Stream, StreamKey};
 use crate::error::{CudaError, ResourceError};
 use crate::resource::{Block, BlockRef, BlockUse, FreeError, Outstanding, Reaped};
+
+/// Last use of a block in one stream.
+#[derive(Debug)]
+struct StreamUse {
+    stream: StreamKey,
+    /// Number of the last use.
+    sequence: u64,
+    /// Event after the last use. A thread that orders a stream behind the event holds a clone.
+    event: Arc<Event>,
+    /// Whether any use in the stream writes. The event then covers that write.
+    writes: bool,
+}
 
 #[derive(Debug)]
 struct LiveBlock<P> {
     block: BlockRef,
     /// Stream in which the block was allocated.
     alloc_stream: Stream,
-    /// For each other stream, the event after the last use and that use's sequence number.
-    uses: Vec<(StreamKey, u64, Event)>,
+    /// Last uses, one for each stream.
+    uses: Vec<StreamUse>,
     /// Number of prepared uses that are not finished.
     open_uses: u32,
     payload: P,
@@ -32,19 +44,31 @@ struct LiveBlock<P> {
 
 impl<P> LiveBlock<P> {
     /// Keeps the later of two uses in a stream, and returns the event of the other.
-    fn record_use(&mut self, stream: StreamKey, sequence: u64, recorded: Event) -> Option<Event> {
-        let existing = self.uses.iter_mut().find(|(of, ..)| *of == stream);
+    fn record_use(&mut self, new: StreamUse) -> Option<Arc<Event>> {
+        let existing = self.uses.iter_mut().find(|used| used.stream == new.stream);
         match existing {
-            Some((_, later, _)) if sequence < *later => Some(recorded),
-            Some((_, last, event)) => {
-                *last = sequence;
-                Some(std::mem::replace(event, recorded))
+            Some(used) => {
+                used.writes |= new.writes;
+                if new.sequence < used.sequence {
+                    return Some(new.event);
+                }
+                used.sequence = new.sequence;
+                Some(std::mem::replace(&mut used.event, new.event))
             }
             None => {
-                self.uses.push((stream, sequence, recorded));
+                self.uses.push(new);
                 None
             }
         }
+    }
+
+    /// Returns the events behind which an access in a stream is ordered.
+    fn events_before(&self, stream: &Stream, access: Access) -> Vec<Arc<Event>> {
+        let others = self
+            .uses
+            .iter()
+            .filter(|used| used.stream != stream.key() && (used.writes || access.writes()));
+        others.map(|used| Arc::clone(&used.event)).collect()
     }
 }
 
@@ -56,7 +80,7 @@ pub(crate) struct RetiredBlock<P> {
     pub(crate) stream: Stream,
     /// Uses that the free must still wait for. `alloc_stream` is set if the block was allocated in
     /// another stream.
-    uses: Vec<(StreamKey, u64, Event)>,
+    uses: Vec<StreamUse>,
     alloc_stream: Option<Stream>,
     /// Frees of one stream complete in the order of these numbers.
     sequence: u64,
@@ -155,28 +179,38 @@ impl<P> BlockUses<P> {
         self.with_live(block, |live| read(&live.payload))
     }
 
-    /// Orders a stream behind the block's allocation, and opens a use.
+    /// Orders a stream behind the block's allocation and conflicting uses, and opens a use.
     pub(crate) fn prepare(
         &self,
         block: BlockRef,
         stream: &Stream,
+        access: Access,
     ) -> Result<BlockUse, ResourceError> {
-        let alloc_stream = self.with_live(block, |live| {
+        let (alloc_stream, events) = self.with_live(block, |live| {
             live.open_uses += 1;
-            (live.alloc_stream.key() != stream.key()).then(|| live.alloc_stream.clone())
+            let other = live.alloc_stream.key() != stream.key();
+            (
+                other.then(|| live.alloc_stream.clone()),
+                live.events_before(stream, access),
+            )
         })?;
-        if let Some(alloc_stream) = alloc_stream {
-            let ordered = self.order_after(stream, &alloc_stream);
-            if let Err(error) = ordered {
-                self.with_live(block, |live| {
-                    live.open_uses = live.open_uses.saturating_sub(1)
-                })?;
-                return Err(error.into());
-            }
+        let ordered = events
+            .iter()
+            .try_for_each(|event| stream.wait(event))
+            .and_then(|()| match &alloc_stream {
+                Some(alloc_stream) => self.order_after(stream, alloc_stream),
+                None => Ok(()),
+            });
+        if let Err(error) = ordered {
+            self.with_live(block, |live| {
+                live.open_uses = live.open_uses.saturating_sub(1)
+            })?;
+            return Err(error.into());
         }
         Ok(BlockUse {
             block,
             stream: stream.key(),
+            access,
         })
     }
 
@@ -186,7 +220,7 @@ impl<P> BlockUses<P> {
             let generation = used.block.generation;
             return Err(ResourceError::WrongStream { generation });
         }
-        match self.record(used.block, stream) {
+        match self.record(used.block, stream, used.access) {
             // Without an event the host waits for the work; otherwise the block could never be
             // freed.
             Err(ResourceError::Cuda(_)) => stream.synchronize()?,
@@ -198,13 +232,22 @@ impl<P> BlockUses<P> {
     }
 
     /// Records a use by the present work of a stream.
-    pub(crate) fn record(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
+    pub(crate) fn record(
+        &self,
+        block: BlockRef,
+        stream: &Stream,
+        access: Access,
+    ) -> Result<(), ResourceError> {
         let sequence = self.take_sequence();
-        let recorded = self.record_event(stream)?;
-        let old = self.with_live(block, |live| {
-            live.record_use(stream.key(), sequence, recorded)
-        })?;
-        self.recycle_events(old);
+        let used = StreamUse {
+            stream: stream.key(),
+            sequence,
+            event: Arc::new(self.record_event(stream)?),
+            writes: access.writes(),
+        };
+        let old = self.with_live(block, |live| live.record_use(used))?;
+        // An event that another thread still waits for is not reused.
+        self.recycle_events(old.and_then(Arc::into_inner));
         Ok(())
     }
 
@@ -346,11 +389,12 @@ impl<P> BlockUses<P> {
         entry: &mut RetiredBlock<P>,
         free: impl FnOnce(&RetiredBlock<P>) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        while let Some((of, _, event)) = entry.uses.last() {
-            if *of != entry.stream.key() {
-                entry.stream.wait(event)?;
+        while let Some(used) = entry.uses.last() {
+            if used.stream != entry.stream.key() {
+                entry.stream.wait(&used.event)?;
             }
-            self.recycle_events(entry.uses.pop().map(|(.., event)| event));
+            let done = entry.uses.pop();
+            self.recycle_events(done.and_then(|used| Arc::into_inner(used.event)));
         }
         if let Some(alloc_stream) = &entry.alloc_stream {
             self.order_after(&entry.stream, alloc_stream)?;
@@ -441,13 +485,17 @@ macro_rules! forward_block_uses {
         fn is_retired(&self, block: $crate::resource::BlockRef) -> bool {
             self.blocks.is_retired(block)
         }
+        fn supports_block_use_tracking(&self) -> bool {
+            true
+        }
         fn prepare_block_use(
             &self,
             block: $crate::resource::BlockRef,
             stream: &$crate::driver::Stream,
+            access: $crate::driver::Access,
         ) -> Result<$crate::resource::BlockUse, $crate::error::ResourceError> {
             $crate::resource::check_stream(self.ordinal(), stream)?;
-            self.blocks.prepare(block, stream)
+            self.blocks.prepare(block, stream, access)
         }
         fn finish_block_use(
             &self,
@@ -460,9 +508,10 @@ macro_rules! forward_block_uses {
             &self,
             block: $crate::resource::BlockRef,
             stream: &$crate::driver::Stream,
+            access: $crate::driver::Access,
         ) -> Result<(), $crate::error::ResourceError> {
             $crate::resource::check_stream(self.ordinal(), stream)?;
-            self.blocks.record(block, stream)
+            self.blocks.record(block, stream, access)
         }
     };
 }

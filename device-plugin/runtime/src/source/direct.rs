@@ -5,7 +5,7 @@
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
-use std::collections::HashSet;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,7 +14,7 @@ use crate::driver::{Attach, Context, LINEAR_ALIGNMENT, Stream};
 use crate::error::{CudaError, ResourceError};
 use crate::resource::{
     Block, BlockRef, DeviceMemoryResource, FreeError, Origin, Outstanding, Reaped, Tag, check_free,
-    check_request, remove_live,
+    check_request,
 };
 
 /// Driver call that allocates one kind of memory.
@@ -58,11 +58,43 @@ pub struct Direct<S = Linear> {
     next_generation: AtomicU64,
     live_bytes: AtomicU64,
     /// Blocks that have an owner.
-    live_blocks: Mutex<HashSet<BlockRef>>,
+    live_blocks: Mutex<LiveBlocks>,
     /// Blocks whose free failed.
     failed_frees: Mutex<Vec<BlockRef>>,
     /// Held by the thread that retries failed frees; other threads do not wait for it.
     reap_lock: Mutex<()>,
+}
+
+/// Blocks that have an owner, by their addresses.
+#[derive(Debug, Default)]
+struct LiveBlocks(BTreeMap<u64, BlockRef>);
+
+impl LiveBlocks {
+    /// Adds a block, or returns a live block that has some of its bytes.
+    fn insert(&mut self, block: BlockRef) -> Result<(), BlockRef> {
+        let end = block.address.saturating_add(block.bytes());
+        let below = self.0.range(..end).next_back();
+        match below {
+            Some((_, live)) if live.address + live.bytes() > block.address => Err(*live),
+            _ => {
+                self.0.insert(block.address, block);
+                Ok(())
+            }
+        }
+    }
+
+    /// Removes a block. Refuses a block that is not live, because another block may have its
+    /// address by now.
+    fn remove(&mut self, block: Block) -> Result<Block, FreeError> {
+        let known = block.as_ref();
+        if self.0.get(&known.address) == Some(&known) {
+            self.0.remove(&known.address);
+            return Ok(block);
+        }
+        let generation = known.generation;
+        let reason = ResourceError::Stale { generation };
+        Err(FreeError::Refused { block, reason })
+    }
 }
 
 /// Managed memory, allocated one block at a time with the given attachment.
@@ -90,7 +122,7 @@ impl<S: DriverAllocator> Direct<S> {
         }
     }
 
-    fn live_blocks(&self) -> MutexGuard<'_, HashSet<BlockRef>> {
+    fn live_blocks(&self) -> MutexGuard<'_, LiveBlocks> {
         self.live_blocks
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -118,14 +150,20 @@ impl<S: DriverAllocator> DeviceMemoryResource for Direct<S> {
             generation: self.next_generation.fetch_add(1, Ordering::Relaxed),
             cookie: 0,
         };
+        // The colliding memory is not freed, because that would free the live block.
+        let live = self.live_blocks().insert(block);
+        live.map_err(|other| ResourceError::PointerCollision {
+            ordinal: self.ordinal(),
+            address,
+            generation: other.generation,
+        })?;
         self.live_bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.live_blocks().insert(block);
         Ok(Block::new(block))
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let block = check_free(self.origin, self.ordinal(), block, stream)?;
-        let block = remove_live(&mut self.live_blocks(), block)?;
+        let block = self.live_blocks().remove(block)?;
         let (block_ref, bytes) = (block.as_ref(), block.bytes());
         let freed = self.context.free(block_ref.address);
         if freed.is_err() {

@@ -1,6 +1,8 @@
 //! Allocates device memory by driver calls, at the bottom of every stack of resources.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "cudarc-interop")]
+pub(crate) mod adopted;
 mod block_uses;
 pub mod direct;
 pub mod stream_ordered;

@@ -6,6 +6,7 @@ use bursar_runtime::adaptor::fault_injection::FaultPlan;
 use bursar_runtime::adaptor::logging::{Action, CsvSink, MemorySink};
 use bursar_runtime::adaptor::on_failure::{AllocationFailure, FailureAction};
 use bursar_runtime::adaptor::statistics::Counter;
+use bursar_runtime::driver::Access;
 use bursar_runtime::{
     Block, Budget, DebugGuard, DeviceMemoryResource, Direct, FaultInjection, FreeError, Logging,
     OnFailure, Statistics, StreamOrdered, Tag,
@@ -254,11 +255,14 @@ fn adaptors_compose_and_forward_uses() {
             |_: &AllocationFailure<'_>| FailureAction::Fail,
         );
         let block = all.allocate(bytes(MIB), &alloc_stream, Tag("all")).unwrap();
-        let used = all.prepare_block_use(block.as_ref(), &other).unwrap();
+        let used = all
+            .prepare_block_use(block.as_ref(), &other, Access::ReadWrite)
+            .unwrap();
         assert_eq!(used.block, block.as_ref());
         context.fill_async(block.address(), 1, MIB, &other).unwrap();
         all.finish_block_use(used, &other).unwrap();
-        all.record_block_use(block.as_ref(), &alloc_stream).unwrap();
+        all.record_block_use(block.as_ref(), &alloc_stream, Access::ReadWrite)
+            .unwrap();
         let freed = block.as_ref();
         all.deallocate(block, &other).unwrap();
         assert_eq!(all.bytes_outstanding().retired, 1 << 20);
@@ -269,7 +273,7 @@ fn adaptors_compose_and_forward_uses() {
         all.reap_pending().unwrap();
         assert_eq!(all.budget_snapshot().unwrap().used, 0);
         assert_eq!(
-            all.record_block_use(freed, &alloc_stream)
+            all.record_block_use(freed, &alloc_stream, Access::ReadWrite)
                 .unwrap_err()
                 .reason(),
             "Stale"

@@ -2,7 +2,7 @@
 
 use std::alloc::Layout;
 
-use bursar_runtime::driver::Stream;
+use bursar_runtime::driver::{Access, Stream};
 use bursar_runtime::{
     DebugGuard, DeviceMemoryResource, Direct, Exportable, FreeError, ResourceError, Tag,
 };
@@ -100,7 +100,9 @@ fn write_after_free_is_found_when_quarantine_ends() {
         let freed = block.as_ref();
         guard.deallocate(block, &stream).unwrap();
         assert!(guard.is_retired(freed));
-        let used = guard.record_block_use(freed, &stream).unwrap_err();
+        let used = guard
+            .record_block_use(freed, &stream, Access::ReadWrite)
+            .unwrap_err();
         assert_eq!(used.reason(), "Stale");
         assert_eq!(guard.bytes_outstanding().retired, 1 << 20);
         context.fill(freed.address + 5, 1, 1).unwrap();

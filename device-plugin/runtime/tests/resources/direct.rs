@@ -2,7 +2,7 @@
 
 use std::alloc::Layout;
 
-use bursar_runtime::driver::{Attach, Stream};
+use bursar_runtime::driver::{Access, Attach, Stream};
 use bursar_runtime::{
     Block, Budget, DebugGuard, DeviceMemoryResource, Direct, Exportable, FreeError, Managed,
     ResourceError, StreamOrdered, Tag,
@@ -155,11 +155,11 @@ fn block_use_is_a_stream_misuse_when_untracked() {
         let block = direct.allocate(bytes(1), &stream, Tag::default()).unwrap();
         let misuse = ResourceError::StreamMisuse { resource: "direct" };
         assert_eq!(
-            direct.prepare_block_use(block.as_ref(), &stream),
+            direct.prepare_block_use(block.as_ref(), &stream, Access::ReadWrite),
             Err(misuse.clone())
         );
         assert_eq!(
-            direct.record_block_use(block.as_ref(), &stream),
+            direct.record_block_use(block.as_ref(), &stream, Access::ReadWrite),
             Err(misuse)
         );
         direct.deallocate(block, &stream).unwrap();

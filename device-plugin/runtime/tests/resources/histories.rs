@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use bursar_runtime::driver::Stream;
+use bursar_runtime::driver::{Access, Stream};
 use bursar_runtime::{
     Block, BlockRef, DeviceMemoryResource, Exportable, FreeError, StreamOrdered, Tag,
 };
@@ -72,7 +72,8 @@ fn check(memory: &impl DeviceMemoryResource, streams: &[Stream], steps: Vec<Step
             Step::Use(which, stream, time) => {
                 let place = which % live.len();
                 let (block, end) = &mut live[place];
-                let used = memory.prepare_block_use(block.as_ref(), &streams[stream]);
+                let used =
+                    memory.prepare_block_use(block.as_ref(), &streams[stream], Access::ReadWrite);
                 let refused = memory.deallocate(
                     std::mem::replace(block, Block::new(block.as_ref())),
                     &streams[stream],
@@ -91,7 +92,7 @@ fn check(memory: &impl DeviceMemoryResource, streams: &[Stream], steps: Vec<Step
                 let place = which % live.len();
                 let (block, end) = &mut live[place];
                 memory
-                    .record_block_use(block.as_ref(), &streams[stream])
+                    .record_block_use(block.as_ref(), &streams[stream], Access::ReadWrite)
                     .unwrap();
                 *end = clock.ends[stream].max(*end);
             }

@@ -1,6 +1,6 @@
 //! Tests stream-ordered memory.
 
-use bursar_runtime::driver::Stream;
+use bursar_runtime::driver::{Access, Stream};
 use bursar_runtime::{
     Budget, DeviceMemoryResource as _, FreeError, ResourceError, StreamOrdered, Tag,
 };
@@ -58,7 +58,9 @@ fn free_waits_for_reported_uses_in_other_streams() {
         let block = memory
             .allocate(bytes(MIB), &alloc_stream, Tag::default())
             .unwrap();
-        let used = memory.prepare_block_use(block.as_ref(), &other).unwrap();
+        let used = memory
+            .prepare_block_use(block.as_ref(), &other, Access::ReadWrite)
+            .unwrap();
         spin(&other, SPIN_TIME);
         memory.finish_block_use(used, &other).unwrap();
         memory.deallocate(block, &alloc_stream).unwrap();
@@ -81,7 +83,9 @@ fn prepared_use_waits_for_the_allocation() {
             .allocate(bytes(MIB), &alloc_stream, Tag::default())
             .unwrap();
         assert!(other.is_idle().unwrap());
-        let used = memory.prepare_block_use(block.as_ref(), &other).unwrap();
+        let used = memory
+            .prepare_block_use(block.as_ref(), &other, Access::ReadWrite)
+            .unwrap();
         assert!(!other.is_idle().unwrap(), "it waits for the allocation");
         memory.finish_block_use(used, &other).unwrap();
         memory.deallocate(block, &other).unwrap();
@@ -96,7 +100,9 @@ fn recorded_use_delays_the_free() {
             .allocate(bytes(MIB), &alloc_stream, Tag::default())
             .unwrap();
         spin(&other, SPIN_TIME);
-        memory.record_block_use(block.as_ref(), &other).unwrap();
+        memory
+            .record_block_use(block.as_ref(), &other, Access::ReadWrite)
+            .unwrap();
         memory.deallocate(block, &alloc_stream).unwrap();
         assert!(!alloc_stream.is_idle().unwrap());
     });
@@ -109,7 +115,9 @@ fn free_is_refused_while_a_use_is_open() {
         let block = memory
             .allocate(bytes(MIB), &alloc_stream, Tag::default())
             .unwrap();
-        let used = memory.prepare_block_use(block.as_ref(), &other).unwrap();
+        let used = memory
+            .prepare_block_use(block.as_ref(), &other, Access::ReadWrite)
+            .unwrap();
         let Err(FreeError::Refused { block, reason }) = memory.deallocate(block, &alloc_stream)
         else {
             panic!("it was freed");
@@ -133,7 +141,9 @@ fn use_is_refused_when_finished_in_another_stream() {
         let block = memory
             .allocate(bytes(MIB), &alloc_stream, Tag::default())
             .unwrap();
-        let used = memory.prepare_block_use(block.as_ref(), &other).unwrap();
+        let used = memory
+            .prepare_block_use(block.as_ref(), &other, Access::ReadWrite)
+            .unwrap();
         let error = memory.finish_block_use(used, &alloc_stream).unwrap_err();
         assert_eq!(error.reason(), "WrongStream");
     });
@@ -155,9 +165,17 @@ fn block_is_stale_after_its_free() {
         let stale = ResourceError::Stale {
             generation: freed.generation,
         };
-        assert_eq!(memory.prepare_block_use(freed, &other), Err(stale.clone()));
-        assert_eq!(memory.record_block_use(freed, &other), Err(stale));
-        memory.record_block_use(next.as_ref(), &other).unwrap();
+        assert_eq!(
+            memory.prepare_block_use(freed, &other, Access::ReadWrite),
+            Err(stale.clone())
+        );
+        assert_eq!(
+            memory.record_block_use(freed, &other, Access::ReadWrite),
+            Err(stale)
+        );
+        memory
+            .record_block_use(next.as_ref(), &other, Access::ReadWrite)
+            .unwrap();
         memory.deallocate(next, &alloc_stream).unwrap();
     });
 }
@@ -170,7 +188,9 @@ fn use_in_another_devices_stream_is_refused() {
         let block = memory
             .allocate(bytes(MIB), &alloc_stream, Tag::default())
             .unwrap();
-        let error = memory.record_block_use(block.as_ref(), &other).unwrap_err();
+        let error = memory
+            .record_block_use(block.as_ref(), &other, Access::ReadWrite)
+            .unwrap_err();
         assert_eq!(error.reason(), "WrongOrdinal");
         memory.deallocate(block, &alloc_stream).unwrap();
     });
@@ -192,7 +212,9 @@ fn eight_threads_of_64_iterations_leak_nothing() {
                         let block = memory
                             .allocate(layout, &alloc_stream, Tag::default())
                             .unwrap();
-                        memory.record_block_use(block.as_ref(), &other).unwrap();
+                        memory
+                            .record_block_use(block.as_ref(), &other, Access::ReadWrite)
+                            .unwrap();
                         memory.deallocate(block, &alloc_stream).unwrap();
                     }
                 });

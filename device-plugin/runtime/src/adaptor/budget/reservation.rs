@@ -5,7 +5,7 @@ use std::alloc::Layout;
 use std::sync::Arc;
 
 use super::{Budget, BudgetAccount};
-use crate::driver::Stream;
+use crate::driver::{Access, Stream};
 use crate::error::ResourceError;
 use crate::resource::{
     Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, FreeError, Origin,
@@ -81,20 +81,30 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Reservation<R> {
         self.budget.is_retired(block)
     }
 
+    fn supports_block_use_tracking(&self) -> bool {
+        self.budget.supports_block_use_tracking()
+    }
+
     fn prepare_block_use(
         &self,
         block: BlockRef,
         stream: &Stream,
+        access: Access,
     ) -> Result<BlockUse, ResourceError> {
-        self.budget.prepare_block_use(block, stream)
+        self.budget.prepare_block_use(block, stream, access)
     }
 
     fn finish_block_use(&self, used: BlockUse, stream: &Stream) -> Result<(), ResourceError> {
         self.budget.finish_block_use(used, stream)
     }
 
-    fn record_block_use(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
-        self.budget.record_block_use(block, stream)
+    fn record_block_use(
+        &self,
+        block: BlockRef,
+        stream: &Stream,
+        access: Access,
+    ) -> Result<(), ResourceError> {
+        self.budget.record_block_use(block, stream, access)
     }
 
     fn kind(&self) -> &'static str {

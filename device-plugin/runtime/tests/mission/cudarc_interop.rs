@@ -1,0 +1,137 @@
+//! Tests that contexts, streams and slices of cudarc go in and out of the runtime.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use bursar_runtime::driver::Stream;
+use bursar_runtime::driver::interop::InteropError;
+use bursar_runtime::{DeviceMemoryResource as _, DeviceRuntime, GpuRef, StaleReason, TrackedSlice};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, run_in_subprocess};
+use cudarc::driver::{CudaContext, CudaSlice};
+
+use crate::{LASTS, items, slice, spin};
+
+fn example() -> Result<()> {
+    // A program over cudarc, with its own context, stream and memory.
+    let context = CudaContext::new(0)?;
+    let stream = context.new_stream()?;
+    let weights: CudaSlice<u32> = stream.clone_htod(&[1, 2, 3])?;
+    // The runtime of the same context adopts the memory: shared, checked, and freed once.
+    let runtime = DeviceRuntime::for_cudarc(&context)?;
+    let weights = GpuRef::from(TrackedSlice::from_cudarc(&runtime, weights)?);
+    let other = context.new_stream()?;
+    // cudarc gets it back as a view, ordered behind the last write in whatever stream.
+    let token = weights.begin_write(Instant::now(), LASTS)?;
+    weights.write_in_cudarc(&token, &stream, |mut view| {
+        stream.memset_zeros(&mut view.slice_mut(0..1))
+    })??;
+    weights.commit(token, Instant::now())?;
+    let copied = weights.read_in_cudarc(&other, |view| other.clone_dtod(&view))??;
+    assert_eq!(other.clone_dtoh(&copied)?, [0, 2, 3]);
+    // A stream of the runtime, as cudarc's.
+    let ours = runtime.streams().next()?.to_cudarc(&context)?;
+    assert_eq!(ours.clone_dtoh(&copied)?, [0, 2, 3]);
+    // Memory of the runtime's pool, by the same views.
+    let pooled = GpuRef::from(slice(&runtime, &[7, 8], &runtime.stream()?));
+    let copied = pooled.read_in_cudarc(&other, |view| other.clone_dtod(&view))??;
+    assert_eq!(other.clone_dtoh(&copied)?, [7, 8]);
+    Ok(())
+}
+
+#[test]
+fn cudarc_program_adopts_memory_without_addresses() {
+    run_in_subprocess(ONE_GPU, |_| example().unwrap());
+}
+
+#[test]
+fn adopted_slice_is_freed_once_or_returned() {
+    run_in_subprocess(ONE_GPU, |machine| {
+        let context = CudaContext::new(0).unwrap();
+        let stream = context.new_stream().unwrap();
+        let runtime = DeviceRuntime::for_cudarc(&context).unwrap();
+        stream.synchronize().unwrap();
+        let used = machine.used(0);
+        let take = || -> CudaSlice<u8> { stream.alloc_zeros(64 << 20).unwrap() };
+        let memory = GpuRef::from(TrackedSlice::from_cudarc(&runtime, take()).unwrap());
+        let clone = memory.clone();
+        assert_eq!(
+            (memory.len(), memory.generation()),
+            (64 << 20, runtime.generation())
+        );
+        drop(memory);
+        assert!(machine.used(0) > used);
+        let busy = runtime.stream().unwrap();
+        clone.read_in(&busy, |_| spin(&busy)).unwrap();
+        drop(clone);
+        let own = Stream::from_cudarc(&stream).unwrap();
+        assert_eq!(
+            own.is_idle(),
+            Ok(false),
+            "the free follows the other stream"
+        );
+        context.synchronize().unwrap();
+        // cudarc's own allocations show that the memory is free again.
+        let adopted = TrackedSlice::from_cudarc(&runtime, take()).unwrap();
+        let address = adopted.address();
+        let returned = adopted.into_cudarc().unwrap();
+        assert_eq!(returned.len(), 64 << 20);
+        let again = TrackedSlice::from_cudarc(&runtime, returned).unwrap();
+        assert_eq!(again.address(), address);
+        let foreign = slice(&runtime, &[1], &own)
+            .into_cudarc()
+            .unwrap_err()
+            .unwrap();
+        assert_eq!(foreign.len(), 1);
+    });
+}
+
+#[test]
+fn streams_of_cudarc_keep_their_identity() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let context = CudaContext::new(0).unwrap();
+        let foreign = context.new_stream().unwrap();
+        let first = Stream::from_cudarc(&foreign).unwrap();
+        assert_eq!(Stream::from_cudarc(&foreign).unwrap(), first);
+        assert_eq!(first.to_cudarc(&context).unwrap(), foreign);
+        // The wrapped stream outlives cudarc's handle.
+        drop(foreign);
+        spin(&first);
+        first.synchronize().unwrap();
+        let null = Stream::from_cudarc(&context.default_stream()).unwrap();
+        assert_eq!(null, first.context().default_stream());
+        assert_eq!(null.to_cudarc(&context).unwrap(), context.default_stream());
+        let per_thread = Stream::from_cudarc(&context.per_thread_stream());
+        assert_eq!(per_thread, Err(InteropError::PerThreadStream));
+        let own = DeviceRuntime::for_ordinal(0).unwrap().stream().unwrap();
+        let lent = own.to_cudarc(&context).unwrap();
+        drop(own);
+        lent.synchronize().unwrap();
+    });
+}
+
+#[test]
+fn foreign_contexts_and_stale_runtimes_are_refused() {
+    run_in_subprocess(TWO_GPUS, |_| {
+        let context = CudaContext::new(0).unwrap();
+        let stream = context.new_stream().unwrap();
+        let other = DeviceRuntime::for_ordinal(1).unwrap();
+        let there = CudaContext::new(1).unwrap();
+        let wrong = other.stream().unwrap().to_cudarc(&context);
+        assert_eq!(wrong, Err(InteropError::NotPrimary { ordinal: 0 }));
+        assert_eq!(other.to_cudarc().unwrap().ordinal(), there.ordinal());
+        let memory: CudaSlice<u8> = stream.alloc_zeros(16).unwrap();
+        let elsewhere = TrackedSlice::from_cudarc(&other, memory).unwrap_err();
+        assert!(elsewhere.to_string().contains("device"), "{elsewhere}");
+        let runtime = DeviceRuntime::for_cudarc(&context).unwrap();
+        let memory: CudaSlice<u32> = stream.clone_htod(&[5]).unwrap();
+        let memory = GpuRef::from(TrackedSlice::from_cudarc(&runtime, memory).unwrap());
+        assert_eq!(items(&memory), [5]);
+        runtime.shut_down();
+        let stale = memory.read_in_cudarc(&stream, |_| unreachable!("it is stale"));
+        assert!(stale.unwrap_err().to_string().contains("shut down"));
+        assert_eq!(memory.access(), Err(StaleReason::ShutDown));
+        let late: CudaSlice<u8> = stream.alloc_zeros(16).unwrap();
+        TrackedSlice::from_cudarc(&runtime, late).unwrap_err();
+        assert_eq!(runtime.resource().bytes_outstanding().live, 0);
+    });
+}

@@ -1,0 +1,138 @@
+//! Tests managed memory with several owners, and the statistics of its allocator.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use bursar_runtime::driver::{Attach, Grid};
+use bursar_runtime::memory::gpu_ref::WriteError;
+use bursar_runtime::memory::write_token::WriteRefused;
+use bursar_runtime::{DeviceRuntime, Launch, ManagedRef, SharedManagedRef, StaleReason, Tag};
+use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
+
+use crate::{LASTS, SPIN_TIME, fill_kernel, spin};
+
+fn example() -> Result<()> {
+    let runtime = DeviceRuntime::for_ordinal(0)?;
+    let (managed, stream) = (runtime.managed(), runtime.streams().next()?);
+    let table: ManagedRef<u32> = managed.allocate(4, Attach::Global, &stream, Tag("table"))?;
+    let table = SharedManagedRef::from(table);
+    std::thread::scope(|scope| {
+        // Each actor has a clone. The token coordinates writers, a lock orders single uses.
+        let writer = table.clone();
+        let written = scope.spawn(move || -> Result<u64> {
+            let token = writer.begin_write(Instant::now(), LASTS)?;
+            writer.lock_mut(&token)?.write()?.fill(1);
+            let mut memory = writer.lock_mut(&token)?;
+            let kernel = fill_kernel(stream.context());
+            Launch::new(&kernel, &stream, Grid::linear(1, 1))
+                .arg(memory.arg_mut()?)
+                .arg(2_u8)
+                .arg(4_u64)
+                .submit()?;
+            drop(memory);
+            Ok(writer.commit(token, Instant::now())?)
+        });
+        assert_eq!(written.join().unwrap().unwrap(), 1);
+    });
+    // The host waits for the kernel.
+    assert_eq!(table.lock()?.read()?, [0x0202_0202, 1, 1, 1]);
+    let counts = managed.statistics();
+    assert_eq!((counts.bytes.current, counts.blocks.total), (16, 1));
+    drop(table);
+    assert_eq!(runtime.managed().statistics().bytes.current, 0);
+    Ok(())
+}
+
+#[test]
+fn managed_memory_is_shared_and_counted() {
+    run_in_subprocess(ONE_GPU, |_| example().unwrap());
+}
+
+fn shared(runtime: &DeviceRuntime, len: usize) -> SharedManagedRef<u32> {
+    let stream = runtime.stream().unwrap();
+    let managed = runtime.managed();
+    let memory = managed.allocate(len, Attach::Global, &stream, Tag("test"));
+    SharedManagedRef::from(memory.unwrap())
+}
+
+#[test]
+fn second_writer_gets_neither_token_nor_lock() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let runtime = DeviceRuntime::for_ordinal(0).unwrap();
+        let (memory, other) = (shared(&runtime, 4), shared(&runtime, 4));
+        let token = memory.begin_write(Instant::now(), LASTS).unwrap();
+        let busy = memory
+            .clone()
+            .begin_write(Instant::now(), LASTS)
+            .unwrap_err();
+        assert!(matches!(busy, WriteError::Refused(WriteRefused::Busy(_))));
+        let foreign = other.lock_mut(&token).map(|_| ()).unwrap_err();
+        assert_eq!(foreign, WriteError::Refused(WriteRefused::Foreign));
+        memory.fence_writer();
+        let fenced = WriteError::Refused(WriteRefused::Fenced);
+        assert_eq!(memory.lock_mut(&token).map(|_| ()).unwrap_err(), fenced);
+        assert_eq!(memory.commit(token, Instant::now()), Err(fenced));
+        assert_eq!(memory.commits(), 0);
+    });
+}
+
+#[test]
+fn writer_waits_for_the_readers_locks() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let runtime = DeviceRuntime::for_ordinal(0).unwrap();
+        let memory = shared(&runtime, 4);
+        let token = memory.begin_write(Instant::now(), LASTS).unwrap();
+        let (first, second) = (memory.lock().unwrap(), memory.lock().unwrap());
+        assert_eq!(first.read().unwrap(), second.read().unwrap());
+        let begun = Instant::now();
+        std::thread::scope(|scope| {
+            scope.spawn(|| memory.lock_mut(&token).unwrap().write().unwrap().fill(3));
+            std::thread::sleep(SPIN_TIME);
+            assert_eq!(first.read().unwrap(), [0; 4]);
+            drop((first, second));
+        });
+        assert!(begun.elapsed() >= SPIN_TIME);
+        assert_eq!(memory.lock().unwrap().read().unwrap(), [3; 4]);
+    });
+}
+
+#[test]
+fn memory_is_freed_with_the_last_clone_after_its_work() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let runtime = DeviceRuntime::for_ordinal(0).unwrap();
+        let memory = shared(&runtime, 4);
+        let clone = memory.clone();
+        let refused = memory.try_into_owner().unwrap_err();
+        assert_eq!(runtime.managed().statistics().blocks.current, 1);
+        drop(clone);
+        let stream = runtime.stream().unwrap();
+        let mut owner = refused.try_into_owner().unwrap();
+        spin(&stream);
+        let begun = Instant::now();
+        Launch::new(&fill_kernel(runtime.context()), &stream, Grid::linear(1, 1))
+            .arg(owner.arg_mut().unwrap())
+            .arg(1_u8)
+            .arg(16_u64)
+            .submit()
+            .unwrap();
+        drop(SharedManagedRef::from(owner));
+        assert!(begun.elapsed() >= SPIN_TIME / 2, "the kernel still wrote");
+        assert_eq!(runtime.managed().statistics().blocks.current, 0);
+    });
+}
+
+#[test]
+fn shared_managed_memory_is_inert_after_a_shutdown() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let runtime = DeviceRuntime::for_ordinal(0).unwrap();
+        let memory = shared(&runtime, 4);
+        assert_eq!(memory.generation(), runtime.generation());
+        let token = memory.begin_write(Instant::now(), LASTS).unwrap();
+        runtime.shut_down();
+        let stale = StaleReason::ShutDown;
+        assert_eq!(memory.lock().map(|_| ()).unwrap_err(), stale);
+        let refused = memory.lock_mut(&token).map(|_| ()).unwrap_err();
+        assert_eq!(refused, WriteError::Stale(stale));
+        assert_eq!(memory.commit(token, Instant::now()), Err(stale.into()));
+    });
+}

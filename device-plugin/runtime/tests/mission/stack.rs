@@ -1,0 +1,156 @@
+//! Tests what a runtime owns: its streams, its budget that follows a quota, and its log.
+
+use std::alloc::Layout;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use bursar_runtime::adaptor::default_stack::{DefaultStack, QuotaFn};
+use bursar_runtime::adaptor::logging::{Action, MemorySink};
+use bursar_runtime::{
+    DeviceMemoryResource, DeviceRuntime, ErrorClass, ResourceError, StaleReason, Tag, TrackedSlice,
+};
+use bursar_sim_lab::{ONE_GPU, run_in_subprocess};
+
+const MIB: u64 = 1 << 20;
+
+fn example() -> Result<()> {
+    let runtime = DeviceRuntime::for_ordinal(0)?;
+    // In a pod the limit is the pod's quota, and follows it when the agent changes the quota.
+    println!(
+        "{} of {} bytes",
+        runtime.budget().used,
+        runtime.budget().limit
+    );
+    runtime.set_limit(Some(8 * MIB)); // in addition to the quota
+    let log = Arc::new(MemorySink::default());
+    runtime.set_log(Some(Arc::clone(&log) as _));
+    // The runtime's own streams, shared by turns.
+    let stream = runtime.streams().next()?;
+    let half = TrackedSlice::<u8>::allocate(&runtime, 4 << 20, &stream, Tag("half"))?;
+    let refused = TrackedSlice::<u8>::allocate(&runtime, 5 << 20, &stream, Tag("more"));
+    println!("{}", refused.unwrap_err());
+    drop(half);
+    assert_eq!(runtime.budget().used, 0);
+    runtime.set_log(None);
+    for record in log.records() {
+        println!(
+            "{:?} {} bytes for {}",
+            record.action, record.bytes, record.tag.0
+        );
+    }
+    let actions: Vec<_> = log.records().iter().map(|record| record.action).collect();
+    assert_eq!(
+        actions,
+        [Action::Allocate, Action::AllocateFailure, Action::Free]
+    );
+    runtime.streams().synchronize()?;
+    Ok(())
+}
+
+#[test]
+fn runtime_owns_its_streams_budget_and_log() {
+    run_in_subprocess(ONE_GPU, |_| {
+        example().unwrap();
+        let runtime = DeviceRuntime::for_ordinal(0).unwrap();
+        runtime.set_limit(None);
+        assert_eq!(runtime.budget().limit, 16 << 30);
+        let keys: BTreeSet<_> = (0..32)
+            .map(|_| runtime.streams().next().unwrap().key())
+            .collect();
+        assert_eq!(keys.len(), 8);
+        assert_eq!(runtime.statistics().blocks, 0);
+    });
+}
+
+fn stack(runtime: &DeviceRuntime, quota: u64) -> (Arc<DefaultStack>, Arc<AtomicU64>) {
+    let quota = Arc::new(AtomicU64::new(quota));
+    let told = Arc::clone(&quota);
+    let ask: QuotaFn = Arc::new(move || Some(told.load(Ordering::Relaxed)).filter(|&q| q > 0));
+    let stack = DefaultStack::new(runtime.context(), Arc::clone(runtime.state()), ask).unwrap();
+    (Arc::new(stack), quota)
+}
+
+fn take(
+    memory: &DefaultStack,
+    bytes: u64,
+    runtime: &DeviceRuntime,
+) -> Result<bursar_runtime::Block, ResourceError> {
+    let layout = Layout::from_size_align(usize::try_from(bytes).unwrap(), 1).unwrap();
+    memory.allocate(layout, &runtime.streams().next().unwrap(), Tag("test"))
+}
+
+#[test]
+fn raised_quota_counts_at_the_next_allocation() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let runtime = DeviceRuntime::for_ordinal(0).unwrap();
+        let (memory, quota) = stack(&runtime, 4 * MIB);
+        let _block = take(&memory, 4 * MIB, &runtime).unwrap();
+        let full = take(&memory, 1, &runtime).unwrap_err();
+        assert_eq!(
+            (full.reason(), full.class()),
+            ("OverBudget", ErrorClass::OutOfMemory)
+        );
+        quota.store(8 * MIB, Ordering::Relaxed);
+        let _more = take(&memory, 4 * MIB, &runtime).unwrap();
+        assert_eq!(memory.budget().limit, 8 * MIB);
+        // The program's own limit is below the quota.
+        memory.set_limit(Some(6 * MIB));
+        assert_eq!(memory.budget().limit, 6 * MIB);
+        // A quota that cannot be read leaves the last one in force.
+        quota.store(0, Ordering::Relaxed);
+        memory.set_limit(None);
+        assert_eq!(memory.budget().limit, 6 * MIB);
+    });
+}
+
+#[test]
+fn lowered_quota_is_followed_without_a_call() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let runtime = DeviceRuntime::for_ordinal(0).unwrap();
+        let (memory, quota) = stack(&runtime, 8 * MIB);
+        memory.follow_quota();
+        let block = take(&memory, 4 * MIB, &runtime).unwrap();
+        quota.store(2 * MIB, Ordering::Relaxed);
+        let begun = Instant::now();
+        while memory.budget().limit != 2 * MIB {
+            assert!(
+                begun.elapsed() < Duration::from_secs(30),
+                "the quota is not followed"
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        // Live blocks stay, and new ones wait until enough is freed.
+        take(&memory, 1, &runtime).unwrap_err();
+        let stream = runtime.streams().next().unwrap();
+        memory.deallocate(block, &stream).unwrap();
+        let small = take(&memory, 2 * MIB, &runtime).unwrap();
+        memory.deallocate(small, &stream).unwrap();
+    });
+}
+
+#[test]
+fn stale_stack_refuses_allocations_and_logs_them() {
+    run_in_subprocess(ONE_GPU, |_| {
+        let runtime = DeviceRuntime::for_ordinal(0).unwrap();
+        let (memory, _quota) = stack(&runtime, 8 * MIB);
+        let block = take(&memory, 1, &runtime).unwrap();
+        let stream = runtime.streams().next().unwrap();
+        runtime.shut_down();
+        let refused = take_in(&memory, &stream).unwrap_err();
+        assert_eq!(refused, ResourceError::Ended(StaleReason::ShutDown));
+        memory.deallocate(block, &stream).unwrap();
+        assert_eq!(memory.bytes_outstanding().total(), 0);
+    });
+}
+
+fn take_in(
+    memory: &DefaultStack,
+    stream: &bursar_runtime::driver::Stream,
+) -> Result<(), ResourceError> {
+    memory
+        .allocate(Layout::new::<u8>(), stream, Tag("test"))
+        .map(drop)
+}

@@ -1,0 +1,174 @@
+//! Names the checks of the area `mission/`: one for each system that programs use.
+
+use super::named::{NamedCheck, TestSelection};
+
+/// The runtime's examples, a module for each system, over the simulated driver.
+const EXAMPLES: &[&str] = &["--test", "mission"];
+
+/// Unit tests of the libraries.
+const LIB: &[&str] = &["--lib"];
+
+/// The checks of the area.
+pub(super) const CHECKS: &[NamedCheck] = &[
+    NamedCheck {
+        name: "mission/device-state",
+        promise: "memory has a generation that only grows; a thread and a task are told when it becomes stale, also by the agent's fence",
+        long: false,
+        tests: &[
+            TestSelection {
+                target: EXAMPLES,
+                names: &["state::subscribers_are_told_and_generations_grow"],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: LIB,
+                names: &[
+                    "state::subscription::tests::agent_fence_wakes_a_subscriber_without_a_check",
+                    "state::subscription::tests::dropped_subscription_leaves_no_waker",
+                    "state::subscription::tests::subscriber_of_a_stale_state_gets_the_reason_at_once",
+                    "state::subscription::tests::task_is_woken_by_each_stage_and_ends_with_the_last",
+                    "state::subscription::tests::thread_is_woken_by_a_change",
+                    "state::tests::generations_grow_with_each_state_and_process_image",
+                ],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
+        name: "mission/gpu-ref",
+        promise: "a shared reference tells its generation and GPU, and foreign work that is recorded afterwards orders later uses and the free",
+        long: false,
+        tests: &[TestSelection {
+            target: EXAMPLES,
+            names: &[
+                "references::reference_tells_its_generation_and_records_foreign_work",
+                "references::recorded_write_counts_even_if_the_token_is_refused",
+                "references::later_write_follows_a_recorded_read_and_its_predecessors",
+                "references::free_waits_for_recorded_work",
+                "references::recorded_use_is_refused_when_untracked_or_stale",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "mission/managed-ref",
+        promise: "managed memory has several owners, one writer at a time by token and lock, and an allocator with statistics",
+        long: false,
+        tests: &[TestSelection {
+            target: EXAMPLES,
+            names: &[
+                "managed::managed_memory_is_shared_and_counted",
+                "managed::second_writer_gets_neither_token_nor_lock",
+                "managed::writer_waits_for_the_readers_locks",
+                "managed::memory_is_freed_with_the_last_clone_after_its_work",
+                "managed::shared_managed_memory_is_inert_after_a_shutdown",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "mission/peer-copy",
+        promise: "copies of shared memory between GPUs follow the last writes, and later writes and frees follow the copies",
+        long: false,
+        tests: &[TestSelection {
+            target: EXAMPLES,
+            names: &[
+                "peer_copy::peer_copy_follows_the_last_writes",
+                "peer_copy::later_writes_and_the_free_follow_the_copy",
+                "peer_copy::peer_copy_is_refused_with_its_reason",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "mission/block-use",
+        promise: "uses of blocks are ordered by their access over every resource that tracks them; a first use in another stream is joined",
+        long: false,
+        tests: &[TestSelection {
+            target: EXAMPLES,
+            names: &[
+                "block_uses::block_uses_are_ordered_by_their_access",
+                "block_uses::first_use_in_another_stream_is_joined",
+                "block_uses::own_stream_follows_conflicting_uses_of_other_streams",
+                "block_uses::uses_conflict_unless_both_read",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "mission/pointer-collision",
+        promise: "an address that the driver returns while a live block has it is an error, and the block stays its owner's",
+        long: false,
+        tests: &[TestSelection {
+            target: EXAMPLES,
+            names: &["block_uses::colliding_pointer_is_an_error_until_the_block_is_freed"],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "mission/device-runtime",
+        promise: "a runtime owns its streams, its log, and a budget that follows the quota up and down while programs allocate",
+        long: false,
+        tests: &[TestSelection {
+            target: EXAMPLES,
+            names: &[
+                "stack::lowered_quota_is_followed_without_a_call",
+                "stack::raised_quota_counts_at_the_next_allocation",
+                "stack::runtime_owns_its_streams_budget_and_log",
+                "stack::stale_stack_refuses_allocations_and_logs_them",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "mission/async",
+        promise: "tasks allocate, copy, wait and free without blocking a worker of Tokio; errors and panics come back to the task",
+        long: false,
+        tests: &[
+            TestSelection {
+                target: EXAMPLES,
+                names: &[
+                    "tasks::dropped_future_leaks_no_memory",
+                    "tasks::errors_and_panics_come_back_to_the_task",
+                    "tasks::operations_leave_the_worker_to_other_tasks",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: LIB,
+                names: &[
+                    "sync::blocking::tests::more_work_than_threads_is_all_done",
+                    "sync::blocking::tests::panic_of_work_is_an_error",
+                    "sync::blocking::tests::work_beside_blocked_work_goes_on",
+                ],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
+        name: "mission/cudarc",
+        promise: "contexts, streams and slices of cudarc go in and out of the runtime, without addresses, and are freed once",
+        long: false,
+        tests: &[TestSelection {
+            target: EXAMPLES,
+            names: &[
+                "cudarc_interop::adopted_slice_is_freed_once_or_returned",
+                "cudarc_interop::cudarc_program_adopts_memory_without_addresses",
+                "cudarc_interop::foreign_contexts_and_stale_runtimes_are_refused",
+                "cudarc_interop::streams_of_cudarc_keep_their_identity",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+];
