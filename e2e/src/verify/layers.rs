@@ -26,6 +26,7 @@ const FLOORS: &[&[&str]] = &[
         "bursar-watch",
     ],
     &[
+        "bursar-cli",
         "bursar-fdstore",
         "bursar-ledger",
         "bursar-nvml-shim",

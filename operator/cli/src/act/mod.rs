@@ -1,0 +1,51 @@
+//! Changes objects: drains, undrains and resizes.
+//!
+//! Each change is a patch with the version of the object that it was made from, so that a change
+//! by another client is not undone.
+
+pub mod drain;
+pub mod resize;
+
+use kube::Client;
+use kube::api::{Patch, PatchParams};
+use kube::core::Request;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+/// The field manager of the changes.
+const MANAGER: &str = "kubectl-bursar";
+
+/// Reads one object.
+///
+/// # Errors
+/// When the API server refuses.
+pub async fn get<T: Clone + std::fmt::Debug + DeserializeOwned>(
+    client: &Client,
+    path: &str,
+    name: &str,
+) -> Result<T, kube::Error> {
+    let request = Request::new(path).get(name, &kube::api::GetParams::default());
+    client
+        .request(request.map_err(kube::Error::BuildRequest)?)
+        .await
+}
+
+/// Sends a merge patch and returns the changed object.
+///
+/// # Errors
+/// When the API server refuses, or the object has changed meanwhile.
+pub async fn patch<T: Clone + std::fmt::Debug + DeserializeOwned>(
+    client: &Client,
+    path: &str,
+    name: &str,
+    patch: &Value,
+) -> Result<T, kube::Error> {
+    let params = PatchParams {
+        field_manager: Some(MANAGER.to_owned()),
+        ..PatchParams::default()
+    };
+    let request = Request::new(path).patch(name, &params, &Patch::Merge(patch));
+    client
+        .request(request.map_err(kube::Error::BuildRequest)?)
+        .await
+}

@@ -1,0 +1,324 @@
+//! Parses the command line.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::amounts::parse_duration;
+
+/// Shows and manages shared GPU memory
+#[derive(Clone, Debug, Parser)]
+#[command(
+    name = "kubectl-bursar",
+    bin_name = "kubectl bursar",
+    version,
+    disable_help_subcommand = true
+)]
+pub struct Cli {
+    /// The command.
+    #[command(subcommand)]
+    pub command: Command,
+    /// Options of every command.
+    #[command(flatten)]
+    pub global: Global,
+}
+
+/// Options of every command.
+#[derive(Clone, Debug, Default, Args)]
+pub struct Global {
+    /// Namespace; the context's by default
+    #[arg(short, long, global = true, value_name = "NAMESPACE")]
+    pub namespace: Option<String>,
+    /// All namespaces
+    #[arg(short = 'A', long, global = true)]
+    pub all_namespaces: bool,
+    /// Context of the kubeconfig
+    #[arg(long, global = true, value_name = "NAME")]
+    pub context: Option<String>,
+    /// Path of the kubeconfig
+    #[arg(long, global = true, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
+    /// User to impersonate
+    #[arg(long = "as", global = true, value_name = "USER")]
+    pub as_user: Option<String>,
+    /// Group to impersonate; may be repeated
+    #[arg(
+        long = "as-group",
+        global = true,
+        value_name = "GROUP",
+        requires = "as_user"
+    )]
+    pub as_group: Vec<String>,
+    /// Output format
+    #[arg(
+        short,
+        long,
+        global = true,
+        value_enum,
+        value_name = "FORMAT",
+        default_value_t
+    )]
+    pub output: Output,
+    /// Leave out headers and sums
+    #[arg(long, global = true)]
+    pub no_headers: bool,
+}
+
+/// The output format.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// A table.
+    #[default]
+    Table,
+    /// A table with more columns.
+    Wide,
+    /// JSON.
+    Json,
+    /// YAML.
+    Yaml,
+    /// Names, a line for each object.
+    Name,
+}
+
+/// The commands.
+#[derive(Clone, Debug, Subcommand)]
+pub enum Command {
+    /// Show pods or namespaces with their GPU memory
+    Top(TopArgs),
+    /// Show the GPUs of the nodes
+    Gpus {
+        /// Only this node
+        node: Option<String>,
+        /// Repeat every two seconds
+        #[arg(short, long)]
+        watch: bool,
+    },
+    /// Show the budgets of namespaces
+    Budgets {
+        /// Repeat every two seconds
+        #[arg(short, long)]
+        watch: bool,
+    },
+    /// Show retained memory by GPU
+    Retained,
+    /// Explain why a pod or the pods of a workload run or not
+    Explain {
+        /// The kind: pod, deployment, statefulset, replicaset or job
+        kind: WorkloadKind,
+        /// The name
+        name: String,
+    },
+    /// Look for what is amiss in the cluster
+    Doctor {
+        /// Look only at what an install needs
+        #[arg(long)]
+        preflight: bool,
+    },
+    /// Drain GPUs of a node, for a reset or another driver
+    Drain(DrainArgs),
+    /// End the drain of GPUs
+    Undrain {
+        /// The node
+        node: String,
+        /// Index, or UUID or its beginning; all drained GPUs by default
+        gpus: Vec<String>,
+        /// Print the patch and change nothing
+        #[arg(long)]
+        dry_run: bool,
+    },
+    /// Lower the quota of a running pod, or lift such a quota
+    Resize {
+        /// The pod
+        pod: String,
+        /// The quota of each of its containers on each GPU, such as 4Gi
+        #[arg(required_unless_present = "reset")]
+        amount: Option<String>,
+        /// Lift the quota: the pod's request is its quota again
+        #[arg(long, conflicts_with = "amount")]
+        reset: bool,
+        /// Print the patch and change nothing
+        #[arg(long)]
+        dry_run: bool,
+    },
+    /// Show the events of Bursar in order of time
+    Events {
+        /// Only events of this time, such as 15m or 1h
+        #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
+        since: Option<i64>,
+    },
+    /// Rewrite manifests of HAMi, KAI, or NVIDIA's time-slicing and MPS
+    Convert(ConvertArgs),
+    /// Write an archive for a bug report
+    Support {
+        /// The archive; - writes only the list of its files
+        #[arg(
+            short,
+            long,
+            value_name = "FILE",
+            default_value = "bursar-support.tar.gz"
+        )]
+        file: PathBuf,
+    },
+    /// Show what an uninstall leaves behind
+    Uninstall {
+        /// Only look: the command removes nothing
+        #[arg(long, required = true)]
+        check: bool,
+    },
+    /// Show the versions of this program and of Bursar in the cluster
+    Version {
+        /// Only this program's
+        #[arg(long)]
+        client: bool,
+    },
+    /// Write the completion for a shell
+    Completion {
+        /// The shell; kubectl is the script kubectl_complete-bursar
+        shell: CompletionShell,
+    },
+    /// Complete a command line for kubectl
+    #[command(name = "__complete", hide = true)]
+    Complete {
+        /// The words after `kubectl bursar`
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        words: Vec<String>,
+    },
+}
+
+/// Arguments of `top`.
+#[derive(Clone, Debug, Args)]
+pub struct TopArgs {
+    /// Pods or namespaces
+    #[arg(value_enum, default_value_t)]
+    pub what: TopKind,
+    /// Label selector of pods: key=value, with commas between
+    #[arg(short = 'l', long, value_name = "SELECTOR")]
+    pub selector: Option<String>,
+    /// Repeat every two seconds
+    #[arg(short, long)]
+    pub watch: bool,
+    /// Do not ask the agents for use
+    #[arg(long)]
+    pub no_usage: bool,
+}
+
+/// The rows of `top`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum TopKind {
+    /// Containers of pods.
+    #[default]
+    #[value(alias = "pod", alias = "po")]
+    Pods,
+    /// Namespaces.
+    #[value(alias = "namespace", alias = "ns")]
+    Namespaces,
+}
+
+/// The kinds that `explain` knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum WorkloadKind {
+    /// A pod.
+    #[value(alias = "pods", alias = "po")]
+    Pod,
+    /// A Deployment.
+    #[value(alias = "deploy", alias = "deployments")]
+    Deployment,
+    /// A StatefulSet.
+    #[value(alias = "sts", alias = "statefulsets")]
+    Statefulset,
+    /// A ReplicaSet.
+    #[value(alias = "rs", alias = "replicasets")]
+    Replicaset,
+    /// A Job.
+    #[value(alias = "jobs")]
+    Job,
+}
+
+/// Arguments of `drain`.
+#[derive(Clone, Debug, Args)]
+pub struct DrainArgs {
+    /// The node
+    pub node: String,
+    /// Index, or UUID or its beginning; all GPUs of the node by default
+    pub gpus: Vec<String>,
+    /// Do not ask
+    #[arg(short, long)]
+    pub yes: bool,
+    /// Print the patch and change nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Do not wait until the GPUs are drained
+    #[arg(long)]
+    pub no_wait: bool,
+    /// How long to wait, such as 5m
+    #[arg(long, value_name = "DURATION", value_parser = parse_duration, default_value = "5m")]
+    pub timeout: i64,
+}
+
+/// Arguments of `convert`.
+#[derive(Clone, Debug, Args)]
+pub struct ConvertArgs {
+    /// The manifests; - is standard input
+    #[arg(short, long, value_name = "FILE", default_value = "-")]
+    pub file: PathBuf,
+    /// Memory of one GPU, such as 80Gi: for shares of a GPU
+    #[arg(long, value_name = "AMOUNT")]
+    pub gpu_memory: Option<String>,
+    /// Replicas of each GPU in the time-slicing or MPS configuration
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..=1024))]
+    pub replicas: Option<u64>,
+    /// The cluster's quantum: 1Gi, 512Mi or 256Mi
+    #[arg(long, value_name = "SIZE", default_value = "1Gi")]
+    pub quantum: bursar_crds::Quantum,
+}
+
+/// The shells with completion.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CompletionShell {
+    /// bash.
+    Bash,
+    /// zsh.
+    Zsh,
+    /// fish.
+    Fish,
+    /// The script by which kubectl completes its plugins.
+    Kubectl,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    #[test]
+    fn command_line_is_consistent_and_names_kubectl() {
+        Cli::command().debug_assert();
+        let help = Cli::command().render_help().to_string();
+        assert!(help.contains("kubectl bursar"), "{help}");
+    }
+
+    #[test]
+    fn global_options_stand_after_the_command_too() {
+        let cli = Cli::try_parse_from(["kubectl-bursar", "top", "ns", "-A", "-o", "json"]).unwrap();
+        assert!(cli.global.all_namespaces);
+        assert_eq!(cli.global.output, Output::Json);
+        let explain =
+            Cli::try_parse_from(["kubectl-bursar", "explain", "deploy", "web", "-n", "shop"]);
+        assert!(matches!(
+            explain.unwrap().command,
+            Command::Explain {
+                kind: WorkloadKind::Deployment,
+                ..
+            }
+        ));
+    }
+
+    #[test]
+    fn resize_needs_an_amount_or_reset() {
+        assert!(Cli::try_parse_from(["kubectl-bursar", "resize", "a"]).is_err());
+        assert!(Cli::try_parse_from(["kubectl-bursar", "resize", "a", "4Gi"]).is_ok());
+        assert!(Cli::try_parse_from(["kubectl-bursar", "resize", "a", "--reset"]).is_ok());
+        assert!(Cli::try_parse_from(["kubectl-bursar", "uninstall"]).is_err());
+    }
+}

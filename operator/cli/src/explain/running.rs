@@ -1,0 +1,336 @@
+//! Explains a pod that has its node and does not wait for room.
+
+use bursar_crds::conditions::gpu_node as names;
+use bursar_crds::gpu_node::{FaultAction, GpuState};
+
+use super::pending::dead_agent;
+use super::pod::newest;
+use super::waiting::gpu_name;
+use super::{Cause, Explanation, Verdict};
+use crate::agent_metrics::ContainerKey;
+use crate::amounts::{count, memory, since};
+use crate::objects::{ContainerStatus, Pod};
+use crate::show::{condition, model};
+use crate::snapshot::{Kind, Snapshot};
+
+/// The shell's exit code for a program or library that was not found.
+const NOT_FOUND: i32 = 127;
+/// How long a program may run before its lack of a session is worth a line.
+const SETTLED_SECONDS: i64 = 60;
+
+pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
+    let key = pod.key();
+    let node = &pod.spec.node_name;
+    let runs = pod
+        .container_statuses()
+        .any(|status| status.state.running.is_some());
+    if runs {
+        explanation.conclude(Verdict::Runs, format!("{key} runs on {node}."));
+    } else {
+        explanation.conclude(
+            Verdict::Waits,
+            format!("{key} has node {node} and does not run yet."),
+        );
+        not_started(explanation, snapshot, pod);
+    }
+    place(explanation, snapshot, pod);
+    faults(explanation, snapshot, pod);
+    gaps(explanation, snapshot, pod);
+    denials(explanation, snapshot, pod);
+    sessions(explanation, snapshot, pod);
+    if runs && explanation.verdict > Verdict::Runs {
+        let faulted = format!("{key} runs on {node}, and something is amiss.");
+        explanation.headline = faulted;
+    }
+}
+
+/// States why the containers of a pod with a node have not started.
+fn not_started(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
+    for status in pod.container_statuses() {
+        if let Some(waiting) = &status.state.waiting {
+            explanation.say(
+                "kubelet",
+                format!("{}: {} {}", status.name, waiting.reason, waiting.message),
+            );
+        }
+    }
+    if let Some(event) = newest(snapshot, pod, "GpuMemoryNotBound") {
+        explanation.say("agent", event.message.clone());
+        if event.message.contains("is drained") {
+            explanation.add(Cause::GpuDrained);
+        }
+    }
+    if let Some(text) = dead_agent(explanation, snapshot, &pod.spec.node_name) {
+        explanation.say("node", format!("{}: {text}", pod.spec.node_name));
+    }
+    match snapshot.gpu_node(&pod.spec.node_name) {
+        Some(node) => {
+            let conditions = node
+                .status
+                .as_ref()
+                .map_or(&[][..], |status| &status.conditions);
+            let ready = condition(conditions, names::READY);
+            if let Some(ready) = ready.filter(|ready| ready.status == "False") {
+                explanation.say("node", format!("{}: {}", pod.spec.node_name, ready.message));
+            }
+            let found = condition(conditions, names::GPUS_FOUND);
+            if found.is_some_and(|found| {
+                matches!(
+                    found.reason.as_str(),
+                    names::DRIVER_MISSING | names::DRIVER_FAILED
+                )
+            }) {
+                explanation.add(Cause::DriverMissing);
+            }
+        }
+        None if snapshot.has_all(Kind::GpuNodes) => {
+            explanation.add(Cause::NodeWithoutAgent);
+            explanation.say("node", format!("{} has no GpuNode", pod.spec.node_name));
+        }
+        None => {}
+    }
+    if let Some(node) = snapshot.node(&pod.spec.node_name)
+        && let Some((resource, amount)) = node.foreign_gpus().first()
+    {
+        explanation.add(Cause::OtherPlugin);
+        explanation.say(
+            "node",
+            format!("another plugin offers {amount} {resource} there"),
+        );
+    }
+}
+
+/// States the GPUs of the pod.
+fn place(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
+    let Some(node) = snapshot.gpu_node(&pod.spec.node_name) else {
+        return;
+    };
+    for gpu in node.status.iter().flat_map(|status| &status.gpus) {
+        if !gpu.pods.iter().any(|bound| bound.uid == pod.metadata.uid) {
+            continue;
+        }
+        let name = gpu_name(node, gpu);
+        explanation.say(
+            "GPU",
+            format!("{name} of {} ({})", pod.spec.node_name, model(&gpu.model)),
+        );
+        match gpu.state {
+            GpuState::Draining => {
+                explanation.blame(Cause::GpuDrained, Verdict::Amiss);
+                explanation.say(
+                    "GPU",
+                    format!("{name} is drained: the pod's processes are killed there"),
+                );
+            }
+            GpuState::Lost => {
+                explanation.blame(Cause::GpuLost, Verdict::Amiss);
+                explanation.say("GPU", format!("{name} is lost ({})", gpu.health.reason));
+            }
+            _ => {}
+        }
+    }
+}
+
+/// States the faults of the pod's contexts, from the GpuNode, the Events and the budget.
+pub(super) fn faults(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
+    let uid = &pod.metadata.uid;
+    let node = snapshot
+        .gpu_node(&pod.spec.node_name)
+        .and_then(|node| node.status.as_ref());
+    let open = node.into_iter().flat_map(|status| &status.faults);
+    for fault in open.filter(|fault| {
+        fault
+            .container
+            .as_ref()
+            .is_some_and(|of| of.pod_uid == *uid)
+    }) {
+        let beyond = fault.action == Some(FaultAction::BeyondMaximum);
+        let cause = if beyond {
+            Cause::BeyondMaximum
+        } else {
+            Cause::Poisoned
+        };
+        explanation.blame(cause, Verdict::Amiss);
+        let code = match (fault.cuda_error, fault.xid) {
+            (Some(code), _) => format!("CUDA error {code}"),
+            (None, Some(xid)) => format!("XID {xid}"),
+            (None, None) => "a fault".to_owned(),
+        };
+        let done = fault.action.map_or_else(
+            || "no measure yet".to_owned(),
+            |action| format!("{action:?}"),
+        );
+        explanation.say(
+            "fault",
+            format!("{code}, {} ago: {done}", since(fault.time.0, snapshot.now)),
+        );
+    }
+    if let Some(event) = newest(snapshot, pod, "GpuContextPoisoned") {
+        let beyond = event.message.contains("too often");
+        let cause = if beyond {
+            Cause::BeyondMaximum
+        } else {
+            Cause::Poisoned
+        };
+        explanation.blame(cause, Verdict::Amiss);
+        let age = event.time().map_or_else(String::new, |time| {
+            format!(", {} ago", since(time, snapshot.now))
+        });
+        let times = count(usize::try_from(event.occurrences()).unwrap_or(1), "time");
+        explanation.say("fault", format!("{} ({times}{age})", event.message));
+    }
+    let budget = snapshot
+        .budget(&pod.metadata.namespace)
+        .and_then(|budget| budget.status.as_ref());
+    let evictions = budget.into_iter().flat_map(|status| &status.evictions);
+    for eviction in evictions.filter(|eviction| eviction.pod_uid == *uid) {
+        if eviction.reason == "TooManyRestarts" {
+            explanation.add(Cause::BeyondMaximum);
+        }
+        explanation.say(
+            "evicted",
+            format!("{}: {}", eviction.reason, eviction.message),
+        );
+    }
+}
+
+/// States gaps in the enforcement of the pod's quotas.
+fn gaps(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
+    let node = snapshot
+        .gpu_node(&pod.spec.node_name)
+        .and_then(|node| node.status.as_ref());
+    let gaps = node.into_iter().flat_map(|status| &status.not_enforced);
+    let mut named = false;
+    for gap in gaps.filter(|gap| gap.pod_uid == pod.metadata.uid) {
+        named = true;
+        explanation.blame(Cause::NotEnforced, Verdict::Amiss);
+        explanation.say(
+            "quota",
+            format!(
+                "container {}: {}: {}",
+                gap.container, gap.reason, gap.message
+            ),
+        );
+    }
+    let event = newest(snapshot, pod, "GpuQuotaNotEnforced");
+    let closed = newest(snapshot, pod, "GpuQuotaEnforced").and_then(|event| event.time());
+    if let Some(event) = event.filter(|event| !named && event.time() > closed) {
+        explanation.blame(Cause::NotEnforced, Verdict::Amiss);
+        explanation.say("quota", event.message.clone());
+    }
+}
+
+/// States the memory that the containers were denied.
+fn denials(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
+    let Some(agent) = snapshot.metrics.get(&pod.spec.node_name) else {
+        let budget = snapshot.budget(&pod.metadata.namespace);
+        let denials = budget
+            .and_then(|budget| budget.status.as_ref())
+            .map_or(0, |status| status.denials);
+        if denials > 0 {
+            explanation.say(
+                "denials",
+                format!(
+                    "the namespace's pods were denied memory {denials} times; only the agent's \
+                     metrics tell which, and you may not read them (get pods/proxy)"
+                ),
+            );
+        }
+        return;
+    };
+    for (container, request) in pod.gpu_containers() {
+        let Some(metrics) = agent.containers.get(&key(pod, &container.name)) else {
+            continue;
+        };
+        let used = metrics
+            .device("used")
+            .map_or_else(|| "-".to_owned(), memory);
+        let peak = metrics
+            .device("peak")
+            .map_or_else(|| "-".to_owned(), memory);
+        let quota = metrics.device("quota").unwrap_or(request.bytes());
+        explanation.say(
+            "quota",
+            format!(
+                "container {}: {} used of {}, peak {peak}",
+                container.name,
+                used,
+                memory(quota)
+            ),
+        );
+        let Some((function, most)) = metrics.denied.iter().max_by_key(|(_, count)| **count) else {
+            continue;
+        };
+        if *most > 0 {
+            explanation.blame(Cause::Denied, Verdict::Amiss);
+            explanation.say(
+                "denied",
+                format!(
+                    "container {}: {} times since its start, {most} of them by {function}",
+                    container.name,
+                    metrics.denials()
+                ),
+            );
+        }
+    }
+}
+
+fn key(pod: &Pod, container: &str) -> ContainerKey {
+    ContainerKey {
+        namespace: pod.metadata.namespace.clone(),
+        pod: pod.metadata.name.clone(),
+        container: container.to_owned(),
+    }
+}
+
+/// States containers of which no process has loaded the driver.
+fn sessions(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
+    let agent = snapshot.metrics.get(&pod.spec.node_name);
+    for status in pod.container_statuses() {
+        let gpu = pod
+            .gpu_containers()
+            .any(|(container, _)| container.name == status.name);
+        let ended = status
+            .state
+            .terminated
+            .as_ref()
+            .or(status.last_state.terminated.as_ref());
+        if gpu && ended.is_some_and(|ended| ended.exit_code == NOT_FOUND) {
+            explanation.blame(Cause::NoDriverInImage, Verdict::Amiss);
+            explanation.say(
+                "image",
+                format!(
+                    "container {} ended with exit code 127: a program or library was not found",
+                    status.name
+                ),
+            );
+        } else if gpu
+            && is_settled(snapshot, status)
+            && let Some(agent) = agent
+        {
+            let metrics = agent.containers.get(&key(pod, &status.name));
+            if metrics.is_some_and(|metrics| metrics.generation.unwrap_or(0) == 0) {
+                explanation.blame(Cause::NoDriverInImage, Verdict::Amiss);
+                explanation.say(
+                    "image",
+                    format!(
+                        "no process of container {} has loaded the driver: it has not used the GPU, or \
+                         the image has no glibc",
+                        status.name
+                    ),
+                );
+            }
+        }
+    }
+}
+
+fn is_settled(snapshot: &Snapshot, status: &ContainerStatus) -> bool {
+    let started = status
+        .state
+        .running
+        .as_ref()
+        .and_then(|running| running.started_at);
+    started.is_some_and(|started| {
+        snapshot.now.as_second().saturating_sub(started.as_second()) > SETTLED_SECONDS
+    })
+}

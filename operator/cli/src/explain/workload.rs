@@ -1,0 +1,153 @@
+//! Explains a workload: pods that were refused at their creation, and pods that do not run.
+
+use super::{Cause, Explanation, Verdict, explain_pod};
+use crate::amounts::count;
+use crate::objects::{Event, Pod, Workload};
+use crate::show::budgets;
+use crate::snapshot::Snapshot;
+
+/// A workload with the objects that create its pods.
+#[derive(Clone, Debug)]
+pub struct Controlled<'a> {
+    /// The kind in lower case, such as `deployment`.
+    pub kind: &'a str,
+    /// The workload.
+    pub workload: &'a Workload,
+    /// The UIDs of the objects whose Events tell of refused pods: the workload or its ReplicaSets.
+    pub creators: Vec<String>,
+    /// The pods of the workload.
+    pub pods: Vec<&'a Pod>,
+}
+
+impl Controlled<'_> {
+    fn wanted(&self) -> i64 {
+        let spec = &self.workload.spec;
+        if spec.suspend {
+            return 0;
+        }
+        if self.kind == "job" {
+            let left = spec.parallelism.unwrap_or(1);
+            // A Job that is done wants no more pods.
+            return if self.workload.status.succeeded > 0 && self.workload.status.active == 0 {
+                0
+            } else {
+                left
+            };
+        }
+        spec.replicas.unwrap_or(1)
+    }
+}
+
+/// Explains a workload.
+pub fn explain(snapshot: &Snapshot, controlled: &Controlled<'_>) -> Explanation {
+    let key = controlled.workload.metadata.key();
+    let mut explanation = Explanation::new(format!("{} {key}", controlled.kind));
+    explanation.not_read = snapshot.unread_notes();
+    let wanted = controlled.wanted();
+    let alive: Vec<&&Pod> = controlled
+        .pods
+        .iter()
+        .filter(|pod| !pod.has_ended())
+        .collect();
+    let runs = alive
+        .iter()
+        .filter(|pod| pod.status.phase == "Running")
+        .count();
+    let missing = wanted
+        .saturating_sub(i64::try_from(alive.len()).unwrap_or(i64::MAX))
+        .max(0);
+    let verdict = if missing > 0 {
+        Verdict::Fails
+    } else {
+        Verdict::Runs
+    };
+    explanation.conclude(
+        verdict,
+        match missing {
+            0 => format!("{key} has {runs} of {} running.", pods(wanted)),
+            _ => format!(
+                "{key} has {} of {}: {missing} not created.",
+                alive.len(),
+                pods(wanted)
+            ),
+        },
+    );
+    if missing > 0 {
+        refusal(&mut explanation, snapshot, controlled);
+    }
+    let mut worst: Option<Explanation> = None;
+    for pod in &controlled.pods {
+        let of_pod = explain_pod(snapshot, pod);
+        if of_pod.verdict > worst.as_ref().map_or(Verdict::Runs, |worst| worst.verdict) {
+            worst = Some(of_pod);
+        }
+    }
+    if let Some(worst) = worst {
+        explanation.verdict = explanation.verdict.max(worst.verdict);
+        explanation.say("pod", worst.headline);
+        worst
+            .causes
+            .into_iter()
+            .for_each(|cause| explanation.add(cause));
+        explanation.lines.extend(worst.lines);
+    }
+    explanation.remedies();
+    explanation
+}
+
+fn pods(number: i64) -> String {
+    count(usize::try_from(number).unwrap_or(0), "pod")
+}
+
+/// States why the API server refused the newest pod.
+fn refusal(explanation: &mut Explanation, snapshot: &Snapshot, controlled: &Controlled<'_>) {
+    let namespace = &controlled.workload.metadata.namespace;
+    let creators = controlled
+        .creators
+        .iter()
+        .flat_map(|uid| snapshot.events_on(uid));
+    let refusals = creators.filter(|event| event.reason == "FailedCreate");
+    let newest = refusals.max_by_key(|event| event.time());
+    if let Some(event) = newest {
+        read_refusal(explanation, event);
+    } else {
+        explanation.say(
+            "not known",
+            "no event tells why; the API server keeps events for an hour",
+        );
+    }
+    let budget = snapshot.budget(namespace);
+    if let Some(amiss) = budget.and_then(budgets::amiss) {
+        if amiss.reason == bursar_crds::conditions::budget::QUOTA_PENDING {
+            explanation.add(Cause::QuotaPending);
+        }
+        explanation.say("budget", format!("{}: {}", amiss.reason, amiss.message));
+    }
+}
+
+/// Finds the cause in the message of the API server.
+fn read_refusal(explanation: &mut Explanation, event: &Event) {
+    let message = &event.message;
+    let has = |text: &str| message.contains(text);
+    let cause = if has("exceeded quota: gpu-memory-budget-guaranteed") {
+        Some(Cause::OverGuarantee)
+    } else if has("exceeded quota: gpu-memory-budget-limit") {
+        Some(Cause::OverLimit)
+    } else if has("status unknown for quota: gpu-memory-budget") {
+        Some(Cause::QuotaPending)
+    } else if has("has no GpuMemoryBudget in force") {
+        Some(Cause::NoBudget)
+    } else if has("counts tokens of") {
+        Some(Cause::WrongAmountForm)
+    } else if has("spec.perContainer.max") {
+        Some(Cause::OverContainerMaximum)
+    } else {
+        None
+    };
+    explanation.causes.extend(cause);
+    // The cause stands behind the repetition of the pod's name.
+    let said = message
+        .split_once("is forbidden: ")
+        .map_or(message.as_str(), |(_, said)| said);
+    explanation.say("refused", said);
+}

@@ -1,0 +1,350 @@
+//! Reads snapshots from the API server, as far as the user's rights go.
+
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use bursar_crds::{GpuMemoryBudget, GpuNode};
+use futures::{StreamExt as _, stream};
+use k8s_openapi::jiff::Timestamp;
+use kube::Client;
+use kube::api::ListParams;
+use kube::client::Body;
+use kube::core::Request;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use tokio::time::timeout;
+
+use crate::agent_metrics::{AgentMetrics, MAX_BYTES};
+use crate::objects::{Named, Pod};
+use crate::snapshot::{Kind, Snapshot, Unreadable};
+
+/// Objects in one response. The API server's own tools ask for as many.
+const PAGE: u32 = 500;
+/// Requests to agents at the same time.
+const AGENTS_AT_ONCE: usize = 32;
+/// The time for one agent's response.
+const AGENT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The objects that a command reads.
+#[derive(Clone, Debug)]
+pub struct Wanted<'a> {
+    /// The kinds.
+    pub kinds: &'a [Kind],
+    /// The namespace of tenants' objects; `None` is all namespaces.
+    pub namespace: Option<&'a str>,
+    /// Whether pods that request no GPU memory count too.
+    pub all_pods: bool,
+}
+
+/// The reason why objects could not be read, for people.
+pub fn reason(error: &kube::Error) -> String {
+    match error {
+        kube::Error::Api(status) if status.code == 403 => "forbidden".to_owned(),
+        kube::Error::Api(status) if status.code == 404 => {
+            "the API server does not have it".to_owned()
+        }
+        kube::Error::Api(status) => status.message.clone(),
+        other => {
+            // The cause that helps is the last: a refused connection, an unknown authority.
+            let mut cause: &dyn std::error::Error = other;
+            while let Some(source) = cause.source() {
+                cause = source;
+            }
+            cause.to_string()
+        }
+    }
+}
+
+/// Whether an error says that no API server answered, or that it does not know the user.
+pub fn is_unreachable(error: &kube::Error) -> bool {
+    !matches!(error, kube::Error::Api(status) if status.code != 401)
+}
+
+#[derive(Deserialize)]
+struct Page<T> {
+    #[serde(default)]
+    metadata: PageMeta,
+    #[serde(default = "Vec::new")]
+    items: Vec<T>,
+}
+
+#[derive(Default, Deserialize)]
+struct PageMeta {
+    #[serde(default, rename = "continue")]
+    next: String,
+}
+
+/// Lists a kind page by page.
+async fn list<T: DeserializeOwned>(
+    client: &Client,
+    path: &str,
+    kind: Kind,
+    mut each: impl FnMut(T),
+) -> Result<(), kube::Error> {
+    let request = Request::new(path);
+    let mut params = ListParams::default().limit(PAGE);
+    params.label_selector = kind.labels().map(str::to_owned);
+    params.field_selector = kind.fields().map(str::to_owned);
+    loop {
+        let page = request.list(&params).map_err(kube::Error::BuildRequest)?;
+        let page: Page<T> = client.request(page).await?;
+        page.items.into_iter().for_each(&mut each);
+        if page.metadata.next.is_empty() {
+            return Ok(());
+        }
+        params.continue_token = Some(page.metadata.next);
+    }
+}
+
+/// The path of a kind's list.
+pub fn list_path(kind: Kind, namespace: Option<&str>) -> String {
+    let (group, plural, is_namespaced) = kind.path();
+    match namespace.filter(|_| is_namespaced) {
+        Some(namespace) => format!("{group}/namespaces/{namespace}/{plural}"),
+        None => format!("{group}/{plural}"),
+    }
+}
+
+/// Reads the wanted kinds at the same time.
+///
+/// # Errors
+/// When no API server answers, or it does not know the user. A kind that the user may not read is
+/// noted in the snapshot.
+pub async fn read(client: &Client, wanted: &Wanted<'_>) -> Result<Snapshot, kube::Error> {
+    let snapshot = Mutex::new(Snapshot {
+        now: Timestamp::now(),
+        ..Snapshot::default()
+    });
+    let mut kinds: Vec<Kind> = wanted.kinds.to_vec();
+    kinds.retain(|kind| *kind != Kind::AgentMetrics);
+    let reads = kinds
+        .iter()
+        .map(|kind| read_kind(client, *kind, wanted, &snapshot));
+    let results = futures::future::join_all(reads).await;
+    let mut snapshot = snapshot
+        .into_inner()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    for (kind, result) in kinds.iter().zip(results) {
+        match result {
+            Ok(()) => {}
+            Err(error) if is_unreachable(&error) => return Err(error),
+            Err(error) => drop(snapshot.unread.insert(*kind, reason(&error))),
+        }
+    }
+    sort(&mut snapshot);
+    if wanted.kinds.contains(&Kind::AgentMetrics) {
+        let pods = snapshot.pods.iter().map(|pod| pod.spec.node_name.clone());
+        let nodes: BTreeSet<String> = pods.collect();
+        let all = wanted.namespace.is_none();
+        read_metrics(client, &mut snapshot, |node| all || nodes.contains(node)).await;
+    }
+    Ok(snapshot)
+}
+
+fn sort(snapshot: &mut Snapshot) {
+    snapshot
+        .gpu_nodes
+        .sort_by(|a, b| a.metadata.name.cmp(&b.metadata.name));
+    snapshot
+        .budgets
+        .sort_by(|a, b| a.metadata.namespace.cmp(&b.metadata.namespace));
+    snapshot.pods.sort_by(|a, b| {
+        let key = |pod: &Pod| (pod.metadata.namespace.clone(), pod.metadata.name.clone());
+        key(a).cmp(&key(b))
+    });
+    snapshot.events.sort_by_key(|event| event.time());
+}
+
+async fn read_kind(
+    client: &Client,
+    kind: Kind,
+    wanted: &Wanted<'_>,
+    snapshot: &Mutex<Snapshot>,
+) -> Result<(), kube::Error> {
+    let tenants = matches!(
+        kind,
+        Kind::Budgets | Kind::Pods | Kind::Quotas | Kind::DisruptionBudgets
+    );
+    let is_event = matches!(kind, Kind::AgentEvents | Kind::OperatorEvents);
+    let namespace = match kind {
+        Kind::Leases => Some("kube-node-lease"),
+        _ if tenants || is_event => wanted.namespace,
+        _ => None,
+    };
+    let path = list_path(kind, namespace);
+    let with = |change: &dyn Fn(&mut Snapshot)| {
+        change(
+            &mut snapshot
+                .lock()
+                .unwrap_or_else(std::sync::PoisonError::into_inner),
+        );
+    };
+    macro_rules! into {
+        ($field:ident) => {{
+            let mut found = Vec::new();
+            let read = list(client, &path, kind, |object| found.push(object)).await;
+            with(&|snapshot| snapshot.$field.extend(found.iter().cloned()));
+            read
+        }};
+    }
+    match kind {
+        Kind::GpuNodes => {
+            let (found, bad) = list_lenient::<GpuNode>(client, &path, kind).await?;
+            with(&|snapshot| {
+                snapshot.gpu_nodes.extend(found.iter().cloned());
+                snapshot.unreadable.extend(bad.iter().cloned());
+            });
+            Ok(())
+        }
+        Kind::Budgets => {
+            let (found, bad) = list_lenient::<GpuMemoryBudget>(client, &path, kind).await?;
+            with(&|snapshot| {
+                snapshot.budgets.extend(found.iter().cloned());
+                snapshot.unreadable.extend(bad.iter().cloned());
+            });
+            Ok(())
+        }
+        Kind::Pods => {
+            let mut found = Vec::new();
+            let read = list(client, &path, kind, |pod: Pod| {
+                if wanted.all_pods || pod.device_memory() > 0 {
+                    found.push(pod);
+                }
+            })
+            .await;
+            let mut snapshot = snapshot
+                .lock()
+                .unwrap_or_else(std::sync::PoisonError::into_inner);
+            snapshot.pods = found;
+            read
+        }
+        Kind::OwnPods => into!(own_pods),
+        Kind::DaemonSets => into!(daemon_sets),
+        Kind::Deployments => into!(deployments),
+        Kind::Nodes => into!(nodes),
+        Kind::Namespaces => into!(namespaces),
+        Kind::Quotas => into!(quotas),
+        Kind::AgentEvents | Kind::OperatorEvents => into!(events),
+        Kind::DisruptionBudgets => into!(disruption_budgets),
+        Kind::Leases => into!(leases),
+        Kind::PodMonitors => into!(pod_monitors),
+        Kind::NetworkPolicies => into!(network_policies),
+        Kind::MutatingPolicies => into!(mutating_policies),
+        Kind::AgentMetrics => Ok(()),
+    }
+}
+
+/// Lists a kind of Bursar's. An object that cannot be parsed hides no other.
+async fn list_lenient<T: DeserializeOwned>(
+    client: &Client,
+    path: &str,
+    kind: Kind,
+) -> Result<(Vec<T>, Vec<Unreadable>), kube::Error> {
+    let (mut found, mut bad) = (Vec::new(), Vec::new());
+    list(client, path, kind, |object: Value| {
+        match parse(kind, object) {
+            Ok(object) => found.push(object),
+            Err(error) => bad.push(error),
+        }
+    })
+    .await?;
+    Ok((found, bad))
+}
+
+/// Parses one object of Bursar's.
+///
+/// # Errors
+/// Names the object and the parser's error.
+pub fn parse<T: DeserializeOwned>(kind: Kind, object: Value) -> Result<T, Unreadable> {
+    let named: Named = serde_json::from_value(object.clone()).unwrap_or_default();
+    serde_json::from_value(object).map_err(|error| Unreadable {
+        kind,
+        name: named.metadata.key(),
+        error: error.to_string(),
+    })
+}
+
+/// Reads the metrics of the agents on wanted nodes, through the API server's pod proxy.
+pub async fn read_metrics(
+    client: &Client,
+    snapshot: &mut Snapshot,
+    is_wanted: impl Fn(&str) -> bool,
+) {
+    let agents: Vec<(String, String)> = snapshot
+        .own_pods
+        .iter()
+        .filter(|pod| {
+            let component = pod.metadata.labels.get("app.kubernetes.io/component");
+            component.is_some_and(|component| component == "agent")
+                && is_wanted(&pod.spec.node_name)
+        })
+        .map(|pod| (pod.spec.node_name.clone(), metrics_path(pod)))
+        .collect();
+    if let Some(reason) = snapshot.unread.get(&Kind::OwnPods) {
+        snapshot.unread.insert(Kind::AgentMetrics, reason.clone());
+    }
+    let reads = agents.into_iter().map(|(node, path)| async move {
+        let metrics = timeout(AGENT_TIMEOUT, agent_metrics(client, &path)).await;
+        (node, metrics)
+    });
+    let mut reads = stream::iter(reads).buffer_unordered(AGENTS_AT_ONCE);
+    while let Some((node, metrics)) = reads.next().await {
+        let failure = match metrics {
+            Ok(Ok(metrics)) => {
+                snapshot.metrics.insert(node, metrics);
+                continue;
+            }
+            Ok(Err(error)) => reason(&error),
+            Err(_) => format!(
+                "the agent of {node} did not answer within {} s",
+                AGENT_TIMEOUT.as_secs()
+            ),
+        };
+        snapshot.unread.insert(Kind::AgentMetrics, failure);
+    }
+}
+
+/// The path of an agent's metrics through the API server's pod proxy.
+fn metrics_path(pod: &Pod) -> String {
+    let mut ports = pod
+        .spec
+        .containers
+        .iter()
+        .flat_map(|container| &container.ports);
+    let port = ports
+        .find(|port| port.name == "metrics")
+        .map_or(9400, |port| port.container_port);
+    let (namespace, name) = (&pod.metadata.namespace, &pod.metadata.name);
+    format!("/api/v1/namespaces/{namespace}/pods/{name}:{port}/proxy/metrics")
+}
+
+async fn agent_metrics(client: &Client, path: &str) -> Result<AgentMetrics, kube::Error> {
+    let request = http::Request::get(path)
+        .body(Vec::new())
+        .map_err(kube::Error::HttpError)?;
+    let mut text = client.request_text(request).await?;
+    text.truncate(text.floor_char_boundary(MAX_BYTES));
+    Ok(AgentMetrics::parse(&text))
+}
+
+/// The API server's version and clock.
+///
+/// # Errors
+/// When the API server does not answer.
+pub async fn server(client: &Client) -> Result<(String, Option<Timestamp>), kube::Error> {
+    let request = http::Request::get("/version")
+        .body(Body::empty())
+        .map_err(kube::Error::HttpError)?;
+    let response = client.send(request).await?;
+    let date = response.headers().get(http::header::DATE).cloned();
+    let date = date.and_then(|date| {
+        let text = date.to_str().ok()?;
+        k8s_openapi::jiff::fmt::rfc2822::parse(text)
+            .ok()
+            .map(|zoned| zoned.timestamp())
+    });
+    let info = client.apiserver_version().await?;
+    Ok((info.git_version, date))
+}

@@ -1,0 +1,267 @@
+//! Makes the table of GPUs.
+
+use bursar_crds::gpu_node::{Fault, FaultAction, FaultKind, GpuState, GpuStatus, HealthStatus};
+use bursar_crds::{GpuNode, conditions};
+use serde_json::{Value, json};
+
+use super::{bytes, condition, model, name, quanta, quantum_bytes};
+use crate::amounts::{count, memory, part};
+use crate::snapshot::Snapshot;
+use crate::table::{Cell, Style, Table, Terminal, column, expendable, wide};
+
+/// The index of a GPU on its node. A MIG instance has its number behind that of its GPU.
+pub fn index(node: &GpuNode, gpu: &GpuStatus) -> String {
+    let is_instance = |gpu: &GpuStatus| gpu.uuid.starts_with("MIG-");
+    if !is_instance(gpu) {
+        return gpu.index.to_string();
+    }
+    let all = node.status.iter().flat_map(|status| &status.gpus);
+    let before = all
+        .filter(|other| is_instance(other) && other.index == gpu.index)
+        .take_while(|other| other.uuid != gpu.uuid);
+    format!("{}/{}", gpu.index, before.count())
+}
+
+/// The memory of a GPU in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuMemory {
+    /// What the GPU offers to pods.
+    pub capacity: u64,
+    /// What is bound to pods.
+    pub bound: u64,
+    /// What is bound to no pod.
+    pub free: u64,
+    /// The most that a new pod can have.
+    pub largest: u64,
+}
+
+impl GpuMemory {
+    /// The memory of one GPU.
+    pub fn of(node: &GpuNode, gpu: &GpuStatus) -> Self {
+        let quantum = quantum_bytes(node);
+        Self {
+            capacity: quanta(gpu.capacity, quantum),
+            bound: gpu
+                .pods
+                .iter()
+                .map(|pod| quanta(pod.quanta, quantum))
+                .sum::<u64>()
+                .max(quanta(gpu.capacity.saturating_sub(gpu.free), quantum)),
+            free: quanta(gpu.free, quantum),
+            largest: quanta(gpu.largest_free, quantum),
+        }
+    }
+}
+
+/// The open fault of a GPU itself.
+pub fn fault<'a>(node: &'a GpuNode, gpu: &GpuStatus) -> Option<&'a Fault> {
+    let faults = node.status.iter().flat_map(|status| &status.faults);
+    let mut of_gpu = faults.filter(|fault| fault.kind == FaultKind::Gpu && fault.gpu == gpu.uuid);
+    of_gpu.next()
+}
+
+/// What an admin has to do about a fault of a GPU.
+pub fn remedy(fault: &Fault) -> &'static str {
+    match fault.action {
+        Some(FaultAction::ResetGpu) => "drain and reset the GPU",
+        Some(FaultAction::RestartNode) => "restart the machine",
+        Some(FaultAction::Wait) => "the GPU is away and may come back",
+        _ => "see the agent's log",
+    }
+}
+
+fn note(snapshot: &Snapshot, node: &GpuNode, gpu: &GpuStatus) -> Cell {
+    if let Some(fault) = fault(node, gpu) {
+        return Cell::new(remedy(fault), Style::Bad);
+    }
+    if let Some(uid) = &gpu.reserved_for {
+        let pods = snapshot.pods.iter();
+        let mut named = pods.filter(|pod| pod.metadata.uid == *uid);
+        let waiter = named
+            .next()
+            .map_or_else(|| format!("the pod with UID {uid}"), |pod| pod.key());
+        return Cell::new(format!("held for {waiter}"), Style::Warning);
+    }
+    match (&gpu.leaked, &gpu.withheld) {
+        (_, Some(withheld)) => Cell::new(
+            format!("{} is in use outside of Bursar", memory(bytes(withheld))),
+            Style::Warning,
+        ),
+        _ => Cell::default(),
+    }
+}
+
+/// The table of GPUs of these nodes, with a line that sums it up.
+pub fn render(snapshot: &Snapshot, only: Option<&str>, terminal: Terminal) -> String {
+    let mut table = Table::new(&[
+        column("NODE"),
+        column("GPU"),
+        expendable("MODEL", 3),
+        column("STATE"),
+        column("BOUND"),
+        expendable("FREE", 1),
+        expendable("LARGEST", 2),
+        expendable("LEAKED", 5),
+        expendable("PODS", 4),
+        expendable("HEALTH", 1),
+        wide("MEMORY"),
+        wide("GENERATION"),
+        wide("DRIVER"),
+        wide("UUID"),
+        column(""),
+    ]);
+    let mut sum = Sum::default();
+    for node in shown(snapshot, only) {
+        let Some(status) = &node.status else {
+            sum.without_gpus += 1;
+            continue;
+        };
+        sum.waiting += status.waiting.len();
+        sum.faults += status.faults.len();
+        if status.gpus.is_empty() {
+            sum.without_gpus += 1;
+            continue;
+        }
+        sum.nodes += 1;
+        for gpu in &status.gpus {
+            let memory_of = GpuMemory::of(node, gpu);
+            sum.add(memory_of);
+            table.push(row(snapshot, node, gpu, memory_of));
+        }
+    }
+    let mut text = table.render(terminal);
+    if !terminal.no_headers {
+        text.push_str(&sum.sentence());
+    }
+    text
+}
+
+fn row(snapshot: &Snapshot, node: &GpuNode, gpu: &GpuStatus, memory_of: GpuMemory) -> Vec<Cell> {
+    let (state, style) = match gpu.state {
+        GpuState::Active => ("Active", Style::Plain),
+        GpuState::Reserved => ("Reserved", Style::Warning),
+        GpuState::Draining if gpu.health.reason == "Drained" => ("Drained", Style::Warning),
+        GpuState::Draining => ("Draining", Style::Warning),
+        GpuState::Lost => ("Lost", Style::Bad),
+        GpuState::Unknown => ("Unknown", Style::Warning),
+    };
+    let health = match gpu.health.status {
+        HealthStatus::Healthy => Style::Good,
+        _ if gpu.state == GpuState::Draining => Style::Warning,
+        _ => Style::Bad,
+    };
+    let driver = node
+        .status
+        .as_ref()
+        .and_then(|status| status.driver_version.as_deref());
+    let or_none = |amount: &Option<bursar_crds::Amount>| {
+        amount.as_ref().map_or_else(Cell::none, |amount| {
+            Cell::new(memory(bytes(amount)), Style::Warning)
+        })
+    };
+    vec![
+        name(node).into(),
+        index(node, gpu).into(),
+        model(&gpu.model).into(),
+        Cell::new(state, style),
+        part(memory_of.bound, memory_of.capacity, "/").into(),
+        memory(memory_of.free).into(),
+        memory(memory_of.largest).into(),
+        or_none(&gpu.leaked),
+        gpu.pods.len().to_string().into(),
+        Cell::new(gpu.health.reason.as_str(), health),
+        memory(bytes(&gpu.memory)).into(),
+        gpu.generation.to_string().into(),
+        driver.unwrap_or("-").into(),
+        gpu.uuid.as_str().into(),
+        note(snapshot, node, gpu),
+    ]
+}
+
+/// The nodes to show: all, or the one of this name.
+pub fn shown<'a>(
+    snapshot: &'a Snapshot,
+    only: Option<&'a str>,
+) -> impl Iterator<Item = &'a GpuNode> {
+    let nodes = snapshot.gpu_nodes.iter();
+    nodes.filter(move |node| only.is_none_or(|only| name(node) == only))
+}
+
+/// The state of a node whose agent found no GPU, or `None` for a node with GPUs.
+pub fn without_gpus(node: &GpuNode) -> Option<String> {
+    let status = node.status.as_ref()?;
+    if !status.gpus.is_empty() {
+        return None;
+    }
+    let found = condition(&status.conditions, conditions::gpu_node::GPUS_FOUND);
+    Some(found.map_or_else(
+        || format!("{} has no GPUs.", name(node)),
+        |found| {
+            format!(
+                "{} has no GPUs: {}: {}",
+                name(node),
+                found.reason,
+                found.message
+            )
+        },
+    ))
+}
+
+/// What all shown GPUs have together.
+#[derive(Default)]
+struct Sum {
+    nodes: usize,
+    gpus: usize,
+    without_gpus: usize,
+    waiting: usize,
+    faults: usize,
+    bound: u64,
+    capacity: u64,
+    largest: u64,
+}
+
+impl Sum {
+    fn add(&mut self, memory_of: GpuMemory) {
+        self.gpus += 1;
+        self.bound += memory_of.bound;
+        self.capacity += memory_of.capacity;
+        self.largest = self.largest.max(memory_of.largest);
+    }
+
+    fn sentence(&self) -> String {
+        let mut text = if self.gpus == 0 {
+            "No node has GPUs".to_owned()
+        } else {
+            format!(
+                "{} on {}: {} bound, largest free {}, {} waiting, {}",
+                count(self.gpus, "GPU"),
+                count(self.nodes, "node"),
+                part(self.bound, self.capacity, " of "),
+                memory(self.largest),
+                self.waiting,
+                count(self.faults, "fault"),
+            )
+        };
+        if self.without_gpus > 0 {
+            text.push_str(&format!(
+                "; {} without GPUs",
+                count(self.without_gpus, "node")
+            ));
+        }
+        text.push('\n');
+        text
+    }
+}
+
+/// The GpuNodes as a list, as the API server has them.
+pub fn json(snapshot: &Snapshot, only: Option<&str>) -> Value {
+    let items: Vec<&GpuNode> = shown(snapshot, only).collect();
+    json!({ "apiVersion": "v1", "kind": "List", "items": items })
+}
+
+/// The names of the GpuNodes.
+pub fn names(snapshot: &Snapshot, only: Option<&str>) -> Vec<String> {
+    shown(snapshot, only)
+        .map(|node| format!("gpunode.bursar.dev/{}", name(node)))
+        .collect()
+}

@@ -1,0 +1,261 @@
+//! Defines the objects that a command has read, and what it could not read.
+
+use std::collections::BTreeMap;
+
+use bursar_crds::{GpuMemoryBudget, GpuNode, Quantum};
+use k8s_openapi::jiff::Timestamp;
+use serde_json::Value;
+
+use crate::agent_metrics::AgentMetrics;
+use crate::objects::{DisruptionBudget, Event, Lease, Named, Node, Pod, Quota, Workload};
+
+/// A kind of object that commands read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// GpuNodes.
+    GpuNodes,
+    /// GpuMemoryBudgets.
+    Budgets,
+    /// Pods that request GPU memory.
+    Pods,
+    /// Bursar's own pods.
+    OwnPods,
+    /// Bursar's DaemonSets.
+    DaemonSets,
+    /// Bursar's Deployment.
+    Deployments,
+    /// Nodes.
+    Nodes,
+    /// Namespaces.
+    Namespaces,
+    /// The two ResourceQuotas of budgets.
+    Quotas,
+    /// Events of the agents.
+    AgentEvents,
+    /// Events of the operator.
+    OperatorEvents,
+    /// PodDisruptionBudgets.
+    DisruptionBudgets,
+    /// Leases of the kubelets.
+    Leases,
+    /// PodMonitors of the Prometheus operator.
+    PodMonitors,
+    /// NetworkPolicies of Bursar's namespace.
+    NetworkPolicies,
+    /// MutatingAdmissionPolicies.
+    MutatingPolicies,
+    /// Metrics of the agents, through the API server's pod proxy.
+    AgentMetrics,
+}
+
+impl Kind {
+    /// The name in messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::GpuNodes => "gpunodes",
+            Self::Budgets => "gpumemorybudgets",
+            Self::Pods => "pods",
+            Self::OwnPods => "Bursar's own pods",
+            Self::DaemonSets => "daemonsets",
+            Self::Deployments => "deployments",
+            Self::Nodes => "nodes",
+            Self::Namespaces => "namespaces",
+            Self::Quotas => "resourcequotas",
+            Self::AgentEvents | Self::OperatorEvents => "events",
+            Self::DisruptionBudgets => "poddisruptionbudgets",
+            Self::Leases => "leases of kubelets",
+            Self::PodMonitors => "podmonitors",
+            Self::NetworkPolicies => "networkpolicies",
+            Self::MutatingPolicies => "mutatingadmissionpolicies",
+            Self::AgentMetrics => "metrics of the agents (pods/proxy)",
+        }
+    }
+
+    /// The path up to the resource's name, the name, and whether it belongs to a namespace.
+    pub fn path(self) -> (&'static str, &'static str, bool) {
+        match self {
+            Self::GpuNodes => ("/apis/bursar.dev/v1alpha1", "gpunodes", false),
+            Self::Budgets => ("/apis/bursar.dev/v1alpha1", "gpumemorybudgets", true),
+            Self::Pods | Self::OwnPods | Self::AgentMetrics => ("/api/v1", "pods", true),
+            Self::DaemonSets => ("/apis/apps/v1", "daemonsets", true),
+            Self::Deployments => ("/apis/apps/v1", "deployments", true),
+            Self::Nodes => ("/api/v1", "nodes", false),
+            Self::Namespaces => ("/api/v1", "namespaces", false),
+            Self::Quotas => ("/api/v1", "resourcequotas", true),
+            Self::AgentEvents | Self::OperatorEvents => ("/api/v1", "events", true),
+            Self::DisruptionBudgets => ("/apis/policy/v1", "poddisruptionbudgets", true),
+            Self::Leases => ("/apis/coordination.k8s.io/v1", "leases", true),
+            Self::PodMonitors => ("/apis/monitoring.coreos.com/v1", "podmonitors", true),
+            Self::NetworkPolicies => ("/apis/networking.k8s.io/v1", "networkpolicies", true),
+            Self::MutatingPolicies => (
+                "/apis/admissionregistration.k8s.io/v1",
+                "mutatingadmissionpolicies",
+                false,
+            ),
+        }
+    }
+
+    /// The label selector of the objects that matter.
+    pub fn labels(self) -> Option<&'static str> {
+        match self {
+            Self::OwnPods
+            | Self::DaemonSets
+            | Self::Deployments
+            | Self::NetworkPolicies
+            | Self::MutatingPolicies => Some("app.kubernetes.io/name=bursar"),
+            Self::Quotas => Some(bursar_crds::resources::QUOTA_LABEL),
+            _ => None,
+        }
+    }
+
+    /// The field selector of the objects that matter.
+    pub fn fields(self) -> Option<&'static str> {
+        match self {
+            Self::AgentEvents => Some("reportingComponent=bursar-agent"),
+            Self::OperatorEvents => Some("reportingComponent=bursar-operator"),
+            _ => None,
+        }
+    }
+}
+
+/// An object that this version cannot parse.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Unreadable {
+    /// The kind.
+    pub kind: Kind,
+    /// `namespace/name`, or the name.
+    pub name: String,
+    /// The parser's error.
+    pub error: String,
+}
+
+/// The objects that a command has read.
+#[derive(Clone, Debug, Default)]
+pub struct Snapshot {
+    /// The time of the API server, or of this machine where no response said it.
+    pub now: Timestamp,
+    /// The API server's version, such as `v1.36.3`.
+    pub server_version: Option<String>,
+    /// The reason for each kind that could not be read, whole or in part.
+    pub unread: BTreeMap<Kind, String>,
+    /// Objects that could not be parsed.
+    pub unreadable: Vec<Unreadable>,
+    /// The GpuNodes, by name.
+    pub gpu_nodes: Vec<GpuNode>,
+    /// The budgets.
+    pub budgets: Vec<GpuMemoryBudget>,
+    /// The pods that request GPU memory, by namespace and name.
+    pub pods: Vec<Pod>,
+    /// Bursar's own pods.
+    pub own_pods: Vec<Pod>,
+    /// Bursar's DaemonSets.
+    pub daemon_sets: Vec<Workload>,
+    /// Bursar's Deployments.
+    pub deployments: Vec<Workload>,
+    /// The nodes.
+    pub nodes: Vec<Node>,
+    /// The namespaces.
+    pub namespaces: Vec<Named>,
+    /// The quotas of budgets.
+    pub quotas: Vec<Quota>,
+    /// The Events of agents and operator.
+    pub events: Vec<Event>,
+    /// The disruption budgets.
+    pub disruption_budgets: Vec<DisruptionBudget>,
+    /// The kubelets' Leases.
+    pub leases: Vec<Lease>,
+    /// PodMonitors.
+    pub pod_monitors: Vec<Value>,
+    /// Bursar's NetworkPolicies.
+    pub network_policies: Vec<Value>,
+    /// Bursar's MutatingAdmissionPolicies.
+    pub mutating_policies: Vec<Named>,
+    /// The metrics of agents, by node.
+    pub metrics: BTreeMap<String, AgentMetrics>,
+}
+
+impl Snapshot {
+    /// Whether all objects of this kind have been read.
+    pub fn has_all(&self, kind: Kind) -> bool {
+        !self.unread.contains_key(&kind)
+    }
+
+    /// A sentence for each kind that could not be read, without repetitions.
+    pub fn unread_notes(&self) -> Vec<String> {
+        let mut notes: Vec<String> = Vec::new();
+        for (kind, reason) in &self.unread {
+            let note = format!("could not read {}: {reason}", kind.name());
+            if !notes.contains(&note) {
+                notes.push(note);
+            }
+        }
+        notes
+    }
+
+    /// The cluster's quantum: that of a GpuNode, of a budget, or of a pod's request.
+    pub fn quantum(&self) -> Quantum {
+        let nodes = self.gpu_nodes.iter();
+        let nodes = nodes.filter_map(|node| node.status.as_ref()?.quantum.as_ref());
+        let budgets = self.budgets.iter();
+        let budgets = budgets.filter_map(|budget| budget.status.as_ref()?.quantum.as_ref());
+        let said = nodes.chain(budgets).find_map(|amount| {
+            let bytes = amount.bytes().ok()?;
+            crate::objects::QUANTA
+                .into_iter()
+                .find(|quantum| quantum.bytes() == bytes)
+        });
+        let requested = || {
+            let mut pods = self.pods.iter();
+            pods.find_map(|pod| Some(pod.gpu_containers().next()?.1.quantum))
+        };
+        said.or_else(requested).unwrap_or_default()
+    }
+
+    /// The GpuNode of this name.
+    pub fn gpu_node(&self, name: &str) -> Option<&GpuNode> {
+        let mut nodes = self.gpu_nodes.iter();
+        nodes.find(|node| node.metadata.name.as_deref() == Some(name))
+    }
+
+    /// The node of this name.
+    pub fn node(&self, name: &str) -> Option<&Node> {
+        self.nodes.iter().find(|node| node.metadata.name == name)
+    }
+
+    /// The budget of a namespace.
+    pub fn budget(&self, namespace: &str) -> Option<&GpuMemoryBudget> {
+        let mut budgets = self.budgets.iter();
+        budgets.find(|budget| budget.metadata.namespace.as_deref() == Some(namespace))
+    }
+
+    /// The pod of this name.
+    pub fn pod(&self, namespace: &str, name: &str) -> Option<&Pod> {
+        let mut pods = self.pods.iter();
+        pods.find(|pod| pod.metadata.namespace == namespace && pod.metadata.name == name)
+    }
+
+    /// The Events on an object, the newest last.
+    pub fn events_on(&self, uid: &str) -> Vec<&Event> {
+        let events = self.events.iter();
+        let mut found: Vec<&Event> = events
+            .filter(|event| event.involved_object.uid == uid)
+            .collect();
+        found.sort_by_key(|event| event.time());
+        found
+    }
+
+    /// The agent's pod on a node.
+    pub fn agent_on(&self, node: &str) -> Option<&Pod> {
+        let mut pods = self.own_pods.iter();
+        pods.find(|pod| {
+            let component = pod.metadata.labels.get("app.kubernetes.io/component");
+            pod.spec.node_name == node && component.is_some_and(|component| component == "agent")
+        })
+    }
+
+    /// The names of pods by UID.
+    pub fn pods_by_uid(&self) -> BTreeMap<&str, &Pod> {
+        let pods = self.pods.iter();
+        pods.map(|pod| (pod.metadata.uid.as_str(), pod)).collect()
+    }
+}

@@ -1,0 +1,121 @@
+//! Lists what an uninstall leaves behind.
+
+use bursar_crds::resources::{BUDGET_LABEL, PREFIX};
+
+use crate::amounts::count;
+use crate::snapshot::Snapshot;
+use crate::table::{Style, Terminal};
+
+/// Objects of one kind that stay.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Remainder {
+    /// What stays.
+    pub text: String,
+    /// The command that removes it.
+    pub command: String,
+}
+
+/// What would stay, in the order of the commands that remove it.
+pub fn remainders(snapshot: &Snapshot) -> Vec<Remainder> {
+    let mut found = Vec::new();
+    let mut add = |number: usize, noun: &str, what: &str, command: &str| {
+        if number > 0 {
+            found.push(Remainder {
+                text: format!("{} {what}", count(number, noun)),
+                command: command.to_owned(),
+            });
+        }
+    };
+    let pods = snapshot.pods.iter().filter(|pod| !pod.has_ended()).count();
+    add(
+        pods,
+        "pod",
+        "with GPU memory: without the agent they get no more memory",
+        "delete these pods: kubectl bursar top -A",
+    );
+    add(
+        snapshot.budgets.len(),
+        "budget",
+        "that the chart keeps, with their two quotas each",
+        "kubectl delete gpumemorybudgets -A --all, while the operator runs",
+    );
+    add(
+        snapshot.quotas.len(),
+        "quota",
+        "of budgets",
+        "kubectl delete resourcequota -A -l bursar.dev/quota",
+    );
+    let installed = !snapshot.daemon_sets.is_empty() || !snapshot.deployments.is_empty();
+    add(
+        usize::from(installed),
+        "release",
+        "of the chart",
+        "helm uninstall bursar --namespace bursar-system",
+    );
+    let labelled = snapshot
+        .namespaces
+        .iter()
+        .filter(|one| one.metadata.labels.contains_key(BUDGET_LABEL))
+        .count();
+    add(
+        labelled,
+        "namespace",
+        "with a label of Bursar",
+        "kubectl label namespace --all bursar.dev/budget-",
+    );
+    let nodes = snapshot.nodes.iter();
+    let labelled = nodes
+        .filter(|node| {
+            node.metadata
+                .labels
+                .keys()
+                .any(|key| key.starts_with(PREFIX))
+        })
+        .count();
+    add(
+        labelled,
+        "node",
+        "with labels of Bursar",
+        "kubectl label node --all bursar.dev/largest-free-gib- bursar.dev/largest-reclaimable-gib- bursar.dev/largest-gpu-gib-",
+    );
+    add(
+        snapshot.gpu_nodes.len(),
+        "GpuNode",
+        "",
+        "kubectl delete gpunodes --all",
+    );
+    if !snapshot.gpu_nodes.is_empty() || !snapshot.budgets.is_empty() {
+        found.push(Remainder {
+            text: "the CRDs, which the chart keeps".to_owned(),
+            command: "kubectl delete crd gpunodes.bursar.dev gpumemorybudgets.bursar.dev"
+                .to_owned(),
+        });
+        found.push(Remainder {
+            text: "on each node: /var/lib/bursar, /run/bursar, and bursar.dev-*.json in the CDI folder; the API does not tell".to_owned(),
+            command: "remove these folders and files, or replace the nodes".to_owned(),
+        });
+    }
+    found
+}
+
+/// The remainders as text.
+pub fn render(snapshot: &Snapshot, terminal: Terminal) -> String {
+    let found = remainders(snapshot);
+    let mut text = String::new();
+    for (number, remainder) in found.iter().enumerate() {
+        let said = Style::Warning.paint(remainder.text.trim_end(), terminal);
+        text.push_str(&format!(
+            "{}. {said}\n        {}\n",
+            number + 1,
+            remainder.command
+        ));
+    }
+    for note in snapshot.unread_notes() {
+        text.push_str(&note);
+        text.push('\n');
+    }
+    if found.is_empty() && snapshot.unread.is_empty() {
+        text.push_str("Nothing of Bursar is left in the API.\n");
+    }
+    text
+}
