@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
+use k8s_openapi::jiff::Timestamp;
 use kube::api::{Api, PostParams};
 use kube::{Client, ResourceExt as _};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
@@ -21,7 +22,6 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::error::error_chain;
-use crate::run::Clock;
 
 /// How long other replicas leave an unchanged Lease to its holder.
 const LEASE_DURATION: Duration = Duration::from_secs(15);
@@ -75,7 +75,8 @@ pub(crate) struct Candidate {
     leases: Api<Lease>,
     name: String,
     identity: String,
-    clock: Clock,
+    /// The wall clock, for times that people read.
+    clock: fn() -> Timestamp,
 }
 
 /// A version of the Lease, and when the replica first saw it.
@@ -109,7 +110,7 @@ fn may_take(lease: &Lease, identity: &str, seen: &mut Option<Seen>, now: Instant
 
 impl Candidate {
     /// A candidate with the rights of `client`.
-    pub(crate) fn new(client: Client, election: Election, clock: Clock) -> Self {
+    pub(crate) fn new(client: Client, election: Election, clock: fn() -> Timestamp) -> Self {
         let Election { lease, identity } = election;
         Self {
             leases: Api::namespaced(client, &lease.namespace),
@@ -281,7 +282,6 @@ mod tests {
 
     use axum::body::Body;
     use axum::http::{Method, Request, Response, StatusCode};
-    use k8s_openapi::jiff::Timestamp;
     use serde_json::{Value, json};
     use tower::service_fn;
 
