@@ -313,8 +313,9 @@ mod tests {
 
         fn answer(&self, method: &Method, body: &[u8]) -> Response<Body> {
             let error = |code: StatusCode| {
+                let reason = code.canonical_reason().unwrap_or_default().replace(' ', "");
                 let status = json!({ "kind": "Status", "status": "Failure", "code": code.as_u16(),
-                    "reason": "", "message": "" });
+                    "reason": reason, "message": "" });
                 response(code, &status)
             };
             if *self.refuses.lock().unwrap() {

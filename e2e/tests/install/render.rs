@@ -57,18 +57,18 @@ pub(crate) fn try_render(
 
 impl Objects {
     /// The objects of a kind.
-    pub(crate) fn of_kind<'a>(&'a self, kind: &'a str) -> impl Iterator<Item = &'a Value> {
+    pub(crate) fn of_kind(&self, kind: &'static str) -> impl Iterator<Item = &Value> {
         self.0.iter().filter(move |object| object["kind"] == kind)
     }
 
     /// The object of this kind and name, if it is rendered.
-    pub(crate) fn find(&self, kind: &str, name: &str) -> Option<&Value> {
+    pub(crate) fn find(&self, kind: &'static str, name: &str) -> Option<&Value> {
         self.of_kind(kind)
             .find(|object| object["metadata"]["name"] == name)
     }
 
     /// The object of this kind and name.
-    pub(crate) fn get(&self, kind: &str, name: &str) -> &Value {
+    pub(crate) fn get(&self, kind: &'static str, name: &str) -> &Value {
         let found = self.find(kind, name);
         found.unwrap_or_else(|| panic!("the chart has no {kind} {name}"))
     }
