@@ -50,10 +50,8 @@ fn serve(mut words: impl Iterator<Item = OsString>) -> Option<()> {
     let scope = serde_json::from_str(words.next()?.to_str()?).ok()?;
     let hidden: Vec<PathBuf> = words.map(PathBuf::from).collect();
     let hidden: Vec<&Path> = hidden.iter().map(PathBuf::as_path).collect();
-    if let Err(error) = bursar_confine::restrict_nvml_process(&hidden, library.parent()?) {
-        // The node's GPUs are worth more than these limits, as with the agent's own.
-        eprintln!("bursar-nvml: {error}");
-    }
+    // The agent logs once which limits this kernel lacks. The node's GPUs are served without them.
+    let _ = bursar_confine::restrict_nvml_process(&hidden, library.parent()?);
     let nvml = Nvml::builder().lib_path(library.as_os_str()).init();
     let nvml = nvml.map_err(|error| driver_error(&library.display(), &error));
     let mut calls = NvmlCalls {
