@@ -261,6 +261,18 @@ mod tests {
     }
 
     #[test]
+    fn unrecognized_spec_entries_are_counted_while_they_last() {
+        let (metrics, mut report) = (Metrics::new(), report());
+        report.applied_spec.unrecognized = vec!["drain[0]".to_owned(), "quotas[1]".to_owned()];
+        for count in [2, 0] {
+            metrics.set_report(&report);
+            let line = format!("bursar_agent_orders_not_understood {count}\n");
+            assert!(metrics.encode().contains(&line), "{line}");
+            report.applied_spec.unrecognized.clear();
+        }
+    }
+
+    #[test]
     fn page_is_complete_while_figures_are_replaced() {
         let (metrics, report, over) = (Metrics::new(), report(), AtomicBool::new(false));
         let replace = || {

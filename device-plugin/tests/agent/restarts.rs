@@ -3,6 +3,8 @@
 use std::fs;
 use std::time::Duration;
 
+use bursar_host::checkpoint::Checkpoint;
+
 use crate::common::{assert_median_within, eventually};
 use crate::machine::{GPU, Machine};
 
@@ -37,7 +39,7 @@ async fn lost_or_corrupt_checkpoint_is_rebuilt_with_same_bindings() {
     let mut machine = machine_with_pods().await;
     let before = machine.devices();
     let checkpoint = machine.path("run/checkpoint.json");
-    for damage in ["deleted", "cut", "garbage"] {
+    for damage in ["deleted", "cut", "garbage", "a field of a later version"] {
         machine.kill_agent();
         match damage {
             "deleted" => fs::remove_file(&checkpoint).unwrap(),
@@ -45,7 +47,13 @@ async fn lost_or_corrupt_checkpoint_is_rebuilt_with_same_bindings() {
                 let text = fs::read(&checkpoint).unwrap();
                 fs::write(&checkpoint, &text[..text.len() / 2]).unwrap();
             }
-            _ => fs::write(&checkpoint, "garbage").unwrap(),
+            "garbage" => fs::write(&checkpoint, "garbage").unwrap(),
+            _ => {
+                let file = Checkpoint::new(checkpoint.clone());
+                let mut state: serde_json::Value = file.load().unwrap().unwrap();
+                state["later"] = 1.into();
+                file.save(&state).unwrap();
+            }
         }
         machine.start_successor().await;
         assert_eq!(machine.devices(), before, "{damage}");

@@ -85,6 +85,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                     "tests::spec_of_another_version_stops_nothing_else",
                     "spec::tests::malformed_entry_is_named_and_the_rest_is_read",
                     "node_report::tests::unknown_spec_entries_are_a_condition_only",
+                    "metrics::tests::unrecognized_spec_entries_are_counted_while_they_last",
                 ],
                 ignored: false,
                 env: &[],
@@ -449,18 +450,26 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "faults/unread",
-        promise: "leases and CDI files of another version that the agent cannot parse stay, and stay charged",
+        promise: "leases and CDI files of another version that the agent cannot parse stay, and stay charged; a checkpoint of another version changes no binding",
         long: false,
-        tests: &[TestSelection {
-            target: LIB,
-            names: &[
-                "leases::tests::unreadable_lease_is_dropped_when_its_gpu_is_drained",
-                "leases::tests::unreadable_lease_stays_and_is_charged",
-                "allocator::tests::unreadable_cdi_file_stays_while_kubelet_lists_it",
-            ],
-            ignored: false,
-            env: &[],
-        }],
+        tests: &[
+            TestSelection {
+                target: LIB,
+                names: &[
+                    "leases::tests::unreadable_lease_is_dropped_when_its_gpu_is_drained",
+                    "leases::tests::unreadable_lease_stays_and_is_charged",
+                    "allocator::tests::unreadable_cdi_file_stays_while_kubelet_lists_it",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            TestSelection {
+                target: AGENT,
+                names: &["restarts::lost_or_corrupt_checkpoint_is_rebuilt_with_same_bindings"],
+                ignored: false,
+                env: &[],
+            },
+        ],
     },
     NamedCheck {
         name: "faults/override-of-each-gpu",
