@@ -221,6 +221,11 @@ impl ControlPlane {
         self.client.clone()
     }
 
+    /// Returns the path of a kubeconfig file with the administrator's rights.
+    pub fn kubeconfig(&self) -> &Path {
+        &self.kubeconfig
+    }
+
     /// Returns a client configuration with the operator's rights, by impersonation.
     pub fn operator_config(&self) -> Config {
         let mut config = self.config.clone();

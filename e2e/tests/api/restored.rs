@@ -1,27 +1,21 @@
-//! Restores etcd from a backup, under an operator and the API client of an agent.
+//! Restores etcd from a backup, under an operator and an agent's process.
 
-use prometheus_client::registry::Registry;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
 use std::time::Duration;
 
-use bursar_apiserver::ParsedSpec;
-use bursar_apiserver::gpu_node::GpuNodeClient;
-use bursar_apiserver::metrics::ApiMetrics;
-use bursar_apiserver::spec_watch::{self, Observation, WatchOutput};
-use bursar_gpu::drain::DrainState;
-use bursar_gpu_node::publish::{Publisher, Rate};
-use bursar_gpu_node::quota_overrides::AppliedSpec;
-use bursar_gpu_node::{MemoryReport, NodeReport};
-use bursar_ledger::units::{Quanta, Quantum};
+use bursar_e2e::sim::{self, SimulatedDriver, SimulatedGpus};
+use bursar_e2e::workspace::{self, Binaries, Profile};
 use bursar_sim_api::WatchFault;
-use bursar_watch::History;
 use futures::try_join;
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace};
 use kube::api::{Api, ListParams, PostParams};
 use libtest_mimic::Failed;
-use serde_json::json;
-use tokio::sync::watch;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::process::{Child, Command};
 use tokio::time::{Instant, sleep};
-use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::isolated_scope::IsolatedScope;
 use crate::scenarios::in_force;
@@ -35,8 +29,16 @@ const NODE: &str = "restored-agent";
 /// writes follow the restore, so the revisions of these events stay in the future.
 const LOST: usize = 400;
 
-/// How often the trial reads the agent's state.
+/// How often the trial reads the agent's object.
 const POLL: Duration = Duration::from_millis(100);
+
+/// The agent's GPUs: two that are drained in turn, and one that is lost after the backup.
+const GPUS: u32 = 3;
+const LOST_GPU: u32 = 2;
+
+/// A wide bound on the time until the agent carries out an order before the restore. It finds its
+/// GPUs first.
+const START_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Runs on its own control plane, because a restore would revert the objects of other cases.
 pub(crate) async fn etcd_restored(shared: &Server, permit: Permit) -> Result<String, Failed> {
@@ -54,13 +56,13 @@ async fn through_a_restore(server: &Server, permit: Permit) -> Result<(Outcome, 
     let name = "restored";
     let plan = FaultPlan::with_telling(name, WatchFault::NoFault);
     let mut case = TestCase::with_permit(server, permit, name, plan).await?;
-    let agent = FakeNodeAgent::start(&case.scope, server).await?;
+    let agent = AgentProcess::start(&case.scope, server).await?;
     let declared = async |at: &IsolatedScope| at.create_budget("16Gi", "24Gi").await;
     let is_declared = async |at: &IsolatedScope| in_force(at, "16", "24").await;
     case.transition("a budget is made", declared, is_declared)
         .await?;
-    agent.order("GPU-1").await?;
-    agent.until_drained("GPU-1").await?;
+    agent.order_drain(0).await?;
+    agent.wait_until_drained(0, START_TIMEOUT).await?;
 
     server.control_plane.back_up_etcd().await?;
     let configs = Api::<ConfigMap>::namespaced(server.control_plane.client(), name);
@@ -76,10 +78,12 @@ async fn through_a_restore(server: &Server, permit: Permit) -> Result<(Outcome, 
     let is_raised = async |at: &IsolatedScope| in_force(at, "22", "30").await;
     case.transition("the budget is raised", raised, is_raised)
         .await?;
-    agent.order("GPU-2").await?;
-    agent.until_drained("GPU-2").await?;
-    agent.report_free(7);
-    agent.until_free(7).await?;
+    agent.order_drain(1).await?;
+    agent.wait_until_drained(1, START_TIMEOUT).await?;
+    agent.gpus.lose(LOST_GPU)?;
+    agent
+        .wait_until_state(LOST_GPU, "Lost", START_TIMEOUT)
+        .await?;
     let before = newest_revision(server).await?;
 
     server.control_plane.restore_etcd().await?;
@@ -97,10 +101,13 @@ async fn through_a_restore(server: &Server, permit: Permit) -> Result<(Outcome, 
     let is_amended = async |at: &IsolatedScope| in_force(at, "20", "24").await;
     let operator = case.transition("the budget is amended after a restore", amended, is_amended);
     let agent = async {
-        agent.until_drained("GPU-1").await?;
-        agent.until_free(7).await?;
-        agent.order("GPU-3").await?;
-        agent.until_drained("GPU-3").await?;
+        // The restored object says that this GPU is well.
+        agent
+            .wait_until_state(LOST_GPU, "Lost", PROMISED_TIME)
+            .await?;
+        agent.wait_until_drained(0, PROMISED_TIME).await?;
+        agent.order_drain(1).await?;
+        agent.wait_until_drained(1, PROMISED_TIME).await?;
         Ok(returned.elapsed())
     };
     let ((), agent) = try_join!(operator, agent)?;
@@ -117,51 +124,75 @@ async fn newest_revision(server: &Server) -> Result<u64, Failed> {
     Ok(revision.parse()?)
 }
 
-/// The parts of an agent that speak with the API server, on a node without GPUs.
-struct FakeNodeAgent {
+/// An agent with the chart's configuration of a node, over simulated GPUs and without a kubelet.
+struct AgentProcess {
     scope: IsolatedScope,
-    reports: watch::Sender<NodeReport>,
-    orders: watch::Receiver<Option<ParsedSpec>>,
-    _stop: DropGuard,
+    gpus: SimulatedGpus,
+    log: PathBuf,
+    _folder: TempDir,
+    _process: Child,
 }
 
-impl FakeNodeAgent {
+impl AgentProcess {
     async fn start(scope: &IsolatedScope, server: &Server) -> Result<Self, Failed> {
         let node = json!({ "metadata": { "name": NODE } });
         scope.create("/api/v1/nodes", node).await?;
-        let (client, history) = (server.control_plane.client(), History::default());
-        let (metrics, stop) = (
-            ApiMetrics::new(&mut Registry::default()),
-            CancellationToken::new(),
-        );
-        let (reports, reported) = watch::channel(report());
-        let (orders, ordered) = watch::channel(None);
-        let (seen, sees) = watch::channel(Observation::Pending);
-        let publisher = Publisher {
-            api: GpuNodeClient::new(client.clone(), NODE, history.clone()),
-            reports: reported,
-            observed: sees,
-            spec: ordered.clone(),
-            drain: watch::channel(DrainState::default()).1,
-            rate: Rate::default(),
-            unreachable_since: watch::channel(None).0,
-            metrics: metrics.clone(),
+        let binaries =
+            tokio::task::spawn_blocking(|| workspace::build(Profile::Dev, false)).await??;
+        let folder = tempfile::tempdir()?;
+        let root = folder.path();
+        for name in [
+            "cdi",
+            "cgroup/kubepods",
+            "dev",
+            "device-plugins",
+            "run-dir",
+            "shim",
+            "state",
+        ] {
+            fs::create_dir_all(root.join(name))?;
+        }
+        let driver = SimulatedDriver {
+            command: built(&binaries, "simgpu")?,
+            libraries: vec![
+                built(&binaries, "libbursar_sim_cuda.so")?,
+                built(&binaries, "libbursar_sim_nvml.so")?,
+            ],
         };
-        tokio::spawn(publisher.run(stop.clone()));
-        let told = WatchOutput {
-            spec: orders,
-            observed: seen,
-            metrics,
-        };
-        let spec = spec_watch::run(client, NODE.to_owned(), history, told, stop.clone());
-        tokio::spawn(spec);
+        for (library, name) in driver
+            .libraries
+            .iter()
+            .zip(["libcuda.so.1", "libnvidia-ml.so.1"])
+        {
+            fs::copy(library, root.join("shim").join(name))?;
+        }
+        let gpus = SimulatedGpus::set_up(driver, root, root, GPUS, 16)?;
+        let machine = root.join(sim::FOLDER.trim_start_matches('/'));
+        let config = root.join("agent.toml");
+        fs::write(&config, configuration(root, &machine))?;
+        let log = root.join("agent.log");
+        let process = Command::new(built(&binaries, "bursar-agent")?)
+            .arg("--config")
+            .arg(&config)
+            .args(["--node-name", NODE, "--log-format", "text"])
+            .env("KUBECONFIG", server.control_plane.kubeconfig())
+            .env_remove("KUBERNETES_SERVICE_HOST")
+            .env("SIMGPU_DIR", &machine)
+            .env("SIMGPU_DEV", machine.join("dev"))
+            .stdin(Stdio::null())
+            .stderr(fs::File::create(&log)?)
+            .kill_on_drop(true)
+            .spawn()?;
         let agent = Self {
             scope: scope.clone(),
-            reports,
-            orders: ordered,
-            _stop: stop.drop_guard(),
+            gpus,
+            log,
+            _folder: folder,
+            _process: process,
         };
-        agent.until_free(32).await?;
+        for gpu in 0..GPUS {
+            agent.wait_until_state(gpu, "Active", START_TIMEOUT).await?;
+        }
         Ok(agent)
     }
 
@@ -169,63 +200,97 @@ impl FakeNodeAgent {
         format!("/apis/bursar.dev/v1alpha1/gpunodes/{NODE}")
     }
 
-    /// Requests a drain of this GPU alone.
-    async fn order(&self, gpu: &str) -> Result<(), Failed> {
-        let spec = json!({ "spec": { "drain": [gpu] } });
+    /// Orders a drain of this GPU alone.
+    async fn order_drain(&self, gpu: u32) -> Result<(), Failed> {
+        let spec = json!({ "spec": { "drain": [sim::uuid(gpu)] } });
         self.scope.merge(&Self::path(), spec).await
     }
 
-    fn report_free(&self, free: u32) {
-        self.reports
-            .send_modify(|report| report.device_memory.free = Quanta(free));
+    /// Waits until the agent drains this GPU, and no longer the other one.
+    async fn wait_until_drained(&self, gpu: u32, within: Duration) -> Result<(), Failed> {
+        self.wait_until_state(gpu, "Draining", within).await?;
+        let state = |status: &Value| state_of(status, 1 - gpu) != "Draining";
+        self.wait_until(&format!("GPU {gpu} drained alone"), within, state)
+            .await
     }
 
-    async fn until_drained(&self, gpu: &str) -> Result<(), Failed> {
-        let drained = async || {
-            let orders = self.orders.borrow();
-            let drain = orders.iter().flat_map(|orders| &orders.drain);
-            Ok(drain.map(ToString::to_string).eq([gpu]))
-        };
-        until(&format!("the order to drain {gpu}"), drained).await
+    async fn wait_until_state(
+        &self,
+        gpu: u32,
+        state: &str,
+        within: Duration,
+    ) -> Result<(), Failed> {
+        let expected = |status: &Value| state_of(status, gpu) == state;
+        self.wait_until(&format!("GPU {gpu} {state}"), within, expected)
+            .await
     }
 
-    async fn until_free(&self, free: u32) -> Result<(), Failed> {
-        let written = async || {
-            let object = self.scope.get(&Self::path()).await?;
-            Ok(object["status"]["deviceMemory"]["free"] == free)
-        };
-        until(&format!("the status with {free} free"), written).await
-    }
-}
-
-async fn until(what: &str, is: impl AsyncFn() -> Result<bool, Failed>) -> Result<(), Failed> {
-    let begin = Instant::now();
-    while !is().await? {
-        if begin.elapsed() > PROMISED_TIME {
-            return Err(format!("the agent has not seen {what} within {PROMISED_TIME:?}").into());
+    /// Waits until the status in the API server is as expected.
+    async fn wait_until(
+        &self,
+        what: &str,
+        within: Duration,
+        expected: impl Fn(&Value) -> bool,
+    ) -> Result<(), Failed> {
+        let begin = Instant::now();
+        loop {
+            // The agent has not created its object yet, or the API server is starting.
+            let object = self.scope.get(&Self::path()).await.unwrap_or_default();
+            if expected(&object["status"]) {
+                return Ok(());
+            }
+            if begin.elapsed() > within {
+                let status = &object["status"]["gpus"];
+                let log = fs::read_to_string(&self.log).unwrap_or_default();
+                let lines: Vec<_> = log.lines().rev().take(20).collect();
+                let why = format!(
+                    "the agent has not reported {what} within {within:?}: {status}\n{lines:#?}"
+                );
+                return Err(why.into());
+            }
+            sleep(POLL).await;
         }
-        sleep(POLL).await;
     }
-    Ok(())
 }
 
-fn report() -> NodeReport {
-    NodeReport {
-        boot_id: "b007".to_owned(),
-        driver_version: None,
-        quantum: Quantum::Gib1,
-        device_memory: MemoryReport {
-            allocatable: Quanta(32),
-            free: Quanta(32),
-            largest_free: Quanta(32),
-        },
-        managed_memory: MemoryReport::default(),
-        gpus: Vec::new(),
-        waiting: Vec::new(),
-        not_enforced: Vec::new(),
-        applied_spec: AppliedSpec::default(),
-        faults: Vec::new(),
-        namespaces: Vec::new(),
-        conditions: Vec::new(),
-    }
+/// The state of this GPU in the status of a GpuNode; null if the status lacks the GPU.
+fn state_of(status: &Value, gpu: u32) -> Value {
+    let uuid = sim::uuid(gpu);
+    let mut gpus = status["gpus"].as_array().into_iter().flatten();
+    gpus.find(|gpu| gpu["uuid"] == uuid.as_str())
+        .map(|gpu| gpu["state"].clone())
+        .unwrap_or_default()
+}
+
+fn built(binaries: &Binaries, name: &str) -> Result<PathBuf, Failed> {
+    let path = binaries.get(name).map(PathBuf::from);
+    path.ok_or_else(|| format!("the workspace does not build {name}").into())
+}
+
+/// The agent's configuration, with all folders of the node under `root`.
+fn configuration(root: &Path, machine: &Path) -> String {
+    let (root, machine) = (root.display(), machine.display());
+    format!(
+        r#"
+[kubelet]
+device-plugin-dir = "{root}/device-plugins"
+pod-resources-socket = "{root}/no-kubelet.sock"
+[driver]
+root = "{machine}/driver"
+host-root = "{machine}/driver"
+dev-root = "{machine}/dev"
+[paths]
+state-dir = "{root}/state"
+run-dir = "{root}/run-dir"
+cdi-dir = "{root}/cdi"
+cgroup-root = "{root}/cgroup"
+shim-dir = "{root}/shim"
+kernel-log = "{machine}/state/kernel-log"
+[retained-memory]
+enabled = false
+[http]
+listen = "127.0.0.1:0"
+probes = "127.0.0.1:0"
+"#
+    )
 }
