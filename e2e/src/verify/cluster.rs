@@ -54,7 +54,7 @@ pub const TRIALS: &[(&str, &str)] = &[
     ),
     (
         "main/cluster/health",
-        "the allocatable follows a GPU that is lost and restored, and pods on other GPUs are not affected",
+        "the allocatable follows a GPU that is lost and restored, and pods on other GPUs are not affected; an upgrade of the agents goes on over a node without a healthy GPU",
     ),
     (
         "enforcement/cluster/users",

@@ -226,6 +226,23 @@ async fn agent_image(context: &TrialContext) -> Result<String, Failed> {
     Ok(image.ok_or("the agent has no image")?)
 }
 
+/// Replaces the agents by ones of the same image, as an upgrade of their configuration does.
+pub(crate) async fn roll_out_agents(context: &TrialContext) -> Result<(), Failed> {
+    let (set, image) = (agent_set(context).await?, agent_image(context).await?);
+    let annotations = json!({ "bursar.dev/rolled-out": set.metadata.resource_version });
+    let patch = json!({ "spec": { "template": { "metadata": { "annotations": annotations } } } });
+    let (name, rules) = (set.name_any(), PatchParams::default());
+    agents(context)
+        .patch(&name, &rules, &Patch::Strategic(patch))
+        .await?;
+    let poll = async || match is_replaced(context, &image).await {
+        Ok(true) => Poll::Ready(()),
+        Ok(false) => Poll::Pending("an agent is old or not ready".to_owned()),
+        Err(error) => Poll::Pending(format!("{error:?}")),
+    };
+    Ok(wait::poll_until("the agents' roll-out", REPLACED, PAUSE, poll).await?)
+}
+
 /// Changes the agents' image, as `helm upgrade` does.
 async fn replace_agent(context: &TrialContext, image: &str) -> Result<(), Failed> {
     let set = agent_set(context).await?;

@@ -1,14 +1,18 @@
-//! Loses a GPU and restores it, and checks that the node's capacity follows.
+//! Loses GPUs and restores them, and checks that the node's capacity follows and that an upgrade of
+//! the agents goes on.
 
 use std::time::{Duration, Instant};
 
 use bursar_e2e::sim;
 use libtest_mimic::{Failed, Trial};
 
+use crate::enforcement::roll_out_agents;
 use crate::placement::run_each;
 use crate::quota::event_line;
 use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 
+/// The GPUs of the cluster's node.
+const GPUS: u32 = 2;
 /// The agent reads an XID within 0.25 s; the kubelet updates the node's status every 4 s.
 const LOSS_TIMEOUT: Duration = Duration::from_secs(30);
 /// The agent waits for 10 s without errors and three good probes 2 s apart, the kubelet another 4
@@ -36,7 +40,7 @@ async fn gpu_capacity_follows_loss_and_restore(context: &mut TrialContext) -> Re
         .wait_for_log_line("on-other", START_TIMEOUT, event_line("holding"))
         .await?;
     let uuid = holding["device"]["uuid"].as_str().unwrap_or_default();
-    let lost = (0..2)
+    let lost = (0..GPUS)
         .find(|gpu| sim::uuid(*gpu) == uuid)
         .ok_or_else(|| format!("no GPU is {uuid}"))?;
 
@@ -71,6 +75,24 @@ async fn gpu_capacity_follows_loss_and_restore(context: &mut TrialContext) -> Re
         "and a restored one in {:.1?}",
         restored.elapsed()
     ));
+
+    (0..GPUS).try_for_each(|gpu| gpus.lose(gpu))?;
+    let none = context
+        .environment
+        .wait_for_allocatable(|quanta| quanta == 0, LOSS_TIMEOUT)
+        .await;
+    let begin = Instant::now();
+    let rolled_out = roll_out_agents(context).await;
+    (0..GPUS).try_for_each(|gpu| gpus.restore(gpu))?;
+    (none?, rolled_out?);
+    context.progress.report(format_args!(
+        "agents are replaced without a healthy GPU in {:.1?}",
+        begin.elapsed()
+    ));
+    context
+        .environment
+        .wait_for_allocatable(|quanta| quanta == all, RESTORE_TIMEOUT)
+        .await?;
     for name in ["on-one", "on-other"] {
         let state = context.pods.state(name).await?;
         assert!(state.running && state.restarts == 0, "{name}: {state:?}");
