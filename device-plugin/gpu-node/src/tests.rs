@@ -149,7 +149,11 @@ impl Fixture {
     }
 
     async fn wait_until_written(&self) {
-        self.wait_until("the report is written", PROMISED_TIME, |fixture| {
+        self.wait_until_written_within(PROMISED_TIME).await;
+    }
+
+    async fn wait_until_written_within(&self, within: Duration) {
+        self.wait_until("the report is written", within, |fixture| {
             fixture.has_free(32) && fixture.spec.borrow().is_some()
         })
         .await;
@@ -385,7 +389,7 @@ async fn status_and_spec_arrive_through_every_watch_fault() {
         let faults = Faults::for_all_objects(WriteFault::RequestDropped, telling);
         let client = api.client_with_faults(&faults);
         let mut fixture = Fixture::start_with(api, client, DrainState::default());
-        fixture.wait_until_written().await;
+        fixture.wait_until_written_within(promised).await;
         if telling == WatchFault::Lagging {
             // From now on the API server's watch cache lags behind.
             sleep(Duration::from_secs(15)).await;
