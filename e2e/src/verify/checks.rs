@@ -232,6 +232,13 @@ const CHECKS: &[Check] = &[
         runner: Runner::Waiting(&["--test", "api"]),
     },
     test_check(
+        "cli/unit",
+        "kubectl bursar prints the recorded tables, explains planted causes, finds planted ills, \
+         converts the peers' manifests, and patches only what it should, with an admin's and a \
+         tenant's rights",
+        &["--test", "cli"],
+    ),
+    test_check(
         "enforcement/quota",
         "the shim enforces the quota of real processes to the byte, past kills and agent restarts",
         &["--test", "quota"],

@@ -1,0 +1,331 @@
+//! Runs commands against a fake API server: rights, patches, pages, and the number of requests.
+
+use std::time::{Duration, Instant};
+
+use bursar_cli::args::{Cli, Output};
+use bursar_cli::run::{AMISS, FAILED, Session};
+use bursar_cli::table::Terminal;
+use clap::Parser as _;
+use serde_json::{Value, json};
+
+use crate::fake_api::FakeApi;
+use crate::fixtures::{budget, event, gpu, gpu_node, node, own_pod, pod, waiting_pod};
+
+const METRICS: &str = "/api/v1/namespaces/bursar-system/pods/bursar-agent-n:9400/proxy/metrics";
+
+/// Runs a command line and returns its exit code, or its error, with its output.
+async fn run(api: &FakeApi, line: &str) -> (Result<u8, String>, String) {
+    let words = std::iter::once("kubectl-bursar").chain(line.split(' '));
+    let cli = Cli::try_parse_from(words).unwrap();
+    let mut out = Vec::new();
+    let terminal = Terminal {
+        wide: cli.global.output == Output::Wide,
+        ..Terminal::default()
+    };
+    let mut session = Session {
+        client: api.client(),
+        global: &cli.global,
+        terminal,
+        out: &mut out,
+    };
+    let code = session
+        .run(&cli.command)
+        .await
+        .map_err(|error| format!("{error:#}"));
+    (code, String::from_utf8(out).unwrap())
+}
+
+fn small() -> FakeApi {
+    let api = FakeApi::default();
+    let pods = vec![pod("ml", "p", "n", 8)];
+    for (path, objects) in [
+        (
+            "/api/v1/pods",
+            [pods.clone(), vec![own_pod("agent", "n")]].concat(),
+        ),
+        ("/api/v1/namespaces/ml/pods", pods),
+        (
+            "/apis/bursar.dev/v1alpha1/gpunodes",
+            vec![gpu_node("n", vec![gpu("GPU-1", 0, 79, &[("ml-p", 8)])])],
+        ),
+        (
+            "/apis/bursar.dev/v1alpha1/gpumemorybudgets",
+            vec![budget("ml", 64, 64, 8, 0)],
+        ),
+        (
+            "/apis/bursar.dev/v1alpha1/namespaces/ml/gpumemorybudgets",
+            vec![budget("ml", 64, 64, 8, 0)],
+        ),
+        ("/api/v1/nodes", vec![node("n")]),
+        (
+            "/api/v1/namespaces/ml/events",
+            vec![event(
+                "Pod",
+                "p",
+                "ml-p",
+                "GpuMemoryBound",
+                "bound to GPU-1",
+                60,
+            )],
+        ),
+        ("/api/v1/namespaces/ml/resourcequotas", Vec::new()),
+        ("/apis/policy/v1/poddisruptionbudgets", Vec::new()),
+        (
+            "/apis/policy/v1/namespaces/ml/poddisruptionbudgets",
+            Vec::new(),
+        ),
+    ] {
+        api.put(path, objects);
+    }
+    api.text(METRICS, "bursar_container_memory_bytes{namespace=\"ml\",pod=\"p\",container=\"main\",account=\"GPU-1\",amount=\"used\"} 3221225472\n");
+    api
+}
+
+fn as_tenant(api: &FakeApi) {
+    for path in [
+        "/api/v1/pods",
+        "/apis/bursar.dev/v1alpha1/gpunodes",
+        "/api/v1/nodes",
+        "/apis/policy/v1/poddisruptionbudgets",
+        "/apis/bursar.dev/v1alpha1/gpumemorybudgets",
+    ] {
+        api.forbid(path);
+    }
+}
+
+#[tokio::test]
+async fn top_reads_use_through_the_pod_proxy() {
+    let api = small();
+    let (code, text) = run(&api, "top").await;
+    assert_eq!(code, Ok(0), "{text}");
+    assert!(text.contains("n      0     8 GiB   3 GiB"), "{text}");
+    assert_eq!(
+        api.requests()
+            .iter()
+            .filter(|request| request.contains("/proxy/"))
+            .count(),
+        1
+    );
+    let (_, text) = run(&api, "top -o json").await;
+    let top: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(top["items"][0]["usedBytes"], 3_u64 << 30);
+    let (_, text) = run(&api, "top -o name").await;
+    assert_eq!(text, "pod/p\n");
+}
+
+#[tokio::test]
+async fn tenant_gets_its_pods_and_what_it_may_not_read() {
+    let api = small();
+    as_tenant(&api);
+    let (code, text) = run(&api, "top").await;
+    assert_eq!(code, Ok(0), "{text}");
+    assert!(
+        text.contains("ml          p     main        n      -     8 GiB   -"),
+        "{text}"
+    );
+    assert!(
+        text.contains("could not read gpunodes: forbidden\n"),
+        "{text}"
+    );
+    assert!(
+        text.contains("could not read metrics of the agents (pods/proxy): forbidden\n"),
+        "{text}"
+    );
+    let (code, text) = run(&api, "budgets").await;
+    assert_eq!(code, Ok(0), "{text}");
+    assert!(text.contains("8 of 64 GiB"), "{text}");
+    let (code, _) = run(&api, "gpus").await;
+    assert_eq!(code, Err("failed to read gpunodes: forbidden".to_owned()));
+    let (code, text) = run(&api, "explain pod p").await;
+    assert_eq!(code, Ok(0), "{text}");
+    assert!(text.contains("ml/p runs on n."), "{text}");
+    let (code, text) = run(&api, "top -A").await;
+    assert_eq!(code, Ok(FAILED), "{text}");
+}
+
+#[tokio::test]
+async fn explain_fails_for_waiting_pods_and_missing_ones() {
+    let api = small();
+    api.put(
+        "/api/v1/namespaces/ml/pods",
+        vec![waiting_pod(
+            "ml",
+            "w",
+            "n",
+            80,
+            "waiting for 80 GiB, more than the healthy GPUs hold",
+        )],
+    );
+    let (code, text) = run(&api, "explain pod w").await;
+    assert_eq!(code, Ok(AMISS), "{text}");
+    let (code, _) = run(&api, "explain pod none").await;
+    assert!(code.unwrap_err().contains("failed to read pod ml/none"));
+    let replica_set = json!({ "metadata": { "namespace": "ml", "name": "web-1", "uid": "rs", "ownerReferences": [{ "kind": "Deployment",
+        "name": "web", "uid": "d", "controller": true }] }, "spec": { "replicas": 1 } });
+    api.put("/apis/apps/v1/namespaces/ml/replicasets", vec![replica_set]);
+    api.put(
+        "/apis/apps/v1/namespaces/ml/deployments",
+        vec![json!({ "metadata": { "namespace": "ml", "name": "web", "uid": "d" } })],
+    );
+    api.put("/api/v1/namespaces/ml/events", vec![event("ReplicaSet", "web-1", "rs", "FailedCreate",
+        "Error creating: pods \"web-1-x\" is forbidden: exceeded quota: gpu-memory-budget-limit, requested: 8", 5)]);
+    let (code, text) = run(&api, "explain deploy web").await;
+    assert_eq!(code, Ok(AMISS), "{text}");
+    assert!(
+        text.contains("1 not created") && text.contains("exceeded quota: gpu-memory-budget-limit"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn dry_run_prints_the_patch_and_writes_nothing() {
+    let api = small();
+    for line in ["drain n --dry-run", "resize p 4Gi --dry-run"] {
+        let (code, text) = run(&api, line).await;
+        assert_eq!(code, Ok(0), "{text}");
+        assert!(text.starts_with("kubectl patch gpu"), "{text}");
+    }
+    assert_eq!(api.patches(), Vec::<Value>::new());
+}
+
+#[tokio::test]
+async fn changes_are_patched_with_the_version() {
+    let api = small();
+    let (code, text) = run(&api, "drain n 0 --yes --no-wait").await;
+    assert_eq!(code, Ok(0), "{text}");
+    assert!(
+        text.contains("1 pod has memory there, whose processes will be killed: ml/p."),
+        "{text}"
+    );
+    assert!(
+        text.contains("Undo: kubectl bursar undrain n GPU-1"),
+        "{text}"
+    );
+    let (code, text) = run(&api, "undrain n").await;
+    assert_eq!(code, Ok(0), "{text}");
+    let drains: Vec<Value> = api
+        .patches()
+        .iter()
+        .map(|patch| patch["spec"]["drain"].clone())
+        .collect();
+    assert_eq!(drains, [json!(["GPU-1"]), json!([])]);
+    assert!(
+        api.patches()
+            .iter()
+            .all(|patch| patch["metadata"]["resourceVersion"] == "7")
+    );
+}
+
+#[tokio::test]
+async fn drain_waits_until_the_agent_says_drained() {
+    let api = small();
+    let mut drained = gpu("GPU-1", 0, 79, &[]);
+    drained["state"] = json!("Draining");
+    drained["health"] = json!({ "status": "Unhealthy", "reason": "Drained" });
+    api.put(
+        "/apis/bursar.dev/v1alpha1/gpunodes",
+        vec![gpu_node("n", vec![drained])],
+    );
+    let (code, text) = run(&api, "drain n --yes").await;
+    assert_eq!(code, Ok(0), "{text}");
+    assert!(text.contains("n: drained after"), "{text}");
+    api.put(
+        "/apis/bursar.dev/v1alpha1/gpunodes",
+        vec![gpu_node("n", vec![gpu("GPU-1", 0, 79, &[])])],
+    );
+    let (code, text) = run(&api, "drain n --yes --timeout 0s").await;
+    assert_eq!(code, Ok(AMISS), "{text}");
+    assert!(text.contains("GPU 0 is Active (Ok)"), "{text}");
+}
+
+#[tokio::test]
+async fn doctor_and_uninstall_end_with_their_codes() {
+    let api = small();
+    let (code, text) = run(&api, "doctor --preflight").await;
+    assert_eq!(code, Ok(0), "{text}");
+    assert!(
+        text.contains("OK    Kubernetes v1.36.3\nOK    n: containerd://2.1.4\n"),
+        "{text}"
+    );
+    let (code, text) = run(&api, "uninstall --check").await;
+    assert_eq!(code, Ok(AMISS), "{text}");
+    assert!(text.contains("1 GpuNode"), "{text}");
+}
+
+#[tokio::test]
+async fn unreadable_node_hides_no_other() {
+    let api = small();
+    let mut bad = gpu_node("bad", vec![]);
+    bad["status"]["gpus"] = json!("none");
+    let good = gpu_node("n", vec![gpu("GPU-1", 0, 79, &[])]);
+    api.put("/apis/bursar.dev/v1alpha1/gpunodes", vec![bad, good]);
+    let (code, text) = run(&api, "gpus").await;
+    assert_eq!(code, Ok(0), "{text}");
+    assert!(text.contains("1 GPU on 1 node"), "{text}");
+    api.put(
+        "/apis/apps/v1/daemonsets",
+        vec![
+            json!({ "metadata": { "name": "bursar-agent", "namespace": "bursar-system",
+        "labels": { "app.kubernetes.io/component": "agent" } } }),
+        ],
+    );
+    let (code, text) = run(&api, "doctor").await;
+    assert_eq!(code, Ok(AMISS), "{text}");
+    assert!(text.contains("gpunodes bad cannot be parsed"), "{text}");
+}
+
+/// 1,000 nodes, and 10,000 pods of which each requests GPU memory.
+fn large() -> FakeApi {
+    let api = FakeApi::default();
+    let nodes = (0..1000).map(|number| {
+        let gpus = (0..2).map(|index| {
+            let owners: Vec<(String, i32)> = (0..5)
+                .map(|pod| (format!("ml-pod-{}", number * 10 + index * 5 + pod), 8))
+                .collect();
+            let owners: Vec<(&str, i32)> = owners
+                .iter()
+                .map(|(uid, quanta)| (uid.as_str(), *quanta))
+                .collect();
+            gpu(&format!("GPU-{number}-{index}"), index, 79, &owners)
+        });
+        gpu_node(&format!("node-{number}"), gpus.collect())
+    });
+    api.put("/apis/bursar.dev/v1alpha1/gpunodes", nodes.collect());
+    let pods = (0..10_000).map(|number| {
+        let mut pod = pod(
+            "ml",
+            &format!("pod-{number}"),
+            &format!("node-{}", number / 10),
+            8,
+        );
+        // An ordinary pod has some KiB that the table does not need.
+        pod["metadata"]["managedFields"] =
+            json!([{ "manager": "kubelet", "fieldsV1": { "f:status": "x".repeat(2000) } }]);
+        pod["spec"]["containers"][0]["env"] = json!([{ "name": "A", "value": "y".repeat(1000) }]);
+        pod
+    });
+    api.put("/api/v1/pods", pods.collect());
+    api
+}
+
+#[tokio::test]
+async fn top_of_a_large_cluster_takes_few_requests() {
+    let api = large();
+    let start = Instant::now();
+    let (code, text) = run(&api, "top -A --no-usage").await;
+    let took = start.elapsed();
+    assert_eq!(code, Ok(0));
+    assert_eq!(text.lines().count(), 10_001);
+    let requests = api.requests();
+    assert_eq!(
+        requests.len(),
+        22,
+        "20 pages of pods and 2 of GpuNodes: {requests:?}"
+    );
+    println!(
+        "10,000 pods on 1,000 nodes: {} requests, {took:?}",
+        requests.len()
+    );
+    // The bound is wide, because CI runs other tests beside this one and without optimisation.
+    assert!(took < Duration::from_secs(20), "{took:?}");
+}

@@ -1,0 +1,166 @@
+//! Checks the patches of `drain`, `undrain` and `resize`, and the archive of `support`.
+
+use bursar_cli::act::{drain, resize};
+use bursar_cli::support;
+use bursar_crds::{GpuMemoryBudget, GpuNode};
+use serde_json::json;
+
+use crate::fixtures::{budget, cluster, golden, gpu, gpu_node, parse, pod};
+
+fn two_gpus() -> GpuNode {
+    parse(gpu_node(
+        "n",
+        vec![
+            gpu("GPU-5e1c", 0, 79, &[("ml-p", 8)]),
+            gpu("GPU-5eff", 1, 79, &[]),
+        ],
+    ))
+}
+
+fn words(words: &[&str]) -> Vec<String> {
+    words.iter().map(|word| (*word).to_owned()).collect()
+}
+
+#[test]
+fn gpus_are_named_by_index_uuid_or_its_beginning() {
+    let node = two_gpus();
+    let uuids = |arguments: &[&str]| {
+        let selected = drain::selected(&node, &words(arguments));
+        selected.map(|all| all.iter().map(|gpu| gpu.uuid.clone()).collect::<Vec<_>>())
+    };
+    assert_eq!(uuids(&[]).unwrap(), ["GPU-5e1c", "GPU-5eff"]);
+    assert_eq!(uuids(&["1"]).unwrap(), ["GPU-5eff"]);
+    assert_eq!(uuids(&["GPU-5e1"]).unwrap(), ["GPU-5e1c"]);
+    assert!(matches!(
+        uuids(&["GPU-5e"]),
+        Err(drain::GpuArgumentError::Ambiguous { .. })
+    ));
+    assert!(matches!(
+        uuids(&["7"]),
+        Err(drain::GpuArgumentError::NotFound { .. })
+    ));
+    let bare: GpuNode = parse(gpu_node("cpu", vec![]));
+    assert!(matches!(
+        drain::selected(&bare, &[]),
+        Err(drain::GpuArgumentError::NoGpus(_))
+    ));
+}
+
+#[test]
+fn drain_keeps_other_drains_and_the_version() {
+    let mut node = two_gpus();
+    node.spec.drain = vec!["GPU-other".to_owned()];
+    let first = drain::selected(&node, &words(&["0"])).unwrap();
+    let patch = drain::drain_patch(&node, &first).unwrap();
+    assert_eq!(
+        patch,
+        json!({ "metadata": { "resourceVersion": "7" }, "spec": { "drain": ["GPU-5e1c", "GPU-other"] } })
+    );
+    let mut drained = node.clone();
+    drained.spec.drain.push("GPU-5e1c".to_owned());
+    let first = drain::selected(&drained, &words(&["0"])).unwrap();
+    assert_eq!(drain::drain_patch(&drained, &first), None);
+    let patch = drain::undrain_patch(&drained, Some(&first)).unwrap();
+    assert_eq!(patch["spec"]["drain"], json!(["GPU-other"]));
+    assert_eq!(
+        drain::undrain_patch(&drained, None).unwrap()["spec"]["drain"],
+        json!([])
+    );
+    assert_eq!(drain::undrain_patch(&two_gpus(), None), None);
+}
+
+#[test]
+fn drain_says_what_it_costs() {
+    let snapshot = cluster();
+    let node = snapshot.gpu_node("gpu-a-1").unwrap();
+    let all = drain::selected(node, &[]).unwrap();
+    golden("drain-cost", &(drain::cost(&snapshot, node, &all) + "\n"));
+    let uuids = ["GPU-a0".to_owned()].into();
+    assert_eq!(drain::not_drained(node, &uuids), ["GPU 0 is Active (Ok)"]);
+}
+
+#[test]
+fn resize_changes_only_the_pods_own_override() {
+    let mut budget: GpuMemoryBudget = parse(budget("ml", 64, 64, 8, 0));
+    budget.spec.overrides = vec![parse(json!({ "pod": "other", "deviceMemory": "1Gi" }))];
+    let pod = parse(pod("ml", "p", "n", 8));
+    let patch = resize::patch(&budget, &pod, Some("4Gi")).unwrap().unwrap();
+    assert_eq!(
+        patch["spec"]["overrides"],
+        json!([{ "pod": "other", "deviceMemory": "1Gi" }, { "pod": "p", "deviceMemory": "4Gi" }])
+    );
+    assert_eq!(patch["metadata"]["resourceVersion"], "9");
+    budget
+        .spec
+        .overrides
+        .push(parse(json!({ "pod": "p", "deviceMemory": "4Gi" })));
+    assert_eq!(resize::patch(&budget, &pod, Some("4096Mi")), Ok(None));
+    let reset = resize::patch(&budget, &pod, None).unwrap().unwrap();
+    assert_eq!(
+        reset["spec"]["overrides"],
+        json!([{ "pod": "other", "deviceMemory": "1Gi" }])
+    );
+    assert!(matches!(
+        resize::patch(&budget, &pod, Some("9Gi")),
+        Err(resize::ResizeError::AboveRequest { .. })
+    ));
+    assert!(matches!(
+        resize::patch(&budget, &pod, Some("much")),
+        Err(resize::ResizeError::Amount(_))
+    ));
+}
+
+#[test]
+fn resize_waits_for_the_agents_state() {
+    let pod = parse(pod("ml", "p", "n", 8));
+    let mut node = two_gpus();
+    let four = Some(4_u64 << 30);
+    assert_eq!(resize::state(&node, &pod, four), None);
+    node.spec.quotas = vec![parse(
+        json!({ "podUid": "ml-p", "container": "main", "account": "device", "quota": "4Gi" }),
+    )];
+    let state = |state: &str| json!([{ "podUid": "ml-p", "container": "main", "account": "device", "state": state, "quota": "4Gi", "used": "6Gi" }]);
+    node.status.as_mut().unwrap().quotas = parse(state("Applied"));
+    assert_eq!(
+        resize::state(&node, &pod, four).unwrap(),
+        "ml/p has a quota of 4 GiB."
+    );
+    node.status.as_mut().unwrap().quotas = parse(state("Pending"));
+    assert!(
+        resize::state(&node, &pod, four)
+            .unwrap()
+            .contains("and uses 6 GiB")
+    );
+    node.metadata.generation = Some(2);
+    assert_eq!(resize::state(&node, &pod, four), None);
+}
+
+#[test]
+fn archive_has_no_variable_argument_or_annotation() {
+    let mut snapshot = cluster();
+    let mut secret = pod("ml", "secret", "gpu-a-1", 8);
+    secret["metadata"]["annotations"] = json!({ "note": "hunter2" });
+    secret["spec"]["containers"][0]["env"] = json!([{ "name": "PASSWORD", "value": "hunter2" }]);
+    secret["spec"]["containers"][0]["args"] = json!(["--password=hunter2"]);
+    snapshot.pods.push(parse(secret));
+    let metadata = json!({ "name": "n", "annotations": { "kubectl.kubernetes.io/last-applied-configuration": "hunter2" } });
+    snapshot.gpu_nodes[0].metadata = parse(metadata);
+    let mut files = support::files(&snapshot, None);
+    files.push(support::File::log("bursar-agent-x", "one line\n"));
+    for file in &files {
+        let text = String::from_utf8_lossy(&file.content);
+        assert!(!text.contains("hunter2"), "{}", file.path);
+    }
+    let archive = support::archive(&files).unwrap();
+    let mut archive = tar::Archive::new(flate2::read::GzDecoder::new(archive.as_slice()));
+    let names: Vec<String> = archive
+        .entries()
+        .unwrap()
+        .map(|entry| entry.unwrap().path().unwrap().display().to_string())
+        .collect();
+    assert_eq!(names.len(), files.len());
+    assert!(
+        names.contains(&"bursar-support/logs/bursar-agent-x.log".to_owned()),
+        "{names:?}"
+    );
+}

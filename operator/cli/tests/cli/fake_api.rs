@@ -1,0 +1,148 @@
+//! Serves recorded objects as the API server does: lists in pages, objects, patches, refusals.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use http::{Method, Request, Response, StatusCode};
+use kube::Client;
+use kube::client::Body;
+use serde_json::{Value, json};
+
+/// A fake API server. Clones share its state.
+#[derive(Clone, Default)]
+pub(crate) struct FakeApi {
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Default)]
+struct State {
+    /// By the path of the list, such as `/api/v1/pods`.
+    lists: BTreeMap<String, Vec<Value>>,
+    /// Texts by path, such as an agent's metrics.
+    texts: BTreeMap<String, String>,
+    forbidden: Vec<String>,
+    requests: Vec<String>,
+    patches: Vec<Value>,
+}
+
+impl FakeApi {
+    /// Sets the objects of a list.
+    pub(crate) fn put(&self, path: &str, objects: Vec<Value>) {
+        self.state
+            .lock()
+            .unwrap()
+            .lists
+            .insert(path.to_owned(), objects);
+    }
+
+    /// Sets the text of a path.
+    pub(crate) fn text(&self, path: &str, text: &str) {
+        self.state
+            .lock()
+            .unwrap()
+            .texts
+            .insert(path.to_owned(), text.to_owned());
+    }
+
+    /// Refuses every request of a path.
+    pub(crate) fn forbid(&self, path: &str) {
+        self.state.lock().unwrap().forbidden.push(path.to_owned());
+    }
+
+    /// The requests so far, as `METHOD path`.
+    pub(crate) fn requests(&self) -> Vec<String> {
+        self.state.lock().unwrap().requests.clone()
+    }
+
+    /// The patches so far.
+    pub(crate) fn patches(&self) -> Vec<Value> {
+        self.state.lock().unwrap().patches.clone()
+    }
+
+    /// A client in namespace `ml`.
+    pub(crate) fn client(&self) -> Client {
+        let api = self.clone();
+        let service = tower::service_fn(move |request: Request<Body>| {
+            let api = api.clone();
+            async move {
+                let (parts, body) = request.into_parts();
+                let body = body.collect_bytes().await?;
+                Ok::<_, kube::Error>(api.respond(&parts, &body))
+            }
+        });
+        Client::new(service, "ml")
+    }
+
+    fn respond(&self, parts: &http::request::Parts, body: &[u8]) -> Response<Body> {
+        let mut state = self.state.lock().unwrap();
+        let path = parts.uri.path();
+        state.requests.push(format!("{} {path}", parts.method));
+        if state.forbidden.iter().any(|forbidden| forbidden == path) {
+            return failure(StatusCode::FORBIDDEN, "Forbidden");
+        }
+        if path == "/version" {
+            return json_response(
+                &json!({ "major": "1", "minor": "36", "gitVersion": "v1.36.3", "gitCommit": "", "gitTreeState": "",
+                "buildDate": "", "goVersion": "", "compiler": "", "platform": "" }),
+            );
+        }
+        if let Some(text) = state.texts.get(path) {
+            return Response::new(Body::from(text.clone().into_bytes()));
+        }
+        if let Some(objects) = state.lists.get(path) {
+            return json_response(&page(objects, parts.uri.query().unwrap_or_default()));
+        }
+        let (list, name) = path.rsplit_once('/').unwrap_or_default();
+        let objects = state.lists.get_mut(list);
+        let found = objects.and_then(|objects| {
+            objects
+                .iter_mut()
+                .find(|object| object["metadata"]["name"] == name)
+        });
+        let Some(object) = found else {
+            return failure(StatusCode::NOT_FOUND, "NotFound");
+        };
+        if parts.method == Method::PATCH {
+            let patch: Value = serde_json::from_slice(body).unwrap();
+            if patch["metadata"]["resourceVersion"] != object["metadata"]["resourceVersion"] {
+                return failure(StatusCode::CONFLICT, "Conflict");
+            }
+            for (field, value) in patch["spec"].as_object().unwrap() {
+                object["spec"][field] = value.clone();
+            }
+            let object = object.clone();
+            state.patches.push(patch);
+            return json_response(&object);
+        }
+        json_response(object)
+    }
+}
+
+fn page(objects: &[Value], query: &str) -> Value {
+    let parameter = |name: &str| {
+        let pairs = query.split('&').filter_map(|pair| pair.split_once('='));
+        pairs
+            .filter(|(key, _)| *key == name)
+            .find_map(|(_, value)| value.parse::<usize>().ok())
+    };
+    let from = parameter("continue").unwrap_or(0);
+    let until = parameter("limit").map_or(objects.len(), |limit| objects.len().min(from + limit));
+    let next = if until < objects.len() {
+        until.to_string()
+    } else {
+        String::new()
+    };
+    json!({ "kind": "List", "metadata": { "continue": next }, "items": objects[from..until] })
+}
+
+fn json_response(value: &Value) -> Response<Body> {
+    Response::new(Body::from(value.to_string().into_bytes()))
+}
+
+fn failure(code: StatusCode, reason: &str) -> Response<Body> {
+    let status = json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "message": format!("{reason} by the test"), "reason": reason, "code": code.as_u16() });
+    let mut response = json_response(&status);
+    *response.status_mut() = code;
+    response
+}

@@ -1,0 +1,177 @@
+//! Compares tables with recorded ones.
+
+use bursar_cli::show::{budgets, events, gpus, retained, top};
+use bursar_cli::snapshot::Snapshot;
+use bursar_cli::table::Terminal;
+use bursar_cli::{uninstall, version};
+
+use crate::fixtures::{NOW, cluster, golden, gpu, gpu_node, parse, tenant};
+
+const PLAIN: Terminal = Terminal {
+    colour: false,
+    width: None,
+    wide: false,
+    no_headers: false,
+};
+
+#[test]
+fn gpus_match_the_recorded_tables() {
+    let snapshot = cluster();
+    golden("gpus", &gpus::render(&snapshot, None, PLAIN));
+    golden(
+        "gpus-wide",
+        &gpus::render(
+            &snapshot,
+            None,
+            Terminal {
+                wide: true,
+                ..PLAIN
+            },
+        ),
+    );
+    golden(
+        "gpus-narrow",
+        &gpus::render(
+            &snapshot,
+            None,
+            Terminal {
+                width: Some(60),
+                ..PLAIN
+            },
+        ),
+    );
+    golden(
+        "gpus-colour",
+        &gpus::render(
+            &snapshot,
+            None,
+            Terminal {
+                colour: true,
+                ..PLAIN
+            },
+        ),
+    );
+    golden(
+        "gpus-one-node",
+        &gpus::render(&snapshot, Some("gpu-a-1"), PLAIN),
+    );
+}
+
+#[test]
+fn other_tables_match_the_recorded_ones() {
+    let snapshot = cluster();
+    golden("top", &top::render_pods(&snapshot, PLAIN));
+    golden(
+        "top-narrow",
+        &top::render_pods(
+            &snapshot,
+            Terminal {
+                width: Some(80),
+                ..PLAIN
+            },
+        ),
+    );
+    golden("top-tenant", &top::render_pods(&tenant(cluster()), PLAIN));
+    golden("top-namespaces", &top::render_namespaces(&snapshot, PLAIN));
+    golden("budgets", &budgets::render(&snapshot, PLAIN));
+    golden(
+        "budgets-wide",
+        &budgets::render(
+            &snapshot,
+            Terminal {
+                wide: true,
+                ..PLAIN
+            },
+        ),
+    );
+    golden("events", &events::render(&snapshot, Some(3600), PLAIN));
+    golden("retained", &retained::render(&snapshot, PLAIN));
+    golden("uninstall", &uninstall::render(&snapshot, PLAIN));
+    golden("version", &version::render(&snapshot));
+}
+
+#[test]
+fn empty_cluster_has_sentences_instead_of_tables() {
+    let empty = Snapshot {
+        now: NOW.parse().unwrap(),
+        ..Snapshot::default()
+    };
+    assert_eq!(gpus::render(&empty, None, PLAIN), "No node has GPUs\n");
+    assert_eq!(top::render_pods(&empty, PLAIN), "No pod has GPU memory.\n");
+    assert_eq!(budgets::render(&empty, PLAIN), "No budgets.\n");
+    assert_eq!(
+        uninstall::render(&empty, PLAIN),
+        "Nothing of Bursar is left in the API.\n"
+    );
+}
+
+#[test]
+fn thousand_gpus_and_one_have_a_row_each() {
+    let nodes = |count: i32| Snapshot {
+        gpu_nodes: (0..count)
+            .map(|number| {
+                let gpus = (0..8)
+                    .map(|index| gpu(&format!("GPU-{number}-{index}"), index, 79, &[]))
+                    .collect();
+                parse(gpu_node(&format!("node-{number:03}"), gpus))
+            })
+            .collect(),
+        ..Snapshot::default()
+    };
+    let text = gpus::render(&nodes(125), None, PLAIN);
+    assert_eq!(text.lines().count(), 1002);
+    assert!(text.ends_with(
+        "1000 GPUs on 125 nodes: 0 of 79000 GiB bound, largest free 79 GiB, 0 waiting, 0 faults\n"
+    ));
+    let one = Snapshot {
+        gpu_nodes: vec![parse(gpu_node("n", vec![gpu("GPU-1", 0, 79, &[])]))],
+        ..Snapshot::default()
+    };
+    let text = gpus::render(&one, None, PLAIN);
+    assert!(
+        text.ends_with(
+            "1 GPU on 1 node: 0 of 79 GiB bound, largest free 79 GiB, 0 waiting, 0 faults\n"
+        ),
+        "{text}"
+    );
+}
+
+#[test]
+fn narrow_terminal_is_never_exceeded() {
+    let snapshot = cluster();
+    for width in [20, 40, 60, 80, 100, 140] {
+        let terminal = Terminal {
+            width: Some(width),
+            ..PLAIN
+        };
+        let tables = [
+            gpus::render(
+                &snapshot,
+                None,
+                Terminal {
+                    no_headers: true,
+                    ..terminal
+                },
+            ),
+            top::render_pods(&snapshot, terminal),
+            events::render(&snapshot, None, terminal),
+        ];
+        for line in tables.iter().flat_map(|table| table.lines()) {
+            assert!(line.chars().count() <= width, "{width}: {line}");
+        }
+    }
+}
+
+#[test]
+fn json_has_the_objects_and_the_documented_shape() {
+    let snapshot = cluster();
+    assert_eq!(gpus::json(&snapshot, None)["items"][0]["kind"], "GpuNode");
+    let top = top::pods_json(&tenant(cluster()));
+    assert_eq!(top["apiVersion"], "cli.bursar.dev/v1");
+    assert_eq!(top["items"][0]["quotaBytes"], 50_u64 << 30);
+    assert_eq!(top["notRead"][0], "could not read gpunodes: forbidden");
+    assert_eq!(
+        budgets::names(&snapshot)[0],
+        "gpumemorybudget.bursar.dev/ml"
+    );
+}
