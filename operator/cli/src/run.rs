@@ -635,7 +635,8 @@ impl<W: Write> Session<'_, W> {
         })?;
         let patch = resize::patch(&budget, &pod, amount)?;
         if dry_run {
-            return self.print_patch("gpumemorybudget", "default", patch.as_ref());
+            let budget = format!("gpumemorybudget -n {namespace}");
+            return self.print_patch(&budget, "default", patch.as_ref());
         }
         if let Some(patch) = &patch {
             let _: GpuMemoryBudget = act::patch(&self.client, &path, "default", patch)
