@@ -75,6 +75,10 @@ impl<T: Send + 'static> TrackedSlice<T> {
     /// # Errors
     /// The memory unchanged, if it is not of cudarc; `None` if the driver failed to order the uses,
     /// and the memory is freed later.
+    #[expect(
+        clippy::result_large_err,
+        reason = "the error is the memory itself, which the caller keeps"
+    )]
     pub fn into_cudarc(self) -> Result<CudaSlice<T>, Option<TrackedSlice<T>>> {
         let (mut memory, len) = self.into_parts();
         let adopted = AdoptedMemory::of(memory.stream.context());
