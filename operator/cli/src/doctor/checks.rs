@@ -58,8 +58,11 @@ fn nodes(snapshot: &Snapshot) -> Vec<Finding> {
                     "free space, or set node.cdiDir to the folder that the runtime reads",
                 ),
                 names::TOO_MANY_TOKENS => (Level::Fail, "set a larger quantum"),
-                names::NOT_SCRUBBED => (Level::Warn, "see MemoryScrubbed in docs/reference.md"),
-                _ => (Level::Warn, "see the condition in docs/reference.md"),
+                names::NOT_SCRUBBED => (
+                    Level::Warn,
+                    "see MemoryScrubbed in docs/reference/README.md",
+                ),
+                _ => (Level::Warn, "see the condition in docs/reference/README.md"),
             };
             let check = match held.type_.as_str() {
                 names::CDI_READY => "CdiOff",

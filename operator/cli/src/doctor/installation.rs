@@ -64,7 +64,7 @@ fn steering(snapshot: &Snapshot) -> Option<Finding> {
             Level::Warn,
             "Steering",
             "steering and overflow: Borrow are unavailable before Kubernetes 1.36",
-            "write the affinity of docs/placement.md into pods by hand",
+            "write the affinity of docs/guides/steering-and-preemption.md into pods by hand",
         ));
     }
     if !snapshot.has_all(Kind::MutatingPolicies) {
