@@ -84,7 +84,8 @@ async fn gpu_capacity_follows_loss_and_restore(context: &mut TrialContext) -> Re
     let begin = Instant::now();
     let rolled_out = roll_out_agents(context).await;
     (0..GPUS).try_for_each(|gpu| gpus.restore(gpu))?;
-    (none?, rolled_out?);
+    none?;
+    rolled_out?;
     context.progress.report(format_args!(
         "agents are replaced without a healthy GPU in {:.1?}",
         begin.elapsed()

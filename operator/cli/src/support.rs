@@ -41,7 +41,7 @@ impl File {
         );
         Self {
             path: format!("bursar-support/logs/{name}.log"),
-            content: text[from..].as_bytes().to_vec(),
+            content: text.as_bytes()[from..].to_vec(),
         }
     }
 }

@@ -87,17 +87,17 @@ fn convert_template(
         }
     }
     // KAI has the request on the pod, whose first container gets it.
-    if let Some(request) = shared.filter(|_| !converted) {
-        if let Some(container) = elements(template, &["spec", "containers"]).next() {
-            let gpus = request.gpus.unwrap_or(1);
-            set(
-                container,
-                request.memory.unwrap_or(0).saturating_mul(gpus),
-                assumptions,
-            );
-            most_gpus = gpus;
-            converted = true;
-        }
+    if let Some(request) = shared.filter(|_| !converted)
+        && let Some(container) = elements(template, &["spec", "containers"]).next()
+    {
+        let gpus = request.gpus.unwrap_or(1);
+        set(
+            container,
+            request.memory.unwrap_or(0).saturating_mul(gpus),
+            assumptions,
+        );
+        most_gpus = gpus;
+        converted = true;
     }
     if !converted {
         document.note("requests no shared GPU: left as it is");
