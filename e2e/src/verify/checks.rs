@@ -339,8 +339,8 @@ const CHECKS: &[Check] = &[
     },
 ];
 
-/// Returns every check: [`CHECKS`], the areas `security/`, `faults/`, `install/` and `mission/`, and
-/// last the cluster's trials, which take minutes.
+/// Returns every check: [`CHECKS`], the areas `security/`, `faults/`, `install/` and `mission/`,
+/// and last the cluster's trials, which take minutes.
 pub(super) fn all() -> Vec<Check> {
     let trials = cluster::TRIALS.iter().map(|(name, promise)| Check {
         name,
