@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 
 use bursar_protocol::units::{UNIT, Units};
 
+use super::MAX_PROCESSES;
+
 /// The most credit that a process gets beyond its need: 64 MiB.
 const MAX_PREFETCH: Units = Units((64 << 20) / UNIT as u32);
 
@@ -38,8 +40,13 @@ pub(crate) struct CreditAccounts {
     peaks: Vec<Units>,
 }
 
-/// Stands for the exporter of a released lease: no process has this pid.
+/// Stands for the exporter of a released lease, and for exporters beyond [`MAX_EXPORTERS`]: no
+/// process has this pid.
 pub(super) const NO_PID: u32 = 0;
+
+/// The most exited processes whose orphaned exports are kept apart. A container could otherwise
+/// have one for each unit of its quota. Honest containers have a few.
+const MAX_EXPORTERS: usize = 2 * MAX_PROCESSES;
 
 impl CreditAccounts {
     /// Creates empty accounts with these quotas.
@@ -280,7 +287,9 @@ impl CreditAccounts {
             .map(|(granted, orphaned)| granted.saturating_sub(*orphaned))
             .collect();
         add_amounts(&mut self.exited, pid, rest);
-        add_amounts(&mut self.orphaned, pid, orphaned);
+        let is_apart = self.orphaned.len() < MAX_EXPORTERS || self.orphaned.contains_key(&pid);
+        let exporter = if is_apart { pid } else { NO_PID };
+        add_amounts(&mut self.orphaned, exporter, orphaned);
     }
 
     /// Releases the units of an exited image that the driver no longer charges. Its orphaned
@@ -464,6 +473,21 @@ mod tests {
         let rest = credit.orphaned.clone();
         credit.cap_orphaned(0, Units::ZERO, &rest);
         assert_eq!(credit.grant(3, 0, Units(10)), Ok(Units(10)));
+    }
+
+    #[test]
+    fn exporters_kept_apart_are_few_and_all_are_charged() {
+        let all = 4 * MAX_EXPORTERS as u32;
+        let mut credit = CreditAccounts::new(vec![Units(all)]);
+        for pid in 1..=all {
+            credit.admit_claimed(pid, 0, Units(1));
+            credit.mark_exited(pid, &[Units(1)]);
+        }
+        assert_eq!((credit.orphaned(0), credit.free(0)), (Units(all), Units(0)));
+        assert_eq!(credit.orphaned.len(), MAX_EXPORTERS + 1);
+        let asked = credit.orphaned.clone();
+        credit.cap_orphaned(0, Units::ZERO, &asked);
+        assert_eq!(credit.free(0), Units(all));
     }
 
     #[test]

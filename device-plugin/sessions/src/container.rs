@@ -115,8 +115,9 @@ struct ProcessState {
     namespace_pids: Vec<u32>,
     /// `None` until the process says hello to a restarted agent.
     page: Option<CreditPage>,
-    /// The descriptor of that page, for reuse after the process has exited.
-    page_fd: Option<Arc<OwnedFd>>,
+    /// The descriptors of that page and of the former one, for reuse. Threads of the process may
+    /// still use the former page.
+    page_fds: Vec<Arc<OwnedFd>>,
     /// Whether the process has sent a message after its hello, and so uses the page that it
     /// received. A process that was stopped, or stopped waiting, goes on with its former page.
     has_adopted_page: bool,
@@ -268,7 +269,7 @@ impl Container {
                     protocol_version: 1,
                     namespace_pids: resolver.namespace_pids(process.pid),
                     page: None,
-                    page_fd: None,
+                    page_fds: Vec::new(),
                     has_adopted_page: false,
                     exported,
                     has_broken_page: false,
@@ -307,15 +308,17 @@ impl Container {
         }
         // The agent takes a page before it changes anything, so that a process without a page keeps
         // its state.
-        let page = self.pages.take_page(self.accounts.len(), Instant::now());
+        let now = Instant::now();
+        let page = self.pages.take_page(self.accounts.len(), now);
         let (page, fd) = page.map_err(|error| {
-            if let Some(suppressed) = self.log_limiter.due("no page", Instant::now()) {
+            if let Some(suppressed) = self.log_limiter.due("no page", now) {
                 let allocation = self.spec.allocation;
                 tracing::warn!(%allocation, pid, %error, suppressed, "failed to create a credit page");
             }
             RejectReason::Busy
         })?;
         let (mut exported, mut generation, mut has_broken_page) = (Vec::new(), None, false);
+        let mut page_fds = vec![Arc::clone(&fd)];
         let before = self.processes.remove(&pid);
         let replaced_image = before.is_some() && !known;
         if let Some(before) = before {
@@ -323,9 +326,12 @@ impl Container {
             exported = before.current_exports();
             generation = Some(before.generation).filter(|_| known);
             has_broken_page = known && before.has_broken_page;
+            let mut former = before.page_fds.into_iter();
+            page_fds.extend(former.next());
+            self.return_pages(former, now);
             if !known {
                 self.credit.mark_exited(pid, &std::mem::take(&mut exported));
-                self.last_exit = Some(Instant::now());
+                self.last_exit = Some(now);
                 self.fault_log
                     .record_exit(before.process, before.generation);
             }
@@ -349,7 +355,7 @@ impl Container {
                 protocol_version: version,
                 namespace_pids: resolver.namespace_pids(pid),
                 page: Some(page),
-                page_fd: Some(Arc::clone(&fd)),
+                page_fds,
                 has_adopted_page: false,
                 exported,
                 has_broken_page,
@@ -600,13 +606,18 @@ impl Container {
         };
         self.credit
             .mark_exited(process.pid, &state.current_exports());
-        if let Some(fd) = state.page_fd {
-            self.pages.return_page(fd);
-        }
-        self.last_exit = Some(Instant::now());
+        let now = Instant::now();
+        self.return_pages(state.page_fds, now);
+        self.last_exit = Some(now);
         self.fault_log.record_exit(process, state.generation);
         self.refresh_pages();
         self.note_change();
+    }
+
+    fn return_pages(&mut self, fds: impl IntoIterator<Item = Arc<OwnedFd>>, now: Instant) {
+        for fd in fds {
+            self.pages.return_page(fd, now);
+        }
     }
 
     /// The exited processes to look up in the driver; `None` where the agent need not sample.

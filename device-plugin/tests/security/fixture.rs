@@ -54,8 +54,13 @@ const MAX_LASTING_GROWTH_KIB: u64 = 8 << 10;
 /// The most by which the agent's shared memory may grow after a load: 128 credit pages.
 const MAX_SHARED_GROWTH_KIB: u64 = 512;
 
-/// Descriptors that come and go without a load, and 64 pages of ended processes.
-const MAX_DESCRIPTOR_GROWTH: usize = 16 + 64;
+/// Descriptors that come and go without a load.
+const MAX_DESCRIPTOR_GROWTH: usize = 16;
+
+/// The most credit pages of exited processes that the agent keeps for a container.
+const MAX_PAGES: usize = 1024;
+/// The containers of a load.
+const CONTAINERS: usize = 2;
 
 /// The pause between two requests of the neighbour.
 const PAUSE: Duration = Duration::from_millis(2);
@@ -75,6 +80,8 @@ pub(crate) struct Node {
 pub(crate) struct AgentUsage {
     resident_kib: u64,
     shared_kib: u64,
+    /// The descriptors of credit pages, and all others.
+    pages: usize,
     descriptors: usize,
 }
 
@@ -220,6 +227,7 @@ pub(crate) fn violation(
         () if after.descriptors > before.descriptors + MAX_DESCRIPTOR_GROWTH => {
             "the agent keeps descriptors"
         }
+        () if after.pages > before.pages + CONTAINERS * MAX_PAGES => "the agent keeps credit pages",
         () => return None,
     };
     Some(format!(
@@ -332,6 +340,7 @@ impl AgentUsage {
         AgentUsage {
             resident_kib: self.resident_kib.max(other.resident_kib),
             shared_kib: self.shared_kib.max(other.shared_kib),
+            pages: self.pages.max(other.pages),
             descriptors: self.descriptors.max(other.descriptors),
         }
     }
@@ -345,12 +354,15 @@ fn agent_usage(machine: &Machine) -> AgentUsage {
         let words = line.and_then(|line| line.split_whitespace().next());
         words.unwrap().parse().unwrap()
     };
+    let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let (pages, others): (Vec<_>, Vec<_>) = descriptors
+        .filter_map(|descriptor| std::fs::read_link(descriptor.unwrap().path()).ok())
+        .partition(|file| file.starts_with("/memfd:bursar-credit (deleted)"));
     AgentUsage {
         resident_kib: kib("VmRSS:"),
         shared_kib: kib("RssShmem:"),
-        descriptors: std::fs::read_dir(format!("/proc/{pid}/fd"))
-            .unwrap()
-            .count(),
+        pages: pages.len(),
+        descriptors: others.len(),
     }
 }
 
@@ -406,6 +418,7 @@ mod tests {
     const BEFORE: AgentUsage = AgentUsage {
         resident_kib: 30 << 10,
         shared_kib: 1 << 10,
+        pages: 3,
         descriptors: 40,
     };
 
@@ -439,6 +452,10 @@ mod tests {
             descriptors: BEFORE.descriptors + MAX_DESCRIPTOR_GROWTH + 1,
             ..BEFORE
         };
+        let keeps = AgentUsage {
+            pages: BEFORE.pages + CONTAINERS * MAX_PAGES + 1,
+            ..BEFORE
+        };
         let mut stalls = vec![Duration::from_millis(1); 999];
         stalls.push(Duration::from_secs(2));
         let bad = [
@@ -452,6 +469,7 @@ mod tests {
             (load_result(1, stays), stays, "is still grown"),
             (load_result(1, BEFORE), shares, "shared memory"),
             (load_result(1, BEFORE), holds, "descriptors"),
+            (load_result(1, BEFORE), keeps, "credit pages"),
         ];
         for (seen, after, expected) in bad {
             let told = violation(&seen, BEFORE, after);

@@ -3,8 +3,8 @@
  *
  *   linger COUNT        opens connections, each with the last reference to a lingering TCP socket
  *                       whose peer never reads: the number that the agent accepted
- *   hellos COUNT        says hello as COUNT process images and keeps their credit pages: the
- *                       number of pages
+ *   hellos COUNT        says hello COUNT times as the same process image and keeps the credit
+ *                       pages: the number of pages
  *   crowd COUNT HOW     forks COUNT processes that wait: a line with the pid of each
  *   go                  lets all of them act at once and stay: the number that succeeded
  *                         grant   says hello and is granted memory
@@ -27,6 +27,7 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -114,10 +115,18 @@ static int linger(int count) {
 }
 
 static int hellos(int count) {
+    ino_t pages[count];
     int kept = 0, page;
+    uint64_t same = image;
     while (count-- > 0) {
+        struct stat status;
+        int known = 0;
+        image = same;
         close(hello(&page));
-        kept += page >= 0;
+        if (page < 0 || fstat(page, &status)) continue;
+        while (known < kept && pages[known] != status.st_ino) known++;
+        pages[known] = status.st_ino;
+        kept += known == kept;
     }
     return kept;
 }

@@ -1,8 +1,9 @@
 //! Creates credit pages, and reuses those of exited processes.
 //!
 //! A page occupies the agent's memory as long as any process keeps its descriptor, and processes
-//! may keep every descriptor that they receive. So each container gets a bounded number. A reused
-//! page stays within its container, which can only tamper with its own pages.
+//! may keep every descriptor that they receive. So the agent keeps the page of an exited process
+//! for the next one, and a container never has more than [`MAX_PAGES`]. A reused page stays within
+//! its container, which can only tamper with its own pages.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -13,12 +14,12 @@ use bursar_protocol::credit_page::{CreditPage, PageError};
 use super::super::MAX_PROCESSES;
 use super::super::rate_limit::RateLimiter;
 
-/// The time in which a container earns one more page, beyond an initial budget of two pages for
-/// each possible process.
-const PAGE_INTERVAL: Duration = Duration::from_secs(1);
+/// The most pages of a container: two for each possible process, its page and the former one.
+const MAX_PAGES: u32 = 2 * MAX_PROCESSES as u32;
 
-/// The pages that wait for reuse at most: each costs the agent a descriptor.
-const MAX_FREE_PAGES: usize = 64;
+/// The time for which a page counts that the agent could not keep for reuse. The agent cannot tell
+/// whether a process still holds it.
+const PAGE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Creates a page with this number of accounts.
 type MakePage = fn(usize) -> Result<(CreditPage, OwnedFd), PageError>;
@@ -27,9 +28,13 @@ type MakePage = fn(usize) -> Result<(CreditPage, OwnedFd), PageError>;
 #[derive(Debug)]
 pub(super) struct PagePool {
     make: MakePage,
-    rate_limiter: RateLimiter,
+    /// The pages of processes, and those that wait for reuse.
+    count: u32,
     free: Vec<Arc<OwnedFd>>,
+    /// The pages that may wait for reuse at most: each costs the agent a descriptor.
     max_free: usize,
+    /// The pages that the agent did not keep, as a debt of time.
+    dropped: RateLimiter,
 }
 
 /// Why a process gets no page.
@@ -45,15 +50,16 @@ impl PagePool {
     pub(super) fn new(make: MakePage) -> PagePool {
         PagePool {
             make,
-            rate_limiter: RateLimiter::new(2 * MAX_PROCESSES as u32 * PAGE_INTERVAL),
+            count: 0,
             free: Vec::new(),
-            max_free: MAX_FREE_PAGES,
+            max_free: MAX_PAGES as usize,
+            dropped: RateLimiter::new(MAX_PAGES * PAGE_INTERVAL),
         }
     }
 
     /// Limits the number of pages that wait for reuse.
     pub(super) fn set_max_free(&mut self, count: usize) {
-        self.max_free = count.min(MAX_FREE_PAGES);
+        self.max_free = count.min(MAX_PAGES as usize);
     }
 
     /// Takes a page for a process, mapped and blank.
@@ -63,49 +69,82 @@ impl PagePool {
         now: Instant,
     ) -> Result<(CreditPage, Arc<OwnedFd>), PageUnavailable> {
         if let Some(fd) = self.free.pop() {
-            return Ok((CreditPage::recycle(&fd, accounts)?, fd));
+            let page = CreditPage::recycle(&fd, accounts);
+            return Ok((page.inspect_err(|_| self.drop_page(now))?, fd));
         }
-        if !self.rate_limiter.try_charge(PAGE_INTERVAL, now) {
+        let mut all = self.dropped;
+        if !all.try_charge(PAGE_INTERVAL * (self.count + 1), now) {
             return Err(PageUnavailable::TooMany);
         }
         let (page, fd) = (self.make)(accounts)?;
+        self.count += 1;
         Ok((page, Arc::new(fd)))
     }
 
-    /// Takes back the page of an exited process.
-    pub(super) fn return_page(&mut self, fd: Arc<OwnedFd>) {
-        if self.free.len() < self.max_free {
-            self.free.push(fd);
+    /// Takes back a page whose process image has ended.
+    pub(super) fn return_page(&mut self, fd: Arc<OwnedFd>, now: Instant) {
+        match self.free.len() < self.max_free {
+            true => self.free.push(fd),
+            false => self.drop_page(now),
         }
+    }
+
+    fn drop_page(&mut self, now: Instant) {
+        self.count -= 1;
+        self.dropped.charge(PAGE_INTERVAL, now);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
 
-    #[test]
-    fn pages_are_few_when_processes_keep_them() {
-        let (mut pages, now) = (PagePool::new(CreditPage::create), Instant::now());
-        let mut kept = Vec::new();
-        while let Ok((_, fd)) = pages.take_page(1, now) {
-            kept.push(fd);
+    /// The descriptors that hostile processes keep, by the page's inode.
+    type Kept = BTreeMap<u64, Arc<OwnedFd>>;
+
+    /// Lets as many processes as possible exit at once, after each has given its page away.
+    fn hoard(pages: &mut PagePool, kept: &mut Kept, now: Instant) {
+        let processes: Vec<_> = (0..MAX_PROCESSES)
+            .map_while(|_| pages.take_page(1, now).ok())
+            .collect();
+        for (_, fd) in processes {
+            let inode = rustix::fs::fstat(&fd).unwrap().st_ino;
+            kept.insert(inode, Arc::clone(&fd));
+            pages.return_page(fd, now);
         }
-        assert_eq!(kept.len(), 2 * MAX_PROCESSES);
-        let later = now + 3 * PAGE_INTERVAL;
-        let more = (0..10)
-            .filter_map(|_| pages.take_page(1, later).ok())
-            .count();
-        assert_eq!(more, 3);
-        pages.return_page(kept.remove(0));
-        assert!(
-            pages.take_page(1, later).is_ok(),
-            "the page of an exited process"
-        );
-        assert!(matches!(
-            pages.take_page(1, later),
-            Err(PageUnavailable::TooMany)
-        ));
+    }
+
+    #[test]
+    fn pages_stay_bounded_however_long_they_are_kept() {
+        let (mut pages, begun) = (PagePool::new(CreditPage::create), Instant::now());
+        let mut kept = Kept::new();
+        for hour in 0..24_u32 {
+            hoard(&mut pages, &mut kept, begun + hour * 3600 * PAGE_INTERVAL);
+        }
+        assert_eq!(kept.len(), MAX_PROCESSES);
+        // Processes that live on return nothing.
+        let later = begun + 30 * 3600 * PAGE_INTERVAL;
+        while let Ok((_, fd)) = pages.take_page(1, later) {
+            kept.insert(rustix::fs::fstat(&fd).unwrap().st_ino, fd);
+        }
+        assert_eq!(kept.len(), MAX_PAGES as usize);
+        let refused = pages.take_page(1, later + 3600 * PAGE_INTERVAL);
+        assert!(matches!(refused, Err(PageUnavailable::TooMany)));
+    }
+
+    #[test]
+    fn dropped_pages_are_replaced_at_one_a_second() {
+        let (mut pages, now) = (PagePool::new(CreditPage::create), Instant::now());
+        pages.set_max_free(0);
+        let mut kept = Kept::new();
+        while kept.len() < MAX_PAGES as usize {
+            hoard(&mut pages, &mut kept, now);
+        }
+        assert!(pages.take_page(1, now).is_err());
+        hoard(&mut pages, &mut kept, now + 3 * PAGE_INTERVAL);
+        assert_eq!(kept.len(), MAX_PAGES as usize + 3);
     }
 
     #[test]
@@ -121,7 +160,7 @@ mod tests {
             assert!(slot.grant(bursar_protocol::units::Units(5)));
             slot.set_quota(bursar_protocol::units::Units(7));
             page.set_fence(Some(bursar_protocol::fence::Fence::Drained));
-            pages.return_page(fd);
+            pages.return_page(fd, now);
         }
     }
 }
