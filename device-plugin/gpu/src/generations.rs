@@ -31,6 +31,7 @@ const MAX_ENTRIES: usize = 512;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Entry {
+    #[serde(deserialize_with = "at_most_the_largest")]
     generation: u64,
     /// The boot in which the GPU was last seen.
     boot: String,
@@ -40,6 +41,14 @@ struct Entry {
     /// Its description at that time; none where another version wrote one that cannot be parsed.
     #[serde(default, deserialize_with = "if_it_makes_sense")]
     gpu: Option<Gpu>,
+}
+
+/// The largest generation that the agent reads from a file. All later ones fit an `i64`, which the
+/// API uses.
+const MAX_READ_GENERATION: u64 = 1 << 53;
+
+fn at_most_the_largest<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
+    Ok(u64::deserialize(from)?.min(MAX_READ_GENERATION))
 }
 
 fn if_it_makes_sense<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Gpu>, D::Error> {

@@ -3,7 +3,11 @@
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
+use bursar_gpu::generations::GpuGenerations;
+use bursar_gpu::health::{Health, PersistedHealth};
 use bursar_gpu::memory_sample::{GpuMemorySample, MemorySampler};
+use bursar_gpu::{Gpu, GpuState};
+use bursar_host::checkpoint::Checkpoint;
 use bursar_kubelet::device_checkpoint::DeviceCheckpoint;
 use bursar_ledger::units::{AllocationId, Bytes, GpuUuid, Resource};
 use bursar_node::cdi::CdiDir;
@@ -97,5 +101,51 @@ fn session_record_of_any_content_is_served() {
             // This runtime drops the aborted listener only when the test's task gives way.
             tokio::task::yield_now().await;
         });
+    });
+}
+
+/// The GPU `GPU-a`, absent or present.
+fn gpu(away: bool) -> GpuState {
+    let gpu = Gpu {
+        uuid: "GPU-a".parse().unwrap(),
+        minor: 0,
+        model: "T".to_owned(),
+        memory: Bytes::gib(1),
+        pci: None,
+        mig_parent: None,
+        capabilities: Vec::new(),
+    };
+    GpuState {
+        gpu,
+        health: Health::Healthy,
+        persisted: PersistedHealth {
+            away,
+            ..PersistedHealth::default()
+        },
+    }
+}
+
+/// A GPU's generation grows with each return, whatever generations the file has.
+#[test]
+fn generation_grows_after_a_file_of_any_content() {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let [run, disk] = ["run.json", "disk.json"].map(|name| folder.path().join(name));
+    search("generations", |bytes| {
+        let Ok(content) = serde_json::from_slice::<serde_json::Value>(bytes) else {
+            return;
+        };
+        let _ = std::fs::remove_file(&disk);
+        Checkpoint::new(run.clone()).save(&content).unwrap();
+        let file = |path: &std::path::Path| Checkpoint::new(path.to_owned());
+        let generations = GpuGenerations::load(file(&run), file(&disk), "boot-2".to_owned());
+        let mut generations = generations.unwrap();
+        let uuid = gpu(false).gpu.uuid;
+        let mut last = 0;
+        for away in [true, false, true, false] {
+            generations.observe(&[gpu(away)]);
+            let now = generations.by_gpu()[&uuid];
+            assert!(now >= last && (now > last || away), "{last} {now}");
+            last = now;
+        }
     });
 }

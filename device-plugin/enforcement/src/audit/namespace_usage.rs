@@ -52,9 +52,10 @@ impl EventCounts {
     /// Adds the increase from `before` to `now`; a smaller count has started over.
     fn add_increase(&mut self, before: EventCounts, now: EventCounts) {
         let more = |before: u64, now: u64| if now < before { now } else { now - before };
-        self.denials += more(before.denials, now.denials);
-        self.poisoned += more(before.poisoned, now.poisoned);
-        self.restarts += more(before.restarts, now.restarts);
+        let add = |sum: u64, before, now| sum.saturating_add(more(before, now));
+        self.denials = add(self.denials, before.denials, now.denials);
+        self.poisoned = add(self.poisoned, before.poisoned, now.poisoned);
+        self.restarts = add(self.restarts, before.restarts, now.restarts);
     }
 }
 
@@ -310,6 +311,19 @@ mod tests {
         next.observe(4, &[(2, "a", 1, [2, 2, 1])]);
         next.observe(63, &[(2, "a", 1, [2, 2, 1])]);
         assert_eq!(next.reported(), [of("a", 1, [5 + 1 + 2, 4, 3])]);
+    }
+
+    #[test]
+    fn counts_of_any_file_are_continued_without_overflow() {
+        let counts = r#"{"denials":18446744073709551615,"poisoned":0,"restarts":1}"#;
+        let kept = format!(r#"{{"namespaces":{{"a":{counts}}}}}"#);
+        let mut next = Fixture::with_persisted(serde_json::from_str(&kept).unwrap());
+        next.observe(0, &[(1, "a", 1, [5, 6, 7])]);
+        let sums = next.tally.persisted().namespaces["a"];
+        assert_eq!(
+            (sums.denials, sums.poisoned, sums.restarts),
+            (u64::MAX, 6, 8)
+        );
     }
 
     #[test]
