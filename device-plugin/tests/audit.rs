@@ -26,5 +26,7 @@ mod findings;
 mod honest;
 #[path = "audit/large.rs"]
 mod large;
+#[path = "audit/programs.rs"]
+mod programs;
 #[path = "audit/reclaim.rs"]
 mod reclaim;

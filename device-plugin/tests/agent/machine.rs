@@ -237,6 +237,12 @@ impl Machine {
     }
 
     #[allow(dead_code, reason = "as above")]
+    /// Removes an exited process from the agent's `/proc`, because its pid may be used again.
+    pub(crate) fn remove_process(&self, pid: u32) {
+        fs::remove_dir_all(self.path(&format!("proc/{pid}"))).unwrap();
+    }
+
+    #[allow(dead_code, reason = "as above")]
     /// Creates the `/proc` entry of a process in this cgroup for the agent.
     pub(crate) fn show(&self, pid: u32, cgroup: &str) {
         let folder = self.path(&format!("proc/{pid}"));

@@ -35,18 +35,23 @@ pub(crate) struct Container {
     output: BufReader<ChildStdout>,
 }
 
-/// The path of the shim, which cargo builds once.
-fn shim_library() -> &'static Path {
-    static SHIM: OnceLock<PathBuf> = OnceLock::new();
-    SHIM.get_or_init(|| {
+/// The folder of the shim and of its tests' program, which cargo builds once.
+fn shim_folder() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
         let build = Command::new(env!("CARGO"))
-            .args(["build", "--quiet", "--package", "bursar-shim", "--lib"])
+            .args(["build", "--quiet", "--package", "bursar-shim"])
+            .args(["--lib", "--bin", "quota-client"])
             .status();
         assert!(build.unwrap().success());
         // target/<profile>/deps/<this test>
         let test = std::env::current_exe().unwrap();
-        test.ancestors().nth(2).unwrap().join("libbursar_shim.so")
+        test.ancestors().nth(2).unwrap().to_owned()
     })
+}
+
+fn shim_library() -> PathBuf {
+    shim_folder().join("libbursar_shim.so")
 }
 
 /// The path of the tenant program, compiled once.
@@ -142,13 +147,30 @@ impl Container {
     /// Starts a program as root of the host, with the default capabilities of containers and those
     /// in `more`.
     pub(crate) async fn as_root(machine: &Machine, pod: &Pod, more: &str) -> Container {
-        let with = format!("setpriv --inh-caps=-all --bounding-set=-all,{USUAL}{more}");
+        Self::run_as_root(machine, pod, more, "", tenant_program()).await
+    }
+
+    /// Starts the program of the shim's tests as root (`device-plugin/shim/tests/support/client`).
+    /// It waits for the line `go` before it calls the driver.
+    pub(crate) async fn client(machine: &Machine, pod: &Pod) -> Container {
+        let wait = "sh -c 'echo ready; read go; exec $0'";
+        let program = shim_folder().join("quota-client");
+        Self::run_as_root(machine, pod, "", wait, &program).await
+    }
+
+    async fn run_as_root(
+        machine: &Machine,
+        pod: &Pod,
+        more: &str,
+        wrapper: &str,
+        program: &Path,
+    ) -> Container {
+        let with = format!("setpriv --inh-caps=-all --bounding-set=-all,{USUAL}{more} {wrapper}");
         let start = Start {
             more: "",
             with: &with,
         };
-        let mut container =
-            Self::run_in(machine, pod, start, (tenant_program(), ""), &["--mount"]).await;
+        let mut container = Self::run_in(machine, pod, start, (program, ""), &["--mount"]).await;
         assert_eq!(container.read(), "ready");
         machine.adopt(pod, container.pid());
         container
@@ -186,7 +208,7 @@ impl Container {
         copy_with_libraries(program, &root);
         // Every image with glibc has these libraries. The simulated driver, unlike the real one,
         // needs more.
-        copy_libraries(shim_library(), &root);
+        copy_libraries(&shim_library(), &root);
         copy_libraries(&machine.lab.library("libcuda.so.1"), &root);
         for folder in ["dev", "proc", "old"] {
             fs::create_dir_all(root.join(folder)).unwrap();
@@ -226,10 +248,25 @@ impl Container {
         line.trim_end().to_owned()
     }
 
+    /// Sends one call, whose answer is read later.
+    pub(crate) fn send(&mut self, line: &str) {
+        writeln!(self.input, "{line}").unwrap();
+    }
+
     /// Sends one call and returns its answer.
     pub(crate) fn call(&mut self, line: &str) -> String {
-        writeln!(self.input, "{line}").unwrap();
+        self.send(line);
         self.read()
+    }
+
+    /// Sends a call that must succeed and returns the first number of its answer.
+    pub(crate) fn number(&mut self, line: &str) -> u64 {
+        let answer = self.call(line);
+        let number = answer.strip_prefix("ok ").and_then(|rest| {
+            let number = rest.split(' ').next()?;
+            number.parse().ok()
+        });
+        number.unwrap_or_else(|| panic!("{line}: {answer}"))
     }
 
     /// Sends a call that must succeed.

@@ -8,10 +8,11 @@ use std::time::Duration;
 use crate::common::kubelet::Pod;
 use crate::container::{Container, machine};
 use crate::findings::{
-    count_findings, metric_value, wait_for_log, wait_for_metric, wait_for_value,
-    wait_until_not_enforced,
+    metric_value, wait_for_log, wait_for_metric, wait_for_value, wait_until_not_enforced,
 };
+use crate::honest::check_no_findings;
 use crate::machine::Machine;
+use crate::programs::HonestPrograms;
 
 const GIB: u64 = 1 << 30;
 /// Two attestations of a container, which the agent repeats after 10 s.
@@ -124,7 +125,7 @@ fn run_command(program: &str, arguments: &[&Path]) {
 }
 
 /// The GPU nodes in a container's `/dev`.
-fn gpu_nodes(container: &Container) -> Vec<String> {
+pub(crate) fn gpu_nodes(container: &Container) -> Vec<String> {
     let dev = format!("/proc/{}/root/dev", container.pid());
     let names = std::fs::read_dir(dev).unwrap().flatten();
     let names = names.map(|entry| entry.file_name().into_string().unwrap());
@@ -144,39 +145,20 @@ async fn is_enforced(machine: &Machine, pod: &str) -> bool {
 /// finding.
 async fn check_honest_programs(long: Duration) {
     let machine = machine("policy = \"kill\"\nkill-after = 1").await;
-    let mut devices = DeviceCgroups::v1(&machine);
-    let mut programs = Vec::new();
-    for name in ["a", "b", "c"] {
-        let pod = machine.admit(name, 8).await;
-        let mut program = Container::as_root(&machine, &pod, "").await;
-        devices.add_container(&machine, &pod, &program);
-        program.ok("open libcuda.so.1");
-        assert_eq!(
-            gpu_nodes(&program),
-            ["nvidia0", "nvidia1"],
-            "as libcuda makes them"
-        );
-        programs.push((name, program));
-    }
-    let (begun, mut rounds) = (std::time::Instant::now(), 0_u64);
+    let mut programs = HonestPrograms::start(&machine).await;
+    let begun = std::time::Instant::now();
     while begun.elapsed() < long {
-        for (_, program) in &mut programs {
-            assert!(program.call("info").starts_with("ok"));
-            assert_eq!(program.call(&format!("alloc {}", 9 * GIB)), "err 2");
-        }
-        rounds += 1;
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        programs.run_round().await;
     }
-    for kind in ["over-quota", "intruder", "forged-page", "unaccounted"] {
-        assert_eq!(count_findings(&machine, kind).await, 0, "{kind}");
-    }
-    for (name, program) in &mut programs {
+    check_no_findings(&machine).await;
+    programs.check_alive();
+    for name in ["a", "b", "c"] {
         assert!(is_enforced(&machine, name).await, "{name}");
-        assert!(program.is_alive(), "{name}");
     }
     let told = machine.log();
     assert!(!told.contains("gap=\""), "a container was reported: {told}");
-    println!("{rounds} rounds of {} programs", programs.len());
+    let audits = metric_value(&machine, "bursar_agent_audit_seconds_count", "").await;
+    println!("{} rounds, {audits:?} audits", programs.rounds());
 }
 
 #[tokio::test]

@@ -3,13 +3,14 @@
 
 use crate::common::kubelet::Pod;
 use crate::container::{Container, PLAIN, machine};
+use crate::devices::DeviceCgroups;
 use crate::findings::{count_findings, metric_value};
 use crate::machine::Machine;
 
 const GIB: u64 = 1 << 30;
 
 /// Checks that there is no finding of any kind and no kill.
-async fn check_no_findings(machine: &Machine) {
+pub(crate) async fn check_no_findings(machine: &Machine) {
     for kind in [
         "over-quota",
         "intruder",
@@ -37,16 +38,17 @@ async fn start_unreadable_process(machine: &Machine) -> (Pod, Container) {
 async fn run_crash_loops(loops: u32) {
     let machine = machine("policy = \"kill\"\nkill-after = 1").await;
     let _slow = start_unreadable_process(&machine).await;
+    let mut devices = DeviceCgroups::v1(&machine);
     let pod = machine.admit("a", 8).await;
-    let mut program = Container::start(&machine, &pod, PLAIN).await;
+    let mut program = Container::as_root(&machine, &pod, "").await;
+    devices.add_container(&machine, &pod, &program);
     for number in 0..loops {
         // These range from a program that exits at once to one that outlives an audit's timeout.
         let milliseconds = [0, 20, 60, 150, 300][number as usize % 5];
-        let answer = program.call(&format!("child {} {milliseconds}", 8 * GIB));
-        let child = answer.strip_prefix("ok ").unwrap().parse().unwrap();
+        let child = program.number(&format!("child {} {milliseconds}", 8 * GIB)) as u32;
         machine.adopt(&pod, child);
         program.ok("crash");
-        std::fs::remove_dir_all(machine.path(&format!("proc/{child}"))).unwrap();
+        machine.remove_process(child);
     }
     check_no_findings(&machine).await;
     let audits = metric_value(&machine, "bursar_agent_audit_seconds_count", "").await;

@@ -22,8 +22,10 @@ const FRAMES: &[&str] = &[
 const TEXTS: &[&str] = &[
     "files::cdi_file_is_a_binding_of_its_name_or_malformed",
     "files::device_checkpoint_is_parsed_by_whole_entries",
+    "files::generation_grows_after_a_file_of_any_content",
     "files::session_record_of_any_content_is_served",
     "kmsg::kernel_log_record_is_classified_by_its_start",
+    "ledger_of_any_checkpoint_is_refused_or_serves_pods",
     "proc::capabilities_come_from_their_field_alone",
     "proc::cgroup_owner_is_parsed_from_the_path",
     "proc::memory_map_lines_are_distinguished",
@@ -75,6 +77,17 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             names: &[
                 "credit_page::tests::page_keeps_its_accounts_when_a_tenant_overwrites_the_count",
             ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "security/exporters",
+        promise: "the agent keeps the orphaned exports of at most 1,024 exited processes of a container apart, and charges those of all",
+        long: false,
+        tests: &[TestSelection {
+            target: LIB,
+            names: &["accounts::tests::exporters_kept_apart_are_few_and_all_are_charged"],
             ignored: false,
             env: &[],
         }],
@@ -630,7 +643,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/credit-pages",
-        promise: "of 8,000 hellos whose pages a container holds, it gets 1,024 pages at once and one a second; pages of exited processes are reused, so that honest churn can continue",
+        promise: "8,000 hellos of a process that keeps each page get it no more than 1,024",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "security"],
@@ -641,12 +654,13 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/credit-pages-books",
-        promise: "the page limit bounds pages that processes hold, and reuses those of exited processes",
+        promise: "a container has at most 1,024 pages however long processes keep them, and pages of exited processes are reused, so that honest churn can continue",
         long: false,
         tests: &[TestSelection {
             target: LIB,
             names: &[
-                "container::pages::tests::pages_are_few_when_processes_keep_them",
+                "container::pages::tests::pages_stay_bounded_however_long_they_are_kept",
+                "container::pages::tests::dropped_pages_are_replaced_at_one_a_second",
                 "container::pages::tests::pages_are_reused_when_processes_exit",
             ],
             ignored: false,
@@ -773,7 +787,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/fuzz-text",
-        promise: "random tokens, kernel log records, files of /proc, kubelet checkpoints, CDI files and session records cause no panic, and each target's own property holds",
+        promise: "random tokens, kernel log records, files of /proc, kubelet checkpoints, CDI files, session records and the agent's checkpoints cause no panic, and each target's own property holds",
         long: false,
         tests: &[TestSelection {
             target: &["--test", "fuzz"],
