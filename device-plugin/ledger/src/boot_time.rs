@@ -24,6 +24,6 @@ impl Add<Duration> for BootTime {
     type Output = Self;
 
     fn add(self, span: Duration) -> Self {
-        Self(self.0 + span.as_millis() as u64)
+        Self(self.0.saturating_add(span.as_millis() as u64))
     }
 }

@@ -51,6 +51,9 @@ pub enum RestoreError {
         /// The quantum of the node.
         expected: Quantum,
     },
+    /// No numbers are left for later claims.
+    #[error("its next number {0} leaves no others")]
+    NoNumbers(u64),
     /// An allocation occurs twice.
     #[error("allocation {0} occurs twice")]
     DuplicateAllocation(AllocationId),
@@ -158,6 +161,9 @@ fn validate(snapshot: &Snapshot, expected: Quantum) -> Result<(), RestoreError> 
             found: snapshot.quantum,
             expected,
         });
+    }
+    if snapshot.next_id > u64::MAX / 2 {
+        return Err(RestoreError::NoNumbers(snapshot.next_id));
     }
     let mut seen = BTreeSet::new();
     let booked = snapshot.pending.iter().map(|(id, _)| id);

@@ -67,17 +67,19 @@ impl Quanta {
     }
 }
 
+/// A sum beyond all quanta of a node stays there. Amounts may come from a file, and a sum that is
+/// too small would be bound twice.
 impl std::ops::Add for Quanta {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {
-        Self(self.0 + other.0)
+        Self(self.0.saturating_add(other.0))
     }
 }
 
 impl std::ops::AddAssign for Quanta {
     fn add_assign(&mut self, other: Self) {
-        self.0 += other.0;
+        *self = *self + other;
     }
 }
 
