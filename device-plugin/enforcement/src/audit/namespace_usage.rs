@@ -319,7 +319,7 @@ mod tests {
         let kept = format!(r#"{{"namespaces":{{"a":{counts}}}}}"#);
         let mut next = Fixture::with_persisted(serde_json::from_str(&kept).unwrap());
         next.observe(0, &[(1, "a", 1, [5, 6, 7])]);
-        let sums = next.tally.persisted().namespaces["a"];
+        let sums = next.usage.persisted().namespaces["a"];
         assert_eq!(
             (sums.denials, sums.poisoned, sums.restarts),
             (u64::MAX, 6, 8)
