@@ -5,6 +5,7 @@
 )]
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use kube::core::{Message, Rule};
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -14,8 +15,8 @@ use crate::{Amount, DEFAULT_COHORT, schema};
 /// The most evictions in one status.
 pub const MAX_EVICTIONS: usize = 8;
 
-/// How much of the cluster's GPU memory a namespace may use. A namespace has at most one budget,
-/// named `default`.
+/// The amounts of GPU memory that the namespace's pods may use, and how they borrow and recover.
+/// Amounts are bytes: `8Gi`, not `8`.
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[kube(
     group = "bursar.dev",
@@ -30,13 +31,29 @@ pub const MAX_EVICTIONS: usize = 8;
     doc = "How much of the cluster's GPU memory a namespace may use. A namespace has at most one budget, named `default`.",
     validation = Rule::new("self.metadata.name == 'default'")
         .message("a namespace has one budget, and its name is `default`"),
-    printcolumn(name = "Guaranteed", type_ = "string", json_path = ".spec.deviceMemory.guaranteed"),
-    printcolumn(name = "Limit", type_ = "string", json_path = ".spec.deviceMemory.limit"),
+    printcolumn(
+        name = "Guaranteed",
+        type_ = "string",
+        description = "Device memory that the namespace's pods can always have, in whole quanta",
+        json_path = ".status.deviceMemory.guaranteed.bytes"
+    ),
+    printcolumn(
+        name = "Limit",
+        type_ = "string",
+        description = "The most device memory that the namespace's pods may request, in whole quanta",
+        json_path = ".status.deviceMemory.limit.bytes"
+    ),
     printcolumn(
         name = "Requested",
         type_ = "string",
         description = "Device memory that the namespace's pods request",
         json_path = ".status.deviceMemory.requested.bytes"
+    ),
+    printcolumn(
+        name = "Used",
+        type_ = "string",
+        description = "The most device memory that the pods had in use within the last sampled minute",
+        json_path = ".status.deviceMemory.observed.bytes"
     ),
     printcolumn(
         name = "Borrowed",
@@ -55,6 +72,12 @@ pub const MAX_EVICTIONS: usize = 8;
         name = "Reason",
         type_ = "string",
         json_path = ".status.conditions[?(@.type==\"Ready\")].reason"
+    ),
+    printcolumn(
+        name = "Message",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Ready\")].message",
+        priority = 1
     ),
     printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
@@ -85,7 +108,8 @@ pub struct GpuMemoryBudgetSpec {
     )]
     pub cohort: String,
 
-    /// How the API server admits a pod beyond the guarantee that names no priority class.
+    /// How the API server admits a pod beyond the guarantee that names no priority class. `Refuse`
+    /// rejects it. `Borrow` gives it the class `bursar-borrowed`, on Kubernetes 1.36 or later.
     #[serde(default)]
     pub overflow: Overflow,
 
@@ -101,6 +125,24 @@ pub struct GpuMemoryBudgetSpec {
     pub overrides: Vec<Override>,
 }
 
+/// Refuses fractions of a byte, which no amount of memory has.
+fn whole_bytes() -> Rule {
+    Rule::new("quantity(string(self)).isInteger()")
+        .message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi")
+}
+
+/// Refuses a number without a suffix, which means bytes here and quanta in a pod.
+fn no_plain_number() -> Rule {
+    Rule::new(
+        "!string(self).matches('^[0-9]+$') || quantity(string(self)).compareTo(quantity('0')) == 0 \
+         || quantity(string(self)).compareTo(quantity('1Mi')) >= 0",
+    )
+    .message(Message::Expression(
+        "'is ' + string(self) + ' bytes, less than 1Mi: write ' + string(self) + 'Gi, not ' + string(self)"
+            .to_owned(),
+    ))
+}
+
 fn default_cohort() -> String {
     DEFAULT_COHORT.to_owned()
 }
@@ -112,15 +154,15 @@ fn default_cohort() -> String {
 ).message("guaranteed must not be more than limit"))]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceMemory {
-    /// The device memory that the namespace's guaranteed pods can always have, such as `64Gi`.
+    /// The device memory that the namespace's guaranteed pods can always have, in bytes: `64Gi`.
     /// Borrowers are evicted when these pods need it. With `0` the namespace only borrows.
-    #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
+    #[x_kube(validation = whole_bytes(), validation = no_plain_number())]
     pub guaranteed: Amount,
 
     /// The most device memory that the namespace's pods may request together, guaranteed and
     /// borrowed. Defaults to `guaranteed`: the namespace borrows nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
+    #[x_kube(validation = whole_bytes(), validation = no_plain_number())]
     pub limit: Option<Amount>,
 }
 
@@ -129,7 +171,7 @@ pub struct DeviceMemory {
 #[serde(rename_all = "camelCase")]
 pub struct ManagedMemory {
     /// The most managed memory that the namespace's pods may request together.
-    #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
+    #[x_kube(validation = whole_bytes(), validation = no_plain_number())]
     pub limit: Amount,
 }
 
@@ -138,7 +180,7 @@ pub struct ManagedMemory {
 #[serde(rename_all = "camelCase")]
 pub struct PerContainer {
     /// The most device memory that one container may request.
-    #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
+    #[x_kube(validation = whole_bytes(), validation = no_plain_number())]
     pub max: Amount,
 }
 
@@ -225,7 +267,7 @@ pub struct Override {
     pub pod: String,
     /// The quota of each container of the pod, per GPU. A container with a lower request keeps its
     /// request: an override raises nothing.
-    #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
+    #[x_kube(validation = whole_bytes(), validation = no_plain_number())]
     pub device_memory: Amount,
 }
 

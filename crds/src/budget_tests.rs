@@ -74,6 +74,16 @@ fn broken_bytes_are_refused() {
 }
 
 #[test]
+fn plain_number_of_gib_is_refused_with_the_remedy() {
+    let message = refusal(&budget("8", Some("16Gi")));
+    assert!(message.contains("write 8Gi, not 8"), "{message}");
+    let limit = refusal(&budget("0", Some("48")));
+    assert!(limit.contains("write 48Gi, not 48"), "{limit}");
+    let bytes = budget("68719476736", None).validate_cel();
+    assert!(bytes.is_ok(), "{bytes:?}");
+}
+
+#[test]
 fn a_container_may_have_what_the_namespace_has_and_no_more() {
     let with_max = |limit: Option<&str>, max: &str| {
         let mut budget = budget("16Gi", limit);

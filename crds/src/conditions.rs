@@ -4,7 +4,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 /// Condition types and reasons of a `GpuMemoryBudget`.
 pub mod budget {
-    /// The sum of the others: accepted, enforced, covered and not exceeded.
+    /// The budget is accepted, enforced and not exceeded, and its cohort has nodes.
     pub const READY: &str = "Ready";
     /// The operator understands the spec.
     pub const ACCEPTED: &str = "Accepted";

@@ -37,7 +37,7 @@ pub const MAX_RECORDED_RELOCATIONS: usize = 64;
 /// The most namespaces in one object, those with pods on the node first.
 pub const MAX_NAMESPACES: usize = 32;
 
-/// A node's GPUs. The object has the node's name; the agent owns the status, the operator the spec.
+/// Orders to the node's agent. The operator writes them, and an admin `drain`.
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[kube(
     group = "bursar.dev",
@@ -50,24 +50,42 @@ pub const MAX_NAMESPACES: usize = 32;
     shortname = "gpun",
     category = "bursar",
     doc = "A node's GPUs. The object has the node's name; the agent owns the status, the operator the spec.",
-    printcolumn(name = "GPUs", type_ = "string", json_path = ".status.gpus[*].index"),
     printcolumn(
-        name = "Allocatable",
-        type_ = "integer",
-        description = "Quanta of device memory that the node offers to pods",
-        json_path = ".status.deviceMemory.allocatable"
+        name = "GPUs",
+        type_ = "string",
+        description = "The number and the model of the GPUs",
+        json_path = ".status.summary.gpus"
     ),
     printcolumn(
         name = "Free",
-        type_ = "integer",
-        description = "Quanta that are bound to no pod",
-        json_path = ".status.deviceMemory.free"
+        type_ = "string",
+        description = "Device memory that is bound to no pod, of what the node offers to pods",
+        json_path = ".status.summary.free"
     ),
     printcolumn(
         name = "Largest",
+        type_ = "string",
+        description = "The most device memory that a new pod can have on one GPU",
+        json_path = ".status.summary.largestFree"
+    ),
+    printcolumn(
+        name = "Waiting",
         type_ = "integer",
-        description = "The most quanta that one GPU has free for a new pod",
-        json_path = ".status.deviceMemory.largestFree"
+        description = "Containers that wait for room on one GPU",
+        json_path = ".status.summary.waiting"
+    ),
+    printcolumn(
+        name = "Faults",
+        type_ = "integer",
+        description = "Open faults of GPUs and of programs",
+        json_path = ".status.summary.faults"
+    ),
+    printcolumn(
+        name = "Not enforced",
+        type_ = "integer",
+        description = "Containers without enforcement of their quota",
+        json_path = ".status.summary.notEnforced",
+        priority = 1
     ),
     printcolumn(
         name = "Quantum",
@@ -253,6 +271,9 @@ pub struct GpuNodeStatus {
     /// The size of one quantum, such as `1Gi`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantum: Option<Amount>,
+    /// The node in short, for the columns of `kubectl get`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub summary: Option<NodeSummary>,
     /// Device memory of the healthy GPUs together, in quanta.
     pub device_memory: NodeMemory,
     /// Managed memory, in quanta. Zero where the node offers none.
@@ -302,6 +323,27 @@ pub struct NamespaceUse {
     pub poisoned: i64,
     /// Restarts for poisoned contexts, in place or not.
     pub restarts: i64,
+}
+
+/// The node in short, as text for people. Programs read the other fields.
+#[derive(JsonSchema, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct NodeSummary {
+    /// The number and the model of the GPUs: `8x H100 80GB HBM3, 1 unhealthy`.
+    #[schemars(length(max = 256))]
+    pub gpus: String,
+    /// Device memory that is bound to no pod: `37 of 632 GiB`.
+    #[schemars(length(max = 64))]
+    pub free: String,
+    /// The most device memory that a new pod can have on one GPU: `15 GiB`.
+    #[schemars(length(max = 64))]
+    pub largest_free: String,
+    /// The number of containers that wait for room, those beyond `status.waiting` included.
+    pub waiting: i32,
+    /// The number of open faults, those beyond `status.faults` included.
+    pub faults: i32,
+    /// The number of containers without enforcement of their quota.
+    pub not_enforced: i32,
 }
 
 /// Memory of a node, in quanta.

@@ -3,6 +3,7 @@
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt as _;
+use serde_json::Value;
 
 use super::{HOW, assert_current};
 
@@ -46,4 +47,46 @@ fn chart_has_the_current_budget_crd() {
 fn chart_has_the_current_gpu_node_crd() {
     let file = format!("{TEMPLATES}/crd-gpunodes.yaml");
     assert_current(&file, &template(&GpuNode::crd()));
+}
+
+/// The schema of the field at `path`, or an error for a path that `kubectl get` cannot print.
+///
+/// The API server prints the first result only (`tableconvertor.go` of its apiextensions), so that
+/// a path with several results misleads.
+fn field<'a>(schema: &'a Value, path: &str) -> Result<&'a Value, String> {
+    let mut schema = schema;
+    let path = path.strip_prefix('.').ok_or("no leading dot")?;
+    for step in path.split('.').filter(|step| !step.starts_with("type==")) {
+        let (name, filter) = step.split_once('[').unwrap_or((step, ""));
+        if filter.starts_with(['*', ':']) {
+            return Err(format!("{step} has several results"));
+        }
+        schema = &schema["properties"][name];
+        if filter.starts_with("?(@") {
+            schema = &schema["items"];
+        }
+        if schema.is_null() {
+            return Err(format!("the schema has no field {name}"));
+        }
+    }
+    Ok(schema)
+}
+
+#[test]
+fn columns_print_a_single_value_of_the_schema() {
+    for crd in [GpuMemoryBudget::crd(), GpuNode::crd()] {
+        let version = serde_json::to_value(&crd.spec.versions[0]).expect("a CRD is JSON");
+        let columns = version["additionalPrinterColumns"].as_array().unwrap();
+        assert!(columns.len() > 5);
+        for column in columns {
+            let (name, path) = (&column["name"], column["jsonPath"].as_str().unwrap());
+            if path.starts_with(".metadata") {
+                continue;
+            }
+            let field = field(&version["schema"]["openAPIV3Schema"], path)
+                .unwrap_or_else(|error| panic!("{name} {path}: {error}"));
+            let type_ = field["type"].as_str().unwrap_or("string");
+            assert_eq!(column["type"], type_, "{name} {path}");
+        }
+    }
 }

@@ -5,6 +5,7 @@
 //! | [`report`] | the node's state in the agent's types |
 //! | [`node_report`] | computes the report from a snapshot of the node: pure |
 //! | [`render`] | builds the `GpuNode` status from a report: pure |
+//! | `summary` | describes the node in a few words for `kubectl get`: pure |
 //! | [`publish`] | writes the status when it changed, at a bounded rate |
 //! | [`quota_overrides`] | applies the spec's quotas to the sessions |
 //!
@@ -16,6 +17,7 @@ pub mod publish;
 pub mod quota_overrides;
 pub mod render;
 pub mod report;
+mod summary;
 
 pub use report::{
     GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport, WaitingReport,

@@ -16,6 +16,8 @@ use bursar_enforcement::faults::report::{FaultReport, ImageReport};
 use bursar_ledger::units::{PodUid, Quanta};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
+use crate::summary::summarize;
+
 use super::report::{
     GpuHealth, GpuReport, MemoryReport, NodeReport, NotEnforcedReport, WaitingReport,
 };
@@ -57,6 +59,7 @@ pub fn render(
         agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
         driver_version: driver_version.clone(),
         quantum: Some(Amount::from_bytes(quantum.bytes())),
+        summary: Some(summarize(report)),
         device_memory: memory_status(device_memory),
         managed_memory: memory_status(managed_memory),
         gpus: gpus
@@ -100,7 +103,7 @@ pub fn render(
 }
 
 /// `Ready` holds if all other conditions hold; the first that does not hold supplies the message.
-fn ready_condition(others: &[ConditionUpdate]) -> ConditionUpdate {
+pub fn ready_condition(others: &[ConditionUpdate]) -> ConditionUpdate {
     match others.iter().find(|said| said.is_amiss()) {
         None if others.is_empty() => ConditionUpdate {
             type_: names::READY,

@@ -1,0 +1,144 @@
+//! Describes the node in a few words for the columns of `kubectl get gpunodes`. Pure.
+
+use std::collections::BTreeMap;
+
+use bursar_crds::gpu_node::NodeSummary;
+use bursar_ledger::units::{Bytes, Quanta};
+
+use super::report::{GpuHealth, GpuReport, NodeReport};
+
+/// The most models in the text; a node has one, rarely two.
+const MAX_MODELS: usize = 3;
+/// The longest name of a model in the text.
+const MAX_MODEL_LENGTH: usize = 48;
+
+/// Returns the summary of `report`.
+pub(crate) fn summarize(report: &NodeReport) -> NodeSummary {
+    let memory = &report.device_memory;
+    let bytes = |quanta: Quanta| quanta.bytes(report.quantum);
+    let (free, largest_free) = match report.gpus.is_empty() {
+        true => ("-".to_owned(), "-".to_owned()),
+        false => (
+            format!(
+                "{} of {} GiB",
+                gib(bytes(memory.free)),
+                gib(bytes(memory.allocatable))
+            ),
+            format!("{} GiB", gib(bytes(memory.largest_free))),
+        ),
+    };
+    NodeSummary {
+        gpus: gpus(&report.gpus),
+        free,
+        largest_free,
+        waiting: count(report.waiting.len()),
+        faults: count(report.faults.len()),
+        not_enforced: count(report.not_enforced.len()),
+    }
+}
+
+fn count(entries: usize) -> i32 {
+    i32::try_from(entries).unwrap_or(i32::MAX)
+}
+
+/// The number of GPUs of each model, and the number of unhealthy ones.
+fn gpus(gpus: &[GpuReport]) -> String {
+    let mut models: BTreeMap<&str, usize> = BTreeMap::new();
+    for gpu in gpus {
+        let model = gpu.model.strip_prefix("NVIDIA ").unwrap_or(&gpu.model);
+        let model = &model[..model.floor_char_boundary(MAX_MODEL_LENGTH)];
+        *models.entry(model).or_default() += 1;
+    }
+    if models.is_empty() {
+        return "none".to_owned();
+    }
+    let further = models.len().saturating_sub(MAX_MODELS);
+    let mut parts: Vec<String> = models
+        .iter()
+        .take(MAX_MODELS)
+        .map(|(model, count)| format!("{count}x {model}"))
+        .collect();
+    if further > 0 {
+        parts.push(format!("{further} more models"));
+    }
+    let is_ill = |gpu: &&GpuReport| gpu.health != GpuHealth::Healthy;
+    match gpus.iter().filter(is_ill).count() {
+        0 => {}
+        ill => parts.push(format!("{ill} unhealthy")),
+    }
+    parts.join(", ")
+}
+
+/// GiB with as many digits as a quantum needs: `15`, `79.5`, `0.25`.
+fn gib(Bytes(bytes): Bytes) -> String {
+    let hundredths = u128::from(bytes) * 100 / (1 << 30);
+    let text = format!("{}.{:02}", hundredths / 100, hundredths % 100);
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_ledger::units::Quantum;
+
+    use super::*;
+    use crate::fixtures::report;
+
+    #[test]
+    fn node_with_two_gpus_has_two_in_its_column() {
+        let mut report = report();
+        report.device_memory.free = Quanta(10);
+        report.device_memory.largest_free = Quanta(6);
+        let summary = summarize(&report);
+        assert_eq!(summary.gpus, "2x Simulated");
+        assert_eq!(summary.free, "10 of 32 GiB");
+        assert_eq!(summary.largest_free, "6 GiB");
+    }
+
+    #[test]
+    fn amounts_are_gib_whatever_the_quantum() {
+        let mut report = report();
+        report.quantum = Quantum::Mib256;
+        report.device_memory.free = Quanta(1);
+        report.device_memory.largest_free = Quanta(62);
+        let summary = summarize(&report);
+        assert_eq!(summary.free, "0.25 of 8 GiB");
+        assert_eq!(summary.largest_free, "15.5 GiB");
+    }
+
+    #[test]
+    fn unhealthy_gpus_and_several_models_are_named() {
+        let mut report = report();
+        report.gpus[0].model = "NVIDIA H100 80GB HBM3".into();
+        report.gpus[0].health = GpuHealth::Unhealthy {
+            reason: "Xid79".into(),
+        };
+        assert_eq!(
+            summarize(&report).gpus,
+            "1x H100 80GB HBM3, 1x Simulated, 1 unhealthy"
+        );
+    }
+
+    #[test]
+    fn node_without_gpus_has_no_amounts() {
+        let mut report = report();
+        report.gpus.clear();
+        let summary = summarize(&report);
+        assert_eq!(
+            (summary.gpus.as_str(), summary.free.as_str()),
+            ("none", "-")
+        );
+    }
+
+    #[test]
+    fn text_is_bounded_when_models_are_many_and_long() {
+        let mut report = report();
+        let gpu = report.gpus[0].clone();
+        let models = (0..40).map(|number| format!("{number}{}", "ü".repeat(200)));
+        let with = |model| GpuReport {
+            model,
+            ..gpu.clone()
+        };
+        report.gpus = models.map(with).collect();
+        assert!(summarize(&report).gpus.len() <= 256);
+    }
+}
