@@ -13,6 +13,10 @@ use crate::cluster::ExclusionReason;
 use crate::cluster::unknown_values::{REMEDY, unknown_in_budget};
 use crate::quanta::Quanta;
 
+/// The most budgets of a cohort whose messages have the cohort's sums. Each change of a node
+/// rewrites these messages while the cohort is overcommitted.
+const MAX_BUDGETS_WITH_SUMS: usize = 64;
+
 /// The conditions of `budget`: Ready, Accepted, Covered, Exceeded, Enforced.
 pub(super) fn conditions(
     budget: &GpuMemoryBudget,
@@ -32,16 +36,21 @@ pub(super) fn conditions(
             unknown(names::ENFORCED),
         ),
     };
+    // Overcommitted is the state of the whole cohort, of which this budget may have no part.
+    let has_nodes = ConditionUpdate {
+        holds: Some(covered.reason != names::NO_NODES),
+        ..covered.clone()
+    };
     let ready = ready(&[
         (&accepted, true),
-        (&covered, true),
         (&exceeded, false),
         (&enforced, true),
+        (&has_nodes, true),
     ]);
     vec![ready, accepted, covered, exceeded, enforced]
 }
 
-/// `Ready` repeats the first condition that is not as wanted.
+/// `Ready` repeats the first condition that is not as wanted. It is about this budget only.
 fn ready(desired: &[(&ConditionUpdate, bool)]) -> ConditionUpdate {
     let failing = desired
         .iter()
@@ -54,7 +63,7 @@ fn ready(desired: &[(&ConditionUpdate, bool)]) -> ConditionUpdate {
             names::READY,
             true,
             names::AS_DECLARED,
-            "accepted, covered, not exceeded, and in force",
+            "accepted, not exceeded, and in force",
         ),
     }
 }
@@ -91,6 +100,7 @@ fn accepted(
 
 fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> ConditionUpdate {
     let Cohort {
+        budgets,
         guaranteed,
         nodes,
         allocatable,
@@ -111,18 +121,27 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> ConditionUpdate {
             ),
         );
     }
-    // The message holds no sums, or each change of one node would rewrite every budget's status.
+    // This message holds no sums, or each change of one node would rewrite every budget's status.
     if guaranteed <= allocatable {
         let fit = format!("cohort {name}: the guarantees fit into the memory of its nodes");
         return statement(true, names::GUARANTEES_FIT, fit);
     }
+    let sums = match *budgets <= MAX_BUDGETS_WITH_SUMS {
+        true => format!(
+            "{} guaranteed by {}, {} offered by {}",
+            guaranteed.text(quantum),
+            plural(*budgets, "budget"),
+            allocatable.text(quantum),
+            plural(*nodes, "node"),
+        ),
+        false => "the guarantees exceed the memory of its nodes (both sums: metric \
+                  bursar_cohort_memory_bytes)"
+            .to_owned(),
+    };
     statement(
         false,
         names::OVERCOMMITTED,
-        format!(
-            "cohort {name}: the guarantees exceed the memory of its nodes (both sums: metric \
-             bursar_cohort_memory_bytes): lower guarantees, or add GPUs"
-        ),
+        format!("cohort {name}: {sums}: lower guarantees, or add GPUs"),
     )
 }
 

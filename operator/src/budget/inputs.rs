@@ -109,6 +109,8 @@ impl<'a> FromIterator<(&'a NamespaceUse, bool)> for ReportedUsage {
 /// The totals of a cohort's budgets and nodes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cohort {
+    /// The number of budgets.
+    pub budgets: usize,
     /// The sum of the budgets' guarantees.
     pub guaranteed: Quanta,
     /// The number of nodes that offer memory.

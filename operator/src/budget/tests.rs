@@ -37,6 +37,7 @@ fn idle() -> BudgetInputs {
         quantum: Quantum::Gib1,
         requested: RequestedUsage::default(),
         cohort: Cohort {
+            budgets: 1,
             guaranteed: Quanta::new(16),
             nodes: 1,
             allocatable: Quanta::new(32),
@@ -213,15 +214,31 @@ fn budget_without_limit_borrows_nothing() {
     );
 }
 
-#[test]
-fn overcommitted_message_names_remedy_and_metric() {
-    let mut inputs = idle();
+/// The inputs of a budget in force whose cohort guarantees 40 GiB of 32 GiB.
+fn overcommitted(budgets: usize) -> BudgetInputs {
+    let mut inputs = in_force(&plain(), idle());
+    inputs.cohort.budgets = budgets;
     inputs.cohort.guaranteed = Quanta::new(40);
-    let status = desired_status(&plain(), &inputs, &at(1));
+    inputs
+}
+
+#[test]
+fn overcommitted_message_has_both_sums_and_the_remedy() {
+    let status = desired_status(&plain(), &overcommitted(3), &at(1));
     assert_eq!(
         said(&status, names::COVERED),
         is("False", names::OVERCOMMITTED)
     );
+    assert_eq!(
+        condition(&status, names::COVERED).message,
+        "cohort default: 40Gi guaranteed by 3 budgets, 32Gi offered by 1 node: lower guarantees, \
+         or add GPUs"
+    );
+}
+
+#[test]
+fn overcommitted_message_of_a_large_cohort_names_the_metric() {
+    let status = desired_status(&plain(), &overcommitted(65), &at(1));
     assert_eq!(
         condition(&status, names::COVERED).message,
         "cohort default: the guarantees exceed the memory of its nodes (both sums: metric \
@@ -230,9 +247,33 @@ fn overcommitted_message_names_remedy_and_metric() {
 }
 
 #[test]
+fn budget_is_ready_while_only_its_cohort_is_overcommitted() {
+    let status = desired_status(&plain(), &overcommitted(3), &at(1));
+    assert_eq!(said(&status, names::READY), is("True", names::AS_DECLARED));
+}
+
+#[test]
+fn overcommitted_cohort_does_not_hide_an_exceeded_budget() {
+    let mut inputs = using(20, 8, 0);
+    inputs.cohort.guaranteed = Quanta::new(40);
+    let status = desired_status(&plain(), &inputs, &at(1));
+    assert_eq!(said(&status, names::READY), is("False", names::OVER_LIMIT));
+}
+
+#[test]
+fn budget_is_not_ready_when_its_cohort_has_no_nodes() {
+    let mut inputs = in_force(&plain(), idle());
+    inputs.cohort.nodes = 0;
+    let status = desired_status(&plain(), &inputs, &at(1));
+    assert_eq!(said(&status, names::READY), is("False", names::NO_NODES));
+}
+
+#[test]
 fn covered_message_is_stable_while_its_status_is() {
+    // Covered, and overcommitted in a cohort of so many budgets that its message has no sums.
     for guaranteed in [16, 200] {
         let (mut budget, mut inputs) = (plain(), in_force(&plain(), idle()));
+        inputs.cohort.budgets = 65;
         inputs.cohort.guaranteed = Quanta::new(guaranteed);
         budget.status = Some(desired_status(&budget, &inputs, &at(1)));
         assert_eq!(plan(&budget, &inputs, &at(2)).steps, []);
@@ -362,6 +403,7 @@ fn inputs() -> impl Strategy<Value = BudgetInputs> {
         let mut inputs = using(guaranteed, borrowed, managed);
         inputs.requested.pods = pods;
         inputs.cohort = Cohort {
+            budgets: 1,
             guaranteed: Quanta::new(promised),
             nodes,
             allocatable: Quanta::new(allocatable),
@@ -424,7 +466,8 @@ proptest! {
     fn ready_summarizes_the_other_conditions(spec in spec(), inputs in inputs()) {
         let status = desired_status(&budget(spec), &inputs, &at(1));
         let holds = |type_: &str, wanted: &str| condition(&status, type_).status == wanted;
-        let good = holds(names::ACCEPTED, "True") && holds(names::COVERED, "True")
+        let has_nodes = condition(&status, names::COVERED).reason != names::NO_NODES;
+        let good = holds(names::ACCEPTED, "True") && has_nodes
             && holds(names::EXCEEDED, "False") && holds(names::ENFORCED, "True");
         prop_assert_eq!(holds(names::READY, "True"), good);
     }

@@ -179,6 +179,7 @@ impl Aggregates {
         };
         let counted = |sum| Quanta::new(u64::try_from(sum).unwrap_or(u64::MAX));
         Cohort {
+            budgets: sum.budgets,
             guaranteed: counted(sum.guaranteed),
             nodes: sum.nodes,
             allocatable: counted(sum.allocatable),
