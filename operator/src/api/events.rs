@@ -15,9 +15,10 @@ use crate::error::error_chain;
 /// The longest note that the API server accepts (`events.k8s.io/v1`).
 const MAX_NOTE_LENGTH: usize = 1024;
 
-/// The conditions that changed, each with whether the change is good.
+/// The conditions that changed, each with whether the change needs no attention.
 ///
-/// `Ready` only summarizes the others. A new budget that is not in force yet is no change.
+/// Each edit of a budget makes its quotas pending for a moment. `Ready` only summarizes the others.
+/// A new budget that is not in force yet is no change.
 fn changed_conditions<'a>(
     before: Option<&GpuMemoryBudgetStatus>,
     now: &'a GpuMemoryBudgetStatus,
@@ -41,7 +42,8 @@ fn changed_conditions<'a>(
             Some(status) => status != condition.status,
             None => !is_good && condition.type_ != names::ENFORCED && condition.status != "Unknown",
         };
-        changed.then_some((condition, is_good))
+        let is_passing = condition.reason == names::QUOTA_PENDING;
+        changed.then_some((condition, is_good || is_passing))
     });
     changes.collect()
 }
@@ -198,6 +200,15 @@ mod tests {
             [("Exceeded".to_owned(), true)]
         );
         assert_eq!(changed(Some(&loud), &loud), []);
+    }
+
+    #[test]
+    fn quota_that_an_edit_makes_pending_is_no_warning() {
+        let enforced = status(&[("Enforced", "True")]);
+        let mut pending = status(&[("Enforced", "False")]);
+        pending.conditions[0].reason = names::QUOTA_PENDING.to_owned();
+        let changed = changed_conditions(Some(&enforced), &pending);
+        assert_eq!(changed, [(&pending.conditions[0], true)]);
     }
 
     #[test]
