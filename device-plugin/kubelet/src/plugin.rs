@@ -79,6 +79,9 @@ pub enum PrepareError {
     /// The agent is stopping; the kubelet calls the next agent.
     #[error("the agent is stopping")]
     Stopping,
+    /// The pod is being deleted, and none of its containers has to start.
+    #[error("the pod is being deleted")]
+    PodDeleted,
     /// The pod's memory is on a GPU that is being drained.
     #[error("{0} is drained: the container starts when that is over")]
     Drained(GpuUuid),
@@ -287,6 +290,7 @@ fn status_of(error: &PrepareError) -> Status {
         PrepareError::NoRoom(_) => Status::resource_exhausted(message),
         PrepareError::NotAllocated { .. } => Status::not_found(message),
         PrepareError::Stopping => Status::unavailable(message),
+        PrepareError::PodDeleted => Status::aborted(message),
         PrepareError::Drained(_) => Status::failed_precondition(message),
         PrepareError::Failed(_) => Status::internal(message),
     }

@@ -153,6 +153,31 @@ mod tests {
     }
 
     #[test]
+    fn wait_for_more_gpus_than_the_node_has_says_both_numbers() {
+        let mut ledger = ledger();
+        let device_ids = DeviceIdSet::from_indexes(0..3).unwrap();
+        let (id, resource) = (AllocationId::from_bits(1), Resource::DeviceMemory);
+        ledger.add_pending(id, resource, device_ids.clone(), NOW);
+        let start = BindRequest {
+            resource,
+            device_ids,
+            containers: Vec::new(),
+            pod: "wide".parse().unwrap(),
+            spread: GpuSpread {
+                gpus: std::num::NonZeroU16::new(3).unwrap(),
+            },
+            priority: Default::default(),
+        };
+        let BindOutcome::Queued(_, reason) = ledger.bind(start, NOW).unwrap().outcome else {
+            panic!("two GPUs are no three");
+        };
+        assert_eq!(
+            reason.to_string(),
+            "waiting for 3 GiB on 3 GPUs: 2 GPUs are healthy on this node"
+        );
+    }
+
+    #[test]
     fn reservation_serves_its_pod_alone_until_the_pod_is_bound() {
         let mut ledger = ledger();
         assert!(matches!(

@@ -83,6 +83,12 @@ impl Ledger {
         let request = self.request_of(claim);
         let quanta = claim.device_ids.quanta().0;
         let shares = binder::split_quanta(&bins, quanta, request.min_bins);
+        let healthy = bins.iter().filter(|bin| bin.capacity > 0).count();
+        let wanted = request.min_bins;
+        let too_few_gpus = (claim.resource == Resource::DeviceMemory
+            && u32::from(wanted) <= quanta
+            && usize::from(wanted) > healthy)
+            .then_some((wanted, healthy));
         let beyond_instance = shares.is_none() && {
             let capacities = bins
                 .iter()
@@ -106,6 +112,7 @@ impl Ledger {
                 .map(|quanta| Quanta(*quanta).bytes(self.quantum))
                 .collect(),
             gpus,
+            too_few_gpus: too_few_gpus.filter(|_| wanted > 1),
             beyond_instance,
             largest_free: Quanta(largest.map_or(0, |i| bins[i].free)).bytes(self.quantum),
             largest_free_gpu,

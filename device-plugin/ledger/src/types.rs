@@ -172,6 +172,9 @@ pub struct WaitReason {
     /// The number of GPUs; none for managed memory, and where the node's healthy GPUs together
     /// could not hold the claim and the others.
     pub gpus: Option<NonZeroU16>,
+    /// The number of GPUs that the pod's annotation asks for, and that of the node's healthy GPUs,
+    /// where these are fewer.
+    pub too_few_gpus: Option<(u16, usize)>,
     /// Whether the claim exceeds one MIG instance while other instances have the rest. Nothing is
     /// spread over instances.
     pub beyond_instance: bool,
@@ -191,6 +194,13 @@ pub struct WaitReason {
 impl fmt::Display for WaitReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "waiting for {}", self.needed)?;
+        if let Some((wanted, present)) = self.too_few_gpus {
+            let verb = if present == 1 { "GPU is" } else { "GPUs are" };
+            return write!(
+                f,
+                " on {wanted} GPUs: {present} {verb} healthy on this node"
+            );
+        }
         match (self.resource, self.gpus.map(NonZeroU16::get)) {
             (Resource::ManagedMemory, _) => write!(f, " of managed memory")?,
             (Resource::DeviceMemory, Some(1)) => write!(f, " on one GPU")?,

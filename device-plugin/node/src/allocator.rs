@@ -22,6 +22,7 @@
 //! whose record cannot be written fails, and the kubelet retries.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::Arc;
 
 use bursar_config::ResourcesConfig;
@@ -37,7 +38,7 @@ use bursar_ledger::units::{
 };
 use bursar_ledger::{
     BindOutcome, BindRequest, Binding, BindingRef, BootTime, ClaimId, GpuSpread, Ledger,
-    LedgerView, Placement, Priority, WaitHandle,
+    LedgerView, Placement, Priority, WaitHandle, WaitReason,
 };
 use bursar_sessions::lease_handle::{ContainerBinding, LedgerUpdate, NodeView};
 use jiff::Timestamp;
@@ -50,8 +51,44 @@ use super::host::{HostError, HostOps, Subsystem};
 use crate::cdi;
 use crate::metrics::{Counts, NodeMetrics};
 
-/// The channel for the result of a PreStartContainer call; closed once the kubelet has given up.
-pub type Reply = oneshot::Sender<Result<(), PrepareError>>;
+/// The channel for the result of a PreStartContainer call; closed once the caller has given up.
+type ResultSender = oneshot::Sender<Result<BoundMemory, PrepareError>>;
+
+/// The channels of a PreStartContainer call.
+#[derive(Debug)]
+pub struct Reply {
+    /// The result.
+    pub(crate) result: ResultSender,
+    /// The reason, at the time when the call begins to wait for room.
+    pub(crate) waits: oneshot::Sender<WaitReason>,
+}
+
+/// The memory that a container was bound to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum BoundMemory {
+    /// Device memory, by GPU; never empty.
+    Device(Vec<(GpuUuid, Bytes)>),
+    /// Managed memory.
+    Managed(Bytes),
+}
+
+impl fmt::Display for BoundMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shares = match self {
+            Self::Managed(bytes) => return write!(f, "{bytes} of managed memory"),
+            Self::Device(shares) => shares,
+        };
+        if shares.len() > 1 {
+            let sum = shares.iter().map(|(_, bytes)| bytes.0).sum();
+            write!(f, "{} over {} GPUs: ", Bytes(sum), shares.len())?;
+        }
+        for (index, (gpu, bytes)) in shares.iter().enumerate() {
+            let comma = if index == 0 { "" } else { ", " };
+            write!(f, "{comma}{bytes} of {gpu}")?;
+        }
+        Ok(())
+    }
+}
 
 /// A PreStartContainer call whose container is resolved.
 #[derive(Debug, Clone)]
@@ -107,7 +144,7 @@ struct WaitingCall {
     request: BindRequest,
     ticket: WaitHandle,
     deadline: BootTime,
-    reply: Reply,
+    result: ResultSender,
 }
 
 /// A claim that waits for room, whether or not a kubelet call is pending.
@@ -121,6 +158,8 @@ pub struct QueuedClaim {
     pub quanta: Quanta,
     /// The time at which the wait began.
     pub since: Timestamp,
+    /// That time on the clock that measures the wait.
+    pub queued_at: BootTime,
     /// The names of the container and its pod, if known.
     pub name: Option<ContainerName>,
 }
@@ -271,7 +310,10 @@ impl<H: HostOps> NodeAllocator<H> {
         let started = match self.ledger.bind(start.clone(), now) {
             Ok(started) => started,
             Err(_) => {
-                send_reply(reply, Err(PrepareError::NotAllocated { resource, tokens }));
+                send_result(
+                    reply.result,
+                    Err(PrepareError::NotAllocated { resource, tokens }),
+                );
                 return;
             }
         };
@@ -283,6 +325,7 @@ impl<H: HostOps> NodeAllocator<H> {
         self.pending_teardown.extend(started.ended.iter().copied());
         match started.outcome {
             BindOutcome::Bound(binding) => {
+                self.record_wait(binding.claim, now);
                 let result = match self.find_drained_gpu(&binding) {
                     Some(gpu) => Err(PrepareError::Drained(gpu)),
                     None => self.commit_binding(&binding).await,
@@ -293,10 +336,14 @@ impl<H: HostOps> NodeAllocator<H> {
                     // before its program runs.
                     self.reconcile_leases(now).await;
                 }
-                send_reply(reply, result);
+                send_result(reply.result, result);
             }
             BindOutcome::Queued(ticket, reason) => {
                 info!(%pod, %resource, %reason, "waiting");
+                let Reply { result, waits } = reply;
+                let message = reason.to_string();
+                // The caller may have gone; its call ends with the next tick.
+                let _ = waits.send(reason);
                 self.queued_claims
                     .entry(ticket.claim)
                     .or_insert_with(|| QueuedClaim {
@@ -307,15 +354,16 @@ impl<H: HostOps> NodeAllocator<H> {
                         resource,
                         quanta: tokens.quanta(),
                         since: Timestamp::now(),
+                        queued_at: now,
                     });
                 let waiter = WaitingCall {
                     request: start,
                     ticket,
                     deadline: until,
-                    reply,
+                    result,
                 };
                 if let Some(before) = self.waiting_calls.insert(ticket.claim, waiter) {
-                    send_reply(before.reply, Err(PrepareError::NoRoom(reason.to_string())));
+                    send_result(before.result, Err(PrepareError::NoRoom(message)));
                 }
             }
         }
@@ -395,10 +443,27 @@ impl<H: HostOps> NodeAllocator<H> {
         self.ledger.suspend_unclaimed_reservations(now);
         self.bind_queued(now).await;
         self.retry_pending().await;
+        self.observe_oldest_wait(now);
         if !self.checkpoint_dirty && !self.unrecorded_leases.is_empty() {
             let leases = std::mem::take(&mut self.unrecorded_leases);
             self.host.confirm_recorded(leases).await;
         }
+    }
+
+    /// Records the end of a claim's wait, over all calls of the kubelet. A claim that did not wait
+    /// has no record.
+    fn record_wait(&mut self, claim: ClaimId, now: BootTime) {
+        if let Some(wait) = self.queued_claims.remove(&claim) {
+            self.metrics.observe_wait(now.since(wait.queued_at));
+        }
+    }
+
+    fn observe_oldest_wait(&mut self, now: BootTime) {
+        self.queued_claims
+            .retain(|claim, _| self.ledger.is_queued(*claim));
+        let waits = self.queued_claims.values();
+        let oldest = waits.map(|wait| now.since(wait.queued_at)).max();
+        self.metrics.set_oldest_wait(oldest.unwrap_or_default());
     }
 
     pub(crate) fn set_generations(&mut self, generations: BTreeMap<GpuUuid, u64>) {
@@ -600,8 +665,8 @@ impl<H: HostOps> NodeAllocator<H> {
             .waiting_calls
             .extract_if(.., |_, waiter| waiter.request.pod == *pod)
         {
-            send_reply(
-                waiter.reply,
+            send_result(
+                waiter.result,
                 Err(PrepareError::Failed("the pod has ended".to_owned())),
             );
         }
@@ -675,9 +740,10 @@ impl<H: HostOps> NodeAllocator<H> {
     async fn bind_queued(&mut self, now: BootTime) {
         for binding in self.ledger.advance(now) {
             self.checkpoint_dirty = true;
+            self.record_wait(binding.claim, now);
             let result = self.commit_binding(&binding).await;
             if let Some(waiter) = self.waiting_calls.remove(&binding.claim) {
-                send_reply(waiter.reply, result);
+                send_result(waiter.result, result);
             }
         }
         // All changes are on record before the next event.
@@ -687,7 +753,7 @@ impl<H: HostOps> NodeAllocator<H> {
     /// Ends the calls whose deadline has passed or whose caller has gone.
     fn expire_waits(&mut self, now: BootTime) {
         let over = |_: &ClaimId, waiter: &mut WaitingCall| {
-            waiter.deadline <= now || waiter.reply.is_closed()
+            waiter.deadline <= now || waiter.result.is_closed()
         };
         let ended: Vec<WaitingCall> = self
             .waiting_calls
@@ -697,7 +763,7 @@ impl<H: HostOps> NodeAllocator<H> {
         for WaitingCall {
             request: start,
             ticket,
-            reply,
+            result,
             ..
         } in ended
         {
@@ -706,12 +772,12 @@ impl<H: HostOps> NodeAllocator<H> {
             self.checkpoint_dirty = true;
             let message = reason.map_or_else(|| "waiting".to_owned(), |reason| reason.to_string());
             info!(pod = %start.pod, reason = message, "no room before the deadline");
-            send_reply(reply, Err(PrepareError::NoRoom(message)));
+            send_result(result, Err(PrepareError::NoRoom(message)));
         }
     }
 
     /// Performs the steps of a binding that follow the ledger's.
-    async fn commit_binding(&mut self, binding: &Binding) -> Result<(), PrepareError> {
+    async fn commit_binding(&mut self, binding: &Binding) -> Result<BoundMemory, PrepareError> {
         self.save_checkpoint().map_err(prepare_failed)?;
         self.tear_down_ended().await;
         let result = self.set_up(binding).await;
@@ -725,7 +791,20 @@ impl<H: HostOps> NodeAllocator<H> {
                 self.problems.host = Some((error.subsystem(), error.to_string()));
             }
         }
-        result.map_err(prepare_failed)
+        result.map_err(prepare_failed)?;
+        Ok(self.bound_memory(&binding.placement))
+    }
+
+    fn bound_memory(&self, placement: &Placement) -> BoundMemory {
+        let bytes = |quanta: Quanta| quanta.bytes(self.config.quantum);
+        match placement {
+            Placement::Managed(quanta) => BoundMemory::Managed(bytes(*quanta)),
+            Placement::Device(shares) => {
+                let shares = shares.iter();
+                let shares = shares.map(|share| (share.gpu.clone(), bytes(share.quanta)));
+                BoundMemory::Device(shares.collect())
+            }
+        }
     }
 
     /// Creates the effects of a binding on the host.
@@ -946,8 +1025,8 @@ fn prepare_failed(error: HostError) -> PrepareError {
 }
 
 /// The caller may have stopped waiting, so a closed channel is no error.
-fn send_reply(reply: Reply, result: Result<(), PrepareError>) {
-    let _ = reply.send(result);
+fn send_result(sender: ResultSender, result: Result<BoundMemory, PrepareError>) {
+    let _ = sender.send(result);
 }
 
 #[cfg(test)]

@@ -12,6 +12,11 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
+/// Buckets from a tenth of a second, the end of another pod, to six hours.
+const WAIT_BUCKETS: [f64; 12] = [
+    0.1, 0.5, 2.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3_600.0, 10_800.0, 21_600.0,
+];
+
 /// The result of a PreStartContainer call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BindResult {
@@ -52,6 +57,8 @@ pub struct NodeMetrics {
     waiting: Family<ResourceLabels, Gauge>,
     allocate_seconds: Histogram,
     bind_seconds: Family<ResultLabels, Histogram>,
+    wait_seconds: Histogram,
+    oldest_wait: Gauge,
     releases: Counter,
     collected: Counter,
 }
@@ -85,6 +92,16 @@ impl NodeMetrics {
                 "Time of PreStartContainer, with the wait for room",
                 Family::new_with_constructor(seconds_histogram as fn() -> Histogram),
             ),
+            wait_seconds: registry.register_metric(
+                "bursar_container_wait_seconds",
+                "Wait of a container for room, over all tries of the kubelet",
+                Histogram::new(WAIT_BUCKETS),
+            ),
+            oldest_wait: registry.register_metric(
+                "bursar_agent_oldest_waiter_seconds",
+                "How long the container that waits longest has waited; 0 while none waits",
+                Gauge::default(),
+            ),
             releases: registry.register_metric(
                 "bursar_agent_releases",
                 "Pods whose memory was released at their end",
@@ -109,6 +126,16 @@ impl NodeMetrics {
         self.bind_seconds
             .get_or_create(&ResultLabels { result })
             .observe(took.as_secs_f64());
+    }
+
+    /// Observes the wait of a container that is bound now.
+    pub(crate) fn observe_wait(&self, waited: Duration) {
+        self.wait_seconds.observe(waited.as_secs_f64());
+    }
+
+    /// Sets the wait of the container that waits longest.
+    pub(crate) fn set_oldest_wait(&self, waited: Duration) {
+        self.oldest_wait.set(gauge_value(waited.as_secs()));
     }
 
     /// Counts a pod whose memory was released at its end.

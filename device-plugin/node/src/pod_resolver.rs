@@ -8,6 +8,7 @@ use std::num::NonZeroU16;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use bursar_apiserver::PodRef;
 use bursar_kubelet::device_checkpoint::{CheckpointEntry, DeviceCheckpoint, DeviceCheckpointError};
 use bursar_kubelet::plugin::PrepareError;
 use bursar_kubelet::pod_resources::{
@@ -147,24 +148,44 @@ impl PodResolver {
         })
     }
 
-    /// Reads the pod as the response to a dry-run patch that changes nothing.
+    /// Reads the pod as the response to a dry-run patch that changes nothing. None without a client
+    /// and after a timeout.
     ///
     /// Unlike a `get`, an admission policy can restrict the patch to pods of this node.
-    async fn read_pod(&self, container: &ContainerRef) -> Option<ApiPod> {
-        let pods: Api<Pod> = Api::namespaced(self.client.clone()?, &container.namespace);
+    async fn read_api_pod(&self, namespace: &str, name: &str) -> Option<kube::Result<Pod>> {
+        let pods: Api<Pod> = Api::namespaced(self.client.clone()?, namespace);
         let dry = PatchParams {
             dry_run: true,
             ..PatchParams::default()
         };
         let nothing = Patch::Merge(json!({}));
-        let read = pods.patch_status(&container.pod, &dry, &nothing);
-        match tokio::time::timeout(API_TIMEOUT, read).await {
-            Ok(Ok(pod)) => parse_api_pod(&pod),
-            Ok(Err(error)) => {
+        let read = pods.patch_status(name, &dry, &nothing);
+        tokio::time::timeout(API_TIMEOUT, read).await.ok()
+    }
+
+    async fn read_pod(&self, container: &ContainerRef) -> Option<ApiPod> {
+        match self
+            .read_api_pod(&container.namespace, &container.pod)
+            .await?
+        {
+            Ok(pod) => parse_api_pod(&pod),
+            Err(error) => {
                 debug!(%error, pod = container.pod, "failed to read the pod's priority");
                 None
             }
-            Err(_) => None,
+        }
+    }
+
+    /// Whether the API server has a deletion of the pod, or the pod no more. False while the API
+    /// server does not answer.
+    pub(crate) async fn is_deleted(&self, pod: &PodRef) -> bool {
+        match self.read_api_pod(&pod.namespace, &pod.name).await {
+            Some(Ok(read)) => {
+                let is_another = parse_api_pod(&read).is_some_and(|read| read.uid != pod.uid);
+                is_another || read.metadata.deletion_timestamp.is_some()
+            }
+            Some(Err(kube::Error::Api(refused))) => refused.code == 404,
+            Some(Err(_)) | None => false,
         }
     }
 }
@@ -341,6 +362,58 @@ mod tests {
             (api_pod.uid.as_str(), api_pod.priority),
             ("uid-1", Priority(100))
         );
+    }
+
+    /// A resolver whose API server answers each request with `status` and `body`.
+    fn resolver(status: u16, body: &serde_json::Value) -> PodResolver {
+        use axum::body::Body;
+        use axum::http::{Request, Response};
+
+        let body = body.to_string();
+        let server = tower::service_fn(move |_: Request<kube::client::Body>| {
+            let body = Body::from(body.clone());
+            let response = Response::builder().status(status).body(body);
+            std::future::ready(response)
+        });
+        PodResolver {
+            device_plugin_dir: PathBuf::new(),
+            resource_names: Vec::new(),
+            pod_resources: PodResourcesClient::new(std::path::Path::new("/nobody/listens/here")),
+            client: Some(Client::new(server, "default")),
+        }
+    }
+
+    #[tokio::test]
+    async fn pod_is_deleted_with_a_timestamp_or_when_absent() {
+        let pod = |uid: &str, deleted: bool| {
+            let mut pod = json!({ "apiVersion": "v1", "kind": "Pod",
+                "metadata": { "name": "train-0", "namespace": "team", "uid": uid } });
+            if deleted {
+                pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
+            }
+            pod
+        };
+        let refused = |code: u16, reason: &str| {
+            json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+                "message": "", "reason": reason, "code": code })
+        };
+        let cases = [
+            (200, pod("uid-1", false), false),
+            (200, pod("uid-1", true), true),
+            (200, pod("uid-2", false), true),
+            (404, refused(404, "NotFound"), true),
+            (403, refused(403, "Forbidden"), false),
+            (500, refused(500, "InternalError"), false),
+        ];
+        for (status, body, deleted) in cases {
+            let pod = PodRef {
+                namespace: "team".into(),
+                name: "train-0".into(),
+                uid: "uid-1".parse().unwrap(),
+            };
+            let found = resolver(status, &body).is_deleted(&pod).await;
+            assert_eq!(found, deleted, "{status} {body}");
+        }
     }
 
     #[test]

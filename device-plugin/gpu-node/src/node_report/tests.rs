@@ -45,6 +45,7 @@ fn snapshot() -> Snapshot {
             queued_claims: 1,
         },
         queued_claims: vec![QueuedClaim {
+            queued_at: Default::default(),
             pod: "pod-1".parse().unwrap(),
             resource: Resource::DeviceMemory,
             quanta: Quanta(8),

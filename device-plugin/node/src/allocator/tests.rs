@@ -291,7 +291,7 @@ impl TestNode {
         pod: &str,
         resource: Resource,
         tokens: DeviceIdSet,
-    ) -> oneshot::Receiver<Result<(), PrepareError>> {
+    ) -> oneshot::Receiver<Result<BoundMemory, PrepareError>> {
         let pod: PodUid = pod.parse().unwrap();
         let holds = |held: &&CheckpointEntry| {
             held.pod == pod && held.tokens == tokens && held.resource == resource
@@ -307,7 +307,11 @@ impl TestNode {
             gpu_spread: GpuSpread::default(),
             priority: Priority(0),
         };
-        let (reply, answer) = oneshot::channel();
+        let (result, answer) = oneshot::channel();
+        let reply = Reply {
+            result,
+            waits: oneshot::channel().0,
+        };
         let bind = PrepareRequest {
             resource,
             tokens,
@@ -322,7 +326,7 @@ impl TestNode {
         &mut self,
         pod: &str,
         tokens: std::ops::Range<u16>,
-    ) -> oneshot::Receiver<Result<(), PrepareError>> {
+    ) -> oneshot::Receiver<Result<BoundMemory, PrepareError>> {
         self.start(pod, Resource::DeviceMemory, device_ids(tokens))
             .await
     }
@@ -416,12 +420,26 @@ impl TestNode {
 }
 
 fn try_answer(
-    answer: &mut oneshot::Receiver<Result<(), PrepareError>>,
+    answer: &mut oneshot::Receiver<Result<BoundMemory, PrepareError>>,
 ) -> Option<Result<(), String>> {
     answer
         .try_recv()
         .ok()
-        .map(|result| result.map_err(|error| error.to_string()))
+        .map(|result| result.map(drop).map_err(|error| error.to_string()))
+}
+
+#[test]
+fn bound_memory_is_described_with_amount_and_gpu() {
+    let share = |gpu: &str, gib| (gpu.parse().unwrap(), Bytes::gib(gib));
+    let one = BoundMemory::Device(vec![share("GPU-a", 8)]);
+    assert_eq!(one.to_string(), "8 GiB of GPU-a");
+    let two = BoundMemory::Device(vec![share("GPU-a", 10), share("GPU-b", 10)]);
+    assert_eq!(
+        two.to_string(),
+        "20 GiB over 2 GPUs: 10 GiB of GPU-a, 10 GiB of GPU-b"
+    );
+    let managed = BoundMemory::Managed(Bytes::gib(4));
+    assert_eq!(managed.to_string(), "4 GiB of managed memory");
 }
 
 #[tokio::test]
