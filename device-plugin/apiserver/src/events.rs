@@ -59,6 +59,10 @@ pub enum Reason {
     MemoryLeaked,
     /// The audit's policy killed a process.
     Killed,
+    /// The shim denied allocations of a container for lack of quota.
+    MemoryDenied,
+    /// A program runs again after a fault had poisoned its context.
+    ContextRestarted,
     /// A fault has poisoned a process's context.
     ContextPoisoned,
     /// The quota of a container is not enforced.
@@ -88,6 +92,8 @@ impl Reason {
             Self::Unaccounted => "GpuMemoryUnaccounted",
             Self::MemoryLeaked => "GpuMemoryLeaked",
             Self::Killed => "GpuProcessKilled",
+            Self::MemoryDenied => "GpuMemoryDenied",
+            Self::ContextRestarted => "GpuContextRestarted",
             Self::ContextPoisoned => "GpuContextPoisoned",
             Self::NotEnforced => "GpuQuotaNotEnforced",
             Self::Enforced => "GpuQuotaEnforced",
@@ -96,7 +102,9 @@ impl Reason {
 
     const fn type_(self) -> EventType {
         match self {
-            Self::Bound | Self::GpuHealthy | Self::Enforced => EventType::Normal,
+            Self::Bound | Self::GpuHealthy | Self::Enforced | Self::ContextRestarted => {
+                EventType::Normal
+            }
             Self::WaitingForRoom
             | Self::NotBound
             | Self::GpuUnhealthy
@@ -112,6 +120,7 @@ impl Reason {
             | Self::Unaccounted
             | Self::MemoryLeaked
             | Self::Killed
+            | Self::MemoryDenied
             | Self::ContextPoisoned
             | Self::NotEnforced => EventType::Warning,
         }

@@ -9,13 +9,15 @@
 //! | `probe_queue` | runs the probes of pods on a few threads |
 //! | [`kill`] | kills a process, and never another one that reuses its pid |
 //! | [`namespace_usage`] | sums usage by namespace, for the budget's status: pure |
-//! | [`events`] | publishes Events about findings |
+//! | [`events`] | publishes Events about findings and denials |
+//! | `denials` | decides when denied allocations become an Event: pure |
 //! | `withheld` | decides how much memory of each GPU is withheld: pure |
 //! | [`task`] | runs an audit each second |
 
 pub mod collect;
 pub mod compare;
 pub mod consecutive;
+mod denials;
 pub mod events;
 pub mod kill;
 pub mod metrics;

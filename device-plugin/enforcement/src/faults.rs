@@ -12,6 +12,7 @@
 //! | [`confirmation`] | decides which XIDs of the kernel's log NVML confirms: pure |
 //! | [`kmsg`] | finds XIDs with pids in the kernel's log |
 //! | [`policy`] | decides what follows a fault in which container: pure |
+//! | `restarts` | detects that a program runs again after a fault: pure |
 //! | [`task`] | reads the log and carries out decisions |
 //! | [`report`] | describes an open fault for the node's status |
 //! | [`events`] | publishes Events and builds fault reports |
@@ -21,6 +22,7 @@ pub mod events;
 pub mod kmsg;
 pub mod policy;
 pub mod report;
+mod restarts;
 pub mod task;
 
 pub use task::{FaultInputs, run};

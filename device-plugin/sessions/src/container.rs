@@ -35,6 +35,7 @@ use super::closer::SocketCloser;
 use super::context_size::ContextSizes;
 use super::orphan_bound::OwnMemory;
 use super::recovery::{Fault, FaultLog};
+use super::usage::DeniedAllocation;
 use super::{
     Account, AccountUsage, ContainerResolver, CreditAccounts, MAX_PROCESSES, Process, SessionSpec,
 };
@@ -66,6 +67,7 @@ pub(super) struct Container {
     /// `None` where the agent does not charge contexts.
     context_sizes: Option<Arc<ContextSizes>>,
     denials_by_function: BTreeMap<String, u64>,
+    last_denied: Option<DeniedAllocation>,
     /// Limits the log lines of this container.
     log_limiter: LogLimiter,
     /// Limits the log lines that concern all containers.
@@ -199,6 +201,7 @@ impl Container {
             denials,
             context_sizes: None,
             denials_by_function: BTreeMap::new(),
+            last_denied: None,
             log_limiter: LogLimiter::default(),
             shared_log_limiter: SharedLogLimiter::default(),
             requests: 0,

@@ -27,12 +27,25 @@ pub struct ContainerUsage {
     pub requests: u64,
     /// The number of denied allocations, by function of the driver.
     pub denied: Vec<(String, u64)>,
+    /// The last denied allocation.
+    pub last_denied: Option<DeniedAllocation>,
     /// The number of its sockets that wait to be closed.
     pub unclosed_sockets: usize,
     /// The number of its process images with a poisoned context.
     pub poisoned_images: u64,
     /// The number of restarts that the agent ordered for these.
     pub ordered_restarts: u64,
+}
+
+/// An allocation that the shim denied for lack of quota.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeniedAllocation {
+    /// The function of the driver, or `other`.
+    pub function: String,
+    /// The account that had too little left.
+    pub account: Account,
+    /// The bytes that the program asked for, as its shim reports them.
+    pub bytes: Bytes,
 }
 
 impl ContainerUsage {
@@ -122,6 +135,7 @@ impl ContainerUsage {
             exited_pids: Vec::new(),
             requests: 0,
             denied: Vec::new(),
+            last_denied: None,
             unclosed_sockets: 0,
             poisoned_images: 0,
             ordered_restarts: 0,

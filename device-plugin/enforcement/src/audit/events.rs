@@ -58,6 +58,17 @@ pub(crate) fn publish_enforcement(
     );
 }
 
+/// Publishes that allocations of a container were denied.
+pub(crate) fn publish_denials(
+    events: &Events,
+    message: String,
+    allocation: &AllocationId,
+    containers: &[BoundContainer],
+) {
+    let reason = Reason::MemoryDenied;
+    publish(events, reason, message, Some(allocation), containers);
+}
+
 fn message(finding: &Finding) -> String {
     match finding {
         Finding::OverQuota {

@@ -75,6 +75,18 @@ struct FaultLabels {
     action: &'static str,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct RecoveryLabels {
+    action: &'static str,
+}
+
+/// Buckets from a tenth of a second, a program that is executed again, to ten minutes.
+const RECOVERY_BUCKETS: [f64; 10] = [0.1, 0.3, 0.6, 1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0];
+
+fn recovery_histogram() -> Histogram {
+    Histogram::new(RECOVERY_BUCKETS)
+}
+
 /// The results of one audit, from which a scrape encodes series.
 #[derive(Clone, Debug, Default)]
 pub struct AuditFigures {
@@ -103,18 +115,24 @@ pub struct AuditMetrics {
     findings: Family<FindingLabels, Counter>,
     kills: Counter,
     poisoned: Family<FaultLabels, Counter>,
+    recoveries: Family<RecoveryLabels, Histogram>,
     seconds: Histogram,
 }
 
 impl AuditMetrics {
     /// Registers the metrics, which are all zero.
     pub fn new(registry: &mut Registry) -> Self {
+        let findings = Family::<FindingLabels, Counter>::default();
+        // A counter that begins at its first finding has no increase for an alert.
+        for finding in Finding::KINDS {
+            drop(findings.get_or_create(&FindingLabels { finding }));
+        }
         Self {
             figures: LatestFigures::register(registry),
             findings: registry.register_metric(
                 "bursar_agent_findings",
                 "Findings of the audit, each counted once",
-                Family::default(),
+                findings,
             ),
             kills: registry.register_metric(
                 "bursar_agent_audit_kills",
@@ -125,6 +143,11 @@ impl AuditMetrics {
                 "bursar_agent_poisoned_contexts",
                 "Process images whose context a fault poisoned",
                 Family::default(),
+            ),
+            recoveries: registry.register_metric(
+                "bursar_context_recovery_seconds",
+                "Time from a fault of a context to the next process image of its program",
+                Family::new_with_constructor(recovery_histogram as fn() -> Histogram),
             ),
             seconds: registry.register_metric(
                 "bursar_agent_audit_seconds",
@@ -325,6 +348,14 @@ impl AuditMetrics {
         let action = fault.decision().map_or("fence", RecoveryAction::as_str);
         let label = FaultLabels { cause, action };
         self.poisoned.get_or_create(&label).inc();
+    }
+
+    /// Observes the time until a program runs again after a fault.
+    pub fn observe_recovery(&self, in_place: bool, took: Duration) {
+        let action = if in_place { "in-place" } else { "restart" };
+        self.recoveries
+            .get_or_create(&RecoveryLabels { action })
+            .observe(took.as_secs_f64());
     }
 
     /// Counts a process that the audit's policy killed.

@@ -33,6 +33,7 @@ use tracing::{info, warn};
 use super::collect::{SampleRequests, identify, is_running};
 use super::compare::{AttestedState, AuditResult, Finding, GpuSample, compare_accounts};
 use super::consecutive::ConsecutiveFindings;
+use super::denials::DenialEvents;
 use super::events;
 use super::kill::kill;
 use super::namespace_usage::{NamespaceUsage, PersistedUsage};
@@ -99,6 +100,7 @@ pub struct Auditor {
     last_answers: BTreeMap<GpuUuid, Instant>,
     /// The last published gap of each running container.
     last_gaps: BTreeMap<AllocationId, Option<GapReason>>,
+    denials: DenialEvents,
     usage: NamespaceUsage,
     usage_file: WriteBehindFile<PersistedUsage>,
 }
@@ -171,6 +173,7 @@ impl Auditor {
             withheld: WithheldMemory::default(),
             last_answers: BTreeMap::new(),
             last_gaps: BTreeMap::new(),
+            denials: DenialEvents::default(),
             usage: NamespaceUsage::new(config.resources.quantum, kept.unwrap_or_default()),
             usage_file,
         };
@@ -249,6 +252,9 @@ impl Auditor {
         self.act_on_findings(&result.findings, &silent, &containers);
         let not_enforced = self.publish_transitions(&containers, &attested);
         self.count_usage(&containers, &books, begun);
+        for (allocation, message) in self.denials.due(&books, begun) {
+            events::publish_denials(&self.events, message, &allocation, &containers);
+        }
         let after = AuditStatus {
             has_run: true,
             stale_gpus: stale.intersection(&healthy).cloned().collect(),

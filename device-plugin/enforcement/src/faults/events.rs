@@ -5,6 +5,7 @@ use bursar_ledger::units::AllocationId;
 use bursar_node::allocator::BoundContainer;
 use bursar_sessions::{Fault, RecoveryAction};
 
+use super::restarts::Restart;
 use crate::faults::report::{FaultReport, ImageReport};
 
 /// The identifier of a fault; an image is poisoned at most once.
@@ -42,14 +43,44 @@ pub(crate) fn fault_report(
     }
 }
 
-/// Publishes an Event about a new fault: on the pod if its name is known, otherwise on the node.
+/// Publishes an Event about a new fault.
 pub(crate) fn publish_fault(
     events: &Events,
     allocation: &AllocationId,
     fault: &Fault,
     containers: &[BoundContainer],
 ) {
-    let message = message(fault);
+    let reason = Reason::ContextPoisoned;
+    publish(events, reason, message(fault), allocation, containers);
+}
+
+/// Publishes an Event about a program that runs again.
+pub(crate) fn publish_restart(events: &Events, restart: &Restart, containers: &[BoundContainer]) {
+    let reason = Reason::ContextRestarted;
+    let message = restart_message(restart);
+    publish(events, reason, message, &restart.allocation, containers);
+}
+
+fn restart_message(restart: &Restart) -> String {
+    let seconds = restart.took.as_secs_f64();
+    let generation = restart.generation;
+    let how = match restart.in_place {
+        true => "in the same process",
+        false => "in a restarted container",
+    };
+    format!(
+        "the program runs again {how}, {seconds:.1} s after the fault (generation {generation})"
+    )
+}
+
+/// Publishes on the pod if its name is known, otherwise on the node.
+fn publish(
+    events: &Events,
+    reason: Reason,
+    message: String,
+    allocation: &AllocationId,
+    containers: &[BoundContainer],
+) {
     let container = find_container(allocation, containers);
     let holder = container.and_then(|container| container.name.as_ref());
     let named =
@@ -61,13 +92,9 @@ pub(crate) fn publish_fault(
                 name: pod.name,
                 uid: container.pod.clone(),
             };
-            events.on_pod(
-                pod,
-                Reason::ContextPoisoned,
-                format!("container {name}: {message}"),
-            );
+            events.on_pod(pod, reason, format!("container {name}: {message}"));
         }
-        None => events.on_node(Reason::ContextPoisoned, message),
+        None => events.on_node(reason, message),
     }
 }
 
@@ -146,6 +173,20 @@ mod tests {
             ..fault()
         };
         assert!(message(&undecided).starts_with("XID 31 poisoned"));
+    }
+
+    #[test]
+    fn message_of_a_restart_has_time_and_generation() {
+        let restart = Restart {
+            allocation: AllocationId::from_bits(1),
+            generation: 4,
+            took: std::time::Duration::from_millis(312),
+            in_place: true,
+        };
+        assert_eq!(
+            restart_message(&restart),
+            "the program runs again in the same process, 0.3 s after the fault (generation 4)"
+        );
     }
 
     #[test]

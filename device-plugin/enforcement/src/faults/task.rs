@@ -10,6 +10,7 @@ use bursar_config::PathsConfig;
 use bursar_gpu::xid::RecentXids;
 use bursar_host::clock::{self, ClockReading};
 use bursar_ledger::BootTime;
+use bursar_ledger::units::AllocationId;
 use bursar_node::actor::Snapshot;
 use bursar_sessions::{Sessions, XidTarget};
 use tokio::sync::watch;
@@ -19,6 +20,7 @@ use tracing::{info, warn};
 
 use super::confirmation::PendingXids;
 use super::kmsg::{KernelLog, XidLine};
+use super::restarts::AwaitedRestarts;
 use super::{events, policy};
 use crate::audit::kill::kill;
 use crate::audit::metrics::AuditMetrics;
@@ -57,6 +59,7 @@ pub async fn run(
     let (mut waits, mut waiting) = (inputs.sessions.register_kmsg_reader(), Vec::new());
     let mut log = open_log(&inputs.paths.kernel_log);
     let (mut generations, mut pending) = (BTreeMap::new(), PendingXids::default());
+    let mut restarts = AwaitedRestarts::default();
     let mut xids = inputs.xids.clone();
     let mut every = interval(POLL_INTERVAL);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -96,6 +99,7 @@ pub async fn run(
             every.reset_immediately();
         }
         inputs.publish_new_faults(now);
+        inputs.publish_restarts(&mut restarts, now);
         inputs.kill_condemned();
         let open = inputs.open_faults(&mut generations);
         faults.send_if_modified(|before| {
@@ -148,6 +152,20 @@ impl FaultInputs {
         for (allocation, fault) in faults {
             self.metrics.count_poisoned(&fault);
             events::publish_fault(&self.events, &allocation, &fault, containers);
+        }
+    }
+
+    fn publish_restarts(&self, restarts: &mut AwaitedRestarts, now: ClockReading) {
+        let open = self.sessions.open_faults();
+        let images = |allocation: &AllocationId| {
+            let images = self.sessions.process_images(allocation);
+            images.unwrap_or_default()
+        };
+        for restart in restarts.observe(&open, images, now.moment) {
+            self.metrics
+                .observe_recovery(restart.in_place, restart.took);
+            let containers = &self.snapshots.borrow().containers;
+            events::publish_restart(&self.events, &restart, containers);
         }
     }
 

@@ -8,7 +8,10 @@ use bursar_protocol::POISON_SINCE;
 use bursar_protocol::messages::Response;
 use bursar_protocol::units::Units;
 
+use bursar_ledger::units::Bytes;
+
 use super::super::lock;
+use super::super::usage::DeniedAllocation;
 use super::{Container, ProcessState};
 
 /// How often a container's refusals for the same reason are logged, since a program may ask in a
@@ -137,6 +140,12 @@ impl Container {
             *count = count.saturating_add(1);
         }
         let function = self.count_denial(function);
+        let denied_account = self.accounts.get(usize::from(account)).cloned();
+        self.last_denied = denied_account.map(|account| DeniedAllocation {
+            function: function.clone(),
+            account,
+            bytes: Bytes(bytes),
+        });
         // The prefix keeps a function name that a peer chose apart from the agent's own reasons.
         let key = format!("denied {function}");
         if let Some(suppressed) = self.log_limiter.due(&key, Instant::now()) {

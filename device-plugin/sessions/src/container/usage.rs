@@ -61,6 +61,7 @@ impl Container {
             exited_pids: self.credit.exited_pids(),
             requests: self.requests,
             denied: self.denials_by_function.clone().into_iter().collect(),
+            last_denied: self.last_denied.clone(),
             unclosed_sockets: self.closer.as_ref().map_or(0, |closer| closer.unclosed()),
             poisoned_images: self.fault_log.poisoned,
             ordered_restarts: self.fault_log.restarted,

@@ -1,0 +1,135 @@
+//! Decides when denied allocations of a container become an Event, which its owner reads. Pure.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use bursar_ledger::units::AllocationId;
+use bursar_sessions::{Account, ContainerUsage, DeniedAllocation};
+use tokio::time::Instant;
+
+/// The time between two Events of a container: a program may retry in a loop.
+const EVENT_INTERVAL: Duration = Duration::from_secs(600);
+
+/// The denials of each container that were counted before, and its last Event.
+#[derive(Debug, Default)]
+pub(crate) struct DenialEvents(BTreeMap<AllocationId, Counted>);
+
+#[derive(Debug, Default)]
+struct Counted {
+    denials: u64,
+    published_at: Option<Instant>,
+}
+
+impl DenialEvents {
+    /// Returns the message of each container for which an Event is due at `now`.
+    pub(crate) fn due(
+        &mut self,
+        books: &[ContainerUsage],
+        now: Instant,
+    ) -> Vec<(AllocationId, String)> {
+        let is_running = |id: &AllocationId| books.iter().any(|books| books.allocation == *id);
+        self.0.retain(|allocation, _| is_running(allocation));
+        let mut due = Vec::new();
+        for books in books {
+            let denials: u64 = books.denied.iter().map(|(_, count)| count).sum();
+            if denials == 0 {
+                continue;
+            }
+            let counted = self.0.entry(books.allocation).or_default();
+            let is_new = denials > counted.denials;
+            let is_late = counted
+                .published_at
+                .is_none_or(|at| now.duration_since(at) >= EVENT_INTERVAL);
+            if let Some(last) = books.last_denied.as_ref().filter(|_| is_new && is_late) {
+                counted.published_at = Some(now);
+                counted.denials = denials;
+                due.push((books.allocation, message(books, last, denials)));
+            }
+        }
+        due
+    }
+}
+
+/// The call, the account at that moment, and the remedy.
+fn message(books: &ContainerUsage, last: &DeniedAllocation, denials: u64) -> String {
+    let DeniedAllocation {
+        function,
+        account,
+        bytes,
+    } = last;
+    let of = match account {
+        Account::Gpu(gpu) => gpu.to_string(),
+        Account::Managed => "managed memory".to_owned(),
+    };
+    let mut balances = books.accounts.iter();
+    let figures = match balances.find(|balance| balance.account == *account) {
+        Some(balance) => format!(
+            "{} of the quota of {} are granted",
+            balance.granted, balance.quota
+        ),
+        None => "its account has ended".to_owned(),
+    };
+    format!(
+        "{function} was denied {bytes} of {of}: {figures} ({denials} denials so far); \
+         request more in the pod, or free memory in the program"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_ledger::units::Bytes;
+    use bursar_sessions::AccountBalance;
+
+    use super::*;
+
+    fn books(denials: u64) -> ContainerUsage {
+        let account = Account::Gpu("GPU-a".parse().unwrap());
+        let balance = AccountBalance {
+            granted: Bytes::gib(1),
+            ..AccountBalance::empty(account.clone(), Bytes::gib(1))
+        };
+        ContainerUsage {
+            denied: vec![("cuMemAlloc_v2".into(), denials)],
+            last_denied: (denials > 0).then(|| DeniedAllocation {
+                function: "cuMemAlloc_v2".into(),
+                account,
+                bytes: Bytes::mib(256),
+            }),
+            ..ContainerUsage::empty(1, vec![balance])
+        }
+    }
+
+    #[test]
+    fn denial_is_told_with_call_amounts_and_remedy() {
+        let due = DenialEvents::default().due(&[books(2)], Instant::now());
+        assert_eq!(
+            due[0].1,
+            "cuMemAlloc_v2 was denied 256 MiB of GPU-a: 1 GiB of the quota of 1 GiB are granted \
+             (2 denials so far); request more in the pod, or free memory in the program"
+        );
+    }
+
+    #[test]
+    fn denials_of_a_container_are_told_once_in_ten_minutes() {
+        let (mut events, begun) = (DenialEvents::default(), Instant::now());
+        let mut told = |denials, second| {
+            let now = begun + Duration::from_secs(second);
+            events.due(&[books(denials)], now).len()
+        };
+        assert_eq!(told(0, 0), 0);
+        assert_eq!(told(1, 1), 1);
+        assert_eq!(told(99, 2), 0);
+        assert_eq!(told(99, 600), 0);
+        assert_eq!(told(99, 601), 1, "of those since the last Event");
+        assert_eq!(told(99, 1_300), 0, "nothing is new");
+        assert_eq!(told(100, 1_301), 1);
+    }
+
+    #[test]
+    fn ended_container_is_forgotten() {
+        let (mut events, now) = (DenialEvents::default(), Instant::now());
+        assert_eq!(events.due(&[books(1)], now).len(), 1);
+        assert!(events.due(&[], now).is_empty());
+        assert!(events.0.is_empty());
+    }
+}
