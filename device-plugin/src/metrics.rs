@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_apiserver::metrics::ApiMetrics;
+use bursar_crds::gpu_node::FaultAction;
 use bursar_enforcement::audit::metrics::AuditMetrics;
+use bursar_gpu_node::render::ready_condition;
 use bursar_gpu_node::report::{GpuHealth, NodeReport};
 use bursar_ledger::units::{Bytes, GpuUuid, Quanta, Quantum, Resource};
 use bursar_metrics::{
@@ -27,6 +29,41 @@ use prometheus_client::registry::Registry;
 struct GpuStateLabels {
     gpu: String,
     state: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
+struct GpuInfoLabels {
+    gpu: String,
+    index: String,
+    model: String,
+    driver: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
+struct NodeConditionLabels {
+    condition: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
+struct FaultLabels {
+    gpu: String,
+    action: &'static str,
+}
+
+/// The action against a fault as a label.
+const fn fault_action(action: Option<FaultAction>) -> &'static str {
+    match action {
+        None => "undecided",
+        Some(FaultAction::InPlace) => "in-place",
+        Some(FaultAction::Restart) => "restart",
+        Some(FaultAction::BeyondMaximum) => "beyond-maximum",
+        Some(FaultAction::Evict) => "evict",
+        Some(FaultAction::Report) => "report",
+        Some(FaultAction::ResetGpu) => "reset-gpu",
+        Some(FaultAction::RestartNode) => "restart-node",
+        Some(FaultAction::Wait) => "wait",
+        Some(FaultAction::Unknown) => "unknown",
+    }
 }
 
 /// The agent's metrics. Clones share the same values.
@@ -126,8 +163,19 @@ impl Metrics {
         let not_understood = report.applied_spec.unrecognized.len();
         self.orders_not_understood
             .set(i64::try_from(not_understood).unwrap_or(i64::MAX));
-        let mut figures = GpuFigures::default();
+        let mut figures = GpuFigures {
+            conditions: condition_figures(report),
+            faults: fault_figures(report),
+            ..GpuFigures::default()
+        };
         for gpu in &report.gpus {
+            let info = GpuInfoLabels {
+                gpu: gpu.uuid.to_string(),
+                index: gpu.index.to_string(),
+                model: gpu.model.clone(),
+                driver: report.driver_version.clone().unwrap_or_default(),
+            };
+            figures.infos.push((info, 1));
             let bytes = |quanta: Quanta| quantum_bytes(report.quantum, quanta);
             let states = [
                 ("total", gpu.memory.0),
@@ -177,9 +225,37 @@ impl Default for Metrics {
     }
 }
 
+/// Each condition of the node: 1 while it is True, 0 while it is False, -1 while it is Unknown.
+fn condition_figures(report: &NodeReport) -> Vec<(NodeConditionLabels, i64)> {
+    let ready = ready_condition(&report.conditions);
+    let conditions = std::iter::once(&ready).chain(&report.conditions);
+    let figures = conditions.map(|update| {
+        let condition = update.type_;
+        let value = update.holds.map_or(-1, i64::from);
+        (NodeConditionLabels { condition }, value)
+    });
+    figures.collect()
+}
+
+/// The number of open faults by GPU and action.
+fn fault_figures(report: &NodeReport) -> Vec<(FaultLabels, i64)> {
+    let mut open: BTreeMap<FaultLabels, i64> = BTreeMap::new();
+    for fault in &report.faults {
+        let labels = FaultLabels {
+            gpu: fault.gpu.to_string(),
+            action: fault_action(fault.action),
+        };
+        *open.entry(labels).or_default() += 1;
+    }
+    open.into_iter().collect()
+}
+
 /// The figures of the GPUs in one report.
 #[derive(Clone, Debug, Default)]
 struct GpuFigures {
+    infos: Vec<(GpuInfoLabels, i64)>,
+    conditions: Vec<(NodeConditionLabels, i64)>,
+    faults: Vec<(FaultLabels, i64)>,
     memory: Vec<(GpuStateLabels, i64)>,
     healthy: Vec<(GpuLabels, i64)>,
 }
@@ -195,6 +271,21 @@ impl EncodeFamilies for GpuFigures {
             "bursar_gpu_healthy",
             "1 while new pods may be bound to the GPU",
             self.healthy.clone(),
+        )?;
+        tables.gauges(
+            "bursar_gpu_info",
+            "Index, model and driver of a GPU; always 1",
+            self.infos.clone(),
+        )?;
+        tables.gauges(
+            "bursar_gpu_faults_open",
+            "Open faults of a GPU and of programs on it, by action",
+            self.faults.clone(),
+        )?;
+        tables.gauges(
+            "bursar_node_condition",
+            "1 while a condition of the node is True, 0 while it is False, -1 while it is Unknown",
+            self.conditions.clone(),
         )
     }
 }
@@ -232,6 +323,7 @@ mod tests {
     use bursar_enforcement::attestation::GapReason;
     use bursar_enforcement::audit::compare::{AuditResult, Finding};
     use bursar_enforcement::audit::metrics::AuditFigures;
+    use bursar_enforcement::faults::report::FaultReport;
     use bursar_gpu_node::fixtures::report;
     use bursar_ledger::units::Bytes;
     use bursar_node::allocator::BoundContainer;
@@ -299,6 +391,15 @@ mod tests {
     }
 
     #[test]
+    fn findings_are_zero_before_the_first_one() {
+        let text = Metrics::new().encode();
+        for finding in Finding::KINDS {
+            let line = format!(r#"bursar_agent_findings_total{{finding="{finding}"}} 0"#);
+            assert!(text.lines().any(|shown| shown == line), "{line}: {text}");
+        }
+    }
+
+    #[test]
     fn prepare_is_counted_by_its_result() {
         let metrics = Metrics::new();
         metrics
@@ -315,7 +416,10 @@ mod tests {
     /// Metrics with a value each: a family without a value is not encoded.
     fn used_metrics() -> Metrics {
         let metrics = Metrics::new();
-        metrics.set_report(&report());
+        metrics.set_report(&NodeReport {
+            faults: vec![gpu_fault()],
+            ..report()
+        });
         let gpu = "GPU-a".parse().unwrap();
         metrics.set_retained(&BTreeMap::from([(gpu, (1, Bytes::gib(1)))]));
         metrics
@@ -328,6 +432,37 @@ mod tests {
         metrics.api.count_gpu_node_write(true);
         set_audit(&metrics);
         metrics
+    }
+
+    fn gpu_fault() -> FaultReport {
+        FaultReport {
+            id: "GPU-00000000-3".into(),
+            gpu: "GPU-00000000".parse().unwrap(),
+            gpu_generation: 3,
+            cuda_error: None,
+            xid: Some(79),
+            action: Some(FaultAction::RestartNode),
+            image: None,
+            time: None,
+        }
+    }
+
+    #[test]
+    fn node_has_conditions_and_each_gpu_a_name_and_its_faults() {
+        let metrics = Metrics::new();
+        let mut report = report();
+        report.faults = vec![gpu_fault(), gpu_fault()];
+        report.conditions[0].holds = Some(false);
+        metrics.set_report(&report);
+        let text = metrics.encode();
+        for line in [
+            r#"bursar_gpu_info{gpu="GPU-00000000",index="0",model="Simulated",driver="580.1"} 1"#,
+            r#"bursar_gpu_faults_open{gpu="GPU-00000000",action="restart-node"} 2"#,
+            r#"bursar_node_condition{condition="GpusFound"} 0"#,
+            r#"bursar_node_condition{condition="Ready"} 0"#,
+        ] {
+            assert!(text.lines().any(|shown| shown == line), "{line}: {text}");
+        }
     }
 
     /// Sets an audit with one container that was denied memory, on a GPU with an untracked process.
@@ -378,6 +513,9 @@ mod tests {
             only_container: None,
         });
         metrics.audit.count_poisoned(&fault(700));
+        metrics
+            .audit
+            .observe_recovery(true, Duration::from_millis(300));
     }
 
     fn fault(cuda_error: i32) -> Fault {
@@ -446,6 +584,21 @@ mod tests {
         assert!(!metrics.encode().contains("team"));
     }
 
+    /// Runs `promtool check metrics` over the page, as `cargo verify --only surface/metrics` does.
+    #[test]
+    #[ignore = "needs promtool in BURSAR_PROMTOOL"]
+    fn names_and_types_pass_promtool() {
+        let promtool = std::env::var_os("BURSAR_PROMTOOL").expect("the path of promtool");
+        let page = bursar_http::prometheus_text(&used_metrics().encode());
+        let mut child = std::process::Command::new(promtool)
+            .args(["check", "metrics"])
+            .stdin(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        std::io::Write::write_all(&mut child.stdin.take().unwrap(), page.as_bytes()).unwrap();
+        assert!(child.wait().unwrap().success(), "{page}");
+    }
+
     #[test]
     fn metrics_and_their_documentation_list_the_same_names() {
         let docs = include_str!("../../docs/reference/metrics.md");
@@ -462,6 +615,7 @@ mod tests {
         let registered: std::collections::BTreeSet<&str> = text
             .lines()
             .filter_map(|line| line.strip_prefix("# HELP ")?.split(' ').next())
+            .map(|name| name.trim_end_matches("_info"))
             .collect();
         assert_eq!(documented, registered);
     }

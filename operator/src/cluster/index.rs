@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use super::aggregates::{Aggregates, CohortMember};
 use super::cache::{Cache, CacheEntry, Key};
 use super::node_liveness::NodeLiveness;
-use super::projections::{BudgetSummary, GpuNodeSummary, NodeSummary, OpenFault};
+use super::projections::{BudgetSummary, Capacity, GpuNodeSummary, NodeSummary, OpenFault};
 use crate::budget::{
     AffectedPod, BudgetInputs, ObservedQuota, QuotaKind, Remedy, is_enforced, remedy,
 };
@@ -517,6 +517,20 @@ impl ClusterIndex {
         let bytes = |amount: Quanta| amount.bytes(self.quantum);
         let cohorts = self.aggregates.cohorts();
         cohorts.map(move |(name, sum)| (name, bytes(sum.guaranteed), bytes(sum.allocatable)))
+    }
+
+    /// The bytes of each cohort that a new pod can have on one GPU, of the nodes that count.
+    pub fn largest_free(&self) -> BTreeMap<&str, u64> {
+        let mut largest: BTreeMap<&str, u64> = BTreeMap::new();
+        for (key, gpus) in self.gpu_nodes.iter() {
+            let node = self.nodes.get(key);
+            let is_alive = node.is_some_and(|node| node.is_alive);
+            if is_alive && matches!(gpus.capacity, Some(Capacity::Counted(_))) {
+                let of_cohort = largest.entry(cohort_of(node)).or_default();
+                *of_cohort = gpus.largest_free.bytes(self.quantum).max(*of_cohort);
+            }
+        }
+        largest
     }
 
     /// How many nodes have each condition in each status.

@@ -66,6 +66,8 @@ pub struct OpenFault {
 pub struct GpuNodeSummary {
     /// The node's capacity. `None` while the node has no memory to give.
     pub capacity: Option<Capacity>,
+    /// The most memory that one GPU of the node has free for a new pod.
+    pub largest_free: Quanta,
     /// A field of the object whose value this version does not know.
     pub unknown_field: Option<&'static str>,
     /// The object's UID. A recreated GpuNode has no orders.
@@ -91,6 +93,10 @@ impl GpuNodeSummary {
         contexts.sort_by(|one, other| one.namespace.cmp(&other.namespace));
         Self {
             capacity: Capacity::of(node, quantum),
+            largest_free: status.map_or(Quanta::ZERO, |status| {
+                let largest = u64::try_from(status.device_memory.largest_free);
+                Quanta::new(largest.unwrap_or(0))
+            }),
             unknown_field: unknown_in_node(node),
             uid: node.uid().unwrap_or_default(),
             context_policies: contexts,

@@ -280,6 +280,19 @@ impl Collector for BudgetCollector {
                 gauge.encode(family.encode_family(&labels)?)?;
             }
         }
+        let mut family = encoder.encode_descriptor(
+            "bursar_budget_info",
+            "Cohort of a budget; always 1",
+            None,
+            MetricType::Gauge,
+        )?;
+        for budget in budgets.iter().filter(|budget| budget.status.is_some()) {
+            let labels = [
+                ("namespace", budget.namespace().unwrap_or_default()),
+                ("cohort", budget.spec.cohort.clone()),
+            ];
+            ConstGauge::new(1_i64).encode(family.encode_family(&labels)?)?;
+        }
         let mut counts: BTreeMap<StatusLabels, i64> = BTreeMap::new();
         for condition in statuses(&budgets).flat_map(|(_, status)| &status.conditions) {
             let labels = StatusLabels {
@@ -355,7 +368,8 @@ impl Collector for ClusterCollector {
         }
         let mut family = encoder.encode_descriptor(
             "bursar_cohort_memory_bytes",
-            "Device memory of a cohort: guaranteed by its budgets, allocatable on its nodes",
+            "Device memory of a cohort: guaranteed by its budgets, allocatable on its nodes, and \
+             the most that one GPU has free",
             None,
             MetricType::Gauge,
         )?;
@@ -371,6 +385,14 @@ impl Collector for ClusterCollector {
                 let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
                 gauge.encode(family.encode_family(&labels)?)?;
             }
+        }
+        for (cohort, bytes) in index.largest_free() {
+            let labels = CohortLabels {
+                cohort: cohort.to_owned(),
+                amount: "largest_free",
+            };
+            let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
+            gauge.encode(family.encode_family(&labels)?)?;
         }
         let mut family = encoder.encode_descriptor(
             "bursar_operator_nodes_left_out",
@@ -456,6 +478,7 @@ mod tests {
         for line in [
             r#"bursar_budget_memory_bytes{namespace="team",resource="gpu-memory",amount="requested"} 4294967296"#,
             r#"bursar_budget_condition{namespace="team",condition="Exceeded"} 1"#,
+            r#"bursar_budget_info{namespace="team",cohort="default"} 1"#,
         ] {
             assert!(text.contains(line), "{text}");
         }
@@ -464,6 +487,21 @@ mod tests {
     #[test]
     fn budget_without_status_exports_nothing() {
         assert!(!published(json!(null)).contains("team"));
+    }
+
+    /// Runs `promtool check metrics` over the page, as `cargo verify --only surface/metrics` does.
+    #[test]
+    #[ignore = "needs promtool in BURSAR_PROMTOOL"]
+    fn names_and_types_pass_promtool() {
+        let promtool = std::env::var_os("BURSAR_PROMTOOL").expect("the path of promtool");
+        let page = bursar_http::prometheus_text(&published(json!({ "pods": 1 })));
+        let mut child = std::process::Command::new(promtool)
+            .args(["check", "metrics"])
+            .stdin(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        std::io::Write::write_all(&mut child.stdin.take().unwrap(), page.as_bytes()).unwrap();
+        assert!(child.wait().unwrap().success(), "{page}");
     }
 
     #[test]
@@ -481,6 +519,7 @@ mod tests {
         let registered: std::collections::BTreeSet<&str> = text
             .lines()
             .filter_map(|line| line.strip_prefix("# HELP ")?.split(' ').next())
+            .map(|name| name.trim_end_matches("_info"))
             .collect();
         assert_eq!(documented, registered);
     }
