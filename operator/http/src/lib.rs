@@ -3,6 +3,7 @@
 //! Metrics and probes have a listener each, so that no flood of one makes the other fail.
 
 mod connections;
+mod text;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
@@ -11,12 +12,14 @@ use std::time::{Duration, Instant};
 use axum::Router;
 use axum::body::Bytes;
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use tokio::net::TcpListener;
 use tokio::sync::Mutex;
 use tokio_util::sync::CancellationToken;
+
+pub use text::prometheus_text;
 
 /// The age limit of served metrics.
 const OLDEST: Duration = Duration::from_secs(1);
@@ -110,29 +113,59 @@ struct Page<S> {
 
 /// Encoded metrics.
 struct Encoded {
-    text: Bytes,
-    /// When the metrics become too old.
+    open_metrics: Bytes,
+    /// The Prometheus text format, once a client has asked for it.
+    prometheus: Option<Bytes>,
+    /// When the metrics become too old, by the time that their encoding took.
     until: Instant,
+    /// When the metrics become too old at the latest.
+    oldest: Instant,
 }
 
 impl<S: Sources> Page<S> {
     /// One request encodes. Concurrent requests wait and get the same text.
-    async fn text(&self) -> Bytes {
+    async fn text(&self, is_open_metrics: bool) -> Bytes {
         let mut last = self.last.lock().await;
         let begun = Instant::now();
-        if let Some(encoded) = last.as_ref().filter(|encoded| begun < encoded.until) {
-            return encoded.text.clone();
+        let fresh = last.take().filter(|encoded| begun < encoded.until);
+        let mut encoded = fresh.unwrap_or_else(|| Encoded {
+            open_metrics: Bytes::from(self.sources.metrics()),
+            prometheus: None,
+            until: begun + OLDEST.min(begun.elapsed() * SHARE),
+            oldest: begun + OLDEST,
+        });
+        if !is_open_metrics && encoded.prometheus.is_none() {
+            let begun = Instant::now();
+            let open_metrics = String::from_utf8_lossy(&encoded.open_metrics);
+            encoded.prometheus = Some(Bytes::from(prometheus_text(&open_metrics)));
+            let until = encoded.until + begun.elapsed() * SHARE;
+            encoded.until = until.min(encoded.oldest);
         }
-        let text = Bytes::from(self.sources.metrics());
-        let age = OLDEST.min(begun.elapsed() * SHARE);
-        let until = begun + age;
-        last.insert(Encoded { text, until }).text.clone()
+        let encoded = last.insert(encoded);
+        match &encoded.prometheus {
+            Some(text) if !is_open_metrics => text.clone(),
+            _ => encoded.open_metrics.clone(),
+        }
     }
 }
 
-async fn metrics<S: Sources>(State(page): State<Arc<Page<S>>>) -> impl IntoResponse {
-    let format = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(header::CONTENT_TYPE, format)], page.text().await)
+async fn metrics<S: Sources>(
+    State(page): State<Arc<Page<S>>>,
+    headers: HeaderMap,
+) -> impl IntoResponse {
+    let mut accepted = headers.get_all(header::ACCEPT).iter();
+    let is_open_metrics = accepted.any(|accepted| {
+        let accepted = accepted.to_str().unwrap_or_default();
+        accepted.contains("application/openmetrics-text")
+    });
+    let format = match is_open_metrics {
+        true => text::OPEN_METRICS,
+        false => text::PROMETHEUS,
+    };
+    (
+        [(header::CONTENT_TYPE, format)],
+        page.text(is_open_metrics).await,
+    )
 }
 
 async fn health<S: Sources>(State(sources): State<Arc<S>>) -> (StatusCode, String) {

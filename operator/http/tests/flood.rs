@@ -88,9 +88,15 @@ impl Drop for Server {
     }
 }
 
+/// Asks as Prometheus does, which accepts OpenMetrics.
 async fn ask(address: SocketAddr, path: &str) -> std::io::Result<String> {
+    let accept = "Accept: application/openmetrics-text;version=1.0.0,text/plain;q=0.5\r\n";
+    ask_with(address, path, accept).await
+}
+
+async fn ask_with(address: SocketAddr, path: &str, headers: &str) -> std::io::Result<String> {
     let mut stream = TcpStream::connect(address).await?;
-    let request = format!("GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n");
+    let request = format!("GET {path} HTTP/1.1\r\nHost: a\r\n{headers}Connection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer).await?;
@@ -208,6 +214,18 @@ async fn idle_connections_leave_room_for_probes() {
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     let open = open(&mut idle).await;
     assert!(open <= 32, "{open} connections are served at a time");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn client_without_openmetrics_gets_the_older_format() {
+    let server = Server::start(Fixture::default()).await;
+    let plain = ask_with(server.metrics, "/metrics", "").await.unwrap();
+    assert!(plain.contains("text/plain; version=0.0.4"), "{plain}");
+    assert!(!plain.contains("# EOF"), "{plain}");
+    let open = ask(server.metrics, "/metrics").await.unwrap();
+    assert!(open.contains("application/openmetrics-text"), "{open}");
+    assert!(open.contains("# EOF"), "{open}");
     server.stop().await;
 }
 
