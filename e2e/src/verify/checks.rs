@@ -5,7 +5,7 @@ use std::process::Command;
 use super::deadline::{self, CHECK_TIMEOUT};
 use super::named::{self, NamedCheck, TestSelection};
 use super::{
-    COMPILE_CHECK, cluster, docs, faults, install, layers, mission, security, style, tools,
+    COMPILE_CHECK, cluster, docs, faults, install, layers, mission, security, style, surface, tools,
 };
 use crate::cargo;
 use crate::kube;
@@ -332,6 +332,26 @@ const CHECKS: &[Check] = &[
          agent fences it and restarts its container, at most as often as the policy allows",
         &["--test", "poison"],
     ),
+    Check {
+        name: "surface/metrics",
+        promise: "promtool accepts the names, types and texts of every metric of agent and operator",
+        runner: Runner::Function(surface::metrics),
+    },
+    Check {
+        name: "surface/alerts",
+        promise: "each alert of the chart fires for one history of its series and stays silent for another one",
+        runner: Runner::Function(surface::alerts),
+    },
+    Check {
+        name: "surface/queries",
+        promise: "promtool parses every query of the dashboards, and each metric in queries and alerts is documented",
+        runner: Runner::Function(surface::queries),
+    },
+    Check {
+        name: "surface/runbooks",
+        promise: "the runbooks have a section for each alert, condition and Event",
+        runner: Runner::Function(surface::runbooks),
+    },
     Check {
         name: "enforcement/loader",
         promise: "every route to a driver library, in every kind of image, has a known outcome: held, no driver, or detected",

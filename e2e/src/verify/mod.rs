@@ -19,6 +19,7 @@ mod mission;
 mod named;
 mod security;
 mod style;
+mod surface;
 mod tools;
 
 use std::fs::File;

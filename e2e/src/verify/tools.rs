@@ -1,6 +1,7 @@
 //! Installs pinned programs that checks need, once, into the cache.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use crate::cache::{self, CacheError};
 use crate::cargo;
@@ -21,6 +22,35 @@ pub(super) enum ToolError {
         "cargo install {tool} failed; its output above says why (it needs the crates.io registry)"
     )]
     Failed { tool: String },
+    #[error("failed to unpack the Debian package prometheus: {what}; install promtool on the PATH")]
+    Package { what: String },
+}
+
+/// Returns the path of `promtool`: the installed one, or that of Debian's package `prometheus`,
+/// which is downloaded at its first use and not installed.
+pub(super) fn promtool() -> Result<PathBuf, CacheError<ToolError>> {
+    let installed = PathBuf::from("promtool");
+    let asked = Command::new(&installed).arg("--version").output();
+    if asked.is_ok_and(|asked| asked.status.success()) {
+        return Ok(installed);
+    }
+    let folder = cache::get_or_make(&paths::cache().join("tools"), "prometheus", unpack)?;
+    Ok(folder.join("usr/bin/promtool"))
+}
+
+fn unpack(out: &Path) -> Result<(), ToolError> {
+    let script = "apt-get download prometheus >&2 && dpkg-deb -x prometheus_*.deb . \
+                  && rm prometheus_*.deb usr/bin/prometheus";
+    let status = Command::new("sh")
+        .args(["-ec", script])
+        .current_dir(out)
+        .status();
+    let what = match status {
+        Ok(status) if status.success() => return Ok(()),
+        Ok(status) => status.to_string(),
+        Err(error) => error.to_string(),
+    };
+    Err(ToolError::Package { what })
 }
 
 /// Returns the path of `cargo-deny`, which is compiled at its first use (about 4 minutes on two

@@ -1,0 +1,233 @@
+//! Checks what users see of Bursar besides its API: metrics, alerts, dashboards and runbooks.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use serde_json::Value;
+
+use super::checks::succeed;
+use super::tools;
+use crate::cargo;
+use crate::kube;
+use crate::paths;
+use crate::progress::Progress;
+
+/// Monitoring files of the chart.
+fn monitoring() -> PathBuf {
+    paths::repository().join("charts/bursar/files/monitoring")
+}
+
+/// Runs promtool over the names, types and help texts of all metrics.
+pub(super) fn metrics() -> anyhow::Result<()> {
+    let promtool = tools::promtool()?;
+    for package in ["bursar-device-plugin", "bursar-operator"] {
+        succeed(
+            cargo::command()
+                .args(["test", "--quiet", "--locked", "--package", package, "--lib"])
+                .args(["--", "names_and_types_pass_promtool", "--ignored"])
+                .env("BURSAR_PROMTOOL", &promtool),
+        )?;
+    }
+    Ok(())
+}
+
+/// Runs promtool over the alerts and their tests, and renders them with the chart.
+pub(super) fn alerts() -> anyhow::Result<()> {
+    let promtool = tools::promtool()?;
+    let repository = paths::repository();
+    let alerts = monitoring().join("alerts.yaml");
+    succeed(
+        Command::new(&promtool)
+            .args(["check", "rules"])
+            .arg(&alerts),
+    )?;
+    let tests = repository.join("e2e/monitoring/alerts_test.yaml");
+    succeed(Command::new(&promtool).args(["test", "rules"]).arg(&tests))?;
+    let (alerts, tests) = (fs::read_to_string(alerts)?, fs::read_to_string(tests)?);
+    for alert in alert_names(&alerts) {
+        for history in ["fires", "is silent"] {
+            let name = format!("- name: {alert} {history}\n");
+            anyhow::ensure!(
+                tests.contains(&name),
+                "no test shows that {alert} {history}"
+            );
+        }
+    }
+    let toolbox = kube::build(&Progress::start())?;
+    let rendered = Command::new(toolbox.program("helm"))
+        .arg("template")
+        .arg(repository.join("charts/bursar"))
+        .args(["--set", "monitoring.podMonitors.enabled=true"])
+        .args(["--set", "monitoring.prometheusRule.enabled=true"])
+        .args(["--set", "monitoring.dashboards.enabled=true"])
+        .args(["--show-only", "templates/monitoring.yaml"])
+        .output()?;
+    let objects = String::from_utf8_lossy(&rendered.stdout);
+    for (text, count) in [
+        ("kind: PodMonitor", 2),
+        ("honorLabels: true", 2),
+        ("kind: PrometheusRule", 1),
+        ("grafana_dashboard:", 2),
+        ("runbook_url: https://", alert_names(&alerts).count()),
+    ] {
+        let found = objects.matches(text).count();
+        anyhow::ensure!(
+            found == count,
+            "the chart renders `{text}` {found} times, and not {count} times"
+        );
+    }
+    Ok(())
+}
+
+/// Parses every query of the dashboards with promtool, and looks up the metrics that the queries
+/// and alerts name in `docs/metrics.md`.
+pub(super) fn queries() -> anyhow::Result<()> {
+    let promtool = tools::promtool()?;
+    let mut queries = Vec::new();
+    for entry in fs::read_dir(monitoring().join("dashboards"))? {
+        let path = entry?.path();
+        let dashboard: Value = serde_json::from_slice(&fs::read(&path)?)?;
+        queries.extend(dashboard_queries(&dashboard));
+    }
+    anyhow::ensure!(queries.len() > 40, "only {} queries", queries.len());
+    let rules = serde_json::json!({ "groups": [{
+        "name": "dashboards",
+        "rules": queries.iter().enumerate().map(|(number, query)| {
+            serde_json::json!({ "record": format!("query:{number}"), "expr": query })
+        }).collect::<Vec<_>>(),
+    }]});
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("queries.json");
+    fs::write(&file, rules.to_string())?;
+    succeed(Command::new(&promtool).args(["check", "rules"]).arg(&file))?;
+    let alerts = fs::read_to_string(monitoring().join("alerts.yaml"))?;
+    let documented = fs::read_to_string(paths::repository().join("docs/metrics.md"))?;
+    let documented = documented_metrics(&documented);
+    let mut named: BTreeSet<&str> = queries
+        .iter()
+        .flat_map(|query| metric_names(query))
+        .collect();
+    let expressions = alerts.lines().filter(|line| !line.contains(": "));
+    named.extend(expressions.flat_map(metric_names));
+    let unknown: Vec<_> = named
+        .iter()
+        .filter(|name| !documented.contains(series_family(name)))
+        .collect();
+    anyhow::ensure!(
+        unknown.is_empty(),
+        "docs/metrics.md has no metric {unknown:?}"
+    );
+    println!("{} queries, {} metrics", queries.len(), named.len());
+    Ok(())
+}
+
+/// Compares the headings of the runbooks with the alerts, conditions and Events of the code.
+pub(super) fn runbooks() -> anyhow::Result<()> {
+    let repository = paths::repository();
+    let read = |path: &str| fs::read_to_string(repository.join(path));
+    let runbooks = read("docs/runbooks.md")?;
+    let alerts = fs::read_to_string(monitoring().join("alerts.yaml"))?;
+    let conditions = read("crds/src/conditions.rs")?;
+    let events = read("device-plugin/apiserver/src/events.rs")?;
+    let headings: BTreeSet<&str> = runbooks
+        .lines()
+        .filter_map(|line| line.strip_prefix("### "))
+        .collect();
+    let mut missing: Vec<&str> = alert_names(&alerts)
+        .chain(quoted_after(&events, "=> \""))
+        .filter(|name| name.starts_with(|first: char| first.is_ascii_uppercase()))
+        .filter(|name| !["Normal", "Warning"].contains(name) && !headings.contains(name))
+        .collect();
+    let words = quoted_after(&conditions, ": &str = \"");
+    missing.extend(words.filter(|word| {
+        let is_heading = headings
+            .iter()
+            .any(|heading| heading.split(' ').next() == Some(word));
+        !is_heading && !runbooks.contains(&format!("`{word}`"))
+    }));
+    anyhow::ensure!(
+        missing.is_empty(),
+        "docs/runbooks.md has no section or reason {missing:?}"
+    );
+    println!("{} sections", headings.len());
+    Ok(())
+}
+
+fn alert_names(alerts: &str) -> impl Iterator<Item = &str> {
+    let lines = alerts.lines();
+    lines.filter_map(|line| line.trim_start().strip_prefix("- alert: "))
+}
+
+/// The texts between `start` and the next quotation mark.
+fn quoted_after<'a>(text: &'a str, start: &'a str) -> impl Iterator<Item = &'a str> {
+    let parts = text.split(start).skip(1);
+    parts.filter_map(|rest| rest.split('"').next())
+}
+
+/// The queries of a dashboard's panels, with `.*` for the variables.
+fn dashboard_queries(dashboard: &Value) -> Vec<String> {
+    let panels = dashboard["panels"].as_array().into_iter().flatten();
+    let targets = panels.flat_map(|panel| panel["targets"].as_array().into_iter().flatten());
+    let queries = targets.filter_map(|target| target["expr"].as_str());
+    let variables = ["$namespace", "$node"];
+    queries
+        .map(|query| {
+            variables
+                .iter()
+                .fold(query.to_owned(), |query, name| query.replace(name, ".*"))
+        })
+        .collect()
+}
+
+/// The metrics of Bursar that a query names.
+fn metric_names(query: &str) -> impl Iterator<Item = &str> {
+    let words = query.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    words.filter(|word| word.starts_with("bursar_"))
+}
+
+/// The metric of a series of a histogram.
+fn series_family(name: &str) -> &str {
+    let suffixes = ["_bucket", "_count", "_sum"];
+    let family = suffixes.iter().find_map(|suffix| name.strip_suffix(suffix));
+    family.unwrap_or(name)
+}
+
+fn documented_metrics(page: &str) -> BTreeSet<&str> {
+    let rows = page.lines();
+    rows.filter_map(|line| line.strip_prefix("| `")?.split('`').next())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queries_of_a_dashboard_have_no_variables_left() {
+        let dashboard = serde_json::json!({ "panels": [
+            { "type": "row" },
+            { "targets": [{ "expr": "a{node=~\"$node\"}" }, { "expr": "b" }] },
+        ]});
+        assert_eq!(dashboard_queries(&dashboard), ["a{node=~\".*\"}", "b"]);
+    }
+
+    #[test]
+    fn metric_names_are_words_of_the_query() {
+        let query = "sum by (le) (rate(bursar_a_seconds_bucket{x=\"y\"}[5m])) / bursar_b";
+        let names: Vec<_> = metric_names(query).map(series_family).collect();
+        assert_eq!(names, ["bursar_a_seconds", "bursar_b"]);
+    }
+
+    #[test]
+    fn alert_names_and_quoted_texts_are_found() {
+        let alerts = "  - alert: A\n    expr: x\n  - alert: B\n";
+        assert_eq!(alert_names(alerts).collect::<Vec<_>>(), ["A", "B"]);
+        let code = "Self::Bound => \"GpuBound\",\n pub const OK: &str = \"Ok\";";
+        assert_eq!(
+            quoted_after(code, "=> \"").collect::<Vec<_>>(),
+            ["GpuBound"]
+        );
+    }
+}
