@@ -16,6 +16,7 @@ mod rights;
 mod scenarios;
 mod server;
 mod steering;
+mod surface;
 mod test_case;
 
 use std::process::ExitCode;
@@ -105,6 +106,7 @@ fn main() -> ExitCode {
         trial("policies", policies::policies),
         trial("hostile", hostile::hostile),
         trial("rights", rights::rights),
+        trial("surface", surface::surface),
     ];
     // Each trial waits for its own permit.
     arguments.test_threads = Some(trials.len());

@@ -116,6 +116,34 @@ async fn rows(at: &IsolatedScope) -> Result<usize, Failed> {
             String::new(),
         ),
     ];
+    let unknown = |name: &str| format!("this cluster has no resource {name}: write {DEVICE}");
+    let spread = |gpus: &str| {
+        pod(
+            json!({ DEVICE: "4" }),
+            none(),
+            json!({ "bursar.dev/gpus": gpus }),
+        )
+    };
+    let not_gpus = |gpus: &str| format!("annotation bursar.dev/gpus is {gpus}: write a number");
+    let rows = rows.into_iter().chain([
+        (
+            pod(json!({ "bursar.dev/gpu-memory-gb": "4" }), none(), none()),
+            unknown("bursar.dev/gpu-memory-gb"),
+        ),
+        (
+            pod(
+                json!({ "bursar.dev/gpu-memory-512mib": "4" }),
+                none(),
+                none(),
+            ),
+            unknown("bursar.dev/gpu-memory-512mib"),
+        ),
+        (spread("2"), String::new()),
+        (spread("two"), not_gpus("\"two\"")),
+        (spread("0"), not_gpus("\"0\"")),
+        (spread(&"9".repeat(60)), not_gpus("too long")),
+    ]);
+    let rows: Vec<_> = rows.collect();
     let count = rows.len();
     for (pod, words) in rows {
         let said = refusal(at, pod.clone()).await?;
