@@ -82,7 +82,7 @@ pub(super) fn alerts() -> anyhow::Result<()> {
 }
 
 /// Parses every query of the dashboards with promtool, and looks up the metrics that the queries
-/// and alerts name in `docs/metrics.md`.
+/// and alerts name in `docs/reference/metrics.md`.
 pub(super) fn queries() -> anyhow::Result<()> {
     let promtool = tools::promtool()?;
     let mut queries = Vec::new();
@@ -103,7 +103,7 @@ pub(super) fn queries() -> anyhow::Result<()> {
     fs::write(&file, rules.to_string())?;
     succeed(Command::new(&promtool).args(["check", "rules"]).arg(&file))?;
     let alerts = fs::read_to_string(monitoring().join("alerts.yaml"))?;
-    let documented = fs::read_to_string(paths::repository().join("docs/metrics.md"))?;
+    let documented = fs::read_to_string(paths::repository().join("docs/reference/metrics.md"))?;
     let documented = documented_metrics(&documented);
     let mut named: BTreeSet<&str> = queries
         .iter()
@@ -117,7 +117,7 @@ pub(super) fn queries() -> anyhow::Result<()> {
         .collect();
     anyhow::ensure!(
         unknown.is_empty(),
-        "docs/metrics.md has no metric {unknown:?}"
+        "docs/reference/metrics.md has no metric {unknown:?}"
     );
     println!("{} queries, {} metrics", queries.len(), named.len());
     Ok(())
