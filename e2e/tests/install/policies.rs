@@ -14,7 +14,11 @@ fn tenants_rules_can_begin_with_warnings() {
         if binding["spec"]["validationActions"] == json!(["Warn", "Audit"]) {
             warns.push(name);
         } else {
-            let action = if name == denies_nothing { "Warn" } else { "Deny" };
+            let action = if name == denies_nothing {
+                "Warn"
+            } else {
+                "Deny"
+            };
             assert_eq!(
                 binding["spec"]["validationActions"],
                 json!([action]),
