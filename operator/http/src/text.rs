@@ -1,7 +1,7 @@
 //! Rewrites metrics in the OpenMetrics text format as the Prometheus text format 0.0.4.
 //!
-//! Scrapers that do not accept OpenMetrics, and `promtool check metrics`, read the older format. Its
-//! families of counters and infos have the names of their samples. The older format has no type
+//! Scrapers that do not accept OpenMetrics, and `promtool check metrics`, read the older format.
+//! A counter or info of the older format has the name of its samples. The older format has no type
 //! `info`, no units and no end mark.
 
 /// The content type of OpenMetrics.
