@@ -75,10 +75,8 @@ async fn charged_while_held(hold: impl FnOnce(&mut Tenant, u64) -> Option<Parked
         std::thread::sleep(Duration::from_millis(100));
     }
     drop(parked);
-    assert!(matches!(
-        open_retrying(&mut tenant, "weights", 3 * GIB),
-        Ok(Opened::Write { .. })
-    ));
+    let opened = open_retrying(&mut tenant, "weights", 3 * GIB);
+    assert!(matches!(opened, Ok(Opened::Write { .. })), "{opened:?}");
 }
 
 #[tokio::test]
