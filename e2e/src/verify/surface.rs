@@ -59,6 +59,7 @@ pub(super) fn alerts() -> anyhow::Result<()> {
     let rendered = Command::new(toolbox.program("helm"))
         .arg("template")
         .arg(repository.join("charts/bursar"))
+        .args(["--namespace", "bursar-system"])
         .args(["--set", "monitoring.podMonitors.enabled=true"])
         .args(["--set", "monitoring.prometheusRule.enabled=true"])
         .args(["--set", "monitoring.dashboards.enabled=true"])
