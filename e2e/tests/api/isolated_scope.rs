@@ -37,7 +37,7 @@ impl IsolatedScope {
         // The API server refuses pods until their service account exists.
         let account = format!("/api/v1/namespaces/{name}/serviceaccounts/default");
         while scope.get(&account).await?.is_null() {
-            if begin.elapsed() > Duration::from_secs(30) {
+            if begin.elapsed() > Duration::from_secs(120) {
                 return Err(format!("{name} has no service account").into());
             }
             sleep(Duration::from_millis(100)).await;
