@@ -1,7 +1,7 @@
 //! Fuzzes the checkpoint of a ledger for a second: another version of the agent may have written
 //! it.
 //!
-//! `BOLERO_RANDOM_ITERATIONS=1000000 cargo test -p bursar-ledger --test fuzz` searches longer, and a
+//! `BOLERO_RANDOM_ITERATIONS=1000000 cargo test -p bursar-ledger --test fuzz` searches longer. A
 //! failure prints the seed that repeats it (`BOLERO_RANDOM_SEED`).
 
 #![allow(

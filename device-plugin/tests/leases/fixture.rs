@@ -20,8 +20,8 @@ pub(crate) const GIB: u64 = 1 << 30;
 /// The longest time that a test waits for anything.
 const WAIT_LIMIT: Duration = Duration::from_secs(120);
 
-/// The longest time until discarded memory that no process maps is free again. An idle machine needs
-/// far less, and a busy one delays the kernel's own release of a killed process.
+/// The longest time until discarded memory that no process maps is free again. A busy machine's
+/// kernel releases the memory of a killed process late.
 const RECLAIM_LIMIT: Duration = Duration::from_secs(20);
 
 pub(crate) struct Fixture {

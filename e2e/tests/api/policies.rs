@@ -239,12 +239,14 @@ async fn check_accounts_that_list_pods(server: &Server) -> Result<usize, Failed>
             .iter()
             .filter(move |object| kinds.iter().any(|kind| object["kind"] == *kind))
     };
+    // A Role and a ClusterRole may have the same name.
     let roles: BTreeMap<_, _> = of_kinds(["Role", "ClusterRole"])
-        .map(|role| (name(&role["metadata"]), role))
+        .map(|role| ((role["kind"].as_str(), name(&role["metadata"])), role))
         .collect();
     let mut may = BTreeSet::new();
     for binding in of_kinds(["RoleBinding", "ClusterRoleBinding"]) {
-        let role = roles.get(&name(&binding["roleRef"]));
+        let reference = &binding["roleRef"];
+        let role = roles.get(&(reference["kind"].as_str(), name(reference)));
         let role = role.ok_or_else(|| format!("no role of ours: {binding}"))?;
         if role["rules"].as_array().into_iter().flatten().any(lists) {
             may.extend(

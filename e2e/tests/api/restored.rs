@@ -35,6 +35,8 @@ const POLL: Duration = Duration::from_millis(100);
 /// The agent's GPUs: two that are drained in turn, and one that is lost after the backup.
 const GPUS: u32 = 3;
 const LOST_GPU: u32 = 2;
+/// The state of a GPU after an XID 79, which requires a reset.
+const AFTER_LOSS: &str = "Draining";
 
 /// A wide bound on the time until the agent carries out an order before the restore. It finds its
 /// GPUs first.
@@ -82,7 +84,7 @@ async fn through_a_restore(server: &Server, permit: Permit) -> Result<(Outcome, 
     agent.wait_until_drained(1, START_TIMEOUT).await?;
     agent.gpus.lose(LOST_GPU)?;
     agent
-        .wait_until_state(LOST_GPU, "Lost", START_TIMEOUT)
+        .wait_until_state(LOST_GPU, AFTER_LOSS, START_TIMEOUT)
         .await?;
     let before = newest_revision(server).await?;
 
@@ -103,7 +105,7 @@ async fn through_a_restore(server: &Server, permit: Permit) -> Result<(Outcome, 
     let agent = async {
         // The restored object says that this GPU is well.
         agent
-            .wait_until_state(LOST_GPU, "Lost", PROMISED_TIME)
+            .wait_until_state(LOST_GPU, AFTER_LOSS, PROMISED_TIME)
             .await?;
         agent.wait_until_drained(0, PROMISED_TIME).await?;
         agent.order_drain(1).await?;
