@@ -76,15 +76,8 @@ pub(crate) async fn publish_transitions(
         } else {
             EventType::Warning
         };
-        publish(
-            client,
-            &budget.object_ref(&()),
-            kind,
-            type_,
-            reason,
-            message,
-        )
-        .await;
+        let event = event(kind, type_, reason, message);
+        publish(client, &budget.object_ref(&()), &event).await;
     }
 }
 
@@ -98,18 +91,24 @@ pub(crate) async fn publish_eviction(client: &Client, namespace: &str, eviction:
     } = eviction;
     info!(namespace, pod, uid, reason, note, "evicted pod");
     let about = pod_reference(namespace, pod, uid);
-    publish(client, &about, EventType::Warning, "Evict", reason, note).await;
+    let event = event(EventType::Warning, "Evict", reason, note);
+    publish(client, &about, &event).await;
 }
 
-/// Publishes what placement did with a pod.
+/// Publishes what placement did with a pod, and the other pod that it did it for or with.
 pub(crate) async fn publish_placement(
     client: &Client,
     (namespace, pod, uid): (&str, &str, &str),
     reason: &str,
     note: &str,
+    related: Option<(&str, &str, &str)>,
 ) {
     let about = pod_reference(namespace, pod, uid);
-    publish(client, &about, EventType::Normal, reason, reason, note).await;
+    let event = Event {
+        secondary: related.map(|(namespace, pod, uid)| pod_reference(namespace, pod, uid)),
+        ..event(EventType::Normal, reason, reason, note)
+    };
+    publish(client, &about, &event).await;
 }
 
 /// The pod that an Event is about.
@@ -124,30 +123,27 @@ fn pod_reference(namespace: &str, pod: &str, uid: &str) -> ObjectReference {
     }
 }
 
-/// Publishes an Event. A failure has no consequences.
-async fn publish(
-    client: &Client,
-    about: &ObjectReference,
-    type_: EventType,
-    action: &str,
-    reason: &str,
-    note: &str,
-) {
+/// An Event with the part of the note that the API server accepts.
+fn event(type_: EventType, action: &str, reason: &str, note: &str) -> Event {
     let mut note = note.to_owned();
     note.truncate(note.floor_char_boundary(MAX_NOTE_LENGTH));
-    let event = Event {
+    Event {
         type_,
         reason: reason.to_owned(),
         note: Some(note),
         action: action.to_owned(),
         secondary: None,
-    };
+    }
+}
+
+/// Publishes an Event. A failure has no consequences.
+async fn publish(client: &Client, about: &ObjectReference, event: &Event) {
     let reporter = Reporter::from(OPERATOR_MANAGER);
     // A new recorder each time: a used one takes a second Event with the same reason for the first
     // and drops its note.
     let recorder = Recorder::new(client.clone(), reporter);
-    let published = recorder.publish(&event, about);
-    let object = format!("an Event {reason}");
+    let published = recorder.publish(event, about);
+    let object = format!("an Event {}", event.reason);
     if let Err(error) = with_timeout("publish", object, published).await {
         debug!(error = %error_chain(&error), "failed to publish an Event");
     }

@@ -109,7 +109,7 @@ impl Executor {
                     info!(namespace, pod = name, to, "relocated pod");
                     history.record_relocation(&owner, &to, room, now);
                     let note = format!("waits for a GPU on this node, and node {to} has room");
-                    self.publish_event(&pod, "GpuMemoryWaiterMoved", &note)
+                    self.publish_event(&pod, "GpuMemoryWaiterMoved", &note, None)
                         .await;
                 }
                 Ok(())
@@ -168,7 +168,8 @@ impl Executor {
             if self.revalidate(waiter, node, gpu).await?.is_none() {
                 return Ok(());
             }
-            self.evict_victim(victim, waiter, gpu, history, now).await?;
+            self.evict_victim(victim, waiter, (node, gpu), history, now)
+                .await?;
         }
         Ok(())
     }
@@ -323,34 +324,52 @@ impl Executor {
         Ok(true)
     }
 
-    /// Evicts one pod for another.
+    /// Evicts one pod for another, and publishes on both pods what is done. A refusal is published
+    /// once.
     async fn evict_victim(
         &self,
         victim: &Victim,
         waiter: &PodRef,
-        gpu: &str,
+        (node, gpu): (&str, &str),
         history: &mut History,
         now: Uptime,
     ) -> Result<(), ApiError> {
         let Victim {
             pod,
-            force: overdue,
+            force,
+            protected,
         } = victim;
-        if self.evict(pod, *overdue, history, now).await? == EvictionResult::Accepted {
-            let (namespace, name) = (&pod.key.namespace, &pod.key.name);
+        let first_attempt = history.refused_for(&pod.uid, now).is_none();
+        let evicted = self.evict(pod, *force, history, now).await?;
+        let (namespace, name) = (&pod.key.namespace, &pod.key.name);
+        if evicted == EvictionResult::Accepted {
             info!(
                 namespace,
                 pod = name,
                 waiter = waiter.key.name,
                 gpu,
-                overdue,
+                force,
                 "preempted pod"
             );
             let note = format!(
                 "preempted on {gpu} by {}/{}, which has a higher priority",
                 waiter.key.namespace, waiter.key.name
             );
-            self.publish_event(pod, "GpuMemoryReclaimed", &note).await;
+            self.publish_event(pod, "GpuMemoryReclaimed", &note, Some(waiter))
+                .await;
+            let note = format!("{namespace}/{name} is evicted from {gpu} of {node} for this pod");
+            self.publish_event(waiter, "GpuMemoryVictimEvicted", &note, Some(pod))
+                .await;
+        } else if first_attempt {
+            let grace = match protected {
+                true => "until it allows a disruption".to_owned(),
+                false => format!("for at most {} s", self.options.forced_after().as_secs()),
+            };
+            let note = format!(
+                "a PodDisruptionBudget protects {namespace}/{name} on {gpu} of {node}, {grace}"
+            );
+            self.publish_event(waiter, "GpuMemoryVictimProtected", &note, Some(pod))
+                .await;
         }
         Ok(())
     }
@@ -381,11 +400,16 @@ impl Executor {
         evicted
     }
 
-    /// Publishes an Event on a pod.
-    async fn publish_event(&self, pod: &PodRef, reason: &str, note: &str) {
-        let Key { namespace, name } = &pod.key;
-        events::publish_placement(&self.client, (namespace, name, &pod.uid), reason, note).await;
+    /// Publishes an Event on a pod, which may name another pod.
+    async fn publish_event(&self, pod: &PodRef, reason: &str, note: &str, other: Option<&PodRef>) {
+        let other = other.map(event_subject);
+        events::publish_placement(&self.client, event_subject(pod), reason, note, other).await;
     }
+}
+
+/// A pod as Events name it.
+fn event_subject(pod: &PodRef) -> (&str, &str, &str) {
+    (&pod.key.namespace, &pod.key.name, &pod.uid)
 }
 
 /// A pod as errors name it.

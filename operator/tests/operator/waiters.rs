@@ -144,6 +144,60 @@ async fn waiter_gets_its_gpu_after_any_failed_write() {
     ends.buffer_unordered(5).collect::<Vec<_>>().await;
 }
 
+/// The Events on the waiting pod: reason, note and the pod that each names.
+fn told(api: &SimApiServer) -> Vec<(String, String, String)> {
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let events = api.published_events().into_iter();
+    let on_owner = events.filter(|event| event["regarding"]["name"] == "owner");
+    on_owner
+        .map(|event| {
+            let related = text(&event["related"]["uid"]);
+            (text(&event["reason"]), text(&event["note"]), related)
+        })
+        .collect()
+}
+
+#[tokio::test]
+async fn waiter_is_told_the_victim_and_its_protection_once() {
+    let running = Running::start(|api| {
+        fill(api);
+        api.protect_pod("large");
+    })
+    .await;
+    let begin = Instant::now();
+    // Refused evictions are requested again every 5 s.
+    while begin.elapsed() < Duration::from_secs(8) {
+        report(&running.api);
+        sleep(Duration::from_millis(100)).await;
+    }
+    let protected = told(&running.api);
+    assert_eq!(protected.len(), 1, "{protected:?}");
+    let (reason, note, related) = &protected[0];
+    assert_eq!(
+        (reason.as_str(), related.as_str()),
+        ("GpuMemoryVictimProtected", "large")
+    );
+    assert!(
+        note.starts_with("a PodDisruptionBudget protects team/large on GPU-0 of n, for at most "),
+        "{note}"
+    );
+    running.api.unprotect_pod("large");
+    while !is_done(&running.api) {
+        report(&running.api);
+        assert!(begin.elapsed() < END, "{:?}", running.api.writes());
+        sleep(Duration::from_millis(100)).await;
+    }
+    let told = told(&running.api);
+    assert_eq!(told.len(), 2, "{told:?}");
+    let evicted = (
+        "GpuMemoryVictimEvicted".to_owned(),
+        "team/large is evicted from GPU-0 of n for this pod".to_owned(),
+        "large".to_owned(),
+    );
+    assert_eq!(told[1], evicted);
+    running.stop().await;
+}
+
 #[tokio::test]
 async fn waiter_that_has_started_is_not_relocated() {
     let gpu_node = |name: &str, pods: &[(&str, u32)]| {

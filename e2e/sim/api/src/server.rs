@@ -65,7 +65,7 @@ struct ServerState {
     /// The writes so far, as `METHOD path`, without Events.
     writes: Vec<String>,
     /// Reasons of the Events so far.
-    event_reasons: Vec<String>,
+    published: Vec<Value>,
     /// The controller manager is stopped, so that no quota gets a status.
     no_controller_manager: bool,
     /// Pods that a disruption budget protects from eviction.
@@ -238,6 +238,11 @@ impl SimApiServer {
         self.data().protected_pods.push(pod.to_owned());
     }
 
+    /// Ends [`Self::protect_pod`].
+    pub fn unprotect_pod(&self, pod: &str) {
+        self.data().protected_pods.retain(|other| other != pod);
+    }
+
     fn sync_quota_status(&self) {
         let quotas: Vec<Value> = {
             let data = self.data();
@@ -271,9 +276,16 @@ impl SimApiServer {
         statuses.count()
     }
 
+    /// All Events so far, as they were sent.
+    pub fn published_events(&self) -> Vec<Value> {
+        self.data().published.clone()
+    }
+
     /// The reasons of all Events so far.
     pub fn event_reasons(&self) -> Vec<String> {
-        self.data().event_reasons.clone()
+        let published = self.published_events().into_iter();
+        let reason = |event: Value| event["reason"].as_str().unwrap_or_default().to_owned();
+        published.map(reason).collect()
     }
 
     /// An object; null if it does not exist.
@@ -747,8 +759,7 @@ async fn route_request(api: &SimApiServer, parts: &http::request::Parts, body: &
     }
     let body: Value = serde_json::from_slice(body).expect("JSON");
     if segments.last() == Some(&"events") {
-        let reason = body["reason"].as_str().unwrap_or_default().to_owned();
-        api.data().event_reasons.push(reason);
+        api.data().published.push(body.clone());
         return json_body(&body);
     }
     match api.record_write(format!("{} {path}", parts.method)) {

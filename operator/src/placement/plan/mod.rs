@@ -23,7 +23,7 @@ use std::time::Duration;
 use bursar_crds::Quantum;
 use bursar_crds::gpu_node::{QuotaOverride, Reservation};
 
-use super::history::{History, NodeLabels, Uptime};
+use super::history::{History, NodeLabels, RESERVATION_TIMEOUT, Uptime};
 use super::snapshot::{PlacementIndex, Snapshot};
 use crate::cluster::Key;
 use crate::cluster::pod_request;
@@ -38,6 +38,13 @@ pub struct PlacementOptions {
     pub move_waiters: bool,
     /// How long a PodDisruptionBudget may refuse the eviction of a victim.
     pub disruption_grace: Duration,
+}
+
+impl PlacementOptions {
+    /// How long after the first refusal a victim is deleted. The reservation must outlast it.
+    pub(super) fn forced_after(&self) -> Duration {
+        self.disruption_grace.min(RESERVATION_TIMEOUT / 2)
+    }
 }
 
 /// One step of a plan.
@@ -143,6 +150,8 @@ pub(super) struct Victim {
     pub(super) pod: PodRef,
     /// Delete the victim, because the grace of its PodDisruptionBudget is over.
     pub(super) force: bool,
+    /// Never delete the victim: only an eviction ends it.
+    pub(super) protected: bool,
 }
 
 /// The steps to take now, by the operator's monotonic clock. Empty when nothing is to do.

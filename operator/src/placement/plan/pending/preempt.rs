@@ -7,7 +7,6 @@ use super::{
 };
 use crate::cluster::pod_request::PriorityKind;
 use crate::placement::filters::passes_filters;
-use crate::placement::history::RESERVATION_TIMEOUT;
 use crate::placement::node::Gpu;
 use crate::placement::plan::victims::{Candidate, minimal_victims};
 use crate::placement::plan::{Step, Victim};
@@ -175,8 +174,7 @@ impl<'a> Planner<'a> {
     pub(super) fn victim(&self, one: &Candidate<'_>) -> Option<Victim> {
         let (key, facts) = self.snapshot.pods.get(one.uid)?;
         let refused = self.history.refused_for(one.uid, self.now);
-        // The reservation must outlast the grace.
-        let grace = self.options.disruption_grace.min(RESERVATION_TIMEOUT / 2);
+        let grace = self.options.forced_after();
         // A Job counts a deleted pod, unlike an evicted pod, as a failure whatever its policy says.
         // A borrowed pod has consented to the deletion.
         let is_protected =
@@ -184,6 +182,7 @@ impl<'a> Planner<'a> {
         Some(Victim {
             pod: pod_ref(key, facts),
             force: !is_protected && refused.is_some_and(|refused| refused >= grace),
+            protected: is_protected,
         })
     }
 }
