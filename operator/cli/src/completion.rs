@@ -7,6 +7,9 @@ use crate::args::{Cli, CompletionShell};
 /// The directive of cobra's protocol that keeps the shell from offering file names.
 const NO_FILES: &str = ":4";
 
+/// The program's name.
+const PROGRAM: &str = "kubectl-bursar";
+
 /// The script of a shell.
 pub fn script(shell: CompletionShell) -> String {
     let shell = match shell {
@@ -20,8 +23,15 @@ pub fn script(shell: CompletionShell) -> String {
         }
     };
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "kubectl-bursar", &mut script);
-    String::from_utf8_lossy(&script).into_owned()
+    // clap_complete 4.6.11 labels the commands of a program whose name has a hyphen so in its
+    // script for bash that no flag of a command is completed.
+    let name = match shell {
+        clap_complete::Shell::Bash => "kubectl_bursar",
+        _ => PROGRAM,
+    };
+    clap_complete::generate(shell, &mut Cli::command(), name, &mut script);
+    let script = String::from_utf8_lossy(&script);
+    script.replace(" kubectl_bursar\n", &format!(" {PROGRAM}\n"))
 }
 
 /// The completions of the last of `words`, in cobra's protocol, which kubectl reads.

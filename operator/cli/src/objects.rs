@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use bursar_crds::resources::{BORROWED_PRIORITY_CLASS, Quantum};
 use k8s_openapi::jiff::Timestamp;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 /// Amounts by resource name, as Kubernetes writes them.
 pub type Amounts = BTreeMap<String, String>;
@@ -400,6 +399,8 @@ pub struct Event {
     pub metadata: Meta,
     /// The object.
     pub involved_object: ObjectRef,
+    /// Another object, such as the victim for a waiting pod.
+    pub related: ObjectRef,
     /// The reason as one word.
     pub reason: String,
     /// The message.
@@ -537,51 +538,4 @@ pub struct Lease {
 pub struct LeaseSpec {
     /// The time of the last renewal, by the holder's clock.
     pub renew_time: Option<Timestamp>,
-}
-
-/// A PodDisruptionBudget.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct DisruptionBudget {
-    /// The metadata.
-    pub metadata: Meta,
-    /// The spec.
-    pub spec: DisruptionBudgetSpec,
-    /// The status.
-    pub status: DisruptionBudgetStatus,
-}
-
-/// The pods of a PodDisruptionBudget.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct DisruptionBudgetSpec {
-    /// The selector.
-    pub selector: LabelSelector,
-}
-
-/// A label selector. Expressions are kept, and match nothing here.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct LabelSelector {
-    /// Labels with their values.
-    pub match_labels: BTreeMap<String, String>,
-    /// Expressions.
-    pub match_expressions: Vec<Value>,
-}
-
-impl LabelSelector {
-    /// Whether the selector is without expressions, and its labels are among these.
-    pub fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
-        let mut wanted = self.match_labels.iter();
-        self.match_expressions.is_empty()
-            && wanted.all(|(key, value)| labels.get(key) == Some(value))
-    }
-}
-
-/// A PodDisruptionBudget's status.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct DisruptionBudgetStatus {
-    /// How many pods may be evicted now.
-    pub disruptions_allowed: i64,
 }

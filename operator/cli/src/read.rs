@@ -163,10 +163,7 @@ async fn read_kind(
     wanted: &Wanted<'_>,
     snapshot: &Mutex<Snapshot>,
 ) -> Result<(), kube::Error> {
-    let tenants = matches!(
-        kind,
-        Kind::Budgets | Kind::Pods | Kind::Quotas | Kind::DisruptionBudgets
-    );
+    let tenants = matches!(kind, Kind::Budgets | Kind::Pods | Kind::Quotas);
     let is_event = matches!(kind, Kind::AgentEvents | Kind::OperatorEvents);
     let namespace = match kind {
         Kind::Leases => Some("kube-node-lease"),
@@ -227,7 +224,6 @@ async fn read_kind(
         Kind::Namespaces => into!(namespaces),
         Kind::Quotas => into!(quotas),
         Kind::AgentEvents | Kind::OperatorEvents => into!(events),
-        Kind::DisruptionBudgets => into!(disruption_budgets),
         Kind::Leases => into!(leases),
         Kind::PodMonitors => into!(pod_monitors),
         Kind::NetworkPolicies => into!(network_policies),

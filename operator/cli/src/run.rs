@@ -294,28 +294,17 @@ impl<W: Write> Session<'_, W> {
             Kind::Nodes,
             Kind::AgentEvents,
             Kind::OperatorEvents,
-            Kind::DisruptionBudgets,
             Kind::OwnPods,
         ];
         let mut snapshot = self.read(&kinds, Some(&namespace)).await?;
         // Pods in the way are of other namespaces, which only an admin may read.
-        let pods = self
-            .read(&[Kind::Pods, Kind::DisruptionBudgets], None)
-            .await?;
-        let all = pods.has_all(Kind::Pods);
-        let pods = if all {
-            pods
-        } else {
-            self.read(&[Kind::Pods], Some(&namespace)).await?
-        };
-        snapshot.pods = pods.pods;
-        if all {
-            snapshot.disruption_budgets = pods.disruption_budgets;
-        } else {
-            snapshot
-                .unread
-                .insert(Kind::Pods, "forbidden in other namespaces".to_owned());
+        let mut pods = self.read(&[Kind::Pods], None).await?;
+        if !pods.has_all(Kind::Pods) {
+            pods = self.read(&[Kind::Pods], Some(&namespace)).await?;
+            let reason = "forbidden in other namespaces".to_owned();
+            snapshot.unread.insert(Kind::Pods, reason);
         }
+        snapshot.pods = pods.pods;
         let explanation = match kind {
             WorkloadKind::Pod => self.explain_pod(&mut snapshot, &namespace, name).await?,
             _ => {

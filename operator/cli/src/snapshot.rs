@@ -7,7 +7,7 @@ use k8s_openapi::jiff::Timestamp;
 use serde_json::Value;
 
 use crate::agent_metrics::AgentMetrics;
-use crate::objects::{DisruptionBudget, Event, Lease, Named, Node, Pod, Quota, Workload};
+use crate::objects::{Event, Lease, Named, Node, Pod, Quota, Workload};
 
 /// A kind of object that commands read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -34,8 +34,6 @@ pub enum Kind {
     AgentEvents,
     /// Events of the operator.
     OperatorEvents,
-    /// PodDisruptionBudgets.
-    DisruptionBudgets,
     /// Leases of the kubelets.
     Leases,
     /// PodMonitors of the Prometheus operator.
@@ -62,7 +60,6 @@ impl Kind {
             Self::Namespaces => "namespaces",
             Self::Quotas => "resourcequotas",
             Self::AgentEvents | Self::OperatorEvents => "events",
-            Self::DisruptionBudgets => "poddisruptionbudgets",
             Self::Leases => "leases of kubelets",
             Self::PodMonitors => "podmonitors",
             Self::NetworkPolicies => "networkpolicies",
@@ -83,7 +80,6 @@ impl Kind {
             Self::Namespaces => ("/api/v1", "namespaces", false),
             Self::Quotas => ("/api/v1", "resourcequotas", true),
             Self::AgentEvents | Self::OperatorEvents => ("/api/v1", "events", true),
-            Self::DisruptionBudgets => ("/apis/policy/v1", "poddisruptionbudgets", true),
             Self::Leases => ("/apis/coordination.k8s.io/v1", "leases", true),
             Self::PodMonitors => ("/apis/monitoring.coreos.com/v1", "podmonitors", true),
             Self::NetworkPolicies => ("/apis/networking.k8s.io/v1", "networkpolicies", true),
@@ -160,8 +156,6 @@ pub struct Snapshot {
     pub quotas: Vec<Quota>,
     /// The Events of agents and operator.
     pub events: Vec<Event>,
-    /// The disruption budgets.
-    pub disruption_budgets: Vec<DisruptionBudget>,
     /// The kubelets' Leases.
     pub leases: Vec<Lease>,
     /// PodMonitors.

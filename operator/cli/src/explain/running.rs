@@ -9,7 +9,7 @@ use super::waiting::gpu_name;
 use super::{Cause, Explanation, Verdict};
 use crate::agent_metrics::ContainerKey;
 use crate::amounts::{count, memory, since};
-use crate::objects::{ContainerStatus, Pod};
+use crate::objects::{ContainerStatus, Event, Pod};
 use crate::show::{condition, model};
 use crate::snapshot::{Kind, Snapshot};
 
@@ -173,11 +173,10 @@ pub(super) fn faults(explanation: &mut Explanation, snapshot: &Snapshot, pod: &P
             Cause::Poisoned
         };
         explanation.blame(cause, Verdict::Amiss);
-        let age = event.time().map_or_else(String::new, |time| {
-            format!(", {} ago", since(time, snapshot.now))
-        });
-        let times = count(usize::try_from(event.occurrences()).unwrap_or(1), "time");
-        explanation.say("fault", format!("{} ({times}{age})", event.message));
+        explanation.say("fault", with_age(snapshot, event));
+    }
+    if let Some(event) = newest(snapshot, pod, "GpuContextRestarted") {
+        explanation.say("restart", with_age(snapshot, event));
     }
     let budget = snapshot
         .budget(&pod.metadata.namespace)
@@ -192,6 +191,15 @@ pub(super) fn faults(explanation: &mut Explanation, snapshot: &Snapshot, pod: &P
             format!("{}: {}", eviction.reason, eviction.message),
         );
     }
+}
+
+/// An Event's message with its number and its age.
+fn with_age(snapshot: &Snapshot, event: &Event) -> String {
+    let age = event.time().map_or_else(String::new, |time| {
+        format!(", {} ago", since(time, snapshot.now))
+    });
+    let times = count(usize::try_from(event.occurrences()).unwrap_or(1), "time");
+    format!("{} ({times}{age})", event.message)
 }
 
 /// States gaps in the enforcement of the pod's quotas.
@@ -222,20 +230,11 @@ fn gaps(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
 
 /// States the memory that the containers were denied.
 fn denials(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
+    if let Some(event) = newest(snapshot, pod, "GpuMemoryDenied") {
+        explanation.blame(Cause::Denied, Verdict::Amiss);
+        explanation.say("denied", with_age(snapshot, event));
+    }
     let Some(agent) = snapshot.metrics.get(&pod.spec.node_name) else {
-        let budget = snapshot.budget(&pod.metadata.namespace);
-        let denials = budget
-            .and_then(|budget| budget.status.as_ref())
-            .map_or(0, |status| status.denials);
-        if denials > 0 {
-            explanation.say(
-                "denials",
-                format!(
-                    "the namespace's pods were denied memory {denials} times; only the agent's \
-                     metrics tell which, and you may not read them (get pods/proxy)"
-                ),
-            );
-        }
         return;
     };
     for (container, request) in pod.gpu_containers() {

@@ -1,5 +1,7 @@
 //! Explains a pod that waits on its node until a GPU has room.
 
+use std::collections::BTreeMap;
+
 use bursar_crds::GpuNode;
 use bursar_crds::gpu_node::{GpuState, GpuStatus};
 
@@ -7,12 +9,12 @@ use super::pending::{largest_request, obstacle};
 use super::pod::newest;
 use super::{Cause, Explanation, Verdict};
 use crate::amounts::{count, memory, since};
-use crate::objects::Pod;
+use crate::objects::{Event, Pod};
 use crate::show::gpus::{self, GpuMemory};
 use crate::show::{name, quanta, quantum_bytes};
 use crate::snapshot::{Kind, Snapshot};
 
-/// The most pods that are named as in the way.
+/// The most pods in the way, or other nodes, that have a line.
 const MAX_PODS: usize = 5;
 
 /// Whether the pod waits on its node.
@@ -66,6 +68,7 @@ pub(super) fn explain(explanation: &mut Explanation, snapshot: &Snapshot, pod: &
     let Some(node) = node else {
         explanation.add(Cause::Fragmentation);
         explanation.say("node", "the GPUs of the node could not be read");
+        reservation(explanation, snapshot, pod);
         return;
     };
     let wanted = largest_request(pod);
@@ -121,7 +124,7 @@ fn gpus_of_node(
     );
 }
 
-/// States the operator's reservation for a pod, and the pods that are in the way there.
+/// States the operator's reservation for a pod, and the victims that the operator has published.
 pub(super) fn reservation(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
     let reserved = snapshot.gpu_nodes.iter().find_map(|node| {
         let mut all = node.spec.reservations.iter();
@@ -130,7 +133,9 @@ pub(super) fn reservation(explanation: &mut Explanation, snapshot: &Snapshot, po
         Some((node, gpus.find(|gpu| gpu.uuid == reservation.gpu)?))
     });
     let Some((node, gpu)) = reserved else {
-        if snapshot.has_all(Kind::GpuNodes) && !pod.spec.node_name.is_empty() {
+        if !snapshot.has_all(Kind::GpuNodes) {
+            victims(explanation, snapshot, pod);
+        } else if !pod.spec.node_name.is_empty() {
             explanation.say(
                 "next",
                 "the operator has reserved no GPU for it; it starts when a GPU has room",
@@ -140,76 +145,66 @@ pub(super) fn reservation(explanation: &mut Explanation, snapshot: &Snapshot, po
     };
     explanation.add(Cause::VictimsLeave);
     let place = format!("{} of {}", gpu_name(node, gpu), name(node));
-    explanation.say(
-        "next",
-        format!("the operator holds {place} for it, and evicts pods there"),
-    );
-    let names = snapshot.pods_by_uid();
-    let quantum = quantum_bytes(node);
-    let mut others = 0;
-    for bound in &gpu.pods {
-        let Some(other) = names.get(bound.uid.as_str()) else {
-            others += 1;
-            continue;
-        };
-        if other.spec.priority < pod.spec.priority {
-            in_the_way(explanation, snapshot, other, quanta(bound.quanta, quantum));
+    explanation.say("next", format!("the operator holds {place} for it"));
+    victims(explanation, snapshot, pod);
+}
+
+/// The operator's Events on a waiting pod that name a victim.
+const VICTIM_EVICTED: &str = "GpuMemoryVictimEvicted";
+const VICTIM_PROTECTED: &str = "GpuMemoryVictimProtected";
+
+/// States the victims that the operator has published on the pod, as far as they are not gone.
+fn victims(explanation: &mut Explanation, snapshot: &Snapshot, pod: &Pod) {
+    // The newest Event of each victim: its eviction follows its protection.
+    let mut newest: BTreeMap<&str, &Event> = BTreeMap::new();
+    for event in snapshot.events_on(&pod.metadata.uid) {
+        if [VICTIM_EVICTED, VICTIM_PROTECTED].contains(&event.reason.as_str()) {
+            newest.insert(&event.related.uid, event);
         }
     }
-    if others > 0 {
-        explanation.say(
-            "in the way",
-            format!("{} that you may not read", count(others, "pod")),
-        );
+    let known = snapshot.pods_by_uid();
+    for (uid, event) in newest.into_iter().take(MAX_PODS) {
+        let victim = known.get(uid).copied();
+        if victim.is_none() && snapshot.has_all(Kind::Pods) {
+            continue;
+        }
+        explanation.add(Cause::VictimsLeave);
+        if event.reason == VICTIM_PROTECTED {
+            explanation.add(Cause::DisruptionBudget);
+        }
+        explanation.say("in the way", victim_text(snapshot, event, victim));
     }
 }
 
-/// States a pod of lower priority on the reserved GPU, and when it will be gone.
-fn in_the_way(explanation: &mut Explanation, snapshot: &Snapshot, other: &Pod, bytes: u64) {
-    let named = explanation
-        .lines
-        .iter()
-        .filter(|line| line.label == "in the way")
-        .count();
-    if named >= MAX_PODS {
-        return;
-    }
-    let borrows = if other.borrows() { ", borrows" } else { "" };
-    let mut text = format!(
-        "{} ({}, priority {}{borrows})",
-        other.key(),
-        memory(bytes),
-        other.spec.priority
-    );
-    if let Some(gone) = other.metadata.deletion_timestamp {
-        let seconds = gone
-            .as_second()
-            .saturating_sub(snapshot.now.as_second())
-            .max(0);
-        text.push_str(&format!(
-            ": is being evicted, gone in {seconds}s at the latest"
-        ));
-        explanation.say("in the way", text);
-        return;
-    }
-    let protecting = snapshot.disruption_budgets.iter().find(|budget| {
-        budget.metadata.namespace == other.metadata.namespace
-            && budget.status.disruptions_allowed <= 0
-            && budget.spec.selector.matches(&other.metadata.labels)
+/// A victim with what the operator has published about it, or with the end of its grace.
+fn victim_text(snapshot: &Snapshot, event: &Event, victim: Option<&Pod>) -> String {
+    let age = event.time().map_or_else(String::new, |time| {
+        format!(" ({} ago)", since(time, snapshot.now))
     });
-    if let Some(budget) = protecting {
-        explanation.add(Cause::DisruptionBudget);
-        text.push_str(&format!(
-            ": disruption budget {} protects it, for placement.disruptionGraceSeconds (60s unless \
-             the chart says otherwise) from the first refusal; the API does not tell how much of it is left",
-            budget.metadata.key()
-        ));
-    } else {
-        text.push_str(
-            ": of lower priority; the API does not tell whether the operator has chosen it",
-        );
+    let published = format!("{}{age}", event.message);
+    let Some(victim) = victim else {
+        return published;
+    };
+    let borrows = if victim.borrows() { ", borrows" } else { "" };
+    let name = format!(
+        "{} ({}, priority {}{borrows})",
+        victim.key(),
+        memory(victim.device_memory()),
+        victim.spec.priority
+    );
+    match victim.metadata.deletion_timestamp {
+        Some(gone) => {
+            let left = gone.as_second().saturating_sub(snapshot.now.as_second());
+            format!(
+                "{name}: is being evicted, gone in {}s at the latest",
+                left.max(0)
+            )
+        }
+        None => match published.strip_prefix(&victim.key()) {
+            Some(rest) => format!("{name}{rest}"),
+            None => format!("{name}: {published}"),
+        },
     }
-    explanation.say("in the way", text);
 }
 
 /// States what the other nodes have.
