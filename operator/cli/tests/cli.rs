@@ -10,6 +10,8 @@ mod api;
 mod causes;
 #[path = "cli/changes.rs"]
 mod changes;
+#[path = "cli/completion.rs"]
+mod completion;
 #[path = "cli/fake_api.rs"]
 mod fake_api;
 #[path = "cli/fixtures.rs"]

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::fixtures::{
     NOW, ago, budget, cluster, condition, event, golden, gpu, gpu_node, node, own_pod, parse, pod,
-    tenant, waiting_pod,
+    tenant, victim_event, waiting_pod,
 };
 
 fn explained(snapshot: &Snapshot, namespace: &str, name: &str) -> Explanation {
@@ -55,8 +55,8 @@ fn pending(message: &str, gpu: Value) -> Snapshot {
 }
 
 /// A Deployment whose ReplicaSet was refused a pod with this message.
-fn refused(message: &str) -> Explanation {
-    let mut snapshot = running();
+fn refused(message: &str, of: fn(Snapshot) -> Snapshot) -> Explanation {
+    let mut snapshot = of(running());
     snapshot.pods.clear();
     let said = format!("Error creating: pods \"web-1\" is forbidden: {message}");
     snapshot.events = vec![parse(event(
@@ -117,14 +117,20 @@ fn refused_pods_are_explained_by_the_events() {
         ("ValidatingAdmissionPolicy 'bursar-per-container' with binding 'bursar-per-container' denied request: container main asks for 99 \
           of bursar.dev/gpu-memory-gib: GpuMemoryBudget default of namespace ml allows 8 a container (spec.perContainer.max)".to_owned(), Cause::OverContainerMaximum),
     ] {
-        let explanation = refused(&message);
-        has(&explanation, cause);
-        assert_eq!(explanation.causes, [cause]);
-        assert!(explanation.lines.iter().any(|line| line.text.contains(message.as_str())), "{explanation:#?}");
+        for of in [std::convert::identity, tenant] {
+            let explanation = refused(&message, of);
+            has(&explanation, cause);
+            assert_eq!(explanation.causes, [cause]);
+            assert!(explanation.lines.iter().any(|line| line.text.contains(message.as_str())), "{explanation:#?}");
+        }
     }
     golden(
         "explain-refused",
-        &refused(&quota("gpu-memory-budget-guaranteed")).render(Terminal::default()),
+        &refused(
+            &quota("gpu-memory-budget-guaranteed"),
+            std::convert::identity,
+        )
+        .render(Terminal::default()),
     );
 }
 
@@ -243,17 +249,45 @@ fn pods_in_the_way_are_named_with_their_end() {
         "explain-waiting",
         &explained(&snapshot, "ml", "big-0").render(Terminal::default()),
     );
+    // The README's picture shows this one.
+    let terminal = Terminal {
+        width: Some(128),
+        ..Terminal::default()
+    };
+    golden(
+        "explain-waiting-128",
+        &explained(&snapshot, "ml", "big-0").render(terminal),
+    );
     golden(
         "explain-waiting-tenant",
         &explained(&tenant(cluster()), "ml", "big-0").render(Terminal::default()),
     );
-    let explanation = explained(&snapshot, "ml", "big-0");
-    has(&explanation, Cause::VictimsLeave);
-    let budget = json!({ "metadata": { "namespace": "search", "name": "crawl" },
-        "spec": { "selector": { "matchLabels": { "app": "crawl-2" } } }, "status": { "disruptionsAllowed": 0 } });
-    snapshot.disruption_budgets = vec![parse(budget)];
-    let explanation = explained(&snapshot, "ml", "big-0");
-    has(&explanation, Cause::DisruptionBudget);
+    has(&explained(&snapshot, "ml", "big-0"), Cause::VictimsLeave);
+    // The operator publishes a protected victim before it evicts it.
+    let words =
+        "a PodDisruptionBudget protects search/crawl-2 on GPU-a1 of gpu-a-1, for at most 60 s";
+    let protected = victim_event(
+        "big-0",
+        "GpuMemoryVictimProtected",
+        words,
+        "search/crawl-2",
+        20,
+    );
+    snapshot
+        .events
+        .retain(|event| !event.reason.starts_with("GpuMemoryVictim"));
+    snapshot.events.push(parse(protected));
+    for snapshot in [snapshot.clone(), tenant(snapshot.clone())] {
+        let explanation = explained(&snapshot, "ml", "big-0");
+        has(&explanation, Cause::DisruptionBudget);
+        let text = explanation.render(Terminal::default());
+        assert!(text.contains(&format!("{words} (20s ago)")), "{text}");
+    }
+    // A victim that is gone is in nobody's way.
+    let mut gone = snapshot.clone();
+    gone.pods.retain(|pod| pod.metadata.name != "crawl-2");
+    let text = explained(&gone, "ml", "big-0").render(Terminal::default());
+    assert!(!text.contains("in the way"), "{text}");
     let leaving = snapshot
         .pods
         .iter_mut()
@@ -270,15 +304,27 @@ fn denied_container_is_named_with_the_call_and_the_remedy() {
     has(&explanation, Cause::Denied);
     golden("explain-denied", &explanation.render(Terminal::default()));
     let mut of_tenant = tenant(cluster());
-    of_tenant.budgets[0].status.as_mut().unwrap().denials = 212;
+    assert!(explained(&of_tenant, "ml", "notebook").causes.is_empty());
+    of_tenant.events.push(parse(denied_event("notebook")));
     let explanation = explained(&of_tenant, "ml", "notebook");
-    assert!(
-        explanation
-            .lines
-            .iter()
-            .any(|line| line.text.contains("denied memory 212 times")),
-        "{explanation:#?}"
+    has(&explanation, Cause::Denied);
+    golden(
+        "explain-denied-tenant",
+        &explanation.render(Terminal::default()),
     );
+}
+
+fn denied_event(pod: &str) -> Value {
+    let words = "container main: cuMemAlloc_v2 was denied 512 MiB of GPU-a0: 8 GiB of the quota of 8 GiB are granted (212 denials so \
+                 far); request more in the pod, or free memory in the program";
+    event(
+        "Pod",
+        pod,
+        &format!("ml-{pod}"),
+        "GpuMemoryDenied",
+        words,
+        30,
+    )
 }
 
 #[test]
@@ -372,4 +418,169 @@ fn pod_that_runs_well_has_no_cause() {
         "{explanation:#?}"
     );
     assert_eq!(explanation.json()["verdict"], "Runs");
+}
+
+/// How an explanation with a tenant's rights tells of a cause.
+enum Tenant {
+    /// By the cause itself.
+    Sees,
+    /// By the kind of the objects that would tell, which it could not read.
+    CouldNotRead(&'static str),
+}
+
+/// Every cause, planted in the objects that tell of it.
+fn planted() -> Vec<(Cause, Snapshot, Tenant)> {
+    use Tenant::{CouldNotRead, Sees};
+    let room = "0/1 nodes are available: 1 Insufficient bursar.dev/gpu-memory-gib.";
+    let waits = "waiting for 50 GiB on one GPU: largest free 39 GiB (GPU-1)";
+    let free = || gpu("GPU-1", 0, 79, &[]);
+    let with = |field: &str, value: Value| {
+        let mut gpu = free();
+        gpu[field] = value;
+        gpu
+    };
+    let event_on = |reason: &str, words: &str| {
+        let mut snapshot = running();
+        snapshot.events = vec![parse(event("Pod", "p", "ml-p", reason, words, 5))];
+        snapshot
+    };
+    let victim = |reason: &str, words: &str| {
+        let mut snapshot = waiting(waits, gpu("GPU-1", 0, 79, &[("search-v", 40)]));
+        let reservation = json!({ "gpu": "GPU-1", "waiter": "ml-p", "quanta": 50 });
+        snapshot.gpu_nodes[0].spec.reservations = vec![parse(reservation)];
+        snapshot.pods.push(parse(pod("search", "v", "n", 40)));
+        snapshot.events = vec![parse(victim_event("p", reason, words, "search/v", 5))];
+        snapshot
+    };
+    let mut fragmented = waiting(waits, gpu("GPU-1", 0, 79, &[("a", 40)]));
+    let status = fragmented.gpu_nodes[0].status.as_mut().unwrap();
+    status.gpus.push(parse(gpu("GPU-2", 1, 79, &[("b", 40)])));
+    status.device_memory.free = 78;
+    let mut foreign = pending(room, free());
+    let allocatable = &mut foreign.nodes[0].status.allocatable;
+    allocatable.insert("nvidia.com/gpu".to_owned(), "8".to_owned());
+    let mut driverless = pending(room, free());
+    let mut bare = gpu_node("n", vec![]);
+    bare["status"]["conditions"] = json!([condition(
+        "GpusFound",
+        "False",
+        "DriverMissing",
+        "no libcuda.so.1"
+    )]);
+    driverless.gpu_nodes[0] = parse(bare);
+    let mut rejected = pod("ml", "p", "n", 8);
+    rejected["status"] = json!({ "phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "Allocate failed" });
+    let mut not_found = pod("ml", "p", "n", 8);
+    not_found["status"]["containerStatuses"] = json!([{ "name": "main", "restartCount": 3, "state": { "waiting": {
+        "reason": "CrashLoopBackOff" } }, "lastState": { "terminated": { "exitCode": 127, "reason": "Error" } } }]);
+    let often = "container main: CUDA error 700 poisoned the context of a process: it has been restarted too often and is killed";
+    vec![
+        (
+            Cause::NoNodeWithRoom,
+            pending(room, gpu("GPU-1", 0, 79, &[("other", 70)])),
+            Sees,
+        ),
+        (Cause::Fragmentation, fragmented, Sees),
+        (
+            Cause::HeldForAnother,
+            waiting(waits, with("reservedFor", json!("ml-other"))),
+            CouldNotRead("gpunodes"),
+        ),
+        (
+            Cause::VictimsLeave,
+            victim(
+                "GpuMemoryVictimEvicted",
+                "search/v is evicted from GPU-1 of n for this pod",
+            ),
+            Sees,
+        ),
+        (
+            Cause::DisruptionBudget,
+            victim(
+                "GpuMemoryVictimProtected",
+                "a PodDisruptionBudget protects search/v",
+            ),
+            Sees,
+        ),
+        (
+            Cause::GpuDrained,
+            waiting(waits, with("state", json!("Draining"))),
+            CouldNotRead("gpunodes"),
+        ),
+        (
+            Cause::GpuLost,
+            waiting(waits, with("state", json!("Lost"))),
+            CouldNotRead("gpunodes"),
+        ),
+        (Cause::NodeWithoutAgent, small(vec![rejected], free()), Sees),
+        (Cause::OtherPlugin, foreign, CouldNotRead("nodes")),
+        (
+            Cause::Denied,
+            {
+                let mut all = running();
+                all.events = vec![parse(denied_event("p"))];
+                all
+            },
+            Sees,
+        ),
+        (
+            Cause::Poisoned,
+            event_on(
+                "GpuContextPoisoned",
+                "container main: CUDA error 700: its program is executed again",
+            ),
+            Sees,
+        ),
+        (
+            Cause::BeyondMaximum,
+            event_on("GpuContextPoisoned", often),
+            Sees,
+        ),
+        (Cause::NoDriverInImage, small(vec![not_found], free()), Sees),
+        (Cause::DriverMissing, driverless, CouldNotRead("gpunodes")),
+        (
+            Cause::NotEnforced,
+            event_on(
+                "GpuQuotaNotEnforced",
+                "Privileged: the container has CAP_SYS_ADMIN",
+            ),
+            Sees,
+        ),
+    ]
+}
+
+#[test]
+fn every_cause_is_told_to_admin_and_tenant() {
+    let planted = planted();
+    for (cause, snapshot, of_tenant) in &planted {
+        let mut of_cause = explained(snapshot, "ml", "p");
+        has(&of_cause, *cause);
+        of_cause = explained(&tenant(snapshot.clone()), "ml", "p");
+        match of_tenant {
+            Tenant::Sees => has(&of_cause, *cause),
+            Tenant::CouldNotRead(kind) => {
+                let note = format!("could not read {kind}: forbidden");
+                assert!(
+                    of_cause.not_read.contains(&note),
+                    "{cause:?}: {of_cause:#?}"
+                );
+                assert!(
+                    !of_cause.causes.contains(cause),
+                    "{cause:?} is a guess: {of_cause:#?}"
+                );
+            }
+        }
+    }
+    // The other causes are of refused pods, whose Events every user of the namespace may read.
+    let mut all: Vec<Cause> = planted.iter().map(|(cause, ..)| *cause).collect();
+    all.extend([
+        Cause::NoBudget,
+        Cause::OverGuarantee,
+        Cause::OverLimit,
+        Cause::OverContainerMaximum,
+        Cause::QuotaPending,
+        Cause::WrongAmountForm,
+    ]);
+    all.sort();
+    assert_eq!(all, Cause::ALL);
 }

@@ -73,7 +73,8 @@ impl FakeApi {
         Client::new(service, "ml")
     }
 
-    fn respond(&self, parts: &http::request::Parts, body: &[u8]) -> Response<Body> {
+    /// The answer to a request.
+    pub(crate) fn respond(&self, parts: &http::request::Parts, body: &[u8]) -> Response<Body> {
         let mut state = self.state.lock().unwrap();
         let path = parts.uri.path();
         state.requests.push(format!("{} {path}", parts.method));

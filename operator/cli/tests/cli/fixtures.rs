@@ -143,6 +143,23 @@ pub(crate) fn event(
             "reportingInstance": "gpu-a-1" })
 }
 
+/// The operator's Event on a waiting pod about a victim.
+pub(crate) fn victim_event(
+    pod: &str,
+    reason: &str,
+    message: &str,
+    victim: &str,
+    seconds: i64,
+) -> Value {
+    let mut event = event("Pod", pod, &format!("ml-{pod}"), reason, message, seconds);
+    let (namespace, name) = victim.split_once('/').unwrap();
+    event["related"] = json!({ "kind": "Pod", "namespace": namespace, "name": name, "uid": format!("{namespace}-{name}") });
+    event["type"] = json!("Normal");
+    event["reportingComponent"] = json!("bursar-operator");
+    event["reportingInstance"] = json!("bursar-operator-1");
+    event
+}
+
 /// A snapshot of the objects of the documentation's example: five GPUs on four nodes.
 pub(crate) fn cluster() -> Snapshot {
     let mut big = waiting_pod(
@@ -278,6 +295,13 @@ pub(crate) fn cluster() -> Snapshot {
                 "WaitingForGpuMemory",
                 "waiting for 50 GiB on one GPU: largest free 39 GiB (GPU-a1)",
                 42,
+            )),
+            parse(victim_event(
+                "big-0",
+                "GpuMemoryVictimEvicted",
+                "search/crawl-2 is evicted from GPU-a1 of gpu-a-1 for this pod",
+                "search/crawl-2",
+                5,
             )),
         ],
         ..Snapshot::default()

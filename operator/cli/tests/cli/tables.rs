@@ -4,8 +4,9 @@ use bursar_cli::show::{budgets, events, gpus, retained, top};
 use bursar_cli::snapshot::Snapshot;
 use bursar_cli::table::Terminal;
 use bursar_cli::{uninstall, version};
+use serde_json::json;
 
-use crate::fixtures::{NOW, cluster, golden, gpu, gpu_node, parse, tenant};
+use crate::fixtures::{NOW, cluster, golden, gpu, gpu_node, parse, pod, tenant};
 
 const PLAIN: Terminal = Terminal {
     colour: false,
@@ -103,6 +104,127 @@ fn empty_cluster_has_sentences_instead_of_tables() {
         uninstall::render(&empty, PLAIN),
         "Nothing of Bursar is left in the API.\n"
     );
+}
+
+/// The terminals of the recorded tables: a pipe, narrow and wide ones, with colours, `-o wide`.
+const TERMINALS: [(&str, Terminal); 5] = [
+    ("pipe", PLAIN),
+    (
+        "40 columns",
+        Terminal {
+            width: Some(40),
+            ..PLAIN
+        },
+    ),
+    (
+        "80 columns, colour",
+        Terminal {
+            width: Some(80),
+            colour: true,
+            ..PLAIN
+        },
+    ),
+    (
+        "200 columns, colour",
+        Terminal {
+            width: Some(200),
+            colour: true,
+            ..PLAIN
+        },
+    ),
+    (
+        "200 columns, wide",
+        Terminal {
+            width: Some(200),
+            wide: true,
+            ..PLAIN
+        },
+    ),
+];
+
+/// A cluster with this many GPUs, eight on a node. Every third has a pod, and every hundredth,
+/// beginning with the last, is lost.
+fn with_gpus(count: usize) -> Snapshot {
+    let mut snapshot = Snapshot {
+        now: NOW.parse().unwrap(),
+        ..Snapshot::default()
+    };
+    let numbers: Vec<usize> = (0..count).collect();
+    for (node, gpus) in numbers.chunks(8).enumerate() {
+        let node = format!("node-{node:03}");
+        let gpus = gpus.iter().enumerate().map(|(index, number)| {
+            let pod_name = format!("pod-{number}");
+            let uid = format!("ml-{pod_name}");
+            let has_pod = number % 3 == 0;
+            if has_pod {
+                snapshot.pods.push(parse(pod("ml", &pod_name, &node, 16)));
+            }
+            let owners: &[(&str, i32)] = if has_pod { &[(&uid, 16)] } else { &[] };
+            let mut gpu = gpu(
+                &format!("GPU-{number:04}"),
+                i32::try_from(index).unwrap(),
+                79,
+                owners,
+            );
+            if count > 1 && number % 100 == 99 {
+                gpu["state"] = json!("Lost");
+                gpu["health"] = json!({ "status": "Unhealthy", "reason": "Xid79" });
+            }
+            gpu
+        });
+        let gpus = gpus.collect();
+        snapshot.gpu_nodes.push(parse(gpu_node(&node, gpus)));
+    }
+    snapshot
+}
+
+/// The first and the last lines of a long text, with the number of the others. Escape sequences of
+/// colours are written as `<31>`.
+fn ends(text: &str) -> String {
+    let text = text.replace("\u{1b}[0m", "<>").replace("\u{1b}[", "<");
+    let text = ["31", "32", "33"].iter().fold(text, |text, code| {
+        text.replace(&format!("<{code}m"), &format!("<{code}>"))
+    });
+    let lines: Vec<&str> = text.lines().collect();
+    if lines.len() <= 12 {
+        return text;
+    }
+    let (first, last) = (lines[..3].join("\n"), lines[lines.len() - 3..].join("\n"));
+    format!("{first}\n({} more lines)\n{last}\n", lines.len() - 6)
+}
+
+#[test]
+fn tables_of_0_1_and_1000_gpus_match_in_every_terminal() {
+    let mut all = String::new();
+    for count in [0, 1, 1000] {
+        let snapshot = with_gpus(count);
+        for (name, terminal) in TERMINALS {
+            let rendered = [
+                ("gpus", gpus::render(&snapshot, None, terminal)),
+                ("top", top::render_pods(&snapshot, terminal)),
+            ];
+            for (command, text) in rendered {
+                all.push_str(&format!(
+                    "== {command}: {count} GPUs, {name}\n{}",
+                    ends(&text)
+                ));
+                let plain = text.replace("\u{1b}[0m", "");
+                let plain = ["\u{1b}[31m", "\u{1b}[32m", "\u{1b}[33m"]
+                    .iter()
+                    .fold(plain, |plain, code| plain.replace(code, ""));
+                assert!(!plain.contains('\u{1b}'), "{command}: {plain}");
+                let table = plain
+                    .lines()
+                    .filter(|line| !line.contains(" GPUs on ") && !line.contains(" GPU on "));
+                let widest = table.map(|line| line.chars().count()).max().unwrap_or(0);
+                assert!(
+                    widest <= terminal.width.unwrap_or(usize::MAX),
+                    "{command}: {name}: {widest}"
+                );
+            }
+        }
+    }
+    golden("terminals", &all);
 }
 
 #[test]
