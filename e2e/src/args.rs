@@ -48,6 +48,16 @@ pub(crate) enum Command {
         #[arg(long, default_value = "bursar-e2e.tar.xz")]
         out: PathBuf,
     },
+    /// Write the archive of kubectl bursar for a release, and krew's manifest of all archives in
+    /// the folder.
+    CliArchive {
+        /// The folder.
+        #[arg(long, value_name = "DIR")]
+        to: PathBuf,
+        /// The target; by default that of this machine, with musl if rustup has it.
+        #[arg(long, value_name = "TRIPLE")]
+        target: Option<String>,
+    },
     /// Write the pictures of the README, with the figures of docs/benchmarks.md.
     Pictures,
     /// Take a cluster down.

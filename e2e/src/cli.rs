@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use bursar_e2e::artifacts::Artifacts;
 use bursar_e2e::chart::{self, Chart};
+use bursar_e2e::cli_archive;
 use bursar_e2e::cluster::{self, Cluster, ClusterOptions, ClusterScope, LocalCluster, RunFolder};
 use bursar_e2e::demo;
 use bursar_e2e::environment::Environment;
@@ -62,6 +63,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             keep,
             bursar,
         } => interruptible(demo(cluster.name, keep, bursar, progress))?,
+        Command::CliArchive { to, target } => {
+            let target = target.unwrap_or_else(cli_archive::default_target);
+            let archive = cli_archive::write(&cli_archive::build(&target)?, &target, &to)?;
+            progress.report(format_args!(
+                "{} for {target}, and {}",
+                archive.display(),
+                to.join(cli_archive::MANIFEST).display()
+            ));
+        }
         Command::Pictures => pictures::write()?,
         Command::Pack { out } => interruptible(pack(out, progress))?,
         Command::Down { cluster } => {

@@ -4,6 +4,7 @@ pub mod artifacts;
 pub mod cache;
 mod cargo;
 pub mod chart;
+pub mod cli_archive;
 pub mod cluster;
 pub mod control_plane;
 pub mod demo;

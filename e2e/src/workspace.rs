@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use serde::Deserialize;
 
@@ -115,6 +115,26 @@ pub fn build_packages(profile: Profile, packages: &[&str]) -> Result<Binaries, W
     build_selection(profile, &package_arguments(packages.iter().copied()))
 }
 
+/// Compiles one package in the release profile for a target, linked statically. Compiler messages
+/// go to standard error.
+///
+/// # Errors
+/// As [`build`].
+pub fn build_static(package: &str, target: &str) -> Result<Binaries, WorkspaceError> {
+    let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
+    let mut command = cargo::command();
+    // With a target the flags do not count for build scripts and macros.
+    command.env(
+        "RUSTFLAGS",
+        format!("{flags} -C target-feature=+crt-static"),
+    );
+    run_build(
+        command,
+        Profile::Release,
+        &["--locked", "--package", package, "--target", target],
+    )
+}
+
 fn package_arguments<'a>(packages: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     packages
         .flat_map(|package| ["--package", package])
@@ -122,7 +142,14 @@ fn package_arguments<'a>(packages: impl Iterator<Item = &'a str>) -> Vec<&'a str
 }
 
 fn build_selection(profile: Profile, selection: &[&str]) -> Result<Binaries, WorkspaceError> {
-    let mut command = cargo::command();
+    run_build(cargo::command(), profile, selection)
+}
+
+fn run_build(
+    mut command: Command,
+    profile: Profile,
+    selection: &[&str],
+) -> Result<Binaries, WorkspaceError> {
     command.args([
         "build",
         "--quiet",

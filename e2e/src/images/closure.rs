@@ -31,7 +31,7 @@ pub enum ClosureError {
 ///
 /// # Errors
 /// When `ldd` (glibc) fails or does not find a library.
-pub(super) fn libraries(program: &Path) -> Result<BTreeMap<String, PathBuf>, ClosureError> {
+pub(crate) fn libraries(program: &Path) -> Result<BTreeMap<String, PathBuf>, ClosureError> {
     let output = Command::new("ldd")
         .arg(program)
         .env_remove("LD_LIBRARY_PATH")

@@ -12,6 +12,7 @@ use std::process::Command;
 use sha2::{Digest, Sha256};
 
 pub use closure::ClosureError;
+pub(crate) use closure::libraries;
 pub use oci::{Entry, Image};
 
 use crate::workspace::Binaries;

@@ -5,7 +5,8 @@ use std::process::Command;
 use super::deadline::{self, CHECK_TIMEOUT};
 use super::named::{self, NamedCheck, TestSelection};
 use super::{
-    COMPILE_CHECK, cluster, docs, faults, install, layers, mission, security, style, surface, tools,
+    COMPILE_CHECK, cli, cluster, docs, faults, install, layers, mission, security, style, surface,
+    tools,
 };
 use crate::cargo;
 use crate::kube;
@@ -238,6 +239,17 @@ const CHECKS: &[Check] = &[
          tenant's rights",
         &["--test", "cli"],
     ),
+    Check {
+        name: "cli/completion",
+        promise: "commands, flags and values of kubectl bursar are completed in bash and zsh on a terminal, by kubectl and by \
+                  the program's own scripts",
+        runner: Runner::Function(cli::completion),
+    },
+    Check {
+        name: "cli/archive",
+        promise: "the archive and the manifest for krew install kubectl bursar by krew's steps",
+        runner: Runner::Function(cli::archive),
+    },
     test_check(
         "enforcement/quota",
         "the shim enforces the quota of real processes to the byte, past kills and agent restarts",

@@ -9,6 +9,7 @@
 //! ```
 
 mod checks;
+mod cli;
 mod cluster;
 mod deadline;
 mod docs;

@@ -22,8 +22,10 @@ pub(super) enum ToolError {
         "cargo install {tool} failed; its output above says why (it needs the crates.io registry)"
     )]
     Failed { tool: String },
-    #[error("failed to unpack the Debian package prometheus: {what}; install promtool on the PATH")]
-    Package { what: String },
+    #[error(
+        "failed to unpack the Debian packages {names}: {what}; apt-get needs Debian's registry"
+    )]
+    Packages { names: String, what: String },
 }
 
 /// Returns the path of `promtool`: the installed one, or that of Debian's package `prometheus`,
@@ -34,15 +36,32 @@ pub(super) fn promtool() -> Result<PathBuf, CacheError<ToolError>> {
     if asked.is_ok_and(|asked| asked.status.success()) {
         return Ok(installed);
     }
-    let folder = cache::get_or_make(&paths::cache().join("tools"), "prometheus", unpack)?;
+    let unpacked = |out: &Path| {
+        unpack(out, &["prometheus"])?;
+        // The server is large and not used.
+        let _ = std::fs::remove_file(out.join("usr/bin/prometheus"));
+        Ok(())
+    };
+    let folder = cache::get_or_make(&paths::cache().join("tools"), "prometheus", unpacked)?;
     Ok(folder.join("usr/bin/promtool"))
 }
 
-fn unpack(out: &Path) -> Result<(), ToolError> {
-    let script = "apt-get download prometheus >&2 && dpkg-deb -x prometheus_*.deb . \
-                  && rm prometheus_*.deb usr/bin/prometheus";
+/// Returns the folder of Debian's packages with zsh and the completion functions of bash, which
+/// are downloaded at their first use and not installed.
+pub(super) fn shells() -> Result<PathBuf, CacheError<ToolError>> {
+    let packages = ["bash-completion", "zsh", "zsh-common"];
+    cache::get_or_make(&paths::cache().join("tools"), "shells", |out| {
+        unpack(out, &packages)
+    })
+}
+
+fn unpack(out: &Path, packages: &[&str]) -> Result<(), ToolError> {
+    // An old list of packages names versions that the registry has no more.
+    let script = "apt-get download \"$@\" >&2 || { apt-get update >&2 && apt-get download \"$@\" >&2; } && \
+                  for package in *.deb; do dpkg-deb -x \"$package\" . && rm \"$package\"; done";
     let status = Command::new("sh")
-        .args(["-ec", script])
+        .args(["-ec", script, "unpack"])
+        .args(packages)
         .current_dir(out)
         .status();
     let what = match status {
@@ -50,7 +69,8 @@ fn unpack(out: &Path) -> Result<(), ToolError> {
         Ok(status) => status.to_string(),
         Err(error) => error.to_string(),
     };
-    Err(ToolError::Package { what })
+    let names = packages.join(" ");
+    Err(ToolError::Packages { names, what })
 }
 
 /// Returns the path of `cargo-deny`, which is compiled at its first use (about 4 minutes on two
