@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! budgets -> large pods, one a GPU -> small pods (one fills its quota) -> a pod that no GPU fits
-//!         -> probe output of each -> a large pod is deleted -> the pending pod runs -> the table
+//!         -> probe output of each, and why that pod waits -> a large pod is deleted
+//!         -> the pending pod runs -> the table, and the same pods by `kubectl bursar top`
 //! ```
 
 mod probe_output;
@@ -11,7 +12,12 @@ mod workloads;
 
 use std::time::{Duration, Instant};
 
+use bursar_cli::args::Cli;
+use bursar_cli::run::Session;
+use bursar_cli::table::Terminal;
 use bursar_crds::GpuMemoryBudget;
+use clap::Parser as _;
+use kube::Client;
 use kube::api::{Api, Patch, PatchParams};
 use serde_json::json;
 
@@ -42,6 +48,14 @@ pub enum DemoError {
         /// The API server's error.
         source: Box<kube::Error>,
     },
+    /// A command of `kubectl bursar` failed.
+    #[error("kubectl bursar {line}: {cause:#}")]
+    Command {
+        /// The command line.
+        line: String,
+        /// The cause.
+        cause: anyhow::Error,
+    },
     /// The GPUs are too small.
     #[error("the demo needs a node with at least 8 GiB on a GPU; the nodes offer {0}")]
     TooSmall(String),
@@ -61,7 +75,27 @@ pub async fn clean_up(environment: &Environment) -> Result<(), DemoError> {
     Ok(())
 }
 
-/// Runs the demo and returns its table.
+/// Runs a command of `kubectl bursar`, and returns the command line with its output.
+async fn kubectl_bursar(client: &Client, line: &str) -> Result<String, DemoError> {
+    let failed = |cause| DemoError::Command {
+        line: line.to_owned(),
+        cause,
+    };
+    let words = std::iter::once("kubectl-bursar").chain(line.split(' '));
+    let cli = Cli::try_parse_from(words).map_err(|error| failed(error.into()))?;
+    let mut out = Vec::new();
+    let mut session = Session {
+        client: client.clone(),
+        global: &cli.global,
+        terminal: Terminal::default(),
+        out: &mut out,
+    };
+    session.run(&cli.command).await.map_err(failed)?;
+    let out = String::from_utf8_lossy(&out);
+    Ok(format!("$ kubectl bursar {line}\n{out}"))
+}
+
+/// Runs the demo. Returns its table, and what `kubectl bursar top` shows of the same pods.
 ///
 /// # Errors
 /// When a pod does not reach its expected state in time.
@@ -98,7 +132,8 @@ pub async fn run(environment: &Environment, progress: &Progress) -> Result<Strin
     }
     rows.push(run_pending_pod(environment, &workloads, progress).await?);
     rows[workloads.deleted].note = "was deleted to make room".to_owned();
-    Ok(table::render(&rows))
+    let top = kubectl_bursar(&client, "top -A").await?;
+    Ok(format!("{}\n{top}", table::render(&rows)))
 }
 
 /// Creates the pod that finds no GPU with room, and deletes a large pod once the status names the
@@ -127,6 +162,8 @@ async fn run_pending_pod(
         "for a node"
     };
     progress.report(format_args!("it waits {place}: {}", waits.waiting_reason));
+    let line = format!("explain pod {} -n {}", workload.name, workload.namespace);
+    println!("\n{}", kubectl_bursar(&client, &line).await?);
 
     let leaving = &workloads.initial[workloads.deleted];
     let theirs = Pods::in_namespace(&client, leaving.namespace).await?;

@@ -63,6 +63,34 @@ pub(super) fn before_after() -> String {
     svg.finish("One GPU of 80 GiB shared by three pods, by time-slicing and by Bursar")
 }
 
+/// Draws commands with their output as a terminal shows them. A line that is too long goes on in
+/// the next one.
+pub(super) fn terminal(commands: &[(&str, String)]) -> String {
+    const COLUMNS: usize = 130;
+    const LINE: f64 = 17.0;
+    const CHARACTER: f64 = 7.25;
+    let mut lines = Vec::new();
+    for (number, (command, output)) in commands.iter().enumerate() {
+        if number > 0 {
+            lines.push(String::new());
+        }
+        lines.push(format!("$ {command}"));
+        for line in output.lines() {
+            let characters: Vec<char> = line.chars().collect();
+            lines.extend(characters.chunks(COLUMNS).map(String::from_iter));
+        }
+    }
+    let width = COLUMNS as f64 * CHARACTER + 2.0 * LEFT;
+    let height = lines.len() as f64 * LINE + 2.0 * LEFT;
+    let mut svg = Svg::new(width, height);
+    svg.rect(Style::Panel, (0.5, 0.5), (width - 1.0, height - 1.0));
+    for (number, line) in lines.iter().enumerate() {
+        let bottom = LEFT + LINE * (number as f64 + 0.75);
+        svg.text(Style::Output, (LEFT, bottom), line);
+    }
+    svg.finish("kubectl bursar top and kubectl bursar explain in a terminal")
+}
+
 /// Draws the way of a pod from its request to its first allocation.
 pub(super) fn way_of_a_pod() -> String {
     const BOX: (f64, f64) = (132.0, 92.0);

@@ -1,4 +1,5 @@
-//! Writes the pictures of the README, with the measured figures of `docs/benchmarks.md`.
+//! Writes the pictures of the README, with the measured figures of `docs/benchmarks.md` and the
+//! recorded output of `kubectl bursar`.
 
 mod drawings;
 mod figures;
@@ -45,11 +46,21 @@ fn draw() -> Result<Vec<(PathBuf, String)>, PictureError> {
     let benchmarks = read(&docs.join("benchmarks.md"))?;
     let page = Page(&benchmarks);
     let folder = docs.join("pictures");
+    // The output of kubectl bursar over recorded objects, which its own tests compare.
+    let golden = paths::repository().join("operator/cli/tests/golden");
+    let commands = [
+        ("kubectl bursar top", read(&golden.join("top.txt"))?),
+        (
+            "kubectl bursar explain pod big-0 -n ml",
+            read(&golden.join("explain-waiting-128.txt"))?,
+        ),
+    ];
     let pictures = [
         ("before-after.svg", drawings::before_after()),
         ("way-of-a-pod.svg", drawings::way_of_a_pod()),
         ("restart.svg", drawings::restart(&page)?),
         ("overhead.svg", drawings::overhead(&page)?),
+        ("kubectl-bursar.svg", drawings::terminal(&commands)),
     ];
     Ok(pictures
         .map(|(name, text)| (folder.join(name), text))

@@ -25,6 +25,8 @@ pub(super) enum Style {
     Text,
     /// A remark.
     Faint,
+    /// The output of a program.
+    Output,
 }
 
 impl fmt::Display for Style {
@@ -40,12 +42,14 @@ impl fmt::Display for Style {
             Self::Title => "title",
             Self::Text => "text",
             Self::Faint => "faint",
+            Self::Output => "output",
         })
     }
 }
 
 const STYLE_SHEET: &str = "\
 text{font-family:ui-sans-serif,system-ui,sans-serif;font-size:13px;fill:#1f2328}\
+.output{font-family:ui-monospace,monospace;font-size:12px;white-space:pre}\
 .title{font-size:15px;font-weight:600}.faint{fill:#59636e;font-size:12px}\
 .frame{fill:none;stroke:#59636e}.panel{fill:#f6f8fa;stroke:#d1d9e0}\
 .calm{fill:#54aeff}.other{fill:#4ac26b}.greedy{fill:#d4a72c}.failed{fill:#ff8182}.base{fill:#afb8c1}\
