@@ -1,5 +1,6 @@
 //! Implements the subcommands of `simgpu`.
 
+use crate::ending;
 use anyhow::{Context as _, Result};
 use bursar_sim_state::{MachineDir, Sim, xid::Xid};
 use clap::{Parser, Subcommand, ValueEnum};
@@ -25,6 +26,16 @@ enum Command {
         #[arg(long)]
         config: PathBuf,
         /// A driver library to install (twice: libbursar_sim_cuda.so, libbursar_sim_nvml.so).
+        #[arg(long = "lib")]
+        libraries: Vec<PathBuf>,
+    },
+    /// Create the directory unless this machine has it already, and wait for SIGTERM: a DaemonSet's
+    /// container, which a restart does not take the GPUs from.
+    Serve {
+        /// The configuration file to copy.
+        #[arg(long)]
+        config: PathBuf,
+        /// A driver library to install (twice: libcuda.so.1, libnvidia-ml.so.1).
         #[arg(long = "lib")]
         libraries: Vec<PathBuf>,
     },
@@ -85,6 +96,14 @@ pub(crate) fn run(args: Args) -> Result<String> {
         MachineDir::at(&args.dir).init(config, libraries)?;
         return Ok(String::new());
     }
+    if let Command::Serve { config, libraries } = &args.command {
+        // The signals are blocked first, so that none ends the process half-way.
+        let signals = ending::block_signals();
+        MachineDir::at(&args.dir).init_or_keep(config, libraries)?;
+        print!("{}", status(&Sim::open(&args.dir)?));
+        ending::wait_for(&signals);
+        return Ok(String::new());
+    }
     let sim = Sim::open(&args.dir)?;
     let gpu = |name: &str| {
         sim.find_gpu(name)
@@ -98,7 +117,7 @@ pub(crate) fn run(args: Args) -> Result<String> {
         })
     };
     match args.command {
-        Command::Init { .. } => {}
+        Command::Init { .. } | Command::Serve { .. } => {}
         Command::Status => return Ok(status(&sim)),
         Command::Lose { gpu: name } => {
             sim.set_lost(gpu(&name)?, true);

@@ -88,6 +88,10 @@ impl MachineDir {
     pub fn pid_namespace(&self) -> PathBuf {
         self.0.join("state/pid-namespace")
     }
+    /// A file that says under which boot, and in which pid namespace, the state was made.
+    fn origin(&self) -> PathBuf {
+        self.0.join("state/origin")
+    }
     /// The directory of device nodes.
     pub fn dev(&self) -> PathBuf {
         self.0.join("dev")
@@ -138,6 +142,31 @@ impl MachineDir {
             set_mode(&mode.0, mode.1)?;
         }
         Table::create(&self.table(), &parsed)?;
+        let origin = current_origin().map_err(io_error("read the boot for", &self.origin()))?;
+        write_file(&self.origin(), origin.as_bytes())?;
+        self.install_driver(&parsed, libraries)
+    }
+
+    /// Lays the directory out as [`MachineDir::init`] does, but keeps the state if the machine has
+    /// not started anew, and the configuration and the format of the table are the same.
+    ///
+    /// # Errors
+    /// As [`MachineDir::init`].
+    pub fn init_or_keep(&self, config: &Path, libraries: &[PathBuf]) -> Result<(), InitError> {
+        let parsed = Config::read(config)?;
+        let text = std::fs::read(config).map_err(io_error("read", config))?;
+        let origin = current_origin().map_err(io_error("read the boot for", &self.origin()))?;
+        let keeps = std::fs::read(self.config()).is_ok_and(|there| there == text)
+            && std::fs::read_to_string(self.origin()).is_ok_and(|there| there == origin)
+            && Table::open(&self.table()).is_ok();
+        if !keeps {
+            return self.init(config, libraries);
+        }
+        self.install_driver(&parsed, libraries)
+    }
+
+    /// Creates the device nodes, and copies `libraries`.
+    fn install_driver(&self, parsed: &Config, libraries: &[PathBuf]) -> Result<(), InitError> {
         for gpu in &parsed.gpu {
             let node = format!("nvidia{}", gpu.minor);
             create_node(&self.dev().join(node), gpu_device_number(gpu.minor))?;
@@ -172,6 +201,12 @@ impl MachineDir {
         }
         std::fs::rename(&fresh, &target).map_err(io_error("rename to", &target))
     }
+}
+
+/// The boot and the pid namespace of this process: what another one of them refers to is gone.
+fn current_origin() -> io::Result<String> {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+    Ok(format!("{} {}", boot.trim(), crate::lock::pid_namespace()?))
 }
 
 /// Functions that drivers before CUDA 12.2 do not export.
@@ -278,4 +313,42 @@ fn create_node(path: &Path, number: libc::dev_t) -> Result<(), InitError> {
         made => made.map_err(io_error("create", path))?,
     }
     set_mode(path, 0o666)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Sim;
+
+    fn config(folder: &Path, memory: &str) -> PathBuf {
+        let path = folder.join("config.toml");
+        let text = format!(
+            "[[gpu]]\nname = \"x\"\nuuid = \"GPU-00000000-0000-4000-8000-000000000000\"\n\
+             memory = \"{memory}\"\nminor = 0\n"
+        );
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    #[test]
+    fn state_is_kept_on_the_same_boot_with_the_same_gpus() {
+        let folder = tempfile::tempdir().unwrap();
+        let machine = MachineDir::at(folder.path().join("machine"));
+        let is_lost = || Sim::open(machine.path()).unwrap().is_lost(0);
+        let lose = || Sim::open(machine.path()).unwrap().set_lost(0, true);
+        let small = config(folder.path(), "1Gi");
+        machine.init_or_keep(&small, &[]).unwrap();
+        lose();
+        std::fs::remove_file(machine.dev().join("nvidia0")).unwrap();
+        machine.init_or_keep(&small, &[]).unwrap();
+        assert!(is_lost() && machine.dev().join("nvidia0").exists());
+
+        let large = config(folder.path(), "2Gi");
+        machine.init_or_keep(&large, &[]).unwrap();
+        assert!(!is_lost(), "other GPUs have a new state");
+        lose();
+        std::fs::write(machine.origin(), "another boot").unwrap();
+        machine.init_or_keep(&large, &[]).unwrap();
+        assert!(!is_lost(), "another boot has a new state");
+    }
 }

@@ -1,6 +1,7 @@
 //! Runs `simgpu`, which lays out a simulated machine, shows its state and injects faults.
 
 mod command;
+mod ending;
 
 use clap::Parser as _;
 use std::process::ExitCode;
