@@ -10,3 +10,4 @@ mod placement;
 mod policies;
 mod render;
 mod settings;
+mod simulated;

@@ -1,0 +1,64 @@
+//! Checks the values for clusters without GPUs.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::render::{Objects, arguments, chart, pod_spec, render};
+
+/// Renders the chart with `values-simulated.yaml` and these values.
+fn simulated(more: &[&str]) -> Objects {
+    let text = fs::read_to_string(chart().join("values-simulated.yaml")).unwrap();
+    let values: Value = serde_yaml_ng::from_str(&text).unwrap();
+    let values = values.as_object().unwrap().iter();
+    let values: Vec<String> = values
+        .map(|(key, value)| format!("{key}={value}"))
+        .collect();
+    let values: Vec<&str> = values.iter().map(String::as_str).collect();
+    render(&[&values, more].concat())
+}
+
+fn host_path<'a>(workload: &'a Value, volume: &str) -> &'a str {
+    let volumes = pod_spec(workload)["volumes"].as_array().unwrap();
+    let named = volumes.iter().find(|found| found["name"] == volume);
+    named.unwrap()["hostPath"]["path"].as_str().unwrap()
+}
+
+#[test]
+fn agents_read_the_folder_of_the_simulated_driver() {
+    let objects = simulated(&[]);
+    let driver = objects.get("DaemonSet", "bursar-simulated-driver");
+    let folder = host_path(driver, "folder");
+    assert!(arguments(driver).contains(&format!("--dir={folder}").as_str()));
+    let agent = objects.agent();
+    assert_eq!(host_path(agent, "simulated-driver"), folder);
+    assert_eq!(host_path(agent, "driver-root"), format!("{folder}/driver"));
+    assert_eq!(host_path(agent, "dev-root"), format!("{folder}/dev"));
+    let config = &objects.get("ConfigMap", "bursar-agent")["data"]["agent.toml"];
+    let mount = format!("host-path = \"{folder}\"\n    container-path");
+    let config = config.as_str().unwrap().replace('\n', "\n    ");
+    assert!(config.contains(&mount), "{config}");
+    // Both run on every node, which has no label of a GPU.
+    for workload in [driver, agent] {
+        assert!(pod_spec(workload)["affinity"].is_null());
+    }
+}
+
+#[test]
+fn simulated_gpus_are_as_many_and_as_large_as_chosen() {
+    let objects = simulated(&[r#"simulatedDriver={"enabled":true,"gpus":3,"memory":"8Gi"}"#]);
+    let config = &objects.get("ConfigMap", "bursar-simulated-driver")["data"]["config.toml"];
+    let config = config.as_str().unwrap();
+    assert_eq!(config.matches("memory = \"8Gi\"").count(), 3, "{config}");
+    assert!(config.contains("minor = 2"), "{config}");
+}
+
+#[test]
+fn driver_is_simulated_only_on_request() {
+    let objects = render(&[]);
+    assert!(
+        objects
+            .find("DaemonSet", "bursar-simulated-driver")
+            .is_none()
+    );
+}
