@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use bursar_e2e::images::Template;
+use bursar_e2e::release::{Destination, ReleaseOptions, Version};
 use bursar_e2e::verify::VerifyArgs;
 use clap::builder::TypedValueParser;
 use clap::{Parser, Subcommand};
@@ -60,6 +61,8 @@ pub(crate) enum Command {
     },
     /// Write the pictures of the README, with the figures of docs/benchmarks.md.
     Pictures,
+    /// Build the images, the chart and what belongs to them, and publish them.
+    Release(ReleaseArgs),
     /// Take a cluster down.
     Down {
         #[command(flatten)]
@@ -73,6 +76,37 @@ pub(crate) enum Command {
         #[command(flatten)]
         cluster: ClusterName,
     },
+}
+
+/// The version, source and destinations of a release.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ReleaseArgs {
+    /// The version: that of Cargo.toml, or a pre-release of it.
+    #[arg(long)]
+    version: Version,
+    /// A registry with the path of the repositories below it, such as ghcr.io/bursar, or a folder.
+    /// May be given several times. The chart names the first registry.
+    #[arg(long = "to", value_name = "REGISTRY|FOLDER", required = true)]
+    destinations: Vec<Destination>,
+    /// The folder of a release that another machine has made for its architecture. May be given
+    /// several times. Nothing is built then.
+    #[arg(long = "from", value_name = "FOLDER")]
+    parts: Vec<PathBuf>,
+}
+
+impl ReleaseArgs {
+    pub(crate) fn options(self) -> ReleaseOptions {
+        let Self {
+            version,
+            destinations,
+            parts,
+        } = self;
+        ReleaseOptions {
+            version,
+            destinations,
+            parts,
+        }
+    }
 }
 
 #[derive(Debug, clap::Args)]

@@ -1,5 +1,6 @@
 //! Calls the cargo that runs this program, without the variables of this package.
 
+use std::path::Path;
 use std::process::Command;
 
 /// Returns a command for the cargo that runs this program, so that a `+toolchain` on the command
@@ -9,7 +10,18 @@ use std::process::Command;
 /// scripts. The build script of ring runs again whenever `CARGO_PKG_NAME` changes, and every crate
 /// over ring is compiled again (The Cargo Book, "Environment Variables").
 pub(crate) fn command() -> Command {
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    without_package_variables(Command::new(cargo))
+}
+
+/// Returns a command for a program that extends cargo by this subcommand, as cargo calls it.
+pub(crate) fn subcommand(program: &Path, name: &str) -> Command {
+    let mut command = without_package_variables(Command::new(program));
+    command.arg(name);
+    command
+}
+
+fn without_package_variables(mut command: Command) -> Command {
     for (name, _) in std::env::vars_os() {
         if name.to_str().is_some_and(is_package_variable) {
             command.env_remove(name);

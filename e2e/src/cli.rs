@@ -17,6 +17,7 @@ use bursar_e2e::node;
 use bursar_e2e::pack;
 use bursar_e2e::pictures;
 use bursar_e2e::progress::Progress;
+use bursar_e2e::release::{self, ReleaseOptions};
 use bursar_e2e::verify;
 use bursar_e2e::workspace::Profile;
 use tokio::signal::unix::{SignalKind, signal};
@@ -73,6 +74,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             ));
         }
         Command::Pictures => pictures::write()?,
+        Command::Release(args) => make_release(&args.options(), &progress)?,
         Command::Pack { out } => interruptible(pack(out, progress))?,
         Command::Down { cluster } => {
             interruptible(async move { Ok(cluster::down(&cluster.name).await?) })?
@@ -221,6 +223,23 @@ async fn pack(out: PathBuf, progress: Progress) -> anyhow::Result<()> {
         out.file_name().unwrap_or_default().display()
     );
     println!("  bursar-e2e/run demo");
+    Ok(())
+}
+
+/// Makes a release of programs that are built for it, or of parts that are there.
+fn make_release(options: &ReleaseOptions, progress: &Progress) -> anyhow::Result<()> {
+    let programs = match options.parts.is_empty() {
+        true => Some(release::build_programs(progress)?),
+        false => None,
+    };
+    let made = release::make(options, programs.as_ref(), progress)?;
+    for image in made.images.values() {
+        println!("{image}");
+    }
+    if let Some(chart) = made.chart {
+        println!("{chart}");
+    }
+    println!("{}", made.folder.display());
     Ok(())
 }
 

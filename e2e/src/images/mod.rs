@@ -1,5 +1,6 @@
 //! Builds the images of our programs. The `Dockerfile` builds the same layouts for users.
 
+mod artifact;
 mod closure;
 mod oci;
 
@@ -11,9 +12,10 @@ use std::process::Command;
 
 use sha2::{Digest, Sha256};
 
+pub use artifact::{Artifact, Blob, digest, take_over, write_index, write_layout};
 pub use closure::ClosureError;
 pub(crate) use closure::libraries;
-pub use oci::{Entry, Image};
+pub use oci::{Entry, Image, Layer, architecture};
 
 use crate::workspace::Binaries;
 
@@ -62,16 +64,24 @@ pub struct Archive {
 }
 
 /// The content of one image, beside the libraries that its programs need.
-struct Recipe {
-    name: &'static str,
-    /// Programs of the workspace; the first is the entry point.
-    programs: &'static [&'static str],
-    /// Libraries of the workspace with their paths in the image.
-    libraries: &'static [(&'static str, &'static str)],
+#[derive(Debug)]
+pub struct Recipe {
+    /// The image's name, as `{name}` of a [`Template`].
+    pub name: &'static str,
+    /// The image's description, for its labels.
+    pub description: &'static str,
+    /// Programs of the workspace, with their packages; the first is the entry point.
+    pub programs: &'static [(&'static str, &'static str)],
+    /// Libraries of the workspace, with their packages and their paths in the image.
+    pub libraries: &'static [(&'static str, &'static str, &'static str)],
+    /// The user and group of the entry point; root if empty.
+    user: &'static str,
+    /// Whether programs of the image open the NVIDIA driver's libraries.
+    opens_driver: bool,
 }
 
-/// Libraries of glibc that the agent and pods need by name: the NVIDIA driver's libraries, which
-/// are opened at run time, link to them.
+/// Libraries of glibc that the driver's libraries need by name. Programs open those at run time, so
+/// `ldd` does not list these.
 const GLIBC: &[&str] = &[
     "libc.so.6",
     "libm.so.6",
@@ -81,29 +91,70 @@ const GLIBC: &[&str] = &[
     "libgcc_s.so.1",
 ];
 
-const RECIPES: &[Recipe] = &[
+/// The images of a release. Clusters of the harness get the first three.
+pub const RECIPES: &[Recipe] = &[
     Recipe {
         name: "agent",
-        programs: &["bursar-agent", "bursar-fdstore", "bursar-provisioner"],
+        description: "Binds containers to GPU memory, and holds them to it",
+        programs: &[
+            ("bursar-agent", "bursar-device-plugin"),
+            ("bursar-fdstore", "bursar-fdstore"),
+            ("bursar-provisioner", "bursar-provisioner"),
+        ],
         libraries: &[
-            ("libbursar_shim.so", "opt/bursar/shim/libcuda.so.1"),
+            (
+                "libbursar_shim.so",
+                "bursar-shim",
+                "opt/bursar/shim/libcuda.so.1",
+            ),
             (
                 "libbursar_nvml_shim.so",
+                "bursar-nvml-shim",
                 "opt/bursar/shim/libnvidia-ml.so.1",
             ),
         ],
+        user: "",
+        opens_driver: true,
     },
     Recipe {
         name: "operator",
-        programs: &["bursar-operator"],
+        description: "Keeps budgets of GPU memory in force, and places pods",
+        programs: &[("bursar-operator", "bursar-operator")],
         libraries: &[],
+        user: "65532:65532",
+        opens_driver: false,
     },
     Recipe {
         name: "probe",
-        programs: &["bursar-probe"],
+        description: "A CUDA program that reports and allocates GPU memory",
+        programs: &[("bursar-probe", "bursar-probe")],
         libraries: &[],
+        user: "",
+        opens_driver: true,
+    },
+    Recipe {
+        name: SIMULATED_DRIVER,
+        description: "Simulated GPUs for clusters without GPUs",
+        programs: &[("simgpu", "bursar-sim-state")],
+        libraries: &[
+            (
+                "libbursar_sim_cuda.so",
+                "bursar-sim-cuda",
+                "opt/bursar/simulated-driver/libcuda.so.1",
+            ),
+            (
+                "libbursar_sim_nvml.so",
+                "bursar-sim-nvml",
+                "opt/bursar/simulated-driver/libnvidia-ml.so.1",
+            ),
+        ],
+        user: "",
+        opens_driver: false,
     },
 ];
+
+/// The image of the simulated driver. The harness lays the driver out on its nodes itself.
+pub const SIMULATED_DRIVER: &str = "simulated-driver";
 
 /// The placeholder of an image's name in a template.
 const NAME: &str = "{name}";
@@ -168,27 +219,22 @@ pub fn write_all(
     };
     fs::create_dir_all(folder).map_err(file(folder))?;
     let mut content = Sha256::new();
-    let mut files = Vec::new();
-    for recipe in RECIPES {
-        files.push((recipe, recipe.files(binaries, &mut content)?));
+    let mut images = Vec::new();
+    let recipes = RECIPES.iter();
+    for recipe in recipes.filter(|recipe| recipe.name != SIMULATED_DRIVER) {
+        for source in recipe.sources(binaries)? {
+            let bytes = fs::read(source).map_err(file(source))?;
+            content.update(Sha256::digest(&bytes));
+        }
+        images.push((recipe.name, recipe.image(binaries, BTreeMap::new())?));
     }
     let template = Template::of(content);
     let mut archives = BTreeMap::new();
-    for (recipe, files) in files {
-        let image = Image {
-            reference: template.reference(recipe.name),
-            entrypoint: vec![format!("/usr/local/bin/{}", recipe.programs[0])],
-            files,
-        };
-        let path = folder.join(format!("{}.tar", recipe.name));
-        image.write(&path).map_err(file(&path))?;
-        archives.insert(
-            recipe.name,
-            Archive {
-                reference: image.reference,
-                path,
-            },
-        );
+    for (name, image) in images {
+        let path = folder.join(format!("{name}.tar"));
+        let reference = template.reference(name);
+        image.write(&reference, &path).map_err(file(&path))?;
+        archives.insert(name, Archive { reference, path });
     }
     archives.insert("pause", write_pause(folder)?);
     Ok((template, archives))
@@ -200,7 +246,7 @@ pub fn write_all(
 /// When the pause program does not compile, or the archive cannot be written.
 pub fn write_pause(folder: &Path) -> Result<Archive, ImageError> {
     let path = folder.join("pause.tar");
-    let written = pause(folder)?.write(&path);
+    let written = pause(folder)?.write(PAUSE, &path);
     written.map_err(|source| ImageError::File {
         path: path.clone(),
         source,
@@ -212,52 +258,85 @@ pub fn write_pause(folder: &Path) -> Result<Archive, ImageError> {
 }
 
 impl Recipe {
-    /// Lists the image's entries, and adds to `content` the bytes that identify the image.
-    fn files(&self, binaries: &Binaries, content: &mut Sha256) -> Result<Vec<Entry>, ImageError> {
+    /// Returns the packages of the workspace whose programs and libraries are in the image.
+    pub fn packages(&self) -> Vec<&'static str> {
+        let programs = self.programs.iter().map(|(_, package)| *package);
+        let libraries = self.libraries.iter().map(|(_, package, _)| *package);
+        programs.chain(libraries).collect()
+    }
+
+    /// Returns the built files of the image.
+    fn sources<'a>(&self, binaries: &'a Binaries) -> Result<Vec<&'a Path>, ImageError> {
+        let programs = self.programs.iter().map(|(name, _)| *name);
+        let libraries = self.libraries.iter().map(|(name, _, _)| *name);
         let built = |file: &str| {
             binaries.get(file).ok_or_else(|| ImageError::NotBuilt {
                 image: self.name,
                 file: file.to_owned(),
             })
         };
-        let mut files = base_entries();
+        programs.chain(libraries).map(built).collect()
+    }
+
+    /// Returns the libraries of this machine that the image needs, by name.
+    ///
+    /// # Errors
+    /// When a program was not built, or one of its libraries is missing.
+    pub fn system_libraries(
+        &self,
+        binaries: &Binaries,
+    ) -> Result<BTreeMap<String, PathBuf>, ImageError> {
         let mut libraries = BTreeMap::new();
-        let programs = self
-            .programs
-            .iter()
-            .map(|program| (*program, format!("usr/local/bin/{program}")));
-        let shared = self
-            .libraries
-            .iter()
-            .map(|(name, path)| (*name, (*path).to_owned()));
-        for (name, path) in programs.chain(shared) {
-            let source = built(name)?;
+        for source in self.sources(binaries)? {
             libraries.append(&mut closure::libraries(source)?);
-            let bytes = fs::read(source).map_err(|error| ImageError::File {
-                path: source.to_path_buf(),
-                source: error,
-            })?;
-            content.update(Sha256::digest(&bytes));
-            files.push(Entry::File {
-                path: path.into(),
-                source: source.to_path_buf(),
-            });
         }
-        // libc's folder differs from the loader's, which the ABI fixes.
-        let libc = libraries.get(GLIBC[0]);
-        let system = libc.and_then(|path| path.parent()).map(Path::to_path_buf);
-        let system = system.unwrap_or_default();
-        for name in GLIBC {
-            let path = system.join(name);
-            if path.exists() {
-                libraries.entry((*name).to_owned()).or_insert(path);
+        if self.opens_driver {
+            // libc's folder differs from the loader's, which the ABI fixes.
+            let libc = libraries.get(GLIBC[0]);
+            let system = libc.and_then(|path| path.parent()).map(Path::to_path_buf);
+            let system = system.unwrap_or_default();
+            for name in GLIBC {
+                let path = system.join(name);
+                if path.exists() {
+                    libraries.entry((*name).to_owned()).or_insert(path);
+                }
             }
         }
-        files.extend(libraries.into_iter().map(|(name, source)| Entry::File {
+        Ok(libraries)
+    }
+
+    /// Lays the image out, with these labels.
+    ///
+    /// # Errors
+    /// When a program was not built, or one of its libraries is missing.
+    pub fn image(
+        &self,
+        binaries: &Binaries,
+        labels: BTreeMap<&'static str, String>,
+    ) -> Result<Image, ImageError> {
+        let programs = self.programs.iter();
+        let programs = programs.map(|(name, _)| PathBuf::from("usr/local/bin").join(name));
+        let shared = self.libraries.iter().map(|(_, _, path)| path.into());
+        let ours = programs.chain(shared).zip(self.sources(binaries)?);
+        let ours = ours.map(|(path, source)| Entry::File {
+            path,
+            source: source.to_path_buf(),
+        });
+        let libraries = self.system_libraries(binaries)?.into_iter();
+        let libraries = libraries.map(|(name, source)| Entry::File {
             path: library_path(&name),
             source,
-        }));
-        Ok(files)
+        });
+        Ok(Image {
+            entrypoint: vec![format!("/usr/local/bin/{}", self.programs[0].0)],
+            user: self.user,
+            labels,
+            files: base_entries()
+                .into_iter()
+                .chain(ours)
+                .chain(libraries)
+                .collect(),
+        })
     }
 }
 
@@ -325,8 +404,9 @@ fn pause(folder: &Path) -> Result<Image, ImageError> {
         return Err(ImageError::Pause { source_file, said });
     }
     Ok(Image {
-        reference: PAUSE.to_owned(),
         entrypoint: vec!["/pause".to_owned()],
+        user: "",
+        labels: BTreeMap::new(),
         files: vec![Entry::File {
             path: "pause".into(),
             source: program,

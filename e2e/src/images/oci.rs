@@ -1,24 +1,30 @@
-//! Writes a reproducible OCI image archive of one layer.
+//! Makes a reproducible OCI image of one layer, and writes the image's archive.
 //!
 //! The archive follows the OCI image layout and image specification 1.1, for `ctr images import`
 //! and `skopeo`.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use serde_json::json;
 use tar::{Builder, EntryType, Header};
+
+use super::artifact::{Artifact, Blob, LAYOUT, digest};
 
 /// The content of an image.
 #[derive(Debug, Clone)]
 pub struct Image {
-    /// The full reference, with a registry and a tag.
-    pub reference: String,
     /// The command line of the entry point.
     pub entrypoint: Vec<String>,
+    /// The user and group of the entry point; root if empty.
+    pub user: &'static str,
+    /// The labels of the image's configuration.
+    pub labels: BTreeMap<&'static str, String>,
     /// The entries of the layer, by path.
     pub files: Vec<Entry>,
 }
@@ -57,44 +63,77 @@ impl Entry {
     }
 }
 
+/// How the layer of an image is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layer {
+    /// As a tar archive, which is imported fastest.
+    Plain,
+    /// Compressed, for a registry.
+    Gzip,
+}
+
+/// Returns this machine's architecture in Go's spelling, which registries use.
+pub fn architecture() -> &'static str {
+    match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    }
+}
+
 impl Image {
-    /// Writes the archive to `out`.
+    /// Returns the image's manifest and blobs.
+    ///
+    /// # Errors
+    /// When a file of the image cannot be read.
+    pub fn artifact(&self, layer: Layer) -> io::Result<Artifact> {
+        let tar = self.layer()?;
+        let diff_id = digest(&tar);
+        let layer = match layer {
+            Layer::Plain => Blob::new("application/vnd.oci.image.layer.v1.tar", tar),
+            Layer::Gzip => {
+                let mut packed = GzEncoder::new(Vec::new(), Compression::default());
+                packed.write_all(&tar)?;
+                let packed = packed.finish()?;
+                Blob::new("application/vnd.oci.image.layer.v1.tar+gzip", packed)
+            }
+        };
+        let config = serde_json::to_vec(&json!({
+            "architecture": architecture(), "os": "linux",
+            "config": {
+                "Entrypoint": self.entrypoint, "Env": ["PATH=/usr/local/bin:/usr/bin"],
+                "WorkingDir": "/", "User": self.user, "Labels": self.labels,
+            },
+            "rootfs": {"type": "layers", "diff_ids": [diff_id]},
+        }))?;
+        let config = Blob::new("application/vnd.oci.image.config.v1+json", config);
+        let layers = vec![layer];
+        Ok(Artifact::new(
+            config,
+            layers,
+            &json!({}),
+            Some(architecture()),
+        ))
+    }
+
+    /// Writes the archive of the image with this reference to `out`.
     ///
     /// # Errors
     /// When a file cannot be read or the archive cannot be written.
-    pub fn write(&self, out: &Path) -> io::Result<()> {
-        let layer = Blob::new(self.layer()?);
-        let architecture = match std::env::consts::ARCH {
-            "x86_64" => "amd64",
-            "aarch64" => "arm64",
-            other => other,
-        };
-        let config = Blob::new(serde_json::to_vec(&json!({
-            "architecture": architecture, "os": "linux",
-            "config": {"Entrypoint": self.entrypoint, "Env": ["PATH=/usr/local/bin:/usr/bin"], "WorkingDir": "/"},
-            "rootfs": {"type": "layers", "diff_ids": [layer.digest]},
-        }))?);
-        let manifest = Blob::new(serde_json::to_vec(&json!({
-            "schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json",
-            "config": config.descriptor("config.v1+json"),
-            "layers": [layer.descriptor("layer.v1.tar")],
-        }))?);
-        let mut entry = manifest.descriptor("manifest.v1+json");
+    pub fn write(&self, reference: &str, out: &Path) -> io::Result<()> {
+        let image = self.artifact(Layer::Plain)?;
+        let mut entry = image.manifest.descriptor();
         entry["annotations"] = json!({
-            "io.containerd.image.name": self.reference,
-            "org.opencontainers.image.ref.name": self.reference,
+            "io.containerd.image.name": reference,
+            "org.opencontainers.image.ref.name": reference,
         });
         let index = serde_json::to_vec(&json!({"schemaVersion": 2, "manifests": [entry]}))?;
 
         let half = out.with_extension("half");
         let mut archive = Builder::new(io::BufWriter::new(File::create(&half)?));
-        add(
-            &mut archive,
-            "oci-layout",
-            br#"{"imageLayoutVersion":"1.0.0"}"#,
-        )?;
+        add(&mut archive, "oci-layout", LAYOUT)?;
         add(&mut archive, "index.json", &index)?;
-        for blob in [&config, &manifest, &layer] {
+        for blob in image.blobs.iter().chain([&image.manifest]) {
             let path = format!("blobs/{}", blob.digest.replace(':', "/"));
             add(&mut archive, &path, &blob.data)?;
         }
@@ -146,33 +185,6 @@ impl Image {
     }
 }
 
-/// Content addressed by its digest.
-struct Blob {
-    data: Vec<u8>,
-    digest: String,
-}
-
-impl Blob {
-    fn new(data: Vec<u8>) -> Self {
-        let digest = digest(&data);
-        Self { data, digest }
-    }
-
-    fn descriptor(&self, kind: &str) -> Value {
-        let media = format!("application/vnd.oci.image.{kind}");
-        json!({"mediaType": media, "digest": self.digest, "size": self.data.len()})
-    }
-}
-
-/// Returns the digest of a blob, as media types write it.
-fn digest(blob: &[u8]) -> String {
-    let digest: String = Sha256::digest(blob)
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
-    format!("sha256:{digest}")
-}
-
 fn header(kind: EntryType, mode: u32, size: u64) -> Header {
     let mut header = Header::new_gnu();
     header.set_entry_type(kind);
@@ -205,7 +217,7 @@ fn add<W: Write>(archive: &mut Builder<W>, path: &str, data: &[u8]) -> io::Resul
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::collections::BTreeMap;
+    use serde_json::Value;
     use std::io::Read;
 
     fn blobs(archive: &Path) -> BTreeMap<String, Vec<u8>> {
@@ -223,8 +235,9 @@ mod tests {
         let source = folder.join("program");
         fs::write(&source, "#!").unwrap();
         Image {
-            reference: "localhost/x:1".to_owned(),
             entrypoint: vec!["/usr/bin/program".to_owned()],
+            user: "65532:65532",
+            labels: BTreeMap::new(),
             files: vec![
                 Entry::Link {
                     path: "bin".into(),
@@ -242,7 +255,7 @@ mod tests {
     fn archive_names_each_blob_by_its_digest() {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("image.tar");
-        image(folder.path()).write(&out).unwrap();
+        image(folder.path()).write("localhost/x:1", &out).unwrap();
         let blobs = blobs(&out);
         let named: Vec<_> = blobs
             .iter()
@@ -257,6 +270,25 @@ mod tests {
             index["manifests"][0]["annotations"]["io.containerd.image.name"],
             "localhost/x:1"
         );
+    }
+
+    #[test]
+    fn compressed_image_has_the_same_content_and_user() {
+        let folder = tempfile::tempdir().unwrap();
+        let image = image(folder.path());
+        let config = |layer| -> Value {
+            let image = image.artifact(layer).unwrap();
+            serde_json::from_slice(&image.blobs[0].data).unwrap()
+        };
+        let (plain, packed) = (config(Layer::Plain), config(Layer::Gzip));
+        assert_eq!(plain, packed);
+        assert_eq!(packed["config"]["User"], "65532:65532");
+        let layer = &image.artifact(Layer::Gzip).unwrap().blobs[1];
+        let mut tar = Vec::new();
+        flate2::read::GzDecoder::new(layer.data.as_slice())
+            .read_to_end(&mut tar)
+            .unwrap();
+        assert_eq!(packed["rootfs"]["diff_ids"][0], digest(&tar));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::packages::{self, PackageError};
-use super::parts::{PARTS, Part};
+use super::parts::{CRANE, PARTS, Part};
 use super::toolbox::Toolbox;
 use crate::cache::{self, CacheError};
 use crate::paths;
@@ -51,10 +51,22 @@ pub enum BuildError {
 /// # Errors
 /// When Go, a Debian package or the network is missing, or a part does not compile.
 pub fn build(progress: &Progress) -> Result<Toolbox, CacheError<BuildError>> {
+    build_parts(PARTS, progress)
+}
+
+/// Builds `crane`, the client of registries, unless the cache has it.
+///
+/// # Errors
+/// As [`build`].
+pub fn build_crane(progress: &Progress) -> Result<Toolbox, CacheError<BuildError>> {
+    build_parts(&[CRANE], progress)
+}
+
+fn build_parts(parts: &[Part], progress: &Progress) -> Result<Toolbox, CacheError<BuildError>> {
     let version = go_version().map_err(CacheError::Make)?;
     let root = paths::cache().join("kube");
     let mut found = Vec::new();
-    for part in PARTS {
+    for part in parts {
         let sources = paths::repository().join("e2e/kube").join(part.name);
         let key = part.key(&sources, &version).map_err(|source| {
             CacheError::Make(BuildError::File {

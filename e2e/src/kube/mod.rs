@@ -1,4 +1,4 @@
-//! Builds Kubernetes, containerd, runc, CNI and helm from the Go modules pinned in `e2e/kube`.
+//! Builds Kubernetes, containerd, runc, CNI, helm and crane from the Go modules in `e2e/kube`.
 
 mod build;
 mod packages;
@@ -7,7 +7,7 @@ mod toolbox;
 
 use crate::progress::Progress;
 
-pub use build::{BuildError, build};
+pub use build::{BuildError, build, build_crane};
 pub use packages::PackageError;
 pub use toolbox::Toolbox;
 

@@ -86,6 +86,17 @@ pub(crate) const PARTS: &[Part] = &[
     },
 ];
 
+/// The client of registries, which only a release needs.
+pub(crate) const CRANE: Part = Part {
+    name: "crane",
+    target: "tool",
+    cgo: false,
+    tags: "",
+    programs: &["crane"],
+    links: &[],
+    packages: &[],
+};
+
 impl Part {
     /// Returns the arguments of `go` that build this part into `out`.
     pub(crate) fn arguments(&self, out: &Path) -> Vec<String> {

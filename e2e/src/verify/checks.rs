@@ -6,13 +6,13 @@ use super::deadline::{self, CHECK_TIMEOUT};
 use super::named::{self, NamedCheck, TestSelection};
 use super::{
     COMPILE_CHECK, cli, cluster, docs, faults, install, layers, mission, security, style, surface,
-    tools,
 };
 use crate::cargo;
 use crate::kube;
 use crate::paths;
 use crate::pictures;
 use crate::progress::Progress;
+use crate::tools;
 
 /// One check: a name `area/name`, its promise, and the way to run it.
 #[derive(Clone, Copy)]

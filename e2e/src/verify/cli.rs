@@ -7,11 +7,11 @@ use std::process::Command;
 use serde_json::Value;
 
 use super::checks::succeed;
-use super::tools;
 use crate::cargo;
 use crate::cli_archive::{self, MANIFEST};
 use crate::kube;
 use crate::progress::Progress;
+use crate::tools;
 use crate::workspace::{self, Profile};
 
 /// Completes command lines in bash and zsh on a pseudo-terminal, by kubectl's own mechanism and by

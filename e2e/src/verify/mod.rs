@@ -21,7 +21,6 @@ mod named;
 mod security;
 mod style;
 mod surface;
-mod tools;
 
 use std::fs::File;
 use std::io::{self, Seek as _};

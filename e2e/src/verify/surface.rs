@@ -8,11 +8,11 @@ use std::process::Command;
 use serde_json::Value;
 
 use super::checks::succeed;
-use super::tools;
 use crate::cargo;
 use crate::kube;
 use crate::paths;
 use crate::progress::Progress;
+use crate::tools;
 
 /// Monitoring files of the chart.
 fn monitoring() -> PathBuf {

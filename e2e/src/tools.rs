@@ -1,7 +1,8 @@
-//! Installs pinned programs that checks need, once, into the cache.
+//! Installs pinned programs that checks and releases need, once, into the cache.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::{fs, io};
 
 use crate::cache::{self, CacheError};
 use crate::cargo;
@@ -9,46 +10,90 @@ use crate::paths;
 
 /// The pinned version of cargo-deny.
 const CARGO_DENY: &str = "0.20.2";
+/// The pinned version of cargo-cyclonedx.
+const CARGO_CYCLONEDX: &str = "0.5.9";
 
 /// The error of an installation.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ToolError {
+pub enum ToolError {
+    /// Cargo could not be started.
     #[error("cargo install {tool}: {source}")]
     Start {
+        /// The tool and its version.
         tool: String,
+        /// The system's error.
         source: std::io::Error,
     },
+    /// The tool does not compile.
     #[error(
         "cargo install {tool} failed; its output above says why (it needs the crates.io registry)"
     )]
-    Failed { tool: String },
+    Failed {
+        /// The tool and its version.
+        tool: String,
+    },
+    /// Debian packages could not be unpacked.
     #[error(
         "failed to unpack the Debian packages {names}: {what}; apt-get needs Debian's registry"
     )]
-    Packages { names: String, what: String },
+    Packages {
+        /// The packages.
+        names: String,
+        /// The cause.
+        what: String,
+    },
 }
 
-/// Returns the path of `promtool`: the installed one, or that of Debian's package `prometheus`,
-/// which is downloaded at its first use and not installed.
-pub(super) fn promtool() -> Result<PathBuf, CacheError<ToolError>> {
-    let installed = PathBuf::from("promtool");
+/// Returns the path of `promtool`: the installed one, or that of Debian's package `prometheus`.
+pub(crate) fn promtool() -> Result<PathBuf, CacheError<ToolError>> {
+    of_debian_package("prometheus", "promtool")
+}
+
+/// Returns the path of CNCF's registry: the installed one, or that of Debian's package
+/// `docker-registry`.
+///
+/// # Errors
+/// When the package cannot be downloaded.
+pub fn registry() -> Result<PathBuf, CacheError<ToolError>> {
+    of_debian_package("docker-registry", "docker-registry")
+}
+
+/// Returns the path of a program on the PATH, or in a Debian package, which is downloaded at its
+/// first use and not installed.
+fn of_debian_package(
+    package: &'static str,
+    program: &'static str,
+) -> Result<PathBuf, CacheError<ToolError>> {
+    let installed = PathBuf::from(program);
     let asked = Command::new(&installed).arg("--version").output();
     if asked.is_ok_and(|asked| asked.status.success()) {
         return Ok(installed);
     }
-    let unpacked = |out: &Path| {
-        unpack(out, &["prometheus"])?;
-        // The server is large and not used.
-        let _ = std::fs::remove_file(out.join("usr/bin/prometheus"));
-        Ok(())
+    let folder = cache::get_or_make(&paths::cache().join("tools"), package, |out| {
+        unpack(out, &[package])?;
+        remove_other_programs(&out.join("usr/bin"), program)
+    })?;
+    Ok(folder.join("usr/bin").join(program))
+}
+
+/// Removes the other programs of a package, because they are large.
+fn remove_other_programs(folder: &Path, program: &str) -> Result<(), ToolError> {
+    let failed = |error: io::Error| ToolError::Packages {
+        names: program.to_owned(),
+        what: error.to_string(),
     };
-    let folder = cache::get_or_make(&paths::cache().join("tools"), "prometheus", unpacked)?;
-    Ok(folder.join("usr/bin/promtool"))
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        if entry.file_name() != program {
+            fs::remove_file(entry.path()).map_err(failed)?;
+        }
+    }
+    Ok(())
 }
 
 /// Returns the folder of Debian's packages with zsh and the completion functions of bash, which
 /// are downloaded at their first use and not installed.
-pub(super) fn shells() -> Result<PathBuf, CacheError<ToolError>> {
+pub(crate) fn shells() -> Result<PathBuf, CacheError<ToolError>> {
     let packages = ["bash-completion", "zsh", "zsh-common"];
     cache::get_or_make(&paths::cache().join("tools"), "shells", |out| {
         unpack(out, &packages)
@@ -75,12 +120,25 @@ fn unpack(out: &Path, packages: &[&str]) -> Result<(), ToolError> {
 
 /// Returns the path of `cargo-deny`, which is compiled at its first use (about 4 minutes on two
 /// cores).
-pub(super) fn cargo_deny() -> Result<PathBuf, CacheError<ToolError>> {
+pub(crate) fn cargo_deny() -> Result<PathBuf, CacheError<ToolError>> {
     let name = format!("cargo-deny-{CARGO_DENY}");
     let folder = cache::get_or_make(&paths::cache().join("tools"), &name, |out| {
         install("cargo-deny", CARGO_DENY, out)
     })?;
     Ok(folder.join("bin/cargo-deny"))
+}
+
+/// Returns the path of `cargo-cyclonedx`, which is compiled at its first use (about 2 minutes on
+/// two cores).
+///
+/// # Errors
+/// When the crates.io registry is missing, or the tool does not compile.
+pub fn cargo_cyclonedx() -> Result<PathBuf, CacheError<ToolError>> {
+    let name = format!("cargo-cyclonedx-{CARGO_CYCLONEDX}");
+    let folder = cache::get_or_make(&paths::cache().join("tools"), &name, |out| {
+        install("cargo-cyclonedx", CARGO_CYCLONEDX, out)
+    })?;
+    Ok(folder.join("bin/cargo-cyclonedx"))
 }
 
 fn install(package: &str, version: &str, out: &Path) -> Result<(), ToolError> {

@@ -1,0 +1,460 @@
+//! Makes a release: images, the chart, bills of materials, checksums and notes.
+//!
+//! ```text
+//! FOLDER/oci/<image>/           an OCI image layout with an index of the image's architectures
+//!       /oci/chart/             an OCI image layout of the chart
+//!       /bursar-<version>.tgz   the chart
+//!       /values-simulated.yaml  values for clusters without GPUs
+//!       /<image>-<version>-<architecture>.cdx.json
+//!       /images.txt             the reference of each image, with its digest
+//!       /notes.md               the entry of the changelog
+//!       /SHA256SUMS             the checksums of the files above
+//! ```
+
+mod changelog;
+mod chart;
+mod destination;
+mod registry;
+mod sbom;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+pub use destination::{Destination, Version, VersionError};
+
+use self::chart::ImageReferences;
+use crate::cache::CacheError;
+use crate::images::{self, ImageError, Layer, RECIPES, Recipe};
+use crate::kube::{self, BuildError};
+use crate::paths;
+use crate::progress::Progress;
+use crate::tools::{self, ToolError};
+use crate::workspace::{self, Binaries, WorkspaceError};
+
+/// The target of static programs, if its standard library is installed.
+const STATIC_TARGET: &str = if cfg!(target_arch = "aarch64") {
+    "aarch64-unknown-linux-musl"
+} else {
+    "x86_64-unknown-linux-musl"
+};
+
+/// The folder of the layouts. The checksums do not name their files, which have digests as names.
+const LAYOUTS: &str = "oci";
+/// The file of the checksums.
+const CHECKSUMS: &str = "SHA256SUMS";
+/// The files of the chart that are published beside it.
+const CHART_FILES: &[&str] = &["values-simulated.yaml"];
+
+/// What to release, and where to.
+#[derive(Debug)]
+pub struct ReleaseOptions {
+    /// The version.
+    pub version: Version,
+    /// The places that the release is written to.
+    pub destinations: Vec<Destination>,
+    /// Folders of releases of single architectures. If there are any, nothing is built.
+    pub parts: Vec<PathBuf>,
+}
+
+/// A release that was made.
+#[derive(Debug)]
+pub struct Release {
+    /// The folder with all files.
+    pub folder: PathBuf,
+    /// The reference of each image, with its digest, by the image's name.
+    pub images: BTreeMap<&'static str, String>,
+    /// The chart's address for helm, if a registry has it.
+    pub chart: Option<String>,
+}
+
+/// The error of a release.
+#[derive(Debug, thiserror::Error)]
+pub enum ReleaseError {
+    /// No destination was given.
+    #[error(
+        "failed to release: there is no --to; name a registry, such as ghcr.io/bursar, or a folder"
+    )]
+    NoDestination,
+    /// A program could not be built.
+    #[error(transparent)]
+    Workspace(#[from] WorkspaceError),
+    /// A Go program could not be built.
+    #[error(transparent)]
+    Go(#[from] CacheError<BuildError>),
+    /// A tool could not be installed.
+    #[error(transparent)]
+    Tool(#[from] CacheError<ToolError>),
+    /// An image could not be made.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// The chart could not be packaged.
+    #[error(transparent)]
+    Chart(#[from] chart::ChartPackageError),
+    /// A bill of materials could not be made.
+    #[error(transparent)]
+    Sbom(#[from] sbom::SbomError),
+    /// The changelog has no entry.
+    #[error(transparent)]
+    Changelog(#[from] changelog::NoEntry),
+    /// A registry refused.
+    #[error(transparent)]
+    Push(#[from] registry::PushError),
+    /// A file cannot be read or written.
+    #[error("failed to write the release: {path}: {source}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+}
+
+fn file_error(path: &Path) -> impl FnOnce(io::Error) -> ReleaseError {
+    let path = path.to_path_buf();
+    move |source| ReleaseError::File { path, source }
+}
+
+/// Builds the programs of all images in the release profile. The operator is linked statically if
+/// the standard library for that is installed.
+///
+/// # Errors
+/// When a program does not compile.
+pub fn build_programs(progress: &Progress) -> Result<Binaries, ReleaseError> {
+    progress.report("building Bursar in the release profile");
+    let packages: Vec<_> = RECIPES.iter().flat_map(Recipe::packages).collect();
+    let binaries = workspace::build_packages(workspace::Profile::Release, &packages)?;
+    if !has_standard_library(STATIC_TARGET) {
+        progress.report(format_args!(
+            "{STATIC_TARGET} is not installed: the operator's image gets glibc"
+        ));
+        return Ok(binaries);
+    }
+    let operator = "bursar-operator";
+    let linked = workspace::build_static(operator, STATIC_TARGET)?;
+    Ok(match linked.get(operator) {
+        Some(path) => binaries.with(operator, path.to_path_buf()),
+        None => binaries,
+    })
+}
+
+/// Returns whether rustc has a standard library for this target.
+fn has_standard_library(target: &str) -> bool {
+    let output = Command::new("rustc")
+        .args(["--print", "target-libdir", "--target", target])
+        .output();
+    output.is_ok_and(|output| Path::new(String::from_utf8_lossy(&output.stdout).trim()).is_dir())
+}
+
+/// Makes a release of these programs, or of the parts that other machines have built.
+///
+/// # Errors
+/// When a step fails. A registry may have some of the images then, and none names them.
+pub fn make(
+    options: &ReleaseOptions,
+    programs: Option<&Binaries>,
+    progress: &Progress,
+) -> Result<Release, ReleaseError> {
+    let ReleaseOptions {
+        version,
+        destinations,
+        parts,
+    } = options;
+    let version = version.as_str();
+    let mut folders = destinations
+        .iter()
+        .filter_map(|destination| match destination {
+            Destination::Folder(folder) => Some(folder.clone()),
+            Destination::Registry(_) => None,
+        });
+    let registries: Vec<&str> = destinations
+        .iter()
+        .filter_map(|destination| match destination {
+            Destination::Registry(registry) => Some(registry.as_str()),
+            Destination::Folder(_) => None,
+        })
+        .collect();
+    if destinations.is_empty() {
+        return Err(ReleaseError::NoDestination);
+    }
+    let changelog = paths::repository().join("CHANGELOG.md");
+    let text = fs::read_to_string(&changelog).map_err(file_error(&changelog))?;
+    let notes = changelog::entry(&text, version)?;
+    let toolbox = kube::build(progress)?;
+
+    let folder = folders.next().unwrap_or_else(|| default_folder(version));
+    match fs::remove_dir_all(folder.join(LAYOUTS)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            return Err(file_error(&folder)(error));
+        }
+        _ => fs::create_dir_all(&folder).map_err(file_error(&folder))?,
+    }
+    let digests = match programs {
+        Some(programs) => {
+            write_bills(programs, version, &folder, progress)?;
+            write_images(programs, version, &folder, progress)?
+        }
+        None => join_images(parts, &folder)?,
+    };
+    let references = ImageReferences {
+        registry: registries
+            .first()
+            .copied()
+            .unwrap_or(chart::DEFAULT_REGISTRY),
+        version,
+        digests: &digests,
+    };
+    progress.report("packaging the chart");
+    let package = chart::package(&toolbox.program("helm"), &references, &folder)?;
+    let layout = folder.join(LAYOUTS).join("chart");
+    let artifact = chart::artifact(&package, version)?;
+    let entry = artifact.write_blobs(&layout).map_err(file_error(&layout))?;
+    images::write_layout(&layout, &entry).map_err(file_error(&layout))?;
+
+    let names = digests.keys().copied();
+    let images: BTreeMap<_, _> = names
+        .filter_map(|name| Some((name, references.reference(name)?)))
+        .collect();
+    write_files(&folder, &notes, &images)?;
+    // The archives of kubectl-bursar and the manifest of krew belong into the folder at this point,
+    // so that the checksums name them.
+    write_checksums(&folder)?;
+
+    for registry in &registries {
+        publish(
+            registry,
+            version,
+            &folder,
+            &digests,
+            artifact.digest(),
+            progress,
+        )?;
+    }
+    let chart = registries.first();
+    Ok(Release {
+        folder,
+        images,
+        chart: chart.map(|registry| format!("oci://{registry}/charts/bursar")),
+    })
+}
+
+/// Returns the folder of a release that goes to registries only.
+fn default_folder(version: &str) -> PathBuf {
+    paths::repository()
+        .join("target")
+        .join(format!("release-{version}"))
+}
+
+/// Writes the bill of materials of each image.
+fn write_bills(
+    programs: &Binaries,
+    version: &str,
+    folder: &Path,
+    progress: &Progress,
+) -> Result<(), ReleaseError> {
+    progress.report("describing what is in the images");
+    let bills = sbom::PackageBills::make(&tools::cargo_cyclonedx()?)?;
+    for recipe in RECIPES {
+        let libraries = recipe.system_libraries(programs)?;
+        let bill = bills.of_image(recipe, version, &libraries)?;
+        let name = format!(
+            "{}-{version}-{}.cdx.json",
+            recipe.name,
+            images::architecture()
+        );
+        write_json(&folder.join(name), &bill)?;
+    }
+    Ok(())
+}
+
+fn write_json(path: &Path, value: &Value) -> Result<(), ReleaseError> {
+    let text = serde_json::to_string_pretty(value).map_err(io::Error::from);
+    let written = text.and_then(|text| fs::write(path, format!("{text}\n")));
+    written.map_err(file_error(path))
+}
+
+/// Writes the layout of each image, and returns the digests of their indexes.
+fn write_images(
+    programs: &Binaries,
+    version: &str,
+    folder: &Path,
+    progress: &Progress,
+) -> Result<BTreeMap<&'static str, String>, ReleaseError> {
+    let mut digests = BTreeMap::new();
+    for recipe in RECIPES {
+        progress.report(format_args!("writing the image {}", recipe.name));
+        let layout = folder.join(LAYOUTS).join(recipe.name);
+        let image = recipe.image(programs, labels(recipe, version))?;
+        let written = image
+            .artifact(Layer::Gzip)
+            .and_then(|image| image.write_blobs(&layout))
+            .and_then(|entry| images::write_index(&layout, &[entry]));
+        digests.insert(recipe.name, written.map_err(file_error(&layout))?);
+    }
+    Ok(digests)
+}
+
+/// Returns the labels of an image (OCI image specification, "Pre-Defined Annotation Keys").
+fn labels(recipe: &Recipe, version: &str) -> BTreeMap<&'static str, String> {
+    let mut labels = BTreeMap::from([
+        (
+            "org.opencontainers.image.title",
+            format!("bursar-{}", recipe.name),
+        ),
+        (
+            "org.opencontainers.image.description",
+            recipe.description.to_owned(),
+        ),
+        ("org.opencontainers.image.version", version.to_owned()),
+        ("org.opencontainers.image.licenses", "Apache-2.0".to_owned()),
+        ("org.opencontainers.image.vendor", "Bursar".to_owned()),
+    ]);
+    let revision = Command::new("git")
+        .args(["rev-parse", "HEAD"])
+        .current_dir(paths::repository())
+        .output();
+    if let Ok(revision) = revision
+        && revision.status.success()
+    {
+        let revision = String::from_utf8_lossy(&revision.stdout).trim().to_owned();
+        labels.insert("org.opencontainers.image.revision", revision);
+    }
+    labels
+}
+
+/// Joins the images and bills of releases of single architectures, and returns the digests of the
+/// joined indexes.
+fn join_images(
+    parts: &[PathBuf],
+    folder: &Path,
+) -> Result<BTreeMap<&'static str, String>, ReleaseError> {
+    let mut digests = BTreeMap::new();
+    for recipe in RECIPES {
+        let layout = folder.join(LAYOUTS).join(recipe.name);
+        let mut manifests = Vec::new();
+        for part in parts {
+            let from = part.join(LAYOUTS).join(recipe.name);
+            manifests.extend(images::take_over(&from, &layout).map_err(file_error(&from))?);
+        }
+        let index = images::write_index(&layout, &manifests);
+        digests.insert(recipe.name, index.map_err(file_error(&layout))?);
+    }
+    for part in parts {
+        for path in files(part)? {
+            if let Some(name) = path.file_name()
+                && name.to_string_lossy().ends_with(".cdx.json")
+            {
+                fs::copy(&path, folder.join(name)).map_err(file_error(&path))?;
+            }
+        }
+    }
+    Ok(digests)
+}
+
+/// Writes the notes, the list of images and the files of the chart.
+fn write_files(
+    folder: &Path,
+    notes: &str,
+    images: &BTreeMap<&'static str, String>,
+) -> Result<(), ReleaseError> {
+    let list: String = images.values().map(|image| format!("{image}\n")).collect();
+    for (name, text) in [("images.txt", list), ("notes.md", format!("{notes}\n"))] {
+        let path = folder.join(name);
+        fs::write(&path, text).map_err(file_error(&path))?;
+    }
+    for name in CHART_FILES {
+        let path = paths::repository().join("charts/bursar").join(name);
+        fs::copy(&path, folder.join(name)).map_err(file_error(&path))?;
+    }
+    Ok(())
+}
+
+/// Returns the files of a folder, in the order of their names.
+fn files(folder: &Path) -> Result<Vec<PathBuf>, ReleaseError> {
+    let entries = fs::read_dir(folder).map_err(file_error(folder))?;
+    let paths = entries.flatten().map(|entry| entry.path());
+    let mut files: Vec<_> = paths.filter(|path| path.is_file()).collect();
+    files.sort();
+    Ok(files)
+}
+
+/// Writes the checksums of all files in the format of `sha256sum`.
+fn write_checksums(folder: &Path) -> Result<(), ReleaseError> {
+    let mut text = String::new();
+    for path in files(folder)? {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if name != CHECKSUMS {
+            let bytes = fs::read(&path).map_err(file_error(&path))?;
+            let digest = images::digest(&bytes).replace("sha256:", "");
+            text.push_str(&format!("{digest}  {name}\n"));
+        }
+    }
+    let path = folder.join(CHECKSUMS);
+    fs::write(&path, text).map_err(file_error(&path))
+}
+
+/// Pushes the images and then the chart, which names them.
+fn publish(
+    registry: &str,
+    version: &str,
+    folder: &Path,
+    digests: &BTreeMap<&'static str, String>,
+    chart: &str,
+    progress: &Progress,
+) -> Result<(), ReleaseError> {
+    let crane = kube::build_crane(progress)?.program("crane");
+    let layouts = folder.join(LAYOUTS);
+    for (name, digest) in digests {
+        let reference = format!("{registry}/{name}:{version}");
+        progress.report(format_args!("pushing {reference}"));
+        registry::push(&crane, &layouts.join(name), &reference, digest)?;
+    }
+    let reference = format!("{registry}/charts/bursar:{version}");
+    progress.report(format_args!("pushing {reference}"));
+    registry::push(&crane, &layouts.join("chart"), &reference, chart)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checksums_name_every_file_but_themselves() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["b", "a", CHECKSUMS] {
+            fs::write(folder.path().join(name), name).unwrap();
+        }
+        fs::create_dir(folder.path().join(LAYOUTS)).unwrap();
+        write_checksums(folder.path()).unwrap();
+        let checked = Command::new("sha256sum")
+            .args(["--check", "--strict", CHECKSUMS])
+            .current_dir(folder.path())
+            .output()
+            .unwrap();
+        assert!(checked.status.success(), "{checked:?}");
+        let lines = String::from_utf8(checked.stdout).unwrap();
+        assert_eq!(lines, "a: OK\nb: OK\n");
+    }
+
+    #[test]
+    fn joined_parts_have_every_image_and_bill() {
+        let folder = tempfile::tempdir().unwrap();
+        let part = folder.path().join("part");
+        for recipe in RECIPES {
+            let layout = part.join(LAYOUTS).join(recipe.name);
+            images::write_index(&layout, &[]).unwrap();
+        }
+        fs::write(part.join("agent-1-arm64.cdx.json"), "{}").unwrap();
+        fs::write(part.join("notes.md"), "").unwrap();
+        let joined = folder.path().join("joined");
+        let digests = join_images(&[part], &joined).unwrap();
+        assert_eq!(digests.len(), RECIPES.len());
+        let copied = files(&joined).unwrap();
+        assert_eq!(copied, [joined.join("agent-1-arm64.cdx.json")]);
+    }
+}
