@@ -85,6 +85,34 @@ impl Environment {
         name: &str,
         progress: &Progress,
     ) -> Result<Self, EnvironmentError> {
+        let environment = Self::without_bursar(artifacts, name, progress).await?;
+        environment.install_bursar(artifacts, progress).await?;
+        Ok(environment)
+    }
+
+    /// Installs Bursar on a cluster of [`Self::without_bursar`], and waits until it is ready.
+    ///
+    /// # Errors
+    /// When helm fails, or Bursar does not become ready in time.
+    pub async fn install_bursar(
+        &self,
+        artifacts: &Artifacts,
+        progress: &Progress,
+    ) -> Result<(), EnvironmentError> {
+        self.install(&artifacts.chart, &artifacts.image_template, progress)
+            .await?;
+        self.wait_until_ready(progress).await
+    }
+
+    /// Starts a cluster as [`Self::start`] does, with GPUs and images but without Bursar.
+    ///
+    /// # Errors
+    /// When a step fails or times out; the cluster is taken down again.
+    pub async fn without_bursar(
+        artifacts: &Artifacts,
+        name: &str,
+        progress: &Progress,
+    ) -> Result<Self, EnvironmentError> {
         let options = ClusterOptions {
             name: name.to_owned(),
             harness: artifacts.harness.clone(),
@@ -115,16 +143,11 @@ impl Environment {
             ));
             Some(gpus)
         };
-        let environment = Self {
+        Ok(Self {
             cluster: Cluster::Local(Box::new(local)),
             simulated_gpus: gpus,
             probe_image: artifacts.image_template.reference("probe"),
-        };
-        environment
-            .install(&artifacts.chart, &artifacts.image_template, progress)
-            .await?;
-        environment.wait_until_ready(progress).await?;
-        Ok(environment)
+        })
     }
 
     /// Uses the cluster of `kubeconfig`, whose nodes can pull `images`, and installs Bursar unless

@@ -15,7 +15,7 @@ use super::components::{CONTAINERD_SOCKET, ClusterConfig, Component, NODE_NAME};
 use super::control::ControlClient;
 use super::run_folder::{RunFolder, RunFolderError};
 use crate::kube::Toolbox;
-use crate::node::{CgroupError, Request};
+use crate::node::{CgroupError, HostPort, Request};
 use crate::progress::Progress;
 use crate::wait::{self, Poll, WaitError};
 
@@ -338,22 +338,46 @@ impl LocalCluster {
     /// # Errors
     /// When `ctr` fails.
     pub async fn import_image(&self, archive: &Path) -> Result<(), LocalError> {
+        let archive = archive.to_string_lossy();
+        self.ctr(&["images", "import", "--local", &archive])
+            .await
+            .map(drop)
+    }
+
+    /// Gives the node the host's `port` on its own loopback, such as that of a registry.
+    ///
+    /// # Errors
+    /// When the node's network cannot be entered, or the port is in use there.
+    pub fn expose_host_port(&self, port: u16) -> Result<HostPort, LocalError> {
+        HostPort::open(self.node_process.id(), port).map_err(step_error("port on the node"))
+    }
+
+    /// Returns the references of the images that the node has.
+    ///
+    /// # Errors
+    /// When `ctr` fails.
+    pub async fn images(&self) -> Result<Vec<String>, LocalError> {
+        let listed = self.ctr(&["images", "list", "--quiet"]).await?;
+        Ok(listed.lines().map(str::to_owned).collect())
+    }
+
+    /// Runs `ctr` on the node's containerd, and returns its standard output.
+    async fn ctr(&self, arguments: &[&str]) -> Result<String, LocalError> {
         let output = tokio::process::Command::new(self.layout.toolbox.program("ctr"))
             .arg("--address")
             .arg(self.host_path(CONTAINERD_SOCKET))
-            .args(["--namespace", "k8s.io", "images", "import", "--local"])
-            .arg(archive)
+            .args(["--namespace", "k8s.io"])
+            .args(arguments)
             .output()
             .await
             .map_err(step_error("ctr"))?;
         if output.status.success() {
-            return Ok(());
+            return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
         }
-        let stderr = String::from_utf8_lossy(&output.stderr).trim().to_owned();
         Err(LocalError::Program {
-            program: "ctr images import".to_owned(),
+            program: format!("ctr {}", arguments.join(" ")),
             status: output.status.to_string(),
-            stderr,
+            stderr: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
         })
     }
 

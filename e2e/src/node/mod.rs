@@ -23,6 +23,7 @@ mod server;
 use std::net::Ipv4Addr;
 
 pub use cgroups::{Cgroup, CgroupError};
+pub use forward::HostPort;
 pub use protocol::{Reply, Request};
 pub use server::{NodeError, run};
 

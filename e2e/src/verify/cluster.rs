@@ -121,6 +121,14 @@ pub const TRIALS: &[(&str, &str)] = &[
         "while the API server is unreachable, the agent restarts a pod that a fault would evict, and the pod is not evicted afterwards",
     ),
     (
+        "install/cluster/release",
+        "a release into a registry, then helm install from it on a cluster that never saw the images: simulated GPUs, and a pod held to its quota within 60 s",
+    ),
+    (
+        "install/cluster/uninstall",
+        "another quantum is refused under a running pod; the guide's commands for an uninstall leave the cluster and the node as they were",
+    ),
+    (
         "main/cluster/leaves-nothing",
         "a cluster that ran a pod leaves nothing behind on the machine, twice",
     ),

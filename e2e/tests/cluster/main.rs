@@ -10,6 +10,7 @@ mod churn;
 mod enforcement;
 mod health;
 mod input;
+mod installation;
 mod lifecycle;
 mod memory_release;
 mod on_node;
@@ -41,7 +42,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 18] = [
+    let groups: [Vec<Trial>; 19] = [
         quota::trials(),
         placement::trials(),
         together::trials(),
@@ -59,6 +60,7 @@ fn main() -> ExitCode {
         poison::trials(),
         budget_enforcement::trials(),
         poison::last_trials(),
+        installation::trials(),
         lifecycle::trials(),
     ];
     let trials: Vec<Trial> = groups.into_iter().flatten().collect();
