@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::api::FakeGpuNodeApi;
 use crate::common::kubelet::Pod;
 use crate::common::{PATIENCE, eventually};
-use crate::fixture::{Fixture, GIB, open_retrying};
+use crate::fixture::{Fixture, GIB, assert_unscrubbed, open_retrying};
 use crate::machine::GPU;
 use crate::runtime_client::start_client;
 use crate::tenant_process::Opened;
@@ -154,6 +154,5 @@ async fn reloaded_driver_passes_the_scrub_check_before_leases() {
     fixture.machine.lab.run_simgpu(&["scrub", "off"]).unwrap();
     api.drain(&[]);
     wait_for_gpu_state(&api, &gpu, "Active", "Ok").await;
-    let refused = open_retrying(&mut fixture.tenant(&pod), "weights", GIB).unwrap_err();
-    assert!(refused.contains("NotScrubbed"), "{refused}");
+    assert_unscrubbed(&mut fixture.tenant(&pod));
 }

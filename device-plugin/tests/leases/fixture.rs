@@ -20,6 +20,10 @@ pub(crate) const GIB: u64 = 1 << 30;
 /// The longest time that a test waits for anything.
 const WAIT_LIMIT: Duration = Duration::from_secs(120);
 
+/// The longest time until a scrub check has a verdict. The agent kills a starved check after a
+/// minute and starts the next a minute later.
+const SCRUB_CHECK_LIMIT: Duration = Duration::from_secs(480);
+
 /// The longest time until discarded memory that no process maps is free again. A busy machine's
 /// kernel releases the memory of a killed process late.
 const RECLAIM_LIMIT: Duration = Duration::from_secs(20);
@@ -196,18 +200,35 @@ impl Drop for Fixture {
 pub(crate) async fn wait_for_scrub_check(what: &str, is_seen: impl Fn() -> bool) {
     let begun = Instant::now();
     while !is_seen() {
-        // The agent kills a starved scrub check after a minute and starts the next a minute later.
-        assert!(begun.elapsed() < 4 * WAIT_LIMIT, "not seen: {what}");
+        assert!(begun.elapsed() < SCRUB_CHECK_LIMIT, "not seen: {what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
-/// Opens a lease, and retries while the agent refuses for a transient reason.
+/// Opens a lease, and retries while the agent refuses for a transient reason or has no verdict of a
+/// scrub check.
 pub(crate) fn open_retrying(tenant: &mut Tenant, name: &str, bytes: u64) -> Result<Opened, String> {
+    open_while(tenant, name, bytes, |why| {
+        is_transient(why) || is_unscrubbed(why)
+    })
+}
+
+/// Asserts that the agent refuses a lease on a GPU whose driver does not clear memory.
+pub(crate) fn assert_unscrubbed(tenant: &mut Tenant) {
+    let refused = open_while(tenant, "weights", GIB, is_transient).unwrap_err();
+    assert!(is_unscrubbed(&refused), "{refused}");
+}
+
+fn open_while(
+    tenant: &mut Tenant,
+    name: &str,
+    bytes: u64,
+    is_expected: impl Fn(&str) -> bool,
+) -> Result<Opened, String> {
     let begun = Instant::now();
     loop {
         match tenant.open(name, bytes) {
-            Err(why) if is_transient(&why) && begun.elapsed() < retry_limit(&why) => {
+            Err(why) if is_expected(&why) && begun.elapsed() < retry_limit(&why) => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             opened => return opened,
@@ -216,10 +237,17 @@ pub(crate) fn open_retrying(tenant: &mut Tenant, name: &str, bytes: u64) -> Resu
 }
 
 fn retry_limit(why: &str) -> Duration {
-    match why.starts_with("refused Quota") {
-        true => RECLAIM_LIMIT,
-        false => WAIT_LIMIT,
+    if why.starts_with("refused Quota") {
+        RECLAIM_LIMIT
+    } else if is_unscrubbed(why) {
+        SCRUB_CHECK_LIMIT
+    } else {
+        WAIT_LIMIT
     }
+}
+
+fn is_unscrubbed(why: &str) -> bool {
+    why.starts_with("refused NotScrubbed")
 }
 
 /// Whether the reason for a refusal is transient.

@@ -1,6 +1,6 @@
 //! Tests which processes retained memory outlives.
 
-use crate::fixture::{Fixture, GIB, open_retrying, read_lease};
+use crate::fixture::{Fixture, GIB, assert_unscrubbed, open_retrying, read_lease};
 use crate::tenant_process::Opened;
 use crate::tokens::start_pod_of_other_namespace;
 
@@ -98,6 +98,5 @@ async fn leases_are_refused_when_the_driver_does_not_scrub() {
     fixture.start_fdstore();
     let pod = fixture.machine.run("a", 8).await;
     let mut tenant = fixture.tenant(&pod);
-    let refused = open_retrying(&mut tenant, "weights", GIB).unwrap_err();
-    assert!(refused.contains("NotScrubbed"), "{refused}");
+    assert_unscrubbed(&mut tenant);
 }
