@@ -73,7 +73,7 @@ impl Registry {
             .local_addr()?
             .port();
         let config = json!({
-            "version": "0.1", "log": {"level": "fatal", "accesslog": {"disabled": true}},
+            "version": "0.1", "log": {"level": "error", "accesslog": {"disabled": true}},
             "storage": {"filesystem": {"rootdirectory": folder.path().join("data")}},
             "http": {"addr": format!("127.0.0.1:{port}")},
         });
