@@ -6,7 +6,6 @@
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use bursar_cli::args::CompletionShell;
 use bursar_cli::completion;
@@ -84,15 +83,7 @@ fn platform(target: &str) -> Result<(&'static str, &'static str), CliArchiveErro
 pub fn default_target() -> String {
     let arch = std::env::consts::ARCH;
     let musl = format!("{arch}-unknown-linux-musl");
-    let libraries = Command::new("rustc")
-        .args(["--print", "target-libdir", "--target", &musl])
-        .current_dir(paths::repository())
-        .output();
-    let is_there = libraries.is_ok_and(|output| {
-        let folder = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-        output.status.success() && Path::new(&folder).is_dir()
-    });
-    match is_there {
+    match workspace::has_standard_library(&musl) {
         true => musl,
         false => format!("{arch}-unknown-linux-gnu"),
     }

@@ -115,6 +115,16 @@ pub fn build_packages(profile: Profile, packages: &[&str]) -> Result<Binaries, W
     build_selection(profile, &package_arguments(packages.iter().copied()))
 }
 
+/// Returns whether the repository's rustc has a standard library for this target.
+#[must_use]
+pub fn has_standard_library(target: &str) -> bool {
+    let output = Command::new("rustc")
+        .args(["--print", "target-libdir", "--target", target])
+        .current_dir(paths::repository())
+        .output();
+    output.is_ok_and(|output| Path::new(String::from_utf8_lossy(&output.stdout).trim()).is_dir())
+}
+
 /// Compiles one package in the release profile for a target, linked statically. Compiler messages
 /// go to standard error.
 ///

@@ -128,7 +128,7 @@ pub fn build_programs(progress: &Progress) -> Result<Binaries, ReleaseError> {
     progress.report("building Bursar in the release profile");
     let packages: Vec<_> = RECIPES.iter().flat_map(Recipe::packages).collect();
     let binaries = workspace::build_packages(workspace::Profile::Release, &packages)?;
-    if !has_standard_library(STATIC_TARGET) {
+    if !workspace::has_standard_library(STATIC_TARGET) {
         progress.report(format_args!(
             "{STATIC_TARGET} is not installed: the operator's image gets glibc"
         ));
@@ -140,14 +140,6 @@ pub fn build_programs(progress: &Progress) -> Result<Binaries, ReleaseError> {
         Some(path) => binaries.with(operator, path.to_path_buf()),
         None => binaries,
     })
-}
-
-/// Returns whether rustc has a standard library for this target.
-fn has_standard_library(target: &str) -> bool {
-    let output = Command::new("rustc")
-        .args(["--print", "target-libdir", "--target", target])
-        .output();
-    output.is_ok_and(|output| Path::new(String::from_utf8_lossy(&output.stdout).trim()).is_dir())
 }
 
 /// Makes a release of these programs, or of the parts that other machines have built.
