@@ -33,7 +33,7 @@ enum Runner {
     /// Runs tests as `Test` does, in the background: they wait for minutes and hardly compute.
     Waiting(&'static [&'static str]),
     /// Runs a trial on the cluster that all trials share, in one background job.
-    ClusterTrial,
+    ClusterTrial { long: bool },
     /// Runs these tests and no others, and fails unless all of them ran.
     Named(&'static [TestSelection]),
     /// Runs tests as `Named` does, in the long tier.
@@ -374,10 +374,10 @@ const CHECKS: &[Check] = &[
 /// Returns every check: [`CHECKS`], the areas `security/`, `faults/`, `install/` and `mission/`,
 /// and last the cluster's trials, which take minutes.
 pub(super) fn all() -> Vec<Check> {
-    let trials = cluster::TRIALS.iter().map(|(name, promise)| Check {
-        name,
-        promise,
-        runner: Runner::ClusterTrial,
+    let trials = cluster::TRIALS.iter().map(|trial| Check {
+        name: trial.name,
+        promise: trial.promise,
+        runner: Runner::ClusterTrial { long: trial.long },
     });
     let areas = [
         security::CHECKS,
@@ -417,7 +417,7 @@ pub(super) fn background_jobs(checks: &[&Check]) -> Vec<BackgroundJob> {
                 promise: check.promise.to_owned(),
                 command: test_command(targets),
             }),
-            Runner::ClusterTrial => trials.push(check.name),
+            Runner::ClusterTrial { .. } => trials.push(check.name),
             Runner::Cargo(_)
             | Runner::Test(_)
             | Runner::Function(_)
@@ -426,11 +426,13 @@ pub(super) fn background_jobs(checks: &[&Check]) -> Vec<BackgroundJob> {
         }
     }
     if !trials.is_empty() {
-        jobs.push(BackgroundJob {
+        let cluster = BackgroundJob {
             name: "main/cluster",
             promise: format!("on a real cluster: {}", trials.join(", ")),
             command: cluster::command(&trials),
-        });
+        };
+        // The trials with the most waits run beside the checks that compute most.
+        jobs.insert(0, cluster);
     }
     jobs
 }
@@ -441,7 +443,7 @@ impl Check {
             Runner::Cargo(arguments) => succeed(cargo::command().args(arguments)),
             Runner::Test(targets) | Runner::Waiting(targets) => succeed(&mut test_command(targets)),
             Runner::Function(function) => function(),
-            Runner::ClusterTrial => succeed(&mut cluster::command(&[self.name])),
+            Runner::ClusterTrial { .. } => succeed(&mut cluster::command(&[self.name])),
             Runner::Named(tests) => named::run(tests, Some(CHECK_TIMEOUT)),
             Runner::Long(tests) => named::run(tests, None),
         }
@@ -449,12 +451,18 @@ impl Check {
 
     /// Returns whether the check runs only under `--long` or by its full name.
     pub(super) fn is_long(&self) -> bool {
-        matches!(self.runner, Runner::Long(_))
+        matches!(
+            self.runner,
+            Runner::Long(_) | Runner::ClusterTrial { long: true }
+        )
     }
 
     /// Returns whether the check runs in the background.
     pub(super) fn runs_in_background(&self) -> bool {
-        matches!(self.runner, Runner::Waiting(_) | Runner::ClusterTrial)
+        matches!(
+            self.runner,
+            Runner::Waiting(_) | Runner::ClusterTrial { .. }
+        )
     }
 }
 

@@ -5,134 +5,172 @@ use std::process::Command;
 use crate::cargo;
 use crate::paths;
 
-/// Every trial of `e2e/tests/cluster` by name, with its promise. That program refuses to run when
-/// its trials differ.
-pub const TRIALS: &[(&str, &str)] = &[
-    (
+/// A trial of `e2e/tests/cluster`.
+#[derive(Clone, Copy, Debug)]
+pub struct ClusterTrial {
+    /// The name of the check.
+    pub name: &'static str,
+    /// The promise that the trial holds.
+    pub promise: &'static str,
+    /// Whether the trial runs only in the long tier.
+    pub long: bool,
+}
+
+const fn trial(name: &'static str, promise: &'static str) -> ClusterTrial {
+    ClusterTrial {
+        name,
+        promise,
+        long: false,
+    }
+}
+
+const fn long_trial(name: &'static str, promise: &'static str) -> ClusterTrial {
+    ClusterTrial {
+        name,
+        promise,
+        long: true,
+    }
+}
+
+/// Every trial of `e2e/tests/cluster`. That program refuses to run when its trials differ.
+pub const TRIALS: &[ClusterTrial] = &[
+    trial(
         "main/cluster/quota",
         "a pod sees one GPU of the size that it requested",
     ),
-    (
+    trial(
         "main/cluster/greedy",
         "a pod that allocates beyond its quota gets an error, and its neighbour on the GPU is not affected",
     ),
-    (
+    trial(
         "main/cluster/waiting",
         "a pod of 8 beside two of 10 waits with the reason, and runs within 15 s after one of 10 ends",
     ),
-    (
+    trial(
         "main/cluster/full",
         "two pods of 12 and two of 4 run, and a further pod of 5 is not scheduled",
     ),
-    (
+    trial(
         "security/cluster/together",
         "a pod of 4, 4, 12 and 12, and two pods of 7 and 9 at once, start on two GPUs of 16",
     ),
-    (
+    trial(
         "security/cluster/inherited",
         "memory that an init container retained or exported counts against the main container's quota, once and at most up to it, whichever of the two quotas is larger",
     ),
-    (
+    trial(
         "main/cluster/budgets",
         "the operator accepts a valid budget, and refuses an invalid one with the reason",
     ),
-    (
+    trial(
         "main/cluster/bad-input",
         "an agent with an invalid configuration ends, and its log names the field",
     ),
-    (
+    trial(
         "main/cluster/release",
         "a pod's memory is free within 2 s of its end",
     ),
-    (
+    trial(
         "main/cluster/churn",
+        "after 64 random creates and deletes no pod was Failed, and no memory is bound",
+    ),
+    long_trial(
+        "main/cluster/churn-long",
         "after 200 random creates and deletes no pod was Failed, and no memory is bound",
     ),
-    (
+    trial(
         "main/cluster/restarts",
-        "bindings survive restarts of kubelet and agent, a wiped plugin folder, and a lost or corrupted checkpoint",
+        "bindings survive two restarts each of kubelet and agent, a wiped plugin folder, and a lost or corrupted checkpoint",
     ),
-    (
+    long_trial(
+        "main/cluster/restarts-long",
+        "bindings survive ten restarts each of kubelet and agent, a wiped plugin folder, and a lost or corrupted checkpoint",
+    ),
+    trial(
         "main/cluster/health",
         "the allocatable follows a GPU that is lost and restored, and pods on other GPUs are not affected; an upgrade of the agents goes on over a node without a healthy GPU",
     ),
-    (
+    trial(
         "enforcement/cluster/users",
         "the quota is enforced for pods without root, with a read-only root file system, and with users of their own",
     ),
-    (
+    trial(
         "enforcement/cluster/upgrade",
         "another build replaces the agent under load: no pod restarts, and quotas are enforced before, during and after",
     ),
-    (
+    trial(
         "security/cluster/rights",
         "the agent has nine capabilities and a seccomp filter; a process that calls NVML has two of them; a provisioner has no capabilities, a filter and a user of its own, which cannot read the agent's token",
     ),
-    (
+    trial(
         "enforcement/cluster/resize",
         "an override lowers and raises a running pod's quota; below the used memory it is pending until the program frees memory, and no process is killed",
     ),
-    (
+    trial(
         "operator/cluster/steered",
         "a pod of 8 beside two of 10 is scheduled to a node with room, or stays pending until a node has room",
     ),
-    (
+    trial(
         "operator/cluster/moved",
         "without steering the pod of 8 waits, and is relocated once another node has room",
     ),
-    (
+    trial(
         "operator/cluster/owners",
+        "owners get half a GPU each from borrowers, two at a time and 20 times, and no borrower is evicted without need",
+    ),
+    long_trial(
+        "operator/cluster/owners-long",
         "owners get half a GPU each from borrowers, two at a time and 100 times, and no borrower is evicted without need",
     ),
-    (
+    trial(
         "operator/cluster/disruption",
         "a disruption budget protects a borrower for its grace; a Job that ignores disruption loses pods without a counted failure, and a Job that does not ignore it keeps its pods unless they borrow",
     ),
-    (
+    trial(
         "operator/cluster/override",
         "a budget's override lowers the quota of a running pod, and its removal restores the quota",
     ),
-    (
+    trial(
         "enforcement/cluster/covered",
         "a pod's volumes over Bursar's files and NVIDIA_VISIBLE_DEVICES=all do not weaken the quota, or are reported within 2 s",
     ),
-    (
+    trial(
         "runtime/cluster/poison",
         "a pod's main process faults 50 times in a row, has its retained memory again within a second, and the kubelet sees no restart; without a policy the kubelet restarts the container each time",
     ),
-    (
+    trial(
         "operator/cluster/contexts",
         "the operator evicts a pod that faults more often than its namespace's policy allows, and the budget names the reason, also after a restart of the operator",
     ),
-    (
+    trial(
         "operator/cluster/refused",
         "the API server refuses a pod beyond its namespace's budget, with a message that names the budget",
     ),
-    (
+    trial(
         "operator/cluster/reclaim",
         "a namespace borrows memory that another leaves idle, and the owner gets it back at once, without a running operator",
     ),
-    (
+    trial(
         "operator/cluster/accounts",
         "an agent's token writes only its own node's GpuNode and lists no pods; the operator's token changes only its own labels",
     ),
-    (
+    trial(
         "operator/cluster/alone",
         "while the API server is unreachable, the agent restarts a pod that a fault would evict, and the pod is not evicted afterwards",
     ),
-    (
+    trial(
         "install/cluster/release",
         "a release into a registry, then helm install from it on a cluster that never saw the images: simulated GPUs, and a pod held to its quota within 60 s",
     ),
-    (
+    trial(
         "install/cluster/uninstall",
         "another quantum is refused under a running pod; the guide's commands for an uninstall leave the cluster and the node as they were",
     ),
-    (
+    trial(
         "main/cluster/leaves-nothing",
         "a cluster that ran a pod leaves nothing behind on the machine, twice",
     ),
-    (
+    trial(
         "main/cluster/swept",
         "the next start removes the remains of a cluster whose node process was killed",
     ),
@@ -144,9 +182,9 @@ pub(super) fn command(names: &[&str]) -> Command {
     // Other tests are selected alike, so that no crate is compiled with other features.
     command.args(["test", "--quiet", "--locked", "--workspace"]);
     command.args(["--test", "cluster", "--", "--exact"]);
-    let others = TRIALS.iter().filter(|(name, _)| !names.contains(name));
-    for (name, _) in others {
-        command.args(["--skip", name]);
+    let others = TRIALS.iter().filter(|trial| !names.contains(&trial.name));
+    for trial in others {
+        command.args(["--skip", trial.name]);
     }
     command.current_dir(paths::repository());
     command

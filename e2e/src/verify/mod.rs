@@ -5,7 +5,7 @@
 //!
 //! ```text
 //!   checks that compile --> most checks, one after another --> output of the background jobs
-//!                      \--> background jobs: checks that wait for minutes --/
+//!                      \--> background jobs, one after another --/
 //! ```
 
 mod checks;
@@ -24,14 +24,14 @@ mod surface;
 
 use std::fs::File;
 use std::io::{self, Seek as _};
-use std::panic::resume_unwind;
 use std::process::ExitCode;
-use std::thread::{self, JoinHandle};
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 
-pub use self::cluster::TRIALS;
+pub use self::cluster::{ClusterTrial, TRIALS};
 
 use self::checks::{BackgroundJob, Check};
 use crate::progress::Progress;
@@ -90,9 +90,7 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
         let run = || timed(|| check.run());
         outcomes.push(run_check(check.name, check.promise, run, &progress));
         if check.name == COMPILE_CHECK {
-            for job in jobs.drain(..) {
-                running.push(RunningJob::start(job)?);
-            }
+            running = start_in_background(std::mem::take(&mut jobs))?;
         }
     }
     for job in running {
@@ -135,16 +133,19 @@ fn select<'a>(
     Ok(checks.iter().filter(wanted).collect())
 }
 
-/// A running background job and the file with its output.
+/// A background job that runs or waits for its turn, and the file with its output.
 struct RunningJob {
     name: &'static str,
     promise: String,
     output: File,
-    end: JoinHandle<Timed>,
+    result: Receiver<Timed>,
 }
 
-impl RunningJob {
-    fn start(job: BackgroundJob) -> io::Result<Self> {
+/// Starts a thread that runs the jobs one after another: on two cores, the API servers of two jobs
+/// starve each other.
+fn start_in_background(jobs: Vec<BackgroundJob>) -> io::Result<Vec<RunningJob>> {
+    let (mut queue, mut running) = (Vec::new(), Vec::new());
+    for job in jobs {
         let BackgroundJob {
             name,
             promise,
@@ -154,18 +155,31 @@ impl RunningJob {
         command
             .stdout(output.try_clone()?)
             .stderr(output.try_clone()?);
-        let end = thread::spawn(move || timed(|| checks::succeed(&mut command)));
-        Ok(Self {
+        let (sender, result) = mpsc::channel();
+        queue.push((command, sender));
+        running.push(RunningJob {
             name,
             promise,
             output,
-            end,
-        })
+            result,
+        });
     }
+    thread::spawn(move || {
+        for (mut command, sender) in queue {
+            // The receiver is gone only when the run has ended early.
+            drop(sender.send(timed(|| checks::succeed(&mut command))));
+        }
+    });
+    Ok(running)
+}
 
+impl RunningJob {
     /// Waits for the job's exit, and prints its output.
     fn join(mut self) -> Timed {
-        let (took, answer) = self.end.join().unwrap_or_else(|panic| resume_unwind(panic));
+        let (took, answer) = self.result.recv().unwrap_or_else(|_| {
+            let panicked = anyhow::anyhow!("the thread of the background jobs panicked");
+            (Duration::ZERO, Err(panicked))
+        });
         let mut print = || {
             self.output.rewind()?;
             io::copy(&mut self.output, &mut io::stdout())

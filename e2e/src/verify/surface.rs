@@ -22,15 +22,13 @@ fn monitoring() -> PathBuf {
 /// Runs promtool over the names, types and help texts of all metrics.
 pub(super) fn metrics() -> anyhow::Result<()> {
     let promtool = tools::promtool()?;
-    for package in ["bursar-device-plugin", "bursar-operator"] {
-        succeed(
-            cargo::command()
-                .args(["test", "--quiet", "--locked", "--package", package, "--lib"])
-                .args(["--", "names_and_types_pass_promtool", "--ignored"])
-                .env("BURSAR_PROMTOOL", &promtool),
-        )?;
-    }
-    Ok(())
+    // The whole workspace is selected, so that no crate is compiled with other features.
+    succeed(
+        cargo::command()
+            .args(["test", "--quiet", "--locked", "--workspace", "--lib"])
+            .args(["--", "names_and_types_pass_promtool", "--ignored"])
+            .env("BURSAR_PROMTOOL", &promtool),
+    )
 }
 
 /// Runs promtool over the alerts and their tests, and renders them with the chart.

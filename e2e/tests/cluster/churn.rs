@@ -10,28 +10,34 @@ use rand::{RngExt as _, SeedableRng as _};
 
 use crate::shared_cluster::{RECLAIM_TIMEOUT, START_TIMEOUT, TrialContext, node_trial};
 
-const CYCLES: u64 = 200;
 /// The number of concurrent cycles: at a mean size of 6 GiB, more than the node has room for.
 const AT_ONCE: u64 = 8;
 /// The seed, so that every run has the same sizes and durations.
 const SEED: u64 = 0x0b75_a12f_4c0f_fee5;
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![node_trial("main/cluster/churn", churn)]
+    vec![
+        node_trial("main/cluster/churn", async |context| {
+            churn(context, 64).await
+        }),
+        node_trial("main/cluster/churn-long", async |context| {
+            churn(context, 200).await
+        }),
+    ]
 }
 
-async fn churn(context: &mut TrialContext) -> Result<(), Failed> {
+async fn churn(context: &mut TrialContext, cycles: u64) -> Result<(), Failed> {
     let begin = Instant::now();
     let provisioners = (0..AT_ONCE).map(|provisioner| {
         let (pods, probe) = (
             context.pods.clone(),
             context.environment.probe_image.clone(),
         );
-        come_and_go(provisioner, pods, probe)
+        come_and_go(provisioner, cycles / AT_ONCE, pods, probe)
     });
     try_join_all(provisioners).await?;
     context.progress.report(format_args!(
-        "{CYCLES} creates and deletes took {:.1?}",
+        "{cycles} creates and deletes took {:.1?}",
         begin.elapsed()
     ));
     let lives = context.history.records();
@@ -41,8 +47,8 @@ async fn churn(context: &mut TrialContext) -> Result<(), Failed> {
         "{ran} pods ran, {never} were deleted before they could"
     ));
     context.history.check_none_failed_or_restarted()?;
-    assert_eq!(lives.len() as u64, CYCLES, "pods that were seen");
-    assert!(ran as u64 > CYCLES / 4, "only {ran} pods ran");
+    assert_eq!(lives.len() as u64, cycles, "pods that were seen");
+    assert!(ran as u64 > cycles / 4, "only {ran} pods ran");
     let end = Instant::now();
     context
         .node_files()?
@@ -56,9 +62,14 @@ async fn churn(context: &mut TrialContext) -> Result<(), Failed> {
 }
 
 /// Runs one provisioner's share of the cycles: a pod of a random size, deleted after a random time.
-async fn come_and_go(provisioner: u64, pods: Pods, probe: String) -> Result<(), Failed> {
+async fn come_and_go(
+    provisioner: u64,
+    cycles: u64,
+    pods: Pods,
+    probe: String,
+) -> Result<(), Failed> {
     let mut random = StdRng::seed_from_u64(SEED ^ provisioner);
-    for cycle in 0..CYCLES / AT_ONCE {
+    for cycle in 0..cycles {
         let name = format!("churn-{provisioner}-{cycle}");
         // One pod in eight may be as large as a GPU.
         let most = if random.random_range(0..8) == 0 {

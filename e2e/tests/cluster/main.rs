@@ -64,7 +64,7 @@ fn main() -> ExitCode {
         lifecycle::trials(),
     ];
     let trials: Vec<Trial> = groups.into_iter().flatten().collect();
-    let listed = TRIALS.iter().map(|(name, _)| *name);
+    let listed = TRIALS.iter().map(|trial| trial.name);
     if !trials.iter().map(Trial::name).eq(listed) {
         eprintln!("the trials are not those that `cargo verify --list` names, or in another order");
         return ExitCode::FAILURE;

@@ -18,18 +18,23 @@ use serde_json::Value;
 use crate::placement::{holder, run_each};
 use crate::shared_cluster::{START_TIMEOUT, TrialContext, node_trial};
 
-const ROUNDS: usize = 10;
-/// The agent registers again this soon after registration becomes possible.
-const MAX_REGISTRATION_SECONDS: f64 = 2.0;
+/// Half of the registrations are this soon after registration becomes possible.
+const MEDIAN_REGISTRATION_SECONDS: f64 = 2.0;
+/// All registrations are this soon, on a busy machine too.
+const MAX_REGISTRATION_SECONDS: f64 = 30.0;
 /// The limit of [`crate::placement`].
 const STARTED: Duration = Duration::from_secs(15);
 const PAUSE: Duration = Duration::from_millis(50);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![node_trial(
-        "main/cluster/restarts",
-        agent_registers_again_after_disruptions,
-    )]
+    vec![
+        node_trial("main/cluster/restarts", async |context| {
+            agent_registers_again_after_disruptions(context, 2).await
+        }),
+        node_trial("main/cluster/restarts-long", async |context| {
+            agent_registers_again_after_disruptions(context, 10).await
+        }),
+    ]
 }
 
 /// A disruption of the node.
@@ -54,7 +59,10 @@ struct Delay {
     since_disruption: Vec<f64>,
 }
 
-async fn agent_registers_again_after_disruptions(context: &mut TrialContext) -> Result<(), Failed> {
+async fn agent_registers_again_after_disruptions(
+    context: &mut TrialContext,
+    rounds: usize,
+) -> Result<(), Failed> {
     run_each(context, &[("ten-a", 10), ("ten-b", 10)]).await?;
     let pods = context.pods.clone();
     pods.create(&holder(context, "eight", 8)).await?;
@@ -72,7 +80,7 @@ async fn agent_registers_again_after_disruptions(context: &mut TrialContext) -> 
         Disruption::CheckpointTruncated,
     ];
     let mut delays = Delays::new();
-    for round in 0..ROUNDS {
+    for round in 0..rounds {
         for disruption in disruptions {
             let (possible, since) = disrupt(context, disruption).await?;
             let delay = delays.entry(disruption).or_default();
@@ -94,10 +102,10 @@ async fn agent_registers_again_after_disruptions(context: &mut TrialContext) -> 
         let (median, p99) = (percentile(&seconds, 50), percentile(&seconds, 99));
         let (all, longest) = (percentile(&since, 50), percentile(&since, 99));
         context.progress.report(format_args!(
-            "{disruption:?}, {ROUNDS} times: registered in {median:.3} s (median), {p99:.3} s (p99), \
+            "{disruption:?}, {rounds} times: registered in {median:.3} s (median), {p99:.3} s (p99), \
              {all:.1} s and {longest:.1} s after the disruption"
         ));
-        if p99 >= MAX_REGISTRATION_SECONDS {
+        if median >= MEDIAN_REGISTRATION_SECONDS || p99 >= MAX_REGISTRATION_SECONDS {
             late.push((disruption, seconds));
         }
     }

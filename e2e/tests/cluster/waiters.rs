@@ -28,8 +28,6 @@ const ELSEWHERE: &str = "elsewhere";
 const LARGEST_FREE: &str = "bursar.dev/largest-free-gib";
 /// The time that the chart grants to disruption budgets before preemption.
 const GRACE: Duration = Duration::from_secs(bursar_e2e::chart::DISRUPTION_GRACE_SECONDS);
-/// The number of owners that preempt borrowers.
-const ROUNDS: usize = 100;
 /// The operator is killed after each such number of pairs of owners.
 const KILLED: usize = 10;
 
@@ -43,7 +41,12 @@ pub(crate) fn trials() -> Vec<Trial> {
             "operator/cluster/moved",
             pending_pod_is_moved_to_a_node_with_room,
         ),
-        trial("operator/cluster/owners", owners_against_borrowers),
+        trial("operator/cluster/owners", async |context| {
+            owners_against_borrowers(context, 20).await
+        }),
+        trial("operator/cluster/owners-long", async |context| {
+            owners_against_borrowers(context, 100).await
+        }),
         trial("operator/cluster/disruption", a_disruption_budget_and_a_job),
         trial("operator/cluster/override", an_override_lowers_a_quota),
     ]
@@ -366,17 +369,17 @@ async fn moves(context: &TrialContext) -> Result<(), Failed> {
 }
 
 /// Borrowers hold all memory; two owners of half a GPU get theirs, again and again.
-async fn owners_against_borrowers(context: &mut TrialContext) -> Result<(), Failed> {
-    let outcome = preempt_in_rounds(context).await;
+async fn owners_against_borrowers(context: &mut TrialContext, owners: usize) -> Result<(), Failed> {
+    let outcome = preempt_in_rounds(context, owners / 2).await;
     remove_workloads(context).await?;
     outcome
 }
 
-async fn preempt_in_rounds(context: &TrialContext) -> Result<(), Failed> {
+async fn preempt_in_rounds(context: &TrialContext, rounds: usize) -> Result<(), Failed> {
     let pods = &context.pods;
     replicas(context, "borrower", 8, 4, true).await?;
     let mut times = Vec::new();
-    for round in 0..ROUNDS / 2 {
+    for round in 0..rounds {
         wait_until_running(context, "borrower", 8).await?;
         let owners = ["a", "b"].map(|one| format!("owner-{round}-{one}"));
         let run = owners.each_ref().map(async |owner| {
@@ -406,7 +409,7 @@ async fn preempt_in_rounds(context: &TrialContext) -> Result<(), Failed> {
     let once: BTreeSet<_> = gone.iter().collect();
     assert_eq!(once.len(), gone.len(), "somebody went twice: {gone:?}");
     // Beside the scheduler's victims the operator evicts at most one borrower per owner.
-    for round in 0..ROUNDS / 2 {
+    for round in 0..rounds {
         for one in ["a", "b"] {
             let owner = format!("/owner-{round}-{one},");
             let of_it = events.iter().filter_map(|event| event.note.as_deref());
@@ -416,10 +419,11 @@ async fn preempt_in_rounds(context: &TrialContext) -> Result<(), Failed> {
     }
     times.sort_unstable();
     context.progress.report(format_args!(
-        "{ROUNDS} owners ran after {:.1?} to {:.1?}, median {:.1?}; {} borrowers went beside the scheduler's",
+        "{} owners ran after {:.1?} to {:.1?}, median {:.1?}; {} borrowers went beside the scheduler's",
+        times.len(),
         times[0],
-        times[ROUNDS - 1],
-        times[ROUNDS / 2],
+        times[times.len() - 1],
+        times[times.len() / 2],
         gone.len()
     ));
     Ok(())
