@@ -289,7 +289,7 @@ mod tests {
         };
         assert!(jobs("enforcement/quota").is_empty());
         assert_eq!(jobs("enforcement/cluster"), ["main/cluster"]);
-        assert_eq!(jobs("operator"), ["operator/api/server", "main/cluster"]);
+        assert_eq!(jobs("operator"), ["main/cluster", "operator/api/server"]);
     }
 
     #[test]
