@@ -35,7 +35,14 @@ struct Args {
 #[derive(Subcommand)]
 enum Command {
     /// Checks whether freed memory comes back cleared; prints one line of JSON.
-    ScrubCheck(Gpu),
+    ScrubCheck {
+        #[command(flatten)]
+        gpu: Gpu,
+        /// The memory of a round in bytes, if the GPU has as much free.
+        #[arg(long, default_value_t = scrub_check::MAX_BYTES,
+              value_parser = clap::value_parser!(u64).range(scrub_check::MIN_BYTES..))]
+        bytes: u64,
+    },
     /// Checks in a pod that its GPU has the size of its quota; prints a sentence.
     CheckQuota {
         /// The quota that the pod requested.
@@ -56,10 +63,14 @@ fn main() -> anyhow::Result<()> {
     bursar_confine::restrict_driver_process()?;
     match Args::parse() {
         Args {
-            command: Some(Command::ScrubCheck(Gpu { gpu })),
+            command:
+                Some(Command::ScrubCheck {
+                    gpu: Gpu { gpu },
+                    bytes,
+                }),
             ..
         } => {
-            let verdict = scrub_check::check(gpu, |context| {
+            let verdict = scrub_check::check(gpu, bytes, |context| {
                 if print_verdict(context).is_ok() {
                     scrub_check::wait_for_measurement();
                 }

@@ -14,11 +14,11 @@ use serde::Serialize;
 /// How often memory is created and freed.
 const ROUNDS: u32 = 12;
 
-/// How much memory a round takes, if the GPU has as much free.
-const MAX_BYTES: u64 = 256 << 20;
+/// How much memory a round takes by default.
+pub(crate) const MAX_BYTES: u64 = 256 << 20;
 
 /// The least memory of a round.
-const MIN_BYTES: u64 = 2 << 20;
+pub(crate) const MIN_BYTES: u64 = 2 << 20;
 
 /// How much memory is read at a time.
 const READ_WINDOW: usize = 8 << 20;
@@ -64,9 +64,10 @@ enum ScrubCheckError {
     ReadbackMismatch { round: u32 },
 }
 
-/// Checks a GPU's memory; calls `tell` once the context exists and before other memory does.
-pub(crate) fn check(gpu: GpuUuid, tell: impl FnOnce(&Verdict)) -> Verdict {
-    match run_rounds(gpu, tell) {
+/// Checks a GPU's memory, at most `bytes` in a round; calls `tell` once the context exists and
+/// before other memory does.
+pub(crate) fn check(gpu: GpuUuid, bytes: u64, tell: impl FnOnce(&Verdict)) -> Verdict {
+    match run_rounds(gpu, bytes, tell) {
         Ok((bytes, 0)) => Verdict::Scrubbed {
             rounds: ROUNDS,
             bytes,
@@ -82,10 +83,14 @@ pub(crate) fn check(gpu: GpuUuid, tell: impl FnOnce(&Verdict)) -> Verdict {
     }
 }
 
-fn run_rounds(gpu: GpuUuid, tell: impl FnOnce(&Verdict)) -> Result<(u64, u64), ScrubCheckError> {
+fn run_rounds(
+    gpu: GpuUuid,
+    mut bytes: u64,
+    tell: impl FnOnce(&Verdict),
+) -> Result<(u64, u64), ScrubCheckError> {
     let context = Driver::get()?.device_by_uuid(gpu)?.primary_context()?;
     tell(&Verdict::Context {});
-    let (mut bytes, mut old_words) = (MAX_BYTES, 0);
+    let mut old_words = 0;
     for round in 1..=ROUNDS {
         // The first round finds out how much memory is free.
         let memory = loop {

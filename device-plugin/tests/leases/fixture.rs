@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
@@ -23,6 +24,9 @@ const WAIT_LIMIT: Duration = Duration::from_secs(120);
 /// The longest time until a scrub check has a verdict. The agent kills a starved check after a
 /// minute and starts the next a minute later.
 const SCRUB_CHECK_LIMIT: Duration = Duration::from_secs(480);
+
+/// The memory that a scrub check reads in a round.
+const SCRUB_CHECK_BYTES: u64 = 4 << 20;
 
 /// The longest time until discarded memory that no process maps is free again. A busy machine's
 /// kernel releases the memory of a killed process late.
@@ -71,6 +75,22 @@ pub(crate) fn compile_c(source: &str) -> (TempDir, PathBuf) {
     (folder, program)
 }
 
+/// Writes a script that starts the provisioner, with a scrub check of little memory: six agents
+/// that read 6 GiB each at their start leave two cores no time for anything else.
+fn write_provisioner_script(machine: &Machine) -> PathBuf {
+    let (script, program) = (
+        machine.path("provisioner"),
+        program_folder().join("bursar-provisioner"),
+    );
+    let text = format!(
+        "#!/bin/sh\n[ \"$1\" = scrub-check ] && set -- \"$@\" --bytes {SCRUB_CHECK_BYTES}\nexec {} \"$@\"\n",
+        program.display()
+    );
+    fs::write(&script, text).unwrap();
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+    script
+}
+
 impl Fixture {
     /// A fixture with two GPUs of 16 GiB, a registered agent and a connected fd store.
     pub(crate) async fn new() -> Fixture {
@@ -95,7 +115,7 @@ impl Fixture {
         let machine = Machine::with_driver(config).await;
         container::configure(&machine, "");
         let config = fs::read_to_string(machine.path("agent.toml")).unwrap();
-        let provisioner = program_folder().join("bursar-provisioner");
+        let provisioner = write_provisioner_script(&machine);
         let config = config.replace(
             machine.path("no-provisioner").to_str().unwrap(),
             provisioner.to_str().unwrap(),
