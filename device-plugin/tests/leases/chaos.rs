@@ -13,7 +13,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::fixture::{Fixture, GIB, is_transient, open_retrying};
 use crate::tenant_process::{GONE, Opened, Tenant};
 
-const ROUNDS: u32 = 250;
+const ROUNDS: u32 = 50;
+/// The rounds in the long tier of `cargo verify`, in which each victim dies amid a request.
+const LONG_ROUNDS: u32 = 250;
 
 /// The longest time from a request to the kill, in microseconds.
 const MAX_KILL_DELAY_US: u64 = 20_000;
@@ -153,6 +155,8 @@ impl ExpectedLeases {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn committed_leases_survive_random_kills_and_leak_nothing() {
+    let is_long = std::env::var_os("BURSAR_LONG").is_some();
+    let rounds = if is_long { LONG_ROUNDS } else { ROUNDS };
     let mut fixture = Fixture::new().await;
     fixture.machine.run("full", 16).await;
     let mut pods = [
@@ -165,7 +169,7 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
     let (mut commits, mut reads, mut all_pods) = (0, 0, 0);
     // For each victim, the kills between two requests and the kills during one.
     let mut deaths = BTreeMap::<Victim, [u32; 2]>::new();
-    for round in 0..ROUNDS {
+    for round in 0..rounds {
         let at = dice.random_range(0..pods.len());
         let name = ["x", "y", "z"][dice.random_range(0..3)];
         let victim = match dice.random_range(0..100) {
@@ -242,10 +246,10 @@ async fn committed_leases_survive_random_kills_and_leak_nothing() {
     println!(
         "{commits} commits, {reads} reads; deaths between questions, and amid one: {deaths:?}; of all pods: {all_pods}"
     );
-    assert!(commits > 10 && reads > 10);
+    assert!(commits > rounds / 25 && reads > rounds / 25);
     let amid = |victim| deaths.get(&victim).is_some_and(|[_, amid]| *amid > 0);
-    assert!(Victim::ALL.into_iter().all(amid), "{deaths:?}");
-    assert!(deaths.values().map(|[between, _]| between).sum::<u32>() > 10);
+    assert!(!is_long || Victim::ALL.into_iter().all(amid), "{deaths:?}");
+    assert!(deaths.values().map(|[between, _]| between).sum::<u32>() > rounds / 25);
     drop(tenants);
     for pod in &pods {
         fixture.machine.end(pod);

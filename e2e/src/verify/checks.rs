@@ -93,6 +93,14 @@ const HISTORY_TESTS: &[TestSelection] = &[TestSelection {
     env: &[("BURSAR_LONG", "1")],
 }];
 
+/// The random kills that run with fewer rounds outside of the long tier.
+const LEASE_CHAOS: &[TestSelection] = &[TestSelection {
+    target: &["--test", "leases"],
+    names: &["chaos::committed_leases_survive_random_kills_and_leak_nothing"],
+    ignored: false,
+    env: &[("BURSAR_LONG", "1")],
+}];
+
 /// The checks that are no named tests, in order: the fastest to fail come first.
 const CHECKS: &[Check] = &[
     cargo_check(
@@ -217,6 +225,11 @@ const CHECKS: &[Check] = &[
          stores, also for a real client through the shim",
         &["--test", "leases", "--", SIX_TEST_THREADS],
     ),
+    Check {
+        name: "runtime/leases-long",
+        promise: "committed leases survive 250 rounds of random kills, in which each process dies amid a request",
+        runner: Runner::Long(LEASE_CHAOS),
+    },
     test_check(
         "operator/operator",
         "the whole operator against an API server in memory: a crash before and after each write, \
