@@ -75,6 +75,8 @@ const fn test_check(
 
 /// Lets six tests run at once, for tests that wait for clocks and processes.
 const SIX_TEST_THREADS: &str = "--test-threads=6";
+/// Lets twelve tests run at once, for tests that hardly compute.
+const TWELVE_TEST_THREADS: &str = "--test-threads=12";
 
 /// The properties that run with shorter histories outside of the long tier.
 const HISTORY_TESTS: &[TestSelection] = &[TestSelection {
@@ -234,7 +236,7 @@ const CHECKS: &[Check] = &[
         "operator/operator",
         "the whole operator against an API server in memory: a crash before and after each write, \
          writes that fail or get no answer, two operators at once",
-        &["--test", "operator", "--", SIX_TEST_THREADS],
+        &["--test", "operator", "--", TWELVE_TEST_THREADS],
     ),
     Check {
         name: "operator/api/server",
